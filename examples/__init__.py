@@ -1,0 +1,1 @@
+"""Runnable examples; the tests run every one of them."""

@@ -1,0 +1,75 @@
+"""Federated learning for fleets of unequal devices: every client trains the part of one model it can hold.
+
+>>> import fedcover as fc
+>>> fc.Experiment(fleet="4x1.0 + 6x0.75", policy="rolling").policy
+'rolling'
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from fedcover.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from fedcover.datasets import from_file as from_file
+    from fedcover.datasets import from_tensors as from_tensors
+    from fedcover.errors import FedcoverError as FedcoverError
+    from fedcover.experiment import Experiment as Experiment
+    from fedcover.export import load_part as load_part
+    from fedcover.policies import per_client as per_client
+    from fedcover.preparation import Machine as Machine
+    from fedcover.reduction import Masks as Masks
+    from fedcover.reduction import Slices as Slices
+    from fedcover.reduction import drawn as drawn
+    from fedcover.reduction import windows as windows
+    from fedcover.runs import Run as Run
+    from fedcover.runs import load as load
+    from fedcover.runs import replay as replay
+    from fedcover.runs import resume as resume
+    from fedcover.runs import run as run
+    from fedcover.types import Client as Client
+    from fedcover.types import Cut as Cut
+    from fedcover.types import Dataset as Dataset
+    from fedcover.types import Model as Model
+    from fedcover.types import Samples as Samples
+    from fedcover.types import UnitGroup as UnitGroup
+    from fedcover.types import View as View
+
+_HOME = {
+    "Client": "types",
+    "Cut": "types",
+    "Dataset": "types",
+    "Experiment": "experiment",
+    "FedcoverError": "errors",
+    "Machine": "preparation",
+    "Masks": "reduction",
+    "Model": "types",
+    "Run": "runs",
+    "Samples": "types",
+    "Slices": "reduction",
+    "UnitGroup": "types",
+    "View": "types",
+    "drawn": "reduction",
+    "from_file": "datasets",
+    "from_tensors": "datasets",
+    "load": "runs",
+    "load_part": "export",
+    "per_client": "policies",
+    "replay": "runs",
+    "resume": "runs",
+    "run": "runs",
+    "windows": "reduction",
+}
+"""Where each public name lives; imported on first use, so that `import fedcover` is quick."""
+
+__all__ = sorted([*_HOME, "__version__"])
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'fedcover' has no attribute {name!r}")
+    return getattr(import_module(f"fedcover.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

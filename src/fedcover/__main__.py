@@ -1,0 +1,5 @@
+"""`python -m fedcover`."""
+
+from fedcover.cli import main
+
+main()

@@ -1,0 +1,82 @@
+"""Does this fit my device? What every capacity of a fleet costs, and what a codename of the paper covers."""
+
+from statistics import fmean
+from typing import Any
+
+from fedcover import coverage
+from fedcover.cost import cost, memory_to_train, uses_of_weights
+from fedcover.errors import unknown
+from fedcover.experiment import Experiment
+from fedcover.fleet import Fleet
+from fedcover.policies.regions import region_coverage
+from fedcover.preparation import build_model, named_policy
+from fedcover.types import Client, Coverage, View
+
+SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
+    "digits": ((1, 8, 8), 10),
+    "mnist": ((1, 28, 28), 10),
+    "cifar10": ((3, 32, 32), 10),
+    "cifar100": ((3, 32, 32), 100),
+}
+"""Input shape and number of classes of the known data sets, so that an audit needs no data."""
+
+
+def audit(experiment: Experiment) -> dict[str, Any]:
+    """Cost per capacity and coverage when every device of the fleet, as written, takes part in one round.
+
+    >>> audit(codename("1111223344", "pruning"))["gamma_min"]
+    8
+    """
+    if experiment.dataset not in SHAPES:
+        raise unknown("dataset", experiment.dataset, SHAPES)
+    shape, classes = SHAPES[experiment.dataset]
+    model = build_model(experiment, shape, classes)
+    params = {name: p.detach() for name, p in model.module.named_parameters()}
+    fleet = Fleet.parse(experiment.fleet)
+    cohort = tuple(Client(i, fleet.capacity(i), i, 1, ()) for i in range(sum(fleet.counts)))
+    view = View(0, params, model.groups, model.prunable, cohort, fleet.levels, experiment.capacity,
+                Coverage((), {}), experiment.seed)  # fmt: skip
+    parts = named_policy(experiment)(view)
+    uses = uses_of_weights(model.module, shape)
+    costs = [cost(part, params, uses) for part in parts]
+    counts = coverage.count(params, parts)
+    total = coverage.energy(params)
+    rows = []
+    for level in fleet.levels:
+        place = next(client.slot for client in cohort if client.capacity == level)
+        memory = memory_to_train(
+            model, parts[place], shape, batch_size=experiment.batch_size, momentum=experiment.momentum
+        )
+        rows.append({
+            "capacity": level,
+            "devices": sum(client.capacity == level for client in cohort),
+            "parameters": costs[place].parameters,
+            "multiply_adds": costs[place].multiply_adds,
+            "memory": memory,
+            "bytes_down": costs[place].bytes_down,
+            "bytes_up": costs[place].bytes_up,
+            "delta2": coverage.noise(params, parts[place], total),
+        })  # fmt: skip
+    return {
+        "model": experiment.model,
+        "policy": experiment.policy,
+        "parameters": fmean(c.parameters for c in costs),
+        "multiply_adds": fmean(c.multiply_adds for c in costs),
+        "gamma_min": coverage.minimum(counts),
+        "histogram": {str(k): v for k, v in coverage.histogram(counts).items()},
+        "capacities": rows,
+    }
+
+
+def codename(digits: str, kind: str, p5: str = "code", model: str = "mlp", dataset: str = "mnist") -> Experiment:
+    """The experiment that a codename of the paper stands for."""
+    policy = f"regions(codename={digits!r}, kind={kind!r}, p5={p5!r})"
+    return Experiment(dataset=dataset, model=model, policy=policy, clients=max(100, len(digits)))
+
+
+def audit_codename(
+    digits: str, kind: str, p5: str = "code", model: str = "mlp", dataset: str = "mnist"
+) -> dict[str, Any]:
+    """The audit of a codename, with the coverage of each region beside it."""
+    found = audit(codename(digits, kind, p5, model, dataset))
+    return {"codename": digits, "kind": kind, **found, "coverage": region_coverage(digits, p5)}

@@ -1,0 +1,87 @@
+"""What people see: progress on long work, tables at the end, one sentence when something is wrong."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from fedcover.rounds import Report
+from fedcover.runs import Watch
+
+errors = Console(stderr=True, highlight=False)
+
+
+@contextmanager
+def watching(title: str, rounds: int, done: int = 0) -> Iterator[Watch]:
+    """Show rounds as they end: a bar on a terminal, plain lines elsewhere; always on the error stream."""
+    if not errors.is_terminal:
+        yield _plain(title, rounds)
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[figures]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=errors) as bar:
+        task = bar.add_task(title, total=rounds, completed=done, figures="")
+        latest: dict[str, Any] = {}
+
+        def show(report: Report) -> None:
+            latest.update(report.metrics)
+            bar.update(task, completed=report.round + 1, figures=_figures(latest))
+
+        yield show
+
+
+def _plain(title: str, rounds: int) -> Watch:
+    started: list[tuple[float, int]] = []
+
+    def show(report: Report) -> None:
+        now = time.monotonic()
+        started.append((now - sum(report.metrics["seconds"].values()), report.round))
+        since, first = started[0]
+        left = (now - since) / (report.round + 1 - first) * (rounds - report.round - 1)
+        line = f"{title}  round {report.round + 1}/{rounds}  {_figures(report.metrics)}  {left:.0f} s left"
+        print(line, file=sys.stderr, flush=True)
+
+    return show
+
+
+def _figures(metrics: dict[str, Any]) -> str:
+    accuracy = f"accuracy {metrics['accuracy']:.3f}  " if "accuracy" in metrics else ""
+    return f"{accuracy}coverage {metrics['gamma_round']} (window {metrics['gamma_window']})"
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print a table; numbers to the right."""
+    made = Table(title=title, title_justify="left", title_style="bold")
+    for place, column in enumerate(columns):
+        numbers = all(isinstance(row[place], int | float) or row[place] is None for row in rows)
+        made.add_column(column, justify="right" if numbers else "left", no_wrap=place == 0)
+    for row in rows:
+        made.add_row(*(_text(cell) for cell in row))
+    output = Console(highlight=False)
+    if not output.is_terminal:  # a file or a pipe has no width that would justify cutting words
+        output = Console(highlight=False, width=200)
+    output.print(made)
+
+
+def _text(cell: object) -> str:
+    if cell is None:
+        return "-"
+    if isinstance(cell, float):
+        return f"{cell:,.0f}" if abs(cell) >= 1000 else f"{cell:.4g}"
+    return f"{cell:,}" if isinstance(cell, int) else str(cell)
+
+
+def show_json(value: object) -> None:
+    """Print a value as JSON on the output stream."""
+    print(json.dumps(value, indent=2))

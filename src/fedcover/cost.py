@@ -1,0 +1,92 @@
+"""What a reduction costs a device: parameters, multiply-adds, memory to train, bytes up and down."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedcover.reduction import Masks
+from fedcover.submodel import skeleton
+from fedcover.types import Model, Reduction
+from fedcover.wire import encode
+
+BYTES = 4
+"""Weights travel and train in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one client pays in one round (multiply-adds: one forward pass of one sample)."""
+
+    parameters: int
+    multiply_adds: int
+    bytes_down: int
+    bytes_up: int
+
+
+def uses_of_weights(module: nn.Module, shape: Sequence[int]) -> dict[str, int]:
+    """How many times each weight of a linear or convolutional layer is multiplied for one sample.
+
+    >>> from fedcover.models import cnn
+    >>> uses_of_weights(cnn((1, 28, 28), 10, "batch").module, (1, 28, 28))
+    {'conv1.weight': 784, 'conv2.weight': 196, 'hidden.weight': 1, 'head.weight': 1}
+    """
+    uses: dict[str, int] = {}
+
+    def remember(name: str) -> Any:
+        def hook(layer: nn.Module, inputs: object, output: Tensor) -> None:
+            assert isinstance(layer.weight, Tensor)
+            uses[f"{name}.weight"] = output.numel() // layer.weight.shape[0]
+
+        return hook
+
+    empty = skeleton(module, Masks({}))
+    for name, layer in empty.named_modules():
+        if isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            layer.register_forward_hook(remember(name))
+    with torch.no_grad():
+        empty.eval()(torch.empty((1, *shape), device="meta"))
+    return uses
+
+
+def cost(reduction: Reduction, params: Mapping[str, Tensor], uses: Mapping[str, int]) -> Cost:
+    """The cost of a reduction of a model with these parameters and uses of its weights.
+
+    The mask travels down with the sub-model; the server knows it, so it need not come back.
+    """
+    sizes = reduction.sizes(params)
+    parameters = sum(sizes.values())
+    return Cost(
+        parameters=parameters,
+        multiply_adds=sum(sizes[name] * times for name, times in uses.items()),
+        bytes_down=BYTES * parameters + len(encode(reduction)),
+        bytes_up=BYTES * parameters,
+    )
+
+
+def memory_to_train(
+    model: Model, reduction: Reduction, shape: Sequence[int], *, batch_size: int, momentum: float
+) -> int:
+    """Bytes a device needs for a training step: weights, gradients, momentum and what backward keeps.
+
+    Counted on a sub-model without values, so it costs nothing; masks save no memory, slices do.
+    """
+    part = skeleton(model.module, reduction).train()
+    weights = sum(p.numel() for p in part.parameters())
+    own = {p.untyped_storage()._cdata for p in part.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        place = tensor.untyped_storage()._cdata
+        if place not in own:
+            kept[place] = tensor
+        return tensor
+
+    x = torch.empty((batch_size, *shape), device="meta")
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = nn.functional.cross_entropy(part(x), torch.zeros(batch_size, dtype=torch.int64, device="meta"))
+    activations = sum(t.untyped_storage().nbytes() for t in kept.values())
+    del loss
+    return BYTES * weights * (2 + (momentum > 0)) + activations

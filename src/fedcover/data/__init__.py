@@ -1,0 +1,1 @@
+"""The data that ships inside the package: see digits.LICENSE.md for where it comes from."""

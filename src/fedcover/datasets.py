@@ -1,0 +1,281 @@
+"""Name -> tensors: data sets known by name, files of your own, tensors of your own.
+
+Shapes: N rows, C channels, H height, W width.
+"""
+
+import gzip
+import io
+import zipfile
+from collections.abc import Callable, Iterable, Mapping
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fedcover.downloads import check, data_folder, get, read
+from fedcover.errors import DataError, InvalidValue, unknown
+from fedcover.rng import generator
+from fedcover.types import Dataset, Samples
+
+__all__ = ["DATASETS", "check", "data_folder", "from_file", "from_tensors", "get", "hold_out", "load"]
+
+Array = Tensor | npt.NDArray[np.generic]
+Bytes = npt.NDArray[np.uint8]
+
+_MOMENTS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    "digits": ((0.3053,), (0.3760,)),
+    "mnist": ((0.1307,), (0.3081,)),
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+}
+"""Mean and standard deviation of the training pixels, channel by channel, on the scale 0 to 1."""
+
+
+# ── known by name ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def digits(_folder: Path | None = None) -> Dataset:
+    """1,797 handwritten digits of 8 x 8 pixels, which ship inside the package: 1,437 to train, 360 to test.
+
+    >>> data = digits()
+    >>> data.train.x.shape, len(data.test)
+    (torch.Size([1437, 1, 8, 8]), 360)
+    """
+    packed = resources.files("fedcover.data").joinpath("digits.npz").read_bytes()
+    with np.load(io.BytesIO(packed), allow_pickle=False) as stored:
+        images_NHW, labels_N = stored["images"], stored["labels"]
+    # Every fifth row of a shuffled order sorted by label: each label loses a fifth of its rows, by chance.
+    shuffled_N = torch.randperm(len(labels_N), generator=generator(0, "digits", "split")).numpy()
+    by_label_N = shuffled_N[np.argsort(labels_N[shuffled_N], kind="stable")]
+    tested_N = np.zeros(len(labels_N), dtype=bool)
+    tested_N[by_label_N[::5]] = True
+    train, test = (
+        _samples("digits", images_NHW[rows, None], labels_N[rows], white=16) for rows in (~tested_N, tested_N)
+    )
+    return Dataset("digits", train, test, classes=10)
+
+
+def mnist(folder: Path) -> Dataset:
+    """70,000 handwritten digits of 28 x 28 pixels, from the publisher's idx files."""
+    files = read("mnist", folder)
+    train, test = (
+        _samples("mnist", _idx(files[f"{part}-images-idx3-ubyte.gz"])[:, None],
+                 _idx(files[f"{part}-labels-idx1-ubyte.gz"]))
+        for part in ("train", "t10k")
+    )  # fmt: skip
+    return Dataset("mnist", train, test, classes=10)
+
+
+def cifar10(folder: Path) -> Dataset:
+    """60,000 colour photographs of 32 x 32 pixels in 10 classes, from the publisher's binary version."""
+    return _cifar("cifar10", folder, label_bytes=1, classes=10)
+
+
+def cifar100(folder: Path) -> Dataset:
+    """60,000 colour photographs of 32 x 32 pixels in 100 classes (fine labels), from the binary version."""
+    return _cifar("cifar100", folder, label_bytes=2, classes=100)
+
+
+DATASETS: dict[str, Callable[[Path], Dataset]] = {
+    "digits": digits,
+    "mnist": mnist,
+    "cifar10": cifar10,
+    "cifar100": cifar100,
+}
+
+
+def load(name: str, folder: str | Path | None = None) -> Dataset:
+    """The data set of that name, or the one in that .npz or .safetensors file.
+
+    >>> load("digits").classes
+    10
+    >>> load("digit")
+    Traceback (most recent call last):
+    ...
+    fedcover.errors.InvalidValue: dataset must be one of digits, mnist, cifar10, cifar100, file.npz, \
+file.safetensors; got 'digit'
+    """
+    if name in DATASETS:
+        return DATASETS[name](data_folder(folder))
+    if Path(name).suffix in _READERS:
+        return from_file(name)
+    raise unknown("dataset", name, [*DATASETS, *(f"file{suffix}" for suffix in _READERS)])
+
+
+def _samples(name: str, pixels_NCHW: Bytes, labels_N: Bytes, white: int = 255) -> Samples:
+    mean_C11, std_C11 = (torch.tensor(moment)[:, None, None] for moment in _MOMENTS[name])
+    x_NCHW = torch.from_numpy(pixels_NCHW.astype(np.float32))
+    y_N = torch.from_numpy(labels_N.astype(np.int64))
+    return Samples(x_NCHW.div_(white).sub_(mean_C11).div_(std_C11), y_N)
+
+
+def _idx(packed: bytes) -> Bytes:
+    """The idx format: two zero bytes, the type (8: bytes), the number of axes, their sizes, the data."""
+    raw = gzip.decompress(packed)
+    axes = raw[3]
+    shape = np.frombuffer(raw, dtype=">i4", count=axes, offset=4)
+    return np.frombuffer(raw, dtype=np.uint8, offset=4 + 4 * axes).reshape(shape.tolist())
+
+
+def _cifar(name: str, folder: Path, *, label_bytes: int, classes: int) -> Dataset:
+    """The CIFAR format, image after image: label bytes (fine last), then red, green and blue planes."""
+    files = read(name, folder)
+
+    def part(raw: Iterable[bytes]) -> Samples:
+        records_NB = np.frombuffer(b"".join(raw), dtype=np.uint8).reshape(-1, label_bytes + 3 * 32 * 32)
+        pixels_NCHW = records_NB[:, label_bytes:].reshape(-1, 3, 32, 32)
+        return _samples(name, pixels_NCHW, records_NB[:, label_bytes - 1])
+
+    train = part(raw for file, raw in files.items() if not file.startswith("test"))
+    test = part(raw for file, raw in files.items() if file.startswith("test"))
+    return Dataset(name, train, test, classes)
+
+
+# ── your own ────────────────────────────────────────────────────────────────────────────────────────────
+
+_NEEDED = ("train_x", "train_y", "test_x", "test_y")
+_ALLOWED = (*_NEEDED, "train_owner")
+
+
+def from_tensors(
+    train: tuple[Array, Array],
+    test: tuple[Array, Array],
+    *,
+    owner: Array | None = None,
+    name: str = "tensors",
+) -> Dataset:
+    """Your own inputs and labels, (x, y) pairs of tensors or arrays; `owner` says whose each row is.
+
+    Floating inputs keep their values (as float32); uint8 inputs are divided by 255.
+
+    >>> x, y = torch.rand(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
+    >>> from_tensors((x, y), (x[:3], y[:3])).classes
+    3
+    """
+    train_x, train_y = _inputs("train_x", train[0]), _whole("train_y", train[1])
+    test_x, test_y = _inputs("test_x", test[0]), _whole("test_y", test[1])
+    _same_length("train_y", train_y, "train_x", train_x)
+    _same_length("test_y", test_y, "test_x", test_x)
+    if train_x.shape[1:] != test_x.shape[1:]:
+        wanted, got = tuple(train_x.shape[1:]), tuple(test_x.shape[1:])
+        raise InvalidValue(f"test_x must have rows of the shape of train_x's, {wanted}; got {got}")
+    classes = int(train_y.max()) + 1
+    if int(test_y.max()) >= classes:
+        raise InvalidValue(f"test_y must be labels that train_y knows, 0 to {classes - 1}; got {int(test_y.max())}")
+    owners = None if owner is None else _whole("train_owner", owner)
+    if owners is not None:
+        _same_length("train_owner", owners, "train_x", train_x)
+    return Dataset(name, Samples(train_x, train_y), Samples(test_x, test_y), classes, owners)
+
+
+def from_file(path: str | Path) -> Dataset:
+    """Your own .npz or .safetensors file with train_x, train_y, test_x, test_y and perhaps train_owner."""
+    path = Path(path)
+    if path.suffix not in _READERS:
+        raise InvalidValue(f"dataset file must end in {' or '.join(_READERS)}; got {str(path)!r}")
+    if not path.is_file():
+        raise InvalidValue(f"dataset must be a file that exists; got {str(path)!r}")
+    try:
+        arrays = _READERS[path.suffix](path)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, SafetensorError) as error:
+        raise DataError(f"{path} cannot be read as a {path.suffix} file: {error}") from error
+    for key in _NEEDED:
+        if key not in arrays:
+            raise InvalidValue(f"dataset {path} must have an array {key}; got {', '.join(arrays) or 'none'}")
+    for key in arrays:
+        if key not in _ALLOWED:
+            raise unknown(f"an array in dataset {path}", key, _ALLOWED)
+    train_x, train_y, test_x, test_y = (arrays[key] for key in _NEEDED)
+    return from_tensors((train_x, train_y), (test_x, test_y), owner=arrays.get("train_owner"), name=path.stem)
+
+
+def _read_npz(path: Path) -> Mapping[str, Array]:
+    # ZipFile first: np.load would take a .npy in disguise and give something that has no names.
+    with zipfile.ZipFile(path), np.load(path, allow_pickle=False) as stored:
+        return dict(stored)
+
+
+def _read_safetensors(path: Path) -> Mapping[str, Array]:
+    return load_file(path)
+
+
+_READERS: dict[str, Callable[[Path], Mapping[str, Array]]] = {
+    ".npz": _read_npz,
+    ".safetensors": _read_safetensors,
+}
+
+
+def _tensor(field: str, value: Array) -> Tensor:
+    if isinstance(value, Tensor):
+        tensor = value.detach()
+    elif isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
+        tensor = torch.from_numpy(value.astype(value.dtype.newbyteorder("="), order="C"))
+    else:
+        kind = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
+        raise InvalidValue(f"{field} must be a torch tensor or a NumPy array of numbers; got {kind}")
+    if tensor.ndim == 0 or tensor.numel() == 0:
+        raise InvalidValue(f"{field} must have rows, and no empty axis; got shape {tuple(tensor.shape)}")
+    return tensor
+
+
+def _inputs(field: str, value: Array) -> Tensor:
+    x = _tensor(field, value)
+    if x.ndim < 2 or not (x.is_floating_point() or x.dtype == torch.uint8):
+        raise InvalidValue(
+            f"{field} must hold floating or uint8 inputs, row by row; got {x.dtype} of shape {tuple(x.shape)}"
+        )
+    scaled = x.float().div(255) if x.dtype == torch.uint8 else x.float()
+    if not bool(torch.isfinite(scaled).all()):
+        wrong = scaled[~torch.isfinite(scaled)]
+        raise InvalidValue(f"{field} must be finite in float32; got {wrong[0].item()} ({len(wrong)} in all)")
+    return scaled
+
+
+def _whole(field: str, value: Array) -> Tensor:
+    y = _tensor(field, value)
+    if y.ndim != 1 or y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+        raise InvalidValue(f"{field} must hold one whole number for each row; got {y.dtype} of shape {tuple(y.shape)}")
+    if int(y.long().min()) < 0:
+        raise InvalidValue(f"{field} must not be negative; got {int(y.long().min())}")
+    return y.long()
+
+
+def _same_length(field: str, value: Tensor, other: str, inputs: Tensor) -> None:
+    if len(value) != len(inputs):
+        raise InvalidValue(f"{field} must be as long as {other}, {len(inputs)} rows; got {len(value)}")
+
+
+# ── held out ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def hold_out(dataset: Dataset, share: float, seed: int) -> tuple[Dataset, Samples | None]:
+    """Set a random share of the training rows aside for validation; the data set keeps the others, in order.
+
+    >>> rest, validation = hold_out(load("digits"), 0.1, seed=0)
+    >>> len(rest.train), len(validation)
+    (1293, 144)
+    """
+    if not 0 <= share < 1:
+        raise InvalidValue(f"validation must be a share of the training samples in [0, 1); got {share}")
+    if share == 0:
+        return dataset, None
+    rows = len(dataset.train)
+    held = max(1, round(share * rows))
+    if held >= rows:
+        raise InvalidValue(f"validation must leave samples to train on; got {share} of {rows}")
+    order = torch.randperm(rows, generator=generator(seed, "validation"))
+    kept, out = order[held:].sort().values, order[:held].sort().values
+    train, owner = dataset.train, dataset.owner
+    rest = Dataset(
+        dataset.name,
+        Samples(train.x[kept], train.y[kept]),
+        dataset.test,
+        dataset.classes,
+        None if owner is None else owner[kept],
+    )
+    return rest, Samples(train.x[out], train.y[out])

@@ -1,0 +1,263 @@
+"""What the publishers published: addresses and digests of files, fetched if absent, checked on every read."""
+
+import gzip
+import hashlib
+import os
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedcover.errors import DataError, unknown
+
+VARIABLE = "FEDCOVER_DATA"
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file as its publisher made it: where it lies under the data folder, and its digest."""
+
+    path: str
+    md5: str
+
+
+@dataclass(frozen=True, slots=True)
+class Download:
+    """One address and the files that come from it: itself, or the named members of a .tar.gz archive."""
+
+    url: str
+    md5: str
+    files: tuple[File, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What became of one file: its digest (None where it is absent) beside the publisher's."""
+
+    path: Path
+    got: str | None
+    expected: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether the file is there and is the publisher's."""
+        return self.got == self.expected
+
+
+def _plain(site: str, folder: str, digests: dict[str, str]) -> tuple[Download, ...]:
+    return tuple(Download(f"{site}/{name}", md5, (File(f"{folder}/{name}", md5),)) for name, md5 in digests.items())
+
+
+def _archive(url: str, md5: str, folder: str, digests: dict[str, str]) -> tuple[Download, ...]:
+    return (Download(url, md5, tuple(File(f"{folder}/{name}", digest) for name, digest in digests.items())),)
+
+
+PUBLISHED: dict[str, tuple[Download, ...]] = {
+    "digits": (),  # ships inside the package
+    "mnist": _plain(
+        "https://ossci-datasets.s3.amazonaws.com/mnist",
+        "mnist",
+        {
+            "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+            "train-labels-idx1-ubyte.gz": "d53e105ee54ea40749a09fcbcd1e9432",
+            "t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
+            "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
+        },
+    ),
+    "cifar10": _archive(
+        "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+        "c32a1d4ab5d03f1284b67883e8d13530",
+        "cifar-10-batches-bin",
+        {
+            "data_batch_1.bin": "5dd7e06a14cb22eb9f671a540d1b7c25",
+            "data_batch_2.bin": "5ea93a67294ea407fff1d09f752e9692",
+            "data_batch_3.bin": "942cd6a4bcdd0dd3c604fbe906cb4421",
+            "data_batch_4.bin": "ae636b3ba5c66a11e91e8cb52e771fcb",
+            "data_batch_5.bin": "53f37980c15c3d472c316c40844f3f0d",
+            "test_batch.bin": "803d5f7f4d78ea53de84dbe85f74fb6d",
+        },
+    ),
+    "cifar100": _archive(
+        "https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",
+        "03b5dce01913d631647c71ecec9e9cb8",
+        "cifar-100-binary",
+        {"train.bin": "6172c7755cfe09b2fe270c85cebc1b15", "test.bin": "4499cfba6c016c1be1438163640a0898"},
+    ),
+}
+"""Every data set that is known by name, and what its publisher offers for download."""
+
+
+def data_folder(given: str | Path | None = None) -> Path:
+    """The folder of data files: the one given, else $FEDCOVER_DATA, else the user's cache folder.
+
+    >>> data_folder("somewhere").name
+    'somewhere'
+    """
+    chosen = given or os.environ.get(VARIABLE)
+    if chosen:
+        return Path(chosen).expanduser()
+    import pooch  # type: ignore[import-untyped]  # imported late: own tensors need no pooch
+
+    return Path(pooch.os_cache("fedcover"))
+
+
+def get(name: str, folder: Path) -> list[Checked]:
+    """Download what is absent of a data set, then check every file of it against its digest.
+
+    >>> get("digits", Path("unused"))
+    []
+    """
+    for download in _published(name):
+        if not all((folder / file.path).exists() for file in download.files):
+            _fetch(name, download, folder)
+    results = check(name, folder)
+    for result in results:
+        _refuse(result)
+    return results
+
+
+def check(name: str, folder: Path) -> list[Checked]:
+    """The digest of each file of a data set beside the publisher's; downloads nothing.
+
+    >>> [result.ok for result in check("cifar100", Path("nowhere"))]
+    [False, False]
+    """
+    files = [file for download in _published(name) for file in download.files]
+    return [_checked(folder / file.path, file.md5) for file in files]
+
+
+def read(name: str, folder: Path) -> dict[str, bytes]:
+    """The files of a data set by file name, in the order of `PUBLISHED`: fetched if absent, verified."""
+    contents = {}
+    for download in _published(name):
+        if not all((folder / file.path).exists() for file in download.files):
+            _fetch(name, download, folder)
+        for file in download.files:
+            path = folder / file.path
+            raw = _raw(path)
+            _refuse(Checked(path, _md5(raw), file.md5))
+            contents[path.name] = raw
+    return contents
+
+
+def _published(name: str) -> tuple[Download, ...]:
+    if name not in PUBLISHED:
+        raise unknown("dataset", name, PUBLISHED)
+    return PUBLISHED[name]
+
+
+def _raw(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _md5(raw: bytes) -> str:
+    return hashlib.md5(raw, usedforsecurity=False).hexdigest()
+
+
+def _checked(path: Path, expected: str) -> Checked:
+    return Checked(path, _md5(_raw(path)) if path.is_file() else None, expected)
+
+
+def _refuse(result: Checked) -> None:
+    if not result.ok:
+        raise DataError(
+            f"{result.path} is truncated or altered: its md5 is {result.got}, its publisher's is "
+            f"{result.expected}; delete it and it will be downloaded again"
+        )
+
+
+def _fetch(name: str, download: Download, folder: Path) -> None:
+    """Download to a temporary place, check, then move each wanted file to its own: never half a file."""
+    absent = next(file for file in download.files if not (folder / file.path).exists())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".download-", dir=folder) as work:
+            arrived = Path(work) / download.url.rpartition("/")[2]
+            _download(download.url, arrived)
+            _refuse_download(download, _checked(arrived, download.md5))
+            for file, part in _parts(download, arrived):
+                (folder / file.path).parent.mkdir(exist_ok=True)
+                if not (folder / file.path).exists():
+                    os.replace(part, folder / file.path)
+    except OSError as error:  # requests' errors are OSErrors too
+        raise DataError(
+            f"{name} needs {absent.path}, which is not in {folder} and could not be downloaded "
+            f"from {download.url} ({type(error).__name__}): put it there, or set ${VARIABLE} to its folder"
+        ) from error
+
+
+def _refuse_download(download: Download, result: Checked) -> None:
+    if not result.ok:
+        raise DataError(
+            f"{result.path.name} came from {download.url} truncated or altered: its md5 is {result.got}, "
+            f"its publisher's is {result.expected}; nothing of it was kept"
+        )
+
+
+def _parts(download: Download, arrived: Path) -> Iterator[tuple[File, Path]]:
+    """The wanted files inside what arrived; other members of an archive are never written."""
+    if not download.url.endswith(".tar.gz"):
+        yield download.files[0], arrived
+        return
+    try:
+        with tarfile.open(arrived) as archive:
+            for file in download.files:
+                member = archive.extractfile(file.path)
+                if member is None:
+                    raise KeyError(file.path)
+                part = arrived.parent / Path(file.path).name
+                part.write_bytes(member.read())
+                yield file, part
+    except (tarfile.TarError, gzip.BadGzipFile, EOFError, KeyError) as error:
+        raise DataError(f"{download.url} is not the archive that was expected: {error}") from error
+
+
+def _download(url: str, target: Path) -> None:
+    import pooch
+
+    with _progress(target.name) as bar:
+        pooch.HTTPDownloader(progressbar=bar, chunk_size=1 << 18)(url, str(target), None)
+
+
+class _Bar:
+    """The four things that pooch asks of a progress bar, shown by rich."""
+
+    def __init__(self, progress: Any, task: Any) -> None:
+        self._progress, self._task = progress, task
+
+    @property
+    def total(self) -> int:
+        return int(self._progress.tasks[self._task].total or 0)
+
+    @total.setter
+    def total(self, size: int) -> None:
+        self._progress.update(self._task, total=size)
+
+    def update(self, size: int) -> None:
+        self._progress.advance(self._task, size)
+
+    def reset(self) -> None:
+        self._progress.reset(self._task)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+@contextmanager
+def _progress(label: str) -> Iterator[_Bar]:
+    """A progress bar on a terminal; elsewhere (logs, notebooks' kernels, pipes) a single plain line."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        console.print(f"downloading {label}", highlight=False)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        yield _Bar(progress, progress.add_task(label, total=None))

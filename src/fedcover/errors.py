@@ -1,0 +1,39 @@
+"""What can go wrong, as one small tree: every message names the thing, the value and what is allowed.
+
+FedcoverError
+├── InvalidValue      the user's input is wrong (exit code 2)
+├── DataError         a data set is missing, truncated or altered
+├── RunError          a run folder or a checkpoint cannot be used
+└── TrainingDiverged  a client's training left the finite numbers
+"""
+
+from collections.abc import Iterable
+
+
+class FedcoverError(Exception):
+    """Anything that fedcover reports to its user in one sentence."""
+
+
+class InvalidValue(FedcoverError, ValueError):
+    """An input value that is not allowed."""
+
+
+class DataError(FedcoverError):
+    """A data set that is not there, or not what its publisher published."""
+
+
+class RunError(FedcoverError):
+    """A run folder or checkpoint that cannot be written, read or continued."""
+
+
+class TrainingDiverged(FedcoverError):
+    """Local training produced a number that is not finite."""
+
+
+def unknown(field: str, value: object, allowed: Iterable[object]) -> InvalidValue:
+    """The error for a name that is in no table.
+
+    >>> print(unknown("policy", "rollin", ["prefix", "rolling"]))
+    policy must be one of prefix, rolling; got 'rollin'
+    """
+    return InvalidValue(f"{field} must be one of {', '.join(map(str, allowed))}; got {value!r}")

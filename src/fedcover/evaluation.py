@@ -1,0 +1,101 @@
+"""How good a model is: accuracy and loss of the global model, of clients' parts of it, of what they trained."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedcover.norms import calibrate, on_batch_statistics, statistics_key
+from fedcover.reduction import Masks
+from fedcover.submodel import fill, submodel
+from fedcover.types import Params, Reduction, Samples, State, Task, Update
+from fedcover.wire import encode
+
+MODES = ("calibrated", "batch-compat")
+BATCH = 1000
+COMPAT_BATCH = 128
+WHOLE = Masks({})
+"""The reduction that cuts nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Accuracy in [0, 1] and mean cross-entropy."""
+
+    accuracy: float
+    loss: float
+
+
+def ready(task: Task, state: State, reduction: Reduction, capacity: float, mode: str = "calibrated") -> nn.Module:
+    """A client's part of the global model with the norm statistics it is evaluated with.
+
+    `batch-compat` normalises with the test batch's own statistics, as several public codes do; its accuracy
+    depends on the test batch and serves only to compare with them.
+    """
+    known = state.statistics.get(statistics_key(task.norm, capacity) or "")
+    part = submodel(task.model.module, reduction, {**state.params, **(known or {})})
+    if mode == "batch-compat":
+        return on_batch_statistics(part).eval()
+    return part.eval() if known else calibrate(part, task.source.calibration)
+
+
+@torch.no_grad()
+def logits(module: nn.Module, x: Tensor, batch: int = BATCH) -> Tensor:
+    """What a module says about every input."""
+    return torch.cat([module(part) for part in torch.split(x, batch)])
+
+
+def score(logits_BK: Tensor, y_B: Tensor) -> Score:
+    """Accuracy and loss of given logits."""
+    accuracy = (logits_BK.argmax(1) == y_B).double().mean()
+    return Score(float(accuracy), float(F.cross_entropy(logits_BK.double(), y_B)))
+
+
+def evaluate(
+    task: Task,
+    state: State,
+    samples: Samples,
+    *,
+    mode: str = "calibrated",
+    reduction: Reduction = WHOLE,
+    capacity: float = 1.0,
+) -> Score:
+    """The score of the global model, or of a client's part of it, on some samples."""
+    model = ready(task, state, reduction, capacity, mode)
+    return score(logits(model, samples.x, COMPAT_BATCH if mode == "batch-compat" else BATCH), samples.y)
+
+
+def with_params(state: State, params: Params) -> State:
+    """The same state with other parameters."""
+    return State(state.round, params, state.statistics, state.coverage)
+
+
+def local_accuracy(task: Task, state: State, updates: Sequence[Update]) -> tuple[float, float]:
+    """What the round's clients would see: on the test samples of their labels, weighted by their samples.
+
+    First with their own part of the new global model, then with the model each had just trained.
+    """
+    test = task.source.test
+    answers: dict[bytes, Tensor] = {}  # clients with the same part share its answers
+    own = trained = weight = 0.0
+    for update in updates:
+        client, name = update.client, encode(update.reduction) + f"{update.client.capacity}".encode()
+        if name not in answers:
+            part = ready(task, state, update.reduction, client.capacity)
+            answers[name] = logits(part, test.x).argmax(1)
+        mine = torch.isin(test.y, torch.tensor(client.labels, device=test.y.device))
+        if not bool(mine.any()):
+            continue
+        own += client.samples * float((answers[name] == test.y)[mine].double().mean())
+        answer = logits(_as_trained(task, update), test.x[mine]).argmax(1)
+        trained += client.samples * float((answer == test.y[mine]).double().mean())
+        weight += client.samples
+    return own / weight, trained / weight
+
+
+def _as_trained(task: Task, update: Update) -> nn.Module:
+    part = submodel(task.model.module, update.reduction, {})
+    fill(part, {**update.params, **update.buffers})
+    return part.eval() if update.buffers else calibrate(part, task.source.calibration)

@@ -1,0 +1,197 @@
+"""A frozen, validated description of one run; TOML in and out."""
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from fedcover import spec
+from fedcover.aggregation import RULES, WEIGHTS
+from fedcover.augment import AUGMENTATIONS
+from fedcover.errors import InvalidValue, unknown
+from fedcover.evaluation import MODES
+from fedcover.fleet import Fleet
+from fedcover.models import MODELS
+from fedcover.norms import NORMS
+from fedcover.partition import PARTITIONS
+from fedcover.policies import POLICIES
+from fedcover.policies.regions import capacities, check_codename
+from fedcover.training import SCHEDULES
+
+_NAMES: dict[str, Any] = {
+    "rule": RULES,
+    "weights": WEIGHTS,
+    "norm": NORMS,
+    "evaluation": MODES,
+    "augment": AUGMENTATIONS,
+}
+_SPECS: dict[str, Any] = {
+    "policy": POLICIES,
+    "model": MODELS,
+    "partition": PARTITIONS,
+    "schedule": SCHEDULES,
+}
+_NOT_IDENTITY = {"name", "checkpoint_every", "keep_rounds"}
+
+
+class Experiment(BaseModel):
+    """One run, described completely; the defaults are the paper's.
+
+    >>> Experiment(dataset="digits", fleet="5x0.5 + 5x0.25", policy="rolling(spread=true)").rounds
+    100
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    seed: int = Field(0, ge=0)
+
+    dataset: str = "digits"
+    partition: str = "iid"
+    validation: float = Field(0.0, ge=0, lt=1)
+    calibration: int = Field(1000, ge=1)
+    augment: str = "none"
+
+    clients: int = Field(100, ge=1)
+    active: int = Field(10, ge=1)
+    fleet: str = "1x1.0"
+    assignment: Literal["device", "slot"] = "device"
+    capacity: Literal["width", "parameters"] = "width"
+    drop_out: float = Field(0.0, ge=0, lt=1)
+
+    model: str = "mlp"
+    norm: str = "batch"
+    scaler: bool = False
+    policy: str = "full"
+    rule: str = "coverage_mean"
+    weights: str = "uniform"
+
+    rounds: int = Field(100, ge=1)
+    epochs: int = Field(5, ge=1)
+    batch_size: int = Field(10, ge=1)
+    lr: float = Field(0.01, gt=0, allow_inf_nan=False)
+    schedule: str = "constant"
+    momentum: float = Field(0.5, ge=0, lt=1)
+    weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
+    clip: float | None = Field(None, gt=0)
+
+    window: int = Field(10, ge=1)
+    evaluation: str = "calibrated"
+    evaluate_every: int = Field(1, ge=1)
+    local_every: int | None = Field(None, ge=1)
+    checkpoint_every: int = Field(1, ge=1)
+    keep_rounds: tuple[int, ...] = ()
+
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise InvalidValue(_sentence(error)) from None
+
+    @field_validator("fleet")
+    @classmethod
+    def _readable_fleet(cls, value: str) -> str:
+        return str(Fleet.parse(value))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fleet_of_codename(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """A codename says what every slot holds, so it brings its own fleet."""
+        policy = spec.parse("policy", str(data.get("policy", "full")))
+        if policy.name != "regions" or "codename" not in policy.options:
+            return data
+        codename = str(policy.options["codename"])
+        check_codename(codename, str(policy.options.get("kind", "pruning")), str(policy.options.get("p5", "code")))
+        kinds = [(len(list(run)), share) for share, run in groupby(capacities(codename))]
+        fleet = " + ".join(f"{count}x{share:g}" for count, share in kinds)
+        implied = {"fleet": fleet, "assignment": "slot", "active": len(codename)}
+        for key, value in implied.items():
+            if data.get(key, value) != value:
+                raise ValueError(f"{key} follows from the codename ({value!r}): leave it out; got {data[key]!r}")
+        return {**data, **implied}
+
+    @model_validator(mode="after")
+    def _known_and_consistent(self) -> "Experiment":
+        for key, table in _NAMES.items():
+            if getattr(self, key) not in table:
+                raise unknown(key, getattr(self, key), table)
+        for key, table in _SPECS.items():
+            spec.look_up(key, spec.parse(key, getattr(self, key)), table)
+        if self.active > self.clients:
+            raise ValueError(f"active must be at most clients ({self.clients}); got {self.active}")
+        if any(not 0 <= round <= self.rounds for round in self.keep_rounds):
+            raise ValueError(f"keep_rounds must lie in 0..rounds ({self.rounds}); got {list(self.keep_rounds)}")
+        return self
+
+    @property
+    def digest(self) -> str:
+        """Sixteen digits that two experiments share only if they compute the same thing."""
+        identity = self.model_dump(mode="json", exclude=_NOT_IDENTITY)
+        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def scaled_fleet(self) -> Fleet:
+        """The fleet with as many devices as there are clients, or slots."""
+        places = self.clients if self.assignment == "device" else self.active
+        return Fleet.parse(self.fleet).scaled(places)
+
+    def to_toml(self) -> str:
+        """The experiment as TOML, every field written out.
+
+        >>> Experiment.from_toml(Experiment(policy="prefix").to_toml()) == Experiment(policy="prefix")
+        True
+        """
+        fields = self.model_dump(mode="json", exclude_none=True)
+        # a JSON string, number, boolean or list of numbers is also TOML
+        return "".join(f"{key} = {json.dumps(value)}\n" for key, value in fields.items())
+
+    @classmethod
+    def from_toml(cls, text: str, changes: Mapping[str, Any] | None = None) -> "Experiment":
+        """Read an experiment; `changes` replace fields before anything is checked."""
+        try:
+            fields = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise InvalidValue(f"the experiment is not valid TOML: {error}") from error
+        return cls(**{**fields, **(changes or {})})
+
+
+def read_experiment(path: Path, changes: Mapping[str, Any] | None = None) -> Experiment:
+    """The experiment in a TOML file, named after the file unless it says otherwise."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidValue(f"experiment {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    named = {} if "name" in tomllib.loads(text) else {"name": path.stem}
+    return Experiment.from_toml(text, {**named, **(changes or {})})
+
+
+def parse_change(text: str) -> tuple[str, Any]:
+    """One `--set key=value`; the value is read as TOML where that makes sense, else as a string.
+
+    >>> parse_change("rounds=50"), parse_change("policy=rolling(spread=true)"), parse_change("scaler=true")
+    (('rounds', 50), ('policy', 'rolling(spread=true)'), ('scaler', True))
+    """
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise InvalidValue(f"--set must look like key=value; got {text!r}")
+    try:
+        return key.strip(), tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), value.strip()
+
+
+def _sentence(error: ValidationError) -> str:
+    """The first thing that is wrong, in one sentence that names field, value and what is allowed."""
+    first = error.errors()[0]
+    field = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return str(unknown("an experiment's field", field, Experiment.model_fields))
+    message = str(first["msg"]).removeprefix("Value error, ")
+    if not field or first["type"] == "value_error":
+        return message
+    return f"{field}: {message[0].lower()}{message[1:]}; got {first['input']!r}"

@@ -1,0 +1,244 @@
+"""The files of a run folder: who may write them, what is in them, and how they are kept in step."""
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedcover import checkpoints
+from fedcover.checkpoints import write_atomically
+from fedcover.errors import RunError
+from fedcover.experiment import Experiment, read_experiment
+from fedcover.preparation import Machine, Parts
+from fedcover.types import State
+from fedcover.version import __version__
+
+Metrics = list[dict[str, Any]]
+_MUST_MATCH = ("engine", "device", "threads", "torch")
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A run folder; `created`, `opened` (both lock it) or `read`."""
+
+    path: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the newest states are."""
+        return self.path / "checkpoints"
+
+    @property
+    def kept(self) -> Path:
+        """Where the states of chosen rounds are."""
+        return self.path / "kept"
+
+    @cached_property
+    def experiment(self) -> Experiment:
+        """What is run here."""
+        return read_experiment(self.path / "experiment.toml")
+
+    @cached_property
+    def manifest(self) -> dict[str, Any]:
+        """With what it is run."""
+        try:
+            read: dict[str, Any] = json.loads((self.path / "manifest.json").read_text())
+        except (OSError, ValueError) as error:
+            raise RunError(f"{self.path / 'manifest.json'} cannot be read: {error}") from error
+        return read
+
+    @contextlib.contextmanager
+    def created(self, experiment: Experiment, machine: Machine, parts: Parts) -> Iterator["Folder"]:
+        """Make the folder for a new run; an existing run is never overwritten."""
+        if (self.path / "experiment.toml").exists():
+            raise RunError(f"{self.path} holds a run already: go on with 'fedcover resume {self.path}', or rename it")
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunError(f"cannot create the run folder {self.path}: {error.strerror}") from error
+        with self._locked():
+            write_atomically(self.path / "manifest.json", _json(_manifest(experiment, machine, parts)))
+            write_atomically(self.path / "experiment.toml", experiment.to_toml().encode())
+            yield self
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator["Folder"]:
+        """Open the folder of a run to go on with it."""
+        self.read()
+        with self._locked():
+            yield self
+
+    def read(self) -> "Folder":
+        """Look at a run; complains if there is none."""
+        if not (self.path / "experiment.toml").is_file():
+            raise RunError(f"{self.path} is no run folder: it has no experiment.toml")
+        return self
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        try:
+            lock = (self.path / ".lock").open("w")
+        except OSError as error:
+            raise RunError(f"cannot write in {self.path}: {error.strerror}") from error
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise RunError(f"{self.path} is in use by another process") from None
+            yield
+
+    def machine(self, wanted: Machine | None, *, force: bool = False) -> Machine:
+        """The machine settings to go on with: those of the manifest, unless a change is forced."""
+        known: dict[str, Any] = {key: self.manifest.get(key) for key in _MUST_MATCH}
+        then = Machine(known["engine"], known["device"], known["threads"])
+        asked = wanted or Machine()
+        now = Machine(
+            asked.engine if asked.engine != "auto" else then.engine,
+            asked.device if asked.device != "auto" else then.device,
+            asked.threads or then.threads,
+        ).resolved()
+        current = {**asdict(now), "torch": torch.__version__}
+        changed = [f"{key} {known[key]} to {current[key]}" for key in _MUST_MATCH if known[key] != current[key]]
+        if changed and not force:
+            raise RunError(
+                f"going on with {self.path} would change {', '.join(changed)}, so it would not end like an "
+                "uninterrupted run; use --force to accept that"
+            )
+        return now
+
+    def require(self, parts: Parts) -> None:
+        """Complain if the run needs things made in Python that were not given again."""
+        given = set(_custom(parts))
+        missing = [name for name in self.manifest.get("custom", []) if name not in given]
+        if missing:
+            raise RunError(f"{self.path} was started from Python with its own {', '.join(missing)}: give it again")
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Add one round's line to metrics.jsonl, and see it on disk."""
+        path = self.path / "metrics.jsonl"
+        try:
+            with path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise RunError(f"cannot write {path}: {error.strerror}") from error
+
+    def metrics(self, rounds: int) -> Metrics:
+        """The lines of the rounds that are done; a torn last line is none."""
+        path = self.path / "metrics.jsonl"
+        lines: Metrics = []
+        for text in path.read_text().splitlines() if path.exists() else []:
+            with contextlib.suppress(ValueError):
+                lines.append(json.loads(text))
+        return [line for line in lines if line["round"] < rounds]
+
+    def cut_metrics(self, rounds: int) -> Metrics:
+        """Forget the lines of rounds that will be run again."""
+        lines = self.metrics(rounds)
+        write_atomically(self.path / "metrics.jsonl", b"".join(_line(line) for line in lines))
+        return lines
+
+    def checkpoint(self, state: State) -> None:
+        """Write the state so that the run can go on from it; tell what is left if that fails."""
+        try:
+            checkpoints.save(self.checkpoints, state, self.experiment.digest)
+        except RunError as error:
+            older = checkpoints.found(self.checkpoints)
+            last = f"the checkpoint of round {older[0].round} is whole" if older else "there is no checkpoint yet"
+            raise RunError(f"{error}; {last}; make room, then 'fedcover resume {self.path}'") from error
+
+    def keep(self, state: State) -> None:
+        """Write the state for good if its round is one of `keep_rounds`."""
+        if state.round in self.experiment.keep_rounds:
+            self.kept.mkdir(exist_ok=True)
+            checkpoints.save(self.kept, state, self.experiment.digest, keep=None)
+
+    def finish(self, metrics: Metrics) -> None:
+        """Write summary.json."""
+        write_atomically(self.path / "summary.json", _json(summarise(metrics)))
+
+
+def summarise(metrics: Metrics) -> dict[str, Any]:
+    """A run in a few numbers; what is selected is selected on validation data, or not at all."""
+    if not metrics:
+        raise RunError("there is no finished round to summarise yet")
+    evaluated = [line for line in metrics if "accuracy" in line]
+    noises = [line["delta2_mean"] for line in metrics if line["delta2_mean"] is not None]
+    paid = [line for line in metrics if line["parameters"] is not None]
+    last = metrics[-1]
+    summary: dict[str, Any] = {
+        "accuracy": evaluated[-1]["accuracy"] if evaluated else None,
+        "loss": evaluated[-1]["loss"] if evaluated else None,
+        "gamma_min": min(line["gamma_round"] for line in metrics),
+        "gamma_window": last["gamma_window"],
+        "delta2_mean": fmean(noises) if noises else None,
+        "rounds": len(metrics),
+        "seconds": sum(sum(line["seconds"].values()) for line in metrics),
+        "parameters": fmean(line["parameters"] for line in paid) if paid else None,
+        "multiply_adds": fmean(line["multiply_adds"] for line in paid) if paid else None,
+        "bytes_down": sum(line["bytes_down"] for line in metrics),
+        "bytes_up": sum(line["bytes_up"] for line in metrics),
+    }
+    for name in ("accuracy_common", "accuracy_single", "accuracy_local", "accuracy_trained"):
+        if name in last:
+            summary[name] = last[name]
+    if any("validation_accuracy" in line for line in evaluated):
+        best = max(evaluated, key=lambda line: float(line["validation_accuracy"]))
+        summary |= {"accuracy_best": best["accuracy"], "best_round": best["round"]}
+    return summary
+
+
+def _manifest(experiment: Experiment, machine: Machine, parts: Parts) -> dict[str, Any]:
+    cuda = machine.device.startswith("cuda")
+    return {
+        "fedcover": __version__,
+        "commit": _commit(),
+        "experiment": experiment.digest,
+        "seed": experiment.seed,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        **asdict(machine),
+        "precision": "float32",
+        "hardware": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "custom": _custom(parts),
+    }
+
+
+def _custom(parts: Parts) -> list[str]:
+    return [name for name in ("dataset", "model", "policy") if getattr(parts, name) is not None]
+
+
+def _commit() -> str | None:
+    """The commit of the source tree that fedcover runs from, if it is one."""
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40"],
+            cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip()
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def _line(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value) + "\n").encode()

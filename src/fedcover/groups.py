@@ -1,0 +1,59 @@
+"""Which slices of which tensors are cut together, and where a group's kept units lie in each tensor."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from math import floor
+
+import torch
+from torch import Tensor
+
+from fedcover.errors import InvalidValue
+from fedcover.types import Cut, UnitGroup
+
+
+def units_kept(size: int, share: float) -> int:
+    """How many of a group's units a width share holds: never more than the share, but at least one.
+
+    >>> units_kept(200, 0.75), units_kept(100, 0.29), units_kept(10, 0.01)
+    (150, 29, 1)
+    """
+    return max(1, floor(share * size + 1e-9))  # 0.29 * 100 is 28.999999999999996
+
+
+def positions(cut: Cut, units: Tensor) -> Tensor:
+    """The places along the cut's axis that the given units own.
+
+    >>> positions(Cut("head.weight", axis=1, per_unit=4), torch.tensor([0, 2])).tolist()
+    [0, 1, 2, 3, 8, 9, 10, 11]
+    """
+    first = cut.start + units * cut.per_unit
+    return (first[:, None] + torch.arange(cut.per_unit, device=units.device)).flatten()
+
+
+def cuts_by_tensor(groups: Sequence[UnitGroup]) -> dict[str, list[tuple[UnitGroup, Cut]]]:
+    """For each tensor that any group cuts, the groups and cuts that meet in it."""
+    meeting: dict[str, list[tuple[UnitGroup, Cut]]] = defaultdict(list)
+    for group in groups:
+        for cut in group.cuts:
+            meeting[cut.tensor].append((group, cut))
+    return dict(meeting)
+
+
+def check(groups: Sequence[UnitGroup], tensors: Mapping[str, Tensor]) -> None:
+    """Refuse groups that do not fit the tensors they name, or that claim the same slice twice."""
+    claimed: dict[tuple[str, int], Tensor] = {}
+    for group in groups:
+        for cut in group.cuts:
+            where = f"group {group.name!r}, cut of {cut.tensor!r}"
+            if cut.tensor not in tensors:
+                raise InvalidValue(f"{where}: the model has no such tensor")
+            shape = tensors[cut.tensor].shape
+            if not 0 <= cut.axis < len(shape):
+                raise InvalidValue(f"{where}: axis must be in 0..{len(shape) - 1}; got {cut.axis}")
+            end = cut.start + group.size * cut.per_unit
+            if cut.start < 0 or cut.per_unit < 1 or end > shape[cut.axis]:
+                raise InvalidValue(f"{where}: units end at {end} but axis {cut.axis} has length {shape[cut.axis]}")
+            taken = claimed.setdefault((cut.tensor, cut.axis), torch.zeros(shape[cut.axis], dtype=torch.bool))
+            if taken[cut.start : end].any():
+                raise InvalidValue(f"{where}: part of axis {cut.axis} belongs to another group already")
+            taken[cut.start : end] = True

@@ -1,0 +1,66 @@
+"""What happens to norm statistics: a batch's own while training, known ones while evaluating.
+
+| norm        | statistics in training       | statistics in evaluation                                        |
+|-------------|------------------------------|-----------------------------------------------------------------|
+| `batch`     | the batch's, not kept        | computed on the calibration set for the very model evaluated    |
+| `tracked`   | the batch's, running average | the running averages, averaged over the clients that cover them |
+| `per-width` | the same, one set per width  | the set of that width; computed on the calibration set if none  |
+| `group`     | each sample's own            | each sample's own                                               |
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedcover.types import Params
+
+NORMS = ("batch", "tracked", "per-width", "group")
+_RUNNING = ("running_mean", "running_var")
+CALIBRATION_BATCH = 500
+
+
+def statistics_key(norm: str, capacity: float) -> str | None:
+    """Which set of running statistics a model of some capacity uses; None where none are kept.
+
+    >>> statistics_key("tracked", 0.5), statistics_key("per-width", 0.5), statistics_key("batch", 0.5)
+    ('all', '0.5', None)
+    """
+    return {"tracked": "all", "per-width": f"{capacity:g}"}.get(norm)
+
+
+def running(module: nn.Module) -> Params:
+    """The running statistics of a module's batch norms, by name."""
+    return {
+        f"{path}.{leaf}": getattr(layer, leaf).detach() for path, layer in _batch_norms(module) for leaf in _RUNNING
+    }
+
+
+def on_batch_statistics(module: nn.Module) -> nn.Module:
+    """Let batch norms neither read nor write running statistics (changes the module, returns it)."""
+    for _, layer in _batch_norms(module):
+        layer.running_mean = layer.running_var = layer.num_batches_tracked = None
+        layer.track_running_stats = False
+    return module
+
+
+@torch.no_grad()
+def calibrate(module: nn.Module, inputs: Tensor) -> nn.Module:
+    """Give a module the statistics of the calibration inputs: plain averages over fixed batches."""
+    layers = [layer for _, layer in _batch_norms(module)]
+    module.eval()
+    for layer in layers:
+        layer.reset_running_stats()
+        layer.train()
+    momenta = [layer.momentum for layer in layers]
+    for layer in layers:
+        layer.momentum = None  # a plain average over the batches, not a decaying one
+    if layers:
+        for batch in torch.split(inputs, CALIBRATION_BATCH):
+            module(batch)
+    for layer, momentum in zip(layers, momenta, strict=True):
+        layer.momentum = momentum
+    return module.eval()
+
+
+def _batch_norms(module: nn.Module) -> list[tuple[str, _BatchNorm]]:
+    return [(path, layer) for path, layer in module.named_modules() if isinstance(layer, _BatchNorm)]

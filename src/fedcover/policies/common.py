@@ -1,0 +1,56 @@
+"""What policies share: lifting a function of one client to a cohort, and what a capacity allows."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec
+
+from fedcover.errors import InvalidValue
+from fedcover.groups import units_kept
+from fedcover.reduction import Slices, width_within
+from fedcover.types import Client, Policy, Reduction, View
+
+Options = ParamSpec("Options")
+
+
+def per_client(choose: Callable[Concatenate[View, Client, Options], Reduction]) -> Policy:
+    """Turn a function that gives one client its reduction into a policy for the whole cohort.
+
+    Keyword-only parameters of the function become options of the policy: `mine(far=true)`.
+    """
+
+    @wraps(choose)
+    def policy(view: View, **options: Any) -> list[Reduction]:
+        return [choose(view, client, **options) for client in view.cohort]  # type: ignore[call-arg]
+
+    return policy
+
+
+def width(view: View, capacity: float) -> float:
+    """The share of every group's units that fits a capacity under the view's measure."""
+    if view.measure == "width":
+        return capacity
+    return width_within(view.groups, view.params, capacity)
+
+
+def prunable_budget(view: View, capacity: float) -> int:
+    """How many of the prunable weights fit a capacity: a share of them, or what the parameter budget leaves."""
+    prunable = sum(view.params[name].numel() for name in view.prunable)
+    if view.measure == "width":
+        return int(capacity * prunable + 1e-9)
+    total = sum(tensor.numel() for tensor in view.params.values())
+    budget = int(capacity * total + 1e-9) - (total - prunable)
+    if budget < 1:
+        least = (total - prunable + 1) / total
+        raise InvalidValue(
+            f"capacity must be at least {least:.4f} to prune this model (the rest is never pruned); got {capacity:g}"
+        )
+    return budget
+
+
+def fits(view: View, capacity: float, reduction: Reduction) -> bool:
+    """Whether a device of some capacity can hold a reduction."""
+    if isinstance(reduction, Slices):
+        share = width(view, capacity)
+        return all(len(reduction.kept[group.name]) <= units_kept(group.size, share) for group in view.groups)
+    kept = reduction.sizes({name: view.params[name] for name in view.prunable})
+    return sum(kept.values()) <= prunable_budget(view, capacity)

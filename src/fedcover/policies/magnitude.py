@@ -1,0 +1,56 @@
+"""Greedy weight pruning: every client keeps the largest weights of the current global model."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fedcover.errors import unknown
+from fedcover.policies.common import prunable_budget
+from fedcover.reduction import Masks
+from fedcover.types import View
+
+SCOPES = ("layer", "model")
+
+
+def magnitude(view: View, *, scope: str = "layer") -> Sequence[Masks]:
+    """Keep the weights of largest magnitude: the same share of every prunable layer, or the largest anywhere.
+
+    Ties are broken by position, so that a mask has exactly its size.
+    """
+    if scope not in SCOPES:
+        raise unknown("policy magnitude: scope", scope, SCOPES)
+    weights = {name: view.params[name] for name in view.prunable}
+    ranks = _ranks_by_layer(weights) if scope == "layer" else _ranks_together(weights)
+    prunable = sum(weight.numel() for weight in weights.values())
+    masks: dict[float, Masks] = {}  # clients of equal capacity share one mask
+    for capacity in {client.capacity for client in view.cohort}:
+        budget = prunable_budget(view, capacity)
+        kept = {
+            name: int(budget / prunable * rank.numel() + 1e-9) if scope == "layer" else budget
+            for name, rank in ranks.items()
+        }
+        masks[capacity] = Masks({name: rank < kept[name] for name, rank in ranks.items()})
+    return [masks[client.capacity] for client in view.cohort]
+
+
+def rank_by_magnitude(weight: Tensor) -> Tensor:
+    """The place of every entry when sorted by magnitude, largest first (a rank, not an argsort).
+
+    >>> rank_by_magnitude(torch.tensor([1.0, -3.0, 2.0])).tolist()
+    [2, 0, 1]
+    """
+    order = weight.abs().flatten().argsort(descending=True, stable=True)
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(len(order), device=order.device)
+    return rank.view_as(weight)
+
+
+def _ranks_by_layer(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: rank_by_magnitude(weight) for name, weight in weights.items()}
+
+
+def _ranks_together(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    rank = rank_by_magnitude(torch.cat([weight.flatten() for weight in weights.values()]))
+    parts = torch.split(rank, [weight.numel() for weight in weights.values()])
+    return {name: part.view_as(weights[name]) for name, part in zip(weights, parts, strict=True)}

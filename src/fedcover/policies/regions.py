@@ -1,0 +1,107 @@
+"""The paper's designs: four regions S1-S4, seven policies P1-P7, and codenames that give one to every slot.
+
+Zhou, Lan, Venkataramani, Ding: Every Parameter Matters (NeurIPS 2023), appendix. Pruning: S1 holds the largest
+quarter of each prunable layer's weights, S4 the smallest. Sub-networks: quarters of every group's units, in order.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fedcover.errors import InvalidValue, unknown
+from fedcover.policies.magnitude import rank_by_magnitude
+from fedcover.reduction import Masks, Slices
+from fedcover.types import Reduction, UnitGroup, View
+
+REGIONS_OF = {
+    "1": (1, 2, 3, 4),
+    "2": (1, 3, 4),
+    "3": (1, 2, 4),
+    "4": (1, 2, 3),
+    "5": (1, 4),
+    "6": (1, 3),
+    "7": (1, 2),
+}
+"""What each policy keeps. P5 is {S1, S4}, as in the paper's code and in every coverage figure of its table."""
+
+PRINTED_P5 = (2, 3)
+KINDS = ("pruning", "subnet")
+P5_VARIANTS = ("code", "printed")
+
+
+def regions(view: View, *, codename: str, kind: str = "pruning", p5: str = "code") -> Sequence[Reduction]:
+    """Give the k-th client of the cohort the k-th digit's policy."""
+    check_codename(codename, kind, p5)
+    if len(view.cohort) != len(codename):
+        raise InvalidValue(
+            f"codename {codename} needs a cohort of {len(codename)} clients; this one has {len(view.cohort)}"
+        )
+    return reductions(view, codename, kind, p5)
+
+
+def reductions(view: View, codename: str, kind: str, p5: str = "code") -> list[Reduction]:
+    """One reduction per digit; equal digits share one."""
+    if kind == "pruning":
+        quarters = {name: _quarter_by_magnitude(view.params[name]) for name in view.prunable}
+        made: dict[str, Reduction] = {
+            digit: Masks({name: torch.isin(quarter, _kept(digit, p5, quarter)) for name, quarter in quarters.items()})
+            for digit in set(codename)
+        }
+    else:
+        made = {digit: _subnet(view.groups, kept_regions(digit, p5)) for digit in set(codename)}
+    return [made[digit] for digit in codename]
+
+
+def kept_regions(digit: str, p5: str = "code") -> tuple[int, ...]:
+    """The regions that a policy keeps.
+
+    >>> kept_regions("5"), kept_regions("5", "printed")
+    ((1, 4), (2, 3))
+    """
+    return PRINTED_P5 if (digit, p5) == ("5", "printed") else REGIONS_OF[digit]
+
+
+def region_coverage(codename: str, p5: str = "code") -> dict[str, int]:
+    """How many slots of a codename train each region: the closed form.
+
+    >>> region_coverage("1111223344")
+    {'S1': 10, 'S2': 8, 'S3': 8, 'S4': 8}
+    """
+    return {f"S{r}": sum(r in kept_regions(digit, p5) for digit in codename) for r in (1, 2, 3, 4)}
+
+
+def check_codename(codename: str, kind: str, p5: str = "code") -> None:
+    """Refuse what is no codename."""
+    if not codename or set(codename) - set(REGIONS_OF):
+        raise InvalidValue(f"codename must consist of digits 1 to 7, one per slot; got {codename!r}")
+    if kind not in KINDS:
+        raise unknown("kind", kind, KINDS)
+    if p5 not in P5_VARIANTS:
+        raise unknown("p5", p5, P5_VARIANTS)
+
+
+def capacities(codename: str) -> tuple[float, ...]:
+    """The share that every slot of a codename holds.
+
+    >>> capacities("147")
+    (1.0, 0.75, 0.5)
+    """
+    return tuple(len(REGIONS_OF[digit]) / 4 for digit in codename)
+
+
+def _kept(digit: str, p5: str, like: Tensor) -> Tensor:
+    return torch.tensor(kept_regions(digit, p5), device=like.device)
+
+
+def _quarter_by_magnitude(weight: Tensor) -> Tensor:
+    """1 for the largest quarter of the weights, ... 4 for the smallest."""
+    return rank_by_magnitude(weight) * 4 // weight.numel() + 1
+
+
+def _subnet(groups: tuple[UnitGroup, ...], kept: tuple[int, ...]) -> Slices:
+    def units(size: int) -> Tensor:
+        quarters = [torch.arange((r - 1) * size // 4, r * size // 4) for r in kept]
+        return torch.cat(quarters) if sum(map(len, quarters)) else torch.zeros(1, dtype=torch.int64)
+
+    return Slices(groups, {group.name: units(group.size) for group in groups})

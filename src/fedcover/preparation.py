@@ -1,0 +1,152 @@
+"""From a description to the things themselves: data on the device, the model, and all that a round needs."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedcover import datasets, groups, rng, spec
+from fedcover.aggregation import RULES
+from fedcover.engines import ENGINES
+from fedcover.errors import InvalidValue, unknown
+from fedcover.experiment import Experiment
+from fedcover.models import MODELS, tensors
+from fedcover.partition import PARTITIONS
+from fedcover.policies import POLICIES
+from fedcover.rounds import Setup
+from fedcover.sources import Partitioned, Synthetic
+from fedcover.training import SCHEDULES
+from fedcover.types import Dataset, LocalTraining, Model, Policy, Source, Task
+
+SMALL_STEP = 100_000_000
+"""Multiply-adds of a forward pass below which two threads of one process wait for each other more than they work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """How a run is computed, never what: it may change the last digits, so a resumed run must keep it."""
+
+    engine: str = "auto"
+    device: str = "auto"
+    threads: int | None = None
+
+    def resolved(self) -> "Machine":
+        """The same with every `auto` decided on this computer."""
+        device = self.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device.split(":")[0] not in ("cpu", "cuda"):
+            raise unknown("device", self.device, ["auto", "cpu", "cuda"])
+        if device.startswith("cuda") and not torch.cuda.is_available():
+            raise InvalidValue("device is 'cuda', but this computer has no CUDA device that torch can use; use 'cpu'")
+        engine = "sequential" if self.engine == "auto" else self.engine
+        if engine not in ENGINES:
+            raise unknown("engine", engine, ["auto", *ENGINES])
+        if self.threads is not None and self.threads < 1:
+            raise InvalidValue(f"threads must be at least 1; got {self.threads}")
+        return Machine(engine, device, self.threads)
+
+    def for_setup(self, setup: Setup) -> "Machine":
+        """The same with the number of threads decided: one, unless a step is worth sharing."""
+        uses = setup.uses
+        work = sum(setup.task.model.module.get_parameter(name).numel() * times for name, times in uses.items())
+        small = work * setup.task.local.batch_size < SMALL_STEP
+        return Machine(self.engine, self.device, self.threads or (1 if small else torch.get_num_threads()))
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Compute with this many threads for a while."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.threads or before)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Things made in Python that replace what an experiment only names."""
+
+    dataset: Dataset | None = None
+    model: Model | None = None
+    policy: Policy | None = None
+
+
+def prepare(
+    experiment: Experiment, machine: Machine, *, data: str | Path | None = None, parts: Parts | None = None
+) -> Setup:
+    """Everything that stays the same from round to round."""
+    own = parts or Parts()
+    source = source_of(experiment, machine.device, data, own.dataset)
+    shape = tuple(source.test.x.shape[1:])
+    model = own.model or build_model(experiment, shape, source.classes)
+    model.module.to(machine.device)
+    groups.check(model.groups, tensors(model.module))
+    local = LocalTraining(**{name: getattr(experiment, name) for name in LocalTraining.__dataclass_fields__})
+    return Setup(
+        task=Task(model, source, local, experiment.norm, experiment.scaler, experiment.seed),
+        fleet=experiment.scaled_fleet,
+        policy=own.policy or named_policy(experiment),
+        engine=ENGINES[machine.engine],
+        rule=RULES[experiment.rule],
+        lr=_learning_rate(experiment),
+        **{
+            name: getattr(experiment, name)
+            for name in (
+                "clients", "active", "assignment", "capacity", "drop_out", "weights", "rounds", "window",
+                "evaluate_every", "local_every", "evaluation",
+            )
+        },
+    )  # fmt: skip
+
+
+def build_model(experiment: Experiment, shape: tuple[int, ...], classes: int) -> Model:
+    """The experiment's model with the initial weights that belong to its seed."""
+    with rng.seeded(experiment.seed, "init"):
+        model = _named("model", experiment.model, MODELS)(shape, classes, experiment.norm)
+    if not isinstance(model, Model):
+        raise InvalidValue(f"model {experiment.model!r} must build a fedcover Model; got {type(model).__name__}")
+    return model
+
+
+def named_policy(experiment: Experiment) -> Policy:
+    """The experiment's policy with its options bound."""
+    found: Policy = _named("policy", experiment.policy, POLICIES)
+    return found
+
+
+def source_of(experiment: Experiment, device: str, data: str | Path | None, dataset: Dataset | None = None) -> Source:
+    """The clients' data: made on demand, or a data set that is partitioned."""
+    wanted = experiment.dataset
+    if dataset is None and wanted.partition("(")[0] == "synthetic":
+        make = spec.look_up("dataset", spec.parse("dataset", wanted), {"synthetic": Synthetic})
+        size = experiment.calibration
+        made: Source = make(experiment.clients, seed=experiment.seed, calibration_size=size, device=device)
+        return made
+    if dataset is None:
+        dataset = _named("dataset", wanted, {})() if ":" in wanted else datasets.load(wanted, data)
+    if not isinstance(dataset, Dataset):
+        raise InvalidValue(f"dataset {wanted!r} must make a fedcover Dataset; got {type(dataset).__name__}")
+    dataset, held_out = datasets.hold_out(dataset, experiment.validation, experiment.seed)
+    split = _named("partition", experiment.partition, PARTITIONS)(dataset, experiment.clients, experiment.seed)
+    return Partitioned(
+        dataset, split, seed=experiment.seed, validation=held_out,
+        calibration_size=experiment.calibration, device=device,
+    )  # fmt: skip
+
+
+def _named(field: str, text: str, table: Any) -> Any:
+    return spec.look_up(field, spec.parse(field, text), table)
+
+
+def _learning_rate(experiment: Experiment) -> "partial[float]":
+    return partial(_scheduled, _named("schedule", experiment.schedule, SCHEDULES), experiment.lr, experiment.rounds)
+
+
+def _scheduled(schedule: Any, lr: float, rounds: int, round: int) -> float:
+    return lr * float(schedule(round, rounds))

@@ -1,0 +1,235 @@
+"""The story in one function: sample a cohort, reduce the model, train, aggregate, evaluate."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from statistics import fmean
+from typing import Any
+
+from fedcover import coverage as cov
+from fedcover.aggregation import WEIGHTS
+from fedcover.cost import cost, uses_of_weights
+from fedcover.evaluation import evaluate, local_accuracy
+from fedcover.fleet import Fleet, drops_out, sample_cohort
+from fedcover.norms import running, statistics_key
+from fedcover.types import (
+    Client,
+    Coverage,
+    Engine,
+    Policy,
+    Reduction,
+    Rule,
+    State,
+    Task,
+    Update,
+    View,
+)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything that stays the same from round to round, resolved from an experiment."""
+
+    task: Task
+    fleet: Fleet
+    clients: int
+    active: int
+    assignment: str
+    capacity: str
+    drop_out: float
+    policy: Policy
+    engine: Engine
+    rule: Rule
+    weights: str
+    lr: Callable[[int], float]
+    rounds: int
+    window: int
+    evaluate_every: int
+    local_every: int | None
+    evaluation: str
+
+    @cached_property
+    def uses(self) -> dict[str, int]:
+        """How often each weight is multiplied for one sample."""
+        return uses_of_weights(self.task.model.module, self.task.source.test.x.shape[1:])
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is known after a round: one line of metrics.jsonl."""
+
+    round: int
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+
+def first_state(setup: Setup) -> State:
+    """Before the first round: the model's own initial weights, nothing covered."""
+    module = setup.task.model.module
+    params = {name: p.detach().clone() for name, p in module.named_parameters()}
+    keys = {statistics_key(setup.task.norm, level) for level in setup.fleet.levels}
+    statistics = {key: {n: t.clone() for n, t in running(module).items()} for key in keys if key}
+    return State(0, params, statistics, Coverage((), {}))
+
+
+def cohort_of(setup: Setup, round: int) -> tuple[Client, ...]:
+    """The clients of a round with the capacity they have in it."""
+    ids = sample_cohort(setup.clients, setup.active, setup.task.seed, round)
+    return tuple(client_of(setup, id, slot) for slot, id in enumerate(ids))
+
+
+def client_of(setup: Setup, id: int, slot: int) -> Client:
+    """One client in one slot of the cohort; its capacity belongs to the device or to the slot."""
+    source = setup.task.source
+    capacity = setup.fleet.capacity(id if setup.assignment == "device" else slot)
+    return Client(id, capacity, slot, len(source.shard(id).index), source.labels(id))
+
+
+def view_of(setup: Setup, state: State, cohort: tuple[Client, ...]) -> View:
+    """What the policy may see in a round."""
+    return View(
+        round=state.round,
+        params=state.params,
+        groups=setup.task.model.groups,
+        prunable=setup.task.model.prunable,
+        cohort=cohort,
+        levels=setup.fleet.levels,
+        measure=setup.capacity,
+        coverage=state.coverage,
+        seed=setup.task.seed,
+    )
+
+
+def run_round(setup: Setup, state: State) -> tuple[State, Report]:
+    """One communication round; the report tells of the state after it."""
+    clock = Clock()
+    cohort = cohort_of(setup, state.round)
+    with clock("policy"):
+        planned = setup.policy(view_of(setup, state, cohort))
+    answering = [
+        (client, reduction)
+        for client, reduction in zip(cohort, planned, strict=True)
+        if not drops_out(client.id, setup.drop_out, setup.task.seed, state.round)
+    ]
+    # sums are made in the order of client ids, so that nothing depends on who answers first
+    work = sorted(answering, key=lambda pair: pair[0].id)
+    with clock("training"):
+        updates = list(setup.engine(setup.task, state, work, setup.lr(state.round)))
+    with clock("aggregation"):
+        after = aggregate(setup, state, updates)
+    with clock("measuring"):
+        metrics = _round_metrics(setup, state, after, cohort, updates)
+    with clock("evaluation"):
+        metrics |= _scores(setup, after, updates)
+    return after, Report(state.round, {**metrics, "seconds": clock.seconds})
+
+
+def aggregate(setup: Setup, state: State, updates: Sequence[Update]) -> State:
+    """The state after a round in which these updates came back."""
+    weight = WEIGHTS[setup.weights]
+    params = setup.rule(state.params, [(u.reduction, u.params, weight(u.client)) for u in updates])
+    statistics = {
+        key: setup.rule(
+            known,
+            [
+                (u.reduction, u.buffers, weight(u.client))
+                for u in updates
+                if statistics_key(setup.task.norm, u.client.capacity) == key
+            ],
+        )
+        for key, known in state.statistics.items()
+    }
+    counts = cov.count(state.params, [update.reduction for update in updates])
+    return State(state.round + 1, params, statistics, cov.record(state.coverage, counts, setup.window))
+
+
+def _round_metrics(
+    setup: Setup, before: State, after: State, cohort: tuple[Client, ...], updates: Sequence[Update]
+) -> dict[str, Any]:
+    """Coverage, noise and cost of a round: what follows from the reductions alone."""
+    counts = after.coverage.window[-1]
+    total = cov.energy(before.params)
+    noises: dict[int, float] = {}  # equal reductions are often one object
+    costs = {id(u.reduction): cost(u.reduction, before.params, setup.uses) for u in updates}
+    for update in updates:
+        key = id(update.reduction)
+        if key not in noises:
+            noises[key] = cov.noise(before.params, update.reduction, total)
+    paid = [costs[id(u.reduction)] for u in updates]
+    answered = {u.client.id for u in updates}
+    return {
+        "lr": setup.lr(before.round),
+        "train_loss": fmean(u.loss for u in updates) if updates else None,
+        "gamma_round": cov.minimum(counts),
+        "gamma_window": cov.minimum(cov.over_window(after.coverage)),
+        "histogram": {str(k): v for k, v in cov.histogram(counts).items()},
+        "clients": {
+            str(u.client.id): {
+                "capacity": u.client.capacity,
+                "delta2": noises[id(u.reduction)],
+                "loss": u.loss,
+            }
+            for u in updates
+        },
+        "dropped": [c.id for c in cohort if c.id not in answered],
+        "delta2_mean": fmean(noises[id(u.reduction)] for u in updates) if updates else None,
+        "parameters": fmean(c.parameters for c in paid) if paid else None,
+        "multiply_adds": fmean(c.multiply_adds for c in paid) if paid else None,
+        "bytes_down": sum(c.bytes_down for c in paid),
+        "bytes_up": sum(c.bytes_up for c in paid),
+    }
+
+
+def _scores(setup: Setup, state: State, updates: Sequence[Update]) -> dict[str, Any]:
+    """The scores that are due after this round; the last round always has all of them."""
+    last = state.round == setup.rounds
+    scores: dict[str, Any] = {}
+    if last or state.round % setup.evaluate_every == 0:
+        found = evaluate(setup.task, state, setup.task.source.test, mode=setup.evaluation)
+        scores |= {"accuracy": found.accuracy, "loss": found.loss}
+        if setup.task.source.validation is not None:
+            held_out = evaluate(setup.task, state, setup.task.source.validation, mode=setup.evaluation)
+            scores |= {"validation_accuracy": held_out.accuracy, "validation_loss": held_out.loss}
+    if last or (setup.local_every and state.round % setup.local_every == 0):
+        scores |= other_models(setup, state)
+        if updates:
+            own, trained = local_accuracy(setup.task, state, updates)
+            scores |= {"accuracy_local": own, "accuracy_trained": trained}
+    return scores
+
+
+def other_models(setup: Setup, state: State) -> dict[str, float]:
+    """The largest common model (never-covered weights at zero) and the largest that a single device holds."""
+    test = setup.task.source.test
+    common = replace(state, params=cov.covered_only(state.params, state.coverage))
+    capacity = max(setup.fleet.levels)
+    part = part_for(setup, state, capacity)
+    single = evaluate(setup.task, state, test, mode=setup.evaluation, reduction=part, capacity=capacity)
+    return {
+        "accuracy_common": evaluate(setup.task, common, test, mode=setup.evaluation).accuracy,
+        "accuracy_single": single.accuracy,
+    }
+
+
+def part_for(setup: Setup, state: State, capacity: float) -> Reduction:
+    """The part of the model that the policy would give a device of some capacity in the coming round."""
+    cohort = cohort_of(setup, state.round)
+    slot = next((c.slot for c in cohort if c.capacity == capacity), 0)
+    device = replace(cohort[slot], capacity=capacity)
+    view = view_of(setup, state, (*cohort[:slot], device, *cohort[slot + 1 :]))
+    return setup.policy(view)[slot]
+
+
+class Clock:
+    """Seconds spent in each named phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Add the time of a block to a phase."""
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start

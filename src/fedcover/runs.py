@@ -1,0 +1,203 @@
+"""Run folders: what was run, how it went, and everything needed to go on, replay or take the model away.
+
+runs/<name>/
+    experiment.toml   the experiment, resolved          manifest.json   versions, commit, engine, device, threads
+    metrics.jsonl     one line a round                  summary.json    the result in a few numbers
+    checkpoints/      the two newest states             kept/           the states of the rounds in `keep_rounds`
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fedcover import checkpoints
+from fedcover.errors import InvalidValue, RunError
+from fedcover.evaluation import WHOLE, ready
+from fedcover.experiment import Experiment
+from fedcover.folders import Folder, Metrics, summarise
+from fedcover.policies.common import fits
+from fedcover.preparation import Machine, Parts, prepare
+from fedcover.rounds import Report, Setup, cohort_of, first_state, part_for, run_round, view_of
+from fedcover.types import Dataset, Model, Policy, Reduction, State
+
+Watch = Callable[[Report], None]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished (or stopped) run: its experiment, its figures, and the model it has made."""
+
+    experiment: Experiment
+    setup: Setup = field(repr=False)
+    state: State = field(repr=False)
+    metrics: Metrics = field(repr=False)
+    folder: Path | None = None
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The result in a few numbers, as in summary.json."""
+        return summarise(self.metrics)
+
+    @property
+    def accuracy(self) -> float:
+        """Accuracy of the global model on the test set when it was last evaluated."""
+        return float(self.summary["accuracy"])
+
+    @property
+    def gamma_min(self) -> int:
+        """The fewest clients that trained any parameter in any round."""
+        return int(self.summary["gamma_min"])
+
+    def model(self) -> nn.Module:
+        """The trained global model, ready to use."""
+        return ready(self.setup.task, self.state, WHOLE, 1.0)
+
+    def submodel(self, capacity: float) -> nn.Module:
+        """The part of the trained model that a device of some capacity holds, ready to use."""
+        return ready(self.setup.task, self.state, self.part(capacity), capacity)
+
+    def part(self, capacity: float) -> Reduction:
+        """The reduction that the run's policy gives a device of some capacity."""
+        if not 0 < capacity <= 1:
+            raise InvalidValue(f"capacity must be in (0, 1]; got {capacity}")
+        if capacity == 1:
+            return WHOLE
+        part = part_for(self.setup, self.state, capacity)
+        view = view_of(self.setup, self.state, cohort_of(self.setup, self.state.round))
+        if not fits(view, capacity, part):
+            raise InvalidValue(
+                f"this run trains no part for a device of capacity {capacity:g}: its policy "
+                f"{self.experiment.policy!r} gives it more than it can hold"
+            )
+        return part
+
+
+def run(
+    experiment: Experiment,
+    folder: str | Path | None = None,
+    *,
+    machine: Machine | None = None,
+    data: str | Path | None = None,
+    dataset: Dataset | None = None,
+    model: Model | None = None,
+    policy: Policy | None = None,
+    watch: Watch | None = None,
+) -> Run:
+    """Run an experiment, in memory or into a new run folder.
+
+    `dataset`, `model` and `policy` made in Python replace what the experiment names; `watch` sees every round.
+
+    >>> result = run(Experiment(fleet="1x1.0 + 1x0.5", policy="prefix", clients=20, active=4, rounds=2, epochs=1))
+    >>> result.gamma_min >= 0, result.state.round
+    (True, 2)
+    """
+    parts = Parts(dataset, model, policy)
+    chosen = (machine or Machine()).resolved()
+    setup = prepare(experiment, chosen, data=data, parts=parts)
+    chosen = chosen.for_setup(setup)
+    with chosen.applied():
+        if folder is None:
+            return _go_on(experiment, setup, first_state(setup), [], None, watch)
+        with Folder(Path(folder)).created(experiment, chosen, parts) as made:
+            state = first_state(setup)
+            made.keep(state)
+            return _go_on(experiment, setup, state, [], made, watch)
+
+
+def resume(
+    folder: str | Path,
+    *,
+    machine: Machine | None = None,
+    force: bool = False,
+    data: str | Path | None = None,
+    dataset: Dataset | None = None,
+    model: Model | None = None,
+    policy: Policy | None = None,
+    watch: Watch | None = None,
+    complain: Callable[[str], None] = print,
+) -> Run:
+    """Go on where a run folder stops; ends like a run that was never interrupted."""
+    parts = Parts(dataset, model, policy)
+    with Folder(Path(folder)).opened() as found:
+        chosen = found.machine(machine, force=force)
+        found.require(parts)
+        with chosen.applied():
+            setup = prepare(found.experiment, chosen, data=data, parts=parts)
+            if checkpoints.found(found.checkpoints):
+                state, complaints = checkpoints.newest(found.checkpoints, found.experiment.digest, chosen.device)
+                for complaint in complaints:
+                    complain(f"{complaint}; going on from the older checkpoint of round {state.round}")
+            else:  # stopped before the first round was done
+                state = first_state(setup)
+                found.keep(state)
+            metrics = found.cut_metrics(state.round)
+            return _go_on(found.experiment, setup, state, metrics, found, watch)
+
+
+def load(
+    folder: str | Path,
+    *,
+    device: str = "cpu",
+    data: str | Path | None = None,
+    dataset: Dataset | None = None,
+    model: Model | None = None,
+    policy: Policy | None = None,
+) -> Run:
+    """A run folder's newest state and figures, without running anything."""
+    parts = Parts(dataset, model, policy)
+    found = Folder(Path(folder)).read()
+    found.require(parts)
+    setup = prepare(found.experiment, Machine(device=device).resolved(), data=data, parts=parts)
+    state, _ = checkpoints.newest(found.checkpoints, found.experiment.digest, device)
+    return Run(found.experiment, setup, state, found.metrics(state.round), found.path)
+
+
+def replay(folder: str | Path, round: int, *, data: str | Path | None = None) -> tuple[State, Report]:
+    """Run a kept round again, exactly: its state was kept, and all its randomness has an address."""
+    found = Folder(Path(folder)).read()
+    found.require(Parts())
+    kept = {file.round: file for file in checkpoints.found(found.kept)}
+    if round not in kept:
+        listed = ", ".join(map(str, sorted(kept))) or "none (set keep_rounds)"
+        raise RunError(f"{found.path} keeps no state of round {round}; kept rounds: {listed}")
+    chosen = found.machine(None)
+    with chosen.applied():
+        setup = prepare(found.experiment, chosen, data=data)
+        return run_round(setup, checkpoints.read(kept[round], found.experiment.digest, chosen.device))
+
+
+def _go_on(
+    experiment: Experiment,
+    setup: Setup,
+    state: State,
+    metrics: Metrics,
+    folder: Folder | None,
+    watch: Watch | None,
+) -> Run:
+    """Rounds up to the last one; whatever stops them, the last complete round is on disk."""
+    saved = state.round
+    try:
+        while state.round < setup.rounds:
+            after, report = run_round(setup, state)
+            line = {"round": report.round, **report.metrics}
+            if folder:
+                folder.append(line)
+            state = after
+            metrics.append(line)
+            if folder and (state.round % experiment.checkpoint_every == 0 or state.round == setup.rounds):
+                folder.checkpoint(state)
+                saved = state.round
+            if folder:
+                folder.keep(state)
+            if watch:
+                watch(report)
+    except BaseException:
+        if folder and state.round > saved:
+            folder.checkpoint(state)
+        raise
+    if folder:
+        folder.finish(metrics)
+    return Run(experiment, setup, state, metrics, folder.path if folder else None)

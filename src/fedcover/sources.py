@@ -1,0 +1,130 @@
+"""Where the clients' data comes from: a data set shared out among them, or draws made when asked for."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from fedcover.errors import InvalidValue
+from fedcover.partition import Partition
+from fedcover.rng import generator
+from fedcover.types import Dataset, Samples, Shard
+
+
+class Partitioned:
+    """A data set whose training rows are shared out among clients, moved to the device once."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        partition: Partition,
+        *,
+        seed: int,
+        validation: Samples | None = None,
+        calibration_size: int = 1000,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        rows = len(dataset.train)
+        if len(partition.order) != rows:
+            raise InvalidValue(
+                f"partition must be of the {rows} training rows of {dataset.name}; got {len(partition.order)}"
+            )
+        _at_least(1, calibration_size=calibration_size)
+        self.clients = partition.clients
+        self.classes = dataset.classes
+        self.test = dataset.test.to(device)
+        self.validation = None if validation is None else validation.to(device)
+        self._train = dataset.train.to(device)
+        self._partition = Partition(partition.order.to(device), partition.bounds.cpu())
+        chosen = torch.randperm(rows, generator=generator(seed, "calibration"))[:calibration_size]
+        self.calibration: Tensor = self._train.x[chosen.to(device)]
+
+    def shard(self, client: int) -> Shard:
+        """The training rows of one client, among those of all."""
+        return Shard(self._train, self._partition.indices(client))
+
+    def labels(self, client: int) -> tuple[int, ...]:
+        """The distinct labels that one client holds, in order."""
+        return _distinct(self._train.y[self._partition.indices(client)])
+
+
+class Synthetic:
+    """Clients whose data is drawn from their address on demand, so that a million of them cost nothing.
+
+    A sample is the random prototype of its label plus `noise` times as much noise, scaled to unit variance.
+    A share `skew` of a client's samples has the client's favourite label, the others have any: 0 is iid, 1 is
+    one label for each client.
+
+    >>> source = Synthetic(1_000_000, seed=0)
+    >>> source.shard(999_999).samples.x.shape
+    torch.Size([60, 1, 8, 8])
+    """
+
+    def __init__(
+        self,
+        clients: int,
+        seed: int,
+        *,
+        shape: tuple[int, ...] = (1, 8, 8),
+        classes: int = 10,
+        samples: int = 60,
+        skew: float = 0.0,
+        noise: float = 2.0,
+        test_size: int = 2000,
+        validation_size: int = 0,
+        calibration_size: int = 1000,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        _at_least(1, clients=clients, classes=classes, samples=samples, shape=min(shape, default=0))
+        _at_least(1, test_size=test_size, calibration_size=calibration_size)
+        _at_least(0, validation_size=validation_size, noise=noise, skew=skew)
+        if skew > 1:
+            raise InvalidValue(f"skew must be between 0 and 1; got {skew}")
+        self.clients, self.classes = clients, classes
+        self._seed, self._samples, self._skew, self._noise = seed, samples, skew, noise
+        self._device = device
+        random = generator(seed, "synthetic", "prototypes")
+        self._prototypes = torch.randn((classes, *shape), generator=random)
+        self.test = self._common("test", test_size)
+        self.validation = self._common("validation", validation_size) if validation_size else None
+        self.calibration: Tensor = self._common("calibration", calibration_size).x
+
+    def shard(self, client: int) -> Shard:
+        """The training rows of one client: all of the samples that come with it."""
+        samples = self._draw("client", client, self._labels(client))
+        return Shard(samples, torch.arange(self._samples, device=self._device))
+
+    def labels(self, client: int) -> tuple[int, ...]:
+        """The distinct labels that one client holds, in order."""
+        return _distinct(self._labels(client))
+
+    def _labels(self, client: int) -> Tensor:
+        if not 0 <= client < self.clients:
+            raise InvalidValue(f"client must be between 0 and {self.clients - 1}; got {client}")
+        random = generator(self._seed, "synthetic", "skew", client)
+        favourite = torch.randint(self.classes, (1,), generator=random)
+        favoured = torch.rand(self._samples, generator=random) < self._skew
+        return torch.where(favoured, favourite, self._any_labels("client", client, self._samples))
+
+    def _common(self, kind: str, size: int) -> Samples:
+        return self._draw(kind, 0, self._any_labels(kind, 0, size))
+
+    def _any_labels(self, kind: str, place: int, size: int) -> Tensor:
+        random = generator(self._seed, "synthetic", "labels", kind, place)
+        return torch.randint(self.classes, (size,), generator=random)
+
+    def _draw(self, kind: str, place: int, y: Tensor) -> Samples:
+        random = generator(self._seed, "synthetic", "noise", kind, place)
+        noise = torch.randn((len(y), *self._prototypes.shape[1:]), generator=random)
+        x = (self._prototypes[y] + self._noise * noise) / math.hypot(1, self._noise)
+        return Samples(x, y).to(self._device)
+
+
+def _at_least(least: int, **fields: float) -> None:
+    for field, value in fields.items():
+        if not least <= value < math.inf:
+            raise InvalidValue(f"{field} must be at least {least}; got {value}")
+
+
+def _distinct(y: Tensor) -> tuple[int, ...]:
+    return tuple(sorted(set(y.tolist())))

@@ -1,0 +1,229 @@
+"""The nouns of fedcover and the shapes of its functions: every other file is verbs on these."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+Params = dict[str, Tensor]
+"""Tensors of a model by name: the whole model's, or a client's part of them."""
+
+# ── data ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Inputs and labels that belong together, row by row."""
+
+    x: Tensor
+    y: Tensor
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def to(self, device: torch.device | str) -> "Samples":
+        """The same samples on another device."""
+        return Samples(self.x.to(device), self.y.to(device))
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """A labelled data set: normalised inputs, labels 0..classes-1, and who owns each training row, if known."""
+
+    name: str
+    train: Samples
+    test: Samples
+    classes: int
+    owner: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One client's data: the rows `index` of `samples`, which other clients may share."""
+
+    samples: Samples
+    index: Tensor
+
+
+class Source(Protocol):
+    """Where the clients' data comes from; asked for the clients of a round only, so it may be lazy."""
+
+    @property
+    def test(self) -> Samples:
+        """The common test set."""
+
+    @property
+    def validation(self) -> Samples | None:
+        """Held-out training samples, for everything that is selected."""
+
+    @property
+    def calibration(self) -> Tensor:
+        """Inputs on which the norm statistics of an evaluated model are computed."""
+
+    @property
+    def classes(self) -> int:
+        """How many labels there are."""
+
+    def shard(self, client: int) -> Shard:
+        """The training rows of one client."""
+
+    def labels(self, client: int) -> tuple[int, ...]:
+        """The distinct labels that one client holds, in order."""
+
+
+# ── the model and its parts ─────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Where a group's units live in one tensor: unit u owns [start + u*per_unit, start + (u+1)*per_unit)."""
+
+    tensor: str
+    axis: int
+    start: int = 0
+    per_unit: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class UnitGroup:
+    """Units (neurons, channels, heads) that are kept or cut together, wherever they appear."""
+
+    name: str
+    size: int
+    cuts: tuple[Cut, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """An ordinary module, the groups in which its units are cut, and the weights that pruning may touch."""
+
+    module: nn.Module
+    groups: tuple[UnitGroup, ...]
+    prunable: tuple[str, ...]
+
+
+class Reduction(Protocol):
+    """A client's part of the model: `Slices` (sub-shaped, really smaller) or `Masks` (unstructured)."""
+
+    def extract(self, params: Mapping[str, Tensor]) -> Params:
+        """The part of each tensor that travels to the client."""
+
+    def add_into(self, target: Params, values: Params | None, scale: float) -> None:
+        """Add `scale * values` (or `scale` itself) to the entries of `target` that the client holds."""
+
+    def mask(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """True where the client holds the entry, in the full shapes."""
+
+    def gradient_mask(self) -> Mapping[str, Tensor]:
+        """What local gradients are multiplied by; empty where the sub-model's shape already says it."""
+
+    def sizes(self, params: Mapping[str, Tensor]) -> dict[str, int]:
+        """How many entries of each tensor the client holds."""
+
+
+# ── clients and rounds ──────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """A device in one round: its capacity in (0, 1], its place in the cohort and what it knows."""
+
+    id: int
+    capacity: float
+    slot: int
+    samples: int
+    labels: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """How many clients trained each parameter: in each of the last rounds (newest last), and ever."""
+
+    window: tuple[Params, ...]
+    ever: Params
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """All that a policy may look at. Policies are pure: same view, same reductions."""
+
+    round: int
+    params: Params
+    groups: tuple[UnitGroup, ...]
+    prunable: tuple[str, ...]
+    cohort: tuple[Client, ...]
+    levels: tuple[float, ...]
+    measure: str
+    coverage: Coverage
+    seed: int
+
+
+class Policy(Protocol):
+    """Gives every client of a cohort its reduction, in the cohort's order."""
+
+    def __call__(self, view: View) -> Sequence[Reduction]:
+        """One reduction per client."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTraining:
+    """What a client does with its sub-model: epochs of SGD on its own rows."""
+
+    epochs: int = 5
+    batch_size: int = 10
+    lr: float = 0.01
+    momentum: float = 0.5
+    weight_decay: float = 0.0
+    clip: float | None = None
+    augment: str = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Everything about local training that is the same for all clients of a round."""
+
+    model: Model
+    source: Source
+    local: LocalTraining
+    norm: str
+    scaler: bool
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What comes back from a client: its part of the parameters, trained, and its norm statistics."""
+
+    client: Client
+    reduction: Reduction
+    params: Params
+    buffers: Params
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The whole memory of a run after `round` rounds; norm statistics by width where they are tracked."""
+
+    round: int
+    params: Params
+    statistics: dict[str, Params]
+    coverage: Coverage = field(default_factory=lambda: Coverage((), {}))
+
+
+class Engine(Protocol):
+    """How fast, never what: every engine agrees with `sequential`."""
+
+    def __call__(
+        self, task: Task, state: State, work: Sequence[tuple[Client, Reduction]], lr: float
+    ) -> Iterable[Update]:
+        """Train the given clients from the given state."""
+
+
+class Rule(Protocol):
+    """New global tensors from old ones and what the clients trained; knows no architecture."""
+
+    def __call__(self, old: Params, parts: Iterable[tuple[Reduction, Params, float]]) -> Params:
+        """Combine what came back, each part with its weight."""
