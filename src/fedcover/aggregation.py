@@ -1,32 +1,156 @@
-"""How the server makes one model of many parts: rules over tensors that know no architecture."""
+"""How the server makes one model of many parts: rules over tensors that know no architecture.
 
-from collections.abc import Callable, Iterable
+A rule sees, for every client, what it trained (a reduction), the values, and a weight. Switches that all rules share:
+average values or changes, over those who trained an entry or over all; what becomes of entries that nobody trained.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from fedcover.errors import InvalidValue
 from fedcover.types import Client, Params, Reduction, Rule
 
+Part = tuple[Reduction, Params, float]
 
-def coverage_mean(old: Params, parts: Iterable[tuple[Reduction, Params, float]]) -> Params:
+
+def coverage_mean(old: Params, parts: Iterable[Part], *, over: str = "coverage") -> Params:
     """Each entry becomes the weighted mean over the clients that trained it; entries nobody trained stay.
 
-    Summed in float64, in the order given; what stands outside a client's reduction is never read.
+    Summed in float64, in the order given; what stands outside a client's reduction is never read. With `over="clients"`
+    the sum of changes is divided by all clients' weight, so that seldom trained entries move less (zero-padding).
     """
-    total = {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in old.items()}
-    weight = {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in old.items()}
+    if over not in ("coverage", "clients"):
+        raise InvalidValue(f"rule coverage_mean: over must be coverage or clients; got {over!r}")
+    total, weight = _zeros(old), _zeros(old)
+    everybody = 0.0
     for reduction, values, scale in parts:
         reduction.add_into(total, values, scale)
         reduction.add_into(weight, None, scale)
-    return {
-        name: torch.where(weight[name] > 0, total[name] / weight[name], tensor.double()).to(tensor.dtype)
-        for name, tensor in old.items()
-    }
+        everybody += scale
+    new: Params = {}
+    for name, tensor in old.items():
+        mean = total[name] / weight[name]
+        if over == "clients" and everybody:
+            mean = tensor.double() + (mean - tensor.double()) * weight[name] / everybody
+        new[name] = torch.where(weight[name] > 0, mean, tensor.double()).to(tensor.dtype)
+    return new
 
 
-RULES: dict[str, Rule] = {"coverage_mean": coverage_mean}
+def trimmed_mean(old: Params, parts: Iterable[Part], *, share: float = 0.1) -> Params:
+    """Each entry's mean without the largest and smallest `share` of the values that clients gave for it; unweighted."""
+    if not 0 <= share < 0.5:
+        raise InvalidValue(f"rule trimmed_mean: share must be in [0, 0.5); got {share}")
+
+    def middle(values_CS: Tensor, held_CS: Tensor) -> Tensor:
+        count_S = held_CS.sum(0)
+        cut_S = (count_S * share + 1e-9).floor()
+        ordered_CS = torch.where(held_CS, values_CS, torch.inf).sort(0).values
+        place_C1 = torch.arange(len(values_CS), device=values_CS.device).view(-1, *[1] * (values_CS.ndim - 1))
+        inside_CS = (place_C1 >= cut_S) & (place_C1 < count_S - cut_S)
+        return torch.where(inside_CS, ordered_CS, 0).sum(0) / inside_CS.sum(0)
+
+    return stacked(middle, old, list(parts))
+
+
+def median(old: Params, parts: Iterable[Part]) -> Params:
+    """Each entry's median over the clients that trained it; unweighted."""
+
+    def middle(values_CS: Tensor, held_CS: Tensor) -> Tensor:
+        ordered_CS = torch.where(held_CS, values_CS, torch.inf).sort(0).values
+        count_S = held_CS.sum(0)
+        low_1S, high_1S = ((count_S - 1).clamp_min(0) // 2)[None], (count_S // 2)[None]
+        pair = [ordered_CS.gather(0, place.clamp(max=len(values_CS) - 1))[0] for place in (low_1S, high_1S)]
+        return (pair[0] + pair[1]) / 2
+
+    return stacked(middle, old, list(parts))
+
+
+def stacked(one_tensor: Callable[[Tensor, Tensor], Tensor], old: Params, parts: Sequence[Part]) -> Params:
+    """Lift a function of all clients' values of one tensor (and who holds what) to a rule."""
+    if not parts:
+        return dict(old)
+    new: Params = {}
+    for name, tensor in old.items():
+        values, held = [], []
+        for reduction, params, _ in parts:
+            target = _zeros({name: tensor})
+            reduction.add_into(target, {name: params[name]} if name in params else {}, 1.0)
+            values.append(target[name])
+            held.append(reduction.mask({name: tensor})[name])
+        held_CS = torch.stack(held)
+        found = one_tensor(torch.stack(values), held_CS)
+        new[name] = torch.where(held_CS.any(0), found, tensor.double()).to(tensor.dtype)
+    return new
+
+
+def _zeros(like: Params) -> Params:
+    return {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in like.items()}
+
+
+RULES: dict[str, Rule] = {"coverage_mean": coverage_mean, "trimmed_mean": trimmed_mean, "median": median}
 
 WEIGHTS: dict[str, Callable[[Client], float]] = {
     "uniform": lambda client: 1.0,
     "samples": lambda client: float(client.samples),
 }
 """How much a client counts: all the same, as in the paper, or by its number of samples."""
+
+UNCOVERED: dict[str, Callable[[Tensor], Tensor]] = {"keep": lambda tensor: tensor, "zero": torch.zeros_like}
+"""What an entry that nobody trained becomes: its old value, or zero as in some public codes."""
+
+
+# ── the server's own optimiser ──────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Covered:
+    """A tensor before and after the rule, and where anybody trained it."""
+
+    old: Tensor
+    new: Tensor
+    where: Tensor
+
+
+Memory = dict[str, Tensor]
+ServerStep = Callable[[Covered, Memory], tuple[Tensor, Memory]]
+
+
+def server_none() -> ServerStep:
+    """The rule's result is the new model."""
+    return lambda tensor, memory: (tensor.new, {})
+
+
+def server_momentum(*, lr: float = 1.0, beta: float = 0.9) -> ServerStep:
+    """Momentum on the server (FedAvgM, Hsu, Qi, Brown 2019); an entry's momentum moves only when it is covered."""
+
+    def step(tensor: Covered, memory: Memory) -> tuple[Tensor, Memory]:
+        before = memory.get("velocity", torch.zeros_like(tensor.old))
+        velocity = torch.where(tensor.where, beta * before + (tensor.new - tensor.old), before)
+        return torch.where(tensor.where, tensor.old + lr * velocity, tensor.new), {"velocity": velocity}
+
+    return step
+
+
+def server_adam(*, lr: float = 0.01, beta1: float = 0.9, beta2: float = 0.99, tau: float = 1e-3) -> ServerStep:
+    """FedAdam (Reddi et al., ICLR 2021); an entry's moments move only when it is covered."""
+
+    def step(tensor: Covered, memory: Memory) -> tuple[Tensor, Memory]:
+        change = tensor.new - tensor.old
+        first = memory.get("first", torch.zeros_like(tensor.old))
+        second = memory.get("second", torch.full_like(tensor.old, tau**2))
+        first = torch.where(tensor.where, beta1 * first + (1 - beta1) * change, first)
+        second = torch.where(tensor.where, beta2 * second + (1 - beta2) * change**2, second)
+        moved = tensor.old + lr * first / (second.sqrt() + tau)
+        return torch.where(tensor.where, moved, tensor.new), {"first": first, "second": second}
+
+    return step
+
+
+SERVERS: dict[str, Callable[..., ServerStep]] = {
+    "none": server_none,
+    "momentum": server_momentum,
+    "adam": server_adam,
+}

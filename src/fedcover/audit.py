@@ -1,5 +1,6 @@
 """Does this fit my device? What every capacity of a fleet costs, and what a codename of the paper covers."""
 
+from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
@@ -36,27 +37,11 @@ def audit(experiment: Experiment) -> dict[str, Any]:
     cohort = tuple(Client(i, fleet.capacity(i), i, 1, ()) for i in range(sum(fleet.counts)))
     view = View(0, params, model.groups, model.prunable, cohort, fleet.levels, experiment.capacity,
                 Coverage((), {}), experiment.seed)  # fmt: skip
-    parts = named_policy(experiment)(view)
+    held = [(client, part) for client, part in zip(cohort, named_policy(experiment)(view), strict=True) if part]
     uses = uses_of_weights(model.module, shape)
-    costs = [cost(part, params, uses) for part in parts]
-    counts = coverage.count(params, parts)
-    total = coverage.energy(params)
-    rows = []
-    for level in fleet.levels:
-        place = next(client.slot for client in cohort if client.capacity == level)
-        memory = memory_to_train(
-            model, parts[place], shape, batch_size=experiment.batch_size, momentum=experiment.momentum
-        )
-        rows.append({
-            "capacity": level,
-            "devices": sum(client.capacity == level for client in cohort),
-            "parameters": costs[place].parameters,
-            "multiply_adds": costs[place].multiply_adds,
-            "memory": memory,
-            "bytes_down": costs[place].bytes_down,
-            "bytes_up": costs[place].bytes_up,
-            "delta2": coverage.noise(params, parts[place], total),
-        })  # fmt: skip
+    costs = [cost(part, params, uses) for _, part in held]
+    counts = coverage.count(params, [part for _, part in held])
+    first = {client.capacity: (client, part) for client, part in reversed(held)}
     return {
         "model": experiment.model,
         "policy": experiment.policy,
@@ -64,7 +49,18 @@ def audit(experiment: Experiment) -> dict[str, Any]:
         "multiply_adds": fmean(c.multiply_adds for c in costs),
         "gamma_min": coverage.minimum(counts),
         "histogram": {str(k): v for k, v in coverage.histogram(counts).items()},
-        "capacities": rows,
+        "capacities": [
+            {
+                "capacity": level,
+                "devices": sum(client.capacity == level for client in cohort),
+                **asdict(cost(part, params, uses)),
+                "memory": memory_to_train(
+                    model, part, shape, batch_size=experiment.batch_size, momentum=experiment.momentum
+                ),
+                "delta2": coverage.noise(params, part, coverage.energy(params)),
+            }
+            for level, (_, part) in sorted(first.items(), reverse=True)
+        ],
     }
 
 

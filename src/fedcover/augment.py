@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedcover.errors import InvalidValue
+
 PADDING = 4
 
 
@@ -20,6 +22,8 @@ def crop_flip(x_BCHW: Tensor, draw: torch.Generator) -> Tensor:
     >>> crop_flip(torch.ones(2, 3, 8, 8), torch.Generator().manual_seed(0)).shape
     torch.Size([2, 3, 8, 8])
     """
+    if x_BCHW.ndim != 4:
+        raise InvalidValue(f"augment crop-flip needs images (channels, height, width); got {tuple(x_BCHW.shape[1:])}")
     batch, _, height, width = x_BCHW.shape
     device = x_BCHW.device
     shift_B2 = torch.randint(2 * PADDING + 1, (batch, 2), generator=draw)

@@ -2,21 +2,23 @@
 
 import contextlib
 import hashlib
+import json
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from fedcover.errors import RunError
 from fedcover.types import Coverage, Params, State
 
-_NAME = re.compile(r"round-(\d{6})\.([0-9a-f]{16})\.safetensors")
+_NAME = re.compile(r"round-(\d{6,})\.([0-9a-f]{16})\.safetensors")
+_BESIDE = re.compile(r"\.(.+\.(?:safetensors|json|jsonl|toml))\.\d+")
+_KINDS = ("statistics", "measured", "server", "private")
 KEPT = 2
 """Checkpoints that are kept: the newest, and one older in case the newest is damaged."""
 
@@ -41,14 +43,26 @@ def write_atomically(path: Path, content: bytes) -> None:
         beside.replace(path)
         _sync_folder(path.parent)
     except OSError as error:
+        raise RunError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:  # it is still there if anything went wrong, Ctrl-C included
         with contextlib.suppress(OSError):
             beside.unlink()
-        raise RunError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def sweep(folder: Path) -> None:
+    """Remove what a killed process left half written; only for the one process that may write there."""
+    for beside in folder.glob(".*.*"):
+        if _BESIDE.fullmatch(beside.name):
+            beside.unlink(missing_ok=True)
 
 
 def save(folder: Path, state: State, experiment: str, *, keep: int | None = KEPT) -> Path:
     """Write a state; afterwards remove all but the `keep` newest."""
-    content = safetensors.torch.save(_flat(state), metadata={"experiment": experiment, "round": str(state.round)})
+    flat = _flat(state)
+    # the format sorts tensors, but sums over all of them must keep their order; it shuffles entries of its header,
+    # but equal states must have equal digests: so there is one entry
+    about = {"experiment": experiment, "round": state.round, "order": list(flat)}
+    content = safetensors.torch.save(flat, metadata={"fedcover": json.dumps(about)})
     digest = hashlib.sha256(content).hexdigest()[:16]
     path = folder / f"round-{state.round:06d}.{digest}.safetensors"
     write_atomically(path, content)
@@ -67,34 +81,45 @@ def found(folder: Path) -> list[Found]:
 def read(file: Found, experiment: str, device: torch.device | str) -> State:
     """The state in a checkpoint, refused if the file is damaged or belongs to another experiment."""
     try:
-        digest = hashlib.sha256(file.path.read_bytes()).hexdigest()[:16]
+        content = file.path.read_bytes()  # all of it: a tensor mapped from a file would die with the file
+        digest = hashlib.sha256(content).hexdigest()[:16]
         if digest != file.digest:
             raise RunError(f"checkpoint {file.path} is damaged: its digest is {digest}, not {file.digest}")
-        with safe_open(file.path, framework="pt", device=str(device)) as opened:
-            metadata = opened.metadata() or {}
-            flat = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        values = safetensors.torch.load(content)
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        about = json.loads(header.get("__metadata__", {}).get("fedcover", "{}"))
     except (OSError, SafetensorError) as error:
         raise RunError(f"checkpoint {file.path} cannot be read: {error}") from error
-    if metadata.get("experiment") != experiment:
-        raise RunError(f"checkpoint {file.path} belongs to another experiment: {metadata.get('experiment')}")
-    return _unflat(flat, file.round)
+    if about.get("experiment") != experiment:
+        raise RunError(f"checkpoint {file.path} belongs to another experiment: {about.get('experiment')}")
+    return _unflat({name: values[name].to(device) for name in about["order"]}, file.round)
 
 
-def newest(folder: Path, experiment: str, device: torch.device | str) -> tuple[State, list[str]]:
+def newest(folder: Path, experiment: str, device: torch.device | str) -> tuple[State, dict[Path, str]]:
     """The newest state that is whole, and a sentence for each newer file that is not."""
-    complaints: list[str] = []
+    complaints: dict[Path, str] = {}
     for file in found(folder):
         try:
             return read(file, experiment, device), complaints
         except RunError as error:
-            complaints.append(str(error))
-    raise RunError("; ".join(complaints) or f"there is no checkpoint in {folder}")
+            complaints[file.path] = str(error)
+    raise RunError("; ".join(complaints.values()) or f"there is no checkpoint in {folder}")
+
+
+def set_aside(path: Path) -> None:
+    """Give an unusable checkpoint another name, so that it no longer counts as one of those that are kept."""
+    try:
+        path.replace(path.with_name(f"{path.name}.unusable"))
+    except OSError as error:
+        raise RunError(f"cannot rename {path}: {error.strerror}") from error
 
 
 def _flat(state: State) -> dict[str, Tensor]:
+    """All tensors of a state under one name each: what it is, whose it is, and the tensor's own name."""
     parts: list[tuple[str, Params]] = [("params", state.params), ("ever", state.coverage.ever)]
-    parts += [(f"statistics/{key}", values) for key, values in state.statistics.items()]
     parts += [(f"window/{age:04d}", counts) for age, counts in enumerate(state.coverage.window)]
+    for kind in _KINDS:
+        parts += [(f"{kind}/{key}", values) for key, values in getattr(state, kind).items()]
     return {f"{part}/{name}": t.contiguous().cpu() for part, values in parts for name, t in values.items()}
 
 
@@ -102,14 +127,19 @@ def _unflat(flat: dict[str, Tensor], round: int) -> State:
     def part(prefix: str) -> Params:
         return {name.removeprefix(prefix): t for name, t in flat.items() if name.startswith(prefix)}
 
-    def keys(kind: str) -> Iterator[str]:
-        yield from sorted({name.split("/")[1] for name in flat if name.startswith(f"{kind}/")})
+    def by_key(kind: str) -> dict[str, Params]:
+        keys = dict.fromkeys(name.split("/")[1] for name in flat if name.startswith(f"{kind}/"))  # in their order
+        return {key: part(f"{kind}/{key}/") for key in keys}
 
+    kinds = {kind: by_key(kind) for kind in _KINDS}
     return State(
         round=round,
         params=part("params/"),
-        statistics={key: part(f"statistics/{key}/") for key in keys("statistics")},
-        coverage=Coverage(tuple(part(f"window/{age}/") for age in keys("window")), part("ever/")),
+        coverage=Coverage(tuple(by_key("window").values()), part("ever/")),
+        statistics=kinds["statistics"],
+        measured=kinds["measured"],
+        server=kinds["server"],
+        private={int(client): values for client, values in kinds["private"].items()},
     )
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from cyclopts import App, CycloptsError, Parameter
 
 from fedcover import console, datasets
-from fedcover.aggregation import RULES
+from fedcover.aggregation import RULES, SERVERS
 from fedcover.audit import audit as audit_fleet
 from fedcover.audit import audit_codename
 from fedcover.demo import FLEET, LINE_UP
@@ -18,10 +18,12 @@ from fedcover.engines import ENGINES
 from fedcover.errors import FedcoverError, InvalidValue, unknown
 from fedcover.experiment import Experiment, parse_change, read_experiment
 from fedcover.export import export as export_part
+from fedcover.folders import Folder
 from fedcover.models import MODELS
 from fedcover.partition import PARTITIONS
 from fedcover.policies import POLICIES
 from fedcover.preparation import Machine
+from fedcover.recipes import RECIPES
 from fedcover.runs import Run, load
 from fedcover.runs import resume as resume_run
 from fedcover.runs import run as run_experiment
@@ -49,7 +51,9 @@ TABLES: dict[str, dict[str, Callable[..., Any]]] = {
     "datasets": {**datasets.DATASETS, "synthetic": Synthetic},
     "partitions": dict(PARTITIONS),
     "engines": dict(ENGINES),
+    "recipes": dict(RECIPES),
     "rules": dict(RULES),
+    "servers": dict(SERVERS),
     "schedules": dict(SCHEDULES),
 }
 
@@ -90,13 +94,13 @@ def resume(
     json: Json = False,
 ) -> None:
     """Go on with a run that was stopped; it ends like one that never was."""
-    rounds = read_experiment(folder / "experiment.toml").rounds if (folder / "experiment.toml").exists() else 0
-    with console.watching(folder.name, rounds) as watch:
+    wanted = Folder(folder).read().experiment
+    with console.watching(wanted.name, wanted.rounds) as watch:
         result = _saying_how_to_go_on(
             folder,
             lambda: resume_run(
                 folder, machine=Machine(engine, device, threads), force=force, data=data, watch=watch,
-                complain=console.errors.print,
+                complain=console.say,
             ),
         )  # fmt: skip
     _show_result(result, json)
@@ -132,7 +136,11 @@ def demo(
     if rounds < 1:
         raise InvalidValue(f"rounds must be at least 1; got {rounds}")
     chosen = folder or next(p for n in range(1, sys.maxsize) if not (p := Path(f"runs/demo-{n}")).exists())
-    results = run_demo(chosen, rounds, seed, console.watching)
+    try:
+        results = run_demo(chosen, rounds, seed, console.watching)
+    except KeyboardInterrupt:
+        console.say(f"stopped; the runs so far are in {chosen}; 'fedcover demo' begins anew")
+        sys.exit(130)
     if json:
         return console.show_json({run.experiment.name: {**run.summary, "folder": str(run.folder)} for run in results})
     columns = [
@@ -257,7 +265,8 @@ def _saying_how_to_go_on(folder: Path, work: Callable[[], Run]) -> Run:
     try:
         return work()
     except KeyboardInterrupt:
-        console.errors.print(f"stopped; go on with: fedcover resume {folder}")
+        begun = (folder / "experiment.toml").exists()
+        console.say(f"stopped; go on with: fedcover resume {folder}" if begun else "stopped before the run began")
         sys.exit(130)
 
 
@@ -272,7 +281,7 @@ def _show_result(result: Run, json: bool) -> None:
 def main() -> None:
     """Parse the command line; what is wrong is said in one sentence: exit code 2 for input, 1 for the rest."""
     try:
-        app(exit_on_error=False, print_error=False)
+        app(sys.argv[1:], exit_on_error=False, print_error=False)
     except InvalidValue as error:
         _leave(error, 2)
     except FedcoverError as error:
@@ -282,5 +291,5 @@ def main() -> None:
 
 
 def _leave(error: Exception, code: int) -> None:
-    console.errors.print(f"fedcover: {error}", markup=False, soft_wrap=True)
+    console.say(f"fedcover: {error}")
     sys.exit(code)

@@ -14,7 +14,12 @@ from rich.table import Table
 from fedcover.rounds import Report
 from fedcover.runs import Watch
 
-errors = Console(stderr=True, highlight=False)
+errors = Console(stderr=True, highlight=False, markup=False, emoji=False)
+
+
+def say(sentence: str) -> None:
+    """Tell the user something, as it is and on one line, on the error stream."""
+    errors.print(sentence, soft_wrap=True)
 
 
 @contextmanager
@@ -24,7 +29,7 @@ def watching(title: str, rounds: int, done: int = 0) -> Iterator[Watch]:
         yield _plain(title, rounds)
         return
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("{task.fields[figures]}"),
@@ -68,10 +73,9 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
         made.add_column(column, justify="right" if numbers else "left", no_wrap=place == 0)
     for row in rows:
         made.add_row(*(_text(cell) for cell in row))
-    output = Console(highlight=False)
-    if not output.is_terminal:  # a file or a pipe has no width that would justify cutting words
-        output = Console(highlight=False, width=200)
-    output.print(made)
+    terminal = Console().is_terminal
+    # a file or a pipe has no width that would justify cutting words
+    Console(highlight=False, markup=False, emoji=False, width=None if terminal else 200).print(made)
 
 
 def _text(cell: object) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedcover.reduction import Masks
+from fedcover.reduction import Masks, Within
 from fedcover.submodel import skeleton
 from fedcover.types import Model, Reduction
 from fedcover.wire import encode
@@ -38,7 +38,8 @@ def uses_of_weights(module: nn.Module, shape: Sequence[int]) -> dict[str, int]:
     def remember(name: str) -> Any:
         def hook(layer: nn.Module, inputs: object, output: Tensor) -> None:
             assert isinstance(layer.weight, Tensor)
-            uses[f"{name}.weight"] = output.numel() // layer.weight.shape[0]
+            # a layer that is called twice multiplies twice
+            uses[f"{name}.weight"] = uses.get(f"{name}.weight", 0) + output.numel() // layer.weight.shape[0]
 
         return hook
 
@@ -47,22 +48,27 @@ def uses_of_weights(module: nn.Module, shape: Sequence[int]) -> dict[str, int]:
         if isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
             layer.register_forward_hook(remember(name))
     with torch.no_grad():
-        empty.eval()(torch.empty((1, *shape), device="meta"))
+        empty.eval()(torch.empty((1, *shape), device="meta", dtype=next(empty.parameters()).dtype))
     return uses
 
 
-def cost(reduction: Reduction, params: Mapping[str, Tensor], uses: Mapping[str, int]) -> Cost:
+def cost(
+    reduction: Reduction, params: Mapping[str, Tensor], uses: Mapping[str, int], trained: Reduction | None = None
+) -> Cost:
     """The cost of a reduction of a model with these parameters and uses of its weights.
 
-    The mask travels down with the sub-model; the server knows it, so it need not come back.
+    The mask travels down with the sub-model; the server knows it, so it need not come back, unless the client chose
+    itself what of it it `trained`: then one bit per entry says so.
     """
     sizes = reduction.sizes(params)
+    back = reduction if trained is None else trained
+    chosen = sum(-(-bits.numel() // 8) for bits in back.bits.values()) if isinstance(back, Within) else 0
     parameters = sum(sizes.values())
     return Cost(
         parameters=parameters,
         multiply_adds=sum(sizes[name] * times for name, times in uses.items()),
         bytes_down=BYTES * parameters + len(encode(reduction)),
-        bytes_up=BYTES * parameters,
+        bytes_up=BYTES * sum(back.sizes(params).values()) + chosen,
     )
 
 

@@ -38,7 +38,7 @@ def histogram(counts: Mapping[str, Tensor]) -> dict[int, int]:
     {1: 1, 2: 2}
     """
     longest = 1 + max(int(tensor.max()) for tensor in counts.values())
-    total = sum(torch.bincount(tensor.flatten().int(), minlength=longest) for tensor in counts.values())
+    total = sum(torch.bincount(tensor.flatten().cpu().int(), minlength=longest) for tensor in counts.values())
     assert isinstance(total, Tensor)
     return {clients: number for clients, number in enumerate(total.tolist()) if number}
 

@@ -96,12 +96,7 @@ def data_folder(given: str | Path | None = None) -> Path:
     >>> data_folder("somewhere").name
     'somewhere'
     """
-    chosen = given or os.environ.get(VARIABLE)
-    if chosen:
-        return Path(chosen).expanduser()
-    import pooch  # type: ignore[import-untyped]  # imported late: own tensors need no pooch
-
-    return Path(pooch.os_cache("fedcover"))
+    return Path(given or os.environ.get(VARIABLE) or "~/.cache/fedcover").expanduser()
 
 
 def get(name: str, folder: Path) -> list[Checked]:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from fedcover.norms import calibrate, on_batch_statistics, statistics_key
 from fedcover.reduction import Masks
 from fedcover.submodel import fill, submodel
-from fedcover.types import Params, Reduction, Samples, State, Task, Update
+from fedcover.types import Reduction, Samples, State, Task, Update
 from fedcover.wire import encode
 
 MODES = ("calibrated", "batch-compat")
@@ -67,11 +67,6 @@ def evaluate(
     return score(logits(model, samples.x, COMPAT_BATCH if mode == "batch-compat" else BATCH), samples.y)
 
 
-def with_params(state: State, params: Params) -> State:
-    """The same state with other parameters."""
-    return State(state.round, params, state.statistics, state.coverage)
-
-
 def local_accuracy(task: Task, state: State, updates: Sequence[Update]) -> tuple[float, float]:
     """What the round's clients would see: on the test samples of their labels, weighted by their samples.
 
@@ -81,9 +76,9 @@ def local_accuracy(task: Task, state: State, updates: Sequence[Update]) -> tuple
     answers: dict[bytes, Tensor] = {}  # clients with the same part share its answers
     own = trained = weight = 0.0
     for update in updates:
-        client, name = update.client, encode(update.reduction) + f"{update.client.capacity}".encode()
+        client, name = update.client, encode(update.sent) + f"{update.client.capacity}".encode()
         if name not in answers:
-            part = ready(task, state, update.reduction, client.capacity)
+            part = ready(task, state, update.sent, client.capacity)
             answers[name] = logits(part, test.x).argmax(1)
         mine = torch.isin(test.y, torch.tensor(client.labels, device=test.y.device))
         if not bool(mine.any()):
@@ -96,6 +91,6 @@ def local_accuracy(task: Task, state: State, updates: Sequence[Update]) -> tuple
 
 
 def _as_trained(task: Task, update: Update) -> nn.Module:
-    part = submodel(task.model.module, update.reduction, {})
+    part = submodel(task.model.module, update.sent, {})
     fill(part, {**update.params, **update.buffers})
     return part.eval() if update.buffers else calibrate(part, task.source.calibration)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from fedcover import spec
-from fedcover.aggregation import RULES, WEIGHTS
+from fedcover.aggregation import RULES, SERVERS, UNCOVERED, WEIGHTS
 from fedcover.augment import AUGMENTATIONS
 from fedcover.errors import InvalidValue, unknown
 from fedcover.evaluation import MODES
@@ -21,11 +21,14 @@ from fedcover.norms import NORMS
 from fedcover.partition import PARTITIONS
 from fedcover.policies import POLICIES
 from fedcover.policies.regions import capacities, check_codename
+from fedcover.recipes import RECIPES
+from fedcover.recipes.labels import ABSENT
 from fedcover.training import SCHEDULES
 
 _NAMES: dict[str, Any] = {
-    "rule": RULES,
     "weights": WEIGHTS,
+    "uncovered": UNCOVERED,
+    "absent_labels": ABSENT,
     "norm": NORMS,
     "evaluation": MODES,
     "augment": AUGMENTATIONS,
@@ -35,6 +38,9 @@ _SPECS: dict[str, Any] = {
     "model": MODELS,
     "partition": PARTITIONS,
     "schedule": SCHEDULES,
+    "recipe": RECIPES,
+    "rule": RULES,
+    "server": SERVERS,
 }
 _NOT_IDENTITY = {"name", "checkpoint_every", "keep_rounds"}
 
@@ -46,9 +52,9 @@ class Experiment(BaseModel):
     100
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field("run", max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     seed: int = Field(0, ge=0)
 
     dataset: str = "digits"
@@ -68,8 +74,13 @@ class Experiment(BaseModel):
     norm: str = "batch"
     scaler: bool = False
     policy: str = "full"
+    recipe: str = "plain"
+    absent_labels: str = "free"
+    label_rows: bool = False
     rule: str = "coverage_mean"
     weights: str = "uniform"
+    uncovered: str = "keep"
+    server: str = "none"
 
     rounds: int = Field(100, ge=1)
     epochs: int = Field(5, ge=1)
@@ -78,7 +89,7 @@ class Experiment(BaseModel):
     schedule: str = "constant"
     momentum: float = Field(0.5, ge=0, lt=1)
     weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
-    clip: float | None = Field(None, gt=0)
+    clip: float | None = Field(None, gt=0, allow_inf_nan=False)
 
     window: int = Field(10, ge=1)
     evaluation: str = "calibrated"
@@ -109,6 +120,8 @@ class Experiment(BaseModel):
         check_codename(codename, str(policy.options.get("kind", "pruning")), str(policy.options.get("p5", "code")))
         kinds = [(len(list(run)), share) for share, run in groupby(capacities(codename))]
         fleet = " + ".join(f"{count}x{share:g}" for count, share in kinds)
+        if isinstance(data.get("fleet"), str):
+            data = {**data, "fleet": str(Fleet.parse(data["fleet"]))}
         implied = {"fleet": fleet, "assignment": "slot", "active": len(codename)}
         for key, value in implied.items():
             if data.get(key, value) != value:
@@ -147,17 +160,21 @@ class Experiment(BaseModel):
         True
         """
         fields = self.model_dump(mode="json", exclude_none=True)
-        # a JSON string, number, boolean or list of numbers is also TOML
-        return "".join(f"{key} = {json.dumps(value)}\n" for key, value in fields.items())
+        # a JSON string, number, boolean or list of numbers is also TOML (but for surrogates and one control character)
+        lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in fields.items()]
+        return "".join(lines).replace("\x7f", "\\u007f")
 
     @classmethod
     def from_toml(cls, text: str, changes: Mapping[str, Any] | None = None) -> "Experiment":
         """Read an experiment; `changes` replace fields before anything is checked."""
-        try:
-            fields = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise InvalidValue(f"the experiment is not valid TOML: {error}") from error
-        return cls(**{**fields, **(changes or {})})
+        return cls(**{**_fields(text), **(changes or {})})
+
+
+def _fields(text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidValue(f"the experiment is not valid TOML: {error}") from error
 
 
 def read_experiment(path: Path, changes: Mapping[str, Any] | None = None) -> Experiment:
@@ -166,7 +183,7 @@ def read_experiment(path: Path, changes: Mapping[str, Any] | None = None) -> Exp
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidValue(f"experiment {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    named = {} if "name" in tomllib.loads(text) else {"name": path.stem}
+    named = {} if "name" in _fields(text) else {"name": path.stem}
     return Experiment.from_toml(text, {**named, **(changes or {})})
 
 
@@ -180,9 +197,12 @@ def parse_change(text: str) -> tuple[str, Any]:
     if not equals or not key.strip():
         raise InvalidValue(f"--set must look like key=value; got {text!r}")
     try:
-        return key.strip(), tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return key.strip(), value.strip()
+        read = tomllib.loads(f"value = {value}")
+    except (ValueError, RecursionError):
+        read = {}
+    if len(read) == 1 and isinstance(read["value"], bool | int | float | str | list):
+        return key.strip(), read["value"]
+    return key.strip(), value.strip()
 
 
 def _sentence(error: ValidationError) -> str:

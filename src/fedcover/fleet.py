@@ -5,10 +5,12 @@ import re
 from bisect import bisect_right
 from dataclasses import dataclass
 
+import numpy as np
+
 from fedcover.errors import InvalidValue
 from fedcover.rng import numpy_generator
 
-_TERM = re.compile(r"(\d+)\s*x\s*(\d*\.?\d+)(?:\s*/\s*(\d+))?")
+_TERM = re.compile(r"(\d+)\s*x\s*(\d*\.?\d+)(?:\s*/\s*(\d+))?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +31,19 @@ class Fleet:
         wrong = InvalidValue(f"fleet must look like '4x1.0 + 6x0.75' (how many x capacity in (0, 1]); got {text!r}")
         terms = []
         for match in matches:
-            if match is None or match[3] == "0":
+            if match is None:
                 raise wrong
-            terms.append((int(match[1]), float(match[2]) / int(match[3] or 1)))
+            try:
+                terms.append((int(match[1]), float(match[2]) / int(match[3] or 1)))
+            except (ArithmeticError, ValueError):  # a zero below the line, or thousands of digits
+                raise wrong from None
         if any(count < 1 or not 0 < capacity <= 1 for count, capacity in terms):
             raise wrong
         return cls(tuple(c for c, _ in terms), tuple(v for _, v in terms))
 
     def __str__(self) -> str:
-        return " + ".join(f"{n}x{c:g}" for n, c in zip(self.counts, self.capacities, strict=True))
+        shares = [np.format_float_positional(capacity, trim="-") for capacity in self.capacities]  # all digits
+        return " + ".join(f"{n}x{share}" for n, share in zip(self.counts, shares, strict=True))
 
     @property
     def levels(self) -> tuple[float, ...]:
@@ -51,9 +57,8 @@ class Fleet:
         '33x1 + 67x0.5'
         """
         total = sum(self.counts)
-        exact = [count * clients / total for count in self.counts]
-        counts = [int(share) for share in exact]
-        by_remainder = sorted(range(len(exact)), key=lambda kind: counts[kind] - exact[kind])
+        counts = [count * clients // total for count in self.counts]
+        by_remainder = sorted(range(len(counts)), key=lambda kind: -(self.counts[kind] * clients % total))
         for kind in by_remainder[: clients - sum(counts)]:
             counts[kind] += 1
         present = [(n, c) for n, c in zip(counts, self.capacities, strict=True) if n]

@@ -26,7 +26,7 @@ from fedcover.types import State
 from fedcover.version import __version__
 
 Metrics = list[dict[str, Any]]
-_MUST_MATCH = ("engine", "device", "threads", "torch")
+_MUST_MATCH = {"engine": str, "device": str, "threads": int, "torch": str}
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,21 @@ class Folder:
             read: dict[str, Any] = json.loads((self.path / "manifest.json").read_text())
         except (OSError, ValueError) as error:
             raise RunError(f"{self.path / 'manifest.json'} cannot be read: {error}") from error
+        for key, kind in _MUST_MATCH.items():
+            if not isinstance(read, dict) or not isinstance(read.get(key), kind):
+                raise RunError(f"{self.path / 'manifest.json'} is no manifest of a run: it does not say its {key}")
         return read
 
     @contextlib.contextmanager
     def created(self, experiment: Experiment, machine: Machine, parts: Parts) -> Iterator["Folder"]:
         """Make the folder for a new run; an existing run is never overwritten."""
-        if (self.path / "experiment.toml").exists():
-            raise RunError(f"{self.path} holds a run already: go on with 'fedcover resume {self.path}', or rename it")
+        self._refuse_a_run()
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunError(f"cannot create the run folder {self.path}: {error.strerror}") from error
         with self._locked():
+            self._refuse_a_run()  # another process may have been faster
             write_atomically(self.path / "manifest.json", _json(_manifest(experiment, machine, parts)))
             write_atomically(self.path / "experiment.toml", experiment.to_toml().encode())
             yield self
@@ -82,9 +85,13 @@ class Folder:
 
     def read(self) -> "Folder":
         """Look at a run; complains if there is none."""
-        if not (self.path / "experiment.toml").is_file():
+        if not os.path.isfile(self.path / "experiment.toml"):  # unlike Path.is_file, False for any path at all
             raise RunError(f"{self.path} is no run folder: it has no experiment.toml")
         return self
+
+    def _refuse_a_run(self) -> None:
+        if any(os.path.exists(self.path / name) for name in ("experiment.toml", "metrics.jsonl")):
+            raise RunError(f"{self.path} holds a run already: go on with 'fedcover resume {self.path}', or rename it")
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -97,6 +104,8 @@ class Folder:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise RunError(f"{self.path} is in use by another process") from None
+            for folder in (self.path, self.checkpoints, self.kept):
+                checkpoints.sweep(folder)
             yield
 
     def machine(self, wanted: Machine | None, *, force: bool = False) -> Machine:
@@ -107,7 +116,7 @@ class Folder:
         now = Machine(
             asked.engine if asked.engine != "auto" else then.engine,
             asked.device if asked.device != "auto" else then.device,
-            asked.threads or then.threads,
+            then.threads if asked.threads is None else asked.threads,
         ).resolved()
         current = {**asdict(now), "torch": torch.__version__}
         changed = [f"{key} {known[key]} to {current[key]}" for key in _MUST_MATCH if known[key] != current[key]]
@@ -127,23 +136,19 @@ class Folder:
 
     def append(self, line: dict[str, Any]) -> None:
         """Add one round's line to metrics.jsonl, and see it on disk."""
-        path = self.path / "metrics.jsonl"
-        try:
-            with path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise RunError(f"cannot write {path}: {error.strerror}") from error
+        with self._writing(self.path / "metrics.jsonl") as path, path.open("ab") as file:
+            file.write(_line(line))
+            file.flush()
+            os.fsync(file.fileno())
 
     def metrics(self, rounds: int) -> Metrics:
         """The lines of the rounds that are done; a torn last line is none."""
         path = self.path / "metrics.jsonl"
         lines: Metrics = []
-        for text in path.read_text().splitlines() if path.exists() else []:
+        for text in path.read_bytes().splitlines() if path.exists() else []:
             with contextlib.suppress(ValueError):
                 lines.append(json.loads(text))
-        return [line for line in lines if line["round"] < rounds]
+        return [line for line in lines if isinstance(line, dict) and line.get("round", rounds) < rounds]
 
     def cut_metrics(self, rounds: int) -> Metrics:
         """Forget the lines of rounds that will be run again."""
@@ -152,23 +157,32 @@ class Folder:
         return lines
 
     def checkpoint(self, state: State) -> None:
-        """Write the state so that the run can go on from it; tell what is left if that fails."""
-        try:
-            checkpoints.save(self.checkpoints, state, self.experiment.digest)
-        except RunError as error:
-            older = checkpoints.found(self.checkpoints)
-            last = f"the checkpoint of round {older[0].round} is whole" if older else "there is no checkpoint yet"
-            raise RunError(f"{error}; {last}; make room, then 'fedcover resume {self.path}'") from error
+        """Write the state so that the run can go on from it."""
+        with self._writing(self.checkpoints) as folder:
+            checkpoints.save(folder, state, self.experiment.digest)
 
     def keep(self, state: State) -> None:
         """Write the state for good if its round is one of `keep_rounds`."""
         if state.round in self.experiment.keep_rounds:
-            self.kept.mkdir(exist_ok=True)
-            checkpoints.save(self.kept, state, self.experiment.digest, keep=None)
+            with self._writing(self.kept) as folder:
+                folder.mkdir(exist_ok=True)
+                checkpoints.save(folder, state, self.experiment.digest, keep=None)
 
     def finish(self, metrics: Metrics) -> None:
         """Write summary.json."""
-        write_atomically(self.path / "summary.json", _json(summarise(metrics)))
+        with self._writing(self.path / "summary.json") as path:
+            write_atomically(path, _json(summarise(metrics)))
+
+    @contextlib.contextmanager
+    def _writing(self, path: Path) -> Iterator[Path]:
+        """If this fails, tell what is left and how to go on."""
+        try:
+            yield path
+        except (OSError, RunError) as error:
+            wrong = error if isinstance(error, RunError) else f"cannot write {path}: {error.strerror}"
+            older = checkpoints.found(self.checkpoints)
+            last = f"the checkpoint of round {older[0].round} is whole" if older else "there is no checkpoint yet"
+            raise RunError(f"{wrong}; {last}; mend that, then 'fedcover resume {self.path}'") from error
 
 
 def summarise(metrics: Metrics) -> dict[str, Any]:

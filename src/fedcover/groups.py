@@ -17,6 +17,8 @@ def units_kept(size: int, share: float) -> int:
     >>> units_kept(200, 0.75), units_kept(100, 0.29), units_kept(10, 0.01)
     (150, 29, 1)
     """
+    if not 0 <= share <= 1:
+        raise InvalidValue(f"share must be in 0..1; got {share}")
     return max(1, floor(share * size + 1e-9))  # 0.29 * 100 is 28.999999999999996
 
 
@@ -42,7 +44,12 @@ def cuts_by_tensor(groups: Sequence[UnitGroup]) -> dict[str, list[tuple[UnitGrou
 def check(groups: Sequence[UnitGroup], tensors: Mapping[str, Tensor]) -> None:
     """Refuse groups that do not fit the tensors they name, or that claim the same slice twice."""
     claimed: dict[tuple[str, int], Tensor] = {}
+    names = [group.name for group in groups]
     for group in groups:
+        if group.size < 1:
+            raise InvalidValue(f"group {group.name!r}: size must be at least 1; got {group.size}")
+        if names.count(group.name) > 1:
+            raise InvalidValue(f"group {group.name!r}: another group has the same name")
         for cut in group.cuts:
             where = f"group {group.name!r}, cut of {cut.tensor!r}"
             if cut.tensor not in tensors:

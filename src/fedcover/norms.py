@@ -8,6 +8,8 @@
 | `group`     | each sample's own            | each sample's own                                               |
 """
 
+from math import ceil
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -25,7 +27,7 @@ def statistics_key(norm: str, capacity: float) -> str | None:
     >>> statistics_key("tracked", 0.5), statistics_key("per-width", 0.5), statistics_key("batch", 0.5)
     ('all', '0.5', None)
     """
-    return {"tracked": "all", "per-width": f"{capacity:g}"}.get(norm)
+    return {"tracked": "all", "per-width": f"{capacity:.12g}"}.get(norm)
 
 
 def running(module: nn.Module) -> Params:
@@ -55,7 +57,8 @@ def calibrate(module: nn.Module, inputs: Tensor) -> nn.Module:
     for layer in layers:
         layer.momentum = None  # a plain average over the batches, not a decaying one
     if layers:
-        for batch in torch.split(inputs, CALIBRATION_BATCH):
+        # equal batches: they count the same, so a short last one would count too much
+        for batch in torch.tensor_split(inputs, ceil(len(inputs) / CALIBRATION_BATCH)):
             module(batch)
     for layer, momentum in zip(layers, momenta, strict=True):
         layer.momentum = momentum

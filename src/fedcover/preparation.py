@@ -10,17 +10,18 @@ from typing import Any
 import torch
 
 from fedcover import datasets, groups, rng, spec
-from fedcover.aggregation import RULES
+from fedcover.aggregation import RULES, SERVERS
 from fedcover.engines import ENGINES
 from fedcover.errors import InvalidValue, unknown
 from fedcover.experiment import Experiment
 from fedcover.models import MODELS, tensors
 from fedcover.partition import PARTITIONS
 from fedcover.policies import POLICIES
+from fedcover.recipes import RECIPES, own_labels
 from fedcover.rounds import Setup
 from fedcover.sources import Partitioned, Synthetic
 from fedcover.training import SCHEDULES
-from fedcover.types import Dataset, LocalTraining, Model, Policy, Source, Task
+from fedcover.types import Dataset, LocalTraining, Model, Policy, Recipe, Source, Task
 
 SMALL_STEP = 100_000_000
 """Multiply-adds of a forward pass below which two threads of one process wait for each other more than they work."""
@@ -84,21 +85,23 @@ def prepare(
     own = parts or Parts()
     source = source_of(experiment, machine.device, data, own.dataset)
     shape = tuple(source.test.x.shape[1:])
-    model = own.model or build_model(experiment, shape, source.classes)
+    recipe = build_recipe(experiment)
+    model = recipe.model(own.model) if own.model else build_model(experiment, shape, source.classes)
     model.module.to(machine.device)
     groups.check(model.groups, tensors(model.module))
     local = LocalTraining(**{name: getattr(experiment, name) for name in LocalTraining.__dataclass_fields__})
     return Setup(
-        task=Task(model, source, local, experiment.norm, experiment.scaler, experiment.seed),
+        task=Task(model, source, local, recipe, experiment.norm, experiment.scaler, experiment.seed),
         fleet=experiment.scaled_fleet,
         policy=own.policy or named_policy(experiment),
         engine=ENGINES[machine.engine],
-        rule=RULES[experiment.rule],
+        rule=_named("rule", experiment.rule, RULES),
+        server=_named("server", experiment.server, SERVERS)(),
         lr=_learning_rate(experiment),
         **{
             name: getattr(experiment, name)
             for name in (
-                "clients", "active", "assignment", "capacity", "drop_out", "weights", "rounds", "window",
+                "clients", "active", "assignment", "capacity", "drop_out", "weights", "uncovered", "rounds", "window",
                 "evaluate_every", "local_every", "evaluation",
             )
         },
@@ -111,7 +114,13 @@ def build_model(experiment: Experiment, shape: tuple[int, ...], classes: int) ->
         model = _named("model", experiment.model, MODELS)(shape, classes, experiment.norm)
     if not isinstance(model, Model):
         raise InvalidValue(f"model {experiment.model!r} must build a fedcover Model; got {type(model).__name__}")
-    return model
+    return build_recipe(experiment).model(model)
+
+
+def build_recipe(experiment: Experiment) -> Recipe:
+    """The experiment's local training, kept to the clients' own labels where that is asked for."""
+    recipe: Recipe = _named("recipe", experiment.recipe, RECIPES)()
+    return own_labels(recipe, absent=experiment.absent_labels, rows=experiment.label_rows)
 
 
 def named_policy(experiment: Experiment) -> Policy:
@@ -124,6 +133,8 @@ def source_of(experiment: Experiment, device: str, data: str | Path | None, data
     """The clients' data: made on demand, or a data set that is partitioned."""
     wanted = experiment.dataset
     if dataset is None and wanted.partition("(")[0] == "synthetic":
+        if experiment.validation:
+            raise InvalidValue("validation: synthetic data is made, not split; use synthetic(validation_size=...)")
         make = spec.look_up("dataset", spec.parse("dataset", wanted), {"synthetic": Synthetic})
         size = experiment.calibration
         made: Source = make(experiment.clients, seed=experiment.seed, calibration_size=size, device=device)

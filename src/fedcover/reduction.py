@@ -14,7 +14,7 @@ from torch import Tensor
 from fedcover.errors import InvalidValue
 from fedcover.groups import cuts_by_tensor, positions, units_kept
 from fedcover.rng import generator
-from fedcover.types import Params, UnitGroup
+from fedcover.types import Params, Reduction, UnitGroup
 
 Index = slice | Tensor
 
@@ -136,6 +136,50 @@ class Masks:
         }
 
 
+@dataclass(frozen=True, eq=False)
+class Within:
+    """The entries of a client's part that it counts as trained: `bits`, in the shapes of that part."""
+
+    base: Reduction
+    bits: Mapping[str, Tensor]
+
+    def extract(self, params: Mapping[str, Tensor]) -> Params:
+        """The client's part with zeros where it trained nothing."""
+        return {name: self._cut(name, tensor) for name, tensor in self.base.extract(params).items()}
+
+    def _cut(self, name: str, part: Tensor) -> Tensor:
+        return torch.where(self.bits[name].to(part.device), part, 0) if name in self.bits else part
+
+    def add_into(self, target: Params, values: Params | None, scale: float) -> None:
+        """Add `scale * values` (or `scale` itself) to the trained entries of `target`, in place."""
+        if values is not None:
+            return self.base.add_into(target, {name: self._cut(name, part) for name, part in values.items()}, scale)
+        named = {name: self.bits[name].to(target[name].dtype) for name in target if name in self.bits}
+        self.base.add_into(target, named, scale)
+        self.base.add_into({name: tensor for name, tensor in target.items() if name not in named}, None, scale)
+        return None
+
+    def mask(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """True where the client trained the entry, in the full shapes."""
+        held = {name: torch.zeros(t.shape, dtype=torch.uint8, device=t.device) for name, t in params.items()}
+        self.add_into(held, None, 1)
+        return {name: tensor.bool() for name, tensor in held.items()}
+
+    def gradient_mask(self) -> Mapping[str, Tensor]:
+        """The base's: what is not counted may still move."""
+        return self.base.gradient_mask()
+
+    def sizes(self, params: Mapping[str, Tensor]) -> dict[str, int]:
+        """How many entries of each tensor the client trained."""
+        held = self.base.sizes(params)
+        return {name: int(self.bits[name].sum()) if name in self.bits else size for name, size in held.items()}
+
+
+def dense(reduction: Reduction) -> Reduction:
+    """The same part without unstructured holes: what a client has the tensors for, even if it may not train all."""
+    return reduction if isinstance(reduction, Slices) else Masks({})
+
+
 def windows(groups: tuple[UnitGroup, ...], share: float, start: Mapping[str, int] | None = None) -> Slices:
     """A run of neighbouring units of each group, from `start` on and round the end; from 0 without it.
 
@@ -160,6 +204,8 @@ def drawn(groups: tuple[UnitGroup, ...], share: float, key: int) -> Slices:
     >>> drawn(g, 0.25, key=7).kept["hidden"].tolist() == drawn(g, 0.25, key=7).kept["hidden"].tolist()
     True
     """
+    if not 0 <= key < 2**64:
+        raise InvalidValue(f"key must be in 0..2**64 - 1; got {key}")
     kept = {
         g.name: torch.randperm(g.size, generator=generator(key, "units", g.name))[: units_kept(g.size, share)]
         .sort()
@@ -186,12 +232,13 @@ def parameters_at(groups: tuple[UnitGroup, ...], params: Mapping[str, Tensor], s
 def width_within(groups: tuple[UnitGroup, ...], params: Mapping[str, Tensor], budget: float) -> float:
     """The largest width share, common to all groups, whose sub-model has at most `budget` of the parameters.
 
+    >>> from fedcover.types import Cut
     >>> g = (UnitGroup("hidden", 200, (Cut("w", 0), Cut("v", 1))),)
     >>> width_within(g, {"w": torch.empty(200, 784), "v": torch.empty(10, 200)}, 0.5)
     0.5
     """
     allowed = budget * parameters_at(groups, params, 1.0)
-    shares = sorted({units / group.size for group in groups for units in range(1, group.size + 1)})
+    shares = sorted({1.0} | {units / group.size for group in groups for units in range(1, group.size + 1)})
     low, high = 0, len(shares)
     while low < high:  # the first share that does not fit; size grows with the share
         middle = (low + high) // 2

@@ -26,7 +26,7 @@ def generator(seed: int, *address: Address) -> torch.Generator:
     """A fresh CPU generator for one address; CPU on purpose, so that every device sees the same draws.
 
     >>> torch.randperm(5, generator=generator(0, "cohort", 1)).tolist()
-    [1, 2, 4, 3, 0]
+    [0, 1, 2, 4, 3]
     """
     return torch.Generator().manual_seed(key(seed, *address))
 

@@ -8,16 +8,19 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any
 
+import torch
+
 from fedcover import coverage as cov
-from fedcover.aggregation import WEIGHTS
+from fedcover.aggregation import UNCOVERED, WEIGHTS, Covered, ServerStep, coverage_mean
 from fedcover.cost import cost, uses_of_weights
 from fedcover.evaluation import evaluate, local_accuracy
 from fedcover.fleet import Fleet, drops_out, sample_cohort
 from fedcover.norms import running, statistics_key
+from fedcover.reduction import dense
 from fedcover.types import (
     Client,
-    Coverage,
     Engine,
+    Params,
     Policy,
     Reduction,
     Rule,
@@ -43,6 +46,8 @@ class Setup:
     engine: Engine
     rule: Rule
     weights: str
+    uncovered: str
+    server: ServerStep
     lr: Callable[[int], float]
     rounds: int
     window: int
@@ -70,7 +75,7 @@ def first_state(setup: Setup) -> State:
     params = {name: p.detach().clone() for name, p in module.named_parameters()}
     keys = {statistics_key(setup.task.norm, level) for level in setup.fleet.levels}
     statistics = {key: {n: t.clone() for n, t in running(module).items()} for key in keys if key}
-    return State(0, params, statistics, Coverage((), {}))
+    return State(0, params, statistics)
 
 
 def cohort_of(setup: Setup, round: int) -> tuple[Client, ...]:
@@ -98,6 +103,8 @@ def view_of(setup: Setup, state: State, cohort: tuple[Client, ...]) -> View:
         measure=setup.capacity,
         coverage=state.coverage,
         seed=setup.task.seed,
+        measured=state.measured,
+        uses=setup.uses,
     )
 
 
@@ -107,15 +114,15 @@ def run_round(setup: Setup, state: State) -> tuple[State, Report]:
     cohort = cohort_of(setup, state.round)
     with clock("policy"):
         planned = setup.policy(view_of(setup, state, cohort))
-    answering = [
+    work = [
         (client, reduction)
         for client, reduction in zip(cohort, planned, strict=True)
-        if not drops_out(client.id, setup.drop_out, setup.task.seed, state.round)
+        if reduction is not None and not drops_out(client.id, setup.drop_out, setup.task.seed, state.round)
     ]
-    # sums are made in the order of client ids, so that nothing depends on who answers first
-    work = sorted(answering, key=lambda pair: pair[0].id)
     with clock("training"):
-        updates = list(setup.engine(setup.task, state, work, setup.lr(state.round)))
+        answers = setup.engine(setup.task, state, work, setup.lr(state.round))
+        # sums are made in the order of client ids, so that nothing depends on who answers first
+        updates = sorted(answers, key=lambda update: update.client.id)
     with clock("aggregation"):
         after = aggregate(setup, state, updates)
     with clock("measuring"):
@@ -128,20 +135,48 @@ def run_round(setup: Setup, state: State) -> tuple[State, Report]:
 def aggregate(setup: Setup, state: State, updates: Sequence[Update]) -> State:
     """The state after a round in which these updates came back."""
     weight = WEIGHTS[setup.weights]
-    params = setup.rule(state.params, [(u.reduction, u.params, weight(u.client)) for u in updates])
+    counts = cov.count(state.params, [update.trained for update in updates])
+    averaged = setup.rule(state.params, [(u.trained, u.params, weight(u.client)) for u in updates])
+    params, server = _server_step(setup, state, averaged, counts)
     statistics = {
-        key: setup.rule(
+        key: coverage_mean(
             known,
             [
-                (u.reduction, u.buffers, weight(u.client))
+                (u.sent, u.buffers, weight(u.client))
                 for u in updates
                 if statistics_key(setup.task.norm, u.client.capacity) == key
             ],
         )
         for key, known in state.statistics.items()
     }
-    counts = cov.count(state.params, [update.reduction for update in updates])
-    return State(state.round + 1, params, statistics, cov.record(state.coverage, counts, setup.window))
+    private = {**state.private, **{u.client.id: u.private for u in updates if u.private}}
+    coverage = cov.record(state.coverage, counts, setup.window)
+    return State(state.round + 1, params, statistics, coverage, _measured(state, updates), server, private)
+
+
+def _server_step(setup: Setup, state: State, averaged: Params, counts: Params) -> tuple[Params, dict[str, Params]]:
+    """What the server makes of the rule's result: its optimiser where covered, and what becomes of the rest."""
+    params: Params = {}
+    memory: dict[str, Params] = {}
+    for name, old in state.params.items():
+        where = counts[name] > 0
+        known = {slot: tensors[name] for slot, tensors in state.server.items()}
+        new, after = setup.server(Covered(old, averaged[name], where), known)
+        params[name] = torch.where(where, new, UNCOVERED[setup.uncovered](old))
+        for slot, tensor in after.items():
+            memory.setdefault(slot, {})[name] = tensor
+    return params, memory
+
+
+def _measured(state: State, updates: Sequence[Update]) -> dict[str, Params]:
+    """What clients measured, averaged over those who measured it; what nobody measured anew stays."""
+    found = dict(state.measured)
+    for kind in {kind: None for update in updates for kind in update.measured}:
+        parts = [(dense(u.sent), u.measured[kind], 1.0) for u in updates if kind in u.measured]
+        names = parts[0][1]
+        known = found.get(kind) or {name: torch.zeros_like(state.params[name]) for name in names}
+        found[kind] = coverage_mean(known, parts)
+    return found
 
 
 def _round_metrics(
@@ -150,13 +185,8 @@ def _round_metrics(
     """Coverage, noise and cost of a round: what follows from the reductions alone."""
     counts = after.coverage.window[-1]
     total = cov.energy(before.params)
-    noises: dict[int, float] = {}  # equal reductions are often one object
-    costs = {id(u.reduction): cost(u.reduction, before.params, setup.uses) for u in updates}
-    for update in updates:
-        key = id(update.reduction)
-        if key not in noises:
-            noises[key] = cov.noise(before.params, update.reduction, total)
-    paid = [costs[id(u.reduction)] for u in updates]
+    noises = {id(r): cov.noise(before.params, r, total) for r in {id(u.sent): u.sent for u in updates}.values()}
+    paid = [cost(u.sent, before.params, setup.uses, u.trained) for u in updates]
     answered = {u.client.id for u in updates}
     return {
         "lr": setup.lr(before.round),
@@ -165,15 +195,11 @@ def _round_metrics(
         "gamma_window": cov.minimum(cov.over_window(after.coverage)),
         "histogram": {str(k): v for k, v in cov.histogram(counts).items()},
         "clients": {
-            str(u.client.id): {
-                "capacity": u.client.capacity,
-                "delta2": noises[id(u.reduction)],
-                "loss": u.loss,
-            }
+            str(u.client.id): {"capacity": u.client.capacity, "delta2": noises[id(u.sent)], "loss": u.loss}
             for u in updates
         },
         "dropped": [c.id for c in cohort if c.id not in answered],
-        "delta2_mean": fmean(noises[id(u.reduction)] for u in updates) if updates else None,
+        "delta2_mean": fmean(noises[id(u.sent)] for u in updates) if updates else None,
         "parameters": fmean(c.parameters for c in paid) if paid else None,
         "multiply_adds": fmean(c.multiply_adds for c in paid) if paid else None,
         "bytes_down": sum(c.bytes_down for c in paid),
@@ -205,15 +231,15 @@ def other_models(setup: Setup, state: State) -> dict[str, float]:
     common = replace(state, params=cov.covered_only(state.params, state.coverage))
     capacity = max(setup.fleet.levels)
     part = part_for(setup, state, capacity)
-    single = evaluate(setup.task, state, test, mode=setup.evaluation, reduction=part, capacity=capacity)
-    return {
-        "accuracy_common": evaluate(setup.task, common, test, mode=setup.evaluation).accuracy,
-        "accuracy_single": single.accuracy,
-    }
+    scores = {"accuracy_common": evaluate(setup.task, common, test, mode=setup.evaluation).accuracy}
+    if part is not None:
+        single = evaluate(setup.task, state, test, mode=setup.evaluation, reduction=part, capacity=capacity)
+        scores["accuracy_single"] = single.accuracy
+    return scores
 
 
-def part_for(setup: Setup, state: State, capacity: float) -> Reduction:
-    """The part of the model that the policy would give a device of some capacity in the coming round."""
+def part_for(setup: Setup, state: State, capacity: float) -> Reduction | None:
+    """The part of the model, if any, that the policy would give a device of some capacity in the coming round."""
     cohort = cohort_of(setup, state.round)
     slot = next((c.slot for c in cohort if c.capacity == capacity), 0)
     device = replace(cohort[slot], capacity=capacity)

@@ -44,7 +44,10 @@ class Run:
     @property
     def accuracy(self) -> float:
         """Accuracy of the global model on the test set when it was last evaluated."""
-        return float(self.summary["accuracy"])
+        accuracy = self.summary["accuracy"]
+        if accuracy is None:
+            raise RunError(f"the model has not been evaluated in its {self.state.round} rounds: see evaluate_every")
+        return float(accuracy)
 
     @property
     def gamma_min(self) -> int:
@@ -67,10 +70,10 @@ class Run:
             return WHOLE
         part = part_for(self.setup, self.state, capacity)
         view = view_of(self.setup, self.state, cohort_of(self.setup, self.state.round))
-        if not fits(view, capacity, part):
+        if part is None or not fits(view, capacity, part):
             raise InvalidValue(
                 f"this run trains no part for a device of capacity {capacity:g}: its policy "
-                f"{self.experiment.policy!r} gives it more than it can hold"
+                f"{self.experiment.policy!r} gives it none, or more than it can hold"
             )
         return part
 
@@ -128,12 +131,16 @@ def resume(
             setup = prepare(found.experiment, chosen, data=data, parts=parts)
             if checkpoints.found(found.checkpoints):
                 state, complaints = checkpoints.newest(found.checkpoints, found.experiment.digest, chosen.device)
-                for complaint in complaints:
+                for path, complaint in complaints.items():
                     complain(f"{complaint}; going on from the older checkpoint of round {state.round}")
+                    checkpoints.set_aside(path)
             else:  # stopped before the first round was done
                 state = first_state(setup)
                 found.keep(state)
             metrics = found.cut_metrics(state.round)
+            lost = sorted(set(range(state.round)) - {line["round"] for line in metrics})
+            if lost:
+                complain(f"{found.path / 'metrics.jsonl'} lacks the rounds {lost}; the summary will lack them too")
             return _go_on(found.experiment, setup, state, metrics, found, watch)
 
 
@@ -150,22 +157,32 @@ def load(
     parts = Parts(dataset, model, policy)
     found = Folder(Path(folder)).read()
     found.require(parts)
-    setup = prepare(found.experiment, Machine(device=device).resolved(), data=data, parts=parts)
-    state, _ = checkpoints.newest(found.checkpoints, found.experiment.digest, device)
+    machine = Machine(device=device).resolved()
+    setup = prepare(found.experiment, machine, data=data, parts=parts)
+    state, _ = checkpoints.newest(found.checkpoints, found.experiment.digest, machine.device)
     return Run(found.experiment, setup, state, found.metrics(state.round), found.path)
 
 
-def replay(folder: str | Path, round: int, *, data: str | Path | None = None) -> tuple[State, Report]:
+def replay(
+    folder: str | Path,
+    round: int,
+    *,
+    data: str | Path | None = None,
+    dataset: Dataset | None = None,
+    model: Model | None = None,
+    policy: Policy | None = None,
+) -> tuple[State, Report]:
     """Run a kept round again, exactly: its state was kept, and all its randomness has an address."""
+    parts = Parts(dataset, model, policy)
     found = Folder(Path(folder)).read()
-    found.require(Parts())
+    found.require(parts)
     kept = {file.round: file for file in checkpoints.found(found.kept)}
     if round not in kept:
         listed = ", ".join(map(str, sorted(kept))) or "none (set keep_rounds)"
         raise RunError(f"{found.path} keeps no state of round {round}; kept rounds: {listed}")
     chosen = found.machine(None)
     with chosen.applied():
-        setup = prepare(found.experiment, chosen, data=data)
+        setup = prepare(found.experiment, chosen, data=data, parts=parts)
         return run_round(setup, checkpoints.read(kept[round], found.experiment.digest, chosen.device))
 
 
@@ -187,11 +204,11 @@ def _go_on(
                 folder.append(line)
             state = after
             metrics.append(line)
+            if folder:
+                folder.keep(state)  # before the checkpoint: a run that goes on from that would not come here again
             if folder and (state.round % experiment.checkpoint_every == 0 or state.round == setup.rounds):
                 folder.checkpoint(state)
                 saved = state.round
-            if folder:
-                folder.keep(state)
             if watch:
                 watch(report)
     except BaseException:

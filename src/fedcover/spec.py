@@ -3,14 +3,16 @@
 import ast
 import importlib
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from fedcover.errors import InvalidValue, unknown
+from pydantic import TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
 
-_TOML_WORDS = {"true": True, "false": False}
+from fedcover.errors import InvalidValue, unknown
 
 
 @dataclass(frozen=True)
@@ -39,18 +41,36 @@ def parse(field: str, text: str) -> Spec:
     try:
         if not inside.endswith(")"):
             raise ValueError
-        call = ast.parse(f"f({inside}", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
-            raise ValueError
-        return Spec(name.strip(), {str(word.arg): _literal(word.value) for word in call.keywords if word.arg})
-    except (ValueError, SyntaxError):
+        return Spec(name.strip(), _options(inside))
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
         raise InvalidValue(f"{field} must look like name or name(option=value, ...); got {text!r}") from None
 
 
+def _options(inside: str) -> dict[str, Any]:
+    with warnings.catch_warnings(action="ignore"):  # of odd literals, which are refused below
+        call = ast.parse(f"f({inside}", mode="eval").body
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+        raise ValueError
+    options = {word.arg: _literal(word.value) for word in call.keywords if word.arg}
+    if len(options) != len(call.keywords):  # given twice, or unpacked with **
+        raise ValueError
+    return options
+
+
 def _literal(node: ast.expr) -> Any:
-    if isinstance(node, ast.Name) and node.id in _TOML_WORDS:
-        return _TOML_WORDS[node.id]
-    return ast.literal_eval(node)
+    """A number, string, boolean (as in TOML or Python), None, or a list or tuple of these."""
+    match node:
+        case ast.Name(id="true" | "false" as word):
+            return word == "true"
+        case ast.Constant(value=int() | float() | str() | None as value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+        case ast.List(elts=items):
+            return [_literal(item) for item in items]
+        case ast.Tuple(elts=items):
+            return tuple(_literal(item) for item in items)
+    raise ValueError
 
 
 def look_up(field: str, spec: Spec, table: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
@@ -73,7 +93,23 @@ def look_up(field: str, spec: Spec, table: Mapping[str, Callable[..., Any]]) -> 
     missing = [name for name, p in allowed.items() if p.default is p.empty and name not in spec.options]
     if missing:
         raise InvalidValue(f"{field} {spec.name} needs the option {missing[0]!r}: {spec.name}({missing[0]}=...)")
-    return partial(function, **spec.options)
+    return partial(function, **{name: _typed(field, spec, allowed[name]) for name in spec.options})
+
+
+def _typed(field: str, spec: Spec, option: inspect.Parameter) -> Any:
+    """The value given for an option, as the type that the function declares for it, if it declares one."""
+    value = spec.options[option.name]
+    if option.annotation is option.empty or isinstance(option.annotation, str):
+        return value
+    try:
+        return TypeAdapter(option.annotation).validate_python(value)
+    except PydanticUserError:  # a type of which pydantic knows nothing
+        return value
+    except ValidationError as error:
+        message = error.errors()[0]["msg"]
+        raise InvalidValue(
+            f"{field} {spec.name}: {option.name}: {message[0].lower()}{message[1:]}; got {value!r}"
+        ) from None
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -89,10 +125,16 @@ def options_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 def _imported(field: str, path: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
+    if not all(part.isidentifier() for part in [*module.split("."), name]):
+        raise InvalidValue(f"{field} must look like package.module:function; got {path!r}")
     try:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise InvalidValue(f"{field} {path!r} cannot be imported: {error}") from error
     if not callable(function):
         raise InvalidValue(f"{field} {path!r} must be a function; it is a {type(function).__name__}")
+    try:
+        inspect.signature(function)
+    except ValueError:
+        raise InvalidValue(f"{field} {path!r} must be a Python function; its parameters cannot be read") from None
     return function  # type: ignore[no-any-return]

@@ -1,11 +1,13 @@
 """An ordinary module of a client's own size: the model with its tensors cut down and its layers told so."""
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedcover.errors import InvalidValue
 from fedcover.models import Scaler, tensors
@@ -48,17 +50,26 @@ def submodel(
 
 def _hollow(module: nn.Module) -> nn.Module:
     """A copy of a module without values."""
-    memo = {id(t): torch.empty_like(t, device="meta") for t in [*module.parameters(), *module.buffers()]}
+    memo: dict[int, Any] = {id(buffer): torch.empty_like(buffer, device="meta") for buffer in module.buffers()}
+    for weight in module.parameters():
+        memo[id(weight)] = nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
     return copy.deepcopy(module, memo)
 
 
 def fill(module: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
     """Put copies of tensors into a module, whatever shapes were there (changes the module, returns it)."""
+    homes: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)  # a tied weight has several
+    for layer in module.modules():
+        for leaf, weight in layer._parameters.items():
+            homes[id(weight)].append((layer, leaf))
     for name, tensor in values.items():
         path, _, leaf = name.rpartition(".")
         owner = module.get_submodule(path)
         if leaf in owner._parameters:
-            owner._parameters[leaf] = nn.Parameter(tensor.detach().clone())
+            old = owner.get_parameter(leaf)
+            new = nn.Parameter(tensor.detach().clone(), requires_grad=old.requires_grad)
+            for home, known_as in homes[id(old)]:
+                home._parameters[known_as] = new
         else:
             owner._buffers[leaf] = tensor.detach().clone()
     return module
@@ -79,7 +90,9 @@ def _tell_convolution(path: str, layer: Any) -> None:
 
 
 def _tell_batch_norm(path: str, layer: Any) -> None:
-    layer.num_features = len(layer.weight)
+    known = layer.running_mean if layer.weight is None else layer.weight
+    if known is not None:
+        layer.num_features = len(known)
 
 
 def _tell_group_norm(path: str, layer: Any) -> None:
@@ -94,7 +107,9 @@ def _tell_group_norm(path: str, layer: Any) -> None:
 
 _TELL: Mapping[type[nn.Module], Callable[[str, Any], None]] = {
     nn.Linear: _tell_linear,
+    nn.Conv1d: _tell_convolution,
     nn.Conv2d: _tell_convolution,
-    nn.BatchNorm2d: _tell_batch_norm,
+    nn.Conv3d: _tell_convolution,
+    _BatchNorm: _tell_batch_norm,
     nn.GroupNorm: _tell_group_norm,
 }

@@ -5,70 +5,119 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.func import functional_call
 
 from fedcover.augment import AUGMENTATIONS
-from fedcover.errors import TrainingDiverged
+from fedcover.errors import InvalidValue, TrainingDiverged
 from fedcover.norms import on_batch_statistics, running, statistics_key
+from fedcover.reduction import Within
 from fedcover.rng import generator
 from fedcover.submodel import submodel
-from fedcover.types import Client, LocalTraining, Reduction, Shard, State, Task, Update
+from fedcover.types import (
+    Assignment,
+    Batch,
+    Carry,
+    Client,
+    Forward,
+    LocalTraining,
+    Outcome,
+    Params,
+    Reduction,
+    State,
+    Task,
+    Update,
+)
 
 
 def train_client(task: Task, state: State, client: Client, reduction: Reduction, lr: float) -> Update:
-    """Send a client its part of the model, train it there, and bring it back."""
-    key = statistics_key(task.norm, client.capacity)
-    known = state.statistics.get(key, {}) if key else {}
-    part = submodel(task.model.module, reduction, {**state.params, **known}, scaler=task.scaler)
-    if key is None:
-        on_batch_statistics(part)
-    draw = (task.seed, state.round, client.id)
-    loss = train(part, task.source.shard(client.id), task.local, lr, reduction.gradient_mask(), draw)
+    """Send a client its part of the model, train it there by the task's recipe, and bring back what it made of it."""
+    assignment = Assignment(task, state, client, reduction)
+    part = client_module(assignment)
     params = {name: p.detach() for name, p in part.named_parameters()}
-    if not math.isfinite(loss) or not all(bool(p.isfinite().all()) for p in params.values()):
+    carry = task.recipe.start(assignment, params)
+
+    def forward(values: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(part, dict(values), (x,))  # type: ignore[no-any-return]
+
+    try:
+        params, carry, loss = train(assignment, forward, params, carry, lr)
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise InvalidValue(
+            f"batch_size {task.local.batch_size} leaves client {client.id} a batch of one sample, of which batch norm "
+            "can take no statistics; choose another batch_size, or norm = 'group'"
+        ) from error
+    outcome = task.recipe.finish(forward, params, carry)
+    return update_of(assignment, part, outcome, loss, lr)
+
+
+def client_module(assignment: Assignment) -> nn.Module:
+    """The client's sub-model in training mode, with the running statistics of its width if those are tracked."""
+    task, state = assignment.task, assignment.state
+    key = statistics_key(task.norm, assignment.client.capacity)
+    known = state.statistics.get(key, {}) if key else {}
+    part = submodel(task.model.module, assignment.reduction, {**state.params, **known}, scaler=task.scaler)
+    return (on_batch_statistics(part) if key is None else part).train()
+
+
+def update_of(assignment: Assignment, part: nn.Module, outcome: Outcome, loss: float, lr: float) -> Update:
+    """What the client sends back; refused if a number in it is not finite."""
+    task, client, reduction = assignment.task, assignment.client, assignment.reduction
+    if not math.isfinite(loss) or not all(bool(p.isfinite().all()) for p in outcome.params.values()):
         raise TrainingDiverged(
-            f"training diverged in round {state.round} at client {client.id}: a loss or weight is not finite "
-            f"(learning rate {lr:g}; try a smaller one, or clip)"
+            f"training diverged in round {assignment.state.round} at client {client.id}: a loss or weight is not "
+            f"finite (learning rate {lr:g}; try a smaller one, or clip)"
         )
-    return Update(client, reduction, params, running(part) if key else {}, loss)
+    trained = Within(reduction, outcome.bits) if outcome.bits else reduction
+    buffers = running(part) if statistics_key(task.norm, client.capacity) else {}
+    return Update(client, reduction, trained, outcome.params, buffers, outcome.measured, outcome.private, loss)
 
 
 def train(
-    module: nn.Module,
-    shard: Shard,
-    local: LocalTraining,
-    lr: float,
-    gradient_mask: Mapping[str, Tensor],
-    draw: tuple[int, int, int],
-) -> float:
-    """Epochs of SGD on a client's rows; returns the mean loss of the last epoch.
+    assignment: Assignment, forward: Forward, params: Params, carry: Carry, lr: float
+) -> tuple[Params, Carry, float]:
+    """Epochs of SGD with momentum on a client's rows; also gives the mean loss of the last epoch.
 
-    Gradients are masked before clipping, momentum and decay see them, so that a cut weight stays cut.
+    Gradients are masked before clipping, decay and momentum see them, so that a cut weight stays cut.
     """
-    seed, round, client = draw
-    samples, rows = shard.samples, shard.index
+    task, local = assignment.task, assignment.task.local
+    shard = task.source.shard(assignment.client.id)
+    masks = assignment.reduction.gradient_mask()
     augment = AUGMENTATIONS[local.augment]
-    masked = [(module.get_parameter(name), bits) for name, bits in gradient_mask.items()]
-    weights = list(module.parameters())
-    optimizer = torch.optim.SGD(weights, lr=lr, momentum=local.momentum, weight_decay=local.weight_decay)
-    module.train()
+    weights = {name: p.clone().requires_grad_() for name, p in params.items()}
+    velocity = {name: torch.zeros_like(p) for name, p in params.items()}
     losses: list[Tensor] = []
+    step = 0
     for epoch in range(local.epochs):
-        order = torch.randperm(len(rows), generator=generator(seed, "shuffle", round, client, epoch))
-        noise = generator(seed, "augment", round, client, epoch)
+        address = (assignment.state.round, assignment.client.id, epoch)
+        order = torch.randperm(len(shard.index), generator=generator(task.seed, "shuffle", *address))
+        noise = generator(task.seed, "augment", *address)
         losses = []
-        for batch in torch.split(rows[order.to(rows.device)], local.batch_size):
-            loss = F.cross_entropy(module(augment(samples.x[batch], noise)), samples.y[batch])
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            for weight, bits in masked:
-                assert weight.grad is not None
-                weight.grad.mul_(bits)
-            if local.clip is not None:
-                nn.utils.clip_grad_norm_(weights, local.clip)
-            optimizer.step()
+        for rows in torch.split(shard.index[order.to(shard.index.device)], local.batch_size):
+            batch = Batch(augment(shard.samples.x[rows], noise), shard.samples.y[rows], step)
+            loss = task.recipe.loss(forward, weights, batch, carry)
+            gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True, materialize_grads=True)
+            with torch.no_grad():
+                gradient = dict(zip(weights, gradients, strict=True))
+                carry = task.recipe.observe(carry, gradient)
+                gradient = {name: g * masks[name] if name in masks else g for name, g in gradient.items()}
+                descend(weights, gradient, velocity, local, lr)
             losses.append(loss.detach())
-    return float(torch.stack(losses).mean())
+            step += 1
+    return {name: p.detach() for name, p in weights.items()}, carry, float(torch.stack(losses).mean())
+
+
+def descend(weights: Params, gradient: Params, velocity: Params, local: LocalTraining, lr: float) -> None:
+    """One step of SGD in place: clip, decay, momentum."""
+    if local.clip is not None:
+        length = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradient.values()]))
+        scale = (local.clip / (length + 1e-6)).clamp(max=1.0)
+        gradient = {name: g * scale for name, g in gradient.items()}
+    for name, weight in weights.items():
+        change = gradient[name].add(weight, alpha=local.weight_decay) if local.weight_decay else gradient[name]
+        velocity[name].mul_(local.momentum).add_(change)
+        weight.sub_(velocity[name], alpha=lr)
 
 
 def constant(round: int, rounds: int) -> float:

@@ -1,8 +1,8 @@
 """The nouns of fedcover and the shapes of its functions: every other file is verbs on these."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -97,11 +97,15 @@ class UnitGroup:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """An ordinary module, the groups in which its units are cut, and the weights that pruning may touch."""
+    """An ordinary module, the groups in which its units are cut, and the weights that pruning may touch.
+
+    `classifier` names the tensors whose first axis is the labels, for systems that treat labels apart.
+    """
 
     module: nn.Module
     groups: tuple[UnitGroup, ...]
-    prunable: tuple[str, ...]
+    prunable: tuple[str, ...] = ()
+    classifier: tuple[str, ...] = ()
 
 
 class Reduction(Protocol):
@@ -147,7 +151,11 @@ class Coverage:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """All that a policy may look at. Policies are pure: same view, same reductions."""
+    """All that a policy may look at. Policies are pure: same view, same reductions.
+
+    `levels` are the fleet's capacities, `measure` what they are a share of; `measured` is what clients reported, `uses`
+    how often each weight is multiplied for one sample.
+    """
 
     round: int
     params: Params
@@ -158,13 +166,15 @@ class View:
     measure: str
     coverage: Coverage
     seed: int
+    measured: dict[str, Params] = field(default_factory=dict)
+    uses: dict[str, int] = field(default_factory=dict)
 
 
 class Policy(Protocol):
-    """Gives every client of a cohort its reduction, in the cohort's order."""
+    """Gives every client of a cohort its reduction, in the cohort's order; None lets a client sit out."""
 
-    def __call__(self, view: View) -> Sequence[Reduction]:
-        """One reduction per client."""
+    def __call__(self, view: View) -> Sequence[Reduction | None]:
+        """One reduction, or None, per client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,12 +191,58 @@ class LocalTraining:
 
 
 @dataclass(frozen=True, slots=True)
+class Batch:
+    """What one local step sees; `step` counts the client's steps in this round."""
+
+    x: Tensor
+    y: Tensor
+    step: int
+
+
+Forward = Callable[[Mapping[str, Tensor], Tensor], Tensor]
+"""The client's sub-model as a function of its parameters and a batch of inputs."""
+
+Carry = Any
+"""What a recipe remembers while one client trains: tensors, or trees of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a client makes of its trained parameters.
+
+    `bits` says, in the client's own shapes, which entries it counts as trained (all of those that are not named);
+    `measured` are tensors by name and kind that the server averages for later rounds; `private` stays with it.
+    """
+
+    params: Params
+    bits: Mapping[str, Tensor] = field(default_factory=dict)
+    measured: dict[str, Params] = field(default_factory=dict)
+    private: Params = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a local step is: pure functions, of which only the loss is needed.
+
+    `start` sees what the client was given, `observe` every step's gradients before they are masked, `finish` the end;
+    `model` is what the recipe makes of the global model before the first round.
+    """
+
+    loss: Callable[[Forward, Params, Batch, Carry], Tensor]
+    start: Callable[["Assignment", Params], Carry] = lambda assignment, params: None
+    observe: Callable[[Carry, Params], Carry] = lambda carry, gradients: carry
+    finish: Callable[[Forward, Params, Carry], Outcome] = lambda forward, params, carry: Outcome(params)
+    model: Callable[[Model], Model] = lambda model: model
+
+
+@dataclass(frozen=True, slots=True)
 class Task:
     """Everything about local training that is the same for all clients of a round."""
 
     model: Model
     source: Source
     local: LocalTraining
+    recipe: Recipe
     norm: str
     scaler: bool
     seed: int
@@ -194,23 +250,54 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What comes back from a client: its part of the parameters, trained, and its norm statistics."""
+    """What comes back from a client: its part of the parameters, what of it it trained, and what it measured."""
 
     client: Client
-    reduction: Reduction
+    sent: Reduction
+    trained: Reduction
     params: Params
     buffers: Params
+    measured: dict[str, Params]
+    private: Params
     loss: float
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The whole memory of a run after `round` rounds; norm statistics by width where they are tracked."""
+    """The whole memory of a run after `round` rounds.
+
+    `statistics`: running norm statistics, by width where they are tracked; `measured`: what clients measured last;
+    `server`: the server optimiser's tensors; `private`: what each client keeps for itself.
+    """
 
     round: int
     params: Params
-    statistics: dict[str, Params]
+    statistics: dict[str, Params] = field(default_factory=dict)
     coverage: Coverage = field(default_factory=lambda: Coverage((), {}))
+    measured: dict[str, Params] = field(default_factory=dict)
+    server: dict[str, Params] = field(default_factory=dict)
+    private: dict[int, Params] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What a client has been given for a round."""
+
+    task: Task
+    state: State
+    client: Client
+    reduction: Reduction
+
+    @property
+    def private(self) -> Params:
+        """What the client kept for itself in earlier rounds."""
+        return self.state.private.get(self.client.id, {})
+
+    @property
+    def steps(self) -> int:
+        """How many local steps the client will make."""
+        local, rows = self.task.local, len(self.task.source.shard(self.client.id).index)
+        return local.epochs * -(-rows // local.batch_size)
 
 
 class Engine(Protocol):

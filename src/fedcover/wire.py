@@ -52,7 +52,7 @@ def decode(encoded: bytes, groups: tuple[UnitGroup, ...], prunable: Mapping[str,
             return Slices(groups, {g.name: _around(first, length, g.size) for g, (first, length) in spans})
         if tag == _UNITS:
             bits = zip(groups, _unpacked(body, [(g.size,) for g in groups]), strict=True)
-            return Slices(groups, {g.name: kept.nonzero().flatten() for g, kept in bits})
+            return Slices(groups, {g.name: _listed(kept) for g, kept in bits})
         if tag == _MASKS:
             names = sorted(prunable) if body else []
             return Masks(dict(zip(names, _unpacked(body, [prunable[n].shape for n in names]), strict=True)))
@@ -77,6 +77,12 @@ def _around(first: int, length: int, size: int) -> Tensor:
     return ((torch.arange(length) + first) % size).sort().values
 
 
+def _listed(bits: Tensor) -> Tensor:
+    if not bool(bits.any()):
+        raise ValueError("a group keeps none of its units")
+    return bits.nonzero().flatten()
+
+
 def _packed(bits: Sequence[Tensor]) -> bytes:
     return b"".join(np.packbits(tensor.cpu().numpy().ravel()).tobytes() for tensor in bits)
 
@@ -88,6 +94,6 @@ def _unpacked(body: bytes, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     parts, start = [], 0
     for shape, length in zip(shapes, lengths, strict=True):
         raw = np.frombuffer(body[start : start + length], dtype=np.uint8)
-        parts.append(torch.from_numpy(np.unpackbits(raw, count=prod(shape)).astype(bool)).view(*shape))
+        parts.append(torch.from_numpy(np.unpackbits(raw, count=prod(shape)).astype(bool)).view(tuple(shape)))
         start += length
     return parts

@@ -12,14 +12,14 @@ from fedcover.types import Client, Policy, Reduction, View
 Options = ParamSpec("Options")
 
 
-def per_client(choose: Callable[Concatenate[View, Client, Options], Reduction]) -> Policy:
+def per_client(choose: Callable[Concatenate[View, Client, Options], Reduction | None]) -> Policy:
     """Turn a function that gives one client its reduction into a policy for the whole cohort.
 
     Keyword-only parameters of the function become options of the policy: `mine(far=true)`.
     """
 
     @wraps(choose)
-    def policy(view: View, **options: Any) -> list[Reduction]:
+    def policy(view: View, **options: Any) -> list[Reduction | None]:
         return [choose(view, client, **options) for client in view.cohort]  # type: ignore[call-arg]
 
     return policy

@@ -26,6 +26,18 @@ def homogeneous(view: View, client: Client, *, share: float | None = None) -> Sl
 
 
 @per_client
+def exclude(view: View, client: Client, *, below: float | None = None) -> Slices | None:
+    """Only clients of enough capacity take part, all with the same model: what one of capacity `below` holds.
+
+    Without `below` only the largest devices train.
+    """
+    least = max(view.levels) if below is None else below
+    if least > max(view.levels):
+        raise InvalidValue(f"policy exclude: below must be at most {max(view.levels):g}, the largest; got {below}")
+    return windows(view.groups, width(view, least)) if client.capacity >= least else None
+
+
+@per_client
 def prefix(view: View, client: Client) -> Slices:
     """The first units of every group: nested sub-networks that never change (HeteroFL)."""
     return windows(view.groups, width(view, client.capacity))

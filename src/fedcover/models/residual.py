@@ -1,110 +1,16 @@
-"""Plain PyTorch modules and the groups in which their units are cut: mlp, cnn, wide_resnet, preact_resnet18.
+"""Pre-activation residual networks: the paper's wide ResNets, and the ResNet-18 of HeteroFL and FedRolex."""
 
-A builder takes the shape of one input, the number of classes and the kind of norm, and returns a `Model`.
-"""
-
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from math import prod
 
-import torch
 from torch import Tensor, nn
 
 from fedcover.errors import InvalidValue
+from fedcover.models.dense import CLASSIFIER
+from fedcover.models.parts import Scaler
 from fedcover.types import Cut, Model, UnitGroup
 
 CHANNELS_PER_NORM_GROUP = 4
 """With group norm, four channels share their statistics and form one unit, so a group is kept or cut whole."""
-
-
-class Scaler(nn.Module):
-    """HeteroFL's scaler: divides by the width share while training, so that sub-models' activations match.
-
-    It stands in the model as the identity; a sub-model sets `factor` from the tensor named by `of`.
-    """
-
-    def __init__(self, of: str) -> None:
-        super().__init__()
-        self.of = of
-        self.factor = 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Scale while training; the identity otherwise."""
-        return x * self.factor if self.training and self.factor != 1.0 else x
-
-
-def mlp(shape: Sequence[int], classes: int, norm: str, *, hidden: Sequence[int] = (200,)) -> Model:
-    """A multi-layer perceptron; 784-200-10 has the paper's 159,010 parameters.
-
-    >>> sum(p.numel() for p in mlp((1, 28, 28), 10, "batch").module.parameters())
-    159010
-    """
-    _refuse_norm("mlp", norm)
-    if not hidden or any(not isinstance(width, int) or width < 1 for width in hidden):
-        raise InvalidValue(f"model mlp: hidden must be a list of positive integers; got {hidden!r}")
-    layers: list[tuple[str, nn.Module]] = [("flatten", nn.Flatten())]
-    groups: list[UnitGroup] = []
-    names = [f"hidden{i}" for i in range(1, len(hidden) + 1)] + ["head"]
-    fan_in = prod(shape)
-    for name, following, width in zip(names, names[1:], hidden, strict=False):
-        layers += [
-            (name, nn.Linear(fan_in, width)),
-            (f"{name}_scaler", Scaler(f"{name}.weight")),
-            (f"{name}_relu", nn.ReLU()),
-        ]
-        cuts = (Cut(f"{name}.weight", 0), Cut(f"{name}.bias", 0), Cut(f"{following}.weight", 1))
-        groups.append(UnitGroup(name, width, cuts))
-        fan_in = width
-    layers.append(("head", nn.Linear(fan_in, classes)))
-    prunable = tuple(f"{name}.weight" for name in names[:-1])
-    return Model(nn.Sequential(OrderedDict(layers)), tuple(groups), prunable)
-
-
-def cnn(
-    shape: Sequence[int], classes: int, norm: str, *, channels: Sequence[int] = (32, 64), hidden: int = 128
-) -> Model:
-    """Convolutions with pooling, flattened into a linear layer: one channel owns many of its inputs.
-
-    >>> model = cnn((1, 28, 28), 10, "batch")
-    >>> model.groups[1].cuts[-1]
-    Cut(tensor='hidden.weight', axis=1, start=0, per_unit=49)
-    """
-    _refuse_norm("cnn", norm)
-    if len(shape) != 3:
-        raise InvalidValue(f"model cnn needs images (channels, height, width); the data has shape {tuple(shape)}")
-    if min(shape[1:]) >> len(channels) < 1:
-        raise InvalidValue(f"model cnn: {len(channels)} poolings leave nothing of an image of {tuple(shape)}")
-    layers: list[tuple[str, nn.Module]] = []
-    groups: list[UnitGroup] = []
-    names = [f"conv{i}" for i in range(1, len(channels) + 1)] + ["hidden"]
-    fan_in, height, width = shape
-    for name, following, size in zip(names, names[1:], channels, strict=False):
-        layers += [
-            (name, nn.Conv2d(fan_in, size, 3, padding=1)),
-            (f"{name}_scaler", Scaler(f"{name}.weight")),
-            (f"{name}_relu", nn.ReLU()),
-            (f"{name}_pool", nn.MaxPool2d(2)),
-        ]
-        height, width = height // 2, width // 2
-        owned = height * width if following == "hidden" else 1
-        cuts = (
-            Cut(f"{name}.weight", 0),
-            Cut(f"{name}.bias", 0),
-            Cut(f"{following}.weight", 1, per_unit=owned),
-        )
-        groups.append(UnitGroup(name, size, cuts))
-        fan_in = size
-    layers += [
-        ("flatten", nn.Flatten()),
-        ("hidden", nn.Linear(fan_in * height * width, hidden)),
-        ("hidden_scaler", Scaler("hidden.weight")),
-        ("hidden_relu", nn.ReLU()),
-        ("head", nn.Linear(hidden, classes)),
-    ]
-    hidden_cuts = (Cut("hidden.weight", 0), Cut("hidden.bias", 0), Cut("head.weight", 1))
-    groups.append(UnitGroup("hidden", hidden, hidden_cuts))
-    prunable = tuple(f"{name}.weight" for name in names[1:])
-    return Model(nn.Sequential(OrderedDict(layers)), tuple(groups), prunable)
 
 
 class PreactBlock(nn.Module):
@@ -188,7 +94,7 @@ def _preact(shape: Sequence[int], classes: int, norm: str, stem: int, widths: Se
     make_norm = _group_norm if norm == "group" else _batch_norm
     net = PreactResNet(shape[0], classes, stem, widths, blocks, make_norm)
     convolutions = [n for n, m in net.named_modules() if isinstance(m, nn.Conv2d) and n != "stem"]
-    return Model(net, _preact_groups(net, per_unit), tuple(f"{name}.weight" for name in convolutions))
+    return Model(net, _preact_groups(net, per_unit), tuple(f"{name}.weight" for name in convolutions), CLASSIFIER)
 
 
 def _preact_groups(net: PreactResNet, per_unit: int) -> tuple[UnitGroup, ...]:
@@ -242,26 +148,3 @@ def wide_resnet(shape: Sequence[int], classes: int, norm: str, *, depth: int = 2
 def preact_resnet18(shape: Sequence[int], classes: int, norm: str, *, width: int = 64) -> Model:
     """The pre-activation ResNet-18 for small images that HeteroFL and FedRolex use."""
     return _preact(shape, classes, norm, width, [width, 2 * width, 4 * width, 8 * width], 2)
-
-
-def _refuse_norm(name: str, norm: str) -> None:
-    if norm != "batch":
-        raise InvalidValue(f"model {name} has no norm layers, so norm must be left at 'batch'; got {norm!r}")
-
-
-MODELS: dict[str, Callable[..., Model]] = {
-    "mlp": mlp,
-    "cnn": cnn,
-    "wide_resnet": wide_resnet,
-    "preact_resnet18": preact_resnet18,
-}
-
-
-def tensors(module: nn.Module) -> dict[str, Tensor]:
-    """All parameters and buffers of a module by name, detached."""
-    return {name: t.detach() for name, t in [*module.named_parameters(), *module.named_buffers()]}
-
-
-def input_of(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """One input without values, for measuring a model."""
-    return torch.empty((1, *shape), dtype=dtype, device="meta")

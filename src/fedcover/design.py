@@ -1,0 +1,166 @@
+"""Whole models: what leaves with a unit, which groups meet in a tensor, and one coverage for all groups.
+
+Where no tensor is cut along two axes, the groups separate once Gamma is given, and the plan is exact. Where two groups
+meet in a tensor, a weight is covered only by a client that holds both its units; then every group is planned by
+itself and the shared parts turn against each other from round to round, so that windows of rounds cover the pairs.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from math import ceil, gcd, prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedcover.errors import InvalidValue
+from fedcover.groups import cuts_by_tensor
+from fedcover.planner import GOLDEN, Bound, Group, Profile, Runs, best_gamma, least_wish
+from fedcover.types import Params, Reduction, UnitGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is asked of a plan: a coverage, drop-outs to survive, or (without both) the smallest of an objective.
+
+    Where the plan is exact the objective is `bound`. Where groups meet it is the least noise with every unit held at
+    least `share` as often as the fleet could: full coverage at any noise measured worst there, half of it best.
+    """
+
+    gamma: int | None = None
+    tolerate: int = 0
+    share: float = 0.5
+    bound: Bound = field(default_factory=Bound)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise InvalidValue(f"share must be in (0, 1]; got {self.share}")
+
+
+def unit_energies(groups: Sequence[UnitGroup], params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """For each group, the squares of all entries that leave with a unit, added up.
+
+    >>> from fedcover.types import Cut
+    >>> hidden = UnitGroup("hidden", 2, (Cut("w", 0), Cut("v", 1)))
+    >>> unit_energies([hidden], {"w": torch.tensor([[1.0], [2.0]]), "v": torch.tensor([[3.0, 0.0]])})["hidden"].tolist()
+    [10.0, 4.0]
+    """
+    energies = {group.name: torch.zeros(group.size, dtype=torch.float64) for group in groups}
+    for tensor, meeting in cuts_by_tensor(groups).items():
+        if tensor not in params:  # norm statistics are cut too, but they are no parameters
+            continue
+        squares = params[tensor].square()
+        for group, cut in meeting:
+            other = [axis for axis in range(squares.ndim) if axis != cut.axis]
+            along = squares.sum(other, dtype=torch.float64) if other else squares.double()
+            owned = along[cut.start : cut.start + group.size * cut.per_unit].view(group.size, cut.per_unit)
+            energies[group.name] = energies[group.name].to(owned.device) + owned.sum(1)
+    return {name: energy.cpu() for name, energy in energies.items()}
+
+
+def is_exact(groups: Sequence[UnitGroup]) -> bool:
+    """Whether no tensor is cut twice, so that the least noise and the coverage of every parameter are known exactly."""
+    return all(len(meeting) < 2 for meeting in cuts_by_tensor(groups).values())
+
+
+def colours(groups: Sequence[UnitGroup]) -> dict[str, int]:
+    """A small number for each group, different where two groups meet in a tensor.
+
+    >>> from fedcover.types import Cut
+    >>> colours([UnitGroup("a", 2, (Cut("w", 0),)), UnitGroup("b", 2, (Cut("w", 1),)), UnitGroup("c", 2, ())])
+    {'a': 0, 'b': 1, 'c': 0}
+    """
+    meetings = [{group.name for group, _ in meeting} for meeting in cuts_by_tensor(groups).values()]
+    found: dict[str, int] = {}
+    for group in groups:
+        taken = {found.get(name) for names in meetings if group.name in names for name in names - {group.name}}
+        found[group.name] = next(colour for colour in count() if colour not in taken)
+    return found
+
+
+def turn(round: int, colour: int, cycle: int) -> float:
+    """Where the shared part of a group begins in a round, as a share of the circle.
+
+    Within a cycle two colours pass each other in equal steps of 1/cycle, so that their arcs meet everywhere once;
+    from cycle to cycle all of them move on by irrational amounts, so that what fell on an edge is met later.
+
+    >>> [turn(round, 1, 3) for round in range(3)] == [0, 1 / 3, 2 / 3]
+    True
+    """
+    cycles, step = divmod(round, cycle)
+    return (colour * step / cycle + cycles * (GOLDEN + colour * (2**0.5 - 1) / cycle)) % 1
+
+
+def cycle_of(profiles: Sequence[Profile], palette: int) -> int:
+    """How many rounds a cycle has: the inverse of the mean arc that a unit sees, with no step in common with a colour."""
+    if palette < 2:
+        return 1
+    arcs = [profile.rest_N / profile.shared for profile in profiles if profile.shared]
+    wanted = max((ceil(arc_N.sum() / np.square(arc_N).sum() - 1e-9) for arc_N in arcs if arc_N.any()), default=1)
+    return next(n for n in count(wanted) if all(gcd(n, step) == 1 for step in range(1, palette)))
+
+
+def level(groups: Mapping[str, Group], total: float, wish: Wish, exact: bool) -> int:
+    """The coverage of every unit that a wish amounts to, common to all groups; 0 if a round cannot cover them."""
+    scarce = min(groups, key=lambda name: groups[name].gamma_max)
+    largest = groups[scarce].gamma_max
+    room, units = int(groups[scarce].budgets_N.sum()), groups[scarce].units
+    why = f"the clients have room for {room} units of {scarce!r}, which has {units}"
+    wanted = least_wish(wish.gamma, wish.tolerate, largest, why)
+    if wanted is not None:
+        return wanted
+    if exact:
+        return best_gamma(list(groups.values()), total, wish.bound)
+    return min(largest, max(1, round(wish.share * largest)))
+
+
+def design(groups: Mapping[str, Group], tints: Mapping[str, int], total: float, wish: Wish, round: int) -> dict[str, Runs]:
+    """Who holds which units of every group in a round; `tints` are the groups' colours, all 0 where the plan is exact.
+
+    Where a cohort is too small to hold every unit once, some rounds are planned as if they were one.
+    """
+    exact = not any(tints.values())
+    gamma = level(groups, total, wish, exact)
+    together = 1
+    if gamma == 0 and wish.gamma is None:
+        together = max(ceil(g.units / (int(g.budgets_N.sum()) * wish.share)) for g in groups.values() if g.budgets_N.any())
+        groups = {name: Group(g.energies_U, np.tile(g.budgets_N, together)) for name, g in groups.items()}
+        gamma = 1
+    profiles = {name: group.profile(gamma) for name, group in groups.items()}
+    cycle = cycle_of(list(profiles.values()), 1 + max(tints.values()))
+    made = {
+        name: profile.share_out(groups[name].order_U, turn(round // together, tints[name], cycle))
+        for name, profile in profiles.items()
+    }
+    return {name: _part(runs, round % together, together) for name, runs in made.items()}
+
+
+def _part(runs: Runs, which: int, parts: int) -> Runs:
+    clients = runs.columns_RN.shape[1] // parts
+    return Runs(runs.order_U, runs.lengths_R, runs.columns_RN[:, which * clients : (which + 1) * clients])
+
+
+def upper_bound(params: Mapping[str, Tensor], reductions: Sequence[Reduction]) -> tuple[int, str]:
+    """The coverage that no arrangement of parts of these sizes can exceed, and the tensor that limits it."""
+    held = [reduction.sizes(params) for reduction in reductions]
+    bounds = {name: sum(sizes[name] for sizes in held) // max(1, t.numel()) for name, t in params.items()}
+    scarce = min(bounds, key=lambda name: bounds[name])
+    return bounds[scarce], scarce
+
+
+def narrowed(groups: Sequence[UnitGroup], params: Mapping[str, Tensor]) -> Params:
+    """The squares of the parameters, added up along the axes that no group cuts: as good for counting, and small."""
+    meeting = cuts_by_tensor(groups)
+    small: Params = {}
+    for name, tensor in params.items():
+        cut = {place.axis for _, place in meeting.get(name, ())}
+        whole = [axis for axis in range(tensor.ndim) if axis not in cut]
+        squares = tensor.square()
+        small[name] = squares.sum(whole, keepdim=True, dtype=torch.float64) if whole else squares.double()
+    return small
+
+
+def sizes(params: Mapping[str, Tensor]) -> int:
+    """How many entries there are in all."""
+    return sum(prod(tensor.shape) for tensor in params.values())

@@ -1,0 +1,19 @@
+"""Plain PyTorch modules and the groups in which their units are cut.
+
+A builder takes the shape of one input, the number of classes and the kind of norm, and returns a `Model`.
+"""
+
+from collections.abc import Callable
+
+from fedcover.models.dense import cnn, mlp
+from fedcover.models.parts import Scaler as Scaler
+from fedcover.models.parts import tensors as tensors
+from fedcover.models.residual import preact_resnet18, wide_resnet
+from fedcover.types import Model
+
+MODELS: dict[str, Callable[..., Model]] = {
+    "mlp": mlp,
+    "cnn": cnn,
+    "wide_resnet": wide_resnet,
+    "preact_resnet18": preact_resnet18,
+}

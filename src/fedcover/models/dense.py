@@ -1,0 +1,92 @@
+"""Networks without norms: a multi-layer perceptron, and convolutions flattened into a linear layer."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from math import prod
+
+from torch import nn
+
+from fedcover.errors import InvalidValue
+from fedcover.models.parts import Scaler
+from fedcover.types import Cut, Model, UnitGroup
+
+CLASSIFIER = ("head.weight", "head.bias")
+
+
+def mlp(shape: Sequence[int], classes: int, norm: str, *, hidden: Sequence[int] = (200,)) -> Model:
+    """A multi-layer perceptron; 784-200-10 has the paper's 159,010 parameters.
+
+    >>> sum(p.numel() for p in mlp((1, 28, 28), 10, "batch").module.parameters())
+    159010
+    """
+    _refuse_norm("mlp", norm)
+    if not hidden or any(not isinstance(width, int) or width < 1 for width in hidden):
+        raise InvalidValue(f"model mlp: hidden must be a list of positive integers; got {hidden!r}")
+    layers: list[tuple[str, nn.Module]] = [("flatten", nn.Flatten())]
+    groups: list[UnitGroup] = []
+    names = [f"hidden{i}" for i in range(1, len(hidden) + 1)] + ["head"]
+    fan_in = prod(shape)
+    for name, following, width in zip(names, names[1:], hidden, strict=False):
+        layers += [
+            (name, nn.Linear(fan_in, width)),
+            (f"{name}_scaler", Scaler(f"{name}.weight")),
+            (f"{name}_relu", nn.ReLU()),
+        ]
+        cuts = (Cut(f"{name}.weight", 0), Cut(f"{name}.bias", 0), Cut(f"{following}.weight", 1))
+        groups.append(UnitGroup(name, width, cuts))
+        fan_in = width
+    layers.append(("head", nn.Linear(fan_in, classes)))
+    prunable = tuple(f"{name}.weight" for name in names[:-1])
+    return Model(nn.Sequential(OrderedDict(layers)), tuple(groups), prunable, CLASSIFIER)
+
+
+def cnn(
+    shape: Sequence[int], classes: int, norm: str, *, channels: Sequence[int] = (32, 64), hidden: int = 128
+) -> Model:
+    """Convolutions with pooling, flattened into a linear layer: one channel owns many of its inputs.
+
+    >>> model = cnn((1, 28, 28), 10, "batch")
+    >>> model.groups[1].cuts[-1]
+    Cut(tensor='hidden.weight', axis=1, start=0, per_unit=49)
+    """
+    _refuse_norm("cnn", norm)
+    if len(shape) != 3:
+        raise InvalidValue(f"model cnn needs images (channels, height, width); the data has shape {tuple(shape)}")
+    if min(shape[1:]) >> len(channels) < 1:
+        raise InvalidValue(f"model cnn: {len(channels)} poolings leave nothing of an image of {tuple(shape)}")
+    layers: list[tuple[str, nn.Module]] = []
+    groups: list[UnitGroup] = []
+    names = [f"conv{i}" for i in range(1, len(channels) + 1)] + ["hidden"]
+    fan_in, height, width = shape
+    for name, following, size in zip(names, names[1:], channels, strict=False):
+        layers += [
+            (name, nn.Conv2d(fan_in, size, 3, padding=1)),
+            (f"{name}_scaler", Scaler(f"{name}.weight")),
+            (f"{name}_relu", nn.ReLU()),
+            (f"{name}_pool", nn.MaxPool2d(2)),
+        ]
+        height, width = height // 2, width // 2
+        owned = height * width if following == "hidden" else 1
+        cuts = (
+            Cut(f"{name}.weight", 0),
+            Cut(f"{name}.bias", 0),
+            Cut(f"{following}.weight", 1, per_unit=owned),
+        )
+        groups.append(UnitGroup(name, size, cuts))
+        fan_in = size
+    layers += [
+        ("flatten", nn.Flatten()),
+        ("hidden", nn.Linear(fan_in * height * width, hidden)),
+        ("hidden_scaler", Scaler("hidden.weight")),
+        ("hidden_relu", nn.ReLU()),
+        ("head", nn.Linear(hidden, classes)),
+    ]
+    hidden_cuts = (Cut("hidden.weight", 0), Cut("hidden.bias", 0), Cut("head.weight", 1))
+    groups.append(UnitGroup("hidden", hidden, hidden_cuts))
+    prunable = tuple(f"{name}.weight" for name in names[1:])
+    return Model(nn.Sequential(OrderedDict(layers)), tuple(groups), prunable, CLASSIFIER)
+
+
+def _refuse_norm(name: str, norm: str) -> None:
+    if norm != "batch":
+        raise InvalidValue(f"model {name} has no norm layers, so norm must be left at 'batch'; got {norm!r}")

@@ -1,0 +1,41 @@
+"""Clients of different depth: each trains the first stages of a network, with a classifier after every stage.
+
+Kim, Kang, Park, Kim, Park: DepthFL (ICLR 2023). With `exits="last"` it is InclusiveFL (Liu et al., KDD 2022).
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedcover.errors import unknown
+from fedcover.types import Batch, Carry, Forward, Params, Recipe
+
+EXITS = ("all", "last")
+
+
+def depthfl(*, exits: str = "all", distil: float = 1.0) -> Recipe:
+    """Every exit learns from the labels and, weighted by `distil`, from all other exits; or only the last learns.
+
+    Use it with a model that has exits, such as `depth_resnet`, and the policy `prefix`: its units are stages.
+    """
+    if exits not in EXITS:
+        raise unknown("recipe depthfl: exits", exits, EXITS)
+
+    def loss(forward: Forward, params: Params, batch: Batch, carry: Carry) -> Tensor:
+        logits_EBK = forward(params, batch.x)
+        if exits == "last":
+            return F.cross_entropy(logits_EBK[-1], batch.y)
+        count = len(logits_EBK)
+        own = torch.stack([F.cross_entropy(logits_BK, batch.y) for logits_BK in logits_EBK]).sum()
+        if count == 1 or not distil:
+            return own
+        log_EBK = logits_EBK.log_softmax(-1)
+        taught = [
+            F.kl_div(log_EBK[learner], log_EBK[teacher].detach(), reduction="batchmean", log_target=True)
+            for learner in range(count)
+            for teacher in range(count)
+            if learner != teacher
+        ]
+        return own + distil * torch.stack(taught).sum() / (count - 1)
+
+    return Recipe(loss)

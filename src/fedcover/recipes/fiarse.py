@@ -1,0 +1,54 @@
+"""Importance by threshold: a weight takes part only while it is large enough, and learns how large to be.
+
+Wu, Wang, Li: FIARSE, Model-heterogeneous federated learning via importance-aware submodel extraction (NeurIPS 2024).
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fedcover.recipes.plain import cross_entropy
+from fedcover.types import Assignment, Batch, Carry, Forward, Params, Recipe
+
+
+class _Important(torch.autograd.Function):
+    """w where |w| >= tau, else 0; the derivative on what is kept is 1 + 2 tau / (|w| + tau)^2 * |w|."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(weight: Tensor, threshold: Tensor) -> Tensor:
+        return torch.where(weight.abs() >= threshold, weight, 0.0)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
+        weight, threshold = ctx.saved_tensors
+        size = weight.abs()
+        surrogate = 1 + size * 2 * threshold / (size + threshold).clamp_min(1e-12) ** 2
+        return torch.where(size >= threshold, gradient * surrogate, 0.0), None
+
+
+def fiarse() -> Recipe:
+    """Train through the threshold that cut the client's mask: weights may leave while training, none enters.
+
+    Use it with the policy `magnitude(scope="model")`, whose cut-off is the threshold.
+    """
+
+    def start(assignment: Assignment, params: Params) -> Carry:
+        kept = [params[name][bits] for name, bits in assignment.reduction.gradient_mask().items() if bool(bits.any())]
+        least = min((float(weights.abs().min()) for weights in kept), default=0.0)
+        names = tuple(assignment.reduction.gradient_mask())
+        return names, torch.tensor(least, dtype=next(iter(params.values())).dtype)
+
+    def loss(forward: Forward, params: Params, batch: Batch, carry: Carry) -> Tensor:
+        names, threshold = carry
+        apply: Callable[[Tensor, Tensor], Tensor] = _Important.apply
+        chosen = {name: apply(params[name], threshold.to(params[name].device)) for name in names}
+        return cross_entropy(forward, {**params, **chosen}, batch, carry)
+
+    return Recipe(loss, start)

@@ -1,0 +1,74 @@
+"""Pruning by the clients themselves: each shrinks its own sub-network and keeps its mask for life.
+
+Li, Sun, Zhang, Zhou, Chen, Li: Hermes, An efficient federated learning framework for heterogeneous mobile clients
+(MobiCom 2021). Structured: whole units of every group, smallest length first.
+"""
+
+import torch
+from torch import Tensor
+
+from fedcover.errors import InvalidValue
+from fedcover.groups import positions, units_kept
+from fedcover.recipes.plain import cross_entropy
+from fedcover.reduction import Slices
+from fedcover.types import Assignment, Batch, Carry, Forward, Outcome, Params, Recipe, UnitGroup
+
+
+def hermes(*, step: float = 0.2, good_enough: float = 0.5) -> Recipe:
+    """Prune `step` of the units left, down to the client's capacity, whenever its model is good enough.
+
+    Use it with the policy `full`: the server sends what it has, the client trains the part that its own mask keeps,
+    and only that part counts as trained. `good_enough` is the accuracy on its own rows from which on a client prunes.
+    """
+    if not 0 < step < 1:
+        raise InvalidValue(f"recipe hermes: step must be in (0, 1); got {step}")
+
+    def start(assignment: Assignment, params: Params) -> Carry:
+        groups = assignment.task.model.groups
+        everything = {g.name: torch.ones(g.size, dtype=torch.bool) for g in groups}
+        kept = {name: assignment.private.get(f"units.{name}", units).cpu() for name, units in everything.items()}
+        return assignment, kept, _bits(groups, kept, params)
+
+    def loss(forward: Forward, params: Params, batch: Batch, carry: Carry) -> Tensor:
+        return cross_entropy(forward, _masked(params, carry[2]), batch, carry)
+
+    def finish(forward: Forward, params: Params, carry: Carry) -> Outcome:
+        assignment, kept, bits = carry
+        trained = _masked(params, bits)
+        shard = assignment.task.source.shard(assignment.client.id)
+        with torch.no_grad():
+            answers = forward(trained, shard.samples.x[shard.index]).argmax(1)
+        if float((answers == shard.samples.y[shard.index]).double().mean()) >= good_enough:
+            goal = assignment.client.capacity
+            kept = {g.name: _shrunk(g, kept[g.name], goal, step, trained) for g in assignment.task.model.groups}
+        return Outcome(trained, bits=bits, private={f"units.{name}": units for name, units in kept.items()})
+
+    return Recipe(loss, start, finish=finish)
+
+
+def _masked(params: Params, bits: dict[str, Tensor]) -> Params:
+    return {name: p * bits[name] if name in bits else p for name, p in params.items()}
+
+
+def _bits(groups: tuple[UnitGroup, ...], kept: dict[str, Tensor], params: Params) -> dict[str, Tensor]:
+    """The client's own mask over the tensors that its groups cut."""
+    units = {name: mask.nonzero().flatten() for name, mask in kept.items()}
+    cut = {cut.tensor: params[cut.tensor] for g in groups for cut in g.cuts if cut.tensor in params}
+    return Slices(groups, units).mask(cut)
+
+
+def _shrunk(group: UnitGroup, kept: Tensor, capacity: float, step: float, params: Params) -> Tensor:
+    """The group's units after one more pruning: the shortest of those left go, never below the capacity."""
+    goal = units_kept(group.size, capacity)
+    left = max(goal, int(int(kept.sum()) * (1 - step)))
+    lengths = torch.zeros(group.size, dtype=torch.float64)
+    for cut in group.cuts:
+        if cut.tensor in params:
+            places = positions(cut, torch.arange(group.size))
+            squares = params[cut.tensor].detach().double().cpu() ** 2
+            other = tuple(axis for axis in range(squares.ndim) if axis != cut.axis)
+            along = squares.sum(other) if other else squares
+            lengths += along[places].view(group.size, -1).sum(1)
+    lengths[~kept] = -1
+    order = lengths.argsort(descending=True, stable=True)
+    return torch.zeros(group.size, dtype=torch.bool).index_fill_(0, order[:left], True)

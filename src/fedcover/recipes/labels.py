@@ -1,0 +1,59 @@
+"""Clients that know only some labels: their loss, and the classifier rows that they may teach.
+
+Diao, Ding, Tarokh: HeteroFL (ICLR 2021), masked cross-entropy and label-split aggregation; used by FedRolex too.
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fedcover.errors import unknown
+from fedcover.types import Assignment, Batch, Carry, Forward, Outcome, Params, Recipe
+
+ABSENT = {"free": None, "zero": 0.0, "ignore": -math.inf}
+"""What the logits of labels that a client lacks become in its loss: unchanged, 0 (HeteroFL), or minus infinity."""
+
+
+def own_labels(recipe: Recipe, *, absent: str = "free", rows: bool = False) -> Recipe:
+    """A recipe whose loss and whose classifier rows keep to the labels that the client holds.
+
+    With `absent` "zero" each absent label still adds e^0 to the softmax, as in the original code; with "ignore" it adds
+    nothing. With `rows` the classifier's rows of absent labels do not count as trained.
+    """
+    if absent not in ABSENT:
+        raise unknown("absent_labels", absent, ABSENT)
+    if absent == "free" and not rows:
+        return recipe
+    fill = ABSENT[absent]
+
+    def start(assignment: Assignment, params: Params) -> Carry:
+        device = next(iter(params.values())).device
+        held = torch.zeros(assignment.task.source.classes, dtype=torch.bool, device=device)
+        held[list(assignment.client.labels)] = True
+        classifier = assignment.task.model.classifier if rows else ()
+        return recipe.start(assignment, params), held, classifier
+
+    def loss(forward: Forward, params: Params, batch: Batch, carry: Carry) -> Tensor:
+        inner, held, _ = carry
+
+        def filled(values: Params, x: Tensor) -> Tensor:
+            logits = forward(values, x)
+            return logits if fill is None else torch.where(held, logits, fill)
+
+        return recipe.loss(filled, params, batch, inner)  # type: ignore[arg-type]
+
+    def observe(carry: Carry, gradients: Params) -> Carry:
+        return recipe.observe(carry[0], gradients), carry[1], carry[2]
+
+    def finish(forward: Forward, params: Params, carry: Carry) -> Outcome:
+        inner, held, classifier = carry
+        outcome = recipe.finish(forward, params, inner)
+        bits = dict(outcome.bits)
+        for name in classifier:
+            taught = held.view(-1, *[1] * (params[name].ndim - 1)).expand_as(params[name])
+            bits[name] = bits[name] & taught if name in bits else taught
+        return replace(outcome, bits=bits)
+
+    return Recipe(loss, start, observe, finish, recipe.model)

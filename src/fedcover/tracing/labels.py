@@ -1,0 +1,142 @@
+"""Which unit each element of each tensor belongs to, while a module runs.
+
+A tensor carries fields. A field says, for every element, the atom on which it depends; an element is there if the
+atoms of all its fields are. A weight starts with one field per axis, an input has none: it is always there.
+Fields are stored thin: of length 1 along the axes on which they do not vary.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fedcover.tracing.atoms import Atoms
+
+Field = Tensor
+Shape = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Objection:
+    """An operation that has no cut version, and the atoms that must therefore turn out to be fixed."""
+
+    sentence: str
+    atoms: Tensor
+
+
+class Labels:
+    """The fields of all tensors that are alive, and how operations tie them."""
+
+    def __init__(self) -> None:
+        self.atoms = Atoms()
+        self.axes: dict[tuple[str, int], Tensor] = {}
+        self.met: list[str] = []
+        self.objections: list[Objection] = []
+        self._fields = WeakTensorKeyDictionary()
+        self._names = WeakTensorKeyDictionary()
+
+    def own(self, name: str, tensor: Tensor) -> None:
+        """Let every axis of a module's tensor be cuttable until something says otherwise."""
+        self._names[tensor] = name
+        for axis, atoms in self.fresh(tensor).items():
+            self.axes[name, axis] = atoms
+
+    def fresh(self, tensor: Tensor) -> dict[int, Tensor]:
+        """Give a tensor one new field per axis; an axis of length 1 cannot be cut."""
+        atoms = {axis: self.atoms.new(length) for axis, length in enumerate(tensor.shape) if length > 1}
+        self._fields[tensor] = [along(each, axis, tensor.ndim) for axis, each in atoms.items()]
+        return atoms
+
+    def of(self, tensor: Tensor) -> list[Field]:
+        """The fields of a tensor as they are known by now; none where all of it is fixed."""
+        name = self._names.get(tensor)
+        if name is not None and name not in self.met:
+            self.met.append(name)
+        return self.settled(self._fields.get(tensor, []))
+
+    def give(self, tensor: Tensor, fields: Iterable[Field]) -> None:
+        """Say what a new tensor's elements depend on."""
+        self._fields[tensor] = self.settled(fields)
+
+    def settled(self, fields: Iterable[Field]) -> list[Field]:
+        """Fields by class, thin, without those that say nothing and without doubles."""
+        kept: list[Field] = []
+        for field in fields:
+            found = thin(self.atoms.roots(field))
+            if found.numel() == 1:
+                self.atoms.fix(found)  # one unit for all of a tensor: there is nothing to choose
+            elif not any(torch.equal(found, other) for other in kept):
+                kept.append(found)
+        return [field for field in kept if bool(field.any())]
+
+    def meet(self, operands: Sequence[tuple[Shape, Sequence[Field]]]) -> list[Field]:
+        """Couple tensors that meet element by element (they broadcast); the fields of the result."""
+        rank = max((len(shape) for shape, _ in operands), default=0)
+        shapes = [(1,) * (rank - len(shape)) + tuple(shape) for shape, _ in operands]
+        fields = [[lifted(field, rank) for field in each] for _, each in operands]
+        for i, mine in enumerate(fields):
+            for theirs in fields[i + 1 :]:
+                for f in mine:
+                    for g in theirs:
+                        if varying(f) & varying(g):
+                            self.atoms.tie(f, g)
+        fields = [self.settled(each) for each in fields]
+        for i, mine in enumerate(fields):
+            for j, theirs in enumerate(fields):
+                for f in mine if i != j else ():
+                    alone = not any(varying(f) & varying(g) for g in theirs)
+                    if alone and any(shapes[j][axis] > 1 for axis in varying(f)):
+                        self.atoms.fix(f)  # the other tensor is always there along this axis
+        return self.settled(field for each in fields for field in each)
+
+    def summed(self, fields: Iterable[Field], axes: Iterable[int]) -> list[Field]:
+        """The fields of a sum over some axes (which stay, with length 1).
+
+        Units that lie along the summed axes alone are used up; what varies across them too is kept or cut whole.
+        """
+        gone, kept = set(axes), []
+        for field in self.settled(fields):
+            if varying(field) - gone:
+                self.collapse(field, gone)
+                kept.append(field)
+        return [thin_along(field, gone) for field in self.settled(kept)]
+
+    def collapse(self, field: Field, axes: Iterable[int]) -> None:
+        """Let the units along some axes be kept or cut together."""
+        self.atoms.tie(field, thin_along(field, axes))
+
+    def object(self, sentence: str, fields: Iterable[Field]) -> None:
+        """Remember that an operation cannot be cut along these fields."""
+        self.objections += [Objection(sentence, field.unique()) for field in fields]
+
+
+def along(atoms: Tensor, axis: int, rank: int) -> Field:
+    """The field of a tensor whose units lie along one axis."""
+    return atoms.view([-1 if each == axis else 1 for each in range(rank)])
+
+
+def lifted(field: Field, rank: int) -> Field:
+    """The same field with axes of length 1 in front, as broadcasting adds them."""
+    return field[(None,) * (rank - field.ndim)]
+
+
+def varying(field: Field) -> set[int]:
+    """The axes along which a thin field varies."""
+    return {axis for axis, length in enumerate(field.shape) if length > 1}
+
+
+def thin(field: Field) -> Field:
+    """The field with length 1 along the axes on which it does not vary."""
+    for axis, length in enumerate(field.shape):
+        if length > 1 and bool((field == field.narrow(axis, 0, 1)).all()):
+            field = field.narrow(axis, 0, 1)
+    return field
+
+
+def thin_along(field: Field, axes: Iterable[int]) -> Field:
+    """The field at the first place of some axes."""
+    for axis in axes:
+        field = field.narrow(axis, 0, 1)
+    return field

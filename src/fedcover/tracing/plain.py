@@ -1,0 +1,199 @@
+"""Rules for operations without weights: data that moves, elements that meet, axes that are summed or pooled."""
+
+from collections.abc import Callable
+from math import prod
+
+import torch
+from torch import Tensor
+
+from fedcover.tracing.calls import Call, tensors_in
+from fedcover.tracing.labels import Field, Labels, lifted, thin, varying
+
+MOVES = frozenset(
+    "view reshape _unsafe_view _reshape_alias view_as reshape_as flatten unflatten permute transpose t numpy_T mT "
+    "adjoint movedim swapaxes swapdims squeeze unsqueeze expand expand_as broadcast_to select slice narrow split "
+    "split_with_sizes chunk tensor_split unbind repeat repeat_interleave tile roll flip rot90 pixel_shuffle "
+    "pixel_unshuffle channel_shuffle unfold diagonal".split()
+)
+"""Operations that only move elements: their fields are moved by the operation itself."""
+
+SAME = frozenset(
+    "to _to_copy contiguous clone detach alias lift lift_fresh type_as dropout feature_dropout alpha_dropout "
+    "feature_alpha_dropout native_dropout tril triu fill zero bernoulli uniform normal zeros_like ones_like full_like "
+    "empty_like rand_like randn_like requires_grad set_data".split()
+)
+"""Operations whose result has the elements of their first tensor."""
+
+MIXES = frozenset("softmax _softmax log_softmax _log_softmax cumsum cumprod cummax cummin logcumsumexp sort topk".split())
+"""Operations that mix the elements along `dim`, so that no unit along it can be cut."""
+
+REDUCES = frozenset(
+    "mean amax amin max min var std var_mean std_mean prod logsumexp argmax argmin all any median nanmean".split()
+)
+SUMS = frozenset(["sum", "linalg_vector_norm", "norm", "frobenius_norm"])
+"""Reductions to which a zero adds nothing: they may run over units that are cut."""
+
+POOLS = {
+    f"{kind}{n}d{suffix}": n
+    for n in (1, 2, 3)
+    for kind in ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "_adaptive_avg_pool")
+    for suffix in ("", "_with_indices")
+} | {f"{kind}{n}d": n for n in (1, 2, 3) for kind in ("upsample_nearest", "_upsample_nearest_exact")} | {
+    "upsample_linear1d": 1, "upsample_bilinear2d": 2, "_upsample_bilinear2d_aa": 2, "upsample_bicubic2d": 2,
+    "upsample_trilinear3d": 3, "grid_sampler_2d": 2,
+}  # fmt: skip
+"""Operations over the last axes (space) of each channel, and how many axes those are."""
+
+
+def elementwise(labels: Labels, call: Call) -> None:
+    """Elements that meet belong to the same unit."""
+    fields = labels.meet([(t.shape, labels.of(t)) for t in call.tensors])
+    for out in call.outputs:
+        labels.give(out, [lifted(field, out.ndim) for field in fields])
+
+
+def same(labels: Labels, call: Call) -> None:
+    """Every element stays what it is."""
+    for out in call.outputs:
+        labels.give(out, labels.of(call.tensors[0]) if call.tensors else [])
+
+
+def moved(labels: Labels, call: Call) -> None:
+    """Elements take their units with them."""
+    name = next(key for key, value in call.given.items() if isinstance(value, Tensor))
+    source: Tensor = call.given[name]
+    results = [
+        tensors_in(call.func(**{**call.given, name: field.expand(source.shape).contiguous()}))
+        for field in labels.of(source)
+    ]
+    for i, out in enumerate(call.outputs):
+        labels.give(out, [result[i] for result in results])
+
+
+def joined(labels: Labels, call: Call) -> None:
+    """Tensors laid end to end: along another axis than the joined one, their units are the same units."""
+    parts: list[Tensor] = [t for t in call.given["tensors"] if t.ndim > 1 or t.numel()]
+    out: Tensor = call.out
+    axis = call.get("dim", 0) % out.ndim
+    stacked = call.name == "stack"
+    shapes = [(*t.shape[:axis], 1, *t.shape[axis:]) if stacked else tuple(t.shape) for t in parts]
+    fields = [[f.unsqueeze(axis) if stacked else f for f in labels.of(t)] for t in parts]
+    across = [[f for f in each if axis not in varying(f)] for each in fields]
+    # without the joined axis they meet element by element
+    found = labels.meet([((*s[:axis], 1, *s[axis + 1 :]), each) for s, each in zip(shapes, across, strict=True)])
+    on_axis = [labels.settled(f for f in each if axis in varying(f)) for each in fields]
+    for i in range(max(map(len, on_axis))):
+        pieces = [each[i] if i < len(each) else torch.zeros((1,) * out.ndim, dtype=torch.int64) for each in on_axis]
+        whole = [p.expand(s) for p, s in zip(pieces, shapes, strict=True)]
+        found.append(thin(torch.cat(whole, axis)))
+    labels.give(out, found)
+
+
+def mixed(labels: Labels, call: Call) -> None:
+    """What is mixed along an axis needs all of that axis."""
+    axis = call.get("dim", -1)
+    source = call.tensors[0]
+    for out in call.outputs:
+        labels.give(out, labels.of(source))
+    across = [f for f in labels.of(source) if axis % max(1, source.ndim) in varying(f)]
+    labels.object(call.refusal("it mixes units along an axis that is cut"), across)
+
+
+def _axes(call: Call, source: Tensor) -> set[int]:
+    dim = call.get("dim")
+    listed = [dim] if isinstance(dim, int) else dim or range(source.ndim)
+    return {axis % source.ndim for axis in listed} if source.ndim else set()
+
+
+def _project(labels: Labels, call: Call, source: Tensor, fields: list[Field]) -> None:
+    """Give the result of a reduction its fields, with or without the reduced axes."""
+    axes = _axes(call, source)
+    for out in call.outputs:
+        shown = fields if out.ndim == source.ndim else [f.squeeze(tuple(axes)) for f in fields]
+        labels.give(out, [f for f in shown if f.ndim == out.ndim])
+
+
+def summed(labels: Labels, call: Call) -> None:
+    """A sum over units that are cut is the sum over those that are kept."""
+    source = call.tensors[0]
+    _project(labels, call, source, labels.summed(labels.of(source), _axes(call, source)))
+
+
+def reduced(labels: Labels, call: Call) -> None:
+    """Other reductions over units that are cut have no cut version; a mean has one, with masked moments."""
+    source, axes = call.tensors[0], _axes(call, call.tensors[0])
+    fields = labels.of(source)
+    across = [f for f in fields if varying(f) & axes]
+    if call.name != "mean" or any(varying(f) - axes for f in across):
+        labels.object(call.refusal("it reduces over units that are cut"), across)
+    _project(labels, call, source, labels.summed(fields, axes))
+
+
+def pooled(labels: Labels, call: Call) -> None:
+    """Pooling and resizing work on each channel by itself."""
+    source, space = call.tensors[0], POOLS[call.name]
+    inner = set(range(source.ndim - space, source.ndim))
+    labels.object(call.refusal("units lie along space"), [f for f in labels.of(source) if varying(f) & inner])
+    for out in call.outputs:
+        labels.give(out, [f for f in labels.of(source) if not varying(f) & inner])
+
+
+def padded(labels: Labels, call: Call) -> None:
+    """Padding along a cut axis is always there; along another axis it belongs to the unit that it pads."""
+    source, pads = call.tensors[0], list(call.given["pad"] if "pad" in call.given else call.given["padding"])
+    axes = [source.ndim - 1 - i for i in range(len(pads) // 2)]
+    found = []
+    for field in labels.of(source):
+        own = [pads[2 * i + side] if axis in varying(field) else 0 for i, axis in enumerate(axes) for side in (0, 1)]
+        if call.name != "constant_pad_nd" and any(own):
+            labels.object(call.refusal("it repeats units of an axis that is cut"), [field])
+        found.append(torch.constant_pad_nd(field, own, 0))
+    labels.give(call.out, found)
+
+
+def picked(labels: Labels, call: Call) -> None:
+    """An axis from which places are picked by number must stay whole."""
+    source: Tensor = call.given["self"]
+    listed = call.get("indices")
+    axes = {i for i, each in enumerate(listed) if each is not None} if listed else {call.get("dim", 0) % source.ndim}
+    for field in labels.of(source):
+        if varying(field) & axes:
+            labels.atoms.fix(field)
+    results = [
+        call.func(**{**call.given, "self": field.expand(source.shape).contiguous()}) for field in labels.of(source)
+    ]
+    labels.give(call.out, results)
+
+
+def halved(labels: Labels, call: Call) -> None:
+    """A gated unit is a unit of the first half and its gate in the second."""
+    source, axis = call.tensors[0], call.get("dim", -1) % call.tensors[0].ndim
+    halves = [f.expand(source.shape).chunk(2, axis) for f in labels.of(source)]
+    for left, right in halves:
+        labels.atoms.tie(left, right)
+    labels.give(call.out, [left for left, _ in halves])
+
+
+def unknown(labels: Labels, call: Call) -> None:
+    """What is not known cannot be cut."""
+    for tensor in call.tensors:
+        labels.object(call.refusal("fedcover does not know how it is cut"), labels.of(tensor))
+    for out in call.outputs:
+        if prod(out.shape) and out not in call.tensors:
+            labels.give(out, [])
+
+
+RULES: dict[str, Callable[[Labels, Call], None]] = {
+    **dict.fromkeys(MOVES, moved),
+    **dict.fromkeys(SAME, same),
+    **dict.fromkeys(MIXES, mixed),
+    **dict.fromkeys(REDUCES, reduced),
+    **dict.fromkeys(SUMS, summed),
+    **dict.fromkeys(POOLS, pooled),
+    **dict.fromkeys(("cat", "concat", "concatenate", "stack"), joined),
+    **dict.fromkeys(("constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d"), padded),
+    **dict.fromkeys(("replication_pad1d", "replication_pad2d", "replication_pad3d"), padded),
+    **dict.fromkeys(("index", "index_select", "gather", "take_along_dim"), picked),
+    "copy": elementwise,
+    "glu": halved,
+}

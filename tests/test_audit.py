@@ -1,0 +1,142 @@
+"""The two tables of the paper's appendix, worked out anew, and audits of fleets."""
+
+import pytest
+
+from fedcover.audit import SHAPES, audit, audit_codename, codename
+from fedcover.errors import InvalidValue
+from fedcover.experiment import Experiment
+
+PRUNING = {
+    "1111111111": (159010, 158800, 10, 10),
+    "1111114444": (143330, 143120, 6, 6),
+    "1111144447": (135490, 135280, 5, 5),
+    "1111223344": (135490, 135280, 8, 8),
+    "1111234444": (135490, 135280, 6, 6),
+    "1111113477": (135490, 135280, 7, 7),
+    "1111234567": (123730, 123520, 7, 6),
+    "1111444444": (135490, 135280, 4, 4),
+    "1111444477": (127650, 127440, 4, 4),
+    "1111556677": (111970, 111760, 6, 4),
+    "1114556677": (108050, 107840, 5, 3),
+    "1234556677": (100210, 100000, 5, 3),
+    "1455666777": (92370, 92160, 3, 1),
+    "2233445677": (104130, 103920, 5, 4),
+    "1444777777": (100210, 100000, 1, 1),  # the paper prints 92370, 92160 and 6
+}
+"""Parameters, multiply-adds, and the coverage with P5 as in the paper's code and as printed."""
+
+SUBNET = {
+    "1111111111": (159010, 158800, 10),
+    "1111114444": (143110, 142920, 6),
+    "1111144447": (135160, 134980, 5),  # the paper prints 6
+    "1111444444": (135160, 134980, 4),
+    "1111444477": (127210, 127040, 4),
+    "1111444777": (123235, 123070, 4),
+    "1111777777": (111310, 111160, 4),
+    "1114777777": (107335, 107190, 3),
+    "1444777777": (99385, 99250, 1),
+    "1477777777": (91435, 91310, 1),
+}
+
+
+@pytest.mark.parametrize("digits", PRUNING)
+def test_the_pruning_table(digits):
+    parameters, multiply_adds, gamma, gamma_printed = PRUNING[digits]
+    found = audit_codename(digits, "pruning")
+    assert (found["parameters"], found["multiply_adds"], found["gamma_min"]) == (parameters, multiply_adds, gamma)
+    assert min(found["coverage"].values()) == gamma
+    printed = audit_codename(digits, "pruning", "printed")
+    assert (printed["parameters"], printed["multiply_adds"]) == (parameters, multiply_adds)
+    assert printed["gamma_min"] == min(printed["coverage"].values()) == gamma_printed
+
+
+@pytest.mark.parametrize("digits", SUBNET)
+def test_the_sub_network_table(digits):
+    parameters, multiply_adds, gamma = SUBNET[digits]
+    found = audit_codename(digits, "subnet")
+    assert (found["parameters"], found["multiply_adds"], found["gamma_min"]) == (parameters, multiply_adds, gamma)
+    assert min(found["coverage"].values()) == gamma
+
+
+def test_the_coverage_of_each_region_is_that_of_its_weights():
+    found = audit_codename("1444777777", "pruning")
+    assert found["coverage"] == {"S1": 10, "S2": 10, "S3": 4, "S4": 1}
+    assert found["histogram"] == {"1": 39_200, "4": 39_200, "10": 159_010 - 78_400}
+    assert (found["codename"], found["kind"], found["model"]) == ("1444777777", "pruning", "mlp")
+
+
+def test_a_codename_is_an_experiment():
+    found = codename("1477", "subnet")
+    assert (found.fleet, found.assignment, found.active) == ("1x1 + 1x0.75 + 2x0.5", "slot", 4)
+    assert codename("1" * 200, "pruning").clients == 200
+
+
+@pytest.mark.parametrize("wrong", ["", "1118", "0111", "11a1", "11 11", "\u0661\u0661"])
+def test_what_is_no_codename(wrong):
+    with pytest.raises(InvalidValue, match=r"^codename must consist of digits 1 to 7"):
+        audit_codename(wrong, "pruning")
+
+
+def test_wrong_kinds_and_variants():
+    with pytest.raises(InvalidValue, match=r"^kind must be one of pruning, subnet; got 'x'$"):
+        audit_codename("1111", "x")
+    with pytest.raises(InvalidValue, match=r"^p5 must be one of code, printed; got 'x'$"):
+        audit_codename("1111", "pruning", "x")
+
+
+CASES = {
+    "mlp": ("mlp", "mnist"),
+    "cnn": ("cnn", "mnist"),
+    "wide_resnet": ("wide_resnet(depth=10, widen=1)", "cifar10"),
+    "preact_resnet18": ("preact_resnet18(width=8)", "cifar100"),
+}
+
+
+@pytest.mark.parametrize("policy", ["prefix", "rolling", "magnitude"])
+@pytest.mark.parametrize("model", CASES)
+def test_audits_of_fleets(model, policy):
+    spec, dataset = CASES[model]
+    found = audit(Experiment(model=spec, dataset=dataset, fleet="1x1.0 + 2x0.5 + 3x0.25", policy=policy))
+    rows = found["capacities"]
+    assert [(row["capacity"], row["devices"]) for row in rows] == [(1.0, 1), (0.5, 2), (0.25, 3)]
+    for key in ("parameters", "multiply_adds", "bytes_up"):
+        assert [row[key] for row in rows] == sorted((row[key] for row in rows), reverse=True)
+        assert rows[0][key] > rows[2][key]
+    assert found["gamma_min"] == 1
+    assert sum(found["histogram"].values()) == rows[0]["parameters"]
+    mean = sum(row["devices"] * row["parameters"] for row in rows) / 6
+    assert found["parameters"] == pytest.approx(mean)
+    assert rows[0]["delta2"] == 0.0
+    assert 0 < rows[1]["delta2"] < rows[2]["delta2"] < 1
+    memory = [row["memory"] for row in rows]
+    assert len(set(memory)) == (1 if policy == "magnitude" else 3)
+    assert all(row["bytes_down"] > row["bytes_up"] == 4 * row["parameters"] for row in rows)
+
+
+def test_capacity_in_parameters_is_never_exceeded():
+    for policy in ("prefix", "magnitude"):
+        fleet = "1x0.75 + 1x0.5 + 1x0.4"
+        found = audit(Experiment(model="mlp", dataset="mnist", fleet=fleet, policy=policy, capacity="parameters"))
+        for row in found["capacities"]:
+            budget = row["capacity"] * 159_010
+            assert budget - 795 < row["parameters"] <= budget  # one more unit would be too much
+
+
+def test_without_a_large_device_something_is_uncovered():
+    found = audit(Experiment(model="mlp", dataset="mnist", fleet="6x0.5", policy="prefix"))
+    assert found["gamma_min"] == 0
+    assert found["histogram"] == {"0": 100 * 795, "6": 100 * 795 + 10}
+    spread = audit(Experiment(model="mlp", dataset="mnist", fleet="6x0.5", policy="rolling(spread=true)"))
+    assert spread["gamma_min"] == 3
+
+
+def test_the_batch_is_the_experiments_own():
+    small, large = (
+        audit(Experiment(model="mlp", dataset="mnist", batch_size=size))["capacities"][0]["memory"] for size in (10, 20)
+    )
+    assert large > small
+
+
+def test_only_data_of_known_shape_can_be_audited():
+    with pytest.raises(InvalidValue, match=f"^dataset must be one of {', '.join(SHAPES)}; got 'synthetic'$"):
+        audit(Experiment(dataset="synthetic"))

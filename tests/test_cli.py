@@ -1,0 +1,370 @@
+"""The commands: what they print where, with which exit code, and one sentence for whatever is wrong."""
+
+import json
+import os
+import pty
+import re
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import fedcover as fc
+from fedcover import cli
+from fedcover.checkpoints import found
+from tests.test_runs import TINY, only_the_cpu, tiny
+
+__all__ = ["only_the_cpu"]  # a fixture that every test here uses
+
+
+@pytest.fixture
+def fedcover(monkeypatch, capsys, tmp_path):
+    """The command line in a folder of its own: arguments -> exit code, output, errors."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*args: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fedcover", *map(str, args)])
+        capsys.readouterr()
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as leaving:
+            code = int(leaving.code or 0)
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def changed(**fields: object) -> list[str]:
+    return [word for key, value in {**TINY, "rounds": 2, **fields}.items() for word in ("--set", f"{key}={value}")]
+
+
+def refused(answer: tuple[int, str, str], code: int, sentence: str) -> None:
+    """One line on the error stream, and no output."""
+    assert answer[0] == code, answer
+    assert answer[1] == ""
+    assert re.fullmatch(rf"fedcover: [^\n]*{sentence}[^\n]*\n", answer[2]), answer[2]
+
+
+# ── run, resume, export, demo ───────────────────────────────────────────────────────────────────────────
+
+
+def test_run_prints_a_table_and_plain_progress(fedcover, tmp_path):
+    (tmp_path / "mine.toml").write_text(tiny(rounds=2).to_toml().replace('name = "run"\n', ""))
+    code, out, err = fedcover("run", "mine.toml", "--set", "seed=3")
+    assert code == 0
+    assert re.search(r"accuracy +│ +0\.\d+", out)
+    assert "runs/mine" in out
+    progress = err.splitlines()
+    assert len(progress) == 2
+    assert re.fullmatch(r"mine  round 2/2  accuracy 0\.\d{3}  coverage \d+ \(window \d+\)  0 s left", progress[1])
+    assert fc.load(tmp_path / "runs" / "mine").experiment == tiny(rounds=2, seed=3, name="mine")
+
+
+def test_run_resume_and_export_as_json(fedcover, tmp_path):
+    code, out, err = fedcover("run", "--json", "--runs", "a[/b] :smile:", *changed())
+    assert code == 0
+    summary = json.loads(out)
+    folder = Path(summary["folder"])
+    assert folder == Path("a[/b] :smile:/run")
+    assert {k: v for k, v in summary.items() if k != "folder"} == json.loads((folder / "summary.json").read_text())
+    code, out, err = fedcover("resume", folder, "--json")
+    assert (code, json.loads(out), err) == (0, summary, "")
+    code, out, err = fedcover("resume", folder)
+    assert (code, err) == (0, "")
+    assert "a[/b] :smile:/run" in out
+    code, out, err = fedcover("export", folder, "--capacity", "0.5", "--json")
+    told = json.loads(out)
+    assert (code, err) == (0, "")
+    assert (told["parameters"], told["shape"]) == (64 * 8 + 8 + 80 + 10, [1, 8, 8])
+    assert fc.load_part(told["path"]).head.in_features == 8
+    code, out, err = fedcover("export", folder, "-o", "whole.safetensors")
+    assert (code, err) == (0, "")
+    assert out.startswith("whole.safetensors: 1,210 parameters; load it with fedcover.load_part(")
+
+
+def test_progress_is_a_bar_on_a_terminal(monkeypatch, tmp_path, capsys):
+    master, slave = pty.openpty()
+    seen = []
+
+    def listen():
+        try:
+            while piece := os.read(master, 4096):
+                seen.append(piece)
+        except OSError:  # the other end was closed
+            pass
+
+    reader = threading.Thread(target=listen)
+    reader.start()
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr(sys, "argv", ["fedcover", "run", "--json", "--runs", str(tmp_path), *changed()])
+    with os.fdopen(slave, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        with pytest.raises(SystemExit) as leaving:
+            cli.main()
+        monkeypatch.undo()
+    reader.join()
+    os.close(master)
+    assert leaving.value.code == 0
+    shown = b"".join(seen).decode()
+    assert "\x1b[" in shown
+    assert "━" in shown
+    assert "2/2" in shown
+    assert "coverage" in shown
+    assert "s left" not in shown
+    assert json.loads(capsys.readouterr().out)["rounds"] == 2
+
+
+def test_demo_runs_every_policy_into_a_folder(fedcover, tmp_path):
+    code, out, err = fedcover("demo", "--rounds", 2, "--folder", "shown")
+    assert code == 0
+    names = ["prefix", "rolling", "magnitude", "homogeneous", "full"]
+    assert all(re.search(rf"│ {name} ", out) for name in names)
+    assert "Run folders: shown" in out
+    assert len(err.splitlines()) == 10
+    assert {path.name for path in (tmp_path / "shown").iterdir()} == set(names)
+    refused(fedcover("demo", "--rounds", 2, "--folder", "shown"), 1, "shown/prefix holds a run already")
+    code, out, _ = fedcover("demo", "--rounds", 1, "--json")
+    told = json.loads(out)
+    assert (code, list(told)) == (0, names)
+    assert told["full"]["gamma_min"] == 10
+    assert told["full"]["folder"] == "runs/demo-1/full"
+
+
+def test_run_errors_leave_with_one(fedcover, tmp_path):
+    code, out, err = fedcover("run", *changed(lr=1e6, rounds=4))
+    assert (code, out) == (1, "")
+    assert re.fullmatch(r"fedcover: training diverged in round 2 at client \d+: .*", err.splitlines()[-1])
+    refused(fedcover("run", *changed()), 1, "runs/run holds a run already")
+    refused(fedcover("run", "--runs", "runs/run/metrics.jsonl", *changed()), 1, "metrics.jsonl/run: Not a directory")
+    refused(fedcover("resume", "nowhere"), 1, "nowhere is no run folder: it has no experiment.toml")
+    refused(fedcover("resume", "n" * 300), 1, "is no run folder")
+    refused(fedcover("export", "nowhere"), 1, "nowhere is no run folder")
+    fedcover("run", *changed(name="whole"))
+    for file in found(tmp_path / "runs" / "whole" / "checkpoints"):
+        file.path.write_bytes(b"")
+    refused(fedcover("resume", "runs/whole"), 1, "is damaged")
+    refused(fedcover("export", "runs/whole"), 1, "is damaged")
+
+
+def test_resume_tells_of_a_damaged_checkpoint_and_of_force(fedcover, tmp_path):
+    fedcover("run", *changed())
+    newest = found(tmp_path / "runs" / "run" / "checkpoints")[0].path
+    newest.write_bytes(b"")
+    code, out, err = fedcover("resume", "runs/run", "--json")
+    assert code == 0
+    assert json.loads(out)["rounds"] == 2
+    assert f"checkpoints/{newest.name} is damaged" in err.splitlines()[0]
+    assert err.splitlines()[0].endswith("going on from the older checkpoint of round 1")
+    refused(fedcover("resume", "runs/run", "--threads", 2), 1, "would change threads 1 to 2, .*--force")
+    assert fedcover("resume", "runs/run", "--threads", 2, "--force", "--json")[0] == 0
+    refused(fedcover("export", "runs/run", "--capacity", 0), 2, r"capacity must be in \(0, 1\]; got 0")
+    refused(fedcover("export", "runs/run", "-o", "no/x"), 1, "cannot write no/x: No such file or directory")
+
+
+def test_ctrl_c_in_a_demo_is_no_traceback(fedcover, monkeypatch):
+    def stop(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "run_demo", stop)
+    code, out, err = fedcover("demo", "--folder", "shown")
+    assert (code, out) == (130, "")
+    assert err == "stopped; the runs so far are in shown; 'fedcover demo' begins anew\n"
+
+
+def test_ctrl_c_before_the_run_begins(fedcover, monkeypatch):
+    def stop(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "run_experiment", stop)
+    assert fedcover("run", *changed()) == (130, "", "stopped before the run began\n")
+
+
+# ── list, audit, data ───────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("kind", cli.TABLES)
+def test_list_shows_every_table(fedcover, kind):
+    code, out, err = fedcover("list", kind, "--json")
+    entries = json.loads(out)
+    assert (code, err) == (0, "")
+    assert [entry["name"] for entry in entries] == list(cli.TABLES[kind])
+    assert all(entry["about"] for entry in entries)
+    code, out, err = fedcover("list", kind)
+    assert (code, err) == (0, "")
+    assert all(f"│ {entry['name']} " in out for entry in entries)
+
+
+def closed_form(codename: str, kind: str) -> dict:
+    """The paper's MLP, 784-200-10: quarters of the first layer's weights, or of the hidden units."""
+    kept = {"1": "1234", "2": "134", "3": "124", "4": "123", "5": "14", "6": "13", "7": "12"}
+    quarters = [4 - len(kept[digit]) for digit in codename]
+    if kind == "pruning":
+        sizes = [(159_010 - 39_200 * k, 158_800 - 39_200 * k) for k in quarters]
+    else:
+        sizes = [(795 * (200 - 50 * k) + 10, 794 * (200 - 50 * k)) for k in quarters]
+    covered = {f"S{r}": sum(r in kept[digit] for digit in codename) for r in "1234"}
+    return {
+        "parameters": sum(p for p, _ in sizes) / len(codename),
+        "multiply_adds": sum(m for _, m in sizes) / len(codename),
+        "gamma_min": min(covered.values()),
+        "coverage": covered,
+    }
+
+
+@pytest.mark.parametrize("kind", ["pruning", "subnet"])
+@pytest.mark.parametrize(
+    "codename", ["1111111111", "1111223344", "1111234567", "1234556677", "1444777777", "2233445677", "7", "5674"]
+)
+def test_audit_of_a_codename_equals_the_closed_form(fedcover, codename, kind):
+    code, out, err = fedcover("audit", codename, "--kind", kind, "--json")
+    told = json.loads(out)
+    assert (code, err) == (0, "")
+    assert {key: told[key] for key in closed_form(codename, kind)} == closed_form(codename, kind)
+    assert (told["codename"], told["kind"], told["model"]) == (codename, kind, "mlp")
+    assert sum(told["histogram"].values()) == 159_010
+    assert sum(row["devices"] for row in told["capacities"]) == len(codename)
+    for row in told["capacities"]:
+        assert row["bytes_up"] == 4 * row["parameters"] <= row["bytes_down"]
+        assert row["memory"] > (8 * row["parameters"] if kind == "subnet" else 8 * 159_010)
+        assert (row["delta2"] == 0) == (row["capacity"] == 1)
+
+
+def test_the_paper_s_own_figures(fedcover):
+    """Parameters, multiply-adds and coverage as the paper prints them (its wrong rows left out)."""
+    printed = {
+        "1111114444": (143_330, 143_120, 6), "1111144447": (135_490, 135_280, 5), "1111556677": (111_970, 111_760, 6),
+        "1455666777": (92_370, 92_160, 3),
+    }  # fmt: skip
+    for codename, (parameters, multiply_adds, gamma) in printed.items():
+        told = json.loads(fedcover("audit", codename, "--json")[1])
+        assert (told["parameters"], told["multiply_adds"], told["gamma_min"]) == (parameters, multiply_adds, gamma)
+    assert json.loads(fedcover("audit", "1234556677", "--p5", "printed", "--json")[1])["gamma_min"] == 3
+
+
+def test_audit_of_a_fleet(fedcover):
+    code, out, err = fedcover("audit", "--fleet", "3x1.0 + 2x0.5", "--model", "mlp(hidden=[8])", "--dataset", "digits",
+                              "--json")  # fmt: skip
+    told = json.loads(out)
+    assert (code, err, told["gamma_min"]) == (0, "", 3)
+    assert [row["parameters"] for row in told["capacities"]] == [64 * 8 + 8 + 80 + 10, 64 * 4 + 4 + 40 + 10]
+    code, out, err = fedcover("audit", "--fleet", "3x1.0 + 2x0.5")
+    assert (code, err) == (0, "")
+    assert "every parameter is trained by at least 3 clients" in out
+    code, out, err = fedcover("audit", "1144")
+    assert "at least 2 clients (S1 4, S2 4, S3 4, S4 2)" in out
+
+
+def test_data_check_names_what_is_missing(fedcover, tmp_path):
+    code, out, err = fedcover("data", "check", "mnist", "--data", tmp_path, "--json")
+    told = json.loads(out)
+    assert (code, err, len(told)) == (1, "", 4)
+    assert all(not file["ok"] and file["got"] is None for file in told)
+    code, out, err = fedcover("data", "check", "mnist", "--data", tmp_path)
+    assert (code, err) == (1, "")
+    assert out.count("missing") == 4
+    assert fedcover("data", "check", "digits", "--json")[:2] == (0, "[]\n")
+
+
+def test_help_and_version(fedcover):
+    assert fedcover("--version") == (0, f"{fc.__version__}\n", "")
+    for words in ([], ["--help"], ["run", "--help"], ["data", "--help"]):
+        code, out, err = fedcover(*words)
+        assert (code, err) == (0, "")
+        assert "Usage: fedcover" in out
+
+
+# ── wrong input ─────────────────────────────────────────────────────────────────────────────────────────
+
+WRONG = {
+    ("run", "--set", "rounds"): "--set must look like key=value; got 'rounds'",
+    ("run", "--set", "=3"): "--set must look like key=value; got '=3'",
+    ("run", "--set"): "--set requires an argument",
+    ("run", "--set", "nofield=1"): "an experiment's field must be one of .*; got 'nofield'",
+    ("run", "--set", "rounds=many"): "rounds: .*; got 'many'",
+    ("run", "--set", "rounds=0"): "rounds: .* greater than or equal to 1; got 0",
+    ("run", "--set", "policy=rollin"): "policy must be one of .*, full, .*; got 'rollin'",
+    ("run", "--set", "policy=rolling(spred=true)"): "policy rolling has no option 'spred'; its options are: spread",
+    ("run", "--set", "name=../up"): "name: .*; got '../up'",
+    ("run", "--set", "dataset=digit"): "dataset must be one of digits, .*; got 'digit'",
+    ("run", "missing.toml"): "experiment missing.toml cannot be read: No such file or directory",
+    ("run", "."): "experiment . cannot be read: Is a directory",
+    ("run", "invalid.toml"): "not valid TOML",
+    ("run", "twice.toml"): "not valid TOML",
+    ("run", "bytes.toml"): "experiment bytes.toml cannot be read: .*utf-8",
+    ("run", "field.toml"): "an experiment's field must be one of .*; got 'round'",
+    ("run", "type.toml"): "rounds: .*; got 'ten'",
+    ("run", "a", "b"): "Unused Tokens",
+    ("run", "--sett", "a=1"): "Unknown option: --sett",
+    ("run", "--threads", "0"): "threads must be at least 1; got 0",
+    ("run", "--threads", "x"): "unable to convert",
+    ("run", "--device", "tpu"): "device must be one of auto, cpu, cuda; got 'tpu'",
+    ("run", "--device", "cuda"): "no CUDA device",
+    ("run", "--engine", "steam"): "engine must be one of auto, .*; got 'steam'",
+    ("resume",): "requires an argument",
+    ("export", "x", "--capacity", "much"): "unable to convert",
+    ("demo", "--rounds", "0"): "rounds must be at least 1; got 0",
+    ("demo", "--seed", "-1"): "seed: .*; got -1",
+    ("list", "animals"): "list must be one of policies, .*; got 'animals'",
+    ("audit", "1238"): "codename must consist of digits 1 to 7, one per slot; got '1238'",
+    ("audit", "1", "--kind", "x"): "kind must be one of pruning, subnet; got 'x'",
+    ("audit", "1", "--p5", "x"): "p5 must be one of code, printed; got 'x'",
+    ("audit", "--fleet", "2x2"): r"fleet must look like .*; got '2x2'",
+    ("audit", "--capacity", "x"): "capacity: .*; got 'x'",
+    ("audit", "--dataset", "x"): "dataset must be one of .*; got 'x'",
+    ("data", "check", "x"): "dataset must be one of .*; got 'x'",
+    ("data", "get", "x"): "dataset must be one of .*; got 'x'",
+    ("dance",): 'Unknown command "dance"',
+}
+
+
+@pytest.mark.parametrize("words", WRONG, ids=" ".join)
+def test_wrong_input_gets_one_sentence_and_two(fedcover, words, tmp_path):
+    for name, content in {
+        "invalid": b"= 3", "twice": b"seed = 1\nseed = 2\n", "bytes": b"name = '\xff'", "field": b"round = 3",
+        "type": b"rounds = 'ten'",
+    }.items():  # fmt: skip
+        (tmp_path / f"{name}.toml").write_bytes(content)
+    refused(fedcover(*words), 2, WRONG[words])
+    assert not (tmp_path / "runs").exists()
+
+
+NASTY = [
+    "", "''", "nan", "inf", "-inf", "-1", "0", "1.5", "1e400", "true", "[]", "[1]", "[[1]]", "{}", "{a=1}", "x", "a:b",
+    ":", "a:", ".a:b", "os:path", "(", "a(", "f()", "f(x)", "prefix(1)", "prefix(**{})", "mlp(hidden=5)", "1979-05-27",
+    "null", "😀", "\x7f", "a\nb", "a" * 300, "a(b={[1]: 2})", "(" * 500 + ")", "[/red]",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("field", [*fc.Experiment.model_fields, "nofield", "a.b"])
+def test_nasty_values_never_show_a_traceback(fedcover, field):
+    outcomes = set()
+    for value in NASTY:
+        code, out, err = fedcover(
+            "run", "--json", "--runs", f"runs{len(outcomes)}", *changed(**{"rounds": 1, field: value})
+        )
+        assert code in (0, 1, 2)
+        if code:
+            assert err.splitlines()[-1].startswith("fedcover: ")
+            assert (out, code == 2 or "holds a run" in err) == ("", True), err
+        else:
+            json.loads(out)
+        outcomes.add(code)
+    assert 2 in outcomes
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    field=st.sampled_from(sorted(set(fc.Experiment.model_fields) - {"rounds", "epochs"})),
+    value=st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20),
+)
+def test_any_text_is_a_value_or_a_sentence(field, value):
+    try:
+        key, read = cli.parse_change(f"{field}={value}")
+        experiment = fc.Experiment(**{**TINY, key: read})
+    except fc.FedcoverError:
+        return
+    assert fc.Experiment.from_toml(experiment.to_toml()) == experiment

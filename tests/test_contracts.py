@@ -1,0 +1,140 @@
+"""Contracts over the tables: whatever is added to POLICIES or MODELS is tested at once."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fedcover import groups
+from fedcover.models import MODELS, tensors
+from fedcover.partition import PARTITIONS
+from fedcover.policies import POLICIES
+from fedcover.policies.common import fits
+from fedcover.reduction import Masks, windows
+from fedcover.rounds import cohort_of, view_of
+from fedcover.spec import options_of
+from fedcover.submodel import submodel
+from fedcover.types import Dataset, Samples
+from fedcover.wire import decode, encode
+from tests.worlds import SMALL_MODELS, same, world
+
+NEEDED = {"regions": {"codename": "147256"}}
+"""Options without which an entry of POLICIES cannot be called."""
+
+IGNORES_CAPACITY = {"full", "regions"}
+"""`full` is the baseline that exceeds every capacity; a codename brings its own."""
+
+
+@pytest.fixture(params=SMALL_MODELS)
+def view(request):
+    setup, state = world(request.param)
+    return view_of(setup, replace(state, round=2), cohort_of(setup, 2))
+
+
+def called(name, view):
+    """The reductions that the policy gives; clients that sit out have none."""
+    return [part for part in POLICIES[name](view, **NEEDED.get(name, {})) if part is not None]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+class TestEveryPolicy:
+    """What each policy promises, on each model."""
+
+    def test_it_gives_every_client_one_reduction(self, name, view):
+        given = POLICIES[name](view, **NEEDED.get(name, {}))
+        assert len(given) == len(view.cohort)
+        assert any(part is not None for part in given)
+
+    def test_it_is_pure(self, name, view):
+        before = {key: tensor.clone() for key, tensor in view.params.items()}
+        first, second = called(name, view), called(name, view)
+        assert [encode(r) for r in first] == [encode(r) for r in second]
+        same(view.params, before)
+
+    @pytest.mark.parametrize("measure", ["width", "parameters"])
+    def test_it_never_exceeds_a_capacity(self, name, view, measure):
+        view = replace(
+            view,
+            measure=measure,
+            levels=(1.0, 0.5, 0.4),
+            cohort=tuple(replace(c, capacity=max(0.4, c.capacity)) for c in view.cohort),
+        )
+        if name in IGNORES_CAPACITY:
+            pytest.skip("its parts do not depend on the clients' capacities")
+        given = zip(view.cohort, POLICIES[name](view, **NEEDED.get(name, {})), strict=True)
+        for client, reduction in ((client, part) for client, part in given if part is not None):
+            assert fits(view, client.capacity, reduction)
+            if measure == "parameters":
+                total = sum(p.numel() for p in view.params.values())
+                assert sum(reduction.sizes(view.params).values()) <= client.capacity * total + 1e-6
+
+    def test_capacity_one_is_the_whole_model(self, name, view):
+        if name == "regions":
+            pytest.skip("a codename brings its own capacities")
+        view = replace(view, levels=(1.0,), cohort=tuple(replace(c, capacity=1.0) for c in view.cohort))
+        for reduction in called(name, view):
+            assert all(bool(mask.all()) for mask in reduction.mask(view.params).values())
+
+    def test_its_reductions_travel(self, name, view):
+        prunable = {key: view.params[key] for key in view.prunable}
+        for reduction in called(name, view):
+            again = decode(encode(reduction), view.groups, prunable)
+            same(reduction.mask(view.params), again.mask(view.params))
+
+    def test_what_is_kept_is_kept_unchanged(self, name, view):
+        reduction = called(name, view)[0]
+        masks = reduction.mask(view.params)
+        for key, part in reduction.extract(view.params).items():
+            expected = view.params[key][masks[key]]
+            got = part[masks[key]] if isinstance(reduction, Masks) else part.flatten()
+            assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+class TestEveryModel:
+    """What each model promises."""
+
+    def test_it_has_a_size_for_tests(self, name):
+        assert name in SMALL_MODELS
+
+    def test_its_groups_fit_its_tensors(self, name):
+        setup, _ = world(name)
+        model = setup.task.model
+        groups.check(model.groups, tensors(model.module))
+        assert set(model.prunable) <= {key for key, _ in model.module.named_parameters()}
+
+    @pytest.mark.parametrize("share", [1.0, 0.75, 0.5, 0.25])
+    def test_a_sliced_part_says_what_the_masked_whole_says(self, name, share):
+        setup, state = world(name)
+        module = setup.task.model.module.eval()
+        reduction = windows(setup.task.model.groups, share, {g.name: 1 for g in setup.task.model.groups})
+        sliced = submodel(module, reduction, state.params).eval()
+        masked = submodel(module, Masks({}), {k: t * reduction.mask(state.params)[k] for k, t in state.params.items()})
+        x = setup.task.source.test.x[:5]
+        torch.testing.assert_close(sliced(x), masked.eval()(x), rtol=1e-9, atol=1e-9)
+
+    def test_a_half_sized_part_is_really_smaller(self, name):
+        setup, state = world(name)
+        half = submodel(setup.task.model.module, windows(setup.task.model.groups, 0.5), state.params)
+        whole = sum(p.numel() for p in state.params.values())
+        assert sum(p.numel() for p in half.parameters()) < 0.75 * whole
+
+    def test_it_is_built_alike_from_the_same_seed(self, name):
+        same(world(name)[1].params, world(name)[1].params)
+        assert any(
+            not torch.equal(a, b)
+            for a, b in zip(world(name)[1].params.values(), world(name, seed=1)[1].params.values(), strict=True)
+        )
+
+
+@pytest.mark.parametrize("name", PARTITIONS)
+def test_every_partition_uses_every_row_once(name):
+    y = torch.arange(60) % 5
+    rows = Samples(torch.randn(60, 3), y)
+    data = Dataset("rows", rows, rows, classes=5, owner=torch.arange(60) % 6)
+    options = {"limit": 2, "alpha": 0.3}
+    needed = {key: options[key] for key in options_of(PARTITIONS[name])}
+    split = PARTITIONS[name](data, 6, 0, **needed)
+    parts = [split.indices(client) for client in range(6)]
+    assert torch.cat(parts).sort().values.tolist() == list(range(60))
+    assert all(len(part) for part in parts)

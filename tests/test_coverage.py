@@ -1,0 +1,120 @@
+"""Counting who trains what, entry by entry, and measuring what is cut away."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedcover import coverage as cov
+from fedcover.policies.magnitude import magnitude, rank_by_magnitude
+from fedcover.reduction import Masks, Slices, windows
+from fedcover.types import Client, Coverage, View
+from tests.cutting import kept_units, layouts
+
+SETTINGS = settings(max_examples=60, deadline=None)
+
+
+def some_reductions(data, layout):
+    kept = [data.draw(kept_units(layout.groups)) for _ in range(data.draw(st.integers(1, 4)))]
+    return [Slices(layout.groups, {n: torch.tensor(u) for n, u in units.items()}) for units in kept], kept
+
+
+@SETTINGS
+@given(layouts(), st.data())
+def test_counts_are_sums_of_masks(layout, data):
+    reductions, kept = some_reductions(data, layout)
+    counts = cov.count(layout.params, reductions)
+    masks = [layout.mask(units) for units in kept]
+    expected = {name: sum(mask[name].long() for mask in masks) for name in layout.params}
+    assert all(torch.equal(counts[n].long(), expected[n]) for n in expected)
+    flat = torch.cat([t.flatten() for t in expected.values()])
+    assert cov.minimum(counts) == int(flat.min())
+    histogram = cov.histogram(counts)
+    assert histogram == {value: int((flat == value).sum()) for value in sorted(set(flat.tolist()))}
+    assert sum(histogram.values()) == sum(t.numel() for t in layout.params.values())
+
+
+@pytest.mark.parametrize("clients", [1, 255, 256, 300, 1000])
+def test_more_clients_than_a_byte_can_count(clients):
+    params = {"w": torch.zeros(4), "b": torch.zeros(2)}
+    half = Masks({"w": torch.tensor([True, True, False, False])})
+    counts = cov.count(params, [half] * clients)
+    assert counts["w"].tolist() == [clients, clients, 0, 0]
+    assert cov.histogram(counts) == {0: 2, clients: 4}
+    assert cov.minimum(counts) == 0
+
+
+def test_nobody_covers_nothing():
+    counts = cov.count({"w": torch.zeros(3)}, [])
+    assert cov.minimum(counts) == 0
+    assert cov.histogram(counts) == {0: 3}
+
+
+def test_a_window_forgets_and_ever_does_not():
+    params = {"w": torch.zeros(4)}
+    known = Coverage((), {})
+    for round in range(5):
+        unit = torch.zeros(4, dtype=torch.bool)
+        unit[round % 3] = True
+        known = cov.record(known, cov.count(params, [Masks({"w": unit}), Masks({"w": unit})]), window=2)
+        assert len(known.window) == min(round + 1, 2)
+    assert cov.over_window(known)["w"].tolist() == [2, 2, 0, 0]  # rounds 3 and 4
+    assert known.window[-1]["w"].tolist() == [0, 2, 0, 0]  # newest last
+    assert known.ever["w"].tolist() == [True, True, True, False]
+    assert cov.covered_only({"w": torch.tensor([1.0, -2, 3, torch.nan])}, known)["w"].tolist() == [1, -2, 3, 0]
+
+
+def test_recording_leaves_the_past_as_it_was():
+    params = {"w": torch.zeros(2)}
+    first = cov.record(Coverage((), {}), cov.count(params, [Masks({"w": torch.tensor([True, False])})]), 3)
+    cov.record(first, cov.count(params, [Masks({})]), 3)
+    assert first.ever["w"].tolist() == [True, False]
+    assert len(first.window) == 1
+
+
+def test_a_window_sums_beyond_a_byte():
+    counts = cov.count({"w": torch.zeros(1)}, [Masks({})] * 200)
+    known = Coverage((), {})
+    for _ in range(3):
+        known = cov.record(known, counts, 3)
+    assert cov.over_window(known)["w"].tolist() == [600]
+
+
+@SETTINGS
+@given(layouts(), st.data())
+def test_noise_is_the_energy_that_is_gone(layout, data):
+    reductions, kept = some_reductions(data, layout)
+    total = cov.energy(layout.params)
+    gone = sum(float(t[~layout.mask(kept[0])[n]].square().sum()) for n, t in layout.params.items())
+    assert total == pytest.approx(sum(float(t.square().sum()) for t in layout.params.values()))
+    assert cov.noise(layout.params, reductions[0], total) == pytest.approx(gone / total, abs=1e-12)
+    assert cov.noise(layout.params, windows(layout.groups, 1.0), total) == 0.0
+    nothing = Masks({name: torch.zeros(t.shape, dtype=torch.bool) for name, t in layout.params.items()})
+    assert cov.noise(layout.params, nothing, total) == 1.0
+
+
+def test_noise_in_float32_is_exactly_nothing_for_the_whole_model():
+    params = {"w": torch.randn(1000), "v": torch.randn(30, 7) * 1e-6}
+    assert cov.noise(params, Masks({}), cov.energy(params)) == 0.0
+    assert cov.noise({"w": torch.zeros(3)}, Masks({}), 0.0) == 0.0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from([-2.0, -1.0, 0.0, 0.5, 1.0, 3.0]), min_size=2, max_size=7), st.data())
+def test_the_largest_weights_have_the_least_noise_of_all_masks_of_their_size(weights, data):
+    params = {"w": torch.tensor(weights)}
+    size = data.draw(st.integers(1, len(weights)))
+    view = View(0, params, (), ("w",), (Client(0, size / len(weights), 0, 1, ()),), (1.0,), "width",
+                Coverage((), {}), 0)  # fmt: skip
+    (found,) = magnitude(view)
+    assert found.sizes(params)["w"] == size
+    total = cov.energy(params)
+    noises = []
+    for places in itertools.combinations(range(len(weights)), size):
+        bits = torch.zeros(len(weights), dtype=torch.bool)
+        bits[list(places)] = True
+        noises.append(cov.noise(params, Masks({"w": bits}), total))
+    assert cov.noise(params, found, total) == min(noises)
+    assert sorted(rank_by_magnitude(params["w"]).tolist()) == list(range(len(weights)))

@@ -1,0 +1,46 @@
+"""The documents say what is there: every field, every figure, and examples that run."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import fedcover as fc
+from fedcover.experiment import Experiment
+
+ROOT = Path(__file__).parent.parent
+FIELDS = (ROOT / "docs" / "experiment.md").read_text()
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def test_every_field_is_documented_with_its_default():
+    documented = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", FIELDS.split("## A run folder")[0], re.MULTILINE))
+    assert documented.keys() == Experiment.model_fields.keys()
+    defaults = Experiment().model_dump(mode="json")
+    for name, text in documented.items():
+        if name == "name":
+            continue
+        words = {"None": "none", "False": "false"}
+        expected = words.get(str(defaults[name]), str(defaults[name]))
+        assert text.strip().strip("`") == expected.removesuffix(".0"), name
+
+
+def test_every_figure_is_documented():
+    run = fc.run(fc.Experiment(clients=20, active=4, rounds=1, epochs=1, validation=0.1))
+    for name in {*run.summary, *run.metrics[0]} - {"round", "rounds", "lr", "train_loss", "clients", "dropped"}:
+        assert f"`{name}`" in FIELDS or name == "validation_loss", name
+
+
+def test_the_experiment_of_the_readme_is_valid():
+    (text,) = blocks("toml")
+    assert Experiment(**tomllib.loads(text)).policy == "rolling(spread=true)"
+
+
+def test_the_python_of_the_readme_runs():
+    names: dict[str, object] = {}
+    for text in blocks("python"):
+        exec(compile(text, "README.md", "exec"), names)
+    assert names["run"].accuracy > 0.8

@@ -1,0 +1,119 @@
+"""Scores by hand, and local accuracy against a twin that asks client by client and sample by sample."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fedcover.evaluation import WHOLE, evaluate, local_accuracy, logits, ready, score, with_params
+from fedcover.experiment import Experiment
+from fedcover.norms import calibrate
+from fedcover.preparation import Machine, prepare
+from fedcover.reduction import windows
+from fedcover.rounds import cohort_of, first_state, view_of
+from fedcover.submodel import fill, submodel
+from fedcover.types import Samples
+
+
+def test_a_score_by_hand():
+    logits_BK = torch.tensor([[math.log(3.0), 0.0], [0.0, math.log(3.0)], [math.log(3.0), 0.0], [0.0, math.log(3.0)]])
+    found = score(logits_BK, torch.tensor([0, 1, 1, 1]))
+    assert found.accuracy == 0.75
+    assert found.loss == pytest.approx((3 * math.log(4 / 3) + math.log(4)) / 4)
+
+
+def test_logits_are_put_together_in_order():
+    module = torch.nn.Linear(3, 2)
+    x = torch.randn(11, 3)
+    for batch in (1, 4, 11, 100):
+        torch.testing.assert_close(logits(module, x, batch), module(x).detach())
+    assert not logits(module, x).requires_grad
+
+
+def uneven(model="mlp(hidden=[8])", **fields):
+    """Digits in uneven shares, so that clients differ in labels and samples."""
+    defaults = {
+        "dataset": "digits", "partition": "dirichlet(alpha=0.2)", "model": model, "fleet": "2x1 + 2x0.5 + 2x0.25",
+        "policy": "prefix", "clients": 6, "active": 6, "epochs": 1, "lr": 0.1, "rounds": 1, "calibration": 50,
+    }  # fmt: skip
+    setup = prepare(Experiment(**{**defaults, **fields}), Machine(device="cpu").resolved())
+    return setup, first_state(setup)
+
+
+def updates_of(setup, state):
+    cohort = cohort_of(setup, state.round)
+    work = list(zip(cohort, setup.policy(view_of(setup, state, cohort)), strict=True))
+    return list(setup.engine(setup.task, state, work, setup.lr(0)))
+
+
+def slow_local_accuracy(setup, state, updates, *, as_trained):
+    test = setup.task.source.test
+    shares, weight = 0.0, 0
+    for update in updates:
+        part = submodel(setup.task.model.module, update.sent, state.params)
+        if as_trained:
+            fill(part, update.params)
+        calibrate(part, setup.task.source.calibration)
+        answers = part(test.x).argmax(1).tolist()
+        truth = test.y.tolist()
+        mine = [i for i, label in enumerate(truth) if label in update.client.labels]
+        right = sum(answers[i] == truth[i] for i in mine)
+        shares += update.client.samples * right / len(mine)
+        weight += update.client.samples
+    return shares / weight
+
+
+@pytest.mark.parametrize("policy", ["prefix", "rolling(spread=true)", "magnitude"])
+def test_local_accuracy_asks_each_client_about_its_labels(policy):
+    setup, state = uneven(policy=policy)
+    updates = updates_of(setup, state)
+    assert len({u.client.samples for u in updates}) > 1
+    assert any(len(u.client.labels) < 10 for u in updates)
+    own, trained = local_accuracy(setup.task, state, updates)
+    assert own == pytest.approx(slow_local_accuracy(setup, state, updates, as_trained=False), abs=1e-9)
+    assert trained == pytest.approx(slow_local_accuracy(setup, state, updates, as_trained=True), abs=1e-9)
+    assert trained > own  # the state is still the first one
+
+
+def test_local_accuracy_with_norms():
+    data = "synthetic(shape=(3, 8, 8), samples=12, test_size=60, skew=0.7)"
+    setup, state = uneven("wide_resnet(depth=10, widen=1)", dataset=data, partition="iid")
+    updates = updates_of(setup, state)
+    own, trained = local_accuracy(setup.task, state, updates)
+    assert own == pytest.approx(slow_local_accuracy(setup, state, updates, as_trained=False), abs=1e-9)
+    assert trained == pytest.approx(slow_local_accuracy(setup, state, updates, as_trained=True), abs=1e-9)
+
+
+def test_clients_without_test_samples_do_not_count():
+    setup, state = uneven()
+    updates = updates_of(setup, state)
+    stranger = replace(updates[0], client=replace(updates[0].client, labels=(77,), samples=10**6))
+    assert local_accuracy(setup.task, state, [*updates, stranger]) == local_accuracy(setup.task, state, updates)
+
+
+def test_the_score_of_a_part_is_the_score_of_its_module():
+    setup, state = uneven()
+    test = setup.task.source.test
+    part = windows(setup.task.model.groups, 0.5)
+    found = evaluate(setup.task, state, test, reduction=part, capacity=0.5)
+    hidden, head = state.params["hidden1.weight"][:4], state.params["head.weight"][:, :4]
+    layer = torch.relu(test.x.flatten(1) @ hidden.T + state.params["hidden1.bias"][:4])
+    expected = score(layer @ head.T + state.params["head.bias"], test.y)
+    assert found.accuracy == expected.accuracy
+    assert found.loss == pytest.approx(expected.loss, abs=1e-5)
+    assert evaluate(setup.task, state, test) != found
+
+
+def test_evaluation_reads_the_state_and_changes_nothing():
+    setup, state = uneven()
+    before = {name: t.clone() for name, t in state.params.items()}
+    module = {name: t.clone() for name, t in setup.task.model.module.state_dict().items()}
+    few = Samples(setup.task.source.test.x[:20], setup.task.source.test.y[:20])
+    found = evaluate(setup.task, state, few)
+    other = with_params(state, {name: -t for name, t in state.params.items()})
+    assert evaluate(setup.task, other, few).loss != found.loss
+    assert all(torch.equal(t, before[name]) for name, t in state.params.items())
+    assert all(torch.equal(t, module[name]) for name, t in setup.task.model.module.state_dict().items())
+    assert (other.round, other.statistics, other.coverage) == (state.round, state.statistics, state.coverage)
+    assert not ready(setup.task, state, WHOLE, 1.0).training

@@ -1,0 +1,74 @@
+"""Randomness with an address: the same draw for the same address, another for every other, and no trace."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedcover.rng import generator, key, numpy_generator, seeded
+
+addresses = st.lists(st.integers(0, 50) | st.sampled_from(["shuffle", "cohort", "a"]), max_size=4)
+
+
+def draws(seed, *address):
+    return torch.rand(4, generator=generator(seed, *address)).tolist()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 5), addresses, st.integers(0, 5), addresses)
+def test_the_draw_is_a_function_of_the_address_and_of_nothing_less(seed, address, other_seed, other):
+    same = (seed, *map(str, address)) == (other_seed, *map(str, other))
+    assert (draws(seed, *address) == draws(other_seed, *other)) == same
+
+
+def test_neighbouring_numbers_do_not_run_together():
+    assert key(0, "a", 1, 12) != key(0, "a", 11, 2)
+    assert key(1, "a") != key(0, 1, "a")
+    assert key(11, 2) != key(1, 12)
+
+
+def test_keys_fit_every_generator_and_are_far_apart():
+    keys = [key(seed, "k", round) for seed in range(20) for round in range(100)]
+    assert len(set(keys)) == 2000
+    assert all(0 <= k < 2**63 for k in keys)
+    assert 0.4 < np.mean([k > 2**62 for k in keys]) < 0.6
+
+
+def test_a_generator_is_fresh_each_time():
+    first = generator(3, "x")
+    torch.rand(10, generator=first)
+    assert draws(3, "x") == draws(3, "x")
+    assert numpy_generator(3, "x").random() == numpy_generator(3, "x").random()
+    assert numpy_generator(3, "x").random() != numpy_generator(3, "y").random()
+
+
+def test_seeded_gives_the_global_generator_back_as_it_was():
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    with seeded(0, "init"):
+        inside = torch.rand(3)
+    assert torch.equal(torch.rand(3), expected)
+    torch.manual_seed(99)
+    with seeded(0, "init"):
+        assert torch.equal(torch.rand(3), inside)
+    with seeded(1, "init"):
+        assert not torch.equal(torch.rand(3), inside)
+
+
+def test_seeded_gives_it_back_even_after_an_error():
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    with pytest.raises(RuntimeError), seeded(0, "init"):
+        torch.rand(3).view(2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_asking_for_generators_moves_no_global_one():
+    torch.manual_seed(5)
+    before, numpy_before = torch.get_rng_state(), np.random.get_state()[1].copy()
+    draws(0, "x")
+    numpy_generator(0, "x").random()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert np.array_equal(np.random.get_state()[1], numpy_before)
