@@ -52,7 +52,7 @@ def train_masked(
             rows = shard.index[order[start : start + local.batch_size]]
             leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
             logits = functional_call(module, leaves, (shard.samples.x[rows],))
-            chosen = torch.log_softmax(logits, 1)[torch.arange(len(rows)), shard.samples.y[rows]]
+            chosen = torch.log_softmax(logits, 1).gather(1, shard.samples.y[rows].unsqueeze(1))
             gradients = torch.autograd.grad(-chosen.mean(), list(leaves.values()))
             gradient = {name: g * masks[name] for name, g in zip(leaves, gradients, strict=True)}
             if local.clip is not None:
@@ -67,7 +67,7 @@ def train_masked(
 
 def dense_module(module: nn.Module, masks: dict[str, Tensor], scaler: bool) -> nn.Module:
     """The full-sized model as a masked client must run it: on batch statistics, with the scaler's factors."""
-    dense = copy.deepcopy(module).train()
+    dense = with_masked_moments(copy.deepcopy(module).train(), masks)
     for layer in dense.modules():
         if isinstance(layer, nn.BatchNorm2d):
             layer.running_mean = layer.running_var = layer.num_batches_tracked = None
@@ -76,3 +76,24 @@ def dense_module(module: nn.Module, masks: dict[str, Tensor], scaler: bool) -> n
             rows = masks[layer.of].flatten(1).any(1) if masks[layer.of].ndim > 1 else masks[layer.of]
             layer.factor = len(rows) / int(rows.sum())
     return dense
+
+
+class MaskedLayerNorm(nn.LayerNorm):
+    """A layer norm of the full width whose moments are taken over the kept units only."""
+
+    kept: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise over the kept units; the others' scale and shift are zero anyway."""
+        mean = x[..., self.kept].mean(-1, keepdim=True)
+        variance = x[..., self.kept].var(-1, unbiased=False, keepdim=True)
+        return (x - mean) / (variance + self.eps).sqrt() * self.weight + self.bias
+
+
+def with_masked_moments(module: nn.Module, masks: dict[str, Tensor]) -> nn.Module:
+    """The masked twin of a norm across a cut axis (changes the module, returns it)."""
+    for path, layer in module.named_modules():
+        if isinstance(layer, nn.LayerNorm):
+            layer.__class__ = MaskedLayerNorm
+            layer.kept = masks[f"{path}.weight"]
+    return module

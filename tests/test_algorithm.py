@@ -6,7 +6,7 @@ from fedcover.fleet import drops_out
 from fedcover.policies import POLICIES
 from fedcover.rounds import cohort_of, run_round, view_of
 from tests.reference import reference_round
-from tests.worlds import SMALL_MODELS, same, world
+from tests.worlds import same, world
 
 NAMED = {
     **{name: name for name in POLICIES},
@@ -49,11 +49,19 @@ def test_residual_networks_with_norms_equal_the_reference(model, norm, policy):
     agree(*world(model, norm=norm, policy=policy, epochs=1, clients=4, active=3, fleet="1x1.0 + 2x0.5"), rounds=1)
 
 
+@pytest.mark.parametrize("policy", ["prefix", "rolling", "random", "magnitude"])
+@pytest.mark.parametrize("model", ["transformer", "lora"])
+def test_a_language_model_and_adapters_equal_the_reference(model, policy):
+    if (model, policy) == ("lora", "magnitude"):
+        pytest.skip("adapters have nothing that may be pruned")
+    agree(*world(model, policy=policy, epochs=1, clients=800, active=3, batch_size=4), rounds=1)
+
+
 def test_subnet_regions_equal_the_reference():
     agree(*world("cnn", **setting("regions(codename='147256', kind='subnet')")))
 
 
-@pytest.mark.parametrize("model", SMALL_MODELS)
+@pytest.mark.parametrize("model", ["mlp", "cnn", "wide_resnet", "preact_resnet18"])
 def test_the_scaler_equals_the_reference(model):
     agree(*world(model, policy="prefix", scaler=True, epochs=1, active=3), rounds=1)
 

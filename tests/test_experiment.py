@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from fedcover.errors import InvalidValue
 from fedcover.experiment import Experiment, parse_change, read_experiment
+from fedcover.recipes.labels import ABSENT
 
 NAN, INF = float("nan"), float("inf")
 plain = st.characters(exclude_categories=["Cs"])
@@ -34,7 +35,13 @@ FIELDS = {
     "norm": st.sampled_from(["batch", "tracked", "per-width", "group"]),
     "scaler": st.booleans(),
     "policy": st.sampled_from(["full", "rolling(spread=true)", "magnitude(scope='model')", "random"]),
+    "recipe": st.sampled_from(["plain", "prox", "fjord"]),
+    "absent_labels": st.sampled_from(sorted(ABSENT)),
+    "label_rows": st.booleans(),
+    "rule": st.sampled_from(["coverage_mean", "trimmed_mean", "median"]),
     "weights": st.sampled_from(["uniform", "samples"]),
+    "uncovered": st.sampled_from(["keep", "zero"]),
+    "server": st.sampled_from(["none", "momentum", "adam"]),
     "rounds": st.integers(1, 10**9),
     "epochs": st.integers(1, 100),
     "batch_size": st.integers(1, 10**6),
@@ -52,8 +59,8 @@ FIELDS = {
 }
 
 
-def test_the_fields_above_are_all_but_the_rule():
-    assert set(Experiment.model_fields) - set(FIELDS) == {"rule"}
+def test_the_fields_above_are_all():
+    assert set(FIELDS) == set(Experiment.model_fields)
 
 
 @settings(max_examples=150, deadline=None)
@@ -96,19 +103,22 @@ WRONG = [
       for value, what in [(1, "less than 1"), (-0.1, "greater than or equal to 0"), (NAN, "less than 1"),
                           (INF, "less than 1"), ("x", "valid number"), (None, "valid number")]),
     *((field, value, "valid string") for field in ("name", "dataset", "partition", "augment", "fleet", "model", "norm",
-                                                   "policy", "rule", "weights", "schedule", "evaluation")
+                                                   "policy", "rule", "weights", "schedule", "evaluation", "recipe",
+                                                   "absent_labels", "uncovered", "server")
       for value in (5, None, ["x"], True, {"a": 1})),
     *((field, value, "must be one of") for field in ("augment", "norm", "rule", "weights", "evaluation", "policy",
-                                                     "model", "partition", "schedule")
+                                                     "model", "partition", "schedule", "recipe", "absent_labels",
+                                                     "uncovered", "server")
       for value in ("", "nosuch", "x y", "é")),
-    *((field, f"nosuch{tail}", "must look like name or name") for field in ("policy", "model", "partition", "schedule")
+    *((field, f"nosuch{tail}", "must look like name or name") for field in ("policy", "model", "partition", "schedule",
+                                                                            "recipe", "rule", "server")
       for tail in ("(", "(1)", "(x=y)", "(x=1)(y=2)")),
     *(("assignment", value, "'device' or 'slot'") for value in ("", "x", 1, None)),
     *(("capacity", value, "'width' or 'parameters'") for value in ("", "x", 1, None)),
     *(("name", value, "match pattern") for value in ("", ".", "..", ".x", "a/b", "a b", "a\n", "é", "-x", "\x00")),
     ("name", "x" * 101, "at most 100 characters"),
     *(("seed", value, what) for value, what in [(-1, "than or equal to 0"), (0.5, "valid integer"), (NAN, "finite")]),
-    *(("scaler", value, "valid boolean") for value in ("maybe", 2, None, "")),
+    *((field, value, "valid boolean") for field in ("scaler", "label_rows") for value in ("maybe", 2, None, "")),
     *(("lr", value, what) for value, what in [(0, "greater than 0"), (-1, "greater than 0"), (NAN, "finite"),
                                               (INF, "finite"), ("x", "valid number"), (None, "valid number")]),
     *(("weight_decay", value, what) for value, what in [(-1, "than or equal to 0"), (NAN, "finite"), (INF, "finite")]),
@@ -168,13 +178,14 @@ CHANGED = {
     "clients": 99, "active": 9, "fleet": "2x0.5", "assignment": "slot", "capacity": "parameters", "drop_out": 0.1,
     "model": "cnn", "norm": "group", "scaler": True, "policy": "prefix", "weights": "samples", "rounds": 99,
     "epochs": 4, "batch_size": 9, "lr": 0.02, "schedule": "cosine", "momentum": 0.4, "weight_decay": 0.1,
-    "clip": 1.0, "window": 9, "evaluation": "batch-compat", "evaluate_every": 2, "local_every": 5,
+    "clip": 1.0, "window": 9, "evaluation": "batch-compat", "evaluate_every": 2, "local_every": 5, "rule": "median",
+    "recipe": "prox", "absent_labels": "zero", "label_rows": True, "uncovered": "zero", "server": "adam",
 }  # fmt: skip
 UNCHANGED = {"name": "other", "checkpoint_every": 7, "keep_rounds": [1, 2]}
 
 
 def test_the_digest_is_of_what_is_computed():
-    assert set(CHANGED) | set(UNCHANGED) | {"rule"} == set(Experiment.model_fields)
+    assert set(CHANGED) | set(UNCHANGED) == set(Experiment.model_fields)
     digests = {Experiment(**{field: value}).digest for field, value in CHANGED.items()}
     assert len(digests | {Experiment().digest}) == len(CHANGED) + 1
     assert Experiment(**UNCHANGED).digest == Experiment().digest

@@ -200,7 +200,7 @@ def test_width_within_is_the_largest_share_that_fits(layout, budget):
     assert width_within(layout.groups, layout.params, budget) == fitting[-1]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["mlp", "cnn", "wide_resnet", "preact_resnet18"])
 def test_width_within_on_real_models(name):
     model = MODELS[name]((3, 32, 32), 10, "batch")
     params = {n: p.detach() for n, p in model.module.named_parameters()}

@@ -18,7 +18,7 @@ STORY = [
     "groups", "models", "reduction", "wire", "submodel", "norms", "coverage",
     "policies", "recipes", "augment", "training", "engines", "aggregation", "evaluation", "cost",
     "rounds", "experiment", "preparation", "checkpoints", "folders", "runs",
-    "export", "audit", "console", "demo", "cli",
+    "export", "audit", "paper", "console", "demo", "cli",
 ]  # fmt: skip
 WALLS = {
     "policies": {"datasets", "partition", "sources", "training", "engines", "submodel"},

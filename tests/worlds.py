@@ -14,8 +14,19 @@ SMALL_MODELS = {
     "cnn": ("cnn(channels=[4, 6], hidden=8)", "synthetic(shape=(1, 8, 8), classes=3, samples=7, test_size=50)"),
     "wide_resnet": ("wide_resnet(depth=10, widen=1)", "synthetic(shape=(3, 8, 8), classes=3, samples=7, test_size=50)"),
     "preact_resnet18": ("preact_resnet18(width=4)", "synthetic(shape=(3, 16, 16), classes=3, samples=7, test_size=50)"),
+    "depth_resnet": (
+        "depth_resnet(width=4, stages=4, blocks=1)",
+        "synthetic(shape=(3, 16, 16), classes=3, samples=7, test_size=50)",
+    ),
+    "transformer": ("transformer(width=8, heads=4, blocks=1, hidden=8)", "characters"),
+    "lora": ("lora(hidden=[8], rank=4)", "synthetic(shape=(1, 3, 4), classes=3, samples=7, test_size=50)"),
 }
 """Every model of the table in a size for tests, with data of its shape."""
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    """In float64, unless these are characters."""
+    return x.double() if x.is_floating_point() else x
 
 
 class Doubled:
@@ -24,13 +35,13 @@ class Doubled:
     def __init__(self, source):
         self.inner = source
         self.classes = source.classes
-        self.test = Samples(source.test.x.double(), source.test.y)
+        self.test = Samples(doubled(source.test.x), source.test.y)
         self.validation = None
-        self.calibration = source.calibration.double()
+        self.calibration = doubled(source.calibration)
 
     def shard(self, client):
         shard = self.inner.shard(client)
-        return Shard(Samples(shard.samples.x.double(), shard.samples.y), shard.index)
+        return Shard(Samples(doubled(shard.samples.x), shard.samples.y), shard.index)
 
     def labels(self, client):
         return self.inner.labels(client)
@@ -43,6 +54,8 @@ def world(model: str = "mlp", **fields: object) -> tuple[Setup, State]:
         "model": spec, "dataset": dataset, "fleet": "2x1.0 + 2x0.5 + 2x0.25", "clients": 12, "active": 6,
         "rounds": 3, "epochs": 2, "batch_size": 3, "lr": 0.1, "window": 2, "calibration": 40,
     }  # fmt: skip
+    if model == "depth_resnet":
+        defaults["recipe"] = "depthfl"
     setup = prepare(Experiment(**{**defaults, **fields}), Machine(device="cpu").resolved())
     setup.task.model.module.double()
     setup = replace(setup, task=replace(setup.task, source=Doubled(setup.task.source)))

@@ -1,7 +1,7 @@
 """How the server makes one model of many parts: rules over tensors that know no architecture.
 
-A rule sees, for every client, what it trained (a reduction), the values, and a weight. Switches that all rules share:
-average values or changes, over those who trained an entry or over all; what becomes of entries that nobody trained.
+A rule sees, for every client, what it trained (a reduction), the values, and a weight. Apart from the rule: how much a
+client counts, what becomes of entries that nobody trained, and the server's own optimiser.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -10,25 +10,34 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedcover.errors import InvalidValue
+from fedcover.errors import InvalidValue, unknown
 from fedcover.types import Client, Params, Reduction, Rule
 
 Part = tuple[Reduction, Params, float]
+OVER = ("coverage", "clients", "moved")
+"""What the coverage mean divides by."""
 
 
 def coverage_mean(old: Params, parts: Iterable[Part], *, over: str = "coverage") -> Params:
     """Each entry becomes the weighted mean over the clients that trained it; entries nobody trained stay.
 
     Summed in float64, in the order given; what stands outside a client's reduction is never read. With `over="clients"`
-    the sum of changes is divided by all clients' weight, so that seldom trained entries move less (zero-padding).
+    the sum of changes is divided by all clients' weight, so that seldom trained entries move less (zero-padding); with
+    `over="moved"` only clients that changed an entry count for it (the code of FIARSE).
     """
-    if over not in ("coverage", "clients"):
-        raise InvalidValue(f"rule coverage_mean: over must be coverage or clients; got {over!r}")
+    if over not in OVER:
+        raise unknown("rule coverage_mean: over", over, OVER)
     total, weight = _zeros(old), _zeros(old)
     everybody = 0.0
     for reduction, values, scale in parts:
-        reduction.add_into(total, values, scale)
-        reduction.add_into(weight, None, scale)
+        if over == "moved":
+            sent = reduction.extract({name: old[name] for name in values})
+            moved = {name: value != sent[name] for name, value in values.items()}
+            reduction.add_into(total, {name: torch.where(moved[name], v, 0) for name, v in values.items()}, scale)
+            reduction.add_into(weight, {name: bits.double() for name, bits in moved.items()}, scale)
+        else:
+            reduction.add_into(total, values, scale)
+            reduction.add_into(weight, None, scale)
         everybody += scale
     new: Params = {}
     for name, tensor in old.items():
@@ -46,7 +55,7 @@ def trimmed_mean(old: Params, parts: Iterable[Part], *, share: float = 0.1) -> P
 
     def middle(values_CS: Tensor, held_CS: Tensor) -> Tensor:
         count_S = held_CS.sum(0)
-        cut_S = (count_S * share + 1e-9).floor()
+        cut_S = torch.minimum((count_S * share + 1e-9).floor(), (count_S - 1) // 2)  # one or two always stay
         ordered_CS = torch.where(held_CS, values_CS, torch.inf).sort(0).values
         place_C1 = torch.arange(len(values_CS), device=values_CS.device).view(-1, *[1] * (values_CS.ndim - 1))
         inside_CS = (place_C1 >= cut_S) & (place_C1 < count_S - cut_S)
@@ -125,6 +134,8 @@ def server_none() -> ServerStep:
 
 def server_momentum(*, lr: float = 1.0, beta: float = 0.9) -> ServerStep:
     """Momentum on the server (FedAvgM, Hsu, Qi, Brown 2019); an entry's momentum moves only when it is covered."""
+    if not (lr > 0 and 0 <= beta < 1):
+        raise InvalidValue(f"server momentum: lr must be above 0 and beta in [0, 1); got {lr:g} and {beta:g}")
 
     def step(tensor: Covered, memory: Memory) -> tuple[Tensor, Memory]:
         before = memory.get("velocity", torch.zeros_like(tensor.old))
@@ -136,6 +147,11 @@ def server_momentum(*, lr: float = 1.0, beta: float = 0.9) -> ServerStep:
 
 def server_adam(*, lr: float = 0.01, beta1: float = 0.9, beta2: float = 0.99, tau: float = 1e-3) -> ServerStep:
     """FedAdam (Reddi et al., ICLR 2021); an entry's moments move only when it is covered."""
+    if not (lr > 0 and tau > 0 and 0 <= beta1 < 1 and 0 <= beta2 < 1):
+        raise InvalidValue(
+            f"server adam: lr and tau must be above 0, beta1 and beta2 in [0, 1); "
+            f"got {lr:g}, {tau:g}, {beta1:g} and {beta2:g}"
+        )
 
     def step(tensor: Covered, memory: Memory) -> tuple[Tensor, Memory]:
         change = tensor.new - tensor.old

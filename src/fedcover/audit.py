@@ -4,22 +4,27 @@ from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
+import torch
+
 from fedcover import coverage
 from fedcover.cost import cost, memory_to_train, uses_of_weights
-from fedcover.errors import unknown
+from fedcover.errors import InvalidValue, unknown
 from fedcover.experiment import Experiment
 from fedcover.fleet import Fleet
 from fedcover.policies.regions import region_coverage
 from fedcover.preparation import build_model, named_policy
 from fedcover.types import Client, Coverage, View
 
-SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
-    "digits": ((1, 8, 8), 10),
-    "mnist": ((1, 28, 28), 10),
-    "cifar10": ((3, 32, 32), 10),
-    "cifar100": ((3, 32, 32), 100),
+SHAPES: dict[str, tuple[tuple[int, ...], int, torch.dtype]] = {
+    "digits": ((1, 8, 8), 10, torch.float32),
+    "characters": ((64,), 128, torch.int64),
+    "mnist": ((1, 28, 28), 10, torch.float32),
+    "cifar10": ((3, 32, 32), 10, torch.float32),
+    "cifar100": ((3, 32, 32), 100, torch.float32),
 }
-"""Input shape and number of classes of the known data sets, so that an audit needs no data."""
+"""Input shape, number of classes and type of inputs of the known data sets, so that an audit needs no data."""
+
+MOST_DEVICES = 10_000
 
 
 def audit(experiment: Experiment) -> dict[str, Any]:
@@ -30,18 +35,21 @@ def audit(experiment: Experiment) -> dict[str, Any]:
     """
     if experiment.dataset not in SHAPES:
         raise unknown("dataset", experiment.dataset, SHAPES)
-    shape, classes = SHAPES[experiment.dataset]
+    shape, classes, dtype = SHAPES[experiment.dataset]
     model = build_model(experiment, shape, classes)
     params = {name: p.detach() for name, p in model.module.named_parameters()}
     fleet = Fleet.parse(experiment.fleet)
+    if sum(fleet.counts) > MOST_DEVICES:
+        raise InvalidValue(f"fleet: an audit takes at most {MOST_DEVICES:,} devices; got {sum(fleet.counts):,}")
     cohort = tuple(Client(i, fleet.capacity(i), i, 1, ()) for i in range(sum(fleet.counts)))
     view = View(0, params, model.groups, model.prunable, cohort, fleet.levels, experiment.capacity,
                 Coverage((), {}), experiment.seed)  # fmt: skip
     held = [(client, part) for client, part in zip(cohort, named_policy(experiment)(view), strict=True) if part]
-    uses = uses_of_weights(model.module, shape)
+    uses = uses_of_weights(model.module, shape, dtype)
     costs = [cost(part, params, uses) for _, part in held]
     counts = coverage.count(params, [part for _, part in held])
-    first = {client.capacity: (client, part) for client, part in reversed(held)}
+    total = coverage.energy(params)
+    by_level = {level: [part for client, part in held if client.capacity == level] for level in fleet.levels}
     return {
         "model": experiment.model,
         "policy": experiment.policy,
@@ -52,14 +60,15 @@ def audit(experiment: Experiment) -> dict[str, Any]:
         "capacities": [
             {
                 "capacity": level,
-                "devices": sum(client.capacity == level for client in cohort),
-                **asdict(cost(part, params, uses)),
+                "devices": len(alike),
+                **asdict(cost(alike[0], params, uses)),
                 "memory": memory_to_train(
-                    model, part, shape, batch_size=experiment.batch_size, momentum=experiment.momentum
+                    model, alike[0], shape, batch_size=experiment.batch_size, momentum=experiment.momentum, dtype=dtype
                 ),
-                "delta2": coverage.noise(params, part, coverage.energy(params)),
+                "delta2": fmean(coverage.noise(params, part, total) for part in alike),
             }
-            for level, (_, part) in sorted(first.items(), reverse=True)
+            for level, alike in by_level.items()
+            if alike
         ],
     }
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from fedcover.reduction import Masks, Within
 from fedcover.submodel import skeleton
@@ -26,8 +27,11 @@ class Cost:
     bytes_up: int
 
 
-def uses_of_weights(module: nn.Module, shape: Sequence[int]) -> dict[str, int]:
+def uses_of_weights(module: nn.Module, shape: Sequence[int], dtype: torch.dtype | None = None) -> dict[str, int]:
     """How many times each weight of a linear or convolutional layer is multiplied for one sample.
+
+    `dtype` is that of the inputs, if it is not that of the weights (characters are integers). What attention multiplies
+    is not a weight and does not count.
 
     >>> from fedcover.models import cnn
     >>> uses_of_weights(cnn((1, 28, 28), 10, "batch").module, (1, 28, 28))
@@ -39,16 +43,17 @@ def uses_of_weights(module: nn.Module, shape: Sequence[int]) -> dict[str, int]:
         def hook(layer: nn.Module, inputs: object, output: Tensor) -> None:
             assert isinstance(layer.weight, Tensor)
             # a layer that is called twice multiplies twice
-            uses[f"{name}.weight"] = uses.get(f"{name}.weight", 0) + output.numel() // layer.weight.shape[0]
+            uses[name] = uses.get(name, 0) + output.numel() // layer.weight.shape[0]
 
         return hook
 
     empty = skeleton(module, Masks({}))
     for name, layer in empty.named_modules():
         if isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
-            layer.register_forward_hook(remember(name))
+            leaf = "parametrizations.weight.original" if parametrize.is_parametrized(layer, "weight") else "weight"
+            layer.register_forward_hook(remember(f"{name}.{leaf}"))
     with torch.no_grad():
-        empty.eval()(torch.empty((1, *shape), device="meta", dtype=next(empty.parameters()).dtype))
+        empty.eval()(torch.zeros((1, *shape), device="meta", dtype=dtype or next(empty.parameters()).dtype))
     return uses
 
 
@@ -66,14 +71,20 @@ def cost(
     parameters = sum(sizes.values())
     return Cost(
         parameters=parameters,
-        multiply_adds=sum(sizes[name] * times for name, times in uses.items()),
+        multiply_adds=sum(sizes.get(name, 0) * times for name, times in uses.items()),
         bytes_down=BYTES * parameters + len(encode(reduction)),
         bytes_up=BYTES * sum(back.sizes(params).values()) + chosen,
     )
 
 
 def memory_to_train(
-    model: Model, reduction: Reduction, shape: Sequence[int], *, batch_size: int, momentum: float
+    model: Model,
+    reduction: Reduction,
+    shape: Sequence[int],
+    *,
+    batch_size: int,
+    momentum: float,
+    dtype: torch.dtype = torch.float32,
 ) -> int:
     """Bytes a device needs for a training step: weights, gradients, momentum and what backward keeps.
 
@@ -90,9 +101,11 @@ def memory_to_train(
             kept[place] = tensor
         return tensor
 
-    x = torch.empty((batch_size, *shape), device="meta")
+    x = torch.zeros((batch_size, *shape), device="meta", dtype=dtype)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = nn.functional.cross_entropy(part(x), torch.zeros(batch_size, dtype=torch.int64, device="meta"))
+        logits = part(x)
+        labels = torch.zeros((len(logits), *logits.shape[2:]), dtype=torch.int64, device="meta")
+        loss = nn.functional.cross_entropy(logits, labels)
     activations = sum(t.untyped_storage().nbytes() for t in kept.values())
     del loss
     return BYTES * weights * (2 + (momentum > 0)) + activations

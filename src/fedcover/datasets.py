@@ -9,6 +9,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from importlib import resources
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,10 @@ _MOMENTS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
 }
 """Mean and standard deviation of the training pixels, channel by channel, on the scale 0 to 1."""
+
+
+_PIECE, _VOCABULARY = 64, 128
+"""Characters per sample of `characters`, and how many different ones there are (ASCII)."""
 
 
 # ── known by name ───────────────────────────────────────────────────────────────────────────────────────
@@ -81,8 +86,27 @@ def cifar100(folder: Path) -> Dataset:
     return _cifar("cifar100", folder, label_bytes=2, classes=100)
 
 
+def characters(_folder: Path | None = None) -> Dataset:
+    """Python's own help topics, character by character, in pieces of 64; every topic is an owner.
+
+    The text comes with the interpreter, so another Python version has a slightly other data set.
+    """
+    pieces, owners = [], []
+    for owner, (_, text) in enumerate(sorted(topics.items())):
+        codes = torch.frombuffer(bytearray(text.encode("ascii", "replace")), dtype=torch.uint8).long()
+        whole = codes[: (len(codes) - 1) // _PIECE * _PIECE + 1]
+        if len(whole) > _PIECE:
+            pieces.append(torch.stack([whole[:-1].view(-1, _PIECE), whole[1:].view(-1, _PIECE)], dim=1))
+            owners.append(torch.full((len(pieces[-1]),), owner))
+    x_N2T, owner_N = torch.cat(pieces), torch.cat(owners).unique(return_inverse=True)[1]
+    tested_N = torch.arange(len(x_N2T)) % 10 == 9
+    train, test = (Samples(x_N2T[rows, 0], x_N2T[rows, 1]) for rows in (~tested_N, tested_N))
+    return Dataset("characters", train, test, classes=_VOCABULARY, owner=owner_N[~tested_N])
+
+
 DATASETS: dict[str, Callable[[Path], Dataset]] = {
     "digits": digits,
+    "characters": characters,
     "mnist": mnist,
     "cifar10": cifar10,
     "cifar100": cifar100,

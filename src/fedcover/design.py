@@ -8,7 +8,7 @@ itself and the shared parts turn against each other from round to round, so that
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from math import ceil, gcd, prod
+from math import ceil, gcd
 
 import numpy as np
 import torch
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from fedcover.errors import InvalidValue
 from fedcover.groups import cuts_by_tensor
-from fedcover.planner import GOLDEN, Bound, Group, Profile, Runs, best_gamma, least_wish
+from fedcover.objective import Bound, least_wish
+from fedcover.planner import GOLDEN, Group, Profile, Runs, best_gamma
 from fedcover.types import Params, Reduction, UnitGroup
 
 
@@ -52,16 +53,20 @@ def unit_energies(groups: Sequence[UnitGroup], params: Mapping[str, Tensor]) -> 
             continue
         squares = params[tensor].square()
         for group, cut in meeting:
+            if cut.axis is None:  # the whole tensor leaves with one unit
+                energies[group.name][cut.unit] += squares.sum(dtype=torch.float64).cpu()
+                continue
             other = [axis for axis in range(squares.ndim) if axis != cut.axis]
             along = squares.sum(other, dtype=torch.float64) if other else squares.double()
             owned = along[cut.start : cut.start + group.size * cut.per_unit].view(group.size, cut.per_unit)
-            energies[group.name] = energies[group.name].to(owned.device) + owned.sum(1)
-    return {name: energy.cpu() for name, energy in energies.items()}
+            energies[group.name] += owned.sum(1).cpu()
+    return energies
 
 
 def is_exact(groups: Sequence[UnitGroup]) -> bool:
     """Whether no tensor is cut twice, so that the least noise and the coverage of every parameter are known exactly."""
-    return all(len(meeting) < 2 for meeting in cuts_by_tensor(groups).values())
+    alone = all(len(meeting) < 2 for meeting in cuts_by_tensor(groups).values())
+    return alone and not any(group.nested for group in groups)
 
 
 def colours(groups: Sequence[UnitGroup]) -> dict[str, int]:
@@ -93,7 +98,7 @@ def turn(round: int, colour: int, cycle: int) -> float:
 
 
 def cycle_of(profiles: Sequence[Profile], palette: int) -> int:
-    """How many rounds a cycle has: the inverse of the mean arc that a unit sees, with no step in common with a colour."""
+    """How many rounds a cycle has: one over the arc that a unit sees on average, with no step common to two colours."""
     if palette < 2:
         return 1
     arcs = [profile.rest_N / profile.shared for profile in profiles if profile.shared]
@@ -101,39 +106,59 @@ def cycle_of(profiles: Sequence[Profile], palette: int) -> int:
     return next(n for n in count(wanted) if all(gcd(n, step) == 1 for step in range(1, palette)))
 
 
-def level(groups: Mapping[str, Group], total: float, wish: Wish, exact: bool) -> int:
-    """The coverage of every unit that a wish amounts to, common to all groups; 0 if a round cannot cover them."""
-    scarce = min(groups, key=lambda name: groups[name].gamma_max)
-    largest = groups[scarce].gamma_max
+def level(groups: Mapping[str, Group], stacked: Sequence[str], total: float, wish: Wish, exact: bool) -> int:
+    """The coverage of every unit that a wish amounts to, common to all groups; 0 if a round cannot cover them.
+
+    Of the `stacked` groups only first units can be kept, so that their last unit has as many clients as hold all.
+    """
+    largest = {name: group.gamma_max for name, group in groups.items()}
+    largest |= {name: int((groups[name].budgets_N == groups[name].units).sum()) for name in stacked}
+    scarce = min(largest, key=lambda name: largest[name])
     room, units = int(groups[scarce].budgets_N.sum()), groups[scarce].units
     why = f"the clients have room for {room} units of {scarce!r}, which has {units}"
-    wanted = least_wish(wish.gamma, wish.tolerate, largest, why)
+    if scarce in stacked:
+        why = f"{largest[scarce]} clients hold all of {scarce!r}, whose units stand on each other"
+    wanted = least_wish(wish.gamma, wish.tolerate, largest[scarce], why)
     if wanted is not None:
         return wanted
     if exact:
         return best_gamma(list(groups.values()), total, wish.bound)
-    return min(largest, max(1, round(wish.share * largest)))
+    most = min((largest[name] for name in groups if name not in stacked), default=0)
+    return min(most, max(1, int(wish.share * most + 1e-9)))
 
 
-def design(groups: Mapping[str, Group], tints: Mapping[str, int], total: float, wish: Wish, round: int) -> dict[str, Runs]:
-    """Who holds which units of every group in a round; `tints` are the groups' colours, all 0 where the plan is exact.
+def design(
+    groups: Mapping[str, Group],
+    tints: Mapping[str, int] | None,
+    total: float,
+    wish: Wish,
+    round: int,
+    stacked: Sequence[str] = (),
+) -> dict[str, Runs]:
+    """Who holds which units of every group in a round; `tints` are the colours of groups that meet, else None.
 
     Where a cohort is too small to hold every unit once, some rounds are planned as if they were one.
     """
-    exact = not any(tints.values())
-    gamma = level(groups, total, wish, exact)
+    gamma = level(groups, stacked, total, wish, exact=tints is None)
+    free = {name: group for name, group in groups.items() if name not in stacked}
     together = 1
     if gamma == 0 and wish.gamma is None:
-        together = max(ceil(g.units / (int(g.budgets_N.sum()) * wish.share)) for g in groups.values() if g.budgets_N.any())
-        groups = {name: Group(g.energies_U, np.tile(g.budgets_N, together)) for name, g in groups.items()}
-        gamma = 1
-    profiles = {name: group.profile(gamma) for name, group in groups.items()}
+        together = max((ceil(g.units / (int(g.budgets_N.sum()) * wish.share)) for g in _holding(free)), default=1)
+        free = {name: Group(g.energies_U, np.tile(g.budgets_N, together)) for name, g in free.items()}
+        gamma = min((group.gamma_max for group in free.values()), default=0)
+    profiles = {name: group.profile(gamma) for name, group in free.items()}
+    tints = tints or dict.fromkeys(groups, 0)
     cycle = cycle_of(list(profiles.values()), 1 + max(tints.values()))
     made = {
-        name: profile.share_out(groups[name].order_U, turn(round // together, tints[name], cycle))
+        name: profile.share_out(free[name].order, turn(round // together, tints[name], cycle))
         for name, profile in profiles.items()
     }
-    return {name: _part(runs, round % together, together) for name, runs in made.items()}
+    first = {name: groups[name].profile(0).share_out(torch.arange(groups[name].units)) for name in stacked}
+    return {name: _part(runs, round % together, together) for name, runs in made.items()} | first
+
+
+def _holding(groups: Mapping[str, Group]) -> list[Group]:
+    return [group for group in groups.values() if group.budgets_N.any()]
 
 
 def _part(runs: Runs, which: int, parts: int) -> Runs:
@@ -154,13 +179,8 @@ def narrowed(groups: Sequence[UnitGroup], params: Mapping[str, Tensor]) -> Param
     meeting = cuts_by_tensor(groups)
     small: Params = {}
     for name, tensor in params.items():
-        cut = {place.axis for _, place in meeting.get(name, ())}
+        cut = {place.axis for _, place in meeting.get(name, ()) if place.axis is not None}
         whole = [axis for axis in range(tensor.ndim) if axis not in cut]
         squares = tensor.square()
         small[name] = squares.sum(whole, keepdim=True, dtype=torch.float64) if whole else squares.double()
     return small
-
-
-def sizes(params: Mapping[str, Tensor]) -> int:
-    """How many entries there are in all."""
-    return sum(prod(tensor.shape) for tensor in params.values())

@@ -56,7 +56,8 @@ def _archive(url: str, md5: str, folder: str, digests: dict[str, str]) -> tuple[
 
 
 PUBLISHED: dict[str, tuple[Download, ...]] = {
-    "digits": (),  # ships inside the package
+    "digits": (),
+    "characters": (),  # comes with Python
     "mnist": _plain(
         "https://ossci-datasets.s3.amazonaws.com/mnist",
         "mnist",

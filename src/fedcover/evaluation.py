@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedcover.norms import calibrate, on_batch_statistics, statistics_key
-from fedcover.reduction import Masks
+from fedcover.reduction import Masks, Slices
 from fedcover.submodel import fill, submodel
 from fedcover.types import Reduction, Samples, State, Task, Update
 from fedcover.wire import encode
@@ -67,27 +67,30 @@ def evaluate(
     return score(logits(model, samples.x, COMPAT_BATCH if mode == "batch-compat" else BATCH), samples.y)
 
 
-def local_accuracy(task: Task, state: State, updates: Sequence[Update]) -> tuple[float, float]:
+def local_accuracy(task: Task, state: State, updates: Sequence[Update]) -> tuple[float, float] | None:
     """What the round's clients would see: on the test samples of their labels, weighted by their samples.
 
-    First with their own part of the new global model, then with the model each had just trained.
+    First with their own part of the new global model, then with the model each had just trained. None where the test
+    set has none of their labels.
     """
     test = task.source.test
-    answers: dict[bytes, Tensor] = {}  # clients with the same part share its answers
+    answers: dict[object, Tensor] = {}  # clients with the same part share its answers
     own = trained = weight = 0.0
     for update in updates:
-        client, name = update.client, encode(update.sent) + f"{update.client.capacity}".encode()
+        client, sent = update.client, update.sent
+        name = (encode(sent) if isinstance(sent, Slices) else id(sent), client.capacity)
         if name not in answers:
             part = ready(task, state, update.sent, client.capacity)
             answers[name] = logits(part, test.x).argmax(1)
         mine = torch.isin(test.y, torch.tensor(client.labels, device=test.y.device))
+        mine = mine if mine.ndim == 1 else mine.flatten(1).any(1)  # a sequence has many labels
         if not bool(mine.any()):
             continue
         own += client.samples * float((answers[name] == test.y)[mine].double().mean())
         answer = logits(_as_trained(task, update), test.x[mine]).argmax(1)
         trained += client.samples * float((answer == test.y[mine]).double().mean())
         weight += client.samples
-    return own / weight, trained / weight
+    return (own / weight, trained / weight) if weight else None
 
 
 def _as_trained(task: Task, update: Update) -> nn.Module:

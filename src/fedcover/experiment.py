@@ -63,7 +63,7 @@ class Experiment(BaseModel):
     calibration: int = Field(1000, ge=1)
     augment: str = "none"
 
-    clients: int = Field(100, ge=1)
+    clients: int = Field(100, ge=1, le=1_000_000_000)
     active: int = Field(10, ge=1)
     fleet: str = "1x1.0"
     assignment: Literal["device", "slot"] = "device"

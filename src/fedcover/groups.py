@@ -55,6 +55,10 @@ def check(groups: Sequence[UnitGroup], tensors: Mapping[str, Tensor]) -> None:
             if cut.tensor not in tensors:
                 raise InvalidValue(f"{where}: the model has no such tensor")
             shape = tensors[cut.tensor].shape
+            if cut.axis is None:
+                if cut.unit not in range(group.size):
+                    raise InvalidValue(f"{where}: unit must be in 0..{group.size - 1}; got {cut.unit}")
+                continue
             if not 0 <= cut.axis < len(shape):
                 raise InvalidValue(f"{where}: axis must be in 0..{len(shape) - 1}; got {cut.axis}")
             end = cut.start + group.size * cut.per_unit

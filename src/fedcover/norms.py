@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedcover.errors import InvalidValue
 from fedcover.types import Params
 
 NORMS = ("batch", "tracked", "per-width", "group")
@@ -59,7 +60,12 @@ def calibrate(module: nn.Module, inputs: Tensor) -> nn.Module:
     if layers:
         # equal batches: they count the same, so a short last one would count too much
         for batch in torch.tensor_split(inputs, ceil(len(inputs) / CALIBRATION_BATCH)):
-            module(batch)
+            try:
+                module(batch)
+            except ValueError as error:
+                raise InvalidValue(
+                    f"calibration: {len(batch)} rows are too few for the statistics of a norm layer; take more"
+                ) from error
     for layer, momentum in zip(layers, momenta, strict=True):
         layer.momentum = momentum
     return module.eval()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fedcover.errors import InvalidValue
+from fedcover.objective import Bound, least_wish
 
 LARGEST_MATRIX = 10**8
 """Entries (clients x units) above which a plan stays a list of runs."""
@@ -24,40 +25,6 @@ GOLDEN = (5**0.5 - 1) / 2
 
 Numbers = Sequence[float] | np.ndarray | Tensor
 Counts = Sequence[int] | np.ndarray | Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """The right side of Theorem 1', over L^2 ||theta||^2: what a plan minimises when no coverage is asked for.
-
-    The sum over clients of variance/Gamma_n^2 + (drift + delta_n^2)/Gamma_n, with Gamma_n the least coverage of what
-    client n itself holds. The defaults stand for 300 local steps at the largest learning rate that the theorem
-    allows, 1/(2 L T), and gradients as long as L ||theta||: variance 1/300, drift 1/12.
-    """
-
-    variance: float = 1 / 300
-    drift: float = 1 / 12
-
-    def __post_init__(self) -> None:
-        for name in ("variance", "drift"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise InvalidValue(f"{name} must be a number from 0 on; got {getattr(self, name)}")
-
-    @classmethod
-    def of(
-        cls, *, lr: float, steps: int, smoothness: float = 1.0, gradient: float = 1.0, variance: float = 1.0
-    ) -> "Bound":
-        """From the theorem's gamma, T, L, G and sigma^2, the last two over L^2 ||theta||^2.
-
-        >>> Bound.of(lr=1 / 600, steps=300).variance == Bound().variance
-        True
-        """
-        drift = (lr * smoothness) ** 2 * gradient * (steps - 1) * (2 * steps - 1) / 6
-        return cls(2 * lr * smoothness * variance, drift)
-
-    def __call__(self, noise_N: np.ndarray, inverse_N: np.ndarray) -> float:
-        """The value for the clients' noises and the inverses of their own coverages."""
-        return float((self.variance * inverse_N**2 + (self.drift + noise_N) * inverse_N).sum())
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +48,8 @@ class Runs:
     def labels(self) -> Tensor:
         """The run of every unit."""
         here = self.order_U.device
-        runs_U = torch.arange(len(self.lengths_R), device=here).repeat_interleave(self.lengths_R.to(here))
+        runs_R = torch.arange(len(self.lengths_R), dtype=torch.int32, device=here)
+        runs_U = runs_R.repeat_interleave(self.lengths_R.to(here))
         return torch.empty_like(runs_U).scatter_(0, self.order_U, runs_U)
 
     def column_sums(self) -> Tensor:
@@ -115,8 +83,8 @@ class Profile:
         return self.units - self.nested - (self.between > 0)
 
     @property
-    def _between_N(self) -> np.ndarray:
-        return np.maximum(0, self.budgets_N - self.nested) - self.rest_N
+    def _holds_between(self) -> np.ndarray:
+        return np.asarray(np.maximum(0, self.budgets_N - self.nested) - self.rest_N)
 
     def removed(self, after_U1: Tensor) -> np.ndarray:
         """The energy that every client lacks, as a mean over all turns of the shared part (the sum has no spread).
@@ -127,14 +95,14 @@ class Profile:
         places = [*heads_N.tolist(), self.nested, self.units - self.shared]
         after = after_U1[torch.tensor(places, device=after_U1.device)].cpu().numpy()
         nested_N = after[: len(heads_N)] - after[-2]
-        between_N = (1 - self._between_N) * (after[-2] - after[-1]) if self.between else 0.0
+        between_N = (1 - self._holds_between) * (after[-2] - after[-1]) if self.between else 0.0
         return np.asarray(nested_N + between_N + (1 - self.rest_N / max(1, self.shared)) * after[-1])
 
     def inverse_coverage(self) -> np.ndarray:
         """1/Gamma_n of every client: the least coverage of what it holds itself; 0 where it holds nothing."""
         ascending = np.sort(self.budgets_N)
         least_N = len(ascending) - np.searchsorted(ascending, self.budgets_N)
-        least_N = np.where(self._between_N > 0, self.between, least_N)
+        least_N = np.where(self._holds_between > 0, self.between, least_N)
         least_N = np.where(self.rest_N > 0, self.gamma, least_N)
         return np.asarray((self.budgets_N > 0) / np.maximum(1, least_N))
 
@@ -144,7 +112,7 @@ class Profile:
         columns = [self.budgets_N >= level for level in levels]
         lengths = np.diff([0, *levels]).tolist()
         if self.between:
-            columns, lengths = [*columns, self._between_N > 0], [*lengths, 1]
+            columns, lengths = [*columns, self._holds_between > 0], [*lengths, 1]
         if self.shared:
             # client after client takes an arc of the circle; together they go round it Gamma times
             start_N = (int(turn % 1 * self.shared) + np.cumsum(self.rest_N) - self.rest_N) % self.shared
@@ -198,14 +166,14 @@ class Group:
         return int(self.budgets_N.sum()) // self.units
 
     @cached_property
-    def order_U(self) -> Tensor:
+    def order(self) -> Tensor:
         """Units by energy, heaviest first; equal ones by number."""
         return self.energies_U.argsort(descending=True, stable=True)
 
     @cached_property
-    def after_U1(self) -> Tensor:
+    def after(self) -> Tensor:
         """The energy of the units from each rank on."""
-        ends_U = self.energies_U[self.order_U].flip(0).cumsum(0).flip(0)
+        ends_U = self.energies_U[self.order].flip(0).cumsum(0, dtype=torch.float64).flip(0)
         return torch.cat([ends_U, ends_U.new_zeros(1)])
 
     def profile(self, gamma: int) -> Profile:
@@ -233,28 +201,12 @@ class Group:
         return Profile(units, gamma, budgets_N, first - 1, between, rest_N)
 
 
-def least_wish(gamma: int | None, tolerate: int, largest: int, why: str) -> int | None:
-    """The coverage that was asked for, None if nothing was; too large a wish is answered with the largest."""
-    for name, value in (("gamma", gamma), ("tolerate", tolerate)):
-        if value is not None and value < 0:
-            raise InvalidValue(f"{name} must be at least 0; got {value}")
-    if gamma is not None and gamma > largest:
-        raise InvalidValue(f"gamma must be at most {largest} ({why}); got {gamma}")
-    if tolerate and tolerate + 1 > largest:
-        allowed = f"at most {largest - 1}" if largest > 1 else "0"
-        raise InvalidValue(
-            f"tolerate must be {allowed}: {tolerate} drop-outs need coverage {tolerate + 1}, "
-            f"and the largest feasible is {largest} ({why}); got {tolerate}"
-        )
-    return None if gamma is None and not tolerate else max(gamma or 0, tolerate + 1 if tolerate else 0)
-
-
 def best_gamma(groups: Sequence[Group], total: float, bound: Bound) -> int:
     """The coverage, common to all groups, whose least-noise plan has the smallest bound; 0 only if 1 is too much."""
     largest = min(group.gamma_max for group in groups)
 
     def value(gamma: int) -> float:
-        profiles = [(group.profile(gamma), group.after_U1) for group in groups]
+        profiles = [(group.profile(gamma), group.after) for group in groups]
         removed_N = np.sum([profile.removed(after_U1) for profile, after_U1 in profiles], axis=0)
         inverse_N = np.max([profile.inverse_coverage() for profile, _ in profiles], axis=0)
         return bound(removed_N / (total or 1.0), inverse_N)
@@ -270,9 +222,9 @@ def frontier(energies: Numbers, budgets: Counts) -> tuple[float, ...]:
     [0.6, 0.6, 1.0]
     """
     group = Group.of(energies, budgets)
-    total = float(group.after_U1[0]) or 1.0
+    total = float(group.after[0]) or 1.0
     profiles = (group.profile(gamma) for gamma in range(group.gamma_max + 1))
-    return tuple(float(profile.removed(group.after_U1).sum()) / total for profile in profiles)
+    return tuple(float(profile.removed(group.after).sum()) / total for profile in profiles)
 
 
 def plan(
@@ -284,11 +236,11 @@ def plan(
     above 100 million entries.
 
     >>> plan([4, 3, 2, 1], [4, 2, 2], gamma=2).astype(int).tolist()
-    [[1, 1, 1, 1], [1, 0, 1, 0], [0, 1, 0, 1]]
+    [[1, 1, 1, 1], [1, 0, 0, 1], [0, 1, 1, 0]]
     """
     group = Group.of(energies, budgets)
     why = f"room for {int(group.budgets_N.sum())} units over {group.units} units"
     wish = least_wish(gamma, tolerate, group.gamma_max, why)
-    chosen = best_gamma([group], float(group.after_U1[0]), bound or Bound()) if wish is None else wish
-    made = group.profile(chosen).share_out(group.order_U)
+    chosen = best_gamma([group], float(group.after[0]), bound or Bound()) if wish is None else wish
+    made = group.profile(chosen).share_out(group.order)
     return made if made.columns_RN.shape[1] * group.units > LARGEST_MATRIX else made.matrix().cpu().numpy()

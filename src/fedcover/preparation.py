@@ -53,8 +53,8 @@ class Machine:
 
     def for_setup(self, setup: Setup) -> "Machine":
         """The same with the number of threads decided: one, unless a step is worth sharing."""
-        uses = setup.uses
-        work = sum(setup.task.model.module.get_parameter(name).numel() * times for name, times in uses.items())
+        sizes = {name: p.numel() for name, p in setup.task.model.module.named_parameters()}
+        work = sum(sizes.get(name, 0) * times for name, times in setup.uses.items())
         small = work * setup.task.local.batch_size < SMALL_STEP
         return Machine(self.engine, self.device, self.threads or (1 if small else torch.get_num_threads()))
 

@@ -6,7 +6,7 @@ A unit that is cut disappears from every tensor in which it appears. What no gro
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
+from math import ceil, prod
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ class Slices:
                     cut.start + group.size * cut.per_unit,
                 )
                 for group, cut in meeting
+                if cut.axis is not None
             ]
             for tensor, meeting in cuts_by_tensor(self.groups).items()
         }
@@ -49,6 +50,16 @@ class Slices:
     @cached_property
     def _indices(self) -> dict[tuple[str, tuple[int, ...]], tuple[Index, ...]]:
         return {}
+
+    @cached_property
+    def absent(self) -> frozenset[str]:
+        """The tensors that go with a unit that is cut: the client has nothing of them."""
+        return frozenset(
+            cut.tensor
+            for group in self.groups
+            for cut in group.cuts
+            if cut.axis is None and cut.unit not in self.kept[group.name].tolist()
+        )
 
     def region(self, name: str, shape: Sequence[int]) -> tuple[Index, ...]:
         """What is kept along each axis of a tensor: a plain slice where it can be one, else positions."""
@@ -63,11 +74,17 @@ class Slices:
 
     def extract(self, params: Mapping[str, Tensor]) -> Params:
         """The kept slices of each tensor, as tensors of the client's own size."""
-        return {name: _take(tensor, self.region(name, tensor.shape)) for name, tensor in params.items()}
+        return {
+            name: _take(tensor, self.region(name, tensor.shape))
+            for name, tensor in params.items()
+            if name not in self.absent
+        }
 
     def add_into(self, target: Params, values: Params | None, scale: float) -> None:
         """Add `scale * values` (or `scale` itself) to the kept entries of `target`, in place."""
         for name in target if values is None else values:
+            if name in self.absent:
+                continue
             region = self.region(name, target[name].shape)
             view = target[name][tuple(part if isinstance(part, slice) else slice(None) for part in region)]
             listed = [(axis, part) for axis, part in enumerate(region) if isinstance(part, Tensor)]
@@ -88,10 +105,12 @@ class Slices:
 
     def sizes(self, params: Mapping[str, Tensor]) -> dict[str, int]:
         """How many entries of each tensor the client holds."""
-        return {
-            name: prod(_length(part, full) for part, full in zip(self.region(name, t.shape), t.shape, strict=True))
-            for name, t in params.items()
+        held = {name: t.shape for name, t in params.items() if name not in self.absent}
+        sizes = {
+            name: prod(_length(part, full) for part, full in zip(self.region(name, shape), shape, strict=True))
+            for name, shape in held.items()
         }
+        return {name: sizes.get(name, 0) for name in params}
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,14 +206,13 @@ def windows(groups: tuple[UnitGroup, ...], share: float, start: Mapping[str, int
     >>> windows(g, 0.5, {"hidden": 3}).kept["hidden"].tolist()
     [0, 3]
     """
-    first = start or {}
-    return Slices(
-        groups,
-        {
-            g.name: ((torch.arange(units_kept(g.size, share)) + first.get(g.name, 0)) % g.size).sort().values
-            for g in groups
-        },
-    )
+    first = {} if start is None else start
+
+    def kept(group: UnitGroup) -> Tensor:
+        offset = 0 if group.nested else first.get(group.name, 0)
+        return ((torch.arange(units_kept(group.size, share)) + offset) % group.size).sort().values
+
+    return Slices(groups, {group.name: kept(group) for group in groups})
 
 
 def drawn(groups: tuple[UnitGroup, ...], share: float, key: int) -> Slices:
@@ -206,26 +224,31 @@ def drawn(groups: tuple[UnitGroup, ...], share: float, key: int) -> Slices:
     """
     if not 0 <= key < 2**64:
         raise InvalidValue(f"key must be in 0..2**64 - 1; got {key}")
-    kept = {
-        g.name: torch.randperm(g.size, generator=generator(key, "units", g.name))[: units_kept(g.size, share)]
-        .sort()
-        .values
-        for g in groups
-    }
-    return Slices(groups, kept, draw=(share, key))
+
+    def kept(group: UnitGroup) -> Tensor:
+        number = units_kept(group.size, share)
+        if group.nested:
+            return torch.arange(number)
+        return torch.randperm(group.size, generator=generator(key, "units", group.name))[:number].sort().values
+
+    return Slices(groups, {group.name: kept(group) for group in groups}, draw=(share, key))
 
 
 def parameters_at(groups: tuple[UnitGroup, ...], params: Mapping[str, Tensor], share: float) -> int:
     """How many parameters a model has when every group keeps `share` of its units."""
     lost: dict[tuple[str, int], int] = {}
+    absent = windows(groups, share).absent
     for group in groups:
         for cut in group.cuts:
+            if cut.axis is None:
+                continue
             place = (cut.tensor, cut.axis)
             gone = (group.size - units_kept(group.size, share)) * cut.per_unit
             lost[place] = lost.get(place, 0) + gone
     return sum(
         prod(length - lost.get((name, axis), 0) for axis, length in enumerate(tensor.shape))
         for name, tensor in params.items()
+        if name not in absent
     )
 
 
@@ -246,7 +269,8 @@ def width_within(groups: tuple[UnitGroup, ...], params: Mapping[str, Tensor], bu
         low, high = (middle + 1, high) if fits else (low, middle)
     if low == 0:
         least = parameters_at(groups, params, 0) / parameters_at(groups, params, 1.0)
-        raise InvalidValue(f"capacity must be at least {least:.4f} for this model (one unit per group); got {budget:g}")
+        least = ceil(10_000 * least) / 10_000  # rounded up, so that the advice can be followed
+        raise InvalidValue(f"capacity must be at least {least:g} for this model (one unit per group); got {budget:g}")
     return shares[low - 1]
 
 

@@ -58,7 +58,8 @@ class Setup:
     @cached_property
     def uses(self) -> dict[str, int]:
         """How often each weight is multiplied for one sample."""
-        return uses_of_weights(self.task.model.module, self.task.source.test.x.shape[1:])
+        x = self.task.source.test.x
+        return uses_of_weights(self.task.model.module, x.shape[1:], x.dtype)
 
 
 @dataclass(frozen=True)
@@ -219,9 +220,9 @@ def _scores(setup: Setup, state: State, updates: Sequence[Update]) -> dict[str, 
             scores |= {"validation_accuracy": held_out.accuracy, "validation_loss": held_out.loss}
     if last or (setup.local_every and state.round % setup.local_every == 0):
         scores |= other_models(setup, state)
-        if updates:
-            own, trained = local_accuracy(setup.task, state, updates)
-            scores |= {"accuracy_local": own, "accuracy_trained": trained}
+        local = local_accuracy(setup.task, state, updates)
+        if local:
+            scores |= {"accuracy_local": local[0], "accuracy_trained": local[1]}
     return scores
 
 

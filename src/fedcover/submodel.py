@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 
 from fedcover.errors import InvalidValue
 from fedcover.models import Scaler, tensors
+from fedcover.reduction import Slices
 from fedcover.types import Reduction
 
 
@@ -26,12 +27,17 @@ def skeleton(module: nn.Module, reduction: Reduction, *, scaler: bool = False) -
     small = _hollow(module)
     whole = tensors(small)
     part = reduction.extract(whole)
+    for name in whole.keys() - part.keys():  # a layer that the client has nothing of
+        path, _, leaf = name.rpartition(".")[0].rpartition(".")
+        small.get_submodule(path)._modules[leaf] = nn.Identity()
     fill(small, part)
+    if isinstance(reduction, Slices):
+        _recount(small, reduction)
     for path, layer in small.named_modules():
         if scaler and isinstance(layer, Scaler):
             layer.factor = whole[layer.of].shape[0] / part[layer.of].shape[0]
         for kind, tell in _TELL.items():
-            if isinstance(layer, kind):
+            if isinstance(layer, kind) and is_told(layer):
                 tell(path, layer)
     return small
 
@@ -58,21 +64,52 @@ def _hollow(module: nn.Module) -> nn.Module:
 
 def fill(module: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
     """Put copies of tensors into a module, whatever shapes were there (changes the module, returns it)."""
-    homes: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)  # a tied weight has several
+    homes: dict[int, list[tuple[dict[str, Any], str]]] = defaultdict(list)  # a tied tensor has several
     for layer in module.modules():
-        for leaf, weight in layer._parameters.items():
-            homes[id(weight)].append((layer, leaf))
-    for name, tensor in values.items():
+        for table in (layer._parameters, layer._buffers):
+            for leaf, tensor in table.items():
+                if tensor is not None:
+                    homes[id(tensor)].append((table, leaf))
+    for name, value in values.items():
         path, _, leaf = name.rpartition(".")
         owner = module.get_submodule(path)
-        if leaf in owner._parameters:
-            old = owner.get_parameter(leaf)
-            new = nn.Parameter(tensor.detach().clone(), requires_grad=old.requires_grad)
-            for home, known_as in homes[id(old)]:
-                home._parameters[known_as] = new
-        else:
-            owner._buffers[leaf] = tensor.detach().clone()
+        old = owner._parameters.get(leaf)
+        new: Tensor = value.detach().clone()
+        if old is not None:
+            new = nn.Parameter(new, requires_grad=old.requires_grad)
+        known = old if old is not None else owner._buffers.get(leaf)
+        for table, known_as in homes.get(id(known), [(owner._buffers, leaf)]):
+            table[known_as] = new
     return module
+
+
+def is_told(layer: nn.Module) -> bool:
+    """Whether a layer's own numbers (such as `out_features`) follow from the tensors that it holds."""
+    return any(isinstance(layer, kind) for kind in _TELL) and any(
+        isinstance(tensor, Tensor) for tensor in (*layer._parameters.values(), getattr(layer, "running_mean", None))
+    )
+
+
+def _recount(module: nn.Module, reduction: Slices) -> None:
+    """Lower the numbers that count a group's units by what is cut (changes the module)."""
+    for group in reduction.groups:
+        cut = group.size - len(reduction.kept[group.name])
+        for count in group.counts:
+            _lower(module, count.attribute.split("."), cut * count.per_unit)
+
+
+def _lower(module: nn.Module, path: list[str], by: int) -> None:
+    """Lower a number at a path of attributes; its last part may be a place in a tuple."""
+    *way, leaf = path
+    if leaf.isdigit():
+        *way, name = way
+        owner = module.get_submodule(".".join(way))
+        sizes = list(getattr(owner, name))
+        sizes[int(leaf)] -= by
+        setattr(owner, name, tuple(sizes))
+    else:
+        owner = module.get_submodule(".".join(way))
+        setattr(owner, leaf, getattr(owner, leaf) - by)
 
 
 def _tell_linear(path: str, layer: Any) -> None:
@@ -80,13 +117,20 @@ def _tell_linear(path: str, layer: Any) -> None:
 
 
 def _tell_convolution(path: str, layer: Any) -> None:
-    out_channels, in_channels = layer.weight.shape[:2]
-    if layer.groups != 1 and (out_channels, in_channels * layer.groups) != (
-        layer.out_channels,
-        layer.in_channels,
-    ):
+    out_channels, inside = layer.weight.shape[:2]
+    _resize(path, layer, out_channels, inside * layer.groups)
+
+
+def _tell_transposed(path: str, layer: Any) -> None:
+    in_channels, inside = layer.weight.shape[:2]
+    _resize(path, layer, inside * layer.groups, in_channels)
+
+
+def _resize(path: str, layer: Any, out_channels: int, in_channels: int) -> None:
+    """Of a grouped convolution whole groups are cut; then both sides shrink alike, and a `Count` lowers `groups`."""
+    if layer.groups != 1 and out_channels * layer.in_channels != in_channels * layer.out_channels:
         raise InvalidValue(f"layer {path!r}: a grouped convolution cannot be cut; groups is {layer.groups}")
-    layer.out_channels, layer.in_channels = out_channels, in_channels * layer.groups
+    layer.out_channels, layer.in_channels = out_channels, in_channels
 
 
 def _tell_batch_norm(path: str, layer: Any) -> None:
@@ -105,11 +149,46 @@ def _tell_group_norm(path: str, layer: Any) -> None:
     layer.num_groups, layer.num_channels = layer.num_groups * kept // layer.num_channels, kept
 
 
+def _tell_layer_norm(path: str, layer: Any) -> None:
+    layer.normalized_shape = tuple(layer.weight.shape)
+
+
+def _tell_embedding(path: str, layer: Any) -> None:
+    layer.num_embeddings, layer.embedding_dim = layer.weight.shape
+
+
+def _tell_attention(path: str, layer: Any) -> None:
+    inside = len(layer.q_proj_weight) if layer.in_proj_weight is None else len(layer.in_proj_weight) // 3
+    width = len(layer.out_proj.weight)
+    if inside != width or inside % layer.head_dim:
+        raise InvalidValue(
+            f"layer {path!r}: nn.MultiheadAttention is as wide inside as outside, so {width} outputs need as many "
+            f"inner features in whole heads of {layer.head_dim}; got {inside}"
+        )
+    layer.embed_dim, layer.num_heads = width, inside // layer.head_dim
+    layer.kdim = width if layer.k_proj_weight is None else layer.k_proj_weight.shape[1]
+    layer.vdim = width if layer.v_proj_weight is None else layer.v_proj_weight.shape[1]
+
+
+def _tell_slopes(path: str, layer: Any) -> None:
+    layer.num_parameters = len(layer.weight)
+
+
 _TELL: Mapping[type[nn.Module], Callable[[str, Any], None]] = {
     nn.Linear: _tell_linear,
     nn.Conv1d: _tell_convolution,
     nn.Conv2d: _tell_convolution,
     nn.Conv3d: _tell_convolution,
-    _BatchNorm: _tell_batch_norm,
+    nn.ConvTranspose1d: _tell_transposed,
+    nn.ConvTranspose2d: _tell_transposed,
+    nn.ConvTranspose3d: _tell_transposed,
+    _NormBase: _tell_batch_norm,
     nn.GroupNorm: _tell_group_norm,
+    nn.LayerNorm: _tell_layer_norm,
+    nn.RMSNorm: _tell_layer_norm,
+    nn.Embedding: _tell_embedding,
+    nn.EmbeddingBag: _tell_embedding,
+    nn.MultiheadAttention: _tell_attention,
+    nn.PReLU: _tell_slopes,
 }
+"""How a layer learns its size from its tensors; what is not here keeps its numbers, unless a group counts them."""

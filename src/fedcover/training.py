@@ -11,7 +11,7 @@ from fedcover.augment import AUGMENTATIONS
 from fedcover.errors import InvalidValue, TrainingDiverged
 from fedcover.norms import on_batch_statistics, running, statistics_key
 from fedcover.reduction import Within
-from fedcover.rng import generator
+from fedcover.rng import generator, seeded
 from fedcover.submodel import submodel
 from fedcover.types import (
     Assignment,
@@ -40,7 +40,8 @@ def train_client(task: Task, state: State, client: Client, reduction: Reduction,
         return functional_call(part, dict(values), (x,))  # type: ignore[no-any-return]
 
     try:
-        params, carry, loss = train(assignment, forward, params, carry, lr)
+        with seeded(task.seed, "forward", state.round, client.id):  # a model may draw in its forward pass: dropout
+            params, carry, loss = train(assignment, forward, params, carry, lr)
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise
@@ -136,6 +137,8 @@ def steps(round: int, rounds: int, *, at: list[int], factor: float = 0.1) -> flo
     >>> steps(7, 10, at=[5, 8])
     0.1
     """
+    if factor <= 0:
+        raise InvalidValue(f"schedule steps: factor must be positive; got {factor}")
     return float(factor ** sum(round >= milestone for milestone in at))
 
 

@@ -78,21 +78,38 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Where a group's units live in one tensor: unit u owns [start + u*per_unit, start + (u+1)*per_unit)."""
+    """Where a group's units live in one tensor: unit u owns [start + u*per_unit, start + (u+1)*per_unit) of the axis.
+
+    Without an axis the whole tensor goes with one `unit` (a stage of a network, an exit).
+    """
 
     tensor: str
-    axis: int
+    axis: int | None
     start: int = 0
+    per_unit: int = 1
+    unit: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """A number that a module keeps (`blocks.0.attention.num_heads`), and how much of it one unit is."""
+
+    attribute: str
     per_unit: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class UnitGroup:
-    """Units (neurons, channels, heads) that are kept or cut together, wherever they appear."""
+    """Units (neurons, channels, heads) that are kept or cut together, wherever they appear and are counted.
+
+    The units of a `nested` group stand on each other (stages of a network): only the first ones can be kept.
+    """
 
     name: str
     size: int
     cuts: tuple[Cut, ...]
+    nested: bool = False
+    counts: tuple[Count, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

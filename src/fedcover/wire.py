@@ -22,10 +22,10 @@ def encode(reduction: Reduction) -> bytes:
     >>> len(encode(windows((UnitGroup("hidden", 1000, ()),), 0.5)))
     9
     """
-    if isinstance(reduction, Masks):
-        bits = [reduction.bits[name] for name in sorted(reduction.bits)]
+    if not isinstance(reduction, Slices):
+        masks = reduction.gradient_mask()
+        bits = [masks[name] for name in sorted(masks)]
         return _MASKS + (b"" if all(bool(tensor.all()) for tensor in bits) else _packed(bits))
-    assert isinstance(reduction, Slices)
     if reduction.draw is not None:
         return _DRAW + struct.pack("<dQ", *reduction.draw)
     units = [(reduction.kept[group.name], group.size) for group in reduction.groups]

@@ -6,9 +6,12 @@ A builder takes the shape of one input, the number of classes and the kind of no
 from collections.abc import Callable
 
 from fedcover.models.dense import cnn, mlp
+from fedcover.models.depth import depth_resnet
+from fedcover.models.lora import lora
 from fedcover.models.parts import Scaler as Scaler
 from fedcover.models.parts import tensors as tensors
 from fedcover.models.residual import preact_resnet18, wide_resnet
+from fedcover.models.transformer import transformer
 from fedcover.types import Model
 
 MODELS: dict[str, Callable[..., Model]] = {
@@ -16,4 +19,7 @@ MODELS: dict[str, Callable[..., Model]] = {
     "cnn": cnn,
     "wide_resnet": wide_resnet,
     "preact_resnet18": preact_resnet18,
+    "depth_resnet": depth_resnet,
+    "transformer": transformer,
+    "lora": lora,
 }

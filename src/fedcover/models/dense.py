@@ -13,15 +13,19 @@ from fedcover.types import Cut, Model, UnitGroup
 CLASSIFIER = ("head.weight", "head.bias")
 
 
-def mlp(shape: Sequence[int], classes: int, norm: str, *, hidden: Sequence[int] = (200,)) -> Model:
+def mlp(
+    shape: Sequence[int], classes: int, norm: str, *, hidden: Sequence[int] = (200,), dropout: float = 0.0
+) -> Model:
     """A multi-layer perceptron; 784-200-10 has the paper's 159,010 parameters.
 
     >>> sum(p.numel() for p in mlp((1, 28, 28), 10, "batch").module.parameters())
     159010
     """
-    _refuse_norm("mlp", norm)
+    refuse_norm("mlp", norm)
     if not hidden or any(not isinstance(width, int) or width < 1 for width in hidden):
         raise InvalidValue(f"model mlp: hidden must be a list of positive integers; got {hidden!r}")
+    if not 0 <= dropout < 1:
+        raise InvalidValue(f"model mlp: dropout must be in [0, 1); got {dropout}")
     layers: list[tuple[str, nn.Module]] = [("flatten", nn.Flatten())]
     groups: list[UnitGroup] = []
     names = [f"hidden{i}" for i in range(1, len(hidden) + 1)] + ["head"]
@@ -30,6 +34,7 @@ def mlp(shape: Sequence[int], classes: int, norm: str, *, hidden: Sequence[int] 
         layers += [
             (name, nn.Linear(fan_in, width)),
             (f"{name}_scaler", Scaler(f"{name}.weight")),
+            *([(f"{name}_dropout", nn.Dropout(dropout))] if dropout else []),
             (f"{name}_relu", nn.ReLU()),
         ]
         cuts = (Cut(f"{name}.weight", 0), Cut(f"{name}.bias", 0), Cut(f"{following}.weight", 1))
@@ -49,9 +54,11 @@ def cnn(
     >>> model.groups[1].cuts[-1]
     Cut(tensor='hidden.weight', axis=1, start=0, per_unit=49)
     """
-    _refuse_norm("cnn", norm)
+    refuse_norm("cnn", norm)
     if len(shape) != 3:
         raise InvalidValue(f"model cnn needs images (channels, height, width); the data has shape {tuple(shape)}")
+    if not channels or min(channels) < 1 or hidden < 1:
+        raise InvalidValue(f"model cnn: channels and hidden must be positive; got {list(channels)} and {hidden}")
     if min(shape[1:]) >> len(channels) < 1:
         raise InvalidValue(f"model cnn: {len(channels)} poolings leave nothing of an image of {tuple(shape)}")
     layers: list[tuple[str, nn.Module]] = []
@@ -87,6 +94,7 @@ def cnn(
     return Model(nn.Sequential(OrderedDict(layers)), tuple(groups), prunable, CLASSIFIER)
 
 
-def _refuse_norm(name: str, norm: str) -> None:
+def refuse_norm(name: str, norm: str) -> None:
+    """Complain about a choice of norm for a model that has none to choose."""
     if norm != "batch":
         raise InvalidValue(f"model {name} has no norm layers, so norm must be left at 'batch'; got {norm!r}")

@@ -77,6 +77,11 @@ class PreactResNet(nn.Module):
         return logits
 
 
+def norm_of(kind: str) -> Callable[[int], nn.Module]:
+    """How a norm layer over some channels is made."""
+    return _group_norm if kind == "group" else _batch_norm
+
+
 def _batch_norm(width: int) -> nn.Module:
     return nn.BatchNorm2d(width)
 
@@ -91,8 +96,7 @@ def _preact(shape: Sequence[int], classes: int, norm: str, stem: int, widths: Se
     if len(shape) != 3:
         raise InvalidValue(f"a ResNet needs images (channels, height, width); the data has shape {tuple(shape)}")
     per_unit = CHANNELS_PER_NORM_GROUP if norm == "group" else 1
-    make_norm = _group_norm if norm == "group" else _batch_norm
-    net = PreactResNet(shape[0], classes, stem, widths, blocks, make_norm)
+    net = PreactResNet(shape[0], classes, stem, widths, blocks, norm_of(norm))
     convolutions = [n for n, m in net.named_modules() if isinstance(m, nn.Conv2d) and n != "stem"]
     return Model(net, _preact_groups(net, per_unit), tuple(f"{name}.weight" for name in convolutions), CLASSIFIER)
 
@@ -147,4 +151,6 @@ def wide_resnet(shape: Sequence[int], classes: int, norm: str, *, depth: int = 2
 
 def preact_resnet18(shape: Sequence[int], classes: int, norm: str, *, width: int = 64) -> Model:
     """The pre-activation ResNet-18 for small images that HeteroFL and FedRolex use."""
+    if width < 1:
+        raise InvalidValue(f"model preact_resnet18: width must be at least 1; got {width}")
     return _preact(shape, classes, norm, width, [width, 2 * width, 4 * width, 8 * width], 2)

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 from fedcover.policies.common import per_client as per_client
 from fedcover.policies.magnitude import magnitude
-from fedcover.policies.prunefl import prunefl
 from fedcover.policies.planned import planned
+from fedcover.policies.prunefl import prunefl
 from fedcover.policies.regions import regions
 from fedcover.policies.windows import exclude, full, homogeneous, prefix, random, rolling
 from fedcover.types import Reduction

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import wraps
+from math import ceil
 from typing import Any, Concatenate, ParamSpec
 
 from fedcover.errors import InvalidValue
@@ -40,9 +41,9 @@ def prunable_budget(view: View, capacity: float) -> int:
     total = sum(tensor.numel() for tensor in view.params.values())
     budget = int(capacity * total + 1e-9) - (total - prunable)
     if budget < 1:
-        least = (total - prunable + 1) / total
+        least = ceil(10_000 * (total - prunable + 1) / total) / 10_000
         raise InvalidValue(
-            f"capacity must be at least {least:.4f} to prune this model (the rest is never pruned); got {capacity:g}"
+            f"capacity must be at least {least:g} to prune this model (the rest is never pruned); got {capacity:g}"
         )
     return budget
 

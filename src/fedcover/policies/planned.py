@@ -1,6 +1,6 @@
 """The planner as a policy: every round the least noise for the coverage that is wanted, from the current weights."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -9,7 +9,8 @@ from fedcover.coverage import energy
 from fedcover.design import Wish, colours, design, is_exact, unit_energies
 from fedcover.errors import InvalidValue, unknown
 from fedcover.groups import units_kept
-from fedcover.planner import Bound, Group
+from fedcover.objective import Bound
+from fedcover.planner import Group, Runs
 from fedcover.policies.common import prunable_budget, width
 from fedcover.reduction import Masks, Slices
 from fedcover.types import Client, Reduction, View
@@ -38,50 +39,52 @@ def planned(
     wish = Wish(gamma, tolerate, share, Bound(variance, drift))
     places = sorted(range(len(view.cohort)), key=lambda i: (-view.cohort[i].capacity, view.cohort[i].id))
     clients = [view.cohort[place] for place in places]  # not as drawn: arcs must keep their owners over the rounds
+    groups, stacked, exact = groups_of(view, kind, clients)
     try:
-        parts = _subnets(view, clients, wish) if kind == "subnet" else _masks(view, clients, wish)
+        plans = design(groups, None if exact else colours(view.groups), energy(view.params), wish, view.round, stacked)
     except InvalidValue as error:
         raise InvalidValue(f"policy planned, round {view.round}: {error}") from None
+    parts = (_slices if kind == "subnet" else _masks)(view, plans, len(clients))
     made = dict(zip(places, parts, strict=True))
     return [made[place] for place in range(len(places))]
 
 
-def _subnets(view: View, clients: list[Client], wish: Wish) -> list[Reduction]:
-    shares = {client.capacity: width(view, client.capacity) for client in clients}
-    weights = unit_energies(view.groups, view.params)
-    groups = {
-        g.name: Group.of(weights[g.name], [units_kept(g.size, shares[client.capacity]) for client in clients])
-        for g in view.groups
-    }
-    exact = is_exact(view.groups)
-    tints = dict.fromkeys(groups, 0) if exact else colours(view.groups)
-    plans = design(groups, tints, energy(view.params) if exact else 1.0, wish, view.round)
+def groups_of(
+    view: View, kind: str, clients: Sequence[Client] | None = None
+) -> tuple[dict[str, Group], list[str], bool]:
+    """What is planned (units or weights with the clients' budgets), which groups are stacked, and whether it is exact.
+
+    Pruning: every prunable layer keeps the same share, as greedy pruning and the paper's designs do.
+    """
+    shares = [client.capacity for client in clients or view.cohort]
+    if kind == "subnet":
+        widths = {capacity: width(view, capacity) for capacity in set(shares)}
+        weights = unit_energies(view.groups, view.params)
+        budgets = {g.name: np.array([units_kept(g.size, widths[c]) for c in shares]) for g in view.groups}
+        stacked = [group.name for group in view.groups if group.nested]
+        return {g.name: Group(weights[g.name], budgets[g.name]) for g in view.groups}, stacked, is_exact(view.groups)
+    if not view.prunable:
+        raise InvalidValue("kind 'pruning' needs a model with prunable weights; this one names none")
+    layers = {name: view.params[name].flatten() for name in view.prunable}
+    prunable = sum(layer.numel() for layer in layers.values())
+    kept = {capacity: prunable_budget(view, capacity) / prunable for capacity in set(shares)}
+    budgets = {n: np.array([int(kept[c] * layer.numel() + 1e-9) for c in shares]) for n, layer in layers.items()}
+    return {name: Group(layer.square(), budgets[name]) for name, layer in layers.items()}, [], True
+
+
+def _slices(view: View, plans: Mapping[str, Runs], clients: int) -> list[Reduction]:
     held = {name: runs.matrix() for name, runs in plans.items()}
     return [
         Slices(view.groups, {name: held_NU[n].nonzero().flatten() for name, held_NU in held.items()})
-        for n in range(len(clients))
+        for n in range(clients)
     ]
 
 
-def _masks(view: View, clients: list[Client], wish: Wish) -> list[Reduction]:
-    """Every prunable layer keeps the same share, as greedy pruning and the paper's designs do."""
-    if not view.prunable:
-        raise InvalidValue("kind 'pruning' needs a model with prunable weights; this one names none")
-    weights = {name: view.params[name] for name in view.prunable}
-    prunable = sum(weight.numel() for weight in weights.values())
-    shares = {client.capacity: prunable_budget(view, client.capacity) / prunable for client in clients}
-    groups = {
-        name: Group.of(
-            weight.detach().flatten().double().square(),
-            np.array([int(shares[client.capacity] * weight.numel() + 1e-9) for client in clients]),
-        )
-        for name, weight in weights.items()
-    }
-    plans = design(groups, dict.fromkeys(groups, 0), energy(view.params), wish, view.round)
+def _masks(view: View, plans: Mapping[str, Runs], clients: int) -> list[Reduction]:
     labels = {name: runs.labels() for name, runs in plans.items()}
 
     def bits(name: str, n: int) -> Tensor:
         held_R = plans[name].columns_RN[:, n].to(labels[name].device)
-        return held_R[labels[name]].view_as(weights[name])
+        return held_R[labels[name]].view_as(view.params[name])
 
-    return [Masks({name: bits(name, n) for name in weights}) for n in range(len(clients))]
+    return [Masks({name: bits(name, n) for name in plans}) for n in range(clients)]

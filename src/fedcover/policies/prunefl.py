@@ -4,7 +4,8 @@ Jiang, Wang, Valls, Ko, Lee, Leung, Tassiulas: Model pruning enables efficient f
 (TNNLS 2022). Clients measure the squared gradients: use it with the recipe `prunefl`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,39 +14,96 @@ from fedcover.errors import InvalidValue
 from fedcover.policies.common import prunable_budget
 from fedcover.policies.magnitude import rank_by_magnitude
 from fedcover.reduction import Masks
-from fedcover.types import View
+from fedcover.types import Params, View
+
+
+@dataclass(frozen=True, slots=True)
+class Greedy:
+    """What a re-configuration goes by: the share of candidates, and times in multiply-adds of one sample."""
+
+    share: float
+    overhead: float
+    traffic: float
+    budget: int
 
 
 def prunefl(
-    view: View, *, every: int = 50, share: float = 0.3, half_life: float = 10_000.0, overhead: float = 0.1
-) -> Sequence[Masks]:
+    view: View,
+    *,
+    every: int = 50,
+    initial: int = 0,
+    share: float = 0.3,
+    half_life: float = 10_000.0,
+    overhead: float = 0.1,
+    traffic: float = 6.0,
+) -> Sequence[Masks | None]:
     """The same mask for everybody, within the smallest device's capacity; chosen anew every `every` rounds.
 
-    It begins with the largest weights. Then the smallest `share` of each layer's kept weights (halved every `half_life`
-    rounds) and all pruned weights become candidates; candidates return in the order of squared gradient per time while
-    that beats the average of what is kept so far. A weight's time is its multiply-adds; `overhead` is the time that a
-    round takes without any weight, as a share of the whole model's.
+    It begins with the largest weights; for the first `initial` rounds only the strongest client of a cohort trains.
+    Then the smallest `share` of each layer's kept weights (halved every `half_life` rounds) and all pruned weights are
+    candidates, which return in the order of squared gradient per time while that beats the average of what is kept. A
+    weight takes its multiply-adds and `traffic`; a round without any takes `overhead` times the whole model's time.
+    Where nothing is measured, because the recipe is not `prunefl`, the mask always is that of the largest weights.
     """
-    if every < 1 or not 0 < share <= 1:
-        raise InvalidValue(f"policy prunefl: every must be at least 1 and share in (0, 1]; got {every} and {share}")
+    if every < 1 or initial < 0 or not 0 < share <= 1:
+        raise InvalidValue(
+            f"policy prunefl: every must be at least 1, initial at least 0 and share in (0, 1]; "
+            f"got {every}, {initial} and {share}"
+        )
+    if half_life <= 0 or overhead <= 0 or traffic < 0:
+        raise InvalidValue(
+            f"policy prunefl: half_life and overhead must be above 0 and traffic at least 0; "
+            f"got {half_life:g}, {overhead:g} and {traffic:g}"
+        )
     budget = prunable_budget(view, min(view.levels))
-    measured = view.measured.get("squared_gradient")
-    kept = _kept_last_round(view)
-    if kept is None:
+    # not the round itself: a new mask must stay the same until somebody has answered with it
+    due = view.round // every * every
+    last = last_round(view.measured)
+    if last is None:
         mask = _largest(view, budget)
-    elif view.round % every or measured is None:
-        mask = kept
     else:
-        mask = _reconfigured(view, kept, measured, share * 0.5 ** (view.round / half_life), overhead, budget)
-    return [Masks(mask)] * len(view.cohort)
+        mask = {name: view.measured["trained_in"][name] > 0 for name in view.prunable}
+        if last < due:
+            shrinking = share * 0.5 ** (max(0, due - initial) / half_life)
+            mask = reconfigured(view, mask, Greedy(shrinking, overhead, traffic, budget))
+    common = Masks(mask)
+    if view.round >= initial:
+        return [common] * len(view.cohort)
+    strongest = min(view.cohort, key=lambda client: (-client.capacity, client.id))
+    return [common if client is strongest else None for client in view.cohort]
 
 
-def _kept_last_round(view: View) -> dict[str, Tensor] | None:
-    """The mask in force: what was trained in the last round in which anybody answered."""
-    for counts in reversed(view.coverage.window):
-        if any(bool(counts[name].any()) for name in view.prunable):
-            return {name: counts[name] > 0 for name in view.prunable}
-    return None
+def last_round(measured: Mapping[str, Params]) -> int | None:
+    """The last round in which any client answered, as its `trained_in` says; None before the first."""
+    if "trained_in" not in measured:
+        return None
+    return round(max(float(tensor.max()) for tensor in measured["trained_in"].values())) - 1
+
+
+def reconfigured(view: View, kept: Params, greedy: Greedy) -> Params:
+    """Certain weights stay; candidates are taken in order while their ratio exceeds the running ratio."""
+    certain, gain, time = [], [], []
+    measured = view.measured["squared_gradient"]
+    for name in view.prunable:
+        weight, held = view.params[name], kept[name]
+        staying = int(held.sum()) - int(int(held.sum()) * greedy.share)
+        order = torch.where(held, weight.abs(), -1.0).flatten().argsort(descending=True, stable=True)
+        certain.append(torch.zeros_like(order, dtype=torch.bool).index_fill_(0, order[:staying], True))
+        gain.append(measured[name].double().flatten())
+        seconds = view.uses.get(name, 1) + greedy.traffic
+        time.append(torch.full((weight.numel(),), seconds, dtype=torch.float64, device=weight.device))
+    sure, gains, times = torch.cat(certain), torch.cat(gain), torch.cat(time)
+    ratio = gains / times
+    order = torch.where(sure, -torch.inf, ratio).argsort(descending=True, stable=True)[: int((~sure).sum())]
+    never_pruned = sum(float(squares.sum()) for name, squares in measured.items() if name not in view.prunable)
+    # the running ratio before each candidate joins: everything that is kept so far, over its time and the overhead
+    gained = never_pruned + gains[sure].sum() + gains[order].cumsum(0) - gains[order]
+    spent = greedy.overhead * times.sum() + times[sure].sum() + times[order].cumsum(0) - times[order]
+    worth = (ratio[order] > gained / spent).long().cumprod(0).bool()  # stop at the first that is not worth it
+    joined = order[worth][: max(0, greedy.budget - int(sure.sum()))]
+    chosen = sure.clone().index_fill_(0, joined, True)
+    parts = torch.split(chosen, [view.params[name].numel() for name in view.prunable])
+    return {name: part.view_as(view.params[name]) for name, part in zip(view.prunable, parts, strict=True)}
 
 
 def _largest(view: View, budget: int) -> dict[str, Tensor]:
@@ -54,28 +112,3 @@ def _largest(view: View, budget: int) -> dict[str, Tensor]:
         name: rank_by_magnitude(view.params[name]) < int(budget / total * view.params[name].numel() + 1e-9)
         for name in view.prunable
     }
-
-
-def _reconfigured(
-    view: View, kept: dict[str, Tensor], measured: dict[str, Tensor], share: float, overhead: float, budget: int
-) -> dict[str, Tensor]:
-    """Certain weights stay; candidates are taken greedily while their ratio exceeds the running ratio."""
-    certain, gain, time = [], [], []
-    for name in view.prunable:
-        weight, held = view.params[name], kept[name]
-        candidates = int(int(held.sum()) * share)
-        order = rank_by_magnitude(torch.where(held, weight.abs(), -1.0))  # pruned weights rank last
-        certain.append((held & (order < int(held.sum()) - candidates)).flatten())
-        gain.append(measured[name].double().flatten())
-        time.append(torch.full((weight.numel(),), float(view.uses.get(name, 1)), dtype=torch.float64))
-    sure, gains, times = torch.cat(certain), torch.cat(gain), torch.cat(time).to(certain[0].device)
-    ratio = gains / times
-    order = torch.where(sure, -torch.inf, ratio).argsort(descending=True, stable=True)[: int((~sure).sum())]
-    # the running ratio before each candidate joins: everything that is kept so far, over its time and the overhead
-    gained = gains[sure].sum() + gains[order].cumsum(0) - gains[order]
-    spent = overhead * times.sum() + times[sure].sum() + times[order].cumsum(0) - times[order]
-    worth = (ratio[order] >= gained / spent).long().cumprod(0).bool()  # stop at the first that is not worth it
-    joined = order[worth][: max(0, budget - int(sure.sum()))]
-    chosen = sure.clone().index_fill_(0, joined, True)
-    parts = torch.split(chosen, [view.params[name].numel() for name in view.prunable])
-    return {name: part.view_as(view.params[name]) for name, part in zip(view.prunable, parts, strict=True)}

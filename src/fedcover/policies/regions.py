@@ -43,7 +43,7 @@ def regions(view: View, *, codename: str, kind: str = "pruning", p5: str = "code
 def reductions(view: View, codename: str, kind: str, p5: str = "code") -> list[Reduction]:
     """One reduction per digit; equal digits share one."""
     if kind == "pruning":
-        quarters = {name: _quarter_by_magnitude(view.params[name]) for name in view.prunable}
+        quarters = {name: quarter_by_magnitude(view.params[name]) for name in view.prunable}
         made: dict[str, Reduction] = {
             digit: Masks({name: torch.isin(quarter, _kept(digit, p5, quarter)) for name, quarter in quarters.items()})
             for digit in set(codename)
@@ -94,14 +94,15 @@ def _kept(digit: str, p5: str, like: Tensor) -> Tensor:
     return torch.tensor(kept_regions(digit, p5), device=like.device)
 
 
-def _quarter_by_magnitude(weight: Tensor) -> Tensor:
+def quarter_by_magnitude(weight: Tensor) -> Tensor:
     """1 for the largest quarter of the weights, ... 4 for the smallest."""
     return rank_by_magnitude(weight) * 4 // weight.numel() + 1
 
 
 def _subnet(groups: tuple[UnitGroup, ...], kept: tuple[int, ...]) -> Slices:
-    def units(size: int) -> Tensor:
-        quarters = [torch.arange((r - 1) * size // 4, r * size // 4) for r in kept]
-        return torch.cat(quarters) if sum(map(len, quarters)) else torch.zeros(1, dtype=torch.int64)
+    def units(group: UnitGroup) -> Tensor:
+        quarters = [torch.arange((r - 1) * group.size // 4, r * group.size // 4) for r in kept]
+        chosen = torch.cat(quarters) if sum(map(len, quarters)) else torch.zeros(1, dtype=torch.int64)
+        return torch.arange(len(chosen)) if group.nested else chosen
 
-    return Slices(groups, {group.name: units(group.size) for group in groups})
+    return Slices(groups, {group.name: units(group) for group in groups})

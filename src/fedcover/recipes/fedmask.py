@@ -1,56 +1,96 @@
-"""Learned masks: the weights stay as they were drawn, clients learn which of them to use.
+"""Learned masks: the weights stay as they were drawn, clients learn which of them to use, and vote.
 
 Li, Sun, Li, Pu, Li, Chen: FedMask, Joint computation and communication-efficient personalized federated learning via
 heterogeneous masking (SenSys 2021).
 """
 
 import copy
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch.nn import functional as F
 
+from fedcover.errors import InvalidValue
 from fedcover.recipes.plain import cross_entropy
-from fedcover.types import Carry, Forward, Model, Outcome, Params, Recipe
+from fedcover.types import Carry, Cut, Forward, Model, Outcome, Params, Recipe, UnitGroup
 
-START, THRESHOLD = 0.01, 0.005
-"""Every weight is used at first: scores begin at twice the threshold."""
-
-
-class BinaryMask(nn.Module):
-    """A weight that never changes, used where its score reaches the threshold; scores learn straight through."""
-
-    frozen: Tensor
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("frozen", weight.detach().clone())
-
-    def forward(self, scores: Tensor) -> Tensor:
-        """The masked weight; its derivative by the score is the weight itself."""
-        bits = (scores >= THRESHOLD).to(scores.dtype)
-        return self.frozen * (bits + scores - scores.detach())
+START, THRESHOLD = 2.0**-7, 2.0**-8
+"""Every weight is used at first. A vote is worth START, so that half of the votes reach the threshold, exactly."""
 
 
 def fedmask() -> Recipe:
-    """Freeze all weights and learn a score for each entry of every weight matrix; what a client masks it does not teach."""
+    """Freeze all weights and learn a score for each entry of every weight matrix; a client sends one bit of each.
+
+    The server's mean over the clients that hold an entry is then the share of those that use it: the global model uses
+    what at least half of them use. Use it with any policy that cuts units; scores need a larger learning rate.
+    """
 
     def finish(forward: Forward, params: Params, carry: Carry) -> Outcome:
-        return Outcome(params, bits={name: scores >= THRESHOLD for name, scores in params.items()})
+        return Outcome({name: START * (scores >= THRESHOLD).to(scores.dtype) for name, scores in params.items()})
 
     return Recipe(cross_entropy, finish=finish, model=with_scores)
 
 
+def used(frozen: Tensor, scores: Tensor) -> Tensor:
+    """The weight where its score reaches the threshold, else 0; its derivative by the score is the weight itself."""
+    bits = (scores >= THRESHOLD).to(scores.dtype)
+    return frozen * (bits + scores - scores.detach())
+
+
+class MaskedLinear(nn.Linear):
+    """A linear layer whose parameter is a score for each entry of its frozen weight."""
+
+    frozen: Tensor
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Use the weights that the scores choose."""
+        return F.linear(input, used(self.frozen, self.weight), self.bias)
+
+
+class MaskedConv2d(nn.Conv2d):
+    """A convolution whose parameter is a score for each entry of its frozen weight."""
+
+    frozen: Tensor
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Use the weights that the scores choose."""
+        output: Tensor = self._conv_forward(input, used(self.frozen, self.weight), self.bias)
+        return output
+
+
+MASKED: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: MaskedLinear, nn.Conv2d: MaskedConv2d}
+
+
 def with_scores(model: Model) -> Model:
-    """The same network with frozen weights and one score per entry; it has no units to cut and nothing to prune."""
+    """The same network with scores in the place of its weights; whatever else it could learn is frozen too."""
     module = copy.deepcopy(model.module)
-    for layer in list(module.modules()):
+    frozen: set[str] = set()
+    for path, layer in list(module.named_modules()):
         for name, parameter in list(layer.named_parameters(recurse=False)):
-            if parameter.ndim > 1:
-                frozen = BinaryMask(parameter)
+            if type(layer) in MASKED and name == "weight":
+                layer.register_buffer("frozen", parameter.detach().clone())
                 parameter.data = torch.full_like(parameter, START)
-                parametrize.register_parametrization(layer, name, frozen)
+                layer.__class__ = MASKED[type(layer)]
+                frozen.add(f"{path}.weight")
+            elif parameter.ndim > 1:
+                raise InvalidValue(f"recipe fedmask cannot mask {path}.{name}, a weight of a {type(layer).__name__}")
             else:
                 delattr(layer, name)
                 layer.register_buffer(name, parameter.detach().clone())
-    return Model(module, groups=(), prunable=())
+    return replace(
+        model,
+        module=module,
+        groups=tuple(_with_frozen(group, frozen) for group in model.groups),
+        classifier=tuple(name for name in model.classifier if name in frozen),
+    )
+
+
+def _with_frozen(group: UnitGroup, frozen: set[str]) -> UnitGroup:
+    """The group with every cut of a weight repeated for its frozen values."""
+
+    def both(cut: Cut) -> tuple[Cut, ...]:
+        twin = replace(cut, tensor=cut.tensor.removesuffix("weight") + "frozen")
+        return (cut, twin) if cut.tensor in frozen else (cut,)
+
+    return replace(group, cuts=tuple(each for cut in group.cuts for each in both(cut)))

@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fedcover.errors import unknown
+from fedcover.policies.magnitude import SCOPES
 from fedcover.recipes.plain import cross_entropy
 from fedcover.types import Assignment, Batch, Carry, Forward, Params, Recipe
 
@@ -33,22 +35,29 @@ class _Important(torch.autograd.Function):
         return torch.where(size >= threshold, gradient * surrogate, 0.0), None
 
 
-def fiarse() -> Recipe:
+def fiarse(*, scope: str = "model") -> Recipe:
     """Train through the threshold that cut the client's mask: weights may leave while training, none enters.
 
-    Use it with the policy `magnitude(scope="model")`, whose cut-off is the threshold.
+    Use it with the policy `magnitude` of the same scope, whose cut-off is the threshold: one, or one for each layer.
     """
+    if scope not in SCOPES:
+        raise unknown("recipe fiarse: scope", scope, SCOPES)
 
     def start(assignment: Assignment, params: Params) -> Carry:
-        kept = [params[name][bits] for name, bits in assignment.reduction.gradient_mask().items() if bool(bits.any())]
-        least = min((float(weights.abs().min()) for weights in kept), default=0.0)
-        names = tuple(assignment.reduction.gradient_mask())
-        return names, torch.tensor(least, dtype=next(iter(params.values())).dtype)
+        masks = assignment.reduction.gradient_mask()
+        least = {name: _least(params[name][bits]) for name, bits in masks.items()}
+        if scope == "model" and least:
+            least = dict.fromkeys(least, torch.stack(list(least.values())).min())
+        return least
 
     def loss(forward: Forward, params: Params, batch: Batch, carry: Carry) -> Tensor:
-        names, threshold = carry
         apply: Callable[[Tensor, Tensor], Tensor] = _Important.apply
-        chosen = {name: apply(params[name], threshold.to(params[name].device)) for name in names}
+        chosen = {name: apply(params[name], threshold) for name, threshold in carry.items()}
         return cross_entropy(forward, {**params, **chosen}, batch, carry)
 
     return Recipe(loss, start)
+
+
+def _least(kept: Tensor) -> Tensor:
+    """The smallest magnitude; infinite where nothing is kept."""
+    return kept.abs().min() if len(kept) else torch.full((), torch.inf, dtype=kept.dtype, device=kept.device)

@@ -8,17 +8,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedcover.errors import InvalidValue
-from fedcover.recipes.plain import cross_entropy
-from fedcover.reduction import windows
+from fedcover.groups import units_kept
+from fedcover.recipes.common import own_statistics, own_units
+from fedcover.reduction import Slices
 from fedcover.rng import generator
-from fedcover.types import Assignment, Batch, Carry, Forward, Params, Recipe
+from fedcover.types import Assignment, Batch, Carry, Forward, Outcome, Params, Recipe
 
 
 def fjord(*, widths: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8, 1.0), distil: float = 0.0) -> Recipe:
     """A width per batch, uniform over those up to the client's own; with `distil`, its widest output teaches too.
 
     The drawn part is run as a mask inside the client's sub-model. Use it with the policy `prefix`. `distil` is the
-    weight of the distillation term (cross-entropy against the softened output of the client's whole sub-model).
+    weight of the distillation term (cross-entropy against the softmax of the widest part's output); 1 is the authors'.
+    Running norm statistics see only batches of the client's widest part; what is wider than that does not count.
     """
     if not widths or any(not 0 < width <= 1 for width in widths):
         raise InvalidValue(f"recipe fjord: widths must lie in (0, 1]; got {list(widths)}")
@@ -26,42 +28,54 @@ def fjord(*, widths: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8, 1.0), distil: floa
         raise InvalidValue(f"recipe fjord: distil must be in [0, 1]; got {distil}")
 
     def start(assignment: Assignment, params: Params) -> Carry:
-        return _nested_masks(assignment, params, widths), _schedule(assignment, widths)
+        levels = levels_of(assignment, widths)
+        draw = generator(assignment.task.seed, "fjord", assignment.state.round, assignment.client.id)
+        schedule = torch.randint(len(levels), (assignment.steps,), generator=draw)
+        return nested_masks(assignment, params, levels), schedule, len(levels) - 1, own_statistics(assignment)
 
     def loss(forward: Forward, params: Params, batch: Batch, carry: Carry) -> Tensor:
-        masks, schedule = carry
-        drawn = schedule[batch.step]
-        nested = {name: p * masks[name][drawn] if name in masks else p for name, p in params.items()}
+        masks, schedule, widest, statistics = carry
+        level = schedule[batch.step]
+        aside = statistics if statistics and (distil or int(level) != widest) else {}
+        logits_BK = forward({**_masked(params, masks, level), **aside}, batch.x)
         if not distil:
-            return cross_entropy(forward, nested, batch, carry)
-        logits, widest = forward(nested, batch.x), forward(params, batch.x)
-        taught = F.cross_entropy(logits, widest.detach().softmax(1))
-        # the widest output learns from the labels, the drawn one from the labels and from it
-        own = (1 - distil) * F.cross_entropy(logits, batch.y) + distil * taught
-        return own + F.cross_entropy(widest, batch.y)
+            return F.cross_entropy(logits_BK, batch.y)
+        best_BK = forward(_masked(params, masks, widest), batch.x)
+        taught = F.cross_entropy(logits_BK, best_BK.detach().softmax(1))
+        # the widest output learns from the labels, the drawn one from it and, if `distil` is below 1, from the labels
+        own = (1 - distil) * F.cross_entropy(logits_BK, batch.y) + distil * taught
+        return own + F.cross_entropy(best_BK, batch.y)
 
-    return Recipe(loss, start)
+    def finish(forward: Forward, params: Params, carry: Carry) -> Outcome:
+        reached = {name: stack[-1].bool() for name, stack in carry[0].items()}
+        whole = all(bool(bits.all()) for bits in reached.values())
+        return Outcome(params, bits={} if whole else reached)
+
+    return Recipe(loss, start, finish=finish)
 
 
-def _levels(assignment: Assignment, widths: tuple[float, ...]) -> list[float]:
-    """The widths up to the client's own; its own where all of them are wider."""
-    mine = assignment.client.capacity
-    return [width for width in sorted(widths) if width <= mine + 1e-9] or [mine]
+def levels_of(assignment: Assignment, widths: tuple[float, ...]) -> list[float]:
+    """The widths up to the client's own, narrowest first; its own alone where all of them are wider."""
+    units = own_units(assignment)
+    groups = assignment.task.model.groups
+    own = assignment.client.capacity
+    if any(units_kept(group.size, own) != len(units[group.name]) for group in groups):  # a share of the parameters
+        own = max(len(units[group.name]) / group.size for group in groups)
+    return sorted(width for width in set(widths) if width <= own + 1e-9) or [own]
 
 
-def _nested_masks(assignment: Assignment, params: Params, widths: tuple[float, ...]) -> Params:
-    """For every cut tensor, the masks of the nested widths, stacked, in the client's own shapes."""
+def nested_masks(assignment: Assignment, params: Params, levels: list[float]) -> Params:
+    """For every cut tensor, the masks of the levels, stacked, in the client's own shapes."""
     full, groups = assignment.state.params, assignment.task.model.groups
-    cut = {name: full[name] for group in groups for name in {c.tensor for c in group.cuts} if name in full}
+    cut = {name: full[name] for g in groups for name in {c.tensor for c in g.cuts} if name in params}
     stacks: dict[str, list[Tensor]] = {name: [] for name in cut}
-    for width in _levels(assignment, widths):
-        own = assignment.reduction.extract(windows(groups, width).mask(cut))
-        for name, mask in own.items():
+    units = own_units(assignment)
+    for level in levels:
+        inner = Slices(groups, {g.name: units[g.name][: units_kept(g.size, level)] for g in groups})
+        for name, mask in assignment.reduction.extract(inner.mask(cut)).items():
             stacks[name].append(mask.to(params[name].dtype))
     return {name: torch.stack(masks) for name, masks in stacks.items()}
 
 
-def _schedule(assignment: Assignment, widths: tuple[float, ...]) -> Tensor:
-    """Which width every step of this client trains."""
-    draw = generator(assignment.task.seed, "fjord", assignment.state.round, assignment.client.id)
-    return torch.randint(len(_levels(assignment, widths)), (assignment.steps,), generator=draw)
+def _masked(params: Params, masks: Params, level: Tensor | int) -> Params:
+    return {name: p * masks[name][level] if name in masks else p for name, p in params.items()}

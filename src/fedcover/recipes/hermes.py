@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fedcover.errors import InvalidValue
 from fedcover.groups import positions, units_kept
+from fedcover.recipes.common import own_statistics
 from fedcover.recipes.plain import cross_entropy
 from fedcover.reduction import Slices
 from fedcover.types import Assignment, Batch, Carry, Forward, Outcome, Params, Recipe, UnitGroup
@@ -37,7 +38,7 @@ def hermes(*, step: float = 0.2, good_enough: float = 0.5) -> Recipe:
         trained = _masked(params, bits)
         shard = assignment.task.source.shard(assignment.client.id)
         with torch.no_grad():
-            answers = forward(trained, shard.samples.x[shard.index]).argmax(1)
+            answers = forward({**trained, **own_statistics(assignment)}, shard.samples.x[shard.index]).argmax(1)
         if float((answers == shard.samples.y[shard.index]).double().mean()) >= good_enough:
             goal = assignment.client.capacity
             kept = {g.name: _shrunk(g, kept[g.name], goal, step, trained) for g in assignment.task.model.groups}
@@ -59,11 +60,14 @@ def _bits(groups: tuple[UnitGroup, ...], kept: dict[str, Tensor], params: Params
 
 def _shrunk(group: UnitGroup, kept: Tensor, capacity: float, step: float, params: Params) -> Tensor:
     """The group's units after one more pruning: the shortest of those left go, never below the capacity."""
-    goal = units_kept(group.size, capacity)
-    left = max(goal, int(int(kept.sum()) * (1 - step)))
+    if group.nested:  # its units come in order, so none can go by its length
+        return kept
+    # a capacity that has grown since (they may belong to slots) brings nothing back
+    before = int(kept.sum())
+    left = min(before, max(units_kept(group.size, capacity), int(before * (1 - step) + 1e-9)))
     lengths = torch.zeros(group.size, dtype=torch.float64)
     for cut in group.cuts:
-        if cut.tensor in params:
+        if cut.tensor in params and cut.axis is not None:
             places = positions(cut, torch.arange(group.size))
             squares = params[cut.tensor].detach().double().cpu() ** 2
             other = tuple(axis for axis in range(squares.ndim) if axis != cut.axis)

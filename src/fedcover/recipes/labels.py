@@ -3,7 +3,6 @@
 Diao, Ding, Tarokh: HeteroFL (ICLR 2021), masked cross-entropy and label-split aggregation; used by FedRolex too.
 """
 
-import math
 from dataclasses import replace
 
 import torch
@@ -12,8 +11,9 @@ from torch import Tensor
 from fedcover.errors import unknown
 from fedcover.types import Assignment, Batch, Carry, Forward, Outcome, Params, Recipe
 
-ABSENT = {"free": None, "zero": 0.0, "ignore": -math.inf}
-"""What the logits of labels that a client lacks become in its loss: unchanged, 0 (HeteroFL), or minus infinity."""
+ABSENT = {"free": None, "zero": 0.0, "ignore": -1e9}
+"""What the logits of labels that a client lacks become in its loss: unchanged, 0 (HeteroFL), or so low that they add
+nothing; not minus infinity, because a distillation term multiplies it by a probability of 0."""
 
 
 def own_labels(recipe: Recipe, *, absent: str = "free", rows: bool = False) -> Recipe:
@@ -40,7 +40,8 @@ def own_labels(recipe: Recipe, *, absent: str = "free", rows: bool = False) -> R
 
         def filled(values: Params, x: Tensor) -> Tensor:
             logits = forward(values, x)
-            return logits if fill is None else torch.where(held, logits, fill)
+            by_label = held.view(-1, *[1] * (batch.y.ndim - 1))  # places of a sequence come after the labels
+            return logits if fill is None else torch.where(by_label, logits, fill)
 
         return recipe.loss(filled, params, batch, inner)  # type: ignore[arg-type]
 
@@ -51,7 +52,7 @@ def own_labels(recipe: Recipe, *, absent: str = "free", rows: bool = False) -> R
         inner, held, classifier = carry
         outcome = recipe.finish(forward, params, inner)
         bits = dict(outcome.bits)
-        for name in classifier:
+        for name in (name for name in classifier if name in params):  # an exit may be out of the client's reach
             taught = held.view(-1, *[1] * (params[name].ndim - 1)).expand_as(params[name])
             bits[name] = bits[name] & taught if name in bits else taught
         return replace(outcome, bits=bits)

@@ -6,22 +6,39 @@ Jiang, Wang, Valls, Ko, Lee, Leung, Tassiulas: Model pruning enables efficient f
 
 import torch
 
+from fedcover.errors import InvalidValue
+from fedcover.policies.prunefl import last_round
 from fedcover.recipes.plain import cross_entropy
 from fedcover.types import Assignment, Carry, Forward, Outcome, Params, Recipe
 
 
-def prunefl() -> Recipe:
-    """Plain SGD that also reports the mean squared gradient of every prunable weight."""
+def prunefl(*, every: int = 50) -> Recipe:
+    """Plain SGD that also reports squared gradients, summed over the rounds since the last re-configuration.
+
+    Of each round it takes the mean over the local steps. `every` must be that of the policy. `trained_in` says in which
+    round (counted from 1) the weights of the mask were last trained; it is 0 for those outside.
+    """
+    if every < 1:
+        raise InvalidValue(f"recipe prunefl: every must be at least 1; got {every}")
 
     def start(assignment: Assignment, params: Params) -> Carry:
-        return {name: torch.zeros_like(params[name]) for name in assignment.task.model.prunable}, 0
+        measured, round = assignment.state.measured, assignment.state.round
+        bits = assignment.reduction.gradient_mask()
+        trained_in = {name: torch.full_like(p, round + 1) * bits.get(name, 1) for name, p in params.items()}
+        since = last_round(measured)
+        if since is not None and since // every == round // every:
+            earlier = measured["squared_gradient"]
+        else:
+            earlier = {name: torch.zeros_like(p) for name, p in params.items()}
+        return earlier, {name: torch.zeros_like(p) for name, p in params.items()}, 0, trained_in
 
     def observe(carry: Carry, gradients: Params) -> Carry:
-        sums, steps = carry
-        return {name: total + gradients[name] ** 2 for name, total in sums.items()}, steps + 1
+        earlier, sums, steps, trained_in = carry
+        return earlier, {name: total + gradients[name] ** 2 for name, total in sums.items()}, steps + 1, trained_in
 
     def finish(forward: Forward, params: Params, carry: Carry) -> Outcome:
-        sums, steps = carry
-        return Outcome(params, measured={"squared_gradient": {name: total / steps for name, total in sums.items()}})
+        earlier, sums, steps, trained_in = carry
+        total = {name: earlier[name] + squares / steps for name, squares in sums.items()}
+        return Outcome(params, measured={"squared_gradient": total, "trained_in": trained_in})
 
     return Recipe(cross_entropy, start, observe, finish)

@@ -1,5 +1,8 @@
 """Which indices of which axes stand or fall together: a union-find whose class 0 can never be cut."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -20,6 +23,16 @@ class Atoms:
 
     def __init__(self) -> None:
         self._parent = torch.zeros(1, dtype=torch.int64)
+        self.busy = False
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Compute with atoms while a module is being followed, without following that too."""
+        before, self.busy = self.busy, True
+        try:
+            yield
+        finally:
+            self.busy = before
 
     def new(self, number: int) -> Tensor:
         """Atoms that are coupled to nothing yet."""

@@ -49,9 +49,8 @@ def plain_name(func: OpOverload) -> str:
 
 def by_name(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments under the names that the operation's schema gives them, defaults included."""
-    schema = func._schema.arguments
-    given = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
-    given.update({argument.name: value for argument, value in zip(schema, args, strict=False)})
+    given = {argument.name: argument.default_value for argument in func._schema.arguments}
+    given.update({argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)})
     return {**given, **kwargs}
 
 

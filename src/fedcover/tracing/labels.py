@@ -43,6 +43,10 @@ class Labels:
         for axis, atoms in self.fresh(tensor).items():
             self.axes[name, axis] = atoms
 
+    def owned(self, tensor: Tensor) -> bool:
+        """Whether a tensor is the module's own."""
+        return tensor in self._names
+
     def fresh(self, tensor: Tensor) -> dict[int, Tensor]:
         """Give a tensor one new field per axis; an axis of length 1 cannot be cut."""
         atoms = {axis: self.atoms.new(length) for axis, length in enumerate(tensor.shape) if length > 1}
@@ -75,7 +79,7 @@ class Labels:
         """Couple tensors that meet element by element (they broadcast); the fields of the result."""
         rank = max((len(shape) for shape, _ in operands), default=0)
         shapes = [(1,) * (rank - len(shape)) + tuple(shape) for shape, _ in operands]
-        fields = [[lifted(field, rank) for field in each] for _, each in operands]
+        fields = [self.settled(lifted(field, rank) for field in each) for _, each in operands]
         for i, mine in enumerate(fields):
             for theirs in fields[i + 1 :]:
                 for f in mine:

@@ -1,7 +1,6 @@
 """Rules for operations without weights: data that moves, elements that meet, axes that are summed or pooled."""
 
 from collections.abc import Callable
-from math import prod
 
 import torch
 from torch import Tensor
@@ -121,12 +120,14 @@ def summed(labels: Labels, call: Call) -> None:
 
 def reduced(labels: Labels, call: Call) -> None:
     """Other reductions over units that are cut have no cut version; a mean has one, with masked moments."""
+    if "other" in call.given:  # max(a, b) is no reduction
+        return elementwise(labels, call)
     source, axes = call.tensors[0], _axes(call, call.tensors[0])
     fields = labels.of(source)
     across = [f for f in fields if varying(f) & axes]
     if call.name != "mean" or any(varying(f) - axes for f in across):
         labels.object(call.refusal("it reduces over units that are cut"), across)
-    _project(labels, call, source, labels.summed(fields, axes))
+    return _project(labels, call, source, labels.summed(fields, axes))
 
 
 def pooled(labels: Labels, call: Call) -> None:
@@ -179,7 +180,7 @@ def unknown(labels: Labels, call: Call) -> None:
     for tensor in call.tensors:
         labels.object(call.refusal("fedcover does not know how it is cut"), labels.of(tensor))
     for out in call.outputs:
-        if prod(out.shape) and out not in call.tensors:
+        if not any(out is tensor for tensor in call.tensors):
             labels.give(out, [])
 
 
@@ -194,6 +195,6 @@ RULES: dict[str, Callable[[Labels, Call], None]] = {
     **dict.fromkeys(("constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d"), padded),
     **dict.fromkeys(("replication_pad1d", "replication_pad2d", "replication_pad3d"), padded),
     **dict.fromkeys(("index", "index_select", "gather", "take_along_dim"), picked),
-    "copy": elementwise,
+    **dict.fromkeys(("copy", "_prelu_kernel"), elementwise),
     "glu": halved,
 }

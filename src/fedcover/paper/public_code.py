@@ -1,0 +1,89 @@
+"""The public implementation of the paper, explained: each of its departures from Algorithm 1 is one switch.
+
+| switch         | what the public code does                                                                         |
+|----------------|---------------------------------------------------------------------------------------------------|
+| `argsort`      | uses the output of argsort as if it were ranks, so that its masks are random quarters of a layer   |
+| `wrong_net`    | trains policy 5's network for policies 6 and 7, so that half of what they upload started at zero   |
+| `unmasked`     | masks weights before and after local training, but never gradients: cut weights regrow meanwhile   |
+| `leak`         | keeps the reduced networks of the previous setting: in round 0 they start from its trained model   |
+| `zero`         | sets parameters that nobody covers to zero                                                         |
+| `dropout`      | trains with dropout 0.5 before the ReLU                                                           |
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fedcover.errors import InvalidValue
+from fedcover.policies.regions import kept_regions, quarter_by_magnitude
+from fedcover.reduction import Masks
+from fedcover.types import Params, Reduction, View
+
+SWITCHES = ("argsort", "wrong_net", "unmasked", "leak", "zero", "dropout")
+
+
+@dataclass(frozen=True, eq=False)
+class LooseMasks:
+    """A mask as the public code handles it: what is trained, what it starts from, and whether gradients are masked."""
+
+    trained: Masks
+    start: Masks
+    masked_gradients: bool
+    leaked: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def extract(self, params: Mapping[str, Tensor]) -> Params:
+        """What the client's network starts from."""
+        return self.start.extract({name: self.leaked.get(name, tensor) for name, tensor in params.items()})
+
+    def add_into(self, target: Params, values: Params | None, scale: float) -> None:
+        """Only the mask is uploaded."""
+        self.trained.add_into(target, values, scale)
+
+    def mask(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What counts as covered."""
+        return self.trained.mask(params)
+
+    def gradient_mask(self) -> Mapping[str, Tensor]:
+        """The mask of the network that is trained, or nothing."""
+        return self.start.bits if self.masked_gradients else {}
+
+    def sizes(self, params: Mapping[str, Tensor]) -> dict[str, int]:
+        """What is uploaded."""
+        return self.trained.sizes(params)
+
+
+def public_code(
+    view: View,
+    *,
+    codename: str,
+    argsort: bool = False,
+    wrong_net: bool = False,
+    unmasked: bool = False,
+    leaked: Params | None = None,
+) -> Sequence[Reduction]:
+    """The pruning policy of a codename with some of the public code's departures; with none it is `regions`."""
+    if len(view.cohort) != len(codename):
+        raise InvalidValue(f"codename {codename} needs a cohort of {len(codename)}; this one has {len(view.cohort)}")
+    rank = _argsort_as_rank if argsort else quarter_by_magnitude
+    quarters = {name: rank(view.params[name]) for name in view.prunable}
+
+    def mask(digit: str) -> Masks:
+        kept = torch.tensor(kept_regions(digit))
+        return Masks({name: torch.isin(quarter, kept.to(quarter.device)) for name, quarter in quarters.items()})
+
+    def part(digit: str) -> Reduction:
+        start = mask("5") if wrong_net and digit in "67" else mask(digit)
+        old = leaked if leaked and view.round == 0 and digit != "1" else {}
+        return LooseMasks(mask(digit), start, not unmasked, old)
+
+    made = {digit: part(digit) for digit in set(codename)}
+    return [made[digit] for digit in codename]
+
+
+def _argsort_as_rank(weight: Tensor) -> Tensor:
+    """The quarter that the public code gives every weight: the place it sorts from, taken for its rank."""
+    places = weight.abs().flatten().argsort(stable=True)
+    from_largest = weight.numel() - 1 - places
+    return (from_largest * 4 // weight.numel() + 1).view_as(weight)

@@ -1,0 +1,250 @@
+"""What a fleet can cover: the frontier of coverage and noise, the plan that is chosen, and what other policies give."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from itertools import cycle, islice
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedcover import coverage
+from fedcover.audit import SHAPES
+from fedcover.design import Wish, is_exact, level, narrowed, upper_bound
+from fedcover.errors import FedcoverError, InvalidValue, unknown
+from fedcover.experiment import Experiment
+from fedcover.fleet import Fleet
+from fedcover.planner import Group
+from fedcover.policies import POLICIES
+from fedcover.policies.planned import KINDS, groups_of, planned
+from fedcover.preparation import build_model
+from fedcover.types import Client, Coverage, Params, Reduction, View
+
+DIGITS = {1.0: "1", 0.75: "432", 0.5: "765"}
+"""The paper's policies of each capacity, the one of least noise first: its hand-made designs take them in turn."""
+
+MOST_DEVICES = 1000
+
+Choice = Callable[[View], Sequence[Reduction | None]]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a policy did over some rounds: fewest clients per parameter in any round and over all, and its noise."""
+
+    gamma: int
+    gamma_window: int
+    noise: float
+
+    def line(self) -> dict[str, Any]:
+        """As a row of the report."""
+        return {"gamma": self.gamma, "gamma_window": self.gamma_window, "noise": self.noise}
+
+
+def plan_report(
+    experiment: Experiment,
+    *,
+    gamma: int | None = None,
+    tolerate: int = 0,
+    window: int | None = None,
+    kind: str = "subnet",
+    params: Params | None = None,
+) -> dict[str, Any]:
+    """Every device of the fleet, as written, in every round of a window: what could be covered, and what would be.
+
+    Noise is the sum over clients of the share of the weights' energy (the initial ones, or `params`) that they lack.
+
+    >>> found = plan_report(Experiment(dataset="mnist", fleet="4x1.0 + 6x0.75"), gamma=8, kind="pruning", window=1)
+    >>> found["gamma_max"], found["chosen"]["gamma"], found["policies"]["codename 1111223344"]["gamma"]
+    (8, 8, 8)
+    """
+    if kind not in KINDS:
+        raise unknown("kind", kind, KINDS)
+    rounds = experiment.window if window is None else window
+    if rounds < 1:
+        raise InvalidValue(f"window must be at least 1; got {rounds}")
+    view = fleet_view(experiment, params)
+    squares = squares_of(view, kind)
+    choice = partial(planned, kind=kind, gamma=gamma, tolerate=tolerate)
+    parts = choice(view)
+    exact = kind == "pruning" or is_exact(view.groups)
+    chosen = watched(choice, view, rounds)
+    bound, scarce = upper_bound(view.params, parts)
+    policies = {"planned": chosen.line()}
+    for name, other in rivals(view, kind).items():
+        try:
+            policies[name] = watched(other, view, rounds).line()
+        except InvalidValue:  # a device too small for this kind of part: there is nothing to compare with
+            continue
+    made = frontier_of(view, kind) if exact else achieved(view, rounds)
+    return {
+        "model": experiment.model, "fleet": experiment.fleet, "kind": kind, "capacity": experiment.capacity,
+        "exact": exact, "window": rounds, "tolerate": tolerate,
+        "gamma_max": made[-1]["gamma"] if exact else bound,
+        "frontier": made,
+        "chosen": {**chosen.line(), "units": wanted(view, kind, Wish(gamma, tolerate))},
+        "policies": policies,
+        "upper_bound": bound, "limited_by": scarce, "distance": bound - chosen.gamma,
+        "rounds_to_cover": rounds_to_cover(choice, view, rounds, tolerate + 1),
+        "assignment": [
+            {"capacity": client.capacity, "parameters": sum(part.sizes(view.params).values()),
+             "noise": lost(squares, part)}
+            for client, part in zip(view.cohort, parts, strict=True)
+        ],
+    }  # fmt: skip
+
+
+def fleet_view(experiment: Experiment, params: Params | None = None) -> View:
+    """The first round of an experiment in which every device of its fleet takes part."""
+    if experiment.dataset not in SHAPES:
+        raise unknown("dataset", experiment.dataset, SHAPES)
+    shape, classes, *_ = SHAPES[experiment.dataset]
+    model = build_model(experiment, shape, classes)
+    fleet = Fleet.parse(experiment.fleet)
+    if sum(fleet.counts) > MOST_DEVICES:
+        raise InvalidValue(f"fleet: a plan takes at most {MOST_DEVICES:,} devices; got {sum(fleet.counts):,}")
+    cohort = tuple(Client(i, fleet.capacity(i), i, 1, ()) for i in range(sum(fleet.counts)))
+    own = params or {name: p.detach() for name, p in model.module.named_parameters()}
+    return View(0, own, model.groups, model.prunable, cohort, fleet.levels, experiment.capacity,
+                Coverage((), {}), experiment.seed)  # fmt: skip
+
+
+def rivals(view: View, kind: str) -> dict[str, Choice]:
+    """The policies to compare with, and the paper's hand-made design where its capacities are those of the fleet."""
+    found: dict[str, Choice] = {
+        "prefix": POLICIES["prefix"],
+        "rolling": POLICIES["rolling"],
+        "rolling spread": partial(POLICIES["rolling"], spread=True),
+        "random": POLICIES["random"],
+        "greedy": POLICIES["magnitude"] if kind == "pruning" else partial(planned, kind=kind, gamma=0),
+    }
+    digits = codename_for([client.capacity for client in view.cohort])
+    if digits and view.measure == "width":
+        found[f"codename {digits}"] = partial(POLICIES["regions"], codename=digits, kind=kind)
+    return found
+
+
+def codename_for(shares: Sequence[float]) -> str | None:
+    """The paper's way to cover more by hand: the regions beside the first are left out in turn.
+
+    >>> codename_for([1, 1, 1, 1, 0.75, 0.75, 0.75, 0.75, 0.75, 0.75]), codename_for([0.3])
+    ('1111223344', None)
+    """
+    if set(shares) - set(DIGITS):
+        return None
+    held = Counter(shares)
+    digits = {share: iter(sorted(islice(cycle(DIGITS[share]), n))) for share, n in held.items()}
+    return "".join(next(digits[share]) for share in shares)
+
+
+def squares_of(view: View, kind: str) -> Params:
+    """The squared weights, in which parts are counted and weighed; small where only whole units are cut."""
+    if kind == "pruning":
+        return {name: tensor.double().square() for name, tensor in view.params.items()}
+    return narrowed(view.groups, view.params)
+
+
+def lost(squares: Mapping[str, Tensor], part: Reduction) -> float:
+    """The share of the weights' energy that a part lacks."""
+    total = float(sum(t.sum() for t in squares.values()))
+    kept = float(sum(t.sum() for t in part.extract(squares).values()))
+    return max(0.0, 1 - kept / total) if total else 0.0
+
+
+def over_rounds(choice: Choice, view: View, rounds: int) -> list[list[Reduction]]:
+    """The parts that a policy gives in some rounds with the same weights and clients."""
+    return [[part for part in choice(replace(view, round=r)) if part is not None] for r in range(rounds)]
+
+
+def watched(choice: Choice, view: View, rounds: int) -> Seen:
+    """Count per parameter what a policy covers, and add up what it cuts away, over some rounds."""
+    gammas, noises, total = [], [], None
+    for parts in over_rounds(choice, view, rounds):
+        squares = squares_of(view, "pruning" if any(hasattr(part, "bits") for part in parts) else "subnet")
+        counts = {name: t.int() for name, t in coverage.count(squares, parts).items()}
+        total = counts if total is None else {name: total[name] + t for name, t in counts.items()}
+        gammas.append(coverage.minimum(counts))
+        noises.append(sum(lost(squares, part) for part in parts))
+    assert total is not None
+    return Seen(min(gammas), coverage.minimum(total), fmean(noises))
+
+
+def rounds_to_cover(choice: Choice, view: View, rounds: int, clients: int) -> int | None:
+    """After how many rounds every parameter has been trained by so many different clients; None if after more."""
+    if len(view.cohort) < clients:
+        return None
+    first = choice(view)
+    squares = squares_of(view, "pruning" if any(hasattr(part, "bits") for part in first) else "subnet")
+    ever: list[dict[str, Tensor]] = []
+    for done, parts in enumerate(over_rounds(choice, view, rounds), start=1):
+        masks = [part.mask(squares) for part in parts]
+        ever = [{n: old[n] | new[n] for n in new} for old, new in zip(ever, masks, strict=True)] if ever else masks
+        if all(int(torch.stack([mask[name] for mask in ever]).sum(0).min()) >= clients for name in squares):
+            return done
+    return None
+
+
+def wanted(view: View, kind: str, wish: Wish) -> int:
+    """The coverage of every unit that the planned policy aims at in a round."""
+    groups, stacked, exact = groups_of(view, kind)
+    return level(groups, stacked, coverage.energy(view.params), wish, exact)
+
+
+def frontier_of(view: View, kind: str) -> list[dict[str, Any]]:
+    """Gamma and the least noise, exactly, over all groups together: absolute energies, divided once."""
+    groups, _, _ = groups_of(view, kind)
+    total = coverage.energy(view.params) or 1.0
+    largest = min(group.gamma_max for group in groups.values())
+
+    def noise(group: Group, gamma: int) -> float:
+        return float(np.sum(group.profile(gamma).removed(group.after)))
+
+    return [
+        {"gamma": gamma, "noise": sum(noise(group, gamma) for group in groups.values()) / total}
+        for gamma in range(largest + 1)
+    ]
+
+
+def achieved(view: View, rounds: int) -> list[dict[str, Any]]:
+    """Where groups meet: what every parameter gets when every unit is held so many times (`units`)."""
+    groups, stacked, _ = groups_of(view, "subnet")
+    most = min((group.gamma_max for name, group in groups.items() if name not in stacked), default=0)
+    if stacked:
+        most = min(most, *(int((groups[name].budgets_N == groups[name].units).sum()) for name in stacked))
+    return [
+        {"units": units, **watched(partial(planned, gamma=units), view, rounds).line()} for units in range(most + 1)
+    ]
+
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = "osD^vPX*"
+
+
+def plot(report: Mapping[str, Any], path: str | Path) -> None:
+    """Draw the frontier with the policies as points, in colours and shapes that differ for every eye."""
+    try:
+        figure_module = import_module("matplotlib.figure")
+    except ImportError:
+        raise FedcoverError("a plot needs matplotlib: pip install 'fedcover[plot]'") from None
+    figure = figure_module.Figure(figsize=(7.5, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    points = report["frontier"]
+    label = "least noise (exact)" if report["exact"] else "every unit held 0, 1, 2, ... times"
+    axes.plot([p["gamma"] for p in points], [p["noise"] for p in points], ".-", color="0.55", label=label, zorder=1)
+    for place, (name, seen) in enumerate(report["policies"].items()):
+        style = {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)]}
+        axes.scatter(seen["gamma"], seen["noise"], s=70, label=name, alpha=0.85, zorder=2, **style)
+    axes.set_xlabel("coverage: fewest clients that train any parameter in a round")
+    axes.set_ylabel("noise: energy cut away, summed over clients")
+    axes.set_title(f"{report['model']}, {report['kind']}, fleet {report['fleet']}", fontsize=10)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,94 @@
+"""From coupled indices to unit groups: which units there are and where they lie in each tensor."""
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from itertools import chain, count
+
+import torch
+from torch import Tensor
+
+from fedcover.errors import InvalidValue, unknown
+from fedcover.tracing.watch import Notes
+from fedcover.types import Count, Cut, UnitGroup
+
+Place = tuple[str, int]
+"""A tensor and one of its axes; for a number that counts units, its name and -1."""
+
+NUMBER = -1
+
+
+def read_groups(notes: Notes, whole: Collection[str]) -> tuple[tuple[UnitGroup, ...], dict[int, str]]:
+    """The groups that may be cut, and the name of the group to which each class of atoms belongs.
+
+    Units form one group if they appear the same number of times in the same places.
+    """
+    units: dict[int, dict[Place, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for place, atoms in _places(notes).items():
+        for index, root in enumerate(notes.labels.atoms.roots(atoms).tolist()):
+            if root:
+                units[root][place].append(index)
+    alike: dict[tuple[tuple[Place, int], ...], list[int]] = defaultdict(list)
+    for root, found in units.items():
+        alike[tuple((place, len(indices)) for place, indices in found.items())].append(root)
+    groups: list[UnitGroup] = []
+    names: dict[int, str] = {}
+    for roots in alike.values():
+        tensors = [place for place in units[roots[0]] if place[1] != NUMBER]
+        if len(roots) < 2 or not tensors:
+            continue  # one unit cannot be cut, and a number alone is no unit
+        roots.sort(key=lambda root: units[root][tensors[0]][0])  # noqa: B023
+        name = _name(tensors[0][0], set(names.values()))
+        names.update(dict.fromkeys(roots, name))
+        if name not in whole:
+            groups.append(_group(name, [units[root] for root in roots]))
+    for name in set(whole) - set(names.values()):
+        raise unknown("whole", name, sorted(set(names.values())))
+    return tuple(groups), names
+
+
+def _places(notes: Notes) -> Mapping[Place, Tensor]:
+    """All cuttable axes in the order in which the module uses them, then the numbers."""
+    met = {name: i for i, name in enumerate(notes.labels.met)}
+    axes = sorted(
+        (place for place in notes.labels.axes if place[0] in met), key=lambda place: (met[place[0]], place[1])
+    )
+    numbers = {(name, NUMBER): number.counted for name, number in notes.numbers.items()}
+    return {place: notes.labels.axes[place] for place in axes} | numbers
+
+
+def _name(tensor: str, taken: set[str]) -> str:
+    """The path of the layer that makes a group's units."""
+    path = tensor.rpartition(".")[0] or tensor
+    return next(name for name in chain([path], (f"{path}.{i}" for i in count(2))) if name not in taken)
+
+
+def _group(name: str, units: list[dict[Place, list[int]]]) -> UnitGroup:
+    cuts: list[Cut] = []
+    counts: list[Count] = []
+    for place in units[0]:
+        tensor, axis = place
+        where = torch.tensor([unit[place] for unit in units])
+        if axis == NUMBER:
+            counts.append(Count(tensor, where.shape[1]))
+        else:
+            cuts += _cuts(name, tensor, axis, where)
+    return UnitGroup(name, len(units), tuple(cuts), counts=tuple(counts))
+
+
+def _cuts(group: str, tensor: str, axis: int, where: Tensor) -> list[Cut]:
+    """The indices of units along an axis (unit by unit) as evenly laid runs.
+
+    >>> _cuts("qkv", "qkv.weight", 0, torch.tensor([[0, 1, 4, 5], [2, 3, 6, 7]]))
+    [Cut(tensor='qkv.weight', axis=0, start=0, per_unit=2), Cut(tensor='qkv.weight', axis=0, start=4, per_unit=2)]
+    """
+    units, owned = where.shape
+    for run in (run for run in range(owned, 0, -1) if owned % run == 0):
+        blocks = where.view(units, -1, run)
+        starts = blocks[0, :, 0]
+        even = starts[None, :, None] + torch.arange(units)[:, None, None] * run + torch.arange(run)
+        if torch.equal(blocks, even):
+            return [Cut(tensor, axis, start, run) for start in starts.tolist()]
+    raise InvalidValue(
+        f"tracing: the units of group {group!r} lie in another order along axis {axis} of {tensor!r} than elsewhere, "
+        f"so they cannot be cut evenly; keep them whole with whole=({group!r},)"
+    )
