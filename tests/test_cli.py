@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 import fedcover as fc
 from fedcover import cli
 from fedcover.checkpoints import found
+from fedcover.cli import looking, running
+from fedcover.experiment import parse_change
 from tests.test_runs import TINY, only_the_cpu, tiny
 
 __all__ = ["only_the_cpu"]  # a fixture that every test here uses
@@ -169,7 +171,7 @@ def test_ctrl_c_in_a_demo_is_no_traceback(fedcover, monkeypatch):
     def stop(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "run_demo", stop)
+    monkeypatch.setattr(running, "run_demo", stop)
     code, out, err = fedcover("demo", "--folder", "shown")
     assert (code, out) == (130, "")
     assert err == "stopped; the runs so far are in shown; 'fedcover demo' begins anew\n"
@@ -179,19 +181,19 @@ def test_ctrl_c_before_the_run_begins(fedcover, monkeypatch):
     def stop(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "run_experiment", stop)
+    monkeypatch.setattr(running, "run_experiment", stop)
     assert fedcover("run", *changed()) == (130, "", "stopped before the run began\n")
 
 
 # ── list, audit, data ───────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("kind", cli.TABLES)
+@pytest.mark.parametrize("kind", looking.TABLES)
 def test_list_shows_every_table(fedcover, kind):
     code, out, err = fedcover("list", kind, "--json")
     entries = json.loads(out)
     assert (code, err) == (0, "")
-    assert [entry["name"] for entry in entries] == list(cli.TABLES[kind])
+    assert [entry["name"] for entry in entries] == list(looking.TABLES[kind])
     assert all(entry["about"] for entry in entries)
     code, out, err = fedcover("list", kind)
     assert (code, err) == (0, "")
@@ -269,6 +271,19 @@ def test_data_check_names_what_is_missing(fedcover, tmp_path):
     assert fedcover("data", "check", "digits", "--json")[:2] == (0, "[]\n")
 
 
+def test_a_reader_that_has_gone_is_no_traceback(monkeypatch, capsys):
+    reading, writing = os.pipe()
+    os.close(reading)
+    monkeypatch.setattr(sys, "argv", ["fedcover", "list", "policies", "--json"])
+    with os.fdopen(writing, "w") as gone:
+        monkeypatch.setattr(sys, "stdout", gone)
+        with pytest.raises(SystemExit) as leaving:
+            cli.main()
+        monkeypatch.undo()
+    assert leaving.value.code == 1
+    assert capsys.readouterr().err == ""
+
+
 def test_help_and_version(fedcover):
     assert fedcover("--version") == (0, f"{fc.__version__}\n", "")
     for words in ([], ["--help"], ["run", "--help"], ["data", "--help"]):
@@ -299,9 +314,9 @@ WRONG = {
     ("run", "type.toml"): "rounds: .*; got 'ten'",
     ("run", "a", "b"): "Unused Tokens",
     ("run", "--sett", "a=1"): "Unknown option: --sett",
-    ("run", "--threads", "0"): "threads must be at least 1; got 0",
+    ("run", "--threads", "0"): "threads must be in 1..1024; got 0",
     ("run", "--threads", "x"): "unable to convert",
-    ("run", "--device", "tpu"): "device must be one of auto, cpu, cuda; got 'tpu'",
+    ("run", "--device", "tpu"): "device must be one of auto, cpu, cuda, cuda:1; got 'tpu'",
     ("run", "--device", "cuda"): "no CUDA device",
     ("run", "--engine", "steam"): "engine must be one of auto, .*; got 'steam'",
     ("resume",): "requires an argument",
@@ -363,7 +378,7 @@ def test_nasty_values_never_show_a_traceback(fedcover, field):
 )
 def test_any_text_is_a_value_or_a_sentence(field, value):
     try:
-        key, read = cli.parse_change(f"{field}={value}")
+        key, read = parse_change(f"{field}={value}")
         experiment = fc.Experiment(**{**TINY, key: read})
     except fc.FedcoverError:
         return

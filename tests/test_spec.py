@@ -156,27 +156,27 @@ def own_module(monkeypatch):
 
 @pytest.mark.usefixtures("own_module")
 def test_functions_are_imported_by_their_path():
-    assert look_up("model", parse("model", "own_things:build(limit=3)"), {})("v") == ("v", 3)
-    assert look_up("model", Spec("math:sqrt"), {})(4) == math.sqrt(4)
+    assert look_up("policy", parse("policy", "own_things:build(limit=3)"), {})("v") == ("v", 3)
+    assert look_up("policy", Spec("math:sqrt"), {})(4) == math.sqrt(4)
 
 
 @pytest.mark.usefixtures("own_module")
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("no_such_module:f", "^model 'no_such_module:f' cannot be imported: No module named 'no_such_module'$"),
-        ("own_things:f", "^model 'own_things:f' cannot be imported: .*no attribute 'f'$"),
-        ("own_things:number", "^model 'own_things:number' must be a function; it is a int$"),
-        ("builtins:dict", "^model 'builtins:dict' must be a Python function"),
+        ("no_such_module:f", "^policy 'no_such_module:f' cannot be imported: No module named 'no_such_module'$"),
+        ("own_things:f", "^policy 'own_things:f' cannot be imported: .*no attribute 'f'$"),
+        ("own_things:number", "^policy 'own_things:number' must be a function; it is a int$"),
+        ("builtins:dict", "^policy 'builtins:dict' must be a Python function"),
         ("own_things:build", "needs the option 'limit'"),
-        (":f", "^model must look like package.module:function; got ':f'$"),
-        ("own_things:", "^model must look like package.module:function; got 'own_things:'$"),
-        (".own:f", "^model must look like package.module:function"),
-        ("a..b:f", "^model must look like package.module:function"),
-        ("a:b:c", "^model must look like package.module:function"),
-        ("\x00:f", "^model must look like package.module:function"),
+        (":f", "^policy must look like package.module:function; got ':f'$"),
+        ("own_things:", "^policy must look like package.module:function; got 'own_things:'$"),
+        (".own:f", "^policy must look like package.module:function"),
+        ("a..b:f", "^policy must look like package.module:function"),
+        ("a:b:c", "^policy must look like package.module:function"),
+        ("\x00:f", "^policy must look like package.module:function"),
     ],
 )
 def test_paths_that_lead_nowhere(path, message):
     with pytest.raises(InvalidValue, match=message):
-        look_up("model", Spec(path), {})
+        look_up("policy", Spec(path), {})

@@ -73,15 +73,13 @@ def audit(experiment: Experiment) -> dict[str, Any]:
     }
 
 
-def codename(digits: str, kind: str, p5: str = "code", model: str = "mlp", dataset: str = "mnist") -> Experiment:
-    """The experiment that a codename of the paper stands for."""
+def codename(digits: str, kind: str, p5: str = "code", **fields: Any) -> Experiment:
+    """The experiment that a codename of the paper stands for; other `fields` as for any experiment."""
     policy = f"regions(codename={digits!r}, kind={kind!r}, p5={p5!r})"
-    return Experiment(dataset=dataset, model=model, policy=policy, clients=max(100, len(digits)))
+    return Experiment(**{"dataset": "mnist", "clients": max(100, len(digits)), **fields, "policy": policy})
 
 
-def audit_codename(
-    digits: str, kind: str, p5: str = "code", model: str = "mlp", dataset: str = "mnist"
-) -> dict[str, Any]:
+def audit_codename(digits: str, kind: str, p5: str = "code", **fields: Any) -> dict[str, Any]:
     """The audit of a codename, with the coverage of each region beside it."""
-    found = audit(codename(digits, kind, p5, model, dataset))
+    found = audit(codename(digits, kind, p5, **fields))
     return {"codename": digits, "kind": kind, **found, "coverage": region_coverage(digits, p5)}

@@ -88,4 +88,4 @@ def _text(cell: object) -> str:
 
 def show_json(value: object) -> None:
     """Print a value as JSON on the output stream."""
-    print(json.dumps(value, indent=2))
+    print(json.dumps(value, indent=2), flush=True)

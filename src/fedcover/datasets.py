@@ -98,7 +98,7 @@ def characters(_folder: Path | None = None) -> Dataset:
         if len(whole) > _PIECE:
             pieces.append(torch.stack([whole[:-1].view(-1, _PIECE), whole[1:].view(-1, _PIECE)], dim=1))
             owners.append(torch.full((len(pieces[-1]),), owner))
-    x_N2T, owner_N = torch.cat(pieces), torch.cat(owners).unique(return_inverse=True)[1]
+    x_N2T, owner_N = torch.cat(pieces), torch.unique(torch.cat(owners), return_inverse=True)[1]
     tested_N = torch.arange(len(x_N2T)) % 10 == 9
     train, test = (Samples(x_N2T[rows, 0], x_N2T[rows, 1]) for rows in (~tested_N, tested_N))
     return Dataset("characters", train, test, classes=_VOCABULARY, owner=owner_N[~tested_N])

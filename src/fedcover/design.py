@@ -7,7 +7,8 @@ itself and the shared parts turn against each other from round to round, so that
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from functools import cache
+from itertools import combinations, count, product
 from math import ceil, gcd
 
 import numpy as np
@@ -18,7 +19,11 @@ from fedcover.errors import InvalidValue
 from fedcover.groups import cuts_by_tensor
 from fedcover.objective import Bound, least_wish
 from fedcover.planner import GOLDEN, Group, Profile, Runs, best_gamma
+from fedcover.reduction import Slices
 from fedcover.types import Params, Reduction, UnitGroup
+
+MOST_SHIFTS = 1000
+"""Shifts among which a cycle is searched; a longer one is made a little longer still, so that none is needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,26 +89,53 @@ def colours(groups: Sequence[UnitGroup]) -> dict[str, int]:
     return found
 
 
-def turn(round: int, colour: int, cycle: int) -> float:
+@cache
+def steps(cycle: int, palette: int) -> tuple[tuple[int, ...], ...]:
+    """Shifts of every colour, in steps of 1/cycle, such that any two colours take all positions to each other.
+
+    Colour times step does it in `cycle` rounds unless cycle and a difference of colours share a factor; then a few
+    more rounds are needed, found greedily.
+
+    >>> steps(3, 2), len(steps(4, 3))
+    (((0, 0), (0, 1), (0, 2)), 5)
+    """
+    if all(gcd(cycle, gap) == 1 for gap in range(1, palette)):
+        return tuple(tuple(colour * step % cycle for colour in range(palette)) for step in range(cycle))
+
+    def met(shifts: tuple[int, ...]) -> set[tuple[int, int, int]]:
+        return {(a, b, (shifts[b] - shifts[a]) % cycle) for a, b in combinations(range(palette), 2)}
+
+    candidates = [(0, *rest) for rest in product(range(cycle), repeat=palette - 1)]
+    missing = set().union(*map(met, candidates))
+    found = []
+    while missing:
+        found.append(max(candidates, key=lambda shifts: len(missing & met(shifts))))
+        missing -= met(found[-1])
+    return tuple(found)
+
+
+def turn(round: int, colour: int, cycle: int, palette: int) -> float:
     """Where the shared part of a group begins in a round, as a share of the circle.
 
-    Within a cycle two colours pass each other in equal steps of 1/cycle, so that their arcs meet everywhere once;
-    from cycle to cycle all of them move on by irrational amounts, so that what fell on an edge is met later.
+    First all colours pass each other in equal steps, so that arcs of 1/cycle meet everywhere; then all of them move
+    on by irrational amounts, so that what fell on an edge is met later.
 
-    >>> [turn(round, 1, 3) for round in range(3)] == [0, 1 / 3, 2 / 3]
+    >>> [turn(round, 1, 3, 2) for round in range(3)] == [0, 1 / 3, 2 / 3]
     True
     """
-    cycles, step = divmod(round, cycle)
-    return (colour * step / cycle + cycles * (GOLDEN + colour * (2**0.5 - 1) / cycle)) % 1
+    cycles, step = divmod(round, len(steps(cycle, palette)))
+    return (steps(cycle, palette)[step][colour] / cycle + cycles * (GOLDEN + colour * (2**0.5 - 1) / cycle)) % 1
 
 
 def cycle_of(profiles: Sequence[Profile], palette: int) -> int:
-    """How many rounds a cycle has: one over the arc that a unit sees on average, with no step common to two colours."""
+    """How many steps a circle has: one over the arc that a unit sees on average."""
     if palette < 2:
         return 1
     arcs = [profile.rest_N / profile.shared for profile in profiles if profile.shared]
     wanted = max((ceil(arc_N.sum() / np.square(arc_N).sum() - 1e-9) for arc_N in arcs if arc_N.any()), default=1)
-    return next(n for n in count(wanted) if all(gcd(n, step) == 1 for step in range(1, palette)))
+    if wanted ** (palette - 1) < MOST_SHIFTS:
+        return wanted
+    return next(n for n in count(wanted) if all(gcd(n, gap) == 1 for gap in range(1, palette)))
 
 
 def level(groups: Mapping[str, Group], stacked: Sequence[str], total: float, wish: Wish, exact: bool) -> int:
@@ -145,12 +177,13 @@ def design(
     if gamma == 0 and wish.gamma is None:
         together = max((ceil(g.units / (int(g.budgets_N.sum()) * wish.share)) for g in _holding(free)), default=1)
         free = {name: Group(g.energies_U, np.tile(g.budgets_N, together)) for name, g in free.items()}
-        gamma = min((group.gamma_max for group in free.values()), default=0)
+        gamma = min([1, *(group.gamma_max for group in free.values())])
     profiles = {name: group.profile(gamma) for name, group in free.items()}
     tints = tints or dict.fromkeys(groups, 0)
-    cycle = cycle_of(list(profiles.values()), 1 + max(tints.values()))
+    palette = 1 + max(tints.values())
+    cycle = cycle_of(list(profiles.values()), palette)
     made = {
-        name: profile.share_out(free[name].order, turn(round // together, tints[name], cycle))
+        name: profile.share_out(free[name].order, turn(round // together, tints[name], cycle, palette))
         for name, profile in profiles.items()
     }
     first = {name: groups[name].profile(0).share_out(torch.arange(groups[name].units)) for name in stacked}
@@ -172,6 +205,51 @@ def upper_bound(params: Mapping[str, Tensor], reductions: Sequence[Reduction]) -
     bounds = {name: sum(sizes[name] for sizes in held) // max(1, t.numel()) for name, t in params.items()}
     scarce = min(bounds, key=lambda name: bounds[name])
     return bounds[scarce], scarce
+
+
+def tally(groups: Sequence[UnitGroup], squares: Params, parts: Sequence[Slices]) -> tuple[Params, np.ndarray]:
+    """Per tensor how many parts hold each entry, and the energy that every part keeps, from `narrowed` squares.
+
+    The fast twin of counting part by part: a weight is held where both its units are, so counts are products.
+    """
+    places = held_places(groups, squares, parts)
+    counts: Params = {}
+    kept_N = np.zeros(len(parts))
+    for name, tensor in squares.items():
+        present_N, along = places[name]
+        letters = "abcdefgh"[: tensor.ndim]
+        factors = [torch.ones(len(parts), tensor.shape[axis]) if m is None else m for axis, m in enumerate(along)]
+        rule = ",".join(["n", *(f"n{letter}" for letter in letters)])
+        counts[name] = torch.einsum(f"{rule}->{letters}", present_N, *factors).round().int()
+        doubles = [factor.double() for factor in (present_N, *factors)]
+        kept_N += torch.einsum(f"{rule},{letters}->n", *doubles, tensor).numpy()
+    return counts, kept_N
+
+
+def held_places(
+    groups: Sequence[UnitGroup], params: Mapping[str, Tensor], parts: Sequence[Slices]
+) -> dict[str, tuple[Tensor, list[Tensor | None]]]:
+    """For each tensor, which parts have it at all, and along each cut axis which places each part holds (1 or 0)."""
+    units = {g.name: torch.zeros(len(parts), g.size) for g in groups}
+    for n, part in enumerate(parts):
+        for group in groups:
+            units[group.name][n, part.kept[group.name]] = 1
+    found: dict[str, tuple[Tensor, list[Tensor | None]]] = {}
+    meetings = cuts_by_tensor(groups)
+    for name, tensor in params.items():
+        present_N = torch.ones(len(parts))
+        along: list[Tensor | None] = [None] * tensor.ndim
+        for group, cut in meetings.get(name, ()):
+            if cut.axis is None:
+                present_N = present_N * units[group.name][:, cut.unit]
+                continue
+            whole = along[cut.axis]
+            whole = torch.ones(len(parts), tensor.shape[cut.axis]) if whole is None else whole
+            owned = units[group.name].repeat_interleave(cut.per_unit, 1)
+            whole[:, cut.start : cut.start + owned.shape[1]] = owned
+            along[cut.axis] = whole
+        found[name] = (present_N, along)
+    return found
 
 
 def narrowed(groups: Sequence[UnitGroup], params: Mapping[str, Tensor]) -> Params:

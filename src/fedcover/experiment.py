@@ -25,6 +25,9 @@ from fedcover.recipes import RECIPES
 from fedcover.recipes.labels import ABSENT
 from fedcover.training import SCHEDULES
 
+MOST, HUGE = 1_000_000_000, 1e30
+"""Beyond these, numbers are typing errors, and torch would stumble over them."""
+
 _NAMES: dict[str, Any] = {
     "weights": WEIGHTS,
     "uncovered": UNCOVERED,
@@ -55,16 +58,16 @@ class Experiment(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     name: str = Field("run", max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, le=2**63 - 1)
 
     dataset: str = "digits"
     partition: str = "iid"
     validation: float = Field(0.0, ge=0, lt=1)
-    calibration: int = Field(1000, ge=1)
+    calibration: int = Field(1000, ge=1, le=MOST)
     augment: str = "none"
 
-    clients: int = Field(100, ge=1, le=1_000_000_000)
-    active: int = Field(10, ge=1)
+    clients: int = Field(100, ge=1, le=MOST)
+    active: int = Field(10, ge=1, le=MOST)
     fleet: str = "1x1.0"
     assignment: Literal["device", "slot"] = "device"
     capacity: Literal["width", "parameters"] = "width"
@@ -82,20 +85,20 @@ class Experiment(BaseModel):
     uncovered: str = "keep"
     server: str = "none"
 
-    rounds: int = Field(100, ge=1)
-    epochs: int = Field(5, ge=1)
-    batch_size: int = Field(10, ge=1)
-    lr: float = Field(0.01, gt=0, allow_inf_nan=False)
+    rounds: int = Field(100, ge=1, le=MOST)
+    epochs: int = Field(5, ge=1, le=MOST)
+    batch_size: int = Field(10, ge=1, le=MOST)
+    lr: float = Field(0.01, gt=0, le=HUGE, allow_inf_nan=False)
     schedule: str = "constant"
     momentum: float = Field(0.5, ge=0, lt=1)
-    weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
+    weight_decay: float = Field(0.0, ge=0, le=HUGE, allow_inf_nan=False)
     clip: float | None = Field(None, gt=0, allow_inf_nan=False)
 
-    window: int = Field(10, ge=1)
+    window: int = Field(10, ge=1, le=MOST)
     evaluation: str = "calibrated"
-    evaluate_every: int = Field(1, ge=1)
-    local_every: int | None = Field(None, ge=1)
-    checkpoint_every: int = Field(1, ge=1)
+    evaluate_every: int = Field(1, ge=1, le=MOST)
+    local_every: int | None = Field(None, ge=1, le=MOST)
+    checkpoint_every: int = Field(1, ge=1, le=MOST)
     keep_rounds: tuple[int, ...] = ()
 
     def __init__(self, **fields: Any) -> None:

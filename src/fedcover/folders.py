@@ -26,7 +26,7 @@ from fedcover.types import State
 from fedcover.version import __version__
 
 Metrics = list[dict[str, Any]]
-_MUST_MATCH = {"engine": str, "device": str, "threads": int, "torch": str}
+_MUST_MATCH = {"engine": str, "device": str, "threads": int, "deterministic": bool, "torch": str}
 
 
 @dataclass(frozen=True)
@@ -111,12 +111,13 @@ class Folder:
     def machine(self, wanted: Machine | None, *, force: bool = False) -> Machine:
         """The machine settings to go on with: those of the manifest, unless a change is forced."""
         known: dict[str, Any] = {key: self.manifest.get(key) for key in _MUST_MATCH}
-        then = Machine(known["engine"], known["device"], known["threads"])
+        then = Machine(known["engine"], known["device"], known["threads"], known["deterministic"])
         asked = wanted or Machine()
         now = Machine(
             asked.engine if asked.engine != "auto" else then.engine,
             asked.device if asked.device != "auto" else then.device,
             then.threads if asked.threads is None else asked.threads,
+            asked.deterministic or then.deterministic,
         ).resolved()
         current = {**asdict(now), "torch": torch.__version__}
         changed = [f"{key} {known[key]} to {current[key]}" for key in _MUST_MATCH if known[key] != current[key]]

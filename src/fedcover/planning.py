@@ -1,7 +1,7 @@
 """What a fleet can cover: the frontier of coverage and noise, the plan that is chosen, and what other policies give."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedcover import coverage
 from fedcover.audit import SHAPES
-from fedcover.design import Wish, is_exact, level, narrowed, upper_bound
+from fedcover.design import Wish, is_exact, level, narrowed, tally, upper_bound
 from fedcover.errors import FedcoverError, InvalidValue, unknown
 from fedcover.experiment import Experiment
 from fedcover.fleet import Fleet
@@ -24,6 +24,7 @@ from fedcover.planner import Group
 from fedcover.policies import POLICIES
 from fedcover.policies.planned import KINDS, groups_of, planned
 from fedcover.preparation import build_model
+from fedcover.reduction import Slices
 from fedcover.types import Client, Coverage, Params, Reduction, View
 
 DIGITS = {1.0: "1", 0.75: "432", 0.5: "765"}
@@ -70,7 +71,6 @@ def plan_report(
     if rounds < 1:
         raise InvalidValue(f"window must be at least 1; got {rounds}")
     view = fleet_view(experiment, params)
-    squares = squares_of(view, kind)
     choice = partial(planned, kind=kind, gamma=gamma, tolerate=tolerate)
     parts = choice(view)
     exact = kind == "pruning" or is_exact(view.groups)
@@ -94,8 +94,8 @@ def plan_report(
         "rounds_to_cover": rounds_to_cover(choice, view, rounds, tolerate + 1),
         "assignment": [
             {"capacity": client.capacity, "parameters": sum(part.sizes(view.params).values()),
-             "noise": lost(squares, part)}
-            for client, part in zip(view.cohort, parts, strict=True)
+             "noise": noise}
+            for client, part, noise in zip(view.cohort, parts, counted(view, parts)[1], strict=True)
         ],
     }  # fmt: skip
 
@@ -143,49 +143,45 @@ def codename_for(shares: Sequence[float]) -> str | None:
     return "".join(next(digits[share]) for share in shares)
 
 
-def squares_of(view: View, kind: str) -> Params:
-    """The squared weights, in which parts are counted and weighed; small where only whole units are cut."""
-    if kind == "pruning":
-        return {name: tensor.double().square() for name, tensor in view.params.items()}
-    return narrowed(view.groups, view.params)
-
-
-def lost(squares: Mapping[str, Tensor], part: Reduction) -> float:
-    """The share of the weights' energy that a part lacks."""
-    total = float(sum(t.sum() for t in squares.values()))
-    kept = float(sum(t.sum() for t in part.extract(squares).values()))
-    return max(0.0, 1 - kept / total) if total else 0.0
-
-
-def over_rounds(choice: Choice, view: View, rounds: int) -> list[list[Reduction]]:
+def over_rounds(choice: Choice, view: View, rounds: int) -> Iterator[list[Reduction]]:
     """The parts that a policy gives in some rounds with the same weights and clients."""
-    return [[part for part in choice(replace(view, round=r)) if part is not None] for r in range(rounds)]
+    for round in range(rounds):
+        yield [part for part in choice(replace(view, round=round)) if part is not None]
+
+
+def counted(view: View, parts: Sequence[Reduction]) -> tuple[Params, list[float]]:
+    """How many parts hold each parameter, and the share of the weights' energy that every part lacks."""
+    total = coverage.energy(view.params) or 1.0
+    slices = [part for part in parts if isinstance(part, Slices)]
+    if len(slices) == len(parts):
+        counts, kept_N = tally(view.groups, narrowed(view.groups, view.params), slices)
+        return counts, [max(0.0, 1 - float(kept) / total) for kept in kept_N]
+    known = {id(part): coverage.noise(view.params, part, total) for part in parts}  # equal parts are often one object
+    return coverage.count(view.params, parts), [known[id(part)] for part in parts]
 
 
 def watched(choice: Choice, view: View, rounds: int) -> Seen:
     """Count per parameter what a policy covers, and add up what it cuts away, over some rounds."""
-    gammas, noises, total = [], [], None
+    gammas, noises = [], []
+    total: Params = {}
     for parts in over_rounds(choice, view, rounds):
-        squares = squares_of(view, "pruning" if any(hasattr(part, "bits") for part in parts) else "subnet")
-        counts = {name: t.int() for name, t in coverage.count(squares, parts).items()}
-        total = counts if total is None else {name: total[name] + t for name, t in counts.items()}
+        counts, lost = counted(view, parts)
+        total = {name: t.int() + total.get(name, 0) for name, t in counts.items()}
         gammas.append(coverage.minimum(counts))
-        noises.append(sum(lost(squares, part) for part in parts))
-    assert total is not None
+        noises.append(sum(lost))
     return Seen(min(gammas), coverage.minimum(total), fmean(noises))
 
 
 def rounds_to_cover(choice: Choice, view: View, rounds: int, clients: int) -> int | None:
     """After how many rounds every parameter has been trained by so many different clients; None if after more."""
-    if len(view.cohort) < clients:
-        return None
-    first = choice(view)
-    squares = squares_of(view, "pruning" if any(hasattr(part, "bits") for part in first) else "subnet")
+    small = {n: t[tuple(slice(0, k) for k in s.shape)] for (n, s), t in
+             zip(narrowed(view.groups, view.params).items(), view.params.values(), strict=True)}  # fmt: skip
     ever: list[dict[str, Tensor]] = []
     for done, parts in enumerate(over_rounds(choice, view, rounds), start=1):
-        masks = [part.mask(squares) for part in parts]
+        entries = small if all(isinstance(part, Slices) for part in parts) else view.params
+        masks = [part.mask(entries) for part in parts]
         ever = [{n: old[n] | new[n] for n in new} for old, new in zip(ever, masks, strict=True)] if ever else masks
-        if all(int(torch.stack([mask[name] for mask in ever]).sum(0).min()) >= clients for name in squares):
+        if all(int(torch.stack([mask[name] for mask in ever]).sum(0).min()) >= clients for name in entries):
             return done
     return None
 
@@ -223,7 +219,7 @@ def achieved(view: View, rounds: int) -> list[dict[str, Any]]:
 
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = "osD^vPX*"
+MARKERS = "osD^vph*"
 
 
 def plot(report: Mapping[str, Any], path: str | Path) -> None:
@@ -232,19 +228,21 @@ def plot(report: Mapping[str, Any], path: str | Path) -> None:
         figure_module = import_module("matplotlib.figure")
     except ImportError:
         raise FedcoverError("a plot needs matplotlib: pip install 'fedcover[plot]'") from None
-    figure = figure_module.Figure(figsize=(7.5, 4.5), layout="constrained")
+    figure = figure_module.Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
+    clock, meaning = ("gamma", "in a round") if report["exact"] else ("gamma_window", f"in {report['window']} rounds")
     points = report["frontier"]
     label = "least noise (exact)" if report["exact"] else "every unit held 0, 1, 2, ... times"
-    axes.plot([p["gamma"] for p in points], [p["noise"] for p in points], ".-", color="0.55", label=label, zorder=1)
-    for place, (name, seen) in enumerate(report["policies"].items()):
-        style = {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)]}
-        axes.scatter(seen["gamma"], seen["noise"], s=70, label=name, alpha=0.85, zorder=2, **style)
-    axes.set_xlabel("coverage: fewest clients that train any parameter in a round")
+    axes.plot([p[clock] for p in points], [p["noise"] for p in points], ".-", color="0.55", label=label, zorder=1)
+    for place, (name, seen) in enumerate(report["policies"].items()):  # hollow, ever smaller: none hides another
+        style = {"edgecolors": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)]}
+        size = 30 * (len(report["policies"]) - place) + 30
+        axes.scatter(seen[clock], seen["noise"], s=size, label=name, facecolors="none", linewidths=2, **style)
+    axes.set_xlabel(f"coverage: fewest times that any parameter is trained {meaning}")
     axes.set_ylabel("noise: energy cut away, summed over clients")
     axes.set_title(f"{report['model']}, {report['kind']}, fleet {report['fleet']}", fontsize=10)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_ylim(bottom=0)
+    axes.margins(0.08)
     axes.grid(alpha=0.3)
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9, labelspacing=1.0)
     figure.savefig(path, dpi=150)

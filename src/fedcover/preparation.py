@@ -1,8 +1,10 @@
 """From a description to the things themselves: data on the device, the model, and all that a round needs."""
 
+import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from fedcover import datasets, groups, rng, spec
 from fedcover.aggregation import RULES, SERVERS
 from fedcover.engines import ENGINES
 from fedcover.errors import InvalidValue, unknown
-from fedcover.experiment import Experiment
+from fedcover.experiment import HUGE, Experiment
 from fedcover.models import MODELS, tensors
 from fedcover.partition import PARTITIONS
 from fedcover.policies import POLICIES
@@ -23,6 +25,7 @@ from fedcover.sources import Partitioned, Synthetic
 from fedcover.training import SCHEDULES
 from fedcover.types import Dataset, LocalTraining, Model, Policy, Recipe, Source, Task
 
+MOST_THREADS = 1024
 SMALL_STEP = 100_000_000
 """Multiply-adds of a forward pass below which two threads of one process wait for each other more than they work."""
 
@@ -34,39 +37,44 @@ class Machine:
     engine: str = "auto"
     device: str = "auto"
     threads: int | None = None
+    deterministic: bool = False
 
     def resolved(self) -> "Machine":
         """The same with every `auto` decided on this computer."""
         device = self.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        if device.split(":")[0] not in ("cpu", "cuda"):
-            raise unknown("device", self.device, ["auto", "cpu", "cuda"])
+        if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", device):
+            raise unknown("device", self.device, ["auto", "cpu", "cuda", "cuda:1"])
         if device.startswith("cuda") and not torch.cuda.is_available():
             raise InvalidValue("device is 'cuda', but this computer has no CUDA device that torch can use; use 'cpu'")
         engine = "sequential" if self.engine == "auto" else self.engine
         if engine not in ENGINES:
             raise unknown("engine", engine, ["auto", *ENGINES])
-        if self.threads is not None and self.threads < 1:
-            raise InvalidValue(f"threads must be at least 1; got {self.threads}")
-        return Machine(engine, device, self.threads)
+        if self.threads is not None and not 1 <= self.threads <= MOST_THREADS:
+            raise InvalidValue(f"threads must be in 1..{MOST_THREADS}; got {self.threads}")
+        return replace(self, engine=engine, device=device)
 
     def for_setup(self, setup: Setup) -> "Machine":
         """The same with the number of threads decided: one, unless a step is worth sharing."""
         sizes = {name: p.numel() for name, p in setup.task.model.module.named_parameters()}
         work = sum(sizes.get(name, 0) * times for name, times in setup.uses.items())
         small = work * setup.task.local.batch_size < SMALL_STEP
-        return Machine(self.engine, self.device, self.threads or (1 if small else torch.get_num_threads()))
+        return replace(self, threads=self.threads or (1 if small else torch.get_num_threads()))
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Compute with this many threads for a while."""
-        before = torch.get_num_threads()
-        torch.set_num_threads(self.threads or before)
+        """Compute in this way for a while: so many threads, and on CUDA, if asked, only deterministic kernels."""
+        threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+        if self.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses
+            torch.use_deterministic_algorithms(True)
+        torch.set_num_threads(self.threads or threads)
         try:
             yield
         finally:
-            torch.set_num_threads(before)
+            torch.set_num_threads(threads)
+            torch.use_deterministic_algorithms(strict)
 
 
 @dataclass(frozen=True)
@@ -110,8 +118,11 @@ def prepare(
 
 def build_model(experiment: Experiment, shape: tuple[int, ...], classes: int) -> Model:
     """The experiment's model with the initial weights that belong to its seed."""
-    with rng.seeded(experiment.seed, "init"):
-        model = _named("model", experiment.model, MODELS)(shape, classes, experiment.norm)
+    try:
+        with rng.seeded(experiment.seed, "init"):
+            model = _named("model", experiment.model, MODELS)(shape, classes, experiment.norm)
+    except (RuntimeError, MemoryError) as error:  # such as more memory than there is
+        raise InvalidValue(f"model {experiment.model!r} cannot be built: {str(error).splitlines()[0]}") from error
     if not isinstance(model, Model):
         raise InvalidValue(f"model {experiment.model!r} must build a fedcover Model; got {type(model).__name__}")
     return build_recipe(experiment).model(model)
@@ -160,4 +171,7 @@ def _learning_rate(experiment: Experiment) -> "partial[float]":
 
 
 def _scheduled(schedule: Any, lr: float, rounds: int, round: int) -> float:
-    return lr * float(schedule(round, rounds))
+    rate = lr * float(schedule(round, rounds))
+    if not 0 <= rate <= HUGE:
+        raise InvalidValue(f"schedule: the learning rate of round {round} must be in 0..{HUGE:g}; got {rate:g}")
+    return rate

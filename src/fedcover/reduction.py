@@ -270,7 +270,7 @@ def width_within(groups: tuple[UnitGroup, ...], params: Mapping[str, Tensor], bu
     if low == 0:
         least = parameters_at(groups, params, 0) / parameters_at(groups, params, 1.0)
         least = ceil(10_000 * least) / 10_000  # rounded up, so that the advice can be followed
-        raise InvalidValue(f"capacity must be at least {least:g} for this model (one unit per group); got {budget:g}")
+        raise InvalidValue(f"capacity must be at least {least:.4f} for this model (one unit per group); got {budget:g}")
     return shares[low - 1]
 
 

@@ -51,7 +51,7 @@ def seeded(seed: int, *address: Address) -> Iterator[None]:
     >>> bool(a == b)
     True
     """
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(key(seed, *address))
         yield

@@ -127,4 +127,4 @@ def _at_least(least: int, **fields: float) -> None:
 
 
 def _distinct(y: Tensor) -> tuple[int, ...]:
-    return tuple(y.unique().tolist())
+    return tuple(torch.unique(y).tolist())

@@ -14,6 +14,18 @@ from pydantic.errors import PydanticUserError
 
 from fedcover.errors import InvalidValue, unknown
 
+ARGUMENTS = {
+    "dataset": 0,
+    "partition": 3,
+    "model": 3,
+    "policy": 1,
+    "recipe": 0,
+    "rule": 2,
+    "server": 0,
+    "schedule": 2,
+}
+"""How many positional arguments the function behind each field takes; the rest are its options."""
+
 
 @dataclass(frozen=True)
 class Spec:
@@ -135,6 +147,11 @@ def _imported(field: str, path: str) -> Callable[..., Any]:
         raise InvalidValue(f"{field} {path!r} must be a function; it is a {type(function).__name__}")
     try:
         inspect.signature(function)
+        if field in ARGUMENTS and not hasattr(function, "__wrapped__"):
+            needed = {name: None for name, p in options_of(function).items() if p.default is p.empty}
+            inspect.signature(function).bind(*[None] * ARGUMENTS[field], **needed)
     except ValueError:
         raise InvalidValue(f"{field} {path!r} must be a Python function; its parameters cannot be read") from None
+    except TypeError as error:
+        raise InvalidValue(f"{field} {path!r} must take {ARGUMENTS[field]} positional arguments: {error}") from None
     return function  # type: ignore[no-any-return]

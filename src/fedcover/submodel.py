@@ -3,6 +3,7 @@
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from functools import reduce
 from typing import Any
 
 import torch
@@ -66,19 +67,23 @@ def fill(module: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
     """Put copies of tensors into a module, whatever shapes were there (changes the module, returns it)."""
     homes: dict[int, list[tuple[dict[str, Any], str]]] = defaultdict(list)  # a tied tensor has several
     for layer in module.modules():
-        for table in (layer._parameters, layer._buffers):
+        tables: tuple[dict[str, Any], ...] = (layer._parameters, layer._buffers)
+        for table in tables:
             for leaf, tensor in table.items():
                 if tensor is not None:
                     homes[id(tensor)].append((table, leaf))
-    for name, value in values.items():
+    places = {}
+    for name in values:
         path, _, leaf = name.rpartition(".")
         owner = module.get_submodule(path)
         old = owner._parameters.get(leaf)
-        new: Tensor = value.detach().clone()
+        known = owner._buffers.get(leaf) if old is None else old
+        places[name] = old, homes.get(id(known), [(owner._buffers, leaf)])
+    for name, (old, found) in places.items():
+        new: Tensor = values[name].detach().clone()
         if old is not None:
             new = nn.Parameter(new, requires_grad=old.requires_grad)
-        known = old if old is not None else owner._buffers.get(leaf)
-        for table, known_as in homes.get(id(known), [(owner._buffers, leaf)]):
+        for table, known_as in found:
             table[known_as] = new
     return module
 
@@ -99,17 +104,16 @@ def _recount(module: nn.Module, reduction: Slices) -> None:
 
 
 def _lower(module: nn.Module, path: list[str], by: int) -> None:
-    """Lower a number at a path of attributes; its last part may be a place in a tuple."""
-    *way, leaf = path
-    if leaf.isdigit():
-        *way, name = way
-        owner = module.get_submodule(".".join(way))
-        sizes = list(getattr(owner, name))
-        sizes[int(leaf)] -= by
-        setattr(owner, name, tuple(sizes))
-    else:
-        owner = module.get_submodule(".".join(way))
-        setattr(owner, leaf, getattr(owner, leaf) - by)
+    """Lower a number at a path of attributes; the last part may be a place in a list or tuple."""
+    place = int(path[-1]) if path[-1].isdigit() else None
+    *way, leaf = path if place is None else path[:-1]
+    owner: Any = reduce(getattr, way, module)
+    if place is None:
+        vars(owner)[leaf] -= by
+        return
+    sizes = list(vars(owner)[leaf])
+    sizes[place] -= by
+    vars(owner)[leaf] = type(vars(owner)[leaf])(sizes)
 
 
 def _tell_linear(path: str, layer: Any) -> None:
@@ -159,15 +163,13 @@ def _tell_embedding(path: str, layer: Any) -> None:
 
 def _tell_attention(path: str, layer: Any) -> None:
     inside = len(layer.q_proj_weight) if layer.in_proj_weight is None else len(layer.in_proj_weight) // 3
-    width = len(layer.out_proj.weight)
-    if inside != width or inside % layer.head_dim:
+    if inside % layer.head_dim:
         raise InvalidValue(
-            f"layer {path!r}: nn.MultiheadAttention is as wide inside as outside, so {width} outputs need as many "
-            f"inner features in whole heads of {layer.head_dim}; got {inside}"
+            f"layer {path!r}: attention keeps or cuts whole heads of {layer.head_dim} features; got {inside} features"
         )
-    layer.embed_dim, layer.num_heads = width, inside // layer.head_dim
-    layer.kdim = width if layer.k_proj_weight is None else layer.k_proj_weight.shape[1]
-    layer.vdim = width if layer.v_proj_weight is None else layer.v_proj_weight.shape[1]
+    layer.embed_dim, layer.num_heads = inside, inside // layer.head_dim
+    layer.kdim = inside if layer.k_proj_weight is None else layer.k_proj_weight.shape[1]
+    layer.vdim = inside if layer.v_proj_weight is None else layer.v_proj_weight.shape[1]
 
 
 def _tell_slopes(path: str, layer: Any) -> None:

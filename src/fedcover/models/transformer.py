@@ -46,7 +46,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The stream after this block."""
         x = x + self.attention(self.norm1(x))
-        return x + self.down(self.gelu(self.up(self.norm2(x))))
+        after: Tensor = x + self.down(self.gelu(self.up(self.norm2(x))))
+        return after
 
 
 class Transformer(nn.Module):

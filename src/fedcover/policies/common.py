@@ -43,7 +43,7 @@ def prunable_budget(view: View, capacity: float) -> int:
     if budget < 1:
         least = ceil(10_000 * (total - prunable + 1) / total) / 10_000
         raise InvalidValue(
-            f"capacity must be at least {least:g} to prune this model (the rest is never pruned); got {capacity:g}"
+            f"capacity must be at least {least:.4f} to prune this model (the rest is never pruned); got {capacity:g}"
         )
     return budget
 

@@ -75,7 +75,7 @@ def prunefl(
 
 def last_round(measured: Mapping[str, Params]) -> int | None:
     """The last round in which any client answered, as its `trained_in` says; None before the first."""
-    if "trained_in" not in measured:
+    if not measured.get("trained_in"):
         return None
     return round(max(float(tensor.max()) for tensor in measured["trained_in"].values())) - 1
 

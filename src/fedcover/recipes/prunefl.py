@@ -16,15 +16,15 @@ def prunefl(*, every: int = 50) -> Recipe:
     """Plain SGD that also reports squared gradients, summed over the rounds since the last re-configuration.
 
     Of each round it takes the mean over the local steps. `every` must be that of the policy. `trained_in` says in which
-    round (counted from 1) the weights of the mask were last trained; it is 0 for those outside.
+    round (counted from 1) the prunable weights of the mask were last trained; it is 0 for those outside.
     """
     if every < 1:
         raise InvalidValue(f"recipe prunefl: every must be at least 1; got {every}")
 
     def start(assignment: Assignment, params: Params) -> Carry:
         measured, round = assignment.state.measured, assignment.state.round
-        bits = assignment.reduction.gradient_mask()
-        trained_in = {name: torch.full_like(p, round + 1) * bits.get(name, 1) for name, p in params.items()}
+        bits, prunable = assignment.reduction.gradient_mask(), assignment.task.model.prunable
+        trained_in = {name: torch.full_like(params[name], round + 1) * bits.get(name, 1) for name in prunable}
         since = last_round(measured)
         if since is not None and since // every == round // every:
             earlier = measured["squared_gradient"]

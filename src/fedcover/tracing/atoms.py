@@ -47,10 +47,10 @@ class Atoms:
 
     def tie(self, left: Tensor, right: Tensor) -> None:
         """Couple two sets of atoms index by index (they broadcast)."""
-        left, right = torch.broadcast_tensors(self.roots(left), self.roots(right))
-        pairs = torch.stack([left.flatten(), right.flatten()])
-        pairs = pairs[:, pairs[0] != pairs[1]].unique(dim=1)
-        if not pairs.shape[1]:
+        left, right = self.roots(left), self.roots(right)
+        together = (left + 0 * right).flatten().tolist(), (right + 0 * left).flatten().tolist()
+        pairs = sorted({(a, b) for a, b in zip(*together, strict=True) if a != b})
+        if not pairs:
             return
         parent: dict[int, int] = {}
 
@@ -59,7 +59,7 @@ class Atoms:
                 atom = parent[atom]
             return atom
 
-        for a, b in pairs.T.tolist():
+        for a, b in pairs:
             low, high = sorted((root(a), root(b)))
             if low != high:
                 parent[high] = low  # the smallest wins, so that 0 stays the root of what is fixed

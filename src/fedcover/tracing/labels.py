@@ -5,7 +5,7 @@ atoms of all its fields are. A weight starts with one field per axis, an input h
 Fields are stored thin: of length 1 along the axes on which they do not vary.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,8 +34,8 @@ class Labels:
         self.axes: dict[tuple[str, int], Tensor] = {}
         self.met: list[str] = []
         self.objections: list[Objection] = []
-        self._fields = WeakTensorKeyDictionary()
-        self._names = WeakTensorKeyDictionary()
+        self._fields: MutableMapping[Tensor, list[Field]] = WeakTensorKeyDictionary()
+        self._names: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
 
     def own(self, name: str, tensor: Tensor) -> None:
         """Let every axis of a module's tensor be cuttable until something says otherwise."""
@@ -55,9 +55,8 @@ class Labels:
 
     def of(self, tensor: Tensor) -> list[Field]:
         """The fields of a tensor as they are known by now; none where all of it is fixed."""
-        name = self._names.get(tensor)
-        if name is not None and name not in self.met:
-            self.met.append(name)
+        if tensor in self._names and self._names[tensor] not in self.met:
+            self.met.append(self._names[tensor])
         return self.settled(self._fields.get(tensor, []))
 
     def give(self, tensor: Tensor, fields: Iterable[Field]) -> None:
@@ -113,7 +112,7 @@ class Labels:
 
     def object(self, sentence: str, fields: Iterable[Field]) -> None:
         """Remember that an operation cannot be cut along these fields."""
-        self.objections += [Objection(sentence, field.unique()) for field in fields]
+        self.objections += [Objection(sentence, field.flatten()) for field in fields]
 
 
 def along(atoms: Tensor, axis: int, rank: int) -> Field:

@@ -138,7 +138,7 @@ def _kernel_field(axis: int, field: Field, shape: tuple[int, int, int]) -> Field
 
 def embedding(labels: Labels, call: Call) -> None:
     """A table's columns are units; its rows are looked up by number and stay."""
-    weight, out = call.given["weight"], call.out
+    weight, out = call.given["weight"], call.outputs[0]
     for field in labels.of(weight):
         if 0 in varying(field):
             labels.atoms.fix(field)
@@ -182,7 +182,7 @@ RULES: dict[str, Callable[[Labels, Call], None]] = {
     **{f"conv{n}d": convolution for n in (1, 2, 3)},
     **{f"conv_transpose{n}d": convolution for n in (1, 2, 3)},
     "convolution": convolution,
-    "embedding": embedding,
+    **dict.fromkeys(("embedding", "embedding_bag"), embedding),
     **dict.fromkeys(("batch_norm", "instance_norm", "group_norm"), channel_norm),
     **dict.fromkeys(("layer_norm", "rms_norm"), layer_norm),
 }

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fedcover.tracing.atoms import Atoms
 
-
 Arithmetic = Callable[["Number", int], Any]
 
 

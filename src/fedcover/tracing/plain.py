@@ -8,28 +8,34 @@ from torch import Tensor
 from fedcover.tracing.calls import Call, tensors_in
 from fedcover.tracing.labels import Field, Labels, lifted, thin, varying
 
-MOVES = frozenset(
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+MOVES = _names(
     "view reshape _unsafe_view _reshape_alias view_as reshape_as flatten unflatten permute transpose t numpy_T mT "
     "adjoint movedim swapaxes swapdims squeeze unsqueeze expand expand_as broadcast_to select slice narrow split "
     "split_with_sizes chunk tensor_split unbind repeat repeat_interleave tile roll flip rot90 pixel_shuffle "
-    "pixel_unshuffle channel_shuffle unfold diagonal".split()
+    "pixel_unshuffle channel_shuffle unfold diagonal"
 )
 """Operations that only move elements: their fields are moved by the operation itself."""
 
-SAME = frozenset(
+SAME = _names(
     "to _to_copy contiguous clone detach alias lift lift_fresh type_as dropout feature_dropout alpha_dropout "
     "feature_alpha_dropout native_dropout tril triu fill zero bernoulli uniform normal zeros_like ones_like full_like "
-    "empty_like rand_like randn_like requires_grad set_data".split()
+    "empty_like rand_like randn_like requires_grad"
 )
 """Operations whose result has the elements of their first tensor."""
 
-MIXES = frozenset("softmax _softmax log_softmax _log_softmax cumsum cumprod cummax cummin logcumsumexp sort topk".split())
+MIXES = _names("softmax _softmax log_softmax _log_softmax cumsum cumprod cummax cummin logcumsumexp sort topk")
 """Operations that mix the elements along `dim`, so that no unit along it can be cut."""
 
-REDUCES = frozenset(
-    "mean amax amin max min var std var_mean std_mean prod logsumexp argmax argmin all any median nanmean".split()
-)
-SUMS = frozenset(["sum", "linalg_vector_norm", "norm", "frobenius_norm"])
+REDUCES = _names("mean amax amin max min var std var_mean std_mean prod logsumexp argmax argmin all any median")
+AVERAGES = _names("mean var std")
+"""Reductions that have a masked twin: over units that are cut, they run over those that are kept."""
+
+SUMS = _names("sum linalg_vector_norm norm frobenius_norm")
 """Reductions to which a zero adds nothing: they may run over units that are cut."""
 
 POOLS = {
@@ -119,13 +125,13 @@ def summed(labels: Labels, call: Call) -> None:
 
 
 def reduced(labels: Labels, call: Call) -> None:
-    """Other reductions over units that are cut have no cut version; a mean has one, with masked moments."""
+    """Averages over units that are cut run over the kept ones; other reductions have no cut version."""
     if "other" in call.given:  # max(a, b) is no reduction
         return elementwise(labels, call)
     source, axes = call.tensors[0], _axes(call, call.tensors[0])
     fields = labels.of(source)
     across = [f for f in fields if varying(f) & axes]
-    if call.name != "mean" or any(varying(f) - axes for f in across):
+    if call.name not in AVERAGES or any(varying(f) - axes for f in across):
         labels.object(call.refusal("it reduces over units that are cut"), across)
     return _project(labels, call, source, labels.summed(fields, axes))
 
@@ -196,5 +202,6 @@ RULES: dict[str, Callable[[Labels, Call], None]] = {
     **dict.fromkeys(("replication_pad1d", "replication_pad2d", "replication_pad3d"), padded),
     **dict.fromkeys(("index", "index_select", "gather", "take_along_dim"), picked),
     **dict.fromkeys(("copy", "_prelu_kernel"), elementwise),
+    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), unknown),  # torch could take them apart, in many ways
     "glu": halved,
 }

@@ -17,7 +17,7 @@ from fedcover.rng import generator, seeded
 from fedcover.submodel import fill, submodel
 from fedcover.tracing.labels import Field
 from fedcover.tracing.twins import Masked, Quiet
-from fedcover.tracing.watch import Notes, Place
+from fedcover.tracing.watch import Notes, Place, Step
 from fedcover.types import Params, UnitGroup
 
 DRAWS = 3
@@ -40,11 +40,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model said (while training, then when evaluated) and learned, and what its parts said on the way."""
+    """What a model said, while training and when evaluated, and learned: gradients and statistics."""
 
     said: list[Tensor]
     learned: Params
-    steps: list[Tensor]
 
 
 def prove(module: nn.Module, example: tuple[Any, ...], groups: tuple[UnitGroup, ...], notes: Notes) -> None:
@@ -67,9 +66,9 @@ def prove(module: nn.Module, example: tuple[Any, ...], groups: tuple[UnitGroup, 
 
 
 def _refusal(names: Sequence[str], found: str) -> InvalidValue:
-    listed = ", ".join(map(repr, names))
     return InvalidValue(
-        f"tracing: cutting group {listed} is not the same as masking it: {found}; keep it whole with whole=({listed},)"
+        f"tracing: cutting {', '.join(map(repr, names))} is not the same as masking it: {found}; "
+        f"keep these units whole with whole={tuple(names)!r}"
     )
 
 
@@ -108,43 +107,73 @@ def _difference(case: Case, kept: dict[str, Tensor]) -> str | None:
         small = submodel(case.module, slices, case.values)
     except InvalidValue as error:
         return str(error)
-    place = Place(small)
+    place, modes = Place(small), (Quiet(), Quiet())
     try:
-        sliced = _answer(case, small, place, (Quiet(), Quiet()))
+        sliced = _answer(case, small, modes)
     except Exception as error:
-        return f"{place} fails on the sliced model ({error})"
-    gone = _gone(case, slices)
-    present = [_present(case, fields, gone) for fields in case.notes.moments]
+        last = next((mode.last for mode in reversed(modes) if mode.last), "")
+        return f"operation {last!r} in {place} fails on the sliced model ({error})"
+    masked = _masked(case, slices)
+    whole = _answer(case, masked, (_twin(case, slices), _twin(case, slices)))
+    learned = slices.extract(whole.learned)
+    wrong = [name for name in learned if not _close(sliced.learned.get(name), learned[name])]
+    if not wrong and all(map(_close, sliced.said, whole.said)):
+        return None
+    step = _first_step(case, slices)
+    return f"{step} gives another result" if step else f"the gradient or statistic {', '.join(wrong[:1])!r} differs"
+
+
+def _masked(case: Case, slices: Slices) -> nn.Module:
+    """The whole model with zeros where units are cut."""
     mask = slices.mask(case.values)
     values = {name: torch.where(mask[name], tensor, 0) for name, tensor in case.values.items()}
-    masked = fill(copy.deepcopy(case.module), values)
-    whole = _answer(case, masked, Place(masked), (Masked(present), Masked(present)))
-    return _first_difference(case, slices, sliced, whole, gone)
+    return fill(copy.deepcopy(case.module), values)
 
 
-def _answer(case: Case, module: nn.Module, place: Place, modes: tuple[Quiet, Quiet]) -> Answer:
+def _twin(case: Case, slices: Slices) -> Masked:
+    """How the masked model runs: its averages know which units are there."""
+    gone = _gone(case, slices)
+    return Masked([_present(case, fields, gone) for fields in case.notes.moments])
+
+
+def _answer(case: Case, module: nn.Module, modes: tuple[Quiet, Quiet]) -> Answer:
     """Run a model forward and backward while training, then forward as it is evaluated."""
-    steps: list[Tensor] = []
-    place.follow(lambda path, out: steps.append(out) if isinstance(out, Tensor) else None)
-    for layer in module.modules():
-        if isinstance(layer, nn.MultiheadAttention):
-            layer.dropout = 0.0
     said = _run(module.train(), case.given, modes[0])
     draws = generator(0, "proof", "direction")
     directions = [torch.randn(o.shape, generator=draws, dtype=torch.float64) for o in said]
     loss = sum(((o * d).sum() for o, d in zip(said, directions, strict=True)), torch.zeros((), dtype=torch.float64))
-    weights = dict(module.named_parameters())
-    slopes = torch.autograd.grad(loss, [w for w in weights.values() if w.requires_grad], allow_unused=True)
-    names = [name for name, weight in weights.items() if weight.requires_grad]
-    learned = {name: slope for name, slope in zip(names, slopes, strict=True) if slope is not None}
-    said += _run(module.eval(), case.given, modes[1])
-    return Answer(said, learned | dict(module.named_buffers()), steps)
+    weights = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
+    slopes = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+    learned = {n: torch.zeros_like(w) if s is None else s for (n, w), s in zip(weights.items(), slopes, strict=True)}
+    said = said + _run(module.eval(), case.given, modes[1])
+    return Answer(said, learned | dict(module.named_buffers()))
 
 
 def _run(module: nn.Module, given: tuple[Any, ...], mode: Quiet) -> list[Tensor]:
+    for layer in module.modules():
+        if isinstance(layer, nn.MultiheadAttention):
+            layer.dropout = 0.0
     with seeded(0, "proof"), mode:
         out = module(*[each.clone() if isinstance(each, Tensor) else each for each in given])
     return [each for each in tree_flatten(out)[0] if isinstance(each, Tensor) and each.is_floating_point()]
+
+
+def _first_step(case: Case, slices: Slices) -> Step | None:
+    """The first operation of the model's code whose result differs between sliced and masked."""
+    seen: list[list[Tensor]] = []
+    for module, mode in (
+        (submodel(case.module, slices, case.values), Quiet()),
+        (_masked(case, slices), _twin(case, slices)),
+    ):
+        mode.seen = []
+        _run(module.train(), case.given, mode)
+        seen.append([out.detach() for out in mode.seen])
+    gone = _gone(case, slices)
+    for step, small, large in zip(case.notes.steps, seen[0], seen[1], strict=False):
+        present = _present(case, step.fields, gone)
+        if not _close(small.flatten(), large.flatten() if present is None else large[present.expand(step.shape)]):
+            return step
+    return None
 
 
 def _gone(case: Case, slices: Slices) -> Tensor:
@@ -171,28 +200,10 @@ def _present(case: Case, fields: Sequence[Field], gone: Tensor) -> Tensor | None
     return present.clone()
 
 
-def _first_difference(case: Case, slices: Slices, sliced: Answer, whole: Answer, gone: Tensor) -> str | None:
-    """The first part of the model whose output differs, or a gradient that does."""
-    learned = slices.extract(whole.learned)
-    same = all(_close(a, b) for a, b in zip(sliced.said, whole.said, strict=True)) and all(
-        _close(sliced.learned[name], learned[name]) if name in sliced.learned else not bool(learned[name].any())
-        for name in learned
-    )
-    if same:
-        return None
-    for (path, shape, fields), small, large in zip(case.notes.outputs, sliced.steps, whole.steps, strict=False):
-        present = _present(case, fields, gone)
-        shown = large.flatten() if present is None else large[present.expand(shape)]
-        if not _close(small.flatten(), shown):
-            layer = case.module.get_submodule(path)
-            return f"the output of {path or 'the model'} ({type(layer).__name__}) differs"
-    bad = [name for name in learned if name not in sliced.learned or not _close(sliced.learned[name], learned[name])]
-    return f"the gradient of {bad[0]!r} differs" if bad else "the evaluated output differs"
-
-
-def _close(left: Tensor, right: Tensor) -> bool:
-    left, right = left.detach(), right.detach()
-    if left.shape != right.shape:
+def _close(left: Tensor | None, right: Tensor) -> bool:
+    """Whether two tensors are the same but for rounding."""
+    if left is None or left.shape != right.shape:
         return False
-    scale = max(1.0, float(right.abs().max())) if right.numel() and right.is_floating_point() else 1.0
-    return torch.allclose(left.double(), right.double(), rtol=TOLERANCE, atol=TOLERANCE * scale)
+    left, right = left.detach().double(), right.detach().double()
+    scale = max(1.0, float(right.nan_to_num().abs().max())) if right.numel() else 1.0
+    return torch.allclose(left, right, rtol=TOLERANCE, atol=TOLERANCE * scale, equal_nan=True)

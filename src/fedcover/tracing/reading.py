@@ -34,16 +34,26 @@ def read_groups(notes: Notes, whole: Collection[str]) -> tuple[tuple[UnitGroup, 
     names: dict[int, str] = {}
     for roots in alike.values():
         tensors = [place for place in units[roots[0]] if place[1] != NUMBER]
-        if len(roots) < 2 or not tensors:
-            continue  # one unit cannot be cut, and a number alone is no unit
-        roots.sort(key=lambda root: units[root][tensors[0]][0])  # noqa: B023
+        if len(roots) < 2 or not any(tensor in notes.parameters for tensor, _ in tensors):
+            continue  # one unit cannot be cut, and buffers and numbers alone are no units
+        roots.sort(key=lambda root: units[root][tensors[0]][0])
         name = _name(tensors[0][0], set(names.values()))
         names.update(dict.fromkeys(roots, name))
-        if name not in whole:
+        if not is_whole(name, whole):
             groups.append(_group(name, [units[root] for root in roots]))
-    for name in set(whole) - set(names.values()):
-        raise unknown("whole", name, sorted(set(names.values())))
+    for path in whole:
+        if not any(is_whole(name, [path]) for name in names.values()):
+            raise unknown("whole", path, dict.fromkeys(names.values()))
     return tuple(groups), names
+
+
+def is_whole(name: str, whole: Collection[str]) -> bool:
+    """Whether a group is named, or lies in a part of the module that is named.
+
+    >>> is_whole("blocks.0.mlp", ["blocks.0"]), is_whole("blocks.01", ["blocks.0"])
+    (True, False)
+    """
+    return any(f"{name}.".startswith(f"{path}.") for path in whole)
 
 
 def _places(notes: Notes) -> Mapping[Place, Tensor]:
@@ -78,8 +88,8 @@ def _group(name: str, units: list[dict[Place, list[int]]]) -> UnitGroup:
 def _cuts(group: str, tensor: str, axis: int, where: Tensor) -> list[Cut]:
     """The indices of units along an axis (unit by unit) as evenly laid runs.
 
-    >>> _cuts("qkv", "qkv.weight", 0, torch.tensor([[0, 1, 4, 5], [2, 3, 6, 7]]))
-    [Cut(tensor='qkv.weight', axis=0, start=0, per_unit=2), Cut(tensor='qkv.weight', axis=0, start=4, per_unit=2)]
+    >>> [(cut.start, cut.per_unit) for cut in _cuts("qkv", "qkv.weight", 0, torch.tensor([[0, 1, 4, 5], [2, 3, 6, 7]]))]
+    [(0, 2), (4, 2)]
     """
     units, owned = where.shape
     for run in (run for run in range(owned, 0, -1) if owned % run == 0):

@@ -11,18 +11,29 @@ Twin = Callable[[Tensor, Sequence[Any], Mapping[str, Any], Tensor], Tensor]
 
 
 class Quiet(TorchFunctionMode):
-    """Runs a module without drop-out, whose draws depend on shapes."""
+    """Runs a module in float64 and without drop-out, whose draws depend on shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = ""
+        self.seen: list[Tensor] | None = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call a function, or what stands for it."""
-        given = dict(kwargs or {})
-        if "dropout" in func.__name__:
-            return args[0] if args else given["input"]
+        """Call a function, or what stands for it, and remember what came out if that is asked for."""
+        self.last, given = func.__name__, dict(kwargs or {})
         if "dropout_p" in given:
             given["dropout_p"] = 0.0
-        return self.call(func, args, given)
+        if "dropout" in self.last:
+            out = args[0] if args else given["input"]
+        else:
+            out = self.call(func, args, given)
+        if isinstance(out, Tensor):
+            out = out.double() if out.is_floating_point() else out
+            if self.seen is not None:
+                self.seen.append(out)
+        return out
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call any other function as it is."""
@@ -39,23 +50,46 @@ class Masked(Quiet):
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function, or its masked twin where some of what it averages is cut."""
         twin = TWINS.get(func.__name__)
-        present = next(self.present) if twin else None
-        return func(*args, **kwargs) if twin is None or present is None else twin(args[0], args[1:], kwargs, present)
+        present = next(self.present, None) if twin else None
+        if twin is None or present is None:
+            return func(*args, **kwargs)
+        source = args[0] if args else kwargs.pop("input")
+        return twin(source, args[1:], kwargs, present)
 
 
-def _mean(x: Tensor, axes: Sequence[int], present: Tensor) -> Tensor:
+def _mean(x: Tensor, axes: list[int], present: Tensor) -> Tensor:
     shown = present.expand(x.shape)
-    return torch.where(shown, x, 0).sum(axes, keepdim=True) / shown.sum(axes, keepdim=True)
+    number = shown.sum(axes, keepdim=True).clamp(min=1)  # of nothing, the mean is nothing
+    return torch.where(shown, x, 0).sum(axes, keepdim=True) / number
 
 
 def masked_mean(x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], present: Tensor) -> Tensor:
     """The mean over what is there."""
-    dim = args[0] if args else kwargs.get("dim")
-    axes = [dim] if isinstance(dim, int) else list(dim or range(x.ndim))
-    keep = args[1] if len(args) > 1 else kwargs.get("keepdim", False)
-    # where nothing is there, nothing comes out
-    mean = _mean(x, axes, present).nan_to_num()
-    return mean if keep else mean.squeeze(axes)
+    given = {**dict(zip(("dim", "keepdim"), args, strict=False)), **kwargs}
+    axes = _axes(x, given.get("dim"))
+    return _reduced(_mean(x, axes, present), axes, given)
+
+
+def masked_var(x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], present: Tensor) -> Tensor:
+    """The variance of what is there."""
+    given = {**dict(zip(("dim", "unbiased", "keepdim"), args, strict=False)), **kwargs}
+    axes = _axes(x, given.get("dim"))
+    number = present.expand(x.shape).sum(axes, keepdim=True)
+    spread = _mean((x - _mean(x, axes, present)).square(), axes, present)
+    return _reduced(spread * number / (number - given.get("correction", int(given.get("unbiased", True)))), axes, given)
+
+
+def masked_std(x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], present: Tensor) -> Tensor:
+    """The standard deviation of what is there."""
+    return masked_var(x, args, kwargs, present).sqrt()
+
+
+def _axes(x: Tensor, dim: Any) -> list[int]:
+    return [dim] if isinstance(dim, int) else list(dim or range(x.ndim))
+
+
+def _reduced(x: Tensor, axes: Sequence[int], given: Mapping[str, Any]) -> Tensor:
+    return x if given.get("keepdim", False) else x.squeeze(tuple(axes))
 
 
 def masked_layer_norm(x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], present: Tensor) -> Tensor:
@@ -81,5 +115,11 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return x if bias is None else x + bias
 
 
-TWINS: dict[str, Twin] = {"mean": masked_mean, "layer_norm": masked_layer_norm, "rms_norm": masked_rms_norm}
+TWINS: dict[str, Twin] = {
+    "mean": masked_mean,
+    "var": masked_var,
+    "std": masked_std,
+    "layer_norm": masked_layer_norm,
+    "rms_norm": masked_rms_norm,
+}
 """Functions that average over units, and how they run where some of these are masked."""

@@ -1,8 +1,9 @@
 """Run a module once and note which units each of its tensors, numbers and outputs belongs to."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +21,7 @@ from fedcover.tracing.labels import Field, Labels
 from fedcover.tracing.layers import apply, known
 from fedcover.tracing.numbers import Number, plain
 from fedcover.tracing.promises import PROMISES, TOLD_PROMISES, keep
-
-MOMENTS = frozenset(["layer_norm", "rms_norm", "mean"])
-"""Functions that average over units: over those that are kept, so their masked twin must know which these are."""
+from fedcover.tracing.twins import TWINS
 
 COUNTED = ("groups",)
 """Numbers of torch's layers that their tensors do not tell."""
@@ -31,14 +30,28 @@ LARGEST_NUMBER = 1 << 20
 """A number beyond this counts no units."""
 
 
+@dataclass(frozen=True)
+class Step:
+    """A function that the module's code called, where, and the fields of what came out."""
+
+    name: str
+    where: str
+    shape: torch.Size
+    fields: list[Field]
+
+    def __str__(self) -> str:
+        return f"operation {self.name!r} in {self.where}"
+
+
 @dataclass
 class Notes:
     """What was seen while a module ran."""
 
     labels: Labels = field(default_factory=Labels)
+    parameters: set[str] = field(default_factory=set)
     numbers: dict[str, Number] = field(default_factory=dict)
     moments: list[list[Field]] = field(default_factory=list)
-    outputs: list[tuple[str, torch.Size, list[Field]]] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
 
 
 class Place:
@@ -47,16 +60,15 @@ class Place:
     def __init__(self, root: nn.Module) -> None:
         self.root = root
         self.stack: list[str] = [""]
+        for path, layer in root.named_modules():
+            layer.register_forward_pre_hook(partial(self._enter, path))
+            layer.register_forward_hook(self._leave)
 
-    def follow(self, finished: Callable[[str, Any], None]) -> None:
-        """Keep track of the run with hooks on the module, and say what comes out of each part."""
-        for path, layer in self.root.named_modules():
-            layer.register_forward_pre_hook(lambda layer, args, path=path: self.stack.append(path))  # type: ignore[misc]
-            layer.register_forward_hook(lambda layer, args, out, path=path: self._leave(path, out, finished))  # type: ignore[misc]
+    def _enter(self, path: str, layer: nn.Module, args: Any) -> None:
+        self.stack.append(path)
 
-    def _leave(self, path: str, out: Any, finished: Callable[[str, Any], None]) -> None:
+    def _leave(self, layer: nn.Module, args: Any, out: Any) -> None:
         self.stack.pop()
-        finished(path, out)
 
     @property
     def path(self) -> str:
@@ -68,11 +80,11 @@ class Place:
         return f"module {self.path!r} ({type(layer).__name__})" if self.path else f"the model ({type(layer).__name__})"
 
 
-class Operations(TorchDispatchMode):
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows every operation below the level of the module's code."""
 
     def __init__(self, labels: Labels, place: Place) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.labels, self.place = labels, place
 
     def __torch_dispatch__(
@@ -107,9 +119,9 @@ class Functions(TorchFunctionMode):
         given = dict(kwargs or {})
         if self.notes.labels.atoms.busy:
             return func(*args, **given)
-        if func.__name__ in MOMENTS:
+        if func.__name__ in TWINS:
             with self.notes.labels.atoms.aside():
-                self.notes.moments.append(self.notes.labels.of(args[0]))
+                self.notes.moments.append(self.notes.labels.of(args[0] if args else given["input"]))
         out = func(*plain(args), **plain(given))
         with self.notes.labels.atoms.aside():
             return self._follow(func.__name__, args, given, out)
@@ -124,8 +136,11 @@ class Functions(TorchFunctionMode):
         promise = TOLD_PROMISES.get(name) or (None if is_told(layer) else PROMISES.get(name))
         if promise is not None:
             promise(labels, args, kwargs, out)
-        if name == "instance_norm" and isinstance(getattr(layer, "num_features", None), Number):
-            keep(labels, out, [None, layer.num_features, *[None] * (out.ndim - 2)])
+        channels = vars(layer).get("num_features")
+        if name == "instance_norm" and isinstance(channels, Number):
+            keep(labels, out, [None, channels, *[None] * (out.ndim - 2)])
+        if isinstance(out, Tensor):
+            self.notes.steps.append(Step(name, str(self.place), out.shape, labels.of(out)))
         return out
 
 
@@ -144,9 +159,9 @@ def watch(module: nn.Module, example: tuple[Any, ...]) -> Notes:
         twin = copy.deepcopy(module).train()
         for name, tensor in [*twin.named_parameters(), *twin.named_buffers()]:
             notes.labels.own(name, tensor)
+        notes.parameters.update(name for name, _ in twin.named_parameters())
         _number(twin, notes)
         place = Place(twin)
-        place.follow(lambda path, out: _note_output(notes, path, out))
         try:
             with Functions(notes, place), Operations(notes.labels, place):
                 out = twin(*[each.clone() if isinstance(each, Tensor) else each for each in example])
@@ -162,24 +177,30 @@ def watch(module: nn.Module, example: tuple[Any, ...]) -> Notes:
 
 def _number(module: nn.Module, notes: Notes) -> None:
     """Replace the sizes that modules keep for their own code by numbers that remember what they count."""
+    seen: set[int] = set()
     for path, layer in module.named_modules():
         for key, value in list(vars(layer).items()):
-            if key.startswith("_") or (is_told(layer) and key not in COUNTED):
-                continue
-            where = f"{path}.{key}" if path else key
-            if _is_size(value):
-                vars(layer)[key] = notes.numbers[where] = Number.of(notes.labels.atoms, notes.labels.atoms.new(value))
-            elif type(value) is tuple and value and all(map(_is_size, value)):
-                listed = [Number.of(notes.labels.atoms, notes.labels.atoms.new(each)) for each in value]
-                vars(layer)[key] = tuple(listed)
-                notes.numbers.update({f"{where}.{i}": number for i, number in enumerate(listed)})
+            if not key.startswith("_") and (key in COUNTED or not is_told(layer)):
+                _number_one(vars(layer), key, f"{path}.{key}" if path else key, notes)
+                if _is_plain_object(value) and id(value) not in seen:  # a configuration, which modules may share
+                    seen.add(id(value))
+                    for inner in list(vars(value)):
+                        _number_one(vars(value), inner, f"{path}.{key}.{inner}" if path else f"{key}.{inner}", notes)
+
+
+def _number_one(home: dict[str, Any], key: str, where: str, notes: Notes) -> None:
+    atoms, value = notes.labels.atoms, home[key]
+    if _is_size(value):
+        home[key] = notes.numbers[where] = Number.of(atoms, atoms.new(value))
+    elif type(value) in (list, tuple) and value and all(map(_is_size, value)):
+        listed = [Number.of(atoms, atoms.new(each)) for each in value]
+        home[key] = type(value)(listed)
+        notes.numbers.update({f"{where}.{i}": number for i, number in enumerate(listed)})
 
 
 def _is_size(value: object) -> bool:
     return type(value) is int and 1 < value < LARGEST_NUMBER
 
 
-def _note_output(notes: Notes, path: str, out: Any) -> None:
-    with notes.labels.atoms.aside():
-        if isinstance(out, Tensor):
-            notes.outputs.append((path, out.shape, notes.labels.of(out)))
+def _is_plain_object(value: object) -> bool:
+    return hasattr(value, "__dict__") and not isinstance(value, nn.Module | Tensor | type) and not callable(value)

@@ -1,0 +1,35 @@
+"""The commands; what is wrong is said in one sentence."""
+
+import os
+import sys
+
+from cyclopts import CycloptsError
+
+from fedcover import console
+from fedcover.cli import files as files
+from fedcover.cli import looking as looking
+from fedcover.cli import running as running
+from fedcover.cli.options import app
+from fedcover.errors import FedcoverError, InvalidValue
+
+
+def main() -> None:
+    """Parse the command line; what is wrong is said in one sentence: exit code 2 for input, 1 for the rest."""
+    if "" not in sys.path:  # so that `package.module:function` finds the user's own files
+        sys.path.insert(0, "")
+    try:
+        app(sys.argv[1:], exit_on_error=False, print_error=False)
+    except InvalidValue as error:
+        _leave(error, 2)
+    except FedcoverError as error:
+        _leave(error, 1)
+    except CycloptsError as error:
+        _leave(error, 2)
+    except BrokenPipeError:  # whoever read the output has gone; Python would complain again when it closes it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+def _leave(error: Exception, code: int) -> None:
+    console.say(f"fedcover: {error}")
+    sys.exit(code)

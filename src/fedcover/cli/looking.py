@@ -1,0 +1,132 @@
+"""Commands that look and compute: list, audit, explain."""
+
+from collections.abc import Callable
+from inspect import getdoc
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from fedcover import console, datasets
+from fedcover.aggregation import RULES, SERVERS
+from fedcover.audit import audit as audit_fleet
+from fedcover.audit import audit_codename
+from fedcover.cli.options import Data, Json, app
+from fedcover.engines import ENGINES
+from fedcover.errors import InvalidValue, unknown
+from fedcover.experiment import Experiment
+from fedcover.models import MODELS
+from fedcover.paper.explain import explain as explain_code
+from fedcover.partition import PARTITIONS
+from fedcover.policies import POLICIES
+from fedcover.recipes import RECIPES
+from fedcover.sources import Synthetic
+from fedcover.spec import options_of
+from fedcover.training import SCHEDULES
+
+TABLES: dict[str, dict[str, Callable[..., Any]]] = {
+    "policies": dict(POLICIES),
+    "models": dict(MODELS),
+    "datasets": {**datasets.DATASETS, "synthetic": Synthetic},
+    "partitions": dict(PARTITIONS),
+    "engines": dict(ENGINES),
+    "recipes": dict(RECIPES),
+    "rules": dict(RULES),
+    "servers": dict(SERVERS),
+    "schedules": dict(SCHEDULES),
+}
+
+
+@app.command(name="list")
+def list_(kind: str, *, json: Json = False) -> None:
+    """What there is: policies, models, datasets, partitions, engines, rules, schedules."""
+    if kind not in TABLES:
+        raise unknown("list", kind, TABLES)
+    entries: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "options": {
+                option: None if p.default is p.empty else p.default
+                for option, p in options_of(function).items()
+                if option not in ("seed", "device")
+            },
+            "about": (getdoc(function) or "").partition("\n\n")[0].replace("\n", " "),
+        }
+        for name, function in TABLES[kind].items()
+    ]
+    if json:
+        return console.show_json(entries)
+    rows = [[e["name"], ", ".join(f"{k}={v!r}" for k, v in e["options"].items()), e["about"]] for e in entries]
+    console.table(kind, ["name", "options", "about"], rows)
+    return None
+
+
+@app.command
+def audit(
+    codename: Annotated[str | None, Parameter(help="Digits 1 to 7, one per slot, as in the paper.")] = None,
+    *,
+    kind: Annotated[str, Parameter(help="With a codename: pruning or subnet.")] = "pruning",
+    p5: Annotated[str, Parameter(help="With a codename: P5 as in the paper's code, or as printed.")] = "code",
+    fleet: Annotated[str, Parameter(help='Without a codename, such as "4x1.0 + 6x0.5".')] = "1x1.0 + 1x0.5 + 1x0.25",
+    policy: Annotated[str, Parameter(help="Without a codename.")] = "prefix",
+    capacity: Annotated[str, Parameter(help="What a capacity is a share of: width or parameters.")] = "width",
+    model: str = "mlp",
+    dataset: Annotated[str, Parameter(help="Whose input shape and classes to take.")] = "mnist",
+    batch_size: int = 10,
+    json: Json = False,
+) -> None:
+    """Does this fit my device: parameters, multiply-adds, memory and traffic per capacity; and what is covered."""
+    if codename is not None:
+        found = audit_codename(codename, kind, p5, model=model, dataset=dataset, batch_size=batch_size)
+    else:
+        found = audit_fleet(
+            Experiment(
+                dataset=dataset, model=model, fleet=fleet, policy=policy, capacity=capacity, batch_size=batch_size,
+            )
+        )  # fmt: skip
+    if json:
+        return console.show_json(found)
+    columns = [
+        "capacity",
+        "devices",
+        "parameters",
+        "multiply_adds",
+        "memory",
+        "bytes_down",
+        "bytes_up",
+        "delta2",
+    ]
+    title = f"{found['model']} on {dataset}, {codename or found['policy']}, batches of {batch_size}"
+    console.table(title, columns, [[row[column] for column in columns] for row in found["capacities"]])
+    covered = ", ".join(f"{region} {n}" for region, n in found.get("coverage", {}).items())
+    print(
+        f"mean per client: {found['parameters']:,.0f} parameters, {found['multiply_adds']:,.0f} multiply-adds; "
+        f"every parameter is trained by at least {found['gamma_min']} clients" + (f" ({covered})" if covered else "")
+    )
+    return None
+
+
+@app.command
+def explain(
+    codename: Annotated[str, Parameter(help="Digits 1 to 7, one per slot, as in the paper.")] = "1111444477",
+    *,
+    dataset: str = "digits",
+    rounds: int = 20,
+    clients: int = 100,
+    seeds: int = 3,
+    switch: Annotated[tuple[str, ...], Parameter(help="Only these departures; may be repeated.")] = (),
+    data: Data = None,
+    json: Json = False,
+) -> None:
+    """How much each departure of the paper's public code changes its result, against the faithful algorithm."""
+    if seeds < 1:
+        raise InvalidValue(f"seeds must be at least 1; got {seeds}")
+    rows = explain_code(
+        codename, seeds=range(seeds), dataset=dataset, rounds=rounds, clients=clients, only=switch, data=data,
+        tell=console.say,
+    )  # fmt: skip
+    if json:
+        return console.show_json(rows)
+    columns = ["setting", "accuracy", "spread", "first_round", "noise", "gamma_min"]
+    title = f"{codename} on {dataset}, {rounds} rounds, {seeds} seeds: the public code's departures one by one"
+    console.table(title, columns, [[row[column] for column in columns] for row in rows])
+    return None

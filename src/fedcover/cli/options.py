@@ -1,0 +1,21 @@
+"""The program, and the options that its commands share."""
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from fedcover.version import __version__
+
+app = App(
+    name="fedcover",
+    help="Federated learning for fleets of unequal devices: every client trains the part of one model it can hold.",
+    version=__version__,
+)
+
+Json = Annotated[bool, Parameter(help="Print JSON instead of a table.", negative="")]
+Data = Annotated[Path | None, Parameter(help="Folder of the data sets; else $FEDCOVER_DATA, else a cache folder.")]
+Device = Annotated[str, Parameter(help="auto, cpu or cuda.")]
+EngineName = Annotated[str, Parameter(name="--engine", help="auto or a name from 'fedcover list engines'.")]
+Deterministic = Annotated[bool, Parameter(help="On CUDA, only kernels that repeat bit for bit.", negative="")]
+Threads = Annotated[int | None, Parameter(help="CPU threads; by default as many as the model is worth.")]

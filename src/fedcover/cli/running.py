@@ -1,0 +1,155 @@
+"""Commands that train: run, resume, export, demo."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from fedcover import console
+from fedcover.cli.options import Data, Deterministic, Device, EngineName, Json, Threads, app
+from fedcover.demo import FLEET, LINE_UP
+from fedcover.demo import demo as run_demo
+from fedcover.errors import InvalidValue
+from fedcover.experiment import Experiment, parse_change, read_experiment
+from fedcover.export import export as export_part
+from fedcover.folders import Folder
+from fedcover.preparation import Machine
+from fedcover.runs import Run, load
+from fedcover.runs import resume as resume_run
+from fedcover.runs import run as run_experiment
+
+
+@app.command
+def run(
+    experiment: Annotated[Path | None, Parameter(help="A TOML file; without it, the defaults.")] = None,
+    *,
+    set: Annotated[tuple[str, ...], Parameter(help="key=value, overrides the file; may be repeated.")] = (),
+    runs: Annotated[Path, Parameter(help="Where run folders are made.")] = Path("runs"),
+    data: Data = None,
+    device: Device = "auto",
+    engine: EngineName = "auto",
+    threads: Threads = None,
+    deterministic: Deterministic = False,
+    json: Json = False,
+) -> None:
+    """Run one experiment into runs/<name>."""
+    changes = dict(parse_change(text) for text in set)
+    wanted = read_experiment(experiment, changes) if experiment else Experiment(**changes)
+    folder = runs / wanted.name
+    with console.watching(wanted.name, wanted.rounds) as watch:
+        result = _saying_how_to_go_on(
+            folder,
+            lambda: run_experiment(
+                wanted, folder, machine=Machine(engine, device, threads, deterministic), data=data, watch=watch
+            ),
+        )
+    _show_result(result, json)
+
+
+@app.command
+def resume(
+    folder: Path,
+    *,
+    force: Annotated[bool, Parameter(help="Go on although engine, device, threads or torch changed.")] = False,
+    data: Data = None,
+    device: Device = "auto",
+    engine: EngineName = "auto",
+    threads: Threads = None,
+    deterministic: Deterministic = False,
+    json: Json = False,
+) -> None:
+    """Go on with a run that was stopped; it ends like one that never was."""
+    wanted = Folder(folder).read().experiment
+    with console.watching(wanted.name, wanted.rounds) as watch:
+        result = _saying_how_to_go_on(
+            folder,
+            lambda: resume_run(
+                folder, machine=Machine(engine, device, threads, deterministic), force=force, data=data, watch=watch,
+                complain=console.say,
+            ),
+        )  # fmt: skip
+    _show_result(result, json)
+
+
+@app.command
+def export(
+    folder: Path,
+    *,
+    capacity: Annotated[float, Parameter(help="The device's capacity; 1 is the whole model.")] = 1.0,
+    output: Annotated[Path | None, Parameter(name=["--output", "-o"], help="The file to write.")] = None,
+    data: Data = None,
+    json: Json = False,
+) -> None:
+    """Write the trained model, or the part of it that a device can hold, as one safetensors file."""
+    path = output or folder / (f"model-{capacity:g}.safetensors")
+    written = export_part(load(folder, data=data), capacity, path)
+    if json:
+        return console.show_json(written)
+    print(f"{written['path']}: {written['parameters']:,} parameters; load it with fedcover.load_part({str(path)!r})")
+    return None
+
+
+@app.command
+def demo(
+    *,
+    folder: Annotated[Path | None, Parameter(help="Where to keep the runs; else runs/demo-1, -2, ...")] = None,
+    rounds: int = 30,
+    seed: int = 0,
+    json: Json = False,
+) -> None:
+    """Five policies side by side on a fleet in which no device holds the whole model; offline, under a minute."""
+    if rounds < 1:
+        raise InvalidValue(f"rounds must be at least 1; got {rounds}")
+    chosen = folder or next(p for n in range(1, sys.maxsize) if not (p := Path(f"runs/demo-{n}")).exists())
+    try:
+        results = run_demo(chosen, rounds, seed, console.watching)
+    except KeyboardInterrupt:
+        console.say(f"stopped; the runs so far are in {chosen}; 'fedcover demo' begins anew")
+        sys.exit(130)
+    if json:
+        return console.show_json({run.experiment.name: {**run.summary, "folder": str(run.folder)} for run in results})
+    columns = [
+        "policy",
+        "accuracy",
+        "one device",
+        "coverage",
+        "over 10 rounds",
+        "noise",
+        "parameters",
+        "MB moved",
+    ]
+    names = ["accuracy", "accuracy_single", "gamma_min", "gamma_window", "delta2_mean", "parameters"]
+    rows = [
+        [run.experiment.name, *(run.summary[n] for n in names),
+         (run.summary["bytes_down"] + run.summary["bytes_up"]) / 1e6]
+        for run in results
+    ]  # fmt: skip
+    title = f"digits, {rounds} rounds, fleet {FLEET} (shares of 4,810 parameters)"
+    console.table(title, columns, rows)
+    for policy, meaning in LINE_UP.items():
+        print(f"  {policy:22} {meaning}")
+    print(
+        "accuracy: the assembled full model; one device: the largest part that a single device holds;\n"
+        "coverage: fewest clients that trained any parameter in a round, and over ten rounds;\n"
+        f"noise: share of the weights' energy cut away; parameters: mean per client. Run folders: {chosen}"
+    )
+    return None
+
+
+def _saying_how_to_go_on(folder: Path, work: Callable[[], Run]) -> Run:
+    try:
+        return work()
+    except KeyboardInterrupt:
+        begun = (folder / "experiment.toml").exists()
+        console.say(f"stopped; go on with: fedcover resume {folder}" if begun else "stopped before the run began")
+        sys.exit(130)
+
+
+def _show_result(result: Run, json: bool) -> None:
+    summary = {**result.summary, "folder": str(result.folder)}
+    if json:
+        return console.show_json(summary)
+    console.table(result.experiment.name, ["figure", "value"], [[k, v] for k, v in summary.items()])
+    return None

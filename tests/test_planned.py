@@ -1,0 +1,255 @@
+"""The planned policy: coverage after drop-outs, windows that cover, and never more noise than a design by hand."""
+
+from dataclasses import replace
+from functools import partial
+from itertools import combinations
+
+import pytest
+import torch
+
+from fedcover import coverage
+from fedcover.design import colours, is_exact, narrowed, steps, tally, unit_energies
+from fedcover.errors import InvalidValue
+from fedcover.experiment import Experiment
+from fedcover.planning import fleet_view, rounds_to_cover
+from fedcover.policies import POLICIES
+from fedcover.policies.common import fits
+from fedcover.policies.planned import groups_of, planned
+from fedcover.policies.regions import capacities, region_coverage
+from fedcover.preparation import Machine, prepare
+from fedcover.reduction import Slices
+from fedcover.rounds import cohort_of, first_state, run_round, view_of
+from fedcover.types import Cut, UnitGroup
+from tests.worlds import world
+
+CODENAMES = [
+    "1111111111", "1111114444", "1111144447", "1111223344", "1111234444", "1111113477", "1111234567", "1111444444",
+    "1111444477", "1111556677", "1114556677", "1234556677", "1455666777", "2233445677", "1444777777",
+]  # fmt: skip
+
+
+def view_of_fleet(fleet, model="mlp(hidden=[8])", **fields):
+    """Every device of a fleet, with weights that differ in size."""
+    view = fleet_view(Experiment(dataset="digits", model=model, fleet=fleet, **fields))
+    random = torch.Generator().manual_seed(3)
+    return replace(
+        view, params={n: torch.randn(t.shape, generator=random, dtype=torch.float64) for n, t in view.params.items()}
+    )
+
+
+def fleet_of(shares):
+    return " + ".join(f"1x{share:g}" for share in shares)
+
+
+def noise(view, parts):
+    total = coverage.energy(view.params)
+    return sum(coverage.noise(view.params, part, total) for part in parts)
+
+
+def gamma(view, parts):
+    return coverage.minimum(coverage.count(view.params, parts))
+
+
+@pytest.mark.parametrize("kind", ["pruning", "subnet"])
+@pytest.mark.parametrize("codename", CODENAMES)
+def test_never_noisier_than_the_codename_of_equal_capacity_and_coverage(codename, kind):
+    view = view_of_fleet(fleet_of(capacities(codename)))
+    least = min(region_coverage(codename).values())
+    by_hand = POLICIES["regions"](view, codename=codename, kind=kind)
+    ours = planned(view, kind=kind, gamma=least)
+    assert gamma(view, ours) >= gamma(view, by_hand) == least
+    assert noise(view, ours) <= noise(view, by_hand) + 1e-12
+
+
+@pytest.mark.parametrize("kind", ["pruning", "subnet"])
+@pytest.mark.parametrize(
+    ("fleet", "largest"),
+    [("6x1 + 4x0.75", 9), ("4x1 + 6x0.75", 8), ("1x1 + 3x0.75 + 6x0.5", 6)],
+)
+def test_the_papers_fleets_reach_their_largest_coverage(fleet, largest, kind):
+    view = view_of_fleet(fleet)
+    assert gamma(view, planned(view, kind=kind, gamma=largest)) == largest
+    with pytest.raises(InvalidValue, match=f"gamma must be at most {largest} .*; got {largest + 1}"):
+        planned(view, kind=kind, gamma=largest + 1)
+
+
+@pytest.mark.parametrize("kind", ["pruning", "subnet"])
+@pytest.mark.parametrize("fleet", ["2x1 + 3x0.5", "5x0.5", "1x0.75 + 2x0.5 + 3x0.25", "6x0.4", "3x1"])
+def test_any_drop_outs_leave_every_parameter_covered(fleet, kind):
+    view = view_of_fleet(fleet)
+    groups, _, _ = groups_of(view, kind)
+    largest = min(group.gamma_max for group in groups.values())
+    for tolerate in range(1, len(view.cohort)):
+        if tolerate >= largest:
+            with pytest.raises(InvalidValue, match=f"largest feasible is {largest}"):
+                planned(view, kind=kind, tolerate=tolerate)
+            continue
+        parts = planned(replace(view, round=tolerate), kind=kind, tolerate=tolerate)
+        for gone in combinations(range(len(parts)), tolerate):
+            assert gamma(view, [part for n, part in enumerate(parts) if n not in gone]) >= 1
+
+
+def test_drop_outs_of_a_large_fleet_by_sampling():
+    view = view_of_fleet("20x1 + 40x0.5 + 40x0.25", model="mlp(hidden=[40])")
+    parts = planned(view, tolerate=30)
+    random = torch.Generator().manual_seed(0)
+    for _ in range(30):
+        stay = torch.randperm(len(parts), generator=random)[30:].tolist()
+        assert gamma(view, [parts[n] for n in stay]) >= 1
+
+
+@pytest.mark.parametrize(
+    ("model", "fleet", "tolerate"),
+    [
+        ("mlp(hidden=[8, 6])", "4x0.5", 0),
+        ("mlp(hidden=[8, 6])", "4x0.5", 1),
+        ("mlp(hidden=[8, 6])", "2x0.75 + 4x0.5", 2),
+        ("mlp(hidden=[8, 8, 8])", "2x0.5 + 1x0.25", 0),
+        ("mlp(hidden=[8, 8, 8])", "1x0.5 + 1x0.25", 0),
+        ("cnn(channels=[4, 6], hidden=8)", "6x0.5", 2),
+        ("wide_resnet(depth=10, widen=1)", "5x0.5", 1),
+    ],
+)
+def test_where_groups_meet_a_window_survives_any_drop_outs(model, fleet, tolerate):
+    view = view_of_fleet(fleet, model=model)
+    choice = partial(planned, tolerate=tolerate)
+    window = rounds_to_cover(choice, view, 60, tolerate + 1)
+    assert window is not None
+    rounds = [choice(replace(view, round=round)) for round in range(window)]
+    for gone in combinations(range(len(view.cohort)), tolerate):
+        left = [part for parts in rounds for n, part in enumerate(parts) if n not in gone]
+        assert gamma(view, left) >= 1
+    for parts in rounds:  # biases and norms lie on one axis: they are covered in every round, unless few can hold all
+        counts = coverage.count(view.params, parts)
+        flat = [int(count.min()) for name, count in counts.items() if count.ndim == 1]
+        assert min(flat) >= tolerate + 1 or fleet == "1x0.5 + 1x0.25"
+
+
+def test_windows_cover_sooner_than_rolling_ones():
+    view = view_of_fleet("4x0.5 + 6x0.25", model="mlp(hidden=[64, 64])")
+    assert rounds_to_cover(planned, view, 10, 1) is not None
+    assert rounds_to_cover(partial(POLICIES["rolling"], spread=True), view, 30, 1) is None
+
+
+@pytest.mark.parametrize(("cycle", "palette"), [(1, 2), (4, 2), (4, 3), (6, 3), (5, 4), (6, 4)])
+def test_any_two_colours_take_all_positions_to_each_other(cycle, palette):
+    made = steps(cycle, palette)
+    assert len(made) < 2 * cycle + 2
+    for a, b in combinations(range(palette), 2):
+        assert {(shifts[b] - shifts[a]) % cycle for shifts in made} == set(range(cycle))
+
+
+def test_groups_that_meet_differ_in_colour():
+    setup, _ = world("wide_resnet")
+    groups = setup.task.model.groups
+    found = colours(groups)
+    assert len(set(found.values())) == 3
+    meeting = {}
+    for group in groups:
+        for cut in group.cuts:
+            meeting.setdefault(cut.tensor, []).append(group.name)
+    assert all(found[names[0]] != found[names[1]] for names in meeting.values() if len(names) == 2)
+
+
+@pytest.mark.parametrize(("model", "exact"), [("mlp(hidden=[8])", True), ("mlp(hidden=[8, 6])", False), ("cnn", False)])
+def test_one_hidden_layer_is_exact(model, exact):
+    assert is_exact(view_of_fleet("1x1", model=model).groups) == exact
+
+
+def test_the_energy_of_a_unit_is_what_leaves_with_it():
+    view = view_of_fleet("1x1")
+    (group,) = view.groups
+    expected = [
+        coverage.energy(view.params) - coverage.energy(Slices(view.groups, {group.name: others}).extract(view.params))
+        for u in range(group.size)
+        for others in [torch.tensor([v for v in range(group.size) if v != u])]
+    ]
+    torch.testing.assert_close(unit_energies(view.groups, view.params)[group.name], torch.tensor(expected).double())
+
+
+@pytest.mark.parametrize("model", ["mlp", "cnn", "wide_resnet", "preact_resnet18", "depth_resnet"])
+@pytest.mark.parametrize("policy", ["planned", "random"])
+def test_the_quick_tally_equals_counting_part_by_part(model, policy):
+    setup, state = world(model)
+    view = view_of(setup, state, cohort_of(setup, 0))
+    parts = POLICIES[policy](view)
+    counts, kept = tally(view.groups, narrowed(view.groups, view.params), parts)
+    for name, count in coverage.count(view.params, parts).items():
+        assert torch.equal(counts[name].expand(count.shape), count.int()), name
+    expected = [coverage.energy(part.extract(view.params)) for part in parts]
+    assert kept.tolist() == pytest.approx(expected)
+
+
+def test_units_that_stand_on_each_other_are_kept_from_the_first():
+    setup, state = world("depth_resnet")
+    view = view_of(setup, state, cohort_of(setup, 0))
+    stacked = [group for group in view.groups if group.nested]
+    assert stacked
+    for client, part in zip(view.cohort, planned(view), strict=True):
+        assert fits(view, client.capacity, part)
+        for group in stacked:
+            assert part.kept[group.name].tolist() == list(range(len(part.kept[group.name])))
+    with pytest.raises(InvalidValue, match="stand on each other"):
+        planned(view, tolerate=3)
+
+
+def test_arcs_keep_their_owners_however_the_cohort_was_drawn():
+    view = view_of_fleet("2x0.75 + 3x0.5", model="mlp(hidden=[8, 6])")
+    turned = tuple(replace(client, slot=4 - client.slot) for client in reversed(view.cohort))
+    straight, back = planned(view), planned(replace(view, cohort=turned))
+    for one, other in zip(straight, reversed(back), strict=True):
+        assert all(torch.equal(one.kept[g.name], other.kept[g.name]) for g in view.groups)
+
+
+def test_a_group_too_large_for_a_round_is_covered_over_some():
+    view = view_of_fleet("2x0.25", model="mlp(hidden=[16])")
+    window = [planned(replace(view, round=round)) for round in range(4)]
+    assert gamma(view, [part for parts in window for part in parts]) >= 1
+
+
+def test_shared_units_change_hands_from_round_to_round():
+    view = view_of_fleet("6x0.5")
+    kept = {tuple(planned(replace(view, round=round), gamma=3)[0].kept["hidden1"].tolist()) for round in range(5)}
+    assert len(kept) > 2
+
+
+@pytest.mark.parametrize("tolerate", [0, 1])
+def test_a_run_plans_every_round_for_its_actual_cohort(tolerate):
+    experiment = Experiment(
+        dataset="digits", model="mlp(hidden=[12])", fleet="1x1.0 + 1x0.5", policy=f"planned(tolerate={tolerate})",
+        clients=20, active=8, rounds=3, epochs=1,
+    )  # fmt: skip
+    setup = prepare(experiment, Machine(device="cpu").resolved())
+    state = first_state(setup)
+    for _ in range(3):
+        state, report = run_round(setup, state)
+        assert report.metrics["gamma_round"] >= tolerate + 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"kind": "weights"}, "policy planned: kind must be one of subnet, pruning; got 'weights'"),
+        ({"share": 0}, r"share must be in \(0, 1\]; got 0"),
+        ({"drift": -1.0}, "drift must be a number from 0 on; got -1.0"),
+        (
+            {"tolerate": 5},
+            r"policy planned, round 0: tolerate must be at most 2: 5 drop-outs need coverage 6.*'hidden1'",
+        ),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_sentence(wrong, sentence):
+    with pytest.raises(InvalidValue, match=sentence):
+        planned(view_of_fleet("2x1 + 2x0.5"), **wrong)
+
+
+def test_pruning_needs_weights_that_may_be_pruned():
+    view = replace(view_of_fleet("2x1"), prunable=())
+    with pytest.raises(InvalidValue, match="names none"):
+        planned(view, kind="pruning")
+
+
+def test_a_tensor_that_goes_with_a_unit_counts_for_it():
+    groups = (UnitGroup("stages", 2, (Cut("a", None, unit=0), Cut("b", None, unit=1))),)
+    found = unit_energies(groups, {"a": torch.tensor([3.0]), "b": torch.tensor([1.0, 2.0])})
+    assert found["stages"].tolist() == [9.0, 5.0]

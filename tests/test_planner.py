@@ -1,0 +1,210 @@
+"""The exact planner: equal to brute force, on the frontier, and the same in every form."""
+
+from itertools import combinations
+from math import comb
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedcover import planner
+from fedcover.errors import InvalidValue
+from fedcover.objective import Bound
+from fedcover.planner import Group, Runs, best_gamma, frontier, plan
+
+BASE = 6
+"""Column sums of up to five clients are digits below six, so that a vector of them is one number."""
+
+
+def with_client(sums, units, budget):
+    """All column sums after one more client, each written as one number."""
+    places = [sum(BASE**unit for unit in chosen) for chosen in combinations(range(units), budget)]
+    return np.unique(sums[:, None] + np.array(places))
+
+
+def fleets(units, clients, budgets=(), sums=np.zeros(1, dtype=np.int64)):  # noqa: B008
+    """Every fleet (budgets, largest first) of up to so many clients, and all the column sums that it can reach."""
+    for budget in range(min((units, *budgets)) + 1) if clients else ():
+        more = with_client(sums, units, budget)
+        yield (*budgets, budget), more
+        yield from fleets(units, clients - 1, (*budgets, budget), more)
+
+
+def brute_force(energies, clients, sums):
+    """The least noise for Gamma = 0, 1, ... over all arrangements."""
+    columns = sums[:, None] // BASE ** np.arange(len(energies)) % BASE
+    noise = (clients - columns) @ np.asarray(energies, dtype=float) / (sum(energies) or 1)
+    least = columns.min(1)
+    return [noise[least >= gamma].min() for gamma in range(least.max() + 1)]
+
+
+def check(energies, budgets, sums):
+    expected = brute_force(energies, len(budgets), sums)
+    found = frontier(energies, budgets)
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+    for gamma in range(len(expected)):
+        made = plan(energies, budgets, gamma=gamma)
+        assert made.sum(1).tolist() == list(budgets)
+        assert made.sum(0).min() >= gamma
+        noise = (~made @ np.asarray(energies, dtype=float)).sum() / (sum(energies) or 1)
+        assert noise == pytest.approx(expected[gamma], abs=1e-12)
+
+
+@pytest.mark.parametrize("units", range(1, 7))
+def test_every_small_fleet_equals_brute_force(units):
+    random = np.random.default_rng(units)
+    seen = 0
+    for budgets, sums in fleets(units, 5):
+        check((random.choice([0.0, 1.0, random.random()], units) * random.integers(1, 3)).tolist(), budgets, sums)
+        seen += 1
+    assert seen == comb(units + 6, 5) - 1, "all of them, up to the order of clients"
+
+
+small = st.integers(1, 6).flatmap(
+    lambda units: st.tuples(
+        st.lists(st.one_of(st.sampled_from([0.0, 1.0, 2.0]), st.floats(0, 10)), min_size=units, max_size=units),
+        st.lists(st.integers(0, units), min_size=1, max_size=5),
+    )
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(small)
+def test_random_energies_with_ties_and_zeros_equal_brute_force(case):
+    energies, budgets = case
+    sums = np.zeros(1, dtype=np.int64)
+    for budget in budgets:
+        sums = with_client(sums, len(energies), budget)
+    check(energies, budgets, sums)
+
+
+large = st.integers(1, 60).flatmap(
+    lambda units: st.tuples(
+        st.lists(st.floats(0, 10), min_size=units, max_size=units),
+        st.lists(st.integers(0, units), min_size=1, max_size=12),
+    )
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(large, st.floats(0, 1))
+def test_every_point_of_the_frontier_has_its_plan(case, turn):
+    energies, budgets = case
+    group = Group.of(energies, budgets)
+    points = frontier(energies, budgets)
+    assert len(points) == sum(budgets) // len(energies) + 1
+    assert (np.diff(points) >= -1e-12).all()
+    assert (np.diff(points, 2) >= -1e-9).all(), "convex"
+    for gamma, noise in enumerate(points):
+        profile = group.profile(gamma)
+        runs = profile.share_out(group.order, turn)
+        matrix = runs.matrix()
+        assert runs.gamma >= gamma
+        assert torch.equal(matrix.sum(0), runs.column_sums())
+        assert matrix.sum(1).tolist() == runs.row_sums().tolist() == budgets
+        assert int(runs.lengths_R.sum()) == len(energies)
+        assert sorted(runs.order_U.tolist()) == list(range(len(energies)))
+        lost = (~matrix).double() @ group.energies_U
+        assert float(lost.sum()) / (sum(energies) or 1) == pytest.approx(noise, abs=1e-9)
+        sums = matrix.sum(0)
+        own = [int(sums[row].min()) if row.any() else 0 for row in matrix]
+        inverse = profile.inverse_coverage()
+        np.testing.assert_allclose(inverse, [1 / least if least else 0 for least in own])
+
+
+def test_the_mean_over_all_turns_is_what_a_client_is_said_to_lose():
+    group = Group.of([5.0, 4, 3, 3, 2, 1, 1, 0.5], [3, 4, 6])
+    profile = group.profile(1)
+    turns = [profile.share_out(group.order, i / profile.shared + 1e-9) for i in range(profile.shared)]
+    lost = torch.stack([(~runs.matrix()).double() @ group.energies_U for runs in turns]).mean(0)
+    np.testing.assert_allclose(profile.removed(group.after), lost.numpy())
+
+
+@pytest.mark.parametrize(
+    ("fleet", "largest"), [([4] * 6 + [3] * 4, 9), ([4] * 4 + [3] * 6, 8), ([4] + [3] * 3 + [2] * 6, 6)]
+)
+def test_the_papers_fleets_reach_more_than_its_designs(fleet, largest):
+    energies = torch.linspace(1, 2, 200).square()
+    budgets = [50 * quarters for quarters in fleet]
+    assert Group.of(energies, budgets).gamma_max == largest
+    assert plan(energies, budgets, gamma=largest).sum(0).min() == largest
+
+
+class TestTheObjective:
+    """Without a wish the bound of Theorem 1' decides."""
+
+    ENERGIES = torch.randn(400, generator=torch.Generator().manual_seed(0)).square()
+    BUDGETS = (400,) * 4 + (300,) * 6
+
+    @pytest.mark.parametrize("bound", [Bound(), Bound(0, 0), Bound(1, 1), Bound(0.1, 10)])
+    def test_it_is_the_least_of_all_points(self, bound):
+        group = Group.of(self.ENERGIES, self.BUDGETS)
+        values = []
+        for gamma in range(1, group.gamma_max + 1):
+            matrix = group.profile(gamma).share_out(group.order).matrix()
+            lost = ((~matrix).double() @ group.energies_U / group.energies_U.sum()).numpy()
+            own = np.array([int(matrix.sum(0)[row].min()) for row in matrix])
+            values.append((bound.variance / own**2 + (bound.drift + lost) / own).sum())
+        chosen = best_gamma([group], float(group.energies_U.sum()), bound)
+        assert values[chosen - 1] == pytest.approx(min(values))
+
+    def test_gap_alone_is_greedy_and_drift_alone_is_full_coverage(self):
+        greedy = plan(self.ENERGIES, self.BUDGETS, bound=Bound(0, 0))
+        assert greedy.sum(0).min() == 4
+        assert plan(self.ENERGIES, self.BUDGETS, bound=Bound(0, 1e6)).sum(0).min() == 8
+
+    def test_the_constants_of_the_theorem(self):
+        bound = Bound.of(lr=0.01, steps=5, smoothness=2, gradient=3, variance=4)
+        assert bound.variance == pytest.approx(2 * 0.01 * 2 * 4)
+        assert bound.drift == pytest.approx(0.01**2 * 2**2 * 3 * 4 * 9 / 6)
+        with pytest.raises(InvalidValue, match="drift must be"):
+            Bound(drift=-1)
+
+    def test_every_unit_is_covered_wherever_that_is_possible(self):
+        assert plan([9.0, 1, 1, 1], [2, 2]).sum(0).min() == 1
+        assert plan([9.0, 1, 1, 1], [2, 1]).sum(0).min() == 0
+
+
+def test_above_the_limit_a_plan_is_runs(monkeypatch):
+    energies, budgets = np.arange(30.0), [30, 20, 10, 7]
+    matrix = plan(energies, budgets, gamma=2)
+    monkeypatch.setattr(planner, "LARGEST_MATRIX", 10)
+    runs = plan(energies, budgets, gamma=2)
+    assert isinstance(runs, Runs)
+    assert (runs.matrix().numpy() == matrix).all()
+
+
+def test_a_million_units_and_a_thousand_clients_are_few_runs():
+    random = np.random.default_rng(0)
+    budgets = random.integers(1, 10**6, 1000)
+    runs = plan(random.random(10**6), budgets, tolerate=20)
+    assert isinstance(runs, Runs)
+    assert len(runs.lengths_R) < 2100
+    assert runs.row_sums().tolist() == budgets.tolist()
+    assert int(runs.column_sums().min()) >= 21
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"gamma": 3}, r"gamma must be at most 2 \(room for 8 units over 4 units\); got 3"),
+        ({"tolerate": 2}, r"tolerate must be at most 1: 2 drop-outs need coverage 3, .* largest feasible is 2"),
+        ({"gamma": -1}, "gamma must be at least 0; got -1"),
+        ({"tolerate": -1}, "tolerate must be at least 0; got -1"),
+        ({"budgets": [5, 3]}, r"budgets must be whole numbers in 0\.\.4"),
+        ({"budgets": [0.5, 3]}, "budgets must be whole numbers"),
+        ({"budgets": []}, "budgets must be whole numbers"),
+        ({"energies": [1, -1, 1, 1]}, "energies must be a list of finite numbers"),
+        ({"energies": [1, float("nan"), 1, 1]}, "energies must be"),
+        ({"energies": []}, "energies must be"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_sentence(wrong, sentence):
+    with pytest.raises(InvalidValue, match=sentence):
+        plan(**{"energies": [4, 3, 2, 1], "budgets": [4, 2, 2], **wrong})
+
+
+def test_a_wish_for_both_gets_the_larger():
+    assert plan([4, 3, 2, 1], [4, 4, 4], gamma=1, tolerate=1).sum(0).min() >= 2

@@ -1,0 +1,119 @@
+"""The report of a plan: the frontier, the choice and the comparison, as JSON and as a picture."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from fedcover.errors import FedcoverError, InvalidValue
+from fedcover.experiment import Experiment
+from fedcover.planning import codename_for, fleet_view, plan_report, plot
+
+
+def report(fleet="4x1.0 + 6x0.75", model="mlp(hidden=[16])", **options):
+    experiment = Experiment(dataset="digits", model=model, fleet=fleet, window=3)
+    return plan_report(experiment, **options)
+
+
+@pytest.mark.parametrize("kind", ["pruning", "subnet"])
+@pytest.mark.parametrize(
+    ("fleet", "largest", "by_hand"),
+    [("6x1 + 4x0.75", 9, 8), ("4x1 + 6x0.75", 8, 8), ("1x1 + 3x0.75 + 6x0.5", 6, 5)],
+)
+def test_the_papers_fleets(fleet, largest, by_hand, kind):
+    found = report(fleet, kind=kind)
+    assert found["gamma_max"] == largest == found["frontier"][-1]["gamma"]
+    assert [point["gamma"] for point in found["frontier"]] == list(range(largest + 1))
+    noises = [point["noise"] for point in found["frontier"]]
+    assert (np.diff(noises, 2) >= -1e-9).all()
+    (design,) = [seen for name, seen in found["policies"].items() if name.startswith("codename")]
+    assert design["gamma"] == by_hand
+    assert noises[by_hand] <= design["noise"] + 1e-9
+    assert found["policies"]["greedy"]["noise"] == pytest.approx(noises[0])
+    assert all(seen["noise"] >= noises[seen["gamma"]] - 1e-9 for seen in found["policies"].values())
+
+
+@pytest.mark.parametrize("wish", [{}, {"gamma": 7}, {"tolerate": 5}, {"gamma": 3, "tolerate": 6}])
+def test_what_is_chosen_lies_on_the_frontier(wish):
+    found = report(**wish)
+    chosen = found["chosen"]
+    assert chosen["noise"] == pytest.approx(found["frontier"][chosen["gamma"]]["noise"])
+    assert chosen["gamma"] >= max(wish.get("gamma", 1), wish.get("tolerate", 0) + 1)
+    assert found["policies"]["planned"]["noise"] == chosen["noise"]
+    assert sum(line["noise"] for line in found["assignment"]) == pytest.approx(chosen["noise"])
+
+
+def test_it_is_json_with_the_promised_names():
+    found = json.loads(json.dumps(report()))
+    assert {"gamma_max", "frontier", "chosen", "policies"} <= found.keys()
+    assert {"prefix", "rolling", "random", "greedy", "planned"} <= found["policies"].keys()
+    for point in [*found["frontier"], found["chosen"], *found["policies"].values()]:
+        assert {"gamma", "noise"} <= point.keys()
+
+
+def test_where_groups_meet_both_clocks_and_the_distance_are_told():
+    found = report("4x0.5 + 6x0.25", model="mlp(hidden=[16, 16])", kind="subnet")
+    assert not found["exact"]
+    assert found["upper_bound"] == found["gamma_max"] == 1  # 4/4 + 6/16 of the weights between the layers
+    assert found["limited_by"] == "hidden2.weight"
+    assert found["distance"] == 1 - found["chosen"]["gamma"]
+    windows = [point["gamma_window"] for point in found["frontier"]]
+    assert windows == sorted(windows)
+    assert [point["units"] for point in found["frontier"]] == [0, 1, 2, 3]
+    assert found["chosen"]["units"] == 1
+    assert "codename" not in " ".join(found["policies"])
+
+
+def test_weights_of_a_run_may_be_given():
+    experiment = Experiment(dataset="digits", model="mlp(hidden=[16])", fleet="2x1 + 2x0.5", window=1)
+    fresh = plan_report(experiment)
+    weights = {name: tensor.clone() for name, tensor in fleet_view(experiment).params.items()}
+    weights["hidden1.weight"][0] *= 100
+    assert plan_report(experiment, params=weights)["chosen"]["noise"] < fresh["chosen"]["noise"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"gamma": 9}, "gamma must be at most 8 .*room for 136 units of 'hidden1', which has 16.*; got 9"),
+        ({"tolerate": 8}, "tolerate must be at most 7: 8 drop-outs need coverage 9"),
+        ({"window": 0}, "window must be at least 1; got 0"),
+        ({"kind": "units"}, "kind must be one of subnet, pruning; got 'units'"),
+        ({"fleet": "2000x1"}, "at most 1,000 devices; got 2,000"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_sentence(wrong, sentence):
+    with pytest.raises(InvalidValue, match=sentence):
+        report(**wrong)
+
+
+def test_an_unknown_data_set_is_refused():
+    with pytest.raises(InvalidValue, match="dataset must be one of"):
+        plan_report(Experiment(dataset="synthetic(shape=(1, 8, 8))"))
+
+
+@pytest.mark.parametrize(
+    ("shares", "expected"),
+    [
+        ([1.0] * 6 + [0.75] * 4, "1111112344"),
+        ([1.0] * 4 + [0.75] * 6, "1111223344"),
+        ([1.0] + [0.75] * 3 + [0.5] * 6, "1234556677"),
+        ([1.0, 0.25], None),
+    ],
+)
+def test_the_papers_way_by_hand(shares, expected):
+    assert codename_for(shares) == expected
+
+
+def test_without_matplotlib_it_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(FedcoverError, match=r"pip install 'fedcover\[plot\]'"):
+        plot({}, tmp_path / "plan.png")
+
+
+@pytest.mark.parametrize("model", ["mlp(hidden=[16])", "mlp(hidden=[16, 16])"])
+def test_a_plot_is_drawn(tmp_path, model):
+    pytest.importorskip("matplotlib")
+    plot(report(model=model), tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").stat().st_size > 10_000

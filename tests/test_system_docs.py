@@ -1,0 +1,58 @@
+"""The page of systems: it names all of them, and the very commands on it run and learn."""
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedcover import cli
+from fedcover.aggregation import OVER, RULES, SERVERS, UNCOVERED, WEIGHTS
+from fedcover.norms import NORMS
+from fedcover.recipes import RECIPES
+from fedcover.recipes.labels import ABSENT
+from tests.test_runs import only_the_cpu
+
+__all__ = ["only_the_cpu"]  # a fixture that every test here uses
+
+PAGE = (Path(__file__).parent.parent / "docs" / "systems.md").read_text()
+BLOCKS = re.findall(r"```\n(fedcover run .*?)```", PAGE, re.DOTALL)
+WORDS = [shlex.split(block.replace("\\\n", " ")) for block in BLOCKS]
+COMMANDS = {words[words.index("--set") + 1].removeprefix("name="): words for words in WORDS}
+
+ENOUGH = {"heterofl": 0.5, "fedrolex": 0.5, "fedmask": 0.6, "depthfl": 0.5, "inclusivefl": 0.5}
+"""The accuracy that a command must reach; chance is 0.1. All others must reach 0.8."""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_of_the_page_runs_and_learns(name, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [*COMMANDS[name], "--json"])
+    with pytest.raises(SystemExit) as leaving:
+        cli.main()
+    assert not leaving.value.code
+    assert (tmp_path / "runs" / name / "summary.json").exists()
+    accuracy = json.loads(capsys.readouterr().out)["accuracy"]
+    assert accuracy >= ENOUGH.get(name, 0.8)
+
+
+def test_the_page_has_a_command_for_every_system():
+    assert len(COMMANDS) == len(BLOCKS) == PAGE.count("```") // 2
+    run_by_some = {word for words in COMMANDS.values() for word in words}
+    for field, table in {"recipe": RECIPES, "rule": RULES, "server": SERVERS}.items():
+        for name in set(table) - {"plain", "none", "coverage_mean"}:
+            assert any(re.match(rf"{field}={name}\b", word) for word in run_by_some), f"no command runs {field}={name}"
+    for policy in ("prefix", "rolling", "random", "full", "homogeneous", "exclude", "prunefl", "magnitude"):
+        assert any(re.match(rf"policy={policy}\b", word) for word in run_by_some), policy
+
+
+def test_the_page_lists_every_value_of_every_switch():
+    rows = {row.split("|")[2]: row for row in PAGE.splitlines() if row.startswith("| ")}
+    tables = {"over": OVER, "weights": WEIGHTS, "uncovered": UNCOVERED, "norm": NORMS, "absent_labels": ABSENT,
+              "server": SERVERS}  # fmt: skip
+    for field, values in tables.items():
+        (row,) = [row for cell, row in rows.items() if re.search(rf"\b{field}\b", cell)]
+        for value in values:
+            assert f"`{value}`" in row, (field, value)

@@ -1,0 +1,181 @@
+"""PruneFL: what clients measure, the greedy choice against a loop that follows its definition, and whole runs."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fedcover.errors import InvalidValue
+from fedcover.policies.prunefl import Greedy, prunefl, reconfigured
+from fedcover.rounds import cohort_of, run_round, view_of
+from tests import twins
+from tests.worlds import same, world
+
+FIELDS = {"fleet": "3x1.0 + 3x0.5", "policy": "prunefl(every=2)", "recipe": "prunefl(every=2)", "uncovered": "zero"}
+
+
+def by_definition(view, kept, greedy):
+    """Weights one by one: the certain stay; the best candidate joins while it beats the ratio of what is kept.
+
+    A candidate is a kept weight among the smallest `share` of its layer, or a pruned one. The ratio is the sum of
+    squared gradients of all that is kept, never pruned weights included, over its time and the overhead.
+    """
+    squares = view.measured["squared_gradient"]
+    chosen, candidates = {name: [False] * view.params[name].numel() for name in view.prunable}, []
+    gain = sum(float(squares[name].sum()) for name in view.params if name not in view.prunable)
+    time = 0.0
+    for name in view.prunable:
+        seconds = view.uses[name] + greedy.traffic
+        time += greedy.overhead * seconds * view.params[name].numel()
+    for name in view.prunable:
+        seconds = view.uses[name] + greedy.traffic
+        sizes, held = view.params[name].abs().flatten().tolist(), kept[name].flatten().tolist()
+        mine = sorted((i for i, bit in enumerate(held) if bit), key=lambda i, sizes=sizes: -sizes[i])
+        staying = set(mine[: len(mine) - int(len(mine) * greedy.share)])
+        for i, square in enumerate(squares[name].flatten().tolist()):
+            if i in staying:
+                chosen[name][i] = True
+                gain, time = gain + square, time + seconds
+            else:
+                candidates.append((square / seconds, name, i, square, seconds))
+    count = sum(sum(bits) for bits in chosen.values())
+    for ratio, name, i, square, seconds in sorted(candidates, key=lambda candidate: -candidate[0]):
+        if ratio <= gain / time or count == greedy.budget:
+            break
+        chosen[name][i] = True
+        gain, time, count = gain + square, time + seconds, count + 1
+    return {name: torch.tensor(bits).view_as(view.params[name]) for name, bits in chosen.items()}
+
+
+def random_view(seed, model="cnn"):
+    """A view with measurements of very different sizes, and a mask that is in force."""
+    setup, state = world(model, **FIELDS)
+    draw = torch.Generator().manual_seed(seed)
+    squares = {n: torch.rand(p.shape, generator=draw, dtype=p.dtype) ** 4 for n, p in state.params.items()}
+    kept = {n: torch.rand(state.params[n].shape, generator=draw) < 0.5 for n in setup.task.model.prunable}
+    view = view_of(setup, replace(state, measured={"squared_gradient": squares}), cohort_of(setup, 0))
+    return view, kept
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("model", ["mlp", "cnn"])
+@pytest.mark.parametrize("share", [0.3, 0.05, 1.0])
+def test_the_greedy_choice_equals_its_definition(model, seed, share):
+    view, kept = random_view(seed, model)
+    sizes = {name: view.params[name].numel() for name in view.prunable}
+    for overhead, traffic, budget in [(0.1, 6.0, 10**6), (2.0, 0.0, 10**6), (0.1, 6.0, sum(sizes.values()) * 6 // 10)]:
+        greedy = Greedy(share, overhead, traffic, budget)
+        same(reconfigured(view, kept, greedy), by_definition(view, kept, greedy))
+
+
+def test_the_greedy_choice_takes_some_and_leaves_some():
+    """Both kinds of candidates: kept ones that go, pruned ones that return. Else the comparison would be empty."""
+    view, kept = random_view(1)
+    new = reconfigured(view, kept, Greedy(0.3, 0.1, 6.0, 10**6))
+    gone = sum(int((kept[name] & ~new[name]).sum()) for name in kept)
+    came = sum(int((~kept[name] & new[name]).sum()) for name in kept)
+    stayed_out = sum(int((~kept[name] & ~new[name]).sum()) for name in kept)
+    assert min(gone, came, stayed_out) > 0
+
+
+def test_weights_that_are_multiplied_more_often_must_be_worth_more():
+    view, kept = random_view(2)
+    even = {**view.measured["squared_gradient"], **{n: torch.ones_like(view.params[n]) for n in view.prunable}}
+    view = replace(view, measured={"squared_gradient": even})
+    assert view.uses["conv2.weight"] > view.uses["hidden.weight"]
+    greedy = Greedy(1.0, 0.1, 0.0, view.params["hidden.weight"].numel())
+    new = reconfigured(view, kept, greedy)
+    assert new["hidden.weight"].all()
+    assert not new["conv2.weight"].any()
+
+
+def test_clients_measure_squared_gradients_of_pruned_weights_too():
+    setup, state = world("mlp", weight_decay=0.05, momentum=0.9, **FIELDS)
+    for q in range(4):
+        expected, made = twins.slow_round(setup, state, twins.plain)
+        earlier = state.measured["squared_gradient"] if q % 2 else None  # sums begin anew every two rounds
+        state, _ = run_round(setup, state)
+        same({n: state.params[n][c > 0] for n, c in state.coverage.window[-1].items()},
+             {n: expected[n][c > 0] for n, c in state.coverage.window[-1].items()}, 1e-9)  # fmt: skip
+        mean = {n: sum(slow.more[n] for _, slow in made) / len(made) for n in state.params}
+        if earlier:
+            mean = {n: mean[n] + earlier[n] for n in mean}
+        same(state.measured["squared_gradient"], mean, 1e-9)
+        outside = ~made[0][1].counts["hidden1.weight"]
+        assert bool(outside.any())
+        assert bool((state.measured["squared_gradient"]["hidden1.weight"][outside] > 0).any())
+
+
+def mask_of(setup, state):
+    view = view_of(setup, state, cohort_of(setup, state.round))
+    return next(part for part in setup.policy(view) if part is not None).bits
+
+
+def test_the_mask_is_common_and_changes_only_when_it_is_due():
+    """Eight rounds, three re-configurations, never above the smallest device; then a twin repeats each choice."""
+    setup, state = world("mlp", lr=0.3, **{**FIELDS, "rounds": 8})
+    budget = sum(state.params[name].numel() for name in setup.task.model.prunable) // 2
+    masks = []
+    for _ in range(8):
+        view = view_of(setup, state, cohort_of(setup, state.round))
+        parts = setup.policy(view)
+        assert all(part is parts[0] for part in parts)
+        masks.append(parts[0].bits)
+        assert sum(int(bits.sum()) for bits in masks[-1].values()) <= budget
+        if state.round in (2, 4, 6):
+            share = 0.3 * 0.5 ** (state.round / 10_000)
+            same(masks[-1], by_definition(view, masks[-2], Greedy(share, 0.1, 6.0, budget)))
+        state, report = run_round(setup, state)
+        for name, bits in masks[-1].items():
+            assert not state.params[name][~bits].any()
+        assert report.metrics["histogram"]["6"] == sum(int(bits.sum()) for bits in masks[-1].values()) + sum(
+            p.numel() for n, p in state.params.items() if n not in masks[-1]
+        )
+    for q in range(1, 8):
+        alike = all(torch.equal(masks[q][name], masks[q - 1][name]) for name in masks[q])
+        assert alike == (q % 2 == 1), q
+
+
+@pytest.mark.parametrize("silent", [1, 2, 3])
+def test_a_mask_survives_rounds_in_which_nobody_answers(silent):
+    """Whether the silent round is one before a re-configuration, the very one, or one after it."""
+    setup, state = world("mlp", lr=0.3, **{**FIELDS, "window": 1, "uncovered": "keep"})
+    nobody = replace(setup, engine=lambda task, state, work, lr: [])
+    masks = []
+    for q in range(4):
+        masks.append(mask_of(setup, state))
+        state, _ = run_round(nobody if q == silent else setup, state)
+    same(masks[0], masks[1])
+    same(masks[2], masks[3])
+    assert any(not torch.equal(masks[1][name], masks[2][name]) for name in masks[1])
+    same(mask_of(setup, replace(state, round=3)), masks[3])
+
+
+def test_at_first_only_the_strongest_client_trains():
+    setup, state = world("mlp", **{**FIELDS, "policy": "prunefl(every=2, initial=3)"})
+    for q in range(5):
+        cohort = cohort_of(setup, q)
+        after, report = run_round(setup, state)
+        strongest = max(client.capacity for client in cohort)
+        trained = [c for c in cohort if str(c.id) in report.metrics["clients"]]
+        assert len(trained) == (1 if q < 3 else len(cohort))
+        assert q >= 3 or trained[0].capacity == strongest
+        state = after
+
+
+def test_without_measurements_the_largest_weights_are_kept():
+    setup, state = world("mlp", fleet="1x0.5", policy="prunefl(every=1)")
+    state, _ = run_round(setup, state)
+    for name, bits in mask_of(setup, state).items():
+        sizes = state.params[name].abs()
+        assert int(bits.sum()) == bits.numel() // 2
+        assert float(sizes[bits].min()) >= float(sizes[~bits].max())
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"every": 0}, {"share": 0.0}, {"share": 1.1}, {"half_life": 0.0}, {"overhead": 0.0}, {"traffic": -1.0}]
+)
+def test_wrong_options_are_refused(wrong):
+    view, _ = random_view(0, "mlp")
+    with pytest.raises(InvalidValue, match=f"policy prunefl: .*{next(iter(wrong))}"):
+        prunefl(view, **wrong)
