@@ -71,12 +71,14 @@ def test_weights_of_a_run_may_be_given():
     weights = {name: tensor.clone() for name, tensor in fleet_view(experiment).params.items()}
     weights["hidden1.weight"][0] *= 100
     assert plan_report(experiment, params=weights)["chosen"]["noise"] < fresh["chosen"]["noise"]
+    with pytest.raises(InvalidValue, match="the weights do not belong to model"):
+        plan_report(experiment, params={"hidden1.weight": weights["hidden1.weight"]})
 
 
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"gamma": 9}, "gamma must be at most 8 .*room for 136 units of 'hidden1', which has 16.*; got 9"),
+        ({"gamma": 9}, "^gamma must be at most 8 .*room for 136 units of 'hidden1', which has 16.*; got 9"),
         ({"tolerate": 8}, "tolerate must be at most 7: 8 drop-outs need coverage 9"),
         ({"window": 0}, "window must be at least 1; got 0"),
         ({"kind": "units"}, "kind must be one of subnet, pruning; got 'units'"),

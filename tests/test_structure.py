@@ -16,7 +16,7 @@ STORY = [
     "version", "errors", "types", "rng", "spec",
     "downloads", "datasets", "partition", "sources", "fleet",
     "groups", "models", "reduction", "wire", "submodel", "tracing", "norms", "coverage",
-    "planner", "objective", "design",
+    "objective", "planner", "design",
     "policies", "recipes", "augment", "training", "engines", "aggregation", "evaluation", "cost",
     "rounds", "experiment", "preparation", "checkpoints", "folders", "runs",
     "export", "audit", "planning", "paper", "console", "demo", "cli",

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fedcover.errors import FedcoverError as FedcoverError
     from fedcover.experiment import Experiment as Experiment
     from fedcover.export import load_part as load_part
+    from fedcover.planner import plan as plan
     from fedcover.policies import per_client as per_client
     from fedcover.preparation import Machine as Machine
     from fedcover.reduction import Masks as Masks
@@ -55,6 +56,7 @@ _HOME = {
     "load": "runs",
     "load_part": "export",
     "per_client": "policies",
+    "plan": "planner",
     "replay": "runs",
     "resume": "runs",
     "run": "runs",

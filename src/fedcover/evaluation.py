@@ -14,7 +14,7 @@ from fedcover.types import Reduction, Samples, State, Task, Update
 from fedcover.wire import encode
 
 MODES = ("calibrated", "batch-compat")
-BATCH = 1000
+BATCH = 256
 COMPAT_BATCH = 128
 WHOLE = Masks({})
 """The reduction that cuts nothing."""

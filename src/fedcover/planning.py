@@ -71,6 +71,7 @@ def plan_report(
     if rounds < 1:
         raise InvalidValue(f"window must be at least 1; got {rounds}")
     view = fleet_view(experiment, params)
+    units = wanted(view, kind, Wish(gamma, tolerate))
     choice = partial(planned, kind=kind, gamma=gamma, tolerate=tolerate)
     parts = choice(view)
     exact = kind == "pruning" or is_exact(view.groups)
@@ -88,7 +89,7 @@ def plan_report(
         "exact": exact, "window": rounds, "tolerate": tolerate,
         "gamma_max": made[-1]["gamma"] if exact else bound,
         "frontier": made,
-        "chosen": {**chosen.line(), "units": wanted(view, kind, Wish(gamma, tolerate))},
+        "chosen": {**chosen.line(), "units": units},
         "policies": policies,
         "upper_bound": bound, "limited_by": scarce, "distance": bound - chosen.gamma,
         "rounds_to_cover": rounds_to_cover(choice, view, rounds, tolerate + 1),
@@ -110,7 +111,10 @@ def fleet_view(experiment: Experiment, params: Params | None = None) -> View:
     if sum(fleet.counts) > MOST_DEVICES:
         raise InvalidValue(f"fleet: a plan takes at most {MOST_DEVICES:,} devices; got {sum(fleet.counts):,}")
     cohort = tuple(Client(i, fleet.capacity(i), i, 1, ()) for i in range(sum(fleet.counts)))
-    own = params or {name: p.detach() for name, p in model.module.named_parameters()}
+    own = {name: p.detach() for name, p in model.module.named_parameters()}
+    if params is not None and {n: t.shape for n, t in params.items()} != {n: t.shape for n, t in own.items()}:
+        raise InvalidValue(f"the weights do not belong to model {experiment.model!r}: names or shapes differ")
+    own = own if params is None else dict(params)
     return View(0, own, model.groups, model.prunable, cohort, fleet.levels, experiment.capacity,
                 Coverage((), {}), experiment.seed)  # fmt: skip
 

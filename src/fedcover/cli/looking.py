@@ -1,7 +1,8 @@
-"""Commands that look and compute: list, audit, explain."""
+"""Commands that look and compute: list, audit, plan, explain."""
 
 from collections.abc import Callable
 from inspect import getdoc
+from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
@@ -17,8 +18,11 @@ from fedcover.experiment import Experiment
 from fedcover.models import MODELS
 from fedcover.paper.explain import explain as explain_code
 from fedcover.partition import PARTITIONS
+from fedcover.planning import plan_report
+from fedcover.planning import plot as draw_plan
 from fedcover.policies import POLICIES
 from fedcover.recipes import RECIPES
+from fedcover.runs import load
 from fedcover.sources import Synthetic
 from fedcover.spec import options_of
 from fedcover.training import SCHEDULES
@@ -103,6 +107,52 @@ def audit(
         f"every parameter is trained by at least {found['gamma_min']} clients" + (f" ({covered})" if covered else "")
     )
     return None
+
+
+@app.command
+def plan(
+    *,
+    fleet: Annotated[str, Parameter(help='Devices and what they hold, such as "4x1.0 + 6x0.75".')],
+    model: str = "mlp",
+    dataset: Annotated[str, Parameter(help="Whose input shape and classes to take.")] = "mnist",
+    kind: Annotated[str, Parameter(help="What is planned: subnet (units) or pruning (single weights).")] = "subnet",
+    gamma: Annotated[int | None, Parameter(help="Coverage that every unit must have.")] = None,
+    tolerate: Annotated[int, Parameter(help="Clients that may vanish: coverage of one more.")] = 0,
+    window: Annotated[int, Parameter(help="Rounds over which coverage is counted, too.")] = 10,
+    capacity: Annotated[str, Parameter(help="What a capacity is a share of: width or parameters.")] = "width",
+    weights: Annotated[Path | None, Parameter(help="A run folder: plan for its current weights.")] = None,
+    plot: Annotated[Path | None, Parameter(help="Draw the frontier into this file (needs fedcover[plot]).")] = None,
+    data: Data = None,
+    json: Json = False,
+) -> None:
+    """What can this fleet cover, at what noise; the plan that is chosen, and what other policies would give."""
+    current = None if weights is None else load(weights, data=data).state.params
+    experiment = Experiment(dataset=dataset, model=model, fleet=fleet, capacity=capacity)
+    found = plan_report(experiment, gamma=gamma, tolerate=tolerate, window=window, kind=kind, params=current)
+    if plot is not None:
+        draw_plan(found, plot)
+    if json:
+        return console.show_json(found)
+    print(f"{model} on {dataset}, {kind}, fleet {found['fleet']}")
+    _show_plan(found, window, tolerate)
+    return None
+
+
+def _show_plan(found: dict[str, Any], window: int, tolerate: int) -> None:
+    clocks = ["gamma", "noise"] if found["exact"] else ["units", "gamma", "gamma_window", "noise"]
+    name = "frontier (exact)" if found["exact"] else "every unit held so often"
+    console.table(name, clocks, [[point[c] for c in clocks] for point in found["frontier"]])
+    columns = ["policy", "coverage", f"over {window} rounds", "noise"]
+    rows = [[name, seen["gamma"], seen["gamma_window"], seen["noise"]] for name, seen in found["policies"].items()]
+    console.table("side by side", columns, rows)
+    devices = ["capacity", "parameters", "noise"]
+    console.table("the plan", devices, [[line[c] for c in devices] for line in found["assignment"]])
+    chosen, limit = found["chosen"], f"at most {found['upper_bound']} ({found['limited_by']})"
+    print(f"chosen: coverage {chosen['gamma']} in a round ({limit} is possible), noise {chosen['noise']:.4g}")
+    if not found["exact"]:
+        done = found["rounds_to_cover"]
+        when = f"after {done} rounds" if done else f"not within {window} rounds"
+        print(f"units are held {chosen['units']} times a round; {tolerate + 1} clients have had every parameter {when}")
 
 
 @app.command

@@ -29,7 +29,10 @@ def trace(
     """
     listed = example if isinstance(example, tuple) else (example,)
     given = tuple(each.cpu() if isinstance(each, Tensor) else each for each in listed)
-    module = copy.deepcopy(module).cpu()
+    try:
+        module = copy.deepcopy(module).cpu()
+    except Exception as error:
+        raise InvalidValue(f"tracing: the model ({type(module).__name__}) cannot be copied: {error}") from error
     notes = watch(module, given)
     groups, owners = read_groups(notes, whole)
     _refuse_objections(notes, {root: name for root, name in owners.items() if not is_whole(name, whole)})

@@ -73,13 +73,14 @@ def _refusal(names: Sequence[str], found: str) -> InvalidValue:
 
 
 def _some(size: int, draw: int, others: int) -> Tensor:
-    """A random part of a group's units, at least one and never all; or just the others.
+    """A random part of a group's units, never all, or just the others; not one unit, which has no spread, if possible.
 
     Groups of the same size draw alike, but any two of them differ in some draw by having just the others: so a
     coupling that was overlooked shows.
     """
     draws = generator(0, "proof", size, draw)
-    number = 1 + int(torch.randint(size - 1, (), generator=draws))
+    least = 1 + (size > 3)
+    number = least + int(torch.randint(size - 2 * least + 1, (), generator=draws))
     order = torch.randperm(size, generator=draws)
     return (order[number:] if others else order[:number]).sort().values
 
