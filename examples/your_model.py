@@ -1,4 +1,4 @@
-"""A model of your own: an ordinary module, and which of its units are cut together.
+"""A model of your own: an ordinary module; which of its units are cut together is found by tracing.
 
 Run it from the root of the repository: python -m examples.your_model
 """
@@ -9,27 +9,8 @@ from torch import Tensor, nn
 import fedcover as fc
 
 
-def two_branches(shape: tuple[int, ...], classes: int, norm: str, *, width: int = 32) -> fc.Model:
-    """Two layers side by side whose outputs are concatenated: the head's inputs belong to two groups."""
-    inputs = shape[0] * shape[1] * shape[2]
-    module = TwoBranches(inputs, classes, width)
-    groups = tuple(
-        fc.UnitGroup(
-            name,
-            size=width,
-            cuts=(
-                fc.Cut(f"{name}.weight", axis=0),
-                fc.Cut(f"{name}.bias", axis=0),
-                fc.Cut("head.weight", axis=1, start=start),
-            ),
-        )
-        for name, start in (("left", 0), ("right", width))
-    )
-    return fc.Model(module, groups, prunable=("left.weight", "right.weight"))
-
-
 class TwoBranches(nn.Module):
-    """The module knows nothing of fedcover."""
+    """Two layers side by side whose outputs are concatenated: the head's inputs belong to two groups."""
 
     def __init__(self, inputs: int, classes: int, width: int) -> None:
         super().__init__()
@@ -44,13 +25,32 @@ class TwoBranches(nn.Module):
         return logits
 
 
-if __name__ == "__main__":
-    experiment = fc.Experiment(
-        model="examples.your_model:two_branches(width=24)",
-        fleet="1x1.0 + 1x0.5",
-        policy="rolling",
-        clients=20,
-        rounds=10,
+def two_branches(shape: tuple[int, ...], classes: int, norm: str, *, width: int = 32) -> nn.Module:
+    """A builder: `width` is an option that users may set, as in two_branches(width=24)."""
+    return TwoBranches(shape[0] * shape[1] * shape[2], classes, width)
+
+
+def two_branches_declared(shape: tuple[int, ...], classes: int, norm: str, *, width: int = 32) -> fc.Model:
+    """The same with its groups declared by hand, for modules that tracing refuses."""
+    groups = tuple(
+        fc.UnitGroup(
+            name,
+            size=width,
+            cuts=(
+                fc.Cut(f"{name}.weight", axis=0),
+                fc.Cut(f"{name}.bias", axis=0),
+                fc.Cut("head.weight", axis=1, start=start),
+            ),
+        )
+        for name, start in (("left", 0), ("right", width))
     )
-    run = fc.run(experiment)
-    print(f"accuracy {run.accuracy:.3f}; a half-sized device gets {run.submodel(0.5)}")
+    return fc.Model(two_branches(shape, classes, norm, width=width), groups, prunable=("left.weight", "right.weight"))
+
+
+if __name__ == "__main__":
+    for builder in ("two_branches(width=24)", "two_branches_declared(width=24)"):
+        experiment = fc.Experiment(
+            model=f"examples.your_model:{builder}", fleet="1x1.0 + 1x0.5", policy="rolling", clients=20, rounds=10
+        )
+        run = fc.run(experiment)
+        print(f"{builder}: accuracy {run.accuracy:.3f}; a half-sized device gets {run.submodel(0.5)}")

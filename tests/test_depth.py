@@ -62,6 +62,19 @@ def test_inclusive_learning_trains_only_the_last_exit():
     assert not torch.equal(after.params["stages.1.exit.weight"], state.params["stages.1.exit.weight"])
 
 
+def test_an_exit_that_learns_nothing_does_not_dilute_shallower_clients():
+    fields = {"recipe": "depthfl(exits='last')", "fleet": "1x1.0 + 1x0.5", "policy": "prefix", "active": 4}
+    setup, state = world("depth_resnet", **fields)
+    cohort = cohort_of(setup, 0)
+    work = list(zip(cohort, setup.policy(view_of(setup, state, cohort)), strict=True))
+    shallow = [train_client(setup.task, state, c, part, setup.lr(0)).params for c, part in work if c.capacity == 0.5]
+    assert shallow
+    assert len(shallow) < len(cohort)
+    after, _ = run_round(setup, state)
+    name = "stages.1.exit.weight"
+    same({name: after.params[name]}, {name: torch.stack([params[name] for params in shallow]).mean(0)}, 1e-12)
+
+
 def test_it_learns_and_is_resumed(tmp_path):
     fields = {"model": "depth_resnet(width=8, stages=3, blocks=1)", "recipe": "depthfl", "policy": "prefix",
               "fleet": "1x1.0 + 1x0.67 + 1x0.34", "dataset": "digits", "clients": 6, "active": 6, "epochs": 1,

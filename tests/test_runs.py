@@ -252,7 +252,7 @@ def test_a_damaged_manifest_is_refused_by_name(copied, content):
 
 
 def test_resume_refuses_no_threads(copied):
-    with pytest.raises(InvalidValue, match="threads must be in 1..1024; got 0"):
+    with pytest.raises(InvalidValue, match=r"threads must be in 1\.\.1024; got 0"):
         fc.resume(copied, machine=fc.Machine(threads=0))
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fedcover.runs import replay as replay
     from fedcover.runs import resume as resume
     from fedcover.runs import run as run
+    from fedcover.tracing import trace as trace
     from fedcover.types import Client as Client
     from fedcover.types import Cut as Cut
     from fedcover.types import Dataset as Dataset
@@ -60,6 +61,7 @@ _HOME = {
     "replay": "runs",
     "resume": "runs",
     "run": "runs",
+    "trace": "tracing",
     "windows": "reduction",
 }
 """Where each public name lives; imported on first use, so that `import fedcover` is quick."""

@@ -36,7 +36,7 @@ def audit(experiment: Experiment) -> dict[str, Any]:
     if experiment.dataset not in SHAPES:
         raise unknown("dataset", experiment.dataset, SHAPES)
     shape, classes, dtype = SHAPES[experiment.dataset]
-    model = build_model(experiment, shape, classes)
+    model = build_model(experiment, shape, classes, dtype)
     params = {name: p.detach() for name, p in model.module.named_parameters()}
     fleet = Fleet.parse(experiment.fleet)
     if sum(fleet.counts) > MOST_DEVICES:

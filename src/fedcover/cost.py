@@ -48,10 +48,13 @@ def uses_of_weights(module: nn.Module, shape: Sequence[int], dtype: torch.dtype 
         return hook
 
     empty = skeleton(module, Masks({}))
-    for name, layer in empty.named_modules():
+    names = {id(weight): name for name, weight in empty.named_parameters()}  # a tied weight has one name
+    for layer in empty.modules():
         if isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
-            leaf = "parametrizations.weight.original" if parametrize.is_parametrized(layer, "weight") else "weight"
-            layer.register_forward_hook(remember(f"{name}.{leaf}"))
+            learned = parametrize.is_parametrized(layer, "weight")
+            name = names.get(id(layer.parametrizations.weight.original if learned else layer.weight))  # type: ignore[union-attr]
+            if name is not None:
+                layer.register_forward_hook(remember(name))
     with torch.no_grad():
         empty.eval()(torch.zeros((1, *shape), device="meta", dtype=dtype or next(empty.parameters()).dtype))
     return uses

@@ -1,47 +1,70 @@
-"""Taking a model away: one safetensors file that holds the weights and says how to build the module again."""
+"""Taking a model away: a safetensors file that says how to build the module again, or an ONNX file."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from fedcover.checkpoints import write_atomically
-from fedcover.errors import InvalidValue, RunError
+from fedcover.errors import InvalidValue, RunError, unknown
 from fedcover.experiment import Experiment
 from fedcover.models import tensors
-from fedcover.preparation import build_model
+from fedcover.onnx_export import export_onnx
+from fedcover.preparation import as_model, build_model
 from fedcover.runs import Run
 from fedcover.submodel import fill, skeleton
-from fedcover.types import Model, Params
+from fedcover.types import Model, Params, Reduction
 from fedcover.wire import decode, encode
 
 _HEADER = {"experiment", "reduction", "shape", "classes"}
 
 
-def export(run: Run, capacity: float, path: Path) -> dict[str, Any]:
+def export(run: Run, capacity: float, path: Path, format: str = "safetensors") -> dict[str, Any]:
     """Write the trained model, or the part of it that a device of some capacity holds."""
-    part = run.part(capacity)
-    module = run.submodel(capacity)
-    shape = list(run.setup.task.source.test.x.shape[1:])
+    if format not in FORMATS:
+        raise unknown("format", format, FORMATS)
+    part, module = run.part(capacity), run.submodel(capacity)
+    FORMATS[format](run, part, module, path)
+    return {
+        "path": str(path),
+        "format": format,
+        "capacity": capacity,
+        "parameters": sum(part.sizes(run.state.params).values()),
+        "stored": sum(p.numel() for p in module.parameters()),
+        "shape": list(run.setup.task.source.test.x.shape[1:]),
+    }
+
+
+def _as_safetensors(run: Run, part: Reduction, module: nn.Module, path: Path) -> None:
+    source = run.setup.task.source
     about = {
         "experiment": run.experiment.model_dump(mode="json"),
-        "capacity": capacity,
         "reduction": encode(part).hex(),
-        "shape": shape,
-        "classes": run.setup.task.source.classes,
+        "shape": list(source.test.x.shape[1:]),
+        "classes": source.classes,
+        "integers": not source.test.x.is_floating_point(),
         "rounds": run.state.round,
     }
     values = {name: t.contiguous().cpu() for name, t in tensors(module).items()}
     write_atomically(path, safetensors.torch.save(values, metadata={"fedcover": json.dumps(about)}))
-    parameters = sum(p.numel() for p in module.parameters())
-    kept = sum(part.sizes(run.state.params).values())
-    return {"path": str(path), "capacity": capacity, "parameters": kept, "stored": parameters, "shape": shape}
 
 
-def load_part(path: str | Path, *, model: Model | None = None) -> nn.Module:
+def _as_onnx(run: Run, part: Reduction, module: nn.Module, path: Path) -> None:
+    export_onnx(module.cpu(), run.setup.task.source.test.x[:2].cpu(), path)
+
+
+FORMATS: dict[str, Callable[[Run, Reduction, nn.Module, Path], None]] = {
+    "safetensors": _as_safetensors,
+    "onnx": _as_onnx,
+}
+
+
+def load_part(path: str | Path, *, model: Model | nn.Module | None = None) -> nn.Module:
     """The exported module, ready to use; needs neither the run folder nor its data.
 
     `model` is needed only if the run's model was made in Python.
@@ -56,7 +79,9 @@ def load_part(path: str | Path, *, model: Model | None = None) -> nn.Module:
     if missing:
         raise RunError(f"{path} is no model exported by fedcover: its header lacks {min(missing)!r}")
     experiment = Experiment(**about["experiment"])
-    whole = model or build_model(experiment, tuple(about["shape"]), about["classes"])
+    dtype = torch.int64 if about.get("integers") else torch.float32
+    shape, classes = tuple(about["shape"]), about["classes"]
+    whole = as_model(model, shape, classes, dtype) if model else build_model(experiment, shape, classes, dtype)
     prunable = {name: whole.module.get_parameter(name) for name in whole.prunable}
     try:
         part = skeleton(whole.module, decode(bytes.fromhex(about["reduction"]), whole.groups, prunable))

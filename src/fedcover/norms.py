@@ -34,7 +34,10 @@ def statistics_key(norm: str, capacity: float) -> str | None:
 def running(module: nn.Module) -> Params:
     """The running statistics of a module's batch norms, by name."""
     return {
-        f"{path}.{leaf}": getattr(layer, leaf).detach() for path, layer in _batch_norms(module) for leaf in _RUNNING
+        f"{path}.{leaf}": getattr(layer, leaf).detach()
+        for path, layer in _batch_norms(module)
+        for leaf in _RUNNING
+        if layer.track_running_stats
     }
 
 

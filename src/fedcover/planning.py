@@ -105,8 +105,8 @@ def fleet_view(experiment: Experiment, params: Params | None = None) -> View:
     """The first round of an experiment in which every device of its fleet takes part."""
     if experiment.dataset not in SHAPES:
         raise unknown("dataset", experiment.dataset, SHAPES)
-    shape, classes, *_ = SHAPES[experiment.dataset]
-    model = build_model(experiment, shape, classes)
+    shape, classes, dtype = SHAPES[experiment.dataset]
+    model = build_model(experiment, shape, classes, dtype)
     fleet = Fleet.parse(experiment.fleet)
     if sum(fleet.counts) > MOST_DEVICES:
         raise InvalidValue(f"fleet: a plan takes at most {MOST_DEVICES:,} devices; got {sum(fleet.counts):,}")

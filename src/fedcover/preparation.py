@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from fedcover import datasets, groups, rng, spec
 from fedcover.aggregation import RULES, SERVERS
@@ -22,6 +23,7 @@ from fedcover.policies import POLICIES
 from fedcover.recipes import RECIPES, own_labels
 from fedcover.rounds import Setup
 from fedcover.sources import Partitioned, Synthetic
+from fedcover.tracing import trace
 from fedcover.training import SCHEDULES
 from fedcover.types import Dataset, LocalTraining, Model, Policy, Recipe, Source, Task
 
@@ -82,7 +84,7 @@ class Parts:
     """Things made in Python that replace what an experiment only names."""
 
     dataset: Dataset | None = None
-    model: Model | None = None
+    model: Model | nn.Module | None = None
     policy: Policy | None = None
 
 
@@ -94,12 +96,16 @@ def prepare(
     source = source_of(experiment, machine.device, data, own.dataset)
     shape = tuple(source.test.x.shape[1:])
     recipe = build_recipe(experiment)
-    model = recipe.model(own.model) if own.model else build_model(experiment, shape, source.classes)
+    dtype = source.test.x.dtype
+    if own.model is None:
+        model = build_model(experiment, shape, source.classes, dtype)
+    else:
+        model = recipe.model(as_model(own.model, shape, source.classes, dtype))
     model.module.to(machine.device)
     groups.check(model.groups, tensors(model.module))
     local = LocalTraining(**{name: getattr(experiment, name) for name in LocalTraining.__dataclass_fields__})
     return Setup(
-        task=Task(model, source, local, recipe, experiment.norm, experiment.scaler, experiment.seed),
+        task=Task(model, source, local, recipe, experiment.capacity, experiment.norm, experiment.scaler, experiment.seed),
         fleet=experiment.scaled_fleet,
         policy=own.policy or named_policy(experiment),
         engine=ENGINES[machine.engine],
@@ -116,16 +122,47 @@ def prepare(
     )  # fmt: skip
 
 
-def build_model(experiment: Experiment, shape: tuple[int, ...], classes: int) -> Model:
-    """The experiment's model with the initial weights that belong to its seed."""
+def build_model(
+    experiment: Experiment, shape: tuple[int, ...], classes: int, dtype: torch.dtype = torch.float32
+) -> Model:
+    """The experiment's model with the initial weights that belong to its seed; `dtype` is that of its inputs."""
     try:
         with rng.seeded(experiment.seed, "init"):
-            model = _named("model", experiment.model, MODELS)(shape, classes, experiment.norm)
+            built = _named("model", experiment.model, MODELS)(shape, classes, experiment.norm)
     except (RuntimeError, MemoryError) as error:  # such as more memory than there is
         raise InvalidValue(f"model {experiment.model!r} cannot be built: {str(error).splitlines()[0]}") from error
-    if not isinstance(model, Model):
-        raise InvalidValue(f"model {experiment.model!r} must build a fedcover Model; got {type(model).__name__}")
-    return build_recipe(experiment).model(model)
+    return build_recipe(experiment).model(as_model(built, shape, classes, dtype))
+
+
+def as_model(built: Model | nn.Module, shape: tuple[int, ...], classes: int, dtype: torch.dtype) -> Model:
+    """A model whose groups are known: a bare module's are found by tracing.
+
+    Of a traced module all weights may be pruned but those of the first convolution and of the last layer.
+    """
+    if isinstance(built, Model):
+        return built
+    if not isinstance(built, nn.Module):
+        raise InvalidValue(f"model must be an nn.Module or a fedcover Model; got {type(built).__name__}")
+    draw = rng.generator(0, "example")
+    integers = not dtype.is_floating_point
+    size = (2, *shape)
+    example = torch.randint(classes, size, generator=draw) if integers else torch.randn(size, generator=draw)
+    found = trace(built, example)
+    cut = {(cut.tensor, cut.axis) for group in found for cut in group.cuts}
+    weights = {name: p for name, p in built.named_parameters() if p.ndim > 1}
+    prunable = tuple(n for n, p in weights.items() if (n, 0) in cut and (p.ndim == 2 or (n, 1) in cut))
+    classifier = tuple(
+        name
+        for name, p in built.named_parameters()
+        if p.shape[0] == classes
+        and (name, 0) not in cut
+        and not isinstance(built.get_submodule(_home(name)), nn.Embedding)
+    )
+    return Model(built, found, prunable, classifier)
+
+
+def _home(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def build_recipe(experiment: Experiment) -> Recipe:

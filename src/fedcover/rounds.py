@@ -135,6 +135,9 @@ def run_round(setup: Setup, state: State) -> tuple[State, Report]:
 
 def aggregate(setup: Setup, state: State, updates: Sequence[Update]) -> State:
     """The state after a round in which these updates came back."""
+    if not updates:  # nobody answered, so not even `uncovered` has a say
+        nothing = cov.count(state.params, [])
+        return replace(state, round=state.round + 1, coverage=cov.record(state.coverage, nothing, setup.window))
     weight = WEIGHTS[setup.weights]
     counts = cov.count(state.params, [update.trained for update in updates])
     averaged = setup.rule(state.params, [(u.trained, u.params, weight(u.client)) for u in updates])

@@ -85,7 +85,7 @@ def run(
     machine: Machine | None = None,
     data: str | Path | None = None,
     dataset: Dataset | None = None,
-    model: Model | None = None,
+    model: Model | nn.Module | None = None,
     policy: Policy | None = None,
     watch: Watch | None = None,
 ) -> Run:
@@ -117,7 +117,7 @@ def resume(
     force: bool = False,
     data: str | Path | None = None,
     dataset: Dataset | None = None,
-    model: Model | None = None,
+    model: Model | nn.Module | None = None,
     policy: Policy | None = None,
     watch: Watch | None = None,
     complain: Callable[[str], None] = print,
@@ -150,7 +150,7 @@ def load(
     device: str = "cpu",
     data: str | Path | None = None,
     dataset: Dataset | None = None,
-    model: Model | None = None,
+    model: Model | nn.Module | None = None,
     policy: Policy | None = None,
 ) -> Run:
     """A run folder's newest state and figures, without running anything."""
@@ -169,7 +169,7 @@ def replay(
     *,
     data: str | Path | None = None,
     dataset: Dataset | None = None,
-    model: Model | None = None,
+    model: Model | nn.Module | None = None,
     policy: Policy | None = None,
 ) -> tuple[State, Report]:
     """Run a kept round again, exactly: its state was kept, and all its randomness has an address."""

@@ -260,6 +260,7 @@ class Task:
     source: Source
     local: LocalTraining
     recipe: Recipe
+    measure: str
     norm: str
     scaler: bool
     seed: int

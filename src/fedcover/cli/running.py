@@ -79,15 +79,17 @@ def export(
     *,
     capacity: Annotated[float, Parameter(help="The device's capacity; 1 is the whole model.")] = 1.0,
     output: Annotated[Path | None, Parameter(name=["--output", "-o"], help="The file to write.")] = None,
+    format: Annotated[str, Parameter(help="safetensors, or onnx (needs fedcover[onnx]).")] = "safetensors",
     data: Data = None,
     json: Json = False,
 ) -> None:
-    """Write the trained model, or the part of it that a device can hold, as one safetensors file."""
-    path = output or folder / (f"model-{capacity:g}.safetensors")
-    written = export_part(load(folder, data=data), capacity, path)
+    """Write the trained model, or the part of it that a device can hold, as one file."""
+    path = output or folder / f"model-{capacity:g}.{format}"
+    written = export_part(load(folder, data=data), capacity, path, format)
     if json:
         return console.show_json(written)
-    print(f"{written['path']}: {written['parameters']:,} parameters; load it with fedcover.load_part({str(path)!r})")
+    hint = f"; load it with fedcover.load_part({str(path)!r})" if format == "safetensors" else ""
+    print(f"{written['path']}: {written['parameters']:,} parameters{hint}")
     return None
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedcover.errors import unknown
-from fedcover.types import Batch, Carry, Forward, Params, Recipe
+from fedcover.types import Assignment, Batch, Carry, Forward, Outcome, Params, Recipe
 
 EXITS = ("all", "last")
 
@@ -38,4 +38,20 @@ def depthfl(*, exits: str = "all", distil: float = 1.0) -> Recipe:
         ]
         return own + distil * torch.stack(taught).sum() / (count - 1)
 
-    return Recipe(loss)
+    def start(assignment: Assignment, params: Params) -> Carry:
+        return assignment.task.model.classifier
+
+    def finish(forward: Forward, params: Params, carry: Carry) -> Outcome:
+        held = [name for name in carry if name in params]
+        if exits == "all" or not held:
+            return Outcome(params)
+        deepest = _stage(held[-1])  # exits that learn nothing must not dilute those of shallower clients
+        idle = [name for name in held if _stage(name) != deepest]
+        return Outcome(params, bits={name: torch.zeros_like(params[name], dtype=torch.bool) for name in idle})
+
+    return Recipe(loss, start, finish=finish)
+
+
+def _stage(exit: str) -> str:
+    """The layer that a classifier's tensor belongs to."""
+    return exit.rpartition(".")[0]

@@ -11,7 +11,7 @@ from fedcover.errors import InvalidValue
 from fedcover.groups import positions, units_kept
 from fedcover.recipes.common import own_statistics
 from fedcover.recipes.plain import cross_entropy
-from fedcover.reduction import Slices
+from fedcover.reduction import Slices, width_within
 from fedcover.types import Assignment, Batch, Carry, Forward, Outcome, Params, Recipe, UnitGroup
 
 
@@ -40,11 +40,19 @@ def hermes(*, step: float = 0.2, good_enough: float = 0.5) -> Recipe:
         with torch.no_grad():
             answers = forward({**trained, **own_statistics(assignment)}, shard.samples.x[shard.index]).argmax(1)
         if float((answers == shard.samples.y[shard.index]).double().mean()) >= good_enough:
-            goal = assignment.client.capacity
+            goal = _width(assignment)
             kept = {g.name: _shrunk(g, kept[g.name], goal, step, trained) for g in assignment.task.model.groups}
         return Outcome(trained, bits=bits, private={f"units.{name}": units for name, units in kept.items()})
 
     return Recipe(loss, start, finish=finish)
+
+
+def _width(assignment: Assignment) -> float:
+    """The share of every group's units that fits the client's capacity."""
+    task, capacity = assignment.task, assignment.client.capacity
+    if task.measure == "width":
+        return capacity
+    return width_within(task.model.groups, assignment.state.params, capacity)
 
 
 def _masked(params: Params, bits: dict[str, Tensor]) -> Params:
@@ -58,13 +66,13 @@ def _bits(groups: tuple[UnitGroup, ...], kept: dict[str, Tensor], params: Params
     return Slices(groups, units).mask(cut)
 
 
-def _shrunk(group: UnitGroup, kept: Tensor, capacity: float, step: float, params: Params) -> Tensor:
-    """The group's units after one more pruning: the shortest of those left go, never below the capacity."""
+def _shrunk(group: UnitGroup, kept: Tensor, goal: float, step: float, params: Params) -> Tensor:
+    """The group's units after one more pruning: the shortest of those left go, never below the goal."""
     if group.nested:  # its units come in order, so none can go by its length
         return kept
     # a capacity that has grown since (they may belong to slots) brings nothing back
     before = int(kept.sum())
-    left = min(before, max(units_kept(group.size, capacity), int(before * (1 - step) + 1e-9)))
+    left = min(before, max(units_kept(group.size, goal), int(before * (1 - step) + 1e-9)))
     lengths = torch.zeros(group.size, dtype=torch.float64)
     for cut in group.cuts:
         if cut.tensor in params and cut.axis is not None:
