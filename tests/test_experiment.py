@@ -17,7 +17,7 @@ share = st.floats(0, 1, exclude_max=True)
 
 FIELDS = {
     "name": st.text(string.ascii_letters + string.digits + "._-", max_size=20).map(lambda s: f"a{s}"),
-    "seed": st.integers(0, 2**70),
+    "seed": st.integers(0, 2**63 - 1),
     "dataset": st.text(plain, max_size=20),
     "partition": st.sampled_from(["iid", "labels(limit=2)", "dirichlet(alpha=0.5)", "owner"]),
     "validation": share,

@@ -13,7 +13,7 @@ from fedcover.recipes import RECIPES, own_labels
 from fedcover.recipes.fedmask import START, THRESHOLD, with_scores
 from fedcover.recipes.fiarse import _Important
 from fedcover.recipes.fjord import levels_of
-from fedcover.reduction import Masks, windows
+from fedcover.reduction import Masks, Slices, windows
 from fedcover.rounds import run_round
 from fedcover.training import train_client
 from fedcover.types import Assignment, Batch
@@ -220,6 +220,19 @@ def test_hermes_shrinks_to_the_capacity_and_never_grows(assignment):
             kept = {name: int(units.sum()) for name, units in state.private[client.id].items()}
             full = {1.0: (8, 6), 0.5: (4, 3), 0.25: (2, 1)}[client.capacity]
             assert kept == {"units.hidden1": full[0], "units.hidden2": full[1]}
+
+
+def test_hermes_with_capacities_in_parameters_ends_within_them():
+    setup, state = world(
+        "mlp", recipe="hermes(step=0.9, good_enough=0.0)", capacity="parameters", fleet="1x0.5", clients=6
+    )
+    for _ in range(3):
+        state, _ = run_round(setup, state)
+    groups = setup.task.model.groups
+    kept = {group.name: state.private[0][f"units.{group.name}"].nonzero().flatten() for group in groups}
+    held = sum(Slices(groups, kept).sizes(state.params).values())
+    assert held <= 0.5 * sum(p.numel() for p in state.params.values())
+    assert max(len(units) / group.size for group, units in zip(groups, kept.values(), strict=True)) > 0.5
 
 
 def test_hermes_counts_only_what_is_kept():

@@ -118,11 +118,10 @@ def load(name: str, folder: str | Path | None = None) -> Dataset:
 
     >>> load("digits").classes
     10
-    >>> load("digit")
+    >>> load("digit")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    fedcover.errors.InvalidValue: dataset must be one of digits, mnist, cifar10, cifar100, file.npz, \
-file.safetensors; got 'digit'
+    fedcover.errors.InvalidValue: dataset must be one of digits, characters, ...; got 'digit'
     """
     if name in DATASETS:
         return DATASETS[name](data_folder(folder))

@@ -104,8 +104,9 @@ def prepare(
     model.module.to(machine.device)
     groups.check(model.groups, tensors(model.module))
     local = LocalTraining(**{name: getattr(experiment, name) for name in LocalTraining.__dataclass_fields__})
+    switches = {name: getattr(experiment, name) for name in ("norm", "scaler", "seed")}
     return Setup(
-        task=Task(model, source, local, recipe, experiment.capacity, experiment.norm, experiment.scaler, experiment.seed),
+        task=Task(model, source, local, recipe, measure=experiment.capacity, **switches),
         fleet=experiment.scaled_fleet,
         policy=own.policy or named_policy(experiment),
         engine=ENGINES[machine.engine],

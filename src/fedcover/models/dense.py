@@ -51,8 +51,8 @@ def cnn(
     """Convolutions with pooling, flattened into a linear layer: one channel owns many of its inputs.
 
     >>> model = cnn((1, 28, 28), 10, "batch")
-    >>> model.groups[1].cuts[-1]
-    Cut(tensor='hidden.weight', axis=1, start=0, per_unit=49)
+    >>> model.groups[1].cuts[-1].tensor, model.groups[1].cuts[-1].per_unit
+    ('hidden.weight', 49)
     """
     refuse_norm("cnn", norm)
     if len(shape) != 3:
