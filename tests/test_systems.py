@@ -9,11 +9,12 @@ import torch
 
 import fedcover as fc
 from fedcover.errors import InvalidValue
+from fedcover.groups import units_kept
 from fedcover.recipes import RECIPES, own_labels
 from fedcover.recipes.fedmask import START, THRESHOLD, with_scores
 from fedcover.recipes.fiarse import _Important
 from fedcover.recipes.fjord import levels_of
-from fedcover.reduction import Masks, Slices, windows
+from fedcover.reduction import Masks, Slices, width_within, windows
 from fedcover.rounds import run_round
 from fedcover.training import train_client
 from fedcover.types import Assignment, Batch
@@ -232,7 +233,8 @@ def test_hermes_with_capacities_in_parameters_ends_within_them():
     kept = {group.name: state.private[0][f"units.{group.name}"].nonzero().flatten() for group in groups}
     held = sum(Slices(groups, kept).sizes(state.params).values())
     assert held <= 0.5 * sum(p.numel() for p in state.params.values())
-    assert max(len(units) / group.size for group, units in zip(groups, kept.values(), strict=True)) > 0.5
+    share = width_within(groups, state.params, 0.5)
+    assert {name: len(units) for name, units in kept.items()} == {g.name: units_kept(g.size, share) for g in groups}
 
 
 def test_hermes_counts_only_what_is_kept():
