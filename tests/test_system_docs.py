@@ -22,7 +22,7 @@ BLOCKS = re.findall(r"```\n(fedcover run .*?)```", PAGE, re.DOTALL)
 WORDS = [shlex.split(block.replace("\\\n", " ")) for block in BLOCKS]
 COMMANDS = {words[words.index("--set") + 1].removeprefix("name="): words for words in WORDS}
 
-ENOUGH = {"heterofl": 0.5, "fedrolex": 0.5, "fedmask": 0.6, "depthfl": 0.5, "inclusivefl": 0.5}
+ENOUGH = {"heterofl": 0.5, "fedrolex": 0.5, "fedmask": 0.6, "depthfl": 0.5, "inclusivefl": 0.5, "language": 0.15}
 """The accuracy that a command must reach; chance is 0.1. All others must reach 0.8."""
 
 
