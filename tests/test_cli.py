@@ -139,7 +139,9 @@ def test_demo_runs_every_policy_into_a_folder(fedcover, tmp_path):
 def test_run_errors_leave_with_one(fedcover, tmp_path):
     code, out, err = fedcover("run", *changed(lr=1e6, rounds=4))
     assert (code, out) == (1, "")
-    assert re.fullmatch(r"fedcover: training diverged in round 2 \(counted from 0\) at client \d+: .*", err.splitlines()[-1])
+    assert re.fullmatch(
+        r"fedcover: training diverged in round 2 \(counted from 0\) at client \d+: .*", err.splitlines()[-1]
+    )
     refused(fedcover("run", *changed()), 1, "runs/run holds a run already")
     refused(fedcover("run", "--runs", "runs/run/metrics.jsonl", *changed()), 1, "metrics.jsonl/run: Not a directory")
     refused(fedcover("resume", "nowhere"), 1, "nowhere is no run folder: it has no experiment.toml")

@@ -47,7 +47,7 @@ class Doubled:
         return self.inner.labels(client)
 
 
-def world(model: str = "mlp", **fields: object) -> tuple[Setup, State]:
+def world(model: str = "mlp", /, **fields: object) -> tuple[Setup, State]:
     """A setup and its first state in float64: six clients a round, of three capacities."""
     spec, dataset = SMALL_MODELS[model]
     defaults = {

@@ -67,8 +67,8 @@ def update_of(assignment: Assignment, part: nn.Module, outcome: Outcome, loss: f
     task, client, reduction = assignment.task, assignment.client, assignment.reduction
     if not math.isfinite(loss) or not all(bool(p.isfinite().all()) for p in outcome.params.values()):
         raise TrainingDiverged(
-            f"training diverged in round {assignment.state.round} (counted from 0) at client {client.id}: a loss or weight is not "
-            f"finite (learning rate {lr:g}; try a smaller one, or clip)"
+            f"training diverged in round {assignment.state.round} (counted from 0) at client {client.id}: a loss or "
+            f"weight is not finite (learning rate {lr:g}; try a smaller one, or clip)"
         )
     trained = Within(reduction, outcome.bits) if outcome.bits else reduction
     buffers = running(part) if statistics_key(task.norm, client.capacity) else {}

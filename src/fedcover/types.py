@@ -242,7 +242,8 @@ class Recipe:
     """What a local step is: pure functions, of which only the loss is needed.
 
     `start` sees what the client was given, `observe` every step's gradients before they are masked, `finish` the end;
-    `model` is what the recipe makes of the global model before the first round.
+    `model` is what the recipe makes of the global model before the first round. Recipes that remember nothing may run
+    `together`: many clients in one step.
     """
 
     loss: Callable[[Forward, Params, Batch, Carry], Tensor]
@@ -250,6 +251,7 @@ class Recipe:
     observe: Callable[[Carry, Params], Carry] = lambda carry, gradients: carry
     finish: Callable[[Forward, Params, Carry], Outcome] = lambda forward, params, carry: Outcome(params)
     model: Callable[[Model], Model] = lambda model: model
+    together: bool = False
 
 
 @dataclass(frozen=True, slots=True)
