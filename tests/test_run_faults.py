@@ -389,7 +389,7 @@ def test_a_folder_in_use_is_left_alone(tmp_path, whole):
 
 
 def test_a_run_that_diverges_names_round_and_client_and_can_be_read(tmp_path):
-    with pytest.raises(fc.FedcoverError, match=r"diverged in round 2 at client \d+.*learning rate 1e\+06"):
+    with pytest.raises(fc.FedcoverError, match=r"diverged in round 2 \(counted from 0\) at client \d+.*learning rate 1e\+06"):
         fc.run(tiny(lr=1e6), tmp_path / "run")
     assert fc.load(tmp_path / "run").state.round == lines(tmp_path / "run") == 2
     before = last_checkpoint(tmp_path / "run")
