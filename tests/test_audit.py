@@ -1,8 +1,9 @@
 """The two tables of the paper's appendix, worked out anew, and audits of fleets."""
 
+import numpy as np
 import pytest
 
-from fedcover.audit import SHAPES, audit, audit_codename, codename
+from fedcover.audit import audit, audit_codename, codename
 from fedcover.errors import InvalidValue
 from fedcover.experiment import Experiment
 
@@ -138,5 +139,12 @@ def test_the_batch_is_the_experiments_own():
 
 
 def test_only_data_of_known_shape_can_be_audited():
-    with pytest.raises(InvalidValue, match=f"^dataset must be one of {', '.join(SHAPES)}; got 'synthetic'$"):
-        audit(Experiment(dataset="synthetic"))
+    with pytest.raises(InvalidValue, match=r"^dataset must be one of digits, .*; got 'emnist'"):
+        audit(Experiment(dataset="emnist"))
+
+
+def test_a_data_file_of_your_own_can_be_audited(tmp_path):
+    rows = {"train_x": np.zeros((8, 3, 5, 5), np.float32), "test_x": np.zeros((2, 3, 5, 5), np.float32)}
+    np.savez(tmp_path / "mine.npz", **rows, train_y=np.arange(8) % 4, test_y=np.array([0, 1]))
+    found = audit(Experiment(dataset=str(tmp_path / "mine.npz"), fleet="1x1", policy="prefix"))
+    assert found["parameters"] == 75 * 200 + 200 + 200 * 4 + 4

@@ -62,7 +62,7 @@ def test_run_prints_a_table_and_plain_progress(fedcover, tmp_path):
     assert "runs/mine" in out
     progress = err.splitlines()
     assert len(progress) == 2
-    assert re.fullmatch(r"mine  round 2/2  accuracy 0\.\d{3}  coverage \d+ \(window \d+\)  0 s left", progress[1])
+    assert re.fullmatch(r"mine  round 2/2  accuracy 0\.\d{3}  coverage \d+ \(window \d+\)  0:00:00 left", progress[1])
     assert fc.load(tmp_path / "runs" / "mine").experiment == tiny(rounds=2, seed=3, name="mine")
 
 
@@ -116,7 +116,7 @@ def test_progress_is_a_bar_on_a_terminal(monkeypatch, tmp_path, capsys):
     assert "━" in shown
     assert "2/2" in shown
     assert "coverage" in shown
-    assert "s left" not in shown
+    assert " left" not in shown
     assert json.loads(capsys.readouterr().out)["rounds"] == 2
 
 

@@ -352,7 +352,9 @@ def test_places_where_no_run_can_be_made(tmp_path, whole):
         fc.run(tiny(), tmp_path / ("a" * 300))
     with pytest.raises(RunError, match=r"is no run folder"):
         fc.resume(tmp_path / ("a" * 300))
-    with pytest.raises(RunError, match=r"holds a run already: go on with 'fedcover resume .*whole', or rename it"):
+    with pytest.raises(
+        RunError, match=r"holds a run already: go on with 'fedcover resume .*whole', or choose another name"
+    ):
         fc.run(tiny(), whole)
     (whole / "experiment.toml").unlink()  # whose figures are these?
     with pytest.raises(RunError, match="holds a run already"):
@@ -389,7 +391,9 @@ def test_a_folder_in_use_is_left_alone(tmp_path, whole):
 
 
 def test_a_run_that_diverges_names_round_and_client_and_can_be_read(tmp_path):
-    with pytest.raises(fc.FedcoverError, match=r"diverged in round 2 \(counted from 0\) at client \d+.*learning rate 1e\+06"):
+    with pytest.raises(
+        fc.FedcoverError, match=r"diverged in round 2 \(counted from 0\) at client \d+.*learning rate 1e\+06"
+    ):
         fc.run(tiny(lr=1e6), tmp_path / "run")
     assert fc.load(tmp_path / "run").state.round == lines(tmp_path / "run") == 2
     before = last_checkpoint(tmp_path / "run")

@@ -58,7 +58,7 @@ def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) 
 
 def half_then_whole(view: fc.View) -> list[fc.Slices]:
     """A policy of one's own: windows that grow in the second round."""
-    return [fc.windows(view.groups, client.capacity if view.round < 1 else 1.0) for client in view.cohort]
+    return [fc.windows(view.groups, client.capacity * (0.5 if view.round < 1 else 1.0)) for client in view.cohort]
 
 
 def small_dataset() -> fc.Dataset:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fedcover.datasets import from_file as from_file
     from fedcover.datasets import from_tensors as from_tensors
     from fedcover.errors import FedcoverError as FedcoverError
+    from fedcover.errors import InvalidValue as InvalidValue
     from fedcover.experiment import Experiment as Experiment
     from fedcover.export import load_part as load_part
     from fedcover.planner import plan as plan
@@ -43,6 +44,7 @@ _HOME = {
     "Dataset": "types",
     "Experiment": "experiment",
     "FedcoverError": "errors",
+    "InvalidValue": "errors",
     "Machine": "preparation",
     "Masks": "reduction",
     "Model": "types",

@@ -8,7 +8,8 @@ import torch
 
 from fedcover import coverage
 from fedcover.cost import cost, memory_to_train, uses_of_weights
-from fedcover.errors import InvalidValue, unknown
+from fedcover.datasets import load
+from fedcover.errors import InvalidValue
 from fedcover.experiment import Experiment
 from fedcover.fleet import Fleet
 from fedcover.policies.regions import region_coverage
@@ -33,9 +34,7 @@ def audit(experiment: Experiment) -> dict[str, Any]:
     >>> audit(codename("1111223344", "pruning"))["gamma_min"]
     8
     """
-    if experiment.dataset not in SHAPES:
-        raise unknown("dataset", experiment.dataset, SHAPES)
-    shape, classes, dtype = SHAPES[experiment.dataset]
+    shape, classes, dtype = SHAPES.get(experiment.dataset) or _shape_of(experiment.dataset)
     model = build_model(experiment, shape, classes, dtype)
     params = {name: p.detach() for name, p in model.module.named_parameters()}
     fleet = Fleet.parse(experiment.fleet)
@@ -71,6 +70,11 @@ def audit(experiment: Experiment) -> dict[str, Any]:
             if alike
         ],
     }
+
+
+def _shape_of(dataset: str) -> tuple[tuple[int, ...], int, torch.dtype]:
+    data = load(dataset)
+    return tuple(data.test.x.shape[1:]), data.classes, data.test.x.dtype
 
 
 def codename(digits: str, kind: str, p5: str = "code", **fields: Any) -> Experiment:

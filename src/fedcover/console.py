@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 from rich.console import Console
@@ -54,7 +55,8 @@ def _plain(title: str, rounds: int) -> Watch:
         started.append((now - sum(report.metrics["seconds"].values()), report.round))
         since, first = started[0]
         left = (now - since) / (report.round + 1 - first) * (rounds - report.round - 1)
-        line = f"{title}  round {report.round + 1}/{rounds}  {_figures(report.metrics)}  {left:.0f} s left"
+        time_left = timedelta(seconds=round(left))
+        line = f"{title}  round {report.round + 1}/{rounds}  {_figures(report.metrics)}  {time_left} left"
         print(line, file=sys.stderr, flush=True)
 
     return show

@@ -121,13 +121,14 @@ def load(name: str, folder: str | Path | None = None) -> Dataset:
     >>> load("digit")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    fedcover.errors.InvalidValue: dataset must be one of digits, characters, ...; got 'digit'
+    fedcover.errors.InvalidValue: dataset must be one of digits, characters, ...; got 'digit' (did you mean 'digits'?)
     """
     if name in DATASETS:
         return DATASETS[name](data_folder(folder))
     if Path(name).suffix in _READERS:
         return from_file(name)
-    raise unknown("dataset", name, [*DATASETS, *(f"file{suffix}" for suffix in _READERS)])
+    files = [f"file{suffix}" for suffix in _READERS]
+    raise unknown("dataset", name, [*DATASETS, "synthetic", *files, "package.module:function"])
 
 
 def _samples(name: str, pixels_NCHW: Bytes, labels_N: Bytes, white: int = 255) -> Samples:

@@ -8,6 +8,7 @@ FedcoverError
 """
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 
 
 class FedcoverError(Exception):
@@ -34,6 +35,9 @@ def unknown(field: str, value: object, allowed: Iterable[object]) -> InvalidValu
     """The error for a name that is in no table.
 
     >>> print(unknown("policy", "rollin", ["prefix", "rolling"]))
-    policy must be one of prefix, rolling; got 'rollin'
+    policy must be one of prefix, rolling; got 'rollin' (did you mean 'rolling'?)
     """
-    return InvalidValue(f"{field} must be one of {', '.join(map(str, allowed))}; got {value!r}")
+    names = [str(name) for name in allowed]
+    close = get_close_matches(str(value), names, n=1)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    return InvalidValue(f"{field} must be one of {', '.join(names)}; got {value!r}{hint}")

@@ -107,6 +107,11 @@ class Experiment(BaseModel):
         except ValidationError as error:
             raise InvalidValue(_sentence(error)) from None
 
+    @field_validator("name", mode="before")
+    @classmethod
+    def _number_as_name(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
     @field_validator("fleet")
     @classmethod
     def _readable_fleet(cls, value: str) -> str:
@@ -140,6 +145,13 @@ class Experiment(BaseModel):
             spec.look_up(key, spec.parse(key, getattr(self, key)), table)
         if self.active > self.clients:
             raise ValueError(f"active must be at most clients ({self.clients}); got {self.active}")
+        gone = set(Fleet.parse(self.fleet).levels) - set(self.scaled_fleet.levels)
+        if gone:
+            places = "clients" if self.assignment == "device" else "slots"
+            raise ValueError(
+                f"fleet: with {sum(self.scaled_fleet.counts)} {places} no device of capacity {min(gone):g} is left; "
+                f"got {self.fleet!r}"
+            )
         if any(not 0 <= round <= self.rounds for round in self.keep_rounds):
             raise ValueError(f"keep_rounds must lie in 0..rounds ({self.rounds}); got {list(self.keep_rounds)}")
         return self

@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import platform
+import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -19,7 +20,7 @@ import torch
 
 from fedcover import checkpoints
 from fedcover.checkpoints import write_atomically
-from fedcover.errors import RunError
+from fedcover.errors import InvalidValue, RunError, TrainingDiverged
 from fedcover.experiment import Experiment, read_experiment
 from fedcover.preparation import Machine, Parts
 from fedcover.types import State
@@ -63,8 +64,13 @@ class Folder:
         return read
 
     @contextlib.contextmanager
-    def created(self, experiment: Experiment, machine: Machine, parts: Parts) -> Iterator["Folder"]:
-        """Make the folder for a new run; an existing run is never overwritten."""
+    def created(
+        self, experiment: Experiment, machine: Machine, parts: Parts, data: str | Path | None
+    ) -> Iterator["Folder"]:
+        """Make the folder for a new run; an existing run is never overwritten.
+
+        A run that is refused, or diverges, before its first round is done leaves no folder that would block its name.
+        """
         self._refuse_a_run()
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -72,9 +78,14 @@ class Folder:
             raise RunError(f"cannot create the run folder {self.path}: {error.strerror}") from error
         with self._locked():
             self._refuse_a_run()  # another process may have been faster
-            write_atomically(self.path / "manifest.json", _json(_manifest(experiment, machine, parts)))
+            write_atomically(self.path / "manifest.json", _json(_manifest(experiment, machine, parts, data)))
             write_atomically(self.path / "experiment.toml", experiment.to_toml().encode())
-            yield self
+            try:
+                yield self
+            except (InvalidValue, TrainingDiverged):
+                if not os.path.exists(self.path / "metrics.jsonl"):
+                    shutil.rmtree(self.path, ignore_errors=True)
+                raise
 
     @contextlib.contextmanager
     def opened(self) -> Iterator["Folder"]:
@@ -91,7 +102,10 @@ class Folder:
 
     def _refuse_a_run(self) -> None:
         if any(os.path.exists(self.path / name) for name in ("experiment.toml", "metrics.jsonl")):
-            raise RunError(f"{self.path} holds a run already: go on with 'fedcover resume {self.path}', or rename it")
+            raise RunError(
+                f"{self.path} holds a run already: go on with 'fedcover resume {self.path}', or choose another name "
+                "(--set name=...)"
+            )
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -128,12 +142,21 @@ class Folder:
             )
         return now
 
+    @property
+    def data(self) -> str | None:
+        """The data folder that the run was started with, if one was named."""
+        known = self.manifest.get("data")
+        return known if isinstance(known, str) else None
+
     def require(self, parts: Parts) -> None:
         """Complain if the run needs things made in Python that were not given again."""
         given = set(_custom(parts))
         missing = [name for name in self.manifest.get("custom", []) if name not in given]
         if missing:
-            raise RunError(f"{self.path} was started from Python with its own {', '.join(missing)}: give it again")
+            raise RunError(
+                f"{self.path} was started from Python with its own {', '.join(missing)}: give it again, as in "
+                f"fedcover.load({str(self.path)!r}, {missing[0]}=...)"
+            )
 
     def append(self, line: dict[str, Any]) -> None:
         """Add one round's line to metrics.jsonl, and see it on disk."""
@@ -216,13 +239,14 @@ def summarise(metrics: Metrics) -> dict[str, Any]:
     return summary
 
 
-def _manifest(experiment: Experiment, machine: Machine, parts: Parts) -> dict[str, Any]:
+def _manifest(experiment: Experiment, machine: Machine, parts: Parts, data: str | Path | None) -> dict[str, Any]:
     cuda = machine.device.startswith("cuda")
     return {
         "fedcover": __version__,
         "commit": _commit(),
         "experiment": experiment.digest,
         "seed": experiment.seed,
+        "data": str(Path(data).expanduser().resolve()) if data else None,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         **asdict(machine),
         "precision": "float32",

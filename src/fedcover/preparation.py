@@ -10,22 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedcover import datasets, groups, rng, spec
 from fedcover.aggregation import RULES, SERVERS
 from fedcover.engines import ENGINES
-from fedcover.errors import InvalidValue, unknown
+from fedcover.errors import FedcoverError, InvalidValue, unknown
 from fedcover.experiment import HUGE, Experiment
 from fedcover.models import MODELS, tensors
+from fedcover.norms import on_batch_statistics
 from fedcover.partition import PARTITIONS
 from fedcover.policies import POLICIES
 from fedcover.recipes import RECIPES, own_labels
+from fedcover.reduction import Masks
 from fedcover.rounds import Setup
 from fedcover.sources import Partitioned, Synthetic
+from fedcover.submodel import submodel
 from fedcover.tracing import trace
 from fedcover.training import SCHEDULES
-from fedcover.types import Dataset, LocalTraining, Model, Policy, Recipe, Source, Task
+from fedcover.types import Dataset, LocalTraining, Model, Policy, Recipe, Samples, Source, Task
 
 MOST_THREADS = 1024
 SMALL_STEP = 100_000_000
@@ -103,12 +106,14 @@ def prepare(
         model = recipe.model(as_model(own.model, shape, source.classes, dtype))
     model.module.to(machine.device)
     groups.check(model.groups, tensors(model.module))
+    _check_outputs(experiment, model, source, recipe)
     local = LocalTraining(**{name: getattr(experiment, name) for name in LocalTraining.__dataclass_fields__})
     switches = {name: getattr(experiment, name) for name in ("norm", "scaler", "seed")}
     return Setup(
         task=Task(model, source, local, recipe, measure=experiment.capacity, **switches),
         fleet=experiment.scaled_fleet,
-        policy=own.policy or named_policy(experiment),
+        policy=_own_policy(own.policy) if own.policy else named_policy(experiment),
+        check_capacity=own.policy is not None or ":" in experiment.policy,
         engine=ENGINES[machine.engine],
         rule=_named("rule", experiment.rule, RULES),
         server=_named("server", experiment.server, SERVERS)(),
@@ -123,6 +128,29 @@ def prepare(
     )  # fmt: skip
 
 
+def _check_outputs(experiment: Experiment, model: Model, source: Source, recipe: Recipe) -> None:
+    """Try the model on two samples: it must take the data, and say one logit for each label."""
+    two = Samples(source.test.x[:2], source.test.y[:2])
+    trial = on_batch_statistics(submodel(model.module, Masks({}), {})).train()
+    try:
+        with torch.no_grad(), rng.seeded(0, "trial"):
+            logits = trial(two.x)
+    except Exception as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InvalidValue(f"model {experiment.model!r} cannot take data {experiment.dataset!r}: {why}") from error
+    wanted = (len(two), source.classes, *two.y.shape[1:])
+    got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+    if recipe.exits and len(got) == len(wanted) + 1 and got[1:] == wanted:
+        return
+    if recipe.exits:
+        raise InvalidValue(f"recipe {experiment.recipe!r} needs a model with exits, such as depth_resnet; got {got}")
+    if got != wanted:
+        raise InvalidValue(
+            f"model {experiment.model!r} must answer {len(two)} samples with logits of shape {wanted}; got {got}"
+            + (" (exits need the recipe depthfl)" if isinstance(got, tuple) and got[1:] == wanted else "")
+        )
+
+
 def build_model(
     experiment: Experiment, shape: tuple[int, ...], classes: int, dtype: torch.dtype = torch.float32
 ) -> Model:
@@ -130,8 +158,11 @@ def build_model(
     try:
         with rng.seeded(experiment.seed, "init"):
             built = _named("model", experiment.model, MODELS)(shape, classes, experiment.norm)
-    except (RuntimeError, MemoryError) as error:  # such as more memory than there is
-        raise InvalidValue(f"model {experiment.model!r} cannot be built: {str(error).splitlines()[0]}") from error
+    except FedcoverError:
+        raise
+    except Exception as error:  # a user's builder, or more memory than there is
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InvalidValue(f"model {experiment.model!r} cannot be built: {why}") from error
     return build_recipe(experiment).model(as_model(built, shape, classes, dtype))
 
 
@@ -168,8 +199,16 @@ def _home(name: str) -> str:
 
 def build_recipe(experiment: Experiment) -> Recipe:
     """The experiment's local training, kept to the clients' own labels where that is asked for."""
-    recipe: Recipe = _named("recipe", experiment.recipe, RECIPES)()
+    recipe = _named("recipe", experiment.recipe, RECIPES)()
+    if not isinstance(recipe, Recipe):
+        raise InvalidValue(f"recipe {experiment.recipe!r} must make a fedcover Recipe; got {type(recipe).__name__}")
     return own_labels(recipe, absent=experiment.absent_labels, rows=experiment.label_rows)
+
+
+def _own_policy(policy: Policy) -> Policy:
+    if not callable(policy):
+        raise InvalidValue(f"policy must be a function here (name it in the experiment instead); got {policy!r}")
+    return policy
 
 
 def named_policy(experiment: Experiment) -> Policy:
@@ -182,16 +221,27 @@ def source_of(experiment: Experiment, device: str, data: str | Path | None, data
     """The clients' data: made on demand, or a data set that is partitioned."""
     wanted = experiment.dataset
     if dataset is None and wanted.partition("(")[0] == "synthetic":
+        if experiment.partition != "iid":
+            raise InvalidValue(
+                f"partition: synthetic data is made for each client, not shared out, so it must be left at 'iid' (for "
+                f"unequal labels use synthetic(skew=0.8)); got {experiment.partition!r}"
+            )
         if experiment.validation:
             raise InvalidValue("validation: synthetic data is made, not split; use synthetic(validation_size=...)")
         make = spec.look_up("dataset", spec.parse("dataset", wanted), {"synthetic": Synthetic})
         size = experiment.calibration
         made: Source = make(experiment.clients, seed=experiment.seed, calibration_size=size, device=device)
         return made
+    if data is not None and not Path(data).expanduser().is_dir():
+        raise InvalidValue(f"data must be a folder that exists; got {str(data)!r}")
     if dataset is None:
         dataset = _named("dataset", wanted, {})() if ":" in wanted else datasets.load(wanted, data)
     if not isinstance(dataset, Dataset):
         raise InvalidValue(f"dataset {wanted!r} must make a fedcover Dataset; got {type(dataset).__name__}")
+    if dataset.train.y.ndim > 1 and experiment.partition.partition("(")[0] in ("labels", "dirichlet"):
+        raise InvalidValue(
+            f"partition {experiment.partition!r} needs one label for each sample; this data has sequences"
+        )
     dataset, held_out = datasets.hold_out(dataset, experiment.validation, experiment.seed)
     split = _named("partition", experiment.partition, PARTITIONS)(dataset, experiment.clients, experiment.seed)
     return Partitioned(

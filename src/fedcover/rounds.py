@@ -13,9 +13,11 @@ import torch
 from fedcover import coverage as cov
 from fedcover.aggregation import UNCOVERED, WEIGHTS, Covered, ServerStep, coverage_mean
 from fedcover.cost import cost, uses_of_weights
+from fedcover.errors import InvalidValue
 from fedcover.evaluation import evaluate, local_accuracy
 from fedcover.fleet import Fleet, drops_out, sample_cohort
 from fedcover.norms import running, statistics_key
+from fedcover.policies.common import fits
 from fedcover.reduction import dense
 from fedcover.types import (
     Client,
@@ -43,6 +45,7 @@ class Setup:
     capacity: str
     drop_out: float
     policy: Policy
+    check_capacity: bool
     engine: Engine
     rule: Rule
     weights: str
@@ -114,7 +117,10 @@ def run_round(setup: Setup, state: State) -> tuple[State, Report]:
     clock = Clock()
     cohort = cohort_of(setup, state.round)
     with clock("policy"):
-        planned = setup.policy(view_of(setup, state, cohort))
+        view = view_of(setup, state, cohort)
+        planned = list(setup.policy(view))
+        if setup.check_capacity:
+            _check_parts(view, planned)
     work = [
         (client, reduction)
         for client, reduction in zip(cohort, planned, strict=True)
@@ -131,6 +137,19 @@ def run_round(setup: Setup, state: State) -> tuple[State, Report]:
     with clock("evaluation"):
         metrics |= _scores(setup, after, updates)
     return after, Report(state.round, {**metrics, "seconds": clock.seconds})
+
+
+def _check_parts(view: View, parts: Sequence[Reduction | None]) -> None:
+    """Refuse what a policy of a user's own must not give: too few parts, no parts at all, more than a device holds."""
+    if len(parts) != len(view.cohort):
+        raise InvalidValue(f"policy must give {len(view.cohort)} reductions, one for each client; got {len(parts)}")
+    for client, part in zip(view.cohort, parts, strict=True):
+        if part is None:
+            continue
+        if not hasattr(part, "extract"):
+            raise InvalidValue(f"policy must give a Slices, a Masks or None to client {client.id}; got {part!r:.80}")
+        if not fits(view, client.capacity, part):
+            raise InvalidValue(f"policy gives client {client.id} more than its capacity of {client.capacity:g} holds")
 
 
 def aggregate(setup: Setup, state: State, updates: Sequence[Update]) -> State:

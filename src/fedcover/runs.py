@@ -16,7 +16,7 @@ from torch import nn
 from fedcover import checkpoints
 from fedcover.errors import InvalidValue, RunError
 from fedcover.evaluation import WHOLE, ready
-from fedcover.experiment import Experiment
+from fedcover.experiment import Experiment, read_experiment
 from fedcover.folders import Folder, Metrics, summarise
 from fedcover.policies.common import fits
 from fedcover.preparation import Machine, Parts, prepare
@@ -26,7 +26,7 @@ from fedcover.types import Dataset, Model, Policy, Reduction, State
 Watch = Callable[[Report], None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Run:
     """A finished (or stopped) run: its experiment, its figures, and the model it has made."""
 
@@ -35,6 +35,14 @@ class Run:
     state: State = field(repr=False)
     metrics: Metrics = field(repr=False)
     folder: Path | None = None
+
+    def __repr__(self) -> str:
+        figures = f", accuracy={self.accuracy:.4f}, gamma_min={self.gamma_min}" if self._evaluated else ""
+        return f"Run({self.experiment.name!r}, rounds={len(self.metrics)}{figures})"
+
+    @property
+    def _evaluated(self) -> bool:
+        return any("accuracy" in line for line in self.metrics)
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -79,7 +87,7 @@ class Run:
 
 
 def run(
-    experiment: Experiment,
+    experiment: Experiment | str | Path,
     folder: str | Path | None = None,
     *,
     machine: Machine | None = None,
@@ -89,7 +97,7 @@ def run(
     policy: Policy | None = None,
     watch: Watch | None = None,
 ) -> Run:
-    """Run an experiment, in memory or into a new run folder.
+    """Run an experiment (or the one in a TOML file), in memory or into a new run folder.
 
     `dataset`, `model` and `policy` made in Python replace what the experiment names; `watch` sees every round.
 
@@ -98,13 +106,15 @@ def run(
     (True, 2)
     """
     parts = Parts(dataset, model, policy)
+    if isinstance(experiment, str | Path):
+        experiment = read_experiment(Path(experiment))
     chosen = (machine or Machine()).resolved()
     setup = prepare(experiment, chosen, data=data, parts=parts)
     chosen = chosen.for_setup(setup)
     with chosen.applied():
         if folder is None:
             return _go_on(experiment, setup, first_state(setup), [], None, watch)
-        with Folder(Path(folder)).created(experiment, chosen, parts) as made:
+        with Folder(Path(folder)).created(experiment, chosen, parts, data) as made:
             state = first_state(setup)
             made.keep(state)
             return _go_on(experiment, setup, state, [], made, watch)
@@ -128,7 +138,7 @@ def resume(
         chosen = found.machine(machine, force=force)
         found.require(parts)
         with chosen.applied():
-            setup = prepare(found.experiment, chosen, data=data, parts=parts)
+            setup = prepare(found.experiment, chosen, data=data or found.data, parts=parts)
             if checkpoints.found(found.checkpoints):
                 state, complaints = checkpoints.newest(found.checkpoints, found.experiment.digest, chosen.device)
                 for path, complaint in complaints.items():
@@ -158,7 +168,7 @@ def load(
     found = Folder(Path(folder)).read()
     found.require(parts)
     machine = Machine(device=device).resolved()
-    setup = prepare(found.experiment, machine, data=data, parts=parts)
+    setup = prepare(found.experiment, machine, data=data or found.data, parts=parts)
     state, _ = checkpoints.newest(found.checkpoints, found.experiment.digest, machine.device)
     return Run(found.experiment, setup, state, found.metrics(state.round), found.path)
 
@@ -182,7 +192,7 @@ def replay(
         raise RunError(f"{found.path} keeps no state of round {round}; kept rounds: {listed}")
     chosen = found.machine(None)
     with chosen.applied():
-        setup = prepare(found.experiment, chosen, data=data, parts=parts)
+        setup = prepare(found.experiment, chosen, data=data or found.data, parts=parts)
         return run_round(setup, checkpoints.read(kept[round], found.experiment.digest, chosen.device))
 
 

@@ -10,6 +10,8 @@ from fedcover.partition import Partition
 from fedcover.rng import generator
 from fedcover.types import Dataset, Samples, Shard
 
+_MOST_NUMBERS = 2_000_000_000
+
 
 class Partitioned:
     """A data set whose training rows are shared out among clients, moved to the device once."""
@@ -78,6 +80,10 @@ class Synthetic:
         _at_least(1, clients=clients, classes=classes, samples=samples, shape=min(shape, default=0))
         _at_least(1, test_size=test_size, calibration_size=calibration_size)
         _at_least(0, validation_size=validation_size, noise=noise, skew=skew)
+        if (samples + test_size + validation_size + calibration_size) * math.prod(shape) > _MOST_NUMBERS:
+            raise InvalidValue(
+                f"samples, sizes and shape must stay under {_MOST_NUMBERS:,} numbers; got {samples} samples"
+            )
         if skew > 1:
             raise InvalidValue(f"skew must be between 0 and 1; got {skew}")
         self.clients, self.classes = clients, classes

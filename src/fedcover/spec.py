@@ -42,10 +42,10 @@ def parse(field: str, text: str) -> Spec:
     Spec(name='rolling', options={})
     >>> parse("model", "mlp(hidden=[200, 100])").options
     {'hidden': [200, 100]}
-    >>> parse("policy", "rolling(spread=yes)")
+    >>> parse("policy", "rolling(spread)")
     Traceback (most recent call last):
     ...
-    fedcover.errors.InvalidValue: policy must look like name or name(option=value, ...); got 'rolling(spread=yes)'
+    fedcover.errors.InvalidValue: policy must look like name or name(option=value, ...); got 'rolling(spread)'
     """
     name, bracket, inside = text.strip().partition("(")
     if not bracket:
@@ -70,10 +70,12 @@ def _options(inside: str) -> dict[str, Any]:
 
 
 def _literal(node: ast.expr) -> Any:
-    """A number, string, boolean (as in TOML or Python), None, or a list or tuple of these."""
+    """A number, word, string, boolean (as in TOML or Python), None, or a list or tuple of these."""
     match node:
         case ast.Name(id="true" | "false" as word):
             return word == "true"
+        case ast.Name(id=word):  # over=clients may be written without quotes
+            return word
         case ast.Constant(value=int() | float() | str() | None as value):
             return value
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):

@@ -243,7 +243,7 @@ class Recipe:
 
     `start` sees what the client was given, `observe` every step's gradients before they are masked, `finish` the end;
     `model` is what the recipe makes of the global model before the first round. Recipes that remember nothing may run
-    `together`: many clients in one step.
+    `together`: many clients in one step. With `exits` the model gives the logits of several exits, stacked.
     """
 
     loss: Callable[[Forward, Params, Batch, Carry], Tensor]
@@ -252,6 +252,7 @@ class Recipe:
     finish: Callable[[Forward, Params, Carry], Outcome] = lambda forward, params, carry: Outcome(params)
     model: Callable[[Model], Model] = lambda model: model
     together: bool = False
+    exits: bool = False
 
 
 @dataclass(frozen=True, slots=True)

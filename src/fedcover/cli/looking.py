@@ -42,14 +42,14 @@ TABLES: dict[str, dict[str, Callable[..., Any]]] = {
 
 @app.command(name="list")
 def list_(kind: str, *, json: Json = False) -> None:
-    """What there is: policies, models, datasets, partitions, engines, rules, schedules."""
+    """What there is: policies, models, datasets, partitions, engines, recipes, rules, servers, schedules."""
     if kind not in TABLES:
         raise unknown("list", kind, TABLES)
     entries: list[dict[str, Any]] = [
         {
             "name": name,
             "options": {
-                option: None if p.default is p.empty else p.default
+                option: "required" if p.default is p.empty else p.default
                 for option, p in options_of(function).items()
                 if option not in ("seed", "device")
             },
@@ -70,8 +70,8 @@ def audit(
     *,
     kind: Annotated[str, Parameter(help="With a codename: pruning or subnet.")] = "pruning",
     p5: Annotated[str, Parameter(help="With a codename: P5 as in the paper's code, or as printed.")] = "code",
-    fleet: Annotated[str, Parameter(help='Without a codename, such as "4x1.0 + 6x0.5".')] = "1x1.0 + 1x0.5 + 1x0.25",
-    policy: Annotated[str, Parameter(help="Without a codename.")] = "prefix",
+    fleet: Annotated[str | None, Parameter(help='Without a codename, such as "4x1.0 + 6x0.5".')] = None,
+    policy: Annotated[str | None, Parameter(help="Without a codename; prefix by default.")] = None,
     capacity: Annotated[str, Parameter(help="What a capacity is a share of: width or parameters.")] = "width",
     model: str = "mlp",
     dataset: Annotated[str, Parameter(help="Whose input shape and classes to take.")] = "mnist",
@@ -79,12 +79,15 @@ def audit(
     json: Json = False,
 ) -> None:
     """Does this fit my device: parameters, multiply-adds, memory and traffic per capacity; and what is covered."""
+    if codename is not None and (fleet or policy):
+        raise InvalidValue("a codename brings its own fleet and policy: leave --fleet and --policy out")
     if codename is not None:
         found = audit_codename(codename, kind, p5, model=model, dataset=dataset, batch_size=batch_size)
     else:
         found = audit_fleet(
             Experiment(
-                dataset=dataset, model=model, fleet=fleet, policy=policy, capacity=capacity, batch_size=batch_size,
+                dataset=dataset, model=model, fleet=fleet or "1x1.0 + 1x0.5 + 1x0.25", policy=policy or "prefix",
+                capacity=capacity, batch_size=batch_size,
             )
         )  # fmt: skip
     if json:
@@ -100,7 +103,8 @@ def audit(
         "delta2",
     ]
     title = f"{found['model']} on {dataset}, {codename or found['policy']}, batches of {batch_size}"
-    console.table(title, columns, [[row[column] for column in columns] for row in found["capacities"]])
+    heads = ["memory (bytes)" if column == "memory" else column for column in columns]
+    console.table(title, heads, [[row[column] for column in columns] for row in found["capacities"]])
     covered = ", ".join(f"{region} {n}" for region, n in found.get("coverage", {}).items())
     print(
         f"mean per client: {found['parameters']:,.0f} parameters, {found['multiply_adds']:,.0f} multiply-adds; "
@@ -142,7 +146,7 @@ def _show_plan(found: dict[str, Any], window: int, tolerate: int) -> None:
     clocks = ["gamma", "noise"] if found["exact"] else ["units", "gamma", "gamma_window", "noise"]
     name = "frontier (exact)" if found["exact"] else "every unit held so often"
     console.table(name, clocks, [[point[c] for c in clocks] for point in found["frontier"]])
-    columns = ["policy", "coverage", f"over {window} rounds", "noise"]
+    columns = ["policy", "coverage", f"over {window} rounds", "noise (sum over devices)"]
     rows = [[name, seen["gamma"], seen["gamma_window"], seen["noise"]] for name, seen in found["policies"].items()]
     console.table("side by side", columns, rows)
     devices = ["capacity", "parameters", "noise"]

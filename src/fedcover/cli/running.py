@@ -11,8 +11,9 @@ from fedcover import console
 from fedcover.cli.options import Data, Deterministic, Device, EngineName, Json, Threads, app
 from fedcover.demo import FLEET, LINE_UP
 from fedcover.demo import demo as run_demo
-from fedcover.errors import InvalidValue
+from fedcover.errors import InvalidValue, unknown
 from fedcover.experiment import Experiment, parse_change, read_experiment
+from fedcover.export import FORMATS
 from fedcover.export import export as export_part
 from fedcover.folders import Folder
 from fedcover.preparation import Machine
@@ -36,7 +37,10 @@ def run(
 ) -> None:
     """Run one experiment into runs/<name>."""
     changes = dict(parse_change(text) for text in set)
+    if experiment:  # functions and files that it names may lie beside it
+        sys.path.insert(1, str(experiment.parent.resolve()))
     wanted = read_experiment(experiment, changes) if experiment else Experiment(**changes)
+    wanted = _with_absolute_dataset(wanted, experiment)
     folder = runs / wanted.name
     with console.watching(wanted.name, wanted.rounds) as watch:
         result = _saying_how_to_go_on(
@@ -84,6 +88,8 @@ def export(
     json: Json = False,
 ) -> None:
     """Write the trained model, or the part of it that a device can hold, as one file."""
+    if format not in FORMATS:
+        raise unknown("format", format, FORMATS)
     path = output or folder / f"model-{capacity:g}.{format}"
     written = export_part(load(folder, data=data), capacity, path, format)
     if json:
@@ -135,9 +141,19 @@ def demo(
     print(
         "accuracy: the assembled full model; one device: the largest part that a single device holds;\n"
         "coverage: fewest clients that trained any parameter in a round, and over ten rounds;\n"
-        f"noise: share of the weights' energy cut away; parameters: mean per client. Run folders: {chosen}"
+        f"noise: share of the weights' energy cut away; parameters: mean per client. Run folders: {chosen}\n"
+        "One seed and 360 test images: a difference under a point says nothing."
     )
     return None
+
+
+def _with_absolute_dataset(wanted: Experiment, file: Path | None) -> Experiment:
+    """The experiment with the full path of its data file, if it names one, so that it can be resumed from anywhere."""
+    if Path(wanted.dataset).suffix not in (".npz", ".safetensors"):
+        return wanted
+    beside = file.parent / wanted.dataset if file else Path(wanted.dataset)
+    found = beside if beside.exists() else Path(wanted.dataset)
+    return wanted.model_copy(update={"dataset": str(found.expanduser().resolve())})
 
 
 def _saying_how_to_go_on(folder: Path, work: Callable[[], Run]) -> Run:

@@ -28,6 +28,10 @@ def per_client(choose: Callable[Concatenate[View, Client, Options], Reduction | 
 
 def width(view: View, capacity: float) -> float:
     """The share of every group's units that fits a capacity under the view's measure."""
+    if not view.groups and capacity < 1:
+        raise InvalidValue(
+            f"this model has no units to cut, so a device of capacity {capacity:g} can hold no part of it"
+        )
     if view.measure == "width":
         return capacity
     return width_within(view.groups, view.params, capacity)

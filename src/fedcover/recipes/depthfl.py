@@ -49,7 +49,7 @@ def depthfl(*, exits: str = "all", distil: float = 1.0) -> Recipe:
         idle = [name for name in held if _stage(name) != deepest]
         return Outcome(params, bits={name: torch.zeros_like(params[name], dtype=torch.bool) for name in idle})
 
-    return Recipe(loss, start, finish=finish)
+    return Recipe(loss, start, finish=finish, exits=True)
 
 
 def _stage(exit: str) -> str:

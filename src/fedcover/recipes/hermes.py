@@ -26,6 +26,8 @@ def hermes(*, step: float = 0.2, good_enough: float = 0.5) -> Recipe:
 
     def start(assignment: Assignment, params: Params) -> Carry:
         groups = assignment.task.model.groups
+        if any(p.shape != assignment.state.params[name].shape for name, p in params.items()):
+            raise InvalidValue("recipe hermes prunes at the client, so it needs the policy 'full'")
         everything = {g.name: torch.ones(g.size, dtype=torch.bool) for g in groups}
         kept = {name: assignment.private.get(f"units.{name}", units).cpu() for name, units in everything.items()}
         return assignment, kept, _bits(groups, kept, params)

@@ -1,0 +1,95 @@
+"""What first-time users stumbled over: each of these was once a traceback, or worse, a result without a word."""
+
+import pytest
+from torch import nn
+
+import fedcover as fc
+from fedcover.errors import RunError
+
+TINY = {"clients": 20, "active": 4, "rounds": 1, "epochs": 1, "model": "mlp(hidden=[8])"}
+
+
+def refused(message, *, parts=None, **fields):
+    with pytest.raises(fc.InvalidValue, match=message):
+        fc.run(fc.Experiment(**{**TINY, **fields}), **(parts or {}))
+
+
+@pytest.mark.parametrize("partition", ["labels(limit=1)", "dirichlet(alpha=0.1)", "owner"])
+def test_synthetic_data_is_not_partitioned(partition):
+    refused("partition: synthetic data is made for each client", dataset="synthetic", partition=partition)
+
+
+def test_a_policy_of_ones_own_must_not_exceed_a_capacity():
+    @fc.per_client
+    def greedy(view, client):
+        return fc.windows(view.groups, 1.0)
+
+    refused("more than its capacity of 0.5 holds", parts={"policy": greedy}, fleet="1x0.5")
+
+
+def test_a_model_without_units_cannot_be_cut():
+    bare = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    refused("no units to cut", parts={"model": bare}, fleet="1x0.5", policy="rolling")
+
+
+def test_small_devices_do_not_vanish_from_a_fleet():
+    refused("no device of capacity 0.5 is left", fleet="100x1 + 1x0.5")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"dataset": "characters"}, "model .* cannot take data 'characters'"),
+        ({"recipe": "depthfl"}, "needs a model with exits, such as depth_resnet"),
+        ({"model": "depth_resnet(width=4, stages=2, blocks=1)"}, "exits need the recipe depthfl"),
+        ({"recipe": "hermes", "policy": "prefix", "fleet": "1x0.5"}, "recipe hermes .* needs the policy 'full'"),
+        ({"dataset": "synthetic(samples=1000000000000)"}, "samples, sizes and shape must stay under"),
+        ({"dataset": "characters", "partition": "labels(limit=2)"}, "needs one label for each sample"),
+        ({"recipe": "os:getcwd"}, "must make a fedcover Recipe; got str"),
+    ],
+    ids=lambda part: str(part)[:40],
+)
+def test_names_that_do_not_fit_together_are_refused(fields, message):
+    refused(message, **fields)
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 7)), r"logits of shape \(2, 10\)"),
+        (nn.Sequential(nn.Flatten(), nn.Linear(63, 16), nn.ReLU(), nn.Linear(16, 10)), "cannot"),
+    ],
+)
+def test_a_model_of_ones_own_must_answer_the_question(module, message):
+    groups = (fc.UnitGroup("hidden", 16, (fc.Cut("1.weight", 0), fc.Cut("1.bias", 0), fc.Cut("3.weight", 1))),)
+    refused(message, parts={"model": fc.Model(module, groups)})
+
+
+@pytest.mark.parametrize("answer", [{}, 5, "part"])
+def test_a_policy_must_give_reductions(answer):
+    refused("policy must give a Slices, a Masks or None", parts={"policy": lambda view: [answer] * len(view.cohort)})
+    refused("policy must give 4 reductions", parts={"policy": lambda view: []})
+
+
+def test_a_run_from_a_file_and_what_it_says_of_itself(tmp_path):
+    (tmp_path / "mine.toml").write_text("clients = 20\nactive = 4\nrounds = 1\nepochs = 1\n")
+    run = fc.run(tmp_path / "mine.toml")
+    assert repr(run).startswith("Run('mine', rounds=1, accuracy=0.")
+    refused("policy must be a function here", parts={"policy": "prefix"})
+
+
+def test_a_run_that_never_began_leaves_its_name_free(tmp_path):
+    with pytest.raises(fc.FedcoverError, match="diverged in round 0"):
+        fc.run(fc.Experiment(**TINY, lr=1e29), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    fc.run(fc.Experiment(**TINY), tmp_path / "run")
+    with pytest.raises(RunError, match="choose another name"):
+        fc.run(fc.Experiment(**TINY), tmp_path / "run")
+
+
+def test_a_data_folder_must_exist_and_is_remembered(tmp_path):
+    with pytest.raises(fc.InvalidValue, match="data must be a folder that exists"):
+        fc.run(fc.Experiment(**TINY), data=tmp_path / "typo")
+    run = fc.run(fc.Experiment(**TINY), tmp_path / "run", data=tmp_path)
+    assert run.folder is not None
+    assert str(tmp_path.resolve()) in (run.folder / "manifest.json").read_text()
