@@ -71,6 +71,12 @@ def test_files_and_functions_stay_small(path):
             assert node.end_lineno - node.lineno < 60, f"{node.name} is too long"
 
 
+def test_the_package_carries_its_types_and_its_data():
+    assert (SOURCE / "py.typed").is_file()
+    assert (SOURCE / "data" / "digits.npz").is_file()
+    assert (SOURCE / "data" / "digits.LICENSE.md").is_file()
+
+
 def test_every_public_name_can_be_imported():
     for name in fedcover.__all__:
         assert getattr(fedcover, name) is not None

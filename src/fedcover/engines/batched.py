@@ -14,8 +14,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import TorchDynamoException
-from torch._inductor.exc import InductorError
 from torch.func import functional_call, grad_and_value, vmap
 
 from fedcover.engines.sequential import sequential
@@ -180,7 +178,9 @@ def _or_eager(fast: Step, eager: Step) -> Step:
         if not failed:
             try:
                 return fast(*args)
-            except (TorchDynamoException, InductorError) as error:  # raised before anything is computed
+            except RuntimeError as error:  # torch's compiler raises before anything is computed
+                if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                    raise
                 failed.append(True)
                 _say(f"the step cannot be compiled ({type(error).__name__}), so it runs uncompiled")
         return eager(*args)
