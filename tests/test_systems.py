@@ -73,7 +73,7 @@ def test_absent_labels_by_hand(absent, third):
     client, part = twins.working(setup, state)[0]
     recipe = setup.task.recipe
     carry = recipe.start(Assignment(setup.task, state, replace(client, labels=(0, 1)), part), state.params)
-    batch = Batch(torch.zeros(1), torch.tensor([0]), 0)
+    batch = Batch(torch.zeros(1), torch.tensor([0]), torch.tensor(0))
     loss = recipe.loss(lambda params, x: torch.tensor([[2.0, 1.0, 3.0]]), {}, batch, carry)
     assert float(loss) == pytest.approx(math.log(math.exp(2) + math.exp(1) + third) - 2, abs=1e-6)
 
@@ -108,8 +108,8 @@ def test_labels_of_a_sequence_stand_before_its_places():
     recipe = own_labels(RECIPES["plain"](), absent="ignore")
     held = torch.tensor([True, False, True])
     logits_BKL = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
-    batch = Batch(torch.zeros(2), torch.tensor([[0, 2, 0, 2], [2, 2, 0, 0]]), 0)
-    loss = recipe.loss(lambda params, x: logits_BKL, {}, batch, (None, held, ()))
+    batch = Batch(torch.zeros(2), torch.tensor([[0, 2, 0, 2], [2, 2, 0, 0]]), torch.tensor(0))
+    loss = recipe.loss(lambda params, x: logits_BKL, {}, batch, ((), held))
     expected = torch.nn.functional.cross_entropy(logits_BKL[:, [0, 2]], batch.y // 2)
     torch.testing.assert_close(loss, expected)
 

@@ -27,7 +27,7 @@ from fedcover.types import State
 from fedcover.version import __version__
 
 Metrics = list[dict[str, Any]]
-_MUST_MATCH = {"engine": str, "device": str, "threads": int, "deterministic": bool, "torch": str}
+_MUST_MATCH = {"engine": str, "device": str, "threads": int, "deterministic": bool, "precision": str, "torch": str}
 
 
 @dataclass(frozen=True)
@@ -125,13 +125,14 @@ class Folder:
     def machine(self, wanted: Machine | None, *, force: bool = False) -> Machine:
         """The machine settings to go on with: those of the manifest, unless a change is forced."""
         known: dict[str, Any] = {key: self.manifest.get(key) for key in _MUST_MATCH}
-        then = Machine(known["engine"], known["device"], known["threads"], known["deterministic"])
+        then = Machine(**{key: known[key] for key in Machine.__dataclass_fields__})
         asked = wanted or Machine()
         now = Machine(
             asked.engine if asked.engine != "auto" else then.engine,
             asked.device if asked.device != "auto" else then.device,
             then.threads if asked.threads is None else asked.threads,
             asked.deterministic or then.deterministic,
+            asked.precision if asked.precision != "fp32" else then.precision,
         ).resolved()
         current = {**asdict(now), "torch": torch.__version__}
         changed = [f"{key} {known[key]} to {current[key]}" for key in _MUST_MATCH if known[key] != current[key]]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fedcover import datasets, groups, rng, spec
 from fedcover.aggregation import RULES, SERVERS
-from fedcover.engines import ENGINES
+from fedcover.engines import ENGINES, PRECISIONS
 from fedcover.errors import FedcoverError, InvalidValue, unknown
 from fedcover.experiment import HUGE, Experiment
 from fedcover.models import MODELS, tensors
@@ -31,6 +31,9 @@ from fedcover.training import SCHEDULES
 from fedcover.types import Dataset, LocalTraining, Model, Policy, Recipe, Samples, Source, Task
 
 MOST_THREADS = 1024
+WORTH_COMPILING = 100_000
+"""Steps of all clients in a run from which on compiling them (10 to 40 seconds, once) saves more than it takes."""
+
 SMALL_STEP = 100_000_000
 """Multiply-adds of a forward pass below which two threads of one process wait for each other more than they work."""
 
@@ -43,9 +46,10 @@ class Machine:
     device: str = "auto"
     threads: int | None = None
     deterministic: bool = False
+    precision: str = "fp32"
 
     def resolved(self) -> "Machine":
-        """The same with every `auto` decided on this computer."""
+        """The same with what this computer decides: the device. Which engine pays depends on the run (`for_setup`)."""
         device = self.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -53,24 +57,32 @@ class Machine:
             raise unknown("device", self.device, ["auto", "cpu", "cuda", "cuda:1"])
         if device.startswith("cuda") and not torch.cuda.is_available():
             raise InvalidValue("device is 'cuda', but this computer has no CUDA device that torch can use; use 'cpu'")
-        engine = "sequential" if self.engine == "auto" else self.engine
-        if engine not in ENGINES:
-            raise unknown("engine", engine, ["auto", *ENGINES])
+        if self.engine not in ("auto", *ENGINES):
+            raise unknown("engine", self.engine, ["auto", *ENGINES])
+        if self.precision not in PRECISIONS:
+            raise unknown("precision", self.precision, PRECISIONS)
+        if self.precision == "tf32" and not device.startswith("cuda"):
+            raise InvalidValue("precision is 'tf32', which only CUDA devices know; use 'fp32' or 'bf16'")
         if self.threads is not None and not 1 <= self.threads <= MOST_THREADS:
             raise InvalidValue(f"threads must be in 1..{MOST_THREADS}; got {self.threads}")
-        return replace(self, engine=engine, device=device)
+        return replace(self, device=device)
 
     def for_setup(self, setup: Setup) -> "Machine":
-        """The same with the number of threads decided: one, unless a step is worth sharing."""
+        """The same with engine and threads decided: one thread, unless a step is worth sharing."""
         sizes = {name: p.numel() for name, p in setup.task.model.module.named_parameters()}
         work = sum(sizes.get(name, 0) * times for name, times in setup.uses.items())
         small = work * setup.task.local.batch_size < SMALL_STEP
-        return replace(self, threads=self.threads or (1 if small else torch.get_num_threads()))
+        threads = self.threads or (1 if small else torch.get_num_threads())
+        return replace(self, threads=threads, engine=engine_for(setup, self))
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Compute in this way for a while: so many threads, and on CUDA, if asked, only deterministic kernels."""
         threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+        cudnn, tf32 = torch.backends.cudnn, self.precision != "fp32"
+        before = cudnn.allow_tf32, cudnn.benchmark, torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        cudnn.allow_tf32, cudnn.benchmark = tf32, not self.deterministic
         if self.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses
             torch.use_deterministic_algorithms(True)
@@ -80,6 +92,20 @@ class Machine:
         finally:
             torch.set_num_threads(threads)
             torch.use_deterministic_algorithms(strict)
+            cudnn.allow_tf32, cudnn.benchmark = before[:2]
+            torch.set_float32_matmul_precision(before[2])
+
+
+def engine_for(setup: Setup, machine: Machine) -> str:
+    """The engine of a run: the one asked for; else on CUDA `streams`, on a CPU `batched` if the run is long enough."""
+    if machine.engine != "auto":
+        return machine.engine
+    if machine.device.startswith("cuda"):
+        return "streams"
+    local, few = setup.task.local, range(min(setup.clients, 10))
+    rows = sum(len(setup.task.source.shard(client).index) for client in few) / len(few)
+    steps = setup.rounds * setup.active * local.epochs * rows / local.batch_size
+    return "batched" if steps >= WORTH_COMPILING else "sequential"
 
 
 @dataclass(frozen=True)
@@ -109,12 +135,12 @@ def prepare(
     _check_outputs(experiment, model, source, recipe)
     local = LocalTraining(**{name: getattr(experiment, name) for name in LocalTraining.__dataclass_fields__})
     switches = {name: getattr(experiment, name) for name in ("norm", "scaler", "seed")}
-    return Setup(
+    setup = Setup(
         task=Task(model, source, local, recipe, measure=experiment.capacity, **switches),
         fleet=experiment.scaled_fleet,
         policy=_own_policy(own.policy) if own.policy else named_policy(experiment),
         check_capacity=own.policy is not None or ":" in experiment.policy,
-        engine=ENGINES[machine.engine],
+        engine=ENGINES["sequential"],
         rule=_named("rule", experiment.rule, RULES),
         server=_named("server", experiment.server, SERVERS)(),
         lr=_learning_rate(experiment),
@@ -126,6 +152,7 @@ def prepare(
             )
         },
     )  # fmt: skip
+    return replace(setup, engine=partial(ENGINES[engine_for(setup, machine)], precision=machine.precision))
 
 
 def _check_outputs(experiment: Experiment, model: Model, source: Source, recipe: Recipe) -> None:

@@ -49,8 +49,10 @@ def train_client(task: Task, state: State, client: Client, reduction: Reduction,
             f"batch_size {task.local.batch_size} leaves client {client.id} a batch of one sample, of which batch norm "
             "can take no statistics; choose another batch_size, or norm = 'group'"
         ) from error
-    outcome = task.recipe.finish(forward, params, carry)
-    return update_of(assignment, part, outcome, loss, lr)
+    finite = torch.stack([p.isfinite().all() for p in params.values()]).all()
+    refuse_divergence(assignment, bool(finite), loss, lr)
+    outcome = task.recipe.finish(assignment, forward, params, carry)
+    return update_of(assignment, part, outcome, loss)
 
 
 def client_module(assignment: Assignment) -> nn.Module:
@@ -62,16 +64,21 @@ def client_module(assignment: Assignment) -> nn.Module:
     return (on_batch_statistics(part) if key is None else part).train()
 
 
-def update_of(assignment: Assignment, part: nn.Module, outcome: Outcome, loss: float, lr: float) -> Update:
-    """What the client sends back; refused if a number in it is not finite."""
-    task, client, reduction = assignment.task, assignment.client, assignment.reduction
-    if not math.isfinite(loss) or not all(bool(p.isfinite().all()) for p in outcome.params.values()):
+def refuse_divergence(assignment: Assignment, finite: bool, loss: float, lr: float) -> None:
+    """Stop a run in which a client's weights or loss are no longer numbers."""
+    if not finite or not math.isfinite(loss):
         raise TrainingDiverged(
-            f"training diverged in round {assignment.state.round} (counted from 0) at client {client.id}: a loss or "
-            f"weight is not finite (learning rate {lr:g}; try a smaller one, or clip)"
+            f"training diverged in round {assignment.state.round} (counted from 0) at client {assignment.client.id}: a "
+            f"loss or weight is not finite (learning rate {lr:g}; try a smaller one, or clip)"
         )
+
+
+def update_of(assignment: Assignment, part: nn.Module, outcome: Outcome, loss: float) -> Update:
+    """What the client sends back."""
+    task, client, reduction = assignment.task, assignment.client, assignment.reduction
     trained = Within(reduction, outcome.bits) if outcome.bits else reduction
-    buffers = running(part) if statistics_key(task.norm, client.capacity) else {}
+    kept = statistics_key(task.norm, client.capacity)
+    buffers = {name: tensor.clone() for name, tensor in running(part).items()} if kept else {}
     return Update(client, reduction, trained, outcome.params, buffers, outcome.measured, outcome.private, loss)
 
 
@@ -89,14 +96,14 @@ def train(
     weights = {name: p.clone().requires_grad_() for name, p in params.items()}
     velocity = {name: torch.zeros_like(p) for name, p in params.items()}
     losses: list[Tensor] = []
-    step = 0
+    step = torch.zeros((), dtype=torch.int64, device=shard.index.device)
     for epoch in range(local.epochs):
-        address = (assignment.state.round, assignment.client.id, epoch)
-        order = torch.randperm(len(shard.index), generator=generator(task.seed, "shuffle", *address))
-        noise = generator(task.seed, "augment", *address)
+        order_N, drawn_NK = (plan.to(step.device) for plan in order_of_rows(assignment, epoch))
         losses = []
-        for rows in torch.split(shard.index[order.to(shard.index.device)], local.batch_size):
-            batch = Batch(augment(shard.samples.x[rows], noise), shard.samples.y[rows], step)
+        for places_B in torch.split(order_N, local.batch_size):
+            rows_B = shard.index[places_B]
+            x = augment.apply(shard.samples.x[rows_B], drawn_NK[places_B])
+            batch = Batch(x, shard.samples.y[rows_B], step)
             loss = task.recipe.loss(forward, weights, batch, carry)
             gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True, materialize_grads=True)
             with torch.no_grad():
@@ -105,8 +112,17 @@ def train(
                 gradient = {name: g * masks[name] if name in masks else g for name, g in gradient.items()}
                 descend(weights, gradient, velocity, local, lr)
             losses.append(loss.detach())
-            step += 1
+            step = step + 1
     return {name: p.detach() for name, p in weights.items()}, carry, float(torch.stack(losses).mean())
+
+
+def order_of_rows(assignment: Assignment, epoch: int) -> tuple[Tensor, Tensor]:
+    """The order in which a client goes through its rows in an epoch, and what is drawn to augment each row."""
+    task, rows = assignment.task, len(assignment.task.source.shard(assignment.client.id).index)
+    address = (assignment.state.round, assignment.client.id, epoch)
+    order_N = torch.randperm(rows, generator=generator(task.seed, "shuffle", *address))
+    draw = AUGMENTATIONS[task.local.augment].draw
+    return order_N, draw(rows, generator(task.seed, "augment", *address))
 
 
 def descend(weights: Params, gradient: Params, velocity: Params, local: LocalTraining, lr: float) -> None:

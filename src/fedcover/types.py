@@ -209,18 +209,19 @@ class LocalTraining:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one local step sees; `step` counts the client's steps in this round."""
+    """What one local step sees; `step` counts the client's steps in this round, as a tensor without axes."""
 
     x: Tensor
     y: Tensor
-    step: int
+    step: Tensor
 
 
 Forward = Callable[[Mapping[str, Tensor], Tensor], Tensor]
 """The client's sub-model as a function of its parameters and a batch of inputs."""
 
 Carry = Any
-"""What a recipe remembers while one client trains: tensors, or trees of them."""
+"""What a recipe remembers while one client trains: a tree (tuples and dicts) of tensors and of nothing else, because
+engines keep it on the device, stack it over clients and replay the steps that read it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,16 +243,18 @@ class Recipe:
     """What a local step is: pure functions, of which only the loss is needed.
 
     `start` sees what the client was given, `observe` every step's gradients before they are masked, `finish` the end;
-    `model` is what the recipe makes of the global model before the first round. Recipes that remember nothing may run
-    `together`: many clients in one step. With `exits` the model gives the logits of several exits, stacked.
+    `model` is what the recipe makes of the global model before the first round. `loss` and `observe` decide nothing by
+    the values of tensors: their steps are captured once and replayed for other clients. With `exits` the model gives
+    the logits of several exits, stacked.
     """
 
     loss: Callable[[Forward, Params, Batch, Carry], Tensor]
-    start: Callable[["Assignment", Params], Carry] = lambda assignment, params: None
+    start: Callable[["Assignment", Params], Carry] = lambda assignment, params: ()
     observe: Callable[[Carry, Params], Carry] = lambda carry, gradients: carry
-    finish: Callable[[Forward, Params, Carry], Outcome] = lambda forward, params, carry: Outcome(params)
+    finish: Callable[["Assignment", Forward, Params, Carry], Outcome] = lambda assignment, forward, params, carry: (
+        Outcome(params)
+    )
     model: Callable[[Model], Model] = lambda model: model
-    together: bool = False
     exits: bool = False
 
 

@@ -18,4 +18,5 @@ Data = Annotated[Path | None, Parameter(help="Folder of the data sets; else $FED
 Device = Annotated[str, Parameter(help="auto, cpu or cuda.")]
 EngineName = Annotated[str, Parameter(name="--engine", help="auto or a name from 'fedcover list engines'.")]
 Deterministic = Annotated[bool, Parameter(help="On CUDA, only kernels that repeat bit for bit.", negative="")]
+Precision = Annotated[str, Parameter(help="fp32, tf32 or bf16: what steps compute in; weights stay in float32.")]
 Threads = Annotated[int | None, Parameter(help="CPU threads; by default as many as the model is worth.")]

@@ -8,7 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from fedcover import console
-from fedcover.cli.options import Data, Deterministic, Device, EngineName, Json, Threads, app
+from fedcover.cli.options import Data, Deterministic, Device, EngineName, Json, Precision, Threads, app
 from fedcover.demo import FLEET, LINE_UP
 from fedcover.demo import demo as run_demo
 from fedcover.errors import InvalidValue, unknown
@@ -33,6 +33,7 @@ def run(
     engine: EngineName = "auto",
     threads: Threads = None,
     deterministic: Deterministic = False,
+    precision: Precision = "fp32",
     json: Json = False,
 ) -> None:
     """Run one experiment into runs/<name>."""
@@ -46,7 +47,11 @@ def run(
         result = _saying_how_to_go_on(
             folder,
             lambda: run_experiment(
-                wanted, folder, machine=Machine(engine, device, threads, deterministic), data=data, watch=watch
+                wanted,
+                folder,
+                machine=Machine(engine, device, threads, deterministic, precision),
+                data=data,
+                watch=watch,
             ),
         )
     _show_result(result, json)
@@ -56,24 +61,25 @@ def run(
 def resume(
     folder: Path,
     *,
-    force: Annotated[bool, Parameter(help="Go on although engine, device, threads or torch changed.")] = False,
+    force: Annotated[
+        bool, Parameter(help="Go on although engine, device, threads, precision or torch changed.")
+    ] = False,
     data: Data = None,
     device: Device = "auto",
     engine: EngineName = "auto",
     threads: Threads = None,
     deterministic: Deterministic = False,
+    precision: Precision = "fp32",
     json: Json = False,
 ) -> None:
     """Go on with a run that was stopped; it ends like one that never was."""
     wanted = Folder(folder).read().experiment
+    machine = Machine(engine, device, threads, deterministic, precision)
     with console.watching(wanted.name, wanted.rounds) as watch:
         result = _saying_how_to_go_on(
             folder,
-            lambda: resume_run(
-                folder, machine=Machine(engine, device, threads, deterministic), force=force, data=data, watch=watch,
-                complain=console.say,
-            ),
-        )  # fmt: skip
+            lambda: resume_run(folder, machine=machine, force=force, data=data, watch=watch, complain=console.say),
+        )
     _show_result(result, json)
 
 

@@ -2,11 +2,17 @@
 
 from collections.abc import Iterator, Sequence
 
+from fedcover.engines.pools import computing
 from fedcover.training import train_client
 from fedcover.types import Client, Reduction, State, Task, Update
 
 
-def sequential(task: Task, state: State, work: Sequence[tuple[Client, Reduction]], lr: float) -> Iterator[Update]:
+def sequential(
+    task: Task, state: State, work: Sequence[tuple[Client, Reduction]], lr: float, *, precision: str = "fp32"
+) -> Iterator[Update]:
     """Train the clients in the given order."""
+    device = next(iter(state.params.values())).device
     for client, reduction in work:
-        yield train_client(task, state, client, reduction, lr)
+        with computing(precision, device):
+            update = train_client(task, state, client, reduction, lr)
+        yield update

@@ -38,18 +38,15 @@ def depthfl(*, exits: str = "all", distil: float = 1.0) -> Recipe:
         ]
         return own + distil * torch.stack(taught).sum() / (count - 1)
 
-    def start(assignment: Assignment, params: Params) -> Carry:
-        return assignment.task.model.classifier
-
-    def finish(forward: Forward, params: Params, carry: Carry) -> Outcome:
-        held = [name for name in carry if name in params]
+    def finish(assignment: Assignment, forward: Forward, params: Params, carry: Carry) -> Outcome:
+        held = [name for name in assignment.task.model.classifier if name in params]
         if exits == "all" or not held:
             return Outcome(params)
         deepest = _stage(held[-1])  # exits that learn nothing must not dilute those of shallower clients
         idle = [name for name in held if _stage(name) != deepest]
         return Outcome(params, bits={name: torch.zeros_like(params[name], dtype=torch.bool) for name in idle})
 
-    return Recipe(loss, start, finish=finish, exits=True)
+    return Recipe(loss, finish=finish, exits=True)
 
 
 def _stage(exit: str) -> str:

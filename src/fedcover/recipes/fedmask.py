@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from fedcover.errors import InvalidValue
 from fedcover.recipes.plain import cross_entropy
-from fedcover.types import Carry, Cut, Forward, Model, Outcome, Params, Recipe, UnitGroup
+from fedcover.types import Assignment, Carry, Cut, Forward, Model, Outcome, Params, Recipe, UnitGroup
 
 START, THRESHOLD = 2.0**-7, 2.0**-8
 """Every weight is used at first. A vote is worth START, so that half of the votes reach the threshold, exactly."""
@@ -26,7 +26,7 @@ def fedmask() -> Recipe:
     what at least half of them use. Use it with any policy that cuts units; scores need a larger learning rate.
     """
 
-    def finish(forward: Forward, params: Params, carry: Carry) -> Outcome:
+    def finish(assignment: Assignment, forward: Forward, params: Params, carry: Carry) -> Outcome:
         return Outcome({name: START * (scores >= THRESHOLD).to(scores.dtype) for name, scores in params.items()})
 
     return Recipe(cross_entropy, finish=finish, model=with_scores)

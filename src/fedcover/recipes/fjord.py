@@ -31,12 +31,15 @@ def fjord(*, widths: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8, 1.0), distil: floa
         levels = levels_of(assignment, widths)
         draw = generator(assignment.task.seed, "fjord", assignment.state.round, assignment.client.id)
         schedule = torch.randint(len(levels), (assignment.steps,), generator=draw)
-        return nested_masks(assignment, params, levels), schedule, len(levels) - 1, own_statistics(assignment)
+        schedule = schedule.to(next(iter(params.values())).device)
+        return nested_masks(assignment, params, levels), schedule, own_statistics(assignment)
 
     def loss(forward: Forward, params: Params, batch: Batch, carry: Carry) -> Tensor:
-        masks, schedule, widest, statistics = carry
-        level = schedule[batch.step]
-        aside = statistics if statistics and (distil or int(level) != widest) else {}
+        masks, schedule, statistics = carry
+        level = schedule.gather(0, batch.step.view(1))
+        widest = torch.full_like(level, len(next(iter(masks.values()))) - 1) if masks else level
+        # statistics that are kept must not see a narrower part (whether it is one can then be asked)
+        aside = statistics if statistics and (distil or int(level) != int(widest)) else {}
         logits_BK = forward({**_masked(params, masks, level), **aside}, batch.x)
         if not distil:
             return F.cross_entropy(logits_BK, batch.y)
@@ -46,7 +49,7 @@ def fjord(*, widths: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8, 1.0), distil: floa
         own = (1 - distil) * F.cross_entropy(logits_BK, batch.y) + distil * taught
         return own + F.cross_entropy(best_BK, batch.y)
 
-    def finish(forward: Forward, params: Params, carry: Carry) -> Outcome:
+    def finish(assignment: Assignment, forward: Forward, params: Params, carry: Carry) -> Outcome:
         reached = {name: stack[-1].bool() for name, stack in carry[0].items()}
         whole = all(bool(bits.all()) for bits in reached.values())
         return Outcome(params, bits={} if whole else reached)
@@ -77,5 +80,5 @@ def nested_masks(assignment: Assignment, params: Params, levels: list[float]) ->
     return {name: torch.stack(masks) for name, masks in stacks.items()}
 
 
-def _masked(params: Params, masks: Params, level: Tensor | int) -> Params:
-    return {name: p * masks[name][level] if name in masks else p for name, p in params.items()}
+def _masked(params: Params, masks: Params, level_1: Tensor) -> Params:
+    return {name: p * masks[name].index_select(0, level_1)[0] if name in masks else p for name, p in params.items()}

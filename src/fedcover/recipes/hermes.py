@@ -28,25 +28,28 @@ def hermes(*, step: float = 0.2, good_enough: float = 0.5) -> Recipe:
         groups = assignment.task.model.groups
         if any(p.shape != assignment.state.params[name].shape for name, p in params.items()):
             raise InvalidValue("recipe hermes prunes at the client, so it needs the policy 'full'")
-        everything = {g.name: torch.ones(g.size, dtype=torch.bool) for g in groups}
-        kept = {name: assignment.private.get(f"units.{name}", units).cpu() for name, units in everything.items()}
-        return assignment, kept, _bits(groups, kept, params)
+        return _bits(groups, _kept(assignment), params)
 
     def loss(forward: Forward, params: Params, batch: Batch, carry: Carry) -> Tensor:
-        return cross_entropy(forward, _masked(params, carry[2]), batch, carry)
+        return cross_entropy(forward, _masked(params, carry), batch, carry)
 
-    def finish(forward: Forward, params: Params, carry: Carry) -> Outcome:
-        assignment, kept, bits = carry
-        trained = _masked(params, bits)
+    def finish(assignment: Assignment, forward: Forward, params: Params, carry: Carry) -> Outcome:
+        kept, trained = _kept(assignment), _masked(params, carry)
         shard = assignment.task.source.shard(assignment.client.id)
         with torch.no_grad():
             answers = forward({**trained, **own_statistics(assignment)}, shard.samples.x[shard.index]).argmax(1)
         if float((answers == shard.samples.y[shard.index]).double().mean()) >= good_enough:
             goal = _width(assignment)
             kept = {g.name: _shrunk(g, kept[g.name], goal, step, trained) for g in assignment.task.model.groups}
-        return Outcome(trained, bits=bits, private={f"units.{name}": units for name, units in kept.items()})
+        return Outcome(trained, bits=carry, private={f"units.{name}": units for name, units in kept.items()})
 
     return Recipe(loss, start, finish=finish)
+
+
+def _kept(assignment: Assignment) -> dict[str, Tensor]:
+    """The units that the client's own mask keeps: all of them at first."""
+    everything = {g.name: torch.ones(g.size, dtype=torch.bool) for g in assignment.task.model.groups}
+    return {name: assignment.private.get(f"units.{name}", units).cpu() for name, units in everything.items()}
 
 
 def _width(assignment: Assignment) -> float:

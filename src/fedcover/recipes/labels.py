@@ -32,11 +32,10 @@ def own_labels(recipe: Recipe, *, absent: str = "free", rows: bool = False) -> R
         device = next(iter(params.values())).device
         held = torch.zeros(assignment.task.source.classes, dtype=torch.bool, device=device)
         held[list(assignment.client.labels)] = True
-        classifier = assignment.task.model.classifier if rows else ()
-        return recipe.start(assignment, params), held, classifier
+        return recipe.start(assignment, params), held
 
     def loss(forward: Forward, params: Params, batch: Batch, carry: Carry) -> Tensor:
-        inner, held, _ = carry
+        inner, held = carry
 
         def filled(values: Params, x: Tensor) -> Tensor:
             logits = forward(values, x)
@@ -46,11 +45,12 @@ def own_labels(recipe: Recipe, *, absent: str = "free", rows: bool = False) -> R
         return recipe.loss(filled, params, batch, inner)  # type: ignore[arg-type]
 
     def observe(carry: Carry, gradients: Params) -> Carry:
-        return recipe.observe(carry[0], gradients), carry[1], carry[2]
+        return recipe.observe(carry[0], gradients), carry[1]
 
-    def finish(forward: Forward, params: Params, carry: Carry) -> Outcome:
-        inner, held, classifier = carry
-        outcome = recipe.finish(forward, params, inner)
+    def finish(assignment: Assignment, forward: Forward, params: Params, carry: Carry) -> Outcome:
+        inner, held = carry
+        outcome = recipe.finish(assignment, forward, params, inner)
+        classifier = assignment.task.model.classifier if rows else ()
         bits = dict(outcome.bits)
         for name in (name for name in classifier if name in params):  # an exit may be out of the client's reach
             taught = held.view(-1, *[1] * (params[name].ndim - 1)).expand_as(params[name])

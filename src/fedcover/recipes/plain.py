@@ -18,7 +18,7 @@ def cross_entropy(forward: Forward, params: Params, batch: Batch, carry: Carry) 
 
 def plain() -> Recipe:
     """SGD on the cross-entropy, as in the paper."""
-    return Recipe(cross_entropy, together=True)
+    return Recipe(cross_entropy)
 
 
 def prox(*, mu: float = 0.01) -> Recipe:

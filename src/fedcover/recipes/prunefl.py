@@ -30,15 +30,15 @@ def prunefl(*, every: int = 50) -> Recipe:
             earlier = measured["squared_gradient"]
         else:
             earlier = {name: torch.zeros_like(p) for name, p in params.items()}
-        return earlier, {name: torch.zeros_like(p) for name, p in params.items()}, 0, trained_in
+        return earlier, {name: torch.zeros_like(p) for name, p in params.items()}, trained_in
 
     def observe(carry: Carry, gradients: Params) -> Carry:
-        earlier, sums, steps, trained_in = carry
-        return earlier, {name: total + gradients[name] ** 2 for name, total in sums.items()}, steps + 1, trained_in
+        earlier, sums, trained_in = carry
+        return earlier, {name: total + gradients[name] ** 2 for name, total in sums.items()}, trained_in
 
-    def finish(forward: Forward, params: Params, carry: Carry) -> Outcome:
-        earlier, sums, steps, trained_in = carry
-        total = {name: earlier[name] + squares / steps for name, squares in sums.items()}
+    def finish(assignment: Assignment, forward: Forward, params: Params, carry: Carry) -> Outcome:
+        earlier, sums, trained_in = carry
+        total = {name: earlier[name] + squares / assignment.steps for name, squares in sums.items()}
         return Outcome(params, measured={"squared_gradient": total, "trained_in": trained_in})
 
     return Recipe(cross_entropy, start, observe, finish)

@@ -1,0 +1,248 @@
+"""Lanes: room for clients of one shape, in which one client or a crew trains at a time and others follow.
+
+The tensors of a lane stay where they are from round to round, so that whatever was prepared for its steps (a compiled
+function, a captured CUDA graph) serves every client that comes.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedcover.engines.steps import Slots, Step, Track, Whole, leaves_of, map_trees
+from fedcover.norms import statistics_key
+from fedcover.training import client_module, order_of_rows, refuse_divergence, update_of
+from fedcover.types import Assignment, Carry, LocalTraining, Params, Recipe, Update
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A client's work in a round, and its learning rate."""
+
+    assignment: Assignment
+    lr: float
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What clients must have in common to take turns in a lane: what a step does, and the sizes of its tensors."""
+
+    recipe: Recipe
+    local: LocalTraining
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+    masked: tuple[str, ...]
+    memory: tuple[tuple[int, ...], ...]
+    sample: tuple[int, ...]
+    rows: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Arrival:
+    """A client on its way into a lane: its part of the model, what its recipe remembers, how many rows it has."""
+
+    job: Job
+    params: Params
+    masks: Mapping[str, Tensor]
+    carry: Carry
+    rows: int
+    sample: tuple[int, ...]
+
+    def shape(self, rows: int) -> Shape:
+        """The shape of the lane that this client needs, with room for so many rows."""
+        task = self.job.assignment.task
+        return Shape(
+            recipe=task.recipe,
+            local=task.local,
+            tensors=tuple((name, tuple(p.shape)) for name, p in self.params.items()),
+            masked=tuple(self.masks),
+            memory=tuple(tuple(leaf.shape) for leaf in leaves_of(self.carry)),
+            sample=self.sample,
+            rows=rows,
+            dtype=next(iter(self.params.values())).dtype,
+        )
+
+
+def arrival(job: Job) -> Arrival:
+    """What a client brings along."""
+    a = job.assignment
+    params = a.reduction.extract(a.state.params)
+    shard = a.task.source.shard(a.client.id)
+    carry = a.task.recipe.start(a, params)
+    return Arrival(job, params, a.reduction.gradient_mask(), carry, len(shard.index), tuple(shard.samples.x.shape[1:]))
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """Where clients of one shape train; `crew` says how many at once, None that they come alone and unstacked."""
+
+    shape: Shape
+    crew: int | None
+    module: nn.Module
+    step: Step
+    slots: Slots
+    tracks: dict[int, Track] = field(default_factory=dict)
+    clients: Sequence[Arrival] = ()
+
+    def load(self, clients: Sequence[Arrival]) -> None:
+        """Let clients in, in the place of those who were here before."""
+        self.clients = clients
+        slots = self.slots
+        for name, room in slots.params.items():
+            self._put(room, [client.params[name] for client in clients])
+            slots.velocity[name].zero_()
+        for name, room in slots.masks.items():
+            self._put(room, [client.masks[name] for client in clients])
+        for place, room in enumerate(leaves_of(slots.carry)):
+            self._put(room, [leaves_of(client.carry)[place] for client in clients])
+        self._put(slots.rate, [torch.tensor(client.job.lr, dtype=slots.rate.dtype) for client in clients])
+        self._load_buffers(clients)
+        self._load_samples(clients)
+        slots.step.zero_()
+        self._load_rows(clients)
+
+    def _put(self, room: Tensor, values: Sequence[Tensor]) -> None:
+        room.copy_(torch.stack([value.to(room.device) for value in values]) if self.crew else values[0])
+
+    def _load_buffers(self, clients: Sequence[Arrival]) -> None:
+        """Running statistics and frozen weights are each client's own."""
+        rooms = self.slots.buffers if self.crew else dict(self.module.named_buffers())
+        if rooms:
+            own = [client_buffers(client.job.assignment) for client in clients]
+            for name, room in rooms.items():
+                self._put(room, [buffers[name] for buffers in own])
+
+    def _load_samples(self, clients: Sequence[Arrival]) -> None:
+        rows = clients[0].rows
+        shards = [c.job.assignment.task.source.shard(c.job.assignment.client.id) for c in clients]
+        for room, kind in ((self.slots.x, "x"), (self.slots.y, "y")):
+            values = [getattr(shard.samples, kind)[shard.index] for shard in shards]
+            self._put(room if self.crew else room[:rows], values)
+
+    def _load_rows(self, clients: Sequence[Arrival]) -> None:
+        epochs, batch, rows = self.shape.local.epochs, self.shape.local.batch_size, clients[0].rows
+        plans = [[order_of_rows(c.job.assignment, epoch) for epoch in range(epochs)] for c in clients]
+        order_CEN = torch.stack([torch.stack([order for order, _ in plan]) for plan in plans])
+        drawn_CENK = torch.stack([torch.stack([drawn[order] for order, drawn in plan]) for plan in plans])
+        full = rows // batch * batch
+        for size, part in ((batch, slice(0, full)), (rows - full, slice(full, rows))):
+            if part.start < part.stop:
+                self._load_track(size, order_CEN[:, :, part], drawn_CENK[:, :, part])
+
+    def _load_track(self, size: int, order_CEN: Tensor, drawn_CENK: Tensor) -> None:
+        """The steps of one batch size: epoch after epoch, a crew side by side."""
+        clients, epochs, rows = order_CEN.shape
+        steps = epochs * (rows // size)
+        rows_TCB = order_CEN.reshape(clients, steps, size).transpose(0, 1)
+        drawn_TCBK = drawn_CENK.reshape(clients, steps, size, -1).transpose(0, 1)
+        if not self.crew:
+            rows_TCB, drawn_TCBK = rows_TCB[:, 0], drawn_TCBK[:, 0]
+        if size not in self.tracks:
+            most = epochs * (self.shape.rows // size if size == self.shape.local.batch_size else 1)
+            empty = torch.zeros(1, dtype=torch.int64, device=self.slots.step.device)
+            room, more = (empty.new_zeros((most, *plan.shape[1:])) for plan in (rows_TCB, drawn_TCBK))
+            self.tracks[size] = Track(room, more, cursor=empty)
+        track = self.tracks[size]
+        track.rows_TB[:steps].copy_(rows_TCB)
+        track.drawn_TBK[:steps].copy_(drawn_TCBK)
+        track.cursor.zero_()
+
+    def batches(self) -> list[int]:
+        """The batch sizes of the steps that the clients in the lane make, in order."""
+        rows, local = self.clients[0].rows, self.shape.local
+        rest = rows % local.batch_size
+        return ([local.batch_size] * (rows // local.batch_size) + [rest] * (rest > 0)) * local.epochs
+
+    def updates(self) -> Iterator[Update]:
+        """What the clients in the lane send back."""
+        steps, lead = len(self.batches()), int(self.crew is not None)
+        losses = self.slots.losses_T[steps - steps // self.shape.local.epochs : steps].mean(0).view(-1).tolist()
+        slab = self.slots.slab
+        if slab is None:
+            params = {name: p.clone() for name, p in self.slots.params.items()}
+            finite = torch.stack([p.flatten(lead).isfinite().all(-1) for p in params.values()]).all(0)
+        else:
+            params = views(slab.clone(), self.shape.tensors)
+            finite = slab.isfinite().all(-1)
+        whole = finite.view(-1).tolist()
+        carry = map_trees(torch.clone, self.slots.carry)
+        for place, client in enumerate(self.clients):
+            a = client.job.assignment
+            refuse_divergence(a, whole[place], losses[place], client.job.lr)
+            own, memory, buffers = (self._own(tree, place) for tree in (params, carry, self.slots.buffers))
+
+            def forward(values: Mapping[str, Tensor], x: Tensor, kept: Params = buffers) -> Tensor:
+                return self.step.whole(kept, values, x)
+
+            outcome = a.task.recipe.finish(a, forward, own, memory)
+            yield update_of(a, self.module, outcome, losses[place])
+
+    def _own(self, tree: Carry, place: int) -> Carry:
+        return map_trees(lambda stacked: stacked[place], tree) if self.crew else tree
+
+
+def client_buffers(assignment: Assignment) -> Params:
+    """A client's part of what a model keeps beside its parameters."""
+    task, state = assignment.task, assignment.state
+    key = statistics_key(task.norm, assignment.client.capacity)
+    known = state.statistics.get(key, {}) if key else {}
+    return assignment.reduction.extract({**dict(task.model.module.named_buffers()), **known})
+
+
+def views(slab: Tensor, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> Params:
+    """The tensors that lie side by side along the last axis of a slab, by name.
+
+    >>> views(torch.arange(5), [("w", (2, 2)), ("b", (1,))])["w"].tolist()
+    [[0, 1], [2, 3]]
+    """
+    parts = torch.split(slab, [prod(shape) for _, shape in tensors], dim=-1)
+    return {name: part.view(*slab.shape[:-1], *shape) for (name, shape), part in zip(tensors, parts, strict=True)}
+
+
+def new_lane(shape: Shape, like: Arrival, crew: int | None, *, slab: bool) -> Lane:
+    """An empty lane for clients of a shape, on the device of one of them."""
+    module = client_module(like.job.assignment)
+    lead = () if crew is None else (crew,)
+    device = next(iter(like.params.values())).device
+
+    def room(*sizes: int, dtype: torch.dtype = shape.dtype) -> Tensor:
+        return torch.zeros((*lead, *sizes), dtype=dtype, device=device)
+
+    def tensors(flat: Tensor | None) -> Params:
+        return {name: room(*size) for name, size in shape.tensors} if flat is None else views(flat, shape.tensors)
+
+    width = sum(prod(size) for _, size in shape.tensors)
+    flats = [room(width), room(width), room(width).fill_(1) if shape.masked else None] if slab else [None] * 3
+    params, velocity, masks = (tensors(flat) for flat in flats)
+    shard = like.job.assignment.task.source.shard(like.job.assignment.client.id)
+    samples = {
+        kind: room(shape.rows, *values.shape[1:], dtype=values.dtype)
+        for kind, values in (("x", shard.samples.x), ("y", shard.samples.y))
+    }
+    buffers = {name: room(*b.shape, dtype=b.dtype) for name, b in module.named_buffers()} if crew else {}
+    slots = Slots(
+        params=params,
+        velocity=velocity,
+        masks={name: masks[name] for name in shape.masked},
+        buffers=buffers,
+        carry=map_trees(lambda leaf: room(*leaf.shape, dtype=leaf.dtype), like.carry),
+        **samples,
+        rate=room(),
+        step=torch.zeros((), dtype=torch.int64, device=device),
+        losses_T=room(shape.local.epochs * -(-shape.rows // shape.local.batch_size)).movedim(-1, 0).contiguous(),
+        slab=flats[0],
+        velocity_slab=flats[1],
+        mask_slab=flats[2],
+    )
+    step = Step(shape.recipe, shape.local, _whole(module), crew is not None)
+    return Lane(shape, crew, module, step, slots)
+
+
+def _whole(module: nn.Module) -> Whole:
+    def whole(buffers: Mapping[str, Tensor], values: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(module, {**buffers, **values}, (x,))  # type: ignore[no-any-return]
+
+    return whole

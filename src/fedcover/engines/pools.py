@@ -1,0 +1,204 @@
+"""Places where clients train, kept from round to round: a lane, its stream, and steps that were made fast once.
+
+`compiled` is for the CPU: one function for a whole step. `captured` is for CUDA: the kernels of a step as one graph.
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from fedcover.engines.lanes import Arrival, Lane, Shape, new_lane
+from fedcover.engines.steps import Slots, Track, Unfit
+from fedcover.types import Update
+
+log = logging.getLogger("fedcover")
+_SAID: set[str] = set()
+
+PRECISIONS = ("fp32", "tf32", "bf16")
+"""What the inside of a step is computed in. Parameters, momentum and sums stay in float32 (or wider) always."""
+
+MOST_PLACES = 64
+"""Places that a pool keeps; the one that was used longest ago goes first."""
+
+LEAST_FREE = 0.15
+"""The share of a GPU's memory that must be free before a place is added; else places that wait for clients go."""
+
+Make = Callable[[Lane, int], Callable[[], None]]
+"""From a lane and a batch size to a function that makes the next step; it may spoil what is in the lane."""
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """A lane with its fast steps, one for each batch size; on CUDA everything in it happens on its own stream."""
+
+    lane: Lane
+    make: Make
+    precision: str
+    stream: Any = None
+    steps: dict[int, Callable[[], None]] = field(default_factory=dict)
+    plan: Sequence[int] = ()
+
+    def load(self, clients: Sequence[Arrival]) -> None:
+        """Let clients in, and see to it that all of their steps can be made."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            self.lane.load(clients)
+            self.plan = self.lane.batches()
+            new = [size for size in dict.fromkeys(self.plan) if size not in self.steps]
+            for size in new:
+                with computing(self.precision, self.lane.slots.x.device):
+                    _try(self.lane, size)
+                    self.steps[size] = self.make(self.lane, size)
+            if new:  # trying and capturing have spoilt what was there
+                self.lane.load(clients)
+
+    def advance(self, step: int) -> None:
+        """Make a step, if the clients here have so many."""
+        if step < len(self.plan):
+            with torch.cuda.stream(self.stream), computing(self.precision, self.lane.slots.x.device):
+                self.steps[self.plan[step]]()
+
+    def updates(self) -> list[Update]:
+        """What the clients here send back."""
+        with torch.cuda.stream(self.stream):
+            made = list(self.lane.updates())
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
+        return made
+
+
+def computing(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """Compute in bf16 where that is asked for; whether float32 means tf32 is the machine's setting."""
+    if precision != "bf16":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False)
+
+
+def _try(lane: Lane, size: int) -> None:
+    """Make one step as it stands; whatever goes wrong, and any random draw, makes the lane unfit."""
+    before = _random_state(lane.slots.x.device)
+    try:
+        lane.step(lane.slots, lane.tracks[size])
+    except Unfit:
+        raise
+    except Exception as error:  # an own module may raise anything; `sequential` will raise it again if it matters
+        why = (str(error).splitlines() or [""])[0]
+        raise Unfit(f"its step cannot be replayed ({type(error).__name__}: {why:.100})") from error
+    if not torch.equal(before, _random_state(lane.slots.x.device)):
+        raise Unfit("the model draws random numbers for each client (dropout)")
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+# ── making steps fast ───────────────────────────────────────────────────────────────────────────────────
+
+
+def plainly(lane: Lane, size: int) -> Callable[[], None]:
+    """The step as it stands."""
+    return lambda: lane.step(lane.slots, lane.tracks[size])
+
+
+def compiled(lane: Lane, size: int) -> Callable[[], None]:
+    """The step as one compiled function; a rest of a few rows is not worth compiling."""
+    plain = plainly(lane, size)
+    if size != lane.shape.local.batch_size:
+        return plain
+
+    def step(slots: Slots, track: Track) -> None:
+        lane.step(slots, track)
+
+    fast = torch.compile(step, dynamic=False)
+    try:
+        fast(lane.slots, lane.tracks[size])
+    except RuntimeError as error:
+        if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            raise
+        say(f"the step cannot be compiled ({type(error).__name__}), so it runs uncompiled")
+        return plain
+    return lambda: fast(lane.slots, lane.tracks[size])
+
+
+def captured(lane: Lane, size: int) -> Callable[[], None]:
+    """The kernels of a step as a CUDA graph; its memory belongs to the lane and is not given back in between."""
+    track = lane.tracks[size]
+    lane.step(lane.slots, track)  # once more: by now all workspaces and choices of kernels are made
+    torch.cuda.current_stream().synchronize()
+    track.cursor.zero_()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            lane.step(lane.slots, track)
+    except RuntimeError as error:
+        raise Unfit(f"its step cannot be captured ({str(error).splitlines()[0]:.100})") from error
+    return graph.replay
+
+
+# ── pools ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(slots=True, eq=False)
+class Pool:
+    """The places of one model, those used last at the end."""
+
+    places: OrderedDict[tuple[object, ...], Place] = field(default_factory=OrderedDict)
+
+    def known(self, shape: Shape) -> list[int]:
+        """The sizes of crews that there is a place for."""
+        return [place.lane.crew for place in self.places.values() if place.lane.shape == shape and place.lane.crew]
+
+    def place(
+        self, clients: Sequence[Arrival], shape: Shape, crew: int | None, number: int, make: Make, precision: str
+    ) -> Place:
+        """The place for clients of a shape (the first, second, ... for as many at once), made if there is none."""
+        key = (shape, crew, number, make, precision)
+        if key not in self.places:
+            device = next(iter(clients[0].params.values())).device
+            self._make_room(device)
+            stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+            lane = new_lane(shape, clients[0], crew, slab=make is not compiled)
+            self.places[key] = Place(lane, make, precision, stream)
+        self.places.move_to_end(key)
+        return self.places[key]
+
+    def _make_room(self, device: torch.device) -> None:
+        def short() -> bool:
+            if device.type != "cuda":
+                return False
+            free, total = torch.cuda.mem_get_info(device)
+            idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            return free + idle < LEAST_FREE * total
+
+        while self.places and (len(self.places) >= MOST_PLACES or short()):
+            self.places.popitem(last=False)
+
+
+_POOLS: WeakKeyDictionary[nn.Module, Pool] = WeakKeyDictionary()
+
+
+def pool_of(module: nn.Module) -> Pool:
+    """The pool that belongs to a global model, for as long as the model lives."""
+    return _POOLS.setdefault(module, Pool())
+
+
+def drive(places: Sequence[Place]) -> None:
+    """All steps of all places, in turn, so that on a GPU their streams fill it together."""
+    for step in range(max(len(place.plan) for place in places)):
+        for place in places:
+            place.advance(step)
+
+
+def say(reason: str) -> None:
+    """Tell the log why something is not as fast as it could be, once."""
+    if reason not in _SAID:
+        _SAID.add(reason)
+        log.warning("engine: %s", reason)

@@ -1,0 +1,179 @@
+"""One step of SGD on tensors that stay in place, for one client or for a crew whose tensors are stacked.
+
+A step takes its rows from a buffer, at a cursor that it moves on itself: it is the same work every time, whoever the
+clients are, so it can be compiled or captured once and replayed.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.func import grad_and_value, vmap
+
+from fedcover.augment import AUGMENTATIONS
+from fedcover.errors import FedcoverError
+from fedcover.types import Batch, Carry, LocalTraining, Params, Recipe
+
+Whole = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Tensor], Tensor]
+"""A sub-model as a function of its buffers, its parameters and a batch."""
+
+
+class Unfit(FedcoverError):
+    """A recipe or model whose steps cannot be kept in place; its clients are trained one after another."""
+
+
+@dataclass(slots=True, eq=False)
+class Track:
+    """The rows of all steps of one batch size, what is drawn for them, and the step that comes next."""
+
+    rows_TB: Tensor
+    drawn_TBK: Tensor
+    cursor: Tensor
+
+
+@dataclass(slots=True, eq=False)
+class Slots:
+    """The tensors that a step reads and writes; those of a crew have a first axis C, and rows one after T.
+
+    With a `slab` all parameters lie side by side in it (and so do velocities and masks): they move in a few operations.
+    """
+
+    params: Params
+    velocity: Params
+    masks: Params
+    buffers: Params
+    carry: Carry
+    x: Tensor
+    y: Tensor
+    rate: Tensor
+    step: Tensor
+    losses_T: Tensor
+    slab: Tensor | None = None
+    velocity_slab: Tensor | None = None
+    mask_slab: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What `training.train` does with one batch: loss, gradients, what the recipe observes, descent."""
+
+    recipe: Recipe
+    local: LocalTraining
+    whole: Whole
+    crew: bool
+
+    def __call__(self, slots: Slots, track: Track) -> None:
+        """Take the next rows, go down, move on."""
+        rows_B = track.rows_TB.index_select(0, track.cursor)[0]
+        drawn_BK = track.drawn_TBK.index_select(0, track.cursor)[0]
+        gradients, loss = (self._of_crew if self.crew else self._of_one)(slots, rows_B, drawn_BK)
+        slots.losses_T.index_copy_(0, slots.step.view(1), loss.detach()[None].to(slots.losses_T.dtype))
+        with torch.no_grad():
+            if leaves_of(slots.carry):
+                observe = vmap(self.recipe.observe) if self.crew else self.recipe.observe
+                overwrite(slots.carry, observe(slots.carry, gradients))
+            self._descend(slots, gradients)
+        slots.step.add_(1)
+        track.cursor.add_(1)
+
+    def _of_one(self, slots: Slots, rows_B: Tensor, drawn_BK: Tensor) -> tuple[Params, Tensor]:
+        x = AUGMENTATIONS[self.local.augment].apply(slots.x[rows_B], drawn_BK)
+        with torch.enable_grad():
+            leaves = {name: p.detach().requires_grad_() for name, p in slots.params.items()}
+            loss = self._loss(leaves, {}, slots.carry, x, slots.y[rows_B], slots.step)
+            found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+        return dict(zip(leaves, found, strict=True)), loss
+
+    def _of_crew(self, slots: Slots, rows_CB: Tensor, drawn_CBK: Tensor) -> tuple[Params, Tensor]:
+        clients_C1 = torch.arange(len(rows_CB), device=rows_CB.device)[:, None]
+        x_CB, y_CB = slots.x[clients_C1, rows_CB], slots.y[clients_C1, rows_CB]
+        if self.local.augment != "none":
+            x_CB = vmap(AUGMENTATIONS[self.local.augment].apply)(x_CB, drawn_CBK)
+        one = grad_and_value(self._loss)
+        found: tuple[Params, Tensor] = vmap(one, in_dims=(0, 0, 0, 0, 0, None))(
+            slots.params, slots.buffers, slots.carry, x_CB, y_CB, slots.step
+        )
+        return found
+
+    def _loss(self, params: Params, buffers: Params, carry: Carry, x: Tensor, y: Tensor, step: Tensor) -> Tensor:
+        def forward(values: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
+            return self.whole(buffers, values, inputs)
+
+        return self.recipe.loss(forward, params, Batch(x, y, step), carry)
+
+    def _descend(self, slots: Slots, gradients: Params) -> None:
+        if slots.slab is not None and slots.velocity_slab is not None:
+            lead = slots.rate.ndim
+            flat = torch.cat([gradients[name].flatten(lead) for name in slots.params], dim=-1)
+            descend([slots.slab], [flat], [slots.velocity_slab], [slots.mask_slab], self.local, slots.rate)
+            return
+        names = list(slots.params)
+        descend(
+            [slots.params[name] for name in names],
+            [gradients[name] for name in names],
+            [slots.velocity[name] for name in names],
+            [slots.masks.get(name) for name in names],
+            self.local,
+            slots.rate,
+        )
+
+
+def descend(
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    velocity: Sequence[Tensor],
+    masks: Sequence[Tensor | None],
+    local: LocalTraining,
+    rate: Tensor,
+) -> None:
+    """`training.descend` for one client or a crew, with a learning rate that is a tensor: () or (C,)."""
+    lead = rate.ndim
+    gradients = [g if mask is None else g * mask for g, mask in zip(gradients, masks, strict=True)]
+    if local.clip is not None:
+        length = torch.stack([g.flatten(lead).square().sum(-1) for g in gradients]).sum(0).sqrt()
+        scale = (local.clip / (length + 1e-6)).clamp(max=1.0)
+        gradients = [g * _along(scale, g) for g in gradients]
+    for weight, gradient, moving in zip(weights, gradients, velocity, strict=True):
+        change = gradient + local.weight_decay * weight if local.weight_decay else gradient
+        moving.mul_(local.momentum).add_(change)
+        weight.sub_(moving * _along(rate, moving))
+
+
+def _along(values: Tensor, like: Tensor) -> Tensor:
+    """Numbers of clients, shaped so that they multiply tensors of clients."""
+    return values.view(*values.shape, *[1] * (like.ndim - values.ndim))
+
+
+# ── trees of tensors ────────────────────────────────────────────────────────────────────────────────────
+
+
+def leaves_of(tree: Carry) -> list[Tensor]:
+    """The tensors of a tree, in a fixed order.
+
+    >>> [leaf.item() for leaf in leaves_of(({"a": torch.tensor(1)}, torch.tensor(2)))]
+    [1, 2]
+    """
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        return [leaf for part in tree.values() for leaf in leaves_of(part)]
+    if isinstance(tree, tuple):
+        return [leaf for part in tree for leaf in leaves_of(part)]
+    raise Unfit(f"the recipe remembers a {type(tree).__name__}, not only tensors")
+
+
+def map_trees(function: Callable[..., Tensor], first: Carry, *others: Carry) -> Carry:
+    """The tree of what a function makes of the tensors of equal trees."""
+    if isinstance(first, Tensor):
+        return function(first, *others)
+    if isinstance(first, dict):
+        return {name: map_trees(function, part, *(other[name] for other in others)) for name, part in first.items()}
+    return tuple(map_trees(function, *parts) for parts in zip(first, *others, strict=True))
+
+
+def overwrite(room: Carry, values: Carry) -> None:
+    """Put the tensors of a tree into those of another."""
+    for old, new in zip(leaves_of(room), leaves_of(values), strict=True):
+        if old is not new:
+            old.copy_(new)

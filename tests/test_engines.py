@@ -1,0 +1,216 @@
+"""Engines: how fast, never what: rounds from the same state equal those of `sequential` (law 4)."""
+
+import logging
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import fedcover as fc
+from fedcover.engines.batched import batched
+from fedcover.engines.pools import _SAID, plainly, pool_of
+from fedcover.engines.sequential import sequential
+from fedcover.engines.streams import streams
+from fedcover.rounds import run_round
+from fedcover.types import Recipe
+from tests.worlds import same, world
+
+UNCOMPILED = partial(batched, make=plainly)
+FAST = {"batched": UNCOMPILED, "streams": streams}
+TORCH_WARNS = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # of itself, while it compiles
+SKEWED = {"dataset": "synthetic(shape=(1, 3, 4), classes=5, samples=7, test_size=50, skew=0.8)"}
+
+
+@pytest.fixture(params=FAST.values(), ids=FAST.keys(), name="fast")
+def _fast(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _nothing_said_yet():
+    _SAID.clear()
+
+
+def agree(setup, state, engine, rounds=2):
+    """The same rounds, one of them after places have been used, so that what stays in them would show."""
+    slow = fast = state
+    for _ in range(rounds):
+        slow, left = run_round(replace(setup, engine=sequential), slow)
+        fast, right = run_round(replace(setup, engine=engine), fast)
+        same(fast.params, slow.params, 1e-8)
+        for kind in ("statistics", "measured"):
+            assert getattr(fast, kind).keys() == getattr(slow, kind).keys()
+            for key, tensors in getattr(slow, kind).items():
+                same(getattr(fast, kind)[key], tensors, 1e-8)
+        assert fast.private.keys() == slow.private.keys()
+        assert right.metrics["train_loss"] == pytest.approx(left.metrics["train_loss"], rel=1e-8)
+        assert right.metrics["histogram"] == left.metrics["histogram"]
+
+
+@pytest.mark.parametrize("policy", ["full", "prefix", "rolling(spread=true)", "random", "magnitude", "planned"])
+@pytest.mark.parametrize("model", ["mlp", "cnn"])
+def test_every_kind_of_reduction_equals_sequential(model, policy, fast):
+    agree(*world(model, policy=policy), fast)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # attention under vmap
+@pytest.mark.parametrize("model", ["wide_resnet", "preact_resnet18", "lora", "depth_resnet", "transformer"])
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_other_models_equal_sequential(model, norm, fast, caplog):
+    if norm == "group" and model in ("lora", "transformer"):
+        pytest.skip("has no norms to choose")
+    fields = {"clients": 400} if model == "transformer" else {}
+    agree(*world(model, policy="prefix", norm=norm, epochs=1, assignment="slot", **fields), fast)
+    assert model == "transformer" or not caplog.records  # speakers have unequal numbers of lines
+
+
+@pytest.mark.parametrize(
+    "switch",
+    [
+        {"clip": 0.05}, {"weight_decay": 0.1, "momentum": 0.9}, {"scaler": True}, {"drop_out": 0.4}, {"batch_size": 4},
+        {"batch_size": 100}, {"schedule": "cosine"}, {"rule": "median"},
+    ],
+    ids=lambda switch: "-".join(map(str, switch.items())),
+)  # fmt: skip
+def test_every_switch_equals_sequential(switch, fast):
+    agree(*world("mlp", policy="prefix", **switch), fast)
+
+
+RECIPES = {
+    "prox": {"recipe": "prox(mu=0.5)", "policy": "magnitude"},
+    "fjord": {"recipe": "fjord(widths=[0.25, 0.5, 1.0])", "policy": "prefix"},
+    "fjord-distil": {"recipe": "fjord(widths=[0.25, 0.5, 1.0], distil=0.7)", "policy": "prefix"},
+    "prunefl": {"recipe": "prunefl(every=1)", "policy": "prunefl(every=1)"},
+    "hermes": {"recipe": "hermes(good_enough=0.2)", "policy": "full"},
+    "fedmask": {"recipe": "fedmask", "policy": "rolling(spread=true)", "lr": 1.0},
+    "fiarse": {"recipe": "fiarse", "policy": "magnitude(scope=model)"},
+    "labels": {"absent_labels": "zero", "label_rows": True, "policy": "prefix", **SKEWED},
+}
+
+
+@pytest.mark.parametrize("fields", RECIPES.values(), ids=RECIPES.keys())
+def test_every_recipe_runs_in_every_engine(fields, fast, caplog):
+    agree(*world("mlp", assignment="slot", **fields), fast)
+    assert not [r for r in caplog.records if "one after another" in r.message]
+
+
+def test_augmented_batches_equal_sequential(fast, caplog):
+    agree(*world("cnn", policy="prefix", augment="crop-flip", assignment="slot"), fast)
+    assert not caplog.records
+
+
+def test_statistics_that_are_tracked_run_on_streams(caplog):
+    agree(*world("wide_resnet", policy="prefix", norm="tracked", epochs=1), streams)
+    agree(*world("wide_resnet", policy="prefix", norm="per-width", epochs=1), streams)
+    assert not caplog.records
+    agree(*world("wide_resnet", policy="prefix", norm="tracked", epochs=1), UNCOMPILED)
+    assert "tracked" in caplog.text
+
+
+def test_random_draws_run_one_after_another_and_the_log_says_so_once(fast, caplog):
+    agree(*world("mlp", policy="prefix", model="mlp(hidden=[8], dropout=0.5)"), fast)
+    said = [r.message for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(said) == 1
+    assert "one after another" in said[0]
+
+
+def test_a_recipe_that_decides_by_values_is_never_silently_wrong(fast, caplog):
+    """On a CPU a replayed step still decides anew; stacked clients cannot, so they are trained one after another."""
+
+    def loss(forward, params, batch, carry):
+        found = nn.functional.cross_entropy(forward(params, batch.x), batch.y)
+        return 2 * found if float(found.detach()) > 1.1 else found
+
+    setup, state = world("mlp", policy="full")
+    agree(replace(setup, task=replace(setup.task, recipe=Recipe(loss))), state, fast)
+    assert ("one after another" in caplog.text) == (fast is UNCOMPILED)
+
+
+def test_a_recipe_that_remembers_more_than_tensors_says_so(fast, caplog):
+    setup, state = world("mlp", policy="full")
+    recipe = replace(setup.task.recipe, start=lambda assignment, params: {"client": assignment.client.id})
+    agree(replace(setup, task=replace(setup.task, recipe=recipe)), state, fast)
+    assert "remembers a int" in caplog.text
+
+
+def test_clients_with_unequal_rows_equal_sequential(fast):
+    fields = {"dataset": "digits", "model": "mlp(hidden=[6])", "partition": "dirichlet(alpha=0.3)", "clients": 60}
+    agree(*world("mlp", policy="prefix", epochs=1, **fields), fast, rounds=1)
+
+
+def test_places_are_used_again_when_capacities_move_between_devices():
+    """With capacities that belong to devices the widths of a cohort change every round; the places stay few."""
+    setup, state = world("mlp", policy="prefix", assignment="device", clients=30, rounds=8, epochs=1)
+    setup = replace(setup, engine=streams)
+    for _ in range(8):
+        state, _ = run_round(setup, state)
+    pool = pool_of(setup.task.model.module)
+    seen = {place.lane.shape for place in pool.places.values()}
+    assert len(seen) == 3  # one for each width
+    before = list(pool.places)
+    run_round(setup, state)
+    assert sum(key not in before for key in pool.places) <= 1
+
+
+def test_a_pool_does_not_grow_without_end(monkeypatch):
+    monkeypatch.setattr("fedcover.engines.pools.MOST_PLACES", 3)
+    setup, state = world("mlp", policy="prefix")
+    agree(setup, state, streams, rounds=3)
+    assert len(pool_of(setup.task.model.module).places) == 3
+
+
+def test_crews_are_put_together_from_sizes_that_are_known(monkeypatch):
+    monkeypatch.setattr(sys.modules["fedcover.engines.batched"], "MOST_SIZES", 1)  # the function of that name hides it
+    setup, state = world("mlp", policy="full", fleet="1x1", drop_out=0.3, rounds=6)
+    agree(setup, state, UNCOMPILED, rounds=6)
+    crews = {place.lane.crew for place in pool_of(setup.task.model.module).places.values()}
+    assert len(crews) == 1
+
+
+@TORCH_WARNS
+@pytest.mark.parametrize("engine", [sequential, UNCOMPILED, streams], ids=["sequential", "batched", "streams"])
+def test_bf16_computes_in_bf16_and_keeps_float32(engine):
+    """Near float32, not equal to it, and what comes back is float32."""
+    run = {
+        precision: fc.run(
+            fc.Experiment(policy="prefix", fleet="1x1 + 1x0.5", clients=20, active=4, rounds=1, epochs=1),
+            machine=fc.Machine(engine=getattr(engine, "func", engine).__name__, precision=precision),
+        ).state.params
+        for precision in ("fp32", "bf16")
+    }
+    distance = max(float((run["fp32"][n] - run["bf16"][n]).abs().max()) for n in run["fp32"])
+    assert 0 < distance < 0.02
+    assert {p.dtype for p in run["bf16"].values()} == {torch.float32}
+
+
+def test_auto_compiles_only_what_is_long_enough():
+    fields = {"policy": "full", "fleet": "1x1", "clients": 20, "active": 10}
+    setup, _ = world("mlp", **fields)
+    machine = fc.Machine(device="cpu").resolved()
+    assert machine.for_setup(setup).engine == "sequential"
+    assert machine.for_setup(replace(setup, rounds=100_000)).engine == "batched"
+    assert replace(machine, engine="streams").for_setup(setup).engine == "streams"
+
+
+@TORCH_WARNS
+def test_the_compiled_step_equals_sequential():
+    agree(*world("mlp", policy="magnitude", fleet="1x0.5", clients=6, active=2, epochs=1), batched)
+
+
+def test_without_a_compiler_it_runs_uncompiled_and_says_so():
+    program = """
+import fedcover as fc
+fields = dict(policy="magnitude", fleet="1x0.5", clients=20, active=2, rounds=1, epochs=1, model="mlp(hidden=[8])")
+runs = [fc.run(fc.Experiment(**fields), machine=fc.Machine(engine=engine)) for engine in ("sequential", "batched")]
+print(abs(runs[0].summary["loss"] - runs[1].summary["loss"]) < 1e-5)
+"""
+    without = {"CXX": "no-such-compiler", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env={**os.environ, **without}, capture_output=True, text=True, check=False)
+    assert done.stdout == "True\n", done.stderr
+    assert "cannot be compiled" in done.stderr
