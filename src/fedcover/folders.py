@@ -250,7 +250,6 @@ def _manifest(experiment: Experiment, machine: Machine, parts: Parts, data: str 
         "data": str(Path(data).expanduser().resolve()) if data else None,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         **asdict(machine),
-        "precision": "float32",
         "hardware": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
         "system": platform.platform(),
         "python": platform.python_version(),

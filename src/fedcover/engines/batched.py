@@ -49,15 +49,15 @@ def in_crews(
     jobs: Sequence[Job], pool: Pool, precision: str, make: Make | None = None
 ) -> tuple[list[Update], list[Job]]:
     """What the clients that can form crews send back, and the jobs of those that cannot."""
-    alike: dict[Shape, list[Arrival]] = defaultdict(list)
+    alike: dict[tuple[Shape, float], list[Arrival]] = defaultdict(list)
     for client in map(arrival, jobs):
-        alike[client.shape(client.rows)].append(client)
+        alike[client.shape(client.rows), client.job.lr].append(client)
     places: list[Place] = []
     alone: list[Job] = []
-    for shape, clients in alike.items():
+    for (shape, _), clients in alike.items():
         fast = make or (captured if next(iter(clients[0].params.values())).is_cuda else compiled)
         seen: dict[int, int] = defaultdict(int)
-        for crew in crews(clients, shape, pool.known(shape)):
+        for crew in crews(clients, pool.known(shape)):
             if len(crew) == 1:
                 alone += [crew[0].job]
                 continue
@@ -72,7 +72,7 @@ def in_crews(
     return [update for place in places for update in place.updates()], alone
 
 
-def crews(clients: Sequence[Arrival], shape: Shape, known: Sequence[int]) -> Iterator[Sequence[Arrival]]:
+def crews(clients: Sequence[Arrival], known: Sequence[int]) -> Iterator[Sequence[Arrival]]:
     """Clients of a shape in crews: one crew, or, when enough sizes are known, crews of those sizes."""
     most = max(1, MOST_NUMBERS // max(1, sum(p.numel() for p in clients[0].params.values())))
     left = list(clients)

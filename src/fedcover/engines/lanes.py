@@ -77,13 +77,17 @@ def arrival(job: Job) -> Arrival:
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """Where clients of one shape train; `crew` says how many at once, None that they come alone and unstacked."""
+    """Where clients of one shape train; `crew` says how many at once, None that they come alone and unstacked.
+
+    The parameters of a lone client lie side by side in its `slab`.
+    """
 
     shape: Shape
     crew: int | None
     module: nn.Module
     step: Step
     slots: Slots
+    slab: Tensor | None
     tracks: dict[int, Track] = field(default_factory=dict)
     clients: Sequence[Arrival] = ()
 
@@ -98,7 +102,7 @@ class Lane:
             self._put(room, [client.masks[name] for client in clients])
         for place, room in enumerate(leaves_of(slots.carry)):
             self._put(room, [leaves_of(client.carry)[place] for client in clients])
-        self._put(slots.rate, [torch.tensor(client.job.lr, dtype=slots.rate.dtype) for client in clients])
+        slots.rate.fill_(clients[0].job.lr)
         self._load_buffers(clients)
         self._load_samples(clients)
         slots.step.zero_()
@@ -150,6 +154,11 @@ class Lane:
         track.drawn_TBK[:steps].copy_(drawn_TCBK)
         track.cursor.zero_()
 
+    def rewind(self, size: int) -> None:
+        """Back to the first step of some batch size."""
+        self.tracks[size].cursor.zero_()
+        self.slots.step.zero_()
+
     def batches(self) -> list[int]:
         """The batch sizes of the steps that the clients in the lane make, in order."""
         rows, local = self.clients[0].rows, self.shape.local
@@ -160,12 +169,12 @@ class Lane:
         """What the clients in the lane send back."""
         steps, lead = len(self.batches()), int(self.crew is not None)
         losses = self.slots.losses_T[steps - steps // self.shape.local.epochs : steps].mean(0).view(-1).tolist()
-        slab = self.slots.slab
+        slab = self.slab
         if slab is None:
             params = {name: p.clone() for name, p in self.slots.params.items()}
             finite = torch.stack([p.flatten(lead).isfinite().all(-1) for p in params.values()]).all(0)
         else:
-            params = views(slab.clone(), self.shape.tensors)
+            params = views(slab.clone(), self.shape.tensors, self.step.channels_last)
             finite = slab.isfinite().all(-1)
         whole = finite.view(-1).tolist()
         carry = map_trees(torch.clone, self.slots.carry)
@@ -192,53 +201,56 @@ def client_buffers(assignment: Assignment) -> Params:
     return assignment.reduction.extract({**dict(task.model.module.named_buffers()), **known})
 
 
-def views(slab: Tensor, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> Params:
+def views(slab: Tensor, tensors: Sequence[tuple[str, tuple[int, ...]]], channels_last: bool = False) -> Params:
     """The tensors that lie side by side along the last axis of a slab, by name.
 
     >>> views(torch.arange(5), [("w", (2, 2)), ("b", (1,))])["w"].tolist()
     [[0, 1], [2, 3]]
     """
     parts = torch.split(slab, [prod(shape) for _, shape in tensors], dim=-1)
-    return {name: part.view(*slab.shape[:-1], *shape) for (name, shape), part in zip(tensors, parts, strict=True)}
+    lead = slab.shape[:-1]
+
+    def view(part: Tensor, shape: tuple[int, ...]) -> Tensor:
+        if channels_last and len(shape) == 4:
+            return part.view(shape[0], shape[2], shape[3], shape[1]).permute(0, 3, 1, 2)
+        return part.view(*lead, *shape)
+
+    return {name: view(part, shape) for (name, shape), part in zip(tensors, parts, strict=True)}
 
 
-def new_lane(shape: Shape, like: Arrival, crew: int | None, *, slab: bool) -> Lane:
+def new_lane(shape: Shape, like: Arrival, crew: int | None, *, half: bool, fused: bool) -> Lane:
     """An empty lane for clients of a shape, on the device of one of them."""
     module = client_module(like.job.assignment)
     lead = () if crew is None else (crew,)
     device = next(iter(like.params.values())).device
+    # NVIDIA's convolutions want channels last, and would else turn every tensor round, every time
+    last = crew is None and device.type == "cuda" and len(shape.sample) == 3
 
     def room(*sizes: int, dtype: torch.dtype = shape.dtype) -> Tensor:
         return torch.zeros((*lead, *sizes), dtype=dtype, device=device)
 
-    def tensors(flat: Tensor | None) -> Params:
-        return {name: room(*size) for name, size in shape.tensors} if flat is None else views(flat, shape.tensors)
+    def tensors() -> tuple[Params, Tensor | None]:
+        if crew is not None:
+            return {name: room(*size) for name, size in shape.tensors}, None
+        slab = room(sum(prod(size) for _, size in shape.tensors))
+        return views(slab, shape.tensors, last), slab
 
-    width = sum(prod(size) for _, size in shape.tensors)
-    flats = [room(width), room(width), room(width).fill_(1) if shape.masked else None] if slab else [None] * 3
-    params, velocity, masks = (tensors(flat) for flat in flats)
+    params, slab = tensors()
     shard = like.job.assignment.task.source.shard(like.job.assignment.client.id)
-    samples = {
-        kind: room(shape.rows, *values.shape[1:], dtype=values.dtype)
-        for kind, values in (("x", shard.samples.x), ("y", shard.samples.y))
-    }
-    buffers = {name: room(*b.shape, dtype=b.dtype) for name, b in module.named_buffers()} if crew else {}
     slots = Slots(
         params=params,
-        velocity=velocity,
-        masks={name: masks[name] for name in shape.masked},
-        buffers=buffers,
+        velocity=tensors()[0],
+        masks={name: torch.zeros_like(params[name]) for name in shape.masked},
+        buffers={name: room(*b.shape, dtype=b.dtype) for name, b in module.named_buffers()} if crew else {},
         carry=map_trees(lambda leaf: room(*leaf.shape, dtype=leaf.dtype), like.carry),
-        **samples,
-        rate=room(),
+        x=room(shape.rows, *shard.samples.x.shape[1:], dtype=shard.samples.x.dtype),
+        y=room(shape.rows, *shard.samples.y.shape[1:], dtype=shard.samples.y.dtype),
+        rate=torch.zeros((), dtype=shape.dtype, device=device),
         step=torch.zeros((), dtype=torch.int64, device=device),
         losses_T=room(shape.local.epochs * -(-shape.rows // shape.local.batch_size)).movedim(-1, 0).contiguous(),
-        slab=flats[0],
-        velocity_slab=flats[1],
-        mask_slab=flats[2],
     )
-    step = Step(shape.recipe, shape.local, _whole(module), crew is not None)
-    return Lane(shape, crew, module, step, slots)
+    step = Step(shape.recipe, shape.local, _whole(module), crew is not None, last, half, fused)
+    return Lane(shape, crew, module, step, slots, slab)
 
 
 def _whole(module: nn.Module) -> Whole:

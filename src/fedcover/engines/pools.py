@@ -85,6 +85,7 @@ def computing(precision: str, device: torch.device) -> AbstractContextManager[An
 def _try(lane: Lane, size: int) -> None:
     """Make one step as it stands; whatever goes wrong, and any random draw, makes the lane unfit."""
     before = _random_state(lane.slots.x.device)
+    lane.rewind(size)
     try:
         lane.step(lane.slots, lane.tracks[size])
     except Unfit:
@@ -118,6 +119,7 @@ def compiled(lane: Lane, size: int) -> Callable[[], None]:
         lane.step(slots, track)
 
     fast = torch.compile(step, dynamic=False)
+    lane.rewind(size)
     try:
         fast(lane.slots, lane.tracks[size])
     except RuntimeError as error:
@@ -130,14 +132,13 @@ def compiled(lane: Lane, size: int) -> Callable[[], None]:
 
 def captured(lane: Lane, size: int) -> Callable[[], None]:
     """The kernels of a step as a CUDA graph; its memory belongs to the lane and is not given back in between."""
-    track = lane.tracks[size]
-    lane.step(lane.slots, track)  # once more: by now all workspaces and choices of kernels are made
+    lane.rewind(size)
+    lane.step(lane.slots, lane.tracks[size])  # once more: by now all workspaces and choices of kernels are made
     torch.cuda.current_stream().synchronize()
-    track.cursor.zero_()
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-            lane.step(lane.slots, track)
+            lane.step(lane.slots, lane.tracks[size])
     except RuntimeError as error:
         raise Unfit(f"its step cannot be captured ({str(error).splitlines()[0]:.100})") from error
     return graph.replay
@@ -165,8 +166,9 @@ class Pool:
             device = next(iter(clients[0].params.values())).device
             self._make_room(device)
             stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-            lane = new_lane(shape, clients[0], crew, slab=make is not compiled)
-            self.places[key] = Place(lane, make, precision, stream)
+            half = precision == "bf16" and crew is not None
+            lane = new_lane(shape, clients[0], crew, half=half, fused=make is not compiled)
+            self.places[key] = Place(lane, make, "fp32" if half else precision, stream)
         self.places.move_to_end(key)
         return self.places[key]
 

@@ -4,12 +4,13 @@ A step takes its rows from a buffer, at a cursor that it moves on itself: it is 
 clients are, so it can be compiled or captured once and replayed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.func import grad_and_value, vmap
+from torch.optim.sgd import sgd
 
 from fedcover.augment import AUGMENTATIONS
 from fedcover.errors import FedcoverError
@@ -34,10 +35,7 @@ class Track:
 
 @dataclass(slots=True, eq=False)
 class Slots:
-    """The tensors that a step reads and writes; those of a crew have a first axis C, and rows one after T.
-
-    With a `slab` all parameters lie side by side in it (and so do velocities and masks): they move in a few operations.
-    """
+    """The tensors that a step reads and writes; those of a crew have a first axis C, and rows one after T."""
 
     params: Params
     velocity: Params
@@ -49,19 +47,22 @@ class Slots:
     rate: Tensor
     step: Tensor
     losses_T: Tensor
-    slab: Tensor | None = None
-    velocity_slab: Tensor | None = None
-    mask_slab: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What `training.train` does with one batch: loss, gradients, what the recipe observes, descent."""
+    """What `training.train` does with one batch: loss, gradients, what the recipe observes, descent.
+
+    `fused` descends in one kernel for all tensors; a compiler makes its own.
+    """
 
     recipe: Recipe
     local: LocalTraining
     whole: Whole
     crew: bool
+    channels_last: bool = False
+    half: bool = False
+    fused: bool = True
 
     def __call__(self, slots: Slots, track: Track) -> None:
         """Take the next rows, go down, move on."""
@@ -79,6 +80,8 @@ class Step:
 
     def _of_one(self, slots: Slots, rows_B: Tensor, drawn_BK: Tensor) -> tuple[Params, Tensor]:
         x = AUGMENTATIONS[self.local.augment].apply(slots.x[rows_B], drawn_BK)
+        if self.channels_last:
+            x = x.contiguous(memory_format=torch.channels_last)
         with torch.enable_grad():
             leaves = {name: p.detach().requires_grad_() for name, p in slots.params.items()}
             loss = self._loss(leaves, {}, slots.carry, x, slots.y[rows_B], slots.step)
@@ -98,51 +101,44 @@ class Step:
 
     def _loss(self, params: Params, buffers: Params, carry: Carry, x: Tensor, y: Tensor, step: Tensor) -> Tensor:
         def forward(values: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
-            return self.whole(buffers, values, inputs)
+            if not self.half:
+                return self.whole(buffers, values, inputs)
+            return self.whole(_halved(buffers), _halved(values), _halved({"": inputs})[""]).float()
 
         return self.recipe.loss(forward, params, Batch(x, y, step), carry)
 
     def _descend(self, slots: Slots, gradients: Params) -> None:
-        if slots.slab is not None and slots.velocity_slab is not None:
-            lead = slots.rate.ndim
-            flat = torch.cat([gradients[name].flatten(lead) for name in slots.params], dim=-1)
-            descend([slots.slab], [flat], [slots.velocity_slab], [slots.mask_slab], self.local, slots.rate)
+        """`training.descend`, for one client or a crew, with a learning rate that is a tensor."""
+        lead, local = int(self.crew), self.local
+        gradients = {name: g * slots.masks[name] if name in slots.masks else g for name, g in gradients.items()}
+        if local.clip is not None:
+            length = torch.stack([g.flatten(lead).square().sum(-1) for g in gradients.values()]).sum(0).sqrt()
+            scale = (local.clip / (length + 1e-6)).clamp(max=1.0)
+            gradients = {name: g * scale.view(*scale.shape, *[1] * (g.ndim - lead)) for name, g in gradients.items()}
+        if self.fused:
+            names = list(slots.params)
+            sgd(
+                [slots.params[name] for name in names],
+                [_laid_out_like(slots.params[name], gradients[name]) for name in names],
+                [slots.velocity[name] for name in names],
+                fused=True, foreach=False, lr=slots.rate,  # type: ignore[arg-type]
+                momentum=local.momentum, weight_decay=local.weight_decay, dampening=0.0, nesterov=False, maximize=False,
+            )  # fmt: skip
             return
-        names = list(slots.params)
-        descend(
-            [slots.params[name] for name in names],
-            [gradients[name] for name in names],
-            [slots.velocity[name] for name in names],
-            [slots.masks.get(name) for name in names],
-            self.local,
-            slots.rate,
-        )
+        for name, weight in slots.params.items():
+            change = gradients[name] + local.weight_decay * weight if local.weight_decay else gradients[name]
+            slots.velocity[name].mul_(local.momentum).add_(change)
+            weight.sub_(slots.velocity[name] * slots.rate)
 
 
-def descend(
-    weights: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    velocity: Sequence[Tensor],
-    masks: Sequence[Tensor | None],
-    local: LocalTraining,
-    rate: Tensor,
-) -> None:
-    """`training.descend` for one client or a crew, with a learning rate that is a tensor: () or (C,)."""
-    lead = rate.ndim
-    gradients = [g if mask is None else g * mask for g, mask in zip(gradients, masks, strict=True)]
-    if local.clip is not None:
-        length = torch.stack([g.flatten(lead).square().sum(-1) for g in gradients]).sum(0).sqrt()
-        scale = (local.clip / (length + 1e-6)).clamp(max=1.0)
-        gradients = [g * _along(scale, g) for g in gradients]
-    for weight, gradient, moving in zip(weights, gradients, velocity, strict=True):
-        change = gradient + local.weight_decay * weight if local.weight_decay else gradient
-        moving.mul_(local.momentum).add_(change)
-        weight.sub_(moving * _along(rate, moving))
+def _laid_out_like(weight: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient in its weight's memory format, which the fused step wants."""
+    return gradient if gradient.stride() == weight.stride() else torch.empty_like(weight).copy_(gradient)
 
 
-def _along(values: Tensor, like: Tensor) -> Tensor:
-    """Numbers of clients, shaped so that they multiply tensors of clients."""
-    return values.view(*values.shape, *[1] * (like.ndim - values.ndim))
+def _halved(tensors: Mapping[str, Tensor]) -> Params:
+    """In bf16, unless they are integers; a crew does not use autocast, which `vmap` does not go with."""
+    return {name: t.bfloat16() if t.is_floating_point() else t for name, t in tensors.items()}
 
 
 # ── trees of tensors ────────────────────────────────────────────────────────────────────────────────────
