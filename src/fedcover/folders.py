@@ -132,6 +132,8 @@ class Folder:
             asked.device if asked.device != "auto" else then.device,
             then.threads if asked.threads is None else asked.threads,
             asked.deterministic or then.deterministic,
+            # sums over other processes differ in the last digit at most, so their number may change
+            asked.processes if wanted and wanted.processes != "auto" else self.manifest.get("processes", 1),
         ).resolved()
         current = {**asdict(now), "torch": torch.__version__}
         changed = [f"{key} {known[key]} to {current[key]}" for key in _MUST_MATCH if known[key] != current[key]]

@@ -1,7 +1,7 @@
 """The program, and the options that its commands share."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
@@ -18,4 +18,8 @@ Data = Annotated[Path | None, Parameter(help="Folder of the data sets; else $FED
 Device = Annotated[str, Parameter(help="auto, cpu or cuda.")]
 EngineName = Annotated[str, Parameter(name="--engine", help="auto or a name from 'fedcover list engines'.")]
 Deterministic = Annotated[bool, Parameter(help="On CUDA, only kernels that repeat bit for bit.", negative="")]
+Processes = Annotated[
+    int | Literal["auto"],
+    Parameter(help="Processes that share a round's clients: a number, or auto, as many as pay. See also torchrun."),
+]
 Threads = Annotated[int | None, Parameter(help="CPU threads; by default as many as the model is worth.")]
