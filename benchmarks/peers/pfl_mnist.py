@@ -16,7 +16,7 @@ from pfl.callback.central_evaluation import CentralEvaluationCallback
 from pfl.data.dataset import Dataset
 from pfl.data.federated_dataset import FederatedDataset
 from pfl.hyperparam import NNEvalHyperParams, NNTrainHyperParams
-from pfl.metrics import Weighted
+from pfl.metrics import Metrics, Weighted
 from pfl.model.pytorch import PyTorchModel
 from torch.nn import functional as F
 
@@ -72,14 +72,16 @@ class Clock(TrainingProcessCallback):
 
     def on_train_begin(self, *, model):
         """The clock starts when training does."""
-        metrics = self.evaluation.on_train_begin(model=model)
+        self.evaluation.on_train_begin(model=model)  # from which pfl learns that it may share the evaluation
         self.watch = Watch()
-        return metrics
+        return Metrics()
 
-    def after_central_iteration(self, aggregate_metrics, model, **where):
-        """Evaluate and note."""
-        stop, metrics = self.evaluation.after_central_iteration(aggregate_metrics, model, **where)
-        found = {str(name): value for name, value in metrics.to_simple_dict().items()}
+    def after_central_iteration(self, aggregate_metrics, model, *, central_iteration):
+        """Evaluate, after the first round too, which pfl would leave out, and note."""
+        stop, metrics = self.evaluation.after_central_iteration(
+            aggregate_metrics, model, central_iteration=central_iteration + 1
+        )
+        found = metrics.to_simple_dict(to_lowercase=True)
         self.watch.round(next(value for name, value in found.items() if "accuracy" in name))
         return stop, metrics
 

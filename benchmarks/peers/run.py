@@ -29,7 +29,7 @@ SAMPLES = 10 * 600 * 5
 """Images that the clients of a round go through."""
 
 
-def environment(name: str, folder: Path) -> Path:
+def environment(name: str, folder: Path) -> str:
     """The Python of a peer's environment; torch first and pinned, so that nothing replaces it."""
     python = folder / name / "bin" / "python"
     done = folder / name / "installed"
@@ -39,24 +39,28 @@ def environment(name: str, folder: Path) -> Path:
         for packages in ([TORCH, "numpy"], [TORCH, NEEDS[name]]):
             subprocess.run([str(python), "-m", "pip", "install", "--quiet", *packages], check=True)
         done.touch()
-    return python
+    return str(python)
 
 
-def contenders(folder: Path, job: Path, rounds: int, dataset: str) -> dict[str, list[str]]:
-    """The command of each, without the file for its result."""
+def contenders(folder: Path, job: Path, rounds: int, dataset: str) -> dict[str, Callable[[], list[str]]]:
+    """How the command of each is made, without the file for its result."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    fedcover = [sys.executable, str(HERE / "fedcover_mnist.py")]
-    size = [str(rounds), dataset]
+
+    def fedcover(engine: str, processes: int) -> list[str]:
+        return [sys.executable, str(HERE / "fedcover_mnist.py"), engine, str(processes), str(rounds), dataset]
+
     return {
-        "fedcover batched, 2 processes": [*fedcover, "batched", "2", *size],
-        "fedcover batched, 1 process": [*fedcover, "batched", "1", *size],
-        "fedcover sequential, 2 processes": [*fedcover, "sequential", "2", *size],
-        "fedcover sequential, 1 process": [*fedcover, "sequential", "1", *size],
-        "pfl, torchrun, 2 processes": [
-            str(environment("pfl", folder)), *torchrun, str(HERE / "pfl_mnist.py"), str(job),
+        "fedcover batched, 2 processes": lambda: fedcover("batched", 2),
+        "fedcover batched, 1 process": lambda: fedcover("batched", 1),
+        "fedcover sequential, 2 processes": lambda: fedcover("sequential", 2),
+        "fedcover sequential, 1 process": lambda: fedcover("sequential", 1),
+        "pfl, torchrun, 2 processes": lambda: [
+            environment("pfl", folder), *torchrun, str(HERE / "pfl_mnist.py"), str(job),
         ],
-        "Flower simulation, 2 Ray actors": [str(environment("flower", folder)), str(HERE / "flower_mnist.py"), str(job)],
-        "plain eager loop, 1 process": [sys.executable, str(HERE / "eager_mnist.py"), str(job)],
+        "Flower simulation, 2 Ray actors": lambda: [
+            environment("flower", folder), str(HERE / "flower_mnist.py"), str(job),
+        ],
+        "plain eager loop, 1 process": lambda: [sys.executable, str(HERE / "eager_mnist.py"), str(job)],
     }  # fmt: skip
 
 
@@ -65,7 +69,9 @@ def measure(command: list[str], folder: Path, data: str | None) -> dict[str, lis
     result = folder / "result.json"
     result.unlink(missing_ok=True)
     own = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **({"FEDCOVER_DATA": data} if data else {})}
-    done = subprocess.run([*command, str(result)], env={**os.environ, **own}, cwd=folder, capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, str(result)], env={**os.environ, **own}, cwd=folder, capture_output=True, text=True
+    )
     if done.returncode or not result.exists():
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
     found: dict[str, list[float]] = json.loads(result.read_text())
@@ -107,8 +113,8 @@ def report(runs: dict[str, list[dict[str, list[float]]]], rounds: int, repeats: 
         f"# One MNIST job on fedcover and its peers\n\n{date.today()}, {hardware()}. {listed}.\n\n"
         f"100 clients, 10 a round, 5 epochs of batches of 10, MLP 784-200-10, evaluation after each round; the same "
         f"partition,\ncohorts, shuffles and initial weights for all. {repeats} runs of {rounds} rounds each, one "
-        f"contender after another; median over all\nrounds but the first (which compiles, or starts actors); spread: the "
-        f"medians of single runs. Accuracy after the last round.\n\n{table(runs)}\n"
+        f"contender after another; median over all\nrounds but the first (which compiles, or starts actors); spread: "
+        f"the medians of single runs. Accuracy after the last round.\n\n{table(runs)}\n"
     )
 
 
@@ -128,7 +134,8 @@ def main(say: Callable[[str], None] = print) -> None:
         job = Path(folder) / "job.npz"
         save(mnist_job(asked.rounds, asked.dataset, asked.data), job)
         everybody = contenders(asked.environments.resolve(), job, asked.rounds, asked.dataset)
-        wanted = {who: c for who, c in everybody.items() if not asked.only or any(word in who for word in asked.only)}
+        words = asked.only or [""]
+        wanted = {who: make() for who, make in everybody.items() if any(word in who for word in words)}
         for repeat in range(asked.repeats):
             for who, command in wanted.items():
                 runs.setdefault(who, []).append(measure(command, Path(folder), asked.data))

@@ -236,13 +236,17 @@ def main() -> None:
         store = FileStore(f"{folder}/store", size)
         store.set(f"here/{rank}", "yes")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
+    code = 0
     try:
         with joined(rank, size, store) as ranks:
             take_part(ranks)
     except KeyboardInterrupt:
-        sys.exit(130)
+        code = 130
     except FedcoverError:
-        sys.exit(1)
+        code = 1
     except Exception as error:
         print(f"fedcover: process {rank + 1} of {size}: {type(error).__name__}: {error}", file=sys.stderr)
-        sys.exit(1)
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # nothing is left to save, and threads of the network may not survive an orderly exit
