@@ -29,7 +29,7 @@ def both(tmp_path_factory):
     with joined(0, 2, FileStore(f"{folder}/store", 2)) as ranks:
         yield ranks
         ranks.hear("no more")
-    assert other.wait(timeout=10) == 0
+    assert other.wait(timeout=60) == 0
 
 
 def agree(ranks, model="mlp", engine="sequential", **fields):
