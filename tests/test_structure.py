@@ -17,8 +17,8 @@ STORY = [
     "downloads", "datasets", "partition", "sources", "fleet",
     "groups", "models", "reduction", "wire", "submodel", "tracing", "norms", "coverage",
     "objective", "planner", "design",
-    "policies", "recipes", "augment", "training", "engines", "aggregation", "evaluation", "cost",
-    "rounds", "experiment", "preparation", "checkpoints", "folders", "runs",
+    "policies", "recipes", "augment", "training", "engines", "aggregation", "ranks", "evaluation", "cost",
+    "rounds", "sharing", "experiment", "preparation", "processes", "checkpoints", "folders", "runs",
     "onnx_export", "export", "audit", "planning", "paper", "console", "demo", "cli",
 ]  # fmt: skip
 WALLS = {

@@ -18,6 +18,15 @@ OVER = ("coverage", "clients", "moved")
 """What the coverage mean divides by."""
 
 
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """What a mean is made of: every entry's weighted sum and weight, in float64, and the weight of all clients."""
+
+    total: Params
+    weight: Params
+    everybody: Tensor
+
+
 def coverage_mean(old: Params, parts: Iterable[Part], *, over: str = "coverage") -> Params:
     """Each entry becomes the weighted mean over the clients that trained it; entries nobody trained stay.
 
@@ -25,6 +34,11 @@ def coverage_mean(old: Params, parts: Iterable[Part], *, over: str = "coverage")
     the sum of changes is divided by all clients' weight, so that seldom trained entries move less (zero-padding); with
     `over="moved"` only clients that changed an entry count for it (the code of FIARSE).
     """
+    return mean_of(old, sums_of(old, parts, over), over)
+
+
+def sums_of(old: Params, parts: Iterable[Part], over: str = "coverage") -> Sums:
+    """The sums of which `coverage_mean` is made; those of several processes add up."""
     if over not in OVER:
         raise unknown("rule coverage_mean: over", over, OVER)
     total, weight = _zeros(old), _zeros(old)
@@ -39,12 +53,19 @@ def coverage_mean(old: Params, parts: Iterable[Part], *, over: str = "coverage")
             reduction.add_into(total, values, scale)
             reduction.add_into(weight, None, scale)
         everybody += scale
+    return Sums(total, weight, torch.tensor(everybody, dtype=torch.float64))
+
+
+def mean_of(old: Params, sums: Sums, over: str = "coverage") -> Params:
+    """The second half of `coverage_mean`: divide, and keep what nobody trained."""
+    everybody = float(sums.everybody)
     new: Params = {}
     for name, tensor in old.items():
-        mean = total[name] / weight[name]
+        weight = sums.weight[name]
+        mean = sums.total[name] / weight
         if over == "clients" and everybody:
-            mean = tensor.double() + (mean - tensor.double()) * weight[name] / everybody
-        new[name] = torch.where(weight[name] > 0, mean, tensor.double()).to(tensor.dtype)
+            mean = tensor.double() + (mean - tensor.double()) * weight / everybody
+        new[name] = torch.where(weight > 0, mean, tensor.double()).to(tensor.dtype)
     return new
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedcover.norms import calibrate, on_batch_statistics, statistics_key
+from fedcover.ranks import ALONE, Ranks, elsewhere
 from fedcover.reduction import Masks, Slices
 from fedcover.submodel import fill, submodel
 from fedcover.types import Reduction, Samples, State, Task, Update
@@ -47,10 +48,15 @@ def logits(module: nn.Module, x: Tensor, batch: int = BATCH) -> Tensor:
     return torch.cat([module(part) for part in torch.split(x, batch)])
 
 
-def score(logits_BK: Tensor, y_B: Tensor) -> Score:
-    """Accuracy and loss of given logits."""
-    accuracy = (logits_BK.argmax(1) == y_B).double().mean()
-    return Score(float(accuracy), float(F.cross_entropy(logits_BK.double(), y_B)))
+def score(logits_BK: Tensor, y_B: Tensor, ranks: Ranks = ALONE) -> Score:
+    """Accuracy and loss of given logits, of which every process has some."""
+    right = (logits_BK.argmax(1) == y_B).double().sum()
+    sums_3 = torch.stack(
+        [right, F.cross_entropy(logits_BK.double(), y_B, reduction="sum"), right.new_tensor(y_B.numel())]
+    )
+    ranks.total([sums_3])
+    right, loss, number = sums_3.tolist()
+    return Score(right / number, loss / number)
 
 
 def evaluate(
@@ -61,22 +67,30 @@ def evaluate(
     mode: str = "calibrated",
     reduction: Reduction = WHOLE,
     capacity: float = 1.0,
+    ranks: Ranks = ALONE,
 ) -> Score:
-    """The score of the global model, or of a client's part of it, on some samples."""
+    """The score of the global model, or of a client's part of it, on some samples; every process looks at a share."""
     model = ready(task, state, reduction, capacity, mode)
-    return score(logits(model, samples.x, COMPAT_BATCH if mode == "batch-compat" else BATCH), samples.y)
+    if mode == "batch-compat":  # depends on the batches, so every process looks at all of them
+        return score(logits(model, samples.x, COMPAT_BATCH), samples.y)
+    rows = ranks.rows(len(samples))
+    return score(logits(model, samples.x[rows]), samples.y[rows], ranks)
 
 
-def local_accuracy(task: Task, state: State, updates: Sequence[Update]) -> tuple[float, float] | None:
+def local_accuracy(
+    task: Task, state: State, updates: Sequence[Update], ranks: Ranks = ALONE
+) -> tuple[float, float] | None:
     """What the round's clients would see: on the test samples of their labels, weighted by their samples.
 
     First with their own part of the new global model, then with the model each had just trained. None where the test
-    set has none of their labels.
+    set has none of their labels. Every process looks at the clients that it has trained.
     """
     test = task.source.test
     answers: dict[object, Tensor] = {}  # clients with the same part share its answers
     own = trained = weight = 0.0
     for update in updates:
+        if elsewhere(update.params):
+            continue
         client, sent = update.client, update.sent
         name = (encode(sent) if isinstance(sent, Slices) else id(sent), client.capacity)
         if name not in answers:
@@ -90,6 +104,9 @@ def local_accuracy(task: Task, state: State, updates: Sequence[Update]) -> tuple
         answer = logits(_as_trained(task, update), test.x[mine]).argmax(1)
         trained += client.samples * float((answer == test.y[mine]).double().mean())
         weight += client.samples
+    sums_3 = torch.tensor([own, trained, weight], dtype=torch.float64)
+    ranks.total([sums_3])
+    own, trained, weight = sums_3.tolist()
     return (own / weight, trained / weight) if weight else None
 
 

@@ -125,7 +125,7 @@ class Folder:
     def machine(self, wanted: Machine | None, *, force: bool = False) -> Machine:
         """The machine settings to go on with: those of the manifest, unless a change is forced."""
         known: dict[str, Any] = {key: self.manifest.get(key) for key in _MUST_MATCH}
-        then = Machine(**{key: known[key] for key in Machine.__dataclass_fields__})
+        then = Machine(**{key: known[key] for key in known if key != "torch"})
         asked = wanted or Machine()
         now = Machine(
             asked.engine if asked.engine != "auto" else then.engine,
@@ -133,6 +133,8 @@ class Folder:
             then.threads if asked.threads is None else asked.threads,
             asked.deterministic or then.deterministic,
             asked.precision if asked.precision != "fp32" else then.precision,
+            # sums over other processes differ in the last digit at most, so their number may change
+            asked.processes if wanted and wanted.processes != "auto" else self.manifest.get("processes", 1),
         ).resolved()
         current = {**asdict(now), "torch": torch.__version__}
         changed = [f"{key} {known[key]} to {current[key]}" for key in _MUST_MATCH if known[key] != current[key]]

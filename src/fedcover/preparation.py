@@ -21,9 +21,10 @@ from fedcover.models import MODELS, tensors
 from fedcover.norms import on_batch_statistics
 from fedcover.partition import PARTITIONS
 from fedcover.policies import POLICIES
+from fedcover.ranks import physical_cores, worthwhile
 from fedcover.recipes import RECIPES, own_labels
 from fedcover.reduction import Masks
-from fedcover.rounds import Setup
+from fedcover.rounds import Setup, cohort_of
 from fedcover.sources import Partitioned, Synthetic
 from fedcover.submodel import submodel
 from fedcover.tracing import trace
@@ -37,6 +38,9 @@ WORTH_COMPILING = 100_000
 SMALL_STEP = 100_000_000
 """Multiply-adds of a forward pass below which two threads of one process wait for each other more than they work."""
 
+STEP_SECONDS, MULTIPLY_ADDS_PER_SECOND = 2e-4, 1e10
+"""What a local step takes at least, and per multiply-add of forward and backward: a guess, to see if processes pay."""
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -47,6 +51,7 @@ class Machine:
     threads: int | None = None
     deterministic: bool = False
     precision: str = "fp32"
+    processes: int | str = 1
 
     def resolved(self) -> "Machine":
         """The same with what this computer decides: the device. Which engine pays depends on the run (`for_setup`)."""
@@ -65,15 +70,24 @@ class Machine:
             raise InvalidValue("precision is 'tf32', which only CUDA devices know; use 'fp32' or 'bf16'")
         if self.threads is not None and not 1 <= self.threads <= MOST_THREADS:
             raise InvalidValue(f"threads must be in 1..{MOST_THREADS}; got {self.threads}")
+        if self.processes != "auto" and not (isinstance(self.processes, int) and 1 <= self.processes <= MOST_THREADS):
+            raise InvalidValue(f"processes must be 'auto' or in 1..{MOST_THREADS}; got {self.processes!r}")
         return replace(self, device=device)
 
     def for_setup(self, setup: Setup) -> "Machine":
-        """The same with engine and threads decided: one thread, unless a step is worth sharing."""
+        """The same with engine, processes and threads decided: those that pay; one thread, unless a step is big."""
         sizes = {name: p.numel() for name, p in setup.task.model.module.named_parameters()}
         work = sum(sizes.get(name, 0) * times for name, times in setup.uses.items())
-        small = work * setup.task.local.batch_size < SMALL_STEP
-        threads = self.threads or (1 if small else torch.get_num_threads())
-        return replace(self, threads=threads, engine=engine_for(setup, self))
+        local = setup.task.local
+        small = work * local.batch_size < SMALL_STEP
+        processes = self.processes
+        if isinstance(processes, str):
+            cores = torch.cuda.device_count() if self.device.startswith("cuda") else physical_cores()
+            samples = sum(client.samples for client in cohort_of(setup, 0)) * local.epochs * setup.rounds
+            step = STEP_SECONDS + 3 * work * local.batch_size / MULTIPLY_ADDS_PER_SECOND
+            processes = worthwhile(samples / local.batch_size * step, setup.active, cores)
+        threads = self.threads or (1 if small else max(1, torch.get_num_threads() // processes))
+        return replace(self, threads=threads, processes=processes, engine=engine_for(setup, self))
 
     @contextmanager
     def applied(self) -> Iterator[None]:

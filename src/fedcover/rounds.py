@@ -18,6 +18,7 @@ from fedcover.evaluation import evaluate, local_accuracy
 from fedcover.fleet import Fleet, drops_out, sample_cohort
 from fedcover.norms import running, statistics_key
 from fedcover.policies.common import fits
+from fedcover.ranks import ALONE, Ranks
 from fedcover.reduction import dense
 from fedcover.types import (
     Client,
@@ -57,6 +58,8 @@ class Setup:
     evaluate_every: int
     local_every: int | None
     evaluation: str
+    mean: Rule = coverage_mean
+    ranks: Ranks = ALONE
 
     @cached_property
     def uses(self) -> dict[str, int]:
@@ -77,7 +80,7 @@ def first_state(setup: Setup) -> State:
     """Before the first round: the model's own initial weights, nothing covered."""
     module = setup.task.model.module
     params = {name: p.detach().clone() for name, p in module.named_parameters()}
-    keys = {statistics_key(setup.task.norm, level) for level in setup.fleet.levels}
+    keys = dict.fromkeys(statistics_key(setup.task.norm, level) for level in setup.fleet.levels)  # in the same order
     statistics = {key: {n: t.clone() for n, t in running(module).items()} for key in keys if key}
     return State(0, params, statistics)
 
@@ -162,7 +165,7 @@ def aggregate(setup: Setup, state: State, updates: Sequence[Update]) -> State:
     averaged = setup.rule(state.params, [(u.trained, u.params, weight(u.client)) for u in updates])
     params, server = _server_step(setup, state, averaged, counts)
     statistics = {
-        key: coverage_mean(
+        key: setup.mean(
             known,
             [
                 (u.sent, u.buffers, weight(u.client))
@@ -174,7 +177,7 @@ def aggregate(setup: Setup, state: State, updates: Sequence[Update]) -> State:
     }
     private = {**state.private, **{u.client.id: u.private for u in updates if u.private}}
     coverage = cov.record(state.coverage, counts, setup.window)
-    return State(state.round + 1, params, statistics, coverage, _measured(state, updates), server, private)
+    return State(state.round + 1, params, statistics, coverage, _measured(setup, state, updates), server, private)
 
 
 def _server_step(setup: Setup, state: State, averaged: Params, counts: Params) -> tuple[Params, dict[str, Params]]:
@@ -191,14 +194,14 @@ def _server_step(setup: Setup, state: State, averaged: Params, counts: Params) -
     return params, memory
 
 
-def _measured(state: State, updates: Sequence[Update]) -> dict[str, Params]:
+def _measured(setup: Setup, state: State, updates: Sequence[Update]) -> dict[str, Params]:
     """What clients measured, averaged over those who measured it; what nobody measured anew stays."""
     found = dict(state.measured)
     for kind in {kind: None for update in updates for kind in update.measured}:
         parts = [(dense(u.sent), u.measured[kind], 1.0) for u in updates if kind in u.measured]
         names = parts[0][1]
         known = found.get(kind) or {name: torch.zeros_like(state.params[name]) for name in names}
-        found[kind] = coverage_mean(known, parts)
+        found[kind] = setup.mean(known, parts)
     return found
 
 
@@ -235,14 +238,15 @@ def _scores(setup: Setup, state: State, updates: Sequence[Update]) -> dict[str, 
     last = state.round == setup.rounds
     scores: dict[str, Any] = {}
     if last or state.round % setup.evaluate_every == 0:
-        found = evaluate(setup.task, state, setup.task.source.test, mode=setup.evaluation)
+        found = evaluate(setup.task, state, setup.task.source.test, mode=setup.evaluation, ranks=setup.ranks)
         scores |= {"accuracy": found.accuracy, "loss": found.loss}
         if setup.task.source.validation is not None:
-            held_out = evaluate(setup.task, state, setup.task.source.validation, mode=setup.evaluation)
+            validation = setup.task.source.validation
+            held_out = evaluate(setup.task, state, validation, mode=setup.evaluation, ranks=setup.ranks)
             scores |= {"validation_accuracy": held_out.accuracy, "validation_loss": held_out.loss}
     if last or (setup.local_every and state.round % setup.local_every == 0):
         scores |= other_models(setup, state)
-        local = local_accuracy(setup.task, state, updates)
+        local = local_accuracy(setup.task, state, updates, setup.ranks)
         if local:
             scores |= {"accuracy_local": local[0], "accuracy_trained": local[1]}
     return scores
@@ -254,9 +258,10 @@ def other_models(setup: Setup, state: State) -> dict[str, float]:
     common = replace(state, params=cov.covered_only(state.params, state.coverage))
     capacity = max(setup.fleet.levels)
     part = part_for(setup, state, capacity)
-    scores = {"accuracy_common": evaluate(setup.task, common, test, mode=setup.evaluation).accuracy}
+    how: dict[str, Any] = {"mode": setup.evaluation, "ranks": setup.ranks}
+    scores = {"accuracy_common": evaluate(setup.task, common, test, **how).accuracy}
     if part is not None:
-        single = evaluate(setup.task, state, test, mode=setup.evaluation, reduction=part, capacity=capacity)
+        single = evaluate(setup.task, state, test, reduction=part, capacity=capacity, **how)
         scores["accuracy_single"] = single.accuracy
     return scores
 

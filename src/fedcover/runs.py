@@ -20,6 +20,7 @@ from fedcover.experiment import Experiment, read_experiment
 from fedcover.folders import Folder, Metrics, summarise
 from fedcover.policies.common import fits
 from fedcover.preparation import Machine, Parts, prepare
+from fedcover.processes import Job, sharing
 from fedcover.rounds import Report, Setup, cohort_of, first_state, part_for, run_round, view_of
 from fedcover.types import Dataset, Model, Policy, Reduction, State
 
@@ -113,11 +114,12 @@ def run(
     chosen = chosen.for_setup(setup)
     with chosen.applied():
         if folder is None:
-            return _go_on(experiment, setup, first_state(setup), [], None, watch)
+            job = Job(experiment, chosen, data, parts, first_state(setup), setup.rounds)
+            return _go_on(job, setup, [], None, watch)
         with Folder(Path(folder)).created(experiment, chosen, parts, data) as made:
             state = first_state(setup)
             made.keep(state)
-            return _go_on(experiment, setup, state, [], made, watch)
+            return _go_on(Job(experiment, chosen, data, parts, state, setup.rounds), setup, [], made, watch)
 
 
 def resume(
@@ -151,7 +153,8 @@ def resume(
             lost = sorted(set(range(state.round)) - {line["round"] for line in metrics})
             if lost:
                 complain(f"{found.path / 'metrics.jsonl'} lacks the rounds {lost}; the summary will lack them too")
-            return _go_on(found.experiment, setup, state, metrics, found, watch)
+            job = Job(found.experiment, chosen, data or found.data, parts, state, setup.rounds)
+            return _go_on(job, setup, metrics, found, watch)
 
 
 def load(
@@ -193,34 +196,30 @@ def replay(
     chosen = found.machine(None)
     with chosen.applied():
         setup = prepare(found.experiment, chosen, data=data or found.data, parts=parts)
-        return run_round(setup, checkpoints.read(kept[round], found.experiment.digest, chosen.device))
+        state = checkpoints.read(kept[round], found.experiment.digest, chosen.device)
+        with sharing(Job(found.experiment, chosen, data or found.data, parts, state, round + 1), setup) as team:
+            return run_round(team, state)
 
 
-def _go_on(
-    experiment: Experiment,
-    setup: Setup,
-    state: State,
-    metrics: Metrics,
-    folder: Folder | None,
-    watch: Watch | None,
-) -> Run:
+def _go_on(job: Job, setup: Setup, metrics: Metrics, folder: Folder | None, watch: Watch | None) -> Run:
     """Rounds up to the last one; whatever stops them, the last complete round is on disk."""
-    saved = state.round
+    experiment, state, saved = job.experiment, job.state, job.state.round
     try:
-        while state.round < setup.rounds:
-            after, report = run_round(setup, state)
-            line = {"round": report.round, **report.metrics}
-            if folder:
-                folder.append(line)
-            state = after
-            metrics.append(line)
-            if folder:
-                folder.keep(state)  # before the checkpoint: a run that goes on from that would not come here again
-            if folder and (state.round % experiment.checkpoint_every == 0 or state.round == setup.rounds):
-                folder.checkpoint(state)
-                saved = state.round
-            if watch:
-                watch(report)
+        with sharing(job, setup) as team:
+            while state.round < setup.rounds:
+                after, report = run_round(team, state)
+                line = {"round": report.round, **report.metrics}
+                if folder:
+                    folder.append(line)
+                state = after
+                metrics.append(line)
+                if folder:
+                    folder.keep(state)  # before the checkpoint: a run that goes on from that would not come here again
+                if folder and (state.round % experiment.checkpoint_every == 0 or state.round == setup.rounds):
+                    folder.checkpoint(state)
+                    saved = state.round
+                if watch:
+                    watch(report)
     except BaseException:
         if folder and state.round > saved:
             folder.checkpoint(state)

@@ -11,12 +11,16 @@ from fedcover.cli import looking as looking
 from fedcover.cli import running as running
 from fedcover.cli.options import app
 from fedcover.errors import FedcoverError, InvalidValue
+from fedcover.processes import main as take_part
+from fedcover.processes import torchrun_rank
 
 
 def main() -> None:
     """Parse the command line; what is wrong is said in one sentence: exit code 2 for input, 1 for the rest."""
     if "" not in sys.path:  # so that `package.module:function` finds the user's own files
         sys.path.insert(0, "")
+    if torchrun_rank() and sys.argv[1:2] in (["run"], ["resume"]):  # the first process reads the arguments
+        return take_part()
     try:
         app(sys.argv[1:], exit_on_error=False, print_error=False)
     except InvalidValue as error:

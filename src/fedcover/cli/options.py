@@ -1,7 +1,7 @@
 """The program, and the options that its commands share."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
@@ -19,4 +19,8 @@ Device = Annotated[str, Parameter(help="auto, cpu or cuda.")]
 EngineName = Annotated[str, Parameter(name="--engine", help="auto or a name from 'fedcover list engines'.")]
 Deterministic = Annotated[bool, Parameter(help="On CUDA, only kernels that repeat bit for bit.", negative="")]
 Precision = Annotated[str, Parameter(help="fp32, tf32 or bf16: what steps compute in; weights stay in float32.")]
+Processes = Annotated[
+    int | Literal["auto"],
+    Parameter(help="Processes that share a round's clients: a number, or auto, as many as pay. See also torchrun."),
+]
 Threads = Annotated[int | None, Parameter(help="CPU threads; by default as many as the model is worth.")]

@@ -8,7 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from fedcover import console
-from fedcover.cli.options import Data, Deterministic, Device, EngineName, Json, Precision, Threads, app
+from fedcover.cli.options import Data, Deterministic, Device, EngineName, Json, Precision, Processes, Threads, app
 from fedcover.demo import FLEET, LINE_UP
 from fedcover.demo import demo as run_demo
 from fedcover.errors import InvalidValue, unknown
@@ -17,6 +17,7 @@ from fedcover.export import FORMATS
 from fedcover.export import export as export_part
 from fedcover.folders import Folder
 from fedcover.preparation import Machine
+from fedcover.processes import torchrun_rank, torchrun_size
 from fedcover.runs import Run, load
 from fedcover.runs import resume as resume_run
 from fedcover.runs import run as run_experiment
@@ -34,6 +35,7 @@ def run(
     threads: Threads = None,
     deterministic: Deterministic = False,
     precision: Precision = "fp32",
+    processes: Processes = "auto",
     json: Json = False,
 ) -> None:
     """Run one experiment into runs/<name>."""
@@ -43,16 +45,11 @@ def run(
     wanted = read_experiment(experiment, changes) if experiment else Experiment(**changes)
     wanted = _with_absolute_dataset(wanted, experiment)
     folder = runs / wanted.name
+    machine = Machine(engine, device, threads, deterministic, precision, _processes(processes))
     with console.watching(wanted.name, wanted.rounds) as watch:
         result = _saying_how_to_go_on(
             folder,
-            lambda: run_experiment(
-                wanted,
-                folder,
-                machine=Machine(engine, device, threads, deterministic, precision),
-                data=data,
-                watch=watch,
-            ),
+            lambda: run_experiment(wanted, folder, machine=machine, data=data, watch=watch),
         )
     _show_result(result, json)
 
@@ -70,16 +67,20 @@ def resume(
     threads: Threads = None,
     deterministic: Deterministic = False,
     precision: Precision = "fp32",
+    processes: Processes = "auto",
     json: Json = False,
 ) -> None:
     """Go on with a run that was stopped; it ends like one that never was."""
     wanted = Folder(folder).read().experiment
-    machine = Machine(engine, device, threads, deterministic, precision)
+    machine = Machine(engine, device, threads, deterministic, precision, _processes(processes))
     with console.watching(wanted.name, wanted.rounds) as watch:
         result = _saying_how_to_go_on(
             folder,
-            lambda: resume_run(folder, machine=machine, force=force, data=data, watch=watch, complain=console.say),
-        )
+            lambda: resume_run(
+                folder, machine=machine, force=force, data=data, watch=watch,
+                complain=console.say,
+            ),
+        )  # fmt: skip
     _show_result(result, json)
 
 
@@ -151,6 +152,15 @@ def demo(
         "One seed and 360 test images: a difference under a point says nothing."
     )
     return None
+
+
+def _processes(wanted: int | str) -> int | str:
+    """All processes of torchrun, where it has started this one; else as many as are wanted."""
+    if torchrun_rank() is None:
+        return wanted
+    if wanted not in ("auto", torchrun_size()):
+        raise InvalidValue(f"processes: torchrun has started {torchrun_size()}; got {wanted}")
+    return torchrun_size()
 
 
 def _with_absolute_dataset(wanted: Experiment, file: Path | None) -> Experiment:

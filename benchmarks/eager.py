@@ -1,0 +1,221 @@
+"""What fedcover is compared with on one machine: the plain eager loop, and floors below which nothing can get.
+
+Every function gives the seconds of each repetition, so that the caller can take a median and tell the spread. A "step"
+trains all clients of a round by one mini-batch each.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedcover.models import MODELS
+from fedcover.norms import on_batch_statistics
+
+MLP = partial(MODELS["mlp"], (1, 28, 28), 10, "batch", hidden=[200])
+WRN28_2 = partial(MODELS["wide_resnet"], (3, 32, 32), 10, "batch", depth=28, widen=2)
+WRN28_8 = partial(MODELS["wide_resnet"], (3, 32, 32), 100, "batch", depth=28, widen=8)
+JOBS = {"mlp": (MLP, (1, 28, 28), 10), "wrn28-2": (WRN28_2, (3, 32, 32), 10), "wrn28-8": (WRN28_8, (3, 32, 32), 100)}
+"""Models by name, each with the shape of an input and the number of classes."""
+
+CLIENTS, BATCH, LR, MOMENTUM = 10, 10, 0.01, 0.5
+
+
+def seconds(work: Callable[[], object], repeats: int, device: str, *, warm: int = 2) -> list[float]:
+    """How long a piece of work takes, again and again, after some calls that do not count."""
+    wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
+    found = []
+    for repeat in range(warm + repeats):
+        wait()
+        start = time.perf_counter()
+        work()
+        wait()
+        if repeat >= warm:
+            found.append(time.perf_counter() - start)
+    return found
+
+
+# ── the plain eager loop ────────────────────────────────────────────────────────────────────────────────
+
+
+def eager_step(
+    name: str, device: str = "cpu", *, clients: int = CLIENTS, batch: int = BATCH, bf16: bool = False, repeats: int = 5
+) -> list[float]:
+    """One mini-batch for each client, one client after another: autograd and `torch.optim.SGD`, as public codes do."""
+    modules = [trainable(name, device) for _ in range(clients)]
+    optimisers = [torch.optim.SGD(module.parameters(), lr=LR, momentum=MOMENTUM) for module in modules]
+    x_CB, y_CB = random_batches(name, device, clients, batch)
+
+    def step() -> None:
+        for module, optimiser, x_B, y_B in zip(modules, optimisers, x_CB, y_CB, strict=True):
+            descend(module, optimiser, x_B, y_B, bf16)
+
+    return seconds(step, repeats, device)
+
+
+def eager_round(
+    device: str = "cpu", *, clients: int = CLIENTS, samples: int = 600, epochs: int = 5, batch: int = BATCH,
+    test: int = 10_000, repeats: int = 3,
+) -> list[float]:  # fmt: skip
+    """A whole round of the MNIST job on random images: local epochs, the mean of the models, the test set."""
+    x_CN, y_CN = random_batches("mlp", device, clients, samples)
+    test_x, test_y = (batches[0] for batches in random_batches("mlp", device, 1, test))
+    server = trainable("mlp", device)
+
+    def round() -> float:
+        start = {name: tensor.clone() for name, tensor in server.state_dict().items()}
+        total = {name: torch.zeros_like(tensor) for name, tensor in start.items()}
+        for x_N, y_N in zip(x_CN, y_CN, strict=True):
+            orders = [torch.randperm(samples, device=x_N.device) for _ in range(epochs)]
+            for name, tensor in train_client(server, start, x_N, y_N, orders, batch).items():
+                total[name] += tensor
+        server.load_state_dict({name: tensor / clients for name, tensor in total.items()})
+        return accuracy(server, test_x, test_y)
+
+    return seconds(round, repeats, device, warm=1)
+
+
+def train_client(
+    module: nn.Module, start: dict[str, Tensor], x_N: Tensor, y_N: Tensor, orders: list[Tensor], batch: int
+) -> dict[str, Tensor]:
+    """A client's epochs from the given weights, its rows sliced by hand; gives the trained tensors."""
+    module.load_state_dict(start)
+    module.train()
+    optimiser = torch.optim.SGD(module.parameters(), lr=LR, momentum=MOMENTUM)
+    for order_N in orders:
+        for rows_B in torch.split(order_N, batch):
+            descend(module, optimiser, x_N[rows_B], y_N[rows_B])
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+
+
+def descend(module: nn.Module, optimiser: torch.optim.Optimizer, x_B: Tensor, y_B: Tensor, bf16: bool = False) -> None:
+    """One step of one client."""
+    optimiser.zero_grad()
+    with torch.autocast(x_B.device.type, torch.bfloat16, enabled=bf16):
+        logits_BK = module(x_B)
+    F.cross_entropy(logits_BK.float(), y_B).backward()
+    optimiser.step()
+
+
+@torch.no_grad()
+def accuracy(module: nn.Module, x: Tensor, y: Tensor) -> float:
+    """The share of right answers."""
+    right = [(module(x_B).argmax(1) == y_B).sum() for x_B, y_B in zip(x.split(256), y.split(256), strict=True)]
+    return float(torch.stack(right).sum()) / len(y)
+
+
+# ── floors ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def matmul_step(*, clients: int = CLIENTS, batch: int = BATCH, repeats: int = 200) -> list[float]:
+    """Only the two large products of the MLP's step, forward and backward, for all clients; on the CPU."""
+    weight_C = torch.randn(clients, 784, 200)
+    x_CB, back_CB = torch.randn(clients, batch, 784), torch.randn(clients, batch, 200)
+    hidden_CB, gradient_C = torch.empty(clients, batch, 200), torch.empty_like(weight_C)
+
+    def step() -> None:
+        torch.bmm(x_CB, weight_C, out=hidden_CB)
+        torch.bmm(x_CB.transpose(1, 2), back_CB, out=gradient_C)
+
+    return seconds(step, repeats, "cpu", warm=20)
+
+
+def one_big_batch_step(
+    name: str, device: str = "cuda", *, images: int = CLIENTS * BATCH, precision: str = "tf32", repeats: int = 30
+) -> list[float]:
+    """One model with one batch of all clients' images, channels-last, in one CUDA graph (eager without CUDA)."""
+    with allowing_tf32(precision in ("tf32", "bf16")):
+        module = trainable(name, device).to(memory_format=torch.channels_last)
+        velocity = [torch.zeros_like(p) for p in module.parameters()]
+        x_CB, y_CB = random_batches(name, device, 1, images)
+        x_B, y_B = x_CB[0].contiguous(memory_format=torch.channels_last), y_CB[0]
+
+        def step() -> None:
+            params = list(module.parameters())
+            with torch.autocast(x_B.device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False):
+                logits_BK = module(x_B)
+            gradients = torch.autograd.grad(F.cross_entropy(logits_BK.float(), y_B), params)
+            with torch.no_grad():
+                torch._foreach_mul_(velocity, MOMENTUM)
+                torch._foreach_add_(velocity, list(gradients))
+                torch._foreach_add_(params, velocity, alpha=-LR)
+
+        return seconds(captured(step) if device.startswith("cuda") else step, repeats, device, warm=5)
+
+
+def captured(step: Callable[[], None]) -> Callable[[], None]:
+    """The same work as one CUDA graph."""
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):  # libraries choose their kernels before the capture
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+class allowing_tf32:  # noqa: N801  # reads as a verb
+    """Let float32 products run on TF32 units for a while, with the fastest convolutions."""
+
+    def __init__(self, allowed: bool) -> None:
+        self.wanted = allowed
+
+    def __enter__(self) -> None:
+        matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+        self.before = matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
+        matmul.allow_tf32 = cudnn.allow_tf32 = self.wanted
+        cudnn.benchmark = True
+
+    def __exit__(self, *error: object) -> None:
+        matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+        matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = self.before
+
+
+# ── what they share ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def trainable(name: str, device: str) -> nn.Module:
+    """The model of a job in training mode; norms use the batch's own statistics, as fedcover's clients do."""
+    return on_batch_statistics(JOBS[name][0]().module).to(device).train()
+
+
+def random_batches(name: str, device: str, clients: int, number: int) -> tuple[Tensor, Tensor]:
+    """Random images and labels for each client."""
+    _, shape, classes = JOBS[name]
+    draw = torch.Generator().manual_seed(0)
+    x_CB = torch.randn(clients, number, *shape, generator=draw)
+    return x_CB.to(device), torch.randint(classes, (clients, number), generator=draw).to(device)
+
+
+def main() -> None:
+    """Print the loop and the floors on this machine."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    device = parser.parse_args().device
+    torch.set_num_threads(1)
+    lines = {"mlp, eager step": eager_step("mlp", device), "mlp, eager round": eager_round(device)}
+    if device == "cpu":
+        lines["mlp, floor: two large products"] = matmul_step()
+    else:
+        for name in ("wrn28-2", "wrn28-8"):
+            with allowing_tf32(True):
+                lines[f"{name}, eager step, tf32"] = eager_step(name, device)
+                lines[f"{name}, eager step, bf16"] = eager_step(name, device, bf16=True)
+            for precision in ("tf32", "bf16"):
+                lines[f"{name}, floor: one batch of all, {precision}"] = one_big_batch_step(
+                    name, device, precision=precision
+                )
+    for what, found in lines.items():
+        print(f"{what:45} {1e3 * median(found):10.3f} ms   ({1e3 * min(found):.3f} to {1e3 * max(found):.3f})")
+
+
+if __name__ == "__main__":
+    main()

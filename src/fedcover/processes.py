@@ -1,0 +1,252 @@
+"""The processes of a run: started here, or by torchrun on one machine or several; they come, work and go together.
+
+The first process reads, prints and writes. It tells the others what is run and from which state; they prepare the same
+from their own copy of the data, and take part in the rounds.
+"""
+
+import io
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch exports it without saying so
+
+from fedcover.errors import FedcoverError, InvalidValue, RunError
+from fedcover.experiment import Experiment
+from fedcover.preparation import Machine, Parts, prepare
+from fedcover.ranks import Ranks
+from fedcover.rounds import Setup, run_round
+from fedcover.sharing import shared
+from fedcover.types import State
+
+PATIENCE = timedelta(days=1)
+"""How long a process waits for the others: a share of a round may take hours."""
+
+_PLACE = "FEDCOVER_PROCESS"
+"""Where a process that is started here learns its place: rank, size and the folder in which all meet."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the first process tells the others: everything that they need to take part until some round."""
+
+    experiment: Experiment
+    machine: Machine
+    data: str | Path | None
+    parts: Parts
+    state: State
+    until: int
+
+
+def torchrun_rank() -> int | None:
+    """This process's rank if torchrun has started it."""
+    return int(os.environ["RANK"]) if {"RANK", "WORLD_SIZE", "MASTER_PORT"} <= os.environ.keys() else None
+
+
+def torchrun_size() -> int:
+    """How many processes torchrun has started; 1 without it."""
+    return 1 if torchrun_rank() is None else int(os.environ["WORLD_SIZE"])
+
+
+@contextmanager
+def sharing(job: Job, setup: Setup) -> Iterator[Setup]:
+    """The setup whose rounds other processes share for a while: torchrun's, or those that are started here."""
+    size = int(job.machine.processes)
+    if size == 1:
+        yield setup
+        return
+    if torchrun_rank() and size == torchrun_size():
+        raise InvalidValue(
+            "processes: under torchrun, use 'python -m fedcover run'; its first process leads the others"
+        )
+    message = (_importable(), job.machine.device, _packed(job))
+    with _started(size) if torchrun_size() != size else _torchrun() as store, joined(0, size, store) as ranks:
+        ranks.hear(message)
+        ranks.gather(lambda: None)  # until all are ready
+        yield shared(setup, ranks)
+
+
+def _packed(job: Job) -> bytes:
+    content = io.BytesIO()
+    try:
+        torch.save(job, content)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise InvalidValue(_unknown_there(error)) from error
+    return content.getvalue()
+
+
+def _importable() -> list[str]:
+    """The folders in which this process looks for modules, the user's own among them."""
+    return [str(Path(entry).resolve()) for entry in sys.path]
+
+
+def _unknown_there(error: Exception) -> str:
+    return (
+        "processes: what is made in Python reaches other processes only if it lies in a module that they can import "
+        f"(no lambda, nothing of the script itself): {error}"
+    )
+
+
+# ── starting, meeting and parting ───────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def _started(size: int) -> Iterator[FileStore | None]:
+    """Start all processes but the first, which is this one; they end with it."""
+    with tempfile.TemporaryDirectory(prefix="fedcover-", ignore_cleanup_errors=True) as folder, ExitStack() as ending:
+        store = FileStore(f"{folder}/store", size)
+        home = str(Path(__file__).parent.parent)
+        path = os.pathsep.join([home, os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else [home])
+        children = []
+        for rank in range(1, size):
+            child = subprocess.Popen(
+                [sys.executable, "-c", "from fedcover.processes import main; main()"],
+                env={**os.environ, "PYTHONPATH": path, _PLACE: f"{rank} {size} {folder}"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
+            ending.push(lambda kind, error, trace, child=child: _end(child, done=kind is None))
+            children.append(child)
+        while not store.check([f"here/{rank}" for rank in range(1, size)]):
+            if any(child.poll() is not None for child in children):
+                raise RunError("a process of this run could not be started; try --processes 1")
+            time.sleep(0.02)
+        # all are on this machine, so they listen to nobody else
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
+        yield store
+
+
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+def _end(child: subprocess.Popen[bytes], done: bool) -> None:
+    """Let a process end by itself if its work is done; else, and if it lingers, insist."""
+    for insist, patience in ((child.terminate, 20 if done else 0), (child.kill, 5)):
+        try:
+            child.wait(timeout=patience)
+            return
+        except subprocess.TimeoutExpired:
+            insist()
+    child.wait()
+
+
+@contextmanager
+def _torchrun() -> Iterator[FileStore | None]:
+    """Nothing to start: torchrun's processes know from their environment where to meet."""
+    yield None
+
+
+@contextmanager
+def joined(rank: int, size: int, store: FileStore | None) -> Iterator[Ranks]:
+    """Meet the other processes, and part from them at the end, however it comes."""
+    beside = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    nccl = torch.cuda.is_available() and dist.is_nccl_available() and beside <= torch.cuda.device_count()
+    backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
+    place: dict[str, Any] = {} if store is None else {"store": store, "rank": rank, "world_size": size}
+    try:
+        dist.init_process_group(backend, timeout=PATIENCE, **place)
+    except (RuntimeError, ValueError) as error:
+        raise RunError(f"the {size} processes of this run cannot reach each other: {error}") from error
+    try:
+        with _stopping_once():
+            yield Ranks(rank, size)
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _stopping_once() -> Iterator[None]:
+    """Let SIGINT and SIGTERM stop the run, once: the terminal and torchrun may both send them, to every process."""
+    if threading.current_thread() is not threading.main_thread():  # where signals do not come
+        yield
+        return
+
+    stopping = False
+
+    def stop(signum: int, frame: object) -> None:
+        nonlocal stopping
+        if not stopping:
+            stopping = True
+            raise KeyboardInterrupt
+
+    before = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+# ── all processes but the first ─────────────────────────────────────────────────────────────────────────
+
+
+def take_part(ranks: Ranks) -> None:
+    """Hear what is run, prepare it, and share its rounds."""
+    folders, device, content = ranks.hear(([""], "", b""))
+    ready: list[tuple[Job, Setup]] = []
+
+    def get_ready() -> None:
+        sys.path.extend(folder for folder in folders if folder not in sys.path)
+        devices = {}
+        if device == "cuda":  # every process of a machine takes a device of its own, as far as there are
+            own = int(os.environ.get("LOCAL_RANK", ranks.rank)) % torch.cuda.device_count()
+            torch.cuda.set_device(own)
+            devices = {"cuda:0": f"cuda:{own}"}
+        job = _unpacked(content, devices)
+        with job.machine.applied():
+            ready.append((job, prepare(job.experiment, job.machine, data=job.data, parts=job.parts)))
+
+    ranks.gather(get_ready)
+    [(job, setup)] = ready
+    setup, state = shared(setup, ranks), job.state
+    with job.machine.applied():
+        while state.round < job.until:
+            state, _ = run_round(setup, state)
+
+
+def _unpacked(content: bytes, devices: dict[str, str]) -> Job:
+    try:  # any object may be in it: it comes from the first process of this very run
+        job: Job = torch.load(io.BytesIO(content), map_location=devices, weights_only=False)
+    except (AttributeError, ImportError) as error:
+        raise InvalidValue(_unknown_there(error)) from error
+    return job
+
+
+def main() -> None:
+    """Be one of the other processes; what goes wrong is said by the first, or, if it cannot know, in one line here."""
+    logging.getLogger("fedcover").setLevel(logging.ERROR)  # the first process logs the same
+    rank, size, store = torchrun_rank() or 0, torchrun_size(), None
+    if _PLACE in os.environ:
+        place, number, folder = os.environ[_PLACE].split(" ", 2)
+        rank, size = int(place), int(number)
+        store = FileStore(f"{folder}/store", size)
+        store.set(f"here/{rank}", "yes")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
+    code = 0
+    try:
+        with joined(rank, size, store) as ranks:
+            take_part(ranks)
+    except KeyboardInterrupt:
+        code = 130
+    except FedcoverError:
+        code = 1
+    except Exception as error:
+        print(f"fedcover: process {rank + 1} of {size}: {type(error).__name__}: {error}", file=sys.stderr)
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # nothing is left to save, and threads of the network may not survive an orderly exit

@@ -1,0 +1,79 @@
+"""The other process of `test_sharing`: builds the worlds that it is told to, and shares their rounds.
+
+Started as `python -m tests.second_process FOLDER`; the two meet in that folder.
+"""
+
+import hashlib
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch.distributed import FileStore
+
+from fedcover.engines.batched import batched
+from fedcover.engines.pools import plainly
+from fedcover.engines.sequential import sequential
+from fedcover.errors import FedcoverError
+from fedcover.processes import joined
+from fedcover.rounds import run_round
+from fedcover.sharing import shared
+from tests.worlds import world
+
+ENGINES = {"sequential": sequential, "batched": partial(batched, make=plainly)}
+
+
+def tensors_of(state):
+    """Every tensor of a state, under a name."""
+    kinds = {kind: getattr(state, kind) for kind in ("statistics", "measured", "server", "private")}
+    kinds |= {"params": {"": state.params}, "ever": {"": state.coverage.ever}}
+    kinds |= {"window": dict(enumerate(state.coverage.window))}
+    return {
+        f"{kind}/{key}/{name}": tensor
+        for kind, parts in kinds.items()
+        for key, values in parts.items()
+        for name, tensor in values.items()
+    }
+
+
+def digest(state):
+    """A number for every bit of a state."""
+    content = {name: tensor.contiguous().numpy().tobytes() for name, tensor in tensors_of(state).items()}
+    return hashlib.sha256(repr(sorted(content.items())).encode()).hexdigest()
+
+
+def setup_of(model, engine, fields):
+    """The world of a test with one of the engines."""
+    setup, state = world(model, **fields)
+    return replace(setup, engine=ENGINES[engine]), state
+
+
+def two_rounds(setup, state):
+    """Two rounds, so that what is remembered is used; every state and report on the way."""
+    found = []
+    for _ in range(2):
+        state, report = run_round(setup, state)
+        found.append((state, report))
+    return found
+
+
+def share_rounds(ranks, told):
+    """The rounds of a world in two processes, and whether both end with the same bits."""
+    model, engine, fields = ranks.hear(told)
+    setup, state = setup_of(model, engine, fields)
+    found = two_rounds(shared(setup, ranks), state)
+    return found, ranks.gather(lambda: digest(found[-1][0]))
+
+
+def main():
+    """Take part until there is nothing more to do."""
+    torch.set_num_threads(1)
+    with joined(1, 2, FileStore(f"{sys.argv[1]}/store", 2)) as ranks:
+        while ranks.hear(None) == "go on":
+            with suppress(FedcoverError):  # the first process fails in the same way
+                share_rounds(ranks, None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""One round in two processes equals one round in one: every policy, recipe, rule and norm, in float64 (law 4)."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed import FileStore
+
+from fedcover.policies import POLICIES
+from fedcover.processes import joined
+from fedcover.ranks import Ranks, physical_cores, share, worthwhile
+from fedcover.recipes import RECIPES
+from fedcover.rounds import cohort_of, view_of
+from fedcover.sharing import price
+from fedcover.types import Assignment
+from tests.second_process import setup_of, share_rounds, tensors_of, two_rounds
+from tests.worlds import same, world
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """Two processes that share rounds: this one, and one that is started here."""
+    folder = tmp_path_factory.mktemp("meeting")
+    command = [sys.executable, "-m", "tests.second_process", str(folder)]
+    other = subprocess.Popen(command, cwd=Path(__file__).parent.parent)
+    with joined(0, 2, FileStore(f"{folder}/store", 2)) as ranks:
+        yield ranks
+        ranks.hear("no more")
+    assert other.wait(timeout=60) == 0
+
+
+def agree(ranks, model="mlp", engine="sequential", **fields):
+    ranks.hear("go on")
+    found, digests = share_rounds(ranks, (model, engine, fields))
+    assert digests[0] == digests[1]
+    expected = two_rounds(*setup_of(model, engine, fields))
+    for (state, report), (wanted, said) in zip(found, expected, strict=True):
+        same(tensors_of(state), tensors_of(wanted), 1e-12)
+        left, right = report.metrics, said.metrics
+        assert left.keys() == right.keys()
+        for name in left.keys() - {"seconds", "clients"}:
+            assert left[name] == (
+                pytest.approx(right[name], rel=1e-10) if isinstance(right[name], float) else right[name]
+            )
+        assert left["clients"].keys() == right["clients"].keys()
+        for client, about in right["clients"].items():
+            assert left["clients"][client] == pytest.approx(about, rel=1e-10)
+    return found[-1][0]
+
+
+OPTIONS = {"regions": "regions(codename='147256')", "prunefl": "prunefl(every=1)", "planned": "planned(gamma=1)"}
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_every_policy(both, policy):
+    fleet = {"prunefl": "1x0.5", "regions": "1x1 + 1x0.75 + 1x0.5 + 1x0.75 + 2x0.5"}.get(policy, "3x1.0 + 3x0.5")
+    agree(both, policy=OPTIONS.get(policy, policy), fleet=fleet, assignment="slot")
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_every_recipe(both, recipe):
+    fields = {
+        "prunefl": {"recipe": "prunefl(every=1)", "policy": "prunefl(every=1)", "fleet": "1x0.5"},
+        "hermes": {"recipe": "hermes(step=0.5, good_enough=0.0)", "policy": "full"},
+        "fiarse": {"recipe": "fiarse", "policy": "magnitude"},
+    }.get(recipe, {"recipe": recipe, "policy": "prefix"})
+    state = agree(both, "depth_resnet" if recipe == "depthfl" else "mlp", epochs=1, **fields)
+    assert bool(state.private) == (recipe == "hermes")
+    assert bool(state.measured) == (recipe == "prunefl")
+
+
+@pytest.mark.parametrize(
+    "rule", ["coverage_mean(over=clients)", "coverage_mean(over=moved)", "trimmed_mean(share=0.2)", "median"]
+)
+def test_every_rule(both, rule):
+    agree(both, policy="random", rule=rule, weights="samples")
+
+
+@pytest.mark.parametrize("norm", ["batch", "tracked", "per-width"])
+def test_norm_statistics(both, norm):
+    state = agree(both, "wide_resnet", policy="prefix", norm=norm, epochs=1, clients=6, active=3)
+    assert bool(state.statistics) == (norm != "batch")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"server": "adam"},
+        {"uncovered": "zero", "server": "momentum"},
+        {"drop_out": 0.5},
+        {"drop_out": 0.999},
+        {"active": 1},
+        {"rounds": 2, "local_every": 1},
+        {"evaluation": "batch-compat"},
+    ],
+    ids=lambda fields: "-".join(map(str, fields.values())),
+)
+def test_every_switch(both, fields):
+    agree(both, policy="rolling", **fields)
+
+
+@pytest.mark.parametrize("policy", ["prefix", "magnitude"])
+def test_the_batched_engine(both, policy):
+    agree(both, engine="batched", policy=policy)
+
+
+class TestShares:
+    """Who trains which clients."""
+
+    @given(costs=st.lists(st.integers(1, 1000), max_size=30), ranks=st.integers(1, 8))
+    def test_every_client_has_one_process_and_none_has_much_more_to_do(self, costs, ranks):
+        shares = share(costs, ranks)
+        assert sorted(place for places in shares for place in places) == list(range(len(costs)))
+        loads = [sum(costs[place] for place in places) for places in shares]
+        assert max(loads) <= sum(costs) / ranks + max(costs, default=0)
+
+    def test_equal_clients_are_dealt_out_evenly(self):
+        assert [len(places) for places in share([3.0] * 10, 4)] == [3, 3, 2, 2]
+
+    def test_a_client_of_half_the_width_costs_less_and_a_masked_one_does_not(self):
+        for policy, cheaper in (("prefix", True), ("magnitude", False)):
+            setup, state = world("mlp", policy=policy)
+            cohort = cohort_of(setup, 0)
+            parts = setup.policy(view_of(setup, state, cohort))
+            prices = {
+                client.capacity: price(Assignment(setup.task, state, client, part), setup.uses)
+                for client, part in zip(cohort, parts, strict=True)
+            }
+            assert (prices[0.25] < prices[0.5] < prices[1.0]) == cheaper
+
+    @given(number=st.integers(0, 100), size=st.integers(1, 8))
+    def test_rows_are_shared_without_gap_or_overlap(self, number, size):
+        shares = [list(range(number))[Ranks(rank, size).rows(number)] for rank in range(size)]
+        assert [row for rows in shares for row in rows] == list(range(number))
+
+    def test_processes_are_started_only_where_they_pay(self):
+        assert worthwhile(3600, clients=10, cores=2) == 2
+        assert worthwhile(3600, clients=10, cores=1) == 1
+        assert worthwhile(3600, clients=1, cores=2) == 1
+        assert worthwhile(1, clients=10, cores=2) == 1
+        assert physical_cores() >= 1
