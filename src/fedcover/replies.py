@@ -245,12 +245,12 @@ def _is_finite(value: float) -> bool:
 
 
 def _names(arrays: Mapping[Any, RawArray], asked: Asked) -> None:
-    extra = next((name for name in arrays if not isinstance(name, str) or name not in asked.wanted), None)
-    if len(arrays) > len(asked.wanted) or extra is not None:
-        raise Refused("extra array", shown(extra))
-    missing = next((n for n, wanted in asked.wanted.items() if n not in arrays and not wanted.bits), None)
-    if missing is not None:
-        raise Refused("missing array", missing)
+    for name in arrays:
+        if name not in asked.wanted:
+            raise Refused("extra array", shown(name))
+    for name, wanted in asked.wanted.items():
+        if name not in arrays and not wanted.bits:
+            raise Refused("missing array", name)
 
 
 def _under(prefix: str, arrays: Mapping[str, Tensor]) -> Params:
