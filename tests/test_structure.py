@@ -20,7 +20,7 @@ STORY = [
     "policies", "recipes", "augment", "training", "engines", "aggregation", "privacy", "evaluation", "cost",
     "arrays", "replies",
     "rounds", "experiment", "preparation", "checkpoints", "folders", "runs",
-    "onnx_export", "export", "audit", "planning", "paper", "console", "demo", "cli",
+    "onnx_export", "export", "audit", "capacity", "planning", "paper", "console", "watching", "demo", "cli",
 ]  # fmt: skip
 WALLS = {
     "policies": {"datasets", "partition", "sources", "training", "engines", "submodel"},
