@@ -160,17 +160,17 @@ def delta_of_gaussian(epsilon, mu):
 def test_turns_are_those_of_the_busiest_client():
     setup, _ = world()
     cohorts = [[client.id for client in cohort_of(setup, round)] for round in range(setup.rounds)]
-    assert setup.turns == most_turns(cohorts)
+    assert [setup.turns(round) for round in (2, 0, 1)] == [list(most_turns(cohorts))[round] for round in (2, 0, 1)]
     for round in range(setup.rounds):
         asked = [client for cohort in cohorts[: round + 1] for client in cohort]
-        assert setup.turns[round] == max(asked.count(client) for client in asked)
+        assert setup.turns(round) == max(asked.count(client) for client in asked)
 
 
 def test_epsilon_is_in_the_history_and_in_the_summary(tmp_path):
     pytest.importorskip("dp_accounting")
     run = fc.run(fc.Experiment(**PRIVATE), tmp_path / "run")
     spent = [line["epsilon"] for line in run.metrics]
-    assert spent == [Gaussian(2.0, 1e-4).epsilon(turns) for turns in run.setup.turns]
+    assert spent == [Gaussian(2.0, 1e-4).epsilon(run.setup.turns(round)) for round in range(3)]
     assert spent == sorted(spent)
     assert run.summary["epsilon"] == spent[-1]
     assert [line["epsilon"] for line in fc.load(tmp_path / "run").metrics] == spent
@@ -212,6 +212,7 @@ def test_noise_must_be_noise(noise):
     [
         ({"model": "wide_resnet(depth=10, widen=1)"}, "privacy: batch norm of model .* use norm = 'group'"),
         ({"policy": "prunefl", "recipe": "prunefl"}, "privacy: what clients measure under recipe 'prunefl'"),
+        ({"privacy": "fedcover.recipes:plain"}, "must make a fedcover Gaussian; got Recipe"),
         ({"recipe": "hermes"}, "privacy: with this recipe a client chooses what it trains"),
     ],
 )

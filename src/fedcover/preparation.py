@@ -21,7 +21,7 @@ from fedcover.models import MODELS, tensors
 from fedcover.norms import has_batch_norm, on_batch_statistics
 from fedcover.partition import PARTITIONS
 from fedcover.policies import POLICIES
-from fedcover.privacy import PRIVACY, require_accountant
+from fedcover.privacy import PRIVACY, Gaussian, require_accountant
 from fedcover.recipes import RECIPES, own_labels
 from fedcover.reduction import Masks
 from fedcover.rounds import Setup
@@ -110,7 +110,7 @@ def prepare(
     _check_outputs(experiment, model, source, recipe)
     privacy = _named("privacy", experiment.privacy, PRIVACY)()
     if privacy is not None:
-        _check_private(experiment, model, recipe)
+        _check_private(experiment, privacy, model, recipe)
     local = LocalTraining(**{name: getattr(experiment, name) for name in LocalTraining.__dataclass_fields__})
     switches = {name: getattr(experiment, name) for name in ("norm", "scaler", "seed")}
     return Setup(
@@ -156,9 +156,13 @@ def _check_outputs(experiment: Experiment, model: Model, source: Source, recipe:
         )
 
 
-def _check_private(experiment: Experiment, model: Model, recipe: Recipe) -> None:
+def _check_private(experiment: Experiment, privacy: object, model: Model, recipe: Recipe) -> None:
     """Refuse what would carry clients' data past the noise: norm statistics, and what clients measure."""
     require_accountant()
+    if not isinstance(privacy, Gaussian):
+        raise InvalidValue(
+            f"privacy {experiment.privacy!r} must make a fedcover Gaussian; got {type(privacy).__name__}"
+        )
     if has_batch_norm(model.module):
         raise InvalidValue(
             f"privacy: batch norm of model {experiment.model!r} needs statistics of clients' data, which carry no "

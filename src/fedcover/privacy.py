@@ -9,9 +9,9 @@ nobody holds neither moves nor needs noise. docs/security.md says what is guaran
 import importlib.util
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 
 import torch
 
@@ -91,10 +91,10 @@ def private_mean(
     return new
 
 
-def most_turns(cohorts: Iterable[Sequence[int]]) -> list[int]:
+def most_turns(cohorts: Iterable[Sequence[int]]) -> Iterator[int]:
     """After each round, how often the client that was asked most often has been asked.
 
-    >>> most_turns([[1, 2], [3, 4], [2, 3], [2, 5]])
+    >>> list(most_turns([[1, 2], [3, 4], [2, 3], [2, 5]]))
     [1, 1, 2, 3]
     """
     turns: Counter[int] = Counter()
@@ -103,4 +103,4 @@ def most_turns(cohorts: Iterable[Sequence[int]]) -> list[int]:
         turns.update(cohort)
         return max([known, *(turns[client] for client in cohort)])
 
-    return list(accumulate(cohorts, most, initial=0))[1:]
+    return islice(accumulate(cohorts, most, initial=0), 1, None)

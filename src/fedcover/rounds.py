@@ -1,5 +1,6 @@
 """The story in one function: sample a cohort, reduce the model, train, aggregate, evaluate."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -63,10 +64,15 @@ class Setup:
     noise: Callable[[], torch.Generator] = fresh_generator
 
     @cached_property
-    def turns(self) -> list[int]:
-        """How often the client that is asked most often has been asked, after each round."""
+    def _turns(self) -> tuple[list[int], Iterator[int]]:
         known = self.clients, self.active, self.task.seed
-        return most_turns(sample_cohort(*known, round) for round in range(self.rounds))
+        return [], most_turns(sample_cohort(*known, round) for round in itertools.count())
+
+    def turns(self, round: int) -> int:
+        """How often the client that is asked most often has been asked by the end of a round."""
+        counted, coming = self._turns
+        counted.extend(itertools.islice(coming, max(0, round + 1 - len(counted))))
+        return counted[round]
 
     @cached_property
     def uses(self) -> dict[str, int]:
@@ -240,7 +246,7 @@ def _round_metrics(
     if limit is not None:
         limited["clipped"] = sum(length(change(before.params, u.trained, u.params)) > limit for u in updates)
     if setup.privacy is not None:
-        limited["epsilon"] = setup.privacy.epsilon(setup.turns[before.round])
+        limited["epsilon"] = setup.privacy.epsilon(setup.turns(before.round))
     return {
         "lr": setup.lr(before.round),
         "train_loss": fmean(u.loss for u in updates) if updates else None,
