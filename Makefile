@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 help:
 	@echo "make demo   five policies side by side, offline, under a minute"
 	@echo "make test   lint, types and all tests"
-	@echo "make soak   a million hostile replies; a quarter of an hour"
+	@echo "make soak   a million hostile replies; takes long"
 	@echo "make clean  remove .venv and caches"
 
 # torch first and pinned: whatever asks for torch later is then content with what is there
