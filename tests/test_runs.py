@@ -158,7 +158,7 @@ def test_the_experiment_and_the_manifest_read_back(finished):
     assert manifest["seed"] == 0
     assert manifest["engine"] == "sequential"
     assert manifest["threads"] == 1
-    assert manifest["precision"] == "float32"
+    assert manifest["precision"] == "fp32"
     assert manifest["fedcover"] == fc.__version__
     assert manifest["torch"] == torch.__version__
     assert manifest["numpy"] == np.__version__

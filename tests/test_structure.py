@@ -17,9 +17,10 @@ STORY = [
     "downloads", "datasets", "partition", "sources", "fleet",
     "groups", "models", "reduction", "wire", "submodel", "tracing", "norms", "coverage",
     "objective", "planner", "design",
-    "policies", "recipes", "augment", "training", "engines", "aggregation", "ranks", "evaluation", "cost",
+    "policies", "recipes", "augment", "training", "engines", "aggregation", "privacy", "ranks", "evaluation", "cost",
+    "arrays", "replies",
     "rounds", "sharing", "experiment", "preparation", "processes", "checkpoints", "folders", "runs",
-    "onnx_export", "export", "audit", "planning", "paper", "console", "demo", "cli",
+    "onnx_export", "export", "audit", "capacity", "planning", "paper", "console", "watching", "demo", "cli",
 ]  # fmt: skip
 WALLS = {
     "policies": {"datasets", "partition", "sources", "training", "engines", "submodel"},

@@ -28,7 +28,7 @@ def count(params: Mapping[str, Tensor], reductions: Sequence[Reduction]) -> Para
 
 def minimum(counts: Mapping[str, Tensor]) -> int:
     """Gamma: the fewest clients that hold any parameter."""
-    return min(int(tensor.min()) for tensor in counts.values())
+    return int(torch.cat([tensor.flatten() for tensor in counts.values()]).min())
 
 
 def histogram(counts: Mapping[str, Tensor]) -> dict[int, int]:
@@ -37,9 +37,7 @@ def histogram(counts: Mapping[str, Tensor]) -> dict[int, int]:
     >>> histogram({"w": torch.tensor([2, 1]), "b": torch.tensor([2])})
     {1: 1, 2: 2}
     """
-    longest = 1 + max(int(tensor.max()) for tensor in counts.values())
-    total = sum(torch.bincount(tensor.flatten().cpu().int(), minlength=longest) for tensor in counts.values())
-    assert isinstance(total, Tensor)
+    total = torch.bincount(torch.cat([tensor.flatten() for tensor in counts.values()]))
     return {clients: number for clients, number in enumerate(total.tolist()) if number}
 
 
@@ -60,7 +58,7 @@ def over_window(coverage: Coverage) -> Params:
 
 def energy(params: Mapping[str, Tensor]) -> float:
     """The squared length of all parameters together, summed in float64."""
-    return float(sum(tensor.double().square().sum() for tensor in params.values()))
+    return float(torch.cat([tensor.flatten() for tensor in params.values()]).double().square().sum())
 
 
 def noise(params: Mapping[str, Tensor], reduction: Reduction, total: float) -> float:

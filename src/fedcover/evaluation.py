@@ -15,7 +15,9 @@ from fedcover.types import Reduction, Samples, State, Task, Update
 from fedcover.wire import encode
 
 MODES = ("calibrated", "batch-compat")
-BATCH = 256
+BATCH = {"cpu": 256, "cuda": 2048}
+"""How many samples go through a model at once: what a cache holds, or what fills a GPU."""
+
 COMPAT_BATCH = 128
 WHOLE = Masks({})
 """The reduction that cuts nothing."""
@@ -43,8 +45,11 @@ def ready(task: Task, state: State, reduction: Reduction, capacity: float, mode:
 
 
 @torch.no_grad()
-def logits(module: nn.Module, x: Tensor, batch: int = BATCH) -> Tensor:
+def logits(module: nn.Module, x: Tensor, batch: int | None = None) -> Tensor:
     """What a module says about every input."""
+    if x.is_cuda and x.ndim == 4:
+        module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    batch = batch or BATCH[x.device.type]
     return torch.cat([module(part) for part in torch.split(x, batch)])
 
 

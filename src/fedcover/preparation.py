@@ -18,9 +18,10 @@ from fedcover.engines import ENGINES, PRECISIONS
 from fedcover.errors import FedcoverError, InvalidValue, unknown
 from fedcover.experiment import HUGE, Experiment
 from fedcover.models import MODELS, tensors
-from fedcover.norms import on_batch_statistics
+from fedcover.norms import has_batch_norm, on_batch_statistics
 from fedcover.partition import PARTITIONS
 from fedcover.policies import POLICIES
+from fedcover.privacy import PRIVACY, Gaussian, require_accountant
 from fedcover.ranks import physical_cores, worthwhile
 from fedcover.recipes import RECIPES, own_labels
 from fedcover.reduction import Masks
@@ -85,7 +86,8 @@ class Machine:
             cores = torch.cuda.device_count() if self.device.startswith("cuda") else physical_cores()
             samples = sum(client.samples for client in cohort_of(setup, 0)) * local.epochs * setup.rounds
             step = STEP_SECONDS + 3 * work * local.batch_size / MULTIPLY_ADDS_PER_SECOND
-            processes = worthwhile(samples / local.batch_size * step, setup.active, cores)
+            enough = worthwhile(samples / local.batch_size * step, setup.active, cores)
+            processes = 1 if setup.clip_updates is not None else enough
         threads = self.threads or (1 if small else max(1, torch.get_num_threads() // processes))
         return replace(self, threads=threads, processes=processes, engine=engine_for(setup, self))
 
@@ -94,9 +96,9 @@ class Machine:
         """Compute in this way for a while: so many threads, and on CUDA, if asked, only deterministic kernels."""
         threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
         cudnn, tf32 = torch.backends.cudnn, self.precision != "fp32"
-        before = cudnn.allow_tf32, cudnn.benchmark, torch.get_float32_matmul_precision()
+        before = cudnn.allow_tf32, torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
-        cudnn.allow_tf32, cudnn.benchmark = tf32, not self.deterministic
+        cudnn.allow_tf32 = tf32
         if self.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses
             torch.use_deterministic_algorithms(True)
@@ -106,8 +108,8 @@ class Machine:
         finally:
             torch.set_num_threads(threads)
             torch.use_deterministic_algorithms(strict)
-            cudnn.allow_tf32, cudnn.benchmark = before[:2]
-            torch.set_float32_matmul_precision(before[2])
+            cudnn.allow_tf32 = before[0]
+            torch.set_float32_matmul_precision(before[1])
 
 
 def engine_for(setup: Setup, machine: Machine) -> str:
@@ -147,6 +149,9 @@ def prepare(
     model.module.to(machine.device)
     groups.check(model.groups, tensors(model.module))
     _check_outputs(experiment, model, source, recipe)
+    privacy = _named("privacy", experiment.privacy, PRIVACY)()
+    if privacy is not None:
+        _check_private(experiment, privacy, model, recipe)
     local = LocalTraining(**{name: getattr(experiment, name) for name in LocalTraining.__dataclass_fields__})
     switches = {name: getattr(experiment, name) for name in ("norm", "scaler", "seed")}
     setup = Setup(
@@ -157,12 +162,13 @@ def prepare(
         engine=ENGINES["sequential"],
         rule=_named("rule", experiment.rule, RULES),
         server=_named("server", experiment.server, SERVERS)(),
+        privacy=privacy,
         lr=_learning_rate(experiment),
         **{
             name: getattr(experiment, name)
             for name in (
                 "clients", "active", "assignment", "capacity", "drop_out", "weights", "uncovered", "rounds", "window",
-                "evaluate_every", "local_every", "evaluation",
+                "evaluate_every", "local_every", "evaluation", "clip_updates",
             )
         },
     )  # fmt: skip
@@ -190,6 +196,22 @@ def _check_outputs(experiment: Experiment, model: Model, source: Source, recipe:
             f"model {experiment.model!r} must answer {len(two)} samples with logits of shape {wanted}; got {got}"
             + (" (exits need the recipe depthfl)" if isinstance(got, tuple) and got[1:] == wanted else "")
         )
+
+
+def _check_private(experiment: Experiment, privacy: object, model: Model, recipe: Recipe) -> None:
+    """Refuse what would carry clients' data past the noise: norm statistics, and what clients measure."""
+    require_accountant()
+    if not isinstance(privacy, Gaussian):
+        raise InvalidValue(
+            f"privacy {experiment.privacy!r} must make a fedcover Gaussian; got {type(privacy).__name__}"
+        )
+    if has_batch_norm(model.module):
+        raise InvalidValue(
+            f"privacy: batch norm of model {experiment.model!r} needs statistics of clients' data, which carry no "
+            "noise; use norm = 'group', or a model without norm layers"
+        )
+    if recipe.measures:
+        raise InvalidValue(f"privacy: what clients measure under recipe {experiment.recipe!r} carries no noise")
 
 
 def build_model(

@@ -37,6 +37,8 @@ def shared(setup: Setup, ranks: Ranks) -> Setup:
     """The same setup, its clients and test samples shared by these processes."""
     if ranks.size == 1:
         return setup
+    if setup.clip_updates is not None:  # privacy clips too
+        raise RunError("clip_updates looks at each update as a whole, which needs all of them in one process: use 1")
     return replace(
         setup,
         engine=shared_engine(setup.engine, ranks, setup.uses),

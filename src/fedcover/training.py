@@ -76,6 +76,9 @@ def refuse_divergence(assignment: Assignment, finite: bool, loss: float, lr: flo
 def update_of(assignment: Assignment, part: nn.Module, outcome: Outcome, loss: float) -> Update:
     """What the client sends back."""
     task, client, reduction = assignment.task, assignment.client, assignment.reduction
+    undeclared = sorted(outcome.measured.keys() - task.recipe.measures.keys())
+    if undeclared:
+        raise InvalidValue(f"recipe measures {undeclared[0]!r}, which its `measures` do not name")
     trained = Within(reduction, outcome.bits) if outcome.bits else reduction
     kept = statistics_key(task.norm, client.capacity)
     buffers = {name: tensor.clone() for name, tensor in running(part).items()} if kept else {}
@@ -98,7 +101,7 @@ def train(
     losses: list[Tensor] = []
     step = torch.zeros((), dtype=torch.int64, device=shard.index.device)
     for epoch in range(local.epochs):
-        order_N, drawn_NK = (plan.to(step.device) for plan in order_of_rows(assignment, epoch))
+        order_N, drawn_NK = (plan.to(step.device) for plan in order_of_rows(assignment, len(shard.index), epoch))
         losses = []
         for places_B in torch.split(order_N, local.batch_size):
             rows_B = shard.index[places_B]
@@ -116,9 +119,9 @@ def train(
     return {name: p.detach() for name, p in weights.items()}, carry, float(torch.stack(losses).mean())
 
 
-def order_of_rows(assignment: Assignment, epoch: int) -> tuple[Tensor, Tensor]:
+def order_of_rows(assignment: Assignment, rows: int, epoch: int) -> tuple[Tensor, Tensor]:
     """The order in which a client goes through its rows in an epoch, and what is drawn to augment each row."""
-    task, rows = assignment.task, len(assignment.task.source.shard(assignment.client.id).index)
+    task = assignment.task
     address = (assignment.state.round, assignment.client.id, epoch)
     order_N = torch.randperm(rows, generator=generator(task.seed, "shuffle", *address))
     draw = AUGMENTATIONS[task.local.augment].draw

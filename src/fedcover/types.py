@@ -238,14 +238,15 @@ class Outcome:
     private: Params = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Recipe:
     """What a local step is: pure functions, of which only the loss is needed.
 
     `start` sees what the client was given, `observe` every step's gradients before they are masked, `finish` the end;
     `model` is what the recipe makes of the global model before the first round. `loss` and `observe` decide nothing by
     the values of tensors: their steps are captured once and replayed for other clients. With `exits` the model gives
-    the logits of several exits, stacked.
+    the logits of several exits, stacked. `measures` declares what its clients measure: a kind, and of which tensors
+    (`all`, `prunable`).
     """
 
     loss: Callable[[Forward, Params, Batch, Carry], Tensor]
@@ -256,6 +257,7 @@ class Recipe:
     )
     model: Callable[[Model], Model] = lambda model: model
     exits: bool = False
+    measures: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,8 +322,8 @@ class Assignment:
     @property
     def steps(self) -> int:
         """How many local steps the client will make."""
-        local, rows = self.task.local, len(self.task.source.shard(self.client.id).index)
-        return local.epochs * -(-rows // local.batch_size)
+        local = self.task.local
+        return local.epochs * -(-self.client.samples // local.batch_size)
 
 
 class Engine(Protocol):

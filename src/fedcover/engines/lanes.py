@@ -15,7 +15,7 @@ from torch.func import functional_call
 from fedcover.engines.steps import Slots, Step, Track, Whole, leaves_of, map_trees
 from fedcover.norms import statistics_key
 from fedcover.training import client_module, order_of_rows, refuse_divergence, update_of
-from fedcover.types import Assignment, Carry, LocalTraining, Params, Recipe, Update
+from fedcover.types import Assignment, Carry, LocalTraining, Params, Recipe, Shard, Update
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +42,18 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrival:
-    """A client on its way into a lane: its part of the model, what its recipe remembers, how many rows it has."""
+    """A client on its way into a lane: its part of the model, what its recipe remembers, and its samples."""
 
     job: Job
     params: Params
     masks: Mapping[str, Tensor]
     carry: Carry
-    rows: int
-    sample: tuple[int, ...]
+    shard: Shard
+
+    @property
+    def rows(self) -> int:
+        """How many samples the client has."""
+        return len(self.shard.index)
 
     def shape(self, rows: int) -> Shape:
         """The shape of the lane that this client needs, with room for so many rows."""
@@ -60,7 +64,7 @@ class Arrival:
             tensors=tuple((name, tuple(p.shape)) for name, p in self.params.items()),
             masked=tuple(self.masks),
             memory=tuple(tuple(leaf.shape) for leaf in leaves_of(self.carry)),
-            sample=self.sample,
+            sample=tuple(self.shard.samples.x.shape[1:]),
             rows=rows,
             dtype=next(iter(self.params.values())).dtype,
         )
@@ -70,9 +74,8 @@ def arrival(job: Job) -> Arrival:
     """What a client brings along."""
     a = job.assignment
     params = a.reduction.extract(a.state.params)
-    shard = a.task.source.shard(a.client.id)
     carry = a.task.recipe.start(a, params)
-    return Arrival(job, params, a.reduction.gradient_mask(), carry, len(shard.index), tuple(shard.samples.x.shape[1:]))
+    return Arrival(job, params, a.reduction.gradient_mask(), carry, a.task.source.shard(a.client.id))
 
 
 @dataclass(slots=True, eq=False)
@@ -121,14 +124,13 @@ class Lane:
 
     def _load_samples(self, clients: Sequence[Arrival]) -> None:
         rows = clients[0].rows
-        shards = [c.job.assignment.task.source.shard(c.job.assignment.client.id) for c in clients]
         for room, kind in ((self.slots.x, "x"), (self.slots.y, "y")):
-            values = [getattr(shard.samples, kind)[shard.index] for shard in shards]
+            values = [getattr(client.shard.samples, kind)[client.shard.index] for client in clients]
             self._put(room if self.crew else room[:rows], values)
 
     def _load_rows(self, clients: Sequence[Arrival]) -> None:
         epochs, batch, rows = self.shape.local.epochs, self.shape.local.batch_size, clients[0].rows
-        plans = [[order_of_rows(c.job.assignment, epoch) for epoch in range(epochs)] for c in clients]
+        plans = [[order_of_rows(c.job.assignment, rows, epoch) for epoch in range(epochs)] for c in clients]
         order_CEN = torch.stack([torch.stack([order for order, _ in plan]) for plan in plans])
         drawn_CENK = torch.stack([torch.stack([drawn[order] for order, drawn in plan]) for plan in plans])
         full = rows // batch * batch
@@ -236,15 +238,14 @@ def new_lane(shape: Shape, like: Arrival, crew: int | None, *, half: bool, fused
         return views(slab, shape.tensors, last), slab
 
     params, slab = tensors()
-    shard = like.job.assignment.task.source.shard(like.job.assignment.client.id)
     slots = Slots(
         params=params,
         velocity=tensors()[0],
         masks={name: torch.zeros_like(params[name]) for name in shape.masked},
         buffers={name: room(*b.shape, dtype=b.dtype) for name, b in module.named_buffers()} if crew else {},
         carry=map_trees(lambda leaf: room(*leaf.shape, dtype=leaf.dtype), like.carry),
-        x=room(shape.rows, *shard.samples.x.shape[1:], dtype=shard.samples.x.dtype),
-        y=room(shape.rows, *shard.samples.y.shape[1:], dtype=shard.samples.y.dtype),
+        x=room(shape.rows, *like.shard.samples.x.shape[1:], dtype=like.shard.samples.x.dtype),
+        y=room(shape.rows, *like.shard.samples.y.shape[1:], dtype=like.shard.samples.y.dtype),
         rate=torch.zeros((), dtype=shape.dtype, device=device),
         step=torch.zeros((), dtype=torch.int64, device=device),
         losses_T=room(shape.local.epochs * -(-shape.rows // shape.local.batch_size)).movedim(-1, 0).contiguous(),

@@ -54,7 +54,7 @@ class Place:
             self.plan = self.lane.batches()
             new = [size for size in dict.fromkeys(self.plan) if size not in self.steps]
             for size in new:
-                with computing(self.precision, self.lane.slots.x.device):
+                with computing(self.precision, self.lane.slots.x.device), choosing_kernels():
                     _try(self.lane, size)
                     self.steps[size] = self.make(self.lane, size)
             if new:  # trying and capturing have spoilt what was there
@@ -80,6 +80,14 @@ def computing(precision: str, device: torch.device) -> AbstractContextManager[An
     if precision != "bf16":
         return nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False)
+
+
+def choosing_kernels() -> AbstractContextManager[Any]:
+    """Let cuDNN try its kernels and take the fastest, unless runs must repeat bit for bit."""
+    try_all = not torch.are_deterministic_algorithms_enabled()
+    return torch.backends.cudnn.flags(
+        enabled=True, benchmark=try_all, deterministic=not try_all, allow_tf32=torch.backends.cudnn.allow_tf32
+    )
 
 
 def _try(lane: Lane, size: int) -> None:
