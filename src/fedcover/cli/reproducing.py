@@ -13,7 +13,7 @@ from fedcover.paper import document
 from fedcover.paper.cells import SETS
 from fedcover.paper.claims import claimed
 from fedcover.paper.evidence import Evidence
-from fedcover.paper.reproduce import DOCS, SEEDS, Wish, parse_only
+from fedcover.paper.reproduce import DOCS, Wish, parse_only
 from fedcover.paper.reproduce import reproduce as run_missing
 from fedcover.paper.results import read_all
 from fedcover.preparation import Machine
@@ -39,7 +39,7 @@ def reproduce(
         raise unknown("reproduce", what, [*SETS, "docs"])
     if what == "docs" and (only or quick):
         raise InvalidValue("docs is written from all results: leave --only and --quick out")
-    wish = Wish(() if what == "docs" else (what,), parse_only(only), seeds or (1 if quick else SEEDS), quick, out)
+    wish = Wish(() if what == "docs" else (what,), parse_only(only), seeds, quick, out)
     written: list[Path] = []
     if wish.sets:
         try:
@@ -59,7 +59,7 @@ def _show(wish: Wish, written: list[Path], json: bool) -> None:
     rows = []
     by_cell = {cell.id: cell for cell, _ in wish.jobs()}
     for cell in by_cell.values():
-        runs = read_all(wish.folder, cell, cell.seeds(wish.seeds))
+        runs = read_all(wish.folder, cell, cell.seeds(wish.seed_count))
         scores = [100 * run["last"] for run in runs if run["last"] is not None]
         claim = None if wish.smoke else claimed(cell.dataset, cell.column, cell.level, cell.setting)
         mean = sum(scores) / len(scores) if scores else None

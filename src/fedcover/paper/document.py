@@ -1,5 +1,6 @@
 """docs/reproduction.md and its figures, made from the results and the paper's printed numbers and nothing else."""
 
+from collections import Counter
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
@@ -96,6 +97,21 @@ def main_tables(evidence: Evidence) -> str:
     return "\n\n".join(parts)
 
 
+def verdicts(evidence: Evidence) -> str:
+    """How the main table's claims fared, counted."""
+    words = ("=", "higher", "lower", "one seed", "not run")
+    rows = []
+    for dataset in DATASETS:
+        counts = Counter(
+            verdict(claimed(dataset, column, design.level, design.setting), evidence.sample(id)) or "not run"
+            for column in COLUMNS[dataset]
+            for design in designs(dataset)
+            for id in [cell_id(dataset, column, design.name)]
+        )
+        rows.append([NAMES[dataset], *(counts[word] for word in words)])
+    return table(["data", "within noise of the claim", *words[1:]], rows)
+
+
 def _main_row(evidence: Evidence, dataset: str, column: str, design: Design) -> list[object]:
     id = cell_id(dataset, column, design.name)
     claim = claimed(dataset, column, design.level, design.setting)
@@ -138,7 +154,7 @@ def other_rows(row: str) -> Callable[[Evidence], str]:
                 partner = _partner(cell)
                 difference = evidence.difference(cell.id, partner)
                 change = f"{difference.mean:+.2f} ({difference.verdict})" if difference else ""
-                name = f"{cell.level} {cell.setting} {cell.design}"
+                name = cell.design if cell.design.startswith(cell.level) else f"{cell.level}, {cell.design}"
                 last, best, seeds, _ = _obtained(evidence, cell.id, None)
                 beside = spread(evidence.sample(partner))
                 rows.append([NAMES[cell.dataset], column_name(cell.column), name, last, best, seeds, beside, change])
@@ -172,8 +188,8 @@ def audit(evidence: Evidence) -> str:
     """What is wrong in the printed tables."""
     found = audit_tables()
     wrong = [
-        [row["table"], row["codename"], name.replace("_", " "), row["printed"].get(name, "share"),
-         f"{row['closed_form'][name]:g}" if name in row["closed_form"] else "follows"]
+        [row["table"], row["codename"], name.replace("_", " "), row["printed"][name],
+         f"{(row['closed_form'] | row['shares'])[name]:.6g}"]
         for row in found["rows"]
         for name in row["wrong"]
     ]  # fmt: skip
@@ -237,6 +253,7 @@ def figure_links(evidence: Evidence) -> str:
 
 BLOCKS: dict[str, Callable[[Evidence], str]] = {
     "progress": progress,
+    "verdicts": verdicts,
     "main": main_tables,
     "ranks": ranks.block,
     "pruning": appendix_table("pruning"),

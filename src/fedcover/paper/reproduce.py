@@ -34,13 +34,18 @@ class Wish:
 
     sets: tuple[str, ...]
     only: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    seeds: int = SEEDS
+    seeds: int | None = None
     smoke: bool = False
     out: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.seeds < 1:
+        if self.seeds is not None and self.seeds < 1:
             raise InvalidValue(f"seeds must be at least 1; got {self.seeds}")
+
+    @property
+    def seed_count(self) -> int:
+        """How many seeds, from 0 on."""
+        return self.seeds or (1 if self.smoke else SEEDS)
 
     @property
     def folder(self) -> Path:
@@ -50,7 +55,7 @@ class Wish:
     def jobs(self) -> list[Job]:
         """The cells and seeds that are wanted; the second learning rates are known only once the first was chosen."""
         known = cells(results.second_rates(self.folder, cells({})))
-        wanted = chosen(known, self.sets, self.seeds, self.only)
+        wanted = chosen(known, self.sets, self.seed_count, self.only)
         return [(quick(cell), seed) for cell, seed in wanted] if self.smoke else wanted
 
     def missing(self) -> list[Job]:
@@ -154,9 +159,12 @@ def main(words: Sequence[str]) -> None:
     if not sets:
         raise unknown("reproduce", "", [*SETS, "docs"])
     out = Path(options["out"]) if options["out"] else None
-    smoke = options["quick"] == "true"
-    seeds = int(options["seeds"] or (1 if smoke else SEEDS))
-    wish = Wish(tuple(name for name in sets if name != "docs"), only, seeds, smoke, out)
+    if options["quick"] not in ("true", "false") or not (options["seeds"] or "1").isdecimal():
+        raise InvalidValue(
+            f"quick must be true or false and seeds a number; got {options['quick']}, {options['seeds']}"
+        )
+    seeds = int(options["seeds"]) if options["seeds"] else None
+    wish = Wish(tuple(name for name in sets if name != "docs"), only, seeds, options["quick"] == "true", out)
     if wish.sets:
         machine = Machine(options["engine"], options["device"])
         reproduce(wish, machine=machine, data=options["data"] or None, tell=lambda line: print(line, flush=True))

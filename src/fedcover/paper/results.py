@@ -115,7 +115,7 @@ def read(folder: Path, cell: Cell, seed: int) -> dict[str, Any] | None:
         return None
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        kept = found["experiment"]
+        kept = dict(found["experiment"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(f"{path} is no result of a cell: {error}; remove it to run the cell again") from error
     # a field that a newer version adds does not matter as long as the cell leaves it at its default

@@ -73,7 +73,8 @@ def _row(kind: str, printed: CodenameRow) -> dict[str, Any]:
     return {
         "table": kind,
         "codename": printed.codename,
-        "printed": {name: getattr(printed, name) for name in ("parameters", "multiply_adds", "gamma")},
+        "printed": {name: getattr(printed, name) for name in (*asdict(right), *shares)},
+        "shares": shares,
         "measured": asdict(found),
         "closed_form": asdict(right),
         "wrong": wrong,
