@@ -131,6 +131,16 @@ def test_what_is_there_is_not_run_again(fedcover, tmp_path, monkeypatch):
     assert "mnist-iid-pruning-1111223344-quick" in out
 
 
+def test_the_curves_of_a_smoke_run_are_drawn_beside_its_results(fedcover, tmp_path):
+    wanted = ("reproduce", "figures", "--quick", "--only", "cell=mnist-L2-full", "--json")
+    code, out, err = fedcover(*wanted)
+    assert code == 0, err
+    names = ["medium-L2.svg", "pruning-L2.svg", "subnet-L2.svg"]
+    assert [Path(path).name for path in json.loads(out)["written"]] == names
+    assert all((tmp_path / path).is_file() for path in json.loads(out)["written"])
+    assert not (tmp_path / "docs").exists()
+
+
 def test_after_ctrl_c_the_finished_cells_stay(fedcover, tmp_path, monkeypatch):
     ended = []
     real = reproduce.run
@@ -368,10 +378,20 @@ def test_the_document_tells_claims_results_and_what_was_not_run(tmp_path):
     assert (
         "1 of 60 comparisons have runs. The optimised design is: 1 higher, 0 lower, 0 not decided, 0 one seed." in text
     )
-    assert "| +0.88 | +1.00 ± 0.00 | 3 | 0.000 | higher |" in text
+    assert "| +0.88 | +1.00 ± 0.00 | 3 | 0.000 | higher | 2.0 / 2.0 |" in text
     assert "not run" in text
     assert "MNIST, L=2, medium level: loss and accuracy" in text
     assert "MNIST, L=2, fixed sub-networks: loss" in text  # FedAvg is in it
+
+
+def test_rounds_to_a_target(tmp_path):
+    for seed in range(2):
+        write_result(tmp_path, "mnist-iid-full", seed, 0.8 + 0.1 * seed)  # half of it after the first round
+    evidence = Evidence(tmp_path)
+    assert evidence.rounds_to("mnist-iid-full", 40) == 1
+    assert evidence.rounds_to("mnist-iid-full", 42) == 1.5
+    assert evidence.rounds_to("mnist-iid-full", 85) is None
+    assert evidence.rounds_to("mnist-L2-full", 1) is None
 
 
 def test_the_commands_write_document_and_figures(fedcover, tmp_path):

@@ -51,7 +51,7 @@ def reproduce(
     if what == "docs":
         written = document.write(wish.folder, docs)
     if what == "figures":
-        written = document.write_figures(Evidence(wish.folder), wish.folder if quick else docs / "reproduction")
+        written = document.write_figures(Evidence(wish.folder, quick), wish.folder if quick else docs / "reproduction")
     _show(wish, written, json)
 
 

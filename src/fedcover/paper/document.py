@@ -212,18 +212,18 @@ def figures(evidence: Evidence) -> dict[str, str]:
     """The paper's figures as SVG, by name; those without any run are left out."""
     drawn = {}
     for name, (title, column, of) in FIGURES.items():
-        runs = {cell.design: evidence.results[cell.id] for cell in _lines(evidence, column, of)}
+        runs = {evidence.cells[id].design: evidence.results[id] for id in _lines(evidence, column, of)}
         panels = [(label, _series(runs, label)) for label in ("loss", "accuracy")]
         if all(lines for _, lines in panels):
             drawn[name] = chart(title, panels)
     return drawn
 
 
-def _lines(evidence: Evidence, column: str, of: str) -> list[Cell]:
+def _lines(evidence: Evidence, column: str, of: str) -> list[str]:
     """The cells that a figure shows: the medium level of the main table, or an appendix table."""
     return [
-        cell
-        for cell in evidence.cells.values()
+        id
+        for id, cell in evidence.cells.items()
         if cell.dataset == "mnist"
         and cell.column == column
         and cell.row in ("main", "appendix")

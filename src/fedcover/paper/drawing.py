@@ -1,6 +1,7 @@
 """Curves with seed bands as a small SVG file: the same results always give the same file."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from statistics import fmean
@@ -52,31 +53,43 @@ def _panel(left: int, label: str, lines: Sequence[Series], names: Sequence[str])
     # the first rounds lie far from the rest: a tenth of the points may leave the picture on that side
     far = len(values) // 10
     low, high = (values[0], values[-1 - far]) if label == "loss" else (values[far], values[-1])
-    span = (high - low) or 1.0
-    low, high = low - 0.05 * span, high + 0.05 * span
+    margin = 0.05 * ((high - low) or 1.0)
+    low, high = low - margin, high + margin
     last = max(max(series.rounds) for series in lines)
 
     def x(round: float) -> float:
         return left + WIDTH * round / last
 
     def y(value: float) -> float:
-        inside = min(max(value, low), high)
-        return TOP + HEIGHT * (high - inside) / (high - low)
+        return TOP + HEIGHT * (high - value) / (high - low)
 
-    parts = [f'<rect x="{left}" y="{TOP}" width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#999"/>']
-    for step in range(5):
-        value, round = low + (high - low) * step / 4, last * step / 4
-        parts.append(f'<text x="{left - 4}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.3g}</text>')
+    def points(series: Series, of: Callable[[Sequence[float]], float]) -> list[str]:
+        by_round = zip(*series.values, strict=True)
+        return [f"{x(round):.1f},{y(of(seeds)):.1f}" for round, seeds in zip(series.rounds, by_round, strict=True)]
+
+    frame = f'x="{left}" y="{TOP}" width="{WIDTH}" height="{HEIGHT}"'
+    parts = [f'<clipPath id="{label}"><rect {frame}/></clipPath>', f'<rect {frame} fill="none" stroke="#999"/>']
+    for value in ticks(low, high):
+        parts.append(f'<text x="{left - 4}" y="{y(value) + 4:.1f}" text-anchor="end">{value:g}</text>')
+    for round in ticks(0, last):
         parts.append(f'<text x="{x(round):.1f}" y="{TOP + HEIGHT + 16}" text-anchor="middle">{round:g}</text>')
     parts.append(f'<text x="{left + WIDTH / 2}" y="{TOP + HEIGHT + 34}" text-anchor="middle">{label}, by round</text>')
+    parts.append(f'<g clip-path="url(#{label})">')
     for series in lines:
         place = names.index(series.name)
-        by_round = list(zip(*series.values, strict=True))
-        colour = COLOURS[place % len(COLOURS)]
         if len(series.values) > 1:
-            upper = [f"{x(r):.1f},{y(max(v)):.1f}" for r, v in zip(series.rounds, by_round, strict=True)]
-            lower = [f"{x(r):.1f},{y(min(v)):.1f}" for r, v in zip(series.rounds, by_round, strict=True)]
-            parts.append(f'<polygon points="{" ".join([*upper, *reversed(lower)])}" fill="{colour}" opacity="0.15"/>')
-        points = " ".join(f"{x(r):.1f},{y(fmean(v)):.1f}" for r, v in zip(series.rounds, by_round, strict=True))
-        parts.append(f'<polyline points="{points}" {_stroke(place)}/>')
-    return parts
+            band = " ".join([*points(series, max), *reversed(points(series, min))])
+            parts.append(f'<polygon points="{band}" fill="{COLOURS[place % len(COLOURS)]}" opacity="0.15"/>')
+        parts.append(f'<polyline points="{" ".join(points(series, fmean))}" {_stroke(place)}/>')
+    return [*parts, "</g>"]
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Round numbers between two others, four to ten of them.
+
+    >>> ticks(0.508, 1.01)
+    [0.6, 0.7, 0.8, 0.9, 1.0]
+    """
+    size = 10 ** math.floor(math.log10((high - low) / 4))
+    step = max(size * factor for factor in (1, 2, 5) if size * factor <= (high - low) / 4)
+    return [round(step * n, 10) for n in range(math.ceil(low / step), math.floor(high / step) + 1)]

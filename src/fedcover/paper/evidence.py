@@ -4,10 +4,11 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from fedcover.paper import results
-from fedcover.paper.cells import RATES, Cell, cell_id, cells
+from fedcover.paper.cells import RATES, Cell, cell_id, cells, quick
 from fedcover.paper.noise import Paired, Sample, paired, sample
 
 MOST_SEEDS = 10
@@ -19,6 +20,7 @@ class Evidence:
     """What is known so far; everything that is written about the reproduction is made from this."""
 
     folder: Path
+    smoke: bool = False
 
     @cached_property
     def rates(self) -> dict[str, float]:
@@ -27,8 +29,8 @@ class Evidence:
 
     @cached_property
     def cells(self) -> dict[str, Cell]:
-        """Every cell by its name."""
-        return {cell.id: cell for cell in cells(self.rates)}
+        """Every cell by its name in the tables; of a smoke run, the small ones."""
+        return {cell.id: quick(cell) if self.smoke else cell for cell in cells(self.rates)}
 
     @cached_property
     def results(self) -> dict[str, list[dict[str, Any]]]:
@@ -55,6 +57,17 @@ class Evidence:
     def difference(self, first: str, second: str, figure: str = "last") -> Paired | None:
         """One cell minus another, seed by seed."""
         return paired(self.of(first, figure), self.of(second, figure))
+
+    def rounds_to(self, id: str, percent: float) -> float | None:
+        """Mean over seeds of the first round after which the accuracy was reached; None where a seed never did."""
+        first = []
+        for run in self.results.get(id, []):
+            curve = run["curve"]
+            reached = [r for r, score in zip(curve["round"], curve["accuracy"], strict=True) if 100 * score >= percent]
+            if not reached:
+                return None
+            first.append(reached[0])
+        return fmean(first) if first else None
 
     def tried(self, dataset: str) -> dict[float, float | None]:
         """Validation accuracy in percent of the learning rates that were tried."""
