@@ -198,7 +198,8 @@ def test_a_run_that_diverges_is_a_result(tmp_path, monkeypatch):
     evidence = Evidence(tmp_path)
     assert evidence.diverged("mnist-iid-full") == 1
     assert evidence.sample("mnist-iid-full") is None
-    assert "0 (1 diverged)" in document.main_tables(evidence)
+    assert "| 98.08 | diverged |  | 0 (1 diverged) |  |" in document.main_tables(evidence)
+    assert "| MNIST | 0 | 0 | 0 | 0 | 1 | 59 |" in document.verdicts(evidence)
 
 
 def test_jobs_of_one_shape_are_handed_over_together():

@@ -56,7 +56,9 @@ def _obtained(evidence: Evidence, id: str, claim: float | None) -> list[object]:
     last, best = evidence.sample(id), evidence.sample(id, "best")
     lost = evidence.diverged(id)
     seeds = f"{last.seeds if last else 0}" + (f" ({lost} diverged)" if lost else "")
-    return [spread(last), spread(best) if last else "", seeds, verdict(claim, last)]
+    if last is None:
+        return ["diverged" if lost else "not run", "", seeds, ""]
+    return [spread(last), spread(best), seeds, verdict(claim, last)]
 
 
 # ── the blocks ──────────────────────────────────────────────────────────────────────────────────────────
@@ -99,11 +101,12 @@ def main_tables(evidence: Evidence) -> str:
 
 def verdicts(evidence: Evidence) -> str:
     """How the main table's claims fared, counted."""
-    words = ("=", "higher", "lower", "one seed", "not run")
+    words = ("=", "higher", "lower", "one seed", "diverged", "not run")
     rows = []
     for dataset in DATASETS:
         counts = Counter(
-            verdict(claimed(dataset, column, design.level, design.setting), evidence.sample(id)) or "not run"
+            verdict(claimed(dataset, column, design.level, design.setting), evidence.sample(id))
+            or ("diverged" if evidence.diverged(id) else "not run")
             for column in COLUMNS[dataset]
             for design in designs(dataset)
             for id in [cell_id(dataset, column, design.name)]
