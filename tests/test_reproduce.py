@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import fedcover as fc
 from fedcover.errors import InvalidValue, RunError, TrainingDiverged
 from fedcover.experiment import Experiment
 from fedcover.paper import document, reproduce, results
@@ -185,6 +186,13 @@ def test_every_sort_of_cell_goes_through(tmp_path, id):
     assert kept["score"] == ("accuracy_common" if "homogeneous" in id else "accuracy")
     assert ("validation" in kept["curve"]) == ("rate" in id)
     assert ("loss" in kept["curve"]) == ("homogeneous" not in id)
+
+
+@pytest.mark.parametrize("id", ["mnist-iid-homogeneous-0.5", "cifar10-iid-homogeneous-0.25"])
+def test_a_homogeneous_cell_counts_the_small_model_alone(id):
+    small = quick(BY_ID[id])
+    last = fc.run(small.experiment, machine=Machine(device="cpu")).metrics[-1]
+    assert last[small.score] == last["accuracy_single"] != last["accuracy"]
 
 
 def test_a_run_that_diverges_is_a_result(tmp_path, monkeypatch):
