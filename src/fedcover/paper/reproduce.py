@@ -178,3 +178,6 @@ if __name__ == "__main__":
         main(sys.argv[1:])
     except FedcoverError as error:
         sys.exit(f"fedcover: {error}")
+    except KeyboardInterrupt:
+        print("stopped; what has ended is kept, the same command goes on with the rest", file=sys.stderr)
+        sys.exit(130)
