@@ -78,7 +78,7 @@ class Folder:
             raise RunError(f"cannot create the run folder {self.path}: {error.strerror}") from error
         with self._locked():
             self._refuse_a_run()  # another process may have been faster
-            write_atomically(self.path / "manifest.json", _json(_manifest(experiment, machine, parts, data)))
+            write_atomically(self.path / "manifest.json", _json(manifest(experiment, machine, parts, data)))
             write_atomically(self.path / "experiment.toml", experiment.to_toml().encode())
             try:
                 yield self
@@ -242,7 +242,8 @@ def summarise(metrics: Metrics) -> dict[str, Any]:
     return summary
 
 
-def _manifest(experiment: Experiment, machine: Machine, parts: Parts, data: str | Path | None) -> dict[str, Any]:
+def manifest(experiment: Experiment, machine: Machine, parts: Parts, data: str | Path | None) -> dict[str, Any]:
+    """With what a run is made: versions, commit, computer, and how it is computed."""
     cuda = machine.device.startswith("cuda")
     return {
         "fedcover": __version__,

@@ -1,5 +1,6 @@
 """Commands that look and compute: list, audit, plan, explain."""
 
+import sys
 from collections.abc import Callable
 from inspect import getdoc
 from pathlib import Path
@@ -17,6 +18,7 @@ from fedcover.errors import InvalidValue, unknown
 from fedcover.experiment import Experiment
 from fedcover.models import MODELS
 from fedcover.paper.explain import explain as explain_code
+from fedcover.paper.tables import audit_tables
 from fedcover.partition import PARTITIONS
 from fedcover.planning import plan_report
 from fedcover.planning import plot as draw_plan
@@ -68,7 +70,9 @@ def list_(kind: str, *, json: Json = False) -> None:
 
 @app.command
 def audit(
-    codename: Annotated[str | None, Parameter(help="Digits 1 to 7, one per slot, as in the paper.")] = None,
+    codename: Annotated[
+        str | None, Parameter(help="Digits 1 to 7, one per slot, as in the paper; or 'paper': both of its tables.")
+    ] = None,
     *,
     kind: Annotated[str, Parameter(help="With a codename: pruning or subnet.")] = "pruning",
     p5: Annotated[str, Parameter(help="With a codename: P5 as in the paper's code, or as printed.")] = "code",
@@ -81,6 +85,8 @@ def audit(
     json: Json = False,
 ) -> None:
     """Does this fit my device: parameters, multiply-adds, memory and traffic per capacity; and what is covered."""
+    if codename == "paper":
+        return _audit_paper(json)
     if codename is not None and (fleet or policy):
         raise InvalidValue("a codename brings its own fleet and policy: leave --fleet and --policy out")
     if codename is not None:
@@ -113,6 +119,33 @@ def audit(
         f"every parameter is trained by at least {found['gamma_min']} clients" + (f" ({covered})" if covered else "")
     )
     return None
+
+
+def _audit_paper(json: bool) -> None:
+    """Both appendix tables worked out anew; the exit code tells whether our figures are those of the closed form."""
+    found = audit_tables()
+    if json:
+        console.show_json(found)
+    else:
+        figures = ("parameters", "multiply_adds", "gamma")
+        heads = [
+            "codename",
+            "table",
+            *(f"{name}: {of}" for name in figures for of in ("paper", "ours")),
+            "wrong in print",
+        ]
+        rows = [
+            [row["codename"], row["table"], *(row[of][name] for name in figures for of in ("printed", "measured")),
+             ", ".join(row["wrong"])]
+            for row in found["rows"]
+        ]  # fmt: skip
+        console.table("the appendix tables of the paper, worked out anew", heads, rows)
+        for sentence in found["contradictions"]:
+            print(f"- {sentence}")
+        equal = "equal" if found["equal_to_closed_form"] else "DIFFER FROM"
+        print(f"our figures {equal} the closed form in all rows")
+    if not found["equal_to_closed_form"]:
+        sys.exit(1)
 
 
 @app.command

@@ -1,1 +1,1 @@
-"""The paper as data and as code: what its public implementation really does, switch by switch."""
+"""The paper as data and as code: its claims, every cell of its tables as an experiment, what its public code does."""

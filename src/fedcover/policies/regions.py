@@ -42,15 +42,21 @@ def regions(view: View, *, codename: str, kind: str = "pruning", p5: str = "code
 
 def reductions(view: View, codename: str, kind: str, p5: str = "code") -> list[Reduction]:
     """One reduction per digit; equal digits share one."""
+    return keep_regions(view, [kept_regions(digit, p5) for digit in codename], kind)
+
+
+def keep_regions(view: View, kept: Sequence[tuple[int, ...]], kind: str) -> list[Reduction]:
+    """One reduction per slot, which keeps the named regions of the current weights; equal ones are shared."""
+    made: dict[tuple[int, ...], Reduction]
     if kind == "pruning":
         quarters = {name: quarter_by_magnitude(view.params[name]) for name in view.prunable}
-        made: dict[str, Reduction] = {
-            digit: Masks({name: torch.isin(quarter, _kept(digit, p5, quarter)) for name, quarter in quarters.items()})
-            for digit in set(codename)
+        made = {
+            some: Masks({n: torch.isin(q, torch.tensor(some, device=q.device)) for n, q in quarters.items()})
+            for some in set(kept)
         }
     else:
-        made = {digit: _subnet(view.groups, kept_regions(digit, p5)) for digit in set(codename)}
-    return [made[digit] for digit in codename]
+        made = {some: _subnet(view.groups, some) for some in set(kept)}
+    return [made[some] for some in kept]
 
 
 def kept_regions(digit: str, p5: str = "code") -> tuple[int, ...]:
@@ -88,10 +94,6 @@ def capacities(codename: str) -> tuple[float, ...]:
     (1.0, 0.75, 0.5)
     """
     return tuple(len(REGIONS_OF[digit]) / 4 for digit in codename)
-
-
-def _kept(digit: str, p5: str, like: Tensor) -> Tensor:
-    return torch.tensor(kept_regions(digit, p5), device=like.device)
 
 
 def quarter_by_magnitude(weight: Tensor) -> Tensor:

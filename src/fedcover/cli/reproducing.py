@@ -1,0 +1,76 @@
+"""The command that repeats the paper's evidence: reproduce."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from fedcover import console
+from fedcover.cli.options import Data, Device, EngineName, Json, Threads, app
+from fedcover.errors import InvalidValue, unknown
+from fedcover.paper import document
+from fedcover.paper.cells import SETS
+from fedcover.paper.claims import claimed
+from fedcover.paper.evidence import Evidence
+from fedcover.paper.reproduce import DOCS, Wish, parse_only
+from fedcover.paper.reproduce import reproduce as run_missing
+from fedcover.paper.results import read_all
+from fedcover.preparation import Machine
+
+
+@app.command
+def reproduce(
+    what: Annotated[str, Parameter(help="mnist-pruning, mnist-subnet, table1, figures, rates or docs.")],
+    *,
+    only: Annotated[tuple[str, ...], Parameter(help="axis=value,value; may be repeated, then all must hold.")] = (),
+    seeds: Annotated[int | None, Parameter(help="How many, from 0 on; by default 3, or 1 with --quick.")] = None,
+    quick: Annotated[bool, Parameter(help="A smoke run: the same cells at the size of a toy.", negative="")] = False,
+    out: Annotated[Path | None, Parameter(help="Folder of the results, one small file for each run.")] = None,
+    docs: Annotated[Path, Parameter(help="Where docs and figures are written.")] = DOCS,
+    data: Data = None,
+    device: Device = "auto",
+    engine: EngineName = "auto",
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Run what is missing of the paper's tables, cell by cell; `docs` writes the document from what there is."""
+    if what not in (*SETS, "docs"):
+        raise unknown("reproduce", what, [*SETS, "docs"])
+    if what == "docs" and (only or quick):
+        raise InvalidValue("docs is written from all results: leave --only and --quick out")
+    wish = Wish(() if what == "docs" else (what,), parse_only(only), seeds, quick, out)
+    written: list[Path] = []
+    if wish.sets:
+        try:
+            machine = Machine(engine, device, threads)
+            run_missing(wish, machine=machine, data=data, watching=console.watching, tell=console.say)
+        except KeyboardInterrupt:
+            console.say(f"stopped; what has ended is in {wish.folder}; the same command goes on with the rest")
+            sys.exit(130)
+    if what == "docs":
+        written = document.write(wish.folder, docs)
+    if what == "figures":
+        written = document.write_figures(Evidence(wish.folder, quick), wish.folder if quick else docs / "reproduction")
+    _show(wish, written, json)
+
+
+def _show(wish: Wish, written: list[Path], json: bool) -> None:
+    rows = []
+    by_cell = {cell.id: cell for cell, _ in wish.jobs()}
+    for cell in by_cell.values():
+        runs = read_all(wish.folder, cell, cell.seeds(wish.seed_count))
+        scores = [100 * run["last"] for run in runs if run["last"] is not None]
+        claim = None if wish.smoke else claimed(cell.dataset, cell.column, cell.level, cell.setting)
+        mean = sum(scores) / len(scores) if scores else None
+        rows.append({"cell": cell.id, "runs": len(runs), "claimed": claim, "last": mean})
+    if json:
+        return console.show_json({"cells": rows, "written": [str(path) for path in written]})
+    if rows:
+        heads = ["cell", "runs", "claimed", "last"]
+        console.table(
+            f"results in {wish.folder}, accuracy in percent", heads, [[row[h] for h in heads] for row in rows]
+        )
+    for path in written:
+        print(path)
+    return None

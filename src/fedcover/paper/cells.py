@@ -1,0 +1,236 @@
+"""Every number that is reproduced, as data: a cell is a place in the tables and its experiment."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from fedcover.errors import unknown
+from fedcover.experiment import Experiment
+from fedcover.paper.claims import COLUMNS, DATASETS, SETTINGS, codename_rows
+from fedcover.paper.designs import Design, codename_design, designs, planned_designs
+
+SETS = ("mnist-pruning", "mnist-subnet", "table1", "figures", "rates")
+ROWS = ("main", "appendix", "planned", "public-code", "second-rate", "dirichlet", "rates")
+MODELS = {"mnist": "mlp", "cifar10": "wide_resnet(widen=2)", "cifar100": "wide_resnet(widen=8)"}
+ALPHA = {"mnist": 0.1, "cifar10": 0.1, "cifar100": 0.5}
+"""The Dirichlet concentrations that the paper calls equivalent to its label limits."""
+
+RATE = 0.01
+RATES = (0.01, 0.03, 0.1, 0.3)
+RATE_SEED = 1000
+RATE_ROUNDS = {"mnist": 100, "cifar10": 20, "cifar100": 20}
+"""The second learning rate: these are tried on rows held out from the training set, with a seed of their own."""
+
+PUBLIC_CODE = (
+    "1111111111", "1111114444", "1111444444", "1111223344", "1111234444", "1114556677", "1234556677", "1444777777",
+)  # fmt: skip
+_SWITCHES = "argsort=true, wrong_net=true, unmasked=true"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One number: its place (data set, column, level, setting, which row) and the experiment, at seed 0."""
+
+    id: str
+    dataset: str
+    column: str
+    level: str
+    setting: str
+    row: str
+    design: str
+    experiment: Experiment
+    sets: frozenset[str]
+
+    @property
+    def score(self) -> str:
+        """Which figure of a run counts: where a part of the model is never trained, it counts as absent."""
+        return "accuracy_common" if self.setting == "homogeneous" else "accuracy"
+
+    def seeds(self, count: int) -> tuple[int, ...]:
+        """The seeds that it is run with; those that choose a learning rate are not those that are reported."""
+        return (RATE_SEED,) if self.row == "rates" else tuple(range(count))
+
+    def with_seed(self, seed: int) -> Experiment:
+        """The experiment with one seed."""
+        return self.experiment.model_copy(update={"seed": seed, "name": f"{self.id}_{seed}"})
+
+
+def cells(second_rates: Mapping[str, float]) -> tuple[Cell, ...]:
+    """All cells, the most wanted first; `second_rates` are the data sets' other learning rates where they are known.
+
+    >>> len({cell.id for cell in cells({})}) == len(cells({}))
+    True
+    """
+    found = [
+        *_main(),
+        *_appendix(),
+        *_rates(),
+        *_planned(),
+        *_public_code(),
+        *_second_rate(second_rates),
+        *_dirichlet(),
+    ]
+    merged: dict[str, Cell] = {}
+    for cell in found:
+        known = merged.setdefault(cell.id, cell)
+        merged[cell.id] = replace(known, sets=known.sets | cell.sets)
+    return tuple(merged.values())
+
+
+def cell_id(dataset: str, column: str, design: str, suffix: str = "") -> str:
+    """The name under which a cell's results are kept."""
+    return "-".join(word for word in (dataset, column, design, suffix) if word)
+
+
+def _base(dataset: str, column: str) -> dict[str, object]:
+    """What all cells of a column share; everything else has the experiment's defaults, which are the paper's."""
+    partition = {"iid": "iid", "dirichlet": f"dirichlet(alpha={ALPHA[dataset]:g})"}.get(column)
+    return {
+        "dataset": dataset,
+        "model": MODELS[dataset],
+        "partition": partition or f"labels(limit={column.removeprefix('L')})",
+        "lr": RATE,
+    }
+
+
+def _cell(
+    dataset: str, column: str, design: Design, row: str, sets: Iterable[str], suffix: str = "", **fields: object
+) -> Cell:
+    experiment = Experiment(**{**_base(dataset, column), **design.fields, **fields})
+    id = cell_id(dataset, column, design.name, suffix)
+    return Cell(id, dataset, column, design.level, design.setting, row, design.name, experiment, frozenset(sets))
+
+
+def _main() -> list[Cell]:
+    return [
+        _cell(dataset, column, design, "main", _main_sets(dataset, column, design.level))
+        for dataset in DATASETS
+        for column in COLUMNS[dataset]
+        for design in designs(dataset)
+    ]
+
+
+def _main_sets(dataset: str, column: str, level: str) -> set[str]:
+    drawn = dataset == "mnist" and column in ("iid", "L2") and level in ("full", "medium")
+    return {"table1", "figures"} if drawn else {"table1"}
+
+
+def _appendix() -> list[Cell]:
+    return [
+        _cell(
+            "mnist",
+            column,
+            codename_design("appendix", kind, kind, row.codename),
+            "appendix",
+            (f"mnist-{kind}", "figures"),
+        )
+        for kind in ("pruning", "subnet")
+        for row in codename_rows(kind)
+        for column in ("iid", "L2")
+    ]
+
+
+def _planned() -> list[Cell]:
+    return [
+        _cell(dataset, column, design, "planned", ["table1"])
+        for dataset in DATASETS
+        for column in COLUMNS[dataset]
+        for design in planned_designs(dataset)
+        if dataset == "mnist" or design.level == "medium"
+    ]
+
+
+def _public_code() -> list[Cell]:
+    """The public code's departures all at once, but for `leak`, which is no property of a single run."""
+    return [
+        _cell(
+            "mnist", column, Design("appendix", "pruning", f"pruning-{name}", {}), "public-code", ["mnist-pruning"],
+            "public", policy=f"fedcover.paper.public_code:public_code(codename='{name}', {_SWITCHES})",
+            fleet=Experiment(policy=f"regions(codename='{name}')").fleet, assignment="slot", active=len(name),
+            uncovered="zero", model="mlp(dropout=0.5)",
+        )
+        for name in PUBLIC_CODE
+        for column in ("iid", "L2")
+    ]  # fmt: skip
+
+
+def _second_rate(rates: Mapping[str, float]) -> list[Cell]:
+    return [
+        _cell(dataset, column, design, "second-rate", ["table1"], f"lr{rates[dataset]:g}", lr=rates[dataset])
+        for dataset in DATASETS
+        if dataset in rates
+        for column in COLUMNS[dataset]
+        for design in designs(dataset)
+        if design.level in ("full", "medium")
+    ]
+
+
+def _dirichlet() -> list[Cell]:
+    return [
+        _cell(dataset, "dirichlet", design, "dirichlet", ["table1"])
+        for dataset in DATASETS
+        for design in designs(dataset)
+        if (design.level, design.setting) in {("full", "full"), *(("medium", s) for s in SETTINGS[1:3])}
+    ]
+
+
+def _rates() -> list[Cell]:
+    return [
+        _cell(
+            dataset, "iid", designs(dataset)[0], "rates", ["rates"], f"rate{rate:g}",
+            lr=rate, validation=0.1, rounds=RATE_ROUNDS[dataset],
+        )
+        for dataset in DATASETS
+        for rate in RATES
+    ]  # fmt: skip
+
+
+# ── which of them ───────────────────────────────────────────────────────────────────────────────────────
+
+
+AXES = ("dataset", "column", "level", "setting", "row", "seed", "cell")
+
+
+def chosen(
+    of: Iterable[Cell], sets: Sequence[str], seeds: int, only: Mapping[str, Sequence[str]]
+) -> list[tuple[Cell, int]]:
+    """The cells and seeds of some sets that a filter leaves: first every cell with the first seed, and so on."""
+    for name in sets:
+        if name not in SETS:
+            raise unknown("reproduce", name, SETS)
+    for axis in only:
+        if axis not in AXES:
+            raise unknown("only", axis, AXES)
+    wanted = [(cell, seed) for cell in of if cell.sets & set(sets) for seed in cell.seeds(seeds)]
+    for axis, values in only.items():
+        known = {_value(cell, seed, axis) for cell, seed in wanted}
+        for value in values:
+            if value not in known:
+                raise unknown(f"only {axis}", value, sorted(known))
+        wanted = [(cell, seed) for cell, seed in wanted if _value(cell, seed, axis) in values]
+    return sorted(wanted, key=lambda pair: pair[1])
+
+
+def _value(cell: Cell, seed: int, axis: str) -> str:
+    return str({"seed": seed, "cell": cell.id}.get(axis) if axis in ("seed", "cell") else getattr(cell, axis))
+
+
+# ── the smoke run ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def quick(cell: Cell) -> Cell:
+    """The same design at the size of a smoke run: its figures say nothing, but everything has been through."""
+    full = cell.experiment
+    label = re.search(r"limit=(\d+)", full.partition)
+    limit = {"50": "5", "20": "2"}.get(label[1], label[1]) if label else None
+    small = {
+        "dataset": "digits",
+        "partition": f"labels(limit={limit})" if limit else full.partition,
+        "model": "wide_resnet(depth=10, widen=1)" if full.model.startswith("wide") else full.model,
+        "clients": 20,
+        "rounds": 2,
+        "epochs": 1,
+        "calibration": 100,
+        "local_every": None,
+    }
+    return replace(cell, id=f"{cell.id}-quick", experiment=full.model_copy(update=small))

@@ -1,0 +1,110 @@
+"""What the paper prints, and which design each row of its main table stands for in our reading."""
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+DATASETS = ("mnist", "cifar10", "cifar100")
+LEVELS = ("full", "low", "medium", "high")
+SETTINGS = (
+    "full", "pruning-greedy", "pruning-optimised", "subnet-static", "subnet-optimised", "homogeneous",
+)  # fmt: skip
+COLUMNS = {
+    "mnist": ("iid", "L5", "L2"),
+    "cifar10": ("iid", "L5", "L2"),
+    "cifar100": ("iid", "L50", "L20"),
+}
+"""The columns of the main table: independent data, then at most so many labels for each client."""
+
+CODENAMES: dict[tuple[str, str], tuple[str, ...]] = {
+    ("low", "greedy"): ("1111114444",),
+    ("low", "optimised"): ("1111112344",),
+    ("medium", "greedy"): ("1111444444",),
+    ("medium", "optimised"): ("1111223344",),
+    ("high", "greedy"): ("1114777777", "1444777777"),
+    ("high", "optimised"): ("1114556677", "1234556677"),
+}
+"""The MLP's designs by level. Two fleets fit what is printed of the high level, so there both are run."""
+
+
+@dataclass(frozen=True)
+class MainRow:
+    """A row of the main table: its printed coverage, and its accuracies in percent by data set and column."""
+
+    level: str
+    setting: str
+    gamma: int
+    accuracy: dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class CodenameRow:
+    """A row of an appendix table; shares are of the full model's, accuracies are in percent."""
+
+    codename: str
+    devices: tuple[int, int, int]
+    parameters: int
+    multiply_adds: int
+    gamma: int
+    parameter_share: float
+    multiply_add_share: float
+    iid: float
+    non_iid_global: float
+    non_iid_local: float
+
+
+@cache
+def _printed() -> dict[str, list[dict[str, Any]]]:
+    return tomllib.loads((files("fedcover.paper") / "claims.toml").read_text(encoding="utf-8"))
+
+
+@cache
+def main_rows() -> tuple[MainRow, ...]:
+    """The main table from top to bottom.
+
+    >>> main_rows()[0].accuracy["mnist"]
+    {'iid': 98.08, 'L5': 97.7, 'L2': 93.59}
+    """
+    return tuple(
+        MainRow(
+            row["level"],
+            row["setting"],
+            row["gamma"],
+            {dataset: dict(zip(columns, row[dataset], strict=True)) for dataset, columns in COLUMNS.items()},
+        )
+        for row in _printed()["main"]
+    )
+
+
+@cache
+def codename_rows(kind: str) -> tuple[CodenameRow, ...]:
+    """The appendix table of `pruning` or `subnet`.
+
+    >>> codename_rows("subnet")[2].gamma
+    6
+    """
+    renamed = {"global": "non_iid_global", "local": "non_iid_local"}
+    rows: list[dict[str, Any]] = [
+        {renamed.get(key, key): value for key, value in row.items()} for row in _printed()[kind]
+    ]
+    return tuple(CodenameRow(**{**row, "devices": tuple(row["devices"])}) for row in rows)
+
+
+def claimed(dataset: str, column: str, level: str, setting: str) -> float | None:
+    """What the main table prints in one place, in percent; None where it has no such place."""
+    for row in main_rows():
+        if (row.level, row.setting) == (level, setting):
+            return row.accuracy[dataset].get(column)
+    return None
+
+
+def codenames(level: str, setting: str) -> tuple[str, ...]:
+    """The codenames that a setting of the main table stands for with the MLP; none for homogeneous models.
+
+    >>> codenames("high", "subnet-static")
+    ('1114777777', '1444777777')
+    """
+    manner = setting.partition("-")[2].replace("static", "greedy")
+    return CODENAMES.get((level, manner), ())

@@ -1,0 +1,273 @@
+"""docs/reproduction.md and its figures, made from the results and the paper's printed numbers and nothing else."""
+
+from collections import Counter
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
+
+from fedcover.checkpoints import write_atomically
+from fedcover.paper import ranks
+from fedcover.paper.cells import RATE, ROWS, SETS, Cell, cell_id
+from fedcover.paper.claims import COLUMNS, DATASETS, CodenameRow, claimed, codename_rows, main_rows
+from fedcover.paper.designs import Design, designs
+from fedcover.paper.drawing import Series, chart
+from fedcover.paper.evidence import Evidence
+from fedcover.paper.tables import audit_tables
+from fedcover.paper.wording import NAMES, column_name, spread, table, verdict
+
+FIGURES = {
+    "medium-iid": ("MNIST, IID, medium level", "iid", "main"),
+    "medium-L2": ("MNIST, L=2, medium level", "L2", "main"),
+    "pruning-iid": ("MNIST, IID, weights pruning", "iid", "mnist-pruning"),
+    "pruning-L2": ("MNIST, L=2, weights pruning", "L2", "mnist-pruning"),
+    "subnet-iid": ("MNIST, IID, fixed sub-networks", "iid", "mnist-subnet"),
+    "subnet-L2": ("MNIST, L=2, fixed sub-networks", "L2", "mnist-subnet"),
+}
+
+
+def write(results: Path, docs: Path) -> list[Path]:
+    """Write the document and its figures; what has no results yet says so."""
+    evidence = Evidence(results)
+    docs.mkdir(parents=True, exist_ok=True)
+    write_atomically(docs / "reproduction.md", render(evidence).encode())
+    return [docs / "reproduction.md", *write_figures(evidence, docs / "reproduction")]
+
+
+def write_figures(evidence: Evidence, folder: Path) -> list[Path]:
+    """Write the curves that there are."""
+    drawn = figures(evidence)
+    if drawn:
+        folder.mkdir(parents=True, exist_ok=True)
+    for name, svg in drawn.items():
+        write_atomically(folder / f"{name}.svg", svg.encode())
+    return [folder / f"{name}.svg" for name in drawn]
+
+
+def render(evidence: Evidence) -> str:
+    """The document: prose from a template, every number from the results."""
+    text = (files("fedcover.paper") / "reproduction.md").read_text(encoding="utf-8")
+    for name, block in BLOCKS.items():
+        text = text.replace(f"{{{{{name}}}}}", block(evidence))
+    return text
+
+
+def _obtained(evidence: Evidence, id: str, claim: float | None) -> list[object]:
+    """Last, best, seeds and verdict of a cell."""
+    last, best = evidence.sample(id), evidence.sample(id, "best")
+    lost = evidence.diverged(id)
+    seeds = f"{last.seeds if last else 0}" + (f" ({lost} diverged)" if lost else "")
+    if last is None:
+        return ["diverged" if lost else "not run", "", seeds, ""]
+    return [spread(last), spread(best), seeds, verdict(claim, last)]
+
+
+# ── the blocks ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def progress(evidence: Evidence) -> str:
+    """How much of what is planned has been run."""
+    rows = []
+    for dataset in DATASETS:
+        for row in ROWS:
+            of = [cell for cell in evidence.cells.values() if (cell.dataset, cell.row) == (dataset, row)]
+            if of:
+                done = [len(evidence.results[cell.id]) for cell in of]
+                need = len(of[0].seeds(3))
+                rows.append([NAMES[dataset], row, len(of), sum(n > 0 for n in done), sum(n >= need for n in done)])
+    return table(["data", "rows", "cells", "with a run", "with all seeds"], rows)
+
+
+def main_tables(evidence: Evidence) -> str:
+    """The main table, one table for each data set and column."""
+    heads = [
+        "level",
+        "setting",
+        "design",
+        "Γ printed",
+        "Γ ours",
+        "claimed",
+        "last",
+        "best",
+        "seeds",
+        "against the claim",
+    ]
+    parts = []
+    for dataset in DATASETS:
+        for column in COLUMNS[dataset]:
+            rows = [_main_row(evidence, dataset, column, design) for design in designs(dataset)]
+            parts.append(f"### {NAMES[dataset]}, {column_name(column)}\n\n{table(heads, rows)}")
+    return "\n\n".join(parts)
+
+
+def verdicts(evidence: Evidence) -> str:
+    """How the main table's claims fared, counted."""
+    words = ("=", "higher", "lower", "one seed", "diverged", "not run")
+    rows = []
+    for dataset in DATASETS:
+        counts = Counter(
+            verdict(claimed(dataset, column, design.level, design.setting), evidence.sample(id))
+            or ("diverged" if evidence.diverged(id) else "not run")
+            for column in COLUMNS[dataset]
+            for design in designs(dataset)
+            for id in [cell_id(dataset, column, design.name)]
+        )
+        rows.append([NAMES[dataset], *(counts[word] for word in words)])
+    return table(["data", "within noise of the claim", *words[1:]], rows)
+
+
+def _main_row(evidence: Evidence, dataset: str, column: str, design: Design) -> list[object]:
+    id = cell_id(dataset, column, design.name)
+    claim = claimed(dataset, column, design.level, design.setting)
+    printed = next(r.gamma for r in main_rows() if (r.level, r.setting) == (design.level, design.setting))
+    ours = "" if design.setting == "homogeneous" else evidence.gamma(id)
+    name = design.name if dataset == "mnist" else ""
+    return [
+        design.level, design.setting, name, printed, "" if ours is None else ours, f"{claim:.2f}",
+        *_obtained(evidence, id, claim),
+    ]  # fmt: skip
+
+
+def appendix_table(kind: str) -> Callable[[Evidence], str]:
+    """One of the appendix tables, with global and local accuracy."""
+
+    def block(evidence: Evidence) -> str:
+        columns = [head for name in ("IID", "L=2 global", "L=2 local") for head in (f"{name} claimed", "ours", "")]
+        heads = ["codename", *columns, "seeds (IID, L=2)"]
+        return table(heads, [_appendix_row(evidence, kind, row) for row in codename_rows(kind)])
+
+    return block
+
+
+def _appendix_row(evidence: Evidence, kind: str, row: CodenameRow) -> list[object]:
+    design = "full" if set(row.codename) == {"1"} else f"{kind}-{row.codename}"
+    iid, skewed = (cell_id("mnist", column, design) for column in ("iid", "L2"))
+    places = [(row.iid, iid, "last"), (row.non_iid_global, skewed, "last"), (row.non_iid_local, skewed, "local")]
+    found = [(claim, evidence.sample(id, figure)) for claim, id, figure in places]
+    cells = [text for claim, obtained in found for text in (claim, spread(obtained), verdict(claim, obtained))]
+    return [row.codename, *cells, f"{len(evidence.of(iid))}, {len(evidence.of(skewed))}"]
+
+
+def other_rows(row: str) -> Callable[[Evidence], str]:
+    """Extra rows, each beside the row of the main table or of the appendix that it goes with."""
+
+    def block(evidence: Evidence) -> str:
+        rows = []
+        for cell in evidence.cells.values():
+            if cell.row == row:
+                partner = _partner(cell)
+                difference = evidence.difference(cell.id, partner)
+                change = f"{difference.mean:+.2f} ({difference.verdict})" if difference else ""
+                name = cell.design if cell.design.startswith(cell.level) else f"{cell.level}, {cell.design}"
+                last, best, seeds, _ = _obtained(evidence, cell.id, None)
+                beside = spread(evidence.sample(partner))
+                rows.append([NAMES[cell.dataset], column_name(cell.column), name, last, best, seeds, beside, change])
+        heads = ["data", "column", "row", "last", "best", "seeds", "beside", "difference, same seeds"]
+        return table(heads, rows) if rows else "None yet: the learning rates have not been tried."
+
+    return block
+
+
+def _partner(cell: Cell) -> str:
+    """The cell that an extra row is compared with: the same design as the paper runs it."""
+    if cell.row == "dirichlet":
+        return cell_id(cell.dataset, COLUMNS[cell.dataset][-1], cell.design)
+    design = cell.design.removesuffix("-planned")
+    return cell_id(cell.dataset, cell.column, "full" if design.endswith("1" * 10) else design)
+
+
+def rates(evidence: Evidence) -> str:
+    """The learning rates that were tried, and which one was chosen."""
+    rows = []
+    for dataset in DATASETS:
+        tried = evidence.tried(dataset)
+        cells = ["not run" if score is None else f"{score:.2f}" for score in tried.values()]
+        best = evidence.rates.get(dataset, RATE) if None not in tried.values() else "not chosen yet"
+        rows.append([NAMES[dataset], *cells, best])
+    heads = ["data", *(f"{rate:g}" for rate in evidence.tried("mnist")), "chosen"]
+    return table(heads, rows)
+
+
+def audit(evidence: Evidence) -> str:
+    """What is wrong in the printed tables."""
+    found = audit_tables()
+    wrong = [
+        [row["table"], row["codename"], name.replace("_", " "), row["printed"][name],
+         f"{(row['closed_form'] | row['shares'])[name]:.6g}"]
+        for row in found["rows"]
+        for name in row["wrong"]
+    ]  # fmt: skip
+    equal = "equal" if found["equal_to_closed_form"] else "DIFFER FROM"
+    listed = "\n".join(f"- {sentence}." for sentence in found["contradictions"])
+    lead = f"Our figures for all {len(found['rows'])} rows {equal} the closed form. Printed cells that do not:"
+    return f"{lead}\n\n{table(['table', 'codename', 'figure', 'printed', 'right'], wrong)}\n\nAnd:\n\n{listed}"
+
+
+def made_with(evidence: Evidence) -> str:
+    """On what the results were made."""
+    rows = [[name, runs, f"{seconds / 3600:.2f}"] for name, runs, seconds in evidence.machines()]
+    return table(["computer", "runs", "hours in rounds"], rows) if rows else "Nothing has been run yet."
+
+
+# ── figures ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def figures(evidence: Evidence) -> dict[str, str]:
+    """The paper's figures as SVG, by name; those without any run are left out."""
+    drawn = {}
+    for name, (title, column, of) in FIGURES.items():
+        runs = {evidence.cells[id].design: evidence.results[id] for id in _lines(evidence, column, of)}
+        panels = [(label, _series(runs, label)) for label in ("loss", "accuracy")]
+        if all(lines for _, lines in panels):
+            drawn[name] = chart(title, panels)
+    return drawn
+
+
+def _lines(evidence: Evidence, column: str, of: str) -> list[str]:
+    """The cells that a figure shows: the medium level of the main table, or an appendix table."""
+    return [
+        id
+        for id, cell in evidence.cells.items()
+        if cell.dataset == "mnist"
+        and cell.column == column
+        and cell.row in ("main", "appendix")
+        and (of in cell.sets if of in SETS else cell.row == "main" and cell.level in ("full", "medium"))
+    ]
+
+
+def _series(lines: dict[str, list[dict[str, object]]], label: str) -> list[Series]:
+    made = []
+    for name, runs in lines.items():
+        known: list[dict[str, list[float]]] = [run["curve"] for run in runs if not run["diverged"]]  # type: ignore[misc]
+        curves = [curve for curve in known if curve.get(label)]
+        if curves:
+            rounds = [int(r) for r in curves[0]["round"]]
+            made.append(Series(name, rounds, [curve[label] for curve in curves if len(curve["round"]) == len(rounds)]))
+    return made
+
+
+def figure_links(evidence: Evidence) -> str:
+    """The figures where they are, and a word where they are not."""
+    there = figures(evidence)
+    return "\n\n".join(
+        f"![{title}: loss and accuracy by round](reproduction/{name}.svg)" if name in there else f"{title}: not run."
+        for name, (title, _, _) in FIGURES.items()
+    )
+
+
+BLOCKS: dict[str, Callable[[Evidence], str]] = {
+    "progress": progress,
+    "verdicts": verdicts,
+    "main": main_tables,
+    "ranks": ranks.block,
+    "pruning": appendix_table("pruning"),
+    "subnet": appendix_table("subnet"),
+    "planned": other_rows("planned"),
+    "public-code": other_rows("public-code"),
+    "dirichlet": other_rows("dirichlet"),
+    "rates": rates,
+    "second-rate": other_rows("second-rate"),
+    "audit": audit,
+    "figures": figure_links,
+    "machines": made_with,
+}
+"""What the template's {{names}} stand for."""

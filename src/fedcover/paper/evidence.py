@@ -1,0 +1,85 @@
+"""All results that lie in a folder, by cell and seed, in percent."""
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from fedcover.paper import results
+from fedcover.paper.cells import RATES, Cell, cell_id, cells, quick
+from fedcover.paper.noise import Paired, Sample, paired, sample
+
+MOST_SEEDS = 10
+"""Results of so many seeds are looked for."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known so far; everything that is written about the reproduction is made from this."""
+
+    folder: Path
+    smoke: bool = False
+
+    @cached_property
+    def rates(self) -> dict[str, float]:
+        """The second learning rates, for data sets whose rates have been tried."""
+        return results.second_rates(self.folder, cells({}))
+
+    @cached_property
+    def cells(self) -> dict[str, Cell]:
+        """Every cell by its name in the tables; of a smoke run, the small ones."""
+        return {cell.id: quick(cell) if self.smoke else cell for cell in cells(self.rates)}
+
+    @cached_property
+    def results(self) -> dict[str, list[dict[str, Any]]]:
+        """Of every cell, what its seeds have given."""
+        return {id: results.read_all(self.folder, cell, cell.seeds(MOST_SEEDS)) for id, cell in self.cells.items()}
+
+    def of(self, id: str, figure: str = "last") -> dict[int, float]:
+        """An accuracy in percent by seed; runs that diverged have none."""
+        runs = self.results.get(id, [])
+        return {run["seed"]: 100 * run[figure] for run in runs if run[figure] is not None and not run["diverged"]}
+
+    def sample(self, id: str, figure: str = "last") -> Sample | None:
+        """Mean and spread of an accuracy over the seeds."""
+        return sample(list(self.of(id, figure).values()))
+
+    def diverged(self, id: str) -> int:
+        """How many seeds of a cell diverged."""
+        return sum(run["diverged"] is not None for run in self.results.get(id, []))
+
+    def gamma(self, id: str) -> int | None:
+        """The fewest clients that trained any parameter in any round, over all seeds."""
+        return min((run["gamma_min"] for run in self.results.get(id, []) if run["gamma_min"] is not None), default=None)
+
+    def difference(self, first: str, second: str, figure: str = "last") -> Paired | None:
+        """One cell minus another, seed by seed."""
+        return paired(self.of(first, figure), self.of(second, figure))
+
+    def rounds_to(self, id: str, percent: float) -> float | None:
+        """Mean over seeds of the first round after which the accuracy was reached; None where a seed never did."""
+        first = []
+        for run in self.results.get(id, []):
+            curve = run["curve"]
+            reached = [r for r, score in zip(curve["round"], curve["accuracy"], strict=True) if 100 * score >= percent]
+            if not reached:
+                return None
+            first.append(reached[0])
+        return fmean(first) if first else None
+
+    def tried(self, dataset: str) -> dict[float, float | None]:
+        """Validation accuracy in percent of the learning rates that were tried."""
+        runs = {rate: self.results[cell_id(dataset, "iid", "full", f"rate{rate:g}")] for rate in RATES}
+        return {rate: 100 * results.validation(found[0]) if found else None for rate, found in runs.items()}
+
+    def machines(self) -> list[tuple[str, int, float]]:
+        """With what runs were made: hardware and software, how many runs, how many seconds."""
+        runs, seconds = Counter[str](), Counter[str]()
+        for run in (run for found in self.results.values() for run in found):
+            made = run["made"]
+            name = f"{made['hardware']}, torch {made['torch']}, engine {made['engine']}"
+            runs[name] += 1
+            seconds[name] += run["seconds"] or 0
+        return [(name, count, seconds[name]) for name, count in sorted(runs.items())]

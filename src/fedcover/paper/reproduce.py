@@ -1,0 +1,183 @@
+"""Run what is missing of the paper's tables, cell by cell; also `python -m fedcover.paper.reproduce table1 seeds=1`.
+
+This module needs no command-line packages, so that it runs where only torch, numpy, pydantic and safetensors are.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedcover.errors import FedcoverError, InvalidValue, TrainingDiverged, unknown
+from fedcover.experiment import Experiment
+from fedcover.paper import document, results
+from fedcover.paper.cells import AXES, SETS, Cell, cells, chosen, quick
+from fedcover.paper.results import Finished
+from fedcover.preparation import Machine
+from fedcover.rounds import Report
+from fedcover.runs import Watch, run
+
+RESULTS = Path("results") / "reproduction"
+SMOKE_RESULTS = Path("runs") / "reproduction-quick"
+DOCS = Path("docs")
+SEEDS = 3
+
+Watching = Callable[[str, int], AbstractContextManager[Watch]]
+Job = tuple[Cell, int]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is to be reproduced: which sets, which of their cells and seeds, at full size or as a smoke run."""
+
+    sets: tuple[str, ...]
+    only: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    seeds: int | None = None
+    smoke: bool = False
+    out: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.seeds is not None and self.seeds < 1:
+            raise InvalidValue(f"seeds must be at least 1; got {self.seeds}")
+
+    @property
+    def seed_count(self) -> int:
+        """How many seeds, from 0 on."""
+        return self.seeds or (1 if self.smoke else SEEDS)
+
+    @property
+    def folder(self) -> Path:
+        """Where the results lie."""
+        return self.out or (SMOKE_RESULTS if self.smoke else RESULTS)
+
+    def jobs(self) -> list[Job]:
+        """The cells and seeds that are wanted; the second learning rates are known only once the first was chosen."""
+        known = cells(results.second_rates(self.folder, cells({})))
+        wanted = chosen(known, self.sets, self.seed_count, self.only)
+        return [(quick(cell), seed) for cell, seed in wanted] if self.smoke else wanted
+
+    def missing(self) -> list[Job]:
+        """What is wanted and not yet there."""
+        return [(cell, seed) for cell, seed in self.jobs() if results.read(self.folder, cell, seed) is None]
+
+
+@contextmanager
+def lines(title: str, rounds: int) -> Iterator[Watch]:
+    """Progress without any package: a line for every tenth round."""
+
+    def show(report: Report) -> None:
+        if (report.round + 1) % 10 == 0 or report.round + 1 == rounds:
+            accuracy = report.metrics.get("accuracy")
+            print(f"{title}  round {report.round + 1}/{rounds}  accuracy {accuracy}", file=sys.stderr, flush=True)
+
+    yield show
+
+
+def run_cells(
+    experiments: Sequence[Experiment], machine: Machine, data: str | Path | None = None, watching: Watching = lines
+) -> Iterator[Finished]:
+    """Run experiments of one shape and hand each over as it ends: the place where an engine may run them together."""
+    for experiment in experiments:
+        seen: list[dict[str, Any]] = []
+        try:
+            with watching(experiment.name, experiment.rounds) as watch:
+                run(experiment, machine=machine, data=data, watch=_keeping(seen, watch))
+        except TrainingDiverged as error:
+            yield Finished(experiment, seen, machine, str(error))
+        else:
+            yield Finished(experiment, seen, machine)
+
+
+def _keeping(seen: list[dict[str, Any]], watch: Watch) -> Watch:
+    def both(report: Report) -> None:
+        seen.append({"round": report.round, **report.metrics})
+        watch(report)
+
+    return both
+
+
+def groups(jobs: Sequence[Job]) -> list[list[Job]]:
+    """Jobs of one shape together: same data, model, rounds and local training, so that they could run in step."""
+    alike: dict[tuple[object, ...], list[Job]] = {}
+    for cell, seed in jobs:
+        e = cell.experiment
+        shape = (e.dataset, e.model, e.validation, e.clients, e.active, e.rounds, e.epochs, e.batch_size)
+        alike.setdefault(shape, []).append((cell, seed))
+    return list(alike.values())
+
+
+def reproduce(
+    wish: Wish,
+    *,
+    machine: Machine | None = None,
+    data: str | Path | None = None,
+    watching: Watching = lines,
+    tell: Callable[[str], None] = lambda line: None,
+) -> list[Path]:
+    """Run every cell and seed that is wanted and missing; what has ended is on disk, whatever happens next."""
+    chosen_machine = (machine or Machine()).resolved()
+    todo = wish.missing()
+    tell(f"{len(todo)} of {len(wish.jobs())} runs are missing in {wish.folder}")
+    written = []
+    for group in groups(todo):
+        cell_of = {cell.with_seed(seed).name: cell for cell, seed in group}
+        experiments = [cell.with_seed(seed) for cell, seed in group]
+        for finished in run_cells(experiments, chosen_machine, data, watching):
+            cell = cell_of[finished.experiment.name]
+            written.append(results.write(wish.folder, cell, results.describe(cell, finished)))
+            tell(f"{len(written)}/{len(todo)}  {finished.experiment.name}")
+    return written
+
+
+# ── without a command line ──────────────────────────────────────────────────────────────────────────────
+
+
+def parse_only(texts: Sequence[str]) -> dict[str, list[str]]:
+    """Filters such as dataset=mnist,cifar10; several filters must all hold.
+
+    >>> parse_only(["dataset=mnist,cifar10", "seed=0"])
+    {'dataset': ['mnist', 'cifar10'], 'seed': ['0']}
+    """
+    found: dict[str, list[str]] = {}
+    for text in texts:
+        axis, equals, values = text.partition("=")
+        if not equals or axis not in AXES:
+            raise InvalidValue(f"only must look like axis=value,value with an axis of {', '.join(AXES)}; got {text!r}")
+        found.setdefault(axis, []).extend(values.split(","))
+    return found
+
+
+def main(words: Sequence[str]) -> None:
+    """Sets by name, filters and options as key=value; `docs` writes the document from the results that are there."""
+    options = {"seeds": "", "quick": "false", "out": "", "data": "", "device": "auto", "engine": "auto"}
+    sets = [word for word in words if "=" not in word]
+    given = dict(word.split("=", 1) for word in words if "=" in word)
+    only = parse_only([f"{key}={value}" for key, value in given.items() if key not in options])
+    options |= {key: value for key, value in given.items() if key in options}
+    if not sets:
+        raise unknown("reproduce", "", [*SETS, "docs"])
+    out = Path(options["out"]) if options["out"] else None
+    if options["quick"] not in ("true", "false") or not (options["seeds"] or "1").isdecimal():
+        raise InvalidValue(
+            f"quick must be true or false and seeds a number; got {options['quick']}, {options['seeds']}"
+        )
+    seeds = int(options["seeds"]) if options["seeds"] else None
+    wish = Wish(tuple(name for name in sets if name != "docs"), only, seeds, options["quick"] == "true", out)
+    if wish.sets:
+        machine = Machine(options["engine"], options["device"])
+        reproduce(wish, machine=machine, data=options["data"] or None, tell=lambda line: print(line, flush=True))
+    if "docs" in sets:
+        for path in document.write(wish.folder, DOCS):
+            print(path)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except FedcoverError as error:
+        sys.exit(f"fedcover: {error}")
+    except KeyboardInterrupt:
+        print("stopped; what has ended is kept, the same command goes on with the rest", file=sys.stderr)
+        sys.exit(130)

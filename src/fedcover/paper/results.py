@@ -1,0 +1,153 @@
+"""One small file for every cell and seed: results of many runs and machines simply lie beside each other."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from fedcover.checkpoints import write_atomically
+from fedcover.errors import RunError
+from fedcover.experiment import Experiment
+from fedcover.folders import Metrics, manifest, summarise
+from fedcover.paper.cells import RATE, RATES, Cell, cell_id
+from fedcover.paper.claims import DATASETS
+from fedcover.preparation import Machine, Parts
+
+COSTS = ("gamma_min", "delta2_mean", "parameters", "multiply_adds", "bytes_down", "bytes_up", "rounds", "seconds")
+LAST_ROUNDS = 5
+"""The second learning rate is the one with the best mean validation accuracy over so many last rounds."""
+
+_NOT_WHAT_IS_COMPUTED = {"name", "checkpoint_every", "keep_rounds"}
+_NOT_OF_INTEREST = {"data", "seed", "experiment", "custom"}
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that has ended: its experiment, its rounds, and why it ended early if it did."""
+
+    experiment: Experiment
+    metrics: Metrics
+    machine: Machine
+    diverged: str | None = None
+
+
+def describe(cell: Cell, run: Finished) -> dict[str, Any]:
+    """What is kept of a run: last and best accuracy, local accuracy, costs, the curve, and how it was made."""
+    scored = [line for line in run.metrics if cell.score in line]
+    summary = summarise(run.metrics) if run.metrics else {}
+    best = max(scored, key=lambda line: float(line[cell.score]), default=None)
+    good = run.diverged is None
+    made = manifest(run.experiment, run.machine, Parts(), None)
+    return {
+        "cell": cell.id,
+        "seed": run.experiment.seed,
+        "score": cell.score,
+        "last": _rounded(scored[-1][cell.score]) if good and scored else None,
+        "best": _rounded(best[cell.score]) if best else None,
+        "best_round": best["round"] + 1 if best else None,
+        "local": _rounded(summary.get("accuracy_local")),
+        "trained": _rounded(summary.get("accuracy_trained")),
+        "diverged": run.diverged,
+        **{name: _rounded(summary.get(name)) for name in COSTS},
+        "curve": _curve(cell.score, scored),
+        "experiment": identity(run.experiment),
+        "made": {**{k: v for k, v in made.items() if k not in _NOT_OF_INTEREST}, "source": source_digest()},
+    }
+
+
+def _curve(score: str, scored: Metrics) -> dict[str, list[Any]]:
+    """The rounds done (counted from 1) and what was seen after each of them."""
+    names = {"accuracy": score, "validation": "validation_accuracy"}
+    if score == "accuracy":  # the loss is of the same model: all of it
+        names["loss"] = "loss"
+    present = {short: name for short, name in names.items() if all(name in line for line in scored)}
+    return {
+        "round": [line["round"] + 1 for line in scored],
+        **{short: [_rounded(line[name]) for line in scored] for short, name in present.items()},
+    }
+
+
+def _rounded(value: Any) -> Any:
+    return round(value, 5) if isinstance(value, float) else value
+
+
+def identity(experiment: Experiment) -> dict[str, Any]:
+    """Every field that matters for what is computed."""
+    return experiment.model_dump(mode="json", exclude=_NOT_WHAT_IS_COMPUTED)
+
+
+@cache
+def source_digest() -> str:
+    """Twelve digits that name the package's own source, also where there is no git."""
+    code = hashlib.sha256()
+    home = Path(str(files("fedcover")))
+    for path in sorted(home.rglob("*.py")):
+        code.update(str(path.relative_to(home)).encode() + path.read_bytes())
+    return code.hexdigest()[:12]
+
+
+# ── files ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def path_of(folder: Path, cell: Cell, seed: int) -> Path:
+    """Where a cell's result with one seed lies."""
+    return folder / f"{cell.id}_{seed}.json"
+
+
+def write(folder: Path, cell: Cell, result: Mapping[str, Any]) -> Path:
+    """Keep a result; one line for each thing, so that it can be read and compared."""
+    path = path_of(folder, cell, result["seed"])
+    lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in result.items()]
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
+    return path
+
+
+def read(folder: Path, cell: Cell, seed: int) -> dict[str, Any] | None:
+    """A cell's result; None where there is none, or where it is of another experiment than the cell now is."""
+    path = path_of(folder, cell, seed)
+    if not path.exists():
+        return None
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        kept = dict(found["experiment"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{path} is no result of a cell: {error}; remove it to run the cell again") from error
+    # a field that a newer version adds does not matter as long as the cell leaves it at its default
+    expected, defaults = identity(cell.with_seed(seed)), identity(Experiment())
+    return found if all(kept.get(key, defaults[key]) == value for key, value in expected.items()) else None
+
+
+def read_all(folder: Path, cell: Cell, seeds: Iterable[int]) -> list[dict[str, Any]]:
+    """The results of a cell with some seeds, as far as there are any."""
+    return [found for seed in seeds if (found := read(folder, cell, seed)) is not None]
+
+
+# ── the second learning rate ────────────────────────────────────────────────────────────────────────────
+
+
+def validation(result: Mapping[str, Any]) -> float:
+    """How good a learning rate was on held-out training rows: the mean over the last rounds, 0 where it diverged."""
+    seen = result["curve"].get("validation", [])
+    return fmean(seen[-LAST_ROUNDS:]) if seen and result["diverged"] is None else 0.0
+
+
+def second_rates(folder: Path, of: Iterable[Cell]) -> dict[str, float]:
+    """For each data set whose rates were all tried, the best one, unless that is the first one anyway."""
+    tried = {cell.id: cell for cell in of if cell.row == "rates"}
+    chosen: dict[str, float] = {}
+    for dataset in DATASETS:
+        scores = {}
+        for rate in RATES:
+            cell = tried[cell_id(dataset, "iid", "full", f"rate{rate:g}")]
+            for result in read_all(folder, cell, [cell.seeds(1)[0]]):
+                scores[rate] = validation(result)
+        if len(scores) == len(RATES):
+            best = max(scores, key=lambda rate: scores[rate])
+            chosen |= {dataset: best} if best != RATE else {}
+    return chosen

@@ -1,0 +1,428 @@
+"""Repeating the paper's tables: cells as data, runs resumed cell by cell, results that lie beside each other."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fedcover as fc
+from fedcover.errors import InvalidValue, RunError, TrainingDiverged
+from fedcover.experiment import Experiment
+from fedcover.paper import document, reproduce, results
+from fedcover.paper.cells import AXES, RATES, cell_id, cells, chosen, quick
+from fedcover.paper.claims import COLUMNS, DATASETS, codename_rows
+from fedcover.paper.designs import designs
+from fedcover.paper.evidence import Evidence
+from fedcover.paper.noise import Sample, against_claim, paired, sample, two_sided
+from fedcover.paper.reproduce import Wish
+from fedcover.paper.results import Finished
+from fedcover.preparation import Machine
+from tests.test_cli import fedcover, refused
+from tests.test_runs import only_the_cpu
+
+__all__ = ["fedcover", "only_the_cpu"]  # fixtures
+
+ROOT = Path(__file__).parent.parent
+EVERY = cells(dict.fromkeys(DATASETS, 0.1))
+BY_ID = {cell.id: cell for cell in EVERY}
+ONE = ("--quick", "--only", "cell=mnist-iid-pruning-1111223344")
+
+
+# ── cells ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_place_of_the_main_table_has_a_cell():
+    for dataset in DATASETS:
+        for column in COLUMNS[dataset]:
+            for design in designs(dataset):
+                cell = BY_ID[cell_id(dataset, column, design.name)]
+                assert "table1" in cell.sets
+                assert (cell.experiment.dataset, cell.experiment.lr) == (dataset, 0.01)
+
+
+@pytest.mark.parametrize("kind", ["pruning", "subnet"])
+def test_every_row_of_an_appendix_table_has_its_cells(kind):
+    of = [cell for cell in EVERY if f"mnist-{kind}" in cell.sets and cell.row != "public-code"]
+    assert len(of) == 2 * len(codename_rows(kind))
+    assert {cell.column for cell in of} == {"iid", "L2"}
+    assert {cell.id for cell in of if cell.design == "full"} == {"mnist-iid-full", "mnist-L2-full"}
+
+
+def test_a_cell_is_the_paper_s_experiment():
+    ran = BY_ID["mnist-L2-pruning-1111223344"].with_seed(2)
+    assert (ran.clients, ran.active, ran.rounds, ran.epochs, ran.batch_size, ran.momentum) == (100, 10, 100, 5, 10, 0.5)
+    assert (ran.partition, ran.assignment, ran.seed, ran.lr) == ("labels(limit=2)", "slot", 2, 0.01)
+    assert BY_ID["cifar100-L50-full"].experiment.model == "wide_resnet(widen=8)"
+    assert BY_ID["mnist-dirichlet-full"].experiment.partition == "dirichlet(alpha=0.1)"
+
+
+def test_different_cells_are_different_experiments():
+    digests = Counter(cell.experiment.digest for cell in EVERY)
+    assert max(digests.values()) == 1
+
+
+def test_the_rate_is_never_chosen_on_a_reported_seed_or_on_test_data():
+    tried = [cell for cell in EVERY if cell.row == "rates"]
+    assert len(tried) == len(DATASETS) * len(RATES)
+    assert all(cell.experiment.validation == 0.1 for cell in tried)
+    assert all(cell.experiment.validation == 0 for cell in EVERY if cell.row != "rates")
+    assert not set(tried[0].seeds(3)) & set(EVERY[0].seeds(100))
+
+
+def test_the_second_rate_is_for_the_full_and_medium_rows():
+    second = [cell for cell in EVERY if cell.row == "second-rate"]
+    assert {cell.level for cell in second} == {"full", "medium"}
+    assert all(cell.experiment.lr == 0.1 for cell in second)
+    assert not any(cell.row == "second-rate" for cell in cells({}))
+
+
+def test_filters_hold_together_and_seeds_come_first():
+    found = chosen(EVERY, ["table1"], 2, {"dataset": ["mnist"], "column": ["iid", "L5"], "row": ["main"]})
+    assert len(found) == 2 * 2 * 20
+    assert [seed for _, seed in found] == [0] * 40 + [1] * 40
+    assert {cell.column for cell, _ in found} == {"iid", "L5"}
+    assert len(chosen(EVERY, ["table1"], 3, {"seed": ["1"], "cell": ["mnist-iid-full"]})) == 1
+
+
+@pytest.mark.parametrize(
+    ("sets", "only", "sentence"),
+    [
+        (["table2"], {}, "reproduce must be one of mnist-pruning, .*; got 'table2'"),
+        (["table1"], {"colour": ["red"]}, f"only must be one of {', '.join(AXES)}; got 'colour'"),
+        (["table1"], {"dataset": ["emnist"]}, "only dataset must be one of cifar10, cifar100, mnist; got 'emnist'"),
+    ],
+)
+def test_filters_that_make_no_sense(sets, only, sentence):
+    with pytest.raises(InvalidValue, match=sentence):
+        chosen(EVERY, sets, 1, only)
+
+
+def test_every_cell_has_a_smoke_run_that_is_valid():
+    for cell in EVERY:
+        small = quick(cell)
+        again = Experiment(**small.experiment.model_dump())
+        assert (again.dataset, again.rounds, again.policy) == ("digits", 2, cell.experiment.policy)
+        assert small.id != cell.id
+
+
+# ── running ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_is_there_is_not_run_again(fedcover, tmp_path, monkeypatch):
+    code, out, err = fedcover("reproduce", "mnist-pruning", *ONE, "--json")
+    assert code == 0, err
+    (row,) = json.loads(out)["cells"]
+    assert (row["runs"], row["claimed"]) == (1, None)
+    (path,) = (tmp_path / "runs" / "reproduction-quick").iterdir()
+    kept = json.loads(path.read_text())
+    assert kept["last"] * 100 == pytest.approx(row["last"])
+    assert kept["gamma_min"] == 8
+    assert kept["curve"]["round"] == [1, 2]
+    assert kept["made"]["engine"] == "sequential"
+    assert "data" not in kept["made"]
+    monkeypatch.setattr(reproduce, "run", lambda *_, **__: pytest.fail("it ran again"))
+    code, out, err = fedcover("reproduce", "mnist-pruning", *ONE)
+    assert code == 0
+    assert err.startswith("0 of 1 runs are missing")
+    assert "mnist-iid-pruning-1111223344-quick" in out
+
+
+def test_the_curves_of_a_smoke_run_are_drawn_beside_its_results(fedcover, tmp_path):
+    wanted = ("reproduce", "figures", "--quick", "--only", "cell=mnist-L2-full", "--json")
+    code, out, err = fedcover(*wanted)
+    assert code == 0, err
+    names = ["medium-L2.svg", "pruning-L2.svg", "subnet-L2.svg"]
+    assert [Path(path).name for path in json.loads(out)["written"]] == names
+    assert all((tmp_path / path).is_file() for path in json.loads(out)["written"])
+    assert not (tmp_path / "docs").exists()
+
+
+def test_after_ctrl_c_the_finished_cells_stay(fedcover, tmp_path, monkeypatch):
+    ended = []
+    real = reproduce.run
+
+    def second_is_stopped(experiment, **options):
+        if ended:
+            raise KeyboardInterrupt
+        ended.append(experiment.name)
+        return real(experiment, **options)
+
+    monkeypatch.setattr(reproduce, "run", second_is_stopped)
+    wanted = ("reproduce", "mnist-subnet", "--quick", "--only", "cell=mnist-iid-full,mnist-L2-full")
+    code, out, err = fedcover(*wanted)
+    assert (code, out) == (130, "")
+    assert "the same command goes on with the rest" in err
+    assert len(list((tmp_path / "runs" / "reproduction-quick").iterdir())) == 1
+    monkeypatch.setattr(reproduce, "run", real)
+    assert fedcover(*wanted)[0] == 0
+    assert len(list((tmp_path / "runs" / "reproduction-quick").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    "id",
+    [
+        "cifar10-L5-high-subnet-optimised",
+        "cifar100-iid-homogeneous-0.125",
+        "mnist-L2-pruning-1111444444-public",
+        "mnist-dirichlet-pruning-1111223344",
+        "mnist-iid-full-rate0.3",
+        "cifar10-L2-medium-subnet-optimised-planned",
+    ],
+)
+def test_every_sort_of_cell_goes_through(tmp_path, id):
+    sets = tuple(BY_ID[id].sets)
+    (path,) = reproduce.reproduce(
+        Wish(sets[:1], {"cell": [id]}, smoke=True, out=tmp_path), machine=Machine(device="cpu")
+    )
+    kept = json.loads(path.read_text())
+    assert 0 <= kept["last"] <= kept["best"] <= 1
+    assert kept["diverged"] is None
+    assert kept["local"] is not None
+    assert kept["score"] == ("accuracy_common" if "homogeneous" in id else "accuracy")
+    assert ("validation" in kept["curve"]) == ("rate" in id)
+    assert ("loss" in kept["curve"]) == ("homogeneous" not in id)
+
+
+@pytest.mark.parametrize("id", ["mnist-iid-homogeneous-0.5", "cifar10-iid-homogeneous-0.25"])
+def test_a_homogeneous_cell_counts_the_small_model_alone(id):
+    small = quick(BY_ID[id])
+    last = fc.run(small.experiment, machine=Machine(device="cpu")).metrics[-1]
+    assert last[small.score] == last["accuracy_single"] != last["accuracy"]
+
+
+def test_a_run_that_diverges_is_a_result(tmp_path, monkeypatch):
+    def explode(*_, **__):
+        raise TrainingDiverged("round 3, client 7: the loss is nan")
+
+    monkeypatch.setattr(reproduce, "run", explode)
+    wish = Wish(("table1",), {"cell": ["mnist-iid-full"]}, seeds=1, out=tmp_path)
+    reproduce.reproduce(wish, machine=Machine(device="cpu"))
+    assert wish.missing() == []
+    evidence = Evidence(tmp_path)
+    assert evidence.diverged("mnist-iid-full") == 1
+    assert evidence.sample("mnist-iid-full") is None
+    assert "| 98.08 | diverged |  | 0 (1 diverged) |  |" in document.main_tables(evidence)
+    assert "| MNIST | 0 | 0 | 0 | 0 | 1 | 59 |" in document.verdicts(evidence)
+
+
+def test_jobs_of_one_shape_are_handed_over_together():
+    jobs = chosen(EVERY, ["table1", "mnist-pruning"], 2, {"dataset": ["mnist", "cifar10"]})
+    grouped = reproduce.groups(jobs)
+    assert sorted(cell.id for group in grouped for cell, _ in group) == sorted(cell.id for cell, _ in jobs)
+    models = [{cell.experiment.model for cell, _ in group} for group in grouped]
+    assert all(len(some) == 1 for some in models)
+    assert len(grouped) == 3  # the MLP, the MLP with dropout, the ResNet
+
+
+def test_it_runs_without_the_command_line_packages(tmp_path):
+    program = """
+import sys
+for name in ("rich", "cyclopts", "pooch", "matplotlib"):
+    sys.modules[name] = None
+from fedcover.paper.reproduce import main
+main(["table1", "quick=true", "cell=mnist-iid-full", "device=cpu", f"out={sys.argv[1]}"])
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["mnist-iid-full-quick_0.json"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], "reproduce must be one of mnist-pruning, .*, docs"),
+        (["table1", "colour=red"], "only must look like axis=value,value"),
+        (["table1", "seeds=x"], "seeds a number; got false, x"),
+        (["table1", "quick=maybe"], "quick must be true or false"),
+        (["table1", "seeds=0"], "seeds must be at least 1; got 0"),
+    ],
+)
+def test_words_that_make_no_sense(words, sentence):
+    with pytest.raises(InvalidValue, match=sentence):
+        reproduce.main(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("table2",), "reproduce must be one of mnist-pruning, .*, docs; got 'table2'"),
+        (("table1", "--only", "dataset"), "only must look like axis=value,value .*; got 'dataset'"),
+        (("table1", "--seeds", "0"), "seeds must be at least 1; got 0"),
+        (("docs", "--quick"), "docs is written from all results: leave --only and --quick out"),
+    ],
+)
+def test_commands_that_make_no_sense(fedcover, words, sentence):
+    refused(fedcover("reproduce", *words), 2, sentence)
+
+
+# ── results ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def write_result(folder, id, seed, accuracy, *, validation=None, local=None):
+    """A result such as a run of two rounds would leave; the figures are made up."""
+    cell = BY_ID[id]
+    line = {
+        "gamma_round": 6, "gamma_window": 6, "delta2_mean": 0.1, "parameters": 10.0, "multiply_adds": 10.0,
+        "bytes_down": 1, "bytes_up": 1, "seconds": {"training": 1.0}, "loss": 1 - accuracy,
+    }  # fmt: skip
+    scores = {"accuracy": accuracy, "accuracy_common": accuracy, "accuracy_local": local or accuracy}
+    held_out = {} if validation is None else {"validation_accuracy": validation}
+    metrics = [
+        {"round": 0, **line, **{name: value / 2 for name, value in scores.items()}, **held_out},
+        {"round": 1, **line, **scores, **held_out},
+    ]
+    done = Finished(cell.with_seed(seed), metrics, Machine(device="cpu").resolved())
+    return results.write(folder, cell, results.describe(cell, done))
+
+
+def test_a_result_of_another_experiment_does_not_count(tmp_path):
+    cell = BY_ID["mnist-iid-full"]
+    path = write_result(tmp_path, cell.id, 0, 0.9)
+    assert results.read(tmp_path, cell, 0)["last"] == 0.9
+    assert results.read(tmp_path, cell, 1) is None
+    kept = json.loads(path.read_text())
+    del kept["experiment"]["clip"]  # as if a newer version had added the field
+    path.write_text(json.dumps(kept))
+    assert results.read(tmp_path, cell, 0) is not None
+    kept["experiment"]["epochs"] = 1
+    path.write_text(json.dumps(kept))
+    assert results.read(tmp_path, cell, 0) is None
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"experiment": 3}'])
+def test_a_damaged_result_is_named(tmp_path, content):
+    cell = BY_ID["mnist-iid-full"]
+    results.path_of(tmp_path, cell, 0).write_text(content)
+    with pytest.raises(RunError, match=r"mnist-iid-full_0\.json is no result of a cell: .*; remove it"):
+        results.read(tmp_path, cell, 0)
+
+
+@pytest.mark.parametrize(("scores", "best"), [((0.8, 0.9, 0.95, 0.5), 0.1), ((0.9, 0.8, 0.7, 0.1), None)])
+def test_the_second_rate_is_the_best_on_held_out_rows(tmp_path, scores, best):
+    for rate, score in list(zip(RATES, scores, strict=True))[:-1]:
+        write_result(tmp_path, f"mnist-iid-full-rate{rate:g}", 1000, 0.1, validation=score)
+    assert results.second_rates(tmp_path, EVERY) == {}  # one is still missing
+    write_result(tmp_path, f"mnist-iid-full-rate{RATES[-1]:g}", 1000, 0.99, validation=scores[-1])
+    assert results.second_rates(tmp_path, EVERY) == ({"mnist": best} if best else {})
+
+
+def test_the_source_has_a_name_that_lasts():
+    assert results.source_digest() == results.source_digest()
+    assert len(results.source_digest()) == 12
+
+
+# ── noise ───────────────────────────────────────────────────────────────────────────────────────────────
+
+QUANTILES = {1: 12.706205, 2: 4.302653, 3: 3.182446, 4: 2.776445, 5: 2.570582, 10: 2.228139, 29: 2.045230}
+
+
+@pytest.mark.parametrize(("freedom", "quantile"), QUANTILES.items())
+def test_students_t_has_the_tabulated_quantiles(freedom, quantile):
+    assert two_sided(quantile, freedom) == pytest.approx(0.05, abs=1e-6)
+
+
+@given(st.floats(-50, 50), st.integers(1, 40))
+def test_the_chance_is_symmetric_and_falls_with_distance(t, freedom):
+    assert two_sided(t, freedom) == two_sided(-t, freedom)
+    assert 0 <= two_sided(abs(t) + 1, freedom) <= two_sided(t, freedom) + 1e-12 <= 1 + 1e-12
+    assert two_sided(abs(t) + 1, freedom) < two_sided(t, freedom) or two_sided(t, freedom) < 1e-12
+
+
+def test_a_claim_within_and_beyond_noise():
+    found = sample([97.8, 98.0, 98.2])
+    assert (found.mean, found.seeds) == (pytest.approx(98.0), 3)
+    edge = 4.302653 * found.spread * (2 / 3) ** 0.5
+    assert against_claim(98.0 + 0.999 * edge, found) == "="
+    assert against_claim(98.0 + 1.001 * edge, found) == "lower"
+    assert against_claim(98.0 - 1.001 * edge, found) == "higher"
+    assert against_claim(10.0, Sample(90.0, None, 1)) == "one seed"
+    assert against_claim(90.0, Sample(90.0, 0.0, 3)) == "="
+    assert sample([]) is None
+
+
+def test_pairs_use_only_shared_seeds():
+    found = paired({0: 1.0, 1: 2.0, 5: 9.0}, {0: 0.5, 1: 1.0, 7: 3.0})
+    assert (found.mean, found.seeds) == (0.75, 2)
+    assert found.verdict == "not decided"
+    assert paired({0: 1.0}, {1: 1.0}) is None
+    assert paired({0: 1.0}, {0: 2.0}).verdict == "one seed"
+    assert paired({0: 1.0, 1: 2.0}, {0: 2.0, 1: 3.0}).verdict == "lower"
+
+
+# ── the document ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_committed_document_is_what_would_be_generated():
+    evidence = Evidence(ROOT / "results" / "reproduction")
+    assert (ROOT / "docs" / "reproduction.md").read_text() == document.render(evidence)
+    kept = {path.stem: path.read_text() for path in (ROOT / "docs" / "reproduction").glob("*.svg")}
+    assert kept == document.figures(evidence)
+
+
+def test_every_committed_result_belongs_to_a_cell_as_it_now_is():
+    evidence = Evidence(ROOT / "results" / "reproduction")
+    kept = {f"{run['cell']}_{run['seed']}.json" for runs in evidence.results.values() for run in runs}
+    assert kept == {path.name for path in (ROOT / "results" / "reproduction").glob("*.json")}
+
+
+def test_the_document_tells_claims_results_and_what_was_not_run(tmp_path):
+    for seed in range(3):
+        write_result(tmp_path, "mnist-iid-pruning-1111444444", seed, 0.97 + 0.001 * seed)
+        write_result(tmp_path, "mnist-iid-pruning-1111223344", seed, 0.98 + 0.001 * seed)
+        write_result(tmp_path, "mnist-L2-full", seed, 0.936, local=0.9)
+    write_result(tmp_path, "mnist-iid-full", 0, 0.98)
+    text = document.render(Evidence(tmp_path))
+    assert "{{" not in text
+    assert (
+        "| medium | pruning-greedy | pruning-1111444444 | 4 | 6 | 97.51 | 97.10 ± 0.10 | 97.10 ± 0.10 | 3 | lower |"
+        in text
+    )
+    assert "| full | full | full | 10 | 6 | 98.08 | 98.00 | 98.00 | 1 | one seed |" in text
+    assert "| 1111111111 | 98.045 | 98.00 | one seed | 93.59 | 93.60 ± 0.00 | higher | 93.82 | 90.00 ± 0.00 |" in text
+    assert (
+        "1 of 60 comparisons have runs. The optimised design is: 1 higher, 0 lower, 0 not decided, 0 one seed." in text
+    )
+    assert "| +0.88 | +1.00 ± 0.00 | 3 | 0.000 | higher | 2.0 / 2.0 |" in text
+    assert "not run" in text
+    assert "MNIST, L=2, medium level: loss and accuracy" in text
+    assert "MNIST, L=2, fixed sub-networks: loss" in text  # FedAvg is in it
+
+
+def test_rounds_to_a_target(tmp_path):
+    for seed in range(2):
+        write_result(tmp_path, "mnist-iid-full", seed, 0.8 + 0.1 * seed)  # half of it after the first round
+    evidence = Evidence(tmp_path)
+    assert evidence.rounds_to("mnist-iid-full", 40) == 1
+    assert evidence.rounds_to("mnist-iid-full", 42) == 1.5
+    assert evidence.rounds_to("mnist-iid-full", 85) is None
+    assert evidence.rounds_to("mnist-L2-full", 1) is None
+
+
+def test_the_commands_write_document_and_figures(fedcover, tmp_path):
+    for seed in range(2):
+        write_result(tmp_path / "mine", "mnist-iid-full", seed, 0.98)
+        write_result(tmp_path / "mine", "mnist-iid-homogeneous-0.5", seed, 0.9)
+    code, out, err = fedcover("reproduce", "docs", "--out", "mine", "--docs", "pages")
+    assert (code, err) == (0, "")
+    assert out.split() == [
+        "pages/reproduction.md",
+        *(f"pages/reproduction/{name}-iid.svg" for name in ("medium", "pruning", "subnet")),
+    ]
+    drawn = (tmp_path / "pages" / "reproduction" / "medium-iid.svg").read_text()
+    assert drawn.count("<polyline") == 3  # the loss of a model that is trained in part only is not shown
+    assert drawn.count("homogeneous-0.5") == 1
+
+
+def test_a_picture_repeats_itself_and_is_well_formed(tmp_path):
+    from xml.etree import ElementTree
+
+    write_result(tmp_path, "mnist-iid-full", 0, 0.98)
+    first, second = (document.figures(Evidence(tmp_path)) for _ in range(2))
+    assert first == second
+    assert set(first) == {"medium-iid", "pruning-iid", "subnet-iid"}
+    assert all(ElementTree.fromstring(svg).tag.endswith("svg") for svg in first.values())
