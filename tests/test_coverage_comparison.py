@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
-
 from benchmarks.coverage import cells
 from benchmarks.coverage.designs import TOLERANCE, designed
 from benchmarks.coverage.student import Contrast, inside, quantile
 from benchmarks.coverage_comparison import main, run_cell
+
 from fedcover import coverage
 from fedcover.errors import InvalidValue
 from fedcover.experiment import Experiment
