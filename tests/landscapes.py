@@ -13,7 +13,7 @@ from fedcover.theory import Constants, Round, Steps
 
 @dataclass(frozen=True)
 class Problem:
-    """Clients with F_n(theta) = (theta - a_n)' H_n (theta - a_n) / 2, a mask each, and +-noise_n,t on every gradient."""
+    """Clients with F_n(theta) = (theta - a_n)' H_n (theta - a_n) / 2, a mask each, and +-noise on gradients."""
 
     hessian_NPP: torch.Tensor
     centre_NP: torch.Tensor
@@ -29,13 +29,13 @@ class Problem:
         return float(torch.linalg.matrix_norm(self.hessian_NPP, 2).max())
 
     @property
-    def share_NP(self):
+    def shares(self):
         """With which weight a client counts for a parameter."""
         held_NP = self.weight_N[:, None] * self.mask_NP
         return held_NP / held_NP.sum(0).clamp_min(1e-300)
 
     @property
-    def covered_P(self):
+    def covered(self):
         return self.mask_NP.any(0)
 
 
@@ -107,8 +107,8 @@ def one_round(problem):
         paths.append(torch.stack(path))
         gradients.append(torch.stack(taken))
         ends.append(theta)
-    after = torch.einsum("np,nsp->sp", problem.share_NP, torch.stack(ends))
-    return torch.where(problem.covered_P, after, problem.theta_P), paths, gradients
+    after = torch.einsum("np,nsp->sp", problem.shares, torch.stack(ends))
+    return torch.where(problem.covered, after, problem.theta_P), paths, gradients
 
 
 def constants(problem, start, end, gradients):
@@ -124,15 +124,15 @@ def constants(problem, start, end, gradients):
 
 def masks_say(problem, full_gradient):
     """What the masks of the round say."""
-    largest = [float(problem.share_NP[n][problem.mask_NP[n]].max()) if problem.mask_NP[n].any() else 0.0
+    largest = [float(problem.shares[n][problem.mask_NP[n]].max()) if problem.mask_NP[n].any() else 0.0
                for n in range(len(problem.mask_NP))]  # fmt: skip
     lacking = (problem.theta_P * ~problem.mask_NP).square().sum(1).tolist()
     counts = problem.mask_NP.sum(0)
-    mean = sum(problem.share_NP[n] * gradient_at(problem, n, problem.theta_P) for n in range(len(largest)))
+    mean = sum(problem.shares[n] * gradient_at(problem, n, problem.theta_P) for n in range(len(largest)))
     return Round(
         lr=problem.lr, inverse=tuple(largest), lacking=tuple(lacking), gamma=int(counts[counts > 0].min()),
-        energy=float(problem.theta_P.square().sum()), gradient=float(full_gradient[problem.covered_P].square().sum()),
-        bias=float((mean - full_gradient)[problem.covered_P].square().sum()),
+        energy=float(problem.theta_P.square().sum()), gradient=float(full_gradient[problem.covered].square().sum()),
+        bias=float((mean - full_gradient)[problem.covered].square().sum()),
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ STORY = [
     "groups", "models", "reduction", "wire", "submodel", "tracing", "norms", "coverage",
     "objective", "planner", "design",
     "policies", "recipes", "augment", "training", "engines", "aggregation", "evaluation", "cost", "theory",
-    "rounds", "experiment", "preparation", "checkpoints", "folders", "runs",
+    "rounds", "experiment", "preparation", "checkpoints", "folders", "runs", "certificate",
     "onnx_export", "export", "audit", "planning", "paper", "console", "demo", "cli",
 ]  # fmt: skip
 WALLS = {

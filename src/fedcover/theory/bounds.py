@@ -1,4 +1,4 @@
-"""The right-hand sides: the paper's two theorems as printed and corrected, and sharper ones; docs/theory.md proves them.
+"""The right-hand sides: the paper's theorems as printed and corrected, and sharper ones; docs/theory.md proves them.
 
 All bound the mean over rounds of the squared length of the full gradient (over the parameters that a round trains). All
 but the last hold in expectation over the batches; the last holds surely.
@@ -6,6 +6,7 @@ but the last hold in expectation over the batches; the last holds surely.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from fedcover.theory.quantities import Bound, Condition, Constants, Round, gap, mean, squared_inverse
 
@@ -64,7 +65,7 @@ def printed_two(known: Constants, rounds: Sequence[Round]) -> Bound:
 
 
 def corrected_one(known: Constants, rounds: Sequence[Round]) -> Bound:
-    """Theorem 1 by the paper's own route, with the constants that the route gives; for any learning rate up to 1/(6LT)."""
+    """Theorem 1 by the paper's own route, with the constants that it gives, for any learning rate up to 1/(6LT)."""
     return _corrected("Theorem 1 corrected", known, rounds, lambda r: r.clients / r.gamma**2)
 
 
@@ -87,26 +88,25 @@ def _corrected(name: str, known: Constants, rounds: Sequence[Round], averaging: 
 
 def sharper(known: Constants, rounds: Sequence[Round]) -> Bound:
     """Theorem 1': clients with equal data; every client counts with its own coverage; momentum allowed."""
-    return _sharper("Theorem 1'", known, rounds, biased=False)
+    return _sharper("Theorem 1'", known, rounds)
 
 
 def sharper_biased(known: Constants, rounds: Sequence[Round]) -> Bound:
-    """Theorem 1' where clients' data differ: the gap counts twice, and a bias joins that no step size removes."""
-    return _sharper("Theorem 1' with data bias", known, rounds, biased=True)
+    """Theorem 1' where clients' data differ: a bias joins the gap, which no step size removes."""
+    bound = _sharper("Theorem 1' with data bias", known, rounds)
+    own = {"smoothness": known.smoothness, "gradient": known.gradient}
+    bias = mean(rounds, lambda r: _joined(sum(gap(known, r, **own)), r.bias))
+    return replace(bound, terms={**bound.terms, "bias": bias})
 
 
-def _sharper(name: str, known: Constants, rounds: Sequence[Round], *, biased: bool) -> Bound:
-    length, total, twice = known.smoothness, known.steps.total, 2 if biased else 1
-    gaps = [gap(known, r, smoothness=length, gradient=known.gradient) for r in rounds]
-    drift, noise = _means(rounds, gaps)
+def _sharper(name: str, known: Constants, rounds: Sequence[Round]) -> Bound:
+    length, total = known.smoothness, known.steps.total
+    variance = known.variance * known.steps.squares
     terms = {
         "start": 2 * (known.start - known.least) / (total * known.lrs),
-        "variance": 2 * length * known.variance * known.steps.squares * mean(rounds, lambda r: r.lr * squared_inverse(r)),
-        "drift": twice * drift,
-        "noise": twice * noise,
-    }  # fmt: skip
-    if biased:
-        terms["bias"] = 2 * mean(rounds, lambda r: r.bias)
+        "variance": 2 * length * variance * mean(rounds, lambda r: r.lr * squared_inverse(r)),
+        **_gaps(known, rounds, smoothness=length, gradient=known.gradient),
+    }
     condition = Condition("learning rate <= 1/(2 L S)", 1 / (2 * length * total), largest(rounds))
     return Bound(name, terms, (condition,), left_side(rounds))
 
@@ -114,14 +114,12 @@ def _sharper(name: str, known: Constants, rounds: Sequence[Round], *, biased: bo
 def partial_participation(known: Constants, rounds: Sequence[Round]) -> Bound:
     """A uniform cohort out of M clients whose masks do not depend on who they are: the bias vanishes on average."""
     length, total = known.smoothness, known.steps.total
-    gaps = [gap(known, r, smoothness=length, gradient=known.gradient) for r in rounds]
-    drift, noise = _means(rounds, gaps)
     variance = known.variance * known.steps.squares
+    gaps = _gaps(known, rounds, smoothness=length, gradient=known.gradient)
     terms = {
         "start": 8 / 3 * (known.start - known.least) / (total * known.lrs),
         "variance": 16 / 3 * length * variance * mean(rounds, lambda r: r.lr * squared_inverse(r)),
-        "drift": 2 * drift,
-        "noise": 2 * noise,
+        **{name: 2 * term for name, term in gaps.items()},
         "sampling": 8 / 3 * length * total * mean(rounds, lambda r: r.lr * r.spread),
     }
     condition = Condition("learning rate <= 1/(8 L S)", 1 / (8 * length * total), largest(rounds))
@@ -131,24 +129,28 @@ def partial_participation(known: Constants, rounds: Sequence[Round]) -> Bound:
 def reshuffled(known: Constants, rounds: Sequence[Round]) -> Bound:
     """Theorem R: whatever batches were taken in whatever order; no expectation, no variance, half the condition."""
     total = known.steps.total
-    gaps = [gap(known, r, smoothness=known.batch_smoothness, gradient=known.step_gradient) for r in rounds]
-    drift, noise = _means(rounds, gaps)
-    exact = all(r.offset == 0 for r in rounds)
+    own = {"smoothness": known.batch_smoothness, "gradient": known.step_gradient}
     terms = {
         "start": 2 * (known.start - known.least) / (total * known.lrs),
-        "drift": (1 if exact else 2) * drift,
-        "noise": (1 if exact else 2) * noise,
-        "offset": 2 * mean(rounds, lambda r: r.offset),
+        **_gaps(known, rounds, **own),
+        "offset": mean(rounds, lambda r: _joined(sum(gap(known, r, **own)), r.offset)),
     }
     condition = Condition("learning rate <= 1/(L S)", 1 / (known.smoothness * total), largest(rounds))
     return Bound("Theorem R (reshuffled epochs, surely)", terms, (condition,), left_side(rounds))
 
 
-def _means(rounds: Sequence[Round], gaps: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    total = sum(r.lr for r in rounds)
-    drift = sum(r.lr * pair[0] for r, pair in zip(rounds, gaps, strict=True))
-    noise = sum(r.lr * pair[1] for r, pair in zip(rounds, gaps, strict=True))
-    return drift / total, noise / total
+def _gaps(known: Constants, rounds: Sequence[Round], *, smoothness: float, gradient: float) -> dict[str, float]:
+    """Lemma 2's two parts, as means over the rounds."""
+    own = {"smoothness": smoothness, "gradient": gradient}
+    return {
+        "drift": mean(rounds, lambda r: gap(known, r, **own)[0]),
+        "noise": mean(rounds, lambda r: gap(known, r, **own)[1]),
+    }
+
+
+def _joined(first: float, second: float) -> float:
+    """What a second error adds to the square of a first: (a + b)^2 - a^2, from the squares of both."""
+    return second + 2 * math.sqrt(first * second)
 
 
 BOUNDS: dict[str, Callable[[Constants, Sequence[Round]], Bound]] = {

@@ -31,7 +31,7 @@ class Round:
     offset: float = 0.0
     """The same for the gradients of the very batches, as often as they count in the end."""
     spread: float = 0.0
-    """The sum over parameters of zeta_i^2/Gamma_i (M - Gamma_i)/(M - 1): the bias that is expected of a random cohort."""
+    """The sum over parameters of zeta_i^2/Gamma_i (M - Gamma_i)/(M - 1): a random cohort's expected squared bias."""
     regions: int = 1
     """How many different sets of clients hold some parameter."""
 
