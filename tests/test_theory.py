@@ -147,8 +147,8 @@ def test_theorem_r_holds_surely_for_any_batches_in_any_order(seed, share, weight
     facts = replace(masks_say(problem, full), offset=offset)
     known = Constants(
         smoothness=length, batch_smoothness=float(torch.linalg.matrix_norm(hessian_NTPP, 2).max()), gradient=0.0,
-        step_gradient=max(squares), variance=0.0, start=loss(base.theta_P), least=loss(after), steps=base.steps, rounds=1,
-        lrs=lr,
+        step_gradient=max(squares), variance=0.0, start=loss(base.theta_P), least=loss(after), steps=base.steps,
+        rounds=1, lrs=lr,
     )  # fmt: skip
     holds(BOUNDS["reshuffled"](known, [facts]))
 
@@ -206,7 +206,6 @@ class TestTheConstantsAreNeeded:
         assert plain.left > plain.value  # the theorem for equal data does not hold here
         assert biased.left <= biased.value
         assert biased.value == pytest.approx(biased.left)  # reached: a smaller bias term would be wrong
-        )
 
 
 def test_lemma_one_as_printed_fails_for_five_steps():

@@ -77,7 +77,7 @@ def watch(found: Folder, setup: Setup, looks: int, clients: int, device: str, te
     if not rounds:
         raise RunError(f"in the kept rounds of {found.path} no client answered, so there is nothing to certify")
     convex = None
-    if is_softmax(setup.task.model.module):
+    if is_softmax(setup.task.model.module) and len(objective.shares) == setup.clients:
         tell("the optimum")
         convex = convex_of(found.experiment, setup, objective, first, trained)
     tell("the Hessian's largest eigenvalue")
@@ -88,17 +88,20 @@ def watch(found: Folder, setup: Setup, looks: int, clients: int, device: str, te
     facts = [r.facts for r in rounds]
     bounds = {name: replace(made(constants, facts), outside=outside(name, case)) for name, made in BOUNDS.items()}
     return Seen(
-        setup, case, known, bounds, trained, newest.round, squared(start.gradient),
-        _last(objective, newest.round, within(newest.params, trained), convex), convex,
+        setup, case, known, bounds, trained, newest.round, squared(start.gradient, trained),
+        _last(objective, newest.round, newest.params, trained, convex), convex,
     )  # fmt: skip
 
 
-def _last(objective: Objective, round: int, params: Params, convex: Convex | None) -> Last:
+def _last(
+    objective: Objective, round: int, newest: Params, trained: Mapping[str, Tensor], convex: Convex | None
+) -> Last:
+    params = within(newest, trained)
     full = objective.at(params)
     away = None
     if convex and convex.optimum:
         away = squared({name: params[name].double() - best for name, best in convex.optimum.items()}) ** 0.5
-    return Last(round, full.value, squared(full.gradient), away)
+    return Last(round, full.value, squared(full.gradient, trained), away)
 
 
 def _constants(

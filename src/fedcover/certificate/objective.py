@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedcover.aggregation import WEIGHTS
@@ -25,8 +26,8 @@ PRECISE = 200_000
 """Up to so many parameters gradients of the whole model are computed in float64 on a CPU."""
 
 CHUNK = 1024
-POWER_STEPS = 30
-HESSIAN_ROWS = 4096
+POWER_STEPS = 20
+HESSIAN_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ class Objective:
         between = {n: (squares[n] / count - (sums[n] / count) ** 2).clamp_min(0) for n in theta}
         return Full(value, gradient, own, between)
 
+    @sdpa_kernel(SDPBackend.MATH)  # the fused ones cannot be differentiated twice
     def curvature(self, theta: Params, seed: int) -> float:
         """The largest eigenvalue (by size) of F's Hessian on a sample of rows, by power iteration."""
         each = max(1, HESSIAN_ROWS // len(self.shares))

@@ -87,13 +87,8 @@ def drawing(case: Case) -> str | None:
 
 def emptied(case: Case) -> str | None:
     """A parameter that nobody trains in a round keeps its value."""
-    idle = case.experiment.uncovered == "zero" and any(min_covered(r) == 0 for r in case.rounds)
+    idle = case.experiment.uncovered == "zero" and any(r.gamma == 0 for r in case.rounds)
     return "parameters that a round does not train are set to zero" if idle else None
-
-
-def min_covered(r: Replayed) -> int:
-    """0 if the round leaves out a parameter that is trained at some other time."""
-    return 0 if r.gradient > r.facts.gradient * (1 + 1e-12) + 1e-300 else r.facts.gamma
 
 
 def momentum(case: Case) -> str | None:
@@ -108,7 +103,7 @@ def schedule(case: Case) -> str | None:
 
 def left_out(case: Case) -> str | None:
     """Every parameter is covered in every round."""
-    rounds = [r.number for r in case.rounds if min_covered(r) == 0]
+    rounds = [r.number for r in case.rounds if r.gamma == 0]
     return f"parameters of the union model that no client trains in round {rounds[0]}" if rounds else None
 
 

@@ -29,6 +29,8 @@ class Replayed:
     """The squared length of the full gradient over all parameters that are ever trained."""
     between: float
     """zeta^2: the mean squared distance of a client's own gradient from the mean of all clients'."""
+    gamma: int
+    """The fewest clients that train any parameter of those that are ever trained."""
     gap: float
     noise: float
     curvature: float
@@ -61,7 +63,8 @@ def replayed(
             yield update
 
     after, _ = run_round(_unjudged(replace(setup, engine=engine)), state)
-    return _told(setup, state, theta, within(after.params, trained), replace(full, own=own), objective, paths)
+    moved = within(after.params, trained)
+    return _told(setup, state, theta, moved, replace(full, own=own), objective, paths, trained)
 
 
 def within(params: Params, trained: Mapping[str, Tensor]) -> Params:
@@ -87,8 +90,9 @@ def _work_of(setup: Setup, state: State) -> list[tuple[Client, Reduction]]:
 
 
 def _told(
-    setup: Setup, state: State, theta: Params, after: Params, full: Full, objective: Objective, paths: list[Path]
-) -> Replayed:
+    setup: Setup, state: State, theta: Params, after: Params, full: Full, objective: Objective, paths: list[Path],
+    trained: Mapping[str, Tensor],
+) -> Replayed:  # fmt: skip
     weight = WEIGHTS[setup.weights]
     total = _zeros(theta)
     for path in paths:
@@ -116,7 +120,7 @@ def _told(
         lr=setup.lr(state.round),
         inverse=tuple(inverse),
         lacking=tuple(path.lacking for path in paths),
-        gamma=min(int(tensor[tensor > 0].min()) for tensor in counts.values() if bool(tensor.any())),
+        gamma=_least(counts, covered),
         energy=squared(theta),
         gradient=squared(full.gradient, covered),
         bias=_apart(bias, full.gradient, covered),
@@ -126,7 +130,8 @@ def _told(
     )
     return Replayed(
         number=state.round, facts=facts, paths=tuple(paths), value=full.value,
-        gradient=squared(full.gradient), between=float(sum(tensor.sum() for tensor in full.between.values())),
+        gradient=squared(full.gradient, trained), gamma=_least(counts, trained),
+        between=float(sum(tensor[trained[name]].sum() for name, tensor in full.between.items())),
         gap=squared(averaged([path.gap for path in paths])), noise=squared(averaged([path.noise for path in paths])),
         curvature=_curvature(objective, theta, after, change, full),
     )  # fmt: skip
@@ -138,6 +143,11 @@ def _averaged(vectors: list[Params], paths: list[Path], total: Params, weights: 
     for vector, path, weight in zip(vectors, paths, weights, strict=True):
         path.reduction.add_into(found, {n: t.double() for n, t in vector.items()}, weight)
     return {name: torch.where(total[name] > 0, tensor / total[name], 0) for name, tensor in found.items()}
+
+
+def _least(counts: Params, where: Mapping[str, Tensor]) -> int:
+    """The smallest count at some places."""
+    return min(int(tensor[where[name]].min()) for name, tensor in counts.items() if bool(where[name].any()))
 
 
 def _apart(left: Params, right: Params, where: Mapping[str, Tensor]) -> float:

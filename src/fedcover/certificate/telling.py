@@ -4,7 +4,6 @@ from statistics import fmean
 from typing import Any
 
 from fedcover.certificate.measuring import Seen
-from fedcover.certificate.outside import min_covered
 from fedcover.certificate.replaying import Replayed
 from fedcover.theory import Bound
 from fedcover.theory.quantities import gap, squared_inverse
@@ -31,8 +30,8 @@ def told(name: str, seen: Seen) -> dict[str, Any]:
             key: {"value": known.value, "kind": known.kind, "how": known.how} for key, known in seen.constants.items()
         },
         "coverage": {
-            "gamma": min(min_covered(r) for r in seen.case.rounds) if not sum(never.values()) else 0,
-            "gamma_union": min(min_covered(r) for r in seen.case.rounds),
+            "gamma": 0 if sum(never.values()) else min(r.gamma for r in seen.case.rounds),
+            "gamma_union": min(r.gamma for r in seen.case.rounds),
             "never_trained": sum(never.values()),
             "gamma_client": [min(1 / max(r.inverse) for r in facts), max(1 / min(r.inverse) for r in facts)],
             "noise": fmean(fmean(r.lacking) / r.energy if r.energy else 0.0 for r in facts),
