@@ -282,3 +282,16 @@ class TestTheFormulas:
         assert Bound("a", {"x": 1.0}, (good,), 0.5).applies
         assert not Bound("a", {"x": 1.0}, (Condition("step", 1.0, 1.1),), 0.5).applies
         assert not Bound("a", {"x": 1.0}, (good,), 0.5, ("momentum",)).applies
+
+
+def test_lemma_two_as_printed_fails_for_six_small_steps():
+    """T where T^2/3 belongs: F(x) = x^2/2 from x = 1 with steps so small that the gradient hardly changes."""
+    lr = 1e-6
+    for count in range(1, 12):
+        x, differences = 1.0, []
+        for _ in range(count):
+            differences.append(x - 1.0)
+            x -= lr * x
+        left = (sum(differences) / count) ** 2
+        assert (left <= lr**2 * count) == (count < 6)
+        assert left <= lr**2 * Steps(count).drift
