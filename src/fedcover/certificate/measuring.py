@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from fedcover import checkpoints
@@ -39,6 +40,8 @@ class Seen:
     trained: Mapping[str, Tensor]
     done: int
     start_gradient: float
+    lasting: float
+    """The squared length of the rounds' mean bias: what does not average out."""
     last: "Last"
     convex: Convex | None
 
@@ -57,23 +60,21 @@ def watch(found: Folder, setup: Setup, looks: int, clients: int, device: str, te
     """Replay the kept rounds; every client's path is looked at in so many steps, F over so many clients."""
     digest = found.experiment.digest
     newest, _ = checkpoints.newest(found.checkpoints, digest, device)
-    kept = sorted((f for f in checkpoints.found(found.kept) if f.round < newest.round), key=lambda file: file.round)
-    if not kept:
-        every = list(range(0, found.experiment.rounds, max(1, found.experiment.rounds // 10)))
-        raise RunError(
-            f"{found.path} keeps no round that could be replayed; run it again with keep_rounds, such as --set "
-            f"keep_rounds={every} (all rounds, if the certificate is to be exact)"
-        )
+    kept = _kept(found, newest.round)
     trained = newest.coverage.ever
     objective = objective_of(setup, clients)
     first = within(first_state(setup).params, trained)
     tell(f"F at the first model, over {len(objective.shares)} of {setup.clients} clients")
     start = objective.at(first)
-    rounds = []
+    rounds: list[Replayed] = []
+    lasting = {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in first.items()}
     for place, file in enumerate(kept):
         tell(f"replaying round {file.round} ({place + 1} of {len(kept)})")
         again = replayed(setup, checkpoints.read(file, digest, device), objective, trained, looks)
-        rounds += [again] if again else []
+        if again:
+            for name, tensor in again.bias.items():
+                lasting[name] += tensor
+            rounds.append(replace(again, bias={}))  # of many rounds, one vector is enough
     if not rounds:
         raise RunError(f"in the kept rounds of {found.path} no client answered, so there is nothing to certify")
     convex = None
@@ -82,15 +83,28 @@ def watch(found: Folder, setup: Setup, looks: int, clients: int, device: str, te
         convex = convex_of(found.experiment, setup, objective, first, trained)
     tell("the Hessian's largest eigenvalue")
     curvature = objective.curvature(within(newest.params, trained), found.experiment.seed)
-    known = _constants(setup, rounds, start.value, curvature, newest.round, looks, objective, convex)
+    known = _constants(setup, rounds, start.value, curvature, newest.round, objective, convex)
     constants = _plain(known, setup, rounds, newest.round)
     case = Case(found.experiment, setup, constants, rounds)
     facts = [r.facts for r in rounds]
     bounds = {name: replace(made(constants, facts), outside=outside(name, case)) for name, made in BOUNDS.items()}
     return Seen(
         setup, case, known, bounds, trained, newest.round, squared(start.gradient, trained),
+        squared(lasting) / len(rounds) ** 2,
         _last(objective, newest.round, newest.params, trained, convex), convex,
     )  # fmt: skip
+
+
+def _kept(found: Folder, before: int) -> list[checkpoints.Found]:
+    """The kept states from which a round was trained, in order."""
+    kept = sorted((file for file in checkpoints.found(found.kept) if file.round < before), key=lambda file: file.round)
+    if kept:
+        return kept
+    every = list(range(0, found.experiment.rounds, max(1, found.experiment.rounds // 10)))
+    raise RunError(
+        f"{found.path} keeps no round that could be replayed; run it again with keep_rounds, such as --set "
+        f"keep_rounds={every} (all rounds, if the certificate is to be exact)"
+    )
 
 
 def _last(
@@ -105,7 +119,7 @@ def _last(
 
 
 def _constants(
-    setup: Setup, rounds: Sequence[Replayed], start: float, curvature: float, done: int, looks: int,
+    setup: Setup, rounds: Sequence[Replayed], start: float, curvature: float, done: int,
     objective: Objective, convex: Convex | None,
 ) -> dict[str, Estimate]:  # fmt: skip
     paths = [path for r in rounds for path in r.paths]

@@ -1,7 +1,7 @@
 """A kept round, trained again and watched: what its masks and gradients say, in the theorems' words."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ class Replayed:
     noise: float
     curvature: float
     """Of F along the way that the global model went in this round; 0 where it hardly moved."""
+    bias: Params = field(repr=False)
+    """The mean of the holders' own gradients at the global model, less the full one."""
 
 
 def replayed(
@@ -115,6 +117,9 @@ def _told(
         name: zeta_P / counts[name].clamp_min(1) * (setup.clients - counts[name].double()) / max(1, setup.clients - 1)
         for name, zeta_P in full.between.items()
     }
+    gap, noise = averaged([path.gap for path in paths]), averaged([path.noise for path in paths])
+    for path in paths:  # a certificate may look at many rounds, and a path's vectors are as large as a model
+        path.gap, path.noise, path.pulled = {}, {}, {}
     change = {name: (after[name].double() - theta[name].double()) for name in theta}
     facts = Round(
         lr=setup.lr(state.round),
@@ -132,8 +137,9 @@ def _told(
         number=state.round, facts=facts, paths=tuple(paths), value=full.value,
         gradient=squared(full.gradient, trained), gamma=_least(counts, trained),
         between=float(sum(tensor[trained[name]].sum() for name, tensor in full.between.items())),
-        gap=squared(averaged([path.gap for path in paths])), noise=squared(averaged([path.noise for path in paths])),
+        gap=squared(gap), noise=squared(noise),
         curvature=_curvature(objective, theta, after, change, full),
+        bias={name: torch.where(covered[name], tensor - full.gradient[name], 0) for name, tensor in bias.items()},
     )  # fmt: skip
 
 

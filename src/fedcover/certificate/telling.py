@@ -40,9 +40,14 @@ def told(name: str, seen: Seen) -> dict[str, Any]:
             "mean": seen.bounds["sharper"].left,
             "start": seen.start_gradient,
             "by_round": {
-                str(r.number): {"trained": r.facts.gradient, "whole": r.gradient, "F": r.value}
+                str(r.number): {"trained": r.facts.gradient, "whole": r.gradient, "F": r.value, "gamma": r.gamma}
                 for r in seen.case.rounds
             },
+        },
+        "bias": {
+            "mean": fmean(r.bias for r in facts),
+            "lasting": seen.lasting,
+            "sampled": fmean(r.spread for r in facts),
         },
         "bounds": bounds,
         "lemmas": _lemmas(seen),

@@ -33,12 +33,14 @@ def _show(found: dict[str, Any]) -> None:
     print(f"{found['run']}: {word}; {len(found['replayed'])} of {found['rounds']} rounds replayed")
     constants = [[name, known["value"], known["kind"], known["how"]] for name, known in found["constants"].items()]
     console.table("constants", ["name", "value", "kind", "how"], constants)
-    covered, left = found["coverage"], found["left"]
+    covered, left, bias = found["coverage"], found["left"], found["bias"]
     least, most = covered["gamma_client"]
     print(
         f"coverage {covered['gamma']} of all parameters, {covered['gamma_union']} of those ever trained "
         f"({covered['never_trained']:,} never are); clients' own {least:.4g} to {most:.4g}; "
         f"noise {covered['noise']:.4g}\n"
+        f"squared bias of the holders' data: {bias['mean']:.4g}, of which lasting {bias['lasting']:.4g}; "
+        f"a random cohort would have {bias['sampled']:.4g}\n"
         f"measured: mean squared gradient {left['mean']:.4g} (at the first model {left['start']:.4g})"
     )
     rows = []
