@@ -385,3 +385,26 @@ def test_any_text_is_a_value_or_a_sentence(field, value):
     except fc.FedcoverError:
         return
     assert fc.Experiment.from_toml(experiment.to_toml()) == experiment
+
+
+# ── certify ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_certify_prints_bounds_and_what_does_not_apply(fedcover):
+    words = changed(rounds=2, keep_rounds=[0], name="kept")
+    assert fedcover("run", *words)[0] == 0
+    code, out, err = fedcover("certify", "runs/kept", "--steps", 2)
+    assert code == 0, err
+    assert "estimate, no proof; 1 of 2 rounds replayed" in out
+    for text in ("Theorem 1 as printed", "Theorem R", "vacuous", "violated", "Lemma 3", "epochs are shuffled"):
+        assert text in out
+    assert "replaying round 0 (1 of 1)" in err
+    code, out, _ = fedcover("certify", "runs/kept", "--steps", 2, "--json")
+    found = json.loads(out)
+    assert found == json.loads(Path("runs/kept/certificate.json").read_text())
+    assert found["bounds"]["sharper"]["terms"].keys() == {"start", "variance", "drift", "noise"}
+
+
+def test_certify_says_how_to_keep_rounds(fedcover):
+    assert fedcover("run", *changed(name="bare"))[0] == 0
+    refused(fedcover("certify", "runs/bare"), 1, "keeps no round that could be replayed; run it again with keep_rounds")

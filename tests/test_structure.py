@@ -18,8 +18,8 @@ STORY = [
     "groups", "models", "reduction", "wire", "submodel", "tracing", "norms", "coverage",
     "objective", "planner", "design",
     "policies", "recipes", "augment", "training", "engines", "aggregation", "privacy", "ranks", "evaluation", "cost",
-    "arrays", "replies",
-    "rounds", "sharing", "experiment", "preparation", "processes", "checkpoints", "folders", "runs",
+    "arrays", "replies", "theory",
+    "rounds", "sharing", "experiment", "preparation", "processes", "checkpoints", "folders", "runs", "certificate",
     "onnx_export", "export", "audit", "capacity", "planning", "paper", "console", "watching", "demo", "cli",
 ]  # fmt: skip
 WALLS = {

@@ -20,6 +20,7 @@ SMALL_MODELS = {
     ),
     "transformer": ("transformer(width=8, heads=4, blocks=1, hidden=8)", "characters"),
     "lora": ("lora(hidden=[8], rank=4)", "synthetic(shape=(1, 3, 4), classes=3, samples=7, test_size=50)"),
+    "softmax": ("softmax", "synthetic(shape=(1, 3, 4), classes=3, samples=7, test_size=50)"),
 }
 """Every model of the table in a size for tests, with data of its shape."""
 

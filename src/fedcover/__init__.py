@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fedcover.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from fedcover.certificate import certify as certify
     from fedcover.datasets import from_file as from_file
     from fedcover.datasets import from_tensors as from_tensors
     from fedcover.errors import FedcoverError as FedcoverError
@@ -53,6 +54,7 @@ _HOME = {
     "Slices": "reduction",
     "UnitGroup": "types",
     "View": "types",
+    "certify": "certificate",
     "drawn": "reduction",
     "from_file": "datasets",
     "from_tensors": "datasets",

@@ -6,6 +6,7 @@ import sys
 from cyclopts import CycloptsError
 
 from fedcover import console
+from fedcover.cli import certifying as certifying
 from fedcover.cli import files as files
 from fedcover.cli import following as following
 from fedcover.cli import looking as looking

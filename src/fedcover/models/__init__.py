@@ -11,6 +11,7 @@ from fedcover.models.lora import lora
 from fedcover.models.parts import Scaler as Scaler
 from fedcover.models.parts import tensors as tensors
 from fedcover.models.residual import preact_resnet18, wide_resnet
+from fedcover.models.softmax import softmax
 from fedcover.models.transformer import transformer
 from fedcover.types import Model
 
@@ -22,4 +23,5 @@ MODELS: dict[str, Callable[..., Model]] = {
     "depth_resnet": depth_resnet,
     "transformer": transformer,
     "lora": lora,
+    "softmax": softmax,
 }

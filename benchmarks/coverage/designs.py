@@ -1,0 +1,59 @@
+"""Masks whose coverage and whose total noise are set independently of each other, at equal capacity."""
+
+import torch
+from torch import Tensor
+
+from fedcover.errors import InvalidValue
+from fedcover.planner import GOLDEN, Group, Runs
+from fedcover.policies.magnitude import rank_by_magnitude
+from fedcover.policies.planned import groups_of
+from fedcover.reduction import Masks
+from fedcover.rng import generator
+from fedcover.types import View
+
+TOLERANCE = 0.02
+"""How far the total noise may be from the wanted one, as a share of it."""
+
+
+def designed(view: View, *, gamma: int, noise: float) -> list[Masks]:
+    """Every prunable weight is held at least `gamma` times; all clients together lack `noise` times its layer's energy.
+
+    The planner's construction for that coverage, fed with a ranking between heaviest first and lightest first.
+    """
+    groups, _, _ = groups_of(view, "pruning")
+    held = {}
+    for name, group in groups.items():
+        jitter_U = torch.rand(group.units, generator=generator(view.seed, "design", name)).to(group.energies_U.device)
+        held[name] = _with_noise(group, jitter_U, gamma, noise, view.round * GOLDEN).matrix()
+    return [
+        Masks({name: held_NU[n].view_as(view.params[name]) for name, held_NU in held.items()})
+        for n in range(len(view.cohort))
+    ]
+
+
+def _with_noise(group: Group, jitter_U: Tensor, gamma: int, noise: float, turn: float) -> Runs:
+    """Bisect how far the ranking is turned over until the plan lacks the wanted energy."""
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        ranked = _ranked(group, jitter_U, middle)
+        plan = ranked.profile(gamma).share_out(ranked.order, turn)
+        lacking = lacked(group, plan)
+        if abs(lacking - noise) <= TOLERANCE * noise:
+            return plan
+        low, high = (middle, high) if lacking < noise else (low, middle)
+    raise InvalidValue(f"no ranking has noise {noise:g} at coverage {gamma}; the nearest has {lacking:.4g}")
+
+
+def _ranked(group: Group, jitter_U: Tensor, over: float) -> Group:
+    """The same units in another order: 0 heaviest first, 1/2 at random, 1 lightest first."""
+    place_U = 1 - rank_by_magnitude(group.energies_U) / group.units
+    wanted_U = (1 - 2 * over) * place_U + 2 * min(over, 1 - over) * jitter_U
+    return Group(wanted_U, group.budgets_N)
+
+
+def lacked(group: Group, plan: Runs) -> float:
+    """The energy that all clients lack together, over the energy of the layer."""
+    energies_U = group.energies_U.double()
+    missing_U = len(group.budgets_N) - plan.column_sums()
+    return float((energies_U * missing_U).sum() / energies_U.sum())

@@ -1,0 +1,66 @@
+"""The genuine certificate: for softmax regression the constants are proved and the optimum is known."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fedcover.certificate.objective import Objective
+from fedcover.experiment import Experiment
+from fedcover.models.softmax import Features
+from fedcover.rounds import Setup
+from fedcover.theory.convex import Proven, minimise, proven
+from fedcover.types import Params
+
+
+@dataclass(frozen=True)
+class Convex:
+    """What is proved about a run of softmax regression; without decay it has no unique optimum."""
+
+    proven: Proven
+    least: float
+    optimum: Params | None
+    left_gradient: float
+    """The squared gradient at the optimum that was found."""
+
+
+def is_softmax(module: nn.Module) -> bool:
+    """Whether a model is softmax regression, for which everything is known."""
+    return isinstance(module, nn.Sequential) and isinstance(module[0], Features)
+
+
+def convex_of(
+    experiment: Experiment, setup: Setup, objective: Objective, first: Params, trained: Mapping[str, Tensor]
+) -> Convex:
+    """Constants and optimum over the parameters that are ever trained."""
+    bias = "head.bias" in first
+    weights = torch.cat([first["head.weight"], first["head.bias"][:, None]], 1) if bias else first["head.weight"]
+    decay = experiment.weight_decay
+    calm = experiment.momentum == 0 and experiment.lr * decay <= 1
+    known = proven(
+        [objective.rows(client).x for client in objective.shares], weights.double(), bias=bias, decay=decay,
+        batch_size=experiment.batch_size, calm=calm,
+    )  # fmt: skip
+    if not decay:
+        return Convex(known, 0.0, None, 0.0)
+    shapes = {name: tensor.shape for name, tensor in first.items()}
+    free = torch.cat([trained[name].flatten() for name in first])
+
+    def loss(flat: Tensor) -> tuple[float, Tensor]:
+        value, gradient = _at(objective, _shaped(flat, shapes))
+        return value, torch.where(free, torch.cat([gradient[name].flatten().double() for name in first]), 0)
+
+    start = torch.zeros(len(free), dtype=torch.float64, device=free.device)
+    found = minimise(loss, start, decay)
+    return Convex(known, found.least, _shaped(found.point, shapes), found.gradient)
+
+
+def _at(objective: Objective, theta: Params) -> tuple[float, Params]:
+    full = objective.at(theta)
+    return full.value, full.gradient
+
+
+def _shaped(flat: Tensor, shapes: Mapping[str, torch.Size]) -> Params:
+    parts = torch.split(flat, [shape.numel() for shape in shapes.values()])
+    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}

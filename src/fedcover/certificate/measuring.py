@@ -1,0 +1,182 @@
+"""What a run's kept rounds say about the theorems' constants, and both sides of every bound."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fedcover import checkpoints
+from fedcover.certificate.analytic import Convex, convex_of, is_softmax
+from fedcover.certificate.objective import Objective, objective_of, squared
+from fedcover.certificate.outside import Case, outside
+from fedcover.certificate.replaying import Replayed, replayed, within
+from fedcover.errors import RunError
+from fedcover.folders import Folder
+from fedcover.rounds import Setup, first_state
+from fedcover.theory import BOUNDS, Bound, Constants, Steps
+from fedcover.types import Params
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A constant, where it comes from, and whether it is proved, exact for this run, or estimated."""
+
+    value: float
+    kind: str
+    how: str
+
+
+@dataclass(frozen=True)
+class Seen:
+    """All that was measured of a run, and the constants that follow from it."""
+
+    setup: Setup
+    case: Case
+    constants: dict[str, Estimate]
+    bounds: dict[str, Bound]
+    trained: Mapping[str, Tensor]
+    done: int
+    start_gradient: float
+    lasting: float
+    """The squared length of the rounds' mean bias: what does not average out."""
+    last: "Last"
+    convex: Convex | None
+
+
+@dataclass(frozen=True)
+class Last:
+    """The newest model: its F, its squared gradient and its distance from the optimum, if that is known."""
+
+    round: int
+    value: float
+    gradient: float
+    distance: float | None
+
+
+def watch(found: Folder, setup: Setup, looks: int, clients: int, device: str, tell: Tell) -> Seen:
+    """Replay the kept rounds; every client's path is looked at in so many steps, F over so many clients."""
+    digest = found.experiment.digest
+    newest, _ = checkpoints.newest(found.checkpoints, digest, device)
+    kept = _kept(found, newest.round)
+    trained = newest.coverage.ever
+    objective = objective_of(setup, clients)
+    first = within(first_state(setup).params, trained)
+    tell(f"F at the first model, over {len(objective.shares)} of {setup.clients} clients")
+    start = objective.at(first)
+    rounds: list[Replayed] = []
+    lasting = {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in first.items()}
+    for place, file in enumerate(kept):
+        tell(f"replaying round {file.round} ({place + 1} of {len(kept)})")
+        again = replayed(setup, checkpoints.read(file, digest, device), objective, trained, looks)
+        if again:
+            for name, tensor in again.bias.items():
+                lasting[name] += tensor
+            rounds.append(replace(again, bias={}))  # of many rounds, one vector is enough
+    if not rounds:
+        raise RunError(f"in the kept rounds of {found.path} no client answered, so there is nothing to certify")
+    convex = None
+    if is_softmax(setup.task.model.module) and len(objective.shares) == setup.clients:
+        tell("the optimum")
+        convex = convex_of(found.experiment, setup, objective, first, trained)
+    tell("the Hessian's largest eigenvalue")
+    curvature = objective.curvature(within(newest.params, trained), found.experiment.seed)
+    known = _constants(setup, rounds, start.value, curvature, newest.round, objective, convex)
+    constants = _plain(known, setup, rounds, newest.round)
+    case = Case(found.experiment, setup, constants, rounds)
+    facts = [r.facts for r in rounds]
+    bounds = {name: replace(made(constants, facts), outside=outside(name, case)) for name, made in BOUNDS.items()}
+    return Seen(
+        setup, case, known, bounds, trained, newest.round, squared(start.gradient, trained),
+        squared(lasting) / len(rounds) ** 2,
+        _last(objective, newest.round, newest.params, trained, convex), convex,
+    )  # fmt: skip
+
+
+def _kept(found: Folder, before: int) -> list[checkpoints.Found]:
+    """The kept states from which a round was trained, in order."""
+    kept = sorted((file for file in checkpoints.found(found.kept) if file.round < before), key=lambda file: file.round)
+    if kept:
+        return kept
+    every = list(range(0, found.experiment.rounds, max(1, found.experiment.rounds // 10)))
+    raise RunError(
+        f"{found.path} keeps no round that could be replayed; run it again with keep_rounds, such as --set "
+        f"keep_rounds={every} (all rounds, if the certificate is to be exact)"
+    )
+
+
+def _last(
+    objective: Objective, round: int, newest: Params, trained: Mapping[str, Tensor], convex: Convex | None
+) -> Last:
+    params = within(newest, trained)
+    full = objective.at(params)
+    away = None
+    if convex and convex.optimum:
+        away = squared({name: params[name].double() - best for name, best in convex.optimum.items()}) ** 0.5
+    return Last(round, full.value, squared(full.gradient, trained), away)
+
+
+def _constants(
+    setup: Setup, rounds: Sequence[Replayed], start: float, curvature: float, done: int,
+    objective: Objective, convex: Convex | None,
+) -> dict[str, Estimate]:  # fmt: skip
+    paths = [path for r in rounds for path in r.paths]
+    everybody = len(objective.shares) == setup.clients
+    all_rounds = len(rounds) == done
+    every_step = all(len(path.looked) == path.steps.count for path in paths)
+    secant = max(path.secant for path in paths)
+    along = max(r.curvature for r in rounds)
+    exact = "exact" if all_rounds else "estimate"
+    near = "exact" if all_rounds and every_step else "estimate"
+    made = {
+        "L": Estimate(
+            max(secant, along, curvature), "estimate",
+            f"largest of secants on clients' paths {secant:.4g}, F along its way {along:.4g}, Hessian {curvature:.4g}",
+        ),
+        "L_batch": Estimate(max(path.batch_secant for path in paths), near, "secants of batches on clients' paths"),
+        "G": Estimate(max(path.gradient for path in paths), "estimate", "mean over a client's batches, largest seen"),
+        "G_step": Estimate(max(path.step_gradient for path in paths), exact, "largest squared step gradient"),
+        "sigma2": Estimate(max(path.variance for path in paths), "estimate", "batches around their client; largest"),
+        "zeta2": Estimate(
+            max(r.between for r in rounds), "exact" if all_rounds and everybody else "estimate",
+            f"{len(objective.shares)} of {setup.clients} clients around their mean, largest seen",
+        ),
+        "F_0": Estimate(start, "exact" if everybody else "estimate", "at the first model"),
+        "F_least": Estimate(0.0, "proved", "cross-entropy is never negative"),
+    }  # fmt: skip
+    if convex:
+        made |= _proved(convex, made)
+    return made
+
+
+def _proved(convex: Convex, seen: dict[str, Estimate]) -> dict[str, Estimate]:
+    """What is proved takes the place of what was estimated; what is exact and smaller stays."""
+    proven = convex.proven
+    made = {
+        "L": Estimate(proven.smoothness, "proved", "decay + half the largest eigenvalue of a client's second moments"),
+        "L_batch": Estimate(
+            proven.batch_smoothness, "proved", "the same for batches: decay + half the largest squared length"
+        ),
+        "sigma2": Estimate(proven.variance, "proved", "2 max|x|^2 / batch size; 0 if a batch is everything"),
+        "F_least": Estimate(convex.least, "proved", "loss at the optimum less |gradient|^2/(2 decay) there"),
+    }
+    limits = {"G": proven.gradient, "G_step": proven.gradient, "zeta2": proven.between}
+    for name, limit in limits.items():
+        known = seen[name]
+        if known.kind != "exact" and limit < float("inf"):
+            made[name] = Estimate(limit, "proved", "from the lengths of the inputs")
+    if "G" in made and seen["G_step"].kind == "exact":  # a mean over batches is at most the largest of them
+        made["G"] = made["G"] if proven.variance else Estimate(seen["G_step"].value, "exact", seen["G_step"].how)
+    return made
+
+
+def _plain(known: dict[str, Estimate], setup: Setup, rounds: Sequence[Replayed], done: int) -> Constants:
+    count = max(path.steps.count for r in rounds for path in r.paths)
+    return Constants(
+        smoothness=known["L"].value, batch_smoothness=known["L_batch"].value, gradient=known["G"].value,
+        step_gradient=known["G_step"].value, variance=known["sigma2"].value, start=known["F_0"].value,
+        least=known["F_least"].value, steps=Steps(count, setup.task.local.momentum), rounds=done,
+        lrs=sum(setup.lr(round) for round in range(done)),
+    )  # fmt: skip

@@ -1,0 +1,186 @@
+"""In which respects a run lies outside a theorem's assumptions: one sentence each."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedcover.certificate.replaying import Replayed
+from fedcover.experiment import Experiment
+from fedcover.rounds import Setup
+from fedcover.theory import Constants
+
+BY_PLACE = ("full", "homogeneous", "prefix", "rolling", "random", "magnitude", "regions")
+"""Policies whose masks depend on a client's place in the cohort and its capacity, never on who it is."""
+
+EQUAL = 1e-9
+"""Below this share of the squared gradient a difference between clients' data is rounding."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the sentences are about."""
+
+    experiment: Experiment
+    setup: Setup
+    known: Constants
+    rounds: Sequence[Replayed]
+
+    @property
+    def step_counts(self) -> set[int]:
+        """The numbers of local steps that clients made."""
+        return {path.steps.count for r in self.rounds for path in r.paths}
+
+    @property
+    def shuffled(self) -> bool:
+        """Whether a client's batch is less than all its rows, so that an epoch draws without putting back."""
+        return any(path.client.samples > self.experiment.batch_size for r in self.rounds for path in r.paths)
+
+    @property
+    def unlike(self) -> bool:
+        """Whether clients' data differ."""
+        return any(r.between > EQUAL * max(r.gradient, 1e-12) for r in self.rounds)
+
+
+Sentence = Callable[[Case], str | None]
+
+
+def local_steps(case: Case) -> str | None:
+    """A local step is SGD on the cross-entropy."""
+    own = case.experiment
+    changed = [
+        f"recipe {own.recipe}" if own.recipe != "plain" else "",
+        f"absent_labels {own.absent_labels}" if own.absent_labels != "free" else "",
+        "label_rows" if own.label_rows else "",
+        "the scaler" if own.scaler else "",
+        f"augment {own.augment}" if own.augment != "none" else "",
+        "clipping" if own.clip is not None else "",
+    ]
+    named = [name for name in changed if name]
+    return f"local steps are not plain SGD on F_n: {', '.join(named)}" if named else None
+
+
+def server(case: Case) -> str | None:
+    """The server takes the coverage mean."""
+    own = case.experiment
+    changed = [
+        f"rule {own.rule}" if own.rule != "coverage_mean" else "",
+        f"server {own.server}" if own.server != "none" else "",
+    ]
+    named = [name for name in changed if name]
+    return f"the server does more than average: {', '.join(named)}" if named else None
+
+
+def norms(case: Case) -> str | None:
+    """A loss is a mean over samples."""
+    module: nn.Module = case.setup.task.model.module
+    normed = any(isinstance(layer, _BatchNorm) for layer in module.modules())
+    return "batch norm: the loss of a batch is no mean over its samples" if normed else None
+
+
+def drawing(case: Case) -> str | None:
+    """The model is a function of its parameters."""
+    layers = case.setup.task.model.module.modules()
+    return "dropout draws in the forward pass" if any(isinstance(m, nn.Dropout) and m.p for m in layers) else None
+
+
+def emptied(case: Case) -> str | None:
+    """A parameter that nobody trains in a round keeps its value."""
+    idle = case.experiment.uncovered == "zero" and any(r.gamma == 0 for r in case.rounds)
+    return "parameters that a round does not train are set to zero" if idle else None
+
+
+def momentum(case: Case) -> str | None:
+    """The paper's local steps have no momentum."""
+    return f"momentum {case.experiment.momentum:g}" if case.experiment.momentum else None
+
+
+def schedule(case: Case) -> str | None:
+    """The paper's learning rate is constant."""
+    return None if case.experiment.schedule == "constant" else f"schedule {case.experiment.schedule}"
+
+
+def left_out(case: Case) -> str | None:
+    """Every parameter is covered in every round."""
+    rounds = [r.number for r in case.rounds if r.gamma == 0]
+    return f"parameters of the union model that no client trains in round {rounds[0]}" if rounds else None
+
+
+def equality(case: Case) -> str | None:
+    """Theorem 1 as printed bounds its first term by 4F_0/sqrt(Q), which needs the learning rate to be that large."""
+    wanted = 1 / (case.known.steps.count * case.known.rounds**0.5)
+    lr = max(r.facts.lr for r in case.rounds)
+    return (
+        None if lr >= wanted * (1 - 1e-9) else "learning rate below 1/(T sqrt(Q)): the printed first term is too small"
+    )
+
+
+def equality_two(case: Case) -> str | None:
+    """The same for Theorem 2."""
+    wanted = 1 / (case.known.steps.count * case.known.rounds) ** 0.5
+    lr = max(r.facts.lr for r in case.rounds)
+    return None if lr >= wanted * (1 - 1e-9) else "learning rate below 1/sqrt(T Q): the printed first term is too small"
+
+
+def equal_steps(case: Case) -> str | None:
+    """All clients make the same number of steps."""
+    counts = case.step_counts
+    return f"clients make {min(counts)} to {max(counts)} local steps" if len(counts) > 1 else None
+
+
+def with_replacement(case: Case) -> str | None:
+    """Every batch is drawn independently."""
+    return "epochs are shuffled: batches are not independent draws" if case.shuffled else None
+
+
+def equal_data(case: Case) -> str | None:
+    """All clients have the same loss."""
+    if not case.unlike:
+        return None
+    return f"clients' data differ: zeta^2 up to {max(r.between for r in case.rounds):.3g}"
+
+
+def unbiased(case: Case) -> str | None:
+    """Assumption 5: the clients that hold a parameter have together the gradient of all."""
+    bias = max(r.facts.bias for r in case.rounds)
+    if bias <= EQUAL * max(max(r.facts.gradient for r in case.rounds), 1e-12):
+        return None
+    return f"the holders of a parameter are biased: squared bias up to {bias:.3g}"
+
+
+def uniform(case: Case) -> str | None:
+    """All clients count the same."""
+    same = len({path.client.samples for r in case.rounds for path in r.paths}) == 1
+    return None if case.experiment.weights == "uniform" or same else "clients count by their samples"
+
+
+def by_place(case: Case) -> str | None:
+    """Masks do not depend on who a client is."""
+    levels = case.setup.fleet.levels
+    by_device = case.experiment.assignment == "device" and len(levels) > 1
+    name = case.experiment.policy.partition("(")[0]
+    if by_device:
+        return "capacity belongs to the device, so that masks depend on who is drawn (assignment = 'slot' would not)"
+    return None if name in BY_PLACE else f"policy {name} may give masks by who a client is"
+
+
+COMMON: tuple[Sentence, ...] = (local_steps, server, norms, drawing, emptied)
+PAPER: tuple[Sentence, ...] = (*COMMON, momentum, schedule, left_out, equal_steps, with_replacement, uniform)
+ASSUMED: dict[str, tuple[Sentence, ...]] = {
+    "printed_one": (*PAPER, equality, equal_data),
+    "printed_two": (*PAPER, equality_two, unbiased),
+    "corrected_one": (*COMMON, momentum, equal_steps, with_replacement, uniform, equal_data),
+    "corrected_two": (*COMMON, momentum, equal_steps, with_replacement, uniform, unbiased),
+    "sharper": (*COMMON, equal_steps, with_replacement, equal_data),
+    "sharper_biased": (*COMMON, equal_steps, with_replacement),
+    "partial_participation": (*COMMON, equal_steps, with_replacement, uniform, by_place),
+    "reshuffled": COMMON,
+}
+"""What every theorem assumes of a run."""
+
+
+def outside(name: str, case: Case) -> tuple[str, ...]:
+    """The sentences that are true of this run and should not be."""
+    found = (sentence(case) for sentence in ASSUMED[name])
+    return tuple(sentence for sentence in found if sentence)

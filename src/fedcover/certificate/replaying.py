@@ -1,0 +1,187 @@
+"""A kept round, trained again and watched: what its masks and gradients say, in the theorems' words."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from fedcover import coverage as cov
+from fedcover.aggregation import WEIGHTS
+from fedcover.certificate.objective import Full, Objective, squared
+from fedcover.certificate.paths import Path, Watcher
+from fedcover.rounds import Setup, run_round
+from fedcover.theory import Round
+from fedcover.types import Client, Params, Reduction, State, Task, Update
+
+NEVER = 10**9
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One round as the theorems see it, and the lemmas' left-hand sides in it."""
+
+    number: int
+    facts: Round
+    paths: tuple[Path, ...]
+    value: float
+    gradient: float
+    """The squared length of the full gradient over all parameters that are ever trained."""
+    between: float
+    """zeta^2: the mean squared distance of a client's own gradient from the mean of all clients'."""
+    gamma: int
+    """The fewest clients that train any parameter of those that are ever trained."""
+    gap: float
+    noise: float
+    curvature: float
+    """Of F along the way that the global model went in this round; 0 where it hardly moved."""
+    bias: Params = field(repr=False)
+    """The mean of the holders' own gradients at the global model, less the full one."""
+
+
+def replayed(
+    setup: Setup, state: State, objective: Objective, trained: Mapping[str, Tensor], looks: int
+) -> Replayed | None:
+    """Train a kept round again, watching every client; None if nobody answered in it.
+
+    `trained` says which parameters are trained at any time.
+    """
+    theta = within(state.params, trained)
+    work = _work_of(setup, state)
+    if not work:
+        return None
+    full = objective.at(theta, keep=[client.id for client, _ in work])
+    absent = [client.id for client, _ in work if client.id not in full.own]
+    own = full.own | {id: objective.of_rows(theta, objective.rows(id))[1] for id in absent}
+    size, rows = setup.task.local.batch_size, [client.samples for client, _ in work]
+    uneven = any(count % size for count in rows if count > size) or len({-(-count // size) for count in rows}) > 1
+    watcher = Watcher(objective, theta, own, looks, uneven or setup.task.local.momentum > 0)
+    paths: list[Path] = []
+
+    def engine(task: Task, state: State, work: Sequence[tuple[Client, Reduction]], lr: float) -> Iterable[Update]:
+        for client, reduction in work:
+            update, path = watcher.train(task, state, client, reduction, lr)
+            paths.append(path)
+            yield update
+
+    after, _ = run_round(_unjudged(replace(setup, engine=engine)), state)
+    moved = within(after.params, trained)
+    return _told(setup, state, theta, moved, replace(full, own=own), objective, paths, trained)
+
+
+def within(params: Params, trained: Mapping[str, Tensor]) -> Params:
+    """The union of all local models: parameters that nobody ever trains are zero, as every client sees them."""
+    return {name: torch.where(trained[name], tensor, 0) for name, tensor in params.items()}
+
+
+def _unjudged(setup: Setup) -> Setup:
+    """The same setup without evaluations, which a replay does not need."""
+    return replace(setup, rounds=NEVER, evaluate_every=NEVER, local_every=None)
+
+
+def _work_of(setup: Setup, state: State) -> list[tuple[Client, Reduction]]:
+    """Who trains what in a round, found out by an engine that trains nobody."""
+    seen: list[tuple[Client, Reduction]] = []
+
+    def engine(task: Task, state: State, work: Sequence[tuple[Client, Reduction]], lr: float) -> Iterable[Update]:
+        seen.extend(work)
+        return ()
+
+    run_round(_unjudged(replace(setup, engine=engine)), state)
+    return seen
+
+
+def _told(
+    setup: Setup, state: State, theta: Params, after: Params, full: Full, objective: Objective, paths: list[Path],
+    trained: Mapping[str, Tensor],
+) -> Replayed:  # fmt: skip
+    weight = WEIGHTS[setup.weights]
+    total = _zeros(theta)
+    for path in paths:
+        path.reduction.add_into(total, None, weight(path.client))
+    counts = cov.count(theta, [path.reduction for path in paths])
+    covered = {name: tensor > 0 for name, tensor in counts.items()}
+    held = [path.reduction.mask(theta) for path in paths]
+    inverse = [
+        weight(path.client) / min(float(total[name][bits].min()) for name, bits in mask.items() if bool(bits.any()))
+        for path, mask in zip(paths, held, strict=True)
+    ]
+
+    def averaged(vectors: list[Params]) -> Params:
+        return _averaged(vectors, paths, total, [weight(path.client) for path in paths])
+
+    bias = averaged([path.reduction.extract(full.own[path.client.id]) for path in paths])
+    most = max(path.steps.total for path in paths)
+    pulled = averaged([{n: t / most for n, t in path.pulled.items()} for path in paths]) if paths[0].pulled else bias
+    spread = {
+        name: zeta_P / counts[name].clamp_min(1) * (setup.clients - counts[name].double()) / max(1, setup.clients - 1)
+        for name, zeta_P in full.between.items()
+    }
+    gap, noise = averaged([path.gap for path in paths]), averaged([path.noise for path in paths])
+    for path in paths:  # a certificate may look at many rounds, and a path's vectors are as large as a model
+        path.gap, path.noise, path.pulled = {}, {}, {}
+    change = {name: (after[name].double() - theta[name].double()) for name in theta}
+    facts = Round(
+        lr=setup.lr(state.round),
+        inverse=tuple(inverse),
+        lacking=tuple(path.lacking for path in paths),
+        gamma=_least(counts, covered),
+        energy=squared(theta),
+        gradient=squared(full.gradient, covered),
+        bias=_apart(bias, full.gradient, covered),
+        offset=_apart(pulled, full.gradient, covered),
+        spread=sum(float(tensor[covered[name]].sum()) for name, tensor in spread.items()),
+        regions=_regions(held),
+    )
+    return Replayed(
+        number=state.round, facts=facts, paths=tuple(paths), value=full.value,
+        gradient=squared(full.gradient, trained), gamma=_least(counts, trained),
+        between=float(sum(tensor[trained[name]].sum() for name, tensor in full.between.items())),
+        gap=squared(gap), noise=squared(noise),
+        curvature=_curvature(objective, theta, after, change, full),
+        bias={name: torch.where(covered[name], tensor - full.gradient[name], 0) for name, tensor in bias.items()},
+    )  # fmt: skip
+
+
+def _averaged(vectors: list[Params], paths: list[Path], total: Params, weights: list[float]) -> Params:
+    """The weighted mean over the clients that hold each parameter, zero where nobody does."""
+    found = {name: torch.zeros_like(tensor) for name, tensor in total.items()}
+    for vector, path, weight in zip(vectors, paths, weights, strict=True):
+        path.reduction.add_into(found, {n: t.double() for n, t in vector.items()}, weight)
+    return {name: torch.where(total[name] > 0, tensor / total[name], 0) for name, tensor in found.items()}
+
+
+def _least(counts: Params, where: Mapping[str, Tensor]) -> int:
+    """The smallest count at some places."""
+    return min(int(tensor[where[name]].min()) for name, tensor in counts.items() if bool(where[name].any()))
+
+
+def _apart(left: Params, right: Params, where: Mapping[str, Tensor]) -> float:
+    return squared({name: left[name] - right[name] for name in left}, where)
+
+
+def _curvature(objective: Objective, theta: Params, after: Params, change: Params, full: Full) -> float:
+    """Twice what F rose above its tangent, over the squared way; only where that is no mere rounding."""
+    way = squared(change)
+    if way <= 1e-10 * max(squared(theta), 1e-30):
+        return 0.0
+    slope = float(sum((full.gradient[name].double() * tensor).sum() for name, tensor in change.items()))
+    above = objective.at(after).value - full.value - slope
+    rounding = 1e-12 if objective.dtype == torch.float64 else 1e-5
+    return 2 * above / way if abs(above) > rounding * abs(full.value) else 0.0
+
+
+def _regions(held: list[dict[str, Tensor]]) -> int:
+    """How many different sets of clients hold some parameter: each set has its own sum of random numbers."""
+    draw = torch.Generator().manual_seed(0)
+    marks = torch.randint(1, 2**52, (len(held),), generator=draw).tolist()
+    found: set[int] = set()
+    for name in held[0]:
+        sums = sum(mask[name].long() * mark for mask, mark in zip(held, marks, strict=True))
+        assert isinstance(sums, Tensor)
+        found |= set(torch.unique(sums).tolist())
+    return len(found - {0})
+
+
+def _zeros(like: Params) -> Params:
+    return {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in like.items()}

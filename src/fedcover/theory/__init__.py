@@ -1,0 +1,8 @@
+"""The convergence theorems as pure functions: constants in, right-hand sides out, term by term."""
+
+from fedcover.theory.bounds import BOUNDS as BOUNDS
+from fedcover.theory.quantities import Bound as Bound
+from fedcover.theory.quantities import Condition as Condition
+from fedcover.theory.quantities import Constants as Constants
+from fedcover.theory.quantities import Round as Round
+from fedcover.theory.steps import Steps as Steps

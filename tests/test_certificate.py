@@ -1,0 +1,270 @@
+"""The certificate: proved where everything is known, an honest estimate elsewhere, and never a bound that is broken."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fedcover as fc
+from fedcover.certificate.objective import objective_of, squared
+from fedcover.certificate.replaying import replayed
+from fedcover.errors import InvalidValue, RunError
+from fedcover.reduction import Masks
+from fedcover.rounds import run_round
+from fedcover.theory import BOUNDS, Constants, Steps
+from fedcover.theory.convex import minimise, proven
+from tests.worlds import SMALL_MODELS, world
+
+SOFTMAX = {
+    "dataset": "synthetic(shape=(4,), classes=3, samples=20, test_size=20, noise=1.0)", "model": "softmax",
+    "clients": 6, "active": 6, "assignment": "slot", "rounds": 25, "keep_rounds": range(25), "epochs": 1,
+    "batch_size": 20, "momentum": 0.0, "weight_decay": 0.5, "lr": 0.4, "checkpoint_every": 25,
+}  # fmt: skip
+
+
+def certified(folder, parts=None, **fields):
+    fc.run(fc.Experiment(**fields), folder, **(parts or {}))
+    return fc.certify(folder, **(parts or {}))
+
+
+class TestSoftmaxRegression:
+    """Constants are proved, the optimum is known: the certificate is one."""
+
+    def test_with_masks_that_cover_everything(self, tmp_path):
+        found = certified(tmp_path / "run", fleet="2x1.0 + 4x0.75", policy="magnitude", **SOFTMAX)
+        bound = found["bounds"]["reshuffled"]
+        assert found["kind"] == "certificate"
+        assert bound["genuine"]
+        assert not bound["vacuous"]
+        assert 0 < bound["left"] <= bound["value"]
+        assert found["coverage"]["gamma"] == found["coverage"]["gamma_union"] == 2
+        start = found["constants"]["F_0"]["value"] - found["last"]["F_optimum"]
+        assert 0 <= found["last"]["above"] <= found["last"]["above_at_most"]
+        assert found["last"]["above"] < 0.02 * start  # the neighbourhood of the optimum, not the optimum
+        assert json.loads((tmp_path / "run" / "certificate.json").read_text()) == found
+
+    def test_without_noise_it_reaches_the_optimum_itself(self, tmp_path):
+        found = certified(tmp_path / "run", fleet="1x1.0", policy="full", **SOFTMAX)
+        assert found["last"]["above"] < 1e-4
+        assert found["coverage"]["noise"] == 0
+        assert found["bounds"]["reshuffled"]["terms"]["noise"] == 0
+
+    def test_with_parameters_that_nobody_trains_the_union_is_certified(self, tmp_path):
+        """Coverage 0: everybody looks at the first two of four features. The optimum is that of these two."""
+        found = certified(tmp_path / "run", fleet="1x0.5", policy="prefix", **SOFTMAX)
+        assert (found["coverage"]["gamma"], found["coverage"]["gamma_union"]) == (0, 6)
+        assert found["coverage"]["never_trained"] == 2 * 3
+        assert found["bounds"]["reshuffled"]["genuine"]
+        assert found["last"]["above"] < 1e-4
+        run = fc.load(tmp_path / "run")
+        rows = [run.setup.task.source.shard(client).samples for client in range(6)]
+        x, y = torch.cat([r.x for r in rows]).double()[:, :2], torch.cat([r.y for r in rows])
+        head = torch.zeros(3, 3, dtype=torch.float64)  # two features and the bias
+        ones = torch.cat([x, torch.ones(len(x), 1, dtype=torch.float64)], 1)
+        for _ in range(4000):
+            slope = (torch.softmax(ones @ head.T, 1) - torch.eye(3, dtype=torch.float64)[y]).T @ ones / len(x)
+            head -= 0.5 * (slope + 0.5 * head)
+        least = torch.nn.functional.cross_entropy(ones @ head.T, y) + 0.25 * head.square().sum()
+        assert found["last"]["F_optimum"] == pytest.approx(float(least), abs=1e-9)
+
+    def test_mini_batches_and_many_local_steps_are_certified_too(self, tmp_path):
+        fields = {**SOFTMAX, "batch_size": 5, "epochs": 2, "lr": 0.02, "rounds": 5, "keep_rounds": range(5)}
+        found = certified(tmp_path / "run", fleet="2x1.0 + 4x0.75", policy="magnitude", **fields)
+        bound = found["bounds"]["reshuffled"]
+        assert bound["genuine"]
+        assert bound["left"] <= bound["value"]
+        assert found["local_steps"] == 8
+        assert found["lemmas"]["split_error"] < 1e-6
+        assert 0 < found["lemmas"]["drift"] <= 1
+        assert 0 < found["lemmas"]["gap"] <= 1
+        assert 0 < found["lemmas"]["noise"] <= 1
+        assert "shuffled" in " ".join(found["bounds"]["sharper"]["outside"])
+
+    def test_it_is_an_estimate_if_rounds_are_missing(self, tmp_path):
+        found = certified(tmp_path / "run", fleet="1x1.0", policy="full", **{**SOFTMAX, "keep_rounds": [0, 12]})
+        assert found["kind"] == "estimate"
+        assert found["replayed"] == [0, 12]
+        assert "2 of 25 rounds" in found["notes"][0]
+
+
+THREE = {
+    **SOFTMAX, "dataset": "three", "model": "softmax(bias=false, pinned=true)", "clients": 2, "active": 2,
+    "fleet": "1x1/3", "partition": "iid", "batch_size": 50,
+}  # fmt: skip
+
+
+class TestThreeParameters:
+    """The paper's example: theta = (theta_1, theta_2, theta_3), one local model has theta_1, another theta_3."""
+
+    @staticmethod
+    def parts():
+        draw = torch.Generator().manual_seed(0)
+        x = torch.randn(100, 3, generator=draw)
+        y = (x @ torch.tensor([2.0, 1.0, -1.0]) + 0.5 * torch.randn(100, generator=draw) > 0).long()
+
+        def ends(view):
+            return [Masks({"head.weight": torch.tensor([[client.slot == 0, False, client.slot == 1]])})
+                    for client in view.cohort]  # fmt: skip
+
+        return {"dataset": fc.from_tensors((x, y), (x, y)), "policy": ends}
+
+    def test_the_union_of_the_two_converges(self, tmp_path):
+        parts = self.parts()
+        found = certified(tmp_path / "run", parts, **THREE)
+        before = fc.run(fc.Experiment(**{**THREE, "rounds": 1, "keep_rounds": ()}), **parts)
+        after = fc.load(tmp_path / "run", **parts).state.params["head.weight"]
+        assert after[0, 1] == before.state.params["head.weight"][0, 1]  # theta_2: nobody's
+        assert (found["coverage"]["gamma"], found["coverage"]["gamma_union"]) == (0, 1)
+        assert found["coverage"]["never_trained"] == 1
+        bound = found["bounds"]["reshuffled"]
+        assert bound["genuine"]
+        assert bound["left"] <= bound["value"]
+        first, last = found["left"]["by_round"]["0"], found["last"]
+        assert last["gradient"] < 0.2 * first["whole"]
+        assert last["above"] <= last["best_round_above_at_most"]
+
+    def test_parts_made_in_python_are_asked_for_again(self, tmp_path):
+        certified(tmp_path / "run", self.parts(), **{**THREE, "rounds": 2, "keep_rounds": [0]})
+        with pytest.raises(RunError, match="its own dataset, policy: give it again"):
+            fc.certify(tmp_path / "run")
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10**6), share=st.sampled_from([1.0, 0.3]), momentum=st.sampled_from([0.0, 0.5]),
+    batch_size=st.sampled_from([2, 3, 7]), decay=st.sampled_from([0.0, 0.2]),
+)  # fmt: skip
+def test_theorem_r_on_random_softmax_problems(seed, share, momentum, batch_size, decay):
+    """One replayed round in float64 with random masks: measured is below the bound, with the loss after it as least."""
+    fields = {"momentum": momentum, "batch_size": batch_size, "weight_decay": decay, "epochs": 2, "seed": seed}
+    setup, state = world("softmax", active=3, clients=5, fleet="1x1.0", **fields)
+    objective = objective_of(setup, 10)
+    draw = torch.Generator().manual_seed(seed)
+    chosen = [Masks({"head.weight": torch.rand(3, 12, generator=draw) < 0.6}) for _ in range(3)]
+    weights = torch.cat([state.params["head.weight"], state.params["head.bias"][:, None]], 1)
+    rows = [objective.rows(client).x for client in range(5)]
+    known = proven(rows, weights, bias=True, decay=decay, batch_size=batch_size, calm=momentum == 0)
+    steps = Steps(2 * -(-7 // batch_size), momentum)
+    lr = share / (known.smoothness * steps.total)
+    setup = replace(setup, policy=lambda view: chosen, lr=lambda round: lr)
+    everything = {name: torch.ones_like(tensor, dtype=torch.bool) for name, tensor in state.params.items()}
+    seen = replayed(setup, state, objective, everything, looks=2)
+    after, _ = run_round(setup, state)
+    constants = Constants(
+        smoothness=known.smoothness, batch_smoothness=known.batch_smoothness, gradient=0.0,
+        step_gradient=max(path.step_gradient for path in seen.paths), variance=0.0, start=seen.value,
+        least=objective.at(after.params).value, steps=steps, rounds=1, lrs=lr,
+    )  # fmt: skip
+    bound = BOUNDS["reshuffled"](constants, [seen.facts])
+    assert bound.left <= bound.value * (1 + 1e-9)
+    assert all(path.batch_secant <= known.batch_smoothness for path in seen.paths)
+    assert all(path.secant <= known.smoothness for path in seen.paths)
+    assert constants.step_gradient <= known.gradient
+    assert seen.between <= known.between
+    assert max(path.split_error for path in seen.paths) < 1e-12
+
+
+@pytest.mark.parametrize("name", sorted(set(SMALL_MODELS) - {"depth_resnet", "preact_resnet18", "transformer"}))
+def test_every_model_can_be_certified(name, tmp_path):
+    model, dataset = SMALL_MODELS[name]
+    fields = {
+        "model": model, "dataset": dataset, "fleet": "2x1.0 + 2x0.5", "clients": 4, "active": 4, "policy": "prefix",
+        "rounds": 2, "keep_rounds": [1, 2], "epochs": 1, "batch_size": 4, "calibration": 20,
+    }  # fmt: skip
+    fc.run(fc.Experiment(**fields), tmp_path / "run")
+    found = fc.certify(tmp_path / "run", steps=2, clients=4)
+    assert found["replayed"] == [1]
+    assert found["kind"] == "estimate"  # one round of two, and nothing is proved about networks
+    assert found["lemmas"]["split_error"] < 1e-5
+    assert found["lemmas"]["gap"] <= 1
+    assert all(known["value"] >= 0 for known in found["constants"].values())
+
+
+def test_what_lies_outside_the_assumptions_is_said(tmp_path):
+    found = certified(
+        tmp_path / "run", dataset="synthetic(samples=7)", model="mlp(hidden=[4], dropout=0.1)", fleet="1x1.0 + 1x0.5",
+        policy="planned", recipe="prox", clip=1.0, server="momentum", schedule="cosine", momentum=0.9, lr=1.0,
+        clients=4, active=2, rounds=3, epochs=3, batch_size=3, keep_rounds=[0, 2],
+    )  # fmt: skip
+    said = " ".join(found["bounds"]["printed_one"]["outside"])
+    for words in ("recipe prox, clipping", "server momentum", "dropout", "momentum 0.9", "schedule cosine", "shuffled"):
+        assert words in said
+    assert "capacity belongs to the device" in " ".join(found["bounds"]["partial_participation"]["outside"])
+    sharper = found["bounds"]["sharper"]
+    assert not sharper["applies"]
+    assert sharper["vacuous"]
+    assert sharper["conditions"][0]["violated"] > 1
+
+
+def test_a_run_without_kept_rounds_is_told_what_to_do(tmp_path):
+    fields = {"clients": 4, "active": 2, "epochs": 1}
+    with pytest.raises(RunError, match=r"run it again with keep_rounds, such as --set keep_rounds=\[0, 1\]"):
+        certified(tmp_path / "run", rounds=2, **fields)
+    with pytest.raises(RunError, match="keeps no round that could be replayed"):  # after the last there is none
+        certified(tmp_path / "other", rounds=2, keep_rounds=[2], **fields)
+    with pytest.raises(InvalidValue, match="steps must be at least 1; got 0"):
+        fc.certify(tmp_path / "run", steps=0)
+
+
+def test_several_exits_are_refused(tmp_path):
+    model, dataset = SMALL_MODELS["depth_resnet"]
+    with pytest.raises(RunError, match="several exits"):
+        certified(
+            tmp_path / "run", model=model, dataset=dataset, recipe="depthfl", fleet="1x1.0", rounds=1, keep_rounds=[0],
+            clients=2, active=2, epochs=1, batch_size=4, calibration=10,
+        )  # fmt: skip
+
+
+def test_f_is_what_all_clients_minimise_together():
+    setup, state = world("mlp", weight_decay=0.3, weights="samples")
+    objective = objective_of(setup, 100)
+    shards = [setup.task.source.shard(client) for client in range(setup.clients)]
+    x = torch.cat([shard.samples.x[shard.index] for shard in shards])
+    y = torch.cat([shard.samples.y[shard.index] for shard in shards])
+    params = {name: p.clone().requires_grad_() for name, p in state.params.items()}
+    logits = torch.func.functional_call(setup.task.model.module, params, (x,))
+    loss = torch.nn.functional.cross_entropy(logits, y) + 0.15 * sum(p.square().sum() for p in params.values())
+    loss.backward()
+    full = objective.at(state.params, keep=[3])
+    assert full.value == pytest.approx(float(loss.detach()))
+    assert squared({name: full.gradient[name] - p.grad for name, p in params.items()}) < 1e-20
+    own = objective.of_rows(state.params, objective.rows(3))[1]
+    assert squared({name: full.own[3][name] - own[name] for name in own}) < 1e-20
+    each = [objective.of_rows(state.params, objective.rows(client))[1] for client in range(setup.clients)]
+    mean = {name: torch.stack([g[name] for g in each]).mean(0) for name in own}
+    zeta = sum(squared({name: g[name] - mean[name] for name in own}) for g in each) / len(each)
+    assert float(sum(t.sum() for t in full.between.values())) == pytest.approx(zeta)
+
+
+def test_the_largest_eigenvalue_is_that_of_the_hessian():
+    setup, state = world("softmax", weight_decay=0.3)
+    objective = objective_of(setup, 100)
+    shards = [objective.rows(client) for client in range(setup.clients)]
+    x, y = torch.cat([s.x for s in shards]).flatten(1), torch.cat([s.y for s in shards])
+
+    def loss(weight, bias):
+        return torch.nn.functional.cross_entropy(x @ weight.T + bias, y)
+
+    weight, bias = state.params["head.weight"], state.params["head.bias"]
+    blocks = torch.autograd.functional.hessian(loss, (weight, bias))
+    sizes = (weight.numel(), bias.numel())
+    hessian = torch.cat([torch.cat([b.reshape(n, m) for b, m in zip(row, sizes, strict=True)], 1)
+                         for row, n in zip(blocks, sizes, strict=True)])  # fmt: skip
+    wanted = float(torch.linalg.eigvalsh(hessian)[-1]) + 0.3
+    assert objective.curvature(state.params, 0) == pytest.approx(wanted, rel=0.02)
+
+
+def test_attention_has_a_curvature_too():
+    setup, state = world("transformer", clients=2000, active=2)
+    assert 0 < objective_of(setup, 2).curvature(state.params, 0) < 100
+
+
+def test_the_solver_s_lower_bound_is_below_the_optimum():
+    root = torch.randn(4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    hessian = root @ root.T + 0.1 * torch.eye(4, dtype=torch.float64)
+    found = minimise(lambda x: (float(x @ hessian @ x / 2 + x.sum()), hessian @ x + 1), torch.zeros(4).double(), 0.1, 3)
+    exact = -float(torch.ones(4, dtype=torch.float64) @ torch.linalg.solve(hessian, torch.ones(4).double())) / 2
+    assert found.least <= exact <= found.value
