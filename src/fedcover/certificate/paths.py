@@ -71,10 +71,11 @@ class Watcher:
             taken = {n: (g * masks[n] if n in masks else g) + task.local.weight_decay * params[n]
                      for n, g in gradient.items()}  # fmt: skip
             moved = squared({name: params[name] - start[name] for name in params})
-            share = float(path.steps.shares[batch.step])
+            step = int(batch.step)
+            share = float(path.steps.shares[step])
             path.walked += share / path.steps.total * moved
             path.step_gradient = max(path.step_gradient, squared(taken))
-            near = batch.step in places
+            near = step in places
             if near or self.every_batch:
                 self._see_batch(path, taken, batch, moved, share)
             if near:
@@ -131,7 +132,7 @@ def _over_batches(forward: Forward, params: Params, rows: Samples, task: Task, m
     for x, y in zip(torch.split(rows.x, size), torch.split(rows.y, size), strict=True):
         with torch.enable_grad():
             values = {name: p.detach().requires_grad_() for name, p in params.items()}
-            loss = cross_entropy(forward, values, Batch(x, y, 0), None)
+            loss = cross_entropy(forward, values, Batch(x, y, torch.tensor(0)), ())
             parts = torch.autograd.grad(loss, list(values.values()), allow_unused=True, materialize_grads=True)
         gradient = {
             name: (g * masks[name] if name in masks else g) + task.local.weight_decay * params[name]
@@ -157,7 +158,7 @@ def watched(recipe: Recipe, look: Look) -> Recipe:
         look(forward, {name: p.detach() for name, p in params.items()}, gradients, batch)
         return recipe.observe(carry, gradients)
 
-    return replace(recipe, loss=loss, observe=observe, together=False)
+    return replace(recipe, loss=loss, observe=observe)
 
 
 def _add(target: Params, values: Params, scale: float) -> None:
