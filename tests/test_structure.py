@@ -15,10 +15,11 @@ SOURCE = ROOT / "src" / "fedcover"
 STORY = [
     "version", "errors", "types", "rng", "spec",
     "downloads", "datasets", "partition", "sources", "fleet",
-    "groups", "models", "reduction", "wire", "submodel", "tracing", "norms", "coverage",
+    "groups", "models", "reduction", "wire", "submodel", "tracing", "norms", "coverage", "pictures",
     "objective", "planner", "design",
     "policies", "recipes", "augment", "training", "engines", "aggregation", "evaluation", "cost",
-    "rounds", "experiment", "preparation", "checkpoints", "folders", "runs",
+    "rounds", "experiment", "preparation", "summary", "plotting", "checkpoints", "folders", "runs",
+    "reporting", "history", "tensorboard",
     "onnx_export", "export", "audit", "planning", "paper", "console", "demo", "cli",
 ]  # fmt: skip
 WALLS = {

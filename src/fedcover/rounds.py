@@ -17,6 +17,7 @@ from fedcover.errors import InvalidValue
 from fedcover.evaluation import evaluate, local_accuracy
 from fedcover.fleet import Fleet, drops_out, sample_cohort
 from fedcover.norms import running, statistics_key
+from fedcover.pictures import pictures
 from fedcover.policies.common import fits
 from fedcover.reduction import dense
 from fedcover.types import (
@@ -227,6 +228,7 @@ def _round_metrics(
         "multiply_adds": fmean(c.multiply_adds for c in paid) if paid else None,
         "bytes_down": sum(c.bytes_down for c in paid),
         "bytes_up": sum(c.bytes_up for c in paid),
+        "pictures": pictures(counts, updates),
     }
 
 

@@ -9,6 +9,7 @@ from fedcover import console
 from fedcover.cli import files as files
 from fedcover.cli import looking as looking
 from fedcover.cli import running as running
+from fedcover.cli import showing as showing
 from fedcover.cli.options import app
 from fedcover.errors import FedcoverError, InvalidValue
 

@@ -19,3 +19,9 @@ Device = Annotated[str, Parameter(help="auto, cpu or cuda.")]
 EngineName = Annotated[str, Parameter(name="--engine", help="auto or a name from 'fedcover list engines'.")]
 Deterministic = Annotated[bool, Parameter(help="On CUDA, only kernels that repeat bit for bit.", negative="")]
 Threads = Annotated[int | None, Parameter(help="CPU threads; by default as many as the model is worth.")]
+Plot = Annotated[
+    Path | None, Parameter(help="Draw the curves into this file: .png, .svg, .pdf (needs fedcover[plot]).")
+]
+TensorBoard = Annotated[
+    bool, Parameter(name="--tensorboard", help="Log into <run>/tensorboard (needs fedcover[tensorboard]).", negative="")
+]
