@@ -10,8 +10,10 @@ from typing import Any
 from fedcover.reporting.reading import Line
 
 CURVES, MOST_POINTS, COLUMNS, CHARACTERS = 800_000, 400, 16, 7
-PICTURES, MOST_FOR_ONE = 1_300_000, 400_000
+PICTURES, MOST_FOR_ONE = 1_700_000, 400_000
 """Bytes of the page for all curves and for all pictures, and for the pictures of one run."""
+FIRST_TRY = 24
+"""Rounds from which it is told how many would fit."""
 
 
 def points_for(runs: int) -> int:
@@ -54,7 +56,7 @@ def thinned(
     """
     length, stride = len(next(iter(columns.values()))), -(-planned // most)
     chosen = [place for place in range(length) if (place + 1) % stride == 0 or place in (0, planned - 1)]
-    starts = [0, *(place + 1 for place in chosen[:-1])]
+    starts = [0, *(place + 1 for place in chosen)][: len(chosen)]
     return {
         name: [short(keep.get(name, newest)(column[a : b + 1])) for a, b in zip(starts, chosen, strict=True)]
         for name, column in columns.items()
@@ -87,14 +89,20 @@ def packed_pictures(lines: Sequence[Line], runs: int) -> str | None:
         for line in lines
         if line.get("pictures")
     ]
-    budget, most = min(MOST_FOR_ONE, PICTURES // runs), len(frames)
-    while most > 0:
-        chosen = [frames[place] for place in spread(len(frames), most)]
-        packed = base64.b64encode(zlib.compress(json.dumps(_told_once(chosen)).encode(), 9)).decode()
+    if not frames:
+        return None
+    budget, sample = min(MOST_FOR_ONE, PICTURES // runs), spread(len(frames), FIRST_TRY)
+    most = min(len(frames), len(sample) * budget // len(_packed([frames[place] for place in sample])))
+    while most:
+        packed = _packed([frames[place] for place in spread(len(frames), most)])
         if len(packed) <= budget:
             return packed
-        most = min(most - 1, most * budget // len(packed))
+        most = most * 9 // 10
     return None
+
+
+def _packed(frames: list[dict[str, Any]]) -> str:
+    return base64.b64encode(zlib.compress(json.dumps(_told_once(frames)).encode(), 6)).decode()
 
 
 def _told_once(frames: list[dict[str, Any]]) -> dict[str, Any]:
