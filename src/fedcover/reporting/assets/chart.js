@@ -55,12 +55,12 @@ function lineChart(options) {
     const frame = { left: 46, right: width - (named ? Math.min(width * 0.3, 28 + 6.6 * longest) : 10), top: 12, bottom: 232, width };
     const points = lines.flatMap((line) => line.points);
     const x = scaleOf(points.map((p) => p.x), { tight: true, whole: shown.axis === "round", ticks: width > 420 ? 6 : 4 }, frame.left, frame.right);
-    const y = scaleOf(points.flatMap((p) => [p.low, p.high]), options, frame.bottom, frame.top);
+    const y = scaleOf(points.flatMap((p) => [p.low, p.high]), options, frame.bottom - 8, frame.top);
     places = { x, y, frame, all: [...new Set(points.map((p) => p.x))].sort((a, b) => a - b) };
     const mark = svg("g", { class: "mark" });
     plot.replaceChildren(
       svg("svg", { viewBox: `0 0 ${width} 268`, height: 268, "aria-hidden": "true" },
-        axes(frame, x, y, options), lines.map((line, place) => path(line, place, x, y, options)), named ? names(lines, y, frame) : null, mark), tip);
+        axes(frame, x, y, options), lines.map((line, place) => path(line, place, x, y, { ...options, named })), named ? names(lines, y, frame) : null, mark), tip);
     plot.setAttribute("aria-valuemax", places.all.length - 1);
     places.mark = mark;
   }
@@ -151,7 +151,7 @@ function path(line, place, x, y, options) {
     return options.step && i ? `V${y.at(p.low).toFixed(1)}H${x.at(p.x).toFixed(1)}` : `L${to}`;
   }).join("");
   const every = Math.max(1, Math.ceil(line.points.length / 5));
-  const marked = line.points.filter((p, i) => i === line.points.length - 1 || (i + place) % every === every - 1);
+  const marked = line.points.filter((p, i) => (i === line.points.length - 1 && !options.named) || (i + place) % every === every - 1);
   return svg("g", { "data-group": line.group, class: "line" },
     banded ? svg("path", { class: "band", d: `${steps((p) => p.high)}${low}Z`, fill: line.style.colour, opacity: 0.15 }) : null,
     svg("path", { class: "curve", d: steps((p) => p.y), fill: "none", stroke: line.style.colour, "stroke-width": 2, "stroke-dasharray": line.style.dash, "stroke-linejoin": "round" }),
@@ -166,6 +166,7 @@ function names(lines, y, frame) {
       const missing = 14 - (ends[i].y - ends[i - 1].y);
       if (missing > 0) { ends[i].y += missing / 2; ends[i - 1].y -= missing / 2; }
       ends[0].y = Math.max(ends[0].y, frame.top + 4);
+      ends.at(-1).y = Math.min(ends.at(-1).y, frame.bottom);
     }
   const most = Math.floor((frame.width - frame.right - 22) / 6.4);
   return ends.map(({ line, y: at }) => svg("g", { "data-group": line.group }, markerAt(line.style, frame.right + 13, at - 4),

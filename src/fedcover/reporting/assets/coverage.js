@@ -172,7 +172,7 @@ function roundStrips(names, missed, choose) {
     pen.fillStyle = getComputedStyle(document.body).color;
     pen.fillRect(Math.min(canvas.width - 3, Math.floor((now + 0.5) * wide) - 1), 0, 3, 12);
   });
-  return { mark, element: h("div", {}, h("p", { class: "small soft" }, "Share of each layer that nobody trained, round by round (the darker, the more); the line marks the round above."),
+  return { mark, element: h("div", {}, h("p", { class: "small soft" }, "Share of each layer that nobody trained, round by round (the stronger the colour, the more); the line marks the round above."),
     h("div", { class: "rounds" }, rows.map(([canvas, , name]) => [h("span", { title: name }, name), canvas]))) };
 }
 

@@ -23,7 +23,7 @@ function plotBar() {
 function detail() {
   const select = h("select", { id: "which", "aria-label": "run in detail", onchange: () => change({ run: +select.value }) },
     DATA.runs.map((run, place) => h("option", { value: place }, `${run.name} (${run.folder})`)));
-  const box = h("div", {});
+  const state = h("p", {}), box = h("div", {});
   let drawnRun = null;
   function draw() {
     select.value = String(shown.run);
@@ -31,14 +31,14 @@ function detail() {
     drawnRun = shown.run;
     const run = DATA.runs[shown.run];
     const group = GROUPS.find((one) => one.runs.includes(shown.run));
-    box.replaceChildren(h("p", {}, swatch(group.style), ` ${group.label}, seed ${run.seed}: `, h("span", { class: run.notFinite ? "warn" : null }, statusOf(run)), "."),
-      h("div", {}, ...[certificateCard(run), fleetCard(run), experimentCard(run)].filter(Boolean)));
+    state.replaceChildren(swatch(group.style), ` ${group.label}, seed ${run.seed}: `, h("span", { class: run.notFinite ? "warn" : null }, statusOf(run)), ".");
+    box.replaceChildren(...[certificateCard(run), fleetCard(run), experimentCard(run)].filter(Boolean));
   }
   onChange(draw);
   draw();
   const pictures = coverageFigure();
   return h("section", { "aria-labelledby": "detail" }, h("h2", { id: "detail", tabindex: -1 }, "One run in detail"),
-    h("div", { class: "bar" }, h("label", {}, "Run", select)), pictures, box);
+    h("div", { class: "bar" }, h("label", {}, "Run", select)), state, pictures, box);
 }
 
 function start() {

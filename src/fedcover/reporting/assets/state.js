@@ -3,6 +3,7 @@ const DATA = JSON.parse(document.getElementById("data").textContent);
 const GROUPS = DATA.groups.map((group, place) => ({ ...group, place, style: styleOf(place) }));
 const SEEDS = [...new Set(DATA.runs.map((run) => run.seed))].sort((a, b) => a - b);
 const shown = { without: {}, seeds: new Set(SEEDS), words: "", hidden: new Set(), axis: "round", single: false, run: 0 };
+shown.run = Math.max(0, DATA.runs.findIndex((run) => run.totals.delta2_mean > 0)); // rather one that cuts something away
 const listeners = [];
 
 const onChange = (listener) => listeners.push(listener);

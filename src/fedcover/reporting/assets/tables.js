@@ -92,7 +92,7 @@ function legend() {
 
 function fleetCard(run) {
   const devices = Math.max(1, run.fleet.reduce((sum, row) => sum + row.devices, 0));
-  const bars = run.fleet.map((row) => [h("b", {}, String(row.capacity)), h("i", { style: `width: ${(100 * row.devices) / devices}%` }),
+  const bars = run.fleet.map((row) => [h("b", {}, String(row.capacity)), h("i", { style: `width: ${Math.round((340 * row.devices) / devices)}px` }),
     h("span", { class: "soft said" }, `${row.devices} of ${devices} devices`)]);
   const columns = [["capacity", false], ["devices as written", true], ["clients seen", true], ["updates", true], ["noise δ²", true], ["training loss, last quarter", true]];
   return h("section", { class: "card", id: "fleet" }, h("h3", {}, "The fleet"),
