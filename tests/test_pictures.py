@@ -39,7 +39,7 @@ def share(level):
 
 @given(st.lists(st.floats(0, 1, width=32), min_size=1, max_size=200))
 def test_a_picture_can_be_read_again_and_none_and_all_are_exact(values):
-    text = encode(torch.tensor(values))
+    text = encode(values)
     levels = digits(text) if len(text) > 1 or len(values) == 1 else digits(text) * len(values)
     assert len(levels) == len(values)
     for level, value in zip(levels, values, strict=True):

@@ -34,7 +34,7 @@ def report(
     if path.suffix.lower() not in (".html", ".htm"):
         raise InvalidValue(f"out must be an .html file; got {str(out)!r}")
     try:
-        path.write_text(page(records, title or _title(records)), encoding="utf-8")
+        path.write_bytes(page(records, title or _title(records)).encode("utf-8", "replace"))
     except OSError as error:
         raise RunError(f"cannot write {path}: {error.strerror}") from error
     return path
@@ -57,8 +57,8 @@ def as_script(value: Any) -> str:
     >>> as_script({"name": "</script><!--"})
     '{"name":"\\\\u003c/script\\\\u003e\\\\u003c!--"}'
     """
-    packed = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    for character in "<>&\u2028\u2029":
+    packed = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    for character in "<>&":
         packed = packed.replace(character, f"\\u{ord(character):04x}")
     return packed
 
