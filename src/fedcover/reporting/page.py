@@ -3,6 +3,7 @@
 import html
 import json
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from functools import cache
@@ -147,7 +148,7 @@ def commands(record: Record) -> list[str]:
     options += ["--deterministic"] if machine.get("deterministic") else []
     options += ["--data FOLDER"] if machine.get("data") else []
     again = " ".join(["fedcover run experiment.toml", *options])
-    return [again] if len(record.lines) >= record.rounds else [again, f"fedcover resume {record.folder}"]
+    return [again] if len(record.lines) >= record.rounds else [again, f"fedcover resume {shlex.quote(str(record.folder))}"]
 
 
 def plain(value: Any) -> Any:
