@@ -148,7 +148,8 @@ def commands(record: Record) -> list[str]:
     options += ["--deterministic"] if machine.get("deterministic") else []
     options += ["--data FOLDER"] if machine.get("data") else []
     again = " ".join(["fedcover run experiment.toml", *options])
-    return [again] if len(record.lines) >= record.rounds else [again, f"fedcover resume {shlex.quote(str(record.folder))}"]
+    go_on = f"fedcover resume {shlex.quote(str(record.folder))}"
+    return [again] if len(record.lines) >= record.rounds else [again, go_on]
 
 
 def plain(value: Any) -> Any:
