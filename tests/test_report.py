@@ -155,7 +155,9 @@ def test_fifty_long_runs_stay_under_three_megabytes(tmp_path):
     for number in range(50):
         folder = tmp_path / f"run{number}"
         if number < 2:
+            by_round = {str(n): {"trained": n / 7, "whole": n / 3, "F": n / 9} for n in range(200)}
             made.append(made_up_run(folder, rounds=200, lr=0.001 + number, layers=4, noisy=number == 0))
+            (folder / "certificate.json").write_text(json.dumps({"kind": "estimate", "by_round": by_round}))
         else:
             made.append(clone(made[number % 2], folder, number))
     path = fc.report(made, tmp_path / "report.html")
@@ -173,7 +175,7 @@ def test_fifty_long_runs_stay_under_three_megabytes(tmp_path):
 def clone(source, folder, number):
     """The same run under another learning rate."""
     folder.mkdir()
-    for name in ("metrics.jsonl", "manifest.json"):
+    for name in ("metrics.jsonl", "manifest.json", "certificate.json"):
         (folder / name).symlink_to(source / name)
     toml = (source / "experiment.toml").read_text()
     (folder / "experiment.toml").write_text(re.sub(r"^lr = .*$", f"lr = {number / 100}", toml, flags=re.MULTILINE))

@@ -2,6 +2,7 @@
 
 import html
 import json
+import math
 import re
 import shlex
 from collections.abc import Iterable, Sequence
@@ -15,11 +16,14 @@ from fedcover.errors import InvalidValue, RunError
 from fedcover.reporting.fleets import fleet_table
 from fedcover.reporting.grouping import group, text
 from fedcover.reporting.reading import NOT_COMPARED, Line, Record, find_runs, read_run
-from fedcover.reporting.thinning import lowest, packed_pictures, points_for, short, thinned
+from fedcover.reporting.thinning import lowest, packed_pictures, points_for, short, spread, thinned
 from fedcover.summary import summarise
 from fedcover.version import __version__
 
 SCRIPTS = ("elements.js", "palette.js", "state.js", "chart.js", "figures.js", "coverage.js", "tables.js", "page.js")
+
+MOST_ENTRIES = 50
+"""Of a list or table in a certificate."""
 
 
 def report(
@@ -153,12 +157,17 @@ def commands(record: Record) -> list[str]:
 
 
 def plain(value: Any) -> Any:
-    """The same value with numbers that JSON can say: what is not finite becomes its name."""
+    """The same value for the page: short numbers, names for those that are not finite, long lists thinned.
+
+    >>> plain({"bound": float("inf"), "terms": [0.123456789]})
+    {'bound': 'inf', 'terms': [0.12346]}
+    """
     if isinstance(value, dict):
-        return {str(key): plain(inner) for key, inner in value.items()}
+        entries = list(value.items())
+        return {str(entries[place][0]): plain(entries[place][1]) for place in spread(len(entries), MOST_ENTRIES)}
     if isinstance(value, list):
-        return [plain(inner) for inner in value]
-    return str(value) if isinstance(value, float) and short(value) is None else value
+        return [plain(value[place]) for place in spread(len(value), MOST_ENTRIES)]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else short(value)
 
 
 def _title(records: Sequence[Record]) -> str:
