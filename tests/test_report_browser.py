@@ -225,7 +225,10 @@ def test_it_fits_a_phone(compared):
     with Browser(360, 740) as phone:
         phone.open(compared)
         phone.wait("return document.querySelectorAll('#coverage table canvas').length > 0")
-        assert phone.run("return document.documentElement.scrollWidth <= innerWidth")
+        for plot in PLOTS:
+            phone.run(f"document.querySelector('#{plot} .plot').focus()")
+            phone.press(RIGHT)
+            assert phone.run("return document.documentElement.scrollWidth <= innerWidth")
         assert {plot: curves(phone, plot) > 0 for plot in PLOTS} == dict.fromkeys(PLOTS, True)
         assert phone.complaints() == []
 

@@ -60,7 +60,7 @@ function lineChart(options) {
     const mark = svg("g", { class: "mark" });
     plot.replaceChildren(
       svg("svg", { viewBox: `0 0 ${width} 268`, height: 268, "aria-hidden": "true" },
-        axes(frame, x, y, options), lines.map((line, place) => path(line, place, x, y, { ...options, named })), named ? names(lines, y, frame) : null, mark), tip);
+        axes(frame, x, y, options), lines.map((line, place) => path(line, place, x, y, { ...options, named, marks: lines.length > 12 ? 2 : 5 })), named ? names(lines, y, frame) : null, mark), tip);
     plot.setAttribute("aria-valuemax", places.all.length - 1);
     places.mark = mark;
   }
@@ -88,7 +88,7 @@ function lineChart(options) {
     tip.hidden = false;
     const room = places.frame.width - tip.offsetWidth;
     tip.style.left = `${Math.max(0, Math.min(room, left + 14 + (left > places.frame.width / 2 ? -28 - tip.offsetWidth : 0)))}px`;
-    tip.style.top = "8px";
+    tip.style.top = places.frame.width < 430 ? "100%" : "8px"; // on a phone beside the lines, not over them
     plot.setAttribute("aria-valuenow", cursor);
     plot.setAttribute("aria-valuetext", `${where}: ${met.map(([line, p]) => `${line.label} ${said(line, p)}`).join("; ")}`);
   }
@@ -150,7 +150,7 @@ function path(line, place, x, y, options) {
     const to = `${x.at(p.x).toFixed(1)},${y.at(p.low).toFixed(1)}`;
     return options.step && i ? `V${y.at(p.low).toFixed(1)}H${x.at(p.x).toFixed(1)}` : `L${to}`;
   }).join("");
-  const every = Math.max(1, Math.ceil(line.points.length / 5));
+  const every = Math.max(1, Math.ceil(line.points.length / options.marks));
   const marked = line.points.filter((p, i) => (i === line.points.length - 1 && !options.named) || (i + place) % every === every - 1);
   return svg("g", { "data-group": line.group, class: "line" },
     banded ? svg("path", { class: "band", d: `${steps((p) => p.high)}${low}Z`, fill: line.style.colour, opacity: 0.15 }) : null,

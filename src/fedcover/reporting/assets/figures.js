@@ -1,4 +1,5 @@
 // The figures that compare runs.
+const axisPercent = (value) => `${+(100 * value).toFixed(3)} %`;
 const AXES = { round: "rounds", moved: "megabytes moved", seconds: "seconds of computing" };
 const COSTS = {
   moved: "megabytes moved, all clients and rounds",
@@ -13,7 +14,7 @@ function accuracyFigure() {
   let which = "accuracy";
   const controls = validated && choice("data", { accuracy: "test", validation_accuracy: "validation" }, (value) => { which = value; change({}); });
   return lineChart({ id: "accuracy", title: "Accuracy", controls, note: "of the global model; the band runs from the lowest to the highest seed",
-    series: () => series("scores", which), format: percent, axisFormat: (v) => `${+(100 * v).toFixed(1)} %`, most: 1 });
+    series: () => series("scores", which), format: percent, axisFormat: axisPercent, most: 1 });
 }
 
 function lossFigure() {
@@ -34,7 +35,7 @@ function windowFigure() {
 }
 
 const noiseFigure = () => lineChart({ id: "noise", title: "Noise (δ²)", note: "share of the model's squared length that is cut away, mean over clients",
-  series: () => series("every", "delta2_mean"), format: percent, axisFormat: (v) => `${+(100 * v).toFixed(1)} %`, zero: true });
+  series: () => series("every", "delta2_mean"), format: percent, axisFormat: axisPercent, zero: true });
 
 function choice(name, options, then) {
   const select = h("select", { "aria-label": name, onchange: () => then(select.value) }, Object.entries(options).map(([value, text]) => h("option", { value }, text)));
@@ -58,7 +59,7 @@ function costFigure() {
     const x = scaleOf(points.flatMap((p) => [p.x.low, p.x.high]), { zero: true, log: true, ticks: 5 }, frame.left, frame.right);
     const y = scaleOf(points.flatMap((p) => [p.y.low, p.y.high]), { most: 1 }, frame.bottom, frame.top);
     plot.replaceChildren(svg("svg", { viewBox: `0 0 ${width} 268`, height: 268, role: "img", "aria-label": `Accuracy against ${COSTS[cost]}; the table below has the numbers` },
-      axes(frame, x, y, { axisFormat: (v) => `${+(100 * v).toFixed(1)} %`, xLabel: () => COSTS[cost] }),
+      axes(frame, x, y, { axisFormat: axisPercent, xLabel: () => COSTS[cost] }),
       points.map((p) => dot(p, x, y)), points.length <= 12 ? dotNames(points, x, y, frame) : null));
     return null;
   }
