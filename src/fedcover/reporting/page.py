@@ -20,7 +20,11 @@ from fedcover.reporting.thinning import lowest, packed_pictures, points_for, sho
 from fedcover.summary import summarise
 from fedcover.version import __version__
 
-SCRIPTS = ("elements.js", "palette.js", "state.js", "chart.js", "figures.js", "coverage.js", "tables.js", "page.js")
+SCRIPTS = (
+    "elements.js", "palette.js", "state.js", "chart.js", "figures.js", "pixels.js", "coverage.js",
+    "tables.js", "details.js", "certificate.js", "page.js",
+)  # fmt: skip
+"""In the order of reading; a later one may use what stands above."""
 
 MOST_ENTRIES = 50
 """Of a list or table in a certificate."""

@@ -4,13 +4,15 @@ function ticks(low, high, wanted) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((value) => value >= rough);
   const found = [];
-  for (let place = Math.ceil(low / step - 1e-9); place * step <= high + step * 1e-9; place += 1) found.push(+(place * step).toPrecision(12));
+  for (let place = Math.ceil(low / step - 1e-9); place * step <= high + step * 1e-9; place += 1)
+    found.push(+(place * step).toPrecision(12));
   return found;
 }
 
 function scaleOf(values, options, from, to) {
   // a linear scale with room, or a logarithmic one where values span more than two orders of magnitude
-  let low = Math.min(...values), high = Math.max(...values);
+  let low = Math.min(...values),
+    high = Math.max(...values);
   const log = options.log && low > 0 && high / low > 100;
   if (log) {
     const [a, b] = [Math.floor(Math.log10(low)), Math.ceil(Math.log10(high))];
@@ -32,13 +34,28 @@ function scaleOf(values, options, from, to) {
 }
 
 function lineChart(options) {
-  const plot = h("div", { class: "plot", tabindex: 0, role: "slider", "aria-label": `${options.title}: chart. Left and right arrow keys move the cursor.`,
-    "aria-valuemin": 0, "aria-valuemax": 0, "aria-valuenow": 0, "aria-valuetext": "no cursor" });
+  const plot = h("div", {
+    class: "plot",
+    tabindex: 0,
+    role: "slider",
+    "aria-label": `${options.title}: chart. Left and right arrow keys move the cursor.`,
+    "aria-valuemin": 0,
+    "aria-valuemax": 0,
+    "aria-valuenow": 0,
+    "aria-valuetext": "no cursor",
+  });
   const tip = h("div", { class: "tip", hidden: true });
   const behind = lazyTable("Table", () => seriesTable(options, lines));
-  const figure = h("figure", { class: "card", id: options.id }, h("figcaption", {}, h("h3", {}, options.title), options.controls,
-    h("span", { class: "small soft" }, options.note)), plot, behind);
-  let lines = [], places = null, cursor = null;
+  const figure = h(
+    "figure",
+    { class: "card", id: options.id },
+    h("figcaption", {}, h("h3", {}, options.title), options.controls, h("span", { class: "small soft" }, options.note)),
+    plot,
+    behind,
+  );
+  let lines = [],
+    places = null,
+    cursor = null;
 
   function draw() {
     lines = options.series();
@@ -47,20 +64,50 @@ function lineChart(options) {
     places = null;
     cursor = null;
     if (!lines.length) {
-      plot.replaceChildren(h("p", { class: "nothing" }, options.empty || "Nothing to draw yet: no such figure has been measured in the runs shown."));
+      plot.replaceChildren(
+        h(
+          "p",
+          { class: "nothing" },
+          options.empty || "Nothing to draw yet: no such figure has been measured in the runs shown.",
+        ),
+      );
       return;
     }
     const named = width > 430 && lines.length <= 8;
     const longest = Math.max(...lines.map((line) => line.label.length));
-    const frame = { left: 46, right: width - (named ? Math.min(width * 0.3, 28 + 6.6 * longest) : 10), top: 12, bottom: 232, width };
+    const frame = {
+      left: 46,
+      right: width - (named ? Math.min(width * 0.3, 28 + 6.6 * longest) : 10),
+      top: 12,
+      bottom: 232,
+      width,
+    };
     const points = lines.flatMap((line) => line.points);
-    const x = scaleOf(points.map((p) => p.x), { tight: true, whole: shown.axis === "round", ticks: width > 420 ? 6 : 4 }, frame.left, frame.right);
-    const y = scaleOf(points.flatMap((p) => [p.low, p.high]), options, frame.bottom - 8, frame.top);
+    const x = scaleOf(
+      points.map((p) => p.x),
+      { tight: true, whole: shown.axis === "round", ticks: width > 420 ? 6 : 4 },
+      frame.left,
+      frame.right,
+    );
+    const y = scaleOf(
+      points.flatMap((p) => [p.low, p.high]),
+      options,
+      frame.bottom - 8,
+      frame.top,
+    );
     places = { x, y, frame, all: [...new Set(points.map((p) => p.x))].sort((a, b) => a - b) };
     const mark = svg("g", { class: "mark" });
     plot.replaceChildren(
-      svg("svg", { viewBox: `0 0 ${width} 268`, height: 268, "aria-hidden": "true" },
-        axes(frame, x, y, options), lines.map((line, place) => path(line, place, x, y, { ...options, named, marks: lines.length > 12 ? 2 : 5 })), named ? names(lines, y, frame) : null, mark), tip);
+      svg(
+        "svg",
+        { viewBox: `0 0 ${width} 268`, height: 268, "aria-hidden": "true" },
+        axes(frame, x, y, options),
+        lines.map((line, place) => path(line, place, x, y, { ...options, named, marks: lines.length > 12 ? 2 : 5 })),
+        named ? names(lines, y, frame) : null,
+        mark,
+      ),
+      tip,
+    );
     plot.setAttribute("aria-valuemax", places.all.length - 1);
     places.mark = mark;
   }
@@ -74,29 +121,46 @@ function lineChart(options) {
     }
     cursor = Math.max(0, Math.min(places.all.length - 1, place));
     const at = places.all[cursor];
-    const met = lines.map((line) => [line, nearest(line.points, at)]).filter(([, p]) => p && Math.abs(places.x.at(p.x) - places.x.at(at)) < 9)
+    const met = lines
+      .map((line) => [line, nearest(line.points, at)])
+      .filter(([, p]) => p && Math.abs(places.x.at(p.x) - places.x.at(at)) < 9)
       .sort((a, b) => b[1].y - a[1].y);
     const left = places.x.at(at);
     places.mark.replaceChildren(
       svg("line", { class: "cursor", x1: left, x2: left, y1: places.frame.top, y2: places.frame.bottom }),
-      ...met.map(([line, p]) => markerAt(line.style, places.x.at(p.x), places.y.at(p.y))));
+      ...met.map(([line, p]) => markerAt(line.style, places.x.at(p.x), places.y.at(p.y))),
+    );
     const where = shown.axis === "round" ? `round ${at}` : `${AXES[shown.axis]} ${compact(at)}`;
-    const said = (line, p) => `${options.format(p.y)}${p.n > 1 && p.high > p.low ? ` (${options.format(p.low)} – ${options.format(p.high)})` : ""}${p.n < line.of ? `, ${p.n} of ${line.of} seeds` : ""}`;
-    tip.replaceChildren(h("b", {}, where), ...met.slice(0, 12).map(([line, p]) =>
-      h("div", {}, swatch(line.style), h("span", {}, line.label), h("span", { class: "value" }, said(line, p)))),
-      met.length > 12 ? h("div", {}, `and ${met.length - 12} more: see the table`) : "");
+    const said = (line, p) =>
+      `${options.format(p.y)}${p.n > 1 && p.high > p.low ? ` (${options.format(p.low)} – ${options.format(p.high)})` : ""}${p.n < line.of ? `, ${p.n} of ${line.of} seeds` : ""}`;
+    tip.replaceChildren(
+      h("b", {}, where),
+      ...met
+        .slice(0, 12)
+        .map(([line, p]) =>
+          h("div", {}, swatch(line.style), h("span", {}, line.label), h("span", { class: "value" }, said(line, p))),
+        ),
+      met.length > 12 ? h("div", {}, `and ${met.length - 12} more: see the table`) : "",
+    );
     tip.hidden = false;
     const room = places.frame.width - tip.offsetWidth;
     tip.style.left = `${Math.max(0, Math.min(room, left + 14 + (left > places.frame.width / 2 ? -28 - tip.offsetWidth : 0)))}px`;
     tip.style.top = places.frame.width < 430 ? "100%" : "8px"; // on a phone beside the lines, not over them
     plot.setAttribute("aria-valuenow", cursor);
-    plot.setAttribute("aria-valuetext", `${where}: ${met.map(([line, p]) => `${line.label} ${said(line, p)}`).join("; ")}`);
+    plot.setAttribute(
+      "aria-valuetext",
+      `${where}: ${met.map(([line, p]) => `${line.label} ${said(line, p)}`).join("; ")}`,
+    );
   }
 
   const under = (event) => {
     if (!places) return null;
     const wanted = event.clientX - plot.getBoundingClientRect().left;
-    return places.all.reduce((best, value, place) => (Math.abs(places.x.at(value) - wanted) < Math.abs(places.x.at(places.all[best]) - wanted) ? place : best), 0);
+    return places.all.reduce(
+      (best, value, place) =>
+        Math.abs(places.x.at(value) - wanted) < Math.abs(places.x.at(places.all[best]) - wanted) ? place : best,
+      0,
+    );
   };
   plot.addEventListener("pointermove", (event) => point(under(event)));
   plot.addEventListener("pointerdown", (event) => point(under(event)));
@@ -106,7 +170,13 @@ function lineChart(options) {
     if (!places) return;
     const last = places.all.length - 1;
     const step = event.shiftKey ? 10 : 1;
-    const to = { ArrowLeft: (cursor ?? last + 1) - step, ArrowRight: (cursor ?? -1) + step, Home: 0, End: last, Escape: null }[event.key];
+    const to = {
+      ArrowLeft: (cursor ?? last + 1) - step,
+      ArrowRight: (cursor ?? -1) + step,
+      Home: 0,
+      End: last,
+      Escape: null,
+    }[event.key];
     if (to === undefined) return;
     event.preventDefault();
     point(to);
@@ -125,37 +195,66 @@ function watchWidth(element, draw) {
   }).observe(element);
 }
 
-const nearest = (points, x) => points.reduce((best, p) => (!best || Math.abs(p.x - x) < Math.abs(best.x - x) ? p : best), null);
+const nearest = (points, x) =>
+  points.reduce((best, p) => (!best || Math.abs(p.x - x) < Math.abs(best.x - x) ? p : best), null);
 
 function axes(frame, x, y, options) {
   const label = (value) => (options.axisFormat || compact)(value);
-  return svg("g", {},
+  return svg(
+    "g",
+    {},
     y.marks.map((mark) => [
       svg("line", { class: "gridline", x1: frame.left, x2: frame.right, y1: y.at(mark), y2: y.at(mark) }),
-      svg("text", { x: frame.left - 7, y: y.at(mark) + 4, "text-anchor": "end" }, label(mark))]),
+      svg("text", { x: frame.left - 7, y: y.at(mark) + 4, "text-anchor": "end" }, label(mark)),
+    ]),
     svg("line", { class: "axis", x1: frame.left, x2: frame.right, y1: frame.bottom, y2: frame.bottom }),
     x.marks.map((mark) => svg("text", { x: x.at(mark), y: frame.bottom + 17, "text-anchor": "middle" }, compact(mark))),
-    svg("text", { x: (frame.left + frame.right) / 2, y: frame.bottom + 34, "text-anchor": "middle" }, (options.xLabel || (() => AXES[shown.axis]))() + (x.log ? " (log scale)" : "")),
-    y.log ? svg("text", { x: frame.left + 4, y: frame.top }, "log scale") : null);
+    svg(
+      "text",
+      { x: (frame.left + frame.right) / 2, y: frame.bottom + 34, "text-anchor": "middle" },
+      (options.xLabel || (() => AXES[shown.axis]))() + (x.log ? " (log scale)" : ""),
+    ),
+    y.log ? svg("text", { x: frame.left + 4, y: frame.top }, "log scale") : null,
+  );
 }
 
 function path(line, place, x, y, options) {
-  const steps = (value) => line.points.map((p, i) => {
-    const here = `${x.at(p.x).toFixed(1)},${y.at(value(p)).toFixed(1)}`;
-    return i && options.step ? `H${x.at(p.x).toFixed(1)}V${y.at(value(p)).toFixed(1)}` : `${i ? "L" : "M"}${here}`;
-  }).join("");
+  const steps = (value) =>
+    line.points
+      .map((p, i) => {
+        const here = `${x.at(p.x).toFixed(1)},${y.at(value(p)).toFixed(1)}`;
+        return i && options.step ? `H${x.at(p.x).toFixed(1)}V${y.at(value(p)).toFixed(1)}` : `${i ? "L" : "M"}${here}`;
+      })
+      .join("");
   const banded = line.points.some((p) => p.high > p.low);
   const back = [...line.points].reverse();
-  const low = back.map((p, i) => {
-    const to = `${x.at(p.x).toFixed(1)},${y.at(p.low).toFixed(1)}`;
-    return options.step && i ? `V${y.at(p.low).toFixed(1)}H${x.at(p.x).toFixed(1)}` : `L${to}`;
-  }).join("");
+  const low = back
+    .map((p, i) => {
+      const to = `${x.at(p.x).toFixed(1)},${y.at(p.low).toFixed(1)}`;
+      return options.step && i ? `V${y.at(p.low).toFixed(1)}H${x.at(p.x).toFixed(1)}` : `L${to}`;
+    })
+    .join("");
   const every = Math.max(1, Math.ceil(line.points.length / options.marks));
-  const marked = line.points.filter((p, i) => (i === line.points.length - 1 && !options.named) || (i + place) % every === every - 1);
-  return svg("g", { "data-group": line.group, class: "line" },
-    banded ? svg("path", { class: "band", d: `${steps((p) => p.high)}${low}Z`, fill: line.style.colour, opacity: 0.15 }) : null,
-    svg("path", { class: "curve", d: steps((p) => p.y), fill: "none", stroke: line.style.colour, "stroke-width": 2, "stroke-dasharray": line.style.dash, "stroke-linejoin": "round" }),
-    marked.map((p) => markerAt(line.style, x.at(p.x), y.at(p.y))));
+  const marked = line.points.filter(
+    (p, i) => (i === line.points.length - 1 && !options.named) || (i + place) % every === every - 1,
+  );
+  return svg(
+    "g",
+    { "data-group": line.group, class: "line" },
+    banded
+      ? svg("path", { class: "band", d: `${steps((p) => p.high)}${low}Z`, fill: line.style.colour, opacity: 0.15 })
+      : null,
+    svg("path", {
+      class: "curve",
+      d: steps((p) => p.y),
+      fill: "none",
+      stroke: line.style.colour,
+      "stroke-width": 2,
+      "stroke-dasharray": line.style.dash,
+      "stroke-linejoin": "round",
+    }),
+    marked.map((p) => markerAt(line.style, x.at(p.x), y.at(p.y))),
+  );
 }
 
 function names(lines, y, frame) {
@@ -164,21 +263,40 @@ function names(lines, y, frame) {
   for (let round = 0; round < 30; round += 1)
     for (let i = 1; i < ends.length; i += 1) {
       const missing = 14 - (ends[i].y - ends[i - 1].y);
-      if (missing > 0) { ends[i].y += missing / 2; ends[i - 1].y -= missing / 2; }
+      if (missing > 0) {
+        ends[i].y += missing / 2;
+        ends[i - 1].y -= missing / 2;
+      }
       ends[0].y = Math.max(ends[0].y, frame.top + 4);
       ends.at(-1).y = Math.min(ends.at(-1).y, frame.bottom);
     }
   const most = Math.floor((frame.width - frame.right - 22) / 6.4);
-  return ends.map(({ line, y: at }) => svg("g", { "data-group": line.group }, markerAt(line.style, frame.right + 13, at - 4),
-    svg("text", { class: "name", x: frame.right + 22, y: at }, line.label.length > most ? `${line.label.slice(0, most - 1)}…` : line.label)));
+  return ends.map(({ line, y: at }) =>
+    svg(
+      "g",
+      { "data-group": line.group },
+      markerAt(line.style, frame.right + 13, at - 4),
+      svg(
+        "text",
+        { class: "name", x: frame.right + 22, y: at },
+        line.label.length > most ? `${line.label.slice(0, most - 1)}…` : line.label,
+      ),
+    ),
+  );
 }
 
 function seriesTable(options, lines) {
   const rounds = [...new Set(lines.flatMap((line) => line.points.map((p) => p.round)))].sort((a, b) => a - b);
   const at = lines.map((line) => new Map(line.points.map((p) => [p.round, p])));
-  const rows = rounds.map((round) => [String(round), ...at.map((known) => {
-    const p = known.get(round);
-    return !p ? "–" : options.format(p.y) + (p.n > 1 && p.high > p.low ? ` (${options.format(p.low)} – ${options.format(p.high)})` : "");
-  })]);
+  const rows = rounds.map((round) => [
+    String(round),
+    ...at.map((known) => {
+      const p = known.get(round);
+      return !p
+        ? "–"
+        : options.format(p.y) +
+            (p.n > 1 && p.high > p.low ? ` (${options.format(p.low)} – ${options.format(p.high)})` : "");
+    }),
+  ]);
   return table([["round", true], ...lines.map((line) => [line.label, true])], rows);
 }

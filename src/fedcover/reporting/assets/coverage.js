@@ -1,58 +1,21 @@
 // Which client trains what: a picture of every layer for every client, round by round.
-const SIDE = 12;
-
-async function unpacked(text) {
-  const bytes = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
-  return JSON.parse(await new Response(stream).text());
-}
-
-const digits = (text) => [...text.replace(/(\d)([a-z])/g, (_, digit, letter) => digit.repeat(letter.charCodeAt(0) - 95))].map(Number);
-const shareOf = (digit) => (digit === 0 ? 0 : digit === 9 ? 1 : (digit - 0.5) / 8);
-
-function pixels(text, shape) {
-  // a picture as rows of shares; see pictures.py for how it is written
-  const [rows, columns] = [Math.min(SIDE, shape[0]), Math.min(SIDE, shape[1] ?? 1)];
-  const strip = (part, length) => (part.length === 1 ? Array(length).fill(shareOf(+part)) : digits(part).map(shareOf));
-  if (text.includes("/")) {
-    const [down, across] = text.split("/");
-    return strip(down, rows).map((a) => strip(across, columns).map((b) => a * b));
-  }
-  const flat = strip(text, rows * columns);
-  return Array.from({ length: rows }, (_, row) => flat.slice(row * columns, (row + 1) * columns));
-}
-const average = (picture) => mean(picture.flat());
-
-function paint(canvas, picture, colour, hatched) {
-  const size = 60;
-  canvas.width = canvas.height = size;
-  const pen = canvas.getContext("2d");
-  const [base, full] = [resolvedColours.card, resolvedColours[colour]];
-  pen.fillStyle = mixed(base, full, 0);
-  pen.fillRect(0, 0, size, size);
-  const [high, wide] = [size / picture.length, size / picture[0].length];
-  picture.forEach((row, i) => row.forEach((share, j) => {
-    if (!share) return;
-    const box = [Math.floor(j * wide), Math.floor(i * high), Math.ceil((j + 1) * wide) - Math.floor(j * wide), Math.ceil((i + 1) * high) - Math.floor(i * high)];
-    pen.fillStyle = mixed(base, full, hatched ? 0.25 + 0.6 * share : 0.12 + 0.88 * share);
-    pen.fillRect(...box);
-    if (hatched) {
-      pen.strokeStyle = mixed(base, full, 0);
-      pen.lineWidth = 1;
-      pen.beginPath();
-      pen.moveTo(box[0], box[1] + box[3]);
-      pen.lineTo(box[0] + box[2], box[1]);
-      pen.stroke();
-    }
-  }));
-}
-let resolvedColours = {};
-const readColours = () => { resolvedColours = { card: resolved("card"), held: resolved("held"), warn: resolved("warn") }; };
-
 function coverageFigure() {
   const body = h("div", {});
-  const figure = h("figure", { class: "card", id: "coverage" }, h("figcaption", {}, h("h3", {}, "Who trains what, layer by layer"),
-    h("span", { class: "small soft" }, "A square is a layer's weight tensor: outputs from top to bottom, inputs from left to right, shrunk to at most 12 × 12 pixels.")), body);
+  const figure = h(
+    "figure",
+    { class: "card", id: "coverage" },
+    h(
+      "figcaption",
+      {},
+      h("h3", {}, "Who trains what, layer by layer"),
+      h(
+        "span",
+        { class: "small soft" },
+        "A square is a layer's weight tensor: outputs from top to bottom, inputs from left to right, shrunk to at most 12 × 12 pixels.",
+      ),
+    ),
+    body,
+  );
   let shownRun = null;
 
   async function show() {
@@ -60,18 +23,31 @@ function coverageFigure() {
     if (run === shownRun) return;
     shownRun = run;
     if (!run.pictures) {
-      body.replaceChildren(h("p", { class: "nothing" }, run.done ? "This run keeps no pictures: it was made by an older version, or they are too large for this page." : "No round is done yet."));
+      body.replaceChildren(
+        h(
+          "p",
+          { class: "nothing" },
+          run.done
+            ? "This run keeps no pictures: it was made by an older version, or they are too large for this page."
+            : "No round is done yet.",
+        ),
+      );
       return;
     }
     try {
       const found = await unpacked(run.pictures);
       if (run === shownRun) body.replaceChildren(...pictureBook(run, found));
     } catch (error) {
-      body.replaceChildren(h("p", { class: "nothing" }, `The pictures cannot be unpacked by this browser (${error.message}).`));
+      body.replaceChildren(
+        h("p", { class: "nothing" }, `The pictures cannot be unpacked by this browser (${error.message}).`),
+      );
     }
   }
   onChange(show);
-  redraws.push(() => { shownRun = null; show(); });
+  redraws.push(() => {
+    shownRun = null;
+    show();
+  });
   show();
   return figure;
 }
@@ -81,22 +57,44 @@ function pictureBook(run, { layers, frames }) {
   readColours();
   const names = Object.keys(layers);
   const missed = frames.map((frame) => frame.missed.map((text, place) => average(pixels(text, layers[names[place]]))));
-  const grid = h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Pictures of the layers, one row per client" });
+  const grid = h("div", {
+    class: "scroll",
+    tabindex: 0,
+    role: "region",
+    "aria-label": "Pictures of the layers, one row per client",
+  });
   const output = h("output", {});
-  const slider = h("input", { type: "range", min: 0, max: frames.length - 1, value: frames.length - 1, "aria-label": "round", oninput: () => turn() });
-  const strips = roundStrips(names, missed, (place) => { slider.value = place; turn(); });
+  const slider = h("input", {
+    type: "range",
+    min: 0,
+    max: frames.length - 1,
+    value: frames.length - 1,
+    "aria-label": "round",
+    oninput: () => turn(),
+  });
+  const strips = roundStrips(names, missed, (place) => {
+    slider.value = place;
+    turn();
+  });
   const behind = lazyTable("Table", () => layerTable(names, layers, frames, missed, +slider.value));
   let timer = null;
   const play = h("button", { type: "button", onclick: () => (timer ? stop() : start()) }, "Play");
-  const stop = () => { clearInterval(timer); timer = null; play.textContent = "Play"; };
+  const stop = () => {
+    clearInterval(timer);
+    timer = null;
+    play.textContent = "Play";
+  };
   const start = () => {
     play.textContent = "Stop";
     if (+slider.value === frames.length - 1) slider.value = -1;
-    timer = setInterval(() => {
-      if (!play.isConnected || +slider.value >= frames.length - 1) return stop();
-      slider.value = +slider.value + 1;
-      return turn();
-    }, Math.max(90, Math.min(500, 8000 / frames.length)));
+    timer = setInterval(
+      () => {
+        if (!play.isConnected || +slider.value >= frames.length - 1) return stop();
+        slider.value = +slider.value + 1;
+        return turn();
+      },
+      Math.max(90, Math.min(500, 8000 / frames.length)),
+    );
   };
 
   function turn() {
@@ -110,27 +108,60 @@ function pictureBook(run, { layers, frames }) {
     behind.refresh();
   }
   turn();
-  const few = frames.length < run.done ? h("span", { class: "small soft" }, `${frames.length} of ${run.done} rounds are in this page`) : null;
-  return [h("div", { class: "slider" }, frames.length > 1 ? play : null, slider, output, few), key(), grid, strips.element, behind];
+  const few =
+    frames.length < run.done
+      ? h("span", { class: "small soft" }, `${frames.length} of ${run.done} rounds are in this page`)
+      : null;
+  return [
+    h("div", { class: "slider" }, frames.length > 1 ? play : null, slider, output, few),
+    key(),
+    grid,
+    strips.element,
+    behind,
+  ];
 }
 
 function key() {
   const square = (style) => h("i", { style });
-  return h("div", { class: "key" },
+  return h(
+    "div",
+    { class: "key" },
     h("span", {}, square("background: var(--held)"), "trains all of it"),
     h("span", {}, square("background: color-mix(in srgb, var(--held) 45%, var(--card))"), "a part of it"),
     h("span", {}, square("background: var(--card)"), "none of it"),
-    h("span", {}, square("background: repeating-linear-gradient(135deg, var(--warn) 0 4px, var(--card) 4px 5px)"), "trained by nobody in this round"));
+    h(
+      "span",
+      {},
+      square("background: repeating-linear-gradient(135deg, var(--warn) 0 4px, var(--card) 4px 5px)"),
+      "trained by nobody in this round",
+    ),
+  );
 }
 
 function pictureTable(names, layers, frame) {
   // whichever there are more of, layers or clients, runs from left to right
-  const clients = Object.entries(frame.clients).sort((a, b) => frame.capacities[b[0]] - frame.capacities[a[0]] || a[0] - b[0]);
-  const some = clients.length < frame.answered ? `${clients.length} of ${frame.answered} clients` : `${frame.answered} clients`;
+  const clients = Object.entries(frame.clients).sort(
+    (a, b) => frame.capacities[b[0]] - frame.capacities[a[0]] || a[0] - b[0],
+  );
+  const some =
+    clients.length < frame.answered ? `${clients.length} of ${frame.answered} clients` : `${frame.answered} clients`;
   const who = [
-    { head: "nobody", note: "untrained", texts: frame.missed, colour: "warn", hatched: true, said: "trained by nobody" },
+    {
+      head: "nobody",
+      note: "untrained",
+      texts: frame.missed,
+      colour: "warn",
+      hatched: true,
+      said: "trained by nobody",
+    },
     { head: "all", note: "mean share", texts: frame.trained, colour: "held", said: "mean share of the clients" },
-    ...clients.map(([id, part]) => ({ head: `client ${id}`, note: `holds ${frame.capacities[id]}`, texts: frame.parts[part], colour: "held", said: `client ${id} trains` })),
+    ...clients.map(([id, part]) => ({
+      head: `client ${id}`,
+      note: `holds ${frame.capacities[id]}`,
+      texts: frame.parts[part],
+      colour: "held",
+      said: `client ${id} trains`,
+    })),
   ];
   const what = names.map((name, place) => ({ head: name, note: layers[name].join(" × "), place }));
   const cell = (one, layer) => {
@@ -144,40 +175,111 @@ function pictureTable(names, layers, frame) {
   const down = across === what ? who : what;
   const tall = across === what;
   const kind = (entry) => (entry.head === "all" && entry.texts ? "total" : null);
-  return h("table", { class: across.length > 12 ? "coverage many" : "coverage" },
-    h("thead", {}, h("tr", {}, h("th", { scope: "col" }, some), across.map((entry) =>
-      h("th", { scope: "col", class: tall ? "tall" : kind(entry), title: `${entry.head}: ${entry.note}` }, h("span", {}, entry.head), h("small", {}, entry.note))))),
-    h("tbody", {}, down.map((row) => h("tr", { class: kind(row) }, h("th", { scope: "row" }, row.head, h("small", {}, row.note)),
-      across.map((column) => (tall ? cell(row, column) : cell(column, row)))))));
+  return h(
+    "table",
+    { class: across.length > 12 ? "coverage many" : "coverage" },
+    h(
+      "thead",
+      {},
+      h(
+        "tr",
+        {},
+        h("th", { scope: "col" }, some),
+        across.map((entry) =>
+          h(
+            "th",
+            { scope: "col", class: tall ? "tall" : kind(entry), title: `${entry.head}: ${entry.note}` },
+            h("span", {}, entry.head),
+            h("small", {}, entry.note),
+          ),
+        ),
+      ),
+    ),
+    h(
+      "tbody",
+      {},
+      down.map((row) =>
+        h(
+          "tr",
+          { class: kind(row) },
+          h("th", { scope: "row" }, row.head, h("small", {}, row.note)),
+          across.map((column) => (tall ? cell(row, column) : cell(column, row))),
+        ),
+      ),
+    ),
+  );
 }
 
 function roundStrips(names, missed, choose) {
   // one strip a layer, one column a round: how much of the layer nobody trained
   const most = Math.max(...missed.flat());
-  if (most === 0) return { element: h("p", { class: "small soft" }, "In every round shown, every parameter of these layers was trained by somebody."), mark: () => {} };
+  if (most === 0)
+    return {
+      element: h(
+        "p",
+        { class: "small soft" },
+        "In every round shown, every parameter of these layers was trained by somebody.",
+      ),
+      mark: () => {},
+    };
   const [base, full] = [resolvedColours.card, resolvedColours.warn];
   const rows = names.map((name, layer) => {
-    const canvas = h("canvas", { role: "img", "aria-label": `${name}: share trained by nobody, by round; highest ${percent(Math.max(...missed.map((row) => row[layer])))}` });
-    canvas.addEventListener("click", (event) => choose(Math.floor((event.offsetX / canvas.clientWidth) * missed.length)));
+    const canvas = h("canvas", {
+      role: "img",
+      "aria-label": `${name}: share trained by nobody, by round; highest ${percent(Math.max(...missed.map((row) => row[layer])))}`,
+    });
+    canvas.addEventListener("click", (event) =>
+      choose(Math.floor((event.offsetX / canvas.clientWidth) * missed.length)),
+    );
     return [canvas, layer, name];
   });
-  const mark = (now) => rows.forEach(([canvas, layer]) => {
-    canvas.width = Math.max(1200, 4 * missed.length);
-    canvas.height = 12;
-    const [pen, wide] = [canvas.getContext("2d"), canvas.width / missed.length];
-    missed.forEach((row, place) => {
-      pen.fillStyle = mixed(base, full, row[layer] ? 0.15 + 0.85 * row[layer] : 0.04);
-      pen.fillRect(Math.floor(place * wide), 0, Math.ceil(wide), 12);
+  const mark = (now) =>
+    rows.forEach(([canvas, layer]) => {
+      canvas.width = Math.max(1200, 4 * missed.length);
+      canvas.height = 12;
+      const [pen, wide] = [canvas.getContext("2d"), canvas.width / missed.length];
+      missed.forEach((row, place) => {
+        pen.fillStyle = mixed(base, full, row[layer] ? 0.15 + 0.85 * row[layer] : 0.04);
+        pen.fillRect(Math.floor(place * wide), 0, Math.ceil(wide), 12);
+      });
+      pen.fillStyle = getComputedStyle(document.body).color;
+      pen.fillRect(Math.min(canvas.width - 3, Math.floor((now + 0.5) * wide) - 1), 0, 3, 12);
     });
-    pen.fillStyle = getComputedStyle(document.body).color;
-    pen.fillRect(Math.min(canvas.width - 3, Math.floor((now + 0.5) * wide) - 1), 0, 3, 12);
-  });
-  return { mark, element: h("div", {}, h("p", { class: "small soft" }, "Share of each layer that nobody trained, round by round (the stronger the colour, the more); the line marks the round above."),
-    h("div", { class: "rounds" }, rows.map(([canvas, , name]) => [h("span", { title: name }, name), canvas]))) };
+  return {
+    mark,
+    element: h(
+      "div",
+      {},
+      h(
+        "p",
+        { class: "small soft" },
+        "Share of each layer that nobody trained, round by round (the stronger the colour, the more); the line marks the round above.",
+      ),
+      h(
+        "div",
+        { class: "rounds" },
+        rows.map(([canvas, , name]) => [h("span", { title: name }, name), canvas]),
+      ),
+    ),
+  };
 }
 
 function layerTable(names, layers, frames, missed, now) {
   const worst = (layer) => missed.reduce((best, row, place) => (row[layer] > missed[best][layer] ? place : best), 0);
-  return table([["layer", false], ["shape", false], [`untrained in round ${frames[now].round}`, true], ["most untrained", true], ["in round", true]],
-    names.map((name, layer) => [name, layers[name].join(" × "), percent(missed[now][layer]), percent(missed[worst(layer)][layer]), missed[worst(layer)][layer] ? String(frames[worst(layer)].round) : "–"]));
+  return table(
+    [
+      ["layer", false],
+      ["shape", false],
+      [`untrained in round ${frames[now].round}`, true],
+      ["most untrained", true],
+      ["in round", true],
+    ],
+    names.map((name, layer) => [
+      name,
+      layers[name].join(" × "),
+      percent(missed[now][layer]),
+      percent(missed[worst(layer)][layer]),
+      missed[worst(layer)][layer] ? String(frames[worst(layer)].round) : "–",
+    ]),
+  );
 }

@@ -19,7 +19,8 @@ const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.
 function compact(value) {
   if (!number(value)) return "–";
   const size = Math.abs(value);
-  if (size >= 1e4) return new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 }).format(value);
+  if (size >= 1e4)
+    return new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 }).format(value);
   if (size !== 0 && size < 1e-3) return value.toExponential(1);
   return String(+value.toPrecision(size >= 100 ? 4 : 3));
 }
@@ -30,8 +31,14 @@ function table(columns, rows, attributes) {
   // columns: [name, isNumber]; the first cell of a row names it
   const head = columns.map(([name, right]) => h("th", { scope: "col", class: right ? "num" : null }, name));
   const body = rows.map((row) =>
-    h("tr", {}, row.map((cell, place) =>
-      place ? h("td", { class: columns[place][1] ? "num" : null }, cell) : h("th", { scope: "row" }, cell))));
+    h(
+      "tr",
+      {},
+      row.map((cell, place) =>
+        place ? h("td", { class: columns[place][1] ? "num" : null }, cell) : h("th", { scope: "row" }, cell),
+      ),
+    ),
+  );
   return h("table", attributes || {}, h("thead", {}, h("tr", {}, head)), h("tbody", {}, body));
 }
 
@@ -53,7 +60,9 @@ function copyButton(name, text) {
     } catch {
       button.textContent = "Select and copy the text";
     }
-    setTimeout(() => { button.textContent = name; }, 2000);
+    setTimeout(() => {
+      button.textContent = name;
+    }, 2000);
   });
   return button;
 }

@@ -19,20 +19,41 @@ const styleOf = (place) => ({
 });
 
 const markerAt = (style, x, y, extra) =>
-  svg("path", { d: style.marker, transform: `translate(${x.toFixed(1)},${y.toFixed(1)})`, fill: "var(--card)",
-    stroke: style.colour, "stroke-width": 2, ...extra });
+  svg("path", {
+    d: style.marker,
+    transform: `translate(${x.toFixed(1)},${y.toFixed(1)})`,
+    fill: "var(--card)",
+    stroke: style.colour,
+    "stroke-width": 2,
+    ...extra,
+  });
 
 const swatch = (style) =>
-  svg("svg", { class: "swatch", width: 34, height: 14, viewBox: "0 0 34 14", "aria-hidden": "true" },
-    svg("line", { x1: 1, x2: 33, y1: 7, y2: 7, stroke: style.colour, "stroke-width": 2.2, "stroke-dasharray": style.dash }),
-    markerAt(style, 17, 7));
+  svg(
+    "svg",
+    { class: "swatch", width: 34, height: 14, viewBox: "0 0 34 14", "aria-hidden": "true" },
+    svg("line", {
+      x1: 1,
+      x2: 33,
+      y1: 7,
+      y2: 7,
+      stroke: style.colour,
+      "stroke-width": 2.2,
+      "stroke-dasharray": style.dash,
+    }),
+    markerAt(style, 17, 7),
+  );
 
 function resolved(name) {
   // a colour of the style sheet as red, green, blue: canvases know no variables
   const probe = h("i", { style: `color: var(--${name})` });
   document.body.append(probe);
-  const found = getComputedStyle(probe).color.match(/[\d.]+/g).slice(0, 3).map(Number);
+  const found = getComputedStyle(probe)
+    .color.match(/[\d.]+/g)
+    .slice(0, 3)
+    .map(Number);
   probe.remove();
   return found;
 }
-const mixed = (from, to, share) => `rgb(${from.map((value, place) => Math.round(value + (to[place] - value) * share)).join(",")})`;
+const mixed = (from, to, share) =>
+  `rgb(${from.map((value, place) => Math.round(value + (to[place] - value) * share)).join(",")})`;

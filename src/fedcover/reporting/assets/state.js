@@ -2,8 +2,19 @@
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const GROUPS = DATA.groups.map((group, place) => ({ ...group, place, style: styleOf(place) }));
 const SEEDS = [...new Set(DATA.runs.map((run) => run.seed))].sort((a, b) => a - b);
-const shown = { without: {}, seeds: new Set(SEEDS), words: "", hidden: new Set(), axis: "round", single: false, run: 0 };
-shown.run = Math.max(0, DATA.runs.findIndex((run) => run.totals.delta2_mean > 0)); // rather one that cuts something away
+const shown = {
+  without: {},
+  seeds: new Set(SEEDS),
+  words: "",
+  hidden: new Set(),
+  axis: "round",
+  single: false,
+  run: 0,
+};
+shown.run = Math.max(
+  0,
+  DATA.runs.findIndex((run) => run.totals.delta2_mean > 0),
+); // rather one that cuts something away
 const listeners = [];
 
 const onChange = (listener) => listeners.push(listener);
@@ -16,9 +27,14 @@ const runsOf = (group) => group.runs.map((place) => DATA.runs[place]).filter((ru
 
 function passes(group) {
   const text = [group.label, ...group.runs.flatMap((place) => [DATA.runs[place].name, DATA.runs[place].folder])];
-  return runsOf(group).length > 0
-    && shown.words.toLowerCase().split(/\s+/).every((word) => text.join(" ").toLowerCase().includes(word))
-    && Object.entries(group.settings).every(([name, value]) => !shown.without[name]?.has(value));
+  return (
+    runsOf(group).length > 0 &&
+    shown.words
+      .toLowerCase()
+      .split(/\s+/)
+      .every((word) => text.join(" ").toLowerCase().includes(word)) &&
+    Object.entries(group.settings).every(([name, value]) => !shown.without[name]?.has(value))
+  );
 }
 const listed = () => GROUPS.filter(passes);
 const drawn = () => listed().filter((group) => !shown.hidden.has(group.place));
@@ -35,23 +51,34 @@ function curve(runs, part, name, axis) {
       met.get(round).push([run[part][axis][place], y]);
     });
   }
-  return [...met.entries()].sort((a, b) => a[0] - b[0]).map(([round, pairs]) => {
-    const ys = pairs.map((pair) => pair[1]);
-    return { round, x: mean(pairs.map((pair) => pair[0])), y: mean(ys), low: Math.min(...ys), high: Math.max(...ys), n: ys.length };
-  });
+  return [...met.entries()]
+    .sort((a, b) => a[0] - b[0])
+    .map(([round, pairs]) => {
+      const ys = pairs.map((pair) => pair[1]);
+      return {
+        round,
+        x: mean(pairs.map((pair) => pair[0])),
+        y: mean(ys),
+        low: Math.min(...ys),
+        high: Math.max(...ys),
+        n: ys.length,
+      };
+    });
 }
 
 function series(part, name) {
   return drawn().flatMap((group) => {
     const runs = runsOf(group);
     const sets = shown.single ? runs.map((run) => [run]) : [runs];
-    return sets.map((some) => ({
-      group: group.place,
-      label: shown.single && runs.length > 1 ? `${group.label}, seed ${some[0].seed}` : group.label,
-      style: group.style,
-      points: curve(some, part, name, shown.axis),
-      of: some.length,
-    })).filter((line) => line.points.length);
+    return sets
+      .map((some) => ({
+        group: group.place,
+        label: shown.single && runs.length > 1 ? `${group.label}, seed ${some[0].seed}` : group.label,
+        style: group.style,
+        points: curve(some, part, name, shown.axis),
+        of: some.length,
+      }))
+      .filter((line) => line.points.length);
   });
 }
 
@@ -61,8 +88,12 @@ function highlight(place) {
 }
 
 function total(group, name) {
-  const values = runsOf(group).map((run) => run.totals[name]).filter(number);
-  return values.length ? { mean: mean(values), low: Math.min(...values), high: Math.max(...values), n: values.length } : null;
+  const values = runsOf(group)
+    .map((run) => run.totals[name])
+    .filter(number);
+  return values.length
+    ? { mean: mean(values), low: Math.min(...values), high: Math.max(...values), n: values.length }
+    : null;
 }
 
 function statusOf(run) {

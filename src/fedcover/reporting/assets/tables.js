@@ -1,33 +1,66 @@
-// The runs in numbers, what to show of them, and one run in full.
+// The runs in numbers, and what to show of them.
 const COLUMNS = [
-  ["accuracy", "accuracy", percent], ["accuracy_single", "one device", percent], ["loss", "loss", compact],
-  ["gamma_min", "least Γ", compact], ["gamma_window", "Γ window", compact], ["delta2_mean", "noise δ²", percent],
-  ["parameters", "parameters", compact], ["moved", "MB moved", compact],
+  ["accuracy", "accuracy", percent],
+  ["accuracy_single", "one device", percent],
+  ["loss", "loss", compact],
+  ["gamma_min", "least Γ", compact],
+  ["gamma_window", "Γ window", compact],
+  ["delta2_mean", "noise δ²", percent],
+  ["parameters", "parameters", compact],
+  ["moved", "MB moved", compact],
 ];
 const MEANINGS = {
-  accuracy: "the assembled global model on the test set", accuracy_single: "the largest part that a single device holds: the number to beat",
-  gamma_min: "fewest clients that trained any parameter, over all rounds", gamma_window: "fewest times any parameter was trained in the last window",
-  delta2_mean: "share of the model's squared length cut away, mean over clients and rounds", parameters: "mean per client",
-  moved: "up and down, all clients and rounds", loss: "on the test set",
+  accuracy: "the assembled global model on the test set",
+  accuracy_single: "the largest part that a single device holds: the number to beat",
+  gamma_min: "fewest clients that trained any parameter, over all rounds",
+  gamma_window: "fewest times any parameter was trained in the last window",
+  delta2_mean: "share of the model's squared length cut away, mean over clients and rounds",
+  parameters: "mean per client",
+  moved: "up and down, all clients and rounds",
+  loss: "on the test set",
 };
 
 function filterBar() {
   const box = h("div", { class: "filters" });
-  const search = h("input", { type: "search", placeholder: "Find runs by name", "aria-label": "Find runs by name", oninput: () => change({ words: search.value.trim() }) });
+  const search = h("input", {
+    type: "search",
+    placeholder: "Find runs by name",
+    "aria-label": "Find runs by name",
+    oninput: () => change({ words: search.value.trim() }),
+  });
   const count = h("span", { class: "soft small", role: "status" });
-  onChange(() => { count.textContent = `${listed().length} of ${GROUPS.length} shown`; });
+  onChange(() => {
+    count.textContent = `${listed().length} of ${GROUPS.length} shown`;
+  });
   const names = [...new Set(GROUPS.flatMap((group) => Object.keys(group.settings)))];
-  if (GROUPS.length > 1) box.append(h("div", { class: "bar" }, search, h("button", { type: "button", onclick: () => reset(box, search) }, "Show all"), count));
-  for (const name of names) box.append(chips(name, [...new Set(GROUPS.map((group) => group.settings[name]))], (value, on) => {
-    const without = new Set(shown.without[name]);
-    if (on) without.delete(value); else without.add(value);
-    change({ without: { ...shown.without, [name]: without } });
-  }));
-  if (SEEDS.length > 1) box.append(chips("seed", SEEDS, (value, on) => {
-    const seeds = new Set(shown.seeds);
-    if (on) seeds.add(value); else seeds.delete(value);
-    change({ seeds });
-  }));
+  if (GROUPS.length > 1)
+    box.append(
+      h(
+        "div",
+        { class: "bar" },
+        search,
+        h("button", { type: "button", onclick: () => reset(box, search) }, "Show all"),
+        count,
+      ),
+    );
+  for (const name of names)
+    box.append(
+      chips(name, [...new Set(GROUPS.map((group) => group.settings[name]))], (value, on) => {
+        const without = new Set(shown.without[name]);
+        if (on) without.delete(value);
+        else without.add(value);
+        change({ without: { ...shown.without, [name]: without } });
+      }),
+    );
+  if (SEEDS.length > 1)
+    box.append(
+      chips("seed", SEEDS, (value, on) => {
+        const seeds = new Set(shown.seeds);
+        if (on) seeds.add(value);
+        else seeds.delete(value);
+        change({ seeds });
+      }),
+    );
   return box;
 }
 
@@ -37,37 +70,121 @@ function reset(box, search) {
   change({ without: {}, seeds: new Set(SEEDS), words: "", hidden: new Set() });
 }
 
-const chips = (name, values, toggled) => h("fieldset", { "data-setting": name }, h("legend", {}, name), values.map((value) => {
-  const input = h("input", { type: "checkbox", checked: true, onchange: () => toggled(value, input.checked) });
-  return h("label", { class: "chip" }, input, h("span", {}, String(value)));
-}));
+const chips = (name, values, toggled) =>
+  h(
+    "fieldset",
+    { "data-setting": name },
+    h("legend", {}, name),
+    values.map((value) => {
+      const input = h("input", { type: "checkbox", checked: true, onchange: () => toggled(value, input.checked) });
+      return h("label", { class: "chip" }, input, h("span", {}, String(value)));
+    }),
+  );
 
 function runTable() {
   const known = COLUMNS.filter(([name]) => DATA.runs.some((run) => number(run.totals[name])));
   const box = h("div", { class: "card scroll", tabindex: 0, role: "region", "aria-label": "Table of the runs" });
-  let by = null, down = true;
+  let by = null,
+    down = true;
 
-  const head = (name, text) => h("th", { scope: "col", class: name === "label" ? null : "num", "aria-sort": by === name ? (down ? "descending" : "ascending") : "none", title: MEANINGS[name] },
-    h("button", { type: "button", onclick: () => { down = by === name ? !down : name !== "label"; by = name; draw(name); } }, text));
-  const worth = (group) => (by === "label" ? group.label : total(group, by)?.mean ?? -Infinity);
-  const order = (a, b) => { const [x, y] = [worth(a), worth(b)]; return (x > y ? 1 : x < y ? -1 : 0) * (down ? -1 : 1); };
+  const head = (name, text) =>
+    h(
+      "th",
+      {
+        scope: "col",
+        class: name === "label" ? null : "num",
+        "aria-sort": by === name ? (down ? "descending" : "ascending") : "none",
+        title: MEANINGS[name],
+      },
+      h(
+        "button",
+        {
+          type: "button",
+          onclick: () => {
+            down = by === name ? !down : name !== "label";
+            by = name;
+            draw(name);
+          },
+        },
+        text,
+      ),
+    );
+  const worth = (group) => (by === "label" ? group.label : (total(group, by)?.mean ?? -Infinity));
+  const order = (a, b) => {
+    const [x, y] = [worth(a), worth(b)];
+    return (x > y ? 1 : x < y ? -1 : 0) * (down ? -1 : 1);
+  };
 
   function row(group) {
     const runs = runsOf(group);
     const states = [...new Set(runs.map(statusOf))].join("; ");
     const seeds = runs.length > 1 ? `${runs.length} seeds` : `seed ${runs[0].seed}`;
-    return h("tr", { class: shown.hidden.has(group.place) ? "off" : null, onmouseenter: () => highlight(group.place), onmouseleave: () => highlight(null) },
+    return h(
+      "tr",
+      {
+        class: shown.hidden.has(group.place) ? "off" : null,
+        onmouseenter: () => highlight(group.place),
+        onmouseleave: () => highlight(null),
+      },
       h("th", { scope: "row" }, swatch(group.style), " ", group.label),
-      h("td", { class: "num small" }, seeds), h("td", { class: runs.some((run) => run.notFinite) ? "warn small" : "small" }, states),
-      known.map(([name, , format]) => { const value = total(group, name); return h("td", { class: "num", title: spreadText(value, format) }, value ? format(value.mean) : "–", value && value.n > 1 && name === "accuracy" ? h("span", { class: "soft small" }, ` ± ${(50 * (value.high - value.low)).toFixed(1)}`) : null); }),
-      h("td", {}, h("button", { type: "button", "aria-label": `Details of ${group.label}`, onclick: () => { change({ run: DATA.runs.indexOf(runs[0]) }); document.getElementById("detail").scrollIntoView(); } }, "Details")));
+      h("td", { class: "num small" }, seeds),
+      h("td", { class: runs.some((run) => run.notFinite) ? "warn small" : "small" }, states),
+      known.map(([name, , format]) => {
+        const value = total(group, name);
+        return h(
+          "td",
+          { class: "num", title: spreadText(value, format) },
+          value ? format(value.mean) : "–",
+          value && value.n > 1 && name === "accuracy"
+            ? h("span", { class: "soft small" }, ` ± ${(50 * (value.high - value.low)).toFixed(1)}`)
+            : null,
+        );
+      }),
+      h(
+        "td",
+        {},
+        h(
+          "button",
+          {
+            type: "button",
+            "aria-label": `Details of ${group.label}`,
+            onclick: () => {
+              change({ run: DATA.runs.indexOf(runs[0]) });
+              document.getElementById("detail").scrollIntoView();
+            },
+          },
+          "Details",
+        ),
+      ),
+    );
   }
 
   function draw(focused) {
     const groups = by ? [...listed()].sort(order) : listed();
-    box.replaceChildren(h("table", { class: "wide" }, h("thead", {}, h("tr", {}, head("label", "runs"), h("th", { scope: "col", class: "num" }, "seeds"), h("th", { scope: "col" }, "state"),
-      known.map(([name, text]) => head(name, text)), h("th", { scope: "col" }, h("span", { class: "soft" }, "")))), h("tbody", {}, groups.map(row))));
-    if (focused) [...box.querySelectorAll("thead button")].find((button) => button.parentNode.getAttribute("aria-sort") !== "none")?.focus();
+    box.replaceChildren(
+      h(
+        "table",
+        { class: "wide" },
+        h(
+          "thead",
+          {},
+          h(
+            "tr",
+            {},
+            head("label", "runs"),
+            h("th", { scope: "col", class: "num" }, "seeds"),
+            h("th", { scope: "col" }, "state"),
+            known.map(([name, text]) => head(name, text)),
+            h("th", { scope: "col" }, h("span", { class: "soft" }, "")),
+          ),
+        ),
+        h("tbody", {}, groups.map(row)),
+      ),
+    );
+    if (focused)
+      [...box.querySelectorAll("thead button")]
+        .find((button) => button.parentNode.getAttribute("aria-sort") !== "none")
+        ?.focus();
   }
   onChange(() => draw());
   draw();
@@ -75,95 +192,41 @@ function runTable() {
 }
 
 function legend() {
-  const list = h("ul", { class: GROUPS.length <= 10 ? "legend sticky" : "legend", "aria-label": "Runs in the plots; press to hide or show" });
+  const list = h("ul", {
+    class: GROUPS.length <= 10 ? "legend sticky" : "legend",
+    "aria-label": "Runs in the plots; press to hide or show",
+  });
   function draw() {
     const focused = list.contains(document.activeElement) ? document.activeElement.dataset.place : null;
-    list.replaceChildren(...listed().map((group) => {
-      const toggle = () => { const hidden = new Set(shown.hidden); if (!hidden.delete(group.place)) hidden.add(group.place); change({ hidden }); };
-      return h("li", {}, h("button", { type: "button", "data-place": group.place, "aria-pressed": String(!shown.hidden.has(group.place)), onclick: toggle,
-        onmouseenter: () => highlight(group.place), onmouseleave: () => highlight(null) }, swatch(group.style), group.label));
-    }));
+    list.replaceChildren(
+      ...listed().map((group) => {
+        const toggle = () => {
+          const hidden = new Set(shown.hidden);
+          if (!hidden.delete(group.place)) hidden.add(group.place);
+          change({ hidden });
+        };
+        return h(
+          "li",
+          {},
+          h(
+            "button",
+            {
+              type: "button",
+              "data-place": group.place,
+              "aria-pressed": String(!shown.hidden.has(group.place)),
+              onclick: toggle,
+              onmouseenter: () => highlight(group.place),
+              onmouseleave: () => highlight(null),
+            },
+            swatch(group.style),
+            group.label,
+          ),
+        );
+      }),
+    );
     if (focused !== null) list.querySelector(`[data-place="${focused}"]`)?.focus();
   }
   onChange(draw);
   draw();
   return list;
-}
-
-function fleetCard(run) {
-  const devices = Math.max(1, run.fleet.reduce((sum, row) => sum + row.devices, 0));
-  const bars = run.fleet.map((row) => [h("b", {}, String(row.capacity)), h("i", { style: `width: ${Math.round((340 * row.devices) / devices)}px` }),
-    h("span", { class: "soft said" }, `${row.devices} of ${devices} devices`)]);
-  const columns = [["capacity", false], ["devices as written", true], ["clients seen", true], ["updates", true], ["noise δ²", true], ["training loss, last quarter", true]];
-  return h("section", { class: "card", id: "fleet" }, h("h3", {}, "The fleet"),
-    h("p", { class: "small soft" }, `${run.settings.fleet}: shares of the model's ${run.settings.capacity === "parameters" ? "parameters" : "width"}; ${run.settings.clients} clients, ${run.settings.active} a round, data ${run.settings.partition}.`),
-    h("div", { class: "meter", role: "img", "aria-label": "Devices by capacity; the table below has the numbers" }, bars),
-    h("div", { class: "scroll" }, table(columns, run.fleet.map((row) => [String(row.capacity), whole(row.devices), whole(row.clients), whole(row.updates), percent(row.delta2), compact(row.loss)]))));
-}
-
-function experimentCard(run) {
-  const differs = new Set(GROUPS.flatMap((group) => Object.keys(group.settings)));
-  const lines = run.toml.trimEnd().split("\n").flatMap((line) => [differs.has(line.split(" =")[0]) ? h("mark", {}, line) : line, "\n"]);
-  const python = run.custom.length ? h("p", { class: "warn" }, `This run used its own ${run.custom.join(" and ")}, made in Python: give the same to fedcover.run, the settings alone do not repeat it.`) : null;
-  return h("section", { class: "card", id: "experiment" }, h("h3", {}, "The experiment, and how to repeat it"),
-    h("p", { class: "small soft" }, differs.size ? "Marked: the settings in which the runs of this page differ." : ""), python,
-    h("pre", { tabindex: 0, "aria-label": "experiment.toml" }, lines), copyButton("Copy experiment.toml", () => run.toml),
-    h("p", {}, "Save it as ", h("code", {}, "experiment.toml"), ", then:"), h("pre", { tabindex: 0, "aria-label": "commands" }, run.commands.join("\n")),
-    copyButton("Copy commands", () => run.commands.join("\n")),
-    h("details", {}, h("summary", {}, "Versions and machine"), h("div", { class: "scroll" }, table([["what", false], ["value", false]], Object.entries(run.manifest)))));
-}
-
-function certificateCard(run) {
-  if (!run.certificate) return null;
-  const kind = String(run.certificate.kind ?? "certificate");
-  const rest = Object.fromEntries(Object.entries(run.certificate).filter(([name]) => name !== "kind"));
-  return h("section", { class: "card", id: "certificate" }, h("h3", {}, "The certificate ", h("span", { class: "badge" }, kind)),
-    h("p", { class: "small soft" }, kind === "estimate" ? "Some of its constants were estimated: an indication, no proof. " : "", "Lists of more than 50 entries are shortened here; certificate.json has all of them."),
-    told(rest));
-}
-
-// any JSON value: an object's plain entries as one table, everything larger under its own name
-const simple = (value) => value === null || typeof value !== "object";
-const rowsOf = (value) => {
-  const entries = Array.isArray(value) ? value.map((row) => [null, row]) : Object.entries(value);
-  return entries.length && entries.every(([, row]) => !simple(row) && !Array.isArray(row)) ? entries : null;
-};
-const spoken = (name) => name.replaceAll("_", " ");
-
-function told(value) {
-  const entries = Object.entries(value);
-  const plain = entries.filter(([, inner]) => simple(inner) || (Array.isArray(inner) && inner.every(simple)));
-  const larger = entries.filter((entry) => !plain.includes(entry));
-  return [plain.length ? h("table", {}, h("tbody", {}, plain.map(([name, inner]) => h("tr", {}, h("th", { scope: "row" }, spoken(name)), h("td", {}, cell(inner)))))) : null,
-    larger.map(([name, inner]) => {
-      const rows = rowsOf(inner);
-      return h("details", { open: !rows || rows.length <= 16 }, h("summary", {}, spoken(name)), h("div", { class: rows ? "scroll" : "inner" }, rows ? rowTable(rows) : told(inner)));
-    })];
-}
-
-function rowTable(rows) {
-  const named = rows[0][0] !== null && !rows.every(([, row]) => simple(row.name) && row.name);
-  const columns = [...new Set(rows.flatMap(([, row]) => Object.keys(row)))];
-  const heads = columns.map((name) => [spoken(name), rows.every(([, row]) => row[name] === undefined || typeof row[name] === "number")]);
-  const cells = ([name, row]) => [...(named ? [spoken(name)] : []), ...columns.map((column) => cell(row[column] ?? null))];
-  return table([...(named ? [["", false]] : []), ...heads], rows.map(cells));
-}
-
-function cell(value) {
-  if (value === null) return "–";
-  if (typeof value === "number") return Number.isInteger(value) ? String(value) : String(+value.toPrecision(4));
-  if (typeof value === "boolean") return value ? "yes" : "no";
-  if (typeof value === "string") return value;
-  if (Array.isArray(value)) {
-    if (value.every((inner) => typeof inner === "number") && value.length > 12) return `${value[0]} … ${value.at(-1)}`;
-    return value.length ? value.map((inner) => h("div", {}, simple(inner) ? cell(inner) : inline(inner))) : "–";
-  }
-  return Object.entries(value).map(([name, inner]) => h("div", {}, `${spoken(name)} `, h("b", {}, simple(inner) ? cell(inner) : inline(inner))));
-}
-
-function inline(value) {
-  const { name, holds, ...rest } = value;
-  const words = Object.entries(rest).map(([key, inner]) => `${spoken(key)} ${simple(inner) ? cell(inner) : JSON.stringify(inner)}`);
-  const mark = typeof holds === "boolean" ? (holds ? "✓ holds: " : "✗ does not hold: ") : "";
-  return `${mark}${name ?? ""}${words.length ? ` (${words.join(", ")})` : ""}`;
 }
