@@ -21,7 +21,7 @@ from fedcover.summary import summarise
 from fedcover.version import __version__
 
 SCRIPTS = (
-    "elements.js", "palette.js", "state.js", "chart.js", "figures.js", "pixels.js", "coverage.js",
+    "elements.js", "palette.js", "state.js", "cursor.js", "chart.js", "figures.js", "pixels.js", "coverage.js",
     "tables.js", "details.js", "certificate.js", "page.js",
 )  # fmt: skip
 """In the order of reading; a later one may use what stands above."""

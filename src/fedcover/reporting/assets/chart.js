@@ -34,156 +34,56 @@ function scaleOf(values, options, from, to) {
 }
 
 function lineChart(options) {
-  const plot = h("div", {
-    class: "plot",
-    tabindex: 0,
-    role: "slider",
-    "aria-label": `${options.title}: chart. Left and right arrow keys move the cursor.`,
-    "aria-valuemin": 0,
-    "aria-valuemax": 0,
-    "aria-valuenow": 0,
-    "aria-valuetext": "no cursor",
-  });
-  const tip = h("div", { class: "tip", hidden: true });
-  const behind = lazyTable("Table", () => seriesTable(options, lines));
-  const figure = h(
-    "figure",
-    { class: "card", id: options.id },
-    h("figcaption", {}, h("h3", {}, options.title), options.controls, h("span", { class: "small soft" }, options.note)),
-    plot,
-    behind,
-  );
-  let lines = [],
-    places = null,
-    cursor = null;
+  const plot = h("div", { class: "plot", tabindex: 0, role: "slider" });
+  for (const [name, value] of Object.entries({ valuemin: 0, valuemax: 0, valuenow: 0, valuetext: "no cursor" }))
+    plot.setAttribute(`aria-${name}`, value);
+  plot.setAttribute("aria-label", `${options.title}: chart. Left and right arrow keys move the cursor.`);
+  let sheet = null;
+  const cursor = cursorOn(plot, () => sheet, options.format);
+  const behind = lazyTable("Table", () => seriesTable(options, sheet ? sheet.lines : []));
 
   function draw() {
-    lines = options.series();
+    const lines = options.series();
+    sheet = lines.length ? sheetOf(lines, options, plot.clientWidth || 480) : null;
+    const nothing = "Nothing to draw yet: no such figure has been measured in the runs shown.";
+    plot.replaceChildren(...(sheet ? [sheet.element, cursor.tip] : [h("p", { class: "nothing" }, nothing)]));
+    cursor.move(null);
     behind.refresh();
-    const width = plot.clientWidth || 480;
-    places = null;
-    cursor = null;
-    if (!lines.length) {
-      plot.replaceChildren(
-        h(
-          "p",
-          { class: "nothing" },
-          options.empty || "Nothing to draw yet: no such figure has been measured in the runs shown.",
-        ),
-      );
-      return;
-    }
-    const named = width > 430 && lines.length <= 8;
-    const longest = Math.max(...lines.map((line) => line.label.length));
-    const frame = {
-      left: 46,
-      right: width - (named ? Math.min(width * 0.3, 28 + 6.6 * longest) : 10),
-      top: 12,
-      bottom: 232,
-      width,
-    };
-    const points = lines.flatMap((line) => line.points);
-    const x = scaleOf(
-      points.map((p) => p.x),
-      { tight: true, whole: shown.axis === "round", ticks: width > 420 ? 6 : 4 },
-      frame.left,
-      frame.right,
-    );
-    const y = scaleOf(
-      points.flatMap((p) => [p.low, p.high]),
-      options,
-      frame.bottom - 8,
-      frame.top,
-    );
-    places = { x, y, frame, all: [...new Set(points.map((p) => p.x))].sort((a, b) => a - b) };
-    const mark = svg("g", { class: "mark" });
-    plot.replaceChildren(
-      svg(
-        "svg",
-        { viewBox: `0 0 ${width} 268`, height: 268, "aria-hidden": "true" },
-        axes(frame, x, y, options),
-        lines.map((line, place) => path(line, place, x, y, { ...options, named, marks: lines.length > 12 ? 2 : 5 })),
-        named ? names(lines, y, frame) : null,
-        mark,
-      ),
-      tip,
-    );
-    plot.setAttribute("aria-valuemax", places.all.length - 1);
-    places.mark = mark;
   }
-
-  function point(place) {
-    if (!places || place === null) {
-      tip.hidden = true;
-      cursor = null;
-      if (places) places.mark.replaceChildren();
-      return;
-    }
-    cursor = Math.max(0, Math.min(places.all.length - 1, place));
-    const at = places.all[cursor];
-    const met = lines
-      .map((line) => [line, nearest(line.points, at)])
-      .filter(([, p]) => p && Math.abs(places.x.at(p.x) - places.x.at(at)) < 9)
-      .sort((a, b) => b[1].y - a[1].y);
-    const left = places.x.at(at);
-    places.mark.replaceChildren(
-      svg("line", { class: "cursor", x1: left, x2: left, y1: places.frame.top, y2: places.frame.bottom }),
-      ...met.map(([line, p]) => markerAt(line.style, places.x.at(p.x), places.y.at(p.y))),
-    );
-    const where = shown.axis === "round" ? `round ${at}` : `${AXES[shown.axis]} ${compact(at)}`;
-    const said = (line, p) =>
-      `${options.format(p.y)}${p.n > 1 && p.high > p.low ? ` (${options.format(p.low)} – ${options.format(p.high)})` : ""}${p.n < line.of ? `, ${p.n} of ${line.of} seeds` : ""}`;
-    tip.replaceChildren(
-      h("b", {}, where),
-      ...met
-        .slice(0, 12)
-        .map(([line, p]) =>
-          h("div", {}, swatch(line.style), h("span", {}, line.label), h("span", { class: "value" }, said(line, p))),
-        ),
-      met.length > 12 ? h("div", {}, `and ${met.length - 12} more: see the table`) : "",
-    );
-    tip.hidden = false;
-    const room = places.frame.width - tip.offsetWidth;
-    tip.style.left = `${Math.max(0, Math.min(room, left + 14 + (left > places.frame.width / 2 ? -28 - tip.offsetWidth : 0)))}px`;
-    tip.style.top = places.frame.width < 430 ? "100%" : "8px"; // on a phone beside the lines, not over them
-    plot.setAttribute("aria-valuenow", cursor);
-    plot.setAttribute(
-      "aria-valuetext",
-      `${where}: ${met.map(([line, p]) => `${line.label} ${said(line, p)}`).join("; ")}`,
-    );
-  }
-
-  const under = (event) => {
-    if (!places) return null;
-    const wanted = event.clientX - plot.getBoundingClientRect().left;
-    return places.all.reduce(
-      (best, value, place) =>
-        Math.abs(places.x.at(value) - wanted) < Math.abs(places.x.at(places.all[best]) - wanted) ? place : best,
-      0,
-    );
-  };
-  plot.addEventListener("pointermove", (event) => point(under(event)));
-  plot.addEventListener("pointerdown", (event) => point(under(event)));
-  plot.addEventListener("pointerleave", () => point(null));
-  plot.addEventListener("blur", () => point(null));
-  plot.addEventListener("keydown", (event) => {
-    if (!places) return;
-    const last = places.all.length - 1;
-    const step = event.shiftKey ? 10 : 1;
-    const to = {
-      ArrowLeft: (cursor ?? last + 1) - step,
-      ArrowRight: (cursor ?? -1) + step,
-      Home: 0,
-      End: last,
-      Escape: null,
-    }[event.key];
-    if (to === undefined) return;
-    event.preventDefault();
-    point(to);
-  });
   watchWidth(plot, draw);
   onChange(draw);
-  return figure;
+  const note = h("span", { class: "small soft" }, options.note);
+  const caption = h("figcaption", {}, h("h3", {}, options.title), options.controls, note);
+  return h("figure", { class: "card", id: options.id }, caption, plot, behind);
+}
+
+function sheetOf(lines, options, width) {
+  // a drawing, and what the cursor must know of it
+  const named = width > 430 && lines.length <= 8;
+  const longest = Math.max(...lines.map((line) => line.label.length));
+  const right = width - (named ? Math.min(width * 0.3, 28 + 6.6 * longest) : 10);
+  const frame = { left: 46, right, top: 12, bottom: 232, width };
+  const points = lines.flatMap((line) => line.points);
+  const wide = { tight: true, whole: shown.axis === "round", ticks: width > 420 ? 6 : 4 };
+  const xs = points.map((p) => p.x);
+  const x = scaleOf(xs, wide, frame.left, frame.right);
+  const y = scaleOf(
+    points.flatMap((p) => [p.low, p.high]),
+    options,
+    frame.bottom - 8,
+    frame.top,
+  );
+  const mark = svg("g", { class: "mark" });
+  const look = { ...options, named, marks: lines.length > 12 ? 2 : 5 };
+  const element = svg(
+    "svg",
+    { viewBox: `0 0 ${width} 268`, height: 268, "aria-hidden": "true" },
+    axes(frame, x, y, options),
+    lines.map((line, place) => path(line, place, x, y, look)),
+    named ? names(lines, y, frame) : null,
+    mark,
+  );
+  return { element, lines, frame, x, y, mark, stops: [...new Set(xs)].sort((a, b) => a - b) };
 }
 
 function watchWidth(element, draw) {
@@ -194,9 +94,6 @@ function watchWidth(element, draw) {
     draw();
   }).observe(element);
 }
-
-const nearest = (points, x) =>
-  points.reduce((best, p) => (!best || Math.abs(p.x - x) < Math.abs(best.x - x) ? p : best), null);
 
 function axes(frame, x, y, options) {
   const label = (value) => (options.axisFormat || compact)(value);
@@ -290,13 +187,7 @@ function seriesTable(options, lines) {
   const at = lines.map((line) => new Map(line.points.map((p) => [p.round, p])));
   const rows = rounds.map((round) => [
     String(round),
-    ...at.map((known) => {
-      const p = known.get(round);
-      return !p
-        ? "–"
-        : options.format(p.y) +
-            (p.n > 1 && p.high > p.low ? ` (${options.format(p.low)} – ${options.format(p.high)})` : "");
-    }),
+    ...at.map((known) => (known.has(round) ? valueText(known.get(round), options.format) : "–")),
   ]);
   return table([["round", true], ...lines.map((line) => [line.label, true])], rows);
 }
