@@ -117,6 +117,9 @@ def test_report_writes_one_page_and_says_where(fedcover, tmp_path):
     assert (code, err) == (0, "")
     assert out.startswith("report.html: 0.")
     assert (tmp_path / "report.html").exists()
+    made_up_run(tmp_path / "other", policy="prefix")
+    assert fedcover("report", "runs/a", "other", "-o", "two.html")[0] == 0
+    assert '"label":"prefix"' in (tmp_path / "two.html").read_text()
     refused(fedcover("report", "nowhere"), 1, "nowhere is no run folder")
     refused(fedcover("report", "runs", "-o", "page.txt"), 2, "out must be an .html file")
 

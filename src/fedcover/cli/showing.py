@@ -20,6 +20,7 @@ Output = Annotated[Path | None, Parameter(name=["--output", "-o"], help="The fil
 @app.command
 def report(
     runs: Folders,
+    /,
     *,
     out: Annotated[Path, Parameter(name=["--out", "-o"], help="The page to write.")] = Path("report.html"),
     title: Annotated[str | None, Parameter(help="What stands on top of the page.")] = None,
@@ -44,6 +45,7 @@ def draw_runs(runs: list[Path], path: Path) -> None:
 @app.command(name="history")
 def history_(
     runs: Folders,
+    /,
     *,
     csv: Annotated[bool, Parameter(help="One row a run and round, every figure a column.", negative="")] = False,
     json: Annotated[bool, Parameter(help="The same rows as a JSON list.", negative="")] = False,
