@@ -127,7 +127,8 @@ def test_demo_runs_every_policy_into_a_folder(fedcover, tmp_path):
     assert all(re.search(rf"│ {name} ", out) for name in names)
     assert "Run folders: shown" in out
     assert len(err.splitlines()) == 10
-    assert {path.name for path in (tmp_path / "shown").iterdir()} == set(names)
+    assert out.splitlines()[-1].endswith(" shown/report.html")
+    assert {path.name for path in (tmp_path / "shown").iterdir()} == {*names, "report.html"}
     refused(fedcover("demo", "--rounds", 2, "--folder", "shown"), 1, "shown/prefix holds a run already")
     code, out, _ = fedcover("demo", "--rounds", 1, "--json")
     told = json.loads(out)

@@ -1,5 +1,6 @@
 """Every example runs as its first lines say."""
 
+import json
 import os
 import subprocess
 import sys
@@ -25,3 +26,18 @@ def test_an_example_runs_and_learns(name):
     accuracies = [float(text.split()[0].strip(";")) for text in done.stdout.split("accuracy ")[1:]]
     assert accuracies
     assert min(accuracies) > 0.6
+
+
+def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    notebook = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text())
+    names: dict[str, object] = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"]  # outputs would grow old
+            exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
+    assert names["run"].accuracy > 0.8
+    assert names["run"].gamma_min > 0
+    assert names["page"].stat().st_size > 50_000
+    assert sum(p.numel() for p in names["small"].parameters()) < 0.26 * 4810

@@ -9,17 +9,20 @@ from pathlib import Path
 import pytest
 
 import fedcover
+from fedcover.reporting.page import SCRIPTS
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "fedcover"
 STORY = [
     "version", "errors", "types", "rng", "spec",
     "downloads", "datasets", "partition", "sources", "fleet",
-    "groups", "models", "reduction", "wire", "submodel", "tracing", "norms", "coverage",
+    "groups", "models", "reduction", "wire", "submodel", "tracing", "norms", "coverage", "pictures",
     "objective", "planner", "design",
     "policies", "recipes", "augment", "training", "engines", "aggregation", "privacy", "ranks", "evaluation", "cost",
     "arrays", "replies", "theory",
-    "rounds", "sharing", "experiment", "preparation", "processes", "checkpoints", "folders", "runs", "certificate",
+    "rounds", "sharing", "experiment", "preparation", "processes",
+    "summary", "plotting", "checkpoints", "folders", "runs", "certificate",
+    "reporting", "history", "tensorboard",
     "onnx_export", "export", "audit", "capacity", "planning", "paper", "console", "watching", "demo", "cli",
 ]  # fmt: skip
 WALLS = {
@@ -70,6 +73,12 @@ def test_files_and_functions_stay_small(path):
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
             assert node.end_lineno - node.lineno < 60, f"{node.name} is too long"
+
+
+@pytest.mark.parametrize("path", sorted((SOURCE / "reporting" / "assets").iterdir()), ids=lambda path: path.name)
+def test_the_parts_of_the_report_page_stay_small_and_are_used(path):
+    assert path.suffix == ".css" or path.read_text().count("\n") <= 350
+    assert path.suffix != ".js" or path.name in SCRIPTS
 
 
 def test_the_package_carries_its_types_and_its_data():

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fedcover.reduction import Slices as Slices
     from fedcover.reduction import drawn as drawn
     from fedcover.reduction import windows as windows
+    from fedcover.reporting import report as report
     from fedcover.runs import Run as Run
     from fedcover.runs import load as load
     from fedcover.runs import replay as replay
@@ -63,6 +64,7 @@ _HOME = {
     "per_client": "policies",
     "plan": "planner",
     "replay": "runs",
+    "report": "reporting",
     "resume": "runs",
     "run": "runs",
     "trace": "tracing",

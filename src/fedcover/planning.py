@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import fmean
@@ -17,10 +16,11 @@ from torch import Tensor
 from fedcover import coverage
 from fedcover.audit import SHAPES
 from fedcover.design import Wish, is_exact, level, narrowed, tally, upper_bound
-from fedcover.errors import FedcoverError, InvalidValue, unknown
+from fedcover.errors import InvalidValue, unknown
 from fedcover.experiment import Experiment
 from fedcover.fleet import Fleet
 from fedcover.planner import Group
+from fedcover.plotting import COLOURS, MARKERS, new_figure, save
 from fedcover.policies import POLICIES
 from fedcover.policies.planned import KINDS, groups_of, planned
 from fedcover.preparation import build_model
@@ -222,17 +222,9 @@ def achieved(view: View, rounds: int) -> list[dict[str, Any]]:
     ]
 
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = "osD^vph*"
-
-
 def plot(report: Mapping[str, Any], path: str | Path) -> None:
     """Draw the frontier with the policies as points, in colours and shapes that differ for every eye."""
-    try:
-        figure_module = import_module("matplotlib.figure")
-    except ImportError:
-        raise FedcoverError("a plot needs matplotlib: pip install 'fedcover[plot]'") from None
-    figure = figure_module.Figure(figsize=(8, 4.5), layout="constrained")
+    figure = new_figure(8, 4.5)
     axes = figure.add_subplot()
     clock, meaning = ("gamma", "in a round") if report["exact"] else ("gamma_window", f"in {report['window']} rounds")
     points = report["frontier"]
@@ -249,4 +241,4 @@ def plot(report: Mapping[str, Any], path: str | Path) -> None:
     axes.margins(0.08)
     axes.grid(alpha=0.3)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9, labelspacing=1.0)
-    figure.savefig(path, dpi=150)
+    save(figure, path)

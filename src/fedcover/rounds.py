@@ -18,6 +18,7 @@ from fedcover.errors import InvalidValue
 from fedcover.evaluation import evaluate, local_accuracy
 from fedcover.fleet import Fleet, drops_out, sample_cohort
 from fedcover.norms import running, statistics_key
+from fedcover.pictures import pictures
 from fedcover.policies.common import fits
 from fedcover.privacy import Gaussian, fresh_generator, most_turns, private_mean
 from fedcover.ranks import ALONE, Ranks
@@ -267,6 +268,7 @@ def _round_metrics(
         "bytes_down": sum(c.bytes_down for c in paid),
         "bytes_up": sum(c.bytes_up for c in paid),
         **limited,
+        "pictures": pictures(counts, updates),
     }
 
 

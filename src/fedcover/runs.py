@@ -13,15 +13,16 @@ from typing import Any
 
 from torch import nn
 
-from fedcover import checkpoints
+from fedcover import checkpoints, plotting
 from fedcover.errors import InvalidValue, RunError
 from fedcover.evaluation import WHOLE, ready
 from fedcover.experiment import Experiment, read_experiment
-from fedcover.folders import Folder, Metrics, summarise
+from fedcover.folders import Folder
 from fedcover.policies.common import fits
 from fedcover.preparation import Machine, Parts, prepare
 from fedcover.processes import Job, sharing
 from fedcover.rounds import Report, Setup, cohort_of, first_state, part_for, run_round, view_of
+from fedcover.summary import Metrics, summarise
 from fedcover.types import Dataset, Model, Policy, Reduction, State
 
 Watch = Callable[[Report], None]
@@ -70,6 +71,13 @@ class Run:
     def submodel(self, capacity: float) -> nn.Module:
         """The part of the trained model that a device of some capacity holds, ready to use."""
         return ready(self.setup.task, self.state, self.part(capacity), capacity)
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """The run's curves as a matplotlib figure, written to a file (.png, .svg, .pdf) if one is named."""
+        figure = plotting.draw({self.experiment.name: [self.metrics]})
+        if path is not None:
+            plotting.save(figure, path)
+        return figure
 
     def part(self, capacity: float) -> Reduction:
         """The reduction that the run's policy gives a device of some capacity."""

@@ -12,6 +12,7 @@ from fedcover.cli import following as following
 from fedcover.cli import looking as looking
 from fedcover.cli import reproducing as reproducing
 from fedcover.cli import running as running
+from fedcover.cli import showing as showing
 from fedcover.cli.options import app
 from fedcover.errors import FedcoverError, InvalidValue
 from fedcover.processes import main as take_part

@@ -24,3 +24,9 @@ Processes = Annotated[
     Parameter(help="Processes that share a round's clients: a number, or auto, as many as pay. See also torchrun."),
 ]
 Threads = Annotated[int | None, Parameter(help="CPU threads; by default as many as the model is worth.")]
+Plot = Annotated[
+    Path | None, Parameter(help="Draw the curves into this file: .png, .svg, .pdf (needs fedcover[plot]).")
+]
+TensorBoard = Annotated[
+    bool, Parameter(name="--tensorboard", help="Log into <run>/tensorboard (needs fedcover[tensorboard]).", negative="")
+]

@@ -1,14 +1,27 @@
 """Commands that train: run, resume, export, demo."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
-from fedcover import console
-from fedcover.cli.options import Data, Deterministic, Device, EngineName, Json, Precision, Processes, Threads, app
+from fedcover import console, plotting
+from fedcover.cli.options import (
+    Data,
+    Deterministic,
+    Device,
+    EngineName,
+    Json,
+    Plot,
+    Precision,
+    Processes,
+    TensorBoard,
+    Threads,
+    app,
+)
 from fedcover.demo import FLEET, LINE_UP
 from fedcover.demo import demo as run_demo
 from fedcover.errors import InvalidValue, unknown
@@ -18,9 +31,12 @@ from fedcover.export import export as export_part
 from fedcover.folders import Folder
 from fedcover.preparation import Machine
 from fedcover.processes import torchrun_rank, torchrun_size
-from fedcover.runs import Run, load
+from fedcover.reporting import report
+from fedcover.rounds import Report
+from fedcover.runs import Run, Watch, load
 from fedcover.runs import resume as resume_run
 from fedcover.runs import run as run_experiment
+from fedcover.tensorboard import logging_to
 
 
 @app.command
@@ -36,9 +52,13 @@ def run(
     deterministic: Deterministic = False,
     precision: Precision = "fp32",
     processes: Processes = "auto",
+    plot: Plot = None,
+    tensorboard: TensorBoard = False,
     json: Json = False,
 ) -> None:
     """Run one experiment into runs/<name>."""
+    if plot is not None:
+        plotting.check(plot)
     changes = dict(parse_change(text) for text in set)
     if experiment:  # functions and files that it names may lie beside it
         sys.path.insert(1, str(experiment.parent.resolve()))
@@ -46,12 +66,12 @@ def run(
     wanted = _with_absolute_dataset(wanted, experiment)
     folder = runs / wanted.name
     machine = Machine(engine, device, threads, deterministic, precision, _processes(processes))
-    with console.watching(wanted.name, wanted.rounds) as watch:
+    with _watching(wanted, folder, tensorboard) as watch:
         result = _saying_how_to_go_on(
             folder,
             lambda: run_experiment(wanted, folder, machine=machine, data=data, watch=watch),
         )
-    _show_result(result, json)
+    _show_result(result, plot, json)
 
 
 @app.command
@@ -68,12 +88,16 @@ def resume(
     deterministic: Deterministic = False,
     precision: Precision = "fp32",
     processes: Processes = "auto",
+    plot: Plot = None,
+    tensorboard: TensorBoard = False,
     json: Json = False,
 ) -> None:
     """Go on with a run that was stopped; it ends like one that never was."""
+    if plot is not None:
+        plotting.check(plot)
     wanted = Folder(folder).read().experiment
     machine = Machine(engine, device, threads, deterministic, precision, _processes(processes))
-    with console.watching(wanted.name, wanted.rounds) as watch:
+    with _watching(wanted, folder, tensorboard) as watch:
         result = _saying_how_to_go_on(
             folder,
             lambda: resume_run(
@@ -81,7 +105,7 @@ def resume(
                 complain=console.say,
             ),
         )  # fmt: skip
-    _show_result(result, json)
+    _show_result(result, plot, json)
 
 
 @app.command
@@ -123,7 +147,9 @@ def demo(
     except KeyboardInterrupt:
         console.say(f"stopped; the runs so far are in {chosen}; 'fedcover demo' begins anew")
         sys.exit(130)
+    page = report([run.folder for run in results if run.folder], chosen / "report.html")
     if json:
+        console.say(f"the report is {page}")
         return console.show_json({run.experiment.name: {**run.summary, "folder": str(run.folder)} for run in results})
     columns = [
         "policy",
@@ -149,7 +175,8 @@ def demo(
         "accuracy: the assembled full model; one device: the largest part that a single device holds;\n"
         "coverage: fewest clients that trained any parameter in a round, and over ten rounds;\n"
         f"noise: share of the weights' energy cut away; parameters: mean per client. Run folders: {chosen}\n"
-        "One seed and 360 test images: a difference under a point says nothing."
+        "One seed and 360 test images: a difference under a point says nothing.\n"
+        f"All of it to look at, and who trained what in every round: {page}"
     )
     return None
 
@@ -181,7 +208,24 @@ def _saying_how_to_go_on(folder: Path, work: Callable[[], Run]) -> Run:
         sys.exit(130)
 
 
-def _show_result(result: Run, json: bool) -> None:
+@contextmanager
+def _watching(wanted: Experiment, folder: Path, tensorboard: bool) -> Iterator[Watch]:
+    """Show progress, and write for TensorBoard if that is wanted."""
+    with ExitStack() as stack:
+        watches = [stack.enter_context(console.watching(wanted.name, wanted.rounds))]
+        if tensorboard:
+            watches.append(stack.enter_context(logging_to(folder / "tensorboard")))
+
+        def watch(report: Report) -> None:
+            for each in watches:
+                each(report)
+
+        yield watch
+
+
+def _show_result(result: Run, plot: Path | None, json: bool) -> None:
+    if plot is not None:
+        result.plot(plot)
     summary = {**result.summary, "folder": str(result.folder)}
     if json:
         return console.show_json(summary)

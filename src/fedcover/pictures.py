@@ -1,0 +1,122 @@
+"""Who trained what in a round, as small pictures: one per layer and part, light enough for every line of metrics.jsonl.
+
+A picture shrinks a weight tensor to at most 12 x 12 pixels: first axis down, second across, the rest averaged. A pixel
+is a digit for the share of its weights that are meant: 0 is exactly none, 9 exactly all, 1 to 8 between. A letter
+repeats the digit before it (`a` once, `b` twice, ...). One digit alone fills the picture. Two strips with a stroke
+between them, `rows/columns`, are the picture of their products: what slicing leaves of a matrix.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d
+
+from fedcover.reduction import Slices
+from fedcover.types import Params, Reduction, Update
+
+SIDE = 12
+MOST_LAYERS = 64
+MOST_CLIENTS = 32
+_BETWEEN = "12345678"
+_RUN = re.compile(r"(\d)\1{1,26}")
+
+
+def pictures(counts: Params, updates: Sequence[Update]) -> dict[str, Any]:
+    """The pictures of a round: of each distinct part, of the mean share of the clients, of what nobody trained.
+
+    Of a large cohort a few clients are shown, chosen evenly from the largest capacity to the smallest.
+    """
+    layers = layers_of(counts)
+    parts: dict[tuple[str, ...], int] = {}
+    drawn: dict[int, int] = {}
+    clients = {}
+    for update in _some(updates):
+        key = id(update.trained)  # clients of one capacity often share one reduction
+        if key not in drawn:
+            drawn[key] = parts.setdefault(tuple(picture_of_part(update.trained, layers)), len(parts))
+        clients[str(update.client.id)] = drawn[key]
+    answered = max(1, len(updates))
+    return {
+        "layers": {name: list(tensor.shape) for name, tensor in layers.items()},
+        "clients": clients,
+        "parts": [list(part) for part in parts],
+        "trained": [_drawn(tensor.float() / answered) for tensor in layers.values()],
+        "missed": [_drawn((tensor == 0).float()) for tensor in layers.values()],
+    }
+
+
+def layers_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors worth a picture: matrices and kernels (all, if there are none), of very deep models the largest ones.
+
+    >>> list(layers_of({"weight": torch.zeros(3, 2), "bias": torch.zeros(3)}))
+    ['weight']
+    """
+    found = {name: tensor for name, tensor in tensors.items() if tensor.ndim > 1} or dict(tensors)
+    largest = sorted(found, key=lambda name: -found[name].numel())[:MOST_LAYERS]
+    return {name: tensor for name, tensor in found.items() if name in largest}
+
+
+def picture_of_part(part: Reduction, layers: Mapping[str, Tensor]) -> list[str]:
+    """What a part holds of each layer."""
+    if isinstance(part, Slices):
+        strips = {name: _strips(part, name, tensor.shape) for name, tensor in layers.items()}
+    else:
+        strips = dict.fromkeys(layers)
+    masks = part.mask({name: tensor for name, tensor in layers.items() if strips[name] is None})
+    return [strips[name] or _drawn(masks[name].float()) for name in layers]
+
+
+def _strips(part: Slices, name: str, shape: torch.Size) -> str | None:
+    """The picture of a sliced tensor, from what is kept along its axes; None if that is more than rows and columns."""
+    if name in part.absent:
+        return "0"
+    kept = [np.zeros(length) for length in shape]
+    for line, region in zip(kept, part.region(name, shape), strict=True):
+        line[region if isinstance(region, slice) else region.numpy()] = 1
+    if not all(line.all() for line in kept[2:]):
+        return None
+    rows, columns = [encode(_pooled(line)) for line in [*kept, np.ones(1)][:2]]
+    return "9" if rows == columns == "9" else f"{rows}/{columns}"
+
+
+def _pooled(line: np.ndarray) -> list[float]:
+    """What `shrink` makes of one axis, without the price of many small tensors."""
+    pixels = min(SIDE, len(line))
+    starts = np.arange(pixels) * len(line) // pixels
+    ends = -(-np.arange(1, pixels + 1) * len(line) // pixels)
+    sums = np.concatenate([[0], line.cumsum()])
+    shares: list[float] = ((sums[ends] - sums[starts]) / (ends - starts)).tolist()
+    return shares
+
+
+def _drawn(share: Tensor) -> str:
+    return encode(shrink(share).flatten().tolist())
+
+
+def shrink(share: Tensor) -> Tensor:
+    """A tensor of shares as at most 12 x 12 pixels."""
+    flat = share.reshape(len(share), -1) if share.ndim < 3 else share.flatten(2).mean(2)
+    return adaptive_avg_pool2d(flat[None], (min(SIDE, flat.shape[0]), min(SIDE, flat.shape[1])))[0]
+
+
+def encode(pixels: Iterable[float]) -> str:
+    """Shares, row by row, as digits with letters for repeats.
+
+    >>> encode([1, 1, 0.5, 0, 0, 0]), encode([1, 1])
+    ('9a50b', '9')
+    """
+    text = "".join("0" if share <= 0 else "9" if share >= 1 else _BETWEEN[int(8 * share)] for share in pixels)
+    if set(text) in ({"0"}, {"9"}):
+        return text[0]
+    return _RUN.sub(lambda run: run[1] + chr(ord("a") + len(run[0]) - 2), text)
+
+
+def _some(updates: Sequence[Update]) -> list[Update]:
+    ordered = sorted(updates, key=lambda update: (-update.client.capacity, update.client.id))
+    if len(ordered) <= MOST_CLIENTS:
+        return ordered
+    return [ordered[place * len(ordered) // MOST_CLIENTS] for place in range(MOST_CLIENTS)]

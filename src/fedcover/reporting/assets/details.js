@@ -1,0 +1,93 @@
+// One run in full: its fleet, its settings and how to repeat it.
+function fleetCard(run) {
+  const devices = Math.max(
+    1,
+    run.fleet.reduce((sum, row) => sum + row.devices, 0),
+  );
+  const bars = run.fleet.map((row) => [
+    h("b", {}, String(row.capacity)),
+    h("i", { style: `width: ${Math.round((340 * row.devices) / devices)}px` }),
+    h("span", { class: "soft said" }, `${row.devices} of ${devices} devices`),
+  ]);
+  const columns = [
+    ["capacity", false],
+    ["devices as written", true],
+    ["clients seen", true],
+    ["updates", true],
+    ["noise δ²", true],
+    ["training loss, last quarter", true],
+  ];
+  return h(
+    "section",
+    { class: "card", id: "fleet" },
+    h("h3", {}, "The fleet"),
+    h(
+      "p",
+      { class: "small soft" },
+      `${run.settings.fleet}: shares of the model's ${run.settings.capacity === "parameters" ? "parameters" : "width"}; ${run.settings.clients} clients, ${run.settings.active} a round, data ${run.settings.partition}.`,
+    ),
+    h(
+      "div",
+      { class: "meter", role: "img", "aria-label": "Devices by capacity; the table below has the numbers" },
+      bars,
+    ),
+    h(
+      "div",
+      { class: "scroll" },
+      table(
+        columns,
+        run.fleet.map((row) => [
+          String(row.capacity),
+          whole(row.devices),
+          whole(row.clients),
+          whole(row.updates),
+          percent(row.delta2),
+          compact(row.loss),
+        ]),
+      ),
+    ),
+  );
+}
+
+function experimentCard(run) {
+  const differs = new Set(GROUPS.flatMap((group) => Object.keys(group.settings)));
+  const lines = run.toml
+    .trimEnd()
+    .split("\n")
+    .flatMap((line) => [differs.has(line.split(" =")[0]) ? h("mark", {}, line) : line, "\n"]);
+  const python = run.custom.length
+    ? h(
+        "p",
+        { class: "warn" },
+        `This run used its own ${run.custom.join(" and ")}, made in Python: give the same to fedcover.run, the settings alone do not repeat it.`,
+      )
+    : null;
+  return h(
+    "section",
+    { class: "card", id: "experiment" },
+    h("h3", {}, "The experiment, and how to repeat it"),
+    h("p", { class: "small soft" }, differs.size ? "Marked: the settings in which the runs of this page differ." : ""),
+    python,
+    h("pre", { tabindex: 0, "aria-label": "experiment.toml" }, lines),
+    copyButton("Copy experiment.toml", () => run.toml),
+    h("p", {}, "Save it as ", h("code", {}, "experiment.toml"), ", then:"),
+    h("pre", { tabindex: 0, "aria-label": "commands" }, run.commands.join("\n")),
+    copyButton("Copy commands", () => run.commands.join("\n")),
+    h(
+      "details",
+      {},
+      h("summary", {}, "Versions and machine"),
+      h(
+        "div",
+        { class: "scroll" },
+        table(
+          [
+            ["what", false],
+            ["value", false],
+          ],
+          Object.entries(run.manifest),
+        ),
+      ),
+    ),
+  );
+}

@@ -1,0 +1,92 @@
+"""Which runs belong together: those that differ only in the seed; and what tells the groups apart."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os.path import commonprefix
+from typing import Any
+
+from fedcover.reporting.reading import NOT_COMPARED, Record
+
+LONGEST_LABEL = 44
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs of one experiment with different seeds, by their places in the list of runs."""
+
+    label: str
+    settings: dict[str, str]
+    runs: tuple[int, ...]
+
+
+def group(records: Sequence[Record]) -> list[Group]:
+    """The groups in the order of their first runs, each labelled by the settings in which it differs from others."""
+    together: dict[str, list[int]] = {}
+    for place, record in enumerate(records):
+        together.setdefault(_identity(record), []).append(place)
+    members = [part for places in together.values() for part in _apart(records, places)]
+    firsts = [records[places[0]] for places in members]
+    names = differing(firsts)
+    labels = _unique(
+        [_label(record, names) for record in firsts], [_named(records, places) for places in members], firsts
+    )
+    return [
+        Group(label, {name: text(record.settings.get(name)) for name in names}, tuple(places))
+        for label, record, places in zip(labels, firsts, members, strict=True)
+    ]
+
+
+def differing(records: Sequence[Record]) -> list[str]:
+    """The settings that are not the same in all runs, in the order in which experiments list them."""
+    names = dict.fromkeys(name for record in records for name in record.settings if name not in NOT_COMPARED)
+    return [name for name in names if len({text(record.settings.get(name)) for record in records}) > 1]
+
+
+def text(value: Any) -> str:
+    """A setting as people write it.
+
+    >>> text("prefix"), text(True), text(0.5), text(None)
+    ('prefix', 'true', '0.5', 'none')
+    """
+    return value if isinstance(value, str) else "none" if value is None else json.dumps(value)
+
+
+def _identity(record: Record) -> str:
+    same = {name: value for name, value in record.settings.items() if name not in NOT_COMPARED}
+    # what was made in Python is known by the name of its run only
+    return json.dumps([same, [*record.custom, record.name] if record.custom else []], sort_keys=True, default=str)
+
+
+def _apart(records: Sequence[Record], places: list[int]) -> list[list[int]]:
+    """Runs with parts made in Python that share a seed may be anything: they are not taken for repetitions."""
+    seeds = {records[place].settings.get("seed") for place in places}
+    if records[places[0]].custom and len(seeds) < len(places):
+        return [[place] for place in places]
+    return [places]
+
+
+def _label(record: Record, names: Sequence[str]) -> str | None:
+    """The settings that differ, if they can be said in a few words."""
+    values = [text(record.settings.get(name)) for name in names]
+    spoken = {"policy", "model", "dataset", "recipe", "partition"}  # their values speak for themselves
+    said = ", ".join(
+        v if n in spoken or (len(names) == 1 and not v[:1].isdigit()) else f"{n} {v}"
+        for n, v in zip(names, values, strict=True)
+    )
+    return said if said and len(said) <= LONGEST_LABEL and not record.custom else None
+
+
+def _named(records: Sequence[Record], places: Sequence[int]) -> str:
+    """What the names of a group's runs have in common at their beginning; the first one if that is nothing."""
+    names = [records[place].name for place in places]
+    return commonprefix(names).rstrip("-_. ") or names[0]  # noqa: RUF071
+
+
+def _unique(said: Sequence[str | None], named: Sequence[str], firsts: Sequence[Record]) -> list[str]:
+    """Labels from settings where all can be said, else names, with the folder behind those that would be equal."""
+    labels = [label for label in said if label is not None] if None not in said else list(named)
+    return [
+        f"{label} ({record.folder})" if labels.count(label) > 1 else label
+        for label, record in zip(labels, firsts, strict=True)
+    ]

@@ -1,0 +1,180 @@
+"""Records of runs -> one HTML file: everything it needs is inside, and nothing that a run says can become markup."""
+
+import html
+import json
+import math
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from fedcover.errors import InvalidValue, RunError
+from fedcover.reporting.fleets import fleet_table
+from fedcover.reporting.grouping import group, text
+from fedcover.reporting.reading import NOT_COMPARED, Line, Record, find_runs, read_run
+from fedcover.reporting.thinning import lowest, packed_pictures, points_for, short, spread, thinned
+from fedcover.summary import summarise
+from fedcover.version import __version__
+
+SCRIPTS = (
+    "elements.js", "palette.js", "state.js", "cursor.js", "chart.js", "figures.js", "pixels.js", "coverage.js",
+    "tables.js", "details.js", "certificate.js", "page.js",
+)  # fmt: skip
+"""In the order of reading; a later one may use what stands above."""
+
+MOST_ENTRIES = 50
+"""Of a list or table in a certificate."""
+
+
+def report(
+    runs: str | Path | Iterable[str | Path], out: str | Path = "report.html", *, title: str | None = None
+) -> Path:
+    """Write one self-contained HTML page about run folders (or all that lie below a folder); needs no network to open.
+
+    Runs that differ only in the seed are shown as one, with a band from the lowest to the highest.
+    """
+    named = [runs] if isinstance(runs, str | Path) else list(runs)
+    records = [read_run(folder) for folder in find_runs(named)]
+    path = Path(out)
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise InvalidValue(f"out must be an .html file; got {str(out)!r}")
+    try:
+        path.write_bytes(page(records, title or _title(records)).encode("utf-8", "replace"))
+    except OSError as error:
+        raise RunError(f"cannot write {path}: {error.strerror}") from error
+    return path
+
+
+def page(records: Sequence[Record], title: str) -> str:
+    """The page as text."""
+    filled = {
+        "TITLE": html.escape(title),
+        "STYLE": asset("page.css"),
+        "DATA": as_script(payload(records, title)),
+        "SCRIPT": "\n".join(asset(name) for name in SCRIPTS),
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda place: filled[place[1]], asset("page.html"))
+
+
+def as_script(value: Any) -> str:
+    """A value as JSON that can stand between script tags: no text in it can end the script or open a comment.
+
+    >>> as_script({"name": "</script><!--"})
+    '{"name":"\\\\u003c/script\\\\u003e\\\\u003c!--"}'
+    """
+    packed = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    for character in "<>&":
+        packed = packed.replace(character, f"\\u{ord(character):04x}")
+    return packed
+
+
+@cache
+def asset(name: str) -> str:
+    """A part of the page that ships with the package."""
+    return files("fedcover.reporting").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def payload(records: Sequence[Record], title: str) -> dict[str, Any]:
+    """All that the page shows."""
+    groups = group(records)
+    return {
+        "title": title,
+        "version": __version__,
+        "made": datetime.now(UTC).isoformat(timespec="minutes"),
+        "groups": [{"label": g.label, "settings": g.settings, "runs": list(g.runs)} for g in groups],
+        "runs": [run_entry(record, len(records)) for record in records],
+    }
+
+
+def run_entry(record: Record, runs: int) -> dict[str, Any]:
+    """One run as the page wants it."""
+    return {
+        "name": record.name,
+        "folder": str(record.folder),
+        "seed": record.settings.get("seed", 0),
+        "rounds": record.rounds,
+        "done": len(record.lines),
+        "notFinite": record.not_finite,
+        "settings": {name: text(value) for name, value in record.settings.items() if name not in NOT_COMPARED},
+        **curves(record, points_for(runs)),
+        "totals": totals(record.lines),
+        "fleet": fleet_table(record),
+        "toml": record.toml,
+        "manifest": {key: text(value) for key, value in record.manifest.items() if value not in (None, [])},
+        "custom": record.custom,
+        "commands": commands(record),
+        "certificate": plain(record.certificate),
+        "pictures": packed_pictures(record.lines, runs),
+    }
+
+
+def curves(record: Record, most: int) -> dict[str, Any]:
+    """The figures of every round, and of the rounds with an evaluation, each beside what had been paid by then."""
+    lines, moved, seconds, paid = record.lines, 0.0, 0.0, {}
+    for line in lines:
+        moved += (line.get("bytes_down", 0) + line.get("bytes_up", 0)) / 1e6
+        seconds += sum(line.get("seconds", {}).values())
+        paid[line["round"]] = (moved, seconds)
+
+    def columns(names: Sequence[str], some: Sequence[Line]) -> dict[str, list[Any]]:
+        found = {name: [line.get(name) for line in some] for name in names}
+        return {
+            "round": [line["round"] + 1 for line in some],
+            "moved": [paid[line["round"]][0] for line in some],
+            "seconds": [paid[line["round"]][1] for line in some],
+            **{name: values for name, values in found.items() if any(value is not None for value in values)},
+        }
+
+    scored = [line for line in lines if "accuracy" in line]
+    scores = columns(("accuracy", "loss", "validation_accuracy", "validation_loss"), scored)
+    every = columns(("train_loss", "gamma_round", "gamma_window", "delta2_mean"), lines)
+    evaluations = -(-record.rounds // int(record.settings.get("evaluate_every", 1)))
+    return {
+        "scores": thinned(scores, evaluations, most, {}),
+        "every": thinned(every, record.rounds, most, {"gamma_round": lowest, "gamma_window": lowest}),
+        "thinned": record.rounds > most,
+    }
+
+
+def totals(lines: Sequence[Line]) -> dict[str, Any]:
+    """The run in a few numbers, as far as it has come."""
+    if not lines:
+        return {}
+    found = summarise(list(lines))
+    found["moved"] = (found["bytes_down"] + found["bytes_up"]) / 1e6
+    return {name: short(value) for name, value in found.items()}
+
+
+def commands(record: Record) -> list[str]:
+    """How to run it again, and how to go on with it."""
+    machine = record.manifest
+    options = [f"--{key} {machine[key]}" for key in ("engine", "device", "threads") if machine.get(key) is not None]
+    options += ["--deterministic"] if machine.get("deterministic") else []
+    options += ["--data FOLDER"] if machine.get("data") else []
+    again = " ".join(["fedcover run experiment.toml", *options])
+    go_on = f"fedcover resume {shlex.quote(str(record.folder))}"
+    return [again] if len(record.lines) >= record.rounds else [again, go_on]
+
+
+def plain(value: Any) -> Any:
+    """The same value for the page: short numbers, names for those that are not finite, long lists thinned.
+
+    >>> plain({"bound": float("inf"), "terms": [0.123456789]})
+    {'bound': 'inf', 'terms': [0.12346]}
+    """
+    if isinstance(value, dict):
+        entries = list(value.items())
+        return {str(entries[place][0]): plain(entries[place][1]) for place in spread(len(entries), MOST_ENTRIES)}
+    if isinstance(value, list):
+        return [plain(value[place]) for place in spread(len(value), MOST_ENTRIES)]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else short(value)
+
+
+def _title(records: Sequence[Record]) -> str:
+    datasets = list(dict.fromkeys(text(record.settings.get("dataset")) for record in records))
+    what = f"{len(records)} runs" if len(records) > 1 else records[0].name
+    return f"{what} on {datasets[0]}" if len(datasets) == 1 else f"{what} on {len(datasets)} data sets"

@@ -1,0 +1,104 @@
+"""What a run folder says, as plain values: settings, machine, one line a round, the certificate if there is one."""
+
+import contextlib
+import json
+import math
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedcover.errors import RunError
+
+Line = dict[str, Any]
+
+NOT_COMPARED = frozenset({"name", "seed", "checkpoint_every", "keep_rounds"})
+"""Settings in which runs of one group may differ."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run, finished or not, as its folder tells it."""
+
+    folder: Path
+    toml: str
+    settings: dict[str, Any]
+    manifest: dict[str, Any]
+    lines: list[Line]
+    certificate: dict[str, Any] | None
+
+    @property
+    def name(self) -> str:
+        """The name of the run."""
+        return str(self.settings.get("name", self.folder.name))
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds it is meant to have."""
+        return int(self.settings.get("rounds", len(self.lines)))
+
+    @property
+    def custom(self) -> list[str]:
+        """What was made in Python, so that the settings do not tell it."""
+        return [str(name) for name in self.manifest.get("custom") or []]
+
+    @property
+    def not_finite(self) -> int | None:
+        """The first round, counted from 1, with a loss that is no number."""
+        for line in self.lines:
+            losses = [line.get(key) for key in ("loss", "train_loss")]
+            if any(isinstance(loss, float) and not math.isfinite(loss) for loss in losses):
+                return int(line["round"]) + 1
+        return None
+
+
+def find_runs(paths: Iterable[str | Path]) -> list[Path]:
+    """The run folders that are named, or that lie below a folder that is named; each one once."""
+    found: dict[Path, None] = {}
+    for path in map(Path, paths):
+        here = (
+            [path] if (path / "experiment.toml").is_file() else sorted(p.parent for p in path.rglob("experiment.toml"))
+        )
+        if not here:
+            raise RunError(f"{path} is no run folder, and there is none below it: no experiment.toml")
+        found.update(dict.fromkeys(here))
+    if not found:
+        raise RunError("there is no run to show: name at least one run folder")
+    return list(found)
+
+
+def read_run(folder: Path) -> Record:
+    """Read a run folder; the run may still be going on."""
+    path = folder / "experiment.toml"
+    try:
+        toml = path.read_text(encoding="utf-8")
+        settings = tomllib.loads(toml)
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} cannot be read: {error}") from error
+    manifest, certificate = _json(folder / "manifest.json"), _json(folder / "certificate.json")
+    return Record(folder, toml, settings, manifest or {}, read_lines(folder / "metrics.jsonl"), certificate)
+
+
+def read_lines(path: Path) -> list[Line]:
+    """The lines of the rounds that are done, in order; a torn last line is none."""
+    lines: dict[int, Line] = {}
+    for text in path.read_bytes().splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            line = json.loads(text)
+            if isinstance(line, dict) and isinstance(line.get("round"), int):
+                lines[line["round"]] = line
+    return [lines[round] for round in sorted(lines)]
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    """The object in a file; None where there is no such file."""
+    if not path.is_file():
+        return None
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} cannot be read: {error}") from error
+    if not isinstance(read, dict):
+        raise RunError(f"{path} cannot be read: it must hold a JSON object")
+    return read

@@ -1,0 +1,113 @@
+"""Keeping the page small: curves of at most so many points, pictures of as many rounds as there is room for."""
+
+import base64
+import json
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fedcover.reporting.reading import Line
+
+CURVES, MOST_POINTS, COLUMNS, CHARACTERS = 800_000, 400, 16, 7
+PICTURES, MOST_FOR_ONE = 1_700_000, 400_000
+"""Bytes of the page for all curves and for all pictures, and for the pictures of one run."""
+FIRST_TRY = 24
+"""Rounds from which it is told how many would fit."""
+
+
+def points_for(runs: int) -> int:
+    """How many points a curve may have when so many runs share the page.
+
+    >>> points_for(1), points_for(50)
+    (400, 142)
+    """
+    return max(20, min(MOST_POINTS, CURVES // (runs * COLUMNS * CHARACTERS)))
+
+
+def spread(number: int, most: int) -> list[int]:
+    """At most so many places out of 0..number-1, evenly, the first and the last among them.
+
+    >>> spread(5, 10), spread(9, 3)
+    ([0, 1, 2, 3, 4], [0, 4, 8])
+    """
+    if number <= most:
+        return list(range(number))
+    return [place * (number - 1) // (most - 1) for place in range(most)] if most > 1 else [number - 1]
+
+
+def lowest(values: Sequence[Any]) -> Any:
+    """The lowest of the values of neighbouring rounds: a curve of minima must not lose one."""
+    known = [value for value in values if value is not None]
+    return min(known, default=None)
+
+
+def newest(values: Sequence[Any]) -> Any:
+    """The last of the values of neighbouring rounds."""
+    return values[-1]
+
+
+def thinned(
+    columns: dict[str, list[Any]], planned: int, most: int, keep: dict[str, Callable[[Sequence[Any]], Any]]
+) -> dict[str, list[Any]]:
+    """Columns of equal length cut down; `keep` says what stands for the places left out before each.
+
+    Which places stay depends only on the `planned` length, so that a run which stopped can be averaged with others.
+    """
+    length, stride = len(next(iter(columns.values()))), -(-planned // most)
+    chosen = [place for place in range(length) if (place + 1) % stride == 0 or place in (0, planned - 1)]
+    starts = [0, *(place + 1 for place in chosen)][: len(chosen)]
+    return {
+        name: [short(keep.get(name, newest)(column[a : b + 1])) for a, b in zip(starts, chosen, strict=True)]
+        for name, column in columns.items()
+    }
+
+
+def short(value: Any) -> Any:
+    """A number with five digits; what is no number is nothing.
+
+    >>> short(0.123456789), short(float("nan")), short(12), short(2.0)
+    (0.12346, None, 12, 2)
+    """
+    if not isinstance(value, float):
+        return value
+    if not math.isfinite(value):
+        return None
+    rounded = float(f"{value:.5g}")
+    return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
+
+
+def packed_pictures(lines: Sequence[Line], runs: int) -> str | None:
+    """The pictures of as many rounds as fit, evenly chosen, deflated; None if the run has none."""
+    frames = [
+        {
+            "round": line["round"] + 1,
+            "capacities": {client: line["clients"][client]["capacity"] for client in line["pictures"]["clients"]},
+            "answered": len(line["clients"]),
+            **line["pictures"],
+        }
+        for line in lines
+        if line.get("pictures")
+    ]
+    if not frames:
+        return None
+    budget, sample = min(MOST_FOR_ONE, PICTURES // runs), spread(len(frames), FIRST_TRY)
+    most = min(len(frames), len(sample) * budget // len(_packed([frames[place] for place in sample])))
+    while most:
+        packed = _packed([frames[place] for place in spread(len(frames), most)])
+        if len(packed) <= budget:
+            return packed
+        most = most * 9 // 10
+    return None
+
+
+def _packed(frames: list[dict[str, Any]]) -> str:
+    return base64.b64encode(zlib.compress(json.dumps(_told_once(frames)).encode(), 6)).decode()
+
+
+def _told_once(frames: list[dict[str, Any]]) -> dict[str, Any]:
+    """The layers are the same in every round, so they are told once."""
+    return {
+        "layers": frames[0]["layers"],
+        "frames": [{key: value for key, value in frame.items() if key != "layers"} for frame in frames],
+    }

@@ -1,0 +1,39 @@
+"""A run in a few numbers, from its lines; without torch, so that whoever only reads runs needs none."""
+
+from statistics import fmean
+from typing import Any
+
+from fedcover.errors import RunError
+
+Metrics = list[dict[str, Any]]
+"""One line a round, as in metrics.jsonl."""
+
+
+def summarise(metrics: Metrics) -> dict[str, Any]:
+    """A run in a few numbers; what is selected is selected on validation data, or not at all."""
+    if not metrics:
+        raise RunError("there is no finished round to summarise yet")
+    evaluated = [line for line in metrics if "accuracy" in line]
+    noises = [line["delta2_mean"] for line in metrics if line["delta2_mean"] is not None]
+    paid = [line for line in metrics if line["parameters"] is not None]
+    last = metrics[-1]
+    summary: dict[str, Any] = {
+        "accuracy": evaluated[-1]["accuracy"] if evaluated else None,
+        "loss": evaluated[-1]["loss"] if evaluated else None,
+        "gamma_min": min(line["gamma_round"] for line in metrics),
+        "gamma_window": last["gamma_window"],
+        "delta2_mean": fmean(noises) if noises else None,
+        "rounds": len(metrics),
+        "seconds": sum(sum(line["seconds"].values()) for line in metrics),
+        "parameters": fmean(line["parameters"] for line in paid) if paid else None,
+        "multiply_adds": fmean(line["multiply_adds"] for line in paid) if paid else None,
+        "bytes_down": sum(line["bytes_down"] for line in metrics),
+        "bytes_up": sum(line["bytes_up"] for line in metrics),
+    }
+    for name in ("epsilon", "accuracy_common", "accuracy_single", "accuracy_local", "accuracy_trained"):
+        if name in last:
+            summary[name] = last[name]
+    if any("validation_accuracy" in line for line in evaluated):
+        best = max(evaluated, key=lambda line: float(line["validation_accuracy"]))
+        summary |= {"accuracy_best": best["accuracy"], "best_round": best["round"]}
+    return summary

@@ -1,0 +1,120 @@
+"""The pictures of who trained what say what the masks say, and stay small."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedcover import coverage
+from fedcover.pictures import MOST_CLIENTS, MOST_LAYERS, SIDE, encode, layers_of, picture_of_part, pictures, shrink
+from fedcover.reduction import Masks, Within, drawn, windows
+from fedcover.rounds import run_round
+from fedcover.types import Client, Cut, UnitGroup, Update
+from tests.worlds import world
+
+
+def digits(text):
+    return [int(digit) for digit in re.sub(r"(\d)([a-z])", lambda m: m[1] * (ord(m[2]) - 95), text)]
+
+
+def read(text, shape):
+    """The slow twin of the page's reader: a picture as an array of levels (strips: of the products of shares)."""
+    rows, columns = min(SIDE, shape[0]), min(SIDE, shape[1] if len(shape) > 1 else 1)
+
+    def strip(part, length):
+        return np.array(digits(part) * length if len(part) == 1 else digits(part))
+
+    if "/" in text:
+        down, across = text.split("/")
+        return np.outer(share(strip(down, rows)), share(strip(across, columns)))
+    return share(strip(text, rows * columns)).reshape(rows, columns)
+
+
+def share(level):
+    return np.where(level == 0, 0, np.where(level == 9, 1, (level - 0.5) / 8))
+
+
+@given(st.lists(st.floats(0, 1, width=32), min_size=1, max_size=200))
+def test_a_picture_can_be_read_again_and_none_and_all_are_exact(values):
+    text = encode(values)
+    levels = digits(text) if len(text) > 1 or len(values) == 1 else digits(text) * len(values)
+    assert len(levels) == len(values)
+    for level, value in zip(levels, values, strict=True):
+        assert (level == 0) == (value == 0)
+        assert (level == 9) == (value == 1)
+        assert abs(float(share(np.array(level))) - value) <= 1 / 16 + 1e-6
+
+
+@pytest.mark.parametrize("shape", [(30, 17), (5, 40, 3, 3), (4, 4), (64, 1)])
+def test_strips_of_slices_say_what_their_masks_say(shape):
+    groups = (UnitGroup("out", shape[0], (Cut("w", 0),)), UnitGroup("in", shape[1], (Cut("w", 1),)))
+    layers = {"w": torch.zeros(shape)}
+    for part in (windows(groups, 0.5), windows(groups, 0.3, {"out": shape[0] - 1}), drawn(groups, 0.6, key=3)):
+        (text,) = picture_of_part(part, layers)
+        expected = shrink(part.mask(layers)["w"].float()).numpy()
+        assert np.abs(read(text, shape) - expected).max() <= 2 / 16 + 1e-6
+        assert ((read(text, shape) == 0) == (expected == 0)).all()
+
+
+def test_masks_and_what_was_trained_within_them_are_drawn_too():
+    bits = torch.zeros(24, 24, dtype=torch.bool)
+    bits[:12] = True
+    layers = {"w": torch.zeros(24, 24)}
+    assert picture_of_part(Masks({"w": bits}), layers) == ["9z9z9q0z0z0q"]
+    assert picture_of_part(Masks({}), layers) == ["9"]
+    assert picture_of_part(Within(Masks({}), {"w": torch.zeros(24, 24, dtype=torch.bool)}), layers) == ["0"]
+
+
+def test_a_cut_along_a_third_axis_is_averaged():
+    groups = (UnitGroup("taps", 4, (Cut("w", 2),)),)
+    (text,) = picture_of_part(windows(groups, 0.5), {"w": torch.zeros(6, 6, 4)})
+    assert set(digits(text)) == {5}
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "depth_resnet", "lora"])
+def test_every_round_of_every_model_has_pictures(name):
+    setup, state = world(name, policy="random")
+    after, report = run_round(setup, state)
+    found = report.metrics["pictures"]
+    assert found["clients"].keys() == report.metrics["clients"].keys()
+    assert set(found["clients"].values()) == set(range(len(found["parts"])))
+    counts = after.coverage.window[-1]
+    assert found["layers"].keys() == {name for name, tensor in counts.items() if tensor.ndim > 1}
+    for place, (layer, shape) in enumerate(found["layers"].items()):
+        assert shape == list(counts[layer].shape)
+        missed = read(found["missed"][place], shape)
+        assert (missed.max() > 0) == bool((counts[layer] == 0).any())
+        expected = shrink(counts[layer].float() / len(found["clients"]))
+        assert np.abs(read(found["trained"][place], shape) - expected.numpy()).max() <= 1 / 16 + 1e-6
+
+
+def updates(number, part):
+    clients = [Client(id, 1.0 if id < number // 2 else 0.5, id, 1, ()) for id in range(number)]
+    return [Update(client, part, part, {}, {}, {}, {}, 0.0) for client in clients]
+
+
+def test_of_a_large_cohort_a_few_clients_of_every_capacity_are_shown():
+    part = Masks({})
+    many = updates(1000, part)
+    found = pictures(coverage.count({"w": torch.zeros(3, 3)}, [part] * 1000), many)
+    assert len(found["clients"]) == MOST_CLIENTS
+    assert {int(client) < 500 for client in found["clients"]} == {True, False}
+    assert found["parts"] == [["9"]]
+    assert found["trained"] == ["9"]
+
+
+def test_nobody_answered():
+    found = pictures(coverage.count({"w": torch.zeros(3, 3)}, []), [])
+    assert (found["clients"], found["parts"], found["trained"], found["missed"]) == ({}, [], ["0"], ["9"])
+
+
+def test_of_a_very_deep_model_the_largest_layers_are_shown():
+    deep = {f"layer{n}": torch.zeros(2, 1 + n % 3) for n in range(200)}
+    shown = layers_of(deep)
+    assert len(shown) == MOST_LAYERS
+    assert list(shown) == [name for name in deep if name in shown]
+    assert min(t.numel() for t in shown.values()) >= max(t.numel() for n, t in deep.items() if n not in shown)
+    assert list(layers_of({"bias": torch.zeros(3)})) == ["bias"]

@@ -1,0 +1,258 @@
+"""The report page in a real browser: every plot is drawn, nothing complains, filters and keyboard work."""
+
+import json
+
+import pytest
+
+import fedcover as fc
+from fedcover.reporting.reading import read_lines
+from tests.browser import MISSING, Browser
+from tests.made_up import made_up_run
+from tests.test_report import ATTACK, attacked
+
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+PLOTS = ("accuracy", "loss", "gamma-round", "gamma-window", "noise")
+TAB, ENTER, SPACE, LEFT, RIGHT, HOME, END, ESCAPE = map(chr, (
+    0xE004, 0xE007, 0x20, 0xE012, 0xE014, 0xE011, 0xE010, 0xE00C,
+))  # fmt: skip
+
+CERTIFICATE = {
+    "kind": "estimate",
+    "bound": float("inf"),
+    "replayed": list(range(100)),
+    "constants": {"L": {"value": 17.25, "how": "by hand"}, "G": {"value": 1.5, "how": "seen"}},
+    "bounds": {"one": {"name": "Theorem 1", "terms": {"start": 1.5}, "conditions": [{"name": "rate", "holds": False}]}},
+}
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with Browser() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """A page about three policies with two seeds each, a run that has not ended and one whose loss is lost."""
+    folder = tmp_path_factory.mktemp("runs")
+    for policy in ("prefix", "rolling", "random"):
+        for seed in (0, 1):
+            made_up_run(folder / f"{policy}-{seed}", policy=policy, seed=seed, layers=3)
+    slow = made_up_run(folder / "slow", policy="magnitude", done=2)
+    lines = [{k: v for k, v in x.items() if k not in ("accuracy", "loss")} for x in read_lines(slow / "metrics.jsonl")]
+    (slow / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lost = made_up_run(folder / "lost", policy="full", layers=3)
+    lines = [{**line, "loss": float("nan")} for line in read_lines(lost / "metrics.jsonl")]
+    (lost / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (lost / "certificate.json").write_text(json.dumps(CERTIFICATE))
+    return fc.report(folder, folder / "report.html")
+
+
+@pytest.fixture
+def page(browser, compared):
+    """The page, fresh; afterwards the console must be empty."""
+    browser.scheme("light")
+    browser.open(compared)
+    yield browser
+    assert browser.complaints() == []
+
+
+def curves(browser, plot="accuracy"):
+    return browser.run(f"return document.querySelectorAll('#{plot} path.curve').length")
+
+
+def rows(browser):
+    return browser.run("return [...document.querySelectorAll('#runs ~ .card tbody th')].map(e => e.textContent.trim())")
+
+
+def click(browser, selector, text=None):
+    script = """const found = [...document.querySelectorAll(arguments[0])]
+      .filter(e => !arguments[1] || e.textContent.trim() === arguments[1]);
+    if (!found.length) throw Error('no ' + arguments[0]); found[0].click();"""
+    browser.run(script, selector, text)
+
+
+def test_every_plot_is_drawn(page):
+    assert {plot: curves(page, plot) for plot in PLOTS} == {
+        "accuracy": 4, "loss": 3, "gamma-round": 5, "gamma-window": 5, "noise": 5
+    }  # fmt: skip
+    assert page.run("return document.querySelectorAll('#accuracy path.band').length") == 3
+    assert page.run("return document.querySelectorAll('#cost g.dot').length") == 4
+    for plot in (*PLOTS, "cost"):
+        drawing = f"document.querySelector('#{plot} svg').getBoundingClientRect()"
+        assert page.run(f"return {drawing}.width > 300 && {drawing}.height > 200")
+        assert "NaN" not in page.run(f"return document.querySelector('#{plot}').innerHTML")
+    assert len(rows(page)) == 5
+    assert "no finite loss from round 1" in page.run("return document.querySelector('#runs ~ .card').textContent")
+    assert "2 of 6 rounds" in page.run("return document.querySelector('#runs ~ .card').textContent")
+
+
+def test_the_pictures_are_drawn_and_follow_the_round(page):
+    page.wait("return document.querySelectorAll('#coverage table canvas').length === 3 * 12")
+    painted = """return [...document.querySelectorAll('#coverage table canvas')].filter(c => {
+      const pixels = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;
+      return new Set(pixels).size > 2 }).length"""
+    assert page.run(painted) >= 3 * 5
+    labels = "return [...document.querySelectorAll('#coverage table canvas')].map(c => c.ariaLabel).join()"
+    before = page.run(labels)
+    page.run("document.querySelector('#coverage input[type=range]').focus()")
+    page.press(LEFT)
+    assert page.run("return document.querySelector('#coverage output').textContent") == "round 5 of 6"
+    assert page.run(labels) != before
+    page.press(HOME)
+    assert page.run("return document.querySelector('#coverage output').textContent") == "round 1 of 6"
+    click(page, "#coverage button", "Play")
+    page.wait("return document.querySelector('#coverage output').textContent === 'round 6 of 6'")
+
+
+def test_filters_change_the_table_and_every_plot(page):
+    click(page, "[data-setting=policy] input")
+    kept = rows(page)
+    assert len(kept) == 4
+    assert curves(page, "noise") == 4
+    assert page.run("return document.querySelector('[role=status]').textContent") == "4 of 5 shown"
+    click(page, "button", "Show all")
+    assert len(rows(page)) == 5
+    page.run("document.querySelector('input[type=search]').focus()")
+    page.press(*"ROLL")
+    assert rows(page) == ["rolling"]
+    assert curves(page) == 1
+    click(page, "button", "Show all")
+    assert page.run("return document.querySelector('input[type=search]').value") == ""
+    click(page, "[data-setting=seed] input")  # seed 0: the two odd runs are gone, and all bands
+    assert len(rows(page)) == 3
+    assert page.run("return document.querySelectorAll('path.band').length") == 0
+
+
+def test_seeds_can_be_looked_at_one_by_one_and_against_what_was_paid(page):
+    click(page, "#single")
+    assert curves(page) == 7
+    page.run("const s = document.querySelector('#axis'); s.value = 'moved'; s.dispatchEvent(new Event('change'))")
+    assert "megabytes moved" in page.run("return document.querySelector('#accuracy svg').textContent")
+
+
+def test_columns_sort_and_tables_stand_behind_plots(page):
+    click(page, "#runs ~ .card thead button", "accuracy")
+    first = rows(page)
+    click(page, "#runs ~ .card thead button", "accuracy")
+    assert rows(page) == first[::-1]
+    assert page.run("return document.activeElement.textContent") == "accuracy"
+    for plot in (*PLOTS, "cost", "coverage"):
+        click(page, f"#{plot} summary")
+        page.wait(f"return document.querySelectorAll('#{plot} details tbody tr').length > 0")
+
+
+def test_the_keyboard_reaches_everything(page):
+    stops = set()
+    page.run("document.activeElement.blur(); window.scrollTo(0, 0)")
+    for _ in range(80):
+        page.press(TAB)
+        stops.add(page.run("const e = document.activeElement; return e.ariaLabel || e.textContent || e.id"))
+    assert page.run("return getComputedStyle(document.activeElement).outlineStyle") != "none"
+    for wanted in (
+        "Theme: auto",
+        "Show all",
+        "rolling",
+        "horizontal axis",
+        "Find runs by name",
+        "Play",
+        "round",
+        "run in detail",
+    ):
+        assert wanted in stops, wanted
+    assert any("Accuracy: chart" in stop for stop in stops)
+
+
+def test_plots_can_be_read_with_arrow_keys(page):
+    page.run("document.querySelector('#accuracy .plot').focus()")
+    page.press(RIGHT, RIGHT)
+    said = page.run("return document.querySelector('#accuracy .plot').getAttribute('aria-valuetext')")
+    assert said.startswith("round 2: ")
+    assert "prefix" in said
+    assert page.run("return !document.querySelector('#accuracy .tip').hidden")
+    page.press(END)
+    assert "round 6: " in page.run("return document.querySelector('#accuracy .plot').getAttribute('aria-valuetext')")
+    page.press(ESCAPE)
+    assert page.run("return document.querySelector('#accuracy .tip').hidden")
+
+
+def test_the_legend_hides_lines_by_keyboard(page):
+    page.run("document.querySelector('.legend button').focus()")
+    page.press(SPACE)
+    assert curves(page, "noise") == 4
+    assert page.run("return document.activeElement.getAttribute('aria-pressed')") == "false"
+    page.press(ENTER)
+    assert curves(page, "noise") == 5
+
+
+def test_one_run_in_detail(page):
+    page.run("const s = document.querySelector('#which'); s.value = '0'; s.dispatchEvent(new Event('change'))")
+    assert "lost" in page.run("return document.querySelector('#experiment pre').textContent")
+    certificate = page.run("return document.querySelector('#certificate').textContent")
+    for said in (
+        "estimate",
+        "bound",
+        "inf",
+        "0 … 99",
+        "17.25",
+        "by hand",
+        "Theorem 1",
+        "start 1.5",
+        "✗ does not hold: rate",
+    ):
+        assert said in certificate, said
+    assert page.run("return document.querySelectorAll('#fleet tbody tr').length") == 2
+    assert "fedcover run experiment.toml" in page.run("return document.querySelector('#experiment').textContent")
+    assert page.run("return document.querySelectorAll('#experiment mark').length") == 1  # the policy
+    click(page, "#runs ~ .card tbody button")
+    assert page.run("return document.querySelector('#which').selectedIndex") == 0
+
+
+def test_light_and_dark(page):
+    background = "return getComputedStyle(document.body).backgroundColor"
+    light = page.run(background)
+    page.scheme("dark")
+    dark = page.run(background)
+    assert light != dark
+    click(page, "#theme")
+    assert page.run(background) == light
+    click(page, "#theme")
+    assert page.run(background) == dark
+    page.wait("return document.querySelectorAll('#coverage table canvas').length > 0")
+
+
+def test_it_fits_a_phone(compared):
+    with Browser(360, 740) as phone:
+        phone.open(compared)
+        phone.wait("return document.querySelectorAll('#coverage table canvas').length > 0")
+        for plot in PLOTS:
+            phone.run(f"document.querySelector('#{plot} .plot').focus()")
+            phone.press(RIGHT)
+            assert phone.run("return document.documentElement.scrollWidth <= innerWidth")
+        assert {plot: curves(phone, plot) > 0 for plot in PLOTS} == dict.fromkeys(PLOTS, True)
+        assert phone.complaints() == []
+
+
+def test_what_a_run_is_called_stays_text(browser, tmp_path):
+    browser.open(fc.report(attacked(tmp_path / "evil"), tmp_path / "report.html", title=ATTACK))
+    assert browser.run("return document.title") == ATTACK
+    browser.wait("return document.querySelectorAll('#coverage table canvas').length > 0")
+    assert browser.run("return document.querySelector('h1').textContent") == ATTACK
+    assert browser.run("return document.querySelectorAll('img').length") == 0
+    assert browser.run("return document.scripts.length") == 2
+    assert browser.complaints() == []
+
+
+def test_a_run_without_a_round(browser, tmp_path):
+    browser.open(fc.report(made_up_run(tmp_path / "new", done=0), tmp_path / "report.html"))
+    assert "no round done yet" in browser.run("return document.body.textContent")
+    assert "Nothing to draw yet" in browser.run("return document.querySelector('#accuracy').textContent")
+    assert browser.complaints() == []
+
+
+def test_fifty_groups_and_a_thousand_rounds_still_draw(browser, tmp_path):
+    made = [made_up_run(tmp_path / f"r{n}", rounds=1000 if n == 0 else 20, lr=0.01 + n, layers=1) for n in range(50)]
+    browser.open(fc.report(made, tmp_path / "report.html"))
+    assert curves(browser) == 50
+    assert browser.run("return document.body.textContent.includes('Long runs are thinned')")
+    assert browser.complaints() == []

@@ -1,0 +1,152 @@
+"""What shows results beside the page: plots, histories, TensorBoard, and the commands for all of them."""
+
+import csv
+import io
+import json
+import struct
+import sys
+from xml.etree import ElementTree
+
+import pytest
+
+import fedcover as fc
+from fedcover import plotting
+from fedcover.errors import FedcoverError, InvalidValue
+from fedcover.history import as_csv, as_json, rows
+from fedcover.reporting.reading import read_lines, read_run
+from fedcover.rounds import Report
+from fedcover.tensorboard import logging_to
+from tests.made_up import made_up_run
+from tests.test_cli import changed, fedcover, only_the_cpu, refused
+from tests.test_runs import tiny
+
+__all__ = ["fedcover", "only_the_cpu"]  # fixtures
+
+
+# ── histories ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_csv_and_json_hold_the_same_rows(fedcover, tmp_path):
+    for seed in (0, 1):
+        made_up_run(tmp_path / "runs" / f"r{seed}", seed=seed, evaluate_every=3)
+    code, out, _ = fedcover("history", "runs", "--csv")
+    assert code == 0
+    table = list(csv.DictReader(io.StringIO(out)))
+    listed = json.loads(fedcover("history", "runs", "--json")[1])
+    assert len(table) == len(listed) == 12
+    for left, right in zip(table, listed, strict=True):
+        assert {key: value for key, value in left.items() if value != ""} == {k: str(v) for k, v in right.items()}
+    assert [row["round"] for row in listed[:6]] == [0, 1, 2, 3, 4, 5]
+    assert [round for round, row in enumerate(listed[:6]) if "accuracy" in row] == [2, 5]
+    assert (listed[6]["run"], listed[6]["seed"], listed[6]["clients"]) == ("r1", 1, 10)
+
+
+def test_a_history_is_a_table_a_file_or_refused(fedcover, tmp_path):
+    made_up_run(tmp_path / "run")
+    assert "gamma_round" in fedcover("history", "run")[1]
+    code, out, _ = fedcover("history", "run", "--csv", "-o", "run.csv")
+    assert (code, out) == (0, "")
+    assert (tmp_path / "run.csv").read_text() == fedcover("history", "run", "--csv")[1]
+    refused(fedcover("history", "run", "--csv", "--json"), 2, "choose one of --csv and --json")
+    refused(fedcover("history", "run", "-o", "x"), 2, "output needs --csv or --json")
+    refused(fedcover("history", "nothing"), 1, "nothing is no run folder")
+
+
+def test_numbers_that_are_not_finite(tmp_path):
+    folder = made_up_run(tmp_path / "run")
+    lines = [{**line, "loss": float("nan")} for line in read_lines(folder / "metrics.jsonl")]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = rows([read_run(folder)])
+    assert json.loads(as_json(found))[0]["loss"] is None
+    assert next(csv.DictReader(io.StringIO(as_csv(found))))["loss"] == "nan"
+
+
+# ── plots ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_run_is_plotted_as_a_figure_and_as_files(tmp_path):
+    pytest.importorskip("matplotlib")
+    run = fc.run(tiny(rounds=2))
+    figure = run.plot(tmp_path / "run.png")
+    assert [len(axes.lines) for axes in figure.axes] == [1, 1, 1, 1]
+    assert list(figure.axes[0].lines[0].get_ydata()) == [line["accuracy"] for line in run.metrics]
+    assert struct.unpack(">II", (tmp_path / "run.png").read_bytes()[16:24]) == (1500, 960)
+    run.plot(tmp_path / "run.svg")
+    assert ElementTree.parse(tmp_path / "run.svg").getroot().tag.endswith("svg")
+    with pytest.raises(InvalidValue, match=r"must be a file that ends in one of .*svg.*; got '.*run\.xyz'"):
+        run.plot(tmp_path / "run.xyz")
+    with pytest.raises(FedcoverError, match="cannot write"):
+        run.plot(tmp_path / "not" / "there.png")
+
+
+def test_seeds_become_a_band_and_what_was_not_measured_is_said(tmp_path):
+    pytest.importorskip("matplotlib")
+    lines = [read_run(made_up_run(tmp_path / str(seed), seed=seed)).lines for seed in (0, 1)]
+    lines[0][2]["loss"] = float("nan")
+    figure = plotting.draw({"both": lines, "none": [[]]})
+    assert len(figure.axes[0].collections) == 1
+    assert len(figure.axes[1].lines[0].get_xdata()) == 6
+    empty = plotting.draw({"none": [[]]})
+    assert empty.axes[0].texts[0].get_text() == "not measured yet"
+
+
+def test_without_matplotlib_or_with_a_strange_ending_nothing_is_trained(fedcover, tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        for part in ("figure", "backend_bases"):
+            patched.setitem(sys.modules, f"matplotlib.{part}", None)
+        refused(fedcover("run", *changed(), "--plot", "a.png"), 1, r"pip install 'fedcover\[plot\]'")
+    pytest.importorskip("matplotlib")
+    refused(fedcover("run", *changed(), "--plot", "a.xyz"), 2, "plot must be a file that ends in one of")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_commands_plot(fedcover, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert fedcover("run", *changed(rounds=1), "--plot", "a.svg")[0] == 0
+    assert fedcover("report", "runs", "--out", "page.html", "--plot", "b.png", "--title", "Mine")[0] == 0
+    assert all((tmp_path / name).stat().st_size > 1000 for name in ("a.svg", "b.png", "page.html"))
+    assert "<title>Mine</title>" in (tmp_path / "page.html").read_text()
+
+
+# ── the page and TensorBoard on the command line ────────────────────────────────────────────────────────
+
+
+def test_report_writes_one_page_and_says_where(fedcover, tmp_path):
+    made_up_run(tmp_path / "runs" / "a")
+    code, out, err = fedcover("report", "runs")
+    assert (code, err) == (0, "")
+    assert out.startswith("report.html: 0.")
+    assert (tmp_path / "report.html").exists()
+    made_up_run(tmp_path / "other", policy="prefix")
+    assert fedcover("report", "runs/a", "other", "-o", "two.html")[0] == 0
+    assert '"label":"prefix"' in (tmp_path / "two.html").read_text()
+    refused(fedcover("report", "nowhere"), 1, "nowhere is no run folder")
+    refused(fedcover("report", "runs", "-o", "page.txt"), 2, "out must be an .html file")
+
+
+def test_tensorboard_reads_what_is_logged(fedcover, tmp_path):
+    pytest.importorskip("tensorboard")
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    assert fedcover("run", *changed(name="logged"), "--tensorboard")[0] == 0
+    events = accumulator.EventAccumulator(str(tmp_path / "runs" / "logged" / "tensorboard")).Reload()
+    lines = read_lines(tmp_path / "runs" / "logged" / "metrics.jsonl")
+    told = events.Scalars("score/accuracy")
+    assert [event.step for event in told] == [1, 2]
+    assert [event.value for event in told] == pytest.approx([line["accuracy"] for line in lines])
+    assert {"coverage/gamma_round", "cost/bytes_up", "seconds/training"} <= set(events.Tags()["scalars"])
+
+
+def test_without_tensorboard_it_says_what_to_install(fedcover, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    refused(fedcover("run", *changed(), "--tensorboard"), 1, r"pip install 'fedcover\[tensorboard\]'")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_that_never_has_a_round_leaves_no_log(tmp_path):
+    pytest.importorskip("tensorboard")
+    with logging_to(tmp_path / "log") as write:
+        pass
+    assert not (tmp_path / "log").exists()
+    with logging_to(tmp_path / "log") as write:
+        write(Report(0, {"accuracy": 0.5, "seconds": {}}))
+    assert (tmp_path / "log").exists()
