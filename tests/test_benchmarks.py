@@ -1,22 +1,13 @@
-"""The benchmarks' loop and floors run everywhere; how long they take is nobody's business here."""
-
-import importlib.util
-from pathlib import Path
+"""The plain loop, the floors and our own steps run everywhere; how long they take is nobody's business here."""
 
 import pytest
 import torch
 
-
-@pytest.fixture(scope="module")
-def eager():
-    path = Path(__file__).parent.parent / "benchmarks" / "eager.py"
-    found = importlib.util.spec_from_file_location("eager", path)
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
+from fedcover.bench import Line, eager, ours, page
+from fedcover.preparation import Machine
 
 
-def test_every_function_gives_the_seconds_of_each_repetition(eager):
+def test_every_function_gives_the_seconds_of_each_repetition():
     small = {"clients": 2, "batch": 2}
     for found in (
         eager.eager_step("mlp", repeats=2, **small),
@@ -28,10 +19,24 @@ def test_every_function_gives_the_seconds_of_each_repetition(eager):
         assert all(seconds > 0 for seconds in found)
 
 
-def test_the_loop_learns(eager):
+def test_the_loop_learns():
     torch.manual_seed(0)
     module = eager.trainable("mlp", "cpu")
     x_N, y_N = (batches[0] for batches in eager.random_batches("mlp", "cpu", 1, 40))
     start = module.state_dict()
     eager.train_client(module, start, x_N, y_N, [torch.randperm(40) for _ in range(30)], 10)
     assert eager.accuracy(module, x_N, y_N) > 0.9
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_our_own_steps_are_measured_alike(together):
+    machine = Machine("streams", "cpu", threads=1).resolved()
+    found = ours.step_seconds("mlp", machine, clients=2, together=together, repeats=2)
+    assert len(found) == 2
+    assert all(second > 0 for second in found)
+
+
+def test_a_page_tells_medians_spread_and_ratios():
+    text = page([Line("a step", (3.0, 1.0, 2.0), (("than the loop", 4.5),))], "cpu")
+    assert "| a step | 2.000 | 1.000 to 3.000 | 3 | than the loop 4.500 |" in text
+    assert torch.__version__ in text

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fedcover as fc
-from fedcover.errors import InvalidValue, RunError, TrainingDiverged
+from fedcover.errors import InvalidValue, RunError
 from fedcover.experiment import Experiment
 from fedcover.paper import document, reproduce, results
 from fedcover.paper.cells import AXES, RATES, cell_id, cells, chosen, quick
@@ -123,9 +123,9 @@ def test_what_is_there_is_not_run_again(fedcover, tmp_path, monkeypatch):
     assert kept["last"] * 100 == pytest.approx(row["last"])
     assert kept["gamma_min"] == 8
     assert kept["curve"]["round"] == [1, 2]
-    assert kept["made"]["engine"] == "sequential"
+    assert kept["made"]["engine"] == "batched"
     assert "data" not in kept["made"]
-    monkeypatch.setattr(reproduce, "run", lambda *_, **__: pytest.fail("it ran again"))
+    monkeypatch.setattr(reproduce, "sweep", lambda *_, **__: pytest.fail("it ran again"))
     code, out, err = fedcover("reproduce", "mnist-pruning", *ONE)
     assert code == 0
     assert err.startswith("0 of 1 runs are missing")
@@ -143,22 +143,19 @@ def test_the_curves_of_a_smoke_run_are_drawn_beside_its_results(fedcover, tmp_pa
 
 
 def test_after_ctrl_c_the_finished_cells_stay(fedcover, tmp_path, monkeypatch):
-    ended = []
-    real = reproduce.run
+    real = reproduce.sweep
 
-    def second_is_stopped(experiment, **options):
-        if ended:
-            raise KeyboardInterrupt
-        ended.append(experiment.name)
-        return real(experiment, **options)
+    def second_is_stopped(experiments, **options):
+        yield next(iter(real(experiments, **options)))
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(reproduce, "run", second_is_stopped)
+    monkeypatch.setattr(reproduce, "sweep", second_is_stopped)
     wanted = ("reproduce", "mnist-subnet", "--quick", "--only", "cell=mnist-iid-full,mnist-L2-full")
     code, out, err = fedcover(*wanted)
     assert (code, out) == (130, "")
     assert "the same command goes on with the rest" in err
     assert len(list((tmp_path / "runs" / "reproduction-quick").iterdir())) == 1
-    monkeypatch.setattr(reproduce, "run", real)
+    monkeypatch.setattr(reproduce, "sweep", real)
     assert fedcover(*wanted)[0] == 0
     assert len(list((tmp_path / "runs" / "reproduction-quick").iterdir())) == 2
 
@@ -196,10 +193,10 @@ def test_a_homogeneous_cell_counts_the_small_model_alone(id):
 
 
 def test_a_run_that_diverges_is_a_result(tmp_path, monkeypatch):
-    def explode(*_, **__):
-        raise TrainingDiverged("round 3, client 7: the loss is nan")
+    def explode(experiments, **_):
+        return [sweeps.Finished(e, [], "round 3, client 7: the loss is nan") for e in experiments]
 
-    monkeypatch.setattr(reproduce, "run", explode)
+    monkeypatch.setattr(reproduce, "sweep", explode)
     wish = Wish(("table1",), {"cell": ["mnist-iid-full"]}, seeds=1, out=tmp_path)
     reproduce.reproduce(wish, machine=Machine(device="cpu"))
     assert wish.missing() == []

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fedcover.runs import replay as replay
     from fedcover.runs import resume as resume
     from fedcover.runs import run as run
+    from fedcover.sweeps import sweep as sweep
     from fedcover.tracing import trace as trace
     from fedcover.types import Client as Client
     from fedcover.types import Cut as Cut
@@ -67,6 +68,7 @@ _HOME = {
     "report": "reporting",
     "resume": "runs",
     "run": "runs",
+    "sweep": "sweeps",
     "trace": "tracing",
     "windows": "reduction",
 }

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -262,10 +262,15 @@ def _home(name: str) -> str:
 
 def build_recipe(experiment: Experiment) -> Recipe:
     """The experiment's local training, kept to the clients' own labels where that is asked for."""
-    recipe = _named("recipe", experiment.recipe, RECIPES)()
+    return _recipe(experiment.recipe, experiment.absent_labels, experiment.label_rows)
+
+
+@cache  # runs that take their steps together must share the very functions
+def _recipe(name: str, absent: str, rows: bool) -> Recipe:
+    recipe = _named("recipe", name, RECIPES)()
     if not isinstance(recipe, Recipe):
-        raise InvalidValue(f"recipe {experiment.recipe!r} must make a fedcover Recipe; got {type(recipe).__name__}")
-    return own_labels(recipe, absent=experiment.absent_labels, rows=experiment.label_rows)
+        raise InvalidValue(f"recipe {name!r} must make a fedcover Recipe; got {type(recipe).__name__}")
+    return own_labels(recipe, absent=absent, rows=rows)
 
 
 def _own_policy(policy: Policy) -> Policy:

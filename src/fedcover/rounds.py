@@ -134,6 +134,23 @@ def view_of(setup: Setup, state: State, cohort: tuple[Client, ...]) -> View:
 
 def run_round(setup: Setup, state: State) -> tuple[State, Report]:
     """One communication round; the report tells of the state after it."""
+    asked = ask(setup, state)
+    with asked.clock("training"):
+        updates = list(setup.engine(setup.task, state, asked.work, setup.lr(state.round)))
+    return conclude(setup, state, asked, updates)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The first half of a round: who takes part, what each is given, and the time it took."""
+
+    cohort: tuple[Client, ...]
+    work: Sequence[tuple[Client, Reduction]]
+    clock: "Clock"
+
+
+def ask(setup: Setup, state: State) -> Asked:
+    """Choose a cohort, and give each of its clients its part of the model."""
     clock = Clock()
     cohort = cohort_of(setup, state.round)
     with clock("policy"):
@@ -146,14 +163,18 @@ def run_round(setup: Setup, state: State) -> tuple[State, Report]:
         for client, reduction in zip(cohort, planned, strict=True)
         if reduction is not None and not drops_out(client.id, setup.drop_out, setup.task.seed, state.round)
     ]
-    with clock("training"):
-        answers = setup.engine(setup.task, state, work, setup.lr(state.round))
-        # sums are made in the order of client ids, so that nothing depends on who answers first
-        updates = sorted(answers, key=lambda update: update.client.id)
+    return Asked(cohort, work, clock)
+
+
+def conclude(setup: Setup, state: State, asked: Asked, answers: Sequence[Update]) -> tuple[State, Report]:
+    """The second half of a round: make one model of what came back, and measure it."""
+    clock = asked.clock
+    # sums are made in the order of client ids, so that nothing depends on who answers first
+    updates = sorted(answers, key=lambda update: update.client.id)
     with clock("aggregation"):
         after = aggregate(setup, state, updates)
     with clock("measuring"):
-        metrics = _round_metrics(setup, state, after, cohort, updates)
+        metrics = _round_metrics(setup, state, after, asked.cohort, updates)
     with clock("evaluation"):
         metrics |= _scores(setup, after, updates)
     return after, Report(state.round, {**metrics, "seconds": clock.seconds})

@@ -10,6 +10,7 @@ from fedcover.cli import certifying as certifying
 from fedcover.cli import files as files
 from fedcover.cli import following as following
 from fedcover.cli import looking as looking
+from fedcover.cli import measuring as measuring
 from fedcover.cli import reproducing as reproducing
 from fedcover.cli import running as running
 from fedcover.cli import showing as showing

@@ -8,8 +8,8 @@ the log says so.
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from fedcover.engines.lanes import Arrival, Job, Shape, arrival
-from fedcover.engines.pools import Make, Place, Pool, captured, compiled, drive, pool_of, say
+from fedcover.engines.lanes import Answer, Arrival, Job, Shape, arrival
+from fedcover.engines.pools import Make, Place, Pool, captured, compiled, drive, pool_of, say, without_divergence
 from fedcover.engines.sequential import sequential
 from fedcover.engines.steps import Unfit
 from fedcover.norms import statistics_key
@@ -34,21 +34,21 @@ def batched(
     """Train clients of equal shapes together; what cannot run together, one after another."""
     jobs = [Job(Assignment(task, state, client, reduction), lr) for client, reduction in work]
     try:
-        if statistics_key(task.norm, 1.0) is not None:
-            raise Unfit("norm statistics are tracked for each client")
         made, alone = in_crews(jobs, pool_of(task.model.module), precision, make)
     except Unfit as reason:
         say(f"{reason}, so clients are trained one after another")
         made, alone = [], jobs
-    yield from made
+    yield from without_divergence(made)
     left = [(job.assignment.client, job.assignment.reduction) for job in alone]
     yield from sequential(task, state, left, lr, precision=precision)
 
 
 def in_crews(
     jobs: Sequence[Job], pool: Pool, precision: str, make: Make | None = None
-) -> tuple[list[Update], list[Job]]:
-    """What the clients that can form crews send back, and the jobs of those that cannot."""
+) -> tuple[list[Answer], list[Job]]:
+    """What comes of the clients that can form crews, and the jobs of those that cannot."""
+    if any(statistics_key(job.assignment.task.norm, 1.0) for job in jobs):
+        raise Unfit("norm statistics are tracked for each client")
     alike: dict[tuple[Shape, float], list[Arrival]] = defaultdict(list)
     for client in map(arrival, jobs):
         alike[client.shape(client.rows), client.job.lr].append(client)
@@ -69,7 +69,7 @@ def in_crews(
         say("most clients share their shape with too few others, so they are trained one after another")
     if places:
         drive(places)
-    return [update for place in places for update in place.updates()], alone
+    return [answer for place in places for answer in place.answers()], alone
 
 
 def crews(clients: Sequence[Arrival], known: Sequence[int]) -> Iterator[Sequence[Arrival]]:

@@ -13,23 +13,33 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedcover.engines.steps import Slots, Step, Track, Whole, leaves_of, map_trees
+from fedcover.errors import TrainingDiverged
 from fedcover.norms import statistics_key
 from fedcover.training import client_module, order_of_rows, refuse_divergence, update_of
 from fedcover.types import Assignment, Carry, LocalTraining, Params, Recipe, Shard, Update
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """A client's work in a round, and its learning rate."""
+    """A client's work in a round, and its learning rate.
+
+    Jobs of several runs may share lanes if their models are of one `family`: the same modules with other weights.
+    """
 
     assignment: Assignment
     lr: float
+    family: object = None
+
+
+Answer = tuple[Job, Update | TrainingDiverged]
+"""What comes of a job."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     """What clients must have in common to take turns in a lane: what a step does, and the sizes of its tensors."""
 
+    family: object
     recipe: Recipe
     local: LocalTraining
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
@@ -59,6 +69,7 @@ class Arrival:
         """The shape of the lane that this client needs, with room for so many rows."""
         task = self.job.assignment.task
         return Shape(
+            family=self.job.family,
             recipe=task.recipe,
             local=task.local,
             tensors=tuple((name, tuple(p.shape)) for name, p in self.params.items()),
@@ -167,8 +178,8 @@ class Lane:
         rest = rows % local.batch_size
         return ([local.batch_size] * (rows // local.batch_size) + [rest] * (rest > 0)) * local.epochs
 
-    def updates(self) -> Iterator[Update]:
-        """What the clients in the lane send back."""
+    def answers(self) -> Iterator[Answer]:
+        """What comes of the clients in the lane."""
         steps, lead = len(self.batches()), int(self.crew is not None)
         losses = self.slots.losses_T[steps - steps // self.shape.local.epochs : steps].mean(0).view(-1).tolist()
         slab = self.slab
@@ -182,14 +193,18 @@ class Lane:
         carry = map_trees(torch.clone, self.slots.carry)
         for place, client in enumerate(self.clients):
             a = client.job.assignment
-            refuse_divergence(a, whole[place], losses[place], client.job.lr)
+            try:
+                refuse_divergence(a, whole[place], losses[place], client.job.lr)
+            except TrainingDiverged as error:  # others here may belong to another run
+                yield client.job, error
+                continue
             own, memory, buffers = (self._own(tree, place) for tree in (params, carry, self.slots.buffers))
 
             def forward(values: Mapping[str, Tensor], x: Tensor, kept: Params = buffers) -> Tensor:
                 return self.step.whole(kept, values, x)
 
             outcome = a.task.recipe.finish(a, forward, own, memory)
-            yield update_of(a, self.module, outcome, losses[place])
+            yield client.job, update_of(a, self.module, outcome, losses[place])
 
     def _own(self, tree: Carry, place: int) -> Carry:
         return map_trees(lambda stacked: stacked[place], tree) if self.crew else tree

@@ -5,7 +5,7 @@
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +14,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from fedcover.engines.lanes import Arrival, Lane, Shape, new_lane
+from fedcover.engines.lanes import Answer, Arrival, Lane, Shape, new_lane
 from fedcover.engines.steps import Slots, Track, Unfit
+from fedcover.errors import TrainingDiverged
 from fedcover.types import Update
 
 log = logging.getLogger("fedcover")
@@ -66,10 +67,10 @@ class Place:
             with torch.cuda.stream(self.stream), computing(self.precision, self.lane.slots.x.device):
                 self.steps[self.plan[step]]()
 
-    def updates(self) -> list[Update]:
-        """What the clients here send back."""
+    def answers(self) -> list[Answer]:
+        """What comes of the clients here."""
         with torch.cuda.stream(self.stream):
-            made = list(self.lane.updates())
+            made = list(self.lane.answers())
         if self.stream is not None:
             torch.cuda.current_stream().wait_stream(self.stream)
         return made
@@ -205,6 +206,14 @@ def drive(places: Sequence[Place]) -> None:
     for step in range(max(len(place.plan) for place in places)):
         for place in places:
             place.advance(step)
+
+
+def without_divergence(answers: Iterable[Answer]) -> Iterator[Update]:
+    """The updates; the first client that has diverged ends it."""
+    for _, answer in answers:
+        if isinstance(answer, TrainingDiverged):
+            raise answer
+        yield answer
 
 
 def say(reason: str) -> None:

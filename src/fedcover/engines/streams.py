@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from fedcover.engines.lanes import Arrival, Job, arrival
-from fedcover.engines.pools import Place, Pool, captured, drive, plainly, pool_of, say
+from fedcover.engines.pools import Place, Pool, captured, drive, plainly, pool_of, say, without_divergence
 from fedcover.engines.sequential import sequential
 from fedcover.engines.steps import Unfit
 from fedcover.types import Assignment, Client, Reduction, State, Task, Update
@@ -27,17 +27,18 @@ def streams(
     try:
         for start in range(0, len(work), AT_ONCE):
             turn = [Job(Assignment(task, state, *each), lr) for each in work[start : start + AT_ONCE]]
-            places = _placed(pool, [arrival(job) for job in turn], precision)
+            places = placed(pool, [arrival(job) for job in turn], precision)
             drive(places)
             for place in places:
-                yield from place.updates()
+                yield from without_divergence(place.answers())
                 done += 1
     except Unfit as reason:
         say(f"{reason}, so clients are trained one after another")
         yield from sequential(task, state, work[done:], lr, precision=precision)
 
 
-def _placed(pool: Pool, clients: Sequence[Arrival], precision: str) -> list[Place]:
+def placed(pool: Pool, clients: Sequence[Arrival], precision: str) -> list[Place]:
+    """A place of its own for each client."""
     seen: Counter[object] = Counter()
     places = []
     for client in clients:

@@ -6,18 +6,18 @@ This module needs no command-line packages, so that it runs where only torch, nu
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from fedcover.errors import FedcoverError, InvalidValue, TrainingDiverged, unknown
+from fedcover.errors import FedcoverError, InvalidValue, unknown
 from fedcover.experiment import Experiment
 from fedcover.paper import document, results
 from fedcover.paper.cells import AXES, SETS, Cell, cells, chosen, quick
 from fedcover.paper.results import Finished
 from fedcover.preparation import Machine
 from fedcover.rounds import Report
-from fedcover.runs import Watch, run
+from fedcover.runs import Watch
+from fedcover.sweeps import sweep
 
 RESULTS = Path("results") / "reproduction"
 SMOKE_RESULTS = Path("runs") / "reproduction-quick"
@@ -78,24 +78,16 @@ def lines(title: str, rounds: int) -> Iterator[Watch]:
 def run_cells(
     experiments: Sequence[Experiment], machine: Machine, data: str | Path | None = None, watching: Watching = lines
 ) -> Iterator[Finished]:
-    """Run experiments of one shape and hand each over as it ends: the place where an engine may run them together."""
-    for experiment in experiments:
-        seen: list[dict[str, Any]] = []
-        try:
-            with watching(experiment.name, experiment.rounds) as watch:
-                run(experiment, machine=machine, data=data, watch=_keeping(seen, watch))
-        except TrainingDiverged as error:
-            yield Finished(experiment, seen, machine, str(error))
-        else:
-            yield Finished(experiment, seen, machine)
+    """Run experiments of one shape in lockstep, and hand each over as it ends."""
+    title = f"{len(experiments)} runs, {experiments[0].name} first"
+    with watching(title, experiments[0].rounds) as watch:
 
+        def show(experiment: Experiment, report: Report) -> None:
+            if experiment is experiments[0]:
+                watch(report)
 
-def _keeping(seen: list[dict[str, Any]], watch: Watch) -> Watch:
-    def both(report: Report) -> None:
-        seen.append({"round": report.round, **report.metrics})
-        watch(report)
-
-    return both
+        for done in sweep(experiments, machine=machine, data=data, watch=show):
+            yield Finished(done.experiment, done.metrics, replace(machine, engine="batched"), done.diverged or None)
 
 
 def groups(jobs: Sequence[Job]) -> list[list[Job]]:

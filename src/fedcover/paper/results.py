@@ -13,10 +13,11 @@ from typing import Any
 from fedcover.checkpoints import write_atomically
 from fedcover.errors import RunError
 from fedcover.experiment import Experiment
-from fedcover.folders import Metrics, manifest, summarise
+from fedcover.folders import manifest
 from fedcover.paper.cells import RATE, RATES, Cell, cell_id
 from fedcover.paper.claims import DATASETS
 from fedcover.preparation import Machine, Parts
+from fedcover.summary import Metrics, summarise
 
 COSTS = ("gamma_min", "delta2_mean", "parameters", "multiply_adds", "bytes_down", "bytes_up", "rounds", "seconds")
 LAST_ROUNDS = 5

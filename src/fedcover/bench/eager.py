@@ -4,11 +4,9 @@ Every function gives the seconds of each repetition, so that the caller can take
 trains all clients of a round by one mini-batch each.
 """
 
-import argparse
 import time
 from collections.abc import Callable
 from functools import partial
-from statistics import median
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +26,7 @@ CLIENTS, BATCH, LR, MOMENTUM = 10, 10, 0.01, 0.5
 
 def seconds(work: Callable[[], object], repeats: int, device: str, *, warm: int = 2) -> list[float]:
     """How long a piece of work takes, again and again, after some calls that do not count."""
-    wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
+    wait: Callable[[], None] = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
     found = []
     for repeat in range(warm + repeats):
         wait()
@@ -98,14 +96,15 @@ def descend(module: nn.Module, optimiser: torch.optim.Optimizer, x_B: Tensor, y_
     optimiser.zero_grad()
     with torch.autocast(x_B.device.type, torch.bfloat16, enabled=bf16):
         logits_BK = module(x_B)
-    F.cross_entropy(logits_BK.float(), y_B).backward()
+    F.cross_entropy(logits_BK.float(), y_B).backward()  # type: ignore[no-untyped-call]
     optimiser.step()
 
 
 @torch.no_grad()
 def accuracy(module: nn.Module, x: Tensor, y: Tensor) -> float:
     """The share of right answers."""
-    right = [(module(x_B).argmax(1) == y_B).sum() for x_B, y_B in zip(x.split(256), y.split(256), strict=True)]
+    batches = zip(torch.split(x, 256), torch.split(y, 256), strict=True)
+    right = [(module(x_B).argmax(1) == y_B).sum() for x_B, y_B in batches]
     return float(torch.stack(right).sum()) / len(y)
 
 
@@ -130,13 +129,14 @@ def one_big_batch_step(
 ) -> list[float]:
     """One model with one batch of all clients' images, channels-last, in one CUDA graph (eager without CUDA)."""
     with allowing_tf32(precision in ("tf32", "bf16")):
-        module = trainable(name, device).to(memory_format=torch.channels_last)
+        module = trainable(name, device)
+        module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         velocity = [torch.zeros_like(p) for p in module.parameters()]
         x_CB, y_CB = random_batches(name, device, 1, images)
         x_B, y_B = x_CB[0].contiguous(memory_format=torch.channels_last), y_CB[0]
 
         def step() -> None:
-            params = list(module.parameters())
+            params: list[Tensor] = list(module.parameters())
             with torch.autocast(x_B.device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False):
                 logits_BK = module(x_B)
             gradients = torch.autograd.grad(F.cross_entropy(logits_BK.float(), y_B), params)
@@ -150,7 +150,7 @@ def one_big_batch_step(
 
 def captured(step: Callable[[], None]) -> Callable[[], None]:
     """The same work as one CUDA graph."""
-    beside = torch.cuda.Stream()
+    beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     beside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(beside):  # libraries choose their kernels before the capture
         for _ in range(3):
@@ -193,29 +193,3 @@ def random_batches(name: str, device: str, clients: int, number: int) -> tuple[T
     draw = torch.Generator().manual_seed(0)
     x_CB = torch.randn(clients, number, *shape, generator=draw)
     return x_CB.to(device), torch.randint(classes, (clients, number), generator=draw).to(device)
-
-
-def main() -> None:
-    """Print the loop and the floors on this machine."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    device = parser.parse_args().device
-    torch.set_num_threads(1)
-    lines = {"mlp, eager step": eager_step("mlp", device), "mlp, eager round": eager_round(device)}
-    if device == "cpu":
-        lines["mlp, floor: two large products"] = matmul_step()
-    else:
-        for name in ("wrn28-2", "wrn28-8"):
-            with allowing_tf32(True):
-                lines[f"{name}, eager step, tf32"] = eager_step(name, device)
-                lines[f"{name}, eager step, bf16"] = eager_step(name, device, bf16=True)
-            for precision in ("tf32", "bf16"):
-                lines[f"{name}, floor: one batch of all, {precision}"] = one_big_batch_step(
-                    name, device, precision=precision
-                )
-    for what, found in lines.items():
-        print(f"{what:45} {1e3 * median(found):10.3f} ms   ({1e3 * min(found):.3f} to {1e3 * max(found):.3f})")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,130 @@
+"""One run of the benchmark: every figure with its spread, ratios only within the run, a page to keep."""
+
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from statistics import median
+
+import torch
+
+from fedcover.bench import eager, ours
+from fedcover.preparation import Machine
+from fedcover.version import __version__
+
+WIDTHS = (1.0, 0.5, 0.25)
+LOCKSTEP = (100, 450, 1350)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One figure: what was done, in which milliseconds (of a step of all clients, unless it says so), and ratios."""
+
+    what: str
+    milliseconds: tuple[float, ...]
+    ratios: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def middle(self) -> float:
+        """The median."""
+        return median(self.milliseconds)
+
+
+def line(what: str, seconds: Sequence[float], **against: float) -> Line:
+    """A figure, and how many times faster (or, below 1, slower) it is than some others in milliseconds."""
+    found = tuple(1e3 * second for second in seconds)
+    return Line(what, found, tuple((name.replace("_", " "), other / median(found)) for name, other in against.items()))
+
+
+def bench(device: str, *, models: Sequence[str] | None = None) -> Iterator[Line]:
+    """Measure this computer: the plain loop, the floor, our engines; on a CPU with one thread."""
+    if device.startswith("cuda"):
+        for name in models or ("mlp", "wrn28-2", "wrn28-8"):
+            yield from (_lockstep(device) if name == "mlp" else _convolutions(name, device))
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield from _cpu()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _cpu() -> Iterator[Line]:
+    loop = line("mlp, 10 clients: plain eager loop", eager.eager_step("mlp", repeats=60))
+    yield loop
+    floor = line("mlp, 10 clients: floor, the two large products alone", eager.matmul_step(repeats=400))
+    yield floor
+    machine = Machine("batched", "cpu", threads=1).resolved()
+    seconds = ours.step_seconds("mlp", machine, together=True, repeats=60)
+    yield line("mlp, 10 clients: batched", seconds, than_the_loop=loop.middle, of_the_floor=floor.middle)
+    mixed = {"fleet": "4x1.0 + 6x0.5", "policy": "prefix"}
+    yield line("mlp, 4x1 + 6x0.5: batched", ours.step_seconds("mlp", machine, together=True, repeats=60, **mixed))  # type: ignore[arg-type]
+    yield from _rounds("mlp", machine, "1x1.0", "full", 600)
+
+
+def _convolutions(name: str, device: str) -> Iterator[Line]:
+    for precision in ("tf32", "bf16"):
+        machine = Machine("streams", device, precision=precision).resolved()
+        with machine.applied():
+            eagerly = eager.eager_step(name, device, bf16=precision == "bf16")
+        loop = line(f"{name} {precision}: plain eager loop", eagerly)
+        yield loop
+        big = eager.one_big_batch_step(name, device, precision=precision)
+        bound = line(f"{name} {precision}: bound, one batch of all", big)
+        yield bound
+        seconds = ours.step_seconds(name, machine)
+        yield line(f"{name} {precision}: streams", seconds, than_the_loop=loop.middle, of_the_bound=bound.middle)
+        crew = ours.step_seconds(name, machine, together=True)
+        yield line(f"{name} {precision}: batched", crew, than_the_loop=loop.middle, of_the_bound=bound.middle)
+    whole = 0.0
+    for width in WIDTHS:
+        seconds = ours.step_seconds(name, machine, fleet=f"1x{width}", policy="prefix")
+        found = line(f"{name} bf16: streams, all clients {width} wide", seconds)
+        whole = whole or found.middle
+        yield Line(found.what, found.milliseconds, (("of full width's time", found.middle / whole),))
+    yield from _rounds(name, machine, "1x1.0", "full", 500)
+    yield from _rounds(name, machine, "4x1.0 + 3x0.5 + 3x0.25", "rolling(spread=true)", 500)
+
+
+def _rounds(name: str, machine: Machine, fleet: str, policy: str, samples: int) -> Iterator[Line]:
+    """Whole rounds, and the share of each phase."""
+    rounds = ours.round_seconds(name, machine, fleet=fleet, policy=policy, samples=samples)
+    totals = [sum(phases.values()) for phases in rounds]
+    shares = tuple((phase, median([r[phase] / t for r, t in zip(rounds, totals, strict=True)])) for phase in rounds[0])
+    what = f"{name} {machine.precision}, {fleet} {policy}: a whole round, and its phases' shares"
+    yield Line(what, tuple(1e3 * total for total in totals), shares)
+
+
+def _lockstep(device: str) -> Iterator[Line]:
+    machine = Machine("batched", device, precision="tf32").resolved()
+    with machine.applied():
+        loop = line("mlp: plain eager loop, 10 clients", eager.eager_step("mlp", device, repeats=20))
+    yield loop
+    for clients in (10, *LOCKSTEP):
+        seconds = ours.step_seconds("mlp", machine, clients=clients, together=True)
+        found = line(f"mlp tf32: {clients} clients in lockstep", seconds)
+        rate = clients * eager.BATCH / found.middle / 1e3
+        yield Line(found.what, found.milliseconds, (("million images/s", rate),))
+
+
+def page(lines: Sequence[Line], device: str, *, today: Callable[[], datetime] = lambda: datetime.now(UTC)) -> str:
+    """The figures as a Markdown page with hardware, versions and date."""
+    hardware = torch.cuda.get_device_name() if device.startswith("cuda") else f"{platform.machine()} CPU, one thread"
+    rows = [
+        f"| {x.what} | {x.middle:.3f} | {min(x.milliseconds):.3f} to {max(x.milliseconds):.3f} "
+        f"| {len(x.milliseconds)} | {', '.join(f'{name} {value:.3f}' for name, value in x.ratios)} |"
+        for x in lines
+    ]
+    head = [
+        f"# fedcover bench on {hardware}",
+        "",
+        f"{today():%Y-%m-%d}, fedcover {__version__}, torch {torch.__version__}, Python {platform.python_version()}.",
+        "A step trains 10 clients by one mini-batch of 10 random images each: forward, backward, SGD with momentum.",
+        "Milliseconds are the median of repetitions in one process. 'than the loop' is how many times faster, 'of the",
+        "floor' and 'of the bound' the share of the speed that those have.",
+        "",
+        "| what | ms | from, to | repetitions | ratios |",
+        "|---|---|---|---|---|",
+    ]
+    return "\n".join([*head, *rows, ""])

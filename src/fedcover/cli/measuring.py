@@ -1,0 +1,85 @@
+"""Commands about speed: bench and sweep."""
+
+import json as js
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from fedcover import console
+from fedcover.bench import bench as measure
+from fedcover.bench import page
+from fedcover.cli.options import Data, Device, Json, Precision, app
+from fedcover.errors import InvalidValue
+from fedcover.experiment import Experiment, parse_change, read_experiment
+from fedcover.preparation import Machine
+from fedcover.rounds import Report
+from fedcover.sweeps import sweep as run_sweep
+from fedcover.sweeps import varied
+
+
+@app.command
+def bench(
+    *,
+    device: Device = "auto",
+    out: Annotated[Path | None, Parameter(help="Write the table to this Markdown file.")] = None,
+    json: Json = False,
+) -> None:
+    """Measure our engines, the plain eager loop and the floor on this computer, as ratios of one run."""
+    chosen = Machine(device=device).resolved().device
+    found = []
+    for figure in measure(chosen):
+        found.append(figure)
+        if not json:
+            ratios = ", ".join(f"{name} {value:.2f}" for name, value in figure.ratios)
+            print(f"{figure.what:65} {figure.middle:9.3f} ms  {ratios}", flush=True)
+    if json:
+        print(js.dumps([asdict(figure) for figure in found], indent=2))
+    if out:
+        out.write_text(page(found, chosen))
+
+
+@app.command
+def sweep(
+    experiment: Annotated[Path | None, Parameter(help="A TOML file; without it, the defaults.")] = None,
+    *,
+    vary: Annotated[tuple[str, ...], Parameter(help="key=value|value|..., all combinations; may be repeated.")] = (),
+    set: Annotated[tuple[str, ...], Parameter(help="key=value, overrides the file; may be repeated.")] = (),
+    seeds: Annotated[int, Parameter(help="Every setting with so many seeds.")] = 1,
+    runs: Annotated[Path, Parameter(help="Where run folders are made, one for each run.")] = Path("runs"),
+    data: Data = None,
+    device: Device = "auto",
+    precision: Precision = "fp32",
+    json: Json = False,
+) -> None:
+    """Run settings x seeds in lockstep, each into its own folder; run it again to go on where it was stopped."""
+    changes = dict(parse_change(text) for text in set)
+    base = read_experiment(experiment, changes) if experiment else Experiment(**changes)
+    wanted = varied(base, dict(_choices(text) for text in vary), seeds)
+    machine = Machine(device=device, precision=precision)
+    table = []
+    with console.watching(f"{len(wanted)} runs", sum(e.rounds for e in wanted)) as watch:
+        count = iter(range(sum(e.rounds for e in wanted)))
+
+        def show(experiment: Experiment, report: Report) -> None:
+            watch(Report(next(count), report.metrics))
+
+        for done in run_sweep(wanted, runs, machine=machine, data=data, watch=show):
+            last = next((line for line in reversed(done.metrics) if "accuracy" in line), {})
+            table.append(
+                {"name": done.experiment.name, "accuracy": last.get("accuracy"), "diverged": done.diverged or None}
+            )
+    if json:
+        print(js.dumps(table, indent=2))
+        return
+    for row in table:
+        accuracy = row["accuracy"]
+        print(f"{row['name']:60} {row['diverged'] or (f'{accuracy:.4f}' if accuracy is not None else 'not evaluated')}")
+
+
+def _choices(text: str) -> tuple[str, list[Any]]:
+    key, equals, values = text.partition("=")
+    if not equals or not values:
+        raise InvalidValue(f"vary must look like key=value|value; got {text!r}")
+    return key, [parse_change(f"{key}={value}")[1] for value in values.split("|")]

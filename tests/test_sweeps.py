@@ -1,0 +1,102 @@
+"""Sweeps: every run is what it would be alone, and a sweep that was stopped goes on."""
+
+import pytest
+
+import fedcover as fc
+from fedcover.errors import InvalidValue
+from fedcover.runs import load
+from fedcover.sweeps import sweep, varied
+
+BASE = {"clients": 20, "active": 4, "rounds": 3, "epochs": 1, "model": "mlp(hidden=[8])", "assignment": "slot"}
+FIGURES = ("accuracy", "loss", "train_loss", "gamma_round", "histogram", "delta2_mean")
+
+
+def alike(left, right):
+    assert len(left) == len(right)
+    for one, other in zip(left, right, strict=True):
+        for name in FIGURES:
+            assert one.get(name) == pytest.approx(other.get(name), rel=1e-4), name
+
+
+def settings():
+    base = fc.Experiment(**BASE, fleet="1x1 + 1x0.5")
+    return varied(base, {"policy": ["prefix", "magnitude"], "lr": [0.05, 0.01]}, seeds=2)
+
+
+def test_every_run_is_what_it_would_be_alone():
+    wanted = settings()
+    found = {run.experiment.name: run.metrics for run in sweep(wanted)}
+    assert list(found) == [e.name for e in wanted]
+    for experiment in wanted:
+        alike(found[experiment.name], fc.run(experiment, machine=fc.Machine(engine="sequential")).metrics)
+
+
+def test_crews_reach_over_runs(monkeypatch):
+    sizes = []
+    from fedcover.engines import lanes
+
+    load_crew = lanes.Lane.load
+
+    def counting(self, clients):
+        sizes.append(len(clients))
+        load_crew(self, clients)
+
+    monkeypatch.setattr(lanes.Lane, "load", counting)
+    list(sweep(varied(fc.Experiment(**BASE, policy="full", fleet="1x1"), {}, seeds=5)))
+    assert max(sizes) >= 10  # five runs of four clients, of which not all have equally many rows
+
+
+def test_runs_of_different_length_and_models_go_side_by_side():
+    wanted = [
+        fc.Experiment(
+            **{**BASE, "rounds": rounds, "model": model}, name=f"{model[:3]}{rounds}", policy="full", fleet="1x1"
+        )
+        for rounds in (1, 3)
+        for model in ("mlp(hidden=[8])", "cnn(channels=[2, 2], hidden=4)")
+    ]
+    found = {run.experiment.name: len(run.metrics) for run in sweep(wanted)}
+    assert found == {e.name: e.rounds for e in wanted}
+
+
+def test_one_run_that_diverges_leaves_the_others_alone():
+    base = fc.Experiment(**BASE, policy="full", fleet="1x1")
+    found = list(sweep(varied(base, {"lr": [0.05, 1e30]}, seeds=1)))
+    said = {run.experiment.lr: run.diverged for run in found}
+    assert said[0.05] == ""
+    assert "diverged" in said[1e30]
+    assert [len(run.metrics) for run in found if not run.diverged] == [3]
+
+
+def test_what_cannot_run_together_runs_alone():
+    base = fc.Experiment(**{**BASE, "model": "mlp(hidden=[8], dropout=0.5)"}, policy="full", fleet="1x1")
+    for run in sweep(varied(base, {}, seeds=2)):
+        alike(run.metrics, fc.run(run.experiment, machine=fc.Machine(engine="sequential")).metrics)
+
+
+def test_a_sweep_that_was_stopped_goes_on(tmp_path):
+    wanted = settings()[:4]
+    whole = {run.experiment.name: run.metrics for run in sweep(wanted)}
+
+    def stop(experiment, report):
+        if report.round == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(sweep(wanted, tmp_path, watch=stop))
+    for run in sweep(wanted, tmp_path):
+        alike(run.metrics, whole[run.experiment.name])
+        assert load(tmp_path / run.experiment.name).state.round == 3
+    again = {run.experiment.name: run.metrics for run in sweep(wanted, tmp_path)}  # all there, nothing is run
+    assert again.keys() == whole.keys()
+
+
+def test_a_folder_of_another_experiment_is_refused(tmp_path):
+    wanted = fc.Experiment(**BASE, policy="full", fleet="1x1", name="same")
+    list(sweep([wanted], tmp_path))
+    with pytest.raises(InvalidValue, match="holds another experiment"):
+        list(sweep([wanted.model_copy(update={"lr": 0.5})], tmp_path))
+
+
+def test_seeds_must_be_some():
+    with pytest.raises(InvalidValue, match="seeds must be at least 1; got 0"):
+        varied(fc.Experiment(), {}, seeds=0)
