@@ -5,6 +5,8 @@ import torch
 
 import fedcover as fc
 from fedcover.checkpoints import found
+from fedcover.engines.pools import pool_of
+from fedcover.sweeps import varied
 from tests.worlds import same
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -46,12 +48,44 @@ def exact_matmuls():
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # attention under vmap
+@pytest.mark.parametrize("engine", ["streams", "batched"])
 @pytest.mark.parametrize("fields", SETTINGS.values(), ids=SETTINGS.keys())
-def test_one_round_equals_the_cpu(fields):
-    runs = [fc.run(experiment(fields, 1), machine=fc.Machine(device=device)) for device in ("cpu", "cuda")]
+def test_two_rounds_equal_the_reference_on_the_cpu(fields, engine):
+    machines = fc.Machine("sequential", "cpu"), fc.Machine(engine, "cuda")
+    runs = [fc.run(experiment(fields, 2), machine=machine) for machine in machines]
     left, right = (({name: t.cpu() for name, t in run.state.params.items()}) for run in runs)
     same(left, right, 2e-4)
     assert runs[0].gamma_min == runs[1].gamma_min
+
+
+def test_captured_steps_are_used_again_when_widths_change_every_round(caplog):
+    """Capacities of devices: other widths in every cohort, and nothing is captured once every width was seen."""
+    fields = {**SETTINGS["images"], "assignment": "device", "fleet": "1x1.0 + 1x0.5 + 1x0.25", "active": 6}
+    result = fc.run(experiment(fields, 12), machine=fc.Machine("streams", "cuda"))
+    places = pool_of(result.setup.task.model.module).places
+    assert len({place.lane.shape for place in places.values()}) == 3
+    assert len(places) <= 18
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("engine", ["streams", "batched"])
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_smaller_formats_stay_near_float32(engine, precision):
+    fine, coarse = (
+        fc.run(experiment(SETTINGS["images"], 1), machine=fc.Machine(engine, "cuda", precision=p)).state.params
+        for p in ("fp32", precision)
+    )
+    assert all(coarse[name].dtype == torch.float32 for name in coarse)
+    distance = max(float((fine[name] - coarse[name]).abs().max()) for name in fine)
+    assert 0 < distance < 0.05
+
+
+def test_a_sweep_in_lockstep_equals_its_runs():
+    base = experiment({"policy": "prefix", "assignment": "slot"}, 2)
+    for run in fc.sweep(varied(base, {"lr": [0.02, 0.01]}, seeds=2), machine=fc.Machine(device="cuda")):
+        alone = fc.run(run.experiment, machine=fc.Machine("sequential", "cpu")).metrics
+        assert [line["loss"] for line in run.metrics] == pytest.approx([line["loss"] for line in alone], rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["prefix", "images", "magnitude"])
