@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fedcover as fc
+from fedcover import sweeps
 from fedcover.errors import InvalidValue, RunError
 from fedcover.experiment import Experiment
 from fedcover.paper import document, reproduce, results
