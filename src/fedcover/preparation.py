@@ -28,7 +28,7 @@ from fedcover.sources import Partitioned, Synthetic
 from fedcover.submodel import submodel
 from fedcover.tracing import trace
 from fedcover.training import SCHEDULES
-from fedcover.types import Dataset, LocalTraining, Model, Policy, Recipe, Samples, Source, Task
+from fedcover.types import Dataset, Engine, LocalTraining, Model, Policy, Recipe, Samples, Source, Task
 
 MOST_THREADS = 1024
 SMALL_STEP = 100_000_000
@@ -89,6 +89,7 @@ class Parts:
     dataset: Dataset | None = None
     model: Model | nn.Module | None = None
     policy: Policy | None = None
+    engine: Engine | None = None
 
 
 def prepare(
@@ -114,7 +115,7 @@ def prepare(
         fleet=experiment.scaled_fleet,
         policy=_own_policy(own.policy) if own.policy else named_policy(experiment),
         check_capacity=own.policy is not None or ":" in experiment.policy,
-        engine=ENGINES[machine.engine],
+        engine=own.engine or ENGINES[machine.engine],
         rule=_named("rule", experiment.rule, RULES),
         server=_named("server", experiment.server, SERVERS)(),
         lr=_learning_rate(experiment),

@@ -136,6 +136,7 @@ def run_round(setup: Setup, state: State) -> tuple[State, Report]:
         metrics = _round_metrics(setup, state, after, cohort, updates)
     with clock("evaluation"):
         metrics |= _scores(setup, after, updates)
+    metrics |= getattr(setup.engine, "figures", dict)()  # an engine that reaches other machines tells who failed
     return after, Report(state.round, {**metrics, "seconds": clock.seconds})
 
 
