@@ -17,7 +17,7 @@ STORY = [
     "downloads", "datasets", "partition", "sources", "fleet",
     "groups", "models", "reduction", "wire", "submodel", "tracing", "norms", "coverage",
     "objective", "planner", "design",
-    "policies", "recipes", "augment", "training", "engines", "aggregation", "evaluation", "cost",
+    "policies", "recipes", "augment", "training", "engines", "aggregation", "evaluation", "cost", "arrays", "replies",
     "rounds", "experiment", "preparation", "checkpoints", "folders", "runs",
     "onnx_export", "export", "audit", "planning", "paper", "console", "demo", "cli",
 ]  # fmt: skip

@@ -243,7 +243,8 @@ class Recipe:
 
     `start` sees what the client was given, `observe` every step's gradients before they are masked, `finish` the end;
     `model` is what the recipe makes of the global model before the first round. Recipes that remember nothing may run
-    `together`: many clients in one step. With `exits` the model gives the logits of several exits, stacked.
+    `together`: many clients in one step. With `exits` the model gives the logits of several exits, stacked. `measures`
+    declares what its clients measure: a kind, and of which tensors (`all`, `prunable`).
     """
 
     loss: Callable[[Forward, Params, Batch, Carry], Tensor]
@@ -253,6 +254,7 @@ class Recipe:
     model: Callable[[Model], Model] = lambda model: model
     together: bool = False
     exits: bool = False
+    measures: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

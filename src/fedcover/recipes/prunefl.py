@@ -41,4 +41,5 @@ def prunefl(*, every: int = 50) -> Recipe:
         total = {name: earlier[name] + squares / steps for name, squares in sums.items()}
         return Outcome(params, measured={"squared_gradient": total, "trained_in": trained_in})
 
-    return Recipe(cross_entropy, start, observe, finish)
+    measures = {"squared_gradient": "all", "trained_in": "prunable"}
+    return Recipe(cross_entropy, start, observe, finish, measures=measures)

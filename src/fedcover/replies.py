@@ -1,0 +1,299 @@
+"""What a client may send back: every reply is compared with what was asked, before any of it is believed.
+
+A reply is arrays by name and a few numbers. Its names, shapes and types are known before it comes, so nothing of it is
+parsed that could be compared instead; nothing is unpickled, and what is too large is refused by its size alone.
+"""
+
+import math
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedcover.arrays import HEADER, RawArray, Refused, Wanted, as_array, read, shown, wanted_for
+from fedcover.norms import statistics_key
+from fedcover.reduction import Within, dense
+from fedcover.types import Client, Params, Reduction, State, Task, Update
+
+REASONS = {
+    "unknown nonce": "the reply answers no task that is out, or another client's",
+    "replayed nonce": "the task was answered before",
+    "late": "the reply came after its round had ended",
+    "too large": "the reply has more bytes than an answer to its task can have",
+    "malformed metrics": "the numbers beside the arrays are not the expected ones, or not finite",
+    "missing array": "an array that was asked for is not there",
+    "extra array": "an array came that nobody asked for",
+    "pickled": "an array is stored in another way than NumPy's own, or as Python objects",
+    "wrong dtype": "an array's numbers are of another type, as declared or as stored",
+    "wrong shape": "an array has another shape, as declared or as stored",
+    "damaged array": "an array's bytes are no stored array, or not as many as its shape needs",
+    "not finite": "an array holds NaN or infinity",
+    "negative variance": "a running variance is below zero",
+    "absurd norm": "the update is longer than any honest one",
+    "mask malformed": "the mask of trained entries is too short, or sets bits beyond its end",
+    "mask over capacity": "the mask claims entries that the client was not given",
+}
+"""Why a reply is refused: the whole list."""
+
+NORM_LIMIT = 1e6
+"""Updates longer than this are not believed."""
+REMEMBERED = 10_000
+"""Nonces of answered tasks that are remembered to tell a replay from a fabrication; both are refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawReply:
+    """A reply as it arrived; nothing in it can be trusted to be of any type."""
+
+    nonce: Any
+    client: Any
+    arrays: Mapping[Any, RawArray]
+    metrics: Mapping[Any, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """A task that was sent: who was asked, for which part of which tensors, and how large an answer may be."""
+
+    nonce: str
+    client: Client
+    reduction: Reduction
+    params: Params
+    statistics: Params = field(default_factory=dict)
+    measures: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    metrics: tuple[str, ...] = ("loss",)
+    norm_limit: float = NORM_LIMIT
+
+    @cached_property
+    def start(self) -> Params:
+        """The part that the client began with."""
+        return self.reduction.extract(self.params)
+
+    @cached_property
+    def wanted(self) -> dict[str, Wanted]:
+        """Every array that may come, by name; only bits may be left out."""
+        masks, part = self.reduction.gradient_mask(), self.start
+        plain = {f"params/{name}": wanted_for(tensor, masks.get(name)) for name, tensor in part.items()}
+        plain |= {f"buffers/{n}": wanted_for(t) for n, t in self.reduction.extract(self.statistics).items()}
+        whole = dense(self.reduction).extract(self.params)
+        for kind, names in self.measures.items():
+            plain |= {f"measured/{kind}/{name}": wanted_for(whole[name]) for name in names if name in whole}
+        bits = {f"bits/{name}": Wanted((-(-tensor.numel() // 8),), "uint8", True) for name, tensor in part.items()}
+        return plain | bits
+
+    @cached_property
+    def byte_limit(self) -> int:
+        """More bytes than any honest answer has."""
+        return sum(wanted.bytes + HEADER for wanted in self.wanted.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """Why a reply is not used: a reason from the table, and what exactly is wrong, safe to print."""
+
+    client: int | None
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A reply that is exactly what was asked for."""
+
+    update: Update
+    metrics: Mapping[str, float]
+
+
+def ask(
+    nonce: str, task: Task, state: State, client: Client, reduction: Reduction, *, norm_limit: float = NORM_LIMIT
+) -> Asked:
+    """What is asked of a client that is sent its part of the model."""
+    known = state.statistics.get(statistics_key(task.norm, client.capacity) or "", {})
+    scope = {"all": tuple(state.params), "prunable": task.model.prunable}
+    measures = {kind: scope[which] for kind, which in task.recipe.measures.items()}
+    return Asked(nonce, client, reduction, state.params, known, measures, norm_limit=norm_limit)
+
+
+def pack(update: Update) -> dict[str, np.ndarray]:
+    """The arrays in which a client sends its update: kept weights only, and bits where it chose what it trained.
+
+    What is private stays with the client.
+    """
+    masks = update.sent.gradient_mask()
+    arrays = {f"params/{name}": as_array(t[masks[name]] if name in masks else t) for name, t in update.params.items()}
+    arrays |= {f"buffers/{name}": as_array(tensor) for name, tensor in update.buffers.items()}
+    for kind, tensors in update.measured.items():
+        arrays |= {f"measured/{kind}/{name}": as_array(tensor) for name, tensor in tensors.items()}
+    chosen = update.trained.bits if isinstance(update.trained, Within) else {}
+    for name, bits in chosen.items():
+        held = bits & masks[name].to(bits.device) if name in masks else bits
+        arrays[f"bits/{name}"] = np.packbits(as_array(held).ravel())
+    return arrays
+
+
+def fresh_nonce() -> str:
+    """128 bits that nobody can guess."""
+    return secrets.token_hex(16)
+
+
+def check(raw: RawReply, asked: Asked) -> Answer | Rejection:
+    """The update in a reply that is exactly what was asked for; otherwise why it is refused. Never raises."""
+    try:
+        return _checked(raw, asked)
+    except Refused as refused:
+        return Rejection(asked.client.id, refused.reason, refused.detail)
+
+
+class Ledger:
+    """The tasks that are out: each has a nonce of its own that is good for one reply, whether it is accepted or not.
+
+    >>> from fedcover.reduction import Masks
+    >>> ledger = Ledger()
+    >>> asked = ledger.expect(lambda nonce: Asked(nonce, Client(7, 1.0, 0, 10, ()), Masks({}), {}))
+    >>> raw = RawReply(asked.nonce, 7, {}, {"loss": 0.5})
+    >>> ledger.receive(raw).update.loss, ledger.receive(raw).reason
+    (0.5, 'replayed nonce')
+    """
+
+    def __init__(self, draw: Callable[[], str] = fresh_nonce) -> None:
+        self._draw = draw
+        self._open: dict[str, Asked] = {}
+        self._done: dict[str, str] = {}
+
+    def expect(self, make: Callable[[str], Asked]) -> Asked:
+        """A task with a fresh nonce; `make` is given the nonce."""
+        asked = make(self._draw())
+        self._open[asked.nonce] = asked
+        return asked
+
+    def receive(self, raw: RawReply) -> Answer | Rejection:
+        """Check a reply against the task that its nonce names, and use up the nonce."""
+        asked = self._open.get(raw.nonce) if isinstance(raw.nonce, str) else None
+        if asked is None or type(raw.client) is not int or raw.client != asked.client.id:
+            reason = self._done.get(raw.nonce, "unknown nonce") if isinstance(raw.nonce, str) else "unknown nonce"
+            claimed = raw.client if type(raw.client) is int else None
+            return Rejection(claimed, reason, f"nonce {shown(raw.nonce)} of client {shown(raw.client)}")
+        del self._open[asked.nonce]
+        self._remember(asked.nonce, "replayed nonce")
+        return check(raw, asked)
+
+    def close(self) -> tuple[Asked, ...]:
+        """End the round: what is still out is late from now on."""
+        out = tuple(self._open.values())
+        self._open.clear()
+        for asked in out:
+            self._remember(asked.nonce, "late")
+        return out
+
+    def _remember(self, nonce: str, reason: str) -> None:
+        self._done[nonce] = reason
+        if len(self._done) > REMEMBERED:
+            del self._done[next(iter(self._done))]
+
+
+def _checked(raw: RawReply, asked: Asked) -> Answer:
+    _sizes(raw.arrays, asked)
+    metrics = _metrics(raw.metrics, asked.metrics)
+    _names(raw.arrays, asked)
+    arrays = {name: read(name, raw.arrays[name], wanted) for name, wanted in asked.wanted.items() if name in raw.arrays}
+    params = _placed(_under("params/", arrays), asked)
+    buffers = _under("buffers/", arrays)
+    measured = {kind: _under(f"measured/{kind}/", arrays) for kind in asked.measures}
+    _finite({"params": params, "buffers": buffers, **measured})
+    _lengths(asked, params, buffers)
+    bits = {name: _bits(name, packed, asked) for name, packed in _under("bits/", arrays).items()}
+    trained = Within(asked.reduction, bits) if bits else asked.reduction
+    device = {name: tensor.device for name, tensor in asked.params.items()}
+    params = {name: tensor.to(device[name]) for name, tensor in params.items()}
+    return Answer(
+        Update(asked.client, asked.reduction, trained, params, buffers, measured, {}, metrics["loss"]), metrics
+    )
+
+
+def _sizes(arrays: Mapping[Any, RawArray], asked: Asked) -> None:
+    """Before anything else, and without looking into a single byte."""
+    if not isinstance(arrays, Mapping) or not all(isinstance(array, RawArray) for array in arrays.values()):
+        raise Refused("damaged array", "the reply has no arrays by name")
+    sizes = [array.bytes for array in arrays.values()]
+    known = [size for size in sizes if size is not None]
+    if len(known) < len(sizes):
+        raise Refused("damaged array", "an array has no bytes")
+    if sum(known) > asked.byte_limit:
+        raise Refused("too large", f"{sum(known)} bytes; at most {asked.byte_limit} are possible")
+
+
+def _metrics(given: Mapping[Any, Any], names: tuple[str, ...]) -> dict[str, float]:
+    if not isinstance(given, Mapping) or set(given) != set(names):
+        raise Refused("malformed metrics", f"expected {', '.join(names)}")
+    for name in names:
+        value = given[name]
+        if type(value) not in (int, float) or not _is_finite(value):
+            raise Refused("malformed metrics", f"{name} is {shown(value)}")
+    return {name: float(given[name]) for name in names}
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        return False
+
+
+def _names(arrays: Mapping[Any, RawArray], asked: Asked) -> None:
+    for name in arrays:
+        if name not in asked.wanted:
+            raise Refused("extra array", shown(name))
+    for name, wanted in asked.wanted.items():
+        if name not in arrays and not wanted.bits:
+            raise Refused("missing array", name)
+
+
+def _under(prefix: str, arrays: Mapping[str, Tensor]) -> Params:
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+
+
+def _placed(values: Params, asked: Asked) -> Params:
+    """The parameters in the client's shapes, with zeros where weights are cut."""
+    masks = {name: mask.cpu() for name, mask in asked.reduction.gradient_mask().items()}
+    return {
+        name: torch.zeros(masks[name].shape, dtype=tensor.dtype).masked_scatter_(masks[name], tensor)
+        if name in masks
+        else tensor
+        for name, tensor in values.items()
+    }
+
+
+def _finite(kinds: Mapping[str, Params]) -> None:
+    for kind, tensors in kinds.items():
+        for name, tensor in tensors.items():
+            if not bool(tensor.isfinite().all()):
+                raise Refused("not finite", f"{kind}/{name}")
+            if kind == "buffers" and name.endswith("running_var") and bool((tensor < 0).any()):
+                raise Refused("negative variance", name)
+
+
+def _lengths(asked: Asked, params: Params, buffers: Params) -> None:
+    """How far the client has moved everything from what it was given."""
+    known = asked.reduction.extract(asked.statistics)
+    for kind, new, old in (("params", params, asked.start), ("buffers", buffers, known)):
+        squares = [float((t.double() - old[name].double().cpu()).square().sum()) for name, t in new.items()]
+        length = math.sqrt(sum(squares))
+        if not length <= asked.norm_limit:
+            raise Refused("absurd norm", f"{kind} moved by {length:.3g}; at most {asked.norm_limit:g} is believed")
+
+
+def _bits(name: str, packed: Tensor, asked: Asked) -> Tensor:
+    part = asked.start[name]
+    unpacked = np.unpackbits(packed.numpy())
+    if unpacked[part.numel() :].any():
+        raise Refused("mask malformed", f"bits/{name} sets bits beyond its {part.numel()} entries")
+    bits = torch.from_numpy(unpacked[: part.numel()].astype(bool)).view(part.shape)
+    masks = asked.reduction.gradient_mask()
+    if name in masks and bool((bits & ~masks[name].cpu()).any()):
+        raise Refused("mask over capacity", f"bits/{name} claims weights that were cut")
+    return bits.to(part.device)

@@ -1,0 +1,335 @@
+"""Replies off the wire: what is sent is what arrives; whatever else arrives is refused, by name, and does no harm."""
+
+import io
+import os
+import pickle
+import random
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from fedcover.arrays import NUMPY, RawArray
+from fedcover.coverage import count
+from fedcover.replies import REASONS, REMEMBERED, Answer, Ledger, RawReply, Rejection, ask, check, pack
+from fedcover.rounds import aggregate, cohort_of, view_of
+from fedcover.training import train_client
+from tests.worlds import same, world
+
+CASES = int(os.environ.get("FEDCOVER_FUZZ", "12000"))
+WORLDS = {
+    "slices": {"policy": "rolling"},
+    "drawn units": {"policy": "random"},
+    "masks": {"policy": "magnitude"},
+    "tracked norms": {"model": "preact_resnet18", "policy": "prefix", "norm": "tracked"},
+    "own bits": {"policy": "full", "recipe": "hermes"},
+    "label rows": {"policy": "magnitude", "label_rows": True},
+    "measured": {"policy": "prunefl", "recipe": "prunefl"},
+    "stages": {"model": "depth_resnet", "policy": "prefix"},
+}
+
+
+def asked_and_trained(name, slot=-1):
+    """A world of one kind, the task of one client, and its honest update."""
+    fields = dict(WORLDS[name])
+    setup, state = world(fields.pop("model", "mlp"), epochs=1, **fields)
+    cohort = cohort_of(setup, state.round)
+    client, reduction = cohort[slot], setup.policy(view_of(setup, state, cohort))[slot]
+    update = train_client(setup.task, state, client, reduction, 0.1)
+    return setup, state, ask("00" * 16, setup.task, state, client, reduction), update
+
+
+def stored(array, **declared):
+    """An array as Flower would carry it."""
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=array.dtype == object)
+    honest = {"dtype": str(array.dtype), "shape": array.shape, "stype": NUMPY, "data": memoryview(file.getvalue())}
+    return RawArray(**{**honest, **declared})
+
+
+def honest(asked, update):
+    arrays = {name: stored(array) for name, array in pack(update).items()}
+    return RawReply(asked.nonce, asked.client.id, arrays, {"loss": update.loss})
+
+
+def with_array(raw, name, array):
+    return replace(raw, arrays={**raw.arrays, name: array})
+
+
+def first(raw, prefix="params/"):
+    return next(name for name in raw.arrays if name.startswith(prefix))
+
+
+def numbers(raw, name):
+    return np.load(io.BytesIO(bytes(raw.arrays[name].data)), allow_pickle=False)
+
+
+def changed(raw, name, value, place=0):
+    array = numbers(raw, name).copy()
+    array.flat[place] = value
+    return with_array(raw, name, stored(array))
+
+
+@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("slot", [0, -1])
+def test_what_a_client_sends_is_what_arrives(name, slot):
+    setup, state, asked, update = asked_and_trained(name, slot)
+    answer = check(honest(asked, update), asked)
+    assert isinstance(answer, Answer), answer
+    got = answer.update
+    same(got.params, update.params)
+    same(got.buffers, update.buffers)
+    assert got.measured.keys() == update.measured.keys()
+    for kind in got.measured:
+        same(got.measured[kind], update.measured[kind])
+    assert (got.client, got.sent, got.private, got.loss) == (update.client, update.sent, {}, update.loss)
+    held = count(state.params, [update.sent])
+    mine, theirs = count(state.params, [got.trained]), count(state.params, [update.trained])
+    same(mine, {n: torch.minimum(theirs[n], held[n]) for n in theirs})
+    same(aggregate(setup, state, [got]).params, aggregate(setup, state, [update]).params)
+
+
+def _hostile(raw, asked):
+    """One reply, or more, for every reason."""
+    name, masks = first(raw), dict(asked.reduction.gradient_mask())
+    array = numbers(raw, name)
+    prefix = raw.arrays[name]
+    objects = stored(np.array([{}], dtype=object), dtype=prefix.dtype, shape=prefix.shape)
+    bits = np.full(asked.wanted[name.replace("params", "bits")].shape, 255, np.uint8)
+    bit_name = f"bits/{next(iter(masks), name.removeprefix('params/'))}"
+    found = {
+        "too large": [with_array(raw, name, replace(prefix, data=bytes(asked.byte_limit + 1)))],
+        "malformed metrics": [
+            replace(raw, metrics=wrong)
+            for wrong in ({}, {"loss": float("nan")}, {"loss": "0"}, {"loss": True}, {"loss": 1.0, "x": 1}, None,
+                          {"loss": 10**400}, {"loss": [1.0]})
+        ],
+        "missing array": [replace(raw, arrays={n: a for n, a in raw.arrays.items() if n != name})],
+        "extra array": [with_array(raw, n, stored(np.zeros(1))) for n in ("params/nosuch", "x", "", 7, None)],
+        "pickled": [
+            with_array(raw, name, replace(prefix, stype="torch.tensor")),
+            with_array(raw, name, replace(prefix, data=pickle.dumps(array))),
+            with_array(raw, name, objects),
+        ],
+        "wrong dtype": [
+            with_array(raw, name, stored(array.astype(np.float16))),
+            with_array(raw, name, stored(array.astype(np.float16), dtype=prefix.dtype)),
+            with_array(raw, name, stored(array.astype(array.dtype.newbyteorder(">")), dtype=prefix.dtype)),
+            with_array(raw, name, replace(prefix, dtype=None)),
+        ],
+        "wrong shape": [
+            with_array(raw, name, stored(np.zeros((1, *array.shape), array.dtype))),
+            with_array(raw, name, stored(array.ravel()[:-1])),
+            with_array(raw, name, stored(array.ravel()[:-1], shape=prefix.shape)),
+            *(with_array(raw, name, replace(prefix, shape=s)) for s in (None, (), (-1,), (10**30,), ("3",), [None])),
+        ],
+        "damaged array": [
+            with_array(raw, name, replace(prefix, data=data))
+            for data in (b"", bytes(prefix.data)[:-1], bytes(prefix.data) + b"\0", b"\x93NUMPY\x02\0" + bytes(300),
+                         b"\x93NUMPY\x01\0\xff\xff", None, "text", 7)
+        ] + [with_array(raw, name, None), replace(raw, arrays=None), replace(raw, arrays=[1])],
+        "not finite": [changed(raw, name, value, place=-1) for value in (np.nan, np.inf, -np.inf)],
+        "absurd norm": [changed(raw, name, 1e7), changed(raw, name, np.finfo(array.dtype).max)],
+        "mask malformed": [with_array(raw, bit_name, stored(bits[:0]))],
+        "mask over capacity": [with_array(raw, bit_name, stored(np.zeros(10**4, np.uint8)))],
+    }  # fmt: skip
+    if any(not bool(mask.all()) for mask in masks.values()):
+        whole = np.packbits(np.ones(next(iter(masks.values())).numel(), bool))
+        found["mask over capacity"].append(with_array(raw, bit_name, stored(whole)))
+    if asked.statistics:
+        variance = next(n for n in raw.arrays if n.endswith("running_var"))
+        found["negative variance"] = [changed(raw, variance, -0.5)]
+        found["not finite"].append(changed(raw, variance, np.nan))
+        found["absurd norm"].append(changed(raw, variance, 1e20))
+    return found
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_every_reason_has_its_reply(name):
+    _, _, asked, update = asked_and_trained(name)
+    for reason, replies in _hostile(honest(asked, update), asked).items():
+        for raw in replies:
+            found = check(raw, asked)
+            assert isinstance(found, Rejection), (reason, raw)
+            assert (found.reason, found.client) == (reason, asked.client.id), found
+            assert found.detail.isprintable()
+            assert len(found.detail) < 250
+
+
+def test_bits_beyond_the_end_are_refused():
+    _, _, asked, update = asked_and_trained("slices")
+    name = next(n for n, t in asked.start.items() if t.numel() % 8)
+    bits = np.zeros(asked.wanted[f"bits/{name}"].shape, np.uint8)
+    bits[-1] = 1
+    found = check(with_array(honest(asked, update), f"bits/{name}", stored(bits)), asked)
+    assert (found.reason, found.client) == ("mask malformed", asked.client.id)
+
+
+def test_the_table_is_complete():
+    """Every reason of the table is given by some test here, or by the ledger."""
+    _, _, asked, update = asked_and_trained("tracked norms")
+    by_hand = set(_hostile(honest(asked, update), asked))
+    assert by_hand | {"unknown nonce", "replayed nonce", "late"} == set(REASONS)
+
+
+def test_a_nonce_is_good_for_one_reply():
+    _, _, asked, update = asked_and_trained("slices")
+    ledger = Ledger()
+    tasks = [ledger.expect(lambda nonce: replace(asked, nonce=nonce)) for _ in range(4)]
+    assert len({task.nonce for task in tasks}) == 4
+    assert all(len(bytes.fromhex(task.nonce)) == 16 for task in tasks)
+    raws = [honest(task, update) for task in tasks]
+    assert isinstance(ledger.receive(raws[0]), Answer)
+    assert ledger.receive(raws[0]).reason == "replayed nonce"
+    assert ledger.receive(replace(raws[1], metrics={})).reason == "malformed metrics"
+    assert ledger.receive(raws[1]).reason == "replayed nonce"  # a second try is none
+    for wrong in (None, 7, "", "00" * 16, b"x", ["x"], {}, "x" * 10**6, "\n"):
+        found = ledger.receive(replace(raws[2], nonce=wrong))
+        assert found.reason == "unknown nonce"
+        assert found.detail.isprintable()
+        assert len(found.detail) < 250
+    for wrong in (asked.client.id + 1, None, str(asked.client.id), 1.5, True):  # another client's nonce
+        assert ledger.receive(replace(raws[2], client=wrong)).reason == "unknown nonce"
+    assert isinstance(ledger.receive(raws[2]), Answer)  # and that has not used it up
+    assert [task.nonce for task in ledger.close()] == [tasks[3].nonce]
+    assert ledger.receive(raws[3]).reason == "late"
+    assert ledger.close() == ()
+
+
+def test_the_ledger_does_not_grow():
+    _, _, asked, update = asked_and_trained("slices")
+    ledger = Ledger()
+    earliest = ledger.expect(lambda nonce: replace(asked, nonce=nonce))
+    assert isinstance(ledger.receive(honest(earliest, update)), Answer)
+    for _ in range(REMEMBERED):
+        ledger.expect(lambda nonce: replace(asked, nonce=nonce))
+        ledger.close()
+    assert ledger.receive(honest(earliest, update)).reason == "unknown nonce"  # forgotten, and still refused
+
+
+# ── the fuzz ────────────────────────────────────────────────────────────────────────────────────────────
+
+ODD = (None, True, -1, 0, 7, 2**70, 1.5, float("nan"), "", "x" * 300, "\x1b[2J\n", b"\x80\x05.", (), (3, -3), [2], {})
+SPECIAL = (np.nan, np.inf, -np.inf, 1e30, -1e30, 0.0, 5e-324)
+
+
+def mutated(raw, asked, chance):
+    """A reply with one to three things changed at random: bytes, declarations, arrays, names, numbers."""
+    for _ in range(chance.choice([1, 1, 1, 2, 3])):
+        raw = chance.choice(MUTATIONS)(raw, asked, chance)
+    return raw
+
+
+def some(raw, chance):
+    """The name of some array, if there is one."""
+    names = [name for name, array in raw.arrays.items() if isinstance(array, RawArray)]
+    return chance.choice(names) if names else None
+
+
+def damaged_bytes(raw, asked, chance):
+    name = some(raw, chance)
+    if name is None or not isinstance(raw.arrays[name].data, bytes | memoryview):
+        return raw
+    data = bytearray(bytes(raw.arrays[name].data))
+    where = chance.choice([len(data), 128, 12])  # anywhere, in the header, at its very beginning
+    for _ in range(chance.choice([1, 1, 2, 8])):
+        if data:
+            data[chance.randrange(min(where, len(data)))] = chance.randrange(256)
+    cut = chance.random()
+    data = data[: chance.randrange(len(data) + 1)] if cut < 0.2 else data
+    data = data + bytes(chance.randrange(2000)) if cut > 0.9 else data
+    return with_array(raw, name, replace(raw.arrays[name], data=bytes(data)))
+
+
+def odd_field(raw, asked, chance):
+    name, field = some(raw, chance), chance.choice(["dtype", "shape", "stype", "data"])
+    return raw if name is None else with_array(raw, name, replace(raw.arrays[name], **{field: chance.choice(ODD)}))
+
+
+def special_numbers(raw, asked, chance):
+    name = some(raw, chance)
+    wanted = asked.wanted.get(name)
+    if wanted is None or not wanted.shape or 0 in wanted.shape:
+        return raw
+    array = np.random.default_rng(chance.randrange(2**32)).normal(size=wanted.shape).astype(wanted.dtype)
+    array.flat[chance.randrange(array.size)] = 255 if wanted.bits else chance.choice(SPECIAL)
+    return with_array(raw, name, stored(array))
+
+
+def other_bits(raw, asked, chance):
+    name = chance.choice([name for name, wanted in asked.wanted.items() if wanted.bits])
+    size = max(0, asked.wanted[name].shape[0] + chance.choice([0, 0, 0, 0, 1, -1, 40]))
+    return with_array(raw, name, stored(np.frombuffer(chance.randbytes(size), np.uint8)))
+
+
+def no_bits_at_all(raw, asked, chance):
+    name = chance.choice([name for name, wanted in asked.wanted.items() if wanted.bits])
+    return with_array(raw, name, stored(np.zeros(asked.wanted[name].shape, np.uint8)))
+
+
+def swapped(raw, asked, chance):
+    left, right = some(raw, chance), some(raw, chance)
+    if left is None:
+        return raw
+    return replace(raw, arrays={**raw.arrays, left: raw.arrays[right], right: raw.arrays[left]})
+
+
+def renamed(raw, asked, chance):
+    name = some(raw, chance)
+    other = chance.choice([*asked.wanted, *(odd for odd in ODD if odd.__hash__)])
+    return replace(raw, arrays={other if n == name else n: array for n, array in raw.arrays.items()})
+
+
+def gone(raw, asked, chance):
+    name = some(raw, chance)
+    return replace(raw, arrays={n: array for n, array in raw.arrays.items() if n != name})
+
+
+def odd_metrics(raw, asked, chance):
+    odd = chance.choice(ODD)
+    return replace(raw, metrics=chance.choice([{"loss": odd}, {"loss": 1.0, "more": odd}, odd, {7: odd}]))
+
+
+def reversed_order(raw, asked, chance):
+    return replace(raw, arrays=dict(reversed(raw.arrays.items())))
+
+
+MUTATIONS = [damaged_bytes, damaged_bytes, odd_field, special_numbers, special_numbers, other_bits, other_bits,
+             no_bits_at_all, swapped, renamed, gone, odd_metrics, reversed_order]  # fmt: skip
+
+
+def harmless(setup, state, asked, update):
+    """An accepted reply is of the expected shapes and types, finite, and moves nothing outside the client's part."""
+    same_kind = {name: (tensor.shape, tensor.dtype) for name, tensor in update.params.items()}
+    assert same_kind == {name: (tensor.shape, tensor.dtype) for name, tensor in asked.start.items()}
+    known = asked.reduction.extract(asked.statistics)
+    assert {n: t.shape for n, t in update.buffers.items()} == {n: t.shape for n, t in known.items()}
+    everything = [update.params, update.buffers, *update.measured.values()]
+    assert all(bool(tensor.isfinite().all()) for tensors in everything for tensor in tensors.values())
+    after = aggregate(setup, state, [update])
+    held = asked.reduction.mask(state.params)
+    for name, tensor in after.params.items():
+        assert bool(tensor.isfinite().all())
+        assert torch.equal(tensor[~held[name]], state.params[name][~held[name]])
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_any_reply_is_refused_or_harmless(name):
+    setup, state, asked, update = asked_and_trained(name)
+    raw = honest(asked, update)
+    seen: Counter[str] = Counter()
+    chance = random.Random(name)
+    for _ in range(CASES // len(WORLDS)):
+        found = check(mutated(raw, asked, chance), asked)
+        if isinstance(found, Rejection):
+            assert found.reason in REASONS
+            assert found.detail.isprintable()
+            assert len(found.detail) < 250
+            seen[found.reason] += 1
+        else:
+            harmless(setup, state, asked, found.update)
+            seen["accepted"] += 1
+    assert seen["accepted"] > CASES // len(WORLDS) // 100
+    assert len(seen) >= 9, seen
