@@ -19,7 +19,7 @@ STORY = [
     "objective", "planner", "design",
     "policies", "recipes", "augment", "training", "engines", "aggregation", "evaluation", "cost", "arrays", "replies",
     "rounds", "experiment", "preparation", "checkpoints", "folders", "runs",
-    "onnx_export", "export", "audit", "planning", "paper", "console", "demo", "cli",
+    "onnx_export", "export", "audit", "planning", "paper", "flower", "console", "demo", "cli",
 ]  # fmt: skip
 WALLS = {
     "policies": {"datasets", "partition", "sources", "training", "engines", "submodel"},

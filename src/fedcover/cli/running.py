@@ -40,7 +40,7 @@ def run(
     if experiment:  # functions and files that it names may lie beside it
         sys.path.insert(1, str(experiment.parent.resolve()))
     wanted = read_experiment(experiment, changes) if experiment else Experiment(**changes)
-    wanted = _with_absolute_dataset(wanted, experiment)
+    wanted = with_absolute_dataset(wanted, experiment)
     folder = runs / wanted.name
     with console.watching(wanted.name, wanted.rounds) as watch:
         result = _saying_how_to_go_on(
@@ -147,7 +147,7 @@ def demo(
     return None
 
 
-def _with_absolute_dataset(wanted: Experiment, file: Path | None) -> Experiment:
+def with_absolute_dataset(wanted: Experiment, file: Path | None) -> Experiment:
     """The experiment with the full path of its data file, if it names one, so that it can be resumed from anywhere."""
     if Path(wanted.dataset).suffix not in (".npz", ".safetensors"):
         return wanted

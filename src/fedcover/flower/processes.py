@@ -57,7 +57,7 @@ class Local:
         """Start one of Flower's programs; what it says goes into its log."""
         with self.log(name).open("ab") as out:
             started = subprocess.Popen(
-                [_program(program), *arguments], stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                [path_of(program), *arguments], stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                 env=self.environment(name), cwd=self.folder, start_new_session=True,
             )  # fmt: skip
         self.processes[name] = started
@@ -71,7 +71,7 @@ class Local:
             "insecure = true\n"
         )
         started = subprocess.Popen(
-            [_program("flwr"), "run", str(app), CONNECTION, "--stream"], stdout=out, stderr=subprocess.STDOUT,
+            [path_of("flwr"), "run", str(app), CONNECTION, "--stream"], stdout=out, stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL, env=self.environment("submit"), cwd=self.folder, start_new_session=True,
         )  # fmt: skip
         self.processes["submit"] = started
@@ -173,8 +173,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _program(name: str) -> str:
-    """Flower's programs stand beside the Python that runs this."""
+def path_of(name: str) -> str:
+    """One of Flower's programs: they stand beside the Python that runs this."""
     beside = Path(sys.executable).parent / name
     return str(beside) if beside.exists() else name
 

@@ -1,16 +1,16 @@
 """The server's side: an ordinary run, whose engine is Flower, inside Flower's ServerApp."""
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedcover.errors import FedcoverError
+from fedcover.errors import FedcoverError, InvalidValue
 from fedcover.experiment import Experiment
+from fedcover.fleet import Fleet
+from fedcover.flower.apps import Settings
 from fedcover.flower.engine import Events, FlowerEngine, Terms, gather, log_to_stderr
 from fedcover.flower.link import Link
 from fedcover.flower.places import Roster, declared_fleet
@@ -20,31 +20,6 @@ from fedcover.rounds import Report
 from fedcover.runs import Run, resume, run
 
 log = logging.getLogger("fedcover")
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What a run on Flower is started with, beside the experiment itself; all of it fits Flower's run config."""
-
-    experiment: str
-    folder: str
-    data: str = ""
-    device: str = "auto"
-    threads: int = 0
-    nodes: int = 0
-    deadline: float = 300.0
-    wait: float = 60.0
-
-    @classmethod
-    def read(cls, config: Mapping[str, Any]) -> "Settings":
-        """From Flower's run config."""
-        return cls(**{name: kind(config[name]) for name, kind in _KINDS.items()})
-
-
-_KINDS = {
-    "experiment": str, "folder": str, "data": str, "device": str,
-    "threads": int, "nodes": int, "deadline": float, "wait": float,
-}  # fmt: skip
 
 
 def experiment_app() -> ServerApp:
@@ -59,24 +34,23 @@ def _main(grid: Grid, context: Context) -> None:
     try:
         serve(grid, Settings.read(context.run_config))
     except FedcoverError as error:
-        log.error("%s", error)
+        log.error("stopped: %s", error)
         raise
 
 
 def serve(grid: Grid, settings: Settings) -> Run:
     """Run, or go on with, an experiment on the nodes behind a grid."""
-    folder = Path(settings.folder)
-    begun = (folder / "experiment.toml").exists()
-    experiment = Folder(folder).experiment if begun else Experiment.from_toml(settings.experiment)
-    link, roster, events = Link(grid), Roster(), Events(None)
-    gather(link, roster, events, nodes=settings.nodes, patience=settings.wait)
-    if not begun:
+    folder, again = Path(settings.folder), settings.resume
+    experiment = Folder(folder).read().experiment if again else Experiment.from_toml(settings.experiment)
+    link, roster = Link(grid), Roster()
+    gather(link, roster, Events(None), nodes=settings.nodes, patience=settings.wait)
+    if not again:
         experiment = with_declared_capacities(experiment, roster)
     terms = Terms(experiment.to_toml(), experiment.clients, settings.deadline)
-    machine = Machine("flower", settings.device, settings.threads or None)
     engine = FlowerEngine(link, roster, terms, Events(folder / "events.jsonl"))
+    machine = Machine("flower", settings.device, settings.threads or None)
     common: dict[str, Any] = {"machine": machine, "data": settings.data or None, "watch": _say, "engine": engine}
-    return resume(folder, complain=log.warning, **common) if begun else run(experiment, folder, **common)
+    return resume(folder, complain=log.warning, **common) if again else run(experiment, folder, **common)
 
 
 def with_declared_capacities(experiment: Experiment, roster: Roster) -> Experiment:
@@ -85,12 +59,15 @@ def with_declared_capacities(experiment: Experiment, roster: Roster) -> Experime
     if not declaring:
         return experiment
     if experiment.assignment == "slot":
-        raise FedcoverError(
+        raise InvalidValue(
             "capacities belong to slots in this experiment (assignment = 'slot'), so nodes must not declare any"
         )
     fleet = experiment.scaled_fleet
     known = [fleet.capacity(client) for client in range(experiment.clients)]
-    return Experiment(**{**experiment.model_dump(), "fleet": declared_fleet(declaring, experiment.clients, known)})
+    declared = Fleet.parse(declared_fleet(declaring, experiment.clients, known))
+    if all(declared.capacity(client) == capacity for client, capacity in enumerate(known)):
+        return experiment
+    return Experiment(**{**experiment.model_dump(), "fleet": str(declared)})
 
 
 def _say(report: Report) -> None:

@@ -1,10 +1,10 @@
 """A Flower App for an experiment: a folder of a few lines, since nodes and server have fedcover installed."""
 
 import json
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-
-from fedcover.flower.server import Settings
+from typing import Any
 
 FLOWER = "1.41.0"
 """The version of Flower that this was tested with."""
@@ -39,6 +39,27 @@ _FILES = {
     "fedcover_experiment/server_app.py": "from fedcover.flower.server import experiment_app\n\napp = experiment_app()\n",
     "fedcover_experiment/client_app.py": "from fedcover.flower.client import experiment_app\n\napp = experiment_app()\n",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a run on Flower is started with, beside the experiment itself; all of it fits Flower's run config."""
+
+    experiment: str
+    folder: str
+    resume: bool = False
+    data: str = ""
+    device: str = "auto"
+    threads: int = 0
+    nodes: int = 0
+    deadline: float = 300.0
+    wait: float = 60.0
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> "Settings":
+        """From Flower's run config, in which a whole number may stand for any."""
+        kinds = {"deadline": float, "wait": float}
+        return cls(**{name: kinds.get(name, lambda value: value)(config[name]) for name in cls.__dataclass_fields__})
 
 
 def write_app(folder: Path, settings: Settings) -> Path:

@@ -1,0 +1,49 @@
+"""Follow a run on Flower from outside: its rounds as they end, and what went wrong if it did."""
+
+import json
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from fedcover.errors import RunError
+from fedcover.rounds import Report
+
+_STOPPED = re.compile(r"fedcover: stopped: (.*)")
+
+
+def follow(process: subprocess.Popen[bytes], folder: Path, log: Path, watch: Callable[[Report], None]) -> None:
+    """Show the rounds of a run until the process that streams its log ends; complain if the run did not finish."""
+    metrics = folder / "metrics.jsonl"
+    known = len(_lines(metrics))
+    summary = folder / "summary.json"
+    before = summary.stat().st_mtime_ns if summary.exists() else None
+    while True:
+        ended = process.poll() is not None
+        lines = _lines(metrics)
+        for line in lines[known:]:
+            watch(Report(line["round"], line))
+        known = max(known, len(lines))
+        if ended:
+            break
+        time.sleep(0.3)
+    if not summary.exists() or summary.stat().st_mtime_ns == before:
+        raise RunError(said(log))
+
+
+def said(log: Path) -> str:
+    """The sentence with which the server stopped, or the end of its log."""
+    text = log.read_text(errors="replace")
+    sentences = _STOPPED.findall(text)
+    return sentences[-1] if sentences else f"the run on Flower did not finish; its log ends so:\n{text[-2000:].strip()}"
+
+
+def _lines(path: Path) -> list[dict[str, float]]:
+    return list(_read(path)) if path.exists() else []
+
+
+def _read(path: Path) -> Iterator[dict[str, float]]:
+    for text in path.read_bytes().splitlines(keepends=True):
+        if text.endswith(b"\n"):  # the last one may be half written
+            yield json.loads(text)
