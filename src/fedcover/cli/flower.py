@@ -16,7 +16,12 @@ from fedcover.cli.options import Data, Device, Json, Threads, app
 from fedcover.cli.running import with_absolute_dataset
 from fedcover.errors import InvalidValue, RunError
 from fedcover.experiment import Experiment, parse_change, read_experiment
-from fedcover.folders import Folder
+from fedcover.flower import require
+from fedcover.flower.apps import Settings, write_app
+from fedcover.flower.following import follow
+from fedcover.flower.places import place_of
+from fedcover.flower.processes import QUIET, local, path_of
+from fedcover.folders import Folder, summarise
 
 flower_app = App(name="flower", help="The same experiment on Flower's SuperLink and SuperNodes.")
 app.command(flower_app)
@@ -41,9 +46,7 @@ def up(
     json: Json = False,
 ) -> None:
     """Start a SuperLink and SuperNodes on this machine, run an experiment on them, and clean up."""
-    from fedcover.flower.following import follow
-    from fedcover.flower.processes import local
-
+    require()
     wanted, again = _wanted(experiment, set)
     if not 1 <= nodes <= wanted.clients:
         raise InvalidValue(f"nodes must be in 1..clients ({wanted.clients}); got {nodes}")
@@ -58,13 +61,14 @@ def up(
     )  # fmt: skip
     configs = [{**config, **told, "device": device} for config in node_configs(wanted, nodes)]
     beside = [] if again else [str(experiment.parent.resolve())]
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a kill cleans up like Ctrl-C
+    for number in (signal.SIGINT, signal.SIGTERM):  # a kill cleans up too, and Ctrl-C even where a shell ignores it
+        signal.signal(number, signal.default_int_handler)
     log = place / "run.txt"
     try:
         with local(place, configs, [*beside, os.getcwd()]) as federation, log.open("wb") as out:
             console.say(f"SuperLink on {federation.address} and {nodes} SuperNodes; their logs are below {place}")
             with console.watching(wanted.name, wanted.rounds) as watch:
-                follow(federation.submit(_app(place / "app", settings), out), folder, log, watch)
+                follow(federation.submit(write_app(place / "app", settings), out), folder, log, watch)
     except KeyboardInterrupt:
         shutil.rmtree(place, ignore_errors=True)
         begun = (folder / "experiment.toml").exists()
@@ -93,8 +97,7 @@ def run(
     wait: Wait = 60.0,
 ) -> None:
     """Submit an experiment to a federation that is already there, and show its log."""
-    from fedcover.flower.processes import QUIET, path_of
-
+    require()
     wanted, again = _wanted(experiment, set)
     folder = experiment.resolve() if again else runs / wanted.name
     settings = _settings(
@@ -102,7 +105,7 @@ def run(
         threads=threads or 0, data=data,
     )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="fedcover-flower-") as place:
-        made = _app(Path(place) / "app", settings)
+        made = write_app(Path(place) / "app", settings)
         command = [path_of("flwr"), "run", str(made), *([connection] if connection else []), "--stream"]
         try:
             done = subprocess.run(command, env={**os.environ, **QUIET}, check=False)
@@ -114,8 +117,6 @@ def run(
 
 def node_configs(wanted: Experiment, nodes: int) -> list[dict[str, object]]:
     """What each of a number of local nodes says of itself; its capacity where all of its clients have the same."""
-    from fedcover.flower.places import place_of
-
     fleet, held = wanted.scaled_fleet, [list[float]() for _ in range(nodes)]
     for client in range(wanted.clients):
         held[place_of(client, wanted.clients, nodes)].append(
@@ -137,24 +138,14 @@ def _wanted(experiment: Path, changes: tuple[str, ...]) -> tuple[Experiment, boo
     return with_absolute_dataset(read_experiment(experiment, dict(map(parse_change, changes))), experiment), False
 
 
-def _settings(wanted: Experiment, **fields: Any) -> Any:
-    from fedcover.flower.apps import Settings
-
+def _settings(wanted: Experiment, **fields: Any) -> Settings:
     for name in ("deadline", "wait"):
         if not 0 < fields[name] <= 86_400:
             raise InvalidValue(f"{name} must be in (0, 86400] seconds; got {fields[name]:g}")
     return Settings(wanted.to_toml(), **fields)
 
 
-def _app(folder: Path, settings: Any) -> Path:
-    from fedcover.flower.apps import write_app
-
-    return write_app(folder, settings)
-
-
 def _show(folder: Path, json: bool) -> None:
-    from fedcover.folders import summarise
-
     found = Folder(folder).read()
     summary = {**summarise(found.metrics(found.experiment.rounds)), "folder": str(folder)}
     if json:

@@ -16,11 +16,15 @@ if TYPE_CHECKING:
 _HOME = {"CoverageStrategy": "strategy", "client_app": "client"}
 __all__ = ["CoverageStrategy", "client_app"]
 
-if find_spec("flwr") is None:
-    raise InvalidValue("fedcover.flower needs Flower: pip install 'fedcover[flower]'")
+
+def require() -> None:
+    """Complain if Flower is not installed."""
+    if find_spec("flwr") is None:
+        raise InvalidValue("this needs Flower: pip install 'fedcover[flower]'")
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'fedcover.flower' has no attribute {name!r}")
+    require()
     return getattr(import_module(f"fedcover.flower.{_HOME[name]}"), name)

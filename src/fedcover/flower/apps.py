@@ -33,11 +33,11 @@ clientapp = "fedcover_experiment.client_app:app"
 [tool.flwr.app.config]
 {config}"""
 
+_MODULE = "from fedcover.flower.{side} import experiment_app\n\napp = experiment_app()\n"
 _FILES = {
     "LICENSE": "Apache-2.0, as fedcover itself.\n",
     "fedcover_experiment/__init__.py": '"""An experiment of fedcover."""\n',
-    "fedcover_experiment/server_app.py": "from fedcover.flower.server import experiment_app\n\napp = experiment_app()\n",
-    "fedcover_experiment/client_app.py": "from fedcover.flower.client import experiment_app\n\napp = experiment_app()\n",
+    **{f"fedcover_experiment/{side}_app.py": _MODULE.format(side=side) for side in ("server", "client")},
 }
 
 
@@ -58,8 +58,8 @@ class Settings:
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> "Settings":
         """From Flower's run config, in which a whole number may stand for any."""
-        kinds = {"deadline": float, "wait": float}
-        return cls(**{name: kinds.get(name, lambda value: value)(config[name]) for name in cls.__dataclass_fields__})
+        fields: dict[str, Any] = {name: config[name] for name in cls.__dataclass_fields__}
+        return cls(**{**fields, "deadline": float(fields["deadline"]), "wait": float(fields["wait"])})
 
 
 def write_app(folder: Path, settings: Settings) -> Path:

@@ -59,7 +59,9 @@ def _hello(message: Message, context: Context) -> Message:
     """What this node is, or what is wrong with its configuration."""
     try:
         said = introduction(context.node_id, context.node_config, __version__)
-        hello = {"place": said.place, "places": said.places, "capacity": said.capacity or 0.0, "error": ""}
+        hello: dict[str, Any] = {"place": said.place, "places": said.places, "capacity": said.capacity or 0.0}
     except InvalidValue as error:
         hello = {"error": str(error)}
-    return Message(RecordDict({"hello": ConfigRecord({**hello, "version": __version__})}), reply_to=message)
+    return Message(
+        RecordDict({"hello": ConfigRecord({"error": "", "version": __version__, **hello})}), reply_to=message
+    )

@@ -1,4 +1,4 @@
-"""Flower as an engine: the clients of a round are trained by the nodes that hold them. All the rest is as everywhere."""
+"""Flower as an engine: the clients of a round are trained by the nodes that hold them. The rest is as everywhere."""
 
 import json
 import logging
@@ -129,9 +129,7 @@ class FlowerEngine:
             orders.append(Order(client.id, client.capacity, client.slot, encoded, place, asked[client.id].nonce))
         terms = self.terms
         return (
-            Orders(
-                state.round, lr, torch.get_num_threads(), terms.experiment, tuple(orders), tuple(parcels.values())
-            ),
+            Orders(state.round, lr, torch.get_num_threads(), terms.experiment, tuple(orders), tuple(parcels.values())),
             asked,
         )
 

@@ -6,6 +6,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from fedcover.errors import RunError
 from fedcover.rounds import Report
@@ -39,11 +40,11 @@ def said(log: Path) -> str:
     return sentences[-1] if sentences else f"the run on Flower did not finish; its log ends so:\n{text[-2000:].strip()}"
 
 
-def _lines(path: Path) -> list[dict[str, float]]:
+def _lines(path: Path) -> list[dict[str, Any]]:
     return list(_read(path)) if path.exists() else []
 
 
-def _read(path: Path) -> Iterator[dict[str, float]]:
+def _read(path: Path) -> Iterator[dict[str, Any]]:
     for text in path.read_bytes().splitlines(keepends=True):
         if text.endswith(b"\n"):  # the last one may be half written
             yield json.loads(text)

@@ -115,7 +115,10 @@ def read_answers(reply: Message) -> list[Answer]:
     answered = [str(client) for client, *_, error in rows if not error]
     if sorted(parcels) != sorted(answered):
         raise InvalidValue("the reply's arrays are not one for each client that answered")
-    return [Answer(*row[:4], b"" if row[4] else _parcel(parcels[str(row[0])]), row[4]) for row in rows]
+    return [
+        Answer(client, nonce, loss, samples, b"" if error else _parcel(parcels[str(client)]), error)
+        for client, nonce, loss, samples, error in rows
+    ]
 
 
 def _array(parcel: bytes) -> Array:

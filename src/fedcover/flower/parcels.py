@@ -1,4 +1,4 @@
-"""What travels between server and node, as bytes: all tensors of a client in one piece, of masked ones only the rest."""
+"""What travels between server and node, as bytes: all tensors of a client in one piece, without what is cut."""
 
 import io
 import json

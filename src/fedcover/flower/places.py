@@ -1,4 +1,4 @@
-"""Which node holds which clients, and how much of the model it can hold: what a node says of itself, and who is there."""
+"""Which node holds which clients, and how much it can hold: what a node says of itself, and who is there."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

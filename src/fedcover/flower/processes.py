@@ -121,7 +121,7 @@ class Local:
         for process in chosen:
             _signal(process.pid, signal.SIGTERM)
         end = time.monotonic() + STOPPING
-        while time.monotonic() < end and any([process.poll() is None for process in chosen]):
+        while time.monotonic() < end and not all(process.poll() is not None for process in chosen):
             time.sleep(0.05)
         family |= descendants(family | {process.pid for process in chosen})
         for pid in family | {process.pid for process in chosen if process.poll() is None}:

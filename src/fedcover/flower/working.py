@@ -14,7 +14,7 @@ from fedcover.experiment import Experiment
 from fedcover.flower.messages import Answer, Order, Orders, read_orders, to_server
 from fedcover.flower.parcels import bundle, embedded, headed, kept, read_reduction, sections, unbundle
 from fedcover.norms import running, statistics_key
-from fedcover.preparation import Machine, as_model, prepare
+from fedcover.preparation import Machine, prepare
 from fedcover.reduction import dense
 from fedcover.replies import pack
 from fedcover.submodel import submodel
@@ -95,9 +95,7 @@ def received_state(
         round,
         {name: mine.get(name, torch.zeros_like(p)).to(device) for name, p in params.items()},
         {key: _on(device, embedded(reduction, found["statistics"], known))} if key else {},
-        measured={
-            kind: _on(device, embedded(dense(reduction), found[f"measured-{kind}"], params)) for kind in kinds
-        },
+        measured={kind: _on(device, embedded(dense(reduction), found[f"measured-{kind}"], params)) for kind in kinds},
         private={client.id: _on(device, private)},
     )
 
@@ -148,7 +146,7 @@ def whole_model(build: Callable[[], nn.Module | Model]) -> Model:
 def _private(context: Context, client: int) -> Params:
     """What a client kept for itself: in the node's context, which never leaves the node."""
     records = context.state.array_records
-    kept_here = records[PRIVATE] if PRIVATE in records else {}
+    kept_here: Mapping[str, Array] = records.get(PRIVATE, {})
     return safetensors.torch.load(kept_here[str(client)].data) if str(client) in kept_here else {}
 
 
