@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint clean
+.PHONY: help demo test soak lint clean
 
 help:
 	@echo "make demo   five policies side by side, offline, under a minute"
 	@echo "make test   lint, types and all tests"
+	@echo "make soak   a million hostile replies; a quarter of an hour"
 	@echo "make clean  remove .venv and caches"
 
 # torch first and pinned: whatever asks for torch later is then content with what is there
@@ -32,6 +33,10 @@ lint: $(VENV)/.installed-dev
 
 test: lint
 	$(BIN)/python -m pytest --numprocesses 2
+
+soak: $(VENV)/.installed-dev
+	mkdir -p benchmarks/results
+	FEDCOVER_FUZZ=1000000 $(BIN)/python -m pytest -s tests/test_replies.py -k harmless | tee benchmarks/results/fuzz-replies.txt
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -42,6 +42,8 @@ FIELDS = {
     "weights": st.sampled_from(["uniform", "samples"]),
     "uncovered": st.sampled_from(["keep", "zero"]),
     "server": st.sampled_from(["none", "momentum", "adam"]),
+    "clip_updates": st.none() | positive,
+    "privacy": st.just("none"),
     "rounds": st.integers(1, 10**9),
     "epochs": st.integers(1, 100),
     "batch_size": st.integers(1, 10**6),
@@ -104,14 +106,14 @@ WRONG = [
                           (INF, "less than 1"), ("x", "valid number"), (None, "valid number")]),
     *((field, value, "valid string") for field in ("dataset", "partition", "augment", "fleet", "model", "norm",
                                                    "policy", "rule", "weights", "schedule", "evaluation", "recipe",
-                                                   "absent_labels", "uncovered", "server")
+                                                   "absent_labels", "uncovered", "server", "privacy")
       for value in (5, None, ["x"], True, {"a": 1})),
     *((field, value, "must be one of") for field in ("augment", "norm", "rule", "weights", "evaluation", "policy",
                                                      "model", "partition", "schedule", "recipe", "absent_labels",
-                                                     "uncovered", "server")
+                                                     "uncovered", "server", "privacy")
       for value in ("", "nosuch", "x y", "é")),
     *((field, f"nosuch{tail}", "must look like name or name") for field in ("policy", "model", "partition", "schedule",
-                                                                            "recipe", "rule", "server")
+                                                                            "recipe", "rule", "server", "privacy")
       for tail in ("(", "(1)", "(x=y.z)", "(x=1)(y=2)")),
     *(("assignment", value, "'device' or 'slot'") for value in ("", "x", 1, None)),
     *(("capacity", value, "'width' or 'parameters'") for value in ("", "x", 1, None)),
@@ -122,7 +124,8 @@ WRONG = [
     *(("lr", value, what) for value, what in [(0, "greater than 0"), (-1, "greater than 0"), (NAN, "finite"),
                                               (INF, "finite"), ("x", "valid number"), (None, "valid number")]),
     *(("weight_decay", value, what) for value, what in [(-1, "than or equal to 0"), (NAN, "finite"), (INF, "finite")]),
-    *(("clip", value, what) for value, what in [(0, "than 0"), (NAN, "finite"), (INF, "finite"), ("x", "number")]),
+    *((field, value, what) for field in ("clip", "clip_updates")
+      for value, what in [(0, "than 0"), (NAN, "finite"), (INF, "finite"), ("x", "number")]),
     *(("fleet", value, "must look like '4x1.0") for value in ("", "0x1", "4x0", "4x1.5", "nosuch")),
     *(("keep_rounds", value, what) for value, what in [([-1], "0..rounds"), ([101], "0..rounds"), (5, "valid tuple"),
                                                        ("x", "valid tuple"), ([1.5], "integer"), ([None], "integer")]),
@@ -180,14 +183,18 @@ CHANGED = {
     "epochs": 4, "batch_size": 9, "lr": 0.02, "schedule": "cosine", "momentum": 0.4, "weight_decay": 0.1,
     "clip": 1.0, "window": 9, "evaluation": "batch-compat", "evaluate_every": 2, "local_every": 5, "rule": "median",
     "recipe": "prox", "absent_labels": "zero", "label_rows": True, "uncovered": "zero", "server": "adam",
+    "clip_updates": 1.0,
 }  # fmt: skip
+TOGETHER = {"privacy": "gaussian(noise=1.0)", "clip_updates": 1.0}
+"""What cannot be changed alone."""
 UNCHANGED = {"name": "other", "checkpoint_every": 7, "keep_rounds": [1, 2]}
 
 
 def test_the_digest_is_of_what_is_computed():
-    assert set(CHANGED) | set(UNCHANGED) == set(Experiment.model_fields)
+    assert set(CHANGED) | set(TOGETHER) | set(UNCHANGED) == set(Experiment.model_fields)
     digests = {Experiment(**{field: value}).digest for field, value in CHANGED.items()}
-    assert len(digests | {Experiment().digest}) == len(CHANGED) + 1
+    digests |= {Experiment(**TOGETHER).digest, Experiment().digest}
+    assert len(digests) == len(CHANGED) + 2
     assert Experiment(**UNCHANGED).digest == Experiment().digest
     assert len(Experiment().digest) == 16
 

@@ -17,9 +17,10 @@ STORY = [
     "downloads", "datasets", "partition", "sources", "fleet",
     "groups", "models", "reduction", "wire", "submodel", "tracing", "norms", "coverage",
     "objective", "planner", "design",
-    "policies", "recipes", "augment", "training", "engines", "aggregation", "evaluation", "cost", "arrays", "replies",
+    "policies", "recipes", "augment", "training", "engines", "aggregation", "privacy", "evaluation", "cost",
+    "arrays", "replies",
     "rounds", "experiment", "preparation", "checkpoints", "folders", "runs",
-    "onnx_export", "export", "audit", "planning", "paper", "flower", "console", "demo", "cli",
+    "onnx_export", "export", "audit", "capacity", "planning", "paper", "flower", "console", "watching", "demo", "cli",
 ]  # fmt: skip
 WALLS = {
     "policies": {"datasets", "partition", "sources", "training", "engines", "submodel"},

@@ -1,9 +1,10 @@
 """How the server makes one model of many parts: rules over tensors that know no architecture.
 
-A rule sees, for every client, what it trained (a reduction), the values, and a weight. Apart from the rule: how much a
-client counts, what becomes of entries that nobody trained, and the server's own optimiser.
+A rule sees, for every client, what it trained (a reduction), the values, and a weight. Apart from the rule: how long an
+update may be, how much a client counts, what becomes of entries that nobody trained, and the server's own optimiser.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -93,6 +94,41 @@ def stacked(one_tensor: Callable[[Tensor, Tensor], Tensor], old: Params, parts: 
         found = one_tensor(torch.stack(values), held_CS)
         new[name] = torch.where(held_CS.any(0), found, tensor.double()).to(tensor.dtype)
     return new
+
+
+def change(old: Params, trained: Reduction, values: Params) -> Params:
+    """How a client moved the entries that it trained, in the full shapes and in float64; zero elsewhere.
+
+    >>> from fedcover.reduction import Masks
+    >>> held = Masks({"w": torch.tensor([True, False])})
+    >>> change({"w": torch.tensor([1.0, 1.0])}, held, {"w": torch.tensor([1.5, 9.0])})["w"].tolist()
+    [0.5, 0.0]
+    """
+    moved = _zeros(old)
+    trained.add_into(moved, values, 1.0)
+    trained.add_into(moved, trained.extract({name: old[name] for name in values}), -1.0)
+    return moved
+
+
+def length(tensors: Params) -> float:
+    """The Euclidean length of all tensors together."""
+    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors.values()))
+
+
+def shortened(old: Params, trained: Reduction, values: Params, limit: float) -> Params:
+    """A client's values with its whole update scaled to a length of at most `limit`; shorter ones stay bit for bit.
+
+    >>> from fedcover.reduction import Masks
+    >>> shortened({"w": torch.zeros(2)}, Masks({}), {"w": torch.tensor([3.0, 4.0])}, 1.0)["w"].tolist()
+    [0.6000000238418579, 0.800000011920929]
+    """
+    moved = change(old, trained, values)
+    far = length(moved)
+    if far <= limit:
+        return values
+    near = {name: old[name].double() + tensor * (limit / far) for name, tensor in moved.items()}
+    part = trained.extract({name: near[name] for name in values})
+    return {name: tensor.to(values[name].dtype) for name, tensor in part.items()}
 
 
 def _zeros(like: Params) -> Params:

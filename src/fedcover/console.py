@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from fedcover.rounds import Report
 from fedcover.runs import Watch
@@ -67,17 +68,26 @@ def _figures(metrics: dict[str, Any]) -> str:
     return f"{accuracy}coverage {metrics['gamma_round']} (window {metrics['gamma_window']})"
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a table; numbers to the right."""
+def as_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
+    """A table with numbers to the right."""
     made = Table(title=title, title_justify="left", title_style="bold")
     for place, column in enumerate(columns):
         numbers = all(isinstance(row[place], int | float) or row[place] is None for row in rows)
         made.add_column(column, justify="right" if numbers else "left", no_wrap=place == 0)
     for row in rows:
-        made.add_row(*(_text(cell) for cell in row))
+        made.add_row(*(Text(_text(cell)) for cell in row))
+    return made
+
+
+def output() -> Console:
+    """The output stream; a file or a pipe has no width that would justify cutting words."""
     terminal = Console().is_terminal
-    # a file or a pipe has no width that would justify cutting words
-    Console(highlight=False, markup=False, emoji=False, width=None if terminal else 200).print(made)
+    return Console(highlight=False, markup=False, emoji=False, width=None if terminal else 200)
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print a table."""
+    output().print(as_table(title, columns, rows))
 
 
 def _text(cell: object) -> str:

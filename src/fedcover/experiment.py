@@ -21,6 +21,7 @@ from fedcover.norms import NORMS
 from fedcover.partition import PARTITIONS
 from fedcover.policies import POLICIES
 from fedcover.policies.regions import capacities, check_codename
+from fedcover.privacy import PRIVACY
 from fedcover.recipes import RECIPES
 from fedcover.recipes.labels import ABSENT
 from fedcover.training import SCHEDULES
@@ -44,6 +45,7 @@ _SPECS: dict[str, Any] = {
     "recipe": RECIPES,
     "rule": RULES,
     "server": SERVERS,
+    "privacy": PRIVACY,
 }
 _NOT_IDENTITY = {"name", "checkpoint_every", "keep_rounds"}
 
@@ -84,6 +86,8 @@ class Experiment(BaseModel):
     weights: str = "uniform"
     uncovered: str = "keep"
     server: str = "none"
+    clip_updates: float | None = Field(None, gt=0, le=HUGE, allow_inf_nan=False)
+    privacy: str = "none"
 
     rounds: int = Field(100, ge=1, le=MOST)
     epochs: int = Field(5, ge=1, le=MOST)
@@ -152,9 +156,24 @@ class Experiment(BaseModel):
                 f"fleet: with {sum(self.scaled_fleet.counts)} {places} no device of capacity {min(gone):g} is left; "
                 f"got {self.fleet!r}"
             )
+        self._check_privacy()
         if any(not 0 <= round <= self.rounds for round in self.keep_rounds):
             raise ValueError(f"keep_rounds must lie in 0..rounds ({self.rounds}); got {list(self.keep_rounds)}")
         return self
+
+    def _check_privacy(self) -> None:
+        """Noise is calibrated to clipped updates that all count the same in a plain mean; nothing else is private."""
+        if spec.parse("privacy", self.privacy).name == "none":
+            return
+        needs = {
+            "clip_updates": (self.clip_updates is not None, "a length to which updates are clipped"),
+            "rule": (self.rule == "coverage_mean", "coverage_mean without options"),
+            "weights": (self.weights == "uniform", "uniform"),
+            "label_rows": (not self.label_rows, "false (it shows which labels a client has)"),
+        }
+        for field, (met, wanted) in needs.items():
+            if not met:
+                raise ValueError(f"{field} must be {wanted} with privacy; got {getattr(self, field)!r}")
 
     @property
     def digest(self) -> str:

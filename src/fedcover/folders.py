@@ -231,7 +231,7 @@ def summarise(metrics: Metrics) -> dict[str, Any]:
         "bytes_down": sum(line["bytes_down"] for line in metrics),
         "bytes_up": sum(line["bytes_up"] for line in metrics),
     }
-    for name in ("accuracy_common", "accuracy_single", "accuracy_local", "accuracy_trained"):
+    for name in ("epsilon", "accuracy_common", "accuracy_single", "accuracy_local", "accuracy_trained"):
         if name in last:
             summary[name] = last[name]
     if any("validation_accuracy" in line for line in evaluated):

@@ -41,6 +41,11 @@ def running(module: nn.Module) -> Params:
     }
 
 
+def has_batch_norm(module: nn.Module) -> bool:
+    """Whether a module normalises by statistics over samples."""
+    return bool(_batch_norms(module))
+
+
 def on_batch_statistics(module: nn.Module) -> nn.Module:
     """Let batch norms neither read nor write running statistics (changes the module, returns it)."""
     for _, layer in _batch_norms(module):

@@ -18,9 +18,10 @@ from fedcover.engines import ENGINES
 from fedcover.errors import FedcoverError, InvalidValue, unknown
 from fedcover.experiment import HUGE, Experiment
 from fedcover.models import MODELS, tensors
-from fedcover.norms import on_batch_statistics
+from fedcover.norms import has_batch_norm, on_batch_statistics
 from fedcover.partition import PARTITIONS
 from fedcover.policies import POLICIES
+from fedcover.privacy import PRIVACY, Gaussian, require_accountant
 from fedcover.recipes import RECIPES, own_labels
 from fedcover.reduction import Masks
 from fedcover.rounds import Setup
@@ -108,6 +109,9 @@ def prepare(
     model.module.to(machine.device)
     groups.check(model.groups, tensors(model.module))
     _check_outputs(experiment, model, source, recipe)
+    privacy = _named("privacy", experiment.privacy, PRIVACY)()
+    if privacy is not None:
+        _check_private(experiment, privacy, model, recipe)
     local = LocalTraining(**{name: getattr(experiment, name) for name in LocalTraining.__dataclass_fields__})
     switches = {name: getattr(experiment, name) for name in ("norm", "scaler", "seed")}
     return Setup(
@@ -118,12 +122,13 @@ def prepare(
         engine=own.engine or ENGINES[machine.engine],
         rule=_named("rule", experiment.rule, RULES),
         server=_named("server", experiment.server, SERVERS)(),
+        privacy=privacy,
         lr=_learning_rate(experiment),
         **{
             name: getattr(experiment, name)
             for name in (
                 "clients", "active", "assignment", "capacity", "drop_out", "weights", "uncovered", "rounds", "window",
-                "evaluate_every", "local_every", "evaluation",
+                "evaluate_every", "local_every", "evaluation", "clip_updates",
             )
         },
     )  # fmt: skip
@@ -150,6 +155,22 @@ def _check_outputs(experiment: Experiment, model: Model, source: Source, recipe:
             f"model {experiment.model!r} must answer {len(two)} samples with logits of shape {wanted}; got {got}"
             + (" (exits need the recipe depthfl)" if isinstance(got, tuple) and got[1:] == wanted else "")
         )
+
+
+def _check_private(experiment: Experiment, privacy: object, model: Model, recipe: Recipe) -> None:
+    """Refuse what would carry clients' data past the noise: norm statistics, and what clients measure."""
+    require_accountant()
+    if not isinstance(privacy, Gaussian):
+        raise InvalidValue(
+            f"privacy {experiment.privacy!r} must make a fedcover Gaussian; got {type(privacy).__name__}"
+        )
+    if has_batch_norm(model.module):
+        raise InvalidValue(
+            f"privacy: batch norm of model {experiment.model!r} needs statistics of clients' data, which carry no "
+            "noise; use norm = 'group', or a model without norm layers"
+        )
+    if recipe.measures:
+        raise InvalidValue(f"privacy: what clients measure under recipe {experiment.recipe!r} carries no noise")
 
 
 def build_model(

@@ -1,5 +1,6 @@
 """The story in one function: sample a cohort, reduce the model, train, aggregate, evaluate."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,14 +12,15 @@ from typing import Any
 import torch
 
 from fedcover import coverage as cov
-from fedcover.aggregation import UNCOVERED, WEIGHTS, Covered, ServerStep, coverage_mean
+from fedcover.aggregation import UNCOVERED, WEIGHTS, Covered, ServerStep, change, coverage_mean, length, shortened
 from fedcover.cost import cost, uses_of_weights
 from fedcover.errors import InvalidValue
 from fedcover.evaluation import evaluate, local_accuracy
 from fedcover.fleet import Fleet, drops_out, sample_cohort
 from fedcover.norms import running, statistics_key
 from fedcover.policies.common import fits
-from fedcover.reduction import dense
+from fedcover.privacy import Gaussian, fresh_generator, most_turns, private_mean
+from fedcover.reduction import Within, dense
 from fedcover.types import (
     Client,
     Engine,
@@ -57,6 +59,20 @@ class Setup:
     evaluate_every: int
     local_every: int | None
     evaluation: str
+    clip_updates: float | None = None
+    privacy: Gaussian | None = None
+    noise: Callable[[], torch.Generator] = fresh_generator
+
+    @cached_property
+    def _turns(self) -> tuple[list[int], Iterator[int]]:
+        known = self.clients, self.active, self.task.seed
+        return [], most_turns(sample_cohort(*known, round) for round in itertools.count())
+
+    def turns(self, round: int) -> int:
+        """How often the client that is asked most often has been asked by the end of a round."""
+        counted, coming = self._turns
+        counted.extend(itertools.islice(coming, max(0, round + 1 - len(counted))))
+        return counted[round]
 
     @cached_property
     def uses(self) -> dict[str, int]:
@@ -160,7 +176,7 @@ def aggregate(setup: Setup, state: State, updates: Sequence[Update]) -> State:
         return replace(state, round=state.round + 1, coverage=cov.record(state.coverage, nothing, setup.window))
     weight = WEIGHTS[setup.weights]
     counts = cov.count(state.params, [update.trained for update in updates])
-    averaged = setup.rule(state.params, [(u.trained, u.params, weight(u.client)) for u in updates])
+    averaged = _combined(setup, state.params, updates)
     params, server = _server_step(setup, state, averaged, counts)
     statistics = {
         key: coverage_mean(
@@ -176,6 +192,20 @@ def aggregate(setup: Setup, state: State, updates: Sequence[Update]) -> State:
     private = {**state.private, **{u.client.id: u.private for u in updates if u.private}}
     coverage = cov.record(state.coverage, counts, setup.window)
     return State(state.round + 1, params, statistics, coverage, _measured(state, updates), server, private)
+
+
+def _combined(setup: Setup, old: Params, updates: Sequence[Update]) -> Params:
+    """What the rule makes of the updates, shortened where there is a limit; noised where that is asked for."""
+    limit, weight = setup.clip_updates, WEIGHTS[setup.weights]
+    if setup.privacy is not None and limit is not None:
+        if any(isinstance(u.trained, Within) for u in updates):
+            raise InvalidValue(
+                "privacy: with this recipe a client chooses what it trains, and that would show its data"
+            )
+        parts = [(u.trained, u.params) for u in updates]
+        return private_mean(old, parts, clip=limit, noise=setup.privacy.noise, draw=setup.noise())
+    values = [u.params if limit is None else shortened(old, u.trained, u.params, limit) for u in updates]
+    return setup.rule(old, [(u.trained, v, weight(u.client)) for u, v in zip(updates, values, strict=True)])
 
 
 def _server_step(setup: Setup, state: State, averaged: Params, counts: Params) -> tuple[Params, dict[str, Params]]:
@@ -212,6 +242,12 @@ def _round_metrics(
     noises = {id(r): cov.noise(before.params, r, total) for r in {id(u.sent): u.sent for u in updates}.values()}
     paid = [cost(u.sent, before.params, setup.uses, u.trained) for u in updates]
     answered = {u.client.id for u in updates}
+    limit = setup.clip_updates
+    limited: dict[str, float] = {}
+    if limit is not None:
+        limited["clipped"] = sum(length(change(before.params, u.trained, u.params)) > limit for u in updates)
+    if setup.privacy is not None:
+        limited["epsilon"] = setup.privacy.epsilon(setup.turns(before.round))
     return {
         "lr": setup.lr(before.round),
         "train_loss": fmean(u.loss for u in updates) if updates else None,
@@ -228,6 +264,7 @@ def _round_metrics(
         "multiply_adds": fmean(c.multiply_adds for c in paid) if paid else None,
         "bytes_down": sum(c.bytes_down for c in paid),
         "bytes_up": sum(c.bytes_up for c in paid),
+        **limited,
     }
 
 

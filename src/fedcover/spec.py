@@ -22,6 +22,7 @@ ARGUMENTS = {
     "recipe": 0,
     "rule": 2,
     "server": 0,
+    "privacy": 0,
     "schedule": 2,
 }
 """How many positional arguments the function behind each field takes; the rest are its options."""

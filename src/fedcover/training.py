@@ -70,6 +70,9 @@ def update_of(assignment: Assignment, part: nn.Module, outcome: Outcome, loss: f
             f"training diverged in round {assignment.state.round} (counted from 0) at client {client.id}: a loss or "
             f"weight is not finite (learning rate {lr:g}; try a smaller one, or clip)"
         )
+    undeclared = sorted(outcome.measured.keys() - task.recipe.measures.keys())
+    if undeclared:
+        raise InvalidValue(f"recipe measures {undeclared[0]!r}, which its `measures` do not name")
     trained = Within(reduction, outcome.bits) if outcome.bits else reduction
     buffers = running(part) if statistics_key(task.norm, client.capacity) else {}
     return Update(client, reduction, trained, outcome.params, buffers, outcome.measured, outcome.private, loss)

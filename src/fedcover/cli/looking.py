@@ -21,6 +21,7 @@ from fedcover.partition import PARTITIONS
 from fedcover.planning import plan_report
 from fedcover.planning import plot as draw_plan
 from fedcover.policies import POLICIES
+from fedcover.privacy import PRIVACY
 from fedcover.recipes import RECIPES
 from fedcover.runs import load
 from fedcover.sources import Synthetic
@@ -37,12 +38,13 @@ TABLES: dict[str, dict[str, Callable[..., Any]]] = {
     "rules": dict(RULES),
     "servers": dict(SERVERS),
     "schedules": dict(SCHEDULES),
+    "privacy": dict(PRIVACY),
 }
 
 
 @app.command(name="list")
 def list_(kind: str, *, json: Json = False) -> None:
-    """What there is: policies, models, datasets, partitions, engines, recipes, rules, servers, schedules."""
+    """What there is: policies, models, datasets, partitions, engines, recipes, rules, servers, schedules, privacy."""
     if kind not in TABLES:
         raise unknown("list", kind, TABLES)
     entries: list[dict[str, Any]] = [

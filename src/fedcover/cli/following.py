@@ -1,0 +1,73 @@
+"""Commands for a fleet at work: watch, capacity."""
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from fedcover import console
+from fedcover.capacity import propose
+from fedcover.cli.options import Data, Device, Json, Threads, app
+from fedcover.errors import InvalidValue
+from fedcover.experiment import Experiment, parse_change, read_experiment
+from fedcover.preparation import Machine, prepare
+from fedcover.watching import frame, look, watch_live
+
+
+@app.command
+def watch(
+    folder: Path,
+    *,
+    once: Annotated[bool, Parameter(help="Print one picture and leave; so does a pipe.", negative="")] = False,
+    every: Annotated[float, Parameter(help="Seconds between pictures.")] = 1.0,
+    json: Json = False,
+) -> None:
+    """A run as it goes: rounds, accuracy, coverage, who answered, who was rejected and why."""
+    if not 0.1 <= every <= 3600:
+        raise InvalidValue(f"every must be in 0.1..3600 seconds; got {every:g}")
+    if json:
+        return console.show_json(look(folder).summary())
+    if once or not sys.stdout.isatty():
+        return console.output().print(frame(look(folder)))
+    with contextlib.suppress(KeyboardInterrupt):
+        watch_live(folder, every)
+    return None
+
+
+@app.command
+def capacity(
+    experiment: Annotated[Path | None, Parameter(help="A TOML file; without it, the defaults.")] = None,
+    *,
+    set: Annotated[tuple[str, ...], Parameter(help="key=value, overrides the file; may be repeated.")] = (),
+    memory: Annotated[float | None, Parameter(help="Megabytes that training may take; else what is free.")] = None,
+    seconds: Annotated[float | None, Parameter(help="Longest local training of one round.")] = None,
+    data: Data = None,
+    device: Device = "auto",
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """How much of the experiment's model this device can train: a short benchmark that proposes a capacity."""
+    changes = dict(parse_change(text) for text in set)
+    if experiment:  # functions that it names may lie beside it
+        sys.path.insert(1, str(experiment.parent.resolve()))
+    wanted = read_experiment(experiment, changes) if experiment else Experiment(**changes)
+    machine = Machine(device=device, threads=threads).resolved()
+    setup = prepare(wanted, machine, data=data)
+    with machine.for_setup(setup).applied():
+        limit = None if memory is None else int(memory * 1e6)
+        found = propose(setup, memory=limit, seconds=seconds, tell=console.say)
+    if json:
+        return console.show_json(found.as_dict())
+    columns = ["capacity", "parameters", "memory", "step_seconds", "round_seconds"]
+    heads = ["capacity", "parameters", "memory (bytes)", "seconds a step", "seconds a round", "fits"]
+    rows = [[*(getattr(trial, column) for column in columns), "yes" if trial.fits else "no"] for trial in found.trials]
+    console.table(f"{wanted.model} on this device, {found.memory_free:,} bytes free", heads, rows)
+    if found.capacity is None:
+        print("no capacity fits this device")
+    else:
+        print(
+            f"proposed capacity: {found.capacity:g} (on a SuperNode: --node-config 'capacity={found.capacity:g} ...')"
+        )
+    return None

@@ -1,0 +1,168 @@
+"""A run as it goes: rounds, accuracy, coverage, who answered and who did not, read from its folder and nothing else."""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+from rich.live import Live
+from rich.text import Text
+
+from fedcover.console import as_table, output
+from fedcover.folders import Folder
+
+EVENTS = ("answered", "rejected", "late", "lost")
+"""What may become of a client's task: its answer is used, refused, past the deadline, or its device is gone."""
+ROUNDS_SHOWN, TROUBLE_SHOWN, CURVE = 10, 8, 60
+_BARS = "▁▂▃▄▅▆▇█"
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a run folder says at one moment."""
+
+    name: str
+    rounds: int
+    lines: Sequence[Line]
+    events: Sequence[Line]
+    finished: bool
+
+    def clients(self, round: int) -> dict[str, list[Line]]:
+        """The last event of every client, or node, in one round, by what it was."""
+        last = {(e.get("node"), e.get("client")): e for e in self.events if e["round"] == round}
+        return {kind: [e for e in last.values() if e["event"] == kind] for kind in EVENTS}
+
+    @property
+    def trouble(self) -> list[Line]:
+        """Every event but answers, oldest first."""
+        return [event for event in self.events if event["event"] != "answered"]
+
+    def summary(self) -> dict[str, Any]:
+        """The same as numbers and words, for other programs."""
+        last = self.lines[-1] if self.lines else {}
+        known = [line for line in self.lines if "accuracy" in line]
+        return {
+            "name": self.name,
+            "round": len(self.lines),
+            "rounds": self.rounds,
+            "finished": self.finished,
+            "accuracy": known[-1]["accuracy"] if known else None,
+            **{figure: last.get(figure) for figure in ("gamma_round", "gamma_window", "epsilon")},
+            "history": [self.row(line) for line in self.lines],
+            "events": dict(Counter(str(event["event"]) for event in self.events)),
+            "trouble": self.trouble,
+        }
+
+    def row(self, line: Line) -> dict[str, Any]:
+        """One finished round in a few numbers; whoever is missing without an event has simply not answered."""
+        became = {kind: len(events) for kind, events in self.clients(line["round"]).items() if kind != "answered"}
+        missing = len(line.get("dropped", ())) - sum(became.values())
+        figures = {name: line.get(name) for name in ("accuracy", "train_loss", "gamma_round", "gamma_window")}
+        return {
+            "round": line["round"],
+            **figures,
+            "answered": len(line.get("clients", ())),
+            **became,
+            "silent": max(0, missing),
+            "seconds": sum(line["seconds"].values()) if isinstance(line.get("seconds"), dict) else None,
+        }
+
+
+def look(path: Path) -> Look:
+    """Read a run folder, whether its run is going on, has stopped, or is done."""
+    folder = Folder(path).read()
+    experiment = folder.experiment
+    rounds = [line for line in _lines(path / "metrics.jsonl") if isinstance(line.get("round"), int)]
+    events = [e for e in _lines(path / "events.jsonl") if isinstance(e.get("round"), int) and e.get("event") in EVENTS]
+    return Look(experiment.name, experiment.rounds, rounds, events, (path / "summary.json").exists())
+
+
+def _lines(path: Path) -> Iterator[Line]:
+    """The objects in a file of JSON lines; the last may be half written, and any may be damaged."""
+    try:
+        texts = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        return
+    for text in texts:
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(line, dict):
+            yield line
+
+
+def frame(seen: Look) -> Group:
+    """What is shown of a run."""
+    parts = [Text(line) for line in _heading(seen)]
+    columns = ["round", "accuracy", "train_loss", "gamma_round", "gamma_window", "answered", *EVENTS[1:], "silent"]
+    rows = [seen.row(line) for line in seen.lines[-ROUNDS_SHOWN:]]
+    rows = [{**row, "round": row["round"] + 1} for row in rows]  # people count from 1, files from 0
+    heads = {"gamma_round": "coverage", "gamma_window": "over window", "train_loss": "train loss"}
+    shown = [*columns, "seconds"]
+    tables = [as_table("", [heads.get(c, c) for c in shown], [[row[c] for c in shown] for row in rows])] if rows else []
+    if seen.trouble:
+        cells = [
+            [e["round"] + 1, *(_plain(e.get(word)) for word in ("event", "client", "node", "why"))]
+            for e in seen.trouble[-TROUBLE_SHOWN:]
+        ]
+        title = f"the last of {len(seen.trouble)} that did not answer as asked"
+        tables.append(as_table(title, ["round", "event", "client", "node", "why"], cells))
+    return Group(*parts, *tables)
+
+
+def _heading(seen: Look) -> Iterator[str]:
+    done, now = len(seen.lines), seen.summary()
+    yield f"{seen.name}   round {done} of {seen.rounds}" + ("   finished" if seen.finished else "")
+    figures = {"accuracy": "accuracy", "gamma_round": "coverage", "gamma_window": "over window", "epsilon": "epsilon"}
+    known = [f"{word} {now[name]:.4g}" for name, word in figures.items() if now[name] is not None]
+    if known:
+        yield "   ".join(known)
+    curve = [line["accuracy"] for line in seen.lines if "accuracy" in line][-CURVE:]
+    if len(curve) > 1:
+        yield f"accuracy {min(curve):.3f} {sparks(curve)} {max(curve):.3f}"
+    present = {kind: len(events) for kind, events in seen.clients(done).items() if events}
+    if present and not seen.finished:
+        yield f"round {done + 1} so far: " + ", ".join(f"{count} {kind}" for kind, count in present.items())
+
+
+def sparks(values: Sequence[float]) -> str:
+    """A curve in one line of text.
+
+    >>> sparks([0.0, 0.5, 1.0])
+    '▁▅█'
+    """
+    low, high = min(values), max(values)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((value - low) * scale + 1e-9)] for value in values)
+
+
+def _plain(value: object) -> str:
+    """A word of an event without anything that a terminal would obey."""
+    text = "-" if value is None else str(value)
+    return "".join(sign if sign.isprintable() else "?" for sign in text)[:120]
+
+
+def watch_live(path: Path, every: float) -> None:
+    """Show a run on the terminal until it is finished, or until Ctrl-C."""
+    seen, known = look(path), _stamps(path)
+    with Live(frame(seen), console=output(), auto_refresh=False) as live:
+        while not seen.finished:
+            time.sleep(every)
+            if known != (now := _stamps(path)):
+                seen, known = look(path), now
+                live.update(frame(seen), refresh=True)
+
+
+def _stamps(path: Path) -> list[tuple[str, int, int]]:
+    """What changes when anything is written that is shown."""
+    names = ("metrics.jsonl", "events.jsonl", "summary.json")
+    return [
+        (name, s.st_size, s.st_mtime_ns) for name in names if (path / name).exists() and (s := (path / name).stat())
+    ]

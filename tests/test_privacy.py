@@ -1,0 +1,244 @@
+"""Long updates are shortened, noise has the scale that it should have, and epsilon is what the library says."""
+
+import math
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fedcover as fc
+from fedcover.aggregation import change, coverage_mean, length, shortened
+from fedcover.coverage import count
+from fedcover.errors import InvalidValue
+from fedcover.privacy import Gaussian, gaussian, most_turns, private_mean
+from fedcover.reduction import Masks, Within
+from fedcover.rng import generator
+from fedcover.rounds import aggregate, cohort_of, run_round, view_of
+from fedcover.training import train_client
+from tests.worlds import same, world
+
+SMALL = {"clients": 20, "active": 4, "rounds": 3, "epochs": 1}
+PRIVATE = {**SMALL, "clip_updates": 0.5, "privacy": "gaussian(noise=2.0, delta=1e-4)"}
+vectors = st.lists(st.tuples(st.floats(-50, 50), st.floats(-50, 50), st.booleans()), min_size=1, max_size=6)
+
+
+# ── clipping ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@settings(max_examples=200, deadline=None)
+@given(vectors, st.floats(0.01, 100), st.booleans())
+def test_an_update_is_shortened_on_its_own_entries(entries, limit, own):
+    old, new, held = (torch.tensor(column, dtype=torch.float64) for column in zip(*entries, strict=True))
+    bits = {"w": held.bool()}
+    trained = Within(Masks({}), bits) if own else Masks(bits)
+    before, after = {"w": old}, shortened({"w": old}, trained, {"w": new}, limit)
+    moved = change(before, trained, after)["w"]
+    wanted = torch.where(held.bool(), new - old, 0.0)
+    far = float(wanted.norm())
+    assert float(moved.norm()) <= limit * (1 + 1e-9) + 1e-12
+    torch.testing.assert_close(moved, wanted * min(1.0, limit / far) if far else wanted)
+    if far <= limit:
+        assert after["w"] is new  # bit for bit
+
+
+def round_of(**fields):
+    setup, state = world(**fields)
+    cohort = cohort_of(setup, 0)
+    parts = setup.policy(view_of(setup, state, cohort))
+    updates = [train_client(setup.task, state, c, r, 0.1) for c, r in zip(cohort, parts, strict=True)]
+    return setup, state, updates
+
+
+@pytest.mark.parametrize("policy", ["rolling", "random", "magnitude"])
+@pytest.mark.parametrize("rule", ["coverage_mean", "trimmed_mean", "median"])
+def test_a_client_moves_the_model_by_at_most_the_limit(policy, rule):
+    setup, state, updates = round_of(policy=policy, clip_updates=0.01, rule=rule)
+    loud = [replace(updates[0], params={n: t + 100 for n, t in updates[0].params.items()})]
+    after = aggregate(setup, state, loud)
+    moved = {name: after.params[name] - state.params[name] for name in state.params}
+    assert length(moved) == pytest.approx(0.01)
+    outside = count(state.params, [updates[0].trained])
+    assert all(bool((moved[n][outside[n] == 0] == 0).all()) for n in moved)
+
+
+def test_a_limit_that_nobody_reaches_changes_nothing():
+    plain, state = world(policy="rolling")
+    limited, _ = world(policy="rolling", clip_updates=1e6)
+    (left, _), (right, report) = run_round(plain, state), run_round(limited, state)
+    same(left.params, right.params)
+    assert report.metrics["clipped"] == 0
+
+
+def test_shortened_clients_are_counted():
+    setup, state = world(policy="rolling", clip_updates=1e-9)
+    assert run_round(setup, state)[1].metrics["clipped"] == 6
+
+
+# ── noise ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_noise_has_the_scale_of_the_coverage_count():
+    """Entry i is held by n clients: its mean carries noise of z * C / n, and none where nobody holds it."""
+    size, clients, clip, noise = 200_000, 4, 0.3, 1.7
+    old = {"w": torch.ones(size, dtype=torch.float64)}
+    masks = [Masks({"w": torch.arange(size) % 5 > client}) for client in range(clients)]
+    parts = [(mask, mask.extract(old)) for mask in masks]  # nobody moves anything: what is left is the noise
+    new = private_mean(old, parts, clip=clip, noise=noise, draw=generator(0, "test"))
+    counts = count(old, masks)["w"]
+    assert sorted(set(counts.tolist())) == [0, 1, 2, 3, 4]
+    for n in range(1, 5):
+        seen = (new["w"] - 1)[counts == n]
+        wanted = noise * clip / n
+        error = 5 / math.sqrt(2 * len(seen))  # five standard errors of a standard deviation
+        assert float(seen.std()) == pytest.approx(wanted, rel=error)
+        assert abs(float(seen.mean())) < 5 * wanted / math.sqrt(len(seen))
+        tail = float((seen.abs() > 2 * wanted).double().mean())  # of a normal: 4.55 %
+        assert tail == pytest.approx(0.0455, abs=5 * math.sqrt(0.0455 / len(seen)))
+    assert torch.equal(new["w"][counts == 0], old["w"][counts == 0])
+
+
+@settings(max_examples=100, deadline=None)
+@given(vectors, st.floats(0.01, 10), st.data())
+def test_no_client_moves_the_sum_by_more_than_twice_the_limit(entries, clip, data):
+    """The sensitivity: whatever a client answers, the same noise gives a sum within 2 C."""
+    old, new, bits = (torch.tensor(column, dtype=torch.float64) for column in zip(*entries, strict=True))
+    other = torch.tensor(data.draw(st.lists(st.floats(-1e6, 1e6), min_size=len(old), max_size=len(old))))
+    mine, whole = Masks({"w": bits.bool()}), Masks({})
+    means = [
+        private_mean({"w": old}, [(whole, {"w": old + 1}), (mine, {"w": answer})], clip=clip, noise=1.0,
+                     draw=generator(1, "same"))["w"]
+        for answer in (new, other.double())
+    ]  # fmt: skip
+    counts = count({"w": old}, [mine, whole])["w"]
+    assert float(((means[0] - means[1]) * counts).norm()) <= 2 * clip * (1 + 1e-6) + 1e-9
+
+
+def test_without_noise_it_is_the_coverage_mean():
+    _, state, updates = round_of(policy="rolling")
+    parts = [(u.trained, u.params) for u in updates]
+    quiet = private_mean(state.params, parts, clip=1e6, noise=0.0, draw=generator(0, "x"))
+    same(quiet, coverage_mean(state.params, [(u.trained, u.params, 1.0) for u in updates]), tolerance=1e-12)
+
+
+def test_noise_is_never_drawn_twice():
+    """Not from the experiment's seed: whoever knows that could subtract it."""
+    pytest.importorskip("dp_accounting")
+    setup, state, updates = round_of(policy="rolling", privacy="gaussian(noise=1.0)", clip_updates=1.0)
+    left, right = aggregate(setup, state, updates), aggregate(setup, state, updates)
+    assert all(not torch.equal(left.params[name], right.params[name]) for name in left.params)
+    fixed = replace(setup, noise=lambda: generator(0, "noise"))
+    same(aggregate(fixed, state, updates).params, aggregate(fixed, state, updates).params)
+
+
+# ── accounting ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_epsilon_is_the_librarys():
+    accounting = pytest.importorskip("dp_accounting")
+    from dp_accounting.rdp import RdpAccountant
+
+    relation = accounting.NeighboringRelation.REPLACE_ONE
+    for noise, turns, delta in [(2.0, 1, 1e-5), (8.0, 100, 1e-6), (40.0, 1000, 1e-5)]:
+        event = accounting.SelfComposedDpEvent(accounting.GaussianDpEvent(noise / 2), turns)
+        wanted = RdpAccountant(neighboring_relation=relation).compose(event).get_epsilon(delta)
+        assert Gaussian(noise, delta).epsilon(turns) == pytest.approx(wanted, rel=1e-9)
+        # the exact curve of one Gaussian (Balle, Wang 2018): the accountant may only be above it
+        assert delta_of_gaussian(wanted, 2 * math.sqrt(turns) / noise) <= delta
+    assert Gaussian(1.0, 1e-5).epsilon(0) == 0
+
+
+def delta_of_gaussian(epsilon, mu):
+    def normal(x):
+        return 0.5 * math.erfc(-x / math.sqrt(2))
+
+    return normal(mu / 2 - epsilon / mu) - math.exp(epsilon) * normal(-mu / 2 - epsilon / mu)
+
+
+def test_turns_are_those_of_the_busiest_client():
+    setup, _ = world()
+    cohorts = [[client.id for client in cohort_of(setup, round)] for round in range(setup.rounds)]
+    assert [setup.turns(round) for round in (2, 0, 1)] == [list(most_turns(cohorts))[round] for round in (2, 0, 1)]
+    for round in range(setup.rounds):
+        asked = [client for cohort in cohorts[: round + 1] for client in cohort]
+        assert setup.turns(round) == max(asked.count(client) for client in asked)
+
+
+def test_epsilon_is_in_the_history_and_in_the_summary(tmp_path):
+    pytest.importorskip("dp_accounting")
+    run = fc.run(fc.Experiment(**PRIVATE), tmp_path / "run")
+    spent = [line["epsilon"] for line in run.metrics]
+    assert spent == [Gaussian(2.0, 1e-4).epsilon(run.setup.turns(round)) for round in range(3)]
+    assert spent == sorted(spent)
+    assert run.summary["epsilon"] == spent[-1]
+    assert [line["epsilon"] for line in fc.load(tmp_path / "run").metrics] == spent
+
+
+def test_without_privacy_no_epsilon_is_told():
+    assert "epsilon" not in fc.run(fc.Experiment(**SMALL)).summary
+
+
+# ── what is refused ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"clip_updates": None}, "clip_updates must be a length to which updates are clipped with privacy; got None"),
+        ({"rule": "median"}, "rule must be coverage_mean without options with privacy; got 'median'"),
+        ({"rule": "coverage_mean(over=clients)"}, "rule must be coverage_mean without options with privacy; got "),
+        ({"weights": "samples"}, "weights must be uniform with privacy; got 'samples'"),
+        ({"label_rows": True}, r"label_rows must be false .* with privacy; got True"),
+        ({"privacy": "gaussian"}, "privacy gaussian needs the option 'noise'"),
+    ],
+)
+def test_what_is_not_private_is_refused(fields, sentence):
+    with pytest.raises(InvalidValue, match=sentence):
+        fc.Experiment(**{**PRIVATE, **fields})
+
+
+@pytest.mark.parametrize("noise", [0, -1, math.nan, math.inf])
+def test_noise_must_be_noise(noise):
+    with pytest.raises(InvalidValue, match=r"^privacy gaussian: noise must be"):
+        gaussian(noise=noise)
+    with pytest.raises(InvalidValue, match=r"^privacy gaussian: delta must be"):
+        gaussian(noise=1.0, delta=noise)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"model": "wide_resnet(depth=10, widen=1)"}, "privacy: batch norm of model .* use norm = 'group'"),
+        ({"policy": "prunefl", "recipe": "prunefl"}, "privacy: what clients measure under recipe 'prunefl'"),
+        ({"privacy": "fedcover.recipes:plain"}, "must make a fedcover Gaussian; got Recipe"),
+        ({"recipe": "hermes"}, "privacy: with this recipe a client chooses what it trains"),
+    ],
+)
+def test_what_would_pass_the_noise_is_refused(fields, sentence, tmp_path):
+    pytest.importorskip("dp_accounting")
+    data = "synthetic(shape=(3, 8, 8), classes=3, samples=7, test_size=50)"
+    with pytest.raises(InvalidValue, match=sentence):
+        fc.run(fc.Experiment(**{**PRIVATE, "dataset": data, **fields}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_group_norms_are_private(tmp_path):
+    pytest.importorskip("dp_accounting")
+    data = "synthetic(shape=(3, 8, 8), classes=3, samples=7, test_size=50)"
+    model = {"dataset": data, "model": "wide_resnet(depth=10, widen=1)", "norm": "group", "rounds": 1, "active": 2}
+    assert fc.run(fc.Experiment(**{**PRIVATE, **model})).summary["epsilon"] > 0
+
+
+def test_a_missing_library_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    with pytest.raises(InvalidValue, match=r"^privacy needs the package dp-accounting; .*fedcover\[privacy\]'$"):
+        fc.run(fc.Experiment(**PRIVATE))
+
+
+def test_an_undeclared_measurement_is_refused():
+    setup, state, _ = round_of(policy="prunefl", recipe="prunefl")
+    careless = replace(setup.task, recipe=replace(setup.task.recipe, measures={}))
+    with pytest.raises(InvalidValue, match=r"^recipe measures 'squared_gradient', which its `measures` do not name$"):
+        run_round(replace(setup, task=careless), state)

@@ -1,0 +1,211 @@
+"""A run watched from outside: whatever is in its folder is shown, and half-written lines are none."""
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import fedcover as fc
+from fedcover.watching import EVENTS, look, sparks
+from tests.test_cli import fedcover, refused
+from tests.test_runs import only_the_cpu, tiny
+
+__all__ = ["fedcover", "only_the_cpu"]  # fixtures
+ROUNDS = 4
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A finished in-process run."""
+    folder = tmp_path_factory.mktemp("runs") / "mine"
+    fc.run(tiny(rounds=ROUNDS, drop_out=0.3, name="mine"), folder)
+    return folder
+
+
+@pytest.fixture
+def folder(finished, tmp_path):
+    """A copy of its files to which anything may be done."""
+    for name in ("experiment.toml", "metrics.jsonl", "summary.json"):
+        (tmp_path / name).write_bytes((finished / name).read_bytes())
+    return tmp_path
+
+
+@pytest.fixture
+def watch(fedcover):
+    def call(*args):
+        code, out, err = fedcover("watch", *args)
+        assert (code, err) == (0, "")
+        return out
+
+    return call
+
+
+def event(round, kind, client, why="", node=1):
+    return {"round": round, "time": 0.0, "event": kind, "node": node, "client": client, "why": why}
+
+
+def write(folder, events, tail=b""):
+    lines = b"".join(json.dumps(each).encode() + b"\n" for each in events)
+    (folder / "events.jsonl").write_bytes(lines + tail)
+
+
+def test_an_in_process_run_is_shown(folder, watch):
+    out = watch(folder, "--once")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert out.startswith(f"mine   round {ROUNDS} of {ROUNDS}   finished\n")
+    assert f"accuracy {lines[-1]['accuracy']:.4g}   coverage {lines[-1]['gamma_round']}" in out
+    shown = [row for row in out.splitlines() if row.startswith("│")]
+    assert len(shown) == ROUNDS
+    for row, line in zip(shown, lines, strict=True):
+        cells = [cell.strip() for cell in row.strip("│").split("│")]
+        counts = [len(line["clients"]), 0, 0, 0, len(line["dropped"])]
+        assert cells[0] == str(line["round"] + 1)
+        assert cells[5:10] == [str(count) for count in counts]
+    assert watch(folder) == out  # a pipe gets one picture, too
+
+
+def test_who_was_rejected_and_why(folder, watch):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    gone = next(line for line in lines if len(line["dropped"]) >= 2)
+    first, second = gone["dropped"][:2]
+    events = [event(gone["round"], "answered", int(client)) for client in gone["clients"]]
+    events += [event(gone["round"], "rejected", first, "not finite: params/w"), event(gone["round"], "late", second)]
+    write(folder, events)
+    out = watch(folder, "--once")
+    assert re.search(rf"{gone['round'] + 1} │ rejected │ {first} .*│ not finite: params/w", out)
+    found = json.loads(watch(folder, "--json"))
+    row = found["history"][gone["round"]]
+    assert [row[kind] for kind in (*EVENTS, "silent")] == [
+        len(gone["clients"]), 1, 1, 0, len(gone["dropped"]) - 2,
+    ]  # fmt: skip
+    assert found["trouble"] == events[-2:]
+    assert found["events"] == {"answered": len(gone["clients"]), "rejected": 1, "late": 1}
+    assert (found["round"], found["rounds"], found["finished"]) == (ROUNDS, ROUNDS, True)
+
+
+def test_a_round_in_progress(folder, watch):
+    (folder / "summary.json").unlink()
+    text = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_bytes(text[0] + text[1][:-7])
+    write(folder, [event(1, "answered", 3), event(1, "answered", 4), event(1, "lost", 5, "no heartbeat")])
+    out = watch(folder, "--once")
+    assert out.startswith(f"mine   round 1 of {ROUNDS}\n")
+    assert "round 2 so far: 2 answered, 1 lost" in out
+
+
+def test_before_the_first_round(folder, watch):
+    for name in ("metrics.jsonl", "summary.json"):
+        (folder / name).unlink()
+    assert watch(folder, "--once") == f"mine   round 0 of {ROUNDS}\n"
+    assert json.loads(watch(folder, "--json"))["accuracy"] is None
+
+
+def test_a_client_that_is_asked_again_counts_once(folder):
+    write(folder, [event(0, "lost", 1), event(0, "answered", 1)])  # a round that was interrupted and run again
+    assert {kind: len(found) for kind, found in look(folder).clients(0).items()} == {
+        "answered": 1, "rejected": 0, "late": 0, "lost": 0,
+    }  # fmt: skip
+
+
+def test_what_a_stranger_wrote_is_not_obeyed(folder, watch):
+    write(folder, [event(0, "rejected", 1, "\x1b[2J\r\n[red]x[/red]" + "y" * 500, node="\x07")])
+    out = watch(folder, "--once")
+    assert "\x1b" not in out
+    assert "\x07" not in out
+    assert "[red]x[/red]" in out
+    assert "y" * 200 not in out
+
+
+half = st.binary(max_size=60) | st.sampled_from(
+    [b'{"round": 1, "eve', b"[1]\n", b"null\n", b"{}\n", b'{"round":"x"}\n']
+)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(half, half)
+def test_half_written_and_damaged_lines_are_none(folder, tail, more):
+    good = event(0, "rejected", 1, "why")
+    write(folder, [good], b"\n" + tail)
+    original = (folder / "metrics.jsonl").read_bytes()
+    (folder / "metrics.jsonl").write_bytes(original + more)
+    seen = look(folder)
+    assert len(seen.lines) >= ROUNDS
+    assert seen.events[0] == good
+    seen.summary()
+    (folder / "metrics.jsonl").write_bytes(original)
+
+
+def test_a_folder_without_a_run(fedcover, tmp_path):
+    refused(fedcover("watch", tmp_path / "nosuch", "--once"), 1, "is no run folder")
+    refused(fedcover("watch", tmp_path, "--every", "0"), 2, "every must be in 0.1..3600 seconds; got 0")
+
+
+def test_a_flat_curve():
+    assert sparks([0.5, 0.5]) == "▁▁"
+
+
+def on_a_terminal(*args):
+    """A process whose output is a terminal, and a thread that collects what it shows."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen([sys.executable, "-m", "fedcover", "watch", *args], stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown, something = [], threading.Event()
+
+    def collect():
+        while True:
+            try:
+                shown.append(os.read(ours, 65536))
+            except OSError:  # the terminal is gone
+                return os.close(ours)
+            if b"round" in shown[-1]:
+                something.set()
+
+    thread = threading.Thread(target=collect)
+    thread.start()
+    return process, thread, shown, something
+
+
+def test_on_a_terminal_ctrl_c_leaves_quietly(folder):
+    (folder / "summary.json").unlink()
+    process, thread, shown, something = on_a_terminal(str(folder), "--every", "0.1")
+    try:
+        assert something.wait(60)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        thread.join(60)
+    assert b"Traceback" not in b"".join(shown)
+
+
+def test_on_a_terminal_it_follows_the_run_to_its_end(folder):
+    """The picture changes when a round is added, and the command ends with the run."""
+    summary = (folder / "summary.json").read_bytes()
+    text = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "summary.json").unlink()
+    (folder / "metrics.jsonl").write_bytes(b"".join(text[:1]))
+    process, thread, shown, something = on_a_terminal(str(folder), "--every", "0.1")
+    try:
+        assert something.wait(60)
+        (folder / "metrics.jsonl").write_bytes(b"".join(text))
+        (folder / "summary.json").write_bytes(summary)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        thread.join(60)
+    assert f"round {ROUNDS} of {ROUNDS}".encode() in b"".join(shown)
+
+
+def test_a_run_that_is_going_on(tmp_path):
+    seen = []
+    fc.run(tiny(rounds=3, name="mine"), tmp_path / "mine", watch=lambda report: seen.append(look(tmp_path / "mine")))
+    assert [(len(each.lines), each.finished) for each in seen] == [(1, False), (2, False), (3, False)]
+    assert look(tmp_path / "mine").finished
