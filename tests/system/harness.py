@@ -73,6 +73,12 @@ def submit(federation: Local, wanted: fc.Experiment, folder: Path, **settings: o
     return Submitted(federation, process, folder, log)
 
 
+def fair_deadline(federation: Local, folder: Path) -> float:
+    """Seconds that are more than enough for a round on this machine, whatever else it does: four times one round."""
+    run = submit(federation, experiment(rounds=1), folder, wait=1.0, deadline=300.0).finish()
+    return max(15.0, 4 * run.rounds(1)[0]["seconds"]["training"])
+
+
 def reference(wanted: fc.Experiment, folder: Path, engine=None) -> list[str]:
     """The same experiment in this process, one client after another: the names of its checkpoints are digests."""
     fc.run(wanted, folder, machine=fc.Machine("sequential", "cpu"), engine=engine)

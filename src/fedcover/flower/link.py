@@ -4,6 +4,7 @@ Flower's own `send_and_receive` sleeps three seconds at a time and reads whateve
 size before its content, for which it needs parts of Flower 1.41 that are not public; all of that is in this file.
 """
 
+import json
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,11 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import Array, ConfigRecord, Message, RecordDict
 from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
 from flwr.proto.runtime_pb2 import PullAppMessagesRequest
 from flwr.serverapp import Grid
-from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
+from flwr.supercore.inflatable.inflatable_object import (
+    get_object_body,
+    get_object_head_values_from_object_content,
+    iterate_object_tree,
+)
 from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object_fn_protobuf
 from flwr.supercore.inflatable.inflatable_utils import (
     ObjectPullError,
@@ -107,12 +112,11 @@ class Link:
             for message in self._grid.pull_messages(list(waiting)):
                 yield message.metadata.reply_to_message_id, _usable(message)
             return
-        client = self._inner._runtime_client
-        with _at_most(client, LISTING):
-            listed = client.PullMessages(PullAppMessagesRequest(message_ids=list(waiting)))
-        for envelope, tree in zip(listed.messages_list, listed.message_object_trees, strict=True):
-            asked = envelope.metadata.reply_to_message_id
+        for asked, envelope, tree in self._listed(list(waiting)):
             if asked not in waiting:
+                continue
+            if envelope is None:
+                yield asked, Failed("rejected", "too large: the list of its pieces alone")
                 continue
             try:
                 limit = allowed[waiting[asked]] + AROUND
@@ -128,6 +132,22 @@ class Link:
                 yield asked, _usable(reply)
             self._confirm(envelope.metadata.message_id)  # Flower may forget it now
 
+    def _listed(self, ids: list[str]) -> Iterator[tuple[str, Any, Any]]:
+        """The replies to messages: which it answers, its envelope and the tree of its pieces, no content yet."""
+        client = self._inner._runtime_client
+        try:
+            with _at_most(client, LISTING):
+                listed = client.PullMessages(PullAppMessagesRequest(message_ids=ids))
+        except TooLarge:
+            if len(ids) == 1:
+                yield ids[0], None, None
+            else:  # one node must not hide the answers of the others
+                for id in ids:
+                    yield from self._listed([id])
+            return
+        for envelope, tree in zip(listed.messages_list, listed.message_object_trees, strict=True):
+            yield envelope.metadata.reply_to_message_id, envelope, tree
+
     def _fetched(self, id: str, tree: Any, limit: int, end: float) -> Message:
         """One reply, piece by piece, as long as its pieces together stay within the limit."""
         client, grid = self._inner._runtime_client, self._inner
@@ -140,6 +160,7 @@ class Link:
             with _at_most(client, left):
                 contents[piece.object_id] = _patiently(pull, piece.object_id, end)
             left -= len(contents[piece.object_id])
+        _refuse_repeats(contents, limit)
         message: Any = inflate_object_from_contents(id, contents)
         if not isinstance(message, Message):
             raise InvalidValue("the reply is no message")
@@ -160,6 +181,18 @@ def _patiently(pull: Any, id: str, end: float) -> bytes:
             if time.monotonic() > end:
                 raise ObjectPullError(id, "it is not complete at the deadline") from None
             time.sleep(POLL)
+
+
+def _refuse_repeats(contents: Mapping[str, bytes], limit: int) -> None:
+    """A few bytes can name the same piece a million times: count what arrays would grow to before they do."""
+    grown = 0
+    for content in contents.values():
+        kind, pieces, _ = get_object_head_values_from_object_content(content)
+        if kind == "Array":
+            named = json.loads(get_object_body(content, Array))["arraychunk_ids"]
+            grown += sum(len(contents[pieces[place]]) for place in named)
+    if grown > limit:
+        raise TooLarge(f"{grown} bytes when put together, where at most {limit} were asked for")
 
 
 @contextmanager
