@@ -21,7 +21,7 @@ def train(module: nn.Module, config: Mapping[str, Any], context: Context) -> dic
     for x, y in zip(rows.x.split(16), rows.y.split(16), strict=True):
         optimizer.zero_grad()
         loss = F.cross_entropy(module(x), y)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
     return {"num-examples": len(rows), "loss": float(loss)}
 
