@@ -23,6 +23,14 @@ CARRYING = ("pull-messages", "pull-object", "push-messages", "push-object", "con
 _REQUEST = re.compile(rb"(?:POST|GET) (\S+) HTTP/1")
 
 
+def _received(source: socket.socket) -> bytes:
+    """What comes next; nothing at the end, also at an abrupt one."""
+    try:
+        return source.recv(2**16)
+    except OSError:
+        return b""
+
+
 class Proxy:
     """Passes bytes on between a SuperNode and the SuperLink, and counts them by the path of the request."""
 
@@ -35,13 +43,17 @@ class Proxy:
     def _accept(self) -> None:
         while True:
             near, _ = self._server.accept()
-            far = socket.create_connection(("127.0.0.1", self.target))
+            try:
+                far = socket.create_connection(("127.0.0.1", self.target))
+            except OSError:  # the SuperLink has gone, at the end
+                near.close()
+                continue
             path = [""]  # of the request that is under way on this connection
             for source, sink, outgoing in ((near, far, True), (far, near, False)):
                 threading.Thread(target=self._pass_on, args=(source, sink, outgoing, path), daemon=True).start()
 
     def _pass_on(self, source: socket.socket, sink: socket.socket, outgoing: bool, path: list[str]) -> None:
-        while data := source.recv(2**16):
+        while data := _received(source):
             if outgoing and (found := _REQUEST.match(data)):
                 path[0] = found[1].decode().rpartition("/")[2]
             self.counted[path[0]] += len(data)

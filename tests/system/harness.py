@@ -9,7 +9,7 @@ import fedcover as fc
 from fedcover.flower.apps import Settings, write_app
 from fedcover.flower.processes import Local, descendants
 
-PATIENCE = 400.0
+PATIENCE = 900.0
 """Seconds after which a test gives up; a loaded machine may need minutes for what an idle one does in seconds."""
 
 SMALL = {
