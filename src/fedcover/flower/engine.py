@@ -25,8 +25,8 @@ from fedcover.version import __version__
 
 log = logging.getLogger("fedcover")
 Work = Sequence[tuple[Client, Reduction]]
-HELLO = 30.0
-"""Seconds that a node has to introduce itself."""
+HELLO, HELLOS = 60.0, 3
+"""Seconds that a node has to introduce itself, and how often it is asked before a round goes on without it for good."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +176,8 @@ def _checked(answer: Answer, ledger: Ledger) -> Update | str:
 def meet(link: Link, roster: Roster, events: Events, round: int) -> None:
     """Ask nodes that nobody knows yet who they are."""
     strangers = sorted(link.present() - roster.known.keys() - roster.refused)
+    strangers = [node for node in strangers if roster.asked[node] < HELLOS]
+    roster.asked.update(strangers)
     if not strangers:
         return
     for node, said in link.introductions(strangers, patience=HELLO).items():

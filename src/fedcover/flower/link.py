@@ -87,11 +87,11 @@ class Link:
         waiting: dict[str, int] = {}
         found: dict[int, Message | Failed] = {}
         for node, message in messages.items():  # one by one: together they may be too much for one request
-            (id,) = self._grid.push_messages([message])
-            if id is None:
-                found[node] = Failed("lost", "the SuperLink did not take the message: the node has gone")
+            taken = [id for id in self._grid.push_messages([message]) if id]
+            if taken:
+                waiting[taken[0]] = node
             else:
-                waiting[str(id)] = node
+                found[node] = Failed("lost", "the SuperLink did not take the message: the node has gone")
         look_around = time.monotonic() + LOOK_AROUND
         while waiting and time.monotonic() < end:
             for asked, reply in self._replies(waiting, allowed, end):

@@ -1,5 +1,6 @@
 """Which node holds which clients, and how much it can hold: what a node says of itself, and who is there."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -63,7 +64,7 @@ def declared_fleet(introductions: Iterable[Introduction], clients: int, fallback
 
 @dataclass
 class Roster:
-    """Who has introduced itself, in that order, who was refused, and who was silent when last asked.
+    """Who has introduced itself, in that order, who was refused, how often others were asked, and who was silent last.
 
     Two nodes may claim one place: a SuperNode that comes back is a new node to Flower. The first claim holds as long as
     its node answers, so that nobody takes the place of a node that works.
@@ -72,6 +73,7 @@ class Roster:
     places: int | None = None
     known: dict[int, Introduction] = field(default_factory=dict)
     refused: set[int] = field(default_factory=set)
+    asked: Counter[int] = field(default_factory=Counter)
     silent: set[int] = field(default_factory=set)
 
     def add(self, introduced: Introduction) -> None:
