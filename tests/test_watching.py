@@ -109,9 +109,10 @@ def test_before_the_first_round(folder, watch):
 
 
 def test_a_client_that_is_asked_again_counts_once(folder):
-    write(folder, [event(0, "lost", 1), event(0, "answered", 1)])  # a round that was interrupted and run again
+    # a round that was interrupted and run again, and a node that never named a client
+    write(folder, [event(0, "lost", 1), event(0, "answered", 1, node=2), event(0, "rejected", None)])
     assert {kind: len(found) for kind, found in look(folder).clients(0).items()} == {
-        "answered": 1, "rejected": 0, "late": 0, "lost": 0,
+        "answered": 1, "rejected": 1, "late": 0, "lost": 0,
     }  # fmt: skip
 
 

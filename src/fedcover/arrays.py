@@ -30,7 +30,7 @@ class RawArray:
     @property
     def bytes(self) -> int | None:
         """How many bytes it has; None where it has no bytes at all."""
-        return len(self.data) if isinstance(self.data, bytes | bytearray) else getattr(self.data, "nbytes", None)
+        return memoryview(self.data).nbytes if isinstance(self.data, bytes | bytearray | memoryview) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,9 @@ class Look:
     finished: bool
 
     def clients(self, round: int) -> dict[str, list[Line]]:
-        """The last event of every client, or node, in one round, by what it was."""
-        last = {(e.get("node"), e.get("client")): e for e in self.events if e["round"] == round}
+        """The last event in one round of every client, or of every node where no client is named, by what it was."""
+        mine = [event for event in self.events if event["round"] == round]
+        last = {str(e["client"]) if e.get("client") is not None else f"node {e.get('node')}": e for e in mine}
         return {kind: [e for e in last.values() if e["event"] == kind] for kind in EVENTS}
 
     @property
