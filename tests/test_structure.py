@@ -64,6 +64,11 @@ def test_a_module_imports_only_what_stands_before_it(path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_only_one_chapter_knows_flower(path):
+    assert chapter(path) == "flower" or not re.search(r"^\s*(from|import) flwr", path.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_files_and_functions_stay_small(path):
     text = path.read_text()
     assert text.count("\n") <= 350

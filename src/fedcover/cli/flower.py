@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -18,7 +17,7 @@ from fedcover.errors import InvalidValue, RunError
 from fedcover.experiment import Experiment, parse_change, read_experiment
 from fedcover.flower import require
 from fedcover.flower.apps import Settings, write_app
-from fedcover.flower.following import follow
+from fedcover.flower.following import follow, pass_on
 from fedcover.flower.places import place_of
 from fedcover.flower.processes import QUIET, local, path_of
 from fedcover.folders import Folder, summarise
@@ -53,8 +52,8 @@ def up(
     folder = (experiment if again else runs / wanted.name).resolve()
     if not again:
         Folder(folder).refuse_a_run()
-    place = Path(tempfile.mkdtemp(prefix="fedcover-flower-"))
-    told = {"data": str(data.resolve())} if data else {}
+    known = data or (Folder(folder).data if again else None)
+    told = {"data": str(Path(known).resolve())} if known else {}
     settings = _settings(
         wanted, folder=str(folder), resume=again, nodes=nodes, deadline=deadline, wait=wait, device=device,
         threads=threads or 0, **told,
@@ -63,6 +62,7 @@ def up(
     beside = [] if again else [str(experiment.parent.resolve())]
     for number in (signal.SIGINT, signal.SIGTERM):  # a kill cleans up too, and Ctrl-C even where a shell ignores it
         signal.signal(number, signal.default_int_handler)
+    place = Path(tempfile.mkdtemp(prefix="fedcover-flower-"))
     log = place / "run.txt"
     try:
         with local(place, configs, [*beside, os.getcwd()]) as federation, log.open("wb") as out:
@@ -108,11 +108,12 @@ def run(
         made = write_app(Path(place) / "app", settings)
         command = [path_of("flwr"), "run", str(made), *([connection] if connection else []), "--stream"]
         try:
-            done = subprocess.run(command, env={**os.environ, **QUIET}, check=False)
+            finished = pass_on(command, {**os.environ, **QUIET})
         except KeyboardInterrupt:
             console.say("the run goes on without you: 'flwr list' shows it, 'flwr log' its log, 'flwr stop' ends it")
             sys.exit(130)
-    sys.exit(done.returncode)
+    if not finished:
+        raise RunError("the run on Flower did not finish; its log is above")
 
 
 def node_configs(wanted: Experiment, nodes: int) -> list[dict[str, object]]:

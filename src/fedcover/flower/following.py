@@ -11,6 +11,7 @@ from typing import Any
 from fedcover.errors import RunError
 from fedcover.rounds import Report
 
+FINISHED = "fedcover: finished"
 _STOPPED = re.compile(r"fedcover: stopped: (.*)")
 
 
@@ -31,6 +32,19 @@ def follow(process: subprocess.Popen[bytes], folder: Path, log: Path, watch: Cal
         time.sleep(0.3)
     if not summary.exists() or summary.stat().st_mtime_ns == before:
         raise RunError(said(log))
+
+
+def pass_on(command: list[str], environment: dict[str, str]) -> bool:
+    """Show what a command that streams a run's log says, as it comes; tells whether the run finished."""
+    finished = False
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as streaming:
+        assert streaming.stdout is not None
+        for line in streaming.stdout:
+            finished = finished or FINISHED.encode() in line
+            print(line.decode(errors="replace"), end="", flush=True)
+    return finished
 
 
 def said(log: Path) -> str:

@@ -32,7 +32,8 @@ def experiment_app() -> ServerApp:
 def _main(grid: Grid, context: Context) -> None:
     log_to_stderr()
     try:
-        serve(grid, Settings.read(context.run_config))
+        done = serve(grid, Settings.read(context.run_config))
+        log.info("finished: %s", done.folder)
     except FedcoverError as error:
         log.error("stopped: %s", error)
         raise
