@@ -3,10 +3,12 @@
 import os
 import resource
 import signal
+import subprocess
+import sys
 
 import pytest
 
-from fedcover.flower.processes import local
+from fedcover.flower.processes import descendants, local
 from tests.system.harness import (
     alive,
     checkpoints,
@@ -74,6 +76,7 @@ def test_a_server_that_is_killed_goes_on_from_its_folder(pair, tmp_path):
     os.kill(server, signal.SIGKILL)
     wait_for(lambda: not alive([server]), "the server's end")
     run.process.kill()
+    run.process.wait()
     done = len(run.lines())
     assert done in (2, 3)
     again = submit(pair, wanted, tmp_path / "run", nodes=2, resume=True).finish()
@@ -115,15 +118,10 @@ class files_limited:  # noqa: N801
 @pytest.mark.parametrize("stopped", [signal.SIGINT, signal.SIGTERM])
 def test_up_leaves_nothing_behind(tmp_path, stopped):
     """After Ctrl-C, or a kill, no process is left, and `up` goes on with the folder."""
-    import subprocess
-    import sys
-
-    from fedcover.flower.processes import descendants
-
     (tmp_path / "mine.toml").write_text(experiment(policy="prefix", rounds=30, name="mine").to_toml())
     command = [sys.executable, "-m", "fedcover", "flower", "up", "--nodes", "2", "--runs", str(tmp_path / "runs")]
-    log = (tmp_path / "log.txt").open("wb")
-    up = subprocess.Popen([*command, str(tmp_path / "mine.toml")], stdout=log, stderr=log)
+    with (tmp_path / "log.txt").open("wb") as log:
+        up = subprocess.Popen([*command, str(tmp_path / "mine.toml")], stdout=log, stderr=log)
     metrics = tmp_path / "runs" / "mine" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.read_bytes(), "a round")
     family = descendants([up.pid])
