@@ -8,7 +8,8 @@ WORLDS = {
     "sliced": {"policy": "rolling(spread=true)"},
     "masked": {"policy": "magnitude"},
     "drawn, tracked statistics": {
-        "policy": "random", "norm": "tracked", "model": "cnn(channels=[4, 6], hidden=8)", "clients": 4, "active": 4,
+        "policy": "random", "norm": "tracked", "model": "wide_resnet(depth=10, widen=1)", "clients": 4, "active": 4,
+        "dataset": "synthetic(shape=(3, 8, 8), classes=3, samples=12, test_size=50)", "calibration": 40,
     },
     "private masks": {"policy": "full", "recipe": "hermes(good_enough=0.0)"},
     "measured by clients": {"policy": "prunefl", "recipe": "prunefl", "fleet": "1x0.5"},

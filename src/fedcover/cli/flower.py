@@ -41,7 +41,7 @@ def up(
     device: Device = "cpu",
     threads: Threads = None,
     deadline: Deadline = 300.0,
-    wait: Wait = 60.0,
+    wait: Wait = 120.0,
     json: Json = False,
 ) -> None:
     """Start a SuperLink and SuperNodes on this machine, run an experiment on them, and clean up."""
@@ -94,7 +94,7 @@ def run(
     threads: Threads = None,
     nodes: Annotated[int, Parameter(help="How many SuperNodes share the clients; else as the first one says.")] = 0,
     deadline: Deadline = 300.0,
-    wait: Wait = 60.0,
+    wait: Wait = 120.0,
 ) -> None:
     """Submit an experiment to a federation that is already there, and show its log."""
     require()

@@ -53,7 +53,7 @@ class Settings:
     threads: int = 0
     nodes: int = 0
     deadline: float = 300.0
-    wait: float = 60.0
+    wait: float = 120.0
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> "Settings":
