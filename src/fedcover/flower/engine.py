@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fedcover.errors import InvalidValue, RunError
-from fedcover.flower.link import Failed, Link
+from fedcover.flower.link import GRACE, Failed, Link
 from fedcover.flower.messages import Answer, Order, Orders, read_answers, to_node
 from fedcover.flower.parcels import as_sent, unbundle
 from fedcover.flower.places import Introduction, Roster, place_of
@@ -79,7 +79,7 @@ class FlowerEngine:
         messages = {}
         for node, mine in by_node.items():
             orders, asked[node] = self._orders(task, state, mine, lr)
-            messages[node] = to_node(node, orders, ttl=self.terms.deadline)
+            messages[node] = to_node(node, orders, ttl=self.terms.deadline + GRACE)
         allowed = {node: sum(a.byte_limit for a in mine.values()) for node, mine in asked.items()}
         replies = self.link.exchange(messages, patience=self.terms.deadline, allowed=allowed)
         updates: list[Update] = []

@@ -38,6 +38,8 @@ LISTING = 4 * 2**20
 """Most bytes of a list of replies, which holds no tensors."""
 AROUND = 64 * 2**10
 """Bytes around the tensors of a reply: its report, its names and Flower's envelope."""
+GRACE = 10.0
+"""Seconds that Flower keeps a message beyond our deadline, so that it is ours that ends a round and says `late`."""
 POLL, LOOK_AROUND = 0.25, 3.0
 """Seconds between two looks for replies, and between two looks for who is still there."""
 
@@ -68,7 +70,9 @@ class Link:
     def introductions(self, nodes: Sequence[int], *, patience: float) -> dict[int, Introduction | Failed]:
         """Ask nodes to introduce themselves."""
         messages = {
-            node: Message(RecordDict({"hello": ConfigRecord()}), dst_node_id=node, message_type=QUERY, ttl=patience)
+            node: Message(
+                RecordDict({"hello": ConfigRecord()}), dst_node_id=node, message_type=QUERY, ttl=patience + GRACE
+            )
             for node in nodes
         }
         replies = self.exchange(messages, patience=patience, allowed=dict.fromkeys(nodes, 0))
