@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak lint clean
+.PHONY: help demo test test-system soak lint clean
 
 help:
 	@echo "make demo   five policies side by side, offline, under a minute"
 	@echo "make test   lint, types and all tests"
-	@echo "make soak   a million hostile replies; takes long"
+	@echo "make test-system  real Flower processes: same bits, faults, hostile nodes, deployment; minutes"
+	@echo "make soak   a million hostile replies, and 64 clients over 4 SuperNodes; half an hour"
 	@echo "make clean  remove .venv and caches"
 
 # torch first and pinned: whatever asks for torch later is then content with what is there
@@ -23,6 +24,10 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
+$(VENV)/.installed-flower: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,flower]"
+	touch $@
+
 demo: $(VENV)/.installed
 	$(BIN)/fedcover demo
 
@@ -34,9 +39,14 @@ lint: $(VENV)/.installed-dev
 test: lint
 	$(BIN)/python -m pytest --numprocesses 2
 
-soak: $(VENV)/.installed-dev
+test-system: $(VENV)/.installed-flower
+	$(BIN)/python -m pytest -m system --numprocesses 2 --dist loadfile --durations 20 tests/system
+
+soak: $(VENV)/.installed-flower
 	mkdir -p benchmarks/results
 	FEDCOVER_FUZZ=1000000 $(BIN)/python -m pytest -s tests/test_replies.py -k harmless | tee benchmarks/results/fuzz-replies.txt
+	$(BIN)/python benchmarks/flower_wire.py | tee benchmarks/results/flower-wire.json
+	$(BIN)/python benchmarks/flower_soak.py | tee benchmarks/results/flower-soak.json
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

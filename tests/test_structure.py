@@ -23,7 +23,8 @@ STORY = [
     "rounds", "sharing", "experiment", "preparation", "processes",
     "summary", "plotting", "checkpoints", "folders", "runs", "sweeps", "bench", "certificate",
     "reporting", "history", "tensorboard",
-    "onnx_export", "export", "audit", "capacity", "planning", "paper", "console", "watching", "demo", "cli",
+    "onnx_export", "export", "audit", "capacity", "planning", "paper", "flower",
+    "console", "watching", "demo", "cli",
 ]  # fmt: skip
 WALLS = {
     "policies": {"datasets", "partition", "sources", "training", "engines", "submodel"},
@@ -64,6 +65,11 @@ def test_a_module_imports_only_what_stands_before_it(path):
     for name in imports(path):
         assert name in STORY[: place + 1], f"{path.name} imports {name}, which comes later"
         assert name not in WALLS.get(chapter(path), set()), f"{path.name} must not know {name}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_only_one_chapter_knows_flower(path):
+    assert chapter(path) == "flower" or not re.search(r"^\s*(from|import) flwr", path.read_text(), re.MULTILINE)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))

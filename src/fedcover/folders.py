@@ -70,13 +70,13 @@ class Folder:
 
         A run that is refused, or diverges, before its first round is done leaves no folder that would block its name.
         """
-        self._refuse_a_run()
+        self.refuse_a_run()
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunError(f"cannot create the run folder {self.path}: {error.strerror}") from error
         with self._locked():
-            self._refuse_a_run()  # another process may have been faster
+            self.refuse_a_run()  # another process may have been faster
             write_atomically(self.path / "manifest.json", _json(manifest(experiment, machine, parts, data)))
             write_atomically(self.path / "experiment.toml", experiment.to_toml().encode())
             try:
@@ -99,7 +99,8 @@ class Folder:
             raise RunError(f"{self.path} is no run folder: it has no experiment.toml")
         return self
 
-    def _refuse_a_run(self) -> None:
+    def refuse_a_run(self) -> None:
+        """Complain if the folder holds a run already."""
         if any(os.path.exists(self.path / name) for name in ("experiment.toml", "metrics.jsonl")):
             raise RunError(
                 f"{self.path} holds a run already: go on with 'fedcover resume {self.path}', or choose another name "

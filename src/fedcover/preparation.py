@@ -30,7 +30,7 @@ from fedcover.sources import Partitioned, Synthetic
 from fedcover.submodel import submodel
 from fedcover.tracing import trace
 from fedcover.training import SCHEDULES
-from fedcover.types import Dataset, LocalTraining, Model, Policy, Recipe, Samples, Source, Task
+from fedcover.types import Dataset, Engine, LocalTraining, Model, Policy, Recipe, Samples, Source, Task
 
 MOST_THREADS = 1024
 WORTH_COMPILING = 100_000
@@ -131,6 +131,7 @@ class Parts:
     dataset: Dataset | None = None
     model: Model | nn.Module | None = None
     policy: Policy | None = None
+    engine: Engine | None = None
 
 
 def prepare(
@@ -172,7 +173,8 @@ def prepare(
             )
         },
     )  # fmt: skip
-    return replace(setup, engine=partial(ENGINES[engine_for(setup, machine)], precision=machine.precision))
+    named = partial(ENGINES[engine_for(setup, machine)], precision=machine.precision)
+    return replace(setup, engine=own.engine or named)
 
 
 def _check_outputs(experiment: Experiment, model: Model, source: Source, recipe: Recipe) -> None:

@@ -177,6 +177,7 @@ def conclude(setup: Setup, state: State, asked: Asked, answers: Sequence[Update]
         metrics = _round_metrics(setup, state, after, asked.cohort, updates)
     with clock("evaluation"):
         metrics |= _scores(setup, after, updates)
+    metrics |= getattr(setup.engine, "figures", dict)()  # an engine that reaches other machines tells who failed
     return after, Report(state.round, {**metrics, "seconds": clock.seconds})
 
 

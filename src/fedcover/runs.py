@@ -23,7 +23,7 @@ from fedcover.preparation import Machine, Parts, prepare
 from fedcover.processes import Job, sharing
 from fedcover.rounds import Report, Setup, cohort_of, first_state, part_for, run_round, view_of
 from fedcover.summary import Metrics, summarise
-from fedcover.types import Dataset, Model, Policy, Reduction, State
+from fedcover.types import Dataset, Engine, Model, Policy, Reduction, State
 
 Watch = Callable[[Report], None]
 
@@ -104,17 +104,19 @@ def run(
     dataset: Dataset | None = None,
     model: Model | nn.Module | None = None,
     policy: Policy | None = None,
+    engine: Engine | None = None,
     watch: Watch | None = None,
 ) -> Run:
     """Run an experiment (or the one in a TOML file), in memory or into a new run folder.
 
-    `dataset`, `model` and `policy` made in Python replace what the experiment names; `watch` sees every round.
+    `dataset`, `model`, `policy` and `engine` made in Python replace what the experiment and machine name; `watch` sees
+    every round.
 
     >>> result = run(Experiment(fleet="1x1.0 + 1x0.5", policy="prefix", clients=20, active=4, rounds=2, epochs=1))
     >>> result.gamma_min >= 0, result.state.round
     (True, 2)
     """
-    parts = Parts(dataset, model, policy)
+    parts = Parts(dataset, model, policy, engine)
     if isinstance(experiment, str | Path):
         experiment = read_experiment(Path(experiment))
     chosen = (machine or Machine()).resolved()
@@ -139,11 +141,12 @@ def resume(
     dataset: Dataset | None = None,
     model: Model | nn.Module | None = None,
     policy: Policy | None = None,
+    engine: Engine | None = None,
     watch: Watch | None = None,
     complain: Callable[[str], None] = print,
 ) -> Run:
     """Go on where a run folder stops; ends like a run that was never interrupted."""
-    parts = Parts(dataset, model, policy)
+    parts = Parts(dataset, model, policy, engine)
     with Folder(Path(folder)).opened() as found:
         chosen = found.machine(machine, force=force)
         found.require(parts)

@@ -8,6 +8,7 @@ from cyclopts import CycloptsError
 from fedcover import console
 from fedcover.cli import certifying as certifying
 from fedcover.cli import files as files
+from fedcover.cli import flower as flower
 from fedcover.cli import following as following
 from fedcover.cli import looking as looking
 from fedcover.cli import measuring as measuring

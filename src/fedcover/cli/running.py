@@ -63,7 +63,7 @@ def run(
     if experiment:  # functions and files that it names may lie beside it
         sys.path.insert(1, str(experiment.parent.resolve()))
     wanted = read_experiment(experiment, changes) if experiment else Experiment(**changes)
-    wanted = _with_absolute_dataset(wanted, experiment)
+    wanted = with_absolute_dataset(wanted, experiment)
     folder = runs / wanted.name
     machine = Machine(engine, device, threads, deterministic, precision, _processes(processes))
     with _watching(wanted, folder, tensorboard) as watch:
@@ -190,7 +190,7 @@ def _processes(wanted: int | str) -> int | str:
     return torchrun_size()
 
 
-def _with_absolute_dataset(wanted: Experiment, file: Path | None) -> Experiment:
+def with_absolute_dataset(wanted: Experiment, file: Path | None) -> Experiment:
     """The experiment with the full path of its data file, if it names one, so that it can be resumed from anywhere."""
     if Path(wanted.dataset).suffix not in (".npz", ".safetensors"):
         return wanted

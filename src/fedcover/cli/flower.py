@@ -1,0 +1,156 @@
+"""Commands for real fleets: flower up, flower run."""
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, Parameter
+
+from fedcover import console
+from fedcover.cli.options import Data, Device, Json, Threads, app
+from fedcover.cli.running import with_absolute_dataset
+from fedcover.errors import InvalidValue, RunError
+from fedcover.experiment import Experiment, parse_change, read_experiment
+from fedcover.flower import require
+from fedcover.flower.apps import Settings, write_app
+from fedcover.flower.following import follow, pass_on
+from fedcover.flower.places import place_of
+from fedcover.flower.processes import QUIET, local, path_of
+from fedcover.folders import Folder
+from fedcover.summary import summarise
+
+flower_app = App(name="flower", help="The same experiment on Flower's SuperLink and SuperNodes.")
+app.command(flower_app)
+
+Set = Annotated[tuple[str, ...], Parameter(help="key=value, overrides the file; may be repeated.")]
+Deadline = Annotated[float, Parameter(help="Seconds after which a round ends without those who have not answered.")]
+Wait = Annotated[float, Parameter(help="Seconds to wait for all SuperNodes before the first round.")]
+
+
+@flower_app.command
+def up(
+    experiment: Annotated[Path, Parameter(help="A TOML file, or the folder of a run to go on with.")],
+    *,
+    nodes: Annotated[int, Parameter(help="How many SuperNodes to start on this machine.")] = 2,
+    set: Set = (),
+    runs: Annotated[Path, Parameter(help="Where run folders are made.")] = Path("runs"),
+    data: Data = None,
+    device: Device = "cpu",
+    threads: Threads = None,
+    deadline: Deadline = 300.0,
+    wait: Wait = 120.0,
+    json: Json = False,
+) -> None:
+    """Start a SuperLink and SuperNodes on this machine, run an experiment on them, and clean up."""
+    require()
+    wanted, again = _wanted(experiment, set)
+    if not 1 <= nodes <= wanted.clients:
+        raise InvalidValue(f"nodes must be in 1..clients ({wanted.clients}); got {nodes}")
+    folder = (experiment if again else runs / wanted.name).resolve()
+    if not again:
+        Folder(folder).refuse_a_run()
+    known = data or (Folder(folder).data if again else None)
+    told = {"data": str(Path(known).resolve())} if known else {}
+    settings = _settings(
+        wanted, folder=str(folder), resume=again, nodes=nodes, deadline=deadline, wait=wait, device=device,
+        threads=threads or 0, **told,
+    )  # fmt: skip
+    configs = [{**config, **told, "device": device} for config in node_configs(wanted, nodes)]
+    beside = [] if again else [str(experiment.parent.resolve())]
+    for number in (signal.SIGINT, signal.SIGTERM):  # a kill cleans up too, and Ctrl-C even where a shell ignores it
+        signal.signal(number, signal.default_int_handler)
+    place = Path(tempfile.mkdtemp(prefix="fedcover-flower-"))
+    log = place / "run.txt"
+    try:
+        with local(place, configs, [*beside, os.getcwd()]) as federation, log.open("wb") as out:
+            console.say(f"SuperLink on {federation.address} and {nodes} SuperNodes; their logs are below {place}")
+            with console.watching(wanted.name, wanted.rounds) as watch:
+                follow(federation.submit(write_app(place / "app", settings), out), folder, log, watch)
+    except KeyboardInterrupt:
+        shutil.rmtree(place, ignore_errors=True)
+        begun = (folder / "experiment.toml").exists()
+        go_on = f"stopped; go on with: fedcover flower up --nodes {nodes} {folder}"
+        console.say(go_on if begun else "stopped before the run began")
+        sys.exit(130)
+    except RunError as error:
+        raise RunError(f"{error}; the logs are below {place}") from error
+    shutil.rmtree(place, ignore_errors=True)
+    _show(folder, json)
+
+
+@flower_app.command
+def run(
+    experiment: Annotated[Path, Parameter(help="A TOML file, or the folder of a run to go on with.")],
+    connection: Annotated[str | None, Parameter(help="A SuperLink of Flower's config.toml; else its default.")] = None,
+    *,
+    set: Set = (),
+    runs: Annotated[Path, Parameter(help="Where run folders are made, on the SuperLink's machine.")] = Path("runs"),
+    resume: Annotated[bool, Parameter(help="Go on with the run of this name on the SuperLink.", negative="")] = False,
+    data: Annotated[str, Parameter(help="Folder of the data sets on the SuperLink's machine.")] = "",
+    device: Device = "cpu",
+    threads: Threads = None,
+    nodes: Annotated[int, Parameter(help="How many SuperNodes share the clients; else as the first one says.")] = 0,
+    deadline: Deadline = 300.0,
+    wait: Wait = 120.0,
+) -> None:
+    """Submit an experiment to a federation that is already there, and show its log."""
+    require()
+    wanted, again = _wanted(experiment, set)
+    folder = experiment.resolve() if again else runs / wanted.name
+    settings = _settings(
+        wanted, folder=str(folder), resume=again or resume, nodes=nodes, deadline=deadline, wait=wait, device=device,
+        threads=threads or 0, data=data,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="fedcover-flower-") as place:
+        made = write_app(Path(place) / "app", settings)
+        command = [path_of("flwr"), "run", str(made), *([connection] if connection else []), "--stream"]
+        try:
+            finished = pass_on(command, {**os.environ, **QUIET})
+        except KeyboardInterrupt:
+            console.say("the run goes on without you: 'flwr list' shows it, 'flwr log' its log, 'flwr stop' ends it")
+            sys.exit(130)
+    if not finished:
+        raise RunError("the run on Flower did not finish; its log is above")
+
+
+def node_configs(wanted: Experiment, nodes: int) -> list[dict[str, object]]:
+    """What each of a number of local nodes says of itself; its capacity where all of its clients have the same."""
+    fleet, held = wanted.scaled_fleet, [list[float]() for _ in range(nodes)]
+    for client in range(wanted.clients):
+        held[place_of(client, wanted.clients, nodes)].append(
+            fleet.capacity(client) if wanted.assignment == "device" else 1.0
+        )
+    return [
+        {"partition-id": place, "num-partitions": nodes}
+        | ({"capacity": mine[0]} if len(frozenset(mine)) == 1 and wanted.assignment == "device" else {})
+        for place, mine in enumerate(held)
+    ]
+
+
+def _wanted(experiment: Path, changes: tuple[str, ...]) -> tuple[Experiment, bool]:
+    """The experiment of a TOML file, or of a run folder to go on with."""
+    if experiment.is_dir():
+        if changes:
+            raise InvalidValue("--set cannot change a run that is gone on with")
+        return Folder(experiment).read().experiment, True
+    return with_absolute_dataset(read_experiment(experiment, dict(map(parse_change, changes))), experiment), False
+
+
+def _settings(wanted: Experiment, **fields: Any) -> Settings:
+    for name in ("deadline", "wait"):
+        if not 0 < fields[name] <= 86_400:
+            raise InvalidValue(f"{name} must be in (0, 86400] seconds; got {fields[name]:g}")
+    return Settings(wanted.to_toml(), **fields)
+
+
+def _show(folder: Path, json: bool) -> None:
+    found = Folder(folder).read()
+    summary = {**summarise(found.metrics(found.experiment.rounds)), "folder": str(folder)}
+    if json:
+        return console.show_json(summary)
+    console.table(found.experiment.name, ["figure", "value"], [[k, v] for k, v in summary.items()])
+    return None

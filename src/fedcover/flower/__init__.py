@@ -1,0 +1,30 @@
+"""The same rounds on Flower's SuperLink and SuperNodes; the only place that imports `flwr` (the extra `flower`).
+
+In an app of your own: `CoverageStrategy` on the server, `client_app` on the nodes.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from fedcover.errors import InvalidValue
+
+if TYPE_CHECKING:
+    from fedcover.flower.client import client_app as client_app
+    from fedcover.flower.strategy import CoverageStrategy as CoverageStrategy
+
+_HOME = {"CoverageStrategy": "strategy", "client_app": "client"}
+__all__ = ["CoverageStrategy", "client_app"]
+
+
+def require() -> None:
+    """Complain if Flower is not installed."""
+    if find_spec("flwr") is None:
+        raise InvalidValue("this needs Flower: pip install 'fedcover[flower]'")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'fedcover.flower' has no attribute {name!r}")
+    require()
+    return getattr(import_module(f"fedcover.flower.{_HOME[name]}"), name)

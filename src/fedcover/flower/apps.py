@@ -1,0 +1,73 @@
+"""A Flower App for an experiment: a folder of a few lines, since nodes and server have fedcover installed."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+FLOWER = "1.41.0"
+"""The version of Flower that this was tested with."""
+
+_PROJECT = """\
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "fedcover-experiment"
+version = "1.0.0"
+description = "An experiment of fedcover."
+license = {{ file = "LICENSE" }}
+dependencies = ["flwr>={flower},<2"]
+
+[tool.flwr.app]
+publisher = "fedcover"
+fab-format-version = 1
+flwr-version-target = "{flower}"
+
+[tool.flwr.app.components]
+serverapp = "fedcover_experiment.server_app:app"
+clientapp = "fedcover_experiment.client_app:app"
+
+[tool.flwr.app.config]
+{config}"""
+
+_MODULE = "from fedcover.flower.{side} import experiment_app\n\napp = experiment_app()\n"
+_FILES = {
+    "LICENSE": "Apache-2.0, as fedcover itself.\n",
+    "fedcover_experiment/__init__.py": '"""An experiment of fedcover."""\n',
+    **{f"fedcover_experiment/{side}_app.py": _MODULE.format(side=side) for side in ("server", "client")},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a run on Flower is started with, beside the experiment itself; all of it fits Flower's run config."""
+
+    experiment: str
+    folder: str
+    resume: bool = False
+    data: str = ""
+    device: str = "auto"
+    threads: int = 0
+    nodes: int = 0
+    deadline: float = 300.0
+    wait: float = 120.0
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> "Settings":
+        """From Flower's run config, in which a whole number may stand for any."""
+        fields: dict[str, Any] = {name: config[name] for name in cls.__dataclass_fields__}
+        return cls(**{**fields, "deadline": float(fields["deadline"]), "wait": float(fields["wait"])})
+
+
+def write_app(folder: Path, settings: Settings) -> Path:
+    """Write the Flower App of a run into a folder; `flwr run` accepts it."""
+    # a JSON string, number or boolean is also TOML
+    config = "".join(f"{name} = {json.dumps(value)}\n" for name, value in asdict(settings).items())
+    for name, content in {**_FILES, "pyproject.toml": _PROJECT.format(flower=FLOWER, config=config)}.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return folder

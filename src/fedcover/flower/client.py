@@ -1,0 +1,67 @@
+"""The node's side: it introduces itself, trains its clients and answers. Made anew by Flower for every message.
+
+Torch is imported only where tensors come in, so that an introduction is quick.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from fedcover.errors import InvalidValue
+from fedcover.flower.places import introduction
+from fedcover.version import __version__
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fedcover.types import Model
+
+TrainFn = Callable[["nn.Module", Mapping[str, Any], Context], Mapping[str, float]]
+"""Trains a client's sub-model in place; gives at least `num-examples` and `loss`."""
+
+
+def client_app(train_fn: TrainFn, model: "Callable[[], nn.Module | Model]") -> ClientApp:
+    """A ClientApp whose nodes train the part of a model that `CoverageStrategy` sends them.
+
+    `train_fn(module, config, context)` gets its part as an ordinary module and trains it in place; it gives a mapping
+    with `num-examples` and `loss`. `model` builds the whole model, as on the server.
+    """
+
+    def work(message: Message, context: Context) -> Message:
+        from fedcover.flower.working import train_module
+
+        return train_module(message, context, train_fn, model)
+
+    return _app(work)
+
+
+def experiment_app() -> ClientApp:
+    """The ClientApp that trains the clients of an experiment."""
+
+    def work(message: Message, context: Context) -> Message:
+        from fedcover.flower.working import train_clients
+
+        return train_clients(message, context)
+
+    return _app(work)
+
+
+def _app(work: Callable[[Message, Context], Message]) -> ClientApp:
+    app = ClientApp()
+    app.query()(_hello)
+    app.train()(work)
+    return app
+
+
+def _hello(message: Message, context: Context) -> Message:
+    """What this node is, or what is wrong with its configuration."""
+    try:
+        said = introduction(context.node_id, context.node_config, __version__)
+        hello: dict[str, Any] = {"place": said.place, "places": said.places, "capacity": said.capacity or 0.0}
+    except InvalidValue as error:
+        hello = {"error": str(error)}
+    return Message(
+        RecordDict({"hello": ConfigRecord({"error": "", "version": __version__, **hello})}), reply_to=message
+    )

@@ -1,0 +1,227 @@
+"""Flower as an engine: the clients of a round are trained by the nodes that hold them. The rest is as everywhere."""
+
+import json
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedcover.errors import InvalidValue, RunError
+from fedcover.flower.link import GRACE, Failed, Link
+from fedcover.flower.messages import Answer, Order, Orders, read_answers, to_node
+from fedcover.flower.parcels import as_sent, unbundle
+from fedcover.flower.places import Introduction, Roster, place_of
+from fedcover.flower.working import sent_parcel
+from fedcover.norms import statistics_key
+from fedcover.replies import Asked, Ledger, RawReply, Rejection, ask
+from fedcover.types import Client, Reduction, State, Task, Update
+from fedcover.version import __version__
+
+log = logging.getLogger("fedcover")
+Work = Sequence[tuple[Client, Reduction]]
+HELLO, HELLOS = 60.0, 3
+"""Seconds that a node has to introduce itself, and how often it is asked before a round goes on without it for good."""
+
+
+@dataclass(frozen=True)
+class Events:
+    """What became of whom, one line each in `events.jsonl` of the run folder."""
+
+    path: Path | None
+
+    def write(self, round: int, event: str, node: int | None, client: int | None, why: str = "") -> None:
+        """Add an event."""
+        if event != "answered":
+            whose = "a node" if client is None else f"client {client}"
+            log.warning("round %d: %s (node %s) %s: %s", round, whose, node, event, why)
+        if self.path is None:
+            return
+        line = {"round": round, "time": time.time(), "event": event, "node": node, "client": client, "why": why}
+        try:
+            with self.path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise RunError(f"cannot write {self.path}: {error.strerror}; what is done so far is whole") from error
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What holds for every round: how long it may take, and what every node is told."""
+
+    experiment: str
+    clients: int
+    deadline: float
+
+
+@dataclass
+class FlowerEngine:
+    """Sends every node its clients' parts, waits until the deadline, and believes only what was asked for."""
+
+    link: Link
+    roster: Roster
+    terms: Terms
+    events: Events
+    ledger: Ledger = field(default_factory=Ledger)
+    counted: Counter[str] = field(default_factory=Counter)
+
+    def __call__(self, task: Task, state: State, work: Work, lr: float) -> list[Update]:
+        """Train the given clients from the given state on their nodes."""
+        self.counted.clear()
+        meet(self.link, self.roster, self.events, state.round)
+        by_node = self._shared_out(state.round, work)
+        asked: dict[int, dict[int, Asked]] = {}
+        messages = {}
+        for node, mine in by_node.items():
+            orders, asked[node] = self._orders(task, state, mine, lr)
+            messages[node] = to_node(node, orders, ttl=self.terms.deadline + GRACE)
+        allowed = {node: sum(a.byte_limit for a in mine.values()) for node, mine in asked.items()}
+        replies = self.link.exchange(messages, patience=self.terms.deadline, allowed=allowed)
+        updates: list[Update] = []
+        for node, reply in replies.items():
+            if isinstance(reply, Failed):
+                self.roster.silent.add(node)
+                for client in asked[node]:
+                    self._tell(state.round, reply.event, node, client, reply.why)
+                continue
+            self.roster.silent.discard(node)
+            updates += self._believed(state.round, node, asked[node], reply)
+        self.ledger.close()
+        return updates
+
+    def figures(self) -> dict[str, Any]:
+        """How many clients of the last round were rejected, late or lost."""
+        return {event: self.counted[event] for event in ("rejected", "late", "lost")}
+
+    def _shared_out(self, round: int, work: Work) -> dict[int, Work]:
+        """The work of each node that is there; clients without one are lost for this round."""
+        holders = self.roster.holders(self.link.present())
+        places = self.roster.places or 1
+        shared: dict[int, list[tuple[Client, Reduction]]] = {}
+        for client, reduction in work:
+            node = holders.get(place_of(client.id, self.terms.clients, places))
+            if node is None:
+                self._tell(round, "lost", None, client.id, "no node holds this client")
+            else:
+                shared.setdefault(node, []).append((client, reduction))
+        return dict(shared)
+
+    def _orders(self, task: Task, state: State, work: Work, lr: float) -> tuple[Orders, dict[int, Asked]]:
+        """A node's message, in which clients of the same part share one parcel, and what must come back."""
+        parcels: dict[object, bytes] = {}
+        decoded: dict[bytes, Reduction] = {}
+        orders, asked = [], {}
+        for client, reduction in work:
+            encoded, wire = as_sent(reduction, task.model)
+            wire = decoded.setdefault(encoded, wire)
+            key = (encoded, statistics_key(task.norm, client.capacity))
+            if key not in parcels:
+                parcels[key] = sent_parcel(task, state, client, wire)
+            asked[client.id] = self.ledger.expect(
+                lambda nonce, client=client, wire=wire: ask(nonce, task, state, client, wire)  # type: ignore[misc]
+            )
+            place = list(parcels).index(key)
+            orders.append(Order(client.id, client.capacity, client.slot, encoded, place, asked[client.id].nonce))
+        terms = self.terms
+        return (
+            Orders(state.round, lr, torch.get_num_threads(), terms.experiment, tuple(orders), tuple(parcels.values())),
+            asked,
+        )
+
+    def _believed(self, round: int, node: int, asked: dict[int, Asked], reply: Any) -> Iterable[Update]:
+        """The updates of a reply that are what was asked for; the others are told of."""
+        try:
+            answers = read_answers(reply)
+        except InvalidValue as error:
+            for client in asked:
+                self._tell(round, "rejected", node, client, str(error))
+            return
+        told = set()
+        for answer in answers:
+            if answer.client not in asked or answer.client in told:
+                self._tell(round, "rejected", node, None, "an answer for a client that this node was not asked for")
+                continue
+            told.add(answer.client)
+            found = _checked(answer, self.ledger)
+            if isinstance(found, str):
+                self._tell(round, "rejected", node, answer.client, found)
+            else:
+                self._tell(round, "answered", node, answer.client)
+                yield found
+        for client in asked.keys() - told:
+            self._tell(round, "rejected", node, client, "its node did not answer for it")
+
+    def _tell(self, round: int, event: str, node: int | None, client: int | None, why: str = "") -> None:
+        self.counted[event] += 1
+        self.events.write(round, event, node, client, why)
+
+
+def _checked(answer: Answer, ledger: Ledger) -> Update | str:
+    """The update in one client's answer, or why it is not believed."""
+    if answer.error:
+        return f"its node says: {answer.error[:300]!a}"
+    try:
+        arrays = unbundle(answer.parcel)
+    except InvalidValue as error:
+        return str(error)
+    found = ledger.receive(RawReply(answer.nonce, answer.client, arrays, {"loss": answer.loss}))
+    return f"{found.reason}: {found.detail}" if isinstance(found, Rejection) else found.update
+
+
+def meet(link: Link, roster: Roster, events: Events, round: int) -> None:
+    """Ask nodes that nobody knows yet who they are."""
+    strangers = sorted(link.present() - roster.known.keys() - roster.refused)
+    strangers = [node for node in strangers if roster.asked[node] < HELLOS]
+    roster.asked.update(strangers)
+    if not strangers:
+        return
+    for node, said in link.introductions(strangers, patience=HELLO).items():
+        why = said.why if isinstance(said, Failed) else _objection(said, roster)
+        if why:
+            if not isinstance(said, Failed) or said.event == "rejected":
+                roster.refused.add(node)
+            events.write(round, said.event if isinstance(said, Failed) else "rejected", node, None, why)
+
+
+def _objection(said: Introduction, roster: Roster) -> str:
+    """Why a node that introduced itself cannot take part; nothing if it now does."""
+    if said.version != __version__:
+        return f"the node has fedcover {said.version!a:.40}, the server {__version__}"
+    try:
+        roster.add(said)
+    except InvalidValue as error:
+        return str(error)
+    return ""
+
+
+def gather(link: Link, roster: Roster, events: Events, *, nodes: int, patience: float) -> None:
+    """Wait until a node answers for every place, or until patience runs out; complain if nobody has come."""
+    roster.places = nodes or None
+    end = time.monotonic() + patience
+    while True:
+        meet(link, roster, events, 0)
+        if roster.places and len(roster.holders(link.present())) == roster.places:
+            return
+        if time.monotonic() > end:
+            break
+        time.sleep(0.5)
+    found = len(roster.holders(link.present()))
+    if not found:
+        raise RunError(
+            f"no SuperNode that can take part has come in {patience:g} s: each needs fedcover {__version__} and "
+            "--node-config 'partition-id=K num-partitions=N'"
+        )
+    log.warning("after %g s nodes answer for %d of %s places; going on with these", patience, found, roster.places)
+
+
+def log_to_stderr() -> None:
+    """Show what is logged where Flower's own log goes."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("fedcover: %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(os.environ.get("FEDCOVER_LOG", "INFO"))

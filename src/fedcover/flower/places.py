@@ -1,0 +1,93 @@
+"""Which node holds which clients, and how much it can hold: what a node says of itself, and who is there."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from fedcover.errors import InvalidValue
+
+
+@dataclass(frozen=True, slots=True)
+class Introduction:
+    """What a node says of itself: its place among the nodes, what it can hold, and with which versions it works."""
+
+    node: int
+    place: int
+    places: int
+    capacity: float | None
+    version: str
+
+
+def introduction(node: int, config: Mapping[str, Any], version: str) -> Introduction:
+    """Read a node's configuration: `partition-id`, `num-partitions` and, if it declares one, `capacity`.
+
+    >>> introduction(7, {"partition-id": 1, "num-partitions": 4, "capacity": 0.25}, "1.0").capacity
+    0.25
+    """
+    place, places = config.get("partition-id"), config.get("num-partitions")
+    if not isinstance(place, int) or not isinstance(places, int) or not 0 <= place < places:
+        raise InvalidValue(
+            "a SuperNode needs --node-config 'partition-id=K num-partitions=N' with K in 0..N-1; "
+            f"got partition-id {place!r}, num-partitions {places!r}"
+        )
+    capacity = config.get("capacity")
+    if capacity is not None and (not isinstance(capacity, int | float) or not 0 < capacity <= 1):
+        raise InvalidValue(f"capacity in --node-config must be in (0, 1]; got {capacity!r}")
+    return Introduction(node, place, places, None if capacity is None else float(capacity), version)
+
+
+def place_of(client: int, clients: int, places: int) -> int:
+    """The place that holds a client: neighbours together, places as equal as can be.
+
+    >>> [place_of(client, 5, 2) for client in range(5)]
+    [0, 0, 0, 1, 1]
+    """
+    return client * places // clients
+
+
+def declared_fleet(introductions: Iterable[Introduction], clients: int, fallback: Sequence[float]) -> str:
+    """The fleet that the nodes declare; a client whose node declares nothing has the capacity of the fallback.
+
+    >>> declared_fleet([Introduction(7, 0, 2, 0.25, "1")], 4, [1.0, 1.0, 1.0, 0.5])
+    '2x0.25 + 1x1.0 + 1x0.5'
+    """
+    said = {known.place: known for known in introductions if known.capacity is not None}
+    places = next((known.places for known in said.values()), 1)
+    capacities = [
+        said[place].capacity if (place := place_of(client, clients, places)) in said else fallback[client]
+        for client in range(clients)
+    ]
+    return " + ".join(f"{len(list(alike))}x{capacity!r}" for capacity, alike in groupby(capacities))
+
+
+@dataclass
+class Roster:
+    """Who has introduced itself, in that order, who was refused, how often others were asked, and who was silent last.
+
+    Two nodes may claim one place: a SuperNode that comes back is a new node to Flower. The first claim holds as long as
+    its node answers, so that nobody takes the place of a node that works.
+    """
+
+    places: int | None = None
+    known: dict[int, Introduction] = field(default_factory=dict)
+    refused: set[int] = field(default_factory=set)
+    asked: Counter[int] = field(default_factory=Counter)
+    silent: set[int] = field(default_factory=set)
+
+    def add(self, introduced: Introduction) -> None:
+        """Remember a node; refused if it counts other places than the rest."""
+        self.places = self.places or introduced.places
+        if introduced.places != self.places:
+            raise InvalidValue(f"num-partitions must be {self.places}, as elsewhere; got {introduced.places}")
+        self.known[introduced.node] = introduced
+
+    def holders(self, present: Iterable[int]) -> dict[int, int]:
+        """The node that answers for each place, among those that are present."""
+        here = set(present)
+        candidates = [node for node in self.known if node in here]
+        holders: dict[int, int] = {}
+        for node in sorted(candidates, key=lambda node: node in self.silent):  # stable: else by order of claims
+            holders.setdefault(self.known[node].place, node)
+        return holders

@@ -1,0 +1,77 @@
+"""The server's side: an ordinary run, whose engine is Flower, inside Flower's ServerApp."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from fedcover.errors import FedcoverError, InvalidValue
+from fedcover.experiment import Experiment
+from fedcover.fleet import Fleet
+from fedcover.flower.apps import Settings
+from fedcover.flower.engine import Events, FlowerEngine, Terms, gather, log_to_stderr
+from fedcover.flower.link import Link
+from fedcover.flower.places import Roster, declared_fleet
+from fedcover.folders import Folder
+from fedcover.preparation import Machine
+from fedcover.rounds import Report
+from fedcover.runs import Run, resume, run
+
+log = logging.getLogger("fedcover")
+
+
+def experiment_app() -> ServerApp:
+    """The ServerApp that runs an experiment, or goes on with it where its folder holds one already."""
+    app = ServerApp()
+    app.main()(_main)
+    return app
+
+
+def _main(grid: Grid, context: Context) -> None:
+    log_to_stderr()
+    try:
+        done = serve(grid, Settings.read(context.run_config))
+        log.info("finished: %s", done.folder)
+    except FedcoverError as error:
+        log.error("stopped: %s", error)
+        raise
+
+
+def serve(grid: Grid, settings: Settings) -> Run:
+    """Run, or go on with, an experiment on the nodes behind a grid."""
+    folder, again = Path(settings.folder), settings.resume
+    experiment = Folder(folder).read().experiment if again else Experiment.from_toml(settings.experiment)
+    link, roster = Link(grid), Roster()
+    gather(link, roster, Events(None), nodes=settings.nodes, patience=settings.wait)
+    if not again:
+        experiment = with_declared_capacities(experiment, roster)
+    terms = Terms(experiment.to_toml(), experiment.clients, settings.deadline)
+    engine = FlowerEngine(link, roster, terms, Events(folder / "events.jsonl"))
+    machine = Machine("flower", settings.device, settings.threads or None)
+    common: dict[str, Any] = {"machine": machine, "data": settings.data or None, "watch": _say, "engine": engine}
+    return resume(folder, complain=log.warning, **common) if again else run(experiment, folder, **common)
+
+
+def with_declared_capacities(experiment: Experiment, roster: Roster) -> Experiment:
+    """The experiment with the fleet that its nodes declare, so that its folder says what was run."""
+    declaring = [known for known in roster.known.values() if known.capacity is not None]
+    if not declaring:
+        return experiment
+    if experiment.assignment == "slot":
+        raise InvalidValue(
+            "capacities belong to slots in this experiment (assignment = 'slot'), so nodes must not declare any"
+        )
+    fleet = experiment.scaled_fleet
+    known = [fleet.capacity(client) for client in range(experiment.clients)]
+    declared = Fleet.parse(declared_fleet(declaring, experiment.clients, known))
+    if all(declared.capacity(client) == capacity for client, capacity in enumerate(known)):
+        return experiment
+    return Experiment(**{**experiment.model_dump(), "fleet": str(declared)})
+
+
+def _say(report: Report) -> None:
+    figures = {name: report.metrics[name] for name in ("accuracy", "gamma_round", "rejected", "late", "lost")
+               if name in report.metrics}  # fmt: skip
+    log.info("round %d: %s", report.round + 1, figures)

@@ -1,0 +1,194 @@
+"""For a Flower App of your own: a strategy that gives every node the part of the model that it can hold."""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+from torch import Tensor, nn
+
+from fedcover import coverage as cov
+from fedcover import groups, spec
+from fedcover.aggregation import RULES, WEIGHTS
+from fedcover.errors import InvalidValue
+from fedcover.evaluation import WHOLE
+from fedcover.flower.engine import Events, meet
+from fedcover.flower.link import Link
+from fedcover.flower.messages import Order, Orders, read_answers, to_node
+from fedcover.flower.parcels import as_sent, bundle, headed, kept, unbundle
+from fedcover.flower.places import Roster
+from fedcover.models import tensors
+from fedcover.norms import calibrate, running
+from fedcover.policies import POLICIES
+from fedcover.replies import Asked, Ledger, RawReply, Rejection
+from fedcover.submodel import submodel
+from fedcover.types import Client, Coverage, Model, Params, Policy, Update, View
+
+log = logging.getLogger("fedcover")
+DAY = 86_400.0
+
+
+class CoverageStrategy(Strategy):
+    """Every node trains the part of one model that fits the capacity it declares; what was trained is averaged.
+
+    A node is started with `--node-config "partition-id=K num-partitions=N capacity=0.5"`; its app is `client_app`. The
+    policy and the rule are those of an experiment. `weights` is "uniform", or "samples" for what nodes say they have.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        policy: str | Policy = "rolling",
+        *,
+        rule: str = "coverage_mean",
+        weights: str = "uniform",
+        capacity: str = "width",
+        window: int = 10,
+        seed: int = 0,
+        calibration: Tensor | None = None,
+    ) -> None:
+        groups.check(model.groups, tensors(model.module))
+        if weights not in WEIGHTS:
+            raise InvalidValue(f"weights must be one of {', '.join(WEIGHTS)}; got {weights!r}")
+        self.model, self.capacity, self.window, self.seed = model, capacity, window, seed
+        self.policy = (
+            spec.look_up("policy", spec.parse("policy", policy), POLICIES) if isinstance(policy, str) else policy
+        )
+        self.rule = spec.look_up("rule", spec.parse("rule", rule), RULES)
+        self.weight = WEIGHTS[weights]
+        self.calibration = calibration
+        self.coverage = Coverage((), {})
+        self._roster, self._ledger, self._events = Roster(), Ledger(), Events(None)
+        self._sent: Params = {}
+        if running(model.module) and calibration is None:
+            log.warning(_NO_CALIBRATION)
+
+    def initial_arrays(self) -> ArrayRecord:
+        """The model's parameters as they are, to start from."""
+        return _record({name: p.detach() for name, p in self.model.module.named_parameters()})
+
+    def ready(self, arrays: ArrayRecord) -> nn.Module:
+        """The global model with norm statistics of the calibration inputs: ready to use, or to be evaluated."""
+        if running(self.model.module) and self.calibration is None:
+            raise InvalidValue(_NO_CALIBRATION)
+        whole = submodel(self.model.module, WHOLE, self._params(arrays))
+        return whole.eval() if self.calibration is None else calibrate(whole, self.calibration)
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """One message for each node that is there, with its part of the model."""
+        link = Link(grid)
+        meet(link, self._roster, self._events, server_round - 1)
+        holders = sorted(self._roster.holders(link.present()).items())
+        known = self._roster.known
+        cohort = tuple(
+            Client(place, known[node].capacity or 1.0, slot, 1, ()) for slot, (place, node) in enumerate(holders)
+        )
+        if not cohort:
+            raise InvalidValue("no SuperNode with --node-config 'partition-id=K num-partitions=N' is there")
+        self._ledger.close()
+        self._sent = self._params(arrays)
+        parts = self.policy(self._view(server_round - 1, cohort))
+        return [  # a list: Flower goes through it twice
+            self._message(node, server_round - 1, client, part, config)
+            for (_, node), client, part in zip(holders, cohort, parts, strict=True)
+            if part is not None
+        ]
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """The mean of every parameter over the nodes that trained it; what is not as asked for is rejected."""
+        updates: list[Update] = []
+        rejected = 0
+        for reply in replies:
+            for found in self._read(reply):
+                if isinstance(found, str):
+                    rejected += 1
+                    log.warning("round %d: rejected: %s", server_round, found)
+                else:
+                    updates.append(found)
+        updates.sort(key=lambda update: update.client.id)  # so that nothing depends on who answers first
+        counts = cov.count(self._sent, [update.trained for update in updates])
+        self.coverage = cov.record(self.coverage, counts, self.window)
+        figures: dict[str, Any] = {
+            "answered": len(updates),
+            "rejected": rejected,
+            "gamma_round": cov.minimum(counts),
+            "gamma_window": cov.minimum(cov.over_window(self.coverage)),
+        }
+        if not updates:
+            return None, MetricRecord(figures)
+        new = self.rule(self._sent, [(u.trained, u.params, self.weight(u.client)) for u in updates])
+        return _record(new), MetricRecord({**figures, "loss": fmean(update.loss for update in updates)})
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Nothing: the server evaluates, with `start(evaluate_fn=...)`."""
+        return []
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Nothing, as nothing was asked."""
+        return None
+
+    def summary(self) -> None:
+        """Say what the strategy does."""
+        log.info("coverage strategy: %s, %d parameters", self.policy, sum(t.numel() for t in self._whole().values()))
+
+    def _whole(self) -> Params:
+        return {name: p.detach() for name, p in self.model.module.named_parameters()}
+
+    def _params(self, arrays: ArrayRecord) -> Params:
+        return {name: torch.from_numpy(np.array(arrays[name].numpy())) for name in self._whole()}
+
+    def _view(self, round: int, cohort: tuple[Client, ...]) -> View:
+        levels = tuple(sorted({client.capacity for client in cohort}, reverse=True))
+        return View(
+            round, self._sent, self.model.groups, self.model.prunable, cohort, levels, self.capacity, self.coverage,
+            self.seed,
+        )  # fmt: skip
+
+    def _message(self, node: int, round: int, client: Client, part: Any, config: ConfigRecord) -> Message:
+        encoded, wire = as_sent(part, self.model)
+        parcel = bundle(headed({"params": kept(wire, wire.extract(self._sent))}))
+        asked = self._ledger.expect(lambda nonce: Asked(nonce, client, wire, self._sent))
+        order = Order(client.id, client.capacity, client.slot, encoded, 0, asked.nonce)
+        orders = Orders(round, 0.0, torch.get_num_threads(), "", (order,), (parcel,), dict(config))
+        return to_node(node, orders, ttl=DAY)
+
+    def _read(self, reply: Message) -> Iterable[Update | str]:
+        if reply.has_error():
+            yield f"error {reply.error.code}: {str(reply.error.reason)[:300]!a}"
+            return
+        try:
+            answers = [(answer, {} if answer.error else unbundle(answer.parcel)) for answer in read_answers(reply)]
+        except InvalidValue as error:
+            yield str(error)
+            return
+        for answer, arrays in answers:
+            if answer.error:
+                yield f"node {answer.client} says: {answer.error[:300]!a}"
+                continue
+            found = self._ledger.receive(RawReply(answer.nonce, answer.client, arrays, {"loss": answer.loss}))
+            if isinstance(found, Rejection):
+                yield f"{found.reason}: {found.detail}"
+            else:
+                yield replace(found.update, client=replace(found.update.client, samples=max(1, answer.samples)))
+
+
+_NO_CALIBRATION = (
+    "this model has norm layers whose statistics no client sends: give CoverageStrategy(calibration=...) some hundred "
+    "inputs, on which the server computes them, or use group norms"
+)
+
+
+def _record(params: Params) -> ArrayRecord:
+    return ArrayRecord({name: Array(tensor.cpu().numpy()) for name, tensor in params.items()})

@@ -1,0 +1,158 @@
+"""What a node does with its orders: the same local training as everywhere else, one client after another."""
+
+from collections.abc import Callable, Mapping
+from math import nan
+from typing import Any
+
+import safetensors.torch
+import torch
+from flwr.app import Array, ArrayRecord, Context, Message
+from torch import Tensor, nn
+
+from fedcover.errors import FedcoverError, InvalidValue
+from fedcover.experiment import Experiment
+from fedcover.flower.messages import Answer, Order, Orders, read_orders, to_server
+from fedcover.flower.parcels import bundle, embedded, headed, kept, read_reduction, sections, unbundle
+from fedcover.norms import running, statistics_key
+from fedcover.preparation import Machine, prepare
+from fedcover.reduction import dense
+from fedcover.replies import pack
+from fedcover.submodel import submodel
+from fedcover.training import train_client
+from fedcover.types import Client, Model, Params, Reduction, State, Task, Update
+
+PRIVATE = "private"
+
+
+def train_clients(message: Message, context: Context) -> Message:
+    """Train an experiment's clients that live on this node."""
+    orders = read_orders(message)
+    config = context.node_config
+    machine = Machine("sequential", str(config.get("device", "cpu")), orders.threads).resolved()
+    data = config.get("data")
+    task = prepare(Experiment.from_toml(orders.experiment), machine, data=str(data) if data else None).task
+    answers = []
+    with machine.applied():
+        for order in orders.orders:
+            answers.append(_answered(order, context, lambda order: _trained(order, orders, task, context)))
+    return to_server(message, answers)
+
+
+def _answered(order: Order, context: Context, work: Callable[[Order], Answer]) -> Answer:
+    """A client's answer; what goes wrong with one client is told and does not keep the others from answering."""
+    try:
+        declared = context.node_config.get("capacity", 1.0)
+        if isinstance(declared, int | float) and order.capacity > declared + 1e-9:
+            raise InvalidValue(f"capacity {order.capacity:g} is more than the {declared:g} that this node declares")
+        return work(order)
+    except FedcoverError as error:
+        return Answer(order.client, order.nonce, nan, 0, b"", str(error))
+
+
+def _trained(order: Order, orders: Orders, task: Task, context: Context) -> Answer:
+    source = task.source
+    client = Client(
+        order.client, order.capacity, order.slot, len(source.shard(order.client).index), source.labels(order.client)
+    )
+    reduction = read_reduction(order.encoded, task.model)
+    mine = _private(context, order.client)
+    state = received_state(orders.parcels[order.parcel], task, client, reduction, orders.round, mine)
+    update = train_client(task, state, client, reduction, orders.lr)
+    if update.private:
+        _keep_private(context, order.client, update.private)
+    return Answer(order.client, order.nonce, update.loss, client.samples, bundle(pack(update)))
+
+
+def sent_parcel(task: Task, state: State, client: Client, reduction: Reduction) -> bytes:
+    """What a client is sent: its part of the parameters, of its width's statistics and of what was measured."""
+    known = state.statistics.get(statistics_key(task.norm, client.capacity) or "", {})
+    measured = {f"measured-{kind}": dense(reduction).extract(tensors) for kind, tensors in state.measured.items()}
+    part = kept(reduction, reduction.extract(state.params))
+    return bundle(headed({"params": part, "statistics": reduction.extract(known), **measured}))
+
+
+def received_state(
+    parcel: bytes, task: Task, client: Client, reduction: Reduction, round: int, private: Params
+) -> State:
+    """The part of the server's state that a client knows: full-sized, with zeros where it knows nothing."""
+    module = task.model.module
+    params = {name: p.detach() for name, p in module.named_parameters()}
+    key = statistics_key(task.norm, client.capacity)
+    known = running(module) if key else {}
+    names = [tuple(name.split("/", 1)) for name in unbundle(parcel)]
+    kinds = dict.fromkeys(head.removeprefix("measured-") for head, _ in names if head.startswith("measured-"))
+    whole = dense(reduction).extract(params)
+    of_kind = {kind: {n: whole[n] for head, n in names if head == f"measured-{kind}" and n in whole} for kind in kinds}
+    wanted = {
+        "params": kept(reduction, reduction.extract(params)),
+        "statistics": reduction.extract(known),
+        **{f"measured-{kind}": tensors for kind, tensors in of_kind.items()},
+    }
+    found = sections(parcel, wanted)
+    mine = embedded(reduction, found["params"], params)
+    device = next(iter(params.values())).device
+    return State(
+        round,
+        {name: mine.get(name, torch.zeros_like(p)).to(device) for name, p in params.items()},
+        {key: _on(device, embedded(reduction, found["statistics"], known))} if key else {},
+        measured={kind: _on(device, embedded(dense(reduction), found[f"measured-{kind}"], params)) for kind in kinds},
+        private={client.id: _on(device, private)},
+    )
+
+
+def _on(device: torch.device, tensors: Mapping[str, Tensor]) -> Params:
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
+def train_module(
+    message: Message,
+    context: Context,
+    train_fn: Callable[[nn.Module, Mapping[str, Any], Context], Mapping[str, float]],
+    build: Callable[[], nn.Module | Model],
+) -> Message:
+    """Let a user's own function train the sub-models of this node's clients."""
+    orders = read_orders(message)
+    model = whole_model(build)
+    params = {name: p.detach() for name, p in model.module.named_parameters()}
+
+    def work(order: Order) -> Answer:
+        reduction = read_reduction(order.encoded, model)
+        wanted = kept(reduction, reduction.extract(params))
+        part = sections(orders.parcels[order.parcel], {"params": wanted})["params"]
+        module = submodel(model.module, reduction, embedded(reduction, part, params))
+        told = train_fn(module, {**orders.own, "round": orders.round, "capacity": order.capacity}, context)
+        samples, loss = told.get("num-examples"), told.get("loss")
+        if type(samples) is not int or samples < 1 or type(loss) not in (int, float):
+            raise InvalidValue(f"train_fn must give num-examples (a count) and loss (a number); got {dict(told)}")
+        client = Client(order.client, order.capacity, order.slot, samples, ())
+        trained = {name: p.detach() for name, p in module.named_parameters()}
+        update = Update(client, reduction, reduction, trained, {}, {}, {}, float(loss or 0.0))
+        return Answer(order.client, order.nonce, update.loss, samples, bundle(pack(update)))
+
+    return to_server(message, [_answered(order, context, work) for order in orders.orders])
+
+
+def whole_model(build: Callable[[], nn.Module | Model]) -> Model:
+    """The model that a user's function builds; its unit groups must come with it."""
+    built = build()
+    if not isinstance(built, Model):
+        raise InvalidValue(
+            "model must build a fedcover Model, with the groups in which its units are cut: "
+            f"Model(module, fedcover.trace(module, example)); got {type(built).__name__}"
+        )
+    return built
+
+
+def _private(context: Context, client: int) -> Params:
+    """What a client kept for itself: in the node's context, which never leaves the node."""
+    records = context.state.array_records
+    kept_here: Mapping[str, Array] = records.get(PRIVATE, {})
+    return safetensors.torch.load(kept_here[str(client)].data) if str(client) in kept_here else {}
+
+
+def _keep_private(context: Context, client: int, private: Params) -> None:
+    content = safetensors.torch.save({name: tensor.contiguous().cpu() for name, tensor in private.items()})
+    records = context.state.array_records
+    record = records[PRIVATE] if PRIVATE in records else ArrayRecord()
+    record[str(client)] = Array("uint8", (len(content),), "safetensors", content)
+    context.state[PRIVATE] = record

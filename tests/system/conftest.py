@@ -1,0 +1,31 @@
+"""All tests of this folder start real Flower processes."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from fedcover.flower.processes import local
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.system)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """A SuperLink and two SuperNodes that share the clients."""
+    configs = [{"partition-id": place, "num-partitions": 2} for place in range(2)]
+    with local(tmp_path_factory.mktemp("flower"), configs) as federation:
+        yield federation
+
+
+def pytest_ignore_collect(collection_path):
+    """Without the extra `flower` these cannot even be imported; `make test-system` installs it."""
+    return (
+        True if collection_path.name in ("test_strategy.py", "test_loopback.py") and find_spec("flwr") is None else None
+    )

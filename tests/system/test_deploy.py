@@ -1,0 +1,56 @@
+"""The deployment page works as it is written: its commands are run one after another, on this machine."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from fedcover.flower.processes import Local, descendants, free_port, local
+from tests.system.harness import PATIENCE, alive, wait_for
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_tls_and_authentication_end_to_end(tmp_path):
+    """Certificates, registered nodes, a stranger that is refused, a run, and the end of all processes."""
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    commands = "\n".join(re.findall(r"^```bash\n(.*?)^```", page, re.DOTALL | re.MULTILINE))
+    for port in ("9443", "9194", "9195", "9196"):  # so that two of these tests do not meet
+        assert port in commands
+        commands = commands.replace(port, str(free_port()))
+    (tmp_path / "fedcover").write_text(f'#!/bin/sh\nexec {sys.executable} -m fedcover "$@"\n')
+    (tmp_path / "fedcover").chmod(0o755)
+    script = subprocess.Popen(
+        ["bash", "-e", "-c", f"{commands}\nwait"], cwd=tmp_path, env=environment(tmp_path), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    family: set[int] = set()
+    try:
+        wait_for(lambda: family.update(descendants([script.pid])) or script.poll() is not None, "the script's end")
+        said, _ = script.communicate(timeout=PATIENCE)
+    finally:
+        for pid in alive(family):
+            os.kill(pid, 9)
+    assert "the stranger was refused" in said, said
+    assert len((tmp_path / "runs" / "experiment" / "metrics.jsonl").read_text().splitlines()) == 2, said
+    recorded = (tmp_path / "runs" / "experiment" / "experiment.toml").read_text()
+    assert 'fleet = "4x1 + 4x0.5"' in recorded  # as the nodes declared
+    assert "2/2" in said or "finished" in said, said
+
+
+def environment(folder: Path) -> dict[str, str]:
+    known = Local(folder).environment("admin")
+    return {**known, "PATH": f"{folder}{os.pathsep}{known['PATH']}"}
+
+
+def test_flwr_run_accepts_the_example(tmp_path):
+    """A Flower App of one's own, with our strategy and our client app."""
+    configs = [{"partition-id": place, "num-partitions": 2, "capacity": [1.0, 0.5][place]} for place in range(2)]
+    with local(tmp_path / "flower", configs) as federation, (tmp_path / "log.txt").open("wb") as out:
+        federation.submit(ROOT / "examples" / "flower_app", out).wait(PATIENCE)
+    said = (tmp_path / "log.txt").read_text()
+    accuracy = re.search(r"covered: accuracy ([0-9.]+)", said)
+    assert accuracy, said
+    assert float(accuracy[1]) > 0.8
+    assert said.count("'answered': 2, 'rejected': 0") == 3

@@ -1,0 +1,64 @@
+"""A compromised node cannot touch the global model: every wrong answer is rejected by name, and the rounds go on."""
+
+import shutil
+import time
+from pathlib import Path
+
+from fedcover.engines.sequential import sequential
+from fedcover.flower.processes import local
+from tests.system.compromised import ATTACKS, HUGE
+from tests.system.harness import checkpoints, children, experiment, reference, submit, wait_for
+
+WHY = {
+    "not a number": "not finite",
+    "infinity": "not finite",
+    "wrong shape": "wrong shape",
+    "missing array": "missing array",
+    "extra array": "extra array",
+    "absurd norm": "absurd norm",
+    "replayed": "replayed nonce",
+    "pickled": "pickled",
+    "garbage": "no index",
+    "oversized": "too large",
+    "repeated": "when put together",
+    "other clients": "not asked for",
+    "no content": "lacks",
+}
+
+
+def test_a_compromised_node_is_rejected_round_after_round(tmp_path, monkeypatch):
+    wanted = experiment(policy="rolling", clients=4, active=4, rounds=len(ATTACKS))
+    evil = tmp_path / "evil"
+    evil.mkdir()
+    shutil.copy(Path(__file__).parent / "compromised.py", evil / "sitecustomize.py")
+    with local(tmp_path / "flower", [{"partition-id": 0, "num-partitions": 2}]) as federation:
+        monkeypatch.setenv("COMPROMISED", str(tmp_path / "memory"))
+        federation.python_path = [str(evil)]
+        federation.start_node("supernode-evil", {"partition-id": 1, "num-partitions": 2})
+        run = submit(federation, wanted, tmp_path / "run", nodes=2, deadline=600.0)
+        (server,) = wait_for(lambda: children(federation, "superlink", "flwr-serverapp"), "the server")
+        peak = 0
+        while run.process.poll() is None:
+            peak = max(peak, high_water(server))
+            time.sleep(0.2)
+        lines = run.finish().rounds(len(ATTACKS))
+    assert [line["rejected"] for line in lines[1:]] == [2 if kind != "other clients" else 4 for kind in ATTACKS[1:]]
+    for round, kind in enumerate(ATTACKS[1:], 1):
+        told = {line["why"] for line in run.events("rejected") if line["round"] == round}
+        assert any(WHY[kind] in why for why in told), (kind, told)
+    assert peak < HUGE + 300_000_000  # the reply was never taken in beside what a server needs anyway
+
+    def only_honest(task, state, work, lr):
+        return sequential(task, state, [(c, r) for c, r in work if c.id < 2 or state.round == 0], lr)
+
+    assert checkpoints(tmp_path / "run") == reference(wanted, tmp_path / "here", only_honest)
+
+
+def high_water(pid: int) -> int:
+    """The most memory that a process has used, in bytes."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    found = [line.split()[1] for line in text.splitlines() if line.startswith("VmHWM")]
+    return int(found[0]) * 1024 if found else 0

@@ -1,0 +1,133 @@
+"""Both sides in one process, messages and all, only without Flower's transport: many worlds, bit for bit."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from flwr.app import Context, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
+
+import fedcover as fc
+from fedcover.engines.sequential import sequential
+from fedcover.flower.client import experiment_app
+from fedcover.flower.engine import Events, FlowerEngine, Terms
+from fedcover.flower.link import Failed, _introduced
+from fedcover.flower.places import Roster
+from tests.system.compromised import ATTACKS, attack
+from tests.system.harness import checkpoints, experiment, reference
+from tests.system.test_hostile import WHY
+from tests.system.test_same_numbers import WORLDS, same_but_private
+
+SMALL = "synthetic(shape=(3, 8, 8), classes=3, samples=12, test_size=50)"
+MORE = {
+    "per-width statistics": {"norm": "per-width", "policy": "prefix", "model": "wide_resnet(depth=10, widen=1)",
+                             "clients": 4, "active": 4, "dataset": SMALL, "calibration": 40},
+    "bits of labels": {"partition": "labels(limit=2)", "label_rows": True, "policy": "rolling"},
+    "stages": {"model": "depth_resnet(width=4, stages=2, blocks=1)", "recipe": "depthfl", "policy": "prefix",
+               "clients": 4, "active": 4, "dataset": SMALL, "calibration": 40},
+    "scores": {"recipe": "fedmask", "policy": "random"},
+    "planned": {"policy": "planned"},
+    "regions": {"policy": 'regions(codename="1122")', "active": 4, "fleet": None},
+    "clients that sit out": {"policy": "exclude"},
+    "a limited length": {"policy": "rolling", "clip_updates": 0.1},
+}  # fmt: skip
+
+
+@dataclass
+class Loopback:
+    """Nodes in this process: the same client app, called directly."""
+
+    nodes: dict[int, dict]
+    spoil: object = None
+    states: dict[int, RecordDict] = field(default_factory=dict)
+
+    def present(self):
+        return set(self.nodes)
+
+    def _call(self, node, message):
+        message.metadata.__dict__["_message_id"] = f"{node}"
+        state = self.states.setdefault(node, RecordDict())
+        return experiment_app()(message, Context(1, node, self.nodes[node], state, {}))
+
+    def introductions(self, nodes, *, patience):
+        from flwr.app import ConfigRecord, Message
+
+        hello = RecordDict({"hello": ConfigRecord()})
+        return {n: _introduced(n, self._call(n, Message(hello, dst_node_id=n, message_type="query"))) for n in nodes}
+
+    def exchange(self, messages, *, patience, allowed):
+        found = {}
+        for node, message in messages.items():
+            reply = self._call(node, message)
+            size = sum(len(array.data) for array in reply.content.array_records["answers"].values())
+            assert size <= allowed[node]
+            found[node] = self.spoil(node, message, reply) if self.spoil else reply
+        return found
+
+
+@pytest.fixture(autouse=True)
+def inside_a_task(monkeypatch):
+    for name in ("_task_id", "_run_id", "_node_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)
+
+
+def engine(wanted: fc.Experiment, folder, spoil=None) -> FlowerEngine:
+    nodes = {7 + place: {"partition-id": place, "num-partitions": 2} for place in range(2)}
+    events = Events(folder / "events.jsonl")
+    return FlowerEngine(Loopback(nodes, spoil), Roster(), Terms(wanted.to_toml(), wanted.clients, 60.0), events)
+
+
+@pytest.mark.parametrize("world", [*WORLDS, *MORE])
+def test_two_sides_make_the_same_bits(tmp_path, world):
+    fields = {**WORLDS, **MORE}[world]
+    wanted = experiment(**fields) if "fleet" not in fields or fields["fleet"] else fc.Experiment(
+        **{**{"clients": 8, "rounds": 3, "epochs": 1}, **{k: v for k, v in fields.items() if v is not None}}
+    )  # fmt: skip
+    fc.run(wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=engine(wanted, tmp_path / "run"))
+    expected = reference(wanted, tmp_path / "here")
+    if world == "private masks":
+        same_but_private(tmp_path / "run", tmp_path / "here")
+    else:
+        assert checkpoints(tmp_path / "run") == expected
+
+
+def test_wrong_answers_are_rejected_by_name(tmp_path):
+    """Those that need no transport; the others are in test_hostile."""
+    kinds = [kind for kind in ATTACKS if kind not in ("oversized", "repeated", "no content")]
+    wanted = experiment(policy="rolling", clients=4, active=4, rounds=len(kinds))
+    before = []
+
+    def spoil(node, message, reply):
+        from fedcover.flower.messages import read_answers, read_orders, to_server
+
+        answers, kind = read_answers(reply), kinds[read_orders(message).round]
+        before.extend(answers if kind == "honest" and node == 8 else [])
+        return to_server(message, attack(kind, answers, before)) if node == 8 else reply
+
+    run = fc.run(
+        wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=engine(wanted, tmp_path / "run", spoil)
+    )
+    import json
+
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    for round, kind in enumerate(kinds[1:], 1):
+        told = {line["why"] for line in events if line["round"] == round and line["event"] == "rejected"}
+        assert any(WHY[kind] in why for why in told), (kind, told)
+        assert run.metrics[round]["rejected"] >= 2
+        assert run.metrics[round]["dropped"] == [2, 3] or set(run.metrics[round]["dropped"]) == {2, 3}
+
+    def only_honest(task, state, work, lr):
+        return sequential(task, state, [(c, r) for c, r in work if c.id < 2 or state.round == 0], lr)
+
+    assert checkpoints(tmp_path / "run") == reference(wanted, tmp_path / "here", only_honest)
+
+
+def test_whoever_fails_is_told_of_and_left_out(tmp_path):
+    wanted = experiment(policy="prefix", rounds=2, active=8)
+
+    def spoil(node, message, reply):
+        return Failed("late", "no answer in 60 s") if node == 8 else reply
+
+    run = fc.run(
+        wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=engine(wanted, tmp_path / "run", spoil)
+    )
+    assert [(line["late"], sorted(line["dropped"])) for line in run.metrics] == [(4, [4, 5, 6, 7])] * 2

@@ -1,0 +1,103 @@
+"""Our strategy and client app, without processes: what they refuse, and what they say."""
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
+from torch import nn
+
+import fedcover as fc
+from fedcover.errors import InvalidValue
+from fedcover.flower import CoverageStrategy, client_app
+from fedcover.flower.messages import Answer, Order, Orders, read_answers, read_orders, to_node, to_server
+from fedcover.flower.parcels import as_sent, bundle, headed, kept
+from fedcover.reduction import windows
+
+
+@pytest.fixture(autouse=True)
+def inside_a_task(monkeypatch):
+    """Messages know the task in which they are made."""
+    for name in ("_task_id", "_run_id", "_node_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)
+
+
+def with_norms() -> fc.Model:
+    module = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 2))
+    return fc.Model(module, fc.trace(module, torch.randn(3, 1, 4, 4)))
+
+
+def test_norm_statistics_need_the_servers_calibration():
+    strategy = CoverageStrategy(with_norms())
+    with pytest.raises(InvalidValue, match=r"calibration=\.\.\."):
+        strategy.ready(strategy.initial_arrays())
+    strategy = CoverageStrategy(with_norms(), calibration=torch.randn(50, 1, 4, 4))
+    model = strategy.ready(strategy.initial_arrays())
+    assert float(model[1].running_mean.abs().sum()) > 0
+
+
+def ordered(model: fc.Model, capacity: float) -> Message:
+    encoded, wire = as_sent(windows(model.groups, capacity), model)
+    params = {name: p.detach() for name, p in model.module.named_parameters()}
+    parcel = bundle(headed({"params": kept(wire, wire.extract(params))}))
+    order = Order(3, capacity, 0, encoded, 0, "nonce")
+    message = to_node(7, Orders(2, 0.1, 1, "", (order,), (parcel,), {"lr": 0.5}), ttl=60.0)
+    message.metadata.__dict__["_message_id"] = "1"
+    return message
+
+
+def context(**config: object) -> Context:
+    return Context(1, 7, {"partition-id": 3, "num-partitions": 4, **config}, RecordDict(), {})
+
+
+def test_a_users_function_trains_a_module_of_the_nodes_own_size():
+    seen = {}
+
+    def train(module, config, context):
+        seen.update(config, units=module[0].out_channels)
+        with torch.no_grad():
+            module[0].weight.fill_(1.0)
+        return {"num-examples": 5, "loss": 0.25}
+
+    (answer,) = read_answers(client_app(train, with_norms)(ordered(with_norms(), 0.5), context(capacity=0.5)))
+    assert (answer.client, answer.nonce, answer.samples, answer.loss, answer.error) == (3, "nonce", 5, 0.25, "")
+    assert seen == {"lr": 0.5, "round": 2, "capacity": 0.5, "units": 2}
+
+
+def test_a_node_trains_no_more_than_it_declares():
+    app = client_app(lambda *_: {"num-examples": 1, "loss": 0.0}, with_norms)
+    (answer,) = read_answers(app(ordered(with_norms(), 1.0), context(capacity=0.5)))
+    assert "more than the 0.5 that this node declares" in answer.error
+    assert answer.parcel == b""
+
+
+def test_orders_travel_as_they_are():
+    message = ordered(with_norms(), 0.5)
+    orders = read_orders(message)
+    assert (orders.round, orders.lr, orders.threads, dict(orders.own)) == (2, 0.1, 1, {"lr": 0.5})
+    assert orders.orders[0].nonce == "nonce"
+
+
+WRONG = {
+    "no report": lambda content: content.pop("report"),
+    "no answers": lambda content: content.pop("answers"),
+    "a column too short": lambda content: content["report"].update({"losses": []}),
+    "losses as text": lambda content: content["report"].update({"losses": ["x"]}),
+    "an answer too many": lambda content: content["answers"].update({"9": content["answers"]["3"]}),
+    "a pickle": lambda content: setattr(content["answers"]["3"], "stype", "cloudpickle"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_reply_that_is_none_is_refused(wrong):
+    reply = to_server(ordered(with_norms(), 0.5), [Answer(3, "nonce", 0.5, 1, b"parcel")])
+    assert read_answers(reply) == [Answer(3, "nonce", 0.5, 1, b"parcel")]
+    WRONG[wrong](reply.content)
+    with pytest.raises(InvalidValue):
+        read_answers(reply)
+
+
+def test_empty_content_is_refused():
+    message = ordered(with_norms(), 0.5)
+    for content in (RecordDict(), RecordDict({"report": ConfigRecord(), "answers": ArrayRecord()})):
+        with pytest.raises(InvalidValue):
+            read_answers(Message(content, reply_to=message))

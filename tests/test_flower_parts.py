@@ -1,0 +1,157 @@
+"""What Flower carries and who holds whom, without Flower: parcels, places, and the folder of an app."""
+
+import tomllib
+from contextlib import suppress
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedcover.cli.flower import node_configs
+from fedcover.errors import InvalidValue
+from fedcover.experiment import Experiment
+from fedcover.flower.apps import Settings, write_app
+from fedcover.flower.following import said
+from fedcover.flower.parcels import as_sent, bundle, embedded, headed, kept, read_reduction, sections, unbundle
+from fedcover.flower.places import Introduction, Roster, declared_fleet, introduction, place_of
+from fedcover.models import MODELS
+from fedcover.preparation import Machine
+from fedcover.reduction import Masks, drawn, windows
+from fedcover.rounds import cohort_of, view_of
+from fedcover.runs import run
+from tests.worlds import world
+
+CUT = {
+    "windows": lambda m: windows(m.groups, 0.5, {g.name: 3 for g in m.groups}),
+    "draw": lambda m: drawn(m.groups, 0.5, key=7),
+    "mask": lambda m: Masks({n: torch.rand_like(m.module.get_parameter(n)) > 0.5 for n in m.prunable}),
+    "mask of some": lambda m: Masks({m.prunable[-1]: torch.rand_like(m.module.get_parameter(m.prunable[-1])) > 0.5}),
+    "whole": lambda m: Masks({}),
+}
+
+
+@pytest.mark.parametrize("cut", CUT)
+@pytest.mark.parametrize("name", ["mlp", "wide_resnet"])
+def test_a_part_that_travels_is_the_same_bits(name, cut):
+    model = MODELS[name]((3, 8, 8), 10, "batch")
+    params = {n: p.detach() for n, p in model.module.named_parameters()}
+    params[next(iter(params))].view(-1)[0] = -0.0
+    encoded, wire = as_sent(CUT[cut](model), model)
+    sent = kept(wire, wire.extract(params))
+    parcel = bundle(headed({"params": sent}))
+    there = read_reduction(encoded, model)
+    got = sections(parcel, {"params": kept(there, there.extract(params))})["params"]
+    full = embedded(there, got, params)
+    expected, found = wire.extract(params), there.extract(full)
+    assert expected.keys() == found.keys()
+    for n, tensor in expected.items():
+        assert tensor.numpy().tobytes() == found[n].numpy().tobytes(), n
+    numbers = sum(t.numel() for t in sent.values())
+    assert len(parcel) < 4 * numbers + 250 * len(sent) + 8  # nothing but the part, and names
+
+
+@pytest.mark.parametrize("policy", ["prefix", "rolling(spread=true)", "random", "magnitude", "planned"])
+def test_the_encoding_gives_back_what_the_policy_gave(policy):
+    setup, state = world("mlp", policy=policy)
+    for part in setup.policy(view_of(setup, state, cohort_of(setup, 0))):
+        encoded, wire = as_sent(part, setup.task.model)
+        if policy in ("prefix", "rolling(spread=true)", "random"):
+            assert len(encoded) <= 1 + 8 * max(2, len(setup.task.model.groups))
+        for name, mask in part.mask(state.params).items():
+            assert mask.equal(wire.mask(state.params)[name])
+
+
+def test_a_mask_of_what_is_never_pruned_cannot_travel():
+    model = MODELS["mlp"]((1, 8, 8), 10, "batch")
+    other = next(n for n, _ in model.module.named_parameters() if n not in model.prunable)
+    bits = torch.ones_like(model.module.get_parameter(other), dtype=torch.bool)
+    with pytest.raises(InvalidValue, match="prunable"):
+        as_sent(Masks({other: bits}), model)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200))
+def test_any_bytes_are_read_or_refused(content):
+    with suppress(InvalidValue):
+        assert isinstance(unbundle(content), dict)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_a_damaged_parcel_is_read_or_refused(data):
+    parcel = bytearray(bundle({"params/w": np.arange(5, dtype=np.float32), "params/b": np.zeros(2)}))
+    for _ in range(data.draw(st.integers(1, 8))):
+        parcel[data.draw(st.integers(0, len(parcel) - 1))] = data.draw(st.integers(0, 255))
+    with suppress(InvalidValue):
+        assert all(isinstance(name, str) for name in unbundle(bytes(parcel)))
+
+
+def test_a_parcel_must_hold_what_is_wanted():
+    parcel = bundle({"params/w": np.zeros(3, np.float32)})
+    with pytest.raises(InvalidValue, match="other tensors"):
+        sections(parcel, {"params": {"w": torch.zeros(3), "b": torch.zeros(1)}})
+
+
+@given(st.integers(1, 200), st.integers(1, 20))
+def test_every_place_holds_neighbours_and_nearly_the_same_number(clients, places):
+    held = [place_of(client, clients, places) for client in range(clients)]
+    assert held == sorted(held)
+    counts = np.bincount(held, minlength=places)
+    assert max(held) < places
+    assert counts.max() - counts.min() <= 1 or places > clients
+
+
+def test_nodes_say_who_they_are_or_what_is_wrong():
+    assert introduction(7, {"partition-id": 1, "num-partitions": 2, "capacity": 1}, "v").capacity == 1.0
+    for wrong in ({}, {"partition-id": 2, "num-partitions": 2}, {"partition-id": "0", "num-partitions": 2}):
+        with pytest.raises(InvalidValue, match="partition-id=K"):
+            introduction(7, wrong, "v")
+    with pytest.raises(InvalidValue, match="capacity"):
+        introduction(7, {"partition-id": 0, "num-partitions": 2, "capacity": 1.5}, "v")
+
+
+def test_a_place_belongs_to_the_first_that_answers_for_it():
+    roster = Roster()
+    roster.add(Introduction(7, 0, 2, None, "v"))
+    roster.add(Introduction(8, 1, 2, None, "v"))
+    roster.add(Introduction(9, 1, 2, None, "v"))
+    assert roster.holders({7, 8, 9}) == {0: 7, 1: 8}  # a second claim takes nothing from a node that works
+    roster.silent.add(8)
+    assert roster.holders({7, 8, 9}) == {0: 7, 1: 9}
+    assert roster.holders({8}) == {1: 8}  # better silent than nobody
+    with pytest.raises(InvalidValue, match="num-partitions"):
+        roster.add(Introduction(10, 0, 3, None, "v"))
+
+
+def test_the_fleet_is_what_the_nodes_declare():
+    wanted = Experiment(clients=8, active=4, fleet="1x1.0 + 1x0.5")
+    configs = node_configs(wanted, 2)
+    assert [config["capacity"] for config in configs] == [1.0, 0.5]
+    known = [wanted.scaled_fleet.capacity(client) for client in range(8)]
+    said_so = [Introduction(n, n, 2, config["capacity"], "v") for n, config in enumerate(configs)]
+    assert declared_fleet(said_so, 8, known) == "4x1.0 + 4x0.5"
+    assert all("capacity" not in config for config in node_configs(wanted, 1))  # one node with two kinds
+
+
+def test_the_app_of_an_experiment_reads_back(tmp_path):
+    told = Settings(Experiment(policy='regions(codename="1122")', active=4).to_toml(), "/somewhere", nodes=3)
+    project = tomllib.loads((write_app(tmp_path, told) / "pyproject.toml").read_text())
+    assert Settings.read(project["tool"]["flwr"]["app"]["config"]) == told
+    assert (tmp_path / "LICENSE").is_file()
+
+
+def test_in_this_process_the_engine_flower_says_where_it_works(tmp_path):
+    wanted = Experiment(clients=4, active=2, rounds=1, epochs=1)
+    with pytest.raises(InvalidValue, match="fedcover flower up"):
+        run(wanted, tmp_path / "run", machine=Machine("flower"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_last_sentence_of_a_log_is_what_a_user_sees(tmp_path):
+    log = tmp_path / "log.txt"
+    log.write_text("INFO : hello\nfedcover: stopped: cannot write x: No space left\nINFO : bye\n")
+    assert said(log) == "cannot write x: No space left"
+    log.write_text("Traceback: oh\n")
+    assert "Traceback: oh" in said(log)
