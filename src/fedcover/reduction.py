@@ -48,7 +48,7 @@ class Slices:
         }
 
     @cached_property
-    def _indices(self) -> dict[tuple[str, tuple[int, ...]], tuple[Index, ...]]:
+    def _indices(self) -> dict[tuple[object, ...], tuple[Index, ...]]:
         return {}
 
     @cached_property
@@ -61,10 +61,13 @@ class Slices:
             if cut.axis is None and cut.unit not in self.kept[group.name].tolist()
         )
 
-    def region(self, name: str, shape: Sequence[int]) -> tuple[Index, ...]:
+    def region(self, name: str, shape: Sequence[int], device: torch.device | None = None) -> tuple[Index, ...]:
         """What is kept along each axis of a tensor: a plain slice where it can be one, else positions."""
-        key = (name, tuple(shape))
-        if key not in self._indices:
+        key = (name, tuple(shape), device)
+        if device is not None and key not in self._indices:  # sent there once, not for every use
+            here = self.region(name, shape)
+            self._indices[key] = tuple(part.to(device) if isinstance(part, Tensor) else part for part in here)
+        elif key not in self._indices:
             kept_by_axis = [torch.ones(length, dtype=torch.bool) for length in shape]
             for axis, kept, start, end in self._cuts.get(name, ()):
                 kept_by_axis[axis][start:end] = False
@@ -75,7 +78,7 @@ class Slices:
     def extract(self, params: Mapping[str, Tensor]) -> Params:
         """The kept slices of each tensor, as tensors of the client's own size."""
         return {
-            name: _take(tensor, self.region(name, tensor.shape))
+            name: _take(tensor, self.region(name, tensor.shape, tensor.device))
             for name, tensor in params.items()
             if name not in self.absent
         }
@@ -85,7 +88,7 @@ class Slices:
         for name in target if values is None else values:
             if name in self.absent:
                 continue
-            region = self.region(name, target[name].shape)
+            region = self.region(name, target[name].shape, target[name].device)
             view = target[name][tuple(part if isinstance(part, slice) else slice(None) for part in region)]
             listed = [(axis, part) for axis, part in enumerate(region) if isinstance(part, Tensor)]
             if not listed:
@@ -302,6 +305,6 @@ def _grid(listed: Sequence[tuple[int, Tensor]], view: Tensor) -> tuple[Index, ..
     first, last = listed[0][0], listed[-1][0]
     grid: list[Index] = [slice(None)] * view.ndim
     for axis in range(first, last + 1):
-        part = named.get(axis, torch.arange(view.shape[axis]))
+        part = named.get(axis, torch.arange(view.shape[axis], device=view.device))
         grid[axis] = part.to(view.device).view([-1 if a == axis else 1 for a in range(first, last + 1)])
     return tuple(grid)
