@@ -4,6 +4,7 @@ Every run is what it would be alone (its own cohort, shuffles, model and folder)
 are made at once. What cannot run together is run one after another.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -168,7 +169,10 @@ def _in_step(
             yield Finished(entry.experiment, entry.metrics)
     while running := [entry for entry in entries if entry.running]:
         asked = [ask(entry.setup, entry.state) for entry in running]
+        start = time.perf_counter()
         trained = _trained(running, asked, family, pool, machine)
+        for question in asked:  # they trained together, so each bears its share
+            question.clock.seconds["training"] = (time.perf_counter() - start) / len(asked)
         for entry, question, updates in zip(running, asked, trained, strict=True):
             if isinstance(updates, TrainingDiverged):
                 entry.diverged = str(updates)
