@@ -409,3 +409,25 @@ def test_certify_prints_bounds_and_what_does_not_apply(fedcover):
 def test_certify_says_how_to_keep_rounds(fedcover):
     assert fedcover("run", *changed(name="bare"))[0] == 0
     refused(fedcover("certify", "runs/bare"), 1, "keeps no round that could be replayed; run it again with keep_rounds")
+
+
+def test_a_sweep_runs_every_combination_into_its_own_folder(fedcover, tmp_path):
+    short = ("--set", "rounds=1", "--set", "epochs=1", "--set", "clients=20", "--set", "active=2")
+    wanted = (
+        "sweep",
+        *short,
+        "--vary",
+        "policy=prefix|rolling(spread=true)",
+        "--seeds",
+        "2",
+        "--runs",
+        str(tmp_path / "all"),
+    )
+    code, out, err = fedcover(*wanted, "--json")
+    assert code == 0, err
+    rows = json.loads(out)
+    assert len(rows) == 4
+    assert all((tmp_path / "all" / Path(row["folder"]).name / "summary.json").is_file() for row in rows)
+    assert fedcover(*wanted)[0] == 0  # all there: nothing is run again
+    assert fedcover("sweep", "--vary", "lr")[0] == 2
+    assert fedcover("bench", "--out", str(tmp_path / "nowhere" / "b.md"))[0] == 2

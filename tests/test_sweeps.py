@@ -97,6 +97,19 @@ def test_a_folder_of_another_experiment_is_refused(tmp_path):
         list(sweep([wanted.model_copy(update={"lr": 0.5})], tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"seed": [1, 2]}, "vary must not be of seed"),
+        ({"name": ["a", "b"]}, "vary must not be of name"),
+        ({"lr": [0.1, 0.1]}, "vary must name each value of lr once"),
+    ],
+)
+def test_runs_that_would_meet_in_one_folder_are_refused(choices, message):
+    with pytest.raises(InvalidValue, match=message):
+        varied(fc.Experiment(), choices, seeds=1)
+
+
 def test_seeds_must_be_some():
     with pytest.raises(InvalidValue, match="seeds must be at least 1; got 0"):
         varied(fc.Experiment(), {}, seeds=0)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fedcover import datasets, groups, rng, spec
 from fedcover.aggregation import RULES, SERVERS
 from fedcover.engines import ENGINES, PRECISIONS
+from fedcover.engines.pools import say
 from fedcover.errors import FedcoverError, InvalidValue, unknown
 from fedcover.experiment import HUGE, Experiment
 from fedcover.models import MODELS, tensors
@@ -69,6 +70,8 @@ class Machine:
             raise unknown("precision", self.precision, PRECISIONS)
         if self.precision == "tf32" and not device.startswith("cuda"):
             raise InvalidValue("precision is 'tf32', which only CUDA devices know; use 'fp32' or 'bf16'")
+        if self.engine == "streams" and device == "cpu":
+            say("there is no GPU in use, so streams neither overlaps nor captures steps and is not fast")
         if self.threads is not None and not 1 <= self.threads <= MOST_THREADS:
             raise InvalidValue(f"threads must be in 1..{MOST_THREADS}; got {self.threads}")
         if self.processes != "auto" and not (isinstance(self.processes, int) and 1 <= self.processes <= MOST_THREADS):

@@ -79,6 +79,11 @@ def varied(experiment: Experiment, choices: dict[str, Sequence[Any]], seeds: int
     """
     if seeds < 1:
         raise InvalidValue(f"seeds must be at least 1; got {seeds}")
+    for key, values in choices.items():
+        if key in ("seed", "name"):
+            raise InvalidValue(f"vary must not be of {key}: seeds are varied by seeds, names are made from the rest")
+        if len({str(value) for value in values}) < len(values):
+            raise InvalidValue(f"vary must name each value of {key} once; got {list(values)}")
     made = []
     for values in product(*choices.values()):
         changes = dict(zip(choices, values, strict=True))

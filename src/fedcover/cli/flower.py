@@ -136,7 +136,10 @@ def _wanted(experiment: Path, changes: tuple[str, ...]) -> tuple[Experiment, boo
     if experiment.is_dir():
         if changes:
             raise InvalidValue("--set cannot change a run that is gone on with")
-        return Folder(experiment).read().experiment, True
+        found = Folder(experiment).read()
+        if found.manifest.get("engine") != "flower":
+            raise InvalidValue(f"{experiment} was not run on Flower: go on with 'fedcover resume {experiment}'")
+        return found.experiment, True
     return with_absolute_dataset(read_experiment(experiment, dict(map(parse_change, changes))), experiment), False
 
 

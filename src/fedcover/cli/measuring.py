@@ -1,6 +1,7 @@
 """Commands about speed: bench and sweep."""
 
 import json as js
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,6 +29,8 @@ def bench(
 ) -> None:
     """Measure our engines, the plain eager loop and the floor on this computer, as ratios of one run."""
     chosen = Machine(device=device).resolved().device
+    if out and not out.parent.is_dir():
+        raise InvalidValue(f"out must lie in a folder that exists; got {str(out)!r}")
     found = []
     for figure in measure(chosen):
         found.append(figure)
@@ -59,23 +62,28 @@ def sweep(
     wanted = varied(base, dict(_choices(text) for text in vary), seeds)
     machine = Machine(device=device, precision=precision)
     table = []
-    with console.watching(f"{len(wanted)} runs", sum(e.rounds for e in wanted)) as watch:
+    with console.watching(f"sweep of {len(wanted)}", sum(e.rounds for e in wanted)) as watch:
         count = iter(range(sum(e.rounds for e in wanted)))
 
         def show(experiment: Experiment, report: Report) -> None:
             watch(Report(next(count), report.metrics))
 
-        for done in run_sweep(wanted, runs, machine=machine, data=data, watch=show):
-            last = next((line for line in reversed(done.metrics) if "accuracy" in line), {})
-            table.append(
-                {"name": done.experiment.name, "accuracy": last.get("accuracy"), "diverged": done.diverged or None}
-            )
+        try:
+            for done in run_sweep(wanted, runs, machine=machine, data=data, watch=show):
+                last = next((line for line in reversed(done.metrics) if "accuracy" in line), {})
+                folder = str(runs / done.experiment.name)
+                table.append({"folder": folder, "accuracy": last.get("accuracy"), "diverged": done.diverged or None})
+        except KeyboardInterrupt:
+            console.say("stopped; the same command goes on where it was")
+            sys.exit(130)
     if json:
         print(js.dumps(table, indent=2))
         return
     for row in table:
         accuracy = row["accuracy"]
-        print(f"{row['name']:60} {row['diverged'] or (f'{accuracy:.4f}' if accuracy is not None else 'not evaluated')}")
+        print(
+            f"{row['folder']:60} {row['diverged'] or (f'{accuracy:.4f}' if accuracy is not None else 'not evaluated')}"
+        )
 
 
 def _choices(text: str) -> tuple[str, list[Any]]:

@@ -28,5 +28,5 @@ Plot = Annotated[
     Path | None, Parameter(help="Draw the curves into this file: .png, .svg, .pdf (needs fedcover[plot]).")
 ]
 TensorBoard = Annotated[
-    bool, Parameter(name="--tensorboard", help="Log into <run>/tensorboard (needs fedcover[tensorboard]).", negative="")
+    bool, Parameter(name="--tensorboard", help="Log into the run folder (needs fedcover[tensorboard]).", negative="")
 ]

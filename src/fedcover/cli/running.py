@@ -56,7 +56,7 @@ def run(
     tensorboard: TensorBoard = False,
     json: Json = False,
 ) -> None:
-    """Run one experiment into runs/<name>."""
+    """Run one experiment into a folder below runs."""
     if plot is not None:
         plotting.check(plot)
     changes = dict(parse_change(text) for text in set)
