@@ -40,7 +40,8 @@ test: lint
 	$(BIN)/python -m pytest --numprocesses 2
 
 test-system: $(VENV)/.installed-flower
-	$(BIN)/python -m pytest -m system --numprocesses 2 --dist loadfile --durations 20 tests/system
+	$(BIN)/python -m pytest -m system --numprocesses 2 --dist loadfile --durations 20 \
+		tests/system tests/test_examples.py tests/test_run_faults.py tests/test_public_code.py
 
 soak: $(VENV)/.installed-flower
 	mkdir -p benchmarks/results

@@ -16,7 +16,8 @@ from fedcover.engines.batched import batched
 from fedcover.engines.pools import _SAID, plainly, pool_of
 from fedcover.engines.sequential import sequential
 from fedcover.engines.streams import streams
-from fedcover.rounds import run_round
+from fedcover.preparation import prepare
+from fedcover.rounds import first_state, run_round
 from fedcover.types import Recipe
 from tests.worlds import same, world
 
@@ -176,11 +177,10 @@ def test_crews_are_put_together_from_sizes_that_are_known(monkeypatch):
 @pytest.mark.parametrize("engine", [sequential, UNCOMPILED, streams], ids=["sequential", "batched", "streams"])
 def test_bf16_computes_in_bf16_and_keeps_float32(engine):
     """Near float32, not equal to it, and what comes back is float32."""
+    wanted = fc.Experiment(policy="prefix", fleet="1x1 + 1x0.5", clients=20, active=4, rounds=1, epochs=1)
+    setup = prepare(wanted, fc.Machine("sequential", "cpu").resolved())
     run = {
-        precision: fc.run(
-            fc.Experiment(policy="prefix", fleet="1x1 + 1x0.5", clients=20, active=4, rounds=1, epochs=1),
-            machine=fc.Machine(engine=getattr(engine, "func", engine).__name__, precision=precision),
-        ).state.params
+        precision: run_round(replace(setup, engine=partial(engine, precision=precision)), first_state(setup))[0].params
         for precision in ("fp32", "bf16")
     }
     distance = max(float((run["fp32"][n] - run["bf16"][n]).abs().max()) for n in run["fp32"])

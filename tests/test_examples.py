@@ -12,7 +12,13 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py") if path.name != "__init__.py")
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+LONG = ("lora_gap", "your_model")
+"""Examples that train for long; they are run with the system tests."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.system] if name in LONG else []) for name in EXAMPLES]
+)
 def test_an_example_runs_and_learns(name):
     done = subprocess.run(
         [sys.executable, "-m", f"examples.{name}"],

@@ -72,6 +72,7 @@ def test_a_leak_changes_only_where_reduced_clients_start_in_round_0():
         assert torch.equal(parts[0].extract(state.params)["head.weight"], state.params["head.weight"])
 
 
+@pytest.mark.system
 def test_one_call_compares_every_switch_with_the_faithful_algorithm():
     rows = explain("1111444477", seeds=[0], dataset="digits", rounds=2, clients=20)
     assert [row["setting"] for row in rows] == ["faithful", *SWITCHES, "all"]

@@ -106,6 +106,7 @@ def stopped(tmp_path) -> Path:
 # ── killed ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.system
 def test_a_run_killed_at_any_step_of_its_writing_goes_on_bit_for_bit(tmp_path):
     experiment = tiny(rounds=3, keep_rounds=(0, 2, 3), policy="random", drop_out=0.2, clients=100)
     fc.run(experiment, tmp_path / "whole")
