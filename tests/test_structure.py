@@ -21,7 +21,7 @@ STORY = [
     "policies", "recipes", "augment", "training", "engines", "aggregation", "privacy", "ranks", "evaluation", "cost",
     "arrays", "replies", "theory",
     "rounds", "sharing", "experiment", "preparation", "processes",
-    "summary", "plotting", "checkpoints", "folders", "runs", "sweeps", "bench", "certificate",
+    "summary", "plotting", "checkpoints", "folders", "courses", "runs", "sweeps", "bench", "certificate",
     "reporting", "history", "tensorboard",
     "onnx_export", "export", "audit", "capacity", "planning", "paper", "flower",
     "console", "watching", "demo", "cli",

@@ -19,7 +19,7 @@ def alike(left, right):
 
 
 def settings():
-    base = fc.Experiment(**BASE, fleet="1x1 + 1x0.5")
+    base = fc.Experiment(**BASE, fleet="1x1 + 1x0.5", checkpoint_every=10)
     return varied(base, {"policy": ["prefix", "magnitude"], "lr": [0.05, 0.01]}, seeds=2)
 
 
@@ -83,6 +83,7 @@ def test_a_sweep_that_was_stopped_goes_on(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         list(sweep(wanted, tmp_path, watch=stop))
+    assert load(tmp_path / wanted[0].name).state.round == 2  # kept, although no checkpoint was due
     for run in sweep(wanted, tmp_path):
         alike(run.metrics, whole[run.experiment.name])
         assert load(tmp_path / run.experiment.name).state.round == 3

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from fedcover import checkpoints, plotting
+from fedcover.courses import Course, where_it_stopped
 from fedcover.errors import InvalidValue, RunError
 from fedcover.evaluation import WHOLE, ready
 from fedcover.experiment import Experiment, read_experiment
@@ -152,18 +153,7 @@ def resume(
         found.require(parts)
         with chosen.applied():
             setup = prepare(found.experiment, chosen, data=data or found.data, parts=parts)
-            if checkpoints.found(found.checkpoints):
-                state, complaints = checkpoints.newest(found.checkpoints, found.experiment.digest, chosen.device)
-                for path, complaint in complaints.items():
-                    complain(f"{complaint}; going on from the older checkpoint of round {state.round}")
-                    checkpoints.set_aside(path)
-            else:  # stopped before the first round was done
-                state = first_state(setup)
-                found.keep(state)
-            metrics = found.cut_metrics(state.round)
-            lost = sorted(set(range(state.round)) - {line["round"] for line in metrics})
-            if lost:
-                complain(f"{found.path / 'metrics.jsonl'} lacks the rounds {lost}; the summary will lack them too")
+            state, metrics = where_it_stopped(found, setup, chosen.device, complain)
             job = Job(found.experiment, chosen, data or found.data, parts, state, setup.rounds)
             return _go_on(job, setup, metrics, found, watch)
 
@@ -213,28 +203,13 @@ def replay(
 
 
 def _go_on(job: Job, setup: Setup, metrics: Metrics, folder: Folder | None, watch: Watch | None) -> Run:
-    """Rounds up to the last one; whatever stops them, the last complete round is on disk."""
-    experiment, state, saved = job.experiment, job.state, job.state.round
-    try:
-        with sharing(job, setup) as team:
-            while state.round < setup.rounds:
-                after, report = run_round(team, state)
-                line = {"round": report.round, **report.metrics}
-                if folder:
-                    folder.append(line)
-                state = after
-                metrics.append(line)
-                if folder:
-                    folder.keep(state)  # before the checkpoint: a run that goes on from that would not come here again
-                if folder and (state.round % experiment.checkpoint_every == 0 or state.round == setup.rounds):
-                    folder.checkpoint(state)
-                    saved = state.round
-                if watch:
-                    watch(report)
-    except BaseException:
-        if folder and state.round > saved:
-            folder.checkpoint(state)
-        raise
-    if folder:
-        folder.finish(metrics)
-    return Run(experiment, setup, state, metrics, folder.path if folder else None)
+    """Rounds up to the last one."""
+    course = Course(job.experiment, setup, job.state, metrics, folder)
+    with course.kept_safe(), sharing(job, setup) as team:
+        while course.running:
+            after, report = run_round(team, course.state)
+            course.take(after, report)
+            if watch:
+                watch(report)
+    course.finish()
+    return Run(job.experiment, setup, course.state, metrics, folder.path if folder else None)

@@ -12,7 +12,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from fedcover import checkpoints, datasets
+from fedcover import datasets
+from fedcover.courses import Course, where_it_stopped
 from fedcover.engines.batched import in_crews
 from fedcover.engines.lanes import Job
 from fedcover.engines.pools import Pool, plainly, say
@@ -21,45 +22,14 @@ from fedcover.errors import InvalidValue, TrainingDiverged
 from fedcover.experiment import Experiment
 from fedcover.folders import Folder
 from fedcover.preparation import Machine, Parts, engine_for, prepare
-from fedcover.rounds import Asked, Report, Setup, ask, conclude, first_state
+from fedcover.rounds import Asked, Report, ask, conclude, first_state
 from fedcover.summary import Metrics
-from fedcover.types import Assignment, Dataset, State, Update
+from fedcover.types import Assignment, Dataset, Update
 
 CLIENTS_AT_ONCE = {"cpu": 100, "cuda": 1500}
 """Clients of all runs that take a step together: what keeps the device busy, and no more."""
 
 Seen = Callable[[Experiment, Report], None]
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """One run of a sweep on its way."""
-
-    experiment: Experiment
-    setup: Setup
-    state: State
-    metrics: Metrics
-    folder: Folder | None = None
-    diverged: str = ""
-
-    @property
-    def running(self) -> bool:
-        """Whether there are rounds to come."""
-        return not self.diverged and self.state.round < self.setup.rounds
-
-    def take(self, after: State, report: Report) -> None:
-        """Note a round; with a folder, on disk."""
-        line = {"round": report.round, **report.metrics}
-        self.state = after
-        self.metrics.append(line)
-        if self.folder is None:
-            return
-        self.folder.append(line)
-        self.folder.keep(after)
-        if after.round % self.experiment.checkpoint_every == 0 or not self.running:
-            self.folder.checkpoint(after)
-        if not self.running:
-            self.folder.finish(self.metrics)
 
 
 @dataclass(frozen=True)
@@ -141,7 +111,7 @@ def _entry(
     shared: dict[str, Dataset],
     runs: Path | None,
     folders: ExitStack,
-) -> Entry:
+) -> Course:
     """A run at its beginning, or where its folder stops; data sets are read and moved to the device once."""
     name = experiment.dataset
     if name.partition("(")[0] != "synthetic" and ":" not in name and name not in shared:
@@ -149,24 +119,24 @@ def _entry(
         shared[name] = replace(loaded, train=loaded.train.to(machine.device), test=loaded.test.to(machine.device))
     setup = prepare(experiment, machine, data=data, parts=Parts(dataset=shared.get(name)))
     if runs is None:
-        return Entry(experiment, setup, first_state(setup), [])
+        return Course(experiment, setup, first_state(setup), [])
     folder = Folder(runs / experiment.name)
     known = (folder.path / "experiment.toml").exists()
     folders.enter_context(
-        folder.opened() if known else folder.created(experiment, machine.for_setup(setup), Parts(), data)
+        folder.opened()
+        if known
+        else folder.created(experiment, replace(machine.for_setup(setup), engine="batched"), Parts(), data)
     )
     if folder.experiment.digest != experiment.digest:
         raise InvalidValue(f"{folder.path} holds another experiment; choose another name or folder of runs")
-    if not checkpoints.found(folder.checkpoints):
-        state = first_state(setup)
-        folder.keep(state)
-        return Entry(experiment, setup, state, [], folder)
-    state, _ = checkpoints.newest(folder.checkpoints, experiment.digest, machine.device)
-    return Entry(experiment, setup, state, folder.cut_metrics(state.round), folder)
+    state, metrics = where_it_stopped(folder, setup, machine.device, say)
+    course = Course(experiment, setup, state, metrics, folder)
+    folders.enter_context(course.kept_safe())
+    return course
 
 
 def _in_step(
-    entries: Sequence[Entry], family: object, pool: Pool, machine: Machine, watch: Seen | None
+    entries: Sequence[Course], family: object, pool: Pool, machine: Machine, watch: Seen | None
 ) -> Iterator[Finished]:
     """Rounds of all runs, side by side, until the last has ended."""
     for entry in entries:
@@ -186,12 +156,14 @@ def _in_step(
                 entry.take(after, report)
                 if watch:
                     watch(entry.experiment, report)
+                if not entry.running:
+                    entry.finish()
             if not entry.running:
                 yield Finished(entry.experiment, entry.metrics, entry.diverged)
 
 
 def _trained(
-    entries: Sequence[Entry], asked: Sequence[Asked], family: object, pool: Pool, machine: Machine
+    entries: Sequence[Course], asked: Sequence[Asked], family: object, pool: Pool, machine: Machine
 ) -> list[list[Update] | TrainingDiverged]:
     """What the clients of each run send back: in crews over all runs where that can be, else run by run."""
     jobs: list[list[Job]] = [

@@ -6,19 +6,20 @@ trains all clients of a round by one mini-batch each.
 
 import time
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedcover import spec
 from fedcover.models import MODELS
 from fedcover.norms import on_batch_statistics
 
-MLP = partial(MODELS["mlp"], (1, 28, 28), 10, "batch", hidden=[200])
-WRN28_2 = partial(MODELS["wide_resnet"], (3, 32, 32), 10, "batch", depth=28, widen=2)
-WRN28_8 = partial(MODELS["wide_resnet"], (3, 32, 32), 100, "batch", depth=28, widen=8)
-JOBS = {"mlp": (MLP, (1, 28, 28), 10), "wrn28-2": (WRN28_2, (3, 32, 32), 10), "wrn28-8": (WRN28_8, (3, 32, 32), 100)}
+JOBS = {
+    "mlp": ("mlp(hidden=[200])", (1, 28, 28), 10),
+    "wrn28-2": ("wide_resnet(depth=28, widen=2)", (3, 32, 32), 10),
+    "wrn28-8": ("wide_resnet(depth=28, widen=8)", (3, 32, 32), 100),
+}
 """Models by name, each with the shape of an input and the number of classes."""
 
 CLIENTS, BATCH, LR, MOMENTUM = 10, 10, 0.01, 0.5
@@ -184,7 +185,9 @@ class allowing_tf32:  # noqa: N801  # reads as a verb
 
 def trainable(name: str, device: str) -> nn.Module:
     """The model of a job in training mode; norms use the batch's own statistics, as fedcover's clients do."""
-    return on_batch_statistics(JOBS[name][0]().module).to(device).train()
+    model, shape, classes = JOBS[name]
+    build = spec.look_up("model", spec.parse("model", model), MODELS)
+    return on_batch_statistics(build(shape, classes, "batch").module).to(device).train()
 
 
 def random_batches(name: str, device: str, clients: int, number: int) -> tuple[Tensor, Tensor]:

@@ -36,11 +36,12 @@ def line(what: str, seconds: Sequence[float], **against: float) -> Line:
     return Line(what, found, tuple((name.replace("_", " "), other / median(found)) for name, other in against.items()))
 
 
-def bench(device: str, *, models: Sequence[str] | None = None) -> Iterator[Line]:
+def bench(device: str) -> Iterator[Line]:
     """Measure this computer: the plain loop, the floor, our engines; on a CPU with one thread."""
     if device.startswith("cuda"):
-        for name in models or ("mlp", "wrn28-2", "wrn28-8"):
-            yield from (_lockstep(device) if name == "mlp" else _convolutions(name, device))
+        yield from _lockstep(device)
+        for name in ("wrn28-2", "wrn28-8"):
+            yield from _convolutions(name, device)
         return
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

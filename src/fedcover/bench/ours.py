@@ -6,10 +6,10 @@ from functools import partial
 
 import torch
 
-from fedcover.bench.eager import BATCH, CLIENTS
-from fedcover.engines.batched import crews
-from fedcover.engines.lanes import Arrival, Job, arrival
-from fedcover.engines.pools import Place, Pool, captured, compiled, drive, plainly
+from fedcover.bench.eager import BATCH, CLIENTS, JOBS
+from fedcover.engines.batched import placed_in_crews
+from fedcover.engines.lanes import Job, arrival
+from fedcover.engines.pools import Pool, drive, plainly
 from fedcover.engines.streams import placed
 from fedcover.experiment import Experiment
 from fedcover.preparation import Machine, prepare
@@ -19,16 +19,10 @@ from fedcover.types import Assignment
 STEPS = 10
 """Steps of each repetition, made without waiting in between, as in a round."""
 
-MODELS = {
-    "mlp": ("mlp(hidden=[200])", "(1, 28, 28)", 10),
-    "wrn28-2": ("wide_resnet(depth=28, widen=2)", "(3, 32, 32)", 10),
-    "wrn28-8": ("wide_resnet(depth=28, widen=8)", "(3, 32, 32)", 100),
-}
-
 
 def described(name: str, *, clients: int, fleet: str, policy: str, samples: int, epochs: int, test: int) -> Experiment:
     """An experiment on random data in the shape of MNIST or CIFAR."""
-    model, shape, classes = MODELS[name]
+    model, shape, classes = JOBS[name]
     return Experiment(
         dataset=f"synthetic(shape={shape}, classes={classes}, samples={samples}, test_size={test})",
         model=model, fleet=fleet, policy=policy, assignment="slot", clients=max(100, clients), active=clients,
@@ -51,7 +45,11 @@ def step_seconds(
     setup = prepare(wanted, machine)
     wait: Callable[[], None] = torch.cuda.synchronize if machine.device.startswith("cuda") else lambda: None
     with machine.applied():
-        places = _crews(setup, machine) if together else placed(Pool(), _arrivals(setup), machine.precision)
+        if together:
+            make = plainly if machine.engine == "streams" and machine.device == "cpu" else None
+            places, _ = placed_in_crews(_jobs(setup), Pool(), machine.precision, make)
+        else:
+            places = placed(Pool(), [arrival(job) for job in _jobs(setup)], machine.precision)
         found = []
         for _ in range(repeats + 1):
             for place in places:
@@ -64,24 +62,9 @@ def step_seconds(
     return found[1:]
 
 
-def _arrivals(setup: Setup) -> list[Arrival]:
+def _jobs(setup: Setup) -> list[Job]:
     state = first_state(setup)
-    return [arrival(Job(Assignment(setup.task, state, *each), setup.lr(0))) for each in ask(setup, state).work]
-
-
-def _crews(setup: Setup, machine: Machine) -> list[Place]:
-    make = captured if machine.device.startswith("cuda") else plainly if machine.engine == "streams" else compiled
-    alike: dict[object, list[Arrival]] = {}
-    for client in _arrivals(setup):
-        alike.setdefault(client.shape(client.rows), []).append(client)
-    places: list[Place] = []
-    pool = Pool()
-    for clients in alike.values():
-        for crew in crews(clients, []):
-            place = pool.place(crew, crew[0].shape(crew[0].rows), len(crew), len(places), make, machine.precision)
-            place.load(crew)
-            places.append(place)
-    return places
+    return [Job(Assignment(setup.task, state, *each), setup.lr(0)) for each in ask(setup, state).work]
 
 
 def round_seconds(

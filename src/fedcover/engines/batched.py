@@ -47,6 +47,18 @@ def in_crews(
     jobs: Sequence[Job], pool: Pool, precision: str, make: Make | None = None
 ) -> tuple[list[Answer], list[Job]]:
     """What comes of the clients that can form crews, and the jobs of those that cannot."""
+    places, alone = placed_in_crews(jobs, pool, precision, make)
+    if len(alone) > len(jobs) / 2:
+        say("most clients share their shape with too few others, so they are trained one after another")
+    if places:
+        drive(places)
+    return [answer for place in places for answer in place.answers()], alone
+
+
+def placed_in_crews(
+    jobs: Sequence[Job], pool: Pool, precision: str, make: Make | None = None
+) -> tuple[list[Place], list[Job]]:
+    """Crews in their places, ready to train, and the jobs of clients that share their shape with nobody."""
     if any(statistics_key(job.assignment.task.norm, 1.0) for job in jobs):
         raise Unfit("norm statistics are tracked for each client")
     alike: dict[tuple[Shape, float], list[Arrival]] = defaultdict(list)
@@ -65,11 +77,7 @@ def in_crews(
             seen[len(crew)] += 1
             place.load(crew)
             places.append(place)
-    if len(alone) > len(jobs) / 2:
-        say("most clients share their shape with too few others, so they are trained one after another")
-    if places:
-        drive(places)
-    return [answer for place in places for answer in place.answers()], alone
+    return places, alone
 
 
 def crews(clients: Sequence[Arrival], known: Sequence[int]) -> Iterator[Sequence[Arrival]]:
