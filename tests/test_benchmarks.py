@@ -1,22 +1,34 @@
 """The plain loop, the floors and our own steps run everywhere; how long they take is nobody's business here."""
 
+from importlib import import_module
+
 import pytest
 import torch
 
 from fedcover.bench import Line, eager, ours, page
+from fedcover.bench.measuring import in_turns
+from fedcover.engines.pools import plainly
 from fedcover.preparation import Machine
+
+SMALL = {"clients": 2, "batch": 2}
 
 
 def test_every_function_gives_the_seconds_of_each_repetition():
-    small = {"clients": 2, "batch": 2}
     for found in (
-        eager.eager_step("mlp", repeats=2, **small),
-        eager.eager_round(samples=4, epochs=1, test=8, repeats=2, **small),
-        eager.matmul_step(repeats=2, **small),
+        eager.eager_step("mlp", repeats=2, **SMALL),
         eager.one_big_batch_step("mlp", "cpu", images=4, repeats=2),
     ):
         assert len(found) == 2
         assert all(seconds > 0 for seconds in found)
+
+
+def test_pieces_of_work_are_measured_by_turns():
+    done = []
+    works = {"loop": eager.eager_clients(steps=1, **SMALL), "floor": eager.products(steps=1, **SMALL)}
+    works["mine"] = lambda: done.append("mine")
+    found = in_turns(works, repeats=2)
+    assert {name: len(seconds) for name, seconds in found.items()} == {"loop": 2, "floor": 2, "mine": 2}
+    assert len(done) == 3  # the first does not count
 
 
 def test_the_loop_learns():
@@ -29,7 +41,9 @@ def test_the_loop_learns():
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_our_own_steps_are_measured_alike(together):
+def test_our_own_steps_are_measured_alike(monkeypatch, together):
+    # what is compiled is tested elsewhere
+    monkeypatch.setattr(import_module("fedcover.engines.batched"), "compiled", plainly)
     machine = Machine("streams", "cpu", threads=1).resolved()
     found = ours.step_seconds("mlp", machine, clients=2, together=together, repeats=2)
     assert len(found) == 2

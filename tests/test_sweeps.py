@@ -3,9 +3,9 @@
 import pytest
 
 import fedcover as fc
-from fedcover.errors import InvalidValue
+from fedcover.errors import FedcoverError, InvalidValue
 from fedcover.runs import load
-from fedcover.sweeps import sweep, varied
+from fedcover.sweeps import processes_for, sweep, varied
 
 BASE = {"clients": 20, "active": 4, "rounds": 3, "epochs": 1, "model": "mlp(hidden=[8])", "assignment": "slot"}
 FIGURES = ("accuracy", "loss", "train_loss", "gamma_round", "histogram", "delta2_mean")
@@ -114,3 +114,45 @@ def test_runs_that_would_meet_in_one_folder_are_refused(choices, message):
 def test_seeds_must_be_some():
     with pytest.raises(InvalidValue, match="seeds must be at least 1; got 0"):
         varied(fc.Experiment(), {}, seeds=0)
+
+
+TWO = fc.Machine(processes=2)
+
+
+def test_a_sweep_may_be_dealt_out_to_processes(tmp_path):
+    wanted = settings()[:4]
+    rounds = []
+    found = {
+        run.experiment.name: run.metrics
+        for run in sweep(wanted, tmp_path, machine=TWO, watch=lambda e, report: rounds.append((e.name, report.round)))
+    }
+    assert sorted(rounds) == sorted((e.name, round) for e in wanted for round in range(3))
+    for run in sweep(wanted):
+        alike(found[run.experiment.name], run.metrics)
+        assert load(tmp_path / run.experiment.name).state.round == 3
+
+
+def test_processes_that_are_stopped_keep_their_rounds(tmp_path):
+    wanted = settings()[:2]
+
+    def stop(experiment, report):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(sweep(wanted, tmp_path, machine=TWO, watch=stop))
+    assert all((tmp_path / e.name / "experiment.toml").exists() for e in wanted)
+    assert [len(run.metrics) for run in sweep(wanted, tmp_path, machine=TWO)] == [3, 3]
+
+
+def test_what_goes_wrong_in_a_process_is_said_here():
+    wanted = [e.model_copy(update={"policy": "no_such_module:policy"}) for e in settings()[:2]]
+    with pytest.raises(FedcoverError, match="no_such_module"):
+        list(sweep(wanted, machine=TWO))
+
+
+def test_few_rounds_are_not_worth_processes():
+    auto = fc.Machine(processes="auto").resolved()
+    assert processes_for(settings(), auto) == 1
+    long = [e.model_copy(update={"rounds": 1000}) for e in settings()]
+    assert 1 <= processes_for(long, auto) <= len(long)
+    assert processes_for(long[:1], auto) == 1

@@ -44,6 +44,7 @@ def sums_of(old: Params, parts: Iterable[Part], over: str = "coverage") -> Sums:
         raise unknown("rule coverage_mean: over", over, OVER)
     total, weight = _zeros(old), _zeros(old)
     everybody = 0.0
+    shared: dict[int, tuple[Reduction, float]] = {}  # clients of one reduction weigh together
     for reduction, values, scale in parts:
         if over == "moved":
             sent = reduction.extract({name: old[name] for name in values})
@@ -52,8 +53,10 @@ def sums_of(old: Params, parts: Iterable[Part], over: str = "coverage") -> Sums:
             reduction.add_into(weight, {name: bits.double() for name, bits in moved.items()}, scale)
         else:
             reduction.add_into(total, values, scale)
-            reduction.add_into(weight, None, scale)
+            shared[id(reduction)] = reduction, shared.get(id(reduction), (reduction, 0.0))[1] + scale
         everybody += scale
+    for reduction, scale in shared.values():
+        reduction.add_into(weight, None, scale)
     return Sums(total, weight, torch.tensor(everybody, dtype=torch.float64))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from fedcover.reduction import distinct
 from fedcover.types import Coverage, Params, Reduction
 
 
@@ -21,8 +22,8 @@ def count(params: Mapping[str, Tensor], reductions: Sequence[Reduction]) -> Para
     """
     dtype = torch.uint8 if len(reductions) < 256 else torch.int32
     counts = {name: torch.zeros(t.shape, dtype=dtype, device=t.device) for name, t in params.items()}
-    for reduction in reductions:
-        reduction.add_into(counts, None, 1)
+    for reduction, number in distinct(reductions):
+        reduction.add_into(counts, None, number)
     return counts
 
 

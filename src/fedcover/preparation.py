@@ -80,10 +80,7 @@ class Machine:
 
     def for_setup(self, setup: Setup) -> "Machine":
         """The same with engine, processes and threads decided: those that pay; one thread, unless a step is big."""
-        sizes = {name: p.numel() for name, p in setup.task.model.module.named_parameters()}
-        work = sum(sizes.get(name, 0) * times for name, times in setup.uses.items())
-        local = setup.task.local
-        small = work * local.batch_size < SMALL_STEP
+        work, local = _multiply_adds(setup), setup.task.local
         processes = self.processes
         if isinstance(processes, str):
             cores = torch.cuda.device_count() if self.device.startswith("cuda") else physical_cores()
@@ -91,7 +88,7 @@ class Machine:
             step = STEP_SECONDS + 3 * work * local.batch_size / MULTIPLY_ADDS_PER_SECOND
             enough = worthwhile(samples / local.batch_size * step, setup.active, cores)
             processes = 1 if setup.clip_updates is not None else enough
-        threads = self.threads or (1 if small else max(1, torch.get_num_threads() // processes))
+        threads = self.threads or (1 if has_small_steps(setup) else max(1, torch.get_num_threads() // processes))
         return replace(self, threads=threads, processes=processes, engine=engine_for(setup, self))
 
     @contextmanager
@@ -113,6 +110,17 @@ class Machine:
             torch.use_deterministic_algorithms(strict)
             cudnn.allow_tf32 = before[0]
             torch.set_float32_matmul_precision(before[1])
+
+
+def has_small_steps(setup: Setup) -> bool:
+    """Whether a step of one client is too little work to keep a processor busy."""
+    return _multiply_adds(setup) * setup.task.local.batch_size < SMALL_STEP
+
+
+def _multiply_adds(setup: Setup) -> int:
+    """Those of the whole model, for one sample."""
+    sizes = {name: p.numel() for name, p in setup.task.model.module.named_parameters()}
+    return sum(sizes.get(name, 0) * times for name, times in setup.uses.items())
 
 
 def engine_for(setup: Setup, machine: Machine) -> str:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -73,7 +73,7 @@ def sharing(job: Job, setup: Setup) -> Iterator[Setup]:
         raise InvalidValue(
             "processes: under torchrun, use 'python -m fedcover run'; its first process leads the others"
         )
-    message = (_importable(), job.machine.device, _packed(job))
+    message = (importable(), job.machine.device, _packed(job))
     with _started(size) if torchrun_size() != size else _torchrun() as store, joined(0, size, store) as ranks:
         ranks.hear(message)
         ranks.gather(lambda: None)  # until all are ready
@@ -89,7 +89,7 @@ def _packed(job: Job) -> bytes:
     return content.getvalue()
 
 
-def _importable() -> list[str]:
+def importable() -> list[str]:
     """The folders in which this process looks for modules, the user's own among them."""
     return [str(Path(entry).resolve()) for entry in sys.path]
 
@@ -109,17 +109,15 @@ def _started(size: int) -> Iterator[FileStore | None]:
     """Start all processes but the first, which is this one; they end with it."""
     with tempfile.TemporaryDirectory(prefix="fedcover-", ignore_cleanup_errors=True) as folder, ExitStack() as ending:
         store = FileStore(f"{folder}/store", size)
-        home = str(Path(__file__).parent.parent)
-        path = os.pathsep.join([home, os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else [home])
         children = []
         for rank in range(1, size):
             child = subprocess.Popen(
                 [sys.executable, "-c", "from fedcover.processes import main; main()"],
-                env={**os.environ, "PYTHONPATH": path, _PLACE: f"{rank} {size} {folder}"},
+                env={**with_own_source(os.environ), _PLACE: f"{rank} {size} {folder}"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
             )
-            ending.push(lambda kind, error, trace, child=child: _end(child, done=kind is None))
+            ending.push(lambda kind, error, trace, child=child: end(child, done=kind is None))
             children.append(child)
         while not store.check([f"here/{rank}" for rank in range(1, size)]):
             if any(child.poll() is not None for child in children):
@@ -130,10 +128,16 @@ def _started(size: int) -> Iterator[FileStore | None]:
         yield store
 
 
+def with_own_source(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that is to import this very fedcover."""
+    home = str(Path(__file__).parent.parent)
+    return {**environment, "PYTHONPATH": os.pathsep.join([home, *filter(None, [environment.get("PYTHONPATH")])])}
+
+
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
-def _end(child: subprocess.Popen[bytes], done: bool) -> None:
+def end(child: subprocess.Popen[Any], done: bool) -> None:
     """Let a process end by itself if its work is done; else, and if it lingers, insist."""
     for insist, patience in ((child.terminate, 20 if done else 0), (child.kill, 5)):
         try:
@@ -162,14 +166,14 @@ def joined(rank: int, size: int, store: FileStore | None) -> Iterator[Ranks]:
     except (RuntimeError, ValueError) as error:
         raise RunError(f"the {size} processes of this run cannot reach each other: {error}") from error
     try:
-        with _stopping_once():
+        with stopping_once():
             yield Ranks(rank, size)
     finally:
         dist.destroy_process_group()
 
 
 @contextmanager
-def _stopping_once() -> Iterator[None]:
+def stopping_once() -> Iterator[None]:
     """Let SIGINT and SIGTERM stop the run, once: the terminal and torchrun may both send them, to every process."""
     if threading.current_thread() is not threading.main_thread():  # where signals do not come
         yield

@@ -3,7 +3,8 @@
 A unit that is cut disappears from every tensor in which it appears. What no group cuts, every client holds.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil, prod
@@ -195,6 +196,18 @@ class Within:
         """How many entries of each tensor the client trained."""
         held = self.base.sizes(params)
         return {name: int(self.bits[name].sum()) if name in self.bits else size for name, size in held.items()}
+
+
+def distinct(reductions: Iterable[Reduction]) -> list[tuple[Reduction, int]]:
+    """Every reduction once, and how often it comes: clients of one capacity often share one object.
+
+    >>> all_of_it = Masks({})
+    >>> [number for _, number in distinct([all_of_it, Masks({}), all_of_it])]
+    [2, 1]
+    """
+    listed = list(reductions)
+    numbers = Counter(map(id, listed))
+    return [(reduction, numbers[key]) for key, reduction in {id(r): r for r in listed}.items()]
 
 
 def dense(reduction: Reduction) -> Reduction:

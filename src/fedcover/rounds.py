@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,16 +13,16 @@ import torch
 
 from fedcover import coverage as cov
 from fedcover.aggregation import UNCOVERED, WEIGHTS, Covered, ServerStep, change, coverage_mean, length, shortened
-from fedcover.cost import cost, uses_of_weights
+from fedcover.cost import uses_of_weights
 from fedcover.errors import InvalidValue
 from fedcover.evaluation import evaluate, local_accuracy
+from fedcover.figures import figures
 from fedcover.fleet import Fleet, drops_out, sample_cohort
 from fedcover.norms import running, statistics_key
-from fedcover.pictures import pictures
 from fedcover.policies.common import fits
 from fedcover.privacy import Gaussian, fresh_generator, most_turns, private_mean
 from fedcover.ranks import ALONE, Ranks
-from fedcover.reduction import Within, dense
+from fedcover.reduction import Slices, Within, dense
 from fedcover.types import (
     Client,
     Engine,
@@ -35,6 +35,7 @@ from fedcover.types import (
     Update,
     View,
 )
+from fedcover.wire import encode
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ def ask(setup: Setup, state: State) -> Asked:
     cohort = cohort_of(setup, state.round)
     with clock("policy"):
         view = view_of(setup, state, cohort)
-        planned = list(setup.policy(view))
+        planned = one_of_a_kind(setup.policy(view))
         if setup.check_capacity:
             _check_parts(view, planned)
     work = [
@@ -179,6 +180,12 @@ def conclude(setup: Setup, state: State, asked: Asked, answers: Sequence[Update]
         metrics |= _scores(setup, after, updates)
     metrics |= getattr(setup.engine, "figures", dict)()  # an engine that reaches other machines tells who failed
     return after, Report(state.round, {**metrics, "seconds": clock.seconds})
+
+
+def one_of_a_kind(parts: Iterable[Reduction | None]) -> list[Reduction | None]:
+    """The same parts; equal slices become one object, so that whatever is done with it is done once."""
+    known: dict[bytes, Reduction] = {}
+    return [known.setdefault(encode(part), part) if isinstance(part, Slices) else part for part in parts]
 
 
 def _check_parts(view: View, parts: Sequence[Reduction | None]) -> None:
@@ -261,36 +268,19 @@ def _measured(setup: Setup, state: State, updates: Sequence[Update]) -> dict[str
 def _round_metrics(
     setup: Setup, before: State, after: State, cohort: tuple[Client, ...], updates: Sequence[Update]
 ) -> dict[str, Any]:
-    """Coverage, noise and cost of a round: what follows from the reductions alone."""
-    counts = after.coverage.window[-1]
-    total = cov.energy(before.params)
-    noises = {id(r): cov.noise(before.params, r, total) for r in {id(u.sent): u.sent for u in updates}.values()}
-    paid = [cost(u.sent, before.params, setup.uses, u.trained) for u in updates]
-    answered = {u.client.id for u in updates}
-    limit = setup.clip_updates
+    """What is known of a round without a test set."""
     limited: dict[str, float] = {}
-    if limit is not None:
+    if (limit := setup.clip_updates) is not None:
         limited["clipped"] = sum(length(change(before.params, u.trained, u.params)) > limit for u in updates)
     if setup.privacy is not None:
         limited["epsilon"] = setup.privacy.epsilon(setup.turns(before.round))
+    answered = {u.client.id for u in updates}
     return {
         "lr": setup.lr(before.round),
         "train_loss": fmean(u.loss for u in updates) if updates else None,
-        "gamma_round": cov.minimum(counts),
-        "gamma_window": cov.minimum(cov.over_window(after.coverage)),
-        "histogram": {str(k): v for k, v in cov.histogram(counts).items()},
-        "clients": {
-            str(u.client.id): {"capacity": u.client.capacity, "delta2": noises[id(u.sent)], "loss": u.loss}
-            for u in updates
-        },
         "dropped": [c.id for c in cohort if c.id not in answered],
-        "delta2_mean": fmean(noises[id(u.sent)] for u in updates) if updates else None,
-        "parameters": fmean(c.parameters for c in paid) if paid else None,
-        "multiply_adds": fmean(c.multiply_adds for c in paid) if paid else None,
-        "bytes_down": sum(c.bytes_down for c in paid),
-        "bytes_up": sum(c.bytes_up for c in paid),
+        **figures(before.params, after.coverage, updates, setup.uses),
         **limited,
-        "pictures": pictures(counts, updates),
     }
 
 

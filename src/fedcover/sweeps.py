@@ -1,44 +1,38 @@
-"""Many runs in lockstep: settings and seeds of one kind of model take their steps together, as one large crew.
+"""Settings x seeds: many runs, in lockstep, dealt out to several processes where that is faster.
 
-Every run is what it would be alone (its own cohort, shuffles, model and folder); only the steps of all their clients
-are made at once. What cannot run together is run one after another.
+The processes speak in lines of JSON: what is to be run goes in, reports of rounds and finished runs come out.
 """
 
-import time
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
-from fedcover import datasets
-from fedcover.courses import Course, where_it_stopped
-from fedcover.engines.batched import in_crews
-from fedcover.engines.lanes import Job
-from fedcover.engines.pools import Pool, plainly, say
-from fedcover.engines.steps import Unfit
-from fedcover.errors import InvalidValue, TrainingDiverged
+import torch
+
+from fedcover import errors
+from fedcover.errors import FedcoverError, InvalidValue, RunError
 from fedcover.experiment import Experiment
-from fedcover.folders import Folder
-from fedcover.preparation import Machine, Parts, engine_for, prepare
-from fedcover.rounds import Asked, Report, ask, conclude, first_state
-from fedcover.summary import Metrics
-from fedcover.types import Assignment, Dataset, Update
+from fedcover.lockstep import Finished, Seen, family_of, in_lockstep
+from fedcover.preparation import Machine
+from fedcover.processes import end, importable, stopping_once, with_own_source
+from fedcover.ranks import physical_cores
+from fedcover.rounds import Report
 
-CLIENTS_AT_ONCE = {"cpu": 100, "cuda": 1500}
-"""Clients of all runs that take a step together: what keeps the device busy, and no more."""
+WORTH_DEALING = 2_000
+"""Epochs of all clients of all runs from which on several processes save more than their start takes."""
 
-Seen = Callable[[Experiment, Report], None]
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A run of a sweep that has come to its end, or diverged: then `diverged` says where."""
-
-    experiment: Experiment
-    metrics: Metrics = field(repr=False)
-    diverged: str = ""
+ON_A_GPU = 4
+"""Processes that share a GPU: while some choose, average and measure, others train."""
 
 
 def varied(experiment: Experiment, choices: dict[str, Sequence[Any]], seeds: int) -> list[Experiment]:
@@ -85,112 +79,125 @@ def sweep(
     [1, 1]
     """
     chosen = (machine or Machine()).resolved()
-    shared: dict[str, Dataset] = {}
-    waiting: dict[object, list[Experiment]] = {}
-    for experiment in experiments:
-        waiting.setdefault(family_of(experiment), []).append(experiment)
-    for family, alike in waiting.items():
-        at_once = max(1, CLIENTS_AT_ONCE[chosen.device.partition(":")[0]] // alike[0].active)
-        pool = Pool()
-        for start in range(0, len(alike), at_once):
-            with chosen.applied(), ExitStack() as folders:
-                some = alike[start : start + at_once]
-                entries = [_entry(e, chosen, data, shared, runs, folders) for e in some]
-                yield from _in_step(entries, family, pool, chosen, watch)
+    size = processes_for(experiments, chosen)
+    if size == 1:
+        yield from in_lockstep(experiments, runs, chosen, data, watch)
+    else:
+        threads = chosen.threads or max(1, torch.get_num_threads() // size)
+        yield from _dealt(experiments, size, runs, replace(chosen, processes=1, threads=threads), data, watch)
 
 
-def family_of(experiment: Experiment) -> object:
-    """What runs must have in common to take steps together; whatever else differs is sorted out by shape."""
-    return experiment.dataset, experiment.model, experiment.norm, experiment.scaler, experiment.active
+def processes_for(experiments: Sequence[Experiment], machine: Machine) -> int:
+    """Among how many processes a sweep is dealt out: as many as asked for, or as pay, but no more than runs."""
+    if isinstance(machine.processes, int):
+        return max(1, min(machine.processes, len(experiments)))
+    if sum(e.rounds * e.active * e.epochs for e in experiments) < WORTH_DEALING:
+        return 1
+    cores = physical_cores()
+    return max(1, min(cores // 2 if machine.device.startswith("cuda") else cores, ON_A_GPU, len(experiments)))
 
 
-def _entry(
-    experiment: Experiment,
+def dealt_out(experiments: Sequence[Experiment], size: int) -> list[list[int]]:
+    """The places of the experiments that each process gets: of every family about as many.
+
+    >>> dealt_out([Experiment(model=model) for model in ("mlp", "cnn", "mlp", "cnn")], 2)
+    [[0, 1], [2, 3]]
+    """
+    families = list(dict.fromkeys(family_of(e) for e in experiments))
+    order = sorted(range(len(experiments)), key=lambda place: families.index(family_of(experiments[place])))
+    return [order[first::size] for first in range(size)]
+
+
+def _dealt(
+    experiments: Sequence[Experiment],
+    size: int,
+    runs: Path | None,
     machine: Machine,
     data: str | Path | None,
-    shared: dict[str, Dataset],
-    runs: Path | None,
-    folders: ExitStack,
-) -> Course:
-    """A run at its beginning, or where its folder stops; data sets are read and moved to the device once."""
-    name = experiment.dataset
-    if name.partition("(")[0] != "synthetic" and ":" not in name and name not in shared:
-        loaded = datasets.load(name, data)
-        shared[name] = replace(loaded, train=loaded.train.to(machine.device), test=loaded.test.to(machine.device))
-    setup = prepare(experiment, machine, data=data, parts=Parts(dataset=shared.get(name)))
-    if runs is None:
-        return Course(experiment, setup, first_state(setup), [])
-    folder = Folder(runs / experiment.name)
-    known = (folder.path / "experiment.toml").exists()
-    folders.enter_context(
-        folder.opened()
-        if known
-        else folder.created(experiment, replace(machine.for_setup(setup), engine="batched"), Parts(), data)
-    )
-    if folder.experiment.digest != experiment.digest:
-        raise InvalidValue(f"{folder.path} holds another experiment; choose another name or folder of runs")
-    state, metrics = where_it_stopped(folder, setup, machine.device, say)
-    course = Course(experiment, setup, state, metrics, folder)
-    folders.enter_context(course.kept_safe())
-    return course
-
-
-def _in_step(
-    entries: Sequence[Course], family: object, pool: Pool, machine: Machine, watch: Seen | None
+    watch: Seen | None,
 ) -> Iterator[Finished]:
-    """Rounds of all runs, side by side, until the last has ended."""
-    for entry in entries:
-        if not entry.running:
-            yield Finished(entry.experiment, entry.metrics)
-    while running := [entry for entry in entries if entry.running]:
-        asked = [ask(entry.setup, entry.state) for entry in running]
-        start = time.perf_counter()
-        trained = _trained(running, asked, family, pool, machine)
-        for question in asked:  # they trained together, so each bears its share
-            question.clock.seconds["training"] = (time.perf_counter() - start) / len(asked)
-        for entry, question, updates in zip(running, asked, trained, strict=True):
-            if isinstance(updates, TrainingDiverged):
-                entry.diverged = str(updates)
-            else:
-                after, report = conclude(entry.setup, entry.state, question, updates)
-                entry.take(after, report)
-                if watch:
-                    watch(entry.experiment, report)
-                if not entry.running:
-                    entry.finish()
-            if not entry.running:
-                yield Finished(entry.experiment, entry.metrics, entry.diverged)
+    said: SimpleQueue[dict[str, Any]] = SimpleQueue()
+    with ExitStack() as ending:
+        for rank, places in enumerate(dealt_out(experiments, size)):
+            task = {
+                "path": importable(), "rank": rank, "places": places, "machine": asdict(machine),
+                "experiments": [experiments[place].model_dump(mode="json") for place in places],
+                "runs": None if runs is None else str(runs), "data": None if data is None else str(data),
+            }  # fmt: skip
+            _start(json.dumps(task), said, ending)
+        left = size
+        while left:
+            heard = said.get()
+            if "error" in heard:
+                kind, text = heard["error"]
+                raise getattr(errors, kind, RunError)(text)
+            if "report" in heard and watch:
+                place, round, metrics = heard["report"]
+                watch(experiments[place], Report(round, metrics))
+            if "finished" in heard:
+                place, metrics, diverged = heard["finished"]
+                yield Finished(experiments[place], metrics, diverged)
+            left -= "ended" in heard
 
 
-def _trained(
-    entries: Sequence[Course], asked: Sequence[Asked], family: object, pool: Pool, machine: Machine
-) -> list[list[Update] | TrainingDiverged]:
-    """What the clients of each run send back: in crews over all runs where that can be, else run by run."""
-    jobs: list[list[Job]] = [
-        [
-            Job(Assignment(e.setup.task, e.state, client, part), e.setup.lr(e.state.round), family)
-            for client, part in question.work
-        ]
-        for e, question in zip(entries, asked, strict=True)
-    ]
-    try:
-        # short runs on a CPU are not worth compiling
-        short = machine.device == "cpu" and engine_for(entries[0].setup, machine) != "batched"
-        make = plainly if short else None
-        answers, alone = in_crews([job for own in jobs for job in own], pool, machine.precision, make)
-    except Unfit as reason:
-        say(f"{reason}, so the runs of the sweep are trained one after another")
-        answers, alone = [], [job for own in jobs for job in own]
-    made: dict[int, Update | TrainingDiverged] = {id(job): answer for job, answer in answers}
-    lonely = {id(job) for job in alone}
-    results: list[list[Update] | TrainingDiverged] = []
-    for entry, own in zip(entries, jobs, strict=True):
-        left = [(j.assignment.client, j.assignment.reduction) for j in own if id(j) in lonely]
-        found: list[Update | TrainingDiverged] = [made[id(job)] for job in own if id(job) in made]
+def _start(task: str, said: "SimpleQueue[dict[str, Any]]", ending: ExitStack) -> None:
+    """Start a process that runs its share; it ends with this one, and what it says is put into a queue."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", "from fedcover.sweeps import main; main()"],
+        env=with_own_source(os.environ), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    ending.push(lambda kind, error, trace: end(child, done=kind is None))
+
+    def listen() -> None:
+        assert child.stdin is not None
+        assert child.stdout is not None
         try:
-            found += entry.setup.engine(entry.setup.task, entry.state, left, entry.setup.lr(entry.state.round))
-        except TrainingDiverged as error:
-            found.append(error)
-        errors = [answer for answer in found if isinstance(answer, TrainingDiverged)]
-        results.append(errors[0] if errors else [u for u in found if isinstance(u, Update)])
-    return results
+            with child.stdin:
+                child.stdin.write(task)
+        except BrokenPipeError:
+            pass  # its end is noticed below
+        with child.stdout:
+            for line in child.stdout:
+                said.put(json.loads(line))
+        code = child.wait()
+        said.put({"ended": True} if code == 0 else {"error": ["RunError", f"a process of the sweep ended with {code}"]})
+
+    threading.Thread(target=listen, daemon=True).start()
+
+
+# ── in such a process ───────────────────────────────────────────────────────────────────────────────────
+
+
+def main() -> None:
+    """Run a share of a sweep and say what comes of it."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a module prints must not come between the lines
+
+    def say(**line: Any) -> None:
+        out.write(json.dumps(line) + "\n")
+        out.flush()
+
+    task = json.loads(sys.stdin.read())
+    sys.path.extend(folder for folder in task["path"] if folder not in sys.path)
+    if task["rank"]:
+        logging.getLogger("fedcover").setLevel(logging.ERROR)  # the first process says the same
+    try:
+        with stopping_once():
+            _run_share(task, say)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except FedcoverError as error:
+        say(error=[type(error).__name__, str(error)])
+        sys.exit(1)
+
+
+def _run_share(task: dict[str, Any], say: Callable[..., None]) -> None:
+    experiments = [Experiment(**known) for known in task["experiments"]]
+    place_of = {id(e): place for e, place in zip(experiments, task["places"], strict=True)}
+    runs = None if task["runs"] is None else Path(task["runs"])
+
+    def watch(experiment: Experiment, report: Report) -> None:
+        say(report=[place_of[id(experiment)], report.round, report.metrics])
+
+    for run in in_lockstep(experiments, runs, Machine(**task["machine"]), task["data"], watch):
+        say(finished=[place_of[id(run.experiment)], run.metrics, run.diverged])

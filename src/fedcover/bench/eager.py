@@ -57,26 +57,17 @@ def eager_step(
     return seconds(step, repeats, device)
 
 
-def eager_round(
-    device: str = "cpu", *, clients: int = CLIENTS, samples: int = 600, epochs: int = 5, batch: int = BATCH,
-    test: int = 10_000, repeats: int = 3,
-) -> list[float]:  # fmt: skip
-    """A whole round of the MNIST job on random images: local epochs, the mean of the models, the test set."""
-    x_CN, y_CN = random_batches("mlp", device, clients, samples)
-    test_x, test_y = (batches[0] for batches in random_batches("mlp", device, 1, test))
-    server = trainable("mlp", device)
+def eager_clients(*, clients: int = CLIENTS, steps: int, batch: int = BATCH) -> Callable[[], None]:
+    """So many steps of each of the MLP's clients, one client after another, as public codes do it; on the CPU."""
+    x_CN, y_CN = random_batches("mlp", "cpu", clients, steps * batch)
+    module = trainable("mlp", "cpu")
+    start = {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
-    def round() -> float:
-        start = {name: tensor.clone() for name, tensor in server.state_dict().items()}
-        total = {name: torch.zeros_like(tensor) for name, tensor in start.items()}
+    def train() -> None:
         for x_N, y_N in zip(x_CN, y_CN, strict=True):
-            orders = [torch.randperm(samples, device=x_N.device) for _ in range(epochs)]
-            for name, tensor in train_client(server, start, x_N, y_N, orders, batch).items():
-                total[name] += tensor
-        server.load_state_dict({name: tensor / clients for name, tensor in total.items()})
-        return accuracy(server, test_x, test_y)
+            train_client(module, start, x_N, y_N, [torch.randperm(steps * batch)], batch)
 
-    return seconds(round, repeats, device, warm=1)
+    return train
 
 
 def train_client(
@@ -112,17 +103,19 @@ def accuracy(module: nn.Module, x: Tensor, y: Tensor) -> float:
 # ── floors ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def matmul_step(*, clients: int = CLIENTS, batch: int = BATCH, repeats: int = 200) -> list[float]:
-    """Only the two large products of the MLP's step, forward and backward, for all clients; on the CPU."""
-    weight_C = torch.randn(clients, 784, 200)
+def products(*, clients: int = CLIENTS, steps: int, batch: int = BATCH) -> Callable[[], None]:
+    """Only the two large products of each of the same steps; on the CPU."""
+    weight_C = torch.randn(clients, 200, 784)
     x_CB, back_CB = torch.randn(clients, batch, 784), torch.randn(clients, batch, 200)
-    hidden_CB, gradient_C = torch.empty(clients, batch, 200), torch.empty_like(weight_C)
+    hidden_B, gradient = torch.empty(batch, 200), torch.empty(200, 784)
 
-    def step() -> None:
-        torch.bmm(x_CB, weight_C, out=hidden_CB)
-        torch.bmm(x_CB.transpose(1, 2), back_CB, out=gradient_C)
+    def multiply() -> None:
+        for weight, x_B, back_B in zip(weight_C, x_CB, back_CB, strict=True):
+            for _ in range(steps):
+                torch.mm(x_B, weight.T, out=hidden_B)
+                torch.mm(back_B.T, x_B, out=gradient)
 
-    return seconds(step, repeats, "cpu", warm=20)
+    return multiply
 
 
 def one_big_batch_step(

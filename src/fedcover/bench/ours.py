@@ -7,15 +7,16 @@ from functools import partial
 import torch
 
 from fedcover.bench.eager import BATCH, CLIENTS, JOBS
-from fedcover.engines.batched import placed_in_crews
-from fedcover.engines.lanes import Job, arrival
-from fedcover.engines.pools import Pool, drive, plainly
+from fedcover.engines.batched import crews_of, seated
+from fedcover.engines.lanes import Job, arrivals
+from fedcover.engines.pools import Pool, drive
 from fedcover.engines.streams import placed
 from fedcover.experiment import Experiment
 from fedcover.preparation import Machine, prepare
 from fedcover.rounds import Setup, ask, first_state, run_round
 from fedcover.types import Assignment
 
+EPOCHS = 5
 STEPS = 10
 """Steps of each repetition, made without waiting in between, as in a round."""
 
@@ -45,11 +46,11 @@ def step_seconds(
     setup = prepare(wanted, machine)
     wait: Callable[[], None] = torch.cuda.synchronize if machine.device.startswith("cuda") else lambda: None
     with machine.applied():
+        pool, jobs = Pool(), _jobs(setup)
         if together:
-            make = plainly if machine.engine == "streams" and machine.device == "cpu" else None
-            places, _ = placed_in_crews(_jobs(setup), Pool(), machine.precision, make)
+            places = seated(crews_of(jobs, pool)[0], pool, machine.precision)
         else:
-            places = placed(Pool(), [arrival(job) for job in _jobs(setup)], machine.precision)
+            places = placed(pool, list(arrivals(jobs)), machine.precision)
         found = []
         for _ in range(repeats + 1):
             for place in places:
@@ -62,6 +63,20 @@ def step_seconds(
     return found[1:]
 
 
+def training(name: str, machine: Machine, *, fleet: str, policy: str, samples: int) -> Callable[[], None]:
+    """What the clients of a round do, by the machine's engine."""
+    wanted = described(name, clients=CLIENTS, fleet=fleet, policy=policy, samples=samples, epochs=EPOCHS, test=10)
+    setup = prepare(wanted, machine)
+    state = first_state(setup)
+    work = ask(setup, state).work
+
+    def train() -> None:
+        for _ in setup.engine(setup.task, state, work, setup.lr(0)):
+            pass
+
+    return train
+
+
 def _jobs(setup: Setup) -> list[Job]:
     state = first_state(setup)
     return [Job(Assignment(setup.task, state, *each), setup.lr(0)) for each in ask(setup, state).work]
@@ -71,7 +86,7 @@ def round_seconds(
     name: str, machine: Machine, *, fleet: str, policy: str, samples: int, rounds: int = 3
 ) -> list[dict[str, float]]:
     """Where the time of whole rounds goes, phase by phase; the first round, which prepares, is left out."""
-    run = partial(described, name, clients=CLIENTS, samples=samples, epochs=5, test=10_000)
+    run = partial(described, name, clients=CLIENTS, samples=samples, epochs=EPOCHS, test=10_000)
     setup = prepare(run(fleet=fleet, policy=policy), machine)
     found = []
     with machine.applied():

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from fedcover import console
 from fedcover.bench import bench as measure
 from fedcover.bench import page
-from fedcover.cli.options import Data, Device, Json, Precision, app
+from fedcover.cli.options import Data, Device, Json, Precision, Processes, app
 from fedcover.errors import InvalidValue
 from fedcover.experiment import Experiment, parse_change, read_experiment
 from fedcover.preparation import Machine
@@ -54,13 +54,14 @@ def sweep(
     data: Data = None,
     device: Device = "auto",
     precision: Precision = "fp32",
+    processes: Processes = "auto",
     json: Json = False,
 ) -> None:
     """Run settings x seeds in lockstep, each into its own folder; run it again to go on where it was stopped."""
     changes = dict(parse_change(text) for text in set)
     base = read_experiment(experiment, changes) if experiment else Experiment(**changes)
     wanted = varied(base, dict(_choices(text) for text in vary), seeds)
-    machine = Machine(device=device, precision=precision)
+    machine = Machine(device=device, precision=precision, processes=processes)
     table = []
     with console.watching(f"sweep of {len(wanted)}", sum(e.rounds for e in wanted)) as watch:
         count = iter(range(sum(e.rounds for e in wanted)))

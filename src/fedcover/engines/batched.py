@@ -5,10 +5,10 @@ captured in a graph. What cannot run together (dropout, tracked statistics) is t
 the log says so.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
-from fedcover.engines.lanes import Answer, Arrival, Job, Shape, arrival
+from fedcover.engines.lanes import Answer, Arrival, Job, Shape, arrivals
 from fedcover.engines.pools import Make, Place, Pool, captured, compiled, drive, pool_of, say, without_divergence
 from fedcover.engines.sequential import sequential
 from fedcover.engines.steps import Unfit
@@ -18,8 +18,11 @@ from fedcover.types import Assignment, Client, Reduction, State, Task, Update
 MOST_SIZES = 4
 """Sizes of crews that are made fast for one shape: compiling is dear, so later crews are put together from these."""
 
-MOST_NUMBERS = 1 << 30
-"""Parameters that a crew holds at most, all clients together."""
+MOST_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 30}
+"""Parameters of all clients of a crew, about: on a CPU what stays in its caches from step to step."""
+
+
+Crew = Sequence[Arrival]
 
 
 def batched(
@@ -47,46 +50,62 @@ def in_crews(
     jobs: Sequence[Job], pool: Pool, precision: str, make: Make | None = None
 ) -> tuple[list[Answer], list[Job]]:
     """What comes of the clients that can form crews, and the jobs of those that cannot."""
-    places, alone = placed_in_crews(jobs, pool, precision, make)
+    together, alone = crews_of(jobs, pool)
     if len(alone) > len(jobs) / 2:
         say("most clients share their shape with too few others, so they are trained one after another")
-    if places:
+    answers: list[Answer] = []
+    for turn in turns(together):
+        places = seated(turn, pool, precision, make)
         drive(places)
-    return [answer for place in places for answer in place.answers()], alone
+        answers += [answer for place in places for answer in place.answers()]
+    return answers, alone
 
 
-def placed_in_crews(
-    jobs: Sequence[Job], pool: Pool, precision: str, make: Make | None = None
-) -> tuple[list[Place], list[Job]]:
-    """Crews in their places, ready to train, and the jobs of clients that share their shape with nobody."""
+def crews_of(jobs: Sequence[Job], pool: Pool) -> tuple[list[Crew], list[Job]]:
+    """Clients of equal shapes and learning rates, in crews, and the jobs of those who are the only ones of theirs."""
     if any(statistics_key(job.assignment.task.norm, 1.0) for job in jobs):
         raise Unfit("norm statistics are tracked for each client")
     alike: dict[tuple[Shape, float], list[Arrival]] = defaultdict(list)
-    for client in map(arrival, jobs):
+    for client in arrivals(jobs):
         alike[client.shape(client.rows), client.job.lr].append(client)
-    places: list[Place] = []
-    alone: list[Job] = []
-    for (shape, _), clients in alike.items():
-        fast = make or (captured if next(iter(clients[0].params.values())).is_cuda else compiled)
-        seen: dict[int, int] = defaultdict(int)
-        for crew in crews(clients, pool.known(shape)):
-            if len(crew) == 1:
-                alone += [crew[0].job]
-                continue
-            place = pool.place(crew, shape, len(crew), seen[len(crew)], fast, precision)
-            seen[len(crew)] += 1
-            place.load(crew)
-            places.append(place)
-    return places, alone
+    found = [crew for (shape, _), clients in alike.items() for crew in crews(clients, pool.known(shape))]
+    return [crew for crew in found if len(crew) > 1], [crew[0].job for crew in found if len(crew) == 1]
 
 
-def crews(clients: Sequence[Arrival], known: Sequence[int]) -> Iterator[Sequence[Arrival]]:
-    """Clients of a shape in crews: one crew, or, when enough sizes are known, crews of those sizes."""
-    most = max(1, MOST_NUMBERS // max(1, sum(p.numel() for p in clients[0].params.values())))
+def crews(clients: Sequence[Arrival], known: Sequence[int]) -> Iterator[Crew]:
+    """Clients of a shape in crews, none much larger than pays; when enough sizes are known, of those sizes."""
+    params = clients[0].params.values()
+    most = max(2, MOST_NUMBERS[_device(clients[0])] // max(1, sum(p.numel() for p in params)))
     left = list(clients)
     while left:
-        size = min(len(left), most)
+        size = -(-len(left) // max(1, len(left) // most))
         if size not in known and len(set(known)) >= MOST_SIZES:
             size = max((k for k in known if k <= size), default=1)
         yield left[:size]
         left = left[size:]
+
+
+def turns(crews: Sequence[Crew]) -> Iterator[Sequence[Crew]]:
+    """The crews that train side by side: all of them on a GPU; on a CPU one after another, each in its caches."""
+    if crews and _device(crews[0][0]) == "cuda":
+        yield crews
+    else:
+        yield from ([crew] for crew in crews)
+
+
+def seated(crews: Sequence[Crew], pool: Pool, precision: str, make: Make | None = None) -> list[Place]:
+    """Crews in their places, ready to train."""
+    seen: Counter[object] = Counter()
+    places = []
+    for crew in crews:
+        shape = crew[0].shape(crew[0].rows)
+        fast = make or (captured if _device(crew[0]) == "cuda" else compiled)
+        place = pool.place(crew, shape, len(crew), seen[shape, len(crew)], fast, precision)
+        seen[shape, len(crew)] += 1
+        place.load(crew)
+        places.append(place)
+    return places
+
+
+def _device(client: Arrival) -> str:
+    return next(iter(client.params.values())).device.type

@@ -4,7 +4,7 @@ The tensors of a lane stay where they are from round to round, so that whatever 
 function, a captured CUDA graph) serves every client that comes.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -81,12 +81,16 @@ class Arrival:
         )
 
 
-def arrival(job: Job) -> Arrival:
-    """What a client brings along."""
-    a = job.assignment
-    params = a.reduction.extract(a.state.params)
-    carry = a.task.recipe.start(a, params)
-    return Arrival(job, params, a.reduction.gradient_mask(), carry, a.task.source.shard(a.client.id))
+def arrivals(jobs: Iterable[Job]) -> Iterator[Arrival]:
+    """What clients bring along; those with the same part of the same model share its tensors."""
+    cut: dict[tuple[int, int], Params] = {}
+    for job in jobs:
+        a = job.assignment
+        key = id(a.state), id(a.reduction)
+        if key not in cut:
+            cut[key] = a.reduction.extract(a.state.params)
+        carry = a.task.recipe.start(a, cut[key])
+        yield Arrival(job, cut[key], a.reduction.gradient_mask(), carry, a.task.source.shard(a.client.id))
 
 
 @dataclass(slots=True, eq=False)
@@ -134,16 +138,29 @@ class Lane:
                 self._put(room, [buffers[name] for buffers in own])
 
     def _load_samples(self, clients: Sequence[Arrival]) -> None:
-        rows = clients[0].rows
+        rows, shared = clients[0].rows, {id(client.shard.samples) for client in clients}
         for room, kind in ((self.slots.x, "x"), (self.slots.y, "y")):
-            values = [getattr(client.shard.samples, kind)[client.shard.index] for client in clients]
+            samples = [getattr(client.shard.samples, kind) for client in clients]
+            if self.crew and len(shared) == 1:  # all in one go
+                torch.index_select(
+                    samples[0],
+                    0,
+                    torch.cat([c.shard.index for c in clients]).to(room.device),
+                    out=room.view(-1, *room.shape[2:]),
+                )
+                continue
+            values = [each[client.shard.index] for each, client in zip(samples, clients, strict=True)]
             self._put(room if self.crew else room[:rows], values)
 
     def _load_rows(self, clients: Sequence[Arrival]) -> None:
         epochs, batch, rows = self.shape.local.epochs, self.shape.local.batch_size, clients[0].rows
-        plans = [[order_of_rows(c.job.assignment, rows, epoch) for epoch in range(epochs)] for c in clients]
-        order_CEN = torch.stack([torch.stack([order for order, _ in plan]) for plan in plans])
-        drawn_CENK = torch.stack([torch.stack([drawn[order] for order, drawn in plan]) for plan in plans])
+        plans: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}  # runs of one seed draw the same
+        for key, client in zip(keys := [_draws(c.job.assignment) for c in clients], clients, strict=True):
+            if key not in plans:
+                made = [order_of_rows(client.job.assignment, rows, epoch) for epoch in range(epochs)]
+                drawn = torch.stack([drawn[order] for order, drawn in made])
+                plans[key] = torch.stack([order for order, _ in made]), drawn
+        order_CEN, drawn_CENK = (torch.stack([plans[key][kind] for key in keys]) for kind in (0, 1))
         full = rows // batch * batch
         for size, part in ((batch, slice(0, full)), (rows - full, slice(full, rows))):
             if part.start < part.stop:
@@ -208,6 +225,11 @@ class Lane:
 
     def _own(self, tree: Carry, place: int) -> Carry:
         return map_trees(lambda stacked: stacked[place], tree) if self.crew else tree
+
+
+def _draws(assignment: Assignment) -> tuple[int, int, int]:
+    """What the order of a client's rows depends on, among clients of one shape."""
+    return assignment.task.seed, assignment.state.round, assignment.client.id
 
 
 def client_buffers(assignment: Assignment) -> Params:

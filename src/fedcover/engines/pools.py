@@ -7,15 +7,16 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fedcover.engines.lanes import Answer, Arrival, Lane, Shape, new_lane
-from fedcover.engines.steps import Slots, Track, Unfit
+from fedcover.engines.steps import Slots, Track, Unfit, leaves_of, map_trees
 from fedcover.errors import TrainingDiverged
 from fedcover.types import Update
 
@@ -119,24 +120,35 @@ def plainly(lane: Lane, size: int) -> Callable[[], None]:
 
 
 def compiled(lane: Lane, size: int) -> Callable[[], None]:
-    """The step as one compiled function; a rest of a few rows is not worth compiling."""
+    """The step as one compiled function; a rest of a few rows is not worth compiling.
+
+    It is traced to a list of operations on tensors first: whatever Python a model and a recipe are made of, the
+    compiled function has nothing to check but those tensors.
+    """
     plain = plainly(lane, size)
     if size != lane.shape.local.batch_size:
         return plain
+    tree = _fields(lane.slots), _fields(lane.tracks[size])
+    leaves = leaves_of(tree)
 
-    def step(slots: Slots, track: Track) -> None:
-        lane.step(slots, track)
+    def step(*tensors: Tensor) -> None:
+        following = iter(tensors)
+        slots, track = map_trees(lambda _: next(following), tree)
+        lane.step(Slots(*slots), Track(*track))
 
-    fast = torch.compile(step, dynamic=False)
     lane.rewind(size)
     try:
-        fast(lane.slots, lane.tracks[size])
-    except RuntimeError as error:
-        if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-            raise
+        fast = torch.compile(make_fx(step)(*leaves), dynamic=False)
+        lane.rewind(size)
+        fast(*leaves)
+    except Exception as error:  # the step itself has been tried; tracing and compiling may fail in any way
         say(f"the step cannot be compiled ({type(error).__name__}), so it runs uncompiled")
         return plain
-    return lambda: fast(lane.slots, lane.tracks[size])
+    return lambda: fast(*leaves)
+
+
+def _fields(record: Slots | Track) -> tuple[Any, ...]:
+    return tuple(getattr(record, field.name) for field in fields(record))
 
 
 def captured(lane: Lane, size: int) -> Callable[[], None]:

@@ -8,7 +8,7 @@ same without streams and graphs, which is not fast, but can be tested anywhere.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from fedcover.engines.lanes import Arrival, Job, arrival
+from fedcover.engines.lanes import Answer, Arrival, Job, arrivals
 from fedcover.engines.pools import Place, Pool, captured, drive, plainly, pool_of, say, without_divergence
 from fedcover.engines.sequential import sequential
 from fedcover.engines.steps import Unfit
@@ -22,19 +22,24 @@ def streams(
     task: Task, state: State, work: Sequence[tuple[Client, Reduction]], lr: float, *, precision: str = "fp32"
 ) -> Iterator[Update]:
     """Train clients side by side, each in a place of its own; those that cannot, one after another."""
-    pool = pool_of(task.model.module)
+    jobs = [Job(Assignment(task, state, *each), lr) for each in work]
     done = 0
     try:
-        for start in range(0, len(work), AT_ONCE):
-            turn = [Job(Assignment(task, state, *each), lr) for each in work[start : start + AT_ONCE]]
-            places = placed(pool, [arrival(job) for job in turn], precision)
-            drive(places)
-            for place in places:
-                yield from without_divergence(place.answers())
-                done += 1
+        for update in without_divergence(side_by_side(jobs, pool_of(task.model.module), precision)):
+            yield update
+            done += 1
     except Unfit as reason:
         say(f"{reason}, so clients are trained one after another")
         yield from sequential(task, state, work[done:], lr, precision=precision)
+
+
+def side_by_side(jobs: Sequence[Job], pool: Pool, precision: str) -> Iterator[Answer]:
+    """What comes of jobs, as many at a time as fill a GPU."""
+    for start in range(0, len(jobs), AT_ONCE):
+        places = placed(pool, list(arrivals(jobs[start : start + AT_ONCE])), precision)
+        drive(places)
+        for place in places:
+            yield from place.answers()
 
 
 def placed(pool: Pool, clients: Sequence[Arrival], precision: str) -> list[Place]:

@@ -1,0 +1,183 @@
+"""Many runs in lockstep: settings and seeds of one kind of model take their steps together, as one large crew.
+
+Every run is what it would be alone (its own cohort, shuffles, model and folder); only the steps of all their clients
+are made at once. What cannot run together is run one after another.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from fedcover import datasets
+from fedcover.courses import Course, where_it_stopped
+from fedcover.engines.batched import in_crews
+from fedcover.engines.lanes import Answer, Job
+from fedcover.engines.pools import Pool, plainly, say
+from fedcover.engines.steps import Unfit
+from fedcover.engines.streams import AT_ONCE, side_by_side
+from fedcover.errors import InvalidValue, TrainingDiverged
+from fedcover.experiment import Experiment
+from fedcover.folders import Folder
+from fedcover.preparation import Machine, Parts, engine_for, has_small_steps, prepare
+from fedcover.rounds import Asked, Report, Setup, ask, conclude, first_state
+from fedcover.summary import Metrics
+from fedcover.types import Assignment, Dataset, Update
+
+CLIENTS_AT_ONCE = {"cpu": 100, "cuda": 1500}
+"""Clients of all runs that take a step together: what keeps the device busy, and no more."""
+
+Seen = Callable[[Experiment, Report], None]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run of a sweep that has come to its end, or diverged: then `diverged` says where."""
+
+    experiment: Experiment
+    metrics: Metrics = field(repr=False)
+    diverged: str = ""
+
+
+def in_lockstep(
+    experiments: Sequence[Experiment], runs: Path | None, machine: Machine, data: str | Path | None, watch: Seen | None
+) -> Iterator[Finished]:
+    """Run experiments, as many at once as pay, and hand each over as it ends; with `runs`, each into its folder there.
+
+    What was stopped goes on where it was: finished folders are handed over as they are.
+    """
+    shared: dict[str, Dataset] = {}
+    waiting: dict[object, list[Experiment]] = {}
+    for experiment in experiments:
+        waiting.setdefault(family_of(experiment), []).append(experiment)
+    for family, alike in waiting.items():
+        pool, left = Pool(), list(alike)
+        while left:
+            with machine.applied(), ExitStack() as folders:
+                courses = [_course(left.pop(0), machine, data, shared, runs, folders)]
+                for _ in range(min(len(left), _at_once(courses[0].setup, machine) - 1)):
+                    courses.append(_course(left.pop(0), machine, data, shared, runs, folders))
+                yield from _in_step(courses, family, pool, machine, watch)
+
+
+def _engine_of(setup: Setup, machine: Machine) -> str:
+    """The engine that comes nearest to what is done here, for the manifest."""
+    return "batched" if has_small_steps(setup) else engine_for(setup, machine)
+
+
+def _at_once(setup: Setup, machine: Machine) -> int:
+    """How many runs go side by side: as many as keep the device busy together."""
+    most = CLIENTS_AT_ONCE[machine.device.partition(":")[0]] if has_small_steps(setup) else AT_ONCE
+    return max(1, most // setup.active)
+
+
+def family_of(experiment: Experiment) -> object:
+    """What runs must have in common to take steps together; whatever else differs is sorted out by shape."""
+    return experiment.dataset, experiment.model, experiment.norm, experiment.scaler, experiment.active
+
+
+def _course(
+    experiment: Experiment,
+    machine: Machine,
+    data: str | Path | None,
+    shared: dict[str, Dataset],
+    runs: Path | None,
+    folders: ExitStack,
+) -> Course:
+    """A run at its beginning, or where its folder stops; data sets are read and moved to the device once."""
+    name = experiment.dataset
+    if name.partition("(")[0] != "synthetic" and ":" not in name and name not in shared:
+        loaded = datasets.load(name, data)
+        shared[name] = replace(loaded, train=loaded.train.to(machine.device), test=loaded.test.to(machine.device))
+    setup = prepare(experiment, machine, data=data, parts=Parts(dataset=shared.get(name)))
+    if runs is None:
+        return Course(experiment, setup, first_state(setup), [])
+    folder = Folder(runs / experiment.name)
+    known = (folder.path / "experiment.toml").exists()
+    folders.enter_context(
+        folder.opened()
+        if known
+        else folder.created(
+            experiment, replace(machine.for_setup(setup), engine=_engine_of(setup, machine), processes=1), Parts(), data
+        )
+    )
+    if folder.experiment.digest != experiment.digest:
+        raise InvalidValue(f"{folder.path} holds another experiment; choose another name or folder of runs")
+    state, metrics = where_it_stopped(folder, setup, machine.device, say)
+    course = Course(experiment, setup, state, metrics, folder)
+    folders.enter_context(course.kept_safe())
+    return course
+
+
+def _in_step(
+    courses: Sequence[Course], family: object, pool: Pool, machine: Machine, watch: Seen | None
+) -> Iterator[Finished]:
+    """Rounds of all runs, side by side, until the last has ended."""
+    for course in courses:
+        if not course.running:
+            yield Finished(course.experiment, course.metrics)
+    while running := [course for course in courses if course.running]:
+        asked = [ask(course.setup, course.state) for course in running]
+        start = time.perf_counter()
+        trained = _trained(running, asked, family, pool, machine)
+        for question in asked:  # they trained together, so each bears its share
+            question.clock.seconds["training"] = (time.perf_counter() - start) / len(asked)
+        for course, question, updates in zip(running, asked, trained, strict=True):
+            if isinstance(updates, TrainingDiverged):
+                course.diverged = str(updates)
+            else:
+                after, report = conclude(course.setup, course.state, question, updates)
+                course.take(after, report)
+                if watch:
+                    watch(course.experiment, report)
+                if not course.running:
+                    course.finish()
+            if not course.running:
+                yield Finished(course.experiment, course.metrics, course.diverged)
+
+
+def _trained(
+    courses: Sequence[Course], asked: Sequence[Asked], family: object, pool: Pool, machine: Machine
+) -> list[list[Update] | TrainingDiverged]:
+    """What the clients of each run send back: in crews over all runs where that can be, else run by run."""
+    jobs: list[list[Job]] = [
+        [
+            Job(Assignment(e.setup.task, e.state, client, part), e.setup.lr(e.state.round), family)
+            for client, part in question.work
+        ]
+        for e, question in zip(courses, asked, strict=True)
+    ]
+    everybody = [job for own in jobs for job in own]
+    try:
+        answers, alone = _together(courses[0].setup, everybody, pool, machine)
+    except Unfit as reason:
+        say(f"{reason}, so the runs of the sweep are trained one after another")
+        answers, alone = [], everybody
+    made: dict[int, Update | TrainingDiverged] = {id(job): answer for job, answer in answers}
+    lonely = {id(job) for job in alone}
+    results: list[list[Update] | TrainingDiverged] = []
+    for course, own in zip(courses, jobs, strict=True):
+        left = [(j.assignment.client, j.assignment.reduction) for j in own if id(j) in lonely]
+        found: list[Update | TrainingDiverged] = [made[id(job)] for job in own if id(job) in made]
+        try:
+            found += course.setup.engine(course.setup.task, course.state, left, course.setup.lr(course.state.round))
+        except TrainingDiverged as error:
+            found.append(error)
+        errors = [answer for answer in found if isinstance(answer, TrainingDiverged)]
+        results.append(errors[0] if errors else [u for u in found if isinstance(u, Update)])
+    return results
+
+
+def _together(setup: Setup, jobs: Sequence[Job], pool: Pool, machine: Machine) -> tuple[list[Answer], Sequence[Job]]:
+    """What comes of jobs of several runs that are done together, and those that are left to each run's own engine.
+
+    Small steps are made in crews; on a GPU, larger ones side by side.
+    """
+    if has_small_steps(setup):
+        # short runs on a CPU are not worth compiling
+        short = machine.device == "cpu" and engine_for(setup, machine) != "batched"
+        return in_crews(jobs, pool, machine.precision, plainly if short else None)
+    if machine.device == "cpu":
+        return [], jobs
+    return list(side_by_side(jobs, pool, machine.precision)), []
