@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedcover.models import tensors
 from fedcover.norms import calibrate, on_batch_statistics, statistics_key
 from fedcover.ranks import ALONE, Ranks, elsewhere
 from fedcover.reduction import Masks, Slices
@@ -44,6 +46,22 @@ def ready(task: Task, state: State, reduction: Reduction, capacity: float, mode:
     return part.eval() if known else calibrate(part, task.source.calibration)
 
 
+_KEPT: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
+
+
+def _whole(task: Task, state: State) -> nn.Module:
+    """The whole model, ready, in a module that is kept for this: making one takes as long as using it."""
+    if task.model.module not in _KEPT:
+        _KEPT[task.model.module] = submodel(task.model.module, WHOLE, state.params)
+    module = _KEPT[task.model.module]
+    known = state.statistics.get(statistics_key(task.norm, 1.0) or "")
+    room = tensors(module)
+    with torch.no_grad():
+        for name, value in {**state.params, **(known or {})}.items():
+            room[name].copy_(value)
+    return module.eval() if known else calibrate(module, task.source.calibration)
+
+
 @torch.no_grad()
 def logits(module: nn.Module, x: Tensor, batch: int | None = None) -> Tensor:
     """What a module says about every input."""
@@ -75,9 +93,10 @@ def evaluate(
     ranks: Ranks = ALONE,
 ) -> Score:
     """The score of the global model, or of a client's part of it, on some samples; every process looks at a share."""
-    model = ready(task, state, reduction, capacity, mode)
     if mode == "batch-compat":  # depends on the batches, so every process looks at all of them
-        return score(logits(model, samples.x, COMPAT_BATCH), samples.y)
+        compatible = ready(task, state, reduction, capacity, mode)
+        return score(logits(compatible, samples.x, COMPAT_BATCH), samples.y)
+    model = _whole(task, state) if reduction is WHOLE else ready(task, state, reduction, capacity)
     rows = ranks.rows(len(samples))
     return score(logits(model, samples.x[rows]), samples.y[rows], ranks)
 

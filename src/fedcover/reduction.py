@@ -89,13 +89,30 @@ class Slices:
         for name in target if values is None else values:
             if name in self.absent:
                 continue
-            region = self.region(name, target[name].shape, target[name].device)
-            view = target[name][tuple(part if isinstance(part, slice) else slice(None) for part in region)]
+            whole = target[name]
+            region = self.region(name, whole.shape, whole.device)
+            view = whole[tuple(part if isinstance(part, slice) else slice(None) for part in region)]
             listed = [(axis, part) for axis, part in enumerate(region) if isinstance(part, Tensor)]
-            if not listed:
-                view.add_(scale if values is None else values[name], alpha=1 if values is None else scale)
-                continue
-            view[_grid(listed, view)] += scale if values is None else values[name].to(view.dtype) * scale
+            if values is None:
+                view.add_(self._ones(name, listed, view) if listed else 1, alpha=scale)
+            elif not listed:
+                view.add_(values[name], alpha=scale)
+            elif len(listed) == 1:
+                [(axis, kept)] = listed
+                view.index_add_(axis, kept, values[name].to(view.dtype), alpha=scale)
+            else:
+                view[_grid(listed, view)] += values[name].to(view.dtype) * scale
+
+    def _ones(self, name: str, listed: Sequence[tuple[int, Tensor]], view: Tensor) -> Tensor:
+        """One where the positions of all listed axes meet, in a shape that spreads over the rest."""
+        key = ("ones", name, view.shape, view.dtype, view.device)
+        if key not in self._indices:
+            meeting = view.new_ones(())
+            for axis, kept in listed:
+                line = view.new_zeros(view.shape[axis]).index_fill_(0, kept, 1)
+                meeting = meeting * line.view([-1 if a == axis else 1 for a in range(view.ndim)])
+            self._indices[key] = (meeting,)
+        return self._indices[key][0]  # type: ignore[return-value]
 
     def mask(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """True where the client holds the entry, in the full shapes."""

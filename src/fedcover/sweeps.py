@@ -9,12 +9,14 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from queue import SimpleQueue
+from shutil import which
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from fedcover import errors
 from fedcover.errors import FedcoverError, InvalidValue, RunError
 from fedcover.experiment import Experiment
 from fedcover.lockstep import Finished, Seen, family_of, in_lockstep
-from fedcover.preparation import Machine
+from fedcover.preparation import Machine, has_small_steps, prepare
 from fedcover.processes import end, importable, stopping_once, with_own_source
 from fedcover.ranks import physical_cores
 from fedcover.rounds import Report
@@ -31,8 +33,11 @@ from fedcover.rounds import Report
 WORTH_DEALING = 2_000
 """Epochs of all clients of all runs from which on several processes save more than their start takes."""
 
-ON_A_GPU = 4
-"""Processes that share a GPU: while some choose, average and measure, others train."""
+ON_A_GPU = 8
+"""Processes that share a GPU where steps are small: while some choose, average and measure, others train."""
+
+
+MPS = "nvidia-cuda-mps-control"
 
 
 def varied(experiment: Experiment, choices: dict[str, Sequence[Any]], seeds: int) -> list[Experiment]:
@@ -79,7 +84,7 @@ def sweep(
     [1, 1]
     """
     chosen = (machine or Machine()).resolved()
-    size = processes_for(experiments, chosen)
+    size = processes_for(experiments, chosen, data)
     if size == 1:
         yield from in_lockstep(experiments, runs, chosen, data, watch)
     else:
@@ -87,14 +92,18 @@ def sweep(
         yield from _dealt(experiments, size, runs, replace(chosen, processes=1, threads=threads), data, watch)
 
 
-def processes_for(experiments: Sequence[Experiment], machine: Machine) -> int:
+def processes_for(experiments: Sequence[Experiment], machine: Machine, data: str | Path | None = None) -> int:
     """Among how many processes a sweep is dealt out: as many as asked for, or as pay, but no more than runs."""
     if isinstance(machine.processes, int):
         return max(1, min(machine.processes, len(experiments)))
     if sum(e.rounds * e.active * e.epochs for e in experiments) < WORTH_DEALING:
         return 1
-    cores = physical_cores()
-    return max(1, min(cores // 2 if machine.device.startswith("cuda") else cores, ON_A_GPU, len(experiments)))
+    if machine.device == "cpu":
+        return min(physical_cores(), len(experiments))
+    # one process fills a GPU if steps are large, and cannot share it well without NVIDIA's server
+    here = Machine(device="cpu").resolved()
+    small = all(has_small_steps(prepare(e, here, data=data)) for e in {family_of(e): e for e in experiments}.values())
+    return min(physical_cores(), ON_A_GPU, len(experiments)) if small and which(MPS) else 1
 
 
 def dealt_out(experiments: Sequence[Experiment], size: int) -> list[list[int]]:
@@ -118,13 +127,14 @@ def _dealt(
 ) -> Iterator[Finished]:
     said: SimpleQueue[dict[str, Any]] = SimpleQueue()
     with ExitStack() as ending:
+        environment = ending.enter_context(sharing_a_gpu()) if machine.device.startswith("cuda") else os.environ
         for rank, places in enumerate(dealt_out(experiments, size)):
             task = {
                 "path": importable(), "rank": rank, "places": places, "machine": asdict(machine),
                 "experiments": [experiments[place].model_dump(mode="json") for place in places],
                 "runs": None if runs is None else str(runs), "data": None if data is None else str(data),
             }  # fmt: skip
-            _start(json.dumps(task), said, ending)
+            _start(json.dumps(task), environment, said, ending)
         left = size
         while left:
             heard = said.get()
@@ -140,11 +150,31 @@ def _dealt(
             left -= "ended" in heard
 
 
-def _start(task: str, said: "SimpleQueue[dict[str, Any]]", ending: ExitStack) -> None:
+@contextmanager
+def sharing_a_gpu() -> Iterator[Mapping[str, str]]:
+    """The environment of processes whose kernels may run at the same time, by a server of NVIDIA's, if it is there.
+
+    Without it, or if one is running already, the environment as it is.
+    """
+    place = "CUDA_MPS_PIPE_DIRECTORY"
+    if place in os.environ or not which(MPS):
+        yield os.environ
+        return
+    with TemporaryDirectory(prefix="fedcover-", ignore_cleanup_errors=True) as folder:
+        shared = {**os.environ, place: folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        started = subprocess.run([MPS, "-d"], env=shared, capture_output=True, check=False).returncode == 0
+        try:
+            yield shared if started else os.environ
+        finally:
+            if started:
+                subprocess.run([MPS], input=b"quit", env=shared, capture_output=True, check=False)
+
+
+def _start(task: str, environment: Mapping[str, str], said: "SimpleQueue[dict[str, Any]]", ending: ExitStack) -> None:
     """Start a process that runs its share; it ends with this one, and what it says is put into a queue."""
     child = subprocess.Popen(
         [sys.executable, "-c", "from fedcover.sweeps import main; main()"],
-        env=with_own_source(os.environ), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env=with_own_source(environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     ending.push(lambda kind, error, trace: end(child, done=kind is None))
 

@@ -2,19 +2,20 @@
 
 import time
 from collections.abc import Callable
-from functools import partial
+from tempfile import TemporaryDirectory
 
 import torch
 
-from fedcover.bench.eager import BATCH, CLIENTS, JOBS
+from fedcover.bench.eager import BATCH, CLIENTS, JOBS, random_batches
 from fedcover.engines.batched import crews_of, seated
 from fedcover.engines.lanes import Job, arrivals
 from fedcover.engines.pools import Pool, drive
 from fedcover.engines.streams import placed
 from fedcover.experiment import Experiment
 from fedcover.preparation import Machine, prepare
-from fedcover.rounds import Setup, ask, first_state, run_round
-from fedcover.types import Assignment
+from fedcover.rounds import Report, Setup, ask, first_state
+from fedcover.runs import run
+from fedcover.types import Assignment, Dataset, Samples
 
 EPOCHS = 5
 STEPS = 10
@@ -83,15 +84,29 @@ def _jobs(setup: Setup) -> list[Job]:
 
 
 def round_seconds(
-    name: str, machine: Machine, *, fleet: str, policy: str, samples: int, rounds: int = 3
+    name: str, machine: Machine, *, fleet: str, policy: str, samples: int, test: int = 10_000, rounds: int = 3
 ) -> list[dict[str, float]]:
-    """Where the time of whole rounds goes, phase by phase; the first round, which prepares, is left out."""
-    run = partial(described, name, clients=CLIENTS, samples=samples, epochs=EPOCHS, test=10_000)
-    setup = prepare(run(fleet=fleet, policy=policy), machine)
-    found = []
-    with machine.applied():
-        state = first_state(setup)
-        for _ in range(rounds + 1):
-            state, report = run_round(setup, state)
-            found.append(dict(report.metrics["seconds"]))
-    return found[1:]
+    """Where the time of whole rounds of a run into a folder goes, phase by phase; `files` is whatever no phase owns.
+
+    The first round, which prepares, and the last, which measures more, are left out.
+    """
+    wanted = described(name, clients=CLIENTS, fleet=fleet, policy=policy, samples=samples, epochs=EPOCHS, test=10)
+    wanted = wanted.model_copy(update={"dataset": "digits", "rounds": rounds + 2})
+    images = random_images(name, machine.device, samples * wanted.clients, test)
+    found, ends = [], []
+
+    def watch(report: Report) -> None:
+        ends.append(time.perf_counter())
+        found.append(dict(report.metrics["seconds"]))
+
+    with TemporaryDirectory() as folder:
+        run(wanted, f"{folder}/run", machine=machine, dataset=images, watch=watch)
+    for phases, before, end in zip(found[1:], ends, ends[1:], strict=False):
+        phases["files"] = end - before - sum(phases.values())
+    return found[1:-1]
+
+
+def random_images(name: str, device: str, train: int, test: int) -> Dataset:
+    """Random images in the shape of a job's, all in memory."""
+    x_N, y_N = (batches[0] for batches in random_batches(name, device, 1, train + test))
+    return Dataset("random", Samples(x_N[:train], y_N[:train]), Samples(x_N[train:], y_N[train:]), JOBS[name][2])
