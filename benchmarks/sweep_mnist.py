@@ -2,8 +2,8 @@
 
     python benchmarks/sweep_mnist.py [--runs 48] [--rounds 100] [--processes auto 1] [--data FOLDER] [--output FILE]
 
-Settings are five policies on one fleet (masks, slices, the paper's codename), with as many seeds as fill the runs; every
-run is evaluated after every round. Starting processes, reading data and the first round count.
+Settings are five policies on one fleet (masks, slices, the paper's codename), with as many seeds as fill the runs;
+every run is evaluated after every round. Starting processes, reading data and the first round count.
 """
 
 import argparse
