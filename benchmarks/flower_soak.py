@@ -67,7 +67,7 @@ def soak(rounds: int, clients: int, nodes: int, place: Path) -> dict[str, object
     seconds = [sum(line["seconds"].values()) for line in lines]
     settled, last = memory[SETTLED - 1], memory[-1]
     return {
-        "machine": f"{os.cpu_count()} cores, {platform.platform()}, load {os.getloadavg()[1]:.1f}",
+        "machine": f"{os.cpu_count()} cores, {platform.system()}, load {os.getloadavg()[1]:.1f}",
         "rounds": len(lines),
         "clients": clients,
         "nodes": nodes,
