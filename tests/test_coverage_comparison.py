@@ -3,10 +3,9 @@
 import json
 
 import pytest
-import torch
 from benchmarks.coverage import cells
 from benchmarks.coverage.designs import TOLERANCE, designed
-from benchmarks.coverage.student import Contrast, inside, quantile
+from benchmarks.coverage.student import holm, minus, quantile
 from benchmarks.coverage_comparison import main, run_cell
 
 from fedcover import coverage
@@ -41,22 +40,38 @@ def test_an_impossible_noise_is_refused(view):
         designed(view, gamma=8, noise=9.0)
 
 
-@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 10])
-def test_the_finite_sums_are_students_distribution(freedom):
-    t = torch.linspace(-1.7, 1.7, 20001, dtype=torch.float64)
-    density = (1 + t**2 / freedom) ** (-(freedom + 1) / 2)
-    constant = torch.lgamma(torch.tensor((freedom + 1) / 2)) - torch.lgamma(torch.tensor(freedom / 2))
-    area = float(torch.trapezoid(density, t) * constant.exp() / (freedom * torch.pi) ** 0.5)
-    assert inside(1.7, freedom) == pytest.approx(area, abs=1e-5)
-    assert inside(quantile(0.95, freedom), freedom) == pytest.approx(0.95)
+@pytest.mark.parametrize(("freedom", "t"), [(1, 12.706205), (2, 4.302653), (4, 2.776445), (10, 2.228139)])
+def test_quantiles_are_those_of_the_tables(freedom, t):
+    assert quantile(0.95, freedom) == pytest.approx(t, abs=1e-6)
 
 
-def test_verdicts_follow_the_plan():
-    assert Contrast("a", (0.01, 0.011, 0.012, 0.011, 0.01)).verdict(0.005) == "helps"
-    assert Contrast("a", (-0.01, -0.011, -0.012, -0.011, -0.01)).verdict(0.005) == "hurts"
-    assert Contrast("a", (0.0, 0.001, -0.001, 0.0, 0.0)).verdict(0.005) == "no difference"
-    assert Contrast("a", (0.03, -0.02, 0.01, 0.0, 0.0)).verdict(0.005) == "undecided"
-    assert Contrast("a", (0.01, 0.011, 0.012, 0.011, 0.01), corrected=0.2).verdict(0.005) == "undecided"
+def contrast(*differences):
+    """What differences of seeds 0, 1, ... say."""
+    (found,) = minus("a", dict(enumerate(differences)), dict.fromkeys(range(len(differences)), 0.0))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("differences", "verdict"),
+    [
+        ((0.01, 0.011, 0.012, 0.011, 0.01), "helps"),
+        ((-0.01, -0.011, -0.012, -0.011, -0.01), "hurts"),
+        ((0.0, 0.001, -0.001, 0.0, 0.0), "no difference"),
+        ((0.03, -0.02, 0.01, 0.0, 0.0), "undecided"),
+    ],
+)
+def test_verdicts_follow_the_plan(differences, verdict):
+    assert contrast(*differences).verdict(0.005) == verdict
+
+
+def test_the_correction_counts_in_a_verdict():
+    one = contrast(0.01, 0.001, 0.01, 0.009, 0.011)
+    assert (one.p < 0.05, one.verdict(0.005)) == (True, "helps")
+    assert [c.verdict(0.005) for c in holm([one] * 20)] == ["undecided"] * 20
+
+
+def test_a_contrast_needs_two_shared_seeds():
+    assert minus("a", {0: 1.0, 1: 2.0}, {1: 1.0, 2: 1.0}) == []
 
 
 def test_the_plan_counts_its_runs_rightly():
