@@ -55,10 +55,16 @@ def markdown(folder: Path, *, quick: bool = False) -> str:
         about = "A trial of the machinery with a few short runs on digits. **Nothing can be concluded from it.**\n"
     seconds = sum(line["seconds"] for cell in results.cells.values() for line in [*cell["tuning"], *cell["runs"]])
     runs = sum(len(cell["tuning"]) + len(cell["runs"]) for cell in results.cells.values())
-    machines = sorted({json.dumps(cell["machine"]) for cell in results.cells.values()})
-    about += f"\n{len(results.cells)} cells, {runs} runs, {seconds:,.0f} run-seconds, on {', '.join(machines)}.\n"
+    makers = sorted({_maker(made) for cell in results.cells.values() for made in cell["made"]})
+    about += f"\n{len(results.cells)} cells, {runs} runs, {seconds:,.0f} seconds in rounds; made on\n\n"
+    about += "".join(f"- {maker}\n" for maker in makers)
     parts = (_grid, _factorial, _width, _longer, _cifar)
     return title + about + "".join(part(results) for part in parts)
+
+
+def _maker(made: Mapping[str, Any]) -> str:
+    computer = f"{made['hardware']} ({made['device']}), torch {made['torch']}, engine {made['engine']}"
+    return f"{computer}, {made['precision']}, fedcover {made['fedcover']}, commit {made['commit']}, {made['source']}"
 
 
 def _contrasts(
