@@ -132,8 +132,8 @@ def check_connection(name: str) -> None:
     names = [key for key, value in known.items() if isinstance(value, dict)] if isinstance(known, dict) else []
     if name not in names:
         raise InvalidValue(
-            f"connection must be one of {', '.join(names)}; got {name!r}: name its address in {path}, under "
-            f"[superlink.{name}]"
+            f"connection must be one of {', '.join(names) or '(none yet)'}; got {name!r}: name its address in {path}, "
+            f"under [superlink.{name}]"
         )
 
 
