@@ -1,127 +1,136 @@
 """Does planned coverage help? Runs plans/coverage_comparison.md cell by cell, and writes the tables.
 
-    python -m benchmarks.coverage_comparison --parts grid factorial width longer --engine auto --device cuda --workers 8
-    python -m benchmarks.coverage_comparison --quick          a minute on digits, into a folder of its own
-    python -m benchmarks.coverage_comparison --table          only the tables, from what is there
+    python -m benchmarks.coverage_comparison --device cuda              all cells of a part take their steps together
+    python -m benchmarks.coverage_comparison --device cpu --workers 2   cell by cell, so many at once
+    python -m benchmarks.coverage_comparison --quick                    minutes on digits, into a folder of its own
+    python -m benchmarks.coverage_comparison --table                    only the tables, from what is there
 
-Every finished run is on disk, in one small JSON file per cell; start the same command again to go on. Files and code
-of one folder belong together: a cell whose settings have changed since is refused.
+Every finished run is on disk, in one small JSON file per cell, and an unfinished one in its run folder: start the same
+command again to go on. A cell whose settings have changed since is refused.
 """
 
 import argparse
-import json
 import math
 import multiprocessing
+import shutil
 import sys
-import time
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
-
+from benchmarks.coverage import sheets
 from benchmarks.coverage.analysis import markdown
 from benchmarks.coverage.cells import PARTS, RATES, TUNING_SEED, Cell, quick
+from fedcover import checkpoints, datasets
 from fedcover.checkpoints import write_atomically
 from fedcover.coverage import covered_only
-from fedcover.errors import TrainingDiverged
+from fedcover.errors import FedcoverError
 from fedcover.evaluation import evaluate
-from fedcover.preparation import Machine, prepare
-from fedcover.rounds import Setup, first_state, part_for, run_round
-from fedcover.types import State
-from fedcover.version import __version__
+from fedcover.experiment import Experiment
+from fedcover.folders import Folder
+from fedcover.paper.reproduce import groups, lines, run_cells
+from fedcover.paper.results import Finished, made
+from fedcover.preparation import Machine, Parts, prepare
+from fedcover.rounds import Setup, other_models
+from fedcover.summary import summarise
+from fedcover.types import Dataset, State
 
 RESULTS = Path(__file__).parent / "results"
+GUESSING = 0.1
+"""What a run that diverges counts."""
 
 
-def measure(cell: Cell, seed: int, lr: float, machine: Machine) -> dict[str, Any]:
-    """One run: accuracies of the assembled model, untrained weights at zero, at the rounds that the plan names."""
-    started = time.perf_counter()
-    experiment = cell.experiment(seed, lr)
-    setup = prepare(experiment, machine)
-    chosen = machine.for_setup(setup)
-    state, curve, seen, gammas, noises = first_state(setup), [], [], [], []
-    line: dict[str, Any] = {"seed": seed, "lr": lr}
+@dataclass(frozen=True)
+class Job:
+    """One run that is wanted: to choose a cell's learning rate (`tuning`), or to be judged (`runs`)."""
+
+    cell: Cell
+    part: str
+    seed: int
+    lr: float
+
+    @property
+    def experiment(self) -> Experiment:
+        """The run, under a name of its own."""
+        return self.cell.experiment(self.seed, self.lr)
+
+
+def run_wave(wave: Sequence[Cell], folder: Path, machine: Machine, rates: tuple[float, ...]) -> None:
+    """Run what cells lack: first to choose their learning rates, then to be judged."""
+    _run([Job(c, "tuning", TUNING_SEED, lr) for c in wave for lr in sheets.untried(folder, c, rates)], folder, machine)
+    chosen = [(cell, sheets.choose_rate(folder, cell)) for cell in wave]
+    _run([Job(c, "runs", seed, lr) for c, lr in chosen for seed in sheets.unjudged(folder, c)], folder, machine)
+
+
+def _run(jobs: Sequence[Job], folder: Path, machine: Machine) -> None:
+    """Run jobs in lockstep; each is measured and kept as soon as it ends."""
+    by_name = {job.experiment.name: job for job in jobs}
+    kept: list[Path] = []
     try:
-        with chosen.applied():
-            while state.round < setup.rounds:
-                state, report = run_round(setup, state)
-                curve.append(round(_common(setup, state, "validation"), 4))
-                gammas.append(report.metrics["gamma_round"])
-                noises.append(report.metrics["delta2_mean"])
-                if state.round in cell.measured:
-                    seen.append(_scores(setup, state))
-        line |= {name: round(fmean(score[name] for score in seen), 5) for name in seen[0]}
-        line |= {"gamma_min": min(gammas), "noise": round(fmean(noises), 5), "parameters": report.metrics["parameters"]}
-    except TrainingDiverged:
-        line |= {"diverged": True, "test": 0.1, "validation": 0.1, "single": 0.1, "whole": 0.1}
-    return {**line, "curve": curve, "seconds": round(time.perf_counter() - started, 1)}
+        for group in groups(job.experiment for job in jobs):
+            for done in run_cells(group, machine, watching=lines, runs=folder / "runs"):
+                job, own = by_name[done.experiment.name], folder / "runs" / done.experiment.name
+                line = {"seed": job.seed, "lr": job.lr, **measure(done, job.cell.measured, own)}
+                sheets.add(folder, job.cell, job.part, line, made(done))
+                kept.append(own)
+                print(f"{len(kept)}/{len(jobs)}  {own.name}: {line['test']:.4f}", file=sys.stderr, flush=True)
+    finally:
+        for own in kept:
+            shutil.rmtree(own)
 
 
-def _common(setup: Setup, state: State, rows: str) -> float:
-    samples = getattr(setup.task.source, rows)
-    common = replace(state, params=covered_only(state.params, state.coverage))
-    return evaluate(setup.task, common, samples).accuracy
-
-
-def _scores(setup: Setup, state: State) -> dict[str, float]:
-    """The metric on both kinds of data, and beside it the largest device's part and the model as it stands."""
-    largest = max(setup.fleet.levels)
-    part = part_for(setup, state, largest)
-    test = setup.task.source.test
-    single = evaluate(setup.task, state, test, reduction=part, capacity=largest).accuracy if part else math.nan
+def measure(done: Finished, rounds: Sequence[int], folder: Path) -> dict[str, Any]:
+    """What the plan wants to know of a run: means over the states after the rounds that it names."""
+    seconds = sum(sum(line["seconds"].values()) for line in done.metrics)
+    curve = [round(line["validation_accuracy"], 4) for line in done.metrics]
+    known = {"curve": curve, "seconds": round(seconds, 1)}
+    if done.diverged:
+        return {**dict.fromkeys(("test", "validation", "single", "whole"), GUESSING), "diverged": True, **known}
+    parts = Parts(dataset=_dataset(done.experiment.dataset, done.machine.device))
+    setup = prepare(done.experiment, done.machine, parts=parts)
+    files = {file.round: file for file in checkpoints.found(Folder(folder).kept)}
+    states = (checkpoints.read(files[number], done.experiment.digest, done.machine.device) for number in rounds)
+    scores = [_scores(setup, state) for state in states]
+    summary = summarise(done.metrics)
     return {
-        "test": _common(setup, state, "test"),
-        "validation": _common(setup, state, "validation"),
-        "single": single,
-        "whole": evaluate(setup.task, state, test).accuracy,
+        **{name: round(fmean(score[name] for score in scores), 5) for name in scores[0]},
+        "whole": round(fmean(done.metrics[number - 1]["accuracy"] for number in rounds), 5),
+        "gamma_min": summary["gamma_min"],
+        "noise": round(summary["delta2_mean"], 5),
+        "parameters": summary["parameters"],
+        **known,
     }
 
 
-def run_cell(cell: Cell, folder: Path, machine: Machine, rates: tuple[float, ...]) -> str:
-    """All runs of a cell that are not there yet."""
-    path = folder / f"{cell.id}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fields = dict(cell.fields)
-    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {
-        "id": cell.id, "fields": fields, "tuning": [], "runs": [],
-        "machine": {"engine": machine.engine, "device": machine.device, "torch": torch.__version__},
-        "fedcover": __version__,
-    }  # fmt: skip
-    if known["fields"] != fields:
-        raise SystemExit(f"{path} was made with other settings: move it away")
-    _choose_rate(cell, known, folder, machine, rates, path)
-    for seed in cell.seeds:
-        if seed not in [line["seed"] for line in known["runs"]]:
-            known["runs"].append(measure(cell, seed, known["lr"], machine))
-            _write(path, known)
-    means = fmean(line["test"] for line in known["runs"])
-    return f"{cell.id}: {means:.4f} over {len(known['runs'])} seeds, learning rate {known['lr']:g}"
+def _scores(setup: Setup, state: State) -> dict[str, float]:
+    """The assembled model with untrained weights at zero on both kinds of data, and the largest device's part."""
+    validation = setup.task.source.validation
+    assert validation is not None
+    common = replace(state, params=covered_only(state.params, state.coverage))
+    found = other_models(setup, state)
+    return {
+        "test": found["accuracy_common"],
+        "validation": evaluate(setup.task, common, validation).accuracy,
+        "single": found.get("accuracy_single", math.nan),
+    }
 
 
-def _choose_rate(
-    cell: Cell, known: dict[str, Any], folder: Path, machine: Machine, rates: tuple[float, ...], path: Path
-) -> None:
-    """Fixed, that of another cell, or the best on validation data with a seed that is never judged."""
-    if "lr" in known:
-        return
-    if cell.rate_of:
-        known["lr"] = json.loads((folder / f"{cell.rate_of}.json").read_text())["lr"]
-    elif "lr" in cell.fields:
-        known["lr"] = cell.fields["lr"]
+@cache
+def _dataset(name: str, device: str) -> Dataset:
+    loaded = datasets.load(name)
+    return replace(loaded, train=loaded.train.to(device), test=loaded.test.to(device))
+
+
+def each(job: Callable[[Sequence[Cell]], None], works: Sequence[Sequence[Cell]], workers: int) -> Iterator[None]:
+    """Do works here, or in fresh processes (a CUDA context does not survive a fork)."""
+    if workers == 1:
+        yield from map(job, works)
     else:
-        for lr in rates:
-            if lr not in [line["lr"] for line in known["tuning"]]:
-                known["tuning"].append(measure(cell, TUNING_SEED, lr, machine))
-                _write(path, known)
-        known["lr"] = max(known["tuning"], key=lambda line: line["validation"])["lr"]
-    _write(path, known)
-
-
-def _write(path: Path, value: dict[str, Any]) -> None:
-    write_atomically(path, (json.dumps(value, indent=1) + "\n").encode())
+        with multiprocessing.get_context("spawn").Pool(workers) as pool:
+            yield from pool.imap_unordered(job, works)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -130,26 +139,34 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["grid", "factorial", "width", "longer"])
     parser.add_argument("--quick", action="store_true", help="short cells on digits, into a folder of their own")
     parser.add_argument("--table", action="store_true", help="run nothing")
-    parser.add_argument("--engine", default="auto")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--workers", type=int, default=1, help="cells at once")
+    parser.add_argument("--precision", default="fp32")
+    parser.add_argument("--workers", type=int, default=1, help="processes on a CPU, each with a cell of its own")
     parser.add_argument("--only", default="", help="only cells whose name contains this")
     parser.add_argument("--folder", type=Path)
     chosen = parser.parse_args(arguments)
     folder = chosen.folder or RESULTS / ("coverage_comparison-quick" if chosen.quick else "coverage_comparison")
-    waves = [] if chosen.table else quick() if chosen.quick else (w for part in chosen.parts for w in PARTS[part]())
-    machine = Machine(engine=chosen.engine, device=chosen.device).resolved()
-    job = partial(run_cell, folder=folder, machine=machine, rates=RATES[1:2] if chosen.quick else RATES)
-    # fresh processes: a CUDA context does not survive a fork
-    with multiprocessing.get_context("spawn").Pool(chosen.workers) as pool:
-        for wave in waves:
+    if not chosen.table:
+        machine = Machine(device=chosen.device, precision=chosen.precision).resolved()
+        together = machine.device.startswith("cuda")
+        if together and chosen.workers > 1:
+            parser.error("--workers is for CPUs: on a GPU all cells run in one process")
+        machine = replace(machine, processes="auto") if together else replace(machine, threads=1)
+        job = partial(run_wave, folder=folder, machine=machine, rates=RATES[1:2] if chosen.quick else RATES)
+        for wave in quick() if chosen.quick else (wave for part in chosen.parts for wave in PARTS[part]()):
             wanted = [cell for cell in wave if chosen.only in cell.id]
-            each = pool.imap_unordered(job, wanted) if chosen.workers > 1 else map(job, wanted)
-            for done, sentence in enumerate(each, 1):
-                print(f"{done}/{len(wanted)} {sentence}", file=sys.stderr, flush=True)
+            for _ in each(job, [wanted] if together else [[cell] for cell in wanted], chosen.workers):
+                pass
+    folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "README.md", markdown(folder, quick=chosen.quick).encode())
     print(folder / "README.md")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except FedcoverError as error:
+        sys.exit(f"coverage_comparison: {error}")
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on where it was", file=sys.stderr)
+        sys.exit(130)

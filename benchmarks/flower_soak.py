@@ -17,6 +17,7 @@ from statistics import median
 import fedcover as fc
 from fedcover.flower.apps import Settings, write_app
 from fedcover.flower.processes import Local, descendants, local
+from fedcover.summary import read_lines
 
 SETTLED = 5
 """Rounds after which memory must not grow."""
@@ -62,12 +63,12 @@ def soak(rounds: int, clients: int, nodes: int, place: Path) -> dict[str, object
             if done > len(memory):
                 memory.append(resident(federation))
             time.sleep(0.2)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    lines = read_lines(folder / "metrics.jsonl")
+    events = read_lines(folder / "events.jsonl")
     seconds = [sum(line["seconds"].values()) for line in lines]
     settled, last = memory[SETTLED - 1], memory[-1]
     return {
-        "machine": f"{os.cpu_count()} cores, {platform.platform()}, load {os.getloadavg()[1]:.1f}",
+        "machine": f"{os.cpu_count()} cores, {platform.system()}, load {os.getloadavg()[1]:.1f}",
         "rounds": len(lines),
         "clients": clients,
         "nodes": nodes,

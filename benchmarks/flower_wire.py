@@ -18,6 +18,7 @@ from statistics import median
 import fedcover as fc
 from fedcover.flower.apps import Settings, write_app
 from fedcover.flower.processes import Local, free_port
+from fedcover.summary import read_lines
 
 CARRYING = ("pull-messages", "pull-object", "push-messages", "push-object", "confirm-message-received")
 _REQUEST = re.compile(rb"(?:POST|GET) (\S+) HTTP/1")
@@ -95,7 +96,7 @@ def measure(place: Path, rounds: int = 4) -> dict[str, object]:
     finally:
         federation.stop()
     moved = [[after - before for before, after in zip(*pair, strict=True)] for pair in pairwise(marks)]
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(folder / "metrics.jsonl")
     full, quarter = (median(column) for column in zip(*moved, strict=True))
     return {
         "bytes_per_round": {"full width": [m[0] for m in moved], "quarter width": [m[1] for m in moved]},

@@ -7,6 +7,7 @@ import torch
 
 from fedcover.bench import Line, eager, ours, page
 from fedcover.bench.measuring import in_turns
+from fedcover.cli import measuring
 from fedcover.engines.pools import plainly
 from fedcover.preparation import Machine
 
@@ -48,6 +49,16 @@ def test_our_own_steps_are_measured_alike(monkeypatch, together):
     found = ours.step_seconds("mlp", machine, clients=2, together=together, repeats=2)
     assert len(found) == 2
     assert all(second > 0 for second in found)
+
+
+def test_bench_tells_when_figures_are_not_steady(capsys, monkeypatch):
+    figures = [Line("steady", (1.0, 1.4)), Line("not so", (1.0, 1.6)), Line("nor this", (2.0, 1.0))]
+    for some, said in ((figures, "2 of 3 figures vary more than 1.5-fold"), (figures[:1], "")):
+        monkeypatch.setattr(measuring, "measure", lambda device, some=some: some)
+        measuring.bench(device="cpu")
+        err = capsys.readouterr().err
+        assert said in err
+        assert bool(said) == bool(err)
 
 
 def test_a_page_tells_medians_spread_and_ratios():

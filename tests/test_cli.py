@@ -427,6 +427,7 @@ def test_a_sweep_runs_every_combination_into_its_own_folder(fedcover, tmp_path):
     assert code == 0, err
     rows = json.loads(out)
     assert len(rows) == 4
+    assert all(f"  {Path(row['folder']).name}  accuracy " in err for row in rows)  # the progress names the runs
     assert all((tmp_path / "all" / Path(row["folder"]).name / "summary.json").is_file() for row in rows)
     assert fedcover(*wanted)[0] == 0  # all there: nothing is run again
     assert fedcover("sweep", "--vary", "lr")[0] == 2

@@ -1,19 +1,22 @@
 """The comparison's machinery: designs have the coverage and the noise they claim, and the tests are Student's."""
 
 import json
+from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
-import torch
+from benchmarks import coverage_comparison as comparison
 from benchmarks.coverage import cells
 from benchmarks.coverage.designs import TOLERANCE, designed
-from benchmarks.coverage.student import Contrast, inside, quantile
-from benchmarks.coverage_comparison import main, run_cell
+from benchmarks.coverage.student import holm, minus, quantile
 
 from fedcover import coverage
-from fedcover.errors import InvalidValue
+from fedcover.errors import InvalidValue, RunError
+from fedcover.evaluation import evaluate
 from fedcover.experiment import Experiment
 from fedcover.planning import fleet_view
-from fedcover.preparation import Machine
+from fedcover.preparation import Machine, prepare
+from fedcover.rounds import first_state, run_round
 
 MEDIUM = cells.FLEETS["medium"]
 
@@ -41,22 +44,38 @@ def test_an_impossible_noise_is_refused(view):
         designed(view, gamma=8, noise=9.0)
 
 
-@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 10])
-def test_the_finite_sums_are_students_distribution(freedom):
-    t = torch.linspace(-1.7, 1.7, 20001, dtype=torch.float64)
-    density = (1 + t**2 / freedom) ** (-(freedom + 1) / 2)
-    constant = torch.lgamma(torch.tensor((freedom + 1) / 2)) - torch.lgamma(torch.tensor(freedom / 2))
-    area = float(torch.trapezoid(density, t) * constant.exp() / (freedom * torch.pi) ** 0.5)
-    assert inside(1.7, freedom) == pytest.approx(area, abs=1e-5)
-    assert inside(quantile(0.95, freedom), freedom) == pytest.approx(0.95)
+@pytest.mark.parametrize(("freedom", "t"), [(1, 12.706205), (2, 4.302653), (4, 2.776445), (10, 2.228139)])
+def test_quantiles_are_those_of_the_tables(freedom, t):
+    assert quantile(0.95, freedom) == pytest.approx(t, abs=1e-6)
 
 
-def test_verdicts_follow_the_plan():
-    assert Contrast("a", (0.01, 0.011, 0.012, 0.011, 0.01)).verdict(0.005) == "helps"
-    assert Contrast("a", (-0.01, -0.011, -0.012, -0.011, -0.01)).verdict(0.005) == "hurts"
-    assert Contrast("a", (0.0, 0.001, -0.001, 0.0, 0.0)).verdict(0.005) == "no difference"
-    assert Contrast("a", (0.03, -0.02, 0.01, 0.0, 0.0)).verdict(0.005) == "undecided"
-    assert Contrast("a", (0.01, 0.011, 0.012, 0.011, 0.01), corrected=0.2).verdict(0.005) == "undecided"
+def contrast(*differences):
+    """What differences of seeds 0, 1, ... say."""
+    (found,) = minus("a", dict(enumerate(differences)), dict.fromkeys(range(len(differences)), 0.0))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("differences", "verdict"),
+    [
+        ((0.01, 0.011, 0.012, 0.011, 0.01), "helps"),
+        ((-0.01, -0.011, -0.012, -0.011, -0.01), "hurts"),
+        ((0.0, 0.001, -0.001, 0.0, 0.0), "no difference"),
+        ((0.03, -0.02, 0.01, 0.0, 0.0), "undecided"),
+    ],
+)
+def test_verdicts_follow_the_plan(differences, verdict):
+    assert contrast(*differences).verdict(0.005) == verdict
+
+
+def test_the_correction_counts_in_a_verdict():
+    one = contrast(0.01, 0.001, 0.01, 0.009, 0.011)
+    assert (one.p < 0.05, one.verdict(0.005)) == (True, "helps")
+    assert [c.verdict(0.005) for c in holm([one] * 20)] == ["undecided"] * 20
+
+
+def test_a_contrast_needs_two_shared_seeds():
+    assert minus("a", {0: 1.0, 1: 2.0}, {1: 1.0, 2: 1.0}) == []
 
 
 def test_the_plan_counts_its_runs_rightly():
@@ -73,18 +92,101 @@ def test_the_plan_counts_its_runs_rightly():
     assert len(set(ids)) == len(ids)
 
 
-def test_a_stopped_comparison_goes_on_and_changed_settings_are_refused(tmp_path):
-    fields = {**cells.SHARED, **cells.DATA["digits"], "fleet": MEDIUM, "policy": "prefix", "rounds": 3, "epochs": 1}
-    cell = cells.Cell("grid/x", fields, seeds=(0,))
-    machine = Machine(device="cpu").resolved()
-    run_cell(cell, tmp_path, machine, (0.03, 0.1))
-    first = json.loads((tmp_path / "grid" / "x.json").read_text())
-    run_cell(cells.Cell("grid/x", fields, seeds=(0, 1)), tmp_path, machine, (0.03, 0.1))
-    second = json.loads((tmp_path / "grid" / "x.json").read_text())
-    assert second["runs"][0] == first["runs"][0]
+FIELDS = {**cells.SHARED, **cells.DATA["digits"], "fleet": MEDIUM, "policy": "prefix", "rounds": 3, "epochs": 1}
+MACHINE = Machine(device="cpu", threads=1).resolved()
+
+
+def cell(id="grid/x", seeds=(0,), **changes):
+    return cells.Cell(id, {**FIELDS, **changes}, seeds=seeds)
+
+
+def sheet(folder, id="grid/x"):
+    return json.loads((folder / f"{id}.json").read_text())
+
+
+def test_what_is_there_is_not_run_again_and_changed_settings_are_refused(tmp_path):
+    comparison.run_wave([cell()], tmp_path, MACHINE, (0.03, 0.1))
+    first = sheet(tmp_path)
+    comparison.run_wave([cell(seeds=(0, 1))], tmp_path, MACHINE, (0.03, 0.1))
+    second = sheet(tmp_path)
+    assert (second["runs"][0], second["tuning"]) == (first["runs"][0], first["tuning"])
     assert [line["seed"] for line in second["runs"]] == [0, 1]
     assert second["lr"] == max(second["tuning"], key=lambda line: line["validation"])["lr"]
-    with pytest.raises(SystemExit, match="other settings"):
-        run_cell(cells.Cell("grid/x", {**fields, "epochs": 2}), tmp_path, machine, (0.03,))
-    main(["--table", "--folder", str(tmp_path)])
+    assert {"engine", "hardware", "torch", "commit", "source", "precision"} <= second["made"][0].keys()
+    assert [line["made"] for line in second["runs"]] == [0, 0]
+    assert list((tmp_path / "runs").iterdir()) == []
+    with pytest.raises(RunError, match="other settings"):
+        comparison.run_wave([cell(epochs=2)], tmp_path, MACHINE, (0.03,))
+    comparison.main(["--table", "--folder", str(tmp_path)])
     assert "1 cells, 4 runs" in (tmp_path / "README.md").read_text()
+
+
+def test_figures_are_those_of_a_run_alone(tmp_path):
+    """The slow twin: a plain run, round by round, with the model assembled by hand."""
+    wanted = cell(lr=0.1, fleet="1x0.5")  # half of the model is never trained
+    comparison.run_wave([wanted], tmp_path, MACHINE, ())
+    (line,) = sheet(tmp_path)["runs"]
+    setup = prepare(wanted.experiment(0, 0.1), MACHINE)
+    state, scores = first_state(setup), []
+    for _ in range(3):
+        state, report = run_round(setup, state)
+        common = replace(state, params={n: p * state.coverage.ever[n] for n, p in state.params.items()})
+        source = setup.task.source
+        scores.append([evaluate(setup.task, common, rows).accuracy for rows in (source.test, source.validation)])
+    test, validation = (sum(column) / 3 for column in zip(*scores, strict=True))
+    assert (line["test"], line["validation"]) == (pytest.approx(test, abs=2e-3), pytest.approx(validation, abs=6e-3))
+    assert line["gamma_min"] == 0
+    assert line["parameters"] == report.metrics["parameters"]
+    assert line["test"] != line["whole"]
+
+
+def test_cells_in_lockstep_are_what_they_are_one_by_one(tmp_path):
+    wave = [cell("grid/a"), cell("grid/b", policy="planned"), cell("longer/c", lr=0.1, rounds=4)]
+    comparison.run_wave(wave, tmp_path / "together", MACHINE, (0.03, 0.1))
+    for one in wave:
+        comparison.run_wave([one], tmp_path / "alone", MACHINE, (0.03, 0.1))
+        together, alone = sheet(tmp_path / "together", one.id), sheet(tmp_path / "alone", one.id)
+        assert together["lr"] == alone["lr"]
+        for mine, other in zip(together["runs"], alone["runs"], strict=True):
+            assert mine["curve"] == pytest.approx(other["curve"], abs=0.01)
+            assert mine["test"] == pytest.approx(other["test"], abs=0.01)
+
+
+def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
+    comparison.run_wave([cell(lr=0.1)], tmp_path / "whole", MACHINE, ())
+
+    @contextmanager
+    def impatient(title, rounds):
+        def stop(report):
+            if report.round == 1:
+                raise KeyboardInterrupt
+
+        yield stop
+
+    monkeypatch.setattr(comparison, "lines", impatient)
+    with pytest.raises(KeyboardInterrupt):
+        comparison.run_wave([cell(lr=0.1)], tmp_path / "stopped", MACHINE, ())
+    monkeypatch.undo()
+    (begun,) = (tmp_path / "stopped" / "runs").iterdir()
+    assert (begun / "metrics.jsonl").read_text().count("\n") == 2
+    comparison.run_wave([cell(lr=0.1)], tmp_path / "stopped", MACHINE, ())
+    assert not begun.exists()
+    whole, again = (sheet(tmp_path / name)["runs"][0] for name in ("whole", "stopped"))
+    assert {**whole, "seconds": 0} == {**again, "seconds": 0}
+
+
+def test_a_run_that_diverges_counts_as_guessing(tmp_path):
+    comparison.run_wave([cell()], tmp_path, MACHINE, (100_000, 0.1))
+    wild, calm = sheet(tmp_path)["tuning"]
+    assert (wild["diverged"], wild["test"], wild["validation"]) == (True, 0.1, 0.1)
+    assert "diverged" not in calm
+    assert sheet(tmp_path)["lr"] == 0.1
+
+
+def test_a_rate_of_another_cell_must_be_there(tmp_path):
+    follower = replace(cell("factorial/y"), rate_of="grid/x")
+    with pytest.raises(RunError, match=r"factorial/y has the learning rate of grid/x, .*: run that first"):
+        comparison.run_wave([follower], tmp_path, MACHINE, (0.1,))
+    comparison.run_wave([cell(lr=0.07)], tmp_path, MACHINE, ())
+    comparison.run_wave([follower], tmp_path, MACHINE, ())
+    assert [line["lr"] for line in sheet(tmp_path, "factorial/y")["runs"]] == [0.07]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedcover.cli.flower import node_configs
+from fedcover.cli.flower import check_connection, node_configs
 from fedcover.errors import InvalidValue
 from fedcover.experiment import Experiment
 from fedcover.flower.apps import Settings, write_app
@@ -140,6 +140,20 @@ def test_the_app_of_an_experiment_reads_back(tmp_path):
     project = tomllib.loads((write_app(tmp_path, told) / "pyproject.toml").read_text())
     assert Settings.read(project["tool"]["flwr"]["app"]["config"]) == told
     assert (tmp_path / "LICENSE").is_file()
+
+
+def test_a_superlink_that_flower_does_not_know_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    check_connection("local")  # Flower's own, where nothing is configured yet
+    with pytest.raises(
+        InvalidValue, match=r"connection must be one of local, supergrid; got 'fleet': .*superlink\.fleet"
+    ):
+        check_connection("fleet")
+    (tmp_path / "config.toml").write_text('[superlink]\ndefault = "fleet"\n[superlink.fleet]\naddress = "here:1"\n')
+    check_connection("fleet")
+    for unknown in ("local", "default"):
+        with pytest.raises(InvalidValue, match="connection must be one of fleet; got"):
+            check_connection(unknown)
 
 
 def test_in_this_process_the_engine_flower_says_where_it_works(tmp_path):

@@ -17,8 +17,9 @@ from fedcover import plotting
 from fedcover.errors import InvalidValue, RunError
 from fedcover.reporting.grouping import group
 from fedcover.reporting.page import asset
-from fedcover.reporting.reading import find_runs, read_lines, read_run
+from fedcover.reporting.reading import find_runs, read_run
 from fedcover.reporting.thinning import MOST_POINTS, points_for
+from fedcover.summary import read_lines
 from tests.made_up import made_up_run
 
 
@@ -78,7 +79,8 @@ def test_parts_made_in_python_are_no_repetition_unless_named_so_with_other_seeds
 
 def test_a_real_run_with_its_pictures_fleet_and_commands(tmp_path):
     fields = {"clients": 20, "active": 4, "rounds": 2, "epochs": 1, "fleet": "1x1.0 + 3x0.5", "policy": "rolling"}
-    fc.run(fc.Experiment(name="real", **fields), tmp_path / "real")
+    machine = fc.Machine("sequential", "cpu", threads=1, precision="bf16")
+    fc.run(fc.Experiment(name="real", **fields), tmp_path / "real", machine=machine)
     (run,) = report(tmp_path, tmp_path / "real")["runs"]
     assert run["scores"]["round"] == [1, 2]
     assert len(run["every"]["gamma_round"]) == 2
@@ -86,7 +88,8 @@ def test_a_real_run_with_its_pictures_fleet_and_commands(tmp_path):
     assert [frame["round"] for frame in frames["frames"]] == [1, 2]
     assert [row["devices"] for row in run["fleet"]] == [1, 3]
     assert sum(row["updates"] for row in run["fleet"]) == 8
-    assert run["commands"][0].startswith("fedcover run experiment.toml --engine sequential --device cpu --threads ")
+    how = "--engine sequential --device cpu --threads 1 --precision bf16 --processes 1"
+    assert run["commands"] == [f"fedcover run experiment.toml {how}"]
     assert fc.Experiment.from_toml(run["toml"]).policy == "rolling"
 
 

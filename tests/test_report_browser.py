@@ -5,7 +5,7 @@ import json
 import pytest
 
 import fedcover as fc
-from fedcover.reporting.reading import read_lines
+from fedcover.summary import read_lines
 from tests.browser import MISSING, Browser
 from tests.made_up import made_up_run
 from tests.test_report import ATTACK, attacked

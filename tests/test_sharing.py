@@ -141,4 +141,23 @@ class TestShares:
         assert worthwhile(3600, clients=10, cores=1) == 1
         assert worthwhile(3600, clients=1, cores=2) == 1
         assert worthwhile(1, clients=10, cores=2) == 1
-        assert physical_cores() >= 1
+
+    @pytest.mark.parametrize(
+        ("allowed", "quota", "cores"),
+        [
+            ({0, 1, 2, 3}, "max 100000", 2),  # hyper-threads count once
+            ({0, 1}, "max 100000", 1),
+            ({0, 2}, "", 2),
+            ({0, 1, 2, 3}, "150000 100000", 1),  # a container's limit
+            ({0, 1, 2, 3}, "50000 100000", 1),
+            ({0, 1, 2, 3}, "800000 100000", 2),
+        ],
+    )
+    def test_cores_are_those_that_the_process_may_use(self, monkeypatch, allowed, quota, cores):
+        files = {
+            f"/sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list": f"{n // 2 * 2}-{n // 2 * 2 + 1}"
+            for n in range(4)
+        }
+        monkeypatch.setattr("os.sched_getaffinity", lambda pid: allowed, raising=False)
+        monkeypatch.setattr("fedcover.ranks._read", lambda path: {**files, "/sys/fs/cgroup/cpu.max": quota}[path])
+        assert physical_cores() == cores

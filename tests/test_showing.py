@@ -13,8 +13,9 @@ import fedcover as fc
 from fedcover import plotting
 from fedcover.errors import FedcoverError, InvalidValue
 from fedcover.history import as_csv, as_json, rows
-from fedcover.reporting.reading import read_lines, read_run
+from fedcover.reporting.reading import read_run
 from fedcover.rounds import Report
+from fedcover.summary import read_lines
 from fedcover.tensorboard import logging_to
 from tests.made_up import made_up_run
 from tests.test_cli import changed, fedcover, only_the_cpu, refused

@@ -23,7 +23,8 @@ from fedcover.tracing import trace
 from fedcover.tracing.proof import prove
 from fedcover.tracing.watch import watch
 from fedcover.types import Count, Model, UnitGroup
-from tests.zoo import ACCEPTED, REFUSED, ZOO, Configured, Settings, Written, zoo
+from tests.idioms import ACCEPTED, REFUSED, Configured, Settings, Written
+from tests.zoo import ZOO, zoo
 
 IMAGE = (3, 16, 16)
 DECLARED = {

@@ -2,13 +2,14 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 from benchmarks.coverage.cells import CORNERS, DATA, FLEETS, POLICY_OF, RIVALS, SPLITS, WIDTHS
-from benchmarks.coverage.student import Contrast, holm
+from benchmarks.coverage.student import Contrast, holm, minus
+from fedcover.paper.wording import table
 
 POINT = 0.005
 """Half a percentage point: the difference that matters."""
@@ -45,12 +46,6 @@ class Results:
         }
 
 
-def minus(name: str, a: Values, b: Values) -> list[Contrast]:
-    """The contrast of two, as a list: empty where fewer than two seeds have both."""
-    seeds = sorted(set(a) & set(b))
-    return [Contrast(name, tuple(a[s] - b[s] for s in seeds))] if len(seeds) > 1 else []
-
-
 def markdown(folder: Path, *, quick: bool = False) -> str:
     """All tables for which there are cells."""
     results = Results(folder)
@@ -60,15 +55,16 @@ def markdown(folder: Path, *, quick: bool = False) -> str:
         about = "A trial of the machinery with a few short runs on digits. **Nothing can be concluded from it.**\n"
     seconds = sum(line["seconds"] for cell in results.cells.values() for line in [*cell["tuning"], *cell["runs"]])
     runs = sum(len(cell["tuning"]) + len(cell["runs"]) for cell in results.cells.values())
-    machines = sorted({json.dumps(cell["machine"]) for cell in results.cells.values()})
-    about += f"\n{len(results.cells)} cells, {runs} runs, {seconds:,.0f} run-seconds, on {', '.join(machines)}.\n"
+    makers = sorted({_maker(made) for cell in results.cells.values() for made in cell["made"]})
+    about += f"\n{len(results.cells)} cells, {runs} runs, {seconds:,.0f} seconds in rounds; made on\n\n"
+    about += "".join(f"- {maker}\n" for maker in makers)
     parts = (_grid, _factorial, _width, _longer, _cifar)
     return title + about + "".join(part(results) for part in parts)
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
-    return "\n" + "\n".join(lines) + "\n"
+def _maker(made: Mapping[str, Any]) -> str:
+    computer = f"{made['hardware']} ({made['device']}), torch {made['torch']}, engine {made['engine']}"
+    return f"{computer}, {made['precision']}, fedcover {made['fedcover']}, commit {made['commit']}, {made['source']}"
 
 
 def _contrasts(
@@ -84,12 +80,12 @@ def _contrasts(
     rows = [
         [
             c.name, f"{scale * c.mean:+.2f}", f"{scale * c.spread:.2f}", f"+-{scale * c.half_width:.2f}",
-            str(len(c.differences)), f"{c.p:.3f}", f"{c.corrected:.3f}", c.verdict(least, words),
+            c.seeds, f"{c.p:.3f}", f"{c.corrected:.3f}", c.verdict(least, words),
         ]
         for c in holm(family)
     ]  # fmt: skip
     head = ["contrast", "mean", "sd", "95 %", "seeds", "p", "p (Holm)", "verdict"]
-    return f"\n**{title}**\n" + _table(head, rows)
+    return f"\n**{title}**\n\n{table(head, rows)}\n"
 
 
 def _accuracies(results: Results, names: Mapping[str, str]) -> str:
@@ -102,11 +98,11 @@ def _accuracies(results: Results, names: Mapping[str, str]) -> str:
             rows.append([
                 name, f"{100 * fmean(values):.2f}", spread,
                 f"{100 * fmean(results.values(cell, 'single').values()):.2f}",
-                str(first.get("gamma_min", "-")), f"{first.get('noise', math.nan):.3f}",
+                first.get("gamma_min", "-"), f"{first.get('noise', math.nan):.3f}",
                 f"{first.get('parameters', math.nan):,.0f}", f"{results.cells[cell]['lr']:g}",
             ])  # fmt: skip
     head = ["policy", "accuracy", "sd", "largest device's part", "coverage", "noise", "parameters", "learning rate"]
-    return _table(head, rows) if rows else ""
+    return f"\n{table(head, rows)}\n" if rows else ""
 
 
 def _grid(results: Results) -> str:
@@ -167,7 +163,7 @@ def _effects(results: Results, name: str, gammas: Sequence[int]) -> dict[str, Va
 
 
 def _as_contrasts(effects: Mapping[str, Values]) -> list[Contrast]:
-    return [Contrast(name, tuple(values.values())) for name, values in effects.items() if len(values) > 1]
+    return [c for name, values in effects.items() for c in minus(name, values, dict.fromkeys(values, 0.0))]
 
 
 def _factorial(results: Results) -> str:

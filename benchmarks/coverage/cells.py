@@ -64,10 +64,10 @@ class Cell:
         return last - 2 * step, last - step, last
 
     def experiment(self, seed: int, lr: float) -> Experiment:
-        """The run of one seed."""
-        name = self.id.replace("/", "-")
-        last = int(self.fields["rounds"])
-        return Experiment(**{**self.fields, "name": name, "seed": seed, "lr": lr, "evaluate_every": last})
+        """The run of one seed; its states are kept in the rounds after which the metric is taken."""
+        name = f"{self.id.replace('/', '-')}-{lr:g}-{seed}"
+        files = {"name": name, "keep_rounds": self.measured, "checkpoint_every": 10}
+        return Experiment(**{**self.fields, **files, "seed": seed, "lr": lr})
 
 
 Wave = list[Cell]

@@ -64,8 +64,9 @@ def _plain(title: str, rounds: int) -> Watch:
 
 
 def _figures(metrics: dict[str, Any]) -> str:
+    run = f"{metrics['run']}  " if "run" in metrics else ""  # one of several
     accuracy = f"accuracy {metrics['accuracy']:.3f}  " if "accuracy" in metrics else ""
-    return f"{accuracy}coverage {metrics['gamma_round']} (window {metrics['gamma_window']})"
+    return f"{run}{accuracy}coverage {metrics['gamma_round']} (window {metrics['gamma_window']})"
 
 
 def as_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:

@@ -6,7 +6,7 @@ Shapes: N rows, C channels, H height, W width.
 import gzip
 import io
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from importlib import resources
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fedcover.downloads import check, data_folder, get, read
 from fedcover.errors import DataError, InvalidValue, unknown
@@ -277,6 +278,11 @@ def _same_length(field: str, value: Tensor, other: str, inputs: Tensor) -> None:
 # ── held out ────────────────────────────────────────────────────────────────────────────────────────────
 
 
+MOST_SPLITS = 8
+_SPLITS: MutableMapping[Tensor, dict[tuple[float, int], tuple[Dataset, Samples]]] = WeakTensorKeyDictionary()
+"""The splits of each data set that were made last: runs of one seed share theirs, instead of a copy each."""
+
+
 def hold_out(dataset: Dataset, share: float, seed: int) -> tuple[Dataset, Samples | None]:
     """Set a random share of the training rows aside for validation; the data set keeps the others, in order.
 
@@ -292,6 +298,16 @@ def hold_out(dataset: Dataset, share: float, seed: int) -> tuple[Dataset, Sample
     held = max(1, round(share * rows))
     if held >= rows:
         raise InvalidValue(f"validation must leave samples to train on; got {share} of {rows}")
+    known = _SPLITS.setdefault(dataset.train.x, {})
+    if (share, seed) not in known:
+        while len(known) >= MOST_SPLITS:
+            known.pop(next(iter(known)))
+        known[share, seed] = _split(dataset, held, seed)
+    return known[share, seed]
+
+
+def _split(dataset: Dataset, held: int, seed: int) -> tuple[Dataset, Samples]:
+    rows = len(dataset.train)
     order = torch.randperm(rows, generator=generator(seed, "validation"))
     kept, out = order[held:].sort().values, order[:held].sort().values
     train, owner = dataset.train, dataset.owner

@@ -22,7 +22,7 @@ from fedcover.checkpoints import write_atomically
 from fedcover.errors import InvalidValue, RunError, TrainingDiverged
 from fedcover.experiment import Experiment, read_experiment
 from fedcover.preparation import Machine, Parts
-from fedcover.summary import Metrics, summarise
+from fedcover.summary import Metrics, read_lines, summarise
 from fedcover.types import State
 from fedcover.version import __version__
 
@@ -170,12 +170,7 @@ class Folder:
 
     def metrics(self, rounds: int) -> Metrics:
         """The lines of the rounds that are done; a torn last line is none."""
-        path = self.path / "metrics.jsonl"
-        lines: Metrics = []
-        for text in path.read_bytes().splitlines() if path.exists() else []:
-            with contextlib.suppress(ValueError):
-                lines.append(json.loads(text))
-        return [line for line in lines if isinstance(line, dict) and line.get("round", rounds) < rounds]
+        return [line for line in read_lines(self.path / "metrics.jsonl") if line["round"] < rounds]
 
     def cut_metrics(self, rounds: int) -> Metrics:
         """Forget the lines of rounds that will be run again."""

@@ -38,6 +38,7 @@ class Finished:
     experiment: Experiment
     metrics: Metrics = field(repr=False)
     diverged: str = ""
+    engine: str = ""
 
 
 def in_lockstep(
@@ -59,6 +60,10 @@ def in_lockstep(
                 for _ in range(min(len(left), _at_once(courses[0].setup, machine) - 1)):
                     courses.append(_course(left.pop(0), machine, data, shared, runs, folders))
                 yield from _in_step(courses, family, pool, machine, watch)
+
+
+def _finished(course: Course, machine: Machine) -> Finished:
+    return Finished(course.experiment, course.metrics, course.diverged, _engine_of(course.setup, machine))
 
 
 def _engine_of(setup: Setup, machine: Machine) -> str:
@@ -116,7 +121,7 @@ def _in_step(
     """Rounds of all runs, side by side, until the last has ended."""
     for course in courses:
         if not course.running:
-            yield Finished(course.experiment, course.metrics)
+            yield _finished(course, machine)
     while running := [course for course in courses if course.running]:
         asked = [ask(course.setup, course.state) for course in running]
         start = time.perf_counter()
@@ -134,7 +139,7 @@ def _in_step(
                 if not course.running:
                     course.finish()
             if not course.running:
-                yield Finished(course.experiment, course.metrics, course.diverged)
+                yield _finished(course, machine)
 
 
 def _trained(

@@ -1,5 +1,7 @@
 """A run in a few numbers, from its lines; without torch, so that whoever only reads runs needs none."""
 
+import json
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -7,6 +9,19 @@ from fedcover.errors import RunError
 
 Metrics = list[dict[str, Any]]
 """One line a round, as in metrics.jsonl."""
+
+
+def read_lines(path: Path) -> Metrics:
+    """The lines of a file such as metrics.jsonl, each of some round; the last may be half written, any damaged."""
+    lines: Metrics = []
+    for text in path.read_bytes().splitlines() if path.exists() else []:
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(line, dict) and isinstance(line.get("round"), int):
+            lines.append(line)
+    return lines
 
 
 def summarise(metrics: Metrics) -> dict[str, Any]:

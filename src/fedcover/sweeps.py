@@ -30,7 +30,7 @@ from fedcover.processes import end, importable, stopping_once, with_own_source
 from fedcover.ranks import physical_cores
 from fedcover.rounds import Report
 
-WORTH_DEALING = 2_000
+WORTH_DEALING = {"cpu": 2_000, "cuda": 100_000}
 """Epochs of all clients of all runs from which on several processes save more than their start takes."""
 
 ON_A_GPU = 8
@@ -96,7 +96,8 @@ def processes_for(experiments: Sequence[Experiment], machine: Machine, data: str
     """Among how many processes a sweep is dealt out: as many as asked for, or as pay, but no more than runs."""
     if isinstance(machine.processes, int):
         return max(1, min(machine.processes, len(experiments)))
-    if sum(e.rounds * e.active * e.epochs for e in experiments) < WORTH_DEALING:
+    kind = machine.device.partition(":")[0]
+    if sum(e.rounds * e.active * e.epochs for e in experiments) < WORTH_DEALING[kind]:
         return 1
     if machine.device == "cpu":
         return min(physical_cores(), len(experiments))
@@ -145,8 +146,8 @@ def _dealt(
                 place, round, metrics = heard["report"]
                 watch(experiments[place], Report(round, metrics))
             if "finished" in heard:
-                place, metrics, diverged = heard["finished"]
-                yield Finished(experiments[place], metrics, diverged)
+                place, *outcome = heard["finished"]
+                yield Finished(experiments[place], *outcome)
             left -= "ended" in heard
 
 
@@ -230,4 +231,4 @@ def _run_share(task: dict[str, Any], say: Callable[..., None]) -> None:
         say(report=[place_of[id(experiment)], report.round, report.metrics])
 
     for run in in_lockstep(experiments, runs, Machine(**task["machine"]), task["data"], watch):
-        say(finished=[place_of[id(run.experiment)], run.metrics, run.diverged])
+        say(finished=[place_of[id(run.experiment)], run.metrics, run.diverged, run.engine])

@@ -1,6 +1,5 @@
 """A run as it goes: rounds, accuracy, coverage, who answered and who did not, read from its folder and nothing else."""
 
-import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ from rich.text import Text
 
 from fedcover.console import as_table, output
 from fedcover.folders import Folder
+from fedcover.summary import read_lines
 
 EVENTS = ("answered", "rejected", "late", "lost")
 """What may become of a client's task: its answer is used, refused, past the deadline, or its device is gone."""
@@ -79,24 +79,9 @@ def look(path: Path) -> Look:
     """Read a run folder, whether its run is going on, has stopped, or is done."""
     folder = Folder(path).read()
     experiment = folder.experiment
-    rounds = [line for line in _lines(path / "metrics.jsonl") if isinstance(line.get("round"), int)]
-    events = [e for e in _lines(path / "events.jsonl") if isinstance(e.get("round"), int) and e.get("event") in EVENTS]
+    rounds = read_lines(path / "metrics.jsonl")
+    events = [event for event in read_lines(path / "events.jsonl") if event.get("event") in EVENTS]
     return Look(experiment.name, experiment.rounds, rounds, events, (path / "summary.json").exists())
-
-
-def _lines(path: Path) -> Iterator[Line]:
-    """The objects in a file of JSON lines; the last may be half written, and any may be damaged."""
-    try:
-        texts = path.read_bytes().splitlines()
-    except FileNotFoundError:
-        return
-    for text in texts:
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(line, dict):
-            yield line
 
 
 def frame(seen: Look) -> Group:

@@ -2,6 +2,7 @@
 
 from fedcover.bench import eager as eager
 from fedcover.bench import ours as ours
+from fedcover.bench.measuring import STEADY as STEADY
 from fedcover.bench.measuring import Line as Line
 from fedcover.bench.measuring import bench as bench
 from fedcover.bench.measuring import page as page

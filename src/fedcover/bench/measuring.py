@@ -16,6 +16,8 @@ from fedcover.version import __version__
 
 WIDTHS = (1.0, 0.5, 0.25)
 LOCKSTEP = (100, 450, 1350)
+STEADY = 1.5
+"""The slowest repetition over the fastest, up to which a figure is worth quoting."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,11 @@ class Line:
     def middle(self) -> float:
         """The median."""
         return median(self.milliseconds)
+
+    @property
+    def unsteady(self) -> bool:
+        """Whether the slowest repetition took much longer than the fastest, as on a busy computer."""
+        return max(self.milliseconds) > STEADY * min(self.milliseconds)
 
 
 def line(what: str, seconds: Sequence[float], **against: float) -> Line:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from fedcover.certificate.objective import Objective
 from fedcover.experiment import Experiment
 from fedcover.models.softmax import Features
-from fedcover.rounds import Setup
 from fedcover.theory.convex import Proven, minimise, proven
 from fedcover.types import Params
 
@@ -30,9 +29,7 @@ def is_softmax(module: nn.Module) -> bool:
     return isinstance(module, nn.Sequential) and isinstance(module[0], Features)
 
 
-def convex_of(
-    experiment: Experiment, setup: Setup, objective: Objective, first: Params, trained: Mapping[str, Tensor]
-) -> Convex:
+def convex_of(experiment: Experiment, objective: Objective, first: Params, trained: Mapping[str, Tensor]) -> Convex:
     """Constants and optimum over the parameters that are ever trained."""
     bias = "head.bias" in first
     weights = torch.cat([first["head.weight"], first["head.bias"][:, None]], 1) if bias else first["head.weight"]
@@ -48,17 +45,12 @@ def convex_of(
     free = torch.cat([trained[name].flatten() for name in first])
 
     def loss(flat: Tensor) -> tuple[float, Tensor]:
-        value, gradient = _at(objective, _shaped(flat, shapes))
-        return value, torch.where(free, torch.cat([gradient[name].flatten().double() for name in first]), 0)
+        full = objective.at(_shaped(flat, shapes))
+        return full.value, torch.where(free, torch.cat([full.gradient[name].flatten().double() for name in first]), 0)
 
     start = torch.zeros(len(free), dtype=torch.float64, device=free.device)
     found = minimise(loss, start, decay)
     return Convex(known, found.least, _shaped(found.point, shapes), found.gradient)
-
-
-def _at(objective: Objective, theta: Params) -> tuple[float, Params]:
-    full = objective.at(theta)
-    return full.value, full.gradient
 
 
 def _shaped(flat: Tensor, shapes: Mapping[str, torch.Size]) -> Params:

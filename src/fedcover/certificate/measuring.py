@@ -33,7 +33,6 @@ class Estimate:
 class Seen:
     """All that was measured of a run, and the constants that follow from it."""
 
-    setup: Setup
     case: Case
     constants: dict[str, Estimate]
     bounds: dict[str, Bound]
@@ -80,7 +79,7 @@ def watch(found: Folder, setup: Setup, looks: int, clients: int, device: str, te
     convex = None
     if is_softmax(setup.task.model.module) and len(objective.shares) == setup.clients:
         tell("the optimum")
-        convex = convex_of(found.experiment, setup, objective, first, trained)
+        convex = convex_of(found.experiment, objective, first, trained)
     tell("the Hessian's largest eigenvalue")
     curvature = objective.curvature(within(newest.params, trained), found.experiment.seed)
     known = _constants(setup, rounds, start.value, curvature, newest.round, objective, convex)
@@ -89,7 +88,7 @@ def watch(found: Folder, setup: Setup, looks: int, clients: int, device: str, te
     facts = [r.facts for r in rounds]
     bounds = {name: replace(made(constants, facts), outside=outside(name, case)) for name, made in BOUNDS.items()}
     return Seen(
-        setup, case, known, bounds, trained, newest.round, squared(start.gradient, trained),
+        case, known, bounds, trained, newest.round, squared(start.gradient, trained),
         squared(lasting) / len(rounds) ** 2,
         _last(objective, newest.round, newest.params, trained, convex), convex,
     )  # fmt: skip

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedcover.aggregation import WEIGHTS
-from fedcover.norms import on_batch_statistics
+from fedcover.norms import has_batch_norm, on_batch_statistics
 from fedcover.rng import generator
 from fedcover.rounds import Setup, client_of
 from fedcover.types import Params, Samples
@@ -133,7 +132,6 @@ def objective_of(setup: Setup, most: int) -> Objective:
     size = sum(p.numel() for p in parameters)
     precise = size <= PRECISE and parameters[0].device.type == "cpu"
     dtype = torch.float64 if precise else parameters[0].dtype
-    normed = any(isinstance(layer, _BatchNorm) for layer in module.modules())
 
     def rows(client: int) -> Samples:
         shard = task.source.shard(client)
@@ -141,7 +139,7 @@ def objective_of(setup: Setup, most: int) -> Objective:
 
     return Objective(
         module.to(dtype), rows, {id: w / total for id, w in weights.items()}, task.local.weight_decay,
-        task.local.batch_size if normed else CHUNK, dtype,
+        task.local.batch_size if has_batch_norm(module) else CHUNK, dtype,
     )  # fmt: skip
 
 

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedcover.certificate.replaying import Replayed
 from fedcover.experiment import Experiment
+from fedcover.norms import has_batch_norm
 from fedcover.rounds import Setup
 from fedcover.theory import Constants
 
@@ -74,8 +74,7 @@ def server(case: Case) -> str | None:
 
 def norms(case: Case) -> str | None:
     """A loss is a mean over samples."""
-    module: nn.Module = case.setup.task.model.module
-    normed = any(isinstance(layer, _BatchNorm) for layer in module.modules())
+    normed = has_batch_norm(case.setup.task.model.module)
     return "batch norm: the loss of a batch is no mean over its samples" if normed else None
 
 

@@ -54,8 +54,7 @@ class Watcher:
 
     def train(self, task: Task, state: State, client: Client, reduction: Reduction, lr: float) -> tuple[Update, Path]:
         """Train a client as the run did, and watch it."""
-        shard = task.source.shard(client.id)
-        rows = Samples(shard.samples.x[shard.index], shard.samples.y[shard.index])
+        rows = self.objective.rows(client.id)
         count = task.local.epochs * -(-len(rows) // task.local.batch_size)
         held = reduction.mask(self.model)
         lacking = squared(self.model, {name: ~bits for name, bits in held.items()})

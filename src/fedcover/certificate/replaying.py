@@ -1,6 +1,6 @@
 """A kept round, trained again and watched: what its masks and gradients say, in the theorems' words."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -10,11 +10,9 @@ from fedcover import coverage as cov
 from fedcover.aggregation import WEIGHTS
 from fedcover.certificate.objective import Full, Objective, squared
 from fedcover.certificate.paths import Path, Watcher
-from fedcover.rounds import Setup, run_round
+from fedcover.rounds import Setup, aggregate, ask
 from fedcover.theory import Round
-from fedcover.types import Client, Params, Reduction, State, Task, Update
-
-NEVER = 10**9
+from fedcover.types import Params, State
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ def replayed(
     `trained` says which parameters are trained at any time.
     """
     theta = within(state.params, trained)
-    work = _work_of(setup, state)
+    work = ask(setup, state).work
     if not work:
         return None
     full = objective.at(theta, keep=[client.id for client, _ in work])
@@ -56,39 +54,17 @@ def replayed(
     size, rows = setup.task.local.batch_size, [client.samples for client, _ in work]
     uneven = any(count % size for count in rows if count > size) or len({-(-count // size) for count in rows}) > 1
     watcher = Watcher(objective, theta, own, looks, uneven or setup.task.local.momentum > 0)
-    paths: list[Path] = []
-
-    def engine(task: Task, state: State, work: Sequence[tuple[Client, Reduction]], lr: float) -> Iterable[Update]:
-        for client, reduction in work:
-            update, path = watcher.train(task, state, client, reduction, lr)
-            paths.append(path)
-            yield update
-
-    after, _ = run_round(_unjudged(replace(setup, engine=engine)), state)
-    moved = within(after.params, trained)
+    lr = setup.lr(state.round)
+    seen = [watcher.train(setup.task, state, client, reduction, lr) for client, reduction in work]
+    updates = sorted((update for update, _ in seen), key=lambda update: update.client.id)  # as a round adds them up
+    moved = within(aggregate(setup, state, updates).params, trained)
+    paths = [path for _, path in seen]
     return _told(setup, state, theta, moved, replace(full, own=own), objective, paths, trained)
 
 
 def within(params: Params, trained: Mapping[str, Tensor]) -> Params:
     """The union of all local models: parameters that nobody ever trains are zero, as every client sees them."""
     return {name: torch.where(trained[name], tensor, 0) for name, tensor in params.items()}
-
-
-def _unjudged(setup: Setup) -> Setup:
-    """The same setup without evaluations, which a replay does not need."""
-    return replace(setup, rounds=NEVER, evaluate_every=NEVER, local_every=None)
-
-
-def _work_of(setup: Setup, state: State) -> list[tuple[Client, Reduction]]:
-    """Who trains what in a round, found out by an engine that trains nobody."""
-    seen: list[tuple[Client, Reduction]] = []
-
-    def engine(task: Task, state: State, work: Sequence[tuple[Client, Reduction]], lr: float) -> Iterable[Update]:
-        seen.extend(work)
-        return ()
-
-    run_round(_unjudged(replace(setup, engine=engine)), state)
-    return seen
 
 
 def _told(

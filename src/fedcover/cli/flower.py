@@ -5,6 +5,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -99,6 +100,8 @@ def run(
 ) -> None:
     """Submit an experiment to a federation that is already there, and show its log."""
     require()
+    if connection is not None:
+        check_connection(connection)
     wanted, again = _wanted(experiment, set)
     folder = experiment.resolve() if again else runs / wanted.name
     settings = _settings(
@@ -115,6 +118,23 @@ def run(
             sys.exit(130)
     if not finished:
         raise RunError("the run on Flower did not finish; its log is above")
+
+
+def check_connection(name: str) -> None:
+    """Refuse a SuperLink that Flower's configuration does not name, before Flower does so at length."""
+    path = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "config.toml"
+    try:
+        known = tomllib.loads(path.read_text(encoding="utf-8")).get("superlink")
+    except OSError:
+        known = {"local": {}, "supergrid": {}}  # what Flower writes where there is nothing yet
+    except ValueError:
+        return  # Flower says what is wrong with it
+    names = [key for key, value in known.items() if isinstance(value, dict)] if isinstance(known, dict) else []
+    if name not in names:
+        raise InvalidValue(
+            f"connection must be one of {', '.join(names) or '(none yet)'}; got {name!r}: name its address in {path}, "
+            f"under [superlink.{name}]"
+        )
 
 
 def node_configs(wanted: Experiment, nodes: int) -> list[dict[str, object]]:

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from fedcover import console
+from fedcover.bench import STEADY, page
 from fedcover.bench import bench as measure
-from fedcover.bench import page
 from fedcover.cli.options import Data, Device, Json, Precision, Processes, app
 from fedcover.errors import InvalidValue
 from fedcover.experiment import Experiment, parse_change, read_experiment
@@ -37,6 +37,12 @@ def bench(
         if not json:
             ratios = ", ".join(f"{name} {value:.2f}" for name, value in figure.ratios)
             print(f"{figure.what:65} {figure.middle:9.3f} ms  {ratios}", flush=True)
+    wide = sum(figure.unsteady for figure in found)
+    if wide:
+        console.say(
+            f"{wide} of {len(found)} figures vary more than {STEADY}-fold between repetitions; if the computer is "
+            "not idle, measure again when it is"
+        )
     if json:
         print(js.dumps([asdict(figure) for figure in found], indent=2))
     if out:
@@ -67,7 +73,7 @@ def sweep(
         count = iter(range(sum(e.rounds for e in wanted)))
 
         def show(experiment: Experiment, report: Report) -> None:
-            watch(Report(next(count), report.metrics))
+            watch(Report(next(count), {**report.metrics, "run": experiment.name}))
 
         try:
             for done in run_sweep(wanted, runs, machine=machine, data=data, watch=show):

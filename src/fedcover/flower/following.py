@@ -1,15 +1,14 @@
 """Follow a run on Flower from outside: its rounds as they end, and what went wrong if it did."""
 
-import json
 import re
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from fedcover.errors import RunError
 from fedcover.rounds import Report
+from fedcover.summary import read_lines
 
 FINISHED = "fedcover: finished"
 _STOPPED = re.compile(r"fedcover: stopped: (.*)")
@@ -18,12 +17,12 @@ _STOPPED = re.compile(r"fedcover: stopped: (.*)")
 def follow(process: subprocess.Popen[bytes], folder: Path, log: Path, watch: Callable[[Report], None]) -> None:
     """Show the rounds of a run until the process that streams its log ends; complain if the run did not finish."""
     metrics = folder / "metrics.jsonl"
-    known = len(_lines(metrics))
+    known = len(read_lines(metrics))
     summary = folder / "summary.json"
     before = summary.stat().st_mtime_ns if summary.exists() else None
     while True:
         ended = process.poll() is not None
-        lines = _lines(metrics)
+        lines = read_lines(metrics)
         for line in lines[known:]:
             watch(Report(line["round"], line))
         known = max(known, len(lines))
@@ -52,13 +51,3 @@ def said(log: Path) -> str:
     text = log.read_text(errors="replace")
     sentences = _STOPPED.findall(text)
     return sentences[-1] if sentences else f"the run on Flower did not finish; its log ends so:\n{text[-2000:].strip()}"
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return list(_read(path)) if path.exists() else []
-
-
-def _read(path: Path) -> Iterator[dict[str, Any]]:
-    for text in path.read_bytes().splitlines(keepends=True):
-        if text.endswith(b"\n"):  # the last one may be half written
-            yield json.loads(text)

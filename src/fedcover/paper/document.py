@@ -213,13 +213,18 @@ def made_with(evidence: Evidence) -> str:
 
 def figures(evidence: Evidence) -> dict[str, str]:
     """The paper's figures as SVG, by name; those without any run are left out."""
-    drawn = {}
-    for name, (title, column, of) in FIGURES.items():
+    return {name: chart(FIGURES[name][0], panels) for name, panels in _panels(evidence).items()}
+
+
+def _panels(evidence: Evidence) -> dict[str, list[tuple[str, list[Series]]]]:
+    """What each figure shows, for those that have any run."""
+    found = {}
+    for name, (_, column, of) in FIGURES.items():
         runs = {evidence.cells[id].design: evidence.results[id] for id in _lines(evidence, column, of)}
         panels = [(label, _series(runs, label)) for label in ("loss", "accuracy")]
         if all(lines for _, lines in panels):
-            drawn[name] = chart(title, panels)
-    return drawn
+            found[name] = panels
+    return found
 
 
 def _lines(evidence: Evidence, column: str, of: str) -> list[str]:
@@ -247,7 +252,7 @@ def _series(lines: dict[str, list[dict[str, object]]], label: str) -> list[Serie
 
 def figure_links(evidence: Evidence) -> str:
     """The figures where they are, and a word where they are not."""
-    there = figures(evidence)
+    there = _panels(evidence)
     return "\n\n".join(
         f"![{title}: loss and accuracy by round](reproduction/{name}.svg)" if name in there else f"{title}: not run."
         for name, (title, _, _) in FIGURES.items()

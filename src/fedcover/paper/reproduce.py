@@ -4,7 +4,7 @@ This module needs no command-line packages, so that it runs where only torch, nu
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -58,9 +58,10 @@ class Wish:
         wanted = chosen(known, self.sets, self.seed_count, self.only)
         return [(quick(cell), seed) for cell, seed in wanted] if self.smoke else wanted
 
-    def missing(self) -> list[Job]:
-        """What is wanted and not yet there."""
-        return [(cell, seed) for cell, seed in self.jobs() if results.read(self.folder, cell, seed) is None]
+
+def missing(folder: Path, jobs: Sequence[Job]) -> list[Job]:
+    """What is not yet there."""
+    return [(cell, seed) for cell, seed in jobs if results.read(folder, cell, seed) is None]
 
 
 @contextmanager
@@ -76,9 +77,13 @@ def lines(title: str, rounds: int) -> Iterator[Watch]:
 
 
 def run_cells(
-    experiments: Sequence[Experiment], machine: Machine, data: str | Path | None = None, watching: Watching = lines
+    experiments: Sequence[Experiment],
+    machine: Machine,
+    data: str | Path | None = None,
+    watching: Watching = lines,
+    runs: Path | None = None,
 ) -> Iterator[Finished]:
-    """Run experiments of one shape in lockstep, and hand each over as it ends."""
+    """Run experiments of one shape in lockstep, each into its folder below `runs`, and hand each over as it ends."""
     title = f"{len(experiments)} runs, {experiments[0].name} first"
     with watching(title, experiments[0].rounds) as watch:
 
@@ -86,17 +91,17 @@ def run_cells(
             if experiment is experiments[0]:
                 watch(report)
 
-        for done in sweep(experiments, machine=machine, data=data, watch=show):
-            yield Finished(done.experiment, done.metrics, replace(machine, engine="batched"), done.diverged or None)
+        for done in sweep(experiments, runs=runs, machine=machine, data=data, watch=show):
+            how = replace(machine, engine=done.engine, processes=1)
+            yield Finished(done.experiment, done.metrics, how, done.diverged or None)
 
 
-def groups(jobs: Sequence[Job]) -> list[list[Job]]:
-    """Jobs of one shape together: same data, model, rounds and local training, so that they could run in step."""
-    alike: dict[tuple[object, ...], list[Job]] = {}
-    for cell, seed in jobs:
-        e = cell.experiment
+def groups(experiments: Iterable[Experiment]) -> list[list[Experiment]]:
+    """Those of one shape together: same data, model, rounds and local training, so that they could run in step."""
+    alike: dict[tuple[object, ...], list[Experiment]] = {}
+    for e in experiments:
         shape = (e.dataset, e.model, e.validation, e.clients, e.active, e.rounds, e.epochs, e.batch_size)
-        alike.setdefault(shape, []).append((cell, seed))
+        alike.setdefault(shape, []).append(e)
     return list(alike.values())
 
 
@@ -110,13 +115,13 @@ def reproduce(
 ) -> list[Path]:
     """Run every cell and seed that is wanted and missing; what has ended is on disk, whatever happens next."""
     chosen_machine = (machine or Machine()).resolved()
-    todo = wish.missing()
-    tell(f"{len(todo)} of {len(wish.jobs())} runs are missing in {wish.folder}")
+    jobs = wish.jobs()
+    todo = missing(wish.folder, jobs)
+    tell(f"{len(todo)} of {len(jobs)} runs are missing in {wish.folder}")
+    cell_of = {cell.with_seed(seed).name: cell for cell, seed in todo}
     written = []
-    for group in groups(todo):
-        cell_of = {cell.with_seed(seed).name: cell for cell, seed in group}
-        experiments = [cell.with_seed(seed) for cell, seed in group]
-        for finished in run_cells(experiments, chosen_machine, data, watching):
+    for group in groups(cell.with_seed(seed) for cell, seed in todo):
+        for finished in run_cells(group, chosen_machine, data, watching):
             cell = cell_of[finished.experiment.name]
             written.append(results.write(wish.folder, cell, results.describe(cell, finished)))
             tell(f"{len(written)}/{len(todo)}  {finished.experiment.name}")
@@ -143,7 +148,15 @@ def parse_only(texts: Sequence[str]) -> dict[str, list[str]]:
 
 def main(words: Sequence[str]) -> None:
     """Sets by name, filters and options as key=value; `docs` writes the document from the results that are there."""
-    options = {"seeds": "", "quick": "false", "out": "", "data": "", "device": "auto", "engine": "auto"}
+    options = {
+        "seeds": "",
+        "quick": "false",
+        "out": "",
+        "data": "",
+        "device": "auto",
+        "engine": "auto",
+        "precision": "fp32",
+    }
     sets = [word for word in words if "=" not in word]
     given = dict(word.split("=", 1) for word in words if "=" in word)
     only = parse_only([f"{key}={value}" for key, value in given.items() if key not in options])
@@ -158,7 +171,7 @@ def main(words: Sequence[str]) -> None:
     seeds = int(options["seeds"]) if options["seeds"] else None
     wish = Wish(tuple(name for name in sets if name != "docs"), only, seeds, options["quick"] == "true", out)
     if wish.sets:
-        machine = Machine(options["engine"], options["device"])
+        machine = Machine(options["engine"], options["device"], precision=options["precision"], processes="auto")
         reproduce(wish, machine=machine, data=options["data"] or None, tell=lambda line: print(line, flush=True))
     if "docs" in sets:
         for path in document.write(wish.folder, DOCS):

@@ -24,7 +24,7 @@ LAST_ROUNDS = 5
 """The second learning rate is the one with the best mean validation accuracy over so many last rounds."""
 
 _NOT_WHAT_IS_COMPUTED = {"name", "checkpoint_every", "keep_rounds"}
-_NOT_OF_INTEREST = {"data", "seed", "experiment", "custom"}
+_NOT_OF_INTEREST = {"data", "seed", "experiment", "custom", "system"}
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,6 @@ def describe(cell: Cell, run: Finished) -> dict[str, Any]:
     summary = summarise(run.metrics) if run.metrics else {}
     best = max(scored, key=lambda line: float(line[cell.score]), default=None)
     good = run.diverged is None
-    made = manifest(run.experiment, run.machine, Parts(), None)
     return {
         "cell": cell.id,
         "seed": run.experiment.seed,
@@ -57,8 +56,14 @@ def describe(cell: Cell, run: Finished) -> dict[str, Any]:
         **{name: _rounded(summary.get(name)) for name in COSTS},
         "curve": _curve(cell.score, scored),
         "experiment": identity(run.experiment),
-        "made": {**{k: v for k, v in made.items() if k not in _NOT_OF_INTEREST}, "source": source_digest()},
+        "made": made(run),
     }
+
+
+def made(run: Finished) -> dict[str, Any]:
+    """With what a run was made: versions, commit, computer, engine and source."""
+    known = manifest(run.experiment, run.machine, Parts(), None)
+    return {**{k: v for k, v in known.items() if k not in _NOT_OF_INTEREST}, "source": source_digest()}
 
 
 def _curve(score: str, scored: Metrics) -> dict[str, list[Any]]:
@@ -80,6 +85,11 @@ def _rounded(value: Any) -> Any:
 def identity(experiment: Experiment) -> dict[str, Any]:
     """Every field that matters for what is computed."""
     return experiment.model_dump(mode="json", exclude=_NOT_WHAT_IS_COMPUTED)
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    return identity(Experiment())
 
 
 @cache
@@ -120,7 +130,7 @@ def read(folder: Path, cell: Cell, seed: int) -> dict[str, Any] | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(f"{path} is no result of a cell: {error}; remove it to run the cell again") from error
     # a field that a newer version adds does not matter as long as the cell leaves it at its default
-    expected, defaults = identity(cell.with_seed(seed)), identity(Experiment())
+    expected, defaults = identity(cell.with_seed(seed)), _defaults()
     return found if all(kept.get(key, defaults[key]) == value for key, value in expected.items()) else None
 
 

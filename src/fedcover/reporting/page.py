@@ -152,7 +152,8 @@ def totals(lines: Sequence[Line]) -> dict[str, Any]:
 def commands(record: Record) -> list[str]:
     """How to run it again, and how to go on with it."""
     machine = record.manifest
-    options = [f"--{key} {machine[key]}" for key in ("engine", "device", "threads") if machine.get(key) is not None]
+    keys = ("engine", "device", "threads", "precision", "processes")
+    options = [f"--{key} {machine[key]}" for key in keys if machine.get(key) is not None]
     options += ["--deterministic"] if machine.get("deterministic") else []
     options += ["--data FOLDER"] if machine.get("data") else []
     again = " ".join(["fedcover run experiment.toml", *options])

@@ -1,6 +1,5 @@
 """What a run folder says, as plain values: settings, machine, one line a round, the certificate if there is one."""
 
-import contextlib
 import json
 import math
 import tomllib
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedcover.errors import RunError
+from fedcover.summary import read_lines
 
 Line = dict[str, Any]
 
@@ -77,18 +77,8 @@ def read_run(folder: Path) -> Record:
     except (OSError, ValueError) as error:
         raise RunError(f"{path} cannot be read: {error}") from error
     manifest, certificate = _json(folder / "manifest.json"), _json(folder / "certificate.json")
-    return Record(folder, toml, settings, manifest or {}, read_lines(folder / "metrics.jsonl"), certificate)
-
-
-def read_lines(path: Path) -> list[Line]:
-    """The lines of the rounds that are done, in order; a torn last line is none."""
-    lines: dict[int, Line] = {}
-    for text in path.read_bytes().splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError):
-            line = json.loads(text)
-            if isinstance(line, dict) and isinstance(line.get("round"), int):
-                lines[line["round"]] = line
-    return [lines[round] for round in sorted(lines)]
+    lines = {line["round"]: line for line in read_lines(folder / "metrics.jsonl")}
+    return Record(folder, toml, settings, manifest or {}, [lines[round] for round in sorted(lines)], certificate)
 
 
 def _json(path: Path) -> dict[str, Any] | None:
