@@ -105,7 +105,7 @@ def _hostile(raw, asked):
         "malformed metrics": [
             replace(raw, metrics=wrong)
             for wrong in ({}, {"loss": float("nan")}, {"loss": "0"}, {"loss": True}, {"loss": 1.0, "x": 1}, None,
-                          {"loss": 10**400}, {"loss": [1.0]})
+                          {"loss": 10**400}, {"loss": -1.7e308}, {"loss": [1.0]})
         ],
         "missing array": [replace(raw, arrays={n: a for n, a in raw.arrays.items() if n != name})],
         "extra array": [with_array(raw, n, stored(np.zeros(1))) for n in ("params/nosuch", "x", "", 7, None)],

@@ -25,7 +25,7 @@ REASONS = {
     "replayed nonce": "the task was answered before",
     "late": "the reply came after its round had ended",
     "too large": "the reply has more bytes than an answer to its task can have",
-    "malformed metrics": "the numbers beside the arrays are not the expected ones, or not finite",
+    "malformed metrics": "the numbers beside the arrays are not the expected ones, not finite, or beyond 3.4e38",
     "missing array": "an array that was asked for is not there",
     "extra array": "an array came that nobody asked for",
     "pickled": "an array is stored in another way than NumPy's own, or as Python objects",
@@ -42,7 +42,9 @@ REASONS = {
 
 NORM_LIMIT = 1e6
 """Updates longer than this are not believed."""
-REMEMBERED = 10_000
+LARGEST = float(np.finfo(np.float32).max)
+"""No number beside the arrays is larger: means of a few that are near the largest double would overflow."""
+REMEMBERED = 1_000
 """Nonces of answered tasks that are remembered to tell a replay from a fabrication; both are refused."""
 
 
@@ -232,16 +234,9 @@ def _metrics(given: Mapping[Any, Any], names: tuple[str, ...]) -> dict[str, floa
         raise Refused("malformed metrics", f"expected {', '.join(names)}")
     for name in names:
         value = given[name]
-        if type(value) not in (int, float) or not _is_finite(value):
+        if type(value) not in (int, float) or not abs(value) <= LARGEST:
             raise Refused("malformed metrics", f"{name} is {shown(value)}")
     return {name: float(given[name]) for name in names}
-
-
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer beyond all floats
-        return False
 
 
 def _names(arrays: Mapping[Any, RawArray], asked: Asked) -> None:
