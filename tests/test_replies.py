@@ -168,6 +168,16 @@ def test_bits_beyond_the_end_are_refused():
     assert (found.reason, found.client) == ("mask malformed", asked.client.id)
 
 
+def test_a_client_that_may_not_choose_sends_no_bits():
+    _, _, asked, update = asked_and_trained("slices")
+    plain = replace(asked, choosing=False)
+    assert isinstance(check(honest(plain, update), plain), Answer)
+    name = first(honest(asked, update)).replace("params", "bits")
+    raw = with_array(honest(asked, update), name, stored(np.zeros(asked.wanted[name].shape, np.uint8)))
+    assert isinstance(check(raw, asked), Answer)
+    assert check(raw, plain).reason == "extra array"
+
+
 def test_the_table_is_complete():
     """Every reason of the table is given by some test here, or by the ledger."""
     _, _, asked, update = asked_and_trained("tracked norms")

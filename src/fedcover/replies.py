@@ -60,7 +60,10 @@ class RawReply:
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """A task that was sent: who was asked, for which part of which tensors, and how large an answer may be."""
+    """A task that was sent: who was asked, for which part of which tensors, and how large an answer may be.
+
+    `choosing` clients may say which entries of their part they trained.
+    """
 
     nonce: str
     client: Client
@@ -69,7 +72,7 @@ class Asked:
     statistics: Params = field(default_factory=dict)
     measures: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     metrics: tuple[str, ...] = ("loss",)
-    norm_limit: float = NORM_LIMIT
+    choosing: bool = True
 
     @cached_property
     def start(self) -> Params:
@@ -85,8 +88,8 @@ class Asked:
         whole = dense(self.reduction).extract(self.params)
         for kind, names in self.measures.items():
             plain |= {f"measured/{kind}/{name}": wanted_for(whole[name]) for name in names if name in whole}
-        bits = {f"bits/{name}": Wanted((-(-tensor.numel() // 8),), "uint8", True) for name, tensor in part.items()}
-        return plain | bits
+        chosen = part if self.choosing else {}
+        return plain | {f"bits/{n}": Wanted((-(-t.numel() // 8),), "uint8", True) for n, t in chosen.items()}
 
     @cached_property
     def byte_limit(self) -> int:
@@ -111,14 +114,12 @@ class Answer:
     metrics: Mapping[str, float]
 
 
-def ask(
-    nonce: str, task: Task, state: State, client: Client, reduction: Reduction, *, norm_limit: float = NORM_LIMIT
-) -> Asked:
+def ask(nonce: str, task: Task, state: State, client: Client, reduction: Reduction, *, choosing: bool = True) -> Asked:
     """What is asked of a client that is sent its part of the model."""
     known = state.statistics.get(statistics_key(task.norm, client.capacity) or "", {})
     scope = {"all": tuple(state.params), "prunable": task.model.prunable}
     measures = {kind: scope[which] for kind, which in task.recipe.measures.items()}
-    return Asked(nonce, client, reduction, state.params, known, measures, norm_limit=norm_limit)
+    return Asked(nonce, client, reduction, state.params, known, measures, choosing=choosing)
 
 
 def pack(update: Update) -> dict[str, np.ndarray]:
@@ -278,8 +279,8 @@ def _lengths(asked: Asked, params: Params, buffers: Params) -> None:
     for kind, new, old in (("params", params, asked.start), ("buffers", buffers, known)):
         squares = [float((t.double() - old[name].double().cpu()).square().sum()) for name, t in new.items()]
         length = math.sqrt(sum(squares))
-        if not length <= asked.norm_limit:
-            raise Refused("absurd norm", f"{kind} moved by {length:.3g}; at most {asked.norm_limit:g} is believed")
+        if not length <= NORM_LIMIT:
+            raise Refused("absurd norm", f"{kind} moved by {length:.3g}; at most {NORM_LIMIT:g} is believed")
 
 
 def _bits(name: str, packed: Tensor, asked: Asked) -> Tensor:

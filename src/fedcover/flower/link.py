@@ -121,9 +121,7 @@ class Link:
         }
         return found | late
 
-    def _reply(
-        self, asked: str, arriving: dict[str, "_Arriving"], allowed: int, end: float
-    ) -> Message | Failed | None:
+    def _reply(self, asked: str, arriving: dict[str, "_Arriving"], allowed: int, end: float) -> Message | Failed | None:
         """The reply to a message, if it is complete; what has come of it so far is kept in `arriving`.
 
         Asked for one by one: Flower tells of a reply only once, so a list that is refused for the length of one node's
@@ -132,8 +130,8 @@ class Link:
         if not hasattr(self._inner, "_runtime_client"):  # Flower's simulation, where all is one process
             return next((_usable(message) for message in self._grid.pull_messages([asked])), None)
         try:
-            if asked not in arriving:
-                arriving.update(self._announced(asked, allowed))
+            if asked not in arriving and (begun := self._begun(asked, allowed)):
+                arriving[asked] = begun
             if asked not in arriving or not self._fetched(arriving[asked], min(end, time.monotonic() + TURN)):
                 return None
             reply = _opened(arriving[asked])
@@ -147,16 +145,15 @@ class Link:
             self._confirm(arriving.pop(asked).id)  # Flower may forget it now
         return reply
 
-    def _announced(self, asked: str, allowed: int) -> dict[str, "_Arriving"]:
+    def _begun(self, asked: str, allowed: int) -> "_Arriving | None":
         """The reply that a node has begun to send: the ids of its pieces, no content yet."""
         client = self._inner._runtime_client
         with _at_most(client, LISTING):
             listed = client.PullMessages(PullAppMessagesRequest(message_ids=[asked]))
-        return {
-            asked: _Arriving(envelope.metadata.message_id, _ids(tree), allowed)
-            for envelope, tree in zip(listed.messages_list, listed.message_object_trees, strict=True)
-            if envelope.metadata.reply_to_message_id == asked
-        }
+        for envelope, tree in zip(listed.messages_list, listed.message_object_trees, strict=True):
+            if envelope.metadata.reply_to_message_id == asked:
+                return _Arriving(envelope.metadata.message_id, _ids(tree), allowed)
+        return None
 
     def _fetched(self, arriving: "_Arriving", end: float) -> bool:
         """Fetch pieces of a reply until it is complete, or a piece has not come yet, or it is the next one's turn."""
