@@ -2,7 +2,7 @@
 
 import threading
 
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.proto.message_pb2 import ObjectTree
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree, iterate_object_tree
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents, pull_objects
@@ -74,4 +74,13 @@ def long_list(message, context):
 def all_report(message, context):
     """A reply of numbers in the report where tensors should be, of which Python would make many times as much."""
     reply = Message(RecordDict({"report": ConfigRecord({"x": [1] * 100_000})}), reply_to=message)
+    return reply, get_object_tree(reply), set()
+
+
+def oversized(message, context):
+    """A reply of a hundred megabytes, where a few kilobytes were asked for."""
+    content = bytes(range(256)) * 400_000
+    report = ConfigRecord({"clients": [1], "nonces": ["x"], "losses": [0.5], "samples": [1], "errors": [""]})
+    answers = ArrayRecord({"1": Array("uint8", (len(content),), "fedcover.bundle", content)})
+    reply = Message(RecordDict({"report": report, "answers": answers}), reply_to=message)
     return reply, get_object_tree(reply), set()

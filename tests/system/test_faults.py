@@ -5,6 +5,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -115,9 +116,11 @@ class files_limited:  # noqa: N801
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
-@pytest.mark.parametrize("stopped", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "stopped", [[signal.SIGINT], [signal.SIGTERM], [signal.SIGINT] * 2], ids=["Ctrl-C", "kill", "Ctrl-C twice"]
+)
 def test_up_leaves_nothing_behind(tmp_path, stopped):
-    """After Ctrl-C, or a kill, no process is left, and `up` goes on with the folder."""
+    """After Ctrl-C, or a kill, or an impatient user, no process is left, and `up` goes on with the folder."""
     (tmp_path / "mine.toml").write_text(experiment(policy="prefix", rounds=30, name="mine").to_toml())
     command = [sys.executable, "-m", "fedcover", "flower", "up", "--nodes", "2", "--runs", str(tmp_path / "runs")]
     with (tmp_path / "log.txt").open("wb") as log:
@@ -126,7 +129,9 @@ def test_up_leaves_nothing_behind(tmp_path, stopped):
     wait_for(lambda: metrics.exists() and metrics.read_bytes(), "a round")
     family = descendants([up.pid])
     assert len(family) >= 6
-    up.send_signal(stopped)
+    for number in stopped:
+        up.send_signal(number)
+        time.sleep(1.0)
     assert up.wait(120) == 130
     wait_for(lambda: not alive(family), "the end of all processes")
     assert "go on with: fedcover flower up" in (tmp_path / "log.txt").read_text()

@@ -40,7 +40,7 @@ class Events:
         """Add an event."""
         if event != "answered":
             whose = "a node" if client is None else f"client {client}"
-            log.warning("round %d: %s (node %s) %s: %s", round, whose, node, event, why)
+            log.warning("round %d: %s (node %s) %s: %s", round + 1, whose, node, event, why)  # people count from 1
         if self.path is None:
             return
         line = {"round": round, "time": time.time(), "event": event, "node": node, "client": client, "why": why}

@@ -1,16 +1,16 @@
 """For a Flower App of your own: a strategy that gives every node the part of the model that it can hold."""
 
 import logging
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Strategy
+from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
 
 from fedcover import coverage as cov
@@ -19,8 +19,8 @@ from fedcover.aggregation import RULES, WEIGHTS
 from fedcover.errors import InvalidValue
 from fedcover.evaluation import WHOLE
 from fedcover.flower.engine import Events, meet
-from fedcover.flower.link import Link
-from fedcover.flower.messages import Order, Orders, read_answers, to_node
+from fedcover.flower.link import Failed, Link
+from fedcover.flower.messages import TRAIN, Order, Orders, read_answers, to_node
 from fedcover.flower.parcels import as_sent, bundle, headed, kept, unbundle
 from fedcover.flower.places import Roster
 from fedcover.models import tensors
@@ -66,6 +66,7 @@ class CoverageStrategy(Strategy):
         self.coverage = Coverage((), {})
         self._roster, self._ledger, self._events = Roster(), Ledger(), Events(None)
         self._sent: Params = {}
+        self._allowed: dict[int, int] = {}
         if running(model.module) and calibration is None:
             log.warning(_NO_CALIBRATION)
 
@@ -79,6 +80,11 @@ class CoverageStrategy(Strategy):
             raise InvalidValue(_NO_CALIBRATION)
         whole = submodel(self.model.module, WHOLE, self._params(arrays))
         return whole.eval() if self.calibration is None else calibrate(whole, self.calibration)
+
+    def start(self, grid: Grid, *args: Any, **kwargs: Any) -> Result:
+        """Run the rounds, as every strategy of Flower does; of a reply no more is read than was asked for."""
+        bounded: Any = _Bounded(grid, self._allowed)
+        return super().start(bounded, *args, **kwargs)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -160,6 +166,7 @@ class CoverageStrategy(Strategy):
         encoded, wire = as_sent(part, self.model)
         parcel = bundle(headed({"params": kept(wire, wire.extract(self._sent))}))
         asked = self._ledger.expect(lambda nonce: Asked(nonce, client, wire, self._sent))
+        self._allowed[node] = asked.byte_limit
         order = Order(client.id, client.capacity, client.slot, encoded, 0, asked.nonce)
         orders = Orders(round, 0.0, torch.get_num_threads(), "", (order,), (parcel,), dict(config))
         return to_node(node, orders, ttl=DAY)
@@ -182,6 +189,30 @@ class CoverageStrategy(Strategy):
                 yield f"{found.reason}: {found.detail}"
             else:
                 yield replace(found.update, client=replace(found.update.client, samples=max(1, answer.samples)))
+
+
+@dataclass(frozen=True)
+class _Bounded:
+    """A grid whose replies to training are fetched as those of an experiment: by size first, and in turns."""
+
+    grid: Grid
+    allowed: Mapping[int, int]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.grid, name)
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """Send each node its message; a node without a usable reply is told of by an error."""
+        sent = {message.metadata.dst_node_id: message for message in messages}
+        if any(message.metadata.message_type != TRAIN for message in sent.values()):
+            return self.grid.send_and_receive(sent.values(), timeout=timeout)  # of an app of one's own
+        replies = Link(self.grid).exchange(sent, patience=timeout or DAY, allowed=self.allowed)
+        return [
+            Message(Error(0, f"{reply.event}: {reply.why}"), reply_to=sent[node])
+            if isinstance(reply, Failed)
+            else reply
+            for node, reply in replies.items()
+        ]
 
 
 _NO_CALIBRATION = (
