@@ -34,6 +34,8 @@ def test_tls_and_authentication_end_to_end(tmp_path):
         for pid in alive(family):
             os.kill(pid, 9)
     assert "the stranger was refused" in said, said
+    refusal = (tmp_path / "stranger.log").read_text()
+    assert "[code: 2004]" in refusal, refusal  # by the SuperLink, and not for another reason
     assert len((tmp_path / "runs" / "experiment" / "metrics.jsonl").read_text().splitlines()) == 2, said
     recorded = (tmp_path / "runs" / "experiment" / "experiment.toml").read_text()
     assert 'fleet = "4x1 + 4x0.5"' in recorded  # as the nodes declared

@@ -17,6 +17,8 @@ WHY = {
     "extra array": "extra array",
     "absurd norm": "absurd norm",
     "replayed": "replayed nonce",
+    "absurd loss": "malformed metrics",
+    "larger mask": "mask over capacity",
     "pickled": "pickled",
     "garbage": "no index",
     "oversized": "too large",
@@ -46,6 +48,7 @@ def test_a_compromised_node_is_rejected_round_after_round(tmp_path, monkeypatch)
     for round, kind in enumerate(ATTACKS[1:], 1):
         told = {line["why"] for line in run.events("rejected") if line["round"] == round}
         assert any(WHY[kind] in why for why in told), (kind, told)
+        assert WHY[kind] in run.text  # for whoever looks at the log
     assert peak < HUGE + 300_000_000  # the reply was never taken in beside what a server needs anyway
 
     def only_honest(task, state, work, lr):

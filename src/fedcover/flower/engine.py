@@ -36,6 +36,11 @@ class Events:
 
     path: Path | None
 
+    def __post_init__(self) -> None:
+        """After a full disk the last line may be half one: what comes next must not be written behind it."""
+        if self.path and self.path.exists() and self.path.read_bytes()[-1:] not in (b"", b"\n"):
+            self._append("\n")
+
     def write(self, round: int, event: str, node: int | None, client: int | None, why: str = "") -> None:
         """Add an event."""
         if event != "answered":
@@ -44,9 +49,13 @@ class Events:
         if self.path is None:
             return
         line = {"round": round, "time": time.time(), "event": event, "node": node, "client": client, "why": why}
+        self._append(json.dumps(line) + "\n")
+
+    def _append(self, text: str) -> None:
+        assert self.path is not None
         try:
             with self.path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(text)
         except OSError as error:
             raise RunError(f"cannot write {self.path}: {error.strerror}; what is done so far is whole") from error
 
