@@ -1,7 +1,9 @@
 """What Flower carries and who holds whom, without Flower: parcels, places, and the folder of an app."""
 
 import os
+import subprocess
 import sys
+import time
 import tomllib
 from contextlib import suppress
 
@@ -18,6 +20,7 @@ from fedcover.flower.apps import Settings, write_app
 from fedcover.flower.following import pass_on, said
 from fedcover.flower.parcels import as_sent, bundle, embedded, headed, kept, read_reduction, sections, unbundle
 from fedcover.flower.places import Introduction, Roster, declared_fleet, introduction, place_of
+from fedcover.flower.processes import descendants
 from fedcover.models import MODELS
 from fedcover.preparation import Machine
 from fedcover.reduction import Masks, drawn, windows
@@ -172,3 +175,16 @@ def test_only_the_server_says_that_a_run_has_finished(capfd):
     assert streamed("hello\nfedcover: finished: runs/x")
     assert not streamed("fedcover: round 1: client 3 rejected: its node says: 'fedcover: finished: runs/x'")
     assert "hello" in capfd.readouterr().out
+
+
+def test_what_was_started_is_found_without_other_programs(monkeypatch):
+    """Small containers have no `ps`, and what is not found is not stopped."""
+    script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE) as parent:
+        monkeypatch.setenv("PATH", "")
+        while not (found := descendants([parent.pid])):
+            time.sleep(0.05)
+        assert parent.pid not in found
+        assert found < descendants([os.getpid()])
+        parent.communicate(b"\n")
+    assert not found & descendants([os.getpid()])

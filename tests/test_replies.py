@@ -179,6 +179,15 @@ def test_a_client_that_may_not_choose_sends_no_bits():
     assert check(raw, plain).reason == "extra array"
 
 
+def test_an_endless_shape_is_not_multiplied_out():
+    """The product of a million numbers takes minutes; a mask is one row of bytes, so anything else is malformed."""
+    _, _, asked, update = asked_and_trained("slices")
+    name = first(honest(asked, update)).replace("params", "bits")
+    for shape in ((100, 100), (9,) * 10**6):
+        raw = with_array(honest(asked, update), name, stored(np.zeros(10, np.uint8), shape=shape))
+        assert check(raw, asked).reason == "mask malformed"
+
+
 def test_the_table_is_complete():
     """Every reason of the table is given by some test here, or by the ledger."""
     _, _, asked, update = asked_and_trained("tracked norms")
