@@ -142,7 +142,7 @@ def test_up_leaves_nothing_behind(tmp_path, stopped):
         time.sleep(1.0)
     assert process.wait(120) == 130
     wait_for(lambda: not alive(family), "the end of all processes")
-    assert list((tmp_path / "tmp").iterdir()) == []
+    assert list((tmp_path / "tmp").glob("fedcover-*")) == []
     assert "go on with: fedcover flower up" in (tmp_path / "log.txt").read_text()
 
 
@@ -161,5 +161,5 @@ def test_up_runs_to_the_end_and_cleans_up(tmp_path):
     family = descendants([again.pid])
     assert again.wait(PATIENCE) == 0, (tmp_path / "log.txt").read_text()
     wait_for(lambda: not alive(family), "the end of all processes")
-    assert list((tmp_path / "tmp").iterdir()) == []
+    assert list((tmp_path / "tmp").glob("fedcover-*")) == []
     assert checkpoints(folder) == reference(wanted, tmp_path / "here")
