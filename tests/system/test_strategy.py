@@ -160,3 +160,11 @@ def test_a_reply_of_records_only_or_of_one_tensor_many_times_is_too_large():
 
 def pieces(message):
     return {id: piece.deflate() for id, piece in get_all_nested_objects(message).items()}
+
+
+def test_a_flood_of_answers_is_one_rejection(caplog):
+    strategy, message = CoverageStrategy(with_norms(), calibration=torch.randn(9, 1, 4, 4)), ordered(with_norms(), 0.5)
+    strategy._sent = strategy._params(strategy.initial_arrays())
+    flood = to_server(message, [Answer(n, "x", 0.5, 1, b"", "oh") for n in range(500)])
+    arrays, figures = strategy.aggregate_train(1, [flood])
+    assert (arrays, figures["rejected"], figures["answered"], len(caplog.records)) == (None, 1, 0, 1)

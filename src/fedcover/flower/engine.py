@@ -157,7 +157,7 @@ class FlowerEngine:
             why = f"{len(answers) - len(mine)} answers for clients that this node was not asked for, or twice for one"
             self._tell(round, "rejected", node, None, why)
         for client in asked:
-            found = _checked(mine[client], self.ledger) if client in mine else "its node did not answer for it"
+            found = checked(mine[client], self.ledger) if client in mine else "its node did not answer for it"
             if isinstance(found, str):
                 self._tell(round, "rejected", node, client, found)
             else:
@@ -169,7 +169,7 @@ class FlowerEngine:
         self.events.write(round, event, node, client, why)
 
 
-def _checked(answer: Answer, ledger: Ledger) -> Update | str:
+def checked(answer: Answer, ledger: Ledger) -> Update | str:
     """The update in one client's answer, or why it is not believed."""
     if answer.error:
         return f"its node says: {answer.error[:300]!a}"

@@ -18,15 +18,15 @@ from fedcover import groups, spec
 from fedcover.aggregation import RULES, WEIGHTS
 from fedcover.errors import InvalidValue
 from fedcover.evaluation import WHOLE
-from fedcover.flower.engine import Events, meet
+from fedcover.flower.engine import Events, checked, meet
 from fedcover.flower.link import Failed, Link
 from fedcover.flower.messages import TRAIN, Order, Orders, read_answers, to_node
-from fedcover.flower.parcels import as_sent, bundle, headed, kept, unbundle
+from fedcover.flower.parcels import as_sent, bundle, headed, kept
 from fedcover.flower.places import Roster
 from fedcover.models import tensors
 from fedcover.norms import calibrate, running
 from fedcover.policies import POLICIES
-from fedcover.replies import Asked, Ledger, RawReply, Rejection
+from fedcover.replies import Asked, Ledger
 from fedcover.submodel import submodel
 from fedcover.types import Client, Coverage, Model, Params, Policy, Update, View
 
@@ -115,12 +115,12 @@ class CoverageStrategy(Strategy):
         updates: list[Update] = []
         rejected = 0
         for reply in replies:
-            for found in self._read(reply):
-                if isinstance(found, str):
-                    rejected += 1
-                    log.warning("round %d: rejected: %s", server_round, found)
-                else:
-                    updates.append(found)
+            found = self._read(reply)
+            if isinstance(found, str):
+                rejected += 1
+                log.warning("round %d: rejected: %s", server_round, found)
+            else:
+                updates.append(found)
         updates.sort(key=lambda update: update.client.id)  # so that nothing depends on who answers first
         counts = cov.count(self._sent, [update.trained for update in updates])
         self.coverage = cov.record(self.coverage, counts, self.window)
@@ -171,24 +171,20 @@ class CoverageStrategy(Strategy):
         orders = Orders(round, 0.0, torch.get_num_threads(), "", (order,), (parcel,), dict(config))
         return to_node(node, orders, ttl=DAY)
 
-    def _read(self, reply: Message) -> Iterable[Update | str]:
+    def _read(self, reply: Message) -> Update | str:
+        """The update in a node's reply, or why it is not believed."""
         if reply.has_error():
-            yield f"error {reply.error.code}: {str(reply.error.reason)[:300]!a}"
-            return
+            return f"error {reply.error.code}: {str(reply.error.reason)[:300]!a}"
         try:
-            answers = [(answer, {} if answer.error else unbundle(answer.parcel)) for answer in read_answers(reply)]
+            answers = read_answers(reply)
         except InvalidValue as error:
-            yield str(error)
-            return
-        for answer, arrays in answers:
-            if answer.error:
-                yield f"node {answer.client} says: {answer.error[:300]!a}"
-                continue
-            found = self._ledger.receive(RawReply(answer.nonce, answer.client, arrays, {"loss": answer.loss}))
-            if isinstance(found, Rejection):
-                yield f"{found.reason}: {found.detail}"
-            else:
-                yield replace(found.update, client=replace(found.update.client, samples=max(1, answer.samples)))
+            return str(error)
+        if len(answers) != 1:
+            return f"{len(answers)} answers, where one was asked for"
+        found = checked(answers[0], self._ledger)
+        if isinstance(found, str):
+            return found
+        return replace(found, client=replace(found.client, samples=max(1, answers[0].samples)))
 
 
 @dataclass(frozen=True)
