@@ -1,8 +1,10 @@
 """Our strategy and client app, without processes: what they refuse, and what they say."""
 
+import pickle
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
@@ -31,13 +33,26 @@ def with_norms() -> fc.Model:
     return fc.Model(module, fc.trace(module, torch.randn(3, 1, 4, 4)))
 
 
-def test_norm_statistics_need_the_servers_calibration():
+def test_norm_statistics_need_the_servers_calibration(tmp_path):
     strategy = CoverageStrategy(with_norms())
     with pytest.raises(InvalidValue, match=r"calibration=\.\.\."):
         strategy.ready(strategy.initial_arrays())
-    strategy = CoverageStrategy(with_norms(), calibration=torch.randn(50, 1, 4, 4))
+    inputs, built = torch.randn(50, 1, 4, 4), with_norms()
+    strategy = CoverageStrategy(built, calibration=inputs)
     model = strategy.ready(strategy.initial_arrays())
     assert float(model[1].running_mean.abs().sum()) > 0
+    np.save(tmp_path / "inputs.npy", inputs.numpy())
+    strategy = CoverageStrategy(built, calibration=tmp_path / "inputs.npy")
+    assert strategy.ready(strategy.initial_arrays())[1].running_mean.equal(model[1].running_mean)
+
+
+@pytest.mark.parametrize("content", [None, b"no array", pickle.dumps([1])])
+def test_a_calibration_file_that_is_none_is_named(tmp_path, content):
+    path = tmp_path / "inputs.npy"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(InvalidValue, match=r"calibration must be an \.npy file of inputs; .*inputs\.npy"):
+        CoverageStrategy(with_norms(), calibration=path)
 
 
 def ordered(model: fc.Model, capacity: float) -> Message:

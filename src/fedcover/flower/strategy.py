@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -39,6 +40,7 @@ class CoverageStrategy(Strategy):
 
     A node is started with `--node-config "partition-id=K num-partitions=N capacity=0.5"`; its app is `client_app`. The
     policy and the rule are those of an experiment. `weights` is "uniform", or "samples" for what nodes say they have.
+    `calibration` are inputs on which norm statistics are computed, or the .npy file that holds them.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class CoverageStrategy(Strategy):
         capacity: str = "width",
         window: int = 10,
         seed: int = 0,
-        calibration: Tensor | None = None,
+        calibration: Tensor | str | Path | None = None,
     ) -> None:
         groups.check(model.groups, tensors(model.module))
         if weights not in WEIGHTS:
@@ -62,7 +64,7 @@ class CoverageStrategy(Strategy):
         )
         self.rule = spec.look_up("rule", spec.parse("rule", rule), RULES)
         self.weight = WEIGHTS[weights]
-        self.calibration = calibration
+        self.calibration = _inputs(calibration) if isinstance(calibration, str | Path) else calibration
         self.coverage = Coverage((), {})
         self._roster, self._ledger, self._events = Roster(), Ledger(), Events(None)
         self._sent: Params = {}
@@ -213,8 +215,15 @@ class _Bounded:
 
 _NO_CALIBRATION = (
     "this model has norm layers whose statistics no client sends: give CoverageStrategy(calibration=...) some hundred "
-    "inputs, on which the server computes them, or use group norms"
+    "inputs (a tensor, or an .npy file), on which the server computes them, or use group norms"
 )
+
+
+def _inputs(path: str | Path) -> Tensor:
+    try:
+        return torch.from_numpy(np.load(path, allow_pickle=False))
+    except (OSError, ValueError, TypeError) as error:
+        raise InvalidValue(f"calibration must be an .npy file of inputs; {str(path)!r}: {error}") from error
 
 
 def _record(params: Params) -> ArrayRecord:
