@@ -1,10 +1,10 @@
 """Load: 64 virtual clients over 4 SuperNodes for 20 rounds. Does memory grow, is an update lost, what is Flower's own?
 
 Run by `make soak`; prints JSON. Memory is what each process that lives through the run has for itself (anonymous pages,
-in KiB): of each round the least that was seen, as what a round needs comes and goes, and only what is kept counts. From
-the fifth round on a line is laid through these figures, and another through their second half; `kib_per_round` is its
-slope, `plus_minus` twice the standard error of that. A process grows if both slopes are above zero by more than that:
-one step up and then a level is the allocator's, and whatever goes on to the end is kept.
+in KiB): of each round the median of many looks, as what a step needs comes and goes. From the fifth round on a line is
+laid through these figures, and another through their second half; `kib_per_round` is its slope, `plus_minus` twice the
+standard error of that. A process grows if both slopes are above zero by more than that: one step up and then a level is
+the allocator's, and whatever goes on to the end is kept.
 
 Flower's own part of a round is its wall time less what the same clients take in one process, all cores of which the
 nodes share.
@@ -39,12 +39,12 @@ def sizes(federation: Local) -> Sizes:
         for pid in [process.pid, *sorted(descendants([process.pid]))]:
             try:
                 command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-                anonymous = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+                own = re.findall(r"(?:RssAnon|VmSwap):\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
             except OSError:
                 continue
             program = Path(os.fsdecode(command[1])).name if len(command) > 1 else ""
-            if anonymous and program and program != "flwr-clientapp":  # which lives for one message only
-                found.setdefault(f"{name} {program}", int(anonymous[1]))  # not a copy of it that becomes another
+            if own and program and program != "flwr-clientapp":  # which lives for one message only
+                found.setdefault(f"{name} {program}", sum(map(int, own)))  # not a copy of it that becomes another
     return found
 
 
@@ -73,10 +73,10 @@ def growth(kib: Sequence[float]) -> dict[str, object]:
     }
 
 
-def least(seen: Sequence[Sizes]) -> Sizes:
-    """The least of each process in the looks of one round."""
+def usual(seen: Sequence[Sizes]) -> Sizes:
+    """The median of each process over the looks of one round."""
     names = dict.fromkeys(name for look in seen for name in look)
-    return {name: min(look[name] for look in seen if name in look) for name in names}
+    return {name: round(median(look[name] for look in seen if name in look)) for name in names}
 
 
 def soak(rounds: int, clients: int, nodes: int, place: Path) -> dict[str, object]:
@@ -99,10 +99,11 @@ def soak(rounds: int, clients: int, nodes: int, place: Path) -> dict[str, object
         process = federation.submit(app, log)
         while process.poll() is None:
             done = (folder / "metrics.jsonl").read_bytes().count(b"\n") if (folder / "metrics.jsonl").exists() else 0
-            looks.append(sizes(federation))
-            if done > len(memory):
-                memory.append(least(looks))
-                looks.clear()
+            look = sizes(federation)
+            if done > len(memory):  # this look is of the next round already; after the last one the server ends
+                memory.append(usual(looks or [look]))
+                looks = []
+            looks.append(look)
             time.sleep(0.5)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
