@@ -11,6 +11,7 @@ import socket
 import tempfile
 import threading
 from collections import Counter
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -24,12 +25,11 @@ CARRYING = ("pull-messages", "pull-object", "push-messages", "push-object", "con
 _REQUEST = re.compile(rb"(?:POST|GET) (\S+) HTTP/1")
 
 
-def _received(source: socket.socket) -> bytes:
-    """What comes next; nothing at the end, also at an abrupt one."""
-    try:
-        return source.recv(2**16)
-    except OSError:
-        return b""
+def _end(connection: socket.socket) -> None:
+    """Close a connection, also for whoever waits for its bytes."""
+    with suppress(OSError):  # it has ended already
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
 
 
 class Proxy:
@@ -43,7 +43,10 @@ class Proxy:
 
     def _accept(self) -> None:
         while True:
-            near, _ = self._server.accept()
+            try:
+                near, _ = self._server.accept()
+            except OSError:  # closed
+                return
             try:
                 far = socket.create_connection(("127.0.0.1", self.target))
             except OSError:  # the SuperLink has gone, at the end
@@ -54,12 +57,18 @@ class Proxy:
                 threading.Thread(target=self._pass_on, args=(source, sink, outgoing, path), daemon=True).start()
 
     def _pass_on(self, source: socket.socket, sink: socket.socket, outgoing: bool, path: list[str]) -> None:
-        while data := _received(source):
-            if outgoing and (found := _REQUEST.match(data)):
-                path[0] = found[1].decode().rpartition("/")[2]
-            self.counted[path[0]] += len(data)
-            sink.sendall(data)
-        sink.close()
+        with suppress(OSError):  # an abrupt end, of either side
+            while data := source.recv(2**16):
+                if outgoing and (found := _REQUEST.match(data)):
+                    path[0] = found[1].decode().rpartition("/")[2]
+                self.counted[path[0]] += len(data)
+                sink.sendall(data)
+        _end(source)
+        _end(sink)
+
+    def close(self) -> None:
+        """Accept no more connections; those that are open end with their processes."""
+        _end(self._server)
 
     @property
     def carried(self) -> int:
@@ -77,9 +86,9 @@ def measure(place: Path, rounds: int = 4) -> dict[str, object]:
     federation = Local(place / "flower")
     folder = place / "run"
     marks: list[list[int]] = []
+    proxies = [Proxy(federation.port) for _ in range(2)]
     try:
         federation.start_link()
-        proxies = [Proxy(federation.port) for _ in range(2)]
         for number, proxy in enumerate(proxies):
             arguments = ["--superlink", f"127.0.0.1:{proxy.port}", "--host", "127.0.0.1", "--port", str(free_port())]
             config = f"partition-id={number} num-partitions=2"
@@ -95,6 +104,8 @@ def measure(place: Path, rounds: int = 4) -> dict[str, object]:
                 threading.Event().wait(0.05)
     finally:
         federation.stop()
+        for proxy in proxies:
+            proxy.close()
     moved = [[after - before for before, after in zip(*pair, strict=True)] for pair in pairwise(marks)]
     lines = read_lines(folder / "metrics.jsonl")
     full, quarter = (median(column) for column in zip(*moved, strict=True))

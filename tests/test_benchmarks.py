@@ -1,6 +1,8 @@
 """The plain loop, the floors and our own steps run everywhere; how long they take is nobody's business here."""
 
+import runpy
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,3 +67,18 @@ def test_a_page_tells_medians_spread_and_ratios():
     text = page([Line("a step", (3.0, 1.0, 2.0), (("than the loop", 4.5),))], "cpu")
     assert "| a step | 2.000 | 1.000 to 3.000 | 3 | than the loop 4.500 |" in text
     assert torch.__version__ in text
+
+
+def test_memory_that_is_kept_is_told_from_memory_that_comes_and_goes():
+    """A leak goes on to the end; noise has no direction; a step of the allocator ends."""
+    soak = Path(__file__).parent.parent / "benchmarks" / "flower_soak.py"
+    growth = runpy.run_path(str(soak))["growth"]
+    noise = [3, 0, 8, 2, 7, 1, 5, 9, 4, 6, 0, 7, 2, 8, 3, 5, 1, 9, 4, 6]
+    start = [500.0, 800.0, 950.0, 990.0]  # before it has settled
+    leak = growth([*start, *(1000 + 20 * n + noise[n] for n in range(16))])
+    assert leak["grows"]
+    assert leak["kib_per_round"] == pytest.approx(20, abs=1)
+    assert not growth([*start, *(1000 + noise[n] for n in range(16))])["grows"]
+    assert not growth([*start, *(1000 + 132 * (n > 4) for n in range(16))])["grows"]
+    assert growth([*start, *(1000 + 132 * (n // 3) for n in range(16))])["grows"]  # step after step
+    assert not growth([*start, *(1000.0 for _ in range(16))])["grows"]

@@ -1,5 +1,9 @@
 """What Flower carries and who holds whom, without Flower: parcels, places, and the folder of an app."""
 
+import os
+import subprocess
+import sys
+import time
 import tomllib
 from contextlib import suppress
 
@@ -13,9 +17,10 @@ from fedcover.cli.flower import check_connection, node_configs
 from fedcover.errors import InvalidValue
 from fedcover.experiment import Experiment
 from fedcover.flower.apps import Settings, write_app
-from fedcover.flower.following import said
+from fedcover.flower.following import pass_on, said
 from fedcover.flower.parcels import as_sent, bundle, embedded, headed, kept, read_reduction, sections, unbundle
 from fedcover.flower.places import Introduction, Roster, declared_fleet, introduction, place_of
+from fedcover.flower.processes import descendants
 from fedcover.models import MODELS
 from fedcover.preparation import Machine
 from fedcover.reduction import Masks, drawn, windows
@@ -136,7 +141,9 @@ def test_the_fleet_is_what_the_nodes_declare():
 
 
 def test_the_app_of_an_experiment_reads_back(tmp_path):
-    told = Settings(Experiment(policy='regions(codename="1122")', active=4).to_toml(), "/somewhere", nodes=3)
+    told = Settings(
+        Experiment(policy='regions(codename="1122")', active=4).to_toml(), '/some \U0001f331\n"where"', nodes=3
+    )
     project = tomllib.loads((write_app(tmp_path, told) / "pyproject.toml").read_text())
     assert Settings.read(project["tool"]["flwr"]["app"]["config"]) == told
     assert (tmp_path / "LICENSE").is_file()
@@ -167,5 +174,31 @@ def test_the_last_sentence_of_a_log_is_what_a_user_sees(tmp_path):
     log = tmp_path / "log.txt"
     log.write_text("INFO : hello\nfedcover: stopped: cannot write x: No space left\nINFO : bye\n")
     assert said(log) == "cannot write x: No space left"
+    log.write_text(
+        log.read_text() + "fedcover: round 2: client 3 rejected: its node says: 'fedcover: stopped: a lie'\n"
+    )
+    assert said(log) == "cannot write x: No space left"
     log.write_text("Traceback: oh\n")
     assert "Traceback: oh" in said(log)
+
+
+def test_only_the_server_says_that_a_run_has_finished(capfd):
+    def streamed(text):
+        return pass_on([sys.executable, "-c", f"print({text!r})"], dict(os.environ))
+
+    assert streamed("hello\nfedcover: finished: runs/x")
+    assert not streamed("fedcover: round 1: client 3 rejected: its node says: 'fedcover: finished: runs/x'")
+    assert "hello" in capfd.readouterr().out
+
+
+def test_what_was_started_is_found_without_other_programs(monkeypatch):
+    """Small containers have no `ps`, and what is not found is not stopped."""
+    script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE) as parent:
+        monkeypatch.setenv("PATH", "")
+        while not (found := descendants([parent.pid])):
+            time.sleep(0.05)
+        assert parent.pid not in found
+        assert found < descendants([os.getpid()])
+        parent.communicate(b"\n")
+    assert not found & descendants([os.getpid()])

@@ -1,5 +1,6 @@
 """Replies off the wire: what is sent is what arrives; whatever else arrives is refused, by name, and does no harm."""
 
+import ast
 import io
 import os
 import pickle
@@ -105,7 +106,7 @@ def _hostile(raw, asked):
         "malformed metrics": [
             replace(raw, metrics=wrong)
             for wrong in ({}, {"loss": float("nan")}, {"loss": "0"}, {"loss": True}, {"loss": 1.0, "x": 1}, None,
-                          {"loss": 10**400}, {"loss": [1.0]})
+                          {"loss": 10**400}, {"loss": -1.7e308}, {"loss": [1.0]})
         ],
         "missing array": [replace(raw, arrays={n: a for n, a in raw.arrays.items() if n != name})],
         "extra array": [with_array(raw, n, stored(np.zeros(1))) for n in ("params/nosuch", "x", "", 7, None)],
@@ -168,6 +169,25 @@ def test_bits_beyond_the_end_are_refused():
     assert (found.reason, found.client) == ("mask malformed", asked.client.id)
 
 
+def test_a_client_that_may_not_choose_sends_no_bits():
+    _, _, asked, update = asked_and_trained("slices")
+    plain = replace(asked, choosing=False)
+    assert isinstance(check(honest(plain, update), plain), Answer)
+    name = first(honest(asked, update)).replace("params", "bits")
+    raw = with_array(honest(asked, update), name, stored(np.zeros(asked.wanted[name].shape, np.uint8)))
+    assert isinstance(check(raw, asked), Answer)
+    assert check(raw, plain).reason == "extra array"
+
+
+def test_an_endless_shape_is_not_multiplied_out():
+    """The product of a million numbers takes minutes; a mask is one row of bytes, so anything else is malformed."""
+    _, _, asked, update = asked_and_trained("slices")
+    name = first(honest(asked, update)).replace("params", "bits")
+    for shape in ((100, 100), (9,) * 10**6):
+        raw = with_array(honest(asked, update), name, stored(np.zeros(10, np.uint8), shape=shape))
+        assert check(raw, asked).reason == "mask malformed"
+
+
 def test_the_table_is_complete():
     """Every reason of the table is given by some test here, or by the ledger."""
     _, _, asked, update = asked_and_trained("tracked norms")
@@ -214,6 +234,19 @@ def test_the_ledger_does_not_grow():
         ledger.expect(lambda nonce: replace(asked, nonce=nonce))
         ledger.close()
     assert ledger.receive(honest(earliest, update)).reason == "unknown nonce"  # forgotten, and still refused
+
+
+def test_nothing_is_unpickled_but_from_our_own_child_processes():
+    """The pipe between a run and the processes that it starts itself is neither the wire nor the disk."""
+    root = Path(__file__).parent.parent / "src" / "fedcover"
+    for path in root.rglob("*.py"):
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        for call in calls:
+            name = ast.unparse(call.func)
+            if name in ("np.load", "np.save", "numpy.load"):
+                assert any(k.arg == "allow_pickle" and ast.unparse(k.value) == "False" for k in call.keywords), path
+            opens = name.split(".")[0] in ("pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal")
+            assert path.name == "processes.py" or not (opens or name in ("torch.load", "torch.save")), (path, name)
 
 
 # ── the fuzz ────────────────────────────────────────────────────────────────────────────────────────────

@@ -13,8 +13,11 @@ from torch import nn
 
 import fedcover as fc
 from fedcover.checkpoints import found
+from fedcover.courses import Course
 from fedcover.errors import InvalidValue, RunError
 from fedcover.export import export
+from fedcover.folders import Folder
+from fedcover.rounds import Report
 
 TINY = {
     "fleet": "1x1.0 + 1x0.5", "policy": "prefix", "clients": 20, "active": 4, "rounds": 4, "epochs": 1,
@@ -104,6 +107,16 @@ def test_a_run_in_memory_equals_the_same_run_into_a_folder(finished):
     assert in_memory.folder is None
     assert figures(in_memory) == figures(finished)
     assert_equal(in_memory.state.params, fc.load(finished).state.params)
+
+
+def test_the_figures_of_a_run_in_a_folder_are_not_kept_in_memory_too(tmp_path):
+    """Of many clients over many rounds they would be much."""
+    before = fc.run(tiny(rounds=1), tmp_path / "run", machine=fc.Machine("sequential", "cpu"))
+    with Folder(tmp_path / "run").opened() as folder:
+        course = Course(tiny(), before.setup, before.state, before.metrics, folder)
+        course.take(replace(before.state, round=2), Report(1, {"seconds": {}, "accuracy": 0.5}))
+        assert course.remembered == []
+        assert course.metrics == [*before.metrics, {"round": 1, "seconds": {}, "accuracy": 0.5}]
 
 
 def test_two_runs_in_one_process_do_not_touch_each_other():

@@ -19,13 +19,20 @@ class Course:
     experiment: Experiment
     setup: Setup
     state: State
-    metrics: Metrics
+    remembered: Metrics
     folder: Folder | None = None
     diverged: str = ""
     saved: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.saved = self.state.round
+        if self.folder:
+            self.remembered = []  # they are in its folder: a run of many rounds and clients must not grow in memory
+
+    @property
+    def metrics(self) -> Metrics:
+        """The figures of the rounds that are done."""
+        return self.folder.metrics(self.state.round) if self.folder else self.remembered
 
     @property
     def running(self) -> bool:
@@ -37,8 +44,9 @@ class Course:
         line = {"round": report.round, **report.metrics}
         if self.folder:
             self.folder.append(line)
+        else:
+            self.remembered.append(line)
         self.state = after
-        self.metrics.append(line)
         if self.folder:
             self.folder.keep(after)  # before the checkpoint: a run that goes on from that would not come here again
             if after.round % self.experiment.checkpoint_every == 0 or not self.running:

@@ -25,7 +25,7 @@ REASONS = {
     "replayed nonce": "the task was answered before",
     "late": "the reply came after its round had ended",
     "too large": "the reply has more bytes than an answer to its task can have",
-    "malformed metrics": "the numbers beside the arrays are not the expected ones, or not finite",
+    "malformed metrics": "the numbers beside the arrays are not the expected ones, not finite, or beyond 3.4e38",
     "missing array": "an array that was asked for is not there",
     "extra array": "an array came that nobody asked for",
     "pickled": "an array is stored in another way than NumPy's own, or as Python objects",
@@ -42,7 +42,9 @@ REASONS = {
 
 NORM_LIMIT = 1e6
 """Updates longer than this are not believed."""
-REMEMBERED = 10_000
+LARGEST = float(np.finfo(np.float32).max)
+"""No number beside the arrays is larger: means of a few that are near the largest double would overflow."""
+REMEMBERED = 1_000
 """Nonces of answered tasks that are remembered to tell a replay from a fabrication; both are refused."""
 
 
@@ -58,7 +60,10 @@ class RawReply:
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """A task that was sent: who was asked, for which part of which tensors, and how large an answer may be."""
+    """A task that was sent: who was asked, for which part of which tensors, and how large an answer may be.
+
+    `choosing` clients may say which entries of their part they trained.
+    """
 
     nonce: str
     client: Client
@@ -67,7 +72,7 @@ class Asked:
     statistics: Params = field(default_factory=dict)
     measures: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     metrics: tuple[str, ...] = ("loss",)
-    norm_limit: float = NORM_LIMIT
+    choosing: bool = True
 
     @cached_property
     def start(self) -> Params:
@@ -83,8 +88,8 @@ class Asked:
         whole = dense(self.reduction).extract(self.params)
         for kind, names in self.measures.items():
             plain |= {f"measured/{kind}/{name}": wanted_for(whole[name]) for name in names if name in whole}
-        bits = {f"bits/{name}": Wanted((-(-tensor.numel() // 8),), "uint8", True) for name, tensor in part.items()}
-        return plain | bits
+        chosen = part if self.choosing else {}
+        return plain | {f"bits/{n}": Wanted((-(-t.numel() // 8),), "uint8", True) for n, t in chosen.items()}
 
     @cached_property
     def byte_limit(self) -> int:
@@ -109,14 +114,12 @@ class Answer:
     metrics: Mapping[str, float]
 
 
-def ask(
-    nonce: str, task: Task, state: State, client: Client, reduction: Reduction, *, norm_limit: float = NORM_LIMIT
-) -> Asked:
+def ask(nonce: str, task: Task, state: State, client: Client, reduction: Reduction, *, choosing: bool = True) -> Asked:
     """What is asked of a client that is sent its part of the model."""
     known = state.statistics.get(statistics_key(task.norm, client.capacity) or "", {})
     scope = {"all": tuple(state.params), "prunable": task.model.prunable}
     measures = {kind: scope[which] for kind, which in task.recipe.measures.items()}
-    return Asked(nonce, client, reduction, state.params, known, measures, norm_limit=norm_limit)
+    return Asked(nonce, client, reduction, state.params, known, measures, choosing=choosing)
 
 
 def pack(update: Update) -> dict[str, np.ndarray]:
@@ -232,16 +235,9 @@ def _metrics(given: Mapping[Any, Any], names: tuple[str, ...]) -> dict[str, floa
         raise Refused("malformed metrics", f"expected {', '.join(names)}")
     for name in names:
         value = given[name]
-        if type(value) not in (int, float) or not _is_finite(value):
+        if type(value) not in (int, float) or not abs(value) <= LARGEST:
             raise Refused("malformed metrics", f"{name} is {shown(value)}")
     return {name: float(given[name]) for name in names}
-
-
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer beyond all floats
-        return False
 
 
 def _names(arrays: Mapping[Any, RawArray], asked: Asked) -> None:
@@ -283,8 +279,8 @@ def _lengths(asked: Asked, params: Params, buffers: Params) -> None:
     for kind, new, old in (("params", params, asked.start), ("buffers", buffers, known)):
         squares = [float((t.double() - old[name].double().cpu()).square().sum()) for name, t in new.items()]
         length = math.sqrt(sum(squares))
-        if not length <= asked.norm_limit:
-            raise Refused("absurd norm", f"{kind} moved by {length:.3g}; at most {asked.norm_limit:g} is believed")
+        if not length <= NORM_LIMIT:
+            raise Refused("absurd norm", f"{kind} moved by {length:.3g}; at most {NORM_LIMIT:g} is believed")
 
 
 def _bits(name: str, packed: Tensor, asked: Asked) -> Tensor:

@@ -212,4 +212,4 @@ def _go_on(job: Job, setup: Setup, metrics: Metrics, folder: Folder | None, watc
             if watch:
                 watch(report)
     course.finish()
-    return Run(job.experiment, setup, course.state, metrics, folder.path if folder else None)
+    return Run(job.experiment, setup, course.state, course.metrics, folder.path if folder else None)

@@ -7,7 +7,7 @@ import sys
 
 ATTACKS = [
     "honest", "not a number", "infinity", "wrong shape", "missing array", "extra array", "absurd norm", "replayed",
-    "pickled", "garbage", "oversized", "repeated", "other clients", "no content",
+    "absurd loss", "larger mask", "pickled", "garbage", "oversized", "repeated", "other clients", "no content",
 ]  # fmt: skip
 HUGE = 400_000_000
 
@@ -34,11 +34,14 @@ def attack(kind, answers, before):
         "wrong shape": lambda arrays: {name: array.reshape(-1)[:-1] for name, array in arrays.items()},
         "missing array": lambda arrays: dict(list(arrays.items())[1:]),
         "extra array": lambda arrays: {**arrays, "params/more": np.zeros(3, np.float32)},
+        "larger mask": lambda arrays: {**arrays, next(iter(arrays)).replace("params", "bits"): np.ones(5000, np.uint8)},
     }
     if kind in changes:
         return [changed(answer, changes[kind]) for answer in answers]
     if kind == "replayed":
         return before
+    if kind == "absurd loss":
+        return [replace(answer, loss=1.7e308) for answer in answers]
     if kind == "pickled":
         return [replace(answer, parcel=_framed(answer.parcel)) for answer in answers]
     if kind == "garbage":

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from fedcover.flower.processes import Local, descendants, free_port, local
@@ -33,6 +34,8 @@ def test_tls_and_authentication_end_to_end(tmp_path):
         for pid in alive(family):
             os.kill(pid, 9)
     assert "the stranger was refused" in said, said
+    refusal = (tmp_path / "stranger.log").read_text()
+    assert "[code: 2004]" in refusal, refusal  # by the SuperLink, and not for another reason
     assert len((tmp_path / "runs" / "experiment" / "metrics.jsonl").read_text().splitlines()) == 2, said
     recorded = (tmp_path / "runs" / "experiment" / "experiment.toml").read_text()
     assert 'fleet = "4x1 + 4x0.5"' in recorded  # as the nodes declared
@@ -54,3 +57,24 @@ def test_flwr_run_accepts_the_example(tmp_path):
     assert accuracy, said
     assert float(accuracy[1]) > 0.8
     assert said.count("'answered': 2, 'rejected': 0") == 3
+
+
+def test_an_app_of_ones_own_reads_no_more_than_it_asked_for(tmp_path):
+    """A node of the example's federation sends far too much: refused by its size, and the others train on."""
+    from tests.system.handmade import HandMade, oversized
+
+    with (
+        local(tmp_path / "flower", [{"partition-id": 0, "num-partitions": 2}]) as federation,
+        (tmp_path / "log.txt").open("wb") as out,
+    ):
+        evil = HandMade(federation.address, {"partition-id": 1, "num-partitions": 2}, [oversized] * 3)
+        evil.start()
+        time.sleep(5)  # so that it is there when the first round begins
+        try:
+            federation.submit(ROOT / "examples" / "flower_app", out).wait(PATIENCE)
+        finally:
+            evil.stop()
+    said = (tmp_path / "log.txt").read_text()
+    assert "too large" in said, said
+    assert "'answered': 1, 'rejected': 1" in said, said
+    assert re.search(r"covered: accuracy ([0-9.]+)", said), said

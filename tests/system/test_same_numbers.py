@@ -19,14 +19,22 @@ WORLDS = {
 @pytest.mark.parametrize("world", WORLDS)
 def test_three_rounds_are_the_same_bits(pair, tmp_path, world):
     wanted = experiment(**WORLDS[world])
+    before = messages(pair)
     run = submit(pair, wanted, tmp_path / "run", nodes=2).finish()
     lines = run.rounds(3)
+    assert [now - then for now, then in zip(messages(pair), before, strict=True)] == [3, 3]  # one a node and round
     assert [(line["rejected"], line["late"], line["lost"]) for line in lines] == [(0, 0, 0)] * 3
     expected = reference(wanted, tmp_path / "here")
     if world == "private masks":  # which stay on the nodes, so a checkpoint here has more in it
         same_but_private(tmp_path / "run", tmp_path / "here")
     else:
         assert checkpoints(tmp_path / "run") == expected
+
+
+def messages(federation):
+    """How many messages with work each SuperNode has received so far."""
+    logs = [federation.log(f"supernode-{place}").read_text() for place in range(2)]
+    return [log.count("Receiving: train message") for log in logs]
 
 
 def same_but_private(there, here):

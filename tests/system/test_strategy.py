@@ -1,16 +1,23 @@
 """Our strategy and client app, without processes: what they refuse, and what they say."""
 
+import pickle
+import random
+from collections import Counter
+
+import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.task_identity import TaskIdentity
 from torch import nn
 
 import fedcover as fc
 from fedcover.errors import InvalidValue
 from fedcover.flower import CoverageStrategy, client_app
+from fedcover.flower.link import Failed, TooLarge, _Arriving, _opened
 from fedcover.flower.messages import Answer, Order, Orders, read_answers, read_orders, to_node, to_server
-from fedcover.flower.parcels import as_sent, bundle, headed, kept
+from fedcover.flower.parcels import as_sent, bundle, headed, kept, unbundle
 from fedcover.reduction import windows
 
 
@@ -26,13 +33,26 @@ def with_norms() -> fc.Model:
     return fc.Model(module, fc.trace(module, torch.randn(3, 1, 4, 4)))
 
 
-def test_norm_statistics_need_the_servers_calibration():
+def test_norm_statistics_need_the_servers_calibration(tmp_path):
     strategy = CoverageStrategy(with_norms())
     with pytest.raises(InvalidValue, match=r"calibration=\.\.\."):
         strategy.ready(strategy.initial_arrays())
-    strategy = CoverageStrategy(with_norms(), calibration=torch.randn(50, 1, 4, 4))
+    inputs, built = torch.randn(50, 1, 4, 4), with_norms()
+    strategy = CoverageStrategy(built, calibration=inputs)
     model = strategy.ready(strategy.initial_arrays())
     assert float(model[1].running_mean.abs().sum()) > 0
+    np.save(tmp_path / "inputs.npy", inputs.numpy())
+    strategy = CoverageStrategy(built, calibration=tmp_path / "inputs.npy")
+    assert strategy.ready(strategy.initial_arrays())[1].running_mean.equal(model[1].running_mean)
+
+
+@pytest.mark.parametrize("content", [None, b"no array", pickle.dumps([1])])
+def test_a_calibration_file_that_is_none_is_named(tmp_path, content):
+    path = tmp_path / "inputs.npy"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(InvalidValue, match=r"calibration must be an \.npy file of inputs; .*inputs\.npy"):
+        CoverageStrategy(with_norms(), calibration=path)
 
 
 def ordered(model: fc.Model, capacity: float) -> Message:
@@ -101,3 +121,65 @@ def test_empty_content_is_refused():
     for content in (RecordDict(), RecordDict({"report": ConfigRecord(), "answers": ArrayRecord()})):
         with pytest.raises(InvalidValue):
             read_answers(Message(content, reply_to=message))
+
+
+def test_any_pieces_of_a_reply_are_read_or_refused():
+    """The pieces in which Flower carries a reply, damaged at random: what opens them never stumbles."""
+    message, chance, seen = ordered(with_norms(), 0.5), random.Random(0), Counter()
+    reply = to_server(message, [Answer(3, "nonce", 0.5, 1, bytes(range(256)) * 4)])
+    whole = pieces(reply)
+    for _ in range(3000):
+        contents = dict(whole)
+        for _ in range(chance.choice([1, 1, 2, 4])):
+            name = chance.choice(list(contents))
+            contents[name] = damaged(contents[name], whole, chance)
+        try:
+            found = _opened(_Arriving(reply.object_id, [], 4096, contents))
+            if isinstance(found, Message):
+                for answer in read_answers(found):
+                    unbundle(answer.parcel)
+            seen["rejected" if isinstance(found, Failed) else "read"] += 1
+        except (InvalidValue, TooLarge) as error:
+            seen[type(error).__name__] += 1
+    assert seen["rejected"] > 500
+    assert seen["InvalidValue"] > 100
+
+
+def damaged(content, others, chance):
+    """Another piece, some bytes changed, a number replaced by many, or a part cut out."""
+    kind, where = chance.random(), chance.randrange(len(content))
+    if kind < 0.2:
+        return chance.choice(list(others.values()))
+    if kind < 0.6:
+        changed = bytearray(content)
+        for _ in range(chance.choice([1, 2, 8])):
+            changed[chance.randrange(min(len(content), chance.choice([40, 10_000])))] = chance.randrange(256)
+        return bytes(changed)
+    if kind < 0.8:
+        return content[:where] + chance.choice([b"", b"[", b"0,0,0", b"-1", b"9" * 5000, b'{"a":1}']) + content[where:]
+    return content[:where] + content[where + chance.randrange(1, 30) :]
+
+
+def test_a_reply_of_records_only_or_of_one_tensor_many_times_is_too_large():
+    """Python makes much of little: refused before anything is made of it."""
+    message = ordered(with_norms(), 0.5)
+    many = Message(RecordDict({"report": ConfigRecord({"x": [1] * 100_000})}), reply_to=message)
+    with pytest.raises(TooLarge, match="not tensors"):
+        _opened(_Arriving(many.object_id, [], 4096, pieces(many)))
+    fine = Message(RecordDict({"report": ConfigRecord({"x": [1] * 1000})}), reply_to=message)
+    assert isinstance(_opened(_Arriving(fine.object_id, [], 4096, pieces(fine))), Message)
+    disguised = {many.object_id: b"ArrayChunk " + b"," * 200_000 + b" 1\x00x"}  # a head that is long itself
+    with pytest.raises(TooLarge, match="not tensors"):
+        _opened(_Arriving(many.object_id, [], 4096, disguised))
+
+
+def pieces(message):
+    return {id: piece.deflate() for id, piece in get_all_nested_objects(message).items()}
+
+
+def test_a_flood_of_answers_is_one_rejection(caplog):
+    strategy, message = CoverageStrategy(with_norms(), calibration=torch.randn(9, 1, 4, 4)), ordered(with_norms(), 0.5)
+    strategy._sent = strategy._params(strategy.initial_arrays())
+    flood = to_server(message, [Answer(n, "x", 0.5, 1, b"", "oh") for n in range(500)])
+    arrays, figures = strategy.aggregate_train(1, [flood])
+    assert (arrays, figures["rejected"], figures["answered"], len(caplog.records)) == (None, 1, 0, 1)

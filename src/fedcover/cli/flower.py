@@ -30,6 +30,7 @@ app.command(flower_app)
 Set = Annotated[tuple[str, ...], Parameter(help="key=value, overrides the file; may be repeated.")]
 Deadline = Annotated[float, Parameter(help="Seconds after which a round ends without those who have not answered.")]
 Wait = Annotated[float, Parameter(help="Seconds to wait for all SuperNodes before the first round.")]
+_STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 @flower_app.command
@@ -62,8 +63,8 @@ def up(
     )  # fmt: skip
     configs = [{**config, **told, "device": device} for config in node_configs(wanted, nodes)]
     beside = [] if again else [str(experiment.parent.resolve())]
-    for number in (signal.SIGINT, signal.SIGTERM):  # a kill cleans up too, and Ctrl-C even where a shell ignores it
-        signal.signal(number, signal.default_int_handler)
+    for number in _STOPPING:  # a kill cleans up too, and Ctrl-C even where a shell ignores it
+        signal.signal(number, _stop_once)
     place = Path(tempfile.mkdtemp(prefix="fedcover-flower-"))
     log = place / "run.txt"
     try:
@@ -149,6 +150,13 @@ def node_configs(wanted: Experiment, nodes: int) -> list[dict[str, object]]:
         | ({"capacity": mine[0]} if len(frozenset(mine)) == 1 and wanted.assignment == "device" else {})
         for place, mine in enumerate(held)
     ]
+
+
+def _stop_once(number: int, frame: object) -> None:
+    """Begin to clean up, which takes seconds; who presses Ctrl-C again must not keep that from being finished."""
+    for later in _STOPPING:
+        signal.signal(later, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _wanted(experiment: Path, changes: tuple[str, ...]) -> tuple[Experiment, bool]:

@@ -64,10 +64,10 @@ class Settings:
 
 def write_app(folder: Path, settings: Settings) -> Path:
     """Write the Flower App of a run into a folder; `flwr run` accepts it."""
-    # a JSON string, number or boolean is also TOML
-    config = "".join(f"{name} = {json.dumps(value)}\n" for name, value in asdict(settings).items())
+    # a JSON string, number or boolean is also TOML, but for the pairs in which JSON escapes rare signs
+    config = "".join(f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in asdict(settings).items())
     for name, content in {**_FILES, "pyproject.toml": _PROJECT.format(flower=FLOWER, config=config)}.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content)
+        path.write_text(content, encoding="utf-8")
     return folder

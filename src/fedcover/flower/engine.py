@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,28 +36,38 @@ class Events:
 
     path: Path | None
 
+    def __post_init__(self) -> None:
+        """After a full disk the last line may be half one: what comes next must not be written behind it."""
+        if self.path and self.path.exists() and self.path.read_bytes()[-1:] not in (b"", b"\n"):
+            self._append("\n")
+
     def write(self, round: int, event: str, node: int | None, client: int | None, why: str = "") -> None:
         """Add an event."""
         if event != "answered":
             whose = "a node" if client is None else f"client {client}"
-            log.warning("round %d: %s (node %s) %s: %s", round, whose, node, event, why)
+            log.warning("round %d: %s (node %s) %s: %s", round + 1, whose, node, event, why)  # people count from 1
         if self.path is None:
             return
         line = {"round": round, "time": time.time(), "event": event, "node": node, "client": client, "why": why}
+        self._append(json.dumps(line) + "\n")
+
+    def _append(self, text: str) -> None:
+        assert self.path is not None
         try:
             with self.path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(text)
         except OSError as error:
             raise RunError(f"cannot write {self.path}: {error.strerror}; what is done so far is whole") from error
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What holds for every round: how long it may take, and what every node is told."""
+    """What holds for every round: how long it may take, what every node is told, and whether updates are private."""
 
     experiment: str
     clients: int
     deadline: float
+    private: bool = False
 
 
 @dataclass
@@ -114,6 +125,7 @@ class FlowerEngine:
     def _orders(self, task: Task, state: State, work: Work, lr: float) -> tuple[Orders, dict[int, Asked]]:
         """A node's message, in which clients of the same part share one parcel, and what must come back."""
         parcels: dict[object, bytes] = {}
+        places: dict[object, int] = {}
         decoded: dict[bytes, Reduction] = {}
         orders, asked = [], {}
         for client, reduction in work:
@@ -122,16 +134,12 @@ class FlowerEngine:
             key = (encoded, statistics_key(task.norm, client.capacity))
             if key not in parcels:
                 parcels[key] = sent_parcel(task, state, client, wire)
-            asked[client.id] = self.ledger.expect(
-                lambda nonce, client=client, wire=wire: ask(nonce, task, state, client, wire)  # type: ignore[misc]
-            )
-            place = list(parcels).index(key)
+            make = partial(ask, task=task, state=state, client=client, reduction=wire, choosing=not self.terms.private)
+            asked[client.id] = self.ledger.expect(make)
+            place = places.setdefault(key, len(places))
             orders.append(Order(client.id, client.capacity, client.slot, encoded, place, asked[client.id].nonce))
-        terms = self.terms
-        return (
-            Orders(state.round, lr, torch.get_num_threads(), terms.experiment, tuple(orders), tuple(parcels.values())),
-            asked,
-        )
+        told = state.round, lr, torch.get_num_threads(), self.terms.experiment
+        return Orders(*told, tuple(orders), tuple(parcels.values())), asked
 
     def _believed(self, round: int, node: int, asked: dict[int, Asked], reply: Any) -> Iterable[Update]:
         """The updates of a reply that are what was asked for; the others are told of."""
@@ -141,27 +149,27 @@ class FlowerEngine:
             for client in asked:
                 self._tell(round, "rejected", node, client, str(error))
             return
-        told = set()
+        mine: dict[int, Answer] = {}
         for answer in answers:
-            if answer.client not in asked or answer.client in told:
-                self._tell(round, "rejected", node, None, "an answer for a client that this node was not asked for")
-                continue
-            told.add(answer.client)
-            found = _checked(answer, self.ledger)
+            if answer.client in asked:
+                mine.setdefault(answer.client, answer)
+        if len(mine) < len(answers):  # told once, however many they are
+            why = f"{len(answers) - len(mine)} answers for clients that this node was not asked for, or twice for one"
+            self._tell(round, "rejected", node, None, why)
+        for client in asked:
+            found = checked(mine[client], self.ledger) if client in mine else "its node did not answer for it"
             if isinstance(found, str):
-                self._tell(round, "rejected", node, answer.client, found)
+                self._tell(round, "rejected", node, client, found)
             else:
-                self._tell(round, "answered", node, answer.client)
+                self._tell(round, "answered", node, client)
                 yield found
-        for client in asked.keys() - told:
-            self._tell(round, "rejected", node, client, "its node did not answer for it")
 
     def _tell(self, round: int, event: str, node: int | None, client: int | None, why: str = "") -> None:
         self.counted[event] += 1
         self.events.write(round, event, node, client, why)
 
 
-def _checked(answer: Answer, ledger: Ledger) -> Update | str:
+def checked(answer: Answer, ledger: Ledger) -> Update | str:
     """The update in one client's answer, or why it is not believed."""
     if answer.error:
         return f"its node says: {answer.error[:300]!a}"

@@ -11,7 +11,7 @@ from fedcover.rounds import Report
 from fedcover.summary import read_lines
 
 FINISHED = "fedcover: finished"
-_STOPPED = re.compile(r"fedcover: stopped: (.*)")
+_STOPPED = re.compile(r"^fedcover: stopped: (.*)", re.MULTILINE)
 
 
 def follow(process: subprocess.Popen[bytes], folder: Path, log: Path, watch: Callable[[Report], None]) -> None:
@@ -41,7 +41,7 @@ def pass_on(command: list[str], environment: dict[str, str]) -> bool:
     ) as streaming:
         assert streaming.stdout is not None
         for line in streaming.stdout:
-            finished = finished or FINISHED.encode() in line
+            finished = finished or line.startswith(FINISHED.encode())  # a node may have said so, too, further on
             print(line.decode(errors="replace"), end="", flush=True)
     return finished
 

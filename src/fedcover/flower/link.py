@@ -6,10 +6,12 @@ size before its content, for which it needs parts of Flower 1.41 that are not pu
 
 import json
 import logging
+import re
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -35,13 +37,16 @@ from fedcover.flower.places import Introduction
 
 log = logging.getLogger("fedcover")
 LISTING = 4 * 2**20
-"""Most bytes of a list of replies, which holds no tensors."""
+"""Most bytes of the list of a reply's pieces, which holds no tensors."""
 AROUND = 64 * 2**10
-"""Bytes around the tensors of a reply: its report, its names and Flower's envelope."""
+"""Bytes around the tensors of a reply: its report, its names and Flower's envelope; large replies may have more."""
 GRACE = 10.0
 """Seconds that Flower keeps a message beyond our deadline, so that it is ours that ends a round and says `late`."""
-POLL, LOOK_AROUND = 0.25, 3.0
-"""Seconds between two looks for replies, and between two looks for who is still there."""
+POLL, TURN, LOOK_AROUND = 0.25, 1.0, 3.0
+"""Seconds between two looks for replies, for one reply before it is the next one's turn, and between two looks for who
+is still there."""
+_TENSOR = re.compile(rb"ArrayChunk  \d{1,12}\0")
+"""How Flower begins a piece that is nothing but a part of a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +94,7 @@ class Link:
         """
         end = time.monotonic() + patience
         waiting: dict[str, int] = {}
+        arriving: dict[str, _Arriving] = {}
         found: dict[int, Message | Failed] = {}
         for node, message in messages.items():  # one by one: together they may be too much for one request
             taken = [id for id in self._grid.push_messages([message]) if id]
@@ -98,77 +104,70 @@ class Link:
                 found[node] = Failed("lost", "the SuperLink did not take the message: the node has gone")
         look_around = time.monotonic() + LOOK_AROUND
         while waiting and time.monotonic() < end:
-            for asked, reply in self._replies(waiting, allowed, end):
-                found[waiting.pop(asked)] = reply
+            for asked, node in list(waiting.items()):
+                reply = self._reply(asked, arriving, allowed[node], end)
+                if reply is not None:
+                    found[waiting.pop(asked)] = reply
             if waiting and time.monotonic() > look_around:
                 here, look_around = self.present(), time.monotonic() + LOOK_AROUND
                 for asked in [asked for asked, node in waiting.items() if node not in here]:
                     found[waiting.pop(asked)] = Failed("lost", "the node has gone")
             if waiting:
                 time.sleep(POLL)
-        return found | {node: Failed("late", f"no answer in {patience:g} s") for node in waiting.values()}
+        in_part = ": a part of its reply has come"
+        late = {
+            node: Failed("late", f"no answer in {patience:g} s{in_part if asked in arriving else ''}")
+            for asked, node in waiting.items()
+        }
+        return found | late
 
-    def _replies(
-        self, waiting: Mapping[str, int], allowed: Mapping[int, int], end: float
-    ) -> Iterator[tuple[str, Message | Failed]]:
-        """The replies that have come, each with the id of the message that it answers."""
+    def _reply(self, asked: str, arriving: dict[str, "_Arriving"], allowed: int, end: float) -> Message | Failed | None:
+        """The reply to a message, if it is complete; what has come of it so far is kept in `arriving`.
+
+        Asked for one by one: Flower tells of a reply only once, so a list that is refused for the length of one node's
+        part would lose the others'. And in turns: a node that sends slowly, or only half, must not hold up the rest.
+        """
         if not hasattr(self._inner, "_runtime_client"):  # Flower's simulation, where all is one process
-            for message in self._grid.pull_messages(list(waiting)):
-                yield message.metadata.reply_to_message_id, _usable(message)
-            return
-        for asked, envelope, tree in self._listed(list(waiting)):
-            if asked not in waiting:
-                continue
-            if envelope is None:
-                yield asked, Failed("rejected", "too large: the list of its pieces alone")
-                continue
-            try:
-                limit = allowed[waiting[asked]] + AROUND
-                reply = self._fetched(envelope.metadata.message_id, tree, limit, end)
-            except TooLarge as error:
-                yield asked, Failed("rejected", f"too large: {error}")
-            except ObjectPullError as error:
-                yield asked, Failed("late", f"its reply did not arrive as a whole: {error}")
-            except Exception as error:  # Flower reads what a stranger wrote: whatever it stumbles over is refused
-                log.debug("unreadable reply", exc_info=True)
-                yield asked, Failed("rejected", f"the reply cannot be read: {type(error).__name__}")
-            else:
-                yield asked, _usable(reply)
-            self._confirm(envelope.metadata.message_id)  # Flower may forget it now
-
-    def _listed(self, ids: list[str]) -> Iterator[tuple[str, Any, Any]]:
-        """The replies to messages: which it answers, its envelope and the tree of its pieces, no content yet."""
-        client = self._inner._runtime_client
+            return next((_usable(message) for message in self._grid.pull_messages([asked])), None)
         try:
-            with _at_most(client, LISTING):
-                listed = client.PullMessages(PullAppMessagesRequest(message_ids=ids))
-        except TooLarge:
-            if len(ids) == 1:
-                yield ids[0], None, None
-            else:  # one node must not hide the answers of the others
-                for id in ids:
-                    yield from self._listed([id])
-            return
-        for envelope, tree in zip(listed.messages_list, listed.message_object_trees, strict=True):
-            yield envelope.metadata.reply_to_message_id, envelope, tree
+            if asked not in arriving and (begun := self._begun(asked, allowed)):
+                arriving[asked] = begun
+            if asked not in arriving or not self._fetched(arriving[asked], min(end, time.monotonic() + TURN)):
+                return None
+            reply = _opened(arriving[asked])
+        except TooLarge as error:
+            reply = Failed("rejected", f"too large: {error}")
+        except ObjectPullError:
+            reply = Failed("late", "its reply did not arrive as a whole")
+        except httpx.HTTPStatusError as error:
+            reply = Failed("lost", f"the SuperLink does not hand out its reply: HTTP {error.response.status_code}")
+        if asked in arriving:
+            self._confirm(arriving.pop(asked).id)  # Flower may forget it now
+        return reply
 
-    def _fetched(self, id: str, tree: Any, limit: int, end: float) -> Message:
-        """One reply, piece by piece, as long as its pieces together stay within the limit."""
+    def _begun(self, asked: str, allowed: int) -> "_Arriving | None":
+        """The reply that a node has begun to send: the ids of its pieces, no content yet."""
+        client = self._inner._runtime_client
+        with _at_most(client, LISTING):
+            listed = client.PullMessages(PullAppMessagesRequest(message_ids=[asked]))
+        for envelope, tree in zip(listed.messages_list, listed.message_object_trees, strict=True):
+            if envelope.metadata.reply_to_message_id == asked:
+                return _Arriving(envelope.metadata.message_id, _ids(tree), allowed)
+        return None
+
+    def _fetched(self, arriving: "_Arriving", end: float) -> bool:
+        """Fetch pieces of a reply until it is complete, or a piece has not come yet, or it is the next one's turn."""
         client, grid = self._inner._runtime_client, self._inner
         pull = make_pull_object_fn_protobuf(client.PullObject, grid.node, grid.run.run_id)
-        contents: dict[str, bytes] = {}
-        left = limit
-        for piece in iterate_object_tree(tree):
-            if piece.object_id in contents:
-                continue
-            with _at_most(client, left):
-                contents[piece.object_id] = _patiently(pull, piece.object_id, end)
-            left -= len(contents[piece.object_id])
-        _refuse_repeats(contents, limit)
-        message: Any = inflate_object_from_contents(id, contents)
-        if not isinstance(message, Message):
-            raise InvalidValue("the reply is no message")
-        return message
+        while arriving.missing:
+            if time.monotonic() > end:
+                return False
+            try:
+                with _at_most(client, arriving.left):
+                    arriving.take(bytes(pull(arriving.missing[-1])))
+            except ObjectUnavailableError:
+                return False
+        return True
 
     def _confirm(self, id: str) -> None:
         grid = self._inner
@@ -176,34 +175,74 @@ class Link:
         grid._runtime_client.ConfirmMessageReceived(request)
 
 
-def _patiently(pull: Any, id: str, end: float) -> bytes:
-    """A piece of a reply, which its node may still be sending."""
-    while True:
-        try:
-            return bytes(pull(id))
-        except ObjectUnavailableError:
-            if time.monotonic() > end:
-                raise ObjectPullError(id, "it is not complete at the deadline") from None
-            time.sleep(POLL)
+@dataclass
+class _Arriving:
+    """A reply on its way: the pieces that are still missing, and the bytes of those that have come."""
+
+    id: str
+    missing: list[str]
+    allowed: int
+    contents: dict[str, bytes] = field(default_factory=dict)
+    left: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.left = self.allowed + AROUND
+
+    def take(self, content: bytes) -> None:
+        """Keep the piece that was asked for."""
+        self.contents[self.missing.pop()] = content
+        self.left -= len(content)
 
 
-def _refuse_repeats(contents: Mapping[str, bytes], limit: int) -> None:
-    """A few bytes can name the same piece a million times: count what arrays would grow to before they do."""
-    grown = 0
-    for content in contents.values():
+def _ids(tree: Any) -> list[str]:
+    """The pieces that a reply is made of, each once."""
+    return list(dict.fromkeys(piece.object_id for piece in iterate_object_tree(tree)))
+
+
+def _opened(arrived: _Arriving) -> Message | Failed:
+    """What a reply says: Flower reads what a stranger wrote, so whatever it stumbles over is refused."""
+    try:
+        return _usable(_put_together(arrived))
+    except TooLarge:
+        raise
+    except Exception as error:
+        log.debug("unreadable reply", exc_info=True)
+        return Failed("rejected", f"the reply cannot be read: {type(error).__name__}")
+
+
+def _put_together(arrived: _Arriving) -> Message:
+    """The message in the pieces of a reply, once it is known that it takes no more memory than an honest one.
+
+    Only tensors may be large: Python makes of a record's few bytes many times as much. And a few bytes can name the
+    same tensor a million times.
+    """
+    around = grown = 0
+    for content in arrived.contents.values():
+        if _TENSOR.match(content):
+            continue
+        around += len(content)
+        if around > AROUND + arrived.allowed // 16:
+            raise TooLarge(f"more than {AROUND + arrived.allowed // 16} bytes that are not tensors")
         kind, pieces, _ = get_object_head_values_from_object_content(content)
         if kind == "Array":
             named = json.loads(get_object_body(content, Array))["arraychunk_ids"]
-            grown += sum(len(contents[pieces[place]]) for place in named)
-    if grown > limit:
-        raise TooLarge(f"{grown} bytes when put together, where at most {limit} were asked for")
+            grown += sum(len(arrived.contents[pieces[place]]) for place in named)
+    if grown > arrived.allowed + AROUND:
+        raise TooLarge(f"{grown} bytes when put together, where at most {arrived.allowed + AROUND} were asked for")
+    message: Any = inflate_object_from_contents(arrived.id, arrived.contents)
+    if not isinstance(message, Message):
+        raise InvalidValue("the reply is no message")
+    return message
 
 
 @contextmanager
 def _at_most(client: Any, limit: int) -> Iterator[None]:
     """Refuse any response of more bytes than this, by its header, before its body is read."""
+    mine = threading.get_ident()  # Flower's own threads send signs of life through the same client
 
     def look(response: httpx.Response) -> None:
+        if threading.get_ident() != mine:
+            return
         size = response.headers.get("content-length")
         if size is None or int(size) > limit + 1024:  # an envelope of its own comes with every piece
             response.close()
@@ -228,7 +267,7 @@ def _introduced(node: int, reply: Message) -> Introduction | Failed:
     try:
         said: Any = reply.content.config_records["hello"]
         if said["error"]:
-            return Failed("rejected", f"{said['error'][:300]!a}")
+            return Failed("rejected", f"{str(said['error'])[:300]!a}")
         place, places, capacity, version = (said[key] for key in ("place", "places", "capacity", "version"))
         wrong = type(place) is not int or type(places) is not int or not 0 <= place < places
         if wrong or type(capacity) is not float or not 0 <= capacity <= 1 or type(version) is not str:

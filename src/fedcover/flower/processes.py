@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -152,10 +152,8 @@ def local(folder: Path, nodes: Sequence[Mapping[str, object]], python_path: Sequ
 
 def descendants(pids: Sequence[int] | set[int]) -> set[int]:
     """All processes that were started by these, directly or not."""
-    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
     children: dict[int, list[int]] = {}
-    for line in listed.splitlines():
-        pid, parent = map(int, line.split())
+    for pid, parent in _parents().items():
         children.setdefault(parent, []).append(pid)
     found: set[int] = set()
     left = list(pids)
@@ -163,6 +161,18 @@ def descendants(pids: Sequence[int] | set[int]) -> set[int]:
         new = [pid for pid in children.get(left.pop(), []) if pid not in found]
         found.update(new)
         left += new
+    return found
+
+
+def _parents() -> dict[int, int]:
+    """Every process and the one that has started it; small containers have no `ps`, other systems no /proc."""
+    if not Path("/proc/self/stat").exists():
+        listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+        return {int(pid): int(parent) for pid, parent in map(str.split, listed.splitlines())}
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just ended
+            found[int(stat.parent.name)] = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
     return found
 
 

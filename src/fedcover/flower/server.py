@@ -47,7 +47,7 @@ def serve(grid: Grid, settings: Settings) -> Run:
     gather(link, roster, Events(None), nodes=settings.nodes, patience=settings.wait)
     if not again:
         experiment = with_declared_capacities(experiment, roster)
-    terms = Terms(experiment.to_toml(), experiment.clients, settings.deadline)
+    terms = Terms(experiment.to_toml(), experiment.clients, settings.deadline, private=experiment.privacy != "none")
     engine = FlowerEngine(link, roster, terms, Events(folder / "events.jsonl"))
     machine = Machine("flower", settings.device, settings.threads or None)
     common: dict[str, Any] = {"machine": machine, "data": settings.data or None, "watch": _say, "engine": engine}

@@ -1,16 +1,17 @@
 """For a Flower App of your own: a strategy that gives every node the part of the model that it can hold."""
 
 import logging
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Strategy
+from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
 
 from fedcover import coverage as cov
@@ -18,15 +19,15 @@ from fedcover import groups, spec
 from fedcover.aggregation import RULES, WEIGHTS
 from fedcover.errors import InvalidValue
 from fedcover.evaluation import WHOLE
-from fedcover.flower.engine import Events, meet
-from fedcover.flower.link import Link
-from fedcover.flower.messages import Order, Orders, read_answers, to_node
-from fedcover.flower.parcels import as_sent, bundle, headed, kept, unbundle
+from fedcover.flower.engine import Events, checked, meet
+from fedcover.flower.link import Failed, Link
+from fedcover.flower.messages import TRAIN, Order, Orders, read_answers, to_node
+from fedcover.flower.parcels import as_sent, bundle, headed, kept
 from fedcover.flower.places import Roster
 from fedcover.models import tensors
 from fedcover.norms import calibrate, running
 from fedcover.policies import POLICIES
-from fedcover.replies import Asked, Ledger, RawReply, Rejection
+from fedcover.replies import Asked, Ledger
 from fedcover.submodel import submodel
 from fedcover.types import Client, Coverage, Model, Params, Policy, Update, View
 
@@ -39,6 +40,7 @@ class CoverageStrategy(Strategy):
 
     A node is started with `--node-config "partition-id=K num-partitions=N capacity=0.5"`; its app is `client_app`. The
     policy and the rule are those of an experiment. `weights` is "uniform", or "samples" for what nodes say they have.
+    `calibration` are inputs on which norm statistics are computed, or the .npy file that holds them.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class CoverageStrategy(Strategy):
         capacity: str = "width",
         window: int = 10,
         seed: int = 0,
-        calibration: Tensor | None = None,
+        calibration: Tensor | str | Path | None = None,
     ) -> None:
         groups.check(model.groups, tensors(model.module))
         if weights not in WEIGHTS:
@@ -62,10 +64,11 @@ class CoverageStrategy(Strategy):
         )
         self.rule = spec.look_up("rule", spec.parse("rule", rule), RULES)
         self.weight = WEIGHTS[weights]
-        self.calibration = calibration
+        self.calibration = _inputs(calibration) if isinstance(calibration, str | Path) else calibration
         self.coverage = Coverage((), {})
         self._roster, self._ledger, self._events = Roster(), Ledger(), Events(None)
         self._sent: Params = {}
+        self._allowed: dict[int, int] = {}
         if running(model.module) and calibration is None:
             log.warning(_NO_CALIBRATION)
 
@@ -79,6 +82,11 @@ class CoverageStrategy(Strategy):
             raise InvalidValue(_NO_CALIBRATION)
         whole = submodel(self.model.module, WHOLE, self._params(arrays))
         return whole.eval() if self.calibration is None else calibrate(whole, self.calibration)
+
+    def start(self, grid: Grid, *args: Any, **kwargs: Any) -> Result:
+        """Run the rounds, as every strategy of Flower does; of a reply no more is read than was asked for."""
+        bounded: Any = _Bounded(grid, self._allowed)
+        return super().start(bounded, *args, **kwargs)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -109,12 +117,12 @@ class CoverageStrategy(Strategy):
         updates: list[Update] = []
         rejected = 0
         for reply in replies:
-            for found in self._read(reply):
-                if isinstance(found, str):
-                    rejected += 1
-                    log.warning("round %d: rejected: %s", server_round, found)
-                else:
-                    updates.append(found)
+            found = self._read(reply)
+            if isinstance(found, str):
+                rejected += 1
+                log.warning("round %d: rejected: %s", server_round, found)
+            else:
+                updates.append(found)
         updates.sort(key=lambda update: update.client.id)  # so that nothing depends on who answers first
         counts = cov.count(self._sent, [update.trained for update in updates])
         self.coverage = cov.record(self.coverage, counts, self.window)
@@ -160,34 +168,62 @@ class CoverageStrategy(Strategy):
         encoded, wire = as_sent(part, self.model)
         parcel = bundle(headed({"params": kept(wire, wire.extract(self._sent))}))
         asked = self._ledger.expect(lambda nonce: Asked(nonce, client, wire, self._sent))
+        self._allowed[node] = asked.byte_limit
         order = Order(client.id, client.capacity, client.slot, encoded, 0, asked.nonce)
         orders = Orders(round, 0.0, torch.get_num_threads(), "", (order,), (parcel,), dict(config))
         return to_node(node, orders, ttl=DAY)
 
-    def _read(self, reply: Message) -> Iterable[Update | str]:
+    def _read(self, reply: Message) -> Update | str:
+        """The update in a node's reply, or why it is not believed."""
         if reply.has_error():
-            yield f"error {reply.error.code}: {str(reply.error.reason)[:300]!a}"
-            return
+            return f"error {reply.error.code}: {str(reply.error.reason)[:300]!a}"
         try:
-            answers = [(answer, {} if answer.error else unbundle(answer.parcel)) for answer in read_answers(reply)]
+            answers = read_answers(reply)
         except InvalidValue as error:
-            yield str(error)
-            return
-        for answer, arrays in answers:
-            if answer.error:
-                yield f"node {answer.client} says: {answer.error[:300]!a}"
-                continue
-            found = self._ledger.receive(RawReply(answer.nonce, answer.client, arrays, {"loss": answer.loss}))
-            if isinstance(found, Rejection):
-                yield f"{found.reason}: {found.detail}"
-            else:
-                yield replace(found.update, client=replace(found.update.client, samples=max(1, answer.samples)))
+            return str(error)
+        if len(answers) != 1:
+            return f"{len(answers)} answers, where one was asked for"
+        found = checked(answers[0], self._ledger)
+        if isinstance(found, str):
+            return found
+        return replace(found, client=replace(found.client, samples=max(1, answers[0].samples)))
+
+
+@dataclass(frozen=True)
+class _Bounded:
+    """A grid whose replies to training are fetched as those of an experiment: by size first, and in turns."""
+
+    grid: Grid
+    allowed: Mapping[int, int]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.grid, name)
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """Send each node its message; a node without a usable reply is told of by an error."""
+        sent = {message.metadata.dst_node_id: message for message in messages}
+        if any(message.metadata.message_type != TRAIN for message in sent.values()):
+            return self.grid.send_and_receive(sent.values(), timeout=timeout)  # of an app of one's own
+        replies = Link(self.grid).exchange(sent, patience=timeout or DAY, allowed=self.allowed)
+        return [
+            Message(Error(0, f"{reply.event}: {reply.why}"), reply_to=sent[node])
+            if isinstance(reply, Failed)
+            else reply
+            for node, reply in replies.items()
+        ]
 
 
 _NO_CALIBRATION = (
     "this model has norm layers whose statistics no client sends: give CoverageStrategy(calibration=...) some hundred "
-    "inputs, on which the server computes them, or use group norms"
+    "inputs (a tensor, or an .npy file), on which the server computes them, or use group norms"
 )
+
+
+def _inputs(path: str | Path) -> Tensor:
+    try:
+        return torch.from_numpy(np.load(path, allow_pickle=False))
+    except (OSError, ValueError, TypeError) as error:
+        raise InvalidValue(f"calibration must be an .npy file of inputs; {str(path)!r}: {error}") from error
 
 
 def _record(params: Params) -> ArrayRecord:

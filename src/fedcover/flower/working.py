@@ -46,7 +46,7 @@ def _answered(order: Order, context: Context, work: Callable[[Order], Answer]) -
             raise InvalidValue(f"capacity {order.capacity:g} is more than the {declared:g} that this node declares")
         return work(order)
     except FedcoverError as error:
-        return Answer(order.client, order.nonce, nan, 0, b"", str(error))
+        return Answer(order.client, order.nonce, nan, 0, b"", str(error)[:300])
 
 
 def _trained(order: Order, orders: Orders, task: Task, context: Context) -> Answer:
