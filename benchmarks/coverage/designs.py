@@ -1,5 +1,7 @@
 """Masks whose coverage and whose total noise are set independently of each other, at equal capacity."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -11,8 +13,8 @@ from fedcover.reduction import Masks
 from fedcover.rng import generator
 from fedcover.types import View
 
-TOLERANCE = 0.02
-"""How far the total noise may be from the wanted one, as a share of it."""
+TOLERANCE, AT_MOST = 0.02, 0.1
+"""How far the total noise should be, and may be, from the wanted one, as a share of it: few weights allow few values."""
 
 
 def designed(view: View, *, gamma: int, noise: float) -> list[Masks]:
@@ -32,17 +34,22 @@ def designed(view: View, *, gamma: int, noise: float) -> list[Masks]:
 
 
 def _with_noise(group: Group, jitter_U: Tensor, gamma: int, noise: float, turn: float) -> Runs:
-    """Bisect how far the ranking is turned over until the plan lacks the wanted energy."""
+    """Bisect how far the ranking is turned over until the plan lacks the wanted energy, or as nearly as it can be."""
     low, high = 0.0, 1.0
+    nearest, best = math.inf, None
     for _ in range(40):
         middle = (low + high) / 2
         ranked = _ranked(group, jitter_U, middle)
         plan = ranked.profile(gamma).share_out(ranked.order, turn)
         lacking = lacked(group, plan)
-        if abs(lacking - noise) <= TOLERANCE * noise:
-            return plan
+        if abs(lacking - noise) < abs(nearest - noise):
+            nearest, best = lacking, plan
+        if abs(nearest - noise) <= TOLERANCE * noise:
+            break
         low, high = (middle, high) if lacking < noise else (low, middle)
-    raise InvalidValue(f"no ranking has noise {noise:g} at coverage {gamma}; the nearest has {lacking:.4g}")
+    if best is None or abs(nearest - noise) > AT_MOST * noise:
+        raise InvalidValue(f"no ranking has noise {noise:g} at coverage {gamma}; the nearest has {nearest:.4g}")
+    return best
 
 
 def _ranked(group: Group, jitter_U: Tensor, over: float) -> Group:

@@ -122,8 +122,8 @@ def plainly(lane: Lane, size: int) -> Callable[[], None]:
 def compiled(lane: Lane, size: int) -> Callable[[], None]:
     """The step as one compiled function; a rest of a few rows is not worth compiling.
 
-    It is traced to a list of operations on tensors first: whatever Python a model and a recipe are made of, the
-    compiled function has nothing to check but those tensors.
+    It is traced to a list of operations on the lane's tensors first: whatever Python a model and a recipe are made of,
+    and as those tensors stay what they are, nothing needs to be checked before it runs.
     """
     plain = plainly(lane, size)
     if size != lane.shape.local.batch_size:
@@ -138,13 +138,20 @@ def compiled(lane: Lane, size: int) -> Callable[[], None]:
 
     lane.rewind(size)
     try:
-        fast = torch.compile(make_fx(step)(*leaves), dynamic=False)
+        fast = torch.compile(make_fx(step)(*leaves), dynamic=False, options=_UNCHECKED)
         lane.rewind(size)
         fast(*leaves)
     except Exception as error:  # the step itself has been tried; tracing and compiling may fail in any way
         say(f"the step cannot be compiled ({type(error).__name__}), so it runs uncompiled")
         return plain
     return lambda: fast(*leaves)
+
+
+_UNCHECKED: dict[str, Any] | None = (
+    {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+    if hasattr(torch.compiler, "skip_all_guards_unsafe")
+    else None
+)
 
 
 def _fields(record: Slots | Track) -> tuple[Any, ...]:
