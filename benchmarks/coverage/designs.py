@@ -14,7 +14,7 @@ from fedcover.rng import generator
 from fedcover.types import View
 
 TOLERANCE, AT_MOST = 0.02, 0.1
-"""How far the total noise should be, and may be, from the wanted one, as a share of it: few weights allow few values."""
+"""How far the total noise should be, and may be, from the wanted one, as a share of it: few weights, few values."""
 
 
 def designed(view: View, *, gamma: int, noise: float) -> list[Masks]:
