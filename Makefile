@@ -41,7 +41,8 @@ test: lint
 
 test-system: $(VENV)/.installed-flower
 	$(BIN)/python -m pytest -m system --numprocesses 2 --dist loadfile --durations 20 \
-		tests/system tests/test_examples.py tests/test_run_faults.py tests/test_public_code.py
+		tests/system tests/test_examples.py tests/test_processes.py tests/test_public_code.py tests/test_run_faults.py \
+		tests/test_sweeps.py
 
 soak: $(VENV)/.installed-flower
 	mkdir -p benchmarks/results

@@ -12,8 +12,8 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py") if path.name != "__init__.py")
 
 
-LONG = ("lora_gap", "your_model")
-"""Examples that train for long; they are run with the system tests."""
+LONG = ("certificate", "lora_gap", "your_data", "your_model", "your_policy")
+"""Examples that take long; they are run with the system tests."""
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,7 @@ def test_what_goes_wrong_in_one_process_ends_all_with_one_sentence(tmp_path):
     assert not (tmp_path / "runs" / "c").exists()
 
 
+@pytest.mark.system
 def test_ctrl_c_stops_all_processes_and_the_run_goes_on(tmp_path):
     long = ["--set", "rounds=100000", "--set", "name=d", "--processes", "2"]
     running = subprocess.Popen(

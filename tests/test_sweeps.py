@@ -132,6 +132,7 @@ def test_a_sweep_may_be_dealt_out_to_processes(tmp_path):
         assert load(tmp_path / run.experiment.name).state.round == 3
 
 
+@pytest.mark.system
 def test_processes_that_are_stopped_keep_their_rounds(tmp_path):
     wanted = settings()[:2]
 

@@ -8,6 +8,7 @@ import pytest
 from fedcover.flower.processes import local
 
 HERE = Path(__file__).parent
+NEED_FLOWER = ("handmade.py", "test_strategy.py", "test_loopback.py")
 
 
 def pytest_collection_modifyitems(items):
@@ -26,6 +27,4 @@ def pair(tmp_path_factory):
 
 def pytest_ignore_collect(collection_path):
     """Without the extra `flower` these cannot even be imported; `make test-system` installs it."""
-    return (
-        True if collection_path.name in ("test_strategy.py", "test_loopback.py") and find_spec("flwr") is None else None
-    )
+    return True if collection_path.name in NEED_FLOWER and find_spec("flwr") is None else None
