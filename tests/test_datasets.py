@@ -6,6 +6,7 @@ import io
 import os
 import tarfile
 import threading
+from dataclasses import replace
 from functools import partial
 from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
@@ -18,6 +19,7 @@ from safetensors.torch import save_file
 from fedcover import datasets, downloads
 from fedcover.downloads import PUBLISHED, Download, File
 from fedcover.errors import DataError, InvalidValue
+from fedcover.types import Samples
 
 NOBODY = "http://127.0.0.1:9/nothing"
 
@@ -378,7 +380,8 @@ def test_a_held_out_share_keeps_rows_and_owners_together():
     assert sorted([*rest.train.x.flatten().tolist(), *validation.x.flatten().tolist()]) == list(range(40))
     assert rest.owner.tolist() == rest.train.x.flatten().tolist()
     assert (rest.train.x.flatten() % 4).tolist() == rest.train.y.tolist()
-    assert torch.equal(datasets.hold_out(whole, 0.25, seed=1)[1].x, validation.x)
+    copy = replace(whole, train=Samples(whole.train.x.clone(), whole.train.y))
+    assert torch.equal(datasets.hold_out(copy, 0.25, seed=1)[1].x, validation.x)
     assert not torch.equal(datasets.hold_out(whole, 0.25, seed=2)[1].x, validation.x)
 
 
@@ -415,3 +418,25 @@ def test_the_publishers_files(name, shape, tested, each):
     assert int(loaded.train.y.bincount(minlength=loaded.classes).min()) == each
     torch.testing.assert_close(loaded.train.x.mean((0, 2, 3)), torch.zeros(shape[1]), atol=1e-3, rtol=0)
     torch.testing.assert_close(loaded.train.x.std((0, 2, 3)), torch.ones(shape[1]), atol=1e-3, rtol=0)
+
+
+def test_runs_of_one_seed_share_what_is_held_out():
+    digits = datasets.load("digits")
+    splits = [datasets.hold_out(digits, 0.1, seed) for seed in (0, 1, 0)]
+    assert splits[0][0].train.x is splits[2][0].train.x
+    assert not torch.equal(splits[0][1].x, splits[1][1].x)
+    for seed in range(2, 2 + datasets.MOST_SPLITS):  # only so many are kept
+        datasets.hold_out(digits, 0.1, seed)
+    again = datasets.hold_out(digits, 0.1, 0)
+    assert again[0].train.x is not splits[0][0].train.x
+    assert torch.equal(again[1].x, splits[0][1].x)
+
+
+def test_other_labels_of_the_same_inputs_are_split_alike():
+    digits = datasets.load("digits")
+    datasets.hold_out(digits, 0.1, 0)
+    turned = replace(digits, train=Samples(digits.train.x, 9 - digits.train.y))
+    rest, held = datasets.hold_out(turned, 0.1, 0)
+    known, known_held = datasets.hold_out(digits, 0.1, 0)
+    assert torch.equal(rest.train.y, 9 - known.train.y)
+    assert torch.equal(held.y, 9 - known_held.y)

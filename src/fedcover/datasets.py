@@ -279,8 +279,8 @@ def _same_length(field: str, value: Tensor, other: str, inputs: Tensor) -> None:
 
 
 MOST_SPLITS = 8
-_SPLITS: MutableMapping[Tensor, dict[tuple[float, int], tuple[Dataset, Samples]]] = WeakTensorKeyDictionary()
-"""The splits of each data set that were made last: runs of one seed share theirs, instead of a copy each."""
+_SPLITS: MutableMapping[Tensor, dict[tuple[int, int], tuple[Tensor, Tensor]]] = WeakTensorKeyDictionary()
+"""Inputs that were split last, by their tensor: runs of one seed share the two parts, instead of a copy each."""
 
 
 def hold_out(dataset: Dataset, share: float, seed: int) -> tuple[Dataset, Samples | None]:
@@ -298,24 +298,15 @@ def hold_out(dataset: Dataset, share: float, seed: int) -> tuple[Dataset, Sample
     held = max(1, round(share * rows))
     if held >= rows:
         raise InvalidValue(f"validation must leave samples to train on; got {share} of {rows}")
-    known = _SPLITS.setdefault(dataset.train.x, {})
-    if (share, seed) not in known:
-        while len(known) >= MOST_SPLITS:
-            known.pop(next(iter(known)))
-        known[share, seed] = _split(dataset, held, seed)
-    return known[share, seed]
-
-
-def _split(dataset: Dataset, held: int, seed: int) -> tuple[Dataset, Samples]:
-    rows = len(dataset.train)
     order = torch.randperm(rows, generator=generator(seed, "validation"))
     kept, out = order[held:].sort().values, order[:held].sort().values
-    train, owner = dataset.train, dataset.owner
+    known = _SPLITS.setdefault(dataset.train.x, {})
+    if (held, seed) not in known:
+        while len(known) >= MOST_SPLITS:
+            known.pop(next(iter(known)))
+        known[held, seed] = dataset.train.x[kept], dataset.train.x[out]
+    (x, x_out), y, owner = known[held, seed], dataset.train.y, dataset.owner
     rest = Dataset(
-        dataset.name,
-        Samples(train.x[kept], train.y[kept]),
-        dataset.test,
-        dataset.classes,
-        None if owner is None else owner[kept],
+        dataset.name, Samples(x, y[kept]), dataset.test, dataset.classes, None if owner is None else owner[kept]
     )
-    return rest, Samples(train.x[out], train.y[out])
+    return rest, Samples(x_out, y[out])

@@ -138,10 +138,10 @@ class Lane:
                 self._put(room, [buffers[name] for buffers in own])
 
     def _load_samples(self, clients: Sequence[Arrival]) -> None:
-        rows, shared = clients[0].rows, {id(client.shard.samples) for client in clients}
+        rows = clients[0].rows
         for room, kind in ((self.slots.x, "x"), (self.slots.y, "y")):
             samples = [getattr(client.shard.samples, kind) for client in clients]
-            if self.crew and len(shared) == 1:  # all in one go
+            if self.crew and len({id(each) for each in samples}) == 1:  # all in one go
                 torch.index_select(
                     samples[0],
                     0,
