@@ -129,4 +129,5 @@ def test_the_command(fedcover, tmp_path):
     assert found["memory_free"] == 20_000
     assert found["capacity"] == found["trials"][-1]["capacity"] < 1
     assert "no capacity fits this device" in fedcover(*words, "0.00001")[1]
-    refused(fedcover(*words, "0"), 2, "memory must be a number of bytes above 0; got 0")
+    for amount in ("0", "-5", "nan", "inf"):
+        refused(fedcover(*words, amount), 2, f"memory must be a number of megabytes above 0; got {amount}")

@@ -431,4 +431,7 @@ def test_a_sweep_runs_every_combination_into_its_own_folder(fedcover, tmp_path):
     assert all((tmp_path / "all" / Path(row["folder"]).name / "summary.json").is_file() for row in rows)
     assert fedcover(*wanted)[0] == 0  # all there: nothing is run again
     assert fedcover("sweep", "--vary", "lr")[0] == 2
+    twice = fedcover("sweep", "--vary", "lr=0.1", "--vary", "lr=0.2")
+    assert twice[0] == 2
+    assert "vary must name each field once" in twice[2]
     assert fedcover("bench", "--out", str(tmp_path / "nowhere" / "b.md"))[0] == 2

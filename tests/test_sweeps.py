@@ -1,8 +1,11 @@
 """Sweeps: every run is what it would be alone, and a sweep that was stopped goes on."""
 
+from importlib import import_module
+
 import pytest
 
 import fedcover as fc
+from fedcover.engines.pools import plainly
 from fedcover.errors import FedcoverError, InvalidValue
 from fedcover.runs import load
 from fedcover.sweeps import processes_for, sweep, varied
@@ -23,15 +26,25 @@ def settings():
     return varied(base, {"policy": ["prefix", "magnitude"], "lr": [0.05, 0.01]}, seeds=2)
 
 
-def test_every_run_is_what_it_would_be_alone():
+CREWS = fc.Machine(engine="batched")
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """What is compiled is tested elsewhere, and takes long."""
+    monkeypatch.setattr(import_module("fedcover.engines.batched"), "compiled", plainly)
+
+
+@pytest.mark.parametrize("machine", [None, CREWS])
+def test_every_run_is_what_it_would_be_alone(machine, uncompiled):
     wanted = settings()
-    found = {run.experiment.name: run.metrics for run in sweep(wanted)}
+    found = {run.experiment.name: run.metrics for run in sweep(wanted, machine=machine)}
     assert list(found) == [e.name for e in wanted]
     for experiment in wanted:
         alike(found[experiment.name], fc.run(experiment, machine=fc.Machine(engine="sequential")).metrics)
 
 
-def test_crews_reach_over_runs(monkeypatch):
+def test_crews_reach_over_runs(monkeypatch, uncompiled):
     sizes = []
     from fedcover.engines import lanes
 
@@ -42,7 +55,7 @@ def test_crews_reach_over_runs(monkeypatch):
         load_crew(self, clients)
 
     monkeypatch.setattr(lanes.Lane, "load", counting)
-    list(sweep(varied(fc.Experiment(**BASE, policy="full", fleet="1x1"), {}, seeds=5)))
+    list(sweep(varied(fc.Experiment(**BASE, policy="full", fleet="1x1"), {}, seeds=5), machine=CREWS))
     assert max(sizes) >= 10  # five runs of four clients, of which not all have equally many rows
 
 
@@ -58,18 +71,18 @@ def test_runs_of_different_length_and_models_go_side_by_side():
     assert found == {e.name: e.rounds for e in wanted}
 
 
-def test_one_run_that_diverges_leaves_the_others_alone():
+def test_one_run_that_diverges_leaves_the_others_alone(uncompiled):
     base = fc.Experiment(**BASE, policy="full", fleet="1x1")
-    found = list(sweep(varied(base, {"lr": [0.05, 1e30]}, seeds=1)))
+    found = list(sweep(varied(base, {"lr": [0.05, 1e30]}, seeds=1), machine=CREWS))
     said = {run.experiment.lr: run.diverged for run in found}
     assert said[0.05] == ""
     assert "diverged" in said[1e30]
     assert [len(run.metrics) for run in found if not run.diverged] == [3]
 
 
-def test_what_cannot_run_together_runs_alone():
+def test_what_cannot_run_together_runs_alone(uncompiled):
     base = fc.Experiment(**{**BASE, "model": "mlp(hidden=[8], dropout=0.5)"}, policy="full", fleet="1x1")
-    for run in sweep(varied(base, {}, seeds=2)):
+    for run in sweep(varied(base, {}, seeds=2), machine=CREWS):
         alike(run.metrics, fc.run(run.experiment, machine=fc.Machine(engine="sequential")).metrics)
 
 

@@ -14,7 +14,7 @@ from fedcover import datasets
 from fedcover.courses import Course, where_it_stopped
 from fedcover.engines.batched import in_crews
 from fedcover.engines.lanes import Answer, Job
-from fedcover.engines.pools import Pool, plainly, say
+from fedcover.engines.pools import Pool, say
 from fedcover.engines.steps import Unfit
 from fedcover.engines.streams import AT_ONCE, side_by_side
 from fedcover.errors import InvalidValue, TrainingDiverged
@@ -68,7 +68,8 @@ def _finished(course: Course, machine: Machine) -> Finished:
 
 def _engine_of(setup: Setup, machine: Machine) -> str:
     """The engine that comes nearest to what is done here, for the manifest."""
-    return "batched" if has_small_steps(setup) else engine_for(setup, machine)
+    alone = engine_for(setup, machine)
+    return "batched" if has_small_steps(setup) and (alone, machine.device) != ("sequential", "cpu") else alone
 
 
 def _at_once(setup: Setup, machine: Machine) -> int:
@@ -177,12 +178,10 @@ def _trained(
 def _together(setup: Setup, jobs: Sequence[Job], pool: Pool, machine: Machine) -> tuple[list[Answer], Sequence[Job]]:
     """What comes of jobs of several runs that are done together, and those that are left to each run's own engine.
 
-    Small steps are made in crews; on a GPU, larger ones side by side.
+    Small steps are made in crews; on a GPU, larger ones side by side. On a CPU crews pay only if they are compiled.
     """
-    if has_small_steps(setup):
-        # short runs on a CPU are not worth compiling
-        short = machine.device == "cpu" and engine_for(setup, machine) != "batched"
-        return in_crews(jobs, pool, machine.precision, plainly if short else None)
-    if machine.device == "cpu":
+    if machine.device == "cpu" and engine_for(setup, machine) != "batched":
         return [], jobs
-    return list(side_by_side(jobs, pool, machine.precision)), []
+    if has_small_steps(setup):
+        return in_crews(jobs, pool, machine.precision)
+    return ([], jobs) if machine.device == "cpu" else (list(side_by_side(jobs, pool, machine.precision)), [])

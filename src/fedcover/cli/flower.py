@@ -22,6 +22,7 @@ from fedcover.flower.following import follow, pass_on
 from fedcover.flower.places import place_of
 from fedcover.flower.processes import QUIET, local, path_of
 from fedcover.folders import Folder
+from fedcover.preparation import Machine
 from fedcover.summary import summarise
 
 flower_app = App(name="flower", help="The same experiment on Flower's SuperLink and SuperNodes.")
@@ -49,11 +50,15 @@ def up(
 ) -> None:
     """Start a SuperLink and SuperNodes on this machine, run an experiment on them, and clean up."""
     require()
+    Machine(device=device, threads=threads).resolved()  # refused here rather than by each node
     wanted, again = _wanted(experiment, set)
     if not 1 <= nodes <= wanted.clients:
         raise InvalidValue(f"nodes must be in 1..clients ({wanted.clients}); got {nodes}")
     folder = (experiment if again else runs / wanted.name).resolve()
     if not again:
+        if (folder / "experiment.toml").exists():
+            go_on = f"go on with 'fedcover flower up --nodes {nodes} {folder}', or choose another name (--set name=...)"
+            raise RunError(f"{folder} holds a run already: {go_on}")
         Folder(folder).refuse_a_run()
     known = data or (Folder(folder).data if again else None)
     told = {"data": str(Path(known).resolve())} if known else {}
@@ -101,6 +106,8 @@ def run(
 ) -> None:
     """Submit an experiment to a federation that is already there, and show its log."""
     require()
+    if nodes < 0:
+        raise InvalidValue(f"nodes must be at least 1, or 0 for as many as the first node says; got {nodes}")
     if connection is not None:
         check_connection(connection)
     wanted, again = _wanted(experiment, set)

@@ -36,6 +36,9 @@ def watch(
     return None
 
 
+MOST_MEGABYTES = 1e9
+
+
 @app.command
 def capacity(
     experiment: Annotated[Path | None, Parameter(help="A TOML file; without it, the defaults.")] = None,
@@ -49,6 +52,8 @@ def capacity(
     json: Json = False,
 ) -> None:
     """How much of the experiment's model this device can train: a short benchmark that proposes a capacity."""
+    if memory is not None and not 0 < memory < MOST_MEGABYTES:
+        raise InvalidValue(f"memory must be a number of megabytes above 0; got {memory:g}")
     changes = dict(parse_change(text) for text in set)
     if experiment:  # functions that it names may lie beside it
         sys.path.insert(1, str(experiment.parent.resolve()))
@@ -66,6 +71,7 @@ def capacity(
     console.table(f"{wanted.model} on this device, {found.memory_free:,} bytes free", heads, rows)
     if found.capacity is None:
         print("no capacity fits this device")
+        sys.exit(1)
     else:
         print(
             f"proposed capacity: {found.capacity:g} (on a SuperNode: --node-config 'capacity={found.capacity:g} ...')"

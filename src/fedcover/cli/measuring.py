@@ -2,22 +2,28 @@
 
 import json as js
 import sys
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from fedcover import console
 from fedcover.bench import STEADY, page
 from fedcover.bench import bench as measure
-from fedcover.cli.options import Data, Device, Json, Precision, Processes, app
+from fedcover.cli.options import Data, Device, Json, Precision, app
 from fedcover.errors import InvalidValue
 from fedcover.experiment import Experiment, parse_change, read_experiment
 from fedcover.preparation import Machine
 from fedcover.rounds import Report
 from fedcover.sweeps import sweep as run_sweep
 from fedcover.sweeps import varied
+
+DealtOut = Annotated[
+    int | Literal["auto"],
+    Parameter(help="Processes that the runs are dealt out to: a number, or auto, as many as pay (1 for few rounds)."),
+]
 
 
 @app.command
@@ -60,13 +66,19 @@ def sweep(
     data: Data = None,
     device: Device = "auto",
     precision: Precision = "fp32",
-    processes: Processes = "auto",
+    processes: DealtOut = "auto",
     json: Json = False,
 ) -> None:
     """Run settings x seeds in lockstep, each into its own folder; run it again to go on where it was stopped."""
     changes = dict(parse_change(text) for text in set)
     base = read_experiment(experiment, changes) if experiment else Experiment(**changes)
-    wanted = varied(base, dict(_choices(text) for text in vary), seeds)
+    choices = [_choices(text) for text in vary]
+    for key, number in Counter(key for key, _ in choices).items():
+        if number > 1:
+            raise InvalidValue(
+                f"vary must name each field once, with all its values: {key}=...|...; got {number} of {key}"
+            )
+    wanted = varied(base, dict(choices), seeds)
     machine = Machine(device=device, precision=precision, processes=processes)
     table = []
     with console.watching(f"sweep of {len(wanted)}", sum(e.rounds for e in wanted)) as watch:
