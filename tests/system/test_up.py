@@ -1,0 +1,70 @@
+"""`fedcover flower up` with real processes: to the end, and stopped in every way; nothing is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from fedcover.flower.processes import descendants
+from tests.system.harness import (
+    PATIENCE,
+    alive,
+    checkpoints,
+    experiment,
+    reference,
+    wait_for,
+)
+
+
+def up(folder, *arguments):
+    """`fedcover flower up` as a process, with a folder of its own for what is temporary."""
+    (folder / "tmp").mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "fedcover", "flower", "up", "--nodes", "2", "--runs", str(folder / "runs")]
+    environment = {**os.environ, "TMPDIR": str(folder / "tmp")}
+    with (folder / "log.txt").open("wb") as log:
+        return subprocess.Popen([*command, *map(str, arguments)], stdout=log, stderr=log, env=environment)
+
+
+@pytest.mark.parametrize(
+    "stopped", [[signal.SIGINT], [signal.SIGTERM], [signal.SIGINT] * 2], ids=["Ctrl-C", "kill", "Ctrl-C twice"]
+)
+def test_up_leaves_nothing_behind(tmp_path, stopped):
+    """After Ctrl-C, or a kill, or an impatient user, neither processes nor files are left."""
+    (tmp_path / "mine.toml").write_text(experiment(policy="prefix", rounds=30, name="mine").to_toml())
+    process = up(tmp_path, tmp_path / "mine.toml")
+    metrics = tmp_path / "runs" / "mine" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.read_bytes(), "a round")
+    family = descendants([process.pid])
+    assert len(family) >= 6
+    for number in stopped:
+        process.send_signal(number)
+        time.sleep(1.0)
+    assert process.wait(120) == 130
+    wait_for(lambda: not alive(family), "the end of all processes")
+    assert list((tmp_path / "tmp").glob("fedcover-*")) == []
+    assert "go on with: fedcover flower up" in (tmp_path / "log.txt").read_text()
+
+
+def test_up_runs_to_the_end_and_cleans_up(tmp_path):
+    """Stopped after a round, it goes on with the folder and ends as the same run in one process."""
+    wanted = experiment(policy="prefix", rounds=3, name="mine")
+    (tmp_path / "mine.toml").write_text(wanted.to_toml())
+    folder = tmp_path / "runs" / "mine"
+    first = up(tmp_path, tmp_path / "mine.toml")
+    wait_for(lambda: (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").read_bytes(), "a round")
+    first.send_signal(signal.SIGINT)
+    assert first.wait(120) == 130
+    assert not (folder / "summary.json").exists()
+    refused = up(tmp_path, tmp_path / "mine.toml")
+    assert refused.wait(120) == 1
+    assert f"go on with 'fedcover flower up --nodes 2 {folder}'" in (tmp_path / "log.txt").read_text()
+    again = up(tmp_path, folder)
+    wait_for(lambda: len(descendants([again.pid])) >= 6, "its processes")
+    family = descendants([again.pid])
+    assert again.wait(PATIENCE) == 0, (tmp_path / "log.txt").read_text()
+    wait_for(lambda: not alive(family), "the end of all processes")
+    assert list((tmp_path / "tmp").glob("fedcover-*")) == []
+    assert checkpoints(folder) == reference(wanted, tmp_path / "here")
