@@ -176,6 +176,19 @@ def test_epsilon_is_in_the_history_and_in_the_summary(tmp_path):
     assert [line["epsilon"] for line in fc.load(tmp_path / "run").metrics] == spent
 
 
+def test_a_private_round_is_never_run_again(tmp_path):
+    """Its noise would be fresh, and the epsilon of two releases is not that of one."""
+    pytest.importorskip("dp_accounting")
+    wanted = fc.Experiment(**{**PRIVATE, "checkpoint_every": 100})
+    seen = []
+
+    def look(report):
+        seen.append(fc.load(tmp_path / "run").state.round)
+
+    fc.run(wanted, tmp_path / "run", watch=look)
+    assert seen == list(range(1, wanted.rounds + 1))
+
+
 def test_without_privacy_no_epsilon_is_told():
     assert "epsilon" not in fc.run(fc.Experiment(**SMALL)).summary
 

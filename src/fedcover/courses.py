@@ -49,7 +49,9 @@ class Course:
         self.state = after
         if self.folder:
             self.folder.keep(after)  # before the checkpoint: a run that goes on from that would not come here again
-            if after.round % self.experiment.checkpoint_every == 0 or not self.running:
+            # with privacy always: a round that is run again would release noise that nobody counts
+            every = 1 if self.setup.privacy else self.experiment.checkpoint_every
+            if after.round % every == 0 or not self.running:
                 self._save()
 
     def finish(self) -> None:
