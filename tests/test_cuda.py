@@ -4,8 +4,10 @@ import pytest
 import torch
 
 import fedcover as fc
+from fedcover import checkpoints
 from fedcover.checkpoints import found
 from fedcover.engines.pools import pool_of
+from fedcover.errors import RunError
 from fedcover.sweeps import varied
 from tests.worlds import same
 
@@ -81,8 +83,9 @@ def test_smaller_formats_stay_near_float32(engine, precision):
     assert 0 < distance < 0.05
 
 
-def test_a_sweep_in_lockstep_equals_its_runs():
-    base = experiment({"policy": "prefix", "assignment": "slot"}, 2)
+@pytest.mark.parametrize("name", ["prefix", "images"])  # crews; and large steps, run after run through the same graphs
+def test_a_sweep_in_lockstep_equals_its_runs(name):
+    base = experiment({**SETTINGS[name], "assignment": "slot"}, 2)
     for run in fc.sweep(varied(base, {"lr": [0.02, 0.01]}, seeds=2), machine=fc.Machine(device="cuda")):
         alone = fc.run(run.experiment, machine=fc.Machine("sequential", "cpu")).metrics
         assert [line["loss"] for line in run.metrics] == pytest.approx([line["loss"] for line in alone], rel=1e-3)
@@ -103,3 +106,21 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(name, tmp_path):
     same(resumed.state.params, whole.state.params)
     last = [found(tmp_path / folder / "checkpoints")[0].digest for folder in ("whole", "stopped")]
     assert last[0] == last[1]
+
+
+def test_what_cannot_be_written_beside_the_next_round_stops_the_run(tmp_path, monkeypatch):
+    machine = fc.Machine(device="cuda", deterministic=True)
+    save = checkpoints.save
+
+    def full(folder, state, *others, **more):
+        if state.round == 2:
+            raise RunError("the disk is full")
+        return save(folder, state, *others, **more)
+
+    monkeypatch.setattr(checkpoints, "save", full)
+    with pytest.raises(RunError, match="the disk is full; the checkpoint of round 1 is whole"):
+        fc.run(experiment(SETTINGS["prefix"], 4), tmp_path / "stopped", machine=machine)
+    monkeypatch.undo()
+    resumed = fc.resume(tmp_path / "stopped")
+    assert [line["round"] for line in resumed.metrics] == [0, 1, 2, 3]
+    same(resumed.state.params, fc.run(experiment(SETTINGS["prefix"], 4), machine=machine).state.params)

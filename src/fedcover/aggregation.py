@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fedcover.errors import InvalidValue, unknown
+from fedcover.slabs import Slab, joined, zeros
 from fedcover.types import Client, Params, Reduction, Rule
 
 Part = tuple[Reduction, Params, float]
@@ -42,7 +43,7 @@ def sums_of(old: Params, parts: Iterable[Part], over: str = "coverage") -> Sums:
     """The sums of which `coverage_mean` is made; those of several processes add up."""
     if over not in OVER:
         raise unknown("rule coverage_mean: over", over, OVER)
-    total, weight = _zeros(old), _zeros(old)
+    total, weight = zeros(old, torch.float64), zeros(old, torch.float64)
     everybody = 0.0
     shared: dict[int, tuple[Reduction, float]] = {}  # clients of one reduction weigh together
     for reduction, values, scale in parts:
@@ -63,14 +64,17 @@ def sums_of(old: Params, parts: Iterable[Part], over: str = "coverage") -> Sums:
 def mean_of(old: Params, sums: Sums, over: str = "coverage") -> Params:
     """The second half of `coverage_mean`: divide, and keep what nobody trained."""
     everybody = float(sums.everybody)
-    new: Params = {}
-    for name, tensor in old.items():
-        weight = sums.weight[name]
-        mean = sums.total[name] / weight
+
+    def mean_of_one(tensor: Tensor, total: Tensor, weight: Tensor) -> Tensor:
+        mean = total / weight
         if over == "clients" and everybody:
             mean = tensor.double() + (mean - tensor.double()) * weight / everybody
-        new[name] = torch.where(weight > 0, mean, tensor.double()).to(tensor.dtype)
-    return new
+        return torch.where(weight > 0, mean, tensor.double()).to(tensor.dtype)
+
+    total, weight = sums.total, sums.weight
+    if isinstance(total, Slab) and isinstance(weight, Slab) and len({tensor.dtype for tensor in old.values()}) == 1:
+        return total.like(mean_of_one(joined(old.values()), total.flat, weight.flat))
+    return {name: mean_of_one(tensor, total[name], weight[name]) for name, tensor in old.items()}
 
 
 def trimmed_mean(old: Params, parts: Iterable[Part], *, share: float = 0.1) -> Params:
@@ -110,7 +114,7 @@ def stacked(one_tensor: Callable[[Tensor, Tensor], Tensor], old: Params, parts: 
     for name, tensor in old.items():
         values, held = [], []
         for reduction, params, _ in parts:
-            target = _zeros({name: tensor})
+            target = zeros({name: tensor}, torch.float64)
             reduction.add_into(target, {name: params[name]} if name in params else {}, 1.0)
             values.append(target[name])
             held.append(reduction.mask({name: tensor})[name])
@@ -128,7 +132,7 @@ def change(old: Params, trained: Reduction, values: Params) -> Params:
     >>> change({"w": torch.tensor([1.0, 1.0])}, held, {"w": torch.tensor([1.5, 9.0])})["w"].tolist()
     [0.5, 0.0]
     """
-    moved = _zeros(old)
+    moved = zeros(old, torch.float64)
     trained.add_into(moved, values, 1.0)
     trained.add_into(moved, trained.extract({name: old[name] for name in values}), -1.0)
     return moved
@@ -153,10 +157,6 @@ def shortened(old: Params, trained: Reduction, values: Params, limit: float) -> 
     near = {name: old[name].double() + tensor * (limit / far) for name, tensor in moved.items()}
     part = trained.extract({name: near[name] for name in values})
     return {name: tensor.to(values[name].dtype) for name, tensor in part.items()}
-
-
-def _zeros(like: Params) -> Params:
-    return {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in like.items()}
 
 
 RULES: dict[str, Rule] = {"coverage_mean": coverage_mean, "trimmed_mean": trimmed_mean, "median": median}

@@ -71,6 +71,11 @@ def save(folder: Path, state: State, experiment: str, *, keep: int | None = KEPT
     return path
 
 
+def fetched(state: State) -> State:
+    """The same state on the CPU."""
+    return _unflat(_flat(state), state.round)
+
+
 def found(folder: Path) -> list[Found]:
     """The checkpoints of a folder, newest first."""
     matches = [(path, _NAME.fullmatch(path.name)) for path in folder.glob("round-*.safetensors")]

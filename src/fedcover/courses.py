@@ -1,8 +1,11 @@
 """A run on its way: its state, its figures, and its folder, in which the last complete round is safe."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
 
 from fedcover import checkpoints
 from fedcover.experiment import Experiment
@@ -14,7 +17,11 @@ from fedcover.types import State
 
 @dataclass(slots=True, eq=False)
 class Course:
-    """Where a run is between its first round and its last; without a folder it is only remembered."""
+    """Where a run is between its first round and its last; without a folder it is only remembered.
+
+    Files are written by a thread of their own. On a GPU, which leaves the processor to it, the next round begins
+    meanwhile; else the run waits for them.
+    """
 
     experiment: Experiment
     setup: Setup
@@ -23,6 +30,7 @@ class Course:
     folder: Folder | None = None
     diverged: str = ""
     saved: int = field(init=False)
+    _writing: Future[None] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.saved = self.state.round
@@ -32,6 +40,7 @@ class Course:
     @property
     def metrics(self) -> Metrics:
         """The figures of the rounds that are done."""
+        self._wait()
         return self.folder.metrics(self.state.round) if self.folder else self.remembered
 
     @property
@@ -42,17 +51,21 @@ class Course:
     def take(self, after: State, report: Report) -> None:
         """Note a round that is done."""
         line = {"round": report.round, **report.metrics}
-        if self.folder:
-            self.folder.append(line)
-        else:
+        self._wait()
+        if self.folder is None:
             self.remembered.append(line)
+            self.state = after
+            return
         self.state = after
-        if self.folder:
-            self.folder.keep(after)  # before the checkpoint: a run that goes on from that would not come here again
-            # with privacy always: a round that is run again would release noise that nobody counts
-            every = 1 if self.setup.privacy else self.experiment.checkpoint_every
-            if after.round % every == 0 or not self.running:
-                self._save()
+        # with privacy always: a round that is run again would release noise that nobody counts
+        every = 1 if self.setup.privacy else self.experiment.checkpoint_every
+        due = after.round % every == 0 or not self.running
+        on_gpu = any(tensor.is_cuda for tensor in after.params.values())
+        if on_gpu and (due or self.folder.keeps(after.round)):
+            after = checkpoints.fetched(after)  # here: another thread must not disturb what is captured meanwhile
+        self._writing = _writer().submit(self._write, self.folder, line, after, due)
+        if not on_gpu or self.setup.privacy:
+            self._wait()
 
     def finish(self) -> None:
         """The last round is done."""
@@ -64,15 +77,33 @@ class Course:
         """Whatever stops what is done here, the last complete round is on disk."""
         try:
             yield
+            self._wait()
         except BaseException:
+            self._wait()  # if nothing can be written, that is what must be told
             if self.folder and self.state.round > self.saved:
-                self._save()
+                self._save(self.folder, self.state)
             raise
 
-    def _save(self) -> None:
-        assert self.folder is not None
-        self.folder.checkpoint(self.state)
-        self.saved = self.state.round
+    def _wait(self) -> None:
+        """Until the files of the round before are on disk; what went wrong there is raised here, again and again."""
+        if self._writing:
+            self._writing.result()
+
+    def _write(self, folder: Folder, line: dict[str, Any], state: State, due: bool) -> None:
+        folder.append(line)
+        folder.keep(state)  # before the checkpoint: a run that goes on from that would not come here again
+        if due:
+            self._save(folder, state)
+
+    def _save(self, folder: Folder, state: State) -> None:
+        folder.checkpoint(state)
+        self.saved = state.round
+
+
+@cache
+def _writer() -> ThreadPoolExecutor:
+    """The thread that writes the files of this process's runs."""
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="fedcover-files")
 
 
 def where_it_stopped(

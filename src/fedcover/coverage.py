@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedcover.reduction import distinct
+from fedcover.slabs import zeros
 from fedcover.types import Coverage, Params, Reduction
 
 
@@ -21,7 +22,7 @@ def count(params: Mapping[str, Tensor], reductions: Sequence[Reduction]) -> Para
     [2, 1]
     """
     dtype = torch.uint8 if len(reductions) < 256 else torch.int32
-    counts = {name: torch.zeros(t.shape, dtype=dtype, device=t.device) for name, t in params.items()}
+    counts = zeros(params, dtype)
     for reduction, number in distinct(reductions):
         reduction.add_into(counts, None, number)
     return counts

@@ -183,9 +183,13 @@ class Folder:
         with self._writing(self.checkpoints) as folder:
             checkpoints.save(folder, state, self.experiment.digest)
 
+    def keeps(self, round: int) -> bool:
+        """Whether the state at the beginning of a round is kept for good."""
+        return round in self.experiment.keep_rounds
+
     def keep(self, state: State) -> None:
         """Write the state for good if its round is one of `keep_rounds`."""
-        if state.round in self.experiment.keep_rounds:
+        if self.keeps(state.round):
             with self._writing(self.kept) as folder:
                 folder.mkdir(exist_ok=True)
                 checkpoints.save(folder, state, self.experiment.digest, keep=None)

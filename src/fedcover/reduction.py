@@ -15,6 +15,7 @@ from torch import Tensor
 from fedcover.errors import InvalidValue
 from fedcover.groups import cuts_by_tensor, positions, units_kept
 from fedcover.rng import generator
+from fedcover.slabs import Slab, joined, zeros
 from fedcover.types import Params, Reduction, UnitGroup
 
 Index = slice | Tensor
@@ -86,6 +87,11 @@ class Slices:
 
     def add_into(self, target: Params, values: Params | None, scale: float) -> None:
         """Add `scale * values` (or `scale` itself) to the kept entries of `target`, in place."""
+        if isinstance(target, Slab) and (values is None or values.keys() == target.keys() - self.absent):
+            places = self._places(target)
+            added = target.flat.new_ones(()) if values is None else joined(values[n] for n in target if n in values)
+            target.flat.index_add_(0, places, added.to(target.flat.dtype).expand(len(places)), alpha=scale)
+            return
         for name in target if values is None else values:
             if name in self.absent:
                 continue
@@ -93,30 +99,28 @@ class Slices:
             region = self.region(name, whole.shape, whole.device)
             view = whole[tuple(part if isinstance(part, slice) else slice(None) for part in region)]
             listed = [(axis, part) for axis, part in enumerate(region) if isinstance(part, Tensor)]
-            if values is None:
-                view.add_(self._ones(name, listed, view) if listed else 1, alpha=scale)
-            elif not listed:
-                view.add_(values[name], alpha=scale)
+            if not listed:
+                view.add_(1 if values is None else values[name], alpha=scale)
+            elif values is None:
+                view[_grid(listed, view)] += scale
             elif len(listed) == 1:
                 [(axis, kept)] = listed
                 view.index_add_(axis, kept, values[name].to(view.dtype), alpha=scale)
             else:
                 view[_grid(listed, view)] += values[name].to(view.dtype) * scale
 
-    def _ones(self, name: str, listed: Sequence[tuple[int, Tensor]], view: Tensor) -> Tensor:
-        """One where the positions of all listed axes meet, in a shape that spreads over the rest."""
-        key = ("ones", name, view.shape, view.dtype, view.device)
+    def _places(self, slab: Slab) -> Tensor:
+        """Where the kept entries lie in a slab of all tensors."""
+        key = ("places", slab.flat.device, *slab)
         if key not in self._indices:
-            meeting = view.new_ones(())
-            for axis, kept in listed:
-                line = view.new_zeros(view.shape[axis]).index_fill_(0, kept, 1)
-                meeting = meeting * line.view([-1 if a == axis else 1 for a in range(view.ndim)])
-            self._indices[key] = (meeting,)
+            kind = torch.int32 if slab.flat.numel() < 2**31 else torch.int64
+            numbers = torch.arange(slab.flat.numel(), dtype=kind, device=slab.flat.device)
+            self._indices[key] = (joined(self.extract(slab.like(numbers)).values()),)
         return self._indices[key][0]  # type: ignore[return-value]
 
     def mask(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """True where the client holds the entry, in the full shapes."""
-        held = {name: torch.zeros(t.shape, dtype=torch.uint8, device=t.device) for name, t in params.items()}
+        held = zeros(params, torch.uint8)
         self.add_into(held, None, 1)
         return {name: tensor.bool() for name, tensor in held.items()}
 
@@ -150,6 +154,9 @@ class Masks:
 
     def add_into(self, target: Params, values: Params | None, scale: float) -> None:
         """Add `scale * values` (or `scale` itself) to the kept entries of `target`, in place."""
+        if isinstance(target, Slab) and not self.bits and (values is None or values.keys() == target.keys()):
+            target.flat.add_(1 if values is None else joined(values[name] for name in target), alpha=scale)
+            return
         for name in target if values is None else values:
             if values is not None:
                 target[name].add_(self._cut(name, values[name]), alpha=scale)
@@ -201,7 +208,7 @@ class Within:
 
     def mask(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """True where the client trained the entry, in the full shapes."""
-        held = {name: torch.zeros(t.shape, dtype=torch.uint8, device=t.device) for name, t in params.items()}
+        held = zeros(params, torch.uint8)
         self.add_into(held, None, 1)
         return {name: tensor.bool() for name, tensor in held.items()}
 

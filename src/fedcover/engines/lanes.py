@@ -11,10 +11,12 @@ from math import prod
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules.conv import _ConvNd
 
 from fedcover.engines.steps import Slots, Step, Track, Whole, leaves_of, map_trees
 from fedcover.errors import TrainingDiverged
 from fedcover.norms import statistics_key
+from fedcover.slabs import views
 from fedcover.training import client_module, order_of_rows, refuse_divergence, update_of
 from fedcover.types import Assignment, Carry, LocalTraining, Params, Recipe, Shard, Update
 
@@ -115,7 +117,7 @@ class Lane:
         slots = self.slots
         for name, room in slots.params.items():
             self._put(room, [client.params[name] for client in clients])
-            slots.velocity[name].zero_()
+        torch._foreach_zero_(list(slots.velocity.values()))
         for name, room in slots.masks.items():
             self._put(room, [client.masks[name] for client in clients])
         for place, room in enumerate(leaves_of(slots.carry)):
@@ -240,23 +242,6 @@ def client_buffers(assignment: Assignment) -> Params:
     return assignment.reduction.extract({**dict(task.model.module.named_buffers()), **known})
 
 
-def views(slab: Tensor, tensors: Sequence[tuple[str, tuple[int, ...]]], channels_last: bool = False) -> Params:
-    """The tensors that lie side by side along the last axis of a slab, by name.
-
-    >>> views(torch.arange(5), [("w", (2, 2)), ("b", (1,))])["w"].tolist()
-    [[0, 1], [2, 3]]
-    """
-    parts = torch.split(slab, [prod(shape) for _, shape in tensors], dim=-1)
-    lead = slab.shape[:-1]
-
-    def view(part: Tensor, shape: tuple[int, ...]) -> Tensor:
-        if channels_last and len(shape) == 4:
-            return part.view(shape[0], shape[2], shape[3], shape[1]).permute(0, 3, 1, 2)
-        return part.view(*lead, *shape)
-
-    return {name: view(part, shape) for (name, shape), part in zip(tensors, parts, strict=True)}
-
-
 def new_lane(shape: Shape, like: Arrival, crew: int | None, *, half: bool, fused: bool) -> Lane:
     """An empty lane for clients of a shape, on the device of one of them."""
     module = client_module(like.job.assignment)
@@ -287,8 +272,19 @@ def new_lane(shape: Shape, like: Arrival, crew: int | None, *, half: bool, fused
         step=torch.zeros((), dtype=torch.int64, device=device),
         losses_T=room(shape.local.epochs * -(-shape.rows // shape.local.batch_size)).movedim(-1, 0).contiguous(),
     )
-    step = Step(shape.recipe, shape.local, _whole(module), crew is not None, last, half, fused)
+    step = Step(
+        shape.recipe, shape.local, _whole(module), crew is not None, last, fused=fused,
+        half=half and crew is not None, in_one_go=_products(module) if half and crew is None else (),
+    )  # fmt: skip
     return Lane(shape, crew, module, step, slots, slab)
+
+
+def _products(module: nn.Module) -> tuple[str, ...]:
+    """The parameters of a module's products and convolutions, which autocast turns into bf16."""
+    layers = [(path, layer) for path, layer in module.named_modules() if isinstance(layer, (nn.Linear, _ConvNd))]
+    return tuple(
+        f"{path}.{name}".lstrip(".") for path, layer in layers for name, _ in layer.named_parameters(recurse=False)
+    )
 
 
 def _whole(module: nn.Module) -> Whole:

@@ -194,9 +194,8 @@ class Pool:
             device = next(iter(clients[0].params.values())).device
             self._make_room(device)
             stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-            half = precision == "bf16" and crew is not None
-            lane = new_lane(shape, clients[0], crew, half=half, fused=make is not compiled)
-            self.places[key] = Place(lane, make, "fp32" if half else precision, stream)
+            lane = new_lane(shape, clients[0], crew, half=precision == "bf16", fused=make is not compiled)
+            self.places[key] = Place(lane, make, "fp32" if lane.step.half else precision, stream)
         self.places.move_to_end(key)
         return self.places[key]
 

@@ -4,8 +4,9 @@ A step takes its rows from a buffer, at a cursor that it moves on itself: it is 
 clients are, so it can be compiled or captured once and replayed.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +54,9 @@ class Slots:
 class Step:
     """What `training.train` does with one batch: loss, gradients, what the recipe observes, descent.
 
-    `fused` descends in one kernel for all tensors; a compiler makes its own.
+    `fused` descends in one kernel for all tensors; a compiler makes its own. In bf16 a crew turns all that it computes
+    with (`half`); a lone client is in autocast, which would turn its weights one by one: those named in `in_one_go`
+    are turned together before it sees them.
     """
 
     recipe: Recipe
@@ -63,6 +66,7 @@ class Step:
     channels_last: bool = False
     half: bool = False
     fused: bool = True
+    in_one_go: tuple[str, ...] = ()
 
     def __call__(self, slots: Slots, track: Track) -> None:
         """Take the next rows, go down, move on."""
@@ -101,9 +105,11 @@ class Step:
 
     def _loss(self, params: Params, buffers: Params, carry: Carry, x: Tensor, y: Tensor, step: Tensor) -> Tensor:
         def forward(values: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
-            if not self.half:
-                return self.whole(buffers, values, inputs)
-            return self.whole(_halved(buffers), _halved(values), _halved({"": inputs})[""]).float()
+            if self.half:
+                return self.whole(_halved(buffers), _halved(values), _halved({"": inputs})[""]).float()
+            names = [name for name in self.in_one_go if name in values]
+            turned = _InOneGo.apply(*(values[name] for name in names)) if names else ()  # type: ignore[no-untyped-call]
+            return self.whole(buffers, {**values, **dict(zip(names, turned, strict=True))}, inputs)
 
         return self.recipe.loss(forward, params, Batch(x, y, step), carry)
 
@@ -139,6 +145,25 @@ def _laid_out_like(weight: Tensor, gradient: Tensor) -> Tensor:
 def _halved(tensors: Mapping[str, Tensor]) -> Params:
     """In bf16, unless they are integers; a crew does not use autocast, which `vmap` does not go with."""
     return {name: t.bfloat16() if t.is_floating_point() else t for name, t in tensors.items()}
+
+
+class _InOneGo(torch.autograd.Function):
+    """Tensors in bf16, and their gradients back in what they were: one kernel each way, not one for each tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.before = tensors[0].dtype
+        return _turned(tensors, torch.bfloat16)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return _turned(gradients, ctx.before)
+
+
+def _turned(tensors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    turned = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
+    torch._foreach_copy_(turned, list(tensors))
+    return tuple(turned)
 
 
 # ── trees of tensors ────────────────────────────────────────────────────────────────────────────────────
