@@ -141,7 +141,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--table", action="store_true", help="run nothing")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", default="fp32")
-    parser.add_argument("--workers", type=int, default=1, help="processes on a CPU, each with a cell of its own")
+    parser.add_argument("--workers", type=int, default=1, help="processes that cells are dealt out to")
     parser.add_argument("--only", default="", help="only cells whose name contains this")
     parser.add_argument("--folder", type=Path)
     chosen = parser.parse_args(arguments)
@@ -149,13 +149,14 @@ def main(arguments: list[str] | None = None) -> None:
     if not chosen.table:
         machine = Machine(device=chosen.device, precision=chosen.precision).resolved()
         together = machine.device.startswith("cuda")
-        if together and chosen.workers > 1:
-            parser.error("--workers is for CPUs: on a GPU all cells run in one process")
-        machine = replace(machine, processes="auto") if together else replace(machine, threads=1)
+        processes = chosen.workers if chosen.workers > 1 else "auto"
+        machine = replace(machine, processes=processes) if together else replace(machine, threads=1)
         job = partial(run_wave, folder=folder, machine=machine, rates=RATES[1:2] if chosen.quick else RATES)
         for wave in quick() if chosen.quick else (wave for part in chosen.parts for wave in PARTS[part]()):
             wanted = [cell for cell in wave if chosen.only in cell.id]
-            for _ in each(job, [wanted] if together else [[cell] for cell in wanted], chosen.workers):
+            for _ in each(
+                job, [wanted] if together else [[cell] for cell in wanted], 1 if together else chosen.workers
+            ):
                 pass
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "README.md", markdown(folder, quick=chosen.quick).encode())
