@@ -137,22 +137,34 @@ def compiled(lane: Lane, size: int) -> Callable[[], None]:
     tree = _fields(lane.slots), _fields(lane.tracks[size])
     leaves = leaves_of(tree)
 
-    def step(*tensors: Tensor) -> None:
+    def step(*tensors: Tensor) -> tuple[()]:
         following = iter(tensors)
         slots, track = map_trees(lambda _: next(following), tree)
         lane.step(Slots(*slots), Track(*track))
+        return ()
 
-    lane.rewind(size)
-    try:
-        from torch._inductor import compile as inductor  # takes a second to import, so not for those who do not compile
+    for wrapper in ({"cpp_wrapper": True, "size_asserts": False}, {}):
+        try:
+            lane.rewind(size)
+            fast = _compile(step, leaves, wrapper)
+            lane.rewind(size)
+            fast(*leaves)
+        except Exception as error:  # the step itself has been tried; tracing and compiling may fail in any way
+            failed = type(error).__name__
+        else:
+            return lambda: fast(*leaves)
+    say(f"the step cannot be compiled ({failed}), so it runs uncompiled")
+    return plain
 
-        fast = inductor(make_fx(step)(*leaves), leaves)
-        lane.rewind(size)
-        fast(*leaves)
-    except Exception as error:  # the step itself has been tried; tracing and compiling may fail in any way
-        say(f"the step cannot be compiled ({type(error).__name__}), so it runs uncompiled")
-        return plain
-    return lambda: fast(*leaves)
+
+def _compile(step: Callable[..., tuple[()]], leaves: Sequence[Tensor], options: dict[str, Any]) -> Callable[..., Any]:
+    from torch._inductor import compile as inductor  # takes a second to import, so not for those who do not compile
+
+    graph = make_fx(step)(*leaves)
+    for node in graph.graph.nodes:  # what tracing noted of its tensors is in the way of a wrapper in C++
+        node.meta.clear()
+    fast: Callable[..., Any] = inductor(graph, list(leaves), options)
+    return fast
 
 
 def _fields(record: Slots | Track) -> tuple[Any, ...]:
