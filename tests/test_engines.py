@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import fedcover as fc
+from fedcover.engines import pools
 from fedcover.engines.batched import batched
 from fedcover.engines.pools import _SAID, plainly, pool_of
 from fedcover.engines.sequential import sequential
@@ -200,6 +201,22 @@ def test_auto_compiles_only_what_is_long_enough():
 @TORCH_WARNS
 def test_the_compiled_step_equals_sequential():
     agree(*world("mlp", policy="magnitude", fleet="1x0.5", clients=6, active=2, epochs=1), batched)
+
+
+@TORCH_WARNS
+def test_a_step_that_cannot_have_a_wrapper_in_cpp_is_compiled_with_one_in_python(monkeypatch, caplog):
+    compile_step, tried = pools._compile, []
+
+    def only_in_python(step, leaves, options):
+        tried.append(dict(options))
+        if options:
+            raise NotImplementedError("an operation that C++ cannot call")
+        return compile_step(step, leaves, options)
+
+    monkeypatch.setattr(pools, "_compile", only_in_python)
+    agree(*world("mlp", policy="magnitude", fleet="1x0.5", clients=6, active=2, epochs=1), batched)
+    assert [bool(options) for options in tried] == [True, False]
+    assert "cannot be compiled" not in caplog.text
 
 
 def test_without_a_compiler_it_runs_uncompiled_and_says_so():

@@ -43,7 +43,7 @@ SMALL_STEP = 100_000_000
 STEP_SECONDS, MULTIPLY_ADDS_PER_SECOND = 2e-4, 1e10
 """What a local step takes at least, and per multiply-add of forward and backward: roughly, to see if processes pay.
 
-The MLP of the MNIST job comes out at 0.7 ms a step; one core of an AMD EPYC took 0.25 (batched) to 0.6 (sequential).
+The MLP of the MNIST job comes out at 0.7 ms a step; one core of an AMD EPYC took 0.17 (batched) to 0.6 (sequential).
 """
 
 

@@ -12,7 +12,7 @@ from fedcover.engines.lanes import Job, arrivals
 from fedcover.engines.pools import Pool, drive
 from fedcover.engines.streams import placed
 from fedcover.experiment import Experiment
-from fedcover.preparation import Machine, prepare
+from fedcover.preparation import Machine, Parts, prepare
 from fedcover.rounds import Report, Setup, ask, first_state
 from fedcover.runs import run
 from fedcover.types import Assignment, Dataset, Samples
@@ -65,9 +65,11 @@ def step_seconds(
 
 
 def training(name: str, machine: Machine, *, fleet: str, policy: str, samples: int) -> Callable[[], None]:
-    """What the clients of a round do, by the machine's engine."""
+    """What the clients of a round do, by the machine's engine; their images are in memory, as the plain loop's are."""
     wanted = described(name, clients=CLIENTS, fleet=fleet, policy=policy, samples=samples, epochs=EPOCHS, test=10)
-    setup = prepare(wanted, machine)
+    wanted = wanted.model_copy(update={"dataset": "digits"})
+    images = random_images(name, machine.device, samples * wanted.clients, test=10)
+    setup = prepare(wanted, machine, parts=Parts(dataset=images))
     state = first_state(setup)
     work = ask(setup, state).work
 

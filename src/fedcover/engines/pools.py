@@ -51,7 +51,7 @@ class Place:
         """Let clients in, and see to it that all of their steps can be made."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
+        with on(self.stream):
             self.lane.load(clients)
             self.plan = self.lane.batches()
             new = [size for size in dict.fromkeys(self.plan) if size not in self.steps]
@@ -65,16 +65,21 @@ class Place:
     def advance(self, step: int) -> None:
         """Make a step, if the clients here have so many."""
         if step < len(self.plan):
-            with torch.cuda.stream(self.stream), computing(self.precision, self.lane.slots.x.device):
+            with on(self.stream), computing(self.precision, self.lane.slots.x.device):
                 self.steps[self.plan[step]]()
 
     def answers(self) -> list[Answer]:
         """What comes of the clients here."""
-        with torch.cuda.stream(self.stream):
+        with on(self.stream):
             made = list(self.lane.answers())
         if self.stream is not None:
             torch.cuda.current_stream().wait_stream(self.stream)
         return made
+
+
+def on(stream: Any) -> AbstractContextManager[Any]:
+    """Do what follows on a CUDA stream; on a CPU there is none, and asking torch for it takes longer than a kernel."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def computing(precision: str, device: torch.device) -> AbstractContextManager[Any]:
@@ -122,8 +127,9 @@ def plainly(lane: Lane, size: int) -> Callable[[], None]:
 def compiled(lane: Lane, size: int) -> Callable[[], None]:
     """The step as one compiled function; a rest of a few rows is not worth compiling.
 
-    It is traced to a list of operations on the lane's tensors first: whatever Python a model and a recipe are made of,
-    and as those tensors stay what they are, nothing needs to be checked before it runs.
+    It is traced to a list of operations on the lane's tensors first, whatever Python a model and a recipe are made of.
+    The compiler gets that list itself, not through `torch.compile`, which would look at each call anew: these tensors
+    stay what they are.
     """
     plain = plainly(lane, size)
     if size != lane.shape.local.batch_size:
@@ -131,27 +137,34 @@ def compiled(lane: Lane, size: int) -> Callable[[], None]:
     tree = _fields(lane.slots), _fields(lane.tracks[size])
     leaves = leaves_of(tree)
 
-    def step(*tensors: Tensor) -> None:
+    def step(*tensors: Tensor) -> tuple[()]:
         following = iter(tensors)
         slots, track = map_trees(lambda _: next(following), tree)
         lane.step(Slots(*slots), Track(*track))
+        return ()
 
-    lane.rewind(size)
-    try:
-        fast = torch.compile(make_fx(step)(*leaves), dynamic=False, options=_UNCHECKED)
-        lane.rewind(size)
-        fast(*leaves)
-    except Exception as error:  # the step itself has been tried; tracing and compiling may fail in any way
-        say(f"the step cannot be compiled ({type(error).__name__}), so it runs uncompiled")
-        return plain
-    return lambda: fast(*leaves)
+    for wrapper in ({"cpp_wrapper": True, "size_asserts": False}, {}):
+        try:
+            lane.rewind(size)
+            fast = _compile(step, leaves, wrapper)
+            lane.rewind(size)
+            fast(*leaves)
+        except Exception as error:  # the step itself has been tried; tracing and compiling may fail in any way
+            failed = type(error).__name__
+        else:
+            return lambda: fast(*leaves)
+    say(f"the step cannot be compiled ({failed}), so it runs uncompiled")
+    return plain
 
 
-_UNCHECKED: dict[str, Any] | None = (
-    {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
-    if hasattr(torch.compiler, "skip_all_guards_unsafe")
-    else None
-)
+def _compile(step: Callable[..., tuple[()]], leaves: Sequence[Tensor], options: dict[str, Any]) -> Callable[..., Any]:
+    from torch._inductor import compile as inductor  # takes a second to import, so not for those who do not compile
+
+    graph = make_fx(step)(*leaves)
+    for node in graph.graph.nodes:  # what tracing noted of its tensors is in the way of a wrapper in C++
+        node.meta.clear()
+    fast: Callable[..., Any] = inductor(graph, list(leaves), options)
+    return fast
 
 
 def _fields(record: Slots | Track) -> tuple[Any, ...]:
