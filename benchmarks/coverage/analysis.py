@@ -243,7 +243,7 @@ def _longer(results: Results) -> str:
 
 
 def _cifar(results: Results) -> str:
-    policies = [*POLICY_OF, "planned-most"]
+    policies = [*POLICY_OF, "planned-most", "planned-covered"]
     text = _accuracies(results, {policy: f"cifar/{policy}" for policy in policies})
     own = results.values("cifar/planned")
     text += _contrasts("planned minus", [c for r in RIVALS for c in minus(r, own, results.values(f"cifar/{r}"))])

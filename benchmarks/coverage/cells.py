@@ -143,6 +143,7 @@ def cifar() -> Iterator[Wave]:
     line_up = {name: {**fields, "policy": policy} for name, policy in POLICY_OF.items()}
     line_up["magnitude"] |= {"capacity": "parameters", "fleet": _equal_parameters(fields)}
     line_up["planned-most"] = {**fields, "policy": f"planned(gamma={largest_gamma(fields, 'subnet')})"}
+    line_up["planned-covered"] = {**fields, "policy": "planned(copies=false)"}
     for seed in SEEDS:
         yield [Cell(f"cifar/{name}", own, seeds=(seed,)) for name, own in line_up.items()]
 

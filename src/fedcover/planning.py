@@ -22,6 +22,7 @@ from fedcover.fleet import Fleet
 from fedcover.planner import Group
 from fedcover.plotting import COLOURS, MARKERS, new_figure, save
 from fedcover.policies import POLICIES
+from fedcover.policies.copies import number
 from fedcover.policies.planned import KINDS, groups_of, planned
 from fedcover.preparation import build_model
 from fedcover.reduction import Slices
@@ -93,6 +94,7 @@ def plan_report(
         "policies": policies,
         "upper_bound": bound, "limited_by": scarce, "distance": bound - chosen.gamma,
         "rounds_to_cover": rounds_to_cover(choice, view, rounds, tolerate + 1),
+        "copies": 1 if kind == "pruning" or gamma is not None or tolerate else number(replace(view, rounds=rounds)),
         "assignment": [
             {"capacity": client.capacity, "parameters": sum(part.sizes(view.params).values()),
              "noise": noise}

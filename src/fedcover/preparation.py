@@ -21,7 +21,7 @@ from fedcover.experiment import HUGE, Experiment
 from fedcover.models import MODELS, tensors
 from fedcover.norms import has_batch_norm, on_batch_statistics
 from fedcover.partition import PARTITIONS
-from fedcover.policies import POLICIES
+from fedcover.policies import POLICIES, growth_of
 from fedcover.privacy import PRIVACY, Gaussian, require_accountant
 from fedcover.ranks import physical_cores, worthwhile
 from fedcover.recipes import RECIPES, own_labels
@@ -169,10 +169,12 @@ def prepare(
         _check_private(experiment, privacy, model, recipe)
     local = LocalTraining(**{name: getattr(experiment, name) for name in LocalTraining.__dataclass_fields__})
     switches = {name: getattr(experiment, name) for name in ("norm", "scaler", "seed")}
+    policy = _own_policy(own.policy) if own.policy else named_policy(experiment)
     setup = Setup(
         task=Task(model, source, local, recipe, measure=experiment.capacity, **switches),
         fleet=experiment.scaled_fleet,
-        policy=_own_policy(own.policy) if own.policy else named_policy(experiment),
+        policy=policy,
+        growth=growth_of(policy),
         check_capacity=own.policy is not None or ":" in experiment.policy,
         engine=ENGINES["sequential"],
         rule=_named("rule", experiment.rule, RULES),
@@ -297,8 +299,7 @@ def _own_policy(policy: Policy) -> Policy:
 
 def named_policy(experiment: Experiment) -> Policy:
     """The experiment's policy with its options bound."""
-    found: Policy = _named("policy", experiment.policy, POLICIES)
-    return found
+    return _named("policy", experiment.policy, POLICIES)  # type: ignore[no-any-return]
 
 
 def source_of(experiment: Experiment, device: str, data: str | Path | None, dataset: Dataset | None = None) -> Source:

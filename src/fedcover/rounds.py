@@ -19,13 +19,14 @@ from fedcover.evaluation import evaluate, local_accuracy
 from fedcover.figures import figures
 from fedcover.fleet import Fleet, drops_out, sample_cohort
 from fedcover.norms import running, statistics_key
-from fedcover.policies.common import fits
+from fedcover.policies.common import check_parts
 from fedcover.privacy import Gaussian, fresh_generator, most_turns, private_mean
 from fedcover.ranks import ALONE, Ranks
 from fedcover.reduction import Slices, Within, dense
 from fedcover.types import (
     Client,
     Engine,
+    Growth,
     Params,
     Policy,
     Reduction,
@@ -65,6 +66,7 @@ class Setup:
     mean: Rule = coverage_mean
     ranks: Ranks = ALONE
     clip_updates: float | None = None
+    growth: Growth | None = None
     privacy: Gaussian | None = None
     noise: Callable[[], torch.Generator] = fresh_generator
 
@@ -130,6 +132,7 @@ def view_of(setup: Setup, state: State, cohort: tuple[Client, ...]) -> View:
         seed=setup.task.seed,
         measured=state.measured,
         uses=setup.uses,
+        rounds=setup.rounds,
     )
 
 
@@ -158,7 +161,7 @@ def ask(setup: Setup, state: State) -> Asked:
         view = view_of(setup, state, cohort)
         planned = one_of_a_kind(setup.policy(view))
         if setup.check_capacity:
-            _check_parts(view, planned)
+            check_parts(view, planned)
     work = [
         (client, reduction)
         for client, reduction in zip(cohort, planned, strict=True)
@@ -173,7 +176,7 @@ def conclude(setup: Setup, state: State, asked: Asked, answers: Sequence[Update]
     # sums are made in the order of client ids, so that nothing depends on who answers first
     updates = sorted(answers, key=lambda update: update.client.id)
     with clock("aggregation"):
-        after = aggregate(setup, state, updates)
+        after = grown(setup, aggregate(setup, state, updates), asked.cohort)
     with clock("measuring"):
         metrics = _round_metrics(setup, state, after, asked.cohort, updates)
     with clock("evaluation"):
@@ -184,21 +187,11 @@ def conclude(setup: Setup, state: State, asked: Asked, answers: Sequence[Update]
 
 def one_of_a_kind(parts: Iterable[Reduction | None]) -> list[Reduction | None]:
     """The same parts; equal slices become one object, so that whatever is done with it is done once."""
-    known: dict[bytes, Reduction] = {}
-    return [known.setdefault(encode(part), part) if isinstance(part, Slices) else part for part in parts]
-
-
-def _check_parts(view: View, parts: Sequence[Reduction | None]) -> None:
-    """Refuse what a policy of a user's own must not give: too few parts, no parts at all, more than a device holds."""
-    if len(parts) != len(view.cohort):
-        raise InvalidValue(f"policy must give {len(view.cohort)} reductions, one for each client; got {len(parts)}")
-    for client, part in zip(view.cohort, parts, strict=True):
-        if part is None:
-            continue
-        if not hasattr(part, "extract"):
-            raise InvalidValue(f"policy must give a Slices, a Masks or None to client {client.id}; got {part!r:.80}")
-        if not fits(view, client.capacity, part):
-            raise InvalidValue(f"policy gives client {client.id} more than its capacity of {client.capacity:g} holds")
+    listed, known = list(parts), dict[bytes, Reduction]()
+    codes = {key: encode(part) for key, part in {id(part): part for part in listed}.items() if isinstance(part, Slices)}
+    return [
+        known.setdefault(codes[id(part)], part) if part is not None and id(part) in codes else part for part in listed
+    ]
 
 
 def aggregate(setup: Setup, state: State, updates: Sequence[Update]) -> State:
@@ -224,6 +217,16 @@ def aggregate(setup: Setup, state: State, updates: Sequence[Update]) -> State:
     private = {**state.private, **{u.client.id: u.private for u in updates if u.private}}
     coverage = cov.record(state.coverage, counts, setup.window)
     return State(state.round + 1, params, statistics, coverage, _measured(setup, state, updates), server, private)
+
+
+def grown(setup: Setup, state: State, cohort: tuple[Client, ...]) -> State:
+    """The state as the next round begins: with its model changed, and all that belongs to it, where that is due."""
+    change = setup.growth(view_of(setup, state, cohort)) if setup.growth else None
+    if change is None:
+        return state
+    statistics = {key: change(known) for key, known in state.statistics.items()}
+    server = {slot: change(known) for slot, known in state.server.items()}
+    return replace(state, params=change(state.params), statistics=statistics, server=server)
 
 
 def _combined(setup: Setup, old: Params, updates: Sequence[Update]) -> Params:

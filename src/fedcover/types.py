@@ -171,7 +171,7 @@ class View:
     """All that a policy may look at. Policies are pure: same view, same reductions.
 
     `levels` are the fleet's capacities, `measure` what they are a share of; `measured` is what clients reported, `uses`
-    how often each weight is multiplied for one sample.
+    how often each weight is multiplied for one sample, `rounds` how many there will be, if that is known.
     """
 
     round: int
@@ -185,6 +185,7 @@ class View:
     seed: int
     measured: dict[str, Params] = field(default_factory=dict)
     uses: dict[str, int] = field(default_factory=dict)
+    rounds: int | None = None
 
 
 class Policy(Protocol):
@@ -192,6 +193,10 @@ class Policy(Protocol):
 
     def __call__(self, view: View) -> Sequence[Reduction | None]:
         """One reduction, or None, per client."""
+
+
+Growth = Callable[[View], Callable[[Params], Params] | None]
+"""How the model is changed before a round: a function of its tensors (and of what belongs to them), mostly none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,6 +192,11 @@ def _show_plan(found: dict[str, Any], window: int, tolerate: int) -> None:
         done = found["rounds_to_cover"]
         when = f"after {done} rounds" if done else f"not within {window} rounds"
         print(f"units are held {chosen['units']} times a round; {tolerate + 1} clients have had every parameter {when}")
+    if found["copies"] > 1:
+        print(
+            f"no device holds the whole model: a run with policy planned trains the largest device's model and makes "
+            f"{found['copies']} copies of it; the plan above is planned(copies=false)"
+        )
 
 
 @app.command

@@ -1,14 +1,15 @@
 """Policies: which part of the model each client of a cohort trains. One small file per published family."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from fedcover.policies.common import per_client as per_client
 from fedcover.policies.magnitude import magnitude
-from fedcover.policies.planned import planned
+from fedcover.policies.planned import growth, planned
 from fedcover.policies.prunefl import prunefl
 from fedcover.policies.regions import regions
 from fedcover.policies.windows import exclude, full, homogeneous, prefix, random, rolling
-from fedcover.types import Reduction
+from fedcover.types import Growth, Params, Policy, Reduction
 
 POLICIES: dict[str, Callable[..., Sequence[Reduction | None]]] = {
     "full": full,
@@ -22,3 +23,11 @@ POLICIES: dict[str, Callable[..., Sequence[Reduction | None]]] = {
     "regions": regions,
     "planned": planned,
 }
+
+GROWTHS: dict[object, Callable[..., Callable[[Params], Params] | None]] = {planned: growth}
+
+
+def growth_of(policy: Policy) -> Growth | None:
+    """How a policy changes the model between rounds, with the options that are bound to it; None if it does not."""
+    function, options = getattr(policy, "func", policy), getattr(policy, "keywords", {})
+    return partial(GROWTHS[function], **options) if function in GROWTHS else None

@@ -1,6 +1,6 @@
 """What policies share: lifting a function of one client to a cohort, and what a capacity allows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from math import ceil
 from typing import Any, Concatenate, ParamSpec
@@ -22,6 +22,18 @@ def per_client(choose: Callable[Concatenate[View, Client, Options], Reduction | 
     @wraps(choose)
     def policy(view: View, **options: Any) -> list[Reduction | None]:
         return [choose(view, client, **options) for client in view.cohort]  # type: ignore[call-arg]
+
+    return policy
+
+
+def per_capacity(choose: Callable[Concatenate[View, float, Options], Reduction | None]) -> Policy:
+    """The same for policies that treat all clients of one capacity alike: their part is made once and shared."""
+
+    @wraps(choose)
+    def policy(view: View, **options: Any) -> list[Reduction | None]:
+        capacities = dict.fromkeys(client.capacity for client in view.cohort)
+        made = {capacity: choose(view, capacity, **options) for capacity in capacities}  # type: ignore[call-arg]
+        return [made[client.capacity] for client in view.cohort]
 
     return policy
 
@@ -59,3 +71,16 @@ def fits(view: View, capacity: float, reduction: Reduction) -> bool:
         return all(len(reduction.kept[group.name]) <= units_kept(group.size, share) for group in view.groups)
     kept = reduction.sizes({name: view.params[name] for name in view.prunable})
     return sum(kept.values()) <= prunable_budget(view, capacity)
+
+
+def check_parts(view: View, parts: Sequence[Reduction | None]) -> None:
+    """Refuse what a policy of a user's own must not give: too few parts, no parts at all, more than a device holds."""
+    if len(parts) != len(view.cohort):
+        raise InvalidValue(f"policy must give {len(view.cohort)} reductions, one for each client; got {len(parts)}")
+    for client, part in zip(view.cohort, parts, strict=True):
+        if part is None:
+            continue
+        if not hasattr(part, "extract"):
+            raise InvalidValue(f"policy must give a Slices, a Masks or None to client {client.id}; got {part!r:.80}")
+        if not fits(view, client.capacity, part):
+            raise InvalidValue(f"policy gives client {client.id} more than its capacity of {client.capacity:g} holds")

@@ -1,6 +1,6 @@
 """The planner as a policy: every round the least noise for the coverage that is wanted, from the current weights."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -12,8 +12,9 @@ from fedcover.groups import units_kept
 from fedcover.objective import Bound
 from fedcover.planner import Group, Runs
 from fedcover.policies.common import prunable_budget, width
+from fedcover.policies.copies import copying, number, parts
 from fedcover.reduction import Masks, Slices
-from fedcover.types import Client, Reduction, View
+from fedcover.types import Client, Params, Reduction, View
 
 KINDS = ("subnet", "pruning")
 
@@ -27,15 +28,20 @@ def planned(
     share: float = 0.5,
     variance: float = Bound().variance,
     drift: float = Bound().drift,
+    copies: bool = True,
 ) -> Sequence[Reduction]:
     """The least noise with every unit covered `gamma` times, or after any `tolerate` drop-outs, planned each round.
 
     Units are hidden units and channels (`subnet`) or single weights (`pruning`). Without a wish, single weights and
     models whose groups never meet get the coverage of smallest Theorem 1' bound (`variance`, `drift`: its constants);
     where groups meet, every unit is held at least `share` as often as possible, and windows of rounds cover the pairs.
+    But where groups meet and the largest device's model fits into the whole one twice or more, runs do without that
+    coverage (unless `copies` is false): they train that model, copy it, and make an ensemble of the copies.
     """
     if kind not in KINDS:
         raise unknown("policy planned: kind", kind, KINDS)
+    if copies and _without_a_wish(kind, gamma, tolerate) and number(view) > 1:
+        return parts(view)
     wish = Wish(gamma, tolerate, share, Bound(variance, drift))
     places = sorted(range(len(view.cohort)), key=lambda i: (-view.cohort[i].capacity, view.cohort[i].id))
     clients = [view.cohort[place] for place in places]  # not as drawn: arcs must keep their owners over the rounds
@@ -44,9 +50,26 @@ def planned(
         plans = design(groups, None if exact else colours(view.groups), energy(view.params), wish, view.round, stacked)
     except InvalidValue as error:
         raise InvalidValue(f"policy planned, round {view.round}: {error}") from None
-    parts = (_slices if kind == "subnet" else _masks)(view, plans, len(clients))
-    made = dict(zip(places, parts, strict=True))
+    own = (_slices if kind == "subnet" else _masks)(view, plans, len(clients))
+    made = dict(zip(places, own, strict=True))
     return [made[place] for place in range(len(places))]
+
+
+def growth(
+    view: View,
+    *,
+    kind: str = "subnet",
+    gamma: int | None = None,
+    tolerate: int = 0,
+    copies: bool = True,
+    **others: object,
+) -> Callable[[Params], Params] | None:
+    """What `planned`, with the same options, does to the model before a round."""
+    return copying(view) if copies and _without_a_wish(kind, gamma, tolerate) else None
+
+
+def _without_a_wish(kind: str, gamma: int | None, tolerate: int) -> bool:
+    return kind == "subnet" and gamma is None and not tolerate
 
 
 def groups_of(

@@ -5,28 +5,28 @@ McMahan, Talwalkar: Expanding the reach of federated learning (Federated Dropout
 """
 
 from fedcover.errors import InvalidValue
-from fedcover.policies.common import per_client, width
+from fedcover.policies.common import per_capacity, per_client, width
 from fedcover.reduction import Slices, drawn, windows
 from fedcover.rng import key
 from fedcover.types import Client, View
 
 
-@per_client
-def full(view: View, client: Client) -> Slices:
+@per_capacity
+def full(view: View, capacity: float) -> Slices:
     """Every client trains the whole model, whatever its capacity: plain FedAvg, the upper baseline."""
     return windows(view.groups, 1.0)
 
 
-@per_client
-def homogeneous(view: View, client: Client, *, share: float | None = None) -> Slices:
+@per_capacity
+def homogeneous(view: View, capacity: float, *, share: float | None = None) -> Slices:
     """Every client trains the same small model: of width `share`, or what the fleet's smallest device holds."""
     if share is not None and not 0 < share <= 1:
         raise InvalidValue(f"policy homogeneous: share must be in (0, 1]; got {share}")
     return windows(view.groups, width(view, min(view.levels)) if share is None else share)
 
 
-@per_client
-def exclude(view: View, client: Client, *, below: float | None = None) -> Slices | None:
+@per_capacity
+def exclude(view: View, capacity: float, *, below: float | None = None) -> Slices | None:
     """Only clients of enough capacity take part, all with the same model: what one of capacity `below` holds.
 
     Without `below` only the largest devices train.
@@ -34,13 +34,13 @@ def exclude(view: View, client: Client, *, below: float | None = None) -> Slices
     least = max(view.levels) if below is None else below
     if least > max(view.levels):
         raise InvalidValue(f"policy exclude: below must be at most {max(view.levels):g}, the largest; got {below}")
-    return windows(view.groups, width(view, least)) if client.capacity >= least else None
+    return windows(view.groups, width(view, least)) if capacity >= least else None
 
 
-@per_client
-def prefix(view: View, client: Client) -> Slices:
+@per_capacity
+def prefix(view: View, capacity: float) -> Slices:
     """The first units of every group: nested sub-networks that never change (HeteroFL)."""
-    return windows(view.groups, width(view, client.capacity))
+    return windows(view.groups, width(view, capacity))
 
 
 @per_client

@@ -1,0 +1,83 @@
+"""Copies: where no device holds the whole model, what the largest one holds is trained first and then copied.
+
+Until some share of the rounds is over, everybody trains first units, as under `prefix`. Then the model of the largest
+device is copied as often as it fits side by side, nothing leading from one copy to another: the whole model gives the
+same answers as before. From then on every copy is trained by its share of the devices: the whole becomes an ensemble.
+"""
+
+from collections.abc import Callable
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from fedcover.design import is_exact
+from fedcover.groups import units_kept
+from fedcover.policies.common import width
+from fedcover.reduction import Slices
+from fedcover.types import Client, Params, UnitGroup, View
+
+AFTER = 0.6
+"""The share of the rounds after which copies are made."""
+
+
+def number(view: View) -> int:
+    """How many copies of what the largest device holds fit into the model; 1 where copies make no sense.
+
+    Only where groups meet: else sub-networks that share units add up, and the planner's own plans are exact.
+    """
+    if view.rounds is None or is_exact(view.groups):
+        return 1
+    if any(group.nested or any(cut.axis is None for cut in group.cuts) for group in view.groups):
+        return 1
+    return min(group.size // _largest(view, group) for group in view.groups)
+
+
+def begun(view: View) -> bool:
+    """Whether copies have been made before this round."""
+    return view.rounds is not None and view.round >= _first(view.rounds)
+
+
+def parts(view: View) -> list[Slices]:
+    """What every device of a cohort trains: first units, and once copies are made those of its own copy."""
+    order = sorted(view.cohort, key=lambda client: (-client.capacity, client.slot))
+    copy_of = {client.slot: place % number(view) if begun(view) else 0 for place, client in enumerate(order)}
+    return [_part(view, client, copy_of[client.slot]) for client in view.cohort]
+
+
+def copying(view: View) -> Callable[[Params], Params] | None:
+    """How tensors change before the view's round: they are copied where that is due, else None."""
+    if number(view) < 2 or view.rounds is None or view.round != _first(view.rounds):
+        return None
+    sizes = {group.name: _largest(view, group) for group in view.groups}
+    rooms = [
+        Slices(view.groups, {name: torch.arange(copy * size, (copy + 1) * size) for name, size in sizes.items()})
+        for copy in range(number(view))
+    ]
+
+    def copied(tensors: Params) -> Params:
+        first = rooms[0].extract(tensors)
+        whole = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        for room in rooms:
+            room.add_into(whole, first, 1)
+        # what no group cuts is there once, and shared
+        return {name: t if first[name].shape == t.shape else whole[name] for name, t in tensors.items()}
+
+    return copied
+
+
+def _first(rounds: int) -> int:
+    return ceil(AFTER * rounds - 1e-9)
+
+
+def _largest(view: View, group: UnitGroup) -> int:
+    return units_kept(group.size, width(view, max(view.levels)))
+
+
+def _part(view: View, client: Client, copy: int) -> Slices:
+    share = width(view, client.capacity)
+
+    def kept(group: UnitGroup) -> Tensor:
+        return copy * _largest(view, group) + torch.arange(units_kept(group.size, share))
+
+    return Slices(view.groups, {group.name: kept(group) for group in view.groups})

@@ -1,0 +1,126 @@
+"""Copies: where no device holds the whole model, `planned` trains what one holds, copies it, and makes an ensemble."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from benchmarks.coverage.candidates import doubled, twins
+from benchmarks.coverage.cells import CIFAR, SHARED
+
+import fedcover as fc
+from fedcover import coverage
+from fedcover.engines import ENGINES
+from fedcover.evaluation import evaluate
+from fedcover.planning import fleet_view
+from fedcover.policies import POLICIES
+from fedcover.policies.copies import copying, number
+from fedcover.preparation import Machine, prepare
+from fedcover.rounds import first_state
+from tests.worlds import same
+
+FIELDS = {
+    "dataset": "synthetic(shape=(3, 8, 8), samples=20, test_size=100)", "model": "wide_resnet(depth=10, widen=1)",
+    "fleet": "1x0.5 + 1x0.25", "assignment": "slot", "clients": 20, "active": 4, "epochs": 1, "rounds": 5, "lr": 0.05,
+}  # fmt: skip
+
+
+def experiment(**changes):
+    return fc.Experiment(**{**FIELDS, "policy": "planned", **changes})
+
+
+def view_at(round, **changes):
+    view = fleet_view(experiment(dataset="cifar10", **changes))
+    return replace(view, round=round, rounds=100)
+
+
+def test_what_is_shipped_is_what_won_the_trial():
+    described = fc.Experiment(**{**SHARED, **CIFAR, "policy": "planned"})
+    view = replace(fleet_view(described), rounds=described.rounds)
+    for policy, round in (("prefix", 0), ("prefix", 59), (twins, 60), (twins, 99)):
+        wanted = (POLICIES[policy] if isinstance(policy, str) else policy)(view)
+        for mine, theirs in zip(POLICIES["planned"](replace(view, round=round)), wanted, strict=True):
+            same(mine.kept, theirs.kept)
+    assert [copying(replace(view, round=round)) is None for round in (0, 59, 61, 99)] == [True] * 4
+    setup = prepare(experiment(dataset="synthetic", model="wide_resnet(depth=28, widen=2)"), Machine().resolved())
+    state = first_state(setup)
+    same(copying(replace(view, round=60))(state.params), doubled(view.groups, state).params)
+
+
+@pytest.mark.parametrize(
+    ("changes", "copies"),
+    [
+        ({}, 2),
+        ({"fleet": "1x0.25"}, 4),
+        ({"fleet": "1x0.3 + 1x0.1"}, 3),
+        ({"fleet": "1x0.6 + 1x0.25"}, 1),
+        ({"fleet": "1x0.25", "capacity": "parameters"}, 2),  # a quarter of the parameters is half of the width
+        ({"model": "mlp(hidden=[8])", "dataset": "digits"}, 1),
+        ({"model": "mlp(hidden=[8, 8])", "dataset": "digits"}, 2),
+    ],
+)
+def test_as_many_copies_as_fit_where_groups_meet(changes, copies):
+    described = experiment(**{"dataset": "cifar10", **changes})
+    view = fleet_view(described)
+    assert number(view) == 1  # nothing is known of how long it will run
+    view = replace(view, rounds=10, round=6)
+    assert number(view) == copies
+    parts = POLICIES["planned"](view)
+    for part, small in zip(parts, POLICIES["prefix"](view), strict=True):
+        sizes = small.sizes(view.params)
+        assert part.sizes(view.params) == sizes or copies == 1
+    assert (copying(view) is None) == (copies == 1)
+
+
+@pytest.mark.parametrize("wish", ["planned(copies=false)", "planned(gamma=1)", "planned(tolerate=1)"])
+def test_a_wish_is_answered_by_coverage_not_by_copies(wish):
+    run = fc.run(experiment(policy=wish, fleet="1x0.5", rounds=2))
+    nested = fc.run(experiment(policy="prefix", fleet="1x0.5", rounds=2))
+    assert run.setup.growth(view_at(60)) is None
+    assert fc.run(experiment(fleet="1x0.5", rounds=2)).setup.growth(view_at(60)) is not None
+    covered = [sum(int(t.sum()) for t in each.state.coverage.ever.values()) for each in (run, nested)]
+    assert covered[0] > covered[1]
+
+
+def test_the_whole_model_answers_as_before_when_it_is_copied():
+    """After three of five rounds the assembled model is as good as the half-width model that prefix has by then."""
+    copied = fc.run(experiment())
+    nested = fc.run(experiment(policy="prefix", rounds=3))
+    common = replace(nested.state, params=coverage.covered_only(nested.state.params, nested.state.coverage))
+    known = evaluate(nested.setup.task, common, nested.setup.task.source.test)
+    assert copied.metrics[2]["accuracy"] == pytest.approx(known.accuracy, abs=0.011)
+    assert copied.metrics[1]["train_loss"] == nested.metrics[1]["train_loss"]
+    between = copied.state.params["stages.1.0.conv2.weight"][:16, 16:]
+    assert float(between.abs().sum()) == 0 < float(nested.state.params["stages.1.0.conv2.weight"][:16, 16:].abs().sum())
+
+
+def test_what_belongs_to_the_parameters_is_copied_with_them():
+    state = fc.run(experiment(norm="tracked", server="momentum", rounds=4), engine=idle_from(3)).state
+    for tensors in (state.params, state.server["velocity"], state.statistics["all"]):
+        for name, tensor in tensors.items():
+            half = len(tensor) // 2
+            if tensor.ndim == 1 and len(tensor) in (16, 32, 64):
+                assert torch.equal(tensor[:half], tensor[half:]), name
+                assert float(tensor.abs().sum()) > 0, name
+
+
+def idle_from(round):
+    def engine(task, state, work, lr):
+        return iter(()) if state.round >= round else ENGINES["sequential"](task, state, work, lr)
+
+    return engine
+
+
+def test_a_run_that_is_stopped_around_the_copy_goes_on_bit_for_bit(tmp_path):
+    machine = fc.Machine("sequential", "cpu", threads=1)
+
+    def stop(report):
+        if report.round == 2:
+            raise KeyboardInterrupt
+
+    whole = fc.run(experiment(keep_rounds=(2, 3)), tmp_path / "whole", machine=machine)
+    with pytest.raises(KeyboardInterrupt):
+        fc.run(experiment(), tmp_path / "stopped", machine=machine, watch=stop)
+    same(fc.resume(tmp_path / "stopped").state.params, whole.state.params)
+    after, _ = fc.replay(tmp_path / "whole", 2)
+    kept, _ = fc.replay(tmp_path / "whole", 3)
+    assert (after.round, kept.round) == (3, 4)
