@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 from pathlib import Path
+from statistics import fmean, stdev
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -429,7 +430,11 @@ def test_a_sweep_runs_every_combination_into_its_own_folder(fedcover, tmp_path):
     assert len(rows) == 4
     assert all(f"  {Path(row['folder']).name}  accuracy " in err for row in rows)  # the progress names the runs
     assert all((tmp_path / "all" / Path(row["folder"]).name / "summary.json").is_file() for row in rows)
-    assert fedcover(*wanted)[0] == 0  # all there: nothing is run again
+    code, out, _ = fedcover(*wanted)  # all there: nothing is run again
+    assert code == 0
+    prefix = [row["accuracy"] for row in rows if "policy-prefix" in row["folder"]]
+    assert f"{fmean(prefix):.4g}" in out
+    assert f"{stdev(prefix):.4g}" in out
     assert fedcover("sweep", "--vary", "lr")[0] == 2
     twice = fedcover("sweep", "--vary", "lr=0.1", "--vary", "lr=0.2")
     assert twice[0] == 2

@@ -5,6 +5,7 @@ import sys
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
@@ -80,7 +81,7 @@ def sweep(
             )
     wanted = varied(base, dict(choices), seeds)
     machine = Machine(device=device, precision=precision, processes=processes)
-    table = []
+    table, found = [], dict[str, list[float | None]]()
     with console.watching(f"sweep of {len(wanted)}", sum(e.rounds for e in wanted)) as watch:
         count = iter(range(sum(e.rounds for e in wanted)))
 
@@ -92,6 +93,8 @@ def sweep(
                 last = next((line for line in reversed(done.metrics) if "accuracy" in line), {})
                 folder = str(runs / done.experiment.name)
                 table.append({"folder": folder, "accuracy": last.get("accuracy"), "diverged": done.diverged or None})
+                setting = done.experiment.name.removesuffix(f"-seed-{done.experiment.seed}")
+                found.setdefault(setting, []).append(None if done.diverged else last.get("accuracy"))
         except KeyboardInterrupt:
             console.say("stopped; the same command goes on where it was")
             sys.exit(130)
@@ -103,6 +106,17 @@ def sweep(
         print(
             f"{row['folder']:60} {row['diverged'] or (f'{accuracy:.4f}' if accuracy is not None else 'not evaluated')}"
         )
+    if seeds > 1:
+        columns = ["setting", "mean accuracy", "standard deviation", "seeds"]
+        console.table("over the seeds", columns, [_over_seeds(setting, found[setting]) for setting in found])
+
+
+def _over_seeds(setting: str, accuracies: list[float | None]) -> list[object]:
+    """A row of what all seeds of a setting say; seeds that diverged or were not evaluated are left out, and counted."""
+    known = [accuracy for accuracy in accuracies if accuracy is not None]
+    spread = stdev(known) if len(known) > 1 else None
+    number = str(len(known)) if len(known) == len(accuracies) else f"{len(known)} of {len(accuracies)}"
+    return [setting, fmean(known) if known else None, spread, number]
 
 
 def _choices(text: str) -> tuple[str, list[Any]]:
