@@ -1,5 +1,6 @@
 """A run watched from outside: whatever is in its folder is shown, and half-written lines are none."""
 
+import fcntl
 import json
 import os
 import pty
@@ -20,6 +21,7 @@ from tests.test_runs import only_the_cpu, tiny
 
 __all__ = ["fedcover", "only_the_cpu"]  # fixtures
 ROUNDS = 4
+STOPPED = "   stopped: 'fedcover resume' goes on with it"
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +98,9 @@ def test_a_round_in_progress(folder, watch):
     text = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_bytes(text[0] + text[1][:-7])
     write(folder, [event(1, "answered", 3), event(1, "answered", 4), event(1, "lost", 5, "no heartbeat")])
-    out = watch(folder, "--once")
+    with (folder / ".lock").open("w") as lock:  # as a process at work holds it
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        out = watch(folder, "--once")
     assert out.startswith(f"mine   round 1 of {ROUNDS}\n")
     assert "round 2 so far: 2 answered, 1 lost" in out
 
@@ -104,7 +108,7 @@ def test_a_round_in_progress(folder, watch):
 def test_before_the_first_round(folder, watch):
     for name in ("metrics.jsonl", "summary.json"):
         (folder / name).unlink()
-    assert watch(folder, "--once") == f"mine   round 0 of {ROUNDS}\n"
+    assert watch(folder, "--once") == f"mine   round 0 of {ROUNDS}{STOPPED}\n"
     assert json.loads(watch(folder, "--json"))["accuracy"] is None
 
 
@@ -209,4 +213,16 @@ def test_a_run_that_is_going_on(tmp_path):
     seen = []
     fc.run(tiny(rounds=3, name="mine"), tmp_path / "mine", watch=lambda report: seen.append(look(tmp_path / "mine")))
     assert [(len(each.lines), each.finished) for each in seen] == [(1, False), (2, False), (3, False)]
+    assert all(each.running for each in seen)
     assert look(tmp_path / "mine").finished
+    assert not look(tmp_path / "mine").running
+
+
+def test_a_run_that_was_stopped(tmp_path, watch):
+    def stop(report):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fc.run(tiny(rounds=3, name="mine"), tmp_path / "mine", watch=stop)
+    assert watch(tmp_path / "mine", "--once").startswith("mine   round 1 of 3   stopped: 'fedcover resume' goes on")
+    assert not json.loads(watch(tmp_path / "mine", "--json"))["running"]

@@ -122,6 +122,17 @@ class Folder:
                 checkpoints.sweep(folder)
             yield
 
+    def in_use(self) -> bool:
+        """Whether a process is at work in the folder, as far as this computer can tell."""
+        try:
+            with (self.path / ".lock").open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # no lock file, or a file system without locks
+            return False
+        return False
+
     def machine(self, wanted: Machine | None, *, force: bool = False) -> Machine:
         """The machine settings to go on with: those of the manifest, unless a change is forced."""
         known: dict[str, Any] = {key: self.manifest.get(key) for key in _MUST_MATCH}

@@ -32,6 +32,7 @@ class Look:
     lines: Sequence[Line]
     events: Sequence[Line]
     finished: bool
+    running: bool
 
     def clients(self, round: int) -> dict[str, list[Line]]:
         """The last event in one round of every client, or of every node where no client is named, by what it was."""
@@ -53,6 +54,7 @@ class Look:
             "round": len(self.lines),
             "rounds": self.rounds,
             "finished": self.finished,
+            "running": self.running,
             "accuracy": known[-1]["accuracy"] if known else None,
             **{figure: last.get(figure) for figure in ("gamma_round", "gamma_window", "epsilon")},
             "history": [self.row(line) for line in self.lines],
@@ -81,7 +83,8 @@ def look(path: Path) -> Look:
     experiment = folder.experiment
     rounds = read_lines(path / "metrics.jsonl")
     events = [event for event in read_lines(path / "events.jsonl") if event.get("event") in EVENTS]
-    return Look(experiment.name, experiment.rounds, rounds, events, (path / "summary.json").exists())
+    finished = (path / "summary.json").exists()
+    return Look(experiment.name, experiment.rounds, rounds, events, finished, running=folder.in_use())
 
 
 def frame(seen: Look) -> Group:
@@ -105,7 +108,8 @@ def frame(seen: Look) -> Group:
 
 def _heading(seen: Look) -> Iterator[str]:
     done, now = len(seen.lines), seen.summary()
-    yield f"{seen.name}   round {done} of {seen.rounds}" + ("   finished" if seen.finished else "")
+    how = "   finished" if seen.finished else "" if seen.running else "   stopped: 'fedcover resume' goes on with it"
+    yield f"{seen.name}   round {done} of {seen.rounds}{how}"
     figures = {"accuracy": "accuracy", "gamma_round": "coverage", "gamma_window": "over window", "epsilon": "epsilon"}
     known = [f"{word} {now[name]:.4g}" for name, word in figures.items() if now[name] is not None]
     if known:
@@ -141,7 +145,7 @@ def watch_live(path: Path, every: float) -> None:
     with Live(frame(seen), console=output(), auto_refresh=False) as live:
         while not seen.finished:
             time.sleep(every)
-            if known != (now := _stamps(path)):
+            if known != (now := _stamps(path)) or seen.running != Folder(path).in_use():
                 seen, known = look(path), now
                 live.update(frame(seen), refresh=True)
 
