@@ -90,6 +90,7 @@ def test_the_parts_of_the_report_page_stay_small_and_are_used(path):
 def test_the_package_carries_its_types_and_its_data():
     assert (SOURCE / "py.typed").is_file()
     assert (SOURCE / "data" / "digits.npz").is_file()
+    assert (SOURCE / "engines" / "products.cpp").is_file()
     assert (SOURCE / "data" / "digits.LICENSE.md").is_file()
 
 

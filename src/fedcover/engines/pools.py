@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fedcover.engines.lanes import Answer, Arrival, Lane, Shape, new_lane
+from fedcover.engines.products import use_own_products
 from fedcover.engines.steps import Slots, Track, Unfit, leaves_of, map_trees
 from fedcover.errors import TrainingDiverged
 from fedcover.types import Update
@@ -161,6 +162,11 @@ def _compile(step: Callable[..., tuple[()]], leaves: Sequence[Tensor], options: 
     from torch._inductor import compile as inductor  # takes a second to import, so not for those who do not compile
 
     graph = make_fx(step)(*leaves)
+    try:
+        use_own_products(graph.graph)
+        graph.recompile()
+    except Exception as error:  # building them may fail in any way
+        say(f"kernels for small products cannot be built ({type(error).__name__}), so torch's are used")
     for node in graph.graph.nodes:  # what tracing noted of its tensors is in the way of a wrapper in C++
         node.meta.clear()
     fast: Callable[..., Any] = inductor(graph, list(leaves), options)
