@@ -1,6 +1,6 @@
 """Copies: where no device holds the whole model, `planned` trains what one holds, copies it, and makes an ensemble."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -124,3 +124,18 @@ def test_a_run_that_is_stopped_around_the_copy_goes_on_bit_for_bit(tmp_path):
     after, _ = fc.replay(tmp_path / "whole", 2)
     kept, _ = fc.replay(tmp_path / "whole", 3)
     assert (after.round, kept.round) == (3, 4)
+
+
+@dataclass
+class Own:
+    """A policy of a user's own that has no hash, as dataclasses have none, and asks the planner."""
+
+    options: dict
+
+    def __call__(self, view):
+        return POLICIES["planned"](view, **self.options)
+
+
+def test_who_only_asks_the_planner_gets_coverage_as_nobody_copies_there():
+    one, other = (fc.run(experiment(), policy=Own(options)) for options in ({}, {"copies": False}))
+    same(one.state.params, other.state.params)

@@ -171,7 +171,8 @@ class View:
     """All that a policy may look at. Policies are pure: same view, same reductions.
 
     `levels` are the fleet's capacities, `measure` what they are a share of; `measured` is what clients reported, `uses`
-    how often each weight is multiplied for one sample, `rounds` how many there will be, if that is known.
+    how often each weight is multiplied for one sample, `rounds` how many there will be, which only a policy knows that
+    has a `Growth`: else nobody would change the model as it expects.
     """
 
     round: int
