@@ -132,6 +132,7 @@ def view_of(setup: Setup, state: State, cohort: tuple[Client, ...]) -> View:
         seed=setup.task.seed,
         measured=state.measured,
         uses=setup.uses,
+        classifier=setup.task.model.classifier,
         rounds=setup.rounds if setup.growth else None,
     )
 
