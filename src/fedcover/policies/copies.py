@@ -1,8 +1,8 @@
 """Copies: where no device holds the whole model, what the largest one holds is trained first and then copied.
 
 Until some share of the rounds is over, everybody trains first units, as under `prefix`. Then the model of the largest
-device is copied as often as it fits side by side, nothing leading from one copy to another: the whole model gives the
-same answers as before. From then on every copy is trained by its share of the devices: the whole becomes an ensemble.
+device is copied as often as it fits side by side, nothing leading from one copy to another: the classifier adds up
+equal copies. From then on every copy is trained by its share of the devices: the whole becomes an ensemble.
 """
 
 import itertools
