@@ -176,3 +176,11 @@ def test_no_copies_where_they_would_meet_in_a_stream_that_is_never_cut():
         setup = fc.run(experiment(dataset=data, fleet="1x0.5", rounds=1), model=model).setup
         view = view_of(setup, replace(first_state(setup), round=1), cohort_of(setup, 1))
         assert (setup.growth(view) is not None) == copied
+
+
+def test_a_certificate_says_that_copying_is_outside_the_theorems(tmp_path):
+    small = {"dataset": "digits", "model": "mlp(hidden=[4, 4])", "fleet": "1x0.5", "rounds": 3, "keep_rounds": (0,)}
+    for policy, said in (("planned", True), ("planned(copies=false)", False)):
+        fc.run(experiment(**small, policy=policy), tmp_path / policy)
+        outside = fc.certify(tmp_path / policy)["bounds"]["sharper"]["outside"]
+        assert any("changes the model between rounds, before round 2" in each for each in outside) == said
