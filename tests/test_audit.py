@@ -148,3 +148,10 @@ def test_a_data_file_of_your_own_can_be_audited(tmp_path):
     np.savez(tmp_path / "mine.npz", **rows, train_y=np.arange(8) % 4, test_y=np.array([0, 1]))
     found = audit(Experiment(dataset=str(tmp_path / "mine.npz"), fleet="1x1", policy="prefix"))
     assert found["parameters"] == 75 * 200 + 200 + 200 * 4 + 4
+
+
+def test_an_audit_of_planned_tells_of_what_a_run_trains():
+    fields = {"dataset": "digits", "model": "mlp(hidden=[8, 8])", "fleet": "2x0.5"}
+    first = {policy: audit(Experiment(**fields, policy=policy))["histogram"] for policy in ("planned", "prefix")}
+    assert first["planned"] == first["prefix"]
+    assert audit(Experiment(**fields, policy="planned(copies=false)"))["histogram"] != first["prefix"]

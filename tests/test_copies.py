@@ -1,11 +1,12 @@
 """Copies: where no device holds the whole model, `planned` trains what one holds, copies it, and makes an ensemble."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from benchmarks.coverage.candidates import doubled, twins
 from benchmarks.coverage.cells import CIFAR, SHARED
+from torch import nn
 
 import fedcover as fc
 from fedcover import coverage
@@ -15,7 +16,7 @@ from fedcover.planning import fleet_view
 from fedcover.policies import POLICIES
 from fedcover.policies.copies import copying, number
 from fedcover.preparation import Machine, prepare
-from fedcover.rounds import first_state
+from fedcover.rounds import cohort_of, first_state, view_of
 from tests.worlds import same
 
 FIELDS = {
@@ -124,3 +125,62 @@ def test_a_run_that_is_stopped_around_the_copy_goes_on_bit_for_bit(tmp_path):
     after, _ = fc.replay(tmp_path / "whole", 2)
     kept, _ = fc.replay(tmp_path / "whole", 3)
     assert (after.round, kept.round) == (3, 4)
+
+
+@dataclass
+class Own:
+    """A policy of a user's own that has no hash, as dataclasses have none, and asks the planner."""
+
+    options: dict
+
+    def __call__(self, view):
+        return POLICIES["planned"](view, **self.options)
+
+
+def test_who_only_asks_the_planner_gets_coverage_as_nobody_copies_there():
+    one, other = (fc.run(experiment(), policy=Own(options)) for options in ({}, {"copies": False}))
+    same(one.state.params, other.state.params)
+
+
+@pytest.mark.parametrize(("fleet", "active"), [("1x0.25", 1), ("3x0.25", 3), ("1x0.5 + 3x0.25", 4)])
+def test_however_few_devices_there_are_every_unit_of_every_copy_is_trained_in_turn(fleet, active):
+    view = view_at(60, fleet=fleet)
+    seen = []
+    for round in range(60, 64):
+        seen += POLICIES["planned"](replace(view, round=round, cohort=view.cohort[:active]))
+    for group in view.groups:
+        assert {int(unit) for part in seen for unit in part.kept[group.name]} == set(range(group.size))
+
+
+def test_a_device_larger_than_any_of_the_fleet_holds_the_first_copy_and_some_of_the_next():
+    run = fc.run(experiment(fleet="1x0.5", rounds=3, active=1))
+    held = run.part(0.75).kept
+    assert all(held[g.name].tolist() == list(range(3 * g.size // 4)) for g in run.setup.task.model.groups)
+
+
+class Stream(nn.Module):
+    """A model whose inputs run past its units, and are added to what they say."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.between, self.down, self.head = (nn.Linear(*s) for s in ((12, 16), (16, 16), (16, 12), (12, 5)))
+
+    def forward(self, x):
+        return self.head(torch.relu(x + self.down(torch.relu(self.between(torch.relu(self.up(x)))))))
+
+
+def test_no_copies_where_they_would_meet_in_a_stream_that_is_never_cut():
+    plain = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 5))
+    data = "synthetic(shape=(12,), classes=5, samples=20, test_size=40)"
+    for model, copied in ((Stream(), False), (plain, True)):
+        setup = fc.run(experiment(dataset=data, fleet="1x0.5", rounds=1), model=model).setup
+        view = view_of(setup, replace(first_state(setup), round=1), cohort_of(setup, 1))
+        assert (setup.growth(view) is not None) == copied
+
+
+def test_a_certificate_says_that_copying_is_outside_the_theorems(tmp_path):
+    small = {"dataset": "digits", "model": "mlp(hidden=[4, 4])", "fleet": "1x0.5", "rounds": 3, "keep_rounds": (0,)}
+    for policy, said in (("planned", True), ("planned(copies=false)", False)):
+        fc.run(experiment(**small, policy=policy), tmp_path / policy)
+        outside = fc.certify(tmp_path / policy)["bounds"]["sharper"]["outside"]
+        assert any("changes the model between rounds, before round 2" in each for each in outside) == said

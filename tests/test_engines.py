@@ -16,6 +16,7 @@ from fedcover.engines import pools
 from fedcover.engines.batched import batched
 from fedcover.engines.pools import _SAID, plainly, pool_of
 from fedcover.engines.sequential import sequential
+from fedcover.engines.steps import _InOneGo
 from fedcover.engines.streams import streams
 from fedcover.preparation import prepare
 from fedcover.rounds import first_state, run_round
@@ -231,3 +232,16 @@ print(abs(runs[0].summary["loss"] - runs[1].summary["loss"]) < 1e-5)
     done = subprocess.run(command, env={**os.environ, **without}, capture_output=True, text=True, check=False)
     assert done.stdout == "True\n", done.stderr
     assert "cannot be compiled" in done.stderr
+
+
+def test_weights_turned_to_bf16_in_one_go_equal_those_turned_one_by_one():
+    draw = torch.Generator().manual_seed(0)
+    weights = [torch.randn(size, generator=draw).requires_grad_() for size in ((3, 4), (5,), (2, 3, 2, 2))]
+    weights.append(torch.ones(2).requires_grad_())  # which the loss does not look at
+    found = []
+    for turned in (_InOneGo.apply(*weights), [weight.bfloat16() for weight in weights]):
+        assert all(tensor.dtype == torch.bfloat16 for tensor in turned)
+        loss = sum((tensor * tensor).sum() for tensor in turned[:-1])
+        gradients = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
+        found.append([*turned, *gradients])
+    assert all(map(torch.equal, *found))

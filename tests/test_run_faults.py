@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import fedcover as fc
+from fedcover import courses
 from fedcover.checkpoints import found
 from fedcover.errors import RunError
 from tests.test_runs import RESNET, TINY, assert_same_end, figures, last_checkpoint, only_the_cpu, tiny
@@ -402,3 +403,57 @@ def test_a_run_that_diverges_names_round_and_client_and_can_be_read(tmp_path):
         fc.resume(tmp_path / "run")
     assert last_checkpoint(tmp_path / "run") == before
     assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["round"] == 1
+
+
+def test_ctrl_c_just_before_files_are_written_loses_no_line_and_no_kept_state(tmp_path, whole, monkeypatch):
+    writer, left = courses._writer, [2]
+
+    def interrupted():
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        return writer()
+
+    monkeypatch.setattr(courses, "_writer", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fc.run(tiny(keep_rounds=(3,)), tmp_path / "run")
+    monkeypatch.undo()
+    complaints = []
+    fc.resume(tmp_path / "run", complain=complaints.append)
+    assert complaints == []
+    assert figures(tmp_path / "run") == figures(whole)
+    assert [file.round for file in found(tmp_path / "run" / "kept")] == [3]
+
+
+IN_A_FORKED_PROCESS = """
+import os
+fc.run(experiment, target / "first", machine=machine)
+child = os.fork()
+if child == 0:
+    fc.run(experiment, target / "run", machine=machine)
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+IN_A_THREAD_THAT_OUTLIVES_THE_MAIN_ONE = """
+import threading
+def late():
+    threading.main_thread().join()
+    fc.run(experiment, target / "run", machine=machine)
+threading.Thread(target=late).start()
+"""
+
+
+@pytest.mark.parametrize("script", [IN_A_FORKED_PROCESS, IN_A_THREAD_THAT_OUTLIVES_THE_MAIN_ONE])
+def test_files_are_written_wherever_a_run_is_made(script, tmp_path, whole):
+    (tmp_path / "experiment.toml").write_text(tiny().to_toml())
+    begin = """
+import sys
+from pathlib import Path
+import fedcover as fc
+target = Path(sys.argv[1])
+experiment = fc.Experiment.from_toml((target / "experiment.toml").read_text())
+machine = fc.Machine("sequential", "cpu", threads=1)
+"""
+    done = subprocess.run([sys.executable, "-c", begin + script, str(tmp_path)], timeout=60, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert figures(tmp_path / "run") == figures(whole)

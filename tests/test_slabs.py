@@ -47,6 +47,10 @@ def test_counting_in_a_slab_of_bytes_and_what_is_absent():
     part.add_into(counts, None, 2)
     assert counts["w"].tolist() == [[5, 5], [0, 0], [5, 5], [0, 0]]
     assert counts["head"].tolist() == [0, 0, 0]
+    for values in (None, {}):  # nothing but what is absent
+        alone = slab_of({"head": layout["head"]})
+        part.add_into(alone, values, 1.0)
+        assert alone["head"].tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("over", OVER)

@@ -12,6 +12,7 @@ from fedcover.datasets import load
 from fedcover.errors import InvalidValue
 from fedcover.experiment import Experiment
 from fedcover.fleet import Fleet
+from fedcover.policies import growth_of
 from fedcover.policies.regions import region_coverage
 from fedcover.preparation import build_model, named_policy
 from fedcover.types import Client, Coverage, View
@@ -29,7 +30,7 @@ MOST_DEVICES = 10_000
 
 
 def audit(experiment: Experiment) -> dict[str, Any]:
-    """Cost per capacity and coverage when every device of the fleet, as written, takes part in one round.
+    """Cost per capacity and coverage when every device of the fleet, as written, takes part in the first round.
 
     >>> audit(codename("1111223344", "pruning"))["gamma_min"]
     8
@@ -41,10 +42,11 @@ def audit(experiment: Experiment) -> dict[str, Any]:
     if sum(fleet.counts) > MOST_DEVICES:
         raise InvalidValue(f"fleet: an audit takes at most {MOST_DEVICES:,} devices; got {sum(fleet.counts):,}")
     cohort = tuple(Client(i, fleet.capacity(i), i, 1, ()) for i in range(sum(fleet.counts)))
+    policy, uses = named_policy(experiment), uses_of_weights(model.module, shape, dtype)
     view = View(0, params, model.groups, model.prunable, cohort, fleet.levels, experiment.capacity,
-                Coverage((), {}), experiment.seed)  # fmt: skip
-    held = [(client, part) for client, part in zip(cohort, named_policy(experiment)(view), strict=True) if part]
-    uses = uses_of_weights(model.module, shape, dtype)
+                Coverage((), {}), experiment.seed, uses=uses, classifier=model.classifier,
+                rounds=experiment.rounds if growth_of(policy) else None)  # fmt: skip
+    held = [(client, part) for client, part in zip(cohort, policy(view), strict=True) if part]
     costs = [cost(part, params, uses) for _, part in held]
     counts = coverage.count(params, [part for _, part in held])
     total = coverage.energy(params)

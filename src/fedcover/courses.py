@@ -1,5 +1,6 @@
 """A run on its way: its state, its figures, and its folder, in which the last complete round is safe."""
 
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -56,14 +57,18 @@ class Course:
             self.remembered.append(line)
             self.state = after
             return
-        self.state = after
         # with privacy always: a round that is run again would release noise that nobody counts
         every = 1 if self.setup.privacy else self.experiment.checkpoint_every
-        due = after.round % every == 0 or not self.running
+        due = after.round % every == 0 or after.round == self.setup.rounds
         on_gpu = any(tensor.is_cuda for tensor in after.params.values())
-        if on_gpu and (due or self.folder.keeps(after.round)):
-            after = checkpoints.fetched(after)  # here: another thread must not disturb what is captured meanwhile
-        self._writing = _writer().submit(self._write, self.folder, line, after, due)
+        fetch = on_gpu and (due or self.folder.keeps(after.round))
+        # fetched here: another thread must not disturb what is captured meanwhile
+        written = self.folder, line, checkpoints.fetched(after) if fetch else after, due
+        try:
+            self._writing = _writer().submit(self._write, *written)
+        except RuntimeError:  # the main thread has ended, so no other is lent any more
+            self._write(*written)
+        self.state = after  # not before: `kept_safe` would write a state whose line and kept state nobody writes
         if not on_gpu or self.setup.privacy:
             self._wait()
 
@@ -104,6 +109,9 @@ class Course:
 def _writer() -> ThreadPoolExecutor:
     """The thread that writes the files of this process's runs."""
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="fedcover-files")
+
+
+os.register_at_fork(after_in_child=_writer.cache_clear)  # a forked process has the executor, but not its thread
 
 
 def where_it_stopped(

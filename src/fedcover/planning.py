@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fedcover import coverage
 from fedcover.audit import SHAPES
+from fedcover.cost import uses_of_weights
 from fedcover.design import Wish, is_exact, level, narrowed, tally, upper_bound
 from fedcover.errors import InvalidValue, unknown
 from fedcover.experiment import Experiment
@@ -118,7 +119,8 @@ def fleet_view(experiment: Experiment, params: Params | None = None) -> View:
         raise InvalidValue(f"the weights do not belong to model {experiment.model!r}: names or shapes differ")
     own = own if params is None else dict(params)
     return View(0, own, model.groups, model.prunable, cohort, fleet.levels, experiment.capacity,
-                Coverage((), {}), experiment.seed)  # fmt: skip
+                Coverage((), {}), experiment.seed, uses=uses_of_weights(model.module, shape, dtype),
+                classifier=model.classifier)  # fmt: skip
 
 
 def rivals(view: View, kind: str) -> dict[str, Choice]:

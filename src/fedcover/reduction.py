@@ -87,7 +87,8 @@ class Slices:
 
     def add_into(self, target: Params, values: Params | None, scale: float) -> None:
         """Add `scale * values` (or `scale` itself) to the kept entries of `target`, in place."""
-        if isinstance(target, Slab) and (values is None or values.keys() == target.keys() - self.absent):
+        own = target.keys() - self.absent
+        if isinstance(target, Slab) and own and (values is None or values.keys() == own):
             places = self._places(target)
             added = target.flat.new_ones(()) if values is None else joined(values[n] for n in target if n in values)
             target.flat.index_add_(0, places, added.to(target.flat.dtype).expand(len(places)), alpha=scale)

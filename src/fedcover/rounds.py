@@ -132,7 +132,8 @@ def view_of(setup: Setup, state: State, cohort: tuple[Client, ...]) -> View:
         seed=setup.task.seed,
         measured=state.measured,
         uses=setup.uses,
-        rounds=setup.rounds,
+        classifier=setup.task.model.classifier,
+        rounds=setup.rounds if setup.growth else None,
     )
 
 

@@ -171,7 +171,8 @@ class View:
     """All that a policy may look at. Policies are pure: same view, same reductions.
 
     `levels` are the fleet's capacities, `measure` what they are a share of; `measured` is what clients reported, `uses`
-    how often each weight is multiplied for one sample, `rounds` how many there will be, if that is known.
+    how often each weight is multiplied for one sample, `classifier` the model's own. `rounds`, how many there will be,
+    is told to a policy with a `Growth`: nobody would change the model as another expects.
     """
 
     round: int
@@ -185,6 +186,7 @@ class View:
     seed: int
     measured: dict[str, Params] = field(default_factory=dict)
     uses: dict[str, int] = field(default_factory=dict)
+    classifier: tuple[str, ...] = ()
     rounds: int | None = None
 
 

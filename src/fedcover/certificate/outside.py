@@ -1,14 +1,14 @@
 """In which respects a run lies outside a theorem's assumptions: one sentence each."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from fedcover.certificate.replaying import Replayed
 from fedcover.experiment import Experiment
 from fedcover.norms import has_batch_norm
-from fedcover.rounds import Setup
+from fedcover.rounds import Setup, cohort_of, first_state, view_of
 from fedcover.theory import Constants
 
 BY_PLACE = ("full", "homogeneous", "prefix", "rolling", "random", "magnitude", "regions")
@@ -90,6 +90,15 @@ def emptied(case: Case) -> str | None:
     return "parameters that a round does not train are set to zero" if idle else None
 
 
+def grown(case: Case) -> str | None:
+    """A round begins with the model that the round before has ended with."""
+    setup, growth, state = case.setup, case.setup.growth, first_state(case.setup)
+    for round in range(1, setup.rounds):
+        if growth and growth(view_of(setup, replace(state, round=round), cohort_of(setup, round))):
+            return f"policy {case.experiment.policy} changes the model between rounds, before round {round}"
+    return None
+
+
 def momentum(case: Case) -> str | None:
     """The paper's local steps have no momentum."""
     return f"momentum {case.experiment.momentum:g}" if case.experiment.momentum else None
@@ -164,7 +173,7 @@ def by_place(case: Case) -> str | None:
     return None if name in BY_PLACE else f"policy {name} may give masks by who a client is"
 
 
-COMMON: tuple[Sentence, ...] = (local_steps, server, norms, drawing, emptied)
+COMMON: tuple[Sentence, ...] = (local_steps, server, norms, drawing, emptied, grown)
 PAPER: tuple[Sentence, ...] = (*COMMON, momentum, schedule, left_out, equal_steps, with_replacement, uniform)
 ASSUMED: dict[str, tuple[Sentence, ...]] = {
     "printed_one": (*PAPER, equality, equal_data),

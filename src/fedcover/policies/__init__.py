@@ -9,7 +9,7 @@ from fedcover.policies.planned import growth, planned
 from fedcover.policies.prunefl import prunefl
 from fedcover.policies.regions import regions
 from fedcover.policies.windows import exclude, full, homogeneous, prefix, random, rolling
-from fedcover.types import Growth, Params, Policy, Reduction
+from fedcover.types import Growth, Policy, Reduction
 
 POLICIES: dict[str, Callable[..., Sequence[Reduction | None]]] = {
     "full": full,
@@ -24,10 +24,8 @@ POLICIES: dict[str, Callable[..., Sequence[Reduction | None]]] = {
     "planned": planned,
 }
 
-GROWTHS: dict[object, Callable[..., Callable[[Params], Params] | None]] = {planned: growth}
-
 
 def growth_of(policy: Policy) -> Growth | None:
     """How a policy changes the model between rounds, with the options that are bound to it; None if it does not."""
-    function, options = getattr(policy, "func", policy), getattr(policy, "keywords", {})
-    return partial(GROWTHS[function], **options) if function in GROWTHS else None
+    bare, options = (policy.func, policy.keywords) if isinstance(policy, partial) else (policy, {})
+    return partial(growth, **options) if bare is planned else None

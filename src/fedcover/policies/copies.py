@@ -1,10 +1,12 @@
 """Copies: where no device holds the whole model, what the largest one holds is trained first and then copied.
 
 Until some share of the rounds is over, everybody trains first units, as under `prefix`. Then the model of the largest
-device is copied as often as it fits side by side, nothing leading from one copy to another: the whole model gives the
-same answers as before. From then on every copy is trained by its share of the devices: the whole becomes an ensemble.
+device is copied as often as it fits side by side, nothing leading from one copy to another: the classifier adds up
+equal copies. From then on every copy is trained by its share of the devices: the whole becomes an ensemble.
 """
 
+import itertools
+from collections import Counter
 from collections.abc import Callable
 from math import ceil
 
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedcover.design import is_exact
-from fedcover.groups import units_kept
+from fedcover.groups import cuts_by_tensor, units_kept
 from fedcover.policies.common import width
 from fedcover.reduction import Slices
 from fedcover.types import Client, Params, UnitGroup, View
@@ -24,11 +26,14 @@ AFTER = 0.6
 def number(view: View) -> int:
     """How many copies of what the largest device holds fit into the model; 1 where copies make no sense.
 
-    Only where groups meet: else sub-networks that share units add up, and the planner's own plans are exact.
+    Only where groups meet: else sub-networks that share units add up, and the planner's own plans are exact. And only
+    where copies meet nowhere but in the classifier: a sum of them in a stream that is never cut would be too large.
     """
     if view.rounds is None or is_exact(view.groups):
         return 1
     if any(group.nested or any(cut.axis is None for cut in group.cuts) for group in view.groups):
+        return 1
+    if _meet_early(view):
         return 1
     return min(group.size // _largest(view, group) for group in view.groups)
 
@@ -40,9 +45,13 @@ def begun(view: View) -> bool:
 
 def parts(view: View) -> list[Slices]:
     """What every device of a cohort trains: first units, and once copies are made those of its own copy."""
-    order = sorted(view.cohort, key=lambda client: (-client.capacity, client.slot))
-    copy_of = {client.slot: place % number(view) if begun(view) else 0 for place, client in enumerate(order)}
-    return [_part(view, client, copy_of[client.slot]) for client in view.cohort]
+    if not begun(view):
+        return [_part(view, client, 0) for client in view.cohort]
+    devices = Counter(client.capacity for client in view.cohort)
+    # devices of a capacity take turns, which go on in the next round: a copy must not miss them because they are few
+    turns = {capacity: itertools.count(view.round * there) for capacity, there in devices.items()}
+    copies = {capacity: number(view) if capacity <= max(view.levels) else 1 for capacity in devices}
+    return [_part(view, c, next(turns[c.capacity]) % copies[c.capacity]) for c in view.cohort]
 
 
 def copying(view: View) -> Callable[[Params], Params] | None:
@@ -64,6 +73,12 @@ def copying(view: View) -> Callable[[Params], Params] | None:
         return {name: t if first[name].shape == t.shape else whole[name] for name, t in tensors.items()}
 
     return copied
+
+
+def _meet_early(view: View) -> bool:
+    """Whether copies would add up in a layer before the classifier: what follows would not be what one of them says."""
+    axes = {name: {cut.axis for _, cut in meeting} for name, meeting in cuts_by_tensor(view.groups).items()}
+    return any(0 not in axes[name] and name not in view.classifier for name in axes.keys() & view.uses.keys())
 
 
 def _first(rounds: int) -> int:
