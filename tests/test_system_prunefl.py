@@ -179,3 +179,16 @@ def test_wrong_options_are_refused(wrong):
     view, _ = random_view(0, "mlp")
     with pytest.raises(InvalidValue, match=f"policy prunefl: .*{next(iter(wrong))}"):
         prunefl(view, **wrong)
+
+
+@pytest.mark.parametrize("policy", ["prefix", "random"])
+def test_gradients_are_measured_under_policies_that_cut_units_too(policy):
+    setup, state = world(**{**FIELDS, "policy": policy, "recipe": "prunefl(every=5)"})
+    for _ in range(3):  # the second round goes on with what the first has measured
+        before, (state, _) = state, run_round(setup, state)
+    squares = state.measured["squared_gradient"]
+    assert {name: t.shape for name, t in squares.items()} == {name: t.shape for name, t in state.params.items()}
+    assert all(bool((squares[name] >= 0).all()) for name in squares)
+    assert sum(float(t.sum()) for t in squares.values()) > sum(
+        float(t.sum()) for t in before.measured["squared_gradient"].values()
+    )

@@ -9,6 +9,7 @@ import torch
 from fedcover.errors import InvalidValue
 from fedcover.policies.prunefl import last_round
 from fedcover.recipes.plain import cross_entropy
+from fedcover.reduction import dense
 from fedcover.types import Assignment, Carry, Forward, Outcome, Params, Recipe
 
 
@@ -27,7 +28,7 @@ def prunefl(*, every: int = 50) -> Recipe:
         trained_in = {name: torch.full_like(params[name], round + 1) * bits.get(name, 1) for name in prunable}
         since = last_round(measured)
         if since is not None and since // every == round // every:
-            earlier = measured["squared_gradient"]
+            earlier = dense(assignment.reduction).extract(measured["squared_gradient"])
         else:
             earlier = {name: torch.zeros_like(p) for name, p in params.items()}
         return earlier, {name: torch.zeros_like(p) for name, p in params.items()}, trained_in
