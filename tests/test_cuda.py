@@ -9,6 +9,7 @@ from fedcover.checkpoints import found
 from fedcover.engines.pools import pool_of
 from fedcover.errors import RunError
 from fedcover.sweeps import varied
+from tests import crew_twin
 from tests.worlds import same
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -59,6 +60,54 @@ def test_two_rounds_equal_the_reference_on_the_cpu(fields, engine):
     left, right = (({name: t.cpu() for name, t in run.state.params.items()}) for run in runs)
     same(left, right, 2e-4)
     assert runs[0].gamma_min == runs[1].gamma_min
+
+
+SHAPES = (
+    (2, 3, 3, 16, 32, 3, 1, 1),
+    (10, 10, 32, 32, 16, 3, 1, 1),
+    (3, 10, 20, 37, 15, 3, 2, 1),
+    (3, 5, 64, 128, 8, 1, 2, 0),
+)
+CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize(("clients", "images", "inputs", "outputs", "size", "side", "stride", "padding"), SHAPES)
+def test_kernels_of_a_crew_equal_their_slow_twin(clients, images, inputs, outputs, size, side, stride, padding, dtype):
+    crew_kernels = pytest.importorskip("fedcover.engines.crew_kernels")
+    torch.manual_seed(0)
+
+    def drawn(*shape):
+        return torch.randn(*shape, device="cuda").to(dtype)
+
+    x, weight = drawn(clients, images, size, size, inputs), drawn(clients, side * side, inputs, outputs)
+    out = (size + 2 * padding - side) // stride + 1
+    back, scale, shift = drawn(clients, images, out, out, outputs), *torch.rand(2, clients, inputs, device="cuda")
+    _, mean, spread = crew_twin.normalise(x.double(), scale.double(), shift.double(), 1e-5)
+    calls = {
+        "convolve": ((x, weight, stride, padding, (out, out)), {"back": False}),
+        "convolve back": ((back, weight, stride, padding, (size, size)), {"back": True}),
+        "weigh": ((x, back, side, stride, padding), {}),
+        "normalise": ((x, scale, shift, 1e-5), {}),
+        "normalise_back": ((drawn(*x.shape), x, scale, mean.float(), spread.float()), {}),
+    }
+    for name, (given, how) in calls.items():
+        kernel, twin = (getattr(place, name.split()[0]) for place in (crew_kernels, crew_twin))
+        made, again = kernel(*given, **how), kernel(*given, **how)
+        wide = [value.double() if isinstance(value, torch.Tensor) else value for value in given]
+        wanted = twin(*wide, **how)
+        for got, repeated, want in zip(_all(made), _all(again), _all(wanted), strict=True):
+            assert torch.equal(got, repeated)
+            assert float((got - want).norm() / want.norm()) < CLOSE[dtype], name
+
+
+def _all(made):
+    return made if isinstance(made, tuple) else (made,)
+
+
+def test_images_are_trained_in_crews_by_default():
+    module = fc.run(experiment(SETTINGS["images"], 1), machine=fc.Machine(device="cuda")).setup.task.model.module
+    assert {place.lane.step.own_layers for place in pool_of(module).places.values() if place.lane.crew} == {True}
 
 
 def test_captured_steps_are_used_again_when_widths_change_every_round(caplog):

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,9 +72,16 @@ def save(folder: Path, state: State, experiment: str, *, keep: int | None = KEPT
     return path
 
 
-def fetched(state: State) -> State:
-    """The same state on the CPU."""
-    return _unflat(_flat(state), state.round)
+def fetched(state: State, before: tuple[State, State] | None = None) -> State:
+    """The same state on the CPU; what an earlier one shared with it, and what was fetched of that, is used again."""
+    known: dict[int, Params] = {}
+    if before is not None:
+        there, here = (dict(_parts(each)) for each in before)
+        known = {id(values): here[part] for part, values in there.items()}
+    parts = _parts(state)
+    flat = on_cpu(_named([(part, values) for part, values in parts if id(values) not in known]))
+    old = _named([(part, known[id(values)]) for part, values in parts if id(values) in known])
+    return _unflat({name: old[name] if name in old else flat[name] for name in _named(parts)}, state.round)
 
 
 def found(folder: Path) -> list[Found]:
@@ -120,12 +128,20 @@ def set_aside(path: Path) -> None:
 
 
 def _flat(state: State) -> dict[str, Tensor]:
-    """All tensors of a state under one name each: what it is, whose it is, and the tensor's own name."""
+    """All tensors of a state, on the CPU, under one name each: what it is, whose it is, and the tensor's own name."""
+    return on_cpu(_named(_parts(state)))
+
+
+def _parts(state: State) -> list[tuple[str, Params]]:
     parts: list[tuple[str, Params]] = [("params", state.params), ("ever", state.coverage.ever)]
     parts += [(f"window/{age:04d}", counts) for age, counts in enumerate(state.coverage.window)]
     for kind in _KINDS:
         parts += [(f"{kind}/{key}", values) for key, values in getattr(state, kind).items()]
-    return on_cpu({f"{part}/{name}": t for part, values in parts for name, t in values.items()})
+    return parts
+
+
+def _named(parts: Iterable[tuple[str, Params]]) -> dict[str, Tensor]:
+    return {f"{part}/{name}": tensor for part, values in parts for name, tensor in values.items()}
 
 
 def on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

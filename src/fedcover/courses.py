@@ -32,6 +32,7 @@ class Course:
     diverged: str = ""
     saved: int = field(init=False)
     _writing: Future[None] | None = field(init=False, default=None)
+    _fetched: tuple[State, State] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.saved = self.state.round
@@ -63,7 +64,9 @@ class Course:
         on_gpu = any(tensor.is_cuda for tensor in after.params.values())
         fetch = on_gpu and (due or self.folder.keeps(after.round))
         # fetched here: another thread must not disturb what is captured meanwhile
-        written = self.folder, line, checkpoints.fetched(after) if fetch else after, due
+        if fetch:
+            self._fetched = after, checkpoints.fetched(after, self._fetched)
+        written = self.folder, line, self._fetched[1] if fetch and self._fetched else after, due
         try:
             self._writing = _writer().submit(self._write, *written)
         except RuntimeError:  # the main thread has ended, so no other is lent any more

@@ -46,20 +46,36 @@ def ready(task: Task, state: State, reduction: Reduction, capacity: float, mode:
     return part.eval() if known else calibrate(part, task.source.calibration)
 
 
-_KEPT: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
+@dataclass(slots=True, eq=False)
+class Kept:
+    """The whole model in a module that is kept for evaluation: making one takes as long as using it."""
+
+    module: nn.Module
+    holds: State | None = None
+
+    def ready(self, task: Task, state: State) -> nn.Module:
+        """The module with a state's parameters and the norm statistics that they are evaluated with."""
+        if self.holds is state:  # as when test and validation follow each other
+            return self.module
+        self.holds = None
+        known = state.statistics.get(statistics_key(task.norm, 1.0) or "")
+        room = tensors(self.module)
+        with torch.no_grad():
+            for name, value in {**state.params, **(known or {})}.items():
+                room[name].copy_(value)
+        made = self.module.eval() if known else calibrate(self.module, task.source.calibration)
+        self.holds = state
+        return made
+
+
+_KEPT: WeakKeyDictionary[nn.Module, Kept] = WeakKeyDictionary()
 
 
 def _whole(task: Task, state: State) -> nn.Module:
-    """The whole model, ready, in a module that is kept for this: making one takes as long as using it."""
-    if task.model.module not in _KEPT:
-        _KEPT[task.model.module] = submodel(task.model.module, WHOLE, state.params)
-    module = _KEPT[task.model.module]
-    known = state.statistics.get(statistics_key(task.norm, 1.0) or "")
-    room = tensors(module)
-    with torch.no_grad():
-        for name, value in {**state.params, **(known or {})}.items():
-            room[name].copy_(value)
-    return module.eval() if known else calibrate(module, task.source.calibration)
+    module = task.model.module
+    if module not in _KEPT:
+        _KEPT[module] = Kept(submodel(module, WHOLE, state.params))
+    return _KEPT[module].ready(task, state)
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedcover import datasets
+from fedcover.choice import engine_for, has_small_steps
 from fedcover.courses import Course, where_it_stopped
 from fedcover.engines.batched import in_crews
 from fedcover.engines.lanes import Answer, Job
@@ -20,13 +21,16 @@ from fedcover.engines.streams import AT_ONCE, side_by_side
 from fedcover.errors import InvalidValue, TrainingDiverged
 from fedcover.experiment import Experiment
 from fedcover.folders import Folder
-from fedcover.preparation import Machine, Parts, engine_for, has_small_steps, prepare
+from fedcover.preparation import Machine, Parts, prepare
 from fedcover.rounds import Asked, Report, Setup, ask, conclude, first_state
 from fedcover.summary import Metrics
 from fedcover.types import Assignment, Dataset, Update
 
 CLIENTS_AT_ONCE = {"cpu": 100, "cuda": 1500}
 """Clients of all runs that take a step together: what keeps the device busy, and no more."""
+
+LARGE_CLIENTS_AT_ONCE = {"streams": AT_ONCE, "batched": 32}
+"""The same on a GPU where steps are large, by engine."""
 
 Seen = Callable[[Experiment, Report], None]
 
@@ -68,13 +72,18 @@ def _finished(course: Course, machine: Machine) -> Finished:
 
 def _engine_of(setup: Setup, machine: Machine) -> str:
     """The engine that comes nearest to what is done here, for the manifest."""
-    alone = engine_for(setup, machine)
+    alone = engine_for(setup, machine.engine, machine.device)
     return "batched" if has_small_steps(setup) and (alone, machine.device) != ("sequential", "cpu") else alone
 
 
 def _at_once(setup: Setup, machine: Machine) -> int:
     """How many runs go side by side: as many as keep the device busy together."""
-    most = CLIENTS_AT_ONCE[machine.device.partition(":")[0]] if has_small_steps(setup) else AT_ONCE
+    if has_small_steps(setup):
+        most = CLIENTS_AT_ONCE[machine.device.partition(":")[0]]
+    elif machine.device == "cpu":
+        most = 1
+    else:
+        most = LARGE_CLIENTS_AT_ONCE.get(engine_for(setup, machine.engine, machine.device), 1)
     return max(1, most // setup.active)
 
 
@@ -178,10 +187,11 @@ def _trained(
 def _together(setup: Setup, jobs: Sequence[Job], pool: Pool, machine: Machine) -> tuple[list[Answer], Sequence[Job]]:
     """What comes of jobs of several runs that are done together, and those that are left to each run's own engine.
 
-    Small steps are made in crews; on a GPU, larger ones side by side. On a CPU crews pay only if they are compiled.
+    Small steps are made in crews; on a GPU, larger ones as the engine does. On a CPU only compiled crews pay.
     """
-    if machine.device == "cpu" and engine_for(setup, machine) != "batched":
-        return [], jobs
-    if has_small_steps(setup):
+    alone, small = engine_for(setup, machine.engine, machine.device), has_small_steps(setup)
+    if machine.device == "cpu":
+        return in_crews(jobs, pool, machine.precision) if small and alone == "batched" else ([], jobs)
+    if small or alone == "batched":
         return in_crews(jobs, pool, machine.precision)
-    return ([], jobs) if machine.device == "cpu" else (list(side_by_side(jobs, pool, machine.precision)), [])
+    return list(side_by_side(jobs, pool, machine.precision)), []

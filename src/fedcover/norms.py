@@ -63,11 +63,11 @@ def calibrate(module: nn.Module, inputs: Tensor) -> nn.Module:
         layer.reset_running_stats()
         layer.train()
     momenta = [layer.momentum for layer in layers]
-    for layer in layers:
-        layer.momentum = None  # a plain average over the batches, not a decaying one
     if layers:
         # equal batches: they count the same, so a short last one would count too much
-        for batch in torch.tensor_split(inputs, ceil(len(inputs) / CALIBRATION_BATCH)):
+        for number, batch in enumerate(torch.tensor_split(inputs, ceil(len(inputs) / CALIBRATION_BATCH))):
+            for layer in layers:  # a plain average; None would mean the same, but asks the device how many there were
+                layer.momentum = 1.0 / (number + 1)
             try:
                 module(batch)
             except ValueError as error:

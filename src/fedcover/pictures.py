@@ -8,6 +8,7 @@ between them, `rows/columns`, are the picture of their products: what slicing le
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -44,8 +45,8 @@ def pictures(counts: Params, updates: Sequence[Update]) -> dict[str, Any]:
         "layers": {name: list(tensor.shape) for name, tensor in layers.items()},
         "clients": clients,
         "parts": [list(part) for part in parts],
-        "trained": [_drawn(tensor.float() / answered) for tensor in layers.values()],
-        "missed": [_drawn((tensor == 0).float()) for tensor in layers.values()],
+        "trained": _drawn(tensor.float() / answered for tensor in layers.values()),
+        "missed": _drawn((tensor == 0).float() for tensor in layers.values()),
     }
 
 
@@ -66,8 +67,10 @@ def picture_of_part(part: Reduction, layers: Mapping[str, Tensor]) -> list[str]:
         strips = {name: _strips(part, name, tensor.shape) for name, tensor in layers.items()}
     else:
         strips = dict.fromkeys(layers)
-    masks = part.mask({name: tensor for name, tensor in layers.items() if strips[name] is None})
-    return [strips[name] or _drawn(masks[name].float()) for name in layers]
+    unknown = [name for name, strip in strips.items() if strip is None]
+    masks = part.mask({name: layers[name] for name in unknown})
+    drawn = dict(zip(unknown, _drawn(masks[name].float() for name in unknown), strict=True))
+    return [strips[name] or drawn[name] for name in layers]
 
 
 def _strips(part: Slices, name: str, shape: torch.Size) -> str | None:
@@ -93,8 +96,11 @@ def _pooled(line: np.ndarray) -> list[float]:
     return shares
 
 
-def _drawn(share: Tensor) -> str:
-    return encode(shrink(share).flatten().tolist())
+def _drawn(shares: Iterable[Tensor]) -> list[str]:
+    """A picture of each, fetched from a device in one go."""
+    flat = [shrink(share).flatten() for share in shares]
+    pixels = iter(torch.cat(flat).tolist() if flat else ())
+    return [encode(islice(pixels, len(each))) for each in flat]
 
 
 def shrink(share: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fedcover import datasets, groups, rng, spec
 from fedcover.aggregation import RULES, SERVERS
+from fedcover.choice import engine_for, has_small_steps, multiply_adds
 from fedcover.engines import ENGINES, PRECISIONS
 from fedcover.engines.pools import say
 from fedcover.errors import FedcoverError, InvalidValue, unknown
@@ -34,12 +35,6 @@ from fedcover.training import SCHEDULES
 from fedcover.types import Dataset, Engine, LocalTraining, Model, Policy, Recipe, Samples, Source, Task
 
 MOST_THREADS = 1024
-WORTH_COMPILING = 100_000
-"""Steps of all clients in a run from which on compiling them (10 to 40 seconds, once) saves more than it takes."""
-
-SMALL_STEP = 100_000_000
-"""Multiply-adds of a forward pass below which two threads of one process wait for each other more than they work."""
-
 STEP_SECONDS, MULTIPLY_ADDS_PER_SECOND = 2e-4, 1e10
 """What a local step takes at least, and per multiply-add of forward and backward: roughly, to see if processes pay.
 
@@ -83,7 +78,7 @@ class Machine:
 
     def for_setup(self, setup: Setup) -> "Machine":
         """The same with engine, processes and threads decided: those that pay; one thread, unless a step is big."""
-        work, local = _multiply_adds(setup), setup.task.local
+        work, local = multiply_adds(setup), setup.task.local
         processes = self.processes
         if isinstance(processes, str):
             cores = torch.cuda.device_count() if self.device.startswith("cuda") else physical_cores()
@@ -92,7 +87,7 @@ class Machine:
             enough = worthwhile(samples / local.batch_size * step, setup.active, cores)
             processes = 1 if setup.clip_updates is not None else enough
         threads = self.threads or (1 if has_small_steps(setup) else max(1, torch.get_num_threads() // processes))
-        return replace(self, threads=threads, processes=processes, engine=engine_for(setup, self))
+        return replace(self, threads=threads, processes=processes, engine=engine_for(setup, self.engine, self.device))
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -113,29 +108,6 @@ class Machine:
             torch.use_deterministic_algorithms(strict)
             cudnn.allow_tf32 = before[0]
             torch.set_float32_matmul_precision(before[1])
-
-
-def has_small_steps(setup: Setup) -> bool:
-    """Whether a step of one client is too little work to keep a processor busy."""
-    return _multiply_adds(setup) * setup.task.local.batch_size < SMALL_STEP
-
-
-def _multiply_adds(setup: Setup) -> int:
-    """Those of the whole model, for one sample."""
-    sizes = {name: p.numel() for name, p in setup.task.model.module.named_parameters()}
-    return sum(sizes.get(name, 0) * times for name, times in setup.uses.items())
-
-
-def engine_for(setup: Setup, machine: Machine) -> str:
-    """The engine of a run: the one asked for; else on CUDA `streams`, on a CPU `batched` if the run is long enough."""
-    if machine.engine != "auto":
-        return machine.engine
-    if machine.device.startswith("cuda"):
-        return "streams"
-    local, few = setup.task.local, range(min(setup.clients, 10))
-    rows = sum(len(setup.task.source.shard(client).index) for client in few) / len(few)
-    steps = setup.rounds * setup.active * local.epochs * rows / local.batch_size
-    return "batched" if steps >= WORTH_COMPILING else "sequential"
 
 
 @dataclass(frozen=True)
@@ -189,7 +161,7 @@ def prepare(
             )
         },
     )  # fmt: skip
-    named = partial(ENGINES[engine_for(setup, machine)], precision=machine.precision)
+    named = partial(ENGINES[engine_for(setup, machine.engine, machine.device)], precision=machine.precision)
     return replace(setup, engine=own.engine or named)
 
 

@@ -22,10 +22,11 @@ from typing import Any
 import torch
 
 from fedcover import errors
+from fedcover.choice import has_small_steps
 from fedcover.errors import FedcoverError, InvalidValue, RunError
 from fedcover.experiment import Experiment
 from fedcover.lockstep import Finished, Seen, family_of, in_lockstep
-from fedcover.preparation import Machine, has_small_steps, prepare
+from fedcover.preparation import Machine, prepare
 from fedcover.processes import end, importable, stopping_once, with_own_source
 from fedcover.ranks import physical_cores
 from fedcover.rounds import Report

@@ -1,8 +1,8 @@
 """Clients that share shapes as a crew: their parameters are stacked, and `vmap` makes their steps one.
 
-Masked clients always share shapes, sliced ones do by width. On the CPU the step of a crew is compiled, on CUDA it is
-captured in a graph. What cannot run together (dropout, tracked statistics) is trained by `sequential`, and one line of
-the log says so.
+Masked clients always share shapes, sliced ones do by width. On the CPU the step of a crew is compiled; what cannot run
+together (dropout, tracked statistics, a width of its own) is trained by `sequential`, and one line of the log says so.
+On CUDA a crew's step is captured in a graph, and whoever is alone trains beside the crews as under `streams`.
 """
 
 from collections import Counter, defaultdict
@@ -12,6 +12,7 @@ from fedcover.engines.lanes import Answer, Arrival, Job, Shape, arrivals
 from fedcover.engines.pools import Make, Place, Pool, captured, compiled, drive, pool_of, say, without_divergence
 from fedcover.engines.sequential import sequential
 from fedcover.engines.steps import Unfit
+from fedcover.engines.streams import placed, streams
 from fedcover.norms import statistics_key
 from fedcover.types import Assignment, Client, Reduction, State, Task, Update
 
@@ -39,6 +40,9 @@ def batched(
     try:
         made, alone = in_crews(jobs, pool_of(task.model.module), precision, make)
     except Unfit as reason:
+        if _on_a_gpu(jobs):
+            yield from streams(task, state, work, lr, precision=precision)
+            return
         say(f"{reason}, so clients are trained one after another")
         made, alone = [], jobs
     yield from without_divergence(made)
@@ -51,11 +55,14 @@ def in_crews(
 ) -> tuple[list[Answer], list[Job]]:
     """What comes of the clients that can form crews, and the jobs of those that cannot."""
     together, alone = crews_of(jobs, pool)
-    if len(alone) > len(jobs) / 2:
+    beside: list[Place] = []
+    if _on_a_gpu(jobs):
+        beside, alone = placed(pool, list(arrivals(alone)), precision), []
+    elif len(alone) > len(jobs) / 2:
         say("most clients share their shape with too few others, so they are trained one after another")
     answers: list[Answer] = []
-    for turn in turns(together):
-        places = seated(turn, pool, precision, make)
+    for turn in turns(together, beside):
+        places = [*seated(turn, pool, precision, make), *beside]
         drive(places)
         answers += [answer for place in places for answer in place.answers()]
     return answers, alone
@@ -85,9 +92,9 @@ def crews(clients: Sequence[Arrival], known: Sequence[int]) -> Iterator[Crew]:
         left = left[size:]
 
 
-def turns(crews: Sequence[Crew]) -> Iterator[Sequence[Crew]]:
+def turns(crews: Sequence[Crew], beside: Sequence[Place]) -> Iterator[Sequence[Crew]]:
     """The crews that train side by side: all of them on a GPU; on a CPU one after another, each in its caches."""
-    if crews and _device(crews[0][0]) == "cuda":
+    if beside or (crews and _device(crews[0][0]) == "cuda"):
         yield crews
     else:
         yield from ([crew] for crew in crews)
@@ -105,6 +112,10 @@ def seated(crews: Sequence[Crew], pool: Pool, precision: str, make: Make | None 
         place.load(crew)
         places.append(place)
     return places
+
+
+def _on_a_gpu(jobs: Sequence[Job]) -> bool:
+    return any(next(iter(job.assignment.state.params.values())).is_cuda for job in jobs[:1])
 
 
 def _device(client: Arrival) -> str:

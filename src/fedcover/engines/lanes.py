@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.conv import _ConvNd
 
+from fedcover.engines import crew_layers
+from fedcover.engines.crew_layers import from_taps, taps
 from fedcover.engines.steps import Slots, Step, Track, Whole, leaves_of, map_trees
 from fedcover.errors import TrainingDiverged
 from fedcover.norms import statistics_key
@@ -253,9 +255,11 @@ def new_lane(shape: Shape, like: Arrival, crew: int | None, *, half: bool, fused
     def room(*sizes: int, dtype: torch.dtype = shape.dtype) -> Tensor:
         return torch.zeros((*lead, *sizes), dtype=dtype, device=device)
 
+    own = crew is not None and crew_layers.serve(module, device, shape.dtype)
+
     def tensors() -> tuple[Params, Tensor | None]:
         if crew is not None:
-            return {name: room(*size) for name, size in shape.tensors}, None
+            return {name: _laid_out(room(*size), own) for name, size in shape.tensors}, None
         slab = room(sum(prod(size) for _, size in shape.tensors))
         return views(slab, shape.tensors, last), slab
 
@@ -275,8 +279,14 @@ def new_lane(shape: Shape, like: Arrival, crew: int | None, *, half: bool, fused
     step = Step(
         shape.recipe, shape.local, _whole(module), crew is not None, last, fused=fused,
         half=half and crew is not None, in_one_go=_products(module) if half and crew is None else (),
+        own_layers=own,
     )  # fmt: skip
     return Lane(shape, crew, module, step, slots, slab)
+
+
+def _laid_out(room: Tensor, own: bool) -> Tensor:
+    """Weights of convolutions as our own kernels take them; logically the same."""
+    return from_taps(taps(room).contiguous()) if own and room.ndim == 5 else room
 
 
 def _products(module: nn.Module) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ clients are, so it can be compiled or captured once and replayed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.func import grad_and_value, vmap
 from torch.optim.sgd import sgd
 
 from fedcover.augment import AUGMENTATIONS
+from fedcover.engines.crew_layers import CrewLayers
 from fedcover.errors import FedcoverError
 from fedcover.types import Batch, Carry, LocalTraining, Params, Recipe
 
@@ -56,7 +58,8 @@ class Step:
 
     `fused` descends in one kernel for all tensors; a compiler makes its own. In bf16 a crew turns all that it computes
     with (`half`); a lone client is in autocast, which would turn its weights one by one: those named in `in_one_go`
-    are turned together before it sees them.
+    are turned together before it sees them. With `own_layers` a crew's convolutions and norms are kernels of our own,
+    which turn weights themselves.
     """
 
     recipe: Recipe
@@ -67,6 +70,7 @@ class Step:
     half: bool = False
     fused: bool = True
     in_one_go: tuple[str, ...] = ()
+    own_layers: bool = False
 
     def __call__(self, slots: Slots, track: Track) -> None:
         """Take the next rows, go down, move on."""
@@ -98,15 +102,17 @@ class Step:
         if self.local.augment != "none":
             x_CB = vmap(AUGMENTATIONS[self.local.augment].apply)(x_CB, drawn_CBK)
         one = grad_and_value(self._loss)
-        found: tuple[Params, Tensor] = vmap(one, in_dims=(0, 0, 0, 0, 0, None))(
-            slots.params, slots.buffers, slots.carry, x_CB, y_CB, slots.step
-        )
+        with CrewLayers() if self.own_layers else nullcontext():
+            found: tuple[Params, Tensor] = vmap(one, in_dims=(0, 0, 0, 0, 0, None))(
+                slots.params, slots.buffers, slots.carry, x_CB, y_CB, slots.step
+            )
         return found
 
     def _loss(self, params: Params, buffers: Params, carry: Carry, x: Tensor, y: Tensor, step: Tensor) -> Tensor:
         def forward(values: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
             if self.half:
-                return self.whole(_halved(buffers), _halved(values), _halved({"": inputs})[""]).float()
+                weights = values if self.own_layers else _halved(values)
+                return self.whole(_halved(buffers), weights, _halved({"": inputs})[""]).float()
             names = [name for name in self.in_one_go if name in values]
             turned = _InOneGo.apply(*(values[name] for name in names)) if names else ()  # type: ignore[no-untyped-call]
             return self.whole(buffers, {**values, **dict(zip(names, turned, strict=True))}, inputs)

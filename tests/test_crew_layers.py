@@ -1,0 +1,115 @@
+"""A crew's layers in one kernel each: the same rounds as `sequential`, here with the kernels' slow twin in their place.
+
+The kernels themselves need a GPU: tests/test_cuda.py holds them against the same twin.
+"""
+
+import sys
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.func import grad, vmap
+
+from fedcover.engines import crew_layers
+from fedcover.engines.batched import batched
+from fedcover.engines.crew_layers import CrewLayers
+from fedcover.engines.pools import plainly
+from tests import crew_twin
+from tests.test_engines import agree
+from tests.worlds import same, world
+
+LAYERS = {
+    "plain": nn.Conv2d(3, 5, 3, padding=1, bias=False),
+    "stride": nn.Conv2d(3, 5, 3, stride=2, padding=1, bias=False),
+    "one": nn.Conv2d(3, 5, 1, stride=2, bias=False),
+    "bias": nn.Conv2d(3, 5, 3),
+    "uneven": nn.Conv2d(3, 5, (3, 1), padding=(1, 0)),
+    "same": nn.Conv2d(3, 5, 3, padding="same"),
+    "grouped": nn.Conv2d(3, 6, 3, groups=3),
+    "dilated": nn.Conv2d(3, 5, 2, dilation=2),
+    "norm": nn.BatchNorm2d(3, track_running_stats=False),
+    "tracked": nn.BatchNorm2d(3).eval(),
+    "bare": nn.BatchNorm2d(3, affine=False, track_running_stats=False),
+}
+
+
+@pytest.fixture(autouse=True)
+def asked(monkeypatch):
+    """The twin in the kernels' place, and how often each of them was asked."""
+    seen = dict.fromkeys(("convolve", "weigh", "normalise", "normalise_back"), 0)
+
+    def counted(name):
+        def call(*args, **kwargs):
+            seen[name] += 1
+            return getattr(crew_twin, name)(*args, **kwargs)
+
+        return call
+
+    stand_in = type(sys)("crew_kernels")
+    for name in seen:
+        setattr(stand_in, name, counted(name))
+    monkeypatch.setitem(sys.modules, "fedcover.engines.crew_kernels", stand_in)
+    return seen
+
+
+@pytest.mark.parametrize("policy", ["prefix", "magnitude", "rolling(spread=true)"])
+def test_rounds_equal_sequential(policy, asked, monkeypatch):
+    monkeypatch.setattr(crew_layers, "serve", lambda *_: True)
+    agree(*world("wide_resnet", policy=policy, epochs=1, assignment="slot"), partial(batched, make=plainly))
+    assert all(asked.values())
+
+
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS.keys())
+def test_a_layer_of_a_crew_has_the_gradients_of_its_clients(layer):
+    layer = layer.double()
+    torch.manual_seed(0)
+    x = torch.rand(4, 2, 3, 7, 7, dtype=torch.double)
+    params = {name: torch.rand(4, *p.shape, dtype=torch.double) for name, p in layer.named_parameters()}
+
+    def loss(params, x):
+        return torch.func.functional_call(layer, params, (x,)).sin().square().sum()
+
+    both = grad(loss, argnums=(0, 1))
+    wanted = [both({name: p[client] for name, p in params.items()}, x[client]) for client in range(4)]
+    with CrewLayers():
+        weights, inputs = vmap(both)(params, x)
+    same({"x": inputs}, {"x": torch.stack([each[1] for each in wanted])}, 1e-10)
+    same(weights, {name: torch.stack([each[0][name] for each in wanted]) for name in params}, 1e-10)
+
+
+def test_weights_may_be_wider_than_what_is_computed_in(asked):
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 2))
+    params = {name: torch.rand(2, *p.shape) - 0.5 for name, p in layer.named_parameters()}
+    x = torch.rand(2, 5, 3, 6, 6).bfloat16()
+
+    def loss(params, x):
+        return torch.func.functional_call(layer, params, (x,)).float().square().mean()
+
+    with CrewLayers():
+        found = vmap(grad(loss))(params, x)
+    assert asked["convolve"] == 1  # the images need no gradient
+    for client in range(2):
+        wanted = grad(loss)({name: p[client] for name, p in params.items()}, x[client].float())
+        for name, gradient in wanted.items():
+            assert found[name].dtype == torch.float32
+            distance = (found[name][client] - gradient).norm() / gradient.norm()
+            assert 0 < distance < 0.02  # bf16 has eight bits
+
+
+@pytest.mark.parametrize(
+    ("module", "usable"),
+    [
+        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4, 2)), True),
+        (nn.Sequential(nn.Linear(4, 2)), False),
+        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)), False),
+        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv1d(3, 4, 3)), False),
+    ],
+    ids=["images", "no images", "another norm", "another convolution"],
+)
+def test_models_of_other_layers_are_left_to_torch(module, usable, monkeypatch):
+    monkeypatch.setattr(crew_layers, "find_spec", lambda name: name)
+    assert crew_layers.usable(module) == usable
+    monkeypatch.setattr(crew_layers, "find_spec", lambda name: None)
+    assert not crew_layers.usable(module)
