@@ -34,9 +34,8 @@ def engine_for(setup: Setup, engine: str, device: str) -> str:
         return engine
     if device.startswith("cuda"):
         return "batched" if _in_crews(setup) else "streams"
-    local, few = setup.task.local, range(min(setup.clients, 10))
-    rows = sum(len(setup.task.source.shard(client).index) for client in few) / len(few)
-    steps = setup.rounds * setup.active * local.epochs * rows / local.batch_size
+    local, rows = setup.task.local, _rows(setup)
+    steps = setup.rounds * setup.active * local.epochs * sum(rows) / len(rows) / local.batch_size
     return "batched" if steps >= WORTH_COMPILING else "sequential"
 
 
@@ -44,4 +43,10 @@ def _in_crews(setup: Setup) -> bool:
     """Whether a GPU is better filled by a layer of all clients at once than by all clients one layer each."""
     task = setup.task
     known = crew_layers.usable(task.model.module) and statistics_key(task.norm, 1.0) is None
-    return known and multiply_adds(setup) * task.local.batch_size < LARGE_STEP
+    alike = len(set(_rows(setup))) <= 2  # a crew takes equally many steps, and each number is captured for itself
+    return known and alike and multiply_adds(setup) * task.local.batch_size < LARGE_STEP
+
+
+def _rows(setup: Setup) -> list[int]:
+    """How many samples some of the clients have."""
+    return [len(setup.task.source.shard(client).index) for client in range(min(setup.clients, 10))]

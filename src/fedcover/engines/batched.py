@@ -41,6 +41,7 @@ def batched(
         made, alone = in_crews(jobs, pool_of(task.model.module), precision, make)
     except Unfit as reason:
         if _on_a_gpu(jobs):
+            say(f"{reason}, so every client trains by itself on a stream of its own")
             yield from streams(task, state, work, lr, precision=precision)
             return
         say(f"{reason}, so clients are trained one after another")

@@ -1,0 +1,46 @@
+"""Which engine `auto` means: what pays on the device that is used."""
+
+import pytest
+
+import fedcover as fc
+from fedcover.choice import engine_for
+from fedcover.engines import crew_layers
+from fedcover.preparation import prepare
+
+IMAGES = {"dataset": "digits", "model": "cnn", "clients": 20}
+CASES = {
+    "images": ({}, "batched"),
+    "a width for each": ({"policy": "prefix", "fleet": "1x1.0 + 1x0.5"}, "batched"),
+    "no images": ({"model": "mlp"}, "streams"),
+    "another norm": ({"model": "wide_resnet(depth=10, widen=1)", "norm": "group"}, "streams"),
+    "tracked statistics": ({"model": "wide_resnet(depth=10, widen=1)", "norm": "tracked"}, "streams"),
+    "unequal clients": ({"partition": "dirichlet(alpha=0.5)"}, "streams"),
+    "large steps": ({"batch_size": 1_000_000}, "streams"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _with_triton(monkeypatch):
+    monkeypatch.setattr(crew_layers, "find_spec", lambda name: name)
+
+
+def setup(**fields):
+    return prepare(fc.Experiment(**{**IMAGES, **fields}), fc.Machine(device="cpu").resolved())
+
+
+@pytest.mark.parametrize(("fields", "engine"), CASES.values(), ids=CASES.keys())
+def test_on_a_gpu_clients_of_images_train_in_crews_where_that_pays(fields, engine):
+    assert engine_for(setup(**fields), "auto", "cuda") == engine
+
+
+def test_without_triton_there_are_no_crews_of_images(monkeypatch):
+    monkeypatch.setattr(crew_layers, "find_spec", lambda name: None)
+    assert engine_for(setup(), "auto", "cuda:1") == "streams"
+
+
+def test_on_a_cpu_long_runs_are_compiled():
+    assert [engine_for(setup(rounds=rounds), "auto", "cpu") for rounds in (1, 10_000)] == ["sequential", "batched"]
+
+
+def test_what_is_asked_for_is_used():
+    assert engine_for(setup(), "sequential", "cuda") == "sequential"
