@@ -98,6 +98,12 @@ def test_weights_may_be_wider_than_what_is_computed_in(asked):
             assert 0 < distance < 0.02  # bf16 has eight bits
 
 
+def test_a_norm_of_a_single_value_is_refused_as_torch_does():
+    norm = nn.BatchNorm2d(3, track_running_stats=False)
+    with CrewLayers(), pytest.raises(ValueError, match="more than 1 value"):
+        vmap(norm)(torch.rand(2, 1, 3, 1, 1))
+
+
 @pytest.mark.parametrize(
     ("module", "usable"),
     [

@@ -59,7 +59,8 @@ def _batch_norm(
     x: Tensor, running_mean: Any, running_var: Any, weight: Tensor | None = None, bias: Tensor | None = None,
     training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
 ) -> Tensor | None:  # fmt: skip
-    if not training or running_mean is not None or weight is None or bias is None or x.ndim != 4:
+    single = x.ndim == 4 and x.numel() == x.shape[1]  # of which there is no statistic: torch refuses it
+    if not training or running_mean is not None or weight is None or bias is None or x.ndim != 4 or single:
         return None
     made: tuple[Tensor, ...] = Norm.apply(x, weight, bias, eps)  # type: ignore[no-untyped-call]
     return made[0]
