@@ -6,25 +6,20 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
 from fedcover import console
 from fedcover.bench import STEADY, page
 from fedcover.bench import bench as measure
-from fedcover.cli.options import Data, Device, Json, Precision, app
+from fedcover.cli.options import Data, DealtOut, Device, Json, Precision, app
 from fedcover.errors import InvalidValue
 from fedcover.experiment import Experiment, parse_change, read_experiment
 from fedcover.preparation import Machine
 from fedcover.rounds import Report
 from fedcover.sweeps import sweep as run_sweep
 from fedcover.sweeps import varied
-
-DealtOut = Annotated[
-    int | Literal["auto"],
-    Parameter(help="Processes that the runs are dealt out to: a number, or auto, as many as pay (1 for few rounds)."),
-]
 
 
 @app.command

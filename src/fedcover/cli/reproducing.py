@@ -7,7 +7,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from fedcover import console
-from fedcover.cli.options import Data, Device, EngineName, Json, Threads, app
+from fedcover.cli.options import Data, DealtOut, Device, EngineName, Json, Precision, Threads, app
 from fedcover.errors import InvalidValue, unknown
 from fedcover.paper import document
 from fedcover.paper.cells import SETS
@@ -31,6 +31,8 @@ def reproduce(
     data: Data = None,
     device: Device = "auto",
     engine: EngineName = "auto",
+    precision: Precision = "fp32",
+    processes: DealtOut = "auto",
     threads: Threads = None,
     json: Json = False,
 ) -> None:
@@ -43,7 +45,7 @@ def reproduce(
     written: list[Path] = []
     if wish.sets:
         try:
-            machine = Machine(engine, device, threads)
+            machine = Machine(engine, device, threads, precision=precision, processes=processes)
             run_missing(wish, machine=machine, data=data, watching=console.watching, tell=console.say)
         except KeyboardInterrupt:
             console.say(f"stopped; what has ended is in {wish.folder}; the same command goes on with the rest")

@@ -156,6 +156,7 @@ def main(words: Sequence[str]) -> None:
         "device": "auto",
         "engine": "auto",
         "precision": "fp32",
+        "processes": "auto",
     }
     sets = [word for word in words if "=" not in word]
     given = dict(word.split("=", 1) for word in words if "=" in word)
@@ -171,7 +172,11 @@ def main(words: Sequence[str]) -> None:
     seeds = int(options["seeds"]) if options["seeds"] else None
     wish = Wish(tuple(name for name in sets if name != "docs"), only, seeds, options["quick"] == "true", out)
     if wish.sets:
-        machine = Machine(options["engine"], options["device"], precision=options["precision"], processes="auto")
+        count = options["processes"]
+        processes = int(count) if count.isdecimal() else count
+        machine = Machine(
+            options["engine"], options["device"], precision=options["precision"], processes=processes
+        )  # fmt: skip
         reproduce(wish, machine=machine, data=options["data"] or None, tell=lambda line: print(line, flush=True))
     if "docs" in sets:
         for path in document.write(wish.folder, DOCS):
