@@ -72,13 +72,19 @@ def test_a_page_tells_medians_spread_and_ratios():
 def test_memory_that_is_kept_is_told_from_memory_that_comes_and_goes():
     """A leak goes on to the end; noise has no direction; a step of the allocator ends."""
     soak = Path(__file__).parent.parent / "benchmarks" / "flower_soak.py"
-    growth = runpy.run_path(str(soak))["growth"]
+    growth, verdict = (runpy.run_path(str(soak))[name] for name in ("growth", "verdict"))
     noise = [3, 0, 8, 2, 7, 1, 5, 9, 4, 6, 0, 7, 2, 8, 3, 5, 1, 9, 4, 6]
     start = [500.0, 800.0, 950.0, 990.0]  # before it has settled
     leak = growth([*start, *(1000 + 20 * n + noise[n] for n in range(16))])
     assert leak["grows"]
     assert leak["kib_per_round"] == pytest.approx(20, abs=1)
+    assert verdict({"a": leak, "b": growth([1.0] * 20)}) == {
+        "grow": ["a"], "kib_per_round_at_most": leak["second_half"]["between"][1]
+    }  # fmt: skip
     assert not growth([*start, *(1000 + noise[n] for n in range(16))])["grows"]
     assert not growth([*start, *(1000 + 132 * (n > 4) for n in range(16))])["grows"]
     assert growth([*start, *(1000 + 132 * (n // 3) for n in range(16))])["grows"]  # step after step
     assert not growth([*start, *(1000.0 for _ in range(16))])["grows"]
+    dips = [-5000 * (n % 6 == 2) for n in range(16)]  # memory that the allocator gives back for a while
+    assert growth([*start, *(1000 + 20 * n + dips[n] for n in range(16))])["grows"]
+    assert not growth([*start, *(1000 + noise[n] + dips[n] for n in range(16))])["grows"]

@@ -21,6 +21,7 @@ import fedcover as fc
 from fedcover import courses
 from fedcover.checkpoints import found
 from fedcover.errors import RunError
+from tests.disks import small_disk
 from tests.test_runs import RESNET, TINY, assert_same_end, figures, last_checkpoint, only_the_cpu, tiny
 
 __all__ = ["only_the_cpu"]  # a fixture that every test here uses
@@ -316,12 +317,7 @@ def test_metrics_that_cannot_be_written_are_written_later(whole, tmp_path):
 
 
 def test_a_full_disk(whole, tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = os.geteuid() == 0 and shutil.which("mount")
-    if not mounted or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40k", "tmpfs", disk], check=False).returncode:
-        pytest.skip("only root may mount a small disk")
-    try:
+    with small_disk(tmp_path / "disk", 40 * 1024) as disk:
         with pytest.raises(RunError, match=r"No space left on device; the checkpoint of round \d is whole; mend that"):
             fc.run(tiny(), disk / "run")
         state = fc.load(disk / "run").state
@@ -331,8 +327,6 @@ def test_a_full_disk(whole, tmp_path):
         subprocess.run(["mount", "-o", "remount,size=10m", disk], check=True)
         fc.resume(disk / "run")
         assert_same_end(disk / "run", whole)
-    finally:
-        subprocess.run(["umount", disk], check=True)
 
 
 @contextlib.contextmanager

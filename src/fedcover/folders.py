@@ -174,7 +174,7 @@ class Folder:
 
     def append(self, line: dict[str, Any]) -> None:
         """Add one round's line to metrics.jsonl, and see it on disk."""
-        with self._writing(self.path / "metrics.jsonl") as path, path.open("ab") as file:
+        with self.writing(self.path / "metrics.jsonl") as path, path.open("ab") as file:
             file.write(_line(line))
             file.flush()
             os.fsync(file.fileno())
@@ -191,7 +191,7 @@ class Folder:
 
     def checkpoint(self, state: State) -> None:
         """Write the state so that the run can go on from it."""
-        with self._writing(self.checkpoints) as folder:
+        with self.writing(self.checkpoints) as folder:
             checkpoints.save(folder, state, self.experiment.digest)
 
     def keeps(self, round: int) -> bool:
@@ -201,25 +201,31 @@ class Folder:
     def keep(self, state: State) -> None:
         """Write the state for good if its round is one of `keep_rounds`."""
         if self.keeps(state.round):
-            with self._writing(self.kept) as folder:
+            with self.writing(self.kept) as folder:
                 folder.mkdir(exist_ok=True)
                 checkpoints.save(folder, state, self.experiment.digest, keep=None)
 
     def finish(self, metrics: Metrics) -> None:
         """Write summary.json."""
-        with self._writing(self.path / "summary.json") as path:
+        with self.writing(self.path / "summary.json") as path:
             write_atomically(path, _json(summarise(metrics)))
 
     @contextlib.contextmanager
-    def _writing(self, path: Path) -> Iterator[Path]:
-        """If this fails, tell what is left and how to go on."""
+    def writing(self, path: Path) -> Iterator[Path]:
+        """If something cannot be written, tell what is left and how to go on."""
         try:
             yield path
         except (OSError, RunError) as error:
             wrong = error if isinstance(error, RunError) else f"cannot write {path}: {error.strerror}"
             older = checkpoints.found(self.checkpoints)
             last = f"the checkpoint of round {older[0].round} is whole" if older else "there is no checkpoint yet"
-            raise RunError(f"{wrong}; {last}; mend that, then 'fedcover resume {self.path}'") from error
+            raise RunError(f"{wrong}; {last}; mend that, then {self._going_on()}") from error
+
+    def _going_on(self) -> str:
+        """The command that goes on with the run."""
+        if self.manifest["engine"] == "flower":
+            return f"'fedcover flower up {self.path}' or 'fedcover flower run --resume'"
+        return f"'fedcover resume {self.path}'"
 
 
 def manifest(experiment: Experiment, machine: Machine, parts: Parts, data: str | Path | None) -> dict[str, Any]:

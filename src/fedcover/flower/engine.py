@@ -19,6 +19,7 @@ from fedcover.flower.messages import Answer, Order, Orders, read_answers, to_nod
 from fedcover.flower.parcels import as_sent, unbundle
 from fedcover.flower.places import Introduction, Roster, place_of
 from fedcover.flower.working import sent_parcel
+from fedcover.folders import Folder
 from fedcover.norms import statistics_key
 from fedcover.replies import Asked, Ledger, RawReply, Rejection, ask
 from fedcover.types import Client, Reduction, State, Task, Update
@@ -53,11 +54,8 @@ class Events:
 
     def _append(self, text: str) -> None:
         assert self.path is not None
-        try:
-            with self.path.open("a") as file:
-                file.write(text)
-        except OSError as error:
-            raise RunError(f"cannot write {self.path}: {error.strerror}; what is done so far is whole") from error
+        with Folder(self.path.parent).writing(self.path) as path, path.open("a") as file:
+            file.write(text)
 
 
 @dataclass(frozen=True)
