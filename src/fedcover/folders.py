@@ -219,12 +219,12 @@ class Folder:
             wrong = error if isinstance(error, RunError) else f"cannot write {path}: {error.strerror}"
             older = checkpoints.found(self.checkpoints)
             last = f"the checkpoint of round {older[0].round} is whole" if older else "there is no checkpoint yet"
-            raise RunError(f"{wrong}; {last}; mend that, then {self._going_on()}") from error
+            raise RunError(f"{wrong}; {last}; mend that, then {self.going_on()}") from error
 
-    def _going_on(self) -> str:
+    def going_on(self) -> str:
         """The command that goes on with the run."""
         if self.manifest["engine"] == "flower":
-            return f"'fedcover flower up {self.path}' or 'fedcover flower run --resume'"
+            return f"'fedcover flower up --nodes N {self.path}' (or 'flower run --resume' as it was started)"
         return f"'fedcover resume {self.path}'"
 
 

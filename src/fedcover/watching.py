@@ -33,6 +33,7 @@ class Look:
     events: Sequence[Line]
     finished: bool
     running: bool
+    going_on: str
 
     def clients(self, round: int) -> dict[str, list[Line]]:
         """The last event in one round of every client, or of every node where no client is named, by what it was."""
@@ -84,7 +85,7 @@ def look(path: Path) -> Look:
     rounds = read_lines(path / "metrics.jsonl")
     events = [event for event in read_lines(path / "events.jsonl") if event.get("event") in EVENTS]
     finished = (path / "summary.json").exists()
-    return Look(experiment.name, experiment.rounds, rounds, events, finished, running=folder.in_use())
+    return Look(experiment.name, experiment.rounds, rounds, events, finished, folder.in_use(), folder.going_on())
 
 
 def frame(seen: Look) -> Group:
@@ -108,7 +109,7 @@ def frame(seen: Look) -> Group:
 
 def _heading(seen: Look) -> Iterator[str]:
     done, now = len(seen.lines), seen.summary()
-    how = "   finished" if seen.finished else "" if seen.running else "   stopped: 'fedcover resume' goes on with it"
+    how = "   finished" if seen.finished else "" if seen.running else f"   stopped; go on with {seen.going_on}"
     yield f"{seen.name}   round {done} of {seen.rounds}{how}"
     figures = {"accuracy": "accuracy", "gamma_round": "coverage", "gamma_window": "over window", "epsilon": "epsilon"}
     known = [f"{word} {now[name]:.4g}" for name, word in figures.items() if now[name] is not None]

@@ -99,7 +99,7 @@ def test_a_full_disk_at_the_server(tmp_path):
             said = run.finish().text
             full = rf"stopped: cannot write {folder}/{torn}: No space left on device; the checkpoint of round (\d) is"
             last = int(re.search(full, said)[1])
-            assert f"mend that, then 'fedcover flower up {folder}'" in said
+            assert f"mend that, then 'fedcover flower up --nodes N {folder}'" in said
             assert checkpoints(folder) == right[:last][-2:]  # and nothing else is beside them
             assert fc.load(folder).state.round == last
             filler.unlink()

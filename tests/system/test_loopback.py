@@ -15,6 +15,7 @@ from fedcover.flower.engine import Events, FlowerEngine, Terms
 from fedcover.flower.link import Failed, _introduced
 from fedcover.flower.parcels import bundle, unbundle
 from fedcover.flower.places import Roster
+from fedcover.summary import read_lines
 from tests.system.compromised import ATTACKS, _file, attack
 from tests.system.harness import checkpoints, experiment, reference
 from tests.system.test_hostile import WHY
@@ -165,6 +166,16 @@ def test_bits_cannot_stop_a_private_run(tmp_path):
     )
     assert [(line["rejected"], sorted(line["dropped"])) for line in run.metrics] == [(2, [2, 3])] * 2
     assert (tmp_path / "run" / "events.jsonl").read_text().count("extra array") == 4
+
+
+def test_what_happens_before_there_is_a_folder_is_written_with_the_first_line_after(tmp_path):
+    early = []
+    Events(None, early).write(0, "rejected", 7, None, "capacity must be in (0, 1]")
+    events = Events(tmp_path / "events.jsonl", early)
+    events.write(0, "answered", 8, 1)
+    events.write(0, "answered", 8, 2)
+    told = [(e["event"], e["node"], e["client"]) for e in read_lines(tmp_path / "events.jsonl")]
+    assert told == [("rejected", 7, None), ("answered", 8, 1), ("answered", 8, 2)]
 
 
 def test_events_after_a_full_disk_begin_on_a_line_of_their_own(tmp_path):

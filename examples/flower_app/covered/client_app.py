@@ -23,7 +23,7 @@ def train(module: nn.Module, config: Mapping[str, Any], context: Context) -> dic
         loss = F.cross_entropy(module(x), y)
         loss.backward()
         optimizer.step()
-    return {"num-examples": len(rows), "loss": float(loss)}
+    return {"num-examples": len(rows), "loss": loss.item()}
 
 
 app = client_app(train, build)

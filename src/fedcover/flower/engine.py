@@ -33,9 +33,13 @@ HELLO, HELLOS = 60.0, 3
 
 @dataclass(frozen=True)
 class Events:
-    """What became of whom, one line each in `events.jsonl` of the run folder."""
+    """What became of whom, one line each in `events.jsonl` of the run folder.
+
+    What happens before there is a folder is kept in `early`, if that is given, and written with the first line after.
+    """
 
     path: Path | None
+    early: list[str] | None = None
 
     def __post_init__(self) -> None:
         """After a full disk the last line may be half one: what comes next must not be written behind it."""
@@ -46,11 +50,15 @@ class Events:
         """Add an event."""
         if event != "answered":
             whose = "a node" if client is None else f"client {client}"
-            log.warning("round %d: %s (node %s) %s: %s", round + 1, whose, node, event, why)  # people count from 1
+            of = "no node" if node is None else f"node {node}"
+            log.warning("round %d: %s (%s) %s: %s", round + 1, whose, of, event, why)  # people count from 1
+        record = {"round": round, "time": time.time(), "event": event, "node": node, "client": client, "why": why}
+        line, before = json.dumps(record) + "\n", self.early if self.early is not None else []
         if self.path is None:
-            return
-        line = {"round": round, "time": time.time(), "event": event, "node": node, "client": client, "why": why}
-        self._append(json.dumps(line) + "\n")
+            before.append(line)
+        else:
+            self._append("".join([*before, line]))
+            before.clear()
 
     def _append(self, text: str) -> None:
         assert self.path is not None

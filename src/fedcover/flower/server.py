@@ -1,6 +1,9 @@
 """The server's side: an ordinary run, whose engine is Flower, inside Flower's ServerApp."""
 
+import ctypes
+import gc
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +47,14 @@ def serve(grid: Grid, settings: Settings) -> Run:
     folder, again = Path(settings.folder), settings.resume
     experiment = Folder(folder).read().experiment if again else Experiment.from_toml(settings.experiment)
     link, roster = Link(grid), Roster()
-    gather(link, roster, Events(None), nodes=settings.nodes, patience=settings.wait)
+    early: list[str] = []
+    gather(link, roster, Events(None, early), nodes=settings.nodes, patience=settings.wait)
     if not again:
         experiment = with_declared_capacities(experiment, roster)
     terms = Terms(experiment.to_toml(), experiment.clients, settings.deadline, private=experiment.privacy != "none")
-    engine = FlowerEngine(link, roster, terms, Events(folder / "events.jsonl"))
+    engine = FlowerEngine(link, roster, terms, Events(folder / "events.jsonl", early))
     machine = Machine("flower", settings.device, settings.threads or None)
-    common: dict[str, Any] = {"machine": machine, "data": settings.data or None, "watch": _say, "engine": engine}
+    common: dict[str, Any] = {"machine": machine, "data": settings.data or None, "watch": _conclude, "engine": engine}
     return resume(folder, complain=log.warning, **common) if again else run(experiment, folder, **common)
 
 
@@ -69,6 +73,14 @@ def with_declared_capacities(experiment: Experiment, roster: Roster) -> Experime
     if all(declared.capacity(client) == capacity for client, capacity in enumerate(known)):
         return experiment
     return Experiment(**{**experiment.model_dump(), "fleet": str(declared)})
+
+
+def _conclude(report: Report) -> None:
+    _say(report)
+    # a round's messages hang in cycles, and the C library keeps pages until it is asked: for weeks that adds up
+    gc.collect()
+    if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
+        library.malloc_trim(0)
 
 
 def _say(report: Report) -> None:
