@@ -223,7 +223,11 @@ class Folder:
 
     def going_on(self) -> str:
         """The command that goes on with the run."""
-        if self.manifest["engine"] == "flower":
+        try:
+            engine = self.manifest["engine"]
+        except RunError:  # that command tells what is wrong with it
+            engine = ""
+        if engine == "flower":
             return f"'fedcover flower up --nodes N {self.path}' (or 'flower run --resume' as it was started)"
         return f"'fedcover resume {self.path}'"
 
