@@ -1,14 +1,10 @@
-"""Faults with real processes: nodes that die, come back or are slow; a server that is killed; a full disk."""
+"""Faults with real processes: nodes that die, come back or are slow; a server that is killed; a limit on its files."""
 
 import os
-import re
 import resource
 import signal
 
-import fedcover as fc
 from fedcover.flower.processes import local
-from fedcover.summary import read_lines
-from tests.disks import PAGE, fill, small_disk
 from tests.system.harness import (
     alive,
     checkpoints,
@@ -82,47 +78,6 @@ def test_a_server_that_is_killed_goes_on_from_its_folder(pair, tmp_path):
     again = submit(pair, wanted, tmp_path / "run", nodes=2, resume=True).finish()
     assert [line["round"] for line in again.rounds(4)] == [0, 1, 2, 3]
     assert checkpoints(tmp_path / "run") == reference(wanted, tmp_path / "here")
-
-
-def test_a_full_disk_at_the_server(tmp_path):
-    """It fills up twice, within a line and within a checkpoint; each time the run stops, and goes on with room."""
-    wanted = experiment(policy="prefix", model="mlp(hidden=[64])", clients=40, active=40, rounds=4)
-    right = every_checkpoint(wanted, tmp_path / "here")
-    configs = [{"partition-id": place, "num-partitions": 2} for place in range(2)]
-    with small_disk(tmp_path / "disk", 2**20) as disk, local(home_on(disk, tmp_path / "flower"), configs) as federation:
-        folder = disk / "run"
-        for done, spare, torn in ((1, 0, r"events\.jsonl"), (2, 8 * PAGE, r"checkpoints/round-\S+")):
-            run = submit(federation, wanted, folder, nodes=2, resume=done > 1)
-            run.rounds(done)
-            wait_for(lambda newest=right[done - 1]: newest in checkpoints(folder), "a checkpoint")
-            filler = fill(disk, spare)
-            said = run.finish().text
-            full = rf"stopped: cannot write {folder}/{torn}: No space left on device; the checkpoint of round (\d) is"
-            last = int(re.search(full, said)[1])
-            assert f"mend that, then 'fedcover flower up --nodes N {folder}'" in said
-            assert checkpoints(folder) == right[:last][-2:]  # and nothing else is beside them
-            assert fc.load(folder).state.round == last
-            filler.unlink()
-        again = submit(federation, wanted, folder, nodes=2, resume=True).finish()
-        assert [line["round"] for line in again.rounds(4)] == [0, 1, 2, 3]
-        assert checkpoints(folder) == right[-2:]
-        told = {(line["round"], line["client"]) for line in read_lines(folder / "events.jsonl")}
-        assert told == {(round, client) for round in range(4) for client in range(40)}
-
-
-def every_checkpoint(wanted, folder):
-    """The names of all checkpoints that an undisturbed run writes, old ones that it removes included."""
-    seen = set()
-    fc.run(wanted, folder, machine=fc.Machine("sequential", "cpu"), watch=lambda _: seen.update(checkpoints(folder)))
-    return sorted(seen)
-
-
-def home_on(disk, place):
-    """A folder for a federation whose SuperLink has its home on a disk."""
-    (disk / "superlink").mkdir()
-    place.mkdir()
-    (place / "superlink").symlink_to(disk / "superlink")
-    return place
 
 
 def test_a_limit_on_the_files_of_the_server(pair, tmp_path):
