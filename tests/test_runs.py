@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 import fedcover as fc
-from fedcover.checkpoints import found
+from fedcover.checkpoints import fetched, found
 from fedcover.courses import Course
 from fedcover.errors import InvalidValue, RunError
 from fedcover.export import export
 from fedcover.folders import Folder
-from fedcover.rounds import Report
+from fedcover.rounds import Report, run_round
+from tests.worlds import same, world
 
 TINY = {
     "fleet": "1x1.0 + 1x0.5", "policy": "prefix", "clients": 20, "active": 4, "rounds": 4, "epochs": 1,
@@ -228,6 +229,20 @@ def test_rounds_in_which_nobody_answers_are_runs_too(tmp_path):
 def test_only_the_two_newest_checkpoints_stay_and_nothing_is_left_beside_them(finished):
     assert [file.round for file in found(finished / "checkpoints")] == [4, 3]
     assert len(list((finished / "checkpoints").iterdir())) == 2
+
+
+def test_what_was_fetched_of_a_state_before_is_used_again_and_nothing_else():
+    setup, start = world("mlp", policy="rolling")
+    first, _ = run_round(setup, start)
+    second, _ = run_round(setup, first)
+    before, alone = fetched(first), fetched(second)
+    again = fetched(second, (first, before))
+    same(again.params, alone.params)
+    same(again.coverage.ever, alone.coverage.ever)
+    assert len(again.coverage.window) == len(alone.coverage.window) == 2
+    for old, new in zip(again.coverage.window, alone.coverage.window, strict=True):
+        same(old, new)
+    assert all(again.coverage.window[0][name] is before.coverage.window[0][name] for name in again.params)
 
 
 def test_accuracy_before_any_evaluation_is_a_sentence(tmp_path):

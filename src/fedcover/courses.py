@@ -64,9 +64,9 @@ class Course:
         on_gpu = any(tensor.is_cuda for tensor in after.params.values())
         fetch = on_gpu and (due or self.folder.keeps(after.round))
         # fetched here: another thread must not disturb what is captured meanwhile
-        if fetch:
-            self._fetched = after, checkpoints.fetched(after, self._fetched)
-        written = self.folder, line, self._fetched[1] if fetch and self._fetched else after, due
+        kept = checkpoints.fetched(after, self._fetched) if fetch else after
+        self._fetched = (after, kept) if fetch else self._fetched
+        written = self.folder, line, kept, due
         try:
             self._writing = _writer().submit(self._write, *written)
         except RuntimeError:  # the main thread has ended, so no other is lent any more

@@ -2,7 +2,7 @@
 
 Masked clients always share shapes, sliced ones do by width. On the CPU the step of a crew is compiled; what cannot run
 together (dropout, tracked statistics, a width of its own) is trained by `sequential`, and one line of the log says so.
-On CUDA a crew's step is captured in a graph, and whoever is alone trains beside the crews as under `streams`.
+On CUDA a crew's step is captured in a graph, and those who are alone train after the crews as under `streams`.
 """
 
 from collections import Counter, defaultdict
@@ -12,7 +12,7 @@ from fedcover.engines.lanes import Answer, Arrival, Job, Shape, arrivals
 from fedcover.engines.pools import Make, Place, Pool, captured, compiled, drive, pool_of, say, without_divergence
 from fedcover.engines.sequential import sequential
 from fedcover.engines.steps import Unfit
-from fedcover.engines.streams import placed, streams
+from fedcover.engines.streams import side_by_side, streams
 from fedcover.norms import statistics_key
 from fedcover.types import Assignment, Client, Reduction, State, Task, Update
 
@@ -56,16 +56,16 @@ def in_crews(
 ) -> tuple[list[Answer], list[Job]]:
     """What comes of the clients that can form crews, and the jobs of those that cannot."""
     together, alone = crews_of(jobs, pool)
-    beside: list[Place] = []
-    if _on_a_gpu(jobs):
-        beside, alone = placed(pool, list(arrivals(alone)), precision), []
-    elif len(alone) > len(jobs) / 2:
+    on_a_gpu = _on_a_gpu(jobs)
+    if len(alone) > len(jobs) / 2 and not on_a_gpu:
         say("most clients share their shape with too few others, so they are trained one after another")
     answers: list[Answer] = []
-    for turn in turns(together, beside):
-        places = [*seated(turn, pool, precision, make), *beside]
+    for turn in turns(together):
+        places = seated(turn, pool, precision, make)
         drive(places)
         answers += [answer for place in places for answer in place.answers()]
+    if on_a_gpu:
+        return [*answers, *side_by_side(alone, pool, precision)], []
     return answers, alone
 
 
@@ -93,9 +93,9 @@ def crews(clients: Sequence[Arrival], known: Sequence[int]) -> Iterator[Crew]:
         left = left[size:]
 
 
-def turns(crews: Sequence[Crew], beside: Sequence[Place]) -> Iterator[Sequence[Crew]]:
+def turns(crews: Sequence[Crew]) -> Iterator[Sequence[Crew]]:
     """The crews that train side by side: all of them on a GPU; on a CPU one after another, each in its caches."""
-    if beside or (crews and _device(crews[0][0]) == "cuda"):
+    if crews and _device(crews[0][0]) == "cuda":
         yield crews
     else:
         yield from ([crew] for crew in crews)

@@ -1,8 +1,8 @@
 """Convolutions and batch norms of many clients at once, each with weights of its own: kernels in Triton.
 
-A GPU starts about one and a half million kernels a second, whoever asks for them; a small client's layer is over long
-before. So a kernel here does one layer of a whole crew. Images lie with their channels last: [client, image, row,
-column, channel]. All sums are made in float32 and in a fixed order, so results repeat bit for bit.
+A small client's layer is over before it has filled a GPU, and each of its kernels must be launched. So a kernel here
+does one layer of a whole crew. Images lie with their channels last: [client, image, row, column, channel]. All sums are
+made in float32 and in a fixed order, so results repeat bit for bit.
 
 Imported only where Triton is (torch brings it for CUDA); `crew_layers` says what these compute, in torch's words.
 """
@@ -14,7 +14,6 @@ from torch import Tensor
 
 CHUNKS = 32
 """Parts that the pixels of a norm, or of a weight's gradient, are summed in before the parts are."""
-
 
 PROGRAMS = 264
 """Programs of a kernel that give each processor of a large GPU two."""

@@ -77,7 +77,7 @@ def with_declared_capacities(experiment: Experiment, roster: Roster) -> Experime
 
 def _conclude(report: Report) -> None:
     _say(report)
-    # a round's messages hang in cycles, and the C library keeps pages until it is asked: for weeks that adds up
+    # a round's messages hang in cycles, and the C library keeps pages until it is asked
     gc.collect()
     if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
         library.malloc_trim(0)

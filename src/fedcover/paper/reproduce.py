@@ -174,9 +174,7 @@ def main(words: Sequence[str]) -> None:
     if wish.sets:
         count = options["processes"]
         processes = int(count) if count.isdecimal() else count
-        machine = Machine(
-            options["engine"], options["device"], precision=options["precision"], processes=processes
-        )  # fmt: skip
+        machine = Machine(options["engine"], options["device"], precision=options["precision"], processes=processes)
         reproduce(wish, machine=machine, data=options["data"] or None, tell=lambda line: print(line, flush=True))
     if "docs" in sets:
         for path in document.write(wish.folder, DOCS):
