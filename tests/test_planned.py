@@ -42,8 +42,7 @@ def fleet_of(shares):
 
 
 def noise(view, parts):
-    total = coverage.energy(view.params)
-    return sum(coverage.noise(view.params, part, total) for part in parts)
+    return sum(coverage.noises(view.params, parts))
 
 
 def gamma(view, parts):

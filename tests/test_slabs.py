@@ -5,8 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedcover import slabs
 from fedcover.aggregation import OVER, Sums, mean_of
+from fedcover.experiment import Experiment
+from fedcover.preparation import Machine, prepare
 from fedcover.reduction import Masks, Slices, Within
+from fedcover.rounds import first_state, run_round
 from fedcover.slabs import Slab, joined, shapes_of
 from fedcover.types import Cut, UnitGroup
 from tests.cutting import kept_units, layouts
@@ -38,6 +42,68 @@ def test_adding_into_a_slab(layout, data, kind, scale):
     assert torch.equal(slab.flat, joined(slab.values()))
 
 
+@settings(max_examples=100, deadline=None)
+@given(layouts(), st.data())
+def test_extracting_from_a_slab(layout, data):
+    part = Slices(layout.groups, {n: torch.tensor(u) for n, u in data.draw(kept_units(layout.groups)).items()})
+    found = part.extract(slab_of(layout.params))
+    agree(found, part.extract(layout.params))
+    assert torch.equal(found.flat, joined(found.values()))
+
+
+def test_extracting_what_is_absent_or_whole():
+    slab = slab_of({"w": torch.arange(8.0).view(4, 2), "head": torch.ones(3)})
+    groups = (UnitGroup("g", 4, (Cut("w", 0), Cut("head", None, unit=3))),)
+    agree(Slices(groups, {"g": torch.tensor([0, 2])}).extract(slab), {"w": torch.tensor([[0.0, 1.0], [4.0, 5.0]])})
+    agree(Slices(groups, {"g": torch.arange(4)}).extract(slab), dict(slab))
+
+
+def test_what_is_of_several_types_is_no_slab(monkeypatch):
+    monkeypatch.setattr(slabs, "_on_gpu", lambda tensors: True)
+    mixed = {"w": torch.ones(2), "b": torch.ones(2, dtype=torch.float64)}
+    assert slabs.in_one(mixed) is mixed
+    agree(slabs.entrywise(torch.add, mixed, slab_of({"w": torch.ones(2), "b": torch.ones(2)})),
+          {"w": torch.full((2,), 2.0), "b": torch.full((2,), 2.0, dtype=torch.float64)})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"policy": "rolling(spread=true)", "server": "adam"},
+        {"policy": "random", "server": "momentum", "uncovered": "zero", "window": 3},
+        {"policy": "magnitude"},
+        {"policy": "full", "recipe": "hermes"},
+    ],
+)
+def test_rounds_on_slabs_equal_rounds_on_tensors(monkeypatch, fields):
+    def rounds():
+        experiment = Experiment(
+            dataset="digits", model="mlp(hidden=[8, 6])", fleet="2x1 + 2x0.5 + 2x0.25", clients=6, active=6,
+            epochs=1, lr=0.1, rounds=3, calibration=50, **fields,
+        )  # fmt: skip
+        setup = prepare(experiment, Machine(device="cpu").resolved())
+        state, lines = first_state(setup), []
+        for _ in range(3):
+            state, report = run_round(setup, state)
+            lines.append({key: value for key, value in report.metrics.items() if key != "seconds"})
+        return state, lines
+
+    plain, told = rounds()
+    monkeypatch.setattr(slabs, "_on_gpu", bool)
+    slab, told_again = rounds()
+    assert isinstance(slab.params, Slab)
+    agree(slab.params, plain.params)
+    agree(slab.coverage.ever, plain.coverage.ever)
+    assert slab.server.keys() == plain.server.keys()
+    for slot in plain.server:
+        agree(slab.server[slot], plain.server[slot])
+    for line, again in zip(told, told_again, strict=True):
+        noise, noise_again = line.pop("clients"), again.pop("clients")
+        assert {c: pytest.approx(each) for c, each in noise.items()} == noise_again
+        assert line.pop("delta2_mean") == pytest.approx(again.pop("delta2_mean"))
+        assert line == again
+
+
 def test_counting_in_a_slab_of_bytes_and_what_is_absent():
     layout = {"w": torch.zeros(4, 2), "head": torch.zeros(3)}
     groups = (UnitGroup("g", 4, (Cut("w", 0), Cut("head", None, unit=3))),)
@@ -61,6 +127,6 @@ def test_the_mean_of_slabs(over):
     weight = {name: torch.randint(0, 3, t.shape, generator=draw).double() for name, t in old.items()}
     everybody = torch.tensor(4.0, dtype=torch.float64)
     plain = mean_of(old, Sums(total, weight, everybody), over)
-    slab = mean_of(old, Sums(slab_of(total), slab_of(weight), everybody), over)
+    slab = mean_of(slab_of(old), Sums(slab_of(total), slab_of(weight), everybody), over)
     assert isinstance(slab, Slab)
     agree(slab, plain)

@@ -16,7 +16,7 @@ SOURCE = ROOT / "src" / "fedcover"
 STORY = [
     "version", "errors", "types", "slabs", "rng", "spec",
     "downloads", "datasets", "partition", "sources", "fleet",
-    "groups", "models", "reduction", "wire", "submodel", "tracing", "norms", "coverage", "pictures",
+    "groups", "regions", "models", "reduction", "wire", "submodel", "tracing", "norms", "coverage", "pictures",
     "objective", "planner", "design",
     "policies", "recipes", "augment", "training", "engines", "aggregation", "privacy", "ranks", "evaluation", "cost",
     "figures", "arrays", "replies", "theory",

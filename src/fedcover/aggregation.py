@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedcover.errors import InvalidValue, unknown
-from fedcover.slabs import Slab, joined, zeros
+from fedcover.slabs import entrywise, in_one, zeros
 from fedcover.types import Client, Params, Reduction, Rule
 
 Part = tuple[Reduction, Params, float]
@@ -71,10 +71,7 @@ def mean_of(old: Params, sums: Sums, over: str = "coverage") -> Params:
             mean = tensor.double() + (mean - tensor.double()) * weight / everybody
         return torch.where(weight > 0, mean, tensor.double()).to(tensor.dtype)
 
-    total, weight = sums.total, sums.weight
-    if isinstance(total, Slab) and isinstance(weight, Slab) and len({tensor.dtype for tensor in old.values()}) == 1:
-        return total.like(mean_of_one(joined(old.values()), total.flat, weight.flat))
-    return {name: mean_of_one(tensor, total[name], weight[name]) for name, tensor in old.items()}
+    return entrywise(mean_of_one, in_one(old), sums.total, sums.weight)
 
 
 def trimmed_mean(old: Params, parts: Iterable[Part], *, share: float = 0.1) -> Params:

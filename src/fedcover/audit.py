@@ -49,7 +49,6 @@ def audit(experiment: Experiment) -> dict[str, Any]:
     held = [(client, part) for client, part in zip(cohort, policy(view), strict=True) if part]
     costs = [cost(part, params, uses) for _, part in held]
     counts = coverage.count(params, [part for _, part in held])
-    total = coverage.energy(params)
     by_level = {level: [part for client, part in held if client.capacity == level] for level in fleet.levels}
     return {
         "model": experiment.model,
@@ -66,7 +65,7 @@ def audit(experiment: Experiment) -> dict[str, Any]:
                 "memory": memory_to_train(
                     model, alike[0], shape, batch_size=experiment.batch_size, momentum=experiment.momentum, dtype=dtype
                 ),
-                "delta2": fmean(coverage.noise(params, part, total) for part in alike),
+                "delta2": fmean(coverage.noises(params, alike)),
             }
             for level, alike in by_level.items()
             if alike

@@ -15,11 +15,13 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from fedcover.errors import RunError
+from fedcover.slabs import Slab, flat, shapes_of
 from fedcover.types import Coverage, Params, State
 
 _NAME = re.compile(r"round-(\d{6,})\.([0-9a-f]{16})\.safetensors")
 _BESIDE = re.compile(r"\.(.+\.(?:safetensors|json|jsonl|toml))\.\d+")
 _KINDS = ("statistics", "measured", "server", "private")
+_KEYED = tuple(f"{kind}/" for kind in _KINDS)
 KEPT = 2
 """Checkpoints that are kept: the newest, and one older in case the newest is damaged."""
 
@@ -59,11 +61,11 @@ def sweep(folder: Path) -> None:
 
 def save(folder: Path, state: State, experiment: str, *, keep: int | None = KEPT) -> Path:
     """Write a state; afterwards remove all but the `keep` newest."""
-    flat = _flat(state)
+    named = _flat(state)
     # the format sorts tensors, but sums over all of them must keep their order; it shuffles entries of its header,
     # but equal states must have equal digests: so there is one entry
-    about = {"experiment": experiment, "round": state.round, "order": list(flat)}
-    content = safetensors.torch.save(flat, metadata={"fedcover": json.dumps(about)})
+    about = {"experiment": experiment, "round": state.round, "order": list(named)}
+    content = safetensors.torch.save(named, metadata={"fedcover": json.dumps(about)})
     digest = hashlib.sha256(content).hexdigest()[:16]
     path = folder / f"round-{state.round:06d}.{digest}.safetensors"
     write_atomically(path, content)
@@ -78,10 +80,8 @@ def fetched(state: State, before: tuple[State, State] | None = None) -> State:
     if before is not None:
         there, here = (dict(_parts(each)) for each in before)
         known = {id(values): here[part] for part, values in there.items()}
-    parts = _parts(state)
-    flat = on_cpu(_named([(part, values) for part, values in parts if id(values) not in known]))
-    old = _named([(part, known[id(values)]) for part, values in parts if id(values) in known])
-    return _unflat({name: old[name] if name in old else flat[name] for name in _named(parts)}, state.round)
+    parts = [(part, known.get(id(values)) or on_cpu(values)) for part, values in _parts(state)]
+    return _put_together(parts, state.round)
 
 
 def found(folder: Path) -> list[Found]:
@@ -128,8 +128,14 @@ def set_aside(path: Path) -> None:
 
 
 def _flat(state: State) -> dict[str, Tensor]:
-    """All tensors of a state, on the CPU, under one name each: what it is, whose it is, and the tensor's own name."""
-    return on_cpu(_named(_parts(state)))
+    """All tensors of a state, on the CPU, under one name each: what it is, whose it is, and the tensor's own name.
+
+    What is counted for each parameter is one tensor for all of them: a window has more than enough.
+    """
+    named: dict[str, Tensor] = {}
+    for part, values in _parts(state):
+        named |= {part: flat(values)} if _is_counted(part) and values else _named([(part, values)])
+    return on_cpu(named)
 
 
 def _parts(state: State) -> list[tuple[str, Params]]:
@@ -144,12 +150,14 @@ def _named(parts: Iterable[tuple[str, Params]]) -> dict[str, Tensor]:
     return {f"{part}/{name}": tensor for part, values in parts for name, tensor in values.items()}
 
 
-def on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def on_cpu(tensors: Params) -> Params:
     """Contiguous tensors on the CPU, fetched from a GPU in one piece for each type: many small copies would wait.
 
     >>> on_cpu({"a": torch.ones(2, 1), "b": torch.zeros(3)})["b"].tolist()
     [0.0, 0.0, 0.0]
     """
+    if isinstance(tensors, Slab):
+        return tensors.like(tensors.flat.cpu())
     found = {name: t.contiguous() for name, t in tensors.items() if not t.is_cuda}
     there = {name: t for name, t in tensors.items() if t.is_cuda}
     for kind in {t.dtype: None for t in there.values()}:
@@ -159,23 +167,36 @@ def on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: found[name] for name in tensors}
 
 
-def _unflat(flat: dict[str, Tensor], round: int) -> State:
-    def part(prefix: str) -> Params:
-        return {name.removeprefix(prefix): t for name, t in flat.items() if name.startswith(prefix)}
+def _unflat(named: dict[str, Tensor], round: int) -> State:
+    parts: dict[str, Params] = {}
+    for name, tensor in named.items():  # parameters come first
+        if _is_counted(name):
+            parts[name] = Slab(tensor, shapes_of(parts["params"]))
+        else:
+            *part, own = name.split("/", 2 if name.startswith(_KEYED) else 1)
+            parts.setdefault("/".join(part), {})[own] = tensor
+    return _put_together(parts.items(), round)
+
+
+def _is_counted(part: str) -> bool:
+    return part == "ever" or part.startswith("window/")
+
+
+def _put_together(parts: Iterable[tuple[str, Params]], round: int) -> State:
+    """The state of which these are the parts."""
+    known = dict(parts)
 
     def by_key(kind: str) -> dict[str, Params]:
-        keys = dict.fromkeys(name.split("/")[1] for name in flat if name.startswith(f"{kind}/"))  # in their order
-        return {key: part(f"{kind}/{key}/") for key in keys}
+        return {part.split("/", 1)[1]: values for part, values in known.items() if part.startswith(f"{kind}/")}
 
-    kinds = {kind: by_key(kind) for kind in _KINDS}
     return State(
         round=round,
-        params=part("params/"),
-        coverage=Coverage(tuple(by_key("window").values()), part("ever/")),
-        statistics=kinds["statistics"],
-        measured=kinds["measured"],
-        server=kinds["server"],
-        private={int(client): values for client, values in kinds["private"].items()},
+        params=known.get("params", {}),
+        coverage=Coverage(tuple(by_key("window").values()), known.get("ever", {})),
+        statistics=by_key("statistics"),
+        measured=by_key("measured"),
+        server=by_key("server"),
+        private={int(client): values for client, values in by_key("private").items()},
     )
 
 

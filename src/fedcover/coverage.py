@@ -3,13 +3,13 @@
 Always counted per parameter: a weight between two channels is covered only where both channels are kept.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from fedcover.reduction import distinct
-from fedcover.slabs import zeros
+from fedcover.slabs import entrywise, flat, in_one, zeros
 from fedcover.types import Coverage, Params, Reduction
 
 
@@ -30,7 +30,7 @@ def count(params: Mapping[str, Tensor], reductions: Sequence[Reduction]) -> Para
 
 def minimum(counts: Mapping[str, Tensor]) -> int:
     """Gamma: the fewest clients that hold any parameter."""
-    return int(torch.cat([tensor.flatten() for tensor in counts.values()]).min())
+    return int(flat(counts).min())
 
 
 def histogram(counts: Mapping[str, Tensor]) -> dict[int, int]:
@@ -39,39 +39,44 @@ def histogram(counts: Mapping[str, Tensor]) -> dict[int, int]:
     >>> histogram({"w": torch.tensor([2, 1]), "b": torch.tensor([2])})
     {1: 1, 2: 2}
     """
-    total = torch.bincount(torch.cat([tensor.flatten() for tensor in counts.values()]))
+    total = torch.bincount(flat(counts))
     return {clients: number for clients, number in enumerate(total.tolist()) if number}
 
 
 def record(coverage: Coverage, counts: Params, window: int) -> Coverage:
     """The coverage after one more round of which only the last `window` are remembered one by one."""
-    known = coverage.ever or {name: torch.zeros_like(t, dtype=torch.bool) for name, t in counts.items()}
-    ever = {name: known[name] | (tensor > 0) for name, tensor in counts.items()}
+    now = entrywise(lambda entries: entries > 0, counts)
+    ever = entrywise(torch.bitwise_or, in_one(coverage.ever), now) if coverage.ever else now
     return Coverage((*coverage.window, counts)[-window:], ever)
 
 
 def over_window(coverage: Coverage) -> Params:
     """How often each parameter was trained over the rounds of the window."""
-    newest = coverage.window[-1]
-    return {
-        name: torch.stack([counts[name] for counts in coverage.window]).sum(0, dtype=torch.int32) for name in newest
-    }
+    return entrywise(lambda *counts: torch.stack(counts).sum(0, dtype=torch.int32), *map(in_one, coverage.window))
 
 
 def energy(params: Mapping[str, Tensor]) -> float:
     """The squared length of all parameters together, summed in float64."""
-    return float(torch.cat([tensor.flatten() for tensor in params.values()]).double().square().sum())
+    return float(_energy(params))
 
 
-def noise(params: Mapping[str, Tensor], reduction: Reduction, total: float) -> float:
-    """The share of the model's energy (its `total`) that a reduction cuts away: the paper's delta squared.
+def noises(params: Mapping[str, Tensor], reductions: Iterable[Reduction]) -> list[float]:
+    """The share of the model's energy that each reduction cuts away: the paper's delta squared.
 
     >>> from fedcover.reduction import Masks
-    >>> w = {"w": torch.tensor([3.0, 4.0])}
-    >>> noise(w, Masks({"w": torch.tensor([False, True])}), energy(w))
-    0.36
+    >>> noises({"w": torch.tensor([3.0, 4.0])}, [Masks({"w": torch.tensor([False, True])}), Masks({})])
+    [0.36, 0.0]
     """
-    return max(0.0, (total - energy(reduction.extract(params))) / total) if total else 0.0
+    listed = list(reductions)
+    parts = {id(reduction): reduction for reduction in listed}  # equal parts are often one object
+    energies = [_energy(params), *(_energy(part.extract(params)) for part in parts.values())]
+    total, *kept = torch.stack(energies).tolist()  # asked of a GPU once
+    lost = {key: max(0.0, (total - part) / total) if total else 0.0 for key, part in zip(parts, kept, strict=True)}
+    return [lost[id(reduction)] for reduction in listed]
+
+
+def _energy(params: Mapping[str, Tensor]) -> Tensor:
+    return flat(params).double().square().sum()
 
 
 def covered_only(params: Params, coverage: Coverage) -> Params:

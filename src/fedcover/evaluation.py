@@ -25,12 +25,23 @@ WHOLE = Masks({})
 """The reduction that cuts nothing."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Score:
-    """Accuracy in [0, 1] and mean cross-entropy."""
+    """Accuracy in [0, 1] and mean cross-entropy, of sums that a GPU may still be making: who reads them waits."""
 
-    accuracy: float
-    loss: float
+    right_loss_number_3: Tensor
+
+    @property
+    def accuracy(self) -> float:
+        """The share of right answers."""
+        right, _, number = self.right_loss_number_3.tolist()
+        return float(right / number)
+
+    @property
+    def loss(self) -> float:
+        """The mean cross-entropy."""
+        _, loss, number = self.right_loss_number_3.tolist()
+        return float(loss / number)
 
 
 def ready(task: Task, state: State, reduction: Reduction, capacity: float, mode: str = "calibrated") -> nn.Module:
@@ -60,9 +71,9 @@ class Kept:
         self.holds = None
         known = state.statistics.get(statistics_key(task.norm, 1.0) or "")
         room = tensors(self.module)
+        values = {**state.params, **(known or {})}
         with torch.no_grad():
-            for name, value in {**state.params, **(known or {})}.items():
-                room[name].copy_(value)
+            torch._foreach_copy_([room[name] for name in values], list(values.values()))
         made = self.module.eval() if known else calibrate(self.module, task.source.calibration)
         self.holds = state
         return made
@@ -91,11 +102,10 @@ def score(logits_BK: Tensor, y_B: Tensor, ranks: Ranks = ALONE) -> Score:
     """Accuracy and loss of given logits, of which every process has some."""
     right = (logits_BK.argmax(1) == y_B).double().sum()
     sums_3 = torch.stack(
-        [right, F.cross_entropy(logits_BK.double(), y_B, reduction="sum"), right.new_tensor(y_B.numel())]
+        [right, F.cross_entropy(logits_BK.double(), y_B, reduction="sum"), right.new_full((), y_B.numel())]
     )
     ranks.total([sums_3])
-    right, loss, number = sums_3.tolist()
-    return Score(right / number, loss / number)
+    return Score(sums_3)
 
 
 def evaluate(

@@ -7,32 +7,31 @@ from typing import Any
 from fedcover import coverage as cov
 from fedcover.cost import Cost, cost
 from fedcover.pictures import pictures
-from fedcover.reduction import distinct
 from fedcover.types import Coverage, Params, Update
 
 
 def figures(params: Params, coverage: Coverage, updates: Sequence[Update], uses: Mapping[str, int]) -> dict[str, Any]:
     """The figures of a round: `params` before it, `coverage` after it."""
     counts = coverage.window[-1]
-    total = cov.energy(params)
-    noises = {id(part): cov.noise(params, part, total) for part, _ in distinct(u.sent for u in updates)}
     prices: dict[tuple[int, int], Cost] = {}
     for u in updates:
         key = id(u.sent), id(u.trained)
         prices[key] = prices.get(key) or cost(u.sent, params, uses, u.trained)
     paid = [prices[id(u.sent), id(u.trained)] for u in updates]
+    drawn = pictures(counts, updates)
+    noises = cov.noises(params, [u.sent for u in updates])  # what asks a GPU, which may be busy, comes last
     return {
         "gamma_round": cov.minimum(counts),
         "gamma_window": cov.minimum(cov.over_window(coverage)),
         "histogram": {str(k): v for k, v in cov.histogram(counts).items()},
         "clients": {
-            str(u.client.id): {"capacity": u.client.capacity, "delta2": noises[id(u.sent)], "loss": u.loss}
-            for u in updates
+            str(u.client.id): {"capacity": u.client.capacity, "delta2": noise, "loss": u.loss}
+            for u, noise in zip(updates, noises, strict=True)
         },
-        "delta2_mean": fmean(noises[id(u.sent)] for u in updates) if updates else None,
+        "delta2_mean": fmean(noises) if updates else None,
         "parameters": fmean(c.parameters for c in paid) if paid else None,
         "multiply_adds": fmean(c.multiply_adds for c in paid) if paid else None,
         "bytes_down": sum(c.bytes_down for c in paid),
         "bytes_up": sum(c.bytes_up for c in paid),
-        "pictures": pictures(counts, updates),
+        "pictures": drawn,
     }

@@ -64,7 +64,8 @@ def layers_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def picture_of_part(part: Reduction, layers: Mapping[str, Tensor]) -> list[str]:
     """What a part holds of each layer."""
     if isinstance(part, Slices):
-        strips = {name: _strips(part, name, tensor.shape) for name, tensor in layers.items()}
+        known: dict[tuple[int, int], str] = {}
+        strips = {name: _strips(part, name, tensor.shape, known) for name, tensor in layers.items()}
     else:
         strips = dict.fromkeys(layers)
     unknown = [name for name, strip in strips.items() if strip is None]
@@ -73,16 +74,26 @@ def picture_of_part(part: Reduction, layers: Mapping[str, Tensor]) -> list[str]:
     return [strips[name] or drawn[name] for name in layers]
 
 
-def _strips(part: Slices, name: str, shape: torch.Size) -> str | None:
-    """The picture of a sliced tensor, from what is kept along its axes; None if that is more than rows and columns."""
+def _strips(part: Slices, name: str, shape: torch.Size, known: dict[tuple[int, int], str]) -> str | None:
+    """The picture of a sliced tensor, from what is kept along its axes; None if that is more than rows and columns.
+
+    What is kept along an axis is one object in all tensors of a part, so it is drawn once: `known`.
+    """
     if name in part.absent:
         return "0"
-    kept = [np.zeros(length) for length in shape]
-    for line, region in zip(kept, part.region(name, shape), strict=True):
-        line[region if isinstance(region, slice) else region.numpy()] = 1
-    if not all(line.all() for line in kept[2:]):
+    region = part.region(name, shape)
+    if any(
+        not isinstance(kept, slice) or kept != slice(0, full) for kept, full in zip(region[2:], shape[2:], strict=True)
+    ):
         return None
-    rows, columns = [encode(_pooled(line)) for line in [*kept, np.ones(1)][:2]]
+    strips = []
+    for kept, full in zip(region[:2], shape[:2], strict=True):
+        if (id(kept), full) not in known:
+            line = np.zeros(full)
+            line[kept if isinstance(kept, slice) else kept.numpy()] = 1
+            known[id(kept), full] = encode(_pooled(line))
+        strips.append(known[id(kept), full])
+    rows, columns = [*strips, "9"][:2]
     return "9" if rows == columns == "9" else f"{rows}/{columns}"
 
 

@@ -159,13 +159,12 @@ def over_rounds(choice: Choice, view: View, rounds: int) -> Iterator[list[Reduct
 
 def counted(view: View, parts: Sequence[Reduction]) -> tuple[Params, list[float]]:
     """How many parts hold each parameter, and the share of the weights' energy that every part lacks."""
-    total = coverage.energy(view.params) or 1.0
     slices = [part for part in parts if isinstance(part, Slices)]
     if len(slices) == len(parts):
+        total = coverage.energy(view.params) or 1.0
         counts, kept_N = tally(view.groups, narrowed(view.groups, view.params), slices)
         return counts, [max(0.0, 1 - float(kept) / total) for kept in kept_N]
-    known = {id(part): coverage.noise(view.params, part, total) for part in parts}  # equal parts are often one object
-    return coverage.count(view.params, parts), [known[id(part)] for part in parts]
+    return coverage.count(view.params, parts), coverage.noises(view.params, parts)
 
 
 def watched(choice: Choice, view: View, rounds: int) -> Seen:

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from fedcover.errors import InvalidValue
-from fedcover.groups import cuts_by_tensor, positions, units_kept
+from fedcover.groups import positions, units_kept
+from fedcover.regions import Index, InSlab, Region, add, as_slice, cuts_by_axis, length, take, within_slab
 from fedcover.rng import generator
-from fedcover.slabs import Slab, joined, zeros
-from fedcover.types import Params, Reduction, UnitGroup
-
-Index = slice | Tensor
+from fedcover.slabs import Slab, flat, joined, shapes_of, zeros
+from fedcover.types import Cut, Params, Reduction, UnitGroup
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,24 +32,21 @@ class Slices:
     draw: tuple[float, int] | None = None
 
     @cached_property
-    def _cuts(self) -> dict[str, list[tuple[int, Tensor, int, int]]]:
-        """Per tensor: (axis, kept positions, start and end of the range that the group owns)."""
-        return {
-            tensor: [
-                (
-                    cut.axis,
-                    positions(cut, self.kept[group.name]),
-                    cut.start,
-                    cut.start + group.size * cut.per_unit,
-                )
-                for group, cut in meeting
-                if cut.axis is not None
-            ]
-            for tensor, meeting in cuts_by_tensor(self.groups).items()
-        }
+    def _cuts(self) -> dict[tuple[str, int | None], list[tuple[str, int, Cut]]]:
+        return cuts_by_axis(self.groups)
 
     @cached_property
-    def _indices(self) -> dict[tuple[object, ...], tuple[Index, ...]]:
+    def _along(self) -> dict[tuple[object, ...], Index]:
+        """What is kept along an axis, by the cuts that lie on it: many tensors share them."""
+        return {}
+
+    @cached_property
+    def _regions(self) -> dict[tuple[object, ...], Region]:
+        """What was made, and sent to a device, once, not for every use."""
+        return {}
+
+    @cached_property
+    def _slabs(self) -> dict[tuple[object, ...], InSlab]:
         return {}
 
     @cached_property
@@ -63,24 +59,37 @@ class Slices:
             if cut.axis is None and cut.unit not in self.kept[group.name].tolist()
         )
 
-    def region(self, name: str, shape: Sequence[int], device: torch.device | None = None) -> tuple[Index, ...]:
+    def region(self, name: str, shape: Sequence[int], device: torch.device | None = None) -> Region:
         """What is kept along each axis of a tensor: a plain slice where it can be one, else positions."""
         key = (name, tuple(shape), device)
-        if device is not None and key not in self._indices:  # sent there once, not for every use
-            here = self.region(name, shape)
-            self._indices[key] = tuple(part.to(device) if isinstance(part, Tensor) else part for part in here)
-        elif key not in self._indices:
-            kept_by_axis = [torch.ones(length, dtype=torch.bool) for length in shape]
-            for axis, kept, start, end in self._cuts.get(name, ()):
-                kept_by_axis[axis][start:end] = False
-                kept_by_axis[axis][kept] = True
-            self._indices[key] = tuple(_as_slice(kept.nonzero().flatten()) for kept in kept_by_axis)
-        return self._indices[key]
+        if key not in self._regions:
+            if device is None:
+                axes = ((self._cuts.get((name, axis), ()), length) for axis, length in enumerate(shape))
+                self._regions[key] = tuple(self._kept_along(*axis) for axis in axes)
+            else:
+                here = self.region(name, shape)
+                self._regions[key] = tuple(part.to(device) if isinstance(part, Tensor) else part for part in here)
+        return self._regions[key]
+
+    def _kept_along(self, cuts: Sequence[tuple[str, int, Cut]], length: int) -> Index:
+        if not cuts:
+            return slice(0, length)
+        key = (length, *((group, cut.start, cut.per_unit) for group, _, cut in cuts))
+        if key not in self._along:
+            held = torch.ones(length, dtype=torch.bool)
+            for group, size, cut in cuts:
+                held[cut.start : cut.start + size * cut.per_unit] = False
+                held[positions(cut, self.kept[group])] = True
+            self._along[key] = as_slice(held.nonzero().flatten())
+        return self._along[key]
 
     def extract(self, params: Mapping[str, Tensor]) -> Params:
         """The kept slices of each tensor, as tensors of the client's own size."""
+        if isinstance(params, Slab):
+            there = self._in_slab(params)
+            return params if there.places is None else Slab(params.flat[there.places], there.shapes)
         return {
-            name: _take(tensor, self.region(name, tensor.shape, tensor.device))
+            name: take(tensor, self.region(name, tensor.shape, tensor.device))
             for name, tensor in params.items()
             if name not in self.absent
         }
@@ -89,35 +98,26 @@ class Slices:
         """Add `scale * values` (or `scale` itself) to the kept entries of `target`, in place."""
         own = target.keys() - self.absent
         if isinstance(target, Slab) and own and (values is None or values.keys() == own):
-            places = self._places(target)
-            added = target.flat.new_ones(()) if values is None else joined(values[n] for n in target if n in values)
-            target.flat.index_add_(0, places, added.to(target.flat.dtype).expand(len(places)), alpha=scale)
+            places = self._in_slab(target).places
+            added = target.flat.new_ones(()) if values is None else _in_order(values, target)
+            if places is None:
+                target.flat.add_(added, alpha=scale)
+            else:
+                target.flat.index_add_(0, places, added.to(target.flat.dtype).expand(len(places)), alpha=scale)
             return
         for name in target if values is None else values:
             if name in self.absent:
                 continue
             whole = target[name]
-            region = self.region(name, whole.shape, whole.device)
-            view = whole[tuple(part if isinstance(part, slice) else slice(None) for part in region)]
-            listed = [(axis, part) for axis, part in enumerate(region) if isinstance(part, Tensor)]
-            if not listed:
-                view.add_(1 if values is None else values[name], alpha=scale)
-            elif values is None:
-                view[_grid(listed, view)] += scale
-            elif len(listed) == 1:
-                [(axis, kept)] = listed
-                view.index_add_(axis, kept, values[name].to(view.dtype), alpha=scale)
-            else:
-                view[_grid(listed, view)] += values[name].to(view.dtype) * scale
+            add(whole, self.region(name, whole.shape, whole.device), None if values is None else values[name], scale)
 
-    def _places(self, slab: Slab) -> Tensor:
-        """Where the kept entries lie in a slab of all tensors."""
-        key = ("places", slab.flat.device, *slab)
-        if key not in self._indices:
-            kind = torch.int32 if slab.flat.numel() < 2**31 else torch.int64
-            numbers = torch.arange(slab.flat.numel(), dtype=kind, device=slab.flat.device)
-            self._indices[key] = (joined(self.extract(slab.like(numbers)).values()),)
-        return self._indices[key][0]  # type: ignore[return-value]
+    def _in_slab(self, slab: Slab) -> InSlab:
+        """Where this part lies in a slab of all tensors."""
+        key = (slab.flat.device, *slab)
+        if key not in self._slabs:
+            regions = {n: self.region(n, shape) for n, shape in shapes_of(slab) if n not in self.absent}
+            self._slabs[key] = within_slab(slab, regions)
+        return self._slabs[key]
 
     def mask(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """True where the client holds the entry, in the full shapes."""
@@ -133,7 +133,7 @@ class Slices:
         """How many entries of each tensor the client holds."""
         held = {name: t.shape for name, t in params.items() if name not in self.absent}
         sizes = {
-            name: prod(_length(part, full) for part, full in zip(self.region(name, shape), shape, strict=True))
+            name: prod(length(part, full) for part, full in zip(self.region(name, shape), shape, strict=True))
             for name, shape in held.items()
         }
         return {name: sizes.get(name, 0) for name in params}
@@ -156,7 +156,7 @@ class Masks:
     def add_into(self, target: Params, values: Params | None, scale: float) -> None:
         """Add `scale * values` (or `scale` itself) to the kept entries of `target`, in place."""
         if isinstance(target, Slab) and not self.bits and (values is None or values.keys() == target.keys()):
-            target.flat.add_(1 if values is None else joined(values[name] for name in target), alpha=scale)
+            target.flat.add_(1 if values is None else _in_order(values, target), alpha=scale)
             return
         for name in target if values is None else values:
             if values is not None:
@@ -251,9 +251,23 @@ def windows(groups: tuple[UnitGroup, ...], share: float, start: Mapping[str, int
 
     def kept(group: UnitGroup) -> Tensor:
         offset = 0 if group.nested else first.get(group.name, 0)
-        return ((torch.arange(units_kept(group.size, share)) + offset) % group.size).sort().values
+        return around(offset % group.size, units_kept(group.size, share), group.size)
 
     return Slices(groups, {group.name: kept(group) for group in groups})
+
+
+def around(first: int, length: int, size: int) -> Tensor:
+    """So many neighbouring units of a group, from one on and round the end, in order.
+
+    >>> around(3, 2, 4).tolist()
+    [0, 3]
+    """
+    beyond = first + length - size
+    return (
+        torch.arange(first, first + length)
+        if beyond <= 0
+        else torch.cat([torch.arange(beyond), torch.arange(first, size)])
+    )
 
 
 def drawn(groups: tuple[UnitGroup, ...], share: float, key: int) -> Slices:
@@ -315,34 +329,7 @@ def width_within(groups: tuple[UnitGroup, ...], params: Mapping[str, Tensor], bu
     return shares[low - 1]
 
 
-def _as_slice(kept: Tensor) -> Index:
-    """A plain slice where the positions are neighbours: views are far cheaper than gathers."""
-    if len(kept) and int(kept[-1]) - int(kept[0]) + 1 == len(kept):
-        return slice(int(kept[0]), int(kept[-1]) + 1)
-    return kept
-
-
-def _length(part: Index, full: int) -> int:
-    return len(part) if isinstance(part, Tensor) else len(range(*part.indices(full)))
-
-
-def _take(tensor: Tensor, region: tuple[Index, ...]) -> Tensor:
-    view = tensor[tuple(part if isinstance(part, slice) else slice(None) for part in region)]
-    for axis, part in enumerate(region):
-        if isinstance(part, Tensor):
-            view = view.index_select(axis, part.to(tensor.device))
-    return view.contiguous()
-
-
-def _grid(listed: Sequence[tuple[int, Tensor]], view: Tensor) -> tuple[Index, ...]:
-    """Index tensors that broadcast to an open grid from the first listed axis to the last.
-
-    The axes between two listed ones are listed too: with a plain slice there, indexing would move axes.
-    """
-    named = dict(listed)
-    first, last = listed[0][0], listed[-1][0]
-    grid: list[Index] = [slice(None)] * view.ndim
-    for axis in range(first, last + 1):
-        part = named.get(axis, torch.arange(view.shape[axis], device=view.device))
-        grid[axis] = part.to(view.device).view([-1 if a == axis else 1 for a in range(first, last + 1)])
-    return tuple(grid)
+def _in_order(values: Params, target: Params) -> Tensor:
+    """The entries of all values in the order in which a target names them."""
+    ordered = isinstance(values, Slab) and list(values) == [name for name in target if name in values]
+    return flat(values) if ordered else joined(values[name] for name in target if name in values)

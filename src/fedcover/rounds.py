@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -10,19 +10,21 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fedcover import coverage as cov
 from fedcover.aggregation import UNCOVERED, WEIGHTS, Covered, ServerStep, change, coverage_mean, length, shortened
 from fedcover.cost import uses_of_weights
 from fedcover.errors import InvalidValue
-from fedcover.evaluation import evaluate, local_accuracy
+from fedcover.evaluation import Score, evaluate, local_accuracy
 from fedcover.figures import figures
 from fedcover.fleet import Fleet, drops_out, sample_cohort
 from fedcover.norms import running, statistics_key
-from fedcover.policies.common import check_parts
+from fedcover.policies.common import check_parts, one_of_a_kind
 from fedcover.privacy import Gaussian, fresh_generator, most_turns, private_mean
 from fedcover.ranks import ALONE, Ranks
 from fedcover.reduction import Slices, Within, dense
+from fedcover.slabs import entrywise_many, in_one
 from fedcover.types import (
     Client,
     Engine,
@@ -36,7 +38,6 @@ from fedcover.types import (
     Update,
     View,
 )
-from fedcover.wire import encode
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,11 @@ class Setup:
         counted, coming = self._turns
         counted.extend(itertools.islice(coming, max(0, round + 1 - len(counted))))
         return counted[round]
+
+    @cached_property
+    def recent(self) -> dict[bytes, Slices]:
+        """The parts of the last round by their codes: what was made of them serves again."""
+        return {}
 
     @cached_property
     def uses(self) -> dict[str, int]:
@@ -160,7 +166,7 @@ def ask(setup: Setup, state: State) -> Asked:
     cohort = cohort_of(setup, state.round)
     with clock("policy"):
         view = view_of(setup, state, cohort)
-        planned = one_of_a_kind(setup.policy(view))
+        planned = one_of_a_kind(setup.policy(view), setup.recent)
         if setup.check_capacity:
             check_parts(view, planned)
     work = [
@@ -178,21 +184,16 @@ def conclude(setup: Setup, state: State, asked: Asked, answers: Sequence[Update]
     updates = sorted(answers, key=lambda update: update.client.id)
     with clock("aggregation"):
         after = grown(setup, aggregate(setup, state, updates), asked.cohort)
-    with clock("measuring"):
+    with clock("evaluation"):
+        scores = _scores(setup, after)
+    with clock("measuring"):  # while a GPU evaluates
         metrics = _round_metrics(setup, state, after, asked.cohort, updates)
     with clock("evaluation"):
-        metrics |= _scores(setup, after, updates)
+        for prefix, score in scores.items():
+            metrics |= {f"{prefix}accuracy": score.accuracy, f"{prefix}loss": score.loss}
+        metrics |= _other_scores(setup, after, updates)
     metrics |= getattr(setup.engine, "figures", dict)()  # an engine that reaches other machines tells who failed
     return after, Report(state.round, {**metrics, "seconds": clock.seconds})
-
-
-def one_of_a_kind(parts: Iterable[Reduction | None]) -> list[Reduction | None]:
-    """The same parts; equal slices become one object, so that whatever is done with it is done once."""
-    listed, known = list(parts), dict[bytes, Reduction]()
-    codes = {key: encode(part) for key, part in {id(part): part for part in listed}.items() if isinstance(part, Slices)}
-    return [
-        known.setdefault(codes[id(part)], part) if part is not None and id(part) in codes else part for part in listed
-    ]
 
 
 def aggregate(setup: Setup, state: State, updates: Sequence[Update]) -> State:
@@ -246,16 +247,15 @@ def _combined(setup: Setup, old: Params, updates: Sequence[Update]) -> Params:
 
 def _server_step(setup: Setup, state: State, averaged: Params, counts: Params) -> tuple[Params, dict[str, Params]]:
     """What the server makes of the rule's result: its optimiser where covered, and what becomes of the rest."""
-    params: Params = {}
-    memory: dict[str, Params] = {}
-    for name, old in state.params.items():
-        where = counts[name] > 0
-        known = {slot: tensors[name] for slot, tensors in state.server.items()}
-        new, after = setup.server(Covered(old, averaged[name], where), known)
-        params[name] = torch.where(where, new, UNCOVERED[setup.uncovered](old))
-        for slot, tensor in after.items():
-            memory.setdefault(slot, {})[name] = tensor
-    return params, memory
+
+    def step(old: Tensor, new: Tensor, count: Tensor, *known: Tensor) -> dict[str, Tensor]:
+        where = count > 0
+        moved, memory = setup.server(Covered(old, new, where), dict(zip(state.server, known, strict=True)))
+        return {"": torch.where(where, moved, UNCOVERED[setup.uncovered](old)), **memory}
+
+    known = map(in_one, state.server.values())
+    made = entrywise_many(step, in_one(state.params), in_one(averaged), counts, *known)
+    return made.pop(""), made
 
 
 def _measured(setup: Setup, state: State, updates: Sequence[Update]) -> dict[str, Params]:
@@ -288,23 +288,25 @@ def _round_metrics(
     }
 
 
-def _scores(setup: Setup, state: State, updates: Sequence[Update]) -> dict[str, Any]:
-    """The scores that are due after this round; the last round always has all of them."""
-    last = state.round == setup.rounds
-    scores: dict[str, Any] = {}
-    if last or state.round % setup.evaluate_every == 0:
-        found = evaluate(setup.task, state, setup.task.source.test, mode=setup.evaluation, ranks=setup.ranks)
-        scores |= {"accuracy": found.accuracy, "loss": found.loss}
-        if setup.task.source.validation is not None:
-            validation = setup.task.source.validation
-            held_out = evaluate(setup.task, state, validation, mode=setup.evaluation, ranks=setup.ranks)
-            scores |= {"validation_accuracy": held_out.accuracy, "validation_loss": held_out.loss}
-    if last or (setup.local_every and state.round % setup.local_every == 0):
-        scores |= other_models(setup, state)
-        local = local_accuracy(setup.task, state, updates, setup.ranks)
-        if local:
-            scores |= {"accuracy_local": local[0], "accuracy_trained": local[1]}
-    return scores
+def _scores(setup: Setup, state: State) -> dict[str, Score]:
+    """The scores of the global model that are due after this round, by the prefix of their names."""
+    if state.round != setup.rounds and state.round % setup.evaluate_every:
+        return {}
+    source = setup.task.source
+    sets = {"": source.test} | ({"validation_": source.validation} if source.validation is not None else {})
+    return {
+        prefix: evaluate(setup.task, state, samples, mode=setup.evaluation, ranks=setup.ranks)
+        for prefix, samples in sets.items()
+    }
+
+
+def _other_scores(setup: Setup, state: State, updates: Sequence[Update]) -> dict[str, float]:
+    """The scores of other models that are due after this round; the last round always has all of them."""
+    if state.round != setup.rounds and not (setup.local_every and state.round % setup.local_every == 0):
+        return {}
+    scores = other_models(setup, state)
+    local = local_accuracy(setup.task, state, updates, setup.ranks)
+    return scores | ({"accuracy_local": local[0], "accuracy_trained": local[1]} if local else {})
 
 
 def other_models(setup: Setup, state: State) -> dict[str, float]:

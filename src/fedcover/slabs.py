@@ -3,7 +3,7 @@
 A GPU spends longer on starting the work for each of a model's many small tensors than on the work; a CPU does not.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 
 import torch
@@ -42,11 +42,44 @@ def joined(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([tensor.flatten() for tensor in tensors])
 
 
+def flat(tensors: Mapping[str, Tensor]) -> Tensor:
+    """The entries of all tensors, one after another; of a slab they already lie so."""
+    return tensors.flat if isinstance(tensors, Slab) else joined(tensors.values())
+
+
+def in_one(tensors: Params) -> Params:
+    """The same tensors, on a GPU as a slab if they are of one type."""
+    if isinstance(tensors, Slab) or not _on_gpu(tensors) or len({tensor.dtype for tensor in tensors.values()}) > 1:
+        return tensors
+    return Slab(joined(tensors.values()), shapes_of(tensors))
+
+
+def entrywise(function: Callable[..., Tensor], *trees: Params) -> Params:
+    """What a function of single entries makes of trees of tensors with the same names and shapes.
+
+    >>> entrywise(torch.add, {"w": torch.ones(2)}, {"w": torch.ones(2)})
+    {'w': tensor([2., 2.])}
+    """
+    return entrywise_many(lambda *tensors: {"": function(*tensors)}, *trees)[""]
+
+
+def entrywise_many(function: Callable[..., Mapping[str, Tensor]], *trees: Params) -> dict[str, Params]:
+    """The same for a function with several named results."""
+    slabs = [tree for tree in trees if isinstance(tree, Slab)]
+    if len(slabs) == len(trees):
+        return {key: slabs[0].like(made) for key, made in function(*(slab.flat for slab in slabs)).items()}
+    found: dict[str, Params] = {}
+    for name in trees[0]:
+        for key, made in function(*(tree[name] for tree in trees)).items():
+            found.setdefault(key, {})[name] = made
+    return found
+
+
 def zeros(like: Mapping[str, Tensor], dtype: torch.dtype) -> Params:
     """Zeros in the shapes of some tensors; on a GPU they are a slab."""
-    if like and all(tensor.is_cuda for tensor in like.values()):
-        flat = torch.zeros(sum(t.numel() for t in like.values()), dtype=dtype, device=next(iter(like.values())).device)
-        return Slab(flat, shapes_of(like))
+    if _on_gpu(like):
+        entries = sum(tensor.numel() for tensor in like.values())
+        return Slab(torch.zeros(entries, dtype=dtype, device=next(iter(like.values())).device), shapes_of(like))
     return {name: torch.zeros_like(tensor, dtype=dtype) for name, tensor in like.items()}
 
 
@@ -65,3 +98,7 @@ def views(flat: Tensor, shapes: Shapes, channels_last: bool = False) -> Params:
         return part.view(*lead, *shape)
 
     return {name: view(part, shape) for (name, shape), part in zip(shapes, parts, strict=True)}
+
+
+def _on_gpu(tensors: Mapping[str, Tensor]) -> bool:
+    return bool(tensors) and all(tensor.is_cuda for tensor in tensors.values())

@@ -38,6 +38,8 @@ class Partitioned:
         self.validation = None if validation is None else validation.to(device)
         self._train = dataset.train.to(device)
         self._partition = Partition(partition.order.to(device), partition.bounds.cpu())
+        # a GPU would be asked for the labels of each client of a round, one after another
+        self._here = dataset.train.y.cpu(), Partition(partition.order.cpu(), partition.bounds.cpu())
         chosen = torch.randperm(rows, generator=generator(seed, "calibration"))[:calibration_size]
         self.calibration: Tensor = self._train.x[chosen.to(device)]
 
@@ -47,7 +49,8 @@ class Partitioned:
 
     def labels(self, client: int) -> tuple[int, ...]:
         """The distinct labels that one client holds, in order."""
-        return _distinct(self._train.y[self._partition.indices(client)])
+        labels, partition = self._here
+        return _distinct(labels[partition.indices(client)])
 
 
 class Synthetic:

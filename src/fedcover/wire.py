@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedcover.errors import InvalidValue
-from fedcover.reduction import Masks, Slices, drawn
+from fedcover.reduction import Masks, Slices, around, drawn
 from fedcover.types import Reduction, UnitGroup
 
 _DRAW, _WINDOWS, _UNITS, _MASKS = b"D", b"W", b"U", b"M"
@@ -63,18 +63,19 @@ def decode(encoded: bytes, groups: tuple[UnitGroup, ...], prunable: Mapping[str,
 
 def _window(kept: Tensor, size: int) -> tuple[int, int] | None:
     """(first, length) if the sorted units are neighbours on the circle of the group, else None."""
-    gaps = (kept[1:] - kept[:-1] != 1).nonzero().flatten().tolist()
-    if not gaps:
-        return int(kept[0]), len(kept)
-    if len(gaps) == 1 and int(kept[0]) == 0 and int(kept[-1]) == size - 1:
-        return int(kept[gaps[0] + 1]), len(kept)
+    units = kept.numpy()
+    gaps = np.flatnonzero(np.diff(units) != 1)
+    if not len(gaps):
+        return int(units[0]), len(units)
+    if len(gaps) == 1 and units[0] == 0 and units[-1] == size - 1:
+        return int(units[gaps[0] + 1]), len(units)
     return None
 
 
 def _around(first: int, length: int, size: int) -> Tensor:
     if not (first < size and 1 <= length <= size):
         raise ValueError(f"a window of {length} units from {first} does not fit a group of {size}")
-    return ((torch.arange(length) + first) % size).sort().values
+    return around(first, length, size)
 
 
 def _listed(bits: Tensor) -> Tensor:

@@ -108,15 +108,20 @@ def _convolutions(name: str, device: str) -> Iterator[Line]:
         whole = whole or found.middle
         yield Line(found.what, found.milliseconds, (("of full width's time", found.middle / whole),))
     usual = replace(machine, engine="auto")
-    yield from _rounds(name, usual, "1x1.0", "full", 500)
-    yield from _rounds(name, usual, "4x1.0 + 3x0.5 + 3x0.25", "rolling(spread=true)", 500)
+    for fleet, policy in (("1x1.0", "full"), ("4x1.0 + 3x0.5 + 3x0.25", "rolling(spread=true)")):
+        step = median(ours.step_seconds(name, usual, fleet=fleet, policy=policy, together=None))
+        yield from _rounds(name, usual, fleet, policy, 500, step)
 
 
-def _rounds(name: str, machine: Machine, fleet: str, policy: str, samples: int) -> Iterator[Line]:
-    """Whole rounds, and the share of each phase."""
+def _rounds(
+    name: str, machine: Machine, fleet: str, policy: str, samples: int, step: float | None = None
+) -> Iterator[Line]:
+    """Whole rounds, and the share of each phase; of training also that of its steps alone, if one of them is known."""
     rounds = ours.round_seconds(name, machine, fleet=fleet, policy=policy, samples=samples)
     totals = [sum(phases.values()) for phases in rounds]
     shares = tuple((phase, median([r[phase] / t for r, t in zip(rounds, totals, strict=True)])) for phase in rounds[0])
+    if step is not None:
+        shares += (("steps alone", step * ours.EPOCHS * samples / eager.BATCH / median(totals)),)
     what = f"{name} {machine.precision}, {fleet} {policy}: a whole round, and its phases' shares"
     yield Line(what, tuple(1e3 * total for total in totals), shares)
 

@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from fedcover.bench.eager import BATCH, CLIENTS, JOBS, random_batches
+from fedcover.choice import engine_for
 from fedcover.engines.batched import crews_of, seated
 from fedcover.engines.lanes import Job, arrivals
 from fedcover.engines.pools import Pool, drive
@@ -39,12 +40,14 @@ def step_seconds(
     clients: int = CLIENTS,
     fleet: str = "1x1.0",
     policy: str = "full",
-    together: bool = False,
+    together: bool | None = False,
     repeats: int = 10,
 ) -> list[float]:
-    """Seconds of one step of all clients: each in a lane of its own, or `together` in crews."""
+    """Seconds of one step of all clients: each in a lane of its own, or `together` in crews; None: as a run would."""
     wanted = described(name, clients=clients, fleet=fleet, policy=policy, samples=STEPS * BATCH, epochs=1, test=10)
     setup = prepare(wanted, machine)
+    if together is None:
+        together = engine_for(setup, machine.engine, machine.device) == "batched"
     wait: Callable[[], None] = torch.cuda.synchronize if machine.device.startswith("cuda") else lambda: None
     with machine.applied():
         pool, jobs = Pool(), _jobs(setup)

@@ -18,7 +18,7 @@ from fedcover.engines.crew_layers import from_taps, taps
 from fedcover.engines.steps import Slots, Step, Track, Whole, leaves_of, map_trees
 from fedcover.errors import TrainingDiverged
 from fedcover.norms import statistics_key
-from fedcover.slabs import views
+from fedcover.slabs import Slab, views
 from fedcover.training import client_module, order_of_rows, refuse_divergence, update_of
 from fedcover.types import Assignment, Carry, LocalTraining, Params, Recipe, Shard, Update
 
@@ -131,7 +131,10 @@ class Lane:
         self._load_rows(clients)
 
     def _put(self, room: Tensor, values: Sequence[Tensor]) -> None:
-        room.copy_(torch.stack([value.to(room.device) for value in values]) if self.crew else values[0])
+        if self.crew and any(value is not values[0] for value in values):
+            room.copy_(torch.stack([value.to(room.device) for value in values]))
+        else:  # also where a crew begins with the same values
+            room.copy_(values[0])
 
     def _load_buffers(self, clients: Sequence[Arrival]) -> None:
         """Running statistics and frozen weights are each client's own."""
@@ -201,16 +204,13 @@ class Lane:
 
     def answers(self) -> Iterator[Answer]:
         """What comes of the clients in the lane."""
-        steps, lead = len(self.batches()), int(self.crew is not None)
+        steps = len(self.batches())
         losses = self.slots.losses_T[steps - steps // self.shape.local.epochs : steps].mean(0).view(-1).tolist()
-        slab = self.slab
-        if slab is None:
-            params = {name: p.clone() for name, p in self.slots.params.items()}
-            finite = torch.stack([p.flatten(lead).isfinite().all(-1) for p in params.values()]).all(0)
+        if self.slab is None:
+            flat_CP = torch.cat([p.flatten(1) for p in self.slots.params.values()], 1)
         else:
-            params = views(slab.clone(), self.shape.tensors, self.step.channels_last)
-            finite = slab.isfinite().all(-1)
-        whole = finite.view(-1).tolist()
+            flat_CP = self.slab[None].clone()
+        whole = torch.stack(torch.aminmax(flat_CP, dim=1)).isfinite().all(0).tolist()  # no copy, NaN comes through
         carry = map_trees(torch.clone, self.slots.carry)
         for place, client in enumerate(self.clients):
             a = client.job.assignment
@@ -219,7 +219,9 @@ class Lane:
             except TrainingDiverged as error:  # others here may belong to another run
                 yield client.job, error
                 continue
-            own, memory, buffers = (self._own(tree, place) for tree in (params, carry, self.slots.buffers))
+            memory, buffers = (self._own(tree, place) for tree in (carry, self.slots.buffers))
+            last = self.step.channels_last
+            own = views(flat_CP[0], self.shape.tensors, last) if last else Slab(flat_CP[place], self.shape.tensors)
 
             def forward(values: Mapping[str, Tensor], x: Tensor, kept: Params = buffers) -> Tensor:
                 return self.step.whole(kept, values, x)

@@ -1,6 +1,6 @@
-"""What policies share: lifting a function of one client to a cohort, and what a capacity allows."""
+"""What policies share: lifting a function of one client to a cohort, what a capacity allows, equal parts as one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from math import ceil
 from typing import Any, Concatenate, ParamSpec
@@ -9,6 +9,7 @@ from fedcover.errors import InvalidValue
 from fedcover.groups import units_kept
 from fedcover.reduction import Slices, width_within
 from fedcover.types import Client, Policy, Reduction, View
+from fedcover.wire import encode
 
 Options = ParamSpec("Options")
 
@@ -84,3 +85,19 @@ def check_parts(view: View, parts: Sequence[Reduction | None]) -> None:
             raise InvalidValue(f"policy must give a Slices, a Masks or None to client {client.id}; got {part!r:.80}")
         if not fits(view, client.capacity, part):
             raise InvalidValue(f"policy gives client {client.id} more than its capacity of {client.capacity:g} holds")
+
+
+def one_of_a_kind(parts: Iterable[Reduction | None], recent: dict[bytes, Slices]) -> list[Reduction | None]:
+    """The same parts; equal slices become one object, so that whatever is done with it is done once.
+
+    `recent` holds those of the round before, and holds those of this round afterwards.
+    """
+    listed = list(parts)
+    codes = {key: encode(part) for key, part in {id(part): part for part in listed}.items() if isinstance(part, Slices)}
+    now: dict[bytes, Slices] = {}
+    for part in listed:
+        if isinstance(part, Slices):
+            now.setdefault(codes[id(part)], recent.get(codes[id(part)], part))
+    recent.clear()
+    recent.update(now)
+    return [now[codes[id(part)]] if isinstance(part, Slices) else part for part in listed]

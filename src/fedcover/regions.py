@@ -1,0 +1,114 @@
+"""Where a part lies in tensors: what is kept along each axis, and the same in tensors that lie side by side."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedcover.slabs import Shapes, Slab, shapes_of
+from fedcover.types import Cut, UnitGroup
+
+Index = slice | Tensor
+Region = tuple[Index, ...]
+"""What is kept along each axis of a tensor: a plain slice where it can be one, else positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class InSlab:
+    """A part of tensors that lie side by side: its own shapes, and where its entries lie; None if it is the whole."""
+
+    shapes: Shapes
+    places: Tensor | None
+
+
+@lru_cache(maxsize=8)
+def cuts_by_axis(groups: tuple[UnitGroup, ...]) -> dict[tuple[str, int | None], list[tuple[str, int, Cut]]]:
+    """Per tensor and axis, the cuts that lie on it, with their group's name and size."""
+    found: dict[tuple[str, int | None], list[tuple[str, int, Cut]]] = {}
+    for group in groups:
+        for cut in group.cuts:
+            found.setdefault((cut.tensor, cut.axis), []).append((group.name, group.size, cut))
+    return found
+
+
+def as_slice(kept: Tensor) -> Index:
+    """A plain slice where the positions are neighbours: views are far cheaper than gathers."""
+    if len(kept) and int(kept[-1]) - int(kept[0]) + 1 == len(kept):
+        return slice(int(kept[0]), int(kept[-1]) + 1)
+    return kept
+
+
+def length(part: Index, full: int) -> int:
+    """How many places along an axis are kept."""
+    return len(part) if isinstance(part, Tensor) else len(range(*part.indices(full)))
+
+
+def take(tensor: Tensor, region: Region) -> Tensor:
+    """A region of a tensor, as a tensor of its own size."""
+    view = tensor[tuple(part if isinstance(part, slice) else slice(None) for part in region)]
+    for axis, part in enumerate(region):
+        if isinstance(part, Tensor):
+            view = view.index_select(axis, part.to(tensor.device))
+    return view.contiguous()
+
+
+def add(whole: Tensor, region: Region, values: Tensor | None, scale: float) -> None:
+    """Add `scale * values` (or `scale` itself) to a region of a tensor, in place."""
+    view = whole[tuple(part if isinstance(part, slice) else slice(None) for part in region)]
+    listed = [(axis, part) for axis, part in enumerate(region) if isinstance(part, Tensor)]
+    if not listed:
+        view.add_(1 if values is None else values, alpha=scale)
+    elif values is None:
+        view[_grid(listed, view)] += scale
+    elif len(listed) == 1:
+        [(axis, kept)] = listed
+        view.index_add_(axis, kept, values.to(view.dtype), alpha=scale)
+    else:
+        view[_grid(listed, view)] += values.to(view.dtype) * scale
+
+
+def within_slab(slab: Slab, regions: Mapping[str, Region]) -> InSlab:
+    """Where the regions of some of a slab's tensors lie in it.
+
+    >>> slab = Slab(torch.arange(6), [("w", (2, 2)), ("b", (2,))])
+    >>> within_slab(slab, {"w": (slice(0, 2), slice(1, 2)), "b": (slice(0, 2),)}).places.tolist()
+    [1, 3, 4, 5]
+    """
+    tensors = shapes_of(slab)
+    shapes = [(name, tuple(map(length, regions[name], shape))) for name, shape in tensors if name in regions]
+    if shapes == tensors:
+        return InSlab(shapes, None)
+    kind = np.dtype(np.int32 if slab.flat.numel() < 2**31 else np.int64)
+    places, first = [np.zeros(0, kind)], 0
+    for name, shape in tensors:
+        if name in regions:
+            places.append(first + _places_in(shape, regions[name], kind))
+        first += prod(shape)
+    return InSlab(shapes, torch.from_numpy(np.concatenate(places)).to(slab.flat.device))
+
+
+def _places_in(shape: Sequence[int], region: Region, kind: np.dtype) -> np.ndarray:
+    """Where the entries of a region lie when a tensor's entries are counted one after another."""
+    places = np.zeros(1, kind)
+    for length, part in zip(shape, region, strict=True):
+        kept = np.arange(length, dtype=kind)[part if isinstance(part, slice) else part.numpy()]
+        places = (places[:, None] * length + kept).ravel()
+    return places
+
+
+def _grid(listed: Sequence[tuple[int, Tensor]], view: Tensor) -> Region:
+    """Index tensors that broadcast to an open grid from the first listed axis to the last.
+
+    The axes between two listed ones are listed too: with a plain slice there, indexing would move axes.
+    """
+    named = dict(listed)
+    first, last = listed[0][0], listed[-1][0]
+    grid: list[Index] = [slice(None)] * view.ndim
+    for axis in range(first, last + 1):
+        part = named.get(axis, torch.arange(view.shape[axis], device=view.device))
+        grid[axis] = part.to(view.device).view([-1 if a == axis else 1 for a in range(first, last + 1)])
+    return tuple(grid)
