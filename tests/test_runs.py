@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import fedcover as fc
+from fedcover import checkpoints
 from fedcover.checkpoints import fetched, found
 from fedcover.courses import Course
 from fedcover.errors import InvalidValue, RunError
@@ -312,6 +313,21 @@ def test_python_parts_must_be_given_again(tmp_path):
     assert_same_end(tmp_path / "stopped", tmp_path / "whole2")
     _, report = fc.replay(tmp_path / "whole", 1, **parts)
     assert {"round": 1, **report.metrics, "seconds": None} == {**whole.metrics[1], "seconds": None}
+
+
+def test_a_checkpoint_with_a_tensor_for_each_count_can_still_be_resumed(tmp_path, monkeypatch):
+    whole = fc.run(tiny(rounds=4), tmp_path / "whole")
+    monkeypatch.setattr(checkpoints, "_is_counted", lambda part: False)  # as they were written at first
+
+    def stop(report):
+        if report.round == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fc.run(tiny(rounds=4), tmp_path / "run", watch=stop)
+    monkeypatch.undo()
+    assert any(name.count("/") == 2 for name in safetensors.torch.load(last_checkpoint(tmp_path / "run")[1]))
+    assert figures(fc.resume(tmp_path / "run")) == figures(whole)
 
 
 @pytest.mark.parametrize("fields", [{}, {"policy": "random", "drop_out": 0.3}, {"norm": "tracked", **RESNET}])

@@ -21,7 +21,8 @@ from fedcover.types import Coverage, Params, State
 _NAME = re.compile(r"round-(\d{6,})\.([0-9a-f]{16})\.safetensors")
 _BESIDE = re.compile(r"\.(.+\.(?:safetensors|json|jsonl|toml))\.\d+")
 _KINDS = ("statistics", "measured", "server", "private")
-_KEYED = tuple(f"{kind}/" for kind in _KINDS)
+_KEYED = tuple(f"{kind}/" for kind in ("window", *_KINDS))
+_WINDOW = re.compile(r"window/\d+")
 KEPT = 2
 """Checkpoints that are kept: the newest, and one older in case the newest is damaged."""
 
@@ -169,7 +170,7 @@ def on_cpu(tensors: Params) -> Params:
 
 def _unflat(named: dict[str, Tensor], round: int) -> State:
     parts: dict[str, Params] = {}
-    for name, tensor in named.items():  # parameters come first
+    for name, tensor in named.items():  # parameters come first; earlier versions named counts like them, one by one
         if _is_counted(name):
             parts[name] = Slab(tensor, shapes_of(parts["params"]))
         else:
@@ -179,7 +180,7 @@ def _unflat(named: dict[str, Tensor], round: int) -> State:
 
 
 def _is_counted(part: str) -> bool:
-    return part == "ever" or part.startswith("window/")
+    return part == "ever" or bool(_WINDOW.fullmatch(part))
 
 
 def _put_together(parts: Iterable[tuple[str, Params]], round: int) -> State:
