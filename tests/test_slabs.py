@@ -1,5 +1,8 @@
 """What is done to a slab in one go equals what is done tensor by tensor."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -56,6 +59,19 @@ def test_extracting_what_is_absent_or_whole():
     groups = (UnitGroup("g", 4, (Cut("w", 0), Cut("head", None, unit=3))),)
     agree(Slices(groups, {"g": torch.tensor([0, 2])}).extract(slab), {"w": torch.tensor([[0.0, 1.0], [4.0, 5.0]])})
     agree(Slices(groups, {"g": torch.arange(4)}).extract(slab), dict(slab))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda slab: pickle.loads(pickle.dumps(slab))])
+def test_a_copy_is_a_slab_of_its_own(copied):
+    rows = torch.randn(50, 60)  # as of a crew
+    slab = Slab(rows[3], [("w", (5, 10)), ("b", (10,))])
+    other = copied(slab)
+    agree(other, slab)
+    other.flat.zero_()
+    assert not other["w"].any()
+    assert slab["w"].any()
+    assert other.flat.untyped_storage().nbytes() == 60 * 4
+    assert len(pickle.dumps(slab)) < 2_000
 
 
 def test_what_is_of_several_types_is_no_slab(monkeypatch):

@@ -27,6 +27,10 @@ class Slab(Params):
         super().__init__(views(flat, shapes))
         self.flat = flat
 
+    def __reduce__(self) -> tuple[type["Slab"], tuple[Tensor, Shapes]]:
+        """A copy, or what is sent to another process, is one tensor again: each view would take all of it along."""
+        return Slab, (self.flat.clone(), shapes_of(self))
+
     def like(self, flat: Tensor) -> "Slab":
         """Another one of the same names and shapes."""
         return Slab(flat, shapes_of(self))
