@@ -2,20 +2,22 @@
 
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedcover import slabs
-from fedcover.aggregation import OVER, Sums, mean_of
+from fedcover import checkpoints, sharing, slabs
+from fedcover.aggregation import OVER, Sums, coverage_mean, mean_of
 from fedcover.experiment import Experiment
-from fedcover.preparation import Machine, prepare
+from fedcover.preparation import Machine, Parts, prepare
+from fedcover.recipes.plain import cross_entropy
 from fedcover.reduction import Masks, Slices, Within
 from fedcover.rounds import first_state, run_round
 from fedcover.slabs import Slab, joined, shapes_of
-from fedcover.types import Cut, UnitGroup
+from fedcover.types import Cut, Model, Outcome, Recipe, UnitGroup
 from tests.cutting import kept_units, layouts
 
 
@@ -59,6 +61,86 @@ def test_extracting_what_is_absent_or_whole():
     groups = (UnitGroup("g", 4, (Cut("w", 0), Cut("head", None, unit=3))),)
     agree(Slices(groups, {"g": torch.tensor([0, 2])}).extract(slab), {"w": torch.tensor([[0.0, 1.0], [4.0, 5.0]])})
     agree(Slices(groups, {"g": torch.arange(4)}).extract(slab), dict(slab))
+
+
+def one_round(recipe, engine, **fields):
+    """A round of a small run with a recipe of one's own."""
+    experiment = Experiment(
+        dataset="digits", model="mlp(hidden=[8, 6])", fleet="1x1", clients=4, active=4, epochs=1, lr=0.1, rounds=1,
+        calibration=50, policy="full", **fields,
+    )  # fmt: skip
+    setup = prepare(experiment, Machine(device="cpu", engine=engine).resolved())
+    setup = replace(setup, task=replace(setup.task, recipe=recipe))
+    return run_round(setup, first_state(setup))[0]
+
+
+def zeroed(assignment, forward, params, carry):
+    """A `finish` that replaces the parameters it is given."""
+    for name in params:
+        params[name] = torch.zeros_like(params[name])
+    return Outcome(params)
+
+
+def descended(assignment, forward, params, carry):
+    """A `finish` that takes one more step."""
+    shard = assignment.task.source.shard(assignment.client.id)
+    x, y = shard.samples.x[shard.index], shard.samples.y[shard.index]
+    gradient = torch.func.grad(lambda p: torch.nn.functional.cross_entropy(forward(p, x), y))(params)
+    return Outcome({name: p - 0.1 * gradient[name] for name, p in params.items()})
+
+
+@pytest.mark.parametrize("finish", [zeroed, descended])
+def test_recipes_may_do_with_their_parameters_what_they_like(monkeypatch, finish):
+    recipe = Recipe(cross_entropy, finish=finish)
+    expected = one_round(recipe, "sequential").params
+    monkeypatch.setattr(slabs, "_on_gpu", bool)
+    found = one_round(recipe, "streams").params
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6)
+
+
+def backwards(old, parts):
+    """A rule that names tensors in another order."""
+    mean = coverage_mean(old, parts)
+    return {name: mean[name] for name in sorted(mean, reverse=True)}
+
+
+def layerwise():
+    """A server step that looks at a whole tensor."""
+    return lambda tensor, memory: (tensor.old + (tensor.new - tensor.old) * tensor.old.norm(), {})
+
+
+@pytest.mark.parametrize("own", [{"rule": backwards}, {"server": layerwise()}])
+def test_own_rules_and_servers_see_tensors_by_name(monkeypatch, own):
+    def after():
+        experiment = Experiment(
+            dataset="digits", model="mlp(hidden=[8, 6])", fleet="2x1 + 2x0.5", clients=4, active=4, epochs=1, lr=0.1,
+            rounds=1, calibration=50, policy="prefix",
+        )  # fmt: skip
+        setup = replace(prepare(experiment, Machine(device="cpu").resolved()), **own)
+        return run_round(setup, first_state(setup))[0].params
+
+    plain = after()
+    monkeypatch.setattr(slabs, "_on_gpu", bool)
+    agree(after(), plain)
+
+
+def test_the_tensors_of_a_slab_are_not_replaced():
+    slab = slab_of({"w": torch.ones(2)})
+    for change in (
+        lambda: slab.update(w=torch.zeros(2)), lambda: slab.pop("w"), lambda: slab.__setitem__("w", torch.zeros(2))
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match="make a dict of it"):
+            change()
+    assert {**slab, "b": 1}.keys() == {"w", "b"}
+
+
+def test_what_clients_keep_and_send_is_no_larger_than_it_is():
+    recipe = Recipe(cross_entropy, finish=lambda a, f, params, c: Outcome(params, private={"b": params["head.bias"]}))
+    state = one_round(recipe, "streams")
+    assert {t.untyped_storage().nbytes() for kept in state.private.values() for t in kept.values()} == {40}
+    crew = Slab(torch.randn(50, 60)[3], [("w", (5, 10)), ("b", (10,))])
+    assert len(pickle.dumps(sharing._on(crew, "cpu"))) < 2_000
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda slab: pickle.loads(pickle.dumps(slab))])
@@ -146,3 +228,31 @@ def test_the_mean_of_slabs(over):
     slab = mean_of(slab_of(old), Sums(slab_of(total), slab_of(weight), everybody), over)
     assert isinstance(slab, Slab)
     agree(slab, plain)
+
+
+class Scaled(torch.nn.Module):
+    """A network with a parameter that is a single number."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.head = torch.nn.Linear(64, 8), torch.nn.Linear(8, 10)
+        self.scale = torch.nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x):
+        return self.head(torch.relu(self.hidden(x.flatten(1)))) * self.scale
+
+
+@pytest.mark.parametrize("engine", ["sequential", "streams", "batched"])
+def test_a_parameter_may_be_a_single_number_and_groups_lists(tmp_path, engine):
+    groups = [UnitGroup("hidden", 8, [Cut("hidden.weight", 0), Cut("hidden.bias", 0), Cut("head.weight", 1)])]
+    experiment = Experiment(
+        dataset="digits", fleet="1x1 + 1x0.5", clients=6, active=6, epochs=1, lr=0.1, rounds=1, calibration=50,
+    )  # fmt: skip
+    setup = prepare(
+        experiment, Machine(device="cpu", engine=engine).resolved(), parts=Parts(model=Model(Scaled(), groups))
+    )
+    state, _ = run_round(setup, first_state(setup))
+    checkpoints.save(tmp_path, state, "this")
+    again, _ = checkpoints.newest(tmp_path, "this", "cpu")
+    assert again.params["scale"].item() == state.params["scale"].item() != 1.0
+    assert again.coverage.ever["scale"].shape == ()

@@ -184,9 +184,20 @@ Memory = dict[str, Tensor]
 ServerStep = Callable[[Covered, Memory], tuple[Tensor, Memory]]
 
 
+@dataclass(frozen=True, slots=True)
+class Entrywise:
+    """A server step that treats every entry by itself, so that all tensors can go through it as one."""
+
+    step: ServerStep
+
+    def __call__(self, tensor: Covered, memory: Memory) -> tuple[Tensor, Memory]:
+        """The step."""
+        return self.step(tensor, memory)
+
+
 def server_none() -> ServerStep:
     """The rule's result is the new model."""
-    return lambda tensor, memory: (tensor.new, {})
+    return Entrywise(lambda tensor, memory: (tensor.new, {}))
 
 
 def server_momentum(*, lr: float = 1.0, beta: float = 0.9) -> ServerStep:
@@ -199,7 +210,7 @@ def server_momentum(*, lr: float = 1.0, beta: float = 0.9) -> ServerStep:
         velocity = torch.where(tensor.where, beta * before + (tensor.new - tensor.old), before)
         return torch.where(tensor.where, tensor.old + lr * velocity, tensor.new), {"velocity": velocity}
 
-    return step
+    return Entrywise(step)
 
 
 def server_adam(*, lr: float = 0.01, beta1: float = 0.9, beta2: float = 0.99, tau: float = 1e-3) -> ServerStep:
@@ -219,7 +230,7 @@ def server_adam(*, lr: float = 0.01, beta1: float = 0.9, beta2: float = 0.99, ta
         moved = tensor.old + lr * first / (second.sqrt() + tau)
         return torch.where(tensor.where, moved, tensor.new), {"first": first, "second": second}
 
-    return step
+    return Entrywise(step)
 
 
 SERVERS: dict[str, Callable[..., ServerStep]] = {

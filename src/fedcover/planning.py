@@ -161,9 +161,9 @@ def counted(view: View, parts: Sequence[Reduction]) -> tuple[Params, list[float]
     """How many parts hold each parameter, and the share of the weights' energy that every part lacks."""
     slices = [part for part in parts if isinstance(part, Slices)]
     if len(slices) == len(parts):
-        total = coverage.energy(view.params) or 1.0
+        total = coverage.energy(view.params)
         counts, kept_N = tally(view.groups, narrowed(view.groups, view.params), slices)
-        return counts, [max(0.0, 1 - float(kept) / total) for kept in kept_N]
+        return counts, [max(0.0, 1 - float(kept) / total) if total else 0.0 for kept in kept_N]
     return coverage.count(view.params, parts), coverage.noises(view.params, parts)
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 
 import numpy as np
@@ -25,8 +24,7 @@ class InSlab:
     places: Tensor | None
 
 
-@lru_cache(maxsize=8)
-def cuts_by_axis(groups: tuple[UnitGroup, ...]) -> dict[tuple[str, int | None], list[tuple[str, int, Cut]]]:
+def cuts_by_axis(groups: Sequence[UnitGroup]) -> dict[tuple[str, int | None], list[tuple[str, int, Cut]]]:
     """Per tensor and axis, the cuts that lie on it, with their group's name and size."""
     found: dict[tuple[str, int | None], list[tuple[str, int, Cut]]] = {}
     for group in groups:

@@ -13,7 +13,17 @@ import torch
 from torch import Tensor
 
 from fedcover import coverage as cov
-from fedcover.aggregation import UNCOVERED, WEIGHTS, Covered, ServerStep, change, coverage_mean, length, shortened
+from fedcover.aggregation import (
+    UNCOVERED,
+    WEIGHTS,
+    Covered,
+    Entrywise,
+    ServerStep,
+    change,
+    coverage_mean,
+    length,
+    shortened,
+)
 from fedcover.cost import uses_of_weights
 from fedcover.errors import InvalidValue
 from fedcover.evaluation import Score, evaluate, local_accuracy
@@ -25,19 +35,7 @@ from fedcover.privacy import Gaussian, fresh_generator, most_turns, private_mean
 from fedcover.ranks import ALONE, Ranks
 from fedcover.reduction import Slices, Within, dense
 from fedcover.slabs import entrywise_many, in_one
-from fedcover.types import (
-    Client,
-    Engine,
-    Growth,
-    Params,
-    Policy,
-    Reduction,
-    Rule,
-    State,
-    Task,
-    Update,
-    View,
-)
+from fedcover.types import Client, Engine, Growth, Params, Policy, Reduction, Rule, State, Task, Update, View
 
 
 @dataclass(frozen=True)
@@ -128,7 +126,7 @@ def view_of(setup: Setup, state: State, cohort: tuple[Client, ...]) -> View:
     """What the policy may see in a round."""
     return View(
         round=state.round,
-        params=state.params,
+        params=dict(state.params),
         groups=setup.task.model.groups,
         prunable=setup.task.model.prunable,
         cohort=cohort,
@@ -253,8 +251,9 @@ def _server_step(setup: Setup, state: State, averaged: Params, counts: Params) -
         moved, memory = setup.server(Covered(old, new, where), dict(zip(state.server, known, strict=True)))
         return {"": torch.where(where, moved, UNCOVERED[setup.uncovered](old)), **memory}
 
-    known = map(in_one, state.server.values())
-    made = entrywise_many(step, in_one(state.params), in_one(averaged), counts, *known)
+    # a step of one's own may look at a whole tensor
+    laid: Callable[[Params], Params] = in_one if isinstance(setup.server, Entrywise) else dict
+    made = entrywise_many(step, *map(laid, (state.params, averaged, counts, *state.server.values())))
     return made.pop(""), made
 
 

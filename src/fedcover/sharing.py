@@ -15,6 +15,7 @@ from fedcover.errors import RunError
 from fedcover.ranks import Ranks, elsewhere, share
 from fedcover.reduction import Within, dense
 from fedcover.rounds import Setup
+from fedcover.slabs import Slab
 from fedcover.types import Assignment, Client, Engine, Params, Reduction, Rule, State, Task, Update
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -125,4 +126,6 @@ def shared_rule(rule: Rule, ranks: Ranks) -> Rule:
 
 
 def _on(params: Mapping[str, torch.Tensor], device: torch.device | str) -> Params:
+    if isinstance(params, Slab):  # it travels as one tensor; each of its parts alone would take all of it along
+        return params.like(params.flat.to(device))
     return {name: tensor.to(device) for name, tensor in params.items()}

@@ -5,6 +5,7 @@ A GPU spends longer on starting the work for each of a model's many small tensor
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ Shapes = Sequence[tuple[str, tuple[int, ...]]]
 
 
 class Slab(Params):
-    """Tensors by name that are the parts of one, `flat`.
+    """Tensors by name that are the parts of one, `flat`; they may be filled, but not replaced.
 
     >>> slab = Slab(torch.arange(5), [("w", (2, 2)), ("b", (1,))])
     >>> slab["w"].tolist(), slab["b"].tolist()
@@ -34,6 +35,11 @@ class Slab(Params):
     def like(self, flat: Tensor) -> "Slab":
         """Another one of the same names and shapes."""
         return Slab(flat, shapes_of(self))
+
+    def _refuse(self, *_: object, **__: object) -> Any:
+        raise TypeError("the tensors of a slab are parts of one; make a dict of it to replace some of them")
+
+    __setitem__ = __delitem__ = __ior__ = pop = popitem = setdefault = update = clear = _refuse
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
@@ -70,7 +76,7 @@ def entrywise(function: Callable[..., Tensor], *trees: Params) -> Params:
 def entrywise_many(function: Callable[..., Mapping[str, Tensor]], *trees: Params) -> dict[str, Params]:
     """The same for a function with several named results."""
     slabs = [tree for tree in trees if isinstance(tree, Slab)]
-    if len(slabs) == len(trees):
+    if len(slabs) == len(trees) and all(list(slab) == list(slabs[0]) for slab in slabs):
         return {key: slabs[0].like(made) for key, made in function(*(slab.flat for slab in slabs)).items()}
     found: dict[str, Params] = {}
     for name in trees[0]:
@@ -99,7 +105,7 @@ def views(flat: Tensor, shapes: Shapes, channels_last: bool = False) -> Params:
     def view(part: Tensor, shape: tuple[int, ...]) -> Tensor:
         if channels_last and len(shape) == 4:
             return part.view(shape[0], shape[2], shape[3], shape[1]).permute(0, 3, 1, 2)
-        return part.view(*lead, *shape)
+        return part.view((*lead, *shape))
 
     return {name: view(part, shape) for (name, shape), part in zip(shapes, parts, strict=True)}
 

@@ -82,7 +82,8 @@ def update_of(assignment: Assignment, part: nn.Module, outcome: Outcome, loss: f
     trained = Within(reduction, outcome.bits) if outcome.bits else reduction
     kept = statistics_key(task.norm, client.capacity)
     buffers = {name: tensor.clone() for name, tensor in running(part).items()} if kept else {}
-    return Update(client, reduction, trained, outcome.params, buffers, outcome.measured, outcome.private, loss)
+    private = {name: tensor.clone() for name, tensor in outcome.private.items()}  # it must not keep others' in memory
+    return Update(client, reduction, trained, outcome.params, buffers, outcome.measured, private, loss)
 
 
 def train(

@@ -5,7 +5,7 @@ function, a captured CUDA graph) serves every client that comes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
@@ -93,7 +93,7 @@ def arrivals(jobs: Iterable[Job]) -> Iterator[Arrival]:
         key = id(a.state), id(a.reduction)
         if key not in cut:
             cut[key] = a.reduction.extract(a.state.params)
-        carry = a.task.recipe.start(a, cut[key])
+        carry = a.task.recipe.start(a, dict(cut[key]))
         yield Arrival(job, cut[key], a.reduction.gradient_mask(), carry, a.task.source.shard(a.client.id))
 
 
@@ -207,7 +207,7 @@ class Lane:
         steps = len(self.batches())
         losses = self.slots.losses_T[steps - steps // self.shape.local.epochs : steps].mean(0).view(-1).tolist()
         if self.slab is None:
-            flat_CP = torch.cat([p.flatten(1) for p in self.slots.params.values()], 1)
+            flat_CP = torch.cat([p.reshape(len(p), p[0].numel()) for p in self.slots.params.values()], 1)
         else:
             flat_CP = self.slab[None].clone()
         whole = torch.stack(torch.aminmax(flat_CP, dim=1)).isfinite().all(0).tolist()  # no copy, NaN comes through
@@ -226,7 +226,9 @@ class Lane:
             def forward(values: Mapping[str, Tensor], x: Tensor, kept: Params = buffers) -> Tensor:
                 return self.step.whole(kept, values, x)
 
-            outcome = a.task.recipe.finish(a, forward, own, memory)
+            outcome = a.task.recipe.finish(a, forward, dict(own), memory)
+            if outcome.params.keys() == own.keys() and all(outcome.params[name] is own[name] for name in own):
+                outcome = replace(outcome, params=own)  # still side by side
             yield client.job, update_of(a, self.module, outcome, losses[place])
 
     def _own(self, tree: Carry, place: int) -> Carry:
