@@ -11,6 +11,7 @@ from torch import nn
 import fedcover as fc
 from fedcover import coverage
 from fedcover.engines import ENGINES
+from fedcover.errors import InvalidValue
 from fedcover.evaluation import evaluate
 from fedcover.planning import fleet_view
 from fedcover.policies import POLICIES
@@ -184,3 +185,8 @@ def test_a_certificate_says_that_copying_is_outside_the_theorems(tmp_path):
         fc.run(experiment(**small, policy=policy), tmp_path / policy)
         outside = fc.certify(tmp_path / policy)["bounds"]["sharper"]["outside"]
         assert any("changes the model between rounds, before round 2" in each for each in outside) == said
+
+
+def test_options_are_checked_although_copies_do_not_use_them():
+    with pytest.raises(InvalidValue, match=r"share must be in \(0, 1\]; got 2"):
+        POLICIES["planned"](view_at(0), share=2)

@@ -199,11 +199,23 @@ def test_a_million_units_and_a_thousand_clients_are_few_runs():
         ({"energies": [1, -1, 1, 1]}, "energies must be a list of finite numbers"),
         ({"energies": [1, float("nan"), 1, 1]}, "energies must be"),
         ({"energies": []}, "energies must be"),
+        ({"energies": "abc"}, "energies must be a list .*; got 'abc'"),
+        ({"energies": None}, "energies must be a list .*; got None"),
+        ({"budgets": [1.0, 2.0]}, r"budgets must be whole numbers .* \(of an integer type\).*; got \[1.0, 2.0\]"),
+        ({"gamma": 0.5}, "gamma must be a whole number from 0 on; got 0.5"),
+        ({"gamma": "1"}, "gamma must be a whole number from 0 on; got '1'"),
+        ({"tolerate": True}, "tolerate must be a whole number from 0 on; got True"),
     ],
 )
 def test_what_cannot_be_is_said_in_one_sentence(wrong, sentence):
     with pytest.raises(InvalidValue, match=sentence):
         plan(**{"energies": [4, 3, 2, 1], "budgets": [4, 2, 2], **wrong})
+
+
+def test_only_the_ratios_of_energies_matter_however_large_they_are():
+    small, huge = [4.0, 3.0, 2.0, 1.0], [4e307, 3e307, 2e307, 1e307]
+    for budgets in ([4, 2, 2], [1, 2], [3, 3, 3, 1]):
+        assert np.array_equal(plan(small, budgets), plan([e * 4 for e in huge], budgets))
 
 
 def test_a_wish_for_both_gets_the_larger():

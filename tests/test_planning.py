@@ -91,7 +91,7 @@ def test_what_cannot_be_is_said_in_one_sentence(wrong, sentence):
 
 
 def test_an_unknown_data_set_is_refused():
-    with pytest.raises(InvalidValue, match="dataset must be one of"):
+    with pytest.raises(InvalidValue, match="dataset of a plan must be one of"):
         plan_report(Experiment(dataset="synthetic(shape=(1, 8, 8))"))
 
 
@@ -119,3 +119,16 @@ def test_a_plot_is_drawn(tmp_path, model):
     pytest.importorskip("matplotlib")
     plot(report(model=model), tmp_path / "plan.png")
     assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+def test_the_report_says_who_holds_which_units():
+    found = plan_report(
+        Experiment(dataset="digits", model="mlp(hidden=[16])", fleet="2x1.0 + 2x0.5"), gamma=3, window=1
+    )
+    held = [
+        {u for first, last in line["holds"]["hidden1"] for u in range(first, last + 1)} for line in found["assignment"]
+    ]
+    assert [len(units) for units in held] == [16, 16, 8, 8]
+    assert all(sum(unit in units for units in held) >= 3 for unit in range(16))
+    weights = plan_report(Experiment(dataset="digits", fleet="1x1.0 + 1x0.5"), kind="pruning", window=1)["assignment"]
+    assert [line["holds"]["hidden1.weight"] for line in weights] == [12_800, 6_400]

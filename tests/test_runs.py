@@ -274,6 +274,22 @@ def test_resume_refuses_another_machine_unless_forced(copied, key, value):
     assert fc.resume(copied, machine=now, force=True).state.round == 4
 
 
+def test_the_manifest_tells_when_a_run_went_on_in_another_way(tmp_path):
+    def stop(report):
+        if report.round in (0, 2):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fc.run(tiny(rounds=4), tmp_path / "run", machine=fc.Machine("sequential", "cpu", 1), watch=stop)
+    with pytest.raises(KeyboardInterrupt):
+        fc.resume(tmp_path / "run", machine=fc.Machine(threads=2), force=True, watch=stop)
+    fc.resume(tmp_path / "run")  # as it went on last, without a word
+    (told,) = json.loads((tmp_path / "run" / "manifest.json").read_text())["resumed"]
+    assert (told["round"], told["threads"]) == (1, 2)
+    with pytest.raises(RunError, match="would change threads 2 to 1"):
+        fc.resume(tmp_path / "run", machine=fc.Machine(threads=1))
+
+
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"\xff", b'{"engine": 1}', b'{"engine": "sequential"}'])
 def test_a_damaged_manifest_is_refused_by_name(copied, content):
     (copied / "manifest.json").write_bytes(content)

@@ -111,6 +111,13 @@ def test_a_folder_of_another_experiment_is_refused(tmp_path):
         list(sweep([wanted.model_copy(update={"lr": 0.5})], tmp_path))
 
 
+def test_runs_of_another_precision_are_refused(tmp_path):
+    wanted = fc.Experiment(**BASE, policy="full", fleet="1x1", name="same")
+    list(sweep([wanted], tmp_path))
+    with pytest.raises(InvalidValue, match="was run with precision fp32, not bf16; choose another"):
+        list(sweep([wanted], tmp_path, machine=fc.Machine(precision="bf16")))
+
+
 @pytest.mark.parametrize(
     ("choices", "message"),
     [

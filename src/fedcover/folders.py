@@ -133,9 +133,33 @@ class Folder:
             return False
         return False
 
+    @property
+    def latest(self) -> dict[str, Any]:
+        """The manifest as it was when somebody last went on with the run."""
+        resumed = self.manifest.get("resumed") or [{}]
+        return {**self.manifest, **resumed[-1]}
+
+    def note(self, machine: Machine, round: int) -> None:
+        """Let the manifest tell if from some round on the run is computed in another way than before."""
+        now = {**asdict(machine), "torch": torch.__version__}
+        if any(self.latest.get(key) != value for key, value in now.items()):
+            resumed = [*self.manifest.get("resumed", []), {"round": round, **now}]
+            self.__dict__["manifest"] = {**self.manifest, "resumed": resumed}  # what was read of it before
+            with self.writing(self.path / "manifest.json") as path:
+                write_atomically(path, _json(self.manifest))
+
+    def refuse_another(self, machine: Machine) -> None:
+        """Complain if the run was computed in a way that gives other results than a sweep on this machine would."""
+        kinds = ("device", "precision", "deterministic")
+        other = [
+            f"{k} {self.latest[k]}, not {getattr(machine, k)}" for k in kinds if self.latest[k] != getattr(machine, k)
+        ]
+        if other:
+            raise InvalidValue(f"{self.path} was run with {', '.join(other)}; choose another name or folder of runs")
+
     def machine(self, wanted: Machine | None, *, force: bool = False) -> Machine:
-        """The machine settings to go on with: those of the manifest, unless a change is forced."""
-        known: dict[str, Any] = {key: self.manifest.get(key) for key in _MUST_MATCH}
+        """The machine settings to go on with: those it was run with last, unless a change is forced."""
+        known: dict[str, Any] = {key: self.latest.get(key) for key in _MUST_MATCH}
         then = Machine(**{key: known[key] for key in known if key != "torch"})
         asked = wanted or Machine()
         now = Machine(
@@ -145,7 +169,7 @@ class Folder:
             asked.deterministic or then.deterministic,
             asked.precision if asked.precision != "fp32" else then.precision,
             # sums over other processes differ in the last digit at most, so their number may change
-            asked.processes if wanted and wanted.processes != "auto" else self.manifest.get("processes", 1),
+            asked.processes if wanted and wanted.processes != "auto" else self.latest.get("processes", 1),
         ).resolved()
         current = {**asdict(now), "torch": torch.__version__}
         changed = [f"{key} {known[key]} to {current[key]}" for key in _MUST_MATCH if known[key] != current[key]]

@@ -119,6 +119,7 @@ def _course(
     )
     if folder.experiment.digest != experiment.digest:
         raise InvalidValue(f"{folder.path} holds another experiment; choose another name or folder of runs")
+    folder.refuse_another(machine)
     state, metrics = where_it_stopped(folder, setup, machine.device, say)
     course = Course(experiment, setup, state, metrics, folder)
     folders.enter_context(course.kept_safe())

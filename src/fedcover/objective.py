@@ -1,6 +1,7 @@
 """What is wanted of a plan: a coverage, drop-outs to survive, or else the smallest bound of the theorem."""
 
 from dataclasses import dataclass
+from numbers import Integral
 
 import numpy as np
 
@@ -44,6 +45,8 @@ class Bound:
 def least_wish(gamma: int | None, tolerate: int, largest: int, why: str) -> int | None:
     """The coverage that was asked for, None if nothing was; too large a wish is answered with the largest."""
     for name, value in (("gamma", gamma), ("tolerate", tolerate)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
+            raise InvalidValue(f"{name} must be a whole number from 0 on; got {value!r}")
         if value is not None and value < 0:
             raise InvalidValue(f"{name} must be at least 0; got {value}")
     if gamma is not None and gamma > largest:

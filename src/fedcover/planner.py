@@ -146,13 +146,24 @@ class Group:
     @classmethod
     def of(cls, energies: Numbers, budgets: Counts) -> "Group":
         """The group, or one sentence about what is wrong with it."""
-        energies_U, budgets_N = torch.as_tensor(energies, dtype=torch.float64), np.asarray(budgets)
+        try:
+            energies_U = torch.as_tensor(energies, dtype=torch.float64)
+        except (TypeError, ValueError, RuntimeError):  # whatever torch makes of something else
+            energies_U = torch.empty(0, 0)
         units = energies_U.numel()
         if energies_U.ndim != 1 or not units or not bool((energies_U.isfinite() & (energies_U >= 0)).all()):
-            raise InvalidValue("energies must be a list of finite numbers from 0 on, one per unit, at least one")
+            raise InvalidValue(
+                f"energies must be a list of finite numbers from 0 on, one per unit, at least one; got {energies!r:.80}"
+            )
+        budgets_N = np.asarray(budgets)
         whole = budgets_N.ndim == 1 and budgets_N.size and budgets_N.dtype.kind in "iu"
         if not whole or budgets_N.min() < 0 or budgets_N.max() > units:
-            raise InvalidValue(f"budgets must be whole numbers in 0..{units}, one per client, at least one")
+            raise InvalidValue(
+                f"budgets must be whole numbers in 0..{units} (of an integer type), one per client, at least one; "
+                f"got {budgets!r:.80}"
+            )
+        if not energies_U.sum().isfinite():  # only their ratios matter
+            energies_U = energies_U / energies_U.max()
         return cls(energies_U, budgets_N.astype(np.int64))
 
     @property

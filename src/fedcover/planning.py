@@ -98,16 +98,32 @@ def plan_report(
         "copies": 1 if kind == "pruning" or gamma is not None or tolerate else number(replace(view, rounds=rounds)),
         "assignment": [
             {"capacity": client.capacity, "parameters": sum(part.sizes(view.params).values()),
-             "noise": noise}
+             "noise": noise, "holds": holdings(part)}
             for client, part, noise in zip(view.cohort, parts, counted(view, parts)[1], strict=True)
         ],
     }  # fmt: skip
 
 
+def holdings(part: Reduction) -> dict[str, Any]:
+    """What a device holds: the units of each group, as (first, last) of their runs; of weights, how many in a tensor.
+
+    >>> holdings(Slices((), {"hidden": torch.tensor([0, 1, 2, 7])}))
+    {'hidden': [(0, 2), (7, 7)]}
+    """
+    if not isinstance(part, Slices):
+        return {name: int(bits.sum()) for name, bits in part.gradient_mask().items()}
+    held: dict[str, Any] = {}
+    for name, kept in part.kept.items():
+        ends = [*(kept.diff() != 1).nonzero().flatten().tolist(), len(kept) - 1]
+        starts = [0, *(end + 1 for end in ends[:-1])]
+        held[name] = [(int(kept[start]), int(kept[end])) for start, end in zip(starts, ends, strict=True)]
+    return held
+
+
 def fleet_view(experiment: Experiment, params: Params | None = None) -> View:
     """The first round of an experiment in which every device of its fleet takes part."""
     if experiment.dataset not in SHAPES:
-        raise unknown("dataset", experiment.dataset, SHAPES)
+        raise unknown("dataset of a plan", experiment.dataset, SHAPES)
     shape, classes, dtype = SHAPES[experiment.dataset]
     model = build_model(experiment, shape, classes, dtype)
     fleet = Fleet.parse(experiment.fleet)
@@ -163,8 +179,14 @@ def counted(view: View, parts: Sequence[Reduction]) -> tuple[Params, list[float]
     if len(slices) == len(parts):
         total = coverage.energy(view.params)
         counts, kept_N = tally(view.groups, narrowed(view.groups, view.params), slices)
-        return counts, [max(0.0, 1 - float(kept) / total) if total else 0.0 for kept in kept_N]
+        return counts, [_lost(float(kept), total) for kept in kept_N]
     return coverage.count(view.params, parts), coverage.noises(view.params, parts)
+
+
+def _lost(kept: float, total: float) -> float:
+    """The share that is gone; what is due to rounding is nothing."""
+    lost = 1 - kept / total if total else 0.0
+    return lost if lost > 1e-9 else 0.0
 
 
 def watched(choice: Choice, view: View, rounds: int) -> Seen:

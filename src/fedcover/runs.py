@@ -154,6 +154,7 @@ def resume(
         with chosen.applied():
             setup = prepare(found.experiment, chosen, data=data or found.data, parts=parts)
             state, metrics = where_it_stopped(found, setup, chosen.device, complain)
+            found.note(chosen, state.round)
             job = Job(found.experiment, chosen, data or found.data, parts, state, setup.rounds)
             return _go_on(job, setup, metrics, found, watch)
 

@@ -184,8 +184,13 @@ def _show_plan(found: dict[str, Any], window: int, tolerate: int) -> None:
     columns = ["policy", "coverage", f"over {window} rounds", "noise (sum over devices)"]
     rows = [[name, seen["gamma"], seen["gamma_window"], seen["noise"]] for name, seen in found["policies"].items()]
     console.table("side by side", columns, rows)
-    devices = ["capacity", "parameters", "noise"]
-    console.table("the plan", devices, [[line[c] for c in devices] for line in found["assignment"]])
+    alike: dict[tuple[object, ...], int] = {}
+    for line in found["assignment"]:
+        key = line["capacity"], line["parameters"], float(f"{line['noise']:.4g}")
+        alike[key] = alike.get(key, 0) + 1
+    rows = [[number, *key] for key, number in alike.items()]
+    console.table("the plan", ["devices", "capacity", "parameters", "noise"], rows)
+    print("which units each device holds: --json, assignment, holds")
     chosen, limit = found["chosen"], f"at most {found['upper_bound']} ({found['limited_by']})"
     print(f"chosen: coverage {chosen['gamma']} in a round ({limit} is possible), noise {chosen['noise']:.4g}")
     if not found["exact"]:

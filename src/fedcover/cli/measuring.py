@@ -84,7 +84,8 @@ def sweep(
             watch(Report(next(count), {**report.metrics, "run": experiment.name}))
 
         try:
-            for done in run_sweep(wanted, runs, machine=machine, data=data, watch=show):
+            ended = run_sweep(wanted, runs, machine=machine, data=data, watch=show)
+            for done in sorted(ended, key=lambda done: wanted.index(done.experiment)):
                 last = next((line for line in reversed(done.metrics) if "accuracy" in line), {})
                 folder = str(runs / done.experiment.name)
                 table.append({"folder": folder, "accuracy": last.get("accuracy"), "diverged": done.diverged or None})

@@ -40,9 +40,9 @@ def planned(
     """
     if kind not in KINDS:
         raise unknown("policy planned: kind", kind, KINDS)
+    wish = Wish(gamma, tolerate, share, Bound(variance, drift))
     if copies and _without_a_wish(kind, gamma, tolerate) and number(view) > 1:
         return parts(view)
-    wish = Wish(gamma, tolerate, share, Bound(variance, drift))
     places = sorted(range(len(view.cohort)), key=lambda i: (-view.cohort[i].capacity, view.cohort[i].id))
     clients = [view.cohort[place] for place in places]  # not as drawn: arcs must keep their owners over the rounds
     groups, stacked, exact = groups_of(view, kind, clients)
