@@ -3,6 +3,7 @@
 import copy
 import pickle
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 
 from fedcover import checkpoints, sharing, slabs
 from fedcover.aggregation import OVER, Sums, coverage_mean, mean_of
+from fedcover.engines.batched import batched
+from fedcover.engines.pools import plainly
 from fedcover.experiment import Experiment
 from fedcover.preparation import Machine, Parts, prepare
 from fedcover.recipes.plain import cross_entropy
@@ -167,6 +170,8 @@ def test_what_is_of_several_types_is_no_slab(monkeypatch):
 @pytest.mark.parametrize(
     "fields",
     [
+        {"policy": "rolling(spread=true)", "engine": "batched"},
+        {"policy": "prefix", "engine": "batched", "model": "wide_resnet(depth=10, widen=1)"},
         {"policy": "rolling(spread=true)", "server": "adam"},
         {"policy": "random", "server": "momentum", "uncovered": "zero", "window": 3},
         {"policy": "magnitude"},
@@ -175,11 +180,14 @@ def test_what_is_of_several_types_is_no_slab(monkeypatch):
 )
 def test_rounds_on_slabs_equal_rounds_on_tensors(monkeypatch, fields):
     def rounds():
+        known = {"model": "mlp(hidden=[8, 6])", **fields}
+        in_crews = known.pop("engine", None)
         experiment = Experiment(
-            dataset="digits", model="mlp(hidden=[8, 6])", fleet="2x1 + 2x0.5 + 2x0.25", clients=6, active=6,
-            epochs=1, lr=0.1, rounds=3, calibration=50, **fields,
+            dataset="digits", fleet="2x1 + 2x0.5 + 2x0.25", clients=6, active=6,
+            epochs=1, lr=0.1, rounds=3, calibration=50, **known,
         )  # fmt: skip
         setup = prepare(experiment, Machine(device="cpu").resolved())
+        setup = replace(setup, engine=partial(batched, make=plainly)) if in_crews else setup
         state, lines = first_state(setup), []
         for _ in range(3):
             state, report = run_round(setup, state)

@@ -117,8 +117,7 @@ class Lane:
         """Let clients in, in the place of those who were here before."""
         self.clients = clients
         slots = self.slots
-        for name, room in slots.params.items():
-            self._put(room, [client.params[name] for client in clients])
+        self._load_params([client.params for client in clients])
         torch._foreach_zero_(list(slots.velocity.values()))
         for name, room in slots.masks.items():
             self._put(room, [client.masks[name] for client in clients])
@@ -129,6 +128,17 @@ class Lane:
         self._load_samples(clients)
         slots.step.zero_()
         self._load_rows(clients)
+
+    def _load_params(self, given: Sequence[Params]) -> None:
+        slabs = [params for params in given if isinstance(params, Slab)]
+        if not self.crew or len(slabs) < len(given):
+            for name, room in self.slots.params.items():
+                self._put(room, [params[name] for params in given])
+            return
+        same = all(slab is slabs[0] for slab in slabs)
+        flat_CP = slabs[0].flat.expand(len(slabs), -1) if same else torch.stack([slab.flat for slab in slabs])
+        values = views(flat_CP, self.shape.tensors)
+        torch._foreach_copy_(list(self.slots.params.values()), [values[name] for name in self.slots.params])
 
     def _put(self, room: Tensor, values: Sequence[Tensor]) -> None:
         if self.crew and any(value is not values[0] for value in values):
