@@ -131,7 +131,7 @@ def set_aside(path: Path) -> None:
 def _flat(state: State) -> dict[str, Tensor]:
     """All tensors of a state, on the CPU, under one name each: what it is, whose it is, and the tensor's own name.
 
-    What is counted for each parameter is one tensor for all of them: a window has more than enough.
+    Counts are one tensor for all parameters: with one for each, a window of rounds would make a thousand.
     """
     named: dict[str, Tensor] = {}
     for part, values in _parts(state):

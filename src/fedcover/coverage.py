@@ -68,11 +68,12 @@ def noises(params: Mapping[str, Tensor], reductions: Iterable[Reduction]) -> lis
     [0.36, 0.0]
     """
     listed = list(reductions)
-    parts = {id(reduction): reduction for reduction in listed}  # equal parts are often one object
-    energies = [_energy(params), *(_energy(part.extract(params)) for part in parts.values())]
+    parts = [part for part, _ in distinct(listed)]
+    energies = [_energy(params), *(_energy(part.extract(params)) for part in parts)]
     total, *kept = torch.stack(energies).tolist()  # asked of a GPU once
-    lost = {key: max(0.0, (total - part) / total) if total else 0.0 for key, part in zip(parts, kept, strict=True)}
-    return [lost[id(reduction)] for reduction in listed]
+    lost = [max(0.0, (total - part) / total) if total else 0.0 for part in kept]
+    by_part = dict(zip(map(id, parts), lost, strict=True))
+    return [by_part[id(reduction)] for reduction in listed]
 
 
 def _energy(params: Mapping[str, Tensor]) -> Tensor:

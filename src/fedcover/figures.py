@@ -18,8 +18,8 @@ def figures(params: Params, coverage: Coverage, updates: Sequence[Update], uses:
         key = id(u.sent), id(u.trained)
         prices[key] = prices.get(key) or cost(u.sent, params, uses, u.trained)
     paid = [prices[id(u.sent), id(u.trained)] for u in updates]
-    drawn = pictures(counts, updates)
-    noises = cov.noises(params, [u.sent for u in updates])  # what asks a GPU, which may be busy, comes last
+    drawn = pictures(counts, updates)  # what needs a GPU least comes first: it may still be evaluating
+    noises = cov.noises(params, [u.sent for u in updates])
     return {
         "gamma_round": cov.minimum(counts),
         "gamma_window": cov.minimum(cov.over_window(coverage)),

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fedcover.errors import InvalidValue
-from fedcover.groups import positions, units_kept
-from fedcover.regions import Index, InSlab, Region, add, as_slice, cuts_by_axis, length, take, within_slab
+from fedcover.groups import cuts_by_tensor, positions, units_kept
+from fedcover.regions import Index, InSlab, Region, add, as_slice, length, take, within_slab
 from fedcover.rng import generator
 from fedcover.slabs import Slab, flat, joined, shapes_of, zeros
 from fedcover.types import Cut, Params, Reduction, UnitGroup
@@ -32,8 +32,8 @@ class Slices:
     draw: tuple[float, int] | None = None
 
     @cached_property
-    def _cuts(self) -> dict[tuple[str, int | None], list[tuple[str, int, Cut]]]:
-        return cuts_by_axis(self.groups)
+    def _cuts(self) -> dict[str, list[tuple[UnitGroup, Cut]]]:
+        return cuts_by_tensor(self.groups)
 
     @cached_property
     def _along(self) -> dict[tuple[object, ...], Index]:
@@ -64,22 +64,23 @@ class Slices:
         key = (name, tuple(shape), device)
         if key not in self._regions:
             if device is None:
-                axes = ((self._cuts.get((name, axis), ()), length) for axis, length in enumerate(shape))
-                self._regions[key] = tuple(self._kept_along(*axis) for axis in axes)
+                meeting = self._cuts.get(name, ())
+                cuts = [[(group, cut) for group, cut in meeting if cut.axis == axis] for axis in range(len(shape))]
+                self._regions[key] = tuple(map(self._kept_along, cuts, shape))
             else:
                 here = self.region(name, shape)
                 self._regions[key] = tuple(part.to(device) if isinstance(part, Tensor) else part for part in here)
         return self._regions[key]
 
-    def _kept_along(self, cuts: Sequence[tuple[str, int, Cut]], length: int) -> Index:
+    def _kept_along(self, cuts: Sequence[tuple[UnitGroup, Cut]], length: int) -> Index:
         if not cuts:
             return slice(0, length)
-        key = (length, *((group, cut.start, cut.per_unit) for group, _, cut in cuts))
+        key = (length, *((group.name, cut.start, cut.per_unit) for group, cut in cuts))
         if key not in self._along:
             held = torch.ones(length, dtype=torch.bool)
-            for group, size, cut in cuts:
-                held[cut.start : cut.start + size * cut.per_unit] = False
-                held[positions(cut, self.kept[group])] = True
+            for group, cut in cuts:
+                held[cut.start : cut.start + group.size * cut.per_unit] = False
+                held[positions(cut, self.kept[group.name])] = True
             self._along[key] = as_slice(held.nonzero().flatten())
         return self._along[key]
 
@@ -263,11 +264,9 @@ def around(first: int, length: int, size: int) -> Tensor:
     [0, 3]
     """
     beyond = first + length - size
-    return (
-        torch.arange(first, first + length)
-        if beyond <= 0
-        else torch.cat([torch.arange(beyond), torch.arange(first, size)])
-    )
+    if beyond <= 0:
+        return torch.arange(first, first + length)
+    return torch.cat([torch.arange(beyond), torch.arange(first, size)])
 
 
 def drawn(groups: tuple[UnitGroup, ...], share: float, key: int) -> Slices:
@@ -331,5 +330,5 @@ def width_within(groups: tuple[UnitGroup, ...], params: Mapping[str, Tensor], bu
 
 def _in_order(values: Params, target: Params) -> Tensor:
     """The entries of all values in the order in which a target names them."""
-    ordered = isinstance(values, Slab) and list(values) == [name for name in target if name in values]
-    return flat(values) if ordered else joined(values[name] for name in target if name in values)
+    order = [name for name in target if name in values]
+    return flat(values) if list(values) == order else joined(values[name] for name in order)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from fedcover.slabs import Shapes, Slab, shapes_of
-from fedcover.types import Cut, UnitGroup
 
 Index = slice | Tensor
 Region = tuple[Index, ...]
@@ -22,15 +21,6 @@ class InSlab:
 
     shapes: Shapes
     places: Tensor | None
-
-
-def cuts_by_axis(groups: Sequence[UnitGroup]) -> dict[tuple[str, int | None], list[tuple[str, int, Cut]]]:
-    """Per tensor and axis, the cuts that lie on it, with their group's name and size."""
-    found: dict[tuple[str, int | None], list[tuple[str, int, Cut]]] = {}
-    for group in groups:
-        for cut in group.cuts:
-            found.setdefault((cut.tensor, cut.axis), []).append((group.name, group.size, cut))
-    return found
 
 
 def as_slice(kept: Tensor) -> Index:
