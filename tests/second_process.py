@@ -4,6 +4,7 @@ Started as `python -m tests.second_process FOLDER`; the two meet in that folder.
 """
 
 import hashlib
+import os
 import sys
 from contextlib import suppress
 from dataclasses import replace
@@ -77,3 +78,4 @@ def main():
 
 if __name__ == "__main__":
     main()
+    os._exit(0)  # as the product's own processes end: threads of the network may not survive an orderly exit
