@@ -72,11 +72,20 @@ def within_slab(slab: Slab, regions: Mapping[str, Region]) -> InSlab:
         return InSlab(shapes, None)
     kind = np.dtype(np.int32 if slab.flat.numel() < 2**31 else np.int64)
     places, first = [np.zeros(0, kind)], 0
+    known: dict[tuple[object, ...], np.ndarray] = {}  # layers of equal size are often cut alike
     for name, shape in tensors:
         if name in regions:
-            places.append(first + _places_in(shape, regions[name], kind))
+            key = (shape, *map(_named, regions[name]))
+            if key not in known:
+                known[key] = _places_in(shape, regions[name], kind)
+            places.append(first + known[key])
         first += prod(shape)
     return InSlab(shapes, torch.from_numpy(np.concatenate(places)).to(slab.flat.device))
+
+
+def _named(part: Index) -> object:
+    """What is kept along an axis, to be looked up."""
+    return part.numpy().tobytes() if isinstance(part, Tensor) else (part.start, part.stop)
 
 
 def _places_in(shape: Sequence[int], region: Region, kind: np.dtype) -> np.ndarray:
