@@ -17,6 +17,7 @@ import fedcover as fc
 from fedcover import cli
 from fedcover.checkpoints import found
 from fedcover.cli import looking, running
+from fedcover.engines import pools
 from fedcover.experiment import parse_change
 from tests.test_runs import TINY, only_the_cpu, tiny
 
@@ -53,6 +54,19 @@ def refused(answer: tuple[int, str, str], code: int, sentence: str) -> None:
 
 
 # ── run, resume, export, demo ───────────────────────────────────────────────────────────────────────────
+
+
+def test_compiling_is_told(fedcover, monkeypatch):
+    monkeypatch.setattr(pools, "_compile", lambda step, leaves, options: step)
+    told = []
+    for name in ("one", "two"):  # no more often by a command that comes later in the same process
+        code, _, err = fedcover("run", *changed(rounds=1, name=name), "--engine", "batched", "--processes", 1)
+        assert code == 0, err
+        told.append(
+            re.findall(r"^engine: compiling, once, the step of \d+ clients with [\d,]+ parameters each$", err, re.M)
+        )
+    assert told[0]
+    assert told[0] == told[1]
 
 
 def test_run_prints_a_table_and_plain_progress(fedcover, tmp_path):

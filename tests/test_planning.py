@@ -91,8 +91,17 @@ def test_what_cannot_be_is_said_in_one_sentence(wrong, sentence):
 
 
 def test_an_unknown_data_set_is_refused():
-    with pytest.raises(InvalidValue, match="dataset of a plan must be one of"):
-        plan_report(Experiment(dataset="synthetic(shape=(1, 8, 8))"))
+    with pytest.raises(InvalidValue, match=r"dataset must be one of .*did you mean 'synthetic'"):
+        plan_report(Experiment(dataset="synthetics"))
+
+
+def test_a_plan_for_data_that_is_made_or_ones_own(tmp_path):
+    pixels = np.zeros((40, 1, 6, 6), np.float32)
+    labels = np.arange(40) % 3
+    np.savez(tmp_path / "own.npz", train_x=pixels, train_y=labels, test_x=pixels, test_y=labels)
+    for dataset in ("synthetic(shape=[1, 6, 6], classes=3)", str(tmp_path / "own.npz")):
+        found = plan_report(Experiment(dataset=dataset, fleet="1x1 + 2x0.5"))
+        assert found["assignment"][0]["parameters"] == 36 * 200 + 200 + 200 * 3 + 3
 
 
 @pytest.mark.parametrize(

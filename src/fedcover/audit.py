@@ -8,13 +8,12 @@ import torch
 
 from fedcover import coverage
 from fedcover.cost import cost, memory_to_train, uses_of_weights
-from fedcover.datasets import load
 from fedcover.errors import InvalidValue
 from fedcover.experiment import Experiment
 from fedcover.fleet import Fleet
 from fedcover.policies import growth_of
 from fedcover.policies.regions import region_coverage
-from fedcover.preparation import build_model, named_policy
+from fedcover.preparation import build_model, named_policy, source_of
 from fedcover.types import Client, Coverage, View
 
 SHAPES: dict[str, tuple[tuple[int, ...], int, torch.dtype]] = {
@@ -35,7 +34,7 @@ def audit(experiment: Experiment) -> dict[str, Any]:
     >>> audit(codename("1111223344", "pruning"))["gamma_min"]
     8
     """
-    shape, classes, dtype = SHAPES.get(experiment.dataset) or _shape_of(experiment.dataset)
+    shape, classes, dtype = shape_of(experiment.dataset)
     model = build_model(experiment, shape, classes, dtype)
     params = {name: p.detach() for name, p in model.module.named_parameters()}
     fleet = Fleet.parse(experiment.fleet)
@@ -73,9 +72,16 @@ def audit(experiment: Experiment) -> dict[str, Any]:
     }
 
 
-def _shape_of(dataset: str) -> tuple[tuple[int, ...], int, torch.dtype]:
-    data = load(dataset)
-    return tuple(data.test.x.shape[1:]), data.classes, data.test.x.dtype
+def shape_of(dataset: str) -> tuple[tuple[int, ...], int, torch.dtype]:
+    """A sample's shape, the number of classes and the type of a data set; the large ones need not be there.
+
+    >>> shape_of("cifar10")[:2], shape_of("synthetic(shape=[3, 16, 16], classes=5)")[:2]
+    (((3, 32, 32), 10), ((3, 16, 16), 5))
+    """
+    if dataset in SHAPES:
+        return SHAPES[dataset]
+    source = source_of(Experiment(dataset=dataset, clients=1, active=1), "cpu", None)
+    return tuple(source.test.x.shape[1:]), source.classes, source.test.x.dtype
 
 
 def codename(digits: str, kind: str, p5: str = "code", **fields: Any) -> Experiment:

@@ -1,6 +1,7 @@
 """What people see: progress on long work, tables at the end, one sentence when something is wrong."""
 
 import json
+import logging
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,26 @@ errors = Console(stderr=True, highlight=False, markup=False, emoji=False)
 def say(sentence: str) -> None:
     """Tell the user something, as it is and on one line, on the error stream."""
     errors.print(sentence, soft_wrap=True)
+
+
+class _Lines(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        """Tell it to the user."""
+        say(record.getMessage())
+
+
+@contextmanager
+def telling() -> Iterator[None]:
+    """Show what the library logs, a line each, above a bar that may be there."""
+    log, handler = logging.getLogger("fedcover"), _Lines()
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedcover import coverage
-from fedcover.audit import SHAPES
+from fedcover.audit import shape_of
 from fedcover.cost import uses_of_weights
 from fedcover.design import Wish, is_exact, level, narrowed, tally, upper_bound
 from fedcover.errors import InvalidValue, unknown
@@ -122,9 +122,7 @@ def holdings(part: Reduction) -> dict[str, Any]:
 
 def fleet_view(experiment: Experiment, params: Params | None = None) -> View:
     """The first round of an experiment in which every device of its fleet takes part."""
-    if experiment.dataset not in SHAPES:
-        raise unknown("dataset of a plan", experiment.dataset, SHAPES)
-    shape, classes, dtype = SHAPES[experiment.dataset]
+    shape, classes, dtype = shape_of(experiment.dataset)
     model = build_model(experiment, shape, classes, dtype)
     fleet = Fleet.parse(experiment.fleet)
     if sum(fleet.counts) > MOST_DEVICES:

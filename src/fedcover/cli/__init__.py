@@ -28,7 +28,8 @@ def main() -> None:
     if torchrun_rank() and sys.argv[1:2] in (["run"], ["resume"]):  # the first process reads the arguments
         return take_part()
     try:
-        app(sys.argv[1:], exit_on_error=False, print_error=False)
+        with console.telling():
+            app(sys.argv[1:], exit_on_error=False, print_error=False)
     except InvalidValue as error:
         _leave(error, 2)
     except FedcoverError as error:

@@ -43,6 +43,9 @@ TABLES: dict[str, dict[str, Callable[..., Any]]] = {
     "privacy": dict(PRIVACY),
 }
 
+GIVEN = ("seed", "device", "precision", "make")
+"""Options that the program fills in, or that have a name of their own on the command line."""
+
 
 @app.command(name="list")
 def list_(kind: str, *, json: Json = False) -> None:
@@ -55,7 +58,7 @@ def list_(kind: str, *, json: Json = False) -> None:
             "options": {
                 option: "required" if p.default is p.empty else p.default
                 for option, p in options_of(function).items()
-                if option not in ("seed", "device")
+                if option not in GIVEN
             },
             "about": (getdoc(function) or "").partition("\n\n")[0].replace("\n", " "),
         }

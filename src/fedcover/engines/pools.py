@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
+from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -137,6 +138,8 @@ def compiled(lane: Lane, size: int) -> Callable[[], None]:
         return plain
     tree = _fields(lane.slots), _fields(lane.tracks[size])
     leaves = leaves_of(tree)
+    numbers = sum(prod(shape) for _, shape in lane.shape.tensors)
+    log.info("engine: compiling, once, the step of %d clients with %s parameters each", lane.crew or 1, f"{numbers:,}")
 
     def step(*tensors: Tensor) -> tuple[()]:
         following = iter(tensors)
