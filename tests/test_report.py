@@ -3,11 +3,13 @@
 import base64
 import json
 import re
+import shutil
 import subprocess
 import sys
 import zlib
 from html.parser import HTMLParser
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -148,6 +150,39 @@ def test_wrong_files_are_named(tmp_path):
     (folder / "experiment.toml").write_text("= 1")
     with pytest.raises(RunError, match=r"experiment\.toml cannot be read"):
         fc.report(folder, tmp_path / "report.html")
+
+
+# ── what is left out is said ────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_copy_of_a_run_is_no_further_seed(tmp_path, caplog):
+    short = made_up_run(tmp_path / "runs" / "a", done=4)
+    whole = Path(shutil.copytree(short, tmp_path / "runs" / "b"))
+    made_up_run(tmp_path / "again")
+    (whole / "metrics.jsonl").write_text((tmp_path / "again" / "metrics.jsonl").read_text())
+    other = made_up_run(tmp_path / "runs" / "c", seed=1)
+    data = report(tmp_path, tmp_path / "runs")
+    assert [run["folder"] for run in data["runs"]] == [str(whole), str(other)]  # the one with most rounds
+    assert [g["runs"] for g in data["groups"]] == [[0, 1]]
+    assert data["notes"] == [f"{short} is left out: the same experiment and seed as {whole}"]
+    assert caplog.messages == data["notes"]
+
+
+def test_a_damaged_run_is_named(tmp_path, caplog):
+    runs = tmp_path / "runs"
+    whole = made_up_run(runs / "whole")
+    assert report(tmp_path, runs)["notes"] == []
+    nameless, torn = made_up_run(runs / "nameless", lr=0.2), made_up_run(runs / "torn", lr=0.3)
+    (nameless / "experiment.toml").unlink()
+    lines = (torn / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (torn / "metrics.jsonl").write_text("".join([*lines[:-1], "#garbage\n"]))
+    (whole / "metrics.jsonl").write_text((whole / "metrics.jsonl").read_text() + '{"round": 6, "accur')  # being written
+    data = report(tmp_path, runs)
+    assert data["notes"] == [
+        f"{nameless} is left out: it has no experiment.toml",
+        f"{torn / 'metrics.jsonl'} is damaged: 1 line left out, 5 rounds can be read",
+    ]
+    assert caplog.messages == data["notes"]
 
 
 # ── small and safe ──────────────────────────────────────────────────────────────────────────────────────

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import shutil
 import struct
 import sys
 from xml.etree import ElementTree
@@ -11,6 +12,7 @@ import pytest
 
 import fedcover as fc
 from fedcover import plotting
+from fedcover.cli.showing import draw_runs
 from fedcover.errors import FedcoverError, InvalidValue
 from fedcover.history import as_csv, as_json, rows
 from fedcover.reporting.reading import read_run
@@ -123,6 +125,24 @@ def test_report_writes_one_page_and_says_where(fedcover, tmp_path):
     assert '"label":"prefix"' in (tmp_path / "two.html").read_text()
     refused(fedcover("report", "nowhere"), 1, "nowhere is no run folder")
     refused(fedcover("report", "runs", "-o", "page.txt"), 2, "out must be an .html file")
+
+
+def test_report_says_what_it_leaves_out_and_plots_no_run_twice(fedcover, tmp_path, monkeypatch):
+    made_up_run(tmp_path / "runs" / "a")
+    shutil.copytree(tmp_path / "runs" / "a", tmp_path / "runs" / "b")
+    made_up_run(tmp_path / "runs" / "c", lr=0.5)
+    (tmp_path / "runs" / "c" / "experiment.toml").unlink()
+    code, out, err = fedcover("report", "runs")
+    assert (code, out.count("\n")) == (0, 1)
+    assert err.splitlines() == [
+        "runs/c is left out: it has no experiment.toml",
+        "runs/b is left out: the same experiment and seed as runs/a",
+    ]
+    drawn = []
+    monkeypatch.setattr(plotting, "draw", drawn.append)
+    monkeypatch.setattr(plotting, "save", lambda figure, path: None)
+    draw_runs([tmp_path / "runs"], tmp_path / "a.png")
+    assert [len(seeds) for seeds in drawn[0].values()] == [1]
 
 
 def test_tensorboard_reads_what_is_logged(fedcover, tmp_path):

@@ -10,8 +10,9 @@ from fedcover.checkpoints import write_atomically
 from fedcover.cli.options import app
 from fedcover.errors import InvalidValue
 from fedcover.reporting import report as write_report
+from fedcover.reporting.gathering import gather
 from fedcover.reporting.grouping import group
-from fedcover.reporting.reading import Record, find_runs, read_run
+from fedcover.reporting.reading import find_runs, read_run
 
 Folders = Annotated[list[Path], Parameter(help="Run folders, or folders with run folders below them.")]
 Output = Annotated[Path | None, Parameter(name=["--output", "-o"], help="The file to write; else it is printed.")]
@@ -37,7 +38,7 @@ def report(
 
 def draw_runs(runs: list[Path], path: Path) -> None:
     """Draw the curves of runs into a file; those that differ only in the seed become one line with a band."""
-    records = _read(runs)
+    records = gather(runs).records
     lines = {each.label: [records[place].lines for place in each.runs] for each in group(records)}
     plotting.save(plotting.draw(lines), path)
 
@@ -56,7 +57,7 @@ def history_(
         raise InvalidValue("choose one of --csv and --json")
     if output is not None and not (csv or json):
         raise InvalidValue("output needs --csv or --json")
-    found = history.rows(_read(runs))
+    found = history.rows([read_run(folder) for folder in find_runs(runs)])
     if csv or json:
         text = history.as_csv(found) if csv else history.as_json(found) + "\n"
         if output is None:
@@ -65,7 +66,3 @@ def history_(
     columns = ["run", "round", "accuracy", "loss", "train_loss", "gamma_round", "gamma_window", "delta2_mean"]
     console.table("every round", columns, [[row.get(column) for column in columns] for row in found])
     return None
-
-
-def _read(runs: list[Path]) -> list[Record]:
-    return [read_run(folder) for folder in find_runs(runs)]

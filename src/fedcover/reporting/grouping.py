@@ -24,7 +24,7 @@ def group(records: Sequence[Record]) -> list[Group]:
     """The groups in the order of their first runs, each labelled by the settings in which it differs from others."""
     together: dict[str, list[int]] = {}
     for place, record in enumerate(records):
-        together.setdefault(_identity(record), []).append(place)
+        together.setdefault(identity(record), []).append(place)
     members = [part for places in together.values() for part in _apart(records, places)]
     firsts = [records[places[0]] for places in members]
     names = differing(firsts)
@@ -52,7 +52,8 @@ def text(value: Any) -> str:
     return value if isinstance(value, str) else "none" if value is None else json.dumps(value)
 
 
-def _identity(record: Record) -> str:
+def identity(record: Record) -> str:
+    """What runs of one experiment have in common, whatever their seed."""
     same = {name: value for name, value in record.settings.items() if name not in NOT_COMPARED}
     # what was made in Python is known by the name of its run only
     return json.dumps([same, [*record.custom, record.name] if record.custom else []], sort_keys=True, default=str)

@@ -2,6 +2,7 @@
 
 import html
 import json
+import logging
 import math
 import re
 import shlex
@@ -14,8 +15,9 @@ from typing import Any
 
 from fedcover.errors import InvalidValue, RunError
 from fedcover.reporting.fleets import fleet_table
+from fedcover.reporting.gathering import Gathered, gather
 from fedcover.reporting.grouping import group, text
-from fedcover.reporting.reading import NOT_COMPARED, Line, Record, find_runs, read_run
+from fedcover.reporting.reading import NOT_COMPARED, Line, Record
 from fedcover.reporting.thinning import lowest, packed_pictures, points_for, short, spread, thinned
 from fedcover.summary import summarise
 from fedcover.version import __version__
@@ -26,6 +28,8 @@ SCRIPTS = (
 )  # fmt: skip
 """In the order of reading; a later one may use what stands above."""
 
+log = logging.getLogger("fedcover")
+
 MOST_ENTRIES = 50
 """Of a list or table in a certificate."""
 
@@ -35,26 +39,28 @@ def report(
 ) -> Path:
     """Write one self-contained HTML page about run folders (or all that lie below a folder); needs no network to open.
 
-    Runs that differ only in the seed are shown as one, with a band from the lowest to the highest.
+    Runs that differ only in the seed are shown as one, with a band from the lowest to the highest. What is damaged or
+    the same run again is left out; the page and a warning in the log name it.
     """
-    named = [runs] if isinstance(runs, str | Path) else list(runs)
-    records = [read_run(folder) for folder in find_runs(named)]
+    gathered = gather([runs] if isinstance(runs, str | Path) else runs)
     path = Path(out)
     if path.suffix.lower() not in (".html", ".htm"):
         raise InvalidValue(f"out must be an .html file; got {str(out)!r}")
     try:
-        path.write_bytes(page(records, title or _title(records)).encode("utf-8", "replace"))
+        path.write_bytes(page(gathered, title or _title(gathered.records)).encode("utf-8", "replace"))
     except OSError as error:
         raise RunError(f"cannot write {path}: {error.strerror}") from error
+    for note in gathered.notes:
+        log.warning("%s", note)
     return path
 
 
-def page(records: Sequence[Record], title: str) -> str:
+def page(gathered: Gathered, title: str) -> str:
     """The page as text."""
     filled = {
         "TITLE": html.escape(title),
         "STYLE": asset("page.css"),
-        "DATA": as_script(payload(records, title)),
+        "DATA": as_script(payload(gathered, title)),
         "SCRIPT": "\n".join(asset(name) for name in SCRIPTS),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda place: filled[place[1]], asset("page.html"))
@@ -78,13 +84,15 @@ def asset(name: str) -> str:
     return files("fedcover.reporting").joinpath("assets", name).read_text(encoding="utf-8")
 
 
-def payload(records: Sequence[Record], title: str) -> dict[str, Any]:
+def payload(gathered: Gathered, title: str) -> dict[str, Any]:
     """All that the page shows."""
+    records = gathered.records
     groups = group(records)
     return {
         "title": title,
         "version": __version__,
         "made": datetime.now(UTC).isoformat(timespec="minutes"),
+        "notes": gathered.notes,
         "groups": [{"label": g.label, "settings": g.settings, "runs": list(g.runs)} for g in groups],
         "runs": [run_entry(record, len(records)) for record in records],
     }

@@ -27,6 +27,8 @@ class Record:
     manifest: dict[str, Any]
     lines: list[Line]
     certificate: dict[str, Any] | None
+    damaged: int
+    """Lines of metrics.jsonl that hold no round."""
 
     @property
     def name(self) -> str:
@@ -68,6 +70,12 @@ def find_runs(paths: Iterable[str | Path]) -> list[Path]:
     return list(found)
 
 
+def folders_without_experiment(paths: Iterable[str | Path]) -> list[Path]:
+    """Folders below those that are named with the figures of a run, but nothing that says what was run."""
+    below = {file.parent for path in map(Path, paths) for file in path.rglob("metrics.jsonl")}
+    return sorted(folder for folder in below if not (folder / "experiment.toml").is_file())
+
+
 def read_run(folder: Path) -> Record:
     """Read a run folder; the run may still be going on."""
     path = folder / "experiment.toml"
@@ -77,8 +85,18 @@ def read_run(folder: Path) -> Record:
     except (OSError, ValueError) as error:
         raise RunError(f"{path} cannot be read: {error}") from error
     manifest, certificate = _json(folder / "manifest.json"), _json(folder / "certificate.json")
-    lines = {line["round"]: line for line in read_lines(folder / "metrics.jsonl")}
-    return Record(folder, toml, settings, manifest or {}, [lines[round] for round in sorted(lines)], certificate)
+    ended = _ended_lines(folder / "metrics.jsonl")  # before reading: lines that a run adds meanwhile are no damage
+    read = read_lines(folder / "metrics.jsonl")
+    lines = {line["round"]: line for line in read}
+    return Record(
+        folder, toml, settings, manifest or {}, [lines[round] for round in sorted(lines)], certificate,
+        damaged=max(0, ended - len(read)),
+    )  # fmt: skip
+
+
+def _ended_lines(path: Path) -> int:
+    """How many lines have their end; a last one without it may still be being written, which is no damage."""
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def _json(path: Path) -> dict[str, Any] | None:

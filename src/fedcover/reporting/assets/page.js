@@ -71,6 +71,15 @@ function detail() {
   );
 }
 
+const notes = () =>
+  DATA.notes.length
+    ? h(
+        "ul",
+        { id: "notes", class: "warn small", "aria-label": "Left out of this page" },
+        DATA.notes.map((note) => h("li", {}, note)),
+      )
+    : null;
+
 function start() {
   const seeds = DATA.runs.length > GROUPS.length ? `, ${GROUPS.length} different but for the seed` : "";
   const many = DATA.runs.length === 1 ? "1 run" : `${DATA.runs.length} runs${seeds}`;
@@ -113,6 +122,7 @@ function start() {
         "section",
         { "aria-labelledby": "runs" },
         h("h2", { id: "runs" }, "Runs"),
+        notes(),
         filterBar(),
         runTable(),
         h("p", { class: "small soft" }, "± is half the distance from the lowest seed to the highest, in points."),

@@ -1,0 +1,46 @@
+"""All runs that a page or a plot is about, each seed of an experiment once; and, in words, what had to be left out."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedcover.reporting.grouping import identity
+from fedcover.reporting.reading import Record, find_runs, folders_without_experiment, read_run
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Runs that can be compared, and one sentence for everything that is missing among them."""
+
+    records: list[Record]
+    notes: list[str]
+
+
+def gather(paths: Iterable[str | Path]) -> Gathered:
+    """Read the run folders that are named or lie below a named folder."""
+    named = list(paths)
+    records = [read_run(folder) for folder in find_runs(named)]
+    again = _repeated(records)
+    kept = [record for place, record in enumerate(records) if place not in again]
+    notes = [f"{folder} is left out: it has no experiment.toml" for folder in folders_without_experiment(named)]
+    notes += [_cut(record) for record in kept if record.damaged]
+    notes += [
+        f"{records[place].folder} is left out: the same experiment and seed as {records[first].folder}"
+        for place, first in again.items()
+    ]
+    return Gathered(kept, notes)
+
+
+def _cut(record: Record) -> str:
+    lines = "1 line" if record.damaged == 1 else f"{record.damaged} lines"
+    return f"{record.folder / 'metrics.jsonl'} is damaged: {lines} left out, {len(record.lines)} rounds can be read"
+
+
+def _repeated(records: Sequence[Record]) -> dict[int, int]:
+    """The places of runs whose experiment and seed another run has, each with the place of the one that is used."""
+    alike: dict[tuple[str, object], list[int]] = {}
+    for place, record in enumerate(records):
+        if not record.custom:  # what was made in Python under one name and seed may be anything
+            alike.setdefault((identity(record), record.settings.get("seed")), []).append(place)
+    longest = [(places, max(places, key=lambda place: len(records[place].lines))) for places in alike.values()]
+    return {place: used for places, used in longest for place in places if place != used}
