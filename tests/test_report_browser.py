@@ -1,6 +1,7 @@
 """The report page in a real browser: every plot is drawn, nothing complains, filters and keyboard work."""
 
 import json
+import shutil
 
 import pytest
 
@@ -28,6 +29,12 @@ CERTIFICATE = {
 @pytest.fixture(scope="module")
 def browser():
     with Browser() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def phone():
+    with Browser(360, 740) as opened:
         yield opened
 
 
@@ -221,16 +228,22 @@ def test_light_and_dark(page):
     page.wait("return document.querySelectorAll('#coverage table canvas').length > 0")
 
 
-def test_it_fits_a_phone(compared):
-    with Browser(360, 740) as phone:
-        phone.open(compared)
-        phone.wait("return document.querySelectorAll('#coverage table canvas').length > 0")
-        for plot in PLOTS:
-            phone.run(f"document.querySelector('#{plot} .plot').focus()")
-            phone.press(RIGHT)
-            assert phone.run("return document.documentElement.scrollWidth <= innerWidth")
-        assert {plot: curves(phone, plot) > 0 for plot in PLOTS} == dict.fromkeys(PLOTS, True)
-        assert phone.complaints() == []
+def test_it_fits_a_phone(phone, compared):
+    phone.open(compared)
+    phone.wait("return document.querySelectorAll('#coverage table canvas').length > 0")
+    for plot in PLOTS:
+        phone.run(f"document.querySelector('#{plot} .plot').focus()")
+        phone.press(RIGHT)
+        assert phone.run("return document.documentElement.scrollWidth <= innerWidth")
+    assert {plot: curves(phone, plot) > 0 for plot in PLOTS} == dict.fromkeys(PLOTS, True)
+    assert phone.complaints() == []
+
+
+def test_bars_of_the_fleet_are_as_long_as_its_shares_on_a_phone(phone, tmp_path):
+    made_up_run(tmp_path / "run", fleet="4x1.0 + 6x0.5")
+    phone.open(fc.report(tmp_path / "run", tmp_path / "report.html"))
+    few, many = phone.run("return [...document.querySelectorAll('.meter i')].map(e => e.getBoundingClientRect().width)")
+    assert few / many == pytest.approx(4 / 6, abs=0.01)
 
 
 def test_what_a_run_is_called_stays_text(browser, tmp_path):
@@ -241,6 +254,14 @@ def test_what_a_run_is_called_stays_text(browser, tmp_path):
     assert browser.run("return document.querySelectorAll('img').length") == 0
     assert browser.run("return document.scripts.length") == 2
     assert browser.complaints() == []
+
+
+def test_what_is_left_out_is_said_on_the_page(browser, tmp_path):
+    made_up_run(tmp_path / "runs" / "a")
+    shutil.copytree(tmp_path / "runs" / "a", tmp_path / "runs" / "b")
+    browser.open(fc.report(tmp_path / "runs", tmp_path / "report.html"))
+    assert browser.run("return document.querySelector('#notes').textContent").endswith(f"as {tmp_path / 'runs' / 'a'}")
+    assert browser.run("return document.querySelector('#runs ~ .card tbody').textContent.includes('seed 0')")
 
 
 def test_a_run_without_a_round(browser, tmp_path):

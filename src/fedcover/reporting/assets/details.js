@@ -6,7 +6,7 @@ function fleetCard(run) {
   );
   const bars = run.fleet.map((row) => [
     h("b", {}, String(row.capacity)),
-    h("i", { style: `width: ${Math.round((340 * row.devices) / devices)}px` }),
+    h("i", { style: `width: ${((100 * row.devices) / devices).toFixed(1)}%` }),
     h("span", { class: "soft said" }, `${row.devices} of ${devices} devices`),
   ]);
   const columns = [
