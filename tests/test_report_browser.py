@@ -246,6 +246,25 @@ def test_bars_of_the_fleet_are_as_long_as_its_shares_on_a_phone(phone, tmp_path)
     assert few / many == pytest.approx(4 / 6, abs=0.01)
 
 
+def test_a_phone_shows_the_accuracy_and_says_that_tables_scroll(phone, compared):
+    phone.open(compared)
+    cells = """const box = document.querySelector('#runs ~ .card');
+      return [...box.querySelectorAll('tbody td:nth-child(2)')].map(e =>
+        [e.textContent, e.getBoundingClientRect().right <= box.getBoundingClientRect().right])"""
+    assert [("%" in text, seen) for text, seen in phone.run(cells)].count((True, True)) == 4  # one has none yet
+    hint = "return getComputedStyle(document.querySelector('#runs ~ .card'), '::after').content.includes('scroll')"
+    phone.wait(hint)
+    phone.run("document.querySelector('#runs ~ .card').scrollLeft = 9999")
+    phone.wait(hint.replace("return ", "return !"))
+    assert phone.complaints() == []
+
+
+def test_lines_are_named_below_the_plots_of_a_phone(phone, compared):
+    phone.open(compared)
+    named = "return [...document.querySelectorAll('#noise .ends li')].map(e => e.textContent).sort().join()"
+    assert phone.run(named) == "full,magnitude,prefix,random,rolling"
+
+
 def test_what_a_run_is_called_stays_text(browser, tmp_path):
     browser.open(fc.report(attacked(tmp_path / "evil"), tmp_path / "report.html", title=ATTACK))
     assert browser.run("return document.title") == ATTACK

@@ -49,7 +49,7 @@ function told(value) {
         "details",
         { open: !rows || rows.length <= 16 },
         h("summary", {}, spoken(name)),
-        h("div", { class: rows ? "scroll" : "inner" }, rows ? rowTable(rows) : told(inner)),
+        rows ? scroller({}, rowTable(rows)) : h("div", { class: "inner" }, told(inner)),
       );
     }),
   ];

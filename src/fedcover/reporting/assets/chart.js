@@ -1,4 +1,6 @@
 // A chart of lines with bands: redrawn at the width there is, with a cursor for pointer and keyboard alike.
+const MOST_NAMES = 8;
+
 function ticks(low, high, wanted) {
   const rough = (high - low || 1) / wanted;
   const power = 10 ** Math.floor(Math.log10(rough));
@@ -40,6 +42,7 @@ function lineChart(options) {
   plot.setAttribute("aria-label", `${options.title}: chart. Left and right arrow keys move the cursor.`);
   let sheet = null;
   const cursor = cursorOn(plot, () => sheet, options.format);
+  const ends = h("ul", { class: "ends", "aria-hidden": "true" }); // the cursor and the table tell it to screen readers
   const behind = lazyTable("Table", () => seriesTable(options, sheet ? sheet.lines : []));
 
   function draw() {
@@ -47,6 +50,7 @@ function lineChart(options) {
     sheet = lines.length ? sheetOf(lines, options, plot.clientWidth || 480) : null;
     const nothing = "Nothing to draw yet: no such figure has been measured in the runs shown.";
     plot.replaceChildren(...(sheet ? [sheet.element, cursor.tip] : [h("p", { class: "nothing" }, nothing)]));
+    ends.replaceChildren(...(sheet && !sheet.named ? lineNames(lines) : []));
     cursor.move(null);
     behind.refresh();
   }
@@ -54,12 +58,12 @@ function lineChart(options) {
   onChange(draw);
   const note = h("span", { class: "small soft" }, options.note);
   const caption = h("figcaption", {}, h("h3", {}, options.title), options.controls, note);
-  return h("figure", { class: "card", id: options.id }, caption, plot, behind);
+  return h("figure", { class: "card", id: options.id }, caption, plot, ends, behind);
 }
 
 function sheetOf(lines, options, width) {
   // a drawing, and what the cursor must know of it
-  const named = width > 430 && lines.length <= 8;
+  const named = width > 430 && lines.length <= MOST_NAMES;
   const longest = Math.max(...lines.map((line) => line.label.length));
   const right = width - (named ? Math.min(width * 0.3, 28 + 6.6 * longest) : 10);
   const frame = { left: 46, right, top: 12, bottom: 232, width };
@@ -83,7 +87,7 @@ function sheetOf(lines, options, width) {
     named ? names(lines, y, frame) : null,
     mark,
   );
-  return { element, lines, frame, x, y, mark, stops: [...new Set(xs)].sort((a, b) => a - b) };
+  return { element, named, lines, frame, x, y, mark, stops: [...new Set(xs)].sort((a, b) => a - b) };
 }
 
 function watchWidth(element, draw) {
@@ -181,6 +185,12 @@ function names(lines, y, frame) {
     ),
   );
 }
+
+const lineNames = (lines) =>
+  // below the drawing where there is no room beside it
+  lines.length > MOST_NAMES
+    ? []
+    : lines.map((line) => h("li", { "data-group": line.group }, swatch(line.style), h("span", {}, line.label)));
 
 function seriesTable(options, lines) {
   const rounds = [...new Set(lines.flatMap((line) => line.points.map((p) => p.round)))].sort((a, b) => a - b);

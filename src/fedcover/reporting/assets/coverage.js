@@ -57,8 +57,7 @@ function pictureBook(run, { layers, frames }) {
   readColours();
   const names = Object.keys(layers);
   const missed = frames.map((frame) => frame.missed.map((text, place) => average(pixels(text, layers[names[place]]))));
-  const grid = h("div", {
-    class: "scroll",
+  const grid = scroller({
     tabindex: 0,
     role: "region",
     "aria-label": "Pictures of the layers, one row per client",

@@ -31,9 +31,8 @@ function fleetCard(run) {
       { class: "meter", role: "img", "aria-label": "Devices by capacity; the table below has the numbers" },
       bars,
     ),
-    h(
-      "div",
-      { class: "scroll" },
+    scroller(
+      {},
       table(
         columns,
         run.fleet.map((row) => [
@@ -77,9 +76,8 @@ function experimentCard(run) {
       "details",
       {},
       h("summary", {}, "Versions and machine"),
-      h(
-        "div",
-        { class: "scroll" },
+      scroller(
+        {},
         table(
           [
             ["what", false],

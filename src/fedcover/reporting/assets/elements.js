@@ -42,9 +42,20 @@ function table(columns, rows, attributes) {
   return h("table", attributes || {}, h("thead", {}, h("tr", {}, head)), h("tbody", {}, body));
 }
 
+function scroller(attributes, ...children) {
+  // a box that says so while something of it lies beyond its right edge
+  const box = h("div", { ...attributes, class: ["scroll", attributes.class].filter(Boolean).join(" ") }, ...children);
+  const look = () => box.toggleAttribute("data-more", box.scrollLeft + box.clientWidth < box.scrollWidth - 1);
+  const soon = () => requestAnimationFrame(look); // the hint changes the height that is being watched
+  new ResizeObserver(soon).observe(box);
+  new MutationObserver(soon).observe(box, { childList: true });
+  box.addEventListener("scroll", soon);
+  return box;
+}
+
 function lazyTable(name, make) {
   // the numbers behind a plot: made when somebody wants them
-  const box = h("div", { class: "scroll" });
+  const box = scroller({});
   const details = h("details", {}, h("summary", {}, name), box);
   details.addEventListener("toggle", () => details.open && box.replaceChildren(make()));
   details.refresh = () => details.open && box.replaceChildren(make());

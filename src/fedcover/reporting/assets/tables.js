@@ -81,9 +81,23 @@ const chips = (name, values, toggled) =>
     }),
   );
 
+function figureCell(group, [name, , format]) {
+  const value = total(group, name);
+  return h(
+    "td",
+    { class: "num", title: spreadText(value, format) },
+    value ? format(value.mean) : "–",
+    value && value.n > 1 && name === "accuracy"
+      ? h("span", { class: "soft small" }, ` ± ${(50 * (value.high - value.low)).toFixed(1)}`)
+      : null,
+  );
+}
+
 function runTable() {
   const known = COLUMNS.filter(([name]) => DATA.runs.some((run) => number(run.totals[name])));
-  const box = h("div", { class: "card scroll", tabindex: 0, role: "region", "aria-label": "Table of the runs" });
+  const first = known.filter(([name]) => name === "accuracy"); // beside the name: a phone shows no more than that
+  const others = known.filter(([name]) => name !== "accuracy");
+  const box = scroller({ class: "card", tabindex: 0, role: "region", "aria-label": "Table of the runs" });
   let by = null,
     down = true;
 
@@ -117,7 +131,7 @@ function runTable() {
 
   function row(group) {
     const runs = runsOf(group);
-    const states = [...new Set(runs.map(statusOf))].join("; ");
+    const states = [...new Set(runs.map(statusOf))].map((state) => h("div", { class: "state" }, state));
     const seeds = runs.length > 1 ? `${runs.length} seeds` : `seed ${runs[0].seed}`;
     return h(
       "tr",
@@ -126,20 +140,11 @@ function runTable() {
         onmouseenter: () => highlight(group.place),
         onmouseleave: () => highlight(null),
       },
-      h("th", { scope: "row" }, swatch(group.style), " ", group.label),
+      h("th", { scope: "row" }, h("div", { class: "run" }, swatch(group.style), h("span", {}, group.label))),
+      first.map((column) => figureCell(group, column)),
       h("td", { class: "num small" }, seeds),
       h("td", { class: runs.some((run) => run.notFinite) ? "warn small" : "small" }, states),
-      known.map(([name, , format]) => {
-        const value = total(group, name);
-        return h(
-          "td",
-          { class: "num", title: spreadText(value, format) },
-          value ? format(value.mean) : "–",
-          value && value.n > 1 && name === "accuracy"
-            ? h("span", { class: "soft small" }, ` ± ${(50 * (value.high - value.low)).toFixed(1)}`)
-            : null,
-        );
-      }),
+      others.map((column) => figureCell(group, column)),
       h(
         "td",
         {},
@@ -172,9 +177,10 @@ function runTable() {
             "tr",
             {},
             head("label", "runs"),
+            first.map(([name, text]) => head(name, text)),
             h("th", { scope: "col", class: "num" }, "seeds"),
             h("th", { scope: "col" }, "state"),
-            known.map(([name, text]) => head(name, text)),
+            others.map(([name, text]) => head(name, text)),
             h("th", { scope: "col" }, h("span", { class: "soft" }, "")),
           ),
         ),
