@@ -94,6 +94,30 @@ def test_every_plot_is_drawn(page):
     assert "2 of 6 rounds" in page.run("return document.querySelector('#runs ~ .card').textContent")
 
 
+def test_marks_of_an_axis_reach_around_the_lines(page):
+    heights = """const plot = document.querySelector('#' + arguments[0]);
+      const marks = [...plot.querySelectorAll('.gridline')].map(e => e.y1.baseVal.value);
+      const boxes = [...plot.querySelectorAll('.curve')].map(e => e.getBBox());
+      return [marks, boxes.flatMap(box => [box.y, box.y + box.height])]"""
+    for plot in ("accuracy", "loss", "noise"):
+        marks, lines = page.run(heights, plot)
+        assert 4 <= len(marks) <= 6, plot
+        assert min(marks) - 0.1 <= min(lines), plot
+        assert max(lines) <= max(marks) + 0.1, plot
+
+
+def test_rows_of_the_table_do_not_wrap_at_an_ordinary_width(browser, tmp_path):
+    for policy in ("full", "rolling(spread=true)"):
+        made_up_run(tmp_path / "runs" / policy[:4], policy=policy, rounds=8, layers=1)
+    browser.open(fc.report(tmp_path / "runs", tmp_path / "report.html"))
+    high = "return [...document.querySelectorAll('#runs ~ .card tbody tr')].map(e => e.getBoundingClientRect().height)"
+    short, long = browser.run(high)
+    assert short == long
+    lines = """return [...document.querySelectorAll('.run span, .state')].map(e => {
+      const range = document.createRange(); range.selectNodeContents(e); return range.getClientRects().length })"""
+    assert set(browser.run(lines)) == {1}
+
+
 def test_the_pictures_are_drawn_and_follow_the_round(page):
     page.wait("return document.querySelectorAll('#coverage table canvas').length === 3 * 12")
     painted = """return [...document.querySelectorAll('#coverage table canvas')].filter(c => {

@@ -1,38 +1,52 @@
 // A chart of lines with bands: redrawn at the width there is, with a cursor for pointer and keyboard alike.
 const MOST_NAMES = 8;
 
-function ticks(low, high, wanted) {
-  const rough = (high - low || 1) / wanted;
+function ticks(low, high, { ticks: wanted, whole }) {
+  const rough = (high - low) / wanted;
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((value) => value >= rough);
   const found = [];
   for (let place = Math.ceil(low / step - 1e-9); place * step <= high + step * 1e-9; place += 1)
     found.push(+(place * step).toPrecision(12));
-  return found;
+  return found.filter((mark) => !whole || Number.isInteger(mark));
+}
+
+function around(low, high, whole) {
+  // the finest round steps of which six marks at most, the outer two included, hold everything between them
+  const power = Math.floor(Math.log10((high - low) / 10));
+  const steps = [power, power + 1].flatMap((each) => [1, 2, 2.5, 5].map((factor) => factor * 10 ** each));
+  const ends = (step) => [Math.floor(low / step + 1e-9), Math.ceil(high / step - 1e-9)];
+  const step = steps.find((each) => ends(each)[1] - ends(each)[0] <= 5 && (!whole || Number.isInteger(each)));
+  const [first, last] = ends(step);
+  return Array.from({ length: last - first + 1 }, (_, place) => +((first + place) * step).toPrecision(12));
+}
+
+function logScale(low, high, from, to) {
+  const first = Math.floor(Math.log10(low));
+  const every = Math.ceil((Math.ceil(Math.log10(high)) - first) / 6);
+  const marks = [10 ** first];
+  while (marks.at(-1) < high) marks.push(10 ** (first + every * marks.length));
+  const powers = every * (marks.length - 1);
+  return { at: (value) => from + ((Math.log10(value) - first) / powers) * (to - from), marks, log: true };
 }
 
 function scaleOf(values, options, from, to) {
-  // a linear scale with room, or a logarithmic one where values span more than two orders of magnitude
+  // a linear scale between round marks, or a logarithmic one where values span more than two orders of magnitude
   let low = Math.min(...values),
     high = Math.max(...values);
-  const log = options.log && low > 0 && high / low > 100;
-  if (log) {
-    const [a, b] = [Math.floor(Math.log10(low)), Math.ceil(Math.log10(high))];
-    const at = (value) => from + ((Math.log10(value) - a) / (b - a)) * (to - from);
-    const every = Math.ceil((b - a) / 6);
-    const marks = [];
-    for (let power = a; power <= b; power += every) marks.push(10 ** power);
-    return { at, marks, log };
-  }
+  if (options.log && low > 0 && high / low > 100) return logScale(low, high, from, to);
   if (options.zero) low = Math.min(0, low);
   if (options.whole) high = Math.max(high, low + 1);
-  const room = (high - low || Math.abs(high) || 1) * (options.tight ? 0 : 0.06);
-  if (!options.zero || low < 0) low -= room;
-  high += room;
-  if (options.most !== undefined) high = Math.min(high, options.most);
-  if (high === low) high = low + 1;
-  const marks = ticks(low, high, options.ticks || 5).filter((mark) => !options.whole || Number.isInteger(mark));
+  if (high === low) [low, high] = apart(low, options);
+  const marks = options.tight ? ticks(low, high, options) : around(low, high, options.whole);
+  if (!options.tight) [low, high] = [marks[0], marks.at(-1)];
   return { at: (value) => from + ((value - low) / (high - low)) * (to - from), marks, log: false };
+}
+
+function apart(value, options) {
+  // one value alone gets some room around it
+  const room = 0.05 * Math.abs(value) || 1;
+  return [options.zero ? value : value - room, Math.min(value + room, options.most ?? Infinity)];
 }
 
 function lineChart(options) {

@@ -137,7 +137,7 @@ function costFigure() {
     const frame = { left: 46, right: width - 16, top: 12, bottom: 232, width };
     const x = scaleOf(
       points.flatMap((p) => [p.x.low, p.x.high]),
-      { zero: true, log: true, ticks: 5 },
+      { zero: true, log: true },
       frame.left,
       frame.right,
     );
