@@ -155,6 +155,18 @@ def test_filters_change_the_table_and_every_plot(page):
     assert page.run("return document.querySelectorAll('path.band').length") == 0
 
 
+def test_filters_that_no_run_passes_are_named_as_the_reason(page):
+    page.run("document.querySelector('input[type=search]').focus()")
+    page.press(*"zzz")
+    for place in ("#accuracy", "#cost", "#runs ~ .card"):
+        said = page.run("return document.querySelector(arguments[0]).textContent", place)
+        assert "No run matches" in said
+        assert "Nothing to draw yet" not in said
+    click(page, "button", "Show all")
+    page.run("for (const button of document.querySelectorAll('.legend button')) button.click()")
+    assert "Every run is hidden" in page.run("return document.querySelector('#accuracy').textContent")
+
+
 def test_seeds_can_be_looked_at_one_by_one_and_against_what_was_paid(page):
     click(page, "#single")
     assert curves(page) == 7

@@ -46,7 +46,7 @@ function scaleOf(values, options, from, to) {
 function apart(value, options) {
   // one value alone gets some room around it
   const room = 0.05 * Math.abs(value) || 1;
-  return [options.zero ? value : value - room, Math.min(value + room, options.most ?? Infinity)];
+  return [options.zero || value === 0 ? value : value - room, Math.min(value + room, options.most ?? Infinity)];
 }
 
 function lineChart(options) {
@@ -62,7 +62,7 @@ function lineChart(options) {
   function draw() {
     const lines = options.series();
     sheet = lines.length ? sheetOf(lines, options, plot.clientWidth || 480) : null;
-    const nothing = "Nothing to draw yet: no such figure has been measured in the runs shown.";
+    const nothing = whyNothing("no such figure has been measured in the runs shown.");
     plot.replaceChildren(...(sheet ? [sheet.element, cursor.tip] : [h("p", { class: "nothing" }, nothing)]));
     ends.replaceChildren(...(sheet && !sheet.named ? lineNames(lines) : []));
     cursor.move(null);

@@ -131,7 +131,7 @@ function costFigure() {
     behind.refresh();
     if (!points.length)
       return plot.replaceChildren(
-        h("p", { class: "nothing" }, "Nothing to draw yet: no run shown here has been evaluated."),
+        h("p", { class: "nothing" }, whyNothing("no run shown here has been evaluated.")),
       );
     const width = plot.clientWidth || 480;
     const frame = { left: 46, right: width - 16, top: 12, bottom: 232, width };

@@ -37,7 +37,13 @@ function passes(group) {
   );
 }
 const listed = () => GROUPS.filter(passes);
+const NO_MATCH = "No run matches: \u201cShow all\u201d brings all of them back.";
 const drawn = () => listed().filter((group) => !shown.hidden.has(group.place));
+
+function whyNothing(unmeasured) {
+  if (!listed().length) return NO_MATCH;
+  return drawn().length ? `Nothing to draw yet: ${unmeasured}` : "Every run is hidden: press one above the plots.";
+}
 
 function curve(runs, part, name, axis) {
   // the mean over seeds at every round that any of them has, with the lowest, the highest and how many there were

@@ -186,6 +186,7 @@ function runTable() {
         ),
         h("tbody", {}, groups.map(row)),
       ),
+      ...(groups.length ? [] : [h("p", { class: "nothing" }, NO_MATCH)]),
     );
     if (focused)
       [...box.querySelectorAll("thead button")]
