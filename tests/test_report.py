@@ -61,6 +61,22 @@ def test_groups_are_called_after_what_differs_or_after_their_runs_where_that_is_
     assert set(labels(both[0], again)) == {"clients 20", "clients 30"}
 
 
+def test_runs_and_values_stand_in_natural_order(tmp_path):
+    rates = (0.011, 0.1, 0.02, 1e-05, 10.0, 2.0)
+    for place, rate in enumerate(rates):
+        made_up_run(tmp_path / "runs" / f"r{place + 8}", lr=rate, policy="prefix" if place % 2 else "rolling")
+    data = report(tmp_path, tmp_path / "runs")
+    assert [Path(run["folder"]).name for run in data["runs"]] == ["r8", "r9", "r10", "r11", "r12", "r13"]
+    assert data["values"] == {
+        "policy": ["prefix", "rolling"],
+        "lr": ["1e-05", "0.011", "0.02", "0.1", "2.0", "10.0"],
+    }
+    assert [each["label"] for each in data["groups"]] == [
+        "prefix, lr 1e-05", "prefix, lr 0.1", "prefix, lr 2.0", "rolling, lr 0.011", "rolling, lr 0.02",
+        "rolling, lr 10.0",
+    ]  # fmt: skip
+
+
 def test_parts_made_in_python_are_no_repetition_unless_named_so_with_other_seeds(tmp_path):
     def custom(folder, **fields):
         made = made_up_run(tmp_path / folder, **fields)

@@ -167,6 +167,32 @@ def test_filters_that_no_run_passes_are_named_as_the_reason(page):
     assert "Every run is hidden" in page.run("return document.querySelector('#accuracy').textContent")
 
 
+def test_one_of_many_values_can_be_taken_by_keyboard(page):
+    page.run("document.querySelector('[data-setting=policy] select').focus()")
+    page.press(*"rand")
+    assert rows(page) == ["random"]
+    chips = "return [...document.querySelectorAll('[data-setting=policy] input')].map(e => e.checked)"
+    assert page.run(chips) == [False, False, False, True, False]
+    click(page, "[data-setting=policy] input")  # a further one
+    assert page.run("return document.querySelector('[data-setting=policy] select').value") == "some"
+    assert rows(page) == ["full", "random"]
+    click(page, "button", "Show all")
+    assert page.run("return document.querySelector('[data-setting=policy] select').value") == "all"
+    assert len(rows(page)) == 5
+    assert "“only” takes one of them" in page.run("return document.querySelector('.filters').textContent")
+
+
+def test_names_sort_as_people_count(browser, tmp_path):
+    made = [made_up_run(tmp_path / f"r{rate}", lr=rate, layers=1) for rate in (0.011, 0.1, 0.02)]
+    browser.open(fc.report(made, tmp_path / "report.html"))
+    chips = "return [...document.querySelectorAll('[data-setting=lr] .chip')].map(e => e.textContent)"
+    assert browser.run(chips) == ["0.011", "0.02", "0.1"]
+    assert rows(browser) == ["lr 0.011", "lr 0.02", "lr 0.1"]
+    for wanted in (["lr 0.011", "lr 0.02", "lr 0.1"], ["lr 0.1", "lr 0.02", "lr 0.011"]):
+        click(browser, "#runs ~ .card thead button", "runs")
+        assert rows(browser) == wanted
+
+
 def test_seeds_can_be_looked_at_one_by_one_and_against_what_was_paid(page):
     click(page, "#single")
     assert curves(page) == 7

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from os.path import commonprefix
 from typing import Any
 
+from fedcover.reporting.ordering import natural
 from fedcover.reporting.reading import NOT_COMPARED, Record
 
 LONGEST_LABEL = 44
@@ -21,7 +22,7 @@ class Group:
 
 
 def group(records: Sequence[Record]) -> list[Group]:
-    """The groups in the order of their first runs, each labelled by the settings in which it differs from others."""
+    """The groups in natural order, each labelled by the settings in which it differs from others."""
     together: dict[str, list[int]] = {}
     for place, record in enumerate(records):
         together.setdefault(identity(record), []).append(place)
@@ -31,10 +32,11 @@ def group(records: Sequence[Record]) -> list[Group]:
     labels = _unique(
         [_label(record, names) for record in firsts], [_named(records, places) for places in members], firsts
     )
-    return [
+    groups = [
         Group(label, {name: text(record.settings.get(name)) for name in names}, tuple(places))
         for label, record, places in zip(labels, firsts, members, strict=True)
     ]
+    return sorted(groups, key=lambda each: natural(each.label))
 
 
 def differing(records: Sequence[Record]) -> list[str]:

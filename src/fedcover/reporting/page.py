@@ -16,7 +16,8 @@ from typing import Any
 from fedcover.errors import InvalidValue, RunError
 from fedcover.reporting.fleets import fleet_table
 from fedcover.reporting.gathering import Gathered, gather
-from fedcover.reporting.grouping import group, text
+from fedcover.reporting.grouping import Group, group, text
+from fedcover.reporting.ordering import natural
 from fedcover.reporting.reading import NOT_COMPARED, Line, Record
 from fedcover.reporting.thinning import lowest, packed_pictures, points_for, short, spread, thinned
 from fedcover.summary import summarise
@@ -94,8 +95,14 @@ def payload(gathered: Gathered, title: str) -> dict[str, Any]:
         "made": datetime.now(UTC).isoformat(timespec="minutes"),
         "notes": gathered.notes,
         "groups": [{"label": g.label, "settings": g.settings, "runs": list(g.runs)} for g in groups],
+        "values": values(groups),
         "runs": [run_entry(record, len(records)) for record in records],
     }
+
+
+def values(groups: Sequence[Group]) -> dict[str, list[str]]:
+    """The values of every setting in which groups differ, in natural order."""
+    return {name: sorted({each.settings[name] for each in groups}, key=natural) for name in groups[0].settings}
 
 
 def run_entry(record: Record, runs: int) -> dict[str, Any]:

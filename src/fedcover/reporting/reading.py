@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedcover.errors import RunError
+from fedcover.reporting.ordering import natural
 from fedcover.summary import read_lines
 
 Line = dict[str, Any]
@@ -59,15 +60,17 @@ def find_runs(paths: Iterable[str | Path]) -> list[Path]:
     """The run folders that are named, or that lie below a folder that is named; each one once."""
     found: dict[Path, None] = {}
     for path in map(Path, paths):
-        here = (
-            [path] if (path / "experiment.toml").is_file() else sorted(p.parent for p in path.rglob("experiment.toml"))
-        )
+        here = [path] if (path / "experiment.toml").is_file() else _below(path)
         if not here:
             raise RunError(f"{path} is no run folder, and there is none below it: no experiment.toml")
         found.update(dict.fromkeys(here))
     if not found:
         raise RunError("there is no run to show: name at least one run folder")
     return list(found)
+
+
+def _below(path: Path) -> list[Path]:
+    return sorted((file.parent for file in path.rglob("experiment.toml")), key=lambda folder: natural(str(folder)))
 
 
 def folders_without_experiment(paths: Iterable[str | Path]) -> list[Path]:

@@ -32,7 +32,6 @@ function filterBar() {
   onChange(() => {
     count.textContent = `${listed().length} of ${GROUPS.length} shown`;
   });
-  const names = [...new Set(GROUPS.flatMap((group) => Object.keys(group.settings)))];
   if (GROUPS.length > 1)
     box.append(
       h(
@@ -43,43 +42,60 @@ function filterBar() {
         count,
       ),
     );
-  for (const name of names)
+  for (const [name, values] of Object.entries(DATA.values))
     box.append(
-      chips(name, [...new Set(GROUPS.map((group) => group.settings[name]))], (value, on) => {
-        const without = new Set(shown.without[name]);
-        if (on) without.delete(value);
-        else without.add(value);
+      chips(name, values, (kept) => {
+        const without = new Set(values.filter((value) => !kept.has(value)));
         change({ without: { ...shown.without, [name]: without } });
       }),
     );
-  if (SEEDS.length > 1)
-    box.append(
-      chips("seed", SEEDS, (value, on) => {
-        const seeds = new Set(shown.seeds);
-        if (on) seeds.add(value);
-        else seeds.delete(value);
-        change({ seeds });
-      }),
-    );
+  if (SEEDS.length > 1) box.append(chips("seed", SEEDS, (seeds) => change({ seeds })));
+  if (box.querySelector(".only"))
+    box.append(h("p", { class: "soft small" }, "Press a value to hide or show its runs; \u201conly\u201d takes one of them."));
   return box;
 }
 
 function reset(box, search) {
   search.value = "";
   for (const input of box.querySelectorAll("input[type=checkbox]")) input.checked = true;
+  for (const only of box.querySelectorAll("fieldset select")) only.value = ALL;
   change({ without: {}, seeds: new Set(SEEDS), words: "", hidden: new Set() });
 }
 
-const chips = (name, values, toggled) =>
-  h(
+const [ALL, SOME] = ["all", "some"];
+
+function chips(name, values, keep) {
+  // a switch for every value, and a list to take one of them (by its place) or all again
+  const kept = () => values.filter((_, place) => inputs[place].checked);
+  const told = () => {
+    const on = kept();
+    only.value = on.length === values.length ? ALL : on.length === 1 ? values.indexOf(on[0]) : SOME;
+    keep(new Set(on));
+  };
+  const inputs = values.map(() => h("input", { type: "checkbox", checked: true, onchange: told }));
+  const only = h(
+    "select",
+    {
+      "aria-label": `only one ${name}`,
+      onchange: () => {
+        inputs.forEach((input, place) => {
+          input.checked = only.value === ALL || only.value === String(place);
+        });
+        keep(new Set(kept()));
+      },
+    },
+    h("option", { value: ALL }, "all"),
+    h("option", { value: SOME, hidden: true, disabled: true }, "some"),
+    values.map((value, place) => h("option", { value: place }, String(value))),
+  );
+  return h(
     "fieldset",
     { "data-setting": name },
     h("legend", {}, name),
-    values.map((value) => {
-      const input = h("input", { type: "checkbox", checked: true, onchange: () => toggled(value, input.checked) });
-      return h("label", { class: "chip" }, input, h("span", {}, String(value)));
-    }),
+    values.length > 2 ? h("label", { class: "only" }, "only", only) : null,
+    values.map((value, place) => h("label", { class: "chip" }, inputs[place], h("span", {}, String(value)))),
   );
+}
 
 function figureCell(group, [name, , format]) {
   const value = total(group, name);
@@ -123,7 +139,7 @@ function runTable() {
         text,
       ),
     );
-  const worth = (group) => (by === "label" ? group.label : (total(group, by)?.mean ?? -Infinity));
+  const worth = (group) => (by === "label" ? group.place : (total(group, by)?.mean ?? -Infinity));
   const order = (a, b) => {
     const [x, y] = [worth(a), worth(b)];
     return (x > y ? 1 : x < y ? -1 : 0) * (down ? -1 : 1);
