@@ -108,7 +108,8 @@ def test_marks_of_an_axis_reach_around_the_lines(page):
 
 def test_rows_of_the_table_do_not_wrap_at_an_ordinary_width(browser, tmp_path):
     for policy in ("full", "rolling(spread=true)"):
-        made_up_run(tmp_path / "runs" / policy[:4], policy=policy, rounds=8, layers=1)
+        for seed in (0, 1):
+            made_up_run(tmp_path / "runs" / f"{policy[:4]}{seed}", 7, policy=policy, seed=seed, rounds=8, layers=1)
     browser.open(fc.report(tmp_path / "runs", tmp_path / "report.html"))
     high = "return [...document.querySelectorAll('#runs ~ .card tbody tr')].map(e => e.getBoundingClientRect().height)"
     short, long = browser.run(high)
@@ -116,6 +117,7 @@ def test_rows_of_the_table_do_not_wrap_at_an_ordinary_width(browser, tmp_path):
     lines = """return [...document.querySelectorAll('.run span, .state')].map(e => {
       const range = document.createRange(); range.selectNodeContents(e); return range.getClientRects().length })"""
     assert set(browser.run(lines)) == {1}
+    assert browser.run("const box = document.querySelector('#runs ~ .card'); return box.scrollWidth <= box.clientWidth")
 
 
 def test_the_pictures_are_drawn_and_follow_the_round(page):
