@@ -12,9 +12,10 @@ from statistics import fmean, stdev
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 import fedcover as fc
-from fedcover import cli
+from fedcover import cli, console
 from fedcover.checkpoints import found
 from fedcover.cli import looking, running
 from fedcover.engines import pools
@@ -278,6 +279,18 @@ def test_audit_of_a_fleet(fedcover):
     assert "at least 2 clients (S1 4, S2 4, S3 4, S4 2)" in out
 
 
+def test_numbers_are_never_cut_in_a_terminal_of_eighty_columns(fedcover, monkeypatch):
+    monkeypatch.setattr(console, "output", lambda: Console(width=80, highlight=False))
+    for words, numbers in {
+        ("audit", "paper"): ["159,010", "100,210", "91,310", "multiply_add_share"],
+        ("audit", "1144"): ["1,947,964", "498,841", "0.01497"],
+    }.items():
+        code, out, err = fedcover(*words)
+        assert (code, err, "…" in out) == (0, "", False)
+        assert [number for number in numbers if number not in out] == []
+        assert max(len(line) for line in out.splitlines() if line.startswith(("┃", "│"))) <= 80
+
+
 def test_data_check_names_what_is_missing(fedcover, tmp_path):
     code, out, err = fedcover("data", "check", "mnist", "--data", tmp_path, "--json")
     told = json.loads(out)
@@ -343,6 +356,13 @@ WRONG = {
     ("demo", "--seed", "-1"): "seed: .*; got -1",
     ("list", "animals"): "list must be one of policies, .*; got 'animals'",
     ("audit", "1238"): "codename must consist of digits 1 to 7, one per slot; got '1238'",
+    ("audit", "1", "--fleet", "2x1"): "a codename brings its own fleet and policy: leave --fleet out",
+    ("audit", "1", "--capacity", "width"): "a codename brings its own .*: leave --capacity out",
+    ("audit", "--kind", "pruning", "--p5", "code"): "about a codename: leave --kind and --p5 out",
+    ("audit", "paper", "--kind", "pruning"): "the paper's own tables: leave --kind out",
+    ("audit", "paper", "--p5", "printed"): "the paper's own tables: leave --p5 out",
+    ("audit", "paper", "--fleet", "2x1"): "the paper's own tables: leave --fleet out",
+    ("audit", "paper", "--model", "cnn", "--batch-size", "5"): "leave --model and --batch-size out",
     ("audit", "1", "--kind", "x"): "kind must be one of pruning, subnet; got 'x'",
     ("audit", "1", "--p5", "x"): "p5 must be one of code, printed; got 'x'",
     ("audit", "--fleet", "2x2"): r"fleet must look like .*; got '2x2'",

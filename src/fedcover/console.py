@@ -17,6 +17,9 @@ from rich.text import Text
 from fedcover.rounds import Report
 from fedcover.runs import Watch
 
+LONGEST_WORD = 20
+"""What is longer, such as the name of a file, is broken rather than a heading."""
+
 errors = Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
@@ -91,14 +94,43 @@ def _figures(metrics: dict[str, Any]) -> str:
 
 
 def as_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
-    """A table with numbers to the right."""
+    """A table with numbers to the right; where there is little room, words are broken and numbers are not."""
+    numbers = [all(isinstance(row[place], int | float | None) for row in rows) for place in range(len(columns))]
+    texts = [[_text(cell) for cell in row] for row in rows]
+    cells = [[row[place] for row in texts] for place in range(len(columns))]
+    widths = _widths(columns, cells, numbers, output().width)
     made = Table(title=title, title_justify="left", title_style="bold")
-    for place, column in enumerate(columns):
-        numbers = all(isinstance(row[place], int | float) or row[place] is None for row in rows)
-        made.add_column(column, justify="right" if numbers else "left", no_wrap=place == 0)
-    for row in rows:
-        made.add_row(*(Text(_text(cell)) for cell in row))
+    for place, (column, number) in enumerate(zip(columns, numbers, strict=True)):
+        made.add_column(
+            column, justify="right" if number else "left", no_wrap=place == 0 and not number, overflow="fold",
+            width=widths[place] if number else None,
+        )  # fmt: skip
+    for row in texts:
+        made.add_row(*map(Text, row))
     return made
+
+
+def _widths(
+    columns: Sequence[str], cells: Sequence[Sequence[str]], numbers: Sequence[bool], room: int
+) -> Sequence[int]:
+    """Widths that cut no number: headings on one line if there is room, else word by word, else broken anywhere."""
+    bodies = [
+        _longest(texts) if number or place == 0 else min(LONGEST_WORD, _longest(" ".join(texts).split()))
+        for place, (texts, number) in enumerate(zip(cells, numbers, strict=True))
+    ]
+    borders = 3 * len(columns) + 1
+    for heads in ([len(name) for name in columns], [_longest(name.split()) for name in columns]):
+        widths = list(map(max, heads, bodies))
+        if sum(widths) + borders <= room:
+            return widths
+    for _ in range(room - borders - sum(bodies)):  # what is left goes where a heading is broken most often
+        narrowest = max(range(len(columns)), key=lambda place: heads[place] / bodies[place])
+        bodies[narrowest] += 1
+    return bodies
+
+
+def _longest(texts: Sequence[str]) -> int:
+    return max([1, *map(len, texts)])
 
 
 def output() -> Console:

@@ -71,57 +71,75 @@ def list_(kind: str, *, json: Json = False) -> None:
     return None
 
 
+AUDITED = {
+    "kind": "pruning", "p5": "code", "fleet": "1x1.0 + 1x0.5 + 1x0.25", "policy": "prefix", "capacity": "width",
+    "model": "mlp", "dataset": "mnist", "batch_size": 10,
+}  # fmt: skip
+"""What an audit takes where nothing is said."""
+
+
 @app.command
 def audit(
     codename: Annotated[
         str | None, Parameter(help="Digits 1 to 7, one per slot, as in the paper; or 'paper': both of its tables.")
     ] = None,
     *,
-    kind: Annotated[str, Parameter(help="With a codename: pruning or subnet.")] = "pruning",
-    p5: Annotated[str, Parameter(help="With a codename: P5 as in the paper's code, or as printed.")] = "code",
+    kind: Annotated[str | None, Parameter(help="With a codename: pruning (by default) or subnet.")] = None,
+    p5: Annotated[
+        str | None, Parameter(help="With a codename: P5 as in the paper's code (by default), or as printed.")
+    ] = None,
     fleet: Annotated[str | None, Parameter(help='Without a codename, such as "4x1.0 + 6x0.5".')] = None,
     policy: Annotated[str | None, Parameter(help="Without a codename; prefix by default.")] = None,
-    capacity: Annotated[str, Parameter(help="What a capacity is a share of: width or parameters.")] = "width",
-    model: str = "mlp",
-    dataset: Annotated[str, Parameter(help="Whose input shape and classes to take.")] = "mnist",
-    batch_size: int = 10,
+    capacity: Annotated[
+        str | None,
+        Parameter(help="Without a codename: what a capacity is a share of, width (by default) or parameters."),
+    ] = None,
+    model: Annotated[str | None, Parameter(help="mlp by default.")] = None,
+    dataset: Annotated[str | None, Parameter(help="Whose input shape and classes to take; mnist by default.")] = None,
+    batch_size: Annotated[int | None, Parameter(help="10 by default.")] = None,
     json: Json = False,
 ) -> None:
     """Does this fit my device: parameters, multiply-adds, memory and traffic per capacity; and what is covered."""
+    options = {
+        "kind": kind, "p5": p5, "fleet": fleet, "policy": policy, "capacity": capacity, "model": model,
+        "dataset": dataset, "batch_size": batch_size,
+    }  # fmt: skip
+    given = {name: value for name, value in options.items() if value is not None}
+    _refuse_what_is_ignored(codename, given)
     if codename == "paper":
         return _audit_paper(json)
-    if codename is not None and (fleet or policy):
-        raise InvalidValue("a codename brings its own fleet and policy: leave --fleet and --policy out")
-    if codename is not None:
-        found = audit_codename(codename, kind, p5, model=model, dataset=dataset, batch_size=batch_size)
+    found = _audited(codename, {**AUDITED, **given})
+    return console.show_json(found) if json else _show_audit(found, codename, {**AUDITED, **given})
+
+
+def _refuse_what_is_ignored(codename: str | None, given: dict[str, Any]) -> None:
+    if codename == "paper":
+        ignored, why = list(given), "'paper' is an audit of the paper's own tables"
+    elif codename is not None:
+        ignored, why = ["fleet", "policy", "capacity"], "a codename brings its own fleet and policy"
     else:
-        found = audit_fleet(
-            Experiment(
-                dataset=dataset, model=model, fleet=fleet or "1x1.0 + 1x0.5 + 1x0.25", policy=policy or "prefix",
-                capacity=capacity, batch_size=batch_size,
-            )
-        )  # fmt: skip
-    if json:
-        return console.show_json(found)
-    columns = [
-        "capacity",
-        "devices",
-        "parameters",
-        "multiply_adds",
-        "memory",
-        "bytes_down",
-        "bytes_up",
-        "delta2",
-    ]
-    title = f"{found['model']} on {dataset}, {codename or found['policy']}, batches of {batch_size}"
-    heads = ["memory (bytes)" if column == "memory" else column for column in columns]
+        ignored, why = ["kind", "p5"], "kind and p5 are about a codename"
+    if wrong := [f"--{name.replace('_', '-')}" for name in ignored if name in given]:
+        raise InvalidValue(f"{why}: leave {' and '.join(wrong)} out")
+
+
+def _audited(codename: str | None, chosen: dict[str, Any]) -> dict[str, Any]:
+    fields = {name: chosen[name] for name in ("model", "dataset", "batch_size")}
+    if codename is not None:
+        return audit_codename(codename, chosen["kind"], chosen["p5"], **fields)
+    return audit_fleet(Experiment(**fields, **{name: chosen[name] for name in ("fleet", "policy", "capacity")}))
+
+
+def _show_audit(found: dict[str, Any], codename: str | None, chosen: dict[str, Any]) -> None:
+    columns = ["capacity", "devices", "parameters", "multiply_adds", "memory", "bytes_down", "bytes_up", "delta2"]
+    title = f"{found['model']} on {chosen['dataset']}, {codename or found['policy']}, batches of {chosen['batch_size']}"
+    heads = ["memory (bytes)" if column == "memory" else column.replace("_", " ") for column in columns]
     console.table(title, heads, [[row[column] for column in columns] for row in found["capacities"]])
     covered = ", ".join(f"{region} {n}" for region, n in found.get("coverage", {}).items())
     print(
         f"mean per client: {found['parameters']:,.0f} parameters, {found['multiply_adds']:,.0f} multiply-adds; "
         f"every parameter is trained by at least {found['gamma_min']} clients" + (f" ({covered})" if covered else "")
     )
-    return None
 
 
 def _audit_paper(json: bool) -> None:
@@ -130,25 +148,28 @@ def _audit_paper(json: bool) -> None:
     if json:
         console.show_json(found)
     else:
-        figures = ("parameters", "multiply_adds", "gamma")
-        heads = [
-            "codename",
-            "table",
-            *(f"{name}: {of}" for name in figures for of in ("paper", "ours")),
-            "wrong in print",
-        ]
-        rows = [
-            [row["codename"], row["table"], *(row[of][name] for name in figures for of in ("printed", "measured")),
-             ", ".join(row["wrong"])]
-            for row in found["rows"]
-        ]  # fmt: skip
-        console.table("the appendix tables of the paper, worked out anew", heads, rows)
+        _show_tables(found["rows"])
         for sentence in found["contradictions"]:
             print(f"- {sentence}")
         equal = "equal" if found["equal_to_closed_form"] else "DIFFER FROM"
         print(f"our figures {equal} the closed form in all rows")
     if not found["equal_to_closed_form"]:
         sys.exit(1)
+
+
+def _show_tables(rows: list[dict[str, Any]]) -> None:
+    """The paper's figures beside ours, table by table, and which of them are wrong in print."""
+    figures = ("parameters", "multiply_adds", "gamma")
+    heads = ["codename", *(f"{name.replace('_', ' ')} {of}" for name in figures for of in ("paper", "ours"))]
+    for kind in dict.fromkeys(row["table"] for row in rows):
+        cells = [
+            [row["codename"], *(row[of][name] for name in figures for of in ("printed", "measured"))]
+            for row in rows
+            if row["table"] == kind
+        ]
+        console.table(f"the paper's appendix table of {kind}, worked out anew", heads, cells)
+    wrong = [[row["codename"], row["table"], ", ".join(row["wrong"])] for row in rows if row["wrong"]]
+    console.table("wrong in print", ["codename", "table", "figures"], wrong)
 
 
 @app.command
