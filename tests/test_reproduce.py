@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,11 @@ import fedcover as fc
 from fedcover import sweeps
 from fedcover.errors import InvalidValue, RunError
 from fedcover.experiment import Experiment
-from fedcover.paper import document, reproduce, results
+from fedcover.paper import document, ranks, reproduce, results
 from fedcover.paper.cells import AXES, RATES, cell_id, cells, chosen, quick
 from fedcover.paper.claims import COLUMNS, DATASETS, codename_rows
 from fedcover.paper.designs import designs
+from fedcover.paper.drawing import Series, chart
 from fedcover.paper.evidence import Evidence
 from fedcover.paper.noise import Sample, against_claim, paired, sample, two_sided
 from fedcover.paper.reproduce import Wish
@@ -155,10 +157,43 @@ def test_after_ctrl_c_the_finished_cells_stay(fedcover, tmp_path, monkeypatch):
     code, out, err = fedcover(*wanted)
     assert (code, out) == (130, "")
     assert "the same command goes on with the rest" in err
-    assert len(list((tmp_path / "runs" / "reproduction-quick").iterdir())) == 1
+    assert len(list((tmp_path / "runs" / "reproduction-quick").glob("*.json"))) == 1
     monkeypatch.setattr(reproduce, "sweep", real)
     assert fedcover(*wanted)[0] == 0
-    assert len(list((tmp_path / "runs" / "reproduction-quick").iterdir())) == 2
+    assert len(list((tmp_path / "runs" / "reproduction-quick").glob("*.json"))) == 2
+
+
+def test_after_ctrl_c_runs_on_their_way_go_on_where_they_were(tmp_path):
+    wish = Wish(("mnist-subnet",), {"cell": ["mnist-iid-full", "mnist-L2-full"]}, smoke=True, out=tmp_path)
+    seen = []
+
+    @contextmanager
+    def watching(title, rounds):
+        def stop_after_the_first(report):
+            seen.append(report.round)
+            if len(seen) == 1:
+                raise KeyboardInterrupt
+
+        yield stop_after_the_first
+
+    with pytest.raises(KeyboardInterrupt):
+        reproduce.reproduce(wish, machine=Machine(device="cpu"), watching=watching)
+    assert not list(tmp_path.glob("*.json"))
+    assert reproduce.strange(wish) == []  # what lies there belongs to runs
+    written = reproduce.reproduce(wish, machine=Machine(device="cpu"), watching=watching)
+    assert seen == [0, 1]
+    assert sorted(tmp_path.iterdir()) == sorted(written)
+    assert [json.loads(path.read_text())["curve"]["round"] for path in written] == [[1, 2], [1, 2]]
+
+
+def test_files_that_no_cell_is_read_from_are_named(fedcover, tmp_path):
+    write_result(tmp_path / "found", "mnist-iid-full", 0, 0.9)
+    (tmp_path / "found" / "more").mkdir()
+    (tmp_path / "found" / "more" / "mnist-iid-full_1.json").write_text("{}")
+    code, _, err = fedcover("reproduce", "docs", "--out", "found", "--docs", "docs")
+    assert (code, err) == (0, "found/more/mnist-iid-full_1.json belongs to no cell and seed; it is left out\n")
+    (tmp_path / "file").touch()
+    refused(fedcover("reproduce", "docs", "--out", "found", "--docs", "file"), 2, "docs must be a folder; got 'file'")
 
 
 @pytest.mark.parametrize(
@@ -204,7 +239,7 @@ def test_a_run_that_diverges_is_a_result(tmp_path, monkeypatch):
     evidence = Evidence(tmp_path)
     assert evidence.diverged("mnist-iid-full") == 1
     assert evidence.sample("mnist-iid-full") is None
-    assert "| 98.08 | diverged |  | 0 (1 diverged) |  |" in document.main_tables(evidence)
+    assert "| 98.08 | diverged |  |  | 0 (1 diverged) |  |" in document.main_tables(evidence)
     assert "| MNIST | 0 | 0 | 0 | 0 | 1 | 59 |" in document.verdicts(evidence)
 
 
@@ -251,7 +286,9 @@ def test_words_that_make_no_sense(words, sentence):
         (("table2",), "reproduce must be one of mnist-pruning, .*, docs; got 'table2'"),
         (("table1", "--only", "dataset"), "only must look like axis=value,value .*; got 'dataset'"),
         (("table1", "--seeds", "0"), "seeds must be at least 1; got 0"),
-        (("docs", "--quick"), "docs is written from all results: leave --only and --quick out"),
+        (("docs", "--quick"), "docs is written from all results: leave --only, --quick and --seeds out"),
+        (("docs", "--seeds", "1"), "docs is written from all results: leave --only, --quick and --seeds out"),
+        (("docs", "--out", "nowhere"), "out must be a folder with results of cells .*; got 'nowhere'"),
     ],
 )
 def test_commands_that_make_no_sense(fedcover, words, sentence):
@@ -278,7 +315,7 @@ def write_result(folder, id, seed, accuracy, *, validation=None, local=None):
     return results.write(folder, cell, results.describe(cell, done))
 
 
-def test_a_result_of_another_experiment_does_not_count(tmp_path):
+def test_a_result_of_another_experiment_is_named_and_not_replaced(tmp_path):
     cell = BY_ID["mnist-iid-full"]
     path = write_result(tmp_path, cell.id, 0, 0.9)
     assert results.read(tmp_path, cell, 0)["last"] == 0.9
@@ -289,7 +326,20 @@ def test_a_result_of_another_experiment_does_not_count(tmp_path):
     assert results.read(tmp_path, cell, 0) is not None
     kept["experiment"]["epochs"] = 1
     path.write_text(json.dumps(kept))
-    assert results.read(tmp_path, cell, 0) is None
+    with pytest.raises(RunError, match=r"full_0\.json is of another experiment \(epochs is 1, not 5\); move it away"):
+        results.read(tmp_path, cell, 0)
+
+
+@pytest.mark.parametrize(
+    ("figure", "value"),
+    [("last", 9.9), ("last", "x"), ("best", float("nan")), ("local", -1), ("curve", {"round": [1]})],
+)
+def test_figures_that_cannot_be_are_named(tmp_path, figure, value):
+    cell = BY_ID["mnist-iid-full"]
+    path = write_result(tmp_path, cell.id, 0, 0.9)
+    path.write_text(json.dumps({**json.loads(path.read_text()), figure: value}))
+    with pytest.raises(RunError, match=r"mnist-iid-full_0\.json is no result of a cell: .*; remove it"):
+        results.read(tmp_path, cell, 0)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"experiment": 3}'])
@@ -377,16 +427,19 @@ def test_the_document_tells_claims_results_and_what_was_not_run(tmp_path):
     write_result(tmp_path, "mnist-iid-full", 0, 0.98)
     text = document.render(Evidence(tmp_path))
     assert "{{" not in text
-    assert (
-        "| medium | pruning-greedy | pruning-1111444444 | 4 | 6 | 97.51 | 97.10 ± 0.10 | 97.10 ± 0.10 | 3 | lower |"
-        in text
-    )
-    assert "| full | full | full | 10 | 6 | 98.08 | 98.00 | 98.00 | 1 | one seed |" in text
+    greedy = "97.51 | 97.10 ± 0.10 | 72.82 ± 0.07 | 97.10 ± 0.10 | 3 | lower"  # 48.55 after the first of two rounds
+    assert f"| medium | pruning-greedy | pruning-1111444444 | 4 | 6 | {greedy} |" in text
+    assert "| full | full | full | 10 | 6 | 98.08 | 98.00 | 73.50 | 98.00 | 1 | one seed |" in text
+    assert "| MNIST IID | 98.08 | 98.00 | 73.50 | 34.65 | -24.58 |" in text
+    assert "More than 5 points away: MNIST IID, MNIST L=2." in text
+    assert "- MNIST: 4 of 60 cells of the main table have runs." in text
+    assert "- CIFAR-10: 0 of 48 cells of the main table have runs.\n" in text
     assert "| 1111111111 | 98.045 | 98.00 | one seed | 93.59 | 93.60 ± 0.00 | higher | 93.82 | 90.00 ± 0.00 |" in text
     assert (
         "1 of 60 comparisons have runs. The optimised design is: 1 higher, 0 lower, 0 not decided, 0 one seed." in text
     )
-    assert "| +0.88 | +1.00 ± 0.00 | 3 | 0.000 | higher | 2.0 / 2.0 |" in text
+    both = "6 / 6 | 0.100 / 0.100 | +0.88 | +1.00 ± 0.00 | 3 | 0.000 | higher | +0.75 ± 0.00 | 2.0 / 2.0"
+    assert f"| {both} |" in text
     assert "not run" in text
     assert "MNIST, L=2, medium level: loss and accuracy" in text
     assert "MNIST, L=2, fixed sub-networks: loss" in text  # FedAvg is in it
@@ -398,8 +451,37 @@ def test_rounds_to_a_target(tmp_path):
     evidence = Evidence(tmp_path)
     assert evidence.rounds_to("mnist-iid-full", 40) == 1
     assert evidence.rounds_to("mnist-iid-full", 42) == 1.5
-    assert evidence.rounds_to("mnist-iid-full", 85) is None
+    assert evidence.rounds_to("mnist-iid-full", 60) == 2  # the means of both rounds are 60 and 67.5
+    assert evidence.rounds_to("mnist-iid-full", 65) is None
     assert evidence.rounds_to("mnist-L2-full", 1) is None
+
+
+def test_many_lines_have_no_bands():
+    def drawn(number):
+        lines = [Series(f"line {n}", [1, 2], [[0.1, 0.2], [0.2, 0.3]]) for n in range(number)]
+        return chart("title", [("accuracy", lines)]).count("<polygon")
+
+    assert (drawn(8), drawn(9)) == (8, 0)
+
+
+def test_the_document_counts_from_what_source_runs_were_made(tmp_path):
+    for seed, commit in enumerate((None, "abc-dirty", "abc")):
+        path = write_result(tmp_path, "mnist-iid-full", seed, 0.9)
+        kept = json.loads(path.read_text())
+        path.write_text(json.dumps({**kept, "made": {**kept["made"], "commit": commit}}))
+    source = "1 runs were made from a commit, 1 from one with changes beside it, 1 from a copy without git"
+    assert source in document.made_with(Evidence(tmp_path))
+
+
+def test_the_ranking_at_the_second_rate(tmp_path):
+    for rate, score in zip(RATES, (0.8, 0.9, 0.95, 0.5), strict=True):
+        write_result(tmp_path, f"mnist-iid-full-rate{rate:g}", 1000, 0.1, validation=score)
+    assert ranks.second_block(Evidence(tmp_path)) == "No comparison at a second learning rate has runs."
+    for design, accuracy in (("1111444444", 0.97), ("1111223344", 0.96)):
+        write_result(tmp_path, f"mnist-iid-pruning-{design}-lr0.1", 0, accuracy)
+    found = ranks.second_block(Evidence(tmp_path))
+    assert "0 higher, 0 lower, 0 not decided, 1 one seed (0 above, 1 below)." in found
+    assert "| -1.00 | 1 |  | one seed | -0.75 |" in found
 
 
 def test_the_commands_write_document_and_figures(fedcover, tmp_path):

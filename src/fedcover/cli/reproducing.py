@@ -13,7 +13,7 @@ from fedcover.paper import document
 from fedcover.paper.cells import SETS
 from fedcover.paper.claims import claimed
 from fedcover.paper.evidence import Evidence
-from fedcover.paper.reproduce import DOCS, Wish, parse_only
+from fedcover.paper.reproduce import DOCS, Wish, parse_only, strange
 from fedcover.paper.reproduce import reproduce as run_missing
 from fedcover.paper.results import read_all
 from fedcover.preparation import Machine
@@ -25,7 +25,7 @@ def reproduce(
     *,
     only: Annotated[tuple[str, ...], Parameter(help="axis=value,value; may be repeated, then all must hold.")] = (),
     seeds: Annotated[int | None, Parameter(help="How many, from 0 on; by default 3, or 1 with --quick.")] = None,
-    quick: Annotated[bool, Parameter(help="A smoke run: the same cells at the size of a toy.", negative="")] = False,
+    quick: Annotated[bool, Parameter(help="A smoke run: digits, small models, two rounds.", negative="")] = False,
     out: Annotated[Path | None, Parameter(help="Folder of the results, one small file for each run.")] = None,
     docs: Annotated[Path, Parameter(help="Where docs and figures are written.")] = DOCS,
     data: Data = None,
@@ -39,8 +39,8 @@ def reproduce(
     """Run what is missing of the paper's tables, cell by cell; `docs` writes the document from what there is."""
     if what not in (*SETS, "docs"):
         raise unknown("reproduce", what, [*SETS, "docs"])
-    if what == "docs" and (only or quick):
-        raise InvalidValue("docs is written from all results: leave --only and --quick out")
+    if what == "docs" and (only or quick or seeds):
+        raise InvalidValue("docs is written from all results: leave --only, --quick and --seeds out")
     wish = Wish(() if what == "docs" else (what,), parse_only(only), seeds, quick, out)
     written: list[Path] = []
     if wish.sets:
@@ -48,10 +48,12 @@ def reproduce(
             machine = Machine(engine, device, threads, precision=precision, processes=processes)
             run_missing(wish, machine=machine, data=data, watching=console.watching, tell=console.say)
         except KeyboardInterrupt:
-            console.say(f"stopped; what has ended is in {wish.folder}; the same command goes on with the rest")
+            console.say(f"stopped; what there is lies in {wish.folder}; the same command goes on with the rest")
             sys.exit(130)
     if what == "docs":
         written = document.write(wish.folder, docs)
+        for line in strange(wish):
+            console.say(line)
     if what == "figures":
         written = document.write_figures(Evidence(wish.folder, quick), wish.folder if quick else docs / "reproduction")
     _show(wish, written, json)
@@ -70,9 +72,8 @@ def _show(wish: Wish, written: list[Path], json: bool) -> None:
         return console.show_json({"cells": rows, "written": [str(path) for path in written]})
     if rows:
         heads = ["cell", "runs", "claimed", "last"]
-        console.table(
-            f"results in {wish.folder}, accuracy in percent", heads, [[row[h] for h in heads] for row in rows]
-        )
+        kind = "a smoke run with digits and small models" if wish.smoke else "results"
+        console.table(f"{kind} in {wish.folder}, accuracy in percent", heads, [[row[h] for h in heads] for row in rows])
     for path in written:
         print(path)
     return None

@@ -6,6 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from fedcover.checkpoints import write_atomically
+from fedcover.errors import InvalidValue
 from fedcover.paper import ranks
 from fedcover.paper.cells import RATE, ROWS, SETS, Cell, cell_id
 from fedcover.paper.claims import COLUMNS, DATASETS, CodenameRow, claimed, codename_rows, main_rows
@@ -24,9 +25,16 @@ FIGURES = {
     "subnet-L2": ("MNIST, L=2, fixed sub-networks", "L2", "mnist-subnet"),
 }
 
+FAR = 5.0
+"""Points by which a full model may miss the printed one before its column is said to be another experiment."""
+
 
 def write(results: Path, docs: Path) -> list[Path]:
     """Write the document and its figures; what has no results yet says so."""
+    if not any(results.glob("*.json")):
+        raise InvalidValue(f"out must be a folder with results of cells (.json); got {str(results)!r}")
+    if docs.exists() and not docs.is_dir():
+        raise InvalidValue(f"docs must be a folder; got {str(docs)!r}")
     evidence = Evidence(results)
     docs.mkdir(parents=True, exist_ok=True)
     write_atomically(docs / "reproduction.md", render(evidence).encode())
@@ -52,13 +60,13 @@ def render(evidence: Evidence) -> str:
 
 
 def _obtained(evidence: Evidence, id: str, claim: float | None) -> list[object]:
-    """Last, best, seeds and verdict of a cell."""
-    last, best = evidence.sample(id), evidence.sample(id, "best")
+    """Last, mean of the last ten rounds, best, seeds and verdict of a cell."""
+    last, tail, best = (evidence.sample(id, figure) for figure in ("last", "tail", "best"))
     lost = evidence.diverged(id)
     seeds = f"{last.seeds if last else 0}" + (f" ({lost} diverged)" if lost else "")
     if last is None:
-        return ["diverged" if lost else "not run", "", seeds, ""]
-    return [spread(last), spread(best), seeds, verdict(claim, last)]
+        return ["diverged" if lost else "not run", "", "", seeds, ""]
+    return [spread(last), spread(tail), spread(best), seeds, verdict(claim, last)]
 
 
 # ── the blocks ──────────────────────────────────────────────────────────────────────────────────────────
@@ -79,24 +87,51 @@ def progress(evidence: Evidence) -> str:
 
 def main_tables(evidence: Evidence) -> str:
     """The main table, one table for each data set and column."""
-    heads = [
-        "level",
-        "setting",
-        "design",
-        "Γ printed",
-        "Γ ours",
-        "claimed",
-        "last",
-        "best",
-        "seeds",
-        "against the claim",
-    ]
+    lead = ["level", "setting", "design", "Γ printed", "Γ ours", "claimed"]
+    heads = [*lead, "last", "last ten rounds", "best", "seeds", "against the claim"]
     parts = []
     for dataset in DATASETS:
         for column in COLUMNS[dataset]:
             rows = [_main_row(evidence, dataset, column, design) for design in designs(dataset)]
             parts.append(f"### {NAMES[dataset]}, {column_name(column)}\n\n{table(heads, rows)}")
     return "\n\n".join(parts)
+
+
+def baselines(evidence: Evidence) -> str:
+    """The full model, of which nothing is cut, beside the printed one; and the columns where it is far away."""
+    rows, far = [], []
+    for dataset in DATASETS:
+        for column in COLUMNS[dataset]:
+            id, claim = cell_id(dataset, column, "full"), claimed(dataset, column, "full", "full")
+            tail, swing = evidence.sample(id, "tail"), evidence.swing(id)
+            if tail is None or claim is None or swing is None:
+                continue
+            name = f"{NAMES[dataset]} {column_name(column)}"
+            rows.append([name, f"{claim:.2f}", spread(evidence.sample(id)), spread(tail), f"{swing:.2f}",
+                         f"{tail.mean - claim:+.2f}"])  # fmt: skip
+            far += [name] if abs(tail.mean - claim) > FAR else []
+    heads = ["column", "claimed", "last", "last ten rounds", "swing", "last ten less claimed"]
+    return f"{table(heads, rows)}\n\nMore than {FAR:g} points away: {', '.join(far) or 'none'}."
+
+
+def in_short(evidence: Evidence) -> str:
+    """What the results say about the paper's claim, in a few lines."""
+    lines = []
+    for dataset in DATASETS:
+        ids = [cell_id(dataset, column, design.name) for column in COLUMNS[dataset] for design in designs(dataset)]
+        run = f"{sum(bool(evidence.results[id]) for id in ids)} of {len(ids)} cells of the main table have runs"
+        known = ranks.having_runs(evidence, [where for where in ranks.comparisons() if where.dataset == dataset])
+        ranked = f" Optimised against greedy at equal capacity: {ranks.counted(known)}." if known else ""
+        lines.append(f"- {NAMES[dataset]}: {run}.{ranked}")
+        for column in COLUMNS[dataset]:
+            of = [cell_id(dataset, column, d.name) for d in designs(dataset) if d.setting != "homogeneous"]
+            ends = [found.mean for id in of if (found := evidence.sample(id)) is not None]
+            if ends:
+                most = f"between {min(ends):.2f} and {max(ends):.2f}"
+                lines.append(
+                    f"  - {column_name(column)}: {len(ends)} designs (all but the homogeneous ones) end {most}."
+                )
+    return "\n".join(lines)
 
 
 def verdicts(evidence: Evidence) -> str:
@@ -158,7 +193,7 @@ def other_rows(row: str) -> Callable[[Evidence], str]:
                 difference = evidence.difference(cell.id, partner)
                 change = f"{difference.mean:+.2f} ({difference.verdict})" if difference else ""
                 name = cell.design if cell.design.startswith(cell.level) else f"{cell.level}, {cell.design}"
-                last, best, seeds, _ = _obtained(evidence, cell.id, None)
+                last, _, best, seeds, _ = _obtained(evidence, cell.id, None)
                 beside = spread(evidence.sample(partner))
                 rows.append([NAMES[cell.dataset], column_name(cell.column), name, last, best, seeds, beside, change])
         heads = ["data", "column", "row", "last", "best", "seeds", "beside", "difference, same seeds"]
@@ -205,7 +240,14 @@ def audit(evidence: Evidence) -> str:
 def made_with(evidence: Evidence) -> str:
     """On what the results were made."""
     rows = [[name, runs, f"{seconds / 3600:.2f}"] for name, runs, seconds in evidence.machines()]
-    return table(["computer", "runs", "hours in rounds"], rows) if rows else "Nothing has been run yet."
+    if not rows:
+        return "Nothing has been run yet."
+    states = evidence.states()
+    source = (
+        f"{states['commit']} runs were made from a commit, {states['changed']} from one with changes beside it, "
+        f"{states['copy']} from a copy without git; `made` in each file names the commit, and the source by digest."
+    )
+    return f"{table(['computer', 'runs', 'hours in rounds'], rows)}\n\n{source}"
 
 
 # ── figures ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -260,7 +302,9 @@ def figure_links(evidence: Evidence) -> str:
 
 
 BLOCKS: dict[str, Callable[[Evidence], str]] = {
+    "short": in_short,
     "progress": progress,
+    "baselines": baselines,
     "verdicts": verdicts,
     "main": main_tables,
     "ranks": ranks.block,
@@ -271,6 +315,7 @@ BLOCKS: dict[str, Callable[[Evidence], str]] = {
     "dirichlet": other_rows("dirichlet"),
     "rates": rates,
     "second-rate": other_rows("second-rate"),
+    "second-ranks": ranks.second_block,
     "audit": audit,
     "figures": figure_links,
     "machines": made_with,

@@ -11,6 +11,9 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#0
 DASHES = ("", "6 3", "2 3")
 """Eight colours that colour-blind readers tell apart, then the same again with dashes."""
 
+MOST_BANDS = 8
+"""With more lines than this, bands would lie over each other and hide them."""
+
 
 @dataclass(frozen=True)
 class Series:
@@ -22,7 +25,7 @@ class Series:
 
 
 def chart(title: str, panels: Sequence[tuple[str, Sequence[Series]]]) -> str:
-    """Panels side by side over the rounds, with one legend; a band reaches from the lowest to the highest seed."""
+    """Panels side by side over the rounds, with one legend; bands of a few lines span the lowest to highest seed."""
     names = list(dict.fromkeys(series.name for _, lines in panels for series in lines))
     width = LEFT + len(panels) * (WIDTH + GAP) + LEGEND
     height = max(TOP + HEIGHT + 44, TOP + 16 * len(names) + 20)
@@ -73,11 +76,12 @@ def _panel(left: int, label: str, lines: Sequence[Series], names: Sequence[str])
         parts.append(f'<text x="{left - 4}" y="{y(value) + 4:.1f}" text-anchor="end">{value:g}</text>')
     for round in ticks(0, last):
         parts.append(f'<text x="{x(round):.1f}" y="{TOP + HEIGHT + 16}" text-anchor="middle">{round:g}</text>')
-    parts.append(f'<text x="{left + WIDTH / 2}" y="{TOP + HEIGHT + 34}" text-anchor="middle">{label}, by round</text>')
+    parts.append(f'<text x="{left + WIDTH / 2}" y="{TOP + HEIGHT + 34}" text-anchor="middle">round</text>')
+    parts.append(f'<text x="{left + 6}" y="{TOP + 16}" font-weight="bold">{label}</text>')
     parts.append(f'<g clip-path="url(#{label})">')
     for series in lines:
         place = names.index(series.name)
-        if len(series.values) > 1:
+        if len(series.values) > 1 and len(names) <= MOST_BANDS:
             band = " ".join([*points(series, max), *reversed(points(series, min))])
             parts.append(f'<polygon points="{band}" fill="{COLOURS[place % len(COLOURS)]}" opacity="0.15"/>')
         parts.append(f'<polyline points="{" ".join(points(series, fmean))}" {_stroke(place)}/>')

@@ -1,10 +1,11 @@
 """All results that lie in a folder, by cell and seed, in percent."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 from fedcover.paper import results
@@ -13,6 +14,12 @@ from fedcover.paper.noise import Paired, Sample, paired, sample
 
 MOST_SEEDS = 10
 """Results of so many seeds are looked for."""
+
+TAIL = 10
+"""The rounds at the end whose mean is shown beside the last one."""
+
+SMOOTH = 5
+"""Rounds whose mean must reach a target: one lucky round is none."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +46,8 @@ class Evidence:
 
     def of(self, id: str, figure: str = "last") -> dict[int, float]:
         """An accuracy in percent by seed; runs that diverged have none."""
-        runs = self.results.get(id, [])
-        return {run["seed"]: 100 * run[figure] for run in runs if run[figure] is not None and not run["diverged"]}
+        seen = {run["seed"]: _figure(run, figure) for run in self.results.get(id, []) if not run["diverged"]}
+        return {seed: 100 * value for seed, value in seen.items() if value is not None}
 
     def sample(self, id: str, figure: str = "last") -> Sample | None:
         """Mean and spread of an accuracy over the seeds."""
@@ -49,6 +56,16 @@ class Evidence:
     def diverged(self, id: str) -> int:
         """How many seeds of a cell diverged."""
         return sum(run["diverged"] is not None for run in self.results.get(id, []))
+
+    def swing(self, id: str) -> float | None:
+        """How far the accuracy moves from round to round at the end: its standard deviation, mean over the seeds."""
+        ends = [tail(run) for run in self.results.get(id, []) if not run["diverged"]]
+        return fmean(100 * stdev(end) for end in ends) if ends and min(map(len, ends)) > 1 else None
+
+    def noise(self, id: str) -> float | None:
+        """The mean reduction noise delta^2 of a cell."""
+        seen = [run["delta2_mean"] for run in self.results.get(id, []) if run["delta2_mean"] is not None]
+        return fmean(seen) if seen else None
 
     def gamma(self, id: str) -> int | None:
         """The fewest clients that trained any parameter in any round, over all seeds."""
@@ -59,11 +76,12 @@ class Evidence:
         return paired(self.of(first, figure), self.of(second, figure))
 
     def rounds_to(self, id: str, percent: float) -> float | None:
-        """Mean over seeds of the first round after which the accuracy was reached; None where a seed never did."""
+        """Mean over seeds of the first round by which the mean of `SMOOTH` rounds was reached; None if it never was."""
         first = []
         for run in self.results.get(id, []):
-            curve = run["curve"]
-            reached = [r for r, score in zip(curve["round"], curve["accuracy"], strict=True) if 100 * score >= percent]
+            rounds, scores = run["curve"]["round"], run["curve"]["accuracy"]
+            smooth = [fmean(scores[max(0, n - SMOOTH) : n]) for n in range(1, len(scores) + 1)]
+            reached = [r for r, score in zip(rounds, smooth, strict=True) if 100 * score >= percent]
             if not reached:
                 return None
             first.append(reached[0])
@@ -79,7 +97,30 @@ class Evidence:
         runs, seconds = Counter[str](), Counter[str]()
         for run in (run for found in self.results.values() for run in found):
             made = run["made"]
-            name = f"{made['hardware']}, torch {made['torch']}, engine {made['engine']}"
+            name = f"{made['hardware']}, torch {made['torch']}, engine {made['engine']}, {made['precision']}"
             runs[name] += 1
             seconds[name] += run["seconds"] or 0
         return [(name, count, seconds[name]) for name, count in sorted(runs.items())]
+
+    def states(self) -> Counter[str]:
+        """From what source runs were made: a commit, a commit with changes, or a copy without git."""
+        made = [run["made"]["commit"] for found in self.results.values() for run in found]
+        return Counter("copy" if not commit else "changed" if "dirty" in commit else "commit" for commit in made)
+
+    def strangers(self) -> list[Path]:
+        """Files in the folder that belong to no cell and seed, nor to a run on its way."""
+        known = {results.path_of(self.folder, c, seed) for c in self.cells.values() for seed in c.seeds(MOST_SEEDS)}
+        return sorted(p for p in set(self.folder.rglob("*.json")) - known if not (p.parent / "metrics.jsonl").exists())
+
+
+def tail(run: Mapping[str, Any]) -> list[float]:
+    """The accuracies of the last rounds, as far as they were looked at."""
+    curve = run["curve"]
+    return [score for r, score in zip(curve["round"], curve["accuracy"], strict=True) if r > run["rounds"] - TAIL]
+
+
+def _figure(run: Mapping[str, Any], figure: str) -> float | None:
+    if figure != "tail":
+        value: float | None = run[figure]
+        return value
+    return fmean(end) if (end := tail(run)) else None

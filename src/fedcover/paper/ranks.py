@@ -1,8 +1,8 @@
 """Which setting is better? Two cells at a time, seed by seed, since equal seeds share data, cohorts and weights."""
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from fedcover.paper.cells import cell_id
@@ -24,14 +24,13 @@ class Comparison:
     kind: str
     greedy: Design
     optimised: Design
+    suffix: str = ""
 
     @property
     def cells(self) -> tuple[str, str]:
         """The optimised cell and the greedy one."""
-        return (
-            cell_id(self.dataset, self.column, self.optimised.name),
-            cell_id(self.dataset, self.column, self.greedy.name),
-        )
+        place = self.dataset, self.column
+        return cell_id(*place, self.optimised.name, self.suffix), cell_id(*place, self.greedy.name, self.suffix)
 
     @property
     def claim(self) -> float | None:
@@ -57,45 +56,76 @@ def comparisons() -> list[Comparison]:
     return found
 
 
+Known = Sequence[tuple[Comparison, Paired]]
+"""Places that have runs, with the difference of their last accuracies."""
+
+
 def block(evidence: Evidence) -> str:
     """The rank claim place by place, then pooled over all places of a data set, seed by seed."""
-    seen = [(where, evidence.difference(*where.cells)) for where in comparisons()]
-    known = [(where, found) for where, found in seen if found is not None]
-    lead = f"{len(known)} of {len(seen)} comparisons have runs."
+    everywhere = comparisons()
+    known = having_runs(evidence, everywhere)
+    lead = f"{len(known)} of {len(everywhere)} comparisons have runs."
     if not known:
         return lead
-    verdicts = Counter(found.verdict for _, found in known)
-    counted = ", ".join(f"{verdicts[word]} {word}" for word in ("higher", "lower", "not decided", "one seed"))
-    parts = [f"{lead} The optimised design is: {counted}.", _places(evidence, known), _pooled(evidence, known)]
+    parts = [f"{lead} The optimised design is: {counted(known)}.", _places(evidence, known), _pooled(evidence, known)]
     return "\n\n".join(parts)
 
 
-def _places(evidence: Evidence, known: Sequence[tuple[Comparison, Paired]]) -> str:
+def second_block(evidence: Evidence) -> str:
+    """The rank claim at the second learning rate, where that has been run."""
+    known = having_runs(evidence, at_second_rates(evidence))
+    if not known:
+        return "No comparison at a second learning rate has runs."
+    return f"At the second rate the optimised design is: {counted(known)}.\n\n{_places(evidence, known)}"
+
+
+def having_runs(evidence: Evidence, places: Sequence[Comparison]) -> Known:
+    """The places that have runs of both designs, and the difference in each."""
+    seen = [(where, evidence.difference(*where.cells)) for where in places]
+    return [(where, found) for where, found in seen if found is not None]
+
+
+def at_second_rates(evidence: Evidence) -> list[Comparison]:
+    """The places of the medium level at the second learning rates that were chosen."""
+    rates = evidence.rates
+    medium = [where for where in comparisons() if where.greedy.level == "medium" and where.dataset in rates]
+    return [replace(where, suffix=f"lr{rates[where.dataset]:g}") for where in medium]
+
+
+def counted(known: Known) -> str:
+    """How often each verdict fell; of single seeds, which way they point."""
+    verdicts = Counter(found.verdict for _, found in known)
+    single = [found.mean for _, found in known if found.p is None]
+    ways = f" ({sum(mean > 0 for mean in single)} above, {sum(mean < 0 for mean in single)} below)" if single else ""
+    return ", ".join(f"{verdicts[word]} {word}" for word in ("higher", "lower", "not decided", "one seed")) + ways
+
+
+def _places(evidence: Evidence, known: Known) -> str:
     rows = [
         [
             NAMES[where.dataset], column_name(where.column), where.greedy.level, where.optimised.name,
-            where.greedy.name, f"{where.claim:+.2f}", *difference(found), _speed(evidence, where),
+            where.greedy.name, _both(where, evidence.gamma, "d"), _both(where, evidence.noise, ".3f"),
+            f"{where.claim:+.2f}", *difference(found), _tails(evidence, where), _speed(evidence, where),
         ]
         for where, found in known
     ]  # fmt: skip
-    heads = [
-        "data",
-        "column",
-        "level",
-        "optimised",
-        "greedy",
-        "claimed difference",
-        "ours",
-        "seeds",
-        "p",
-        "optimised is",
-    ]
-    return table([*heads, "rounds to target"], rows)
+    heads = ["data", "column", "level", "optimised", "greedy", "Γ", "δ²", "claimed difference", "ours", "seeds", "p"]
+    return table([*heads, "optimised is", "last ten rounds", "rounds to target"], rows)
+
+
+def _both(where: Comparison, figure: Callable[[str], float | None], form: str) -> str:
+    """A figure of the optimised cell / of the greedy one."""
+    return " / ".join("" if (value := figure(id)) is None else format(value, form) for id in where.cells)
+
+
+def _tails(evidence: Evidence, where: Comparison) -> str:
+    found = evidence.difference(*where.cells, "tail")
+    return "" if found is None else f"{difference(found)[0]}"
 
 
 def _speed(evidence: Evidence, where: Comparison) -> str:
     """Rounds until the target, optimised / greedy: 95 % of what the full model ends with in the same column."""
-    full = evidence.sample(cell_id(where.dataset, where.column, "full"))
+    full = evidence.sample(cell_id(where.dataset, where.column, "full", where.suffix), "tail")
     if full is None:
         return ""
     rounds = [evidence.rounds_to(id, TARGET * full.mean) for id in where.cells]
@@ -108,23 +138,26 @@ def difference(found: Paired) -> list[object]:
     return [f"{found.mean:+.2f}{spread}", found.seeds, "" if found.p is None else f"{found.p:.3f}", found.verdict]
 
 
-def _pooled(evidence: Evidence, known: Sequence[tuple[Comparison, Paired]]) -> str:
+def _pooled(evidence: Evidence, known: Known) -> str:
     """Each seed's mean difference over the places that have all the seeds: seeds are independent, places are not."""
-    places: dict[tuple[str, str], list[Comparison]] = defaultdict(list)
+    places: dict[tuple[str, str, str], list[Comparison]] = defaultdict(list)
     for where, _ in known:
-        places[where.dataset, where.kind].append(where)
+        for column in ("all", where.column):
+            places[where.dataset, where.kind, column].append(where)
     rows = []
-    for (dataset, kind), some in places.items():
+    for (dataset, kind, column), some in places.items():
         most = max(len(evidence.of(where.cells[0])) for where in some)
         full = [where for where in some if all(len(evidence.of(id)) == most for id in where.cells)]
-        better, worse = (_mean_by_seed(evidence, [where.cells[side] for where in full]) for side in (0, 1))
-        found = paired(better, worse)
-        if found:
-            rows.append([NAMES[dataset], kind, len(full), *difference(found)])
-    heads = ["data", "kind", "places", "mean difference", "seeds", "p", "optimised is"]
-    return f"Pooled over levels and columns:\n\n{table(heads, rows)}"
+        for figure, name in (("last", "last"), ("tail", "last ten rounds")):
+            better, worse = (_mean_by_seed(evidence, [w.cells[side] for w in full], figure) for side in (0, 1))
+            found = paired(better, worse)
+            if found:
+                rows.append([NAMES[dataset], kind, column_name(column), len(full), name, *difference(found)])
+    heads = ["data", "kind", "column", "places", "of", "mean difference", "seeds", "p", "optimised is"]
+    return f"Pooled over levels, by column and over all columns:\n\n{table(heads, rows)}"
 
 
-def _mean_by_seed(evidence: Evidence, ids: Sequence[str]) -> dict[int, float]:
-    shared = set.intersection(*(set(evidence.of(id)) for id in ids)) if ids else set()
-    return {seed: fmean(evidence.of(id)[seed] for id in ids) for seed in sorted(shared)}
+def _mean_by_seed(evidence: Evidence, ids: Sequence[str], figure: str) -> dict[int, float]:
+    seen = [evidence.of(id, figure) for id in ids]
+    shared = set.intersection(*map(set, seen)) if seen else set()
+    return {seed: fmean(values[seed] for values in seen) for seed in sorted(shared)}

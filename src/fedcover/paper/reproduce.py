@@ -3,6 +3,7 @@
 This module needs no command-line packages, so that it runs where only torch, numpy, pydantic and safetensors are.
 """
 
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -13,6 +14,7 @@ from fedcover.errors import FedcoverError, InvalidValue, unknown
 from fedcover.experiment import Experiment
 from fedcover.paper import document, results
 from fedcover.paper.cells import AXES, SETS, Cell, cells, chosen, quick
+from fedcover.paper.evidence import Evidence
 from fedcover.paper.results import Finished
 from fedcover.preparation import Machine
 from fedcover.rounds import Report
@@ -23,6 +25,9 @@ RESULTS = Path("results") / "reproduction"
 SMOKE_RESULTS = Path("runs") / "reproduction-quick"
 DOCS = Path("docs")
 SEEDS = 3
+UNFINISHED = "unfinished"
+CHECKPOINT_EVERY = 10
+"""Rounds of a stopped run that are run again at most; a checkpoint in every round would cost more than it saves."""
 
 Watching = Callable[[str, int], AbstractContextManager[Watch]]
 Job = tuple[Cell, int]
@@ -57,6 +62,11 @@ class Wish:
         known = cells(results.second_rates(self.folder, cells({})))
         wanted = chosen(known, self.sets, self.seed_count, self.only)
         return [(quick(cell), seed) for cell, seed in wanted] if self.smoke else wanted
+
+
+def strange(wish: Wish) -> list[str]:
+    """A line about each file beside the results that no cell is read from."""
+    return [f"{path} belongs to no cell and seed; it is left out" for path in Evidence(wish.folder).strangers()]
 
 
 def missing(folder: Path, jobs: Sequence[Job]) -> list[Job]:
@@ -113,18 +123,26 @@ def reproduce(
     watching: Watching = lines,
     tell: Callable[[str], None] = lambda line: None,
 ) -> list[Path]:
-    """Run every cell and seed that is wanted and missing; what has ended is on disk, whatever happens next."""
+    """Run every cell and seed that is wanted and missing; what has ended is on disk, whatever happens next.
+
+    Runs on their way lie in folders of their own beside the results, from which the same call goes on.
+    """
     chosen_machine = (machine or Machine()).resolved()
     jobs = wish.jobs()
     todo = missing(wish.folder, jobs)
     tell(f"{len(todo)} of {len(jobs)} runs are missing in {wish.folder}")
     cell_of = {cell.with_seed(seed).name: cell for cell, seed in todo}
     written = []
+    unfinished = wish.folder / UNFINISHED
     for group in groups(cell.with_seed(seed) for cell, seed in todo):
-        for finished in run_cells(group, chosen_machine, data, watching):
+        rarely = [e.model_copy(update={"checkpoint_every": CHECKPOINT_EVERY}) for e in group]
+        for finished in run_cells(rarely, chosen_machine, data, watching, unfinished):
             cell = cell_of[finished.experiment.name]
             written.append(results.write(wish.folder, cell, results.describe(cell, finished)))
+            shutil.rmtree(unfinished / finished.experiment.name, ignore_errors=True)
             tell(f"{len(written)}/{len(todo)}  {finished.experiment.name}")
+    if unfinished.is_dir() and not any(unfinished.iterdir()):
+        unfinished.rmdir()
     return written
 
 
@@ -179,6 +197,8 @@ def main(words: Sequence[str]) -> None:
     if "docs" in sets:
         for path in document.write(wish.folder, DOCS):
             print(path)
+        for line in strange(wish):
+            print(line, file=sys.stderr)
 
 
 if __name__ == "__main__":

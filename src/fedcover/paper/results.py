@@ -120,18 +120,35 @@ def write(folder: Path, cell: Cell, result: Mapping[str, Any]) -> Path:
 
 
 def read(folder: Path, cell: Cell, seed: int) -> dict[str, Any] | None:
-    """A cell's result; None where there is none, or where it is of another experiment than the cell now is."""
+    """A cell's result, None where there is none; a file that is no result, or another cell's, is named and refused."""
     path = path_of(folder, cell, seed)
     if not path.exists():
         return None
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        kept = dict(found["experiment"])
+        found = _checked(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(f"{path} is no result of a cell: {error}; remove it to run the cell again") from error
     # a field that a newer version adds does not matter as long as the cell leaves it at its default
-    expected, defaults = identity(cell.with_seed(seed)), _defaults()
-    return found if all(kept.get(key, defaults[key]) == value for key, value in expected.items()) else None
+    kept, expected = {**_defaults(), **found["experiment"]}, identity(cell.with_seed(seed))
+    other = [f"{key} is {kept[key]!r}, not {value!r}" for key, value in expected.items() if kept[key] != value]
+    if other:
+        raise RunError(f"{path} is of another experiment ({'; '.join(other)}); move it away to run the cell again")
+    return found
+
+
+def _checked(found: Any) -> dict[str, Any]:
+    """A result whose figures can be what they say they are."""
+    if not isinstance(found, dict) or not isinstance(found["experiment"], dict):
+        raise TypeError("it must be an object with an experiment")
+    curve = found["curve"]
+    shares = {name: [found[name]] for name in ("last", "best", "local", "trained")} | {"curve": curve["accuracy"]}
+    for name, values in shares.items():
+        for value in values:
+            if value is not None and not (isinstance(value, int | float) and 0 <= value <= 1):
+                raise ValueError(f"{name} must be between 0 and 1; got {value!r}")
+    if len(curve["round"]) != len(curve["accuracy"]):
+        raise ValueError("curve must have an accuracy for each round")
+    return found
 
 
 def read_all(folder: Path, cell: Cell, seeds: Iterable[int]) -> list[dict[str, Any]]:

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Sequence
 
 from fedcover.paper.noise import Sample, against_claim
 
-NAMES = {"mnist": "MNIST", "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "iid": "IID", "dirichlet": "Dirichlet"}
+NAMES = {"mnist": "MNIST", "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "iid": "IID", "dirichlet": "Dirichlet",
+         "all": "all columns"}  # fmt: skip
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
