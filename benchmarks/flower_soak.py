@@ -48,7 +48,8 @@ def sizes(federation: Local) -> Sizes:
                 own = re.findall(r"(?:RssAnon|VmSwap):\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
             except OSError:
                 continue
-            program = Path(os.fsdecode(command[1])).name if len(command) > 1 else ""
+            words = (Path(os.fsdecode(word)).name for word in command[1:])
+            program = next((word for word in words if word.startswith(("flower-", "flwr-"))), "")
             if own and program and program != "flwr-clientapp":  # which lives for one message only
                 found.setdefault(f"{name} {program}", sum(map(int, own)))  # not a copy of it that becomes another
     return found

@@ -1,6 +1,7 @@
 """What Flower carries and who holds whom, without Flower: parcels, places, and the folder of an app."""
 
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -202,3 +203,70 @@ def test_what_was_started_is_found_without_other_programs(monkeypatch):
         assert found < descendants([os.getpid()])
         parent.communicate(b"\n")
     assert not found & descendants([os.getpid()])
+
+
+def test_a_long_lived_program_lets_no_garbage_lie():
+    """What hangs in a cycle is gone soon, although Python itself would not look for it."""
+    node = """
+import gc, sys, time, types, weakref
+from fedcover.flower import steady
+class Held:
+    pass
+def node():
+    held = Held()
+    held.itself = held
+    left = weakref.ref(held)
+    del held
+    while left() is not None:
+        time.sleep(0.01)
+gc.disable()
+steady.PAUSE = 0.01
+made_up = types.ModuleType("made_up")
+made_up.node = node
+sys.modules["made_up"] = made_up
+steady.PROGRAMS["flower-supernode"] = "made_up:node"
+sys.argv = ["steady", "flower-supernode"]
+steady.main()
+"""
+    subprocess.run([sys.executable, "-c", node], check=True, timeout=120)
+
+
+def test_only_programs_of_flower_are_run_so():
+    done = subprocess.run(
+        [sys.executable, "-m", "fedcover.flower.steady", "ls"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr == "fedcover: program must be one of flower-superlink, flower-supernode; got 'ls'\n"
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc gives every thread its heap")
+def test_one_heap_for_all_threads():
+    """Threads that need memory at the same time take it from the same heap."""
+    heaps = """
+import ctypes, os, threading
+from fedcover.flower.memory import one_heap
+library = ctypes.CDLL(None)
+library.fdopen.restype = ctypes.c_void_p
+library.malloc_info.argtypes = [ctypes.c_int, ctypes.c_void_p]
+library.fflush.argtypes = [ctypes.c_void_p]
+ONE_HEAP
+together = threading.Barrier(4)
+def need():
+    held = [bytes(2000) for _ in range(100)]
+    together.wait()
+threads = [threading.Thread(target=need) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+reading, writing = os.pipe()
+file = library.fdopen(writing, b"w")
+library.malloc_info(0, file)
+library.fflush(file)
+print(os.read(reading, 65536).count(b"<heap nr="))
+"""
+    counted = [
+        int(subprocess.check_output([sys.executable, "-c", heaps.replace("ONE_HEAP", call)], timeout=120))
+        for call in ("", "one_heap()")
+    ]
+    assert counted[1] == 1 < counted[0]

@@ -22,6 +22,8 @@ QUIET = {
 }
 """No calls home, no packages installed behind anybody's back, and no second lost before each task."""
 CONNECTION = "fedcover"
+STEADY = ("-m", "fedcover.flower.steady")
+"""Runs a program of Flower's so that it does not let garbage lie."""
 STARTING, STOPPING = 60.0, 10.0
 """Seconds that a process has to come up, and to end by itself."""
 
@@ -43,7 +45,8 @@ class Local:
     def start_link(self) -> subprocess.Popen[bytes]:
         """Start the SuperLink and wait until it listens."""
         arguments = ["--insecure", "--host", "127.0.0.1", "--port", str(self.port)]
-        started = self.start("superlink", "flower-superlink", *arguments, "--disable-runtime-dependency-installation")
+        arguments += ["--disable-runtime-dependency-installation"]
+        started = self.start("superlink", sys.executable, *STEADY, "flower-superlink", *arguments)
         self.wait_until_listening("superlink", self.port)
         return started
 
@@ -51,7 +54,8 @@ class Local:
         """Start a SuperNode with a configuration."""
         told = " ".join(f"{key}={_toml(value)}" for key, value in config.items())
         arguments = ["--superlink", self.address, "--host", "127.0.0.1", "--port", str(free_port())]
-        return self.start(name, "flower-supernode", "--insecure", *arguments, "--node-config", told)
+        arguments += ["--insecure", "--node-config", told]
+        return self.start(name, sys.executable, *STEADY, "flower-supernode", *arguments)
 
     def start(self, name: str, program: str, *arguments: str) -> subprocess.Popen[bytes]:
         """Start one of Flower's programs; what it says goes into its log."""

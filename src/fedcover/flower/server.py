@@ -1,9 +1,6 @@
 """The server's side: an ordinary run, whose engine is Flower, inside Flower's ServerApp."""
 
-import ctypes
-import gc
 import logging
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ from fedcover.fleet import Fleet
 from fedcover.flower.apps import Settings
 from fedcover.flower.engine import Events, FlowerEngine, Terms, gather, log_to_stderr
 from fedcover.flower.link import Link
+from fedcover.flower.memory import tidy
 from fedcover.flower.places import Roster, declared_fleet
 from fedcover.folders import Folder
 from fedcover.preparation import Machine
@@ -77,10 +75,7 @@ def with_declared_capacities(experiment: Experiment, roster: Roster) -> Experime
 
 def _conclude(report: Report) -> None:
     _say(report)
-    # a round's messages hang in cycles, and the C library keeps pages until it is asked
-    gc.collect()
-    if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
-        library.malloc_trim(0)
+    tidy()
 
 
 def _say(report: Report) -> None:

@@ -1,0 +1,45 @@
+"""`python -m fedcover.flower.steady flower-supernode ...`: a program of Flower's that looks for garbage while it runs.
+
+What a message leaves behind hangs in cycles, and Python looks through old objects only once a quarter more of them has
+come together. All that Flower imports is old, so that takes some twenty rounds, and the heap is in pieces by then.
+"""
+
+import gc
+import sys
+import threading
+import time
+from pkgutil import resolve_name
+
+from fedcover.errors import unknown
+from fedcover.flower.memory import one_heap, tidy
+
+PROGRAMS = {
+    "flower-superlink": "flwr.superlink.cli:flower_superlink",
+    "flower-supernode": "flwr.supernode.cli:flower_supernode",
+}
+"""Flower's programs that live as long as a federation."""
+
+PAUSE = 2.0
+"""Seconds between two looks."""
+
+
+def main() -> None:
+    """Run the program that the first argument names, with the others, until it is ended."""
+    sys.argv = sys.argv[1:] or [""]
+    if sys.argv[0] not in PROGRAMS:
+        sys.exit(f"fedcover: {unknown('program', sys.argv[0], PROGRAMS)}")
+    one_heap()
+    program = resolve_name(PROGRAMS[sys.argv[0]])  # not before: importing it starts a thread already
+    gc.freeze()  # what is imported stays for good; each look would go through all of it
+    threading.Thread(target=_stay_tidy, daemon=True).start()
+    program()
+
+
+def _stay_tidy() -> None:
+    while True:
+        time.sleep(PAUSE)
+        tidy()
+
+
+if __name__ == "__main__":
+    main()
