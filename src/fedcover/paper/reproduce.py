@@ -139,7 +139,7 @@ def reproduce(
         for finished in run_cells(rarely, chosen_machine, data, watching, unfinished):
             cell = cell_of[finished.experiment.name]
             written.append(results.write(wish.folder, cell, results.describe(cell, finished)))
-            shutil.rmtree(unfinished / finished.experiment.name, ignore_errors=True)
+            shutil.rmtree(unfinished / finished.experiment.name, ignore_errors=True)  # the result is safe without it
             tell(f"{len(written)}/{len(todo)}  {finished.experiment.name}")
     if unfinished.is_dir() and not any(unfinished.iterdir()):
         unfinished.rmdir()
