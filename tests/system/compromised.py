@@ -1,61 +1,54 @@
-"""A compromised node: in every round it answers in another wrong way. Loaded by its Python before anything else."""
+"""A compromised node, wrong answer by answer, then message by message. Loaded by its Python before anything else."""
 
 import json
 import pickle
 import struct
 import sys
 
-ATTACKS = [
-    "honest", "not a number", "infinity", "wrong shape", "missing array", "extra array", "absurd norm", "replayed",
-    "absurd loss", "larger mask", "pickled", "garbage", "oversized", "repeated", "other clients", "no content",
+EACH = [
+    "not a number", "infinity", "wrong shape", "missing array", "extra array", "absurd norm", "replayed", "absurd loss",
+    "larger mask", "pickled", "garbage", "other client", "honest",
 ]  # fmt: skip
+"""What the node's clients send in the second round, one each; the last one is honest."""
+ROUNDS = ["honest", "one each", "oversized", "repeated", "no content"]
+"""What the node's message holds, round by round."""
 HUGE = 400_000_000
 
 
-def attack(kind, answers, before):
-    """What the node sends in the place of honest answers."""
+def attack(kind, answer, before):
+    """What is sent in the place of an honest answer; `before` is the one of the first round."""
     from dataclasses import replace
 
     import numpy as np
 
     from fedcover.flower.parcels import bundle, unbundle
 
-    def changed(answer, change):
+    def changed(change):
         arrays = {name: np.load(_file(raw.data)) for name, raw in unbundle(answer.parcel).items()}
         return replace(answer, parcel=bundle(change(arrays)))
 
     def all_to(value):
-        return lambda arrays: {name: np.full_like(array, value) for name, array in arrays.items()}
+        return changed(lambda arrays: {name: np.full_like(array, value) for name, array in arrays.items()})
 
-    changes = {
-        "not a number": all_to(np.nan),
-        "infinity": all_to(np.inf),
-        "absurd norm": all_to(1e12),
-        "wrong shape": lambda arrays: {name: array.reshape(-1)[:-1] for name, array in arrays.items()},
-        "missing array": lambda arrays: dict(list(arrays.items())[1:]),
-        "extra array": lambda arrays: {**arrays, "params/more": np.zeros(3, np.float32)},
-        "larger mask": lambda arrays: {**arrays, next(iter(arrays)).replace("params", "bits"): np.ones(5000, np.uint8)},
-    }
-    if kind in changes:
-        return [changed(answer, changes[kind]) for answer in answers]
-    if kind == "replayed":
-        return before
-    if kind == "absurd loss":
-        return [replace(answer, loss=1.7e308) for answer in answers]
-    if kind == "pickled":
-        return [replace(answer, parcel=_framed(answer.parcel)) for answer in answers]
-    if kind == "garbage":
-        return [replace(answer, parcel=b"\xff" * 1000) for answer in answers]
-    if kind == "oversized":
-        return [replace(answer, parcel=np.arange(HUGE // 4, dtype=np.int32).tobytes()) for answer in answers]
-    if kind == "repeated":  # one small piece, named ten thousand times
-        import flwr.app.message.array
-
-        flwr.app.message.array.FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE = 40_000
-        return [replace(answer, parcel=bytes(HUGE)) for answer in answers[:1]]
-    if kind == "other clients":
-        return [replace(answer, client=answer.client + 1000) for answer in answers]
-    return answers
+    return {
+        "honest": lambda: answer,
+        "not a number": lambda: all_to(np.nan),
+        "infinity": lambda: all_to(np.inf),
+        "absurd norm": lambda: all_to(1e12),
+        "wrong shape": lambda: changed(lambda all: {name: array.reshape(-1)[:-1] for name, array in all.items()}),
+        "missing array": lambda: changed(lambda all: dict(list(all.items())[1:])),
+        "extra array": lambda: changed(lambda all: {**all, "params/more": np.zeros(3, np.float32)}),
+        "larger mask": lambda: changed(
+            lambda all: {**all, next(iter(all)).replace("params", "bits"): np.ones(5000, np.uint8)}
+        ),
+        "replayed": lambda: before,
+        "absurd loss": lambda: replace(answer, loss=1.7e308),
+        "pickled": lambda: replace(answer, parcel=_framed(answer.parcel)),
+        "garbage": lambda: replace(answer, parcel=b"\xff" * 1000),
+        "other client": lambda: replace(answer, client=answer.client + 1000),
+        "oversized": lambda: replace(answer, parcel=np.arange(HUGE // 4, dtype=np.int32).tobytes()),
+        "repeated": lambda: replace(answer, parcel=bytes(HUGE)),
+    }[kind]()
 
 
 def _file(data):
@@ -85,14 +78,22 @@ def install():
 
     def evil(message, answers):
         round = messages.read_orders(message).round
-        kind = ATTACKS[round % len(ATTACKS)]
-        if kind == "honest":
+        answers = sorted(answers, key=lambda answer: answer.client)
+        if round == 0:
             memory.write_bytes(pickle.dumps(answers))
-        if kind == "no content":
+            return honest(message, answers)
+        if ROUNDS[round] == "no content":
             from flwr.app import Message, RecordDict
 
             return Message(RecordDict({}), reply_to=message)
-        return honest(message, attack(kind, answers, pickle.loads(memory.read_bytes())))
+        if ROUNDS[round] == "one each":
+            before = pickle.loads(memory.read_bytes())
+            return honest(message, [attack(*three) for three in zip(EACH, answers, before, strict=True)])
+        if ROUNDS[round] == "repeated":  # one small piece, named ten thousand times
+            import flwr.app.message.array
+
+            flwr.app.message.array.FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE = 40_000
+        return honest(message, [attack(ROUNDS[round], answers[0], None)])
 
     messages.to_server = evil
 

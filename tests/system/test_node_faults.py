@@ -1,20 +1,7 @@
-"""Faults with real processes: nodes that die, come back or are slow; a server that is killed; a limit on its files."""
-
-import os
-import resource
-import signal
+"""Faults of nodes with real processes: they die, come back, or are slow."""
 
 from fedcover.flower.processes import local
-from tests.system.harness import (
-    alive,
-    checkpoints,
-    children,
-    experiment,
-    fair_deadline,
-    reference,
-    submit,
-    wait_for,
-)
+from tests.system.harness import children, experiment, fair_deadline, submit, wait_for
 
 
 def test_a_node_that_is_killed_and_comes_back(tmp_path):
@@ -61,51 +48,3 @@ def test_stragglers_do_not_hold_up_a_round(tmp_path, monkeypatch):
     lines = run.rounds(2)
     assert [(line["late"], sorted(line["dropped"])) for line in lines] == [(4, [4, 5, 6, 7])] * 2
     assert all(sorted(map(int, line["clients"])) == [0, 1, 2, 3] for line in lines)
-
-
-def test_a_server_that_is_killed_goes_on_from_its_folder(pair, tmp_path):
-    """Nothing is lost but the round in progress."""
-    wanted = experiment(policy="rolling", rounds=4)
-    run = submit(pair, wanted, tmp_path / "run", nodes=2)
-    run.rounds(2)
-    (server,) = wait_for(lambda: children(pair, "superlink", "flwr-serverapp"), "a server")
-    os.kill(server, signal.SIGKILL)
-    wait_for(lambda: not alive([server]), "the server's end")
-    run.process.kill()
-    run.process.wait()
-    done = len(run.lines())
-    assert done in (2, 3)
-    again = submit(pair, wanted, tmp_path / "run", nodes=2, resume=True).finish()
-    assert [line["round"] for line in again.rounds(4)] == [0, 1, 2, 3]
-    assert checkpoints(tmp_path / "run") == reference(wanted, tmp_path / "here")
-
-
-def test_a_limit_on_the_files_of_the_server(pair, tmp_path):
-    """The same where nobody may mount a disk: the run stops with a sentence, and goes on when there is room again."""
-    wanted = experiment(policy="prefix", rounds=4)
-    expected = reference(wanted, tmp_path / "here")
-    sizes = sorted(path.stat().st_size for path in (tmp_path / "here" / "checkpoints").iterdir())
-    # the coverage of past rounds is part of a state, so states grow: the second last still fits, the last does not
-    with files_limited(pair, (sizes[0] + sizes[1]) // 2):
-        run = submit(pair, wanted, tmp_path / "run", nodes=2).finish()
-    assert "cannot write" in run.text
-    assert "the checkpoint of round 3 is whole" in run.text
-    again = submit(pair, wanted, tmp_path / "run", nodes=2, resume=True).finish()
-    assert [line["round"] for line in again.rounds(4)] == [0, 1, 2, 3]
-    assert checkpoints(tmp_path / "run") == expected
-
-
-class files_limited:  # noqa: N801
-    """No file of the server may grow beyond a size: much like a full disk, and it needs no rights."""
-
-    def __init__(self, federation, size):
-        self.pids = [federation.processes["superlink"].pid, *children(federation, "superlink", "flower-superexec")]
-        self.size = size
-
-    def __enter__(self):
-        for pid in self.pids:
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, (self.size, resource.RLIM_INFINITY))
-
-    def __exit__(self, *_):
-        for pid in self.pids:
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
