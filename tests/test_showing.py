@@ -55,6 +55,18 @@ def test_a_history_is_a_table_a_file_or_refused(fedcover, tmp_path):
     refused(fedcover("history", "nothing"), 1, "nothing is no run folder")
 
 
+def test_a_history_names_what_is_damaged(fedcover, tmp_path):
+    torn, nameless = made_up_run(tmp_path / "runs" / "torn"), made_up_run(tmp_path / "runs" / "nameless")
+    assert fedcover("history", "runs", "--csv")[2] == ""
+    (nameless / "experiment.toml").unlink()
+    lines = (torn / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (torn / "metrics.jsonl").write_text("".join([*lines[:-1], "#garbage\n"]))
+    code, out, err = fedcover("history", "runs", "--csv")
+    assert (code, len(out.splitlines())) == (0, 6)
+    assert "runs/torn/metrics.jsonl is damaged: 1 line left out, 5 rounds can be read" in err
+    assert "runs/nameless is left out: it has no experiment.toml" in err
+
+
 def test_numbers_that_are_not_finite(tmp_path):
     folder = made_up_run(tmp_path / "run")
     lines = [{**line, "loss": float("nan")} for line in read_lines(folder / "metrics.jsonl")]

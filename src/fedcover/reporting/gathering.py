@@ -22,13 +22,18 @@ def gather(paths: Iterable[str | Path]) -> Gathered:
     records = [read_run(folder) for folder in find_runs(named)]
     again = _repeated(records)
     kept = [record for place, record in enumerate(records) if place not in again]
-    notes = [f"{folder} is left out: it has no experiment.toml" for folder in folders_without_experiment(named)]
-    notes += [_cut(record) for record in kept if record.damaged]
+    notes = damages(named, kept)
     notes += [
         f"{records[place].folder} is left out: the same experiment and seed as {records[first].folder}"
         for place, first in again.items()
     ]
     return Gathered(kept, notes)
+
+
+def damages(named: Sequence[str | Path], records: Iterable[Record]) -> list[str]:
+    """What cannot be read of the runs below some folders: whole runs, or lines of them."""
+    nameless = [f"{folder} is left out: it has no experiment.toml" for folder in folders_without_experiment(named)]
+    return nameless + [_cut(record) for record in records if record.damaged]
 
 
 def _cut(record: Record) -> str:
