@@ -131,6 +131,16 @@ def test_a_place_belongs_to_the_first_that_answers_for_it():
         roster.add(Introduction(10, 0, 3, None, "v"))
 
 
+def test_a_node_that_holds_too_little_for_a_run_that_has_begun_is_refused():
+    roster = Roster(capacities=[0.25, 0.25, 0.25, 1.0, 0.5])
+    roster.add(Introduction(7, 0, 2, 0.25, "v"))
+    roster.add(Introduction(8, 1, 2, None, "v"))  # it does not say what it holds
+    roster.add(Introduction(9, 1, 2, 1.0, "v"))
+    with pytest.raises(InvalidValue, match=r"at least 1, as the clients of partition 1 .* got 0\.5"):
+        roster.add(Introduction(10, 1, 2, 0.5, "v"))
+    assert set(roster.known) == {7, 8, 9}
+
+
 def test_the_fleet_is_what_the_nodes_declare():
     wanted = Experiment(clients=8, active=4, fleet="1x1.0 + 1x0.5")
     configs = node_configs(wanted, 2)

@@ -225,6 +225,7 @@ def test_noise_must_be_noise(noise):
     [
         ({"model": "wide_resnet(depth=10, widen=1)"}, "privacy: batch norm of model .* use norm = 'group'"),
         ({"policy": "prunefl", "recipe": "prunefl"}, "privacy: what clients measure under recipe 'prunefl'"),
+        ({"privacy": "gaussian(noise=1.0, delta=0.5)"}, r"privacy: delta must be below 1 / clients .* got 0\.5"),
         ({"privacy": "fedcover.recipes:plain"}, "must make a fedcover Gaussian; got Recipe"),
         ({"recipe": "hermes"}, "privacy: with this recipe a client chooses what it trains"),
     ],

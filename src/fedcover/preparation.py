@@ -195,6 +195,11 @@ def _check_private(experiment: Experiment, privacy: object, model: Model, recipe
         raise InvalidValue(
             f"privacy {experiment.privacy!r} must make a fedcover Gaussian; got {type(privacy).__name__}"
         )
+    if privacy.delta * experiment.clients >= 1:
+        raise InvalidValue(
+            f"privacy: delta must be below 1 / clients ({1 / experiment.clients:.3g}), or it allows to publish one "
+            f"client's data as it is; got {privacy.delta:g}"
+        )
     if has_batch_norm(model.module):
         raise InvalidValue(
             f"privacy: batch norm of model {experiment.model!r} needs statistics of clients' data, which carry no "

@@ -53,7 +53,7 @@ def gaussian(*, noise: float, delta: float = 1e-5) -> Gaussian:
     if not 0 < noise < float("inf"):
         raise InvalidValue(f"privacy gaussian: noise must be a number above 0; got {noise}")
     if not 0 < delta < 1:
-        raise InvalidValue(f"privacy gaussian: delta must be in (0, 1), and below 1 / clients; got {delta}")
+        raise InvalidValue(f"privacy gaussian: delta must be in (0, 1); got {delta}")
     return Gaussian(noise, delta)
 
 

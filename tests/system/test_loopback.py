@@ -10,13 +10,16 @@ from flwr.supercore.task_identity import TaskIdentity
 
 import fedcover as fc
 from fedcover.engines.sequential import sequential
+from fedcover.errors import InvalidValue, RunError
+from fedcover.flower.apps import Settings
 from fedcover.flower.client import experiment_app
 from fedcover.flower.engine import Events, FlowerEngine, Terms
 from fedcover.flower.link import Failed, _introduced
 from fedcover.flower.parcels import bundle, unbundle
 from fedcover.flower.places import Roster
+from fedcover.flower.server import begun, capacities, serve
 from fedcover.summary import read_lines
-from tests.system.compromised import ATTACKS, _file, attack
+from tests.system.compromised import EACH, _file, attack
 from tests.system.harness import checkpoints, experiment, reference
 from tests.system.test_hostile import WHY
 from tests.system.test_same_numbers import WORLDS, same_but_private
@@ -97,16 +100,18 @@ def test_two_sides_make_the_same_bits(tmp_path, world):
 
 def test_wrong_answers_are_rejected_by_name(tmp_path):
     """Those that need no transport; the others are in test_hostile."""
-    kinds = [kind for kind in ATTACKS if kind not in ("oversized", "repeated", "no content")]
+    kinds = ["honest", *EACH[:-1]]
     wanted = experiment(policy="rolling", clients=4, active=4, rounds=len(kinds))
-    before = []
+    before = {}
 
     def spoil(node, message, reply):
         from fedcover.flower.messages import read_answers, read_orders, to_server
 
-        answers, kind = read_answers(reply), kinds[read_orders(message).round]
-        before.extend(answers if kind == "honest" and node == 8 else [])
-        return to_server(message, attack(kind, answers, before)) if node == 8 else reply
+        if node != 8:
+            return reply
+        kind, answers = kinds[read_orders(message).round], read_answers(reply)
+        sent = [attack(kind, answer, before.setdefault(answer.client, answer)) for answer in answers]
+        return to_server(message, sent)
 
     run = fc.run(
         wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=engine(wanted, tmp_path / "run", spoil)
@@ -186,6 +191,30 @@ def test_events_after_a_full_disk_begin_on_a_line_of_their_own(tmp_path):
     torn, *whole = path.read_text().splitlines()
     assert torn == '{"round": 0, "event": "answe'
     assert [json.loads(line)["client"] for line in whole] == [3, 4]
+
+
+def test_a_run_that_is_gone_on_with_is_not_changed(tmp_path):
+    wanted = experiment(policy="prefix", rounds=2, name="mine")
+    with pytest.raises(RunError, match="run is no run folder"):
+        begun(tmp_path / "run", wanted)
+    fc.run(wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=engine(wanted, tmp_path / "run"))
+    assert begun(tmp_path / "run", experiment(policy="prefix", rounds=2, fleet="1x0.25")) == wanted  # nodes declare it
+    with pytest.raises(InvalidValue, match=r"cannot be changed: rounds = 9 \(was 2\), lr = 5\.0 \(was 0\."):
+        begun(tmp_path / "run", experiment(policy="prefix", rounds=9, lr=5.0))
+    again = Settings(wanted.to_toml(), str(tmp_path / "run"))
+    with pytest.raises(RunError, match=r"holds a run already: go on with it \(--resume\)"):
+        serve(None, again)
+
+
+def test_a_node_that_comes_late_and_holds_too_little_is_refused(tmp_path):
+    wanted = experiment(policy="prefix", rounds=2, clients=4, active=4, fleet="1x1.0")
+    found = engine(wanted, tmp_path / "run")
+    found.roster.capacities = capacities(wanted)
+    found.link.nodes[8]["capacity"] = 0.25
+    run = fc.run(wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=found)
+    assert [(line["lost"], sorted(line["dropped"])) for line in run.metrics] == [(2, [2, 3])] * 2
+    (told,) = [e for e in read_lines(tmp_path / "run" / "events.jsonl") if e["event"] == "rejected"]
+    assert "capacity must be at least 1, as the clients of partition 1" in told["why"]
 
 
 def test_whoever_fails_is_told_of_and_left_out(tmp_path):

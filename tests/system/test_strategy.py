@@ -80,7 +80,7 @@ def test_a_users_function_trains_a_module_of_the_nodes_own_size():
 
     (answer,) = read_answers(client_app(train, with_norms)(ordered(with_norms(), 0.5), context(capacity=0.5)))
     assert (answer.client, answer.nonce, answer.samples, answer.loss, answer.error) == (3, "nonce", 5, 0.25, "")
-    assert seen == {"lr": 0.5, "round": 2, "capacity": 0.5, "units": 2}
+    assert seen == {"lr": 0.5, "round": 2, "server-round": 3, "capacity": 0.5, "units": 2}
 
 
 def test_a_node_trains_no_more_than_it_declares():

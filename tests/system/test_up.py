@@ -29,10 +29,10 @@ def up(folder, *arguments):
 
 
 @pytest.mark.parametrize(
-    "stopped", [[signal.SIGINT], [signal.SIGTERM], [signal.SIGINT] * 2], ids=["Ctrl-C", "kill", "Ctrl-C twice"]
+    "stopped", [[signal.SIGHUP], [signal.SIGTERM], [signal.SIGINT] * 2], ids=["hang-up", "kill", "Ctrl-C twice"]
 )
 def test_up_leaves_nothing_behind(tmp_path, stopped):
-    """After Ctrl-C, or a kill, or an impatient user, neither processes nor files are left."""
+    """After a closed terminal, a kill, or an impatient user, neither processes nor files are left."""
     (tmp_path / "mine.toml").write_text(experiment(policy="prefix", rounds=30, name="mine").to_toml())
     process = up(tmp_path, tmp_path / "mine.toml")
     metrics = tmp_path / "runs" / "mine" / "metrics.jsonl"

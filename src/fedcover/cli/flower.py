@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import stat
 import sys
 import tempfile
 import tomllib
@@ -31,7 +32,7 @@ app.command(flower_app)
 Set = Annotated[tuple[str, ...], Parameter(help="key=value, overrides the file; may be repeated.")]
 Deadline = Annotated[float, Parameter(help="Seconds after which a round ends without those who have not answered.")]
 Wait = Annotated[float, Parameter(help="Seconds to wait for all SuperNodes before the first round.")]
-_STOPPING = (signal.SIGINT, signal.SIGTERM)
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @flower_app.command
@@ -68,8 +69,7 @@ def up(
     )  # fmt: skip
     configs = [{**config, **told, "device": device} for config in node_configs(wanted, nodes)]
     beside = [] if again else [str(experiment.parent.resolve())]
-    for number in _STOPPING:  # a kill cleans up too, and Ctrl-C even where a shell ignores it
-        signal.signal(number, _stop_once)
+    _clean_up_when_stopped()
     place = Path(tempfile.mkdtemp(prefix="fedcover-flower-"))
     log = place / "run.txt"
     try:
@@ -111,6 +111,8 @@ def run(
     if connection is not None:
         check_connection(connection)
     wanted, again = _wanted(experiment, set)
+    if nodes > wanted.clients:
+        raise InvalidValue(f"nodes must be in 1..clients ({wanted.clients}), or 0; got {nodes}")
     folder = experiment.resolve() if again else runs / wanted.name
     settings = _settings(
         wanted, folder=str(folder), resume=again or resume, nodes=nodes, deadline=deadline, wait=wait, device=device,
@@ -159,11 +161,28 @@ def node_configs(wanted: Experiment, nodes: int) -> list[dict[str, object]]:
     ]
 
 
+def _clean_up_when_stopped() -> None:
+    """A kill and a closed terminal clean up too, and Ctrl-C even where a shell ignores it; `nohup` is left its will."""
+    for number in _STOPPING:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _stop_once)
+
+
 def _stop_once(number: int, frame: object) -> None:
     """Begin to clean up, which takes seconds; who presses Ctrl-C again must not keep that from being finished."""
     for later in _STOPPING:
         signal.signal(later, signal.SIG_IGN)
+    if number == signal.SIGHUP:
+        _forget_the_terminal()
     raise KeyboardInterrupt
+
+
+def _forget_the_terminal() -> None:
+    """Say nothing more to a terminal that is gone: an error from it would end the cleaning up."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for said in (1, 2):
+        if stat.S_ISCHR(os.fstat(said).st_mode):
+            os.dup2(nowhere, said)
 
 
 def _wanted(experiment: Path, changes: tuple[str, ...]) -> tuple[Experiment, bool]:

@@ -26,7 +26,9 @@ def client_app(train_fn: TrainFn, model: "Callable[[], nn.Module | Model]") -> C
     """A ClientApp whose nodes train the part of a model that `CoverageStrategy` sends them.
 
     `train_fn(module, config, context)` gets its part as an ordinary module and trains it in place; it gives a mapping
-    with `num-examples` and `loss`. `model` builds the whole model, as on the server.
+    with `num-examples` and `loss`. Its `config` holds the `train_config` of `CoverageStrategy.start`, the `capacity`
+    of the part, and the round, as `round` from 0 on and, as Flower counts, as `server-round` from 1 on.
+    `model` builds the whole model, as on the server.
     """
 
     def work(message: Message, context: Context) -> Message:

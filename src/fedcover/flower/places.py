@@ -66,22 +66,35 @@ def declared_fleet(introductions: Iterable[Introduction], clients: int, fallback
 class Roster:
     """Who has introduced itself, in that order, who was refused, how often others were asked, and who was silent last.
 
-    Two nodes may claim one place: a SuperNode that comes back is a new node to Flower. The first claim holds as long as
-    its node answers, so that nobody takes the place of a node that works.
+    Two nodes may claim one place: a SuperNode that comes back may be a new node to Flower. The first claim holds while
+    its node answers, so that nobody takes the place of a node that works. Once a run has begun its clients have
+    capacities, and a node that holds less than those of its place is refused.
     """
 
     places: int | None = None
+    capacities: Sequence[float] = ()
     known: dict[int, Introduction] = field(default_factory=dict)
     refused: set[int] = field(default_factory=set)
     asked: Counter[int] = field(default_factory=Counter)
     silent: set[int] = field(default_factory=set)
 
     def add(self, introduced: Introduction) -> None:
-        """Remember a node; refused if it counts other places than the rest."""
+        """Remember a node; refused if it counts other places than the rest, or holds too little for its clients."""
         self.places = self.places or introduced.places
         if introduced.places != self.places:
             raise InvalidValue(f"num-partitions must be {self.places}, as elsewhere; got {introduced.places}")
+        needed = self._needed(introduced.place)
+        if introduced.capacity is not None and introduced.capacity < needed:
+            raise InvalidValue(
+                f"capacity must be at least {needed:g}, as the clients of partition {introduced.place} have had since "
+                f"the run began; got {introduced.capacity:g} (a new run would take it)"
+            )
         self.known[introduced.node] = introduced
+
+    def _needed(self, place: int) -> float:
+        clients = len(self.capacities)
+        mine = (c for client, c in enumerate(self.capacities) if place_of(client, clients, self.places or 1) == place)
+        return max(mine, default=0.0)
 
     def holders(self, present: Iterable[int]) -> dict[int, int]:
         """The node that answers for each place, among those that are present."""

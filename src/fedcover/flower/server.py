@@ -7,7 +7,7 @@ from typing import Any
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedcover.errors import FedcoverError, InvalidValue
+from fedcover.errors import FedcoverError, InvalidValue, RunError
 from fedcover.experiment import Experiment
 from fedcover.fleet import Fleet
 from fedcover.flower.apps import Settings
@@ -43,17 +43,41 @@ def _main(grid: Grid, context: Context) -> None:
 def serve(grid: Grid, settings: Settings) -> Run:
     """Run, or go on with, an experiment on the nodes behind a grid."""
     folder, again = Path(settings.folder), settings.resume
-    experiment = Folder(folder).read().experiment if again else Experiment.from_toml(settings.experiment)
-    link, roster = Link(grid), Roster()
+    experiment = Experiment.from_toml(settings.experiment)
+    if again:
+        experiment = begun(folder, experiment)
+    elif (folder / "experiment.toml").exists():
+        raise RunError(f"{folder} holds a run already: go on with it (--resume), or choose another name")
+    link, roster = Link(grid), Roster(capacities=capacities(experiment) if again else ())
     early: list[str] = []
     gather(link, roster, Events(None, early), nodes=settings.nodes, patience=settings.wait)
     if not again:
         experiment = with_declared_capacities(experiment, roster)
+        roster.capacities = capacities(experiment)
     terms = Terms(experiment.to_toml(), experiment.clients, settings.deadline, private=experiment.privacy != "none")
     engine = FlowerEngine(link, roster, terms, Events(folder / "events.jsonl", early))
     machine = Machine("flower", settings.device, settings.threads or None)
     common: dict[str, Any] = {"machine": machine, "data": settings.data or None, "watch": _conclude, "engine": engine}
     return resume(folder, complain=log.warning, **common) if again else run(experiment, folder, **common)
+
+
+def begun(folder: Path, asked: Experiment) -> Experiment:
+    """The experiment of a run that is gone on with; nothing can be changed on the way but what nodes declare."""
+    experiment = Folder(folder).read().experiment
+    known, wanted = experiment.model_dump(), asked.model_dump()
+    other = [name for name in known if name not in ("name", "fleet") and known[name] != wanted[name]]
+    if other:
+        told = ", ".join(f"{name} = {wanted[name]!r} (was {known[name]!r})" for name in other)
+        raise InvalidValue(f"a run that is gone on with cannot be changed: {told}")
+    return experiment
+
+
+def capacities(experiment: Experiment) -> list[float]:
+    """What every client must be able to hold: its capacity, or the largest where capacities belong to slots."""
+    fleet = experiment.scaled_fleet
+    if experiment.assignment == "slot":
+        return [max(fleet.capacities)] * experiment.clients
+    return [fleet.capacity(client) for client in range(experiment.clients)]
 
 
 def with_declared_capacities(experiment: Experiment, roster: Roster) -> Experiment:
@@ -65,8 +89,7 @@ def with_declared_capacities(experiment: Experiment, roster: Roster) -> Experime
         raise InvalidValue(
             "capacities belong to slots in this experiment (assignment = 'slot'), so nodes must not declare any"
         )
-    fleet = experiment.scaled_fleet
-    known = [fleet.capacity(client) for client in range(experiment.clients)]
+    known = capacities(experiment)
     declared = Fleet.parse(declared_fleet(declaring, experiment.clients, known))
     if all(declared.capacity(client) == capacity for client, capacity in enumerate(known)):
         return experiment

@@ -120,7 +120,8 @@ def train_module(
         wanted = kept(reduction, reduction.extract(params))
         part = sections(orders.parcels[order.parcel], {"params": wanted})["params"]
         module = submodel(model.module, reduction, embedded(reduction, part, params))
-        told = train_fn(module, {**orders.own, "round": orders.round, "capacity": order.capacity}, context)
+        config = {**orders.own, "round": orders.round, "server-round": orders.round + 1, "capacity": order.capacity}
+        told = train_fn(module, config, context)
         samples, loss = told.get("num-examples"), told.get("loss")
         if type(samples) is not int or samples < 1 or type(loss) not in (int, float):
             raise InvalidValue(f"train_fn must give num-examples (a count) and loss (a number); got {dict(told)}")
