@@ -446,7 +446,7 @@ def test_certify_says_how_to_keep_rounds(fedcover):
     refused(fedcover("certify", "runs/bare"), 1, "keeps no round that could be replayed; run it again with keep_rounds")
 
 
-def test_a_sweep_runs_every_combination_into_its_own_folder(fedcover, tmp_path):
+def test_a_sweep_runs_every_combination_into_its_own_folder(fedcover, tmp_path, monkeypatch):
     short = ("--set", "rounds=1", "--set", "epochs=1", "--set", "clients=20", "--set", "active=2")
     wanted = (
         "sweep",
@@ -474,3 +474,7 @@ def test_a_sweep_runs_every_combination_into_its_own_folder(fedcover, tmp_path):
     assert twice[0] == 2
     assert "vary must name each field once" in twice[2]
     assert fedcover("bench", "--out", str(tmp_path / "nowhere" / "b.md"))[0] == 2
+    refused(fedcover("bench", "--out", str(tmp_path)), 2, "out must be a file")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    refused(fedcover("sweep", "--vary", "lr=0.1|0.2"), 2, "use --processes, not torchrun")

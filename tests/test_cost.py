@@ -152,3 +152,22 @@ def test_memory_of_an_mlp_by_hand():
     # kept for backward: the input, the hidden layer after its ReLU, the log-softmax, the labels (and one weight sum)
     kept = 4 * batch * 4 + 4 * batch * 5 + 4 * batch * 3 + 8 * batch + 4
     assert memory(model, Masks({}), (4,), batch, 0.0) == 8 * weights + kept
+
+
+class Odd(nn.Module):
+    """What an ordinary module may do: look at values, make a tensor of its own, learn a weight by parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.utils.parametrizations.weight_norm(nn.Linear(784, 6))
+        self.head = nn.Linear(6, 10)
+
+    def forward(self, x):
+        h = self.first(x.flatten(1)) + torch.zeros(len(x), 6)
+        return self.head(h if h.mean() > 0.4 else 2 * h)
+
+
+def test_an_odd_module_is_counted_with_values():
+    module = Odd()
+    assert uses_of_weights(module, MNIST) == {"first.parametrizations.weight.original1": 1, "head.weight": 1}
+    assert not module.first._forward_hooks  # it was counted on a copy

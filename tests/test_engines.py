@@ -2,11 +2,14 @@
 
 import logging
 import os
+import random
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -220,18 +223,86 @@ def test_a_step_that_cannot_have_a_wrapper_in_cpp_is_compiled_with_one_in_python
     assert "cannot be compiled" not in caplog.text
 
 
-def test_without_a_compiler_it_runs_uncompiled_and_says_so():
+def test_without_a_compiler_clients_train_one_after_another_and_one_line_says_so():
     program = """
 import fedcover as fc
-fields = dict(policy="magnitude", fleet="1x0.5", clients=20, active=2, rounds=1, epochs=1, model="mlp(hidden=[8])")
+fields = dict(policy="magnitude", fleet="1x0.5", clients=20, active=2, rounds=2, epochs=1, model="mlp(hidden=[8])")
 runs = [fc.run(fc.Experiment(**fields), machine=fc.Machine(engine=engine)) for engine in ("sequential", "batched")]
-print(abs(runs[0].summary["loss"] - runs[1].summary["loss"]) < 1e-5)
+print(runs[0].summary["loss"] == runs[1].summary["loss"])
 """
     without = {"CXX": "no-such-compiler", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env={**os.environ, **without}, capture_output=True, text=True, check=False)
     assert done.stdout == "True\n", done.stderr
-    assert "cannot be compiled" in done.stderr
+    (said,) = [line for line in done.stderr.splitlines() if line.startswith("engine:")]
+    assert re.fullmatch(r"engine: the step cannot be compiled \(\w+\), so clients are trained one after another", said)
+
+
+class Remembering(nn.Module):
+    """A model that keeps something of its steps, or draws for them, beside what torch knows of."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.head = nn.Linear(64, 10)
+        self.how, self.calls, self.last, self.seen = how, 0, None, []
+        self.register_buffer("mean", torch.zeros(10))
+
+    def forward(self, x):
+        said = self.head(x.flatten(1))
+        if self.training:
+            said = getattr(self, self.how)(said)
+        return said
+
+    def counter(self, said):
+        self.calls += 1
+        return said / (1 + 0.1 * self.calls)
+
+    def kept(self, said):
+        self.last = said.detach().mean(0) if self.last is None else 0.5 * self.last
+        return said
+
+    def listed(self, said):
+        self.seen.append(1)
+        return said * (1 + 0.1 * len(self.seen))
+
+    def reassigned(self, said):
+        self.mean = 0.9 * self.mean + 0.1 * said.detach().mean(0)
+        return said - self.mean
+
+    def pythons_dice(self, said):
+        return said if random.random() < 0.5 else 2 * said
+
+    def numpys_dice(self, said):
+        return said if np.random.random() < 0.5 else 2 * said
+
+
+REMEMBERING = {
+    "counter": "remembers something of its steps", "kept": "remembers something of its steps",
+    "listed": "remembers something of its steps", "reassigned": "new tensors in the place of its buffers",
+    "pythons_dice": "draws random numbers", "numpys_dice": "draws random numbers",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", REMEMBERING)
+def test_a_model_that_remembers_its_steps_is_trained_one_after_another(how, caplog):
+    wanted = fc.Experiment(policy="full", clients=20, active=3, rounds=2, epochs=1)
+    losses = []
+    for engine in ("sequential", "batched"):
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+        own = fc.Model(Remembering(how), ())
+        done = fc.run(wanted, machine=fc.Machine(engine=engine), model=own)
+        losses.append([line["loss"] for line in done.metrics])
+    assert REMEMBERING[how] in caplog.text
+    if "dice" not in how:  # which have moved on by the trial
+        assert losses[0] == losses[1]
+
+
+def test_many_shapes_are_not_all_compiled(monkeypatch, caplog):
+    monkeypatch.setattr(sys.modules["fedcover.engines.batched"], "MOST_SHAPES", 1)
+    agree(*world("mlp", policy="prefix", fleet="1x1.0 + 1x0.5", clients=8, active=8, epochs=1), UNCOMPILED)
+    assert "there are more than 1 shapes of clients" in caplog.text
 
 
 def test_weights_turned_to_bf16_in_one_go_equal_those_turned_one_by_one():

@@ -93,3 +93,41 @@ def test_a_data_folder_must_exist_and_is_remembered(tmp_path):
     run = fc.run(fc.Experiment(**TINY), tmp_path / "run", data=tmp_path)
     assert run.folder is not None
     assert str(tmp_path.resolve()) in (run.folder / "manifest.json").read_text()
+
+
+class Frozen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(64, 8), nn.Linear(8, 10)
+        self.first.weight.requires_grad_(False)
+
+    def forward(self, x):
+        return self.head(self.first(x.flatten(1)))
+
+
+class Writing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x):
+        return self.head(x.sub_(0.5).flatten(1))
+
+
+@pytest.mark.parametrize(
+    ("module", "sentence"),
+    [
+        (Frozen, r"first\.weight has requires_grad = False \(1 such\); make it a buffer"),
+        (Writing, "writes to its input"),
+    ],
+)
+def test_a_module_that_would_be_trained_wrongly_is_refused(module, sentence):
+    with pytest.raises(fc.InvalidValue, match=sentence):
+        fc.run(fc.Experiment(rounds=1), model=fc.Model(module(), ()))
+
+
+def test_processes_and_clipping_are_refused_before_there_is_a_folder(tmp_path):
+    wanted = fc.Experiment(rounds=1, clip_updates=1.0)
+    with pytest.raises(fc.InvalidValue, match="processes must be 1 with clip_updates"):
+        fc.run(wanted, tmp_path / "run", machine=fc.Machine(processes=2))
+    assert not (tmp_path / "run").exists()

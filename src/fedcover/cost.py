@@ -1,6 +1,7 @@
 """What a reduction costs a device: parameters, multiply-adds, memory to train, bytes up and down."""
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,17 +48,31 @@ def uses_of_weights(module: nn.Module, shape: Sequence[int], dtype: torch.dtype 
 
         return hook
 
-    empty = skeleton(module, Masks({}))
-    names = {id(weight): name for name, weight in empty.named_parameters()}  # a tied weight has one name
-    for layer in empty.modules():
-        if isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
-            learned = parametrize.is_parametrized(layer, "weight")
-            name = names.get(id(layer.parametrizations.weight.original if learned else layer.weight))  # type: ignore[union-attr]
-            if name is not None:
-                layer.register_forward_hook(remember(name))
-    with torch.no_grad():
-        empty.eval()(torch.zeros((1, *shape), device="meta", dtype=dtype or next(empty.parameters()).dtype))
+    def count(copy: nn.Module) -> None:
+        names = {id(weight): name for name, weight in copy.named_parameters()}  # a tied weight has one name
+        for layer in copy.modules():
+            if isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+                name = names.get(id(_learned(layer)))
+                if name is not None:
+                    layer.register_forward_hook(remember(name))
+        weight = next(copy.parameters())
+        with torch.no_grad():
+            copy.eval()(torch.zeros((1, *shape), device=weight.device, dtype=dtype or weight.dtype))
+
+    try:
+        count(skeleton(module, Masks({})))  # no values, so it costs nothing
+    except Exception:  # a model may look at values, or make tensors of its own, which are somewhere else
+        uses.clear()
+        count(deepcopy(module))
     return uses
+
+
+def _learned(layer: nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) -> Tensor:
+    """What is learned of a layer's weight: itself, or what it is made of that has its shape (weight norm: v, not g)."""
+    if not parametrize.is_parametrized(layer, "weight"):
+        return layer.weight
+    made_of = layer.parametrizations.weight.parameters()  # type: ignore[union-attr]
+    return next((p for p in made_of if p.shape == layer.weight.shape), layer.weight)
 
 
 def cost(

@@ -63,7 +63,9 @@ def in_lockstep(
                 courses = [_course(left.pop(0), machine, data, shared, runs, folders)]
                 for _ in range(min(len(left), _at_once(courses[0].setup, machine) - 1)):
                     courses.append(_course(left.pop(0), machine, data, shared, runs, folders))
-                yield from _in_step(courses, family, pool, machine, watch)
+                threads = _decided(machine, courses[0].setup).threads
+                with replace(machine, threads=threads).applied():
+                    yield from _in_step(courses, family, pool, machine, watch)
 
 
 def _finished(course: Course, machine: Machine) -> Finished:
@@ -85,6 +87,11 @@ def _at_once(setup: Setup, machine: Machine) -> int:
     else:
         most = LARGE_CLIENTS_AT_ONCE.get(engine_for(setup, machine.engine, machine.device), 1)
     return max(1, most // setup.active)
+
+
+def _decided(machine: Machine, setup: Setup) -> Machine:
+    """How a run is computed here: in this process, whatever other runs of the sweep do."""
+    return replace(machine, processes=1).for_setup(setup)
 
 
 def family_of(experiment: Experiment) -> object:
@@ -114,7 +121,7 @@ def _course(
         folder.opened()
         if known
         else folder.created(
-            experiment, replace(machine.for_setup(setup), engine=_engine_of(setup, machine), processes=1), Parts(), data
+            experiment, replace(_decided(machine, setup), engine=_engine_of(setup, machine)), Parts(), data
         )
     )
     if folder.experiment.digest != experiment.digest:

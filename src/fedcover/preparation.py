@@ -86,6 +86,10 @@ class Machine:
             step = STEP_SECONDS + 3 * work * local.batch_size / MULTIPLY_ADDS_PER_SECOND
             enough = worthwhile(samples / local.batch_size * step, setup.active, cores)
             processes = 1 if setup.clip_updates is not None else enough
+        elif processes > 1 and setup.clip_updates is not None:
+            raise InvalidValue(
+                f"processes must be 1 with clip_updates, which looks at updates as a whole; got {processes}"
+            )
         threads = self.threads or (1 if has_small_steps(setup) else max(1, torch.get_num_threads() // processes))
         return replace(self, threads=threads, processes=processes, engine=engine_for(setup, self.engine, self.device))
 
@@ -136,6 +140,7 @@ def prepare(
     model.module.to(machine.device)
     groups.check(model.groups, tensors(model.module))
     _check_outputs(experiment, model, source, recipe)
+    _check_trainable(model)
     privacy = _named("privacy", experiment.privacy, PRIVACY)()
     if privacy is not None:
         _check_private(experiment, privacy, model, recipe)
@@ -167,7 +172,7 @@ def prepare(
 
 def _check_outputs(experiment: Experiment, model: Model, source: Source, recipe: Recipe) -> None:
     """Try the model on two samples: it must take the data, and say one logit for each label."""
-    two = Samples(source.test.x[:2], source.test.y[:2])
+    two = Samples(source.test.x[:2].clone(), source.test.y[:2])
     trial = on_batch_statistics(submodel(model.module, Masks({}), {})).train()
     try:
         with torch.no_grad(), rng.seeded(0, "trial"):
@@ -175,6 +180,10 @@ def _check_outputs(experiment: Experiment, model: Model, source: Source, recipe:
     except Exception as error:
         why = (str(error).splitlines() or [type(error).__name__])[0]
         raise InvalidValue(f"model {experiment.model!r} cannot take data {experiment.dataset!r}: {why}") from error
+    if not torch.equal(two.x, source.test.x[:2]):
+        raise InvalidValue(
+            f"model {experiment.model!r} writes to its input, which is the data set: use no x.sub_() on it"
+        )
     wanted = (len(two), source.classes, *two.y.shape[1:])
     got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
     if recipe.exits and len(got) == len(wanted) + 1 and got[1:] == wanted:
@@ -185,6 +194,16 @@ def _check_outputs(experiment: Experiment, model: Model, source: Source, recipe:
         raise InvalidValue(
             f"model {experiment.model!r} must answer {len(two)} samples with logits of shape {wanted}; got {got}"
             + (" (exits need the recipe depthfl)" if isinstance(got, tuple) and got[1:] == wanted else "")
+        )
+
+
+def _check_trainable(model: Model) -> None:
+    """Refuse parameters that their maker has frozen: all of them would be trained, and averaged."""
+    frozen = [name for name, p in model.module.named_parameters() if not p.requires_grad]
+    if frozen:
+        raise InvalidValue(
+            f"model: every parameter is trained, but {frozen[0]} has requires_grad = False ({len(frozen)} such); make "
+            "it a buffer (register_buffer), which is kept as it is"
         )
 
 

@@ -25,7 +25,10 @@ def up(folder, *arguments):
     command = [sys.executable, "-m", "fedcover", "flower", "up", "--nodes", "2", "--runs", str(folder / "runs")]
     environment = {**os.environ, "TMPDIR": str(folder / "tmp")}
     with (folder / "log.txt").open("wb") as log:
-        return subprocess.Popen([*command, *map(str, arguments)], stdout=log, stderr=log, env=environment)
+        return subprocess.Popen(
+            [*command, *map(str, arguments)], stdout=log, stderr=log, env=environment,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # these tests may run under nohup
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from fedcover.cli.options import Data, DealtOut, Device, Json, Precision, app
 from fedcover.errors import InvalidValue
 from fedcover.experiment import Experiment, parse_change, read_experiment
 from fedcover.preparation import Machine
+from fedcover.processes import torchrun_rank
 from fedcover.rounds import Report
 from fedcover.sweeps import sweep as run_sweep
 from fedcover.sweeps import varied
@@ -31,8 +32,8 @@ def bench(
 ) -> None:
     """Measure our engines, the plain eager loop and the floor on this computer, as ratios of one run."""
     chosen = Machine(device=device).resolved().device
-    if out and not out.parent.is_dir():
-        raise InvalidValue(f"out must lie in a folder that exists; got {str(out)!r}")
+    if out and (out.is_dir() or not out.parent.is_dir()):
+        raise InvalidValue(f"out must be a file in a folder that exists; got {str(out)!r}")
     found = []
     for figure in measure(chosen):
         found.append(figure)
@@ -66,6 +67,8 @@ def sweep(
     json: Json = False,
 ) -> None:
     """Run settings x seeds in lockstep, each into its own folder; run it again to go on where it was stopped."""
+    if torchrun_rank() is not None:
+        raise InvalidValue("a sweep starts its processes itself: use --processes, not torchrun")
     changes = dict(parse_change(text) for text in set)
     base = read_experiment(experiment, changes) if experiment else Experiment(**changes)
     choices = [_choices(text) for text in vary]

@@ -6,10 +6,21 @@ On CUDA a crew's step is captured in a graph, and those who are alone train afte
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from fedcover.engines.lanes import Answer, Arrival, Job, Shape, arrivals
-from fedcover.engines.pools import Make, Place, Pool, captured, compiled, drive, pool_of, say, without_divergence
+from fedcover.engines.pools import (
+    Make,
+    Place,
+    Pool,
+    Uncompiled,
+    captured,
+    compiled,
+    drive,
+    pool_of,
+    say,
+    without_divergence,
+)
 from fedcover.engines.sequential import sequential
 from fedcover.engines.steps import Unfit
 from fedcover.engines.streams import side_by_side, streams
@@ -18,6 +29,9 @@ from fedcover.types import Assignment, Client, Reduction, State, Task, Update
 
 MOST_SIZES = 4
 """Sizes of crews that are made fast for one shape: compiling is dear, so later crews are put together from these."""
+
+MOST_SHAPES = 12
+"""Shapes that are compiled on a CPU for one model: clients of further ones are trained one after another."""
 
 MOST_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 30}
 """Parameters of all clients of a crew, about: on a CPU what stays in its caches from step to step."""
@@ -55,13 +69,22 @@ def in_crews(
     jobs: Sequence[Job], pool: Pool, precision: str, make: Make | None = None
 ) -> tuple[list[Answer], list[Job]]:
     """What comes of the clients that can form crews, and the jobs of those that cannot."""
+    if pool.uncompiled:
+        raise Unfit(pool.uncompiled)
     together, alone = crews_of(jobs, pool)
     on_a_gpu = _on_a_gpu(jobs)
     if len(alone) > len(jobs) / 2 and not on_a_gpu:
-        say("most clients share their shape with too few others, so they are trained one after another")
+        say(
+            "most clients share their shape (part of the model and number of samples) with too few others, so they are "
+            "trained one after another"
+        )
     answers: list[Answer] = []
     for turn in turns(together):
-        places = seated(turn, pool, precision, make)
+        try:
+            places = seated(turn, pool, precision, make)
+        except Uncompiled as reason:
+            pool.uncompiled = str(reason)
+            raise
         drive(places)
         answers += [answer for place in places for answer in place.answers()]
     if on_a_gpu:
@@ -76,8 +99,28 @@ def crews_of(jobs: Sequence[Job], pool: Pool) -> tuple[list[Crew], list[Job]]:
     alike: dict[tuple[Shape, float], list[Arrival]] = defaultdict(list)
     for client in arrivals(jobs):
         alike[client.shape(client.rows), client.job.lr].append(client)
-    found = [crew for (shape, _), clients in alike.items() for crew in crews(clients, pool.known(shape))]
+    few = alike if _on_a_gpu(jobs) else _few_shapes(alike, pool, len({id(job.assignment.task) for job in jobs}))
+    found = [crew for (shape, _), clients in few.items() for crew in crews(clients, pool.known(shape))]
+    found += [[client] for key, clients in alike.items() if key not in few for client in clients]
     return [crew for crew in found if len(crew) > 1], [crew[0].job for crew in found if len(crew) == 1]
+
+
+def _few_shapes(
+    alike: Mapping[tuple[Shape, float], list[Arrival]], pool: Pool, runs: int
+) -> dict[tuple[Shape, float], list[Arrival]]:
+    """Clients of shapes that are known, and of new ones as long as these are few: each takes seconds to compile."""
+    known = {place.lane.shape for place in pool.places.values()}
+    few: dict[tuple[Shape, float], list[Arrival]] = {}
+    for (shape, lr), clients in alike.items():
+        if shape in known or len(known) < runs * MOST_SHAPES:
+            few[shape, lr] = clients
+            known |= {shape} if len(clients) > 1 else set()
+        elif len(clients) > 1:
+            say(
+                f"there are more than {MOST_SHAPES} shapes of clients (parts of the model and numbers of samples), so "
+                "those of further ones are trained one after another"
+            )
+    return few
 
 
 def crews(clients: Sequence[Arrival], known: Sequence[int]) -> Iterator[Crew]:

@@ -15,7 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from fedcover.engines import crew_layers
 from fedcover.engines.crew_layers import from_taps, taps
-from fedcover.engines.steps import Slots, Step, Track, Whole, leaves_of, map_trees
+from fedcover.engines.steps import Slots, Step, Track, Unfit, Whole, leaves_of, map_trees
 from fedcover.errors import TrainingDiverged
 from fedcover.norms import statistics_key
 from fedcover.slabs import Slab, views
@@ -313,6 +313,10 @@ def _products(module: nn.Module) -> tuple[str, ...]:
 
 def _whole(module: nn.Module) -> Whole:
     def whole(buffers: Mapping[str, Tensor], values: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        return functional_call(module, {**buffers, **values}, (x,))  # type: ignore[no-any-return]
+        given = {**buffers, **values}
+        logits: Tensor = functional_call(module, given, (x,))
+        if any(given[name] is not tensor for name, tensor in buffers.items()):  # where torch leaves what it finds after
+            raise Unfit("the model puts new tensors in the place of its buffers, which a step in place would miss")
+        return logits
 
     return whole

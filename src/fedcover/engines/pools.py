@@ -4,7 +4,8 @@
 """
 
 import logging
-from collections import OrderedDict
+import random
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
@@ -12,6 +13,7 @@ from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -34,8 +36,14 @@ MOST_PLACES = 64
 LEAST_FREE = 0.15
 """The share of a GPU's memory that must be free before a place is added; else places that wait for clients go."""
 
+_TORCHS_OWN = ("_parameters", "_buffers", "_modules")
+
 Make = Callable[[Lane, int], Callable[[], None]]
 """From a lane and a batch size to a function that makes the next step; it may spoil what is in the lane."""
+
+
+class Uncompiled(Unfit):
+    """A step that the compiler does not take, or for which there is none: trying again would take seconds and fail."""
 
 
 @dataclass(slots=True, eq=False)
@@ -100,8 +108,8 @@ def choosing_kernels() -> AbstractContextManager[Any]:
 
 
 def _try(lane: Lane, size: int) -> None:
-    """Make one step as it stands; whatever goes wrong, and any random draw, makes the lane unfit."""
-    before = _random_state(lane.slots.x.device)
+    """Make one step as it stands; whatever goes wrong, any random draw and any trace in Python makes the lane unfit."""
+    before, remembered = _random_state(lane.slots.x.device), _memory(lane.module)
     lane.rewind(size)
     try:
         lane.step(lane.slots, lane.tracks[size])
@@ -110,12 +118,29 @@ def _try(lane: Lane, size: int) -> None:
     except Exception as error:  # an own module may raise anything; `sequential` will raise it again if it matters
         why = (str(error).splitlines() or [""])[0]
         raise Unfit(f"its step cannot be replayed ({type(error).__name__}: {why:.100})") from error
-    if not torch.equal(before, _random_state(lane.slots.x.device)):
+    if before != _random_state(lane.slots.x.device):
         raise Unfit("the model draws random numbers for each client (dropout)")
+    if remembered != _memory(lane.module):
+        raise Unfit("the model remembers something of its steps in Python, which a step in place would miss")
 
 
-def _random_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+def _random_state(device: torch.device) -> tuple[object, ...]:
+    """Where the generators stand that a model may draw from: torch's, Python's and NumPy's."""
+    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    numpys = np.random.get_state(legacy=False)["state"]
+    return state.numpy().tobytes(), random.getstate(), numpys["key"].tobytes(), numpys["pos"]
+
+
+def _memory(module: nn.Module) -> list[object]:
+    """What a module and its parts hold beside tensors that torch knows of: which objects, and which of them inside."""
+    kept = [value for part in module.modules() for name, value in vars(part).items() if name not in _TORCHS_OWN]
+    return [(id(value), _inside(value)) for value in kept]
+
+
+def _inside(value: object) -> list[int]:
+    if isinstance(value, dict):
+        return [id(each) for pair in value.items() for each in pair]
+    return [id(each) for each in value] if isinstance(value, list | tuple | set | deque) else []
 
 
 # ── making steps fast ───────────────────────────────────────────────────────────────────────────────────
@@ -157,22 +182,24 @@ def compiled(lane: Lane, size: int) -> Callable[[], None]:
             failed = type(error).__name__
         else:
             return lambda: fast(*leaves)
-    say(f"the step cannot be compiled ({failed}), so it runs uncompiled")
-    return plain
+    raise Uncompiled(f"the step cannot be compiled ({failed})")
 
 
 def _compile(step: Callable[..., tuple[()]], leaves: Sequence[Tensor], options: dict[str, Any]) -> Callable[..., Any]:
     from torch._inductor import compile as inductor  # takes a second to import, so not for those who do not compile
 
     graph = make_fx(step)(*leaves)
+    failed = ""
     try:
         use_own_products(graph.graph)
         graph.recompile()
     except Exception as error:  # building them may fail in any way
-        say(f"kernels for small products cannot be built ({type(error).__name__}), so torch's are used")
+        failed = type(error).__name__
     for node in graph.graph.nodes:  # what tracing noted of its tensors is in the way of a wrapper in C++
         node.meta.clear()
     fast: Callable[..., Any] = inductor(graph, list(leaves), options)
+    if failed:  # said now: without any compiler it would be the lesser half of the truth
+        say(f"kernels for small products cannot be built ({failed}), so torch's are used")
     return fast
 
 
@@ -199,9 +226,10 @@ def captured(lane: Lane, size: int) -> Callable[[], None]:
 
 @dataclass(slots=True, eq=False)
 class Pool:
-    """The places of one model, those used last at the end."""
+    """The places of one model, those used last at the end; and why its steps cannot be compiled, once that is known."""
 
     places: OrderedDict[tuple[object, ...], Place] = field(default_factory=OrderedDict)
+    uncompiled: str = ""
 
     def known(self, shape: Shape) -> list[int]:
         """The sizes of crews that there is a place for."""
