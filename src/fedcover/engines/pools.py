@@ -120,7 +120,8 @@ def _try(lane: Lane, size: int) -> None:
         raise Unfit(f"its step cannot be replayed ({type(error).__name__}: {why:.100})") from error
     if before != _random_state(lane.slots.x.device):
         raise Unfit("the model draws random numbers for each client (dropout)")
-    if remembered != _memory(lane.module):
+    now = _memory(lane.module)
+    if len(now) != len(remembered) or any(a is not b for a, b in zip(remembered, now, strict=True)):
         raise Unfit("the model remembers something of its steps in Python, which a step in place would miss")
 
 
@@ -132,15 +133,15 @@ def _random_state(device: torch.device) -> tuple[object, ...]:
 
 
 def _memory(module: nn.Module) -> list[object]:
-    """What a module and its parts hold beside tensors that torch knows of: which objects, and which of them inside."""
+    """The objects that a module and its parts hold beside tensors that torch knows of, and those inside of them."""
     kept = [value for part in module.modules() for name, value in vars(part).items() if name not in _TORCHS_OWN]
-    return [(id(value), _inside(value)) for value in kept]
+    return [each for value in kept for each in (value, *_inside(value))]
 
 
-def _inside(value: object) -> list[int]:
+def _inside(value: object) -> list[object]:
     if isinstance(value, dict):
-        return [id(each) for pair in value.items() for each in pair]
-    return [id(each) for each in value] if isinstance(value, list | tuple | set | deque) else []
+        return [each for pair in value.items() for each in pair]
+    return list(value) if isinstance(value, list | tuple | set | deque) else []
 
 
 # ── making steps fast ───────────────────────────────────────────────────────────────────────────────────
