@@ -31,7 +31,7 @@ MOST_SIZES = 4
 """Sizes of crews that are made fast for one shape: compiling is dear, so later crews are put together from these."""
 
 MOST_SHAPES = 12
-"""Shapes that are compiled on a CPU for one model: clients of further ones are trained one after another."""
+"""Shapes that are compiled on a CPU for one run: clients of further ones are trained one after another."""
 
 MOST_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 30}
 """Parameters of all clients of a crew, about: on a CPU what stays in its caches from step to step."""
@@ -109,15 +109,15 @@ def _few_shapes(
     alike: Mapping[tuple[Shape, float], list[Arrival]], pool: Pool, runs: int
 ) -> dict[tuple[Shape, float], list[Arrival]]:
     """Clients of shapes that are known, and of new ones as long as these are few: each takes seconds to compile."""
-    known = {place.lane.shape for place in pool.places.values()}
+    known, most = {place.lane.shape for place in pool.places.values()}, runs * MOST_SHAPES
     few: dict[tuple[Shape, float], list[Arrival]] = {}
     for (shape, lr), clients in alike.items():
-        if shape in known or len(known) < runs * MOST_SHAPES:
+        if shape in known or len(known) < most:
             few[shape, lr] = clients
             known |= {shape} if len(clients) > 1 else set()
         elif len(clients) > 1:
             say(
-                f"there are more than {MOST_SHAPES} shapes of clients (parts of the model and numbers of samples), so "
+                f"there are more than {most} shapes of clients (parts of the model and numbers of samples), so "
                 "those of further ones are trained one after another"
             )
     return few
