@@ -153,6 +153,15 @@ def test_a_killed_command_is_resumed_bit_for_bit(tmp_path, every):
     assert_same_end(folder, tmp_path / "whole")
 
 
+def test_ctrl_c_while_the_packages_are_imported_leaves_quietly(tmp_path):
+    (tmp_path / "torch.py").write_text("import time; print('importing', flush=True); time.sleep(60)")
+    process = command("list", "engines", cwd=tmp_path)
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate() == ("", "")
+    assert process.returncode == 130
+
+
 def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(tmp_path):
     fields = {**TINY, "clients": 100, "rounds": 40, "checkpoint_every": 25}
     folder = tmp_path / "a [red]run" / "run"

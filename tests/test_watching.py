@@ -148,6 +148,21 @@ def test_half_written_and_damaged_lines_are_none(folder, tail, more):
     (folder / "metrics.jsonl").write_bytes(original)
 
 
+@pytest.mark.parametrize(
+    "damage", ['"accuracy": "high"', '"clients": 3', '"seconds": {"policy": "long"}', '"dropped": 1']
+)
+def test_a_figure_of_another_kind_is_none(folder, watch, damage):
+    metrics = folder / "metrics.jsonl"
+    metrics.write_text(metrics.read_text() + f'{{"round": {ROUNDS}, {damage}}}\n')
+    assert f"round {ROUNDS + 1} of" in watch(folder, "--once")
+
+
+def test_a_folder_in_the_place_of_a_file(folder, fedcover):
+    (folder / "metrics.jsonl").unlink()
+    (folder / "metrics.jsonl").mkdir()
+    refused(fedcover("watch", folder, "--once"), 1, "metrics.jsonl is a folder")
+
+
 def test_a_folder_without_a_run(fedcover, tmp_path):
     refused(fedcover("watch", tmp_path / "nosuch", "--once"), 1, "is no run folder")
     refused(fedcover("watch", tmp_path, "--every", "0"), 2, "every must be in 0.1..3600 seconds; got 0")

@@ -1,5 +1,17 @@
-"""`python -m fedcover`."""
+"""`fedcover` and `python -m fedcover`."""
 
-from fedcover.cli import main
+import sys
 
-main()
+
+def main() -> None:
+    """The commands; Ctrl-C leaves quietly, also in the seconds in which torch is imported."""
+    try:
+        from fedcover.cli import main as commands
+
+        commands()
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -14,6 +14,8 @@ Metrics = list[dict[str, Any]]
 def read_lines(path: Path) -> Metrics:
     """The lines of a file such as metrics.jsonl, each of some round; the last may be half written, any damaged."""
     lines: Metrics = []
+    if path.is_dir():
+        raise RunError(f"{path} is a folder, where a file with a line for each round should be")
     for text in path.read_bytes().splitlines() if path.exists() else []:
         try:
             line = json.loads(text)

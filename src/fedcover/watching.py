@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from rich.console import Group
@@ -19,6 +20,11 @@ EVENTS = ("answered", "rejected", "late", "lost")
 """What may become of a client's task: its answer is used, refused, past the deadline, or its device is gone."""
 ROUNDS_SHOWN, TROUBLE_SHOWN, CURVE = 10, 8, 60
 _BARS = "▁▂▃▄▅▆▇█"
+_SHOWN: dict[str, type | UnionType] = {
+    **dict.fromkeys(("accuracy", "train_loss", "gamma_round", "gamma_window", "epsilon"), int | float),
+    **dict.fromkeys(("clients", "dropped"), dict | list),
+}
+"""What is shown of a round; a figure of another kind was not written by a run, and is none."""
 
 Line = dict[str, Any]
 
@@ -74,7 +80,7 @@ class Look:
             "answered": len(line.get("clients", ())),
             **became,
             "silent": max(0, missing),
-            "seconds": sum(line["seconds"].values()) if isinstance(line.get("seconds"), dict) else None,
+            "seconds": sum(line["seconds"].values()) if "seconds" in line else None,
         }
 
 
@@ -82,10 +88,20 @@ def look(path: Path) -> Look:
     """Read a run folder, whether its run is going on, has stopped, or is done."""
     folder = Folder(path).read()
     experiment = folder.experiment
-    rounds = read_lines(path / "metrics.jsonl")
+    rounds = [_trusted(line) for line in read_lines(path / "metrics.jsonl")]
     events = [event for event in read_lines(path / "events.jsonl") if event.get("event") in EVENTS]
     finished = (path / "summary.json").exists()
     return Look(experiment.name, experiment.rounds, rounds, events, finished, folder.in_use(), folder.going_on())
+
+
+def _trusted(line: Line) -> Line:
+    seconds = line.get("seconds")
+    timed = isinstance(seconds, dict) and all(isinstance(s, int | float) for s in seconds.values())
+    return {
+        key: value
+        for key, value in line.items()
+        if (timed if key == "seconds" else isinstance(value, _SHOWN.get(key, object)))
+    }
 
 
 def frame(seen: Look) -> Group:
