@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import fedcover as fc
-from fedcover.engines import pools
+from fedcover.engines import pools, seats
 from fedcover.engines.batched import batched
 from fedcover.engines.pools import _SAID, plainly, pool_of
 from fedcover.engines.sequential import sequential
@@ -144,9 +144,51 @@ def test_a_recipe_that_remembers_more_than_tensors_says_so(fast, caplog):
     assert "remembers a int" in caplog.text
 
 
-def test_clients_with_unequal_rows_equal_sequential(fast):
-    fields = {"dataset": "digits", "model": "mlp(hidden=[6])", "partition": "dirichlet(alpha=0.3)", "clients": 60}
-    agree(*world("mlp", policy="prefix", epochs=1, **fields), fast, rounds=1)
+UNEQUAL = {"dataset": "digits", "partition": "dirichlet(alpha=0.3)", "clients": 60, "active": 8, "batch_size": 10}
+SMALL = {"model": "mlp(hidden=[6])", "fleet": "1x1.0 + 1x0.5"}
+SEATED = {
+    "sliced": {**SMALL, "policy": "prefix"},
+    "masked": {**SMALL, "policy": "magnitude"},
+    "whole": {**SMALL, "policy": "full", "fleet": "1x1.0"},
+    "clipped": {**SMALL, "policy": "rolling", "clip": 0.1, "weight_decay": 0.01, "momentum": 0.5},
+    "images": {"model": "cnn(channels=[4, 6], hidden=8)", "fleet": "1x1.0 + 1x0.5", "policy": "prefix"},
+    "norms": {"model": "wide_resnet(depth=10, widen=1)", "fleet": "1x0.5", "policy": "prefix", "augment": "crop-flip"},
+    "hermes": {**SMALL, "policy": "full", "fleet": "1x1.0", "recipe": "hermes"},
+    "prunefl": {**SMALL, "policy": "prunefl(every=1)", "recipe": "prunefl"},
+    "fedmask": {**SMALL, "policy": "full", "fleet": "1x1.0", "recipe": "fedmask"},
+    "fjord": {**SMALL, "policy": "prefix", "recipe": "fjord"},
+    "smallest": {**SMALL, "policy": "full", "fleet": "1x1.0", "clients": 400, "epochs": 1},
+}
+
+
+@pytest.mark.parametrize("fields", SEATED.values(), ids=SEATED.keys())
+def test_clients_with_unequal_rows_equal_sequential(fields, fast):
+    agree(*world("mlp", **{**UNEQUAL, **fields}), fast)
+
+
+def test_clients_with_unequal_rows_take_turns_in_the_seats_of_a_crew(monkeypatch, caplog):
+    """Nobody is left to train alone, the longest come first, and all rounds share the same few lanes."""
+    seen = []
+
+    def take_turns(place, clients):
+        seen.append((place.lane, [client.rows for client in clients]))
+        return seats.take_turns(place, clients)
+
+    monkeypatch.setattr(sys.modules["fedcover.engines.batched"], "take_turns", take_turns)
+    setup, state = world("mlp", **{**UNEQUAL, **SEATED["whole"]})
+    for _ in range(3):
+        state, _ = run_round(replace(setup, engine=UNCOMPILED), state)
+    assert [len(rows) for _, rows in seen] == [8, 8, 8]
+    for lane, rows in seen:
+        useful = sum(n // 10 for n in rows) / (max(rows) // 10)  # with so many, all are busy until the longest is done
+        assert lane.crew in (1, 2, 4)
+        assert lane.crew <= useful + 1 < 2 * lane.crew + 1
+    assert not caplog.records
+
+
+@TORCH_WARNS
+def test_a_compiled_crew_of_unequal_clients_equals_sequential():
+    agree(*world("mlp", **{**UNEQUAL, **SEATED["whole"], "epochs": 1, "active": 4}), batched)
 
 
 def test_places_are_used_again_when_capacities_move_between_devices():

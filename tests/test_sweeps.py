@@ -21,8 +21,8 @@ def alike(left, right):
             assert one.get(name) == pytest.approx(other.get(name), rel=1e-4), name
 
 
-def settings():
-    base = fc.Experiment(**BASE, fleet="1x1 + 1x0.5", checkpoint_every=10)
+def settings(**fields):
+    base = fc.Experiment(**BASE, fleet="1x1 + 1x0.5", checkpoint_every=10, **fields)
     return varied(base, {"policy": ["prefix", "magnitude"], "lr": [0.05, 0.01]}, seeds=2)
 
 
@@ -35,9 +35,10 @@ def uncompiled(monkeypatch):
     monkeypatch.setattr(import_module("fedcover.engines.batched"), "compiled", plainly)
 
 
+@pytest.mark.parametrize("partition", ["iid", "dirichlet(alpha=0.3)"])
 @pytest.mark.parametrize("machine", [None, CREWS])
-def test_every_run_is_what_it_would_be_alone(machine, uncompiled):
-    wanted = settings()
+def test_every_run_is_what_it_would_be_alone(machine, partition, uncompiled):
+    wanted = settings(partition=partition)
     found = {run.experiment.name: run.metrics for run in sweep(wanted, machine=machine)}
     assert list(found) == [e.name for e in wanted]
     for experiment in wanted:
@@ -71,8 +72,9 @@ def test_runs_of_different_length_and_models_go_side_by_side():
     assert found == {e.name: e.rounds for e in wanted}
 
 
-def test_one_run_that_diverges_leaves_the_others_alone(uncompiled):
-    base = fc.Experiment(**BASE, policy="full", fleet="1x1")
+@pytest.mark.parametrize("partition", ["iid", "dirichlet(alpha=0.3)"])
+def test_one_run_that_diverges_leaves_the_others_alone(partition, uncompiled):
+    base = fc.Experiment(**BASE, policy="full", fleet="1x1", partition=partition)
     found = list(sweep(varied(base, {"lr": [0.05, 1e30]}, seeds=1), machine=CREWS))
     said = {run.experiment.lr: run.diverged for run in found}
     assert said[0.05] == ""

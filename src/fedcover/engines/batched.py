@@ -1,12 +1,14 @@
 """Clients that share shapes as a crew: their parameters are stacked, and `vmap` makes their steps one.
 
-Masked clients always share shapes, sliced ones do by width. On the CPU the step of a crew is compiled; what cannot run
-together (dropout, tracked statistics, a width of its own) is trained by `sequential`, and one line of the log says so.
-On CUDA a crew's step is captured in a graph, and those who are alone train after the crews as under `streams`.
+Masked clients always share shapes, sliced ones do by width. On the CPU the step of a crew is compiled, and clients with
+unequal numbers of samples take turns in its seats; what cannot run together (dropout, tracked statistics, a width of
+its own) is trained by `sequential`, and one line of the log says so. On CUDA a crew's step is captured in a graph, its
+clients have equally many samples, and those who are alone train after the crews as under `streams`.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from fedcover.engines.lanes import Answer, Arrival, Job, Shape, arrivals
 from fedcover.engines.pools import (
@@ -21,6 +23,7 @@ from fedcover.engines.pools import (
     say,
     without_divergence,
 )
+from fedcover.engines.seats import take_turns
 from fedcover.engines.sequential import sequential
 from fedcover.engines.steps import Unfit
 from fedcover.engines.streams import side_by_side, streams
@@ -37,7 +40,11 @@ MOST_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 30}
 """Parameters of all clients of a crew, about: on a CPU what stays in its caches from step to step."""
 
 
+LEAST_ALIKE = 3
+"""Clients for each number of samples, on average, from which on those with equally many form crews of their own."""
+
 Crew = Sequence[Arrival]
+Queue = tuple[Shape, Crew]
 
 
 def batched(
@@ -71,38 +78,66 @@ def in_crews(
     """What comes of the clients that can form crews, and the jobs of those that cannot."""
     if pool.uncompiled:
         raise Unfit(pool.uncompiled)
-    together, alone = crews_of(jobs, pool)
+    together, queues, alone = crews_of(jobs, pool)
     on_a_gpu = _on_a_gpu(jobs)
     if len(alone) > len(jobs) / 2 and not on_a_gpu:
-        say(
-            "most clients share their shape (part of the model and number of samples) with too few others, so they are "
-            "trained one after another"
-        )
+        say("most clients share the shape of their part with too few others, so they are trained one after another")
     answers: list[Answer] = []
-    for turn in turns(together):
-        try:
+    try:
+        for turn in turns(together):
             places = seated(turn, pool, precision, make)
-        except Uncompiled as reason:
-            pool.uncompiled = str(reason)
-            raise
-        drive(places)
-        answers += [answer for place in places for answer in place.answers()]
+            drive(places)
+            answers += [answer for place in places for answer in place.answers()]
+        for shape, queue in queues:
+            place = pool.place(queue, shape, seats(queue), 0, make or compiled, precision)
+            answers += take_turns(place, queue)
+    except Uncompiled as reason:
+        pool.uncompiled = str(reason)
+        raise
     if on_a_gpu:
         return [*answers, *side_by_side(alone, pool, precision)], []
     return answers, alone
 
 
-def crews_of(jobs: Sequence[Job], pool: Pool) -> tuple[list[Crew], list[Job]]:
-    """Clients of equal shapes and learning rates, in crews, and the jobs of those who are the only ones of theirs."""
+def crews_of(jobs: Sequence[Job], pool: Pool) -> tuple[list[Crew], list[Queue], list[Job]]:
+    """Clients of equal shapes and learning rates: crews with equally many samples, queues with unequal numbers of them.
+
+    The jobs of those who are the only ones of their shape come last.
+    """
     if any(statistics_key(job.assignment.task.norm, 1.0) for job in jobs):
         raise Unfit("norm statistics are tracked for each client")
-    alike: dict[tuple[Shape, float], list[Arrival]] = defaultdict(list)
+    parts: dict[tuple[Shape, float], list[Arrival]] = defaultdict(list)
     for client in arrivals(jobs):
-        alike[client.shape(client.rows), client.job.lr].append(client)
-    few = alike if _on_a_gpu(jobs) else _few_shapes(alike, pool, len({id(job.assignment.task) for job in jobs}))
-    found = [crew for (shape, _), clients in few.items() for crew in crews(clients, pool.known(shape))]
-    found += [[client] for key, clients in alike.items() if key not in few for client in clients]
-    return [crew for crew in found if len(crew) > 1], [crew[0].job for crew in found if len(crew) == 1]
+        parts[client.shape(rows=0), client.job.lr].append(client)
+    on_a_gpu = _on_a_gpu(jobs)
+    alike: dict[tuple[Shape, float], list[Arrival]] = defaultdict(list)
+    for (part, lr), clients in parts.items():
+        room = None if on_a_gpu or _in_step(clients) else _room(part, max(client.rows for client in clients), pool)
+        for client in clients:
+            alike[client.shape(room or client.rows), lr].append(client)
+    few = alike if on_a_gpu else _few_shapes(alike, pool, len({id(job.assignment.task) for job in jobs}))
+    found: list[Crew] = [[client] for key, clients in alike.items() if key not in few for client in clients]
+    queues: list[Queue] = []
+    for (shape, _), clients in few.items():
+        if len({client.rows for client in clients}) > 1:
+            queues.append((shape, clients))
+        else:
+            found += crews(clients, pool.known(shape))
+    return [crew for crew in found if len(crew) > 1], queues, [crew[0].job for crew in found if len(crew) == 1]
+
+
+def _in_step(clients: Sequence[Arrival]) -> bool:
+    """Whether clients with equally many samples are enough for crews of their own, or nobody has a whole batch."""
+    rows = {client.rows for client in clients}
+    enough = len(rows) == 1 or len(rows) * LEAST_ALIKE <= len(clients)
+    return enough or max(rows) < clients[0].job.assignment.task.local.batch_size
+
+
+def _room(part: Shape, rows: int, pool: Pool) -> int:
+    """For how many rows a seat has room: as in a lane that is there, else for twice as many, so that it will last."""
+    known = [place.lane.shape for place in pool.places.values() if place.lane.crew]
+    fitting = [shape.rows for shape in known if shape.rows >= rows and replace(shape, rows=0) == part]
+    return min(fitting, default=2 << (rows - 1).bit_length())
 
 
 def _few_shapes(
@@ -125,15 +160,28 @@ def _few_shapes(
 
 def crews(clients: Sequence[Arrival], known: Sequence[int]) -> Iterator[Crew]:
     """Clients of a shape in crews, none much larger than pays; when enough sizes are known, of those sizes."""
-    params = clients[0].params.values()
-    most = max(2, MOST_NUMBERS[_device(clients[0])] // max(1, sum(p.numel() for p in params)))
-    left = list(clients)
+    most, left = _most(clients), list(clients)
     while left:
         size = -(-len(left) // max(1, len(left) // most))
         if size not in known and len(set(known)) >= MOST_SIZES:
             size = max((k for k in known if k <= size), default=1)
         yield left[:size]
         left = left[size:]
+
+
+def seats(clients: Sequence[Arrival]) -> int:
+    """How many clients of unequal numbers of samples train at once: with more, some would wait for the longest.
+
+    As many as pay, or a power of two below: few sizes are compiled, and which one does not depend on earlier rounds.
+    """
+    steps = [client.rows // client.job.assignment.task.local.batch_size for client in clients]
+    useful, most = -(-sum(steps) // max(steps)), _most(clients)
+    return most if useful >= most else 1 << (useful.bit_length() - 1)
+
+
+def _most(clients: Sequence[Arrival]) -> int:
+    numbers = sum(p.numel() for p in clients[0].params.values())
+    return max(2, MOST_NUMBERS[_device(clients[0])] // max(1, numbers))
 
 
 def turns(crews: Sequence[Crew]) -> Iterator[Sequence[Crew]]:

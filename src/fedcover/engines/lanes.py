@@ -69,6 +69,12 @@ class Arrival:
         """How many samples the client has."""
         return len(self.shard.index)
 
+    def orders(self) -> tuple[Tensor, Tensor]:
+        """The order of the client's rows in each epoch, and what is drawn to augment them, in that order."""
+        a = self.job.assignment
+        made = [order_of_rows(a, self.rows, epoch) for epoch in range(a.task.local.epochs)]
+        return torch.stack([order for order, _ in made]), torch.stack([drawn[order] for order, drawn in made])
+
     def shape(self, rows: int) -> Shape:
         """The shape of the lane that this client needs, with room for so many rows."""
         task = self.job.assignment.task
@@ -170,13 +176,11 @@ class Lane:
             self._put(room if self.crew else room[:rows], values)
 
     def _load_rows(self, clients: Sequence[Arrival]) -> None:
-        epochs, batch, rows = self.shape.local.epochs, self.shape.local.batch_size, clients[0].rows
+        batch, rows = self.shape.local.batch_size, clients[0].rows
         plans: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}  # runs of one seed draw the same
         for key, client in zip(keys := [_draws(c.job.assignment) for c in clients], clients, strict=True):
             if key not in plans:
-                made = [order_of_rows(client.job.assignment, rows, epoch) for epoch in range(epochs)]
-                drawn = torch.stack([drawn[order] for order, drawn in made])
-                plans[key] = torch.stack([order for order, _ in made]), drawn
+                plans[key] = client.orders()
         order_CEN, drawn_CENK = (torch.stack([plans[key][kind] for key in keys]) for kind in (0, 1))
         full = rows // batch * batch
         for size, part in ((batch, slice(0, full)), (rows - full, slice(full, rows))):
@@ -191,15 +195,21 @@ class Lane:
         drawn_TCBK = drawn_CENK.reshape(clients, steps, size, -1).transpose(0, 1)
         if not self.crew:
             rows_TCB, drawn_TCBK = rows_TCB[:, 0], drawn_TCBK[:, 0]
-        if size not in self.tracks:
-            most = epochs * (self.shape.rows // size if size == self.shape.local.batch_size else 1)
-            empty = torch.zeros(1, dtype=torch.int64, device=self.slots.step.device)
-            room, more = (empty.new_zeros((most, *plan.shape[1:])) for plan in (rows_TCB, drawn_TCBK))
-            self.tracks[size] = Track(room, more, cursor=empty)
-        track = self.tracks[size]
+        track = self.track(size, drawn_TCBK.shape[-1])
         track.rows_TB[:steps].copy_(rows_TCB)
         track.drawn_TBK[:steps].copy_(drawn_TCBK)
         track.cursor.zero_()
+
+    def track(self, size: int, draws: int) -> Track:
+        """Room for the steps of one batch size, with so many numbers drawn for each row."""
+        if size not in self.tracks:
+            local, each = self.shape.local, (self.crew,) if self.crew else ()
+            most = local.epochs * (self.shape.rows // size if size == local.batch_size else 1)
+            empty = torch.zeros(1, dtype=torch.int64, device=self.slots.step.device)
+            self.tracks[size] = Track(
+                empty.new_zeros((most, *each, size)), empty.new_zeros((most, *each, size, draws)), cursor=empty
+            )
+        return self.tracks[size]
 
     def rewind(self, size: int) -> None:
         """Back to the first step of some batch size."""
@@ -223,23 +233,28 @@ class Lane:
         whole = torch.stack(torch.aminmax(flat_CP, dim=1)).isfinite().all(0).tolist()  # no copy, NaN comes through
         carry = map_trees(torch.clone, self.slots.carry)
         for place, client in enumerate(self.clients):
-            a = client.job.assignment
-            try:
-                refuse_divergence(a, whole[place], losses[place], client.job.lr)
-            except TrainingDiverged as error:  # others here may belong to another run
-                yield client.job, error
-                continue
-            memory, buffers = (self._own(tree, place) for tree in (carry, self.slots.buffers))
-            last = self.step.channels_last
-            own = views(flat_CP[0], self.shape.tensors, last) if last else Slab(flat_CP[place], self.shape.tensors)
+            kept = (self._own(tree, place) for tree in (carry, self.slots.buffers))
+            yield self.answer(client, flat_CP[place], whole[place], losses[place], *kept)
 
-            def forward(values: Mapping[str, Tensor], x: Tensor, kept: Params = buffers) -> Tensor:
-                return self.step.whole(kept, values, x)
+    def answer(
+        self, client: Arrival, flat_P: Tensor, whole: bool, loss: float, memory: Carry, buffers: Params
+    ) -> Answer:
+        """What comes of one client: of its trained parameters, side by side, and whatever else is its own."""
+        a = client.job.assignment
+        try:
+            refuse_divergence(a, whole, loss, client.job.lr)
+        except TrainingDiverged as error:  # others here may belong to another run
+            return client.job, error
+        last = self.step.channels_last
+        own = views(flat_P, self.shape.tensors, last) if last else Slab(flat_P, self.shape.tensors)
 
-            outcome = a.task.recipe.finish(a, forward, dict(own), memory)
-            if outcome.params.keys() == own.keys() and all(outcome.params[name] is own[name] for name in own):
-                outcome = replace(outcome, params=own)  # still side by side
-            yield client.job, update_of(a, self.module, outcome, losses[place])
+        def forward(values: Mapping[str, Tensor], x: Tensor) -> Tensor:
+            return self.step.whole(buffers, values, x)
+
+        outcome = a.task.recipe.finish(a, forward, dict(own), memory)
+        if outcome.params.keys() == own.keys() and all(outcome.params[name] is own[name] for name in own):
+            outcome = replace(outcome, params=own)  # still side by side
+        return client.job, update_of(a, self.module, outcome, loss)
 
     def _own(self, tree: Carry, place: int) -> Carry:
         return map_trees(lambda stacked: stacked[place], tree) if self.crew else tree
@@ -287,7 +302,7 @@ def new_lane(shape: Shape, like: Arrival, crew: int | None, *, half: bool, fused
         x=room(shape.rows, *like.shard.samples.x.shape[1:], dtype=like.shard.samples.x.dtype),
         y=room(shape.rows, *like.shard.samples.y.shape[1:], dtype=like.shard.samples.y.dtype),
         rate=torch.zeros((), dtype=shape.dtype, device=device),
-        step=torch.zeros((), dtype=torch.int64, device=device),
+        step=room(dtype=torch.int64),
         losses_T=room(shape.local.epochs * -(-shape.rows // shape.local.batch_size)).movedim(-1, 0).contiguous(),
     )
     step = Step(

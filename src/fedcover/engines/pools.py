@@ -64,13 +64,17 @@ class Place:
         with on(self.stream):
             self.lane.load(clients)
             self.plan = self.lane.batches()
-            new = [size for size in dict.fromkeys(self.plan) if size not in self.steps]
-            for size in new:
-                with computing(self.precision, self.lane.slots.x.device), choosing_kernels():
-                    _try(self.lane, size)
-                    self.steps[size] = self.make(self.lane, size)
-            if new:  # trying and capturing have spoilt what was there
+            if self.prepare(self.plan):
                 self.lane.load(clients)
+
+    def prepare(self, sizes: Iterable[int]) -> bool:
+        """Make steps of these batch sizes fast, if they are not; whether that has spoilt what is in the lane."""
+        new = [size for size in dict.fromkeys(sizes) if size not in self.steps]
+        for size in new:
+            with computing(self.precision, self.lane.slots.x.device), choosing_kernels():
+                _try(self.lane, size)
+                self.steps[size] = self.make(self.lane, size)
+        return bool(new)
 
     def advance(self, step: int) -> None:
         """Make a step, if the clients here have so many."""

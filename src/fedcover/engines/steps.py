@@ -38,7 +38,7 @@ class Track:
 
 @dataclass(slots=True, eq=False)
 class Slots:
-    """The tensors that a step reads and writes; those of a crew have a first axis C, and rows one after T."""
+    """The tensors that a step reads and writes; those of a crew have a first axis C, rows and losses one after T."""
 
     params: Params
     velocity: Params
@@ -77,7 +77,11 @@ class Step:
         rows_B = track.rows_TB.index_select(0, track.cursor)[0]
         drawn_BK = track.drawn_TBK.index_select(0, track.cursor)[0]
         gradients, loss = (self._of_crew if self.crew else self._of_one)(slots, rows_B, drawn_BK)
-        slots.losses_T.index_copy_(0, slots.step.view(1), loss.detach()[None].to(slots.losses_T.dtype))
+        loss = loss.detach().to(slots.losses_T.dtype)
+        if self.crew:
+            slots.losses_T.index_put_((slots.step, torch.arange(len(loss), device=loss.device)), loss)
+        else:
+            slots.losses_T.index_copy_(0, slots.step.view(1), loss[None])
         with torch.no_grad():
             if leaves_of(slots.carry):
                 observe = vmap(self.recipe.observe) if self.crew else self.recipe.observe
@@ -92,7 +96,7 @@ class Step:
             x = x.contiguous(memory_format=torch.channels_last)
         with torch.enable_grad():
             leaves = {name: p.detach().requires_grad_() for name, p in slots.params.items()}
-            loss = self._loss(leaves, {}, slots.carry, x, slots.y[rows_B], slots.step)
+            loss = self._loss(leaves, slots.buffers, slots.carry, x, slots.y[rows_B], slots.step)
             found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
         return dict(zip(leaves, found, strict=True)), loss
 
@@ -103,9 +107,7 @@ class Step:
             x_CB = vmap(AUGMENTATIONS[self.local.augment].apply)(x_CB, drawn_CBK)
         one = grad_and_value(self._loss)
         with CrewLayers() if self.own_layers else nullcontext():
-            found: tuple[Params, Tensor] = vmap(one, in_dims=(0, 0, 0, 0, 0, None))(
-                slots.params, slots.buffers, slots.carry, x_CB, y_CB, slots.step
-            )
+            found: tuple[Params, Tensor] = vmap(one)(slots.params, slots.buffers, slots.carry, x_CB, y_CB, slots.step)
         return found
 
     def _loss(self, params: Params, buffers: Params, carry: Carry, x: Tensor, y: Tensor, step: Tensor) -> Tensor:
