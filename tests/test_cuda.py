@@ -106,15 +106,15 @@ def _all(made):
 
 
 def test_images_are_trained_in_crews_by_default():
-    module = fc.run(experiment(SETTINGS["images"], 1), machine=fc.Machine(device="cuda")).setup.task.model.module
-    assert {place.lane.step.own_layers for place in pool_of(module).places.values() if place.lane.crew} == {True}
+    task = fc.run(experiment(SETTINGS["images"], 1), machine=fc.Machine(device="cuda")).setup.task
+    assert {place.lane.step.own_layers for place in pool_of(task).places.values() if place.lane.crew} == {True}
 
 
 def test_captured_steps_are_used_again_when_widths_change_every_round(caplog):
     """Capacities of devices: other widths in every cohort, and nothing is captured once every width was seen."""
     fields = {**SETTINGS["images"], "assignment": "device", "fleet": "1x1.0 + 1x0.5 + 1x0.25", "active": 6}
     result = fc.run(experiment(fields, 12), machine=fc.Machine("streams", "cuda"))
-    places = pool_of(result.setup.task.model.module).places
+    places = pool_of(result.setup.task).places
     assert len({place.lane.shape for place in places.values()}) == 3
     assert len(places) <= 18
     assert not caplog.records

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from fedcover.engines.pools import _SAID, plainly, pool_of
 from fedcover.engines.sequential import sequential
 from fedcover.engines.steps import _InOneGo
 from fedcover.engines.streams import streams
-from fedcover.preparation import prepare
+from fedcover.preparation import Parts, prepare
 from fedcover.rounds import first_state, run_round
 from fedcover.types import Recipe
 from tests.worlds import same, world
@@ -197,7 +198,7 @@ def test_places_are_used_again_when_capacities_move_between_devices():
     setup = replace(setup, engine=streams)
     for _ in range(8):
         state, _ = run_round(setup, state)
-    pool = pool_of(setup.task.model.module)
+    pool = pool_of(setup.task)
     seen = {place.lane.shape for place in pool.places.values()}
     assert len(seen) == 3  # one for each width
     before = list(pool.places)
@@ -209,14 +210,14 @@ def test_a_pool_does_not_grow_without_end(monkeypatch):
     monkeypatch.setattr("fedcover.engines.pools.MOST_PLACES", 3)
     setup, state = world("mlp", policy="prefix")
     agree(setup, state, streams, rounds=3)
-    assert len(pool_of(setup.task.model.module).places) == 3
+    assert len(pool_of(setup.task).places) == 3
 
 
 def test_crews_are_put_together_from_sizes_that_are_known(monkeypatch):
     monkeypatch.setattr(sys.modules["fedcover.engines.batched"], "MOST_SIZES", 1)  # the function of that name hides it
     setup, state = world("mlp", policy="full", fleet="1x1", drop_out=0.3, rounds=6)
     agree(setup, state, UNCOMPILED, rounds=6)
-    crews = {place.lane.crew for place in pool_of(setup.task.model.module).places.values()}
+    crews = {place.lane.crew for place in pool_of(setup.task).places.values()}
     assert len(crews) == 1
 
 
@@ -319,8 +320,8 @@ class Remembering(nn.Module):
 
 
 REMEMBERING = {
-    "counter": "remembers something of its steps", "kept": "remembers something of its steps",
-    "listed": "remembers something of its steps", "reassigned": "new tensors in the place of its buffers",
+    "counter": "changes what it holds in Python", "kept": "changes what it holds in Python",
+    "listed": "changes what it holds in Python", "reassigned": "new tensors in the place of its buffers",
     "pythons_dice": "draws random numbers", "numpys_dice": "draws random numbers",
 }  # fmt: skip
 
@@ -339,6 +340,104 @@ def test_a_model_that_remembers_its_steps_is_trained_one_after_another(how, capl
     assert REMEMBERING[how] in caplog.text
     if "dice" not in how:  # which have moved on by the trial
         assert losses[0] == losses[1]
+
+
+class Holding(nn.Module):
+    """Looks deep inside of it for what it does next."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.hidden, self.held = nn.Linear(64, 10), held
+
+    def forward(self, x):
+        return self.hidden(x.flatten(1)) * HELD[type(self.held)](self.held)
+
+
+def _count(holder, key):
+    holder[key] = holder[key] + 1
+    return 1.0 / float(holder[key])
+
+
+HELD = {
+    SimpleNamespace: lambda held: _count(vars(held), "n"),
+    dict: lambda held: _count(held["a"], "n"),
+    np.ndarray: lambda held: _count(held, 0),
+    np.random.Generator: lambda held: 1 + held.random(),
+    random.Random: lambda held: 1 + held.random(),
+    torch.Generator: lambda held: 1 + torch.rand((), generator=held),
+    torch.Tensor: lambda held: 1 / held.add_(1),
+}
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        lambda: SimpleNamespace(n=0), lambda: {"a": {"n": 0}}, lambda: np.zeros(1), lambda: np.random.default_rng(0),
+        lambda: random.Random(0), lambda: torch.Generator().manual_seed(0), lambda: torch.zeros(()),
+    ],
+)  # fmt: skip
+def test_what_a_model_changes_inside_of_what_it_holds_is_seen(held, fast, caplog):
+    wanted = fc.Experiment(policy="full", clients=20, active=3, rounds=2, epochs=1)
+    setup = prepare(
+        wanted, fc.Machine("sequential", "cpu").resolved(), parts=Parts(model=fc.Model(Holding(held()), ()))
+    )
+    agree(setup, first_state(setup), fast)
+    assert "so clients are trained one after another" in caplog.text
+
+
+def test_a_model_that_is_set_otherwise_between_runs_is_another(fast):
+    """Lanes are kept with the module; what was prepared for one setting of it must not serve another."""
+    model = fc.Model(Holding(SimpleNamespace(n=1)), ())
+    model.module.register_forward_hook(lambda module, inputs, logits: logits / module.temperature)
+    for model.module.temperature in (1.0, 5.0):
+        for scaler in (False, True):
+            wanted = fc.Experiment(policy="full", clients=20, active=3, rounds=2, epochs=1, scaler=scaler)
+            setup = prepare(wanted, fc.Machine("sequential", "cpu").resolved(), parts=Parts(model=model))
+            agree(setup, first_state(setup), fast)
+
+
+def _weighted(weight, **fields):
+    def loss(forward, params, batch, carry):
+        return torch.nn.functional.cross_entropy(forward(params, batch.x), batch.y) * weight(carry)
+
+    return Recipe(loss, **fields)
+
+
+REMEMBERED = {
+    "swapped": _weighted(
+        lambda c: c[0], start=lambda a, p: (torch.tensor(1.0), torch.tensor(3.0)), observe=lambda c, g: (c[1], c[0])
+    ),
+    "handed on": _weighted(
+        lambda c: 1 + c["before"].abs().mean(),
+        start=lambda a, p: {name: torch.zeros(8) for name in ("last", "before")},
+        observe=lambda c, g: {"last": g["hidden1.bias"], "before": c["last"].clone()},
+    ),
+    "in another order": _weighted(
+        lambda c: c["u"],
+        start=lambda a, p: {"u": torch.tensor(1.0), "v": torch.tensor(0.0)},
+        observe=lambda c, g: {"v": c["u"] * 0, "u": c["u"] * 0.9},
+    ),
+    "of another type": _weighted(
+        lambda c: 1 + c, start=lambda a, p: torch.zeros((), dtype=torch.int64), observe=lambda c, g: c + 0.5
+    ),
+    "under other names": _weighted(
+        lambda c: c["up"] if "up" in c else 0.1 * c["down"],
+        start=lambda a, p: {"up" if a.client.id % 2 else "down": torch.tensor(0.5)},
+    ),
+}
+
+
+@pytest.mark.parametrize("recipe", REMEMBERED.values(), ids=REMEMBERED.keys())
+def test_what_recipes_remember_equals_sequential(recipe, fast):
+    setup, state = world("mlp", policy="full", fleet="1x1")
+    agree(replace(setup, task=replace(setup.task, recipe=recipe)), state, fast)
+
+
+@TORCH_WARNS
+@pytest.mark.parametrize("how", ["swapped", "handed on"])
+def test_what_recipes_remember_equals_sequential_if_compiled(how):
+    setup, state = world("mlp", policy="full", fleet="1x1", active=2, clients=6)
+    agree(replace(setup, task=replace(setup.task, recipe=REMEMBERED[how])), state, batched)
 
 
 def test_many_shapes_are_not_all_compiled(monkeypatch, caplog):

@@ -3,6 +3,8 @@
 from importlib import import_module
 
 import pytest
+import torch
+from torch import nn
 
 import fedcover as fc
 from fedcover.engines.pools import plainly
@@ -43,6 +45,27 @@ def test_every_run_is_what_it_would_be_alone(machine, partition, uncompiled):
     assert list(found) == [e.name for e in wanted]
     for experiment in wanted:
         alike(found[experiment.name], fc.run(experiment, machine=fc.Machine(engine="sequential")).metrics)
+
+
+class Shuffled(nn.Module):
+    """Draws more than its weights when it is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.order, self.output = torch.randperm(64).tolist(), nn.Linear(64, 10)
+
+    def forward(self, x):
+        return self.output(x.flatten(1)[:, self.order])
+
+
+def shuffled(shape, classes, norm):
+    return fc.Model(Shuffled(), ())
+
+
+def test_a_run_never_trains_with_the_module_of_another(uncompiled):
+    base = fc.Experiment(**{**BASE, "model": "tests.test_sweeps:shuffled"}, policy="full", fleet="1x1")
+    for run in sweep(varied(base, {}, seeds=3), machine=CREWS):
+        alike(run.metrics, fc.run(run.experiment, machine=fc.Machine(engine="sequential")).metrics)
 
 
 def test_crews_reach_over_runs(monkeypatch, uncompiled):

@@ -10,11 +10,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from torch import nn
+
 from fedcover import datasets
 from fedcover.choice import engine_for, has_small_steps
 from fedcover.courses import Course, where_it_stopped
 from fedcover.engines.batched import in_crews
 from fedcover.engines.lanes import Answer, Job
+from fedcover.engines.memory import fingerprint
 from fedcover.engines.pools import Pool, say
 from fedcover.engines.steps import Unfit
 from fedcover.engines.streams import AT_ONCE, side_by_side
@@ -164,13 +167,10 @@ def _trained(
     courses: Sequence[Course], asked: Sequence[Asked], family: object, pool: Pool, machine: Machine
 ) -> list[list[Update] | TrainingDiverged]:
     """What the clients of each run send back: in crews over all runs where that can be, else run by run."""
-    jobs: list[list[Job]] = [
-        [
-            Job(Assignment(e.setup.task, e.state, client, part), e.setup.lr(e.state.round), family)
-            for client, part in question.work
-        ]
-        for e, question in zip(courses, asked, strict=True)
-    ]
+    jobs: list[list[Job]] = []
+    for e, question in zip(courses, asked, strict=True):
+        task, kind = e.setup.task, (family, _kind(e.setup.task.model.module))
+        jobs.append([Job(Assignment(task, e.state, *each), e.setup.lr(e.state.round), kind) for each in question.work])
     everybody = [job for own in jobs for job in own]
     try:
         answers, alone = _together(courses[0].setup, everybody, pool, machine)
@@ -190,6 +190,14 @@ def _trained(
         errors = [answer for answer in found if isinstance(answer, TrainingDiverged)]
         results.append(errors[0] if errors else [u for u in found if isinstance(u, Update)])
     return results
+
+
+def _kind(module: nn.Module) -> object:
+    """What the models of runs must have in common beside their shapes: an own one may draw more than its weights."""
+    try:
+        return fingerprint(module)
+    except Unfit:  # its steps will not be made fast, so it has nothing to share
+        return id(module)
 
 
 def _together(setup: Setup, jobs: Sequence[Job], pool: Pool, machine: Machine) -> tuple[list[Answer], Sequence[Job]]:

@@ -15,7 +15,6 @@ from fedcover.engines.pools import (
     Make,
     Place,
     Pool,
-    Uncompiled,
     captured,
     compiled,
     drive,
@@ -59,7 +58,7 @@ def batched(
     """Train clients of equal shapes together; what cannot run together, one after another."""
     jobs = [Job(Assignment(task, state, client, reduction), lr) for client, reduction in work]
     try:
-        made, alone = in_crews(jobs, pool_of(task.model.module), precision, make)
+        made, alone = in_crews(jobs, pool_of(task), precision, make)
     except Unfit as reason:
         if _on_a_gpu(jobs):
             say(f"{reason}, so every client trains by itself on a stream of its own")
@@ -76,8 +75,8 @@ def in_crews(
     jobs: Sequence[Job], pool: Pool, precision: str, make: Make | None = None
 ) -> tuple[list[Answer], list[Job]]:
     """What comes of the clients that can form crews, and the jobs of those that cannot."""
-    if pool.uncompiled:
-        raise Unfit(pool.uncompiled)
+    if pool.no_crews:  # trying again would take seconds, and fail
+        raise Unfit(pool.no_crews)
     together, queues, alone = crews_of(jobs, pool)
     on_a_gpu = _on_a_gpu(jobs)
     if len(alone) > len(jobs) / 2 and not on_a_gpu:
@@ -91,8 +90,8 @@ def in_crews(
         for shape, queue in queues:
             place = pool.place(queue, shape, seats(queue), 0, make or compiled, precision)
             answers += take_turns(place, queue)
-    except Uncompiled as reason:
-        pool.uncompiled = str(reason)
+    except Unfit as reason:
+        pool.no_crews = str(reason)
         raise
     if on_a_gpu:
         return [*answers, *side_by_side(alone, pool, precision)], []

@@ -15,7 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from fedcover.engines import crew_layers
 from fedcover.engines.crew_layers import from_taps, taps
-from fedcover.engines.steps import Slots, Step, Track, Unfit, Whole, leaves_of, map_trees
+from fedcover.engines.steps import Form, Slots, Step, Track, Unfit, Whole, form_of, leaves_of, map_trees, observes
 from fedcover.errors import TrainingDiverged
 from fedcover.norms import statistics_key
 from fedcover.slabs import Slab, views
@@ -48,7 +48,7 @@ class Shape:
     local: LocalTraining
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
     masked: tuple[str, ...]
-    memory: tuple[tuple[int, ...], ...]
+    memory: Form
     sample: tuple[int, ...]
     rows: int
     dtype: torch.dtype
@@ -84,7 +84,7 @@ class Arrival:
             local=task.local,
             tensors=tuple((name, tuple(p.shape)) for name, p in self.params.items()),
             masked=tuple(self.masks),
-            memory=tuple(tuple(leaf.shape) for leaf in leaves_of(self.carry)),
+            memory=form_of(self.carry),
             sample=tuple(self.shard.samples.x.shape[1:]),
             rows=rows,
             dtype=next(iter(self.params.values())).dtype,
@@ -292,13 +292,17 @@ def new_lane(shape: Shape, like: Arrival, crew: int | None, *, half: bool, fused
         slab = room(sum(prod(size) for _, size in shape.tensors))
         return views(slab, shape.tensors, last), slab
 
+    def memory() -> Carry:
+        return map_trees(lambda leaf: room(*leaf.shape, dtype=leaf.dtype), like.carry)
+
     params, slab = tensors()
     slots = Slots(
         params=params,
         velocity=tensors()[0],
         masks={name: torch.zeros_like(params[name]) for name in shape.masked},
         buffers={name: room(*b.shape, dtype=b.dtype) for name, b in module.named_buffers()} if crew else {},
-        carry=map_trees(lambda leaf: room(*leaf.shape, dtype=leaf.dtype), like.carry),
+        carry=memory(),
+        observed=memory() if observes(shape.recipe) else (),
         x=room(shape.rows, *like.shard.samples.x.shape[1:], dtype=like.shard.samples.x.dtype),
         y=room(shape.rows, *like.shard.samples.y.shape[1:], dtype=like.shard.samples.y.dtype),
         rate=torch.zeros((), dtype=shape.dtype, device=device),

@@ -5,7 +5,7 @@
 
 import logging
 import random
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fedcover.engines.lanes import Answer, Arrival, Lane, Shape, new_lane
+from fedcover.engines.memory import fingerprint
 from fedcover.engines.products import use_own_products
-from fedcover.engines.steps import Slots, Track, Unfit, leaves_of, map_trees
+from fedcover.engines.steps import Slots, Track, Unfit, leaves_of, map_trees, observes
 from fedcover.errors import TrainingDiverged
-from fedcover.types import Update
+from fedcover.types import Task, Update
 
 log = logging.getLogger("fedcover")
 _SAID: set[str] = set()
@@ -36,14 +37,8 @@ MOST_PLACES = 64
 LEAST_FREE = 0.15
 """The share of a GPU's memory that must be free before a place is added; else places that wait for clients go."""
 
-_TORCHS_OWN = ("_parameters", "_buffers", "_modules")
-
 Make = Callable[[Lane, int], Callable[[], None]]
 """From a lane and a batch size to a function that makes the next step; it may spoil what is in the lane."""
-
-
-class Uncompiled(Unfit):
-    """A step that the compiler does not take, or for which there is none: trying again would take seconds and fail."""
 
 
 @dataclass(slots=True, eq=False)
@@ -113,7 +108,7 @@ def choosing_kernels() -> AbstractContextManager[Any]:
 
 def _try(lane: Lane, size: int) -> None:
     """Make one step as it stands; whatever goes wrong, any random draw and any trace in Python makes the lane unfit."""
-    before, remembered = _random_state(lane.slots.x.device), _memory(lane.module)
+    before, remembered = _random_state(lane.slots.x.device), fingerprint(lane.module)
     lane.rewind(size)
     try:
         lane.step(lane.slots, lane.tracks[size])
@@ -124,9 +119,12 @@ def _try(lane: Lane, size: int) -> None:
         raise Unfit(f"its step cannot be replayed ({type(error).__name__}: {why:.100})") from error
     if before != _random_state(lane.slots.x.device):
         raise Unfit("the model draws random numbers for each client (dropout)")
-    now = _memory(lane.module)
-    if len(now) != len(remembered) or any(a is not b for a, b in zip(remembered, now, strict=True)):
-        raise Unfit("the model remembers something of its steps in Python, which a step in place would miss")
+    try:
+        now = fingerprint(lane.module)
+    except Unfit:  # it has kept something of the step that cannot be looked at outside
+        now = b""
+    if remembered != now:
+        raise Unfit("the model changes what it holds in Python while it computes, which a step in place would miss")
 
 
 def _random_state(device: torch.device) -> tuple[object, ...]:
@@ -134,18 +132,6 @@ def _random_state(device: torch.device) -> tuple[object, ...]:
     state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
     numpys = np.random.get_state(legacy=False)["state"]
     return state.numpy().tobytes(), random.getstate(), numpys["key"].tobytes(), numpys["pos"]
-
-
-def _memory(module: nn.Module) -> list[object]:
-    """The objects that a module and its parts hold beside tensors that torch knows of, and those inside of them."""
-    kept = [value for part in module.modules() for name, value in vars(part).items() if name not in _TORCHS_OWN]
-    return [each for value in kept for each in (value, *_inside(value))]
-
-
-def _inside(value: object) -> list[object]:
-    if isinstance(value, dict):
-        return [each for pair in value.items() for each in pair]
-    return list(value) if isinstance(value, list | tuple | set | deque) else []
 
 
 # ── making steps fast ───────────────────────────────────────────────────────────────────────────────────
@@ -174,7 +160,7 @@ def compiled(lane: Lane, size: int) -> Callable[[], None]:
     def step(*tensors: Tensor) -> tuple[()]:
         following = iter(tensors)
         slots, track = map_trees(lambda _: next(following), tree)
-        lane.step(Slots(*slots), Track(*track))
+        lane.step.compute(Slots(*slots), Track(*track))
         return ()
 
     for wrapper in ({"cpp_wrapper": True, "size_asserts": False}, {}):
@@ -186,8 +172,17 @@ def compiled(lane: Lane, size: int) -> Callable[[], None]:
         except Exception as error:  # the step itself has been tried; tracing and compiling may fail in any way
             failed = type(error).__name__
         else:
-            return lambda: fast(*leaves)
-    raise Uncompiled(f"the step cannot be compiled ({failed})")
+            break
+    else:
+        raise Unfit(f"the step cannot be compiled ({failed})")
+    if not observes(lane.shape.recipe):
+        return lambda: fast(*leaves)
+
+    def step_and_remember() -> None:
+        fast(*leaves)
+        lane.step.remember(lane.slots)
+
+    return step_and_remember
 
 
 def _compile(step: Callable[..., tuple[()]], leaves: Sequence[Tensor], options: dict[str, Any]) -> Callable[..., Any]:
@@ -231,10 +226,14 @@ def captured(lane: Lane, size: int) -> Callable[[], None]:
 
 @dataclass(slots=True, eq=False)
 class Pool:
-    """The places of one model, those used last at the end; and why its steps cannot be compiled, once that is known."""
+    """The places of one model, those used last at the end; and why crews cannot train it, once that is known.
 
+    `of` is what the model was when the first place was made; what was prepared for it serves no other.
+    """
+
+    of: object = None
     places: OrderedDict[tuple[object, ...], Place] = field(default_factory=OrderedDict)
-    uncompiled: str = ""
+    no_crews: str = ""
 
     def known(self, shape: Shape) -> list[int]:
         """The sizes of crews that there is a place for."""
@@ -269,9 +268,13 @@ class Pool:
 _POOLS: WeakKeyDictionary[nn.Module, Pool] = WeakKeyDictionary()
 
 
-def pool_of(module: nn.Module) -> Pool:
-    """The pool that belongs to a global model, for as long as the model lives."""
-    return _POOLS.setdefault(module, Pool())
+def pool_of(task: Task) -> Pool:
+    """The pool that belongs to a task's global model, for as long as it lives and is not changed in Python."""
+    module = task.model.module
+    of = fingerprint(module), task.norm, task.scaler
+    if module not in _POOLS or _POOLS[module].of != of:
+        _POOLS[module] = Pool(of)
+    return _POOLS[module]
 
 
 def drive(places: Sequence[Place]) -> None:

@@ -53,8 +53,8 @@ class Seat:
             kind: {name: tensor[n] for name, tensor in getattr(crew, kind).items()}
             for kind in ("params", "velocity", "masks", "buffers")
         }
-        carry = map_trees(lambda stacked: stacked[n], crew.carry)
-        return Slots(**own, carry=carry, x=crew.x[n], y=crew.y[n], rate=crew.rate, step=crew.step[n],
+        carry, observed = (map_trees(lambda stacked: stacked[n], tree) for tree in (crew.carry, crew.observed))
+        return Slots(**own, carry=carry, observed=observed, x=crew.x[n], y=crew.y[n], rate=crew.rate, step=crew.step[n],
                      losses_T=crew.losses_T[:, n])  # fmt: skip
 
     def sit(self) -> None:

@@ -4,7 +4,7 @@ A step takes its rows from a buffer, at a cursor that it moves on itself: it is 
 clients are, so it can be compiled or captured once and replayed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +45,7 @@ class Slots:
     masks: Params
     buffers: Params
     carry: Carry
+    observed: Carry
     x: Tensor
     y: Tensor
     rate: Tensor
@@ -74,6 +75,19 @@ class Step:
 
     def __call__(self, slots: Slots, track: Track) -> None:
         """Take the next rows, go down, move on."""
+        self.compute(slots, track)
+        self.remember(slots)
+
+    def remember(self, slots: Slots) -> None:
+        """Let what was observed in a step be what the recipe remembers in the next."""
+        if observes(self.recipe) and leaves_of(slots.carry):
+            torch._foreach_copy_(leaves_of(slots.carry), leaves_of(slots.observed))
+
+    def compute(self, slots: Slots, track: Track) -> None:
+        """A step, all but `remember`: one function cannot both read what is remembered and write over it.
+
+        A compiler that sees `before = last; last = new` in tensors that stay in place may well swap the two.
+        """
         rows_B = track.rows_TB.index_select(0, track.cursor)[0]
         drawn_BK = track.drawn_TBK.index_select(0, track.cursor)[0]
         gradients, loss = (self._of_crew if self.crew else self._of_one)(slots, rows_B, drawn_BK)
@@ -83,9 +97,9 @@ class Step:
         else:
             slots.losses_T.index_copy_(0, slots.step.view(1), loss[None])
         with torch.no_grad():
-            if leaves_of(slots.carry):
+            if observes(self.recipe):
                 observe = vmap(self.recipe.observe) if self.crew else self.recipe.observe
-                overwrite(slots.carry, observe(slots.carry, gradients))
+                overwrite(slots.observed, observe(slots.carry, gradients))
             self._descend(slots, gradients)
         slots.step.add_(1)
         track.cursor.add_(1)
@@ -178,31 +192,53 @@ def _turned(tensors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]
 
 
 def leaves_of(tree: Carry) -> list[Tensor]:
-    """The tensors of a tree, in a fixed order.
+    """The tensors of a tree, in an order that does not depend on that of its dicts.
 
-    >>> [leaf.item() for leaf in leaves_of(({"a": torch.tensor(1)}, torch.tensor(2)))]
-    [1, 2]
+    >>> [leaf.item() for leaf in leaves_of(({"b": torch.tensor(2), "a": torch.tensor(1)}, torch.tensor(3)))]
+    [1, 2, 3]
     """
     if isinstance(tree, Tensor):
         return [tree]
     if isinstance(tree, dict):
-        return [leaf for part in tree.values() for leaf in leaves_of(part)]
+        return [leaf for name in sorted(tree, key=str) for leaf in leaves_of(tree[name])]
     if isinstance(tree, tuple):
         return [leaf for part in tree for leaf in leaves_of(part)]
     raise Unfit(f"the recipe remembers a {type(tree).__name__}, not only tensors")
 
 
+Form = Hashable
+
+
+def form_of(tree: Carry) -> Form:
+    """What equal trees have in common: names, places, and the shapes and types of tensors."""
+    if isinstance(tree, dict):
+        return tuple((name, form_of(tree[name])) for name in sorted(tree, key=str))
+    if isinstance(tree, tuple):
+        return tuple(form_of(part) for part in tree)
+    return tuple(leaves_of(tree)[0].shape), tree.dtype
+
+
 def map_trees(function: Callable[..., Tensor], first: Carry, *others: Carry) -> Carry:
-    """The tree of what a function makes of the tensors of equal trees."""
+    """The tree of what a function makes of the tensors of equal trees, one after another as in `leaves_of`."""
     if isinstance(first, Tensor):
         return function(first, *others)
     if isinstance(first, dict):
-        return {name: map_trees(function, part, *(other[name] for other in others)) for name, part in first.items()}
+        made = {n: map_trees(function, first[n], *(other[n] for other in others)) for n in sorted(first, key=str)}
+        return {name: made[name] for name in first}
     return tuple(map_trees(function, *parts) for parts in zip(first, *others, strict=True))
 
 
 def overwrite(room: Carry, values: Carry) -> None:
-    """Put the tensors of a tree into those of another."""
+    """Put the tensors of a tree into those of another of the same form."""
+    if form_of(room) != form_of(values):
+        raise Unfit("what the recipe remembers does not keep its names, shapes and types")
     for old, new in zip(leaves_of(room), leaves_of(values), strict=True):
-        if old is not new:
-            old.copy_(new)
+        old.copy_(new)
+
+
+def observes(recipe: Recipe) -> bool:
+    """Whether a recipe looks at gradients at all."""
+    return recipe.observe is not _BLIND
+
+
+_BLIND = Recipe.__dataclass_fields__["observe"].default

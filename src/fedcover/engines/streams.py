@@ -25,7 +25,7 @@ def streams(
     jobs = [Job(Assignment(task, state, *each), lr) for each in work]
     done = 0
     try:
-        for update in without_divergence(side_by_side(jobs, pool_of(task.model.module), precision)):
+        for update in without_divergence(side_by_side(jobs, pool_of(task), precision)):
             yield update
             done += 1
     except Unfit as reason:
