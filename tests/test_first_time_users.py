@@ -1,12 +1,17 @@
 """What first-time users stumbled over: each of these was once a traceback, or worse, a result without a word."""
 
 import pytest
+import torch
 from torch import nn
 
 import fedcover as fc
 from fedcover.errors import RunError
 
 TINY = {"clients": 20, "active": 4, "rounds": 1, "epochs": 1, "model": "mlp(hidden=[8])"}
+
+
+def broken():
+    return 1 / 0
 
 
 def refused(message, *, parts=None, **fields):
@@ -46,6 +51,8 @@ def test_small_devices_do_not_vanish_from_a_fleet():
         ({"dataset": "synthetic(samples=1000000000000)"}, "samples, sizes and shape must stay under"),
         ({"dataset": "characters", "partition": "labels(limit=2)"}, "needs one label for each sample"),
         ({"recipe": "os:getcwd"}, "must make a fedcover Recipe; got str"),
+        ({"recipe": "tests.test_first_time_users:broken"}, "recipe .*broken' cannot be built: division by zero"),
+        ({"server": "tests.test_first_time_users:broken"}, "server .*broken' cannot be built: division by zero"),
     ],
     ids=lambda part: str(part)[:40],
 )
@@ -119,11 +126,14 @@ class Writing(nn.Module):
     [
         (Frozen, r"first\.weight has requires_grad = False \(1 such\); make it a buffer"),
         (Writing, "writes to its input"),
+        (lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(10)), "1.weight is lazy and has no shape yet"),
+        (lambda: fc.Model(nn.LazyLinear(10), ()), "weight is lazy and has no shape yet"),
+        (lambda: fc.Model(nn.Linear(64, 10, dtype=torch.cfloat), ()), "weight is torch.complex64"),
     ],
 )
 def test_a_module_that_would_be_trained_wrongly_is_refused(module, sentence):
     with pytest.raises(fc.InvalidValue, match=sentence):
-        fc.run(fc.Experiment(rounds=1), model=fc.Model(module(), ()))
+        fc.run(fc.Experiment(rounds=1), model=made if isinstance(made := module(), fc.Model) else fc.Model(made, ()))
 
 
 def test_processes_and_clipping_are_refused_before_there_is_a_folder(tmp_path):

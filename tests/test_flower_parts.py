@@ -14,8 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedcover.cli.flower import check_connection, node_configs
-from fedcover.errors import InvalidValue
+from fedcover import console
+from fedcover.cli import flower as commands
+from fedcover.cli.flower import check_connection, node_configs, unanswered
+from fedcover.errors import InvalidValue, RunError
 from fedcover.experiment import Experiment
 from fedcover.flower.apps import Settings, write_app
 from fedcover.flower.following import pass_on, said
@@ -25,7 +27,7 @@ from fedcover.flower.processes import descendants
 from fedcover.models import MODELS
 from fedcover.preparation import Machine
 from fedcover.reduction import Masks, drawn, windows
-from fedcover.rounds import cohort_of, view_of
+from fedcover.rounds import Report, cohort_of, view_of
 from fedcover.runs import run
 from tests.worlds import world
 
@@ -151,6 +153,15 @@ def test_the_fleet_is_what_the_nodes_declare():
     assert all("capacity" not in config for config in node_configs(wanted, 1))  # one node with two kinds
 
 
+def test_of_two_nodes_that_claim_one_place_the_first_counts_for_everything():
+    claims = [Introduction(7, 0, 2, 1.0, "v"), Introduction(8, 1, 2, 0.5, "v"), Introduction(9, 0, 2, 0.25, "v")]
+    roster = Roster()
+    for claim in claims:
+        roster.add(claim)
+    assert roster.holders([9, 8, 7]) == {0: 7, 1: 8}
+    assert declared_fleet(roster.known.values(), 4, [1.0] * 4) == "2x1.0 + 2x0.5"
+
+
 def test_the_app_of_an_experiment_reads_back(tmp_path):
     told = Settings(
         Experiment(policy='regions(codename="1122")', active=4).to_toml(), '/some \U0001f331\n"where"', nodes=3
@@ -197,9 +208,53 @@ def test_only_the_server_says_that_a_run_has_finished(capfd):
     def streamed(text):
         return pass_on([sys.executable, "-c", f"print({text!r})"], dict(os.environ))
 
-    assert streamed("hello\nfedcover: finished: runs/x")
-    assert not streamed("fedcover: round 1: client 3 rejected: its node says: 'fedcover: finished: runs/x'")
+    streamed("hello\nfedcover: finished: runs/x")
+    with pytest.raises(RunError, match="its log is above"):
+        streamed("fedcover: round 1: client 3 rejected: its node says: 'fedcover: finished: runs/x'")
+    with pytest.raises(RunError, match=r"^no room$"):
+        streamed("fedcover: stopped: no room\nTraceback")
     assert "hello" in capfd.readouterr().out
+
+
+def test_what_streams_a_log_ends_with_whoever_reads_it():
+    """A kill while the log is passed on must not leave the streaming process behind."""
+    script = "import time; print('begun', flush=True); time.sleep(60)"
+    reader = f"""
+import signal, sys
+from fedcover.flower.following import pass_on
+def stop(number, frame): raise KeyboardInterrupt
+signal.signal(signal.SIGTERM, stop)
+try: pass_on([sys.executable, "-c", {script!r}], {{}})
+except KeyboardInterrupt: sys.exit(130)
+"""
+    with subprocess.Popen([sys.executable, "-c", reader], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        family = descendants([process.pid])
+        process.terminate()
+        assert process.wait(30) == 130
+    assert family
+    assert not family & descendants([os.getpid()])
+
+
+def test_functions_beside_the_file_are_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(commands, "require", lambda: None)  # these refusals need no Flower
+    (tmp_path / "beside_flower.py").write_text("def alternating(view):\n    return {}\n")
+    (tmp_path / "own.toml").write_text('policy = "beside_flower:alternating"\nclients = 4\nactive = 2\n')
+    with pytest.raises(InvalidValue, match="nodes must be in"):
+        commands.up(tmp_path / "own.toml", nodes=99)
+    with pytest.raises(InvalidValue, match="nodes must be in"):
+        commands.run(tmp_path / "own.toml", nodes=99)
+
+
+def test_a_round_tells_of_those_who_did_not_answer(capsys):
+    line = {"gamma_round": 0, "gamma_window": 0, "seconds": {}, "rejected": 3, "late": 0, "lost": 2}
+    with console.watching("mine", 2) as watch:
+        watch(Report(0, line))
+    assert "coverage 0 (window 0)  3 rejected  2 lost" in capsys.readouterr().err
+    assert unanswered([line, {**line, "late": 1}]) == {"rejected": 6, "late": 1, "lost": 4}
+    assert unanswered([{}]) == {}
 
 
 def test_what_was_started_is_found_without_other_programs(monkeypatch):

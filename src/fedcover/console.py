@@ -90,7 +90,8 @@ def _plain(title: str, rounds: int) -> Watch:
 def _figures(metrics: dict[str, Any]) -> str:
     run = f"{metrics['run']}  " if "run" in metrics else ""  # one of several
     accuracy = f"accuracy {metrics['accuracy']:.3f}  " if "accuracy" in metrics else ""
-    return f"{run}{accuracy}coverage {metrics['gamma_round']} (window {metrics['gamma_window']})"
+    missing = "".join(f"  {metrics[event]} {event}" for event in ("rejected", "late", "lost") if metrics.get(event))
+    return f"{run}{accuracy}coverage {metrics['gamma_round']} (window {metrics['gamma_window']}){missing}"
 
 
 def as_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:

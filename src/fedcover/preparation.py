@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fedcover import datasets, groups, rng, spec
 from fedcover.aggregation import RULES, SERVERS
@@ -20,19 +20,17 @@ from fedcover.engines.pools import say
 from fedcover.errors import FedcoverError, InvalidValue, unknown
 from fedcover.experiment import HUGE, Experiment
 from fedcover.models import MODELS, tensors
-from fedcover.norms import has_batch_norm, on_batch_statistics
 from fedcover.partition import PARTITIONS
 from fedcover.policies import POLICIES, growth_of
-from fedcover.privacy import PRIVACY, Gaussian, require_accountant
+from fedcover.privacy import PRIVACY
 from fedcover.ranks import physical_cores, worthwhile
 from fedcover.recipes import RECIPES, own_labels
-from fedcover.reduction import Masks
+from fedcover.refusals import check_outputs, check_parameters, check_private, check_trainable
 from fedcover.rounds import Setup, cohort_of
 from fedcover.sources import Partitioned, Synthetic
-from fedcover.submodel import submodel
 from fedcover.tracing import trace
 from fedcover.training import SCHEDULES
-from fedcover.types import Dataset, Engine, LocalTraining, Model, Policy, Recipe, Samples, Source, Task
+from fedcover.types import Dataset, Engine, LocalTraining, Model, Policy, Recipe, Source, Task
 
 MOST_THREADS = 1024
 STEP_SECONDS, MULTIPLY_ADDS_PER_SECOND = 2e-4, 1e10
@@ -139,11 +137,11 @@ def prepare(
         model = recipe.model(as_model(own.model, shape, source.classes, dtype))
     model.module.to(machine.device)
     groups.check(model.groups, tensors(model.module))
-    _check_outputs(experiment, model, source, recipe)
-    _check_trainable(model)
-    privacy = _named("privacy", experiment.privacy, PRIVACY)()
+    check_outputs(experiment, model, source, recipe)
+    check_trainable(model)
+    privacy = _built("privacy", experiment.privacy, PRIVACY)
     if privacy is not None:
-        _check_private(experiment, privacy, model, recipe)
+        check_private(experiment, privacy, model, recipe)
     local = LocalTraining(**{name: getattr(experiment, name) for name in LocalTraining.__dataclass_fields__})
     switches = {name: getattr(experiment, name) for name in ("norm", "scaler", "seed")}
     policy = _own_policy(own.policy) if own.policy else named_policy(experiment)
@@ -155,7 +153,7 @@ def prepare(
         check_capacity=own.policy is not None or ":" in experiment.policy,
         engine=ENGINES["sequential"],
         rule=_named("rule", experiment.rule, RULES),
-        server=_named("server", experiment.server, SERVERS)(),
+        server=_built("server", experiment.server, SERVERS),
         privacy=privacy,
         lr=_learning_rate(experiment),
         **{
@@ -170,77 +168,12 @@ def prepare(
     return replace(setup, engine=own.engine or named)
 
 
-def _check_outputs(experiment: Experiment, model: Model, source: Source, recipe: Recipe) -> None:
-    """Try the model on two samples: it must take the data, and say one logit for each label."""
-    two = Samples(source.test.x[:2].clone(), source.test.y[:2])
-    untouched = two.x._version
-    trial = on_batch_statistics(submodel(model.module, Masks({}), {})).train()
-    try:
-        with torch.no_grad(), rng.seeded(0, "trial"):
-            logits = trial(two.x)
-    except Exception as error:
-        why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InvalidValue(f"model {experiment.model!r} cannot take data {experiment.dataset!r}: {why}") from error
-    if two.x._version != untouched:
-        raise InvalidValue(
-            f"model {experiment.model!r} writes to its input, which is the data set: use no x.sub_() on it"
-        )
-    wanted = (len(two), source.classes, *two.y.shape[1:])
-    got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-    if recipe.exits and len(got) == len(wanted) + 1 and got[1:] == wanted:
-        return
-    if recipe.exits:
-        raise InvalidValue(f"recipe {experiment.recipe!r} needs a model with exits, such as depth_resnet; got {got}")
-    if got != wanted:
-        raise InvalidValue(
-            f"model {experiment.model!r} must answer {len(two)} samples with logits of shape {wanted}; got {got}"
-            + (" (exits need the recipe depthfl)" if isinstance(got, tuple) and got[1:] == wanted else "")
-        )
-
-
-def _check_trainable(model: Model) -> None:
-    """Refuse parameters that their maker has frozen: all of them would be trained, and averaged."""
-    frozen = [name for name, p in model.module.named_parameters() if not p.requires_grad]
-    if frozen:
-        raise InvalidValue(
-            f"model: every parameter is trained, but {frozen[0]} has requires_grad = False ({len(frozen)} such); make "
-            "it a buffer (register_buffer), which is kept as it is"
-        )
-
-
-def _check_private(experiment: Experiment, privacy: object, model: Model, recipe: Recipe) -> None:
-    """Refuse what would carry clients' data past the noise: norm statistics, and what clients measure."""
-    require_accountant()
-    if not isinstance(privacy, Gaussian):
-        raise InvalidValue(
-            f"privacy {experiment.privacy!r} must make a fedcover Gaussian; got {type(privacy).__name__}"
-        )
-    if privacy.delta * experiment.clients >= 1:
-        raise InvalidValue(
-            f"privacy: delta must be below 1 / clients ({1 / experiment.clients:.3g}), or it allows to publish one "
-            f"client's data as it is; got {privacy.delta:g}"
-        )
-    if has_batch_norm(model.module):
-        raise InvalidValue(
-            f"privacy: batch norm of model {experiment.model!r} needs statistics of clients' data, which carry no "
-            "noise; use norm = 'group', or a model without norm layers"
-        )
-    if recipe.measures:
-        raise InvalidValue(f"privacy: what clients measure under recipe {experiment.recipe!r} carries no noise")
-
-
 def build_model(
     experiment: Experiment, shape: tuple[int, ...], classes: int, dtype: torch.dtype = torch.float32
 ) -> Model:
     """The experiment's model with the initial weights that belong to its seed; `dtype` is that of its inputs."""
-    try:
-        with rng.seeded(experiment.seed, "init"):
-            built = _named("model", experiment.model, MODELS)(shape, classes, experiment.norm)
-    except FedcoverError:
-        raise
-    except Exception as error:  # a user's builder, or more memory than there is
-        why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InvalidValue(f"model {experiment.model!r} cannot be built: {why}") from error
+    with rng.seeded(experiment.seed, "init"):
+        built = _built("model", experiment.model, MODELS, shape, classes, experiment.norm)
     return build_recipe(experiment).model(as_model(built, shape, classes, dtype))
 
 
@@ -249,10 +182,12 @@ def as_model(built: Model | nn.Module, shape: tuple[int, ...], classes: int, dty
 
     Of a traced module all weights may be pruned but those of the first convolution and of the last layer.
     """
+    module = built.module if isinstance(built, Model) else built
+    if not isinstance(module, nn.Module):
+        raise InvalidValue(f"model must be an nn.Module or a fedcover Model; got {type(built).__name__}")
+    check_parameters(module)
     if isinstance(built, Model):
         return built
-    if not isinstance(built, nn.Module):
-        raise InvalidValue(f"model must be an nn.Module or a fedcover Model; got {type(built).__name__}")
     draw = rng.generator(0, "example")
     integers = not dtype.is_floating_point
     size = (2, *shape)
@@ -282,7 +217,7 @@ def build_recipe(experiment: Experiment) -> Recipe:
 
 @cache  # runs that take their steps together must share the very functions
 def _recipe(name: str, absent: str, rows: bool) -> Recipe:
-    recipe = _named("recipe", name, RECIPES)()
+    recipe = _built("recipe", name, RECIPES)
     if not isinstance(recipe, Recipe):
         raise InvalidValue(f"recipe {name!r} must make a fedcover Recipe; got {type(recipe).__name__}")
     return own_labels(recipe, absent=absent, rows=rows)
@@ -317,7 +252,7 @@ def source_of(experiment: Experiment, device: str, data: str | Path | None, data
     if data is not None and not Path(data).expanduser().is_dir():
         raise InvalidValue(f"data must be a folder that exists; got {str(data)!r}")
     if dataset is None:
-        dataset = _named("dataset", wanted, {})() if ":" in wanted else datasets.load(wanted, data)
+        dataset = _built("dataset", wanted, {}) if ":" in wanted else datasets.load(wanted, data)
     if not isinstance(dataset, Dataset):
         raise InvalidValue(f"dataset {wanted!r} must make a fedcover Dataset; got {type(dataset).__name__}")
     if dataset.train.y.ndim > 1 and experiment.partition.partition("(")[0] in ("labels", "dirichlet"):
@@ -325,11 +260,23 @@ def source_of(experiment: Experiment, device: str, data: str | Path | None, data
             f"partition {experiment.partition!r} needs one label for each sample; this data has sequences"
         )
     dataset, held_out = datasets.hold_out(dataset, experiment.validation, experiment.seed)
-    split = _named("partition", experiment.partition, PARTITIONS)(dataset, experiment.clients, experiment.seed)
+    split = _built("partition", experiment.partition, PARTITIONS, dataset, experiment.clients, experiment.seed)
     return Partitioned(
         dataset, split, seed=experiment.seed, validation=held_out,
         calibration_size=experiment.calibration, device=device,
     )  # fmt: skip
+
+
+def _built(field: str, text: str, table: Any, *given: Any) -> Any:
+    """What a specification makes of what it is given; a user's function may fail in any way."""
+    make = _named(field, text, table)
+    try:
+        return make(*given)
+    except FedcoverError:
+        raise
+    except Exception as error:  # or it wants more memory than there is
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InvalidValue(f"{field} {text!r} cannot be built: {why}") from error
 
 
 def _named(field: str, text: str, table: Any) -> Any:

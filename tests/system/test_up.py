@@ -51,6 +51,24 @@ def test_up_leaves_nothing_behind(tmp_path, stopped):
     assert "go on with: fedcover flower up" in (tmp_path / "log.txt").read_text()
 
 
+def test_what_every_node_would_refuse_is_refused_by_the_server(tmp_path):
+    wanted = experiment(policy="prefix", recipe="hermes", rounds=2, name="mine")
+    (tmp_path / "mine.toml").write_text(wanted.to_toml())
+    process = up(tmp_path, tmp_path / "mine.toml")
+    assert process.wait(PATIENCE) == 1
+    assert "recipe hermes prunes at the client, so it needs the policy 'full'" in (tmp_path / "log.txt").read_text()
+    assert not (tmp_path / "runs" / "mine" / "metrics.jsonl").exists()
+
+
+def test_a_run_in_which_nobody_ever_answers_has_failed(tmp_path):
+    (tmp_path / "mine.toml").write_text(experiment(policy="prefix", rounds=2, name="mine").to_toml())
+    process = up(tmp_path, tmp_path / "mine.toml", "--deadline", "0.2")
+    assert process.wait(PATIENCE) == 1
+    told = (tmp_path / "log.txt").read_text()
+    assert "no client has answered in any round" in told
+    assert " late" in told
+
+
 def test_up_runs_to_the_end_and_cleans_up(tmp_path):
     """Stopped after a round, it goes on with the folder and ends as the same run in one process."""
     wanted = experiment(policy="prefix", rounds=3, name="mine")

@@ -24,7 +24,7 @@ from fedcover.flower.places import place_of
 from fedcover.flower.processes import QUIET, local, path_of
 from fedcover.folders import Folder
 from fedcover.preparation import Machine
-from fedcover.summary import summarise
+from fedcover.summary import Metrics, summarise
 
 flower_app = App(name="flower", help="The same experiment on Flower's SuperLink and SuperNodes.")
 app.command(flower_app)
@@ -118,16 +118,15 @@ def run(
         wanted, folder=str(folder), resume=again or resume, nodes=nodes, deadline=deadline, wait=wait, device=device,
         threads=threads or 0, data=data,
     )  # fmt: skip
+    _clean_up_when_stopped()
     with tempfile.TemporaryDirectory(prefix="fedcover-flower-") as place:
         made = write_app(Path(place) / "app", settings)
         command = [path_of("flwr"), "run", str(made), *([connection] if connection else []), "--stream"]
         try:
-            finished = pass_on(command, {**os.environ, **QUIET})
+            pass_on(command, {**os.environ, **QUIET})
         except KeyboardInterrupt:
             console.say("the run goes on without you: 'flwr list' shows it, 'flwr log' its log, 'flwr stop' ends it")
             sys.exit(130)
-    if not finished:
-        raise RunError("the run on Flower did not finish; its log is above")
 
 
 def check_connection(name: str) -> None:
@@ -194,6 +193,7 @@ def _wanted(experiment: Path, changes: tuple[str, ...]) -> tuple[Experiment, boo
         if found.manifest.get("engine") != "flower":
             raise InvalidValue(f"{experiment} was not run on Flower: go on with 'fedcover resume {experiment}'")
         return found.experiment, True
+    sys.path.insert(1, str(experiment.parent.resolve()))  # functions that it names may lie beside it
     return with_absolute_dataset(read_experiment(experiment, dict(map(parse_change, changes))), experiment), False
 
 
@@ -204,9 +204,16 @@ def _settings(wanted: Experiment, **fields: Any) -> Settings:
     return Settings(wanted.to_toml(), **fields)
 
 
+def unanswered(metrics: Metrics) -> dict[str, int]:
+    """How many tasks of a whole run were rejected, late or lost, where any were."""
+    counted = {event: sum(line.get(event, 0) for line in metrics) for event in ("rejected", "late", "lost")}
+    return {event: count for event, count in counted.items() if count}
+
+
 def _show(folder: Path, json: bool) -> None:
     found = Folder(folder).read()
-    summary = {**summarise(found.metrics(found.experiment.rounds)), "folder": str(folder)}
+    metrics = found.metrics(found.experiment.rounds)
+    summary = {**summarise(metrics), **unanswered(metrics), "folder": str(folder)}
     if json:
         return console.show_json(summary)
     console.table(found.experiment.name, ["figure", "value"], [[k, v] for k, v in summary.items()])

@@ -22,7 +22,7 @@ from fedcover.flower.working import sent_parcel
 from fedcover.folders import Folder
 from fedcover.norms import statistics_key
 from fedcover.replies import Asked, Ledger, RawReply, Rejection, ask
-from fedcover.types import Client, Reduction, State, Task, Update
+from fedcover.types import Assignment, Client, Reduction, State, Task, Update
 from fedcover.version import __version__
 
 log = logging.getLogger("fedcover")
@@ -86,10 +86,14 @@ class FlowerEngine:
     events: Events
     ledger: Ledger = field(default_factory=Ledger)
     counted: Counter[str] = field(default_factory=Counter)
+    tried: bool = False
 
     def __call__(self, task: Task, state: State, work: Work, lr: float) -> list[Update]:
         """Train the given clients from the given state on their nodes."""
         self.counted.clear()
+        if not self.tried:
+            _try_recipe(task, state, work)
+            self.tried = True
         meet(self.link, self.roster, self.events, state.round)
         by_node = self._shared_out(state.round, work)
         asked: dict[int, dict[int, Asked]] = {}
@@ -175,6 +179,12 @@ class FlowerEngine:
         self.events.write(round, event, node, client, why)
 
 
+def _try_recipe(task: Task, state: State, work: Work) -> None:
+    """Let the recipe refuse here, as it would in one process, what every node would refuse."""
+    for client, reduction in {id(reduction): (client, reduction) for client, reduction in work}.values():
+        task.recipe.start(Assignment(task, state, client, reduction), dict(reduction.extract(state.params)))
+
+
 def checked(answer: Answer, ledger: Ledger) -> Update | str:
     """The update in one client's answer, or why it is not believed."""
     if answer.error:
@@ -206,10 +216,16 @@ def _objection(said: Introduction, roster: Roster) -> str:
     """Why a node that introduced itself cannot take part; nothing if it now does."""
     if said.version != __version__:
         return f"the node has fedcover {said.version!a:.40}, the server {__version__}"
+    first = next((known.node for known in roster.known.values() if known.place == said.place), None)
     try:
         roster.add(said)
     except InvalidValue as error:
         return str(error)
+    if first is not None and first != said.node:
+        log.warning(
+            "nodes %d and %d both claim partition %d: the first keeps it while it answers, with the capacity that it "
+            "declares", first, said.node, said.place,
+        )  # fmt: skip
     return ""
 
 

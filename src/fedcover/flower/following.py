@@ -29,21 +29,28 @@ def follow(process: subprocess.Popen[bytes], folder: Path, log: Path, watch: Cal
         if ended:
             break
         time.sleep(0.3)
-    if not summary.exists() or summary.stat().st_mtime_ns == before:
+    if not summary.exists() or summary.stat().st_mtime_ns == before or _STOPPED.search(log.read_text(errors="replace")):
         raise RunError(said(log))
 
 
-def pass_on(command: list[str], environment: dict[str, str]) -> bool:
-    """Show what a command that streams a run's log says, as it comes; tells whether the run finished."""
-    finished = False
+def pass_on(command: list[str], environment: dict[str, str]) -> None:
+    """Show what a command that streams a run's log says, as it comes; complain if the run did not finish."""
+    finished, why = False, "the run on Flower did not finish; its log is above"
     with subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as streaming:
         assert streaming.stdout is not None
-        for line in streaming.stdout:
-            finished = finished or line.startswith(FINISHED.encode())  # a node may have said so, too, further on
-            print(line.decode(errors="replace"), end="", flush=True)
-    return finished
+        try:
+            for each in streaming.stdout:
+                line = each.decode(errors="replace")
+                finished = finished or line.startswith(FINISHED)  # a node may have said so, too, further on
+                why = stopped[1] if (stopped := _STOPPED.match(line)) else why
+                print(line, end="", flush=True)
+        except BaseException:
+            streaming.terminate()  # it would stream on, with nobody to read it
+            raise
+    if not finished:
+        raise RunError(why)
 
 
 def said(log: Path) -> str:

@@ -50,10 +50,15 @@ def place_of(client: int, clients: int, places: int) -> int:
 def declared_fleet(introductions: Iterable[Introduction], clients: int, fallback: Sequence[float]) -> str:
     """The fleet that the nodes declare; a client whose node declares nothing has the capacity of the fallback.
 
+    Of several nodes that claim one place the first counts, as it does for who answers.
+
     >>> declared_fleet([Introduction(7, 0, 2, 0.25, "1")], 4, [1.0, 1.0, 1.0, 0.5])
     '2x0.25 + 1x1.0 + 1x0.5'
     """
-    said = {known.place: known for known in introductions if known.capacity is not None}
+    first: dict[int, Introduction] = {}
+    for known in introductions:
+        first.setdefault(known.place, known)
+    said = {place: known for place, known in first.items() if known.capacity is not None}
     places = next((known.places for known in said.values()), 1)
     capacities = [
         said[place].capacity if (place := place_of(client, clients, places)) in said else fallback[client]

@@ -34,6 +34,8 @@ def _main(grid: Grid, context: Context) -> None:
     log_to_stderr()
     try:
         done = serve(grid, Settings.read(context.run_config))
+        if not any(line["clients"] for line in done.metrics):
+            raise RunError(f"no client has answered in any round, so nothing was trained; {done.folder} says why")
         log.info("finished: %s", done.folder)
     except FedcoverError as error:
         log.error("stopped: %s", error)
@@ -82,15 +84,14 @@ def capacities(experiment: Experiment) -> list[float]:
 
 def with_declared_capacities(experiment: Experiment, roster: Roster) -> Experiment:
     """The experiment with the fleet that its nodes declare, so that its folder says what was run."""
-    declaring = [known for known in roster.known.values() if known.capacity is not None]
-    if not declaring:
+    if all(known.capacity is None for known in roster.known.values()):
         return experiment
     if experiment.assignment == "slot":
         raise InvalidValue(
             "capacities belong to slots in this experiment (assignment = 'slot'), so nodes must not declare any"
         )
     known = capacities(experiment)
-    declared = Fleet.parse(declared_fleet(declaring, experiment.clients, known))
+    declared = Fleet.parse(declared_fleet(roster.known.values(), experiment.clients, known))
     if all(declared.capacity(client) == capacity for client, capacity in enumerate(known)):
         return experiment
     return Experiment(**{**experiment.model_dump(), "fleet": str(declared)})

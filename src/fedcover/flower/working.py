@@ -28,9 +28,12 @@ def train_clients(message: Message, context: Context) -> Message:
     """Train an experiment's clients that live on this node."""
     orders = read_orders(message)
     config = context.node_config
-    machine = Machine("sequential", str(config.get("device", "cpu")), orders.threads).resolved()
     data = config.get("data")
-    task = prepare(Experiment.from_toml(orders.experiment), machine, data=str(data) if data else None).task
+    try:
+        machine = Machine("sequential", str(config.get("device", "cpu")), orders.threads).resolved()
+        task = prepare(Experiment.from_toml(orders.experiment), machine, data=str(data) if data else None).task
+    except FedcoverError as error:
+        return to_server(message, [_refusal(order, error) for order in orders.orders])
     answers = []
     with machine.applied():
         for order in orders.orders:
@@ -46,7 +49,11 @@ def _answered(order: Order, context: Context, work: Callable[[Order], Answer]) -
             raise InvalidValue(f"capacity {order.capacity:g} is more than the {declared:g} that this node declares")
         return work(order)
     except FedcoverError as error:
-        return Answer(order.client, order.nonce, nan, 0, b"", str(error)[:300])
+        return _refusal(order, error)
+
+
+def _refusal(order: Order, error: FedcoverError) -> Answer:
+    return Answer(order.client, order.nonce, nan, 0, b"", str(error)[:300])
 
 
 def _trained(order: Order, orders: Orders, task: Task, context: Context) -> Answer:

@@ -43,7 +43,7 @@ def hermes(*, step: float = 0.2, good_enough: float = 0.5) -> Recipe:
             kept = {g.name: _shrunk(g, kept[g.name], goal, step, trained) for g in assignment.task.model.groups}
         return Outcome(trained, bits=carry, private={f"units.{name}": units for name, units in kept.items()})
 
-    return Recipe(loss, start, finish=finish)
+    return Recipe(loss, start, finish=finish, chooses=True)
 
 
 def _kept(assignment: Assignment) -> dict[str, Tensor]:

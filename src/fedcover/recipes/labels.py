@@ -57,4 +57,4 @@ def own_labels(recipe: Recipe, *, absent: str = "free", rows: bool = False) -> R
             bits[name] = bits[name] & taught if name in bits else taught
         return replace(outcome, bits=bits)
 
-    return Recipe(loss, start, observe, finish, recipe.model, exits=recipe.exits, measures=recipe.measures)
+    return replace(recipe, loss=loss, start=start, observe=observe, finish=finish, chooses=recipe.chooses or rows)
