@@ -18,7 +18,7 @@ from torch import nn
 import fedcover as fc
 from fedcover.engines import pools, seats
 from fedcover.engines.batched import batched
-from fedcover.engines.pools import _SAID, plainly, pool_of
+from fedcover.engines.pools import _SAID, drive, plainly, pool_of
 from fedcover.engines.sequential import sequential
 from fedcover.engines.steps import _InOneGo
 from fedcover.engines.streams import streams
@@ -383,6 +383,51 @@ def test_what_a_model_changes_inside_of_what_it_holds_is_seen(held, fast, caplog
     )
     agree(setup, first_state(setup), fast)
     assert "so clients are trained one after another" in caplog.text
+
+
+class Sharing(nn.Module):
+    """One layer in two places; which one can be changed."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 10)
+        self.again, self.kept, self.listed = self.first, torch.ones(3), np.ones(3)
+
+    def forward(self, x):
+        x = self.second(self.first(x.flatten(1)).relu()).relu()
+        return self.head(self.again(x)) * self.kept.sum() / float(self.listed.sum())
+
+
+def test_which_layer_is_shared_is_seen_and_what_a_model_only_holds_does_no_harm(fast, caplog):
+    model = fc.Model(Sharing(), ())
+    for name in ("first", "second"):
+        model.module.again = getattr(model.module, name)
+        wanted = fc.Experiment(policy="full", clients=24, active=3, rounds=1, epochs=1, lr=0.1)
+        setup = prepare(wanted, fc.Machine("sequential", "cpu").resolved(), parts=Parts(model=model))
+        slow, quick = (run_round(replace(setup, engine=e), first_state(setup))[0] for e in (sequential, fast))
+        same(quick.params, slow.params, 1e-5)
+    assert not caplog.records
+
+
+def test_a_rest_that_no_step_can_take_is_said_as_sequential_says_it():
+    """A single row has no batch statistics; the crew had only tried whole batches."""
+    module = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 10))
+    wanted = fc.Experiment(policy="full", partition="dirichlet(alpha=0.3)", clients=60, active=30, rounds=1, epochs=1)
+    setup = prepare(wanted, fc.Machine("sequential", "cpu").resolved(), parts=Parts(model=fc.Model(module, ())))
+    for engine in (sequential, UNCOMPILED):
+        with pytest.raises(fc.InvalidValue, match=r"leaves client \d+ a batch of one sample"):
+            run_round(replace(setup, engine=engine), first_state(setup))
+
+
+def test_what_one_recipe_cannot_do_is_no_verdict_on_another(monkeypatch):
+    setup, state = world("mlp", policy="full", fleet="1x1")
+    seen = []
+    module = sys.modules["fedcover.engines.batched"]
+    monkeypatch.setattr(module, "drive", lambda places: seen.append(1) or drive(places))
+    drawing = _weighted(lambda carry: random.uniform(1, 2))
+    for recipe in (drawing, setup.task.recipe):
+        run_round(replace(setup, engine=UNCOMPILED, task=replace(setup.task, recipe=recipe)), state)
+    assert seen
 
 
 def test_a_model_that_is_set_otherwise_between_runs_is_another(fast):

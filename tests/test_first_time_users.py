@@ -127,6 +127,7 @@ class Writing(nn.Module):
         (Frozen, r"first\.weight has requires_grad = False \(1 such\); make it a buffer"),
         (Writing, "writes to its input"),
         (lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(10)), "1.weight is lazy and has no shape yet"),
+        (lambda: nn.Sequential(nn.Flatten(), nn.LazyBatchNorm1d(affine=False)), "1.running_mean is lazy"),
         (lambda: fc.Model(nn.LazyLinear(10), ()), "weight is lazy and has no shape yet"),
         (lambda: fc.Model(nn.Linear(64, 10, dtype=torch.cfloat), ()), "weight is torch.complex64"),
     ],

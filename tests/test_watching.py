@@ -149,7 +149,7 @@ def test_half_written_and_damaged_lines_are_none(folder, tail, more):
 
 
 @pytest.mark.parametrize(
-    "damage", ['"accuracy": "high"', '"clients": 3', '"seconds": {"policy": "long"}', '"dropped": 1']
+    "damage", ['"accuracy": "high"', '"accuracy": NaN', '"clients": 3', '"seconds": {"policy": "long"}', '"dropped": 1']
 )
 def test_a_figure_of_another_kind_is_none(folder, watch, damage):
     metrics = folder / "metrics.jsonl"

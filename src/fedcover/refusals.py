@@ -16,10 +16,10 @@ from fedcover.types import Model, Recipe, Samples, Source
 
 def check_parameters(module: nn.Module) -> None:
     """Refuse parameters that cannot be cut or averaged."""
-    for name, p in module.named_parameters():
+    for name, p in [*module.named_parameters(), *module.named_buffers()]:
         if is_lazy(p):
             raise InvalidValue(f"model: {name} is lazy and has no shape yet; send a batch through the model first")
-        if p.is_complex():
+        if p.is_complex() and isinstance(p, nn.Parameter):
             raise InvalidValue(f"model: parameters must be real numbers, but {name} is {p.dtype}")
 
 

@@ -25,6 +25,7 @@ from fedcover.aggregation import (
     shortened,
 )
 from fedcover.cost import uses_of_weights
+from fedcover.errors import InvalidValue
 from fedcover.evaluation import Score, evaluate, local_accuracy
 from fedcover.figures import figures
 from fedcover.fleet import Fleet, drops_out, sample_cohort
@@ -32,7 +33,7 @@ from fedcover.norms import running, statistics_key
 from fedcover.policies.common import check_parts, one_of_a_kind
 from fedcover.privacy import Gaussian, fresh_generator, most_turns, private_mean
 from fedcover.ranks import ALONE, Ranks
-from fedcover.reduction import Slices, dense
+from fedcover.reduction import Slices, Within, dense
 from fedcover.slabs import entrywise_many, in_one
 from fedcover.types import Client, Engine, Growth, Params, Policy, Reduction, Rule, State, Task, Update, View
 
@@ -232,6 +233,8 @@ def _combined(setup: Setup, old: Params, updates: Sequence[Update]) -> Params:
     """What the rule makes of the updates, shortened where there is a limit; noised where that is asked for."""
     limit, weight = setup.clip_updates, WEIGHTS[setup.weights]
     if setup.privacy is not None and limit is not None:
+        if any(isinstance(u.trained, Within) for u in updates):
+            raise InvalidValue("privacy: with this recipe a client says what of its part it trained, past the noise")
         parts = [(u.trained, u.params) for u in updates]
         return private_mean(old, parts, clip=limit, noise=setup.privacy.noise, draw=setup.noise())
     values = [u.params if limit is None else shortened(old, u.trained, u.params, limit) for u in updates]

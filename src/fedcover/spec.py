@@ -144,8 +144,8 @@ def _imported(field: str, path: str) -> Callable[..., Any]:
         raise InvalidValue(f"{field} must look like package.module:function; got {path!r}")
     try:
         function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise InvalidValue(f"{field} {path!r} cannot be imported: {error}") from error
+    except Exception as error:  # a user's module may fail in any way
+        raise InvalidValue(f"{field} {path!r} cannot be imported: {error or type(error).__name__}") from error
     if not callable(function):
         raise InvalidValue(f"{field} {path!r} must be a function; it is a {type(function).__name__}")
     try:

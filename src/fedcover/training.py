@@ -79,8 +79,6 @@ def update_of(assignment: Assignment, part: nn.Module, outcome: Outcome, loss: f
     undeclared = sorted(outcome.measured.keys() - task.recipe.measures.keys())
     if undeclared:
         raise InvalidValue(f"recipe measures {undeclared[0]!r}, which its `measures` do not name")
-    if outcome.bits and not task.recipe.chooses:
-        raise InvalidValue("recipe says what was trained (`bits`), although it does not declare that it `chooses`")
     trained = Within(reduction, outcome.bits) if outcome.bits else reduction
     kept = statistics_key(task.norm, client.capacity)
     buffers = {name: tensor.clone() for name, tensor in running(part).items()} if kept else {}

@@ -253,7 +253,7 @@ class Recipe:
     `model` is what the recipe makes of the global model before the first round. `loss` and `observe` decide nothing by
     the values of tensors: their steps are captured once and replayed for other clients. With `exits` the model gives
     the logits of several exits, stacked. `measures` declares what its clients measure: a kind, and of which tensors
-    (`all`, `prunable`). With `chooses` its clients say themselves what of their part they have trained (`bits`).
+    (`all`, `prunable`); `chooses` that they decide by their data what of their part they train, which privacy refuses.
     """
 
     loss: Callable[[Forward, Params, Batch, Carry], Tensor]

@@ -1,5 +1,6 @@
 """A run as it goes: rounds, accuracy, coverage, who answered and who did not, read from its folder and nothing else."""
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -101,6 +102,7 @@ def _trusted(line: Line) -> Line:
         key: value
         for key, value in line.items()
         if (timed if key == "seconds" else isinstance(value, _SHOWN.get(key, object)))
+        and not (key in _SHOWN and isinstance(value, float) and not math.isfinite(value))
     }
 
 

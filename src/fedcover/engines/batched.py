@@ -15,6 +15,7 @@ from fedcover.engines.pools import (
     Make,
     Place,
     Pool,
+    Uncompiled,
     captured,
     compiled,
     drive,
@@ -75,12 +76,15 @@ def in_crews(
     jobs: Sequence[Job], pool: Pool, precision: str, make: Make | None = None
 ) -> tuple[list[Answer], list[Job]]:
     """What comes of the clients that can form crews, and the jobs of those that cannot."""
-    if pool.no_crews:  # trying again would take seconds, and fail
-        raise Unfit(pool.no_crews)
+    if pool.uncompiled:
+        raise Unfit(pool.uncompiled)
     together, queues, alone = crews_of(jobs, pool)
     on_a_gpu = _on_a_gpu(jobs)
     if len(alone) > len(jobs) / 2 and not on_a_gpu:
-        say("most clients share the shape of their part with too few others, so they are trained one after another")
+        say(
+            "most clients share the shape of their part (and, with less than a batch each, their number of samples) "
+            "with too few others, so they are trained one after another"
+        )
     answers: list[Answer] = []
     try:
         for turn in turns(together):
@@ -91,7 +95,8 @@ def in_crews(
             place = pool.place(queue, shape, seats(queue), 0, make or compiled, precision)
             answers += take_turns(place, queue)
     except Unfit as reason:
-        pool.no_crews = str(reason)
+        pool.forget_unready()
+        pool.uncompiled = str(reason) if isinstance(reason, Uncompiled) else ""
         raise
     if on_a_gpu:
         return [*answers, *side_by_side(alone, pool, precision)], []
@@ -111,7 +116,7 @@ def crews_of(jobs: Sequence[Job], pool: Pool) -> tuple[list[Crew], list[Queue], 
     on_a_gpu = _on_a_gpu(jobs)
     alike: dict[tuple[Shape, float], list[Arrival]] = defaultdict(list)
     for (part, lr), clients in parts.items():
-        room = None if on_a_gpu or _in_step(clients) else _room(part, max(client.rows for client in clients), pool)
+        room = None if on_a_gpu or _in_step(clients) else _room(part, clients, pool)
         for client in clients:
             alike[client.shape(room or client.rows), lr].append(client)
     few = alike if on_a_gpu else _few_shapes(alike, pool, len({id(job.assignment.task) for job in jobs}))
@@ -132,9 +137,10 @@ def _in_step(clients: Sequence[Arrival]) -> bool:
     return enough or max(rows) < clients[0].job.assignment.task.local.batch_size
 
 
-def _room(part: Shape, rows: int, pool: Pool) -> int:
-    """For how many rows a seat has room: as in a lane that is there, else for twice as many, so that it will last."""
-    known = [place.lane.shape for place in pool.places.values() if place.lane.crew]
+def _room(part: Shape, clients: Sequence[Arrival], pool: Pool) -> int:
+    """For how many rows a seat has room: as in a crew that is there, else for two to four times as many as now."""
+    rows, crew = max(client.rows for client in clients), seats(clients)
+    known = [place.lane.shape for place in pool.places.values() if place.lane.crew == crew]
     fitting = [shape.rows for shape in known if shape.rows >= rows and replace(shape, rows=0) == part]
     return min(fitting, default=2 << (rows - 1).bit_length())
 

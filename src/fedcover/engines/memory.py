@@ -7,6 +7,7 @@ Python would do something else the next time, which a replay does not know.
 import hashlib
 import io
 import pickle
+from collections.abc import Sequence
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType
 from weakref import ReferenceType
 
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 
 from fedcover.engines.steps import Unfit
 
-_LEFT_OUT = ("_parameters", "_buffers", "_modules", "training")
+_TORCHS_OWN = ("_parameters", "_buffers", "_modules")
+_SIMPLE = (int, float, str, bool, type(None))
 _THEMSELVES = (type, FunctionType, BuiltinFunctionType, MethodDescriptorType, ModuleType, ReferenceType)
 """What is told apart by which object it is, not by what is in it."""
 
@@ -29,13 +31,11 @@ def fingerprint(module: nn.Module) -> bytes:
     >>> fingerprint(layer) == before
     False
     """
-    held = io.BytesIO()
-    prints = _Prints(held, module)
+    held, parts = io.BytesIO(), list(module.named_modules())
+    prints = _Prints(held, parts)
     try:
-        for path, part in module.named_modules():
-            own = [(name, value) for name, value in vars(part).items() if name not in _LEFT_OUT]
-            # torch gives every module some fifteen empty dicts for hooks
-            prints.dump((path, type(part), [each for each in own if each[1] or not isinstance(each[1], dict)]))
+        for path, part in parts:
+            prints.dump((path, type(part), *prints.of(part)))
     except Exception as error:  # whatever a user's object does when it is looked at
         why = (str(error).splitlines() or [""])[0]
         raise Unfit(f"the model holds something that may change unseen ({type(error).__name__}: {why:.100})") from error
@@ -45,13 +45,28 @@ def fingerprint(module: nn.Module) -> bytes:
 class _Prints(pickle.Pickler):
     """Writes objects down; nothing is ever read back from it."""
 
-    def __init__(self, file: io.BytesIO, module: nn.Module) -> None:
+    def __init__(self, file: io.BytesIO, parts: Sequence[tuple[str, nn.Module]]) -> None:
         super().__init__(file)
-        self._known = {
-            id(each): f"{kind} {name}"
-            for kind in ("modules", "parameters", "buffers")
-            for name, each in getattr(module, f"named_{kind}")()
-        }
+        self._known = {id(part): path for path, part in parts}
+        for path, part in parts:
+            for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+                self._known.setdefault(id(tensor), f"{path}.{name}")
+        self._known.pop(id(None), None)  # what may be registered, too
+
+    def of(self, part: nn.Module) -> tuple[str, dict[str, object]]:
+        """What a part holds: in one text what is simple, the rest by name; it is asked for in every round."""
+        held = vars(part)
+        simple = [f"{kind} {name} {self._known.get(id(each))}" for kind in _TORCHS_OWN
+                  for name, each in held[kind].items()]  # fmt: skip
+        others = {}
+        for name, value in held.items():
+            if name == "training" or name in _TORCHS_OWN or (isinstance(value, dict) and not value):
+                continue  # torch gives every module some fifteen empty dicts for hooks
+            if isinstance(value, _SIMPLE) or (type(value) is tuple and all(type(each) is int for each in value)):
+                simple.append(f"{name} {type(value).__name__} {value!r}")
+            else:
+                others[name] = value
+        return "\n".join(simple), others
 
     def persistent_id(self, obj: object) -> object:
         if id(obj) in self._known:

@@ -7,7 +7,7 @@ import logging
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from math import prod
 from typing import Any
@@ -39,6 +39,10 @@ LEAST_FREE = 0.15
 
 Make = Callable[[Lane, int], Callable[[], None]]
 """From a lane and a batch size to a function that makes the next step; it may spoil what is in the lane."""
+
+
+class Uncompiled(Unfit):
+    """A step that the compiler does not take, or for which there is none: trying again would take seconds and fail."""
 
 
 @dataclass(slots=True, eq=False)
@@ -110,13 +114,8 @@ def _try(lane: Lane, size: int) -> None:
     """Make one step as it stands; whatever goes wrong, any random draw and any trace in Python makes the lane unfit."""
     before, remembered = _random_state(lane.slots.x.device), fingerprint(lane.module)
     lane.rewind(size)
-    try:
+    with unfit_if_it_fails():
         lane.step(lane.slots, lane.tracks[size])
-    except Unfit:
-        raise
-    except Exception as error:  # an own module may raise anything; `sequential` will raise it again if it matters
-        why = (str(error).splitlines() or [""])[0]
-        raise Unfit(f"its step cannot be replayed ({type(error).__name__}: {why:.100})") from error
     if before != _random_state(lane.slots.x.device):
         raise Unfit("the model draws random numbers for each client (dropout)")
     try:
@@ -125,6 +124,18 @@ def _try(lane: Lane, size: int) -> None:
         now = b""
     if remembered != now:
         raise Unfit("the model changes what it holds in Python while it computes, which a step in place would miss")
+
+
+@contextmanager
+def unfit_if_it_fails() -> Iterator[None]:
+    """A step of an own module may raise anything; `sequential` will raise it again if it matters."""
+    try:
+        yield
+    except Unfit:
+        raise
+    except Exception as error:
+        why = (str(error).splitlines() or [""])[0]
+        raise Unfit(f"its step cannot be replayed ({type(error).__name__}: {why:.100})") from error
 
 
 def _random_state(device: torch.device) -> tuple[object, ...]:
@@ -174,7 +185,7 @@ def compiled(lane: Lane, size: int) -> Callable[[], None]:
         else:
             break
     else:
-        raise Unfit(f"the step cannot be compiled ({failed})")
+        raise Uncompiled(f"the step cannot be compiled ({failed})")
     if not observes(lane.shape.recipe):
         return lambda: fast(*leaves)
 
@@ -226,14 +237,14 @@ def captured(lane: Lane, size: int) -> Callable[[], None]:
 
 @dataclass(slots=True, eq=False)
 class Pool:
-    """The places of one model, those used last at the end; and why crews cannot train it, once that is known.
+    """The places of one model, those used last at the end; and why its steps cannot be compiled, once that is known.
 
     `of` is what the model was when the first place was made; what was prepared for it serves no other.
     """
 
     of: object = None
     places: OrderedDict[tuple[object, ...], Place] = field(default_factory=OrderedDict)
-    no_crews: str = ""
+    uncompiled: str = ""
 
     def known(self, shape: Shape) -> list[int]:
         """The sizes of crews that there is a place for."""
@@ -252,6 +263,11 @@ class Pool:
             self.places[key] = Place(lane, make, "fp32" if lane.step.half else precision, stream)
         self.places.move_to_end(key)
         return self.places[key]
+
+    def forget_unready(self) -> None:
+        """Drop places whose steps could not be made: their modules may hold what is left of the trial."""
+        for key in [key for key, place in self.places.items() if not place.steps]:
+            del self.places[key]
 
     def _make_room(self, device: torch.device) -> None:
         def short() -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedcover.engines.lanes import Answer, Arrival, Lane, client_buffers
-from fedcover.engines.pools import Place, computing, on
+from fedcover.engines.pools import Place, computing, on, unfit_if_it_fails
 from fedcover.engines.steps import Slots, Track, leaves_of, map_trees
 
 
@@ -84,7 +84,8 @@ class Seat:
             left = slice(self.whole * self.lane.shape.local.batch_size, None)
             rows_1B, drawn_1BK = (order[self.epoch, left][None] for order in self.orders)
             step = replace(self.lane.step, crew=False)
-            step(self.slots(), Track(rows_1B, drawn_1BK, cursor=torch.zeros(1, dtype=torch.int64)))
+            with unfit_if_it_fails():  # this size was not tried before
+                step(self.slots(), Track(rows_1B, drawn_1BK, cursor=torch.zeros(1, dtype=torch.int64)))
         self.epoch, self.done = self.epoch + 1, 0
 
     def answer(self) -> Answer:

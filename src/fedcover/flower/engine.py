@@ -5,7 +5,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -205,14 +205,14 @@ def meet(link: Link, roster: Roster, events: Events, round: int) -> None:
     if not strangers:
         return
     for node, said in link.introductions(strangers, patience=HELLO).items():
-        why = said.why if isinstance(said, Failed) else _objection(said, roster)
+        why = said.why if isinstance(said, Failed) else _objection(said, roster, link.present())
         if why:
             if not isinstance(said, Failed) or said.event == "rejected":
                 roster.refused.add(node)
             events.write(round, said.event if isinstance(said, Failed) else "rejected", node, None, why)
 
 
-def _objection(said: Introduction, roster: Roster) -> str:
+def _objection(said: Introduction, roster: Roster, present: Container[int]) -> str:
     """Why a node that introduced itself cannot take part; nothing if it now does."""
     if said.version != __version__:
         return f"the node has fedcover {said.version!a:.40}, the server {__version__}"
@@ -221,7 +221,7 @@ def _objection(said: Introduction, roster: Roster) -> str:
         roster.add(said)
     except InvalidValue as error:
         return str(error)
-    if first is not None and first != said.node:
+    if first not in (None, said.node) and first in present:
         log.warning(
             "nodes %d and %d both claim partition %d: the first keeps it while it answers, with the capacity that it "
             "declares", first, said.node, said.place,

@@ -46,7 +46,7 @@ def depthfl(*, exits: str = "all", distil: float = 1.0) -> Recipe:
         idle = [name for name in held if _stage(name) != deepest]
         return Outcome(params, bits={name: torch.zeros_like(params[name], dtype=torch.bool) for name in idle})
 
-    return Recipe(loss, finish=finish, exits=True, chooses=True)
+    return Recipe(loss, finish=finish, exits=True)
 
 
 def _stage(exit: str) -> str:

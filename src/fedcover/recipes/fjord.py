@@ -54,7 +54,7 @@ def fjord(*, widths: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8, 1.0), distil: floa
         whole = all(bool(bits.all()) for bits in reached.values())
         return Outcome(params, bits={} if whole else reached)
 
-    return Recipe(loss, start, finish=finish, chooses=True)
+    return Recipe(loss, start, finish=finish)
 
 
 def levels_of(assignment: Assignment, widths: tuple[float, ...]) -> list[float]:
