@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from fedcover import console
 from fedcover.cli import flower as commands
-from fedcover.cli.flower import check_connection, node_configs, unanswered
+from fedcover.cli.flower import check_connection, node_configs
 from fedcover.errors import InvalidValue, RunError
 from fedcover.experiment import Experiment
 from fedcover.flower.apps import Settings, write_app
@@ -29,6 +29,7 @@ from fedcover.preparation import Machine
 from fedcover.reduction import Masks, drawn, windows
 from fedcover.rounds import Report, cohort_of, view_of
 from fedcover.runs import run
+from fedcover.summary import unanswered
 from tests.worlds import world
 
 CUT = {

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from fedcover.rounds import Report
 from fedcover.runs import Watch
+from fedcover.summary import UNANSWERED
 
 LONGEST_WORD = 20
 """What is longer, such as the name of a file, is broken rather than a heading."""
@@ -90,7 +91,7 @@ def _plain(title: str, rounds: int) -> Watch:
 def _figures(metrics: dict[str, Any]) -> str:
     run = f"{metrics['run']}  " if "run" in metrics else ""  # one of several
     accuracy = f"accuracy {metrics['accuracy']:.3f}  " if "accuracy" in metrics else ""
-    missing = "".join(f"  {metrics[event]} {event}" for event in ("rejected", "late", "lost") if metrics.get(event))
+    missing = "".join(f"  {metrics[event]} {event}" for event in UNANSWERED if metrics.get(event))
     return f"{run}{accuracy}coverage {metrics['gamma_round']} (window {metrics['gamma_window']}){missing}"
 
 

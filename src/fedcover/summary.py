@@ -10,6 +10,9 @@ from fedcover.errors import RunError
 Metrics = list[dict[str, Any]]
 """One line a round, as in metrics.jsonl."""
 
+UNANSWERED = ("rejected", "late", "lost")
+"""What may become of a task on a real device but an answer: refused, past the deadline, or its device is gone."""
+
 
 def read_lines(path: Path) -> Metrics:
     """The lines of a file such as metrics.jsonl, each of some round; the last may be half written, any damaged."""
@@ -24,6 +27,16 @@ def read_lines(path: Path) -> Metrics:
         if isinstance(line, dict) and isinstance(line.get("round"), int):
             lines.append(line)
     return lines
+
+
+def unanswered(metrics: Metrics) -> dict[str, int]:
+    """How many tasks of a whole run were rejected, late or lost, where any were.
+
+    >>> unanswered([{"rejected": 1, "late": 0}, {"rejected": 2}])
+    {'rejected': 3}
+    """
+    counted = {event: sum(line.get(event, 0) for line in metrics) for event in UNANSWERED}
+    return {event: count for event, count in counted.items() if count}
 
 
 def summarise(metrics: Metrics) -> dict[str, Any]:

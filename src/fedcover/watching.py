@@ -15,10 +15,10 @@ from rich.text import Text
 
 from fedcover.console import as_table, output
 from fedcover.folders import Folder
-from fedcover.summary import read_lines
+from fedcover.summary import UNANSWERED, read_lines
 
-EVENTS = ("answered", "rejected", "late", "lost")
-"""What may become of a client's task: its answer is used, refused, past the deadline, or its device is gone."""
+EVENTS = ("answered", *UNANSWERED)
+"""What may become of a client's task."""
 ROUNDS_SHOWN, TROUBLE_SHOWN, CURVE = 10, 8, 60
 _BARS = "▁▂▃▄▅▆▇█"
 _SHOWN: dict[str, type | UnionType] = {
@@ -109,7 +109,7 @@ def _trusted(line: Line) -> Line:
 def frame(seen: Look) -> Group:
     """What is shown of a run."""
     parts = [Text(line) for line in _heading(seen)]
-    columns = ["round", "accuracy", "train_loss", "gamma_round", "gamma_window", "answered", *EVENTS[1:], "silent"]
+    columns = ["round", "accuracy", "train_loss", "gamma_round", "gamma_window", "answered", *UNANSWERED, "silent"]
     rows = [seen.row(line) for line in seen.lines[-ROUNDS_SHOWN:]]
     rows = [{**row, "round": row["round"] + 1} for row in rows]  # people count from 1, files from 0
     heads = {"gamma_round": "coverage", "gamma_window": "over window", "train_loss": "train loss"}

@@ -24,7 +24,7 @@ from fedcover.flower.places import place_of
 from fedcover.flower.processes import QUIET, local, path_of
 from fedcover.folders import Folder
 from fedcover.preparation import Machine
-from fedcover.summary import Metrics, summarise
+from fedcover.summary import summarise, unanswered
 
 flower_app = App(name="flower", help="The same experiment on Flower's SuperLink and SuperNodes.")
 app.command(flower_app)
@@ -202,12 +202,6 @@ def _settings(wanted: Experiment, **fields: Any) -> Settings:
         if not 0 < fields[name] <= 86_400:
             raise InvalidValue(f"{name} must be in (0, 86400] seconds; got {fields[name]:g}")
     return Settings(wanted.to_toml(), **fields)
-
-
-def unanswered(metrics: Metrics) -> dict[str, int]:
-    """How many tasks of a whole run were rejected, late or lost, where any were."""
-    counted = {event: sum(line.get(event, 0) for line in metrics) for event in ("rejected", "late", "lost")}
-    return {event: count for event, count in counted.items() if count}
 
 
 def _show(folder: Path, json: bool) -> None:

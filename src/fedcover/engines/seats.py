@@ -5,7 +5,7 @@ another size for each client, so that is a step of one seat by itself, as it sta
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -24,11 +24,12 @@ class Seat:
     number: int
     client: Arrival
     orders: tuple[Tensor, Tensor] = field(init=False)
+    own: Slots = field(init=False)
     epoch: int = 0
     done: int = 0
 
     def __post_init__(self) -> None:
-        self.orders = self.client.orders()
+        self.orders, self.own = self.client.orders(), _slots(self.lane, self.number)
         self.sit()
 
     @property
@@ -46,20 +47,9 @@ class Seat:
         """Whether the client has made all of its steps."""
         return self.epoch == self.lane.shape.local.epochs
 
-    def slots(self) -> Slots:
-        """What the lane holds for this seat, as if the client were alone."""
-        crew, n = self.lane.slots, self.number
-        own = {
-            kind: {name: tensor[n] for name, tensor in getattr(crew, kind).items()}
-            for kind in ("params", "velocity", "masks", "buffers")
-        }
-        carry, observed = (map_trees(lambda stacked: stacked[n], tree) for tree in (crew.carry, crew.observed))
-        return Slots(**own, carry=carry, observed=observed, x=crew.x[n], y=crew.y[n], rate=crew.rate, step=crew.step[n],
-                     losses_T=crew.losses_T[:, n])  # fmt: skip
-
     def sit(self) -> None:
         """Put what the client brings along in the place of whatever was in the seat."""
-        client, own = self.client, self.slots()
+        client, own = self.client, self.own
         buffers = client_buffers(client.job.assignment) if own.buffers else {}
         for room, values in ((own.params, client.params), (own.masks, client.masks), (own.buffers, buffers)):
             for name, tensor in room.items():
@@ -85,16 +75,28 @@ class Seat:
             rows_1B, drawn_1BK = (order[self.epoch, left][None] for order in self.orders)
             step = replace(self.lane.step, crew=False)
             with unfit_if_it_fails():  # this size was not tried before
-                step(self.slots(), Track(rows_1B, drawn_1BK, cursor=torch.zeros(1, dtype=torch.int64)))
+                step(self.own, Track(rows_1B, drawn_1BK, cursor=torch.zeros(1, dtype=torch.int64)))
         self.epoch, self.done = self.epoch + 1, 0
 
     def answer(self) -> Answer:
         """What comes of the client."""
-        own = self.slots()
+        own = self.own
         flat_P = torch.cat([p.reshape(-1) for p in own.params.values()])
         loss = float(own.losses_T[(self.epoch - 1) * self.each : self.epoch * self.each].mean())
         kept = (map_trees(torch.clone, tree) for tree in (own.carry, own.buffers))
         return self.lane.answer(self.client, flat_P, bool(flat_P.isfinite().all()), loss, *kept)
+
+
+def _slots(lane: Lane, seat: int) -> Slots:
+    """What a lane holds for one seat, as if its client were alone."""
+    crew = lane.slots
+    own = {
+        kind: {name: tensor[seat] for name, tensor in getattr(crew, kind).items()}
+        for kind in ("params", "velocity", "masks", "buffers")
+    }
+    carry, observed = (map_trees(lambda stacked: stacked[seat], tree) for tree in (crew.carry, crew.observed))
+    return Slots(**own, carry=carry, observed=observed, x=crew.x[seat], y=crew.y[seat], rate=crew.rate,
+                 step=crew.step[seat], losses_T=crew.losses_T[:, seat])  # fmt: skip
 
 
 def take_turns(place: Place, clients: Sequence[Arrival]) -> list[Answer]:
@@ -110,7 +112,7 @@ def take_turns(place: Place, clients: Sequence[Arrival]) -> list[Answer]:
             for seat in seats:
                 seat.sit()
         while seats:
-            _step_together(place, track, seats)
+            _step_together(lane, track, seats, place.steps[size])
             for seat in [seat for seat in seats if seat.done == seat.whole]:
                 seat.finish_epoch()
                 if seat.finished:
@@ -120,15 +122,15 @@ def take_turns(place: Place, clients: Sequence[Arrival]) -> list[Answer]:
     return answers
 
 
-def _step_together(place: Place, track: Track, seats: Sequence[Seat]) -> None:
+def _step_together(lane: Lane, track: Track, seats: Sequence[Seat], step: Callable[[], None]) -> None:
     """All seats at once through whole batches, until the first of them is at the end of an epoch."""
     steps = min(seat.whole - seat.done for seat in seats)
-    made = [0] * (place.lane.crew or 1)  # whatever an empty seat does, it begins anew and nobody looks at it
+    made = [0] * (lane.crew or 1)  # whatever an empty seat does, it begins anew and nobody looks at it
     for seat in seats:
         made[seat.number] = seat.epoch * seat.each + seat.done
         seat.lay_out(track, steps)
         seat.done += steps
-    place.lane.slots.step.copy_(torch.tensor(made))
+    lane.slots.step.copy_(torch.tensor(made))
     track.cursor.zero_()
     for _ in range(steps):
-        place.steps[track.rows_TB.shape[-1]]()
+        step()

@@ -22,6 +22,7 @@ from fedcover.flower.working import sent_parcel
 from fedcover.folders import Folder
 from fedcover.norms import statistics_key
 from fedcover.replies import Asked, Ledger, RawReply, Rejection, ask
+from fedcover.summary import UNANSWERED
 from fedcover.types import Assignment, Client, Reduction, State, Task, Update
 from fedcover.version import __version__
 
@@ -117,7 +118,7 @@ class FlowerEngine:
 
     def figures(self) -> dict[str, Any]:
         """How many clients of the last round were rejected, late or lost."""
-        return {event: self.counted[event] for event in ("rejected", "late", "lost")}
+        return {event: self.counted[event] for event in UNANSWERED}
 
     def _shared_out(self, round: int, work: Work) -> dict[int, Work]:
         """The work of each node that is there; clients without one are lost for this round."""

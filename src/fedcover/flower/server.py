@@ -19,6 +19,7 @@ from fedcover.folders import Folder
 from fedcover.preparation import Machine
 from fedcover.rounds import Report
 from fedcover.runs import Run, resume, run
+from fedcover.summary import UNANSWERED
 
 log = logging.getLogger("fedcover")
 
@@ -103,6 +104,6 @@ def _conclude(report: Report) -> None:
 
 
 def _say(report: Report) -> None:
-    figures = {name: report.metrics[name] for name in ("accuracy", "gamma_round", "rejected", "late", "lost")
+    figures = {name: report.metrics[name] for name in ("accuracy", "gamma_round", *UNANSWERED)
                if name in report.metrics}  # fmt: skip
     log.info("round %d: %s", report.round + 1, figures)
