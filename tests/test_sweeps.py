@@ -10,7 +10,7 @@ import fedcover as fc
 from fedcover.engines.pools import plainly
 from fedcover.errors import FedcoverError, InvalidValue
 from fedcover.runs import load
-from fedcover.sweeps import processes_for, sweep, varied
+from fedcover.sweeps import MPS, QUEUES, processes_for, sharing_a_gpu, sweep, varied
 
 BASE = {"clients": 20, "active": 4, "rounds": 3, "epochs": 1, "model": "mlp(hidden=[8])", "assignment": "slot"}
 FIGURES = ("accuracy", "loss", "train_loss", "gamma_round", "histogram", "delta2_mean")
@@ -205,3 +205,24 @@ def test_few_rounds_are_not_worth_processes():
     long = [e.model_copy(update={"rounds": 1000}) for e in settings()]
     assert 1 <= processes_for(long, auto) <= len(long)
     assert processes_for(long[:1], auto) == 1
+
+
+@pytest.mark.parametrize(("processes", "queues"), [(2, "32"), (8, "8"), (100, "2")])
+def test_processes_that_share_a_gpu_share_its_queues(processes, queues, tmp_path, monkeypatch):
+    server = tmp_path / MPS
+    server.write_text("#!/bin/sh\n")
+    server.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.delenv(QUEUES, raising=False)
+    with sharing_a_gpu(processes) as environment:
+        assert environment[QUEUES] == queues
+    monkeypatch.setenv(QUEUES, "5")
+    with sharing_a_gpu(processes) as environment:
+        assert environment[QUEUES] == "5"  # who has asked is not overruled
+
+
+def test_without_a_server_processes_get_no_other_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with sharing_a_gpu(8) as environment:
+        assert QUEUES not in environment
+        assert "CUDA_MPS_PIPE_DIRECTORY" not in environment
