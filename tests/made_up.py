@@ -23,6 +23,18 @@ def made_up_run(folder: Path, done: int | None = None, *, layers: int = 2, noisy
     return folder
 
 
+def on_flower(folder: Path, why: str = "12 of 500 numbers are not finite") -> Path:
+    """The same run as if real devices had made it: client 4 is refused in every round, a node is late in the second."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "engine": "flower"}))
+    rounds = range((folder / "metrics.jsonl").read_text().count("\n"))
+    events = [{"round": round, "event": "answered", "node": 1, "client": 2, "why": ""} for round in rounds]
+    events += [{"round": round, "event": "rejected", "node": 1, "client": 4, "why": why} for round in rounds]
+    events += [{"round": 1, "event": "late", "node": 7, "client": None, "why": "no answer in 5 s"}]
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return folder
+
+
 def line(experiment: Experiment, round: int, layers: int, chance: random.Random, noisy: bool) -> dict[str, Any]:
     """One round; evaluated when the experiment says so."""
     clients = {str(2 * n): {"capacity": 1.0 if n < 5 else 0.5, "delta2": 0.1 * n, "loss": 1.0} for n in range(10)}

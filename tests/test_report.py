@@ -22,7 +22,7 @@ from fedcover.reporting.page import asset
 from fedcover.reporting.reading import find_runs, read_run
 from fedcover.reporting.thinning import MOST_POINTS, points_for
 from fedcover.summary import read_lines
-from tests.made_up import made_up_run
+from tests.made_up import made_up_run, on_flower
 
 
 def data_of(path):
@@ -109,6 +109,31 @@ def test_a_real_run_with_its_pictures_fleet_and_commands(tmp_path):
     how = "--engine sequential --device cpu --threads 1 --precision bf16 --processes 1"
     assert run["commands"] == [f"fedcover run experiment.toml {how}"]
     assert fc.Experiment.from_toml(run["toml"]).policy == "rolling"
+
+
+def test_a_run_on_real_devices_tells_who_did_not_answer_and_is_repeated_on_flower(tmp_path):
+    (entry,) = report(tmp_path, on_flower(made_up_run(tmp_path / "run", done=3)))["runs"]
+    assert entry["answers"]["counts"] == {"answered": 3, "rejected": 3, "late": 1}
+    refused, late = entry["answers"]["causes"]
+    assert (refused["who"], refused["times"], refused["rounds"]) == ("client 4", 3, "1 to 3")
+    assert (late["who"], late["why"], late["rounds"]) == ("node 7", "no answer in 5 s", "2")
+    again, go_on = entry["commands"]
+    assert again == "fedcover flower up --nodes N experiment.toml"
+    assert go_on == f"fedcover flower up --nodes N {tmp_path / 'run'}"
+
+
+def test_thousands_of_causes_do_not_fill_the_page(tmp_path):
+    folder = made_up_run(tmp_path / "run")
+    events = [{"round": 0, "event": "lost", "node": 1, "client": n, "why": f"{n} " * 500} for n in range(2_000)]
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    (entry,) = report(tmp_path, folder)["runs"]
+    assert entry["answers"]["counts"] == {"lost": 2_000}
+    assert len(entry["answers"]["causes"]) + entry["answers"]["more"] == 2_000
+    assert len(json.dumps(entry["answers"])) < 20_000
+
+
+def test_a_run_in_one_process_has_no_answers_to_tell_of(tmp_path):
+    assert report(tmp_path, made_up_run(tmp_path / "run"))["runs"][0]["answers"] is None
 
 
 def test_runs_that_have_not_begun_or_not_been_evaluated_or_not_ended(tmp_path):
@@ -283,7 +308,7 @@ def attacked(folder):
     for line in lines:
         line["pictures"]["layers"] = {ATTACK: [3, 3], "b": [2, 2]}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return folder
+    return on_flower(folder, why=ATTACK)
 
 
 def test_nothing_that_a_run_says_becomes_markup(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import fedcover as fc
 from fedcover.summary import read_lines
 from tests.browser import MISSING, Browser
-from tests.made_up import made_up_run
+from tests.made_up import made_up_run, on_flower
 from tests.test_report import ATTACK, attacked
 
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -277,6 +277,14 @@ def test_one_run_in_detail(page):
     assert page.run("return document.querySelectorAll('#experiment mark').length") == 1  # the policy
     click(page, "#runs ~ .card tbody button")
     assert page.run("return document.querySelector('#which').selectedIndex") == 0
+
+
+def test_answers_of_real_devices_stand_in_a_table(browser, tmp_path):
+    browser.open(fc.report(on_flower(made_up_run(tmp_path / "run")), tmp_path / "report.html"))
+    cells = "return [...document.querySelectorAll('#answers tbody tr:first-child > *')].map(e => e.textContent)"
+    assert browser.run(cells) == ["1 to 6", "rejected", "6", "client 4", "12 of 500 numbers are not finite"]
+    assert "6 answered, 6 rejected, 1 late" in browser.run("return document.querySelector('#answers p').textContent")
+    assert browser.complaints() == []
 
 
 def test_light_and_dark(page):

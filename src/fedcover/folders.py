@@ -22,7 +22,7 @@ from fedcover.checkpoints import write_atomically
 from fedcover.errors import InvalidValue, RunError, TrainingDiverged
 from fedcover.experiment import Experiment, read_experiment
 from fedcover.preparation import Machine, Parts
-from fedcover.summary import Metrics, read_lines, summarise
+from fedcover.summary import Metrics, command_to_go_on, read_lines, summarise
 from fedcover.types import State
 from fedcover.version import __version__
 
@@ -102,10 +102,8 @@ class Folder:
     def refuse_a_run(self) -> None:
         """Complain if the folder holds a run already."""
         if any(os.path.exists(self.path / name) for name in ("experiment.toml", "metrics.jsonl")):
-            raise RunError(
-                f"{self.path} holds a run already: go on with 'fedcover resume {self.path}', or choose another name "
-                "(--set name=...)"
-            )
+            another = "choose another name (--set name=...)"
+            raise RunError(f"{self.path} holds a run already: go on with {self.going_on()}, or {another}")
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -251,9 +249,8 @@ class Folder:
             engine = self.manifest["engine"]
         except RunError:  # that command tells what is wrong with it
             engine = ""
-        if engine == "flower":
-            return f"'fedcover flower up --nodes N {self.path}' (or 'flower run --resume' as it was started)"
-        return f"'fedcover resume {self.path}'"
+        otherwise = " (or 'flower run --resume' as it was started)" if engine == "flower" else ""
+        return f"'{command_to_go_on(engine, self.path)}'{otherwise}"
 
 
 def manifest(experiment: Experiment, machine: Machine, parts: Parts, data: str | Path | None) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """A run in a few numbers, from its lines; without torch, so that whoever only reads runs needs none."""
 
 import json
+import shlex
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -12,6 +13,8 @@ Metrics = list[dict[str, Any]]
 
 UNANSWERED = ("rejected", "late", "lost")
 """What may become of a task on a real device but an answer: refused, past the deadline, or its device is gone."""
+EVENTS = ("answered", *UNANSWERED)
+"""What may become of a client's task."""
 
 
 def read_lines(path: Path) -> Metrics:
@@ -27,6 +30,21 @@ def read_lines(path: Path) -> Metrics:
         if isinstance(line, dict) and isinstance(line.get("round"), int):
             lines.append(line)
     return lines
+
+
+def read_events(path: Path) -> Metrics:
+    """What became of whom on real devices, by a file such as events.jsonl; there is none of other runs."""
+    return [event for event in read_lines(path) if event.get("event") in EVENTS]
+
+
+def command_to_go_on(engine: str, folder: Path) -> str:
+    """The command that goes on with a run that was stopped.
+
+    >>> command_to_go_on("batched", Path("runs/a b"))
+    "fedcover resume 'runs/a b'"
+    """
+    begin = "fedcover flower up --nodes N" if engine == "flower" else "fedcover resume"
+    return f"{begin} {shlex.quote(str(folder))}"
 
 
 def unanswered(metrics: Metrics) -> dict[str, int]:

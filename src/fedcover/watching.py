@@ -15,10 +15,8 @@ from rich.text import Text
 
 from fedcover.console import as_table, output
 from fedcover.folders import Folder
-from fedcover.summary import UNANSWERED, read_lines
+from fedcover.summary import EVENTS, UNANSWERED, read_events, read_lines
 
-EVENTS = ("answered", *UNANSWERED)
-"""What may become of a client's task."""
 ROUNDS_SHOWN, TROUBLE_SHOWN, CURVE = 10, 8, 60
 _BARS = "▁▂▃▄▅▆▇█"
 _SHOWN: dict[str, type | UnionType] = {
@@ -90,7 +88,7 @@ def look(path: Path) -> Look:
     folder = Folder(path).read()
     experiment = folder.experiment
     rounds = [_trusted(line) for line in read_lines(path / "metrics.jsonl")]
-    events = [event for event in read_lines(path / "events.jsonl") if event.get("event") in EVENTS]
+    events = read_events(path / "events.jsonl")
     finished = (path / "summary.json").exists()
     return Look(experiment.name, experiment.rounds, rounds, events, finished, folder.in_use(), folder.going_on())
 

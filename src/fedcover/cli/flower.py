@@ -57,9 +57,6 @@ def up(
         raise InvalidValue(f"nodes must be in 1..clients ({wanted.clients}); got {nodes}")
     folder = (experiment if again else runs / wanted.name).resolve()
     if not again:
-        if (folder / "experiment.toml").exists():
-            go_on = f"go on with 'fedcover flower up --nodes {nodes} {folder}', or choose another name (--set name=...)"
-            raise RunError(f"{folder} holds a run already: {go_on}")
         Folder(folder).refuse_a_run()
     known = data or (Folder(folder).data if again else None)
     told = {"data": str(Path(known).resolve())} if known else {}

@@ -1,10 +1,17 @@
-"""The devices of a run by capacity: how many there are, and how they took part."""
+"""The devices of a run by capacity: how many there are, how they took part, and what became of their tasks."""
 
+from collections import Counter
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from fedcover.reporting.reading import Record
+from fedcover.reporting.ordering import natural
+from fedcover.reporting.reading import Line, Record
 from fedcover.reporting.thinning import short
+from fedcover.summary import EVENTS
+
+CAUSES, NAMES, LETTERS = 20, 5, 300
+"""How many causes of missing answers are told, how many clients of each are named, and how long a cause may be."""
 
 
 def fleet_table(record: Record) -> list[dict[str, Any]]:
@@ -25,6 +32,42 @@ def fleet_table(record: Record) -> list[dict[str, Any]]:
         }
         for capacity, met in sorted(seen.items(), reverse=True)
     ]
+
+
+def answers(events: Sequence[Line]) -> dict[str, Any] | None:
+    """What became of the tasks of real devices: how many of each kind, and why others than answers; None without any.
+
+    >>> found = answers([{"round": 0, "event": "late", "client": 3, "why": "no answer in 5 s"}])
+    >>> found["counts"], found["causes"]
+    ({'late': 1}, [{'event': 'late', 'why': 'no answer in 5 s', 'times': 1, 'who': 'client 3', 'rounds': '1'}])
+    """
+    if not events:
+        return None
+    counted = Counter(event["event"] for event in events)
+    causes: dict[tuple[str, str], list[Line]] = {}
+    for event in events:
+        if event["event"] != "answered":
+            causes.setdefault((event["event"], str(event.get("why", ""))), []).append(event)
+    often = sorted(causes.items(), key=lambda cause: -len(cause[1]))
+    return {
+        "counts": {kind: counted[kind] for kind in EVENTS if counted[kind]},
+        "causes": [_cause(*key, met) for key, met in often[:CAUSES]],
+        "more": max(0, len(often) - CAUSES),
+    }
+
+
+def _cause(event: str, why: str, met: Sequence[Line]) -> dict[str, Any]:
+    names = sorted(
+        {f"node {e.get('node')}" if e.get("client") is None else f"client {e['client']}" for e in met}, key=natural
+    )
+    first, last = min(e["round"] for e in met) + 1, max(e["round"] for e in met) + 1
+    return {
+        "event": event,
+        "why": why[:LETTERS],
+        "times": len(met),
+        "who": ", ".join(names[:NAMES]) + (f" and {len(names) - NAMES} more" if len(names) > NAMES else ""),
+        "rounds": str(first) if first == last else f"{first} to {last}",
+    }
 
 
 def shares(fleet: str) -> dict[float, int]:

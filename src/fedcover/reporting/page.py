@@ -5,7 +5,6 @@ import json
 import logging
 import math
 import re
-import shlex
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from functools import cache
@@ -14,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from fedcover.errors import InvalidValue, RunError
-from fedcover.reporting.fleets import fleet_table
+from fedcover.reporting.fleets import answers, fleet_table
 from fedcover.reporting.gathering import Gathered, gather
 from fedcover.reporting.grouping import Group, group, text
 from fedcover.reporting.ordering import natural
 from fedcover.reporting.reading import NOT_COMPARED, Line, Record
 from fedcover.reporting.thinning import lowest, packed_pictures, points_for, short, spread, thinned
-from fedcover.summary import summarise
+from fedcover.summary import command_to_go_on, summarise
 from fedcover.version import __version__
 
 SCRIPTS = (
@@ -118,6 +117,7 @@ def run_entry(record: Record, runs: int) -> dict[str, Any]:
         **curves(record, points_for(runs)),
         "totals": totals(record.lines),
         "fleet": fleet_table(record),
+        "answers": answers(record.events),
         "toml": record.toml,
         "manifest": {key: text(value) for key, value in record.manifest.items() if value not in (None, [])},
         "custom": record.custom,
@@ -166,13 +166,15 @@ def totals(lines: Sequence[Line]) -> dict[str, Any]:
 
 def commands(record: Record) -> list[str]:
     """How to run it again, and how to go on with it."""
-    machine = record.manifest
+    machine, engine = record.manifest, str(record.manifest.get("engine"))
     keys = ("engine", "device", "threads", "precision", "processes")
     options = [f"--{key} {machine[key]}" for key in keys if machine.get(key) is not None]
     options += ["--deterministic"] if machine.get("deterministic") else []
     options += ["--data FOLDER"] if machine.get("data") else []
     again = " ".join(["fedcover run experiment.toml", *options])
-    go_on = f"fedcover resume {shlex.quote(str(record.folder))}"
+    if engine == "flower":
+        again = "fedcover flower up --nodes N experiment.toml"
+    go_on = command_to_go_on(engine, record.folder)
     return [again] if len(record.lines) >= record.rounds else [again, go_on]
 
 

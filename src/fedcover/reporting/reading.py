@@ -10,7 +10,7 @@ from typing import Any
 
 from fedcover.errors import RunError
 from fedcover.reporting.ordering import natural
-from fedcover.summary import read_lines
+from fedcover.summary import read_events, read_lines
 
 Line = dict[str, Any]
 
@@ -30,6 +30,8 @@ class Record:
     certificate: dict[str, Any] | None
     damaged: int
     """Lines of metrics.jsonl that hold no round."""
+    events: list[Line]
+    """What became of every task, if the clients were real devices."""
 
     @property
     def name(self) -> str:
@@ -93,7 +95,7 @@ def read_run(folder: Path) -> Record:
     lines = {line["round"]: line for line in read}
     return Record(
         folder, toml, settings, manifest or {}, [lines[round] for round in sorted(lines)], certificate,
-        damaged=max(0, ended - len(read)),
+        damaged=max(0, ended - len(read)), events=read_events(folder / "events.jsonl"),
     )  # fmt: skip
 
 

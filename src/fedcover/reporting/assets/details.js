@@ -48,6 +48,36 @@ function fleetCard(run) {
   );
 }
 
+function answersCard(run) {
+  // only where the clients were real devices is there anything to say
+  if (!run.answers) return null;
+  const { counts, causes, more } = run.answers;
+  const told = Object.entries(counts).map(([kind, number]) => `${whole(number)} ${kind}`);
+  const columns = [
+    ["rounds", false],
+    ["what", false],
+    ["times", true],
+    ["who", false],
+    ["why", false],
+  ];
+  return h(
+    "section",
+    { class: "card", id: "answers" },
+    h("h3", {}, "Answers"),
+    h("p", { class: "small soft" }, `What became of the devices' tasks: ${told.join(", ")}.`),
+    causes.length
+      ? scroller(
+          {},
+          table(
+            columns,
+            causes.map((cause) => [cause.rounds, cause.event, whole(cause.times), cause.who, cause.why]),
+          ),
+        )
+      : null,
+    more ? h("p", { class: "small soft" }, `${whole(more)} rarer causes are not shown.`) : null,
+  );
+}
+
 function experimentCard(run) {
   const differs = new Set(GROUPS.flatMap((group) => Object.keys(group.settings)));
   const lines = run.toml

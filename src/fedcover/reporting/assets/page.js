@@ -55,7 +55,7 @@ function detail() {
       h("span", { class: run.notFinite ? "warn" : null }, statusOf(run)),
       ".",
     );
-    box.replaceChildren(...[certificateCard(run), fleetCard(run), experimentCard(run)].filter(Boolean));
+    box.replaceChildren(...[certificateCard(run), fleetCard(run), answersCard(run), experimentCard(run)].filter(Boolean));
   }
   onChange(draw);
   draw();
