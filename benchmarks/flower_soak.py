@@ -5,7 +5,8 @@ in KiB): of each round the median of many looks, as what a step needs comes and 
 the slopes between any two rounds from the fifth on (one that the allocator's steps and dips do not move), `between` are
 its bounds at two standard errors; the same follows for the second half. A process grows if both slopes are surely above
 zero: what rises for some rounds and then stays level is a heap that settles, and whatever goes on to the end is kept.
-Twenty rounds do not tell one from the other. Processes that run our code (the server) and Flower's own are told apart.
+Twenty rounds do not tell one from the other. `percent` is what has come to the size in round 5 by the end. Processes
+that run our code (the server) and Flower's own are told apart; `together` is the sum of all.
 
 Flower's own part of a round is its wall time less what the same clients take in one process, all cores of which the
 nodes share.
@@ -72,6 +73,7 @@ def growth(kib: Sequence[float]) -> dict[str, Any]:
         **whole,
         "second_half": late,
         "grows": all(line["between"][0] > 0 for line in (whole, late)),
+        "percent": round(100 * (settled[-1] / settled[0] - 1), 2),
         "kib": list(kib),
     }
 
@@ -81,6 +83,7 @@ def verdict(grown: Mapping[str, dict[str, Any]]) -> dict[str, object]:
     return {
         "grow": [name for name, found in grown.items() if found["grows"]],
         "kib_per_round_at_most": max(found["second_half"]["between"][1] for found in grown.values()),
+        "percent_at_most": max(found["percent"] for found in grown.values()),
     }
 
 
@@ -135,6 +138,7 @@ def soak(rounds: int, clients: int, nodes: int, place: Path) -> dict[str, object
         "flowers_part": round(1 - alone / (os.cpu_count() or 1) / median(seconds), 3),
         "ours": verdict({name: found for name, found in grown.items() if name.endswith(OURS)}),
         "flowers": verdict({name: found for name, found in grown.items() if not name.endswith(OURS)}),
+        "together": growth([sum(look[name] for name in lived) for look in memory]),
         "memory": grown,
     }
 

@@ -78,8 +78,9 @@ def test_memory_that_is_kept_is_told_from_memory_that_comes_and_goes():
     leak = growth([*start, *(1000 + 20 * n + noise[n] for n in range(16))])
     assert leak["grows"]
     assert leak["kib_per_round"] == pytest.approx(20, abs=1)
+    assert leak["percent"] == pytest.approx(30, abs=1)
     assert verdict({"a": leak, "b": growth([1.0] * 20)}) == {
-        "grow": ["a"], "kib_per_round_at_most": leak["second_half"]["between"][1]
+        "grow": ["a"], "kib_per_round_at_most": leak["second_half"]["between"][1], "percent_at_most": leak["percent"]
     }  # fmt: skip
     assert not growth([*start, *(1000 + noise[n] for n in range(16))])["grows"]
     assert not growth([*start, *(1000 + 132 * (n > 4) for n in range(16))])["grows"]
