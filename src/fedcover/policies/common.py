@@ -8,7 +8,7 @@ from typing import Any, Concatenate, ParamSpec
 from fedcover.errors import InvalidValue
 from fedcover.groups import units_kept
 from fedcover.reduction import Slices, width_within
-from fedcover.types import Client, Policy, Reduction, View
+from fedcover.types import Client, Params, Policy, Reduction, View
 from fedcover.wire import encode
 
 Options = ParamSpec("Options")
@@ -50,9 +50,19 @@ def width(view: View, capacity: float) -> float:
     return width_within(view.groups, view.params, capacity)
 
 
+def prunable_weights(view: View) -> Params:
+    """The weights that pruning may touch; a model without any would be given whole to every device."""
+    if not view.prunable:
+        raise InvalidValue(
+            "pruning needs a model that names prunable weights, and this one names none: fc.Model(module, groups, "
+            "prunable=('hidden.weight', ...)), or a model given as a bare nn.Module, whose are found"
+        )
+    return {name: view.params[name] for name in view.prunable}
+
+
 def prunable_budget(view: View, capacity: float) -> int:
     """How many of the prunable weights fit a capacity: a share of them, or what the parameter budget leaves."""
-    prunable = sum(view.params[name].numel() for name in view.prunable)
+    prunable = sum(weight.numel() for weight in prunable_weights(view).values())
     if view.measure == "width":
         return int(capacity * prunable + 1e-9)
     total = sum(tensor.numel() for tensor in view.params.values())

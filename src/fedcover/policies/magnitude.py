@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fedcover.errors import unknown
-from fedcover.policies.common import prunable_budget
+from fedcover.policies.common import prunable_budget, prunable_weights
 from fedcover.reduction import Masks
 from fedcover.types import View
 
@@ -20,7 +20,7 @@ def magnitude(view: View, *, scope: str = "layer") -> Sequence[Masks]:
     """
     if scope not in SCOPES:
         raise unknown("policy magnitude: scope", scope, SCOPES)
-    weights = {name: view.params[name] for name in view.prunable}
+    weights = prunable_weights(view)
     ranks = _ranks_by_layer(weights) if scope == "layer" else _ranks_together(weights)
     prunable = sum(weight.numel() for weight in weights.values())
     masks: dict[float, Masks] = {}  # clients of equal capacity share one mask

@@ -11,7 +11,7 @@ from fedcover.errors import InvalidValue, unknown
 from fedcover.groups import units_kept
 from fedcover.objective import Bound
 from fedcover.planner import Group, Runs
-from fedcover.policies.common import prunable_budget, width
+from fedcover.policies.common import prunable_budget, prunable_weights, width
 from fedcover.policies.copies import copying, number, parts
 from fedcover.reduction import Masks, Slices
 from fedcover.types import Client, Params, Reduction, View
@@ -86,9 +86,7 @@ def groups_of(
         budgets = {g.name: np.array([units_kept(g.size, widths[c]) for c in shares]) for g in view.groups}
         stacked = [group.name for group in view.groups if group.nested]
         return {g.name: Group(weights[g.name], budgets[g.name]) for g in view.groups}, stacked, is_exact(view.groups)
-    if not view.prunable:
-        raise InvalidValue("kind 'pruning' needs a model with prunable weights; this one names none")
-    layers = {name: view.params[name].flatten() for name in view.prunable}
+    layers = {name: weight.flatten() for name, weight in prunable_weights(view).items()}
     prunable = sum(layer.numel() for layer in layers.values())
     kept = {capacity: prunable_budget(view, capacity) / prunable for capacity in set(shares)}
     budgets = {n: np.array([int(kept[c] * layer.numel() + 1e-9) for c in shares]) for n, layer in layers.items()}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedcover.errors import InvalidValue, unknown
+from fedcover.policies.common import prunable_weights
 from fedcover.policies.magnitude import rank_by_magnitude
 from fedcover.reduction import Masks, Slices
 from fedcover.types import Reduction, UnitGroup, View
@@ -49,7 +50,7 @@ def keep_regions(view: View, kept: Sequence[tuple[int, ...]], kind: str) -> list
     """One reduction per slot, which keeps the named regions of the current weights; equal ones are shared."""
     made: dict[tuple[int, ...], Reduction]
     if kind == "pruning":
-        quarters = {name: quarter_by_magnitude(view.params[name]) for name in view.prunable}
+        quarters = {name: quarter_by_magnitude(view.params[name]) for name in prunable_weights(view)}
         made = {
             some: Masks({n: torch.isin(q, torch.tensor(some, device=q.device)) for n, q in quarters.items()})
             for some in set(kept)
