@@ -30,7 +30,7 @@ SETTINGS = {
     "adam": {"policy": "prefix", "server": "adam"},
     "hermes": {"policy": "full", "recipe": "hermes"},
     "fjord": {"policy": "prefix", "recipe": "fjord"},
-    "prunefl": {"policy": "prunefl(every=1)", "recipe": "prunefl"},
+    "prunefl": {"policy": "prunefl(every=1)", "recipe": "prunefl(every=1)"},
     "trimmed": {"policy": "prefix", "rule": "trimmed_mean(share=0.2)"},
     "heterofl": {"policy": "prefix", "absent_labels": "zero", "label_rows": True, "scaler": True, "clip": 1.0},
     "language": {"dataset": "characters", "model": "transformer(width=16, blocks=1, hidden=16)", "clients": 400},

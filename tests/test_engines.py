@@ -155,7 +155,7 @@ SEATED = {
     "images": {"model": "cnn(channels=[4, 6], hidden=8)", "fleet": "1x1.0 + 1x0.5", "policy": "prefix"},
     "norms": {"model": "wide_resnet(depth=10, widen=1)", "fleet": "1x0.5", "policy": "prefix", "augment": "crop-flip"},
     "hermes": {**SMALL, "policy": "full", "fleet": "1x1.0", "recipe": "hermes"},
-    "prunefl": {**SMALL, "policy": "prunefl(every=1)", "recipe": "prunefl"},
+    "prunefl": {**SMALL, "policy": "prunefl(every=1)", "recipe": "prunefl(every=1)"},
     "fedmask": {**SMALL, "policy": "full", "fleet": "1x1.0", "recipe": "fedmask"},
     "fjord": {**SMALL, "policy": "prefix", "recipe": "fjord"},
     "smallest": {**SMALL, "policy": "full", "fleet": "1x1.0", "clients": 400, "epochs": 1},
@@ -436,8 +436,9 @@ def test_a_model_that_is_set_otherwise_between_runs_is_another(fast):
     model.module.register_forward_hook(lambda module, inputs, logits: logits / module.temperature)
     for model.module.temperature in (1.0, 5.0):
         for scaler in (False, True):
-            wanted = fc.Experiment(policy="full", clients=20, active=3, rounds=2, epochs=1, scaler=scaler)
+            wanted = fc.Experiment(policy="full", clients=20, active=3, rounds=2, epochs=1)
             setup = prepare(wanted, fc.Machine("sequential", "cpu").resolved(), parts=Parts(model=model))
+            setup = replace(setup, task=replace(setup.task, scaler=scaler))
             agree(setup, first_state(setup), fast)
 
 

@@ -249,7 +249,7 @@ def test_a_round_of_weak_clients_only_keeps_everything():
     after, report = run_round(setup, replace(state, round=weak))
     same(after.params, state.params)
     assert report.metrics["clients"] == {}
-    with pytest.raises(InvalidValue, match="below must be at most"):
+    with pytest.raises(InvalidValue, match=r"below must be in \(0, 0.5\]"):
         run_round(world("mlp", policy="exclude(below=0.9)", fleet="1x0.5")[0], state)
 
 

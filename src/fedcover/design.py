@@ -41,7 +41,7 @@ class Wish:
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
-            raise InvalidValue(f"share must be in (0, 1]; got {self.share}")
+            raise InvalidValue(f"policy planned: share must be in (0, 1]; got {self.share}")
 
 
 def unit_energies(groups: Sequence[UnitGroup], params: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedcover.models import tensors
 from fedcover.norms import calibrate, on_batch_statistics, statistics_key
@@ -66,6 +67,7 @@ class Kept:
 
     def ready(self, task: Task, state: State) -> nn.Module:
         """The module with a state's parameters and the norm statistics that they are evaluated with."""
+        begin_anew(self.module, task.model.module)
         if self.holds is state:  # as when test and validation follow each other
             return self.module
         self.holds = None
@@ -79,6 +81,21 @@ class Kept:
         return made
 
 
+def begin_anew(kept: nn.Module, first: nn.Module) -> None:
+    """Let a copy forget what it counted or remembered while it was used: no evaluation may depend on those before.
+
+    Norm statistics, which are set for every evaluation, are left alone; so is what lies deeper than plain values.
+    """
+    for part, origin in zip(kept.modules(), first.modules(), strict=True):
+        if isinstance(origin, _BatchNorm):
+            continue
+        for name, buffer in origin.named_buffers(recurse=False):
+            part.get_buffer(name).copy_(buffer)
+        if not type(origin).__module__.startswith("torch."):
+            vars(part).update({n: v for n, v in vars(origin).items() if isinstance(v, _PLAIN) and n != "training"})
+
+
+_PLAIN = (int, float, str, bool, type(None))
 _KEPT: WeakKeyDictionary[nn.Module, Kept] = WeakKeyDictionary()
 
 

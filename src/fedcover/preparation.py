@@ -25,7 +25,7 @@ from fedcover.policies import POLICIES, growth_of
 from fedcover.privacy import PRIVACY
 from fedcover.ranks import physical_cores, worthwhile
 from fedcover.recipes import RECIPES, own_labels
-from fedcover.refusals import check_outputs, check_parameters, check_private, check_trainable
+from fedcover.refusals import check_outputs, check_parameters, check_private, check_switches, check_trainable
 from fedcover.rounds import Setup, cohort_of
 from fedcover.sources import Partitioned, Synthetic
 from fedcover.tracing import trace
@@ -139,6 +139,7 @@ def prepare(
     groups.check(model.groups, tensors(model.module))
     check_outputs(experiment, model, source, recipe)
     check_trainable(model)
+    check_switches(experiment, model, recipe)
     privacy = _built("privacy", experiment.privacy, PRIVACY)
     if privacy is not None:
         check_private(experiment, privacy, model, recipe)
@@ -199,9 +200,10 @@ def as_model(built: Model | nn.Module, shape: tuple[int, ...], classes: int, dty
     classifier = tuple(
         name
         for name, p in built.named_parameters()
-        if p.shape[0] == classes
+        if p.ndim
+        and p.shape[0] == classes
         and (name, 0) not in cut
-        and not isinstance(built.get_submodule(_home(name)), nn.Embedding)
+        and isinstance(built.get_submodule(_home(name)), nn.Linear | nn.modules.conv._ConvNd)
     )
     return Model(built, found, prunable, classifier)
 

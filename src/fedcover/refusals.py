@@ -1,17 +1,23 @@
 """What a run is refused for before it begins: models and recipes that would fail, or be trained wrongly, later on."""
 
+import logging
+
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fedcover import rng
+from fedcover import rng, spec
 from fedcover.errors import InvalidValue
 from fedcover.experiment import Experiment
+from fedcover.models import Scaler
 from fedcover.norms import has_batch_norm, on_batch_statistics
+from fedcover.policies.prunefl import EVERY
 from fedcover.privacy import Gaussian, require_accountant
 from fedcover.reduction import Masks
 from fedcover.submodel import submodel
 from fedcover.types import Model, Recipe, Samples, Source
+
+log = logging.getLogger("fedcover")
 
 
 def check_parameters(module: nn.Module) -> None:
@@ -28,6 +34,7 @@ def check_outputs(experiment: Experiment, model: Model, source: Source, recipe: 
     two = Samples(source.test.x[:2].clone(), source.test.y[:2])
     untouched = two.x._version
     trial = on_batch_statistics(submodel(model.module, Masks({}), {})).train()
+    buffers = {name: buffer.clone() for name, buffer in trial.named_buffers()}
     try:
         with torch.no_grad(), rng.seeded(0, "trial"):
             logits = trial(two.x)
@@ -49,6 +56,42 @@ def check_outputs(experiment: Experiment, model: Model, source: Source, recipe: 
             f"model {experiment.model!r} must answer {len(two)} samples with logits of shape {wanted}; got {got}"
             + (" (exits need the recipe depthfl)" if isinstance(got, tuple) and got[1:] == wanted else "")
         )
+    changed = [name for name, b in trial.named_buffers() if name not in buffers or not torch.equal(b, buffers[name])]
+    if changed:
+        log.warning(
+            "model: %s changes while the model computes; such buffers are not averaged: each client, and the global "
+            "model, has the value that they began with", " and ".join(changed[:3])
+        )  # fmt: skip
+
+
+def check_switches(experiment: Experiment, model: Model, recipe: Recipe) -> None:
+    """Refuse settings that would silently change nothing, or something else, with this model or recipe."""
+    name, norm, normed = repr(experiment.model), experiment.norm, has_batch_norm(model.module)
+    if norm in ("tracked", "per-width") and not normed:
+        raise InvalidValue(f"norm {norm!r} keeps statistics of batch norms, and model {name} has none: use 'batch'")
+    if norm == "group" and normed:
+        raise InvalidValue(f"norm is 'group', but model {name} has batch norms: one of your own must be built without")
+    if experiment.scaler and not any(isinstance(layer, Scaler) for layer in model.module.modules()):
+        raise InvalidValue(
+            f"scaler needs a model with places for it (mlp, cnn, the ResNets; in one of your own "
+            f"fedcover.models.Scaler('layer.weight') behind a layer), and model {name} has none"
+        )
+    if experiment.label_rows and not model.classifier:
+        raise InvalidValue(
+            f"label_rows needs a model whose last layer is known, and that of model {name} is not: name its tensors, "
+            "fc.Model(module, groups, classifier=('last.weight', 'last.bias'))"
+        )
+    policy = spec.parse("policy", experiment.policy)
+    if policy.name == "prunefl":
+        _check_prunefl(policy, spec.parse("recipe", experiment.recipe), recipe)
+
+
+def _check_prunefl(policy: spec.Spec, named: spec.Spec, recipe: Recipe) -> None:
+    if "squared_gradient" not in recipe.measures:
+        log.warning("policy prunefl keeps its first masks: without recipe prunefl nobody measures what it chooses by")
+    every, measured = (each.options.get("every", EVERY) for each in (policy, named))
+    if named.name == "prunefl" and every != measured:
+        raise InvalidValue(f"policy prunefl and recipe prunefl must have the same every; got {every} and {measured}")
 
 
 def check_trainable(model: Model) -> None:

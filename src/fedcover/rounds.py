@@ -164,9 +164,10 @@ def ask(setup: Setup, state: State) -> Asked:
     cohort = cohort_of(setup, state.round)
     with clock("policy"):
         view = view_of(setup, state, cohort)
-        planned = one_of_a_kind(setup.policy(view), setup.recent)
+        given = setup.policy(view)
         if setup.check_capacity:
-            check_parts(view, planned)
+            check_parts(view, given)
+        planned = one_of_a_kind(given, setup.recent)
     work = [
         (client, reduction)
         for client, reduction in zip(cohort, planned, strict=True)

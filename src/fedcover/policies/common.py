@@ -5,9 +5,12 @@ from functools import wraps
 from math import ceil
 from typing import Any, Concatenate, ParamSpec
 
+import torch
+from torch import Tensor
+
 from fedcover.errors import InvalidValue
 from fedcover.groups import units_kept
-from fedcover.reduction import Slices, width_within
+from fedcover.reduction import Masks, Slices, width_within
 from fedcover.types import Client, Params, Policy, Reduction, View
 from fedcover.wire import encode
 
@@ -86,6 +89,8 @@ def fits(view: View, capacity: float, reduction: Reduction) -> bool:
 
 def check_parts(view: View, parts: Sequence[Reduction | None]) -> None:
     """Refuse what a policy of a user's own must not give: too few parts, no parts at all, more than a device holds."""
+    if not isinstance(parts, Sequence):
+        raise InvalidValue(f"policy must give a list of {len(view.cohort)} reductions; got {type(parts).__name__}")
     if len(parts) != len(view.cohort):
         raise InvalidValue(f"policy must give {len(view.cohort)} reductions, one for each client; got {len(parts)}")
     for client, part in zip(view.cohort, parts, strict=True):
@@ -93,8 +98,34 @@ def check_parts(view: View, parts: Sequence[Reduction | None]) -> None:
             continue
         if not hasattr(part, "extract"):
             raise InvalidValue(f"policy must give a Slices, a Masks or None to client {client.id}; got {part!r:.80}")
+        if wrong := _wrong_with(view, part):
+            raise InvalidValue(f"policy gives client {client.id} {wrong}")
         if not fits(view, client.capacity, part):
             raise InvalidValue(f"policy gives client {client.id} more than its capacity of {client.capacity:g} holds")
+
+
+def _wrong_with(view: View, part: Reduction) -> str | None:
+    """What makes a part none of this model, in words."""
+    if isinstance(part, Slices):
+        sizes = {group.name: group.size for group in view.groups}
+        if part.kept.keys() != sizes.keys():
+            return f"units of the groups {sorted(part.kept)}; this model has {sorted(sizes)}"
+        wrong = [n for n, kept in part.kept.items() if not _are_units(kept, sizes[n])]
+        return f"in group {wrong[0]!r} no units in order, of 0..{sizes[wrong[0]] - 1} (int64, 1-D)" if wrong else None
+    if isinstance(part, Masks):
+        for name, bits in part.bits.items():
+            if name not in view.params:
+                return f"a mask of {name!r}, which is no tensor of this model"
+            shape = tuple(view.params[name].shape)
+            if not isinstance(bits, Tensor) or bits.dtype != torch.bool or tuple(bits.shape) != shape:
+                return f"a mask of {name!r} that is no tensor of booleans of shape {shape}"
+    return None
+
+
+def _are_units(kept: object, size: int) -> bool:
+    if not isinstance(kept, Tensor) or kept.dtype != torch.int64 or kept.ndim != 1 or not len(kept):
+        return False
+    return bool(kept[0] >= 0 and kept[-1] < size and (kept[1:] > kept[:-1]).all())
 
 
 def one_of_a_kind(parts: Iterable[Reduction | None], recent: dict[bytes, Slices]) -> list[Reduction | None]:

@@ -16,6 +16,9 @@ from fedcover.policies.magnitude import rank_by_magnitude
 from fedcover.reduction import Masks
 from fedcover.types import Params, View
 
+EVERY = 50
+"""Rounds between two re-configurations, unless somebody says otherwise."""
+
 
 @dataclass(frozen=True, slots=True)
 class Greedy:
@@ -30,7 +33,7 @@ class Greedy:
 def prunefl(
     view: View,
     *,
-    every: int = 50,
+    every: int = EVERY,
     initial: int = 0,
     share: float = 0.3,
     half_life: float = 10_000.0,

@@ -32,8 +32,8 @@ def exclude(view: View, capacity: float, *, below: float | None = None) -> Slice
     Without `below` only the largest devices train.
     """
     least = max(view.levels) if below is None else below
-    if least > max(view.levels):
-        raise InvalidValue(f"policy exclude: below must be at most {max(view.levels):g}, the largest; got {below}")
+    if not 0 < least <= max(view.levels):
+        raise InvalidValue(f"policy exclude: below must be in (0, {max(view.levels):g}], the largest; got {below}")
     return windows(view.groups, width(view, least)) if capacity >= least else None
 
 

@@ -8,9 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fedcover.errors import unknown
+from fedcover.errors import InvalidValue, unknown
 from fedcover.policies.magnitude import SCOPES
 from fedcover.recipes.plain import cross_entropy
+from fedcover.reduction import Slices
 from fedcover.types import Assignment, Batch, Carry, Forward, Params, Recipe
 
 
@@ -44,6 +45,8 @@ def fiarse(*, scope: str = "model") -> Recipe:
         raise unknown("recipe fiarse: scope", scope, SCOPES)
 
     def start(assignment: Assignment, params: Params) -> Carry:
+        if isinstance(assignment.reduction, Slices):
+            raise InvalidValue("recipe fiarse trains within masks, and this policy gives slices: use policy magnitude")
         masks = assignment.reduction.gradient_mask()
         least = {name: _least(params[name][bits]) for name, bits in masks.items()}
         if scope == "model" and least:

@@ -7,13 +7,13 @@ Jiang, Wang, Valls, Ko, Lee, Leung, Tassiulas: Model pruning enables efficient f
 import torch
 
 from fedcover.errors import InvalidValue
-from fedcover.policies.prunefl import last_round
+from fedcover.policies.prunefl import EVERY, last_round
 from fedcover.recipes.plain import cross_entropy
 from fedcover.reduction import dense
 from fedcover.types import Assignment, Carry, Forward, Outcome, Params, Recipe
 
 
-def prunefl(*, every: int = 50) -> Recipe:
+def prunefl(*, every: int = EVERY) -> Recipe:
     """Plain SGD that also reports squared gradients, summed over the rounds since the last re-configuration.
 
     Of each round it takes the mean over the local steps. `every` must be that of the policy. `trained_in` says in which

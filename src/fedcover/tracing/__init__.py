@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fedcover.errors import InvalidValue
 from fedcover.tracing.proof import prove
-from fedcover.tracing.reading import is_whole, read_groups
+from fedcover.tracing.reading import as_whole, is_whole, read_groups
 from fedcover.tracing.watch import Notes, watch
 from fedcover.types import UnitGroup
 
@@ -50,4 +50,4 @@ def _refuse_objections(notes: Notes, owners: Mapping[int, str]) -> None:
                 known.append(owners[root])
     for sentence, found in refused.items():
         if found:
-            raise InvalidValue(f"tracing: {sentence}; keep its units whole with whole={tuple(found)!r}")
+            raise InvalidValue(f"tracing: {sentence}; keep its units whole: {as_whole(found)}")

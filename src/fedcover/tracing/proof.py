@@ -16,6 +16,7 @@ from fedcover.reduction import Slices
 from fedcover.rng import generator, seeded
 from fedcover.submodel import fill, submodel
 from fedcover.tracing.labels import Field
+from fedcover.tracing.reading import as_whole
 from fedcover.tracing.twins import Masked, Quiet
 from fedcover.tracing.watch import Notes, Place, Step
 from fedcover.types import Params, UnitGroup
@@ -68,7 +69,7 @@ def prove(module: nn.Module, example: tuple[Any, ...], groups: tuple[UnitGroup, 
 def _refusal(names: Sequence[str], found: str) -> InvalidValue:
     return InvalidValue(
         f"tracing: cutting {', '.join(map(repr, names))} is not the same as masking it: {found}; "
-        f"keep these units whole with whole={tuple(names)!r}"
+        f"keep these units whole: {as_whole(names)}"
     )
 
 

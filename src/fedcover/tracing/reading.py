@@ -47,6 +47,15 @@ def read_groups(notes: Notes, whole: Collection[str]) -> tuple[tuple[UnitGroup, 
     return tuple(groups), names
 
 
+def as_whole(groups: Collection[str]) -> str:
+    """How to say that the units of some groups are not to be cut.
+
+    >>> as_whole(["r"])
+    "fc.Model(module, fc.trace(module, example, whole=('r',)))"
+    """
+    return f"fc.Model(module, fc.trace(module, example, whole={tuple(groups)!r}))"
+
+
 def is_whole(name: str, whole: Collection[str]) -> bool:
     """Whether a group is named, or lies in a part of the module that is named.
 
@@ -100,5 +109,5 @@ def _cuts(group: str, tensor: str, axis: int, where: Tensor) -> list[Cut]:
             return [Cut(tensor, axis, start, run) for start in starts.tolist()]
     raise InvalidValue(
         f"tracing: the units of group {group!r} lie in another order along axis {axis} of {tensor!r} than elsewhere, "
-        f"so they cannot be cut evenly; keep them whole with whole=({group!r},)"
+        f"so they cannot be cut evenly; keep them whole: {as_whole([group])}"
     )

@@ -1,0 +1,161 @@
+"""What is asked for is done or refused: no setting is silently ignored, no evaluation depends on another."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+import fedcover as fc
+from fedcover.errors import InvalidValue
+from fedcover.models import Scaler
+from fedcover.preparation import Parts, prepare
+from fedcover.reduction import Masks, Slices
+
+SMALL = {"clients": 20, "active": 4, "rounds": 1, "epochs": 1}
+HERE = fc.Machine("sequential", "cpu", 1)
+
+
+def net(*layers):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), *layers, nn.ReLU(), nn.Linear(16, 10))
+
+
+def prepared(own=None, **fields):
+    return prepare(fc.Experiment(**SMALL, **fields), HERE.resolved(), parts=Parts(model=own))
+
+
+# ── settings that a model or recipe knows nothing of ────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "said"),
+    [
+        (net(), {"norm": "tracked"}, "norm 'tracked' keeps statistics of batch norms"),
+        (net(), {"norm": "per-width"}, "has none: use 'batch'"),
+        (net(nn.BatchNorm1d(16)), {"norm": "group"}, "norm is 'group', but model"),
+        (net(), {"scaler": True}, "scaler needs a model with places for it"),
+        (None, {"model": "softmax", "scaler": True}, "model 'softmax' has none"),
+        (fc.Model(net(), ()), {"label_rows": True}, "label_rows needs a model whose last layer is known"),
+        (fc.Model(net(), ()), {"policy": "magnitude"}, "names none"),
+        (None, {"policy": "prunefl(every=2)", "recipe": "prunefl(every=3)"}, "same every; got 2 and 3"),
+        (None, {"policy": "rolling", "recipe": "fiarse", "fleet": "1x0.5"}, "recipe fiarse trains within masks"),
+        (None, {"policy": "exclude(below=0)"}, "policy exclude: below must be in"),
+    ],
+)
+def test_what_would_change_nothing_is_refused(model, fields, said):
+    with pytest.raises(InvalidValue, match=said):
+        fc.run(fc.Experiment(**SMALL, **fields), model=model, machine=HERE)
+
+
+def test_what_has_its_place_is_taken():
+    assert prepared(net(Scaler("1.weight")), scaler=True).task.scaler
+    assert prepared(net(nn.BatchNorm1d(16)), norm="tracked").task.norm == "tracked"
+    for name in ("mlp", "cnn"):
+        assert prepared(model=name, scaler=True).task.scaler
+
+
+def test_prunefl_alone_says_that_its_masks_stay(caplog):
+    prepared(policy="prunefl")
+    assert "policy prunefl keeps its first masks" in caplog.text
+
+
+# ── models of one's own ─────────────────────────────────────────────────────────────────────────────────
+
+
+class Tempered(nn.Module):
+    """A temperature beside ten rows that are no labels."""
+
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+        self.places = nn.Parameter(torch.zeros(10, 16))
+        self.embed, self.last = nn.Linear(6, 16), nn.Linear(16, 10)
+
+    def forward(self, x):
+        patches = x.flatten(1)[:, :60].reshape(len(x), 10, 6)
+        return self.last((self.embed(patches) + self.places).relu().mean(1)) * self.temperature
+
+
+def test_a_scalar_parameter_is_trained_and_rows_that_are_no_labels_are_no_classifier():
+    setup = prepared(Tempered())
+    assert setup.task.model.classifier == ("last.weight", "last.bias")
+    run = fc.run(fc.Experiment(**SMALL, policy="prefix", fleet="1x0.5"), model=Tempered(), machine=HERE)
+    assert run.model().temperature.item() != 1.0
+
+
+def test_buffers_that_change_are_named(caplog):
+    first = nn.Sequential(nn.Flatten(), spectral_norm(nn.Linear(64, 16)), nn.ReLU(), nn.Linear(16, 10))
+    prepared(fc.Model(first, ()))
+    assert "changes while the model computes; such buffers are not averaged" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        prepared(net(nn.BatchNorm1d(16)))
+    assert not caplog.records
+
+
+class Counting(nn.Module):
+    """Cools down with every call, as it counts them in a buffer and in Python."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+        self.register_buffer("calls", torch.zeros(()))
+        self.again = 0
+
+    def forward(self, x):
+        self.calls += 1
+        self.again += 1
+        return self.net(x) / (1 + 0.05 * self.calls + 0.03 * self.again)
+
+
+def test_no_evaluation_depends_on_those_before(tmp_path):
+    module = Counting()
+    fields = {**SMALL, "rounds": 4}
+    model = fc.Model(module, ())
+    whole = fc.run(fc.Experiment(**fields), tmp_path / "whole", model=model, machine=HERE)
+
+    def stop(report):
+        if report.round == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fc.run(fc.Experiment(**fields), tmp_path / "cut", model=model, machine=HERE, watch=stop)
+    resumed = fc.resume(tmp_path / "cut", model=fc.Model(Counting(), ()), machine=HERE)
+    losses = [[line["loss"] for line in run.metrics] for run in (whole, resumed)]
+    assert losses[0] == losses[1]
+    again = fc.run(fc.Experiment(**fields), model=model, machine=HERE)
+    assert [line["loss"] for line in again.metrics] == losses[0]
+
+
+# ── policies of one's own ───────────────────────────────────────────────────────────────────────────────
+
+UNITS = torch.arange(4)
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda view: Slices(view.groups, {"hidden1": torch.tensor([3, 16])}), "no units in order, of 0..15"),
+        (lambda view: Slices(view.groups, {"hidden1": torch.tensor([-1, 2])}), "no units in order"),
+        (lambda view: Slices(view.groups, {"hidden1": torch.tensor([2, 1])}), "no units in order"),
+        (lambda view: Slices(view.groups, {"hidden1": (0, 1)}), "no units in order"),
+        (lambda view: Slices(view.groups, {"hidden1": torch.zeros(0, dtype=torch.int64)}), "no units in order"),
+        (lambda view: Slices(view.groups, {"hidden1": torch.ones(16, dtype=torch.bool)}), "no units in order"),
+        (lambda view: Slices(view.groups, {"other": UNITS}), r"the groups \['other'\]; this model has"),
+        (lambda view: Masks({"nowhere": UNITS.bool()}), "'nowhere', which is no tensor"),
+        (lambda view: Masks({"hidden1.weight": torch.ones(2, 2).bool()}), "booleans of shape"),
+        (lambda view: Masks({"hidden1.weight": torch.ones(16, 64)}), "booleans of shape"),
+    ],
+)
+def test_parts_that_are_none_of_the_model_are_named(made, said):
+    def policy(view):
+        return [made(view) for _ in view.cohort]
+
+    with pytest.raises(InvalidValue, match=said):
+        fc.run(fc.Experiment(**SMALL, model="mlp(hidden=[16])", fleet="1x0.5"), policy=policy, machine=HERE)
+
+
+def test_a_policy_that_gives_no_list_is_named():
+    with pytest.raises(InvalidValue, match="policy must give a list of 4 reductions; got int"):
+        fc.run(fc.Experiment(**SMALL), policy=lambda view: 3, machine=HERE)
