@@ -54,6 +54,13 @@ def refused(answer: tuple[int, str, str], code: int, sentence: str) -> None:
     assert re.fullmatch(rf"fedcover: [^\n]*{sentence}[^\n]*\n", answer[2]), answer[2]
 
 
+@pytest.mark.parametrize(
+    "words", [("run", "--threads", "1.5"), ("run", "--processes", "1.5"), ("sweep", "e.toml", "--seeds", "0.9")]
+)
+def test_a_number_that_must_be_whole_is_not_rounded(words, fedcover):
+    refused(fedcover(*words), 2, f"{words[-2]}: must be a whole number; got '{words[-1]}'")
+
+
 # ── run, resume, export, demo ───────────────────────────────────────────────────────────────────────────
 
 
@@ -346,7 +353,7 @@ WRONG = {
     ("run", "a", "b"): "Unused Tokens",
     ("run", "--sett", "a=1"): "Unknown option: --sett",
     ("run", "--threads", "0"): "threads must be in 1..1024; got 0",
-    ("run", "--threads", "x"): "unable to convert",
+    ("run", "--threads", "x"): "threads: must be a whole number; got 'x'",
     ("run", "--device", "tpu"): "device must be one of auto, cpu, cuda, cuda:1; got 'tpu'",
     ("run", "--device", "cuda"): "no CUDA device",
     ("run", "--engine", "steam"): "engine must be one of auto, .*; got 'steam'",

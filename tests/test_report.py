@@ -132,6 +132,18 @@ def test_thousands_of_causes_do_not_fill_the_page(tmp_path):
     assert len(json.dumps(entry["answers"])) < 20_000
 
 
+def test_a_run_with_missing_answers_is_no_copy_of_one_without(tmp_path):
+    for seed in (0, 1):
+        made_up_run(tmp_path / f"alone-{seed}", seed=seed)
+    hurt = made_up_run(tmp_path / "devices", seed=0)
+    lines = [{**line, "lost": 2} for line in read_lines(hurt / "metrics.jsonl")]
+    (hurt / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = report(tmp_path, tmp_path)
+    assert len(data["runs"]) == 3
+    assert len(data["groups"]) == 3  # as one of them shares its seed
+    assert data["notes"] == []
+
+
 def test_a_run_in_one_process_has_no_answers_to_tell_of(tmp_path):
     assert report(tmp_path, made_up_run(tmp_path / "run"))["runs"][0]["answers"] is None
 

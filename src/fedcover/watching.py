@@ -13,6 +13,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
+from fedcover.arrays import printable
 from fedcover.console import as_table, output
 from fedcover.folders import Folder
 from fedcover.summary import EVENTS, UNANSWERED, read_events, read_lines
@@ -152,8 +153,7 @@ def sparks(values: Sequence[float]) -> str:
 
 def _plain(value: object) -> str:
     """A word of an event without anything that a terminal would obey."""
-    text = "-" if value is None else str(value)
-    return "".join(sign if sign.isprintable() else "?" for sign in text)[:120]
+    return printable("-" if value is None else str(value))[:300]
 
 
 def watch_live(path: Path, every: float) -> None:

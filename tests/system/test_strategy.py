@@ -55,6 +55,25 @@ def test_a_calibration_file_that_is_none_is_named(tmp_path, content):
         CoverageStrategy(with_norms(), calibration=path)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"capacity": "depth"}, "capacity must be one of width, parameters; got 'depth'"),
+        ({"window": 0}, "window must be a whole number of at least 1; got 0"),
+        ({"seed": "a"}, "seed must be a whole number of at least 0; got 'a'"),
+        ({"weights": "votes"}, "weights must be one of"),
+    ],
+)
+def test_wrong_values_of_a_strategy_are_named(wrong, said):
+    with pytest.raises(InvalidValue, match=said):
+        CoverageStrategy(with_norms(), calibration=torch.randn(9, 1, 4, 4), **wrong)
+
+
+def test_a_bare_module_is_no_model_of_a_strategy():
+    with pytest.raises(InvalidValue, match=r"model must be a fedcover Model, such as fc\.Model"):
+        CoverageStrategy(with_norms().module)
+
+
 def ordered(model: fc.Model, capacity: float) -> Message:
     encoded, wire = as_sent(windows(model.groups, capacity), model)
     params = {name: p.detach() for name, p in model.module.named_parameters()}

@@ -60,6 +60,14 @@ def test_what_every_node_would_refuse_is_refused_by_the_server(tmp_path):
     assert not (tmp_path / "runs" / "mine" / "metrics.jsonl").exists()
 
 
+def test_what_can_be_seen_here_is_refused_before_anything_is_started(tmp_path):
+    (tmp_path / "mine.toml").write_text(experiment(partition="labels(limit=99)", name="mine").to_toml())
+    assert up(tmp_path, tmp_path / "mine.toml").wait(PATIENCE) == 2
+    told = (tmp_path / "log.txt").read_text()
+    assert "limit must be a whole number between 1 and the number of labels, 10; got 99" in told
+    assert "SuperLink" not in told
+
+
 def test_a_run_in_which_nobody_ever_answers_has_failed(tmp_path):
     (tmp_path / "mine.toml").write_text(experiment(policy="prefix", rounds=2, name="mine").to_toml())
     process = up(tmp_path, tmp_path / "mine.toml", "--deadline", "0.2")
@@ -67,6 +75,7 @@ def test_a_run_in_which_nobody_ever_answers_has_failed(tmp_path):
     told = (tmp_path / "log.txt").read_text()
     assert "no client has answered in any round" in told
     assert " late" in told
+    assert "mend that, then choose another name or remove" in told
 
 
 def test_up_runs_to_the_end_and_cleans_up(tmp_path):
@@ -81,7 +90,7 @@ def test_up_runs_to_the_end_and_cleans_up(tmp_path):
     assert not (folder / "summary.json").exists()
     refused = up(tmp_path, tmp_path / "mine.toml")
     assert refused.wait(120) == 1
-    assert f"go on with 'fedcover flower up --nodes 2 {folder}'" in (tmp_path / "log.txt").read_text()
+    assert f"go on with 'fedcover flower up --nodes N {folder}'" in (tmp_path / "log.txt").read_text()
     again = up(tmp_path, folder)
     wait_for(lambda: len(descendants([again.pid])) >= 6, "its processes")
     family = descendants([again.pid])

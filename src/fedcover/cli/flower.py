@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 
 from fedcover import console
-from fedcover.cli.options import Data, Device, Json, Threads, app
+from fedcover.cli.options import Data, Device, Json, Threads, Whole, app
 from fedcover.cli.running import with_absolute_dataset
 from fedcover.errors import InvalidValue, RunError
 from fedcover.experiment import Experiment, parse_change, read_experiment
@@ -23,7 +23,7 @@ from fedcover.flower.following import follow, pass_on
 from fedcover.flower.places import place_of
 from fedcover.flower.processes import QUIET, local, path_of
 from fedcover.folders import Folder
-from fedcover.preparation import Machine
+from fedcover.preparation import Machine, prepare
 from fedcover.summary import summarise, unanswered
 
 flower_app = App(name="flower", help="The same experiment on Flower's SuperLink and SuperNodes.")
@@ -39,7 +39,7 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def up(
     experiment: Annotated[Path, Parameter(help="A TOML file, or the folder of a run to go on with.")],
     *,
-    nodes: Annotated[int, Parameter(help="How many SuperNodes to start on this machine.")] = 2,
+    nodes: Annotated[Whole, Parameter(help="How many SuperNodes to start on this machine.")] = 2,
     set: Set = (),
     runs: Annotated[Path, Parameter(help="Where run folders are made.")] = Path("runs"),
     data: Data = None,
@@ -59,6 +59,7 @@ def up(
     if not again:
         Folder(folder).refuse_a_run()
     known = data or (Folder(folder).data if again else None)
+    prepare(wanted, Machine("sequential", "cpu").resolved(), data=known)  # what the server would refuse in a minute
     told = {"data": str(Path(known).resolve())} if known else {}
     settings = _settings(
         wanted, folder=str(folder), resume=again, nodes=nodes, deadline=deadline, wait=wait, device=device,
@@ -71,7 +72,8 @@ def up(
     log = place / "run.txt"
     try:
         with local(place, configs, [*beside, os.getcwd()]) as federation, log.open("wb") as out:
-            console.say(f"SuperLink on {federation.address} and {nodes} SuperNodes; their logs are below {place}")
+            some = "1 SuperNode" if nodes == 1 else f"{nodes} SuperNodes"
+            console.say(f"SuperLink on {federation.address} and {some}; their logs are below {place}")
             with console.watching(wanted.name, wanted.rounds) as watch:
                 follow(federation.submit(write_app(place / "app", settings), out), folder, log, watch)
     except KeyboardInterrupt:
@@ -81,7 +83,9 @@ def up(
         console.say(go_on if begun else "stopped before the run began")
         sys.exit(130)
     except RunError as error:
-        raise RunError(f"{error}; the logs are below {place}") from error
+        begun = (folder / "experiment.toml").exists() and not (folder / "summary.json").exists()
+        go_on = f"; go on with: fedcover flower up --nodes {nodes} {folder}" if begun else ""
+        raise RunError(f"{error}; the logs are below {place}{go_on}") from error
     shutil.rmtree(place, ignore_errors=True)
     _show(folder, json)
 
@@ -97,7 +101,7 @@ def run(
     data: Annotated[str, Parameter(help="Folder of the data sets on the SuperLink's machine.")] = "",
     device: Device = "cpu",
     threads: Threads = None,
-    nodes: Annotated[int, Parameter(help="How many SuperNodes share the clients; else as the first one says.")] = 0,
+    nodes: Annotated[Whole, Parameter(help="How many SuperNodes share the clients; else as the first one says.")] = 0,
     deadline: Deadline = 300.0,
     wait: Wait = 120.0,
 ) -> None:

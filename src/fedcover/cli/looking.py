@@ -12,7 +12,7 @@ from fedcover import console, datasets
 from fedcover.aggregation import RULES, SERVERS
 from fedcover.audit import audit as audit_fleet
 from fedcover.audit import audit_codename
-from fedcover.cli.options import Data, Json, app
+from fedcover.cli.options import Data, Json, MaybeWhole, Whole, app
 from fedcover.engines import ENGINES
 from fedcover.errors import InvalidValue, unknown
 from fedcover.experiment import Experiment
@@ -96,7 +96,7 @@ def audit(
     ] = None,
     model: Annotated[str | None, Parameter(help="mlp by default.")] = None,
     dataset: Annotated[str | None, Parameter(help="Whose input shape and classes to take; mnist by default.")] = None,
-    batch_size: Annotated[int | None, Parameter(help="10 by default.")] = None,
+    batch_size: Annotated[MaybeWhole, Parameter(help="10 by default.")] = None,
     json: Json = False,
 ) -> None:
     """Does this fit my device: parameters, multiply-adds, memory and traffic per capacity; and what is covered."""
@@ -179,9 +179,9 @@ def plan(
     model: str = "mlp",
     dataset: Annotated[str, Parameter(help="Whose input shape and classes to take.")] = "mnist",
     kind: Annotated[str, Parameter(help="What is planned: subnet (units) or pruning (single weights).")] = "subnet",
-    gamma: Annotated[int | None, Parameter(help="Coverage that every unit must have.")] = None,
-    tolerate: Annotated[int, Parameter(help="Clients that may vanish: coverage of one more.")] = 0,
-    window: Annotated[int, Parameter(help="Rounds over which coverage is counted, too.")] = 10,
+    gamma: Annotated[MaybeWhole, Parameter(help="Coverage that every unit must have.")] = None,
+    tolerate: Annotated[Whole, Parameter(help="Clients that may vanish: coverage of one more.")] = 0,
+    window: Annotated[Whole, Parameter(help="Rounds over which coverage is counted, too.")] = 10,
     capacity: Annotated[str, Parameter(help="What a capacity is a share of: width or parameters.")] = "width",
     weights: Annotated[Path | None, Parameter(help="A run folder: plan for its current weights.")] = None,
     plot: Annotated[Path | None, Parameter(help="Draw the frontier into this file (needs fedcover[plot]).")] = None,
@@ -233,9 +233,9 @@ def explain(
     codename: Annotated[str, Parameter(help="Digits 1 to 7, one per slot, as in the paper.")] = "1111444477",
     *,
     dataset: str = "digits",
-    rounds: int = 20,
-    clients: int = 100,
-    seeds: int = 3,
+    rounds: Whole = 20,
+    clients: Whole = 100,
+    seeds: Whole = 3,
     switch: Annotated[tuple[str, ...], Parameter(help="Only these departures; may be repeated.")] = (),
     data: Data = None,
     json: Json = False,

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from fedcover import console
 from fedcover.bench import STEADY, page
 from fedcover.bench import bench as measure
-from fedcover.cli.options import Data, DealtOut, Device, Json, Precision, app
+from fedcover.cli.options import Data, DealtOut, Device, Json, Precision, Whole, app
 from fedcover.errors import InvalidValue
 from fedcover.experiment import Experiment, parse_change, read_experiment
 from fedcover.preparation import Machine
@@ -58,7 +58,7 @@ def sweep(
     *,
     vary: Annotated[tuple[str, ...], Parameter(help="key=value|value|..., all combinations; may be repeated.")] = (),
     set: Annotated[tuple[str, ...], Parameter(help="key=value, overrides the file; may be repeated.")] = (),
-    seeds: Annotated[int, Parameter(help="Every setting with so many seeds.")] = 1,
+    seeds: Annotated[Whole, Parameter(help="Every setting with so many seeds.")] = 1,
     runs: Annotated[Path, Parameter(help="Where run folders are made, one for each run.")] = Path("runs"),
     data: Data = None,
     device: Device = "auto",

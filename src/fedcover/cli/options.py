@@ -1,9 +1,10 @@
 """The program, and the options that its commands share."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from cyclopts import App, Parameter
+from cyclopts import App, Parameter, Token
 
 from fedcover.version import __version__
 
@@ -13,6 +14,23 @@ app = App(
     version=__version__,
 )
 
+
+def whole(kind: object, given: Sequence[Token]) -> int:
+    """A whole number; cyclopts would round 2.5."""
+    try:
+        return int(given[0].value)
+    except ValueError:
+        raise ValueError(f"must be a whole number; got {given[0].value!r}") from None
+
+
+def whole_or_auto(kind: object, given: Sequence[Token]) -> int | str:
+    """A whole number, or the word auto."""
+    return "auto" if given[0].value == "auto" else whole(kind, given)
+
+
+Whole = Annotated[int, Parameter(converter=whole)]
+MaybeWhole = Annotated[int | None, Parameter(converter=whole)]
+WholeOrAuto = Annotated[int | Literal["auto"], Parameter(converter=whole_or_auto)]
 Json = Annotated[bool, Parameter(help="Print JSON instead of a table.", negative="")]
 Data = Annotated[Path | None, Parameter(help="Folder of the data sets; else $FEDCOVER_DATA, else a cache folder.")]
 Device = Annotated[str, Parameter(help="auto, cpu or cuda.")]
@@ -21,13 +39,21 @@ Deterministic = Annotated[bool, Parameter(help="On CUDA, only kernels that repea
 Precision = Annotated[str, Parameter(help="fp32, tf32 or bf16: what steps compute in; weights stay in float32.")]
 DealtOut = Annotated[
     int | Literal["auto"],
-    Parameter(help="Processes that the runs are dealt out to: a number, or auto, as many as pay (1 for few rounds)."),
+    Parameter(
+        converter=whole_or_auto,
+        help="Processes that the runs are dealt out to: a number, or auto, as many as pay (1 for few rounds).",
+    ),
 ]
 Processes = Annotated[
     int | Literal["auto"],
-    Parameter(help="Processes that share a round's clients: a number, or auto, as many as pay. See also torchrun."),
+    Parameter(
+        converter=whole_or_auto,
+        help="Processes that share a round's clients: a number, or auto, as many as pay. See also torchrun.",
+    ),
 ]
-Threads = Annotated[int | None, Parameter(help="CPU threads; by default as many as the model is worth.")]
+Threads = Annotated[
+    int | None, Parameter(converter=whole, help="CPU threads; by default as many as the model is worth.")
+]
 Plot = Annotated[
     Path | None, Parameter(help="Draw the curves into this file: .png, .svg, .pdf (needs fedcover[plot]).")
 ]

@@ -7,7 +7,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from fedcover import console
-from fedcover.cli.options import Data, DealtOut, Device, EngineName, Json, Precision, Threads, app
+from fedcover.cli.options import Data, DealtOut, Device, EngineName, Json, MaybeWhole, Precision, Threads, app
 from fedcover.errors import InvalidValue, unknown
 from fedcover.paper import document
 from fedcover.paper.cells import SETS
@@ -24,7 +24,7 @@ def reproduce(
     what: Annotated[str, Parameter(help="mnist-pruning, mnist-subnet, table1, figures, rates or docs.")],
     *,
     only: Annotated[tuple[str, ...], Parameter(help="axis=value,value; may be repeated, then all must hold.")] = (),
-    seeds: Annotated[int | None, Parameter(help="How many, from 0 on; by default 3, or 1 with --quick.")] = None,
+    seeds: Annotated[MaybeWhole, Parameter(help="How many, from 0 on; by default 3, or 1 with --quick.")] = None,
     quick: Annotated[bool, Parameter(help="A smoke run: digits, small models, two rounds.", negative="")] = False,
     out: Annotated[Path | None, Parameter(help="Folder of the results, one small file for each run.")] = None,
     docs: Annotated[Path, Parameter(help="Where docs and figures are written.")] = DOCS,

@@ -20,6 +20,7 @@ from fedcover.cli.options import (
     Processes,
     TensorBoard,
     Threads,
+    Whole,
     app,
 )
 from fedcover.demo import FLEET, LINE_UP
@@ -134,8 +135,8 @@ def export(
 def demo(
     *,
     folder: Annotated[Path | None, Parameter(help="Where to keep the runs; else runs/demo-1, -2, ...")] = None,
-    rounds: int = 30,
-    seed: int = 0,
+    rounds: Whole = 30,
+    seed: Whole = 0,
     json: Json = False,
 ) -> None:
     """Five policies side by side on a fleet in which no device holds the whole model; offline, under a minute."""

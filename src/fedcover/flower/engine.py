@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fedcover.arrays import printable
 from fedcover.errors import InvalidValue, RunError
 from fedcover.flower.link import GRACE, Failed, Link
 from fedcover.flower.messages import Answer, Order, Orders, read_answers, to_node
@@ -189,7 +190,7 @@ def _try_recipe(task: Task, state: State, work: Work) -> None:
 def checked(answer: Answer, ledger: Ledger) -> Update | str:
     """The update in one client's answer, or why it is not believed."""
     if answer.error:
-        return f"its node says: {answer.error[:300]!a}"
+        return f"its node says: '{printable(answer.error)[:300]}'"
     try:
         arrays = unbundle(answer.parcel)
     except InvalidValue as error:

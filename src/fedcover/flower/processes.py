@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from fedcover.errors import RunError
+from fedcover.errors import InvalidValue, RunError
 
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -201,4 +201,14 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 
 def _toml(value: object) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value)
+    """A value of a node's configuration, in whichever quotes it does not hold: Flower knows no other way.
+
+    >>> print(_toml("here"), _toml('a "b" c'), _toml("it's"), _toml(2))
+    'here' 'a "b" c' "it's" 2
+    """
+    if not isinstance(value, str):
+        return str(value)
+    quote = next((sign for sign in "'\"" if sign not in value), None)
+    if quote is None:
+        raise InvalidValue(f"Flower takes no text with both kinds of quotes in a node's configuration; got {value!r}")
+    return f"{quote}{value}{quote}"

@@ -1,6 +1,7 @@
 """The server's side: an ordinary run, whose engine is Flower, inside Flower's ServerApp."""
 
 import logging
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from fedcover.folders import Folder
 from fedcover.preparation import Machine
 from fedcover.rounds import Report
 from fedcover.runs import Run, resume, run
-from fedcover.summary import UNANSWERED
+from fedcover.summary import UNANSWERED, read_events
 
 log = logging.getLogger("fedcover")
 
@@ -36,11 +37,20 @@ def _main(grid: Grid, context: Context) -> None:
     try:
         done = serve(grid, Settings.read(context.run_config))
         if not any(line["clients"] for line in done.metrics):
-            raise RunError(f"no client has answered in any round, so nothing was trained; {done.folder} says why")
+            raise RunError(
+                f"no client has answered in any round, so nothing was trained ({_most_frequent_reason(done.folder)}); "
+                f"mend that, then choose another name or remove {done.folder}"
+            )
         log.info("finished: %s", done.folder)
     except FedcoverError as error:
         log.error("stopped: %s", error)
         raise
+
+
+def _most_frequent_reason(folder: Path | None) -> str:
+    """Why tasks were not answered, by the run folder."""
+    reasons = Counter(str(event.get("why")) for event in read_events(folder / "events.jsonl")) if folder else Counter()
+    return reasons.most_common(1)[0][0] if reasons else "no node was there"
 
 
 def serve(grid: Grid, settings: Settings) -> Run:

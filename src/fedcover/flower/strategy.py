@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fedcover import coverage as cov
 from fedcover import groups, spec
 from fedcover.aggregation import RULES, WEIGHTS
-from fedcover.errors import InvalidValue
+from fedcover.errors import InvalidValue, unknown
 from fedcover.evaluation import WHOLE
 from fedcover.flower.engine import Events, checked, meet
 from fedcover.flower.link import Failed, Link
@@ -33,6 +33,8 @@ from fedcover.types import Client, Coverage, Model, Params, Policy, Update, View
 
 log = logging.getLogger("fedcover")
 DAY = 86_400.0
+MEASURES = ("width", "parameters")
+"""What a capacity may be a share of."""
 
 
 class CoverageStrategy(Strategy):
@@ -55,9 +57,17 @@ class CoverageStrategy(Strategy):
         seed: int = 0,
         calibration: Tensor | str | Path | None = None,
     ) -> None:
+        if not isinstance(model, Model):
+            like = "fc.Model(module, fc.trace(module, example))"
+            raise InvalidValue(f"model must be a fedcover Model, such as {like}; got {type(model).__name__}")
         groups.check(model.groups, tensors(model.module))
         if weights not in WEIGHTS:
-            raise InvalidValue(f"weights must be one of {', '.join(WEIGHTS)}; got {weights!r}")
+            raise unknown("weights", weights, WEIGHTS)
+        if capacity not in MEASURES:
+            raise unknown("capacity", capacity, MEASURES)
+        for name, value, least in (("window", window, 1), ("seed", seed, 0)):
+            if not isinstance(value, int) or value < least:
+                raise InvalidValue(f"{name} must be a whole number of at least {least}; got {value!r}")
         self.model, self.capacity, self.window, self.seed = model, capacity, window, seed
         self.policy = (
             spec.look_up("policy", spec.parse("policy", policy), POLICIES) if isinstance(policy, str) else policy

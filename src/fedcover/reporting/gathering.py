@@ -45,7 +45,7 @@ def _repeated(records: Sequence[Record]) -> dict[int, int]:
     """The places of runs whose experiment and seed another run has, each with the place of the one that is used."""
     alike: dict[tuple[str, object], list[int]] = {}
     for place, record in enumerate(records):
-        if not record.custom:  # what was made in Python under one name and seed may be anything
+        if not record.one_of_its_kind:
             alike.setdefault((identity(record), record.settings.get("seed")), []).append(place)
     longest = [(places, max(places, key=lambda place: len(records[place].lines))) for places in alike.values()]
     return {place: used for places, used in longest for place in places if place != used}

@@ -62,9 +62,9 @@ def identity(record: Record) -> str:
 
 
 def _apart(records: Sequence[Record], places: list[int]) -> list[list[int]]:
-    """Runs with parts made in Python that share a seed may be anything: they are not taken for repetitions."""
+    """Runs that share a seed, of which settings and seed do not tell all, are not taken for repetitions."""
     seeds = {records[place].settings.get("seed") for place in places}
-    if records[places[0]].custom and len(seeds) < len(places):
+    if any(records[place].one_of_its_kind for place in places) and len(seeds) < len(places):
         return [[place] for place in places]
     return [places]
 

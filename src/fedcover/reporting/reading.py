@@ -10,7 +10,7 @@ from typing import Any
 
 from fedcover.errors import RunError
 from fedcover.reporting.ordering import natural
-from fedcover.summary import read_events, read_lines
+from fedcover.summary import read_events, read_lines, unanswered
 
 Line = dict[str, Any]
 
@@ -47,6 +47,11 @@ class Record:
     def custom(self) -> list[str]:
         """What was made in Python, so that the settings do not tell it."""
         return [str(name) for name in self.manifest.get("custom") or []]
+
+    @property
+    def one_of_its_kind(self) -> bool:
+        """Whether settings and seed do not tell all: something was made in Python, or devices left tasks unanswered."""
+        return bool(self.custom or unanswered(self.lines))
 
     @property
     def not_finite(self) -> int | None:
