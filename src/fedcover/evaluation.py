@@ -90,7 +90,7 @@ def begin_anew(kept: nn.Module, first: nn.Module) -> None:
         if isinstance(origin, _BatchNorm):
             continue
         for name, buffer in origin.named_buffers(recurse=False):
-            part.get_buffer(name).copy_(buffer)
+            part._buffers[name] = buffer.clone()  # not copied into: it may be a view that cannot be written
         if not type(origin).__module__.startswith("torch."):
             vars(part).update({n: v for n, v in vars(origin).items() if isinstance(v, _PLAIN) and n != "training"})
 

@@ -38,22 +38,14 @@ EngineName = Annotated[str, Parameter(name="--engine", help="auto or a name from
 Deterministic = Annotated[bool, Parameter(help="On CUDA, only kernels that repeat bit for bit.", negative="")]
 Precision = Annotated[str, Parameter(help="fp32, tf32 or bf16: what steps compute in; weights stay in float32.")]
 DealtOut = Annotated[
-    int | Literal["auto"],
-    Parameter(
-        converter=whole_or_auto,
-        help="Processes that the runs are dealt out to: a number, or auto, as many as pay (1 for few rounds).",
-    ),
+    WholeOrAuto,
+    Parameter(help="Processes that the runs are dealt out to: a number, or auto, as many as pay (1 for few rounds)."),
 ]
 Processes = Annotated[
-    int | Literal["auto"],
-    Parameter(
-        converter=whole_or_auto,
-        help="Processes that share a round's clients: a number, or auto, as many as pay. See also torchrun.",
-    ),
+    WholeOrAuto,
+    Parameter(help="Processes that share a round's clients: a number, or auto, as many as pay. See also torchrun."),
 ]
-Threads = Annotated[
-    int | None, Parameter(converter=whole, help="CPU threads; by default as many as the model is worth.")
-]
+Threads = Annotated[MaybeWhole, Parameter(help="CPU threads; by default as many as the model is worth.")]
 Plot = Annotated[
     Path | None, Parameter(help="Draw the curves into this file: .png, .svg, .pdf (needs fedcover[plot]).")
 ]
