@@ -308,3 +308,12 @@ def test_any_change_is_read_or_refused(text):
     except InvalidValue:
         return
     assert key == text.partition("=")[0].strip()
+
+
+def test_a_run_is_named_after_its_file_whatever_that_is_called(tmp_path):
+    path = tmp_path / "my exp (2).toml"
+    path.write_text("rounds = 2\n")
+    assert read_experiment(path).name == "my-exp-2"
+    path.write_text('name = "my exp"\n')  # who says a name is taken at their word
+    with pytest.raises(InvalidValue, match="name"):
+        read_experiment(path)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from itertools import groupby
@@ -211,13 +212,22 @@ def _fields(text: str) -> dict[str, Any]:
         raise InvalidValue(f"the experiment is not valid TOML: {error}") from error
 
 
+def named_after(text: str) -> str:
+    """The nearest name that a run can have.
+
+    >>> named_after("my exp (2)"), named_after("€")
+    ('my-exp-2', 'run')
+    """
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:100] or "run"
+
+
 def read_experiment(path: Path, changes: Mapping[str, Any] | None = None) -> Experiment:
     """The experiment in a TOML file, named after the file unless it says otherwise."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidValue(f"experiment {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    named = {} if "name" in _fields(text) else {"name": path.stem}
+    named = {} if "name" in _fields(text) else {"name": named_after(path.stem)}
     return Experiment.from_toml(text, {**named, **(changes or {})})
 
 
