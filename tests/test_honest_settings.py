@@ -9,6 +9,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import fedcover as fc
 from fedcover.errors import InvalidValue
+from fedcover.export import export
 from fedcover.models import Scaler
 from fedcover.preparation import Parts, prepare
 from fedcover.reduction import Masks, Slices
@@ -82,6 +83,29 @@ def test_a_scalar_parameter_is_trained_and_rows_that_are_no_labels_are_no_classi
     assert setup.task.model.classifier == ("last.weight", "last.bias")
     run = fc.run(fc.Experiment(**SMALL, policy="prefix", fleet="1x0.5"), model=Tempered(), machine=HERE)
     assert run.model().temperature.item() != 1.0
+
+
+class Recurrent(nn.Module):
+    """Its recurrent layer cannot be cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.reader, self.last = nn.LSTM(8, 16, batch_first=True), nn.Linear(16, 10)
+
+    def forward(self, x):
+        return self.last(self.reader(x.reshape(len(x), 8, 8))[0][:, -1])
+
+
+def test_a_module_that_cannot_be_cut_is_trained_whole_where_nothing_is_to_be_cut(tmp_path):
+    module = Recurrent()
+    run = fc.run(fc.Experiment(**SMALL, lr=0.1), tmp_path / "run", model=module, machine=HERE)
+    assert run.gamma_min == 4
+    assert not torch.equal(run.model().reader.weight_hh_l0, module.reader.weight_hh_l0)
+    export(run, 1.0, tmp_path / "part.safetensors")
+    part = fc.load_part(tmp_path / "part.safetensors", model=Recurrent())
+    assert torch.equal(part.reader.weight_hh_l0, run.model().reader.weight_hh_l0)
+    with pytest.raises(InvalidValue, match=r"'lstm'.*fc\.Model\(module, fc\.trace\(module, example, whole=\('reader',"):
+        prepared(Recurrent(), policy="rolling")
 
 
 def test_buffers_that_change_are_named(caplog):

@@ -81,7 +81,8 @@ def load_part(path: str | Path, *, model: Model | nn.Module | None = None) -> nn
     experiment = Experiment(**about["experiment"])
     dtype = torch.int64 if about.get("integers") else torch.float32
     shape, classes = tuple(about["shape"]), about["classes"]
-    whole = as_model(model, shape, classes, dtype) if model else build_model(experiment, shape, classes, dtype)
+    given = as_model(model, shape, classes, dtype, cut=experiment.policy != "full") if model else None
+    whole = given or build_model(experiment, shape, classes, dtype)
     prunable = {name: whole.module.get_parameter(name) for name in whole.prunable}
     try:
         part = skeleton(whole.module, decode(bytes.fromhex(about["reduction"]), whole.groups, prunable))

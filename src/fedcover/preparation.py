@@ -134,7 +134,8 @@ def prepare(
     if own.model is None:
         model = build_model(experiment, shape, source.classes, dtype)
     else:
-        model = recipe.model(as_model(own.model, shape, source.classes, dtype))
+        cut = own.policy is not None or experiment.policy != "full"
+        model = recipe.model(as_model(own.model, shape, source.classes, dtype, cut=cut))
     model.module.to(machine.device)
     groups.check(model.groups, tensors(model.module))
     check_outputs(experiment, model, source, recipe)
@@ -175,13 +176,16 @@ def build_model(
     """The experiment's model with the initial weights that belong to its seed; `dtype` is that of its inputs."""
     with rng.seeded(experiment.seed, "init"):
         built = _built("model", experiment.model, MODELS, shape, classes, experiment.norm)
-    return build_recipe(experiment).model(as_model(built, shape, classes, dtype))
+    return build_recipe(experiment).model(as_model(built, shape, classes, dtype, cut=experiment.policy != "full"))
 
 
-def as_model(built: Model | nn.Module, shape: tuple[int, ...], classes: int, dtype: torch.dtype) -> Model:
+def as_model(
+    built: Model | nn.Module, shape: tuple[int, ...], classes: int, dtype: torch.dtype, *, cut: bool = True
+) -> Model:
     """A model whose groups are known: a bare module's are found by tracing.
 
-    Of a traced module all weights may be pruned but those of the first convolution and of the last layer.
+    Of a traced module all weights may be pruned but those of the first convolution and of the last layer. A module that
+    cannot be traced has no units where none are to be `cut`; else it is refused.
     """
     module = built.module if isinstance(built, Model) else built
     if not isinstance(module, nn.Module):
@@ -193,16 +197,21 @@ def as_model(built: Model | nn.Module, shape: tuple[int, ...], classes: int, dty
     integers = not dtype.is_floating_point
     size = (2, *shape)
     example = torch.randint(classes, size, generator=draw) if integers else torch.randn(size, generator=draw)
-    found = trace(built, example)
-    cut = {(cut.tensor, cut.axis) for group in found for cut in group.cuts}
+    try:
+        found = trace(built, example)
+    except InvalidValue:
+        if cut:
+            raise
+        found = ()
+    along = {(each.tensor, each.axis) for group in found for each in group.cuts}
     weights = {name: p for name, p in built.named_parameters() if p.ndim > 1}
-    prunable = tuple(n for n, p in weights.items() if (n, 0) in cut and (p.ndim == 2 or (n, 1) in cut))
+    prunable = tuple(n for n, p in weights.items() if (n, 0) in along and (p.ndim == 2 or (n, 1) in along))
     classifier = tuple(
         name
         for name, p in built.named_parameters()
         if p.ndim
         and p.shape[0] == classes
-        and (name, 0) not in cut
+        and (name, 0) not in along
         and isinstance(built.get_submodule(_home(name)), nn.Linear | nn.modules.conv._ConvNd)
     )
     return Model(built, found, prunable, classifier)
