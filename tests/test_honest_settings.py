@@ -100,6 +100,7 @@ def test_a_module_that_cannot_be_cut_is_trained_whole_where_nothing_is_to_be_cut
     module = Recurrent()
     run = fc.run(fc.Experiment(**SMALL, lr=0.1), tmp_path / "run", model=module, machine=HERE)
     assert run.gamma_min == 4
+    assert run.metrics[-1]["multiply_adds"] == 8 * 4 * 16 * (8 + 16) + 160  # eight steps of four gates, and the head
     assert not torch.equal(run.model().reader.weight_hh_l0, module.reader.weight_hh_l0)
     export(run, 1.0, tmp_path / "part.safetensors")
     part = fc.load_part(tmp_path / "part.safetensors", model=Recurrent())

@@ -29,7 +29,7 @@ class Cost:
 
 
 def uses_of_weights(module: nn.Module, shape: Sequence[int], dtype: torch.dtype | None = None) -> dict[str, int]:
-    """How many times each weight of a linear or convolutional layer is multiplied for one sample.
+    """How many times each weight of a linear, convolutional or recurrent layer is multiplied for one sample.
 
     `dtype` is that of the inputs, if it is not that of the weights (characters are integers). What attention multiplies
     is not a weight and does not count.
@@ -39,6 +39,7 @@ def uses_of_weights(module: nn.Module, shape: Sequence[int], dtype: torch.dtype 
     {'conv1.weight': 784, 'conv2.weight': 196, 'hidden.weight': 1, 'head.weight': 1}
     """
     uses: dict[str, int] = {}
+    matrices: dict[nn.Module, list[str]] = {}
 
     def remember(name: str) -> Any:
         def hook(layer: nn.Module, inputs: object, output: Tensor) -> None:
@@ -48,9 +49,16 @@ def uses_of_weights(module: nn.Module, shape: Sequence[int], dtype: torch.dtype 
 
         return hook
 
+    def remember_steps(layer: nn.Module, inputs: tuple[Any, ...], output: object) -> None:
+        for name in matrices[layer]:
+            uses[name] = uses.get(name, 0) + _steps(layer, inputs[0])
+
     def count(copy: nn.Module) -> None:
         names = {id(weight): name for name, weight in copy.named_parameters()}  # a tied weight has one name
         for layer in copy.modules():
+            if isinstance(layer, nn.RNNBase | nn.RNNCellBase):
+                matrices[layer] = [names[id(weight)] for weight in layer.parameters(recurse=False) if weight.ndim == 2]
+                layer.register_forward_hook(remember_steps)
             if isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
                 name = names.get(id(_learned(layer)))
                 if name is not None:
@@ -65,6 +73,13 @@ def uses_of_weights(module: nn.Module, shape: Sequence[int], dtype: torch.dtype 
         uses.clear()
         count(deepcopy(module))
     return uses
+
+
+def _steps(layer: nn.Module, x: Tensor) -> int:
+    """How often a recurrent layer multiplies by each of its matrices for one sequence."""
+    if isinstance(layer, nn.RNNCellBase):
+        return 1
+    return x.shape[1 if layer.batch_first and x.ndim == 3 else 0]
 
 
 def _learned(layer: nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) -> Tensor:
