@@ -15,7 +15,7 @@ from fedcover.errors import InvalidValue, RunError, unknown
 from fedcover.experiment import Experiment
 from fedcover.models import tensors
 from fedcover.onnx_export import export_onnx
-from fedcover.preparation import as_model, build_model
+from fedcover.preparation import as_model, build_model, cuts
 from fedcover.runs import Run
 from fedcover.submodel import fill, skeleton
 from fedcover.types import Model, Params, Reduction
@@ -81,7 +81,7 @@ def load_part(path: str | Path, *, model: Model | nn.Module | None = None) -> nn
     experiment = Experiment(**about["experiment"])
     dtype = torch.int64 if about.get("integers") else torch.float32
     shape, classes = tuple(about["shape"]), about["classes"]
-    given = as_model(model, shape, classes, dtype, cut=experiment.policy != "full") if model else None
+    given = as_model(model, shape, classes, dtype, cut=cuts(experiment)) if model else None
     whole = given or build_model(experiment, shape, classes, dtype)
     prunable = {name: whole.module.get_parameter(name) for name in whole.prunable}
     try:

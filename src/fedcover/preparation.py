@@ -134,7 +134,7 @@ def prepare(
     if own.model is None:
         model = build_model(experiment, shape, source.classes, dtype)
     else:
-        cut = own.policy is not None or experiment.policy != "full"
+        cut = own.policy is not None or cuts(experiment)
         model = recipe.model(as_model(own.model, shape, source.classes, dtype, cut=cut))
     model.module.to(machine.device)
     groups.check(model.groups, tensors(model.module))
@@ -176,7 +176,12 @@ def build_model(
     """The experiment's model with the initial weights that belong to its seed; `dtype` is that of its inputs."""
     with rng.seeded(experiment.seed, "init"):
         built = _built("model", experiment.model, MODELS, shape, classes, experiment.norm)
-    return build_recipe(experiment).model(as_model(built, shape, classes, dtype, cut=experiment.policy != "full"))
+    return build_recipe(experiment).model(as_model(built, shape, classes, dtype, cut=cuts(experiment)))
+
+
+def cuts(experiment: Experiment) -> bool:
+    """Whether the experiment's policy needs to know how the model can be cut."""
+    return experiment.policy != "full"
 
 
 def as_model(

@@ -15,7 +15,7 @@ from fedcover.policies.prunefl import EVERY
 from fedcover.privacy import Gaussian, require_accountant
 from fedcover.reduction import Masks
 from fedcover.submodel import submodel
-from fedcover.types import Model, Recipe, Samples, Source
+from fedcover.types import Model, Params, Recipe, Samples, Source
 
 log = logging.getLogger("fedcover")
 
@@ -41,6 +41,7 @@ def check_outputs(experiment: Experiment, model: Model, source: Source, recipe: 
     except Exception as error:
         why = (str(error).splitlines() or [type(error).__name__])[0]
         raise InvalidValue(f"model {experiment.model!r} cannot take data {experiment.dataset!r}: {why}") from error
+    _name_changing(trial, buffers)
     if two.x._version != untouched:
         raise InvalidValue(
             f"model {experiment.model!r} writes to its input, which is the data set: use no x.sub_() on it"
@@ -56,7 +57,11 @@ def check_outputs(experiment: Experiment, model: Model, source: Source, recipe: 
             f"model {experiment.model!r} must answer {len(two)} samples with logits of shape {wanted}; got {got}"
             + (" (exits need the recipe depthfl)" if isinstance(got, tuple) and got[1:] == wanted else "")
         )
-    changed = [name for name, b in trial.named_buffers() if name not in buffers or not torch.equal(b, buffers[name])]
+
+
+def _name_changing(trial: nn.Module, before: Params) -> None:
+    """Say which buffers a model has changed; norm statistics are none here, as a trial keeps none."""
+    changed = [name for name, b in trial.named_buffers() if name not in before or not torch.equal(b, before[name])]
     if changed:
         log.warning(
             "model: %s changes while the model computes; such buffers are not averaged: each client, and the global "
