@@ -30,6 +30,7 @@ def certify(
 
 def _show(found: dict[str, Any]) -> None:
     word = "certificate" if found["kind"] == "certificate" else "estimate, no proof"
+    word += "" if any(_promises(bound) for bound in found["bounds"].values()) else " (vacuous)"
     print(f"{found['run']}: {word}; {len(found['replayed'])} of {found['rounds']} rounds replayed")
     constants = [[name, known["value"], known["kind"], known["how"]] for name, known in found["constants"].items()]
     console.table("constants", ["name", "value", "kind", "how"], constants)
@@ -53,9 +54,10 @@ def _show(found: dict[str, Any]) -> None:
         rows.append([bound["name"], bound["value"], bound["ratio"], ", ".join(words), terms])
     console.table("bounds", ["theorem", "bound", "measured / bound", "", "terms"], rows)
     for bound in found["bounds"].values():
-        broken = [f"{c['name']} violated {c['violated']:.3g} times" for c in bound["conditions"] if not c["holds"]]
-        if broken or bound["outside"]:
-            print(f"{bound['name']}: " + "; ".join([*broken, *bound["outside"]]))
+        broken = [c for c in bound["conditions"] if not c["holds"]]
+        words = [f"{c['name']} exceeded by a factor of {c['violated']:.3g}" for c in broken]
+        if words or bound["outside"]:
+            print(f"{bound['name']}: " + "; ".join([*words, *bound["outside"]]))
     lemmas = found["lemmas"]
     names = {
         "split_error": "Lemma 1, error of the split",
@@ -73,3 +75,8 @@ def _show(found: dict[str, Any]) -> None:
         )
     for note in found["notes"]:
         print(f"note: {note}")
+
+
+def _promises(bound: dict[str, Any]) -> bool:
+    """Whether a bound holds and says more than what was known before the first round."""
+    return bool(bound["applies"]) and not bound["vacuous"]

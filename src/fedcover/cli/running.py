@@ -93,7 +93,7 @@ def resume(
     tensorboard: TensorBoard = False,
     json: Json = False,
 ) -> None:
-    """Go on with a run that was stopped; it ends like one that never was."""
+    """Go on with a run that was stopped; it ends as if it never had been."""
     if plot is not None:
         plotting.check(plot)
     wanted = Folder(folder).read().experiment

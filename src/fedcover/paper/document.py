@@ -8,11 +8,12 @@ from pathlib import Path
 from fedcover.checkpoints import write_atomically
 from fedcover.errors import InvalidValue
 from fedcover.paper import ranks
-from fedcover.paper.cells import RATE, ROWS, SETS, Cell, cell_id
+from fedcover.paper.cells import ROWS, SETS, cell_id
 from fedcover.paper.claims import COLUMNS, DATASETS, CodenameRow, claimed, codename_rows, main_rows
 from fedcover.paper.designs import Design, designs
 from fedcover.paper.drawing import Series, chart
 from fedcover.paper.evidence import Evidence
+from fedcover.paper.extra_rows import obtained, other_rows, public_code, rates
 from fedcover.paper.tables import audit_tables
 from fedcover.paper.wording import NAMES, column_name, spread, table, verdict
 
@@ -57,16 +58,6 @@ def render(evidence: Evidence) -> str:
     for name, block in BLOCKS.items():
         text = text.replace(f"{{{{{name}}}}}", block(evidence))
     return text
-
-
-def _obtained(evidence: Evidence, id: str, claim: float | None) -> list[object]:
-    """Last, mean of the last ten rounds, best, seeds and verdict of a cell."""
-    last, tail, best = (evidence.sample(id, figure) for figure in ("last", "tail", "best"))
-    lost = evidence.diverged(id)
-    seeds = f"{last.seeds if last else 0}" + (f" ({lost} diverged)" if lost else "")
-    if last is None:
-        return ["diverged" if lost else "not run", "", "", seeds, ""]
-    return [spread(last), spread(tail), spread(best), seeds, verdict(claim, last)]
 
 
 # ── the blocks ──────────────────────────────────────────────────────────────────────────────────────────
@@ -158,7 +149,7 @@ def _main_row(evidence: Evidence, dataset: str, column: str, design: Design) -> 
     name = design.name if dataset == "mnist" else ""
     return [
         design.level, design.setting, name, printed, "" if ours is None else ours, f"{claim:.2f}",
-        *_obtained(evidence, id, claim),
+        *obtained(evidence, id, claim),
     ]  # fmt: skip
 
 
@@ -180,46 +171,6 @@ def _appendix_row(evidence: Evidence, kind: str, row: CodenameRow) -> list[objec
     found = [(claim, evidence.sample(id, figure)) for claim, id, figure in places]
     cells = [text for claim, obtained in found for text in (claim, spread(obtained), verdict(claim, obtained))]
     return [row.codename, *cells, f"{len(evidence.of(iid))}, {len(evidence.of(skewed))}"]
-
-
-def other_rows(row: str) -> Callable[[Evidence], str]:
-    """Extra rows, each beside the row of the main table or of the appendix that it goes with."""
-
-    def block(evidence: Evidence) -> str:
-        rows = []
-        for cell in evidence.cells.values():
-            if cell.row == row:
-                partner = _partner(cell)
-                difference = evidence.difference(cell.id, partner)
-                change = f"{difference.mean:+.2f} ({difference.verdict})" if difference else ""
-                name = cell.design if cell.design.startswith(cell.level) else f"{cell.level}, {cell.design}"
-                last, _, best, seeds, _ = _obtained(evidence, cell.id, None)
-                beside = spread(evidence.sample(partner))
-                rows.append([NAMES[cell.dataset], column_name(cell.column), name, last, best, seeds, beside, change])
-        heads = ["data", "column", "row", "last", "best", "seeds", "beside", "difference, same seeds"]
-        return table(heads, rows) if rows else "None yet: the learning rates have not been tried."
-
-    return block
-
-
-def _partner(cell: Cell) -> str:
-    """The cell that an extra row is compared with: the same design as the paper runs it."""
-    if cell.row == "dirichlet":
-        return cell_id(cell.dataset, COLUMNS[cell.dataset][-1], cell.design)
-    design = cell.design.removesuffix("-planned")
-    return cell_id(cell.dataset, cell.column, "full" if design.endswith("1" * 10) else design)
-
-
-def rates(evidence: Evidence) -> str:
-    """The learning rates that were tried, and which one was chosen."""
-    rows = []
-    for dataset in DATASETS:
-        tried = evidence.tried(dataset)
-        cells = ["not run" if score is None else f"{score:.2f}" for score in tried.values()]
-        best = evidence.rates.get(dataset, RATE) if None not in tried.values() else "not chosen yet"
-        rows.append([NAMES[dataset], *cells, best])
-    heads = ["data", *(f"{rate:g}" for rate in evidence.tried("mnist")), "chosen"]
-    return table(heads, rows)
 
 
 def audit(evidence: Evidence) -> str:
@@ -311,7 +262,7 @@ BLOCKS: dict[str, Callable[[Evidence], str]] = {
     "pruning": appendix_table("pruning"),
     "subnet": appendix_table("subnet"),
     "planned": other_rows("planned"),
-    "public-code": other_rows("public-code"),
+    "public-code": public_code,
     "dirichlet": other_rows("dirichlet"),
     "rates": rates,
     "second-rate": other_rows("second-rate"),

@@ -30,9 +30,9 @@ def planned(
     drift: float = Bound().drift,
     copies: bool = True,
 ) -> Sequence[Reduction]:
-    """The least noise with every unit covered `gamma` times, or after any `tolerate` drop-outs, planned each round.
+    """The least noise with every unit covered `gamma` times, or after `tolerate` drop-outs; else, maybe, copies.
 
-    Units are hidden units and channels (`subnet`) or single weights (`pruning`). Without a wish, single weights and
+    Units are hidden units and channels (`subnet`) or single weights (`pruning`). Without a target, single weights and
     models whose groups never meet get the coverage of smallest Theorem 1' bound (`variance`, `drift`: its constants);
     where groups meet, every unit is held at least `share` as often as possible, and windows of rounds cover the pairs.
     But where groups meet and the largest device's model fits into the whole one twice or more, runs do without that
