@@ -16,7 +16,8 @@ from fedcover.evaluation import evaluate
 from fedcover.planning import fleet_view
 from fedcover.policies import POLICIES
 from fedcover.policies.copies import copying, number
-from fedcover.preparation import Machine, prepare
+from fedcover.preparation import Machine, Parts, prepare
+from fedcover.reduction import windows
 from fedcover.rounds import cohort_of, first_state, view_of
 from tests.worlds import same
 
@@ -190,3 +191,27 @@ def test_a_certificate_says_that_copying_is_outside_the_theorems(tmp_path):
 def test_options_are_checked_although_copies_do_not_use_them():
     with pytest.raises(InvalidValue, match=r"share must be in \(0, 1\]; got 2"):
         POLICIES["planned"](view_at(0), share=2)
+
+
+class WithShortcut(nn.Module):
+    """A classifier that also reads the inputs, which nobody cuts."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(64, 16), nn.Linear(16, 16), nn.Linear(80, 10)
+
+    def forward(self, x):
+        x = x.flatten(1)
+        return self.head(torch.cat([self.second(self.first(x).relu()).relu(), x], dim=1))
+
+
+def test_what_every_copy_shares_is_there_once():
+    """A device's part is what it was before the copying, however its classifier mixes cut and uncut inputs."""
+    fields = {"dataset": "digits", "model": "mlp", "rounds": 10}
+    setup = prepare(experiment(**fields), Machine().resolved(), parts=Parts(model=WithShortcut()))
+    state = replace(first_state(setup), round=6)
+    view = view_of(setup, state, cohort_of(setup, 6))
+    after = copying(view)(state.params)
+    assert torch.equal(after["head.weight"][:, 16:], state.params["head.weight"][:, 16:])
+    [mine] = [part for part, client in zip(setup.policy(view), view.cohort, strict=True) if client.slot == 0]
+    same(mine.extract(after), windows(view.groups, 0.5).extract(state.params))

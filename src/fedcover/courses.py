@@ -9,11 +9,12 @@ from functools import cache
 from typing import Any
 
 from fedcover import checkpoints
+from fedcover.errors import RunError
 from fedcover.experiment import Experiment
 from fedcover.folders import Folder
 from fedcover.rounds import Report, Setup, first_state
 from fedcover.summary import Metrics
-from fedcover.types import State
+from fedcover.types import Params, State
 
 
 @dataclass(slots=True, eq=False)
@@ -117,6 +118,19 @@ def _writer() -> ThreadPoolExecutor:
 os.register_at_fork(after_in_child=_writer.cache_clear)  # a forked process has the executor, but not its thread
 
 
+def refuse_another_model(folder: Folder, setup: Setup, state: State) -> None:
+    """Complain if a state is of another model than the one here: a module, or the code that builds one, may change."""
+    there, here = _shapes(state.params), _shapes(first_state(setup).params)
+    for name in [*there, *here]:
+        if there.get(name) != here.get(name):
+            told = f"has the shape {there[name]}, not {here.get(name, 'there')}" if name in there else "is missing"
+            raise RunError(f"{folder.path} was made with another model: its {name!r} {told}")
+
+
+def _shapes(params: Params) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in params.items()}
+
+
 def where_it_stopped(
     folder: Folder, setup: Setup, device: str, complain: Callable[[str], None]
 ) -> tuple[State, Metrics]:
@@ -126,6 +140,7 @@ def where_it_stopped(
         folder.keep(state)
     else:
         state, complaints = checkpoints.newest(folder.checkpoints, folder.experiment.digest, device)
+        refuse_another_model(folder, setup, state)
         for path, complaint in complaints.items():
             complain(f"{complaint}; going on from the older checkpoint of round {state.round}")
             checkpoints.set_aside(path)

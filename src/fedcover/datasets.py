@@ -279,7 +279,7 @@ def _same_length(field: str, value: Tensor, other: str, inputs: Tensor) -> None:
 
 
 MOST_SPLITS = 8
-_SPLITS: MutableMapping[Tensor, dict[tuple[int, int], tuple[Tensor, Tensor]]] = WeakTensorKeyDictionary()
+_SPLITS: MutableMapping[Tensor, dict[tuple[int, int, int], tuple[Tensor, Tensor]]] = WeakTensorKeyDictionary()
 """Inputs that were split last, by their tensor: runs of one seed share the two parts, instead of a copy each."""
 
 
@@ -301,11 +301,12 @@ def hold_out(dataset: Dataset, share: float, seed: int) -> tuple[Dataset, Sample
     order = torch.randperm(rows, generator=generator(seed, "validation"))
     kept, out = order[held:].sort().values, order[:held].sort().values
     known = _SPLITS.setdefault(dataset.train.x, {})
-    if (held, seed) not in known:
+    split = held, seed, 0 if dataset.train.x.is_inference() else dataset.train.x._version
+    if split not in known:
         while len(known) >= MOST_SPLITS:
             known.pop(next(iter(known)))
-        known[held, seed] = dataset.train.x[kept], dataset.train.x[out]
-    (x, x_out), y, owner = known[held, seed], dataset.train.y, dataset.owner
+        known[split] = dataset.train.x[kept], dataset.train.x[out]
+    (x, x_out), y, owner = known[split], dataset.train.y, dataset.owner
     rest = Dataset(
         dataset.name, Samples(x, y[kept]), dataset.test, dataset.classes, None if owner is None else owner[kept]
     )

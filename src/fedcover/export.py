@@ -15,7 +15,8 @@ from fedcover.errors import InvalidValue, RunError, unknown
 from fedcover.experiment import Experiment
 from fedcover.models import tensors
 from fedcover.onnx_export import export_onnx
-from fedcover.preparation import as_model, build_model, cuts
+from fedcover.preparation import as_model, build_model, build_recipe, cuts
+from fedcover.reduction import Slices
 from fedcover.runs import Run
 from fedcover.submodel import fill, skeleton
 from fedcover.types import Model, Params, Reduction
@@ -45,6 +46,7 @@ def _as_safetensors(run: Run, part: Reduction, module: nn.Module, path: Path) ->
     about = {
         "experiment": run.experiment.model_dump(mode="json"),
         "reduction": encode(part).hex(),
+        "masked": [] if isinstance(part, Slices) else sorted(part.gradient_mask()),
         "shape": list(source.test.x.shape[1:]),
         "classes": source.classes,
         "integers": not source.test.x.is_floating_point(),
@@ -81,13 +83,16 @@ def load_part(path: str | Path, *, model: Model | nn.Module | None = None) -> nn
     experiment = Experiment(**about["experiment"])
     dtype = torch.int64 if about.get("integers") else torch.float32
     shape, classes = tuple(about["shape"]), about["classes"]
-    given = as_model(model, shape, classes, dtype, cut=cuts(experiment)) if model else None
-    whole = given or build_model(experiment, shape, classes, dtype)
-    prunable = {name: whole.module.get_parameter(name) for name in whole.prunable}
+    if model is None:
+        whole = build_model(experiment, shape, classes, dtype)
+    else:
+        whole = build_recipe(experiment).model(as_model(model, shape, classes, dtype, cut=cuts(experiment)))
+    known = dict(whole.module.named_parameters())
     try:
-        part = skeleton(whole.module, decode(bytes.fromhex(about["reduction"]), whole.groups, prunable))
+        masked = {name: known[name] for name in about.get("masked", whole.prunable)}
+        part = skeleton(whole.module, decode(bytes.fromhex(about["reduction"]), whole.groups, masked))
         fitting = _shapes(tensors(part)) == _shapes(values)
-    except InvalidValue:  # a reduction of another model
+    except (InvalidValue, KeyError):  # a reduction of another model
         fitting = False
     if not fitting:
         wanted = "the given model" if model else f"model {experiment.model!r} (if it was made in Python, give it again)"

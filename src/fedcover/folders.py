@@ -68,10 +68,12 @@ class Folder:
     ) -> Iterator["Folder"]:
         """Make the folder for a new run; an existing run is never overwritten.
 
-        A run that is refused, or diverges, before its first round is done leaves no folder that would block its name.
+        A run that is refused, or diverges, before its first round is done leaves no folder that would block its name,
+        and takes nothing away that was there before it.
         """
         self.refuse_a_run()
         try:
+            before = set(os.listdir(self.path)) if os.path.isdir(self.path) else None
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunError(f"cannot create the run folder {self.path}: {error.strerror}") from error
@@ -83,8 +85,17 @@ class Folder:
                 yield self
             except (InvalidValue, TrainingDiverged):
                 if not os.path.exists(self.path / "metrics.jsonl"):
-                    shutil.rmtree(self.path, ignore_errors=True)
+                    self._take_back(before)
                 raise
+
+    def _take_back(self, before: set[str] | None) -> None:
+        """Remove what was not in the folder before, or the folder itself if there was none."""
+        if before is None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            return
+        for name in set(os.listdir(self.path)) - before:
+            path = self.path / name
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def opened(self) -> Iterator["Folder"]:

@@ -8,6 +8,7 @@
 | `group`     | each sample's own            | each sample's own                                               |
 """
 
+from copy import deepcopy
 from math import ceil
 
 import torch
@@ -52,6 +53,24 @@ def on_batch_statistics(module: nn.Module) -> nn.Module:
         layer.running_mean = layer.running_var = layer.num_batches_tracked = None
         layer.track_running_stats = False
     return module
+
+
+def with_statistics(module: nn.Module) -> nn.Module:
+    """The module, or a copy of it whose batch norms all have room for statistics, which evaluation fills.
+
+    Without any they would take those of the test batch, and what a model says of one sample would depend on the others.
+    """
+    if all(layer.running_mean is not None for _, layer in _batch_norms(module)):
+        return module
+    copy = deepcopy(module)
+    for _, layer in _batch_norms(copy):
+        if layer.running_mean is None:
+            like = next(layer.parameters(recurse=False), torch.empty(0))
+            layer.running_mean = torch.zeros(layer.num_features, device=like.device, dtype=like.dtype)
+            layer.running_var = torch.ones(layer.num_features, device=like.device, dtype=like.dtype)
+            layer.num_batches_tracked = torch.tensor(0, device=like.device)
+            layer.track_running_stats = True
+    return copy
 
 
 @torch.no_grad()

@@ -20,12 +20,20 @@ from fedcover.engines.pools import say
 from fedcover.errors import FedcoverError, InvalidValue, unknown
 from fedcover.experiment import HUGE, Experiment
 from fedcover.models import MODELS, tensors
+from fedcover.norms import with_statistics
 from fedcover.partition import PARTITIONS
 from fedcover.policies import POLICIES, growth_of
 from fedcover.privacy import PRIVACY
 from fedcover.ranks import physical_cores, worthwhile
 from fedcover.recipes import RECIPES, own_labels
-from fedcover.refusals import check_outputs, check_parameters, check_private, check_switches, check_trainable
+from fedcover.refusals import (
+    check_dataset,
+    check_outputs,
+    check_parameters,
+    check_private,
+    check_switches,
+    check_trainable,
+)
 from fedcover.rounds import Setup, cohort_of
 from fedcover.sources import Partitioned, Synthetic
 from fedcover.tracing import trace
@@ -196,30 +204,31 @@ def as_model(
     if not isinstance(module, nn.Module):
         raise InvalidValue(f"model must be an nn.Module or a fedcover Model; got {type(built).__name__}")
     check_parameters(module)
+    module = with_statistics(module)
     if isinstance(built, Model):
-        return built
+        return replace(built, module=module)
     draw = rng.generator(0, "example")
     integers = not dtype.is_floating_point
     size = (2, *shape)
     example = torch.randint(classes, size, generator=draw) if integers else torch.randn(size, generator=draw)
     try:
-        found = trace(built, example)
+        found = trace(module, example)
     except InvalidValue:
         if cut:
             raise
         found = ()
     along = {(each.tensor, each.axis) for group in found for each in group.cuts}
-    weights = {name: p for name, p in built.named_parameters() if p.ndim > 1}
+    weights = {name: p for name, p in module.named_parameters() if p.ndim > 1}
     prunable = tuple(n for n, p in weights.items() if (n, 0) in along and (p.ndim == 2 or (n, 1) in along))
     classifier = tuple(
         name
-        for name, p in built.named_parameters()
+        for name, p in module.named_parameters()
         if p.ndim
         and p.shape[0] == classes
         and (name, 0) not in along
-        and isinstance(built.get_submodule(_home(name)), nn.Linear | nn.modules.conv._ConvNd)
+        and isinstance(module.get_submodule(_home(name)), nn.Linear | nn.modules.conv._ConvNd)
     )
-    return Model(built, found, prunable, classifier)
+    return Model(module, found, prunable, classifier)
 
 
 def _home(name: str) -> str:
@@ -271,6 +280,7 @@ def source_of(experiment: Experiment, device: str, data: str | Path | None, data
         dataset = _built("dataset", wanted, {}) if ":" in wanted else datasets.load(wanted, data)
     if not isinstance(dataset, Dataset):
         raise InvalidValue(f"dataset {wanted!r} must make a fedcover Dataset; got {type(dataset).__name__}")
+    check_dataset(dataset)
     if dataset.train.y.ndim > 1 and experiment.partition.partition("(")[0] in ("labels", "dirichlet"):
         raise InvalidValue(
             f"partition {experiment.partition!r} needs one label for each sample; this data has sequences"

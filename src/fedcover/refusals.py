@@ -1,4 +1,4 @@
-"""What a run is refused for before it begins: models and recipes that would fail, or be trained wrongly, later on."""
+"""What a run is refused for before it begins: data, models and recipes that would fail, or go wrong, later on."""
 
 import logging
 
@@ -15,7 +15,7 @@ from fedcover.policies.prunefl import EVERY
 from fedcover.privacy import Gaussian, require_accountant
 from fedcover.reduction import Masks
 from fedcover.submodel import submodel
-from fedcover.types import Model, Params, Recipe, Samples, Source
+from fedcover.types import Dataset, Model, Params, Recipe, Samples, Source
 
 log = logging.getLogger("fedcover")
 
@@ -130,3 +130,25 @@ def check_private(experiment: Experiment, privacy: object, model: Model, recipe:
         raise InvalidValue(f"privacy: what clients measure under recipe {experiment.recipe!r} carries no noise")
     if recipe.chooses:
         raise InvalidValue("privacy: with this recipe a client chooses what it trains, and that would show its data")
+
+
+def check_dataset(dataset: Dataset) -> None:
+    """Refuse a data set, made by hand, whose parts do not go together."""
+    train, test = dataset.train, dataset.test
+    if test.x.shape[1:] != train.x.shape[1:]:
+        wanted, got = tuple(train.x.shape[1:]), tuple(test.x.shape[1:])
+        raise InvalidValue(f"test.x must have rows of the shape of train.x's, {wanted}; got {got}")
+    if test.x.dtype != train.x.dtype:
+        raise InvalidValue(f"test.x must have the type of train.x, {train.x.dtype}; got {test.x.dtype}")
+    for name, (x, y) in {"train": (train.x, train.y), "test": (test.x, test.y)}.items():
+        if not len(x):
+            raise InvalidValue(f"{name}.x must have rows; got none")
+        if y.dtype != torch.int64:
+            raise InvalidValue(f"{name}.y must be int64; got {y.dtype}")
+        if len(y) != len(x):
+            raise InvalidValue(f"{name}.y must have a label for each of the {len(x)} rows of {name}.x; got {len(y)}")
+        for extreme in (int(y.min()), int(y.max())):
+            if not 0 <= extreme < dataset.classes:
+                raise InvalidValue(f"{name}.y must be labels 0 to {dataset.classes - 1}; got {extreme}")
+    if dataset.owner is not None and len(dataset.owner) != len(train.x):
+        raise InvalidValue(f"owner must have an entry for each of the {len(train.x)} rows; got {len(dataset.owner)}")

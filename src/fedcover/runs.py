@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from fedcover import checkpoints, plotting
-from fedcover.courses import Course, where_it_stopped
+from fedcover.courses import Course, refuse_another_model, where_it_stopped
 from fedcover.errors import InvalidValue, RunError
 from fedcover.evaluation import WHOLE, ready
 from fedcover.experiment import Experiment, read_experiment
@@ -175,6 +175,7 @@ def load(
     machine = Machine(device=device).resolved()
     setup = prepare(found.experiment, machine, data=data or found.data, parts=parts)
     state, _ = checkpoints.newest(found.checkpoints, found.experiment.digest, machine.device)
+    refuse_another_model(found, setup, state)
     return Run(found.experiment, setup, state, found.metrics(state.round), found.path)
 
 
@@ -191,6 +192,8 @@ def replay(
     parts = Parts(dataset, model, policy)
     found = Folder(Path(folder)).read()
     found.require(parts)
+    if found.experiment.privacy != "none":
+        raise InvalidValue("privacy: a private round cannot be run again: its noise would be drawn anew, uncounted")
     kept = {file.round: file for file in checkpoints.found(found.kept)}
     if round not in kept:
         listed = ", ".join(map(str, sorted(kept))) or "none (set keep_rounds)"
@@ -199,6 +202,7 @@ def replay(
     with chosen.applied():
         setup = prepare(found.experiment, chosen, data=data or found.data, parts=parts)
         state = checkpoints.read(kept[round], found.experiment.digest, chosen.device)
+        refuse_another_model(found, setup, state)
         with sharing(Job(found.experiment, chosen, data or found.data, parts, state, round + 1), setup) as team:
             return run_round(team, state)
 

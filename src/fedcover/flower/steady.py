@@ -1,4 +1,4 @@
-"""`python -m fedcover.flower.steady flower-supernode ...`: a program of Flower's that looks for garbage while it runs.
+"""`python -m fedcover.flower.steady flower-supernode ...`: a program of Flower's that does not grow while it runs.
 
 What a message leaves behind hangs in cycles, and Python looks through old objects only once a quarter more of them has
 come together. All that Flower imports is old, so that takes some twenty rounds, and the heap is in pieces by then.
@@ -15,7 +15,7 @@ from fedcover.flower.memory import one_heap, tidy
 
 PROGRAMS = {
     "flower-superlink": "flwr.superlink.cli:flower_superlink",
-    "flower-supernode": "flwr.supernode.cli:flower_supernode",
+    "flower-supernode": "fedcover.flower.forgetting:main",
 }
 """Flower's programs that live as long as a federation."""
 

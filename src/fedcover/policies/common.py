@@ -111,7 +111,10 @@ def _wrong_with(view: View, part: Reduction) -> str | None:
         if part.kept.keys() != sizes.keys():
             return f"units of the groups {sorted(part.kept)}; this model has {sorted(sizes)}"
         wrong = [n for n, kept in part.kept.items() if not _are_units(kept, sizes[n])]
-        return f"in group {wrong[0]!r} no units in order, of 0..{sizes[wrong[0]] - 1} (int64, 1-D)" if wrong else None
+        if wrong:
+            return f"in group {wrong[0]!r} no units in order, of 0..{sizes[wrong[0]] - 1} (int64, 1-D)"
+        nested = [g.name for g in view.groups if g.nested and part.kept[g.name][-1] >= len(part.kept[g.name])]
+        return f"units of {nested[0]!r}, which stand on each other, that must be the first ones" if nested else None
     if isinstance(part, Masks):
         for name, bits in part.bits.items():
             if name not in view.params:

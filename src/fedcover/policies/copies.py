@@ -66,11 +66,13 @@ def copying(view: View) -> Callable[[Params], Params] | None:
 
     def copied(tensors: Params) -> Params:
         first = rooms[0].extract(tensors)
-        whole = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        once = {name: torch.ones_like(tensor) for name, tensor in first.items()}
+        whole, holders = ({name: torch.zeros_like(t) for name, t in tensors.items()} for _ in range(2))
         for room in rooms:
             room.add_into(whole, first, 1)
-        # what no group cuts is there once, and shared
-        return {name: t if first[name].shape == t.shape else whole[name] for name, t in tensors.items()}
+            room.add_into(holders, once, 1)
+        # what no group cuts, tensors or rows and columns of them, is there once, and shared
+        return {name: whole[name] / holders[name].clamp(min=1) for name in tensors}
 
     return copied
 

@@ -1,0 +1,171 @@
+"""What users bring along (folders, modules, data, policies, masks) is kept, served, or refused in a sentence."""
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import fedcover as fc
+from fedcover.datasets import hold_out
+from fedcover.errors import InvalidValue, RunError, TrainingDiverged
+from fedcover.evaluation import evaluate
+from fedcover.export import export, load_part
+from fedcover.reduction import Masks
+from fedcover.types import Samples
+
+SMALL = {"clients": 20, "active": 4, "rounds": 2, "epochs": 1, "fleet": "1x1.0 + 1x0.5", "policy": "prefix"}
+HERE = fc.Machine("sequential", "cpu", 1)
+
+
+def ran(folder=None, **given):
+    parts = {key: given.pop(key) for key in ("model", "policy") if callable(given.get(key))}
+    return fc.run(fc.Experiment(**{**SMALL, **given}), folder, machine=HERE, **parts)
+
+
+def net(*layers, hidden=16):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, hidden), *layers, nn.ReLU(), nn.Linear(hidden, 10))
+
+
+# ── folders ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"), [({"policy": "planned(gamma=9)"}, InvalidValue), ({"lr": 1e25}, TrainingDiverged)]
+)
+def test_a_run_that_fails_at_once_takes_away_only_what_it_brought(tmp_path, fields, error):
+    """A folder may hold other things, say other runs: they are none of this one's business."""
+    ran(tmp_path / "runs" / "good")
+    (tmp_path / "runs" / "notes.txt").write_text("mine")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*") if path.is_file()}
+    with pytest.raises(error):
+        ran(tmp_path / "runs", **fields)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*") if path.is_file()} == before
+    with pytest.raises(error):
+        ran(tmp_path / "new", **fields)
+    assert not (tmp_path / "new").exists()
+
+
+# ── modules ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("hidden", [8, 32])
+@pytest.mark.parametrize("again", [fc.load, fc.resume, lambda folder, model: fc.replay(folder, 0, model=model)])
+def test_a_run_does_not_go_on_with_another_module(tmp_path, again, hidden):
+    ran(tmp_path / "run", model=net(), keep_rounds=[0])
+    with pytest.raises(RunError, match=r"another model: its '1\.weight' has the shape \(16, 64\), not"):
+        again(tmp_path / "run", model=net(hidden=hidden))
+
+
+def test_a_builder_that_was_changed_since_is_not_taken_for_the_same(tmp_path, monkeypatch):
+    """A model named in the experiment is code, which may have a layer more than when the run was made."""
+    monkeypatch.setattr(sys.modules[__name__], "build", lambda *_: net(), raising=False)
+    ran(tmp_path / "run", model=f"{__name__}:build()", policy="full")
+    monkeypatch.setattr(sys.modules[__name__], "build", lambda *_: net(nn.Linear(16, 16)), raising=False)
+    with pytest.raises(RunError, match=r"was made with another model: its '3\.weight' "):
+        fc.load(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.BatchNorm1d(16, track_running_stats=False), nn.BatchNorm1d(16, affine=False, track_running_stats=False)]
+)
+def test_batch_norms_that_keep_no_statistics_are_calibrated_too(norm):
+    """HeteroFL's own setting: in evaluation such a layer would take the statistics of the test batch."""
+    run = ran(model=net(norm), policy="full")
+    test, model = run.setup.task.source.test, run.model()
+    order = torch.argsort(test.y)
+    assert torch.allclose(model(test.x), torch.cat([model(x) for x in test.x.split(1)]), atol=1e-5)
+    by_label = evaluate(run.setup.task, run.state, Samples(test.x[order], test.y[order]))
+    assert by_label.loss == pytest.approx(evaluate(run.setup.task, run.state, test).loss, rel=1e-6)
+
+
+# ── taking parts away ───────────────────────────────────────────────────────────────────────────────────
+
+
+def masks_of(*names):
+    def policy(view):
+        masks = {name: torch.zeros(view.params[name].shape, dtype=torch.bool) for name in names}
+        for mask in masks.values():
+            mask.view(-1)[::3] = True
+        return [Masks(masks)] * len(view.cohort)
+
+    return policy
+
+
+@pytest.mark.parametrize("names", [["hidden1.weight"], ["hidden2.weight", "head.bias"], ["head.bias"]])
+def test_a_part_with_masks_of_any_tensors_can_be_taken_away(tmp_path, names):
+    run = ran(model="mlp(hidden=[20, 20])", policy=masks_of(*names), fleet="1x1")
+    export(run, 1.0, tmp_path / "part.safetensors")
+    x = run.setup.task.source.test.x
+    assert torch.equal(load_part(tmp_path / "part.safetensors")(x), run.submodel(1.0)(x))
+
+
+def test_a_part_of_a_module_that_the_recipe_has_changed_can_be_read_again(tmp_path):
+    run = ran(model=net(), recipe="fedmask", policy="full")
+    export(run, 1.0, tmp_path / "part.safetensors")
+    x = run.setup.task.source.test.x
+    assert torch.equal(load_part(tmp_path / "part.safetensors", model=net())(x), run.submodel(1.0)(x))
+
+
+# ── policies ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_units_that_stand_on_each_other_must_be_the_first_ones():
+    def last_stage(view):
+        kept = {g.name: torch.tensor([g.size - 1]) if g.nested else torch.arange(g.size) for g in view.groups}
+        return [fc.Slices(view.groups, kept)] * len(view.cohort)
+
+    with pytest.raises(InvalidValue, match=r"stand on each other.*must be the first"):
+        ran(model="depth_resnet", recipe="depthfl", policy=last_stage, fleet="1x1")
+
+
+# ── data ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+X, Y = torch.rand(40, 64), torch.arange(40) % 10
+GOOD = {"train_x": X, "train_y": Y, "test_x": X, "test_y": Y}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"train_y": Y.int()}, "train.y must be int64"),
+        ({"test_y": Y.float()}, "test.y must be int64"),
+        ({"train_y": Y[:-1]}, "train.y must have a label for each of the 40 rows of train.x; got 39"),
+        ({"train_y": Y + 1}, "train.y must be labels 0 to 9; got 10"),
+        ({"test_y": Y - 1}, "test.y must be labels 0 to 9; got -1"),
+        ({"test_x": X[:, :60]}, r"test.x must have rows of the shape of train.x's, \(64,\); got \(60,\)"),
+        ({"test_x": X.double()}, "test.x must have the type of train.x, torch.float32; got torch.float64"),
+        ({"test_x": X[:0], "test_y": Y[:0]}, "test.x must have rows"),
+        ({"owner": torch.zeros(3, dtype=torch.int64)}, "owner must have an entry for each of the 40 rows"),
+    ],
+)
+def test_a_data_set_made_by_hand_is_looked_at_before_anything_is_trained(changes, said):
+    given = {**GOOD, **changes}
+    made = fc.Dataset(
+        "mine", Samples(given["train_x"], given["train_y"]), Samples(given["test_x"], given["test_y"]), 10,
+        given.get("owner"),
+    )  # fmt: skip
+    with pytest.raises(InvalidValue, match=said):
+        fc.run(fc.Experiment(**{**SMALL, "clients": 4}), machine=HERE, dataset=made)
+
+
+def test_rows_held_out_are_those_that_are_there_now():
+    """Splits are remembered, but not beyond a change of the data."""
+    made = fc.Dataset("mine", Samples(X.clone(), Y), Samples(X, Y), 10)
+    hold_out(made, 0.1, 0)
+    made.train.x.zero_()
+    rest, held = hold_out(made, 0.1, 0)
+    assert not rest.train.x.any()
+    assert not held.x.any()
+
+
+# ── privacy ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_private_round_is_not_run_again(tmp_path):
+    """Its noise would be drawn anew, and the mean over many replays would have none."""
+    private = {"privacy": "gaussian(noise=4.0)", "clip_updates": 0.1, "policy": "full", "fleet": "1x1"}
+    ran(tmp_path / "run", keep_rounds=[0], **private)
+    with pytest.raises(InvalidValue, match=r"privacy: .*cannot be run again"):
+        fc.replay(tmp_path / "run", 0)
