@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from hypothesis import strategies as st
 import fedcover as fc
 from fedcover.certificate.objective import objective_of, squared
 from fedcover.certificate.replaying import replayed
+from fedcover.engines import ENGINES
 from fedcover.errors import InvalidValue, RunError
-from fedcover.reduction import Masks
+from fedcover.policies import POLICIES
+from fedcover.reduction import Masks, windows
 from fedcover.rounds import run_round
 from fedcover.theory import BOUNDS, Constants, Steps
 from fedcover.theory.convex import minimise, proven
@@ -25,8 +28,8 @@ SOFTMAX = {
 }  # fmt: skip
 
 
-def certified(folder, parts=None, **fields):
-    fc.run(fc.Experiment(**fields), folder, **(parts or {}))
+def certified(folder, parts=None, only_now=None, **fields):
+    fc.run(fc.Experiment(**fields), folder, **(parts or {}), **(only_now or {}))
     return fc.certify(folder, **(parts or {}))
 
 
@@ -197,6 +200,142 @@ def test_what_lies_outside_the_assumptions_is_said(tmp_path):
     assert not sharper["applies"]
     assert sharper["vacuous"]
     assert sharper["conditions"][0]["violated"] > 1
+
+
+BRIEF = {**SOFTMAX, "rounds": 4, "keep_rounds": range(4)}
+
+
+def all_outside(found, words):
+    """Whether every theorem says in these words why it does not apply, so that nothing is certified."""
+    bounds = found["bounds"].values()
+    return found["kind"] == "estimate" and all(words in " ".join(bound["outside"]) for bound in bounds)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"clip_updates": 1e-6}, "the server does more than average: clip_updates 1e-06"),
+        ({"clip_updates": 0.01, "privacy": "gaussian(noise=5.0)"}, "clip_updates 0.01, privacy gaussian(noise=5.0)"),
+    ],
+)
+def test_no_theorem_applies_to_updates_that_are_shortened_or_noised(fields, words, tmp_path):
+    assert all_outside(certified(tmp_path / "run", **BRIEF, **fields), words)
+
+
+def test_no_theorem_applies_to_steps_of_less_precision(tmp_path):
+    fc.run(fc.Experiment(**BRIEF), tmp_path / "run", machine=fc.Machine(precision="bf16"))
+    assert all_outside(fc.certify(tmp_path / "run"), "local steps were computed in bf16")
+
+
+def test_a_run_that_went_on_in_less_precision_is_known_too(tmp_path):
+    def stop(report):
+        if report.round == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fc.run(fc.Experiment(**BRIEF), tmp_path / "run", watch=stop)
+    fc.resume(tmp_path / "run", machine=fc.Machine(precision="bf16"), force=True)
+    assert all_outside(fc.certify(tmp_path / "run"), "local steps were computed in bf16")
+
+
+SPARSE = {**SOFTMAX, "active": 1, "drop_out": 0.7, "rounds": 20, "keep_rounds": range(20)}
+
+
+class TestRoundsWithoutAnswers:
+    """A round in which nobody trains changes nothing: it is no round of a theorem, and lacks in no mean."""
+
+    def test_they_do_not_divide_a_bound(self, tmp_path):
+        found = certified(tmp_path / "run", **{**SPARSE, "schedule": "cosine"})
+        run = fc.load(tmp_path / "run")
+        trained = [line["round"] for line in run.metrics if line["train_loss"] is not None]
+        assert found["replayed"] == trained
+        assert 0 < len(trained) < 20
+        fell = found["constants"]["F_0"]["value"] - found["constants"]["F_least"]["value"]
+        walked = found["local_steps"] * sum(run.setup.lr(round) for round in trained)
+        assert found["bounds"]["reshuffled"]["terms"]["start"] == pytest.approx(2 * fell / walked)
+        printed = found["bounds"]["printed_one"]["conditions"][1]["allowed"]
+        assert printed == pytest.approx(1 / (found["local_steps"] * len(trained) ** 0.5))
+
+    def test_a_bound_stays_above_what_was_measured(self, tmp_path):
+        """Equal data and one client a round: if the empty rounds counted, the bound would be below the left side."""
+        draw = torch.Generator().manual_seed(0)
+        x = torch.nn.functional.normalize(torch.randn(20, 5, generator=draw))
+        rows = (x.repeat(4, 1), (x[:, 0] > 0).long().repeat(4))
+        parts = {"dataset": fc.from_tensors(rows, rows, owner=torch.arange(4).repeat_interleave(20))}
+        fields = {"partition": "owner", "clients": 4, "weight_decay": 0.001, "lr": 0.45, "drop_out": 0.9}
+        wide = {"rounds": 60, "keep_rounds": range(60), "checkpoint_every": 60}
+        found = certified(tmp_path / "run", parts, **{**SPARSE, **fields, **wide})
+        assert all(bound["left"] <= bound["value"] for bound in found["bounds"].values() if bound["applies"])
+        assert found["bounds"]["sharper"]["applies"]
+
+    def test_nothing_is_missing_if_all_rounds_were_kept(self, tmp_path):
+        found = certified(tmp_path / "run", **SPARSE)
+        assert found["kind"] == "certificate"
+        assert found["constants"]["G_step"]["kind"] == "exact"
+        assert "keep all" not in " ".join(found["notes"])
+        assert f"in {20 - len(found['replayed'])} of 20 rounds nobody trained" in " ".join(found["notes"])
+
+    def test_rounds_that_were_not_kept_are_missing_only_if_somebody_trained(self, tmp_path):
+        found = certified(tmp_path / "run", **{**SPARSE, "keep_rounds": range(15)})
+        lines = fc.load(tmp_path / "run").metrics
+        trained = [line["round"] for line in lines if line["train_loss"] is not None]
+        assert found["kind"] == "estimate"
+        assert found["replayed"] == [round for round in trained if round < 15]
+        assert f"means over {len(found['replayed'])} of {len(trained)} rounds" in found["notes"][0]
+
+
+class TestThoseWhoDidNotAnswer:
+    """On a real fleet an answer may be rejected, late or lost; the replay asks only those who answered."""
+
+    def test_a_round_is_replayed_with_those_who_answered(self, tmp_path):
+        def lossy(task, state, work, lr):
+            return list(ENGINES["sequential"](task, state, work[: max(0, 6 - state.round)], lr))
+
+        fields = {**SOFTMAX, "rounds": 8, "keep_rounds": range(8), "checkpoint_every": 8}
+        found = certified(tmp_path / "run", None, {"engine": lossy}, **fields)
+        assert found["replayed"] == [0, 1, 2, 3, 4, 5]
+        assert found["coverage"]["gamma"] == 1
+        assert found["bounds"]["reshuffled"]["left"] <= found["bounds"]["reshuffled"]["value"]
+
+    def test_if_nobody_ever_answered_it_is_said(self, tmp_path):
+        fields = {**SOFTMAX, "rounds": 2, "keep_rounds": range(2)}
+        with pytest.raises(RunError, match="no client answered"):
+            certified(tmp_path / "run", None, {"engine": lambda *_: []}, **fields)
+
+
+def test_theorem_r_promises_nothing_of_a_run_that_it_does_not_know(tmp_path):
+    found = certified(tmp_path / "run", **{**SOFTMAX, "rounds": 2, "keep_rounds": range(2), "clip_updates": 1e-3})
+    assert found["last"]["above"] > 0
+    assert found["last"]["best_round_above_at_most"] is None
+
+
+DRAWN = {**BRIEF, "active": 2, "lr": 0.02}
+
+
+class TestWhoseMasksTheyAre:
+    """Partial participation needs masks that do not depend on who is drawn; a function of one's own may do anything."""
+
+    @staticmethod
+    def said(found):
+        return " ".join(found["bounds"]["partial_participation"]["outside"])
+
+    def test_a_policy_given_in_python_may_look_at_the_client(self, tmp_path):
+        def mine(view):
+            return [windows(view.groups, 0.5 if client.id % 2 else 1.0) for client in view.cohort]
+
+        found = certified(tmp_path / "run", {"policy": mine}, **DRAWN)
+        assert self.said(found) == "a policy of your own may give masks by who a client is"
+        assert not found["bounds"]["partial_participation"]["genuine"]
+        assert found["bounds"]["reshuffled"]["genuine"]  # it holds for any masks
+
+    @pytest.mark.parametrize("policy", [POLICIES["prefix"], partial(POLICIES["rolling"], spread=True)])
+    def test_one_of_ours_given_in_python_is_known(self, policy, tmp_path):
+        found = certified(tmp_path / "run", {"policy": policy}, **DRAWN)
+        assert found["bounds"]["partial_participation"]["genuine"]
+
+    def test_others_of_ours_are_called_by_their_names(self, tmp_path):
+        found = certified(tmp_path / "run", {"policy": POLICIES["exclude"]}, **DRAWN)
+        assert self.said(found) == "policy exclude may give masks by who a client is"
 
 
 def test_a_run_without_kept_rounds_is_told_what_to_do(tmp_path):

@@ -44,6 +44,11 @@ class Seen:
     last: "Last"
     convex: Convex | None
 
+    @property
+    def complete(self) -> bool:
+        """Whether every round in which somebody trained was kept, so that means are over all of them."""
+        return len(self.case.rounds) == self.case.known.rounds
+
 
 @dataclass(frozen=True)
 class Last:
@@ -67,9 +72,11 @@ def watch(found: Folder, setup: Setup, looks: int, clients: int, device: str, te
     start = objective.at(first)
     rounds: list[Replayed] = []
     lasting = {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in first.items()}
+    silent = {line["round"]: line.get("dropped", ()) for line in found.metrics(newest.round)}
     for place, file in enumerate(kept):
         tell(f"replaying round {file.round} ({place + 1} of {len(kept)})")
-        again = replayed(setup, checkpoints.read(file, digest, device), objective, trained, looks)
+        state = checkpoints.read(file, digest, device)
+        again = replayed(setup, state, objective, trained, looks, silent.get(file.round, ()))
         if again:
             for name, tensor in again.bias.items():
                 lasting[name] += tensor
@@ -82,9 +89,10 @@ def watch(found: Folder, setup: Setup, looks: int, clients: int, device: str, te
         convex = convex_of(found.experiment, objective, first, trained)
     tell("the Hessian's largest eigenvalue")
     curvature = objective.curvature(within(newest.params, trained), found.experiment.seed)
-    known = _constants(setup, rounds, start.value, curvature, newest.round, objective, convex)
-    constants = _plain(known, setup, rounds, newest.round)
-    case = Case(found.experiment, setup, constants, rounds)
+    counted = _counted(found, kept, rounds, newest.round)
+    known = _constants(setup, rounds, start.value, curvature, len(rounds) == len(counted), objective, convex)
+    constants = _plain(known, setup, rounds, counted)
+    case = Case(found.experiment, setup, constants, rounds, _precisions(found))
     facts = [r.facts for r in rounds]
     bounds = {name: replace(made(constants, facts), outside=outside(name, case)) for name, made in BOUNDS.items()}
     return Seen(
@@ -106,6 +114,22 @@ def _kept(found: Folder, before: int) -> list[checkpoints.Found]:
     )
 
 
+def _counted(found: Folder, kept: Sequence[checkpoints.Found], rounds: Sequence[Replayed], done: int) -> list[int]:
+    """The rounds of the theorems: those in which somebody trained. Of rounds that were not kept, the run's lines tell.
+
+    A round without any update leaves the model as it is, so F falls in the others alone.
+    """
+    empty = {line["round"] for line in found.metrics(done) if line.get("train_loss", 0.0) is None}
+    not_kept = set(range(done)) - {file.round for file in kept}
+    return sorted({r.number for r in rounds} | (not_kept - empty))
+
+
+def _precisions(found: Folder) -> tuple[str, ...]:
+    """In which precisions the run was computed: whoever went on with it may have changed it."""
+    said = [found.manifest, *(found.manifest.get("resumed") or [])]
+    return tuple(dict.fromkeys(entry["precision"] for entry in said if "precision" in entry))
+
+
 def _last(
     objective: Objective, round: int, newest: Params, trained: Mapping[str, Tensor], convex: Convex | None
 ) -> Last:
@@ -118,12 +142,11 @@ def _last(
 
 
 def _constants(
-    setup: Setup, rounds: Sequence[Replayed], start: float, curvature: float, done: int,
+    setup: Setup, rounds: Sequence[Replayed], start: float, curvature: float, all_rounds: bool,
     objective: Objective, convex: Convex | None,
 ) -> dict[str, Estimate]:  # fmt: skip
     paths = [path for r in rounds for path in r.paths]
     everybody = len(objective.shares) == setup.clients
-    all_rounds = len(rounds) == done
     every_step = all(len(path.looked) == path.steps.count for path in paths)
     secant = max(path.secant for path in paths)
     along = max(r.curvature for r in rounds)
@@ -171,11 +194,11 @@ def _proved(convex: Convex, seen: dict[str, Estimate]) -> dict[str, Estimate]:
     return made
 
 
-def _plain(known: dict[str, Estimate], setup: Setup, rounds: Sequence[Replayed], done: int) -> Constants:
+def _plain(known: dict[str, Estimate], setup: Setup, rounds: Sequence[Replayed], counted: Sequence[int]) -> Constants:
     count = max(path.steps.count for r in rounds for path in r.paths)
     return Constants(
         smoothness=known["L"].value, batch_smoothness=known["L_batch"].value, gradient=known["G"].value,
         step_gradient=known["G_step"].value, variance=known["sigma2"].value, start=known["F_0"].value,
-        least=known["F_least"].value, steps=Steps(count, setup.task.local.momentum), rounds=done,
-        lrs=sum(setup.lr(round) for round in range(done)),
+        least=known["F_least"].value, steps=Steps(count, setup.task.local.momentum), rounds=len(counted),
+        lrs=sum(setup.lr(round) for round in counted),
     )  # fmt: skip

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from fedcover.certificate.replaying import Replayed
 from fedcover.experiment import Experiment
 from fedcover.norms import has_batch_norm
+from fedcover.policies import POLICIES
 from fedcover.rounds import Setup, cohort_of, first_state, view_of
 from fedcover.theory import Constants
 
@@ -26,6 +28,15 @@ class Case:
     setup: Setup
     known: Constants
     rounds: Sequence[Replayed]
+    precisions: Sequence[str]
+    """Those in which the run was computed; its replay is in fp32."""
+
+    @property
+    def policy(self) -> str | None:
+        """The name of the policy that gave the masks if it is one of ours, whether it was named or given in Python."""
+        given = self.setup.policy
+        bare = given.func if isinstance(given, partial) else given
+        return next((name for name, ours in POLICIES.items() if ours is bare), None)
 
     @property
     def step_counts(self) -> set[int]:
@@ -61,12 +72,20 @@ def local_steps(case: Case) -> str | None:
     return f"local steps are not plain SGD on F_n: {', '.join(named)}" if named else None
 
 
+def precision(case: Case) -> str | None:
+    """A step follows the gradient itself, to the rounding of float32."""
+    less = [name for name in case.precisions if name != "fp32"]
+    return f"local steps were computed in {' and '.join(less)}: not along gradients of F_n in float32" if less else None
+
+
 def server(case: Case) -> str | None:
-    """The server takes the coverage mean."""
+    """The server takes the coverage mean of what clients send, as they send it."""
     own = case.experiment
     changed = [
         f"rule {own.rule}" if own.rule != "coverage_mean" else "",
         f"server {own.server}" if own.server != "none" else "",
+        f"clip_updates {own.clip_updates:g}" if own.clip_updates is not None else "",
+        f"privacy {own.privacy}" if case.setup.privacy is not None else "",
     ]
     named = [name for name in changed if name]
     return f"the server does more than average: {', '.join(named)}" if named else None
@@ -81,7 +100,7 @@ def norms(case: Case) -> str | None:
 def drawing(case: Case) -> str | None:
     """The model is a function of its parameters."""
     layers = case.setup.task.model.module.modules()
-    return "dropout draws in the forward pass" if any(isinstance(m, nn.Dropout) and m.p for m in layers) else None
+    return "dropout draws in the forward pass" if any(isinstance(m, _DropoutNd) and m.p for m in layers) else None
 
 
 def emptied(case: Case) -> str | None:
@@ -95,7 +114,7 @@ def grown(case: Case) -> str | None:
     setup, growth, state = case.setup, case.setup.growth, first_state(case.setup)
     for round in range(1, setup.rounds):
         if growth and growth(view_of(setup, replace(state, round=round), cohort_of(setup, round))):
-            return f"policy {case.experiment.policy} changes the model between rounds, before round {round}"
+            return f"policy {case.policy} changes the model between rounds, before round {round}"
     return None
 
 
@@ -167,13 +186,14 @@ def by_place(case: Case) -> str | None:
     """Masks do not depend on who a client is."""
     levels = case.setup.fleet.levels
     by_device = case.experiment.assignment == "device" and len(levels) > 1
-    name = case.experiment.policy.partition("(")[0]
     if by_device:
         return "capacity belongs to the device, so that masks depend on who is drawn (assignment = 'slot' would not)"
-    return None if name in BY_PLACE else f"policy {name} may give masks by who a client is"
+    if case.policy in BY_PLACE:
+        return None
+    return f"{f'policy {case.policy}' if case.policy else 'a policy of your own'} may give masks by who a client is"
 
 
-COMMON: tuple[Sentence, ...] = (local_steps, server, norms, drawing, emptied, grown)
+COMMON: tuple[Sentence, ...] = (local_steps, precision, server, norms, drawing, emptied, grown)
 PAPER: tuple[Sentence, ...] = (*COMMON, momentum, schedule, left_out, equal_steps, with_replacement, uniform)
 ASSUMED: dict[str, tuple[Sentence, ...]] = {
     "printed_one": (*PAPER, equality, equal_data),

@@ -1,6 +1,6 @@
 """A kept round, trained again and watched: what its masks and gradients say, in the theorems' words."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -38,14 +38,19 @@ class Replayed:
 
 
 def replayed(
-    setup: Setup, state: State, objective: Objective, trained: Mapping[str, Tensor], looks: int
+    setup: Setup,
+    state: State,
+    objective: Objective,
+    trained: Mapping[str, Tensor],
+    looks: int,
+    silent: Collection[int] = (),
 ) -> Replayed | None:
     """Train a kept round again, watching every client; None if nobody answered in it.
 
-    `trained` says which parameters are trained at any time.
+    `trained` says which parameters are trained at any time; who was `silent` in the run is so again.
     """
     theta = within(state.params, trained)
-    work = ask(setup, state).work
+    work = [(client, part) for client, part in ask(setup, state).work if client.id not in silent]
     if not work:
         return None
     full = objective.at(theta, keep=[client.id for client, _ in work])

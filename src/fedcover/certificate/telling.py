@@ -18,8 +18,7 @@ def told(name: str, seen: Seen) -> dict[str, Any]:
     """Everything, in the order in which one would read it."""
     facts = [r.facts for r in seen.case.rounds]
     never = {key: int((~bits).sum()) for key, bits in seen.trained.items()}
-    complete = len(facts) == seen.done
-    bounds = {key: _bound(key, bound, seen, complete) for key, bound in seen.bounds.items()}
+    bounds = {key: _bound(key, bound, seen) for key, bound in seen.bounds.items()}
     return {
         "run": name,
         "kind": "certificate" if any(bound["genuine"] for bound in bounds.values()) else "estimate",
@@ -52,13 +51,13 @@ def told(name: str, seen: Seen) -> dict[str, Any]:
         "bounds": bounds,
         "lemmas": _lemmas(seen),
         "last": _last(seen),
-        "notes": _notes(seen, complete),
+        "notes": _notes(seen),
     }  # fmt: skip
 
 
-def _bound(key: str, bound: Bound, seen: Seen, complete: bool) -> dict[str, Any]:
+def _bound(key: str, bound: Bound, seen: Seen) -> dict[str, Any]:
     constants = [seen.constants[name].kind for name in USED.get(key, USUAL)]
-    proved = complete and "estimate" not in constants
+    proved = seen.complete and "estimate" not in constants
     return {
         "name": bound.name,
         "value": bound.value,
@@ -105,21 +104,26 @@ def _last(seen: Seen) -> dict[str, Any]:
     """The newest model; with a known optimum also how far it is, and how far it may be."""
     found: dict[str, Any] = {"round": seen.last.round, "F": seen.last.value, "gradient": seen.last.gradient}
     if seen.convex and seen.convex.optimum:
-        decay = seen.case.experiment.weight_decay
+        decay, theorem = seen.case.experiment.weight_decay, seen.bounds["reshuffled"]
         found |= {
             "F_optimum": seen.convex.least,
             "above": seen.last.value - seen.convex.least,
             "above_at_most": seen.last.gradient / (2 * decay),
             "distance": seen.last.distance,
-            "best_round_above_at_most": seen.bounds["reshuffled"].value / (2 * decay),
+            "best_round_above_at_most": theorem.value / (2 * decay) if theorem.applies else None,
         }
     return found
 
 
-def _notes(seen: Seen, complete: bool) -> list[str]:
+def _notes(seen: Seen) -> list[str]:
+    counted = seen.case.known.rounds
     notes = []
-    if not complete:
-        notes.append(f"means over {len(seen.case.rounds)} of {seen.done} rounds: keep all of them for exact ones")
+    if not seen.complete:
+        notes.append(f"means over {len(seen.case.rounds)} of {counted} rounds: keep all of them for exact ones")
+    if counted < seen.done:
+        notes.append(
+            f"in {seen.done - counted} of {seen.done} rounds nobody trained: the theorems are about the others"
+        )
     if not seen.convex:
         notes.append("L is a lower estimate along the trajectory; a network with ReLU has no such constant")
     notes.append("all bounds but Theorem R hold in expectation over batches (and cohorts); a run is one draw")

@@ -68,10 +68,11 @@ def _show(found: dict[str, Any]) -> None:
     console.table("lemmas, measured / bound", ["lemma", "ratio"], [[names[k], v] for k, v in lemmas.items()])
     last = found["last"]
     if "above" in last:
+        best = last["best_round_above_at_most"]
         print(
             f"after {last['round']} rounds F is {last['above']:.4g} above its optimum {last['F_optimum']:.6g} (at most "
-            f"{last['above_at_most']:.4g}, says the gradient); by Theorem R the best round is at most "
-            f"{last['best_round_above_at_most']:.4g} above"
+            f"{last['above_at_most']:.4g}, says the gradient)"
+            + ("" if best is None else f"; by Theorem R the best round is at most {best:.4g} above")
         )
     for note in found["notes"]:
         print(f"note: {note}")
