@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from statistics import fmean, stdev
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -428,6 +429,24 @@ def test_any_text_is_a_value_or_a_sentence(field, value):
     except fc.FedcoverError:
         return
     assert fc.Experiment.from_toml(experiment.to_toml()) == experiment
+
+
+@pytest.mark.parametrize("words", [["run"], ["sweep", "--seeds", 1], ["capacity"]], ids=lambda words: words[0])
+def test_what_an_experiment_names_may_lie_beside_it(fedcover, tmp_path, monkeypatch, words):
+    """Data and functions are found from wherever the command is given, and by every command alike."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "lying_beside", raising=False)
+    beside = tmp_path / "beside"
+    beside.mkdir()
+    rows = {"train_x": np.random.default_rng(0).random((80, 4)), "train_y": np.arange(80) % 2}
+    np.savez(beside / "mine.npz", **rows, test_x=rows["train_x"], test_y=rows["train_y"])
+    (beside / "lying_beside.py").write_text("from fedcover.policies import POLICIES\npick = POLICIES['prefix']\n")
+    (beside / "experiment.toml").write_text(
+        'dataset = "mine.npz"\nmodel = "mlp(hidden=[4])"\npolicy = "lying_beside:pick"\nclients = 4\nactive = 2\n'
+        "rounds = 1\nepochs = 1\n"
+    )
+    code, _, err = fedcover(*words, "beside/experiment.toml")
+    assert code == 0, err
 
 
 # ── certify ─────────────────────────────────────────────────────────────────────────────────────────────

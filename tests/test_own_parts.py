@@ -1,7 +1,10 @@
 """What users bring along (folders, modules, data, policies, masks) is kept, served, or refused in a sentence."""
 
+import fcntl
 import sys
+import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,7 +14,16 @@ from fedcover.datasets import hold_out
 from fedcover.errors import InvalidValue, RunError, TrainingDiverged
 from fedcover.evaluation import evaluate
 from fedcover.export import export, load_part
+from fedcover.fleet import Fleet
+from fedcover.flower.parcels import bundle, unbundle
+from fedcover.flower.places import Introduction, declared_fleet
+from fedcover.folders import Folder
+from fedcover.preparation import prepare
 from fedcover.reduction import Masks
+from fedcover.replies import Answer, RawReply, ask, check, pack
+from fedcover.rounds import ask as rounds_ask
+from fedcover.rounds import first_state
+from fedcover.sweeps import varied
 from fedcover.types import Samples
 
 SMALL = {"clients": 20, "active": 4, "rounds": 2, "epochs": 1, "fleet": "1x1.0 + 1x0.5", "policy": "prefix"}
@@ -169,3 +181,63 @@ def test_a_private_round_is_not_run_again(tmp_path):
     ran(tmp_path / "run", keep_rounds=[0], **private)
     with pytest.raises(InvalidValue, match=r"privacy: .*cannot be run again"):
         fc.replay(tmp_path / "run", 0)
+
+
+# ── names, places, locks ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_tiny_capacity_is_written_so_that_a_fleet_can_be_read():
+    nodes = [Introduction(1, 0, 2, 1.0, "1"), Introduction(2, 1, 2, 5e-05, "1")]
+    assert Fleet.parse(declared_fleet(nodes, 8, [1.0] * 8)).capacities == (1.0, 5e-05)
+
+
+def test_a_sweep_names_its_runs_however_long_the_settings_are():
+    long = {"policy": ['planned(kind="pruning", gamma=1)', "prefix"], "model": ["mlp(hidden=[16, 16])", "cnn"],
+            "partition": ["dirichlet(alpha=0.1)", "iid"]}  # fmt: skip
+    names = [e.name for e in varied(fc.Experiment(), long, seeds=2)]
+    assert len(set(names)) == 16
+    assert all(len(name) <= 100 and name[-7:] in ("-seed-0", "-seed-1") for name in names)
+    assert names == [e.name for e in varied(fc.Experiment(), long, seeds=2)]
+
+
+def test_a_process_of_a_sweep_that_is_killed_within_a_line_is_noticed(tmp_path, monkeypatch):
+    killed = tmp_path / "python"
+    killed.write_text("#!/bin/sh\ncat > /dev/null\nprintf '{\"finished\": [0, [{'\nkill -9 $$\n")
+    killed.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(killed))
+    wanted = [fc.Experiment(**SMALL, name=f"run{n}", seed=n) for n in range(2)]
+    with pytest.raises(RunError, match="a process of the sweep ended with -9"):
+        list(fc.sweep(wanted, machine=fc.Machine(device="cpu", processes=2)))
+
+
+def test_who_looks_at_a_run_does_not_keep_it_from_going_on(tmp_path):
+    ran(tmp_path / "run")
+    with (tmp_path / "run" / ".lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        threading.Timer(0.03, fcntl.flock, (lock, fcntl.LOCK_UN)).start()
+        with Folder(tmp_path / "run").opened() as opened:
+            assert opened.experiment.rounds == 2
+
+
+# ── what a client says that it measured ─────────────────────────────────────────────────────────────────
+
+
+def test_a_client_cannot_widen_the_mask_of_all():
+    """PruneFL's next mask is made of what clients say that they trained, which the server knows."""
+    both = {"policy": "prunefl(every=2)", "recipe": "prunefl(every=2)", "model": "mlp(hidden=[16])"}
+    setup = prepare(fc.Experiment(**{**SMALL, **both}), HERE.resolved())
+    state = first_state(setup)
+    [(client, part), *_] = rounds_ask(setup, state).work
+    task, [update] = setup.task, setup.engine(setup.task, state, [(client, part)], 0.1)
+
+    def answered(arrays):
+        asked = ask("nonce", task, state, client, part)
+        return check(RawReply("nonce", client.id, unbundle(bundle(arrays)), {"loss": 1.0}), asked)
+
+    honest = pack(update)
+    assert isinstance(answered(honest), Answer)
+    lies = [name for name in honest if name.startswith("measured/trained_in")]
+    assert lies
+    for name in lies:
+        assert answered({**honest, name: np.ones_like(honest[name])}).reason == "mask over capacity"
+        assert answered({**honest, name: 5 * honest[name]}).reason == "mask over capacity"

@@ -7,12 +7,13 @@ import os
 import platform
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from fedcover.summary import Metrics, command_to_go_on, read_lines, summarise
 from fedcover.types import State
 from fedcover.version import __version__
 
+LOCK_TRIES = 5
 _MUST_MATCH = {"engine": str, "device": str, "threads": int, "deterministic": bool, "precision": str, "torch": str}
 
 
@@ -123,10 +125,7 @@ class Folder:
         except OSError as error:
             raise RunError(f"cannot write in {self.path}: {error.strerror}") from error
         with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise RunError(f"{self.path} is in use by another process") from None
+            _take(lock, self.path)
             for folder in (self.path, self.checkpoints, self.kept):
                 checkpoints.sweep(folder)
             yield
@@ -306,3 +305,15 @@ def _json(value: dict[str, Any]) -> bytes:
 
 def _line(value: dict[str, Any]) -> bytes:
     return (json.dumps(value) + "\n").encode()
+
+
+def _take(lock: IO[str], path: Path) -> None:
+    """Take a folder's lock for this process alone; who only looks at it holds it, too, but for a moment."""
+    for left in reversed(range(LOCK_TRIES)):
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if not left:
+                raise RunError(f"{path} is in use by another process") from None
+            time.sleep(0.02)
+    return None

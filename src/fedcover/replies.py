@@ -36,7 +36,7 @@ REASONS = {
     "negative variance": "a running variance is below zero",
     "absurd norm": "the update is longer than any honest one",
     "mask malformed": "the mask of trained entries is too short, or sets bits beyond its end",
-    "mask over capacity": "the mask claims entries that the client was not given",
+    "mask over capacity": "the mask, or what is measured of it, is not that of the entries that the client was given",
 }
 """Why a reply is refused: the whole list."""
 
@@ -62,7 +62,8 @@ class RawReply:
 class Asked:
     """A task that was sent: who was asked, for which part of which tensors, and how large an answer may be.
 
-    `choosing` clients may say which entries of their part they trained.
+    `choosing` clients may say which entries of their part they trained; kinds in `marks` are measured as that number in
+    the mask and 0 outside of it.
     """
 
     nonce: str
@@ -73,6 +74,7 @@ class Asked:
     measures: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     metrics: tuple[str, ...] = ("loss",)
     choosing: bool = True
+    marks: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def start(self) -> Params:
@@ -117,9 +119,10 @@ class Answer:
 def ask(nonce: str, task: Task, state: State, client: Client, reduction: Reduction, *, choosing: bool = True) -> Asked:
     """What is asked of a client that is sent its part of the model."""
     known = state.statistics.get(statistics_key(task.norm, client.capacity) or "", {})
-    scope = {"all": tuple(state.params), "prunable": task.model.prunable}
+    scope = {"all": tuple(state.params), "prunable": task.model.prunable, "round": task.model.prunable}
     measures = {kind: scope[which] for kind, which in task.recipe.measures.items()}
-    return Asked(nonce, client, reduction, state.params, known, measures, choosing=choosing)
+    marks = {kind: state.round + 1 for kind, which in task.recipe.measures.items() if which == "round"}
+    return Asked(nonce, client, reduction, state.params, known, measures, choosing=choosing, marks=marks)
 
 
 def pack(update: Update) -> dict[str, np.ndarray]:
@@ -208,6 +211,7 @@ def _checked(raw: RawReply, asked: Asked) -> Answer:
     buffers = _under("buffers/", arrays)
     measured = {kind: _under(f"measured/{kind}/", arrays) for kind in asked.measures}
     _finite({"params": params, "buffers": buffers, **measured})
+    _marks(measured, asked)
     _lengths(asked, params, buffers)
     bits = {name: _bits(name, packed, asked) for name, packed in _under("bits/", arrays).items()}
     trained = Within(asked.reduction, bits) if bits else asked.reduction
@@ -216,6 +220,15 @@ def _checked(raw: RawReply, asked: Asked) -> Answer:
     return Answer(
         Update(asked.client, asked.reduction, trained, params, buffers, measured, {}, metrics["loss"]), metrics
     )
+
+
+def _marks(measured: Mapping[str, Params], asked: Asked) -> None:
+    """What the server knows itself must be so: the next masks are made of it."""
+    masks = asked.reduction.gradient_mask()
+    for kind, mark in asked.marks.items():
+        for name, tensor in measured[kind].items():
+            if not torch.equal(tensor, torch.full_like(tensor, mark) * masks.get(name, torch.tensor(1)).cpu()):
+                raise Refused("mask over capacity", f"measured/{kind}/{name} is not {mark} in the mask and 0 elsewhere")
 
 
 def _sizes(arrays: Mapping[Any, RawArray], asked: Asked) -> None:

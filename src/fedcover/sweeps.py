@@ -3,6 +3,7 @@
 The processes speak in lines of JSON: what is to be run goes in, reports of rounds and finished runs come out.
 """
 
+import hashlib
 import json
 import logging
 import os
@@ -37,6 +38,8 @@ WORTH_DEALING = {"cpu": 2_000, "cuda": 100_000}
 ON_A_GPU = 8
 """Processes that share a GPU where steps are small: while some choose, average and measure, others train."""
 
+LONGEST_SETTING = 80
+"""Characters of a setting's name: with a seed it must be a name of a run."""
 MPS = "nvidia-cuda-mps-control"
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 QUEUES_OF_ALL = 64
@@ -63,14 +66,19 @@ def varied(experiment: Experiment, choices: dict[str, Sequence[Any]], seeds: int
     for values in product(*choices.values()):
         changes = dict(zip(choices, values, strict=True))
         for seed in range(experiment.seed, experiment.seed + seeds):
-            parts = [experiment.name, *(f"{key}-{value}" for key, value in {**changes, "seed": seed}.items())]
             known = experiment.model_dump()
-            made.append(Experiment(**{**known, **changes, "seed": seed, "name": _as_name("-".join(parts))}))
+            name = f"{_setting(experiment.name, changes)}-seed-{seed}"
+            made.append(Experiment(**{**known, **changes, "seed": seed, "name": name}))
     return made
 
 
-def _as_name(text: str) -> str:
-    return "".join(c if c.isalnum() or c in "-._" else "_" for c in text)
+def _setting(name: str, changes: Mapping[str, object]) -> str:
+    """The name of a setting; where it would be too long for one, its end is a digest of the rest."""
+    text = "-".join([name, *(f"{key}-{value}" for key, value in changes.items())])
+    plain = "".join(c if c.isalnum() or c in "-._" else "_" for c in text)
+    if len(plain) <= LONGEST_SETTING:
+        return plain
+    return f"{plain[: LONGEST_SETTING - 9]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def sweep(
@@ -196,7 +204,8 @@ def _start(task: str, environment: Mapping[str, str], said: "SimpleQueue[dict[st
             pass  # its end is noticed below
         with child.stdout:
             for line in child.stdout:
-                said.put(json.loads(line))
+                if line.endswith("\n"):  # who is killed may have said half a line
+                    said.put(json.loads(line))
         code = child.wait()
         said.put({"ended": True} if code == 0 else {"error": ["RunError", f"a process of the sweep ended with {code}"]})
 

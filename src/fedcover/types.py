@@ -252,8 +252,8 @@ class Recipe:
     `start` sees what the client was given, `observe` every step's gradients before they are masked, `finish` the end;
     `model` is what the recipe makes of the global model before the first round. `loss` and `observe` decide nothing by
     the values of tensors: their steps are captured once and replayed for other clients. With `exits` the model gives
-    the logits of several exits, stacked. `measures` declares what its clients measure: a kind, and of which tensors
-    (`all`, `prunable`); `chooses` that they decide by their data what of their part they train, which privacy refuses.
+    the logits of several exits, stacked. `measures`: what clients measure, of which tensors (`all`, `prunable`;
+    `round`: its number, from 1, in the mask, else 0); `chooses`: they decide by data what they train, so no privacy.
     """
 
     loss: Callable[[Forward, Params, Batch, Carry], Tensor]

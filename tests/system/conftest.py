@@ -8,7 +8,7 @@ import pytest
 from fedcover.flower.processes import local
 
 HERE = Path(__file__).parent
-NEED_FLOWER = ("test_forgetting.py", "handmade.py", "test_strategy.py", "test_loopback.py")
+NEED_FLOWER = ("test_forgetting.py", "test_node_answers.py", "handmade.py", "test_strategy.py", "test_loopback.py")
 
 
 def pytest_collection_modifyitems(items):

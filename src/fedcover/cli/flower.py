@@ -14,9 +14,9 @@ from cyclopts import App, Parameter
 
 from fedcover import console
 from fedcover.cli.options import Data, Device, Json, Threads, Whole, app
-from fedcover.cli.running import with_absolute_dataset
+from fedcover.cli.wanted import wanted_of
 from fedcover.errors import InvalidValue, RunError
-from fedcover.experiment import Experiment, parse_change, read_experiment
+from fedcover.experiment import Experiment
 from fedcover.flower import require
 from fedcover.flower.apps import Settings, write_app
 from fedcover.flower.following import follow, pass_on
@@ -194,8 +194,7 @@ def _wanted(experiment: Path, changes: tuple[str, ...]) -> tuple[Experiment, boo
         if found.manifest.get("engine") != "flower":
             raise InvalidValue(f"{experiment} was not run on Flower: go on with 'fedcover resume {experiment}'")
         return found.experiment, True
-    sys.path.insert(1, str(experiment.parent.resolve()))  # functions that it names may lie beside it
-    return with_absolute_dataset(read_experiment(experiment, dict(map(parse_change, changes))), experiment), False
+    return wanted_of(experiment, changes), False
 
 
 def _settings(wanted: Experiment, **fields: Any) -> Settings:

@@ -10,8 +10,8 @@ from cyclopts import Parameter
 from fedcover import console
 from fedcover.capacity import propose
 from fedcover.cli.options import Data, Device, Json, Threads, app
+from fedcover.cli.wanted import wanted_of
 from fedcover.errors import InvalidValue
-from fedcover.experiment import Experiment, parse_change, read_experiment
 from fedcover.preparation import Machine, prepare
 from fedcover.watching import frame, look, watch_live
 
@@ -54,10 +54,7 @@ def capacity(
     """How much of the experiment's model this device can train: a short benchmark that proposes a capacity."""
     if memory is not None and not 0 < memory < MOST_MEGABYTES:
         raise InvalidValue(f"memory must be a number of megabytes above 0; got {memory:g}")
-    changes = dict(parse_change(text) for text in set)
-    if experiment:  # functions that it names may lie beside it
-        sys.path.insert(1, str(experiment.parent.resolve()))
-    wanted = read_experiment(experiment, changes) if experiment else Experiment(**changes)
+    wanted = wanted_of(experiment, set)
     machine = Machine(device=device, threads=threads).resolved()
     setup = prepare(wanted, machine, data=data)
     with machine.for_setup(setup).applied():

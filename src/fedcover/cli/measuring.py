@@ -14,8 +14,9 @@ from fedcover import console
 from fedcover.bench import STEADY, page
 from fedcover.bench import bench as measure
 from fedcover.cli.options import Data, DealtOut, Device, Json, Precision, Whole, app
+from fedcover.cli.wanted import wanted_of
 from fedcover.errors import InvalidValue
-from fedcover.experiment import Experiment, parse_change, read_experiment
+from fedcover.experiment import Experiment, parse_change
 from fedcover.preparation import Machine
 from fedcover.processes import torchrun_rank
 from fedcover.rounds import Report
@@ -69,8 +70,7 @@ def sweep(
     """Run settings x seeds in lockstep, each into its own folder; run it again to go on where it was stopped."""
     if torchrun_rank() is not None:
         raise InvalidValue("a sweep starts its processes itself: use --processes, not torchrun")
-    changes = dict(parse_change(text) for text in set)
-    base = read_experiment(experiment, changes) if experiment else Experiment(**changes)
+    base = wanted_of(experiment, set)
     choices = [_choices(text) for text in vary]
     for key, number in Counter(key for key, _ in choices).items():
         if number > 1:

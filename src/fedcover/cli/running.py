@@ -23,10 +23,11 @@ from fedcover.cli.options import (
     Whole,
     app,
 )
+from fedcover.cli.wanted import wanted_of
 from fedcover.demo import FLEET, LINE_UP
 from fedcover.demo import demo as run_demo
 from fedcover.errors import InvalidValue, unknown
-from fedcover.experiment import Experiment, parse_change, read_experiment
+from fedcover.experiment import Experiment
 from fedcover.export import FORMATS
 from fedcover.export import export as export_part
 from fedcover.folders import Folder
@@ -60,11 +61,7 @@ def run(
     """Run one experiment into a folder below runs."""
     if plot is not None:
         plotting.check(plot)
-    changes = dict(parse_change(text) for text in set)
-    if experiment:  # functions and files that it names may lie beside it
-        sys.path.insert(1, str(experiment.parent.resolve()))
-    wanted = read_experiment(experiment, changes) if experiment else Experiment(**changes)
-    wanted = with_absolute_dataset(wanted, experiment)
+    wanted = wanted_of(experiment, set)
     folder = runs / wanted.name
     machine = Machine(engine, device, threads, deterministic, precision, _processes(processes))
     with _watching(wanted, folder, tensorboard) as watch:
@@ -189,15 +186,6 @@ def _processes(wanted: int | str) -> int | str:
     if wanted not in ("auto", torchrun_size()):
         raise InvalidValue(f"processes: torchrun has started {torchrun_size()}; got {wanted}")
     return torchrun_size()
-
-
-def with_absolute_dataset(wanted: Experiment, file: Path | None) -> Experiment:
-    """The experiment with the full path of its data file, if it names one, so that it can be resumed from anywhere."""
-    if Path(wanted.dataset).suffix not in (".npz", ".safetensors"):
-        return wanted
-    beside = file.parent / wanted.dataset if file else Path(wanted.dataset)
-    found = beside if beside.exists() else Path(wanted.dataset)
-    return wanted.model_copy(update={"dataset": str(found.expanduser().resolve())})
 
 
 def _saying_how_to_go_on(folder: Path, work: Callable[[], Run]) -> Run:

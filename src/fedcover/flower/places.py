@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+import numpy as np
+
 from fedcover.errors import InvalidValue
 
 
@@ -58,13 +60,11 @@ def declared_fleet(introductions: Iterable[Introduction], clients: int, fallback
     first: dict[int, Introduction] = {}
     for known in introductions:
         first.setdefault(known.place, known)
-    said = {place: known for place, known in first.items() if known.capacity is not None}
-    places = next((known.places for known in said.values()), 1)
-    capacities = [
-        said[place].capacity if (place := place_of(client, clients, places)) in said else fallback[client]
-        for client in range(clients)
-    ]
-    return " + ".join(f"{len(list(alike))}x{capacity!r}" for capacity, alike in groupby(capacities))
+    said = {place: known.capacity for place, known in first.items() if known.capacity is not None}
+    places = next((first[place].places for place in said), 1)
+    capacities = [said.get(place_of(client, clients, places), fallback[client]) for client in range(clients)]
+    alike = [(len(list(group)), np.format_float_positional(share, trim="0")) for share, group in groupby(capacities)]
+    return " + ".join(f"{count}x{share}" for count, share in alike)  # no exponents: a fleet is not written with them
 
 
 @dataclass

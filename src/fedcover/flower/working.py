@@ -1,5 +1,6 @@
 """What a node does with its orders: the same local training as everywhere else, one client after another."""
 
+import logging
 from collections.abc import Callable, Mapping
 from math import nan
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from flwr.app import Array, ArrayRecord, Context, Message
 from torch import Tensor, nn
 
+from fedcover.arrays import Refused
 from fedcover.errors import FedcoverError, InvalidValue
 from fedcover.experiment import Experiment
 from fedcover.flower.messages import Answer, Order, Orders, read_orders, to_server
@@ -22,6 +24,8 @@ from fedcover.training import train_client
 from fedcover.types import Client, Model, Params, Reduction, State, Task, Update
 
 PRIVATE = "private"
+
+log = logging.getLogger("fedcover")
 
 
 def train_clients(message: Message, context: Context) -> Message:
@@ -48,12 +52,16 @@ def _answered(order: Order, context: Context, work: Callable[[Order], Answer]) -
         if isinstance(declared, int | float) and order.capacity > declared + 1e-9:
             raise InvalidValue(f"capacity {order.capacity:g} is more than the {declared:g} that this node declares")
         return work(order)
-    except FedcoverError as error:
+    except (FedcoverError, Refused) as error:
+        return _refusal(order, error)
+    except Exception as error:  # of a model, recipe or training function that somebody has brought along
+        log.exception("training client %d has failed", order.client)
         return _refusal(order, error)
 
 
-def _refusal(order: Order, error: FedcoverError) -> Answer:
-    return Answer(order.client, order.nonce, nan, 0, b"", str(error)[:300])
+def _refusal(order: Order, error: Exception) -> Answer:
+    known = isinstance(error, FedcoverError | Refused)
+    return Answer(order.client, order.nonce, nan, 0, b"", (f"{error}" if known else f"{error!r}")[:300])
 
 
 def _trained(order: Order, orders: Orders, task: Task, context: Context) -> Answer:

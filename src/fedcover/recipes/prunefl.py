@@ -42,5 +42,5 @@ def prunefl(*, every: int = EVERY) -> Recipe:
         total = {name: earlier[name] + squares / assignment.steps for name, squares in sums.items()}
         return Outcome(params, measured={"squared_gradient": total, "trained_in": trained_in})
 
-    measures = {"squared_gradient": "all", "trained_in": "prunable"}
+    measures = {"squared_gradient": "all", "trained_in": "round"}
     return Recipe(cross_entropy, start, observe, finish, measures=measures)
