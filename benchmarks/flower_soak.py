@@ -60,8 +60,9 @@ def trend(kib: Sequence[float]) -> dict[str, Any]:
     """The median slope of sizes, round by round, and its bounds: Sen's, from the variance of Kendall's count."""
     rounds = len(kib)
     slopes = sorted((b - a) / (j - i) for (i, a), (j, b) in combinations(enumerate(kib), 2))
-    off, middle = round((rounds * (rounds - 1) * (2 * rounds + 5) / 18) ** 0.5), len(slopes) // 2
-    low, high = slopes[max(0, middle - off)], slopes[min(len(slopes) - 1, middle + off)]
+    off, last = round((rounds * (rounds - 1) * (2 * rounds + 5) / 18) ** 0.5), len(slopes) - 1
+    upper = min(last, len(slopes) // 2 + off)
+    low, high = slopes[last - upper], slopes[upper]  # as far from the one end as from the other
     return {"kib_per_round": round(median(slopes), 1), "between": [round(low, 1), round(high, 1)]}
 
 

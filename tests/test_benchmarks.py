@@ -69,6 +69,16 @@ def test_a_page_tells_medians_spread_and_ratios():
     assert torch.__version__ in text
 
 
+@pytest.mark.parametrize("rounds", [7, 8, 9, 10])
+def test_what_shrinks_is_measured_like_what_grows(rounds):
+    soak = Path(__file__).parent.parent / "benchmarks" / "flower_soak.py"
+    trend = runpy.run_path(str(soak))["trend"]
+    kib = [3.0, 10.0, 81.0, 22.0, 67.0, 14.0, 95.0, 9.0, 46.0, 60.0][:rounds]
+    up, down = trend(kib), trend([-size for size in kib])
+    assert up["kib_per_round"] == -down["kib_per_round"]
+    assert up["between"] == [-bound for bound in reversed(down["between"])]
+
+
 def test_memory_that_is_kept_is_told_from_memory_that_comes_and_goes():
     """A leak goes on to the end; noise has no direction; a step of the allocator ends."""
     soak = Path(__file__).parent.parent / "benchmarks" / "flower_soak.py"
@@ -84,7 +94,7 @@ def test_memory_that_is_kept_is_told_from_memory_that_comes_and_goes():
     }  # fmt: skip
     assert not growth([*start, *(1000 + noise[n] for n in range(16))])["grows"]
     assert not growth([*start, *(1000 + 132 * (n > 4) for n in range(16))])["grows"]
-    assert growth([*start, *(1000 + 132 * (n // 3) for n in range(16))])["grows"]  # step after step
+    assert growth([*start, *(1000 + 132 * (n // 3) for n in range(26))])["grows"]  # step after step
     assert not growth([*start, *(1000.0 for _ in range(16))])["grows"]
     dips = [-5000 * (n % 6 == 2) for n in range(16)]  # memory that the allocator gives back for a while
     assert growth([*start, *(1000 + 20 * n + dips[n] for n in range(16))])["grows"]

@@ -1,5 +1,6 @@
 """What Flower carries and who holds whom, without Flower: parcels, places, and the folder of an app."""
 
+import json
 import os
 import platform
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import time
 import tomllib
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from fedcover.cli.flower import check_connection, node_configs
 from fedcover.errors import InvalidValue, RunError
 from fedcover.experiment import Experiment
 from fedcover.flower.apps import Settings, write_app
-from fedcover.flower.following import pass_on, said
+from fedcover.flower.following import follow, pass_on, said
 from fedcover.flower.parcels import as_sent, bundle, embedded, headed, kept, read_reduction, sections, unbundle
 from fedcover.flower.places import Introduction, Roster, declared_fleet, introduction, place_of
 from fedcover.flower.processes import descendants
@@ -203,6 +205,35 @@ def test_the_last_sentence_of_a_log_is_what_a_user_sees(tmp_path):
     assert said(log) == "cannot write x: No space left"
     log.write_text("Traceback: oh\n")
     assert "Traceback: oh" in said(log)
+
+
+class Played:
+    """A process that takes its next step whenever somebody asks whether it has ended, and ends after the last."""
+
+    def __init__(self, *steps):
+        self.steps = list(steps)
+
+    def poll(self):
+        if not self.steps:
+            return 0
+        self.steps.pop(0)()
+        return None
+
+
+def test_rounds_that_are_run_again_are_shown_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    metrics, log = tmp_path / "metrics.jsonl", tmp_path / "log.txt"
+
+    def done(*rounds):
+        return lambda: metrics.write_text("".join(json.dumps({"round": round}) + "\n" for round in rounds))
+
+    log.write_text("")
+    done(*range(9))()
+    finish = partial((tmp_path / "summary.json").write_text, "{}")
+    seen = []
+    cut_and_run_again = [done(*range(5)), done(*range(6)), done(*range(8)), done(*range(9)), done(*range(10))]
+    follow(Played(lambda: None, *cut_and_run_again, finish), tmp_path, log, lambda report: seen.append(report.round))
+    assert seen == [5, 6, 7, 8, 9]
 
 
 def test_only_the_server_says_that_a_run_has_finished(capfd):

@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from fedcover.errors import InvalidValue, RunError
 from fedcover.reporting.grouping import group
 from fedcover.reporting.page import asset
 from fedcover.reporting.reading import find_runs, read_run
-from fedcover.reporting.thinning import MOST_POINTS, points_for
+from fedcover.reporting.thinning import MOST_ENDS, MOST_POINTS, points_for
 from fedcover.summary import read_lines
 from tests.made_up import made_up_run, on_flower
 
@@ -120,6 +121,25 @@ def test_a_run_on_real_devices_tells_who_did_not_answer_and_is_repeated_on_flowe
     again, go_on = entry["commands"]
     assert again == "fedcover flower up --nodes N experiment.toml"
     assert go_on == f"fedcover flower up --nodes N {tmp_path / 'run'}"
+
+
+def test_of_a_round_that_was_run_again_the_last_answers_count(tmp_path):
+    folder = on_flower(made_up_run(tmp_path / "run", done=3))
+    path = folder / "events.jsonl"
+    again = [{"round": 2, "event": "answered", "node": 1, "client": client, "why": ""} for client in (2, 4)]
+    path.write_text(path.read_text() + "".join(json.dumps(event) + "\n" for event in again))
+    (entry,) = report(tmp_path, folder)["runs"]
+    assert entry["answers"]["counts"] == {"answered": 4, "rejected": 2, "late": 1}
+    assert [(cause["times"], cause["rounds"]) for cause in entry["answers"]["causes"]] == [(2, "1 to 2"), (1, "2")]
+
+
+def test_values_of_the_manifest_stay_values_in_the_commands(tmp_path):
+    folder = made_up_run(tmp_path / "run")
+    (folder / "manifest.json").write_text(json.dumps({"engine": "$(id)", "device": "cpu; rm -rf ~", "threads": 2}))
+    (command,) = report(tmp_path, folder)["runs"][0]["commands"]
+    assert shlex.split(command)[3:] == ["--engine", "$(id)", "--device", "cpu; rm -rf ~", "--threads", "2"]
+    assert "'cpu; rm -rf ~'" in command
+    assert "'$(id)'" in command
 
 
 def test_thousands_of_causes_do_not_fill_the_page(tmp_path):
@@ -238,6 +258,43 @@ def test_a_damaged_run_is_named(tmp_path, caplog):
     assert caplog.messages == data["notes"]
 
 
+CLIENT = {"capacity": 1.0, "delta2": 0.1, "loss": 1.0}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [None, {"seconds": 3}, {"gamma_round": "1"}, {"bytes_up": None}, {"multiply_adds": None}, {"loss": None},
+     {"accuracy": "high"}, {"validation_accuracy": []}, {"lost": "2"}, {"clients": [1]}, {"clients": {"1": {}}},
+     {"clients": {"1": {**CLIENT, "loss": None}}}, {"pictures": {"clients": {"99": 0}, "layers": {}}},
+     {"pictures": "none"}, {"train_loss": "low"}],
+    ids=str,
+)  # fmt: skip
+def test_an_incomplete_line_is_left_out_and_named(tmp_path, damage):
+    folder = made_up_run(tmp_path / "run", done=3)
+    path = folder / "metrics.jsonl"
+    line = {"round": 3} if damage is None else {**read_lines(path)[-1], "round": 3, **damage}
+    path.write_text(path.read_text() + json.dumps(line) + "\n")
+    data = report(tmp_path, folder)
+    assert data["notes"] == [f"{path} is damaged: 1 line left out, 3 rounds can be read"]
+    assert (data["runs"][0]["done"], data["runs"][0]["totals"]["rounds"]) == (3, 3)
+
+
+def test_a_run_without_a_whole_line_is_named(tmp_path):
+    folder = made_up_run(tmp_path / "run")
+    (folder / "metrics.jsonl").write_text('{"round": 0}\n{"round": 1}\n')
+    data = report(tmp_path, folder)
+    assert data["notes"] == [f"{folder / 'metrics.jsonl'} is damaged: 2 lines left out, 0 rounds can be read"]
+    assert data["runs"][0]["totals"] == {}
+
+
+def test_validation_that_was_not_always_measured(tmp_path):
+    folder = made_up_run(tmp_path / "run")
+    first, second, *others = read_lines(folder / "metrics.jsonl")
+    lines = [first, {**second, "validation_accuracy": 0.5}, *others]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert report(tmp_path, folder)["runs"][0]["totals"]["best_round"] == 1
+
+
 # ── small and safe ──────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -285,6 +342,30 @@ def test_thinning_never_hides_the_lowest_coverage_and_keeps_seeds_in_step(tmp_pa
     assert len(a["every"]["round"]) <= MOST_POINTS + 2
     assert min(a["every"]["gamma_round"]) == 0
     assert set(b["every"]["round"]) <= set(a["every"]["round"])
+
+
+def test_thinning_shows_the_last_round_of_a_run_that_stopped(tmp_path):
+    fields = {"rounds": 10_000, "layers": 1, "evaluate_every": 2}
+    early = made_up_run(tmp_path / "early", done=24, **fields)
+    later = made_up_run(tmp_path / "later", done=57, seed=1, **fields)
+    lines = read_lines(early / "metrics.jsonl")
+    for line in lines:
+        line["gamma_round"] = 0 if line["round"] == 19 else 5
+    (early / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    a, b = report(tmp_path, early, later)["runs"]
+    assert a["every"]["round"] == [1, 24]
+    assert a["every"]["gamma_round"] == [5, 0]
+    assert b["every"]["round"] == [1, 24, 25, 50, 57]  # so that no mean is one of a single seed without need
+    assert (a["scores"]["round"][-1], b["scores"]["round"][-1]) == (24, 56)
+    assert 24 in b["scores"]["round"]
+
+
+def test_many_seeds_that_stopped_anywhere_do_not_fill_the_page(tmp_path):
+    for seed in range(40):
+        made_up_run(tmp_path / "runs" / str(seed), rounds=10_000, done=30 + seed, layers=1, seed=seed)
+    for run in report(tmp_path, tmp_path / "runs")["runs"]:
+        assert run["every"]["round"][-1] == run["done"]
+        assert len(run["every"]["round"]) <= MOST_ENDS + 3
 
 
 class Tags(HTMLParser):

@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fedcover as fc
-from fedcover.watching import EVENTS, look, sparks
+from fedcover.watching import EVENTS, Look, frame, look, sparks
 from tests.test_cli import fedcover, refused
 from tests.test_runs import only_the_cpu, tiny
 
@@ -113,11 +114,48 @@ def test_before_the_first_round(folder, watch):
 
 
 def test_a_client_that_is_asked_again_counts_once(folder):
-    # a round that was interrupted and run again, and a node that never named a client
-    write(folder, [event(0, "lost", 1), event(0, "answered", 1, node=2), event(0, "rejected", None)])
-    assert {kind: len(found) for kind, found in look(folder).clients(0).items()} == {
-        "answered": 1, "rejected": 1, "late": 0, "lost": 0,
+    # a round that was interrupted and run again
+    write(folder, [event(0, "lost", 1), event(0, "late", 2), event(0, "answered", 1, node=2), event(0, "late", 2)])
+    seen = look(folder)
+    assert {kind: len(found) for kind, found in seen.clients(0).items()} == {
+        "answered": 1, "rejected": 0, "late": 1, "lost": 0,
     }  # fmt: skip
+    assert seen.summary()["events"] == {"answered": 1, "late": 1}
+    assert seen.trouble == [event(0, "late", 2)]
+
+
+def test_a_node_is_no_client(folder, watch):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    gone = next(line for line in lines if line["dropped"])
+    refused = event(gone["round"], "rejected", None, "capacity must be in (0, 1]", node=9)
+    write(folder, [*(event(gone["round"], "answered", int(client)) for client in gone["clients"]), refused])
+    found = json.loads(watch(folder, "--json"))
+    row = found["history"][gone["round"]]
+    assert (row["rejected"], row["silent"]) == (0, len(gone["dropped"]))
+    assert found["events"] == {"answered": len(gone["clients"])}
+    assert found["nodes"] == {"rejected": 1}
+    assert found["trouble"] == [refused]
+    assert "capacity must be in (0, 1]" in watch(folder, "--once")
+
+
+class Counted(list):
+    """A list that counts how often somebody goes through it."""
+
+    times = 0
+
+    def __iter__(self):
+        self.times += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("shown", [frame, Look.summary])
+def test_events_are_gone_through_as_often_however_many_rounds_there_are(folder, shown):
+    seen, times = look(folder), []
+    for rounds in (4, 40):
+        events = Counted(event(round, "answered", client) for round in range(rounds) for client in range(3))
+        shown(replace(seen, lines=[{**seen.lines[0], "round": round} for round in range(rounds)], events=events))
+        times.append(events.times)
+    assert times[0] == times[1] <= 4
 
 
 def test_what_a_stranger_wrote_is_not_obeyed(folder, watch):

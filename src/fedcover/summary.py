@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,6 +16,12 @@ UNANSWERED = ("rejected", "late", "lost")
 """What may become of a task on a real device but an answer: refused, past the deadline, or its device is gone."""
 EVENTS = ("answered", *UNANSWERED)
 """What may become of a client's task."""
+
+_NEEDED = ("gamma_round", "gamma_window", "bytes_down", "bytes_up")
+_OF_ANSWERS = ("delta2_mean", "parameters", "multiply_adds")
+"""None in a round without an answer, but written."""
+_OPTIONAL = ("accuracy", "loss", "validation_accuracy", "validation_loss", *UNANSWERED)
+_NO_PICTURES: dict[str, Any] = {"layers": {}, "clients": {}}
 
 
 def read_lines(path: Path) -> Metrics:
@@ -33,8 +40,23 @@ def read_lines(path: Path) -> Metrics:
 
 
 def read_events(path: Path) -> Metrics:
-    """What became of whom on real devices, by a file such as events.jsonl; there is none of other runs."""
-    return [event for event in read_lines(path) if event.get("event") in EVENTS]
+    """What became of whom on real devices at last, by a file such as events.jsonl; there is none of other runs."""
+    last: dict[tuple[int, str], dict[str, Any]] = {}
+    for event in read_lines(path):
+        if event.get("event") in EVENTS:
+            key = event["round"], whose(event)
+            last.pop(key, None)  # a round that is run again after a stop tells anew, and in the order of that
+            last[key] = event
+    return list(last.values())
+
+
+def whose(event: Mapping[str, Any]) -> str:
+    """Whom an event is about: a client, or a node where no client is named.
+
+    >>> whose({"client": 3, "node": 7}), whose({"client": None, "node": 7})
+    ('client 3', 'node 7')
+    """
+    return f"node {event.get('node')}" if event.get("client") is None else f"client {event['client']}"
 
 
 def command_to_go_on(engine: str, folder: Path) -> str:
@@ -55,6 +77,39 @@ def unanswered(metrics: Metrics) -> dict[str, int]:
     """
     counted = {event: sum(line.get(event, 0) for line in metrics) for event in UNANSWERED}
     return {event: count for event, count in counted.items() if count}
+
+
+def is_whole(line: Mapping[str, Any]) -> bool:
+    """Whether a line has every figure that a summary or a page is made of, and none of another kind.
+
+    >>> is_whole({"round": 2})
+    False
+    """
+    clients, seconds, pictures = line.get("clients", {}), line.get("seconds"), line.get("pictures") or _NO_PICTURES
+    return (
+        all(name in line for name in _OF_ANSWERS)
+        and (line["parameters"] is None) == (line["multiply_adds"] is None)
+        and ("accuracy" not in line or "loss" in line)
+        and _numbers(line.get(name) for name in _NEEDED)
+        and _numbers(line[name] for name in _OPTIONAL if name in line)
+        and _numbers(line[name] for name in (*_OF_ANSWERS, "train_loss") if line.get(name) is not None)
+        and (isinstance(seconds, dict) and _numbers(seconds.values()))
+        and (isinstance(clients, dict) and all(_is_client(told) for told in clients.values()))
+        and (isinstance(pictures, dict) and _are_pictures(pictures, clients))
+    )
+
+
+def _numbers(values: Iterable[object]) -> bool:
+    return all(isinstance(value, int | float) for value in values)
+
+
+def _is_client(told: object) -> bool:
+    return isinstance(told, dict) and _numbers(told.get(name) for name in ("capacity", "delta2", "loss"))
+
+
+def _are_pictures(pictures: Mapping[str, Any], clients: Mapping[str, Any]) -> bool:
+    drawn = pictures.get("clients")
+    return "layers" in pictures and isinstance(drawn, dict) and drawn.keys() <= clients.keys()
 
 
 def summarise(metrics: Metrics) -> dict[str, Any]:
@@ -81,7 +136,7 @@ def summarise(metrics: Metrics) -> dict[str, Any]:
     for name in ("epsilon", "accuracy_common", "accuracy_single", "accuracy_local", "accuracy_trained"):
         if name in last:
             summary[name] = last[name]
-    if any("validation_accuracy" in line for line in evaluated):
-        best = max(evaluated, key=lambda line: float(line["validation_accuracy"]))
+    if validated := [line for line in evaluated if "validation_accuracy" in line]:
+        best = max(validated, key=lambda line: float(line["validation_accuracy"]))
         summary |= {"accuracy_best": best["accuracy"], "best_round": best["round"]}
     return summary

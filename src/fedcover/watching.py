@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import UnionType
 from typing import Any
@@ -41,31 +42,46 @@ class Look:
     running: bool
     going_on: str
 
-    def clients(self, round: int) -> dict[str, list[Line]]:
-        """The last event in one round of every client, or of every node where no client is named, by what it was."""
-        mine = [event for event in self.events if event["round"] == round]
-        last = {str(e["client"]) if e.get("client") is not None else f"node {e.get('node')}": e for e in mine}
-        return {kind: [e for e in last.values() if e["event"] == kind] for kind in EVENTS}
+    @cached_property
+    def by_round(self) -> dict[int, list[Line]]:
+        """What became of the clients of each round; what nodes did beside is no client's."""
+        found: dict[int, list[Line]] = {}
+        for event in self.events:
+            if event.get("client") is not None:
+                found.setdefault(event["round"], []).append(event)
+        return found
 
-    @property
+    def clients(self, round: int) -> dict[str, list[Line]]:
+        """What became of every client in one round, by what it was."""
+        mine = self.by_round.get(round, [])
+        return {kind: [event for event in mine if event["event"] == kind] for kind in EVENTS}
+
+    @cached_property
     def trouble(self) -> list[Line]:
         """Every event but answers, oldest first."""
         return [event for event in self.events if event["event"] != "answered"]
 
-    def summary(self) -> dict[str, Any]:
-        """The same as numbers and words, for other programs."""
+    def newest(self) -> dict[str, Any]:
+        """The accuracy of the last evaluation, and coverage and privacy after the last round; None if not measured."""
         last = self.lines[-1] if self.lines else {}
         known = [line for line in self.lines if "accuracy" in line]
+        figures = {figure: last.get(figure) for figure in ("gamma_round", "gamma_window", "epsilon")}
+        return {"accuracy": known[-1]["accuracy"] if known else None, **figures}
+
+    def summary(self) -> dict[str, Any]:
+        """The same as numbers and words, for other programs; what became of clients and of nodes is counted apart."""
+        clients = (event for mine in self.by_round.values() for event in mine)
+        nodes = (event for event in self.events if event.get("client") is None)
         return {
             "name": self.name,
             "round": len(self.lines),
             "rounds": self.rounds,
             "finished": self.finished,
             "running": self.running,
-            "accuracy": known[-1]["accuracy"] if known else None,
-            **{figure: last.get(figure) for figure in ("gamma_round", "gamma_window", "epsilon")},
+            **self.newest(),
             "history": [self.row(line) for line in self.lines],
-            "events": dict(Counter(str(event["event"]) for event in self.events)),
+            "events": dict(Counter(str(event["event"]) for event in clients)),
+            "nodes": dict(Counter(str(event["event"]) for event in nodes)),
             "trouble": self.trouble,
         }
 
@@ -125,7 +141,7 @@ def frame(seen: Look) -> Group:
 
 
 def _heading(seen: Look) -> Iterator[str]:
-    done, now = len(seen.lines), seen.summary()
+    done, now = len(seen.lines), seen.newest()
     how = "   finished" if seen.finished else "" if seen.running else f"   stopped; go on with {seen.going_on}"
     yield f"{seen.name}   round {done} of {seen.rounds}{how}"
     figures = {"accuracy": "accuracy", "gamma_round": "coverage", "gamma_window": "over window", "epsilon": "epsilon"}

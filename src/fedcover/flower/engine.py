@@ -177,7 +177,8 @@ class FlowerEngine:
                 yield found
 
     def _tell(self, round: int, event: str, node: int | None, client: int | None, why: str = "") -> None:
-        self.counted[event] += 1
+        if client is not None:  # what a node did beside is told of, but no client's task
+            self.counted[event] += 1
         self.events.write(round, event, node, client, why)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fedcover.errors import RunError
 from fedcover.rounds import Report
-from fedcover.summary import read_lines
+from fedcover.summary import Metrics, read_lines
 
 FINISHED = "fedcover: finished"
 _STOPPED = re.compile(r"^fedcover: stopped: (.*)", re.MULTILINE)
@@ -17,20 +17,25 @@ _STOPPED = re.compile(r"^fedcover: stopped: (.*)", re.MULTILINE)
 def follow(process: subprocess.Popen[bytes], folder: Path, log: Path, watch: Callable[[Report], None]) -> None:
     """Show the rounds of a run until the process that streams its log ends; complain if the run did not finish."""
     metrics = folder / "metrics.jsonl"
-    known = len(read_lines(metrics))
+    known = _last_round(read_lines(metrics))
     summary = folder / "summary.json"
     before = summary.stat().st_mtime_ns if summary.exists() else None
     while True:
         ended = process.poll() is not None
         lines = read_lines(metrics)
-        for line in lines[known:]:
-            watch(Report(line["round"], line))
-        known = max(known, len(lines))
+        for line in lines:
+            if line["round"] > known:
+                watch(Report(line["round"], line))
+        known = _last_round(lines)  # lower than before once the server has cut off the rounds that it runs again
         if ended:
             break
         time.sleep(0.3)
     if not summary.exists() or summary.stat().st_mtime_ns == before or _STOPPED.search(log.read_text(errors="replace")):
         raise RunError(said(log))
+
+
+def _last_round(lines: Metrics) -> int:
+    return max((line["round"] for line in lines), default=-1)
 
 
 def pass_on(command: list[str], environment: dict[str, str]) -> None:

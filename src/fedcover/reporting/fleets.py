@@ -8,7 +8,7 @@ from typing import Any
 from fedcover.reporting.ordering import natural
 from fedcover.reporting.reading import Line, Record
 from fedcover.reporting.thinning import short
-from fedcover.summary import EVENTS
+from fedcover.summary import EVENTS, whose
 
 CAUSES, NAMES, LETTERS = 20, 5, 300
 """How many causes of missing answers are told, how many clients of each are named, and how long a cause may be."""
@@ -57,9 +57,7 @@ def answers(events: Sequence[Line]) -> dict[str, Any] | None:
 
 
 def _cause(event: str, why: str, met: Sequence[Line]) -> dict[str, Any]:
-    names = sorted(
-        {f"node {e.get('node')}" if e.get("client") is None else f"client {e['client']}" for e in met}, key=natural
-    )
+    names = sorted({whose(event) for event in met}, key=natural)
     first, last = min(e["round"] for e in met) + 1, max(e["round"] for e in met) + 1
     return {
         "event": event,

@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from functools import cache
@@ -18,7 +19,7 @@ from fedcover.reporting.gathering import Gathered, gather
 from fedcover.reporting.grouping import Group, group, text
 from fedcover.reporting.ordering import natural
 from fedcover.reporting.reading import NOT_COMPARED, Line, Record
-from fedcover.reporting.thinning import lowest, packed_pictures, points_for, short, spread, thinned
+from fedcover.reporting.thinning import lowest, packed_pictures, points_for, short, some_ends, spread, thinned
 from fedcover.summary import command_to_go_on, summarise
 from fedcover.version import __version__
 
@@ -30,6 +31,7 @@ SCRIPTS = (
 
 log = logging.getLogger("fedcover")
 
+Ends = dict[str, frozenset[int]]
 MOST_ENTRIES = 50
 """Of a list or table in a certificate."""
 
@@ -88,6 +90,7 @@ def payload(gathered: Gathered, title: str) -> dict[str, Any]:
     """All that the page shows."""
     records = gathered.records
     groups = group(records)
+    ends = {place: found for g in groups for found in [ends_of([records[n] for n in g.runs])] for place in g.runs}
     return {
         "title": title,
         "version": __version__,
@@ -95,7 +98,7 @@ def payload(gathered: Gathered, title: str) -> dict[str, Any]:
         "notes": gathered.notes,
         "groups": [{"label": g.label, "settings": g.settings, "runs": list(g.runs)} for g in groups],
         "values": values(groups),
-        "runs": [run_entry(record, len(records)) for record in records],
+        "runs": [run_entry(record, ends[place], len(records)) for place, record in enumerate(records)],
     }
 
 
@@ -104,8 +107,8 @@ def values(groups: Sequence[Group]) -> dict[str, list[str]]:
     return {name: sorted({each.settings[name] for each in groups}, key=natural) for name in groups[0].settings}
 
 
-def run_entry(record: Record, runs: int) -> dict[str, Any]:
-    """One run as the page wants it."""
+def run_entry(record: Record, ends: Ends, runs: int) -> dict[str, Any]:
+    """One run as the page wants it, with points where the seeds of its group end."""
     return {
         "name": record.name,
         "folder": str(record.folder),
@@ -114,7 +117,7 @@ def run_entry(record: Record, runs: int) -> dict[str, Any]:
         "done": len(record.lines),
         "notFinite": record.not_finite,
         "settings": {name: text(value) for name, value in record.settings.items() if name not in NOT_COMPARED},
-        **curves(record, points_for(runs)),
+        **curves(record, ends, points_for(runs)),
         "totals": totals(record.lines),
         "fleet": fleet_table(record),
         "answers": answers(record.events),
@@ -127,7 +130,13 @@ def run_entry(record: Record, runs: int) -> dict[str, Any]:
     }
 
 
-def curves(record: Record, most: int) -> dict[str, Any]:
+def ends_of(seeds: Sequence[Record]) -> Ends:
+    """The last rounds, counted from 1, that the runs of one group have, of those with an evaluation and of all."""
+    parts = {"scores": [_scored(seed) for seed in seeds], "every": [seed.lines for seed in seeds]}
+    return {part: some_ends(lines[-1]["round"] + 1 for lines in found if lines) for part, found in parts.items()}
+
+
+def curves(record: Record, ends: Ends, most: int) -> dict[str, Any]:
     """The figures of every round, and of the rounds with an evaluation, each beside what had been paid by then."""
     lines, moved, seconds, paid = record.lines, 0.0, 0.0, {}
     for line in lines:
@@ -144,15 +153,19 @@ def curves(record: Record, most: int) -> dict[str, Any]:
             **{name: values for name, values in found.items() if any(value is not None for value in values)},
         }
 
-    scored = [line for line in lines if "accuracy" in line]
-    scores = columns(("accuracy", "loss", "validation_accuracy", "validation_loss"), scored)
+    scores = columns(("accuracy", "loss", "validation_accuracy", "validation_loss"), _scored(record))
     every = columns(("train_loss", "gamma_round", "gamma_window", "delta2_mean"), lines)
+    minima = {"gamma_round": lowest, "gamma_window": lowest}
     evaluations = -(-record.rounds // int(record.settings.get("evaluate_every", 1)))
     return {
-        "scores": thinned(scores, evaluations, most, {}),
-        "every": thinned(every, record.rounds, most, {"gamma_round": lowest, "gamma_window": lowest}),
+        "scores": thinned(scores, evaluations, most, {}, ends["scores"]),
+        "every": thinned(every, record.rounds, most, minima, ends["every"]),
         "thinned": record.rounds > most,
     }
+
+
+def _scored(record: Record) -> list[Line]:
+    return [line for line in record.lines if "accuracy" in line]
 
 
 def totals(lines: Sequence[Line]) -> dict[str, Any]:
@@ -168,7 +181,7 @@ def commands(record: Record) -> list[str]:
     """How to run it again, and how to go on with it."""
     machine, engine = record.manifest, str(record.manifest.get("engine"))
     keys = ("engine", "device", "threads", "precision", "processes")
-    options = [f"--{key} {machine[key]}" for key in keys if machine.get(key) is not None]
+    options = [f"--{key} {shlex.quote(str(machine[key]))}" for key in keys if machine.get(key) is not None]
     options += ["--deterministic"] if machine.get("deterministic") else []
     options += ["--data FOLDER"] if machine.get("data") else []
     again = " ".join(["fedcover run experiment.toml", *options])

@@ -10,7 +10,7 @@ from typing import Any
 
 from fedcover.errors import RunError
 from fedcover.reporting.ordering import natural
-from fedcover.summary import read_events, read_lines, unanswered
+from fedcover.summary import is_whole, read_events, read_lines, unanswered
 
 Line = dict[str, Any]
 
@@ -29,9 +29,9 @@ class Record:
     lines: list[Line]
     certificate: dict[str, Any] | None
     damaged: int
-    """Lines of metrics.jsonl that hold no round."""
+    """Lines of metrics.jsonl that hold no round, or not all of one."""
     events: list[Line]
-    """What became of every task, if the clients were real devices."""
+    """What became of every task at last, if the clients were real devices."""
 
     @property
     def name(self) -> str:
@@ -96,7 +96,7 @@ def read_run(folder: Path) -> Record:
         raise RunError(f"{path} cannot be read: {error}") from error
     manifest, certificate = _json(folder / "manifest.json"), _json(folder / "certificate.json")
     ended = _ended_lines(folder / "metrics.jsonl")  # before reading: lines that a run adds meanwhile are no damage
-    read = read_lines(folder / "metrics.jsonl")
+    read = [line for line in read_lines(folder / "metrics.jsonl") if is_whole(line)]
     lines = {line["round"]: line for line in read}
     return Record(
         folder, toml, settings, manifest or {}, [lines[round] for round in sorted(lines)], certificate,

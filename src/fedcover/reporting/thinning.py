@@ -4,7 +4,7 @@ import base64
 import json
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from fedcover.reporting.reading import Line
@@ -12,6 +12,8 @@ from fedcover.reporting.reading import Line
 CURVES, MOST_POINTS, COLUMNS, CHARACTERS = 800_000, 400, 16, 7
 PICTURES, MOST_FOR_ONE = 1_700_000, 400_000
 """Bytes of the page for all curves and for all pictures, and for the pictures of one run."""
+MOST_ENDS = 20
+"""At how many last rounds of other seeds a curve has a point."""
 FIRST_TRY = 24
 """Rounds from which it is told how many would fit."""
 
@@ -36,6 +38,12 @@ def spread(number: int, most: int) -> list[int]:
     return [place * (number - 1) // (most - 1) for place in range(most)] if most > 1 else [number - 1]
 
 
+def some_ends(rounds: Iterable[int]) -> frozenset[int]:
+    """Of the last rounds of a group's runs so many that a page of many seeds stays small, the last among them."""
+    known = sorted(set(rounds))
+    return frozenset(known[place] for place in spread(len(known), MOST_ENDS))
+
+
 def lowest(values: Sequence[Any]) -> Any:
     """The lowest of the values of neighbouring rounds: a curve of minima must not lose one."""
     known = [value for value in values if value is not None]
@@ -48,14 +56,23 @@ def newest(values: Sequence[Any]) -> Any:
 
 
 def thinned(
-    columns: dict[str, list[Any]], planned: int, most: int, keep: dict[str, Callable[[Sequence[Any]], Any]]
+    columns: dict[str, list[Any]],
+    planned: int,
+    most: int,
+    keep: Mapping[str, Callable[[Sequence[Any]], Any]],
+    ends: Collection[int] = (),
 ) -> dict[str, list[Any]]:
     """Columns of equal length cut down; `keep` says what stands for the places left out before each.
 
-    Which places stay depends only on the `planned` length, so that a run which stopped can be averaged with others.
+    The first and the last place stay, and else what depends only on the `planned` length and on the rounds `ends` in
+    which runs of the group ended, so that a run which stopped can be averaged with others.
     """
-    length, stride = len(next(iter(columns.values()))), -(-planned // most)
-    chosen = [place for place in range(length) if (place + 1) % stride == 0 or place in (0, planned - 1)]
+    rounds, stride = columns["round"], -(-planned // most)
+    chosen = [
+        place
+        for place, round in enumerate(rounds)
+        if (place + 1) % stride == 0 or place in (0, len(rounds) - 1) or round in ends
+    ]
     starts = [0, *(place + 1 for place in chosen)][: len(chosen)]
     return {
         name: [short(keep.get(name, newest)(column[a : b + 1])) for a, b in zip(starts, chosen, strict=True)]
