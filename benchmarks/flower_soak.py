@@ -1,12 +1,13 @@
 """Load: 64 virtual clients over 4 SuperNodes for 50 rounds. Does memory grow, is an update lost, what is Flower's own?
 
-Run by `make soak`; prints JSON. Memory is what each process that lives through the run has for itself (anonymous pages,
-in KiB): of each round the median of many looks, as what a step needs comes and goes. `kib_per_round` is the median of
-the slopes between any two rounds from the fifth on (one that the allocator's steps and dips do not move), `between` are
-its bounds at two standard errors; the same follows for the second half. A process grows if both slopes are surely above
-zero: what rises for some rounds and then stays level is a heap that settles, and whatever goes on to the end is kept.
-Twenty rounds do not tell one from the other. `percent` is what has come to the size in round 5 by the end. Processes
-that run our code (the server) and Flower's own are told apart; `together` is the sum of all.
+Run by `make soak`; prints JSON. Memory is what each process that lives through the run has for itself (anonymous
+pages, in KiB): of each round the median of many looks, as what a step needs comes and goes. `kib_per_round` is the
+median of the slopes between any two rounds from the fifth on (one that the allocator's steps and dips do not move),
+`between` are its bounds at two standard errors; the same follows for the second half. A process grows if both bounds
+are above zero (rounds are taken for independent, so that some level ones are called growing): what rises for some
+rounds and then stays level is a heap that settles, and whatever goes on to the end is kept. Twenty rounds do not tell
+one from the other. `percent` is what has come to the size in round 5 by the end. Processes that run our code (the
+server) and Flower's own are told apart; `together` is the sum of all.
 
 Flower's own part of a round is its wall time less what the same clients take in one process, all cores of which the
 nodes share.
