@@ -97,7 +97,8 @@ def counted(known: Known) -> str:
     verdicts = Counter(found.verdict for _, found in known)
     single = [found.mean for _, found in known if found.p is None]
     ways = f" ({sum(mean > 0 for mean in single)} above, {sum(mean < 0 for mean in single)} below)" if single else ""
-    return ", ".join(f"{verdicts[word]} {word}" for word in ("higher", "lower", "not decided", "one seed")) + ways
+    text = ", ".join(f"{verdicts[word]} {word}" for word in ("higher", "lower", "not decided"))
+    return text + (f", {len(single)} with one seed, no verdict{ways}" if single else "")
 
 
 def _places(evidence: Evidence, known: Known) -> str:
