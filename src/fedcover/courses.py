@@ -120,14 +120,15 @@ os.register_at_fork(after_in_child=_writer.cache_clear)  # a forked process has 
 
 def refuse_another_model(folder: Folder, setup: Setup, state: State) -> None:
     """Complain if a state is of another model than the one here: a module, or the code that builds one, may change."""
-    there, here = _shapes(state.params), _shapes(first_state(setup).params)
+    there, here = shapes_of(state.params), shapes_of(dict(setup.task.model.module.named_parameters()))
     for name in [*there, *here]:
         if there.get(name) != here.get(name):
             told = f"has the shape {there[name]}, not {here.get(name, 'there')}" if name in there else "is missing"
             raise RunError(f"{folder.path} was made with another model: its {name!r} {told}")
 
 
-def _shapes(params: Params) -> dict[str, tuple[int, ...]]:
+def shapes_of(params: Params) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor, by name."""
     return {name: tuple(tensor.shape) for name, tensor in params.items()}
 
 

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from fedcover.checkpoints import write_atomically
+from fedcover.courses import shapes_of
 from fedcover.errors import InvalidValue, RunError, unknown
 from fedcover.experiment import Experiment
 from fedcover.models import tensors
@@ -19,7 +20,7 @@ from fedcover.preparation import as_model, build_model, build_recipe, cuts
 from fedcover.reduction import Slices
 from fedcover.runs import Run
 from fedcover.submodel import fill, skeleton
-from fedcover.types import Model, Params, Reduction
+from fedcover.types import Model, Reduction
 from fedcover.wire import decode, encode
 
 _HEADER = {"experiment", "reduction", "shape", "classes"}
@@ -91,14 +92,10 @@ def load_part(path: str | Path, *, model: Model | nn.Module | None = None) -> nn
     try:
         masked = {name: known[name] for name in about.get("masked", whole.prunable)}
         part = skeleton(whole.module, decode(bytes.fromhex(about["reduction"]), whole.groups, masked))
-        fitting = _shapes(tensors(part)) == _shapes(values)
+        fitting = shapes_of(tensors(part)) == shapes_of(values)
     except (InvalidValue, KeyError):  # a reduction of another model
         fitting = False
     if not fitting:
         wanted = "the given model" if model else f"model {experiment.model!r} (if it was made in Python, give it again)"
         raise RunError(f"{path} does not hold a part of {wanted}")
     return fill(part, values).eval()
-
-
-def _shapes(values: Params) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in values.items()}

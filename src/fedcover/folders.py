@@ -311,9 +311,9 @@ def _take(lock: IO[str], path: Path) -> None:
     """Take a folder's lock for this process alone; who only looks at it holds it, too, but for a moment."""
     for left in reversed(range(LOCK_TRIES)):
         try:
-            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
         except OSError:
             if not left:
                 raise RunError(f"{path} is in use by another process") from None
             time.sleep(0.02)
-    return None
