@@ -367,3 +367,58 @@ print(os.read(reading, 65536).count(b"<heap nr="))
         for call in ("", "one_heap()")
     ]
     assert counted[1] == 1 < counted[0]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc raises its limit by itself")
+def test_large_pieces_stay_out_of_the_heap():
+    """However large a piece has been freed before, the next large one has pages of its own."""
+    apart = """
+import ctypes
+from fedcover.flower.memory import LARGE, one_heap
+ONE_HEAP
+class Info(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "arena a b c apart d e used free f".split()]
+library = ctypes.CDLL(None)
+library.mallinfo2.restype = Info
+bytes(2**22)
+before = library.mallinfo2().apart
+held = bytes(2**21)
+print(library.mallinfo2().apart - before > LARGE)
+"""
+    said = [
+        subprocess.check_output([sys.executable, "-c", apart.replace("ONE_HEAP", call)], timeout=120, text=True)
+        for call in ("", "one_heap()")
+    ]
+    assert said == ["False\n", "True\n"]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc gives every thread a cache")
+@pytest.mark.parametrize("given", [None, "glibc.malloc.check=0"])
+def test_freed_memory_is_in_no_threads_cache(given):
+    """What has been freed counts as free at once, in this program only, and the user's own settings stay."""
+    freed = """
+import ctypes, os
+from fedcover.flower.memory import TUNABLES, no_caches
+NO_CACHES
+class Info(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "arena a b c d e f used free g".split()]
+library = ctypes.CDLL(None)
+library.mallinfo2.restype = Info
+library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+library.free.argtypes = [ctypes.c_void_p]
+for piece in [library.malloc(1000) for _ in range(7)]:
+    library.free(piece)
+before = library.mallinfo2().used
+pieces = [library.malloc(1000) for _ in range(7)]
+print(library.mallinfo2().used - before > 6000, os.environ.get(TUNABLES, ""))
+"""
+    environment = {key: value for key, value in os.environ.items() if key != "GLIBC_TUNABLES"}
+    if given:
+        environment["GLIBC_TUNABLES"] = given
+    said = [
+        subprocess.check_output(
+            [sys.executable, "-c", freed.replace("NO_CACHES", call)], timeout=120, env=environment, text=True
+        )
+        for call in ("", "no_caches()")
+    ]
+    assert said == [f"False {given or ''}\n", f"True {given or ''}\n"]

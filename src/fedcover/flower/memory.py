@@ -2,10 +2,17 @@
 
 import ctypes
 import gc
+import os
 import sys
 
-M_ARENA_MAX = -8
-"""What glibc's `mallopt` calls the number of heaps."""
+M_ARENA_MAX, M_MMAP_THRESHOLD = -8, -3
+"""What glibc's `mallopt` calls the number of heaps, and the size from which a piece gets pages of its own."""
+LARGE = 32 * 2**10
+"""Bytes from which the heap does not grow for a piece; glibc would raise its own limit with every large piece freed."""
+TUNABLES = "GLIBC_TUNABLES"
+NO_CACHES = "glibc.malloc.tcache_count=0"
+"""The setting of glibc's, read when a program starts, without which every thread keeps up to seven freed pieces of each
+size for itself."""
 
 
 def tidy() -> None:
@@ -16,9 +23,28 @@ def tidy() -> None:
 
 
 def one_heap() -> None:
-    """Let all threads share one heap; must be called before there are any, else each keeps the most it ever needed."""
+    """Let all threads share one heap for small pieces; must be called before there are any threads.
+
+    Else each keeps the most that it ever needed. Large pieces (tensors on their way) for which there is no room get
+    pages of their own, which go back at once; the heap does not become larger for them.
+    """
     if (library := _library()) is not None:
         library.mallopt(M_ARENA_MAX, 1)
+        library.mallopt(M_MMAP_THRESHOLD, LARGE)
+
+
+def no_caches() -> None:
+    """Start this program anew without the threads' caches, unless that has been done; must be the first thing it does.
+
+    A cache fills for hundreds of rounds, and what is in it is in nobody's use. Programs that are started by this one
+    have theirs as usual.
+    """
+    given = os.environ.get(TUNABLES, "")
+    if given.endswith(NO_CACHES):
+        os.environ[TUNABLES] = given.removesuffix(NO_CACHES).rstrip(":")
+    elif _library() is not None:
+        os.environ[TUNABLES] = f"{given}:{NO_CACHES}".lstrip(":")
+        os.execv(sys.executable, sys.orig_argv)
 
 
 def _library() -> ctypes.CDLL | None:

@@ -11,7 +11,7 @@ import time
 from pkgutil import resolve_name
 
 from fedcover.errors import unknown
-from fedcover.flower.memory import one_heap, tidy
+from fedcover.flower.memory import no_caches, one_heap, tidy
 
 PROGRAMS = {
     "flower-superlink": "flwr.superlink.cli:flower_superlink",
@@ -28,6 +28,7 @@ def main() -> None:
     sys.argv = sys.argv[1:] or [""]
     if sys.argv[0] not in PROGRAMS:
         sys.exit(f"fedcover: {unknown('program', sys.argv[0], PROGRAMS)}")
+    no_caches()
     one_heap()
     program = resolve_name(PROGRAMS[sys.argv[0]])  # not before: importing it starts a thread already
     gc.freeze()  # what is imported stays for good; each look would go through all of it
