@@ -214,6 +214,17 @@ def test_lost_lines_are_told(stopped, whole):
     assert figures(stopped) == [line for line in figures(whole) if line["round"] != 1]
 
 
+@pytest.mark.parametrize("damage", [b'{"round": 1}', b'{"round": 1, "gamma_round": "many"}'])
+def test_a_line_that_lacks_figures_is_left_out(stopped, damage):
+    """What can be told of the run is told without it, and the run goes on."""
+    path = stopped / "metrics.jsonl"
+    lines = path.read_bytes().splitlines()
+    path.write_bytes(b"\n".join([lines[0], damage, *lines[2:], b""]))
+    assert fc.load(stopped).summary["rounds"] == len(lines) - 1
+    resumed = fc.resume(stopped)
+    assert [line["round"] for line in resumed.metrics] == [0, *range(2, resumed.experiment.rounds)]
+
+
 # ── damaged ─────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -23,7 +23,7 @@ from fedcover.checkpoints import write_atomically
 from fedcover.errors import InvalidValue, RunError, TrainingDiverged
 from fedcover.experiment import Experiment, read_experiment
 from fedcover.preparation import Machine, Parts
-from fedcover.summary import Metrics, command_to_go_on, read_lines, summarise
+from fedcover.summary import Metrics, command_to_go_on, is_whole, read_lines, summarise
 from fedcover.types import State
 from fedcover.version import __version__
 
@@ -212,8 +212,8 @@ class Folder:
             os.fsync(file.fileno())
 
     def metrics(self, rounds: int) -> Metrics:
-        """The lines of the rounds that are done; a torn last line is none."""
-        return [line for line in read_lines(self.path / "metrics.jsonl") if line["round"] < rounds]
+        """The lines of the rounds that are done; a torn or damaged one is none."""
+        return [line for line in read_lines(self.path / "metrics.jsonl") if line["round"] < rounds and is_whole(line)]
 
     def cut_metrics(self, rounds: int) -> Metrics:
         """Forget the lines of rounds that will be run again."""
