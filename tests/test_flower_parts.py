@@ -176,13 +176,19 @@ def test_the_app_of_an_experiment_reads_back(tmp_path):
 
 def test_a_superlink_that_flower_does_not_know_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
-    check_connection("local")  # Flower's own, where nothing is configured yet
-    with pytest.raises(
-        InvalidValue, match=r"connection must be one of local, supergrid; got 'fleet': .*superlink\.fleet"
-    ):
-        check_connection("fleet")
+    for name in ("fleet", None):
+        with pytest.raises(InvalidValue, match=rf"connection must be one of \(none yet\); got {name!r}: .*superlink\."):
+            check_connection(name)
+    (tmp_path / "config.toml").write_text(  # as Flower writes it: its default simulates
+        '[superlink]\ndefault = "local"\n'
+        '[superlink.supergrid]\naddress = "there"\n[superlink.local]\naddress = ":local:"\n'
+    )
+    for name in ("local", None):
+        with pytest.raises(InvalidValue, match=r"connection must be one of supergrid; got 'local'"):
+            check_connection(name)
     (tmp_path / "config.toml").write_text('[superlink]\ndefault = "fleet"\n[superlink.fleet]\naddress = "here:1"\n')
     check_connection("fleet")
+    check_connection(None)
     for unknown in ("local", "default"):
         with pytest.raises(InvalidValue, match="connection must be one of fleet; got"):
             check_connection(unknown)
@@ -326,6 +332,14 @@ sys.argv = ["steady", "flower-supernode"]
 steady.main()
 """
     subprocess.run([sys.executable, "-c", node], check=True, timeout=120)
+
+
+def test_without_flower_its_programs_cannot_be_run():
+    hidden = "import sys; sys.modules['flwr'] = None; from fedcover.flower import steady; steady.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", hidden, "flower-superlink"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (1, "fedcover: this needs Flower: pip install 'fedcover[flower]'\n")
 
 
 def test_only_programs_of_flower_are_run_so():

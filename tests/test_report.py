@@ -258,6 +258,22 @@ def test_a_damaged_run_is_named(tmp_path, caplog):
     assert caplog.messages == data["notes"]
 
 
+def test_a_run_that_cannot_be_read_costs_no_other(tmp_path, caplog):
+    runs = tmp_path / "runs"
+    made_up_run(runs / "whole")
+    paths = [made_up_run(runs / name, lr=0.2) / "experiment.toml" for name in ("torn", "wordy")]
+    paths[0].write_text('name = "ful')
+    paths[1].write_text('rounds = "many"')
+    data = report(tmp_path, runs)
+    assert [run["folder"] for run in data["runs"]] == [str(runs / "whole")]
+    assert [note.split(": ")[:2] for note in data["notes"]] == [
+        ["a run is left out", f"{path} cannot be read"] for path in paths
+    ]
+    assert caplog.messages == data["notes"]
+    with pytest.raises(RunError, match="cannot be read: rounds must be a whole number; got 'many'"):
+        fc.report(runs / "wordy", tmp_path / "report.html")
+
+
 CLIENT = {"capacity": 1.0, "delta2": 0.1, "loss": 1.0}
 
 
@@ -266,7 +282,8 @@ CLIENT = {"capacity": 1.0, "delta2": 0.1, "loss": 1.0}
     [None, {"seconds": 3}, {"gamma_round": "1"}, {"bytes_up": None}, {"multiply_adds": None}, {"loss": None},
      {"accuracy": "high"}, {"validation_accuracy": []}, {"lost": "2"}, {"clients": [1]}, {"clients": {"1": {}}},
      {"clients": {"1": {**CLIENT, "loss": None}}}, {"pictures": {"clients": {"99": 0}, "layers": {}}},
-     {"pictures": "none"}, {"train_loss": "low"}],
+     {"pictures": "none"}, {"train_loss": "low"}, {"round": 99999}, {"round": -3}, {"accuracy": 7.5},
+     {"validation_accuracy": -0.1}],
     ids=str,
 )  # fmt: skip
 def test_an_incomplete_line_is_left_out_and_named(tmp_path, damage):

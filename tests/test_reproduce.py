@@ -287,6 +287,7 @@ def test_words_that_make_no_sense(words, sentence):
         (("table1", "--only", "dataset"), "only must look like axis=value,value .*; got 'dataset'"),
         (("table1", "--seeds", "0"), "seeds must be at least 1; got 0"),
         (("docs", "--quick"), "docs is written from all results: leave --only, --quick and --seeds out"),
+        (("figures", "--quick", "--docs", "d"), "a smoke run writes nothing into docs: leave --docs or --quick out"),
         (("docs", "--seeds", "1"), "docs is written from all results: leave --only, --quick and --seeds out"),
         (("docs", "--out", "nowhere"), "out must be a folder with results of cells .*; got 'nowhere'"),
     ],
@@ -447,11 +448,15 @@ def test_rounds_to_a_target(tmp_path):
     for seed in range(2):
         write_result(tmp_path, "mnist-iid-full", seed, 0.8 + 0.1 * seed)  # half of it after the first round
     evidence = Evidence(tmp_path)
-    assert evidence.rounds_to("mnist-iid-full", 40) == 1
-    assert evidence.rounds_to("mnist-iid-full", 42) == 1.5
-    assert evidence.rounds_to("mnist-iid-full", 60) == 2  # the means of both rounds are 60 and 67.5
+    assert evidence.rounds_to("mnist-iid-full", 40) == 2  # of fewer rounds than a mean is of there is one mean
+    assert evidence.rounds_to("mnist-iid-full", 60) == 2  # the means of both seeds are 60 and 67.5
     assert evidence.rounds_to("mnist-iid-full", 65) is None
-    assert evidence.rounds_to("mnist-L2-full", 1) is None
+    path = results.path_of(tmp_path, BY_ID["mnist-L2-full"], 0)
+    write_result(tmp_path, "mnist-L2-full", 0, 0.9)
+    curve = {"round": list(range(1, 9)), "accuracy": [0.9, 0.1, 0.1, 0.1, 0.2, 0.5, 0.6, 0.9]}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "curve": curve}))
+    evidence = Evidence(tmp_path)
+    assert [evidence.rounds_to("mnist-L2-full", target) for target in (20, 29, 40, 90)] == [5, 7, 8, None]
 
 
 def test_many_lines_have_no_bands():

@@ -225,6 +225,13 @@ def test_a_line_that_lacks_figures_is_left_out(stopped, damage):
     assert [line["round"] for line in resumed.metrics] == [0, *range(2, resumed.experiment.rounds)]
 
 
+def test_a_finished_run_without_any_figures_says_what_is_left_of_it(stopped):
+    fc.resume(stopped)
+    (stopped / "metrics.jsonl").write_bytes(b"")
+    with pytest.raises(RunError, match=r"lost the figures of all \d+ rounds.*the model is whole: fedcover export"):
+        fc.resume(stopped)
+
+
 # ── damaged ─────────────────────────────────────────────────────────────────────────────────────────────
 
 

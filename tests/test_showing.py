@@ -65,6 +65,10 @@ def test_a_history_names_what_is_damaged(fedcover, tmp_path):
     assert (code, len(out.splitlines())) == (0, 6)
     assert "runs/torn/metrics.jsonl is damaged: 1 line left out, 5 rounds can be read" in err
     assert "runs/nameless is left out: it has no experiment.toml" in err
+    (made_up_run(tmp_path / "runs" / "half", lr=0.2) / "experiment.toml").write_text('name = "ful')
+    code, out, err = fedcover("history", "runs", "--csv")
+    assert (code, len(out.splitlines())) == (0, 6)
+    assert "a run is left out: runs/half/experiment.toml cannot be read" in err
 
 
 def test_numbers_that_are_not_finite(tmp_path):

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fedcover as fc
+from fedcover.summary import read_lines
 from fedcover.watching import EVENTS, Look, frame, look, sparks
 from tests.test_cli import fedcover, refused
 from tests.test_runs import only_the_cpu, tiny
@@ -191,8 +192,17 @@ def test_half_written_and_damaged_lines_are_none(folder, tail, more):
 )
 def test_a_figure_of_another_kind_is_none(folder, watch, damage):
     metrics = folder / "metrics.jsonl"
-    metrics.write_text(metrics.read_text() + f'{{"round": {ROUNDS}, {damage}}}\n')
-    assert f"round {ROUNDS + 1} of" in watch(folder, "--once")
+    metrics.write_text(metrics.read_text() + f'{{"round": {ROUNDS - 1}, {damage}}}\n')
+    assert f"round {ROUNDS} of" in watch(folder, "--once")
+
+
+def test_rounds_that_the_run_does_not_have_are_not_shown(folder, watch):
+    metrics = folder / "metrics.jsonl"
+    first = read_lines(metrics)[0]
+    foreign = [{**first, "round": round} for round in (ROUNDS, -1, True, 0)]  # and one that is told of again
+    before = watch(folder, "--once")
+    metrics.write_text(metrics.read_text() + "".join(json.dumps(line) + "\n" for line in foreign))
+    assert watch(folder, "--once") == before
 
 
 def test_a_folder_in_the_place_of_a_file(folder, fedcover):

@@ -1,6 +1,7 @@
 """A run on its way: its state, its figures, and its folder, in which the last complete round is safe."""
 
 import os
+import shlex
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -147,6 +148,11 @@ def where_it_stopped(
             checkpoints.set_aside(path)
     metrics = folder.cut_metrics(state.round)
     lost = sorted(set(range(state.round)) - {line["round"] for line in metrics})
+    if lost and not metrics and state.round == setup.rounds:
+        raise RunError(
+            f"{folder.path / 'metrics.jsonl'} has lost the figures of all {state.round} rounds, and there is none left "
+            f"to run; the model is whole: fedcover export {shlex.quote(str(folder.path))}"
+        )
     if lost:
         complain(f"{folder.path / 'metrics.jsonl'} lacks the rounds {lost}; the summary will lack them too")
     return state, metrics

@@ -21,6 +21,7 @@ _NEEDED = ("gamma_round", "gamma_window", "bytes_down", "bytes_up")
 _OF_ANSWERS = ("delta2_mean", "parameters", "multiply_adds")
 """None in a round without an answer, but written."""
 _OPTIONAL = ("accuracy", "loss", "validation_accuracy", "validation_loss", *UNANSWERED)
+_SHARES = ("accuracy", "validation_accuracy")
 _NO_PICTURES: dict[str, Any] = {"layers": {}, "clients": {}}
 
 
@@ -34,7 +35,7 @@ def read_lines(path: Path) -> Metrics:
             line = json.loads(text)
         except (ValueError, RecursionError):
             continue
-        if isinstance(line, dict) and isinstance(line.get("round"), int):
+        if isinstance(line, dict) and type(line.get("round")) is int:
             lines.append(line)
     return lines
 
@@ -87,11 +88,13 @@ def is_whole(line: Mapping[str, Any]) -> bool:
     """
     clients, seconds, pictures = line.get("clients", {}), line.get("seconds"), line.get("pictures") or _NO_PICTURES
     return (
-        all(name in line for name in _OF_ANSWERS)
+        line["round"] >= 0
+        and all(name in line for name in _OF_ANSWERS)
         and (line["parameters"] is None) == (line["multiply_adds"] is None)
         and ("accuracy" not in line or "loss" in line)
         and _numbers(line.get(name) for name in _NEEDED)
         and _numbers(line[name] for name in _OPTIONAL if name in line)
+        and not any(line[name] < 0 or line[name] > 1 for name in _SHARES if name in line)
         and _numbers(line[name] for name in (*_OF_ANSWERS, "train_loss") if line.get(name) is not None)
         and (isinstance(seconds, dict) and _numbers(seconds.values()))
         and (isinstance(clients, dict) and all(_is_client(told) for told in clients.values()))

@@ -104,7 +104,8 @@ def look(path: Path) -> Look:
     """Read a run folder, whether its run is going on, has stopped, or is done."""
     folder = Folder(path).read()
     experiment = folder.experiment
-    rounds = [_trusted(line) for line in read_lines(path / "metrics.jsonl")]
+    lines = {line["round"]: _trusted(line) for line in read_lines(path / "metrics.jsonl")}
+    rounds = [lines[round] for round in range(experiment.rounds) if round in lines]
     events = read_events(path / "events.jsonl")
     finished = (path / "summary.json").exists()
     return Look(experiment.name, experiment.rounds, rounds, events, finished, folder.in_use(), folder.going_on())
@@ -141,7 +142,7 @@ def frame(seen: Look) -> Group:
 
 
 def _heading(seen: Look) -> Iterator[str]:
-    done, now = len(seen.lines), seen.newest()
+    done, now = seen.lines[-1]["round"] + 1 if seen.lines else 0, seen.newest()
     how = "   finished" if seen.finished else "" if seen.running else f"   stopped; go on with {seen.going_on}"
     yield f"{seen.name}   round {done} of {seen.rounds}{how}"
     figures = {"accuracy": "accuracy", "gamma_round": "coverage", "gamma_window": "over window", "epsilon": "epsilon"}

@@ -109,11 +109,10 @@ def run(
     require()
     if nodes < 0:
         raise InvalidValue(f"nodes must be at least 1, or 0 for as many as the first node says; got {nodes}")
-    if connection is not None:
-        check_connection(connection)
     wanted, again = _wanted(experiment, set)
     if nodes > wanted.clients:
         raise InvalidValue(f"nodes must be in 1..clients ({wanted.clients}), or 0; got {nodes}")
+    check_connection(connection)
     folder = experiment.resolve() if again else runs / wanted.name
     settings = _settings(
         wanted, folder=str(folder), resume=again or resume, nodes=nodes, deadline=deadline, wait=wait, device=device,
@@ -130,20 +129,25 @@ def run(
             sys.exit(130)
 
 
-def check_connection(name: str) -> None:
-    """Refuse a SuperLink that Flower's configuration does not name, before Flower does so at length."""
+def check_connection(name: str | None) -> None:
+    """Refuse a SuperLink of which Flower's configuration has no address; None is the configuration's default.
+
+    Without an address Flower simulates, and leaves a SuperLink of its own running.
+    """
     path = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "config.toml"
     try:
         known = tomllib.loads(path.read_text(encoding="utf-8")).get("superlink")
     except OSError:
-        known = {"local": {}, "supergrid": {}}  # what Flower writes where there is nothing yet
+        known = {}
     except ValueError:
         return  # Flower says what is wrong with it
-    names = [key for key, value in known.items() if isinstance(value, dict)] if isinstance(known, dict) else []
-    if name not in names:
+    links = known if isinstance(known, dict) else {}
+    addresses = {key: str(value.get("address", "")) for key, value in links.items() if isinstance(value, dict)}
+    names = [key for key, address in addresses.items() if address and not address.startswith(":")]  # as in :local:
+    if (wanted := name or links.get("default")) not in names:
         raise InvalidValue(
-            f"connection must be one of {', '.join(names) or '(none yet)'}; got {name!r}: name its address in {path}, "
-            f"under [superlink.{name}]"
+            f"connection must be one of {', '.join(names) or '(none yet)'}; got {wanted!r}: write its address into "
+            f"{path}, under [superlink.{wanted or 'NAME'}]"
         )
 
 

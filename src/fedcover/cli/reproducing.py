@@ -22,12 +22,13 @@ from fedcover.preparation import Machine
 @app.command
 def reproduce(
     what: Annotated[str, Parameter(help="mnist-pruning, mnist-subnet, table1, figures, rates or docs.")],
+    /,
     *,
     only: Annotated[tuple[str, ...], Parameter(help="axis=value,value; may be repeated, then all must hold.")] = (),
     seeds: Annotated[MaybeWhole, Parameter(help="How many, from 0 on; by default 3, or 1 with --quick.")] = None,
     quick: Annotated[bool, Parameter(help="A smoke run: digits, small models, two rounds.", negative="")] = False,
     out: Annotated[Path | None, Parameter(help="Folder of the results, one small file for each run.")] = None,
-    docs: Annotated[Path, Parameter(help="Where docs and figures are written.")] = DOCS,
+    docs: Annotated[Path | None, Parameter(help="Where docs and figures are written; by default docs.")] = None,
     data: Data = None,
     device: Device = "auto",
     engine: EngineName = "auto",
@@ -41,6 +42,9 @@ def reproduce(
         raise unknown("reproduce", what, [*SETS, "docs"])
     if what == "docs" and (only or quick or seeds):
         raise InvalidValue("docs is written from all results: leave --only, --quick and --seeds out")
+    if quick and docs is not None:
+        raise InvalidValue("a smoke run writes nothing into docs: leave --docs or --quick out")
+    pages = docs or DOCS
     wish = Wish(() if what == "docs" else (what,), parse_only(only), seeds, quick, out)
     written: list[Path] = []
     if wish.sets:
@@ -48,14 +52,15 @@ def reproduce(
             machine = Machine(engine, device, threads, precision=precision, processes=processes)
             run_missing(wish, machine=machine, data=data, watching=console.watching, tell=console.say)
         except KeyboardInterrupt:
-            console.say(f"stopped; what there is lies in {wish.folder}; the same command goes on with the rest")
+            there_is = f"what there is lies in {wish.folder}" if wish.folder.exists() else "no run has begun"
+            console.say(f"stopped; {there_is}; the same command goes on with the rest")
             sys.exit(130)
     if what == "docs":
-        written = document.write(wish.folder, docs)
+        written = document.write(wish.folder, pages)
         for line in strange(wish):
             console.say(line)
     if what == "figures":
-        written = document.write_figures(Evidence(wish.folder, quick), wish.folder if quick else docs / "reproduction")
+        written = document.write_figures(Evidence(wish.folder, quick), wish.folder if quick else pages / "reproduction")
     _show(wish, written, json)
 
 

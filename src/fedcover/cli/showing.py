@@ -11,9 +11,8 @@ from fedcover.checkpoints import write_atomically
 from fedcover.cli.options import app
 from fedcover.errors import InvalidValue
 from fedcover.reporting import report as write_report
-from fedcover.reporting.gathering import damages, gather
+from fedcover.reporting.gathering import damages, gather, readable
 from fedcover.reporting.grouping import group
-from fedcover.reporting.reading import find_runs, read_run
 
 Folders = Annotated[list[Path], Parameter(help="Run folders, or folders with run folders below them.")]
 Output = Annotated[Path | None, Parameter(name=["--output", "-o"], help="The file to write; else it is printed.")]
@@ -60,10 +59,10 @@ def history_(
         raise InvalidValue("choose one of --csv and --json")
     if output is not None and not (csv or json):
         raise InvalidValue("output needs --csv or --json")
-    records = [read_run(folder) for folder in find_runs(runs)]
-    for note in damages(runs, records):
+    read = readable(runs)
+    for note in [*read.notes, *damages(runs, read.records)]:
         log.warning("%s", note)
-    found = history.rows(records)
+    found = history.rows(read.records)
     if csv or json:
         text = history.as_csv(found) if csv else history.as_json(found) + "\n"
         if output is None:

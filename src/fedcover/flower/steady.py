@@ -30,7 +30,12 @@ def main() -> None:
         sys.exit(f"fedcover: {unknown('program', sys.argv[0], PROGRAMS)}")
     no_caches()
     one_heap()
-    program = resolve_name(PROGRAMS[sys.argv[0]])  # not before: importing it starts a thread already
+    try:
+        program = resolve_name(PROGRAMS[sys.argv[0]])  # not before: importing it starts a thread already
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "flwr":
+            raise
+        sys.exit("fedcover: this needs Flower: pip install 'fedcover[flower]'")
     gc.freeze()  # what is imported stays for good; each look would go through all of it
     threading.Thread(target=_stay_tidy, daemon=True).start()
     program()

@@ -119,9 +119,8 @@ def in_short(evidence: Evidence) -> str:
             ends = [found.mean for id in of if (found := evidence.sample(id)) is not None]
             if ends:
                 most = f"between {min(ends):.2f} and {max(ends):.2f}"
-                lines.append(
-                    f"  - {column_name(column)}: {len(ends)} designs (all but the homogeneous ones) end {most}."
-                )
+                share = f"{len(ends)} of {len(of)} designs that are not homogeneous have runs"
+                lines.append(f"  - {column_name(column)}: {share}; they end {most}.")
     return "\n".join(lines)
 
 

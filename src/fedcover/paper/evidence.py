@@ -80,8 +80,8 @@ class Evidence:
         first = []
         for run in self.results.get(id, []):
             rounds, scores = run["curve"]["round"], run["curve"]["accuracy"]
-            smooth = [fmean(scores[max(0, n - SMOOTH) : n]) for n in range(1, len(scores) + 1)]
-            reached = [r for r, score in zip(rounds, smooth, strict=True) if 100 * score >= percent]
+            ends = range(min(SMOOTH, len(scores)), len(scores) + 1)
+            reached = [rounds[n - 1] for n in ends if 100 * fmean(scores[max(0, n - SMOOTH) : n]) >= percent]
             if not reached:
                 return None
             first.append(reached[0])

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedcover.errors import RunError
 from fedcover.reporting.grouping import identity
 from fedcover.reporting.reading import Record, find_runs, folders_without_experiment, read_run
 
@@ -19,15 +20,28 @@ class Gathered:
 def gather(paths: Iterable[str | Path]) -> Gathered:
     """Read the run folders that are named or lie below a named folder."""
     named = list(paths)
-    records = [read_run(folder) for folder in find_runs(named)]
-    again = _repeated(records)
+    read = readable(named)
+    records, again = read.records, _repeated(read.records)
     kept = [record for place, record in enumerate(records) if place not in again]
-    notes = damages(named, kept)
+    notes = [*read.notes, *damages(named, kept)]
     notes += [
         f"{records[place].folder} is left out: the same experiment and seed as {records[first].folder}"
         for place, first in again.items()
     ]
     return Gathered(kept, notes)
+
+
+def readable(named: Sequence[str | Path]) -> Gathered:
+    """The runs below some folders, without those of which nothing can be read; of them there must be others."""
+    records, errors = [], []
+    for folder in find_runs(named):
+        try:
+            records.append(read_run(folder))
+        except RunError as error:
+            errors.append(error)
+    if not records:
+        raise errors[0]
+    return Gathered(records, [f"a run is left out: {error}" for error in errors])
 
 
 def damages(named: Sequence[str | Path], records: Iterable[Record]) -> list[str]:

@@ -96,7 +96,10 @@ def read_run(folder: Path) -> Record:
         raise RunError(f"{path} cannot be read: {error}") from error
     manifest, certificate = _json(folder / "manifest.json"), _json(folder / "certificate.json")
     ended = _ended_lines(folder / "metrics.jsonl")  # before reading: lines that a run adds meanwhile are no damage
-    read = [line for line in read_lines(folder / "metrics.jsonl") if is_whole(line)]
+    last = settings.get("rounds", math.inf)
+    if not isinstance(last, int | float):
+        raise RunError(f"{path} cannot be read: rounds must be a whole number; got {last!r}")
+    read = [line for line in read_lines(folder / "metrics.jsonl") if is_whole(line) and line["round"] < last]
     lines = {line["round"]: line for line in read}
     return Record(
         folder, toml, settings, manifest or {}, [lines[round] for round in sorted(lines)], certificate,

@@ -148,7 +148,9 @@ function runTable() {
   function row(group) {
     const runs = runsOf(group);
     const states = [...new Set(runs.map(statusOf))].map((state) => h("div", { class: "state" }, state));
-    const seeds = runs.length > 1 ? `${runs.length} seeds` : `seed ${runs[0].seed}`;
+    const begun = runs.filter((run) => "rounds" in run.totals).length; // the others are in no mean
+    const all = runs.length > 1 ? `${runs.length} seeds` : `seed ${runs[0].seed}`;
+    const seeds = 0 < begun && begun < runs.length ? `${begun} of ${all}` : all;
     return h(
       "tr",
       {
