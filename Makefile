@@ -9,7 +9,7 @@ help:
 	@echo "make demo   five policies side by side, offline, under a minute"
 	@echo "make test   lint, types and all tests"
 	@echo "make test-system  real Flower processes: same bits, faults, hostile nodes, deployment; minutes"
-	@echo "make soak   200,000 hostile replies, and 64 clients over 4 SuperNodes; three quarters of an hour"
+	@echo "make soak   200,000 hostile replies, and 64 clients over 4 SuperNodes; an hour"
 	@echo "make clean  remove .venv and caches"
 
 # torch first and pinned: whatever asks for torch later is then content with what is there
@@ -49,6 +49,7 @@ soak: $(VENV)/.installed-flower
 	FEDCOVER_FUZZ=200000 $(BIN)/python -m pytest -s tests/test_replies.py -k harmless | tee benchmarks/results/fuzz-replies.txt
 	$(BIN)/python benchmarks/flower_wire.py | tee benchmarks/results/flower-wire.json
 	$(BIN)/python benchmarks/flower_soak.py | tee benchmarks/results/flower-soak.json
+	$(BIN)/python -m benchmarks.flower_messages | tee benchmarks/results/flower-messages.json
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -90,12 +90,16 @@ def test_memory_that_is_kept_is_told_from_memory_that_comes_and_goes():
     assert leak["kib_per_round"] == pytest.approx(20, abs=1)
     assert leak["percent"] == pytest.approx(30, abs=1)
     assert verdict({"a": leak, "b": growth([1.0] * 20)}) == {
-        "grow": ["a"], "kib_per_round_at_most": leak["second_half"]["between"][1], "percent_at_most": leak["percent"]
+        "rise": ["a"], "grow": ["a"],
+        "kib_per_round_at_most": leak["second_half"]["between"][1], "percent_at_most": leak["percent"],
     }  # fmt: skip
     assert not growth([*start, *(1000 + noise[n] for n in range(16))])["grows"]
     assert not growth([*start, *(1000 + 132 * (n > 4) for n in range(16))])["grows"]
     assert growth([*start, *(1000 + 132 * (n // 3) for n in range(26))])["grows"]  # step after step
     assert not growth([*start, *(1000.0 for _ in range(16))])["grows"]
+    drift = growth([*start, *(10000.0 + n for n in range(46))])  # a page now and then
+    assert (drift["rises"], drift["grows"]) == (True, False)
+    assert growth([*start, *(10000.0 + 2 * n for n in range(46))])["grows"]
     dips = [-5000 * (n % 6 == 2) for n in range(16)]  # memory that the allocator gives back for a while
     assert growth([*start, *(1000 + 20 * n + dips[n] for n in range(16))])["grows"]
     assert not growth([*start, *(1000 + noise[n] + dips[n] for n in range(16))])["grows"]

@@ -362,6 +362,14 @@ def test_a_run_without_a_round(browser, tmp_path):
     assert browser.complaints() == []
 
 
+def test_seeds_without_a_round_are_counted_in_no_mean(browser, tmp_path):
+    for seed, done in enumerate((6, 6, 0)):
+        made_up_run(tmp_path / "runs" / str(seed), seed=seed, done=done)
+    browser.open(fc.report(tmp_path / "runs", tmp_path / "report.html"))
+    assert browser.run("return document.querySelector('#runs ~ .card tbody').textContent.includes('2 of 3 seeds')")
+    assert browser.complaints() == []
+
+
 def test_fifty_groups_and_a_thousand_rounds_still_draw(browser, tmp_path):
     made = [made_up_run(tmp_path / f"r{n}", rounds=1000 if n == 0 else 20, lr=0.01 + n, layers=1) for n in range(50)]
     browser.open(fc.report(made, tmp_path / "report.html"))
