@@ -350,6 +350,16 @@ def test_only_programs_of_flower_are_run_so():
     assert done.stderr == "fedcover: program must be one of flower-superlink, flower-supernode; got 'ls'\n"
 
 
+def without_and_with(call, script, environment=None):
+    """What a script prints without a call, and with it."""
+    return [
+        subprocess.check_output(
+            [sys.executable, "-c", script.replace("CALL", said)], timeout=120, env=environment, text=True
+        )
+        for said in ("", call)
+    ]
+
+
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc gives every thread its heap")
 def test_one_heap_for_all_threads():
     """Threads that need memory at the same time take it from the same heap."""
@@ -360,7 +370,7 @@ library = ctypes.CDLL(None)
 library.fdopen.restype = ctypes.c_void_p
 library.malloc_info.argtypes = [ctypes.c_int, ctypes.c_void_p]
 library.fflush.argtypes = [ctypes.c_void_p]
-ONE_HEAP
+CALL
 together = threading.Barrier(4)
 def need():
     held = [bytes(2000) for _ in range(100)]
@@ -376,11 +386,8 @@ library.malloc_info(0, file)
 library.fflush(file)
 print(os.read(reading, 65536).count(b"<heap nr="))
 """
-    counted = [
-        int(subprocess.check_output([sys.executable, "-c", heaps.replace("ONE_HEAP", call)], timeout=120))
-        for call in ("", "one_heap()")
-    ]
-    assert counted[1] == 1 < counted[0]
+    alone, called = map(int, without_and_with("one_heap()", heaps))
+    assert called == 1 < alone
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc raises its limit by itself")
@@ -389,7 +396,7 @@ def test_large_pieces_stay_out_of_the_heap():
     apart = """
 import ctypes
 from fedcover.flower.memory import LARGE, one_heap
-ONE_HEAP
+CALL
 class Info(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in "arena a b c apart d e used free f".split()]
 library = ctypes.CDLL(None)
@@ -399,11 +406,30 @@ before = library.mallinfo2().apart
 held = bytes(2**21)
 print(library.mallinfo2().apart - before > LARGE)
 """
-    said = [
-        subprocess.check_output([sys.executable, "-c", apart.replace("ONE_HEAP", call)], timeout=120, text=True)
-        for call in ("", "one_heap()")
-    ]
-    assert said == ["False\n", "True\n"]
+    assert without_and_with("one_heap()", apart) == ["False\n", "True\n"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sizes are read from /proc")
+def test_a_peak_takes_no_pages_of_what_python_has_asked_for_before():
+    """A megabyte that Python has just asked for has all its pages, so that no peak within it adds any."""
+    peaks = """
+import re
+from pathlib import Path
+from fedcover.flower.memory import settle
+def kib(name):
+    return int(re.search(rf"{name}:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+held, asked = [], kib("VmData")
+while kib("VmData") < asked + 1000:
+    held += [bytes(400) for _ in range(30)]
+CALL
+before = kib("RssAnon")
+peak = [bytes(400) for _ in range(1000)]
+del peak
+print(kib("RssAnon") - before)
+"""
+    alone, called = map(int, without_and_with("settle()", peaks))
+    assert called < 100
+    assert alone > 300
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc gives every thread a cache")
@@ -413,7 +439,7 @@ def test_freed_memory_is_in_no_threads_cache(given):
     freed = """
 import ctypes, os
 from fedcover.flower.memory import TUNABLES, no_caches
-NO_CACHES
+CALL
 class Info(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in "arena a b c d e f used free g".split()]
 library = ctypes.CDLL(None)
@@ -429,10 +455,4 @@ print(library.mallinfo2().used - before > 6000, os.environ.get(TUNABLES, ""))
     environment = {key: value for key, value in os.environ.items() if key != "GLIBC_TUNABLES"}
     if given:
         environment["GLIBC_TUNABLES"] = given
-    said = [
-        subprocess.check_output(
-            [sys.executable, "-c", freed.replace("NO_CACHES", call)], timeout=120, env=environment, text=True
-        )
-        for call in ("", "no_caches()")
-    ]
-    assert said == [f"False {given or ''}\n", f"True {given or ''}\n"]
+    assert without_and_with("no_caches()", freed, environment) == [f"False {given or ''}\n", f"True {given or ''}\n"]

@@ -36,6 +36,7 @@ def test_every_source_tells_the_same_story_twice(build, digits):
         shard, twin = source.shard(client), again.shard(client)
         assert torch.equal(shard.samples.x[shard.index], twin.samples.x[twin.index])
         own = shard.samples.y[shard.index]
+        assert source.count(client) == len(shard.index)
         assert source.labels(client) == tuple(own.unique().tolist())
         assert all(isinstance(label, int) for label in source.labels(client))
 
@@ -44,7 +45,7 @@ def test_every_source_tells_the_same_story_twice(build, digits):
 @pytest.mark.parametrize("client", [-1, 20])
 def test_a_client_that_does_not_exist_is_refused(build, client, digits):
     source = build(digits)
-    for ask in (source.shard, source.labels):
+    for ask in (source.count, source.shard, source.labels):
         with pytest.raises(InvalidValue, match=f"client must be between 0 and 19; got {client}"):
             ask(client)
 

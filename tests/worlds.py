@@ -40,6 +40,9 @@ class Doubled:
         self.validation = None
         self.calibration = doubled(source.calibration)
 
+    def count(self, client):
+        return self.inner.count(client)
+
     def shard(self, client):
         shard = self.inner.shard(client)
         return Shard(Samples(doubled(shard.samples.x), shard.samples.y), shard.index)

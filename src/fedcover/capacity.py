@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import cast
 
 import torch
@@ -108,10 +108,10 @@ def _memory(setup: Setup, part: Slices) -> int:
 
 
 def _steps(setup: Setup) -> int:
-    """Local steps of a round, for a client with as many rows as the first few have on average."""
-    local, few = setup.task.local, range(min(10, setup.clients))
-    rows = sum(len(setup.task.source.shard(client).index) for client in few) / len(few)
-    return local.epochs * max(1, -(-round(rows) // local.batch_size))
+    """Local steps of a round, for a client with as many rows as the first few that have any have on average."""
+    local = setup.task.local
+    rows = [count for client in range(min(10, setup.clients)) if (count := setup.task.source.count(client))]
+    return local.epochs * max(1, -(-round(fmean(rows)) // local.batch_size))
 
 
 @dataclass(frozen=True)

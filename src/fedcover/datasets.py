@@ -24,7 +24,7 @@ from fedcover.errors import DataError, InvalidValue, unknown
 from fedcover.rng import generator
 from fedcover.types import Dataset, Samples
 
-__all__ = ["DATASETS", "check", "data_folder", "from_file", "from_tensors", "get", "hold_out", "load"]
+__all__ = ["DATASETS", "check", "data_folder", "from_file", "from_tensors", "get", "hold_out", "load", "rows_from_file"]
 
 Array = Tensor | npt.NDArray[np.generic]
 Bytes = npt.NDArray[np.uint8]
@@ -200,23 +200,37 @@ def from_tensors(
 
 def from_file(path: str | Path) -> Dataset:
     """Your own .npz or .safetensors file with train_x, train_y, test_x, test_y and perhaps train_owner."""
-    path = Path(path)
+    arrays = _arrays("dataset", Path(path), _NEEDED)
+    train_x, train_y, test_x, test_y = (arrays[key] for key in _NEEDED)
+    return from_tensors((train_x, train_y), (test_x, test_y), owner=arrays.get("train_owner"), name=Path(path).stem)
+
+
+def rows_from_file(path: str | Path) -> tuple[Samples, Tensor]:
+    """Training rows and whose each is: a file with train_x, train_y and perhaps train_owner (else all are of one)."""
+    arrays = _arrays("rows", Path(path), _NEEDED[:2])
+    x, y = _inputs("train_x", arrays["train_x"]), _whole("train_y", arrays["train_y"])
+    owner = _whole("train_owner", arrays["train_owner"]) if "train_owner" in arrays else torch.zeros_like(y)
+    _same_length("train_y", y, "train_x", x)
+    _same_length("train_owner", owner, "train_x", x)
+    return Samples(x, y), owner
+
+
+def _arrays(field: str, path: Path, needed: Iterable[str]) -> Mapping[str, Array]:
     if path.suffix not in _READERS:
-        raise InvalidValue(f"dataset file must end in {' or '.join(_READERS)}; got {str(path)!r}")
+        raise InvalidValue(f"{field} file must end in {' or '.join(_READERS)}; got {str(path)!r}")
     if not path.is_file():
-        raise InvalidValue(f"dataset must be a file that exists; got {str(path)!r}")
+        raise InvalidValue(f"{field} must be a file that exists; got {str(path)!r}")
     try:
         arrays = _READERS[path.suffix](path)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, SafetensorError) as error:
         raise DataError(f"{path} cannot be read as a {path.suffix} file: {error}") from error
-    for key in _NEEDED:
+    for key in needed:
         if key not in arrays:
-            raise InvalidValue(f"dataset {path} must have an array {key}; got {', '.join(arrays) or 'none'}")
+            raise InvalidValue(f"{field} {path} must have an array {key}; got {', '.join(arrays) or 'none'}")
     for key in arrays:
         if key not in _ALLOWED:
-            raise unknown(f"an array in dataset {path}", key, _ALLOWED)
-    train_x, train_y, test_x, test_y = (arrays[key] for key in _NEEDED)
-    return from_tensors((train_x, train_y), (test_x, test_y), owner=arrays.get("train_owner"), name=path.stem)
+            raise unknown(f"an array in {field} {path}", key, _ALLOWED)
+    return arrays
 
 
 def _read_npz(path: Path) -> Mapping[str, Array]:

@@ -25,6 +25,7 @@ from fedcover.policies.regions import capacities, check_codename
 from fedcover.privacy import PRIVACY
 from fedcover.recipes import RECIPES
 from fedcover.recipes.labels import ABSENT
+from fedcover.sources import Elsewhere
 from fedcover.training import SCHEDULES
 
 MOST, HUGE = 1_000_000_000, 1e30
@@ -41,7 +42,7 @@ _NAMES: dict[str, Any] = {
 _SPECS: dict[str, Any] = {
     "policy": POLICIES,
     "model": MODELS,
-    "partition": PARTITIONS,
+    "partition": {**PARTITIONS, "nodes": Elsewhere},
     "schedule": SCHEDULES,
     "recipe": RECIPES,
     "rule": RULES,

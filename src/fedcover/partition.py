@@ -5,7 +5,7 @@ Shapes: N rows, C clients, K labels that occur, D tickets in a client's hand.
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,6 +79,18 @@ def owner(dataset: Dataset, clients: int, seed: int) -> Partition:
     if len(owners) != clients:
         raise InvalidValue(f"clients must be the number of owners, {len(owners)}; got {clients}")
     return _partition(client_N.astype(np.int64), clients)
+
+
+def held(owner: Tensor, mine: Sequence[int], clients: int) -> Partition:
+    """The rows of one node, which holds a few of all clients: its k-th owner is the k-th of them, others have no rows.
+
+    >>> held(torch.tensor([9, 7, 9]), [2, 3], 4).indices(3).tolist()
+    [0, 2]
+    """
+    owners, place_N = np.unique(owner.numpy(force=True), return_inverse=True)
+    if len(owners) != len(mine):
+        raise InvalidValue(f"a node with {len(mine)} of the clients needs rows of as many owners; got {len(owners)}")
+    return _partition(np.array(mine, dtype=np.int64)[place_N], clients)
 
 
 # ── label skew by Dirichlet proportions ─────────────────────────────────────────────────────────────────

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -35,7 +35,7 @@ from fedcover.refusals import (
     check_trainable,
 )
 from fedcover.rounds import Setup, cohort_of
-from fedcover.sources import Partitioned, Synthetic
+from fedcover.sources import Elsewhere, Holding, Partitioned, Synthetic
 from fedcover.tracing import trace
 from fedcover.training import SCHEDULES
 from fedcover.types import Dataset, Engine, LocalTraining, Model, Policy, Recipe, Source, Task
@@ -128,6 +128,7 @@ class Parts:
     model: Model | nn.Module | None = None
     policy: Policy | None = None
     engine: Engine | None = None
+    source: Source | None = None
 
 
 def prepare(
@@ -135,7 +136,8 @@ def prepare(
 ) -> Setup:
     """Everything that stays the same from round to round."""
     own = parts or Parts()
-    source = source_of(experiment, machine.device, data, own.dataset)
+    told = getattr(own.engine, "holdings", {})  # an engine that reaches other machines knows what they hold
+    source = own.source or source_of(experiment, machine.device, data, own.dataset, told)
     shape = tuple(source.test.x.shape[1:])
     recipe = build_recipe(experiment)
     dtype = source.test.x.dtype
@@ -259,8 +261,14 @@ def named_policy(experiment: Experiment) -> Policy:
     return _named("policy", experiment.policy, POLICIES)  # type: ignore[no-any-return]
 
 
-def source_of(experiment: Experiment, device: str, data: str | Path | None, dataset: Dataset | None = None) -> Source:
-    """The clients' data: made on demand, or a data set that is partitioned."""
+def source_of(
+    experiment: Experiment,
+    device: str,
+    data: str | Path | None,
+    dataset: Dataset | None = None,
+    told: Mapping[int, Holding] | None = None,
+) -> Source:
+    """The clients' data: made on demand, a data set that is partitioned, or rows of which other machines tell."""
     wanted = experiment.dataset
     if dataset is None and wanted.partition("(")[0] == "synthetic":
         if experiment.partition != "iid":
@@ -286,11 +294,14 @@ def source_of(experiment: Experiment, device: str, data: str | Path | None, data
             f"partition {experiment.partition!r} needs one label for each sample; this data has sequences"
         )
     dataset, held_out = datasets.hold_out(dataset, experiment.validation, experiment.seed)
-    split = _built("partition", experiment.partition, PARTITIONS, dataset, experiment.clients, experiment.seed)
-    return Partitioned(
+    remote = experiment.partition == "nodes"
+    how, clients = ("iid", 1) if remote else (experiment.partition, experiment.clients)
+    split = _built("partition", how, PARTITIONS, dataset, clients, experiment.seed)
+    here = Partitioned(
         dataset, split, seed=experiment.seed, validation=held_out,
         calibration_size=experiment.calibration, device=device,
     )  # fmt: skip
+    return Elsewhere(here, experiment.clients, {} if told is None else told) if remote else here
 
 
 def _built(field: str, text: str, table: Any, *given: Any) -> Any:

@@ -119,7 +119,7 @@ def client_of(setup: Setup, id: int, slot: int) -> Client:
     """One client in one slot of the cohort; its capacity belongs to the device or to the slot."""
     source = setup.task.source
     capacity = setup.fleet.capacity(id if setup.assignment == "device" else slot)
-    return Client(id, capacity, slot, len(source.shard(id).index), source.labels(id))
+    return Client(id, capacity, slot, source.count(id), source.labels(id))
 
 
 def view_of(setup: Setup, state: State, cohort: tuple[Client, ...]) -> View:

@@ -1,6 +1,8 @@
-"""Where the clients' data comes from: a data set shared out among them, or draws made when asked for."""
+"""Where the clients' data comes from: a data set shared out, draws made when asked for, or other machines."""
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -8,7 +10,7 @@ from torch import Tensor
 from fedcover.errors import InvalidValue
 from fedcover.partition import Partition
 from fedcover.rng import generator
-from fedcover.types import Dataset, Samples, Shard
+from fedcover.types import Dataset, Samples, Shard, Source
 
 _MOST_NUMBERS = 2_000_000_000
 
@@ -42,6 +44,10 @@ class Partitioned:
         self._here = dataset.train.y.cpu(), Partition(partition.order.cpu(), partition.bounds.cpu())
         chosen = torch.randperm(rows, generator=generator(seed, "calibration"))[:calibration_size]
         self.calibration: Tensor = self._train.x[chosen.to(device)]
+
+    def count(self, client: int) -> int:
+        """How many training rows one client has."""
+        return len(self._here[1].indices(client))
 
     def shard(self, client: int) -> Shard:
         """The training rows of one client, among those of all."""
@@ -98,6 +104,11 @@ class Synthetic:
         self.validation = self._common("validation", validation_size) if validation_size else None
         self.calibration: Tensor = self._common("calibration", calibration_size).x
 
+    def count(self, client: int) -> int:
+        """How many training rows one client has: every one the same."""
+        self._check(client)
+        return self._samples
+
     def shard(self, client: int) -> Shard:
         """The training rows of one client: all of the samples that come with it."""
         samples = self._draw("client", client, self._labels(client))
@@ -107,9 +118,12 @@ class Synthetic:
         """The distinct labels that one client holds, in order."""
         return _distinct(self._labels(client))
 
-    def _labels(self, client: int) -> Tensor:
+    def _check(self, client: int) -> None:
         if not 0 <= client < self.clients:
             raise InvalidValue(f"client must be between 0 and {self.clients - 1}; got {client}")
+
+    def _labels(self, client: int) -> Tensor:
+        self._check(client)
         random = generator(self._seed, "synthetic", "skew", client)
         favourite = torch.randint(self.classes, (1,), generator=random)
         favoured = torch.rand(self._samples, generator=random) < self._skew
@@ -127,6 +141,62 @@ class Synthetic:
         noise = torch.randn((len(y), *self._prototypes.shape[1:]), generator=random)
         x = (self._prototypes[y] + self._noise * noise) / math.hypot(1, self._noise)
         return Samples(x, y).to(self._device)
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What is known of a client's rows that are elsewhere: how many there are, and of which labels."""
+
+    samples: int
+    labels: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Every client's rows are on its own node of a real fleet and stay there; the data set is what the server tests on.
+
+    `told` is what the nodes say of their clients; of clients whose node has not come yet nothing is known.
+    """
+
+    here: Source
+    clients: int
+    told: Mapping[int, Holding]
+
+    @property
+    def test(self) -> Samples:
+        """The common test set."""
+        return self.here.test
+
+    @property
+    def validation(self) -> Samples | None:
+        """Rows that are held out here."""
+        return self.here.validation
+
+    @property
+    def calibration(self) -> Tensor:
+        """Rows that are here, on which norm statistics are computed."""
+        return self.here.calibration
+
+    @property
+    def classes(self) -> int:
+        """How many labels there are."""
+        return self.here.classes
+
+    def count(self, client: int) -> int:
+        """How many training rows one client says it has; none that are known of, if it is not there."""
+        return self.told[client].samples if client in self.told else 0
+
+    def shard(self, client: int) -> Shard:
+        """Refused: the rows are not here."""
+        raise InvalidValue(
+            "partition 'nodes': every client's rows are on its node, so this needs Flower ('fedcover flower run' or "
+            "'up'); to do it in one process put all rows into one file, with train_owner, and use partition 'owner'"
+        )
+
+    def labels(self, client: int) -> tuple[int, ...]:
+        """The labels that one client says it holds, as far as there are such."""
+        known = self.told[client].labels if client in self.told else ()
+        return tuple(label for label in known if label < self.classes)
 
 
 def _at_least(least: int, **fields: float) -> None:

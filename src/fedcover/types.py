@@ -10,8 +10,6 @@ from torch import Tensor, nn
 Params = dict[str, Tensor]
 """Tensors of a model by name: the whole model's, or a client's part of them."""
 
-# ── data ────────────────────────────────────────────────────────────────────────────────────────────────
-
 
 @dataclass(frozen=True, slots=True)
 class Samples:
@@ -65,6 +63,9 @@ class Source(Protocol):
     @property
     def classes(self) -> int:
         """How many labels there are."""
+
+    def count(self, client: int) -> int:
+        """How many training rows one client has."""
 
     def shard(self, client: int) -> Shard:
         """The training rows of one client."""
@@ -330,8 +331,7 @@ class Assignment:
     @property
     def steps(self) -> int:
         """How many local steps the client will make."""
-        local = self.task.local
-        return local.epochs * -(-self.client.samples // local.batch_size)
+        return self.task.local.epochs * -(-self.client.samples // self.task.local.batch_size)
 
 
 class Engine(Protocol):

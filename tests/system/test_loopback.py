@@ -19,6 +19,7 @@ from fedcover.flower.parcels import bundle, unbundle
 from fedcover.flower.places import Roster
 from fedcover.flower.server import begun, capacities, serve
 from fedcover.summary import read_lines
+from tests.own_rows import written
 from tests.system.compromised import EACH, _file, attack
 from tests.system.harness import checkpoints, experiment, reference
 from tests.system.test_hostile import WHY
@@ -55,7 +56,7 @@ class Loopback:
         state = self.states.setdefault(node, RecordDict())
         return experiment_app()(message, Context(1, node, self.nodes[node], state, {}))
 
-    def introductions(self, nodes, *, patience):
+    def introductions(self, nodes, *, patience, rows):
         from flwr.app import ConfigRecord, Message
 
         hello = RecordDict({"hello": ConfigRecord()})
@@ -96,6 +97,75 @@ def test_two_sides_make_the_same_bits(tmp_path, world):
         same_but_private(tmp_path / "run", tmp_path / "here")
     else:
         assert checkpoints(tmp_path / "run") == expected
+
+
+def on_nodes(nodes, wanted, folder):
+    """An engine for an experiment whose rows are on these nodes."""
+    terms, roster = Terms(wanted.to_toml(), wanted.clients, 60.0), Roster(places=2, clients=wanted.clients)
+    return FlowerEngine(Loopback(nodes), roster, terms, Events(folder / "events.jsonl"))
+
+
+def test_rows_that_stay_on_nodes_make_the_same_bits(tmp_path):
+    """The server has none of the clients' rows; a node that comes late trains from then on, and counts."""
+    files = written(tmp_path)
+    wanted = files.experiment(label_rows=True)
+    nodes = {
+        7 + place: {"partition-id": place, "num-partitions": 2, "rows": str(path)}
+        for place, path in enumerate(files.nodes)
+    }
+    machine = fc.Machine("flower", "cpu")
+    there = fc.run(wanted, tmp_path / "run", machine=machine, engine=on_nodes(nodes, wanted, tmp_path / "run"))
+    here = fc.run(files.in_one_process(wanted), machine=fc.Machine("sequential", "cpu"))
+    assert there.state.params.keys() == here.state.params.keys()
+    assert all(tensor.equal(here.state.params[name]) for name, tensor in there.state.params.items())
+    assert there.metrics[-1]["accuracy_local"] == here.metrics[-1]["accuracy_local"]
+
+    late = on_nodes({7: nodes[7]}, wanted, tmp_path / "late")
+    weighed = []
+
+    def watch(report):
+        late.link.nodes.update(nodes)
+        weighed.append({client: holding.samples for client, holding in late.holdings.items()})
+
+    lines = fc.run(wanted, tmp_path / "late", machine=machine, engine=late, watch=watch).metrics
+    assert [line["lost"] for line in lines] == [2, 0, 0]
+    assert list(weighed[0]) == [0, 1, 2]
+    assert weighed[1] == {client: here.setup.task.source.count(client) for client in range(5)}
+
+
+def test_a_client_counts_as_its_node_says_from_the_round_on_in_which_it_comes(tmp_path):
+    """A cohort is chosen before its nodes are met, when nothing is known of their rows."""
+    files = written(tmp_path)
+    wanted = files.experiment(rounds=1, policy="full", fleet="1x1.0")
+    node = {"partition-id": 1, "num-partitions": 2, "rows": str(files.nodes[1])}
+    made = on_nodes({8: node}, wanted, tmp_path / "run")
+    updates = []
+
+    def watched(task, state, work, lr):
+        updates.extend(made(task, state, work, lr))
+        return updates
+
+    watched.holdings = made.holdings
+    fc.run(wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=watched)
+    assert [update.client.id for update in updates] == [3, 4]
+    assert [update.client.samples for update in updates] == [made.holdings[client].samples for client in (3, 4)]
+    assert all(update.client.samples > 0 for update in updates)
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        (None, "each needs its own, --node-config"),
+        ("none.npz", "rows must be a file that exists"),
+        ("node-1.npz", "partition 0 has 3 of the 5 clients, so its node needs rows of as many owners; got 2"),
+    ],
+)
+def test_a_node_without_the_rows_it_needs_is_told_what_is_wrong(tmp_path, rows, why):
+    wanted = written(tmp_path).experiment(rounds=1)
+    given = {"rows": str(tmp_path / rows)} if rows else {}
+    made = on_nodes({7: {"partition-id": 0, "num-partitions": 2, **given}}, wanted, tmp_path / "run")
+    fc.run(wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=made)
+    assert [why in line["why"] for line in read_lines(made.events.path) if line["client"] is None] == [True]
 
 
 def test_wrong_answers_are_rejected_by_name(tmp_path):

@@ -8,7 +8,9 @@ import time
 
 import pytest
 
+import fedcover as fc
 from fedcover.flower.processes import descendants
+from tests.own_rows import written
 from tests.system.harness import (
     PATIENCE,
     alive,
@@ -76,6 +78,18 @@ def test_a_run_in_which_nobody_ever_answers_has_failed(tmp_path):
     assert "no client has answered in any round" in told
     assert " late" in told
     assert "mend that, then choose another name or remove" in told
+
+
+def test_up_on_rows_that_stay_on_nodes(tmp_path):
+    files = written(tmp_path)
+    wanted = files.experiment(name="mine")
+    (tmp_path / "mine.toml").write_text(wanted.to_toml())
+    process = up(tmp_path, tmp_path / "mine.toml", "--rows", tmp_path / "node-{}.npz")
+    assert process.wait(PATIENCE) == 0, (tmp_path / "log.txt").read_text()
+    there = fc.load(tmp_path / "runs" / "mine")
+    here = fc.run(files.in_one_process(wanted), machine=fc.Machine("sequential", "cpu"))
+    assert all(tensor.equal(here.state.params[name]) for name, tensor in there.state.params.items())
+    assert there.model()(here.setup.task.source.test.x).shape == (360, 10)
 
 
 def test_up_runs_to_the_end_and_cleans_up(tmp_path):

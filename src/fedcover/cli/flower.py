@@ -1,6 +1,7 @@
 """Commands for real fleets: flower up, flower run."""
 
 import os
+import shlex
 import shutil
 import signal
 import stat
@@ -20,8 +21,9 @@ from fedcover.experiment import Experiment
 from fedcover.flower import require
 from fedcover.flower.apps import Settings, write_app
 from fedcover.flower.following import follow, pass_on
-from fedcover.flower.places import place_of
+from fedcover.flower.places import clients_of, place_of
 from fedcover.flower.processes import QUIET, local, path_of
+from fedcover.flower.rows import rows_here
 from fedcover.folders import Folder
 from fedcover.preparation import Machine, prepare
 from fedcover.summary import summarise, unanswered
@@ -43,6 +45,7 @@ def up(
     set: Set = (),
     runs: Annotated[Path, Parameter(help="Where run folders are made.")] = Path("runs"),
     data: Data = None,
+    rows: Annotated[str, Parameter(help="With partition 'nodes', each node's file: 'node-{}.npz', from 0 on.")] = "",
     device: Device = "cpu",
     threads: Threads = None,
     deadline: Deadline = 300.0,
@@ -59,17 +62,22 @@ def up(
     if not again:
         Folder(folder).refuse_a_run()
     known = data or (Folder(folder).data if again else None)
-    prepare(wanted, Machine("sequential", "cpu").resolved(), data=known)  # what the server would refuse in a minute
+    setup = prepare(wanted, Machine("sequential", "cpu").resolved(), data=known)  # what the server would refuse
+    mine = rows_of_nodes(wanted, rows, nodes, setup.task.source.classes)
     told = {"data": str(Path(known).resolve())} if known else {}
     settings = _settings(
         wanted, folder=str(folder), resume=again, nodes=nodes, deadline=deadline, wait=wait, device=device,
         threads=threads or 0, **told,
     )  # fmt: skip
-    configs = [{**config, **told, "device": device} for config in node_configs(wanted, nodes)]
+    configs = [
+        {**config, **told, "device": device, **own}
+        for config, own in zip(node_configs(wanted, nodes), mine, strict=True)
+    ]
     beside = [] if again else [str(experiment.parent.resolve())]
     _clean_up_when_stopped()
     place = Path(tempfile.mkdtemp(prefix="fedcover-flower-"))
     log = place / "run.txt"
+    again_by = f"fedcover flower up --nodes {nodes}{f' --rows {shlex.quote(rows)}' if rows else ''} {folder}"
     try:
         with local(place, configs, [*beside, os.getcwd()]) as federation, log.open("wb") as out:
             some = "1 SuperNode" if nodes == 1 else f"{nodes} SuperNodes"
@@ -79,12 +87,11 @@ def up(
     except KeyboardInterrupt:
         shutil.rmtree(place, ignore_errors=True)
         begun = (folder / "experiment.toml").exists()
-        go_on = f"stopped; go on with: fedcover flower up --nodes {nodes} {folder}"
-        console.say(go_on if begun else "stopped before the run began")
+        console.say(f"stopped; go on with: {again_by}" if begun else "stopped before the run began")
         sys.exit(130)
     except RunError as error:
         begun = (folder / "experiment.toml").exists() and not (folder / "summary.json").exists()
-        go_on = f"; go on with: fedcover flower up --nodes {nodes} {folder}" if begun else ""
+        go_on = f"; go on with: {again_by}" if begun else ""
         raise RunError(f"{error}; the logs are below {place}{go_on}") from error
     shutil.rmtree(place, ignore_errors=True)
     _show(folder, json)
@@ -163,6 +170,23 @@ def node_configs(wanted: Experiment, nodes: int) -> list[dict[str, object]]:
         | ({"capacity": mine[0]} if len(frozenset(mine)) == 1 and wanted.assignment == "device" else {})
         for place, mine in enumerate(held)
     ]
+
+
+def rows_of_nodes(wanted: Experiment, pattern: str, nodes: int, classes: int) -> list[dict[str, object]]:
+    """The file that each local node is told of, where clients' rows are on nodes."""
+    if wanted.partition != "nodes":
+        if pattern:
+            raise InvalidValue(f"rows are for partition 'nodes'; this experiment has {wanted.partition!r}")
+        return [{} for _ in range(nodes)]
+    if "{}" not in pattern:
+        raise InvalidValue(
+            "rows must name each node's file, with {} for its number from 0 on, such as 'node-{}.npz', as the "
+            f"experiment has partition 'nodes'; got {pattern!r}"
+        )
+    files = [Path(pattern.replace("{}", str(place))).resolve() for place in range(nodes)]
+    for place, file in enumerate(files):
+        rows_here(str(file), wanted, mine=clients_of(place, wanted.clients, nodes), classes=classes)  # or refused here
+    return [{"rows": str(file)} for file in files]
 
 
 def _clean_up_when_stopped() -> None:

@@ -12,7 +12,8 @@ from fedcover.capacity import propose
 from fedcover.cli.options import Data, Device, Json, Threads, app
 from fedcover.cli.wanted import wanted_of
 from fedcover.errors import InvalidValue
-from fedcover.preparation import Machine, prepare
+from fedcover.flower.rows import rows_here
+from fedcover.preparation import Machine, Parts, prepare
 from fedcover.watching import frame, look, watch_live
 
 
@@ -47,6 +48,7 @@ def capacity(
     memory: Annotated[float | None, Parameter(help="Megabytes that training may take; else what is free.")] = None,
     seconds: Annotated[float | None, Parameter(help="Longest local training of one round.")] = None,
     data: Data = None,
+    rows: Annotated[str, Parameter(help="With partition 'nodes': this node's file of rows.")] = "",
     device: Device = "auto",
     threads: Threads = None,
     json: Json = False,
@@ -56,7 +58,10 @@ def capacity(
         raise InvalidValue(f"memory must be a number of megabytes above 0; got {memory:g}")
     wanted = wanted_of(experiment, set)
     machine = Machine(device=device, threads=threads).resolved()
-    setup = prepare(wanted, machine, data=data)
+    if bool(rows) != (wanted.partition == "nodes"):
+        raise InvalidValue(f"rows must be given with partition 'nodes', and only then; got {rows!r}")
+    own = Parts(source=rows_here(rows, wanted, device=machine.device)) if rows else None
+    setup = prepare(wanted, machine, data=data, parts=own)
     with machine.for_setup(setup).applied():
         limit = None if memory is None else int(memory * 1e6)
         found = propose(setup, memory=limit, seconds=seconds, tell=console.say)
@@ -64,8 +69,8 @@ def capacity(
         return console.show_json(found.as_dict())
     columns = ["capacity", "parameters", "memory", "step_seconds", "round_seconds"]
     heads = ["capacity", "parameters", "memory (bytes)", "seconds a step", "seconds a round", "fits"]
-    rows = [[*(getattr(trial, column) for column in columns), "yes" if trial.fits else "no"] for trial in found.trials]
-    console.table(f"{wanted.model} on this device, {found.memory_free:,} bytes free", heads, rows)
+    table = [[*(getattr(trial, column) for column in columns), "yes" if trial.fits else "no"] for trial in found.trials]
+    console.table(f"{wanted.model} on this device, {found.memory_free:,} bytes free", heads, table)
     if found.capacity is None:
         print("no capacity fits this device")
         sys.exit(1)

@@ -26,7 +26,7 @@ from fedcover.policies import POLICIES
 from fedcover.privacy import PRIVACY
 from fedcover.recipes import RECIPES
 from fedcover.runs import load
-from fedcover.sources import Synthetic
+from fedcover.sources import Elsewhere, Synthetic
 from fedcover.spec import options_of
 from fedcover.training import SCHEDULES
 
@@ -34,7 +34,7 @@ TABLES: dict[str, dict[str, Callable[..., Any]]] = {
     "policies": dict(POLICIES),
     "models": dict(MODELS),
     "datasets": {**datasets.DATASETS, "synthetic": Synthetic},
-    "partitions": dict(PARTITIONS),
+    "partitions": {**PARTITIONS, "nodes": Elsewhere},
     "engines": dict(ENGINES),
     "recipes": dict(RECIPES),
     "rules": dict(RULES),

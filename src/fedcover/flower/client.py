@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from fedcover.errors import InvalidValue
+from fedcover.errors import FedcoverError
 from fedcover.flower.places import introduction
 from fedcover.version import __version__
 
@@ -62,7 +62,11 @@ def _hello(message: Message, context: Context) -> Message:
     try:
         said = introduction(context.node_id, context.node_config, __version__)
         hello: dict[str, Any] = {"place": said.place, "places": said.places, "capacity": said.capacity or 0.0}
-    except InvalidValue as error:
+        if rows := context.node_config.get("rows"):
+            from fedcover.flower.rows import told_of
+
+            hello |= told_of(str(rows))
+    except FedcoverError as error:
         hello = {"error": str(error)}
     return Message(
         RecordDict({"hello": ConfigRecord({"error": "", "version": __version__, **hello})}), reply_to=message

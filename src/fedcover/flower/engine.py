@@ -5,8 +5,8 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from fedcover.flower.working import sent_parcel
 from fedcover.folders import Folder
 from fedcover.norms import statistics_key
 from fedcover.replies import Asked, Ledger, RawReply, Rejection, ask
+from fedcover.sources import Holding
 from fedcover.summary import UNANSWERED
 from fedcover.types import Assignment, Client, Reduction, State, Task, Update
 from fedcover.version import __version__
@@ -90,6 +91,11 @@ class FlowerEngine:
     counted: Counter[str] = field(default_factory=Counter)
     tried: bool = False
 
+    @property
+    def holdings(self) -> Mapping[int, Holding]:
+        """What nodes say of clients' rows, where these are on nodes; it becomes more as nodes come."""
+        return self.roster.holdings
+
     def __call__(self, task: Task, state: State, work: Work, lr: float) -> list[Update]:
         """Train the given clients from the given state on their nodes."""
         self.counted.clear()
@@ -97,7 +103,7 @@ class FlowerEngine:
             _try_recipe(task, state, work)
             self.tried = True
         meet(self.link, self.roster, self.events, state.round)
-        by_node = self._shared_out(state.round, work)
+        by_node = self._shared_out(state.round, self._as_told(task, work))
         asked: dict[int, dict[int, Asked]] = {}
         messages = {}
         for node, mine in by_node.items():
@@ -120,6 +126,13 @@ class FlowerEngine:
     def figures(self) -> dict[str, Any]:
         """How many clients of the last round were rejected, late or lost."""
         return {event: self.counted[event] for event in UNANSWERED}
+
+    def _as_told(self, task: Task, work: Work) -> Work:
+        """The clients as their nodes tell of them: one may have come since the cohort was chosen."""
+        if self.roster.clients is None:
+            return work
+        source = task.source
+        return [(replace(c, samples=source.count(c.id), labels=source.labels(c.id)), part) for c, part in work]
 
     def _shared_out(self, round: int, work: Work) -> dict[int, Work]:
         """The work of each node that is there; clients without one are lost for this round."""
@@ -151,7 +164,7 @@ class FlowerEngine:
             place = places.setdefault(key, len(places))
             orders.append(Order(client.id, client.capacity, client.slot, encoded, place, asked[client.id].nonce))
         told = state.round, lr, torch.get_num_threads(), self.terms.experiment
-        return Orders(*told, tuple(orders), tuple(parcels.values())), asked
+        return Orders(*told, tuple(orders), tuple(parcels.values()), {"classes": task.source.classes}), asked
 
     def _believed(self, round: int, node: int, asked: dict[int, Asked], reply: Any) -> Iterable[Update]:
         """The updates of a reply that are what was asked for; the others are told of."""
@@ -207,7 +220,7 @@ def meet(link: Link, roster: Roster, events: Events, round: int) -> None:
     roster.asked.update(strangers)
     if not strangers:
         return
-    for node, said in link.introductions(strangers, patience=HELLO).items():
+    for node, said in link.introductions(strangers, patience=HELLO, rows=roster.clients is not None).items():
         why = said.why if isinstance(said, Failed) else _objection(said, roster, link.present())
         if why:
             if not isinstance(said, Failed) or said.event == "rejected":

@@ -34,12 +34,15 @@ from flwr.supercore.inflatable.inflatable_utils import (
 from fedcover.errors import InvalidValue
 from fedcover.flower.messages import QUERY
 from fedcover.flower.places import Introduction
+from fedcover.flower.rows import read_holdings
 
 log = logging.getLogger("fedcover")
 LISTING = 4 * 2**20
 """Most bytes of the list of a reply's pieces, which holds no tensors."""
 AROUND = 64 * 2**10
 """Bytes around the tensors of a reply: its report, its names and Flower's envelope; large replies may have more."""
+TELLING = 16 * 2**20
+"""What an introduction is allowed that tells of clients' rows: a sixteenth, a megabyte, may be records of that."""
 GRACE = 10.0
 """Seconds that Flower keeps a message beyond our deadline, so that it is ours that ends a round and says `late`."""
 POLL, TURN, LOOK_AROUND = 0.25, 1.0, 3.0
@@ -72,15 +75,15 @@ class Link:
         """The nodes that are there, as far as Flower knows; it notices a death after up to a minute."""
         return set(self._grid.get_node_ids())
 
-    def introductions(self, nodes: Sequence[int], *, patience: float) -> dict[int, Introduction | Failed]:
-        """Ask nodes to introduce themselves."""
+    def introductions(self, nodes: Sequence[int], *, patience: float, rows: bool) -> dict[int, Introduction | Failed]:
+        """Ask nodes to introduce themselves, and to tell of their clients' rows where these are on nodes."""
         messages = {
             node: Message(
                 RecordDict({"hello": ConfigRecord()}), dst_node_id=node, message_type=QUERY, ttl=patience + GRACE
             )
             for node in nodes
         }
-        replies = self.exchange(messages, patience=patience, allowed=dict.fromkeys(nodes, 0))
+        replies = self.exchange(messages, patience=patience, allowed=dict.fromkeys(nodes, TELLING if rows else 0))
         return {
             node: reply if isinstance(reply, Failed) else _introduced(node, reply) for node, reply in replies.items()
         }
@@ -272,6 +275,7 @@ def _introduced(node: int, reply: Message) -> Introduction | Failed:
         wrong = type(place) is not int or type(places) is not int or not 0 <= place < places
         if wrong or type(capacity) is not float or not 0 <= capacity <= 1 or type(version) is not str:
             return Failed("rejected", "its introduction makes no sense")
+        holdings = read_holdings(said.get("samples", []), said.get("labels", []))
     except (KeyError, TypeError, ValueError):
         return Failed("rejected", "its introduction lacks what one must have")
-    return Introduction(node, place, places, capacity or None, version)
+    return Introduction(node, place, places, capacity or None, version, holdings)

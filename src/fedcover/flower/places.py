@@ -4,22 +4,29 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fedcover.errors import InvalidValue
 
+if TYPE_CHECKING:  # it knows torch, without which an introduction is quick
+    from fedcover.sources import Holding
+
 
 @dataclass(frozen=True, slots=True)
 class Introduction:
-    """What a node says of itself: its place among the nodes, what it can hold, and with which versions it works."""
+    """What a node says of itself: its place among the nodes, what it can hold, and with which version it works.
+
+    `holdings` are the rows that it has, client by client, where clients' rows are on nodes.
+    """
 
     node: int
     place: int
     places: int
     capacity: float | None
     version: str
+    holdings: tuple["Holding", ...] = ()
 
 
 def introduction(node: int, config: Mapping[str, Any], version: str) -> Introduction:
@@ -49,6 +56,16 @@ def place_of(client: int, clients: int, places: int) -> int:
     return client * places // clients
 
 
+def clients_of(place: int, clients: int, places: int) -> range:
+    """The clients that a place holds: those whose `place_of` it is.
+
+    >>> clients_of(1, 5, 2)
+    range(3, 5)
+    """
+    first, end = (-(-border * clients // places) for border in (place, place + 1))
+    return range(first, end)
+
+
 def declared_fleet(introductions: Iterable[Introduction], clients: int, fallback: Sequence[float]) -> str:
     """The fleet that the nodes declare; a client whose node declares nothing has the capacity of the fallback.
 
@@ -73,11 +90,14 @@ class Roster:
 
     Two nodes may claim one place: a SuperNode that comes back may be a new node to Flower. The first claim holds while
     its node answers, so that nobody takes the place of a node that works. Once a run has begun its clients have
-    capacities, and a node that holds less than those of its place is refused.
+    capacities, and a node that holds less than those of its place is refused. Where the rows of so many `clients` are
+    on nodes, a node must tell of those of each of its own, and `holdings` is what is known of them.
     """
 
     places: int | None = None
     capacities: Sequence[float] = ()
+    clients: int | None = None
+    holdings: dict[int, "Holding"] = field(default_factory=dict)
     known: dict[int, Introduction] = field(default_factory=dict)
     refused: set[int] = field(default_factory=set)
     asked: Counter[int] = field(default_factory=Counter)
@@ -94,12 +114,28 @@ class Roster:
                 f"capacity must be at least {needed:g}, as the clients of partition {introduced.place} have had since "
                 f"the run began; got {introduced.capacity:g} (a new run would take it)"
             )
+        if self.clients is not None:
+            self._note_rows(introduced, clients_of(introduced.place, self.clients, self.places))
         self.known[introduced.node] = introduced
 
+    def _note_rows(self, introduced: Introduction, mine: range) -> None:
+        if not introduced.holdings:
+            raise InvalidValue(
+                "the rows of this experiment are on its nodes (partition 'nodes'): each needs its own, --node-config "
+                "'rows=\"/path/of/file.npz\" ...', a file with train_x, train_y and, for several clients, train_owner"
+            )
+        if len(introduced.holdings) != len(mine):
+            raise InvalidValue(
+                f"partition {introduced.place} has {len(mine)} of the {self.clients} clients, so its node needs rows "
+                f"of as many owners; got {len(introduced.holdings)}"
+            )
+        others = (known for node, known in self.known.items() if node not in self.silent)
+        if all(known.place != introduced.place for known in others):
+            self.holdings.update(zip(mine, introduced.holdings, strict=True))
+
     def _needed(self, place: int) -> float:
-        clients = len(self.capacities)
-        mine = (c for client, c in enumerate(self.capacities) if place_of(client, clients, self.places or 1) == place)
-        return max(mine, default=0.0)
+        mine = clients_of(place, len(self.capacities), self.places or 1)
+        return max((self.capacities[client] for client in mine), default=0.0)
 
     def holders(self, present: Iterable[int]) -> dict[int, int]:
         """The node that answers for each place, among those that are present."""

@@ -61,7 +61,8 @@ def serve(grid: Grid, settings: Settings) -> Run:
         experiment = begun(folder, experiment)
     elif (folder / "experiment.toml").exists():
         raise RunError(f"{folder} holds a run already: go on with it (--resume), or choose another name")
-    link, roster = Link(grid), Roster(capacities=capacities(experiment) if again else ())
+    rows_of = experiment.clients if experiment.partition == "nodes" else None
+    link, roster = Link(grid), Roster(capacities=capacities(experiment) if again else (), clients=rows_of)
     early: list[str] = []
     gather(link, roster, Events(None, early), nodes=settings.nodes, patience=settings.wait)
     if not again:

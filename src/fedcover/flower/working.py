@@ -15,13 +15,16 @@ from fedcover.errors import FedcoverError, InvalidValue
 from fedcover.experiment import Experiment
 from fedcover.flower.messages import Answer, Order, Orders, read_orders, to_server
 from fedcover.flower.parcels import bundle, embedded, headed, kept, read_reduction, sections, unbundle
+from fedcover.flower.places import clients_of, introduction
+from fedcover.flower.rows import rows_here
 from fedcover.norms import running, statistics_key
-from fedcover.preparation import Machine, prepare
+from fedcover.preparation import Machine, Parts, prepare
 from fedcover.reduction import dense
 from fedcover.replies import pack
 from fedcover.submodel import submodel
 from fedcover.training import train_client
 from fedcover.types import Client, Model, Params, Reduction, State, Task, Update
+from fedcover.version import __version__
 
 PRIVATE = "private"
 
@@ -31,11 +34,9 @@ log = logging.getLogger("fedcover")
 def train_clients(message: Message, context: Context) -> Message:
     """Train an experiment's clients that live on this node."""
     orders = read_orders(message)
-    config = context.node_config
-    data = config.get("data")
     try:
-        machine = Machine("sequential", str(config.get("device", "cpu")), orders.threads).resolved()
-        task = prepare(Experiment.from_toml(orders.experiment), machine, data=str(data) if data else None).task
+        machine = Machine("sequential", str(context.node_config.get("device", "cpu")), orders.threads).resolved()
+        task = _task(orders, machine, context.node_id, context.node_config)
     except FedcoverError as error:
         return to_server(message, [_refusal(order, error) for order in orders.orders])
     answers = []
@@ -43,6 +44,20 @@ def train_clients(message: Message, context: Context) -> Message:
         for order in orders.orders:
             answers.append(_answered(order, context, lambda order: _trained(order, orders, task, context)))
     return to_server(message, answers)
+
+
+def _task(orders: Orders, machine: Machine, node: int, config: Mapping[str, Any]) -> Task:
+    """The experiment as this node sees it: with its own rows, where those of the clients are on nodes."""
+    experiment = Experiment.from_toml(orders.experiment)
+    if experiment.partition != "nodes":
+        data = config.get("data")
+        return prepare(experiment, machine, data=str(data) if data else None).task
+    me = introduction(node, config, __version__)
+    mine = clients_of(me.place, experiment.clients, me.places)
+    rows = rows_here(
+        str(config.get("rows", "")), experiment, mine=mine, classes=int(orders.own["classes"]), device=machine.device
+    )
+    return prepare(experiment, machine, parts=Parts(source=rows)).task
 
 
 def _answered(order: Order, context: Context, work: Callable[[Order], Answer]) -> Answer:
@@ -66,9 +81,7 @@ def _refusal(order: Order, error: Exception) -> Answer:
 
 def _trained(order: Order, orders: Orders, task: Task, context: Context) -> Answer:
     source = task.source
-    client = Client(
-        order.client, order.capacity, order.slot, len(source.shard(order.client).index), source.labels(order.client)
-    )
+    client = Client(order.client, order.capacity, order.slot, source.count(order.client), source.labels(order.client))
     reduction = read_reduction(order.encoded, task.model)
     mine = _private(context, order.client)
     state = received_state(orders.parcels[order.parcel], task, client, reduction, orders.round, mine)

@@ -1,0 +1,176 @@
+"""Clients' rows that stay on their nodes: what is said of them, and what is refused; without Flower."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fedcover as fc
+from fedcover.cli.flower import rows_of_nodes
+from fedcover.datasets import rows_from_file
+from fedcover.errors import InvalidValue
+from fedcover.experiment import Experiment
+from fedcover.flower.places import Introduction, Roster, clients_of, place_of
+from fedcover.flower.rows import MOST_LABELS, MOST_SAMPLES, read_holdings, rows_here, told_of
+from fedcover.partition import held
+from fedcover.preparation import Machine, Parts, prepare
+from fedcover.sources import Elsewhere, Holding
+from tests.own_rows import NODES, written
+from tests.test_cli import fedcover, refused
+
+__all__ = ["fedcover"]  # a fixture
+
+
+@given(st.integers(1, 200), st.integers(1, 20))
+def test_the_clients_of_a_place_are_those_whose_place_it_is(clients, places):
+    for place in range(places):
+        mine = clients_of(place, clients, places)
+        assert list(mine) == [client for client in range(clients) if place_of(client, clients, places) == place]
+
+
+def test_a_node_has_the_rows_that_its_clients_have_in_one_file(tmp_path):
+    files = written(tmp_path)
+    wanted = files.experiment()
+    together = prepare(files.in_one_process(wanted), Machine(device="cpu").resolved()).task.source
+    for place, path in enumerate(files.nodes):
+        here = rows_here(str(path), wanted, mine=clients_of(place, 5, 2), classes=10)
+        for client in range(5):
+            if client not in NODES[place]:
+                assert here.count(client) == 0
+                continue
+            mine, same = here.shard(client), together.shard(client)
+            assert mine.samples.x[mine.index].equal(same.samples.x[same.index])
+            assert mine.samples.y[mine.index].equal(same.samples.y[same.index])
+
+
+def test_what_a_node_tells_is_what_it_has(tmp_path):
+    files = written(tmp_path)
+    together = prepare(files.in_one_process(files.experiment()), Machine(device="cpu").resolved()).task.source
+    found = [holding for path in files.nodes for holding in read_holdings(**told_of(str(path)))]
+    assert found == [Holding(together.count(client), together.labels(client)) for client in range(5)]
+    assert len({holding.samples for holding in found}) > 1
+    assert len({holding.labels for holding in found}) > 1
+
+
+@given(st.dictionaries(st.integers(0, 4), st.lists(st.integers(0, 40), min_size=1, max_size=5), min_size=1))
+def test_labels_travel_bit_by_bit(tmp_path_factory, known):
+    path = tmp_path_factory.mktemp("rows") / "mine.npz"
+    owner, y = (np.array(column) for column in zip(*[(o, label) for o in known for label in known[o]], strict=True))
+    np.savez(path, train_x=np.zeros((len(y), 2), np.float32), train_y=y, train_owner=owner)
+    expected = [Holding(len(known[o]), tuple(sorted(set(known[o])))) for o in sorted(known)]
+    assert list(read_holdings(**told_of(str(path)))) == expected
+
+
+@pytest.mark.parametrize(
+    ("samples", "labels"),
+    [
+        ([0], [b"\x80"]), ([-1], [b"\x80"]), ([MOST_SAMPLES + 1], [b"\x80"]), ([True], [b"\x80"]), ([1.5], [b"\x80"]),
+        ([1], [b""]), ([1], [bytes(MOST_LABELS // 8 + 1)]), ([1], ["\x80"]), ([1, 2], [b"\x80"]), ([], [b"\x80"]),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_is_not_believed(samples, labels):
+    with pytest.raises(ValueError, match=r"rows|labels|zip"):
+        read_holdings(samples, labels)
+
+
+def test_rows_of_no_owner_are_of_one(tmp_path):
+    np.savez(tmp_path / "mine.npz", train_x=np.zeros((3, 4), np.float32), train_y=np.array([2, 0, 2]))
+    samples, owner = rows_from_file(tmp_path / "mine.npz")
+    assert samples.x.shape == (3, 4)
+    assert owner.tolist() == [0, 0, 0]
+    assert held(owner, [1], 2).indices(1).tolist() == [0, 1, 2]
+
+
+def test_a_file_of_rows_that_will_not_do_is_refused(tmp_path):
+    path, x = tmp_path / "mine.npz", np.zeros((3, 4), np.float32)
+    with pytest.raises(InvalidValue, match="rows must be a file that exists"):
+        rows_from_file(path)
+    np.savez(path, train_x=x)
+    with pytest.raises(InvalidValue, match=r"rows .* must have an array train_y; got train_x"):
+        rows_from_file(path)
+    np.savez(path, train_x=x, train_y=np.arange(3), train_owner=np.arange(2))
+    with pytest.raises(InvalidValue, match="train_owner must be as long as train_x, 3 rows; got 2"):
+        rows_from_file(path)
+    np.savez(path, train_x=x, train_y=np.array([0, 1, MOST_LABELS]))
+    with pytest.raises(InvalidValue, match=f"labels below {MOST_LABELS}; got {MOST_LABELS}"):
+        told_of(str(path))
+    np.savez(path, train_x=x, train_y=np.arange(3), train_owner=np.arange(3))
+    wanted = Experiment(partition="nodes", clients=4, active=4)
+    with pytest.raises(InvalidValue, match="labels 0 to 1; got 2"):
+        rows_here(str(path), wanted, mine=range(3), classes=2)
+    with pytest.raises(InvalidValue, match="a node with 2 of the clients needs rows of as many owners; got 3"):
+        rows_here(str(path), wanted, mine=range(2), classes=3)
+
+
+def test_a_node_must_tell_of_the_rows_of_each_of_its_clients():
+    roster, some, other = Roster(clients=3), Holding(5, (0,)), Holding(6, (1,))
+    with pytest.raises(InvalidValue, match=r"rows=.*train_x, train_y"):
+        roster.add(Introduction(7, 0, 2, None, "v"))
+    with pytest.raises(InvalidValue, match=r"partition 0 has 2 of the 3 clients, so its node needs .* got 1"):
+        roster.add(Introduction(7, 0, 2, None, "v", (some,)))
+    assert not roster.known
+    roster.add(Introduction(7, 0, 2, None, "v", (some, other)))
+    assert roster.holdings == {0: some, 1: other}
+    roster.add(Introduction(8, 0, 2, None, "v", (other, other)))  # another one for a place that is held
+    assert roster.holdings == {0: some, 1: other}
+    roster.silent |= {7, 8}
+    roster.add(Introduction(9, 0, 2, None, "v", (other, some)))  # it has come in the place of one that is silent
+    roster.add(Introduction(10, 1, 2, None, "v", (some,)))
+    assert roster.holdings == {0: other, 1: some, 2: some}
+    Roster().add(Introduction(7, 0, 2, None, "v"))  # where rows are not on nodes, none need be told of
+
+
+def test_the_server_knows_of_rows_elsewhere_what_it_was_told(tmp_path):
+    files, told = written(tmp_path), {}
+    engine = type("Reaching", (), {"holdings": told})()
+    setup = prepare(files.experiment(), Machine(device="cpu").resolved(), parts=Parts(engine=engine))
+    source = setup.task.source
+    assert isinstance(source, Elsewhere)
+    assert (source.count(1), source.labels(1)) == (0, ())
+    told[1] = Holding(7, (0, 3, 99))  # a node has come since
+    assert (source.count(1), source.labels(1)) == (7, (0, 3))  # there is no label 99
+    assert len(source.test) == 360
+    assert len(source.calibration) == 10
+
+
+def test_in_one_process_rows_on_nodes_are_refused(tmp_path):
+    files = written(tmp_path)
+    with pytest.raises(InvalidValue, match=r"so this needs Flower .* use partition 'owner'"):
+        fc.run(files.experiment(), tmp_path / "run", machine=Machine("sequential", "cpu"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_up_looks_at_the_rows_of_its_nodes_first(tmp_path):
+    files = written(tmp_path)
+    wanted, pattern = files.experiment(), str(tmp_path / "node-{}.npz")
+    assert rows_of_nodes(wanted, pattern, 2, 10) == [{"rows": str(path)} for path in files.nodes]
+    assert rows_of_nodes(files.in_one_process(wanted), "", 2, 10) == [{}, {}]
+    with pytest.raises(InvalidValue, match="rows are for partition 'nodes'; this experiment has 'owner'"):
+        rows_of_nodes(files.in_one_process(wanted), pattern, 2, 10)
+    for wrong in ("", str(files.nodes[0])):
+        with pytest.raises(InvalidValue, match=r"rows must name each node's file, with \{\}"):
+            rows_of_nodes(wanted, wrong, 2, 10)
+    with pytest.raises(InvalidValue, match="needs rows of as many owners"):
+        rows_of_nodes(wanted, pattern, 1, 10)
+
+
+def test_a_node_measures_its_capacity_on_its_own_rows(fedcover, tmp_path):
+    files = written(tmp_path)
+    (tmp_path / "mine.toml").write_text(files.experiment(dataset="nowhere.npz").to_toml())
+    code, said, _ = fedcover("capacity", tmp_path / "mine.toml", "--rows", files.nodes[1], "--device", "cpu")
+    assert code == 0
+    assert "proposed capacity: 1 " in said
+    refused(fedcover("capacity", tmp_path / "mine.toml"), 2, "rows must be given with partition 'nodes', and only then")
+
+
+def test_labels_and_images_of_the_server_are_not_needed_on_a_node(tmp_path):
+    """The model is built for the rows of the node, as it is on the server for those of its test set."""
+    files = written(tmp_path)
+    rows = rows_here(str(files.nodes[1]), files.experiment(), mine=clients_of(1, 5, 2), classes=10)
+    machine = Machine(device="cpu").resolved()
+    setup = prepare(files.experiment(dataset="nowhere.npz"), machine, parts=Parts(source=rows))
+    shapes = {name: tuple(p.shape) for name, p in setup.task.model.module.named_parameters()}
+    there = prepare(files.experiment(), machine).task.model.module
+    assert shapes == {name: tuple(p.shape) for name, p in there.named_parameters()}
+    assert torch.equal(next(iter(setup.task.model.module.parameters())), next(iter(there.parameters())))
