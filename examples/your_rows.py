@@ -9,13 +9,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-import numpy as np
+from safetensors.torch import save_file
 
 from examples.your_data import rings
 
 EXPERIMENT = """
-dataset = "server.npz"     # what the server tests on, and some rows for norm statistics
-partition = "nodes"        # the clients' rows are where they are
+dataset = "server.safetensors"     # what the server tests on, and some rows for norm statistics
+partition = "nodes"                # the clients' rows are where they are
 model = "mlp(hidden=[48])"
 clients = 20
 active = 20
@@ -29,12 +29,14 @@ lr = 0.05
 def write(folder: Path) -> None:
     """The first ten owners' rows for one node, the others' for another; here all come from one data set."""
     data = rings()
-    test = {"test_x": data.test.x.numpy(), "test_y": data.test.y.numpy()}
-    np.savez(folder / "server.npz", train_x=data.train.x[:50].numpy(), train_y=data.train.y[:50].numpy(), **test)
+    owners = data.owner
+    assert owners is not None
+    some = {"train_x": data.train.x[:50], "train_y": data.train.y[:50], "test_x": data.test.x, "test_y": data.test.y}
+    save_file({name: rows.contiguous() for name, rows in some.items()}, folder / "server.safetensors")
     for place in range(2):
-        mine = data.owner // 10 == place
-        x, y, owner = (rows[mine].numpy() for rows in (data.train.x, data.train.y, data.owner))
-        np.savez(folder / f"node-{place}.npz", train_x=x, train_y=y, train_owner=owner)
+        mine = owners // 10 == place
+        rows = {"train_x": data.train.x[mine], "train_y": data.train.y[mine], "train_owner": owners[mine]}
+        save_file(rows, folder / f"node-{place}.safetensors")  # or np.savez
     (folder / "experiment.toml").write_text(EXPERIMENT)
 
 
@@ -42,6 +44,6 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as place:
         write(Path(place))
         # on machines of their own each node has its file's path in --node-config (docs/deploy.md)
-        up = [sys.executable, "-m", "fedcover", "flower", "up", "--nodes", "2", "--rows", "node-{}.npz", "--json"]
-        done = subprocess.run([*up, "experiment.toml"], cwd=place, stdout=subprocess.PIPE, check=True)
+        up = [sys.executable, "-m", "fedcover", "flower", "up", "--nodes", "2", "--rows", "node-{}.safetensors"]
+        done = subprocess.run([*up, "--json", "experiment.toml"], cwd=place, stdout=subprocess.PIPE, check=True)
         print(f"accuracy {json.loads(done.stdout)['accuracy']:.3f}")

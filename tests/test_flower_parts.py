@@ -242,6 +242,28 @@ def test_rounds_that_are_run_again_are_shown_again(tmp_path, monkeypatch):
     assert seen == [5, 6, 7, 8, 9]
 
 
+def test_a_server_that_has_gone_without_a_word_is_missed(tmp_path, monkeypatch):
+    """Not before it has come, not while it ends, and not if it has said why."""
+    log, clock = tmp_path / "log.txt", iter(range(0, 1000, 10))
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    log.write_text("")
+
+    def watched(*there):
+        seen = iter(there)
+        steps = [lambda: None] * len(there)
+        follow(Played(*steps), tmp_path, log, lambda report: None, lambda: next(seen))
+
+    for honest in ([False] * 5, [True] * 5, [False, True, False]):
+        with pytest.raises(RunError, match="did not finish"):
+            watched(*honest)
+    with pytest.raises(RunError, match="the server's process has ended without a word"):
+        watched(True, False, False, False)
+    log.write_text("fedcover: stopped: no room\n")
+    with pytest.raises(RunError, match="no room"):
+        watched(True, False, False, False)
+
+
 def test_only_the_server_says_that_a_run_has_finished(capfd):
     def streamed(text):
         return pass_on([sys.executable, "-c", f"print({text!r})"], dict(os.environ))

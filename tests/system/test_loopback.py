@@ -11,6 +11,7 @@ from flwr.supercore.task_identity import TaskIdentity
 import fedcover as fc
 from fedcover.engines.sequential import sequential
 from fedcover.errors import InvalidValue, RunError
+from fedcover.flower import server
 from fedcover.flower.apps import Settings
 from fedcover.flower.client import experiment_app
 from fedcover.flower.engine import Events, FlowerEngine, Terms
@@ -19,6 +20,7 @@ from fedcover.flower.parcels import bundle, unbundle
 from fedcover.flower.places import Roster
 from fedcover.flower.server import begun, capacities, serve
 from fedcover.summary import read_lines
+from fedcover.watching import look
 from tests.own_rows import written
 from tests.system.compromised import EACH, _file, attack
 from tests.system.harness import checkpoints, experiment, reference
@@ -297,3 +299,20 @@ def test_whoever_fails_is_told_of_and_left_out(tmp_path):
         wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=engine(wanted, tmp_path / "run", spoil)
     )
     assert [(line["late"], sorted(line["dropped"])) for line in run.metrics] == [(4, [4, 5, 6, 7])] * 2
+
+
+def test_a_run_that_waits_for_its_nodes_has_not_stopped(tmp_path, monkeypatch):
+    """Whoever watches its folder meanwhile sees that somebody is at work there."""
+    wanted = experiment(policy="prefix", rounds=2, name="mine")
+    fc.run(wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=engine(wanted, tmp_path / "run"))
+    assert not look(tmp_path / "run").running
+    seen = []
+
+    def waiting(*given, **named):
+        seen.append(look(tmp_path / "run").running)
+        raise RunError("nobody came")
+
+    monkeypatch.setattr(server, "gather", waiting)
+    with pytest.raises(RunError, match="nobody came"):
+        serve(None, Settings(wanted.to_toml(), str(tmp_path / "run"), resume=True))
+    assert seen == [True]

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -90,6 +91,21 @@ def test_up_on_rows_that_stay_on_nodes(tmp_path):
     here = fc.run(files.in_one_process(wanted), machine=fc.Machine("sequential", "cpu"))
     assert all(tensor.equal(here.state.params[name]) for name, tensor in there.state.params.items())
     assert there.model()(here.setup.task.source.test.x).shape == (360, 10)
+
+
+def test_a_server_that_is_killed_is_missed(tmp_path):
+    """Up says what has happened and how to go on, and does not wait for Flower to notice."""
+    (tmp_path / "mine.toml").write_text(experiment(policy="prefix", rounds=30, name="mine").to_toml())
+    process = up(tmp_path, tmp_path / "mine.toml")
+    metrics = tmp_path / "runs" / "mine" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.read_bytes(), "a round")
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants([process.pid])}
+    (server,) = (pid for pid, command in commands.items() if b"flwr-serverapp" in command)
+    os.kill(server, signal.SIGKILL)
+    assert process.wait(PATIENCE) == 1
+    told = " ".join((tmp_path / "log.txt").read_text().split())
+    assert "the server's process has ended without a word" in told
+    assert "go on with: fedcover flower up --nodes 2" in told
 
 
 def test_up_runs_to_the_end_and_cleans_up(tmp_path):

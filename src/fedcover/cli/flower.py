@@ -83,7 +83,8 @@ def up(
             some = "1 SuperNode" if nodes == 1 else f"{nodes} SuperNodes"
             console.say(f"SuperLink on {federation.address} and {some}; their logs are below {place}")
             with console.watching(wanted.name, wanted.rounds) as watch:
-                follow(federation.submit(write_app(place / "app", settings), out), folder, log, watch)
+                submitted = federation.submit(write_app(place / "app", settings), out)
+                follow(submitted, folder, log, watch, federation.serving)
     except KeyboardInterrupt:
         shutil.rmtree(place, ignore_errors=True)
         begun = (folder / "experiment.toml").exists()

@@ -14,12 +14,30 @@ FINISHED = "fedcover: finished"
 _STOPPED = re.compile(r"^fedcover: stopped: (.*)", re.MULTILINE)
 
 
-def follow(process: subprocess.Popen[bytes], folder: Path, log: Path, watch: Callable[[Report], None]) -> None:
-    """Show the rounds of a run until the process that streams its log ends; complain if the run did not finish."""
+KILLED = (
+    "the server's process has ended without a word: somebody, or the system for lack of memory, has killed it, or the "
+    "machine could not go on"
+)
+ENDING = 15.0
+"""Seconds without a server after which its run has not ended as runs do; Flower itself waits for a minute."""
+
+
+def follow(
+    process: subprocess.Popen[bytes],
+    folder: Path,
+    log: Path,
+    watch: Callable[[Report], None],
+    served: Callable[[], bool] = lambda: True,
+) -> None:
+    """Show the rounds of a run until the process that streams its log ends; complain if the run did not finish.
+
+    `served` says whether the process that the rounds are made in is there.
+    """
     metrics = folder / "metrics.jsonl"
     known = _last_round(read_lines(metrics))
     summary = folder / "summary.json"
-    before = summary.stat().st_mtime_ns if summary.exists() else None
+    before = _stamp(summary)
+    begun, last_seen = False, 0.0
     while True:
         ended = process.poll() is not None
         lines = read_lines(metrics)
@@ -29,9 +47,24 @@ def follow(process: subprocess.Popen[bytes], folder: Path, log: Path, watch: Cal
         known = _last_round(lines)  # lower than before once the server has cut off the rounds that it runs again
         if ended:
             break
+        now = time.monotonic()
+        if served():
+            begun, last_seen = True, now
+        elif begun and now - last_seen > ENDING and _stamp(summary) == before and not _said_why(log):
+            raise RunError(KILLED)
         time.sleep(0.3)
-    if not summary.exists() or summary.stat().st_mtime_ns == before or _STOPPED.search(log.read_text(errors="replace")):
+    if _stamp(summary) in (None, before) or _STOPPED.search(log.read_text(errors="replace")):
         raise RunError(said(log))
+
+
+def _stamp(path: Path) -> int | None:
+    return path.stat().st_mtime_ns if path.exists() else None
+
+
+def _said_why(log: Path) -> bool:
+    """Whether the server has told how its run ended."""
+    text = log.read_text(errors="replace")
+    return FINISHED in text or _STOPPED.search(text) is not None
 
 
 def _last_round(lines: Metrics) -> int:

@@ -118,6 +118,11 @@ class Local:
         """The end of a process's log."""
         return self.log(name).read_text(errors="replace")[-1000:].strip() or "it said nothing"
 
+    def serving(self) -> bool:
+        """Whether there is a process in which the SuperLink's run is made."""
+        commands = (_command(pid) for pid in descendants([self.processes["superlink"].pid]))
+        return any(b"flwr-serverapp" in command for command in commands)
+
     def stop(self, *names: str) -> None:
         """End processes and all that they have started, politely at first."""
         chosen = [self.processes.pop(name) for name in names or list(self.processes)]
@@ -178,6 +183,17 @@ def _parents() -> dict[int, int]:
         with suppress(OSError):  # it has just ended
             found[int(stat.parent.name)] = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
     return found
+
+
+def _command(pid: int) -> bytes:
+    """How a process was called; nothing if it has just ended."""
+    if not Path("/proc/self/cmdline").exists():
+        asked = subprocess.run(["ps", "-p", str(pid), "-o", "command="], capture_output=True, check=False)
+        return asked.stdout
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def free_port() -> int:

@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,8 @@ def serve(grid: Grid, settings: Settings) -> Run:
     rows_of = experiment.clients if experiment.partition == "nodes" else None
     link, roster = Link(grid), Roster(capacities=capacities(experiment) if again else (), clients=rows_of)
     early: list[str] = []
-    gather(link, roster, Events(None, early), nodes=settings.nodes, patience=settings.wait)
+    with Folder(folder).opened() if again else nullcontext():  # who watches it sees that it has not stopped
+        gather(link, roster, Events(None, early), nodes=settings.nodes, patience=settings.wait)
     if not again:
         experiment = with_declared_capacities(experiment, roster)
         roster.capacities = capacities(experiment)
