@@ -231,6 +231,7 @@ def test_the_ledger_does_not_grow():
     earliest = ledger.expect(lambda nonce: replace(asked, nonce=nonce))
     assert isinstance(ledger.receive(honest(earliest, update)), Answer)
     for _ in range(REMEMBERED):
+        assert ledger.receive(honest(earliest, update)).reason == "replayed nonce"
         ledger.expect(lambda nonce: replace(asked, nonce=nonce))
         ledger.close()
     assert ledger.receive(honest(earliest, update)).reason == "unknown nonce"  # forgotten, and still refused

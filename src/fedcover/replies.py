@@ -6,6 +6,7 @@ parsed that could be compared instead; nothing is unpickled, and what is too lar
 
 import math
 import secrets
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -44,8 +45,8 @@ NORM_LIMIT = 1e6
 """Updates longer than this are not believed."""
 LARGEST = float(np.finfo(np.float32).max)
 """No number beside the arrays is larger: means of a few that are near the largest double would overflow."""
-REMEMBERED = 1_000
-"""Nonces of answered tasks that are remembered to tell a replay from a fabrication; both are refused."""
+REMEMBERED = 4
+"""Rounds whose nonces are remembered to tell a replay, or who is late, from a fabrication; all are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +170,7 @@ class Ledger:
     def __init__(self, draw: Callable[[], str] = fresh_nonce) -> None:
         self._draw = draw
         self._open: dict[str, Asked] = {}
-        self._done: dict[str, str] = {}
+        self._done: deque[dict[str, str]] = deque([{}], maxlen=REMEMBERED)  # by round, the newest last
 
     def expect(self, make: Callable[[str], Asked]) -> Asked:
         """A task with a fresh nonce; `make` is given the nonce."""
@@ -181,25 +182,24 @@ class Ledger:
         """Check a reply against the task that its nonce names, and use up the nonce."""
         asked = self._open.get(raw.nonce) if isinstance(raw.nonce, str) else None
         if asked is None or type(raw.client) is not int or raw.client != asked.client.id:
-            reason = self._done.get(raw.nonce, "unknown nonce") if isinstance(raw.nonce, str) else "unknown nonce"
+            reason = self._reason(raw.nonce) if isinstance(raw.nonce, str) else "unknown nonce"
             claimed = raw.client if type(raw.client) is int else None
             return Rejection(claimed, reason, f"nonce {shown(raw.nonce)} of client {shown(raw.client)}")
         del self._open[asked.nonce]
-        self._remember(asked.nonce, "replayed nonce")
+        self._done[-1][asked.nonce] = "replayed nonce"
         return check(raw, asked)
 
     def close(self) -> tuple[Asked, ...]:
         """End the round: what is still out is late from now on."""
         out = tuple(self._open.values())
         self._open.clear()
-        for asked in out:
-            self._remember(asked.nonce, "late")
+        self._done[-1].update((asked.nonce, "late") for asked in out)
+        self._done.append({})
         return out
 
-    def _remember(self, nonce: str, reason: str) -> None:
-        self._done[nonce] = reason
-        if len(self._done) > REMEMBERED:
-            del self._done[next(iter(self._done))]
+    def _reason(self, nonce: str) -> str:
+        """Why a nonce is not open: it has been, or never was, as far as is remembered."""
+        return next((done[nonce] for done in self._done if nonce in done), "unknown nonce")
 
 
 def _checked(raw: RawReply, asked: Asked) -> Answer:

@@ -9,8 +9,8 @@ M_ARENA_MAX, M_MMAP_THRESHOLD = -8, -3
 """What glibc's `mallopt` calls the number of heaps, and the size from which a piece gets pages of its own."""
 LARGE = 32 * 2**10
 """Bytes from which the heap does not grow for a piece; glibc would raise its own limit with every large piece freed."""
-SMALL, ROOM = 512, 2 * 2**20
-"""Bytes of the largest piece that Python takes from its megabytes for small ones, and how much room these may have."""
+SIZES, ROOM = range(48, 513, 16), 64 * 2**10
+"""Bytes of the pieces that Python takes from its megabytes for small ones, and how much room there may be for each."""
 TUNABLES = "GLIBC_TUNABLES"
 NO_CACHES = "glibc.malloc.tcache_count=0"
 """The setting of glibc's, read when a program starts, without which every thread keeps up to seven freed pieces of each
@@ -28,11 +28,13 @@ def tidy() -> None:
 def settle() -> None:
     """Have Python use once, here and now, all the memory that it has asked for.
 
-    It asks by the megabyte, and gives back only megabytes in which nothing is left. So a page that one peak has used
-    stays, and whenever a peak is a bit higher than all before it, which goes on for hundreds of rounds, there is one
-    page more, though nothing more is held. After this there are all of them: up to a megabyte, but at once.
+    It asks by the megabyte, keeps pages for pieces of each size, and gives back only megabytes in which nothing is
+    left. So a page that one peak has used stays, and whenever a peak is a bit higher than all before it, which goes on
+    for hundreds of rounds, there is one page more, though nothing more is held. After this there are all of them: up
+    to a megabyte, but at once.
     """
-    peak = [bytes(SMALL - sys.getsizeof(b"")) for _ in range(ROOM // SMALL)]
+    empty = sys.getsizeof(b"")
+    peak = [bytes(size - empty) for size in SIZES for _ in range(ROOM // size)]
     del peak  # a megabyte that was asked for only now goes back
 
 
