@@ -2,12 +2,17 @@
 
 Run by `make soak`; prints JSON. One SuperNode echoes arrays; its pause of three seconds between two looks is shortened,
 so that hundreds of messages take minutes. Sizes are as in `flower_soak.py`, of every ten messages the median.
+
+Beside the pages that it has, a SuperNode tells after every look for garbage what it holds: pieces in Python's own
+memory, and bytes from `malloc`, large ones with pages of their own included. Of every ten messages the least counts:
+between two messages it holds nothing of either.
 """
 
 import argparse
 import json
 import os
 import platform
+import re
 import sys
 import tempfile
 import time
@@ -17,12 +22,23 @@ from typing import Any
 from benchmarks.flower_soak import SETTLED, Sizes, growth, sizes, usual
 from fedcover.flower.processes import Local, free_port
 
+SENT = b"Sent successfully"
+"""What a SuperNode says when a message is done with."""
 TOGETHER = 10
 """Messages of which the median is taken."""
 FILES = {
     "hurried.py": """
-import time, types
+import ctypes, sys, time, types
 from fedcover.flower import forgetting, steady
+class Info(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "arena a b c apart d e used free f".split()]
+library = ctypes.CDLL(None)
+library.mallinfo2.restype = Info
+def tell(tidy=steady.tidy):
+    tidy()
+    found = library.mallinfo2()
+    print("HOLDS", sys.getallocatedblocks(), found.used + found.apart, flush=True)
+steady.tidy = tell
 def main():
     from flwr.supernode import start_client_internal
     start_client_internal.time = types.SimpleNamespace(**vars(time) | {"sleep": lambda s: time.sleep(min(s, 0.05))})
@@ -75,6 +91,19 @@ def main(grid, context):
 }
 
 
+def held(log: str, tens: int) -> dict[str, list[int]]:
+    """The least that a SuperNode has held over every ten messages, by its log."""
+    parts = log.split(SENT.decode())
+    found = [
+        re.findall(r"^HOLDS (\d+) (\d+)$", "".join(parts[ten * TOGETHER : (ten + 1) * TOGETHER]), re.MULTILINE)
+        for ten in range(tens)
+    ]
+    return {
+        what: [min(int(told[column]) for told in some) for some in found if some]
+        for column, what in enumerate(("python_pieces", "malloc_bytes"))
+    }
+
+
 def start(place: Path, messages: int) -> Local:
     """A SuperLink and a SuperNode that does not pause."""
     for name, text in FILES.items():
@@ -94,15 +123,16 @@ def measure(place: Path, messages: int) -> dict[str, Any]:
     """Send the messages and look at the processes all the time."""
     federation = start(place, messages)
     looks: list[list[Sizes]] = [[] for _ in range(messages // TOGETHER)]
+    told = federation.log("supernode")
     try:
         with (place / "log.txt").open("wb") as log:
             process = federation.submit(place / "app", log)
             while process.poll() is None:
-                echoed = federation.log("supernode").read_bytes().count(b"Sent successfully")
+                echoed = told.read_bytes().count(SENT)
                 if echoed // TOGETHER < len(looks):
                     looks[echoed // TOGETHER].append(sizes(federation))
                 time.sleep(0.5)
-        echoed = federation.log("supernode").read_bytes().count(b"Sent successfully")
+        echoed = told.read_bytes().count(SENT)
     finally:
         federation.stop()
     seen = [usual(some) for some in looks if some]
@@ -112,6 +142,7 @@ def measure(place: Path, messages: int) -> dict[str, Any]:
         "messages": messages,
         "echoed": echoed,
         "messages_of_one_median": TOGETHER,
+        "supernode_holds": held(told.read_text(errors="replace"), len(looks)),
         "memory_by_ten_messages": {name: growth([look[name] for look in seen]) for name in lived},
     }
 

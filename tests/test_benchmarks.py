@@ -103,3 +103,10 @@ def test_memory_that_is_kept_is_told_from_memory_that_comes_and_goes():
     dips = [-5000 * (n % 6 == 2) for n in range(16)]  # memory that the allocator gives back for a while
     assert growth([*start, *(1000 + 20 * n + dips[n] for n in range(16))])["grows"]
     assert not growth([*start, *(1000 + noise[n] + dips[n] for n in range(16))])["grows"]
+
+
+def test_what_a_supernode_holds_is_the_least_of_every_ten_messages():
+    messages = pytest.importorskip("benchmarks.flower_messages")
+    said = [f"HOLDS {100 + n} {2000 - n}\nHOLDS 999 9999\nmore\n" for n in range(20)]
+    log = messages.SENT.decode().join(said)
+    assert messages.held(log, 2) == {"python_pieces": [100, 110], "malloc_bytes": [1991, 1981]}
