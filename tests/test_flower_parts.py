@@ -23,6 +23,7 @@ from fedcover.errors import InvalidValue, RunError
 from fedcover.experiment import Experiment
 from fedcover.flower.apps import Settings, write_app
 from fedcover.flower.following import follow, pass_on, said
+from fedcover.flower.memory import NO_CACHES
 from fedcover.flower.parcels import as_sent, bundle, embedded, headed, kept, read_reduction, sections, unbundle
 from fedcover.flower.places import Introduction, Roster, declared_fleet, introduction, place_of
 from fedcover.flower.processes import descendants
@@ -281,6 +282,7 @@ def test_what_streams_a_log_ends_with_whoever_reads_it():
     script = "import time; print('begun', flush=True); time.sleep(60)"
     reader = f"""
 import signal, sys
+from fedcover.flower.memory import NO_CACHES
 from fedcover.flower.following import pass_on
 def stop(number, frame): raise KeyboardInterrupt
 signal.signal(signal.SIGTERM, stop)
@@ -478,3 +480,5 @@ print(library.mallinfo2().used - before > 6000, os.environ.get(TUNABLES, ""))
     if given:
         environment["GLIBC_TUNABLES"] = given
     assert without_and_with("no_caches()", freed, environment) == [f"False {given or ''}\n", f"True {given or ''}\n"]
+    inherited = ":".join([*([given] if given else []), NO_CACHES])
+    assert without_and_with("no_caches(inherited=True)", freed, environment)[1] == f"True {inherited}\n"

@@ -11,7 +11,7 @@ from fedcover.cli.flower import rows_of_nodes
 from fedcover.datasets import rows_from_file
 from fedcover.errors import InvalidValue
 from fedcover.experiment import Experiment
-from fedcover.flower.places import Introduction, Roster, clients_of, place_of
+from fedcover.flower.places import Introduction, Roster, Wanted, clients_of, place_of
 from fedcover.flower.rows import MOST_LABELS, MOST_SAMPLES, read_holdings, rows_here, told_of
 from fedcover.partition import held
 from fedcover.preparation import Machine, Parts, prepare
@@ -20,6 +20,7 @@ from tests.own_rows import NODES, written
 from tests.test_cli import fedcover, refused
 
 __all__ = ["fedcover"]  # a fixture
+WANTED = Wanted(5, 10, (1, 8, 8))
 
 
 @given(st.integers(1, 200), st.integers(1, 20))
@@ -34,7 +35,7 @@ def test_a_node_has_the_rows_that_its_clients_have_in_one_file(tmp_path):
     wanted = files.experiment()
     together = prepare(files.in_one_process(wanted), Machine(device="cpu").resolved()).task.source
     for place, path in enumerate(files.nodes):
-        here = rows_here(str(path), wanted, mine=clients_of(place, 5, 2), classes=10)
+        here = rows_here(str(path), wanted, clients_of(place, 5, 2), WANTED)
         for client in range(5):
             if client not in NODES[place]:
                 assert here.count(client) == 0
@@ -47,8 +48,8 @@ def test_a_node_has_the_rows_that_its_clients_have_in_one_file(tmp_path):
 def test_what_a_node_tells_is_what_it_has(tmp_path):
     files = written(tmp_path)
     together = prepare(files.in_one_process(files.experiment()), Machine(device="cpu").resolved()).task.source
-    found = [holding for path in files.nodes for holding in read_holdings(**told_of(str(path)))]
-    assert found == [Holding(together.count(client), together.labels(client)) for client in range(5)]
+    found = [holding for path in files.nodes for holding in read_holdings(told_of(str(path)))]
+    assert found == [Holding(together.count(c), together.labels(c), (1, 8, 8)) for c in range(5)]
     assert len({holding.samples for holding in found}) > 1
     assert len({holding.labels for holding in found}) > 1
 
@@ -58,20 +59,23 @@ def test_labels_travel_bit_by_bit(tmp_path_factory, known):
     path = tmp_path_factory.mktemp("rows") / "mine.npz"
     owner, y = (np.array(column) for column in zip(*[(o, label) for o in known for label in known[o]], strict=True))
     np.savez(path, train_x=np.zeros((len(y), 2), np.float32), train_y=y, train_owner=owner)
-    expected = [Holding(len(known[o]), tuple(sorted(set(known[o])))) for o in sorted(known)]
-    assert list(read_holdings(**told_of(str(path)))) == expected
+    expected = [Holding(len(known[o]), tuple(sorted(set(known[o]))), (2,)) for o in sorted(known)]
+    assert list(read_holdings(told_of(str(path)))) == expected
 
 
 @pytest.mark.parametrize(
-    ("samples", "labels"),
+    "wrong",
     [
-        ([0], [b"\x80"]), ([-1], [b"\x80"]), ([MOST_SAMPLES + 1], [b"\x80"]), ([True], [b"\x80"]), ([1.5], [b"\x80"]),
-        ([1], [b""]), ([1], [bytes(MOST_LABELS // 8 + 1)]), ([1], ["\x80"]), ([1, 2], [b"\x80"]), ([], [b"\x80"]),
+        *({"samples": [count]} for count in (0, -1, MOST_SAMPLES + 1, True, 1.5)), {"samples": [1, 2]}, {"samples": []},
+        *({"labels": [bits]} for bits in (b"", bytes(MOST_LABELS // 8 + 1), "\x80")), {"shape": [0]}, {"shape": [2.0]},
     ],
 )  # fmt: skip
-def test_what_makes_no_sense_is_not_believed(samples, labels):
-    with pytest.raises(ValueError, match=r"rows|labels|zip"):
-        read_holdings(samples, labels)
+def test_what_makes_no_sense_is_not_believed(wrong):
+    honest = {"samples": [3], "labels": [b"\x80"], "shape": [2]}
+    assert read_holdings(honest) == (Holding(3, (0,), (2,)),)
+    assert read_holdings({}) == ()
+    with pytest.raises(ValueError, match=r"rows|labels|zip|shape"):
+        read_holdings({**honest, **wrong})
 
 
 def test_rows_of_no_owner_are_of_one(tmp_path):
@@ -96,19 +100,27 @@ def test_a_file_of_rows_that_will_not_do_is_refused(tmp_path):
     with pytest.raises(InvalidValue, match=f"labels below {MOST_LABELS}; got {MOST_LABELS}"):
         told_of(str(path))
     np.savez(path, train_x=x, train_y=np.arange(3), train_owner=np.arange(3))
-    wanted = Experiment(partition="nodes", clients=4, active=4)
-    with pytest.raises(InvalidValue, match="labels 0 to 1; got 2"):
-        rows_here(str(path), wanted, mine=range(3), classes=2)
-    with pytest.raises(InvalidValue, match="a node with 2 of the clients needs rows of as many owners; got 3"):
-        rows_here(str(path), wanted, mine=range(2), classes=3)
+    given = Experiment(partition="nodes", clients=4, active=4)
+    for mine, wanted, why in (
+        (range(3), Wanted(4, 2, (4,)), r"mine\.npz: train_y must be labels 0 to 1, as the server has; got 2"),
+        (range(3), Wanted(4, 3, (2, 2)), r"mine\.npz: train_x must have rows of shape \(2, 2\), .* got \(4,\)"),
+        (range(2), Wanted(4, 3, (4,)), r"mine\.npz: rows must be of 2 owners, .* of the 4 clients .* got 3"),
+    ):
+        with pytest.raises(InvalidValue, match=why):
+            rows_here(str(path), given, mine, wanted)
+    assert rows_here(str(path), given, range(3), Wanted(4, 3, (4,))).count(2) == 1
 
 
 def test_a_node_must_tell_of_the_rows_of_each_of_its_clients():
-    roster, some, other = Roster(clients=3), Holding(5, (0,)), Holding(6, (1,))
-    with pytest.raises(InvalidValue, match=r"rows=.*train_x, train_y"):
-        roster.add(Introduction(7, 0, 2, None, "v"))
-    with pytest.raises(InvalidValue, match=r"partition 0 has 2 of the 3 clients, so its node needs .* got 1"):
-        roster.add(Introduction(7, 0, 2, None, "v", (some,)))
+    roster, some, other = Roster(wanted=Wanted(3, 2, (4,))), Holding(5, (0,), (4,)), Holding(6, (1,), (4,))
+    for told, why in (
+        ((), r"rows=.*train_x, train_y"),
+        ((some,), r"rows must be of 2 owners, as many as this node has of the 3 clients .* got 1"),
+        ((Holding(5, (0,), (5,)),) * 2, r"train_x must have rows of shape \(4,\), as the server has; got \(5,\)"),
+        ((some, Holding(5, (0, 2), (4,))), r"train_y must be labels 0 to 1, as the server has; got 2"),
+    ):
+        with pytest.raises(InvalidValue, match=why):
+            roster.add(Introduction(7, 0, 2, None, "v", told))
     assert not roster.known
     roster.add(Introduction(7, 0, 2, None, "v", (some, other)))
     assert roster.holdings == {0: some, 1: other}
@@ -128,46 +140,67 @@ def test_the_server_knows_of_rows_elsewhere_what_it_was_told(tmp_path):
     source = setup.task.source
     assert isinstance(source, Elsewhere)
     assert (source.count(1), source.labels(1)) == (0, ())
-    told[1] = Holding(7, (0, 3, 99))  # a node has come since
+    told[1] = Holding(7, (0, 3, 99), (1, 8, 8))  # a node has come since
     assert (source.count(1), source.labels(1)) == (7, (0, 3))  # there is no label 99
     assert len(source.test) == 360
     assert len(source.calibration) == 10
 
 
 def test_in_one_process_rows_on_nodes_are_refused(tmp_path):
+    """By everything that would train on them, before it begins."""
     files = written(tmp_path)
-    with pytest.raises(InvalidValue, match=r"so this needs Flower .* use partition 'owner'"):
-        fc.run(files.experiment(), tmp_path / "run", machine=Machine("sequential", "cpu"))
+    wanted, machine = files.experiment(rounds=1, keep_rounds=(0,)), Machine("sequential", "cpu")
+    (tmp_path / "done").mkdir()
+    fc.run(files.in_one_process(wanted), tmp_path / "done", machine=machine)
+    for file in ("experiment.toml",):  # as a run on nodes leaves it
+        (tmp_path / "done" / file).write_text(wanted.to_toml())
+    for refused_here in (
+        lambda: fc.run(wanted, tmp_path / "run", machine=machine),
+        lambda: list(fc.sweeps.sweep([wanted], tmp_path / "runs", machine=machine)),
+        lambda: fc.replay(tmp_path / "done", 0),
+        lambda: fc.certify(tmp_path / "done"),
+    ):
+        with pytest.raises(InvalidValue, match=r"so this needs Flower .* use partition 'owner'"):
+            refused_here()
     assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "runs").exists()
 
 
 def test_up_looks_at_the_rows_of_its_nodes_first(tmp_path):
     files = written(tmp_path)
     wanted, pattern = files.experiment(), str(tmp_path / "node-{}.npz")
-    assert rows_of_nodes(wanted, pattern, 2, 10) == [{"rows": str(path)} for path in files.nodes]
-    assert rows_of_nodes(files.in_one_process(wanted), "", 2, 10) == [{}, {}]
+    source = prepare(wanted, Machine(device="cpu").resolved()).task.source
+    assert rows_of_nodes(wanted, pattern, 2, source) == [{"rows": str(path)} for path in files.nodes]
+    assert rows_of_nodes(files.in_one_process(wanted), "", 2, source) == [{}, {}]
     with pytest.raises(InvalidValue, match="rows are for partition 'nodes'; this experiment has 'owner'"):
-        rows_of_nodes(files.in_one_process(wanted), pattern, 2, 10)
+        rows_of_nodes(files.in_one_process(wanted), pattern, 2, source)
     for wrong in ("", str(files.nodes[0])):
         with pytest.raises(InvalidValue, match=r"rows must name each node's file, with \{\}"):
-            rows_of_nodes(wanted, wrong, 2, 10)
-    with pytest.raises(InvalidValue, match="needs rows of as many owners"):
-        rows_of_nodes(wanted, pattern, 1, 10)
+            rows_of_nodes(wanted, wrong, 2, source)
+    with pytest.raises(InvalidValue, match=r"node-0\.npz: rows must be of 5 owners"):
+        rows_of_nodes(wanted, pattern, 1, source)
 
 
 def test_a_node_measures_its_capacity_on_its_own_rows(fedcover, tmp_path):
     files = written(tmp_path)
     (tmp_path / "mine.toml").write_text(files.experiment(dataset="nowhere.npz").to_toml())
-    code, said, _ = fedcover("capacity", tmp_path / "mine.toml", "--rows", files.nodes[1], "--device", "cpu")
+    measure = "capacity", tmp_path / "mine.toml", "--device", "cpu"
+    code, said, noted = fedcover(*measure, "--rows", files.nodes[0])
     assert code == 0
     assert "proposed capacity: 1 " in said
-    refused(fedcover("capacity", tmp_path / "mine.toml"), 2, "rows must be given with partition 'nodes', and only then")
+    assert "a model for 6 labels, as these rows have" in noted
+    assert "1,710" in said  # parameters: 64 inputs, 24 hidden units, 6 labels
+    code, said, noted = fedcover(*measure, "--rows", files.nodes[0], "--classes", 10)
+    assert "1,810" in said
+    assert "labels" not in noted
+    refused(fedcover(*measure), 2, "--rows FILE must be given with partition 'nodes', and only then")
+    refused(fedcover(*measure, "--rows", files.nodes[0], "--classes", 3), 2, "labels 0 to 2, as the server has; got 5")
 
 
 def test_labels_and_images_of_the_server_are_not_needed_on_a_node(tmp_path):
     """The model is built for the rows of the node, as it is on the server for those of its test set."""
     files = written(tmp_path)
-    rows = rows_here(str(files.nodes[1]), files.experiment(), mine=clients_of(1, 5, 2), classes=10)
+    rows = rows_here(str(files.nodes[1]), files.experiment(), clients_of(1, 5, 2), WANTED)
     machine = Machine(device="cpu").resolved()
     setup = prepare(files.experiment(dataset="nowhere.npz"), machine, parts=Parts(source=rows))
     shapes = {name: tuple(p.shape) for name, p in setup.task.model.module.named_parameters()}

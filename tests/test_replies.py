@@ -5,6 +5,7 @@ import io
 import os
 import pickle
 import random
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -206,7 +207,8 @@ def test_a_nonce_is_good_for_one_reply():
     ledger = Ledger()
     tasks = [ledger.expect(lambda nonce: replace(asked, nonce=nonce)) for _ in range(4)]
     assert len({task.nonce for task in tasks}) == 4
-    assert all(len(bytes.fromhex(task.nonce)) == 16 for task in tasks)
+    assert len({task.nonce[16:] for task in tasks}) == 4
+    assert all(len(bytes.fromhex(task.nonce[16:])) == 16 for task in tasks)
     raws = [honest(task, update) for task in tasks]
     assert isinstance(ledger.receive(raws[0]), Answer)
     assert ledger.receive(raws[0]).reason == "replayed nonce"
@@ -232,9 +234,28 @@ def test_the_ledger_does_not_grow():
     assert isinstance(ledger.receive(honest(earliest, update)), Answer)
     for _ in range(REMEMBERED):
         assert ledger.receive(honest(earliest, update)).reason == "replayed nonce"
+        missed = ledger.expect(lambda nonce: replace(asked, nonce=nonce))
+        ledger.close()
+        assert ledger.receive(honest(missed, update)).reason == "late"
+    held = sys.getsizeof(ledger._open) + sum(map(sys.getsizeof, ledger._late))
+    for _ in range(3 * REMEMBERED):
         ledger.expect(lambda nonce: replace(asked, nonce=nonce))
         ledger.close()
-    assert ledger.receive(honest(earliest, update)).reason == "unknown nonce"  # forgotten, and still refused
+    assert sys.getsizeof(ledger._open) + sum(map(sys.getsizeof, ledger._late)) == held
+    for known in (earliest, missed):  # its seal is ours, and it is not open
+        assert ledger.receive(honest(known, update)).reason == "replayed nonce"
+
+
+@pytest.mark.parametrize("change", [str.upper, lambda n: n[:-1], lambda n: "0" + n, lambda n: f"{9:016x}{n[16:]}",
+                                    lambda n: n[::-1], lambda n: "é" * 48, lambda n: "٣" * 48])  # fmt: skip
+def test_a_nonce_that_was_never_given_is_unknown(change):
+    _, _, asked, update = asked_and_trained("slices")
+    ledger = Ledger()
+    given = [ledger.expect(lambda nonce: replace(asked, nonce=nonce)) for _ in range(10)]
+    ledger.close()
+    assert ledger.receive(honest(replace(given[4], nonce=change(given[4].nonce)), update)).reason == "unknown nonce"
+    other = Ledger()
+    assert other.receive(honest(given[0], update)).reason == "unknown nonce"
 
 
 def test_nothing_is_unpickled_but_from_our_own_child_processes():

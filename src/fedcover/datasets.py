@@ -207,7 +207,7 @@ def from_file(path: str | Path) -> Dataset:
 
 def rows_from_file(path: str | Path) -> tuple[Samples, Tensor]:
     """Training rows and whose each is: a file with train_x, train_y and perhaps train_owner (else all are of one)."""
-    arrays = _arrays("rows", Path(path), _NEEDED[:2])
+    arrays = _arrays("rows", Path(path).absolute(), _NEEDED[:2])
     x, y = _inputs("train_x", arrays["train_x"]), _whole("train_y", arrays["train_y"])
     owner = _whole("train_owner", arrays["train_owner"]) if "train_owner" in arrays else torch.zeros_like(y)
     _same_length("train_y", y, "train_x", x)

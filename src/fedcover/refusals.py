@@ -14,8 +14,9 @@ from fedcover.norms import has_batch_norm, on_batch_statistics
 from fedcover.policies.prunefl import EVERY
 from fedcover.privacy import Gaussian, require_accountant
 from fedcover.reduction import Masks
+from fedcover.sources import ROWS_ELSEWHERE
 from fedcover.submodel import submodel
-from fedcover.types import Dataset, Model, Params, Recipe, Samples, Source
+from fedcover.types import Dataset, Engine, Model, Params, Recipe, Samples, Source
 
 log = logging.getLogger("fedcover")
 
@@ -130,6 +131,12 @@ def check_private(experiment: Experiment, privacy: object, model: Model, recipe:
         raise InvalidValue(f"privacy: what clients measure under recipe {experiment.recipe!r} carries no noise")
     if recipe.chooses:
         raise InvalidValue("privacy: with this recipe a client chooses what it trains, and that would show its data")
+
+
+def check_rows_are_here(experiment: Experiment, engine: Engine | None = None) -> None:
+    """Refuse to train in this process where the rows are on nodes, unless an engine reaches these."""
+    if experiment.partition == "nodes" and not hasattr(engine, "holdings"):
+        raise InvalidValue(ROWS_ELSEWHERE)
 
 
 def check_dataset(dataset: Dataset) -> None:

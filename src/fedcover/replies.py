@@ -4,7 +4,9 @@ A reply is arrays by name and a few numbers. Its names, shapes and types are kno
 parsed that could be compared instead; nothing is unpickled, and what is too large is refused by its size alone.
 """
 
+import hmac
 import math
+import re
 import secrets
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -46,7 +48,7 @@ NORM_LIMIT = 1e6
 LARGEST = float(np.finfo(np.float32).max)
 """No number beside the arrays is larger: means of a few that are near the largest double would overflow."""
 REMEMBERED = 4
-"""Rounds whose nonces are remembered to tell a replay, or who is late, from a fabrication; all are refused."""
+"""Rounds of which is remembered who was late; whoever comes later still is refused like one who has answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +145,13 @@ def pack(update: Update) -> dict[str, np.ndarray]:
     return arrays
 
 
-def fresh_nonce() -> str:
-    """128 bits that nobody can guess."""
-    return secrets.token_hex(16)
+def nonce_of(number: int, secret: bytes) -> str:
+    """A task's number with a seal: 128 bits that nobody can guess, and that tell whether they are ours.
+
+    >>> len(nonce_of(7, b"secret")), nonce_of(7, b"secret")[:16]
+    (48, '0000000000000007')
+    """
+    return f"{number:016x}{hmac.new(secret, str(number).encode(), 'sha256').hexdigest()[:32]}"
 
 
 def check(raw: RawReply, asked: Asked) -> Answer | Rejection:
@@ -167,14 +173,15 @@ class Ledger:
     (0.5, 'replayed nonce')
     """
 
-    def __init__(self, draw: Callable[[], str] = fresh_nonce) -> None:
-        self._draw = draw
+    def __init__(self) -> None:
+        self._secret, self._given = secrets.token_bytes(32), 0
         self._open: dict[str, Asked] = {}
-        self._done: deque[dict[str, str]] = deque([{}], maxlen=REMEMBERED)  # by round, the newest last
+        self._late: deque[frozenset[str]] = deque(maxlen=REMEMBERED)  # by round
 
     def expect(self, make: Callable[[str], Asked]) -> Asked:
         """A task with a fresh nonce; `make` is given the nonce."""
-        asked = make(self._draw())
+        self._given += 1
+        asked = make(nonce_of(self._given, self._secret))
         self._open[asked.nonce] = asked
         return asked
 
@@ -186,20 +193,24 @@ class Ledger:
             claimed = raw.client if type(raw.client) is int else None
             return Rejection(claimed, reason, f"nonce {shown(raw.nonce)} of client {shown(raw.client)}")
         del self._open[asked.nonce]
-        self._done[-1][asked.nonce] = "replayed nonce"
         return check(raw, asked)
 
     def close(self) -> tuple[Asked, ...]:
         """End the round: what is still out is late from now on."""
         out = tuple(self._open.values())
         self._open.clear()
-        self._done[-1].update((asked.nonce, "late") for asked in out)
-        self._done.append({})
+        self._late.append(frozenset(asked.nonce for asked in out))
         return out
 
     def _reason(self, nonce: str) -> str:
-        """Why a nonce is not open: it has been, or never was, as far as is remembered."""
-        return next((done[nonce] for done in self._done if nonce in done), "unknown nonce")
+        """Why a nonce that came back is not taken."""
+        if nonce in self._open:
+            return "unknown nonce"  # to this client: it is another's
+        if any(nonce in late for late in self._late):
+            return "late"
+        number = int(nonce[:16], 16) if re.fullmatch("[0-9a-f]{48}", nonce) else 0
+        ours = 0 < number <= self._given and hmac.compare_digest(nonce, nonce_of(number, self._secret))
+        return "replayed nonce" if ours else "unknown nonce"
 
 
 def _checked(raw: RawReply, asked: Asked) -> Answer:

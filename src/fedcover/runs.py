@@ -22,6 +22,7 @@ from fedcover.folders import Folder
 from fedcover.policies.common import fits
 from fedcover.preparation import Machine, Parts, prepare
 from fedcover.processes import Job, sharing
+from fedcover.refusals import check_rows_are_here
 from fedcover.rounds import Report, Setup, cohort_of, first_state, part_for, run_round, view_of
 from fedcover.summary import Metrics, summarise
 from fedcover.types import Dataset, Engine, Model, Policy, Reduction, State
@@ -120,6 +121,7 @@ def run(
     parts = Parts(dataset, model, policy, engine)
     if isinstance(experiment, str | Path):
         experiment = read_experiment(Path(experiment))
+    check_rows_are_here(experiment, engine)
     chosen = (machine or Machine()).resolved()
     setup = prepare(experiment, chosen, data=data, parts=parts)
     chosen = chosen.for_setup(setup)
@@ -154,6 +156,8 @@ def resume(
         with chosen.applied():
             setup = prepare(found.experiment, chosen, data=data or found.data, parts=parts)
             state, metrics = where_it_stopped(found, setup, chosen.device, complain)
+            if state.round < setup.rounds:
+                check_rows_are_here(found.experiment, engine)
             found.note(chosen, state.round)
             job = Job(found.experiment, chosen, data or found.data, parts, state, setup.rounds)
             return _go_on(job, setup, metrics, found, watch)
@@ -192,6 +196,7 @@ def replay(
     parts = Parts(dataset, model, policy)
     found = Folder(Path(folder)).read()
     found.require(parts)
+    check_rows_are_here(found.experiment)
     if found.experiment.privacy != "none":
         raise InvalidValue("privacy: a private round cannot be run again: its noise would be drawn anew, uncounted")
     kept = {file.round: file for file in checkpoints.found(found.kept)}

@@ -13,6 +13,10 @@ from fedcover.rng import generator
 from fedcover.types import Dataset, Samples, Shard, Source
 
 _MOST_NUMBERS = 2_000_000_000
+ROWS_ELSEWHERE = (
+    "partition 'nodes': every client's rows are on its node, so this needs Flower ('fedcover flower run' or 'up'); to "
+    "do it in one process put all rows into one file, with train_owner, and use partition 'owner'"
+)
 
 
 class Partitioned:
@@ -145,10 +149,11 @@ class Synthetic:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What is known of a client's rows that are elsewhere: how many there are, and of which labels."""
+    """What is known of a client's rows that are elsewhere: how many there are, of which labels and of which shape."""
 
     samples: int
     labels: tuple[int, ...]
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -188,10 +193,7 @@ class Elsewhere:
 
     def shard(self, client: int) -> Shard:
         """Refused: the rows are not here."""
-        raise InvalidValue(
-            "partition 'nodes': every client's rows are on its node, so this needs Flower ('fedcover flower run' or "
-            "'up'); to do it in one process put all rows into one file, with train_owner, and use partition 'owner'"
-        )
+        raise InvalidValue(ROWS_ELSEWHERE)
 
     def labels(self, client: int) -> tuple[int, ...]:
         """The labels that one client says it holds, as far as there are such."""

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import fmean
@@ -78,6 +79,16 @@ def unanswered(metrics: Metrics) -> dict[str, int]:
     """
     counted = {event: sum(line.get(event, 0) for line in metrics) for event in UNANSWERED}
     return {event: count for event, count in counted.items() if count}
+
+
+def why_unanswered(events: Metrics) -> str:
+    """The most frequent reason for which tasks were not answered.
+
+    >>> why_unanswered([{"event": "answered", "why": ""}, {"event": "lost", "why": "no node holds this client"}])
+    'no node holds this client'
+    """
+    reasons = Counter(str(event.get("why")) for event in events if event["event"] != "answered")
+    return reasons.most_common(1)[0][0] if reasons else "no node was there"
 
 
 def is_whole(line: Mapping[str, Any]) -> bool:

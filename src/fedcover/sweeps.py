@@ -30,6 +30,7 @@ from fedcover.lockstep import Finished, Seen, family_of, in_lockstep
 from fedcover.preparation import Machine, prepare
 from fedcover.processes import end, importable, stopping_once, with_own_source
 from fedcover.ranks import physical_cores
+from fedcover.refusals import check_rows_are_here
 from fedcover.rounds import Report
 
 WORTH_DEALING = {"cpu": 2_000, "cuda": 100_000}
@@ -97,6 +98,8 @@ def sweep(
     >>> [len(run.metrics) for run in sweep([Experiment(**few, seed=seed) for seed in range(2)])]
     [1, 1]
     """
+    for experiment in experiments:
+        check_rows_are_here(experiment)
     chosen = (machine or Machine()).resolved()
     size = processes_for(experiments, chosen, data)
     if size == 1:

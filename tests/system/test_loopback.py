@@ -17,7 +17,7 @@ from fedcover.flower.client import experiment_app
 from fedcover.flower.engine import Events, FlowerEngine, Terms
 from fedcover.flower.link import Failed, _introduced
 from fedcover.flower.parcels import bundle, unbundle
-from fedcover.flower.places import Roster
+from fedcover.flower.places import Roster, Wanted
 from fedcover.flower.server import begun, capacities, serve
 from fedcover.summary import read_lines
 from fedcover.watching import look
@@ -103,7 +103,7 @@ def test_two_sides_make_the_same_bits(tmp_path, world):
 
 def on_nodes(nodes, wanted, folder):
     """An engine for an experiment whose rows are on these nodes."""
-    terms, roster = Terms(wanted.to_toml(), wanted.clients, 60.0), Roster(places=2, clients=wanted.clients)
+    terms, roster = Terms(wanted.to_toml(), wanted.clients, 60.0), Roster(places=2, wanted=Wanted(5, 10, (1, 8, 8)))
     return FlowerEngine(Loopback(nodes), roster, terms, Events(folder / "events.jsonl"))
 
 
@@ -159,7 +159,7 @@ def test_a_client_counts_as_its_node_says_from_the_round_on_in_which_it_comes(tm
     [
         (None, "each needs its own, --node-config"),
         ("none.npz", "rows must be a file that exists"),
-        ("node-1.npz", "partition 0 has 3 of the 5 clients, so its node needs rows of as many owners; got 2"),
+        ("node-1.npz", "partition 0 of 2: rows must be of 3 owners, as many as this node has of the 5 clients"),
     ],
 )
 def test_a_node_without_the_rows_it_needs_is_told_what_is_wrong(tmp_path, rows, why):

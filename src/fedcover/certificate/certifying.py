@@ -12,6 +12,7 @@ from fedcover.checkpoints import write_atomically
 from fedcover.errors import InvalidValue, RunError
 from fedcover.folders import Folder
 from fedcover.preparation import Machine, Parts, prepare
+from fedcover.refusals import check_rows_are_here
 from fedcover.types import Dataset, Model, Policy
 
 
@@ -38,6 +39,7 @@ def certify(
     parts = Parts(dataset, model, policy)
     found = Folder(Path(folder)).read()
     found.require(parts)
+    check_rows_are_here(found.experiment)
     machine = Machine(engine="sequential", device=device).resolved()
     setup = prepare(found.experiment, machine, data=data or found.data, parts=parts)
     if setup.task.recipe.exits:

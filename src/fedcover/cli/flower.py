@@ -24,9 +24,11 @@ from fedcover.flower.following import follow, pass_on
 from fedcover.flower.places import clients_of, place_of
 from fedcover.flower.processes import QUIET, local, path_of
 from fedcover.flower.rows import rows_here
+from fedcover.flower.rows import wanted_of as wanted_rows
 from fedcover.folders import Folder
 from fedcover.preparation import Machine, prepare
-from fedcover.summary import summarise, unanswered
+from fedcover.summary import read_events, summarise, unanswered, why_unanswered
+from fedcover.types import Source
 
 flower_app = App(name="flower", help="The same experiment on Flower's SuperLink and SuperNodes.")
 app.command(flower_app)
@@ -63,7 +65,7 @@ def up(
         Folder(folder).refuse_a_run()
     known = data or (Folder(folder).data if again else None)
     setup = prepare(wanted, Machine("sequential", "cpu").resolved(), data=known)  # what the server would refuse
-    mine = rows_of_nodes(wanted, rows, nodes, setup.task.source.classes)
+    mine = rows_of_nodes(wanted, rows, nodes, setup.task.source)
     told = {"data": str(Path(known).resolve())} if known else {}
     settings = _settings(
         wanted, folder=str(folder), resume=again, nodes=nodes, deadline=deadline, wait=wait, device=device,
@@ -173,7 +175,7 @@ def node_configs(wanted: Experiment, nodes: int) -> list[dict[str, object]]:
     ]
 
 
-def rows_of_nodes(wanted: Experiment, pattern: str, nodes: int, classes: int) -> list[dict[str, object]]:
+def rows_of_nodes(wanted: Experiment, pattern: str, nodes: int, source: Source) -> list[dict[str, object]]:
     """The file that each local node is told of, where clients' rows are on nodes."""
     if wanted.partition != "nodes":
         if pattern:
@@ -186,7 +188,8 @@ def rows_of_nodes(wanted: Experiment, pattern: str, nodes: int, classes: int) ->
         )
     files = [Path(pattern.replace("{}", str(place))).resolve() for place in range(nodes)]
     for place, file in enumerate(files):
-        rows_here(str(file), wanted, mine=clients_of(place, wanted.clients, nodes), classes=classes)  # or refused here
+        # refused here rather than by the server
+        rows_here(str(file), wanted, clients_of(place, wanted.clients, nodes), wanted_rows(source, wanted.clients))
     return [{"rows": str(file)} for file in files]
 
 
@@ -237,6 +240,9 @@ def _show(folder: Path, json: bool) -> None:
     found = Folder(folder).read()
     metrics = found.metrics(found.experiment.rounds)
     summary = {**summarise(metrics), **unanswered(metrics), "folder": str(folder)}
+    if unanswered(metrics):
+        why = why_unanswered(read_events(folder / "events.jsonl"))
+        console.say(f"not every task was answered, most often for this reason: {why}")
     if json:
         return console.show_json(summary)
     console.table(found.experiment.name, ["figure", "value"], [[k, v] for k, v in summary.items()])

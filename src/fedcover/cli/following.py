@@ -9,10 +9,10 @@ from cyclopts import Parameter
 
 from fedcover import console
 from fedcover.capacity import propose
-from fedcover.cli.options import Data, Device, Json, Threads, app
+from fedcover.cli.options import Data, Device, Json, Threads, Whole, app
 from fedcover.cli.wanted import wanted_of
 from fedcover.errors import InvalidValue
-from fedcover.flower.rows import rows_here
+from fedcover.flower.rows import MOST_LABELS, rows_alone
 from fedcover.preparation import Machine, Parts, prepare
 from fedcover.watching import frame, look, watch_live
 
@@ -49,6 +49,7 @@ def capacity(
     seconds: Annotated[float | None, Parameter(help="Longest local training of one round.")] = None,
     data: Data = None,
     rows: Annotated[str, Parameter(help="With partition 'nodes': this node's file of rows.")] = "",
+    classes: Annotated[Whole | None, Parameter(help="With --rows: how many labels there are on all nodes.")] = None,
     device: Device = "auto",
     threads: Threads = None,
     json: Json = False,
@@ -59,8 +60,12 @@ def capacity(
     wanted = wanted_of(experiment, set)
     machine = Machine(device=device, threads=threads).resolved()
     if bool(rows) != (wanted.partition == "nodes"):
-        raise InvalidValue(f"rows must be given with partition 'nodes', and only then; got {rows!r}")
-    own = Parts(source=rows_here(rows, wanted, device=machine.device)) if rows else None
+        raise InvalidValue(f"--rows FILE must be given with partition 'nodes', and only then; got {rows!r}")
+    if classes is not None and not (rows and 1 <= classes <= MOST_LABELS):
+        raise InvalidValue(f"--classes must be in 1..{MOST_LABELS}, and goes with --rows; got {classes}")
+    own = Parts(source=rows_alone(rows, wanted, classes, machine.device)) if rows else None
+    if own and own.source and classes is None:
+        console.say(f"a model for {own.source.classes} labels, as these rows have; if others have more: --classes")
     setup = prepare(wanted, machine, data=data, parts=own)
     with machine.for_setup(setup).applied():
         limit = None if memory is None else int(memory * 1e6)

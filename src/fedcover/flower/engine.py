@@ -129,7 +129,7 @@ class FlowerEngine:
 
     def _as_told(self, task: Task, work: Work) -> Work:
         """The clients as their nodes tell of them: one may have come since the cohort was chosen."""
-        if self.roster.clients is None:
+        if self.roster.wanted is None:
             return work
         source = task.source
         return [(replace(c, samples=source.count(c.id), labels=source.labels(c.id)), part) for c, part in work]
@@ -164,7 +164,9 @@ class FlowerEngine:
             place = places.setdefault(key, len(places))
             orders.append(Order(client.id, client.capacity, client.slot, encoded, place, asked[client.id].nonce))
         told = state.round, lr, torch.get_num_threads(), self.terms.experiment
-        return Orders(*told, tuple(orders), tuple(parcels.values()), {"classes": task.source.classes}), asked
+        source = task.source
+        own = {"classes": source.classes, "shape": list(source.test.x.shape[1:])}
+        return Orders(*told, tuple(orders), tuple(parcels.values()), own), asked
 
     def _believed(self, round: int, node: int, asked: dict[int, Asked], reply: Any) -> Iterable[Update]:
         """The updates of a reply that are what was asked for; the others are told of."""
@@ -220,9 +222,10 @@ def meet(link: Link, roster: Roster, events: Events, round: int) -> None:
     roster.asked.update(strangers)
     if not strangers:
         return
-    for node, said in link.introductions(strangers, patience=HELLO, rows=roster.clients is not None).items():
+    for node, said in link.introductions(strangers, patience=HELLO, rows=roster.wanted is not None).items():
         why = said.why if isinstance(said, Failed) else _objection(said, roster, link.present())
         if why:
+            why = why if isinstance(said, Failed) else f"partition {said.place} of {said.places}: {why}"
             if not isinstance(said, Failed) or said.event == "rejected":
                 roster.refused.add(node)
             events.write(round, said.event if isinstance(said, Failed) else "rejected", node, None, why)

@@ -275,7 +275,7 @@ def _introduced(node: int, reply: Message) -> Introduction | Failed:
         wrong = type(place) is not int or type(places) is not int or not 0 <= place < places
         if wrong or type(capacity) is not float or not 0 <= capacity <= 1 or type(version) is not str:
             return Failed("rejected", "its introduction makes no sense")
-        holdings = read_holdings(said.get("samples", []), said.get("labels", []))
+        holdings = read_holdings(said)
     except (KeyError, TypeError, ValueError):
         return Failed("rejected", "its introduction lacks what one must have")
     return Introduction(node, place, places, capacity or None, version, holdings)

@@ -12,9 +12,9 @@ LARGE = 32 * 2**10
 SIZES, ROOM = range(48, 513, 16), 64 * 2**10
 """Bytes of the pieces that Python takes from its megabytes for small ones, and how much room there may be for each."""
 TUNABLES = "GLIBC_TUNABLES"
-NO_CACHES = "glibc.malloc.tcache_count=0"
-"""The setting of glibc's, read when a program starts, without which every thread keeps up to seven freed pieces of each
-size for itself."""
+NO_CACHES = "glibc.malloc.arena_max=1:glibc.malloc.tcache_count=0"
+"""Settings of glibc's, read when a program starts, without which every thread has a heap, and keeps up to seven freed
+pieces of each size for itself."""
 
 
 def tidy() -> None:
@@ -49,15 +49,16 @@ def one_heap() -> None:
         library.mallopt(M_MMAP_THRESHOLD, LARGE)
 
 
-def no_caches() -> None:
+def no_caches(*, inherited: bool = False) -> None:
     """Start this program anew without the threads' caches, unless that has been done; must be the first thing it does.
 
     A cache fills for hundreds of rounds, and what is in it is in nobody's use. Programs that are started by this one
-    have theirs as usual.
+    have theirs as usual, unless they inherit this.
     """
     given = os.environ.get(TUNABLES, "")
     if given.endswith(NO_CACHES):
-        os.environ[TUNABLES] = given.removesuffix(NO_CACHES).rstrip(":")
+        if not inherited:
+            os.environ[TUNABLES] = given.removesuffix(NO_CACHES).rstrip(":")
     elif _library() is not None:
         os.environ[TUNABLES] = f"{given}:{NO_CACHES}".lstrip(":")
         os.execv(sys.executable, sys.orig_argv)

@@ -84,19 +84,45 @@ def declared_fleet(introductions: Iterable[Introduction], clients: int, fallback
     return " + ".join(f"{count}x{share}" for count, share in alike)  # no exponents: a fleet is not written with them
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What rows that are on nodes must be like: of so many clients together, with labels and a shape that fit."""
+
+    clients: int
+    classes: int
+    shape: tuple[int, ...]
+
+    def objection(self, told: Sequence["Holding"], mine: range) -> str:
+        """Why rows are not those of some of the clients; nothing if they are."""
+        if not told:
+            return (
+                "the rows of this experiment are on its nodes (partition 'nodes'): each needs its own, --node-config "
+                "'rows=\"/path/of/file.npz\" ...', a file with train_x, train_y and, for several clients, train_owner"
+            )
+        if len(told) != len(mine):
+            return (
+                f"rows must be of {len(mine)} owners, as many as this node has of the {self.clients} clients "
+                f"(train_owner says whose each is; without it all are of one); got {len(told)}"
+            )
+        if told[0].shape != self.shape:
+            return f"train_x must have rows of shape {self.shape}, as the server has; got {told[0].shape}"
+        most = max(max(holding.labels, default=0) for holding in told)
+        return f"train_y must be labels 0 to {self.classes - 1}, as the server has; got {most}" * (most >= self.classes)
+
+
 @dataclass
 class Roster:
     """Who has introduced itself, in that order, who was refused, how often others were asked, and who was silent last.
 
     Two nodes may claim one place: a SuperNode that comes back may be a new node to Flower. The first claim holds while
     its node answers, so that nobody takes the place of a node that works. Once a run has begun its clients have
-    capacities, and a node that holds less than those of its place is refused. Where the rows of so many `clients` are
-    on nodes, a node must tell of those of each of its own, and `holdings` is what is known of them.
+    capacities, and a node that holds less than those of its place is refused. Where clients' rows are on nodes,
+    `wanted` says what these must be like, and `holdings` is what is known of them.
     """
 
     places: int | None = None
     capacities: Sequence[float] = ()
-    clients: int | None = None
+    wanted: Wanted | None = None
     holdings: dict[int, "Holding"] = field(default_factory=dict)
     known: dict[int, Introduction] = field(default_factory=dict)
     refused: set[int] = field(default_factory=set)
@@ -114,21 +140,13 @@ class Roster:
                 f"capacity must be at least {needed:g}, as the clients of partition {introduced.place} have had since "
                 f"the run began; got {introduced.capacity:g} (a new run would take it)"
             )
-        if self.clients is not None:
-            self._note_rows(introduced, clients_of(introduced.place, self.clients, self.places))
+        if self.wanted is not None:
+            self._note_rows(introduced, self.wanted, clients_of(introduced.place, self.wanted.clients, self.places))
         self.known[introduced.node] = introduced
 
-    def _note_rows(self, introduced: Introduction, mine: range) -> None:
-        if not introduced.holdings:
-            raise InvalidValue(
-                "the rows of this experiment are on its nodes (partition 'nodes'): each needs its own, --node-config "
-                "'rows=\"/path/of/file.npz\" ...', a file with train_x, train_y and, for several clients, train_owner"
-            )
-        if len(introduced.holdings) != len(mine):
-            raise InvalidValue(
-                f"partition {introduced.place} has {len(mine)} of the {self.clients} clients, so its node needs rows "
-                f"of as many owners; got {len(introduced.holdings)}"
-            )
+    def _note_rows(self, introduced: Introduction, wanted: Wanted, mine: range) -> None:
+        if objection := wanted.objection(introduced.holdings, mine):
+            raise InvalidValue(objection)
         others = (known for node, known in self.known.items() if node not in self.silent)
         if all(known.place != introduced.place for known in others):
             self.holdings.update(zip(mine, introduced.holdings, strict=True))

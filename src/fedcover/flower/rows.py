@@ -1,6 +1,6 @@
 """Clients' rows that stay on their node: what it says of them, what the server reads from that, what it trains on."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,55 +9,70 @@ import torch
 from fedcover.datasets import rows_from_file
 from fedcover.errors import InvalidValue
 from fedcover.experiment import Experiment
+from fedcover.flower.places import Wanted
 from fedcover.partition import held
 from fedcover.sources import Holding, Partitioned
-from fedcover.types import Dataset
+from fedcover.types import Dataset, Source
 
 MOST_LABELS, MOST_SAMPLES = 2**16, 10**9
 """Beyond these a node does not tell of rows, and is not believed."""
 
 
 def told_of(path: str) -> dict[str, Any]:
-    """How many rows each of a node's clients has in a file, and, bit by bit, of which labels."""
+    """How many rows each of a node's clients has in a file, of which shape and, bit by bit, of which labels."""
     samples, owner = rows_from_file(path)
     if int(samples.y.max()) >= MOST_LABELS:
         raise InvalidValue(f"train_y must be labels below {MOST_LABELS}; got {int(samples.y.max())}")
     labels = [samples.y[owner == one] for one in torch.unique(owner)]
-    return {"samples": [len(y) for y in labels], "labels": [_bits(y.numpy()) for y in labels]}
+    told = {"samples": [len(y) for y in labels], "labels": [_bits(y.numpy()) for y in labels]}
+    return {**told, "shape": list(samples.x.shape[1:])}
 
 
 def _bits(labels: np.ndarray) -> bytes:
     return np.packbits(np.bincount(labels) > 0).tobytes()
 
 
-def read_holdings(samples: Sequence[object], labels: Sequence[object]) -> tuple[Holding, ...]:
+def read_holdings(told: Mapping[str, Any]) -> tuple[Holding, ...]:
     """What `told_of` says, as the server knows it; refused if it makes no sense.
 
-    >>> read_holdings([7], [np.packbits([1, 0, 1]).tobytes()])
-    (Holding(samples=7, labels=(0, 2)),)
+    >>> read_holdings({"samples": [7], "labels": [np.packbits([1, 0, 1]).tobytes()], "shape": [8]})
+    (Holding(samples=7, labels=(0, 2), shape=(8,)),)
     """
-    found = []
-    for count, bits in zip(samples, labels, strict=True):
-        if type(count) is not int or not 1 <= count <= MOST_SAMPLES or type(bits) is not bytes:
-            raise ValueError("no count of rows, or no labels")
-        if not 0 < len(bits) <= MOST_LABELS // 8:
-            raise ValueError("no labels, or too many")
-        known = np.flatnonzero(np.unpackbits(np.frombuffer(bits, np.uint8)))
-        found.append(Holding(count, tuple(known.tolist())))
-    return tuple(found)
+    if "samples" not in told:
+        return ()
+    shape = tuple(told["shape"])
+    if not all(type(size) is int and size > 0 for size in shape):
+        raise ValueError("no shape")
+    return tuple(_holding(*row, shape) for row in zip(told["samples"], told["labels"], strict=True))
 
 
-def rows_here(
-    path: str, experiment: Experiment, *, mine: range | None = None, classes: int | None = None, device: str = "cpu"
-) -> Partitioned:
-    """The rows of some of an experiment's clients, to train on; what is tested is tested elsewhere.
+def _holding(count: object, bits: object, shape: tuple[int, ...]) -> Holding:
+    if type(count) is not int or not 1 <= count <= MOST_SAMPLES:
+        raise ValueError("no count of rows")
+    if not isinstance(bits, bytes) or not 0 < len(bits) <= MOST_LABELS // 8:
+        raise ValueError("no labels, or too many")
+    return Holding(count, tuple(np.flatnonzero(np.unpackbits(np.frombuffer(bits, np.uint8))).tolist()), shape)
 
-    Without `mine` they are those of the first clients, without `classes` all labels are taken to be here.
-    """
+
+def wanted_of(source: Source, clients: int) -> Wanted:
+    """What nodes' rows must be like, by what the server tests on."""
+    return Wanted(clients, source.classes, tuple(source.test.x.shape[1:]))
+
+
+def rows_here(path: str, experiment: Experiment, mine: range, wanted: Wanted, device: str = "cpu") -> Partitioned:
+    """The rows of some of an experiment's clients, to train on; what is tested is tested elsewhere."""
     samples, owner = rows_from_file(path)
-    most = int(samples.y.max()) + 1
-    if classes is not None and most > classes:
-        raise InvalidValue(f"train_y in {path} must be labels 0 to {classes - 1}; got {most - 1}")
-    split = held(owner, range(len(torch.unique(owner))) if mine is None else mine, experiment.clients)
-    dataset = Dataset("rows", samples, samples, classes or most, owner)
+    found = read_holdings(told_of(path))
+    if objection := wanted.objection(found, mine):
+        raise InvalidValue(f"{path}: {objection}")
+    split = held(owner, mine, experiment.clients)
+    dataset = Dataset("rows", samples, samples, wanted.classes, owner)
     return Partitioned(dataset, split, seed=experiment.seed, device=device)
+
+
+def rows_alone(path: str, experiment: Experiment, classes: int | None, device: str) -> Partitioned:
+    """The rows of a file for the first of an experiment's clients, whatever the server would have them be."""
+    found = read_holdings(told_of(path))
+    most = 1 + max(max(holding.labels) for holding in found)
+    wanted = Wanted(len(found), most if classes is None else classes, found[0].shape)
+    return rows_here(path, experiment, range(len(found)), wanted, device)

@@ -1,7 +1,6 @@
 """The server's side: an ordinary run, whose engine is Flower, inside Flower's ServerApp."""
 
 import logging
-from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,12 @@ from fedcover.flower.engine import Events, FlowerEngine, Terms, gather, log_to_s
 from fedcover.flower.link import Link
 from fedcover.flower.memory import tidy
 from fedcover.flower.places import Roster, declared_fleet
+from fedcover.flower.rows import wanted_of
 from fedcover.folders import Folder
-from fedcover.preparation import Machine
+from fedcover.preparation import Machine, source_of
 from fedcover.rounds import Report
 from fedcover.runs import Run, resume, run
-from fedcover.summary import UNANSWERED, read_events
+from fedcover.summary import UNANSWERED, read_events, why_unanswered
 
 log = logging.getLogger("fedcover")
 
@@ -39,7 +39,7 @@ def _main(grid: Grid, context: Context) -> None:
         done = serve(grid, Settings.read(context.run_config))
         if not any(line["clients"] for line in done.metrics):
             raise RunError(
-                f"no client has answered in any round, so nothing was trained ({_most_frequent_reason(done.folder)}); "
+                f"no client has answered in any round, so nothing was trained ({_reason(done.folder)}); "
                 f"mend that, then choose another name or remove {done.folder}"
             )
         log.info("finished: %s", done.folder)
@@ -48,10 +48,8 @@ def _main(grid: Grid, context: Context) -> None:
         raise
 
 
-def _most_frequent_reason(folder: Path | None) -> str:
-    """Why tasks were not answered, by the run folder."""
-    reasons = Counter(str(event.get("why")) for event in read_events(folder / "events.jsonl")) if folder else Counter()
-    return reasons.most_common(1)[0][0] if reasons else "no node was there"
+def _reason(folder: Path | None) -> str:
+    return why_unanswered(read_events(folder / "events.jsonl") if folder else [])
 
 
 def serve(grid: Grid, settings: Settings) -> Run:
@@ -62,8 +60,10 @@ def serve(grid: Grid, settings: Settings) -> Run:
         experiment = begun(folder, experiment)
     elif (folder / "experiment.toml").exists():
         raise RunError(f"{folder} holds a run already: go on with it (--resume), or choose another name")
-    rows_of = experiment.clients if experiment.partition == "nodes" else None
-    link, roster = Link(grid), Roster(capacities=capacities(experiment) if again else (), clients=rows_of)
+    wanted = None
+    if experiment.partition == "nodes":
+        wanted = wanted_of(source_of(experiment, "cpu", settings.data or None), experiment.clients)
+    link, roster = Link(grid), Roster(capacities=capacities(experiment) if again else (), wanted=wanted)
     early: list[str] = []
     with Folder(folder).opened() if again else nullcontext():  # who watches it sees that it has not stopped
         gather(link, roster, Events(None, early), nodes=settings.nodes, patience=settings.wait)

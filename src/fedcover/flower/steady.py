@@ -19,6 +19,9 @@ PROGRAMS = {
 }
 """Flower's programs that live as long as a federation."""
 
+LASTING = ("flower-superlink",)
+"""Those that start programs which live as long as a run: its server. What a SuperNode starts trains, and ends."""
+
 PAUSE = 2.0
 """Seconds between two looks."""
 
@@ -28,7 +31,7 @@ def main() -> None:
     sys.argv = sys.argv[1:] or [""]
     if sys.argv[0] not in PROGRAMS:
         sys.exit(f"fedcover: {unknown('program', sys.argv[0], PROGRAMS)}")
-    no_caches()
+    no_caches(inherited=sys.argv[0] in LASTING)
     one_heap()
     try:
         program = resolve_name(PROGRAMS[sys.argv[0]])  # not before: importing it starts a thread already

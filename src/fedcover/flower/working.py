@@ -15,7 +15,7 @@ from fedcover.errors import FedcoverError, InvalidValue
 from fedcover.experiment import Experiment
 from fedcover.flower.messages import Answer, Order, Orders, read_orders, to_server
 from fedcover.flower.parcels import bundle, embedded, headed, kept, read_reduction, sections, unbundle
-from fedcover.flower.places import clients_of, introduction
+from fedcover.flower.places import Wanted, clients_of, introduction
 from fedcover.flower.rows import rows_here
 from fedcover.norms import running, statistics_key
 from fedcover.preparation import Machine, Parts, prepare
@@ -54,9 +54,8 @@ def _task(orders: Orders, machine: Machine, node: int, config: Mapping[str, Any]
         return prepare(experiment, machine, data=str(data) if data else None).task
     me = introduction(node, config, __version__)
     mine = clients_of(me.place, experiment.clients, me.places)
-    rows = rows_here(
-        str(config.get("rows", "")), experiment, mine=mine, classes=int(orders.own["classes"]), device=machine.device
-    )
+    wanted = Wanted(experiment.clients, orders.own["classes"], tuple(orders.own["shape"]))
+    rows = rows_here(str(config.get("rows", "")), experiment, mine, wanted, machine.device)
     return prepare(experiment, machine, parts=Parts(source=rows)).task
 
 
