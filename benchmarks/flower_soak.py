@@ -5,11 +5,10 @@ pages, in KiB): of each round the median of many looks, as what a step needs com
 median of the slopes between any two rounds from the fifth on (one that the allocator's steps and dips do not move),
 `between` are its bounds at two standard errors; the same follows for the second half. `percent` is what has come to the
 size in round 5 by the end. A process rises if both bounds are above zero (rounds are taken for independent, so
-that some level ones are called rising), and grows if it has also gained half a percent. `rise` was the only verdict
-until 2026-11-18; `grow` was added after a soak in which processes rose by 0.07 to 0.14 %, so it was chosen with that
-result known: read both. Fifty rounds do not tell a small leak from a heap that settles page by page, for which
-`flower_messages.py` has more of them. Processes that run our code (the
-server) and Flower's own are told apart; `together` is the sum of all.
+that some level ones are called rising), and grows if it has also gained half a percent. Go by `rise`: `grow` was added
+later, when results were known. Fifty rounds do not tell a small leak from a heap that settles page by page, for which
+`flower_messages.py` has more of them. Processes that run our code (the server) and Flower's own are told apart;
+`together` is the sum of all.
 
 Flower's own part of a round is its wall time less what the same clients take in one process, all cores of which the
 nodes share.
