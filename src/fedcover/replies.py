@@ -25,7 +25,7 @@ from fedcover.types import Client, Params, Reduction, State, Task, Update
 
 REASONS = {
     "unknown nonce": "the reply answers no task that is out, or another client's",
-    "replayed nonce": "the task was answered before",
+    "replayed nonce": "the task was answered before, or its round ended more than four rounds ago",
     "late": "the reply came after its round had ended",
     "too large": "the reply has more bytes than an answer to its task can have",
     "malformed metrics": "the numbers beside the arrays are not the expected ones, not finite, or beyond 3.4e38",
