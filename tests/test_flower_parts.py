@@ -434,26 +434,28 @@ print(library.mallinfo2().apart - before > LARGE)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sizes are read from /proc")
-def test_a_peak_takes_no_pages_of_what_python_has_asked_for_before():
-    """A megabyte that Python has just asked for has all its pages, so that no peak within it adds any."""
+def test_a_peak_within_the_reserve_takes_no_pages():
+    """Whatever sizes its pieces have, in whatever order they come and go, a peak adds nothing to what Python has."""
     peaks = """
-import re
+import contextlib, random, re
 from pathlib import Path
-from fedcover.flower.memory import settle
+from fedcover.flower.memory import RESERVE, reserve
 def kib(name):
     return int(re.search(rf"{name}:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
-held, asked = [], kib("VmData")
-while kib("VmData") < asked + 1000:
-    held += [bytes(400) for _ in range(30)]
-CALL
-before = kib("RssAnon")
-peak = [bytes(400) for _ in range(1000)]
-del peak
-print(kib("RssAnon") - before)
+some = random.Random(0)
+with contextlib.ExitStack() as stack:
+    CALL
+    asked, used = kib("VmData"), kib("RssAnon")
+    for _ in range(3):
+        peak = [bytes(some.randrange(100, 450)) for _ in range(RESERVE // 700)]
+        some.shuffle(peak)
+        del peak[::2], peak
+    print(kib("VmData") - asked, kib("RssAnon") - used)
 """
-    alone, called = map(int, without_and_with("settle()", peaks))
-    assert called < 100
-    assert alone > 300
+    alone, kept = ([int(word) for word in told.split()] for told in without_and_with(
+        "stack.enter_context(reserve())", peaks))  # fmt: skip
+    assert kept[0] == 0
+    assert kept[1] < 300 < alone[1]
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc gives every thread a cache")

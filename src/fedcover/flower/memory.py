@@ -4,13 +4,16 @@ import ctypes
 import gc
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 M_ARENA_MAX, M_MMAP_THRESHOLD = -8, -3
 """What glibc's `mallopt` calls the number of heaps, and the size from which a piece gets pages of its own."""
 LARGE = 32 * 2**10
 """Bytes from which the heap does not grow for a piece; glibc would raise its own limit with every large piece freed."""
-SIZES, ROOM = range(48, 513, 16), 64 * 2**10
-"""Bytes of the pieces that Python takes from its megabytes for small ones, and how much room there may be for each."""
+PIECE, RESERVE = 512, 4 * 2**20
+"""Bytes of the largest pieces that Python keeps in memory of its own, and how much of that to have before it is
+needed: several times what the rounds of a run were seen to differ by."""
 TUNABLES = "GLIBC_TUNABLES"
 NO_CACHES = "glibc.malloc.arena_max=1:glibc.malloc.tcache_count=0"
 """Settings of glibc's, read when a program starts, without which every thread has a heap, and keeps up to seven freed
@@ -20,22 +23,23 @@ pieces of each size for itself."""
 def tidy() -> None:
     """Look for garbage and give free pages back: messages hang in cycles, and the C library keeps pages until asked."""
     gc.collect()
-    settle()
     if (library := _library()) is not None:
         library.malloc_trim(0)
 
 
-def settle() -> None:
-    """Have Python use once, here and now, all the memory that it has asked for.
+@contextmanager
+def reserve() -> Iterator[None]:
+    """Have Python ask at once for the memory of its own that peaks will need, use all of it, and keep it.
 
-    It asks by the megabyte, keeps pages for pieces of each size, and gives back only megabytes in which nothing is
-    left. So a page that one peak has used stays, and whenever a peak is a bit higher than all before it, which goes on
-    for hundreds of rounds, there is one page more, though nothing more is held. After this there are all of them: up
-    to a megabyte, but at once.
+    It asks by the megabyte, and gives back only megabytes in which nothing is left. So whenever a peak is a bit higher
+    than all before it, which goes on for hundreds of rounds, pages of the last one are used for the first time, or
+    another one comes, and they stay, though nothing more is held. Peaks within the reserve change nothing.
     """
     empty = sys.getsizeof(b"")
-    peak = [bytes(size - empty) for size in SIZES for _ in range(ROOM // size)]
-    del peak  # a megabyte that was asked for only now goes back
+    peak = [bytes(PIECE - empty) for _ in range(RESERVE // PIECE)]
+    _kept = peak[:: 2**18 // PIECE]  # some of every megabyte, which stays for their sake
+    del peak
+    yield
 
 
 def one_heap() -> None:

@@ -14,7 +14,7 @@ from fedcover.fleet import Fleet
 from fedcover.flower.apps import Settings
 from fedcover.flower.engine import Events, FlowerEngine, Terms, gather, log_to_stderr
 from fedcover.flower.link import Link
-from fedcover.flower.memory import tidy
+from fedcover.flower.memory import reserve, tidy
 from fedcover.flower.places import Roster, declared_fleet
 from fedcover.flower.rows import wanted_of
 from fedcover.folders import Folder
@@ -36,7 +36,8 @@ def experiment_app() -> ServerApp:
 def _main(grid: Grid, context: Context) -> None:
     log_to_stderr()
     try:
-        done = serve(grid, Settings.read(context.run_config))
+        with reserve():
+            done = serve(grid, Settings.read(context.run_config))
         if not any(line["clients"] for line in done.metrics):
             raise RunError(
                 f"no client has answered in any round, so nothing was trained ({_reason(done.folder)}); "

@@ -11,7 +11,7 @@ import time
 from pkgutil import resolve_name
 
 from fedcover.errors import unknown
-from fedcover.flower.memory import no_caches, one_heap, tidy
+from fedcover.flower.memory import no_caches, one_heap, reserve, tidy
 
 PROGRAMS = {
     "flower-superlink": "flwr.superlink.cli:flower_superlink",
@@ -41,7 +41,8 @@ def main() -> None:
         sys.exit("fedcover: this needs Flower: pip install 'fedcover[flower]'")
     gc.freeze()  # what is imported stays for good; each look would go through all of it
     threading.Thread(target=_stay_tidy, daemon=True).start()
-    program()
+    with reserve():
+        program()
 
 
 def _stay_tidy() -> None:
