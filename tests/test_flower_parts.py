@@ -282,7 +282,6 @@ def test_what_streams_a_log_ends_with_whoever_reads_it():
     script = "import time; print('begun', flush=True); time.sleep(60)"
     reader = f"""
 import signal, sys
-from fedcover.flower.memory import NO_CACHES
 from fedcover.flower.following import pass_on
 def stop(number, frame): raise KeyboardInterrupt
 signal.signal(signal.SIGTERM, stop)

@@ -152,8 +152,7 @@ def test_in_one_process_rows_on_nodes_are_refused(tmp_path):
     wanted, machine = files.experiment(rounds=1, keep_rounds=(0,)), Machine("sequential", "cpu")
     (tmp_path / "done").mkdir()
     fc.run(files.in_one_process(wanted), tmp_path / "done", machine=machine)
-    for file in ("experiment.toml",):  # as a run on nodes leaves it
-        (tmp_path / "done" / file).write_text(wanted.to_toml())
+    (tmp_path / "done" / "experiment.toml").write_text(wanted.to_toml())  # as a run on nodes leaves it
     for refused_here in (
         lambda: fc.run(wanted, tmp_path / "run", machine=machine),
         lambda: list(fc.sweeps.sweep([wanted], tmp_path / "runs", machine=machine)),

@@ -107,7 +107,9 @@ class Wanted:
         if told[0].shape != self.shape:
             return f"train_x must have rows of shape {self.shape}, as the server has; got {told[0].shape}"
         most = max(max(holding.labels, default=0) for holding in told)
-        return f"train_y must be labels 0 to {self.classes - 1}, as the server has; got {most}" * (most >= self.classes)
+        if most >= self.classes:
+            return f"train_y must be labels 0 to {self.classes - 1}, as the server has; got {most}"
+        return ""
 
 
 @dataclass

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fedcover.datasets import rows_from_file
 from fedcover.errors import InvalidValue
@@ -12,7 +13,7 @@ from fedcover.experiment import Experiment
 from fedcover.flower.places import Wanted
 from fedcover.partition import held
 from fedcover.sources import Holding, Partitioned
-from fedcover.types import Dataset, Source
+from fedcover.types import Dataset, Samples, Source
 
 MOST_LABELS, MOST_SAMPLES = 2**16, 10**9
 """Beyond these a node does not tell of rows, and is not believed."""
@@ -20,15 +21,25 @@ MOST_LABELS, MOST_SAMPLES = 2**16, 10**9
 
 def told_of(path: str) -> dict[str, Any]:
     """How many rows each of a node's clients has in a file, of which shape and, bit by bit, of which labels."""
-    samples, owner = rows_from_file(path)
+    found = holdings_of(*rows_from_file(path))
+    told = {"samples": [one.samples for one in found], "labels": [_bits(one.labels) for one in found]}
+    return {**told, "shape": list(found[0].shape)}
+
+
+def holdings_of(samples: Samples, owner: Tensor) -> tuple[Holding, ...]:
+    """What there is to tell of rows, owner by owner.
+
+    >>> holdings_of(Samples(torch.zeros(3, 8), torch.tensor([2, 0, 2])), torch.tensor([1, 1, 1]))
+    (Holding(samples=3, labels=(0, 2), shape=(8,)),)
+    """
     if int(samples.y.max()) >= MOST_LABELS:
         raise InvalidValue(f"train_y must be labels below {MOST_LABELS}; got {int(samples.y.max())}")
-    labels = [samples.y[owner == one] for one in torch.unique(owner)]
-    told = {"samples": [len(y) for y in labels], "labels": [_bits(y.numpy()) for y in labels]}
-    return {**told, "shape": list(samples.x.shape[1:])}
+    shape = tuple(samples.x.shape[1:])
+    each = (samples.y[owner == one] for one in torch.unique(owner))
+    return tuple(Holding(len(y), tuple(torch.unique(y).tolist()), shape) for y in each)
 
 
-def _bits(labels: np.ndarray) -> bytes:
+def _bits(labels: tuple[int, ...]) -> bytes:
     return np.packbits(np.bincount(labels) > 0).tobytes()
 
 
@@ -62,8 +73,7 @@ def wanted_of(source: Source, clients: int) -> Wanted:
 def rows_here(path: str, experiment: Experiment, mine: range, wanted: Wanted, device: str = "cpu") -> Partitioned:
     """The rows of some of an experiment's clients, to train on; what is tested is tested elsewhere."""
     samples, owner = rows_from_file(path)
-    found = read_holdings(told_of(path))
-    if objection := wanted.objection(found, mine):
+    if objection := wanted.objection(holdings_of(samples, owner), mine):
         raise InvalidValue(f"{path}: {objection}")
     split = held(owner, mine, experiment.clients)
     dataset = Dataset("rows", samples, samples, wanted.classes, owner)
@@ -72,7 +82,7 @@ def rows_here(path: str, experiment: Experiment, mine: range, wanted: Wanted, de
 
 def rows_alone(path: str, experiment: Experiment, classes: int | None, device: str) -> Partitioned:
     """The rows of a file for the first of an experiment's clients, whatever the server would have them be."""
-    found = read_holdings(told_of(path))
+    found = holdings_of(*rows_from_file(path))
     most = 1 + max(max(holding.labels) for holding in found)
     wanted = Wanted(len(found), most if classes is None else classes, found[0].shape)
     return rows_here(path, experiment, range(len(found)), wanted, device)
