@@ -64,6 +64,12 @@ class Loopback:
         hello = RecordDict({"hello": ConfigRecord()})
         return {n: _introduced(n, self._call(n, Message(hello, dst_node_id=n, message_type="query"))) for n in nodes}
 
+    def refuse(self, node, why):
+        from flwr.app import ConfigRecord, Message
+
+        told = RecordDict({"refused": ConfigRecord({"why": why})})
+        self._call(node, Message(told, dst_node_id=node, message_type="query"))
+
     def exchange(self, messages, *, patience, allowed):
         found = {}
         for node, message in messages.items():
@@ -278,7 +284,7 @@ def test_a_run_that_is_gone_on_with_is_not_changed(tmp_path):
         serve(None, again)
 
 
-def test_a_node_that_comes_late_and_holds_too_little_is_refused(tmp_path):
+def test_a_node_that_comes_late_and_holds_too_little_is_refused(tmp_path, caplog):
     wanted = experiment(policy="prefix", rounds=2, clients=4, active=4, fleet="1x1.0")
     found = engine(wanted, tmp_path / "run")
     found.roster.capacities = capacities(wanted)
@@ -287,6 +293,7 @@ def test_a_node_that_comes_late_and_holds_too_little_is_refused(tmp_path):
     assert [(line["lost"], sorted(line["dropped"])) for line in run.metrics] == [(2, [2, 3])] * 2
     (told,) = [e for e in read_lines(tmp_path / "run" / "events.jsonl") if e["event"] == "rejected"]
     assert "capacity must be at least 1, as the clients of partition 1" in told["why"]
+    assert "the server does not take this node: capacity must be at least 1" in caplog.text
 
 
 def test_whoever_fails_is_told_of_and_left_out(tmp_path):

@@ -48,3 +48,18 @@ def test_stragglers_do_not_hold_up_a_round(tmp_path, monkeypatch):
     lines = run.rounds(2)
     assert [(line["late"], sorted(line["dropped"])) for line in lines] == [(4, [4, 5, 6, 7])] * 2
     assert all(sorted(map(int, line["clients"])) == [0, 1, 2, 3] for line in lines)
+
+
+def test_a_node_that_cannot_take_part_says_why(tmp_path):
+    """In its own log, whose reader may not see the server's: what it knows itself, and what the server objects to."""
+    configs = [
+        {"partition-id": 0, "num-partitions": 1},
+        {"partition-id": 0, "num-partitions": 2},
+        {"partition-id": 0, "num-partitions": 1, "capacity": 7.0},
+    ]
+    with local(tmp_path / "flower", configs) as federation:
+        submit(federation, experiment(rounds=100), tmp_path / "run", nodes=1)
+        told = "the server does not take this node: num-partitions must be 1, as elsewhere; got 2"
+        wait_for(lambda: told in federation.log("supernode-1").read_text(), "the server's objection")
+        known = "this node cannot take part: capacity in --node-config must be in (0, 1]; got 7.0"
+        wait_for(lambda: known in federation.log("supernode-2").read_text(), "what is wrong by itself")

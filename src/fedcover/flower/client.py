@@ -3,6 +3,7 @@
 Torch is imported only where tensors come in, so that an introduction is quick.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from fedcover.types import Model
 
+log = logging.getLogger("fedcover")
 TrainFn = Callable[["nn.Module", Mapping[str, Any], Context], Mapping[str, float]]
 """Trains a client's sub-model in place; gives at least `num-examples` and `loss`."""
 
@@ -58,7 +60,12 @@ def _app(work: Callable[[Message, Context], Message]) -> ClientApp:
 
 
 def _hello(message: Message, context: Context) -> Message:
-    """What this node is, or what is wrong with its configuration."""
+    """What this node is, or what is wrong with its configuration; or it is told why the server does not take it."""
+    if refused := message.content.config_records.get("refused"):
+        from fedcover.arrays import printable
+
+        log.error("fedcover: the server does not take this node: %s", printable(str(refused["why"]))[:1000])
+        return Message(RecordDict(), reply_to=message)
     try:
         said = introduction(context.node_id, context.node_config, __version__)
         hello: dict[str, Any] = {"place": said.place, "places": said.places, "capacity": said.capacity or 0.0}
@@ -67,6 +74,7 @@ def _hello(message: Message, context: Context) -> Message:
 
             hello |= told_of(str(rows))
     except FedcoverError as error:
+        log.error("fedcover: this node cannot take part: %s", error)
         hello = {"error": str(error)}
     return Message(
         RecordDict({"hello": ConfigRecord({"error": "", "version": __version__, **hello})}), reply_to=message

@@ -225,10 +225,13 @@ def meet(link: Link, roster: Roster, events: Events, round: int) -> None:
     for node, said in link.introductions(strangers, patience=HELLO, rows=roster.wanted is not None).items():
         why = said.why if isinstance(said, Failed) else _objection(said, roster, link.present())
         if why:
-            why = why if isinstance(said, Failed) else f"partition {said.place} of {said.places}: {why}"
-            if not isinstance(said, Failed) or said.event == "rejected":
+            if not isinstance(said, Failed):
+                link.refuse(node, why)
+                why = f"partition {said.place} of {said.places}: {why}"
+            event = said.event if isinstance(said, Failed) else "rejected"
+            if event == "rejected":
                 roster.refused.add(node)
-            events.write(round, said.event if isinstance(said, Failed) else "rejected", node, None, why)
+            events.write(round, event, node, None, why)
 
 
 def _objection(said: Introduction, roster: Roster, present: Container[int]) -> str:

@@ -45,6 +45,8 @@ TELLING = 16 * 2**20
 """What an introduction is allowed that tells of clients' rows: a sixteenth, a megabyte, may be records of that."""
 GRACE = 10.0
 """Seconds that Flower keeps a message beyond our deadline, so that it is ours that ends a round and says `late`."""
+HEARING = 60.0
+"""Seconds for which a node can hear why it was refused."""
 POLL, TURN, LOOK_AROUND = 0.25, 1.0, 3.0
 """Seconds between two looks for replies, for one reply before it is the next one's turn, and between two looks for who
 is still there."""
@@ -74,6 +76,11 @@ class Link:
     def present(self) -> set[int]:
         """The nodes that are there, as far as Flower knows; it notices a death after up to a minute."""
         return set(self._grid.get_node_ids())
+
+    def refuse(self, node: int, why: str) -> None:
+        """Let a node say in its own log why it is not taken; whether it does is not waited for."""
+        told = RecordDict({"refused": ConfigRecord({"why": why})})
+        self._grid.push_messages([Message(told, dst_node_id=node, message_type=QUERY, ttl=HEARING)])
 
     def introductions(self, nodes: Sequence[int], *, patience: float, rows: bool) -> dict[int, Introduction | Failed]:
         """Ask nodes to introduce themselves, and to tell of their clients' rows where these are on nodes."""
