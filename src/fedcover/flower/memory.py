@@ -13,7 +13,7 @@ LARGE = 32 * 2**10
 """Bytes from which the heap does not grow for a piece; glibc would raise its own limit with every large piece freed."""
 PIECE, RESERVE = 512, 4 * 2**20
 """Bytes of the largest pieces that Python keeps in memory of its own, and how much of that to have before it is
-needed: several times what the rounds of a run were seen to differ by."""
+needed: a few times what the rounds of a run were seen to differ by."""
 TUNABLES = "GLIBC_TUNABLES"
 NO_CACHES = "glibc.malloc.arena_max=1:glibc.malloc.tcache_count=0"
 """Settings of glibc's, read when a program starts, without which every thread has a heap, and keeps up to seven freed

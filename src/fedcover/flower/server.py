@@ -1,6 +1,7 @@
 """The server's side: an ordinary run, whose engine is Flower, inside Flower's ServerApp."""
 
 import logging
+from collections.abc import Generator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,7 @@ def experiment_app() -> ServerApp:
 def _main(grid: Grid, context: Context) -> None:
     log_to_stderr()
     try:
-        with reserve():
-            done = serve(grid, Settings.read(context.run_config))
+        done = serve(grid, Settings.read(context.run_config))
         if not any(line["clients"] for line in done.metrics):
             raise RunError(
                 f"no client has answered in any round, so nothing was trained ({_reason(done.folder)}); "
@@ -74,7 +74,10 @@ def serve(grid: Grid, settings: Settings) -> Run:
     terms = Terms(experiment.to_toml(), experiment.clients, settings.deadline, private=experiment.privacy != "none")
     engine = FlowerEngine(link, roster, terms, Events(folder / "events.jsonl", early))
     machine = Machine("flower", settings.device, settings.threads or None)
-    common: dict[str, Any] = {"machine": machine, "data": settings.data or None, "watch": _conclude, "engine": engine}
+    conclusions = _conclusions()
+    next(conclusions)
+    watch = conclusions.send
+    common: dict[str, Any] = {"machine": machine, "data": settings.data or None, "watch": watch, "engine": engine}
     return resume(folder, complain=log.warning, **common) if again else run(experiment, folder, **common)
 
 
@@ -110,6 +113,14 @@ def with_declared_capacities(experiment: Experiment, roster: Roster) -> Experime
     if all(declared.capacity(client) == capacity for client, capacity in enumerate(known)):
         return experiment
     return Experiment(**{**experiment.model_dump(), "fleet": str(declared)})
+
+
+def _conclusions() -> Generator[None, Report, None]:
+    """What is done after each round; the first one imports and builds what all others use."""
+    _conclude((yield))
+    with reserve():
+        while True:
+            _conclude((yield))
 
 
 def _conclude(report: Report) -> None:

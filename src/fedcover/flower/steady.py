@@ -41,14 +41,15 @@ def main() -> None:
         sys.exit("fedcover: this needs Flower: pip install 'fedcover[flower]'")
     gc.freeze()  # what is imported stays for good; each look would go through all of it
     threading.Thread(target=_stay_tidy, daemon=True).start()
-    with reserve():
-        program()
+    program()
 
 
 def _stay_tidy() -> None:
-    while True:
-        time.sleep(PAUSE)
-        tidy()
+    time.sleep(PAUSE)  # what the program needs for its start is not to come out of the reserve
+    with reserve():
+        while True:
+            tidy()
+            time.sleep(PAUSE)
 
 
 if __name__ == "__main__":
