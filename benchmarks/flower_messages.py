@@ -3,23 +3,20 @@
 Run by `make soak`; prints JSON. One SuperNode echoes arrays; its pause of three seconds between two looks is shortened,
 so that hundreds of messages take minutes. Sizes are as in `flower_soak.py`, of every ten messages the median.
 
-Beside the pages that it has, a SuperNode tells after every look for garbage what it holds: pieces in Python's own
-memory, and bytes from `malloc`, large ones with pages of their own included. Of every ten messages the least counts:
-between two messages it holds nothing of either.
+What the SuperNode holds, beside the pages that it has, is the least of every ten messages.
 """
 
 import argparse
 import json
 import os
 import platform
-import re
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.flower_soak import SETTLED, Sizes, growth, sizes, usual
+from benchmarks.flower_memory import SETTLED, Sizes, growth, long_lived, sizes, telling, told, usual
 from fedcover.flower.processes import Local, free_port
 
 SENT = b"Sent successfully"
@@ -28,17 +25,8 @@ TOGETHER = 10
 """Messages of which the median is taken."""
 FILES = {
     "hurried.py": """
-import ctypes, sys, time, types
+import time, types
 from fedcover.flower import forgetting, steady
-class Info(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_size_t) for name in "arena a b c apart d e used free f".split()]
-library = ctypes.CDLL(None)
-library.mallinfo2.restype = Info
-def tell(tidy=steady.tidy):
-    tidy()
-    found = library.mallinfo2()
-    print("HOLDS", sys.getallocatedblocks(), found.used + found.apart, flush=True)
-steady.tidy = tell
 def main():
     from flwr.supernode import start_client_internal
     start_client_internal.time = types.SimpleNamespace(**vars(time) | {"sleep": lambda s: time.sleep(min(s, 0.05))})
@@ -91,26 +79,13 @@ def main(grid, context):
 }
 
 
-def held(log: str, tens: int) -> dict[str, list[int]]:
-    """The least that a SuperNode has held over every ten messages, by its log."""
-    parts = log.split(SENT.decode())
-    found = [
-        re.findall(r"^HOLDS (\d+) (\d+)$", "".join(parts[ten * TOGETHER : (ten + 1) * TOGETHER]), re.MULTILINE)
-        for ten in range(tens)
-    ]
-    return {
-        what: [min(int(told[column]) for told in some) for some in found if some]
-        for column, what in enumerate(("python_pieces", "malloc_bytes"))
-    }
-
-
 def start(place: Path, messages: int) -> Local:
     """A SuperLink and a SuperNode that does not pause."""
     for name, text in FILES.items():
         path = place / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text.replace("MESSAGES", str(messages)))
-    federation = Local(place / "flower")
+    federation = Local(place / "flower", [str(telling(place / "telling"))])
     federation.start_link()
     federation.start(
         "supernode", sys.executable, str(place / "hurried.py"), "flower-supernode", "--superlink", federation.address,
@@ -123,16 +98,19 @@ def measure(place: Path, messages: int) -> dict[str, Any]:
     """Send the messages and look at the processes all the time."""
     federation = start(place, messages)
     looks: list[list[Sizes]] = [[] for _ in range(messages // TOGETHER)]
-    told = federation.log("supernode")
+    ends: list[float] = []
+    log, pids = federation.log("supernode"), long_lived(federation)
     try:
-        with (place / "log.txt").open("wb") as log:
-            process = federation.submit(place / "app", log)
+        with (place / "log.txt").open("wb") as out:
+            process = federation.submit(place / "app", out)
             while process.poll() is None:
-                echoed = told.read_bytes().count(SENT)
-                if echoed // TOGETHER < len(looks):
-                    looks[echoed // TOGETHER].append(sizes(federation))
+                echoed = log.read_bytes().count(SENT)
+                ends += [time.time()] * (echoed // TOGETHER - len(ends))
+                pids |= long_lived(federation)
+                if len(ends) < len(looks):
+                    looks[len(ends)].append(sizes(pids))
                 time.sleep(0.5)
-        echoed = told.read_bytes().count(SENT)
+        echoed = log.read_bytes().count(SENT)
     finally:
         federation.stop()
     seen = [usual(some) for some in looks if some]
@@ -142,7 +120,7 @@ def measure(place: Path, messages: int) -> dict[str, Any]:
         "messages": messages,
         "echoed": echoed,
         "messages_of_one_median": TOGETHER,
-        "supernode_holds": held(told.read_text(errors="replace"), len(looks)),
+        "holds_by_ten_messages": told(place / "telling", pids, ends),
         "memory_by_ten_messages": {name: growth([look[name] for look in seen]) for name in lived},
     }
 

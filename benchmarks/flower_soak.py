@@ -1,14 +1,9 @@
 """Load: 64 virtual clients over 4 SuperNodes for 50 rounds. Does memory grow, is an update lost, what is Flower's own?
 
-Run by `make soak`; prints JSON. Memory is what each process that lives through the run has for itself (anonymous
-pages, in KiB): of each round the median of many looks, as what a step needs comes and goes. `kib_per_round` is the
-median of the slopes between any two rounds from the fifth on (one that the allocator's steps and dips do not move),
-`between` are its bounds at two standard errors; the same follows for the second half. `percent` is what has come to the
-size in round 5 by the end. A process rises if both bounds are above zero (rounds are taken for independent, so
-that some level ones are called rising), and grows if it has also gained half a percent. Go by `rise`: `grow` was added
-later, when results were known. Fifty rounds do not tell a small leak from a heap that settles page by page, for which
-`flower_messages.py` has more of them. Processes that run our code (the server) and Flower's own are told apart;
-`together` is the sum of all.
+Run by `make soak`; prints JSON. How memory is measured, and when a process is said to rise, is told in
+`flower_memory.py`; of the pages in each round the median of many looks is taken, as what a step needs comes and goes.
+`percent` is what has come to the size in round 5 by the end. Processes that run our code (the server) and Flower's own
+are told apart; `together` is the sum of all. `holds` is what the processes that look for garbage have between messages.
 
 Flower's own part of a round is its wall time less what the same clients take in one process, all cores of which the
 nodes share.
@@ -18,87 +13,19 @@ import argparse
 import json
 import os
 import platform
-import re
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from itertools import combinations
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import fedcover as fc
+from benchmarks.flower_memory import SETTLED, Pids, Sizes, growth, long_lived, sizes, telling, told, usual, verdict
 from fedcover.flower.apps import Settings, write_app
-from fedcover.flower.processes import Local, descendants, local
+from fedcover.flower.processes import local
 from fedcover.summary import read_lines
 
-SETTLED = 5
-"""Rounds after which memory must not grow."""
 OURS = "flwr-serverapp"
 """The one program that lives through a run and runs our code; the nodes' part of it lives for one message."""
-MUCH = 0.5
-"""Percent of its size that a process must have gained to be called growing."""
-Sizes = dict[str, int]
-
-
-def sizes(federation: Local) -> Sizes:
-    """KiB of every long-lived process: the SuperLink, the SuperNodes, their executors and the server."""
-    found: dict[str, int] = {}
-    for name, process in federation.processes.items():
-        if name == "submit":
-            continue
-        for pid in [process.pid, *sorted(descendants([process.pid]))]:
-            try:
-                command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-                own = re.findall(r"(?:RssAnon|VmSwap):\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-            except OSError:
-                continue
-            words = (Path(os.fsdecode(word)).name for word in command[1:])
-            program = next((word for word in words if word.startswith(("flower-", "flwr-"))), "")
-            if own and program and program != "flwr-clientapp":  # which lives for one message only
-                found.setdefault(f"{name} {program}", sum(map(int, own)))  # not a copy of it that becomes another
-    return found
-
-
-def trend(kib: Sequence[float]) -> dict[str, Any]:
-    """The median slope of sizes, round by round, and its bounds: Sen's, from the variance of Kendall's count."""
-    rounds = len(kib)
-    slopes = sorted((b - a) / (j - i) for (i, a), (j, b) in combinations(enumerate(kib), 2))
-    off, last = round((rounds * (rounds - 1) * (2 * rounds + 5) / 18) ** 0.5), len(slopes) - 1
-    upper = min(last, len(slopes) // 2 + off)
-    low, high = slopes[last - upper], slopes[upper]  # as far from the one end as from the other
-    return {"kib_per_round": round(median(slopes), 1), "between": [round(low, 1), round(high, 1)]}
-
-
-def growth(kib: Sequence[float]) -> dict[str, Any]:
-    """Whether a process has grown to the end, by its sizes from the fifth round on."""
-    settled = kib[SETTLED - 1 :]
-    whole, late = trend(settled), trend(settled[len(settled) // 2 :])
-    percent = round(100 * (settled[-1] / settled[0] - 1), 2)
-    return {
-        **whole,
-        "second_half": late,
-        "rises": (rises := all(line["between"][0] > 0 for line in (whole, late))),
-        "grows": rises and percent >= MUCH,
-        "percent": percent,
-        "kib": list(kib),
-    }
-
-
-def verdict(grown: Mapping[str, dict[str, Any]]) -> dict[str, object]:
-    """Of some processes: who has risen or grown to the end, and how much the most it can have been."""
-    return {
-        "rise": [name for name, found in grown.items() if found["rises"]],
-        "grow": [name for name, found in grown.items() if found["grows"]],
-        "kib_per_round_at_most": max(found["second_half"]["between"][1] for found in grown.values()),
-        "percent_at_most": max(found["percent"] for found in grown.values()),
-    }
-
-
-def usual(seen: Sequence[Sizes]) -> Sizes:
-    """The median of each process over the looks of one round."""
-    names = dict.fromkeys(name for look in seen for name in look)
-    return {name: round(median(look[name] for look in seen if name in look)) for name in names}
 
 
 def soak(rounds: int, clients: int, nodes: int, place: Path) -> dict[str, object]:
@@ -113,17 +40,21 @@ def soak(rounds: int, clients: int, nodes: int, place: Path) -> dict[str, object
     configs = [{"partition-id": place, "num-partitions": nodes} for place in range(nodes)]
     memory: list[Sizes] = []
     looks: list[Sizes] = []
-    folder = place / "run"
-    with local(place / "flower", configs) as federation, (place / "log.txt").open("wb") as log:
+    ends: list[float] = []
+    pids: Pids = {}
+    folder, holds = place / "run", telling(place / "telling")
+    with local(place / "flower", configs, [str(holds)]) as federation, (place / "log.txt").open("wb") as log:
         app = write_app(
             place / "app", Settings(wanted.to_toml(), str(folder), device="cpu", nodes=nodes, deadline=600.0)
         )
         process = federation.submit(app, log)
         while process.poll() is None:
             done = (folder / "metrics.jsonl").read_bytes().count(b"\n") if (folder / "metrics.jsonl").exists() else 0
-            look = sizes(federation)
+            pids |= long_lived(federation)
+            look = sizes(pids)
             if done > len(memory):  # this look is of the next round already; after the last one the server ends
                 memory.append(usual(looks or [look]))
+                ends.append(time.time())
                 looks = []
             looks.append(look)
             time.sleep(0.5)
@@ -147,6 +78,7 @@ def soak(rounds: int, clients: int, nodes: int, place: Path) -> dict[str, object
         "ours": verdict({name: found for name, found in grown.items() if name.endswith(OURS)}),
         "flowers": verdict({name: found for name, found in grown.items() if not name.endswith(OURS)}),
         "together": growth([sum(look[name] for name in lived) for look in memory]),
+        "holds": told(holds, pids, ends),
         "memory": grown,
     }
 

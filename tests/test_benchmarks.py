@@ -1,11 +1,14 @@
 """The plain loop, the floors and our own steps run everywhere; how long they take is nobody's business here."""
 
-import runpy
+import os
+import platform
+import subprocess
+import sys
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.flower_memory import growth, least, telling, trend, verdict
 
 from fedcover.bench import Line, eager, ours, page
 from fedcover.bench.measuring import in_turns
@@ -71,8 +74,6 @@ def test_a_page_tells_medians_spread_and_ratios():
 
 @pytest.mark.parametrize("rounds", [7, 8, 9, 10])
 def test_what_shrinks_is_measured_like_what_grows(rounds):
-    soak = Path(__file__).parent.parent / "benchmarks" / "flower_soak.py"
-    trend = runpy.run_path(str(soak))["trend"]
     kib = [3.0, 10.0, 81.0, 22.0, 67.0, 14.0, 95.0, 9.0, 46.0, 60.0][:rounds]
     up, down = trend(kib), trend([-size for size in kib])
     assert up["kib_per_round"] == -down["kib_per_round"]
@@ -81,8 +82,6 @@ def test_what_shrinks_is_measured_like_what_grows(rounds):
 
 def test_memory_that_is_kept_is_told_from_memory_that_comes_and_goes():
     """A leak goes on to the end; noise has no direction; a step of the allocator ends."""
-    soak = Path(__file__).parent.parent / "benchmarks" / "flower_soak.py"
-    growth, verdict = (runpy.run_path(str(soak))[name] for name in ("growth", "verdict"))
     noise = [3, 0, 8, 2, 7, 1, 5, 9, 4, 6, 0, 7, 2, 8, 3, 5, 1, 9, 4, 6]
     start = [500.0, 800.0, 950.0, 990.0]  # before it has settled
     leak = growth([*start, *(1000 + 20 * n + noise[n] for n in range(16))])
@@ -105,8 +104,20 @@ def test_memory_that_is_kept_is_told_from_memory_that_comes_and_goes():
     assert not growth([*start, *(1000 + noise[n] + dips[n] for n in range(16))])["grows"]
 
 
-def test_what_a_supernode_holds_is_the_least_of_every_ten_messages():
-    messages = pytest.importorskip("benchmarks.flower_messages")
-    said = [f"HOLDS {100 + n} {2000 - n}\nHOLDS 999 9999\nmore\n" for n in range(20)]
-    log = messages.SENT.decode().join(said)
-    assert messages.held(log, 2) == {"python_pieces": [100, 110], "malloc_bytes": [1991, 1981]}
+def test_what_is_held_is_the_least_of_every_round_that_was_looked_at():
+    looks = [(0.5, 7, 70), (0.9, 5, 80), (1.0, 6, 60), (3.5, 9, 90), (8.0, 1, 1)]
+    assert least(looks, [1.0, 2.0, 4.0]) == [[5, 60], [9, 90]]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc tells what it has given out")
+def test_a_long_lived_process_tells_what_it_holds(tmp_path):
+    """After every look for garbage; any other process tells nothing."""
+    folder = telling(tmp_path / "telling")
+    hold = "import gc; gc.collect(); kept = [bytes(400) for _ in range(5000)], bytes(10**6); gc.collect()"
+    for program in ("flwr-serverapp", "flwr-clientapp"):
+        environment = {**os.environ, "PYTHONPATH": str(folder)}
+        subprocess.run([sys.executable, "-c", hold, program], env=environment, check=True)
+    (file,) = folder.glob("held-*.txt")
+    before, after, *_ = (list(map(float, line.split())) for line in file.read_text().splitlines())
+    assert 5000 <= after[1] - before[1] < 5100
+    assert 10**6 <= after[2] - before[2] < 2 * 10**6
