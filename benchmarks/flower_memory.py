@@ -82,13 +82,17 @@ def telling(folder: Path) -> Path:
 
 
 def told(folder: Path, pids: Mapping[str, int], ends: Sequence[float]) -> dict[str, dict[str, Any]]:
-    """What processes have held at least between two ends of rounds: in between they hold nothing of either."""
+    """What processes have held at least between two ends of rounds: in between they hold nothing of either.
+
+    Those that hardly ever look for garbage tell too little.
+    """
     found = {}
     for name, pid in pids.items():
         file = folder / f"held-{pid}.txt"
-        if file.exists():
-            looks = [tuple(map(float, line.split())) for line in file.read_text().splitlines()]
-            pieces, held = zip(*least(looks, ends), strict=True)
+        looks = file.read_text().splitlines() if file.exists() else []
+        rounds = least([tuple(map(float, look.split())) for look in looks], ends)
+        if len(rounds) > len(ends) / 2:
+            pieces, held = zip(*rounds, strict=True)
             found[name] = {"pieces": growth(pieces, "pieces"), "malloc": growth(held, "bytes")}
     return found
 

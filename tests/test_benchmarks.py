@@ -8,7 +8,7 @@ from importlib import import_module
 
 import pytest
 import torch
-from benchmarks.flower_memory import growth, least, telling, trend, verdict
+from benchmarks.flower_memory import growth, least, telling, told, trend, verdict
 
 from fedcover.bench import Line, eager, ours, page
 from fedcover.bench.measuring import in_turns
@@ -107,6 +107,17 @@ def test_memory_that_is_kept_is_told_from_memory_that_comes_and_goes():
 def test_what_is_held_is_the_least_of_every_round_that_was_looked_at():
     looks = [(0.5, 7, 70), (0.9, 5, 80), (1.0, 6, 60), (3.5, 9, 90), (8.0, 1, 1)]
     assert least(looks, [1.0, 2.0, 4.0]) == [[5, 60], [9, 90]]
+
+
+def test_who_tells_too_little_is_left_out(tmp_path):
+    """One may not look for garbage but now and then, or not at all."""
+    for pid, often in ((1, 1), (2, 7)):
+        lines = (f"{n + 0.5} {100 + n} {2000 - n}\n" for n in range(0, 20, often))
+        (tmp_path / f"held-{pid}.txt").write_text("".join(lines))
+    found = told(tmp_path, {"often": 1, "seldom": 2, "never": 3}, [n + 1.0 for n in range(20)])
+    assert list(found) == ["often"]
+    assert found["often"]["pieces"]["pieces_per_round"] == 1
+    assert (found["often"]["pieces"]["rises"], found["often"]["malloc"]["rises"]) == (True, False)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc tells what it has given out")
