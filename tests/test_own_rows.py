@@ -187,12 +187,16 @@ def test_a_node_measures_its_capacity_on_its_own_rows(fedcover, tmp_path):
     code, said, noted = fedcover(*measure, "--rows", files.nodes[0])
     assert code == 0
     assert "proposed capacity: 1 " in said
-    assert "a model for 6 labels, as these rows have" in noted
+    assert "rows of shape (1, 8, 8), and a model for 6 labels, as these rows have" in noted
     assert "1,710" in said  # parameters: 64 inputs, 24 hidden units, 6 labels
     code, said, noted = fedcover(*measure, "--rows", files.nodes[0], "--classes", 10)
     assert "1,810" in said
-    assert "labels" not in noted
-    refused(fedcover(*measure), 2, "--rows FILE must be given with partition 'nodes', and only then")
+    assert "a model for 10 labels\n" in noted
+    refused(fedcover(*measure), 2, "--rows FILE is needed: the experiment has partition 'nodes'")
+    refused(fedcover(*measure, "--classes", 3, "--set", "partition=iid"), 2, "--classes goes with --rows")
+    wrong = fedcover(*measure, "--rows", files.nodes[0], "--set", "partition=iid")
+    refused(wrong, 2, "--rows is for partition 'nodes'; this experiment has 'iid'")
+    refused(fedcover(*measure, "--rows", files.nodes[0], "--classes", 0), 2, "--classes must be in 1..65536; got 0")
     refused(fedcover(*measure, "--rows", files.nodes[0], "--classes", 3), 2, "labels 0 to 2, as the server has; got 5")
 
 

@@ -139,6 +139,15 @@ def test_a_node_is_no_client(folder, watch):
     assert "capacity must be in (0, 1]" in watch(folder, "--once")
 
 
+def test_a_node_that_was_not_taken_is_seen_however_many_clients_are_lost_for_it(folder, watch):
+    lost = [event(0, "lost", client, "no node holds this client") for client in range(50)]
+    write(folder, [event(0, "rejected", None, "num-partitions must be 2", node=9), *lost])
+    said = watch(folder, "--once")
+    assert "the last of 1 nodes that were not taken" in said
+    assert "num-partitions must be 2" in said
+    assert "the last of 50 that did not answer as asked" in said
+
+
 class Counted(list):
     """A list that counts how often somebody goes through it."""
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Group
 from rich.live import Live
+from rich.table import Table
 from rich.text import Text
 
 from fedcover.arrays import printable
@@ -131,14 +132,17 @@ def frame(seen: Look) -> Group:
     heads = {"gamma_round": "coverage", "gamma_window": "over window", "train_loss": "train loss"}
     shown = [*columns, "seconds"]
     tables = [as_table("", [heads.get(c, c) for c in shown], [[row[c] for c in shown] for row in rows])] if rows else []
-    if seen.trouble:
-        cells = [
-            [e["round"] + 1, *(_plain(e.get(word)) for word in ("event", "client", "node", "why"))]
-            for e in seen.trouble[-TROUBLE_SHOWN:]
-        ]
-        title = f"the last of {len(seen.trouble)} that did not answer as asked"
-        tables.append(as_table(title, ["round", "event", "client", "node", "why"], cells))
+    nodes = [event for event in seen.trouble if event.get("client") is None]  # one is the cause of much of the rest
+    clients = [event for event in seen.trouble if event.get("client") is not None]
+    tables += _trouble("nodes that were not taken", ["event", "node", "why"], nodes)
+    tables += _trouble("that did not answer as asked", ["event", "client", "node", "why"], clients)
     return Group(*parts, *tables)
+
+
+def _trouble(what: str, words: list[str], events: list[Line]) -> list[Table]:
+    """The last of some events, each a row; no table if there are none."""
+    cells = [[e["round"] + 1, *(_plain(e.get(word)) for word in words)] for e in events[-TROUBLE_SHOWN:]]
+    return [as_table(f"the last of {len(events)} {what}", ["round", *words], cells)] if events else []
 
 
 def _heading(seen: Look) -> Iterator[str]:

@@ -40,6 +40,20 @@ def watch(
 MOST_MEGABYTES = 1e9
 
 
+def _check_rows(partition: str, rows: str, classes: int | None) -> None:
+    """Refuse rows, or how many labels they have, where there is no place for them, or no rows where they are needed."""
+    if partition == "nodes" and not rows:
+        raise InvalidValue(
+            "--rows FILE is needed: the experiment has partition 'nodes', so this node's rows are its own"
+        )
+    if rows and partition != "nodes":
+        raise InvalidValue(f"--rows is for partition 'nodes'; this experiment has {partition!r}")
+    if classes is not None and not rows:
+        raise InvalidValue("--classes goes with --rows, which is not given")
+    if classes is not None and not 1 <= classes <= MOST_LABELS:
+        raise InvalidValue(f"--classes must be in 1..{MOST_LABELS}; got {classes}")
+
+
 @app.command
 def capacity(
     experiment: Annotated[Path | None, Parameter(help="A TOML file; without it, the defaults.")] = None,
@@ -59,13 +73,13 @@ def capacity(
         raise InvalidValue(f"memory must be a number of megabytes above 0; got {memory:g}")
     wanted = wanted_of(experiment, set)
     machine = Machine(device=device, threads=threads).resolved()
-    if bool(rows) != (wanted.partition == "nodes"):
-        raise InvalidValue(f"--rows FILE must be given with partition 'nodes', and only then; got {rows!r}")
-    if classes is not None and not (rows and 1 <= classes <= MOST_LABELS):
-        raise InvalidValue(f"--classes must be in 1..{MOST_LABELS}, and goes with --rows; got {classes}")
+    _check_rows(wanted.partition, rows, classes)
     own = Parts(source=rows_alone(rows, wanted, classes, machine.device)) if rows else None
-    if own and own.source and classes is None:
-        console.say(f"a model for {own.source.classes} labels, as these rows have; if others have more: --classes")
+    if own and own.source:
+        as_here = "" if classes else ", as these rows have; if others have more: --classes"
+        console.say(
+            f"rows of shape {tuple(own.source.test.x.shape[1:])}, and a model for {own.source.classes} labels{as_here}"
+        )
     setup = prepare(wanted, machine, data=data, parts=own)
     with machine.for_setup(setup).applied():
         limit = None if memory is None else int(memory * 1e6)

@@ -277,7 +277,7 @@ def _introduced(node: int, reply: Message) -> Introduction | Failed:
     try:
         said: Any = reply.content.config_records["hello"]
         if said["error"]:
-            return Failed("rejected", f"{str(said['error'])[:300]!a}")
+            return Failed("rejected", f"it says: {str(said['error'])[:300]!a}")
         place, places, capacity, version = (said[key] for key in ("place", "places", "capacity", "version"))
         wrong = type(place) is not int or type(places) is not int or not 0 <= place < places
         if wrong or type(capacity) is not float or not 0 <= capacity <= 1 or type(version) is not str:
