@@ -434,7 +434,7 @@ print(library.mallinfo2().apart - before > LARGE)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sizes are read from /proc")
 def test_a_peak_within_the_reserve_takes_no_pages():
-    """Whatever sizes its pieces have, in whatever order they come and go, a peak adds nothing to what Python has."""
+    """Whatever sizes its pieces have, in whatever order they come and go, a peak has Python ask for no more."""
     peaks = """
 import contextlib, random, re
 from pathlib import Path
@@ -453,7 +453,7 @@ with contextlib.ExitStack() as stack:
 """
     alone, kept = ([int(word) for word in told.split()] for told in without_and_with(
         "stack.enter_context(reserve())", peaks))  # fmt: skip
-    assert kept[0] == 0
+    assert kept[0] < 1000 < alone[0]  # Python asks by the megabyte, the list itself by a tenth of that
     assert kept[1] < 300 < alone[1]
 
 
