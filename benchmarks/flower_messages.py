@@ -1,7 +1,7 @@
 """Does a message leave anything behind in Flower's long-lived processes? Hundreds of them, without training.
 
 Run by `make soak`; prints JSON. One SuperNode echoes arrays; its pause of three seconds between two looks is shortened,
-so that hundreds of messages take minutes. Sizes are as in `flower_soak.py`, of every ten messages the median.
+so that hundreds of messages take minutes. Sizes are as in `flower_memory.py`, of every ten messages the median.
 
 What the SuperNode holds, beside the pages that it has, is the least of every ten messages.
 """

@@ -60,6 +60,6 @@ def test_a_node_that_cannot_take_part_says_why(tmp_path):
     with local(tmp_path / "flower", configs) as federation:
         submit(federation, experiment(rounds=100), tmp_path / "run", nodes=1)
         told = "the server does not take this node: num-partitions must be 1, as elsewhere; got 2"
-        wait_for(lambda: told in federation.log("supernode-1").read_text(), "the server's objection")
+        assert wait_for(lambda: told in federation.log("supernode-1").read_text(), "the server's objection")
         known = "this node cannot take part: capacity in --node-config must be in (0, 1]; got 7.0"
-        wait_for(lambda: known in federation.log("supernode-2").read_text(), "what is wrong by itself")
+        assert wait_for(lambda: known in federation.log("supernode-2").read_text(), "what is wrong by itself")
