@@ -432,6 +432,23 @@ print(library.mallinfo2().apart - before > LARGE)
     assert without_and_with("one_heap()", apart) == ["False\n", "True\n"]
 
 
+def test_names_that_were_looked_up_are_not_kept():
+    """Python's cache of attributes keeps a name that was made for one lookup until another one takes its place."""
+    names = """
+import sys
+from fedcover.flower.memory import tidy
+tidy()
+before = sys.getallocatedblocks()
+names = ["name" + str(number) for number in range(4000)]
+found = [hasattr(tidy, name) for name in names]
+del names, found
+CALL
+print(sys.getallocatedblocks() - before)
+"""
+    alone, tidied = map(int, without_and_with("tidy()", names))
+    assert tidied < 100 < 300 < alone
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="sizes are read from /proc")
 def test_a_peak_within_the_reserve_takes_no_pages():
     """Whatever sizes its pieces have, in whatever order they come and go, a peak has Python ask for no more."""
