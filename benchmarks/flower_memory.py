@@ -11,8 +11,11 @@ also gained half a percent; go by rising: the other was added when results were 
 """
 
 import os
+import platform
 import re
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -41,6 +44,15 @@ if any(name in word for word in sys.orig_argv for name in ("flower-superlink", "
 """
 Sizes = dict[str, int]
 Pids = dict[str, int]
+
+
+def surroundings() -> dict[str, object]:
+    """When, on what, and with which versions something was measured."""
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{os.cpu_count()} cores, {platform.system()}, load {os.getloadavg()[1]:.1f}",
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in ("torch", "flwr")},
+    }
 
 
 def long_lived(federation: Local) -> Pids:
@@ -100,8 +112,8 @@ def told(folder: Path, pids: Mapping[str, int], ends: Sequence[float]) -> dict[s
 def least(looks: Iterable[Sequence[float]], ends: Sequence[float]) -> list[list[int]]:
     """The least of each figure in every round that there were looks in; a look is a time and its figures."""
     rounds: list[list[Sequence[float]]] = [[] for _ in ends]
-    for time, *figures in looks:
-        round = sum(end < time for end in ends)
+    for moment, *figures in looks:
+        round = sum(end < moment for end in ends)
         if round < len(ends):
             rounds[round].append(figures)
     return [[int(min(column)) for column in zip(*some, strict=True)] for some in rounds if some]
@@ -146,3 +158,8 @@ def verdict(grown: Mapping[str, dict[str, Any]]) -> dict[str, object]:
         "kib_per_round_at_most": max(found["second_half"]["between"][1] for found in grown.values()),
         "percent_at_most": max(found["percent"] for found in grown.values()),
     }
+
+
+def hold_more(holds: Mapping[str, Mapping[str, dict[str, Any]]]) -> list[str]:
+    """Who holds more and more, and of what."""
+    return [f"{name}: {kind}" for name, kinds in holds.items() for kind, found in kinds.items() if found["rises"]]

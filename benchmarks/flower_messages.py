@@ -8,15 +8,24 @@ What the SuperNode holds, beside the pages that it has, is the least of every te
 
 import argparse
 import json
-import os
-import platform
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.flower_memory import SETTLED, Sizes, growth, long_lived, sizes, telling, told, usual
+from benchmarks.flower_memory import (
+    SETTLED,
+    Sizes,
+    growth,
+    hold_more,
+    long_lived,
+    sizes,
+    surroundings,
+    telling,
+    told,
+    usual,
+)
 from fedcover.flower.processes import Local, free_port
 
 SENT = b"Sent successfully"
@@ -114,13 +123,15 @@ def measure(place: Path, messages: int) -> dict[str, Any]:
     finally:
         federation.stop()
     seen = [usual(some) for some in looks if some]
+    held = told(place / "telling", pids, ends)
     lived = [name for name in seen[-1] if all(name in look for look in seen)]
     return {
-        "machine": f"{os.cpu_count()} cores, {platform.system()}, load {os.getloadavg()[1]:.1f}",
+        **surroundings(),
         "messages": messages,
         "echoed": echoed,
         "messages_of_one_median": TOGETHER,
-        "holds_by_ten_messages": told(place / "telling", pids, ends),
+        "hold_more": hold_more(held),
+        "holds_by_ten_messages": held,
         "memory_by_ten_messages": {name: growth([look[name] for look in seen]) for name in lived},
     }
 

@@ -3,7 +3,8 @@
 Run by `make soak`; prints JSON. How memory is measured, and when a process is said to rise, is told in
 `flower_memory.py`; of the pages in each round the median of many looks is taken, as what a step needs comes and goes.
 `percent` is what has come to the size in round 5 by the end. Processes that run our code (the server) and Flower's own
-are told apart; `together` is the sum of all. `holds` is what the processes that look for garbage have between messages.
+are told apart; `together` is the sum of all. `holds` is what the processes that look for garbage have between messages,
+`hold_more` those of them that have ever more, by the same rule.
 
 Flower's own part of a round is its wall time less what the same clients take in one process, all cores of which the
 nodes share.
@@ -12,14 +13,26 @@ nodes share.
 import argparse
 import json
 import os
-import platform
 import tempfile
 import time
 from pathlib import Path
 from statistics import median
 
 import fedcover as fc
-from benchmarks.flower_memory import SETTLED, Pids, Sizes, growth, long_lived, sizes, telling, told, usual, verdict
+from benchmarks.flower_memory import (
+    SETTLED,
+    Pids,
+    Sizes,
+    growth,
+    hold_more,
+    long_lived,
+    sizes,
+    surroundings,
+    telling,
+    told,
+    usual,
+    verdict,
+)
 from fedcover.flower.apps import Settings, write_app
 from fedcover.flower.processes import local
 from fedcover.summary import read_lines
@@ -63,8 +76,9 @@ def soak(rounds: int, clients: int, nodes: int, place: Path) -> dict[str, object
     seconds = [sum(line["seconds"].values()) for line in lines]
     lived = [name for name in memory[-1] if all(name in look for look in memory)]
     grown = {name: growth([look[name] for look in memory]) for name in lived}
+    held = told(holds, pids, ends)
     return {
-        "machine": f"{os.cpu_count()} cores, {platform.system()}, load {os.getloadavg()[1]:.1f}",
+        **surroundings(),
         "rounds": len(lines),
         "clients": clients,
         "nodes": nodes,
@@ -78,7 +92,8 @@ def soak(rounds: int, clients: int, nodes: int, place: Path) -> dict[str, object
         "ours": verdict({name: found for name, found in grown.items() if name.endswith(OURS)}),
         "flowers": verdict({name: found for name, found in grown.items() if not name.endswith(OURS)}),
         "together": growth([sum(look[name] for name in lived) for look in memory]),
-        "holds": told(holds, pids, ends),
+        "hold_more": hold_more(held),
+        "holds": held,
         "memory": grown,
     }
 
