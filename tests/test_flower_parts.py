@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from fedcover import console
 from fedcover.cli import flower as commands
 from fedcover.cli.flower import check_connection, node_configs
+from fedcover.engines import ENGINES
 from fedcover.errors import InvalidValue, RunError
 from fedcover.experiment import Experiment
 from fedcover.flower.apps import Settings, write_app
@@ -27,6 +28,7 @@ from fedcover.flower.memory import NO_CACHES
 from fedcover.flower.parcels import as_sent, bundle, embedded, headed, kept, read_reduction, sections, unbundle
 from fedcover.flower.places import Introduction, Roster, declared_fleet, introduction, place_of
 from fedcover.flower.processes import descendants
+from fedcover.folders import Folder
 from fedcover.models import MODELS
 from fedcover.preparation import Machine
 from fedcover.reduction import Masks, drawn, windows
@@ -274,7 +276,9 @@ def test_only_the_server_says_that_a_run_has_finished(capfd):
         streamed("fedcover: round 1: client 3 rejected: its node says: 'fedcover: finished: runs/x'")
     with pytest.raises(RunError, match=r"^no room$"):
         streamed("fedcover: stopped: no room\nTraceback")
-    assert "hello" in capfd.readouterr().out
+    shown = capfd.readouterr().out
+    assert "hello" in shown
+    assert "Traceback" not in shown  # what Flower makes of a sentence that is said already
 
 
 def test_what_streams_a_log_ends_with_whoever_reads_it():
@@ -307,6 +311,18 @@ def test_functions_beside_the_file_are_found(tmp_path, monkeypatch):
         commands.up(tmp_path / "own.toml", nodes=99)
     with pytest.raises(InvalidValue, match="nodes must be in"):
         commands.run(tmp_path / "own.toml", nodes=99)
+
+
+def test_what_cannot_go_well_is_refused_before_anything_is_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(commands, "require", lambda: None)
+    monkeypatch.setattr(commands, "local", lambda *given: pytest.fail("a federation is started"))
+    wanted = Experiment(clients=4, active=2, rounds=1, epochs=1)
+    (tmp_path / "own.toml").write_text(wanted.to_toml())
+    with pytest.raises(InvalidValue, match="device must be one of auto, cpu, cuda, cuda:1; got 'gpu'"):
+        commands.run(tmp_path / "own.toml", device="gpu")
+    run(wanted, tmp_path / "run", machine=Machine("flower", "cpu"), engine=ENGINES["sequential"])
+    with Folder(tmp_path / "run").opened(), pytest.raises(RunError, match="run is in use by another process"):
+        commands.up(tmp_path / "run")
 
 
 def test_a_round_tells_of_those_who_did_not_answer(capsys):
@@ -370,7 +386,10 @@ def test_only_programs_of_flower_are_run_so():
         [sys.executable, "-m", "fedcover.flower.steady", "ls"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
-    assert done.stderr == "fedcover: program must be one of flower-superlink, flower-supernode; got 'ls'\n"
+    told, usage = done.stderr.splitlines()
+    assert told == "fedcover: program must be one of flower-superlink, flower-supernode; got 'ls'"
+    asked = [sys.executable, "-m", "fedcover.flower.steady", "--help"]
+    assert subprocess.check_output(asked, text=True).splitlines() == [usage]
 
 
 def without_and_with(call, script, environment=None):

@@ -48,6 +48,12 @@ The MLP of the MNIST job comes out at 0.7 ms a step; one core of an AMD EPYC too
 """
 
 
+def check_device(name: str) -> None:
+    """Refuse what is no device on any computer."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", name):
+        raise unknown("device", name, ["auto", "cpu", "cuda", "cuda:1"])
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
     """How a run is computed, never what: it may change the last digits, so a resumed run must keep it."""
@@ -64,8 +70,7 @@ class Machine:
         device = self.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", device):
-            raise unknown("device", self.device, ["auto", "cpu", "cuda", "cuda:1"])
+        check_device(device)
         if device.startswith("cuda") and not torch.cuda.is_available():
             raise InvalidValue("device is 'cuda', but this computer has no CUDA device that torch can use; use 'cpu'")
         if self.engine not in ("auto", *ENGINES):

@@ -126,9 +126,10 @@ def _trusted(line: Line) -> Line:
 def frame(seen: Look) -> Group:
     """What is shown of a run."""
     parts = [Text(line) for line in _heading(seen)]
-    columns = ["round", "accuracy", "train_loss", "gamma_round", "gamma_window", "answered", *UNANSWERED, "silent"]
     rows = [seen.row(line) for line in seen.lines[-ROUNDS_SHOWN:]]
     rows = [{**row, "round": row["round"] + 1} for row in rows]  # people count from 1, files from 0
+    missing = [why for why in (*UNANSWERED, "silent") if any(row[why] for row in rows)]  # else there is no room for all
+    columns = ["round", "accuracy", "train_loss", "gamma_round", "gamma_window", "answered", *missing]
     heads = {"gamma_round": "coverage", "gamma_window": "over window", "train_loss": "train loss"}
     shown = [*columns, "seconds"]
     tables = [as_table("", [heads.get(c, c) for c in shown], [[row[c] for c in shown] for row in rows])] if rows else []

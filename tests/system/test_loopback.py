@@ -311,7 +311,9 @@ def test_whoever_fails_is_told_of_and_left_out(tmp_path):
 def test_a_run_that_waits_for_its_nodes_has_not_stopped(tmp_path, monkeypatch):
     """Whoever watches its folder meanwhile sees that somebody is at work there."""
     wanted = experiment(policy="prefix", rounds=2, name="mine")
-    fc.run(wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=engine(wanted, tmp_path / "run"))
+    done = fc.run(
+        wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=engine(wanted, tmp_path / "run")
+    )
     assert not look(tmp_path / "run").running
     seen = []
 
@@ -320,6 +322,9 @@ def test_a_run_that_waits_for_its_nodes_has_not_stopped(tmp_path, monkeypatch):
         raise RunError("nobody came")
 
     monkeypatch.setattr(server, "gather", waiting)
+    again = Settings(wanted.to_toml(), str(tmp_path / "run"), resume=True)
+    assert serve(None, again).metrics == done.metrics  # it is finished, so it needs no nodes
+    (tmp_path / "run" / "summary.json").unlink()
     with pytest.raises(RunError, match="nobody came"):
-        serve(None, Settings(wanted.to_toml(), str(tmp_path / "run"), resume=True))
+        serve(None, again)
     assert seen == [True]

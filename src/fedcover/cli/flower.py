@@ -26,7 +26,7 @@ from fedcover.flower.processes import QUIET, local, path_of
 from fedcover.flower.rows import rows_here
 from fedcover.flower.rows import wanted_of as wanted_rows
 from fedcover.folders import Folder
-from fedcover.preparation import Machine, prepare
+from fedcover.preparation import Machine, check_device, prepare
 from fedcover.summary import read_events, summarise, unanswered, why_unanswered
 from fedcover.types import Source
 
@@ -61,8 +61,7 @@ def up(
     if not 1 <= nodes <= wanted.clients:
         raise InvalidValue(f"nodes must be in 1..clients ({wanted.clients}); got {nodes}")
     folder = (experiment if again else runs / wanted.name).resolve()
-    if not again:
-        Folder(folder).refuse_a_run()
+    _check_folder(Folder(folder), again)
     known = data or (Folder(folder).data if again else None)
     setup = prepare(wanted, Machine("sequential", "cpu").resolved(), data=known)  # what the server would refuse
     mine = rows_of_nodes(wanted, rows, nodes, setup.task.source)
@@ -122,6 +121,7 @@ def run(
     wanted, again = _wanted(experiment, set)
     if nodes > wanted.clients:
         raise InvalidValue(f"nodes must be in 1..clients ({wanted.clients}), or 0; got {nodes}")
+    check_device(device)
     check_connection(connection)
     folder = experiment.resolve() if again else runs / wanted.name
     settings = _settings(
@@ -227,6 +227,15 @@ def _wanted(experiment: Path, changes: tuple[str, ...]) -> tuple[Experiment, boo
             raise InvalidValue(f"{experiment} was not run on Flower: go on with 'fedcover resume {experiment}'")
         return found.experiment, True
     return wanted_of(experiment, changes), False
+
+
+def _check_folder(folder: Folder, again: bool) -> None:
+    """Refuse, before anything is started, a run that there is already, or one to go on with that is being run."""
+    if not again:
+        folder.refuse_a_run()
+        return
+    with folder.opened():
+        pass
 
 
 def _settings(wanted: Experiment, **fields: Any) -> Settings:

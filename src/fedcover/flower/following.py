@@ -72,8 +72,11 @@ def _last_round(lines: Metrics) -> int:
 
 
 def pass_on(command: list[str], environment: dict[str, str]) -> None:
-    """Show what a command that streams a run's log says, as it comes; complain if the run did not finish."""
-    finished, why = False, "the run on Flower did not finish; its log is above"
+    """Show what a command that streams a run's log says, as it comes; complain if the run did not finish.
+
+    Once the server has said why it stops, that is the complaint; what Flower makes of it is not shown.
+    """
+    finished, stopped, why = False, False, "the run on Flower did not finish; its log is above"
     with subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as streaming:
@@ -82,8 +85,10 @@ def pass_on(command: list[str], environment: dict[str, str]) -> None:
             for each in streaming.stdout:
                 line = each.decode(errors="replace")
                 finished = finished or line.startswith(FINISHED)  # a node may have said so, too, further on
-                why = stopped[1] if (stopped := _STOPPED.match(line)) else why
-                print(line, end="", flush=True)
+                if said_why := _STOPPED.match(line):
+                    stopped, why = True, said_why[1]
+                if not stopped:
+                    print(line, end="", flush=True)
         except BaseException:
             streaming.terminate()  # it would stream on, with nobody to read it
             raise

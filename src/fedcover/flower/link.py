@@ -31,6 +31,7 @@ from flwr.supercore.inflatable.inflatable_utils import (
     inflate_object_from_contents,
 )
 
+from fedcover.arrays import printable
 from fedcover.errors import InvalidValue
 from fedcover.flower.messages import QUERY
 from fedcover.flower.places import Introduction
@@ -270,7 +271,7 @@ def _at_most(client: Any, limit: int) -> Iterator[None]:
 def _usable(reply: Message) -> Message | Failed:
     if not reply.has_error():
         return reply
-    return Failed("lost", f"error {reply.error.code}: {str(reply.error.reason)[:300]!a}")
+    return Failed("lost", f"error {reply.error.code}: '{printable(str(reply.error.reason)[:300])}'")
 
 
 def _introduced(node: int, reply: Message) -> Introduction | Failed:

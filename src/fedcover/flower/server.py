@@ -66,8 +66,9 @@ def serve(grid: Grid, settings: Settings) -> Run:
         wanted = wanted_of(source_of(experiment, "cpu", settings.data or None), experiment.clients)
     link, roster = Link(grid), Roster(capacities=capacities(experiment) if again else (), wanted=wanted)
     early: list[str] = []
-    with Folder(folder).opened() if again else nullcontext():  # who watches it sees that it has not stopped
-        gather(link, roster, Events(None, early), nodes=settings.nodes, patience=settings.wait)
+    if not again or not (folder / "summary.json").exists():  # else nothing is left for nodes to do
+        with Folder(folder).opened() if again else nullcontext():  # who watches it sees that it has not stopped
+            gather(link, roster, Events(None, early), nodes=settings.nodes, patience=settings.wait)
     if not again:
         experiment = with_declared_capacities(experiment, roster)
         roster.capacities = capacities(experiment)

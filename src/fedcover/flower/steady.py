@@ -22,6 +22,8 @@ PROGRAMS = {
 LASTING = ("flower-superlink",)
 """Those that start programs which live as long as a run: its server. What a SuperNode starts trains, and ends."""
 
+USAGE = f"usage: python -m fedcover.flower.steady {{{','.join(PROGRAMS)}}} [the program's own options]"
+
 PAUSE = 2.0
 """Seconds between two looks."""
 
@@ -29,8 +31,11 @@ PAUSE = 2.0
 def main() -> None:
     """Run the program that the first argument names, with the others, until it is ended."""
     sys.argv = sys.argv[1:] or [""]
+    if sys.argv[0] in ("-h", "--help"):
+        print(USAGE)
+        return
     if sys.argv[0] not in PROGRAMS:
-        sys.exit(f"fedcover: {unknown('program', sys.argv[0], PROGRAMS)}")
+        sys.exit(f"fedcover: {unknown('program', sys.argv[0], PROGRAMS)}\n{USAGE}")
     no_caches(inherited=sys.argv[0] in LASTING)
     one_heap()
     try:
