@@ -11,7 +11,7 @@ help:
 	@echo "make demo   five policies side by side, offline, under a minute"
 	@echo "make test   lint, types and all tests"
 	@echo "make test-system  real Flower processes: same bits, faults, hostile nodes, deployment; minutes"
-	@echo "make soak   200,000 hostile replies, and 64 clients over 4 SuperNodes; an hour"
+	@echo "make soak   200,000 hostile replies, and 64 clients over 4 SuperNodes; half an hour"
 	@echo "make clean  remove .venv and caches"
 
 # torch first and pinned: whatever asks for torch later is then content with what is there

@@ -1,4 +1,4 @@
-"""`python -m fedcover.flower.steady flower-supernode ...`: a program of Flower's that hardly grows while it runs.
+"""`python -m fedcover.flower.steady flower-supernode ...`: a program of Flower's that does not grow while it runs.
 
 What a message leaves behind hangs in cycles, and Python looks through old objects only once a quarter more of them has
 come together. All that Flower imports is old, so that takes some twenty rounds, and the heap is in pieces by then.
