@@ -21,6 +21,7 @@ from fedcover.experiment import Experiment
 from fedcover.flower import require
 from fedcover.flower.apps import Settings, write_app
 from fedcover.flower.following import follow, pass_on
+from fedcover.flower.modules import modules_of
 from fedcover.flower.places import clients_of, place_of
 from fedcover.flower.processes import QUIET, local, path_of
 from fedcover.flower.rows import rows_here
@@ -128,9 +129,12 @@ def run(
         wanted, folder=str(folder), resume=again or resume, nodes=nodes, deadline=deadline, wait=wait, device=device,
         threads=threads or 0, data=data,
     )  # fmt: skip
+    modules = modules_of(wanted, [Path.cwd(), *([] if again else [experiment.parent])])
+    if modules:
+        console.say(f"with the run travel: {', '.join(modules)}")
     _clean_up_when_stopped()
     with tempfile.TemporaryDirectory(prefix="fedcover-flower-") as place:
-        made = write_app(Path(place) / "app", settings)
+        made = write_app(Path(place) / "app", settings, modules)
         command = [path_of("flwr"), "run", str(made), *([connection] if connection else []), "--stream"]
         try:
             pass_on(command, {**os.environ, **QUIET})

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 FLOWER = "1.41.0"
@@ -33,7 +34,17 @@ clientapp = "fedcover_experiment.client_app:app"
 [tool.flwr.app.config]
 {config}"""
 
-_MODULE = "from fedcover.flower.{side} import experiment_app\n\napp = experiment_app()\n"
+MODULES = "modules"
+"""The folder of the app in which the user's own modules travel; Python looks there first."""
+_MODULE = f"""\
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "{MODULES}"))
+from fedcover.flower.{{side}} import experiment_app
+
+app = experiment_app()
+"""
 _FILES = {
     "LICENSE": "Apache-2.0, as fedcover itself.\n",
     "fedcover_experiment/__init__.py": '"""An experiment of fedcover."""\n',
@@ -62,12 +73,20 @@ class Settings:
         return cls(**{**fields, "deadline": float(fields["deadline"]), "wait": float(fields["wait"])})
 
 
-def write_app(folder: Path, settings: Settings) -> Path:
-    """Write the Flower App of a run into a folder; `flwr run` accepts it."""
+def write_app(folder: Path, settings: Settings, modules: Mapping[str, bytes] = MappingProxyType({})) -> Path:
+    """Write the Flower App of a run into a folder; `flwr run` accepts it.
+
+    Args:
+        folder: Where the app is written.
+        settings: What the run is started with.
+        modules: The user's own modules that travel with it: the content of each file by its path.
+    """
     # a JSON string, number or boolean is also TOML, but for the pairs in which JSON escapes rare signs
     config = "".join(f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in asdict(settings).items())
-    for name, content in {**_FILES, "pyproject.toml": _PROJECT.format(flower=FLOWER, config=config)}.items():
+    texts = {**_FILES, "pyproject.toml": _PROJECT.format(flower=FLOWER, config=config)}
+    own = {f"{MODULES}/{path}": content for path, content in modules.items()}
+    for name, content in {**{name: text.encode() for name, text in texts.items()}, **own}.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content, encoding="utf-8")
+        path.write_bytes(content)
     return folder

@@ -1,0 +1,62 @@
+"""The user's own modules on a federation whose machines do not have them: they travel with the run."""
+
+import os
+import subprocess
+import sys
+
+from fedcover.flower.processes import local
+from tests.system.harness import PATIENCE
+
+NETS = """
+from torch import nn
+from . import sizes
+
+def mobile(shape, classes, generator):
+    from fedcover import Model, trace
+    import torch
+    module = nn.Sequential(nn.Flatten(), nn.Linear(64, sizes.HIDDEN), nn.ReLU(), nn.Linear(sizes.HIDDEN, classes))
+    return Model(module, trace(module, torch.randn(3, *shape)))
+"""
+WAYS = """
+import fedcover as fc
+from shares import most
+from fedcover.aggregation import coverage_mean
+from fedcover.recipes.plain import plain
+
+def window(view):
+    return [fc.windows(view.groups, min(most, client.capacity)) for client in view.cohort]
+
+def recipe():
+    return plain()
+
+def rule(old, updates):
+    return coverage_mean(old, updates)
+"""
+
+
+def test_own_policy_recipe_rule_and_model_travel_with_the_run(tmp_path):
+    mine = tmp_path / "mine"
+    (mine / "nets").mkdir(parents=True)
+    (mine / "nets" / "__init__.py").write_text("from .mobile import mobile\n")
+    (mine / "nets" / "mobile.py").write_text(NETS)
+    (mine / "nets" / "sizes.py").write_text("HIDDEN = 24\n")
+    (mine / "ways.py").write_text(WAYS)
+    (mine / "shares.py").write_text("most = 0.5\n")
+    own = {"policy": "ways:window", "recipe": "ways:recipe", "rule": "ways:rule", "rounds": 1, "name": "own"}
+    fields = {**own, "clients": 4, "active": 4, "epochs": 1, "model": "nets:mobile"}
+    (mine / "own.toml").write_text("".join(f"{k} = {v!r}\n".replace("'", '"') for k, v in fields.items()))
+    configs = [{"partition-id": place, "num-partitions": 2} for place in range(2)]
+    with local(tmp_path / "flower", configs) as federation:
+        home = federation.home("admin")
+        (home / "config.toml").write_text(
+            f'[superlink]\ndefault = "fleet"\n[superlink.fleet]\naddress = "{federation.address}"\ninsecure = true\n'
+        )
+        done = subprocess.run(
+            [sys.executable, "-m", "fedcover", "flower", "run", mine / "own.toml", "fleet", "--nodes", "2"],
+            cwd=tmp_path, env={**os.environ, "FLWR_HOME": str(home)}, capture_output=True, text=True, timeout=PATIENCE,
+            check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "nets/sizes.py" in done.stderr
+        lines = (federation.folder / "runs" / "own" / "metrics.jsonl").read_text()
+    assert '"dropped": []' in lines
