@@ -20,7 +20,7 @@ STORY = [
     "objective", "planner", "design",
     "policies", "recipes", "augment", "training", "engines", "aggregation", "privacy", "ranks", "evaluation", "cost",
     "figures", "arrays", "replies", "theory",
-    "rounds", "sharing", "experiment", "choice", "refusals", "preparation", "processes",
+    "rounds", "sharing", "presets", "experiment", "choice", "refusals", "preparation", "processes",
     "summary", "plotting", "checkpoints", "folders", "courses", "runs", "lockstep", "sweeps", "bench", "certificate",
     "reporting", "history", "tensorboard",
     "onnx_export", "export", "audit", "capacity", "planning", "paper", "flower",

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from fedcover import spec
+from fedcover import presets, spec
 from fedcover.aggregation import RULES, SERVERS, UNCOVERED, WEIGHTS
 from fedcover.augment import AUGMENTATIONS
 from fedcover.errors import InvalidValue, unknown
@@ -53,7 +53,7 @@ _NOT_IDENTITY = {"name", "checkpoint_every", "keep_rounds"}
 
 
 class Experiment(BaseModel):
-    """One run, described completely; the defaults are the paper's.
+    """One run, described completely; the defaults are the paper's. A `preset` stands for the fields of a named system.
 
     >>> Experiment(dataset="digits", fleet="5x0.5 + 5x0.25", policy="rolling(spread=true)").rounds
     100
@@ -142,6 +142,12 @@ class Experiment(BaseModel):
                 raise ValueError(f"{key} follows from the codename ({value!r}): leave it out; got {data[key]!r}")
         return {**data, **implied}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fields_of_preset(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """A preset is its fields from here on; of the before-validators the last one goes first."""
+        return presets.resolved(data)
+
     @model_validator(mode="after")
     def _known_and_consistent(self) -> "Experiment":
         for key, table in _NAMES.items():
@@ -203,7 +209,7 @@ class Experiment(BaseModel):
     @classmethod
     def from_toml(cls, text: str, changes: Mapping[str, Any] | None = None) -> "Experiment":
         """Read an experiment; `changes` replace fields before anything is checked."""
-        return cls(**{**_fields(text), **(changes or {})})
+        return cls(**presets.changed(_fields(text), changes or {}))
 
 
 def _fields(text: str) -> dict[str, Any]:
@@ -255,7 +261,7 @@ def _sentence(error: ValidationError) -> str:
     first = error.errors()[0]
     field = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        return str(unknown("an experiment's field", field, Experiment.model_fields))
+        return str(unknown("an experiment's field", field, [*Experiment.model_fields, "preset"]))
     message = str(first["msg"]).removeprefix("Value error, ")
     if not field or first["type"] == "value_error":
         return message

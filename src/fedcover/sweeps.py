@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from fedcover import errors
+from fedcover import errors, presets
 from fedcover.choice import has_small_steps
 from fedcover.errors import FedcoverError, InvalidValue, RunError
 from fedcover.experiment import Experiment
@@ -67,9 +67,9 @@ def varied(experiment: Experiment, choices: dict[str, Sequence[Any]], seeds: int
     for values in product(*choices.values()):
         changes = dict(zip(choices, values, strict=True))
         for seed in range(experiment.seed, experiment.seed + seeds):
-            known = experiment.model_dump()
             name = f"{_setting(experiment.name, changes)}-seed-{seed}"
-            made.append(Experiment(**{**known, **changes, "seed": seed, "name": name}))
+            given = experiment.model_dump(exclude_unset=True)
+            made.append(Experiment(**presets.changed(given, {**changes, "seed": seed, "name": name})))
     return made
 
 

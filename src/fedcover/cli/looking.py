@@ -23,6 +23,7 @@ from fedcover.partition import PARTITIONS
 from fedcover.planning import plan_report
 from fedcover.planning import plot as draw_plan
 from fedcover.policies import POLICIES
+from fedcover.presets import PRESETS
 from fedcover.privacy import PRIVACY
 from fedcover.recipes import RECIPES
 from fedcover.runs import load
@@ -48,10 +49,12 @@ GIVEN = ("seed", "device", "precision", "make")
 
 
 @app.command(name="list")
-def list_(kind: str, *, json: Json = False) -> None:
-    """What there is: policies, models, datasets, partitions, engines, recipes, rules, servers, schedules, privacy."""
+def list_(kind: Annotated[str, Parameter(help=f"{', '.join([*TABLES, 'presets'])}.")], *, json: Json = False) -> None:
+    """What there is of one kind, with options and a line about each."""
+    if kind == "presets":
+        return _list_presets(json)
     if kind not in TABLES:
-        raise unknown("list", kind, TABLES)
+        raise unknown("list", kind, [*TABLES, "presets"])
     entries: list[dict[str, Any]] = [
         {
             "name": name,
@@ -68,6 +71,19 @@ def list_(kind: str, *, json: Json = False) -> None:
         return console.show_json(entries)
     rows = [[e["name"], ", ".join(f"{k}={v!r}" for k, v in e["options"].items()), e["about"]] for e in entries]
     console.table(kind, ["name", "options", "about"], rows)
+    return None
+
+
+def _list_presets(json: bool) -> None:
+    """The named systems, and in which fields each differs from the defaults."""
+    entries = [{"name": name, "sets": dict(preset.changed), "about": preset.about} for name, preset in PRESETS.items()]
+    if json:
+        return console.show_json(entries)
+    rows = [
+        [name, preset.about, ", ".join(f"{field} = {value}" for field, value in preset.changed.items())]
+        for name, preset in PRESETS.items()
+    ]
+    console.table("presets", ["name", "about", "sets"], rows)
     return None
 
 
