@@ -150,10 +150,13 @@ def _in_step(
         for question in asked:  # they trained together, so each bears its share
             question.clock.seconds["training"] = (time.perf_counter() - start) / len(asked)
         for course, question, updates in zip(running, asked, trained, strict=True):
-            if isinstance(updates, TrainingDiverged):
-                course.diverged = str(updates)
-            else:
+            try:
+                if isinstance(updates, TrainingDiverged):
+                    raise updates
                 after, report = conclude(course.setup, course.state, question, updates)
+            except TrainingDiverged as error:
+                course.diverged = str(error)
+            else:
                 course.take(after, report)
                 if watch:
                     watch(course.experiment, report)

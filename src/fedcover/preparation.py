@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from fedcover import datasets, groups, rng, spec
-from fedcover.aggregation import RULES, SERVERS
+from fedcover.aggregation import SERVERS
 from fedcover.choice import engine_for, has_small_steps, multiply_adds
+from fedcover.contracts import checked_recipe, checked_server, named_rule
 from fedcover.engines import ENGINES, PRECISIONS
 from fedcover.engines.pools import say
 from fedcover.errors import FedcoverError, InvalidValue, unknown
@@ -169,8 +170,8 @@ def prepare(
         growth=growth_of(policy),
         check_capacity=own.policy is not None or ":" in experiment.policy,
         engine=ENGINES["sequential"],
-        rule=_named("rule", experiment.rule, RULES),
-        server=_built("server", experiment.server, SERVERS),
+        rule=named_rule(experiment.rule),
+        server=checked_server(experiment.server, _built("server", experiment.server, SERVERS)),
         privacy=privacy,
         lr=_learning_rate(experiment),
         **{
@@ -252,7 +253,7 @@ def _recipe(name: str, absent: str, rows: bool) -> Recipe:
     recipe = _built("recipe", name, RECIPES)
     if not isinstance(recipe, Recipe):
         raise InvalidValue(f"recipe {name!r} must make a fedcover Recipe; got {type(recipe).__name__}")
-    return own_labels(recipe, absent=absent, rows=rows)
+    return own_labels(checked_recipe(name, recipe), absent=absent, rows=rows)
 
 
 def _own_policy(policy: Policy) -> Policy:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from fedcover import coverage as cov
 from fedcover import groups, spec
-from fedcover.aggregation import RULES, WEIGHTS
+from fedcover.aggregation import WEIGHTS
+from fedcover.contracts import named_rule
 from fedcover.errors import InvalidValue, unknown
 from fedcover.evaluation import WHOLE
 from fedcover.flower.engine import Events, checked, meet
@@ -72,7 +73,7 @@ class CoverageStrategy(Strategy):
         self.policy = (
             spec.look_up("policy", spec.parse("policy", policy), POLICIES) if isinstance(policy, str) else policy
         )
-        self.rule = spec.look_up("rule", spec.parse("rule", rule), RULES)
+        self.rule = named_rule(rule)
         self.weight = WEIGHTS[weights]
         self.calibration = _inputs(calibration) if isinstance(calibration, str | Path) else calibration
         self.coverage = Coverage((), {})

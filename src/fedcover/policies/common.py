@@ -108,6 +108,8 @@ def _wrong_with(view: View, part: Reduction) -> str | None:
     """What makes a part none of this model, in words."""
     if isinstance(part, Slices):
         sizes = {group.name: group.size for group in view.groups}
+        if part.groups != view.groups:
+            return "a part of other groups than view.groups, which say what is cut"
         if part.kept.keys() != sizes.keys():
             return f"units of the groups {sorted(part.kept)}; this model has {sorted(sizes)}"
         wrong = [n for n, kept in part.kept.items() if not _are_units(kept, sizes[n])]

@@ -1,0 +1,204 @@
+"""Rules, recipes, server optimisers and policies of one's own: what they give is used, or refused in one sentence."""
+
+import itertools
+import sys
+
+import pytest
+import torch
+from torch.func import grad, vmap
+from torch.nn import functional as F
+
+import fedcover as fc
+from fedcover.aggregation import coverage_mean
+from fedcover.contracts import checked_recipe
+from fedcover.errors import InvalidValue, TrainingDiverged
+from fedcover.reduction import windows
+from fedcover.types import Batch, Outcome, Recipe
+
+SMALL = {"clients": 8, "active": 2, "rounds": 2, "epochs": 1, "fleet": "1x1.0 + 1x0.5", "policy": "prefix",
+         "model": "mlp(hidden=[8])"}  # fmt: skip
+NAME = rf"{__name__}:mine\d+"
+NUMBERS = itertools.count()
+HERE = fc.Machine("sequential", "cpu", 1)
+
+
+def named(monkeypatch, function):
+    """A function as an experiment names it: by a new name each time, as a recipe of one name is made once."""
+    name = f"mine{next(NUMBERS)}"
+    monkeypatch.setattr(sys.modules[__name__], name, function, raising=False)
+    return f"{__name__}:{name}"
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """A run with one function of a user's own in some field."""
+
+    def run(field, function, engine="sequential", **fields):
+        experiment = fc.Experiment(**{**SMALL, field: named(monkeypatch, function)} | fields)
+        return fc.run(experiment, machine=fc.Machine(engine, "cpu", 1))
+
+    return run
+
+
+# ── rules ───────────────────────────────────────────────────────────────────────────────────────────────
+
+HEAD = "head.weight"
+WRONG_RULES = {
+    "None": (lambda new: None, "must give tensors by name; got None"),
+    "a list": (lambda new: list(new.values()), "must give tensors by name; got a list"),
+    "a tensor missing": (lambda new: {n: t for n, t in new.items() if n != HEAD},
+                         rf"must give '{HEAD}', float32 of shape \(10, 8\); got nothing of that name"),
+    "a tensor more": (lambda new: {**new, "mean": torch.ones(1)}, "gives 'mean', and there is no such tensor"),
+    "another shape": (lambda new: {**new, HEAD: new[HEAD].T},
+                      rf"must give '{HEAD}' as float32 of shape \(10, 8\); got float32 of shape \(8, 10\)"),
+    "a shape that broadcasts": (lambda new: {**new, HEAD: new[HEAD].mean()}, r"got float32 of shape \(\)"),
+    "another type": (lambda new: {**new, HEAD: new[HEAD].double()}, r"as float32 .*; got float64"),
+    "no tensor": (lambda new: {**new, HEAD: new[HEAD].numpy()}, f"must give '{HEAD}' as .*; got a ndarray"),
+    "NaN": (lambda new: {**new, HEAD: new[HEAD] * torch.nan}, f"gives NaN or infinity in '{HEAD}'"),
+    "infinity": (lambda new: {**new, HEAD: new[HEAD] / 0}, f"gives NaN or infinity in '{HEAD}'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "said"), WRONG_RULES.values(), ids=WRONG_RULES)
+def test_a_rule_that_gives_no_model_is_refused(ran, change, said):
+    with pytest.raises(InvalidValue, match=f"rule '{NAME}' .*{said}"):
+        ran("rule", lambda old, parts: change(coverage_mean(old, parts)))
+
+
+def test_a_rule_that_writes_into_what_it_is_given_changes_nothing_else(ran):
+    def in_place(old, parts):
+        for name, tensor in coverage_mean(old, parts).items():
+            old[name].copy_(tensor)
+        return old
+
+    run = ran("rule", in_place)
+    plain = ran("rule", coverage_mean)
+    assert run.metrics[-1]["loss"] == plain.metrics[-1]["loss"]
+    assert run.metrics[-1]["delta2_mean"] == plain.metrics[-1]["delta2_mean"]
+
+
+# ── recipes ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def cross_entropy(forward, params, batch, carry):
+    return F.cross_entropy(forward(params, batch.x), batch.y)
+
+
+WRONG_LOSSES = {
+    "one for each row": (lambda f, p, b, c: F.cross_entropy(f(p, b.x), b.y, reduction="none"), "got float32 of shape"),
+    "None": (lambda f, p, b, c: None, "loss must give one number, a floating tensor; got None"),
+    "no tensor": (lambda f, p, b, c: 1.0, "loss must give one number, a floating tensor; got a float"),
+    "whole numbers": (lambda f, p, b, c: (f(p, b.x).argmax(1) != b.y).sum(), "got int64 of shape"),
+    "no gradient": (lambda f, p, b, c: cross_entropy(f, p, b, c).detach(), "loss must depend on the parameters"),
+}
+
+
+@pytest.mark.parametrize("engine", ["sequential", "streams"])
+@pytest.mark.parametrize(("loss", "said"), WRONG_LOSSES.values(), ids=WRONG_LOSSES)
+def test_a_loss_that_is_no_number_to_go_down_is_refused(ran, loss, said, engine):
+    with pytest.raises(InvalidValue, match=f"recipe '{NAME}': .*{said}"):
+        ran("recipe", lambda: Recipe(loss), engine, fleet="1x1")
+
+
+WRONG_ENDS = {
+    "None": (lambda p: None, "must give a fedcover Outcome; got None"),
+    "parameters": (lambda p: p, "must give a fedcover Outcome; got a"),
+    "a tensor missing": (lambda p: Outcome({n: t for n, t in p.items() if n != HEAD}), f"must give '{HEAD}', "),
+    "the whole model's shapes": (lambda p: Outcome({**p, HEAD: torch.zeros(10, 9)}), r"got float32 of shape \(10, 9\)"),
+    "another type": (lambda p: Outcome({**p, HEAD: p[HEAD].half()}), "got float16"),
+    "NaN": (lambda p: Outcome({**p, HEAD: p[HEAD] / 0 * 0}), f"gives NaN or infinity in '{HEAD}'"),
+    "bits of numbers": (lambda p: Outcome(p, bits={HEAD: p[HEAD]}), f"bits must give '{HEAD}' as bool"),
+    "bits of no tensor": (lambda p: Outcome(p, bits={"no": p[HEAD].bool()}), "bits gives 'no', and there is no such"),
+    "bits in a list": (lambda p: Outcome(p, bits=[True]), "bits must be given by name; got a list"),
+    "measured in other shapes": (lambda p: Outcome(p, measured={"far": {HEAD: torch.ones(3)}}), "measured 'far' must"),
+    "measured as one": (lambda p: Outcome(p, measured={"far": p[HEAD]}), "measured 'far' must be given by name"),
+    "a private number": (lambda p: Outcome(p, private={"seen": 3}), "private 'seen' must be a tensor; got a int"),
+}
+
+
+@pytest.mark.parametrize("engine", ["sequential", "streams"])
+@pytest.mark.parametrize(("end", "said"), WRONG_ENDS.values(), ids=WRONG_ENDS)
+def test_an_end_that_is_none_of_the_clients_part_is_refused(ran, end, said, engine):
+    made = Recipe(cross_entropy, finish=lambda a, f, params, c: end(dict(params)), measures={"far": "all"})
+    with pytest.raises(InvalidValue, match=f"recipe '{NAME}': finish.*{said}"):
+        ran("recipe", lambda: made, engine)
+
+
+def test_a_recipe_that_gives_what_it_should_trains_as_the_one_of_the_table(ran):
+    own, plain = ran("recipe", lambda: Recipe(cross_entropy)), ran("lr", None, lr=0.01)
+    assert own.metrics[-1]["loss"] == plain.metrics[-1]["loss"]
+
+
+def test_losses_are_told_apart_where_clients_train_side_by_side():
+    """As a crew does it: whether a loss has a gradient can be asked there too."""
+    weights_C2, step = torch.randn(3, 2), torch.zeros((), dtype=torch.int64)
+
+    def gradients(loss):
+        checked = checked_recipe("own:recipe", Recipe(loss))
+        batch = Batch(torch.ones(1), torch.zeros(1, dtype=torch.int64), step)
+        return vmap(grad(lambda w_2: checked.loss(lambda p, x: p["w"], {"w": w_2}, batch, ())))(weights_C2)
+
+    assert torch.equal(gradients(lambda f, p, b, c: p["w"].square().sum()), 2 * weights_C2)
+    with pytest.raises(InvalidValue, match="must depend on the parameters"):
+        gradients(lambda f, p, b, c: p["w"].detach().sum())
+    with pytest.raises(InvalidValue, match=r"got float32 of shape \(2,\)"):
+        gradients(lambda f, p, b, c: p["w"].square())
+
+
+# ── server optimisers ───────────────────────────────────────────────────────────────────────────────────
+
+
+WRONG_STEPS = {
+    "a tensor alone": (lambda t, m: t.new, InvalidValue, "must give a tensor and a dict of tensors; got float32"),
+    "None": (lambda t, m: None, InvalidValue, "must give a tensor and a dict of tensors; got None"),
+    "another shape": (lambda t, m: (t.new.sum(), {}), InvalidValue, r"must give 'tensor' as .*; got float32 of shape"),
+    "another type": (lambda t, m: (t.new.double(), {}), InvalidValue, "got float64"),
+    "memory of no tensor": (lambda t, m: (t.new, {"rounds": 1}), InvalidValue, "must give 'rounds' as .*; got a int"),
+    "memory of some tensors": (lambda t, m: (t.new, {"v": t.new} if t.new.ndim > 1 else {}), InvalidValue,
+                               r"must remember \[.*\] of every tensor"),
+    "memory that goes": (lambda t, m: (t.new, {} if m else {"v": t.new}), InvalidValue, r"must remember \['v'\]"),
+    "infinite": (lambda t, m: (t.new / 0, {}), TrainingDiverged, "makes the model NaN or infinite"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("step", "error", "said"), WRONG_STEPS.values(), ids=WRONG_STEPS)
+def test_a_server_step_that_gives_no_model_is_refused(ran, step, error, said):
+    with pytest.raises(error, match=f"server '{NAME}' .*{said}"):
+        ran("server", lambda: step)
+
+
+def test_a_server_that_makes_no_step_is_refused(ran):
+    with pytest.raises(InvalidValue, match=f"server '{NAME}' must make a function of a tensor and a memory; got None"):
+        ran("server", lambda: None)
+
+
+def test_a_server_step_that_writes_into_what_it_is_given_changes_nothing_else(ran):
+    def half_way(tensor, memory):
+        tensor.old.add_(tensor.new).div_(2)
+        return tensor.old, {}
+
+    run = ran("server", lambda: half_way)
+    pure = ran("server", lambda: lambda tensor, memory: ((tensor.old + tensor.new) / 2, {}))
+    assert run.metrics[-1]["loss"] == pure.metrics[-1]["loss"]
+
+
+def test_a_run_of_a_sweep_whose_server_step_diverges_ends_alone(monkeypatch):
+    server = named(monkeypatch, lambda: lambda t, m: (t.new / 0, {}))
+    wanted = [fc.Experiment(**SMALL, name="far", server=server), fc.Experiment(**SMALL, name="near")]
+    found = {run.experiment.name: run for run in fc.sweep(wanted, machine=HERE)}
+    assert "NaN or infinite" in found["far"].diverged
+    assert not found["near"].diverged
+
+
+# ── policies ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_part_that_cuts_nothing_is_no_small_part(ran):
+    """Units of every group are named, but of groups without cuts: the client would train the whole model."""
+
+    def policy(view):
+        bare = tuple(fc.UnitGroup(group.name, group.size, ()) for group in view.groups)
+        return [windows(bare, client.capacity) for client in view.cohort]
+
+    with pytest.raises(InvalidValue, match=r"policy gives client \d+ a part of other groups than view.groups"):
+        ran("policy", policy)
