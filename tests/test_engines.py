@@ -251,6 +251,18 @@ def test_the_compiled_step_equals_sequential():
 
 
 @TORCH_WARNS
+def test_a_warning_of_the_compiler_does_not_stop_it_where_warnings_are_errors():
+    program = """
+import fedcover as fc
+fields = dict(model="mlp(hidden=[32])", clients=4, active=2, rounds=1, epochs=1)
+fc.run(fc.Experiment(**fields), machine=fc.Machine(engine="batched", device="cpu", threads=1))
+"""
+    words = [sys.executable, "-W", "error", "-c", f"import logging\nlogging.basicConfig(level='INFO')\n{program}"]
+    log = subprocess.run(words, capture_output=True, text=True, check=True).stderr
+    assert "compiling, once" in log
+    assert "cannot be compiled" not in log
+
+
 def test_a_step_that_cannot_have_a_wrapper_in_cpp_is_compiled_with_one_in_python(monkeypatch, caplog):
     compile_step, tried = pools._compile, []
 

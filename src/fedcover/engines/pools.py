@@ -5,6 +5,7 @@
 
 import logging
 import random
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -197,6 +198,13 @@ def compiled(lane: Lane, size: int) -> Callable[[], None]:
 
 
 def _compile(step: Callable[..., tuple[()]], leaves: Sequence[Tensor], options: dict[str, Any]) -> Callable[..., Any]:
+    with warnings.catch_warnings(action="ignore"):  # the compiler's own, which a user may have made errors
+        return _compile_quietly(step, leaves, options)
+
+
+def _compile_quietly(
+    step: Callable[..., tuple[()]], leaves: Sequence[Tensor], options: dict[str, Any]
+) -> Callable[..., Any]:
     from torch._inductor import compile as inductor  # takes a second to import, so not for those who do not compile
 
     graph = make_fx(step)(*leaves)
