@@ -21,7 +21,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from fedcover.flower.processes import Local, descendants
+from fedcover.flower.processes import Local
+from fedcover.orphans import descendants
 
 SETTLED = 5
 """Rounds after which memory must not grow."""

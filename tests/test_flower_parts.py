@@ -27,9 +27,9 @@ from fedcover.flower.following import follow, pass_on, said
 from fedcover.flower.memory import NO_CACHES
 from fedcover.flower.parcels import as_sent, bundle, embedded, headed, kept, read_reduction, sections, unbundle
 from fedcover.flower.places import Introduction, Roster, declared_fleet, introduction, place_of
-from fedcover.flower.processes import descendants
 from fedcover.folders import Folder
 from fedcover.models import MODELS
+from fedcover.orphans import descendants
 from fedcover.preparation import Machine
 from fedcover.reduction import Masks, drawn, windows
 from fedcover.rounds import Report, cohort_of, view_of

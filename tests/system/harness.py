@@ -7,7 +7,8 @@ from pathlib import Path
 
 import fedcover as fc
 from fedcover.flower.apps import Settings, write_app
-from fedcover.flower.processes import Local, descendants
+from fedcover.flower.processes import Local
+from fedcover.orphans import descendants
 
 PATIENCE = 900.0
 """Seconds after which a test gives up; a loaded machine may need minutes for what an idle one does in seconds."""

@@ -7,7 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-from fedcover.flower.processes import Local, descendants, free_port, local
+from fedcover.flower.processes import Local, free_port, local
+from fedcover.orphans import descendants
 from tests.system.harness import PATIENCE, alive, wait_for
 
 ROOT = Path(__file__).parent.parent.parent

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import fedcover as fc
-from fedcover.flower.processes import descendants
+from fedcover.orphans import descendants
 from tests.own_rows import written
 from tests.system.harness import (
     PATIENCE,
@@ -52,6 +52,23 @@ def test_up_leaves_nothing_behind(tmp_path, stopped):
     wait_for(lambda: not alive(family), "the end of all processes")
     assert list((tmp_path / "tmp").glob("fedcover-*")) == []
     assert "go on with: fedcover flower up" in (tmp_path / "log.txt").read_text()
+
+
+def test_after_a_kill_that_leaves_no_time_everything_ends_within_ten_seconds(tmp_path):
+    """SuperLink, SuperNodes, executors, the server app, client apps and `flwr run` notice that `up` is gone."""
+    (tmp_path / "mine.toml").write_text(experiment(policy="prefix", rounds=30, name="mine").to_toml())
+    process = up(tmp_path, tmp_path / "mine.toml")
+    metrics = tmp_path / "runs" / "mine" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.read_bytes(), "a round")
+
+    family = wait_for(lambda: len(pids := descendants([process.pid])) >= 9 and pids, "a client app")
+    process.kill()
+    process.wait()
+    time.sleep(10.0)
+    left = alive(family)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert left == []
 
 
 def test_what_every_node_would_refuse_is_refused_by_the_server(tmp_path):

@@ -23,7 +23,7 @@ from fedcover.flower.apps import Settings, write_app
 from fedcover.flower.following import follow, pass_on
 from fedcover.flower.modules import modules_of
 from fedcover.flower.places import clients_of, place_of
-from fedcover.flower.processes import QUIET, local, path_of
+from fedcover.flower.processes import FLWR, QUIET, local
 from fedcover.flower.rows import rows_here
 from fedcover.flower.rows import wanted_of as wanted_rows
 from fedcover.folders import Folder
@@ -135,7 +135,7 @@ def run(
     _clean_up_when_stopped()
     with tempfile.TemporaryDirectory(prefix="fedcover-flower-") as place:
         made = write_app(Path(place) / "app", settings, modules)
-        command = [path_of("flwr"), "run", str(made), *([connection] if connection else []), "--stream"]
+        command = [*FLWR, "run", str(made), *([connection] if connection else []), "--stream"]
         try:
             pass_on(command, {**os.environ, **QUIET})
         except KeyboardInterrupt:

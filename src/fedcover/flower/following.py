@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fedcover.errors import RunError
+from fedcover.orphans import tied
 from fedcover.rounds import Report
 from fedcover.summary import Metrics, read_lines
 
@@ -78,7 +79,7 @@ def pass_on(command: list[str], environment: dict[str, str]) -> None:
     """
     finished, stopped, why = False, False, "the run on Flower did not finish; its log is above"
     with subprocess.Popen(
-        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **tied(environment)
     ) as streaming:
         assert streaming.stdout is not None
         try:

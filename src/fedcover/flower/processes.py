@@ -7,12 +7,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 from fedcover.errors import InvalidValue, RunError
+from fedcover.orphans import descendants, send, tied
 
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -24,6 +25,8 @@ QUIET = {
 CONNECTION = "fedcover"
 STEADY = ("-m", "fedcover.flower.steady")
 """Runs a program of Flower's so that it does not let garbage lie."""
+FLWR = (sys.executable, "-P", "-m", "fedcover.orphans", "flwr.cli.app:app")
+"""Runs Flower's command `flwr` so that it ends with the process that has started it."""
 STARTING, STOPPING = 60.0, 10.0
 """Seconds that a process has to come up, and to end by itself."""
 
@@ -62,7 +65,7 @@ class Local:
         with self.log(name).open("ab") as out:
             started = subprocess.Popen(
                 [path_of(program), *arguments], stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                env=self.environment(name), cwd=self.folder, start_new_session=True,
+                cwd=self.folder, start_new_session=True, **tied(self.environment(name)),
             )  # fmt: skip
         self.processes[name] = started
         return started
@@ -75,8 +78,8 @@ class Local:
             "insecure = true\n"
         )
         started = subprocess.Popen(
-            [path_of("flwr"), "run", str(app), CONNECTION, "--stream"], stdout=out, stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL, env=self.environment("submit"), cwd=self.folder, start_new_session=True,
+            [*FLWR, "run", str(app), CONNECTION, "--stream"], stdout=out, stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL, cwd=self.folder, start_new_session=True, **tied(self.environment("submit")),
         )  # fmt: skip
         self.processes["submit"] = started
         return started
@@ -128,13 +131,13 @@ class Local:
         chosen = [self.processes.pop(name) for name in names or list(self.processes)]
         family = descendants([process.pid for process in chosen])
         for process in chosen:
-            _signal(process.pid, signal.SIGTERM)
+            send(process.pid, signal.SIGTERM)
         end = time.monotonic() + STOPPING
         while time.monotonic() < end and not all(process.poll() is not None for process in chosen):
             time.sleep(0.05)
         family |= descendants(family | {process.pid for process in chosen})
         for pid in family | {process.pid for process in chosen if process.poll() is None}:
-            _signal(pid, signal.SIGKILL)
+            send(pid, signal.SIGKILL)
         for process in chosen:
             process.wait()
 
@@ -142,7 +145,7 @@ class Local:
         """End a process and all that it has started at once, as a power cut would."""
         process = self.processes.pop(name)
         for pid in descendants([process.pid]) | {process.pid}:
-            _signal(pid, signal.SIGKILL)
+            send(pid, signal.SIGKILL)
         process.wait()
 
 
@@ -157,32 +160,6 @@ def local(folder: Path, nodes: Sequence[Mapping[str, object]], python_path: Sequ
         yield made
     finally:
         made.stop()
-
-
-def descendants(pids: Sequence[int] | set[int]) -> set[int]:
-    """All processes that were started by these, directly or not."""
-    children: dict[int, list[int]] = {}
-    for pid, parent in _parents().items():
-        children.setdefault(parent, []).append(pid)
-    found: set[int] = set()
-    left = list(pids)
-    while left:
-        new = [pid for pid in children.get(left.pop(), []) if pid not in found]
-        found.update(new)
-        left += new
-    return found
-
-
-def _parents() -> dict[int, int]:
-    """Every process and the one that has started it; small containers have no `ps`, other systems no /proc."""
-    if not Path("/proc/self/stat").exists():
-        listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
-        return {int(pid): int(parent) for pid, parent in map(str.split, listed.splitlines())}
-    found = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has just ended
-            found[int(stat.parent.name)] = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
-    return found
 
 
 def _command(pid: int) -> bytes:
@@ -207,13 +184,6 @@ def path_of(name: str) -> str:
     """One of Flower's programs: they stand beside the Python that runs this."""
     beside = Path(sys.executable).parent / name
     return str(beside) if beside.exists() else name
-
-
-def _signal(pid: int, number: signal.Signals) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return
 
 
 def _toml(value: object) -> str:

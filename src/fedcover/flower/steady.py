@@ -12,6 +12,7 @@ from pkgutil import resolve_name
 
 from fedcover.errors import unknown
 from fedcover.flower.memory import no_caches, one_heap, reserve, tidy
+from fedcover.orphans import end_with_parent
 
 PROGRAMS = {
     "flower-superlink": "flwr.superlink.cli:flower_superlink",
@@ -38,6 +39,7 @@ def main() -> None:
         sys.exit(f"fedcover: {unknown('program', sys.argv[0], PROGRAMS)}\n{USAGE}")
     no_caches(inherited=sys.argv[0] in LASTING)
     one_heap()
+    end_with_parent()  # not before: it starts a thread
     try:
         program = resolve_name(PROGRAMS[sys.argv[0]])  # not before: importing it starts a thread already
     except ModuleNotFoundError as error:

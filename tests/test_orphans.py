@@ -1,0 +1,88 @@
+"""Processes that end with the process that has started them, however that ended."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fedcover.orphans import VARIABLE, descendants, end_with_parent
+
+PARENT = """
+import os, subprocess, sys, time
+from fedcover.orphans import tied
+subprocess.Popen([sys.executable, *sys.argv[1:]], start_new_session=True, **tied(os.environ))
+time.sleep(600)
+"""
+CHILD = """
+import subprocess, sys, time
+from fedcover.orphans import end_with_parent
+end_with_parent()
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+time.sleep(600)
+"""
+
+
+def running(pids):
+    """Those that still run; a zombie does not."""
+    states = {}
+    for pid in pids:
+        try:
+            states[pid] = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+    return {pid for pid, state in states.items() if state != "Z"}
+
+
+def waited_for(condition, seconds=60):
+    """Whether a condition becomes true in time."""
+    end = time.monotonic() + seconds
+    while not (met := condition()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return met
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_child_and_what_it_has_started_end_with_the_parent(number):
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, "-c", CHILD])
+    family: set[int] = set()
+    try:
+        assert waited_for(lambda: len(descendants([parent.pid])) == 2)
+        family = descendants([parent.pid])
+        assert running(family) == family  # they live while the parent does
+        parent.send_signal(number)
+        parent.wait()
+        assert waited_for(lambda: not running(family), 10)
+    finally:
+        for pid in running(family | {parent.pid}):
+            os.kill(pid, signal.SIGKILL)
+        parent.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+def test_a_program_of_somebody_elses_ends_with_the_parent(tmp_path):
+    (tmp_path / "theirs.py").write_text(
+        "import sys, time\ndef main():\n    print(sys.argv[1:], flush=True)\n    time.sleep(600)\n"
+    )
+    program = ["-P", "-m", "fedcover.orphans", "theirs:main", "one", "two"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", PARENT, *program], stdout=subprocess.PIPE, env=environment) as parent:
+        assert parent.stdout.readline() == b"['one', 'two']\n"
+        family = descendants([parent.pid])
+        parent.kill()
+        assert waited_for(lambda: not running(family), 10)
+
+
+def test_a_process_that_is_not_tied_goes_on(monkeypatch):
+    for wrong in ("", "x", "-1"):
+        monkeypatch.setenv(VARIABLE, wrong)
+        end_with_parent()
+        assert VARIABLE not in os.environ
+    without = "import sys; sys.argv = ['x']; from fedcover.orphans import main; main()"
+    done = subprocess.run([sys.executable, "-c", without], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("usage: python -P -m fedcover.orphans")
