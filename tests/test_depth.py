@@ -1,9 +1,11 @@
 """DepthFL: clients of different depth, exits after every stage, against loops written from the definition."""
 
+import pytest
 import torch
 from torch.nn import functional as F
 
 import fedcover as fc
+from fedcover.models.depth import depth_resnet
 from fedcover.reduction import windows
 from fedcover.rounds import cohort_of, run_round, view_of
 from fedcover.submodel import submodel
@@ -62,17 +64,41 @@ def test_inclusive_learning_trains_only_the_last_exit():
     assert not torch.equal(after.params["stages.1.exit.weight"], state.params["stages.1.exit.weight"])
 
 
-def test_an_exit_that_learns_nothing_does_not_dilute_shallower_clients():
-    fields = {"recipe": "depthfl(exits='last')", "fleet": "1x1.0 + 1x0.5", "policy": "prefix", "active": 4}
+def mixed_depths(**fields):
+    """A round of InclusiveFL with clients of both depths, and what the shallow ones trained."""
+    fields = {"recipe": "depthfl(exits='last')", "fleet": "1x1.0 + 1x0.5", "policy": "prefix", "active": 4, **fields}
     setup, state = world("depth_resnet", **fields)
     cohort = cohort_of(setup, 0)
     work = list(zip(cohort, setup.policy(view_of(setup, state, cohort)), strict=True))
     shallow = [train_client(setup.task, state, c, part, setup.lr(0)).params for c, part in work if c.capacity == 0.5]
-    assert shallow
-    assert len(shallow) < len(cohort)
+    assert 0 < len(shallow) < len(cohort)
     after, _ = run_round(setup, state)
-    name = "stages.1.exit.weight"
+    return state, after, shallow
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("norm", ["batch", "group"])
+@pytest.mark.parametrize("leaf", ["exit.weight", "exit.bias", "norm.weight", "norm.bias"])
+def test_an_exit_that_learns_nothing_does_not_dilute_shallower_clients(leaf, norm, weight_decay):
+    _, after, shallow = mixed_depths(norm=norm, weight_decay=weight_decay)
+    name = f"stages.1.{leaf}"
     same({name: after.params[name]}, {name: torch.stack([params[name] for params in shallow]).mean(0)}, 1e-12)
+    assert torch.unique(after.coverage.window[-1][name]).tolist() == [len(shallow)]
+
+
+@pytest.mark.parametrize("leaf", ["exit.weight", "norm.weight"])
+def test_weight_decay_does_not_shrink_an_exit_that_nobody_trains(leaf):
+    state, after, _ = mixed_depths(weight_decay=0.1)
+    assert torch.equal(after.params[f"stages.0.{leaf}"], state.params[f"stages.0.{leaf}"])
+    assert not after.coverage.ever[f"stages.0.{leaf}"].any()
+
+
+def test_a_model_that_does_not_name_its_exits_is_refused_where_only_the_last_learns():
+    known = depth_resnet((1, 8, 8), 10, "batch", width=4, stages=2, blocks=1)
+    unnamed = fc.Model(known.module, known.groups, classifier=known.classifier)
+    experiment = fc.Experiment(recipe="depthfl(exits='last')", policy="prefix", fleet="1x0.5", rounds=1)
+    with pytest.raises(fc.InvalidValue, match=r"names the parameters of each exit.*exits=\(\("):
+        fc.run(experiment, model=unnamed)
 
 
 def test_it_learns_and_is_resumed(tmp_path):

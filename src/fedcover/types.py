@@ -117,13 +117,14 @@ class UnitGroup:
 class Model:
     """An ordinary module, the groups in which its units are cut, and the weights that pruning may touch.
 
-    `classifier` names the tensors whose first axis is the labels, for systems that treat labels apart.
+    `classifier`: tensors whose first axis is the labels; `exits`: by exit, the parameters that no deeper exit uses.
     """
 
     module: nn.Module
     groups: tuple[UnitGroup, ...]
     prunable: tuple[str, ...] = ()
     classifier: tuple[str, ...] = ()
+    exits: tuple[tuple[str, ...], ...] = ()
 
 
 class Reduction(Protocol):
@@ -172,8 +173,8 @@ class View:
     """All that a policy may look at. Policies are pure: same view, same reductions.
 
     `levels` are the fleet's capacities, `measure` what they are a share of; `measured` is what clients reported, `uses`
-    how often each weight is multiplied for one sample, `classifier` the model's own. `rounds`, how many there will be,
-    is told to a policy with a `Growth`: nobody would change the model as another expects.
+    how often each weight is multiplied for one sample, `classifier` the model's own. Only a policy with a
+    `Growth` is told `rounds`, how many there will be.
     """
 
     round: int
@@ -228,8 +229,7 @@ Forward = Callable[[Mapping[str, Tensor], Tensor], Tensor]
 """The client's sub-model as a function of its parameters and a batch of inputs."""
 
 Carry = Any
-"""What a recipe remembers while one client trains: a tree (tuples and dicts) of tensors and of nothing else, because
-engines keep it on the device, stack it over clients and replay the steps that read it."""
+"""What a recipe remembers while one client trains: a tree (tuples and dicts) of tensors only; engines stack them."""
 
 
 @dataclass(frozen=True, slots=True)

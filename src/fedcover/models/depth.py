@@ -66,7 +66,16 @@ def depth_resnet(
     staged = [name for name in tensors(net) if name.startswith("stages.")]
     cuts = tuple(Cut(name, None, unit=int(name.split(".")[1])) for name in staged)
     convolutions = [n for n, m in net.named_modules() if isinstance(m, nn.Conv2d) and n != "stem"]
-    exits = tuple(f"stages.{i}.exit.{leaf}" for i in range(stages) for leaf in ("weight", "bias"))
+    classifier = tuple(f"stages.{i}.exit.{leaf}" for i in range(stages) for leaf in ("weight", "bias"))
     return Model(
-        net, (UnitGroup("stages", stages, cuts, nested=True),), tuple(f"{c}.weight" for c in convolutions), exits
+        module=net,
+        groups=(UnitGroup("stages", stages, cuts, nested=True),),
+        prunable=tuple(f"{c}.weight" for c in convolutions),
+        classifier=classifier,
+        exits=tuple(_exit_parameters(f"stages.{i}", stage) for i, stage in enumerate(net.stages)),
     )
+
+
+def _exit_parameters(path: str, stage: nn.Module) -> tuple[str, ...]:
+    """The parameters of a stage that only its own exit uses: all but those of its blocks."""
+    return tuple(f"{path}.{name}" for name, _ in stage.named_parameters() if not name.startswith("blocks."))

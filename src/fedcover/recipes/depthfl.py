@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedcover.errors import unknown
-from fedcover.types import Assignment, Batch, Carry, Forward, Outcome, Params, Recipe
+from fedcover.errors import InvalidValue, unknown
+from fedcover.types import Assignment, Batch, Carry, Forward, Model, Outcome, Params, Recipe
 
 EXITS = ("all", "last")
 
@@ -39,16 +39,24 @@ def depthfl(*, exits: str = "all", distil: float = 1.0) -> Recipe:
         return own + distil * torch.stack(taught).sum() / (count - 1)
 
     def finish(assignment: Assignment, forward: Forward, params: Params, carry: Carry) -> Outcome:
-        held = [name for name in assignment.task.model.classifier if name in params]
-        if exits == "all" or not held:
+        if exits == "all":
             return Outcome(params)
-        deepest = _stage(held[-1])  # exits that learn nothing must not dilute those of shallower clients
-        idle = [name for name in held if _stage(name) != deepest]
+        held = [names for names in assignment.task.model.exits if all(name in params for name in names)]
+        idle = [name for names in held[:-1] for name in names]  # they must not dilute those of shallower clients
         return Outcome(params, bits={name: torch.zeros_like(params[name], dtype=torch.bool) for name in idle})
 
-    return Recipe(loss, finish=finish, exits=True)
+    return Recipe(loss, finish=finish, exits=True, model=_with_named_exits if exits == "last" else _unchanged)
 
 
-def _stage(exit: str) -> str:
-    """The layer that a classifier's tensor belongs to."""
-    return exit.rpartition(".")[0]
+def _unchanged(model: Model) -> Model:
+    return model
+
+
+def _with_named_exits(model: Model) -> Model:
+    """The same model; refused if nobody can tell which parameters belong to which exit."""
+    if not model.exits:
+        raise InvalidValue(
+            "recipe depthfl: exits='last' needs a model that names the parameters of each exit, such as depth_resnet; "
+            "name those of your own with fc.Model(module, groups, exits=(('exit1.weight', 'exit1.bias'), ...))"
+        )
+    return model
