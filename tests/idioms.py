@@ -84,11 +84,6 @@ REFUSED = {
         X,
         "another order",
     ),
-    "weight norm": (
-        lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(5, 6)), nn.Linear(6, 2)),
-        X,
-        "'_weight_norm_interface'",
-    ),
     "an example that does not fit": (
         lambda: nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)),
         X,
@@ -96,6 +91,24 @@ REFUSED = {
     ),
 }
 """What must be refused, and the sentence that must name it."""
+
+
+class Standardised(nn.Conv2d):
+    """A convolution of NF-ResNets: its weights are standardised before every use."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.gain = nn.Parameter(torch.ones(self.out_channels, 1, 1, 1))
+
+    def forward(self, x):
+        flat = self.weight.reshape(1, self.out_channels, -1)
+        gain = (0.3 * self.gain).view(-1)
+        weight = F.batch_norm(flat, None, None, weight=gain, training=True, momentum=0.0, eps=1e-6)
+        return F.conv2d(x, weight.reshape_as(self.weight), self.bias)
+
+
+def normed(layer, dim=0):
+    return nn.utils.parametrizations.weight_norm(layer, dim=dim)
 
 
 def by_einsum(m, x):
@@ -235,6 +248,60 @@ ACCEPTED = {
         lambda: Written(lambda m, x: {"one": m.b(m.a(x)), "two": [m.c(m.a(x))]}, **two(c=nn.Linear(6, 3))),
         X,
         {"a": 6},
+    ),
+    "hard swish": (
+        lambda: nn.Sequential(nn.Conv2d(3, 6, 1), nn.Hardswish(inplace=True), nn.Conv2d(6, 2, 1)),
+        PICTURE,
+        {"0": 6},
+    ),
+    "log sigmoid": (lambda: Written(lambda m, x: m.b(F.logsigmoid(m.a(x))), **two()), X, {"a": 6}),
+    "weight norm of linear layers": (
+        lambda: nn.Sequential(normed(nn.Linear(5, 6, bias=False)), nn.ReLU(), normed(nn.Linear(6, 2, bias=False))),
+        X,
+        {"0": 6},
+    ),
+    "weight norm of rows, columns and the whole": (
+        lambda: nn.Sequential(
+            normed(nn.Conv2d(3, 6, 3)),
+            normed(nn.Conv2d(6, 5, 3), dim=1),
+            normed(nn.Conv2d(5, 4, 3), dim=None),
+            nn.Conv2d(4, 2, 1),
+        ),
+        PICTURE,
+        {"0": 6, "1": 5, "2": 4},
+    ),
+    "standardised weights": (
+        lambda: nn.Sequential(Standardised(3, 6, 3), nn.ReLU(), Standardised(6, 5, 3), nn.Conv2d(5, 2, 1)),
+        PICTURE,
+        {"0": 6, "2": 5},
+    ),
+    "a convolution with named arguments": (
+        lambda: Written(
+            lambda m, x: m.b(F.conv1d(y := m.a(x), weight=m.w, groups=y.shape[1])),
+            a=nn.Conv1d(4, 6, 1),
+            b=nn.Conv1d(6, 2, 1),
+            w=nn.Parameter(torch.randn(6, 1, 3)),
+        ),
+        (3, 4, 8),
+        {"a": 6},
+    ),
+    "halves with named arguments": (
+        lambda: Written(
+            lambda m, x: m.b(torch.maximum(*torch.chunk(input=m.a(x), chunks=2, dim=1))),
+            a=nn.Linear(5, 8),
+            b=nn.Linear(4, 2),
+        ),
+        X,
+        {"a": 4},
+    ),
+    "pixels shuffled with named arguments": (
+        lambda: Written(
+            lambda m, x: m.b(F.pixel_shuffle(input=m.a(x), upscale_factor=2)),
+            a=nn.Conv2d(3, 12, 1),
+            b=nn.Conv2d(3, 2, 1),
+        ),
+        PICTURE,
+        {"a": 3},
     ),
     "nothing to cut": (lambda: nn.Linear(5, 2), X, {}),
 }

@@ -20,6 +20,7 @@ from fedcover.onnx_export import export_onnx
 from fedcover.reduction import Slices, drawn
 from fedcover.submodel import fill, submodel
 from fedcover.tracing import trace
+from fedcover.tracing.promises import PROMISES
 from fedcover.tracing.proof import prove
 from fedcover.tracing.watch import watch
 from fedcover.types import Count, Model, UnitGroup
@@ -323,6 +324,19 @@ class TestManners:
         assert [group.name for group in trace(module, torch.randn(3, 5), whole=("0",))] == ["2"]
         with pytest.raises(InvalidValue, match=r"^whole must be one of 0, 2; got '9'$"):
             trace(module, torch.randn(3, 5), whole=("9",))
+
+    def test_a_call_that_cannot_be_followed_is_not_said_to_be_the_modules_mistake(self, monkeypatch):
+        monkeypatch.setitem(PROMISES, "chunk", lambda labels, args, kwargs, out: args[9])
+        make, shape, _ = ACCEPTED["halves"]
+        with pytest.raises(InvalidValue, match=r"^tracing: fedcover cannot follow operation 'chunk' in the model"):
+            trace(make(), torch.randn(shape))
+
+    def test_layers_with_weight_norm_are_told_their_sizes(self):
+        make, shape, _ = ACCEPTED["weight norm of linear layers"]
+        module = make()
+        part = submodel(module, drawn(trace(module, torch.randn(shape)), 0.5, key=0), {})
+        assert (part[0].out_features, part[2].in_features) == (3, 3)
+        assert part[0].parametrizations.weight.original1.shape == (3, 5)
 
     def test_the_hint_of_a_refusal_works(self):
         make, shape, _ = REFUSED["recurrent layer"]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrize import is_parametrized
 
 from fedcover.errors import InvalidValue
 from fedcover.models import Scaler, tensors
@@ -90,9 +91,12 @@ def fill(module: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
 
 def is_told(layer: nn.Module) -> bool:
     """Whether a layer's own numbers (such as `out_features`) follow from the tensors that it holds."""
-    return any(isinstance(layer, kind) for kind in _TELL) and any(
-        isinstance(tensor, Tensor) for tensor in (*layer._parameters.values(), getattr(layer, "running_mean", None))
-    )
+    if not any(isinstance(layer, kind) for kind in _TELL):
+        return False
+    if is_parametrized(layer):
+        return True
+    held = (*layer._parameters.values(), getattr(layer, "running_mean", None))
+    return any(isinstance(tensor, Tensor) for tensor in held)
 
 
 def _recount(module: nn.Module, reduction: Slices) -> None:

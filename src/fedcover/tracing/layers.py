@@ -149,7 +149,10 @@ def embedding(labels: Labels, call: Call) -> None:
 def channel_norm(labels: Labels, call: Call) -> None:
     """Statistics of each channel (batch, instance norm), or of whole groups of channels (group norm)."""
     source = call.tensors[0]
+    of_weights = call.name == "batch_norm" and call.get("running_mean") is None
     for field in labels.of(source):
+        if of_weights and 1 not in varying(field):
+            continue  # the moments of what is there, as in a layer norm
         if varying(field) != {1}:
             labels.object(call.refusal("units lie along another axis than the channels"), [field])
         elif "num_groups" in call.given:
@@ -160,6 +163,17 @@ def channel_norm(labels: Labels, call: Call) -> None:
     fields = labels.meet(operands)
     for out in call.outputs:
         labels.give(out, fields)
+
+
+def weight_norm(labels: Labels, call: Call) -> None:
+    """The length of each direction is a sum over what is there; its unit has a length of its own."""
+    v, g = call.given["v"], call.given["g"]
+    axes = set(range(v.ndim)) - {call.get("dim", 0) % v.ndim}
+    lengths = labels.summed(labels.of(v), axes)
+    fields = labels.meet([_operand(labels, v), _operand(labels, g), (g.shape, lengths)])
+    weight, length = call.outputs
+    labels.give(weight, fields)
+    labels.give(length, lengths)
 
 
 def layer_norm(labels: Labels, call: Call) -> None:
@@ -185,6 +199,7 @@ RULES: dict[str, Callable[[Labels, Call], None]] = {
     **dict.fromkeys(("embedding", "embedding_bag"), embedding),
     **dict.fromkeys(("batch_norm", "instance_norm", "group_norm"), channel_norm),
     **dict.fromkeys(("layer_norm", "rms_norm"), layer_norm),
+    "_weight_norm_interface": weight_norm,
 }
 
 

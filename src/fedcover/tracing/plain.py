@@ -57,6 +57,11 @@ def elementwise(labels: Labels, call: Call) -> None:
         labels.give(out, [lifted(field, out.ndim) for field in fields])
 
 
+def first_elementwise(labels: Labels, call: Call) -> None:
+    """Follow a function of each element whose other results only serve its gradient."""
+    labels.give(call.outputs[0], labels.of(call.tensors[0]))
+
+
 def same(labels: Labels, call: Call) -> None:
     """Every element stays what it is."""
     for out in call.outputs:
@@ -201,7 +206,8 @@ RULES: dict[str, Callable[[Labels, Call], None]] = {
     **dict.fromkeys(("constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d"), padded),
     **dict.fromkeys(("replication_pad1d", "replication_pad2d", "replication_pad3d"), padded),
     **dict.fromkeys(("index", "index_select", "gather", "take_along_dim"), picked),
-    **dict.fromkeys(("copy", "_prelu_kernel"), elementwise),
+    **dict.fromkeys(("copy", "_prelu_kernel", "hardswish"), elementwise),
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), unknown),  # torch could take them apart, in many ways
+    "log_sigmoid_forward": first_elementwise,
     "glu": halved,
 }

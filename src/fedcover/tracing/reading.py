@@ -77,7 +77,7 @@ def _places(notes: Notes) -> Mapping[Place, Tensor]:
 
 def _name(tensor: str, taken: set[str]) -> str:
     """The path of the layer that makes a group's units."""
-    path = tensor.rpartition(".")[0] or tensor
+    path = tensor.rpartition(".")[0].partition(".parametrizations.")[0] or tensor
     return next(name for name in chain([path], (f"{path}.{i}" for i in count(2))) if name not in taken)
 
 

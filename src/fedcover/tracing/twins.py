@@ -5,7 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+
+from fedcover.tracing.arguments import in_places
 
 Twin = Callable[[Tensor, Sequence[Any], Mapping[str, Any], Tensor], Tensor]
 
@@ -53,8 +56,8 @@ class Masked(Quiet):
         present = next(self.present, None) if twin else None
         if twin is None or present is None:
             return func(*args, **kwargs)
-        source = args[0] if args else kwargs.pop("input")
-        return twin(source, args[1:], kwargs, present)
+        placed, named = in_places(func.__name__, args, kwargs)
+        return twin(placed[0], placed[1:], named, present)
 
 
 def _mean(x: Tensor, axes: list[int], present: Tensor) -> Tensor:
@@ -110,6 +113,33 @@ def masked_rms_norm(x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], p
     return torch.where(present, _affine(x * scale, given.get("weight"), None), 0)
 
 
+def masked_batch_norm(x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], present: Tensor) -> Tensor:
+    """Standardise weights by the moments of what is there; with running statistics channels are independent."""
+    names = ("running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if given["running_mean"] is not None:
+        return F.batch_norm(x, **given)
+    axes = [axis for axis in range(x.ndim) if axis != 1]
+    centred = x - _mean(x, axes, present)
+    out = centred * torch.rsqrt(_mean(centred.square(), axes, present) + given.get("eps", 1e-5))
+    shape = [-1 if axis == 1 else 1 for axis in range(x.ndim)]
+    weight, bias = (None if each is None else each.view(shape) for each in (given.get("weight"), given.get("bias")))
+    return torch.where(present, _affine(out, weight, bias), 0)
+
+
+def masked_weight_norm(v: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], present: Tensor) -> Tensor:
+    """Give directions their lengths; a row that is cut has no direction and stays zero."""
+    given = {**dict(zip(("g", "dim"), args, strict=False)), **kwargs}
+    kept_axis = given.get("dim", 0)
+    axes = [axis for axis in range(v.ndim) if axis != kept_axis % v.ndim or kept_axis == -1]
+    shown = present.expand(v.shape)
+    squares = torch.where(shown, v, 0).square().sum(axes, keepdim=True)
+    alone = shown.any(axes[0], keepdim=True)
+    for axis in axes[1:]:
+        alone = alone.any(axis, keepdim=True)
+    return torch.where(shown, v * given["g"] / torch.where(alone, squares, 1).sqrt(), 0)
+
+
 def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     x = x if weight is None else x * weight
     return x if bias is None else x + bias
@@ -121,5 +151,7 @@ TWINS: dict[str, Twin] = {
     "std": masked_std,
     "layer_norm": masked_layer_norm,
     "rms_norm": masked_rms_norm,
+    "batch_norm": masked_batch_norm,
+    "_weight_norm": masked_weight_norm,
 }
 """Functions that average over units, and how they run where some of these are masked."""

@@ -1,7 +1,8 @@
 """Run a module once and note which units each of its tensors, numbers and outputs belongs to."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_flatten
 from fedcover.errors import InvalidValue
 from fedcover.rng import seeded
 from fedcover.submodel import is_told
+from fedcover.tracing.arguments import in_places
 from fedcover.tracing.calls import Call, by_name, tensors_in
 from fedcover.tracing.labels import Field, Labels
 from fedcover.tracing.layers import apply, known
@@ -80,6 +82,20 @@ class Place:
         return f"module {self.path!r} ({type(layer).__name__})" if self.path else f"the model ({type(layer).__name__})"
 
 
+@contextmanager
+def _own_errors(operation: str, place: Place) -> Iterator[None]:
+    """Refuse a call that cannot be followed: it is not the module that failed."""
+    try:
+        yield
+    except InvalidValue:
+        raise
+    except Exception as error:
+        raise InvalidValue(
+            f"tracing: fedcover cannot follow operation {operation!r} in {place} as it is called here "
+            f"({type(error).__name__}: {error})"
+        ) from error
+
+
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows every operation below the level of the module's code."""
 
@@ -101,7 +117,9 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if out is not NotImplemented:
                 return out
         out = func(*args, **(kwargs or {}))
-        apply(self.labels, Call(func, given, out, str(self.place)))
+        call = Call(func, given, out, str(self.place))
+        with _own_errors(call.name, self.place):
+            apply(self.labels, call)
         return out
 
 
@@ -119,12 +137,14 @@ class Functions(TorchFunctionMode):
         given = dict(kwargs or {})
         if self.notes.labels.atoms.busy:
             return func(*args, **given)
-        if func.__name__ in TWINS:
+        name = func.__name__
+        if name in TWINS:
             with self.notes.labels.atoms.aside():
-                self.notes.moments.append(self.notes.labels.of(args[0] if args else given["input"]))
+                source = in_places(name, args, given)[0][0]
+                self.notes.moments.append(self.notes.labels.of(source))
         out = func(*plain(args), **plain(given))
-        with self.notes.labels.atoms.aside():
-            return self._follow(func.__name__, args, given, out)
+        with self.notes.labels.atoms.aside(), _own_errors(name, self.place):
+            return self._follow(name, *in_places(name, args, given), out)
 
     def _follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
         """Keep what the call promises about sizes; what came out of it, sizes as numbers."""

@@ -1,0 +1,51 @@
+"""Arguments that a module's code gives by name, put back into their places."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+TRANSPOSED = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
+ATTENTION = ("query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias")
+
+PLACES: Mapping[str, Sequence[str]] = {
+    "unflatten": ("input", "dim", "sizes"),
+    "chunk": ("input", "chunks", "dim"),
+    "split": ("input", "split_size_or_sections", "dim"),
+    "split_with_sizes": ("input", "split_sizes", "dim"),
+    "unbind": ("input", "dim"),
+    "narrow": ("input", "dim", "start", "length"),
+    "group_norm": ("input", "num_groups"),
+    "channel_shuffle": ("input", "groups"),
+    "pixel_shuffle": ("input", "upscale_factor"),
+    "layer_norm": ("input", "normalized_shape"),
+    "rms_norm": ("input", "normalized_shape"),
+    "multi_head_attention_forward": ATTENTION,
+    **dict.fromkeys(("mean", "var", "std", "batch_norm"), ("input",)),
+    **dict.fromkeys(("view", "reshape", "expand", "broadcast_to"), ("input",)),
+    "_weight_norm": ("v", "g", "dim"),
+    **{f"conv{n}d": CONVOLUTION for n in (1, 2, 3)},
+    **{f"conv_transpose{n}d": TRANSPOSED for n in (1, 2, 3)},
+}
+"""The first parameters of functions, in order, as far as their promises and twins read them."""
+
+ALSO_CALLED = {
+    "input": ("self", "tensor"),
+    "split_size_or_sections": ("split_size",),
+}
+"""Other names that torch gives to the same parameter."""
+
+
+def in_places(function: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Put the leading arguments of a call that are given by name into their places.
+
+    >>> in_places("conv1d", ("x",), {"weight": "w", "groups": 2})
+    (('x', 'w'), {'groups': 2})
+    """
+    placed, named = list(args), dict(kwargs)
+    for parameter in PLACES.get(function, ())[len(placed) :]:
+        names = (parameter, *ALSO_CALLED.get(parameter, ()))
+        given = next((name for name in names if name in named), None)
+        if given is None:
+            break
+        placed.append(named.pop(given))
+    return tuple(placed), named
