@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.serverapp.strategy import Strategy
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.task_identity import TaskIdentity
 from torch import nn
@@ -15,10 +16,13 @@ from torch import nn
 import fedcover as fc
 from fedcover.errors import InvalidValue
 from fedcover.flower import CoverageStrategy, client_app
-from fedcover.flower.link import Failed, TooLarge, _Arriving, _opened
+from fedcover.flower.link import Failed, Link, TooLarge, _Arriving, _opened
 from fedcover.flower.messages import Answer, Order, Orders, read_answers, read_orders, to_node, to_server
 from fedcover.flower.parcels import as_sent, bundle, headed, kept, unbundle
+from fedcover.flower.places import Introduction
 from fedcover.reduction import windows
+from fedcover.replies import Asked, pack
+from fedcover.types import Client, Update
 
 
 @pytest.fixture(autouse=True)
@@ -202,3 +206,47 @@ def test_a_flood_of_answers_is_one_rejection(caplog):
     flood = to_server(message, [Answer(n, "x", 0.5, 1, b"", "oh") for n in range(500)])
     arrays, figures = strategy.aggregate_train(1, [flood])
     assert (arrays, figures["rejected"], figures["answered"], len(caplog.records)) == (None, 1, 0, 1)
+
+
+def answering(strategy, samples):
+    """The reply of a node that trained nothing and claims to have so many samples."""
+    model, part = strategy.model, windows(strategy.model.groups, 0.5)
+    strategy._sent = strategy._params(strategy.initial_arrays())
+    _, wire = as_sent(part, model)
+    client = Client(3, 0.5, 0, 1, ())
+    asked = strategy._ledger.expect(lambda nonce: Asked(nonce, client, wire, strategy._sent))
+    untrained = Update(client, wire, wire, wire.extract(strategy._sent), {}, {}, {}, 0.5)
+    answer = Answer(3, asked.nonce, 0.5, samples, bundle(pack(untrained)))
+    return to_server(ordered(model, 0.5), [answer])
+
+
+@pytest.mark.parametrize(("samples", "believed"), [(0, 0), (1, 1), (10**9, 1), (10**9 + 1, 0), (2**63 - 1, 0)])
+def test_a_node_claims_at_most_a_billion_samples(samples, believed, caplog):
+    strategy = CoverageStrategy(with_norms(), weights="samples", calibration=torch.randn(9, 1, 4, 4))
+    _, figures = strategy.aggregate_train(1, [answering(strategy, samples)])
+    assert (figures["answered"], figures["rejected"]) == (believed, 1 - believed)
+    assert believed or f"num-examples must be in 1..1000000000; got {samples}" in caplog.text
+
+
+def test_a_node_that_does_not_answer_loses_its_place_in_an_app_too(monkeypatch):
+    """The strategy asks the next node that claims the place, until that one is silent, too."""
+    message, answered = ordered(with_norms(), 0.5), to_server(ordered(with_norms(), 0.5), [])
+    silent = {7}
+
+    def exchange(link, sent, *, patience, allowed):
+        return {node: Failed("late", "no answer") if node in silent else answered for node in sent}
+
+    monkeypatch.setattr(Link, "exchange", exchange)
+    strategy = CoverageStrategy(with_norms(), calibration=torch.randn(9, 1, 4, 4))
+    for node in (7, 8):
+        strategy._roster.add(Introduction(node, 3, 4, 0.5, fc.__version__))
+
+    def start(self, grid, *args, **kwargs):
+        assert [bool(reply.has_error()) for reply in grid.send_and_receive([message])] == [7 in silent]
+
+    monkeypatch.setattr(Strategy, "start", start)
+    strategy.start(None)
+    assert strategy._roster.holders([7, 8]) == {3: 8}
+    silent.clear()
+    strategy.start(None)
+    assert strategy._roster.holders([7, 8]) == {3: 7}

@@ -25,6 +25,7 @@ from fedcover.flower.link import Failed, Link
 from fedcover.flower.messages import TRAIN, Order, Orders, read_answers, to_node
 from fedcover.flower.parcels import as_sent, bundle, headed, kept
 from fedcover.flower.places import Roster
+from fedcover.flower.rows import MOST_SAMPLES
 from fedcover.models import tensors
 from fedcover.norms import calibrate, running
 from fedcover.policies import POLICIES
@@ -96,7 +97,7 @@ class CoverageStrategy(Strategy):
 
     def start(self, grid: Grid, *args: Any, **kwargs: Any) -> Result:
         """Run the rounds, as every strategy of Flower does; of a reply no more is read than was asked for."""
-        bounded: Any = _Bounded(grid, self._allowed)
+        bounded: Any = _Bounded(grid, self._allowed, self._roster.silent)
         return super().start(bounded, *args, **kwargs)
 
     def configure_train(
@@ -197,7 +198,10 @@ class CoverageStrategy(Strategy):
         found = checked(answers[0], self._ledger)
         if isinstance(found, str):
             return found
-        return replace(found, client=replace(found.client, samples=max(1, answers[0].samples)))
+        samples = answers[0].samples
+        if not 1 <= samples <= MOST_SAMPLES:
+            return f"num-examples must be in 1..{MOST_SAMPLES}; got {samples}"
+        return replace(found, client=replace(found.client, samples=samples))
 
 
 @dataclass(frozen=True)
@@ -206,6 +210,7 @@ class _Bounded:
 
     grid: Grid
     allowed: Mapping[int, int]
+    silent: set[int]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.grid, name)
@@ -216,6 +221,9 @@ class _Bounded:
         if any(message.metadata.message_type != TRAIN for message in sent.values()):
             return self.grid.send_and_receive(sent.values(), timeout=timeout)  # of an app of one's own
         replies = Link(self.grid).exchange(sent, patience=timeout or DAY, allowed=self.allowed)
+        failed = {node for node, reply in replies.items() if isinstance(reply, Failed)}
+        self.silent.update(failed)
+        self.silent.difference_update(replies.keys() - failed)
         return [
             Message(Error(0, f"{reply.event}: {reply.why}"), reply_to=sent[node])
             if isinstance(reply, Failed)
