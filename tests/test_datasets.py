@@ -287,6 +287,18 @@ def test_your_own_file(suffix, save, tmp_path):
     assert loaded.owner.tolist() == [5, 5, 8, 8, 9, 9]
 
 
+def test_labels_that_are_missing_must_be_spoken_of(tmp_path):
+    missing = good(train_y=np.array([0, 4, 2, 0, 4, 2]), test_y=np.array([1, 4, 0]), classes=np.array(6))
+    save_npz(tmp_path / "mine.npz", missing)
+    assert datasets.from_file(tmp_path / "mine.npz").classes == 6
+    x, y = torch.rand(2, 3), torch.tensor([0, 2])
+    assert datasets.from_tensors((x, y), (x, y), classes=3).classes == 3
+    with pytest.raises(InvalidValue, match="train_y must hold labels from 0 to 1; got 2"):
+        datasets.from_tensors((x, y), (x, y), classes=2)
+    with pytest.raises(InvalidValue, match=r"classes must be a whole number from 1 on; got 3\.5"):
+        datasets.from_tensors((x, y), (x, y), classes=3.5)
+
+
 def test_bytes_are_scaled_and_foreign_byte_orders_understood():
     pixels = np.array([[0, 51], [102, 255]], dtype=np.uint8)
     y = np.array([0, 1], dtype=">i2")
@@ -300,7 +312,7 @@ def test_bytes_are_scaled_and_foreign_byte_orders_understood():
 
 WRONG = [
     ({"train_x": None}, "must have an array train_x; got train_y, test_x, test_y"),
-    ({"train_owners": np.zeros(6, int)}, "must be one of .*train_owner; got 'train_owners'"),
+    ({"train_owners": np.zeros(6, int)}, "must be one of .*train_owner, classes; got 'train_owners'"),
     ({"train_y": np.array([0, 1])}, "train_y must be as long as train_x, 6 rows; got 2"),
     ({"test_y": np.array([0, 1])}, "test_y must be as long as test_x, 3 rows; got 2"),
     ({"train_owner": np.array([0, 1])}, "train_owner must be as long as train_x, 6 rows; got 2"),
@@ -308,7 +320,16 @@ WRONG = [
     ({"train_y": np.ones((6, 3), int)}, r"train_y must hold one whole number .* shape \(6, 3\)"),
     ({"train_y": np.array([0, 1, -2, 0, 1, 2])}, "train_y must not be negative; got -2"),
     ({"train_owner": np.array([0, 1, -2, 0, 1, 2])}, "train_owner must not be negative; got -2"),
-    ({"test_y": np.array([0, 1, 3])}, "test_y must be labels that train_y knows, 0 to 2; got 3"),
+    ({"test_y": np.array([0, 1, 3])}, "test_y must hold labels from 0 to 2; got 3"),
+    (
+        {"train_y": np.array([0, 1000, 2000] * 2)},
+        r"train_y must hold every label from 0 to 2000, or classes=2001 must "
+        r"say that some are missing; got 3 labels: 0, 1000, 2000$",
+    ),
+    ({"train_y": np.array([1, 2, 3, 4, 5, 9])}, r"every label from 0 to 9, .* got 6 labels: 1, 2, 3, 4, 5, \.\.\., 9$"),
+    ({"classes": np.array(2)}, "train_y must hold labels from 0 to 1; got 2"),
+    ({"classes": np.array([3, 4])}, r"classes must be one whole number; got shape \(2,\)"),
+    ({"classes": np.array(2.5)}, "classes must hold one whole number .* got torch.float64"),
     ({"train_x": np.full((6, 2, 3), np.nan)}, r"train_x must be finite in float32; got nan \(36 in all\)"),
     ({"test_x": np.full((3, 2, 3), 1e300)}, "test_x must be finite in float32; got inf"),
     ({"train_x": np.zeros((0, 2, 3))}, r"train_x must have rows, .* got shape \(0, 2, 3\)"),

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "fedcover"
 STORY = [
     "version", "errors", "orphans", "types", "slabs", "rng", "spec",
-    "downloads", "datasets", "partition", "sources", "fleet",
+    "downloads", "user_arrays", "datasets", "partition", "sources", "fleet",
     "groups", "regions", "models", "reduction", "wire", "submodel", "tracing", "norms", "coverage", "pictures",
     "objective", "planner", "design",
     "policies", "recipes", "augment", "training", "engines", "aggregation", "contracts",

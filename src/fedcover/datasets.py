@@ -5,8 +5,7 @@ Shapes: N rows, C channels, H height, W width.
 
 import gzip
 import io
-import zipfile
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from importlib import resources
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -14,19 +13,26 @@ from pydoc_data.topics import topics
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fedcover.downloads import check, data_folder, get, read
-from fedcover.errors import DataError, InvalidValue, unknown
+from fedcover.errors import InvalidValue, unknown
 from fedcover.rng import generator
 from fedcover.types import Dataset, Samples
+from fedcover.user_arrays import (
+    READERS,
+    Array,
+    check_length,
+    inputs,
+    number_of_classes,
+    one_number,
+    read_arrays,
+    whole_numbers,
+)
 
 __all__ = ["DATASETS", "check", "data_folder", "from_file", "from_tensors", "get", "hold_out", "load", "rows_from_file"]
 
-Array = Tensor | npt.NDArray[np.generic]
 Bytes = npt.NDArray[np.uint8]
 
 _MOMENTS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
@@ -126,9 +132,9 @@ def load(name: str, folder: str | Path | None = None) -> Dataset:
     """
     if name in DATASETS:
         return DATASETS[name](data_folder(folder))
-    if Path(name).suffix in _READERS:
+    if Path(name).suffix in READERS:
         return from_file(name)
-    files = [f"file{suffix}" for suffix in _READERS]
+    files = [f"file{suffix}" for suffix in READERS]
     raise unknown("dataset", name, [*DATASETS, "synthetic", *files, "package.module:function"])
 
 
@@ -164,7 +170,6 @@ def _cifar(name: str, folder: Path, *, label_bytes: int, classes: int) -> Datase
 # ── your own ────────────────────────────────────────────────────────────────────────────────────────────
 
 _NEEDED = ("train_x", "train_y", "test_x", "test_y")
-_ALLOWED = (*_NEEDED, "train_owner")
 
 
 def from_tensors(
@@ -172,121 +177,52 @@ def from_tensors(
     test: tuple[Array, Array],
     *,
     owner: Array | None = None,
+    classes: int | None = None,
     name: str = "tensors",
 ) -> Dataset:
     """Your own inputs and labels, (x, y) pairs of tensors or arrays; `owner` says whose each row is.
 
-    Floating inputs keep their values (as float32); uint8 inputs are divided by 255.
+    Floating inputs keep their values (as float32); uint8 inputs are divided by 255. Labels are 0, 1, 2, ...; `classes`
+    says how many there are where the training rows lack some.
 
     >>> x, y = torch.rand(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
     >>> from_tensors((x, y), (x[:3], y[:3])).classes
     3
     """
-    train_x, train_y = _inputs("train_x", train[0]), _whole("train_y", train[1])
-    test_x, test_y = _inputs("test_x", test[0]), _whole("test_y", test[1])
-    _same_length("train_y", train_y, "train_x", train_x)
-    _same_length("test_y", test_y, "test_x", test_x)
+    train_x, train_y = inputs("train_x", train[0]), whole_numbers("train_y", train[1])
+    test_x, test_y = inputs("test_x", test[0]), whole_numbers("test_y", test[1])
+    check_length("train_y", train_y, "train_x", train_x)
+    check_length("test_y", test_y, "test_x", test_x)
     if train_x.shape[1:] != test_x.shape[1:]:
         wanted, got = tuple(train_x.shape[1:]), tuple(test_x.shape[1:])
         raise InvalidValue(f"test_x must have rows of the shape of train_x's, {wanted}; got {got}")
-    classes = int(train_y.max()) + 1
-    if int(test_y.max()) >= classes:
-        raise InvalidValue(f"test_y must be labels that train_y knows, 0 to {classes - 1}; got {int(test_y.max())}")
-    owners = None if owner is None else _whole("train_owner", owner)
+    classes = number_of_classes(train_y, classes)
+    for field, labels in (("train_y", train_y), ("test_y", test_y)):
+        if int(labels.max()) >= classes:
+            raise InvalidValue(f"{field} must hold labels from 0 to {classes - 1}; got {int(labels.max())}")
+    owners = None if owner is None else whole_numbers("train_owner", owner)
     if owners is not None:
-        _same_length("train_owner", owners, "train_x", train_x)
+        check_length("train_owner", owners, "train_x", train_x)
     return Dataset(name, Samples(train_x, train_y), Samples(test_x, test_y), classes, owners)
 
 
 def from_file(path: str | Path) -> Dataset:
-    """Your own .npz or .safetensors file with train_x, train_y, test_x, test_y and perhaps train_owner."""
-    arrays = _arrays("dataset", Path(path), _NEEDED)
+    """Your own .npz or .safetensors file with train_x, train_y, test_x, test_y and perhaps train_owner and classes."""
+    arrays = read_arrays("dataset", Path(path), _NEEDED)
     train_x, train_y, test_x, test_y = (arrays[key] for key in _NEEDED)
-    return from_tensors((train_x, train_y), (test_x, test_y), owner=arrays.get("train_owner"), name=Path(path).stem)
+    classes = one_number("classes", arrays["classes"]) if "classes" in arrays else None
+    owner = arrays.get("train_owner")
+    return from_tensors((train_x, train_y), (test_x, test_y), owner=owner, classes=classes, name=Path(path).stem)
 
 
 def rows_from_file(path: str | Path) -> tuple[Samples, Tensor]:
     """Training rows and whose each is: a file with train_x, train_y and perhaps train_owner (else all are of one)."""
-    arrays = _arrays("rows", Path(path).absolute(), _NEEDED[:2])
-    x, y = _inputs("train_x", arrays["train_x"]), _whole("train_y", arrays["train_y"])
-    owner = _whole("train_owner", arrays["train_owner"]) if "train_owner" in arrays else torch.zeros_like(y)
-    _same_length("train_y", y, "train_x", x)
-    _same_length("train_owner", owner, "train_x", x)
+    arrays = read_arrays("rows", Path(path).absolute(), _NEEDED[:2])
+    x, y = inputs("train_x", arrays["train_x"]), whole_numbers("train_y", arrays["train_y"])
+    owner = whole_numbers("train_owner", arrays["train_owner"]) if "train_owner" in arrays else torch.zeros_like(y)
+    check_length("train_y", y, "train_x", x)
+    check_length("train_owner", owner, "train_x", x)
     return Samples(x, y), owner
-
-
-def _arrays(field: str, path: Path, needed: Iterable[str]) -> Mapping[str, Array]:
-    if path.suffix not in _READERS:
-        raise InvalidValue(f"{field} file must end in {' or '.join(_READERS)}; got {str(path)!r}")
-    if not path.is_file():
-        raise InvalidValue(f"{field} must be a file that exists; got {str(path)!r}")
-    try:
-        arrays = _READERS[path.suffix](path)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, SafetensorError) as error:
-        raise DataError(f"{path} cannot be read as a {path.suffix} file: {error}") from error
-    for key in needed:
-        if key not in arrays:
-            raise InvalidValue(f"{field} {path} must have an array {key}; got {', '.join(arrays) or 'none'}")
-    for key in arrays:
-        if key not in _ALLOWED:
-            raise unknown(f"an array in {field} {path}", key, _ALLOWED)
-    return arrays
-
-
-def _read_npz(path: Path) -> Mapping[str, Array]:
-    # ZipFile first: np.load would take a .npy in disguise and give something that has no names.
-    with zipfile.ZipFile(path), np.load(path, allow_pickle=False) as stored:
-        return dict(stored)
-
-
-def _read_safetensors(path: Path) -> Mapping[str, Array]:
-    return load_file(path)
-
-
-_READERS: dict[str, Callable[[Path], Mapping[str, Array]]] = {
-    ".npz": _read_npz,
-    ".safetensors": _read_safetensors,
-}
-
-
-def _tensor(field: str, value: Array) -> Tensor:
-    if isinstance(value, Tensor):
-        tensor = value.detach()
-    elif isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
-        tensor = torch.from_numpy(value.astype(value.dtype.newbyteorder("="), order="C"))
-    else:
-        kind = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
-        raise InvalidValue(f"{field} must be a torch tensor or a NumPy array of numbers; got {kind}")
-    if tensor.ndim == 0 or tensor.numel() == 0:
-        raise InvalidValue(f"{field} must have rows, and no empty axis; got shape {tuple(tensor.shape)}")
-    return tensor
-
-
-def _inputs(field: str, value: Array) -> Tensor:
-    x = _tensor(field, value)
-    if x.ndim < 2 or not (x.is_floating_point() or x.dtype == torch.uint8):
-        raise InvalidValue(
-            f"{field} must hold floating or uint8 inputs, row by row; got {x.dtype} of shape {tuple(x.shape)}"
-        )
-    scaled = x.float().div(255) if x.dtype == torch.uint8 else x.float()
-    if not bool(torch.isfinite(scaled).all()):
-        wrong = scaled[~torch.isfinite(scaled)]
-        raise InvalidValue(f"{field} must be finite in float32; got {wrong[0].item()} ({len(wrong)} in all)")
-    return scaled
-
-
-def _whole(field: str, value: Array) -> Tensor:
-    y = _tensor(field, value)
-    if y.ndim != 1 or y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
-        raise InvalidValue(f"{field} must hold one whole number for each row; got {y.dtype} of shape {tuple(y.shape)}")
-    if int(y.long().min()) < 0:
-        raise InvalidValue(f"{field} must not be negative; got {int(y.long().min())}")
-    return y.long()
-
-
-def _same_length(field: str, value: Tensor, other: str, inputs: Tensor) -> None:
-    if len(value) != len(inputs):
-        raise InvalidValue(f"{field} must be as long as {other}, {len(inputs)} rows; got {len(value)}")
 
 
 # ── held out ────────────────────────────────────────────────────────────────────────────────────────────
