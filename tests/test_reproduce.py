@@ -15,7 +15,7 @@ import fedcover as fc
 from fedcover import sweeps
 from fedcover.errors import InvalidValue, RunError
 from fedcover.experiment import Experiment
-from fedcover.paper import document, ranks, reproduce, results
+from fedcover.paper import document, ranks, reproduce, results, store
 from fedcover.paper.cells import AXES, RATES, cell_id, cells, chosen, quick
 from fedcover.paper.claims import COLUMNS, DATASETS, codename_rows
 from fedcover.paper.designs import designs
@@ -121,8 +121,7 @@ def test_what_is_there_is_not_run_again(fedcover, tmp_path, monkeypatch):
     assert code == 0, err
     (row,) = json.loads(out)["cells"]
     assert (row["runs"], row["claimed"]) == (1, None)
-    (path,) = (tmp_path / "runs" / "reproduction-quick").iterdir()
-    kept = json.loads(path.read_text())
+    (kept,) = read_lines(tmp_path / "runs" / "reproduction-quick" / "digits.jsonl")
     assert kept["last"] * 100 == pytest.approx(row["last"])
     assert kept["gamma_min"] == 8
     assert kept["curve"]["round"] == [1, 2]
@@ -157,10 +156,10 @@ def test_after_ctrl_c_the_finished_cells_stay(fedcover, tmp_path, monkeypatch):
     code, out, err = fedcover(*wanted)
     assert (code, out) == (130, "")
     assert "the same command goes on with the rest" in err
-    assert len(list((tmp_path / "runs" / "reproduction-quick").glob("*.json"))) == 1
+    assert len(read_lines(tmp_path / "runs" / "reproduction-quick" / "digits.jsonl")) == 1
     monkeypatch.setattr(reproduce, "sweep", real)
     assert fedcover(*wanted)[0] == 0
-    assert len(list((tmp_path / "runs" / "reproduction-quick").glob("*.json"))) == 2
+    assert len(read_lines(tmp_path / "runs" / "reproduction-quick" / "digits.jsonl")) == 2
 
 
 def test_after_ctrl_c_runs_on_their_way_go_on_where_they_were(tmp_path):
@@ -178,12 +177,13 @@ def test_after_ctrl_c_runs_on_their_way_go_on_where_they_were(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         reproduce.reproduce(wish, machine=Machine(device="cpu"), watching=watching)
-    assert not list(tmp_path.glob("*.json"))
+    assert not list(tmp_path.glob("*.jsonl"))
     assert reproduce.strange(wish) == []  # what lies there belongs to runs
-    written = reproduce.reproduce(wish, machine=Machine(device="cpu"), watching=watching)
+    new_results = reproduce.reproduce(wish, machine=Machine(device="cpu"), watching=watching)
     assert seen == [0, 1]
-    assert sorted(tmp_path.iterdir()) == sorted(written)
-    assert [json.loads(path.read_text())["curve"]["round"] for path in written] == [[1, 2], [1, 2]]
+    assert [path.name for path in tmp_path.iterdir()] == ["digits.jsonl"]
+    assert [result["curve"]["round"] for result in new_results] == [[1, 2], [1, 2]]
+    assert sorted(new_results, key=lambda result: result["cell"]) == read_lines(tmp_path / "digits.jsonl")
 
 
 def test_files_that_no_cell_is_read_from_are_named(fedcover, tmp_path):
@@ -209,10 +209,9 @@ def test_files_that_no_cell_is_read_from_are_named(fedcover, tmp_path):
 )
 def test_every_sort_of_cell_goes_through(tmp_path, id):
     sets = tuple(BY_ID[id].sets)
-    (path,) = reproduce.reproduce(
+    (kept,) = reproduce.reproduce(
         Wish(sets[:1], {"cell": [id]}, smoke=True, out=tmp_path), machine=Machine(device="cpu")
     )
-    kept = json.loads(path.read_text())
     assert 0 <= kept["last"] <= kept["best"] <= 1
     assert kept["diverged"] is None
     assert kept["local"] is not None
@@ -262,7 +261,7 @@ main(["table1", "quick=true", "cell=mnist-iid-full", "device=cpu", f"out={sys.ar
 """
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["mnist-iid-full-quick_0.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["digits.jsonl"]
 
 
 @pytest.mark.parametrize(
@@ -313,22 +312,33 @@ def write_result(folder, id, seed, accuracy, *, validation=None, local=None):
         {"round": 1, **line, **scores, **held_out},
     ]
     done = Finished(cell.with_seed(seed), metrics, Machine(device="cpu").resolved())
-    return results.write(folder, cell, results.describe(cell, done))
+    return store.write(folder, cell, results.describe(cell, done))
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def change_result(folder, cell, seed, **fields):
+    """Write a stored result anew with other fields, as an editor could."""
+    result = store.load(folder)[cell.id, seed].result
+    store.write(folder, cell, {**result, **fields})
 
 
 def test_a_result_of_another_experiment_is_named_and_not_replaced(tmp_path):
     cell = BY_ID["mnist-iid-full"]
-    path = write_result(tmp_path, cell.id, 0, 0.9)
-    assert results.read(tmp_path, cell, 0)["last"] == 0.9
-    assert results.read(tmp_path, cell, 1) is None
-    kept = json.loads(path.read_text())
-    del kept["experiment"]["clip"]  # as if a newer version had added the field
-    path.write_text(json.dumps(kept))
-    assert results.read(tmp_path, cell, 0) is not None
-    kept["experiment"]["epochs"] = 1
-    path.write_text(json.dumps(kept))
-    with pytest.raises(RunError, match=r"full_0\.json is of another experiment \(epochs is 1, not 5\); move it away"):
-        results.read(tmp_path, cell, 0)
+    write_result(tmp_path, cell.id, 0, 0.9)
+    records = store.load(tmp_path)
+    assert results.find(records, cell, 0)["last"] == 0.9
+    assert results.find(records, cell, 1) is None
+    experiment = dict(records[cell.id, 0].result["experiment"])
+    del experiment["clip"]  # as if a newer version had added the field
+    change_result(tmp_path, cell, 0, experiment=experiment)
+    assert results.find(store.load(tmp_path), cell, 0) is not None
+    change_result(tmp_path, cell, 0, experiment={**experiment, "epochs": 1})
+    sentence = r"line 1 \(mnist-iid-full, seed 0\), is of another experiment \(epochs is 1, not 5\); move it away"
+    with pytest.raises(RunError, match=sentence):
+        results.find(store.load(tmp_path), cell, 0)
 
 
 @pytest.mark.parametrize(
@@ -337,27 +347,47 @@ def test_a_result_of_another_experiment_is_named_and_not_replaced(tmp_path):
 )
 def test_figures_that_cannot_be_are_named(tmp_path, figure, value):
     cell = BY_ID["mnist-iid-full"]
-    path = write_result(tmp_path, cell.id, 0, 0.9)
-    path.write_text(json.dumps({**json.loads(path.read_text()), figure: value}))
-    with pytest.raises(RunError, match=r"mnist-iid-full_0\.json is no result of a cell: .*; remove it"):
-        results.read(tmp_path, cell, 0)
+    write_result(tmp_path, cell.id, 0, 0.9)
+    change_result(tmp_path, cell, 0, **{figure: value})
+    with pytest.raises(RunError, match=r"mnist\.jsonl, line 1 \(mnist-iid-full, seed 0\), is no result of a cell: .*"):
+        results.find(store.load(tmp_path), cell, 0)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"experiment": 3}'])
-def test_a_damaged_result_is_named(tmp_path, content):
-    cell = BY_ID["mnist-iid-full"]
-    results.path_of(tmp_path, cell, 0).write_text(content)
-    with pytest.raises(RunError, match=r"mnist-iid-full_0\.json is no result of a cell: .*; remove it"):
-        results.read(tmp_path, cell, 0)
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"experiment": 3}', '{"cell": "x", "seed": "0"}', "\xff"])
+def test_a_damaged_line_is_named(tmp_path, content):
+    path = write_result(tmp_path, "mnist-iid-full", 0, 0.9)
+    path.write_bytes(path.read_bytes() + content.encode("latin-1") + b"\n")
+    sentence = (
+        r"mnist\.jsonl(, line 2, is no result of a cell: .*; remove it to run the cell again| cannot be read: .*)"
+    )
+    with pytest.raises(RunError, match=sentence):
+        store.load(tmp_path)
+
+
+def test_a_result_that_is_there_twice_is_named(tmp_path):
+    path = write_result(tmp_path, "mnist-iid-full", 0, 0.9)
+    path.write_text(2 * path.read_text())
+    with pytest.raises(RunError, match=r"line 2 \(mnist-iid-full, seed 0\), repeats line 1 of .*; remove one of them"):
+        store.load(tmp_path)
+
+
+def test_results_are_sorted_whatever_the_order_of_writing(tmp_path):
+    keys = [("mnist-iid-full", 1), ("mnist-L2-full", 0), ("mnist-iid-full", 0)]
+    for id, seed in keys:
+        write_result(tmp_path, id, seed, 0.9)
+    lines = read_lines(tmp_path / "mnist.jsonl")
+    assert [(line["cell"], line["seed"]) for line in lines] == sorted(keys)
+    write_result(tmp_path, "mnist-iid-full", 0, 0.5)  # in place of the first
+    assert [line["last"] for line in read_lines(tmp_path / "mnist.jsonl")] == [0.9, 0.5, 0.9]
 
 
 @pytest.mark.parametrize(("scores", "best"), [((0.8, 0.9, 0.95, 0.5), 0.1), ((0.9, 0.8, 0.7, 0.1), None)])
 def test_the_second_rate_is_the_best_on_held_out_rows(tmp_path, scores, best):
     for rate, score in list(zip(RATES, scores, strict=True))[:-1]:
         write_result(tmp_path, f"mnist-iid-full-rate{rate:g}", 1000, 0.1, validation=score)
-    assert results.second_rates(tmp_path, EVERY) == {}  # one is still missing
+    assert results.second_rates(store.load(tmp_path), EVERY) == {}  # one is still missing
     write_result(tmp_path, f"mnist-iid-full-rate{RATES[-1]:g}", 1000, 0.99, validation=scores[-1])
-    assert results.second_rates(tmp_path, EVERY) == ({"mnist": best} if best else {})
+    assert results.second_rates(store.load(tmp_path), EVERY) == ({"mnist": best} if best else {})
 
 
 def test_the_source_has_a_name_that_lasts():
@@ -416,8 +446,9 @@ def test_the_committed_document_is_what_would_be_generated():
 
 def test_every_committed_result_belongs_to_a_cell_as_it_now_is():
     evidence = Evidence(ROOT / "results" / "reproduction")
-    kept = {f"{run['cell']}_{run['seed']}.json" for runs in evidence.results.values() for run in runs}
-    assert kept == {path.name for path in (ROOT / "results" / "reproduction").glob("*.json")}
+    results_of_cells = {(run["cell"], run["seed"]) for runs in evidence.results.values() for run in runs}
+    assert results_of_cells == set(evidence.records)
+    assert evidence.unclaimed() == []
 
 
 def test_the_document_tells_claims_results_and_what_was_not_run(tmp_path):
@@ -451,10 +482,9 @@ def test_rounds_to_a_target(tmp_path):
     assert evidence.rounds_to("mnist-iid-full", 40) == 2  # of fewer rounds than a mean is of there is one mean
     assert evidence.rounds_to("mnist-iid-full", 60) == 2  # the means of both seeds are 60 and 67.5
     assert evidence.rounds_to("mnist-iid-full", 65) is None
-    path = results.path_of(tmp_path, BY_ID["mnist-L2-full"], 0)
     write_result(tmp_path, "mnist-L2-full", 0, 0.9)
     curve = {"round": list(range(1, 9)), "accuracy": [0.9, 0.1, 0.1, 0.1, 0.2, 0.5, 0.6, 0.9]}
-    path.write_text(json.dumps({**json.loads(path.read_text()), "curve": curve}))
+    change_result(tmp_path, BY_ID["mnist-L2-full"], 0, curve=curve)
     evidence = Evidence(tmp_path)
     assert [evidence.rounds_to("mnist-L2-full", target) for target in (20, 29, 40, 90)] == [5, 7, 8, None]
 
@@ -469,9 +499,9 @@ def test_many_lines_have_no_bands():
 
 def test_the_document_counts_from_what_source_runs_were_made(tmp_path):
     for seed, commit in enumerate((None, "abc-dirty", "abc")):
-        path = write_result(tmp_path, "mnist-iid-full", seed, 0.9)
-        kept = json.loads(path.read_text())
-        path.write_text(json.dumps({**kept, "made": {**kept["made"], "commit": commit}}))
+        write_result(tmp_path, "mnist-iid-full", seed, 0.9)
+        origin = store.load(tmp_path)["mnist-iid-full", seed].result["made"]
+        change_result(tmp_path, BY_ID["mnist-iid-full"], seed, made={**origin, "commit": commit})
     source = "1 runs were made from a commit, 1 from one with changes beside it, 1 from a copy without git"
     assert source in document.made_with(Evidence(tmp_path))
 

@@ -15,7 +15,8 @@ from fedcover.paper.claims import claimed
 from fedcover.paper.evidence import Evidence
 from fedcover.paper.reproduce import DOCS, Wish, parse_only, strange
 from fedcover.paper.reproduce import reproduce as run_missing
-from fedcover.paper.results import read_all
+from fedcover.paper.results import find_all
+from fedcover.paper.store import load
 from fedcover.preparation import Machine
 
 
@@ -27,7 +28,7 @@ def reproduce(
     only: Annotated[tuple[str, ...], Parameter(help="axis=value,value; may be repeated, then all must hold.")] = (),
     seeds: Annotated[MaybeWhole, Parameter(help="How many, from 0 on; by default 3, or 1 with --quick.")] = None,
     quick: Annotated[bool, Parameter(help="A smoke run: digits, small models, two rounds.", negative="")] = False,
-    out: Annotated[Path | None, Parameter(help="Folder of the results, one small file for each run.")] = None,
+    out: Annotated[Path | None, Parameter(help="Folder of the results, one file for each data set.")] = None,
     docs: Annotated[Path | None, Parameter(help="Where docs and figures are written; by default docs.")] = None,
     data: Data = None,
     device: Device = "auto",
@@ -67,8 +68,9 @@ def reproduce(
 def _show(wish: Wish, written: list[Path], json: bool) -> None:
     rows = []
     by_cell = {cell.id: cell for cell, _ in wish.jobs()}
+    records = load(wish.folder)
     for cell in by_cell.values():
-        runs = read_all(wish.folder, cell, cell.seeds(wish.seed_count))
+        runs = find_all(records, cell, cell.seeds(wish.seed_count))
         scores = [100 * run["last"] for run in runs if run["last"] is not None]
         claim = None if wish.smoke else claimed(cell.dataset, cell.column, cell.level, cell.setting)
         mean = sum(scores) / len(scores) if scores else None

@@ -1,9 +1,10 @@
 """docs/reproduction.md and its figures, made from the results and the paper's printed numbers and nothing else."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from fedcover.checkpoints import write_atomically
 from fedcover.errors import InvalidValue
@@ -32,8 +33,8 @@ FAR = 5.0
 
 def write(results: Path, docs: Path) -> list[Path]:
     """Write the document and its figures; what has no results yet says so."""
-    if not any(results.glob("*.json")):
-        raise InvalidValue(f"out must be a folder with results of cells (.json); got {str(results)!r}")
+    if not any(results.glob("*.jsonl")):
+        raise InvalidValue(f"out must be a folder with results of cells (.jsonl); got {str(results)!r}")
     if docs.exists() and not docs.is_dir():
         raise InvalidValue(f"docs must be a folder; got {str(docs)!r}")
     evidence = Evidence(results)
@@ -231,11 +232,10 @@ def _lines(evidence: Evidence, column: str, of: str) -> list[str]:
     ]
 
 
-def _series(lines: dict[str, list[dict[str, object]]], label: str) -> list[Series]:
+def _series(lines: Mapping[str, Sequence[Mapping[str, Any]]], label: str) -> list[Series]:
     made = []
     for name, runs in lines.items():
-        known: list[dict[str, list[float]]] = [run["curve"] for run in runs if not run["diverged"]]  # type: ignore[misc]
-        curves = [curve for curve in known if curve.get(label)]
+        curves = [run["curve"] for run in runs if not run["diverged"] and run["curve"].get(label)]
         if curves:
             rounds = [int(r) for r in curves[0]["round"]]
             made.append(Series(name, rounds, [curve[label] for curve in curves if len(curve["round"]) == len(rounds)]))

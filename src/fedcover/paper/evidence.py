@@ -8,9 +8,10 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from fedcover.paper import results
+from fedcover.paper import results, store
 from fedcover.paper.cells import RATES, Cell, cell_id, cells, quick
 from fedcover.paper.noise import Paired, Sample, paired, sample
+from fedcover.paper.store import Records
 
 MOST_SEEDS = 10
 """Results of so many seeds are looked for."""
@@ -30,9 +31,14 @@ class Evidence:
     smoke: bool = False
 
     @cached_property
+    def records(self) -> Records:
+        """Every result in the folder."""
+        return store.load(self.folder)
+
+    @cached_property
     def rates(self) -> dict[str, float]:
         """The second learning rates, for data sets whose rates have been tried."""
-        return results.second_rates(self.folder, cells({}))
+        return results.second_rates(self.records, cells({}))
 
     @cached_property
     def cells(self) -> dict[str, Cell]:
@@ -40,9 +46,9 @@ class Evidence:
         return {cell.id: quick(cell) if self.smoke else cell for cell in cells(self.rates)}
 
     @cached_property
-    def results(self) -> dict[str, list[dict[str, Any]]]:
+    def results(self) -> dict[str, list[Mapping[str, Any]]]:
         """Of every cell, what its seeds have given."""
-        return {id: results.read_all(self.folder, cell, cell.seeds(MOST_SEEDS)) for id, cell in self.cells.items()}
+        return {id: results.find_all(self.records, cell, cell.seeds(MOST_SEEDS)) for id, cell in self.cells.items()}
 
     def of(self, id: str, figure: str = "last") -> dict[int, float]:
         """An accuracy in percent by seed; runs that diverged have none."""
@@ -107,10 +113,11 @@ class Evidence:
         made = [run["made"]["commit"] for found in self.results.values() for run in found]
         return Counter("copy" if not commit else "changed" if "dirty" in commit else "commit" for commit in made)
 
-    def strangers(self) -> list[Path]:
-        """Files in the folder that belong to no cell and seed, nor to a run on its way."""
-        known = {results.path_of(self.folder, c, seed) for c in self.cells.values() for seed in c.seeds(MOST_SEEDS)}
-        return sorted(p for p in set(self.folder.rglob("*.json")) - known if not (p.parent / "metrics.jsonl").exists())
+    def unclaimed(self) -> list[str]:
+        """List results that belong to no cell and seed, and other JSON files in the folder."""
+        claimed = {(cell.id, seed) for cell in self.cells.values() for seed in cell.seeds(MOST_SEEDS)}
+        lines = [str(record) for key, record in self.records.items() if key not in claimed]
+        return lines + [str(path) for path in store.other_files(self.folder)]
 
 
 def tail(run: Mapping[str, Any]) -> list[float]:

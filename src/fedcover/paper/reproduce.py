@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from fedcover.errors import FedcoverError, InvalidValue, unknown
 from fedcover.experiment import Experiment
-from fedcover.paper import document, results
+from fedcover.paper import document, results, store
 from fedcover.paper.cells import AXES, SETS, Cell, cells, chosen, quick
 from fedcover.paper.evidence import Evidence
 from fedcover.paper.results import Finished
@@ -59,19 +60,20 @@ class Wish:
 
     def jobs(self) -> list[Job]:
         """The cells and seeds that are wanted; the second learning rates are known only once the first was chosen."""
-        known = cells(results.second_rates(self.folder, cells({})))
+        known = cells(results.second_rates(store.load(self.folder), cells({})))
         wanted = chosen(known, self.sets, self.seed_count, self.only)
         return [(quick(cell), seed) for cell, seed in wanted] if self.smoke else wanted
 
 
 def strange(wish: Wish) -> list[str]:
-    """A line about each file beside the results that no cell is read from."""
-    return [f"{path} belongs to no cell and seed; it is left out" for path in Evidence(wish.folder).strangers()]
+    """Return a line about each result or file that no cell is read from."""
+    return [f"{entry} belongs to no cell and seed; it is left out" for entry in Evidence(wish.folder).unclaimed()]
 
 
 def missing(folder: Path, jobs: Sequence[Job]) -> list[Job]:
-    """What is not yet there."""
-    return [(cell, seed) for cell, seed in jobs if results.read(folder, cell, seed) is None]
+    """Return the cells and seeds without a result."""
+    records = store.load(folder)
+    return [(cell, seed) for cell, seed in jobs if results.find(records, cell, seed) is None]
 
 
 @contextmanager
@@ -122,28 +124,31 @@ def reproduce(
     data: str | Path | None = None,
     watching: Watching = lines,
     tell: Callable[[str], None] = lambda line: None,
-) -> list[Path]:
-    """Run every cell and seed that is wanted and missing; what has ended is on disk, whatever happens next.
+) -> list[dict[str, Any]]:
+    """Run every cell and seed that is wanted and missing, and return the new results.
 
-    Runs on their way lie in folders of their own beside the results, from which the same call goes on.
+    Each result is on disk as soon as its run ends. Unfinished runs have folders of their own beside the results, from
+    which the same call resumes.
     """
     chosen_machine = (machine or Machine()).resolved()
     jobs = wish.jobs()
     todo = missing(wish.folder, jobs)
     tell(f"{len(todo)} of {len(jobs)} runs are missing in {wish.folder}")
     cell_of = {cell.with_seed(seed).name: cell for cell, seed in todo}
-    written = []
+    new_results = []
     unfinished = wish.folder / UNFINISHED
     for group in groups(cell.with_seed(seed) for cell, seed in todo):
         rarely = [e.model_copy(update={"checkpoint_every": CHECKPOINT_EVERY}) for e in group]
         for finished in run_cells(rarely, chosen_machine, data, watching, unfinished):
             cell = cell_of[finished.experiment.name]
-            written.append(results.write(wish.folder, cell, results.describe(cell, finished)))
+            result = results.describe(cell, finished)
+            store.write(wish.folder, cell, result)
+            new_results.append(result)
             shutil.rmtree(unfinished / finished.experiment.name, ignore_errors=True)  # the result is safe without it
-            tell(f"{len(written)}/{len(todo)}  {finished.experiment.name}")
+            tell(f"{len(new_results)}/{len(todo)}  {finished.experiment.name}")
     if unfinished.is_dir() and not any(unfinished.iterdir()):
         unfinished.rmdir()
-    return written
+    return new_results
 
 
 # ── without a command line ──────────────────────────────────────────────────────────────────────────────

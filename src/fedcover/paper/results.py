@@ -1,7 +1,6 @@
-"""One small file for every cell and seed: results of many runs and machines simply lie beside each other."""
+"""Describe finished runs of the reproduction, and read them back for the cells they belong to."""
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -10,12 +9,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from fedcover.checkpoints import write_atomically
 from fedcover.errors import RunError
 from fedcover.experiment import Experiment
 from fedcover.folders import manifest
 from fedcover.paper.cells import RATE, RATES, Cell, cell_id
 from fedcover.paper.claims import DATASETS
+from fedcover.paper.store import Records
 from fedcover.preparation import Machine, Parts
 from fedcover.summary import Metrics, summarise
 
@@ -102,58 +101,44 @@ def source_digest() -> str:
     return code.hexdigest()[:12]
 
 
-# ── files ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── reading ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def path_of(folder: Path, cell: Cell, seed: int) -> Path:
-    """Where a cell's result with one seed lies."""
-    return folder / f"{cell.id}_{seed}.json"
-
-
-def write(folder: Path, cell: Cell, result: Mapping[str, Any]) -> Path:
-    """Keep a result; one line for each thing, so that it can be read and compared."""
-    path = path_of(folder, cell, result["seed"])
-    lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in result.items()]
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
-    return path
-
-
-def read(folder: Path, cell: Cell, seed: int) -> dict[str, Any] | None:
-    """A cell's result, None where there is none; a file that is no result, or another cell's, is named and refused."""
-    path = path_of(folder, cell, seed)
-    if not path.exists():
+def find(records: Records, cell: Cell, seed: int) -> Mapping[str, Any] | None:
+    """Return a cell's result, or None; a result of another experiment, or one that cannot be, is refused."""
+    record = records.get((cell.id, seed))
+    if record is None:
         return None
     try:
-        found = _checked(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{path} is no result of a cell: {error}; remove it to run the cell again") from error
+        _check(record.result)
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{record} is no result of a cell: {error}; remove it to run the cell again") from error
     # a field that a newer version adds does not matter as long as the cell leaves it at its default
-    kept, expected = {**_defaults(), **found["experiment"]}, identity(cell.with_seed(seed))
-    other = [f"{key} is {kept[key]!r}, not {value!r}" for key, value in expected.items() if kept[key] != value]
+    stored = {**_defaults(), **record.result["experiment"]}
+    expected = identity(cell.with_seed(seed))
+    other = [f"{key} is {stored[key]!r}, not {value!r}" for key, value in expected.items() if stored[key] != value]
     if other:
-        raise RunError(f"{path} is of another experiment ({'; '.join(other)}); move it away to run the cell again")
-    return found
+        raise RunError(f"{record} is of another experiment ({'; '.join(other)}); move it away to run the cell again")
+    return record.result
 
 
-def _checked(found: Any) -> dict[str, Any]:
-    """A result whose figures can be what they say they are."""
-    if not isinstance(found, dict) or not isinstance(found["experiment"], dict):
-        raise TypeError("it must be an object with an experiment")
-    curve = found["curve"]
-    shares = {name: [found[name]] for name in ("last", "best", "local", "trained")} | {"curve": curve["accuracy"]}
+def find_all(records: Records, cell: Cell, seeds: Iterable[int]) -> list[Mapping[str, Any]]:
+    """Return the results of a cell with some seeds, as far as there are any."""
+    return [result for seed in seeds if (result := find(records, cell, seed)) is not None]
+
+
+def _check(result: Mapping[str, Any]) -> None:
+    """Check that the figures of a result can be what they say they are."""
+    if not isinstance(result["experiment"], dict):
+        raise TypeError("experiment must be an object")
+    curve = result["curve"]
+    shares = {name: [result[name]] for name in ("last", "best", "local", "trained")} | {"curve": curve["accuracy"]}
     for name, values in shares.items():
         for value in values:
             if value is not None and not (isinstance(value, int | float) and 0 <= value <= 1):
                 raise ValueError(f"{name} must be between 0 and 1; got {value!r}")
     if len(curve["round"]) != len(curve["accuracy"]):
         raise ValueError("curve must have an accuracy for each round")
-    return found
-
-
-def read_all(folder: Path, cell: Cell, seeds: Iterable[int]) -> list[dict[str, Any]]:
-    """The results of a cell with some seeds, as far as there are any."""
-    return [found for seed in seeds if (found := read(folder, cell, seed)) is not None]
 
 
 # ── the second learning rate ────────────────────────────────────────────────────────────────────────────
@@ -165,7 +150,7 @@ def validation(result: Mapping[str, Any]) -> float:
     return fmean(seen[-LAST_ROUNDS:]) if seen and result["diverged"] is None else 0.0
 
 
-def second_rates(folder: Path, of: Iterable[Cell]) -> dict[str, float]:
+def second_rates(records: Records, of: Iterable[Cell]) -> dict[str, float]:
     """For each data set whose rates were all tried, the best one, unless that is the first one anyway."""
     tried = {cell.id: cell for cell in of if cell.row == "rates"}
     chosen: dict[str, float] = {}
@@ -173,7 +158,7 @@ def second_rates(folder: Path, of: Iterable[Cell]) -> dict[str, float]:
         scores = {}
         for rate in RATES:
             cell = tried[cell_id(dataset, "iid", "full", f"rate{rate:g}")]
-            for result in read_all(folder, cell, [cell.seeds(1)[0]]):
+            for result in find_all(records, cell, [cell.seeds(1)[0]]):
                 scores[rate] = validation(result)
         if len(scores) == len(RATES):
             best = max(scores, key=lambda rate: scores[rate])

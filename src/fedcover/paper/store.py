@@ -1,0 +1,107 @@
+"""Stored results: one JSON-lines file per data set, one line per cell and seed."""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedcover.checkpoints import write_atomically
+from fedcover.errors import RunError
+from fedcover.paper.cells import Cell
+
+SUFFIX = ".jsonl"
+
+Key = tuple[str, int]
+"""A cell's id and a seed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One stored result, and where it was read."""
+
+    result: Mapping[str, Any]
+    path: Path
+    line: int
+
+    @property
+    def key(self) -> Key:
+        """Which cell and seed the result belongs to."""
+        return self.result["cell"], self.result["seed"]
+
+    def __str__(self) -> str:
+        return f"{self.path}, line {self.line} ({self.result['cell']}, seed {self.result['seed']}),"
+
+
+Records = Mapping[Key, Record]
+
+
+def path_of(folder: Path, cell: Cell) -> Path:
+    """Return the file that holds a cell's results: one for each data set."""
+    return folder / f"{cell.experiment.dataset}{SUFFIX}"
+
+
+def load(folder: Path) -> Records:
+    """Read every result in a folder; a line that is no result, or repeats one, is named and refused."""
+    records: dict[Key, Record] = {}
+    for path in sorted(folder.glob(f"*{SUFFIX}")):
+        for record in _read_lines(path):
+            first = records.setdefault(record.key, record)
+            if first is not record:
+                raise RunError(f"{record} repeats line {first.line} of {first.path}; remove one of them")
+    return records
+
+
+def write(folder: Path, cell: Cell, result: Mapping[str, Any]) -> Path:
+    """Add a result to its file, in place of an older one of the same cell and seed; lines are sorted by key."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = path_of(folder, cell)
+    with _locked(folder):
+        records = {record.key: record.result for record in _read_lines(path)} if path.exists() else {}
+        records[result["cell"], result["seed"]] = result
+        write_atomically(path, "".join(_to_line(records[key]) for key in sorted(records)).encode())
+    return path
+
+
+def other_files(folder: Path) -> list[Path]:
+    """List the JSON files below a folder that hold no results, except those of unfinished runs."""
+    result_files = set(folder.glob(f"*{SUFFIX}"))
+    candidates = {*folder.rglob("*.json"), *folder.rglob(f"*{SUFFIX}")} - result_files
+    return sorted(path for path in candidates if not (path.parent / "metrics.jsonl").exists())
+
+
+def _read_lines(path: Path) -> Iterator[Record]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} cannot be read: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield Record(_checked_keys(json.loads(line)), path, number)
+        except (ValueError, KeyError, TypeError) as error:
+            message = f"{path}, line {number}, is no result of a cell: {error}; remove it to run the cell again"
+            raise RunError(message) from error
+
+
+def _checked_keys(result: Any) -> Mapping[str, Any]:
+    if not isinstance(result, dict) or not isinstance(result["cell"], str) or type(result["seed"]) is not int:
+        raise TypeError("it must be an object with a cell and a seed")
+    return result
+
+
+def _to_line(result: Mapping[str, Any]) -> str:
+    return json.dumps(result) + "\n"
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Let one process at a time change the files of a folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
