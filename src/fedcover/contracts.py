@@ -14,16 +14,8 @@ from torch import Tensor
 from fedcover import spec
 from fedcover.aggregation import RULES, Covered, Memory, Part, ServerStep
 from fedcover.errors import InvalidValue, TrainingDiverged
+from fedcover.spec import is_own
 from fedcover.types import Assignment, Batch, Carry, Forward, Outcome, Params, Recipe, Rule
-
-
-def is_own(name: str) -> bool:
-    """Whether a specification names a function of a user's own.
-
-    >>> is_own("my.rules:mean(share=0.1)"), is_own("trimmed_mean(share=0.1)")
-    (True, False)
-    """
-    return ":" in name.partition("(")[0]
 
 
 def named_rule(name: str) -> Rule:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from fedcover import presets, spec
+from fedcover import presets, spec, trust
 from fedcover.aggregation import RULES, SERVERS, UNCOVERED, WEIGHTS
 from fedcover.augment import AUGMENTATIONS
 from fedcover.errors import InvalidValue, unknown
@@ -150,6 +150,7 @@ class Experiment(BaseModel):
 
     @model_validator(mode="after")
     def _known_and_consistent(self) -> "Experiment":
+        trust.choose(self.__dict__)
         for key, table in _NAMES.items():
             if getattr(self, key) not in table:
                 raise unknown(key, getattr(self, key), table)
@@ -229,13 +230,17 @@ def named_after(text: str) -> str:
 
 
 def read_experiment(path: Path, changes: Mapping[str, Any] | None = None) -> Experiment:
-    """The experiment in a TOML file, named after the file unless it says otherwise."""
+    """The experiment in a TOML file; functions that it names are imported."""
+    return Experiment(**presets.changed(read_fields(path), changes or {}))
+
+
+def read_fields(path: Path) -> dict[str, Any]:
+    """The fields in a TOML file, named after the file unless it says otherwise; nothing is checked or imported."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidValue(f"experiment {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    named = {} if "name" in _fields(text) else {"name": named_after(path.stem)}
-    return Experiment.from_toml(text, {**named, **(changes or {})})
+    return {"name": named_after(path.stem), **_fields(text)}
 
 
 def parse_change(text: str) -> tuple[str, Any]:

@@ -3,13 +3,15 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import safetensors.torch
 import torch
+from pydantic import BaseModel, Field, ValidationError
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
+from fedcover import trust
 from fedcover.checkpoints import write_atomically
 from fedcover.courses import shapes_of
 from fedcover.errors import InvalidValue, RunError, unknown
@@ -23,7 +25,20 @@ from fedcover.submodel import fill, skeleton
 from fedcover.types import Model, Reduction
 from fedcover.wire import decode, encode
 
-_HEADER = {"experiment", "reduction", "shape", "classes"}
+_OF_THE_MODEL = ("model", "norm", "recipe", "absent_labels", "label_rows", "seed")
+"""Fields of an experiment that say how its module is built; nothing is read of the others."""
+_Size = Annotated[int, Field(ge=1, le=2**40)]
+
+
+class _Header(BaseModel):
+    """What an exported file says of itself."""
+
+    experiment: dict[str, Any]
+    reduction: str = Field(pattern=r"^([0-9a-f]{2})*$")
+    shape: list[_Size] = Field(max_length=8)
+    classes: _Size
+    masked: list[str] | None = None
+    integers: bool = False
 
 
 def export(run: Run, capacity: float, path: Path, format: str = "safetensors") -> dict[str, Any]:
@@ -70,28 +85,21 @@ FORMATS: dict[str, Callable[[Run, Reduction, nn.Module, Path], None]] = {
 def load_part(path: str | Path, *, model: Model | nn.Module | None = None) -> nn.Module:
     """The exported module, ready to use; needs neither the run folder nor its data.
 
-    `model` is needed only if the run's model was made in Python.
+    `model` is needed only if the run's model was made in Python, or by a function of a user's own: a file never says
+    what is called.
     """
-    try:
-        with safe_open(path, framework="pt") as opened:
-            about = json.loads((opened.metadata() or {}).get("fedcover", "{}"))
-            values = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise RunError(f"{path} cannot be read: {error}") from error
-    missing = _HEADER - about.keys()
-    if missing:
-        raise RunError(f"{path} is no model exported by fedcover: its header lacks {min(missing)!r}")
-    experiment = Experiment(**about["experiment"])
-    dtype = torch.int64 if about.get("integers") else torch.float32
-    shape, classes = tuple(about["shape"]), about["classes"]
+    header, values = _read(path)
+    experiment = _experiment(path, header, given=model is not None)
+    dtype = torch.int64 if header.integers else torch.float32
+    shape, classes = tuple(header.shape), header.classes
     if model is None:
         whole = build_model(experiment, shape, classes, dtype)
     else:
         whole = build_recipe(experiment).model(as_model(model, shape, classes, dtype, cut=cuts(experiment)))
-    known = dict(whole.module.named_parameters())
+    params = dict(whole.module.named_parameters())
     try:
-        masked = {name: known[name] for name in about.get("masked", whole.prunable)}
-        part = skeleton(whole.module, decode(bytes.fromhex(about["reduction"]), whole.groups, masked))
+        masked = {name: params[name] for name in (whole.prunable if header.masked is None else header.masked)}
+        part = skeleton(whole.module, decode(bytes.fromhex(header.reduction), whole.groups, masked))
         fitting = shapes_of(tensors(part)) == shapes_of(values)
     except (InvalidValue, KeyError):  # a reduction of another model
         fitting = False
@@ -99,3 +107,40 @@ def load_part(path: str | Path, *, model: Model | nn.Module | None = None) -> nn
         wanted = "the given model" if model else f"model {experiment.model!r} (if it was made in Python, give it again)"
         raise RunError(f"{path} does not hold a part of {wanted}")
     return fill(part, values).eval()
+
+
+def _read(path: str | Path) -> tuple[_Header, dict[str, Tensor]]:
+    """What an exported file says of itself, and its tensors."""
+    try:
+        with safe_open(path, framework="pt") as opened:
+            about = json.loads((opened.metadata() or {}).get("fedcover", "{}"))
+            values = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError, ValueError, RecursionError) as error:
+        raise RunError(f"{path} cannot be read: {error}") from error
+    try:
+        return _Header.model_validate(about), values
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "header"
+        raise RunError(f"{path} is no model exported by fedcover: its header's {where}: {first['msg']}") from error
+
+
+def _experiment(path: str | Path, header: _Header, *, given: bool) -> Experiment:
+    """As much of the run's experiment as its module needs; functions that it names are not called.
+
+    A module that is given takes the place of both the model and what a recipe of the user's own made of it.
+    """
+    fields = {name: header.experiment[name] for name in _OF_THE_MODEL if name in header.experiment}
+    own = {name: text for name, text in trust.functions_of(fields).items() if not trust.is_chosen({name: text})}
+    if own and not given:
+        field, text = next(iter(own.items()))
+        raise RunError(
+            f"{path} would have {text!r} called as its {field}, which a file may not say: build that module yourself "
+            f"and give it, as in fedcover.load_part({str(path)!r}, model=...)"
+        )
+    kept = {name: value for name, value in fields.items() if name not in own}
+    policy = "full" if header.experiment.get("policy") == "full" else "prefix"  # only whether anything was cut
+    try:
+        return Experiment(**kept, policy=policy)
+    except InvalidValue as error:
+        raise RunError(f"{path} is no model exported by fedcover: {error}") from error

@@ -18,10 +18,10 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from fedcover import checkpoints
+from fedcover import checkpoints, trust
 from fedcover.checkpoints import write_atomically
 from fedcover.errors import InvalidValue, RunError, TrainingDiverged
-from fedcover.experiment import Experiment, read_experiment
+from fedcover.experiment import MOST, Experiment, read_fields
 from fedcover.preparation import Machine, Parts
 from fedcover.summary import Metrics, command_to_go_on, is_whole, read_lines, summarise
 from fedcover.types import State
@@ -36,6 +36,8 @@ class Folder:
     """A run folder; `created`, `opened` (both lock it) or `read`."""
 
     path: Path
+    trusted: bool = False
+    """Whether every function that its experiment names may be called, not only those that this process has named."""
 
     @property
     def checkpoints(self) -> Path:
@@ -48,9 +50,28 @@ class Folder:
         return self.path / "kept"
 
     @cached_property
+    def fields(self) -> dict[str, Any]:
+        """What experiment.toml says, unchecked; nothing that it names is imported."""
+        return read_fields(self.path / "experiment.toml")
+
+    @cached_property
     def experiment(self) -> Experiment:
-        """What is run here."""
-        return read_experiment(self.path / "experiment.toml")
+        """What is run here; functions that it names are imported, if they may be."""
+        if not self.trusted:
+            trust.check(self.path, self.fields)
+        return Experiment(**self.fields)
+
+    @property
+    def planned_rounds(self) -> int:
+        """How many rounds the run is to have, by its file alone."""
+        rounds = self.fields.get("rounds", Experiment.model_fields["rounds"].default)
+        if type(rounds) is not int or not 1 <= rounds <= MOST:
+            raise InvalidValue(f"{self.path / 'experiment.toml'}: rounds must be in 1..{MOST}; got {rounds!r}")
+        return rounds
+
+    def names_other_functions(self, experiment: Experiment) -> bool:
+        """Whether the run cannot be of this experiment, as it names functions of its own; they are not imported."""
+        return trust.functions_of(self.fields) != trust.functions_of(experiment.model_dump())
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
@@ -260,7 +281,15 @@ class Folder:
         except RunError:  # that command tells what is wrong with it
             engine = ""
         otherwise = " (or 'flower run --resume' as it was started)" if engine == "flower" else ""
-        return f"'{command_to_go_on(engine, self.path)}'{otherwise}"
+        return f"'{command_to_go_on(engine, self.path)}{self.trust_flag()}'{otherwise}"
+
+    def trust_flag(self) -> str:
+        """What that command needs if the run names functions; who has not named them here is not told to trust them."""
+        try:
+            named = trust.functions_of(self.fields)
+        except InvalidValue:  # that command tells what is wrong with it
+            return ""
+        return " --trust" if named and trust.is_chosen(named) else ""
 
 
 def manifest(experiment: Experiment, machine: Machine, parts: Parts, data: str | Path | None) -> dict[str, Any]:

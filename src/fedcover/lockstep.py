@@ -127,7 +127,7 @@ def _course(
             experiment, replace(_decided(machine, setup), engine=_engine_of(setup, machine)), Parts(), data
         )
     )
-    if folder.experiment.digest != experiment.digest:
+    if folder.names_other_functions(experiment) or folder.experiment.digest != experiment.digest:
         raise InvalidValue(f"{folder.path} holds another experiment; choose another name or folder of runs")
     folder.refuse_another(machine)
     state, metrics = where_it_stopped(folder, setup, machine.device, say)

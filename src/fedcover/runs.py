@@ -147,10 +147,14 @@ def resume(
     engine: Engine | None = None,
     watch: Watch | None = None,
     complain: Callable[[str], None] = print,
+    trust: bool = False,
 ) -> Run:
-    """Go on where a run folder stops; ends like a run that was never interrupted."""
+    """Go on where a run folder stops; ends like a run that was never interrupted.
+
+    A function of some module that the folder names is called only if this process has named it before, or with `trust`.
+    """
     parts = Parts(dataset, model, policy, engine)
-    with Folder(Path(folder)).opened() as found:
+    with Folder(Path(folder), trust).opened() as found:
         chosen = found.machine(machine, force=force)
         found.require(parts)
         with chosen.applied():
@@ -171,10 +175,11 @@ def load(
     dataset: Dataset | None = None,
     model: Model | nn.Module | None = None,
     policy: Policy | None = None,
+    trust: bool = False,
 ) -> Run:
-    """A run folder's newest state and figures, without running anything."""
+    """A run folder's newest state and figures, without running anything; `trust` as in `resume`."""
     parts = Parts(dataset, model, policy)
-    found = Folder(Path(folder)).read()
+    found = Folder(Path(folder), trust).read()
     found.require(parts)
     machine = Machine(device=device).resolved()
     setup = prepare(found.experiment, machine, data=data or found.data, parts=parts)
@@ -191,10 +196,11 @@ def replay(
     dataset: Dataset | None = None,
     model: Model | nn.Module | None = None,
     policy: Policy | None = None,
+    trust: bool = False,
 ) -> tuple[State, Report]:
     """Run a kept round again, exactly: its state was kept, and all its randomness has an address."""
     parts = Parts(dataset, model, policy)
-    found = Folder(Path(folder)).read()
+    found = Folder(Path(folder), trust).read()
     found.require(parts)
     check_rows_are_here(found.experiment)
     if found.experiment.privacy != "none":

@@ -88,6 +88,15 @@ def _literal(node: ast.expr) -> Any:
     raise ValueError
 
 
+def is_own(text: str) -> bool:
+    """Whether a specification names a function of some module, a user's own, rather than one of a table.
+
+    >>> is_own("my.rules:mean(share=0.1)"), is_own("trimmed_mean(share=0.1)")
+    (True, False)
+    """
+    return ":" in text.partition("(")[0]
+
+
 def look_up(field: str, spec: Spec, table: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
     """The function that a specification names, with its options bound and checked against its signature.
 

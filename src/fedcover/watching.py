@@ -102,14 +102,15 @@ class Look:
 
 
 def look(path: Path) -> Look:
-    """Read a run folder, whether its run is going on, has stopped, or is done."""
+    """Read a run folder, whether its run is going on, has stopped, or is done; nothing that it names is imported."""
     folder = Folder(path).read()
-    experiment = folder.experiment
+    planned = folder.planned_rounds
     lines = {line["round"]: _trusted(line) for line in read_lines(path / "metrics.jsonl")}
-    rounds = [lines[round] for round in range(experiment.rounds) if round in lines]
+    rounds = [lines[round] for round in range(planned) if round in lines]
     events = read_events(path / "events.jsonl")
     finished = (path / "summary.json").exists()
-    return Look(experiment.name, experiment.rounds, rounds, events, finished, folder.in_use(), folder.going_on())
+    name = printable(str(folder.fields["name"]))
+    return Look(name, planned, rounds, events, finished, folder.in_use(), folder.going_on())
 
 
 def _trusted(line: Line) -> Line:

@@ -27,17 +27,18 @@ def certify(
     model: Model | nn.Module | None = None,
     policy: Policy | None = None,
     tell: Tell = lambda sentence: None,
+    trust: bool = False,
 ) -> dict[str, Any]:
     """Replay the kept rounds of a run and compare its gradients with the theorems; also writes certificate.json.
 
     Every client's path is looked at in `steps` of its local steps, F over at most `clients` clients; all of them, and
-    all rounds kept, make exact what otherwise is estimated.
+    all rounds kept, make exact what otherwise is estimated. `trust` as in `fedcover.resume`.
     """
     for name, value in (("steps", steps), ("clients", clients)):
         if value < 1:
             raise InvalidValue(f"{name} must be at least 1; got {value}")
     parts = Parts(dataset, model, policy)
-    found = Folder(Path(folder)).read()
+    found = Folder(Path(folder), trust).read()
     found.require(parts)
     check_rows_are_here(found.experiment)
     machine = Machine(engine="sequential", device=device).resolved()

@@ -23,8 +23,6 @@ from fedcover.processes import torchrun_rank
 
 def main() -> None:
     """Parse the command line; what is wrong is said in one sentence: exit code 2 for input, 1 for the rest."""
-    if "" not in sys.path:  # so that `package.module:function` finds the user's own files
-        sys.path.insert(0, "")
     if torchrun_rank() and sys.argv[1:2] in (["run"], ["resume"]):  # the first process reads the arguments
         return take_part()
     try:

@@ -8,6 +8,7 @@ from cyclopts import Parameter
 from fedcover import console
 from fedcover.certificate import certify as certify_run
 from fedcover.cli.options import Data, Device, Json, app
+from fedcover.cli.trusting import Trust, is_trusted
 
 
 @app.command
@@ -18,10 +19,13 @@ def certify(
     clients: Annotated[int, Parameter(help="At most so many clients make up the full gradient.")] = 200,
     device: Device = "cpu",
     data: Data = None,
+    trust: Trust = False,
     json: Json = False,
 ) -> None:
     """The convergence theorems against a run's measured gradients: constants, bounds term by term, what fails."""
-    found = certify_run(run, steps=steps, clients=clients, device=device, data=data, tell=console.say)
+    found = certify_run(
+        run, steps=steps, clients=clients, device=device, data=data, tell=console.say, trust=is_trusted(run, trust)
+    )
     if json:
         return console.show_json(found)
     _show(found)

@@ -15,6 +15,7 @@ from cyclopts import App, Parameter
 
 from fedcover import console
 from fedcover.cli.options import Data, Device, Json, Threads, Whole, app
+from fedcover.cli.trusting import Trust, is_trusted
 from fedcover.cli.wanted import wanted_of
 from fedcover.errors import InvalidValue, RunError
 from fedcover.experiment import Experiment
@@ -29,6 +30,7 @@ from fedcover.flower.rows import wanted_of as wanted_rows
 from fedcover.folders import Folder
 from fedcover.preparation import Machine, check_device, prepare
 from fedcover.summary import read_events, summarise, unanswered, why_unanswered
+from fedcover.trust import functions_of
 from fedcover.types import Source
 
 flower_app = App(name="flower", help="The same experiment on Flower's SuperLink and SuperNodes.")
@@ -53,12 +55,13 @@ def up(
     threads: Threads = None,
     deadline: Deadline = 300.0,
     wait: Wait = 120.0,
+    trust: Trust = False,
     json: Json = False,
 ) -> None:
     """Start a SuperLink and SuperNodes on this machine, run an experiment on them, and clean up."""
     require()
     Machine(device=device, threads=threads).resolved()  # refused here rather than by each node
-    wanted, again = _wanted(experiment, set)
+    wanted, again = _wanted(experiment, set, trust)
     if not 1 <= nodes <= wanted.clients:
         raise InvalidValue(f"nodes must be in 1..clients ({wanted.clients}); got {nodes}")
     folder = (experiment if again else runs / wanted.name).resolve()
@@ -79,7 +82,8 @@ def up(
     _clean_up_when_stopped()
     place = Path(tempfile.mkdtemp(prefix="fedcover-flower-"))
     log = place / "run.txt"
-    again_by = f"fedcover flower up --nodes {nodes}{f' --rows {shlex.quote(rows)}' if rows else ''} {folder}"
+    trusted = " --trust" if functions_of(wanted.model_dump()) else ""
+    again_by = f"fedcover flower up --nodes {nodes}{f' --rows {shlex.quote(rows)}' if rows else ''}{trusted} {folder}"
     try:
         with local(place, configs, [*beside, os.getcwd()]) as federation, log.open("wb") as out:
             some = "1 SuperNode" if nodes == 1 else f"{nodes} SuperNodes"
@@ -114,12 +118,13 @@ def run(
     nodes: Annotated[Whole, Parameter(help="How many SuperNodes share the clients; else as the first one says.")] = 0,
     deadline: Deadline = 300.0,
     wait: Wait = 120.0,
+    trust: Trust = False,
 ) -> None:
     """Submit an experiment to a federation that is already there, and show its log."""
     require()
     if nodes < 0:
         raise InvalidValue(f"nodes must be at least 1, or 0 for as many as the first node says; got {nodes}")
-    wanted, again = _wanted(experiment, set)
+    wanted, again = _wanted(experiment, set, trust)
     if nodes > wanted.clients:
         raise InvalidValue(f"nodes must be in 1..clients ({wanted.clients}), or 0; got {nodes}")
     check_device(device)
@@ -221,12 +226,12 @@ def _forget_the_terminal() -> None:
             os.dup2(nowhere, said)
 
 
-def _wanted(experiment: Path, changes: tuple[str, ...]) -> tuple[Experiment, bool]:
+def _wanted(experiment: Path, changes: tuple[str, ...], trust: bool) -> tuple[Experiment, bool]:
     """The experiment of a TOML file, or of a run folder to go on with."""
     if experiment.is_dir():
         if changes:
             raise InvalidValue("--set cannot change a run that is gone on with")
-        found = Folder(experiment).read()
+        found = Folder(experiment, is_trusted(experiment, trust)).read()
         if found.manifest.get("engine") != "flower":
             raise InvalidValue(f"{experiment} was not run on Flower: go on with 'fedcover resume {experiment}'")
         return found.experiment, True

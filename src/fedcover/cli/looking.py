@@ -13,6 +13,8 @@ from fedcover.aggregation import RULES, SERVERS
 from fedcover.audit import audit as audit_fleet
 from fedcover.audit import audit_codename
 from fedcover.cli.options import Data, Json, MaybeWhole, Whole, app
+from fedcover.cli.trusting import Trust, is_trusted
+from fedcover.cli.wanted import look_for_modules_here
 from fedcover.engines import ENGINES
 from fedcover.errors import InvalidValue, unknown
 from fedcover.experiment import Experiment
@@ -116,6 +118,7 @@ def audit(
     json: Json = False,
 ) -> None:
     """Does this fit my device: parameters, multiply-adds, memory and traffic per capacity; and what is covered."""
+    look_for_modules_here()
     options = {
         "kind": kind, "p5": p5, "fleet": fleet, "policy": policy, "capacity": capacity, "model": model,
         "dataset": dataset, "batch_size": batch_size,
@@ -202,10 +205,12 @@ def plan(
     weights: Annotated[Path | None, Parameter(help="A run folder: plan for its current weights.")] = None,
     plot: Annotated[Path | None, Parameter(help="Draw the frontier into this file (needs fedcover[plot]).")] = None,
     data: Data = None,
+    trust: Trust = False,
     json: Json = False,
 ) -> None:
     """What can this fleet cover, at what noise; the plan that is chosen, and what other policies would give."""
-    current = None if weights is None else load(weights, data=data).state.params
+    look_for_modules_here()
+    current = None if weights is None else load(weights, data=data, trust=is_trusted(weights, trust)).state.params
     experiment = Experiment(dataset=dataset, model=model, fleet=fleet, capacity=capacity)
     found = plan_report(experiment, gamma=gamma, tolerate=tolerate, window=window, kind=kind, params=current)
     if plot is not None:

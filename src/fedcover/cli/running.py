@@ -23,6 +23,7 @@ from fedcover.cli.options import (
     Whole,
     app,
 )
+from fedcover.cli.trusting import Trust, is_trusted
 from fedcover.cli.wanted import wanted_of
 from fedcover.demo import FLEET, LINE_UP
 from fedcover.demo import demo as run_demo
@@ -88,19 +89,21 @@ def resume(
     processes: Processes = "auto",
     plot: Plot = None,
     tensorboard: TensorBoard = False,
+    trust: Trust = False,
     json: Json = False,
 ) -> None:
     """Go on with a run that was stopped; it ends as if it never had been."""
     if plot is not None:
         plotting.check(plot)
-    wanted = Folder(folder).read().experiment
+    trusted = is_trusted(folder, trust)
+    wanted = Folder(folder, trusted).read().experiment
     machine = Machine(engine, device, threads, deterministic, precision, _processes(processes))
     with _watching(wanted, folder, tensorboard) as watch:
         result = _saying_how_to_go_on(
             folder,
             lambda: resume_run(
                 folder, machine=machine, force=force, data=data, watch=watch,
-                complain=console.say,
+                complain=console.say, trust=trusted,
             ),
         )  # fmt: skip
     _show_result(result, plot, json)
@@ -114,13 +117,14 @@ def export(
     output: Annotated[Path | None, Parameter(name=["--output", "-o"], help="The file to write.")] = None,
     format: Annotated[str, Parameter(help="safetensors, or onnx (needs fedcover[onnx]).")] = "safetensors",
     data: Data = None,
+    trust: Trust = False,
     json: Json = False,
 ) -> None:
     """Write the trained model, or the part of it that a device can hold, as one file."""
     if format not in FORMATS:
         raise unknown("format", format, FORMATS)
     path = output or folder / f"model-{capacity:g}.{format}"
-    written = export_part(load(folder, data=data), capacity, path, format)
+    written = export_part(load(folder, data=data, trust=is_trusted(folder, trust)), capacity, path, format)
     if json:
         return console.show_json(written)
     hint = f"; load it with fedcover.load_part({str(path)!r})" if format == "safetensors" else ""
@@ -193,7 +197,8 @@ def _saying_how_to_go_on(folder: Path, work: Callable[[], Run]) -> Run:
         return work()
     except KeyboardInterrupt:
         begun = (folder / "experiment.toml").exists()
-        console.say(f"stopped; go on with: fedcover resume {folder}" if begun else "stopped before the run began")
+        go_on = f"fedcover resume {folder}{Folder(folder).trust_flag()}" if begun else ""
+        console.say(f"stopped; go on with: {go_on}" if begun else "stopped before the run began")
         sys.exit(130)
 
 

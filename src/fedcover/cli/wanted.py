@@ -9,11 +9,18 @@ from fedcover.experiment import Experiment, parse_change, read_experiment
 
 def wanted_of(file: Path | None, changes: Sequence[str]) -> Experiment:
     """The experiment of a TOML file, or the defaults, with changes; functions and files it names may lie beside it."""
+    look_for_modules_here()
     parsed = dict(parse_change(text) for text in changes)
     if file is None:
         return _with_absolute_dataset(Experiment(**parsed), None)
     sys.path.insert(1, str(file.parent.resolve()))
     return _with_absolute_dataset(read_experiment(file, parsed), file)
+
+
+def look_for_modules_here() -> None:
+    """Let `package.module:function` find the user's own files; not for commands that only look at files."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")
 
 
 def _with_absolute_dataset(wanted: Experiment, file: Path | None) -> Experiment:

@@ -84,7 +84,10 @@ def serve(grid: Grid, settings: Settings) -> Run:
 
 def begun(folder: Path, asked: Experiment) -> Experiment:
     """The experiment of a run that is gone on with; nothing can be changed on the way but what nodes declare."""
-    experiment = Folder(folder).read().experiment
+    found = Folder(folder).read()
+    if found.names_other_functions(asked):
+        raise InvalidValue("a run that is gone on with cannot be changed: it names other functions")
+    experiment = found.experiment
     known, wanted = experiment.model_dump(), asked.model_dump()
     other = [name for name in known if name not in ("name", "fleet") and known[name] != wanted[name]]
     if other:

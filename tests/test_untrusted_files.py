@@ -1,0 +1,259 @@
+"""Run folders and models from elsewhere: looking at them calls nothing; what they name is called only if trusted."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+
+import pytest
+import safetensors.torch
+import torch
+
+import fedcover as fc
+from fedcover import trust
+from fedcover.errors import RunError
+from fedcover.export import export
+from fedcover.spec import ARGUMENTS
+from fedcover.watching import look
+from tests.test_cli import changed, fedcover, refused
+from tests.test_runs import only_the_cpu, tiny
+
+__all__ = ["fedcover", "only_the_cpu"]  # fixtures
+
+THEIRS = """
+from pathlib import Path
+Path(__file__).with_name("imported").touch()
+from fedcover.models import MODELS
+from fedcover.policies import POLICIES
+policy, mlp = POLICIES["prefix"], MODELS["mlp"]
+"""
+NAMED = "would have 'theirs:policy' imported and called as its policy: if you trust where it comes from, say so with "
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_named_yet(monkeypatch):
+    """As in a process that has just begun."""
+    monkeypatch.setattr(trust, "_chosen", set())
+
+
+@pytest.fixture
+def theirs(tmp_path, monkeypatch):
+    """A run folder that names a function of a module beside it; a file `imported` tells whether that was imported."""
+    (tmp_path / "theirs.py").write_text(THEIRS)
+    monkeypatch.syspath_prepend(tmp_path)
+    fc.run(tiny(policy="theirs:policy", rounds=2, keep_rounds=[0]), tmp_path / "run")
+    export(fc.load(tmp_path / "run"), 0.5, tmp_path / "part.safetensors")
+    forget(tmp_path, monkeypatch)
+    return tmp_path / "run"
+
+
+def forget(place, monkeypatch):
+    """Let nothing be imported or named in this process."""
+    (place / "imported").unlink(missing_ok=True)
+    monkeypatch.setattr(trust, "_chosen", set())
+    monkeypatch.delitem(sys.modules, "theirs", raising=False)
+
+
+def was_imported(folder):
+    return (folder.parent / "imported").exists()
+
+
+# ── run folders ─────────────────────────────────────────────────────────────────────────────────────────
+
+BUILDERS = {
+    "load": fc.load,
+    "resume": fc.resume,
+    "replay": lambda folder, **given: fc.replay(folder, 0, **given),
+    "certify": lambda folder, **given: fc.certify(folder, steps=1, **given),
+}
+
+
+@pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS.keys())
+def test_what_a_folder_names_is_called_only_if_it_is_trusted(build, theirs):
+    with pytest.raises(RunError, match=f"^{re.escape(f'{theirs} {NAMED}')}--trust, or trust=True in Python$"):
+        build(theirs)
+    assert not was_imported(theirs)
+    build(theirs, trust=True)
+    assert was_imported(theirs)
+
+
+@pytest.mark.parametrize("field", ARGUMENTS)
+def test_no_field_of_a_folder_names_what_is_called(field, tmp_path):
+    fc.run(tiny(rounds=1), tmp_path / "run")
+    path = tmp_path / "run" / "experiment.toml"
+    value = json.dumps(f"pty:spawn(argv=['touch', '{tmp_path}/called'])")
+    path.write_text(re.sub(rf"^{field} = .*$", lambda line: f"{field} = {value}", path.read_text(), flags=re.MULTILINE))
+    for build in BUILDERS.values():
+        with pytest.raises(RunError, match=f"imported and called as its {field}"):
+            build(tmp_path / "run")
+    assert not (tmp_path / "called").exists()
+
+
+def test_what_this_process_has_named_itself_needs_no_trust(tmp_path, theirs):
+    """A run that was just made, or the one that a sweep goes on with."""
+    experiment = tiny(policy="theirs:policy", rounds=2)
+    fc.run(experiment, tmp_path / "mine")
+    assert fc.load(tmp_path / "mine").experiment == experiment
+    [done] = fc.sweep([tiny(policy="theirs:policy", rounds=2, name="mine")], tmp_path)
+    assert len(done.metrics) == 2
+
+
+def test_a_sweep_does_not_import_what_another_run_in_its_place_names(tmp_path, theirs):
+    with pytest.raises(fc.InvalidValue, match="run holds another experiment"):
+        list(fc.sweep([tiny(rounds=2, name="run")], tmp_path))
+    assert not was_imported(theirs)
+
+
+def test_the_same_function_with_other_options_is_another_call(tmp_path, theirs):
+    trust.choose({"policy": "theirs:policy(spread=true)"})
+    with pytest.raises(RunError, match="'theirs:policy' imported"):
+        fc.load(theirs)
+
+
+# ── commands ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "words", [("resume",), ("export",), ("certify",), ("plan", "--fleet", "1x1.0", "--dataset", "digits", "--weights")]
+)
+def test_commands_that_build_the_model_want_to_be_told(words, theirs, fedcover):
+    refused(fedcover(*words, theirs), 1, NAMED + "--trust")
+    assert not was_imported(theirs)
+
+
+def test_commands_with_the_flag(theirs, fedcover):
+    code, _, err = fedcover("export", theirs, "--trust")
+    assert code == 0, err
+    assert fedcover("resume", theirs, "--trust")[0] == 0
+
+
+@pytest.mark.parametrize("words", [("watch", "--once"), ("watch", "--json"), ("report",), ("history", "--csv")])
+def test_looking_imports_nothing(words, theirs, fedcover, monkeypatch):
+    monkeypatch.chdir(theirs.parent)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(theirs.parent))])
+    code, _, err = fedcover(*words, theirs)
+    assert code == 0, err
+    assert not was_imported(theirs)
+    assert "" not in sys.path  # else whatever is imported later may come from the folder that is looked at
+
+
+def test_what_a_command_says_of_a_folder_from_elsewhere_does_not_trust_it(theirs):
+    """Who copies what is shown must not be led to call it."""
+    (theirs / "summary.json").unlink()
+    assert "--trust" not in look(theirs).going_on
+    tiny(policy="theirs:policy")
+    assert look(theirs).going_on == f"'fedcover resume {theirs} --trust'"
+
+
+def test_who_is_stopped_is_told_the_whole_command(theirs, fedcover, monkeypatch, tmp_path):
+    def stop(*args, **given):
+        raise KeyboardInterrupt
+
+    fedcover("run", *changed(policy="theirs:policy", name="stopped", rounds=1))
+    monkeypatch.setattr("fedcover.cli.running.resume_run", stop)
+    code, _, err = fedcover("resume", "runs/stopped")
+    assert (code, err) == (130, "stopped; go on with: fedcover resume runs/stopped --trust\n")
+
+
+def answered(words, answer, folder):
+    """A command on a terminal whose user gives one answer: its exit code and all that was shown."""
+    ours, ends = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fedcover", *words], stdin=ends, stdout=ends, stderr=ends, cwd=folder
+    )
+    os.close(ends)
+    os.write(ours, f"{answer}\n".encode())
+    shown = b""
+    while True:
+        try:
+            shown += os.read(ours, 65536)
+        except OSError:  # the terminal is gone
+            break
+    os.close(ours)
+    return process.wait(60), " ".join(shown.decode().split())
+
+
+@pytest.mark.parametrize(("answer", "code"), [("y", 0), ("", 1)])
+def test_on_a_terminal_one_is_asked(answer, code, theirs):
+    left, shown = answered(["export", "run"], answer, theirs.parent)
+    assert "run would have this imported and called: 'theirs:policy'" in shown
+    assert "do you trust where it comes from? [y/N]" in shown
+    assert left == code, shown
+    assert was_imported(theirs) == (code == 0)
+
+
+# ── exported models ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def with_header(path, **changes):
+    """The same file with other words in the experiment of its header."""
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    about = json.loads(json.loads(content[8 : 8 + length])["__metadata__"]["fedcover"])
+    about |= {name: changes.pop(name) for name in list(changes) if name not in about["experiment"]}
+    about["experiment"] |= changes
+    values = safetensors.torch.load(content)
+    path.write_bytes(safetensors.torch.save(values, metadata={"fedcover": json.dumps(about)}))
+    return path
+
+
+@pytest.fixture
+def part(tmp_path):
+    run = fc.run(tiny(rounds=1))
+    export(run, 0.5, tmp_path / "part.safetensors")
+    return tmp_path / "part.safetensors"
+
+
+def test_a_model_does_not_say_what_is_called_to_build_it(part, tmp_path):
+    with_header(part, model="pty:spawn", shape=["sh", "-c", f"touch {tmp_path}/called"])
+    with pytest.raises(RunError):
+        fc.load_part(part)
+    with_header(part, shape=[64])
+    with pytest.raises(RunError, match="would have 'pty:spawn' called as its model, which a file may not say: build"):
+        fc.load_part(part)
+    assert not (tmp_path / "called").exists()
+
+
+def test_a_recipe_of_one_s_own_is_not_called_either(part):
+    with_header(part, recipe="theirs:recipe")
+    with pytest.raises(RunError, match=r"would have 'theirs:recipe' called as its recipe.*model=\.\.\.\)$"):
+        fc.load_part(part)
+
+
+@pytest.mark.parametrize("field", sorted(ARGUMENTS.keys() - {"model", "recipe"}))
+def test_what_a_model_does_not_need_is_not_looked_at(field, part):
+    """A device that runs the model needs no policy; so it is not asked for a module that it has not."""
+    wanted = fc.load_part(part)
+    again = fc.load_part(with_header(part, **{field: "theirs:function"}))
+    assert torch.equal(again(torch.ones(1, 64)), wanted(torch.ones(1, 64)))
+
+
+def test_a_module_that_is_given_takes_the_place_of_a_function(theirs):
+    path = with_header(theirs.parent / "part.safetensors", model="theirs:build", recipe="theirs:recipe")
+    module = fc.run(tiny(rounds=1)).model()
+    assert isinstance(fc.load_part(path, model=module), torch.nn.Module)
+    assert not was_imported(theirs)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"shape": "abc"}, {"shape": [-1]}, {"shape": [2**70]}, {"shape": [1] * 50}, {"shape": None}, {"classes": 0},
+        {"classes": "ten"}, {"reduction": "zz"}, {"reduction": 3}, {"masked": "x"}, {"masked": [1]}, {"model": 5},
+        {"model": "mlp(hidden='x')"}, {"norm": ["batch"]}, {"recipe": None}, {"seed": -1}, {"integers": "maybe"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_odd_header_gets_one_sentence(changes, part):
+    with pytest.raises(RunError, match=rf"^{re.escape(str(part))} "):
+        fc.load_part(with_header(part, **changes))
+
+
+def test_a_header_that_is_no_table(part):
+    values = safetensors.torch.load_file(part)
+    for text in ("[]", "3", '"experiment"', "[" * 100_000, "{"):
+        part.write_bytes(safetensors.torch.save(values, metadata={"fedcover": text}))
+        with pytest.raises(RunError, match=f"^{re.escape(str(part))} "):
+            fc.load_part(part)
