@@ -44,3 +44,14 @@ def test_the_python_of_the_readme_runs():
     for text in blocks("python"):
         exec(compile(text, "README.md", "exec"), names)
     assert names["run"].accuracy > 0.8
+
+
+def test_nobody_is_told_to_install_from_an_index_that_lacks_the_package():
+    told = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md"), *ROOT.glob("src/**/*.py")]
+    told += ROOT.glob("examples/**/*.ipynb")
+    wrong = re.compile(r"""pip install (--\S+ )*\\?["']?fedcover(?!\[\w+\] @)""")
+    assert [path.name for path in told if wrong.search(path.read_text())] == []
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = {name for path in told for name in re.findall(r"pip install '\.\[(\w+)\]'", path.read_text())}
+    assert named
+    assert named <= extras.keys()

@@ -378,7 +378,8 @@ def test_without_flower_its_programs_cannot_be_run():
     done = subprocess.run(
         [sys.executable, "-c", hidden, "flower-superlink"], capture_output=True, text=True, check=False
     )
-    assert (done.returncode, done.stderr) == (1, "fedcover: this needs Flower: pip install 'fedcover[flower]'\n")
+    told = "fedcover: this needs Flower; in a checkout of fedcover: pip install '.[flower]'\n"
+    assert (done.returncode, done.stderr) == (1, told)
 
 
 def test_only_programs_of_flower_are_run_so():

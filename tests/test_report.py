@@ -11,6 +11,7 @@ import zlib
 from html.parser import HTMLParser
 from itertools import combinations
 from pathlib import Path
+from statistics import stdev
 
 import numpy as np
 import pytest
@@ -58,6 +59,9 @@ def test_groups_are_called_after_what_differs_or_after_their_runs_where_that_is_
     long = "synthetic(shape=(1, 8, 8), classes=10, samples=5, test_size=200)"
     both = [made_up_run(tmp_path / f"far-{seed}", dataset=long, seed=seed) for seed in (0, 1)]
     assert labels(a, *both) == {"a": 1, "far": 2}
+    swept = [made_up_run(tmp_path / f"abc-seed-{seed}", seed=seed) for seed in (7, 8)]
+    assert labels(*swept) == {"abc": 2}
+    assert labels(swept[0]) == {"abc": 1}
     again = made_up_run(tmp_path / "deeper" / "far-0", dataset=long, clients=30)
     assert set(labels(both[0], again)) == {"clients 20", "clients 30"}
 
@@ -91,6 +95,14 @@ def test_parts_made_in_python_are_no_repetition_unless_named_so_with_other_seeds
     }
     data = report(tmp_path, tmp_path / "c")
     assert data["runs"][0]["custom"] == ["policy"]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_the_spread_on_the_page_is_that_of_a_sweep():
+    values = [0.91, 0.935, 0.99, 0.75]
+    script = f"{asset('elements.js')}; console.log(deviation({values}))"
+    told = subprocess.run(["node", "-e", script], capture_output=True, text=True, check=True).stdout
+    assert float(told) == pytest.approx(stdev(values), rel=1e-12)
 
 
 # ── runs in every state ─────────────────────────────────────────────────────────────────────────────────

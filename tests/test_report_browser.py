@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from statistics import stdev
 
 import pytest
 
@@ -92,6 +93,14 @@ def test_every_plot_is_drawn(page):
     assert len(rows(page)) == 5
     assert "no finite loss from round 1" in page.run("return document.querySelector('#runs ~ .card').textContent")
     assert "2 of 6 rounds" in page.run("return document.querySelector('#runs ~ .card').textContent")
+
+
+def test_accuracy_stands_beside_its_sample_standard_deviation(page, compared):
+    data = json.loads(compared.read_text().split('id="data">')[1].split("</script>")[0])
+    text = page.run("return document.querySelector('#runs ~ .card').textContent")
+    groups = [[data["runs"][place]["totals"]["accuracy"] for place in each["runs"]] for each in data["groups"]]
+    for accuracies in groups:
+        assert len(accuracies) < 2 or f" ± {100 * stdev(accuracies):.1f}" in text
 
 
 def test_marks_of_an_axis_reach_around_the_lines(page):

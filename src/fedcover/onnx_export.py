@@ -21,7 +21,8 @@ def export_onnx(module: nn.Module, example: Tensor | tuple[Any, ...], path: str 
     """
     missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
     if missing:
-        raise InvalidValue(f"writing ONNX needs {' and '.join(missing)}; install with: pip install 'fedcover[onnx]'")
+        names = " and ".join(missing)
+        raise InvalidValue(f"writing ONNX needs {names}; in a checkout of fedcover: pip install '.[onnx]'")
     given = example if isinstance(example, tuple) else (example,)
     batch = tuple({0: torch.export.Dim.AUTO} if isinstance(each, Tensor) and each.ndim else None for each in given)
     talk = logging.getLogger("torch.onnx")

@@ -38,7 +38,7 @@ def _matplotlib(part: str) -> Any:
     try:
         return import_module(f"matplotlib.{part}")
     except ImportError:
-        raise FedcoverError("a plot needs matplotlib: pip install 'fedcover[plot]'") from None
+        raise FedcoverError("a plot needs matplotlib; in a checkout of fedcover: pip install '.[plot]'") from None
 
 
 def save(figure: Any, path: str | Path) -> None:

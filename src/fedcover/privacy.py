@@ -63,7 +63,7 @@ PRIVACY: dict[str, Callable[..., Gaussian | None]] = {"none": no_privacy, "gauss
 def require_accountant() -> None:
     """Complain if the library that accounts for privacy is not there."""
     if importlib.util.find_spec("dp_accounting") is None:
-        raise InvalidValue("privacy needs the package dp-accounting; install with: pip install 'fedcover[privacy]'")
+        raise InvalidValue("privacy needs dp-accounting; in a checkout of fedcover: pip install '.[privacy]'")
 
 
 def fresh_generator() -> torch.Generator:

@@ -16,7 +16,7 @@ from fedcover.rounds import Report
 def logging_to(folder: Path) -> Iterator[Callable[[Report], None]]:
     """A function that writes every number of a round it is told of into event files, under the rounds done by then."""
     if find_spec("tensorboard") is None:
-        raise FedcoverError("logging for TensorBoard needs it: pip install 'fedcover[tensorboard]'")
+        raise FedcoverError("logging for TensorBoard needs it; in a checkout of fedcover: pip install '.[tensorboard]'")
     make = import_module("torch.utils.tensorboard").SummaryWriter
     writers: list[Any] = []
 

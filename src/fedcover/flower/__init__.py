@@ -20,7 +20,7 @@ __all__ = ["CoverageStrategy", "client_app"]
 def require() -> None:
     """Complain if Flower is not installed."""
     if find_spec("flwr") is None:
-        raise InvalidValue("this needs Flower: pip install 'fedcover[flower]'")
+        raise InvalidValue("this needs Flower; in a checkout of fedcover: pip install '.[flower]'")
 
 
 def __getattr__(name: str) -> Any:

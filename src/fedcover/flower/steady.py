@@ -45,7 +45,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "flwr":
             raise
-        sys.exit("fedcover: this needs Flower: pip install 'fedcover[flower]'")
+        sys.exit("fedcover: this needs Flower; in a checkout of fedcover: pip install '.[flower]'")
     gc.freeze()  # what is imported stays for good; each look would go through all of it
     threading.Thread(target=_stay_tidy, daemon=True).start()
     program()

@@ -82,8 +82,13 @@ def _label(record: Record, names: Sequence[str]) -> str | None:
 
 def _named(records: Sequence[Record], places: Sequence[int]) -> str:
     """What the names of a group's runs have in common at their beginning; the first one if that is nothing."""
-    names = [records[place].name for place in places]
+    names = [_without_seed(records[place]) for place in places]
     return commonprefix(names).rstrip("-_. ") or names[0]  # noqa: RUF071
+
+
+def _without_seed(record: Record) -> str:
+    """The name of a run without what a sweep adds to it for the seed."""
+    return record.name.removesuffix(f"-seed-{record.settings.get('seed', 0)}") or record.name
 
 
 def _unique(said: Sequence[str | None], named: Sequence[str], firsts: Sequence[Record]) -> list[str]:

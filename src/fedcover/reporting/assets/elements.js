@@ -16,6 +16,12 @@ const svg = (tag, attributes, ...children) => fill(document.createElementNS(SVG,
 const number = (value) => typeof value === "number" && Number.isFinite(value);
 const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
 
+// The sample standard deviation, as `fedcover sweep` gives it.
+function deviation(values) {
+  const centre = mean(values);
+  return Math.sqrt(values.reduce((sum, value) => sum + (value - centre) ** 2, 0) / (values.length - 1));
+}
+
 function compact(value) {
   if (!number(value)) return "–";
   const size = Math.abs(value);

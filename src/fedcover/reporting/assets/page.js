@@ -125,7 +125,7 @@ function start() {
         notes(),
         filterBar(),
         runTable(),
-        h("p", { class: "small soft" }, "± is half the distance from the lowest seed to the highest, in points."),
+        h("p", { class: "small soft" }, "± is the sample standard deviation over the seeds, in points."),
       ),
       h(
         "section",

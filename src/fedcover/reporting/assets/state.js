@@ -97,9 +97,9 @@ function total(group, name) {
   const values = runsOf(group)
     .map((run) => run.totals[name])
     .filter(number);
-  return values.length
-    ? { mean: mean(values), low: Math.min(...values), high: Math.max(...values), n: values.length }
-    : null;
+  if (!values.length) return null;
+  const spread = values.length > 1 ? deviation(values) : 0;
+  return { mean: mean(values), spread, low: Math.min(...values), high: Math.max(...values), n: values.length };
 }
 
 function statusOf(run) {

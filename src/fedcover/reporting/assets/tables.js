@@ -104,7 +104,7 @@ function figureCell(group, [name, , format]) {
     { class: "num", title: spreadText(value, format) },
     value ? format(value.mean) : "–",
     value && value.n > 1 && name === "accuracy"
-      ? h("span", { class: "soft small" }, ` ± ${(50 * (value.high - value.low)).toFixed(1)}`)
+      ? h("span", { class: "soft small" }, ` ± ${(100 * value.spread).toFixed(1)}`)
       : null,
   );
 }
