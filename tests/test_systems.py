@@ -313,6 +313,14 @@ def test_fiarse_equals_its_twin(model, scope):
     agree(setup, state, twins.fiarse(scope))
 
 
+def test_fiarse_without_the_surrogate_equals_its_twin():
+    """The public code's mask is boolean, so its surrogate never acts."""
+    setup, state = world("mlp", policy="magnitude(scope='model')", recipe="fiarse(surrogate=false)", **ROUGH)
+    agree(setup, state, twins.fiarse("model", surrogate=False))
+    with pytest.raises(AssertionError):
+        agree(setup, state, twins.fiarse("model"))
+
+
 def test_fiarse_on_a_network_with_norms_equals_its_twin():
     setup, state = world("wide_resnet", policy="magnitude(scope='model')", recipe="fiarse", **SMALL)
     agree(setup, state, twins.fiarse("model"), rounds=1)

@@ -339,7 +339,7 @@ def fedmask(original, start: float, threshold: float):
     return twin
 
 
-def fiarse(scope: str):
+def fiarse(scope: str, surrogate: bool = True):
     """w takes part where |w| >= tau; the derivative of w * mask(w) is mask + w * sign(w) * 2 tau / (|w| + tau)^2."""
 
     def twin(setup, state, client, part) -> Slow:
@@ -353,7 +353,7 @@ def fiarse(scope: str):
             used = {name: p * mask[name] if name in prunable else p for name, p in params.items()}
             found = gradients(module, used, x, lambda z: cross_entropy(z, y))
             for name in prunable:
-                slope = params[name].sign() * 2 * tau[name] / (params[name].abs() + tau[name]) ** 2
+                slope = params[name].sign() * 2 * tau[name] / (params[name].abs() + tau[name]) ** 2 * surrogate
                 found[name] = found[name] * torch.where(mask[name], 1 + params[name] * slope, 0.0)
             return found
 

@@ -1,6 +1,6 @@
 """Clients of different depth: each trains the first stages of a network, with a classifier after every stage.
 
-Kim, Kang, Park, Kim, Park: DepthFL (ICLR 2023). With `exits="last"` it is InclusiveFL (Liu et al., KDD 2022).
+Kim, Yu, Kim, Moon: DepthFL (ICLR 2023). With `exits="last"` it is InclusiveFL (Liu et al., KDD 2022).
 """
 
 import torch

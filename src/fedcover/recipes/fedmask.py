@@ -1,7 +1,7 @@
 """Learned masks: the weights stay as they were drawn, clients learn which of them to use, and vote.
 
-Li, Sun, Li, Pu, Li, Chen: FedMask, Joint computation and communication-efficient personalized federated learning via
-heterogeneous masking (SenSys 2021).
+Li, Sun, Zeng, Zhang, Li, Chen: FedMask, Joint computation and communication-efficient personalized federated
+learning via heterogeneous masking (SenSys 2021).
 """
 
 import copy

@@ -1,6 +1,7 @@
 """Importance by threshold: a weight takes part only while it is large enough, and learns how large to be.
 
-Wu, Wang, Li: FIARSE, Model-heterogeneous federated learning via importance-aware submodel extraction (NeurIPS 2024).
+Wu, Wang, Wang, Liu, Su, Gao: FIARSE, Model-heterogeneous federated learning via importance-aware submodel extraction
+(NeurIPS 2024).
 """
 
 from collections.abc import Callable
@@ -36,10 +37,16 @@ class _Important(torch.autograd.Function):
         return torch.where(size >= threshold, gradient * surrogate, 0.0), None
 
 
-def fiarse(*, scope: str = "model") -> Recipe:
+def _plainly_kept(weight: Tensor, threshold: Tensor) -> Tensor:
+    """w where |w| >= tau, else 0; the derivative on what is kept is 1."""
+    return torch.where(weight.abs() >= threshold, weight, 0.0)
+
+
+def fiarse(*, scope: str = "model", surrogate: bool = True) -> Recipe:
     """Train through the threshold that cut the client's mask: weights may leave while training, none enters.
 
     Use it with the policy `magnitude` of the same scope, whose cut-off is the threshold: one, or one for each layer.
+    `surrogate=False` leaves out the threshold's own derivative, as the authors' public code does.
     """
     if scope not in SCOPES:
         raise unknown("recipe fiarse: scope", scope, SCOPES)
@@ -54,7 +61,7 @@ def fiarse(*, scope: str = "model") -> Recipe:
         return least
 
     def loss(forward: Forward, params: Params, batch: Batch, carry: Carry) -> Tensor:
-        apply: Callable[[Tensor, Tensor], Tensor] = _Important.apply
+        apply: Callable[[Tensor, Tensor], Tensor] = _Important.apply if surrogate else _plainly_kept
         chosen = {name: apply(params[name], threshold) for name, threshold in carry.items()}
         return cross_entropy(forward, {**params, **chosen}, batch, carry)
 

@@ -1,6 +1,6 @@
 """Pruning by the clients themselves: each shrinks its own sub-network and keeps its mask for life.
 
-Li, Sun, Zhang, Zhou, Chen, Li: Hermes, An efficient federated learning framework for heterogeneous mobile clients
+Li, Sun, Li, Pu, Li, Chen: Hermes, An efficient federated learning framework for heterogeneous mobile clients
 (MobiCom 2021). Structured: whole units of every group, smallest length first.
 """
 
