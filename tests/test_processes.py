@@ -147,6 +147,16 @@ def test_a_wrong_number_is_refused(wanted):
         fc.run(fc.Experiment(**FIELDS), machine=fc.Machine(processes=wanted))
 
 
+def test_no_more_processes_are_started_than_a_round_has_clients(tmp_path, caplog):
+    few = fc.Experiment(**{**FIELDS, "active": 2, "rounds": 1})
+    fc.run(few, tmp_path / "few", machine=fc.Machine(processes=50))
+    assert json.loads((tmp_path / "few" / "manifest.json").read_text())["processes"] == 2
+    assert "processes: 2, as a round has no more clients; 50 were asked for" in caplog.text
+    again = fc.resume(tmp_path / "few", machine=fc.Machine(processes=50))
+    assert again.state.round == 1
+    assert json.loads((tmp_path / "few" / "manifest.json").read_text())["processes"] == 2
+
+
 def test_auto_takes_one_process_for_a_short_run_and_one_per_core_for_a_long_one(monkeypatch):
     monkeypatch.setattr("fedcover.preparation.physical_cores", lambda: 2)
     chosen = []

@@ -1,5 +1,6 @@
 """Sweeps: every run is what it would be alone, and a sweep that was stopped goes on."""
 
+import json
 from importlib import import_module
 
 import pytest
@@ -127,6 +128,23 @@ def test_a_sweep_that_was_stopped_goes_on(tmp_path):
         assert load(tmp_path / run.experiment.name).state.round == 3
     again = {run.experiment.name: run.metrics for run in sweep(wanted, tmp_path)}  # all there, nothing is run
     assert again.keys() == whole.keys()
+
+
+@pytest.mark.parametrize("machine", [None, fc.Machine(processes=2)], ids=["one process", "two"])
+def test_a_sweep_that_was_stopped_before_a_summary_was_written_writes_it(tmp_path, machine):
+    wanted = settings()[:2]
+
+    def stop(experiment, report):
+        if report.round == 2:  # the last
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(sweep(wanted, tmp_path, watch=stop))
+    summaries = [tmp_path / e.name / "summary.json" for e in wanted]
+    assert load(tmp_path / wanted[0].name).state.round == 3
+    assert not summaries[0].exists()
+    list(sweep(wanted, tmp_path, machine=machine))
+    assert [json.loads(path.read_text())["rounds"] for path in summaries] == [3, 3]
 
 
 def test_a_folder_of_another_experiment_is_refused(tmp_path):

@@ -142,6 +142,7 @@ def _in_step(
     """Rounds of all runs, side by side, until the last has ended."""
     for course in courses:
         if not course.running:
+            course.finish()  # it may have been stopped after its last round, before its summary was written
             yield _finished(course, machine)
     while running := [course for course in courses if course.running]:
         asked = [ask(course.setup, course.state) for course in running]

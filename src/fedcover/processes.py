@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,20 @@ def torchrun_rank() -> int | None:
 def torchrun_size() -> int:
     """How many processes torchrun has started; 1 without it."""
     return 1 if torchrun_rank() is None else int(os.environ["WORLD_SIZE"])
+
+
+def no_more_than_clients(machine: Machine, setup: Setup) -> Machine:
+    """The same with at most one process for each client of a round: others would only start and wait.
+
+    What torchrun has started is started.
+    """
+    asked = int(machine.processes)
+    if asked <= setup.active or torchrun_size() > 1:
+        return machine
+    logging.getLogger("fedcover").warning(
+        "processes: %d, as a round has no more clients; %d were asked for", setup.active, asked
+    )
+    return replace(machine, processes=setup.active)
 
 
 @contextmanager

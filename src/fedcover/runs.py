@@ -21,7 +21,7 @@ from fedcover.experiment import Experiment, read_experiment
 from fedcover.folders import Folder
 from fedcover.policies.common import fits
 from fedcover.preparation import Machine, Parts, prepare
-from fedcover.processes import Job, sharing
+from fedcover.processes import Job, no_more_than_clients, sharing
 from fedcover.refusals import check_rows_are_here
 from fedcover.rounds import Report, Setup, cohort_of, first_state, part_for, run_round, view_of
 from fedcover.summary import Metrics, summarise
@@ -124,7 +124,7 @@ def run(
     check_rows_are_here(experiment, engine)
     chosen = (machine or Machine()).resolved()
     setup = prepare(experiment, chosen, data=data, parts=parts)
-    chosen = chosen.for_setup(setup)
+    chosen = no_more_than_clients(chosen.for_setup(setup), setup)
     with chosen.applied():
         if folder is None:
             job = Job(experiment, chosen, data, parts, first_state(setup), setup.rounds)
@@ -162,6 +162,7 @@ def resume(
             state, metrics = where_it_stopped(found, setup, chosen.device, complain)
             if state.round < setup.rounds:
                 check_rows_are_here(found.experiment, engine)
+            chosen = no_more_than_clients(chosen, setup)
             found.note(chosen, state.round)
             job = Job(found.experiment, chosen, data or found.data, parts, state, setup.rounds)
             return _go_on(job, setup, metrics, found, watch)
@@ -214,6 +215,7 @@ def replay(
         setup = prepare(found.experiment, chosen, data=data or found.data, parts=parts)
         state = checkpoints.read(kept[round], found.experiment.digest, chosen.device)
         refuse_another_model(found, setup, state)
+        chosen = no_more_than_clients(chosen, setup)
         with sharing(Job(found.experiment, chosen, data or found.data, parts, state, round + 1), setup) as team:
             return run_round(team, state)
 
