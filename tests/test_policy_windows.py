@@ -1,0 +1,139 @@
+"""Policies against the publications' definitions: windows written out by hand, never by the code under test."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from fedcover.policies import POLICIES
+from fedcover.types import Client, Coverage, Cut, Params, UnitGroup, View
+
+HIDDEN = UnitGroup("hidden", 5, (Cut("first.weight", 0), Cut("second.weight", 1)))
+NEXT = UnitGroup("next", 4, (Cut("second.weight", 0),))
+PARAMS = {"first.weight": torch.zeros(5, 3), "second.weight": torch.zeros(4, 5)}
+
+
+def view_at(round_number: int, *capacities: float, seed: int = 0, params: Params = PARAMS) -> View:
+    """A view of one round: two groups of five and four units, one client for each capacity."""
+    clients = tuple(Client(i, capacity, slot=i, samples=10, labels=(0,)) for i, capacity in enumerate(capacities))
+    return View(
+        round=round_number,
+        params=params,
+        groups=(HIDDEN, NEXT),
+        prunable=("first.weight", "second.weight"),
+        cohort=clients,
+        levels=capacities,
+        measure="width",
+        coverage=Coverage(window=(), ever={}),
+        seed=seed,
+    )
+
+
+def windows_of(policy: str, view: View, **options: object) -> list[tuple[list[int], list[int]] | None]:
+    """The units of both groups that a policy gives to each client."""
+    parts = POLICIES[policy](view, **options)
+    return [part and (part.kept["hidden"].tolist(), part.kept["next"].tolist()) for part in parts]
+
+
+def test_prefix_keeps_the_first_units_in_every_round():
+    """HeteroFL: units 0 .. beta U - 1; 0.5 of five units are two."""
+    for round_number in (0, 1, 7):
+        assert windows_of("prefix", view_at(round_number, 1.0, 0.5, 0.25)) == [
+            ([0, 1, 2, 3, 4], [0, 1, 2, 3]),
+            ([0, 1], [0, 1]),
+            ([0], [0]),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("round_number", "hidden", "following"),
+    [
+        (0, [0, 1], [0, 1]),
+        (1, [1, 2], [1, 2]),
+        (2, [2, 3], [2, 3]),
+        (3, [3, 4], [0, 3]),
+        (4, [0, 4], [0, 1]),
+        (5, [0, 1], [1, 2]),
+        (20, [0, 1], [0, 1]),
+    ],
+)
+def test_rolling_begins_at_unit_0_and_moves_by_one_unit_a_round(round_number, hidden, following):
+    """FedRolex: units (q + j) mod U, in every group modulo its own size, the same for all of one capacity."""
+    view = view_at(round_number, 0.5, 0.5)
+    assert windows_of("rolling", view) == [(hidden, following), (hidden, following)]
+
+
+def test_rolling_windows_of_all_capacities_begin_at_the_same_unit():
+    assert windows_of("rolling", view_at(3, 0.25, 0.5, 1.0)) == [
+        ([3], [3]),
+        ([3, 4], [0, 3]),
+        ([0, 1, 2, 3, 4], [0, 1, 2, 3]),
+    ]
+
+
+def test_spread_windows_begin_at_evenly_spaced_units():
+    """Client k of n begins k U / n units after the first, rounded down."""
+    assert windows_of("rolling", view_at(1, 0.25, 0.25, 0.25, 0.25), spread=True) == [
+        ([1], [1]),
+        ([2], [2]),
+        ([3], [3]),
+        ([4], [0]),
+    ]
+
+
+def test_random_draws_anew_for_every_round_client_and_seed():
+    """Federated Dropout: with five units taken two at a time, draws that forget their address would agree."""
+    rounds = [windows_of("random", view_at(q, 0.5))[0] for q in range(30)]
+    clients = windows_of("random", view_at(0, *[0.5] * 30))
+    seeds = [windows_of("random", view_at(0, 0.5, seed=seed))[0] for seed in range(30)]
+    for draws in (rounds, clients, seeds):
+        assert len({str(draw) for draw in draws}) > 10  # of 10 x 6 pairs of sets
+        assert all(len(hidden) == 2 and len(following) == 2 for hidden, following in draws)
+
+
+def test_random_takes_every_set_of_units_equally_often():
+    """Each of the ten pairs of five units is a tenth of 2,000 draws: 200, with a standard deviation of 13."""
+    draws = Counter(tuple(windows_of("random", view_at(q, 0.5))[0][0]) for q in range(2000))
+    assert len(draws) == 10
+    assert all(120 < times < 280 for times in draws.values())
+
+
+def test_random_draws_the_groups_independently_of_each_other():
+    """Were both groups cut by one draw, a pair of the first would always meet the same pair of the second."""
+    draws = [windows_of("random", view_at(q, 0.5))[0] for q in range(300)]
+    partners = {tuple(following) for hidden, following in draws if hidden == [0, 1]}
+    assert len(partners) == 6
+
+
+def test_full_homogeneous_and_exclude():
+    view = view_at(2, 1.0, 0.5, 0.25)
+    whole, half, quarter = ([0, 1, 2, 3, 4], [0, 1, 2, 3]), ([0, 1], [0, 1]), ([0], [0])
+    assert windows_of("full", view) == [whole, whole, whole]
+    assert windows_of("homogeneous", view) == [quarter, quarter, quarter]
+    assert windows_of("homogeneous", view, share=0.5) == [half, half, half]
+    assert windows_of("exclude", view) == [whole, None, None]
+    assert windows_of("exclude", view, below=0.5) == [half, half, None]
+
+
+WEIGHTS = {
+    "first.weight": torch.tensor([[-8.0, 1.0, 2.0], [3.0, -4.0, 5.0]]),
+    "second.weight": torch.tensor([[6.0, -7.0], [0.5, -0.25]]),
+}
+
+
+def masks_of(policy: str, capacity: float, **options: object) -> dict[str, list[list[bool]]]:
+    """The mask that a policy gives to one client of some capacity."""
+    (mask,) = POLICIES[policy](view_at(0, capacity, params=WEIGHTS), **options)
+    return {name: bits.int().tolist() for name, bits in mask.bits.items()}
+
+
+def test_magnitude_keeps_the_largest_sizes_not_the_largest_values():
+    """Half of each layer: 8, 5, 4 of the first, 7 and 6 of the second; or the five largest of all ten."""
+    half = {"first.weight": [[1, 0, 0], [0, 1, 1]], "second.weight": [[1, 1], [0, 0]]}
+    assert masks_of("magnitude", 0.5) == half
+    assert masks_of("magnitude", 0.5, scope="model") == half
+    assert masks_of("magnitude", 0.3, scope="model") == {
+        "first.weight": [[1, 0, 0], [0, 0, 0]],
+        "second.weight": [[1, 1], [0, 0]],
+    }
+    assert masks_of("magnitude", 0.3) == {"first.weight": [[1, 0, 0], [0, 0, 0]], "second.weight": [[0, 1], [0, 0]]}
