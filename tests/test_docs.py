@@ -4,6 +4,8 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import fedcover as fc
 from fedcover.experiment import Experiment
 
@@ -44,6 +46,27 @@ def test_the_python_of_the_readme_runs():
     for text in blocks("python"):
         exec(compile(text, "README.md", "exec"), names)
     assert names["run"].accuracy > 0.8
+
+
+def test_the_python_of_the_page_on_own_parts_runs(capsys):
+    page = (ROOT / "docs" / "own-parts.md").read_text()
+    names: dict[str, object] = {}
+    for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(compile(text, "own-parts.md", "exec"), names)
+    assert [round for round, _ in names["history"]] == [0, 1]
+    assert capsys.readouterr().out == "1 of 2 rounds\n"
+
+
+@pytest.mark.parametrize("named", [{"recipe": "smoothed(amount=0.05)"}, {"recipe": "near"}, {"rule": "agreed"},
+                                   {"server": "half_steps(lr=0.8)"}], ids=str)  # fmt: skip
+def test_the_parts_of_that_page_work_by_name(named, tmp_path, monkeypatch):
+    page = (ROOT / "docs" / "own-parts.md").read_text()
+    functions = page.split("With these functions")[0]
+    (tmp_path / "page_parts.py").write_text("\n".join(re.findall(r"```python\n(.*?)```", functions, re.DOTALL)))
+    monkeypatch.syspath_prepend(tmp_path)
+    fields = {field: f"page_parts:{name}" for field, name in named.items()}
+    shared = {"fleet": "1x1.0 + 1x0.5", "policy": "rolling", "clients": 20, "rounds": 5, "epochs": 2}
+    assert fc.run(fc.Experiment(**shared, **fields)).accuracy > 0.5
 
 
 def test_nobody_is_told_to_install_from_an_index_that_lacks_the_package():

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py") if path.name != "__init__.py")
 
 
-LONG = ("certificate", "lora_gap", "your_data", "your_model", "your_policy", "your_rows")
+LONG = ("certificate", "lora_gap", "your_data", "your_model", "your_policy", "your_recipe", "your_rows")
 """Examples that take long; they are run with the system tests."""
 
 
