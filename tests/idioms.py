@@ -67,10 +67,10 @@ REFUSED = {
         X,
         "cutting 'a'.*'randn_like'",
     ),
-    "recurrent layer": (
-        lambda: Written(lambda m, x: m.b(m.r(m.a(x))[0]), **two(r=nn.LSTM(6, 6, batch_first=True))),
+    "recurrent layer that reads units along time": (
+        lambda: Written(lambda m, x: m.b(m.r(m.a(x).transpose(1, 2))[0]), **two(r=nn.LSTM(4, 6, batch_first=True))),
         SEQUENCE,
-        r"'lstm' in module 'r' \(LSTM\).*whole=\('a', 'r'\)",
+        r"'lstm' in module 'r' \(LSTM\): units lie along another axis.*whole=\('a',\)",
     ),
     "bilinear layer": (
         lambda: Written(lambda m, x: m.b(x, m.a(x)), a=nn.Linear(5, 6), b=nn.Bilinear(5, 6, 2)),

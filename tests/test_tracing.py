@@ -339,8 +339,8 @@ class TestManners:
         assert part[0].parametrizations.weight.original1.shape == (3, 5)
 
     def test_the_hint_of_a_refusal_works(self):
-        make, shape, _ = REFUSED["recurrent layer"]
-        assert trace(make(), torch.randn(shape), whole=("a", "r")) == ()
+        make, shape, _ = REFUSED["recurrent layer that reads units along time"]
+        assert [group.name for group in trace(make(), torch.randn(shape), whole=("a",))] == ["r"]
         vit, example = zoo("vit")
         assert all(not g.name.startswith("blocks.0") for g in trace(vit, example, whole=("blocks.0",)))
 

@@ -180,6 +180,17 @@ def _tell_slopes(path: str, layer: Any) -> None:
     layer.num_parameters = len(layer.weight)
 
 
+def _tell_recurrent(path: str, layer: Any) -> None:
+    layer.input_size = layer.weight_ih_l0.shape[1]
+    layer.hidden_size = len(layer.weight_hh_l0) // {"LSTM": 4, "GRU": 3}.get(layer.mode, 1)
+    if layer.proj_size:
+        layer.proj_size = layer.weight_hh_l0.shape[1]
+
+
+def _tell_cell(path: str, layer: Any) -> None:
+    layer.input_size, layer.hidden_size = layer.weight_ih.shape[1], layer.weight_hh.shape[1]
+
+
 _TELL: Mapping[type[nn.Module], Callable[[str, Any], None]] = {
     nn.Linear: _tell_linear,
     nn.Conv1d: _tell_convolution,
@@ -196,5 +207,7 @@ _TELL: Mapping[type[nn.Module], Callable[[str, Any], None]] = {
     nn.EmbeddingBag: _tell_embedding,
     nn.MultiheadAttention: _tell_attention,
     nn.PReLU: _tell_slopes,
+    nn.RNNBase: _tell_recurrent,
+    nn.RNNCellBase: _tell_cell,
 }
 """How a layer learns its size from its tensors; what is not here keeps its numbers, unless a group counts them."""

@@ -10,6 +10,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from torch import nn
+
 from fedcover.engines.lanes import Answer, Arrival, Job, Shape, arrivals
 from fedcover.engines.pools import (
     Make,
@@ -110,6 +112,8 @@ def crews_of(jobs: Sequence[Job], pool: Pool) -> tuple[list[Crew], list[Queue], 
     """
     if any(statistics_key(job.assignment.task.norm, 1.0) for job in jobs):
         raise Unfit("norm statistics are tracked for each client")
+    if any(isinstance(layer, nn.RNNBase) for job in jobs[:1] for layer in job.assignment.task.model.module.modules()):
+        raise Unfit("the model has recurrent layers, which torch computes for one client at a time")
     parts: dict[tuple[Shape, float], list[Arrival]] = defaultdict(list)
     for client in arrivals(jobs):
         parts[client.shape(rows=0), client.job.lr].append(client)

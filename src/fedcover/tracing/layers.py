@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from fedcover.tracing import plain
+from fedcover.tracing import plain, recurrent
 from fedcover.tracing.calls import Call, plain_name
 from fedcover.tracing.labels import Field, Labels, Shape, along, lifted, varying
 
@@ -190,6 +190,7 @@ def layer_norm(labels: Labels, call: Call) -> None:
 
 RULES: dict[str, Callable[[Labels, Call], None]] = {
     **plain.RULES,
+    **recurrent.RULES,
     "linear": linear,
     **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot", "addmm", "addmv", "addbmm", "baddbmm"), matmul),
     "scaled_dot_product_attention": attention,

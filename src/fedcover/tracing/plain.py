@@ -207,7 +207,6 @@ RULES: dict[str, Callable[[Labels, Call], None]] = {
     **dict.fromkeys(("replication_pad1d", "replication_pad2d", "replication_pad3d"), padded),
     **dict.fromkeys(("index", "index_select", "gather", "take_along_dim"), picked),
     **dict.fromkeys(("copy", "_prelu_kernel", "hardswish"), elementwise),
-    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), unknown),  # torch could take them apart, in many ways
     "log_sigmoid_forward": first_elementwise,
     "glu": halved,
 }

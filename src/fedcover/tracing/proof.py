@@ -153,7 +153,7 @@ def _answer(case: Case, module: nn.Module, modes: tuple[Quiet, Quiet]) -> Answer
 
 def _run(module: nn.Module, given: tuple[Any, ...], mode: Quiet) -> list[Tensor]:
     for layer in module.modules():
-        if isinstance(layer, nn.MultiheadAttention):
+        if isinstance(layer, nn.MultiheadAttention | nn.RNNBase):
             layer.dropout = 0.0
     with seeded(0, "proof"), mode:
         out = module(*[each.clone() if isinstance(each, Tensor) else each for each in given])
