@@ -3,6 +3,7 @@
 import math
 import sys
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
@@ -13,9 +14,9 @@ import fedcover as fc
 from fedcover.aggregation import change, coverage_mean, length, shortened
 from fedcover.coverage import count
 from fedcover.errors import InvalidValue
-from fedcover.privacy import Gaussian, gaussian, most_turns, private_mean
+from fedcover.grid_noise import keyed_stream
+from fedcover.privacy import Gaussian, Grid, gaussian, most_turns, private_mean
 from fedcover.reduction import Masks, Within
-from fedcover.rng import generator
 from fedcover.rounds import aggregate, cohort_of, run_round, view_of
 from fedcover.training import train_client
 from tests.worlds import same, world
@@ -86,7 +87,7 @@ def test_the_noise_has_the_scale_of_the_coverage_count():
     old = {"w": torch.ones(size, dtype=torch.float64)}
     masks = [Masks({"w": torch.arange(size) % 5 > client}) for client in range(clients)]
     parts = [(mask, mask.extract(old)) for mask in masks]  # nobody moves anything: what is left is the noise
-    new = private_mean(old, parts, clip=clip, noise=noise, draw=generator(0, "test"))
+    new = private_mean(old, parts, clip=clip, noise=noise, stream=keyed_stream(bytes(32)))
     counts = count(old, masks)["w"]
     assert sorted(set(counts.tolist())) == [0, 1, 2, 3, 4]
     for n in range(1, 5):
@@ -109,27 +110,68 @@ def test_no_client_moves_the_sum_by_more_than_twice_the_limit(entries, clip, dat
     mine, whole = Masks({"w": bits.bool()}), Masks({})
     means = [
         private_mean({"w": old}, [(whole, {"w": old + 1}), (mine, {"w": answer})], clip=clip, noise=1.0,
-                     draw=generator(1, "same"))["w"]
+                     stream=keyed_stream(bytes(32)))["w"]
         for answer in (new, other.double())
     ]  # fmt: skip
     counts = count({"w": old}, [mine, whole])["w"]
     assert float(((means[0] - means[1]) * counts).norm()) <= 2 * clip * (1 + 1e-6) + 1e-9
 
 
-def test_without_noise_it_is_the_coverage_mean():
+def difference(left, right):
+    return {name: left[name].double() - right[name].double() for name in left}
+
+
+def test_but_for_the_noise_it_is_the_coverage_mean():
     _, state, updates = round_of(policy="rolling")
-    parts = [(u.trained, u.params) for u in updates]
-    quiet = private_mean(state.params, parts, clip=1e6, noise=0.0, draw=generator(0, "x"))
-    same(quiet, coverage_mean(state.params, [(u.trained, u.params, 1.0) for u in updates]), tolerance=1e-12)
+    old = {name: tensor.double() for name, tensor in state.params.items()}
+    parts = [(u.trained, {n: t.double() for n, t in u.params.items()}) for u in updates]
+    still = [(u.trained, u.trained.extract(old)) for u in updates]
+    answer, quiet = (
+        private_mean(old, given, clip=1e3, noise=0.01, stream=keyed_stream(bytes(32))) for given in (parts, still)
+    )
+    wanted = coverage_mean(old, [(u.trained, u.params, 1.0) for u in updates])
+    same(difference(answer, quiet), difference(wanted, old), tolerance=len(updates) * Grid(1e3, 0.01).step)
 
 
-def test_noise_is_never_drawn_twice():
-    """Not from the experiment's seed: whoever knows that could subtract it."""
-    pytest.importorskip("dp_accounting")
+@pytest.mark.parametrize("noise", [0.01, 1.0, 3.7, 1e6])
+def test_the_whole_update_is_clipped_not_each_tensor(noise):
+    """Four tensors, each of length 3 of which 2 are allowed together: what counts is the length of all, 6."""
+    old = {name: torch.zeros(9, 1000, dtype=torch.float64) for name in "abcd"}
+    loud = {name: tensor + 3 / math.sqrt(tensor.numel()) for name, tensor in old.items()}
+    means = [
+        private_mean(old, [(Masks({}), given)], clip=2.0, noise=noise, stream=keyed_stream(bytes(32)))
+        for given in (loud, old)
+    ]
+    assert length(difference(*means)) == pytest.approx(2.0, rel=1e-3)
+    steps = Grid(2.0, noise).steps(loud)
+    assert sum(int(tensor.square().sum()) for tensor in steps.values()) <= Grid(2.0, noise).reach
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.floats(-1e30, 1e30), min_size=1, max_size=6), st.floats(1e-30, 1e30), st.floats(0.01, 1e6))
+def test_no_rounding_makes_an_update_longer_than_the_limit(entries, clip, noise):
+    """In whole numbers: the sum of squares is at most (C in steps)^2, and no step is lost on the way to the model."""
+    grid = Grid(clip, noise)
+    steps = grid.steps({"w": torch.tensor(entries, dtype=torch.float64)})["w"].tolist()
+    assert sum(step**2 for step in steps) <= grid.reach <= (Fraction(2) ** grid.bits / Fraction(noise)) ** 2
+    assert 2**60 <= grid.reach <= 2**62
+    assert grid.step * 2.0**grid.bits == noise * clip
+    if grid.step * 2**30 > math.hypot(*entries):
+        there = torch.tensor(steps, dtype=torch.float64) * grid.step
+        torch.testing.assert_close(there, torch.tensor(entries, dtype=torch.float64), rtol=1e-9, atol=grid.step)
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, 1e200])
+def test_an_update_without_a_length_counts_as_none(odd):
+    assert Grid(1.0, 1.0).steps({"w": torch.tensor([odd, 1.0], dtype=torch.float64)})["w"].tolist() == [0, 0]
+
+
+def test_a_key_of_noise_serves_one_round():
+    """Not the experiment's seed, nor any other: whoever knows that could subtract the noise."""
     setup, state, updates = round_of(policy="rolling", privacy="gaussian(noise=1.0)", clip_updates=1.0)
     left, right = aggregate(setup, state, updates), aggregate(setup, state, updates)
     assert all(not torch.equal(left.params[name], right.params[name]) for name in left.params)
-    fixed = replace(setup, noise=lambda: generator(0, "noise"))
+    fixed = replace(setup, noise=lambda: keyed_stream(bytes(32)))
     same(aggregate(fixed, state, updates).params, aggregate(fixed, state, updates).params)
 
 
@@ -212,12 +254,33 @@ def test_what_is_not_private_is_refused(fields, sentence):
         fc.Experiment(**{**PRIVATE, **fields})
 
 
-@pytest.mark.parametrize("noise", [0, -1, math.nan, math.inf])
-def test_noise_must_be_noise(noise):
-    with pytest.raises(InvalidValue, match=r"^privacy gaussian: noise must be"):
-        gaussian(noise=noise)
-    with pytest.raises(InvalidValue, match=r"^privacy gaussian: delta must be"):
-        gaussian(noise=1.0, delta=noise)
+@pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, 1e300, 1e-300])
+def test_noise_must_be_noise(value):
+    with pytest.raises(InvalidValue, match=r"^privacy gaussian: noise must be in \[0.01, 1e\+06\]; got "):
+        gaussian(noise=value)
+    with pytest.raises(InvalidValue, match=r"^privacy gaussian: delta must be in \[1e-15, 1\); got "):
+        gaussian(noise=1.0, delta=value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"privacy": "gaussian(noise=1e300)"}, r"^privacy gaussian: noise must be in .*; got 1e\+300$"),
+        ({"privacy": "gaussian(noise=1e-300)"}, r"^privacy gaussian: noise must be in .*; got 1e-300$"),
+        ({"privacy": "gaussian(noise=1, delta=0)"}, r"^privacy gaussian: delta must be in .*; got 0$"),
+        ({"clip_updates": 1e-300}, r"^clip_updates must be in \[1e-30, 1e\+30\] with privacy; got 1e-300$"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_at_the_door(fields, sentence):
+    with pytest.raises(InvalidValue, match=sentence):
+        fc.Experiment(**{**PRIVATE, **fields})
+
+
+@pytest.mark.parametrize("noise", [0.01, 1e6])
+def test_the_least_and_the_most_noise_can_be_accounted_for(noise):
+    spent = [Gaussian(noise, 1e-5).epsilon(turns) for turns in (1, 100, 10**6)]
+    assert all(math.isfinite(epsilon) for epsilon in spent)
+    assert spent == sorted(spent)
 
 
 @pytest.mark.parametrize(
@@ -245,9 +308,10 @@ def test_group_norms_are_private(tmp_path):
     assert fc.run(fc.Experiment(**{**PRIVATE, **model})).summary["epsilon"] > 0
 
 
-def test_a_missing_library_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "dp_accounting", None)
-    with pytest.raises(InvalidValue, match=r"^privacy needs the package dp-accounting; .*fedcover\[privacy\]'$"):
+@pytest.mark.parametrize("package", ["cryptography", "dp-accounting"])
+def test_a_missing_library_is_named(monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package.replace("-", "_"), None)
+    with pytest.raises(InvalidValue, match=rf"^privacy needs the package {package}; .*fedcover\[privacy\]'$"):
         fc.run(fc.Experiment(**PRIVATE))
 
 

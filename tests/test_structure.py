@@ -19,7 +19,7 @@ STORY = [
     "groups", "regions", "models", "reduction", "wire", "submodel", "tracing", "norms", "coverage", "pictures",
     "objective", "planner", "design",
     "policies", "recipes", "augment", "training", "engines", "aggregation", "contracts",
-    "privacy", "ranks", "evaluation", "cost",
+    "grid_noise", "privacy", "ranks", "evaluation", "cost",
     "figures", "arrays", "replies", "theory",
     "rounds", "sharing", "presets", "experiment", "choice", "refusals", "preparation", "processes",
     "summary", "plotting", "checkpoints", "folders", "courses", "runs", "lockstep", "sweeps", "bench", "certificate",

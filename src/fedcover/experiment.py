@@ -22,7 +22,7 @@ from fedcover.norms import NORMS
 from fedcover.partition import PARTITIONS
 from fedcover.policies import POLICIES
 from fedcover.policies.regions import capacities, check_codename
-from fedcover.privacy import PRIVACY
+from fedcover.privacy import PRIVACY, check_clip
 from fedcover.recipes import RECIPES
 from fedcover.recipes.labels import ABSENT
 from fedcover.sources import Elsewhere
@@ -172,8 +172,11 @@ class Experiment(BaseModel):
 
     def _check_privacy(self) -> None:
         """Noise is calibrated to clipped updates that all count the same in a plain mean; nothing else is private."""
-        if spec.parse("privacy", self.privacy).name == "none":
+        named = spec.parse("privacy", self.privacy)
+        if named.name == "none":
             return
+        if named.name in PRIVACY:
+            spec.look_up("privacy", named, PRIVACY)()  # it refuses its own options
         needs = {
             "clip_updates": (self.clip_updates is not None, "a length to which updates are clipped"),
             "rule": (self.rule == "coverage_mean", "coverage_mean without options"),
@@ -183,6 +186,7 @@ class Experiment(BaseModel):
         for field, (met, wanted) in needs.items():
             if not met:
                 raise ValueError(f"{field} must be {wanted} with privacy; got {getattr(self, field)!r}")
+        check_clip(self.clip_updates or 0.0)
 
     @property
     def digest(self) -> str:

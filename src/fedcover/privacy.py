@@ -3,21 +3,30 @@
 Per round: S = sum of the clients' updates, each of length at most C over all the entries that the client holds.
 Released is S plus noise of standard deviation z * C on every covered entry; the model moves by that, divided by the
 number of clients that hold the entry. So the mean of an entry held by n clients has noise z * C / n, and an entry that
-nobody holds neither moves nor needs noise. docs/security.md says what is guaranteed, and under what conditions.
+nobody holds neither moves nor needs noise. S and the noise are whole numbers of steps of a grid, so that no rounding of
+floating-point numbers tells them apart. docs/security.md says what is guaranteed, and under what conditions.
 """
 
 import importlib.util
-import secrets
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
 from itertools import accumulate, islice
 
 import torch
 
 from fedcover.aggregation import change, length
 from fedcover.errors import InvalidValue
+from fedcover.grid_noise import Stream, rounded_normal
 from fedcover.types import Params, Reduction
+
+LEAST_NOISE, MOST_NOISE = 0.01, 1e6
+"""Less noise protects nobody, and more of it leaves nothing to learn: such numbers are typing errors."""
+LEAST_DELTA = 1e-15
+LEAST_CLIP = 1e-30
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +35,14 @@ class Gaussian:
 
     noise: float
     delta: float
+
+    def __post_init__(self) -> None:
+        if not LEAST_NOISE <= self.noise <= MOST_NOISE:
+            raise InvalidValue(
+                f"privacy gaussian: noise must be in [{LEAST_NOISE:g}, {MOST_NOISE:g}]; got {self.noise:g}"
+            )
+        if not LEAST_DELTA <= self.delta < 1:
+            raise InvalidValue(f"privacy gaussian: delta must be in [{LEAST_DELTA:g}, 1); got {self.delta:g}")
 
     def epsilon(self, turns: int) -> float:
         """Epsilon for a client that has taken part `turns` times, by the accountant of dp-accounting.
@@ -50,10 +67,6 @@ def no_privacy() -> None:
 
 def gaussian(*, noise: float, delta: float = 1e-5) -> Gaussian:
     """Add noise of `noise` times `clip_updates` to the sum of updates clipped to that; epsilon is told at `delta`."""
-    if not 0 < noise < float("inf"):
-        raise InvalidValue(f"privacy gaussian: noise must be a number above 0; got {noise}")
-    if not 0 < delta < 1:
-        raise InvalidValue(f"privacy gaussian: delta must be in (0, 1); got {delta}")
     return Gaussian(noise, delta)
 
 
@@ -66,27 +79,68 @@ def require_accountant() -> None:
         raise InvalidValue("privacy needs dp-accounting; in a checkout of fedcover: pip install '.[privacy]'")
 
 
-def fresh_generator() -> torch.Generator:
-    """Noise that nobody can draw again: from the operating system's randomness, not from the experiment's seed."""
-    return torch.Generator().manual_seed(secrets.randbits(63))
+def check_clip(clip: float) -> None:
+    """Refuse a length that is not far from where floating point ends: the steps of its grid would have no size."""
+    if not LEAST_CLIP <= clip <= 1 / LEAST_CLIP:
+        raise InvalidValue(f"clip_updates must be in [{LEAST_CLIP:g}, {1 / LEAST_CLIP:g}] with privacy; got {clip:g}")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The whole numbers in which updates and noise are counted: C is 2^30 to 2^31 steps, the noise 2^bits steps."""
+
+    clip: float
+    noise: float
+
+    @property
+    def bits(self) -> int:
+        """The standard deviation of the noise is two to the power of this, in steps."""
+        return 30 + math.frexp(self.noise)[1]
+
+    @property
+    def step(self) -> float:
+        """The length of a step."""
+        return self.noise * self.clip / 2.0**self.bits
+
+    @cached_property
+    def reach(self) -> int:
+        """The most that the squares of a client's steps may sum to, exactly: (2^bits / noise)^2."""
+        most = Fraction(2**self.bits) / Fraction(self.noise)
+        return math.floor(most * most)
+
+    def steps(self, moved: Params) -> Params:
+        """A client's update in steps, rounded towards zero; all its tensors together are no longer than C.
+
+        The sum of squares is compared in whole numbers. An update without a finite length counts as none.
+        """
+        far = length(moved)
+        if not math.isfinite(far):
+            return {name: torch.zeros_like(tensor, dtype=torch.int64) for name, tensor in moved.items()}
+        scale = min(1.0, self.clip / far if far else 1.0) / self.step
+        while True:
+            found = {name: (tensor.double() * scale).trunc().to(torch.int64) for name, tensor in moved.items()}
+            if sum(int(tensor.square().sum()) for tensor in found.values()) <= self.reach:
+                return found
+            scale *= 1 - 2.0**-20  # the length was rounded down
 
 
 def private_mean(
-    old: Params, parts: Sequence[tuple[Reduction, Params]], *, clip: float, noise: float, draw: torch.Generator
+    old: Params, parts: Sequence[tuple[Reduction, Params]], *, clip: float, noise: float, stream: Stream
 ) -> Params:
     """Each entry moves by the noised sum of the clipped updates, divided by the number of clients that hold it."""
-    total = {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in old.items()}
+    grid = Grid(clip, noise)
+    total = {name: torch.zeros_like(tensor, dtype=torch.int64) for name, tensor in old.items()}
     counts = {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in old.items()}
     for reduction, values in parts:
-        moved = change(old, reduction, values)
-        scale = clip / max(length(moved), clip)
-        for name, tensor in moved.items():
-            total[name].add_(tensor, alpha=scale)
+        for name, steps in grid.steps(change(old, reduction, values)).items():
+            total[name].add_(steps)
         reduction.add_into(counts, None, 1)
     new: Params = {}
     for name, tensor in old.items():
-        random = torch.randn(tensor.shape, generator=draw, dtype=torch.float64).to(tensor.device)
-        mean = (total[name] + noise * clip * random) / counts[name]
+        drawn = torch.from_numpy(rounded_normal(tensor.numel(), grid.bits, stream))
+        # from here on nothing is secret any more: what is made of the noised sum is as private as that
+        noised = 2 * total[name] + drawn.view(tensor.shape).to(tensor.device)
+        mean = noised.double() * (grid.step / 2) / counts[name]
         new[name] = torch.where(counts[name] > 0, tensor.double() + mean, tensor.double()).to(tensor.dtype)
     return new
 

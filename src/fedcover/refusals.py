@@ -9,6 +9,7 @@ from torch.nn.parameter import is_lazy
 from fedcover import rng, spec
 from fedcover.errors import InvalidValue
 from fedcover.experiment import Experiment
+from fedcover.grid_noise import require_stream
 from fedcover.models import Scaler
 from fedcover.norms import has_batch_norm, on_batch_statistics
 from fedcover.policies.prunefl import EVERY
@@ -113,6 +114,7 @@ def check_trainable(model: Model) -> None:
 def check_private(experiment: Experiment, privacy: object, model: Model, recipe: Recipe) -> None:
     """Refuse what would carry clients' data past the noise: norm statistics, and what clients measure."""
     require_accountant()
+    require_stream()
     if not isinstance(privacy, Gaussian):
         raise InvalidValue(
             f"privacy {experiment.privacy!r} must make a fedcover Gaussian; got {type(privacy).__name__}"

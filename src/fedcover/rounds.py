@@ -29,9 +29,10 @@ from fedcover.errors import InvalidValue
 from fedcover.evaluation import Score, evaluate, local_accuracy
 from fedcover.figures import figures
 from fedcover.fleet import Fleet, drops_out, sample_cohort
+from fedcover.grid_noise import Stream, fresh_stream
 from fedcover.norms import running, statistics_key
 from fedcover.policies.common import check_parts, one_of_a_kind
-from fedcover.privacy import Gaussian, fresh_generator, most_turns, private_mean
+from fedcover.privacy import Gaussian, most_turns, private_mean
 from fedcover.ranks import ALONE, Ranks
 from fedcover.reduction import Slices, Within, dense
 from fedcover.slabs import entrywise_many, in_one
@@ -67,7 +68,7 @@ class Setup:
     clip_updates: float | None = None
     growth: Growth | None = None
     privacy: Gaussian | None = None
-    noise: Callable[[], torch.Generator] = fresh_generator
+    noise: Callable[[], Stream] = fresh_stream
 
     @cached_property
     def _turns(self) -> tuple[list[int], Iterator[int]]:
@@ -237,7 +238,7 @@ def _combined(setup: Setup, old: Params, updates: Sequence[Update]) -> Params:
         if any(isinstance(u.trained, Within) for u in updates):
             raise InvalidValue("privacy: with this recipe a client says what of its part it trained, past the noise")
         parts = [(u.trained, u.params) for u in updates]
-        return private_mean(old, parts, clip=limit, noise=setup.privacy.noise, draw=setup.noise())
+        return private_mean(old, parts, clip=limit, noise=setup.privacy.noise, stream=setup.noise())
     values = [u.params if limit is None else shortened(old, u.trained, u.params, limit) for u in updates]
     return setup.rule(old, [(u.trained, v, weight(u.client)) for u, v in zip(updates, values, strict=True)])
 
