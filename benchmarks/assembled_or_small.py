@@ -21,7 +21,7 @@ from benchmarks.coverage.cells import CIFAR, SEEDS, SHARED, TUNING_SEED, Cell
 from benchmarks.coverage.student import minus
 from benchmarks.coverage_comparison import RESULTS, measure
 from fedcover import checkpoints
-from fedcover.checkpoints import write_atomically
+from fedcover.disk import write_atomically
 from fedcover.experiment import Experiment
 from fedcover.folders import Folder
 from fedcover.paper.noise import LEVEL

@@ -25,8 +25,8 @@ from benchmarks.coverage import sheets
 from benchmarks.coverage.analysis import markdown
 from benchmarks.coverage.cells import PARTS, RATES, TUNING_SEED, Cell, quick
 from fedcover import checkpoints, datasets
-from fedcover.checkpoints import write_atomically
 from fedcover.coverage import covered_only
+from fedcover.disk import write_atomically
 from fedcover.errors import FedcoverError
 from fedcover.evaluation import evaluate
 from fedcover.experiment import Experiment

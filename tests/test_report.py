@@ -353,7 +353,7 @@ def clone(source, folder, number):
     """The same run under another learning rate."""
     folder.mkdir()
     for name in ("metrics.jsonl", "manifest.json", "certificate.json"):
-        (folder / name).symlink_to(source / name)
+        (folder / name).hardlink_to(source / name)
     toml = (source / "experiment.toml").read_text()
     (folder / "experiment.toml").write_text(re.sub(r"^lr = .*$", f"lr = {number / 100}", toml, flags=re.MULTILINE))
     return folder

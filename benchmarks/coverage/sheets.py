@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.coverage.cells import Cell
-from fedcover.checkpoints import write_atomically
+from fedcover.disk import write_atomically
 from fedcover.errors import RunError
 
 Sheet = dict[str, Any]

@@ -1,9 +1,7 @@
 """States on disk that survive anything: written beside, synced, renamed; each named after its own digest."""
 
-import contextlib
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,6 +12,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from fedcover.disk import read_bytes, reason, refuse_linked, write_atomically
 from fedcover.errors import RunError
 from fedcover.slabs import Slab, flat, shapes_of
 from fedcover.types import Coverage, Params, State
@@ -34,23 +33,6 @@ class Found:
     path: Path
     round: int
     digest: str
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Put a file in place all at once: a reader, or a crash, sees the old one or the new one, never half."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with beside.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-        _sync_folder(path.parent)
-    except OSError as error:
-        raise RunError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:  # it is still there if anything went wrong, Ctrl-C included
-        with contextlib.suppress(OSError):
-            beside.unlink()
 
 
 def sweep(folder: Path) -> None:
@@ -87,6 +69,7 @@ def fetched(state: State, before: tuple[State, State] | None = None) -> State:
 
 def found(folder: Path) -> list[Found]:
     """The checkpoints of a folder, newest first."""
+    refuse_linked(folder)
     matches = [(path, _NAME.fullmatch(path.name)) for path in folder.glob("round-*.safetensors")]
     files = [Found(path, int(match[1]), match[2]) for path, match in matches if match]
     return sorted(files, key=lambda file: file.round, reverse=True)
@@ -95,7 +78,7 @@ def found(folder: Path) -> list[Found]:
 def read(file: Found, experiment: str, device: torch.device | str) -> State:
     """The state in a checkpoint, refused if the file is damaged or belongs to another experiment."""
     try:
-        content = file.path.read_bytes()  # all of it: a tensor mapped from a file would die with the file
+        content = read_bytes(file.path)  # all of it: a tensor mapped from a file would die with the file
         digest = hashlib.sha256(content).hexdigest()[:16]
         if digest != file.digest:
             raise RunError(f"checkpoint {file.path} is damaged: its digest is {digest}, not {file.digest}")
@@ -103,7 +86,7 @@ def read(file: Found, experiment: str, device: torch.device | str) -> State:
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         about = json.loads(header.get("__metadata__", {}).get("fedcover", "{}"))
     except (OSError, SafetensorError) as error:
-        raise RunError(f"checkpoint {file.path} cannot be read: {error}") from error
+        raise RunError(f"checkpoint {file.path} cannot be read: {reason(error)}") from error
     if about.get("experiment") != experiment:
         raise RunError(f"checkpoint {file.path} belongs to another experiment: {about.get('experiment')}")
     return _unflat({name: values[name].to(device) for name in about["order"]}, file.round)
@@ -199,11 +182,3 @@ def _put_together(parts: Iterable[tuple[str, Params]], round: int) -> State:
         server=by_key("server"),
         private={int(client): values for client, values in by_key("private").items()},
     )
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

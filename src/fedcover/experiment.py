@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from fedcover import presets, spec, trust
+from fedcover import disk, presets, spec, trust
 from fedcover.aggregation import RULES, SERVERS, UNCOVERED, WEIGHTS
 from fedcover.augment import AUGMENTATIONS
 from fedcover.errors import InvalidValue, unknown
@@ -243,8 +243,13 @@ def read_fields(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidValue(f"experiment {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    return {"name": named_after(path.stem), **_fields(text)}
+        raise InvalidValue(f"experiment {path} cannot be read: {disk.reason(error)}") from error
+    return fields_of(text, path.stem)
+
+
+def fields_of(text: str, name: str) -> dict[str, Any]:
+    """The fields in the text of a TOML file; without a name among them, that of the file."""
+    return {"name": named_after(name), **_fields(text)}
 
 
 def parse_change(text: str) -> tuple[str, Any]:

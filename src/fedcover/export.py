@@ -12,8 +12,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from fedcover import trust
-from fedcover.checkpoints import write_atomically
 from fedcover.courses import shapes_of
+from fedcover.disk import write_atomically
 from fedcover.errors import InvalidValue, RunError, unknown
 from fedcover.experiment import Experiment
 from fedcover.models import tensors

@@ -1,33 +1,30 @@
 """The files of a run folder: who may write them, what is in them, and how they are kept in step."""
 
 import contextlib
-import fcntl
 import json
 import os
 import platform
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from fedcover import checkpoints, trust
-from fedcover.checkpoints import write_atomically
+from fedcover import checkpoints, disk, locks, trust
+from fedcover.disk import write_atomically
 from fedcover.errors import InvalidValue, RunError, TrainingDiverged
-from fedcover.experiment import MOST, Experiment, read_fields
+from fedcover.experiment import MOST, Experiment, fields_of
 from fedcover.preparation import Machine, Parts
 from fedcover.summary import Metrics, command_to_go_on, is_whole, read_lines, summarise
 from fedcover.types import State
 from fedcover.version import __version__
 
-LOCK_TRIES = 5
 _MUST_MATCH = {"engine": str, "device": str, "threads": int, "deterministic": bool, "precision": str, "torch": str}
 
 
@@ -52,7 +49,11 @@ class Folder:
     @cached_property
     def fields(self) -> dict[str, Any]:
         """What experiment.toml says, unchecked; nothing that it names is imported."""
-        return read_fields(self.path / "experiment.toml")
+        path = self.path / "experiment.toml"
+        try:
+            return fields_of(disk.read_text(path), path.stem)
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidValue(f"experiment {path} cannot be read: {disk.reason(error)}") from error
 
     @cached_property
     def experiment(self) -> Experiment:
@@ -77,9 +78,9 @@ class Folder:
     def manifest(self) -> dict[str, Any]:
         """With what it is run."""
         try:
-            read: dict[str, Any] = json.loads((self.path / "manifest.json").read_text())
+            read: dict[str, Any] = json.loads(disk.read_bytes(self.path / "manifest.json"))
         except (OSError, ValueError) as error:
-            raise RunError(f"{self.path / 'manifest.json'} cannot be read: {error}") from error
+            raise RunError(f"{self.path / 'manifest.json'} cannot be read: {disk.reason(error)}") from error
         for key, kind in _MUST_MATCH.items():
             if not isinstance(read, dict) or not isinstance(read.get(key), kind):
                 raise RunError(f"{self.path / 'manifest.json'} is no manifest of a run: it does not say its {key}")
@@ -141,26 +142,16 @@ class Folder:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        try:
-            lock = (self.path / ".lock").open("w")
-        except OSError as error:
-            raise RunError(f"cannot write in {self.path}: {error.strerror}") from error
-        with lock:
-            _take(lock, self.path)
+        with locks.held(self.path):
+            for folder in (self.checkpoints, self.kept):
+                disk.refuse_linked(folder)
             for folder in (self.path, self.checkpoints, self.kept):
                 checkpoints.sweep(folder)
             yield
 
     def in_use(self) -> bool:
         """Whether a process is at work in the folder, as far as this computer can tell."""
-        try:
-            with (self.path / ".lock").open() as lock:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:  # no lock file, or a file system without locks
-            return False
-        return False
+        return locks.is_held(self.path)
 
     @property
     def latest(self) -> dict[str, Any]:
@@ -227,10 +218,8 @@ class Folder:
 
     def append(self, line: dict[str, Any]) -> None:
         """Add one round's line to metrics.jsonl, and see it on disk."""
-        with self.writing(self.path / "metrics.jsonl") as path, path.open("ab") as file:
-            file.write(_line(line))
-            file.flush()
-            os.fsync(file.fileno())
+        with self.writing(self.path / "metrics.jsonl") as path:
+            disk.append(path, _line(line))
 
     def metrics(self, rounds: int) -> Metrics:
         """The lines of the rounds that are done; a torn or damaged one is none."""
@@ -334,15 +323,3 @@ def _json(value: dict[str, Any]) -> bytes:
 
 def _line(value: dict[str, Any]) -> bytes:
     return (json.dumps(value) + "\n").encode()
-
-
-def _take(lock: IO[str], path: Path) -> None:
-    """Take a folder's lock for this process alone; who only looks at it holds it, too, but for a moment."""
-    for left in reversed(range(LOCK_TRIES)):
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except OSError:
-            if not left:
-                raise RunError(f"{path} is in use by another process") from None
-            time.sleep(0.02)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedcover.disk import refuse_linked
 from fedcover.errors import InvalidValue
 
 
@@ -19,6 +20,7 @@ def export_onnx(module: nn.Module, example: Tensor | tuple[Any, ...], path: str 
     The length of the first axis of each input may differ from the example's wherever the module allows it. Needs the
     packages `onnx` and `onnxscript`.
     """
+    refuse_linked(Path(path))
     missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
     if missing:
         names = " and ".join(missing)

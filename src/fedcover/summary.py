@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from fedcover import disk
 from fedcover.errors import RunError
 
 Metrics = list[dict[str, Any]]
@@ -29,9 +30,7 @@ _NO_PICTURES: dict[str, Any] = {"layers": {}, "clients": {}}
 def read_lines(path: Path) -> Metrics:
     """The lines of a file such as metrics.jsonl, each of some round; the last may be half written, any damaged."""
     lines: Metrics = []
-    if path.is_dir():
-        raise RunError(f"{path} is a folder, where a file with a line for each round should be")
-    for text in path.read_bytes().splitlines() if path.exists() else []:
+    for text in lines_in(path):
         try:
             line = json.loads(text)
         except (ValueError, RecursionError):
@@ -39,6 +38,18 @@ def read_lines(path: Path) -> Metrics:
         if isinstance(line, dict) and type(line.get("round")) is int:
             lines.append(line)
     return lines
+
+
+def lines_in(path: Path) -> list[bytes]:
+    """The lines of a file with what ends them; none where there is no file."""
+    try:
+        return disk.read_bytes(path).splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    except IsADirectoryError as error:
+        raise RunError(f"{path} is a folder, where a file with a line for each round should be") from error
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def read_events(path: Path) -> Metrics:

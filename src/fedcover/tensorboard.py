@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from fedcover.disk import refuse_linked
 from fedcover.errors import FedcoverError
 from fedcover.rounds import Report
 
@@ -17,6 +18,7 @@ def logging_to(folder: Path) -> Iterator[Callable[[Report], None]]:
     """A function that writes every number of a round it is told of into event files, under the rounds done by then."""
     if find_spec("tensorboard") is None:
         raise FedcoverError("logging for TensorBoard needs it; in a checkout of fedcover: pip install '.[tensorboard]'")
+    refuse_linked(folder)
     make = import_module("torch.utils.tensorboard").SummaryWriter
     writers: list[Any] = []
 

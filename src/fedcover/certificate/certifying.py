@@ -8,7 +8,7 @@ from torch import nn
 
 from fedcover.certificate.measuring import Tell, watch
 from fedcover.certificate.telling import told
-from fedcover.checkpoints import write_atomically
+from fedcover.disk import write_atomically
 from fedcover.errors import InvalidValue, RunError
 from fedcover.folders import Folder
 from fedcover.preparation import Machine, Parts, prepare

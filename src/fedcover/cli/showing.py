@@ -7,8 +7,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from fedcover import console, history, plotting
-from fedcover.checkpoints import write_atomically
 from fedcover.cli.options import app
+from fedcover.disk import write_atomically
 from fedcover.errors import InvalidValue
 from fedcover.reporting import report as write_report
 from fedcover.reporting.gathering import damages, gather, readable

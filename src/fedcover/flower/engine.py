@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fedcover.arrays import printable
+from fedcover.disk import append
 from fedcover.errors import InvalidValue, RunError
 from fedcover.flower.link import GRACE, Failed, Link
 from fedcover.flower.messages import Answer, Order, Orders, read_answers, to_node
@@ -24,7 +25,7 @@ from fedcover.folders import Folder
 from fedcover.norms import statistics_key
 from fedcover.replies import Asked, Ledger, RawReply, Rejection, ask
 from fedcover.sources import Holding
-from fedcover.summary import UNANSWERED
+from fedcover.summary import UNANSWERED, lines_in
 from fedcover.types import Assignment, Client, Reduction, State, Task, Update
 from fedcover.version import __version__
 
@@ -46,7 +47,7 @@ class Events:
 
     def __post_init__(self) -> None:
         """After a full disk the last line may be half one: what comes next must not be written behind it."""
-        if self.path and self.path.exists() and self.path.read_bytes()[-1:] not in (b"", b"\n"):
+        if self.path and not all(line.endswith(b"\n") for line in lines_in(self.path)[-1:]):
             self._append("\n")
 
     def write(self, round: int, event: str, node: int | None, client: int | None, why: str = "") -> None:
@@ -65,8 +66,8 @@ class Events:
 
     def _append(self, text: str) -> None:
         assert self.path is not None
-        with Folder(self.path.parent).writing(self.path) as path, path.open("a") as file:
-            file.write(text)
+        with Folder(self.path.parent).writing(self.path) as path:
+            append(path, text.encode(), durable=False)
 
 
 @dataclass(frozen=True)

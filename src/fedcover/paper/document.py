@@ -6,7 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from fedcover.checkpoints import write_atomically
+from fedcover.disk import write_atomically
 from fedcover.errors import InvalidValue
 from fedcover.paper import ranks
 from fedcover.paper.cells import ROWS, SETS, cell_id

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedcover.checkpoints import write_atomically
+from fedcover.disk import read_text, reason, write_atomically
 from fedcover.errors import RunError
 from fedcover.paper.cells import Cell
 
@@ -75,9 +75,9 @@ def other_files(folder: Path) -> list[Path]:
 
 def _read_lines(path: Path) -> Iterator[Record]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path).splitlines()
     except (OSError, ValueError) as error:
-        raise RunError(f"{path} cannot be read: {error}") from error
+        raise RunError(f"{path} cannot be read: {reason(error)}") from error
     for number, line in enumerate(lines, start=1):
         try:
             yield Record(_checked_keys(json.loads(line)), path, number)

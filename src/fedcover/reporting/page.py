@@ -13,7 +13,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from fedcover.errors import InvalidValue, RunError
+from fedcover.disk import write_atomically
+from fedcover.errors import InvalidValue
 from fedcover.reporting.fleets import answers, fleet_table
 from fedcover.reporting.gathering import Gathered, gather
 from fedcover.reporting.grouping import Group, group, text
@@ -48,10 +49,7 @@ def report(
     path = Path(out)
     if path.suffix.lower() not in (".html", ".htm"):
         raise InvalidValue(f"out must be an .html file; got {str(out)!r}")
-    try:
-        path.write_bytes(page(gathered, title or _title(gathered.records)).encode("utf-8", "replace"))
-    except OSError as error:
-        raise RunError(f"cannot write {path}: {error.strerror}") from error
+    write_atomically(path, page(gathered, title or _title(gathered.records)).encode("utf-8", "replace"))
     for note in gathered.notes:
         log.warning("%s", note)
     return path

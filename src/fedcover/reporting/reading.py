@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedcover import disk
 from fedcover.errors import RunError
 from fedcover.reporting.ordering import natural
-from fedcover.summary import is_whole, read_events, read_lines, unanswered
+from fedcover.summary import is_whole, lines_in, read_events, read_lines, unanswered
 
 Line = dict[str, Any]
 
@@ -90,10 +91,10 @@ def read_run(folder: Path) -> Record:
     """Read a run folder; the run may still be going on."""
     path = folder / "experiment.toml"
     try:
-        toml = path.read_text(encoding="utf-8")
+        toml = disk.read_text(path)
         settings = tomllib.loads(toml)
     except (OSError, ValueError) as error:
-        raise RunError(f"{path} cannot be read: {error}") from error
+        raise RunError(f"{path} cannot be read: {disk.reason(error)}") from error
     manifest, certificate = _json(folder / "manifest.json"), _json(folder / "certificate.json")
     ended = _ended_lines(folder / "metrics.jsonl")  # before reading: lines that a run adds meanwhile are no damage
     last = settings.get("rounds", math.inf)
@@ -109,17 +110,17 @@ def read_run(folder: Path) -> Record:
 
 def _ended_lines(path: Path) -> int:
     """How many lines have their end; a last one without it may still be being written, which is no damage."""
-    return path.read_bytes().count(b"\n") if path.exists() else 0
+    return sum(line.endswith(b"\n") for line in lines_in(path))
 
 
 def _json(path: Path) -> dict[str, Any] | None:
     """The object in a file; None where there is no such file."""
-    if not path.is_file():
-        return None
     try:
-        read = json.loads(path.read_text(encoding="utf-8"))
+        read = json.loads(disk.read_text(path))
+    except FileNotFoundError:
+        return None
     except (OSError, ValueError) as error:
-        raise RunError(f"{path} cannot be read: {error}") from error
+        raise RunError(f"{path} cannot be read: {disk.reason(error)}") from error
     if not isinstance(read, dict):
         raise RunError(f"{path} cannot be read: it must hold a JSON object")
     return read
