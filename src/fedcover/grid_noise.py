@@ -35,7 +35,7 @@ _FRACTION = 63
 def require_stream() -> None:
     """Complain if the library that makes the stream is not there."""
     if importlib.util.find_spec("cryptography") is None:
-        raise InvalidValue("privacy needs the package cryptography; install with: pip install 'fedcover[privacy]'")
+        raise InvalidValue("privacy needs cryptography; in a checkout of fedcover: pip install '.[privacy]'")
 
 
 def fresh_stream() -> Stream:

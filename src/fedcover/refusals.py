@@ -13,7 +13,7 @@ from fedcover.grid_noise import require_stream
 from fedcover.models import Scaler
 from fedcover.norms import has_batch_norm, on_batch_statistics
 from fedcover.policies.prunefl import EVERY
-from fedcover.privacy import Gaussian, require_accountant
+from fedcover.privacy import Gaussian
 from fedcover.reduction import Masks
 from fedcover.sources import ROWS_ELSEWHERE
 from fedcover.submodel import submodel
@@ -113,7 +113,6 @@ def check_trainable(model: Model) -> None:
 
 def check_private(experiment: Experiment, privacy: object, model: Model, recipe: Recipe) -> None:
     """Refuse what would carry clients' data past the noise: norm statistics, and what clients measure."""
-    require_accountant()
     require_stream()
     if not isinstance(privacy, Gaussian):
         raise InvalidValue(

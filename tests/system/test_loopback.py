@@ -236,7 +236,7 @@ def with_bits(answer):
 
 def test_bits_cannot_stop_a_private_run(tmp_path):
     """Where a client's choice would show its data, no client has a choice."""
-    pytest.importorskip("dp_accounting")
+    pytest.importorskip("cryptography")
     wanted = experiment(clients=4, active=4, rounds=2, privacy="gaussian(noise=1.0)", clip_updates=1.0)
 
     def spoil(node, message, reply):
