@@ -50,7 +50,7 @@ def test_residual_networks_with_norms_equal_the_reference(model, norm, policy):
 
 
 @pytest.mark.parametrize("policy", ["prefix", "rolling", "random", "magnitude"])
-@pytest.mark.parametrize("model", ["transformer", "lora"])
+@pytest.mark.parametrize("model", ["transformer", "lstm", "lora"])
 def test_a_language_model_and_adapters_equal_the_reference(model, policy):
     if (model, policy) == ("lora", "magnitude"):
         pytest.skip("adapters have nothing that may be pruned")

@@ -88,7 +88,7 @@ def test_it_is_measured_by_training():
     assert all(torch.equal(before[name], p) for name, p in setup.task.model.module.named_parameters())
 
 
-@pytest.mark.parametrize("model", ["cnn", "depth_resnet", "transformer", "lora"])
+@pytest.mark.parametrize("model", ["cnn", "depth_resnet", "transformer", "lstm", "lora"])
 def test_any_model(model):
     setup, _ = world(model)
     assert propose(setup, memory=10**12, tell=quiet).capacity == 1.0

@@ -34,6 +34,7 @@ DECLARED = {
     "wide_resnet": [(IMAGE, norm, {"depth": 10, "widen": 1}) for norm in ("batch", "group")],
     "preact_resnet18": [(IMAGE, norm, {"width": 8}) for norm in ("batch", "group")],
     "transformer": [((6,), "batch", {"width": 8, "heads": 4, "blocks": 2, "hidden": 8})],
+    "lstm": [((6,), "batch", {"hidden": 8, **more}) for more in ({}, {"labels": "last"}, {"layers": 3})],
     "lora": [((5,), "batch", {"hidden": [8], "rank": 4})],
 }
 """Models of ours whose groups are widths, in a size for tests."""
@@ -75,7 +76,7 @@ class TestOurModels:
     def test_the_groups_are_those_that_are_declared(self, name):
         for shape, norm, options in DECLARED[name]:
             model = MODELS[name](shape, 5, norm, **options)
-            example = torch.randint(5, (3, *shape)) if name == "transformer" else torch.randn(3, *shape)
+            example = torch.randint(5, (3, *shape)) if name in ("transformer", "lstm") else torch.randn(3, *shape)
             assert places(trace(model.module, example, whole=FROZEN.get(name, ()))) == places(model.groups)
 
     def test_a_model_that_is_cut_in_depth_can_also_be_cut_in_width(self):

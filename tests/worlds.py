@@ -19,6 +19,7 @@ SMALL_MODELS = {
         "synthetic(shape=(3, 16, 16), classes=3, samples=7, test_size=50)",
     ),
     "transformer": ("transformer(width=8, heads=4, blocks=1, hidden=8)", "characters"),
+    "lstm": ("lstm(embedding=4, hidden=6)", "characters"),
     "lora": ("lora(hidden=[8], rank=4)", "synthetic(shape=(1, 3, 4), classes=3, samples=7, test_size=50)"),
     "softmax": ("softmax", "synthetic(shape=(1, 3, 4), classes=3, samples=7, test_size=50)"),
 }

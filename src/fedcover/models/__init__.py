@@ -10,6 +10,7 @@ from fedcover.models.depth import depth_resnet
 from fedcover.models.lora import lora
 from fedcover.models.parts import Scaler as Scaler
 from fedcover.models.parts import tensors as tensors
+from fedcover.models.recurrent import lstm
 from fedcover.models.residual import preact_resnet18, wide_resnet
 from fedcover.models.softmax import softmax
 from fedcover.models.transformer import transformer
@@ -22,6 +23,7 @@ MODELS: dict[str, Callable[..., Model]] = {
     "preact_resnet18": preact_resnet18,
     "depth_resnet": depth_resnet,
     "transformer": transformer,
+    "lstm": lstm,
     "lora": lora,
     "softmax": softmax,
 }
