@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from fedcover import console
 from fedcover.cli import flower as commands
 from fedcover.cli.flower import check_connection, node_configs
+from fedcover.datasets import load
 from fedcover.engines import ENGINES
 from fedcover.errors import InvalidValue, RunError
 from fedcover.experiment import Experiment
@@ -27,6 +28,8 @@ from fedcover.flower.following import follow, pass_on, said
 from fedcover.flower.memory import NO_CACHES
 from fedcover.flower.parcels import as_sent, bundle, embedded, headed, kept, read_reduction, sections, unbundle
 from fedcover.flower.places import Introduction, Roster, declared_fleet, introduction, place_of
+from fedcover.flower.rows import scale_of
+from fedcover.flower.scales import Scale
 from fedcover.folders import Folder
 from fedcover.models import MODELS
 from fedcover.orphans import descendants
@@ -124,6 +127,33 @@ def test_nodes_say_who_they_are_or_what_is_wrong():
             introduction(7, wrong, "v")
     with pytest.raises(InvalidValue, match="capacity"):
         introduction(7, {"partition-id": 0, "num-partitions": 2, "capacity": 1.5}, "v")
+
+
+def test_a_scale_is_told_in_one_digit_or_makes_no_sense():
+    assert Scale.read([0.0, 254.7, 33.31, 78.6]) == Scale(0.0, 300.0, 30.0, 80.0)
+    assert Scale.read(None) is None
+    for wrong in (
+        "0123",
+        [0.0],
+        [0, 1, 2, 3],
+        [0.0, float("nan"), 0.0, 1.0],
+        [2.0, 1.0, 1.0, 1.0],
+        [0.0, 1.0, 1.0, -1.0],
+    ):
+        with pytest.raises(ValueError, match="no scale"):
+            Scale.read(wrong)
+    assert scale_of(torch.zeros(0, 3)) is None
+
+
+@pytest.mark.parametrize(
+    "change", [lambda x: x * 255, lambda x: x * 0, lambda x: x + 9, lambda x: (x - x.mean()) / 0.1]
+)
+def test_another_scale_is_noticed_and_other_rows_are_not(change):
+    x = load("digits").train.x
+    mine = scale_of(x)
+    assert scale_of(change(x)).differs(mine)
+    for label in range(10):
+        assert not scale_of(x[load("digits").train.y == label]).differs(mine)
 
 
 def test_a_place_belongs_to_the_first_that_answers_for_it():

@@ -18,6 +18,8 @@ UNANSWERED = ("rejected", "late", "lost")
 """What may become of a task on a real device but an answer: refused, past the deadline, or its device is gone."""
 EVENTS = ("answered", *UNANSWERED)
 """What may become of a client's task."""
+WARNED = "warned"
+"""What is told of a node that is taken, but may not be as it should."""
 
 _NEEDED = ("gamma_round", "gamma_window", "bytes_down", "bytes_up")
 _OF_ANSWERS = ("delta2_mean", "parameters", "multiply_adds")
@@ -54,10 +56,10 @@ def lines_in(path: Path) -> list[bytes]:
 
 def read_events(path: Path) -> Metrics:
     """What became of whom on real devices at last, by a file such as events.jsonl; there is none of other runs."""
-    last: dict[tuple[int, str], dict[str, Any]] = {}
+    last: dict[tuple[int, str, bool], dict[str, Any]] = {}
     for event in read_lines(path):
-        if event.get("event") in EVENTS:
-            key = event["round"], whose(event)
+        if event.get("event") in (*EVENTS, WARNED):
+            key = event["round"], whose(event), event["event"] == WARNED
             last.pop(key, None)  # a round that is run again after a stop tells anew, and in the order of that
             last[key] = event
     return list(last.values())
@@ -98,7 +100,7 @@ def why_unanswered(events: Metrics) -> str:
     >>> why_unanswered([{"event": "answered", "why": ""}, {"event": "lost", "why": "no node holds this client"}])
     'no node holds this client'
     """
-    reasons = Counter(str(event.get("why")) for event in events if event["event"] != "answered")
+    reasons = Counter(str(event.get("why")) for event in events if event["event"] in UNANSWERED)
     return reasons.most_common(1)[0][0] if reasons else "no node was there"
 
 

@@ -18,7 +18,7 @@ from rich.text import Text
 from fedcover.arrays import printable
 from fedcover.console import as_table, output
 from fedcover.folders import Folder
-from fedcover.summary import EVENTS, UNANSWERED, read_events, read_lines
+from fedcover.summary import EVENTS, UNANSWERED, WARNED, read_events, read_lines
 
 ROUNDS_SHOWN, TROUBLE_SHOWN, CURVE = 10, 8, 60
 _BARS = "▁▂▃▄▅▆▇█"
@@ -59,8 +59,13 @@ class Look:
 
     @cached_property
     def trouble(self) -> list[Line]:
-        """Every event but answers, oldest first."""
-        return [event for event in self.events if event["event"] != "answered"]
+        """Every task and every node that failed, oldest first."""
+        return [event for event in self.events if event["event"] in UNANSWERED]
+
+    @cached_property
+    def warnings(self) -> list[Line]:
+        """What is told of nodes that were taken all the same, oldest first."""
+        return [event for event in self.events if event["event"] == WARNED]
 
     def newest(self) -> dict[str, Any]:
         """The accuracy of the last evaluation, and coverage and privacy after the last round; None if not measured."""
@@ -84,6 +89,7 @@ class Look:
             "events": dict(Counter(str(event["event"]) for event in clients)),
             "nodes": dict(Counter(str(event["event"]) for event in nodes)),
             "trouble": self.trouble,
+            "warnings": self.warnings,
         }
 
     def row(self, line: Line) -> dict[str, Any]:
@@ -136,6 +142,7 @@ def frame(seen: Look) -> Group:
     tables = [as_table("", [heads.get(c, c) for c in shown], [[row[c] for c in shown] for row in rows])] if rows else []
     nodes = [event for event in seen.trouble if event.get("client") is None]  # one is the cause of much of the rest
     clients = [event for event in seen.trouble if event.get("client") is not None]
+    tables += _trouble("warnings", ["node", "why"], seen.warnings)
     tables += _trouble("nodes that were not taken", ["event", "node", "why"], nodes)
     tables += _trouble("that did not answer as asked", ["event", "client", "node", "why"], clients)
     return Group(*parts, *tables)

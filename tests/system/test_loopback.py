@@ -1,5 +1,6 @@
 """Both sides in one process, messages and all, only without Flower's transport: many worlds, bit for bit."""
 
+import io
 import json
 from dataclasses import dataclass, field, replace
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
+from rich.console import Console
 
 import fedcover as fc
 from fedcover.engines.sequential import sequential
@@ -18,9 +20,11 @@ from fedcover.flower.engine import Events, FlowerEngine, Terms
 from fedcover.flower.link import Failed, _introduced
 from fedcover.flower.parcels import bundle, unbundle
 from fedcover.flower.places import Roster, Wanted
+from fedcover.flower.rows import wanted_of
 from fedcover.flower.server import begun, capacities, serve
+from fedcover.preparation import source_of
 from fedcover.summary import read_lines
-from fedcover.watching import look
+from fedcover.watching import frame, look
 from tests.own_rows import written
 from tests.system.compromised import EACH, _file, attack
 from tests.system.harness import checkpoints, experiment, reference
@@ -174,6 +178,48 @@ def test_a_node_without_the_rows_it_needs_is_told_what_is_wrong(tmp_path, rows, 
     made = on_nodes({7: {"partition-id": 0, "num-partitions": 2, **given}}, wanted, tmp_path / "run")
     fc.run(wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=made)
     assert [why in line["why"] for line in read_lines(made.events.path) if line["client"] is None] == [True]
+
+
+def scaled_nodes(tmp_path, factors, **config):
+    """Nodes whose rows are each multiplied by a number, and what the server wants rows to be like."""
+    files = written(tmp_path)
+    nodes = {}
+    for place, (path, factor) in enumerate(zip(files.nodes, factors, strict=True)):
+        arrays = dict(np.load(path))
+        np.savez(path, **{**arrays, "train_x": arrays["train_x"] * np.float32(factor)})
+        nodes[7 + place] = {"partition-id": place, "num-partitions": 2, "rows": str(path), **config}
+    wanted = files.experiment(rounds=1)
+    made = on_nodes(nodes, wanted, tmp_path / "run")
+    made.roster.wanted = wanted_of(source_of(wanted, "cpu", None), wanted.clients)
+    return wanted, made
+
+
+def test_a_node_whose_inputs_are_scaled_differently_is_warned_of_and_taken(tmp_path, caplog):
+    wanted, made = scaled_nodes(tmp_path, (1, 255))
+    (line,) = fc.run(wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=made).metrics
+    assert len(line["clients"]) == 5  # never refused for it
+    (told,) = [e for e in read_lines(tmp_path / "run" / "events.jsonl") if e["event"] == "warned"]
+    assert (told["node"], told["client"]) == (8, None)
+    why = "partition 1 of 2: its inputs seem to be scaled differently: about -200 to 500, mean 0, spread 300; "
+    assert told["why"].startswith(why + "the server's are about -0.8 to 2, mean 0, spread 1.")
+    assert "node 8) warned" in caplog.text
+    seen = look(tmp_path / "run")
+    assert [event["node"] for event in seen.warnings] == [8]
+    assert not seen.trouble
+    shown = Console(width=200, record=True, file=io.StringIO())
+    shown.print(frame(seen))
+    assert "the last of 1 warnings" in shown.export_text()
+
+
+def test_a_node_need_not_tell_how_its_inputs_are_scaled(tmp_path):
+    wanted, made = scaled_nodes(tmp_path, (255, 255), **{"tell-scale": False})
+    fc.run(wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=made)
+    assert {e["event"] for e in read_lines(tmp_path / "run" / "events.jsonl")} == {"answered"}
+    assert all(known.scale is None for known in made.roster.known.values())
+    wanted, made = scaled_nodes(tmp_path, (1, 1), **{"tell-scale": "no"})
+    fc.run(wanted, tmp_path / "other", machine=fc.Machine("flower", "cpu"), engine=made)
+    (first, *_) = [e for e in read_lines(tmp_path / "run" / "events.jsonl") if e["event"] == "rejected"]
+    assert "tell-scale in --node-config must be true or false; got 'no'" in first["why"]
 
 
 def test_wrong_answers_are_rejected_by_name(tmp_path):

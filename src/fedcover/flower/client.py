@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from fedcover.errors import FedcoverError
+from fedcover.errors import FedcoverError, InvalidValue
 from fedcover.flower.places import introduction
 from fedcover.version import __version__
 
@@ -59,6 +59,13 @@ def _app(work: Callable[[Message, Context], Message]) -> ClientApp:
     return app
 
 
+def _tells_scale(config: Mapping[str, Any]) -> bool:
+    wanted = config.get("tell-scale", True)
+    if not isinstance(wanted, bool):
+        raise InvalidValue(f"tell-scale in --node-config must be true or false; got {wanted!r}")
+    return wanted
+
+
 def _hello(message: Message, context: Context) -> Message:
     """What this node is, or what is wrong with its configuration; or it is told why the server does not take it."""
     if refused := message.content.config_records.get("refused"):
@@ -72,7 +79,7 @@ def _hello(message: Message, context: Context) -> Message:
         if rows := context.node_config.get("rows"):
             from fedcover.flower.rows import told_of
 
-            hello |= told_of(str(rows))
+            hello |= told_of(str(rows), scale=_tells_scale(context.node_config))
     except FedcoverError as error:
         log.error("fedcover: this node cannot take part: %s", error)
         hello = {"error": str(error)}

@@ -25,7 +25,7 @@ from fedcover.folders import Folder
 from fedcover.norms import statistics_key
 from fedcover.replies import Asked, Ledger, RawReply, Rejection, ask
 from fedcover.sources import Holding
-from fedcover.summary import UNANSWERED, lines_in
+from fedcover.summary import UNANSWERED, WARNED, lines_in
 from fedcover.types import Assignment, Client, Reduction, State, Task, Update
 from fedcover.version import __version__
 
@@ -233,6 +233,8 @@ def meet(link: Link, roster: Roster, events: Events, round: int) -> None:
             if event == "rejected":
                 roster.refused.add(node)
             events.write(round, event, node, None, why)
+        elif isinstance(said, Introduction) and roster.wanted and (doubt := roster.wanted.doubt(said.scale)):
+            events.write(round, WARNED, node, None, f"partition {said.place} of {said.places}: {doubt}")
 
 
 def _objection(said: Introduction, roster: Roster, present: Container[int]) -> str:

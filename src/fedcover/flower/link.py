@@ -36,6 +36,7 @@ from fedcover.errors import InvalidValue
 from fedcover.flower.messages import QUERY
 from fedcover.flower.places import Introduction
 from fedcover.flower.rows import read_holdings
+from fedcover.flower.scales import Scale
 
 log = logging.getLogger("fedcover")
 LISTING = 4 * 2**20
@@ -283,7 +284,7 @@ def _introduced(node: int, reply: Message) -> Introduction | Failed:
         wrong = type(place) is not int or type(places) is not int or not 0 <= place < places
         if wrong or type(capacity) is not float or not 0 <= capacity <= 1 or type(version) is not str:
             return Failed("rejected", "its introduction makes no sense")
-        holdings = read_holdings(said)
+        holdings, scale = read_holdings(said), Scale.read(said.get("scale"))
     except (KeyError, TypeError, ValueError):
         return Failed("rejected", "its introduction lacks what one must have")
-    return Introduction(node, place, places, capacity or None, version, holdings)
+    return Introduction(node, place, places, capacity or None, version, holdings, scale)

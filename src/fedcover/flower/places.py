@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedcover.errors import InvalidValue
+from fedcover.flower.scales import Scale
 
 if TYPE_CHECKING:  # it knows torch, without which an introduction is quick
     from fedcover.sources import Holding
@@ -18,7 +19,8 @@ if TYPE_CHECKING:  # it knows torch, without which an introduction is quick
 class Introduction:
     """What a node says of itself: its place among the nodes, what it can hold, and with which version it works.
 
-    `holdings` are the rows that it has, client by client, where clients' rows are on nodes.
+    `holdings` are the rows that it has, client by client, where clients' rows are on nodes, and `scale` is that of
+    their inputs, if it tells.
     """
 
     node: int
@@ -27,6 +29,7 @@ class Introduction:
     capacity: float | None
     version: str
     holdings: tuple["Holding", ...] = ()
+    scale: Scale | None = None
 
 
 def introduction(node: int, config: Mapping[str, Any], version: str) -> Introduction:
@@ -86,11 +89,15 @@ def declared_fleet(introductions: Iterable[Introduction], clients: int, fallback
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What rows that are on nodes must be like: of so many clients together, with labels and a shape that fit."""
+    """What rows that are on nodes must be like: of so many clients together, with labels and a shape that fit.
+
+    `scale` is that of the server's inputs; rows of another one are taken with a warning.
+    """
 
     clients: int
     classes: int
     shape: tuple[int, ...]
+    scale: Scale | None = None
 
     def objection(self, told: Sequence["Holding"], mine: range) -> str:
         """Why rows are not those of some of the clients; nothing if they are."""
@@ -110,6 +117,15 @@ class Wanted:
         if most >= self.classes:
             return f"train_y must be labels 0 to {self.classes - 1}, as the server has; got {most}"
         return ""
+
+    def doubt(self, scale: Scale | None) -> str:
+        """Why rows may mean something else than the server's; nothing if they need not, or nobody tells."""
+        if scale is None or self.scale is None or not scale.differs(self.scale):
+            return ""
+        return (
+            f"its inputs seem to be scaled differently: {scale}; the server's are {self.scale}. It is taken all the "
+            "same: numbers must mean the same everywhere"
+        )
 
 
 @dataclass

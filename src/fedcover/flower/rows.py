@@ -1,6 +1,7 @@
 """Clients' rows that stay on their node: what it says of them, what the server reads from that, what it trains on."""
 
 from collections.abc import Mapping
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from fedcover.datasets import rows_from_file
 from fedcover.errors import InvalidValue
 from fedcover.experiment import Experiment
 from fedcover.flower.places import Wanted
+from fedcover.flower.scales import Scale
 from fedcover.partition import held
 from fedcover.sources import Holding, Partitioned
 from fedcover.types import Dataset, Samples, Source
@@ -19,11 +21,30 @@ MOST_LABELS, MOST_SAMPLES = 2**16, 10**9
 """Beyond these a node does not tell of rows, and is not believed."""
 
 
-def told_of(path: str) -> dict[str, Any]:
-    """How many rows each of a node's clients has in a file, of which shape and, bit by bit, of which labels."""
-    found = holdings_of(*rows_from_file(path))
+def told_of(path: str, *, scale: bool = True) -> dict[str, Any]:
+    """How many rows each of a node's clients has in a file, of which shape and, bit by bit, of which labels.
+
+    Unless told not to, also how the inputs of all of them together are scaled, in coarse numbers.
+    """
+    samples, owner = rows_from_file(path)
+    found = holdings_of(samples, owner)
+    known = scale_of(samples.x) if scale else None
+    about = {} if known is None else {"scale": list(astuple(known))}
     told = {"samples": [one.samples for one in found], "labels": [_bits(one.labels) for one in found]}
-    return {**told, "shape": list(found[0].shape)}
+    return {**told, "shape": list(found[0].shape), **about}
+
+
+def scale_of(x: Tensor) -> Scale | None:
+    """How inputs are scaled; None if there are none.
+
+    >>> scale_of(torch.tensor([[0.0, 16.0], [4.0, 4.0]]))
+    Scale(low=0.0, high=20.0, mean=6.0, spread=6.0)
+    """
+    if not x.numel():
+        return None
+    spread, mean = torch.std_mean(x.float(), correction=0)
+    numbers = torch.stack([*torch.aminmax(x.float()), mean, spread])
+    return Scale.coarse(numbers.tolist())
 
 
 def holdings_of(samples: Samples, owner: Tensor) -> tuple[Holding, ...]:
@@ -67,7 +88,7 @@ def _holding(count: object, bits: object, shape: tuple[int, ...]) -> Holding:
 
 def wanted_of(source: Source, clients: int) -> Wanted:
     """What nodes' rows must be like, by what the server tests on."""
-    return Wanted(clients, source.classes, tuple(source.test.x.shape[1:]))
+    return Wanted(clients, source.classes, tuple(source.test.x.shape[1:]), scale_of(source.test.x))
 
 
 def rows_here(path: str, experiment: Experiment, mine: range, wanted: Wanted, device: str = "cpu") -> Partitioned:
