@@ -5,6 +5,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -170,7 +171,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(tmp_path):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, "")
-    assert err.splitlines()[-1] == f"stopped; go on with: fedcover resume {folder}"
+    assert err.splitlines()[-1] == f"stopped; go on with: fedcover resume {shlex.quote(str(folder))}"
     assert "Traceback" not in err
     assert 0 < found(folder / "checkpoints")[0].round <= lines(folder) < 25
     fc.run(fc.Experiment(**fields), tmp_path / "whole")

@@ -2,15 +2,22 @@
 
 import sys
 
+from fedcover import stopping
+
 
 def main() -> None:
-    """The commands; Ctrl-C leaves quietly, also in the seconds in which torch is imported."""
-    try:
-        from fedcover.cli import main as commands
+    """The commands; who stops one gets no traceback, also in the seconds in which torch is imported."""
+    stopping.quietly()
+    from fedcover.cli import main as commands
 
-        commands()
-    except KeyboardInterrupt:
-        sys.exit(130)
+    with stopping.in_order():
+        try:
+            commands()
+        except (Exception, KeyboardInterrupt) as error:
+            code = stopping.code_of(error)
+            if code is None:
+                raise
+            sys.exit(code)
 
 
 if __name__ == "__main__":

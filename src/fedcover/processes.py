@@ -8,11 +8,9 @@ import io
 import logging
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -25,8 +23,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch exports it without saying so
 
+from fedcover import stopping
 from fedcover.errors import FedcoverError, InvalidValue, RunError
 from fedcover.experiment import Experiment
+from fedcover.orphans import tied
 from fedcover.preparation import Machine, Parts, prepare
 from fedcover.ranks import Ranks
 from fedcover.rounds import Setup, run_round
@@ -126,10 +126,10 @@ def _started(size: int) -> Iterator[FileStore | None]:
         children = []
         for rank in range(1, size):
             child = subprocess.Popen(
-                [sys.executable, "-c", "from fedcover.processes import main; main()"],
-                env={**with_own_source(os.environ), _PLACE: f"{rank} {size} {folder}"},
+                program("fedcover.processes"),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
+                **tied({**with_own_source(os.environ), _PLACE: f"{rank} {size} {folder}"}),
             )
             ending.push(lambda kind, error, trace, child=child: end(child, done=kind is None))
             children.append(child)
@@ -140,6 +140,12 @@ def _started(size: int) -> Iterator[FileStore | None]:
         # all are on this machine, so they listen to nobody else
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
         yield store
+
+
+def program(module: str) -> list[str]:
+    """The command of a process that calls a module's `main` and ends with this process; see `orphans.tied`."""
+    first = "from fedcover import orphans, stopping; orphans.end_with_parent(); stopping.quietly()"
+    return [sys.executable, "-c", f"{first}; from {module} import main; main()"]
 
 
 def with_own_source(environment: Mapping[str, str]) -> dict[str, str]:
@@ -180,33 +186,9 @@ def joined(rank: int, size: int, store: FileStore | None) -> Iterator[Ranks]:
     except (RuntimeError, ValueError) as error:
         raise RunError(f"the {size} processes of this run cannot reach each other: {error}") from error
     try:
-        with stopping_once():
-            yield Ranks(rank, size)
+        yield Ranks(rank, size)
     finally:
         dist.destroy_process_group()
-
-
-@contextmanager
-def stopping_once() -> Iterator[None]:
-    """Let SIGINT and SIGTERM stop the run, once: the terminal and torchrun may both send them, to every process."""
-    if threading.current_thread() is not threading.main_thread():  # where signals do not come
-        yield
-        return
-
-    stopping = False
-
-    def stop(signum: int, frame: object) -> None:
-        nonlocal stopping
-        if not stopping:
-            stopping = True
-            raise KeyboardInterrupt
-
-    before = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
 
 
 # ── all processes but the first ─────────────────────────────────────────────────────────────────────────
@@ -256,10 +238,10 @@ def main() -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
     code = 0
     try:
-        with joined(rank, size, store) as ranks:
+        with stopping.in_order(), joined(rank, size, store) as ranks:
             take_part(ranks)
-    except KeyboardInterrupt:
-        code = 130
+    except KeyboardInterrupt as error:
+        code = stopping.code_of(error) or 1
     except FedcoverError:
         code = 1
     except Exception as error:

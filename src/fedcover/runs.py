@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from fedcover import checkpoints, plotting
+from fedcover import checkpoints, plotting, stopping
 from fedcover.courses import Course, refuse_another_model, where_it_stopped
 from fedcover.errors import InvalidValue, RunError
 from fedcover.evaluation import WHOLE, ready
@@ -223,7 +223,7 @@ def replay(
 def _go_on(job: Job, setup: Setup, metrics: Metrics, folder: Folder | None, watch: Watch | None) -> Run:
     """Rounds up to the last one."""
     course = Course(job.experiment, setup, job.state, metrics, folder)
-    with course.kept_safe(), sharing(job, setup) as team:
+    with stopping.in_order(), course.kept_safe(), sharing(job, setup) as team:
         while course.running:
             after, report = run_round(team, course.state)
             course.take(after, report)

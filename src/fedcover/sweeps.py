@@ -22,13 +22,14 @@ from typing import Any
 
 import torch
 
-from fedcover import errors, presets
+from fedcover import errors, presets, stopping
 from fedcover.choice import has_small_steps
 from fedcover.errors import FedcoverError, InvalidValue, RunError
 from fedcover.experiment import Experiment
 from fedcover.lockstep import Finished, Seen, family_of, in_lockstep
+from fedcover.orphans import tied
 from fedcover.preparation import Machine, prepare
-from fedcover.processes import end, importable, stopping_once, with_own_source
+from fedcover.processes import end, importable, program, with_own_source
 from fedcover.ranks import physical_cores
 from fedcover.refusals import check_rows_are_here
 from fedcover.rounds import Report
@@ -192,8 +193,8 @@ def sharing_a_gpu(processes: int) -> Iterator[Mapping[str, str]]:
 def _start(task: str, environment: Mapping[str, str], said: "SimpleQueue[dict[str, Any]]", ending: ExitStack) -> None:
     """Start a process that runs its share; it ends with this one, and what it says is put into a queue."""
     child = subprocess.Popen(
-        [sys.executable, "-c", "from fedcover.sweeps import main; main()"],
-        env=with_own_source(environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        program("fedcover.sweeps"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        **tied(with_own_source(environment)),
     )  # fmt: skip
     ending.push(lambda kind, error, trace: end(child, done=kind is None))
 
@@ -232,10 +233,10 @@ def main() -> None:
     if task["rank"]:
         logging.getLogger("fedcover").setLevel(logging.ERROR)  # the first process says the same
     try:
-        with stopping_once():
+        with stopping.in_order():
             _run_share(task, say)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    except KeyboardInterrupt as error:
+        sys.exit(stopping.code_of(error))
     except FedcoverError as error:
         say(error=[type(error).__name__, str(error)])
         sys.exit(1)

@@ -4,7 +4,6 @@ import os
 import shlex
 import shutil
 import signal
-import stat
 import sys
 import tempfile
 import tomllib
@@ -13,7 +12,7 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
-from fedcover import console
+from fedcover import console, stopping
 from fedcover.cli.options import Data, Device, Json, Threads, Whole, app
 from fedcover.cli.trusting import Trust, is_trusted
 from fedcover.cli.wanted import wanted_of
@@ -39,7 +38,6 @@ app.command(flower_app)
 Set = Annotated[tuple[str, ...], Parameter(help="key=value, overrides the file; may be repeated.")]
 Deadline = Annotated[float, Parameter(help="Seconds after which a round ends without those who have not answered.")]
 Wait = Annotated[float, Parameter(help="Seconds to wait for all SuperNodes before the first round.")]
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @flower_app.command
@@ -91,11 +89,11 @@ def up(
             with console.watching(wanted.name, wanted.rounds) as watch:
                 submitted = federation.submit(write_app(place / "app", settings), out)
                 follow(submitted, folder, log, watch, federation.serving)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         shutil.rmtree(place, ignore_errors=True)
         begun = (folder / "experiment.toml").exists()
         console.say(f"stopped; go on with: {again_by}" if begun else "stopped before the run began")
-        sys.exit(130)
+        sys.exit(stopping.code_of(error))
     except RunError as error:
         begun = (folder / "experiment.toml").exists() and not (folder / "summary.json").exists()
         go_on = f"; go on with: {again_by}" if begun else ""
@@ -143,9 +141,9 @@ def run(
         command = [*FLWR, "run", str(made), *([connection] if connection else []), "--stream"]
         try:
             pass_on(command, {**os.environ, **QUIET})
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
             console.say("the run goes on without you: 'flwr list' shows it, 'flwr log' its log, 'flwr stop' ends it")
-            sys.exit(130)
+            sys.exit(stopping.code_of(error))
 
 
 def check_connection(name: str | None) -> None:
@@ -204,26 +202,18 @@ def rows_of_nodes(wanted: Experiment, pattern: str, nodes: int, source: Source) 
 
 def _clean_up_when_stopped() -> None:
     """A kill and a closed terminal clean up too, and Ctrl-C even where a shell ignores it; `nohup` is left its will."""
-    for number in _STOPPING:
+    for number in stopping.SIGNALS:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _stop_once)
 
 
 def _stop_once(number: int, frame: object) -> None:
     """Begin to clean up, which takes seconds; who presses Ctrl-C again must not keep that from being finished."""
-    for later in _STOPPING:
+    for later in stopping.SIGNALS:
         signal.signal(later, signal.SIG_IGN)
     if number == signal.SIGHUP:
-        _forget_the_terminal()
-    raise KeyboardInterrupt
-
-
-def _forget_the_terminal() -> None:
-    """Say nothing more to a terminal that is gone: an error from it would end the cleaning up."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for said in (1, 2):
-        if stat.S_ISCHR(os.fstat(said).st_mode):
-            os.dup2(nowhere, said)
+        stopping.forget_the_terminal()
+    raise stopping.Stopped(number)
 
 
 def _wanted(experiment: Path, changes: tuple[str, ...], trust: bool) -> tuple[Experiment, bool]:

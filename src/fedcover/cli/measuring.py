@@ -1,7 +1,6 @@
 """Commands about speed: bench and sweep."""
 
 import json as js
-import sys
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +13,7 @@ from fedcover import console
 from fedcover.bench import STEADY, page
 from fedcover.bench import bench as measure
 from fedcover.cli.options import Data, DealtOut, Device, Json, Precision, Whole, app
+from fedcover.cli.stopped import saying_how_to_go_on, this_command
 from fedcover.cli.wanted import wanted_of
 from fedcover.errors import InvalidValue
 from fedcover.experiment import Experiment, parse_change
@@ -86,7 +86,7 @@ def sweep(
         def show(experiment: Experiment, report: Report) -> None:
             watch(Report(next(count), {**report.metrics, "run": experiment.name}))
 
-        try:
+        with saying_how_to_go_on(lambda: f"stopped; go on with: {this_command()}"):
             ended = run_sweep(wanted, runs, machine=machine, data=data, watch=show)
             for done in sorted(ended, key=lambda done: wanted.index(done.experiment)):
                 last = next((line for line in reversed(done.metrics) if "accuracy" in line), {})
@@ -94,9 +94,6 @@ def sweep(
                 table.append({"folder": folder, "accuracy": last.get("accuracy"), "diverged": done.diverged or None})
                 setting = done.experiment.name.removesuffix(f"-seed-{done.experiment.seed}")
                 found.setdefault(setting, []).append(None if done.diverged else last.get("accuracy"))
-        except KeyboardInterrupt:
-            console.say("stopped; the same command goes on where it was")
-            sys.exit(130)
     if json:
         print(js.dumps(table, indent=2))
         return

@@ -1,6 +1,5 @@
 """The command that repeats the paper's evidence: reproduce."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -8,6 +7,7 @@ from cyclopts import Parameter
 
 from fedcover import console
 from fedcover.cli.options import Data, DealtOut, Device, EngineName, Json, MaybeWhole, Precision, Threads, app
+from fedcover.cli.stopped import saying_how_to_go_on, this_command
 from fedcover.errors import InvalidValue, unknown
 from fedcover.paper import document
 from fedcover.paper.cells import SETS
@@ -49,13 +49,9 @@ def reproduce(
     wish = Wish(() if what == "docs" else (what,), parse_only(only), seeds, quick, out)
     written: list[Path] = []
     if wish.sets:
-        try:
-            machine = Machine(engine, device, threads, precision=precision, processes=processes)
+        machine = Machine(engine, device, threads, precision=precision, processes=processes)
+        with saying_how_to_go_on(lambda: _how_to_go_on(wish.folder)):
             run_missing(wish, machine=machine, data=data, watching=console.watching, tell=console.say)
-        except KeyboardInterrupt:
-            there_is = f"what there is lies in {wish.folder}" if wish.folder.exists() else "no run has begun"
-            console.say(f"stopped; {there_is}; the same command goes on with the rest")
-            sys.exit(130)
     if what == "docs":
         written = document.write(wish.folder, pages)
         for line in strange(wish):
@@ -63,6 +59,11 @@ def reproduce(
     if what == "figures":
         written = document.write_figures(Evidence(wish.folder, quick), wish.folder if quick else pages / "reproduction")
     _show(wish, written, json)
+
+
+def _how_to_go_on(folder: Path) -> str:
+    there_is = f"what there is lies in {folder}" if folder.exists() else "no run has begun"
+    return f"stopped; {there_is}; go on with: {this_command()}"
 
 
 def _show(wish: Wish, written: list[Path], json: bool) -> None:

@@ -1,7 +1,8 @@
 """Commands that train: run, resume, export, demo."""
 
+import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -23,6 +24,7 @@ from fedcover.cli.options import (
     Whole,
     app,
 )
+from fedcover.cli.stopped import saying_how_to_go_on
 from fedcover.cli.trusting import Trust, is_trusted
 from fedcover.cli.wanted import wanted_of
 from fedcover.demo import FLEET, LINE_UP
@@ -65,11 +67,8 @@ def run(
     wanted = wanted_of(experiment, set)
     folder = runs / wanted.name
     machine = Machine(engine, device, threads, deterministic, precision, _processes(processes))
-    with _watching(wanted, folder, tensorboard) as watch:
-        result = _saying_how_to_go_on(
-            folder,
-            lambda: run_experiment(wanted, folder, machine=machine, data=data, watch=watch),
-        )
+    with saying_how_to_go_on(lambda: _how_to_go_on(folder)), _watching(wanted, folder, tensorboard) as watch:
+        result = run_experiment(wanted, folder, machine=machine, data=data, watch=watch)
     _show_result(result, plot, json)
 
 
@@ -98,14 +97,10 @@ def resume(
     trusted = is_trusted(folder, trust)
     wanted = Folder(folder, trusted).read().experiment
     machine = Machine(engine, device, threads, deterministic, precision, _processes(processes))
-    with _watching(wanted, folder, tensorboard) as watch:
-        result = _saying_how_to_go_on(
-            folder,
-            lambda: resume_run(
-                folder, machine=machine, force=force, data=data, watch=watch,
-                complain=console.say, trust=trusted,
-            ),
-        )  # fmt: skip
+    with saying_how_to_go_on(lambda: _how_to_go_on(folder)), _watching(wanted, folder, tensorboard) as watch:
+        result = resume_run(
+            folder, machine=machine, force=force, data=data, watch=watch, complain=console.say, trust=trusted
+        )
     _show_result(result, plot, json)
 
 
@@ -144,11 +139,9 @@ def demo(
     if rounds < 1:
         raise InvalidValue(f"rounds must be at least 1; got {rounds}")
     chosen = folder or next(p for n in range(1, sys.maxsize) if not (p := Path(f"runs/demo-{n}")).exists())
-    try:
+    so_far = f"stopped; the runs so far are in {chosen}; 'fedcover demo' begins anew"
+    with saying_how_to_go_on(lambda: so_far):
         results = run_demo(chosen, rounds, seed, console.watching)
-    except KeyboardInterrupt:
-        console.say(f"stopped; the runs so far are in {chosen}; 'fedcover demo' begins anew")
-        sys.exit(130)
     page = report([run.folder for run in results if run.folder], chosen / "report.html")
     if json:
         console.say(f"the report is {page}")
@@ -192,14 +185,10 @@ def _processes(wanted: int | str) -> int | str:
     return torchrun_size()
 
 
-def _saying_how_to_go_on(folder: Path, work: Callable[[], Run]) -> Run:
-    try:
-        return work()
-    except KeyboardInterrupt:
-        begun = (folder / "experiment.toml").exists()
-        go_on = f"fedcover resume {folder}{Folder(folder).trust_flag()}" if begun else ""
-        console.say(f"stopped; go on with: {go_on}" if begun else "stopped before the run began")
-        sys.exit(130)
+def _how_to_go_on(folder: Path) -> str:
+    if not (folder / "experiment.toml").exists():
+        return "stopped before the run began"
+    return f"stopped; go on with: fedcover resume {shlex.quote(str(folder))}{Folder(folder).trust_flag()}"
 
 
 @contextmanager

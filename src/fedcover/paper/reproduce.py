@@ -3,6 +3,7 @@
 This module needs no command-line packages, so that it runs where only torch, numpy, pydantic and safetensors are.
 """
 
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from fedcover import stopping
 from fedcover.errors import FedcoverError, InvalidValue, unknown
 from fedcover.experiment import Experiment
 from fedcover.paper import document, results, store
@@ -208,9 +210,11 @@ def main(words: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1:])
+        with stopping.in_order():
+            main(sys.argv[1:])
     except FedcoverError as error:
         sys.exit(f"fedcover: {error}")
-    except KeyboardInterrupt:
-        print("stopped; what has ended is kept, the same command goes on with the rest", file=sys.stderr)
-        sys.exit(130)
+    except KeyboardInterrupt as error:
+        again = shlex.join(["python", "-m", "fedcover.paper.reproduce", *sys.argv[1:]])
+        print(f"stopped; what has ended is kept; go on with: {again}", file=sys.stderr)
+        sys.exit(stopping.code_of(error))

@@ -1,0 +1,29 @@
+"""What is said when a command is stopped: how to go on."""
+
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from fedcover import console, stopping
+from fedcover.errors import FedcoverError
+
+
+@contextmanager
+def saying_how_to_go_on(sentence: Callable[[], str]) -> Iterator[None]:
+    """Where a signal stops what is done here, say a sentence and leave with its exit code, 130 after Ctrl-C."""
+    try:
+        yield
+    except FedcoverError:  # it tells what could not be kept
+        raise
+    except (Exception, KeyboardInterrupt) as error:
+        code = stopping.code_of(error)
+        if code is None:
+            raise
+        console.say(sentence())
+        sys.exit(code)
+
+
+def this_command() -> str:
+    """The command as it was typed, for a shell."""
+    return shlex.join(["fedcover", *sys.argv[1:]])

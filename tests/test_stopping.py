@@ -1,0 +1,204 @@
+"""Programs that are asked to stop: they keep the last whole round, say how to go on, and leave no process behind."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+
+import fedcover as fc
+from fedcover import stopping
+from fedcover.checkpoints import found
+from fedcover.orphans import descendants
+from tests.test_orphans import running, waited_for
+from tests.test_run_faults import command, lines, settings, wait_until
+from tests.test_runs import TINY
+
+LONG = {**TINY, "clients": 100, "rounds": 100_000, "checkpoint_every": 1000}
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+
+
+@contextmanager
+def started(*words, **options):
+    """A real process of the command line, in a group of its own; nothing of it is left behind."""
+    process = command(*words, start_new_session=True, **options)
+    family = set()
+    try:
+        yield process
+    finally:
+        family = descendants([process.pid]) | {process.pid}
+        for pid in running(family):
+            os.kill(pid, signal.SIGKILL)
+        process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_run_that_is_stopped_keeps_its_rounds_and_says_how_to_go_on(tmp_path, number):
+    folder = tmp_path / "runs" / "run"
+    with started("run", "--runs", folder.parent, *settings(LONG), "--processes", "1") as process:
+        wait_until(lambda: lines(folder) >= 2, process)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (128 + number, "")
+    assert err.splitlines()[-1] == f"stopped; go on with: fedcover resume {folder}"
+    assert "Traceback" not in err
+    done = found(folder / "checkpoints")[0].round
+    assert 0 < done <= lines(folder) <= done + 1  # a line more, if that round was being written
+
+
+@linux
+def test_a_run_in_two_processes_stops_alike(tmp_path):
+    folder = tmp_path / "runs" / "run"
+    with started("run", "--runs", folder.parent, *settings(LONG), "--processes", "2") as process:
+        wait_until(lambda: lines(folder) >= 2, process)
+        family = descendants([process.pid])
+        process.terminate()
+        _, err = process.communicate(timeout=60)
+        assert waited_for(lambda: not running(family), 10)
+    assert process.returncode == 143
+    assert err.splitlines()[-1] == f"stopped; go on with: fedcover resume {folder}"
+    assert "Traceback" not in err
+    assert fc.load(folder).state.round >= lines(folder) - 1 > 0
+
+
+SWEEP = ["--vary", "lr=0.1|0.05"]
+
+
+@linux
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.system)])
+def test_a_sweep_that_is_killed_keeps_the_rounds_of_every_run(tmp_path, processes):
+    words = ["sweep", *settings({**LONG, "name": "s"}), *SWEEP, "--processes", processes]
+    folders = [tmp_path / "runs" / f"s-lr-{lr}-seed-0" for lr in ("0.1", "0.05")]
+    with started(*words, cwd=tmp_path) as process:
+        wait_until(lambda: max(map(lines, folders)) >= 2, process)
+        going = [folder for folder in folders if lines(folder) >= 2]
+        family = descendants([process.pid])
+        process.terminate()
+        out, err = process.communicate(timeout=60)
+        assert waited_for(lambda: not running(family), 10)
+    assert (process.returncode, out) == (143, "")
+    again = shlex.join(["fedcover", *map(str, words)])
+    assert err.splitlines()[-1] == f"stopped; go on with: {again}"
+    assert "Traceback" not in err
+    assert all(found(folder / "checkpoints") for folder in going)
+
+
+@linux
+@pytest.mark.parametrize("what", ["run", pytest.param("sweep", marks=pytest.mark.system)])
+def test_processes_end_with_the_one_that_has_started_them(tmp_path, what):
+    words = [what, *settings({**LONG, "name": "s"}), "--processes", "2", *(SWEEP if what == "sweep" else [])]
+    name = "s-lr-0.1-seed-0" if what == "sweep" else "s"
+    folder = tmp_path / "runs" / name
+    with started(*words, cwd=tmp_path) as process:
+        wait_until(lambda: lines(folder) >= 2, process)
+        family = descendants([process.pid])
+        assert family
+        process.kill()
+        assert waited_for(lambda: not running(family), 10)
+        _, err = process.communicate(timeout=60)
+    assert "Traceback" not in err
+    again = ["resume", folder] if what == "run" else words
+    with started(*again, cwd=tmp_path) as process:
+        before = lines(folder)
+        wait_until(lambda: lines(folder) > before or lines(folder) == 1, process)
+        process.terminate()
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert "Traceback" not in err
+
+
+TURNING = """
+import sys, time
+try:
+    print("importing", flush=True)
+    time.sleep(60)
+except BaseException:
+    raise ImportError("you should not try to import this from its source directory") from None
+"""
+"""What packages make of an exception that is raised while they import: NumPy says this."""
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_who_stops_a_program_that_imports_sees_no_traceback(tmp_path, number):
+    (tmp_path / "torch.py").write_text(TURNING)
+    with started("list", "engines", cwd=tmp_path) as process:
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(number)
+        assert process.communicate(timeout=60) == ("", "")
+    assert process.returncode == 128 + number
+
+
+def test_what_others_make_of_a_stop_is_a_stop(tmp_path):
+    (tmp_path / "mine.py").write_text("def policy(view):" + TURNING.replace("\n", "\n    "))
+    fields = {**LONG, "policy": "mine:policy", "name": "odd"}
+    with started("run", *settings(fields), cwd=tmp_path) as process:
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.splitlines()[-1].startswith("stopped")
+    assert "Traceback" not in err
+
+
+SCRIPT = """
+import fedcover as fc
+fields = {fields!r}
+try:
+    fc.run(fc.Experiment(**fields), "run")
+finally:
+    print("after", flush=True)
+"""
+
+
+def test_a_program_of_ones_own_ends_by_the_signal_with_its_rounds_kept(tmp_path):
+    script = [sys.executable, "-c", SCRIPT.format(fields=LONG)]
+    with subprocess.Popen(script, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        wait_until(lambda: lines(tmp_path / "run") >= 2, process)
+        process.terminate()
+        assert process.communicate(timeout=60) == ("", "")  # as ever: it does not go on with what comes after
+    assert process.returncode == -signal.SIGTERM
+    assert fc.load(tmp_path / "run").state.round >= lines(tmp_path / "run") - 1 > 0
+
+
+def test_handlers_of_ones_own_stay():
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        with stopping.in_order():
+            signal.raise_signal(signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_signals_that_come_together_stop_once():
+    def interrupted():
+        with stopping.in_order():
+            try:
+                signal.raise_signal(signal.SIGINT)
+            finally:
+                signal.raise_signal(signal.SIGINT)  # what a terminal and torchrun both send
+                kept.append(True)
+
+    kept: list[bool] = []
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert kept == [True]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert stopping.code_of(ValueError()) is None
+
+
+def test_who_is_not_to_hear_hang_ups_does_not(tmp_path):
+    folder = tmp_path / "runs" / "run"
+    nohup = {"preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)}
+    fields = {**TINY, "clients": 100, "rounds": 40, "checkpoint_every": 1000}
+    with started("run", "--runs", folder.parent, *settings(fields), "--processes", "1", **nohup) as process:
+        wait_until(lambda: lines(folder) >= 2, process)
+        process.send_signal(signal.SIGHUP)
+        process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert (folder / "summary.json").exists()
