@@ -8,6 +8,9 @@ from fedcover import checkpoints
 from fedcover.checkpoints import found
 from fedcover.engines.pools import pool_of
 from fedcover.errors import RunError
+from fedcover.grid_noise import keyed_stream
+from fedcover.privacy import private_mean
+from fedcover.reduction import Masks
 from fedcover.sweeps import varied
 from tests import crew_twin
 from tests.worlds import same
@@ -33,6 +36,9 @@ SETTINGS = {
     "prunefl": {"policy": "prunefl(every=1)", "recipe": "prunefl(every=1)"},
     "trimmed": {"policy": "prefix", "rule": "trimmed_mean(share=0.2)"},
     "heterofl": {"policy": "prefix", "absent_labels": "zero", "label_rows": True, "scaler": True, "clip": 1.0},
+    "fiarse": {"policy": "magnitude(scope='model')", "recipe": "fiarse", "momentum": 0},
+    "fiarse without surrogate": {"policy": "magnitude", "recipe": "fiarse(scope='layer', surrogate=false)"},
+    "recurrent": {"dataset": "characters", "model": "lstm(embedding=4, hidden=8)", "clients": 400},
     "language": {"dataset": "characters", "model": "transformer(width=16, blocks=1, hidden=16)", "clients": 400},
 }
 
@@ -173,3 +179,26 @@ def test_what_cannot_be_written_beside_the_next_round_stops_the_run(tmp_path, mo
     resumed = fc.resume(tmp_path / "stopped")
     assert [line["round"] for line in resumed.metrics] == [0, 1, 2, 3]
     same(resumed.state.params, fc.run(experiment(SETTINGS["prefix"], 4), machine=machine).state.params)
+
+
+def test_private_noise_is_the_same_whole_numbers_as_on_the_cpu():
+    """The noise is drawn on the CPU and counted in whole numbers, so the device cannot round it."""
+    old = {"w": torch.ones(10_000, dtype=torch.float64)}
+    masks = [Masks({"w": torch.arange(10_000) % 5 > client}) for client in range(4)]
+    answers = []
+    for device in ("cpu", "cuda"):
+        here = {name: tensor.to(device) for name, tensor in old.items()}
+        held = [Masks({"w": mask.bits["w"].to(device)}) for mask in masks]
+        parts = [(mask, {n: t * (1 + i) for n, t in mask.extract(here).items()}) for i, mask in enumerate(held)]
+        stream = keyed_stream(bytes(32))
+        answers.append(private_mean(here, parts, clip=50.0, noise=1.7, stream=stream)["w"].cpu())
+    torch.testing.assert_close(answers[1], answers[0], rtol=0, atol=1e-6)
+    assert float((answers[0] - 1).abs().max()) > 50
+
+
+def test_a_private_run_draws_other_noise_each_time():
+    fields = {"policy": "rolling", "clip_updates": 0.5, "privacy": "gaussian(noise=2.0, delta=1e-4)"}
+    left, right = (fc.run(experiment(fields, 2), machine=fc.Machine(device="cuda")) for _ in range(2))
+    assert left.summary["epsilon"] == right.summary["epsilon"] > 0
+    moved = [left.state.params[name] - right.state.params[name] for name in left.state.params]
+    assert float(torch.cat([tensor.flatten() for tensor in moved]).std()) > 0.01
