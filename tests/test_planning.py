@@ -119,7 +119,7 @@ def test_the_papers_way_by_hand(shares, expected):
 
 def test_without_matplotlib_it_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(FedcoverError, match=r"pip install 'fedcover\[plot\]'"):
+    with pytest.raises(FedcoverError, match=r"pip install '\.\[plot\]'"):
         plot({}, tmp_path / "plan.png")
 
 

@@ -113,7 +113,7 @@ def test_without_matplotlib_or_with_a_strange_ending_nothing_is_trained(fedcover
     with monkeypatch.context() as patched:
         for part in ("figure", "backend_bases"):
             patched.setitem(sys.modules, f"matplotlib.{part}", None)
-        refused(fedcover("run", *changed(), "--plot", "a.png"), 1, r"pip install 'fedcover\[plot\]'")
+        refused(fedcover("run", *changed(), "--plot", "a.png"), 1, r"pip install '\.\[plot\]'")
     pytest.importorskip("matplotlib")
     refused(fedcover("run", *changed(), "--plot", "a.xyz"), 2, "plot must be a file that ends in one of")
     assert not (tmp_path / "runs").exists()
@@ -175,7 +175,7 @@ def test_tensorboard_reads_what_is_logged(fedcover, tmp_path):
 
 def test_without_tensorboard_it_says_what_to_install(fedcover, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    refused(fedcover("run", *changed(), "--tensorboard"), 1, r"pip install 'fedcover\[tensorboard\]'")
+    refused(fedcover("run", *changed(), "--tensorboard"), 1, r"pip install '\.\[tensorboard\]'")
     assert not (tmp_path / "runs").exists()
 
 

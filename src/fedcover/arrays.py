@@ -123,15 +123,6 @@ def _wrong_shape(name: str, wanted: Wanted, what: str, shape: tuple[Any, ...] | 
     raise Refused("mask over capacity" if over else "mask malformed", f"{name} {what}, not {wanted.shape}")
 
 
-def printable(text: str) -> str:
-    """A text from elsewhere without anything that a terminal would obey.
-
-    >>> printable("grün\\x1b[2J")
-    'grün?[2J'
-    """
-    return "".join(sign if sign.isprintable() else "?" for sign in text)
-
-
 def shown(value: object) -> str:
     """What a stranger sent, fit for a log: short, on one line, plain ASCII.
 

@@ -85,11 +85,16 @@ def read(file: Found, experiment: str, device: torch.device | str) -> State:
         values = safetensors.torch.load(content)
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         about = json.loads(header.get("__metadata__", {}).get("fedcover", "{}"))
-    except (OSError, SafetensorError) as error:
+        belongs, round, order = about.get("experiment"), about.get("round"), about.get("order")
+    except (OSError, SafetensorError, ValueError, AttributeError, RecursionError) as error:
         raise RunError(f"checkpoint {file.path} cannot be read: {reason(error)}") from error
-    if about.get("experiment") != experiment:
-        raise RunError(f"checkpoint {file.path} belongs to another experiment: {about.get('experiment')}")
-    return _unflat({name: values[name].to(device) for name in about["order"]}, file.round)
+    if belongs != experiment:
+        raise RunError(f"checkpoint {file.path} belongs to another experiment: {belongs}")
+    if round != file.round:
+        raise RunError(f"checkpoint {file.path} holds round {round}, not {file.round} as its name says")
+    if not isinstance(order, list) or sorted(map(str, order)) != sorted(values):
+        raise RunError(f"checkpoint {file.path} does not say in which order its tensors are")
+    return _unflat({name: values[name].to(device) for name in order}, round)
 
 
 def newest(folder: Path, experiment: str, device: torch.device | str) -> tuple[State, dict[Path, str]]:

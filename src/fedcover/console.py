@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from fedcover.errors import printable
 from fedcover.rounds import Report
 from fedcover.runs import Watch
 from fedcover.summary import UNANSWERED
@@ -26,7 +27,7 @@ errors = Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 def say(sentence: str) -> None:
     """Tell the user something, as it is and on one line, on the error stream."""
-    errors.print(sentence, soft_wrap=True)
+    errors.print("\n".join(map(printable, sentence.split("\n"))), soft_wrap=True)
 
 
 class _Lines(logging.Handler):
@@ -151,7 +152,7 @@ def _text(cell: object) -> str:
         return "-"
     if isinstance(cell, float):
         return f"{cell:,.0f}" if abs(cell) >= 1000 else f"{cell:.4g}"
-    return f"{cell:,}" if isinstance(cell, int) else str(cell)
+    return f"{cell:,}" if isinstance(cell, int) else printable(str(cell))
 
 
 def show_json(value: object) -> None:

@@ -41,3 +41,12 @@ def unknown(field: str, value: object, allowed: Iterable[object]) -> InvalidValu
     close = get_close_matches(str(value), names, n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
     return InvalidValue(f"{field} must be one of {', '.join(names)}; got {value!r}{hint}")
+
+
+def printable(text: str) -> str:
+    """A text from elsewhere without anything that a terminal would obey.
+
+    >>> printable("grün\\x1b[2J")
+    'grün?[2J'
+    """
+    return "".join(sign if sign.isprintable() else "?" for sign in text)

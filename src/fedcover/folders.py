@@ -222,8 +222,10 @@ class Folder:
             disk.append(path, _line(line))
 
     def metrics(self, rounds: int) -> Metrics:
-        """The lines of the rounds that are done; a torn or damaged one is none."""
-        return [line for line in read_lines(self.path / "metrics.jsonl") if line["round"] < rounds and is_whole(line)]
+        """The line of every round that is done, the last one if there are several; a torn or damaged one is none."""
+        whole = [line for line in read_lines(self.path / "metrics.jsonl") if is_whole(line)]
+        by_round = {line["round"]: line for line in whole}
+        return [by_round[round] for round in sorted(by_round) if round < rounds]
 
     def cut_metrics(self, rounds: int) -> Metrics:
         """Forget the lines of rounds that will be run again."""

@@ -7,7 +7,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from fedcover.errors import printable
 from fedcover.reporting.reading import Record
+
+_FORMULA = ("=", "+", "-", "@")
+"""Signs with which a formula begins; tabs and ends of lines are no printable signs."""
 
 
 def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
@@ -30,17 +34,31 @@ def _figures(line: dict[str, Any]) -> dict[str, Any]:
 def as_csv(found: Sequence[dict[str, Any]]) -> str:
     """Rows as CSV with a head line; what was not measured is empty, what is not finite says so (nan, inf).
 
+    A text that a spreadsheet would compute, or a terminal obey, is changed so that it is only a text.
+
     >>> print(as_csv([{"run": "a", "round": 0}, {"run": "a", "round": 1, "accuracy": 0.5}]), end="")
     run,round,accuracy
     a,0,
     a,1,0.5
     """
-    columns = dict.fromkeys(key for row in found for key in row)
+    columns = list(dict.fromkeys(key for row in found for key in row))
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(columns), restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(found)
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([_as_text(column) for column in columns])
+    for row in found:
+        cells = [row.get(column, "") for column in columns]
+        writer.writerow([_as_text(cell) if isinstance(cell, str) else cell for cell in cells])
     return text.getvalue()
+
+
+def _as_text(cell: str) -> str:
+    """A text with a quote before what would begin a formula.
+
+    >>> _as_text('=HYPERLINK("x")'), _as_text("-lr"), _as_text("a-1")
+    ('\'=HYPERLINK("x")', "'-lr", 'a-1')
+    """
+    plain = printable(cell)
+    return f"'{plain}" if plain.lstrip().startswith(_FORMULA) else plain
 
 
 def as_json(found: Sequence[dict[str, Any]]) -> str:

@@ -26,6 +26,8 @@ _OF_ANSWERS = ("delta2_mean", "parameters", "multiply_adds")
 """None in a round without an answer, but written."""
 _OPTIONAL = ("accuracy", "loss", "validation_accuracy", "validation_loss", *UNANSWERED)
 _SHARES = ("accuracy", "validation_accuracy")
+_MOST = 2**63
+"""Larger whole numbers no run has counted, and they do not fit into a float."""
 _NO_PICTURES: dict[str, Any] = {"layers": {}, "clients": {}}
 
 
@@ -112,7 +114,7 @@ def is_whole(line: Mapping[str, Any]) -> bool:
     """
     clients, seconds, pictures = line.get("clients", {}), line.get("seconds"), line.get("pictures") or _NO_PICTURES
     return (
-        line["round"] >= 0
+        0 <= line["round"] < _MOST
         and all(name in line for name in _OF_ANSWERS)
         and (line["parameters"] is None) == (line["multiply_adds"] is None)
         and ("accuracy" not in line or "loss" in line)
@@ -127,7 +129,7 @@ def is_whole(line: Mapping[str, Any]) -> bool:
 
 
 def _numbers(values: Iterable[object]) -> bool:
-    return all(isinstance(value, int | float) for value in values)
+    return all(isinstance(value, float) or (isinstance(value, int) and abs(value) < _MOST) for value in values)
 
 
 def _is_client(told: object) -> bool:

@@ -15,8 +15,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from fedcover.arrays import printable
 from fedcover.console import as_table, output
+from fedcover.errors import printable
 from fedcover.folders import Folder
 from fedcover.summary import EVENTS, UNANSWERED, WARNED, read_events, read_lines
 

@@ -16,7 +16,8 @@ from fedcover.cli import reproducing as reproducing
 from fedcover.cli import running as running
 from fedcover.cli import showing as showing
 from fedcover.cli.options import app
-from fedcover.errors import FedcoverError, InvalidValue
+from fedcover.disk import reason
+from fedcover.errors import FedcoverError, InvalidValue, RunError
 from fedcover.processes import main as take_part
 from fedcover.processes import torchrun_rank
 
@@ -28,6 +29,8 @@ def main() -> None:
     try:
         with console.telling():
             app(sys.argv[1:], exit_on_error=False, print_error=False)
+        if sys.stdout:
+            sys.stdout.flush()  # here, where it can be said that nobody can read it
     except InvalidValue as error:
         _leave(error, 2)
     except FedcoverError as error:
@@ -35,8 +38,18 @@ def main() -> None:
     except CycloptsError as error:
         _leave(error, 2)
     except BrokenPipeError:  # whoever read the output has gone; Python would complain again when it closes it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_the_output()
         sys.exit(1)
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        _forget_the_output()
+        _leave(RunError(f"cannot write the output: {reason(error)}"), 1)
+
+
+def _forget_the_output() -> None:
+    """Let what is still to be written go nowhere: Python would complain again when it closes the stream."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _leave(error: Exception, code: int) -> None:

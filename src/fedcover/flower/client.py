@@ -69,7 +69,7 @@ def _tells_scale(config: Mapping[str, Any]) -> bool:
 def _hello(message: Message, context: Context) -> Message:
     """What this node is, or what is wrong with its configuration; or it is told why the server does not take it."""
     if refused := message.content.config_records.get("refused"):
-        from fedcover.arrays import printable
+        from fedcover.errors import printable
 
         log.error("fedcover: the server does not take this node: %s", printable(str(refused["why"]))[:1000])
         return Message(RecordDict(), reply_to=message)

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from fedcover.arrays import printable
 from fedcover.disk import append
-from fedcover.errors import InvalidValue, RunError
+from fedcover.errors import InvalidValue, RunError, printable
 from fedcover.flower.link import GRACE, Failed, Link
 from fedcover.flower.messages import Answer, Order, Orders, read_answers, to_node
 from fedcover.flower.parcels import as_sent, unbundle

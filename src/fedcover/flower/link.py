@@ -31,8 +31,7 @@ from flwr.supercore.inflatable.inflatable_utils import (
     inflate_object_from_contents,
 )
 
-from fedcover.arrays import printable
-from fedcover.errors import InvalidValue
+from fedcover.errors import InvalidValue, printable
 from fedcover.flower.messages import QUERY
 from fedcover.flower.places import Introduction
 from fedcover.flower.rows import read_holdings

@@ -7,6 +7,7 @@ from typing import Any
 
 from fedcover.reporting.ordering import natural
 from fedcover.reporting.reading import Line, Record
+from fedcover.reporting.settings import shares
 from fedcover.reporting.thinning import short
 from fedcover.summary import EVENTS, whose
 
@@ -66,16 +67,3 @@ def _cause(event: str, why: str, met: Sequence[Line]) -> dict[str, Any]:
         "who": ", ".join(names[:NAMES]) + (f" and {len(names) - NAMES} more" if len(names) > NAMES else ""),
         "rounds": str(first) if first == last else f"{first} to {last}",
     }
-
-
-def shares(fleet: str) -> dict[float, int]:
-    """Devices per capacity of a fleet as experiments write it out.
-
-    >>> shares("4x1 + 6x0.75")
-    {1.0: 4, 0.75: 6}
-    """
-    found: dict[float, int] = {}
-    for term in fleet.split("+"):
-        number, _, capacity = term.partition("x")
-        found[float(capacity)] = found.get(float(capacity), 0) + int(number)
-    return found

@@ -35,6 +35,8 @@ log = logging.getLogger("fedcover")
 Ends = dict[str, frozenset[int]]
 MOST_ENTRIES = 50
 """Of a list or table in a certificate."""
+DEEPEST = 20
+"""How many lists and tables may lie in each other there."""
 
 
 def report(
@@ -120,7 +122,7 @@ def run_entry(record: Record, ends: Ends, runs: int) -> dict[str, Any]:
         "fleet": fleet_table(record),
         "answers": answers(record.events),
         "toml": record.toml,
-        "manifest": {key: text(value) for key, value in record.manifest.items() if value not in (None, [])},
+        "manifest": {key: text(plain(value)) for key, value in record.manifest.items() if value not in (None, [])},
         "custom": record.custom,
         "commands": commands(record),
         "certificate": plain(record.certificate),
@@ -189,17 +191,19 @@ def commands(record: Record) -> list[str]:
     return [again] if len(record.lines) >= record.rounds else [again, go_on]
 
 
-def plain(value: Any) -> Any:
+def plain(value: Any, depth: int = 0) -> Any:
     """The same value for the page: short numbers, names for those that are not finite, long lists thinned.
 
     >>> plain({"bound": float("inf"), "terms": [0.123456789]})
     {'bound': 'inf', 'terms': [0.12346]}
     """
+    if isinstance(value, dict | list) and depth == DEEPEST:
+        return "..."
     if isinstance(value, dict):
-        entries = list(value.items())
-        return {str(entries[place][0]): plain(entries[place][1]) for place in spread(len(entries), MOST_ENTRIES)}
+        entries = [list(value.items())[place] for place in spread(len(value), MOST_ENTRIES)]
+        return {str(key): plain(entry, depth + 1) for key, entry in entries}
     if isinstance(value, list):
-        return [plain(value[place]) for place in spread(len(value), MOST_ENTRIES)]
+        return [plain(value[place], depth + 1) for place in spread(len(value), MOST_ENTRIES)]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else short(value)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from fedcover import disk
 from fedcover.errors import RunError
 from fedcover.reporting.ordering import natural
+from fedcover.reporting.settings import check_settings
 from fedcover.summary import is_whole, lines_in, read_events, read_lines, unanswered
 
 Line = dict[str, Any]
@@ -47,7 +48,8 @@ class Record:
     @property
     def custom(self) -> list[str]:
         """What was made in Python, so that the settings do not tell it."""
-        return [str(name) for name in self.manifest.get("custom") or []]
+        custom = self.manifest.get("custom")
+        return [str(name) for name in custom] if isinstance(custom, list) else []
 
     @property
     def one_of_its_kind(self) -> bool:
@@ -93,13 +95,12 @@ def read_run(folder: Path) -> Record:
     try:
         toml = disk.read_text(path)
         settings = tomllib.loads(toml)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"{path} cannot be read: {disk.reason(error)}") from error
+    check_settings(path, settings)
     manifest, certificate = _json(folder / "manifest.json"), _json(folder / "certificate.json")
     ended = _ended_lines(folder / "metrics.jsonl")  # before reading: lines that a run adds meanwhile are no damage
     last = settings.get("rounds", math.inf)
-    if not isinstance(last, int | float):
-        raise RunError(f"{path} cannot be read: rounds must be a whole number; got {last!r}")
     read = [line for line in read_lines(folder / "metrics.jsonl") if is_whole(line) and line["round"] < last]
     lines = {line["round"]: line for line in read}
     return Record(
@@ -119,7 +120,7 @@ def _json(path: Path) -> dict[str, Any] | None:
         read = json.loads(disk.read_text(path))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"{path} cannot be read: {disk.reason(error)}") from error
     if not isinstance(read, dict):
         raise RunError(f"{path} cannot be read: it must hold a JSON object")

@@ -1,0 +1,54 @@
+"""Settings as a run's file says them, checked as far as a page needs them; the file may come from anybody."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fedcover.errors import RunError
+
+WHOLE = {"rounds": (1, 10**9), "evaluate_every": (1, 10**9), "seed": (0, 2**63 - 1)}
+"""Settings that are counted with: the least and the most that an experiment may say."""
+
+
+def check_settings(where: object, settings: Mapping[str, Any]) -> None:
+    """Complain about settings that no experiment has, in one sentence.
+
+    >>> check_settings("run/experiment.toml", {"rounds": 0})
+    Traceback (most recent call last):
+    ...
+    fedcover.errors.RunError: run/experiment.toml cannot be read: rounds must be a whole number in 1..1000000000; got 0
+    """
+    for name, value in settings.items():
+        if not _is_plain(value) and not (isinstance(value, list) and all(map(_is_plain, value))):
+            raise RunError(f"{where} cannot be read: {name!r:.100} must be a text, a number, a truth value or a list")
+    for name, (least, most) in WHOLE.items():
+        value = settings.get(name, least)
+        if type(value) is not int or not least <= value <= most:
+            must = f"{name} must be a whole number in {least}..{most}"
+            raise RunError(f"{where} cannot be read: {must}; got {value!r:.100}")
+    fleet = settings.get("fleet", "1x1.0")
+    if not _is_fleet(fleet):
+        raise RunError(f"{where} cannot be read: fleet must look like '4x1.0 + 6x0.5'; got {fleet!r:.100}")
+
+
+def _is_fleet(value: object) -> bool:
+    try:
+        return isinstance(value, str) and all(0 < capacity <= 1 for capacity in shares(value))
+    except ValueError:
+        return False
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, str | float) or (isinstance(value, int) and abs(value) < 2**64)
+
+
+def shares(fleet: str) -> dict[float, int]:
+    """Devices per capacity of a fleet as experiments write it out.
+
+    >>> shares("4x1 + 6x0.75")
+    {1.0: 4, 0.75: 6}
+    """
+    devices: dict[float, int] = {}
+    for term in fleet.split("+"):
+        number, _, capacity = term.partition("x")
+        devices[float(capacity)] = devices.get(float(capacity), 0) + int(number)
+    return devices

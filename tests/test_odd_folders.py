@@ -1,0 +1,215 @@
+"""One odd run folder costs no other; what it says is shown as text; its rounds are counted once, by their content."""
+
+import csv
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import fedcover as fc
+from fedcover import history
+from fedcover.checkpoints import found
+from fedcover.errors import RunError
+from fedcover.folders import Folder
+from fedcover.reporting.gathering import gather
+from fedcover.reporting.page import page
+from fedcover.summary import read_lines
+from tests.made_up import made_up_run, on_flower
+from tests.test_cli import fedcover, refused
+from tests.test_report import report
+from tests.test_runs import assert_same_end, only_the_cpu, tiny
+
+__all__ = ["fedcover", "only_the_cpu"]  # fixtures
+
+
+# ── one odd folder ──────────────────────────────────────────────────────────────────────────────────────
+
+ODD = [
+    'fleet = "many"', 'fleet = "1x"', "fleet = 3", 'fleet = "1xnan"', 'fleet = "1x2.0"', 'fleet = ""',
+    "evaluate_every = 0", "evaluate_every = -1", 'evaluate_every = "x"', "evaluate_every = 1.5", "evaluate_every = []",
+    "rounds = 0", "rounds = -3", "rounds = inf", "rounds = nan", "rounds = true", 'rounds = "many"', "rounds = [1]",
+    "seed = []", "seed = {}", "seed = -1", 'seed = "a"', "seed = 1979-05-27", "seed = nan", f"seed = {'9' * 400}",
+    f"seed = {'9' * 5000}", "lr = 1979-05-27", "lr = {a = 1}", f"lr = {'9' * 400}", "lr = [[1]]",
+    f"lr = {'[' * 2000}{']' * 2000}", "policy = 07:32:00",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", ODD, ids=lambda line: line[:30])
+def test_an_odd_setting_costs_no_other_run(line, tmp_path, caplog):
+    made_up_run(tmp_path / "runs" / "whole")
+    path = made_up_run(tmp_path / "runs" / "odd") / "experiment.toml"
+    field = line.split(" =")[0]
+    kept = [text for text in path.read_text().splitlines() if not text.startswith(f"{field} =")]
+    path.write_text("\n".join([*kept, line]))
+    data = report(tmp_path, tmp_path / "runs")
+    assert [run["name"] for run in data["runs"]] == ["whole"]
+    assert len(data["notes"]) == 1
+    assert data["notes"][0].startswith(f"a run is left out: {path} cannot be read: ")
+    assert len(data["notes"][0]) < 500
+    assert caplog.messages == data["notes"]
+
+
+DEEP = "[" * 3000 + "]" * 3000
+
+
+@pytest.mark.parametrize(("name", "text"), [
+    ("manifest.json", DEEP), ("certificate.json", DEEP), ("certificate.json", '{"a": ' + DEEP[2500:-2500] + "}"),
+    ("manifest.json", '{"custom": 5}'), ("manifest.json", '{"custom": {"a": 1}, "engine": [1], "threads": {}}'),
+    ("manifest.json", '{"a": ' + DEEP[2500:-2500] + "}"), ("events.jsonl", '{"round": 0, "event": ["late"]}\n'),
+    ("events.jsonl", '{"round": 0, "event": "late", "client": [[]], "why": {}}\n'), ("events.jsonl", DEEP),
+], ids=str)  # fmt: skip
+def test_an_odd_file_costs_no_other_run(name, text, tmp_path):
+    made_up_run(tmp_path / "runs" / "whole", lr=0.2)
+    (on_flower(made_up_run(tmp_path / "runs" / "odd")) / name).write_text(text)
+    data = report(tmp_path, tmp_path / "runs")
+    assert "whole" in [run["name"] for run in data["runs"]]
+    assert len(data["runs"]) + len(data["notes"]) == 2
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.sampled_from([10**400, -(10**400), 2**63]) | st.text(),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_a_line_says_the_page_is_made(data, tmp_path):
+    folder = tmp_path / "run"
+    shutil.rmtree(folder, ignore_errors=True)
+    path = made_up_run(folder, rounds=2) / "metrics.jsonl"
+    lines = read_lines(path)
+    place = lines[data.draw(st.integers(0, 1))]
+    if data.draw(st.booleans()):
+        place = place["clients"][data.draw(st.sampled_from(sorted(place["clients"])))]
+    place[data.draw(st.sampled_from([*place, "lost"]))] = data.draw(VALUES)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    gathered = gather([folder])
+    assert page(gathered, "x")
+    history.as_csv(history.rows(gathered.records))
+    history.as_json(history.rows(gathered.records))
+
+
+# ── shown as text ───────────────────────────────────────────────────────────────────────────────────────
+
+ESCAPES = "\\u001b]0;owned\\u0007\\u001b[2J\\u202e"
+
+
+@pytest.fixture
+def hostile(tmp_path):
+    """A run whose name and figures are commands to terminals and spreadsheets."""
+    folder = made_up_run(tmp_path / "run")
+    toml = (folder / "experiment.toml").read_text()
+    (folder / "experiment.toml").write_text(toml.replace('name = "run"', f'name = "=1+1{ESCAPES}"'))
+    lines = read_lines(folder / "metrics.jsonl")
+    text = "".join(json.dumps({**line, "@SUM(1)": 1, "\x1b[2J": -2.5, "\t=1": 3}) + "\n" for line in lines)
+    (folder / "metrics.jsonl").write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("words", [("history",), ("history", "--csv"), ("history", "--json"), ("watch", "--once")])
+def test_nothing_that_a_terminal_obeys_is_shown(words, hostile, fedcover):
+    code, out, err = fedcover(*words, hostile)
+    assert code == 0, err
+    assert [sign for sign in out if not sign.isprintable() and sign != "\n"] == []
+
+
+def test_what_is_wrong_with_a_folder_is_said_without_what_a_terminal_obeys(hostile, fedcover):
+    (hostile / "experiment.toml").write_text(f'policy = "{ESCAPES}"')
+    for words in (("resume",), ("export",), ("report",)):
+        _, out, err = fedcover(*words, hostile)
+        assert [sign for sign in out + err if not sign.isprintable() and sign != "\n"] == []
+
+
+def test_nothing_that_a_spreadsheet_computes_is_written(hostile, fedcover):
+    _, out, _ = fedcover("history", "--csv", hostile)
+    head, *rows = csv.reader(io.StringIO(out))
+    assert [cell for cell in head if cell.lstrip("'")[:1] in "=+-@"] == ["'@SUM(1)"]
+    assert {row[0] for row in rows} == {"'=1+1?]0;owned??[2J?"}
+    assert {row[head.index("?[2J")] for row in rows} == {"-2.5"}  # a number remains one
+
+
+# ── nowhere to write ────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    "words", [("list", "policies"), ("list", "policies", "--json"), ("history", "run"), ("history", "--csv", "run")]
+)
+def test_output_that_cannot_be_written_is_one_sentence(words, tmp_path):
+    made_up_run(tmp_path / "run")
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "fedcover", *words], cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (done.returncode, done.stderr) == (1, "fedcover: cannot write the output: No space left on device\n")
+
+
+# ── rounds ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def whole(tmp_path):
+    fc.run(tiny(rounds=4), tmp_path / "whole")
+    return tmp_path / "whole"
+
+
+def test_a_round_that_is_told_of_twice_is_counted_once(whole, tmp_path):
+    wanted = fc.load(whole).summary
+    lines = (whole / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (whole / "metrics.jsonl").write_bytes(b"".join([lines[0], lines[2], lines[0], lines[3], *lines[1:]]))
+    run = fc.load(whole)
+    assert [line["round"] for line in run.metrics] == [0, 1, 2, 3]
+    assert run.summary == wanted
+    before = (whole / "summary.json").read_bytes()
+    fc.resume(whole)
+    assert (whole / "summary.json").read_bytes() == before
+    assert (whole / "metrics.jsonl").read_bytes() == b"".join(lines)
+    assert report(tmp_path, whole)["runs"][0]["totals"]["rounds"] == 4
+
+
+def test_the_last_line_of_a_round_is_its_line(whole):
+    """A round that is run again after a stop tells anew."""
+    last = fc.load(whole).metrics[-1]
+    with (whole / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({**last, "accuracy": 0.5}) + "\n")
+    assert fc.load(whole).accuracy == 0.5
+
+
+def renamed(file, round):
+    """A checkpoint under the name of another round."""
+    return file.path.rename(file.path.with_name(f"round-{round:06d}.{file.digest}.safetensors"))
+
+
+@pytest.mark.parametrize("round", [4, 7, 1])
+def test_the_round_of_a_checkpoint_is_that_of_its_content(round, whole, tmp_path):
+    stopped = tmp_path / "stopped"
+    fc.run(tiny(rounds=4), stopped)
+    newest, older = found(stopped / "checkpoints")
+    newest.path.unlink()
+    path = renamed(older, round)
+    with pytest.raises(RunError, match=f"{path.name} holds round 3, not {round} as its name says"):
+        fc.resume(stopped)
+    renamed(found(stopped / "checkpoints")[0], 3)
+    fc.resume(stopped)
+    assert_same_end(stopped, whole)
+
+
+def test_a_kept_state_under_another_name_is_not_replayed(tmp_path):
+    fc.run(tiny(rounds=3, keep_rounds=[1]), tmp_path / "run")
+    renamed(found(Folder(tmp_path / "run").kept)[0], 2)
+    with pytest.raises(RunError, match="holds round 1, not 2 as its name says"):
+        fc.replay(tmp_path / "run", 2)
+
+
+def test_an_odd_setting_alone_is_one_sentence(tmp_path, fedcover):
+    path = made_up_run(tmp_path / "run") / "experiment.toml"
+    path.write_text('name = "run"\nfleet = "\\u001b[2J"')
+    refused(fedcover("report", tmp_path / "run"), 1, "fleet must look like")
