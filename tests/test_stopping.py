@@ -14,7 +14,7 @@ from fedcover import stopping
 from fedcover.checkpoints import found
 from fedcover.orphans import descendants
 from tests.test_orphans import running, waited_for
-from tests.test_run_faults import command, lines, settings, wait_until
+from tests.test_run_faults import command, lines, settings
 from tests.test_runs import TINY
 
 LONG = {**TINY, "clients": 100, "rounds": 100_000, "checkpoint_every": 1000}
@@ -36,11 +36,17 @@ def started(*words, **options):
         process.communicate()
 
 
+def until(condition, process):
+    """Wait until a condition is true while a process runs."""
+    assert waited_for(lambda: process.poll() is not None or condition(), 180)
+    assert process.poll() is None, process.communicate()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_run_that_is_stopped_keeps_its_rounds_and_says_how_to_go_on(tmp_path, number):
     folder = tmp_path / "runs" / "run"
     with started("run", "--runs", folder.parent, *settings(LONG), "--processes", "1") as process:
-        wait_until(lambda: lines(folder) >= 2, process)
+        until(lambda: lines(folder) >= 2, process)
         process.send_signal(number)
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (128 + number, "")
@@ -54,7 +60,7 @@ def test_a_run_that_is_stopped_keeps_its_rounds_and_says_how_to_go_on(tmp_path, 
 def test_a_run_in_two_processes_stops_alike(tmp_path):
     folder = tmp_path / "runs" / "run"
     with started("run", "--runs", folder.parent, *settings(LONG), "--processes", "2") as process:
-        wait_until(lambda: lines(folder) >= 2, process)
+        until(lambda: lines(folder) >= 2, process)
         family = descendants([process.pid])
         process.terminate()
         _, err = process.communicate(timeout=60)
@@ -74,7 +80,7 @@ def test_a_sweep_that_is_killed_keeps_the_rounds_of_every_run(tmp_path, processe
     words = ["sweep", *settings({**LONG, "name": "s"}), *SWEEP, "--processes", processes]
     folders = [tmp_path / "runs" / f"s-lr-{lr}-seed-0" for lr in ("0.1", "0.05")]
     with started(*words, cwd=tmp_path) as process:
-        wait_until(lambda: max(map(lines, folders)) >= 2, process)
+        until(lambda: max(map(lines, folders)) >= 2, process)
         going = [folder for folder in folders if lines(folder) >= 2]
         family = descendants([process.pid])
         process.terminate()
@@ -89,12 +95,14 @@ def test_a_sweep_that_is_killed_keeps_the_rounds_of_every_run(tmp_path, processe
 
 @linux
 @pytest.mark.parametrize("what", ["run", pytest.param("sweep", marks=pytest.mark.system)])
-def test_processes_end_with_the_one_that_has_started_them(tmp_path, what):
+def test_processes_end_with_the_one_that_has_started_them(tmp_path, what, monkeypatch):
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     words = [what, *settings({**LONG, "name": "s"}), "--processes", "2", *(SWEEP if what == "sweep" else [])]
     name = "s-lr-0.1-seed-0" if what == "sweep" else "s"
     folder = tmp_path / "runs" / name
     with started(*words, cwd=tmp_path) as process:
-        wait_until(lambda: lines(folder) >= 2, process)
+        until(lambda: lines(folder) >= 2, process)
         family = descendants([process.pid])
         assert family
         process.kill()
@@ -104,11 +112,12 @@ def test_processes_end_with_the_one_that_has_started_them(tmp_path, what):
     again = ["resume", folder] if what == "run" else words
     with started(*again, cwd=tmp_path) as process:
         before = lines(folder)
-        wait_until(lambda: lines(folder) > before or lines(folder) == 1, process)
+        until(lambda: lines(folder) > before or lines(folder) == 1, process)
         process.terminate()
         _, err = process.communicate(timeout=60)
     assert process.returncode == 143
     assert "Traceback" not in err
+    assert not list((tmp_path / "temporary").glob("fedcover-*"))  # neither of the one nor of the other
 
 
 TURNING = """
@@ -157,7 +166,7 @@ finally:
 def test_a_program_of_ones_own_ends_by_the_signal_with_its_rounds_kept(tmp_path):
     script = [sys.executable, "-c", SCRIPT.format(fields=LONG)]
     with subprocess.Popen(script, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        wait_until(lambda: lines(tmp_path / "run") >= 2, process)
+        until(lambda: lines(tmp_path / "run") >= 2, process)
         process.terminate()
         assert process.communicate(timeout=60) == ("", "")  # as ever: it does not go on with what comes after
     assert process.returncode == -signal.SIGTERM
@@ -197,7 +206,7 @@ def test_who_is_not_to_hear_hang_ups_does_not(tmp_path):
     nohup = {"preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)}
     fields = {**TINY, "clients": 100, "rounds": 40, "checkpoint_every": 1000}
     with started("run", "--runs", folder.parent, *settings(fields), "--processes", "1", **nohup) as process:
-        wait_until(lambda: lines(folder) >= 2, process)
+        until(lambda: lines(folder) >= 2, process)
         process.send_signal(signal.SIGHUP)
         process.communicate(timeout=60)
     assert process.returncode == 0

@@ -14,7 +14,7 @@ from fedcover.reporting.page import SCRIPTS
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "fedcover"
 STORY = [
-    "version", "errors", "disk", "locks", "orphans", "stopping", "types", "slabs", "rng", "spec", "trust",
+    "version", "errors", "disk", "locks", "scratch", "orphans", "stopping", "types", "slabs", "rng", "spec", "trust",
     "downloads", "user_arrays", "datasets", "partition", "sources", "fleet",
     "groups", "regions", "models", "reduction", "wire", "submodel", "tracing", "norms", "coverage", "pictures",
     "objective", "planner", "design",

@@ -10,7 +10,6 @@ import os
 import pickle
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -23,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch exports it without saying so
 
-from fedcover import stopping
+from fedcover import scratch, stopping
 from fedcover.errors import FedcoverError, InvalidValue, RunError
 from fedcover.experiment import Experiment
 from fedcover.orphans import tied
@@ -121,7 +120,7 @@ def _unknown_there(error: Exception) -> str:
 @contextmanager
 def _started(size: int) -> Iterator[FileStore | None]:
     """Start all processes but the first, which is this one; they end with it."""
-    with tempfile.TemporaryDirectory(prefix="fedcover-", ignore_cleanup_errors=True) as folder, ExitStack() as ending:
+    with scratch.folder("run") as folder, ExitStack() as ending:
         store = FileStore(f"{folder}/store", size)
         children = []
         for rank in range(1, size):

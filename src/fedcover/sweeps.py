@@ -17,12 +17,11 @@ from itertools import product
 from pathlib import Path
 from queue import SimpleQueue
 from shutil import which
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from fedcover import errors, presets, stopping
+from fedcover import errors, presets, scratch, stopping
 from fedcover.choice import has_small_steps
 from fedcover.errors import FedcoverError, InvalidValue, RunError
 from fedcover.experiment import Experiment
@@ -179,15 +178,21 @@ def sharing_a_gpu(processes: int) -> Iterator[Mapping[str, str]]:
     if place in os.environ or not which(MPS):
         yield os.environ
         return
-    with TemporaryDirectory(prefix="fedcover-", ignore_cleanup_errors=True) as folder:
+    for left in scratch.abandoned("mps"):  # a killed sweep has left its server running
+        _say_quit({**os.environ, place: str(left)})
+    with scratch.folder("mps") as folder:
         queues = str(min(32, max(2, QUEUES_OF_ALL // processes)))
-        shared = {QUEUES: queues, **os.environ, place: folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        shared = {QUEUES: queues, **os.environ, place: str(folder), "CUDA_MPS_LOG_DIRECTORY": str(folder)}
         started = subprocess.run([MPS, "-d"], env=shared, capture_output=True, check=False).returncode == 0
         try:
             yield shared if started else os.environ
         finally:
             if started:
-                subprocess.run([MPS], input=b"quit", env=shared, capture_output=True, check=False)
+                _say_quit(shared)
+
+
+def _say_quit(environment: Mapping[str, str]) -> None:
+    subprocess.run([MPS], input=b"quit", env=environment, capture_output=True, check=False)
 
 
 def _start(task: str, environment: Mapping[str, str], said: "SimpleQueue[dict[str, Any]]", ending: ExitStack) -> None:

@@ -2,10 +2,10 @@
 
 import time
 from collections.abc import Callable
-from tempfile import TemporaryDirectory
 
 import torch
 
+from fedcover import scratch
 from fedcover.bench.eager import BATCH, CLIENTS, JOBS, random_batches
 from fedcover.choice import engine_for
 from fedcover.engines.batched import crews_of, seated
@@ -104,8 +104,8 @@ def round_seconds(
         ends.append(time.perf_counter())
         found.append(dict(report.metrics["seconds"]))
 
-    with TemporaryDirectory() as folder:
-        run(wanted, f"{folder}/run", machine=machine, dataset=images, watch=watch)
+    with scratch.folder("bench") as folder:
+        run(wanted, folder / "run", machine=machine, dataset=images, watch=watch)
     for phases, before, end in zip(found[1:], ends, ends[1:], strict=False):
         phases["files"] = end - before - sum(phases.values())
     return found[1:-1]

@@ -2,17 +2,17 @@
 
 import os
 import shlex
-import shutil
 import signal
 import sys
-import tempfile
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
-from fedcover import console, stopping
+from fedcover import console, scratch, stopping
 from fedcover.cli.options import Data, Device, Json, Threads, Whole, app
 from fedcover.cli.trusting import Trust, is_trusted
 from fedcover.cli.wanted import wanted_of
@@ -78,28 +78,34 @@ def up(
     ]
     beside = [] if again else [str(experiment.parent.resolve())]
     _clean_up_when_stopped()
-    place = Path(tempfile.mkdtemp(prefix="fedcover-flower-"))
-    log = place / "run.txt"
     trusted = " --trust" if functions_of(wanted.model_dump()) else ""
     again_by = f"fedcover flower up --nodes {nodes}{f' --rows {shlex.quote(rows)}' if rows else ''}{trusted} {folder}"
     try:
-        with local(place, configs, [*beside, os.getcwd()]) as federation, log.open("wb") as out:
-            some = "1 SuperNode" if nodes == 1 else f"{nodes} SuperNodes"
-            console.say(f"SuperLink on {federation.address} and {some}; their logs are below {place}")
-            with console.watching(wanted.name, wanted.rounds) as watch:
-                submitted = federation.submit(write_app(place / "app", settings), out)
-                follow(submitted, folder, log, watch, federation.serving)
+        with scratch.folder("flower") as place, _logs_kept(place, folder, again_by):
+            log = place / "run.txt"
+            with local(place, configs, [*beside, os.getcwd()]) as federation, log.open("wb") as out:
+                some = "1 SuperNode" if nodes == 1 else f"{nodes} SuperNodes"
+                console.say(f"SuperLink on {federation.address} and {some}; their logs are below {place}")
+                with console.watching(wanted.name, wanted.rounds) as watch:
+                    submitted = federation.submit(write_app(place / "app", settings), out)
+                    follow(submitted, folder, log, watch, federation.serving)
     except KeyboardInterrupt as error:
-        shutil.rmtree(place, ignore_errors=True)
         begun = (folder / "experiment.toml").exists()
         console.say(f"stopped; go on with: {again_by}" if begun else "stopped before the run began")
         sys.exit(stopping.code_of(error))
+    _show(folder, json)
+
+
+@contextmanager
+def _logs_kept(place: Path, folder: Path, again_by: str) -> Iterator[None]:
+    """If the run fails, leave what its processes have said, and tell where that is."""
+    try:
+        yield
     except RunError as error:
+        scratch.keep(place)
         begun = (folder / "experiment.toml").exists() and not (folder / "summary.json").exists()
         go_on = f"; go on with: {again_by}" if begun else ""
         raise RunError(f"{error}; the logs are below {place}{go_on}") from error
-    shutil.rmtree(place, ignore_errors=True)
-    _show(folder, json)
 
 
 @flower_app.command
@@ -136,8 +142,8 @@ def run(
     if modules:
         console.say(f"with the run travel: {', '.join(modules)}")
     _clean_up_when_stopped()
-    with tempfile.TemporaryDirectory(prefix="fedcover-flower-") as place:
-        made = write_app(Path(place) / "app", settings, modules)
+    with scratch.folder("flower") as place:
+        made = write_app(place / "app", settings, modules)
         command = [*FLWR, "run", str(made), *([connection] if connection else []), "--stream"]
         try:
             pass_on(command, {**os.environ, **QUIET})
