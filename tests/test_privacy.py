@@ -1,6 +1,9 @@
 """Long updates are shortened, noise has the scale that it should have, and epsilon is what the library says."""
 
+import contextlib
+import json
 import math
+import os
 import sys
 from dataclasses import replace
 from fractions import Fraction
@@ -13,8 +16,10 @@ from hypothesis import strategies as st
 
 import fedcover as fc
 from fedcover.aggregation import change, coverage_mean, length, shortened
+from fedcover.checkpoints import found, read
 from fedcover.coverage import count
-from fedcover.errors import InvalidValue
+from fedcover.errors import InvalidValue, RunError
+from fedcover.experiment import read_experiment
 from fedcover.grid_noise import keyed_stream
 from fedcover.privacy import Gaussian, Grid, gaussian, most_turns, private_mean
 from fedcover.reduction import Masks, Within
@@ -261,6 +266,122 @@ def test_a_private_round_is_never_run_again(tmp_path):
 
     fc.run(wanted, tmp_path / "run", watch=look)
     assert seen == list(range(1, wanted.rounds + 1))
+
+
+@pytest.fixture
+def ended(tmp_path):
+    """A private run that keeps the models of all its rounds."""
+    pytest.importorskip("cryptography")
+    fc.run(fc.Experiment(**PRIVATE, keep_rounds=(0, 1, 2, 3)), tmp_path / "run")
+    return tmp_path / "run"
+
+
+def checkpoints_of(folder):
+    return sorted((folder / "checkpoints").iterdir())
+
+
+def without(folder, *names):
+    """Remove some files of a run, or all in its folders of that name."""
+    for name in names:
+        for path in [*(folder / name).iterdir()] if (folder / name).is_dir() else [folder / name]:
+            path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("lost", "last"),
+    [
+        (("checkpoints",), 3),
+        (("checkpoints", "metrics.jsonl"), 3),
+        (("checkpoints", "kept"), 3),
+        (("checkpoints", "kept", "metrics.jsonl"), 3),
+        (("checkpoints", "metrics.jsonl", "summary.json"), 3),
+        (("checkpoints", "kept", "summary.json"), 3),
+    ],
+)
+def test_a_private_run_without_its_checkpoints_does_not_start_again(ended, lost, last):
+    """Its rounds would be released twice, with other noise, and counted once."""
+    without(ended, *lost)
+    before = {path: path.read_bytes() for path in ended.rglob("*") if path.is_file()}
+    sentence = f"run is private and tells of {last} rounds, but its newest whole checkpoint is of round 0: .*new run"
+    with pytest.raises(RunError, match=sentence):
+        fc.resume(ended)
+    assert before == {path: path.read_bytes() for path in ended.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("harm", [lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:-1])])
+def test_a_private_run_does_not_go_on_from_an_older_checkpoint(ended, harm):
+    harm(checkpoints_of(ended)[-1])
+    with pytest.raises(RunError, match="tells of 3 rounds, but its newest whole checkpoint is of round 2"):
+        fc.resume(ended)
+
+
+def test_two_models_of_one_private_round_are_seen(ended):
+    known = sorted((ended / "kept").iterdir())[1]
+    (ended / "kept" / f"round-000001.{'0' * 16}.safetensors").write_bytes(known.read_bytes())
+    with pytest.raises(RunError, match="kept holds two models of round 1, and epsilon counts one"):
+        fc.resume(ended)
+
+
+def test_a_private_run_does_not_begin_beside_models_of_another(ended):
+    without(ended, "checkpoints", "metrics.jsonl", "summary.json", "experiment.toml", "manifest.json")
+    with pytest.raises(RunError, match="kept holds models of another run"):
+        fc.run(fc.Experiment(**PRIVATE), ended)
+
+
+def test_a_private_run_of_an_earlier_version_is_not_gone_on_with(ended):
+    manifest = json.loads((ended / "manifest.json").read_text())
+    assert manifest.pop("noise") == "aes-256-ctr, a key for each round"
+    (ended / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(RunError, match=r"private run of an earlier version: its noise can be found and taken off"):
+        fc.resume(ended)
+
+
+@pytest.mark.parametrize("moment", range(40))
+def test_wherever_a_private_run_is_stopped_it_releases_each_round_once(tmp_path, monkeypatch, moment):
+    """Stopped at any file operation: what is on disk of a round is never run again, nor lost."""
+    pytest.importorskip("cryptography")
+    experiment, folder = fc.Experiment(**PRIVATE, keep_rounds=(0, 1, 2, 3)), tmp_path / "run"
+    left = [moment]
+
+    def dying(function):
+        def step(*args, **kwargs):
+            left[0] -= 1
+            if left[0] < 0:  # dead: nothing more is done to any file
+                raise Killed
+            return function(*args, **kwargs)
+
+        return step
+
+    class Killed(BaseException):
+        pass
+
+    with monkeypatch.context() as patch:
+        for name in ("fsync", "replace", "unlink", "mkdir"):
+            patch.setattr(os, name, dying(getattr(os, name)))
+        with contextlib.suppress(Killed):
+            fc.run(experiment, folder)
+    if not (folder / "experiment.toml").exists():
+        return
+    before = models_of(folder)
+    run = fc.resume(folder)
+    assert len(checkpoints_of(folder)) == 2
+    after = models_of(folder)
+    assert before <= after
+    assert sorted(round for round, _ in after) == [0, 1, 2, 3]
+    assert [line["round"] for line in run.metrics] == [0, 1, 2]
+    assert run.summary["epsilon"] == Gaussian(2.0, 1e-4).epsilon(run.setup.turns(2))
+    assert (3, bits_of(run.state)) in after
+
+
+def models_of(folder):
+    """Every model in a run folder, with its round: one model for each round, however often it is there."""
+    digest = read_experiment(folder / "experiment.toml").digest
+    files = [file for place in ("checkpoints", "kept") for file in found(folder / place)]
+    return {(file.round, bits_of(read(file, digest, "cpu"))) for file in files}
+
+
+def bits_of(state):
+    return b"".join(tensor.numpy().tobytes() for tensor in state.params.values())
 
 
 def test_without_privacy_no_epsilon_is_told():

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -34,6 +35,11 @@ class Found:
     round: int
     digest: str
 
+    def line(self) -> dict[str, Any] | None:
+        """The line of figures that was written with the state, if any was."""
+        line = _about(read_bytes(self.path)).get("line")
+        return line if isinstance(line, dict) else None
+
 
 def sweep(folder: Path) -> None:
     """Remove what a killed process left half written; only for the one process that may write there."""
@@ -42,19 +48,27 @@ def sweep(folder: Path) -> None:
             beside.unlink(missing_ok=True)
 
 
-def save(folder: Path, state: State, experiment: str, *, keep: int | None = KEPT) -> Path:
-    """Write a state; afterwards remove all but the `keep` newest."""
+def save(
+    folder: Path, state: State, experiment: str, *, keep: int | None = KEPT, line: dict[str, Any] | None = None
+) -> Path:
+    """Write a state, and a line of figures if one is to be as safe; afterwards remove all but the `keep` newest."""
     named = _flat(state)
     # the format sorts tensors, but sums over all of them must keep their order; it shuffles entries of its header,
     # but equal states must have equal digests: so there is one entry
-    about = {"experiment": experiment, "round": state.round, "order": list(named)}
+    about = {"experiment": experiment, "round": state.round, "order": list(named)} | ({"line": line} if line else {})
     content = safetensors.torch.save(named, metadata={"fedcover": json.dumps(about)})
     digest = hashlib.sha256(content).hexdigest()[:16]
     path = folder / f"round-{state.round:06d}.{digest}.safetensors"
     write_atomically(path, content)
-    for old in found(folder)[keep:] if keep else []:
-        old.path.unlink(missing_ok=True)
+    if keep:
+        thin_out(folder, keep)
     return path
+
+
+def thin_out(folder: Path, keep: int = KEPT) -> None:
+    """Remove all checkpoints but the newest; a kill may have left one more."""
+    for old in found(folder)[keep:]:
+        old.path.unlink(missing_ok=True)
 
 
 def fetched(state: State, before: tuple[State, State] | None = None) -> State:
@@ -83,8 +97,7 @@ def read(file: Found, experiment: str, device: torch.device | str) -> State:
         if digest != file.digest:
             raise RunError(f"checkpoint {file.path} is damaged: its digest is {digest}, not {file.digest}")
         values = safetensors.torch.load(content)
-        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        about = json.loads(header.get("__metadata__", {}).get("fedcover", "{}"))
+        about = _about(content)
         belongs, round, order = about.get("experiment"), about.get("round"), about.get("order")
     except (OSError, SafetensorError, ValueError, AttributeError, RecursionError) as error:
         raise RunError(f"checkpoint {file.path} cannot be read: {reason(error)}") from error
@@ -95,6 +108,13 @@ def read(file: Found, experiment: str, device: torch.device | str) -> State:
     if not isinstance(order, list) or sorted(map(str, order)) != sorted(values):
         raise RunError(f"checkpoint {file.path} does not say in which order its tensors are")
     return _unflat({name: values[name].to(device) for name in order}, round)
+
+
+def _about(content: bytes) -> dict[str, Any]:
+    """What a checkpoint says beside its tensors."""
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    about: dict[str, Any] = json.loads(header.get("__metadata__", {}).get("fedcover", "{}"))
+    return about
 
 
 def newest(folder: Path, experiment: str, device: torch.device | str) -> tuple[State, dict[Path, str]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from fedcover import checkpoints
+from fedcover import checkpoints, releases
 from fedcover.errors import RunError
 from fedcover.experiment import Experiment
 from fedcover.folders import Folder
@@ -100,6 +100,10 @@ class Course:
             self._writing.result()
 
     def _write(self, folder: Folder, line: dict[str, Any], state: State, due: bool) -> None:
+        if self.setup.privacy:
+            releases.write_round(folder, line, state)
+            self.saved = state.round
+            return
         folder.append(line)
         folder.keep(state)  # before the checkpoint: a run that goes on from that would not come here again
         if due:
@@ -139,13 +143,19 @@ def where_it_stopped(
     """The newest whole state of a run folder (the first one, if there is none yet) and the figures up to it."""
     if not checkpoints.found(folder.checkpoints):  # stopped before the first round was done
         state = first_state(setup)
+        if setup.privacy:
+            releases.check_going_on(folder, state)
         folder.keep(state)
     else:
         state, complaints = checkpoints.newest(folder.checkpoints, folder.experiment.digest, device)
         refuse_another_model(folder, setup, state)
+        if setup.privacy:
+            releases.check_going_on(folder, state)
+            releases.complete(folder, state)
         for path, complaint in complaints.items():
             complain(f"{complaint}; going on from the older checkpoint of round {state.round}")
             checkpoints.set_aside(path)
+    checkpoints.thin_out(folder.checkpoints)
     metrics = folder.cut_metrics(state.round)
     lost = sorted(set(range(state.round)) - {line["round"] for line in metrics})
     if lost and not metrics and state.round == setup.rounds:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedcover import checkpoints, disk, locks, trust
+from fedcover import checkpoints, disk, grid_noise, locks, trust
 from fedcover.disk import write_atomically
 from fedcover.errors import InvalidValue, RunError, TrainingDiverged
 from fedcover.experiment import MOST, Experiment, fields_of
@@ -103,6 +103,8 @@ class Folder:
             raise RunError(f"cannot create the run folder {self.path}: {error.strerror}") from error
         with self._locked():
             self.refuse_a_run()  # another process may have been faster
+            if experiment.privacy != "none" and checkpoints.found(self.kept):
+                raise RunError(f"{self.kept} holds models of another run: choose another name for a private run")
             write_atomically(self.path / "manifest.json", _json(manifest(experiment, machine, parts, data)))
             write_atomically(self.path / "experiment.toml", experiment.to_toml().encode())
             try:
@@ -233,10 +235,10 @@ class Folder:
         write_atomically(self.path / "metrics.jsonl", b"".join(_line(line) for line in lines))
         return lines
 
-    def checkpoint(self, state: State) -> None:
-        """Write the state so that the run can go on from it."""
+    def checkpoint(self, state: State, line: dict[str, Any] | None = None) -> None:
+        """Write the state so that the run can go on from it, with its round's line if that is to be as safe."""
         with self.writing(self.checkpoints) as folder:
-            checkpoints.save(folder, state, self.experiment.digest)
+            checkpoints.save(folder, state, self.experiment.digest, line=line)
 
     def keeps(self, round: int) -> bool:
         """Whether the state at the beginning of a round is kept for good."""
@@ -300,6 +302,7 @@ def manifest(experiment: Experiment, machine: Machine, parts: Parts, data: str |
         "torch": torch.__version__,
         "numpy": np.__version__,
         "custom": _custom(parts),
+        **({"noise": grid_noise.SOURCE} if experiment.privacy != "none" else {}),
     }
 
 

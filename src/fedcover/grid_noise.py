@@ -24,6 +24,8 @@ Words = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
 Numbers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 KEY_BYTES = 32
+SOURCE = "aes-256-ctr, a key for each round"
+"""How the manifest of a private run calls this."""
 MOST_BITS = 52
 """The grid has at most so many steps in a standard deviation: all whole numbers drawn then fit in 64 bits."""
 CHUNK = 1 << 16

@@ -1,0 +1,62 @@
+"""What a private run has released: a round that any file tells of is never run again, as epsilon counts it once.
+
+A round of a private run is written in another order than any other: the checkpoint first, with the line of figures in
+it, and only then what else tells of the round. So whatever a kill leaves, nothing is known of a round that must be run
+again.
+"""
+
+from collections import Counter
+from typing import Any
+
+from fedcover import checkpoints
+from fedcover.errors import RunError
+from fedcover.folders import Folder
+from fedcover.grid_noise import SOURCE
+from fedcover.summary import read_lines
+from fedcover.types import State
+
+
+def write_round(folder: Folder, line: dict[str, Any], state: State) -> None:
+    """Put a private round on disk."""
+    folder.checkpoint(state, line)
+    folder.keep(state)
+    folder.append(line)
+
+
+def check_going_on(folder: Folder, state: State) -> None:
+    """Refuse to go on from a state if that would release a round again, or if the noise so far can be taken off."""
+    if folder.manifest.get("noise") != SOURCE:
+        raise RunError(
+            f"{folder.path} is a private run of an earlier version: its noise can be found and taken off, so nothing "
+            "that it has released is private, and its epsilon is not true; begin a new run under another name"
+        )
+    last = max(_rounds(folder), default=0)
+    if last > state.round:
+        raise RunError(
+            f"{folder.path} is private and tells of {last} rounds, but its newest whole checkpoint is of round "
+            f"{state.round}: rounds that are run again release models that epsilon does not count; begin a new run "
+            "under another name, and add the epsilon of both"
+        )
+    twice = [
+        round for round, times in Counter(file.round for file in checkpoints.found(folder.kept)).items() if times > 1
+    ]
+    if twice:
+        raise RunError(
+            f"{folder.kept} holds two models of round {twice[0]}, and epsilon counts one: this run is not private"
+        )
+
+
+def complete(folder: Folder, state: State) -> None:
+    """Write what a kill may have left out of the last round, once the run is where its newest checkpoint is."""
+    folder.keep(state)
+    line = next((file.line() for file in checkpoints.found(folder.checkpoints) if file.round == state.round), None)
+    if line and line["round"] not in {known["round"] for known in folder.metrics(state.round)}:
+        folder.append(line)
+
+
+def _rounds(folder: Folder) -> set[int]:
+    """How many rounds were done when each thing in a folder was written."""
+    files = {file.round for place in (folder.checkpoints, folder.kept) for file in checkpoints.found(place)}
+    lines = {line["round"] + 1 for line in read_lines(folder.path / "metrics.jsonl")}
+    ended = {folder.planned_rounds} if (folder.path / "summary.json").exists() else set()
+    return files | lines | ended
