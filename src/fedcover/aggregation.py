@@ -5,14 +5,14 @@ update may be, how much a client counts, what becomes of entries that nobody tra
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fedcover.errors import InvalidValue, unknown
-from fedcover.slabs import entrywise, in_one, zeros
+from fedcover.slabs import entrywise, entrywise_many, in_one, zeros
 from fedcover.types import Client, Params, Reduction, Rule
 
 Part = tuple[Reduction, Params, float]
@@ -193,6 +193,25 @@ class Entrywise:
     def __call__(self, tensor: Covered, memory: Memory) -> tuple[Tensor, Memory]:
         """The step."""
         return self.step(tensor, memory)
+
+
+def stepped(
+    step: ServerStep, old: Params, averaged: Params, counts: Params, memory: Mapping[str, Params], uncovered: str
+) -> tuple[Params, dict[str, Params]]:
+    """What a server optimiser makes of a rule's result where covered, what becomes of the rest, and what it remembers.
+
+    `uncovered` names what an entry becomes that nobody trained.
+    """
+
+    def one(before: Tensor, new: Tensor, count: Tensor, *known: Tensor) -> dict[str, Tensor]:
+        where = count > 0
+        moved, after = step(Covered(before, new, where), dict(zip(memory, known, strict=True)))
+        return {"": torch.where(where, moved, UNCOVERED[uncovered](before)), **after}
+
+    # a step of one's own may look at a whole tensor
+    laid: Callable[[Params], Params] = in_one if isinstance(step, Entrywise) else dict
+    made = entrywise_many(one, *map(laid, (old, averaged, counts, *memory.values())))
+    return made.pop(""), made
 
 
 def server_none() -> ServerStep:

@@ -10,20 +10,9 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fedcover import coverage as cov
-from fedcover.aggregation import (
-    UNCOVERED,
-    WEIGHTS,
-    Covered,
-    Entrywise,
-    ServerStep,
-    change,
-    coverage_mean,
-    length,
-    shortened,
-)
+from fedcover.aggregation import WEIGHTS, ServerStep, change, coverage_mean, length, shortened, stepped
 from fedcover.cost import uses_of_weights
 from fedcover.errors import InvalidValue
 from fedcover.evaluation import Score, evaluate, local_accuracy
@@ -35,7 +24,6 @@ from fedcover.policies.common import check_parts, one_of_a_kind
 from fedcover.privacy import Gaussian, most_turns, private_mean
 from fedcover.ranks import ALONE, Ranks
 from fedcover.reduction import Slices, Within, dense
-from fedcover.slabs import entrywise_many, in_one
 from fedcover.types import Client, Engine, Growth, Params, Policy, Reduction, Rule, State, Task, Update, View
 
 
@@ -204,7 +192,7 @@ def aggregate(setup: Setup, state: State, updates: Sequence[Update]) -> State:
     weight = WEIGHTS[setup.weights]
     counts = cov.count(state.params, [update.trained for update in updates])
     averaged = _combined(setup, state.params, updates)
-    params, server = _server_step(setup, state, averaged, counts)
+    params, server = stepped(setup.server, state.params, averaged, counts, state.server, setup.uncovered)
     statistics = {
         key: setup.mean(
             known,
@@ -241,20 +229,6 @@ def _combined(setup: Setup, old: Params, updates: Sequence[Update]) -> Params:
         return private_mean(old, parts, clip=limit, noise=setup.privacy.noise, stream=setup.noise())
     values = [u.params if limit is None else shortened(old, u.trained, u.params, limit) for u in updates]
     return setup.rule(old, [(u.trained, v, weight(u.client)) for u, v in zip(updates, values, strict=True)])
-
-
-def _server_step(setup: Setup, state: State, averaged: Params, counts: Params) -> tuple[Params, dict[str, Params]]:
-    """What the server makes of the rule's result: its optimiser where covered, and what becomes of the rest."""
-
-    def step(old: Tensor, new: Tensor, count: Tensor, *known: Tensor) -> dict[str, Tensor]:
-        where = count > 0
-        moved, memory = setup.server(Covered(old, new, where), dict(zip(state.server, known, strict=True)))
-        return {"": torch.where(where, moved, UNCOVERED[setup.uncovered](old)), **memory}
-
-    # a step of one's own may look at a whole tensor
-    laid: Callable[[Params], Params] = in_one if isinstance(setup.server, Entrywise) else dict
-    made = entrywise_many(step, *map(laid, (state.params, averaged, counts, *state.server.values())))
-    return made.pop(""), made
 
 
 def _measured(setup: Setup, state: State, updates: Sequence[Update]) -> dict[str, Params]:

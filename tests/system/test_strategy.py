@@ -7,21 +7,23 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import Strategy
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.task_identity import TaskIdentity
 from torch import nn
 
 import fedcover as fc
-from fedcover.errors import InvalidValue
-from fedcover.flower import CoverageStrategy, client_app
+from fedcover.errors import InvalidValue, RunError
+from fedcover.flower import CoverageStrategy, Sampling, client_app
 from fedcover.flower.link import Failed, Link, TooLarge, _Arriving, _opened
 from fedcover.flower.messages import Answer, Order, Orders, read_answers, read_orders, to_node, to_server
 from fedcover.flower.parcels import as_sent, bundle, headed, kept, unbundle
 from fedcover.flower.places import Introduction
+from fedcover.norms import calibrate
 from fedcover.reduction import windows
 from fedcover.replies import Asked, pack
+from fedcover.submodel import submodel
 from fedcover.types import Client, Update
 
 
@@ -66,6 +68,7 @@ def test_a_calibration_file_that_is_none_is_named(tmp_path, content):
         ({"window": 0}, "window must be a whole number of at least 1; got 0"),
         ({"seed": "a"}, "seed must be a whole number of at least 0; got 'a'"),
         ({"weights": "votes"}, "weights must be one of"),
+        ({"server": "sgd"}, "server must be one of"),
     ],
 )
 def test_wrong_values_of_a_strategy_are_named(wrong, said):
@@ -76,6 +79,21 @@ def test_wrong_values_of_a_strategy_are_named(wrong, said):
 def test_a_bare_module_is_no_model_of_a_strategy():
     with pytest.raises(InvalidValue, match=r"model must be a fedcover Model, such as fc\.Model"):
         CoverageStrategy(with_norms().module)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"fraction_train": 0.0}, r"fraction_train must be in \(0, 1\]; got 0.0"),
+        ({"fraction_evaluate": 1.5}, r"fraction_evaluate must be in \[0, 1\]; got 1.5"),
+        ({"min_train_nodes": 0}, "min_train_nodes must be a whole number of at least 1; got 0"),
+        ({"min_available_nodes": 1.5}, "min_available_nodes must be a whole number"),
+        ({"wait": float("nan")}, "wait must be a number of seconds"),
+    ],
+)
+def test_wrong_values_of_a_sampling_are_named(wrong, said):
+    with pytest.raises(InvalidValue, match=said):
+        Sampling(**wrong)
 
 
 def ordered(model: fc.Model, capacity: float) -> Message:
@@ -226,6 +244,138 @@ def test_a_node_claims_at_most_a_billion_samples(samples, believed, caplog):
     _, figures = strategy.aggregate_train(1, [answering(strategy, samples)])
     assert (figures["answered"], figures["rejected"]) == (believed, 1 - believed)
     assert believed or f"num-examples must be in 1..1000000000; got {samples}" in caplog.text
+
+
+def trains(module, config, context):
+    """A step that depends on the node, the round and the part."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(1 - 0.01 * (1 + context.node_config["partition-id"] + config["round"]))
+    return {"num-examples": 10, "loss": 0.5}
+
+
+@pytest.fixture
+def fleet(monkeypatch):
+    """A function that puts nodes of some capacities, which run an app, behind every link; it gives who was asked."""
+
+    def build(app, capacities):
+        nodes = {
+            7 + place: {"partition-id": place, "num-partitions": len(capacities), "capacity": capacity}
+            for place, capacity in enumerate(capacities)
+        }
+        asked = []
+
+        def exchange(link, sent, *, patience, allowed):
+            asked.append((sorted(sent), {node: allowed[node] for node in sent}))
+            replies = {}
+            for node, message in sent.items():
+                message.metadata.__dict__["_message_id"] = f"{node}"
+                replies[node] = app(message, Context(1, node, nodes[node], RecordDict(), {}))
+            return replies
+
+        def introductions(link, strangers, *, patience, rows):
+            told = {node: (config["partition-id"], len(nodes), config["capacity"]) for node, config in nodes.items()}
+            return {node: Introduction(node, *told[node], fc.__version__) for node in strangers}
+
+        monkeypatch.setattr(Link, "present", lambda link: set(nodes))
+        monkeypatch.setattr(Link, "introductions", introductions)
+        monkeypatch.setattr(Link, "exchange", exchange)
+        return asked
+
+    return build
+
+
+def values(result):
+    return {name: array.numpy().tobytes() for name, array in result.arrays.items()}
+
+
+def test_a_share_of_the_nodes_trains_and_it_changes(fleet):
+    asked = fleet(client_app(trains, with_norms), [1.0] * 4)
+    inputs = torch.randn(9, 1, 4, 4)
+
+    def who(sampling):
+        asked.clear()
+        CoverageStrategy(with_norms(), sampling=sampling, calibration=inputs).start(None, num_rounds=6)
+        return [nodes for nodes, _ in asked if nodes]
+
+    half = who(Sampling(fraction_train=0.5))
+    assert [len(nodes) for nodes in half] == [2] * 6
+    assert {node for nodes in half for node in nodes} == {7, 8, 9, 10}
+    assert [len(nodes) for nodes in who(Sampling(fraction_train=0.1, min_train_nodes=3))] == [3] * 6
+    assert who(None) == [[7, 8, 9, 10]] * 6
+    with pytest.raises(RunError, match=r"4 SuperNodes .* min_available_nodes is 5"):
+        who(Sampling(min_available_nodes=5, wait=0.0))
+
+
+def test_nodes_evaluate_the_parts_that_they_hold(fleet):
+    """In evaluation mode, with the server's norm statistics for just that part."""
+    seen = {}
+
+    def evaluate(module, config, context):
+        seen[context.node_config["partition-id"]] = module
+        assert not torch.is_grad_enabled()
+        assert (config["server-round"], config["what"]) == (2 - (config["round"] == 0), "test")
+        place = context.node_config["partition-id"]
+        return {"num-examples": 1 + 2 * place, "accuracy": float(place)}
+
+    asked = fleet(client_app(trains, with_norms, evaluate), [1.0, 0.5])
+    inputs, built = torch.randn(50, 1, 4, 4), with_norms()
+    strategy = CoverageStrategy(built, "prefix", sampling=Sampling(fraction_evaluate=1.0), calibration=inputs)
+    found = strategy.start(None, num_rounds=2, evaluate_config=ConfigRecord({"what": "test"}))
+    assert dict(found.evaluate_metrics_clientapp[2]) == {"num-examples": 4, "nodes": 2, "accuracy": 0.75}
+    assert [set(limits.values()) == {0} for _, limits in asked] == [False, True, False, True]
+    assert [seen[place][0].out_channels for place in (0, 1)] == [4, 2]
+    whole = strategy.ready(found.arrays)
+    assert not seen[0].training
+    assert seen[0](inputs).equal(whole(inputs))
+    part = submodel(built.module, windows(built.groups, 0.5), strategy._params(found.arrays))
+    assert seen[1](inputs).equal(calibrate(part, inputs)(inputs))
+
+
+@pytest.mark.parametrize(
+    ("evaluate", "said"),
+    [
+        (None, "this node's client_app has no evaluate_fn"),
+        (lambda *_: 1 / 0, "division by zero"),
+        (lambda *_: {"accuracy": 1.0}, "evaluate_fn must give num-examples"),
+        (lambda *_: {"num-examples": 1, "loss": float("nan")}, "at most 100 finite numbers"),
+    ],
+)
+def test_an_evaluation_that_fails_is_told_of(fleet, caplog, evaluate, said):
+    fleet(client_app(trains, with_norms, evaluate), [1.0])
+    inputs = torch.randn(9, 1, 4, 4)
+    strategy = CoverageStrategy(with_norms(), sampling=Sampling(fraction_evaluate=1.0), calibration=inputs)
+    assert strategy.start(None, num_rounds=1).evaluate_metrics_clientapp == {}
+    assert "round 1: evaluation rejected" in caplog.text
+    assert said in caplog.text
+
+
+@pytest.mark.parametrize("server", ["none", "momentum(beta=0.5)", "adam(lr=0.1)"])
+def test_a_strategy_goes_on_from_its_folder_to_the_same_bits(fleet, tmp_path, server):
+    asked = fleet(client_app(trains, with_norms), [1.0, 0.5])
+    inputs, built = torch.randn(9, 1, 4, 4), with_norms()
+    seen = []
+
+    def evaluate(round, arrays):
+        seen.append(round)
+        return MetricRecord({"round": round})
+
+    def strategy(folder, **changes):
+        chosen = {"server": server, "sampling": Sampling(fraction_train=0.5), **changes}
+        return CoverageStrategy(built, "rolling", calibration=inputs, folder=folder, **chosen)
+
+    whole = strategy(None).start(None, num_rounds=4)
+    strategy(tmp_path / "run").start(None, num_rounds=2)
+    again = strategy(tmp_path / "run").start(None, num_rounds=4, evaluate_fn=evaluate)
+    assert values(again) == values(whole)
+    assert list(again.train_metrics_clientapp) == seen[1:] == [3, 4]
+    asked.clear()
+    done = strategy(tmp_path / "run").start(None, num_rounds=4)
+    assert (values(done), asked) == (values(whole), [])
+    with pytest.raises(RunError, match="belongs to another experiment"):
+        strategy(tmp_path / "run", weights="samples").start(None, num_rounds=5)
+    plain = strategy(None, server="none").start(None, num_rounds=4)
+    assert (values(plain) == values(whole)) == (server == "none")
 
 
 def test_a_node_that_does_not_answer_loses_its_place_in_an_app_too(monkeypatch):

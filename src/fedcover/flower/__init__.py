@@ -1,6 +1,6 @@
 """The same rounds on Flower's SuperLink and SuperNodes; the only place that imports `flwr` (the extra `flower`).
 
-In an app of your own: `CoverageStrategy` on the server, `client_app` on the nodes.
+In an app of your own: `CoverageStrategy`, with a `Sampling`, on the server, `client_app` on the nodes.
 """
 
 from importlib import import_module
@@ -11,10 +11,11 @@ from fedcover.errors import InvalidValue
 
 if TYPE_CHECKING:
     from fedcover.flower.client import client_app as client_app
+    from fedcover.flower.sampling import Sampling as Sampling
     from fedcover.flower.strategy import CoverageStrategy as CoverageStrategy
 
-_HOME = {"CoverageStrategy": "strategy", "client_app": "client"}
-__all__ = ["CoverageStrategy", "client_app"]
+_HOME = {"CoverageStrategy": "strategy", "Sampling": "sampling", "client_app": "client"}
+__all__ = ["CoverageStrategy", "Sampling", "client_app"]
 
 
 def require() -> None:

@@ -22,15 +22,21 @@ if TYPE_CHECKING:
 log = logging.getLogger("fedcover")
 TrainFn = Callable[["nn.Module", Mapping[str, Any], Context], Mapping[str, float]]
 """Trains a client's sub-model in place; gives at least `num-examples` and `loss`."""
+EvaluateFn = Callable[["nn.Module", Mapping[str, Any], Context], Mapping[str, float]]
+"""Evaluates a client's sub-model; gives at least `num-examples`, and any figures."""
 
 
-def client_app(train_fn: TrainFn, model: "Callable[[], nn.Module | Model]") -> ClientApp:
+def client_app(
+    train_fn: TrainFn, model: "Callable[[], nn.Module | Model]", evaluate_fn: EvaluateFn | None = None
+) -> ClientApp:
     """A ClientApp whose nodes train the part of a model that `CoverageStrategy` sends them.
 
     `train_fn(module, config, context)` gets its part as an ordinary module and trains it in place; it gives a mapping
     with `num-examples` and `loss`. Its `config` holds the `train_config` of `CoverageStrategy.start`, the `capacity`
     of the part, and the round, as `round` from 0 on and, as Flower counts, as `server-round` from 1 on.
-    `model` builds the whole model, as on the server.
+    `model` builds the whole model, as on the server. `evaluate_fn(module, config, context)` gets the node's part in
+    evaluation mode, with norm statistics, and gives a mapping with `num-examples` and any figures, such as `accuracy`;
+    it is called if the strategy has a `fraction_evaluate`.
     """
 
     def work(message: Message, context: Context) -> Message:
@@ -38,7 +44,14 @@ def client_app(train_fn: TrainFn, model: "Callable[[], nn.Module | Model]") -> C
 
         return train_module(message, context, train_fn, model)
 
-    return _app(work)
+    def evaluate(message: Message, context: Context) -> Message:
+        from fedcover.flower.evaluating import evaluate_module
+
+        return evaluate_module(message, context, evaluate_fn, model)
+
+    app = _app(work)
+    app.evaluate()(evaluate)
+    return app
 
 
 def experiment_app() -> ClientApp:

@@ -10,7 +10,7 @@ from fedcover.errors import InvalidValue
 
 TASK, PARTS, REPORT, ANSWERS, OWN = "task", "parts", "report", "answers", "own"
 BUNDLE = "fedcover.bundle"
-TRAIN, QUERY = "train", "query"
+TRAIN, QUERY, EVALUATE = "train", "query", "evaluate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Answer:
     error: str = ""
 
 
-def to_node(node: int, orders: Orders, *, ttl: float) -> Message:
+def to_node(node: int, orders: Orders, *, ttl: float, kind: str = TRAIN) -> Message:
     """The message with a node's work; without the node's answer in `ttl` seconds Flower forgets it."""
     task = ConfigRecord(
         {
@@ -68,7 +68,7 @@ def to_node(node: int, orders: Orders, *, ttl: float) -> Message:
     )
     parts = ArrayRecord({str(place): _array(parcel) for place, parcel in enumerate(orders.parcels)})
     content = RecordDict({TASK: task, PARTS: parts, OWN: ConfigRecord(dict(orders.own))})
-    return Message(content, dst_node_id=node, message_type=TRAIN, ttl=ttl, group_id=str(orders.round))
+    return Message(content, dst_node_id=node, message_type=kind, ttl=ttl, group_id=str(orders.round))
 
 
 def read_orders(message: Message) -> Orders:

@@ -1,40 +1,45 @@
 """For a Flower App of your own: a strategy that gives every node the part of the model that it can hold."""
 
+import hashlib
+import json
 import logging
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
 
+from fedcover import checkpoints, groups, spec
 from fedcover import coverage as cov
-from fedcover import groups, spec
-from fedcover.aggregation import WEIGHTS
-from fedcover.contracts import named_rule
-from fedcover.errors import InvalidValue, unknown
+from fedcover.aggregation import SERVERS, WEIGHTS, stepped
+from fedcover.contracts import checked_server, named_rule
+from fedcover.errors import InvalidValue, RunError, unknown
 from fedcover.evaluation import WHOLE
+from fedcover.flower.bounded import DAY, Bounded
 from fedcover.flower.engine import Events, checked, meet
-from fedcover.flower.link import Failed, Link
-from fedcover.flower.messages import TRAIN, Order, Orders, read_answers, to_node
+from fedcover.flower.evaluating import evaluation_order, figures_of
+from fedcover.flower.link import Link
+from fedcover.flower.messages import Order, Orders, read_answers, to_node
 from fedcover.flower.parcels import as_sent, bundle, headed, kept
 from fedcover.flower.places import Roster
 from fedcover.flower.rows import MOST_SAMPLES
+from fedcover.flower.sampling import Sampling
 from fedcover.models import tensors
 from fedcover.norms import calibrate, running
 from fedcover.policies import POLICIES
 from fedcover.replies import Asked, Ledger
 from fedcover.submodel import submodel
-from fedcover.types import Client, Coverage, Model, Params, Policy, Update, View
+from fedcover.types import Client, Coverage, Model, Params, Policy, State, Update, View
 
 log = logging.getLogger("fedcover")
-DAY = 86_400.0
 MEASURES = ("width", "parameters")
 """What a capacity may be a share of."""
 
@@ -45,6 +50,10 @@ class CoverageStrategy(Strategy):
     A node is started with `--node-config "partition-id=K num-partitions=N capacity=0.5"`; its app is `client_app`. The
     policy and the rule are those of an experiment. `weights` is "uniform", or "samples" for what nodes say they have.
     `calibration` are inputs on which norm statistics are computed, or the .npy file that holds them.
+
+    `server` is an experiment's server optimiser ("momentum(beta=0.9)", "adam(lr=0.01)"). `sampling` says which share of
+    the nodes trains in a round, and which evaluates after it. With a `folder` the model is kept there after every
+    round, and `start` goes on from the last one that it holds.
     """
 
     def __init__(
@@ -53,6 +62,9 @@ class CoverageStrategy(Strategy):
         policy: str | Policy = "rolling",
         *,
         rule: str = "coverage_mean",
+        server: str = "none",
+        sampling: Sampling | None = None,
+        folder: str | Path | None = None,
         weights: str = "uniform",
         capacity: str = "width",
         window: int = 10,
@@ -75,12 +87,22 @@ class CoverageStrategy(Strategy):
             spec.look_up("policy", spec.parse("policy", policy), POLICIES) if isinstance(policy, str) else policy
         )
         self.rule = named_rule(rule)
+        self.server = checked_server(server, spec.look_up("server", spec.parse("server", server), SERVERS)())
+        self.sampling = sampling or Sampling()
+        self.folder = None if folder is None else Path(folder)
         self.weight = WEIGHTS[weights]
         self.calibration = _inputs(calibration) if isinstance(calibration, str | Path) else calibration
         self.coverage = Coverage((), {})
         self._roster, self._ledger, self._events = Roster(), Ledger(), Events(None)
         self._sent: Params = {}
         self._allowed: dict[int, int] = {}
+        self._memory: dict[str, Params] = {}
+        self._before = 0  # rounds that were done when this start began
+        named = policy if isinstance(policy, str) else getattr(policy, "__qualname__", type(policy).__name__)
+        told = {"policy": named, "rule": rule, "server": server, "weights": weights, "capacity": capacity}
+        self._identity = _digest({**told, "window": window, "seed": seed, **asdict(self.sampling)}, self._whole())
+        if running(model.module) and calibration is None and self.sampling.fraction_evaluate:
+            raise InvalidValue(f"fraction_evaluate: {_NO_CALIBRATION}")
         if running(model.module) and calibration is None:
             log.warning(_NO_CALIBRATION)
 
@@ -95,32 +117,82 @@ class CoverageStrategy(Strategy):
         whole = submodel(self.model.module, WHOLE, self._params(arrays))
         return whole.eval() if self.calibration is None else calibrate(whole, self.calibration)
 
-    def start(self, grid: Grid, *args: Any, **kwargs: Any) -> Result:
-        """Run the rounds, as every strategy of Flower does; of a reply no more is read than was asked for."""
-        bounded: Any = _Bounded(grid, self._allowed, self._roster.silent)
-        return super().start(bounded, *args, **kwargs)
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord | None = None,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """Run the rounds, as every strategy of Flower does; of a reply no more is read than was asked for.
+
+        Without `initial_arrays` the model starts as it is. Where `folder` holds rounds already the run goes on after
+        them, up to `num_rounds` in all; the result tells of the rounds that were run now, by their own numbers.
+        """
+        arrays = self.initial_arrays() if initial_arrays is None else initial_arrays
+        arrays, self._before = self._resumed(arrays)
+        done = self._before
+        bounded: Any = Bounded(grid, self._allowed, self._roster.silent)
+        shifted = None if evaluate_fn is None else lambda round, arrays: evaluate_fn(round + done, arrays)
+        left = max(0, num_rounds - done)
+        result = super().start(bounded, arrays, left, timeout, train_config, evaluate_config, shifted)
+        self._before = 0
+        return _renumbered(result, arrays, done) if done else result
+
+    def _resumed(self, arrays: ArrayRecord) -> tuple[ArrayRecord, int]:
+        """What to start from, and how many rounds are done: of the folder, if it holds any."""
+        if self.folder is None:
+            return arrays, 0
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not checkpoints.found(self.folder):
+            return arrays, 0
+        state, complaints = checkpoints.newest(self.folder, self._identity, "cpu")
+        for complaint in complaints.values():
+            log.warning("%s", complaint)
+        self.coverage, self._memory = state.coverage, dict(state.server)
+        log.info("going on after round %d, from %s", state.round, self.folder)
+        return _record(state.params), state.round
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """One message for each node that is there, with its part of the model."""
-        link = Link(grid)
-        meet(link, self._roster, self._events, server_round - 1)
-        holders = sorted(self._roster.holders(link.present()).items())
-        known = self._roster.known
-        cohort = tuple(
-            Client(place, known[node].capacity or 1.0, slot, 1, ()) for slot, (place, node) in enumerate(holders)
-        )
-        if not cohort:
-            raise InvalidValue("no SuperNode with --node-config 'partition-id=K num-partitions=N' is there")
+        """One message for each node that takes part in the round, with its part of the model."""
+        round = self._before + server_round - 1
+        holders = self._awaited(Link(grid), round)
+        places = self.sampling.to_train(sorted(holders), self.seed, round)
+        cohort = self._cohort(places, holders)
         self._ledger.close()
         self._sent = self._params(arrays)
-        parts = self.policy(self._view(server_round - 1, cohort))
+        parts = self.policy(self._view(round, cohort, holders))
         return [  # a list: Flower goes through it twice
-            self._message(node, server_round - 1, client, part, config)
-            for (_, node), client, part in zip(holders, cohort, parts, strict=True)
+            self._message(holders[client.id], round, client, part, config)
+            for client, part in zip(cohort, parts, strict=True)
             if part is not None
         ]
+
+    def _awaited(self, link: Link, round: int) -> dict[int, int]:
+        """The node that answers for each place, once as many are there as there must be."""
+        end = time.monotonic() + self.sampling.wait
+        while True:
+            meet(link, self._roster, self._events, round)
+            holders = self._roster.holders(link.present())
+            if len(holders) >= self.sampling.min_available_nodes:
+                return holders
+            if time.monotonic() > end:
+                raise RunError(
+                    f"{len(holders)} SuperNodes with --node-config 'partition-id=K num-partitions=N' are there after "
+                    f"{self.sampling.wait:g} s; min_available_nodes is {self.sampling.min_available_nodes}"
+                )
+            time.sleep(0.5)
+
+    def _cohort(self, places: Sequence[int], holders: dict[int, int]) -> tuple[Client, ...]:
+        return tuple(Client(place, self._capacity(holders[place]), slot, 1, ()) for slot, place in enumerate(places))
+
+    def _capacity(self, node: int) -> float:
+        return self._roster.known[node].capacity or 1.0
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -132,7 +204,7 @@ class CoverageStrategy(Strategy):
             found = self._read(reply)
             if isinstance(found, str):
                 rejected += 1
-                log.warning("round %d: rejected: %s", server_round, found)
+                log.warning("round %d: rejected: %s", self._before + server_round, found)
             else:
                 updates.append(found)
         updates.sort(key=lambda update: update.client.id)  # so that nothing depends on who answers first
@@ -144,20 +216,40 @@ class CoverageStrategy(Strategy):
             "gamma_round": cov.minimum(counts),
             "gamma_window": cov.minimum(cov.over_window(self.coverage)),
         }
+        new = self._sent
+        if updates:
+            mean = self.rule(self._sent, [(u.trained, u.params, self.weight(u.client)) for u in updates])
+            new, self._memory = stepped(self.server, self._sent, mean, counts, self._memory, "keep")
+        if self.folder is not None:
+            kept = State(self._before + server_round, new, coverage=self.coverage, server=self._memory)
+            checkpoints.save(self.folder, kept, self._identity)
         if not updates:
             return None, MetricRecord(figures)
-        new = self.rule(self._sent, [(u.trained, u.params, self.weight(u.client)) for u in updates])
         return _record(new), MetricRecord({**figures, "loss": fmean(update.loss for update in updates)})
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Nothing: the server evaluates, with `start(evaluate_fn=...)`."""
-        return []
+        """One message for each node that evaluates: the part that the policy gives it for this round, ready to use."""
+        round = self._before + server_round - 1
+        holders = self._roster.holders(Link(grid).present())
+        places = self.sampling.to_evaluate(sorted(holders), self.seed, round)
+        if not places:
+            return []
+        cohort, params = self._cohort(places, holders), self._params(arrays)
+        parts = self.policy(replace(self._view(round, cohort, holders), params=params))
+        self._allowed.update(dict.fromkeys(holders.values(), 0))  # figures are no tensors
+        calibration = self.calibration if running(self.model.module) else None
+        return [
+            evaluation_order(holders[client.id], round, client, part, self.model, params, calibration, config, ttl=DAY)
+            for client, part in zip(cohort, parts, strict=True)
+            if part is not None
+        ]
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Nothing, as nothing was asked."""
-        return None
+        """Every figure averaged over the nodes that evaluated, by their numbers of examples."""
+        round = self._before + server_round
+        return figures_of(replies, lambda why: log.warning("round %d: evaluation rejected: %s", round, why))
 
     def summary(self) -> None:
         """Say what the strategy does."""
@@ -169,8 +261,8 @@ class CoverageStrategy(Strategy):
     def _params(self, arrays: ArrayRecord) -> Params:
         return {name: torch.from_numpy(np.array(arrays[name].numpy())) for name in self._whole()}
 
-    def _view(self, round: int, cohort: tuple[Client, ...]) -> View:
-        levels = tuple(sorted({client.capacity for client in cohort}, reverse=True))
+    def _view(self, round: int, cohort: tuple[Client, ...], holders: dict[int, int]) -> View:
+        levels = tuple(sorted({self._capacity(node) for node in holders.values()}, reverse=True))
         return View(
             round, self._sent, self.model.groups, self.model.prunable, cohort, levels, self.capacity, self.coverage,
             self.seed,
@@ -204,34 +296,6 @@ class CoverageStrategy(Strategy):
         return replace(found, client=replace(found.client, samples=samples))
 
 
-@dataclass(frozen=True)
-class _Bounded:
-    """A grid whose replies to training are fetched as those of an experiment: by size first, and in turns."""
-
-    grid: Grid
-    allowed: Mapping[int, int]
-    silent: set[int]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.grid, name)
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Send each node its message; a node without a usable reply is told of by an error."""
-        sent = {message.metadata.dst_node_id: message for message in messages}
-        if any(message.metadata.message_type != TRAIN for message in sent.values()):
-            return self.grid.send_and_receive(sent.values(), timeout=timeout)  # of an app of one's own
-        replies = Link(self.grid).exchange(sent, patience=timeout or DAY, allowed=self.allowed)
-        failed = {node for node, reply in replies.items() if isinstance(reply, Failed)}
-        self.silent.update(failed)
-        self.silent.difference_update(replies.keys() - failed)
-        return [
-            Message(Error(0, f"{reply.event}: {reply.why}"), reply_to=sent[node])
-            if isinstance(reply, Failed)
-            else reply
-            for node, reply in replies.items()
-        ]
-
-
 _NO_CALIBRATION = (
     "this model has norm layers whose statistics no client sends: give CoverageStrategy(calibration=...) some hundred "
     "inputs (a tensor, or an .npy file), on which the server computes them, or use group norms"
@@ -247,3 +311,17 @@ def _inputs(path: str | Path) -> Tensor:
 
 def _record(params: Params) -> ArrayRecord:
     return ArrayRecord({name: Array(tensor.cpu().numpy()) for name, tensor in params.items()})
+
+
+def _digest(settings: dict[str, Any], params: Params) -> str:
+    """What a kept round must have been made with."""
+    about = {**settings, "shapes": {name: list(tensor.shape) for name, tensor in params.items()}}
+    return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
+
+
+def _renumbered(result: Result, arrays: ArrayRecord, done: int) -> Result:
+    """A result whose rounds are counted from the beginning of the run."""
+    for kind in ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp"):
+        setattr(result, kind, {round + done: figures for round, figures in getattr(result, kind).items()})
+    result.arrays = result.arrays or arrays
+    return result
