@@ -1,10 +1,12 @@
 """Policies against the publications' definitions: windows written out by hand, never by the code under test."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 
+from fedcover.errors import InvalidValue
 from fedcover.policies import POLICIES
 from fedcover.types import Client, Coverage, Cut, Params, UnitGroup, View
 
@@ -137,3 +139,36 @@ def test_magnitude_keeps_the_largest_sizes_not_the_largest_values():
         "second.weight": [[1, 1], [0, 0]],
     }
     assert masks_of("magnitude", 0.3) == {"first.weight": [[1, 0, 0], [0, 0, 0]], "second.weight": [[0, 1], [0, 0]]}
+
+
+@pytest.mark.parametrize(
+    ("digits", "p5", "kept"),
+    [
+        ("1", "code", [8, 7, 6, 5, 4, 3, 2, 1]),
+        ("2", "code", [8, 7, 4, 3, 2, 1]),
+        ("3", "code", [8, 7, 6, 5, 2, 1]),
+        ("4", "code", [8, 7, 6, 5, 4, 3]),
+        ("5", "code", [8, 7, 2, 1]),
+        ("5", "printed", [6, 5, 4, 3]),
+        ("6", "code", [8, 7, 4, 3]),
+        ("7", "code", [8, 7, 6, 5]),
+    ],
+)
+def test_regions_are_quarters_by_magnitude_largest_first(digits, p5, kept):
+    """The paper's P1 to P7 over S1 to S4; P5 keeps S1 and S4 in its code, S2 and S3 in print."""
+    weights = {"first.weight": torch.tensor([1.0, -8.0, 3.0, -6.0, 5.0, -4.0, 7.0, 2.0])}
+    view = replace(view_at(0, 1.0, params=weights), prunable=("first.weight",), groups=())
+    (mask,) = POLICIES["regions"](view, codename=digits, p5=p5)
+    assert sorted(weights["first.weight"][mask.bits["first.weight"]].abs().tolist()) == sorted(kept)
+
+
+def test_regions_of_units_are_quarters_in_order():
+    four = UnitGroup("next", 4, (Cut("second.weight", 0),))
+    view = replace(view_at(0, 1.0, 0.5), groups=(four,))
+    parts = POLICIES["regions"](view, codename="26", kind="subnet")
+    assert [part.kept["next"].tolist() for part in parts] == [[0, 2, 3], [0, 2]]
+
+
+def test_regions_need_a_cohort_of_as_many_clients_as_digits():
+    with pytest.raises(InvalidValue, match="codename 123 needs a cohort of 3 clients; this one has 2"):
+        POLICIES["regions"](view_at(0, 1.0, 1.0), codename="123")

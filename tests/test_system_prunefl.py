@@ -136,6 +136,41 @@ def test_the_mask_is_common_and_changes_only_when_it_is_due():
         assert alike == (q % 2 == 1), q
 
 
+@pytest.mark.parametrize(("initial", "due", "share"), [(0, 4, 0.2), (4, 4, 0.8), (6, 4, 0.8), (2, 6, 0.2), (2, 4, 0.4)])
+def test_the_share_of_candidates_is_halved_every_half_life_after_the_initial_rounds(initial, due, share):
+    """With a half-life of two rounds, 0.8 becomes 0.4 two rounds after the initial ones and 0.2 four rounds after."""
+    view, kept = random_view(3, "mlp")
+    masked = {name: bits.double() * due for name, bits in kept.items()}  # the mask of the rounds before the choice
+    view = replace(view, round=due, measured={**view.measured, "trained_in": masked}, levels=(1.0,))
+    options = {"every": 2, "initial": initial, "share": 0.8, "half_life": 2.0}
+    mask = next(part for part in prunefl(view, **options) if part is not None)
+    budget = sum(view.params[name].numel() for name in view.prunable)
+    same(mask.bits, by_definition(view, kept, Greedy(share, 0.1, 6.0, budget)))
+
+
+def by_hand(squares, kept, share, budget, uses=None):
+    """The choice among four weights 4, 3, 2, 1 that take 1 + 1 each (2 + 1 under other uses), overhead 0.25 of all."""
+    view, _ = random_view(0, "mlp")
+    params = {"w": torch.tensor([4.0, 3.0, 2.0, 1.0])}
+    measured = {"squared_gradient": {"w": torch.tensor(squares)}}
+    view = replace(view, params=params, prunable=("w",), measured=measured, uses=uses or {})
+    chosen = reconfigured(view, {"w": torch.tensor(kept)}, Greedy(share, 0.25, 1.0, budget))
+    return chosen["w"].int().tolist()
+
+
+def test_a_candidate_joins_only_if_it_beats_the_ratio_of_what_is_kept():
+    """Kept: gains 6 + 2 in a time of 2 (overhead) + 4, a ratio of 8/6. A candidate of gain g takes 2: g/2 > 8/6."""
+    kept = [True, True, False, False]
+    assert by_hand([6.0, 2.0, 2.7, 0.0], kept, 0.0, 4) == [1, 1, 1, 0]
+    assert by_hand([6.0, 2.0, 2.6, 0.0], kept, 0.0, 4) == [1, 1, 0, 0]
+    assert by_hand([6.0, 3.0, 3.0, 0.0], kept, 0.0, 4) == [1, 1, 0, 0]  # 3/2 equals 9/6, and is not more
+
+
+def test_nothing_joins_when_what_stays_fills_the_budget():
+    assert by_hand([1.0, 1.0, 9.0, 9.0], [True, True, False, False], 0.0, 2) == [1, 1, 0, 0]
+    assert by_hand([1.0, 1.0, 9.0, 8.0], [True, True, False, False], 0.0, 3) == [1, 1, 1, 0]
+
+
 @pytest.mark.parametrize("silent", [1, 2, 3])
 def test_a_mask_survives_rounds_in_which_nobody_answers(silent):
     """Whether the silent round is one before a re-configuration, the very one, or one after it."""
@@ -179,6 +214,12 @@ def test_wrong_options_are_refused(wrong):
     view, _ = random_view(0, "mlp")
     with pytest.raises(InvalidValue, match=f"policy prunefl: .*{next(iter(wrong))}"):
         prunefl(view, **wrong)
+
+
+@pytest.mark.parametrize("right", [{"share": 1.0}, {"half_life": 0.5}, {"traffic": 0.0}, {"traffic": 0.5}])
+def test_options_at_their_limits_are_taken(right):
+    view, _ = random_view(0, "mlp")
+    assert len(prunefl(replace(view, measured={}), **right)) == len(view.cohort)
 
 
 @pytest.mark.parametrize("policy", ["prefix", "random"])

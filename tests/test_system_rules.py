@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedcover.aggregation import SERVERS, coverage_mean, median, server_none, trimmed_mean
+from fedcover.aggregation import SERVERS, Covered, coverage_mean, median, server_none, trimmed_mean
 from fedcover.errors import InvalidValue
 from fedcover.fleet import drops_out
 from fedcover.reduction import Masks, windows
@@ -211,11 +211,29 @@ def test_server_optimisers_equal_loops_and_move_only_what_is_covered(server, by_
 
 @pytest.mark.parametrize(
     ("name", "wrong"),
-    [("momentum", {"beta": 1.0}), ("momentum", {"lr": 0}), ("adam", {"tau": 0}), ("adam", {"beta2": 1})],
+    [
+        ("momentum", {"beta": 1.0}),
+        ("momentum", {"beta": -0.1}),
+        ("momentum", {"lr": 0}),
+        ("adam", {"lr": 0}),
+        ("adam", {"tau": 0}),
+        ("adam", {"beta1": 1}),
+        ("adam", {"beta1": -0.1}),
+        ("adam", {"beta2": 1}),
+        ("adam", {"beta2": -0.1}),
+    ],
 )
 def test_wrong_server_options_are_refused(name, wrong):
-    with pytest.raises(InvalidValue, match=f"server {name}"):
+    with pytest.raises(InvalidValue, match=f"server {name}: .*{next(iter(wrong))}"):
         SERVERS[name](**wrong)
+
+
+@pytest.mark.parametrize(("name", "right"), [("momentum", {"beta": 0}), ("adam", {"beta1": 0}), ("adam", {"beta2": 0})])
+def test_a_server_optimiser_may_forget_at_once(name, right):
+    old, new = torch.zeros(3), torch.ones(3)
+    moved, _ = SERVERS[name](**right)(Covered(old, new, torch.tensor([True, True, False])), {})
+    assert (moved[:2] > 0).all()
+    assert moved[2] == new[2]
 
 
 # ── baselines ───────────────────────────────────────────────────────────────────────────────────────────
