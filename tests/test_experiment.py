@@ -68,6 +68,8 @@ def test_the_fields_above_are_all():
 @settings(max_examples=150, deadline=None)
 @given(st.fixed_dictionaries({}, optional=FIELDS))
 def test_toml_out_and_in_again(fields):
+    if fields.get("assignment") == "slot":
+        fields.setdefault("active", 30)  # among ten slots a kind of device may find no place, which is refused
     experiment = Experiment(**fields)
     text = experiment.to_toml()
     again = Experiment.from_toml(text)

@@ -88,6 +88,25 @@ def test_scaling_is_exact_beyond_the_reach_of_floats():
     assert Fleet.parse("1x1 + 1x0.5 + 1x0.25").scaled(100).counts == (34, 33, 33)
 
 
+@settings(max_examples=200, deadline=None)
+@given(fleets, st.integers(1, 1000))
+def test_kinds_of_one_capacity_count_as_one(fleet, clients):
+    """What a fleet is made of must not depend on how it is written."""
+    merged = Counter()
+    for count, capacity in zip(fleet.counts, fleet.capacities, strict=True):
+        merged[capacity] += count
+    wanted = Fleet(tuple(merged.values()), tuple(merged)).scaled(clients)
+    scaled = fleet.scaled(clients)
+    found = Counter()
+    for count, capacity in zip(scaled.counts, scaled.capacities, strict=True):
+        found[capacity] += count
+    assert found == Counter(dict(zip(wanted.capacities, wanted.counts, strict=True)))
+
+
+def test_a_kind_is_not_lost_because_another_is_written_in_two_parts():
+    assert str(Fleet.parse("1x0.5 + 8x1.0 + 8x1.0").scaled(10)) == "1x0.5 + 5x1 + 4x1"
+
+
 def test_a_fleet_scaled_to_its_own_size_is_itself():
     fleet = Fleet.parse("3x1 + 5x0.5 + 2x0.25")
     assert fleet.scaled(10) == fleet

@@ -3,6 +3,7 @@
 import itertools
 import re
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,16 +52,21 @@ class Fleet:
         return tuple(sorted(set(self.capacities), reverse=True))
 
     def scaled(self, clients: int) -> "Fleet":
-        """The same mixture with `clients` devices, by largest remainder.
+        """The same mixture with `clients` devices, by largest remainder; kinds of one capacity count as one.
 
         >>> str(Fleet.parse("1x1.0 + 2x0.5").scaled(100))
         '33x1 + 67x0.5'
+        >>> str(Fleet.parse("1x0.5 + 8x1 + 8x1").scaled(10))  # as 1x0.5 + 16x1
+        '1x0.5 + 5x1 + 4x1'
         """
-        total = sum(self.counts)
-        counts = [count * clients // total for count in self.counts]
-        by_remainder = sorted(range(len(counts)), key=lambda kind: -(self.counts[kind] * clients % total))
-        for kind in by_remainder[: clients - sum(counts)]:
-            counts[kind] += 1
+        kinds: dict[float, list[int]] = {}
+        for place, capacity in enumerate(self.capacities):
+            kinds.setdefault(capacity, []).append(place)
+        totals = _shared_out(clients, [sum(self.counts[place] for place in alike) for alike in kinds.values()])
+        counts = [0] * len(self.counts)
+        for alike, total in zip(kinds.values(), totals, strict=True):
+            for place, count in zip(alike, _shared_out(total, [self.counts[p] for p in alike]), strict=True):
+                counts[place] = count
         present = [(n, c) for n, c in zip(counts, self.capacities, strict=True) if n]
         return Fleet(tuple(n for n, _ in present), tuple(c for _, c in present))
 
@@ -71,6 +77,20 @@ class Fleet:
         [1.0, 1.0, 0.5]
         """
         return self.capacities[bisect_right(list(itertools.accumulate(self.counts)), place)]
+
+
+def _shared_out(number: int, weights: Sequence[int]) -> list[int]:
+    """A number shared out by weights: rounded down, then one more each for the largest remainders.
+
+    >>> _shared_out(10, [1, 16])
+    [1, 9]
+    """
+    total = sum(weights)
+    parts = [weight * number // total for weight in weights]
+    by_remainder = sorted(range(len(parts)), key=lambda place: -(weights[place] * number % total))
+    for place in by_remainder[: number - sum(parts)]:
+        parts[place] += 1
+    return parts
 
 
 def sample_cohort(clients: int, active: int, seed: int, round: int) -> list[int]:
