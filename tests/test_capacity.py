@@ -41,7 +41,7 @@ def test_with_memory_and_time_to_spare_it_is_the_whole_model():
 def test_the_largest_capacity_that_fits_is_proposed(measure):
     setup = setup_of(capacity=measure)
     needed = {
-        share: memory_to_train(setup.task.model, part, (1, 8, 8), batch_size=10, momentum=0.5)
+        share: memory_to_train(setup.task.model, part, (1, 8, 8), batch_size=10)
         for share in SHARES
         if (part := part_of(setup, share)) is not None
     }

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedcover import console
+from fedcover.arrays import Wanted
 from fedcover.cli import flower as commands
 from fedcover.cli.flower import check_connection, node_configs
 from fedcover.datasets import load
@@ -26,7 +27,17 @@ from fedcover.experiment import Experiment
 from fedcover.flower.apps import Settings, write_app
 from fedcover.flower.following import follow, pass_on, said
 from fedcover.flower.memory import NO_CACHES
-from fedcover.flower.parcels import as_sent, bundle, embedded, headed, kept, read_reduction, sections, unbundle
+from fedcover.flower.parcels import (
+    as_sent,
+    bundle,
+    headed,
+    kept,
+    read_reduction,
+    received,
+    sections,
+    unbundle,
+    wanted_part,
+)
 from fedcover.flower.places import Introduction, Roster, declared_fleet, introduction, place_of
 from fedcover.flower.rows import scale_of
 from fedcover.flower.scales import Scale
@@ -59,8 +70,8 @@ def test_a_part_that_travels_is_the_same_bits(name, cut):
     sent = kept(wire, wire.extract(params))
     parcel = bundle(headed({"params": sent}))
     there = read_reduction(encoded, model)
-    got = sections(parcel, {"params": kept(there, there.extract(params))})["params"]
-    full = embedded(there, got, params)
+    got = sections(parcel, {"params": wanted_part(there, params)})["params"]
+    full = received(there, got, params, "cpu")
     expected, found = wire.extract(params), there.extract(full)
     assert expected.keys() == found.keys()
     for n, tensor in expected.items():
@@ -108,7 +119,7 @@ def test_a_damaged_parcel_is_read_or_refused(data):
 def test_a_parcel_must_hold_what_is_wanted():
     parcel = bundle({"params/w": np.zeros(3, np.float32)})
     with pytest.raises(InvalidValue, match="other tensors"):
-        sections(parcel, {"params": {"w": torch.zeros(3), "b": torch.zeros(1)}})
+        sections(parcel, {"params": {"w": Wanted((3,), "float32"), "b": Wanted((1,), "float32")}})
 
 
 @given(st.integers(1, 200), st.integers(1, 20))

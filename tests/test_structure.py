@@ -16,7 +16,8 @@ SOURCE = ROOT / "src" / "fedcover"
 STORY = [
     "version", "errors", "disk", "locks", "scratch", "orphans", "stopping", "types", "slabs", "rng", "spec", "trust",
     "downloads", "user_arrays", "datasets", "partition", "sources", "fleet",
-    "groups", "regions", "models", "reduction", "wire", "submodel", "tracing", "norms", "coverage", "pictures",
+    "groups", "regions", "models", "portions", "reduction", "wire", "submodel", "hollow",
+    "tracing", "norms", "coverage", "pictures",
     "objective", "planner", "design",
     "policies", "recipes", "augment", "training", "engines", "aggregation", "contracts",
     "grid_noise", "privacy", "ranks", "evaluation", "cost",

@@ -61,9 +61,7 @@ def audit(experiment: Experiment) -> dict[str, Any]:
                 "capacity": level,
                 "devices": len(alike),
                 **asdict(cost(alike[0], params, uses)),
-                "memory": memory_to_train(
-                    model, alike[0], shape, batch_size=experiment.batch_size, momentum=experiment.momentum, dtype=dtype
-                ),
+                "memory": memory_to_train(model, alike[0], shape, batch_size=experiment.batch_size, dtype=dtype),
                 "delta2": fmean(coverage.noises(params, alike)),
             }
             for level, alike in by_level.items()

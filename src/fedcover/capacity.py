@@ -102,9 +102,7 @@ def part_of(setup: Setup, share: float) -> Slices | None:
 
 def _memory(setup: Setup, part: Slices) -> int:
     x, local = setup.task.source.test.x, setup.task.local
-    return memory_to_train(
-        setup.task.model, part, x.shape[1:], batch_size=local.batch_size, momentum=local.momentum, dtype=x.dtype
-    )
+    return memory_to_train(setup.task.model, part, x.shape[1:], batch_size=local.batch_size, dtype=x.dtype)
 
 
 def _steps(setup: Setup) -> int:

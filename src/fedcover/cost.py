@@ -16,6 +16,8 @@ from fedcover.wire import encode
 
 BYTES = 4
 """Weights travel and train in float32."""
+COPIES = 4
+"""Tensors as large as its part that a client holds in a step: weights as sent and as trained, gradients, momentum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +118,12 @@ def memory_to_train(
     shape: Sequence[int],
     *,
     batch_size: int,
-    momentum: float,
     dtype: torch.dtype = torch.float32,
 ) -> int:
-    """Bytes a device needs for a training step: weights, gradients, momentum and what backward keeps.
+    """Bytes a device needs for a training step: weights as sent and trained, gradients, momentum, what backward keeps.
 
-    Counted on a sub-model without values, so it costs nothing; masks save no memory, slices do.
+    Counted on a sub-model without values, so it costs nothing; masks save no memory, slices do. Python, torch, the data
+    and what a recipe remembers of a client's part (`prox`: as much again as its weights) come on top.
     """
     part = skeleton(model.module, reduction).train()
     weights = sum(p.numel() for p in part.parameters())
@@ -141,4 +143,4 @@ def memory_to_train(
         loss = nn.functional.cross_entropy(logits, labels)
     activations = sum(t.untyped_storage().nbytes() for t in kept.values())
     del loss
-    return BYTES * weights * (2 + (momentum > 0)) + activations
+    return BYTES * weights * COPIES + activations

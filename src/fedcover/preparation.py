@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -20,6 +20,7 @@ from fedcover.engines import ENGINES, PRECISIONS
 from fedcover.engines.pools import say
 from fedcover.errors import FedcoverError, InvalidValue, unknown
 from fedcover.experiment import HUGE, Experiment
+from fedcover.hollow import Unsuitable, hollow_or_whole, is_hollow
 from fedcover.models import MODELS, tensors
 from fedcover.norms import with_statistics
 from fedcover.partition import PARTITIONS
@@ -135,6 +136,7 @@ class Parts:
     policy: Policy | None = None
     engine: Engine | None = None
     source: Source | None = None
+    build: Callable[..., Model] | None = None
 
 
 def prepare(
@@ -148,13 +150,14 @@ def prepare(
     recipe = build_recipe(experiment)
     dtype = source.test.x.dtype
     if own.model is None:
-        model = build_model(experiment, shape, source.classes, dtype)
+        model = (own.build or build_model)(experiment, shape, source.classes, dtype)
     else:
         cut = own.policy is not None or cuts(experiment)
         model = recipe.model(as_model(own.model, shape, source.classes, dtype, cut=cut))
-    model.module.to(machine.device)
     groups.check(model.groups, tensors(model.module))
-    check_outputs(experiment, model, source, recipe)
+    if not is_hollow(model.module):
+        model.module.to(machine.device)
+        check_outputs(experiment, model, source, recipe)
     check_trainable(model)
     check_switches(experiment, model, recipe)
     privacy = _built("privacy", experiment.privacy, PRIVACY)
@@ -195,6 +198,11 @@ def build_model(
     return build_recipe(experiment).model(as_model(built, shape, classes, dtype, cut=cuts(experiment)))
 
 
+def hollow_model(experiment: Experiment, shape: tuple[int, ...], classes: int, dtype: torch.dtype) -> Model:
+    """The same model without values, for a device that never holds all of it; with them, if it cannot do without."""
+    return hollow_or_whole(partial(build_model, experiment, shape, classes, dtype), f"model {experiment.model!r}")
+
+
 def cuts(experiment: Experiment) -> bool:
     """Whether the experiment's policy needs to know how the model can be cut."""
     return experiment.policy != "full"
@@ -215,6 +223,8 @@ def as_model(
     module = with_statistics(module)
     if isinstance(built, Model):
         return replace(built, module=module)
+    if is_hollow(module):
+        raise Unsuitable("its groups are found by tracing, which computes with its values")
     draw = rng.generator(0, "example")
     integers = not dtype.is_floating_point
     size = (2, *shape)

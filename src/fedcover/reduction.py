@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fedcover.errors import InvalidValue
 from fedcover.groups import cuts_by_tensor, positions, units_kept
+from fedcover.portions import Portion
 from fedcover.regions import Index, InSlab, Region, add, as_slice, length, take, within_slab
 from fedcover.rng import generator
 from fedcover.slabs import Slab, flat, joined, shapes_of, zeros
@@ -86,6 +87,8 @@ class Slices:
 
     def extract(self, params: Mapping[str, Tensor]) -> Params:
         """The kept slices of each tensor, as tensors of the client's own size."""
+        if isinstance(params, Portion):
+            return params.extracted_by(self)
         if isinstance(params, Slab):
             there = self._in_slab(params)
             return params if there.places is None else Slab(params.flat[there.places], there.shapes)

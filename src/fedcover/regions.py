@@ -59,6 +59,19 @@ def add(whole: Tensor, region: Region, values: Tensor | None, scale: float) -> N
         view[_grid(listed, view)] += values.to(view.dtype) * scale
 
 
+def inside(outer: Region, inner: Region, shape: Sequence[int]) -> Tensor:
+    """Where a region of a tensor lies in another one: true in the shape of the outer, at what the inner holds too.
+
+    >>> inside((slice(1, 4),), (slice(0, 3),), (5,)).tolist()
+    [True, True, False]
+    """
+    held = torch.ones((), dtype=torch.bool)
+    for length, kept, wanted in zip(shape, outer, inner, strict=True):
+        places = torch.arange(length)
+        held = held.unsqueeze(-1) & torch.isin(places[kept], places[wanted])
+    return held
+
+
 def within_slab(slab: Slab, regions: Mapping[str, Region]) -> InSlab:
     """Where the regions of some of a slab's tensors lie in it.
 

@@ -13,6 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fedcover.errors import InvalidValue
 from fedcover.models import Scaler, tensors
+from fedcover.portions import Portion
 from fedcover.reduction import Slices
 from fedcover.types import Reduction
 
@@ -50,10 +51,12 @@ def submodel(
     """The client's part of a model as an ordinary module that can be run, trained, saved and exported.
 
     `values` are full-sized tensors by name (such as a run's global parameters); what is not among them is taken
-    from the module itself.
+    from the module itself. A `Portion` gives its tensors away: they become the parameters, without a copy.
     """
-    full = {**tensors(module), **values}
-    return fill(skeleton(module, reduction, scaler=scaler), reduction.extract(full))
+    own = {name: tensor for name, tensor in tensors(module).items() if name not in values}
+    given = values if isinstance(values, Portion) else dict(values)
+    part = {**reduction.extract(own), **reduction.extract(given)}
+    return fill(skeleton(module, reduction, scaler=scaler), part, copied=not isinstance(values, Portion))
 
 
 def _hollow(module: nn.Module) -> nn.Module:
@@ -64,8 +67,11 @@ def _hollow(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
-def fill(module: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
-    """Put copies of tensors into a module, whatever shapes were there (changes the module, returns it)."""
+def fill(module: nn.Module, values: Mapping[str, Tensor], *, copied: bool = True) -> nn.Module:
+    """Put tensors into a module, whatever shapes were there (changes the module, returns it).
+
+    Buffers are always copies, because a module writes to them.
+    """
     homes: dict[int, list[tuple[dict[str, Any], str]]] = defaultdict(list)  # a tied tensor has several
     for layer in module.modules():
         tables: tuple[dict[str, Any], ...] = (layer._parameters, layer._buffers)
@@ -81,7 +87,9 @@ def fill(module: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
         known = owner._buffers.get(leaf) if old is None else old
         places[name] = old, homes.get(id(known), [(owner._buffers, leaf)])
     for name, (old, found) in places.items():
-        new: Tensor = values[name].detach().clone()
+        new: Tensor = values[name].detach()
+        if copied or old is None:
+            new = new.clone()
         if old is not None:
             new = nn.Parameter(new, requires_grad=old.requires_grad)
         for table, known_as in found:

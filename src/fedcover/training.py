@@ -10,6 +10,7 @@ from torch.func import functional_call
 from fedcover.augment import AUGMENTATIONS
 from fedcover.errors import InvalidValue, TrainingDiverged
 from fedcover.norms import on_batch_statistics, running, statistics_key
+from fedcover.portions import united
 from fedcover.reduction import Within
 from fedcover.rng import generator, seeded
 from fedcover.submodel import submodel
@@ -60,7 +61,8 @@ def client_module(assignment: Assignment) -> nn.Module:
     task, state = assignment.task, assignment.state
     key = statistics_key(task.norm, assignment.client.capacity)
     known = state.statistics.get(key, {}) if key else {}
-    part = submodel(task.model.module, assignment.reduction, {**state.params, **known}, scaler=task.scaler)
+    values = united(state.params, known)
+    part = submodel(task.model.module, assignment.reduction, values, scaler=task.scaler)
     return (on_batch_statistics(part) if key is None else part).train()
 
 
@@ -115,6 +117,7 @@ def train(
                 carry = task.recipe.observe(carry, gradient)
                 gradient = {name: g * masks[name] if name in masks else g for name, g in gradient.items()}
                 descend(weights, gradient, velocity, local, lr)
+            del gradient, gradients  # the next ones need their memory
             losses.append(loss.detach())
             step = step + 1
     return {name: p.detach() for name, p in weights.items()}, carry, float(torch.stack(losses).mean())

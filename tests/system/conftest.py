@@ -8,7 +8,10 @@ import pytest
 from fedcover.flower.processes import local
 
 HERE = Path(__file__).parent
-NEED_FLOWER = ("test_forgetting.py", "test_node_answers.py", "handmade.py", "test_strategy.py", "test_loopback.py")
+NEED_FLOWER = (
+    "test_forgetting.py", "test_node_answers.py", "test_node_parts.py", "handmade.py", "small_device.py",
+    "test_small_devices.py", "test_strategy.py", "test_loopback.py",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):

@@ -14,6 +14,8 @@ LARGE = 32 * 2**10
 PIECE, RESERVE = 512, 4 * 2**20
 """Bytes of the largest pieces that Python keeps in memory of its own, and how much of that to have before it is
 needed: a few times what the rounds of a run were seen to differ by."""
+TENSOR = 2**20
+"""Bytes from which a piece of a node's memory has pages of its own, which are free for others once it is freed."""
 TUNABLES = "GLIBC_TUNABLES"
 NO_CACHES = "glibc.malloc.arena_max=1:glibc.malloc.tcache_count=0"
 """Settings of glibc's, read when a program starts, without which every thread has a heap, and keeps up to seven freed
@@ -57,6 +59,15 @@ def one_heap() -> None:
     if (library := _library()) is not None:
         library.mallopt(M_ARENA_MAX, 1)
         library.mallopt(M_MMAP_THRESHOLD, LARGE)
+
+
+def own_pages() -> None:
+    """Let every large tensor have pages of its own, so that a device never holds the memory of one that it has freed.
+
+    The heap would keep it, up to as much as is in use, for a tensor that fits the place.
+    """
+    if (library := _library()) is not None:
+        library.mallopt(M_MMAP_THRESHOLD, TENSOR)
 
 
 def no_caches(*, inherited: bool = False) -> None:

@@ -1,5 +1,6 @@
 """The messages themselves: one to each node with the work of all its clients, one back with all their answers."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,18 +73,34 @@ def to_node(node: int, orders: Orders, *, ttl: float, kind: str = TRAIN) -> Mess
 
 
 def read_orders(message: Message) -> Orders:
-    """The work that `to_node` wrote."""
+    """The work that `to_node` wrote; the parcels are taken out of the message, so that they need not outlive their use.
+
+    A node holds one copy of what it is sent, and no other.
+    """
     content = message.content
     task: Any = content.config_records[TASK]
     parts = content.array_records[PARTS]
     columns = ("clients", "capacities", "slots", "encodings", "parcels", "nonces")
     rows = zip(*(task[column] for column in columns), strict=True)
+    parcels = tuple(parts[str(place)].data for place in range(len(parts)))
+    del content[PARTS]
     return Orders(
         task["round"], task["lr"], task["threads"], task["experiment"],
-        tuple(Order(*row) for row in rows),
-        tuple(parts[str(place)].data for place in range(len(parts))),
-        dict(content.config_records[OWN]),
+        tuple(Order(*row) for row in rows), parcels, dict(content.config_records[OWN]),
     )  # fmt: skip
+
+
+class Parcels:
+    """The parcels of a message, each kept until the last of the clients that share it has been given it."""
+
+    def __init__(self, orders: Orders) -> None:
+        self._contents = dict(enumerate(orders.parcels))
+        self._waiting = Counter(order.parcel for order in orders.orders)
+
+    def given_to(self, order: Order) -> bytes:
+        """A client's parcel, to which nothing else refers once it was the last client's."""
+        self._waiting[order.parcel] -= 1
+        return self._contents[order.parcel] if self._waiting[order.parcel] else self._contents.pop(order.parcel)
 
 
 def to_server(message: Message, answers: Sequence[Answer]) -> Message:

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedcover.arrays import NUMPY, RawArray, as_array, read, wanted_for
+from fedcover.arrays import NUMPY, RawArray, Wanted, as_array, read, wanted_for
 from fedcover.errors import InvalidValue
-from fedcover.reduction import Masks
+from fedcover.portions import Portion
+from fedcover.reduction import Masks, Slices
 from fedcover.types import Model, Params, Reduction
 from fedcover.wire import decode, encode
 
@@ -43,14 +44,16 @@ def bundle(arrays: Mapping[str, np.ndarray]) -> bytes:
     >>> {name: array.shape for name, array in unbundle(bundle({"w": np.zeros(2, np.float32)})).items()}
     {'w': [2]}
     """
-    index, stored = [], []
+    index: list[list[object]] = []
+    pieces: list[bytes | memoryview] = []
     for name, array in arrays.items():
         file = io.BytesIO()
-        np.save(file, array, allow_pickle=False)
-        stored.append(file.getvalue())
-        index.append([name, str(array.dtype), list(array.shape), len(stored[-1])])
+        numbers = np.ascontiguousarray(array).reshape(array.shape)
+        np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(numbers))
+        pieces += [file.getvalue(), numbers.reshape(-1).view(np.uint8).data]
+        index.append([name, str(array.dtype), list(array.shape), len(pieces[-2]) + numbers.nbytes])
     head = json.dumps(index).encode()
-    return struct.pack("<Q", len(head)) + head + b"".join(stored)
+    return b"".join([struct.pack("<Q", len(head)), head, *pieces])  # the only copy
 
 
 def unbundle(parcel: bytes) -> dict[str, RawArray]:
@@ -75,14 +78,14 @@ def unbundle(parcel: bytes) -> dict[str, RawArray]:
     return arrays
 
 
-def sections(parcel: bytes, wanted: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Params]:
+def sections(parcel: bytes, wanted: Mapping[str, Mapping[str, Wanted]]) -> dict[str, Params]:
     """The tensors of a parcel under each heading, which must be in type and shape as those that are wanted."""
     arrays = unbundle(parcel)
     names = {f"{kind}/{name}" for kind, tensors in wanted.items() for name in tensors}
     if names != set(arrays):
         raise InvalidValue(f"the parcel must hold other tensors; unlike here: {sorted(names ^ set(arrays))[:5]}")
     return {
-        kind: {name: read(name, arrays[f"{kind}/{name}"], wanted_for(t)) for name, t in tensors.items()}
+        kind: {name: read(name, arrays[f"{kind}/{name}"], each) for name, each in tensors.items()}
         for kind, tensors in wanted.items()
     }
 
@@ -98,18 +101,26 @@ def kept(reduction: Reduction, part: Mapping[str, Tensor]) -> Params:
     return {name: t[masks[name].to(t.device)] if name in masks else t for name, t in part.items()}
 
 
-def embedded(reduction: Reduction, part: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> Params:
-    """Full-sized tensors with what `kept` took in its place and zeros elsewhere; of `whole` only shapes count.
-
-    Extracting the part from them gives the same bits again.
-    """
+def wanted_part(reduction: Reduction, whole: Mapping[str, Tensor]) -> dict[str, Wanted]:
+    """What `kept` gives of a part of tensors, of which only shapes are read."""
     masks = reduction.gradient_mask()
-    numbers = {name: torch.arange(whole[name].numel()).view(whole[name].shape) for name in part}
-    places = {name: numbers[name][mask] for name, mask in masks.items() if name in part}
-    places |= reduction.extract({name: n for name, n in numbers.items() if name not in masks})
-    full: Params = {}
-    for name, tensor in part.items():
-        flat = torch.zeros(whole[name].numel(), dtype=tensor.dtype)
-        flat[places[name].flatten()] = tensor.flatten()
-        full[name] = flat.view(whole[name].shape)
-    return full
+    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in whole.items()}
+    part = shapes if masks else reduction.extract(shapes)  # a mask cuts no shapes
+    return {name: wanted_for(tensor, masks.get(name)) for name, tensor in part.items()}
+
+
+def received(reduction: Reduction, part: Params, whole: Mapping[str, Tensor], device: torch.device | str) -> Params:
+    """Tensors of which `kept` has taken a part: the part, or, of masked ones, full tensors with zeros elsewhere.
+
+    Extracting the part from them gives the same bits again; of `whole` only shapes are read.
+    """
+    if isinstance(reduction, Slices):
+        return Portion(whole, {name: tensor.to(device) for name, tensor in part.items()}, reduction)
+    masks = reduction.gradient_mask()
+    full = {name: _spread(t, masks[name].cpu()) if name in masks else t for name, t in part.items()}
+    return {name: tensor.to(device) for name, tensor in full.items()}
+
+
+def _spread(entries: Tensor, mask: Tensor) -> Tensor:
+    """A full tensor with entries where a mask is true, in their order, and zeros elsewhere."""
+    return torch.zeros(mask.shape, dtype=entries.dtype).masked_scatter_(mask, entries)

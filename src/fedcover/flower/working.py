@@ -2,23 +2,27 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from math import nan
 from typing import Any
 
 import safetensors.torch
 import torch
 from flwr.app import Array, ArrayRecord, Context, Message
-from torch import Tensor, nn
+from torch import nn
 
 from fedcover.arrays import Refused
 from fedcover.errors import FedcoverError, InvalidValue
 from fedcover.experiment import Experiment
-from fedcover.flower.messages import Answer, Order, Orders, read_orders, to_server
-from fedcover.flower.parcels import bundle, embedded, headed, kept, read_reduction, sections, unbundle
+from fedcover.flower.memory import own_pages
+from fedcover.flower.messages import Answer, Order, Orders, Parcels, read_orders, to_server
+from fedcover.flower.parcels import bundle, headed, kept, read_reduction, received, sections, unbundle, wanted_part
 from fedcover.flower.places import Wanted, clients_of, introduction
 from fedcover.flower.rows import rows_here
+from fedcover.hollow import hollow_or_whole
 from fedcover.norms import running, statistics_key
-from fedcover.preparation import Machine, Parts, prepare
+from fedcover.preparation import Machine, Parts, hollow_model, prepare
 from fedcover.reduction import dense
 from fedcover.replies import pack
 from fedcover.submodel import submodel
@@ -27,6 +31,7 @@ from fedcover.types import Client, Model, Params, Reduction, State, Task, Update
 from fedcover.version import __version__
 
 PRIVATE = "private"
+ONLY_A_PART = "a node holds its part of the model only: assignment.reduction.extract(assignment.state.params) gives it"
 
 log = logging.getLogger("fedcover")
 
@@ -34,6 +39,9 @@ log = logging.getLogger("fedcover")
 def train_clients(message: Message, context: Context) -> Message:
     """Train an experiment's clients that live on this node."""
     orders = read_orders(message)
+    parcels = Parcels(orders)
+    orders = replace(orders, parcels=())  # which would keep them
+    own_pages()
     try:
         machine = Machine("sequential", str(context.node_config.get("device", "cpu")), orders.threads).resolved()
         task = _task(orders, machine, context.node_id, context.node_config)
@@ -42,7 +50,7 @@ def train_clients(message: Message, context: Context) -> Message:
     answers = []
     with machine.applied():
         for order in orders.orders:
-            answers.append(_answered(order, context, lambda order: _trained(order, orders, task, context)))
+            answers.append(_answered(order, context, lambda order: _trained(order, orders, parcels, task, context)))
     return to_server(message, answers)
 
 
@@ -51,12 +59,12 @@ def _task(orders: Orders, machine: Machine, node: int, config: Mapping[str, Any]
     experiment = Experiment.from_toml(orders.experiment)
     if experiment.partition != "nodes":
         data = config.get("data")
-        return prepare(experiment, machine, data=str(data) if data else None).task
+        return prepare(experiment, machine, data=str(data) if data else None, parts=Parts(build=hollow_model)).task
     me = introduction(node, config, __version__)
     mine = clients_of(me.place, experiment.clients, me.places)
     wanted = Wanted(experiment.clients, orders.own["classes"], tuple(orders.own["shape"]))
     rows = rows_here(str(config.get("rows", "")), experiment, mine, wanted, machine.device)
-    return prepare(experiment, machine, parts=Parts(source=rows)).task
+    return prepare(experiment, machine, parts=Parts(source=rows, build=hollow_model)).task
 
 
 def _answered(order: Order, context: Context, work: Callable[[Order], Answer]) -> Answer:
@@ -75,16 +83,20 @@ def _answered(order: Order, context: Context, work: Callable[[Order], Answer]) -
 
 def _refusal(order: Order, error: Exception) -> Answer:
     known = isinstance(error, FedcoverError | Refused)
-    return Answer(order.client, order.nonce, nan, 0, b"", (f"{error}" if known else f"{error!r}")[:300])
+    why = f"{error}" if known else f"{error!r}"
+    if not known and "meta" in why:  # the device of what has no values
+        why = f"{ONLY_A_PART} ({why})"
+    return Answer(order.client, order.nonce, nan, 0, b"", why[:300])
 
 
-def _trained(order: Order, orders: Orders, task: Task, context: Context) -> Answer:
+def _trained(order: Order, orders: Orders, parcels: Parcels, task: Task, context: Context) -> Answer:
     source = task.source
     client = Client(order.client, order.capacity, order.slot, source.count(order.client), source.labels(order.client))
     reduction = read_reduction(order.encoded, task.model)
     mine = _private(context, order.client)
-    state = received_state(orders.parcels[order.parcel], task, client, reduction, orders.round, mine)
-    update = train_client(task, state, client, reduction, orders.lr)
+    device = task.source.test.x.device
+    state = partial(received_state, task=task, client=client, reduction=reduction, round=orders.round, private=mine)
+    update = train_client(task, state(parcels.given_to(order), device=device), client, reduction, orders.lr)
     if update.private:
         _keep_private(context, order.client, update.private)
     return Answer(order.client, order.nonce, update.loss, client.samples, bundle(pack(update)))
@@ -99,36 +111,32 @@ def sent_parcel(task: Task, state: State, client: Client, reduction: Reduction) 
 
 
 def received_state(
-    parcel: bytes, task: Task, client: Client, reduction: Reduction, round: int, private: Params
+    parcel: bytes, task: Task, client: Client, reduction: Reduction, round: int, private: Params, device: torch.device
 ) -> State:
-    """The part of the server's state that a client knows: full-sized, with zeros where it knows nothing."""
+    """The part of the server's state that a client knows: as a `Portion`, unless its part is masked, not cut."""
     module = task.model.module
     params = {name: p.detach() for name, p in module.named_parameters()}
     key = statistics_key(task.norm, client.capacity)
     known = running(module) if key else {}
     names = [tuple(name.split("/", 1)) for name in unbundle(parcel)]
     kinds = dict.fromkeys(head.removeprefix("measured-") for head, _ in names if head.startswith("measured-"))
-    whole = dense(reduction).extract(params)
-    of_kind = {kind: {n: whole[n] for head, n in names if head == f"measured-{kind}" and n in whole} for kind in kinds}
+    whole = dense(reduction)
+    of_kind = {
+        kind: {n: params[n] for head, n in names if head == f"measured-{kind}" and n in params} for kind in kinds
+    }
     wanted = {
-        "params": kept(reduction, reduction.extract(params)),
-        "statistics": reduction.extract(known),
-        **{f"measured-{kind}": tensors for kind, tensors in of_kind.items()},
+        "params": wanted_part(reduction, params),
+        "statistics": wanted_part(reduction, known),
+        **{f"measured-{kind}": wanted_part(whole, tensors) for kind, tensors in of_kind.items()},
     }
     found = sections(parcel, wanted)
-    mine = embedded(reduction, found["params"], params)
-    device = next(iter(params.values())).device
     return State(
         round,
-        {name: mine.get(name, torch.zeros_like(p)).to(device) for name, p in params.items()},
-        {key: _on(device, embedded(reduction, found["statistics"], known))} if key else {},
-        measured={kind: _on(device, embedded(dense(reduction), found[f"measured-{kind}"], params)) for kind in kinds},
-        private={client.id: _on(device, private)},
+        received(reduction, found["params"], params, device),
+        {key: received(reduction, found["statistics"], known, device)} if key else {},
+        measured={k: received(whole, found[f"measured-{k}"], tensors, device) for k, tensors in of_kind.items()},
+        private={client.id: {name: tensor.to(device) for name, tensor in private.items()}},
     )
-
-
-def _on(device: torch.device, tensors: Mapping[str, Tensor]) -> Params:
-    return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
 def train_module(
@@ -139,14 +147,16 @@ def train_module(
 ) -> Message:
     """Let a user's own function train the sub-models of this node's clients."""
     orders = read_orders(message)
-    model = whole_model(build)
+    parcels = Parcels(orders)
+    orders = replace(orders, parcels=())  # which would keep them
+    own_pages()
+    model = hollow_or_whole(partial(whole_model, build), "model")
     params = {name: p.detach() for name, p in model.module.named_parameters()}
 
     def work(order: Order) -> Answer:
         reduction = read_reduction(order.encoded, model)
-        wanted = kept(reduction, reduction.extract(params))
-        part = sections(orders.parcels[order.parcel], {"params": wanted})["params"]
-        module = submodel(model.module, reduction, embedded(reduction, part, params))
+        part = sections(parcels.given_to(order), {"params": wanted_part(reduction, params)})["params"]
+        module = submodel(model.module, reduction, received(reduction, part, params, "cpu"))
         config = {**orders.own, "round": orders.round, "server-round": orders.round + 1, "capacity": order.capacity}
         told = train_fn(module, config, context)
         samples, loss = told.get("num-examples"), told.get("loss")

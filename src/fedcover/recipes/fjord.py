@@ -11,6 +11,7 @@ from fedcover.errors import InvalidValue
 from fedcover.groups import units_kept
 from fedcover.recipes.common import own_statistics, own_units
 from fedcover.reduction import Slices
+from fedcover.regions import inside
 from fedcover.rng import generator
 from fedcover.types import Assignment, Batch, Carry, Forward, Outcome, Params, Recipe
 
@@ -69,15 +70,18 @@ def levels_of(assignment: Assignment, widths: tuple[float, ...]) -> list[float]:
 
 def nested_masks(assignment: Assignment, params: Params, levels: list[float]) -> Params:
     """For every cut tensor, the masks of the levels, stacked, in the client's own shapes."""
-    full, groups = assignment.state.params, assignment.task.model.groups
-    cut = {name: full[name] for g in groups for name in {c.tensor for c in g.cuts} if name in params}
-    stacks: dict[str, list[Tensor]] = {name: [] for name in cut}
-    units = own_units(assignment)
-    for level in levels:
-        inner = Slices(groups, {g.name: units[g.name][: units_kept(g.size, level)] for g in groups})
-        for name, mask in assignment.reduction.extract(inner.mask(cut)).items():
-            stacks[name].append(mask.to(params[name].dtype))
-    return {name: torch.stack(masks) for name, masks in stacks.items()}
+    groups, units = assignment.task.model.groups, own_units(assignment)
+    cut = dict.fromkeys(c.tensor for g in groups for c in g.cuts if c.tensor in params)
+    own = Slices(groups, units)
+    parts = [Slices(groups, {g.name: units[g.name][: units_kept(g.size, level)] for g in groups}) for level in levels]
+
+    def mask(part: Slices, name: str) -> Tensor:
+        if name in part.absent:
+            return torch.zeros_like(params[name])
+        shape = assignment.state.params[name].shape
+        return inside(own.region(name, shape), part.region(name, shape), shape).to(params[name])
+
+    return {name: torch.stack([mask(part, name) for part in parts]) for name in cut}
 
 
 def _masked(params: Params, masks: Params, level_1: Tensor) -> Params:

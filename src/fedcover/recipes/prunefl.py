@@ -8,6 +8,7 @@ import torch
 
 from fedcover.errors import InvalidValue
 from fedcover.policies.prunefl import EVERY, last_round
+from fedcover.portions import here
 from fedcover.recipes.plain import cross_entropy
 from fedcover.reduction import dense
 from fedcover.types import Assignment, Carry, Forward, Outcome, Params, Recipe
@@ -26,7 +27,7 @@ def prunefl(*, every: int = EVERY) -> Recipe:
         measured, round = assignment.state.measured, assignment.state.round
         bits, prunable = assignment.reduction.gradient_mask(), assignment.task.model.prunable
         trained_in = {name: torch.full_like(params[name], round + 1) * bits.get(name, 1) for name in prunable}
-        since = last_round(measured)
+        since = last_round({kind: here(tensors) for kind, tensors in measured.items()})
         if since is not None and since // every == round // every:
             earlier = dense(assignment.reduction).extract(measured["squared_gradient"])
         else:

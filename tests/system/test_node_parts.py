@@ -1,0 +1,263 @@
+"""A node builds and holds its own part of a model, never the whole: the same answers, in less memory."""
+
+import io
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import RecordDict
+from torch import nn
+
+import fedcover as fc
+from fedcover.errors import InvalidValue
+from fedcover.flower import working
+from fedcover.flower.messages import Order, Orders
+from fedcover.flower.parcels import as_sent, bundle, headed, unbundle
+from fedcover.flower.working import sent_parcel
+from fedcover.hollow import hollow_or_whole, is_hollow
+from fedcover.portions import Portion
+from fedcover.preparation import Machine, prepare
+from fedcover.recipes.plain import cross_entropy
+from fedcover.reduction import windows
+from fedcover.replies import pack
+from fedcover.rounds import ask, first_state, run_round
+from fedcover.training import train_client
+from fedcover.types import Recipe
+from tests.worlds import SMALL_MODELS
+
+HOLLOW = {
+    "windows": ("mlp", {"policy": "rolling(spread=true)"}),
+    "a draw": ("cnn", {"policy": "random"}),
+    "units": ("mlp", {"policy": "planned"}),
+    "heads": ("transformer", {"policy": "prefix"}),
+    "stages": ("depth_resnet", {"policy": "prefix", "recipe": "depthfl(exits='last')"}),
+    "masks": ("mlp", {"policy": "magnitude", "recipe": "fiarse"}),
+    "statistics of every width": ("wide_resnet", {"policy": "rolling", "norm": "per-width"}),
+    "statistics of all": ("preact_resnet18", {"policy": "prefix", "norm": "tracked", "scaler": True}),
+    "batch statistics": ("wide_resnet", {"policy": "prefix"}),
+    "widths of a batch": ("wide_resnet", {"policy": "prefix", "norm": "tracked", "recipe": "fjord(distil=0.5)"}),
+    "measured by clients": ("mlp", {"policy": "prunefl", "recipe": "prunefl"}),
+    "measured, in slices": ("mlp", {"policy": "prefix", "recipe": "prunefl"}),
+    "pruned by clients": ("mlp", {"policy": "full", "recipe": "hermes(good_enough=0.0)"}),
+    "near what was sent": ("mlp", {"policy": "prefix", "recipe": "prox", "momentum": 0.0, "clip": 0.1}),
+    "own labels": ("mlp", {"policy": "prefix", "absent_labels": "zero", "label_rows": True}),
+    "a model of one's own": ("mlp", {"policy": "prefix", "model": "tests.system.test_node_parts:by_hand"}),
+}
+"""Models that a node builds without values."""
+
+
+def by_hand(shape, classes, norm):
+    """A model with its groups."""
+    return fc.models.mlp(shape, classes, norm, hidden=(6,))
+
+
+class Buffered(nn.Sequential):
+    def __init__(self, shape, classes):
+        super().__init__(nn.Flatten(), nn.Linear(shape[0] * shape[1] * shape[2], 6), nn.ReLU(), nn.Linear(6, classes))
+
+
+def traced(shape, classes, norm):
+    return Buffered(shape, classes)
+
+
+def with_groups(module):
+    first, last = "1.weight", "3.weight"
+    cuts = (fc.Cut(first, 0), fc.Cut("1.bias", 0), fc.Cut(last, 1))
+    return fc.Model(module, (fc.UnitGroup("hidden", 6, cuts),), (first,), (last, "3.bias"))
+
+
+def buffered(shape, classes, norm):
+    module = Buffered(shape, classes)
+    module.register_buffer("offset", torch.rand(3))
+    return with_groups(module)
+
+
+def with_attribute(shape, classes, norm):
+    module = Buffered(shape, classes)
+    module.kept = [{"offset": torch.rand(3)}]
+    return with_groups(module)
+
+
+def looking(shape, classes, norm):
+    module = Buffered(shape, classes)
+    module.size = float(module[1].weight.detach().norm())
+    return with_groups(module)
+
+
+def drawing(shape, classes, norm):
+    module = Buffered(shape, classes)
+    module.rate = float(torch.rand((), device="cpu"))
+    return with_groups(module)
+
+
+def placed(shape, classes, norm):
+    module = Buffered(shape, classes)
+    module[1].weight = nn.Parameter(torch.ones(module[1].weight.shape, device="cpu"))
+    return with_groups(module)
+
+
+MINE = "tests.system.test_node_parts"
+WHOLE = {
+    "softmax": ({"model": "softmax"}, "its buffer features.place is not among what a node is sent"),
+    "lora": ({"model": "lora(hidden=[8], rank=4)"}, "its buffer"),
+    "fedmask": ({"recipe": "fedmask"}, "its buffer"),
+    "traced": ({"model": f"{MINE}:traced"}, "its groups are found by tracing"),
+    "traced, not cut": ({"model": f"{MINE}:traced", "policy": "full"}, "its groups are found by tracing"),
+    "buffered": ({"model": f"{MINE}:buffered"}, "its buffer offset is not among what a node is sent"),
+    "attribute": ({"model": f"{MINE}:with_attribute"}, "it keeps a tensor in its attribute kept"),
+    "looking": ({"model": f"{MINE}:looking"}, "it looks at values while it is built"),
+    "drawing": ({"model": f"{MINE}:drawing"}, "it draws numbers of its own while it is built"),
+    "placed": ({"model": f"{MINE}:placed"}, "its parameter 1.weight says itself on which device it is made"),
+}
+"""Models that a node must build with their values, and why."""
+
+
+def experiment(model="mlp", /, **fields):
+    spec, dataset = SMALL_MODELS[model]
+    small = {"model": spec, "dataset": dataset, "fleet": "2x1.0 + 2x0.5 + 2x0.25", "clients": 6, "active": 6}
+    return fc.Experiment(**{**small, "rounds": 4, "epochs": 2, "batch_size": 3, "calibration": 40, **fields})
+
+
+def asked(setup, state, wanted):
+    """A node's work of a round, as it would arrive, and what a simulation answers to it."""
+    orders, parcels, expected = [], [], []
+    for client, reduction in ask(setup, state).work:
+        encoded, wire = as_sent(reduction, setup.task.model)
+        parcels.append(sent_parcel(setup.task, state, client, wire))
+        orders.append(Order(client.id, client.capacity, client.slot, encoded, len(orders), f"nonce{client.id}"))
+        expected.append(bundle(pack(train_client(setup.task, state, client, wire, 0.05))))
+    return Orders(state.round, 0.05, 1, wanted.to_toml(), tuple(orders), tuple(parcels)), expected
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """The answers of a node to orders, the task that it makes of them, and the states that its clients are given."""
+
+    def answer(orders):
+        seen = []
+        monkeypatch.setattr(working, "read_orders", lambda message: orders)
+        monkeypatch.setattr(working, "to_server", lambda message, answers: answers)
+        monkeypatch.setattr(
+            working,
+            "train_client",
+            lambda task, state, *rest: seen.append((task, state)) or train_client(task, state, *rest),
+        )
+        context = SimpleNamespace(node_config={}, node_id=7, state=RecordDict())
+        return working.train_clients(None, context), seen
+
+    return answer
+
+
+def world(wanted, rounds=1):
+    setup = prepare(wanted, Machine(engine="sequential", device="cpu").resolved())
+    state = first_state(setup)
+    for _ in range(rounds):
+        state, _ = run_round(setup, state)
+    return setup, state
+
+
+@pytest.mark.parametrize("case", HOLLOW)
+def test_a_node_answers_as_a_simulation_does(answers, caplog, case):
+    name, fields = HOLLOW[case]
+    wanted = experiment(name, **fields)
+    setup, state = world(wanted, rounds=0 if "hermes" in str(fields) else 1)  # what clients keep stays on their nodes
+    orders, expected = asked(setup, state, wanted)
+    found, seen = answers(orders)
+    assert [(answer.error, answer.parcel) for answer in found] == [("", parcel) for parcel in expected]
+    assert "builds all of" not in caplog.text
+    masked = wanted.policy in ("magnitude", "prunefl")
+    for task, given in seen:
+        assert is_hollow(task.model.module)
+        assert isinstance(given.params, Portion) != masked
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_a_model_that_needs_its_values_says_so(answers, caplog, case):
+    fields, why = WHOLE[case]
+    wanted = experiment(**{"policy": "prefix", **fields})
+    setup, state = world(wanted)
+    orders, expected = asked(setup, state, wanted)
+    found, seen = answers(orders)
+    assert [(answer.error, answer.parcel) for answer in found] == [("", parcel) for parcel in expected]
+    assert caplog.text.count("this device builds all of model") == 1
+    assert why in caplog.text
+    assert not any(is_hollow(task.model.module) for task, _ in seen)
+
+
+def test_a_builder_that_gives_one_module_again_is_refused():
+    kept = []
+
+    def build():
+        kept or kept.append(fc.Model(nn.Linear(2, 2).requires_grad_(bool(torch.ones(1, device="cpu"))), ()))
+        kept[0].module.register_buffer("more", torch.zeros(1))
+        return kept[0]
+
+    with pytest.raises(InvalidValue, match="must be built anew whenever it is asked for"):
+        hollow_or_whole(build, "model 'kept'")
+
+
+def peeking():
+    """A recipe that looks at the server's values in another way than through its part."""
+
+    def start(assignment, params):
+        return {name: params[name].sum() - assignment.state.params[name].sum() for name in params}
+
+    def loss(forward, params, batch, carry):
+        return cross_entropy(forward, params, batch, carry) + torch.stack(list(carry.values())).sum()
+
+    return Recipe(loss, start)
+
+
+def test_a_recipe_that_wants_more_than_the_part_is_told_how_to_take_it(answers):
+    wanted = experiment(policy="prefix", recipe=f"{MINE}:peeking")
+    orders, _ = asked(*world(wanted, rounds=0), wanted)
+    found, _ = answers(orders)
+    assert all("a node holds its part of the model only" in answer.error for answer in found)
+    assert all("assignment.reduction.extract(assignment.state.params)" in answer.error for answer in found)
+
+
+def test_another_part_than_the_own_is_refused():
+    model = fc.models.mlp((1, 4, 4), 3, "batch")
+    params = {name: p.detach() for name, p in model.module.named_parameters()}
+    half, whole = windows(model.groups, 0.5), windows(model.groups, 1.0)
+    mine = Portion(params, half.extract(params), half)
+    assert all(tensor is mine.part[name] for name, tensor in half.extract(mine).items())
+    with pytest.raises(InvalidValue, match="its own part of the model only"):
+        whole.extract(mine)
+
+
+@pytest.mark.parametrize("build", [lambda: by_hand((1, 4, 4), 3, "batch"), lambda: buffered((1, 4, 4), 3, "batch")])
+def test_a_function_of_ones_own_trains_the_part(monkeypatch, build):
+    model = build()
+    params = {name: p.detach() for name, p in model.module.named_parameters()}
+    encoded, wire = as_sent(windows(model.groups, 0.5), model)
+    parcel = bundle(headed({"params": wire.extract(params)}))
+    orders = Orders(0, 0.1, 1, "", tuple(Order(n, 0.5, 0, encoded, 0, f"nonce{n}") for n in range(2)), (parcel,))
+    monkeypatch.setattr(working, "read_orders", lambda message: orders)
+    monkeypatch.setattr(working, "to_server", lambda message, answers: answers)
+
+    def train(module, config, context):
+        assert module(torch.zeros(2, 1, 4, 4)).shape == (2, 3)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter += 1
+        return {"num-examples": 1, "loss": 0.0}
+
+    answers = working.train_module(None, SimpleNamespace(node_config={}), train, build)
+    more = bundle({f"params/{name}": tensor.numpy() + 1 for name, tensor in wire.extract(params).items()})
+    assert [(answer.error, answer.parcel) for answer in answers] == [("", more)] * 2
+
+
+def test_a_parcel_is_what_numpy_would_store():
+    arrays = {
+        "a": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "b": np.float64(3.5) * np.ones(()),
+        "c": np.zeros((0, 2)),
+    }
+    parcel = bundle(arrays)
+    stored = io.BytesIO()
+    for array in arrays.values():
+        np.save(stored, array)
+    assert parcel.endswith(stored.getvalue())
+    assert {name: array.shape for name, array in unbundle(parcel).items()} == {"a": [2, 3], "b": [], "c": [0, 2]}

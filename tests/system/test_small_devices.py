@@ -1,0 +1,78 @@
+"""What a node's work costs it: the memory of its own part, measured, limited, and as an audit says."""
+
+import hashlib
+import json
+import subprocess
+import sys
+
+import pytest
+
+import fedcover as fc
+from fedcover.audit import audit
+from fedcover.flower.parcels import as_sent, bundle
+from fedcover.flower.working import sent_parcel
+from fedcover.preparation import Machine, prepare
+from fedcover.reduction import windows
+from fedcover.replies import pack
+from fedcover.rounds import first_state
+from fedcover.training import train_client
+from fedcover.types import Client
+
+SHARES = (1.0, 0.5, 0.25)
+ROOM = 60_000_000
+"""Bytes: the whole model has 101 million, a quarter-width part 6.6 million; training holds four times as much."""
+
+
+def experiment(hidden):
+    return fc.Experiment(
+        model=f"mlp(hidden={hidden})", clients=20, active=20, epochs=1, fleet="1x1.0 + 1x0.5 + 2x0.25", policy="prefix"
+    )
+
+
+def write(folder, wanted, shares):
+    """The work of a client for each of some shares; the digests of what a simulation answers."""
+    setup = prepare(wanted, Machine("sequential", "cpu").resolved())
+    state, model, digests = first_state(setup), setup.task.model, {}
+    for share in shares:
+        client = Client(0, share, 0, setup.task.source.count(0), setup.task.source.labels(0))
+        encoded, wire = as_sent(windows(model.groups, share), model)
+        place = folder / f"{share}"
+        place.mkdir(parents=True)
+        (place / "parcel").write_bytes(sent_parcel(setup.task, state, client, wire))
+        order = {"client": 0, "capacity": share, "encoded": encoded.hex(), "experiment": wanted.to_toml()}
+        (place / "order.json").write_text(json.dumps(order))
+        if share < 0.5:
+            update = train_client(setup.task, state, client, wire, 0.01)
+            digests[share] = hashlib.sha256(bundle(pack(update))).hexdigest()
+    return digests
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("work")
+    write(folder / "tiny", experiment([10]), [1.0])
+    return folder, write(folder / "large", experiment([5000, 5000]), SHARES)
+
+
+def node(folder, share, room=0):
+    """What a node says that does a client's work."""
+    first, second = folder / "tiny" / "1.0", folder / "large" / f"{share}"
+    command = [sys.executable, "-m", "tests.system.small_device", str(first), str(second), str(room)]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert said.returncode == 0, said.stderr
+    return json.loads(said.stdout)
+
+
+def test_a_small_part_costs_little_memory_and_what_the_audit_says(work):
+    folder, _ = work
+    rises = {share: node(folder, share)["rise"] for share in SHARES}
+    assert rises[0.25] <= 0.12 * rises[1.0]
+    for row in audit(experiment([5000, 5000]))["capacities"]:
+        assert rises[row["capacity"]] == pytest.approx(row["memory"], rel=0.15), rises
+
+
+def test_a_device_that_cannot_hold_the_model_trains_its_part(work):
+    folder, digests = work
+    part = node(folder, 0.25, ROOM)
+    assert (part["error"], part["digest"]) == ("", digests[0.25])
+    assert "memory" in node(folder, 1.0, ROOM)["error"].lower()
