@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from torch import Tensor, nn
 
 from fedcover.errors import FedcoverError, InvalidValue, printable
 from fedcover.flower.messages import EVALUATE, Order, Orders, read_orders, to_node
-from fedcover.flower.parcels import as_sent, bundle, embedded, headed, kept, read_reduction, sections
+from fedcover.flower.parcels import as_sent, bundle, headed, kept, read_reduction, received, sections, wanted_part
 from fedcover.flower.rows import MOST_SAMPLES
 from fedcover.flower.working import whole_model
+from fedcover.hollow import hollow_or_whole
 from fedcover.norms import calibrate, running
 from fedcover.submodel import fill, submodel
 from fedcover.types import Client, Model, Params, Reduction
@@ -50,7 +52,7 @@ def evaluate_module(
             raise InvalidValue("this node's client_app has no evaluate_fn")
         orders = read_orders(message)
         (order,) = orders.orders
-        module = _received(order, orders, whole_model(build))
+        module = _received(order, orders, hollow_or_whole(partial(whole_model, build), "model"))
         config = {**orders.own, "round": orders.round, "server-round": orders.round + 1, "capacity": order.capacity}
         with torch.no_grad():
             told = dict(evaluate_fn(module.eval(), config, context))
@@ -68,11 +70,11 @@ def _received(order: Order, orders: Orders, model: Model) -> nn.Module:
     params = {name: p.detach() for name, p in model.module.named_parameters()}
     reduction = read_reduction(order.encoded, model)
     known = running(model.module)
-    wanted = {"params": kept(reduction, reduction.extract(params))}
+    wanted = {"params": wanted_part(reduction, params)}
     if known:
-        wanted["statistics"] = dict(reduction.extract(known))
+        wanted["statistics"] = wanted_part(reduction, known)
     found = sections(orders.parcels[order.parcel], wanted)
-    module = submodel(model.module, reduction, embedded(reduction, found["params"], params))
+    module = submodel(model.module, reduction, received(reduction, found["params"], params, "cpu"))
     return fill(module, found["statistics"]) if known else module
 
 
