@@ -328,15 +328,21 @@ def test_a_private_run_does_not_begin_beside_models_of_another(ended):
         fc.run(fc.Experiment(**PRIVATE), ended)
 
 
-def test_a_private_run_of_an_earlier_version_is_not_gone_on_with(ended):
+def test_a_private_run_of_an_earlier_version_is_not_gone_on_with(ended, caplog):
+    fc.load(ended)
+    assert not caplog.text
     manifest = json.loads((ended / "manifest.json").read_text())
     assert manifest.pop("noise") == "aes-256-ctr, a key for each round"
     (ended / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(RunError, match=r"private run of an earlier version: its noise can be found and taken off"):
+    sentence = "private run of an earlier version: its noise can be found and taken off"
+    with pytest.raises(RunError, match=sentence):
         fc.resume(ended)
+    caplog.clear()
+    fc.load(ended)
+    assert sentence in caplog.text
 
 
-@pytest.mark.parametrize("moment", range(40))
+@pytest.mark.parametrize("moment", range(65))  # all that a whole run does to its files, and one more
 def test_wherever_a_private_run_is_stopped_it_releases_each_round_once(tmp_path, monkeypatch, moment):
     """Stopped at any file operation: what is on disk of a round is never run again, nor lost."""
     pytest.importorskip("cryptography")

@@ -5,6 +5,7 @@ it, and only then what else tells of the round. So whatever a kill leaves, nothi
 again.
 """
 
+import logging
 from collections import Counter
 from typing import Any
 
@@ -14,6 +15,8 @@ from fedcover.folders import Folder
 from fedcover.grid_noise import SOURCE
 from fedcover.summary import read_lines
 from fedcover.types import State
+
+log = logging.getLogger("fedcover")
 
 
 def write_round(folder: Folder, line: dict[str, Any], state: State) -> None:
@@ -25,11 +28,8 @@ def write_round(folder: Folder, line: dict[str, Any], state: State) -> None:
 
 def check_going_on(folder: Folder, state: State) -> None:
     """Refuse to go on from a state if that would release a round again, or if the noise so far can be taken off."""
-    if folder.manifest.get("noise") != SOURCE:
-        raise RunError(
-            f"{folder.path} is a private run of an earlier version: its noise can be found and taken off, so nothing "
-            "that it has released is private, and its epsilon is not true; begin a new run under another name"
-        )
+    if complaint := complaint_about_noise(folder):
+        raise RunError(f"{complaint}; begin a new run under another name")
     last = max(_rounds(folder), default=0)
     if last > state.round:
         raise RunError(
@@ -44,6 +44,22 @@ def check_going_on(folder: Folder, state: State) -> None:
         raise RunError(
             f"{folder.kept} holds two models of round {twice[0]}, and epsilon counts one: this run is not private"
         )
+
+
+def warn_of_noise(folder: Folder) -> None:
+    """Say that nothing in a folder is private, if it is of an earlier version."""
+    if complaint := complaint_about_noise(folder):
+        log.warning("%s", complaint)
+
+
+def complaint_about_noise(folder: Folder) -> str:
+    """What is wrong with the noise of a private run, if it is of an earlier version."""
+    if folder.experiment.privacy == "none" or folder.manifest.get("noise") == SOURCE:
+        return ""
+    return (
+        f"{folder.path} is a private run of an earlier version: its noise can be found and taken off, so nothing that "
+        "it has released is private, and its epsilon is not true"
+    )
 
 
 def complete(folder: Folder, state: State) -> None:
