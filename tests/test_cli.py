@@ -167,7 +167,7 @@ def test_run_errors_leave_with_one(fedcover, tmp_path):
     assert re.fullmatch(
         r"fedcover: training diverged in round 2 \(counted from 0\) at client \d+: .*", err.splitlines()[-1]
     )
-    refused(fedcover("run", *changed()), 1, "runs/run holds a run already")
+    refused(fedcover("run", *changed()), 1, "runs/run holds a run already.*--overwrite")
     refused(fedcover("run", "--runs", "runs/run/metrics.jsonl", *changed()), 1, "metrics.jsonl/run: Not a directory")
     refused(fedcover("resume", "nowhere"), 1, "nowhere is no run folder: it has no experiment.toml")
     refused(fedcover("resume", "n" * 300), 1, "is no run folder")
@@ -177,6 +177,17 @@ def test_run_errors_leave_with_one(fedcover, tmp_path):
         file.path.write_bytes(b"")
     refused(fedcover("resume", "runs/whole"), 1, "is damaged")
     refused(fedcover("export", "runs/whole"), 1, "is damaged")
+
+
+def test_runs_are_overwritten_by_a_flag(fedcover, tmp_path):
+    fedcover("run", *changed(rounds=3))
+    assert fedcover("run", *changed(), "--overwrite")[0] == 0
+    assert json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())["rounds"] == 2
+    fedcover("sweep", *changed(name="s"), "--vary", "lr=0.1|0.05")
+    refused(fedcover("sweep", *changed(name="s", rounds=1), "--vary", "lr=0.1"), 2, "holds another experiment")
+    assert fedcover("sweep", *changed(name="s", rounds=1), "--vary", "lr=0.1", "--overwrite")[0] == 0
+    rounds = [json.loads(path.read_text())["rounds"] for path in sorted(tmp_path.glob("runs/s-*/summary.json"))]
+    assert rounds == [2, 1]
 
 
 def test_resume_tells_of_a_damaged_checkpoint_and_of_force(fedcover, tmp_path):

@@ -322,6 +322,13 @@ def test_two_models_of_one_private_round_are_seen(ended):
         fc.resume(ended)
 
 
+def test_a_private_run_is_not_overwritten(ended):
+    before = {path: path.read_bytes() for path in ended.rglob("*") if path.is_file()}
+    with pytest.raises(RunError, match="holds a private run, and what it has released counts"):
+        fc.run(fc.Experiment(**PRIVATE), ended, overwrite=True)
+    assert before == {path: path.read_bytes() for path in ended.rglob("*") if path.is_file()}
+
+
 def test_a_private_run_does_not_begin_beside_models_of_another(ended):
     without(ended, "checkpoints", "metrics.jsonl", "summary.json", "experiment.toml", "manifest.json")
     with pytest.raises(RunError, match="kept holds models of another run"):

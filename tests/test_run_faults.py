@@ -398,6 +398,38 @@ def test_places_where_no_run_can_be_made(tmp_path, whole):
         shutil.rmtree(place)
 
 
+def raising(view):
+    """A policy that fails as people's own do."""
+    raise ZeroDivisionError("mine")
+
+
+def test_a_folder_without_a_finished_round_is_no_run(tmp_path, whole):
+    with pytest.raises(ZeroDivisionError):
+        fc.run(tiny(policy="tests.test_run_faults:raising", keep_rounds=(0,)), tmp_path / "run")
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    fc.run(tiny(), tmp_path / "run")
+    assert_same_end(tmp_path / "run", whole)
+    assert files(tmp_path / "run") - files(whole) == {Path("notes.txt")}
+
+
+def test_a_run_is_overwritten_only_if_that_is_asked_for(tmp_path, whole):
+    folder = tmp_path / "run"
+    fc.run(tiny(rounds=9, keep_rounds=(0, 9)), folder)
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(RunError, match="holds a run already"):
+        fc.run(tiny(), folder)
+    fc.run(tiny(), folder, overwrite=True)
+    assert_same_end(folder, whole)
+    assert files(folder) - files(whole) == {Path("notes.txt")}
+
+    def disturb(report):
+        with pytest.raises(RunError, match="is in use by another process"):
+            fc.run(tiny(), folder, overwrite=True)
+
+    fc.run(tiny(), folder, overwrite=True, watch=disturb)
+    assert_same_end(folder, whole)
+
+
 def test_a_folder_in_use_is_left_alone(tmp_path, whole):
     said = []
 

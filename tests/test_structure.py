@@ -23,8 +23,8 @@ STORY = [
     "grid_noise", "privacy", "ranks", "evaluation", "cost",
     "figures", "arrays", "replies", "theory",
     "rounds", "sharing", "presets", "experiment", "choice", "refusals", "preparation", "processes",
-    "summary", "plotting", "checkpoints", "folders", "releases", "courses", "runs", "lockstep", "sweeps", "bench",
-    "certificate", "reporting", "history", "tensorboard",
+    "summary", "plotting", "checkpoints", "manifests", "folders", "releases", "courses", "runs", "lockstep", "sweeps",
+    "bench", "certificate", "reporting", "history", "tensorboard",
     "onnx_export", "export", "audit", "capacity", "planning", "paper", "flower",
     "console", "watching", "demo", "cli",
 ]  # fmt: skip

@@ -3,28 +3,25 @@
 import contextlib
 import json
 import os
-import platform
 import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from fedcover import checkpoints, disk, grid_noise, locks, trust
+from fedcover import checkpoints, disk, locks, trust
 from fedcover.disk import write_atomically
 from fedcover.errors import InvalidValue, RunError, TrainingDiverged
 from fedcover.experiment import MOST, Experiment, fields_of
+from fedcover.manifests import manifest, own_parts
 from fedcover.preparation import Machine, Parts
 from fedcover.summary import Metrics, command_to_go_on, is_whole, read_lines, summarise
 from fedcover.types import State
-from fedcover.version import __version__
 
+_FILES = ("summary.json", "metrics.jsonl", "events.jsonl", "manifest.json", "experiment.toml")
 _MUST_MATCH = {"engine": str, "device": str, "threads": int, "deterministic": bool, "precision": str, "torch": str}
 
 
@@ -88,23 +85,24 @@ class Folder:
 
     @contextlib.contextmanager
     def created(
-        self, experiment: Experiment, machine: Machine, parts: Parts, data: str | Path | None
+        self, experiment: Experiment, machine: Machine, parts: Parts, data: str | Path | None, overwrite: bool = False
     ) -> Iterator["Folder"]:
-        """Make the folder for a new run; an existing run is never overwritten.
+        """Make the folder for a new run; an existing run is overwritten only if that is asked for.
 
-        A run that is refused, or diverges, before its first round is done leaves no folder that would block its name,
-        and takes nothing away that was there before it.
+        What ended without a finished round is no run. A run that is refused, or diverges, before its first round is
+        done takes its folder away, but nothing that was there before it.
         """
-        self.refuse_a_run()
+        if not overwrite:
+            self.refuse_a_run()
         try:
-            before = set(os.listdir(self.path)) if os.path.isdir(self.path) else None
+            before = set(os.listdir(self.path)) - {*_FILES} if os.path.isdir(self.path) else None
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunError(f"cannot create the run folder {self.path}: {error.strerror}") from error
         with self._locked():
-            self.refuse_a_run()  # another process may have been faster
-            if experiment.privacy != "none" and checkpoints.found(self.kept):
-                raise RunError(f"{self.kept} holds models of another run: choose another name for a private run")
+            if not overwrite:
+                self.refuse_a_run()  # another process may have been faster
+            self._clear()
             write_atomically(self.path / "manifest.json", _json(manifest(experiment, machine, parts, data)))
             write_atomically(self.path / "experiment.toml", experiment.to_toml().encode())
             try:
@@ -138,9 +136,35 @@ class Folder:
 
     def refuse_a_run(self) -> None:
         """Complain if the folder holds a run already."""
-        if any(os.path.exists(self.path / name) for name in ("experiment.toml", "metrics.jsonl")):
-            another = "choose another name (--set name=...)"
-            raise RunError(f"{self.path} holds a run already: go on with {self.going_on()}, or {another}")
+        if self.holds_a_run():
+            other = "choose another name (--set name=...), or lose it by --overwrite"
+            raise RunError(f"{self.path} holds a run already: go on with {self.going_on()}, or {other}")
+        if os.path.isdir(self.path) and any(state.round for state in checkpoints.found(self.kept)):
+            raise RunError(f"{self.kept} holds models of another run: choose another name (--set name=...)")
+
+    def holds_a_run(self) -> bool:
+        """Whether a round was finished here; what ended before that has left nothing to lose."""
+        if not os.path.isdir(self.path):  # unlike Path.is_dir, False for any path at all
+            return False
+        figures = any(_has_content(self.path / name) for name in ("metrics.jsonl", "summary.json"))
+        return figures or bool(checkpoints.found(self.checkpoints))
+
+    def clear(self) -> None:
+        """Remove the run that is here, if nobody is at work on it; what else is in the folder stays."""
+        if os.path.isdir(self.path):
+            with self._locked():
+                self._clear()
+
+    def _clear(self) -> None:
+        described = os.path.isfile(self.path / "experiment.toml")
+        if described and self.holds_a_run() and Folder(self.path).fields.get("privacy", "none") != "none":
+            raise RunError(
+                f"{self.path} holds a private run, and what it has released counts whether it is here or not: choose "
+                "another name (--set name=...), and add the epsilon of both"
+            )
+        states = [*checkpoints.found(self.checkpoints), *checkpoints.found(self.kept)]
+        for path in [*(state.path for state in states), *(self.path / name for name in _FILES)]:
+            path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -210,7 +234,7 @@ class Folder:
 
     def require(self, parts: Parts) -> None:
         """Complain if the run needs things made in Python that were not given again."""
-        given = set(_custom(parts))
+        given = set(own_parts(parts))
         missing = [name for name in self.manifest.get("custom", []) if name not in given]
         if missing:
             raise RunError(
@@ -285,41 +309,8 @@ class Folder:
         return " --trust" if named and trust.is_chosen(named) else ""
 
 
-def manifest(experiment: Experiment, machine: Machine, parts: Parts, data: str | Path | None) -> dict[str, Any]:
-    """With what a run is made: versions, commit, computer, and how it is computed."""
-    cuda = machine.device.startswith("cuda")
-    return {
-        "fedcover": __version__,
-        "commit": _commit(),
-        "experiment": experiment.digest,
-        "seed": experiment.seed,
-        "data": str(Path(data).expanduser().resolve()) if data else None,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        **asdict(machine),
-        "hardware": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "custom": _custom(parts),
-        **({"noise": grid_noise.SOURCE} if experiment.privacy != "none" else {}),
-    }
-
-
-def _custom(parts: Parts) -> list[str]:
-    return [name for name in ("dataset", "model", "policy") if getattr(parts, name) is not None]
-
-
-def _commit() -> str | None:
-    """The commit of the source tree that fedcover runs from, if it is one."""
-    try:
-        found = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40"],
-            cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return found.stdout.strip()
+def _has_content(path: Path) -> bool:
+    return os.path.lexists(path) and path.lstat().st_size > 0
 
 
 def _json(value: dict[str, Any]) -> bytes:

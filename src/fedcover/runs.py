@@ -109,11 +109,12 @@ def run(
     policy: Policy | None = None,
     engine: Engine | None = None,
     watch: Watch | None = None,
+    overwrite: bool = False,
 ) -> Run:
     """Run an experiment (or the one in a TOML file), in memory or into a new run folder.
 
     `dataset`, `model`, `policy` and `engine` made in Python replace what the experiment and machine name; `watch` sees
-    every round.
+    every round. With `overwrite` a run that is in the folder is lost.
 
     >>> result = run(Experiment(fleet="1x1.0 + 1x0.5", policy="prefix", clients=20, active=4, rounds=2, epochs=1))
     >>> result.gamma_min >= 0, result.state.round
@@ -130,7 +131,7 @@ def run(
         if folder is None:
             job = Job(experiment, chosen, data, parts, first_state(setup), setup.rounds)
             return _go_on(job, setup, [], None, watch)
-        with Folder(Path(folder)).created(experiment, chosen, parts, data) as made:
+        with Folder(Path(folder)).created(experiment, chosen, parts, data, overwrite) as made:
             state = first_state(setup)
             made.keep(state)
             return _go_on(Job(experiment, chosen, data, parts, state, setup.rounds), setup, [], made, watch)

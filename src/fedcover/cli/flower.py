@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 
 from fedcover import console, scratch, stopping
-from fedcover.cli.options import Data, Device, Json, Threads, Whole, app
+from fedcover.cli.options import Data, Device, Json, Overwrite, Threads, Whole, app
 from fedcover.cli.trusting import Trust, is_trusted
 from fedcover.cli.wanted import wanted_of
 from fedcover.errors import InvalidValue, RunError
@@ -54,6 +54,7 @@ def up(
     deadline: Deadline = 300.0,
     wait: Wait = 120.0,
     trust: Trust = False,
+    overwrite: Overwrite = False,
     json: Json = False,
 ) -> None:
     """Start a SuperLink and SuperNodes on this machine, run an experiment on them, and clean up."""
@@ -63,14 +64,14 @@ def up(
     if not 1 <= nodes <= wanted.clients:
         raise InvalidValue(f"nodes must be in 1..clients ({wanted.clients}); got {nodes}")
     folder = (experiment if again else runs / wanted.name).resolve()
-    _check_folder(Folder(folder), again)
+    _check_folder(Folder(folder), again, overwrite)
     known = data or (Folder(folder).data if again else None)
     setup = prepare(wanted, Machine("sequential", "cpu").resolved(), data=known)  # what the server would refuse
     mine = rows_of_nodes(wanted, rows, nodes, setup.task.source)
     told = {"data": str(Path(known).resolve())} if known else {}
     settings = _settings(
-        wanted, folder=str(folder), resume=again, nodes=nodes, deadline=deadline, wait=wait, device=device,
-        threads=threads or 0, **told,
+        wanted, folder=str(folder), resume=again, overwrite=overwrite, nodes=nodes, deadline=deadline, wait=wait,
+        device=device, threads=threads or 0, **told,
     )  # fmt: skip
     configs = [
         {**config, **told, "device": device, **own}
@@ -123,6 +124,7 @@ def run(
     deadline: Deadline = 300.0,
     wait: Wait = 120.0,
     trust: Trust = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Submit an experiment to a federation that is already there, and show its log."""
     require()
@@ -134,9 +136,10 @@ def run(
     check_device(device)
     check_connection(connection)
     folder = experiment.resolve() if again else runs / wanted.name
+    _check_overwrite(overwrite, again or resume)
     settings = _settings(
-        wanted, folder=str(folder), resume=again or resume, nodes=nodes, deadline=deadline, wait=wait, device=device,
-        threads=threads or 0, data=data,
+        wanted, folder=str(folder), resume=again or resume, overwrite=overwrite, nodes=nodes, deadline=deadline,
+        wait=wait, device=device, threads=threads or 0, data=data,
     )  # fmt: skip
     modules = modules_of(wanted, [Path.cwd(), *([] if again else [experiment.parent])])
     if modules:
@@ -234,13 +237,20 @@ def _wanted(experiment: Path, changes: tuple[str, ...], trust: bool) -> tuple[Ex
     return wanted_of(experiment, changes), False
 
 
-def _check_folder(folder: Folder, again: bool) -> None:
+def _check_folder(folder: Folder, again: bool, overwrite: bool) -> None:
     """Refuse, before anything is started, a run that there is already, or one to go on with that is being run."""
+    _check_overwrite(overwrite, again)
     if not again:
-        folder.refuse_a_run()
+        if not overwrite:
+            folder.refuse_a_run()
         return
     with folder.opened():
         pass
+
+
+def _check_overwrite(overwrite: bool, again: bool) -> None:
+    if overwrite and again:
+        raise InvalidValue("--overwrite begins anew, and this goes on with a run: leave one of them out")
 
 
 def _settings(wanted: Experiment, **fields: Any) -> Settings:

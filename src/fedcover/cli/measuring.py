@@ -12,11 +12,12 @@ from cyclopts import Parameter
 from fedcover import console
 from fedcover.bench import STEADY, page
 from fedcover.bench import bench as measure
-from fedcover.cli.options import Data, DealtOut, Device, Json, Precision, Whole, app
+from fedcover.cli.options import Data, DealtOut, Device, Json, Overwrite, Precision, Whole, app
 from fedcover.cli.stopped import saying_how_to_go_on, this_command
 from fedcover.cli.wanted import wanted_of
 from fedcover.errors import InvalidValue
 from fedcover.experiment import Experiment, parse_change
+from fedcover.folders import Folder
 from fedcover.preparation import Machine
 from fedcover.processes import torchrun_rank
 from fedcover.rounds import Report
@@ -65,6 +66,7 @@ def sweep(
     device: Device = "auto",
     precision: Precision = "fp32",
     processes: DealtOut = "auto",
+    overwrite: Overwrite = False,
     json: Json = False,
 ) -> None:
     """Run settings x seeds in lockstep, each into its own folder; run it again to go on where it was stopped."""
@@ -79,6 +81,8 @@ def sweep(
             )
     wanted = varied(base, dict(choices), seeds)
     machine = Machine(device=device, precision=precision, processes=processes)
+    for each in wanted if overwrite else []:
+        Folder(runs / each.name).clear()
     table, found = [], dict[str, list[float | None]]()
     with console.watching(f"sweep of {len(wanted)}", sum(e.rounds for e in wanted)) as watch:
         count = iter(range(sum(e.rounds for e in wanted)))

@@ -16,6 +16,7 @@ from fedcover.cli.options import (
     Device,
     EngineName,
     Json,
+    Overwrite,
     Plot,
     Precision,
     Processes,
@@ -59,6 +60,7 @@ def run(
     processes: Processes = "auto",
     plot: Plot = None,
     tensorboard: TensorBoard = False,
+    overwrite: Overwrite = False,
     json: Json = False,
 ) -> None:
     """Run one experiment into a folder below runs."""
@@ -68,7 +70,7 @@ def run(
     folder = runs / wanted.name
     machine = Machine(engine, device, threads, deterministic, precision, _processes(processes))
     with saying_how_to_go_on(lambda: _how_to_go_on(folder)), _watching(wanted, folder, tensorboard) as watch:
-        result = run_experiment(wanted, folder, machine=machine, data=data, watch=watch)
+        result = run_experiment(wanted, folder, machine=machine, data=data, watch=watch, overwrite=overwrite)
     _show_result(result, plot, json)
 
 

@@ -25,5 +25,5 @@ def saying_how_to_go_on(sentence: Callable[[], str]) -> Iterator[None]:
 
 
 def this_command() -> str:
-    """The command as it was typed, for a shell."""
-    return shlex.join(["fedcover", *sys.argv[1:]])
+    """The command as it was typed, for a shell, but without beginning anew."""
+    return shlex.join(["fedcover", *(word for word in sys.argv[1:] if word != "--overwrite")])

@@ -59,6 +59,7 @@ class Settings:
     experiment: str
     folder: str
     resume: bool = False
+    overwrite: bool = False
     data: str = ""
     device: str = "auto"
     threads: int = 0

@@ -59,8 +59,12 @@ def serve(grid: Grid, settings: Settings) -> Run:
     experiment = Experiment.from_toml(settings.experiment)
     if again:
         experiment = begun(folder, experiment)
-    elif (folder / "experiment.toml").exists():
-        raise RunError(f"{folder} holds a run already: go on with it (--resume), or choose another name")
+    elif settings.overwrite:
+        Folder(folder).clear()
+    elif Folder(folder).holds_a_run():
+        raise RunError(
+            f"{folder} holds a run already: go on with it (--resume), or choose another name, or --overwrite"
+        )
     wanted = None
     if experiment.partition == "nodes":
         wanted = wanted_of(source_of(experiment, "cpu", settings.data or None), experiment.clients)

@@ -11,7 +11,7 @@ from typing import Any
 
 from fedcover.errors import RunError
 from fedcover.experiment import Experiment
-from fedcover.folders import manifest
+from fedcover.manifests import manifest
 from fedcover.paper.cells import RATE, RATES, Cell, cell_id
 from fedcover.paper.claims import DATASETS
 from fedcover.paper.store import Records
