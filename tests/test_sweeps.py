@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import fedcover as fc
+from fedcover.cli.varying import choices_of
 from fedcover.engines.pools import plainly
 from fedcover.errors import FedcoverError, InvalidValue
 from fedcover.runs import load
@@ -172,6 +173,49 @@ def test_runs_of_another_precision_are_refused(tmp_path):
 def test_runs_that_would_meet_in_one_folder_are_refused(choices, message):
     with pytest.raises(InvalidValue, match=message):
         varied(fc.Experiment(), choices, seeds=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "choices"),
+    [
+        ("policy=prefix,norm=batch|policy=rolling,norm=group",
+         {("policy", "norm"): [("prefix", "batch"), ("rolling", "group")]}),
+        ("policy=rolling(spread=true)|regions(codename='14', kind=pruning)",
+         {("policy",): [("rolling(spread=true)",), ("regions(codename='14', kind=pruning)",)]}),
+        ("norm=batch, keep_rounds=[0, 2]|keep_rounds=[1],norm=group",
+         {("norm", "keep_rounds"): [("batch", [0, 2]), ("group", [1])]}),
+        ("lr=0.1|lr=0.2", {("lr",): [(0.1,), (0.2,)]}),
+        ("partition=mine:own(a='x|y', b=2)|iid", {("partition",): [("mine:own(a='x|y', b=2)",), ("iid",)]}),
+    ],
+)  # fmt: skip
+def test_what_is_varied_as_it_is_typed(text, choices):
+    assert choices_of([text]) == choices
+
+
+def test_fields_that_are_tied_are_not_combined():
+    base = fc.Experiment(**{**BASE, "name": "t"}, fleet="1x1 + 1x0.5")
+    choices = choices_of(["policy=prefix,norm=batch|policy=rolling,norm=group", "lr=0.1|0.2"])
+    assert [(e.policy, e.norm, e.lr) for e in varied(base, choices, seeds=1)] == [
+        ("prefix", "batch", 0.1), ("prefix", "batch", 0.2), ("rolling", "group", 0.1), ("rolling", "group", 0.2)
+    ]  # fmt: skip
+    assert varied(base, choices, seeds=1)[0].name == "t-policy-prefix-norm-batch-lr-0.1-seed-0"
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (["policy=prefix,norm=batch|policy=rolling"], "must give all of policy, norm in each setting; got 'policy=rol"),
+        (["policy=prefix,norm=batch|rolling"], "must give all of policy, norm in each setting; got 'rolling'"),
+        (["lr=0.1,norm=batch|lr=0.2,norm=group", "norm=batch"], "name each field once"),
+        (["lr=0.1,seed=1|lr=0.2,seed=2"], "vary must not be of seed"),
+        (["lr=0.1,norm=batch|lr=0.1,norm=batch"], "name each value of lr, norm once"),
+        (["lr=0.1|nonsense=2,norm=batch"], "must give all of lr in each setting; got 'nonsense"),
+        (["lr"], "must look like key=value"),
+    ],
+)
+def test_what_cannot_be_varied_is_refused(texts, message):
+    with pytest.raises(InvalidValue, match=message):
+        varied(fc.Experiment(), choices_of(texts), seeds=1)
 
 
 def test_seeds_must_be_some():

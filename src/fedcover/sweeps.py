@@ -39,6 +39,9 @@ WORTH_DEALING = {"cpu": 2_000, "cuda": 100_000}
 ON_A_GPU = 8
 """Processes that share a GPU where steps are small: while some choose, average and measure, others train."""
 
+Choices = Mapping[str | tuple[str, ...], Sequence[Any]]
+"""Values of a field, or of several fields that change together: then a value is one of each."""
+
 LONGEST_SETTING = 80
 """Characters of a setting's name: with a seed it must be a name of a run."""
 MPS = "nvidia-cuda-mps-control"
@@ -50,27 +53,36 @@ On an H200 a `streams` step of ten clients took 9.2 ms so, and 3.1 with 32 asked
 """
 
 
-def varied(experiment: Experiment, choices: dict[str, Sequence[Any]], seeds: int) -> list[Experiment]:
+def varied(experiment: Experiment, choices: Choices, seeds: int) -> list[Experiment]:
     """Every combination of choices with every seed, each under a name of its own.
 
     >>> [e.name for e in varied(Experiment(name="try"), {"lr": [0.1, 0.01]}, seeds=1)]
     ['try-lr-0.1-seed-0', 'try-lr-0.01-seed-0']
+    >>> tied = {("policy", "norm"): [("prefix", "batch"), ("rolling", "group")]}
+    >>> [(e.policy, e.norm) for e in varied(Experiment(), tied, seeds=1)]
+    [('prefix', 'batch'), ('rolling', 'group')]
     """
     if seeds < 1:
         raise InvalidValue(f"seeds must be at least 1; got {seeds}")
-    for key, values in choices.items():
-        if key in ("seed", "name"):
-            raise InvalidValue(f"vary must not be of {key}: seeds are varied by seeds, names are made from the rest")
-        if len({str(value) for value in values}) < len(values):
-            raise InvalidValue(f"vary must name each value of {key} once; got {list(values)}")
+    settings = [_settings_of(keys, values) for keys, values in choices.items()]
     made = []
-    for values in product(*choices.values()):
-        changes = dict(zip(choices, values, strict=True))
+    for chosen in product(*settings):
+        changes = {key: value for setting in chosen for key, value in setting.items()}
         for seed in range(experiment.seed, experiment.seed + seeds):
             name = f"{_setting(experiment.name, changes)}-seed-{seed}"
             given = experiment.model_dump(exclude_unset=True)
             made.append(Experiment(**presets.changed(given, {**changes, "seed": seed, "name": name})))
     return made
+
+
+def _settings_of(keys: str | tuple[str, ...], values: Sequence[Any]) -> list[dict[str, Any]]:
+    """What each value of a choice changes, if the choice is one that a sweep can have."""
+    fields = (keys,) if isinstance(keys, str) else keys
+    for key in {"seed", "name"} & set(fields):
+        raise InvalidValue(f"vary must not be of {key}: seeds are varied by seeds, names are made from the rest")
+    if len({str(value) for value in values}) < len(values):
+        raise InvalidValue(f"vary must name each value of {', '.join(fields)} once; got {list(values)}")
+    return [dict(zip(fields, (value,) if isinstance(keys, str) else value, strict=True)) for value in values]
 
 
 def _setting(name: str, changes: Mapping[str, object]) -> str:

@@ -1,11 +1,10 @@
 """Commands about speed: bench and sweep."""
 
 import json as js
-from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import Parameter
 
@@ -14,9 +13,10 @@ from fedcover.bench import STEADY, page
 from fedcover.bench import bench as measure
 from fedcover.cli.options import Data, DealtOut, Device, Json, Overwrite, Precision, Whole, app
 from fedcover.cli.stopped import saying_how_to_go_on, this_command
+from fedcover.cli.varying import choices_of
 from fedcover.cli.wanted import wanted_of
 from fedcover.errors import InvalidValue
-from fedcover.experiment import Experiment, parse_change
+from fedcover.experiment import Experiment
 from fedcover.folders import Folder
 from fedcover.preparation import Machine
 from fedcover.processes import torchrun_rank
@@ -58,7 +58,9 @@ def bench(
 def sweep(
     experiment: Annotated[Path | None, Parameter(help="A TOML file; without it, the defaults.")] = None,
     *,
-    vary: Annotated[tuple[str, ...], Parameter(help="key=value|value|..., all combinations; may be repeated.")] = (),
+    vary: Annotated[
+        tuple[str, ...], Parameter(help="key=value|value, or a=1,b=2|a=3,b=4 together; several are combined.")
+    ] = (),
     set: Annotated[tuple[str, ...], Parameter(help="key=value, overrides the file; may be repeated.")] = (),
     seeds: Annotated[Whole, Parameter(help="Every setting with so many seeds.")] = 1,
     runs: Annotated[Path, Parameter(help="Where run folders are made, one for each run.")] = Path("runs"),
@@ -73,13 +75,7 @@ def sweep(
     if torchrun_rank() is not None:
         raise InvalidValue("a sweep starts its processes itself: use --processes, not torchrun")
     base = wanted_of(experiment, set)
-    choices = [_choices(text) for text in vary]
-    for key, number in Counter(key for key, _ in choices).items():
-        if number > 1:
-            raise InvalidValue(
-                f"vary must name each field once, with all its values: {key}=...|...; got {number} of {key}"
-            )
-    wanted = varied(base, dict(choices), seeds)
+    wanted = varied(base, choices_of(vary), seeds)
     machine = Machine(device=device, precision=precision, processes=processes)
     for each in wanted if overwrite else []:
         Folder(runs / each.name).clear()
@@ -117,10 +113,3 @@ def _over_seeds(setting: str, accuracies: list[float | None]) -> list[object]:
     spread = stdev(known) if len(known) > 1 else None
     number = str(len(known)) if len(known) == len(accuracies) else f"{len(known)} of {len(accuracies)}"
     return [setting, fmean(known) if known else None, spread, number]
-
-
-def _choices(text: str) -> tuple[str, list[Any]]:
-    key, equals, values = text.partition("=")
-    if not equals or not values:
-        raise InvalidValue(f"vary must look like key=value|value; got {text!r}")
-    return key, [parse_change(f"{key}={value}")[1] for value in values.split("|")]
