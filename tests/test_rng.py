@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedcover.rng import generator, key, numpy_generator, seeded
+from fedcover.rng import generator, key, numpy_generator, seeded, wide_generator
 
 addresses = st.lists(st.integers(0, 50) | st.sampled_from(["shuffle", "cohort", "a"]), max_size=4)
 
@@ -33,6 +33,27 @@ def test_keys_fit_every_generator_and_are_far_apart():
     assert len(set(keys)) == 2000
     assert all(0 <= k < 2**63 for k in keys)
     assert 0.4 < np.mean([k > 2**62 for k in keys]) < 0.6
+
+
+def test_wide_addresses_stay_apart_where_32_bits_do_not():
+    """A pair of addresses for which torch's generator is the same, as there are among very many."""
+    seeds = {}
+    for place in range(1_000_000):
+        first = seeds.setdefault(key(0, "a", place) % 2**32, place)
+        if first != place:
+            break
+    assert draws(0, "a", first) == draws(0, "a", place)
+    wide = [wide_generator(0, "a", each) for each in (first, place)]
+    assert wide[0].random() != wide[1].random()
+
+
+def test_wide_addresses_take_more_than_the_key():
+    """Of two streams that differ at all, both state and increment do: 255 bits."""
+    states = [wide_generator(0, "a", place).bit_generator.state["state"] for place in range(2000)]
+    for part, bits in (("state", 128), ("inc", 128)):
+        assert len({state[part] for state in states}) == 2000
+        assert len({state[part] % 2**64 for state in states}) == 2000
+        assert max(state[part] for state in states).bit_length() == bits
 
 
 def test_a_generator_is_fresh_each_time():

@@ -9,6 +9,7 @@ from torch import nn
 from fedcover.datasets import hold_out, load
 from fedcover.errors import InvalidValue
 from fedcover.partition import iid, labels
+from fedcover.rng import key
 from fedcover.sources import Partitioned, Synthetic
 
 
@@ -80,6 +81,20 @@ def test_a_million_clients_cost_nothing():
     shards = [source.shard(client) for client in range(0, 1_000_000, 100_000)]
     assert time.perf_counter() - started < 1
     assert len({float(shard.samples.x.sum()) for shard in shards}) == len(shards)
+
+
+def test_clients_whose_old_addresses_met_in_32_bits_differ():
+    """Of a million clients, 112 pairs had the same noise."""
+    seeds, pairs = {}, []
+    for client in range(200_000):
+        first = seeds.setdefault(key(0, "synthetic", "noise", "client", client) % 2**32, client)
+        pairs += [(first, client)] if first != client else []
+    assert pairs
+    source = Synthetic(200_000, seed=0)
+    for first, second in pairs:
+        one, other = source.shard(first).samples, source.shard(second).samples
+        noise = [each.x - source._prototypes[each.y] / 5**0.5 for each in (one, other)]
+        assert not torch.allclose(*noise, atol=1e-4)
 
 
 def test_skew_goes_from_all_labels_to_one():

@@ -4,12 +4,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fedcover.errors import InvalidValue
 from fedcover.partition import Partition
-from fedcover.rng import generator
+from fedcover.rng import generator, wide_generator
 from fedcover.types import Dataset, Samples, Shard, Source
 
 _MOST_NUMBERS = 2_000_000_000
@@ -115,7 +116,9 @@ class Synthetic:
 
     def shard(self, client: int) -> Shard:
         """The training rows of one client: all of the samples that come with it."""
-        samples = self._draw("client", client, self._labels(client))
+        random = wide_generator(self._seed, "synthetic", "noise", client)
+        noise = random.standard_normal((self._samples, *self._prototypes.shape[1:]), dtype=np.float32)
+        samples = self._around_prototypes(self._labels(client), torch.from_numpy(noise))
         return Shard(samples, torch.arange(self._samples, device=self._device))
 
     def labels(self, client: int) -> tuple[int, ...]:
@@ -128,21 +131,19 @@ class Synthetic:
 
     def _labels(self, client: int) -> Tensor:
         self._check(client)
-        random = generator(self._seed, "synthetic", "skew", client)
-        favourite = torch.randint(self.classes, (1,), generator=random)
-        favoured = torch.rand(self._samples, generator=random) < self._skew
-        return torch.where(favoured, favourite, self._any_labels("client", client, self._samples))
+        random = wide_generator(self._seed, "synthetic", "labels", client)
+        favourite = random.integers(self.classes)
+        favoured = random.random(self._samples) < self._skew
+        return torch.from_numpy(np.where(favoured, favourite, random.integers(self.classes, size=self._samples)))
 
     def _common(self, kind: str, size: int) -> Samples:
-        return self._draw(kind, 0, self._any_labels(kind, 0, size))
+        """Samples that belong to no client."""
+        random = generator(self._seed, "synthetic", "labels", kind, 0)
+        y = torch.randint(self.classes, (size,), generator=random)
+        random = generator(self._seed, "synthetic", "noise", kind, 0)
+        return self._around_prototypes(y, torch.randn((size, *self._prototypes.shape[1:]), generator=random))
 
-    def _any_labels(self, kind: str, place: int, size: int) -> Tensor:
-        random = generator(self._seed, "synthetic", "labels", kind, place)
-        return torch.randint(self.classes, (size,), generator=random)
-
-    def _draw(self, kind: str, place: int, y: Tensor) -> Samples:
-        random = generator(self._seed, "synthetic", "noise", kind, place)
-        noise = torch.randn((len(y), *self._prototypes.shape[1:]), generator=random)
+    def _around_prototypes(self, y: Tensor, noise: Tensor) -> Samples:
         x = (self._prototypes[y] + self._noise * noise) / math.hypot(1, self._noise)
         return Samples(x, y).to(self._device)
 
