@@ -1,6 +1,7 @@
 """What is asked for is done or refused: no setting is silently ignored, no evaluation depends on another."""
 
 import logging
+from typing import ClassVar
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 import fedcover as fc
+from fedcover.datasets import load
 from fedcover.errors import InvalidValue
 from fedcover.export import export
 from fedcover.models import Scaler
@@ -187,3 +189,44 @@ def test_parts_that_are_none_of_the_model_are_named(made, said):
 def test_a_policy_that_gives_no_list_is_named():
     with pytest.raises(InvalidValue, match="policy must give a list of 4 reductions; got int"):
         fc.run(fc.Experiment(**SMALL), policy=lambda view: 3, machine=HERE)
+
+
+class Precise(nn.Module):
+    """Remembers how many rows it was shown, and wants them in its own type."""
+
+    shown: ClassVar[list[int]] = []
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 10)).to(
+            dtype
+        )
+
+    def forward(self, x):
+        self.shown.append(len(x))
+        return self.body(x)
+
+
+def digits_in(dtype):
+    digits = load("digits")
+    return fc.Dataset("mine", *(fc.Samples(part.x.to(dtype), part.y) for part in (digits.train, digits.test)), 10)
+
+
+@pytest.mark.parametrize("policy", ["prefix", "rolling", "random", "magnitude", "planned"])
+def test_data_in_float64_trains_a_module_in_float64_under_policies_that_cut(policy):
+    experiment = fc.Experiment(**SMALL, policy=policy, fleet="1x1.0 + 1x0.5", window=2)
+    run = fc.run(experiment, model=Precise(torch.float64), dataset=digits_in(torch.float64), machine=HERE)
+    assert {tensor.dtype for tensor in run.state.params.values()} == {torch.float64}
+
+
+@pytest.mark.parametrize("policy", ["full", "prefix"])
+def test_data_of_another_type_than_the_module_is_refused_with_the_cure(policy):
+    cure = r"; the data is float64 and the parameters are float32: give x\.float\(\) or module\.double\(\)$"
+    with pytest.raises(InvalidValue, match=cure):
+        fc.run(fc.Experiment(**SMALL, policy=policy), model=Precise(torch.float32), dataset=digits_in(torch.float64))
+
+
+def test_a_module_is_traced_on_enough_rows_for_a_batch_norm():
+    Precise.shown.clear()
+    prepared(Precise(torch.float32), policy="rolling")
+    assert Precise.shown[0] == 4

@@ -349,6 +349,28 @@ class TestManners:
         module = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 2)).bfloat16()
         assert [group.size for group in trace(module, torch.randn(3, 5).bfloat16())] == [6]
 
+    def alike(self, difference):
+        """A batch norm of two rows that hardly differ, and these rows."""
+        module = nn.Sequential(
+            nn.Linear(50, 64), nn.Tanh(), nn.Linear(64, 6), nn.BatchNorm1d(6, eps=1e-30), nn.Linear(6, 2)
+        )
+        return module.double(), torch.randn(1, 50).double() + difference * torch.randn(2, 50).double()
+
+    def test_rounding_is_no_reason_to_refuse(self):
+        assert [group.size for group in trace(*self.alike(1e-3))] == [64, 6]
+
+    def test_a_forgotten_cut_is_noticed_behind_rounding(self):
+        module, example = self.alike(1e-3)
+        first, second = trace(module, example)
+        for at in range(len(first.cuts)):
+            broken = UnitGroup(first.name, first.size, first.cuts[:at] + first.cuts[at + 1 :])
+            with pytest.raises(InvalidValue, match=r"cutting '0'"):
+                prove(module, (example,), (broken, second), watch(module, (example,)))
+
+    def test_where_rounding_is_all_there_is_more_rows_are_asked_for(self):
+        with pytest.raises(InvalidValue, match=r"^tracing: rounding alone changes .* give an example of more rows$"):
+            trace(*self.alike(1e-9))
+
     def test_several_inputs(self):
         module = Written(lambda m, x, y: m.b(torch.cat([m.a(x), y], 1)), a=nn.Linear(5, 6), b=nn.Linear(8, 2))
         (group,) = trace(module, (torch.randn(3, 5), torch.randn(3, 2)))

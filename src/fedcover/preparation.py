@@ -35,6 +35,7 @@ from fedcover.refusals import (
     check_private,
     check_switches,
     check_trainable,
+    other_types,
 )
 from fedcover.rounds import Setup, cohort_of
 from fedcover.sources import Elsewhere, Holding, Partitioned, Synthetic
@@ -43,6 +44,9 @@ from fedcover.training import SCHEDULES
 from fedcover.types import Dataset, Engine, LocalTraining, Model, Policy, Recipe, Source, Task
 
 MOST_THREADS = 1024
+ROWS = 4
+"""Rows of the example on which a model is traced: of two, batch norm leaves hardly more than signs."""
+
 STEP_SECONDS, MULTIPLY_ADDS_PER_SECOND = 2e-4, 1e10
 """What a local step takes at least, and per multiply-add of forward and backward: roughly, to see if processes pay.
 
@@ -225,15 +229,13 @@ def as_model(
         return replace(built, module=module)
     if is_hollow(module):
         raise Unsuitable("its groups are found by tracing, which computes with its values")
-    draw = rng.generator(0, "example")
-    integers = not dtype.is_floating_point
-    size = (2, *shape)
-    example = torch.randint(classes, size, generator=draw) if integers else torch.randn(size, generator=draw)
+    draw, size, floats = rng.generator(0, "example"), (ROWS, *shape), dtype.is_floating_point
+    example = torch.randn(size, generator=draw).to(dtype) if floats else torch.randint(classes, size, generator=draw)
     try:
         found = trace(module, example)
-    except InvalidValue:
+    except InvalidValue as error:
         if cut:
-            raise
+            raise InvalidValue(f"{error}{other_types(module, dtype)}") from error
         found = ()
     along = {(each.tensor, each.axis) for group in found for each in group.cuts}
     weights = {name: p for name, p in module.named_parameters() if p.ndim > 1}

@@ -31,6 +31,21 @@ def check_parameters(module: nn.Module) -> None:
             raise InvalidValue(f"model: parameters must be real numbers, but {name} is {p.dtype}")
 
 
+def other_types(module: nn.Module, data: torch.dtype) -> str:
+    """What to say of a model that has failed on data which is of another floating type than its parameters.
+
+    >>> other_types(nn.Linear(2, 2), torch.float64)
+    '; the data is float64 and the parameters are float32: give x.float() or module.double()'
+    """
+    own = {p.dtype for p in module.parameters()}
+    if not data.is_floating_point or len(own) != 1 or own == {data}:
+        return ""
+    has, wants = (str(each).removeprefix("torch.") for each in (data, *own))
+    casts = {"float64": "double", "float32": "float", "float16": "half", "bfloat16": "bfloat16"}
+    cure = f": give x.{casts[wants]}() or module.{casts[has]}()" if {has, wants} <= casts.keys() else ""
+    return f"; the data is {has} and the parameters are {wants}{cure}"
+
+
 def check_outputs(experiment: Experiment, model: Model, source: Source, recipe: Recipe) -> None:
     """Try the model on two samples: it must take the data, and say one logit for each label."""
     two = Samples(source.test.x[:2].clone(), source.test.y[:2])
@@ -42,7 +57,10 @@ def check_outputs(experiment: Experiment, model: Model, source: Source, recipe: 
             logits = trial(two.x)
     except Exception as error:
         why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InvalidValue(f"model {experiment.model!r} cannot take data {experiment.dataset!r}: {why}") from error
+        hint = other_types(model.module, two.x.dtype)
+        raise InvalidValue(
+            f"model {experiment.model!r} cannot take data {experiment.dataset!r}: {why}{hint}"
+        ) from error
     _name_changing(trial, buffers)
     if two.x._version != untouched:
         raise InvalidValue(
