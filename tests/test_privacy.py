@@ -335,6 +335,16 @@ def test_a_private_run_does_not_begin_beside_models_of_another(ended):
         fc.run(fc.Experiment(**PRIVATE), ended)
 
 
+@pytest.mark.parametrize("lost", [("checkpoints", "metrics.jsonl", "summary.json")])
+def test_a_private_run_of_which_kept_models_are_left_is_not_overwritten(ended, lost):
+    """What was released counts."""
+    without(ended, *lost)
+    kept = models_of(ended)
+    with pytest.raises(RunError, match="holds a private run, and what it has released counts"):
+        fc.run(fc.Experiment(**PRIVATE), ended, overwrite=True)
+    assert models_of(ended) == kept
+
+
 def test_a_private_run_of_an_earlier_version_is_not_gone_on_with(ended, caplog):
     fc.load(ended)
     assert not caplog.text

@@ -157,7 +157,8 @@ class Folder:
 
     def _clear(self) -> None:
         described = os.path.isfile(self.path / "experiment.toml")
-        if described and self.holds_a_run() and Folder(self.path).fields.get("privacy", "none") != "none":
+        released = self.holds_a_run() or any(state.round for state in checkpoints.found(self.kept))
+        if described and released and Folder(self.path).fields.get("privacy", "none") != "none":
             raise RunError(
                 f"{self.path} holds a private run, and what it has released counts whether it is here or not: choose "
                 "another name (--set name=...), and add the epsilon of both"
