@@ -226,6 +226,20 @@ def test_data_of_another_type_than_the_module_is_refused_with_the_cure(policy):
         fc.run(fc.Experiment(**SMALL, policy=policy), model=Precise(torch.float32), dataset=digits_in(torch.float64))
 
 
+def test_what_was_given_in_python_is_called_by_its_own_name():
+    wrong = nn.Sequential(nn.Flatten(), nn.Linear(63, 10))
+    said = r"^model Sequential \(given in Python\) cannot take data 'digits': "
+    with pytest.raises(InvalidValue, match=said):
+        prepared(fc.Model(wrong, ()))
+    said = r"^model Sequential \(given in Python\) cannot take data 'mine' \(given in Python\): "
+    with pytest.raises(InvalidValue, match=said):
+        fc.run(fc.Experiment(**SMALL), model=fc.Model(wrong, ()), dataset=digits_in(torch.float32), machine=HERE)
+    with pytest.raises(InvalidValue, match=r"^model 'mlp' cannot take data 'mine' \(given in Python\): "):
+        fc.run(fc.Experiment(**SMALL, model="mlp"), dataset=digits_in(torch.float64), machine=HERE)
+    with pytest.raises(InvalidValue, match=r"^scaler needs .* model Sequential \(given in Python\) has none$"):
+        prepared(fc.Model(net(), ()), scaler=True)
+
+
 def test_a_module_is_traced_on_enough_rows_for_a_batch_norm():
     Precise.shown.clear()
     prepared(Precise(torch.float32), policy="rolling")

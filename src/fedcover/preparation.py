@@ -35,6 +35,7 @@ from fedcover.refusals import (
     check_private,
     check_switches,
     check_trainable,
+    names_of,
     other_types,
 )
 from fedcover.rounds import Setup, cohort_of
@@ -148,6 +149,7 @@ def prepare(
 ) -> Setup:
     """Everything that stays the same from round to round."""
     own = parts or Parts()
+    names = names_of(experiment, own.model, own.dataset)
     told = getattr(own.engine, "holdings", {})  # an engine that reaches other machines knows what they hold
     source = own.source or source_of(experiment, machine.device, data, own.dataset, told)
     shape = tuple(source.test.x.shape[1:])
@@ -161,12 +163,12 @@ def prepare(
     groups.check(model.groups, tensors(model.module))
     if not is_hollow(model.module):
         model.module.to(machine.device)
-        check_outputs(experiment, model, source, recipe)
+        check_outputs(experiment, names, model, source, recipe)
     check_trainable(model)
-    check_switches(experiment, model, recipe)
+    check_switches(experiment, names, model, recipe)
     privacy = _built("privacy", experiment.privacy, PRIVACY)
     if privacy is not None:
-        check_private(experiment, privacy, model, recipe)
+        check_private(experiment, names, privacy, model, recipe)
     local = LocalTraining(**{name: getattr(experiment, name) for name in LocalTraining.__dataclass_fields__})
     switches = {name: getattr(experiment, name) for name in ("norm", "scaler", "seed")}
     policy = _own_policy(own.policy) if own.policy else named_policy(experiment)
@@ -246,13 +248,9 @@ def as_model(
         if p.ndim
         and p.shape[0] == classes
         and (name, 0) not in along
-        and isinstance(module.get_submodule(_home(name)), nn.Linear | nn.modules.conv._ConvNd)
+        and isinstance(module.get_submodule(name.rpartition(".")[0]), nn.Linear | nn.modules.conv._ConvNd)
     )
     return Model(module, found, prunable, classifier)
-
-
-def _home(name: str) -> str:
-    return name.rpartition(".")[0]
 
 
 def build_recipe(experiment: Experiment) -> Recipe:

@@ -1,6 +1,7 @@
 """What a run is refused for before it begins: data, models and recipes that would fail, or go wrong, later on."""
 
 import logging
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,27 @@ from fedcover.submodel import submodel
 from fedcover.types import Dataset, Engine, Model, Params, Recipe, Samples, Source
 
 log = logging.getLogger("fedcover")
+
+
+@dataclass(frozen=True)
+class Names:
+    """What to call the model and the data of a run in a sentence: as the experiment does, or as what was given."""
+
+    model: str
+    data: str
+
+
+def names_of(experiment: Experiment, model: object, dataset: Dataset | None) -> Names:
+    """The names of a run's model and data; what was given in Python has the name of its class, or its own.
+
+    >>> names_of(Experiment(dataset="digits"), nn.Linear(2, 2), None)
+    Names(model='Linear (given in Python)', data="'digits'")
+    """
+    module = model.module if isinstance(model, Model) else model
+    return Names(
+        model=repr(experiment.model) if module is None else f"{type(module).__name__} (given in Python)",
+        data=repr(experiment.dataset) if dataset is None else f"{dataset.name!r} (given in Python)",
+    )
 
 
 def check_parameters(module: nn.Module) -> None:
@@ -46,7 +68,7 @@ def other_types(module: nn.Module, data: torch.dtype) -> str:
     return f"; the data is {has} and the parameters are {wants}{cure}"
 
 
-def check_outputs(experiment: Experiment, model: Model, source: Source, recipe: Recipe) -> None:
+def check_outputs(experiment: Experiment, names: Names, model: Model, source: Source, recipe: Recipe) -> None:
     """Try the model on two samples: it must take the data, and say one logit for each label."""
     two = Samples(source.test.x[:2].clone(), source.test.y[:2])
     untouched = two.x._version
@@ -58,14 +80,10 @@ def check_outputs(experiment: Experiment, model: Model, source: Source, recipe: 
     except Exception as error:
         why = (str(error).splitlines() or [type(error).__name__])[0]
         hint = other_types(model.module, two.x.dtype)
-        raise InvalidValue(
-            f"model {experiment.model!r} cannot take data {experiment.dataset!r}: {why}{hint}"
-        ) from error
+        raise InvalidValue(f"model {names.model} cannot take data {names.data}: {why}{hint}") from error
     _name_changing(trial, buffers)
     if two.x._version != untouched:
-        raise InvalidValue(
-            f"model {experiment.model!r} writes to its input, which is the data set: use no x.sub_() on it"
-        )
+        raise InvalidValue(f"model {names.model} writes to its input, which is the data set: use no x.sub_() on it")
     wanted = (len(two), source.classes, *two.y.shape[1:])
     got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
     if recipe.exits and len(got) == len(wanted) + 1 and got[1:] == wanted:
@@ -74,7 +92,7 @@ def check_outputs(experiment: Experiment, model: Model, source: Source, recipe: 
         raise InvalidValue(f"recipe {experiment.recipe!r} needs a model with exits, such as depth_resnet; got {got}")
     if got != wanted:
         raise InvalidValue(
-            f"model {experiment.model!r} must answer {len(two)} samples with logits of shape {wanted}; got {got}"
+            f"model {names.model} must answer {len(two)} samples with logits of shape {wanted}; got {got}"
             + (" (exits need the recipe depthfl)" if isinstance(got, tuple) and got[1:] == wanted else "")
         )
 
@@ -89,9 +107,9 @@ def _name_changing(trial: nn.Module, before: Params) -> None:
         )  # fmt: skip
 
 
-def check_switches(experiment: Experiment, model: Model, recipe: Recipe) -> None:
+def check_switches(experiment: Experiment, names: Names, model: Model, recipe: Recipe) -> None:
     """Refuse settings that would silently change nothing, or something else, with this model or recipe."""
-    name, norm, normed = repr(experiment.model), experiment.norm, has_batch_norm(model.module)
+    name, norm, normed = names.model, experiment.norm, has_batch_norm(model.module)
     if norm in ("tracked", "per-width") and not normed:
         raise InvalidValue(f"norm {norm!r} keeps statistics of batch norms, and model {name} has none: use 'batch'")
     if norm == "group" and normed:
@@ -129,7 +147,7 @@ def check_trainable(model: Model) -> None:
         )
 
 
-def check_private(experiment: Experiment, privacy: object, model: Model, recipe: Recipe) -> None:
+def check_private(experiment: Experiment, names: Names, privacy: object, model: Model, recipe: Recipe) -> None:
     """Refuse what would carry clients' data past the noise: norm statistics, and what clients measure."""
     require_stream()
     if not isinstance(privacy, Gaussian):
@@ -143,7 +161,7 @@ def check_private(experiment: Experiment, privacy: object, model: Model, recipe:
         )
     if has_batch_norm(model.module):
         raise InvalidValue(
-            f"privacy: batch norm of model {experiment.model!r} needs statistics of clients' data, which carry no "
+            f"privacy: batch norm of model {names.model} needs statistics of clients' data, which carry no "
             "noise; use norm = 'group', or a model without norm layers"
         )
     if recipe.measures:
