@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import tomllib
+import tracemalloc
 from contextlib import suppress
 from functools import partial
 
@@ -17,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedcover import console
-from fedcover.arrays import Wanted
+from fedcover.arrays import Refused, Wanted
 from fedcover.cli import flower as commands
 from fedcover.cli.flower import check_connection, node_configs
 from fedcover.datasets import load
@@ -114,6 +115,43 @@ def test_a_damaged_parcel_is_read_or_refused(data):
         parcel[data.draw(st.integers(0, len(parcel) - 1))] = data.draw(st.integers(0, 255))
     with suppress(InvalidValue):
         assert all(isinstance(name, str) for name in unbundle(bytes(parcel)))
+
+
+MIB = 2**20
+INDICES = {
+    "lists in lists": lambda n: b"[" * n,
+    "empty lists": lambda n: b"[" + b"[], " * (n // 4),
+    "rows": lambda n: b"[" + b", ".join(b'["%d", "a", [], 0]' % i for i in range(n // 24)) + b"]",
+    "rows of a name that is wanted": lambda n: b"[" + b", ".join([b'["w", "float32", [1], 0]'] * (n // 27)) + b"]",
+    "a shape": lambda n: b'[["w", "float32", [' + b", ".join([b"1"] * (n // 3)) + b"], 0]]",
+    "a name": lambda n: b'[["' + b"w" * n + b'", "float32", [], 0]]',
+    "quotes": lambda n: b'[["' + b"\\u0041" * (n // 6) + b'", "float32", [], 0]]',
+    "a number": lambda n: b'[["w", "float32", [], ' + b"9" * n + b"]]",
+}
+
+
+@pytest.mark.parametrize("kind", INDICES)
+def test_an_index_is_refused_in_at_most_twice_its_bytes(kind):
+    index = INDICES[kind](4 * MIB - 100)
+    parcel = len(index).to_bytes(8, "little") + index
+    assert 3 * MIB < len(parcel) < 4 * MIB + 100
+    tracemalloc.start()
+    try:
+        with pytest.raises((InvalidValue, Refused)):
+            unbundle(parcel, {"w"})
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < len(parcel)
+
+
+@given(st.dictionaries(st.text(max_size=20), st.lists(st.integers(0, 3), max_size=3), max_size=5))
+def test_what_is_bundled_is_there_again(shapes):
+    arrays = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    found = unbundle(bundle(arrays), set(arrays))
+    assert {name: (array.dtype, array.shape) for name, array in found.items()} == {
+        name: ("float32", shape) for name, shape in shapes.items()
+    }
 
 
 def test_a_parcel_must_hold_what_is_wanted():

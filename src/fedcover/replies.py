@@ -9,7 +9,7 @@ import math
 import re
 import secrets
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -184,6 +184,11 @@ class Ledger:
         asked = make(nonce_of(self._given, self._secret))
         self._open[asked.nonce] = asked
         return asked
+
+    def names(self, nonce: object) -> Container[str] | None:
+        """The names of the arrays that an answer to a task may have; None if no such task is out."""
+        asked = self._open.get(nonce) if isinstance(nonce, str) else None
+        return None if asked is None else asked.wanted
 
     def receive(self, raw: RawReply) -> Answer | Rejection:
         """Check a reply against the task that its nonce names, and use up the nonce."""

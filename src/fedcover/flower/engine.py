@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fedcover.arrays import Refused
 from fedcover.disk import append
 from fedcover.errors import InvalidValue, RunError, printable
 from fedcover.flower.link import GRACE, Failed, Link
@@ -207,9 +208,10 @@ def checked(answer: Answer, ledger: Ledger) -> Update | str:
     """The update in one client's answer, or why it is not believed."""
     if answer.error:
         return f"its node says: '{printable(answer.error)[:300]}'"
+    names = ledger.names(answer.nonce)
     try:
-        arrays = unbundle(answer.parcel)
-    except InvalidValue as error:
+        arrays = {} if names is None else unbundle(answer.parcel, names)
+    except (InvalidValue, Refused) as error:
         return str(error)
     found = ledger.receive(RawReply(answer.nonce, answer.client, arrays, {"loss": answer.loss}))
     return f"{found.reason}: {found.detail}" if isinstance(found, Rejection) else found.update

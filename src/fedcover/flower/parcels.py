@@ -2,14 +2,15 @@
 
 import io
 import json
+import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedcover.arrays import NUMPY, RawArray, Wanted, as_array, read, wanted_for
+from fedcover.arrays import NUMPY, RawArray, Refused, Wanted, as_array, read, shown, wanted_for
 from fedcover.errors import InvalidValue
 from fedcover.portions import Portion
 from fedcover.reduction import Masks, Slices
@@ -18,6 +19,10 @@ from fedcover.wire import decode, encode
 
 LONGEST_INDEX = 4 * 2**20
 """Bytes of names and shapes beyond which a parcel is not looked into."""
+_ROW = re.compile(
+    rb'(\[|, )\[("(?:[^"\\]|\\.){0,4096}"), "([a-z0-9_]{1,16})", \[((?:\d{1,19}(?:, \d{1,19}){0,63})?)\], (\d{1,15})\]'
+)
+_END = ord("]")
 
 
 def as_sent(reduction: Reduction, model: Model) -> tuple[bytes, Reduction]:
@@ -44,6 +49,8 @@ def bundle(arrays: Mapping[str, np.ndarray]) -> bytes:
     >>> {name: array.shape for name, array in unbundle(bundle({"w": np.zeros(2, np.float32)})).items()}
     {'w': [2]}
     """
+    if too_long := [name for name in arrays if len(json.dumps(name)) > 4000]:
+        raise InvalidValue(f"names of tensors that travel must be shorter than 4,000 signs; got {too_long[0]:.40}...")
     index: list[list[object]] = []
     pieces: list[bytes | memoryview] = []
     for name, array in arrays.items():
@@ -56,32 +63,49 @@ def bundle(arrays: Mapping[str, np.ndarray]) -> bytes:
     return b"".join([struct.pack("<Q", len(head)), head, *pieces])  # the only copy
 
 
-def unbundle(parcel: bytes) -> dict[str, RawArray]:
-    """The arrays of a parcel, not yet looked into; refused if the index is not one, or not of these bytes."""
+def unbundle(parcel: bytes, names: Container[str] | None = None) -> dict[str, RawArray]:
+    """The arrays of a parcel, not yet looked into; refused if the index is not one, or not of these bytes.
+
+    It is read row by row, as `bundle` writes it, and no further than to a name that is not among `names`: Python would
+    make many times its bytes of an index that a stranger wrote.
+    """
     (length,) = struct.unpack("<Q", parcel[:8].ljust(8, b"\xff"))
     if length > min(LONGEST_INDEX, len(parcel) - 8):
         raise InvalidValue("the parcel has no index")
-    try:
-        index = json.loads(parcel[8 : 8 + length])
-        rows = [(name, dtype, shape, size) for name, dtype, shape, size in index]
-    except (ValueError, TypeError, RecursionError) as error:
-        raise InvalidValue(f"the parcel's index cannot be read: {type(error).__name__}") from error
-    sizes = [size for *_, size in rows]
-    if any(type(size) is not int or size < 0 for size in sizes) or sum(sizes) != len(parcel) - 8 - length:
+    content, arrays, place = memoryview(parcel)[8 + length :], {}, 0
+    for name, dtype, shape, size in _rows(parcel, 8, 8 + length):
+        if names is not None and name not in names:
+            raise Refused("extra array", shown(name))
+        if name in arrays:
+            raise InvalidValue("the parcel's index names an array twice")
+        arrays[name] = RawArray(dtype, shape, NUMPY, content[place : place + size])
+        place += size
+    if place != len(content):
         raise InvalidValue("the parcel's index does not add up to its bytes")
-    content, arrays = memoryview(parcel)[8 + length :], {}
-    for name, dtype, shape, size in rows:
-        if not isinstance(name, str) or name in arrays:
-            raise InvalidValue("the parcel's index names an array twice, or not at all")
-        arrays[name] = RawArray(dtype, shape, NUMPY, content[:size])
-        content = content[size:]
     return arrays
+
+
+def _rows(parcel: bytes, start: int, end: int) -> Iterator[tuple[str, str, list[int], int]]:
+    """The rows of a parcel's index, one by one."""
+    if parcel[start : start + 3] == b"[]" and end == start + 2:
+        return
+    place, before = start, b"["
+    while place != end - 1 or parcel[place] != _END:
+        row = _ROW.match(parcel, place, end)
+        if row is None or row[1] != before:
+            raise InvalidValue(f"the parcel's index cannot be read at byte {place - start}")
+        try:
+            name = json.loads(row[2])
+        except ValueError as error:
+            raise InvalidValue(f"the parcel's index cannot be read at byte {place - start}") from error
+        yield name, row[3].decode(), [int(size) for size in row[4].split(b", ") if size], int(row[5])
+        place, before = row.end(), b", "
 
 
 def sections(parcel: bytes, wanted: Mapping[str, Mapping[str, Wanted]]) -> dict[str, Params]:
     """The tensors of a parcel under each heading, which must be in type and shape as those that are wanted."""
-    arrays = unbundle(parcel)
     names = {f"{kind}/{name}" for kind, tensors in wanted.items() for name in tensors}
+    arrays = unbundle(parcel)
     if names != set(arrays):
         raise InvalidValue(f"the parcel must hold other tensors; unlike here: {sorted(names ^ set(arrays))[:5]}")
     return {
