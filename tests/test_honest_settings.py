@@ -240,6 +240,20 @@ def test_what_was_given_in_python_is_called_by_its_own_name():
         prepared(fc.Model(net(), ()), scaler=True)
 
 
+def test_where_parts_cannot_be_cut_it_is_said_how_much_devices_hold(caplog):
+    stiff = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.GroupNorm(1, 32), nn.Linear(32, 64), nn.Linear(64, 10))
+    share = (64 * 32 + 32 + 64 + 32 * 32 + 32 + 32 * 10 + 10) / (64 * 32 + 32 + 64 + 32 * 64 + 64 + 64 * 10 + 10)
+    with caplog.at_level(logging.WARNING):
+        prepared(stiff, policy="rolling", fleet="1x1.0 + 1x0.5")
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert f"a device holds more of its parameters: {100 * share:.1f} % at 0.5; with capacity = 'parameters'" in line
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        prepared(net(), policy="rolling", fleet="1x1.0 + 1x0.5")
+        prepared(stiff, policy="rolling", fleet="1x1.0 + 1x0.9", capacity="parameters")
+    assert not caplog.records
+
+
 def test_a_module_is_traced_on_enough_rows_for_a_batch_norm():
     Precise.shown.clear()
     prepared(Precise(torch.float32), policy="rolling")

@@ -15,12 +15,15 @@ from fedcover.models import Scaler
 from fedcover.norms import has_batch_norm, on_batch_statistics
 from fedcover.policies.prunefl import EVERY
 from fedcover.privacy import Gaussian
-from fedcover.reduction import Masks
+from fedcover.reduction import Masks, parameters_at
 from fedcover.sources import ROWS_ELSEWHERE
 from fedcover.submodel import submodel
 from fedcover.types import Dataset, Engine, Model, Params, Recipe, Samples, Source
 
 log = logging.getLogger("fedcover")
+
+EVEN = 0.015
+"""How much more of the parameters than of the width goes without saying: biases of the last layer, rounded widths."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +128,24 @@ def check_switches(experiment: Experiment, names: Names, model: Model, recipe: R
             "fc.Model(module, groups, classifier=('last.weight', 'last.bias'))"
         )
     policy = spec.parse("policy", experiment.policy)
+    if experiment.capacity == "width" and policy.name not in ("full", "magnitude", "prunefl"):
+        _tell_shares(experiment, names, model)
     if policy.name == "prunefl":
         _check_prunefl(policy, spec.parse("recipe", experiment.recipe), recipe)
+
+
+def _tell_shares(experiment: Experiment, names: Names, model: Model) -> None:
+    """Say once what devices hold of the parameters, where that is more than their width: parts may not be cuttable."""
+    params = dict(model.module.named_parameters())
+    whole = sum(p.numel() for p in params.values())
+    levels = experiment.scaled_fleet.levels if model.groups else ()
+    held = {level: parameters_at(model.groups, params, level) / whole for level in levels if level < 1}
+    more = [f"{100 * share:.1f} % at {level:g}" for level, share in sorted(held.items()) if share > level + EVEN]
+    if more:
+        log.warning(
+            "fleet: capacity is a share of width, and parts of model %s cannot be cut, so a device holds more of its "
+            "parameters: %s; with capacity = 'parameters' it is a share of these", names.model, ", ".join(more),
+        )  # fmt: skip
 
 
 def _check_prunefl(policy: spec.Spec, named: spec.Spec, recipe: Recipe) -> None:
