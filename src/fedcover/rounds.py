@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -91,17 +91,25 @@ class Report:
 
 def first_state(setup: Setup) -> State:
     """Before the first round: the model's own initial weights, nothing covered."""
-    module = setup.task.model.module
-    params = {name: p.detach().clone() for name, p in module.named_parameters()}
-    keys = dict.fromkeys(statistics_key(setup.task.norm, level) for level in setup.fleet.levels)  # in the same order
-    statistics = {key: {n: t.clone() for n, t in running(module).items()} for key in keys if key}
-    return State(0, params, statistics)
+    params = {name: p.detach().clone() for name, p in setup.task.model.module.named_parameters()}
+    return State(0, params, _first_statistics(setup, setup.fleet.levels))
 
 
-def cohort_of(setup: Setup, round: int) -> tuple[Client, ...]:
-    """The clients of a round with the capacity they have in it."""
-    ids = sample_cohort(setup.clients, setup.active, setup.task.seed, round)
-    return tuple(client_of(setup, id, slot) for slot, id in enumerate(ids))
+def _first_statistics(setup: Setup, capacities: Iterable[float]) -> dict[str, Params]:
+    """The model's own statistics for every width that has some, in the order of the capacities."""
+    keys = dict.fromkeys(statistics_key(setup.task.norm, capacity) for capacity in capacities)
+    return {key: {n: t.clone() for n, t in running(setup.task.model.module).items()} for key in keys if key}
+
+
+def cohort_of(setup: Setup, round: int, members: Mapping[int, float] | None = None) -> tuple[Client, ...]:
+    """The clients of a round with the capacity they have in it.
+
+    Where devices come and go it is drawn among `members`, the clients that are there, with their capacities.
+    """
+    everyone = sorted(members) if members else range(setup.clients)
+    drawn = sample_cohort(len(everyone), min(setup.active, len(everyone)), setup.task.seed, round)
+    cohort = tuple(client_of(setup, everyone[index], slot) for slot, index in enumerate(drawn))
+    return tuple(replace(c, capacity=members[c.id]) for c in cohort) if members else cohort
 
 
 def client_of(setup: Setup, id: int, slot: int) -> Client:
@@ -119,7 +127,7 @@ def view_of(setup: Setup, state: State, cohort: tuple[Client, ...]) -> View:
         groups=setup.task.model.groups,
         prunable=setup.task.model.prunable,
         cohort=cohort,
-        levels=setup.fleet.levels,
+        levels=_levels(setup, cohort),
         measure=setup.capacity,
         coverage=state.coverage,
         seed=setup.task.seed,
@@ -130,9 +138,24 @@ def view_of(setup: Setup, state: State, cohort: tuple[Client, ...]) -> View:
     )
 
 
+def _levels(setup: Setup, cohort: tuple[Client, ...]) -> tuple[float, ...]:
+    """The capacities of the fleet, and of devices that have come with others since."""
+    known = setup.fleet.levels
+    others = {client.capacity for client in cohort}.difference(known)
+    return tuple(sorted({*known, *others}, reverse=True)) if others else known
+
+
+def _with_widths(setup: Setup, state: State, cohort: tuple[Client, ...]) -> State:
+    """The state with statistics for every width of the cohort: a width that is new starts with the model's own."""
+    fresh = _first_statistics(setup, (client.capacity for client in cohort))
+    missing = {key: values for key, values in fresh.items() if key not in state.statistics}
+    return replace(state, statistics=state.statistics | missing) if missing else state
+
+
 def run_round(setup: Setup, state: State) -> tuple[State, Report]:
     """One communication round; the report tells of the state after it."""
     asked = ask(setup, state)
+    state = _with_widths(setup, state, asked.cohort)
     with asked.clock("training"):
         updates = list(setup.engine(setup.task, state, asked.work, setup.lr(state.round)))
     return conclude(setup, state, asked, updates)
@@ -150,19 +173,26 @@ class Asked:
 def ask(setup: Setup, state: State) -> Asked:
     """Choose a cohort, and give each of its clients its part of the model."""
     clock = Clock()
-    cohort = cohort_of(setup, state.round)
+    # an engine that reaches other machines knows which clients are there; None where all always are
+    members = getattr(setup.engine, "members", lambda setup, round: None)(setup, state.round)
     with clock("policy"):
-        view = view_of(setup, state, cohort)
-        given = setup.policy(view)
+        try:
+            view = view_of(setup, state, cohort_of(setup, state.round, members))
+            given = setup.policy(view)
+        except InvalidValue:
+            if members is None:
+                raise
+            view = view_of(setup, state, cohort_of(setup, state.round))  # too few are there for what is wanted
+            given = setup.policy(view)
         if setup.check_capacity:
             check_parts(view, given)
         planned = one_of_a_kind(given, setup.recent)
     work = [
         (client, reduction)
-        for client, reduction in zip(cohort, planned, strict=True)
+        for client, reduction in zip(view.cohort, planned, strict=True)
         if reduction is not None and not drops_out(client.id, setup.drop_out, setup.task.seed, state.round)
     ]
-    return Asked(cohort, work, clock)
+    return Asked(view.cohort, work, clock)
 
 
 def conclude(setup: Setup, state: State, asked: Asked, answers: Sequence[Update]) -> tuple[State, Report]:

@@ -20,6 +20,8 @@ EVENTS = ("answered", *UNANSWERED)
 """What may become of a client's task."""
 WARNED = "warned"
 """What is told of a node that is taken, but may not be as it should."""
+MOVES = ("came", "left")
+"""What a node that takes part may do between rounds."""
 
 _NEEDED = ("gamma_round", "gamma_window", "bytes_down", "bytes_up")
 _OF_ANSWERS = ("delta2_mean", "parameters", "multiply_adds")

@@ -11,6 +11,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from rich.console import Console
 
 import fedcover as fc
+from fedcover.certificate.measuring import _refuse_another_cohort
 from fedcover.engines.sequential import sequential
 from fedcover.errors import InvalidValue, RunError
 from fedcover.flower import server
@@ -21,8 +22,8 @@ from fedcover.flower.link import Failed, _introduced
 from fedcover.flower.parcels import bundle, unbundle
 from fedcover.flower.places import Roster, Wanted
 from fedcover.flower.rows import wanted_of
-from fedcover.flower.server import begun, capacities, serve
-from fedcover.preparation import source_of
+from fedcover.flower.server import begun, capacities, is_open, serve
+from fedcover.preparation import prepare, source_of
 from fedcover.summary import read_lines
 from fedcover.watching import frame, look
 from tests.own_rows import written
@@ -214,7 +215,7 @@ def test_a_node_whose_inputs_are_scaled_differently_is_warned_of_and_taken(tmp_p
 def test_a_node_need_not_tell_how_its_inputs_are_scaled(tmp_path):
     wanted, made = scaled_nodes(tmp_path, (255, 255), **{"tell-scale": False})
     fc.run(wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=made)
-    assert {e["event"] for e in read_lines(tmp_path / "run" / "events.jsonl")} == {"answered"}
+    assert {e["event"] for e in read_lines(tmp_path / "run" / "events.jsonl")} == {"came", "answered"}
     assert all(known.scale is None for known in made.roster.known.values())
     wanted, made = scaled_nodes(tmp_path, (1, 1), **{"tell-scale": "no"})
     fc.run(wanted, tmp_path / "other", machine=fc.Machine("flower", "cpu"), engine=made)
@@ -267,7 +268,7 @@ def test_a_flood_of_answers_is_told_of_once(tmp_path):
         wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=engine(wanted, tmp_path / "run", spoil)
     )
     events = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
-    assert len(events) == 5
+    assert sum('"came"' not in event for event in events) == 5
     assert any("2000 answers for clients that this node was not asked for" in line for line in events)
     assert (run.metrics[0]["rejected"], run.metrics[0]["dropped"]) == (0, [])  # every client answered
 
@@ -330,6 +331,72 @@ def test_a_run_that_is_gone_on_with_is_not_changed(tmp_path):
         serve(None, again)
 
 
+def in_open_fleet(wanted, folder, nodes, changes):
+    """A run on nodes some of which come, leave, or come back with another capacity after rounds."""
+    made = engine(wanted, folder)
+    made.link.nodes = dict(nodes)
+    made.terms = replace(made.terms, open=True)
+
+    def watch(report):
+        for node, config in changes.get(report.round, {}).items():
+            made.link.nodes.pop(node, None)
+            if config:
+                made.link.nodes[node] = config
+
+    return fc.run(wanted, folder, machine=fc.Machine("flower", "cpu"), engine=made, watch=watch)
+
+
+def place(number, **config):
+    return {"partition-id": number, "num-partitions": 2, **config}
+
+
+@pytest.mark.parametrize(
+    "own", [{}, {"norm": "per-width", "model": "wide_resnet(depth=10, widen=1)", "dataset": SMALL}]
+)
+def test_cohorts_are_drawn_among_the_nodes_that_are_there(tmp_path, own):
+    wanted = experiment(**{**own, "policy": "prefix", "rounds": 6, "clients": 8, "active": 3, "fleet": "1x1.0"})
+    changes = {1: {8: place(1, capacity=0.25)}, 3: {7: None}, 4: {7: place(0)}}
+    folder = tmp_path / "run"
+    lines = in_open_fleet(wanted, folder, {7: place(0)}, changes).metrics
+    assert all(len(line["clients"]) == 3 and line["lost"] == 0 for line in lines)  # nobody is asked who is not there
+    assert all(int(client) < 4 for line in lines[:2] for client in line["clients"])
+    assert all(int(client) >= 4 for client in lines[4]["clients"])
+    told = {(int(client) >= 4, of["capacity"]) for line in lines for client, of in line["clients"].items()}
+    assert told == {(False, 1.0), (True, 0.25)}
+    moved = [(e["round"], e["event"], e["node"], e["why"]) for e in read_lines(folder / "events.jsonl")
+             if e["event"] in ("came", "left")]  # fmt: skip
+    late = "partition 1 of 2, capacity 0.25"
+    first = "partition 0 of 2"
+    assert moved == [(0, "came", 7, first), (2, "came", 8, late), (4, "left", 7, first), (5, "came", 7, first)]
+    alone = fc.run(wanted, machine=fc.Machine("sequential", "cpu")).metrics
+    assert set(lines[5]["clients"]) == set(alone[5]["clients"])  # all are there: who is drawn is as ever
+    with pytest.raises(RunError, match=r"round 1 cannot be replayed: nodes were missing"):
+        _refuse_another_cohort(prepare(wanted, fc.Machine("sequential", "cpu")), lines[0], 0)
+
+
+def test_a_whole_open_fleet_makes_the_same_bits(tmp_path):
+    wanted = experiment(policy="rolling", rounds=3)
+    in_open_fleet(wanted, tmp_path / "run", {7: place(0), 8: place(1)}, {})
+    assert checkpoints(tmp_path / "run") == reference(wanted, tmp_path / "here")
+
+
+def test_a_node_that_is_known_and_comes_back_with_less_is_asked_again(tmp_path):
+    """Between two looks, so that nobody saw it leave: its refusal is what tells."""
+    wanted = experiment(policy="homogeneous", rounds=3, clients=4, active=4, fleet="1x1.0")
+    changes = {0: {8: place(1, capacity=0.5)}}
+    lines = in_open_fleet(wanted, tmp_path / "run", {7: place(0), 8: place(1, capacity=1.0)}, changes).metrics
+    assert [line["rejected"] for line in lines] == [0, 2, 0]
+    assert {of["capacity"] for of in lines[2]["clients"].values()} == {1.0, 0.5}
+
+
+def test_a_fleet_is_closed_where_capacities_or_turns_are_counted_beforehand():
+    assert is_open(fc.Experiment())
+    assert not is_open(fc.Experiment(assignment="slot"))
+    private = {"privacy": "gaussian(noise=4.0, delta=1e-5)", "clip_updates": 0.5, "norm": "group", "model": "mlp"}
+    assert not is_open(fc.Experiment(**private))
+    assert not is_open(fc.Experiment(policy='regions(codename="1122")', active=4))
+
+
 def test_a_node_that_comes_late_and_holds_too_little_is_refused(tmp_path, caplog):
     wanted = experiment(policy="prefix", rounds=2, clients=4, active=4, fleet="1x1.0")
     found = engine(wanted, tmp_path / "run")
@@ -374,3 +441,14 @@ def test_a_run_that_waits_for_its_nodes_has_not_stopped(tmp_path, monkeypatch):
     with pytest.raises(RunError, match="nobody came"):
         serve(None, again)
     assert seen == [True]
+
+
+@pytest.mark.parametrize("policy", ["planned", "planned(tolerate=1)", "rolling", "magnitude", "random", "exclude"])
+def test_policies_go_on_with_half_of_the_fleet(tmp_path, policy):
+    wanted = experiment(policy=policy, rounds=3, clients=4, active=4, fleet="1x1.0 + 1x0.75 + 2x0.5")
+    changes = {0: {7: None}, 1: {7: place(0, capacity=0.25)}}
+    lines = in_open_fleet(wanted, tmp_path / "run", {7: place(0), 8: place(1)}, changes).metrics
+    few = 4 if "tolerate" in policy else 2  # two cannot hold everything twice, so that round is of all four
+    assert [len(line["clients"]) + len(line["dropped"]) for line in lines] == [4, few, 4]
+    assert [line["lost"] for line in lines] == [0, few - 2, 0]
+    assert [line["rejected"] for line in lines] == [0, 0, 2 if "tolerate" in policy else 0]

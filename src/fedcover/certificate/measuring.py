@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from fedcover.certificate.outside import Case, outside
 from fedcover.certificate.replaying import Replayed, replayed, within
 from fedcover.errors import RunError
 from fedcover.folders import Folder
-from fedcover.rounds import Setup, first_state
+from fedcover.rounds import Setup, cohort_of, first_state
 from fedcover.theory import BOUNDS, Bound, Constants, Steps
 from fedcover.types import Params
 
@@ -60,6 +61,18 @@ class Last:
     distance: float | None
 
 
+def _refuse_another_cohort(setup: Setup, line: Mapping[str, Any], round: int) -> None:
+    """Refuse a round of a fleet whose devices came, left, or held something else than its experiment says."""
+    asked = {str(client.id): client.capacity for client in cohort_of(setup, round)}
+    told = {client: figures["capacity"] for client, figures in line.get("clients", {}).items()}
+    missing = asked.keys() - told.keys() - set(map(str, line.get("dropped", ())))
+    if line and (missing or any(asked.get(client) != capacity for client, capacity in told.items())):
+        raise RunError(
+            f"round {round + 1} cannot be replayed: nodes were missing or had other capacities than the experiment's "
+            "fleet, so other clients took part than it draws"
+        )
+
+
 def watch(found: Folder, setup: Setup, looks: int, clients: int, device: str, tell: Tell) -> Seen:
     """Replay the kept rounds; every client's path is looked at in so many steps, F over so many clients."""
     digest = found.experiment.digest
@@ -72,10 +85,12 @@ def watch(found: Folder, setup: Setup, looks: int, clients: int, device: str, te
     start = objective.at(first)
     rounds: list[Replayed] = []
     lasting = {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in first.items()}
-    silent = {line["round"]: line.get("dropped", ()) for line in found.metrics(newest.round)}
+    lines = {line["round"]: line for line in found.metrics(newest.round)}
+    silent = {round: line.get("dropped", ()) for round, line in lines.items()}
     for place, file in enumerate(kept):
         tell(f"replaying round {file.round} ({place + 1} of {len(kept)})")
         state = checkpoints.read(file, digest, device)
+        _refuse_another_cohort(setup, lines.get(file.round, {}), file.round)
         again = replayed(setup, state, objective, trained, looks, silent.get(file.round, ()))
         if again:
             for name, tensor in again.bias.items():

@@ -24,8 +24,9 @@ from fedcover.flower.working import sent_parcel
 from fedcover.folders import Folder
 from fedcover.norms import statistics_key
 from fedcover.replies import Asked, Ledger, RawReply, Rejection, ask
+from fedcover.rounds import Setup
 from fedcover.sources import Holding
-from fedcover.summary import UNANSWERED, WARNED, lines_in
+from fedcover.summary import MOVES, UNANSWERED, WARNED, lines_in
 from fedcover.types import Assignment, Client, Reduction, State, Task, Update
 from fedcover.version import __version__
 
@@ -52,7 +53,9 @@ class Events:
 
     def write(self, round: int, event: str, node: int | None, client: int | None, why: str = "") -> None:
         """Add an event."""
-        if event != "answered":
+        if event in MOVES:
+            log.info("round %d: node %s %s: %s", round + 1, node, event, why)
+        elif event != "answered":
             whose = "a node" if client is None else f"client {client}"
             of = "no node" if node is None else f"node {node}"
             log.warning("round %d: %s (%s) %s: %s", round + 1, whose, of, event, why)  # people count from 1
@@ -72,12 +75,16 @@ class Events:
 
 @dataclass(frozen=True)
 class Terms:
-    """What holds for every round: how long it may take, what every node is told, and whether updates are private."""
+    """What holds for every round: how long it may take, what every node is told, and whether updates are private.
+
+    In an `open` fleet cohorts are drawn among the clients whose nodes are there, with the capacities that they declare.
+    """
 
     experiment: str
     clients: int
     deadline: float
     private: bool = False
+    open: bool = False
 
 
 @dataclass
@@ -96,6 +103,14 @@ class FlowerEngine:
     def holdings(self) -> Mapping[int, Holding]:
         """What nodes say of clients' rows, where these are on nodes; it becomes more as nodes come."""
         return self.roster.holdings
+
+    def members(self, setup: Setup, round: int) -> Mapping[int, float] | None:
+        """The clients that can be asked in a round, with what they can hold; None where the fleet is closed."""
+        meet(self.link, self.roster, self.events, round)
+        if not self.terms.open:
+            return None
+        known = [setup.fleet.capacity(client) for client in range(setup.clients)]
+        return self.roster.members(self.link.present(), known)
 
     def __call__(self, task: Task, state: State, work: Work, lr: float) -> list[Update]:
         """Train the given clients from the given state on their nodes."""
@@ -186,6 +201,8 @@ class FlowerEngine:
             self._tell(round, "rejected", node, None, why)
         for client in asked:
             found = checked(mine[client], self.ledger) if client in mine else "its node did not answer for it"
+            if client in mine and mine[client].error:
+                self.roster.doubtful.add(node)  # it may have come back with less than it had
             if isinstance(found, str):
                 self._tell(round, "rejected", node, client, found)
             else:
@@ -219,11 +236,18 @@ def checked(answer: Answer, ledger: Ledger) -> Update | str:
 
 def meet(link: Link, roster: Roster, events: Events, round: int) -> None:
     """Ask nodes that nobody knows yet who they are."""
-    strangers = sorted(link.present() - roster.known.keys() - roster.refused)
-    strangers = [node for node in strangers if roster.asked[node] < HELLOS]
+    present = link.present()
+    strangers = [node for node in roster.strangers(present) if roster.asked[node] < HELLOS]
+    if strangers:
+        _introduce(link, roster, events, round, strangers)
+        present = link.present()
+    for move, who in roster.moves(present):
+        holds = "" if who.capacity is None else f", capacity {who.capacity:g}"
+        events.write(round, move, who.node, None, f"partition {who.place} of {who.places}{holds}")
+
+
+def _introduce(link: Link, roster: Roster, events: Events, round: int, strangers: Sequence[int]) -> None:
     roster.asked.update(strangers)
-    if not strangers:
-        return
     for node, said in link.introductions(strangers, patience=HELLO, rows=roster.wanted is not None).items():
         why = said.why if isinstance(said, Failed) else _objection(said, roster, link.present())
         if why:

@@ -1,7 +1,7 @@
 """Which node holds which clients, and how much it can hold: what a node says of itself, and who is there."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -133,8 +133,8 @@ class Roster:
     """Who has introduced itself, in that order, who was refused, how often others were asked, and who was silent last.
 
     Two nodes may claim one place: a SuperNode that comes back may be a new node to Flower. The first claim holds while
-    its node answers, so that nobody takes the place of a node that works. Once a run has begun its clients have
-    capacities, and a node that holds less than those of its place is refused. Where clients' rows are on nodes,
+    its node answers, so that nobody takes the place of a node that works. Where clients must keep their `capacities`, a
+    node that holds less than those of its place is refused. Where clients' rows are on nodes,
     `wanted` says what these must be like, and `holdings` is what is known of them.
     """
 
@@ -146,6 +146,35 @@ class Roster:
     refused: set[int] = field(default_factory=set)
     asked: Counter[int] = field(default_factory=Counter)
     silent: set[int] = field(default_factory=set)
+    here: set[int] = field(default_factory=set)
+    doubtful: set[int] = field(default_factory=set)
+
+    def strangers(self, present: Collection[int]) -> list[int]:
+        """The nodes of those that are present that must say who they are: new ones, and such as may have changed."""
+        settled = (self.here & self.known.keys() - self.doubtful) | self.refused
+        return sorted(set(present) - settled)
+
+    def moves(self, present: Collection[int]) -> Iterator[tuple[str, Introduction]]:
+        """Who of those that are known has come since the last look, or has left."""
+        for node, introduced in self.known.items():
+            if (node in present) != (node in self.here):
+                yield ("came" if node in present else "left"), introduced
+        self.here = self.known.keys() & set(present)
+
+    def members(self, present: Collection[int], fallback: Sequence[float]) -> dict[int, float]:
+        """The clients whose node is present, with the capacity that it declares; else that of the fallback.
+
+        >>> roster = Roster(places=2, known={7: Introduction(7, 1, 2, 0.25, "1")})
+        >>> roster.members({7}, [1.0, 1.0, 1.0, 1.0])
+        {2: 0.25, 3: 0.25}
+        """
+        clients = len(fallback)
+        found: dict[int, float] = {}
+        for place, node in sorted(self.holders(present).items()):
+            declared = self.known[node].capacity
+            mine = clients_of(place, clients, self.places or 1)
+            found |= {client: fallback[client] if declared is None else declared for client in mine}
+        return found
 
     def add(self, introduced: Introduction) -> None:
         """Remember a node; refused if it counts other places than the rest, or holds too little for its clients."""
@@ -161,6 +190,8 @@ class Roster:
         if self.wanted is not None:
             self._note_rows(introduced, self.wanted, clients_of(introduced.place, self.wanted.clients, self.places))
         self.known[introduced.node] = introduced
+        self.doubtful.discard(introduced.node)
+        self.asked[introduced.node] = 0  # it answers, so it may be asked again when it has been away
 
     def _note_rows(self, introduced: Introduction, wanted: Wanted, mine: range) -> None:
         if objection := wanted.objection(introduced.holdings, mine):

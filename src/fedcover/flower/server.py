@@ -9,6 +9,7 @@ from typing import Any
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
+from fedcover import spec
 from fedcover.errors import FedcoverError, InvalidValue, RunError
 from fedcover.experiment import Experiment
 from fedcover.fleet import Fleet
@@ -68,15 +69,20 @@ def serve(grid: Grid, settings: Settings) -> Run:
     wanted = None
     if experiment.partition == "nodes":
         wanted = wanted_of(source_of(experiment, "cpu", settings.data or None), experiment.clients)
-    link, roster = Link(grid), Roster(capacities=capacities(experiment) if again else (), wanted=wanted)
+    link, roster = Link(grid), Roster(wanted=wanted)
+    fleet_is_open = is_open(experiment)
+    if again and not fleet_is_open:
+        roster.capacities = capacities(experiment)
     early: list[str] = []
     if not again or not (folder / "summary.json").exists():  # else nothing is left for nodes to do
         with Folder(folder).opened() if again else nullcontext():  # who watches it sees that it has not stopped
             gather(link, roster, Events(None, early), nodes=settings.nodes, patience=settings.wait)
     if not again:
         experiment = with_declared_capacities(experiment, roster)
-        roster.capacities = capacities(experiment)
-    terms = Terms(experiment.to_toml(), experiment.clients, settings.deadline, private=experiment.privacy != "none")
+        roster.capacities = () if fleet_is_open else capacities(experiment)
+    terms = Terms(
+        experiment.to_toml(), experiment.clients, settings.deadline, experiment.privacy != "none", fleet_is_open
+    )
     engine = FlowerEngine(link, roster, terms, Events(folder / "events.jsonl", early))
     machine = Machine("flower", settings.device, settings.threads or None)
     conclusions = _conclusions()
@@ -98,6 +104,15 @@ def begun(folder: Path, asked: Experiment) -> Experiment:
         told = ", ".join(f"{name} = {wanted[name]!r} (was {known[name]!r})" for name in other)
         raise InvalidValue(f"a run that is gone on with cannot be changed: {told}")
     return experiment
+
+
+def is_open(experiment: Experiment) -> bool:
+    """Whether nodes may come, leave and change capacity between rounds, and cohorts are drawn among those there.
+
+    Not where turns are counted beforehand (privacy), nor where capacities belong to slots or come with a codename.
+    """
+    own = experiment.privacy != "none" or spec.parse("policy", experiment.policy).name == "regions"
+    return experiment.assignment == "device" and not own
 
 
 def capacities(experiment: Experiment) -> list[float]:
