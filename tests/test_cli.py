@@ -515,3 +515,32 @@ def test_a_sweep_runs_every_combination_into_its_own_folder(fedcover, tmp_path, 
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     refused(fedcover("sweep", "--vary", "lr=0.1|0.2"), 2, "use --processes, not torchrun")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["run", *changed()], r"after 2 rounds \d+\.\d % of the test set is right; every parameter was trained by at"),
+        (["sweep", *changed(name="s"), "--vary", "lr=0.1|0.05"], r"highest accuracy: s-lr-0\.\d+ with 0\.\d+, one"),
+        (["plan", "--fleet", "2x0.5"], r"conclusion: (with this plan every parameter|this plan leaves)"),
+        (["audit", "--fleet", "2x0.5", "--policy", "prefix"], "mean per client: .* some are trained by nobody"),
+        (["explain", "--rounds", "1", "--clients", "20", "--seeds", "1", "--switch", "zero"], r"\w+ changes the acc"),
+        (["history", "runs"], "rounds: 2, runs: 1"),
+        (["certify", "runs/run"], "conclusion: no (theorem|proof)"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)  # fmt: skip
+def test_every_command_ends_with_what_it_has_found(fedcover, words, sentence):
+    if words[0] in ("history", "certify"):
+        assert fedcover("run", *changed(keep_rounds=[0, 1]))[0] == 0
+    code, out, err = fedcover(*words)
+    assert code == 0, err
+    assert re.match(sentence, out.splitlines()[-1])
+
+
+def test_a_smoke_run_names_the_data_that_it_runs(fedcover):
+    code, out, _ = fedcover("reproduce", "mnist-pruning", "--quick", "--only", "cell=mnist-iid-pruning-1111223344")
+    assert code == 0
+    assert "digits-as-mnist-iid-pruning-1111223344" in out
+    assert "claimed" not in out
+    assert out.splitlines()[-1].startswith("a smoke run: 1 of 1 cell ran through with digits")

@@ -131,7 +131,7 @@ def test_what_is_there_is_not_run_again(fedcover, tmp_path, monkeypatch):
     code, out, err = fedcover("reproduce", "mnist-pruning", *ONE)
     assert code == 0
     assert err.startswith("0 of 1 runs are missing")
-    assert "mnist-iid-pruning-1111223344-quick" in out
+    assert "digits-as-mnist-iid-pruning-1111223344" in out
 
 
 def test_the_curves_of_a_smoke_run_are_drawn_beside_its_results(fedcover, tmp_path):

@@ -7,6 +7,7 @@ from cyclopts import Parameter
 
 from fedcover import console
 from fedcover.certificate import certify as certify_run
+from fedcover.cli import conclusions
 from fedcover.cli.options import Data, Device, Json, app
 from fedcover.cli.trusting import Trust, is_trusted
 
@@ -80,6 +81,7 @@ def _show(found: dict[str, Any]) -> None:
         )
     for note in found["notes"]:
         print(f"note: {note}")
+    print(f"conclusion: {conclusions.of_certificate(found)}")
 
 
 def _promises(bound: dict[str, Any]) -> bool:

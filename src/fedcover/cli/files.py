@@ -28,5 +28,7 @@ def check(name: str, *, data: Data = None, json: Json = False) -> None:
     else:
         rows = [[str(r.path), "ok" if r.ok else "WRONG", r.got or "missing", r.expected] for r in results]
         console.table(name, ["file", "", "digest", "expected"], rows)
+        wrong = sum(not result.ok for result in results)
+        print(f"{wrong} of {len(results)} files are missing or wrong" if wrong else f"{name} is as it was published")
     if not all(result.ok for result in results):
         sys.exit(1)

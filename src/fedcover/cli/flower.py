@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 
 from fedcover import console, scratch, stopping
+from fedcover.cli import conclusions
 from fedcover.cli.options import Data, Device, Json, Overwrite, Threads, Whole, app
 from fedcover.cli.trusting import Trust, is_trusted
 from fedcover.cli.wanted import wanted_of
@@ -270,4 +271,4 @@ def _show(folder: Path, json: bool) -> None:
     if json:
         return console.show_json(summary)
     console.table(found.experiment.name, ["figure", "value"], [[k, v] for k, v in summary.items()])
-    return None
+    return print(conclusions.of_run(summary))

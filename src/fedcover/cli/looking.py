@@ -12,6 +12,7 @@ from fedcover import console, datasets
 from fedcover.aggregation import RULES, SERVERS
 from fedcover.audit import audit as audit_fleet
 from fedcover.audit import audit_codename
+from fedcover.cli import conclusions
 from fedcover.cli.options import Data, Json, MaybeWhole, Whole, app
 from fedcover.cli.trusting import Trust, is_trusted
 from fedcover.cli.wanted import look_for_modules_here
@@ -155,9 +156,11 @@ def _show_audit(found: dict[str, Any], codename: str | None, chosen: dict[str, A
     heads = ["memory (bytes)" if column == "memory" else column.replace("_", " ") for column in columns]
     console.table(title, heads, [[row[column] for column in columns] for row in found["capacities"]])
     covered = ", ".join(f"{region} {n}" for region, n in found.get("coverage", {}).items())
+    least = found["gamma_min"]
+    trained = f"every parameter is trained by at least {least} clients" if least else "some are trained by nobody"
     print(
         f"mean per client: {found['parameters']:,.0f} parameters, {found['multiply_adds']:,.0f} multiply-adds; "
-        f"every parameter is trained by at least {found['gamma_min']} clients" + (f" ({covered})" if covered else "")
+        + (f"{trained} ({covered})" if covered else trained)
     )
 
 
@@ -219,7 +222,7 @@ def plan(
         return console.show_json(found)
     print(f"{model} on {dataset}, {kind}, fleet {found['fleet']}")
     _show_plan(found, window, tolerate)
-    return None
+    return print(f"conclusion: {conclusions.of_plan(found)}")
 
 
 def _show_plan(found: dict[str, Any], window: int, tolerate: int) -> None:
@@ -273,4 +276,4 @@ def explain(
     columns = ["setting", "accuracy", "spread", "first_round", "noise", "gamma_min"]
     title = f"{codename} on {dataset}, {rounds} rounds, {seeds} seeds: the public code's departures one by one"
     console.table(title, columns, [[row[column] for column in columns] for row in rows])
-    return None
+    return print(conclusions.of_departures(rows))

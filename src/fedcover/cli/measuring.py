@@ -11,6 +11,7 @@ from cyclopts import Parameter
 from fedcover import console
 from fedcover.bench import STEADY, page
 from fedcover.bench import bench as measure
+from fedcover.cli import conclusions
 from fedcover.cli.options import Data, DealtOut, Device, Json, Overwrite, Precision, Whole, app
 from fedcover.cli.stopped import saying_how_to_go_on, this_command
 from fedcover.cli.varying import choices_of
@@ -105,6 +106,7 @@ def sweep(
     if seeds > 1:
         columns = ["setting", "mean accuracy", "standard deviation", "seeds"]
         console.table("over the seeds", columns, [_over_seeds(setting, found[setting]) for setting in found])
+    print(conclusions.of_sweep(found))
 
 
 def _over_seeds(setting: str, accuracies: list[float | None]) -> list[object]:

@@ -6,6 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from fedcover import console
+from fedcover.cli import conclusions
 from fedcover.cli.options import Data, DealtOut, Device, EngineName, Json, MaybeWhole, Precision, Threads, app
 from fedcover.cli.stopped import saying_how_to_go_on, this_command
 from fedcover.errors import InvalidValue, unknown
@@ -71,17 +72,18 @@ def _show(wish: Wish, written: list[Path], json: bool) -> None:
     by_cell = {cell.id: cell for cell, _ in wish.jobs()}
     records = load(wish.folder)
     for cell in by_cell.values():
-        runs = find_all(records, cell, cell.seeds(wish.seed_count))
+        seeds = cell.seeds(wish.seed_count)
+        runs = find_all(records, cell, seeds)
         scores = [100 * run["last"] for run in runs if run["last"] is not None]
         claim = None if wish.smoke else claimed(cell.dataset, cell.column, cell.level, cell.setting)
         mean = sum(scores) / len(scores) if scores else None
-        rows.append({"cell": cell.id, "runs": len(runs), "claimed": claim, "last": mean})
+        rows.append({"cell": cell.id, "runs": len(runs), "wanted": len(seeds), "claimed": claim, "last": mean})
     if json:
         return console.show_json({"cells": rows, "written": [str(path) for path in written]})
     if rows:
-        heads = ["cell", "runs", "claimed", "last"]
+        heads = ["cell", "runs", *([] if wish.smoke else ["claimed"]), "last"]
         kind = "a smoke run with digits and small models" if wish.smoke else "results"
         console.table(f"{kind} in {wish.folder}, accuracy in percent", heads, [[row[h] for h in heads] for row in rows])
     for path in written:
         print(path)
-    return None
+    return print(conclusions.of_cells(rows, wish.smoke)) if rows else None

@@ -10,6 +10,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from fedcover import console, plotting
+from fedcover.cli import conclusions
 from fedcover.cli.options import (
     Data,
     Deterministic,
@@ -172,6 +173,7 @@ def demo(
         "accuracy: the assembled full model; one device: the largest part that a single device holds;\n"
         "coverage: fewest clients that trained any parameter in a round, and over ten rounds;\n"
         f"noise: share of the weights' energy cut away; parameters: mean per client. Run folders: {chosen}\n"
+        f"{conclusions.of_sweep({run.experiment.name: [run.summary['accuracy']] for run in results})}\n"
         "One seed and 360 test images: a difference under a point says nothing.\n"
         f"All of it to look at, and who trained what in every round: {page}"
     )
@@ -215,4 +217,4 @@ def _show_result(result: Run, plot: Path | None, json: bool) -> None:
     if json:
         return console.show_json(summary)
     console.table(result.experiment.name, ["figure", "value"], [[k, v] for k, v in summary.items()])
-    return None
+    return print(conclusions.of_run(summary))

@@ -70,4 +70,4 @@ def history_(
         return write_atomically(output, text.encode())
     columns = ["run", "round", "accuracy", "loss", "train_loss", "gamma_round", "gamma_window", "delta2_mean"]
     console.table("every round", columns, [[row.get(column) for column in columns] for row in found])
-    return None
+    return print(f"rounds: {len(found)}, runs: {len({row['run'] for row in found})}")

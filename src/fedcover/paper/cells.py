@@ -233,4 +233,4 @@ def quick(cell: Cell) -> Cell:
         "calibration": 100,
         "local_every": None,
     }
-    return replace(cell, id=f"{cell.id}-quick", experiment=full.model_copy(update=small))
+    return replace(cell, id=f"digits-as-{cell.id}", experiment=full.model_copy(update=small))
