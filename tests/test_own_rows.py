@@ -1,5 +1,7 @@
 """Clients' rows that stay on their nodes: what is said of them, and what is refused; without Flower."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
@@ -63,19 +65,39 @@ def test_labels_travel_bit_by_bit(tmp_path_factory, known):
     assert list(read_holdings(told_of(str(path)))) == expected
 
 
+def counts(*numbers):
+    return np.array(numbers, "<u4").tobytes()
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
-        *({"samples": [count]} for count in (0, -1, MOST_SAMPLES + 1, True, 1.5)), {"samples": [1, 2]}, {"samples": []},
-        *({"labels": [bits]} for bits in (b"", bytes(MOST_LABELS // 8 + 1), "\x80")), {"shape": [0]}, {"shape": [2.0]},
+        *({"samples": counts(count)} for count in (0, MOST_SAMPLES + 1, 2**32 - 1)), {"samples": counts(1, 2)},
+        {"samples": b""}, {"samples": b"123"}, {"samples": [3]}, {"samples": "3333"}, {"shape": [0]}, {"shape": [2.0]},
+        *({"labels": bits} for bits in (b"", bytes(MOST_LABELS // 8 + 1), "\x80", [b"\x80"])), {"shape": [1] * 100},
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_is_not_believed(wrong):
-    honest = {"samples": [3], "labels": [b"\x80"], "shape": [2]}
-    assert read_holdings(honest) == (Holding(3, (0,), (2,)),)
-    assert read_holdings({}) == ()
-    with pytest.raises(ValueError, match=r"rows|labels|zip|shape"):
+    honest = {"samples": counts(3), "labels": b"\x80", "shape": [2]}
+    assert list(read_holdings(honest)) == [Holding(3, (0,), (2,))]
+    assert not read_holdings({})
+    with pytest.raises(ValueError, match=r"rows|labels|shape"):
         read_holdings({**honest, **wrong})
+
+
+@pytest.mark.parametrize("clients", [134, 100_000])
+def test_what_a_node_tells_is_refused_in_at_most_twice_its_bytes(clients):
+    """Few clients with all the labels that there can be, or very many, where two are wanted."""
+    told = {"samples": counts(*[1] * clients), "labels": b"\xff" * (2**20 // clients * clients), "shape": [4]}
+    roster = Roster(wanted=Wanted(3, 2, (4,)))
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidValue, match="rows must be of 2 owners"):
+            roster.add(Introduction(7, 0, 2, None, "v", read_holdings(told)))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 * (len(told["samples"]) + len(told["labels"]))
 
 
 def test_rows_of_no_owner_are_of_one(tmp_path):

@@ -10,7 +10,7 @@ from fedcover.flower.processes import local
 HERE = Path(__file__).parent
 NEED_FLOWER = (
     "test_forgetting.py", "test_node_answers.py", "test_node_parts.py", "handmade.py", "small_device.py",
-    "test_small_devices.py", "test_strategy.py", "test_loopback.py",
+    "test_introductions.py", "test_small_devices.py", "test_strategy.py", "test_loopback.py",
 )  # fmt: skip
 
 

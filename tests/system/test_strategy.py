@@ -175,7 +175,7 @@ def test_any_pieces_of_a_reply_are_read_or_refused():
             name = chance.choice(list(contents))
             contents[name] = damaged(contents[name], whole, chance)
         try:
-            found = _opened(_Arriving(reply.object_id, [], 4096, contents))
+            found = _opened(_Arriving(reply.object_id, [], 4096, 256, contents))
             if isinstance(found, Message):
                 for answer in read_answers(found):
                     unbundle(answer.parcel)
@@ -206,12 +206,12 @@ def test_a_reply_of_records_only_or_of_one_tensor_many_times_is_too_large():
     message = ordered(with_norms(), 0.5)
     many = Message(RecordDict({"report": ConfigRecord({"x": [1] * 100_000})}), reply_to=message)
     with pytest.raises(TooLarge, match="not tensors"):
-        _opened(_Arriving(many.object_id, [], 4096, pieces(many)))
+        _opened(_Arriving(many.object_id, [], 4096, 256, pieces(many)))
     fine = Message(RecordDict({"report": ConfigRecord({"x": [1] * 1000})}), reply_to=message)
-    assert isinstance(_opened(_Arriving(fine.object_id, [], 4096, pieces(fine))), Message)
+    assert isinstance(_opened(_Arriving(fine.object_id, [], 4096, 256, pieces(fine))), Message)
     disguised = {many.object_id: b"ArrayChunk " + b"," * 200_000 + b" 1\x00x"}  # a head that is long itself
     with pytest.raises(TooLarge, match="not tensors"):
-        _opened(_Arriving(many.object_id, [], 4096, disguised))
+        _opened(_Arriving(many.object_id, [], 4096, 256, disguised))
 
 
 def pieces(message):

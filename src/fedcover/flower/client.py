@@ -7,10 +7,11 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedcover.errors import FedcoverError, InvalidValue
+from fedcover.flower.messages import COLUMN, COLUMNS, ROWS
 from fedcover.flower.places import introduction
 from fedcover.version import __version__
 
@@ -86,16 +87,22 @@ def _hello(message: Message, context: Context) -> Message:
 
         log.error("fedcover: the server does not take this node: %s", printable(str(refused["why"]))[:1000])
         return Message(RecordDict(), reply_to=message)
+    content = RecordDict()
     try:
         said = introduction(context.node_id, context.node_config, __version__)
         hello: dict[str, Any] = {"place": said.place, "places": said.places, "capacity": said.capacity or 0.0}
         if rows := context.node_config.get("rows"):
             from fedcover.flower.rows import told_of
 
-            hello |= told_of(str(rows), scale=_tells_scale(context.node_config))
+            told = told_of(str(rows), scale=_tells_scale(context.node_config))
+            content[ROWS] = ArrayRecord({name: _array(told.pop(name)) for name in COLUMNS})
+            hello |= told
     except FedcoverError as error:
         log.error("fedcover: this node cannot take part: %s", error)
         hello = {"error": str(error)}
-    return Message(
-        RecordDict({"hello": ConfigRecord({"error": "", "version": __version__, **hello})}), reply_to=message
-    )
+    content["hello"] = ConfigRecord({"error": "", "version": __version__, **hello})
+    return Message(content, reply_to=message)
+
+
+def _array(column: bytes) -> Array:
+    return Array("uint8", (len(column),), COLUMN, column)

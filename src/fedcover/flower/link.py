@@ -32,7 +32,7 @@ from flwr.supercore.inflatable.inflatable_utils import (
 )
 
 from fedcover.errors import InvalidValue, printable
-from fedcover.flower.messages import QUERY
+from fedcover.flower.messages import COLUMNS, QUERY, ROWS
 from fedcover.flower.places import Introduction
 from fedcover.flower.rows import read_holdings
 from fedcover.flower.scales import Scale
@@ -41,9 +41,9 @@ log = logging.getLogger("fedcover")
 LISTING = 4 * 2**20
 """Most bytes of the list of a reply's pieces, which holds no tensors."""
 AROUND = 64 * 2**10
-"""Bytes around the tensors of a reply: its report, its names and Flower's envelope; large replies may have more."""
+"""Bytes around the tensors of a reply: its report, its names and Flower's envelope; large answers may have more."""
 TELLING = 16 * 2**20
-"""What an introduction is allowed that tells of clients' rows: a sixteenth, a megabyte, may be records of that."""
+"""Bytes of what an introduction tells of clients' rows."""
 GRACE = 10.0
 """Seconds that Flower keeps a message beyond our deadline, so that it is ours that ends a round and says `late`."""
 HEARING = 60.0
@@ -116,7 +116,8 @@ class Link:
         look_around = time.monotonic() + LOOK_AROUND
         while waiting and time.monotonic() < end:
             for asked, node in list(waiting.items()):
-                reply = self._reply(asked, arriving, allowed[node], end)
+                bare = messages[node].metadata.message_type == QUERY
+                reply = self._reply(asked, arriving, allowed[node], end, 0 if bare else allowed[node] // 16)
                 if reply is not None:
                     found[waiting.pop(asked)] = reply
             if waiting and time.monotonic() > look_around:
@@ -132,7 +133,9 @@ class Link:
         }
         return found | late
 
-    def _reply(self, asked: str, arriving: dict[str, "_Arriving"], allowed: int, end: float) -> Message | Failed | None:
+    def _reply(
+        self, asked: str, arriving: dict[str, "_Arriving"], allowed: int, end: float, records: int
+    ) -> Message | Failed | None:
         """The reply to a message, if it is complete; what has come of it so far is kept in `arriving`.
 
         Asked for one by one: Flower tells of a reply only once, so a list that is refused for the length of one node's
@@ -141,7 +144,7 @@ class Link:
         if not hasattr(self._inner, "_runtime_client"):  # Flower's simulation, where all is one process
             return next((_usable(message) for message in self._grid.pull_messages([asked])), None)
         try:
-            if asked not in arriving and (begun := self._begun(asked, allowed)):
+            if asked not in arriving and (begun := self._begun(asked, allowed, records)):
                 arriving[asked] = begun
             if asked not in arriving or not self._fetched(arriving[asked], min(end, time.monotonic() + TURN)):
                 return None
@@ -156,14 +159,14 @@ class Link:
             self._confirm(arriving.pop(asked).id)  # Flower may forget it now
         return reply
 
-    def _begun(self, asked: str, allowed: int) -> "_Arriving | None":
+    def _begun(self, asked: str, allowed: int, records: int) -> "_Arriving | None":
         """The reply that a node has begun to send: the ids of its pieces, no content yet."""
         client = self._inner._runtime_client
         with _at_most(client, LISTING):
             listed = client.PullMessages(PullAppMessagesRequest(message_ids=[asked]))
         for envelope, tree in zip(listed.messages_list, listed.message_object_trees, strict=True):
             if envelope.metadata.reply_to_message_id == asked:
-                return _Arriving(envelope.metadata.message_id, _ids(tree), allowed)
+                return _Arriving(envelope.metadata.message_id, _ids(tree), allowed, records)
         return None
 
     def _fetched(self, arriving: "_Arriving", end: float) -> bool:
@@ -188,11 +191,15 @@ class Link:
 
 @dataclass
 class _Arriving:
-    """A reply on its way: the pieces that are still missing, and the bytes of those that have come."""
+    """A reply on its way: the pieces that are still missing, and the bytes of those that have come.
+
+    `records` are the bytes, beside those around any reply, that need not be tensors.
+    """
 
     id: str
     missing: list[str]
     allowed: int
+    records: int
     contents: dict[str, bytes] = field(default_factory=dict)
     left: int = field(init=False)
 
@@ -232,8 +239,8 @@ def _put_together(arrived: _Arriving) -> Message:
         if _TENSOR.match(content):
             continue
         around += len(content)
-        if around > AROUND + arrived.allowed // 16:
-            raise TooLarge(f"more than {AROUND + arrived.allowed // 16} bytes that are not tensors")
+        if around > AROUND + arrived.records:
+            raise TooLarge(f"more than {AROUND + arrived.records} bytes that are not tensors")
         kind, pieces, _ = get_object_head_values_from_object_content(content)
         if kind == "Array":
             named = json.loads(get_object_body(content, Array))["arraychunk_ids"]
@@ -283,7 +290,9 @@ def _introduced(node: int, reply: Message) -> Introduction | Failed:
         wrong = type(place) is not int or type(places) is not int or not 0 <= place < places
         if wrong or type(capacity) is not float or not 0 <= capacity <= 1 or type(version) is not str:
             return Failed("rejected", "its introduction makes no sense")
-        holdings, scale = read_holdings(said), Scale.read(said.get("scale"))
+        rows: Any = reply.content.array_records.get(ROWS, {})
+        told = {name: rows[name].data for name in COLUMNS if rows}
+        holdings, scale = read_holdings({**told, "shape": said["shape"]} if told else {}), Scale.read(said.get("scale"))
     except (KeyError, TypeError, ValueError):
         return Failed("rejected", "its introduction lacks what one must have")
     return Introduction(node, place, places, capacity or None, version, holdings, scale)

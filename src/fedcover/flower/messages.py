@@ -11,6 +11,8 @@ from fedcover.errors import InvalidValue
 
 TASK, PARTS, REPORT, ANSWERS, OWN = "task", "parts", "report", "answers", "own"
 BUNDLE = "fedcover.bundle"
+ROWS, COLUMN, COLUMNS = "rows", "fedcover.column", ("samples", "labels")
+"""Where an introduction tells of clients' rows, how, and what: as bytes, because Python makes no more of them."""
 TRAIN, QUERY, EVALUATE = "train", "query", "evaluate"
 
 

@@ -28,7 +28,7 @@ class Introduction:
     places: int
     capacity: float | None
     version: str
-    holdings: tuple["Holding", ...] = ()
+    holdings: Sequence["Holding"] = ()
     scale: Scale | None = None
 
 

@@ -1,6 +1,6 @@
 """Clients' rows that stay on their node: what it says of them, what the server reads from that, what it trains on."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from typing import Any
 
@@ -19,6 +19,8 @@ from fedcover.types import Dataset, Samples, Source
 
 MOST_LABELS, MOST_SAMPLES = 2**16, 10**9
 """Beyond these a node does not tell of rows, and is not believed."""
+MOST_AXES = 64
+_COUNT = np.dtype("<u4")
 
 
 def told_of(path: str, *, scale: bool = True) -> dict[str, Any]:
@@ -30,7 +32,11 @@ def told_of(path: str, *, scale: bool = True) -> dict[str, Any]:
     found = holdings_of(samples, owner)
     known = scale_of(samples.x) if scale else None
     about = {} if known is None else {"scale": list(astuple(known))}
-    told = {"samples": [one.samples for one in found], "labels": [_bits(one.labels) for one in found]}
+    labels = np.zeros((len(found), -(-(1 + max(max(one.labels) for one in found)) // 8) * 8), bool)
+    for row, one in enumerate(found):
+        labels[row, list(one.labels)] = True
+    samples_N = np.array([one.samples for one in found], _COUNT)
+    told = {"samples": samples_N.tobytes(), "labels": np.packbits(labels, axis=1).tobytes()}
     return {**told, "shape": list(found[0].shape), **about}
 
 
@@ -60,30 +66,45 @@ def holdings_of(samples: Samples, owner: Tensor) -> tuple[Holding, ...]:
     return tuple(Holding(len(y), tuple(torch.unique(y).tolist()), shape) for y in each)
 
 
-def _bits(labels: tuple[int, ...]) -> bytes:
-    return np.packbits(np.bincount(labels) > 0).tobytes()
+class Holdings(Sequence[Holding]):
+    """What a node says of its clients' rows, kept as it came: as objects it would be hundreds of times as large."""
+
+    def __init__(self, samples_N: np.ndarray, bits_NB: np.ndarray, shape: tuple[int, ...]) -> None:
+        self._samples_N, self._bits_NB, self._shape = samples_N, bits_NB, shape
+
+    def __len__(self) -> int:
+        """The number of clients."""
+        return len(self._samples_N)
+
+    def __getitem__(self, place: Any) -> Any:
+        """One client's."""
+        labels = np.flatnonzero(np.unpackbits(self._bits_NB[place]))
+        return Holding(int(self._samples_N[place]), tuple(labels.tolist()), self._shape)
 
 
-def read_holdings(told: Mapping[str, Any]) -> tuple[Holding, ...]:
+def read_holdings(told: Mapping[str, Any]) -> Sequence[Holding]:
     """What `told_of` says, as the server knows it; refused if it makes no sense.
 
-    >>> read_holdings({"samples": [7], "labels": [np.packbits([1, 0, 1]).tobytes()], "shape": [8]})
-    (Holding(samples=7, labels=(0, 2), shape=(8,)),)
+    >>> told = {"samples": np.array([7], "<u4").tobytes(), "labels": np.packbits([1, 0, 1]).tobytes(), "shape": [8]}
+    >>> list(read_holdings(told))
+    [Holding(samples=7, labels=(0, 2), shape=(8,))]
     """
     if "samples" not in told:
         return ()
-    shape = tuple(told["shape"])
-    if not all(type(size) is int and size > 0 for size in shape):
+    samples, labels, shape = told["samples"], told["labels"], tuple(told["shape"])
+    if len(shape) > MOST_AXES or not all(type(size) is int and size > 0 for size in shape):
         raise ValueError("no shape")
-    return tuple(_holding(*row, shape) for row in zip(told["samples"], told["labels"], strict=True))
-
-
-def _holding(count: object, bits: object, shape: tuple[int, ...]) -> Holding:
-    if type(count) is not int or not 1 <= count <= MOST_SAMPLES:
-        raise ValueError("no count of rows")
-    if not isinstance(bits, bytes) or not 0 < len(bits) <= MOST_LABELS // 8:
-        raise ValueError("no labels, or too many")
-    return Holding(count, tuple(np.flatnonzero(np.unpackbits(np.frombuffer(bits, np.uint8))).tolist()), shape)
+    if not isinstance(samples, bytes) or not samples or len(samples) % _COUNT.itemsize:
+        raise ValueError("no counts of rows")
+    samples_N = np.frombuffer(samples, _COUNT)
+    if not 1 <= samples_N.min() <= samples_N.max() <= MOST_SAMPLES:
+        raise ValueError("no counts of rows")
+    if not isinstance(labels, bytes) or not labels or len(labels) % len(samples_N):
+        raise ValueError("no labels")
+    bits_NB = np.frombuffer(labels, np.uint8).reshape(len(samples_N), -1)
+    if bits_NB.shape[1] > MOST_LABELS // 8:
+        raise ValueError("too many labels")
+    return Holdings(samples_N, bits_NB, shape)
 
 
 def wanted_of(source: Source, clients: int) -> Wanted:

@@ -1,0 +1,61 @@
+"""Introductions as Flower carries them: what a node tells comes through, and what is too much is refused unread."""
+
+import tracemalloc
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.task_identity import TaskIdentity
+
+from fedcover.flower.client import _hello
+from fedcover.flower.link import TELLING, TooLarge, _Arriving, _introduced, _opened
+from fedcover.flower.messages import QUERY
+from fedcover.sources import Holding
+from fedcover.version import __version__
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The question of who a node is."""
+    for name in ("task_id", "run_id", "node_id"):
+        monkeypatch.setattr(TaskIdentity, f"_{name}", 1, raising=False)
+    return Message(RecordDict({"hello": ConfigRecord()}), dst_node_id=7, message_type=QUERY, ttl=60.0)
+
+
+def arriving(reply):
+    contents = {id: piece.deflate() for id, piece in get_all_nested_objects(reply).items()}
+    return _Arriving(reply.object_id, [], TELLING, 0, contents)
+
+
+def test_what_a_node_tells_of_its_rows_arrives(asked, tmp_path):
+    rows = {"train_x": np.zeros((5, 4), np.float32), "train_y": np.array([0, 9, 9, 2, 0])}
+    np.savez(tmp_path / "mine.npz", **rows, train_owner=np.array([1, 1, 1, 2, 2]))
+    config = {"partition-id": 0, "num-partitions": 2, "rows": str(tmp_path / "mine.npz")}
+    reply = _hello(asked, SimpleNamespace(node_id=7, node_config=config))
+    found = _introduced(7, _opened(arriving(reply)))
+    assert list(found.holdings) == [Holding(3, (0, 9), (4,)), Holding(2, (0, 2), (4,))]
+
+
+FLOODS = {
+    "numbers": {"samples": [1] * 1_100_000, "labels": [b"\x80"], "shape": [4]},
+    "labels": {"samples": [1] * 134, "labels": [b"\xff" * 8192] * 134, "shape": [4]},
+    "a text": {"more": "x" * 1_100_000},
+}
+
+
+@pytest.mark.parametrize("kind", FLOODS)
+def test_an_introduction_that_is_too_much_is_refused_in_twice_its_bytes(asked, kind):
+    hello = {"error": "", "version": __version__, "place": 0, "places": 2, "capacity": 1.0, **FLOODS[kind]}
+    arrived = arriving(Message(RecordDict({"hello": ConfigRecord(hello)}), reply_to=asked))
+    size = sum(map(len, arrived.contents.values()))
+    assert size > 1_000_000
+    tracemalloc.start()
+    try:
+        with pytest.raises(TooLarge, match="bytes that are not tensors"):
+            _opened(arrived)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < size
