@@ -41,7 +41,9 @@ def test_a_node_says_why_it_cannot_train(monkeypatch, there, train, said):
     orders = Orders(0, 0.1, 1, "", tuple(Order(n, 1.0, 0, encoded, 0, f"nonce{n}") for n in range(2)), (parcel,))
     monkeypatch.setattr(working, "read_orders", lambda message: orders)
     monkeypatch.setattr(working, "to_server", lambda message, answers: answers)
-    answers = working.train_module(None, SimpleNamespace(node_config={}), train, lambda: model(there))
+    answers = working.train_module(
+        SimpleNamespace(content={}), SimpleNamespace(node_config={}), train, lambda: model(there)
+    )
     assert [answer.client for answer in answers] == [0, 1]
     assert all(said in answer.error for answer in answers)
 

@@ -144,7 +144,7 @@ def answers(monkeypatch):
             lambda task, state, *rest: seen.append((task, state)) or train_client(task, state, *rest),
         )
         context = SimpleNamespace(node_config={}, node_id=7, state=RecordDict())
-        return working.train_clients(None, context), seen
+        return working.train_clients(SimpleNamespace(content={}), context), seen
 
     return answer
 
@@ -244,7 +244,7 @@ def test_a_function_of_ones_own_trains_the_part(monkeypatch, build):
                 parameter += 1
         return {"num-examples": 1, "loss": 0.0}
 
-    answers = working.train_module(None, SimpleNamespace(node_config={}), train, build)
+    answers = working.train_module(SimpleNamespace(content={}), SimpleNamespace(node_config={}), train, build)
     more = bundle({f"params/{name}": tensor.numpy() + 1 for name, tensor in wire.extract(params).items()})
     assert [(answer.error, answer.parcel) for answer in answers] == [("", more)] * 2
 

@@ -75,17 +75,13 @@ def to_node(node: int, orders: Orders, *, ttl: float, kind: str = TRAIN) -> Mess
 
 
 def read_orders(message: Message) -> Orders:
-    """The work that `to_node` wrote; the parcels are taken out of the message, so that they need not outlive their use.
-
-    A node holds one copy of what it is sent, and no other.
-    """
+    """The work that `to_node` wrote; without parcels where these have been taken out."""
     content = message.content
     task: Any = content.config_records[TASK]
-    parts = content.array_records[PARTS]
+    parts: Mapping[str, Array] = content.array_records.get(PARTS, {})
     columns = ("clients", "capacities", "slots", "encodings", "parcels", "nonces")
     rows = zip(*(task[column] for column in columns), strict=True)
     parcels = tuple(parts[str(place)].data for place in range(len(parts)))
-    del content[PARTS]
     return Orders(
         task["round"], task["lr"], task["threads"], task["experiment"],
         tuple(Order(*row) for row in rows), parcels, dict(content.config_records[OWN]),
@@ -93,9 +89,13 @@ def read_orders(message: Message) -> Orders:
 
 
 class Parcels:
-    """The parcels of a message, each kept until the last of the clients that share it has been given it."""
+    """The parcels of a message, each kept until the last of the clients that share it has been given it.
 
-    def __init__(self, orders: Orders) -> None:
+    They are taken out of the message, so that a node has one copy of what it is sent, and no longer than it needs it.
+    """
+
+    def __init__(self, message: Message, orders: Orders) -> None:
+        message.content.pop(PARTS, None)
         self._contents = dict(enumerate(orders.parcels))
         self._waiting = Counter(order.parcel for order in orders.orders)
 

@@ -39,7 +39,7 @@ log = logging.getLogger("fedcover")
 def train_clients(message: Message, context: Context) -> Message:
     """Train an experiment's clients that live on this node."""
     orders = read_orders(message)
-    parcels = Parcels(orders)
+    parcels = Parcels(message, orders)
     orders = replace(orders, parcels=())  # which would keep them
     own_pages()
     try:
@@ -147,7 +147,7 @@ def train_module(
 ) -> Message:
     """Let a user's own function train the sub-models of this node's clients."""
     orders = read_orders(message)
-    parcels = Parcels(orders)
+    parcels = Parcels(message, orders)
     orders = replace(orders, parcels=())  # which would keep them
     own_pages()
     model = hollow_or_whole(partial(whole_model, build), "model")
