@@ -11,6 +11,7 @@ import sys
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 import fedcover as fc
 from fedcover import history
@@ -20,6 +21,7 @@ from fedcover.folders import Folder
 from fedcover.reporting.gathering import gather
 from fedcover.reporting.page import page
 from fedcover.summary import read_lines
+from fedcover.watching import frame, look
 from tests.made_up import made_up_run, on_flower
 from tests.test_cli import fedcover, refused
 from tests.test_report import report
@@ -95,6 +97,24 @@ def test_whatever_a_line_says_the_page_is_made(data, tmp_path):
     assert page(gathered, "x")
     history.as_csv(history.rows(gathered.records))
     history.as_json(history.rows(gathered.records))
+    seen = look(folder)
+    Console(file=io.StringIO()).print(frame(seen))
+    json.dumps(seen.summary())
+
+
+HUGE = "9" * 400
+
+
+@pytest.mark.parametrize(
+    "figure", [f'"accuracy": {HUGE}', f'"gamma_round": {HUGE}', f'"seconds": {{"policy": {HUGE}}}']
+)
+def test_a_number_that_no_run_can_have_counted_is_not_shown(figure, tmp_path):
+    folder = made_up_run(tmp_path / "run")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(f'{{"round": 5, {figure}}}\n')
+    shown = io.StringIO()
+    Console(file=shown).print(frame(look(folder)))
+    assert "9" * 20 not in shown.getvalue()
 
 
 # ── shown as text ───────────────────────────────────────────────────────────────────────────────────────

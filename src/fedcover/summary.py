@@ -131,7 +131,16 @@ def is_whole(line: Mapping[str, Any]) -> bool:
 
 
 def _numbers(values: Iterable[object]) -> bool:
-    return all(isinstance(value, float) or (isinstance(value, int) and abs(value) < _MOST) for value in values)
+    return all(map(is_number, values))
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a number that a run may have written.
+
+    >>> is_number(0.5), is_number(10**400), is_number("1")
+    (True, False, False)
+    """
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < _MOST)
 
 
 def _is_client(told: object) -> bool:

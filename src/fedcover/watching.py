@@ -18,7 +18,7 @@ from rich.text import Text
 from fedcover.console import as_table, output
 from fedcover.errors import printable
 from fedcover.folders import Folder
-from fedcover.summary import EVENTS, UNANSWERED, WARNED, read_events, read_lines
+from fedcover.summary import EVENTS, UNANSWERED, WARNED, is_number, read_events, read_lines
 
 ROUNDS_SHOWN, TROUBLE_SHOWN, CURVE = 10, 8, 60
 _BARS = "▁▂▃▄▅▆▇█"
@@ -121,11 +121,12 @@ def look(path: Path) -> Look:
 
 def _trusted(line: Line) -> Line:
     seconds = line.get("seconds")
-    timed = isinstance(seconds, dict) and all(isinstance(s, int | float) for s in seconds.values())
+    timed = isinstance(seconds, dict) and all(map(is_number, seconds.values()))
     return {
         key: value
         for key, value in line.items()
         if (timed if key == "seconds" else isinstance(value, _SHOWN.get(key, object)))
+        and not (isinstance(value, int) and not is_number(value))
         and not (key in _SHOWN and isinstance(value, float) and not math.isfinite(value))
     }
 
