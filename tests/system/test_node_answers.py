@@ -1,13 +1,16 @@
 """What a node answers when its work fails: a reason for each client, never a traceback for all."""
 
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
+from flwr.app import Message, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
 from torch import nn
 
 import fedcover as fc
-from fedcover.flower import engine, working
+from fedcover.flower import engine, link, working
 from fedcover.flower.link import Failed
 from fedcover.flower.messages import Order, Orders
 from fedcover.flower.parcels import as_sent, bundle, headed, kept
@@ -67,21 +70,59 @@ class Scripted:
         return {node: late if node in self.silent else "unreadable" for node in messages}
 
 
+class Restarting:
+    """A grid of three nodes: one answers late, one was restarted and answers only what came after, one is slow."""
+
+    _runtime_client = None
+
+    def __init__(self):
+        self.sent, self.replies = [], {}
+
+    def get_node_ids(self):
+        return [7, 8, 9]
+
+    def push_messages(self, messages):
+        (message,) = messages
+        node, id = message.metadata.dst_node_id, f"m{len(self.sent)}"
+        self.sent.append((node, message.metadata.message_type))
+        tasks = [kind for to, kind in self.sent if to == node]
+        if node == 8 and tasks == ["train", "query"]:
+            self.replies[id] = message
+        if node == 7 and tasks == ["train", "query"]:  # its answer to the task comes before that to what came later
+            self.replies |= {"m0": message, id: message}
+        return [id]
+
+
+def test_a_node_that_was_restarted_under_its_key_does_not_hold_up_the_round(monkeypatch):
+    monkeypatch.setattr(link, "PROBE", 0.05)
+    monkeypatch.setattr(link, "POLL", 0.02)
+    for name in ("_task_id", "_run_id", "_node_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)
+    monkeypatch.setattr(link.Link, "_reply", lambda self, asked, *_: self._grid.replies.get(asked))
+    grid = Restarting()
+    messages = {node: Message(RecordDict(), dst_node_id=node, message_type="train", ttl=60.0) for node in (7, 8, 9)}
+    found = link.Link(grid).exchange(messages, patience=1.0, allowed=dict.fromkeys(messages, 0))
+    assert isinstance(found[7], Message)
+    assert found[8] == Failed("lost", link.RESTARTED)
+    assert found[9] == Failed("late", "no answer in 1 s")
+    assert Counter(grid.sent) == Counter([(node, kind) for node in (7, 8, 9) for kind in ("train", "query")])
+
+
 def test_a_node_that_does_not_answer_loses_its_place(monkeypatch):
     """While it is silent the next one that claims the place gets the work; one that answers keeps its place."""
     monkeypatch.setattr(engine, "to_node", lambda node, orders, ttl: orders)
     monkeypatch.setattr(engine, "read_answers", lambda reply: [])
     setup, state = world("mlp")
     work = [(client, Masks({})) for client in cohort_of(setup, 0)]
-    link = Scripted(silent=[8])
+    scripted = Scripted(silent=[8])
     terms = engine.Terms("", setup.clients, deadline=1.0)
-    train = engine.FlowerEngine(link, Roster(), terms, engine.Events(None))
+    train = engine.FlowerEngine(scripted, Roster(), terms, engine.Events(None))
     assert {place_of(client.id, setup.clients, 2) for client, _ in work} == {0, 1}
     train(setup.task, state, work, 0.1)
     train(setup.task, state, work, 0.1)
     train(setup.task, state, work, 0.1)
-    assert link.asked == [[7, 8], [7, 9], [7, 9]]
-    link.silent = {9}
+    assert scripted.asked == [[7, 8], [7, 9], [7, 9]]
+    scripted.silent = {9}
     train(setup.task, state, work, 0.1)
     train(setup.task, state, work, 0.1)
-    assert link.asked[3:] == [[7, 9], [7, 8]]
+    assert scripted.asked[3:] == [[7, 9], [7, 8]]

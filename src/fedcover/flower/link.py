@@ -9,7 +9,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +51,9 @@ HEARING = 60.0
 POLL, TURN, LOOK_AROUND = 0.25, 1.0, 3.0
 """Seconds between two looks for replies, for one reply before it is the next one's turn, and between two looks for who
 is still there."""
+PROBE = 20.0
+"""Seconds after which a node that has not answered is asked whether it still works on its task."""
+RESTARTED = "the node has been started again, and knows nothing of its task"
 _TENSOR = re.compile(rb"ArrayChunk  \d{1,12}\0")
 """How Flower begins a piece that is nothing but a part of a tensor."""
 
@@ -61,6 +64,16 @@ class Failed:
 
     event: str
     why: str
+
+
+@dataclass
+class _Probes:
+    """Who has been asked whether it works, when the others are, and until when an answer is of use."""
+
+    due: float
+    end: float
+    out: dict[int, str] = field(default_factory=dict)
+    arriving: dict[str, "_Arriving"] = field(default_factory=dict)
 
 
 class TooLarge(Exception):
@@ -114,10 +127,14 @@ class Link:
             else:
                 found[node] = Failed("lost", "the SuperLink did not take the message: the node has gone")
         look_around = time.monotonic() + LOOK_AROUND
+        probes = _Probes(time.monotonic() + PROBE, end)
         while waiting and time.monotonic() < end:
+            idle = self._idle(probes, waiting.values())
             for asked, node in list(waiting.items()):
                 bare = messages[node].metadata.message_type == QUERY
                 reply = self._reply(asked, arriving, allowed[node], end, 0 if bare else allowed[node] // 16)
+                if reply is None and node in idle and asked not in arriving:
+                    reply = Failed("lost", RESTARTED)
                 if reply is not None:
                     found[waiting.pop(asked)] = reply
             if waiting and time.monotonic() > look_around:
@@ -132,6 +149,33 @@ class Link:
             for asked, node in waiting.items()
         }
         return found | late
+
+    def _idle(self, probes: "_Probes", nodes: Iterable[int]) -> set[int]:
+        """The nodes that do not work on what they were sent.
+
+        A SuperNode takes its messages one after another, and gives its answer to one before it takes the next. So who
+        answers a later message has lost the earlier one: it was killed, and has come back under its key.
+        """
+        if not hasattr(self._inner, "_runtime_client"):  # Flower's simulation takes messages as they come
+            return set()
+        if time.monotonic() > probes.due:
+            probes.due = time.monotonic() + PROBE
+            for node in set(nodes) - probes.out.keys():
+                ask = Message(
+                    RecordDict({"hello": ConfigRecord()}), dst_node_id=node, message_type=QUERY,
+                    ttl=max(1.0, probes.end - time.monotonic()) + GRACE,
+                )  # fmt: skip
+                for taken in self._grid.push_messages([ask]):
+                    if taken:
+                        probes.out[node] = taken
+        idle = set()
+        for node, asked in list(probes.out.items()):
+            reply = self._reply(asked, probes.arriving, 0, probes.end, 0)
+            if reply is not None:
+                del probes.out[node]
+            if isinstance(reply, Message) or (isinstance(reply, Failed) and reply.event == "rejected"):
+                idle.add(node)
+        return idle
 
     def _reply(
         self, asked: str, arriving: dict[str, "_Arriving"], allowed: int, end: float, records: int
