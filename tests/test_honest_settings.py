@@ -14,7 +14,7 @@ from fedcover.errors import InvalidValue
 from fedcover.export import export
 from fedcover.models import Scaler
 from fedcover.preparation import Parts, prepare
-from fedcover.reduction import Masks, Slices
+from fedcover.reduction import Masks, Slices, windows
 
 SMALL = {"clients": 20, "active": 4, "rounds": 1, "epochs": 1}
 HERE = fc.Machine("sequential", "cpu", 1)
@@ -252,6 +252,42 @@ def test_where_parts_cannot_be_cut_it_is_said_how_much_devices_hold(caplog):
         prepared(net(), policy="rolling", fleet="1x1.0 + 1x0.5")
         prepared(stiff, policy="rolling", fleet="1x1.0 + 1x0.9", capacity="parameters")
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("own", "fields"),
+    [
+        (net(nn.BatchNorm1d(16)), {}),
+        (net(nn.BatchNorm1d(16)), {"norm": "tracked"}),
+        (None, {"model": "wide_resnet(depth=10, widen=1)", "norm": "tracked"}),
+        (None, {"model": "mlp(hidden=[16])", "recipe": "fedmask"}),
+    ],
+    ids=["traced", "tracked", "declared", "fedmask"],
+)
+def test_a_policy_sees_no_cut_of_a_tensor_that_it_does_not_see(own, fields):
+    def half(view):
+        assert all(cut.tensor in view.params for group in view.groups for cut in group.cuts)
+        seen.update(cut.tensor for group in view.groups for cut in group.buffers)
+        return [windows(view.groups, 0.5)] * len(view.cohort)
+
+    seen = set()
+    data = {"dataset": "synthetic(shape=(3, 8, 8), classes=3, samples=7, test_size=50)"} if "norm" in fields else {}
+    data = data if own is None else {}
+    run = fc.run(fc.Experiment(**SMALL, **fields, **data, fleet="1x0.5"), model=own, policy=half, machine=HERE)
+    assert seen
+    assert run.state.round == 1
+    if fields.get("norm") == "tracked":
+        assert any(name.endswith("running_mean") for name in run.state.statistics["all"])
+
+
+def test_a_policy_may_cut_the_groups_that_tracing_gave():
+    module = net(nn.BatchNorm1d(16))
+    model = fc.Model(module, fc.trace(module, torch.randn(4, 1, 8, 8)))
+    experiment = fc.Experiment(**SMALL, fleet="1x0.5")
+    run = fc.run(
+        experiment, model=model, machine=HERE, policy=lambda view: [windows(model.groups, 0.5)] * len(view.cohort)
+    )
+    assert run.submodel(0.5)[2].running_mean.shape == (8,)
 
 
 def test_a_module_is_traced_on_enough_rows_for_a_batch_norm():

@@ -1,7 +1,8 @@
 """Which slices of which tensors are cut together, and where a group's kept units lie in each tensor."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 from math import floor
 
 import torch
@@ -36,9 +37,26 @@ def cuts_by_tensor(groups: Sequence[UnitGroup]) -> dict[str, list[tuple[UnitGrou
     """For each tensor that any group cuts, the groups and cuts that meet in it."""
     meeting: dict[str, list[tuple[UnitGroup, Cut]]] = defaultdict(list)
     for group in groups:
-        for cut in group.cuts:
+        for cut in (*group.cuts, *group.buffers):
             meeting[cut.tensor].append((group, cut))
     return dict(meeting)
+
+
+def told_apart(groups: Sequence[UnitGroup], params: Container[str]) -> tuple[UnitGroup, ...]:
+    """The groups with the cuts of parameters in `cuts`, and those of what is none (norm statistics) in `buffers`.
+
+    >>> whole = UnitGroup("conv", 2, (Cut("conv.weight", 0), Cut("norm.running_mean", 0)))
+    >>> (group,) = told_apart([whole], ["conv.weight"])
+    >>> [cut.tensor for cut in group.cuts], [cut.tensor for cut in group.buffers]
+    (['conv.weight'], ['norm.running_mean'])
+    """
+
+    def apart(group: UnitGroup) -> UnitGroup:
+        every = (*group.cuts, *group.buffers)
+        cuts = tuple(cut for cut in every if cut.tensor in params)
+        return replace(group, cuts=cuts, buffers=tuple(cut for cut in every if cut.tensor not in params))
+
+    return tuple(map(apart, groups))
 
 
 def check(groups: Sequence[UnitGroup], tensors: Mapping[str, Tensor]) -> None:
@@ -50,7 +68,7 @@ def check(groups: Sequence[UnitGroup], tensors: Mapping[str, Tensor]) -> None:
             raise InvalidValue(f"group {group.name!r}: size must be at least 1; got {group.size}")
         if names.count(group.name) > 1:
             raise InvalidValue(f"group {group.name!r}: another group has the same name")
-        for cut in group.cuts:
+        for cut in (*group.cuts, *group.buffers):
             where = f"group {group.name!r}, cut of {cut.tensor!r}"
             if cut.tensor not in tensors:
                 raise InvalidValue(f"{where}: the model has no such tensor")

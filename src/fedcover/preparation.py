@@ -227,8 +227,9 @@ def as_model(
         raise InvalidValue(f"model must be an nn.Module or a fedcover Model; got {type(built).__name__}")
     check_parameters(module)
     module = with_statistics(module)
+    params = dict(module.named_parameters())
     if isinstance(built, Model):
-        return replace(built, module=module)
+        return replace(built, module=module, groups=groups.told_apart(built.groups, params))
     if is_hollow(module):
         raise Unsuitable("its groups are found by tracing, which computes with its values")
     draw, size, floats = rng.generator(0, "example"), (ROWS, *shape), dtype.is_floating_point
@@ -240,17 +241,17 @@ def as_model(
             raise InvalidValue(f"{error}{other_types(module, dtype)}") from error
         found = ()
     along = {(each.tensor, each.axis) for group in found for each in group.cuts}
-    weights = {name: p for name, p in module.named_parameters() if p.ndim > 1}
+    weights = {name: p for name, p in params.items() if p.ndim > 1}
     prunable = tuple(n for n, p in weights.items() if (n, 0) in along and (p.ndim == 2 or (n, 1) in along))
     classifier = tuple(
         name
-        for name, p in module.named_parameters()
+        for name, p in params.items()
         if p.ndim
         and p.shape[0] == classes
         and (name, 0) not in along
         and isinstance(module.get_submodule(name.rpartition(".")[0]), nn.Linear | nn.modules.conv._ConvNd)
     )
-    return Model(module, found, prunable, classifier)
+    return Model(module, groups.told_apart(found, params), prunable, classifier)
 
 
 def build_recipe(experiment: Experiment) -> Recipe:

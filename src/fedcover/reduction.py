@@ -56,7 +56,7 @@ class Slices:
         return frozenset(
             cut.tensor
             for group in self.groups
-            for cut in group.cuts
+            for cut in (*group.cuts, *group.buffers)
             if cut.axis is None and cut.unit not in self.kept[group.name].tolist()
         )
 

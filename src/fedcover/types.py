@@ -103,7 +103,7 @@ class Count:
 class UnitGroup:
     """Units (neurons, channels, heads) that are kept or cut together, wherever they appear and are counted.
 
-    The units of a `nested` group stand on each other (stages of a network): only the first ones can be kept.
+    The units of a `nested` group stand on each other: only the first can be kept. `buffers`: cuts of norm statistics.
     """
 
     name: str
@@ -111,6 +111,7 @@ class UnitGroup:
     cuts: tuple[Cut, ...]
     nested: bool = False
     counts: tuple[Count, ...] = ()
+    buffers: tuple[Cut, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,9 +261,7 @@ class Recipe:
     loss: Callable[[Forward, Params, Batch, Carry], Tensor]
     start: Callable[["Assignment", Params], Carry] = lambda assignment, params: ()
     observe: Callable[[Carry, Params], Carry] = lambda carry, gradients: carry
-    finish: Callable[["Assignment", Forward, Params, Carry], Outcome] = lambda assignment, forward, params, carry: (
-        Outcome(params)
-    )
+    finish: Callable[["Assignment", Forward, Params, Carry], Outcome] = lambda _, forward, params, __: Outcome(params)
     model: Callable[[Model], Model] = lambda model: model
     exits: bool = False
     measures: Mapping[str, str] = field(default_factory=dict)

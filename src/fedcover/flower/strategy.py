@@ -75,6 +75,7 @@ class CoverageStrategy(Strategy):
             like = "fc.Model(module, fc.trace(module, example))"
             raise InvalidValue(f"model must be a fedcover Model, such as {like}; got {type(model).__name__}")
         groups.check(model.groups, tensors(model.module))
+        model = replace(model, groups=groups.told_apart(model.groups, dict(model.module.named_parameters())))
         if weights not in WEIGHTS:
             raise unknown("weights", weights, WEIGHTS)
         if capacity not in MEASURES:

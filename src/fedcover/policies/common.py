@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedcover.errors import InvalidValue
-from fedcover.groups import units_kept
+from fedcover.groups import told_apart, units_kept
 from fedcover.reduction import Masks, Slices, width_within
 from fedcover.types import Client, Params, Policy, Reduction, View
 from fedcover.wire import encode
@@ -108,7 +108,7 @@ def _wrong_with(view: View, part: Reduction) -> str | None:
     """What makes a part none of this model, in words."""
     if isinstance(part, Slices):
         sizes = {group.name: group.size for group in view.groups}
-        if part.groups != view.groups:
+        if part.groups != view.groups and told_apart(part.groups, view.params) != view.groups:
             return "a part of other groups than view.groups, which say what is cut"
         if part.kept.keys() != sizes.keys():
             return f"units of the groups {sorted(part.kept)}; this model has {sorted(sizes)}"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedcover.errors import InvalidValue
+from fedcover.groups import told_apart
 from fedcover.recipes.plain import cross_entropy
 from fedcover.types import Assignment, Carry, Cut, Forward, Model, Outcome, Params, Recipe, UnitGroup
 
@@ -81,7 +82,9 @@ def with_scores(model: Model) -> Model:
     return replace(
         model,
         module=module,
-        groups=tuple(_with_frozen(group, frozen) for group in model.groups),
+        groups=told_apart(
+            [_with_frozen(g, frozen) for g in model.groups], {name for name, _ in module.named_parameters()}
+        ),
         classifier=tuple(name for name in model.classifier if name in frozen),
     )
 
