@@ -102,12 +102,15 @@ def read(file: Found, experiment: str, device: torch.device | str) -> State:
     except (OSError, SafetensorError, ValueError, AttributeError, RecursionError) as error:
         raise RunError(f"checkpoint {file.path} cannot be read: {reason(error)}") from error
     if belongs != experiment:
-        raise RunError(f"checkpoint {file.path} belongs to another experiment: {belongs}")
+        raise RunError(f"checkpoint {file.path} belongs to another experiment: {belongs!r:.80}")
     if round != file.round:
-        raise RunError(f"checkpoint {file.path} holds round {round}, not {file.round} as its name says")
+        raise RunError(f"checkpoint {file.path} holds round {round!r:.80}, not {file.round} as its name says")
     if not isinstance(order, list) or sorted(map(str, order)) != sorted(values):
         raise RunError(f"checkpoint {file.path} does not say in which order its tensors are")
-    return _unflat({name: values[name].to(device) for name in order}, round)
+    try:
+        return _unflat({name: values[name].to(device) for name in order}, round)
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise RunError(f"checkpoint {file.path} holds tensors that are no state of a run") from error
 
 
 def _about(content: bytes) -> dict[str, Any]:

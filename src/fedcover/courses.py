@@ -9,10 +9,13 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import torch
+
 from fedcover import checkpoints, releases
 from fedcover.errors import RunError
 from fedcover.experiment import Experiment
 from fedcover.folders import Folder
+from fedcover.norms import running
 from fedcover.rounds import Report, Setup, first_state
 from fedcover.summary import Metrics
 from fedcover.types import Params, State
@@ -130,6 +133,34 @@ def refuse_another_model(folder: Folder, setup: Setup, state: State) -> None:
         if there.get(name) != here.get(name):
             told = f"has the shape {there[name]}, not {here.get(name, 'there')}" if name in there else "is missing"
             raise RunError(f"{folder.path} was made with another model: its {name!r} {told}")
+    complaint = complaint_about_state(setup, state)
+    if complaint:
+        raise RunError(f"{folder.path} was not written by this experiment: its checkpoint's {complaint}")
+
+
+def complaint_about_state(setup: Setup, state: State) -> str:
+    """What of a state, whose parameters have the model's shapes, no run of this experiment could have written."""
+    module = setup.task.model.module
+    if state.round > setup.rounds:
+        return f"round is {state.round}, and the experiment has {setup.rounds}"
+    for name, tensor in module.named_parameters():
+        if state.params[name].dtype != tensor.dtype:
+            return f"parameter {name!r} is of {state.params[name].dtype}, not {tensor.dtype}"
+    params, statistics = shapes_of(state.params), shapes_of(running(module))
+    for key, measured in state.measured.items():
+        if not shapes_of(measured).items() <= params.items():
+            return f"measurements {key!r} are not of this model's parameters"
+    for kind, trees, shapes in (("statistics", state.statistics, statistics), ("server state", state.server, params)):
+        for key, tensors in trees.items():
+            if shapes_of(tensors) != shapes:
+                return f"{kind} {key!r} is not of this model"
+    counted = [(counts, (torch.uint8, torch.int32)) for counts in state.coverage.window] + [
+        (state.coverage.ever, (torch.bool,))
+    ]
+    for counts, dtypes in counted:
+        if counts and (shapes_of(counts) != params or any(t.dtype not in dtypes for t in counts.values())):
+            return "counts are not of this model's parameters"
+    return ""
 
 
 def shapes_of(params: Params) -> dict[str, tuple[int, ...]]:

@@ -107,3 +107,15 @@ def refuse_linked(path: Path) -> None:
     """Complain if a file, or a folder inside of a run folder, is a link: what it points to would be written."""
     if path.is_symlink():
         raise RunError(f"{path} is a symbolic link, which is not followed")
+
+
+def refuse_irregular(path: Path) -> None:
+    """Complain about a pipe, a device or a folder where a file is named, also by a link: a pipe is waited for for ever.
+
+    >>> refuse_irregular(Path("/dev/null"))
+    Traceback (most recent call last):
+    ...
+    OSError: [Errno 22] it is no regular file: '/dev/null'
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fedcover import trust
 from fedcover.courses import shapes_of
-from fedcover.disk import write_atomically
+from fedcover.disk import refuse_irregular, write_atomically
 from fedcover.errors import InvalidValue, RunError, unknown
 from fedcover.experiment import Experiment
 from fedcover.models import tensors
@@ -112,6 +112,7 @@ def load_part(path: str | Path, *, model: Model | nn.Module | None = None) -> nn
 def _read(path: str | Path) -> tuple[_Header, dict[str, Tensor]]:
     """What an exported file says of itself, and its tensors."""
     try:
+        refuse_irregular(Path(path))
         with safe_open(path, framework="pt") as opened:
             about = json.loads((opened.metadata() or {}).get("fedcover", "{}"))
             values = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
