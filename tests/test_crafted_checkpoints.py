@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import struct
 import subprocess
 import sys
 
@@ -12,9 +13,26 @@ import torch
 
 import fedcover as fc
 from fedcover.errors import RunError
+from fedcover.export import export
 from tests.test_runs import only_the_cpu, tiny
+from tests.test_untrusted_files import with_header
 
 __all__ = ["only_the_cpu"]  # fixtures
+
+DRAW = (b"D" + struct.pack("<dQ", 0.5, 1)).hex()
+WINDOW = (b"W" + struct.pack("<II", 0, 3_000_000_000)).hex()
+LIMITED = """
+import resource, sys
+import fedcover
+from fedcover import export, hollow, submodel
+used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (now + 2**31,) * 2)
+try:
+    fedcover.load_part(sys.argv[1])
+finally:
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used)
+"""
 
 
 @pytest.fixture
@@ -108,3 +126,36 @@ def test_a_model_that_is_a_pipe_is_not_waited_for(tmp_path):
     words = [sys.executable, "-c", program, str(tmp_path / "part.safetensors")]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert "part.safetensors cannot be read: [Errno 22] it is no regular file" in ended.stderr
+
+
+@pytest.fixture
+def part(tmp_path):
+    run = fc.run(tiny(rounds=1))
+    export(run, 0.5, tmp_path / "part.safetensors")
+    return tmp_path / "part.safetensors"
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64, torch.float16, torch.float64], ids=str)
+def test_a_model_of_numbers_of_another_type_is_refused(dtype, part):
+    content = part.read_bytes()
+    about = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
+    values = {name: tensor.to(dtype) for name, tensor in safetensors.torch.load(content).items()}
+    part.write_bytes(safetensors.torch.save(values, metadata=about))
+    with pytest.raises(RunError, match="does not hold a part of model"):
+        fc.load_part(part)
+
+
+@pytest.mark.parametrize(
+    ("model", "units"),
+    [("mlp(hidden=[30000,30000])", ""), ("mlp(hidden=[4000000000])", ""), ("mlp(hidden=[3000000000])", DRAW),
+     ("mlp(hidden=[3000000000])", WINDOW), ("wide_resnet(depth=1000000000,widen=1)", ""),
+     ("lstm(hidden=100000)", ""), ("transformer(blocks=1000000000)", ""), ("transformer(heads=0)", "")],
+)  # fmt: skip
+def test_a_file_that_names_a_huge_model_takes_no_memory(model, units, part):
+    """In a process that may have 2 GiB more than it has before it reads the file."""
+    with_header(part, model=model, **({"reduction": units} if units else {}))
+    if not model.startswith(("mlp", "wide")):
+        with_header(part, shape=[64], integers=True)
+    ended = subprocess.run([sys.executable, "-c", LIMITED, part], capture_output=True, text=True, timeout=100)
+    assert "RunError" in ended.stderr.splitlines()[-1], ended.stderr
+    assert int(ended.stdout) < 256 * 2**10

@@ -1,7 +1,8 @@
 """Taking a model away: a safetensors file that says how to build the module again, or an ONNX file."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from fedcover.courses import shapes_of
 from fedcover.disk import refuse_irregular, write_atomically
 from fedcover.errors import InvalidValue, RunError, unknown
 from fedcover.experiment import Experiment
+from fedcover.hollow import Unsuitable, hollow
 from fedcover.models import tensors
 from fedcover.onnx_export import export_onnx
 from fedcover.preparation import as_model, build_model, build_recipe, cuts
@@ -27,6 +29,8 @@ from fedcover.wire import decode, encode
 
 _OF_THE_MODEL = ("model", "norm", "recipe", "absent_labels", "label_rows", "seed")
 """Fields of an experiment that say how its module is built; nothing is read of the others."""
+LEAST_UNITS = 2**20
+"""So many units any model may have, however little of it is left in a file."""
 _Size = Annotated[int, Field(ge=1, le=2**40)]
 
 
@@ -93,20 +97,43 @@ def load_part(path: str | Path, *, model: Model | nn.Module | None = None) -> nn
     dtype = torch.int64 if header.integers else torch.float32
     shape, classes = tuple(header.shape), header.classes
     if model is None:
-        whole = build_model(experiment, shape, classes, dtype)
+        try:
+            whole = _built_without_values(experiment, shape, classes, dtype)
+        except InvalidValue as error:
+            raise RunError(f"{path} is no model exported by fedcover: {error}") from error
     else:
         whole = build_recipe(experiment).model(as_model(model, shape, classes, dtype, cut=cuts(experiment)))
     params = dict(whole.module.named_parameters())
     try:
         masked = {name: params[name] for name in (whole.prunable if header.masked is None else header.masked)}
+        _refuse_sizes(whole, values)
         part = skeleton(whole.module, decode(bytes.fromhex(header.reduction), whole.groups, masked))
-        fitting = shapes_of(tensors(part)) == shapes_of(values)
+        wanted = tensors(part)
+        fitting = shapes_of(wanted) == shapes_of(values)
+        fitting = fitting and all(values[name].dtype == tensor.dtype for name, tensor in wanted.items())
     except (InvalidValue, KeyError):  # a reduction of another model
         fitting = False
     if not fitting:
-        wanted = "the given model" if model else f"model {experiment.model!r} (if it was made in Python, give it again)"
-        raise RunError(f"{path} does not hold a part of {wanted}")
+        other = "the given model" if model else f"model {experiment.model!r} (if it was made in Python, give it again)"
+        raise RunError(f"{path} does not hold a part of {other}")
     return fill(part, values).eval()
+
+
+def _built_without_values(experiment: Experiment, shape: tuple[int, ...], classes: int, dtype: torch.dtype) -> Model:
+    """The model that the whole run had; a file of a few bytes may name one that fills the memory."""
+    build = partial(build_model, experiment, shape, classes, dtype)
+    try:
+        return hollow(build)
+    except Unsuitable:  # it keeps numbers that are drawn: a small model
+        return build()
+
+
+def _refuse_sizes(whole: Model, values: Mapping[str, Tensor]) -> None:
+    """Complain about groups of more units than a part of so few numbers can have been cut from."""
+    numbers = sum(tensor.numel() for tensor in values.values())
+    units = sum(group.size for group in whole.groups)
+    if units > max(LEAST_UNITS, numbers):
+        raise InvalidValue(f"a model of {units} units has no part of {numbers} numbers")
 
 
 def _read(path: str | Path) -> tuple[_Header, dict[str, Tensor]]:

@@ -7,7 +7,7 @@ from math import prod
 from torch import nn
 
 from fedcover.errors import InvalidValue
-from fedcover.models.parts import Scaler
+from fedcover.models.parts import Scaler, refuse_depth
 from fedcover.types import Cut, Model, UnitGroup
 
 CLASSIFIER = ("head.weight", "head.bias")
@@ -24,6 +24,7 @@ def mlp(
     refuse_norm("mlp", norm)
     if not hidden or any(not isinstance(width, int) or width < 1 for width in hidden):
         raise InvalidValue(f"model mlp: hidden must be a list of positive integers; got {hidden!r}")
+    refuse_depth("mlp", **{"the length of hidden": len(hidden)})
     if not 0 <= dropout < 1:
         raise InvalidValue(f"model mlp: dropout must be in [0, 1); got {dropout}")
     layers: list[tuple[str, nn.Module]] = [("flatten", nn.Flatten())]
@@ -59,6 +60,7 @@ def cnn(
         raise InvalidValue(f"model cnn needs images (channels, height, width); the data has shape {tuple(shape)}")
     if not channels or min(channels) < 1 or hidden < 1:
         raise InvalidValue(f"model cnn: channels and hidden must be positive; got {list(channels)} and {hidden}")
+    refuse_depth("cnn", **{"the length of channels": len(channels)})
     if min(shape[1:]) >> len(channels) < 1:
         raise InvalidValue(f"model cnn: {len(channels)} poolings leave nothing of an image of {tuple(shape)}")
     layers: list[tuple[str, nn.Module]] = []

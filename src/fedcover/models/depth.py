@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fedcover.errors import InvalidValue
-from fedcover.models.parts import tensors
+from fedcover.models.parts import refuse_depth, tensors
 from fedcover.models.residual import PreactBlock, norm_of
 from fedcover.types import Cut, Model, UnitGroup
 
@@ -62,6 +62,7 @@ def depth_resnet(
         raise InvalidValue(f"a ResNet needs images (channels, height, width); the data has shape {tuple(shape)}")
     if stages < 1 or blocks < 1 or width < 1:
         raise InvalidValue("model depth_resnet: width, stages and blocks must be at least 1")
+    refuse_depth("depth_resnet", stages=stages, blocks=blocks)
     net = DepthResNet(shape[0], classes, [width * 2**i for i in range(stages)], blocks, norm)
     staged = [name for name in tensors(net) if name.startswith("stages.")]
     cuts = tuple(Cut(name, None, unit=int(name.split(".")[1])) for name in staged)

@@ -2,6 +2,11 @@
 
 from torch import Tensor, nn
 
+from fedcover.errors import InvalidValue
+
+MOST_LAYERS = 1000
+"""Deeper models are typing errors, or made up to keep whoever opens a file at work for ever."""
+
 
 class Scaler(nn.Module):
     """HeteroFL's scaler: divides by the width share while training, so that sub-models' activations match.
@@ -17,6 +22,19 @@ class Scaler(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Scale while training; the identity otherwise."""
         return x * self.factor if self.training and self.factor != 1.0 else x
+
+
+def refuse_depth(model: str, **numbers: int) -> None:
+    """Complain about numbers of layers that no model has.
+
+    >>> refuse_depth("wide_resnet", depth=10**9)
+    Traceback (most recent call last):
+    ...
+    fedcover.errors.InvalidValue: model wide_resnet: depth must be in 1..1000; got 1000000000
+    """
+    for name, number in numbers.items():
+        if not 1 <= number <= MOST_LAYERS:
+            raise InvalidValue(f"model {model}: {name} must be in 1..{MOST_LAYERS}; got {number}")
 
 
 def tensors(module: nn.Module) -> dict[str, Tensor]:

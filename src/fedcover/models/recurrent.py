@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from fedcover.errors import InvalidValue
 from fedcover.models.dense import CLASSIFIER, refuse_norm
+from fedcover.models.parts import refuse_depth
 from fedcover.types import Cut, Model, UnitGroup
 
 LABELS = ("every", "last")
@@ -56,6 +57,7 @@ def lstm(
     for name, size in sizes.items():
         if not isinstance(size, int) or size < 1:
             raise InvalidValue(f"model lstm: {name} must be a positive integer; got {size!r}")
+    refuse_depth("lstm", layers=layers)
     if labels not in LABELS:
         raise InvalidValue(f"model lstm: labels must be 'every' or 'last'; got {labels!r}")
     net = Reader(symbols, classes, embedding, hidden, layers, labels == "every")

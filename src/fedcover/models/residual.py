@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from fedcover.errors import InvalidValue
 from fedcover.models.dense import CLASSIFIER
-from fedcover.models.parts import Scaler
+from fedcover.models.parts import Scaler, refuse_depth
 from fedcover.types import Cut, Model, UnitGroup
 
 CHANNELS_PER_NORM_GROUP = 4
@@ -144,6 +144,7 @@ def wide_resnet(shape: Sequence[int], classes: int, norm: str, *, depth: int = 2
     """
     if (depth - 4) % 6 or depth < 10:
         raise InvalidValue(f"model wide_resnet: depth must be 10, 16, 22, 28, ...; got {depth}")
+    refuse_depth("wide_resnet", depth=depth)
     if widen < 1:
         raise InvalidValue(f"model wide_resnet: widen must be at least 1; got {widen}")
     return _preact(shape, classes, norm, 16, [16 * widen, 32 * widen, 64 * widen], (depth - 4) // 6)

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from fedcover.errors import InvalidValue
 from fedcover.models.dense import refuse_norm
+from fedcover.models.parts import refuse_depth
 from fedcover.types import Cut, Model, UnitGroup
 
 
@@ -85,6 +86,7 @@ def transformer(
     refuse_norm("transformer", norm)
     if len(shape) != 1:
         raise InvalidValue(f"model transformer needs sequences (length,); the data has shape {tuple(shape)}")
+    refuse_depth("transformer", heads=heads, blocks=blocks)
     if width % heads:
         raise InvalidValue(f"model transformer: width must be divisible by heads ({heads}); got {width}")
     net = Transformer(shape[0], classes, width, heads, blocks, hidden)
