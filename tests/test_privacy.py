@@ -315,6 +315,22 @@ def test_a_private_run_does_not_go_on_from_an_older_checkpoint(ended, harm):
         fc.resume(ended)
 
 
+@pytest.mark.parametrize("left", [0.0, 0.4, 0.7, 0.99])
+@pytest.mark.parametrize("go_on", [fc.load, fc.resume])
+def test_a_line_that_is_half_written_makes_epsilon_no_smaller(go_on, left, tmp_path):
+    """The round's model is in its checkpoint, so it counts, also where a kill left no whole line of it."""
+    pytest.importorskip("cryptography")
+    ended = tmp_path / "run"
+    fc.run(fc.Experiment(**{**PRIVATE, "clients": 2, "active": 2}), ended)
+    spent = fc.load(ended).summary["epsilon"]
+    lines = (ended / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (ended / "metrics.jsonl").write_bytes(b"".join(lines[:-1]) + lines[-1][: int(left * len(lines[-1]))])
+    assert go_on(ended).summary["epsilon"] == spent
+    if go_on is fc.resume:
+        assert json.loads((ended / "summary.json").read_text())["epsilon"] == spent
+        assert len((ended / "metrics.jsonl").read_bytes().splitlines()) == 3
+
+
 def test_two_models_of_one_private_round_are_seen(ended):
     known = sorted((ended / "kept").iterdir())[1]
     (ended / "kept" / f"round-000001.{'0' * 16}.safetensors").write_bytes(known.read_bytes())

@@ -13,7 +13,7 @@ from fedcover import checkpoints
 from fedcover.errors import RunError
 from fedcover.folders import Folder
 from fedcover.grid_noise import SOURCE
-from fedcover.summary import read_lines
+from fedcover.summary import Metrics, is_whole, read_lines
 from fedcover.types import State
 
 log = logging.getLogger("fedcover")
@@ -65,9 +65,19 @@ def complaint_about_noise(folder: Folder) -> str:
 def complete(folder: Folder, state: State) -> None:
     """Write what a kill may have left out of the last round, once the run is where its newest checkpoint is."""
     folder.keep(state)
-    line = next((file.line() for file in checkpoints.found(folder.checkpoints) if file.round == state.round), None)
-    if line and line["round"] not in {known["round"] for known in folder.metrics(state.round)}:
+    known = folder.cut_metrics(state.round)  # what is added to a line that is half written would be lost with it
+    for line in figures(folder, state)[len(known) :]:
         folder.append(line)
+
+
+def figures(folder: Folder, state: State) -> Metrics:
+    """The figures up to a state, also those that only its checkpoint has: without them epsilon is too small."""
+    known = folder.metrics(state.round)
+    if not state.round or (known and known[-1]["round"] == state.round - 1):
+        return known
+    line = next((file.line() for file in checkpoints.found(folder.checkpoints) if file.round == state.round), None)
+    last = line is not None and type(line.get("round")) is int and line["round"] == state.round - 1
+    return [*known, line] if line and last and is_whole(line) else known
 
 
 def _rounds(folder: Folder) -> set[int]:

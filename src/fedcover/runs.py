@@ -23,7 +23,7 @@ from fedcover.policies.common import fits
 from fedcover.preparation import Machine, Parts, prepare
 from fedcover.processes import Job, no_more_than_clients, sharing
 from fedcover.refusals import check_rows_are_here
-from fedcover.releases import warn_of_noise
+from fedcover.releases import figures, warn_of_noise
 from fedcover.rounds import Report, Setup, cohort_of, first_state, part_for, run_round, view_of
 from fedcover.summary import Metrics, summarise
 from fedcover.types import Dataset, Engine, Model, Policy, Reduction, State
@@ -189,7 +189,7 @@ def load(
     state, _ = checkpoints.newest(found.checkpoints, found.experiment.digest, machine.device)
     refuse_another_model(found, setup, state)
     warn_of_noise(found)
-    return Run(found.experiment, setup, state, found.metrics(state.round), found.path)
+    return Run(found.experiment, setup, state, figures(found, state), found.path)
 
 
 def replay(
