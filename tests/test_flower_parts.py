@@ -25,6 +25,7 @@ from fedcover.datasets import load
 from fedcover.engines import ENGINES
 from fedcover.errors import InvalidValue, RunError
 from fedcover.experiment import Experiment
+from fedcover.flower import places as node_places
 from fedcover.flower.apps import Settings, write_app
 from fedcover.flower.following import follow, pass_on, said
 from fedcover.flower.memory import NO_CACHES
@@ -171,7 +172,13 @@ def test_every_place_holds_neighbours_and_nearly_the_same_number(clients, places
 
 def test_nodes_say_who_they_are_or_what_is_wrong():
     assert introduction(7, {"partition-id": 1, "num-partitions": 2, "capacity": 1}, "v").capacity == 1.0
-    for wrong in ({}, {"partition-id": 2, "num-partitions": 2}, {"partition-id": "0", "num-partitions": 2}):
+    assert introduction(7, {}, "v").partition == "no partition"
+    for wrong in (
+        {"num-partitions": 2},
+        {"partition-id": 0},
+        {"partition-id": 2, "num-partitions": 2},
+        {"partition-id": "0", "num-partitions": 2},
+    ):
         with pytest.raises(InvalidValue, match="partition-id=K"):
             introduction(7, wrong, "v")
     with pytest.raises(InvalidValue, match="capacity"):
@@ -226,6 +233,59 @@ def test_a_node_that_holds_too_little_for_a_run_that_has_begun_is_refused():
     with pytest.raises(InvalidValue, match=r"at least 1, as the clients of partition 1 .* got 0\.5"):
         roster.add(Introduction(10, 1, 2, 0.5, "v"))
     assert set(roster.known) == {7, 8, 9}
+
+
+def anywhere(node, capacity=None):
+    """A node that names no place."""
+    return introduction(node, {} if capacity is None else {"capacity": capacity}, "v")
+
+
+def test_a_node_that_names_no_place_gets_one_that_nobody_has():
+    roster = Roster(places=3)
+    roster.add(anywhere(7), {7, 8, 9})
+    roster.add(Introduction(8, 1, 3, None, "v"), {7, 8, 9})
+    roster.add(anywhere(9), {7, 8, 9})
+    assert roster.holders({7, 8, 9}) == {0: 7, 1: 8, 2: 9}
+    roster.add(anywhere(7), {7, 8, 9})  # it is asked again, and keeps its place
+    assert roster.holders({7, 8, 9}) == {0: 7, 1: 8, 2: 9}
+    assert roster.known[9].partition == "partition 2 of 3"
+
+
+def test_a_spare_node_takes_the_place_of_one_that_is_gone_or_silent():
+    roster = Roster(places=2)
+    for node in (7, 8, 9, 10):
+        roster.add(anywhere(node), {7, 8, 9, 10})
+    assert roster.holders({7, 8, 9, 10}) == {0: 7, 1: 8}
+    roster.fill({8, 9, 10})
+    assert roster.holders({8, 9, 10}) == {0: 9, 1: 8}
+    roster.silent.add(8)
+    roster.fill({8, 9, 10})
+    assert roster.holders({8, 9, 10}) == {0: 9, 1: 10}
+    roster.add(Introduction(11, 0, 2, None, "v"), {8, 9, 10, 11})  # one that names a place is never moved
+    roster.fill({8, 11})
+    assert roster.holders({8, 11}) == {0: 11, 1: 8}
+
+
+def test_a_node_that_names_no_place_gets_one_that_it_can_hold():
+    roster = Roster(places=2, capacities=[1.0, 1.0, 0.25, 0.25])
+    roster.add(anywhere(7, 0.5), {7})
+    assert roster.holders({7}) == {1: 7}
+    with pytest.raises(InvalidValue, match=r"capacity must be at least .* got 0\.1"):
+        roster.add(anywhere(8, 0.1), {7, 8})
+    roster.fill({7})
+    assert roster.holders({7}) == {1: 7}  # too small for the other
+
+
+def test_where_nodes_must_name_their_place():
+    with pytest.raises(InvalidValue, match="how many nodes share the clients"):
+        Roster().add(anywhere(7))
+    with pytest.raises(InvalidValue, match="its clients are the same whenever it comes"):
+        Roster(places=2, wanted=node_places.Wanted(4, 2, (3,))).add(anywhere(7))
+    unlimited = Roster(unlimited=True)
+    for node in (7, 8, 9):
+        unlimited.add(anywhere(node), {7, 8, 9})
+    assert unlimited.holders({7, 8, 9}) == {0: 7, 1: 8, 2: 9}
+    assert unlimited.known[9].partition == "partition 2"
 
 
 def test_the_fleet_is_what_the_nodes_declare():

@@ -5,7 +5,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -241,9 +241,10 @@ def meet(link: Link, roster: Roster, events: Events, round: int) -> None:
     if strangers:
         _introduce(link, roster, events, round, strangers)
         present = link.present()
+    roster.fill(present)
     for move, who in roster.moves(present):
         holds = "" if who.capacity is None else f", capacity {who.capacity:g}"
-        events.write(round, move, who.node, None, f"partition {who.place} of {who.places}{holds}")
+        events.write(round, move, who.node, None, f"{who.partition}{holds}")
 
 
 def _introduce(link: Link, roster: Roster, events: Events, round: int, strangers: Sequence[int]) -> None:
@@ -253,28 +254,30 @@ def _introduce(link: Link, roster: Roster, events: Events, round: int, strangers
         if why:
             if not isinstance(said, Failed):
                 link.refuse(node, why)
-                why = f"partition {said.place} of {said.places}: {why}"
+                why = f"{said.partition}: {why}"
             event = said.event if isinstance(said, Failed) else "rejected"
             if event == "rejected":
                 roster.refused.add(node)
             events.write(round, event, node, None, why)
         elif isinstance(said, Introduction) and roster.wanted and (doubt := roster.wanted.doubt(said.scale)):
-            events.write(round, WARNED, node, None, f"partition {said.place} of {said.places}: {doubt}")
+            events.write(round, WARNED, node, None, f"{said.partition}: {doubt}")
 
 
-def _objection(said: Introduction, roster: Roster, present: Container[int]) -> str:
+def _objection(said: Introduction, roster: Roster, present: Collection[int]) -> str:
     """Why a node that introduced itself cannot take part; nothing if it now does."""
     if said.version != __version__:
         return f"the node has fedcover {said.version!a:.40}, the server {__version__}"
-    first = next((known.node for known in roster.known.values() if known.place == said.place), None)
+    others = dict(roster.known)
     try:
-        roster.add(said)
+        roster.add(said, present)
     except InvalidValue as error:
         return str(error)
+    place = roster.known[said.node].place
+    first = next((known.node for known in others.values() if known.place == place), None)
     if first not in (None, said.node) and first in present:
         log.warning(
             "nodes %d and %d both claim partition %d: the first keeps it while it answers, with the capacity that it "
-            "declares", first, said.node, said.place,
+            "declares", first, said.node, place,
         )  # fmt: skip
     return ""
 
@@ -294,7 +297,7 @@ def gather(link: Link, roster: Roster, events: Events, *, nodes: int, patience: 
     if not found:
         raise RunError(
             f"no SuperNode that can take part has come in {patience:g} s: each needs fedcover {__version__} and "
-            "--node-config 'partition-id=K num-partitions=N'"
+            "--node-config 'partition-id=K num-partitions=N', or, in a run with --nodes N, neither"
         )
     log.warning("after %g s nodes answer for %d of %s places; going on with these", patience, found, roster.places)
 

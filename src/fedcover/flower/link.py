@@ -33,7 +33,7 @@ from flwr.supercore.inflatable.inflatable_utils import (
 
 from fedcover.errors import InvalidValue, printable
 from fedcover.flower.messages import COLUMNS, QUERY, ROWS
-from fedcover.flower.places import Introduction
+from fedcover.flower.places import NO_PLACE, Introduction
 from fedcover.flower.rows import read_holdings
 from fedcover.flower.scales import Scale
 
@@ -331,7 +331,11 @@ def _introduced(node: int, reply: Message) -> Introduction | Failed:
         if said["error"]:
             return Failed("rejected", f"it says: {str(said['error'])[:300]!a}")
         place, places, capacity, version = (said[key] for key in ("place", "places", "capacity", "version"))
-        wrong = type(place) is not int or type(places) is not int or not 0 <= place < places
+        wrong = (
+            type(place) is not int
+            or type(places) is not int
+            or not (0 <= place < places or (place, places) == NO_PLACE)
+        )
         if wrong or type(capacity) is not float or not 0 <= capacity <= 1 or type(version) is not str:
             return Failed("rejected", "its introduction makes no sense")
         rows: Any = reply.content.array_records.get(ROWS, {})

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:  # it knows torch, without which an introduction is quick
 class Introduction:
     """What a node says of itself: its place among the nodes, what it can hold, and with which version it works.
 
-    `holdings` are the rows that it has, client by client, where clients' rows are on nodes, and `scale` is that of
-    their inputs, if it tells.
+    A node that names no place has place -1 of 0, until the roster gives it one. `holdings` are the rows that it has,
+    client by client, where clients' rows are on nodes, and `scale` is that of their inputs, if it tells.
     """
 
     node: int
@@ -31,17 +31,34 @@ class Introduction:
     holdings: Sequence["Holding"] = ()
     scale: Scale | None = None
 
+    @property
+    def partition(self) -> str:
+        """The place in words.
+
+        >>> Introduction(7, 1, 4, None, "1").partition, Introduction(7, *NO_PLACE, None, "1").partition
+        ('partition 1 of 4', 'no partition')
+        """
+        if self.place < 0:
+            return "no partition"
+        return f"partition {self.place} of {self.places}" if self.places else f"partition {self.place}"
+
+
+NO_PLACE = (-1, 0)
+"""Place and number of places of a node whose configuration names neither."""
+
 
 def introduction(node: int, config: Mapping[str, Any], version: str) -> Introduction:
-    """Read a node's configuration: `partition-id`, `num-partitions` and, if it declares one, `capacity`.
+    """Read a node's configuration: `partition-id` and `num-partitions`, or neither, and, if it is there, `capacity`.
 
     >>> introduction(7, {"partition-id": 1, "num-partitions": 4, "capacity": 0.25}, "1.0").capacity
     0.25
     """
     place, places = config.get("partition-id"), config.get("num-partitions")
-    if not isinstance(place, int) or not isinstance(places, int) or not 0 <= place < places:
+    if place is None and places is None:
+        place, places = NO_PLACE
+    elif not isinstance(place, int) or not isinstance(places, int) or not 0 <= place < places:
         raise InvalidValue(
-            "a SuperNode needs --node-config 'partition-id=K num-partitions=N' with K in 0..N-1; "
+            "a SuperNode needs --node-config 'partition-id=K num-partitions=N' with K in 0..N-1, or neither of them; "
             f"got partition-id {place!r}, num-partitions {places!r}"
         )
     capacity = config.get("capacity")
@@ -136,6 +153,9 @@ class Roster:
     its node answers, so that nobody takes the place of a node that works. Where clients must keep their `capacities`, a
     node that holds less than those of its place is refused. Where clients' rows are on nodes,
     `wanted` says what these must be like, and `holdings` is what is known of them.
+
+    A `movable` node is one that names no place. It gets the one with the fewest claims that it can hold, and another
+    one when nobody answers for that. There are `places` of them, or, if it is `unlimited`, as many as nodes have come.
     """
 
     places: int | None = None
@@ -148,6 +168,8 @@ class Roster:
     silent: set[int] = field(default_factory=set)
     here: set[int] = field(default_factory=set)
     doubtful: set[int] = field(default_factory=set)
+    unlimited: bool = False
+    movable: set[int] = field(default_factory=set)
 
     def strangers(self, present: Collection[int]) -> list[int]:
         """The nodes of those that are present that must say who they are: new ones, and such as may have changed."""
@@ -176,22 +198,65 @@ class Roster:
             found |= {client: fallback[client] if declared is None else declared for client in mine}
         return found
 
-    def add(self, introduced: Introduction) -> None:
-        """Remember a node; refused if it counts other places than the rest, or holds too little for its clients."""
-        self.places = self.places or introduced.places
-        if introduced.places != self.places:
+    def add(self, introduced: Introduction, present: Collection[int] = ()) -> None:
+        """Remember a node; refused if it counts other places than the rest, or holds too little for its clients.
+
+        `present` are the nodes whose places are not free.
+        """
+        if introduced.place < 0:
+            introduced = self._placed(introduced, present)
+        self.places = self.places or introduced.places or None
+        if introduced.places != (self.places or 0):
             raise InvalidValue(f"num-partitions must be {self.places}, as elsewhere; got {introduced.places}")
-        needed = self._needed(introduced.place)
-        if introduced.capacity is not None and introduced.capacity < needed:
+        place = introduced.place
+        if not self._fits(introduced, place):
             raise InvalidValue(
-                f"capacity must be at least {needed:g}, as the clients of partition {introduced.place} have had since "
-                f"the run began; got {introduced.capacity:g} (a new run would take it)"
+                f"capacity must be at least {self._needed(place):g}, as the clients of partition {place} have had "
+                f"since the run began; got {introduced.capacity:g} (a new run would take it)"
             )
         if self.wanted is not None:
-            self._note_rows(introduced, self.wanted, clients_of(introduced.place, self.wanted.clients, self.places))
+            self._note_rows(
+                introduced, self.wanted, clients_of(introduced.place, self.wanted.clients, introduced.places)
+            )
         self.known[introduced.node] = introduced
         self.doubtful.discard(introduced.node)
         self.asked[introduced.node] = 0  # it answers, so it may be asked again when it has been away
+
+    def _placed(self, introduced: Introduction, present: Collection[int]) -> Introduction:
+        """The same node with a place of its own."""
+        if self.wanted is not None:
+            raise InvalidValue(
+                "a node with rows of its own needs --node-config 'partition-id=K num-partitions=N', so that its "
+                "clients are the same whenever it comes"
+            )
+        if self.places is None and not self.unlimited:
+            raise InvalidValue(
+                "a node without partition-id needs a run that says how many nodes share the clients (--nodes N)"
+            )
+        self.movable.add(introduced.node)
+        before = self.known.get(introduced.node)
+        place = self._free_place(introduced, present) if before is None else before.place
+        return replace(introduced, place=place, places=self.places or 0)
+
+    def _free_place(self, introduced: Introduction, present: Collection[int]) -> int:
+        claims = Counter(
+            known.place for node, known in self.known.items() if node in present and node not in self.silent
+        )
+        places = range(self.places or len(self.known) + 1)
+        fitting = [place for place in places if self._fits(introduced, place)]
+        return min(fitting or places, key=lambda place: (claims[place], place))
+
+    def fill(self, present: Collection[int]) -> None:
+        """Give places that nobody answers for to movable nodes that have nothing to answer for."""
+        holders = self.holders(present)
+        busy = set(holders.values())
+        spare = [node for node in self.known if node in present and node in self.movable - self.silent - busy]
+        for place in range(self.places or 0):
+            if holders.get(place) in self.silent | {None}:
+                node = next((node for node in spare if self._fits(self.known[node], place)), None)
+                if node is not None:
+                    spare.remove(node)
+                    self.known[node] = replace(self.known[node], place=place)
 
     def _note_rows(self, introduced: Introduction, wanted: Wanted, mine: range) -> None:
         if objection := wanted.objection(introduced.holdings, mine):
@@ -199,6 +264,9 @@ class Roster:
         others = (known for node, known in self.known.items() if node not in self.silent)
         if all(known.place != introduced.place for known in others):
             self.holdings.update(zip(mine, introduced.holdings, strict=True))
+
+    def _fits(self, introduced: Introduction, place: int) -> bool:
+        return introduced.capacity is None or introduced.capacity >= self._needed(place)
 
     def _needed(self, place: int) -> float:
         mine = clients_of(place, len(self.capacities), self.places or 1)

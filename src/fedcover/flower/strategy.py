@@ -47,9 +47,10 @@ MEASURES = ("width", "parameters")
 class CoverageStrategy(Strategy):
     """Every node trains the part of one model that fits the capacity it declares; what was trained is averaged.
 
-    A node is started with `--node-config "partition-id=K num-partitions=N capacity=0.5"`; its app is `client_app`. The
-    policy and the rule are those of an experiment. `weights` is "uniform", or "samples" for what nodes say they have.
-    `calibration` are inputs on which norm statistics are computed, or the .npy file that holds them.
+    A node is started with `--node-config "capacity=0.5"`, and `partition-id=K num-partitions=N` if its place must be
+    the same whenever it comes; its app is `client_app`. The policy and the rule are those of an experiment.
+    `weights` is "uniform", or "samples" for what nodes say they have. `calibration` are inputs on which norm statistics
+    are computed, or the .npy file that holds them.
 
     `server` is an experiment's server optimiser ("momentum(beta=0.9)", "adam(lr=0.01)"). `sampling` says which share of
     the nodes trains in a round, and which evaluates after it. With a `folder` the model is kept there after every
@@ -94,7 +95,7 @@ class CoverageStrategy(Strategy):
         self.weight = WEIGHTS[weights]
         self.calibration = _inputs(calibration) if isinstance(calibration, str | Path) else calibration
         self.coverage = Coverage((), {})
-        self._roster, self._ledger, self._events = Roster(), Ledger(), Events(None)
+        self._roster, self._ledger, self._events = Roster(unlimited=True), Ledger(), Events(None)
         self._sent: Params = {}
         self._allowed: dict[int, int] = {}
         self._memory: dict[str, Params] = {}
@@ -184,7 +185,7 @@ class CoverageStrategy(Strategy):
                 return holders
             if time.monotonic() > end:
                 raise RunError(
-                    f"{len(holders)} SuperNodes with --node-config 'partition-id=K num-partitions=N' are there after "
+                    f"{len(holders)} SuperNodes that can take part are there after "
                     f"{self.sampling.wait:g} s; min_available_nodes is {self.sampling.min_available_nodes}"
                 )
             time.sleep(0.5)
