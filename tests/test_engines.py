@@ -122,8 +122,7 @@ def test_statistics_that_are_tracked_run_on_streams(caplog):
 def test_random_draws_run_one_after_another_and_the_log_says_so_once(fast, caplog):
     agree(*world("mlp", policy="prefix", model="mlp(hidden=[8], dropout=0.5)"), fast)
     said = [r.message for r in caplog.records if r.levelno == logging.WARNING]
-    assert len(said) == 1
-    assert "one after another" in said[0]
+    assert ["one after another" in message for message in said].count(True) == 1
 
 
 def test_a_recipe_that_decides_by_values_is_never_silently_wrong(fast, caplog):

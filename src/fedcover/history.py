@@ -52,7 +52,7 @@ def as_csv(found: Sequence[dict[str, Any]]) -> str:
 
 
 def _as_text(cell: str) -> str:
-    """A text with a quote before what would begin a formula.
+    r"""A text with a quote before what would begin a formula.
 
     >>> _as_text('=HYPERLINK("x")'), _as_text("-lr"), _as_text("a-1")
     ('\'=HYPERLINK("x")', "'-lr", 'a-1')

@@ -331,8 +331,9 @@ def part_for(setup: Setup, state: State, capacity: float) -> Reduction | None:
     cohort = cohort_of(setup, state.round)
     slot = next((c.slot for c in cohort if c.capacity == capacity), 0)
     device = replace(cohort[slot], capacity=capacity)
-    view = view_of(setup, state, (*cohort[:slot], device, *cohort[slot + 1 :]))
-    return setup.policy(view)[slot]
+    view = view_of(setup, state, cohort)
+    asking = replace(view, cohort=(*cohort[:slot], device, *cohort[slot + 1 :]))  # it does not change the fleet
+    return setup.policy(asking)[slot]
 
 
 class Clock:
