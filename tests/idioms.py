@@ -52,6 +52,11 @@ REFUSED = {
         X,
         r"'softmax' in the model \(Written\).*mixes",
     ),
+    "softmax over units that are counted": (
+        lambda: Written(lambda m, x: m.b(m.a(x).view(len(x), m.count).softmax(-1)), **two(count=6)),
+        X,
+        r"'softmax' in the model \(Written\).*mixes",
+    ),
     "largest unit": (
         lambda: Written(lambda m, x: m.a(x).amax(-1, True) * m.b(x), a=nn.Linear(5, 6), b=nn.Linear(5, 2)),
         X,
@@ -71,6 +76,11 @@ REFUSED = {
         lambda: Written(lambda m, x: m.b(m.r(m.a(x).transpose(1, 2))[0]), **two(r=nn.LSTM(4, 6, batch_first=True))),
         SEQUENCE,
         r"'lstm' in module 'r' \(LSTM\): units lie along another axis.*whole=\('a',\)",
+    ),
+    "convolution along units": (
+        lambda: Written(lambda m, x: m.b(m.c(m.a(x))), **two(c=nn.Conv1d(4, 3, 3, padding=1))),
+        SEQUENCE,
+        r"'conv1d' in module 'c' \(Conv1d\): units lie along another axis",
     ),
     "bilinear layer": (
         lambda: Written(lambda m, x: m.b(x, m.a(x)), a=nn.Linear(5, 6), b=nn.Bilinear(5, 6, 2)),
@@ -117,7 +127,45 @@ def by_einsum(m, x):
     return m.o(torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(2))
 
 
+def by_registers(m, x):
+    tokens = torch.cat([m.tokens.expand(len(x), -1, -1), m.a(x)], 1)
+    turned = torch.cat([tokens[:, : m.count], 2 * tokens[:, m.count :]], 1)
+    weights = (turned @ tokens.transpose(1, 2)).softmax(-1)
+    return m.b((weights @ tokens)[:, m.count :])
+
+
+def by_parts(m, x):
+    parts = m.a(x)
+    parts = parts.view(len(x), m.parts, parts.shape[1] // m.parts, *parts.shape[2:])
+    weights = parts.mean((3, 4), keepdim=True).softmax(1)
+    return m.b((weights * parts).sum(1))
+
+
 ACCEPTED = {
+    "registers that are counted": (
+        lambda: Written(by_registers, **two(tokens=nn.Parameter(torch.randn(1, 3, 6)), count=3)),
+        SEQUENCE,
+        {"tokens": 6},
+    ),
+    "softmax over parts that are counted": (
+        lambda: Written(by_parts, a=nn.Conv2d(3, 12, 1), b=nn.Conv2d(6, 2, 1), parts=2),
+        PICTURE,
+        {"a": 6},
+    ),
+    "unfolded and folded again": (
+        lambda: Written(
+            lambda m, x: m.b(F.fold(F.unfold(m.a(x), 3, padding=1, stride=2), 8, 3, padding=1, stride=2)),
+            a=nn.Conv2d(3, 6, 1),
+            b=nn.Conv2d(6, 2, 1),
+        ),
+        PICTURE,
+        {"a": 6},
+    ),
+    "a convolution over something else than units": (
+        lambda: Written(lambda m, x: m.b(m.c(m.a(x))), **two(c=nn.Conv1d(4, 3, 1))),
+        SEQUENCE,
+        {"a": 6},
+    ),
     "sigmoid into a layer that is cut": (lambda: Written(lambda m, x: m.b(m.a(x).sigmoid()), **two()), X, {"a": 6}),
     "softmax of the outputs": (lambda: Written(lambda m, x: m.b(m.a(x).relu()).softmax(-1), **two()), X, {"a": 6}),
     "mean over units": (

@@ -33,21 +33,46 @@ def trace(
         module = copy.deepcopy(module).cpu()
     except Exception as error:
         raise InvalidValue(f"tracing: the model ({type(module).__name__}) cannot be copied: {error}") from error
-    notes = watch(module, given)
-    groups, owners = read_groups(notes, whole)
-    _refuse_objections(notes, {root: name for root, name in owners.items() if not is_whole(name, whole)})
+    notes, groups = _read(module, given, whole)
     prove(module, given, groups, notes)
     return groups
 
 
-def _refuse_objections(notes: Notes, owners: Mapping[int, str]) -> None:
-    """Refuse operations that have no cut version, if what they need whole can be cut."""
-    refused: dict[str, list[str]] = {}
+def _read(module: nn.Module, given: tuple[Any, ...], whole: Collection[str]) -> tuple[Notes, tuple[UnitGroup, ...]]:
+    """Watch a module and read its groups; where numbers count what cannot be cut, once more with these as constants.
+
+    So registers before an attention, or parts over which a softmax runs, stay whole, and what lies beside them is cut.
+    """
+    notes = watch(module, given)
+    groups, owners = read_groups(notes, whole)
+    refused = _objections(notes, owners, whole)
+    if not refused:
+        return notes, groups
+    numbers = _counting(notes, {root for roots in refused.values() for root in roots})
+    if numbers:
+        again = watch(module, given, numbers)
+        left, heirs = read_groups(again, ())
+        if left and not _objections(again, heirs, whole):
+            return again, tuple(group for group in left if not is_whole(group.name, whole))
+    sentence, roots = next(iter(refused.items()))
+    names: list[str] = []
+    for root in roots:
+        if not is_whole(owners[root], names):
+            names.append(owners[root])
+    raise InvalidValue(f"tracing: {sentence}; keep its units whole: {as_whole(names)}")
+
+
+def _objections(notes: Notes, owners: Mapping[int, str], whole: Collection[str]) -> dict[str, list[int]]:
+    """What operations without a cut version need whole although it could be cut, by their sentences."""
+    refused: dict[str, list[int]] = {}
     for objection in notes.labels.objections:
         for root in notes.labels.atoms.roots(objection.atoms).tolist():
-            known = refused.setdefault(objection.sentence, [])
-            if root in owners and not is_whole(owners[root], known):
-                known.append(owners[root])
-    for sentence, found in refused.items():
-        if found:
-            raise InvalidValue(f"tracing: {sentence}; keep its units whole: {as_whole(found)}")
+            if root in owners and not is_whole(owners[root], whole):
+                refused.setdefault(objection.sentence, []).append(root)
+    return refused
+
+
+def _counting(notes: Notes, roots: Collection[int]) -> frozenset[str]:
+    """The module's own numbers that count some of these units."""
+    counted = {name: notes.labels.atoms.roots(number.counted).tolist() for name, number in notes.numbers.items()}
+    return frozenset(name for name, those in counted.items() if not set(roots).isdisjoint(those))

@@ -114,7 +114,9 @@ def convolution(labels: Labels, call: Call) -> None:
     channel = source.ndim - space - 1
     fields = labels.of(source)
     stray = [f for f in fields if varying(f) - {channel}]
-    labels.object(call.refusal("units lie along another axis than the channels"), stray)
+    apart = [f for f in stray if _stays_apart(call, weight, varying(f), channel)]
+    mixed = [f for f in stray if not any(f is other for other in apart)]
+    labels.object(call.refusal("units lie along another axis than the channels"), mixed)
     channels = [f.flatten() for f in fields if varying(f) == {channel}]
     kernel = [(varying(f).pop(), f.flatten()) for f in labels.of(weight) if len(varying(f)) == 1]
     for axis, field in kernel:
@@ -128,7 +130,16 @@ def convolution(labels: Labels, call: Call) -> None:
     data = [field.view(groups, width // groups) for field in channels]
     found = contract(labels, [(((groups, width // groups), data), "gi"), ((shape, spread), ins)], "go")
     rows = [field.expand(groups, outs // groups).reshape(-1) for field in found]
-    _shift(labels, call, [along(row, channel, source.ndim) for row in rows], call.get("bias"), channel)
+    found = [along(row, channel, source.ndim) for row in rows] + apart
+    _shift(labels, call, found, call.get("bias"), channel)
+
+
+def _stays_apart(call: Call, weight: Tensor, axes: set[int], channel: int) -> bool:
+    """Whether a convolution takes the places along some axes one by one: its kernel has length 1 there, and no step."""
+    kernel = [weight.shape[2 + axis - channel - 1] if axis > channel else 0 for axis in axes]
+    given = {name: call.get(name) for name in ("stride", "padding")}
+    step, margin = ({value} if not isinstance(value, list | tuple) else set(value) for value in given.values())
+    return set(kernel) == {1} and step == {1} and margin <= {0, "valid"} and "transpose" not in call.name
 
 
 def _kernel_field(axis: int, field: Field, shape: tuple[int, int, int]) -> Field:

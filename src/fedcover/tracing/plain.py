@@ -1,12 +1,13 @@
 """Rules for operations without weights: data that moves, elements that meet, axes that are summed or pooled."""
 
 from collections.abc import Callable
+from math import prod
 
 import torch
 from torch import Tensor
 
 from fedcover.tracing.calls import Call, tensors_in
-from fedcover.tracing.labels import Field, Labels, lifted, thin, varying
+from fedcover.tracing.labels import Field, Labels, along, lifted, thin, varying
 
 
 def _names(text: str) -> frozenset[str]:
@@ -186,6 +187,32 @@ def halved(labels: Labels, call: Call) -> None:
     labels.give(call.out, [left for left, _ in halves])
 
 
+def unfolded(labels: Labels, call: Call) -> None:
+    """Each channel's patches lie one after another, and belong to it."""
+    source: Tensor = call.given["self"]
+    channel, patch = source.ndim - 3, prod(call.given["kernel_size"])
+    fields = labels.of(source)
+    labels.object(_place_by_place(call), [field for field in fields if varying(field) != {channel}])
+    kept = [field for field in fields if varying(field) == {channel}]
+    labels.give(call.out, [field.flatten(channel + 1).repeat_interleave(patch, channel) for field in kept])
+
+
+def folded(labels: Labels, call: Call) -> None:
+    """Patches of one channel are summed, so they are one unit."""
+    source: Tensor = call.given["self"]
+    channel, patch = source.ndim - 2, prod(call.given["kernel_size"])
+    fields = labels.of(source)
+    labels.object(_place_by_place(call), [field for field in fields if varying(field) != {channel}])
+    parts = [field.view(-1, patch) for field in fields if varying(field) == {channel}]
+    for part in parts:
+        labels.atoms.tie(part, part[:, :1])
+    labels.give(call.out, [along(part[:, 0], channel, call.out.ndim) for part in parts])
+
+
+def _place_by_place(call: Call) -> str:
+    return call.refusal("units lie along another axis than the channels")
+
+
 def unknown(labels: Labels, call: Call) -> None:
     """What is not known cannot be cut."""
     for tensor in call.tensors:
@@ -209,4 +236,6 @@ RULES: dict[str, Callable[[Labels, Call], None]] = {
     **dict.fromkeys(("copy", "_prelu_kernel", "hardswish"), elementwise),
     "log_sigmoid_forward": first_elementwise,
     "glu": halved,
+    "im2col": unfolded,
+    "col2im": folded,
 }

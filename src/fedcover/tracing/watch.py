@@ -1,7 +1,7 @@
 """Run a module once and note which units each of its tensors, numbers and outputs belongs to."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -172,15 +172,18 @@ def _length(labels: Labels, tensor: Tensor, axis: int) -> Number:
     return Number.of(labels.atoms, torch.zeros(tensor.shape[axis], dtype=torch.int64))
 
 
-def watch(module: nn.Module, example: tuple[Any, ...]) -> Notes:
-    """Run a copy of a module on an example and note what belongs together; its inputs and outputs are fixed."""
+def watch(module: nn.Module, example: tuple[Any, ...], constant: Collection[str] = ()) -> Notes:
+    """Run a copy of a module on an example and note what belongs together; its inputs and outputs are fixed.
+
+    The module's own numbers that are `constant` count nothing that could be cut.
+    """
     notes = Notes()
     with torch.inference_mode(), seeded(0, "trace"):  # plain tensors that keep their identity through views
         twin = copy.deepcopy(module).train()
         for name, tensor in [*twin.named_parameters(), *twin.named_buffers()]:
             notes.labels.own(name, tensor)
         notes.parameters.update(name for name, _ in twin.named_parameters())
-        _number(twin, notes)
+        _number(twin, notes, constant)
         place = Place(twin)
         try:
             with Functions(notes, place), Operations(notes.labels, place):
@@ -195,27 +198,29 @@ def watch(module: nn.Module, example: tuple[Any, ...]) -> Notes:
     return notes
 
 
-def _number(module: nn.Module, notes: Notes) -> None:
+def _number(module: nn.Module, notes: Notes, constant: Collection[str]) -> None:
     """Replace the sizes that modules keep for their own code by numbers that remember what they count."""
     seen: set[int] = set()
     for path, layer in module.named_modules():
         for key, value in list(vars(layer).items()):
             if not key.startswith("_") and (key in COUNTED or not is_told(layer)):
-                _number_one(vars(layer), key, f"{path}.{key}" if path else key, notes)
+                _number_one(vars(layer), key, f"{path}.{key}" if path else key, notes, constant)
                 if _is_plain_object(value) and id(value) not in seen:  # a configuration, which modules may share
                     seen.add(id(value))
                     for inner in list(vars(value)):
-                        _number_one(vars(value), inner, f"{path}.{key}.{inner}" if path else f"{key}.{inner}", notes)
+                        where = f"{path}.{key}.{inner}" if path else f"{key}.{inner}"
+                        _number_one(vars(value), inner, where, notes, constant)
 
 
-def _number_one(home: dict[str, Any], key: str, where: str, notes: Notes) -> None:
+def _number_one(home: dict[str, Any], key: str, where: str, notes: Notes, constant: Collection[str]) -> None:
     atoms, value = notes.labels.atoms, home[key]
-    if _is_size(value):
+    if _is_size(value) and where not in constant:
         home[key] = notes.numbers[where] = Number.of(atoms, atoms.new(value))
     elif type(value) in (list, tuple) and value and all(map(_is_size, value)):
-        listed = [Number.of(atoms, atoms.new(each)) for each in value]
-        home[key] = type(value)(listed)
-        notes.numbers.update({f"{where}.{i}": number for i, number in enumerate(listed)})
+        sizes = {f"{where}.{i}": each for i, each in enumerate(value)}
+        numbers = {name: Number.of(atoms, atoms.new(each)) for name, each in sizes.items() if name not in constant}
+        home[key] = type(value)(numbers.get(name, each) for name, each in sizes.items())
+        notes.numbers.update(numbers)
 
 
 def _is_size(value: object) -> bool:
