@@ -8,6 +8,8 @@ import torch
 
 from fedcover.errors import InvalidValue
 from fedcover.policies import POLICIES
+from fedcover.policies.common import check_parts
+from fedcover.reduction import Slices
 from fedcover.types import Client, Coverage, Cut, Params, UnitGroup, View
 
 HIDDEN = UnitGroup("hidden", 5, (Cut("first.weight", 0), Cut("second.weight", 1)))
@@ -172,3 +174,74 @@ def test_regions_of_units_are_quarters_in_order():
 def test_regions_need_a_cohort_of_as_many_clients_as_digits():
     with pytest.raises(InvalidValue, match="codename 123 needs a cohort of 3 clients; this one has 2"):
         POLICIES["regions"](view_at(0, 1.0, 1.0), codename="123")
+
+
+# ── what a policy must not give ─────────────────────────────────────────────────────────────────────────
+
+
+def kept_units(view: View, hidden: object, following: object = (0,)) -> Slices:
+    """Slices of these units of both groups."""
+    units = {"hidden": hidden, "next": following}
+    return Slices(view.groups, {name: torch.as_tensor(kept) for name, kept in units.items()})
+
+
+@pytest.mark.parametrize(
+    "units",
+    [[0, 0], [1, 0], [0, 5], [-1, 0], [0.0, 1.0], [[0, 1]], torch.zeros(0, dtype=torch.int64), torch.tensor(0)],
+    ids=str,
+)
+def test_units_must_be_numbers_in_order_each_once(units):
+    view = view_at(0, 1.0)
+    with pytest.raises(InvalidValue, match=r"in group 'hidden' no units in order, of 0\.\.4"):
+        check_parts(view, [kept_units(view, units)])
+    check_parts(view, [kept_units(view, [0, 1, 4])])
+
+
+def test_parts_behind_a_client_that_sits_out_are_checked_too():
+    view = view_at(0, 1.0, 0.5)
+    with pytest.raises(InvalidValue, match=r"policy gives client 1 more than its capacity of 0\.5 holds"):
+        check_parts(view, [None, kept_units(view, [0, 1, 2])])
+
+
+def test_units_that_stand_on_each_other_are_the_first():
+    nested = replace(HIDDEN, nested=True)
+    view = replace(view_at(0, 1.0), groups=(nested, NEXT))
+    check_parts(view, [kept_units(view, [0, 1, 2])])
+    with pytest.raises(InvalidValue, match="units of 'hidden', which stand on each other"):
+        check_parts(view, [kept_units(view, [0, 1, 3])])
+
+
+def test_quarters_of_a_small_group_are_at_least_one_unit():
+    """Of three units the first quarter has none: what would be an empty layer keeps its first unit."""
+    three = UnitGroup("next", 3, (Cut("second.weight", 0),))
+    quarters = [torch.arange((r - 1) * 3 // 4, r * 3 // 4).tolist() for r in (1, 2, 3, 4)]
+    assert quarters == [[], [0], [1], [2]]
+    one = UnitGroup("next", 1, (Cut("second.weight", 0),))
+    (part,) = POLICIES["regions"](replace(view_at(0, 1.0), groups=(one,)), codename="7", kind="subnet")
+    assert part.kept["next"].tolist() == [0]
+    (part,) = POLICIES["regions"](replace(view_at(0, 1.0), groups=(three,)), codename="5", kind="subnet")
+    assert part.kept["next"].tolist() == [2]
+    stages = replace(three, nested=True)
+    (part,) = POLICIES["regions"](replace(view_at(0, 1.0), groups=(stages,)), codename="6", kind="subnet")
+    assert part.kept["next"].tolist() == [0]
+
+
+def test_a_share_of_all_parameters_leaves_what_is_never_pruned_out_of_the_budget():
+    """Ten prunable weights and five others: 40 % of 15 are 6, one of them for a weight; less than that is refused."""
+    params = {**WEIGHTS, "bias": torch.ones(5)}
+    view = replace(view_at(0, 0.4, params=params), groups=(), measure="parameters")
+    (mask,) = POLICIES["magnitude"](view, scope="model")
+    assert sum(int(bits.sum()) for bits in mask.bits.values()) == 1
+    with pytest.raises(InvalidValue, match=r"capacity must be at least 0\.4000 to prune this model .* got 0\.39"):
+        POLICIES["magnitude"](replace(view_at(0, 0.39, params=params), groups=(), measure="parameters"))
+
+
+def test_a_scope_that_magnitude_does_not_know_is_refused():
+    with pytest.raises(InvalidValue, match=r"^policy magnitude: scope must be one of layer, model; got 'stage'$"):
+        masks_of("magnitude", 0.5, scope="stage")
+
+
+def test_a_model_that_names_no_weights_to_prune_is_refused():
+    said = r"names none: fc.Model\(module, groups, prunable=\('hidden.weight', ...\)\), or a model given as a bare"
+    with pytest.raises(InvalidValue, match=said):
+        POLICIES["magnitude"](replace(view_at(0, 0.5), prunable=()))
