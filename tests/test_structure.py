@@ -22,7 +22,7 @@ STORY = [
     "policies", "recipes", "augment", "training", "engines", "aggregation", "contracts",
     "grid_noise", "privacy", "ranks", "evaluation", "cost",
     "figures", "arrays", "replies", "theory",
-    "rounds", "sharing", "presets", "experiment", "choice", "refusals", "preparation", "processes",
+    "rounds", "sharing", "presets", "experiment", "choice", "refusals", "building", "preparation", "processes",
     "summary", "plotting", "checkpoints", "manifests", "folders", "releases", "courses", "runs", "lockstep", "sweeps",
     "bench", "certificate", "reporting", "history", "tensorboard",
     "onnx_export", "export", "audit", "capacity", "planning", "paper", "flower",

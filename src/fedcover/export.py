@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from fedcover import trust
+from fedcover.building import as_model, build_model, build_recipe, cuts
 from fedcover.courses import shapes_of
 from fedcover.disk import refuse_irregular, write_atomically
 from fedcover.errors import InvalidValue, RunError, unknown
@@ -20,7 +21,6 @@ from fedcover.experiment import Experiment
 from fedcover.hollow import Unsuitable, hollow
 from fedcover.models import tensors
 from fedcover.onnx_export import export_onnx
-from fedcover.preparation import as_model, build_model, build_recipe, cuts
 from fedcover.reduction import Slices
 from fedcover.runs import Run
 from fedcover.submodel import fill, skeleton

@@ -1,15 +1,17 @@
 """Which slices of which tensors are cut together, and where a group's kept units lie in each tensor."""
 
+import json
 from collections import defaultdict
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import floor
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedcover.errors import InvalidValue
-from fedcover.types import Cut, UnitGroup
+from fedcover.types import Count, Cut, UnitGroup
 
 
 def units_kept(size: int, share: float) -> int:
@@ -57,6 +59,27 @@ def told_apart(groups: Sequence[UnitGroup], params: Container[str]) -> tuple[Uni
         return replace(group, cuts=cuts, buffers=tuple(cut for cut in every if cut.tensor not in params))
 
     return tuple(map(apart, groups))
+
+
+def to_json(groups: Sequence[UnitGroup]) -> str:
+    """Groups as text, for a device that cannot find them itself.
+
+    >>> groups = (UnitGroup("hidden", 4, (Cut("w", 0), Cut("v", 1)), counts=(Count("heads"),)),)
+    >>> from_json(to_json(groups)) == groups
+    True
+    """
+    return json.dumps([asdict(group) for group in groups], separators=(",", ":"))
+
+
+def from_json(text: str) -> tuple[UnitGroup, ...]:
+    """The groups that `to_json` wrote."""
+
+    def group_of(fields: dict[str, Any]) -> UnitGroup:
+        cuts, buffers = (tuple(Cut(**cut) for cut in fields[kind]) for kind in ("cuts", "buffers"))
+        counts = tuple(Count(**count) for count in fields["counts"])
+        return UnitGroup(fields["name"], fields["size"], cuts, fields["nested"], counts, buffers)
+
+    return tuple(map(group_of, json.loads(text)))
 
 
 def check(groups: Sequence[UnitGroup], tensors: Mapping[str, Tensor]) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fedcover import coverage
 from fedcover.audit import shape_of
+from fedcover.building import build_model
 from fedcover.cost import uses_of_weights
 from fedcover.design import Wish, is_exact, level, narrowed, tally, upper_bound
 from fedcover.errors import InvalidValue, unknown
@@ -25,7 +26,6 @@ from fedcover.plotting import COLOURS, MARKERS, new_figure, save
 from fedcover.policies import POLICIES
 from fedcover.policies.copies import number
 from fedcover.policies.planned import KINDS, groups_of, planned
-from fedcover.preparation import build_model
 from fedcover.reduction import Slices
 from fedcover.types import Client, Coverage, Params, Reduction, View
 

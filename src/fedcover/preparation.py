@@ -5,49 +5,42 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from fedcover import datasets, groups, rng, spec
+from fedcover import datasets, groups, spec
 from fedcover.aggregation import SERVERS
+from fedcover.building import as_model, build, build_model, build_recipe, cuts, look_up
 from fedcover.choice import engine_for, has_small_steps, multiply_adds
-from fedcover.contracts import checked_recipe, checked_server, named_rule
+from fedcover.contracts import checked_server, named_rule
 from fedcover.engines import ENGINES, PRECISIONS
 from fedcover.engines.pools import say
-from fedcover.errors import FedcoverError, InvalidValue, unknown
+from fedcover.errors import InvalidValue, unknown
 from fedcover.experiment import HUGE, Experiment
-from fedcover.hollow import Unsuitable, hollow_or_whole, is_hollow
-from fedcover.models import MODELS, tensors
-from fedcover.norms import with_statistics
+from fedcover.hollow import is_hollow
+from fedcover.models import tensors
 from fedcover.partition import PARTITIONS
 from fedcover.policies import POLICIES, growth_of
 from fedcover.privacy import PRIVACY
 from fedcover.ranks import physical_cores, worthwhile
-from fedcover.recipes import RECIPES, own_labels
 from fedcover.refusals import (
     check_dataset,
     check_outputs,
-    check_parameters,
     check_private,
     check_switches,
     check_trainable,
     names_of,
-    other_types,
 )
 from fedcover.rounds import Setup, cohort_of
 from fedcover.sources import Elsewhere, Holding, Partitioned, Synthetic
-from fedcover.tracing import trace
 from fedcover.training import SCHEDULES
-from fedcover.types import Dataset, Engine, LocalTraining, Model, Policy, Recipe, Source, Task
+from fedcover.types import Dataset, Engine, LocalTraining, Model, Policy, Source, Task
 
 MOST_THREADS = 1024
-ROWS = 4
-"""Rows of the example on which a model is traced: of two, batch norm leaves hardly more than signs."""
-
 STEP_SECONDS, MULTIPLY_ADDS_PER_SECOND = 2e-4, 1e10
 """What a local step takes at least, and per multiply-add of forward and backward: roughly, to see if processes pay.
 
@@ -166,7 +159,7 @@ def prepare(
         check_outputs(experiment, names, model, source, recipe)
     check_trainable(model)
     check_switches(experiment, names, model, recipe)
-    privacy = _built("privacy", experiment.privacy, PRIVACY)
+    privacy = build("privacy", experiment.privacy, PRIVACY)
     if privacy is not None:
         check_private(experiment, names, privacy, model, recipe)
     local = LocalTraining(**{name: getattr(experiment, name) for name in LocalTraining.__dataclass_fields__})
@@ -180,7 +173,7 @@ def prepare(
         check_capacity=own.policy is not None or ":" in experiment.policy,
         engine=ENGINES["sequential"],
         rule=named_rule(experiment.rule),
-        server=checked_server(experiment.server, _built("server", experiment.server, SERVERS)),
+        server=checked_server(experiment.server, build("server", experiment.server, SERVERS)),
         privacy=privacy,
         lr=_learning_rate(experiment),
         **{
@@ -195,78 +188,6 @@ def prepare(
     return replace(setup, engine=own.engine or named)
 
 
-def build_model(
-    experiment: Experiment, shape: tuple[int, ...], classes: int, dtype: torch.dtype = torch.float32
-) -> Model:
-    """The experiment's model with the initial weights that belong to its seed; `dtype` is that of its inputs."""
-    with rng.seeded(experiment.seed, "init"):
-        built = _built("model", experiment.model, MODELS, shape, classes, experiment.norm)
-    return build_recipe(experiment).model(as_model(built, shape, classes, dtype, cut=cuts(experiment)))
-
-
-def hollow_model(experiment: Experiment, shape: tuple[int, ...], classes: int, dtype: torch.dtype) -> Model:
-    """The same model without values, for a device that never holds all of it; with them, if it cannot do without."""
-    return hollow_or_whole(partial(build_model, experiment, shape, classes, dtype), f"model {experiment.model!r}")
-
-
-def cuts(experiment: Experiment) -> bool:
-    """Whether the experiment's policy needs to know how the model can be cut."""
-    return experiment.policy != "full"
-
-
-def as_model(
-    built: Model | nn.Module, shape: tuple[int, ...], classes: int, dtype: torch.dtype, *, cut: bool = True
-) -> Model:
-    """A model whose groups are known: a bare module's are found by tracing.
-
-    Of a traced module all weights may be pruned but those of the first convolution and of the last layer. A module that
-    cannot be traced has no units where none are to be `cut`; else it is refused.
-    """
-    module = built.module if isinstance(built, Model) else built
-    if not isinstance(module, nn.Module):
-        raise InvalidValue(f"model must be an nn.Module or a fedcover Model; got {type(built).__name__}")
-    check_parameters(module)
-    module = with_statistics(module)
-    params = dict(module.named_parameters())
-    if isinstance(built, Model):
-        return replace(built, module=module, groups=groups.told_apart(built.groups, params))
-    if is_hollow(module):
-        raise Unsuitable("its groups are found by tracing, which computes with its values")
-    draw, size, floats = rng.generator(0, "example"), (ROWS, *shape), dtype.is_floating_point
-    example = torch.randn(size, generator=draw).to(dtype) if floats else torch.randint(classes, size, generator=draw)
-    try:
-        found = trace(module, example)
-    except InvalidValue as error:
-        if cut:
-            raise InvalidValue(f"{error}{other_types(module, dtype)}") from error
-        found = ()
-    along = {(each.tensor, each.axis) for group in found for each in group.cuts}
-    weights = {name: p for name, p in params.items() if p.ndim > 1}
-    prunable = tuple(n for n, p in weights.items() if (n, 0) in along and (p.ndim == 2 or (n, 1) in along))
-    classifier = tuple(
-        name
-        for name, p in params.items()
-        if p.ndim
-        and p.shape[0] == classes
-        and (name, 0) not in along
-        and isinstance(module.get_submodule(name.rpartition(".")[0]), nn.Linear | nn.modules.conv._ConvNd)
-    )
-    return Model(module, groups.told_apart(found, params), prunable, classifier)
-
-
-def build_recipe(experiment: Experiment) -> Recipe:
-    """The experiment's local training, kept to the clients' own labels where that is asked for."""
-    return _recipe(experiment.recipe, experiment.absent_labels, experiment.label_rows)
-
-
-@cache  # runs that take their steps together must share the very functions
-def _recipe(name: str, absent: str, rows: bool) -> Recipe:
-    recipe = _built("recipe", name, RECIPES)
-    if not isinstance(recipe, Recipe):
-        raise InvalidValue(f"recipe {name!r} must make a fedcover Recipe; got {type(recipe).__name__}")
-    return own_labels(checked_recipe(name, recipe), absent=absent, rows=rows)
-
-
 def _own_policy(policy: Policy) -> Policy:
     if not callable(policy):
         raise InvalidValue(f"policy must be a function here (name it in the experiment instead); got {policy!r}")
@@ -275,7 +196,7 @@ def _own_policy(policy: Policy) -> Policy:
 
 def named_policy(experiment: Experiment) -> Policy:
     """The experiment's policy with its options bound."""
-    return _named("policy", experiment.policy, POLICIES)  # type: ignore[no-any-return]
+    return look_up("policy", experiment.policy, POLICIES)  # type: ignore[no-any-return]
 
 
 def source_of(
@@ -302,7 +223,7 @@ def source_of(
     if data is not None and not Path(data).expanduser().is_dir():
         raise InvalidValue(f"data must be a folder that exists; got {str(data)!r}")
     if dataset is None:
-        dataset = _built("dataset", wanted, {}) if ":" in wanted else datasets.load(wanted, data)
+        dataset = build("dataset", wanted, {}) if ":" in wanted else datasets.load(wanted, data)
     if not isinstance(dataset, Dataset):
         raise InvalidValue(f"dataset {wanted!r} must make a fedcover Dataset; got {type(dataset).__name__}")
     check_dataset(dataset)
@@ -313,7 +234,7 @@ def source_of(
     dataset, held_out = datasets.hold_out(dataset, experiment.validation, experiment.seed)
     remote = experiment.partition == "nodes"
     how, clients = ("iid", 1) if remote else (experiment.partition, experiment.clients)
-    split = _built("partition", how, PARTITIONS, dataset, clients, experiment.seed)
+    split = build("partition", how, PARTITIONS, dataset, clients, experiment.seed)
     here = Partitioned(
         dataset, split, seed=experiment.seed, validation=held_out,
         calibration_size=experiment.calibration, device=device,
@@ -321,24 +242,8 @@ def source_of(
     return Elsewhere(here, experiment.clients, {} if told is None else told) if remote else here
 
 
-def _built(field: str, text: str, table: Any, *given: Any) -> Any:
-    """What a specification makes of what it is given; a user's function may fail in any way."""
-    make = _named(field, text, table)
-    try:
-        return make(*given)
-    except FedcoverError:
-        raise
-    except Exception as error:  # or it wants more memory than there is
-        why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InvalidValue(f"{field} {text!r} cannot be built: {why}") from error
-
-
-def _named(field: str, text: str, table: Any) -> Any:
-    return spec.look_up(field, spec.parse(field, text), table)
-
-
 def _learning_rate(experiment: Experiment) -> "partial[float]":
-    return partial(_scheduled, _named("schedule", experiment.schedule, SCHEDULES), experiment.lr, experiment.rounds)
+    return partial(_scheduled, look_up("schedule", experiment.schedule, SCHEDULES), experiment.lr, experiment.rounds)
 
 
 def _scheduled(schedule: Any, lr: float, rounds: int, round: int) -> float:

@@ -15,6 +15,7 @@ from fedcover.flower import working
 from fedcover.flower.messages import Order, Orders
 from fedcover.flower.parcels import as_sent, bundle, headed, unbundle
 from fedcover.flower.working import sent_parcel
+from fedcover.groups import to_json
 from fedcover.hollow import hollow_or_whole, is_hollow
 from fedcover.portions import Portion
 from fedcover.preparation import Machine, prepare
@@ -22,6 +23,7 @@ from fedcover.recipes.plain import cross_entropy
 from fedcover.reduction import windows
 from fedcover.replies import pack
 from fedcover.rounds import ask, first_state, run_round
+from fedcover.spec import is_own
 from fedcover.training import train_client
 from fedcover.types import Recipe
 from tests.worlds import SMALL_MODELS
@@ -43,6 +45,14 @@ HOLLOW = {
     "near what was sent": ("mlp", {"policy": "prefix", "recipe": "prox", "momentum": 0.0, "clip": 0.1}),
     "own labels": ("mlp", {"policy": "prefix", "absent_labels": "zero", "label_rows": True}),
     "a model of one's own": ("mlp", {"policy": "prefix", "model": "tests.system.test_node_parts:by_hand"}),
+    "a bare module": ("mlp", {"policy": "rolling", "model": "tests.system.test_node_parts:traced"}),
+    "a bare module, not cut": ("mlp", {"policy": "full", "model": "tests.system.test_node_parts:traced"}),
+    "a bare module, masked": ("mlp", {"policy": "magnitude", "model": "tests.system.test_node_parts:traced"}),
+    "a bare module with norms": ("cnn", {"policy": "prefix", "model": "tests.system.test_node_parts:normed"}),
+    "norms of a bare module": (
+        "cnn",
+        {"policy": "prefix", "norm": "tracked", "model": "tests.system.test_node_parts:normed"},
+    ),
 }
 """Models that a node builds without values."""
 
@@ -59,6 +69,17 @@ class Buffered(nn.Sequential):
 
 def traced(shape, classes, norm):
     return Buffered(shape, classes)
+
+
+def normed(shape, classes, norm):
+    return nn.Sequential(
+        nn.Conv2d(shape[0], 6, 3),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(6, classes),
+    )
 
 
 def with_groups(module):
@@ -102,8 +123,6 @@ WHOLE = {
     "softmax": ({"model": "softmax"}, "its buffer features.place is not among what a node is sent"),
     "lora": ({"model": "lora(hidden=[8], rank=4)"}, "its buffer"),
     "fedmask": ({"recipe": "fedmask"}, "its buffer"),
-    "traced": ({"model": f"{MINE}:traced"}, "its groups are found by tracing"),
-    "traced, not cut": ({"model": f"{MINE}:traced", "policy": "full"}, "its groups are found by tracing"),
     "buffered": ({"model": f"{MINE}:buffered"}, "its buffer offset is not among what a node is sent"),
     "attribute": ({"model": f"{MINE}:with_attribute"}, "it keeps a tensor in its attribute kept"),
     "looking": ({"model": f"{MINE}:looking"}, "it looks at values while it is built"),
@@ -127,7 +146,9 @@ def asked(setup, state, wanted):
         parcels.append(sent_parcel(setup.task, state, client, wire))
         orders.append(Order(client.id, client.capacity, client.slot, encoded, len(orders), f"nonce{client.id}"))
         expected.append(bundle(pack(train_client(setup.task, state, client, wire, 0.05))))
-    return Orders(state.round, 0.05, 1, wanted.to_toml(), tuple(orders), tuple(parcels)), expected
+    unit_groups = to_json(setup.task.model.groups) if is_own(wanted.model) else ""
+    given = state.round, 0.05, 1, wanted.to_toml(), tuple(orders), tuple(parcels)
+    return Orders(*given, groups=unit_groups), expected
 
 
 @pytest.fixture
@@ -227,13 +248,24 @@ def test_another_part_than_the_own_is_refused():
         whole.extract(mine)
 
 
-@pytest.mark.parametrize("build", [lambda: by_hand((1, 4, 4), 3, "batch"), lambda: buffered((1, 4, 4), 3, "batch")])
-def test_a_function_of_ones_own_trains_the_part(monkeypatch, build):
+BUILDERS = {
+    "with groups": lambda: by_hand((1, 4, 4), 3, "batch"),
+    "with a buffer": lambda: buffered((1, 4, 4), 3, "batch"),
+    "bare": lambda: Buffered((1, 4, 4), 3),
+}
+
+
+@pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
+def test_a_function_of_ones_own_trains_the_part(monkeypatch, caplog, build):
+    """A bare module is cut by the groups that the server has found, and is not built whole either."""
     model = build()
+    if not isinstance(model, fc.Model):
+        model = with_groups(model)
     params = {name: p.detach() for name, p in model.module.named_parameters()}
     encoded, wire = as_sent(windows(model.groups, 0.5), model)
     parcel = bundle(headed({"params": wire.extract(params)}))
-    orders = Orders(0, 0.1, 1, "", tuple(Order(n, 0.5, 0, encoded, 0, f"nonce{n}") for n in range(2)), (parcel,))
+    each = tuple(Order(n, 0.5, 0, encoded, 0, f"nonce{n}") for n in range(2))
+    orders = Orders(0, 0.1, 1, "", each, (parcel,), groups=to_json(model.groups))
     monkeypatch.setattr(working, "read_orders", lambda message: orders)
     monkeypatch.setattr(working, "to_server", lambda message, answers: answers)
 
@@ -247,6 +279,7 @@ def test_a_function_of_ones_own_trains_the_part(monkeypatch, build):
     answers = working.train_module(SimpleNamespace(content={}), SimpleNamespace(node_config={}), train, build)
     more = bundle({f"params/{name}": tensor.numpy() + 1 for name, tensor in wire.extract(params).items()})
     assert [(answer.error, answer.parcel) for answer in answers] == [("", more)] * 2
+    assert ("builds all of" in caplog.text) == (build is BUILDERS["with a buffer"])
 
 
 def test_a_parcel_is_what_numpy_would_store():

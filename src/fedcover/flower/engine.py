@@ -22,6 +22,7 @@ from fedcover.flower.parcels import as_sent, unbundle
 from fedcover.flower.places import Introduction, Roster, place_of
 from fedcover.flower.working import sent_parcel
 from fedcover.folders import Folder
+from fedcover.groups import to_json
 from fedcover.norms import statistics_key
 from fedcover.replies import Asked, Ledger, RawReply, Rejection, ask
 from fedcover.rounds import Setup
@@ -78,6 +79,7 @@ class Terms:
     """What holds for every round: how long it may take, what every node is told, and whether updates are private.
 
     In an `open` fleet cohorts are drawn among the clients whose nodes are there, with the capacities that they declare.
+    Nodes are sent the groups of an `own_model`, a module that a user has brought along.
     """
 
     experiment: str
@@ -85,6 +87,7 @@ class Terms:
     deadline: float
     private: bool = False
     open: bool = False
+    own_model: bool = False
 
 
 @dataclass
@@ -182,7 +185,8 @@ class FlowerEngine:
         told = state.round, lr, torch.get_num_threads(), self.terms.experiment
         source = task.source
         own = {"classes": source.classes, "shape": list(source.test.x.shape[1:])}
-        return Orders(*told, tuple(orders), tuple(parcels.values()), own), asked
+        unit_groups = to_json(task.model.groups) if self.terms.own_model else ""
+        return Orders(*told, tuple(orders), tuple(parcels.values()), own, unit_groups), asked
 
     def _believed(self, round: int, node: int, asked: dict[int, Asked], reply: Any) -> Iterable[Update]:
         """The updates of a reply that are what was asked for; the others are told of."""

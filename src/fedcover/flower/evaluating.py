@@ -15,6 +15,7 @@ from fedcover.flower.messages import EVALUATE, Order, Orders, read_orders, to_no
 from fedcover.flower.parcels import as_sent, bundle, headed, kept, read_reduction, received, sections, wanted_part
 from fedcover.flower.rows import MOST_SAMPLES
 from fedcover.flower.working import whole_model
+from fedcover.groups import to_json
 from fedcover.hollow import hollow_or_whole
 from fedcover.norms import calibrate, running
 from fedcover.submodel import fill, submodel
@@ -36,7 +37,9 @@ def evaluation_order(
     if calibration is not None:
         sent["statistics"] = running(calibrate(submodel(model.module, wire, params), calibration))
     order = Order(client.id, client.capacity, client.slot, encoded, 0, "")
-    orders = Orders(round, 0.0, torch.get_num_threads(), "", (order,), (bundle(headed(sent)),), dict(config))
+    parcels = (bundle(headed(sent)),)
+    unit_groups = to_json(model.groups)
+    orders = Orders(round, 0.0, torch.get_num_threads(), "", (order,), parcels, dict(config), unit_groups)
     return to_node(node, orders, ttl=ttl, kind=EVALUATE)
 
 
@@ -52,7 +55,7 @@ def evaluate_module(
             raise InvalidValue("this node's client_app has no evaluate_fn")
         orders = read_orders(message)
         (order,) = orders.orders
-        module = _received(order, orders, hollow_or_whole(partial(whole_model, build), "model"))
+        module = _received(order, orders, hollow_or_whole(partial(whole_model, build, orders.groups), "model"))
         config = {**orders.own, "round": orders.round, "server-round": orders.round + 1, "capacity": order.capacity}
         with torch.no_grad():
             told = dict(evaluate_fn(module.eval(), config, context))

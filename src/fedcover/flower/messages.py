@@ -39,6 +39,8 @@ class Orders:
     orders: tuple[Order, ...]
     parcels: tuple[bytes, ...]
     own: Mapping[str, Any] = field(default_factory=dict)
+    groups: str = ""
+    """The groups of a module of a user's own, which a node cannot trace without its values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ def to_node(node: int, orders: Orders, *, ttl: float, kind: str = TRAIN) -> Mess
             "lr": orders.lr,
             "threads": orders.threads,
             "experiment": orders.experiment,
+            "groups": orders.groups,
             "clients": [order.client for order in orders.orders],
             "nonces": [order.nonce for order in orders.orders],
             "capacities": [order.capacity for order in orders.orders],
@@ -85,6 +88,7 @@ def read_orders(message: Message) -> Orders:
     return Orders(
         task["round"], task["lr"], task["threads"], task["experiment"],
         tuple(Order(*row) for row in rows), parcels, dict(content.config_records[OWN]),
+        task.get("groups", ""),
     )  # fmt: skip
 
 

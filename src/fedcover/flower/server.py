@@ -81,8 +81,9 @@ def serve(grid: Grid, settings: Settings) -> Run:
         experiment = with_declared_capacities(experiment, roster)
         roster.capacities = () if fleet_is_open else capacities(experiment)
     terms = Terms(
-        experiment.to_toml(), experiment.clients, settings.deadline, experiment.privacy != "none", fleet_is_open
-    )
+        experiment.to_toml(), experiment.clients, settings.deadline, experiment.privacy != "none", fleet_is_open,
+        own_model=spec.is_own(experiment.model),
+    )  # fmt: skip
     engine = FlowerEngine(link, roster, terms, Events(folder / "events.jsonl", early))
     machine = Machine("flower", settings.device, settings.threads or None)
     conclusions = _conclusions()

@@ -13,6 +13,7 @@ from flwr.app import Array, ArrayRecord, Context, Message
 from torch import nn
 
 from fedcover.arrays import Refused
+from fedcover.building import hollow_model
 from fedcover.errors import FedcoverError, InvalidValue
 from fedcover.experiment import Experiment
 from fedcover.flower.memory import own_pages
@@ -20,9 +21,10 @@ from fedcover.flower.messages import Answer, Order, Orders, Parcels, read_orders
 from fedcover.flower.parcels import bundle, headed, kept, read_reduction, received, sections, unbundle, wanted_part
 from fedcover.flower.places import Wanted, clients_of, introduction
 from fedcover.flower.rows import rows_here
+from fedcover.groups import from_json
 from fedcover.hollow import hollow_or_whole
 from fedcover.norms import running, statistics_key
-from fedcover.preparation import Machine, Parts, hollow_model, prepare
+from fedcover.preparation import Machine, Parts, prepare
 from fedcover.reduction import dense
 from fedcover.replies import pack
 from fedcover.submodel import submodel
@@ -57,14 +59,15 @@ def train_clients(message: Message, context: Context) -> Message:
 def _task(orders: Orders, machine: Machine, node: int, config: Mapping[str, Any]) -> Task:
     """The experiment as this node sees it: with its own rows, where those of the clients are on nodes."""
     experiment = Experiment.from_toml(orders.experiment)
+    build = partial(hollow_model, known=from_json(orders.groups) if orders.groups else None)
     if experiment.partition != "nodes":
         data = config.get("data")
-        return prepare(experiment, machine, data=str(data) if data else None, parts=Parts(build=hollow_model)).task
+        return prepare(experiment, machine, data=str(data) if data else None, parts=Parts(build=build)).task
     me = introduction(node, config, __version__)
     mine = clients_of(me.place, experiment.clients, me.places)
     wanted = Wanted(experiment.clients, orders.own["classes"], tuple(orders.own["shape"]))
     rows = rows_here(str(config.get("rows", "")), experiment, mine, wanted, machine.device)
-    return prepare(experiment, machine, parts=Parts(source=rows, build=hollow_model)).task
+    return prepare(experiment, machine, parts=Parts(source=rows, build=build)).task
 
 
 def _answered(order: Order, context: Context, work: Callable[[Order], Answer]) -> Answer:
@@ -150,7 +153,7 @@ def train_module(
     parcels = Parcels(message, orders)
     orders = replace(orders, parcels=())  # which would keep them
     own_pages()
-    model = hollow_or_whole(partial(whole_model, build), "model")
+    model = hollow_or_whole(partial(whole_model, build, orders.groups), "model")
     params = {name: p.detach() for name, p in model.module.named_parameters()}
 
     def work(order: Order) -> Answer:
@@ -170,14 +173,13 @@ def train_module(
     return to_server(message, [_answered(order, context, work) for order in orders.orders])
 
 
-def whole_model(build: Callable[[], nn.Module | Model]) -> Model:
-    """The model that a user's function builds; its unit groups must come with it."""
+def whole_model(build: Callable[[], nn.Module | Model], groups: str) -> Model:
+    """The model that a user's function builds; the unit groups of a bare module are those that the server has sent."""
     built = build()
+    if isinstance(built, nn.Module):
+        return Model(built, from_json(groups))
     if not isinstance(built, Model):
-        raise InvalidValue(
-            "model must build a fedcover Model, with the groups in which its units are cut: "
-            f"Model(module, fedcover.trace(module, example)); got {type(built).__name__}"
-        )
+        raise InvalidValue(f"model must build an nn.Module or a fedcover Model; got {type(built).__name__}")
     return built
 
 
