@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-system soak lint clean
+.PHONY: help demo test test-system architectures soak lint clean
 
 help:
 	@echo "make demo   five policies side by side, offline, under a minute"
 	@echo "make test   lint, types and all tests"
 	@echo "make test-system  real Flower processes: same bits, faults, hostile nodes, deployment; minutes"
+	@echo "make architectures  trace the families of timm, torchvision and transformers; half an hour"
 	@echo "make soak   200,000 hostile replies, and 64 clients over 4 SuperNodes; half an hour"
 	@echo "make clean  remove .venv and caches"
 
@@ -30,6 +31,12 @@ $(VENV)/.installed-flower: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,flower]"
 	touch $@
 
+# timm asks for torchvision, of which its models need nothing: it comes without what it asks for
+$(VENV)/.installed-architectures: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt huggingface_hub pyyaml tokenizers regex tqdm
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps timm transformers
+	touch $@
+
 demo: $(VENV)/.installed
 	$(BIN)/fedcover demo
 
@@ -45,6 +52,10 @@ test-system: $(VENV)/.installed-flower
 	$(BIN)/python -m pytest -m system --numprocesses 3 --dist loadfile --durations 20 \
 		tests/system tests/test_examples.py tests/test_processes.py tests/test_public_code.py tests/test_run_faults.py \
 		tests/test_sweeps.py
+
+architectures: $(VENV)/.installed-architectures
+	$(BIN)/python -m benchmarks.architectures
+	$(BIN)/python -m benchmarks.architectures --docs
 
 soak: $(VENV)/.installed-flower
 	mkdir -p benchmarks/results

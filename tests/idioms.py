@@ -141,7 +141,26 @@ def by_parts(m, x):
     return m.b((weights * parts).sum(1))
 
 
+def by_selection(m, x):
+    paths = torch.stack([m.a(x), m.c(x)], 1)
+    weights = m.select(paths.sum(1).mean((2, 3)))
+    weights = weights.view(len(x), m.paths, weights.shape[1] // m.paths, 1, 1).softmax(1)
+    return m.b((weights * paths).sum(1))
+
+
 ACCEPTED = {
+    "paths that are stacked and selected": (
+        lambda: Written(
+            by_selection,
+            a=nn.Conv2d(3, 6, 1),
+            c=nn.Conv2d(3, 6, 1),
+            select=nn.Linear(6, 12),
+            b=nn.Conv2d(6, 2, 1),
+            paths=2,
+        ),
+        PICTURE,
+        {"a": 6},
+    ),
     "registers that are counted": (
         lambda: Written(by_registers, **two(tokens=nn.Parameter(torch.randn(1, 3, 6)), count=3)),
         SEQUENCE,
@@ -159,6 +178,24 @@ ACCEPTED = {
             b=nn.Conv2d(6, 2, 1),
         ),
         PICTURE,
+        {"a": 6},
+    ),
+    "positions that are stretched": (
+        lambda: Written(
+            lambda m, x: m.b(m.a(x) + F.interpolate(m.places, x.shape[2:], mode="bilinear")),
+            a=nn.Conv2d(3, 6, 1),
+            b=nn.Conv2d(6, 2, 1),
+            places=nn.Parameter(torch.randn(1, 6, 4, 4)),
+        ),
+        PICTURE,
+        {"a": 6},
+    ),
+    "positions that are looked up as one-hot": (
+        lambda: Written(
+            lambda m, x: m.b(m.a(x) + F.one_hot(torch.arange(x.shape[1]), num_classes=m.most).to(m.table) @ m.table),
+            **two(table=nn.Parameter(torch.randn(9, 6)), most=9),
+        ),
+        SEQUENCE,
         {"a": 6},
     ),
     "a convolution over something else than units": (

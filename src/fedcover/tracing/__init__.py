@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,33 +34,63 @@ def trace(
         module = copy.deepcopy(module).cpu()
     except Exception as error:
         raise InvalidValue(f"tracing: the model ({type(module).__name__}) cannot be copied: {error}") from error
-    notes, groups = _read(module, given, whole)
-    prove(module, given, groups, notes)
-    return groups
+    first, *others = _read(module, given, whole)
+    for reading in others:
+        try:
+            prove(module, given, reading.groups, reading.notes)
+        except InvalidValue:
+            continue
+        return reading.groups
+    if first.error:
+        raise first.error
+    prove(module, given, first.groups, first.notes)
+    return first.groups
 
 
-def _read(module: nn.Module, given: tuple[Any, ...], whole: Collection[str]) -> tuple[Notes, tuple[UnitGroup, ...]]:
-    """Watch a module and read its groups; where numbers count what cannot be cut, once more with these as constants.
+@dataclass(frozen=True)
+class Reading:
+    """What was seen, the groups in it, why they are refused, and the numbers that count nothing that can be cut."""
+
+    notes: Notes
+    groups: tuple[UnitGroup, ...]
+    error: InvalidValue | None
+    constant: frozenset[str]
+
+    @property
+    def places(self) -> int:
+        """How many places of tensors belong to units."""
+        return sum(group.size * cut.per_unit for group in self.groups for cut in group.cuts)
+
+
+def _read(module: nn.Module, given: tuple[Any, ...], whole: Collection[str]) -> list[Reading]:
+    """Watch a module and read its groups; once more with numbers as constants that turned out to be, if that cuts more.
 
     So registers before an attention, or parts over which a softmax runs, stay whole, and what lies beside them is cut.
     """
-    notes = watch(module, given)
-    groups, owners = read_groups(notes, whole)
+    first = _reading(watch(module, given), whole)
+    if first.constant:
+        second = _reading(watch(module, given, first.constant), whole)
+        if second.groups and second.error is None and (first.error or second.places > first.places):
+            return [first, second]
+    return [first]
+
+
+def _reading(notes: Notes, whole: Collection[str]) -> Reading:
+    constant = frozenset(name for name, number in notes.numbers.items() if number.constant)
+    try:
+        groups, owners = read_groups(notes, whole)
+    except InvalidValue as error:
+        return Reading(notes, (), error, constant)
     refused = _objections(notes, owners, whole)
     if not refused:
-        return notes, groups
-    numbers = _counting(notes, {root for roots in refused.values() for root in roots})
-    if numbers:
-        again = watch(module, given, numbers)
-        left, heirs = read_groups(again, ())
-        if left and not _objections(again, heirs, whole):
-            return again, tuple(group for group in left if not is_whole(group.name, whole))
+        return Reading(notes, groups, None, constant)
     sentence, roots = next(iter(refused.items()))
     names: list[str] = []
     for root in roots:
         if not is_whole(owners[root], names):
             names.append(owners[root])
-    raise InvalidValue(f"tracing: {sentence}; keep its units whole: {as_whole(names)}")
+    why = InvalidValue(f"tracing: {sentence}; keep its units whole: {as_whole(names)}")
+    return Reading(notes, (), why, constant | _counting(notes, {root for each in refused.values() for root in each}))
 
 
 def _objections(notes: Notes, owners: Mapping[int, str], whole: Collection[str]) -> dict[str, list[int]]:

@@ -14,6 +14,7 @@ PLACES: Mapping[str, Sequence[str]] = {
     "split_with_sizes": ("input", "split_sizes", "dim"),
     "unbind": ("input", "dim"),
     "narrow": ("input", "dim", "start", "length"),
+    "one_hot": ("input", "num_classes"),
     "group_norm": ("input", "num_groups"),
     "channel_shuffle": ("input", "groups"),
     "pixel_shuffle": ("input", "upscale_factor"),

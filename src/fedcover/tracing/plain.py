@@ -143,9 +143,12 @@ def reduced(labels: Labels, call: Call) -> None:
 
 
 def pooled(labels: Labels, call: Call) -> None:
-    """Pooling and resizing work on each channel by itself."""
+    """Pooling and resizing work on each channel by itself, and need all of its places."""
     source, space = call.tensors[0], POOLS[call.name]
     inner = set(range(source.ndim - space, source.ndim))
+    for field in labels.of(source):
+        if varying(field) and varying(field) <= inner:
+            labels.atoms.fix(field)  # a table of positions that is stretched
     labels.object(call.refusal("units lie along space"), [f for f in labels.of(source) if varying(f) & inner])
     for out in call.outputs:
         labels.give(out, [f for f in labels.of(source) if not varying(f) & inner])

@@ -213,6 +213,14 @@ def _given(args: Sequence[Any], kwargs: Mapping[str, Any], place: int, name: str
     return args[place] if len(args) > place else kwargs.get(name, default)
 
 
+def marked(labels: Labels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+    """`one_hot` marks one of as many places as the code says, whatever the others are for."""
+    keep(labels, out, [None] * (out.ndim - 1) + [int(_given(args, kwargs, 1, "num_classes", -1))])
+    number = _given(args, kwargs, 1, "num_classes")
+    if isinstance(number, Number):
+        number.fix()
+
+
 PROMISES: dict[str, Promise] = {
     **dict.fromkeys(("view", "reshape", "expand", "broadcast_to"), shaped),
     **dict.fromkeys(("zeros", "ones", "empty", "full", "rand", "randn"), made),
@@ -223,6 +231,7 @@ PROMISES: dict[str, Promise] = {
     "unbind": unbound,
     **dict.fromkeys(("__getitem__", "__setitem__"), selected),
     "narrow": narrowed,
+    "one_hot": marked,
     "group_norm": grouped,
     "channel_shuffle": shuffled,
     "pixel_shuffle": spread,

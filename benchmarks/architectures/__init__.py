@@ -1,0 +1,1 @@
+"""Which architectures of other libraries are traced, cut and equal to their masked whole."""
