@@ -135,6 +135,13 @@ WRONG = [
 ]  # fmt: skip
 
 
+def test_a_cohort_that_is_too_large_by_default_is_said_to_be_the_default():
+    with pytest.raises(InvalidValue, match=r"^active must be at most clients \(4\); got 10, the default$"):
+        Experiment(clients=4)
+    with pytest.raises(InvalidValue, match=r"^active must be at most clients \(4\); got 5$"):
+        Experiment(clients=4, active=5)
+
+
 @pytest.mark.parametrize(
     ("field", "value", "what"), WRONG, ids=lambda part: str(part)[:20].encode("unicode_escape").decode()
 )

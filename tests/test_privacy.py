@@ -468,6 +468,11 @@ def test_what_makes_no_sense_is_refused_at_the_door(fields, sentence):
         fc.Experiment(**{**PRIVATE, **fields})
 
 
+@pytest.mark.parametrize("clip", [1e-30, 1e30])
+def test_the_least_and_the_longest_length_are_allowed(clip):
+    assert fc.Experiment(**{**PRIVATE, "clip_updates": clip}).clip_updates == clip
+
+
 @pytest.mark.parametrize("noise", [0.01, 1e6])
 def test_the_least_and_the_most_noise_can_be_accounted_for(noise):
     spent = [Gaussian(noise, 1e-5).epsilon(turns) for turns in (1, 100, 10**6)]

@@ -152,7 +152,7 @@ def test_only_keywords_are_options():
 @pytest.fixture
 def own_module(monkeypatch):
     module = types.ModuleType("own_things")
-    module.build, module.number = needs, 5
+    module.build, module.number, module.nothing = needs, 5, lambda *, width=3: width
     monkeypatch.setitem(sys.modules, "own_things", module)
 
 
@@ -171,6 +171,10 @@ def test_functions_are_imported_by_their_path():
         ("own_things:number", "^policy 'own_things:number' must be a function; it is a int$"),
         ("builtins:dict", "^policy 'builtins:dict' must be a Python function"),
         ("own_things:build", "needs the option 'limit'"),
+        (
+            "own_things:nothing",
+            r"^policy 'own_things:nothing' must take the positional arguments \(view\), and options",
+        ),
         (":f", "^policy must look like package.module:function; got ':f'$"),
         ("own_things:", "^policy must look like package.module:function; got 'own_things:'$"),
         (".own:f", "^policy must look like package.module:function"),
@@ -182,3 +186,11 @@ def test_functions_are_imported_by_their_path():
 def test_paths_that_lead_nowhere(path, message):
     with pytest.raises(InvalidValue, match=message):
         look_up("policy", Spec(path), {})
+
+
+@pytest.mark.usefixtures("own_module")
+def test_a_function_of_other_arguments_is_told_which_it_must_take():
+    with pytest.raises(InvalidValue, match=r"^model .* positional arguments \(shape, classes, norm\), and"):
+        look_up("model", Spec("own_things:nothing"), {})
+    with pytest.raises(InvalidValue, match=r"^recipe .* must take no positional argument, only options behind a \*"):
+        look_up("recipe", Spec("own_things:build"), {})

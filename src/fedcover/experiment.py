@@ -157,7 +157,8 @@ class Experiment(BaseModel):
         for key, table in _SPECS.items():
             spec.look_up(key, spec.parse(key, getattr(self, key)), table)
         if self.active > self.clients:
-            raise ValueError(f"active must be at most clients ({self.clients}); got {self.active}")
+            default = ", the default" if self.active == Experiment.model_fields["active"].default else ""
+            raise ValueError(f"active must be at most clients ({self.clients}); got {self.active}{default}")
         gone = set(Fleet.parse(self.fleet).levels) - set(self.scaled_fleet.levels)
         if gone:
             places = "clients" if self.assignment == "device" else "slots"

@@ -25,7 +25,7 @@ from fedcover.types import Params, Reduction
 LEAST_NOISE, MOST_NOISE = 0.01, 1e6
 """Less noise protects nobody, and more of it leaves nothing to learn: such numbers are typing errors."""
 LEAST_DELTA = 1e-15
-LEAST_CLIP = 1e-30
+LEAST_CLIP, MOST_CLIP = 1e-30, 1e30
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +105,8 @@ PRIVACY: dict[str, Callable[..., Gaussian | None]] = {"none": no_privacy, "gauss
 
 def check_clip(clip: float) -> None:
     """Refuse a length that is not far from where floating point ends: the steps of its grid would have no size."""
-    if not LEAST_CLIP <= clip <= 1 / LEAST_CLIP:
-        raise InvalidValue(f"clip_updates must be in [{LEAST_CLIP:g}, {1 / LEAST_CLIP:g}] with privacy; got {clip:g}")
+    if not LEAST_CLIP <= clip <= MOST_CLIP:
+        raise InvalidValue(f"clip_updates must be in [{LEAST_CLIP:g}, {MOST_CLIP:g}] with privacy; got {clip:g}")
 
 
 @dataclass(frozen=True)

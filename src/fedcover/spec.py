@@ -14,18 +14,18 @@ from pydantic.errors import PydanticUserError
 
 from fedcover.errors import InvalidValue, unknown
 
-ARGUMENTS = {
-    "dataset": 0,
-    "partition": 3,
-    "model": 3,
-    "policy": 1,
-    "recipe": 0,
-    "rule": 2,
-    "server": 0,
-    "privacy": 0,
-    "schedule": 2,
+ARGUMENTS: Mapping[str, tuple[str, ...]] = {
+    "dataset": (),
+    "partition": ("dataset", "clients", "seed"),
+    "model": ("shape", "classes", "norm"),
+    "policy": ("view",),
+    "recipe": (),
+    "rule": ("old", "parts"),
+    "server": (),
+    "privacy": (),
+    "schedule": ("round", "rounds"),
 }
-"""How many positional arguments the function behind each field takes; the rest are its options."""
+"""The positional arguments of the function behind each field (the order counts, not the names); others are options."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,13 @@ def options_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     return {name: p for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
 
 
+def _contract(field: str) -> str:
+    arguments = ARGUMENTS[field]
+    if not arguments:
+        return "must take no positional argument, only options behind a *"
+    return f"must take the positional arguments ({', '.join(arguments)}), and options behind a *"
+
+
 def _imported(field: str, path: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
     if not all(part.isidentifier() for part in [*module.split("."), name]):
@@ -161,9 +168,9 @@ def _imported(field: str, path: str) -> Callable[..., Any]:
         inspect.signature(function)
         if field in ARGUMENTS and not hasattr(function, "__wrapped__"):
             needed = {name: None for name, p in options_of(function).items() if p.default is p.empty}
-            inspect.signature(function).bind(*[None] * ARGUMENTS[field], **needed)
+            inspect.signature(function).bind(*ARGUMENTS[field], **needed)
     except ValueError:
         raise InvalidValue(f"{field} {path!r} must be a Python function; its parameters cannot be read") from None
     except TypeError as error:
-        raise InvalidValue(f"{field} {path!r} must take {ARGUMENTS[field]} positional arguments: {error}") from None
+        raise InvalidValue(f"{field} {path!r} {_contract(field)}: {error}") from None
     return function  # type: ignore[no-any-return]
