@@ -142,3 +142,16 @@ def test_processes_and_clipping_are_refused_before_there_is_a_folder(tmp_path):
     with pytest.raises(fc.InvalidValue, match="processes must be 1 with clip_updates"):
         fc.run(wanted, tmp_path / "run", machine=fc.Machine(processes=2))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("dataset", ["digits", (torch.zeros(4, 2), torch.zeros(4))])
+def test_a_data_set_of_another_type_is_refused_with_a_sentence(dataset):
+    with pytest.raises(
+        fc.InvalidValue, match=rf"^dataset must be a fedcover Dataset .*; got {type(dataset).__name__}$"
+    ):
+        fc.run(fc.Experiment(rounds=1), dataset=dataset)
+
+
+def test_an_experiment_of_another_type_is_refused_with_a_sentence():
+    with pytest.raises(fc.InvalidValue, match=r"^experiment must be an Experiment or a path; got dict$"):
+        fc.run({"rounds": 1})

@@ -40,6 +40,11 @@ def names_of(experiment: Experiment, model: object, dataset: Dataset | None) -> 
     >>> names_of(Experiment(dataset="digits"), nn.Linear(2, 2), None)
     Names(model='Linear (given in Python)', data="'digits'")
     """
+    if dataset is not None and not isinstance(dataset, Dataset):
+        raise InvalidValue(
+            "dataset must be a fedcover Dataset here, as from_tensors and from_file make it "
+            f"(or name it in the experiment instead); got {type(dataset).__name__}"
+        )
     module = model.module if isinstance(model, Model) else model
     return Names(
         model=repr(experiment.model) if module is None else f"{type(module).__name__} (given in Python)",

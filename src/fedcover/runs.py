@@ -123,6 +123,8 @@ def run(
     parts = Parts(dataset, model, policy, engine)
     if isinstance(experiment, str | Path):
         experiment = read_experiment(Path(experiment))
+    if not isinstance(experiment, Experiment):
+        raise InvalidValue(f"experiment must be an Experiment or a path; got {type(experiment).__name__}")
     check_rows_are_here(experiment, engine)
     chosen = (machine or Machine()).resolved()
     setup = prepare(experiment, chosen, data=data, parts=parts)
