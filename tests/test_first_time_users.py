@@ -1,5 +1,7 @@
 """What first-time users stumbled over: each of these was once a traceback, or worse, a result without a word."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -155,3 +157,14 @@ def test_a_data_set_of_another_type_is_refused_with_a_sentence(dataset):
 def test_an_experiment_of_another_type_is_refused_with_a_sentence():
     with pytest.raises(fc.InvalidValue, match=r"^experiment must be an Experiment or a path; got dict$"):
         fc.run({"rounds": 1})
+
+
+def test_the_cure_for_a_model_in_float64_is_one_that_works():
+    x, y = torch.rand(80, 8, dtype=torch.float64), torch.arange(80) % 4
+    single = fc.from_tensors((x, y), (x, y))
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).double()
+    cure = r"give module.float\(\), or x.double\(\) in a Dataset made by hand \(from_tensors and files make float32"
+    refused(cure, parts={"dataset": single, "model": model}, policy="rolling", fleet="1x0.5")
+    double = replace(single, train=replace(single.train, x=x), test=replace(single.test, x=x))
+    run = fc.run(fc.Experiment(**TINY, policy="rolling", fleet="1x0.5"), dataset=double, model=model)
+    assert {p.dtype for p in run.model().parameters()} == {torch.float64}

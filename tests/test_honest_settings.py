@@ -221,7 +221,7 @@ def test_data_in_float64_trains_a_module_in_float64_under_policies_that_cut(poli
 
 @pytest.mark.parametrize("policy", ["full", "prefix"])
 def test_data_of_another_type_than_the_module_is_refused_with_the_cure(policy):
-    cure = r"; the data is float64 and the parameters are float32: give x\.float\(\) or module\.double\(\)$"
+    cure = r"; the data is float64 and the parameters are float32: give module\.double\(\), or x\.float\(\)$"
     with pytest.raises(InvalidValue, match=cure):
         fc.run(fc.Experiment(**SMALL, policy=policy), model=Precise(torch.float32), dataset=digits_in(torch.float64))
 

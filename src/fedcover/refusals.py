@@ -65,15 +65,16 @@ def other_types(module: nn.Module, data: torch.dtype) -> str:
     """What to say of a model that has failed on data which is of another floating type than its parameters.
 
     >>> other_types(nn.Linear(2, 2), torch.float64)
-    '; the data is float64 and the parameters are float32: give x.float() or module.double()'
+    '; the data is float64 and the parameters are float32: give module.double(), or x.float()'
     """
     own = {p.dtype for p in module.parameters()}
     if not data.is_floating_point or len(own) != 1 or own == {data}:
         return ""
     has, wants = (str(each).removeprefix("torch.") for each in (data, *own))
     casts = {"float64": "double", "float32": "float", "float16": "half", "bfloat16": "bfloat16"}
-    cure = f": give x.{casts[wants]}() or module.{casts[has]}()" if {has, wants} <= casts.keys() else ""
-    return f"; the data is {has} and the parameters are {wants}{cure}"
+    cure = f": give module.{casts[has]}(), or x.{casts[wants]}()" if {has, wants} <= casts.keys() else ""
+    kept = " in a Dataset made by hand (from_tensors and files make float32 of it)" if cure and has == "float32" else ""
+    return f"; the data is {has} and the parameters are {wants}{cure}{kept}"
 
 
 def check_outputs(experiment: Experiment, names: Names, model: Model, source: Source, recipe: Recipe) -> None:
