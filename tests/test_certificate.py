@@ -340,7 +340,7 @@ class TestWhoseMasksTheyAre:
 
 def test_a_run_without_kept_rounds_is_told_what_to_do(tmp_path):
     fields = {"clients": 4, "active": 2, "epochs": 1}
-    with pytest.raises(RunError, match=r"run it again with keep_rounds, such as --set keep_rounds=\[0, 1\]"):
+    with pytest.raises(RunError, match=r"run it again with keep_rounds, such as --set 'keep_rounds=\[0, 1\]'"):
         certified(tmp_path / "run", rounds=2, **fields)
     with pytest.raises(RunError, match="keeps no round that could be replayed"):  # after the last there is none
         certified(tmp_path / "other", rounds=2, keep_rounds=[2], **fields)

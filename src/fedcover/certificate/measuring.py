@@ -125,7 +125,7 @@ def _kept(found: Folder, before: int) -> list[checkpoints.Found]:
     every = list(range(0, found.experiment.rounds, max(1, found.experiment.rounds // 10)))
     raise RunError(
         f"{found.path} keeps no round that could be replayed; run it again with keep_rounds, such as --set "
-        f"keep_rounds={every} (all rounds, if the certificate is to be exact)"
+        f"'keep_rounds={every}' (all rounds, if the certificate is to be exact)"
     )
 
 

@@ -46,7 +46,8 @@ def width(view: View, capacity: float) -> float:
     """The share of every group's units that fits a capacity under the view's measure."""
     if not view.groups and capacity < 1:
         raise InvalidValue(
-            f"this model has no units to cut, so a device of capacity {capacity:g} can hold no part of it"
+            f"this model has no units to cut, so a device of capacity {capacity:g} can hold no part of it "
+            "(docs/tracing.md lists what is left whole, and why)"
         )
     if view.measure == "width":
         return capacity
