@@ -169,3 +169,10 @@ def test_the_cure_for_a_model_in_float64_is_one_that_works():
     double = replace(single, train=replace(single.train, x=x), test=replace(single.test, x=x))
     run = fc.run(fc.Experiment(**TINY, policy="rolling", fleet="1x0.5"), dataset=double, model=model)
     assert {p.dtype for p in run.model().parameters()} == {torch.float64}
+
+
+@pytest.mark.parametrize("capacity", [0, 1.5, -1, "0.5", None, float("nan")])
+def test_a_capacity_that_is_none_is_refused(capacity):
+    run = fc.run(fc.Experiment(policy="prefix", clients=10, active=2, rounds=1, epochs=1))
+    with pytest.raises(fc.InvalidValue, match=r"^capacity must be in \(0, 1\]; got "):
+        run.submodel(capacity)

@@ -167,7 +167,11 @@ def test_runs_of_another_precision_are_refused(tmp_path):
     [
         ({"seed": [1, 2]}, "vary must not be of seed"),
         ({"name": ["a", "b"]}, "vary must not be of name"),
-        ({"lr": [0.1, 0.1]}, "vary must name each value of lr once"),
+        ({"lr": [0.1, 0.1]}, r"vary must name each value of lr once; got 0\.1 \| 0\.1$"),
+        (
+            {("lr", "momentum"): [(0.1, 0.5), (0.1, 0.5)]},
+            r"vary must name each value of lr, momentum once; got 0\.1, 0\.5 \| 0\.1, 0\.5$",
+        ),
     ],
 )
 def test_runs_that_would_meet_in_one_folder_are_refused(choices, message):

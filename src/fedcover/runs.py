@@ -84,8 +84,8 @@ class Run:
 
     def part(self, capacity: float) -> Reduction:
         """The reduction that the run's policy gives a device of some capacity."""
-        if not 0 < capacity <= 1:
-            raise InvalidValue(f"capacity must be in (0, 1]; got {capacity}")
+        if not isinstance(capacity, int | float) or not 0 < capacity <= 1:
+            raise InvalidValue(f"capacity must be in (0, 1]; got {capacity!r:.80}")
         if capacity == 1:
             return WHOLE
         part = part_for(self.setup, self.state, capacity)

@@ -81,7 +81,8 @@ def _settings_of(keys: str | tuple[str, ...], values: Sequence[Any]) -> list[dic
     for key in {"seed", "name"} & set(fields):
         raise InvalidValue(f"vary must not be of {key}: seeds are varied by seeds, names are made from the rest")
     if len({str(value) for value in values}) < len(values):
-        raise InvalidValue(f"vary must name each value of {', '.join(fields)} once; got {list(values)}")
+        shown = " | ".join(str(value) if isinstance(keys, str) else ", ".join(map(str, value)) for value in values)
+        raise InvalidValue(f"vary must name each value of {', '.join(fields)} once; got {shown}")
     return [dict(zip(fields, (value,) if isinstance(keys, str) else value, strict=True)) for value in values]
 
 
