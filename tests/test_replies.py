@@ -227,6 +227,25 @@ def test_a_nonce_is_good_for_one_reply():
     assert ledger.close() == ()
 
 
+def test_a_rejection_names_the_client_that_is_claimed_and_shows_what_came():
+    _, _, asked, update = asked_and_trained("slices")
+    ledger = Ledger()
+    raw = honest(ledger.expect(lambda nonce: replace(asked, nonce=nonce)), update)
+    found = ledger.receive(replace(raw, nonce="gone", client=41))
+    assert (found.client, found.detail) == (41, "nonce 'gone' of client 41")
+    found = ledger.receive(replace(raw, client="41"))
+    assert found.client is None
+    assert found.detail.endswith("of client '41'")
+
+
+def test_the_hundredth_nonce_is_known_again():
+    _, _, asked, update = asked_and_trained("slices")
+    ledger = Ledger()
+    tasks = [ledger.expect(lambda nonce: replace(asked, nonce=nonce)) for _ in range(100)]
+    assert isinstance(ledger.receive(honest(tasks[99], update)), Answer)
+    assert ledger.receive(honest(tasks[99], update)).reason == "replayed nonce"
+
+
 def test_the_ledger_does_not_grow():
     _, _, asked, update = asked_and_trained("slices")
     ledger = Ledger()
