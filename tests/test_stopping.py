@@ -211,3 +211,23 @@ def test_who_is_not_to_hear_hang_ups_does_not(tmp_path):
         process.communicate(timeout=60)
     assert process.returncode == 0
     assert (folder / "summary.json").exists()
+
+
+LATE = """
+import os, signal, sys
+import fedcover.__main__
+
+class Late:
+    def __del__(self, kill=os.kill, me=os.getpid(), number=signal.SIGINT):
+        kill(me, number)
+
+late = Late()  # it goes when the interpreter takes its modules down, and has given up its handlers
+sys.argv = ["fedcover", "list", "policies"]
+fedcover.__main__.main()
+"""
+
+
+def test_a_signal_while_the_interpreter_ends_leaves_the_exit_code_alone():
+    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "rolling" in done.stdout

@@ -10,14 +10,17 @@ def main() -> None:
     stopping.quietly()
     from fedcover.cli import main as commands
 
-    with stopping.in_order():
-        try:
-            commands()
-        except (Exception, KeyboardInterrupt) as error:
-            code = stopping.code_of(error)
-            if code is None:
-                raise
-            sys.exit(code)
+    try:
+        with stopping.in_order():
+            try:
+                commands()
+            except (Exception, KeyboardInterrupt) as error:
+                code = stopping.code_of(error)
+                if code is None:
+                    raise
+                sys.exit(code)
+    finally:
+        stopping.ignored()
 
 
 if __name__ == "__main__":

@@ -53,6 +53,12 @@ def quietly() -> None:
         signal.signal(number, _leave)
 
 
+def ignored() -> None:
+    """Ignore signals from now on: a program that is ending keeps its exit code, whoever presses Ctrl-C again."""
+    for number in _ours():
+        signal.signal(number, signal.SIG_IGN)
+
+
 @contextmanager
 def in_order() -> Iterator[None]:
     """Let signals raise `Stopped` in the main thread for a while, so that what was begun is kept.
