@@ -24,7 +24,12 @@ SOURCE = Path(fedcover.__file__).parent
 def stream_of(words):
     """A stream of given words."""
     coming = iter(words)
-    return lambda size: b"".join(next(coming).to_bytes(8, "little") for _ in range(size // 8))
+
+    def stream(size):
+        assert size % 8 == 0, "half a word was asked for"
+        return b"".join(next(coming).to_bytes(8, "little") for _ in range(size // 8))
+
+    return stream
 
 
 def below(value):

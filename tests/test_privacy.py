@@ -147,6 +147,17 @@ def test_but_for_the_noise_it_is_the_coverage_mean():
     same(difference(answer, quiet), difference(wanted, old), tolerance=len(updates) * Grid(1e3, 0.01).step)
 
 
+def test_sums_and_counts_are_whole_numbers_whatever_the_model_is_kept_in():
+    """Counted in float16, steps of a grid of 2^30 would be infinite, and counts above 2,048 would stand still."""
+    old = {"w": torch.zeros(3, dtype=torch.float16)}
+    mask = Masks({"w": torch.tensor([True, True, False])})
+    moved = {"w": torch.tensor([0.5, -0.25, 0.0], dtype=torch.float16)}
+    new = private_mean(old, [(mask, moved)] * 3000, clip=1.0, noise=0.01, stream=keyed_stream(bytes(32)))
+    torch.testing.assert_close(
+        new["w"].double(), torch.tensor([0.5, -0.25, 0.0], dtype=torch.float64), rtol=0, atol=1e-3
+    )
+
+
 @pytest.mark.parametrize("noise", [0.01, 1.0, 3.7, 1e6])
 def test_the_whole_update_is_clipped_not_each_tensor(noise):
     """Four tensors, each of length 3 of which 2 are allowed together: what counts is the length of all, 6."""
