@@ -24,8 +24,8 @@ class Scale:
     def coarse(cls, numbers: Sequence[float]) -> "Scale":
         """Of exact numbers, rounded, so that they tell little of any row.
 
-            >>> Scale.coarse([0, 16, 4.884, 6.0176])
-            Scale(low=0.0, high=20.0, mean=5.0, spread=6.0)
+        >>> Scale.coarse([0, 16, 4.884, 6.0176])
+        Scale(low=0.0, high=20.0, mean=5.0, spread=6.0)
         >>> Scale.coarse([281, 303, 293.7, 5.2]).mean
         294.0
         """
