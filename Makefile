@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-system architectures soak lint clean
+.PHONY: help demo test test-system architectures soak chaos lint clean
 
 help:
 	@echo "make demo   five policies side by side, offline, under a minute"
@@ -13,6 +13,7 @@ help:
 	@echo "make test-system  real Flower processes: same bits, faults, hostile nodes, deployment; minutes"
 	@echo "make architectures  trace the families of timm, torchvision and transformers; half an hour"
 	@echo "make soak   200,000 hostile replies, and 64 clients over 4 SuperNodes; half an hour"
+	@echo "make chaos  nodes, servers and SuperLinks of a federation are killed 18 times; a quarter of an hour"
 	@echo "make clean  remove .venv and caches"
 
 # torch first and pinned: whatever asks for torch later is then content with what is there
@@ -63,6 +64,10 @@ soak: $(VENV)/.installed-flower
 	$(BIN)/python benchmarks/flower_wire.py | tee benchmarks/results/flower-wire.json
 	$(BIN)/python -m benchmarks.flower_soak | tee benchmarks/results/flower-soak.json
 	$(BIN)/python -m benchmarks.flower_messages | tee benchmarks/results/flower-messages.json
+
+chaos: $(VENV)/.installed-flower
+	mkdir -p benchmarks/results
+	$(BIN)/python -m benchmarks.flower_chaos | tee benchmarks/results/flower-chaos.json
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
