@@ -256,6 +256,11 @@ def test_turns_are_those_of_the_busiest_client():
         assert setup.turns(round) == max(asked.count(client) for client in asked)
 
 
+def test_whoever_was_never_asked_has_taken_no_turn():
+    """Everybody may drop out of a round."""
+    assert list(most_turns([[], [], [4], []])) == [0, 0, 1, 1]
+
+
 def test_epsilon_is_in_the_history_and_in_the_summary(tmp_path):
     pytest.importorskip("cryptography")
     run = fc.run(fc.Experiment(**PRIVATE), tmp_path / "run")

@@ -28,8 +28,10 @@ WORLDS = {
     "masks": {"policy": "magnitude"},
     "tracked norms": {"model": "preact_resnet18", "policy": "prefix", "norm": "tracked"},
     "own bits": {"policy": "full", "recipe": "hermes"},
+    "own bits in masks": {"policy": "magnitude", "recipe": "hermes"},
     "label rows": {"policy": "magnitude", "label_rows": True},
     "measured": {"policy": "prunefl", "recipe": "prunefl"},
+    "measured in whole": {"policy": "full", "recipe": "prunefl"},
     "stages": {"model": "depth_resnet", "policy": "prefix"},
 }
 
@@ -244,6 +246,18 @@ def test_the_hundredth_nonce_is_known_again():
     tasks = [ledger.expect(lambda nonce: replace(asked, nonce=nonce)) for _ in range(100)]
     assert isinstance(ledger.receive(honest(tasks[99], update)), Answer)
     assert ledger.receive(honest(tasks[99], update)).reason == "replayed nonce"
+
+
+def test_the_names_of_a_task_are_told_while_it_is_out():
+    _, _, asked, update = asked_and_trained("slices")
+    ledger = Ledger()
+    task = ledger.expect(lambda nonce: replace(asked, nonce=nonce))
+    names = ledger.names(task.nonce)
+    assert "params/head.weight" in names
+    assert "params/nosuch" not in names
+    assert all(ledger.names(nonce) is None for nonce in ("gone", None, 7, ["x"]))
+    ledger.receive(honest(task, update))
+    assert ledger.names(task.nonce) is None
 
 
 def test_the_ledger_does_not_grow():
