@@ -225,7 +225,10 @@ def chaos(minutes: float, nodes: int, rounds: int, seed: int, place: Path) -> di
         at.begun, at.rounds = time.monotonic(), [0.0]  # the first round waits for nodes to come for the first time
         for number, kind in enumerate(wanted):
             due = at.begun + share * (number + draw.random())
-            at.until(lambda due=due: time.monotonic() > due)
+            if not at.until(lambda due=due: time.monotonic() > due):
+                raise SystemExit(
+                    f"all {rounds} rounds were done after {len(at.kills)} of {len(wanted)} kills: ask for more"
+                )
             at.kill(kind, draw)
         finished = at.until(lambda: at.services["admin"].ended is not None and (at.folder / "summary.json").exists())
     finally:
@@ -268,7 +271,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=15.0)
     parser.add_argument("--nodes", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=70)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--logs", type=Path, help="a folder, not yet there, that keeps the run and all logs")
     given = parser.parse_args()

@@ -3,7 +3,10 @@
 import os
 import resource
 import signal
+from pathlib import Path
 
+from fedcover.flower.sudden_ends import KILLED
+from fedcover.orphans import descendants
 from tests.system.harness import alive, checkpoints, children, experiment, reference, submit, wait_for
 
 
@@ -24,6 +27,26 @@ def test_a_server_that_is_killed_goes_on_from_its_folder(pair, tmp_path):
     assert checkpoints(tmp_path / "run") == reference(wanted, tmp_path / "here")
 
 
+def test_who_streams_the_run_is_told_that_the_server_was_killed(pair, tmp_path):
+    """By the server's reporter, with a sentence: Flower itself only notices a silence, a minute later."""
+    run = submit(pair, experiment(policy="prefix", rounds=30), tmp_path / "run", nodes=2)
+    run.rounds(1)
+    (server,) = wait_for(lambda: children(pair, "superlink", "flwr-serverapp"), "a server")
+    reporters = [pid for pid in descendants([server]) if b"sudden_ends" in command_of(pid)]
+    assert len(reporters) == 1
+    os.kill(server, signal.SIGKILL)
+    run.finish()
+    assert f"fedcover: stopped: {KILLED}" in run.text
+    wait_for(lambda: not alive(reporters), "the end of the server's reporter")
+
+
+def test_a_run_that_ends_in_order_reports_no_sudden_end(pair, tmp_path):
+    run = submit(pair, experiment(policy="prefix", rounds=1), tmp_path / "run", nodes=2).finish()
+    assert run.rounds(1)
+    assert "stopped" not in run.text
+    assert "Traceback" not in pair.log("superlink").read_text()
+
+
 def test_a_limit_on_the_files_of_the_server(pair, tmp_path):
     """The same where nobody may mount a disk: the run stops with a sentence, and goes on when there is room again."""
     wanted = experiment(policy="prefix", rounds=4)
@@ -37,6 +60,10 @@ def test_a_limit_on_the_files_of_the_server(pair, tmp_path):
     again = submit(pair, wanted, tmp_path / "run", nodes=2, resume=True).finish()
     assert [line["round"] for line in again.rounds(4)] == [0, 1, 2, 3]
     assert checkpoints(tmp_path / "run") == expected
+
+
+def command_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 class files_limited:  # noqa: N801

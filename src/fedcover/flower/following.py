@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fedcover.errors import RunError
+from fedcover.flower.sudden_ends import KILLED
 from fedcover.orphans import tied
 from fedcover.rounds import Report
 from fedcover.summary import Metrics, read_lines
@@ -14,11 +15,6 @@ from fedcover.summary import Metrics, read_lines
 FINISHED = "fedcover: finished"
 _STOPPED = re.compile(r"^fedcover: stopped: (.*)", re.MULTILINE)
 
-
-KILLED = (
-    "the server's process has ended without a word: somebody, or the system for lack of memory, has killed it, or the "
-    "machine could not go on"
-)
 ENDING = 15.0
 """Seconds without a server after which its run has not ended as runs do; Flower itself waits for a minute."""
 

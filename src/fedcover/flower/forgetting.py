@@ -3,9 +3,12 @@
 from collections.abc import Collection
 from typing import Any
 
+from flwr.supernode import fleet_http_connection
 from flwr.supernode.cli import flower_supernode
 from flwr.supernode.nodestate import nodestate_factory
 from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState
+
+from fedcover.flower.returning import ReturningClient
 
 REMEMBERED = 8
 """Ended tasks that are still known; Flower asks for none of them, but a late word of the last one may come in."""
@@ -29,6 +32,7 @@ def to_forget(tasks: Collection[Any]) -> list[Any]:
 
 
 def main() -> None:
-    """Flower's `flower-supernode`, with such a memory."""
+    """Flower's `flower-supernode`, with such a memory; and when it was killed, it is let in again at once."""
     vars(nodestate_factory)["InMemoryNodeState"] = Forgetful
+    vars(fleet_http_connection)["FleetHttpClient"] = ReturningClient
     flower_supernode()

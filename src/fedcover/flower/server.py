@@ -19,6 +19,7 @@ from fedcover.flower.link import Link
 from fedcover.flower.memory import reserve, tidy
 from fedcover.flower.places import Roster, declared_fleet
 from fedcover.flower.rows import wanted_of
+from fedcover.flower.sudden_ends import reported
 from fedcover.folders import Folder
 from fedcover.preparation import Machine, source_of
 from fedcover.rounds import Report
@@ -38,7 +39,8 @@ def experiment_app() -> ServerApp:
 def _main(grid: Grid, context: Context) -> None:
     log_to_stderr()
     try:
-        done = serve(grid, Settings.read(context.run_config))
+        with reported(grid):
+            done = serve(grid, Settings.read(context.run_config))
         if not any(line["clients"] for line in done.metrics):
             raise RunError(
                 f"no client has answered in any round, so nothing was trained ({_reason(done.folder)}); "
