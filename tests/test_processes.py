@@ -133,6 +133,27 @@ def other_processes():
     return [int(pid) for pid in children if b"fedcover.processes" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
+def height_of_the_other(hidden):
+    """The most memory, in bytes, that the second process of a run of two had by the end of its second round."""
+    heights = []
+
+    def look(report):
+        if report.round == 1:  # after the third round it may have ended
+            status = Path(f"/proc/{other_processes()[0]}/status").read_text().splitlines()
+            heights.append(1024 * int(next(line for line in status if line.startswith("VmHWM")).split()[1]))
+
+    wanted = fc.Experiment(**{**FIELDS, "model": f"mlp(hidden={hidden})", "rounds": 3})
+    fc.run(wanted, machine=fc.Machine("sequential", "cpu", processes=2), watch=look)
+    return heights[0]
+
+
+@pytest.mark.system
+def test_a_process_needs_memory_for_few_copies_of_the_model():
+    """In float64 a sum and its weights take four, training three beside what is sent; it was 17 in all."""
+    rise = height_of_the_other([3000, 3000]) - height_of_the_other([10])
+    assert rise <= 12 * 4 * (64 * 3000 + 3000 * 3000 + 3000 * 10), rise
+
+
 def test_what_other_processes_cannot_import_is_refused(tmp_path):
     with pytest.raises(fc.InvalidValue, match="reaches other processes only if it lies in a module"):
         fc.run(

@@ -264,3 +264,32 @@ def test_a_parameter_may_be_a_single_number_and_groups_lists(tmp_path, engine):
     again, _ = checkpoints.newest(tmp_path, "this", "cpu")
     assert again.params["scale"].item() == state.params["scale"].item() != 1.0
     assert again.coverage.ever["scale"].shape == ()
+
+
+@pytest.mark.parametrize("size", [(slabs.PIECE["cpu"] + 3,), (1025, 1024)])
+def test_what_goes_in_pieces_equals_what_is_done_at_once(size):
+    one, two = torch.randn(size), torch.randn(size, dtype=torch.float64)
+
+    def quotient(first, second):
+        return {"ratio": first / second, "larger": first > second}
+
+    made = slabs.in_pieces(quotient)(one, two)
+    for key, expected in quotient(one, two).items():
+        assert torch.equal(made[key], expected)
+
+
+@pytest.mark.parametrize("over", OVER)
+def test_a_mean_of_large_tensors_equals_that_of_their_rows(over):
+    groups = (UnitGroup("g", 1100, (Cut("w", 0),)),)
+    old = {"w": torch.randn(1100, 1000)}
+    reductions = [Masks({}), Masks({"w": torch.rand(1100, 1000) > 0.5}), Slices(groups, {"g": torch.arange(500)})]
+    parts = [(r, {n: v + torch.randn(v.shape) for n, v in r.extract(old).items()}, 3.0) for r in reductions]
+    made = coverage_mean(old, parts, over=over)["w"]
+    for row in (0, 499, 500, 1099):
+        few = {"w": old["w"][row : row + 1]}
+        kept = (UnitGroup("g", 1, (Cut("w", 0),)),)
+        there = torch.arange(int(row < 500))
+        masks = Masks({"w": reductions[1].bits["w"][row : row + 1]})
+        small = [Masks({}), masks, Slices(kept, {"g": there})]
+        mine = [(r, {"w": v["w"][row : row + 1]}, s) for r, (_, v, s) in zip(small, parts, strict=True)]
+        assert torch.equal(coverage_mean(few, mine, over=over)["w"][0], made[row])

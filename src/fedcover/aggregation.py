@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedcover.errors import InvalidValue, unknown
-from fedcover.slabs import entrywise, entrywise_many, in_one, zeros
+from fedcover.slabs import entrywise, entrywise_many, in_one, in_pieces, zeros
 from fedcover.types import Client, Params, Reduction, Rule
 
 Part = tuple[Reduction, Params, float]
@@ -208,9 +208,11 @@ def stepped(
         moved, after = step(Covered(before, new, where), dict(zip(memory, known, strict=True)))
         return {"": torch.where(where, moved, UNCOVERED[uncovered](before)), **after}
 
-    # a step of one's own may look at a whole tensor
-    laid: Callable[[Params], Params] = in_one if isinstance(step, Entrywise) else dict
-    made = entrywise_many(one, *map(laid, (old, averaged, counts, *memory.values())))
+    trees = (old, averaged, counts, *memory.values())
+    if isinstance(step, Entrywise):
+        made = entrywise_many(in_pieces(one), *map(in_one, trees))
+    else:  # a step of one's own may look at a whole tensor
+        made = entrywise_many(one, *map(dict, trees))
     return made.pop(""), made
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedcover.reduction import distinct
-from fedcover.slabs import entrywise, flat, in_one, zeros
+from fedcover.slabs import entrywise, flat, flat_copy, in_one, zeros
 from fedcover.types import Coverage, Params, Reduction
 
 
@@ -77,7 +77,7 @@ def noises(params: Mapping[str, Tensor], reductions: Iterable[Reduction]) -> lis
 
 
 def _energy(params: Mapping[str, Tensor]) -> Tensor:
-    return flat(params).double().square().sum()
+    return flat_copy(params, torch.float64).square_().sum()
 
 
 def covered_only(params: Params, coverage: Coverage) -> Params:

@@ -21,6 +21,9 @@ MODES = ("calibrated", "batch-compat")
 BATCH = {"cpu": 256, "cuda": 2048}
 """How many samples go through a model at once: what a cache holds, or what fills a GPU."""
 
+MOST_KEPT = 1 << 20
+"""Parameters of the largest model that stays in memory between evaluations on a CPU: using it takes far longer."""
+
 COMPAT_BATCH = 128
 WHOLE = Masks({})
 """The reduction that cuts nothing."""
@@ -101,6 +104,9 @@ _KEPT: WeakKeyDictionary[nn.Module, Kept] = WeakKeyDictionary()
 
 def _whole(task: Task, state: State) -> nn.Module:
     module = task.model.module
+    entries = [tensor for tensor in state.params.values() if tensor.device.type == "cpu"]
+    if sum(tensor.numel() for tensor in entries) > MOST_KEPT:
+        return ready(task, state, WHOLE, 1.0)
     if module not in _KEPT:
         _KEPT[module] = Kept(submodel(module, WHOLE, state.params))
     return _KEPT[module].ready(task, state)

@@ -29,7 +29,7 @@ from fedcover.orphans import tied
 from fedcover.preparation import Machine, Parts, prepare
 from fedcover.ranks import Ranks
 from fedcover.rounds import Setup, run_round
-from fedcover.sharing import shared
+from fedcover.sharing import shared, without_values
 from fedcover.types import State
 
 PATIENCE = timedelta(days=1)
@@ -41,13 +41,12 @@ _PLACE = "FEDCOVER_PROCESS"
 
 @dataclass(frozen=True)
 class Job:
-    """What the first process tells the others: everything that they need to take part until some round."""
+    """What the first process tells the others beside the state: all that they need to take part until some round."""
 
     experiment: Experiment
     machine: Machine
     data: str | Path | None
     parts: Parts
-    state: State
     until: int
 
 
@@ -76,27 +75,29 @@ def no_more_than_clients(machine: Machine, setup: Setup) -> Machine:
 
 
 @contextmanager
-def sharing(job: Job, setup: Setup) -> Iterator[Setup]:
-    """The setup whose rounds other processes share for a while: torchrun's, or those that are started here."""
+def sharing(job: Job, setup: Setup, state: State) -> Iterator[Setup]:
+    """The setup whose rounds, from a state on, other processes share: torchrun's, or those that are started here."""
     size = int(job.machine.processes)
     if size == 1:
+        del state  # the rounds take long, and what is named here is kept until they end
         yield setup
         return
     if torchrun_rank() and size == torchrun_size():
         raise InvalidValue(
             "processes: under torchrun, use 'python -m fedcover run'; its first process leads the others"
         )
-    message = (importable(), job.machine.device, _packed(job))
+    message = (importable(), job.machine.device, _packed(job, state))
     with _started(size) if torchrun_size() != size else _torchrun() as store, joined(0, size, store) as ranks:
         ranks.hear(message)
+        del message, state  # as above, and both are as large as the model
         ranks.gather(lambda: None)  # until all are ready
         yield shared(setup, ranks)
 
 
-def _packed(job: Job) -> bytes:
+def _packed(job: Job, state: State) -> bytes:
     content = io.BytesIO()
     try:
-        torch.save(job, content)
+        torch.save((job, state), content)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise InvalidValue(_unknown_there(error)) from error
     return content.getvalue()
@@ -195,8 +196,16 @@ def joined(rank: int, size: int, store: FileStore | None) -> Iterator[Ranks]:
 
 def take_part(ranks: Ranks) -> None:
     """Hear what is run, prepare it, and share its rounds."""
+    job, setup, state = _prepared(ranks)
+    with job.machine.applied():
+        while state.round < job.until:
+            state, _ = run_round(setup, state)
+
+
+def _prepared(ranks: Ranks) -> tuple[Job, Setup, State]:
+    """What is run and from which state: of the model no more than one copy, in the state."""
     folders, device, content = ranks.hear(([""], "", b""))
-    ready: list[tuple[Job, Setup]] = []
+    ready: list[tuple[Job, Setup, State]] = []
 
     def get_ready() -> None:
         sys.path.extend(folder for folder in folders if folder not in sys.path)
@@ -205,24 +214,21 @@ def take_part(ranks: Ranks) -> None:
             own = int(os.environ.get("LOCAL_RANK", ranks.rank)) % torch.cuda.device_count()
             torch.cuda.set_device(own)
             devices = {"cuda:0": f"cuda:{own}"}
-        job = _unpacked(content, devices)
+        job, state = _unpacked(content, devices)
         with job.machine.applied():
-            ready.append((job, prepare(job.experiment, job.machine, data=job.data, parts=job.parts)))
+            setup = prepare(job.experiment, job.machine, data=job.data, parts=job.parts)
+        ready.append((replace(job, parts=Parts()), without_values(shared(setup, ranks)), state))
 
     ranks.gather(get_ready)
-    [(job, setup)] = ready
-    setup, state = shared(setup, ranks), job.state
-    with job.machine.applied():
-        while state.round < job.until:
-            state, _ = run_round(setup, state)
+    return ready[0]
 
 
-def _unpacked(content: bytes, devices: dict[str, str]) -> Job:
+def _unpacked(content: bytes, devices: dict[str, str]) -> tuple[Job, State]:
     try:  # any object may be in it: it comes from the first process of this very run
-        job: Job = torch.load(io.BytesIO(content), map_location=devices, weights_only=False)
+        told: tuple[Job, State] = torch.load(io.BytesIO(content), map_location=devices, weights_only=False)
     except (AttributeError, ImportError) as error:
         raise InvalidValue(_unknown_there(error)) from error
-    return job
+    return told
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from fedcover.groups import cuts_by_tensor, positions, units_kept
 from fedcover.portions import Portion
 from fedcover.regions import Index, InSlab, Region, add, as_slice, length, take, within_slab
 from fedcover.rng import generator
-from fedcover.slabs import Slab, flat, joined, shapes_of, zeros
+from fedcover.slabs import Slab, add_scaled, flat, joined, shapes_of, zeros
 from fedcover.types import Cut, Params, Reduction, UnitGroup
 
 
@@ -164,7 +164,7 @@ class Masks:
             return
         for name in target if values is None else values:
             if values is not None:
-                target[name].add_(self._cut(name, values[name]), alpha=scale)
+                add_scaled(target[name], self._cut(name, values[name]), scale)
             elif name in self.bits:
                 target[name].add_(self.bits[name], alpha=scale)
             else:

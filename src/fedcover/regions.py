@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedcover.slabs import Shapes, Slab, shapes_of
+from fedcover.slabs import Shapes, Slab, add_scaled, shapes_of
 
 Index = slice | Tensor
 Region = tuple[Index, ...]
@@ -49,7 +49,7 @@ def add(whole: Tensor, region: Region, values: Tensor | None, scale: float) -> N
     view = whole[tuple(part if isinstance(part, slice) else slice(None) for part in region)]
     listed = [(axis, part) for axis, part in enumerate(region) if isinstance(part, Tensor)]
     if not listed:
-        view.add_(1 if values is None else values, alpha=scale)
+        view.add_(scale) if values is None else add_scaled(view, values, scale)
     elif values is None:
         view[_grid(listed, view)] += scale
     elif len(listed) == 1:

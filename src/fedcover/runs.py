@@ -130,13 +130,13 @@ def run(
     setup = prepare(experiment, chosen, data=data, parts=parts)
     chosen = no_more_than_clients(chosen.for_setup(setup), setup)
     with chosen.applied():
+        job = Job(experiment, chosen, data, parts, setup.rounds)
         if folder is None:
-            job = Job(experiment, chosen, data, parts, first_state(setup), setup.rounds)
-            return _go_on(job, setup, [], None, watch)
+            return _go_on(job, Course(experiment, setup, first_state(setup), []), watch)
         with Folder(Path(folder)).created(experiment, chosen, parts, data, overwrite) as made:
-            state = first_state(setup)
-            made.keep(state)
-            return _go_on(Job(experiment, chosen, data, parts, state, setup.rounds), setup, [], made, watch)
+            course = Course(experiment, setup, first_state(setup), [], made)
+            made.keep(course.state)
+            return _go_on(job, course, watch)
 
 
 def resume(
@@ -163,13 +163,13 @@ def resume(
         found.require(parts)
         with chosen.applied():
             setup = prepare(found.experiment, chosen, data=data or found.data, parts=parts)
-            state, metrics = where_it_stopped(found, setup, chosen.device, complain)
-            if state.round < setup.rounds:
+            course = Course(found.experiment, setup, *where_it_stopped(found, setup, chosen.device, complain), found)
+            if course.running:
                 check_rows_are_here(found.experiment, engine)
             chosen = no_more_than_clients(chosen, setup)
-            found.note(chosen, state.round)
-            job = Job(found.experiment, chosen, data or found.data, parts, state, setup.rounds)
-            return _go_on(job, setup, metrics, found, watch)
+            found.note(chosen, course.state.round)
+            job = Job(found.experiment, chosen, data or found.data, parts, setup.rounds)
+            return _go_on(job, course, watch)
 
 
 def load(
@@ -221,18 +221,18 @@ def replay(
         state = checkpoints.read(kept[round], found.experiment.digest, chosen.device)
         refuse_another_model(found, setup, state)
         chosen = no_more_than_clients(chosen, setup)
-        with sharing(Job(found.experiment, chosen, data or found.data, parts, state, round + 1), setup) as team:
+        with sharing(Job(found.experiment, chosen, data or found.data, parts, round + 1), setup, state) as team:
             return run_round(team, state)
 
 
-def _go_on(job: Job, setup: Setup, metrics: Metrics, folder: Folder | None, watch: Watch | None) -> Run:
-    """Rounds up to the last one."""
-    course = Course(job.experiment, setup, job.state, metrics, folder)
-    with stopping.in_order(), course.kept_safe(), sharing(job, setup) as team:
+def _go_on(job: Job, course: Course, watch: Watch | None) -> Run:
+    """Rounds up to the last one; only the course has the state, so that none is kept longer than its round."""
+    with stopping.in_order(), course.kept_safe(), sharing(job, course.setup, course.state) as team:
         while course.running:
             after, report = run_round(team, course.state)
             course.take(after, report)
             if watch:
                 watch(report)
     course.finish()
-    return Run(job.experiment, setup, course.state, course.metrics, folder.path if folder else None)
+    folder = course.folder.path if course.folder else None
+    return Run(course.experiment, course.setup, course.state, course.metrics, folder)

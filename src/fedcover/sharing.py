@@ -16,6 +16,7 @@ from fedcover.ranks import Ranks, elsewhere, share
 from fedcover.reduction import Within, dense
 from fedcover.rounds import Setup
 from fedcover.slabs import Slab
+from fedcover.submodel import without_parameters
 from fedcover.types import Assignment, Client, Engine, Params, Reduction, Rule, State, Task, Update
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -47,6 +48,14 @@ def shared(setup: Setup, ranks: Ranks) -> Setup:
         mean=shared_rule(setup.mean, ranks),
         ranks=ranks,
     )
+
+
+def without_values(setup: Setup) -> Setup:
+    """The same setup, its module without the initial values of its parameters: those of a round are in its state."""
+    model = setup.task.model
+    lean = replace(setup, task=replace(setup.task, model=replace(model, module=without_parameters(model.module))))
+    vars(lean)["uses"] = setup.uses  # what is cached: of some models it can only be counted with values
+    return lean
 
 
 def shared_engine(engine: Engine, ranks: Ranks, uses: Mapping[str, int]) -> Engine:

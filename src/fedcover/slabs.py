@@ -15,6 +15,9 @@ from fedcover.types import Params
 Shapes = Sequence[tuple[str, tuple[int, ...]]]
 """Names and shapes of tensors, in their order."""
 
+PIECE = {"cpu": 1 << 20, "cuda": 1 << 24}
+"""Entries that a function of single entries is given at once: what a cache nearly holds, or what fills a GPU."""
+
 
 class Slab(Params):
     """Tensors by name that are the parts of one, `flat`; they may be filled, but not replaced.
@@ -57,6 +60,17 @@ def flat(tensors: Mapping[str, Tensor]) -> Tensor:
     return tensors.flat if isinstance(tensors, Slab) else joined(tensors.values())
 
 
+def flat_copy(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """The same as a tensor of its own, of some type, without another copy on the way."""
+    if isinstance(tensors, Slab):
+        return tensors.flat.to(dtype, copy=True)
+    entries = [tensor.numel() for tensor in tensors.values()]
+    made = torch.empty(sum(entries), dtype=dtype, device=next((t.device for t in tensors.values()), None))
+    for room, tensor in zip(torch.split(made, entries), tensors.values(), strict=True):
+        room.copy_(tensor.reshape(-1))
+    return made
+
+
 def in_one(tensors: Params) -> Params:
     """The same tensors, on a GPU as a slab if they are of one type."""
     if isinstance(tensors, Slab) or not _on_gpu(tensors) or len({tensor.dtype for tensor in tensors.values()}) > 1:
@@ -70,11 +84,11 @@ def entrywise(function: Callable[..., Tensor], *trees: Params) -> Params:
     >>> entrywise(torch.add, {"w": torch.ones(2)}, {"w": torch.ones(2)})
     {'w': tensor([2., 2.])}
     """
-    return entrywise_many(lambda *tensors: {"": function(*tensors)}, *trees)[""]
+    return entrywise_many(in_pieces(lambda *tensors: {"": function(*tensors)}), *trees)[""]
 
 
 def entrywise_many(function: Callable[..., Mapping[str, Tensor]], *trees: Params) -> dict[str, Params]:
-    """The same for a function with several named results."""
+    """The same for a function with several named results; it is given whole tensors, unless it goes `in_pieces`."""
     slabs = [tree for tree in trees if isinstance(tree, Slab)]
     if len(slabs) == len(trees) and all(list(slab) == list(slabs[0]) for slab in slabs):
         return {key: slabs[0].like(made) for key, made in function(*(slab.flat for slab in slabs)).items()}
@@ -83,6 +97,39 @@ def entrywise_many(function: Callable[..., Mapping[str, Tensor]], *trees: Params
         for key, made in function(*(tree[name] for tree in trees)).items():
             found.setdefault(key, {})[name] = made
     return found
+
+
+def in_pieces(function: Callable[..., Mapping[str, Tensor]]) -> Callable[..., Mapping[str, Tensor]]:
+    """The same function of single entries, called for a piece of large tensors after the other.
+
+    What it makes on the way is then as large as a piece, not as the tensors: a mean in float64 has many such steps.
+    """
+
+    def piecewise(*tensors: Tensor) -> Mapping[str, Tensor]:
+        first = tensors[0]
+        piece = PIECE[first.device.type]
+        if first.numel() <= piece or any(t.shape != first.shape or not t.is_contiguous() for t in tensors):
+            return function(*tensors)
+        results: dict[str, Tensor] = {}
+        for start in range(0, first.numel(), piece):
+            place = slice(start, start + piece)
+            for key, made in function(*(tensor.view(-1)[place] for tensor in tensors)).items():
+                if key not in results:
+                    results[key] = made.new_empty(first.numel())
+                results[key][place] = made
+        return {key: result.view(first.shape) for key, result in results.items()}
+
+    return piecewise
+
+
+def add_scaled(target: Tensor, values: Tensor, scale: float) -> None:
+    """Add `scale * values` to a tensor, in place; of another type they are turned into the tensor's in pieces."""
+    if values.dtype == target.dtype or target.is_cuda or not target.ndim:
+        target.add_(values, alpha=scale)
+        return
+    rows = max(1, PIECE["cpu"] * len(target) // max(1, target.numel()))
+    for some, added in zip(torch.split(target, rows), torch.split(values, rows), strict=True):
+        some.add_(added, alpha=scale)
 
 
 def zeros(like: Mapping[str, Tensor], dtype: torch.dtype) -> Params:

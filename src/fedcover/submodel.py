@@ -59,12 +59,20 @@ def submodel(
     return fill(skeleton(module, reduction, scaler=scaler), part, copied=not isinstance(values, Portion))
 
 
+def without_parameters(module: nn.Module) -> nn.Module:
+    """A copy of a module with its buffers, but without the values of its parameters (on the `meta` device)."""
+    return copy.deepcopy(module, _parameters_without_values(module))
+
+
 def _hollow(module: nn.Module) -> nn.Module:
     """A copy of a module without values."""
-    memo: dict[int, Any] = {id(buffer): torch.empty_like(buffer, device="meta") for buffer in module.buffers()}
-    for weight in module.parameters():
-        memo[id(weight)] = nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
-    return copy.deepcopy(module, memo)
+    buffers = {id(buffer): torch.empty_like(buffer, device="meta") for buffer in module.buffers()}
+    return copy.deepcopy(module, {**buffers, **_parameters_without_values(module)})
+
+
+def _parameters_without_values(module: nn.Module) -> dict[int, Any]:
+    """What `deepcopy` shall take for each parameter."""
+    return {id(w): nn.Parameter(torch.empty_like(w, device="meta"), w.requires_grad) for w in module.parameters()}
 
 
 def fill(module: nn.Module, values: Mapping[str, Tensor], *, copied: bool = True) -> nn.Module:
