@@ -16,7 +16,18 @@ import torch
 
 from fedcover.arrays import NUMPY, RawArray
 from fedcover.coverage import count
-from fedcover.replies import REASONS, REMEMBERED, Answer, Ledger, RawReply, Rejection, ask, check, pack
+from fedcover.replies import (
+    NORM_LIMIT,
+    REASONS,
+    REMEMBERED,
+    Answer,
+    Ledger,
+    RawReply,
+    Rejection,
+    ask,
+    check,
+    pack,
+)
 from fedcover.rounds import aggregate, cohort_of, view_of
 from fedcover.training import train_client
 from tests.worlds import same, world
@@ -170,6 +181,25 @@ def test_bits_beyond_the_end_are_refused():
     bits[-1] = 1
     found = check(with_array(honest(asked, update), f"bits/{name}", stored(bits)), asked)
     assert (found.reason, found.client) == ("mask malformed", asked.client.id)
+
+
+def test_a_length_is_that_of_the_way_from_what_the_client_was_given():
+    """What stands still is not long, wherever it stands; the limit itself is allowed."""
+    _, _, asked, update = asked_and_trained("slices")
+    far = {name: torch.full_like(tensor, 9e5) for name, tensor in asked.params.items()}
+    asked = replace(asked, params=far)
+    still = honest(asked, replace(update, params=asked.start))
+    assert isinstance(check(still, asked), Answer)
+    name = first(still)
+    assert isinstance(check(changed(still, name, 9e5 + NORM_LIMIT), asked), Answer)
+    assert check(changed(still, name, 9e5 + NORM_LIMIT + 1), asked).reason == "absurd norm"
+
+
+def test_a_variance_of_zero_is_one():
+    _, _, asked, update = asked_and_trained("tracked norms")
+    raw = honest(asked, update)
+    variance = next(name for name in raw.arrays if name.endswith("running_var"))
+    assert isinstance(check(changed(raw, variance, 0.0), asked), Answer)
 
 
 def test_a_client_that_may_not_choose_sends_no_bits():
