@@ -189,6 +189,12 @@ def test_no_rounding_makes_an_update_longer_than_the_limit(entries, clip, noise)
 @pytest.mark.parametrize("odd", [math.nan, math.inf, 1e200])
 def test_an_update_without_a_length_counts_as_none(odd):
     assert Grid(1.0, 1.0).steps({"w": torch.tensor([odd, 1.0], dtype=torch.float64)})["w"].tolist() == [0, 0]
+    old, loud = {"w": torch.zeros(2)}, {"w": torch.tensor([odd, 1.0], dtype=torch.float64)}
+    means = [
+        private_mean(old, [(Masks({}), part)], clip=1.0, noise=1.0, stream=keyed_stream(bytes(32)))
+        for part in (loud, old)
+    ]
+    same(*means)
 
 
 def test_a_key_of_noise_serves_one_round():
