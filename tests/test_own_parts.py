@@ -20,11 +20,11 @@ from fedcover.flower.places import Introduction, declared_fleet
 from fedcover.folders import Folder
 from fedcover.preparation import prepare
 from fedcover.reduction import Masks
-from fedcover.replies import Answer, RawReply, ask, check, pack
+from fedcover.replies import RawReply, ask, check, pack
 from fedcover.rounds import ask as rounds_ask
 from fedcover.rounds import first_state
 from fedcover.sweeps import varied
-from fedcover.types import Samples
+from fedcover.types import Samples, Update
 
 SMALL = {"clients": 20, "active": 4, "rounds": 2, "epochs": 1, "fleet": "1x1.0 + 1x0.5", "policy": "prefix"}
 HERE = fc.Machine("sequential", "cpu", 1)
@@ -235,7 +235,7 @@ def test_a_client_cannot_widen_the_mask_of_all():
         return check(RawReply("nonce", client.id, unbundle(bundle(arrays)), {"loss": 1.0}), asked)
 
     honest = pack(update)
-    assert isinstance(answered(honest), Answer)
+    assert isinstance(answered(honest), Update)
     lies = [name for name in honest if name.startswith("measured/trained_in")]
     assert lies
     for name in lies:

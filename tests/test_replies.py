@@ -20,7 +20,6 @@ from fedcover.replies import (
     NORM_LIMIT,
     REASONS,
     REMEMBERED,
-    Answer,
     Ledger,
     RawReply,
     Rejection,
@@ -30,6 +29,7 @@ from fedcover.replies import (
 )
 from fedcover.rounds import aggregate, cohort_of, view_of
 from fedcover.training import train_client
+from fedcover.types import Update
 from tests.worlds import same, world
 
 CASES = int(os.environ.get("FEDCOVER_FUZZ", "12000"))
@@ -92,9 +92,8 @@ def changed(raw, name, value, place=0):
 @pytest.mark.parametrize("slot", [0, -1])
 def test_what_a_client_sends_is_what_arrives(name, slot):
     setup, state, asked, update = asked_and_trained(name, slot)
-    answer = check(honest(asked, update), asked)
-    assert isinstance(answer, Answer), answer
-    got = answer.update
+    got = check(honest(asked, update), asked)
+    assert isinstance(got, Update), got
     same(got.params, update.params)
     same(got.buffers, update.buffers)
     assert got.measured.keys() == update.measured.keys()
@@ -189,26 +188,64 @@ def test_a_length_is_that_of_the_way_from_what_the_client_was_given():
     far = {name: torch.full_like(tensor, 9e5) for name, tensor in asked.params.items()}
     asked = replace(asked, params=far)
     still = honest(asked, replace(update, params=asked.start))
-    assert isinstance(check(still, asked), Answer)
+    assert isinstance(check(still, asked), Update)
     name = first(still)
-    assert isinstance(check(changed(still, name, 9e5 + NORM_LIMIT), asked), Answer)
+    assert isinstance(check(changed(still, name, 9e5 + NORM_LIMIT), asked), Update)
     assert check(changed(still, name, 9e5 + NORM_LIMIT + 1), asked).reason == "absurd norm"
+
+
+@pytest.mark.parametrize("name", ["own bits", "own bits in masks"])
+def test_what_a_client_says_it_trained_is_what_counts(name):
+    """Its own choice: every third entry of what it holds."""
+    _, state, asked, update = asked_and_trained(name)
+    held, masks = asked.reduction.mask(state.params), asked.reduction.gradient_mask()
+    chosen = {n: (torch.arange(t.numel()) % 3 == 0).view(t.shape) & held[n] for n, t in asked.start.items()}
+    raw = honest(asked, update)
+    for tensor, bits in chosen.items():
+        raw = with_array(raw, f"bits/{tensor}", stored(np.packbits(bits.numpy().ravel())))
+    same(check(raw, asked).trained.mask(state.params), chosen)
+    assert bool(masks) == (name == "own bits in masks")
+
+
+def test_the_largest_number_is_allowed():
+    _, _, asked, update = asked_and_trained("slices")
+    largest = float(np.finfo(np.float32).max)
+    for loss in (largest, -largest, 0, 7):
+        assert check(replace(honest(asked, update), metrics={"loss": loss}), asked).loss == loss
+
+
+def test_a_rejection_says_what_is_wrong():
+    _, _, asked, update = asked_and_trained("slices")
+    asked = replace(asked, metrics=("loss", "effort"))
+    raw = replace(honest(asked, update), metrics={"loss": 0.5, "effort": 2})
+    name = first(raw)
+    wrong = {
+        "'params/nosuch'": with_array(raw, "params/nosuch", stored(np.zeros(1))),
+        "expected loss, effort": replace(raw, metrics={}),
+        "effort is 'much'": replace(raw, metrics={"loss": 0.5, "effort": "much"}),
+        f"{name} is stored as 'torch.tensor'": with_array(raw, name, replace(raw.arrays[name], stype="torch.tensor")),
+        f"{name} is no .npy file of version 1.0": with_array(raw, name, replace(raw.arrays[name], data=b"x")),
+        f"params/{name.removeprefix('params/')}": changed(raw, name, np.inf),
+        "params moved by 1e+09; at most 1e+06 is believed": changed(raw, name, 1e9),
+    }
+    for detail, reply in wrong.items():
+        assert check(reply, asked).detail == detail
 
 
 def test_a_variance_of_zero_is_one():
     _, _, asked, update = asked_and_trained("tracked norms")
     raw = honest(asked, update)
     variance = next(name for name in raw.arrays if name.endswith("running_var"))
-    assert isinstance(check(changed(raw, variance, 0.0), asked), Answer)
+    assert isinstance(check(changed(raw, variance, 0.0), asked), Update)
 
 
 def test_a_client_that_may_not_choose_sends_no_bits():
     _, _, asked, update = asked_and_trained("slices")
     plain = replace(asked, choosing=False)
-    assert isinstance(check(honest(plain, update), plain), Answer)
+    assert isinstance(check(honest(plain, update), plain), Update)
     name = first(honest(asked, update)).replace("params", "bits")
     raw = with_array(honest(asked, update), name, stored(np.zeros(asked.wanted[name].shape, np.uint8)))
-    assert isinstance(check(raw, asked), Answer)
+    assert isinstance(check(raw, asked), Update)
     assert check(raw, plain).reason == "extra array"
 
 
@@ -242,7 +279,7 @@ def test_a_nonce_is_good_for_one_reply():
     assert len({task.nonce[16:] for task in tasks}) == 4
     assert all(len(bytes.fromhex(task.nonce[16:])) == 16 for task in tasks)
     raws = [honest(task, update) for task in tasks]
-    assert isinstance(ledger.receive(raws[0]), Answer)
+    assert isinstance(ledger.receive(raws[0]), Update)
     assert ledger.receive(raws[0]).reason == "replayed nonce"
     assert ledger.receive(replace(raws[1], metrics={})).reason == "malformed metrics"
     assert ledger.receive(raws[1]).reason == "replayed nonce"  # a second try is none
@@ -253,7 +290,7 @@ def test_a_nonce_is_good_for_one_reply():
         assert len(found.detail) < 250
     for wrong in (asked.client.id + 1, None, str(asked.client.id), 1.5, True):  # another client's nonce
         assert ledger.receive(replace(raws[2], client=wrong)).reason == "unknown nonce"
-    assert isinstance(ledger.receive(raws[2]), Answer)  # and that has not used it up
+    assert isinstance(ledger.receive(raws[2]), Update)  # and that has not used it up
     assert [task.nonce for task in ledger.close()] == [tasks[3].nonce]
     assert ledger.receive(raws[3]).reason == "late"
     assert ledger.close() == ()
@@ -274,7 +311,7 @@ def test_the_hundredth_nonce_is_known_again():
     _, _, asked, update = asked_and_trained("slices")
     ledger = Ledger()
     tasks = [ledger.expect(lambda nonce: replace(asked, nonce=nonce)) for _ in range(100)]
-    assert isinstance(ledger.receive(honest(tasks[99], update)), Answer)
+    assert isinstance(ledger.receive(honest(tasks[99], update)), Update)
     assert ledger.receive(honest(tasks[99], update)).reason == "replayed nonce"
 
 
@@ -294,7 +331,7 @@ def test_the_ledger_does_not_grow():
     _, _, asked, update = asked_and_trained("slices")
     ledger = Ledger()
     earliest = ledger.expect(lambda nonce: replace(asked, nonce=nonce))
-    assert isinstance(ledger.receive(honest(earliest, update)), Answer)
+    assert isinstance(ledger.receive(honest(earliest, update)), Update)
     for _ in range(REMEMBERED):
         assert ledger.receive(honest(earliest, update)).reason == "replayed nonce"
         missed = ledger.expect(lambda nonce: replace(asked, nonce=nonce))
@@ -454,7 +491,7 @@ def test_any_reply_is_refused_or_harmless(name):
             assert len(found.detail) < 250
             seen[found.reason] += 1
         else:
-            harmless(setup, state, asked, found.update)
+            harmless(setup, state, asked, found)
             seen["accepted"] += 1
     print(f"{name}: {CASES // len(WORLDS)} replies, {dict(seen.most_common())}")
     assert seen["accepted"] > CASES // len(WORLDS) // 100

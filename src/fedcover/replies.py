@@ -111,14 +111,6 @@ class Rejection:
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A reply that is exactly what was asked for."""
-
-    update: Update
-    metrics: Mapping[str, float]
-
-
 def ask(nonce: str, task: Task, state: State, client: Client, reduction: Reduction, *, choosing: bool = True) -> Asked:
     """What is asked of a client that is sent its part of the model."""
     known = state.statistics.get(statistics_key(task.norm, client.capacity) or "", {})
@@ -154,7 +146,7 @@ def nonce_of(number: int, secret: bytes) -> str:
     return f"{number:016x}{hmac.new(secret, str(number).encode(), 'sha256').hexdigest()[:32]}"
 
 
-def check(raw: RawReply, asked: Asked) -> Answer | Rejection:
+def check(raw: RawReply, asked: Asked) -> Update | Rejection:
     """The update in a reply that is exactly what was asked for; otherwise why it is refused. Never raises."""
     try:
         return _checked(raw, asked)
@@ -169,7 +161,7 @@ class Ledger:
     >>> ledger = Ledger()
     >>> asked = ledger.expect(lambda nonce: Asked(nonce, Client(7, 1.0, 0, 10, ()), Masks({}), {}))
     >>> raw = RawReply(asked.nonce, 7, {}, {"loss": 0.5})
-    >>> ledger.receive(raw).update.loss, ledger.receive(raw).reason
+    >>> ledger.receive(raw).loss, ledger.receive(raw).reason
     (0.5, 'replayed nonce')
     """
 
@@ -190,7 +182,7 @@ class Ledger:
         asked = self._open.get(nonce) if isinstance(nonce, str) else None
         return None if asked is None else asked.wanted
 
-    def receive(self, raw: RawReply) -> Answer | Rejection:
+    def receive(self, raw: RawReply) -> Update | Rejection:
         """Check a reply against the task that its nonce names, and use up the nonce."""
         asked = self._open.get(raw.nonce) if isinstance(raw.nonce, str) else None
         if asked is None or type(raw.client) is not int or raw.client != asked.client.id:
@@ -218,7 +210,7 @@ class Ledger:
         return "replayed nonce" if ours else "unknown nonce"
 
 
-def _checked(raw: RawReply, asked: Asked) -> Answer:
+def _checked(raw: RawReply, asked: Asked) -> Update:
     _sizes(raw.arrays, asked)
     metrics = _metrics(raw.metrics, asked.metrics)
     _names(raw.arrays, asked)
@@ -233,9 +225,7 @@ def _checked(raw: RawReply, asked: Asked) -> Answer:
     trained = Within(asked.reduction, bits) if bits else asked.reduction
     device = {name: tensor.device for name, tensor in asked.params.items()}
     params = {name: tensor.to(device[name]) for name, tensor in params.items()}
-    return Answer(
-        Update(asked.client, asked.reduction, trained, params, buffers, measured, {}, metrics["loss"]), metrics
-    )
+    return Update(asked.client, asked.reduction, trained, params, buffers, measured, {}, metrics["loss"])
 
 
 def _marks(measured: Mapping[str, Params], asked: Asked) -> None:

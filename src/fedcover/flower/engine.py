@@ -235,7 +235,7 @@ def checked(answer: Answer, ledger: Ledger) -> Update | str:
     except (InvalidValue, Refused) as error:
         return str(error)
     found = ledger.receive(RawReply(answer.nonce, answer.client, arrays, {"loss": answer.loss}))
-    return f"{found.reason}: {found.detail}" if isinstance(found, Rejection) else found.update
+    return f"{found.reason}: {found.detail}" if isinstance(found, Rejection) else found
 
 
 def meet(link: Link, roster: Roster, events: Events, round: int) -> None:
