@@ -16,6 +16,7 @@ import torch
 
 from fedcover.arrays import NUMPY, RawArray
 from fedcover.coverage import count
+from fedcover.reduction import Within
 from fedcover.replies import (
     NORM_LIMIT,
     REASONS,
@@ -199,12 +200,22 @@ def test_what_a_client_says_it_trained_is_what_counts(name):
     """Its own choice: every third entry of what it holds."""
     _, state, asked, update = asked_and_trained(name)
     held, masks = asked.reduction.mask(state.params), asked.reduction.gradient_mask()
-    chosen = {n: (torch.arange(t.numel()) % 3 == 0).view(t.shape) & held[n] for n, t in asked.start.items()}
-    raw = honest(asked, update)
-    for tensor, bits in chosen.items():
-        raw = with_array(raw, f"bits/{tensor}", stored(np.packbits(bits.numpy().ravel())))
-    same(check(raw, asked).trained.mask(state.params), chosen)
+    chosen = {n: (torch.arange(t.numel()) % 3 == 0).view(t.shape) for n, t in asked.start.items()}
+    raw = honest(asked, replace(update, trained=Within(asked.reduction, chosen)))
+    same(check(raw, asked).trained.mask(state.params), {n: bits & held[n] for n, bits in chosen.items()})
     assert bool(masks) == (name == "own bits in masks")
+
+
+@pytest.mark.parametrize("which", ["all", "prunable"])
+def test_what_a_recipe_measures_is_asked_for(which):
+    setup, state, given, _ = asked_and_trained("slices")
+    task = replace(setup.task, recipe=replace(setup.task.recipe, measures={"heat": which}))
+    asked = ask("a nonce", task, state, given.client, given.reduction, choosing=False)
+    names = state.params if which == "all" else task.model.prunable
+    kinds = {name: name.split("/")[0] for name in asked.wanted}
+    assert {n for n, kind in kinds.items() if kind == "measured"} == {f"measured/heat/{n}" for n in names}
+    assert set(kinds.values()) == {"params", "measured"}
+    assert asked.nonce == "a nonce"
 
 
 def test_the_largest_number_is_allowed():
