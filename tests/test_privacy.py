@@ -186,6 +186,12 @@ def test_no_rounding_makes_an_update_longer_than_the_limit(entries, clip, noise)
         torch.testing.assert_close(there, torch.tensor(entries, dtype=torch.float64), rtol=1e-9, atol=grid.step)
 
 
+def test_an_update_of_one_number_is_shortened_to_the_limit_itself():
+    grid = Grid(1.0, 1.0)
+    assert grid.steps({"w": torch.tensor([-4.0])})["w"].tolist() == [-(2**31)]
+    assert grid.reach == 2**62
+
+
 @pytest.mark.parametrize("odd", [math.nan, math.inf, 1e200])
 def test_an_update_without_a_length_counts_as_none(odd):
     assert Grid(1.0, 1.0).steps({"w": torch.tensor([odd, 1.0], dtype=torch.float64)})["w"].tolist() == [0, 0]
@@ -238,10 +244,13 @@ def test_epsilon_is_what_the_library_once_said(noise, turns, delta, epsilon):
     assert Gaussian(noise, delta).epsilon(turns) == pytest.approx(epsilon, rel=1e-9)
 
 
-@pytest.mark.parametrize(("noise", "turns"), [(0.3, 1), (2.0, 18), (50.0, 7)])
-def test_at_epsilon_delta_is_what_the_formula_says(noise, turns):
+@pytest.mark.parametrize(
+    ("noise", "turns", "delta"), [(0.3, 1, 1e-6), (2.0, 18, 1e-6), (50.0, 7, 1e-6), (8.0, 1, 0.097), (8.0, 1, 0.09)]
+)
+def test_at_epsilon_delta_is_what_the_formula_says(noise, turns, delta):
+    """With noise 8 and one turn delta is 0.0995 at epsilon 0, so the last two epsilons are small, but not 0."""
     mu = 2 * math.sqrt(turns) / noise
-    assert delta_of_gaussian(Gaussian(noise, 1e-6).epsilon(turns), mu) == pytest.approx(1e-6, rel=1e-6)
+    assert delta_of_gaussian(Gaussian(noise, delta).epsilon(turns), mu) == pytest.approx(delta, rel=1e-6)
 
 
 def delta_of_gaussian(epsilon, mu):

@@ -54,7 +54,7 @@ class Gaussian:
         >>> [round(Gaussian(noise=4.0, delta=1e-6).epsilon(turns), 3) for turns in (0, 1, 18)]
         [0.0, 2.254, 11.811]
         """
-        return gaussian_epsilon(2 * math.sqrt(turns) / self.noise, self.delta) if turns else 0.0
+        return gaussian_epsilon(2 * math.sqrt(turns) / self.noise, self.delta)
 
 
 def gaussian_delta(place: float, mu: float) -> float:
