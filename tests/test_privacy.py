@@ -485,6 +485,13 @@ def test_noise_must_be_noise(value):
         gaussian(noise=1.0, delta=value)
 
 
+@pytest.mark.parametrize("delta", [1.0, 1.5, 9e-16])
+def test_delta_is_a_chance_that_is_neither_certain_nor_too_small_to_tell(delta):
+    with pytest.raises(InvalidValue, match=r"delta must be in \[1e-15, 1\)"):
+        gaussian(noise=1.0, delta=delta)
+    assert gaussian(noise=1.0, delta=1e-15).delta == 1e-15
+
+
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [

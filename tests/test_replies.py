@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedcover.arrays import NUMPY, RawArray
+from fedcover.arrays import NUMPY, RawArray, shown
 from fedcover.coverage import count
 from fedcover.reduction import Within
 from fedcover.replies import (
@@ -316,6 +316,34 @@ def test_a_rejection_names_the_client_that_is_claimed_and_shows_what_came():
     found = ledger.receive(replace(raw, client="41"))
     assert found.client is None
     assert found.detail.endswith("of client '41'")
+
+
+SHOWN = [
+    ("x" * 60, f"'{'x' * 50}'"),
+    (b"\x80\n", r"b'\x80\n'"),
+    ("\x1b[2Jé", r"'\x1b[2J\xe9'"),
+    ("é" * 20, "'" + r"\xe9" * 19 + "..."),
+    ((), "()"),
+    ((3, "a", None), "(3, 'a', None)"),
+    (tuple(range(8)), "(0, 1, 2, 3, 4, 5, 6, 7)"),
+    (tuple(range(9)), "(0, 1, 2, 3, 4, 5, 6, 7, ...)"),
+    (True, "True"),
+    (0.5, "0.5"),
+    (2**199 - 1, str(2**199 - 1)),
+    (2**199, "a int"),
+    ([1], "a list"),
+    ((["x"], (1, "y" * 70)), f"(a list, (1, '{'y' * 50}'))"),
+    (("x" * 30, "y" * 42), f"('{'x' * 30}', '{'y' * 42}')"),
+    (("x" * 30, "y" * 43), f"('{'x' * 30}', '{'y' * 41}..."),
+]
+
+
+@pytest.mark.parametrize(("value", "text"), SHOWN)
+def test_what_a_stranger_sent_is_shown_in_eighty_characters(value, text):
+    assert shown(value) == text
+    assert len(text) <= 80
+    assert text.isascii()
+    assert text.isprintable()
 
 
 def test_the_hundredth_nonce_is_known_again():
