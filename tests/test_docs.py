@@ -58,7 +58,9 @@ def test_the_python_of_the_page_on_own_parts_runs(capsys):
 
 
 @pytest.mark.parametrize("named", [{"recipe": "smoothed(amount=0.05)"}, {"recipe": "near"}, {"rule": "agreed"},
-                                   {"server": "half_steps(lr=0.8)"}], ids=str)  # fmt: skip
+                                   {"server": "half_steps(lr=0.8)"}, {"model": "two_layers(width=24)"},
+                                   {"dataset": "halves(samples=900)"}, {"partition": "growing"},
+                                   {"schedule": "warm(first=3)"}], ids=str)  # fmt: skip
 def test_the_parts_of_that_page_work_by_name(named, tmp_path, monkeypatch):
     page = (ROOT / "docs" / "own-parts.md").read_text()
     functions = page.split("With these functions")[0]

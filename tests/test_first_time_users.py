@@ -88,6 +88,30 @@ def test_a_run_from_a_file_and_what_it_says_of_itself(tmp_path):
     refused("policy must be a function here", parts={"policy": "prefix"})
 
 
+class Alternating:
+    def __init__(self, share=0.5):
+        self.share = share
+
+    def __call__(self, view):
+        return [fc.windows(view.groups, self.share) for _ in view.cohort]
+
+
+def test_a_class_is_no_policy_but_an_object_of_it_is():
+    refused(r"policy must be .* got the class Alternating: give an object of it", parts={"policy": Alternating})
+    refused("policy must be a function here .* got 0", parts={"policy": 0})
+    assert fc.run(fc.Experiment(**TINY), policy=Alternating()).gamma_min == 0
+
+
+@pytest.mark.parametrize("wrong", [3, "print", Alternating], ids=str)
+def test_a_watcher_must_be_a_function(wrong, tmp_path):
+    with pytest.raises(fc.InvalidValue, match="watch must be a function of a round's report, or None; got"):
+        fc.run(fc.Experiment(**TINY), tmp_path / "run", watch=wrong)
+    assert not (tmp_path / "run").exists()
+    fc.run(fc.Experiment(**TINY), tmp_path / "run")
+    with pytest.raises(fc.InvalidValue, match="watch must be a function of a round's report, or None; got"):
+        fc.resume(tmp_path / "run", watch=wrong)
+
+
 def test_a_run_that_never_began_leaves_its_name_free(tmp_path):
     with pytest.raises(fc.FedcoverError, match="diverged in round 0"):
         fc.run(fc.Experiment(**TINY, lr=1e29), tmp_path / "run")

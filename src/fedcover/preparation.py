@@ -164,7 +164,7 @@ def prepare(
         check_private(experiment, names, privacy, model, recipe)
     local = LocalTraining(**{name: getattr(experiment, name) for name in LocalTraining.__dataclass_fields__})
     switches = {name: getattr(experiment, name) for name in ("norm", "scaler", "seed")}
-    policy = _own_policy(own.policy) if own.policy else named_policy(experiment)
+    policy = named_policy(experiment) if own.policy is None else _own_policy(own.policy)
     setup = Setup(
         task=Task(model, source, local, recipe, measure=experiment.capacity, **switches),
         fleet=experiment.scaled_fleet,
@@ -190,7 +190,12 @@ def prepare(
 
 def _own_policy(policy: Policy) -> Policy:
     if not callable(policy):
-        raise InvalidValue(f"policy must be a function here (name it in the experiment instead); got {policy!r}")
+        raise InvalidValue(f"policy must be a function here (name it in the experiment instead); got {policy!r:.80}")
+    if isinstance(policy, type):
+        raise InvalidValue(
+            f"policy must be a function of a view, or an object that can be called with one; got the class "
+            f"{policy.__name__}: give an object of it, such as {policy.__name__}(...)"
+        )
     return policy
 
 

@@ -121,6 +121,7 @@ def run(
     (True, 2)
     """
     parts = Parts(dataset, model, policy, engine)
+    _check_watch(watch)
     if isinstance(experiment, str | Path):
         experiment = read_experiment(Path(experiment))
     if not isinstance(experiment, Experiment):
@@ -158,6 +159,7 @@ def resume(
     A function of some module that the folder names is called only if this process has named it before, or with `trust`.
     """
     parts = Parts(dataset, model, policy, engine)
+    _check_watch(watch)
     with Folder(Path(folder), trust).opened() as found:
         chosen = found.machine(machine, force=force)
         found.require(parts)
@@ -223,6 +225,11 @@ def replay(
         chosen = no_more_than_clients(chosen, setup)
         with sharing(Job(found.experiment, chosen, data or found.data, parts, round + 1), setup, state) as team:
             return run_round(team, state)
+
+
+def _check_watch(watch: object) -> None:
+    if isinstance(watch, type) or not (watch is None or callable(watch)):
+        raise InvalidValue(f"watch must be a function of a round's report, or None; got {watch!r:.80}")
 
 
 def _go_on(job: Job, course: Course, watch: Watch | None) -> Run:
