@@ -56,6 +56,32 @@ def test_only_programs_of_flower_are_run_so():
     assert subprocess.check_output(asked, text=True).splitlines() == [usage]
 
 
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc's")
+@pytest.mark.parametrize(
+    ("program", "before", "after"),
+    [
+        ("flower-supernode", "", "glibc.malloc.mmap_threshold=1048576"),
+        ("flower-supernode", "glibc.malloc.mmap_threshold=4096", "glibc.malloc.mmap_threshold=4096"),
+        ("flower-superlink", "", NO_CACHES),
+    ],
+)
+def test_what_a_supernode_starts_gives_large_pieces_pages_of_their_own(program, before, after):
+    """Else the process of a message keeps up to three times the bytes that it has fetched."""
+    script = f"""
+import subprocess, sys, types
+from fedcover.flower import steady
+made_up = types.ModuleType("made_up")
+tell = "import os; print(os.environ['GLIBC_TUNABLES'])"
+made_up.show = lambda: subprocess.run([sys.executable, "-c", tell])
+sys.modules["made_up"] = made_up
+steady.PROGRAMS[{program!r}] = "made_up:show"
+sys.argv = ["steady", {program!r}]
+steady.main()
+"""
+    environment = {**os.environ, "GLIBC_TUNABLES": before}
+    assert subprocess.check_output([sys.executable, "-c", script], text=True, env=environment).strip() == after
+
+
 def without_and_with(call, script, environment=None):
     """What a script prints without a call, and with it."""
     return [

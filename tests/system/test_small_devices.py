@@ -4,12 +4,15 @@ import hashlib
 import json
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
 import fedcover as fc
 from fedcover.audit import audit
 from fedcover.flower.parcels import as_sent, bundle
+from fedcover.flower.processes import local
 from fedcover.flower.working import sent_parcel
 from fedcover.preparation import Machine, prepare
 from fedcover.reduction import windows
@@ -17,6 +20,7 @@ from fedcover.replies import pack
 from fedcover.rounds import first_state
 from fedcover.training import train_client
 from fedcover.types import Client
+from tests.system.harness import children, submit
 
 SHARES = (1.0, 0.5, 0.25)
 ROOM = 60_000_000
@@ -76,3 +80,29 @@ def test_a_device_that_cannot_hold_the_model_trains_its_part(work):
     part = node(folder, 0.25, ROOM)
     assert (part["error"], part["digest"]) == ("", digests[0.25])
     assert "memory" in node(folder, 1.0, ROOM)["error"].lower()
+
+
+def highest(federation, hidden, share, folder):
+    """The most memory, in bytes, that a process had which Flower started for a message of a run of one client."""
+    wanted = fc.Experiment(
+        model=f"mlp(hidden={hidden})", clients=1, active=1, epochs=1, rounds=1, fleet=f"1x{share}", policy="prefix"
+    )
+    most, run = 0, submit(federation, wanted, folder, wait=5.0, deadline=300.0)
+    while run.process.poll() is None:
+        for pid in children(federation, "supernode-0", "flwr-clientapp"):
+            try:
+                lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+            except OSError:
+                continue
+            most = max([most, *(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))])
+        time.sleep(0.05)
+    assert len(run.lines()) == 1, run.text[-2000:]
+    return most
+
+
+def test_the_whole_process_of_a_message_takes_what_the_audit_says_and_no_copies_of_the_message(tmp_path):
+    with local(tmp_path / "flower", [{"partition-id": 0, "num-partitions": 1}]) as federation:
+        tiny = highest(federation, [10], 1.0, tmp_path / "tiny")
+        rises = {share: highest(federation, [5000, 5000], share, tmp_path / f"{share}") - tiny for share in SHARES}
+    for row in audit(experiment([5000, 5000]))["capacities"]:
+        assert rises[row["capacity"]] == pytest.approx(row["memory"], rel=0.15), rises

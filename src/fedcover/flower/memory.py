@@ -17,6 +17,7 @@ needed: a few times what the rounds of a run were seen to differ by."""
 TENSOR = 2**20
 """Bytes from which a piece of a node's memory has pages of its own, which are free for others once it is freed."""
 TUNABLES = "GLIBC_TUNABLES"
+LIMIT = "glibc.malloc.mmap_threshold"
 NO_CACHES = "glibc.malloc.arena_max=1:glibc.malloc.tcache_count=0"
 """Settings of glibc's, read when a program starts, without which every thread has a heap, and keeps up to seven freed
 pieces of each size for itself."""
@@ -83,6 +84,17 @@ def no_caches(*, inherited: bool = False) -> None:
     elif _library() is not None:
         os.environ[TUNABLES] = f"{given}:{NO_CACHES}".lstrip(":")
         os.execv(sys.executable, sys.orig_argv)
+
+
+def own_pages_in_children() -> None:
+    """Let programs that this one starts give every large piece pages of its own, from their first message on.
+
+    `own_pages` comes too late for the process of a message: by then Flower has fetched the message through a heap that
+    keeps up to three times its bytes. Whoever has set this limit of glibc's keeps it.
+    """
+    given = os.environ.get(TUNABLES, "")
+    if _library() is not None and LIMIT not in given:
+        os.environ[TUNABLES] = f"{given}:{LIMIT}={TENSOR}".lstrip(":")
 
 
 def _library() -> ctypes.CDLL | None:

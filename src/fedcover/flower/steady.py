@@ -11,7 +11,7 @@ import time
 from pkgutil import resolve_name
 
 from fedcover.errors import unknown
-from fedcover.flower.memory import no_caches, one_heap, reserve, tidy
+from fedcover.flower.memory import no_caches, one_heap, own_pages_in_children, reserve, tidy
 from fedcover.orphans import end_with_parent
 
 PROGRAMS = {
@@ -38,6 +38,8 @@ def main() -> None:
     if sys.argv[0] not in PROGRAMS:
         sys.exit(f"fedcover: {unknown('program', sys.argv[0], PROGRAMS)}\n{USAGE}")
     no_caches(inherited=sys.argv[0] in LASTING)
+    if sys.argv[0] not in LASTING:
+        own_pages_in_children()
     one_heap()
     end_with_parent()  # not before: it starts a thread
     try:
