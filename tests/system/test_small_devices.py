@@ -82,6 +82,30 @@ def test_a_device_that_cannot_hold_the_model_trains_its_part(work):
     assert "memory" in node(folder, 1.0, ROOM)["error"].lower()
 
 
+LOADING = """
+import resource, sys
+from flwr.app import Context, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
+from fedcover.flower.client import experiment_app
+from fedcover.flower.messages import Orders, to_node
+TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
+app, message = experiment_app(), to_node(7, Orders(0, 0.01, 1, "", (), ()), ttl=60.0)
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + int(sys.argv[1]),) * 2)
+try:
+    app(message, Context(1, 7, {}, RecordDict(), {}))
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+"""A node's app that is given a message when there is room for so many bytes beyond Flower's own."""
+
+
+@pytest.mark.parametrize("room", [5_000_000, 100_000_000])
+def test_a_device_that_cannot_hold_torch_says_that_it_has_too_little_memory(room):
+    said = subprocess.run([sys.executable, "-c", LOADING, str(room)], capture_output=True, text=True, timeout=300)
+    assert said.stdout.startswith("MemoryError this device has too little memory to load torch: "), said
+
+
 def highest(federation, hidden, share, folder):
     """The most memory, in bytes, that a process had which Flower started for a message of a run of one client."""
     wanted = fc.Experiment(

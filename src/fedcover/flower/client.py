@@ -4,7 +4,8 @@ Torch is imported only where tensors come in, so that an introduction is quick.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
@@ -41,12 +42,14 @@ def client_app(
     """
 
     def work(message: Message, context: Context) -> Message:
-        from fedcover.flower.working import train_module
+        with _room_for_torch():
+            from fedcover.flower.working import train_module
 
         return train_module(message, context, train_fn, model)
 
     def evaluate(message: Message, context: Context) -> Message:
-        from fedcover.flower.evaluating import evaluate_module
+        with _room_for_torch():
+            from fedcover.flower.evaluating import evaluate_module
 
         return evaluate_module(message, context, evaluate_fn, model)
 
@@ -59,11 +62,27 @@ def experiment_app() -> ClientApp:
     """The ClientApp that trains the clients of an experiment."""
 
     def work(message: Message, context: Context) -> Message:
-        from fedcover.flower.working import train_clients
+        with _room_for_torch():
+            from fedcover.flower.working import train_clients
 
         return train_clients(message, context)
 
     return _app(work)
+
+
+@contextmanager
+def _room_for_torch() -> Iterator[None]:
+    """Call it by its name if a device cannot load torch for want of memory: the loader calls it an ImportError."""
+    try:
+        yield
+    except (ImportError, OSError, MemoryError) as error:
+        if not isinstance(error, MemoryError) and not any(sign in str(error).lower() for sign in _NO_ROOM):
+            raise
+        raise MemoryError(f"this device has too little memory to load torch: {error}") from error
+
+
+_NO_ROOM = ("failed to map segment", "cannot allocate memory")
+"""What the loader of libraries says where there is no memory left to put them."""
 
 
 def _app(work: Callable[[Message, Context], Message]) -> ClientApp:
