@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedcover.arrays import NUMPY, RawArray, shown
+from fedcover.arrays import NUMPY, RawArray, Refused, Wanted, read, shown
 from fedcover.coverage import count
 from fedcover.reduction import Within
 from fedcover.replies import (
@@ -133,7 +133,7 @@ def _hostile(raw, asked):
             with_array(raw, name, stored(array.astype(np.float16))),
             with_array(raw, name, stored(array.astype(np.float16), dtype=prefix.dtype)),
             with_array(raw, name, stored(array.astype(array.dtype.newbyteorder(">")), dtype=prefix.dtype)),
-            with_array(raw, name, replace(prefix, dtype=None)),
+            *(with_array(raw, name, replace(prefix, dtype=d)) for d in (None, "float16", "int64", "O", "")),
         ],
         "wrong shape": [
             with_array(raw, name, stored(np.zeros((1, *array.shape), array.dtype))),
@@ -230,17 +230,35 @@ def test_a_rejection_says_what_is_wrong():
     asked = replace(asked, metrics=("loss", "effort"))
     raw = replace(honest(asked, update), metrics={"loss": 0.5, "effort": 2})
     name = first(raw)
+    shape = raw.arrays[name].shape
     wrong = {
         "'params/nosuch'": with_array(raw, "params/nosuch", stored(np.zeros(1))),
         "expected loss, effort": replace(raw, metrics={}),
         "effort is 'much'": replace(raw, metrics={"loss": 0.5, "effort": "much"}),
         f"{name} is stored as 'torch.tensor'": with_array(raw, name, replace(raw.arrays[name], stype="torch.tensor")),
+        f"{name} declares 'int8', not float64": with_array(raw, name, replace(raw.arrays[name], dtype="int8")),
+        f"{name} declares (3, 'x'), not {shape}": with_array(raw, name, replace(raw.arrays[name], shape=(3, "x"))),
+        f"{name} is stored as b\"'shape': (2,), }}\", not {shape}": with_array(
+            raw, name, stored(np.zeros(2), shape=shape)
+        ),
         f"{name} is no .npy file of version 1.0": with_array(raw, name, replace(raw.arrays[name], data=b"x")),
         f"params/{name.removeprefix('params/')}": changed(raw, name, np.inf),
         "params moved by 1e+09; at most 1e+06 is believed": changed(raw, name, 1e9),
     }
     for detail, reply in wrong.items():
         assert check(reply, asked).detail == detail
+
+
+def test_bytes_that_are_scattered_in_memory_are_refused():
+    whole = stored(np.ones(3)).data
+    twice = bytearray(2 * whole.nbytes)
+    twice[::2] = whole
+    with pytest.raises(Refused, match=r"^damaged array: w is scattered in memory$"):
+        read("w", stored(np.ones(3), data=memoryview(twice)[::2]), Wanted((3,), "float64"))
+
+
+def test_an_array_without_numbers_is_one():
+    assert read("w", stored(np.ones((0, 4))), Wanted((0, 4), "float64")).shape == (0, 4)
 
 
 def test_a_variance_of_zero_is_one():
