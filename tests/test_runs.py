@@ -1,5 +1,6 @@
 """Runs: the same in memory and in a folder, what the folder holds, replay, export, and going on in Python."""
 
+import copy
 import json
 import shutil
 from dataclasses import replace
@@ -238,14 +239,36 @@ def test_what_was_fetched_of_a_state_before_is_used_again_and_nothing_else():
     setup, start = world("mlp", policy="rolling")
     first, _ = run_round(setup, start)
     second, _ = run_round(setup, first)
-    before, alone = fetched(first), fetched(second)
+    before, alone = copy.deepcopy(fetched(first)), fetched(second)
     again = fetched(second, (first, before))
+    assert again.round == 2
     same(again.params, alone.params)
     same(again.coverage.ever, alone.coverage.ever)
     assert len(again.coverage.window) == len(alone.coverage.window) == 2
     for old, new in zip(again.coverage.window, alone.coverage.window, strict=True):
         same(old, new)
     assert all(again.coverage.window[0][name] is before.coverage.window[0][name] for name in again.params)
+
+
+def test_a_line_of_figures_is_kept_with_its_state(tmp_path):
+    _, state = world("mlp", policy="rolling")
+    for line in ({"round": 0, "loss": 0.5}, None):
+        checkpoints.save(tmp_path, state, "an experiment", line=line)
+        assert [file.line() for file in found(tmp_path)] == [line]
+        found(tmp_path)[0].path.unlink()
+    checkpoints.save(tmp_path, state, "an experiment", line=["no line"])
+    assert [file.line() for file in found(tmp_path)] == [None]
+
+
+def test_a_checkpoint_that_is_set_aside_is_none_any_more(tmp_path):
+    _, state = world("mlp", policy="rolling")
+    path = checkpoints.save(tmp_path, state, "an experiment")
+    content = path.read_bytes()
+    checkpoints.set_aside(path)
+    assert found(tmp_path) == []
+    assert [(left.name, left.read_bytes()) for left in tmp_path.iterdir()] == [(f"{path.name}.unusable", content)]
+    with pytest.raises(RunError, match=rf"^cannot rename {path}: No such file or directory$"):
+        checkpoints.set_aside(path)
 
 
 def test_accuracy_before_any_evaluation_is_a_sentence(tmp_path):
