@@ -1,6 +1,7 @@
 """Replies off the wire: what is sent is what arrives; whatever else arrives is refused, by name, and does no harm."""
 
 import ast
+import contextlib
 import io
 import os
 import pickle
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedcover.arrays import NUMPY, RawArray, Refused, Wanted, read, shown
+from fedcover.arrays import NUMPY, RawArray, Refused, Wanted, as_array, read, shown
 from fedcover.coverage import count
 from fedcover.reduction import Within
 from fedcover.replies import (
@@ -255,6 +256,33 @@ def test_bytes_that_are_scattered_in_memory_are_refused():
     twice[::2] = whole
     with pytest.raises(Refused, match=r"^damaged array: w is scattered in memory$"):
         read("w", stored(np.ones(3), data=memoryview(twice)[::2]), Wanted((3,), "float64"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        (b" \n", b"X\n", "wrong shape"),
+        (b" \n", b"\t\n", "wrong shape"),
+        (b" \n", b"\n\n", None),
+        (b"'<f8'", b"'O'  ", "pickled"),
+        (b"'<f8'", b"'|O' ", "pickled"),
+        (b"'<f8'", b"'>f8'", "wrong dtype"),
+        (b"False", b"True ", "wrong dtype"),
+    ],
+)
+def test_a_header_must_be_what_numpy_writes(old, new, reason):
+    data = bytes(stored(np.ones(3)).data)
+    assert old in data
+    raw = stored(np.ones(3), data=data.replace(old, new, 1))
+    with pytest.raises(Refused, match=f"^{reason}: w ") if reason else contextlib.nullcontext():
+        read("w", raw, Wanted((3,), "float64"))
+
+
+def test_what_is_sent_is_in_the_order_of_c():
+    """Whatever the order in memory: NumPy would say in the header that it is another one."""
+    turned = torch.arange(6.0).view(2, 3).T
+    assert as_array(turned).flags.c_contiguous
+    same({"w": read("w", stored(as_array(turned)), Wanted((3, 2), "float32"))}, {"w": turned})
 
 
 def test_an_array_without_numbers_is_one():

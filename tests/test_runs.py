@@ -250,6 +250,37 @@ def test_what_was_fetched_of_a_state_before_is_used_again_and_nothing_else():
     assert all(again.coverage.window[0][name] is before.coverage.window[0][name] for name in again.params)
 
 
+def test_all_that_a_state_holds_is_read_again(tmp_path):
+    _, state = world("mlp", policy="rolling")
+    kinds = {
+        kind: {key: {name: torch.full((2,), place + 0.5) for place, name in enumerate(["b/x", "a.y"])} for key in keys}
+        for kind, keys in {"statistics": ["1.0", "0.5"], "measured": ["heat"], "server": ["momentum"]}.items()
+    }
+    private = {12: {"units": torch.tensor([True, False])}, 3: {"units": torch.tensor([False])}}
+    whole = replace(state, round=7, private=private, **kinds)
+    checkpoints.save(tmp_path, whole, "an experiment")
+    again, complaints = checkpoints.newest(tmp_path, "an experiment", "cpu")
+    assert not complaints
+    for there in (again, fetched(whole)):
+        assert there.round == 7
+        same(there.params, whole.params)
+        for kind in ("statistics", "measured", "server", "private"):
+            known = getattr(whole, kind)
+            assert list(getattr(there, kind)) == list(known)
+            for key, tensors in known.items():
+                same(getattr(there, kind)[key], tensors)
+
+
+def test_every_damaged_checkpoint_is_told_of(tmp_path):
+    with pytest.raises(RunError, match=f"^there is no checkpoint in {tmp_path}$"):
+        checkpoints.newest(tmp_path, "an experiment", "cpu")
+    _, state = world("mlp", policy="rolling")
+    for round in (3, 4):
+        checkpoints.save(tmp_path, replace(state, round=round), "an experiment")
+    with pytest.raises(RunError, match=r"-000004\..*: 'an experiment'; checkpoint .*-000003\..*: 'an experiment'$"):
+        checkpoints.newest(tmp_path, "another", "cpu")
+
+
 def test_a_line_of_figures_is_kept_with_its_state(tmp_path):
     _, state = world("mlp", policy="rolling")
     for line in ({"round": 0, "loss": 0.5}, None):
