@@ -251,7 +251,7 @@ def test_what_was_fetched_of_a_state_before_is_used_again_and_nothing_else():
 
 
 def test_all_that_a_state_holds_is_read_again(tmp_path):
-    _, state = world("mlp", policy="rolling")
+    state, _ = run_round(*world("mlp", policy="rolling"))
     kinds = {
         kind: {key: {name: torch.full((2,), place + 0.5) for place, name in enumerate(["b/x", "a.y"])} for key in keys}
         for kind, keys in {"statistics": ["1.0", "0.5"], "measured": ["heat"], "server": ["momentum"]}.items()
@@ -264,11 +264,23 @@ def test_all_that_a_state_holds_is_read_again(tmp_path):
     for there in (again, fetched(whole)):
         assert there.round == 7
         same(there.params, whole.params)
+        same(there.coverage.ever, whole.coverage.ever)
+        same(there.coverage.window[0], whole.coverage.window[0])
         for kind in ("statistics", "measured", "server", "private"):
             known = getattr(whole, kind)
             assert list(getattr(there, kind)) == list(known)
             for key, tensors in known.items():
                 same(getattr(there, kind)[key], tensors)
+
+
+def test_a_server_may_remember_one_tensor_under_two_names(tmp_path):
+    setup, state = world("mlp", policy="rolling")
+    twice = replace(setup, server=lambda tensor, memory: (tensor.new, dict.fromkeys("ab", tensor.old * 2)))
+    after, _ = run_round(twice, state)
+    checkpoints.save(tmp_path, after, "an experiment")
+    again, _ = checkpoints.newest(tmp_path, "an experiment", "cpu")
+    for name in "ab":
+        same(again.server[name], after.server[name])
 
 
 def test_every_damaged_checkpoint_is_told_of(tmp_path):

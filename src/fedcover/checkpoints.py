@@ -147,7 +147,17 @@ def _flat(state: State) -> dict[str, Tensor]:
     named: dict[str, Tensor] = {}
     for part, values in _parts(state):
         named |= {part: flat(values)} if _is_counted(part) and values else _named([(part, values)])
-    return on_cpu(named)
+    return _apart(on_cpu(named))
+
+
+def _apart(tensors: Params) -> Params:
+    """Each tensor in memory of its own: the format refuses one that has two names."""
+    begins: set[int] = set()
+    apart: Params = {}
+    for name, tensor in tensors.items():
+        apart[name] = tensor.clone() if tensor.data_ptr() in begins else tensor
+        begins.add(tensor.data_ptr())
+    return apart
 
 
 def _parts(state: State) -> list[tuple[str, Params]]:
