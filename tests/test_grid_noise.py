@@ -204,3 +204,19 @@ def test_a_trial_on_the_boundary_is_decided_by_128_bits(off):
     words = np.array([[0], [2**63], [edge >> 64]], np.uint64)
     kept = trials(words, 1, stream_of([edge & 2**64 - 1]))
     assert kept.tolist() == ([3] if off < 0 else [])
+
+
+@pytest.mark.parametrize(("spare", "drawn"), [(0, [3, 3]), (2**64 - 1, [7, 7])])
+def test_all_that_is_compared_comes_from_one_stream(spare, drawn):
+    """Words that meet the boundary between k = 0 and k = 1, for x = 1/2, are compared with more of the same stream."""
+    with localcontext(prec=80):
+        weights = [(Decimal(-k * k) / 2).exp() for k in range(40)]
+        edge = int(weights[0] / sum(weights) * 2**64)
+    trials_drawn = 2 * 3 // 2 + 8
+    words = [edge] * trials_drawn + [2**63] * trials_drawn + [0] * trials_drawn
+    assert rounded_normal(2, 1, stream_of(words + [spare] * trials_drawn)).tolist() == drawn
+    with localcontext(prec=80):
+        x = (Decimal(2**62) + Decimal("0.5")) / 2**63
+        level = int((-x * x / 2).exp() * 2**128) >> 64
+    words = [0] * trials_drawn + [2**63] * trials_drawn + [level] * trials_drawn
+    assert rounded_normal(2, 1, stream_of(words + [0] * trials_drawn)).tolist() == [3, 3]

@@ -273,6 +273,14 @@ def test_all_that_a_state_holds_is_read_again(tmp_path):
                 same(getattr(there, kind)[key], tensors)
 
 
+def test_a_state_before_any_round_is_read_again(tmp_path):
+    _, state = world("mlp", policy="rolling")
+    checkpoints.save(tmp_path, state, "an experiment")
+    again, _ = checkpoints.newest(tmp_path, "an experiment", "cpu")
+    same(again.params, state.params)
+    assert (again.round, again.coverage.window, again.coverage.ever) == (0, (), {})
+
+
 def test_a_server_may_remember_one_tensor_under_two_names(tmp_path):
     setup, state = world("mlp", policy="rolling")
     twice = replace(setup, server=lambda tensor, memory: (tensor.new, dict.fromkeys("ab", tensor.old * 2)))
@@ -281,6 +289,16 @@ def test_a_server_may_remember_one_tensor_under_two_names(tmp_path):
     again, _ = checkpoints.newest(tmp_path, "an experiment", "cpu")
     for name in "ab":
         same(again.server[name], after.server[name])
+
+
+def test_as_many_checkpoints_are_left_as_are_kept(tmp_path):
+    _, state = world("mlp", policy="rolling")
+    for round in range(5):
+        path = checkpoints.save(tmp_path, replace(state, round=round), "an experiment", keep=3)
+    assert [file.round for file in found(tmp_path)] == [4, 3, 2]
+    path.write_bytes(path.read_bytes() + b"x")
+    with pytest.raises(RunError, match=rf"^checkpoint {path} is damaged: its digest is \w+, not {path.name[13:29]}$"):
+        checkpoints.read(found(tmp_path)[0], "an experiment", "cpu")
 
 
 def test_every_damaged_checkpoint_is_told_of(tmp_path):
