@@ -1,6 +1,7 @@
 """Runs: the same in memory and in a folder, what the folder holds, replay, export, and going on in Python."""
 
 import copy
+import hashlib
 import json
 import shutil
 from dataclasses import replace
@@ -275,9 +276,11 @@ def test_all_that_a_state_holds_is_read_again(tmp_path):
 
 def test_a_state_before_any_round_is_read_again(tmp_path):
     _, state = world("mlp", policy="rolling")
+    state = replace(state, params={**state.params, "a/name": torch.ones(2), "a/longer/name": torch.ones(1)})
     checkpoints.save(tmp_path, state, "an experiment")
     again, _ = checkpoints.newest(tmp_path, "an experiment", "cpu")
     same(again.params, state.params)
+    assert list(again.params) == list(state.params)
     assert (again.round, again.coverage.window, again.coverage.ever) == (0, (), {})
 
 
@@ -299,6 +302,36 @@ def test_as_many_checkpoints_are_left_as_are_kept(tmp_path):
     path.write_bytes(path.read_bytes() + b"x")
     with pytest.raises(RunError, match=rf"^checkpoint {path} is damaged: its digest is \w+, not {path.name[13:29]}$"):
         checkpoints.read(found(tmp_path)[0], "an experiment", "cpu")
+
+
+@pytest.mark.parametrize(
+    "order", [None, 7, {"params/w": 1}, [], ["params/w", "params/b"], ["params/b"], [["params/w"]]]
+)
+def test_a_checkpoint_must_say_in_which_order_its_tensors_are(tmp_path, order):
+    about = json.dumps({"experiment": "an experiment", "round": 0, "order": order})
+    content = safetensors.torch.save({"params/w": torch.ones(2)}, metadata={"fedcover": about})
+    path = tmp_path / f"round-000000.{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(RunError, match=rf"^checkpoint {path} does not say in which order its tensors are$"):
+        checkpoints.newest(tmp_path, "an experiment", "cpu")
+
+
+@pytest.mark.parametrize("metadata", [None, {"made": "elsewhere"}])
+def test_tensors_from_elsewhere_are_no_checkpoint(tmp_path, metadata):
+    content = safetensors.torch.save({"params/w": torch.ones(2)}, metadata=metadata)
+    path = tmp_path / f"round-000000.{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
+    path.write_bytes(content)
+    assert found(tmp_path)[0].line() is None
+    with pytest.raises(RunError, match=rf"^checkpoint {path} belongs to another experiment: None$"):
+        checkpoints.newest(tmp_path, "an experiment", "cpu")
+
+
+def test_only_what_is_half_written_is_swept_away(tmp_path):
+    kept = [".hidden.txt", ".git.1", "a.json", "round-000001.safetensors.12", ".a.json.x"]
+    for name in [*kept, ".round-000001.0a.safetensors.12", ".a.json.7", ".a.jsonl.77", ".a.toml.1"]:
+        (tmp_path / name).touch()
+    checkpoints.sweep(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
 
 
 def test_every_damaged_checkpoint_is_told_of(tmp_path):
