@@ -1,7 +1,9 @@
 """What every test process starts with, however it was started."""
 
 import signal
+import sys
 
+import pytest
 import torch
 
 torch.set_num_threads(1)  # small steps wait for each other more than they work
@@ -11,3 +13,32 @@ torch.set_num_threads(1)  # small steps wait for each other more than they work
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(scope="module")
+def only_the_cpu():
+    """Where every bit is the same every time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        yield
+
+
+@pytest.fixture
+def fedcover(monkeypatch, capsys, tmp_path):
+    """The command line in a folder of its own: arguments -> exit code, output, errors."""
+    from fedcover import cli
+
+    monkeypatch.chdir(tmp_path)
+
+    def call(*args: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fedcover", *map(str, args)])
+        capsys.readouterr()
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as leaving:
+            code = int(leaving.code or 0)
+        return code, *capsys.readouterr()
+
+    return call

@@ -5,8 +5,8 @@ import pytest
 from fedcover.fleet import drops_out
 from fedcover.policies import POLICIES
 from fedcover.rounds import cohort_of, run_round, view_of
-from tests.reference import reference_round
-from tests.worlds import same, world
+from tests.helpers.reference import reference_round
+from tests.helpers.worlds import same, world
 
 NAMED = {
     **{name: name for name in POLICIES},

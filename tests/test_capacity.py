@@ -11,10 +11,8 @@ from fedcover.cost import memory_to_train
 from fedcover.errors import InvalidValue
 from fedcover.experiment import Experiment
 from fedcover.preparation import Machine, prepare
-from tests.test_cli import fedcover, refused
-from tests.worlds import world
-
-__all__ = ["fedcover"]  # a fixture
+from tests.helpers.command_line import refused
+from tests.helpers.worlds import world
 
 
 def quiet(sentence):

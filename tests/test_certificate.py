@@ -19,7 +19,7 @@ from fedcover.reduction import Masks, windows
 from fedcover.rounds import run_round
 from fedcover.theory import BOUNDS, Constants, Steps
 from fedcover.theory.convex import minimise, proven
-from tests.worlds import SMALL_MODELS, world
+from tests.helpers.worlds import SMALL_MODELS, world
 
 SOFTMAX = {
     "dataset": "synthetic(shape=(4,), classes=3, samples=20, test_size=20, noise=1.0)", "model": "softmax",

@@ -21,38 +21,10 @@ from fedcover.checkpoints import found
 from fedcover.cli import looking, running
 from fedcover.engines import pools
 from fedcover.experiment import parse_change
-from tests.test_runs import TINY, only_the_cpu, tiny
+from tests.helpers.command_line import changed, refused
+from tests.helpers.runs import TINY, tiny
 
-__all__ = ["only_the_cpu"]  # a fixture that every test here uses
-
-
-@pytest.fixture
-def fedcover(monkeypatch, capsys, tmp_path):
-    """The command line in a folder of its own: arguments -> exit code, output, errors."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*args: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["fedcover", *map(str, args)])
-        capsys.readouterr()
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as leaving:
-            code = int(leaving.code or 0)
-        return code, *capsys.readouterr()
-
-    return call
-
-
-def changed(**fields: object) -> list[str]:
-    return [word for key, value in {**TINY, "rounds": 2, **fields}.items() for word in ("--set", f"{key}={value}")]
-
-
-def refused(answer: tuple[int, str, str], code: int, sentence: str) -> None:
-    """One line on the error stream, and no output."""
-    assert answer[0] == code, answer
-    assert answer[1] == ""
-    assert re.fullmatch(rf"fedcover: [^\n]*{sentence}[^\n]*\n", answer[2]), answer[2]
+pytestmark = pytest.mark.usefixtures("only_the_cpu")
 
 
 @pytest.mark.parametrize(

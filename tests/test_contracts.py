@@ -17,8 +17,8 @@ from fedcover.spec import options_of
 from fedcover.submodel import submodel
 from fedcover.types import Dataset, Samples
 from fedcover.wire import decode, encode
-from tests.reference import with_masked_moments
-from tests.worlds import SMALL_MODELS, same, world
+from tests.helpers.reference import with_masked_moments
+from tests.helpers.worlds import SMALL_MODELS, same, world
 
 NEEDED = {"regions": {"codename": "147256"}}
 """Options without which an entry of POLICIES cannot be called."""

@@ -19,7 +19,7 @@ from fedcover.policies.copies import copying, number
 from fedcover.preparation import Machine, Parts, prepare
 from fedcover.reduction import windows
 from fedcover.rounds import cohort_of, first_state, view_of
-from tests.worlds import same
+from tests.helpers.worlds import same
 
 FIELDS = {
     "dataset": "synthetic(shape=(3, 8, 8), samples=20, test_size=100)", "model": "wide_resnet(depth=10, widen=1)",

@@ -11,7 +11,7 @@ from fedcover import coverage as cov
 from fedcover.policies.magnitude import magnitude, rank_by_magnitude
 from fedcover.reduction import Masks, Slices, windows
 from fedcover.types import Client, Coverage, View
-from tests.cutting import kept_units, layouts
+from tests.helpers.cutting import kept_units, layouts
 
 SETTINGS = settings(max_examples=60, deadline=None)
 

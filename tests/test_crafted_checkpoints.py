@@ -14,10 +14,10 @@ import torch
 import fedcover as fc
 from fedcover.errors import RunError
 from fedcover.export import export
-from tests.test_runs import only_the_cpu, tiny
-from tests.test_untrusted_files import with_header
+from tests.helpers.runs import tiny
+from tests.helpers.saved_parts import with_header
 
-__all__ = ["only_the_cpu"]  # fixtures
+pytestmark = pytest.mark.usefixtures("only_the_cpu")
 
 DRAW = (b"D" + struct.pack("<dQ", 0.5, 1)).hex()
 WINDOW = (b"W" + struct.pack("<II", 0, 3_000_000_000)).hex()

@@ -15,9 +15,9 @@ from fedcover.engines import crew_layers
 from fedcover.engines.batched import batched
 from fedcover.engines.crew_layers import CrewLayers
 from fedcover.engines.pools import plainly
-from tests import crew_twin
-from tests.test_engines import agree
-from tests.worlds import same, world
+from tests.helpers import crew_twin
+from tests.helpers.engines import agree
+from tests.helpers.worlds import same, world
 
 LAYERS = {
     "plain": nn.Conv2d(3, 5, 3, padding=1, bias=False),

@@ -12,8 +12,8 @@ from fedcover.grid_noise import keyed_stream
 from fedcover.privacy import private_mean
 from fedcover.reduction import Masks
 from fedcover.sweeps import varied
-from tests import crew_twin
-from tests.worlds import same
+from tests.helpers import crew_twin
+from tests.helpers.worlds import same
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -11,7 +11,7 @@ from fedcover.rounds import cohort_of, run_round, view_of
 from fedcover.submodel import submodel
 from fedcover.training import train_client
 from fedcover.types import Batch
-from tests.worlds import same, world
+from tests.helpers.worlds import same, world
 
 
 def test_a_shallow_part_is_the_first_stages_and_ends_at_its_own_exit():

@@ -2,14 +2,13 @@
 
 import re
 import tomllib
-from pathlib import Path
 
 import pytest
 
 import fedcover as fc
 from fedcover.experiment import Experiment
+from tests.helpers.repository import ROOT
 
-ROOT = Path(__file__).parent.parent
 FIELDS = (ROOT / "docs" / "experiment.md").read_text()
 README = (ROOT / "README.md").read_text()
 

@@ -11,9 +11,9 @@ import pytest
 import fedcover as fc
 from fedcover import disk
 from fedcover.checkpoints import found
-from tests.test_runs import assert_same_end, only_the_cpu, tiny
+from tests.helpers.runs import assert_same_end, tiny
 
-__all__ = ["only_the_cpu"]  # a fixture that every test here uses
+pytestmark = pytest.mark.usefixtures("only_the_cpu")
 
 
 @dataclass

@@ -25,12 +25,11 @@ from fedcover.engines.streams import streams
 from fedcover.preparation import Parts, prepare
 from fedcover.rounds import first_state, run_round
 from fedcover.types import Recipe
-from tests.worlds import same, world
+from tests.helpers.engines import RECIPES, TORCH_WARNS, agree
+from tests.helpers.worlds import same, world
 
 UNCOMPILED = partial(batched, make=plainly)
 FAST = {"batched": UNCOMPILED, "streams": streams}
-TORCH_WARNS = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # of itself, while it compiles
-SKEWED = {"dataset": "synthetic(shape=(1, 3, 4), classes=5, samples=7, test_size=50, skew=0.8)"}
 
 
 @pytest.fixture(params=FAST.values(), ids=FAST.keys(), name="fast")
@@ -41,22 +40,6 @@ def _fast(request):
 @pytest.fixture(autouse=True)
 def _nothing_said_yet():
     _SAID.clear()
-
-
-def agree(setup, state, engine, rounds=2):
-    """The same rounds, one of them after places have been used, so that what stays in them would show."""
-    slow = fast = state
-    for _ in range(rounds):
-        slow, left = run_round(replace(setup, engine=sequential), slow)
-        fast, right = run_round(replace(setup, engine=engine), fast)
-        same(fast.params, slow.params, 1e-8)
-        for kind in ("statistics", "measured"):
-            assert getattr(fast, kind).keys() == getattr(slow, kind).keys()
-            for key, tensors in getattr(slow, kind).items():
-                same(getattr(fast, kind)[key], tensors, 1e-8)
-        assert fast.private.keys() == slow.private.keys()
-        assert right.metrics["train_loss"] == pytest.approx(left.metrics["train_loss"], rel=1e-8)
-        assert right.metrics["histogram"] == left.metrics["histogram"]
 
 
 @pytest.mark.parametrize("policy", ["full", "prefix", "rolling(spread=true)", "random", "magnitude", "planned"])
@@ -86,18 +69,6 @@ def test_other_models_equal_sequential(model, norm, fast, caplog):
 )  # fmt: skip
 def test_every_switch_equals_sequential(switch, fast):
     agree(*world("mlp", policy="prefix", **switch), fast)
-
-
-RECIPES = {
-    "prox": {"recipe": "prox(mu=0.5)", "policy": "magnitude"},
-    "fjord": {"recipe": "fjord(widths=[0.25, 0.5, 1.0])", "policy": "prefix"},
-    "fjord-distil": {"recipe": "fjord(widths=[0.25, 0.5, 1.0], distil=0.7)", "policy": "prefix"},
-    "prunefl": {"recipe": "prunefl(every=1)", "policy": "prunefl(every=1)"},
-    "hermes": {"recipe": "hermes(good_enough=0.2)", "policy": "full"},
-    "fedmask": {"recipe": "fedmask", "policy": "rolling(spread=true)", "lr": 1.0},
-    "fiarse": {"recipe": "fiarse", "policy": "magnitude(scope=model)"},
-    "labels": {"absent_labels": "zero", "label_rows": True, "policy": "prefix", **SKEWED},
-}
 
 
 @pytest.mark.parametrize("fields", RECIPES.values(), ids=RECIPES.keys())

@@ -44,7 +44,7 @@ from fedcover.reduction import Masks, drawn, windows
 from fedcover.rounds import Report, cohort_of, view_of
 from fedcover.runs import run
 from fedcover.summary import unanswered
-from tests.worlds import world
+from tests.helpers.worlds import world
 
 CUT = {
     "windows": lambda m: windows(m.groups, 0.5, {g.name: 3 for g in m.groups}),

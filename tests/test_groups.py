@@ -11,7 +11,7 @@ from fedcover.errors import InvalidValue
 from fedcover.groups import check, cuts_by_tensor, positions, units_kept
 from fedcover.models import MODELS, tensors
 from fedcover.types import Cut, UnitGroup
-from tests.cutting import layouts
+from tests.helpers.cutting import layouts
 
 TENSORS = {"w": torch.zeros(6, 4), "b": torch.zeros(6)}
 

@@ -13,7 +13,7 @@ from fedcover.reduction import Masks, Slices
 from fedcover.rounds import cohort_of, run_round, view_of
 from fedcover.training import train_client
 from fedcover.types import Cut, Samples, UnitGroup
-from tests.worlds import same, world
+from tests.helpers.worlds import same, world
 
 GROUPS = (UnitGroup("a", 4, (Cut("w", 0), Cut("b", 0))), UnitGroup("c", 3, (Cut("w", 1, per_unit=2),)))
 SHAPES = {"w": (4, 6), "b": (4,), "free": (2,)}

@@ -5,7 +5,7 @@ import torch
 from fedcover.models.lora import factors_of, product_gap
 from fedcover.rounds import cohort_of, run_round, view_of
 from fedcover.training import train_client
-from tests.worlds import same, world
+from tests.helpers.worlds import same, world
 
 
 def test_every_rank_is_counted_and_averaged_over_the_clients_that_hold_it():

@@ -9,7 +9,7 @@ from fedcover.evaluation import WHOLE, logits, ready
 from fedcover.norms import NORMS, calibrate, on_batch_statistics, running, statistics_key
 from fedcover.rounds import aggregate, cohort_of, run_round, view_of
 from fedcover.training import train_client
-from tests.worlds import same, world
+from tests.helpers.worlds import same, world
 
 RESNET = "wide_resnet"
 

@@ -22,12 +22,12 @@ from fedcover.reporting.gathering import gather
 from fedcover.reporting.page import page
 from fedcover.summary import read_lines
 from fedcover.watching import frame, look
-from tests.made_up import made_up_run, on_flower
-from tests.test_cli import fedcover, refused
-from tests.test_report import report
-from tests.test_runs import assert_same_end, only_the_cpu, tiny
+from tests.helpers.command_line import refused
+from tests.helpers.made_up import made_up_run, on_flower
+from tests.helpers.report_pages import report
+from tests.helpers.runs import assert_same_end, tiny
 
-__all__ = ["fedcover", "only_the_cpu"]  # fixtures
+pytestmark = pytest.mark.usefixtures("only_the_cpu")
 
 
 # ── one odd folder ──────────────────────────────────────────────────────────────────────────────────────

@@ -4,12 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
 from fedcover.orphans import VARIABLE, descendants, end_with_parent
+from tests.helpers.processes import running, waited_for
 
 PARENT = """
 import os, subprocess, sys, time
@@ -24,25 +23,6 @@ end_with_parent()
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 time.sleep(600)
 """
-
-
-def running(pids):
-    """Those that still run; a zombie does not."""
-    states = {}
-    for pid in pids:
-        try:
-            states[pid] = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-    return {pid for pid, state in states.items() if state != "Z"}
-
-
-def waited_for(condition, seconds=60):
-    """Whether a condition becomes true in time."""
-    end = time.monotonic() + seconds
-    while not (met := condition()) and time.monotonic() < end:
-        time.sleep(0.05)
-    return met
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")

@@ -18,10 +18,9 @@ from fedcover.flower.rows import MOST_LABELS, MOST_SAMPLES, read_holdings, rows_
 from fedcover.partition import held
 from fedcover.preparation import Machine, Parts, prepare
 from fedcover.sources import Elsewhere, Holding
-from tests.own_rows import NODES, written
-from tests.test_cli import fedcover, refused
+from tests.helpers.command_line import refused
+from tests.helpers.own_rows import NODES, written
 
-__all__ = ["fedcover"]  # a fixture
 WANTED = Wanted(5, 10, (1, 8, 8))
 
 

@@ -12,10 +12,7 @@ from fedcover.paper.claims import COLUMNS, claimed, codename_rows, codenames, ma
 from fedcover.paper.designs import RESNET_FLEETS, aimed_coverage, designs
 from fedcover.paper.tables import Figures, audit_tables, closed_form
 from fedcover.policies.regions import capacities
-from tests.test_audit import PRUNING, SUBNET
-from tests.test_cli import fedcover
-
-__all__ = ["fedcover"]  # a fixture
+from tests.helpers.paper_tables import PRUNING, SUBNET
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from fedcover.pictures import MOST_CLIENTS, MOST_LAYERS, SIDE, encode, layers_of
 from fedcover.reduction import Masks, Within, drawn, windows
 from fedcover.rounds import run_round
 from fedcover.types import Client, Cut, UnitGroup, Update
-from tests.worlds import world
+from tests.helpers.worlds import world
 
 
 def digits(text):

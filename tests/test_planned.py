@@ -20,7 +20,7 @@ from fedcover.preparation import Machine, prepare
 from fedcover.reduction import Slices
 from fedcover.rounds import cohort_of, first_state, run_round, view_of
 from fedcover.types import Cut, UnitGroup
-from tests.worlds import world
+from tests.helpers.worlds import world
 
 CODENAMES = [
     "1111111111", "1111114444", "1111144447", "1111223344", "1111234444", "1111113477", "1111234567", "1111444444",

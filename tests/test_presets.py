@@ -11,7 +11,7 @@ from fedcover import cli
 from fedcover.experiment import parse_change, read_experiment
 from fedcover.presets import PRESETS, SYSTEM
 from fedcover.sweeps import varied
-from tests.test_system_docs import COMMANDS
+from tests.helpers.documents import COMMANDS
 
 SMALL = {"clients": 10, "active": 2, "rounds": 1, "epochs": 1, "batch_size": 64, "fleet": "1x1.0 + 1x0.5"}
 SMALLEST = {

@@ -25,7 +25,7 @@ from fedcover.privacy import Gaussian, Grid, gaussian, most_turns, private_mean
 from fedcover.reduction import Masks, Within
 from fedcover.rounds import aggregate, cohort_of, run_round, view_of
 from fedcover.training import train_client
-from tests.worlds import same, world
+from tests.helpers.worlds import same, world
 
 SMALL = {"clients": 20, "active": 4, "rounds": 3, "epochs": 1}
 PRIVATE = {**SMALL, "clip_updates": 0.5, "privacy": "gaussian(noise=2.0, delta=1e-4)"}

@@ -13,7 +13,7 @@ import pytest
 import fedcover as fc
 from fedcover.errors import RunError
 from fedcover.preparation import prepare
-from tests.worlds import same
+from tests.helpers.worlds import same
 
 FIELDS = {"fleet": "1x1.0 + 1x0.5", "policy": "prefix", "clients": 20, "active": 4, "rounds": 4, "epochs": 1}
 OPTIONS = [text for name, value in FIELDS.items() for text in ("--set", f"{name}={value}")]

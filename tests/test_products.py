@@ -10,8 +10,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fedcover.engines import pools, products
 from fedcover.engines.batched import batched
-from tests.test_engines import RECIPES, TORCH_WARNS, agree
-from tests.worlds import world
+from tests.helpers.engines import RECIPES, TORCH_WARNS, agree
+from tests.helpers.worlds import world
 
 CLOSE = {torch.float32: 1e-4, torch.float64: 1e-12}
 SIZES = {"clients": st.integers(1, 3), "rows": st.integers(1, 17), "outputs": st.integers(1, 33)}

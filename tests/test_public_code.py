@@ -11,7 +11,7 @@ from fedcover.paper.explain import explain, settings
 from fedcover.paper.public_code import SWITCHES, public_code
 from fedcover.policies.regions import regions
 from fedcover.rounds import cohort_of, run_round, view_of
-from tests.worlds import same, world
+from tests.helpers.worlds import same, world
 
 CODENAME = "147567"
 

@@ -16,7 +16,7 @@ from fedcover.reduction import drawn, windows
 from fedcover.submodel import fill, submodel
 from fedcover.tracing import trace
 from fedcover.types import Cut
-from tests.idioms import Written
+from tests.helpers.idioms import Written
 
 LAYERS = {
     "lstm": (nn.LSTM, {}),

@@ -10,7 +10,7 @@ from fedcover.groups import units_kept
 from fedcover.models import MODELS
 from fedcover.reduction import Masks, Slices, drawn, parameters_at, width_within, windows
 from fedcover.types import Cut, UnitGroup
-from tests.cutting import kept_units, layouts
+from tests.helpers.cutting import kept_units, layouts
 
 SETTINGS = settings(max_examples=100, deadline=None)
 

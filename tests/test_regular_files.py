@@ -15,11 +15,11 @@ from fedcover.experiment import read_experiment
 from fedcover.export import export
 from fedcover.paper import store
 from fedcover.watching import look
-from tests.made_up import made_up_run, on_flower
-from tests.test_cli import fedcover, refused
-from tests.test_runs import only_the_cpu, tiny
+from tests.helpers.command_line import refused
+from tests.helpers.made_up import made_up_run, on_flower
+from tests.helpers.runs import tiny
 
-__all__ = ["fedcover", "only_the_cpu"]  # fixtures
+pytestmark = pytest.mark.usefixtures("only_the_cpu")
 
 FILES = ("experiment.toml", "manifest.json", "metrics.jsonl", "events.jsonl", "certificate.json")
 SECRET = 'name = "secret-of-elsewhere"'

@@ -9,7 +9,6 @@ import random
 import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,7 +31,8 @@ from fedcover.replies import (
 from fedcover.rounds import aggregate, cohort_of, view_of
 from fedcover.training import train_client
 from fedcover.types import Update
-from tests.worlds import same, world
+from tests.helpers.repository import ROOT
+from tests.helpers.worlds import same, world
 
 CASES = int(os.environ.get("FEDCOVER_FUZZ", "12000"))
 WORLDS = {
@@ -323,7 +323,7 @@ def test_the_table_is_complete():
 
 
 def test_the_document_lists_every_reason():
-    text = (Path(__file__).parent.parent / "docs" / "security.md").read_text()
+    text = (ROOT / "docs" / "security.md").read_text()
     table = text.partition("| reason | meaning |\n|---|---|\n")[2].partition("\n\n")[0]
     assert table.splitlines() == [f"| {reason} | {meaning} |" for reason, meaning in REASONS.items()]
 
@@ -445,7 +445,7 @@ def test_a_nonce_that_was_never_given_is_unknown(change):
 
 def test_nothing_is_unpickled_but_from_our_own_child_processes():
     """The pipe between a run and the processes that it starts itself is neither the wire nor the disk."""
-    root = Path(__file__).parent.parent / "src" / "fedcover"
+    root = ROOT / "src" / "fedcover"
     for path in root.rglob("*.py"):
         calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
         for call in calls:

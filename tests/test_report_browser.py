@@ -8,9 +8,9 @@ import pytest
 
 import fedcover as fc
 from fedcover.summary import read_lines
-from tests.browser import MISSING, Browser
-from tests.made_up import made_up_run, on_flower
-from tests.test_report import ATTACK, attacked
+from tests.helpers.browser import MISSING, Browser
+from tests.helpers.made_up import made_up_run, on_flower
+from tests.helpers.report_pages import ATTACK, attacked
 
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 PLOTS = ("accuracy", "loss", "gamma-round", "gamma-window", "noise")

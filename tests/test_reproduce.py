@@ -25,12 +25,11 @@ from fedcover.paper.noise import Sample, against_claim, paired, sample, two_side
 from fedcover.paper.reproduce import Wish
 from fedcover.paper.results import Finished
 from fedcover.preparation import Machine
-from tests.test_cli import fedcover, refused
-from tests.test_runs import only_the_cpu
+from tests.helpers.command_line import refused
+from tests.helpers.repository import ROOT
 
-__all__ = ["fedcover", "only_the_cpu"]  # fixtures
+pytestmark = pytest.mark.usefixtures("only_the_cpu")
 
-ROOT = Path(__file__).parent.parent
 EVERY = cells(dict.fromkeys(DATASETS, 0.1))
 BY_ID = {cell.id: cell for cell in EVERY}
 ONE = ("--quick", "--only", "cell=mnist-iid-pruning-1111223344")

@@ -22,10 +22,11 @@ import fedcover as fc
 from fedcover import courses
 from fedcover.checkpoints import found
 from fedcover.errors import RunError
-from tests.disks import small_disk
-from tests.test_runs import RESNET, TINY, assert_same_end, figures, last_checkpoint, only_the_cpu, tiny
+from tests.helpers.disks import small_disk
+from tests.helpers.processes import command, lines, settings
+from tests.helpers.runs import RESNET, TINY, assert_same_end, figures, last_checkpoint, tiny
 
-__all__ = ["only_the_cpu"]  # a fixture that every test here uses
+pytestmark = pytest.mark.usefixtures("only_the_cpu")
 
 KILLED_AT_EVERY_STEP = """
 import os, signal, sys
@@ -56,29 +57,12 @@ for moment in range(1000):
 """Runs an experiment again and again; each time it is killed one step later, until it comes through."""
 
 
-def command(*args: str | Path, **options) -> subprocess.Popen:
-    """A real process of the command line."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "fedcover", *map(str, args)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options,
-    )  # fmt: skip
-
-
-def settings(fields: dict) -> list[str]:
-    return [word for key, value in fields.items() for word in ("--set", f"{key}={value}")]
-
-
 def wait_until(true: Callable[[], bool], process: subprocess.Popen) -> None:
     deadline = time.monotonic() + 60
     while not true():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.0005)
-
-
-def lines(folder: Path) -> int:
-    path = folder / "metrics.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def images(folder: Path, go: Callable) -> dict[int, Path]:

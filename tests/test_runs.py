@@ -22,41 +22,8 @@ from fedcover.export import export
 from fedcover.folders import Folder
 from fedcover.rounds import Report, run_round
 from fedcover.slabs import flat
-from tests.worlds import same, world
-
-TINY = {
-    "fleet": "1x1.0 + 1x0.5", "policy": "prefix", "clients": 20, "active": 4, "rounds": 4, "epochs": 1,
-    "model": "mlp(hidden=[16])",
-}  # fmt: skip
-RESNET = {
-    "model": "wide_resnet(depth=10, widen=1)", "assignment": "slot", "clients": 100, "active": 2, "rounds": 2,
-    "calibration": 50,
-}  # fmt: skip
-
-
-def tiny(**fields) -> fc.Experiment:
-    return fc.Experiment(**{**TINY, **fields})
-
-
-def figures(run: fc.Run | Path) -> list[dict]:
-    """All that a run measured, but for the time it took."""
-    if isinstance(run, Path):
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    else:
-        lines = run.metrics
-    return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
-
-
-def last_checkpoint(folder: Path) -> tuple[str, bytes]:
-    """Name and content of the newest state."""
-    newest = found(folder / "checkpoints")[0].path
-    return newest.name, newest.read_bytes()
-
-
-def assert_same_end(folder: Path, other: Path) -> None:
-    """Two run folders ended alike, bit for bit."""
-    assert figures(folder) == figures(other)
-    assert last_checkpoint(folder) == last_checkpoint(other)
+from tests.helpers.runs import RESNET, assert_same_end, figures, last_checkpoint, tiny
+from tests.helpers.worlds import same, world
 
 
 def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
@@ -81,13 +48,7 @@ def own_model() -> fc.Model:
     return fc.Model(torch_model, (fc.UnitGroup("inner", 8, cuts),), ("0.weight",))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def only_the_cpu():
-    """Where every bit is the same every time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: False)
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        yield
+pytestmark = pytest.mark.usefixtures("only_the_cpu")
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -16,16 +15,17 @@ from fedcover.recipes import RECIPES
 from fedcover.rounds import cohort_of, view_of
 from fedcover.sharing import price
 from fedcover.types import Assignment
-from tests.second_process import setup_of, share_rounds, tensors_of, two_rounds
-from tests.worlds import same, world
+from tests.helpers.repository import ROOT
+from tests.helpers.second_process import setup_of, share_rounds, tensors_of, two_rounds
+from tests.helpers.worlds import same, world
 
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
     """Two processes that share rounds: this one, and one that is started here."""
     folder = tmp_path_factory.mktemp("meeting")
-    command = [sys.executable, "-m", "tests.second_process", str(folder)]
-    other = subprocess.Popen(command, cwd=Path(__file__).parent.parent)
+    command = [sys.executable, "-m", "tests.helpers.second_process", str(folder)]
+    other = subprocess.Popen(command, cwd=ROOT)
     with joined(0, 2, FileStore(f"{folder}/store", 2)) as ranks:
         yield ranks
         ranks.hear("no more")

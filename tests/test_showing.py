@@ -19,11 +19,11 @@ from fedcover.reporting.reading import read_run
 from fedcover.rounds import Report
 from fedcover.summary import read_lines
 from fedcover.tensorboard import logging_to
-from tests.made_up import made_up_run
-from tests.test_cli import changed, fedcover, only_the_cpu, refused
-from tests.test_runs import tiny
+from tests.helpers.command_line import changed, refused
+from tests.helpers.made_up import made_up_run
+from tests.helpers.runs import tiny
 
-__all__ = ["fedcover", "only_the_cpu"]  # fixtures
+pytestmark = pytest.mark.usefixtures("only_the_cpu")
 
 
 # ── histories ───────────────────────────────────────────────────────────────────────────────────────────

@@ -21,7 +21,7 @@ from fedcover.reduction import Masks, Slices, Within
 from fedcover.rounds import first_state, run_round
 from fedcover.slabs import Slab, joined, shapes_of
 from fedcover.types import Cut, Model, Outcome, Recipe, UnitGroup
-from tests.cutting import kept_units, layouts
+from tests.helpers.cutting import kept_units, layouts
 
 
 def slab_of(params):

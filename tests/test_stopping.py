@@ -13,9 +13,8 @@ import fedcover as fc
 from fedcover import stopping
 from fedcover.checkpoints import found
 from fedcover.orphans import descendants
-from tests.test_orphans import running, waited_for
-from tests.test_run_faults import command, lines, settings
-from tests.test_runs import TINY
+from tests.helpers.processes import command, lines, running, settings, waited_for
+from tests.helpers.runs import TINY
 
 LONG = {**TINY, "clients": 100, "rounds": 100_000, "checkpoint_every": 1000}
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]

@@ -4,14 +4,13 @@ import ast
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import fedcover
 from fedcover.reporting.page import SCRIPTS
+from tests.helpers.repository import ROOT
 
-ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "fedcover"
 STORY = [
     "version", "errors", "disk", "locks", "scratch", "orphans", "stopping", "types", "slabs", "rng", "spec", "trust",

@@ -20,6 +20,7 @@ import torch
 import fedcover as fc
 from fedcover.cli import app
 from fedcover.spec import options_of
+from tests.helpers.repository import ROOT
 
 GOLDEN = Path(__file__).parent / "golden"
 WRITE = os.environ.get("FEDCOVER_WRITE_GOLDEN") == "1"
@@ -292,7 +293,7 @@ print(json.dumps(bits))
 @pytest.fixture(scope="module")
 def bits():
     """The bits of all runs, from one fresh process: compiled steps depend on what was compiled before."""
-    root = Path(__file__).parent.parent
+    root = ROOT
     done = subprocess.run([sys.executable, "-c", RUN_ALL], cwd=root, capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 

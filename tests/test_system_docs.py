@@ -2,9 +2,7 @@
 
 import json
 import re
-import shlex
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,14 +11,9 @@ from fedcover.aggregation import OVER, RULES, SERVERS, UNCOVERED, WEIGHTS
 from fedcover.norms import NORMS
 from fedcover.recipes import RECIPES
 from fedcover.recipes.labels import ABSENT
-from tests.test_runs import only_the_cpu
+from tests.helpers.documents import BLOCKS, COMMANDS, PAGE
 
-__all__ = ["only_the_cpu"]  # a fixture that every test here uses
-
-PAGE = (Path(__file__).parent.parent / "docs" / "systems.md").read_text()
-BLOCKS = re.findall(r"```\n(fedcover run .*?)```", PAGE, re.DOTALL)
-WORDS = [shlex.split(block.replace("\\\n", " ")) for block in BLOCKS]
-COMMANDS = {words[words.index("--set") + 1].removeprefix("name="): words for words in WORDS}
+pytestmark = pytest.mark.usefixtures("only_the_cpu")
 
 ENOUGH = {"heterofl": 0.5, "fedrolex": 0.5, "fedmask": 0.6, "depthfl": 0.5, "inclusivefl": 0.5, "language": 0.15}
 """The accuracy that a command must reach; chance is 0.1. All others must reach 0.8."""

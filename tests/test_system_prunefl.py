@@ -8,8 +8,8 @@ import torch
 from fedcover.errors import InvalidValue
 from fedcover.policies.prunefl import Greedy, prunefl, reconfigured
 from fedcover.rounds import cohort_of, run_round, view_of
-from tests import twins
-from tests.worlds import same, world
+from tests.helpers import twins
+from tests.helpers.worlds import same, world
 
 FIELDS = {"fleet": "3x1.0 + 3x0.5", "policy": "prunefl(every=2)", "recipe": "prunefl(every=2)", "uncovered": "zero"}
 

@@ -14,8 +14,8 @@ from fedcover.reduction import Masks, windows
 from fedcover.rounds import cohort_of, run_round
 from fedcover.training import train_client
 from fedcover.types import Cut, UnitGroup
-from tests import twins
-from tests.worlds import same, world
+from tests.helpers import twins
+from tests.helpers.worlds import same, world
 
 GROUP = (UnitGroup("hidden", 5, (Cut("w", 0), Cut("b", 0), Cut("v", 1))),)
 SHAPES = {"w": (5, 2), "b": (5,), "v": (2, 5)}

@@ -18,8 +18,8 @@ from fedcover.reduction import Masks, Slices, width_within, windows
 from fedcover.rounds import run_round
 from fedcover.training import train_client
 from fedcover.types import Assignment, Batch
-from tests import twins
-from tests.worlds import same, world
+from tests.helpers import twins
+from tests.helpers.worlds import same, world
 
 ROUGH = {"momentum": 0.9, "weight_decay": 0.05}
 SMALL = {"epochs": 1, "clients": 4, "active": 3, "fleet": "1x1.0 + 2x0.5"}

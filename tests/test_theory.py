@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fedcover.theory import BOUNDS, Bound, Condition, Constants, Round, Steps
 from fedcover.theory.quantities import gap
-from tests.landscapes import (
+from tests.helpers.landscapes import (
     Problem,
     cohorts,
     constants,

@@ -4,7 +4,6 @@ import copy
 import importlib.util
 import re
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,8 +23,9 @@ from fedcover.tracing.promises import PROMISES
 from fedcover.tracing.proof import prove
 from fedcover.tracing.watch import watch
 from fedcover.types import Count, Model, UnitGroup
-from tests.idioms import ACCEPTED, REFUSED, Configured, Settings, Written
-from tests.zoo import ZOO, zoo
+from tests.helpers.idioms import ACCEPTED, REFUSED, Configured, Settings, Written
+from tests.helpers.repository import ROOT
+from tests.helpers.zoo import ZOO, zoo
 
 IMAGE = (3, 16, 16)
 DECLARED = {
@@ -455,7 +455,7 @@ def test_without_the_packages_onnx_says_what_to_install(monkeypatch, tmp_path):
 
 def test_the_python_of_the_document_runs():
     names: dict[str, object] = {}
-    text = (Path(__file__).parent.parent / "docs" / "tracing.md").read_text()
+    text = (ROOT / "docs" / "tracing.md").read_text()
     for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(compile(block, "tracing.md", "exec"), names)
     assert names["half"][3].groups == 8

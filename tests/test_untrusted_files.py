@@ -17,10 +17,11 @@ from fedcover.errors import RunError
 from fedcover.export import export
 from fedcover.spec import ARGUMENTS
 from fedcover.watching import look
-from tests.test_cli import changed, fedcover, refused
-from tests.test_runs import only_the_cpu, tiny
+from tests.helpers.command_line import changed, refused
+from tests.helpers.runs import tiny
+from tests.helpers.saved_parts import with_header
 
-__all__ = ["fedcover", "only_the_cpu"]  # fixtures
+pytestmark = pytest.mark.usefixtures("only_the_cpu")
 
 THEIRS = """
 from pathlib import Path
@@ -185,18 +186,6 @@ def test_on_a_terminal_one_is_asked(answer, code, theirs):
 
 
 # ── exported models ─────────────────────────────────────────────────────────────────────────────────────
-
-
-def with_header(path, **changes):
-    """The same file with other words in the experiment of its header."""
-    content = path.read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    about = json.loads(json.loads(content[8 : 8 + length])["__metadata__"]["fedcover"])
-    about |= {name: changes.pop(name) for name in list(changes) if name not in about["experiment"]}
-    about["experiment"] |= changes
-    values = safetensors.torch.load(content)
-    path.write_bytes(safetensors.torch.save(values, metadata={"fedcover": json.dumps(about)}))
-    return path
 
 
 @pytest.fixture

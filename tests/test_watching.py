@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 import fedcover as fc
 from fedcover.summary import read_lines
 from fedcover.watching import EVENTS, Look, frame, look, sparks
-from tests.test_cli import fedcover, refused
-from tests.test_runs import only_the_cpu, tiny
+from tests.helpers.command_line import refused
+from tests.helpers.runs import tiny
 
-__all__ = ["fedcover", "only_the_cpu"]  # fixtures
+pytestmark = pytest.mark.usefixtures("only_the_cpu")
+
 ROUNDS = 4
 
 

@@ -11,7 +11,7 @@ from fedcover.errors import InvalidValue
 from fedcover.reduction import Masks, Slices, drawn, windows
 from fedcover.types import UnitGroup
 from fedcover.wire import decode, encode
-from tests.cutting import kept_units
+from tests.helpers.cutting import kept_units
 
 SETTINGS = settings(max_examples=150, deadline=None)
 groups_of_any_size = st.lists(st.integers(1, 20), min_size=1, max_size=4).map(

@@ -14,6 +14,25 @@ ROUNDS = ["honest", "one each", "oversized", "repeated", "no content"]
 """What the node's message holds, round by round."""
 HUGE = 400_000_000
 
+WHY = {
+    "not a number": "not finite",
+    "infinity": "not finite",
+    "wrong shape": "wrong shape",
+    "missing array": "missing array",
+    "extra array": "extra array",
+    "absurd norm": "absurd norm",
+    "replayed": "replayed nonce",
+    "absurd loss": "malformed metrics",
+    "larger mask": "mask over capacity",
+    "pickled": "pickled",
+    "garbage": "no index",
+    "oversized": "too large",
+    "repeated": "when put together",
+    "other client": "did not answer for it",
+    "no content": "lacks",
+}
+"""The reason that the server gives for each."""
+
 
 def attack(kind, answer, before):
     """What is sent in the place of an honest answer; `before` is the one of the first round."""

@@ -10,6 +10,17 @@ from fedcover.flower.apps import Settings, write_app
 from fedcover.flower.processes import Local
 from fedcover.orphans import descendants
 
+WORLDS = {
+    "sliced": {"policy": "rolling(spread=true)"},
+    "masked": {"policy": "magnitude"},
+    "drawn, tracked statistics": {
+        "policy": "random", "norm": "tracked", "model": "wide_resnet(depth=10, widen=1)", "clients": 4, "active": 4,
+        "dataset": "synthetic(shape=(3, 8, 8), classes=3, samples=12, test_size=50)", "calibration": 40,
+    },
+    "private masks": {"policy": "full", "recipe": "hermes(good_enough=0.0)"},
+    "measured by clients": {"policy": "prunefl", "recipe": "prunefl", "fleet": "1x0.5"},
+}  # fmt: skip
+
 PATIENCE = 900.0
 """Seconds after which a test gives up; a loaded machine may need minutes for what an idle one does in seconds."""
 
@@ -113,3 +124,14 @@ def alive(pids) -> list[int]:
         except OSError:
             continue
     return [pid for pid, state in states.items() if state != "Z"]
+
+
+def same_but_private(there, here):
+    from safetensors.torch import load_file
+
+    for left, right in zip(checkpoints(there), checkpoints(here), strict=True):
+        found = load_file(there / "checkpoints" / left)
+        known = load_file(here / "checkpoints" / right)
+        assert any(name.startswith("private/") for name in known)
+        assert found.keys() == {name for name in known if not name.startswith("private/")}
+        assert all(tensor.equal(known[name]) for name, tensor in found.items())

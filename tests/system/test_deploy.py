@@ -9,9 +9,8 @@ from pathlib import Path
 
 from fedcover.flower.processes import Local, free_port, local
 from fedcover.orphans import descendants
+from tests.helpers.repository import ROOT
 from tests.system.harness import PATIENCE, alive, wait_for
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 def test_tls_and_authentication_end_to_end(tmp_path):

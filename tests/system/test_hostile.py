@@ -7,26 +7,8 @@ from pathlib import Path
 
 from fedcover.engines.sequential import sequential
 from fedcover.flower.processes import local
-from tests.system.compromised import EACH, HUGE, ROUNDS
+from tests.system.compromised import EACH, HUGE, ROUNDS, WHY
 from tests.system.harness import checkpoints, children, experiment, fair_deadline, reference, submit, wait_for
-
-WHY = {
-    "not a number": "not finite",
-    "infinity": "not finite",
-    "wrong shape": "wrong shape",
-    "missing array": "missing array",
-    "extra array": "extra array",
-    "absurd norm": "absurd norm",
-    "replayed": "replayed nonce",
-    "absurd loss": "malformed metrics",
-    "larger mask": "mask over capacity",
-    "pickled": "pickled",
-    "garbage": "no index",
-    "oversized": "too large",
-    "repeated": "when put together",
-    "other client": "did not answer for it",
-    "no content": "lacks",
-}
 
 
 def test_a_compromised_node_is_rejected_answer_by_answer(tmp_path, monkeypatch):

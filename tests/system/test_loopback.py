@@ -26,11 +26,9 @@ from fedcover.flower.server import begun, capacities, is_open, serve
 from fedcover.preparation import prepare, source_of
 from fedcover.summary import read_lines
 from fedcover.watching import frame, look
-from tests.own_rows import written
-from tests.system.compromised import EACH, _file, attack
-from tests.system.harness import checkpoints, experiment, reference
-from tests.system.test_hostile import WHY
-from tests.system.test_same_numbers import WORLDS, same_but_private
+from tests.helpers.own_rows import written
+from tests.system.compromised import EACH, WHY, _file, attack
+from tests.system.harness import WORLDS, checkpoints, experiment, reference, same_but_private
 
 SMALL = "synthetic(shape=(3, 8, 8), classes=3, samples=12, test_size=50)"
 MORE = {

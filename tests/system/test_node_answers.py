@@ -17,7 +17,7 @@ from fedcover.flower.parcels import as_sent, bundle, headed, kept
 from fedcover.flower.places import Introduction, Roster, place_of
 from fedcover.reduction import Masks
 from fedcover.rounds import cohort_of
-from tests.worlds import world
+from tests.helpers.worlds import world
 
 
 def model(hidden):

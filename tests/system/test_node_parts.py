@@ -26,7 +26,7 @@ from fedcover.rounds import ask, first_state, run_round
 from fedcover.spec import is_own
 from fedcover.training import train_client
 from fedcover.types import Recipe
-from tests.worlds import SMALL_MODELS
+from tests.helpers.worlds import SMALL_MODELS
 
 HOLLOW = {
     "windows": ("mlp", {"policy": "rolling(spread=true)"}),

@@ -2,18 +2,7 @@
 
 import pytest
 
-from tests.system.harness import checkpoints, experiment, reference, submit
-
-WORLDS = {
-    "sliced": {"policy": "rolling(spread=true)"},
-    "masked": {"policy": "magnitude"},
-    "drawn, tracked statistics": {
-        "policy": "random", "norm": "tracked", "model": "wide_resnet(depth=10, widen=1)", "clients": 4, "active": 4,
-        "dataset": "synthetic(shape=(3, 8, 8), classes=3, samples=12, test_size=50)", "calibration": 40,
-    },
-    "private masks": {"policy": "full", "recipe": "hermes(good_enough=0.0)"},
-    "measured by clients": {"policy": "prunefl", "recipe": "prunefl", "fleet": "1x0.5"},
-}  # fmt: skip
+from tests.system.harness import WORLDS, checkpoints, experiment, reference, same_but_private, submit
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -35,14 +24,3 @@ def messages(federation):
     """How many messages with work each SuperNode has received so far."""
     logs = [federation.log(f"supernode-{place}").read_text() for place in range(2)]
     return [log.count("Receiving: train message") for log in logs]
-
-
-def same_but_private(there, here):
-    from safetensors.torch import load_file
-
-    for left, right in zip(checkpoints(there), checkpoints(here), strict=True):
-        found = load_file(there / "checkpoints" / left)
-        known = load_file(here / "checkpoints" / right)
-        assert any(name.startswith("private/") for name in known)
-        assert found.keys() == {name for name in known if not name.startswith("private/")}
-        assert all(tensor.equal(known[name]) for name, tensor in found.items())

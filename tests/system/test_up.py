@@ -11,15 +11,8 @@ import pytest
 
 import fedcover as fc
 from fedcover.orphans import descendants
-from tests.own_rows import written
-from tests.system.harness import (
-    PATIENCE,
-    alive,
-    checkpoints,
-    experiment,
-    reference,
-    wait_for,
-)
+from tests.helpers.own_rows import written
+from tests.system.harness import PATIENCE, alive, checkpoints, experiment, reference, wait_for
 
 
 def up(folder, *arguments):

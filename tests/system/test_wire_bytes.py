@@ -1,9 +1,10 @@
 """Bytes at the socket, on real processes: what a client moves follows its capacity."""
 
 import runpy
-from pathlib import Path
 
-WIRE = Path(__file__).parent.parent.parent / "benchmarks" / "flower_wire.py"
+from tests.helpers.repository import ROOT
+
+WIRE = ROOT / "benchmarks" / "flower_wire.py"
 
 
 def test_a_quarter_of_the_width_moves_under_eight_percent(tmp_path):

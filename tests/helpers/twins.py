@@ -21,7 +21,7 @@ from fedcover.rng import generator
 from fedcover.rounds import Setup, cohort_of, view_of
 from fedcover.submodel import submodel
 from fedcover.types import Client, Reduction, State
-from tests.reference import dense_module
+from tests.helpers.reference import dense_module
 
 Tensors = dict[str, Tensor]
 

@@ -20,7 +20,7 @@ from fedcover.errors import FedcoverError
 from fedcover.processes import joined
 from fedcover.rounds import run_round
 from fedcover.sharing import shared
-from tests.worlds import world
+from tests.helpers.worlds import world
 
 ENGINES = {"sequential": sequential, "batched": partial(batched, make=plainly)}
 

@@ -1,0 +1,43 @@
+"""Small experiments, and two runs compared bit for bit."""
+
+import json
+from pathlib import Path
+
+import fedcover as fc
+from fedcover.checkpoints import found
+
+TINY = {
+    "fleet": "1x1.0 + 1x0.5", "policy": "prefix", "clients": 20, "active": 4, "rounds": 4, "epochs": 1,
+    "model": "mlp(hidden=[16])",
+}  # fmt: skip
+
+
+RESNET = {
+    "model": "wide_resnet(depth=10, widen=1)", "assignment": "slot", "clients": 100, "active": 2, "rounds": 2,
+    "calibration": 50,
+}  # fmt: skip
+
+
+def tiny(**fields) -> fc.Experiment:
+    return fc.Experiment(**{**TINY, **fields})
+
+
+def figures(run: fc.Run | Path) -> list[dict]:
+    """All that a run measured, but for the time it took."""
+    if isinstance(run, Path):
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    else:
+        lines = run.metrics
+    return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+
+
+def last_checkpoint(folder: Path) -> tuple[str, bytes]:
+    """Name and content of the newest state."""
+    newest = found(folder / "checkpoints")[0].path
+    return newest.name, newest.read_bytes()
+
+
+def assert_same_end(folder: Path, other: Path) -> None:
+    """Two run folders ended alike, bit for bit."""
+    assert figures(folder) == figures(other)
+    assert last_checkpoint(folder) == last_checkpoint(other)
