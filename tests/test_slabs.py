@@ -160,7 +160,7 @@ def test_a_copy_is_a_slab_of_its_own(copied):
 
 
 def test_what_is_of_several_types_is_no_slab(monkeypatch):
-    monkeypatch.setattr(slabs, "_on_gpu", lambda tensors: True)
+    monkeypatch.setattr(slabs, "_on_gpu", lambda values: True)
     mixed = {"w": torch.ones(2), "b": torch.ones(2, dtype=torch.float64)}
     assert slabs.in_one(mixed) is mixed
     agree(slabs.entrywise(torch.add, mixed, slab_of({"w": torch.ones(2), "b": torch.ones(2)})),

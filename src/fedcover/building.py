@@ -112,10 +112,10 @@ def as_model(
     return _traced(module, found, classes)
 
 
-def _traced(module: nn.Module, unit_groups: Sequence[UnitGroup], classes: int) -> Model:
+def _traced(module: nn.Module, declared: Sequence[UnitGroup], classes: int) -> Model:
     """A bare module with its groups: which of its weights may be pruned, and which classify."""
     params = dict(module.named_parameters())
-    along = {(each.tensor, each.axis) for group in unit_groups for each in group.cuts}
+    along = {(each.tensor, each.axis) for group in declared for each in group.cuts}
     weights = {name: p for name, p in params.items() if p.ndim > 1}
     prunable = tuple(n for n, p in weights.items() if (n, 0) in along and (p.ndim == 2 or (n, 1) in along))
     classifier = tuple(
@@ -126,7 +126,7 @@ def _traced(module: nn.Module, unit_groups: Sequence[UnitGroup], classes: int) -
         and (name, 0) not in along
         and isinstance(module.get_submodule(name.rpartition(".")[0]), nn.Linear | nn.modules.conv._ConvNd)
     )
-    return Model(module, groups.told_apart(unit_groups, params), prunable, classifier)
+    return Model(module, groups.told_apart(declared, params), prunable, classifier)
 
 
 def build_recipe(experiment: Experiment) -> Recipe:

@@ -276,8 +276,8 @@ class CoverageStrategy(Strategy):
         asked = self._ledger.expect(lambda nonce: Asked(nonce, client, wire, self._sent))
         self._allowed[node] = asked.byte_limit
         order = Order(client.id, client.capacity, client.slot, encoded, 0, asked.nonce)
-        unit_groups = groups.to_json(self.model.groups)
-        orders = Orders(round, 0.0, torch.get_num_threads(), "", (order,), (parcel,), dict(config), unit_groups)
+        groups_json = groups.to_json(self.model.groups)
+        orders = Orders(round, 0.0, torch.get_num_threads(), "", (order,), (parcel,), dict(config), groups_json)
         return to_node(node, orders, ttl=DAY)
 
     def _read(self, reply: Message) -> Update | str:
