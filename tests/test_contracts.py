@@ -12,8 +12,8 @@ from fedcover.partition import PARTITIONS
 from fedcover.policies import POLICIES
 from fedcover.policies.common import fits
 from fedcover.reduction import Masks, windows
+from fedcover.registry import options_of
 from fedcover.rounds import cohort_of, view_of
-from fedcover.spec import options_of
 from fedcover.submodel import submodel
 from fedcover.types import Dataset, Samples
 from fedcover.wire import decode, encode

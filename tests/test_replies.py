@@ -17,17 +17,7 @@ import torch
 from fedcover.arrays import NUMPY, RawArray, Refused, Wanted, as_array, read, shown
 from fedcover.coverage import count
 from fedcover.reduction import Within
-from fedcover.replies import (
-    NORM_LIMIT,
-    REASONS,
-    REMEMBERED,
-    Ledger,
-    RawReply,
-    Rejection,
-    ask,
-    check,
-    pack,
-)
+from fedcover.replies import NORM_LIMIT, REASONS, REMEMBERED, Ledger, RawReply, Rejection, ask, check, pack
 from fedcover.rounds import aggregate, cohort_of, view_of
 from fedcover.training import train_client
 from fedcover.types import Update

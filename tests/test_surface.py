@@ -19,7 +19,7 @@ import torch
 
 import fedcover as fc
 from fedcover.cli import app
-from fedcover.spec import options_of
+from fedcover.registry import options_of
 from tests.helpers.repository import ROOT
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -15,7 +15,7 @@ import fedcover as fc
 from fedcover import trust
 from fedcover.errors import RunError
 from fedcover.export import export
-from fedcover.spec import ARGUMENTS
+from fedcover.registry import ARGUMENTS
 from fedcover.watching import look
 from tests.helpers.command_line import changed, refused
 from tests.helpers.runs import tiny

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedcover.errors import InvalidValue, unknown
-from fedcover.slabs import entrywise, entrywise_many, in_one, in_pieces, zeros
+from fedcover.tensors import entrywise, entrywise_many, in_one, in_pieces, zeros
 from fedcover.types import Client, Params, Reduction, Rule
 
 Part = tuple[Reduction, Params, float]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedcover import groups, rng, spec
+from fedcover import groups, registry, rng
 from fedcover.contracts import checked_recipe
 from fedcover.errors import FedcoverError, InvalidValue
 from fedcover.experiment import Experiment
@@ -38,7 +38,7 @@ def build(field: str, text: str, table: Any, *given: Any) -> Any:
 
 def look_up(field: str, text: str, table: Any) -> Any:
     """The function that a specification names, with its options bound."""
-    return spec.look_up(field, spec.parse(field, text), table)
+    return registry.look_up(field, registry.parse(field, text), table)
 
 
 def build_model(

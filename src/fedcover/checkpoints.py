@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedcover.disk import read_bytes, reason, refuse_linked, write_atomically
 from fedcover.errors import RunError
-from fedcover.slabs import Slab, flat, shapes_of
+from fedcover.tensors import Slab, flat, shapes_of
 from fedcover.types import Coverage, Params, State
 
 _NAME = re.compile(r"round-(\d{6,})\.([0-9a-f]{16})\.safetensors")

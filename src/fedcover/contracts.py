@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedcover import spec
+from fedcover import registry
 from fedcover.aggregation import RULES, Covered, Memory, Part, ServerStep
 from fedcover.errors import InvalidValue, TrainingDiverged
-from fedcover.spec import is_own
+from fedcover.registry import is_own
 from fedcover.types import Assignment, Batch, Carry, Forward, Outcome, Params, Recipe, Rule
 
 
 def named_rule(name: str) -> Rule:
     """The rule of a specification; one of a user's own is given copies, so that the old model stays as it is."""
-    rule: Rule = spec.look_up("rule", spec.parse("rule", name), RULES)
+    rule: Rule = registry.look_up("rule", registry.parse("rule", name), RULES)
     if not is_own(name):
         return rule
     who = f"rule {name!r}"

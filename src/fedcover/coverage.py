@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedcover.reduction import distinct
-from fedcover.slabs import entrywise, flat, flat_copy, in_one, zeros
+from fedcover.tensors import entrywise, flat, flat_copy, in_one, zeros
 from fedcover.types import Coverage, Params, Reduction
 
 

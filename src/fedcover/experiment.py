@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from fedcover import disk, presets, spec, trust
+from fedcover import disk, presets, registry, trust
 from fedcover.aggregation import RULES, SERVERS, UNCOVERED, WEIGHTS
 from fedcover.augment import AUGMENTATIONS
 from fedcover.errors import InvalidValue, unknown
@@ -127,7 +127,7 @@ class Experiment(BaseModel):
     @classmethod
     def _fleet_of_codename(cls, data: dict[str, Any]) -> dict[str, Any]:
         """A codename says what every slot holds, so it brings its own fleet."""
-        policy = spec.parse("policy", str(data.get("policy", "full")))
+        policy = registry.parse("policy", str(data.get("policy", "full")))
         if policy.name != "regions" or "codename" not in policy.options:
             return data
         codename = str(policy.options["codename"])
@@ -155,7 +155,7 @@ class Experiment(BaseModel):
             if getattr(self, key) not in table:
                 raise unknown(key, getattr(self, key), table)
         for key, table in _SPECS.items():
-            spec.look_up(key, spec.parse(key, getattr(self, key)), table)
+            registry.look_up(key, registry.parse(key, getattr(self, key)), table)
         if self.active > self.clients:
             default = ", the default" if self.active == Experiment.model_fields["active"].default else ""
             raise ValueError(f"active must be at most clients ({self.clients}); got {self.active}{default}")
@@ -173,11 +173,11 @@ class Experiment(BaseModel):
 
     def _check_privacy(self) -> None:
         """Noise is calibrated to clipped updates that all count the same in a plain mean; nothing else is private."""
-        named = spec.parse("privacy", self.privacy)
+        named = registry.parse("privacy", self.privacy)
         if named.name == "none":
             return
         if named.name in PRIVACY:
-            spec.look_up("privacy", named, PRIVACY)()  # it refuses its own options
+            registry.look_up("privacy", named, PRIVACY)()  # it refuses its own options
         needs = {
             "clip_updates": (self.clip_updates is not None, "a length to which updates are clipped"),
             "rule": (self.rule == "coverage_mean", "coverage_mean without options"),

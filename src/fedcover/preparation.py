@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedcover import datasets, groups, spec
+from fedcover import datasets, groups, registry
 from fedcover.aggregation import SERVERS
 from fedcover.building import as_model, build, build_model, build_recipe, cuts, look_up
 from fedcover.choice import engine_for, has_small_steps, multiply_adds
@@ -27,14 +27,7 @@ from fedcover.partition import PARTITIONS
 from fedcover.policies import POLICIES, growth_of
 from fedcover.privacy import PRIVACY
 from fedcover.ranks import physical_cores, worthwhile
-from fedcover.refusals import (
-    check_dataset,
-    check_outputs,
-    check_private,
-    check_switches,
-    check_trainable,
-    names_of,
-)
+from fedcover.refusals import check_dataset, check_outputs, check_private, check_switches, check_trainable, names_of
 from fedcover.rounds import Setup, cohort_of
 from fedcover.sources import Elsewhere, Holding, Partitioned, Synthetic
 from fedcover.training import SCHEDULES
@@ -221,7 +214,7 @@ def source_of(
             )
         if experiment.validation:
             raise InvalidValue("validation: synthetic data is made, not split; use synthetic(validation_size=...)")
-        make = spec.look_up("dataset", spec.parse("dataset", wanted), {"synthetic": Synthetic})
+        make = registry.look_up("dataset", registry.parse("dataset", wanted), {"synthetic": Synthetic})
         size = experiment.calibration
         made: Source = make(experiment.clients, seed=experiment.seed, calibration_size=size, device=device)
         return made

@@ -17,7 +17,7 @@ from fedcover.groups import cuts_by_tensor, positions, units_kept
 from fedcover.portions import Portion
 from fedcover.regions import Index, InSlab, Region, add, as_slice, length, take, within_slab
 from fedcover.rng import generator
-from fedcover.slabs import Slab, add_scaled, flat, joined, shapes_of, zeros
+from fedcover.tensors import Slab, add_scaled, flat, joined, shapes_of, zeros
 from fedcover.types import Cut, Params, Reduction, UnitGroup
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fedcover import rng, spec
+from fedcover import registry, rng
 from fedcover.errors import InvalidValue
 from fedcover.experiment import Experiment
 from fedcover.grid_noise import require_stream
@@ -133,11 +133,11 @@ def check_switches(experiment: Experiment, names: Names, model: Model, recipe: R
             f"label_rows needs a model whose last layer is known, and that of model {name} is not: name its tensors, "
             "fc.Model(module, groups, classifier=('last.weight', 'last.bias'))"
         )
-    policy = spec.parse("policy", experiment.policy)
+    policy = registry.parse("policy", experiment.policy)
     if experiment.capacity == "width" and policy.name not in ("full", "magnitude", "prunefl"):
         _tell_shares(experiment, names, model)
     if policy.name == "prunefl":
-        _check_prunefl(policy, spec.parse("recipe", experiment.recipe), recipe)
+        _check_prunefl(policy, registry.parse("recipe", experiment.recipe), recipe)
 
 
 def _tell_shares(experiment: Experiment, names: Names, model: Model) -> None:
@@ -154,7 +154,7 @@ def _tell_shares(experiment: Experiment, names: Names, model: Model) -> None:
         )  # fmt: skip
 
 
-def _check_prunefl(policy: spec.Spec, named: spec.Spec, recipe: Recipe) -> None:
+def _check_prunefl(policy: registry.Spec, named: registry.Spec, recipe: Recipe) -> None:
     if "squared_gradient" not in recipe.measures:
         log.warning("policy prunefl keeps its first masks: without recipe prunefl nobody measures what it chooses by")
     every, measured = (each.options.get("every", EVERY) for each in (policy, named))

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedcover.slabs import Shapes, Slab, add_scaled, shapes_of
+from fedcover.tensors import Shapes, Slab, add_scaled, shapes_of
 
 Index = slice | Tensor
 Region = tuple[Index, ...]

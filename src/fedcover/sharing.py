@@ -15,8 +15,8 @@ from fedcover.errors import RunError
 from fedcover.ranks import Ranks, elsewhere, share
 from fedcover.reduction import Within, dense
 from fedcover.rounds import Setup
-from fedcover.slabs import Slab
 from fedcover.submodel import without_parameters
+from fedcover.tensors import Slab
 from fedcover.types import Assignment, Client, Engine, Params, Reduction, Rule, State, Task, Update
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

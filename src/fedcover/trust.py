@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedcover.errors import RunError
-from fedcover.spec import ARGUMENTS, is_own
+from fedcover.registry import ARGUMENTS, is_own
 
 _chosen: set[tuple[str, str]] = set()
 """The fields and texts that this process was told to call; a text has the options in it, so it stands for one call."""

@@ -21,9 +21,9 @@ from fedcover.portions import Portion
 from fedcover.preparation import Machine, prepare
 from fedcover.recipes.plain import cross_entropy
 from fedcover.reduction import windows
+from fedcover.registry import is_own
 from fedcover.replies import pack
 from fedcover.rounds import ask, first_state, run_round
-from fedcover.spec import is_own
 from fedcover.training import train_client
 from fedcover.types import Recipe
 from tests.helpers.worlds import SMALL_MODELS

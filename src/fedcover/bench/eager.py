@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedcover import spec
+from fedcover import registry
 from fedcover.models import MODELS
 from fedcover.norms import on_batch_statistics
 
@@ -179,7 +179,7 @@ class allowing_tf32:  # noqa: N801  # reads as a verb
 def trainable(name: str, device: str) -> nn.Module:
     """The model of a job in training mode; norms use the batch's own statistics, as fedcover's clients do."""
     model, shape, classes = JOBS[name]
-    build = spec.look_up("model", spec.parse("model", model), MODELS)
+    build = registry.look_up("model", registry.parse("model", model), MODELS)
     return on_batch_statistics(build(shape, classes, "batch").module).to(device).train()
 
 

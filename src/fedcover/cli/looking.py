@@ -29,9 +29,9 @@ from fedcover.policies import POLICIES
 from fedcover.presets import PRESETS
 from fedcover.privacy import PRIVACY
 from fedcover.recipes import RECIPES
+from fedcover.registry import options_of
 from fedcover.runs import load
 from fedcover.sources import Elsewhere, Synthetic
-from fedcover.spec import options_of
 from fedcover.training import SCHEDULES
 
 TABLES: dict[str, dict[str, Callable[..., Any]]] = {

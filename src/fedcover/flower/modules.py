@@ -10,7 +10,7 @@ from fnmatch import fnmatch
 from importlib.util import find_spec
 from pathlib import Path
 
-from fedcover import spec
+from fedcover import registry
 from fedcover.errors import InvalidValue
 from fedcover.experiment import Experiment
 
@@ -33,7 +33,7 @@ def modules_of(experiment: Experiment, folders: Sequence[Path]) -> dict[str, byt
     Raises:
         InvalidValue: If Flower would not carry a file, or there are too many bytes.
     """
-    names = (spec.parse(field, str(getattr(experiment, field))).name for field in spec.ARGUMENTS)
+    names = (registry.parse(field, str(getattr(experiment, field))).name for field in registry.ARGUMENTS)
     waiting = [name.partition(":")[0] for name in names if ":" in name]
     homes = _Homes(folders)
     files: dict[str, Path] = {}

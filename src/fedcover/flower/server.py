@@ -9,7 +9,7 @@ from typing import Any
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedcover import spec
+from fedcover import registry
 from fedcover.errors import FedcoverError, InvalidValue, RunError
 from fedcover.experiment import Experiment
 from fedcover.fleet import Fleet
@@ -84,7 +84,7 @@ def serve(grid: Grid, settings: Settings) -> Run:
         roster.capacities = () if fleet_is_open else capacities(experiment)
     terms = Terms(
         experiment.to_toml(), experiment.clients, settings.deadline, experiment.privacy != "none", fleet_is_open,
-        own_model=spec.is_own(experiment.model),
+        own_model=registry.is_own(experiment.model),
     )  # fmt: skip
     engine = FlowerEngine(link, roster, terms, Events(folder / "events.jsonl", early))
     machine = Machine("flower", settings.device, settings.threads or None)
@@ -114,7 +114,7 @@ def is_open(experiment: Experiment) -> bool:
 
     Not where turns are counted beforehand (privacy), nor where capacities belong to slots or come with a codename.
     """
-    own = experiment.privacy != "none" or spec.parse("policy", experiment.policy).name == "regions"
+    own = experiment.privacy != "none" or registry.parse("policy", experiment.policy).name == "regions"
     return experiment.assignment == "device" and not own
 
 

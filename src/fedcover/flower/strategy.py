@@ -17,7 +17,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
 
-from fedcover import checkpoints, groups, spec
+from fedcover import checkpoints, groups, registry
 from fedcover import coverage as cov
 from fedcover.aggregation import SERVERS, WEIGHTS, stepped
 from fedcover.contracts import checked_server, named_rule
@@ -85,11 +85,11 @@ class CoverageStrategy(Strategy):
             if not isinstance(value, int) or value < least:
                 raise InvalidValue(f"{name} must be a whole number of at least {least}; got {value!r}")
         self.model, self.capacity, self.window, self.seed = model, capacity, window, seed
-        self.policy = (
-            spec.look_up("policy", spec.parse("policy", policy), POLICIES) if isinstance(policy, str) else policy
-        )
+        if isinstance(policy, str):
+            policy = registry.look_up("policy", registry.parse("policy", policy), POLICIES)
+        self.policy = policy
         self.rule = named_rule(rule)
-        self.server = checked_server(server, spec.look_up("server", spec.parse("server", server), SERVERS)())
+        self.server = checked_server(server, registry.look_up("server", registry.parse("server", server), SERVERS)())
         self.sampling = sampling or Sampling()
         self.folder = None if folder is None else Path(folder)
         self.weight = WEIGHTS[weights]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedcover.errors import InvalidValue
-from fedcover.spec import Spec, look_up, options_of, parse
+from fedcover.registry import Spec, look_up, options_of, parse
 
 literals = st.recursive(
     st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedcover import checkpoints, sharing, slabs
+from fedcover import checkpoints, sharing, tensors
 from fedcover.aggregation import OVER, Sums, coverage_mean, mean_of
 from fedcover.engines.batched import batched
 from fedcover.engines.pools import plainly
@@ -19,7 +19,7 @@ from fedcover.preparation import Machine, Parts, prepare
 from fedcover.recipes.plain import cross_entropy
 from fedcover.reduction import Masks, Slices, Within
 from fedcover.rounds import first_state, run_round
-from fedcover.slabs import Slab, joined, shapes_of
+from fedcover.tensors import Slab, joined, shapes_of
 from fedcover.types import Cut, Model, Outcome, Recipe, UnitGroup
 from tests.helpers.cutting import kept_units, layouts
 
@@ -96,7 +96,7 @@ def descended(assignment, forward, params, carry):
 def test_recipes_may_do_with_their_parameters_what_they_like(monkeypatch, finish):
     recipe = Recipe(cross_entropy, finish=finish)
     expected = one_round(recipe, "sequential").params
-    monkeypatch.setattr(slabs, "_on_gpu", bool)
+    monkeypatch.setattr(tensors, "_on_gpu", bool)
     found = one_round(recipe, "streams").params
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6)
@@ -124,7 +124,7 @@ def test_own_rules_and_servers_see_tensors_by_name(monkeypatch, own):
         return run_round(setup, first_state(setup))[0].params
 
     plain = after()
-    monkeypatch.setattr(slabs, "_on_gpu", bool)
+    monkeypatch.setattr(tensors, "_on_gpu", bool)
     agree(after(), plain)
 
 
@@ -160,10 +160,10 @@ def test_a_copy_is_a_slab_of_its_own(copied):
 
 
 def test_what_is_of_several_types_is_no_slab(monkeypatch):
-    monkeypatch.setattr(slabs, "_on_gpu", lambda values: True)
+    monkeypatch.setattr(tensors, "_on_gpu", lambda values: True)
     mixed = {"w": torch.ones(2), "b": torch.ones(2, dtype=torch.float64)}
-    assert slabs.in_one(mixed) is mixed
-    agree(slabs.entrywise(torch.add, mixed, slab_of({"w": torch.ones(2), "b": torch.ones(2)})),
+    assert tensors.in_one(mixed) is mixed
+    agree(tensors.entrywise(torch.add, mixed, slab_of({"w": torch.ones(2), "b": torch.ones(2)})),
           {"w": torch.full((2,), 2.0), "b": torch.full((2,), 2.0, dtype=torch.float64)})  # fmt: skip
 
 
@@ -195,7 +195,7 @@ def test_rounds_on_slabs_equal_rounds_on_tensors(monkeypatch, fields):
         return state, lines
 
     plain, told = rounds()
-    monkeypatch.setattr(slabs, "_on_gpu", bool)
+    monkeypatch.setattr(tensors, "_on_gpu", bool)
     slab, told_again = rounds()
     assert isinstance(slab.params, Slab)
     agree(slab.params, plain.params)
@@ -266,14 +266,14 @@ def test_a_parameter_may_be_a_single_number_and_groups_lists(tmp_path, engine):
     assert again.coverage.ever["scale"].shape == ()
 
 
-@pytest.mark.parametrize("size", [(slabs.PIECE["cpu"] + 3,), (1025, 1024)])
+@pytest.mark.parametrize("size", [(tensors.PIECE["cpu"] + 3,), (1025, 1024)])
 def test_what_goes_in_pieces_equals_what_is_done_at_once(size):
     one, two = torch.randn(size), torch.randn(size, dtype=torch.float64)
 
     def quotient(first, second):
         return {"ratio": first / second, "larger": first > second}
 
-    made = slabs.in_pieces(quotient)(one, two)
+    made = tensors.in_pieces(quotient)(one, two)
     for key, expected in quotient(one, two).items():
         assert torch.equal(made[key], expected)
 
