@@ -21,9 +21,9 @@ from benchmarks.coverage.cells import CIFAR, SEEDS, SHARED, TUNING_SEED, Cell
 from benchmarks.coverage.student import minus
 from benchmarks.coverage_comparison import RESULTS, measure
 from fedcover import checkpoints
-from fedcover.disk import write_atomically
 from fedcover.experiment import Experiment
 from fedcover.folders import Folder
+from fedcover.host.disk import write_atomically
 from fedcover.paper.noise import LEVEL
 from fedcover.paper.reproduce import lines, run_cells
 from fedcover.paper.results import made

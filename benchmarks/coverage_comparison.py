@@ -26,11 +26,11 @@ from benchmarks.coverage.analysis import markdown
 from benchmarks.coverage.cells import PARTS, RATES, TUNING_SEED, Cell, quick
 from fedcover import checkpoints, datasets
 from fedcover.coverage import covered_only
-from fedcover.disk import write_atomically
 from fedcover.errors import FedcoverError
 from fedcover.evaluation import evaluate
 from fedcover.experiment import Experiment
 from fedcover.folders import Folder
+from fedcover.host.disk import write_atomically
 from fedcover.paper.reproduce import groups, lines, run_cells
 from fedcover.paper.results import Finished, made
 from fedcover.preparation import Machine, Parts, prepare

@@ -34,7 +34,7 @@ from typing import Any
 import fedcover as fc
 from benchmarks.flower_memory import surroundings
 from fedcover.flower.processes import STEADY, Local, free_port
-from fedcover.orphans import descendants
+from fedcover.host.orphans import descendants
 from fedcover.summary import EVENTS, read_events, read_lines
 
 KILLS = {"node": 8, "server": 6, "superlink": 4}

@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any
 
 from fedcover.flower.processes import Local
-from fedcover.orphans import descendants
+from fedcover.host.orphans import descendants
 
 SETTLED = 5
 """Rounds after which memory must not grow."""

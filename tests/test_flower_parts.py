@@ -37,8 +37,8 @@ from fedcover.flower.parcels import (
     wanted_part,
 )
 from fedcover.folders import Folder
+from fedcover.host.orphans import descendants
 from fedcover.models import MODELS
-from fedcover.orphans import descendants
 from fedcover.preparation import Machine
 from fedcover.reduction import Masks, drawn, windows
 from fedcover.rounds import Report, cohort_of, view_of

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import fedcover as fc
-from fedcover import disk, locks
 from fedcover.errors import RunError
 from fedcover.experiment import read_experiment
 from fedcover.export import export
+from fedcover.host import disk, locks
 from fedcover.paper import store
 from fedcover.watching import look
 from tests.helpers.command_line import refused

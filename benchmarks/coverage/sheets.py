@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.coverage.cells import Cell
-from fedcover.disk import write_atomically
 from fedcover.errors import RunError
+from fedcover.host.disk import write_atomically
 
 Sheet = dict[str, Any]
 

@@ -2,25 +2,25 @@
 
 import sys
 
-from fedcover import stopping
+from fedcover.host import signals
 
 
 def main() -> None:
     """The commands; who stops one gets no traceback, also in the seconds in which torch is imported."""
-    stopping.quietly()
+    signals.quietly()
     from fedcover.cli import main as commands
 
     try:
-        with stopping.in_order():
+        with signals.in_order():
             try:
                 commands()
             except (Exception, KeyboardInterrupt) as error:
-                code = stopping.code_of(error)
+                code = signals.code_of(error)
                 if code is None:
                     raise
                 sys.exit(code)
     finally:
-        stopping.ignored()
+        signals.ignored()
 
 
 if __name__ == "__main__":

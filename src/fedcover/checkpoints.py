@@ -13,8 +13,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from fedcover.disk import read_bytes, reason, refuse_linked, write_atomically
 from fedcover.errors import RunError
+from fedcover.host.disk import read_bytes, reason, refuse_linked, write_atomically
 from fedcover.tensors import Slab, flat, shapes_of
 from fedcover.types import Coverage, Params, State
 

@@ -11,12 +11,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from fedcover import disk, presets, registry, trust
+from fedcover import presets, registry, trust
 from fedcover.aggregation import RULES, SERVERS, UNCOVERED, WEIGHTS
 from fedcover.augment import AUGMENTATIONS
 from fedcover.errors import InvalidValue, unknown
 from fedcover.evaluation import MODES
 from fedcover.fleet import Fleet
+from fedcover.host import disk
 from fedcover.models import MODELS
 from fedcover.norms import NORMS
 from fedcover.partition import PARTITIONS

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from fedcover import checkpoints, disk, locks, trust
-from fedcover.disk import write_atomically
+from fedcover import checkpoints, trust
 from fedcover.errors import InvalidValue, RunError, TrainingDiverged
 from fedcover.experiment import MOST, Experiment, fields_of
+from fedcover.host import disk, locks
+from fedcover.host.disk import write_atomically
 from fedcover.manifests import manifest, own_parts
 from fedcover.preparation import Machine, Parts
 from fedcover.summary import Metrics, command_to_go_on, is_whole, read_lines, summarise

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedcover.disk import refuse_linked
 from fedcover.errors import InvalidValue
+from fedcover.host.disk import refuse_linked
 
 
 def export_onnx(module: nn.Module, example: Tensor | tuple[Any, ...], path: str | Path) -> Path:

@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch exports it without saying so
 
-from fedcover import scratch, stopping
 from fedcover.errors import FedcoverError, InvalidValue, RunError
 from fedcover.experiment import Experiment
-from fedcover.orphans import tied
+from fedcover.host import scratch, signals
+from fedcover.host.orphans import tied
 from fedcover.preparation import Machine, Parts, prepare
 from fedcover.ranks import Ranks
 from fedcover.rounds import Setup, run_round
@@ -144,7 +144,7 @@ def _started(size: int) -> Iterator[FileStore | None]:
 
 def program(module: str) -> list[str]:
     """The command of a process that calls a module's `main` and ends with this process; see `orphans.tied`."""
-    first = "from fedcover import orphans, stopping; orphans.end_with_parent(); stopping.quietly()"
+    first = "from fedcover.host import orphans, signals; orphans.end_with_parent(); signals.quietly()"
     return [sys.executable, "-c", f"{first}; from {module} import main; main()"]
 
 
@@ -243,10 +243,10 @@ def main() -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
     code = 0
     try:
-        with stopping.in_order(), joined(rank, size, store) as ranks:
+        with signals.in_order(), joined(rank, size, store) as ranks:
             take_part(ranks)
     except KeyboardInterrupt as error:
-        code = stopping.code_of(error) or 1
+        code = signals.code_of(error) or 1
     except FedcoverError:
         code = 1
     except Exception as error:

@@ -13,12 +13,13 @@ from typing import Any
 
 from torch import nn
 
-from fedcover import checkpoints, plotting, stopping
+from fedcover import checkpoints, plotting
 from fedcover.courses import Course, refuse_another_model, where_it_stopped
 from fedcover.errors import InvalidValue, RunError
 from fedcover.evaluation import WHOLE, ready
 from fedcover.experiment import Experiment, read_experiment
 from fedcover.folders import Folder
+from fedcover.host import signals
 from fedcover.policies.common import fits
 from fedcover.preparation import Machine, Parts, prepare
 from fedcover.processes import Job, no_more_than_clients, sharing
@@ -234,7 +235,7 @@ def _check_watch(watch: object) -> None:
 
 def _go_on(job: Job, course: Course, watch: Watch | None) -> Run:
     """Rounds up to the last one; only the course has the state, so that none is kept longer than its round."""
-    with stopping.in_order(), course.kept_safe(), sharing(job, course.setup, course.state) as team:
+    with signals.in_order(), course.kept_safe(), sharing(job, course.setup, course.state) as team:
         while course.running:
             after, report = run_round(team, course.state)
             course.take(after, report)

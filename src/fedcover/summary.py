@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from fedcover import disk
 from fedcover.errors import RunError
+from fedcover.host import disk
 
 Metrics = list[dict[str, Any]]
 """One line a round, as in metrics.jsonl."""

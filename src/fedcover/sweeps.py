@@ -21,12 +21,13 @@ from typing import Any
 
 import torch
 
-from fedcover import errors, presets, scratch, stopping
+from fedcover import errors, presets
 from fedcover.choice import has_small_steps
 from fedcover.errors import FedcoverError, InvalidValue, RunError
 from fedcover.experiment import Experiment
+from fedcover.host import scratch, signals
+from fedcover.host.orphans import tied
 from fedcover.lockstep import Finished, Seen, family_of, in_lockstep
-from fedcover.orphans import tied
 from fedcover.preparation import Machine, prepare
 from fedcover.processes import end, importable, program, with_own_source
 from fedcover.ranks import physical_cores
@@ -251,10 +252,10 @@ def main() -> None:
     if task["rank"]:
         logging.getLogger("fedcover").setLevel(logging.ERROR)  # the first process says the same
     try:
-        with stopping.in_order():
+        with signals.in_order():
             _run_share(task, say)
     except KeyboardInterrupt as error:
-        sys.exit(stopping.code_of(error))
+        sys.exit(signals.code_of(error))
     except FedcoverError as error:
         say(error=[type(error).__name__, str(error)])
         sys.exit(1)

@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fedcover.disk import refuse_linked
 from fedcover.errors import FedcoverError
+from fedcover.host.disk import refuse_linked
 from fedcover.rounds import Report
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import fedcover as fc
 from fedcover.flower.apps import Settings, write_app
 from fedcover.flower.processes import Local
-from fedcover.orphans import descendants
+from fedcover.host.orphans import descendants
 
 WORLDS = {
     "sliced": {"policy": "rolling(spread=true)"},

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from fedcover.flower.processes import Local, free_port, local
-from fedcover.orphans import descendants
+from fedcover.host.orphans import descendants
 from tests.helpers.repository import ROOT
 from tests.system.harness import PATIENCE, alive, wait_for
 

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 from fedcover.flower.sudden_ends import KILLED
-from fedcover.orphans import descendants
+from fedcover.host.orphans import descendants
 from tests.system.harness import alive, checkpoints, children, experiment, reference, submit, wait_for
 
 

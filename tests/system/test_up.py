@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import fedcover as fc
-from fedcover.orphans import descendants
+from fedcover.host.orphans import descendants
 from tests.helpers.own_rows import written
 from tests.system.harness import PATIENCE, alive, checkpoints, experiment, reference, wait_for
 

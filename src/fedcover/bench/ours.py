@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import torch
 
-from fedcover import scratch
 from fedcover.bench.eager import BATCH, CLIENTS, JOBS, random_batches
 from fedcover.choice import engine_for
 from fedcover.engines.batched import crews_of, seated
@@ -13,6 +12,7 @@ from fedcover.engines.lanes import Job, arrivals
 from fedcover.engines.pools import Pool, drive
 from fedcover.engines.streams import placed
 from fedcover.experiment import Experiment
+from fedcover.host import scratch
 from fedcover.preparation import Machine, Parts, prepare
 from fedcover.rounds import Report, Setup, ask, first_state
 from fedcover.runs import run

@@ -16,8 +16,8 @@ from fedcover.cli import reproducing as reproducing
 from fedcover.cli import running as running
 from fedcover.cli import showing as showing
 from fedcover.cli.options import app
-from fedcover.disk import reason
 from fedcover.errors import FedcoverError, InvalidValue, RunError
+from fedcover.host.disk import reason
 from fedcover.processes import main as take_part
 from fedcover.processes import torchrun_rank
 

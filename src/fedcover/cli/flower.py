@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
-from fedcover import console, scratch, stopping
+from fedcover import console
 from fedcover.cli import conclusions
 from fedcover.cli.options import Data, Device, Json, Overwrite, Threads, Whole, app
 from fedcover.cli.trusting import Trust, is_trusted
@@ -28,6 +28,7 @@ from fedcover.flower.processes import FLWR, QUIET, local
 from fedcover.flower.rows import rows_here
 from fedcover.flower.rows import wanted_of as wanted_rows
 from fedcover.folders import Folder
+from fedcover.host import scratch, signals
 from fedcover.preparation import Machine, check_device, prepare
 from fedcover.summary import read_events, summarise, unanswered, why_unanswered
 from fedcover.trust import functions_of
@@ -94,7 +95,7 @@ def up(
     except KeyboardInterrupt as error:
         begun = (folder / "experiment.toml").exists()
         console.say(f"stopped; go on with: {again_by}" if begun else "stopped before the run began")
-        sys.exit(stopping.code_of(error))
+        sys.exit(signals.code_of(error))
     _show(folder, json)
 
 
@@ -153,7 +154,7 @@ def run(
             pass_on(command, {**os.environ, **QUIET})
         except KeyboardInterrupt as error:
             console.say("the run goes on without you: 'flwr list' shows it, 'flwr log' its log, 'flwr stop' ends it")
-            sys.exit(stopping.code_of(error))
+            sys.exit(signals.code_of(error))
 
 
 def check_connection(name: str | None) -> None:
@@ -212,18 +213,18 @@ def rows_of_nodes(wanted: Experiment, pattern: str, nodes: int, source: Source) 
 
 def _clean_up_when_stopped() -> None:
     """A kill and a closed terminal clean up too, and Ctrl-C even where a shell ignores it; `nohup` is left its will."""
-    for number in stopping.SIGNALS:
+    for number in signals.SIGNALS:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _stop_once)
 
 
 def _stop_once(number: int, frame: object) -> None:
     """Begin to clean up, which takes seconds; who presses Ctrl-C again must not keep that from being finished."""
-    for later in stopping.SIGNALS:
+    for later in signals.SIGNALS:
         signal.signal(later, signal.SIG_IGN)
     if number == signal.SIGHUP:
-        stopping.forget_the_terminal()
-    raise stopping.Stopped(number)
+        signals.forget_the_terminal()
+    raise signals.Stopped(number)
 
 
 def _wanted(experiment: Path, changes: tuple[str, ...], trust: bool) -> tuple[Experiment, bool]:

@@ -8,8 +8,8 @@ from cyclopts import Parameter
 
 from fedcover import console, history, plotting
 from fedcover.cli.options import app
-from fedcover.disk import write_atomically
 from fedcover.errors import InvalidValue
+from fedcover.host.disk import write_atomically
 from fedcover.reporting import report as write_report
 from fedcover.reporting.gathering import damages, gather, readable
 from fedcover.reporting.grouping import group

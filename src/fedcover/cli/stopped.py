@@ -5,8 +5,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from fedcover import console, stopping
+from fedcover import console
 from fedcover.errors import FedcoverError
+from fedcover.host import signals
 
 
 @contextmanager
@@ -17,7 +18,7 @@ def saying_how_to_go_on(sentence: Callable[[], str]) -> Iterator[None]:
     except FedcoverError:  # it tells what could not be kept
         raise
     except (Exception, KeyboardInterrupt) as error:
-        code = stopping.code_of(error)
+        code = signals.code_of(error)
         if code is None:
             raise
         console.say(sentence())

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from fedcover.arrays import Refused
-from fedcover.disk import append
 from fedcover.errors import InvalidValue, RunError, printable
 from fedcover.flower.link import GRACE, Failed, Link
 from fedcover.flower.messages import Answer, Order, Orders, read_answers, to_node
@@ -23,6 +22,7 @@ from fedcover.flower.places import Introduction, Roster, place_of
 from fedcover.flower.working import sent_parcel
 from fedcover.folders import Folder
 from fedcover.groups import to_json
+from fedcover.host.disk import append
 from fedcover.norms import statistics_key
 from fedcover.replies import Asked, Ledger, RawReply, Rejection, ask
 from fedcover.rounds import Setup

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fedcover.errors import RunError
 from fedcover.flower.sudden_ends import KILLED
-from fedcover.orphans import tied
+from fedcover.host.orphans import tied
 from fedcover.rounds import Report
 from fedcover.summary import Metrics, read_lines
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from fedcover.errors import InvalidValue, RunError
-from fedcover.orphans import descendants, send, tied
+from fedcover.host.orphans import descendants, send, tied
 
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -25,7 +25,7 @@ QUIET = {
 CONNECTION = "fedcover"
 STEADY = ("-m", "fedcover.flower.steady")
 """Runs a program of Flower's so that it does not let garbage lie."""
-FLWR = (sys.executable, "-P", "-m", "fedcover.orphans", "flwr.cli.app:app")
+FLWR = (sys.executable, "-P", "-m", "fedcover.host.orphans", "flwr.cli.app:app")
 """Runs Flower's command `flwr` so that it ends with the process that has started it."""
 STARTING, STOPPING = 60.0, 10.0
 """Seconds that a process has to come up, and to end by itself."""

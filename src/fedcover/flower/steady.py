@@ -12,7 +12,7 @@ from pkgutil import resolve_name
 
 from fedcover.errors import unknown
 from fedcover.flower.memory import no_caches, one_heap, own_pages_in_children, reserve, tidy
-from fedcover.orphans import end_with_parent
+from fedcover.host.orphans import end_with_parent
 
 PROGRAMS = {
     "flower-superlink": "flwr.superlink.cli:flower_superlink",

@@ -6,8 +6,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from fedcover.disk import write_atomically
 from fedcover.errors import InvalidValue
+from fedcover.host.disk import write_atomically
 from fedcover.paper import ranks
 from fedcover.paper.cells import ROWS, SETS, cell_id
 from fedcover.paper.claims import COLUMNS, DATASETS, CodenameRow, claimed, codename_rows, main_rows

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fedcover import stopping
 from fedcover.errors import FedcoverError, InvalidValue, unknown
 from fedcover.experiment import Experiment
+from fedcover.host import signals
 from fedcover.paper import document, results, store
 from fedcover.paper.cells import AXES, SETS, Cell, cells, chosen, quick
 from fedcover.paper.evidence import Evidence
@@ -210,11 +210,11 @@ def main(words: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     try:
-        with stopping.in_order():
+        with signals.in_order():
             main(sys.argv[1:])
     except FedcoverError as error:
         sys.exit(f"fedcover: {error}")
     except KeyboardInterrupt as error:
         again = shlex.join(["python", "-m", "fedcover.paper.reproduce", *sys.argv[1:]])
         print(f"stopped; what has ended is kept; go on with: {again}", file=sys.stderr)
-        sys.exit(stopping.code_of(error))
+        sys.exit(signals.code_of(error))

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedcover.disk import read_text, reason, write_atomically
 from fedcover.errors import RunError
+from fedcover.host.disk import read_text, reason, write_atomically
 from fedcover.paper.cells import Cell
 
 SUFFIX = ".jsonl"

@@ -13,8 +13,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from fedcover.disk import write_atomically
 from fedcover.errors import InvalidValue
+from fedcover.host.disk import write_atomically
 from fedcover.reporting.fleets import answers, fleet_table
 from fedcover.reporting.gathering import Gathered, gather
 from fedcover.reporting.grouping import Group, group, text

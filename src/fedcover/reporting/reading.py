@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedcover import disk
 from fedcover.errors import RunError
+from fedcover.host import disk
 from fedcover.reporting.ordering import natural
 from fedcover.reporting.settings import check_settings
 from fedcover.summary import is_whole, lines_in, read_events, read_lines, unanswered

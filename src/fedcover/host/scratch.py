@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fedcover import locks
+from fedcover.host import locks
 
 SETTLED = 1.0
 """Seconds after which a folder that nobody holds is not one that somebody is just about to hold."""

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from fedcover import locks, scratch
+from fedcover.host import locks, scratch
 from fedcover.sweeps import MPS, sharing_a_gpu
 
 
@@ -24,7 +24,7 @@ def place(tmp_path, monkeypatch):
 
 HOLDING = """
 import time
-from fedcover import scratch
+from fedcover.host import scratch
 with scratch.folder("run") as place:
     (place / "content").write_text("much")
     print(place, flush=True)

@@ -7,18 +7,18 @@ import sys
 
 import pytest
 
-from fedcover.orphans import VARIABLE, descendants, end_with_parent
+from fedcover.host.orphans import VARIABLE, descendants, end_with_parent
 from tests.helpers.processes import running, waited_for
 
 PARENT = """
 import os, subprocess, sys, time
-from fedcover.orphans import tied
+from fedcover.host.orphans import tied
 subprocess.Popen([sys.executable, *sys.argv[1:]], start_new_session=True, **tied(os.environ))
 time.sleep(600)
 """
 CHILD = """
 import subprocess, sys, time
-from fedcover.orphans import end_with_parent
+from fedcover.host.orphans import end_with_parent
 end_with_parent()
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 time.sleep(600)
@@ -48,7 +48,7 @@ def test_a_program_of_somebody_elses_ends_with_the_parent(tmp_path):
     (tmp_path / "theirs.py").write_text(
         "import sys, time\ndef main():\n    print(sys.argv[1:], flush=True)\n    time.sleep(600)\n"
     )
-    program = ["-P", "-m", "fedcover.orphans", "theirs:main", "one", "two"]
+    program = ["-P", "-m", "fedcover.host.orphans", "theirs:main", "one", "two"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", PARENT, *program], stdout=subprocess.PIPE, env=environment) as parent:
         assert parent.stdout.readline() == b"['one', 'two']\n"
@@ -62,7 +62,7 @@ def test_a_process_that_is_not_tied_goes_on(monkeypatch):
         monkeypatch.setenv(VARIABLE, wrong)
         end_with_parent()
         assert VARIABLE not in os.environ
-    without = "import sys; sys.argv = ['x']; from fedcover.orphans import main; main()"
+    without = "import sys; sys.argv = ['x']; from fedcover.host.orphans import main; main()"
     done = subprocess.run([sys.executable, "-c", without], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr.startswith("usage: python -P -m fedcover.orphans")
+    assert done.stderr.startswith("usage: python -P -m fedcover.host.orphans")

@@ -6,7 +6,7 @@ the parent ends, so every child sees the end of the file. A child then ends all 
     subprocess.Popen([..., "-c", "..."], **tied(environment))    # in the parent
     end_with_parent()                                            # at the start of the child
 
-`python -P -m fedcover.orphans module:function ...` runs a Python program of somebody else's so.
+`python -P -m fedcover.host.orphans module:function ...` runs a Python program of somebody else's so.
 """
 
 import os
@@ -112,7 +112,7 @@ def _parents() -> dict[int, int]:
 def main() -> None:
     """Call the function that the first argument names, with the other arguments as its own, while the parent lives."""
     if len(sys.argv) < 2:
-        sys.exit("usage: python -P -m fedcover.orphans module:function [the program's own options]")
+        sys.exit("usage: python -P -m fedcover.host.orphans module:function [the program's own options]")
     end_with_parent()
     sys.argv = sys.argv[1:]
     resolve_name(sys.argv[0])()

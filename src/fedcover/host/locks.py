@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from fedcover.disk import open_regular
 from fedcover.errors import RunError
+from fedcover.host.disk import open_regular
 
 NAME = ".lock"
 TRIES = 5

@@ -1,0 +1,1 @@
+"""The computer a run is on: its files, locks, signals and processes."""
