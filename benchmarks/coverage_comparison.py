@@ -24,8 +24,9 @@ from typing import Any
 from benchmarks.coverage import sheets
 from benchmarks.coverage.analysis import markdown
 from benchmarks.coverage.cells import PARTS, RATES, TUNING_SEED, Cell, quick
-from fedcover import checkpoints, datasets
+from fedcover import checkpoints
 from fedcover.coverage import covered_only
+from fedcover.data import datasets
 from fedcover.errors import FedcoverError
 from fedcover.evaluation import evaluate
 from fedcover.experiment import Experiment

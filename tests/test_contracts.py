@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fedcover import groups
+from fedcover.data.partition import PARTITIONS
 from fedcover.errors import InvalidValue
 from fedcover.models import MODELS, tensors
-from fedcover.partition import PARTITIONS
 from fedcover.policies import POLICIES
 from fedcover.policies.common import fits
 from fedcover.reduction import Masks, windows

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 import fedcover as fc
-from fedcover.datasets import load
+from fedcover.data.datasets import load
 from fedcover.errors import InvalidValue
 from fedcover.export import export
 from fedcover.models import Scaler

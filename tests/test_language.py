@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fedcover as fc
-from fedcover.datasets import load
+from fedcover.data.datasets import load
 from fedcover.errors import InvalidValue
 
 SMALL = "transformer(width=32, heads=4, blocks=1, hidden=32)"

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedcover.cli.flower import node_configs
-from fedcover.datasets import load
+from fedcover.data.datasets import load
 from fedcover.errors import InvalidValue
 from fedcover.experiment import Experiment
 from fedcover.flower import places as node_places

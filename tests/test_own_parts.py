@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fedcover as fc
-from fedcover.datasets import hold_out
+from fedcover.data.datasets import hold_out
 from fedcover.errors import InvalidValue, RunError, TrainingDiverged
 from fedcover.evaluation import evaluate
 from fedcover.export import export, load_part

@@ -12,8 +12,8 @@ from fedcover.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from fedcover.certificate import certify as certify
-    from fedcover.datasets import from_file as from_file
-    from fedcover.datasets import from_tensors as from_tensors
+    from fedcover.data.datasets import from_file as from_file
+    from fedcover.data.datasets import from_tensors as from_tensors
     from fedcover.errors import FedcoverError as FedcoverError
     from fedcover.errors import InvalidValue as InvalidValue
     from fedcover.experiment import Experiment as Experiment
@@ -58,8 +58,8 @@ _HOME = {
     "View": "types",
     "certify": "certificate",
     "drawn": "reduction",
-    "from_file": "datasets",
-    "from_tensors": "datasets",
+    "from_file": "data.datasets",
+    "from_tensors": "data.datasets",
     "load": "runs",
     "load_part": "export",
     "per_client": "policies",

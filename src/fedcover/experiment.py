@@ -13,20 +13,20 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from fedcover import presets, registry, trust
 from fedcover.aggregation import RULES, SERVERS, UNCOVERED, WEIGHTS
-from fedcover.augment import AUGMENTATIONS
+from fedcover.data.augment import AUGMENTATIONS
+from fedcover.data.client_data import Elsewhere
+from fedcover.data.partition import PARTITIONS
 from fedcover.errors import InvalidValue, unknown
 from fedcover.evaluation import MODES
 from fedcover.fleet import Fleet
 from fedcover.host import disk
 from fedcover.models import MODELS
 from fedcover.norms import NORMS
-from fedcover.partition import PARTITIONS
 from fedcover.policies import POLICIES
 from fedcover.policies.regions import capacities, check_codename
 from fedcover.privacy import PRIVACY, check_clip
 from fedcover.recipes import RECIPES
 from fedcover.recipes.labels import ABSENT
-from fedcover.sources import Elsewhere
 from fedcover.training import SCHEDULES
 
 MOST, HUGE = 1_000_000_000, 1e30

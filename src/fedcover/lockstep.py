@@ -12,9 +12,9 @@ from pathlib import Path
 
 from torch import nn
 
-from fedcover import datasets
 from fedcover.choice import engine_for, has_small_steps
 from fedcover.courses import Course, where_it_stopped
+from fedcover.data import datasets
 from fedcover.engines.batched import in_crews
 from fedcover.engines.lanes import Answer, Job
 from fedcover.engines.memory import fingerprint

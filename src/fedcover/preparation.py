@@ -12,24 +12,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedcover import datasets, groups, registry
+from fedcover import groups, registry
 from fedcover.aggregation import SERVERS
 from fedcover.building import as_model, build, build_model, build_recipe, cuts, look_up
 from fedcover.choice import engine_for, has_small_steps, multiply_adds
 from fedcover.contracts import checked_server, named_rule
+from fedcover.data import datasets
+from fedcover.data.client_data import Elsewhere, Holding, Partitioned, Synthetic
+from fedcover.data.partition import PARTITIONS
 from fedcover.engines import ENGINES, PRECISIONS
 from fedcover.engines.pools import say
 from fedcover.errors import InvalidValue, unknown
 from fedcover.experiment import HUGE, Experiment
 from fedcover.hollow import is_hollow
 from fedcover.models import tensors
-from fedcover.partition import PARTITIONS
 from fedcover.policies import POLICIES, growth_of
 from fedcover.privacy import PRIVACY
 from fedcover.ranks import physical_cores, worthwhile
 from fedcover.refusals import check_dataset, check_outputs, check_private, check_switches, check_trainable, names_of
 from fedcover.rounds import Setup, cohort_of
-from fedcover.sources import Elsewhere, Holding, Partitioned, Synthetic
 from fedcover.training import SCHEDULES
 from fedcover.types import Dataset, Engine, LocalTraining, Model, Policy, Source, Task
 

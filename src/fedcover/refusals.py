@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fedcover import registry, rng
+from fedcover.data.client_data import ROWS_ELSEWHERE
 from fedcover.errors import InvalidValue
 from fedcover.experiment import Experiment
 from fedcover.grid_noise import require_stream
@@ -16,7 +17,6 @@ from fedcover.norms import has_batch_norm, on_batch_statistics
 from fedcover.policies.prunefl import EVERY
 from fedcover.privacy import Gaussian
 from fedcover.reduction import Masks, parameters_at
-from fedcover.sources import ROWS_ELSEWHERE
 from fedcover.submodel import submodel
 from fedcover.types import Dataset, Engine, Model, Params, Recipe, Samples, Source
 

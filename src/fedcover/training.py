@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedcover.augment import AUGMENTATIONS
+from fedcover.data.augment import AUGMENTATIONS
 from fedcover.errors import InvalidValue, TrainingDiverged
 from fedcover.norms import on_batch_statistics, running, statistics_key
 from fedcover.portions import united

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedcover.datasets import load
+from fedcover.data.datasets import load
 from fedcover.experiment import Experiment
 
 NODES = ([0, 1, 2], [3, 4])

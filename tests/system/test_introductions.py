@@ -9,10 +9,10 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.task_identity import TaskIdentity
 
+from fedcover.data.client_data import Holding
 from fedcover.flower.client import _hello
 from fedcover.flower.link import TELLING, TooLarge, _Arriving, _introduced, _opened
 from fedcover.flower.messages import QUERY
-from fedcover.sources import Holding
 from fedcover.version import __version__
 
 

@@ -4,7 +4,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 
 from covered.task import build
-from fedcover.datasets import load
+from fedcover.data.datasets import load
 from fedcover.evaluation import logits, score
 from fedcover.flower import CoverageStrategy
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import fedcover as fc
-from fedcover.datasets import load
+from fedcover.data.datasets import load
 
 
 def build() -> fc.Model:

@@ -4,8 +4,9 @@ import sys
 
 from cyclopts import App
 
-from fedcover import console, datasets
+from fedcover import console
 from fedcover.cli.options import Data, Json, app
+from fedcover.data import datasets
 
 data_app = App(name="data", help="Get or check the data sets.")
 app.command(data_app)

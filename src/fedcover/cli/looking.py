@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from fedcover import console, datasets
+from fedcover import console
 from fedcover.aggregation import RULES, SERVERS
 from fedcover.audit import audit as audit_fleet
 from fedcover.audit import audit_codename
@@ -16,13 +16,15 @@ from fedcover.cli import conclusions
 from fedcover.cli.options import Data, Json, MaybeWhole, Whole, app
 from fedcover.cli.trusting import Trust, is_trusted
 from fedcover.cli.wanted import look_for_modules_here
+from fedcover.data import datasets
+from fedcover.data.client_data import Elsewhere, Synthetic
+from fedcover.data.partition import PARTITIONS
 from fedcover.engines import ENGINES
 from fedcover.errors import InvalidValue, unknown
 from fedcover.experiment import Experiment
 from fedcover.models import MODELS
 from fedcover.paper.explain import explain as explain_code
 from fedcover.paper.tables import audit_tables
-from fedcover.partition import PARTITIONS
 from fedcover.planning import plan_report
 from fedcover.planning import plot as draw_plan
 from fedcover.policies import POLICIES
@@ -31,7 +33,6 @@ from fedcover.privacy import PRIVACY
 from fedcover.recipes import RECIPES
 from fedcover.registry import options_of
 from fedcover.runs import load
-from fedcover.sources import Elsewhere, Synthetic
 from fedcover.training import SCHEDULES
 
 TABLES: dict[str, dict[str, Callable[..., Any]]] = {

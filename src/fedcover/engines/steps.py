@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.func import grad_and_value, vmap
 from torch.optim.sgd import sgd
 
-from fedcover.augment import AUGMENTATIONS
+from fedcover.data.augment import AUGMENTATIONS
 from fedcover.engines.crew_layers import CrewLayers
 from fedcover.errors import FedcoverError
 from fedcover.types import Batch, Carry, LocalTraining, Params, Recipe

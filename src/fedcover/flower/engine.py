@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fedcover.arrays import Refused
+from fedcover.data.client_data import Holding
 from fedcover.errors import InvalidValue, RunError, printable
 from fedcover.flower.link import GRACE, Failed, Link
 from fedcover.flower.messages import Answer, Order, Orders, read_answers, to_node
@@ -26,7 +27,6 @@ from fedcover.host.disk import append
 from fedcover.norms import statistics_key
 from fedcover.replies import Asked, Ledger, RawReply, Rejection, ask
 from fedcover.rounds import Setup
-from fedcover.sources import Holding
 from fedcover.summary import MOVES, UNANSWERED, WARNED, lines_in
 from fedcover.types import Assignment, Client, Reduction, State, Task, Update
 from fedcover.version import __version__

@@ -12,7 +12,7 @@ from fedcover.errors import InvalidValue
 from fedcover.flower.scales import Scale
 
 if TYPE_CHECKING:  # it knows torch, without which an introduction is quick
-    from fedcover.sources import Holding
+    from fedcover.data.client_data import Holding
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fedcover import datasets, downloads
-from fedcover.downloads import PUBLISHED, Download, File
+from fedcover.data import datasets, downloads
+from fedcover.data.downloads import PUBLISHED, Download, File
 from fedcover.errors import DataError, InvalidValue
 from fedcover.types import Samples
 

@@ -16,11 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fedcover.downloads import check, data_folder, get, read
-from fedcover.errors import InvalidValue, unknown
-from fedcover.rng import generator
-from fedcover.types import Dataset, Samples
-from fedcover.user_arrays import (
+from fedcover.data.downloads import check, data_folder, get, read
+from fedcover.data.user_arrays import (
     READERS,
     Array,
     check_length,
@@ -30,6 +27,9 @@ from fedcover.user_arrays import (
     read_arrays,
     whole_numbers,
 )
+from fedcover.errors import InvalidValue, unknown
+from fedcover.rng import generator
+from fedcover.types import Dataset, Samples
 
 __all__ = ["DATASETS", "check", "data_folder", "from_file", "from_tensors", "get", "hold_out", "load", "rows_from_file"]
 

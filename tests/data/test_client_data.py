@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from fedcover.datasets import hold_out, load
+from fedcover.data.client_data import Partitioned, Synthetic
+from fedcover.data.datasets import hold_out, load
+from fedcover.data.partition import iid, labels
 from fedcover.errors import InvalidValue
-from fedcover.partition import iid, labels
 from fedcover.rng import key
-from fedcover.sources import Partitioned, Synthetic
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedcover.data.partition import PARTITIONS, Partition, dirichlet, iid, labels, owner
 from fedcover.errors import InvalidValue
-from fedcover.partition import PARTITIONS, Partition, dirichlet, iid, labels, owner
 from fedcover.types import Dataset, Samples
 
 quick = settings(max_examples=60, deadline=None)

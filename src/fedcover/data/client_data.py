@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedcover.data.partition import Partition
 from fedcover.errors import InvalidValue
-from fedcover.partition import Partition
 from fedcover.rng import generator, wide_generator
 from fedcover.types import Dataset, Samples, Shard, Source
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from fedcover.augment import AUGMENTATIONS, PADDING, crop_flip
+from fedcover.data.augment import AUGMENTATIONS, PADDING, crop_flip
 from fedcover.errors import InvalidValue
 from fedcover.rng import generator
 
