@@ -8,7 +8,7 @@ import torch
 
 from fedcover.evaluation import WHOLE, evaluate, local_accuracy, logits, ready, score
 from fedcover.experiment import Experiment
-from fedcover.norms import calibrate
+from fedcover.models.norms import calibrate
 from fedcover.preparation import Machine, prepare
 from fedcover.reduction import windows
 from fedcover.rounds import cohort_of, first_state, view_of

@@ -8,7 +8,7 @@ import pytest
 
 from fedcover import cli
 from fedcover.aggregation import OVER, RULES, SERVERS, UNCOVERED, WEIGHTS
-from fedcover.norms import NORMS
+from fedcover.models.norms import NORMS
 from fedcover.recipes import RECIPES
 from fedcover.recipes.labels import ABSENT
 from tests.helpers.documents import BLOCKS, COMMANDS, PAGE

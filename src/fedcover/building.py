@@ -12,9 +12,9 @@ from fedcover import groups, registry, rng
 from fedcover.contracts import checked_recipe
 from fedcover.errors import FedcoverError, InvalidValue
 from fedcover.experiment import Experiment
-from fedcover.hollow import Unsuitable, hollow_or_whole, is_hollow
 from fedcover.models import MODELS
-from fedcover.norms import with_statistics
+from fedcover.models.meta_device import Unsuitable, hollow_or_whole, is_hollow
+from fedcover.models.norms import with_statistics
 from fedcover.recipes import RECIPES, own_labels
 from fedcover.refusals import check_parameters, other_types
 from fedcover.tracing import trace

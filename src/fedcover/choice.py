@@ -1,7 +1,7 @@
 """Which engine pays for a run: it depends on how much work a step is, how many there are, and on the device."""
 
 from fedcover.engines import crew_layers
-from fedcover.norms import statistics_key
+from fedcover.models.norms import statistics_key
 from fedcover.rounds import Setup
 
 WORTH_COMPILING = 100_000

@@ -15,7 +15,7 @@ from fedcover import checkpoints, releases
 from fedcover.errors import RunError
 from fedcover.experiment import Experiment
 from fedcover.folders import Folder
-from fedcover.norms import running
+from fedcover.models.norms import running
 from fedcover.rounds import Report, Setup, first_state
 from fedcover.summary import Metrics
 from fedcover.types import Params, State

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedcover.models import tensors
-from fedcover.norms import calibrate, on_batch_statistics, statistics_key
+from fedcover.models.norms import calibrate, on_batch_statistics, statistics_key
 from fedcover.ranks import ALONE, Ranks, elsewhere
 from fedcover.reduction import Masks, Slices
 from fedcover.submodel import fill, submodel

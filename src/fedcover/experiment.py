@@ -21,7 +21,7 @@ from fedcover.evaluation import MODES
 from fedcover.fleet import Fleet
 from fedcover.host import disk
 from fedcover.models import MODELS
-from fedcover.norms import NORMS
+from fedcover.models.norms import NORMS
 from fedcover.policies import POLICIES
 from fedcover.policies.regions import capacities, check_codename
 from fedcover.privacy import PRIVACY, check_clip

@@ -17,9 +17,9 @@ from fedcover.building import as_model, build_model, build_recipe, cuts
 from fedcover.courses import shapes_of
 from fedcover.errors import InvalidValue, RunError, unknown
 from fedcover.experiment import Experiment
-from fedcover.hollow import Unsuitable, hollow
 from fedcover.host.disk import refuse_irregular, write_atomically
 from fedcover.models import tensors
+from fedcover.models.meta_device import Unsuitable, hollow
 from fedcover.onnx_export import export_onnx
 from fedcover.reduction import Slices
 from fedcover.runs import Run

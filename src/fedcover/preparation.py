@@ -24,8 +24,8 @@ from fedcover.engines import ENGINES, PRECISIONS
 from fedcover.engines.pools import say
 from fedcover.errors import InvalidValue, unknown
 from fedcover.experiment import HUGE, Experiment
-from fedcover.hollow import is_hollow
 from fedcover.models import tensors
+from fedcover.models.meta_device import is_hollow
 from fedcover.policies import POLICIES, growth_of
 from fedcover.privacy import PRIVACY
 from fedcover.ranks import physical_cores, worthwhile

@@ -13,7 +13,7 @@ from fedcover.errors import InvalidValue
 from fedcover.experiment import Experiment
 from fedcover.grid_noise import require_stream
 from fedcover.models import Scaler
-from fedcover.norms import has_batch_norm, on_batch_statistics
+from fedcover.models.norms import has_batch_norm, on_batch_statistics
 from fedcover.policies.prunefl import EVERY
 from fedcover.privacy import Gaussian
 from fedcover.reduction import Masks, parameters_at

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fedcover.arrays import HEADER, RawArray, Refused, Wanted, as_array, read, shown, wanted_for
-from fedcover.norms import statistics_key
+from fedcover.models.norms import statistics_key
 from fedcover.reduction import Within, dense
 from fedcover.types import Client, Params, Reduction, State, Task, Update
 

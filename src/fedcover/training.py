@@ -9,7 +9,7 @@ from torch.func import functional_call
 
 from fedcover.data.augment import AUGMENTATIONS
 from fedcover.errors import InvalidValue, TrainingDiverged
-from fedcover.norms import on_batch_statistics, running, statistics_key
+from fedcover.models.norms import on_batch_statistics, running, statistics_key
 from fedcover.portions import united
 from fedcover.reduction import Within
 from fedcover.rng import generator, seeded

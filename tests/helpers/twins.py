@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from fedcover.fleet import drops_out
-from fedcover.norms import on_batch_statistics
+from fedcover.models.norms import on_batch_statistics
 from fedcover.reduction import Slices
 from fedcover.rng import generator
 from fedcover.rounds import Setup, cohort_of, view_of

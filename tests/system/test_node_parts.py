@@ -16,7 +16,7 @@ from fedcover.flower.messages import Order, Orders
 from fedcover.flower.parcels import as_sent, bundle, headed, unbundle
 from fedcover.flower.working import sent_parcel
 from fedcover.groups import to_json
-from fedcover.hollow import hollow_or_whole, is_hollow
+from fedcover.models.meta_device import hollow_or_whole, is_hollow
 from fedcover.portions import Portion
 from fedcover.preparation import Machine, prepare
 from fedcover.recipes.plain import cross_entropy

@@ -20,7 +20,7 @@ from fedcover.flower.link import Failed, Link, TooLarge, _Arriving, _opened
 from fedcover.flower.messages import Answer, Order, Orders, read_answers, read_orders, to_node, to_server
 from fedcover.flower.parcels import as_sent, bundle, headed, kept, unbundle
 from fedcover.flower.places import Introduction
-from fedcover.norms import calibrate
+from fedcover.models.norms import calibrate
 from fedcover.reduction import windows
 from fedcover.replies import Asked, pack
 from fedcover.submodel import submodel

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from fedcover import registry
 from fedcover.models import MODELS
-from fedcover.norms import on_batch_statistics
+from fedcover.models.norms import on_batch_statistics
 
 JOBS = {
     "mlp": ("mlp(hidden=[200])", (1, 28, 28), 10),

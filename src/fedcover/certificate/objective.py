@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedcover.aggregation import WEIGHTS
-from fedcover.norms import has_batch_norm, on_batch_statistics
+from fedcover.models.norms import has_batch_norm, on_batch_statistics
 from fedcover.rng import generator
 from fedcover.rounds import Setup, client_of
 from fedcover.types import Params, Samples

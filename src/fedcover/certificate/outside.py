@@ -8,7 +8,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from fedcover.certificate.replaying import Replayed
 from fedcover.experiment import Experiment
-from fedcover.norms import has_batch_norm
+from fedcover.models.norms import has_batch_norm
 from fedcover.policies import POLICIES
 from fedcover.rounds import Setup, cohort_of, first_state, view_of
 from fedcover.theory import Constants

@@ -29,7 +29,7 @@ from fedcover.engines.seats import take_turns
 from fedcover.engines.sequential import sequential
 from fedcover.engines.steps import Unfit
 from fedcover.engines.streams import side_by_side, streams
-from fedcover.norms import statistics_key
+from fedcover.models.norms import statistics_key
 from fedcover.types import Assignment, Client, Reduction, State, Task, Update
 
 MOST_SIZES = 4

@@ -17,7 +17,7 @@ from fedcover.engines import crew_layers
 from fedcover.engines.crew_layers import from_taps, taps
 from fedcover.engines.steps import Form, Slots, Step, Track, Unfit, Whole, form_of, leaves_of, map_trees, observes
 from fedcover.errors import TrainingDiverged
-from fedcover.norms import statistics_key
+from fedcover.models.norms import statistics_key
 from fedcover.tensors import Slab, views
 from fedcover.training import client_module, order_of_rows, refuse_divergence, update_of
 from fedcover.types import Assignment, Carry, LocalTraining, Params, Recipe, Shard, Update

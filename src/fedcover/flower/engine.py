@@ -24,7 +24,7 @@ from fedcover.flower.working import sent_parcel
 from fedcover.folders import Folder
 from fedcover.groups import to_json
 from fedcover.host.disk import append
-from fedcover.norms import statistics_key
+from fedcover.models.norms import statistics_key
 from fedcover.replies import Asked, Ledger, RawReply, Rejection, ask
 from fedcover.rounds import Setup
 from fedcover.summary import MOVES, UNANSWERED, WARNED, lines_in

@@ -16,8 +16,8 @@ from fedcover.flower.parcels import as_sent, bundle, headed, kept, read_reductio
 from fedcover.flower.rows import MOST_SAMPLES
 from fedcover.flower.working import whole_model
 from fedcover.groups import to_json
-from fedcover.hollow import hollow_or_whole
-from fedcover.norms import calibrate, running
+from fedcover.models.meta_device import hollow_or_whole
+from fedcover.models.norms import calibrate, running
 from fedcover.submodel import fill, submodel
 from fedcover.types import Client, Model, Params, Reduction
 

@@ -33,7 +33,7 @@ from fedcover.flower.places import Roster
 from fedcover.flower.rows import MOST_SAMPLES
 from fedcover.flower.sampling import Sampling
 from fedcover.models import tensors
-from fedcover.norms import calibrate, running
+from fedcover.models.norms import calibrate, running
 from fedcover.policies import POLICIES
 from fedcover.replies import Asked, Ledger
 from fedcover.submodel import submodel

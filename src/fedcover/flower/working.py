@@ -22,8 +22,8 @@ from fedcover.flower.parcels import bundle, headed, kept, read_reduction, receiv
 from fedcover.flower.places import Wanted, clients_of, introduction
 from fedcover.flower.rows import rows_here
 from fedcover.groups import from_json
-from fedcover.hollow import hollow_or_whole
-from fedcover.norms import running, statistics_key
+from fedcover.models.meta_device import hollow_or_whole
+from fedcover.models.norms import running, statistics_key
 from fedcover.preparation import Machine, Parts, prepare
 from fedcover.reduction import dense
 from fedcover.replies import pack

@@ -5,13 +5,13 @@ A builder takes the shape of one input, the number of classes and the kind of no
 
 from collections.abc import Callable
 
-from fedcover.models.dense import cnn, mlp
-from fedcover.models.depth import depth_resnet
+from fedcover.models.depth_resnet import depth_resnet
+from fedcover.models.layers import Scaler as Scaler
+from fedcover.models.layers import tensors as tensors
 from fedcover.models.lora import lora
-from fedcover.models.parts import Scaler as Scaler
-from fedcover.models.parts import tensors as tensors
-from fedcover.models.recurrent import lstm
-from fedcover.models.residual import preact_resnet18, wide_resnet
+from fedcover.models.lstm import lstm
+from fedcover.models.mlp_cnn import cnn, mlp
+from fedcover.models.resnet import preact_resnet18, wide_resnet
 from fedcover.models.softmax import softmax
 from fedcover.models.transformer import transformer
 from fedcover.types import Model

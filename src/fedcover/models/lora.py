@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedcover.errors import InvalidValue
-from fedcover.models.dense import mlp
+from fedcover.models.mlp_cnn import mlp
 from fedcover.types import Cut, Model, UnitGroup
 
 

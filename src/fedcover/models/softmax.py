@@ -7,7 +7,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from fedcover.models.dense import CLASSIFIER, refuse_norm
+from fedcover.models.mlp_cnn import CLASSIFIER, refuse_norm
 from fedcover.types import Cut, Model, UnitGroup
 
 

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedcover.errors import InvalidValue
-from fedcover.models.dense import refuse_norm
-from fedcover.models.parts import refuse_depth
+from fedcover.models.layers import refuse_depth
+from fedcover.models.mlp_cnn import refuse_norm
 from fedcover.types import Cut, Model, UnitGroup
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from fedcover.norms import statistics_key
+from fedcover.models.norms import statistics_key
 from fedcover.reduction import Slices
 from fedcover.types import Assignment, Params
 

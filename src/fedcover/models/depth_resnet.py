@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from fedcover.errors import InvalidValue
-from fedcover.models.parts import refuse_depth, tensors
-from fedcover.models.residual import PreactBlock, norm_of
+from fedcover.models.layers import refuse_depth, tensors
+from fedcover.models.resnet import PreactBlock, norm_of
 from fedcover.types import Cut, Model, UnitGroup
 
 

@@ -6,7 +6,7 @@ from torch import nn
 
 import fedcover
 from fedcover.evaluation import WHOLE, logits, ready
-from fedcover.norms import NORMS, calibrate, on_batch_statistics, running, statistics_key
+from fedcover.models.norms import NORMS, calibrate, on_batch_statistics, running, statistics_key
 from fedcover.rounds import aggregate, cohort_of, run_round, view_of
 from fedcover.training import train_client
 from tests.helpers.worlds import same, world

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from fedcover.errors import InvalidValue
-from fedcover.models.dense import CLASSIFIER, refuse_norm
-from fedcover.models.parts import refuse_depth
+from fedcover.models.layers import refuse_depth
+from fedcover.models.mlp_cnn import CLASSIFIER, refuse_norm
 from fedcover.types import Cut, Model, UnitGroup
 
 LABELS = ("every", "last")

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 
 from fedcover.errors import InvalidValue
-from fedcover.models.dense import CLASSIFIER
-from fedcover.models.parts import Scaler, refuse_depth
+from fedcover.models.layers import Scaler, refuse_depth
+from fedcover.models.mlp_cnn import CLASSIFIER
 from fedcover.types import Cut, Model, UnitGroup
 
 CHANNELS_PER_NORM_GROUP = 4

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 import fedcover as fc
-from fedcover.models.depth import depth_resnet
+from fedcover.models.depth_resnet import depth_resnet
 from fedcover.reduction import windows
 from fedcover.rounds import cohort_of, run_round, view_of
 from fedcover.submodel import submodel

@@ -7,7 +7,7 @@ from math import prod
 from torch import nn
 
 from fedcover.errors import InvalidValue
-from fedcover.models.parts import Scaler, refuse_depth
+from fedcover.models.layers import Scaler, refuse_depth
 from fedcover.types import Cut, Model, UnitGroup
 
 CLASSIFIER = ("head.weight", "head.bias")
