@@ -25,7 +25,6 @@ from benchmarks.coverage import sheets
 from benchmarks.coverage.analysis import markdown
 from benchmarks.coverage.cells import PARTS, RATES, TUNING_SEED, Cell, quick
 from fedcover import checkpoints
-from fedcover.coverage import covered_only
 from fedcover.data import datasets
 from fedcover.errors import FedcoverError
 from fedcover.evaluation import evaluate
@@ -36,6 +35,7 @@ from fedcover.paper.reproduce import groups, lines, run_cells
 from fedcover.paper.results import Finished, made
 from fedcover.preparation import Machine, Parts, prepare
 from fedcover.rounds import Setup, other_models
+from fedcover.submodels.coverage import covered_only
 from fedcover.summary import summarise
 from fedcover.types import Dataset, State
 

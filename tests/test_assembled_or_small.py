@@ -9,12 +9,12 @@ from benchmarks.coverage import sheets
 from benchmarks.coverage.candidates import doubled, opened, star, twins
 from benchmarks.coverage.cells import CIFAR, SHARED, TUNING_SEED, Cell
 
-from fedcover import coverage
 from fedcover.experiment import Experiment
 from fedcover.planning import fleet_view
 from fedcover.policies import POLICIES
 from fedcover.preparation import Machine, prepare
 from fedcover.rounds import first_state
+from fedcover.submodels import coverage
 
 MACHINE = Machine(device="cpu", engine="sequential", threads=1).resolved()
 DIGITS = {

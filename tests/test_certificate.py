@@ -15,8 +15,8 @@ from fedcover.certificate.replaying import replayed
 from fedcover.engines import ENGINES
 from fedcover.errors import InvalidValue, RunError
 from fedcover.policies import POLICIES
-from fedcover.reduction import Masks, windows
 from fedcover.rounds import run_round
+from fedcover.submodels.reductions import Masks, windows
 from fedcover.theory import BOUNDS, Constants, Steps
 from fedcover.theory.convex import minimise, proven
 from tests.helpers.worlds import SMALL_MODELS, world

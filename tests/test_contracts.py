@@ -5,18 +5,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedcover import groups
 from fedcover.data.partition import PARTITIONS
 from fedcover.errors import InvalidValue
 from fedcover.models import MODELS, tensors
 from fedcover.policies import POLICIES
 from fedcover.policies.common import fits
-from fedcover.reduction import Masks, windows
 from fedcover.registry import options_of
 from fedcover.rounds import cohort_of, view_of
-from fedcover.submodel import submodel
+from fedcover.submodels import unit_groups
+from fedcover.submodels.build import submodel
+from fedcover.submodels.encoding import decode, encode
+from fedcover.submodels.reductions import Masks, windows
 from fedcover.types import Dataset, Samples
-from fedcover.wire import decode, encode
 from tests.helpers.reference import with_masked_moments
 from tests.helpers.worlds import SMALL_MODELS, same, world
 
@@ -116,7 +116,7 @@ class TestEveryModel:
     def test_its_groups_fit_its_tensors(self, name):
         setup, _ = world(name)
         model = setup.task.model
-        groups.check(model.groups, tensors(model.module))
+        unit_groups.check(model.groups, tensors(model.module))
         assert set(model.prunable) <= {key for key, _ in model.module.named_parameters()}
 
     @pytest.mark.parametrize("share", [1.0, 0.75, 0.5, 0.25])

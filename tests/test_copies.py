@@ -9,7 +9,6 @@ from benchmarks.coverage.cells import CIFAR, SHARED
 from torch import nn
 
 import fedcover as fc
-from fedcover import coverage
 from fedcover.engines import ENGINES
 from fedcover.errors import InvalidValue
 from fedcover.evaluation import evaluate
@@ -17,8 +16,9 @@ from fedcover.planning import fleet_view
 from fedcover.policies import POLICIES
 from fedcover.policies.copies import copying, number
 from fedcover.preparation import Machine, Parts, prepare
-from fedcover.reduction import windows
 from fedcover.rounds import cohort_of, first_state, view_of
+from fedcover.submodels import coverage
+from fedcover.submodels.reductions import windows
 from tests.helpers.worlds import same
 
 FIELDS = {

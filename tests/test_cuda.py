@@ -10,7 +10,7 @@ from fedcover.engines.pools import pool_of
 from fedcover.errors import RunError
 from fedcover.grid_noise import keyed_stream
 from fedcover.privacy import private_mean
-from fedcover.reduction import Masks
+from fedcover.submodels.reductions import Masks
 from fedcover.sweeps import varied
 from tests.helpers import crew_twin
 from tests.helpers.worlds import same

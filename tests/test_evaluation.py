@@ -10,9 +10,9 @@ from fedcover.evaluation import WHOLE, evaluate, local_accuracy, logits, ready, 
 from fedcover.experiment import Experiment
 from fedcover.models.norms import calibrate
 from fedcover.preparation import Machine, prepare
-from fedcover.reduction import windows
 from fedcover.rounds import cohort_of, first_state, view_of
-from fedcover.submodel import fill, submodel
+from fedcover.submodels.build import fill, submodel
+from fedcover.submodels.reductions import windows
 from fedcover.types import Samples
 
 

@@ -40,9 +40,9 @@ from fedcover.folders import Folder
 from fedcover.host.orphans import descendants
 from fedcover.models import MODELS
 from fedcover.preparation import Machine
-from fedcover.reduction import Masks, drawn, windows
 from fedcover.rounds import Report, cohort_of, view_of
 from fedcover.runs import run
+from fedcover.submodels.reductions import Masks, drawn, windows
 from fedcover.summary import unanswered
 from tests.helpers.worlds import world
 

@@ -14,7 +14,7 @@ from fedcover.errors import InvalidValue
 from fedcover.export import export
 from fedcover.models import Scaler
 from fedcover.preparation import Parts, prepare
-from fedcover.reduction import Masks, Slices, windows
+from fedcover.submodels.reductions import Masks, Slices, windows
 
 SMALL = {"clients": 20, "active": 4, "rounds": 1, "epochs": 1}
 HERE = fc.Machine("sequential", "cpu", 1)

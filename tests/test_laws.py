@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from fedcover.aggregation import RULES, coverage_mean, median
 from fedcover.evaluation import evaluate
-from fedcover.reduction import Masks, Slices
 from fedcover.rounds import cohort_of, run_round, view_of
+from fedcover.submodels.reductions import Masks, Slices
 from fedcover.training import train_client
 from fedcover.types import Cut, Samples, UnitGroup
 from tests.helpers.worlds import same, world

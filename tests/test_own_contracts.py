@@ -12,7 +12,7 @@ import fedcover as fc
 from fedcover.aggregation import coverage_mean
 from fedcover.contracts import checked_recipe
 from fedcover.errors import InvalidValue, TrainingDiverged
-from fedcover.reduction import windows
+from fedcover.submodels.reductions import windows
 from fedcover.types import Batch, Outcome, Recipe
 
 SMALL = {"clients": 8, "active": 2, "rounds": 2, "epochs": 1, "fleet": "1x1.0 + 1x0.5", "policy": "prefix",

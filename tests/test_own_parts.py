@@ -19,10 +19,10 @@ from fedcover.flower.parcels import bundle, unbundle
 from fedcover.flower.places import Introduction, declared_fleet
 from fedcover.folders import Folder
 from fedcover.preparation import prepare
-from fedcover.reduction import Masks
 from fedcover.replies import RawReply, ask, check, pack
 from fedcover.rounds import ask as rounds_ask
 from fedcover.rounds import first_state
+from fedcover.submodels.reductions import Masks
 from fedcover.sweeps import varied
 from fedcover.types import Samples, Update
 

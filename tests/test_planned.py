@@ -7,7 +7,6 @@ from itertools import combinations
 import pytest
 import torch
 
-from fedcover import coverage
 from fedcover.design import colours, is_exact, narrowed, steps, tally, unit_energies
 from fedcover.errors import InvalidValue
 from fedcover.experiment import Experiment
@@ -17,8 +16,9 @@ from fedcover.policies.common import fits
 from fedcover.policies.planned import groups_of, planned
 from fedcover.policies.regions import capacities, region_coverage
 from fedcover.preparation import Machine, prepare
-from fedcover.reduction import Slices
 from fedcover.rounds import cohort_of, first_state, run_round, view_of
+from fedcover.submodels import coverage
+from fedcover.submodels.reductions import Slices
 from fedcover.types import Cut, UnitGroup
 from tests.helpers.worlds import world
 

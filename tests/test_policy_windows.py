@@ -9,7 +9,7 @@ import torch
 from fedcover.errors import InvalidValue
 from fedcover.policies import POLICIES
 from fedcover.policies.common import check_parts
-from fedcover.reduction import Slices
+from fedcover.submodels.reductions import Slices
 from fedcover.types import Client, Coverage, Cut, Params, UnitGroup, View
 
 HIDDEN = UnitGroup("hidden", 5, (Cut("first.weight", 0), Cut("second.weight", 1)))

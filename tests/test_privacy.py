@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 import fedcover as fc
 from fedcover.aggregation import change, coverage_mean, length, shortened
 from fedcover.checkpoints import found, read
-from fedcover.coverage import count
 from fedcover.errors import InvalidValue, RunError
 from fedcover.experiment import read_experiment
 from fedcover.grid_noise import keyed_stream
 from fedcover.privacy import Gaussian, Grid, gaussian, most_turns, private_mean
-from fedcover.reduction import Masks, Within
 from fedcover.rounds import aggregate, cohort_of, run_round, view_of
+from fedcover.submodels.coverage import count
+from fedcover.submodels.reductions import Masks, Within
 from fedcover.training import train_client
 from tests.helpers.worlds import same, world
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from fedcover.arrays import NUMPY, RawArray, Refused, Wanted, as_array, read, shown
-from fedcover.coverage import count
-from fedcover.reduction import Within
 from fedcover.replies import NORM_LIMIT, REASONS, REMEMBERED, Ledger, RawReply, Rejection, ask, check, pack
 from fedcover.rounds import aggregate, cohort_of, view_of
+from fedcover.submodels.coverage import count
+from fedcover.submodels.reductions import Within
 from fedcover.training import train_client
 from fedcover.types import Update
 from tests.helpers.repository import ROOT

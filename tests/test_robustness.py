@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedcover.aggregation import median, trimmed_mean
-from fedcover.reduction import Masks
+from fedcover.submodels.reductions import Masks
 
 SETTINGS = settings(max_examples=200, deadline=None)
 

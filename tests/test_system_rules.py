@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from fedcover.aggregation import SERVERS, Covered, coverage_mean, median, server_none, trimmed_mean
 from fedcover.errors import InvalidValue
 from fedcover.fleet import drops_out
-from fedcover.reduction import Masks, windows
 from fedcover.rounds import cohort_of, run_round
+from fedcover.submodels.reductions import Masks, windows
 from fedcover.training import train_client
 from fedcover.types import Cut, UnitGroup
 from tests.helpers import twins

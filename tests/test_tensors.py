@@ -17,8 +17,8 @@ from fedcover.engines.pools import plainly
 from fedcover.experiment import Experiment
 from fedcover.preparation import Machine, Parts, prepare
 from fedcover.recipes.plain import cross_entropy
-from fedcover.reduction import Masks, Slices, Within
 from fedcover.rounds import first_state, run_round
+from fedcover.submodels.reductions import Masks, Slices, Within
 from fedcover.tensors import Slab, joined, shapes_of
 from fedcover.types import Cut, Model, Outcome, Recipe, UnitGroup
 from tests.helpers.cutting import kept_units, layouts

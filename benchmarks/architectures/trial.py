@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten
 import fedcover as fc
 from benchmarks.architectures.families import LARGEST, Architecture, build
 from fedcover.models import tensors
-from fedcover.submodel import fill, submodel
+from fedcover.submodels.build import fill, submodel
 
 
 def attempt(architecture: Architecture) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fedcover.groups import cuts_by_tensor, positions, units_kept
-from fedcover.reduction import Slices
+from fedcover.submodels.reductions import Slices
+from fedcover.submodels.unit_groups import cuts_by_tensor, positions, units_kept
 from fedcover.types import Client, Params, State, UnitGroup, View
 
 

@@ -9,8 +9,8 @@ from fedcover.errors import InvalidValue
 from fedcover.planner import GOLDEN, Group, Runs
 from fedcover.policies.magnitude import rank_by_magnitude
 from fedcover.policies.planned import groups_of
-from fedcover.reduction import Masks
 from fedcover.rng import generator
+from fedcover.submodels.reductions import Masks
 from fedcover.types import View
 
 TOLERANCE, AT_MOST = 0.02, 0.1

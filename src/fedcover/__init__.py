@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from fedcover.planner import plan as plan
     from fedcover.policies import per_client as per_client
     from fedcover.preparation import Machine as Machine
-    from fedcover.reduction import Masks as Masks
-    from fedcover.reduction import Slices as Slices
-    from fedcover.reduction import drawn as drawn
-    from fedcover.reduction import windows as windows
     from fedcover.reporting import report as report
     from fedcover.runs import Run as Run
     from fedcover.runs import load as load
     from fedcover.runs import replay as replay
     from fedcover.runs import resume as resume
     from fedcover.runs import run as run
+    from fedcover.submodels.reductions import Masks as Masks
+    from fedcover.submodels.reductions import Slices as Slices
+    from fedcover.submodels.reductions import drawn as drawn
+    from fedcover.submodels.reductions import windows as windows
+    from fedcover.submodels.tracing import trace as trace
     from fedcover.sweeps import sweep as sweep
-    from fedcover.tracing import trace as trace
     from fedcover.types import Client as Client
     from fedcover.types import Cut as Cut
     from fedcover.types import Dataset as Dataset
@@ -49,15 +49,15 @@ _HOME = {
     "FedcoverError": "errors",
     "InvalidValue": "errors",
     "Machine": "preparation",
-    "Masks": "reduction",
+    "Masks": "submodels.reductions",
     "Model": "types",
     "Run": "runs",
     "Samples": "types",
-    "Slices": "reduction",
+    "Slices": "submodels.reductions",
     "UnitGroup": "types",
     "View": "types",
     "certify": "certificate",
-    "drawn": "reduction",
+    "drawn": "submodels.reductions",
     "from_file": "data.datasets",
     "from_tensors": "data.datasets",
     "load": "runs",
@@ -69,8 +69,8 @@ _HOME = {
     "resume": "runs",
     "run": "runs",
     "sweep": "sweeps",
-    "trace": "tracing",
-    "windows": "reduction",
+    "trace": "submodels.tracing",
+    "windows": "submodels.reductions",
 }
 """Where each public name lives; imported on first use, so that `import fedcover` is quick."""
 

@@ -124,7 +124,7 @@ def stacked(one_tensor: Callable[[Tensor, Tensor], Tensor], old: Params, parts: 
 def change(old: Params, trained: Reduction, values: Params) -> Params:
     """How a client moved the entries that it trained, in the full shapes and in float64; zero elsewhere.
 
-    >>> from fedcover.reduction import Masks
+    >>> from fedcover.submodels.reductions import Masks
     >>> held = Masks({"w": torch.tensor([True, False])})
     >>> change({"w": torch.tensor([1.0, 1.0])}, held, {"w": torch.tensor([1.5, 9.0])})["w"].tolist()
     [0.5, 0.0]
@@ -143,7 +143,7 @@ def length(tensors: Params) -> float:
 def shortened(old: Params, trained: Reduction, values: Params, limit: float) -> Params:
     """A client's values with its whole update scaled to a length of at most `limit`; shorter ones stay bit for bit.
 
-    >>> from fedcover.reduction import Masks
+    >>> from fedcover.submodels.reductions import Masks
     >>> shortened({"w": torch.zeros(2)}, Masks({}), {"w": torch.tensor([3.0, 4.0])}, 1.0)["w"].tolist()
     [0.6000000238418579, 0.800000011920929]
     """

@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
-from fedcover import coverage
 from fedcover.building import build_model
-from fedcover.cost import cost, memory_to_train, uses_of_weights
 from fedcover.errors import InvalidValue
 from fedcover.experiment import Experiment
 from fedcover.fleet import Fleet
 from fedcover.policies import growth_of
 from fedcover.policies.regions import region_coverage
 from fedcover.preparation import named_policy, source_of
+from fedcover.submodels import coverage
+from fedcover.submodels.cost import cost, memory_to_train, uses_of_weights
 from fedcover.types import Client, Coverage, View
 
 SHAPES: dict[str, tuple[tuple[int, ...], int, torch.dtype]] = {

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedcover import groups, registry, rng
+from fedcover import registry, rng
 from fedcover.contracts import checked_recipe
 from fedcover.errors import FedcoverError, InvalidValue
 from fedcover.experiment import Experiment
@@ -17,7 +17,8 @@ from fedcover.models.meta_device import Unsuitable, hollow_or_whole, is_hollow
 from fedcover.models.norms import with_statistics
 from fedcover.recipes import RECIPES, own_labels
 from fedcover.refusals import check_parameters, other_types
-from fedcover.tracing import trace
+from fedcover.submodels import unit_groups
+from fedcover.submodels.tracing import trace
 from fedcover.types import Model, Recipe, UnitGroup
 
 ROWS = 4
@@ -96,7 +97,7 @@ def as_model(
     module = with_statistics(module)
     params = dict(module.named_parameters())
     if isinstance(built, Model):
-        return replace(built, module=module, groups=groups.told_apart(built.groups, params))
+        return replace(built, module=module, groups=unit_groups.told_apart(built.groups, params))
     if is_hollow(module):
         if known is None:
             raise Unsuitable("its groups are found by tracing, which computes with its values")
@@ -126,7 +127,7 @@ def _traced(module: nn.Module, declared: Sequence[UnitGroup], classes: int) -> M
         and (name, 0) not in along
         and isinstance(module.get_submodule(name.rpartition(".")[0]), nn.Linear | nn.modules.conv._ConvNd)
     )
-    return Model(module, groups.told_apart(declared, params), prunable, classifier)
+    return Model(module, unit_groups.told_apart(declared, params), prunable, classifier)
 
 
 def build_recipe(experiment: Experiment) -> Recipe:

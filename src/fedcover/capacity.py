@@ -15,10 +15,10 @@ from typing import cast
 
 import torch
 
-from fedcover.cost import memory_to_train
 from fedcover.errors import InvalidValue
-from fedcover.reduction import Slices, width_within, windows
 from fedcover.rounds import Setup, client_of, first_state
+from fedcover.submodels.cost import memory_to_train
+from fedcover.submodels.reductions import Slices, width_within, windows
 from fedcover.training import train_client
 from fedcover.types import Shard, Source
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from fedcover.errors import InvalidValue
-from fedcover.groups import cuts_by_tensor
 from fedcover.objective import Bound, least_wish
 from fedcover.planner import GOLDEN, Group, Profile, Runs, best_gamma
-from fedcover.reduction import Slices
+from fedcover.submodels.reductions import Slices
+from fedcover.submodels.unit_groups import cuts_by_tensor
 from fedcover.types import Params, Reduction, UnitGroup
 
 MOST_SHIFTS = 1000

@@ -12,10 +12,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedcover.models import tensors
 from fedcover.models.norms import calibrate, on_batch_statistics, statistics_key
 from fedcover.ranks import ALONE, Ranks, elsewhere
-from fedcover.reduction import Masks, Slices
-from fedcover.submodel import fill, submodel
+from fedcover.submodels.build import fill, submodel
+from fedcover.submodels.encoding import encode
+from fedcover.submodels.reductions import Masks, Slices
 from fedcover.types import Reduction, Samples, State, Task, Update
-from fedcover.wire import encode
 
 MODES = ("calibrated", "batch-compat")
 BATCH = {"cpu": 256, "cuda": 2048}

@@ -21,11 +21,11 @@ from fedcover.host.disk import refuse_irregular, write_atomically
 from fedcover.models import tensors
 from fedcover.models.meta_device import Unsuitable, hollow
 from fedcover.onnx_export import export_onnx
-from fedcover.reduction import Slices
 from fedcover.runs import Run
-from fedcover.submodel import fill, skeleton
+from fedcover.submodels.build import fill, skeleton
+from fedcover.submodels.encoding import decode, encode
+from fedcover.submodels.reductions import Slices
 from fedcover.types import Model, Reduction
-from fedcover.wire import decode, encode
 
 _OF_THE_MODEL = ("model", "norm", "recipe", "absent_labels", "label_rows", "seed")
 """Fields of an experiment that say how its module is built; nothing is read of the others."""

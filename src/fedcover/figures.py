@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from fedcover import coverage as cov
-from fedcover.cost import Cost, cost
-from fedcover.pictures import pictures
+from fedcover.submodels import coverage as cov
+from fedcover.submodels.cost import Cost, cost
+from fedcover.submodels.coverage_maps import pictures
 from fedcover.types import Coverage, Params, Update
 
 

@@ -13,10 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedcover import coverage
 from fedcover.audit import shape_of
 from fedcover.building import build_model
-from fedcover.cost import uses_of_weights
 from fedcover.design import Wish, is_exact, level, narrowed, tally, upper_bound
 from fedcover.errors import InvalidValue, unknown
 from fedcover.experiment import Experiment
@@ -26,7 +24,9 @@ from fedcover.plotting import COLOURS, MARKERS, new_figure, save
 from fedcover.policies import POLICIES
 from fedcover.policies.copies import number
 from fedcover.policies.planned import KINDS, groups_of, planned
-from fedcover.reduction import Slices
+from fedcover.submodels import coverage
+from fedcover.submodels.cost import uses_of_weights
+from fedcover.submodels.reductions import Slices
 from fedcover.types import Client, Coverage, Params, Reduction, View
 
 DIGITS = {1.0: "1", 0.75: "432", 0.5: "765"}

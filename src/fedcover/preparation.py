@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedcover import groups, registry
+from fedcover import registry
 from fedcover.aggregation import SERVERS
 from fedcover.building import as_model, build, build_model, build_recipe, cuts, look_up
 from fedcover.choice import engine_for, has_small_steps, multiply_adds
@@ -31,6 +31,7 @@ from fedcover.privacy import PRIVACY
 from fedcover.ranks import physical_cores, worthwhile
 from fedcover.refusals import check_dataset, check_outputs, check_private, check_switches, check_trainable, names_of
 from fedcover.rounds import Setup, cohort_of
+from fedcover.submodels import unit_groups
 from fedcover.training import SCHEDULES
 from fedcover.types import Dataset, Engine, LocalTraining, Model, Policy, Source, Task
 
@@ -147,7 +148,7 @@ def prepare(
     else:
         cut = own.policy is not None or cuts(experiment)
         model = recipe.model(as_model(own.model, shape, source.classes, dtype, cut=cut))
-    groups.check(model.groups, tensors(model.module))
+    unit_groups.check(model.groups, tensors(model.module))
     if not is_hollow(model.module):
         model.module.to(machine.device)
         check_outputs(experiment, names, model, source, recipe)

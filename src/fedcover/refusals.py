@@ -16,8 +16,8 @@ from fedcover.models import Scaler
 from fedcover.models.norms import has_batch_norm, on_batch_statistics
 from fedcover.policies.prunefl import EVERY
 from fedcover.privacy import Gaussian
-from fedcover.reduction import Masks, parameters_at
-from fedcover.submodel import submodel
+from fedcover.submodels.build import submodel
+from fedcover.submodels.reductions import Masks, parameters_at
 from fedcover.types import Dataset, Engine, Model, Params, Recipe, Samples, Source
 
 log = logging.getLogger("fedcover")

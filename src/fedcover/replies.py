@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedcover.arrays import HEADER, RawArray, Refused, Wanted, as_array, read, shown, wanted_for
 from fedcover.models.norms import statistics_key
-from fedcover.reduction import Within, dense
+from fedcover.submodels.reductions import Within, dense
 from fedcover.types import Client, Params, Reduction, State, Task, Update
 
 REASONS = {
@@ -157,7 +157,7 @@ def check(raw: RawReply, asked: Asked) -> Update | Rejection:
 class Ledger:
     """The tasks that are out: each has a nonce of its own that is good for one reply, whether it is accepted or not.
 
-    >>> from fedcover.reduction import Masks
+    >>> from fedcover.submodels.reductions import Masks
     >>> ledger = Ledger()
     >>> asked = ledger.expect(lambda nonce: Asked(nonce, Client(7, 1.0, 0, 10, ()), Masks({}), {}))
     >>> raw = RawReply(asked.nonce, 7, {}, {"loss": 0.5})

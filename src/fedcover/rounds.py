@@ -11,9 +11,7 @@ from typing import Any
 
 import torch
 
-from fedcover import coverage as cov
 from fedcover.aggregation import WEIGHTS, ServerStep, change, coverage_mean, length, shortened, stepped
-from fedcover.cost import uses_of_weights
 from fedcover.errors import InvalidValue
 from fedcover.evaluation import Score, evaluate, local_accuracy
 from fedcover.figures import figures
@@ -23,7 +21,9 @@ from fedcover.models.norms import running, statistics_key
 from fedcover.policies.common import check_parts, one_of_a_kind
 from fedcover.privacy import Gaussian, most_turns, private_mean
 from fedcover.ranks import ALONE, Ranks
-from fedcover.reduction import Slices, Within, dense
+from fedcover.submodels import coverage as cov
+from fedcover.submodels.cost import uses_of_weights
+from fedcover.submodels.reductions import Slices, Within, dense
 from fedcover.types import Client, Engine, Growth, Params, Policy, Reduction, Rule, State, Task, Update, View
 
 

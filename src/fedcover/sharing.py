@@ -13,9 +13,9 @@ import torch
 from fedcover.aggregation import Part, coverage_mean, mean_of, sums_of
 from fedcover.errors import RunError
 from fedcover.ranks import Ranks, elsewhere, share
-from fedcover.reduction import Within, dense
 from fedcover.rounds import Setup
-from fedcover.submodel import without_parameters
+from fedcover.submodels.build import without_parameters
+from fedcover.submodels.reductions import Within, dense
 from fedcover.tensors import Slab
 from fedcover.types import Assignment, Client, Engine, Params, Reduction, Rule, State, Task, Update
 

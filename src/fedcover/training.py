@@ -10,10 +10,10 @@ from torch.func import functional_call
 from fedcover.data.augment import AUGMENTATIONS
 from fedcover.errors import InvalidValue, TrainingDiverged
 from fedcover.models.norms import on_batch_statistics, running, statistics_key
-from fedcover.portions import united
-from fedcover.reduction import Within
 from fedcover.rng import generator, seeded
-from fedcover.submodel import submodel
+from fedcover.submodels.build import submodel
+from fedcover.submodels.partial_params import united
+from fedcover.submodels.reductions import Within
 from fedcover.types import (
     Assignment,
     Batch,

@@ -6,9 +6,9 @@ from torch.nn import functional as F
 
 import fedcover as fc
 from fedcover.models.depth_resnet import depth_resnet
-from fedcover.reduction import windows
 from fedcover.rounds import cohort_of, run_round, view_of
-from fedcover.submodel import submodel
+from fedcover.submodels.build import submodel
+from fedcover.submodels.reductions import windows
 from fedcover.training import train_client
 from fedcover.types import Batch
 from tests.helpers.worlds import same, world

@@ -15,15 +15,15 @@ from fedcover.flower import working
 from fedcover.flower.messages import Order, Orders
 from fedcover.flower.parcels import as_sent, bundle, headed, unbundle
 from fedcover.flower.working import sent_parcel
-from fedcover.groups import to_json
 from fedcover.models.meta_device import hollow_or_whole, is_hollow
-from fedcover.portions import Portion
 from fedcover.preparation import Machine, prepare
 from fedcover.recipes.plain import cross_entropy
-from fedcover.reduction import windows
 from fedcover.registry import is_own
 from fedcover.replies import pack
 from fedcover.rounds import ask, first_state, run_round
+from fedcover.submodels.partial_params import Portion
+from fedcover.submodels.reductions import windows
+from fedcover.submodels.unit_groups import to_json
 from fedcover.training import train_client
 from fedcover.types import Recipe
 from tests.helpers.worlds import SMALL_MODELS

@@ -15,9 +15,9 @@ from fedcover.flower.parcels import as_sent, bundle
 from fedcover.flower.processes import local
 from fedcover.flower.working import sent_parcel
 from fedcover.preparation import Machine, prepare
-from fedcover.reduction import windows
 from fedcover.replies import pack
 from fedcover.rounds import first_state
+from fedcover.submodels.reductions import windows
 from fedcover.training import train_client
 from fedcover.types import Client
 from tests.system.harness import children, submit

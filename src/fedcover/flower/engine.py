@@ -22,11 +22,11 @@ from fedcover.flower.parcels import as_sent, unbundle
 from fedcover.flower.places import Introduction, Roster, place_of
 from fedcover.flower.working import sent_parcel
 from fedcover.folders import Folder
-from fedcover.groups import to_json
 from fedcover.host.disk import append
 from fedcover.models.norms import statistics_key
 from fedcover.replies import Asked, Ledger, RawReply, Rejection, ask
 from fedcover.rounds import Setup
+from fedcover.submodels.unit_groups import to_json
 from fedcover.summary import MOVES, UNANSWERED, WARNED, lines_in
 from fedcover.types import Assignment, Client, Reduction, State, Task, Update
 from fedcover.version import __version__

@@ -15,10 +15,10 @@ from fedcover.flower.messages import EVALUATE, Order, Orders, read_orders, to_no
 from fedcover.flower.parcels import as_sent, bundle, headed, kept, read_reduction, received, sections, wanted_part
 from fedcover.flower.rows import MOST_SAMPLES
 from fedcover.flower.working import whole_model
-from fedcover.groups import to_json
 from fedcover.models.meta_device import hollow_or_whole
 from fedcover.models.norms import calibrate, running
-from fedcover.submodel import fill, submodel
+from fedcover.submodels.build import fill, submodel
+from fedcover.submodels.unit_groups import to_json
 from fedcover.types import Client, Model, Params, Reduction
 
 log = logging.getLogger("fedcover")

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from fedcover.arrays import NUMPY, RawArray, Refused, Wanted, as_array, read, shown, wanted_for
 from fedcover.errors import InvalidValue
-from fedcover.portions import Portion
-from fedcover.reduction import Masks, Slices
+from fedcover.submodels.encoding import decode, encode
+from fedcover.submodels.partial_params import Portion
+from fedcover.submodels.reductions import Masks, Slices
 from fedcover.types import Model, Params, Reduction
-from fedcover.wire import decode, encode
 
 LONGEST_INDEX = 4 * 2**20
 """Bytes of names and shapes beyond which a parcel is not looked into."""

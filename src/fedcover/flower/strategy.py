@@ -17,8 +17,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
 
-from fedcover import checkpoints, groups, registry
-from fedcover import coverage as cov
+from fedcover import checkpoints, registry
 from fedcover.aggregation import SERVERS, WEIGHTS, stepped
 from fedcover.contracts import checked_server, named_rule
 from fedcover.errors import InvalidValue, RunError, unknown
@@ -36,7 +35,9 @@ from fedcover.models import tensors
 from fedcover.models.norms import calibrate, running
 from fedcover.policies import POLICIES
 from fedcover.replies import Asked, Ledger
-from fedcover.submodel import submodel
+from fedcover.submodels import coverage as cov
+from fedcover.submodels import unit_groups
+from fedcover.submodels.build import submodel
 from fedcover.types import Client, Coverage, Model, Params, Policy, State, Update, View
 
 log = logging.getLogger("fedcover")
@@ -75,8 +76,8 @@ class CoverageStrategy(Strategy):
         if not isinstance(model, Model):
             like = "fc.Model(module, fc.trace(module, example))"
             raise InvalidValue(f"model must be a fedcover Model, such as {like}; got {type(model).__name__}")
-        groups.check(model.groups, tensors(model.module))
-        model = replace(model, groups=groups.told_apart(model.groups, dict(model.module.named_parameters())))
+        unit_groups.check(model.groups, tensors(model.module))
+        model = replace(model, groups=unit_groups.told_apart(model.groups, dict(model.module.named_parameters())))
         if weights not in WEIGHTS:
             raise unknown("weights", weights, WEIGHTS)
         if capacity not in MEASURES:
@@ -276,7 +277,7 @@ class CoverageStrategy(Strategy):
         asked = self._ledger.expect(lambda nonce: Asked(nonce, client, wire, self._sent))
         self._allowed[node] = asked.byte_limit
         order = Order(client.id, client.capacity, client.slot, encoded, 0, asked.nonce)
-        groups_json = groups.to_json(self.model.groups)
+        groups_json = unit_groups.to_json(self.model.groups)
         orders = Orders(round, 0.0, torch.get_num_threads(), "", (order,), (parcel,), dict(config), groups_json)
         return to_node(node, orders, ttl=DAY)
 

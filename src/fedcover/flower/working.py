@@ -21,13 +21,13 @@ from fedcover.flower.messages import Answer, Order, Orders, Parcels, read_orders
 from fedcover.flower.parcels import bundle, headed, kept, read_reduction, received, sections, unbundle, wanted_part
 from fedcover.flower.places import Wanted, clients_of, introduction
 from fedcover.flower.rows import rows_here
-from fedcover.groups import from_json
 from fedcover.models.meta_device import hollow_or_whole
 from fedcover.models.norms import running, statistics_key
 from fedcover.preparation import Machine, Parts, prepare
-from fedcover.reduction import dense
 from fedcover.replies import pack
-from fedcover.submodel import submodel
+from fedcover.submodels.build import submodel
+from fedcover.submodels.reductions import dense
+from fedcover.submodels.unit_groups import from_json
 from fedcover.training import train_client
 from fedcover.types import Client, Model, Params, Reduction, State, Task, Update
 from fedcover.version import __version__

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedcover.errors import InvalidValue
 from fedcover.policies.regions import kept_regions, quarter_by_magnitude
-from fedcover.reduction import Masks
+from fedcover.submodels.reductions import Masks
 from fedcover.types import Params, Reduction, View
 
 SWITCHES = ("argsort", "wrong_net", "unmasked", "leak", "zero", "dropout")

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from fedcover.errors import InvalidValue
-from fedcover.groups import told_apart, units_kept
-from fedcover.reduction import Masks, Slices, width_within
+from fedcover.submodels.encoding import encode
+from fedcover.submodels.reductions import Masks, Slices, width_within
+from fedcover.submodels.unit_groups import told_apart, units_kept
 from fedcover.types import Client, Params, Policy, Reduction, View
-from fedcover.wire import encode
 
 Options = ParamSpec("Options")
 

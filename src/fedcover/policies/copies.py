@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from fedcover.design import is_exact
-from fedcover.groups import cuts_by_tensor, units_kept
 from fedcover.policies.common import width
-from fedcover.reduction import Slices
+from fedcover.submodels.reductions import Slices
+from fedcover.submodels.unit_groups import cuts_by_tensor, units_kept
 from fedcover.types import Client, Params, UnitGroup, View
 
 AFTER = 0.6

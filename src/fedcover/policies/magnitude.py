@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fedcover.errors import unknown
 from fedcover.policies.common import prunable_budget, prunable_weights
-from fedcover.reduction import Masks
+from fedcover.submodels.reductions import Masks
 from fedcover.types import View
 
 SCOPES = ("layer", "model")

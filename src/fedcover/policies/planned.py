@@ -5,15 +5,15 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
-from fedcover.coverage import energy
 from fedcover.design import Wish, colours, design, is_exact, unit_energies
 from fedcover.errors import InvalidValue, unknown
-from fedcover.groups import units_kept
 from fedcover.objective import Bound
 from fedcover.planner import Group, Runs
 from fedcover.policies.common import prunable_budget, prunable_weights, width
 from fedcover.policies.copies import copying, number, parts
-from fedcover.reduction import Masks, Slices
+from fedcover.submodels.coverage import energy
+from fedcover.submodels.reductions import Masks, Slices
+from fedcover.submodels.unit_groups import units_kept
 from fedcover.types import Client, Params, Reduction, View
 
 KINDS = ("subnet", "pruning")

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedcover.errors import InvalidValue
 from fedcover.policies.common import prunable_budget
 from fedcover.policies.magnitude import rank_by_magnitude
-from fedcover.reduction import Masks
+from fedcover.submodels.reductions import Masks
 from fedcover.types import Params, View
 
 EVERY = 50

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedcover.errors import InvalidValue, unknown
 from fedcover.policies.common import prunable_weights
 from fedcover.policies.magnitude import rank_by_magnitude
-from fedcover.reduction import Masks, Slices
+from fedcover.submodels.reductions import Masks, Slices
 from fedcover.types import Reduction, UnitGroup, View
 
 REGIONS_OF = {

@@ -3,7 +3,7 @@
 import torch
 
 from fedcover.models.norms import statistics_key
-from fedcover.reduction import Slices
+from fedcover.submodels.reductions import Slices
 from fedcover.types import Assignment, Params
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedcover.errors import InvalidValue, unknown
 from fedcover.policies.magnitude import SCOPES
 from fedcover.recipes.plain import cross_entropy
-from fedcover.reduction import Slices
+from fedcover.submodels.reductions import Slices
 from fedcover.types import Assignment, Batch, Carry, Forward, Params, Recipe
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from fedcover.cost import cost, memory_to_train, uses_of_weights
 from fedcover.models import cnn, mlp, preact_resnet18, wide_resnet
-from fedcover.reduction import Masks, Slices, drawn, windows
+from fedcover.submodels.cost import cost, memory_to_train, uses_of_weights
+from fedcover.submodels.reductions import Masks, Slices, drawn, windows
 from fedcover.types import Cut, Model, UnitGroup
 
 MNIST = (1, 28, 28)

@@ -8,8 +8,8 @@ from torch import nn
 
 from fedcover.errors import InvalidValue
 from fedcover.models import MODELS, Scaler, tensors
-from fedcover.reduction import Masks, Slices, drawn, windows
-from fedcover.submodel import fill, skeleton, submodel
+from fedcover.submodels.build import fill, skeleton, submodel
+from fedcover.submodels.reductions import Masks, Slices, drawn, windows
 from fedcover.types import Cut, Model, UnitGroup
 
 SHAPE = (3, 8, 8)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from fedcover.reduction import Masks, Within
-from fedcover.submodel import skeleton
+from fedcover.submodels.build import skeleton
+from fedcover.submodels.encoding import encode
+from fedcover.submodels.reductions import Masks, Within
 from fedcover.types import Model, Reduction
-from fedcover.wire import encode
 
 BYTES = 4
 """Weights travel and train in float32."""

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from fedcover.errors import InvalidValue
-from fedcover.tracing.proof import prove
-from fedcover.tracing.reading import as_whole, is_whole, read_groups
-from fedcover.tracing.watch import Notes, watch
+from fedcover.submodels.tracing.extract_groups import as_whole, is_whole, read_groups
+from fedcover.submodels.tracing.tracer import Notes, watch
+from fedcover.submodels.tracing.verify import prove
 from fedcover.types import UnitGroup
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fedcover.tracing.atoms import Atoms
+from fedcover.submodels.tracing.atoms import Atoms
 
 Field = Tensor
 Shape = Sequence[int]

@@ -13,15 +13,15 @@ from torch import nn
 
 import fedcover as fc
 from fedcover.errors import InvalidValue
-from fedcover.groups import check
 from fedcover.models import MODELS, tensors
 from fedcover.onnx_export import export_onnx
-from fedcover.reduction import Slices, drawn
-from fedcover.submodel import fill, submodel
-from fedcover.tracing import trace
-from fedcover.tracing.promises import PROMISES
-from fedcover.tracing.proof import prove
-from fedcover.tracing.watch import watch
+from fedcover.submodels.build import fill, submodel
+from fedcover.submodels.reductions import Slices, drawn
+from fedcover.submodels.tracing import trace
+from fedcover.submodels.tracing.size_constraints import PROMISES
+from fedcover.submodels.tracing.tracer import watch
+from fedcover.submodels.tracing.verify import prove
+from fedcover.submodels.unit_groups import check
 from fedcover.types import Count, Model, UnitGroup
 from tests.helpers.idioms import ACCEPTED, REFUSED, Configured, Settings, Written
 from tests.helpers.repository import ROOT

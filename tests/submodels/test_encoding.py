@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedcover.errors import InvalidValue
-from fedcover.reduction import Masks, Slices, drawn, windows
+from fedcover.submodels.encoding import decode, encode
+from fedcover.submodels.reductions import Masks, Slices, drawn, windows
 from fedcover.types import UnitGroup
-from fedcover.wire import decode, encode
 from tests.helpers.cutting import kept_units
 
 SETTINGS = settings(max_examples=150, deadline=None)

@@ -6,8 +6,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from fedcover.tracing.calls import Call, tensors_in
-from fedcover.tracing.labels import Field, Labels, along, lifted, thin, varying
+from fedcover.submodels.tracing.calls import Call, tensors_in
+from fedcover.submodels.tracing.unit_labels import Field, Labels, along, lifted, thin, varying
 
 
 def _names(text: str) -> frozenset[str]:

@@ -8,10 +8,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedcover import coverage
-from fedcover.pictures import MOST_CLIENTS, MOST_LAYERS, SIDE, encode, layers_of, picture_of_part, pictures, shrink
-from fedcover.reduction import Masks, Within, drawn, windows
 from fedcover.rounds import run_round
+from fedcover.submodels import coverage
+from fedcover.submodels.coverage_maps import (
+    MOST_CLIENTS,
+    MOST_LAYERS,
+    SIDE,
+    encode,
+    layers_of,
+    picture_of_part,
+    pictures,
+    shrink,
+)
+from fedcover.submodels.reductions import Masks, Within, drawn, windows
 from fedcover.types import Client, Cut, UnitGroup, Update
 from tests.helpers.worlds import world
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from fedcover.tracing import plain, recurrent
-from fedcover.tracing.calls import Call, plain_name
-from fedcover.tracing.labels import Field, Labels, Shape, along, lifted, varying
+from fedcover.submodels.tracing import pointwise_ops, recurrent_ops
+from fedcover.submodels.tracing.calls import Call, plain_name
+from fedcover.submodels.tracing.unit_labels import Field, Labels, Shape, along, lifted, varying
 
 Operand = tuple[Shape, Sequence[Field]]
 
@@ -200,8 +200,8 @@ def layer_norm(labels: Labels, call: Call) -> None:
 
 
 RULES: dict[str, Callable[[Labels, Call], None]] = {
-    **plain.RULES,
-    **recurrent.RULES,
+    **pointwise_ops.RULES,
+    **recurrent_ops.RULES,
     "linear": linear,
     **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot", "addmm", "addmv", "addbmm", "baddbmm"), matmul),
     "scaled_dot_product_attention": attention,
@@ -218,12 +218,12 @@ RULES: dict[str, Callable[[Labels, Call], None]] = {
 def apply(labels: Labels, call: Call) -> None:
     """Follow one operation; what is pointwise says so itself."""
     if torch.Tag.pointwise in call.func.tags:
-        return plain.elementwise(labels, call)
+        return pointwise_ops.elementwise(labels, call)
     if makes(call.func, bool(call.tensors)):
         for out in call.outputs:
             labels.fresh(out)  # made here: it takes the size of what it meets
         return None
-    return RULES.get(call.name, plain.unknown)(labels, call)
+    return RULES.get(call.name, pointwise_ops.unknown)(labels, call)
 
 
 def makes(func: OpOverload, takes: bool) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fedcover.reduction import distinct
+from fedcover.submodels.reductions import distinct
 from fedcover.tensors import entrywise, flat, flat_copy, in_one, zeros
 from fedcover.types import Coverage, Params, Reduction
 
@@ -16,7 +16,7 @@ from fedcover.types import Coverage, Params, Reduction
 def count(params: Mapping[str, Tensor], reductions: Sequence[Reduction]) -> Params:
     """The number of reductions that hold each entry.
 
-    >>> from fedcover.reduction import Masks
+    >>> from fedcover.submodels.reductions import Masks
     >>> halves = [Masks({"w": torch.tensor([True, False])}), Masks({"w": torch.tensor([True, True])})]
     >>> count({"w": torch.zeros(2)}, halves)["w"].tolist()
     [2, 1]
@@ -63,7 +63,7 @@ def energy(params: Mapping[str, Tensor]) -> float:
 def noises(params: Mapping[str, Tensor], reductions: Iterable[Reduction]) -> list[float]:
     """The share of the model's energy that each reduction cuts away: the paper's delta squared.
 
-    >>> from fedcover.reduction import Masks
+    >>> from fedcover.submodels.reductions import Masks
     >>> noises({"w": torch.tensor([3.0, 4.0])}, [Masks({"w": torch.tensor([False, True])}), Masks({})])
     [0.36, 0.0]
     """

@@ -13,8 +13,8 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fedcover.errors import InvalidValue
 from fedcover.models import Scaler, tensors
-from fedcover.portions import Portion
-from fedcover.reduction import Slices
+from fedcover.submodels.partial_params import Portion
+from fedcover.submodels.reductions import Slices
 from fedcover.types import Reduction
 
 
@@ -22,7 +22,7 @@ def skeleton(module: nn.Module, reduction: Reduction, *, scaler: bool = False) -
     """The client's part of a model in its own shapes, without values (on the `meta` device).
 
     >>> from fedcover.models import mlp
-    >>> from fedcover.reduction import windows
+    >>> from fedcover.submodels.reductions import windows
     >>> model = mlp((1, 28, 28), 10, "batch")
     >>> skeleton(model.module, windows(model.groups, 0.5)).hidden1
     Linear(in_features=784, out_features=100, bias=True)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedcover.tracing.calls import Call, tensors_in
-from fedcover.tracing.labels import Labels, along, varying
+from fedcover.submodels.tracing.calls import Call, tensors_in
+from fedcover.submodels.tracing.unit_labels import Labels, along, varying
 
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 """How many blocks of rows, one below the other, the weights of a layer have for each hidden unit."""

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedcover.errors import InvalidValue
-from fedcover.groups import check, cuts_by_tensor, positions, units_kept
 from fedcover.models import MODELS, tensors
+from fedcover.submodels.unit_groups import check, cuts_by_tensor, positions, units_kept
 from fedcover.types import Cut, UnitGroup
 from tests.helpers.cutting import layouts
 

@@ -16,14 +16,14 @@ from torch.utils._pytree import tree_flatten
 
 from fedcover.errors import InvalidValue
 from fedcover.rng import seeded
-from fedcover.submodel import is_told
-from fedcover.tracing.arguments import in_places
-from fedcover.tracing.calls import Call, by_name, tensors_in
-from fedcover.tracing.labels import Field, Labels
-from fedcover.tracing.layers import apply, known
-from fedcover.tracing.numbers import Number, plain
-from fedcover.tracing.promises import PROMISES, TOLD_PROMISES, keep
-from fedcover.tracing.twins import TWINS
+from fedcover.submodels.build import is_told
+from fedcover.submodels.tracing.arguments import in_places
+from fedcover.submodels.tracing.calls import Call, by_name, tensors_in
+from fedcover.submodels.tracing.masked_ops import TWINS
+from fedcover.submodels.tracing.size_constraints import PROMISES, TOLD_PROMISES, keep
+from fedcover.submodels.tracing.symbolic_sizes import Number, plain
+from fedcover.submodels.tracing.unit_labels import Field, Labels
+from fedcover.submodels.tracing.weighted_ops import apply, known
 
 COUNTED = ("groups",)
 """Numbers of torch's layers that their tensors do not tell."""

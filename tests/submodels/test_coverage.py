@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedcover import coverage as cov
 from fedcover.policies.magnitude import magnitude, rank_by_magnitude
-from fedcover.reduction import Masks, Slices, windows
+from fedcover.submodels import coverage as cov
+from fedcover.submodels.reductions import Masks, Slices, windows
 from fedcover.types import Client, Coverage, View
 from tests.helpers.cutting import kept_units, layouts
 

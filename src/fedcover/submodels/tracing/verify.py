@@ -12,13 +12,13 @@ from torch.utils._pytree import tree_flatten
 
 from fedcover.errors import InvalidValue
 from fedcover.models import tensors
-from fedcover.reduction import Slices
 from fedcover.rng import generator, seeded
-from fedcover.submodel import fill, submodel
-from fedcover.tracing.labels import Field
-from fedcover.tracing.reading import as_whole
-from fedcover.tracing.twins import Masked, Quiet
-from fedcover.tracing.watch import Notes, Place, Step
+from fedcover.submodels.build import fill, submodel
+from fedcover.submodels.reductions import Slices
+from fedcover.submodels.tracing.extract_groups import as_whole
+from fedcover.submodels.tracing.masked_ops import Masked, Quiet
+from fedcover.submodels.tracing.tracer import Notes, Place, Step
+from fedcover.submodels.tracing.unit_labels import Field
 from fedcover.types import Params, UnitGroup
 
 DRAWS = 3

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedcover.errors import InvalidValue, unknown
-from fedcover.tracing.watch import Notes
+from fedcover.submodels.tracing.tracer import Notes
 from fedcover.types import Count, Cut, UnitGroup
 
 Place = tuple[str, int]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedcover.errors import InvalidValue
-from fedcover.reduction import Masks, Slices, around, drawn
+from fedcover.submodels.reductions import Masks, Slices, around, drawn
 from fedcover.types import Reduction, UnitGroup
 
 _DRAW, _WINDOWS, _UNITS, _MASKS = b"D", b"W", b"U", b"M"
@@ -18,7 +18,7 @@ _DRAW, _WINDOWS, _UNITS, _MASKS = b"D", b"W", b"U", b"M"
 def encode(reduction: Reduction) -> bytes:
     """Two numbers for a draw, two per group for windows, else one bit per unit or per prunable weight.
 
-    >>> from fedcover.reduction import windows
+    >>> from fedcover.submodels.reductions import windows
     >>> len(encode(windows((UnitGroup("hidden", 1000, ()),), 0.5)))
     9
     """
@@ -38,7 +38,7 @@ def encode(reduction: Reduction) -> bytes:
 def decode(encoded: bytes, groups: tuple[UnitGroup, ...], prunable: Mapping[str, Tensor]) -> Reduction:
     """The reduction that `encode` wrote; of `prunable` (the model's prunable tensors) only shapes are read.
 
-    >>> from fedcover.reduction import windows
+    >>> from fedcover.submodels.reductions import windows
     >>> g = (UnitGroup("hidden", 8, ()),)
     >>> decode(encode(windows(g, 0.5, {"hidden": 6})), g, {}).kept["hidden"].tolist()
     [0, 1, 6, 7]

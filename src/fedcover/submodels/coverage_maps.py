@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
-from fedcover.reduction import Slices
+from fedcover.submodels.reductions import Slices
 from fedcover.types import Params, Reduction, Update
 
 SIDE = 12

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedcover.tracing.atoms import Atoms
+from fedcover.submodels.tracing.atoms import Atoms
 
 Arithmetic = Callable[["Number", int], Any]
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedcover.tracing.labels import Labels, along, varying
-from fedcover.tracing.numbers import Number
+from fedcover.submodels.tracing.symbolic_sizes import Number
+from fedcover.submodels.tracing.unit_labels import Labels, along, varying
 
 Promise = Callable[[Labels, Sequence[Any], Mapping[str, Any], Any], None]
 Size = int | None

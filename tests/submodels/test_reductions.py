@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedcover.errors import InvalidValue
-from fedcover.groups import units_kept
 from fedcover.models import MODELS
-from fedcover.reduction import Masks, Slices, drawn, parameters_at, width_within, windows
+from fedcover.submodels.reductions import Masks, Slices, drawn, parameters_at, width_within, windows
+from fedcover.submodels.unit_groups import units_kept
 from fedcover.types import Cut, UnitGroup
 from tests.helpers.cutting import kept_units, layouts
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from fedcover.tracing.arguments import in_places
+from fedcover.submodels.tracing.arguments import in_places
 
 Twin = Callable[[Tensor, Sequence[Any], Mapping[str, Any], Tensor], Tensor]
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from fedcover.errors import InvalidValue
-from fedcover.groups import cuts_by_tensor, positions, units_kept
-from fedcover.portions import Portion
-from fedcover.regions import Index, InSlab, Region, add, as_slice, length, take, within_slab
 from fedcover.rng import generator
+from fedcover.submodels.indexing import Index, InSlab, Region, add, as_slice, length, take, within_slab
+from fedcover.submodels.partial_params import Portion
+from fedcover.submodels.unit_groups import cuts_by_tensor, positions, units_kept
 from fedcover.tensors import Slab, add_scaled, flat, joined, shapes_of, zeros
 from fedcover.types import Cut, Params, Reduction, UnitGroup
 

@@ -10,11 +10,11 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import fedcover as fc
 from fedcover.engines import pools
-from fedcover.groups import check
 from fedcover.models import tensors
-from fedcover.reduction import drawn, windows
-from fedcover.submodel import fill, submodel
-from fedcover.tracing import trace
+from fedcover.submodels.build import fill, submodel
+from fedcover.submodels.reductions import drawn, windows
+from fedcover.submodels.tracing import trace
+from fedcover.submodels.unit_groups import check
 from fedcover.types import Cut
 from tests.helpers.idioms import Written
 
