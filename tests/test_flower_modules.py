@@ -67,7 +67,7 @@ def test_modules_from_elsewhere_and_of_the_installation_stay(beside, tmp_path):
     written(beside, ways_there=POLICY)
     wanted = Experiment(policy="ways_there:halves", clients=4, active=2)
     assert modules_of(wanted, [tmp_path / "another"]) == {}
-    installed = Experiment(policy="fedcover.policies.windows:prefix", clients=4, active=2)
+    installed = Experiment(policy="fedcover.policies.width:prefix", clients=4, active=2)
     assert modules_of(installed, [beside]) == {}
 
 

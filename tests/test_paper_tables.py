@@ -11,7 +11,7 @@ from fedcover.paper import tables
 from fedcover.paper.claims import COLUMNS, claimed, codename_rows, codenames, main_rows
 from fedcover.paper.designs import RESNET_FLEETS, aimed_coverage, designs
 from fedcover.paper.tables import Figures, audit_tables, closed_form
-from fedcover.policies.regions import capacities
+from fedcover.policies.paper_regions import capacities
 from tests.helpers.paper_tables import PRUNING, SUBNET
 
 

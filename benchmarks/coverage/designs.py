@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from fedcover.errors import InvalidValue
-from fedcover.planner import GOLDEN, Group, Runs
 from fedcover.policies.magnitude import rank_by_magnitude
 from fedcover.policies.planned import groups_of
+from fedcover.policies.planner.single_group import GOLDEN, Group, Runs
 from fedcover.rng import generator
 from fedcover.submodels.reductions import Masks
 from fedcover.types import View

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from fedcover.errors import InvalidValue as InvalidValue
     from fedcover.experiment import Experiment as Experiment
     from fedcover.export import load_part as load_part
-    from fedcover.planner import plan as plan
     from fedcover.policies import per_client as per_client
+    from fedcover.policies.planner.single_group import plan as plan
     from fedcover.preparation import Machine as Machine
     from fedcover.reporting import report as report
     from fedcover.runs import Run as Run
@@ -63,7 +63,7 @@ _HOME = {
     "load": "runs",
     "load_part": "export",
     "per_client": "policies",
-    "plan": "planner",
+    "plan": "policies.planner.single_group",
     "replay": "runs",
     "report": "reporting",
     "resume": "runs",

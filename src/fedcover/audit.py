@@ -11,7 +11,7 @@ from fedcover.errors import InvalidValue
 from fedcover.experiment import Experiment
 from fedcover.fleet import Fleet
 from fedcover.policies import growth_of
-from fedcover.policies.regions import region_coverage
+from fedcover.policies.paper_regions import region_coverage
 from fedcover.preparation import named_policy, source_of
 from fedcover.submodels import coverage
 from fedcover.submodels.cost import cost, memory_to_train, uses_of_weights

@@ -23,7 +23,7 @@ from fedcover.host import disk
 from fedcover.models import MODELS
 from fedcover.models.norms import NORMS
 from fedcover.policies import POLICIES
-from fedcover.policies.regions import capacities, check_codename
+from fedcover.policies.paper_regions import capacities, check_codename
 from fedcover.privacy import PRIVACY, check_clip
 from fedcover.recipes import RECIPES
 from fedcover.recipes.labels import ABSENT

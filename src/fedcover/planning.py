@@ -15,15 +15,15 @@ from torch import Tensor
 
 from fedcover.audit import shape_of
 from fedcover.building import build_model
-from fedcover.design import Wish, is_exact, level, narrowed, tally, upper_bound
 from fedcover.errors import InvalidValue, unknown
 from fedcover.experiment import Experiment
 from fedcover.fleet import Fleet
-from fedcover.planner import Group
 from fedcover.plotting import COLOURS, MARKERS, new_figure, save
 from fedcover.policies import POLICIES
-from fedcover.policies.copies import number
 from fedcover.policies.planned import KINDS, groups_of, planned
+from fedcover.policies.planner.multi_group import Wish, is_exact, level, narrowed, tally, upper_bound
+from fedcover.policies.planner.single_group import Group
+from fedcover.policies.replication import number
 from fedcover.submodels import coverage
 from fedcover.submodels.cost import uses_of_weights
 from fedcover.submodels.reductions import Slices

@@ -18,7 +18,7 @@ from fedcover.figures import figures
 from fedcover.fleet import Fleet, drops_out, sample_cohort
 from fedcover.grid_noise import Stream, fresh_stream
 from fedcover.models.norms import running, statistics_key
-from fedcover.policies.common import check_parts, one_of_a_kind
+from fedcover.policies.base import check_parts, one_of_a_kind
 from fedcover.privacy import Gaussian, most_turns, private_mean
 from fedcover.ranks import ALONE, Ranks
 from fedcover.submodels import coverage as cov

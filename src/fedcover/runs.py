@@ -20,7 +20,7 @@ from fedcover.evaluation import WHOLE, ready
 from fedcover.experiment import Experiment, read_experiment
 from fedcover.folders import Folder
 from fedcover.host import signals
-from fedcover.policies.common import fits
+from fedcover.policies.base import fits
 from fedcover.preparation import Machine, Parts, prepare
 from fedcover.processes import Job, no_more_than_clients, sharing
 from fedcover.refusals import check_rows_are_here

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fedcover.experiment import Experiment
 from fedcover.paper.claims import LEVELS, SETTINGS, codenames
 from fedcover.paper.quarters import slot_coverage
-from fedcover.policies.regions import region_coverage
+from fedcover.policies.paper_regions import region_coverage
 
 HOMOGENEOUS = {
     "mnist": {"low": 0.75, "medium": 0.5, "high": 0.25},

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fedcover.errors import InvalidValue
-from fedcover.policies.regions import kept_regions, quarter_by_magnitude
+from fedcover.policies.paper_regions import kept_regions, quarter_by_magnitude
 from fedcover.submodels.reductions import Masks
 from fedcover.types import Params, Reduction, View
 

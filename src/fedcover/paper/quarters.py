@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from fedcover.errors import InvalidValue, unknown
-from fedcover.policies.regions import KINDS, keep_regions
+from fedcover.policies.paper_regions import KINDS, keep_regions
 from fedcover.types import Reduction, View
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from fedcover.audit import audit_codename
 from fedcover.paper.claims import CodenameRow, codename_rows, codenames, main_rows
-from fedcover.policies.regions import KINDS, capacities, region_coverage
+from fedcover.policies.paper_regions import KINDS, capacities, region_coverage
 
 INPUTS, HIDDEN, CLASSES = 784, 200, 10
 SHARES = (1.0, 0.75, 0.5)

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from fedcover.policies.common import per_client as per_client
+from fedcover.policies.base import per_client as per_client
 from fedcover.policies.magnitude import magnitude
+from fedcover.policies.paper_regions import regions
 from fedcover.policies.planned import growth, planned
 from fedcover.policies.prunefl import prunefl
-from fedcover.policies.regions import regions
-from fedcover.policies.windows import exclude, full, homogeneous, prefix, random, rolling
+from fedcover.policies.width import exclude, full, homogeneous, prefix, random, rolling
 from fedcover.types import Growth, Policy, Reduction
 
 POLICIES: dict[str, Callable[..., Sequence[Reduction | None]]] = {

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fedcover.errors import unknown
-from fedcover.policies.common import prunable_budget, prunable_weights
+from fedcover.policies.base import prunable_budget, prunable_weights
 from fedcover.submodels.reductions import Masks
 from fedcover.types import View
 

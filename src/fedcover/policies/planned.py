@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
-from fedcover.design import Wish, colours, design, is_exact, unit_energies
 from fedcover.errors import InvalidValue, unknown
-from fedcover.objective import Bound
-from fedcover.planner import Group, Runs
-from fedcover.policies.common import prunable_budget, prunable_weights, width
-from fedcover.policies.copies import copying, number, parts
+from fedcover.policies.base import prunable_budget, prunable_weights, width
+from fedcover.policies.planner.multi_group import Wish, colours, design, is_exact, unit_energies
+from fedcover.policies.planner.objective import Bound
+from fedcover.policies.planner.single_group import Group, Runs
+from fedcover.policies.replication import copying, number, parts
 from fedcover.submodels.coverage import energy
 from fedcover.submodels.reductions import Masks, Slices
 from fedcover.submodels.unit_groups import units_kept

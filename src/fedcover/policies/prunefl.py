@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedcover.errors import InvalidValue
-from fedcover.policies.common import prunable_budget
+from fedcover.policies.base import prunable_budget
 from fedcover.policies.magnitude import rank_by_magnitude
 from fedcover.submodels.reductions import Masks
 from fedcover.types import Params, View

@@ -14,7 +14,7 @@ from fedcover.errors import InvalidValue
 from fedcover.evaluation import evaluate
 from fedcover.planning import fleet_view
 from fedcover.policies import POLICIES
-from fedcover.policies.copies import copying, number
+from fedcover.policies.replication import copying, number
 from fedcover.preparation import Machine, Parts, prepare
 from fedcover.rounds import cohort_of, first_state, view_of
 from fedcover.submodels import coverage

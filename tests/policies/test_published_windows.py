@@ -8,7 +8,7 @@ import torch
 
 from fedcover.errors import InvalidValue
 from fedcover.policies import POLICIES
-from fedcover.policies.common import check_parts
+from fedcover.policies.base import check_parts
 from fedcover.submodels.reductions import Slices
 from fedcover.types import Client, Coverage, Cut, Params, UnitGroup, View
 

@@ -9,7 +9,7 @@ from fedcover.data.partition import PARTITIONS
 from fedcover.errors import InvalidValue
 from fedcover.models import MODELS, tensors
 from fedcover.policies import POLICIES
-from fedcover.policies.common import fits
+from fedcover.policies.base import fits
 from fedcover.registry import options_of
 from fedcover.rounds import cohort_of, view_of
 from fedcover.submodels import unit_groups

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedcover.errors import InvalidValue, unknown
-from fedcover.policies.common import prunable_weights
+from fedcover.policies.base import prunable_weights
 from fedcover.policies.magnitude import rank_by_magnitude
 from fedcover.submodels.reductions import Masks, Slices
 from fedcover.types import Reduction, UnitGroup, View

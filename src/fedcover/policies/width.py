@@ -5,7 +5,7 @@ McMahan, Talwalkar: Expanding the reach of federated learning (Federated Dropout
 """
 
 from fedcover.errors import InvalidValue
-from fedcover.policies.common import per_capacity, per_client, width
+from fedcover.policies.base import per_capacity, per_client, width
 from fedcover.rng import key
 from fedcover.submodels.reductions import Slices, drawn, windows
 from fedcover.types import Client, View

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from fedcover.errors import InvalidValue
-from fedcover.objective import Bound, least_wish
-from fedcover.planner import GOLDEN, Group, Profile, Runs, best_gamma
+from fedcover.policies.planner.objective import Bound, least_wish
+from fedcover.policies.planner.single_group import GOLDEN, Group, Profile, Runs, best_gamma
 from fedcover.submodels.reductions import Slices
 from fedcover.submodels.unit_groups import cuts_by_tensor
 from fedcover.types import Params, Reduction, UnitGroup

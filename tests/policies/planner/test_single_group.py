@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedcover import planner
 from fedcover.errors import InvalidValue
-from fedcover.objective import Bound
-from fedcover.planner import Group, Runs, best_gamma, frontier, plan
+from fedcover.policies.planner import single_group
+from fedcover.policies.planner.objective import Bound
+from fedcover.policies.planner.single_group import Group, Runs, best_gamma, frontier, plan
 
 BASE = 6
 """Column sums of up to five clients are digits below six, so that a vector of them is one number."""
@@ -170,7 +170,7 @@ class TestTheObjective:
 def test_above_the_limit_a_plan_is_runs(monkeypatch):
     energies, budgets = np.arange(30.0), [30, 20, 10, 7]
     matrix = plan(energies, budgets, gamma=2)
-    monkeypatch.setattr(planner, "LARGEST_MATRIX", 10)
+    monkeypatch.setattr(single_group, "LARGEST_MATRIX", 10)
     runs = plan(energies, budgets, gamma=2)
     assert isinstance(runs, Runs)
     assert (runs.matrix().numpy() == matrix).all()

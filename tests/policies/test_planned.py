@@ -7,14 +7,14 @@ from itertools import combinations
 import pytest
 import torch
 
-from fedcover.design import colours, is_exact, narrowed, steps, tally, unit_energies
 from fedcover.errors import InvalidValue
 from fedcover.experiment import Experiment
 from fedcover.planning import fleet_view, rounds_to_cover
 from fedcover.policies import POLICIES
-from fedcover.policies.common import fits
+from fedcover.policies.base import fits
+from fedcover.policies.paper_regions import capacities, region_coverage
 from fedcover.policies.planned import groups_of, planned
-from fedcover.policies.regions import capacities, region_coverage
+from fedcover.policies.planner.multi_group import colours, is_exact, narrowed, steps, tally, unit_energies
 from fedcover.preparation import Machine, prepare
 from fedcover.rounds import cohort_of, first_state, run_round, view_of
 from fedcover.submodels import coverage

@@ -13,8 +13,8 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from fedcover.design import is_exact
-from fedcover.policies.common import width
+from fedcover.policies.base import width
+from fedcover.policies.planner.multi_group import is_exact
 from fedcover.submodels.reductions import Slices
 from fedcover.submodels.unit_groups import cuts_by_tensor, units_kept
 from fedcover.types import Client, Params, UnitGroup, View

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedcover.errors import InvalidValue
-from fedcover.objective import Bound, least_wish
+from fedcover.policies.planner.objective import Bound, least_wish
 
 LARGEST_MATRIX = 10**8
 """Entries (clients x units) above which a plan stays a list of runs."""

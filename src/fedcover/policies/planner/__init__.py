@@ -1,0 +1,1 @@
+"""Exact plans of who trains what."""
