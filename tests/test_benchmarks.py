@@ -13,8 +13,8 @@ from benchmarks.flower_memory import growth, hold_more, least, telling, told, tr
 from fedcover.bench import Line, eager, ours, page
 from fedcover.bench.measuring import in_turns
 from fedcover.cli import measuring
-from fedcover.engines.pools import plainly
 from fedcover.preparation import Machine
+from fedcover.training.engines.runners import plainly
 
 SMALL = {"clients": 2, "batch": 2}
 
@@ -49,7 +49,7 @@ def test_the_loop_learns():
 @pytest.mark.parametrize("together", [False, True])
 def test_our_own_steps_are_measured_alike(monkeypatch, together):
     # what is compiled is tested elsewhere
-    monkeypatch.setattr(import_module("fedcover.engines.batched"), "compiled", plainly)
+    monkeypatch.setattr(import_module("fedcover.training.engines.batched"), "compiled", plainly)
     machine = Machine("streams", "cpu", threads=1).resolved()
     found = ours.step_seconds("mlp", machine, clients=2, together=together, repeats=2)
     assert len(found) == 2

@@ -4,8 +4,8 @@ import pytest
 
 import fedcover as fc
 from fedcover.choice import engine_for
-from fedcover.engines import crew_layers
 from fedcover.preparation import prepare
+from fedcover.training.engines import stacked_layers
 
 IMAGES = {"dataset": "digits", "model": "cnn", "clients": 20}
 CASES = {
@@ -21,7 +21,7 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def _with_triton(monkeypatch):
-    monkeypatch.setattr(crew_layers, "find_spec", lambda name: name)
+    monkeypatch.setattr(stacked_layers, "find_spec", lambda name: name)
 
 
 def setup(**fields):
@@ -34,7 +34,7 @@ def test_on_a_gpu_clients_of_images_train_in_crews_where_that_pays(fields, engin
 
 
 def test_without_triton_there_are_no_crews_of_images(monkeypatch):
-    monkeypatch.setattr(crew_layers, "find_spec", lambda name: None)
+    monkeypatch.setattr(stacked_layers, "find_spec", lambda name: None)
     assert engine_for(setup(), "auto", "cuda:1") == "streams"
 
 

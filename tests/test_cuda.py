@@ -6,12 +6,12 @@ import torch
 import fedcover as fc
 from fedcover import checkpoints
 from fedcover.checkpoints import found
-from fedcover.engines.pools import pool_of
 from fedcover.errors import RunError
 from fedcover.grid_noise import keyed_stream
 from fedcover.privacy import private_mean
 from fedcover.submodels.reductions import Masks
 from fedcover.sweeps import varied
+from fedcover.training.engines.runners import pool_of
 from tests.helpers import crew_twin
 from tests.helpers.worlds import same
 
@@ -80,7 +80,7 @@ CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize(("clients", "images", "inputs", "outputs", "size", "side", "stride", "padding"), SHAPES)
 def test_kernels_of_a_crew_equal_their_slow_twin(clients, images, inputs, outputs, size, side, stride, padding, dtype):
-    crew_kernels = pytest.importorskip("fedcover.engines.crew_kernels")
+    crew_kernels = pytest.importorskip("fedcover.training.engines.triton_kernels")
     torch.manual_seed(0)
 
     def drawn(*shape):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fedcover.errors import InvalidValue
 from fedcover.experiment import Experiment, parse_change, read_experiment
-from fedcover.recipes.labels import ABSENT
+from fedcover.training.recipes.label_masking import ABSENT
 
 NAN, INF = float("nan"), float("inf")
 plain = st.characters(exclude_categories=["Cs"])

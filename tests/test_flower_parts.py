@@ -20,7 +20,6 @@ from fedcover import console
 from fedcover.arrays import Refused, Wanted
 from fedcover.cli import flower as commands
 from fedcover.cli.flower import check_connection
-from fedcover.engines import ENGINES
 from fedcover.errors import InvalidValue, RunError
 from fedcover.experiment import Experiment
 from fedcover.flower.apps import Settings, write_app
@@ -44,6 +43,7 @@ from fedcover.rounds import Report, cohort_of, view_of
 from fedcover.runs import run
 from fedcover.submodels.reductions import Masks, drawn, windows
 from fedcover.summary import unanswered
+from fedcover.training.engines import ENGINES
 from tests.helpers.worlds import world
 
 CUT = {

@@ -11,7 +11,7 @@ from fedcover.aggregation import RULES, coverage_mean, median
 from fedcover.evaluation import evaluate
 from fedcover.rounds import cohort_of, run_round, view_of
 from fedcover.submodels.reductions import Masks, Slices
-from fedcover.training import train_client
+from fedcover.training.local_sgd import train_client
 from fedcover.types import Cut, Samples, UnitGroup
 from tests.helpers.worlds import same, world
 

@@ -24,7 +24,7 @@ from fedcover.privacy import Gaussian, Grid, gaussian, most_turns, private_mean
 from fedcover.rounds import aggregate, cohort_of, run_round, view_of
 from fedcover.submodels.coverage import count
 from fedcover.submodels.reductions import Masks, Within
-from fedcover.training import train_client
+from fedcover.training.local_sgd import train_client
 from tests.helpers.worlds import same, world
 
 SMALL = {"clients": 20, "active": 4, "rounds": 3, "epochs": 1}
@@ -524,7 +524,7 @@ def test_the_least_and_the_most_noise_can_be_accounted_for(noise):
         ({"model": "wide_resnet(depth=10, widen=1)"}, "privacy: batch norm of model .* use norm = 'group'"),
         ({"policy": "prunefl", "recipe": "prunefl"}, "privacy: what clients measure under recipe 'prunefl'"),
         ({"privacy": "gaussian(noise=1.0, delta=0.5)"}, r"privacy: delta must be below 1 / clients .* got 0\.5"),
-        ({"privacy": "fedcover.recipes:plain"}, "must make a fedcover Gaussian; got Recipe"),
+        ({"privacy": "fedcover.training.recipes:plain"}, "must make a fedcover Gaussian; got Recipe"),
         ({"recipe": "hermes"}, "privacy: with this recipe a client chooses what it trains"),
     ],
 )

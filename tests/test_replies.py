@@ -19,7 +19,7 @@ from fedcover.replies import NORM_LIMIT, REASONS, REMEMBERED, Ledger, RawReply, 
 from fedcover.rounds import aggregate, cohort_of, view_of
 from fedcover.submodels.coverage import count
 from fedcover.submodels.reductions import Within
-from fedcover.training import train_client
+from fedcover.training.local_sgd import train_client
 from fedcover.types import Update
 from tests.helpers.repository import ROOT
 from tests.helpers.worlds import same, world

@@ -11,9 +11,9 @@ from torch.distributed import FileStore
 from fedcover.policies import POLICIES
 from fedcover.processes import joined
 from fedcover.ranks import Ranks, physical_cores, share, worthwhile
-from fedcover.recipes import RECIPES
 from fedcover.rounds import cohort_of, view_of
 from fedcover.sharing import price
+from fedcover.training.recipes import RECIPES
 from fedcover.types import Assignment
 from tests.helpers.repository import ROOT
 from tests.helpers.second_process import setup_of, share_rounds, tensors_of, two_rounds

@@ -9,10 +9,10 @@ from torch import nn
 
 import fedcover as fc
 from fedcover.cli.varying import choices_of
-from fedcover.engines.pools import plainly
 from fedcover.errors import FedcoverError, InvalidValue
 from fedcover.runs import load
 from fedcover.sweeps import MPS, QUEUES, processes_for, sharing_a_gpu, sweep, varied
+from fedcover.training.engines.runners import plainly
 
 BASE = {"clients": 20, "active": 4, "rounds": 3, "epochs": 1, "model": "mlp(hidden=[8])", "assignment": "slot"}
 FIGURES = ("accuracy", "loss", "train_loss", "gamma_round", "histogram", "delta2_mean")
@@ -36,7 +36,7 @@ CREWS = fc.Machine(engine="batched")
 @pytest.fixture
 def uncompiled(monkeypatch):
     """What is compiled is tested elsewhere, and takes long."""
-    monkeypatch.setattr(import_module("fedcover.engines.batched"), "compiled", plainly)
+    monkeypatch.setattr(import_module("fedcover.training.engines.batched"), "compiled", plainly)
 
 
 @pytest.mark.parametrize("partition", ["iid", "dirichlet(alpha=0.3)"])
@@ -72,15 +72,15 @@ def test_a_run_never_trains_with_the_module_of_another(uncompiled):
 
 def test_crews_reach_over_runs(monkeypatch, uncompiled):
     sizes = []
-    from fedcover.engines import lanes
+    from fedcover.training.engines import buffers
 
-    load_crew = lanes.Lane.load
+    load_crew = buffers.Lane.load
 
     def counting(self, clients):
         sizes.append(len(clients))
         load_crew(self, clients)
 
-    monkeypatch.setattr(lanes.Lane, "load", counting)
+    monkeypatch.setattr(buffers.Lane, "load", counting)
     list(sweep(varied(fc.Experiment(**BASE, policy="full", fleet="1x1"), {}, seeds=5), machine=CREWS))
     assert max(sizes) >= 10  # five runs of four clients, of which not all have equally many rows
 

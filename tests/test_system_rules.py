@@ -12,7 +12,7 @@ from fedcover.errors import InvalidValue
 from fedcover.fleet import drops_out
 from fedcover.rounds import cohort_of, run_round
 from fedcover.submodels.reductions import Masks, windows
-from fedcover.training import train_client
+from fedcover.training.local_sgd import train_client
 from fedcover.types import Cut, UnitGroup
 from tests.helpers import twins
 from tests.helpers.worlds import same, world

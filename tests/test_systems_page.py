@@ -9,8 +9,8 @@ import pytest
 from fedcover import cli
 from fedcover.aggregation import OVER, RULES, SERVERS, UNCOVERED, WEIGHTS
 from fedcover.models.norms import NORMS
-from fedcover.recipes import RECIPES
-from fedcover.recipes.labels import ABSENT
+from fedcover.training.recipes import RECIPES
+from fedcover.training.recipes.label_masking import ABSENT
 from tests.helpers.documents import BLOCKS, COMMANDS, PAGE
 
 pytestmark = pytest.mark.usefixtures("only_the_cpu")

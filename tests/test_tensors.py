@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from fedcover import checkpoints, sharing, tensors
 from fedcover.aggregation import OVER, Sums, coverage_mean, mean_of
-from fedcover.engines.batched import batched
-from fedcover.engines.pools import plainly
 from fedcover.experiment import Experiment
 from fedcover.preparation import Machine, Parts, prepare
-from fedcover.recipes.plain import cross_entropy
 from fedcover.rounds import first_state, run_round
 from fedcover.submodels.reductions import Masks, Slices, Within
 from fedcover.tensors import Slab, joined, shapes_of
+from fedcover.training.engines.batched import batched
+from fedcover.training.engines.runners import plainly
+from fedcover.training.recipes.fedprox import cross_entropy
 from fedcover.types import Cut, Model, Outcome, Recipe, UnitGroup
 from tests.helpers.cutting import kept_units, layouts
 

@@ -15,10 +15,10 @@ from fedcover.experiment import Experiment
 from fedcover.models import MODELS
 from fedcover.models.meta_device import Unsuitable, hollow_or_whole, is_hollow
 from fedcover.models.norms import with_statistics
-from fedcover.recipes import RECIPES, own_labels
 from fedcover.refusals import check_parameters, other_types
 from fedcover.submodels import unit_groups
 from fedcover.submodels.tracing import trace
+from fedcover.training.recipes import RECIPES, own_labels
 from fedcover.types import Model, Recipe, UnitGroup
 
 ROWS = 4

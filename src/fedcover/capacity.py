@@ -19,7 +19,7 @@ from fedcover.errors import InvalidValue
 from fedcover.rounds import Setup, client_of, first_state
 from fedcover.submodels.cost import memory_to_train
 from fedcover.submodels.reductions import Slices, width_within, windows
-from fedcover.training import train_client
+from fedcover.training.local_sgd import train_client
 from fedcover.types import Shard, Source
 
 SHARES = (1.0, 0.75, 0.5, 0.375, 0.25, 0.1875, 0.125, 0.0625, 0.03125)

@@ -1,8 +1,8 @@
 """Which engine pays for a run: it depends on how much work a step is, how many there are, and on the device."""
 
-from fedcover.engines import crew_layers
 from fedcover.models.norms import statistics_key
 from fedcover.rounds import Setup
+from fedcover.training.engines import stacked_layers
 
 WORTH_COMPILING = 100_000
 """Steps of all clients in a run from which on compiling them (10 to 40 seconds, once) saves more than it takes."""
@@ -42,7 +42,7 @@ def engine_for(setup: Setup, engine: str, device: str) -> str:
 def _in_crews(setup: Setup) -> bool:
     """Whether a GPU is better filled by a layer of all clients at once than by all clients one layer each."""
     task = setup.task
-    known = crew_layers.usable(task.model.module) and statistics_key(task.norm, 1.0) is None
+    known = stacked_layers.usable(task.model.module) and statistics_key(task.norm, 1.0) is None
     alike = len(set(_rows(setup))) <= 2  # a crew takes equally many steps, and each number is captured for itself
     return known and alike and multiply_adds(setup) * task.local.batch_size < LARGE_STEP
 

@@ -25,9 +25,9 @@ from fedcover.models.norms import NORMS
 from fedcover.policies import POLICIES
 from fedcover.policies.paper_regions import capacities, check_codename
 from fedcover.privacy import PRIVACY, check_clip
-from fedcover.recipes import RECIPES
-from fedcover.recipes.labels import ABSENT
-from fedcover.training import SCHEDULES
+from fedcover.training.local_sgd import SCHEDULES
+from fedcover.training.recipes import RECIPES
+from fedcover.training.recipes.label_masking import ABSENT
 
 MOST, HUGE = 1_000_000_000, 1e30
 """Beyond these, numbers are typing errors, and torch would stumble over them."""

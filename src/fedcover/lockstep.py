@@ -15,18 +15,18 @@ from torch import nn
 from fedcover.choice import engine_for, has_small_steps
 from fedcover.courses import Course, where_it_stopped
 from fedcover.data import datasets
-from fedcover.engines.batched import in_crews
-from fedcover.engines.lanes import Answer, Job
-from fedcover.engines.memory import fingerprint
-from fedcover.engines.pools import Pool, say
-from fedcover.engines.steps import Unfit
-from fedcover.engines.streams import AT_ONCE, side_by_side
 from fedcover.errors import InvalidValue, TrainingDiverged
 from fedcover.experiment import Experiment
 from fedcover.folders import Folder
 from fedcover.preparation import Machine, Parts, prepare
 from fedcover.rounds import Asked, Report, Setup, ask, conclude, first_state
 from fedcover.summary import Metrics
+from fedcover.training.engines.batched import in_crews
+from fedcover.training.engines.buffers import Answer, Job
+from fedcover.training.engines.fingerprint import fingerprint
+from fedcover.training.engines.runners import Pool, say
+from fedcover.training.engines.sgd_step import Unfit
+from fedcover.training.engines.streams import AT_ONCE, side_by_side
 from fedcover.types import Assignment, Dataset, Update
 
 CLIENTS_AT_ONCE = {"cpu": 100, "cuda": 1500}

@@ -20,8 +20,6 @@ from fedcover.contracts import checked_server, named_rule
 from fedcover.data import datasets
 from fedcover.data.client_data import Elsewhere, Holding, Partitioned, Synthetic
 from fedcover.data.partition import PARTITIONS
-from fedcover.engines import ENGINES, PRECISIONS
-from fedcover.engines.pools import say
 from fedcover.errors import InvalidValue, unknown
 from fedcover.experiment import HUGE, Experiment
 from fedcover.models import tensors
@@ -32,7 +30,9 @@ from fedcover.ranks import physical_cores, worthwhile
 from fedcover.refusals import check_dataset, check_outputs, check_private, check_switches, check_trainable, names_of
 from fedcover.rounds import Setup, cohort_of
 from fedcover.submodels import unit_groups
-from fedcover.training import SCHEDULES
+from fedcover.training.engines import ENGINES, PRECISIONS
+from fedcover.training.engines.runners import say
+from fedcover.training.local_sgd import SCHEDULES
 from fedcover.types import Dataset, Engine, LocalTraining, Model, Policy, Source, Task
 
 MOST_THREADS = 1024

@@ -1,10 +1,10 @@
-"""What `fedcover.engines.crew_kernels` computes, in torch's own words and one client after another: its slow twin."""
+"""What `fedcover.training.engines.triton_kernels` computes, client by client in torch's own words: its slow twin."""
 
 import torch
 from torch.nn import functional as F
 from torch.nn.grad import conv2d_input, conv2d_weight
 
-from fedcover.engines.crew_layers import from_taps, taps
+from fedcover.training.engines.stacked_layers import from_taps, taps
 
 
 def first(x_BHWC):

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from fedcover.engines.sequential import sequential
 from fedcover.rounds import run_round
+from fedcover.training.engines.sequential import sequential
 from tests.helpers.worlds import same
 
 TORCH_WARNS = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # of itself, while it compiles

@@ -13,13 +13,13 @@ from functools import partial
 import torch
 from torch.distributed import FileStore
 
-from fedcover.engines.batched import batched
-from fedcover.engines.pools import plainly
-from fedcover.engines.sequential import sequential
 from fedcover.errors import FedcoverError
 from fedcover.processes import joined
 from fedcover.rounds import run_round
 from fedcover.sharing import shared
+from fedcover.training.engines.batched import batched
+from fedcover.training.engines.runners import plainly
+from fedcover.training.engines.sequential import sequential
 from tests.helpers.worlds import world
 
 ENGINES = {"sequential": sequential, "batched": partial(batched, make=plainly)}

@@ -9,7 +9,7 @@ from fedcover.models.depth_resnet import depth_resnet
 from fedcover.rounds import cohort_of, run_round, view_of
 from fedcover.submodels.build import submodel
 from fedcover.submodels.reductions import windows
-from fedcover.training import train_client
+from fedcover.training.local_sgd import train_client
 from fedcover.types import Batch
 from tests.helpers.worlds import same, world
 

@@ -8,7 +8,7 @@ import fedcover
 from fedcover.evaluation import WHOLE, logits, ready
 from fedcover.models.norms import NORMS, calibrate, on_batch_statistics, running, statistics_key
 from fedcover.rounds import aggregate, cohort_of, run_round, view_of
-from fedcover.training import train_client
+from fedcover.training.local_sgd import train_client
 from tests.helpers.worlds import same, world
 
 RESNET = "wide_resnet"

@@ -9,7 +9,6 @@ from benchmarks.coverage.cells import CIFAR, SHARED
 from torch import nn
 
 import fedcover as fc
-from fedcover.engines import ENGINES
 from fedcover.errors import InvalidValue
 from fedcover.evaluation import evaluate
 from fedcover.planning import fleet_view
@@ -19,6 +18,7 @@ from fedcover.preparation import Machine, Parts, prepare
 from fedcover.rounds import cohort_of, first_state, view_of
 from fedcover.submodels import coverage
 from fedcover.submodels.reductions import windows
+from fedcover.training.engines import ENGINES
 from tests.helpers.worlds import same
 
 FIELDS = {

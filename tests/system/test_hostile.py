@@ -5,8 +5,8 @@ import shutil
 import time
 from pathlib import Path
 
-from fedcover.engines.sequential import sequential
 from fedcover.flower.processes import local
+from fedcover.training.engines.sequential import sequential
 from tests.system.compromised import EACH, HUGE, ROUNDS, WHY
 from tests.system.harness import checkpoints, children, experiment, fair_deadline, reference, submit, wait_for
 

@@ -12,7 +12,6 @@ from rich.console import Console
 
 import fedcover as fc
 from fedcover.certificate.measuring import _refuse_another_cohort
-from fedcover.engines.sequential import sequential
 from fedcover.errors import InvalidValue, RunError
 from fedcover.flower import server
 from fedcover.flower.apps import Settings
@@ -25,6 +24,7 @@ from fedcover.flower.rows import wanted_of
 from fedcover.flower.server import begun, capacities, is_open, serve
 from fedcover.preparation import prepare, source_of
 from fedcover.summary import read_lines
+from fedcover.training.engines.sequential import sequential
 from fedcover.watching import frame, look
 from tests.helpers.own_rows import written
 from tests.system.compromised import EACH, WHY, _file, attack

@@ -21,7 +21,7 @@ WAYS = """
 import fedcover as fc
 from shares import most
 from fedcover.aggregation import coverage_mean
-from fedcover.recipes.plain import plain
+from fedcover.training.recipes.fedprox import plain
 
 def window(view):
     return [fc.windows(view.groups, min(most, client.capacity)) for client in view.cohort]

@@ -34,7 +34,7 @@ def test_a_node_that_is_killed_and_comes_back(tmp_path):
 def test_stragglers_do_not_hold_up_a_round(tmp_path, monkeypatch):
     """Who has not answered by the deadline is left out; the others count."""
     (tmp_path / "slow.py").write_text(
-        "import os, time\nfrom fedcover.recipes.plain import plain\n\n\n"
+        "import os, time\nfrom fedcover.training.recipes.fedprox import plain\n\n\n"
         "def recipe():\n    time.sleep(float(os.environ.get('SLOW', '0')))\n    return plain()\n"
     )
     wanted = experiment(recipe="plain", rounds=2, policy="prefix", active=8)

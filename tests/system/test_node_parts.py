@@ -17,14 +17,14 @@ from fedcover.flower.parcels import as_sent, bundle, headed, unbundle
 from fedcover.flower.working import sent_parcel
 from fedcover.models.meta_device import hollow_or_whole, is_hollow
 from fedcover.preparation import Machine, prepare
-from fedcover.recipes.plain import cross_entropy
 from fedcover.registry import is_own
 from fedcover.replies import pack
 from fedcover.rounds import ask, first_state, run_round
 from fedcover.submodels.partial_params import Portion
 from fedcover.submodels.reductions import windows
 from fedcover.submodels.unit_groups import to_json
-from fedcover.training import train_client
+from fedcover.training.local_sgd import train_client
+from fedcover.training.recipes.fedprox import cross_entropy
 from fedcover.types import Recipe
 from tests.helpers.worlds import SMALL_MODELS
 

@@ -18,7 +18,7 @@ from fedcover.preparation import Machine, prepare
 from fedcover.replies import pack
 from fedcover.rounds import first_state
 from fedcover.submodels.reductions import windows
-from fedcover.training import train_client
+from fedcover.training.local_sgd import train_client
 from fedcover.types import Client
 from tests.system.harness import children, submit
 

@@ -7,15 +7,15 @@ import torch
 
 from fedcover.bench.eager import BATCH, CLIENTS, JOBS, random_batches
 from fedcover.choice import engine_for
-from fedcover.engines.batched import crews_of, seated
-from fedcover.engines.lanes import Job, arrivals
-from fedcover.engines.pools import Pool, drive
-from fedcover.engines.streams import placed
 from fedcover.experiment import Experiment
 from fedcover.host import scratch
 from fedcover.preparation import Machine, Parts, prepare
 from fedcover.rounds import Report, Setup, ask, first_state
 from fedcover.runs import run
+from fedcover.training.engines.batched import crews_of, seated
+from fedcover.training.engines.buffers import Job, arrivals
+from fedcover.training.engines.runners import Pool, drive
+from fedcover.training.engines.streams import placed
 from fedcover.types import Assignment, Dataset, Samples
 
 EPOCHS = 5

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from fedcover.certificate.objective import Objective, squared
-from fedcover.recipes.plain import cross_entropy
 from fedcover.theory import Steps
-from fedcover.training import train_client
+from fedcover.training.local_sgd import train_client
+from fedcover.training.recipes.fedprox import cross_entropy
 from fedcover.types import Batch, Carry, Client, Forward, Params, Recipe, Reduction, Samples, State, Task, Update
 
 Look = Callable[[Forward, Params, Params, Batch], None]

@@ -19,7 +19,6 @@ from fedcover.cli.wanted import look_for_modules_here
 from fedcover.data import datasets
 from fedcover.data.client_data import Elsewhere, Synthetic
 from fedcover.data.partition import PARTITIONS
-from fedcover.engines import ENGINES
 from fedcover.errors import InvalidValue, unknown
 from fedcover.experiment import Experiment
 from fedcover.models import MODELS
@@ -30,10 +29,11 @@ from fedcover.planning import plot as draw_plan
 from fedcover.policies import POLICIES
 from fedcover.presets import PRESETS
 from fedcover.privacy import PRIVACY
-from fedcover.recipes import RECIPES
 from fedcover.registry import options_of
 from fedcover.runs import load
-from fedcover.training import SCHEDULES
+from fedcover.training.engines import ENGINES
+from fedcover.training.local_sgd import SCHEDULES
+from fedcover.training.recipes import RECIPES
 
 TABLES: dict[str, dict[str, Callable[..., Any]]] = {
     "policies": dict(POLICIES),

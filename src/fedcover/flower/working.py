@@ -28,7 +28,7 @@ from fedcover.replies import pack
 from fedcover.submodels.build import submodel
 from fedcover.submodels.reductions import dense
 from fedcover.submodels.unit_groups import from_json
-from fedcover.training import train_client
+from fedcover.training.local_sgd import train_client
 from fedcover.types import Client, Model, Params, Reduction, State, Task, Update
 from fedcover.version import __version__
 

@@ -9,12 +9,12 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import fedcover as fc
-from fedcover.engines import pools
 from fedcover.models import tensors
 from fedcover.submodels.build import fill, submodel
 from fedcover.submodels.reductions import drawn, windows
 from fedcover.submodels.tracing import trace
 from fedcover.submodels.unit_groups import check
+from fedcover.training.engines import runners
 from fedcover.types import Cut
 from tests.helpers.idioms import Written
 
@@ -202,7 +202,7 @@ def test_a_fleet_of_unequal_devices_trains_a_recurrent_model(policy):
 
 
 def test_the_batched_engine_says_that_clients_are_trained_one_after_another(caplog, monkeypatch):
-    monkeypatch.setattr(pools, "_SAID", set())
+    monkeypatch.setattr(runners, "_SAID", set())
     experiment = fc.Experiment(fleet="1x1.0 + 1x0.5", policy="rolling", clients=20, active=4, rounds=1, epochs=1)
     model = Rows()
     with caplog.at_level(logging.WARNING):

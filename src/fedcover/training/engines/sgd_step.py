@@ -15,8 +15,8 @@ from torch.func import grad_and_value, vmap
 from torch.optim.sgd import sgd
 
 from fedcover.data.augment import AUGMENTATIONS
-from fedcover.engines.crew_layers import CrewLayers
 from fedcover.errors import FedcoverError
+from fedcover.training.engines.stacked_layers import CrewLayers
 from fedcover.types import Batch, Carry, LocalTraining, Params, Recipe
 
 Whole = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Tensor], Tensor]

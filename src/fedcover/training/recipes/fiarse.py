@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fedcover.errors import InvalidValue, unknown
 from fedcover.policies.magnitude import SCOPES
-from fedcover.recipes.plain import cross_entropy
 from fedcover.submodels.reductions import Slices
+from fedcover.training.recipes.fedprox import cross_entropy
 from fedcover.types import Assignment, Batch, Carry, Forward, Params, Recipe
 
 

@@ -8,10 +8,10 @@ same without streams and graphs, which is not fast, but can be tested anywhere.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from fedcover.engines.lanes import Answer, Arrival, Job, arrivals
-from fedcover.engines.pools import Place, Pool, captured, drive, plainly, pool_of, say, without_divergence
-from fedcover.engines.sequential import sequential
-from fedcover.engines.steps import Unfit
+from fedcover.training.engines.buffers import Answer, Arrival, Job, arrivals
+from fedcover.training.engines.runners import Place, Pool, captured, drive, plainly, pool_of, say, without_divergence
+from fedcover.training.engines.sequential import sequential
+from fedcover.training.engines.sgd_step import Unfit
 from fedcover.types import Assignment, Client, Reduction, State, Task, Update
 
 AT_ONCE = 16

@@ -14,7 +14,7 @@ from weakref import ReferenceType
 import torch
 from torch import Tensor, nn
 
-from fedcover.engines.steps import Unfit
+from fedcover.training.engines.sgd_step import Unfit
 
 _TORCHS_OWN = ("_parameters", "_buffers", "_modules")
 _SIMPLE = (int, float, str, bool, type(None))

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from fedcover.engines.lanes import Answer, Arrival, Lane, client_buffers
-from fedcover.engines.pools import Place, computing, on, unfit_if_it_fails
-from fedcover.engines.steps import Slots, Track, leaves_of, map_trees
+from fedcover.training.engines.buffers import Answer, Arrival, Lane, client_buffers
+from fedcover.training.engines.runners import Place, computing, on, unfit_if_it_fails
+from fedcover.training.engines.sgd_step import Slots, Track, leaves_of, map_trees
 
 
 @dataclass(slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""Products of small batches with large matrices, by kernels of our own where torch's are slower (`products.cpp`).
+"""Products of small batches with large matrices, by kernels of our own where torch's are slower (`cpu_kernels.cpp`).
 
 Two operations take the place of what stands in a traced step: `linear`, the product of a layer of a crew, and
 `descend_`, the product that is a layer's gradient together with the momentum and the weights that it moves, in one
@@ -42,7 +42,7 @@ def build() -> None:
     """Compile the kernels for this machine; torch keeps them on disk, and lets one process at a time compile them."""
     from torch._inductor.codecache import CppCodeCache  # takes a second to import
 
-    source = Path(__file__).with_name("products.cpp").read_text()
+    source = Path(__file__).with_name("cpu_kernels.cpp").read_text()
     CppCodeCache.load_async(source, extra_flags=("-ffp-contract=fast",))()
     torch.library.register_fake("fedcover::linear", lambda x, weight: x.new_empty(*x.shape[:2], weight.shape[1]))
     torch.library.register_fake("fedcover::descend_", lambda *_: None)

@@ -13,22 +13,30 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.conv import _ConvNd
 
-from fedcover.engines import crew_layers
-from fedcover.engines.crew_layers import from_taps, taps
-from fedcover.engines.steps import Form, Slots, Step, Track, Unfit, Whole, form_of, leaves_of, map_trees, observes
 from fedcover.errors import TrainingDiverged
 from fedcover.models.norms import statistics_key
 from fedcover.tensors import Slab, views
-from fedcover.training import client_module, order_of_rows, refuse_divergence, update_of
+from fedcover.training.engines import stacked_layers
+from fedcover.training.engines.sgd_step import (
+    Form,
+    Slots,
+    Step,
+    Track,
+    Unfit,
+    Whole,
+    form_of,
+    leaves_of,
+    map_trees,
+    observes,
+)
+from fedcover.training.engines.stacked_layers import from_taps, taps
+from fedcover.training.local_sgd import client_module, order_of_rows, refuse_divergence, update_of
 from fedcover.types import Assignment, Carry, LocalTraining, Params, Recipe, Shard, Update
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """A client's work in a round, and its learning rate.
-
-    Jobs of several runs may share lanes if their models are of one `family`: the same modules with other weights.
-    """
+    """A client's work in a round and its learning rate; jobs of one `family`, of the same modules, may share lanes."""
 
     assignment: Assignment
     lr: float
@@ -284,7 +292,7 @@ def new_lane(shape: Shape, like: Arrival, crew: int | None, *, half: bool, fused
     def room(*sizes: int, dtype: torch.dtype = shape.dtype) -> Tensor:
         return torch.zeros((*lead, *sizes), dtype=dtype, device=device)
 
-    own = crew is not None and crew_layers.serve(module, device, shape.dtype)
+    own = crew is not None and stacked_layers.serve(module, device, shape.dtype)
 
     def tensors() -> tuple[Params, Tensor | None]:
         if crew is not None:

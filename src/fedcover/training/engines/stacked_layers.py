@@ -111,7 +111,7 @@ class Convolution(Function):
         info: Any, in_dims: Any, x: Tensor, weight: Tensor, stride: int, padding: int
     ) -> tuple[tuple[Tensor, Tensor], Any]:
         """Of a crew."""
-        from fedcover.engines.crew_kernels import convolve
+        from fedcover.training.engines.triton_kernels import convolve
 
         x, weight = _stacked(info, in_dims, x, weight)
         high, wide = ((n + 2 * padding - weight.shape[-1]) // stride + 1 for n in x.shape[-2:])
@@ -145,7 +145,7 @@ class ConvolutionBack(Function):
         info: Any, in_dims: Any, back: Tensor, x: Tensor, weight_TIO: Tensor, stride: int, padding: int, inputs: bool
     ) -> tuple[tuple[Tensor, Tensor], Any]:
         """Of a crew."""
-        from fedcover.engines.crew_kernels import convolve, weigh
+        from fedcover.training.engines.triton_kernels import convolve, weigh
 
         back, x, weight_GTIO = _stacked(info, in_dims, back, x, weight_TIO)
         back_last = _last(back)
@@ -190,7 +190,7 @@ class Norm(Function):
         info: Any, in_dims: Any, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Any]:
         """Of a crew."""
-        from fedcover.engines.crew_kernels import normalise
+        from fedcover.training.engines.triton_kernels import normalise
 
         x, weight, bias = _stacked(info, in_dims, x, weight, bias)
         made, mean, scale = normalise(_last(x), weight.contiguous(), bias.contiguous(), epsilon)
@@ -221,7 +221,7 @@ class NormBack(Function):
         info: Any, in_dims: Any, back: Tensor, x: Tensor, weight: Tensor, mean: Tensor, scale: Tensor
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Any]:
         """Of a crew."""
-        from fedcover.engines.crew_kernels import normalise_back
+        from fedcover.training.engines.triton_kernels import normalise_back
 
         back, x, weight, mean, scale = _stacked(info, in_dims, back, x, weight, mean, scale)
         made, own, bias = normalise_back(_last(back), _last(x), weight.contiguous(), mean, scale)

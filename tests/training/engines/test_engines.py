@@ -16,14 +16,14 @@ import torch
 from torch import nn
 
 import fedcover as fc
-from fedcover.engines import pools, seats
-from fedcover.engines.batched import batched
-from fedcover.engines.pools import _SAID, drive, plainly, pool_of
-from fedcover.engines.sequential import sequential
-from fedcover.engines.steps import _InOneGo
-from fedcover.engines.streams import streams
 from fedcover.preparation import Parts, prepare
 from fedcover.rounds import first_state, run_round
+from fedcover.training.engines import ragged, runners
+from fedcover.training.engines.batched import batched
+from fedcover.training.engines.runners import _SAID, drive, plainly, pool_of
+from fedcover.training.engines.sequential import sequential
+from fedcover.training.engines.sgd_step import _InOneGo
+from fedcover.training.engines.streams import streams
 from fedcover.types import Recipe
 from tests.helpers.engines import RECIPES, TORCH_WARNS, agree
 from tests.helpers.worlds import same, world
@@ -143,9 +143,9 @@ def test_clients_with_unequal_rows_take_turns_in_the_seats_of_a_crew(monkeypatch
 
     def take_turns(place, clients):
         seen.append((place.lane, [client.rows for client in clients]))
-        return seats.take_turns(place, clients)
+        return ragged.take_turns(place, clients)
 
-    monkeypatch.setattr(sys.modules["fedcover.engines.batched"], "take_turns", take_turns)
+    monkeypatch.setattr(sys.modules["fedcover.training.engines.batched"], "take_turns", take_turns)
     setup, state = world("mlp", **{**UNEQUAL, **SEATED["whole"]})
     for _ in range(3):
         state, _ = run_round(replace(setup, engine=UNCOMPILED), state)
@@ -177,14 +177,15 @@ def test_places_are_used_again_when_capacities_move_between_devices():
 
 
 def test_a_pool_does_not_grow_without_end(monkeypatch):
-    monkeypatch.setattr("fedcover.engines.pools.MOST_PLACES", 3)
+    monkeypatch.setattr("fedcover.training.engines.runners.MOST_PLACES", 3)
     setup, state = world("mlp", policy="prefix")
     agree(setup, state, streams, rounds=3)
     assert len(pool_of(setup.task).places) == 3
 
 
 def test_crews_are_put_together_from_sizes_that_are_known(monkeypatch):
-    monkeypatch.setattr(sys.modules["fedcover.engines.batched"], "MOST_SIZES", 1)  # the function of that name hides it
+    module = sys.modules["fedcover.training.engines.batched"]  # the function of that name hides it
+    monkeypatch.setattr(module, "MOST_SIZES", 1)
     setup, state = world("mlp", policy="full", fleet="1x1", drop_out=0.3, rounds=6)
     agree(setup, state, UNCOMPILED, rounds=6)
     crews = {place.lane.crew for place in pool_of(setup.task).places.values()}
@@ -234,7 +235,7 @@ fc.run(fc.Experiment(**fields), machine=fc.Machine(engine="batched", device="cpu
 
 
 def test_a_step_that_cannot_have_a_wrapper_in_cpp_is_compiled_with_one_in_python(monkeypatch, caplog):
-    compile_step, tried = pools._compile, []
+    compile_step, tried = runners._compile, []
 
     def only_in_python(step, leaves, options):
         tried.append(dict(options))
@@ -242,7 +243,7 @@ def test_a_step_that_cannot_have_a_wrapper_in_cpp_is_compiled_with_one_in_python
             raise NotImplementedError("an operation that C++ cannot call")
         return compile_step(step, leaves, options)
 
-    monkeypatch.setattr(pools, "_compile", only_in_python)
+    monkeypatch.setattr(runners, "_compile", only_in_python)
     agree(*world("mlp", policy="magnitude", fleet="1x0.5", clients=6, active=2, epochs=1), batched)
     assert [bool(options) for options in tried] == [True, False]
     assert "cannot be compiled" not in caplog.text
@@ -404,7 +405,7 @@ def test_a_rest_that_no_step_can_take_is_said_as_sequential_says_it():
 def test_what_one_recipe_cannot_do_is_no_verdict_on_another(monkeypatch):
     setup, state = world("mlp", policy="full", fleet="1x1")
     seen = []
-    module = sys.modules["fedcover.engines.batched"]
+    module = sys.modules["fedcover.training.engines.batched"]
     monkeypatch.setattr(module, "drive", lambda places: seen.append(1) or drive(places))
     drawing = _weighted(lambda carry: random.uniform(1, 2))
     for recipe in (drawing, setup.task.recipe):
@@ -469,7 +470,7 @@ def test_what_recipes_remember_equals_sequential_if_compiled(how):
 
 
 def test_many_shapes_are_not_all_compiled(monkeypatch, caplog):
-    monkeypatch.setattr(sys.modules["fedcover.engines.batched"], "MOST_SHAPES", 1)
+    monkeypatch.setattr(sys.modules["fedcover.training.engines.batched"], "MOST_SHAPES", 1)
     agree(*world("mlp", policy="prefix", fleet="1x1.0 + 1x0.5", clients=8, active=8, epochs=1), UNCOMPILED)
     assert "there are more than 1 shapes of clients" in caplog.text
 

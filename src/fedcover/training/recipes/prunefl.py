@@ -8,9 +8,9 @@ import torch
 
 from fedcover.errors import InvalidValue
 from fedcover.policies.prunefl import EVERY, last_round
-from fedcover.recipes.plain import cross_entropy
 from fedcover.submodels.partial_params import here
 from fedcover.submodels.reductions import dense
+from fedcover.training.recipes.fedprox import cross_entropy
 from fedcover.types import Assignment, Carry, Forward, Outcome, Params, Recipe
 
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from fedcover.errors import InvalidValue
-from fedcover.recipes.common import own_statistics
-from fedcover.recipes.plain import cross_entropy
 from fedcover.submodels.reductions import Slices, width_within
 from fedcover.submodels.unit_groups import positions, units_kept
+from fedcover.training.recipes.base import own_statistics
+from fedcover.training.recipes.fedprox import cross_entropy
 from fedcover.types import Assignment, Batch, Carry, Forward, Outcome, Params, Recipe, UnitGroup
 
 

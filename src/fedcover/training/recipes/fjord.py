@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedcover.errors import InvalidValue
-from fedcover.recipes.common import own_statistics, own_units
 from fedcover.rng import generator
 from fedcover.submodels.indexing import inside
 from fedcover.submodels.reductions import Slices
 from fedcover.submodels.unit_groups import units_kept
+from fedcover.training.recipes.base import own_statistics, own_units
 from fedcover.types import Assignment, Batch, Carry, Forward, Outcome, Params, Recipe
 
 

@@ -12,8 +12,10 @@ from dataclasses import replace
 
 from torch import nn
 
-from fedcover.engines.lanes import Answer, Arrival, Job, Shape, arrivals
-from fedcover.engines.pools import (
+from fedcover.models.norms import statistics_key
+from fedcover.training.engines.buffers import Answer, Arrival, Job, Shape, arrivals
+from fedcover.training.engines.ragged import take_turns
+from fedcover.training.engines.runners import (
     Make,
     Place,
     Pool,
@@ -25,11 +27,9 @@ from fedcover.engines.pools import (
     say,
     without_divergence,
 )
-from fedcover.engines.seats import take_turns
-from fedcover.engines.sequential import sequential
-from fedcover.engines.steps import Unfit
-from fedcover.engines.streams import side_by_side, streams
-from fedcover.models.norms import statistics_key
+from fedcover.training.engines.sequential import sequential
+from fedcover.training.engines.sgd_step import Unfit
+from fedcover.training.engines.streams import side_by_side, streams
 from fedcover.types import Assignment, Client, Reduction, State, Task, Update
 
 MOST_SIZES = 4

@@ -9,14 +9,14 @@ import torch
 
 import fedcover as fc
 from fedcover.errors import InvalidValue
-from fedcover.recipes import RECIPES, own_labels
-from fedcover.recipes.fedmask import START, THRESHOLD, with_scores
-from fedcover.recipes.fiarse import _Important
-from fedcover.recipes.fjord import levels_of
 from fedcover.rounds import run_round
 from fedcover.submodels.reductions import Masks, Slices, width_within, windows
 from fedcover.submodels.unit_groups import units_kept
-from fedcover.training import train_client
+from fedcover.training.local_sgd import train_client
+from fedcover.training.recipes import RECIPES, own_labels
+from fedcover.training.recipes.fedmask import START, THRESHOLD, with_scores
+from fedcover.training.recipes.fiarse import _Important
+from fedcover.training.recipes.fjord import levels_of
 from fedcover.types import Assignment, Batch
 from tests.helpers import twins
 from tests.helpers.worlds import same, world

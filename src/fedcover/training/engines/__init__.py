@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
-from fedcover.engines.batched import batched
-from fedcover.engines.pools import PRECISIONS as PRECISIONS
-from fedcover.engines.sequential import sequential
-from fedcover.engines.streams import streams
 from fedcover.errors import InvalidValue
+from fedcover.training.engines.batched import batched
+from fedcover.training.engines.runners import PRECISIONS as PRECISIONS
+from fedcover.training.engines.sequential import sequential
+from fedcover.training.engines.streams import streams
 from fedcover.types import Client, Reduction, State, Task, Update
 
 

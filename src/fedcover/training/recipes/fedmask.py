@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedcover.errors import InvalidValue
-from fedcover.recipes.plain import cross_entropy
 from fedcover.submodels.unit_groups import told_apart
+from fedcover.training.recipes.fedprox import cross_entropy
 from fedcover.types import Assignment, Carry, Cut, Forward, Model, Outcome, Params, Recipe, UnitGroup
 
 START, THRESHOLD = 2.0**-7, 2.0**-8

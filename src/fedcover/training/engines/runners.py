@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fedcover.engines.lanes import Answer, Arrival, Lane, Shape, new_lane
-from fedcover.engines.memory import fingerprint
-from fedcover.engines.products import use_own_products
-from fedcover.engines.steps import Slots, Track, Unfit, leaves_of, map_trees, observes
 from fedcover.errors import TrainingDiverged
+from fedcover.training.engines.buffers import Answer, Arrival, Lane, Shape, new_lane
+from fedcover.training.engines.cpu_kernels import use_own_products
+from fedcover.training.engines.fingerprint import fingerprint
+from fedcover.training.engines.sgd_step import Slots, Track, Unfit, leaves_of, map_trees, observes
 from fedcover.types import Task, Update
 
 log = logging.getLogger("fedcover")

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from fedcover.engines.pools import computing
-from fedcover.training import train_client
+from fedcover.training.engines.runners import computing
+from fedcover.training.local_sgd import train_client
 from fedcover.types import Client, Reduction, State, Task, Update
 
 

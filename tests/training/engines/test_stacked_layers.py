@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.func import grad, vmap
 
-from fedcover.engines import crew_layers
-from fedcover.engines.batched import batched
-from fedcover.engines.crew_layers import CrewLayers
-from fedcover.engines.pools import plainly
+from fedcover.training.engines import stacked_layers
+from fedcover.training.engines.batched import batched
+from fedcover.training.engines.runners import plainly
+from fedcover.training.engines.stacked_layers import CrewLayers
 from tests.helpers import crew_twin
 from tests.helpers.engines import agree
 from tests.helpers.worlds import same, world
@@ -49,13 +49,13 @@ def asked(monkeypatch):
     stand_in = type(sys)("crew_kernels")
     for name in seen:
         setattr(stand_in, name, counted(name))
-    monkeypatch.setitem(sys.modules, "fedcover.engines.crew_kernels", stand_in)
+    monkeypatch.setitem(sys.modules, "fedcover.training.engines.triton_kernels", stand_in)
     return seen
 
 
 @pytest.mark.parametrize("policy", ["prefix", "magnitude", "rolling(spread=true)"])
 def test_rounds_equal_sequential(policy, asked, monkeypatch):
-    monkeypatch.setattr(crew_layers, "serve", lambda *_: True)
+    monkeypatch.setattr(stacked_layers, "serve", lambda *_: True)
     agree(*world("wide_resnet", policy=policy, epochs=1, assignment="slot"), partial(batched, make=plainly))
     assert all(asked.values())
 
@@ -115,7 +115,7 @@ def test_a_norm_of_a_single_value_is_refused_as_torch_does():
     ids=["images", "no images", "another norm", "another convolution"],
 )
 def test_models_of_other_layers_are_left_to_torch(module, usable, monkeypatch):
-    monkeypatch.setattr(crew_layers, "find_spec", lambda name: name)
-    assert crew_layers.usable(module) == usable
-    monkeypatch.setattr(crew_layers, "find_spec", lambda name: None)
-    assert not crew_layers.usable(module)
+    monkeypatch.setattr(stacked_layers, "find_spec", lambda name: name)
+    assert stacked_layers.usable(module) == usable
+    monkeypatch.setattr(stacked_layers, "find_spec", lambda name: None)
+    assert not stacked_layers.usable(module)

@@ -1,0 +1,1 @@
+"""Training on one client, and the engines that train many at once."""

@@ -1,0 +1,24 @@
+"""Recipes: what a local step is. Plain SGD, and the systems that change the loss or what becomes of the result."""
+
+from collections.abc import Callable
+
+from fedcover.training.recipes.depthfl import depthfl
+from fedcover.training.recipes.fedmask import fedmask
+from fedcover.training.recipes.fedprox import plain, prox
+from fedcover.training.recipes.fiarse import fiarse
+from fedcover.training.recipes.fjord import fjord
+from fedcover.training.recipes.hermes import hermes
+from fedcover.training.recipes.label_masking import own_labels as own_labels
+from fedcover.training.recipes.prunefl import prunefl
+from fedcover.types import Recipe
+
+RECIPES: dict[str, Callable[..., Recipe]] = {
+    "plain": plain,
+    "prox": prox,
+    "fjord": fjord,
+    "prunefl": prunefl,
+    "hermes": hermes,
+    "fedmask": fedmask,
+    "fiarse": fiarse,
+    "depthfl": depthfl,
+}
