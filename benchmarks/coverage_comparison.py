@@ -27,14 +27,14 @@ from benchmarks.coverage.cells import PARTS, RATES, TUNING_SEED, Cell, quick
 from fedcover import checkpoints
 from fedcover.data import datasets
 from fedcover.errors import FedcoverError
-from fedcover.evaluation import evaluate
 from fedcover.experiment import Experiment
 from fedcover.folders import Folder
 from fedcover.host.disk import write_atomically
 from fedcover.paper.reproduce import groups, lines, run_cells
 from fedcover.paper.results import Finished, made
 from fedcover.preparation import Machine, Parts, prepare
-from fedcover.rounds import Setup, other_models
+from fedcover.server.evaluation import evaluate
+from fedcover.server.round import Setup, other_models
 from fedcover.submodels.coverage import covered_only
 from fedcover.summary import summarise
 from fedcover.types import Dataset, State

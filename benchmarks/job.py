@@ -9,7 +9,7 @@ import torch
 from fedcover.experiment import Experiment
 from fedcover.preparation import Machine, prepare
 from fedcover.rng import generator
-from fedcover.rounds import Setup, cohort_of, first_state
+from fedcover.server.round import Setup, cohort_of, first_state
 
 CLIENTS, ACTIVE, EPOCHS, BATCH, LR, MOMENTUM = 100, 10, 5, 10, 0.01, 0.5
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fedcover as fc
-from fedcover.aggregation import coverage_mean
+from fedcover.server.aggregation import coverage_mean
 from fedcover.types import Batch, Carry, Forward, Params, Recipe, Reduction
 
 

@@ -13,7 +13,7 @@ from fedcover.experiment import Experiment
 from fedcover.planning import fleet_view
 from fedcover.policies import POLICIES
 from fedcover.preparation import Machine, prepare
-from fedcover.rounds import first_state
+from fedcover.server.round import first_state
 from fedcover.submodels import coverage
 
 MACHINE = Machine(device="cpu", engine="sequential", threads=1).resolved()

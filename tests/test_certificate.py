@@ -14,7 +14,7 @@ from fedcover.certificate.objective import objective_of, squared
 from fedcover.certificate.replaying import replayed
 from fedcover.errors import InvalidValue, RunError
 from fedcover.policies import POLICIES
-from fedcover.rounds import run_round
+from fedcover.server.round import run_round
 from fedcover.submodels.reductions import Masks, windows
 from fedcover.theory import BOUNDS, Constants, Steps
 from fedcover.theory.convex import minimise, proven

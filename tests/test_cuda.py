@@ -7,8 +7,8 @@ import fedcover as fc
 from fedcover import checkpoints
 from fedcover.checkpoints import found
 from fedcover.errors import RunError
-from fedcover.grid_noise import keyed_stream
-from fedcover.privacy import private_mean
+from fedcover.server.grid_noise import keyed_stream
+from fedcover.server.privacy import private_mean
 from fedcover.submodels.reductions import Masks
 from fedcover.sweeps import varied
 from fedcover.training.engines.runners import pool_of

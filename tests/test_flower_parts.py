@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedcover import console
-from fedcover.arrays import Refused, Wanted
 from fedcover.cli import flower as commands
 from fedcover.cli.flower import check_connection
 from fedcover.errors import InvalidValue, RunError
@@ -39,8 +38,9 @@ from fedcover.folders import Folder
 from fedcover.host.orphans import descendants
 from fedcover.models import MODELS
 from fedcover.preparation import Machine
-from fedcover.rounds import Report, cohort_of, view_of
 from fedcover.runs import run
+from fedcover.server.npy_codec import Refused, Wanted
+from fedcover.server.round import Report, cohort_of, view_of
 from fedcover.submodels.reductions import Masks, drawn, windows
 from fedcover.summary import unanswered
 from fedcover.training.engines import ENGINES

@@ -20,7 +20,7 @@ from fedcover.courses import Course
 from fedcover.errors import InvalidValue, RunError
 from fedcover.export import export
 from fedcover.folders import Folder
-from fedcover.rounds import Report, run_round
+from fedcover.server.round import Report, run_round
 from fedcover.tensors import flat
 from tests.helpers.runs import RESNET, assert_same_end, figures, last_checkpoint, tiny
 from tests.helpers.worlds import same, world

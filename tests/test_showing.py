@@ -16,7 +16,7 @@ from fedcover.cli.showing import draw_runs
 from fedcover.errors import FedcoverError, InvalidValue
 from fedcover.history import as_csv, as_json, rows
 from fedcover.reporting.reading import read_run
-from fedcover.rounds import Report
+from fedcover.server.round import Report
 from fedcover.summary import read_lines
 from fedcover.tensorboard import logging_to
 from tests.helpers.command_line import changed, refused

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from fedcover import cli
-from fedcover.aggregation import OVER, RULES, SERVERS, UNCOVERED, WEIGHTS
 from fedcover.models.norms import NORMS
+from fedcover.server.aggregation import OVER, RULES, SERVERS, UNCOVERED, WEIGHTS
 from fedcover.training.recipes import RECIPES
 from fedcover.training.recipes.label_masking import ABSENT
 from tests.helpers.documents import BLOCKS, COMMANDS, PAGE

@@ -10,11 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedcover import checkpoints, sharing, tensors
-from fedcover.aggregation import OVER, Sums, coverage_mean, mean_of
+from fedcover import checkpoints, tensors
 from fedcover.experiment import Experiment
 from fedcover.preparation import Machine, Parts, prepare
-from fedcover.rounds import first_state, run_round
+from fedcover.server import sharded_round
+from fedcover.server.aggregation import OVER, Sums, coverage_mean, mean_of
+from fedcover.server.round import first_state, run_round
 from fedcover.submodels.reductions import Masks, Slices, Within
 from fedcover.tensors import Slab, joined, shapes_of
 from fedcover.training.engines.batched import batched
@@ -143,7 +144,7 @@ def test_what_clients_keep_and_send_is_no_larger_than_it_is():
     state = one_round(recipe, "streams")
     assert {t.untyped_storage().nbytes() for kept in state.private.values() for t in kept.values()} == {40}
     crew = Slab(torch.randn(50, 60)[3], [("w", (5, 10)), ("b", (10,))])
-    assert len(pickle.dumps(sharing._on(crew, "cpu"))) < 2_000
+    assert len(pickle.dumps(sharded_round._on(crew, "cpu"))) < 2_000
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda slab: pickle.loads(pickle.dumps(slab))])

@@ -16,7 +16,7 @@ from typing import cast
 import torch
 
 from fedcover.errors import InvalidValue
-from fedcover.rounds import Setup, client_of, first_state
+from fedcover.server.round import Setup, client_of, first_state
 from fedcover.submodels.cost import memory_to_train
 from fedcover.submodels.reductions import Slices, width_within, windows
 from fedcover.training.local_sgd import train_client

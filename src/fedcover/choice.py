@@ -1,7 +1,7 @@
 """Which engine pays for a run: it depends on how much work a step is, how many there are, and on the device."""
 
 from fedcover.models.norms import statistics_key
-from fedcover.rounds import Setup
+from fedcover.server.round import Setup
 from fedcover.training.engines import stacked_layers
 
 WORTH_COMPILING = 100_000

@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fedcover.errors import printable
-from fedcover.rounds import Report
 from fedcover.runs import Watch
+from fedcover.server.round import Report
 from fedcover.summary import UNANSWERED
 
 LONGEST_WORD = 20

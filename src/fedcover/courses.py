@@ -16,7 +16,7 @@ from fedcover.errors import RunError
 from fedcover.experiment import Experiment
 from fedcover.folders import Folder
 from fedcover.models.norms import running
-from fedcover.rounds import Report, Setup, first_state
+from fedcover.server.round import Report, Setup, first_state
 from fedcover.summary import Metrics
 from fedcover.types import Params, State
 

@@ -12,19 +12,19 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from fedcover import presets, registry, trust
-from fedcover.aggregation import RULES, SERVERS, UNCOVERED, WEIGHTS
 from fedcover.data.augment import AUGMENTATIONS
 from fedcover.data.client_data import Elsewhere
 from fedcover.data.partition import PARTITIONS
 from fedcover.errors import InvalidValue, unknown
-from fedcover.evaluation import MODES
 from fedcover.fleet import Fleet
 from fedcover.host import disk
 from fedcover.models import MODELS
 from fedcover.models.norms import NORMS
 from fedcover.policies import POLICIES
 from fedcover.policies.paper_regions import capacities, check_codename
-from fedcover.privacy import PRIVACY, check_clip
+from fedcover.server.aggregation import RULES, SERVERS, UNCOVERED, WEIGHTS
+from fedcover.server.evaluation import MODES
+from fedcover.server.privacy import PRIVACY, check_clip
 from fedcover.training.local_sgd import SCHEDULES
 from fedcover.training.recipes import RECIPES
 from fedcover.training.recipes.label_masking import ABSENT

@@ -19,7 +19,7 @@ from fedcover.errors import InvalidValue, TrainingDiverged
 from fedcover.experiment import Experiment
 from fedcover.folders import Folder
 from fedcover.preparation import Machine, Parts, prepare
-from fedcover.rounds import Asked, Report, Setup, ask, conclude, first_state
+from fedcover.server.round import Asked, Report, Setup, ask, conclude, first_state
 from fedcover.summary import Metrics
 from fedcover.training.engines.batched import in_crews
 from fedcover.training.engines.buffers import Answer, Job

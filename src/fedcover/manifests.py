@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedcover import grid_noise
 from fedcover.experiment import Experiment
 from fedcover.preparation import Machine, Parts
+from fedcover.server import grid_noise
 from fedcover.version import __version__
 
 

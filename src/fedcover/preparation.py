@@ -13,10 +13,8 @@ import torch
 from torch import nn
 
 from fedcover import registry
-from fedcover.aggregation import SERVERS
 from fedcover.building import as_model, build, build_model, build_recipe, cuts, look_up
 from fedcover.choice import engine_for, has_small_steps, multiply_adds
-from fedcover.contracts import checked_server, named_rule
 from fedcover.data import datasets
 from fedcover.data.client_data import Elsewhere, Holding, Partitioned, Synthetic
 from fedcover.data.partition import PARTITIONS
@@ -25,10 +23,12 @@ from fedcover.experiment import HUGE, Experiment
 from fedcover.models import tensors
 from fedcover.models.meta_device import is_hollow
 from fedcover.policies import POLICIES, growth_of
-from fedcover.privacy import PRIVACY
-from fedcover.ranks import physical_cores, worthwhile
 from fedcover.refusals import check_dataset, check_outputs, check_private, check_switches, check_trainable, names_of
-from fedcover.rounds import Setup, cohort_of
+from fedcover.server.aggregation import SERVERS
+from fedcover.server.collectives import physical_cores, worthwhile
+from fedcover.server.contracts import checked_server, named_rule
+from fedcover.server.privacy import PRIVACY
+from fedcover.server.round import Setup, cohort_of
 from fedcover.submodels import unit_groups
 from fedcover.training.engines import ENGINES, PRECISIONS
 from fedcover.training.engines.runners import say

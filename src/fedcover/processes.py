@@ -27,9 +27,9 @@ from fedcover.experiment import Experiment
 from fedcover.host import scratch, signals
 from fedcover.host.orphans import tied
 from fedcover.preparation import Machine, Parts, prepare
-from fedcover.ranks import Ranks
-from fedcover.rounds import Setup, run_round
-from fedcover.sharing import shared, without_values
+from fedcover.server.collectives import Ranks
+from fedcover.server.round import Setup, run_round
+from fedcover.server.sharded_round import shared, without_values
 from fedcover.types import State
 
 PATIENCE = timedelta(days=1)

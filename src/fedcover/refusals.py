@@ -11,11 +11,11 @@ from fedcover import registry, rng
 from fedcover.data.client_data import ROWS_ELSEWHERE
 from fedcover.errors import InvalidValue
 from fedcover.experiment import Experiment
-from fedcover.grid_noise import require_stream
 from fedcover.models import Scaler
 from fedcover.models.norms import has_batch_norm, on_batch_statistics
 from fedcover.policies.prunefl import EVERY
-from fedcover.privacy import Gaussian
+from fedcover.server.grid_noise import require_stream
+from fedcover.server.privacy import Gaussian
 from fedcover.submodels.build import submodel
 from fedcover.submodels.reductions import Masks, parameters_at
 from fedcover.types import Dataset, Engine, Model, Params, Recipe, Samples, Source

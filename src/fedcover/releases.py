@@ -12,7 +12,7 @@ from typing import Any
 from fedcover import checkpoints
 from fedcover.errors import RunError
 from fedcover.folders import Folder
-from fedcover.grid_noise import SOURCE
+from fedcover.server.grid_noise import SOURCE
 from fedcover.summary import Metrics, is_whole, read_lines
 from fedcover.types import State
 

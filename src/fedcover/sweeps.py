@@ -30,9 +30,9 @@ from fedcover.host.orphans import tied
 from fedcover.lockstep import Finished, Seen, family_of, in_lockstep
 from fedcover.preparation import Machine, prepare
 from fedcover.processes import end, importable, program, with_own_source
-from fedcover.ranks import physical_cores
 from fedcover.refusals import check_rows_are_here
-from fedcover.rounds import Report
+from fedcover.server.collectives import physical_cores
+from fedcover.server.round import Report
 
 WORTH_DEALING = {"cpu": 2_000, "cuda": 100_000}
 """Epochs of all clients of all runs from which on several processes save more than their start takes."""

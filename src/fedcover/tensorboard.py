@@ -10,7 +10,7 @@ from typing import Any
 
 from fedcover.errors import FedcoverError
 from fedcover.host.disk import refuse_linked
-from fedcover.rounds import Report
+from fedcover.server.round import Report
 
 
 @contextmanager

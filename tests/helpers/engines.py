@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fedcover.rounds import run_round
+from fedcover.server.round import run_round
 from fedcover.training.engines.sequential import sequential
 from tests.helpers.worlds import same
 

@@ -15,8 +15,8 @@ from torch.distributed import FileStore
 
 from fedcover.errors import FedcoverError
 from fedcover.processes import joined
-from fedcover.rounds import run_round
-from fedcover.sharing import shared
+from fedcover.server.round import run_round
+from fedcover.server.sharded_round import shared
 from fedcover.training.engines.batched import batched
 from fedcover.training.engines.runners import plainly
 from fedcover.training.engines.sequential import sequential

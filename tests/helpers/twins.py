@@ -17,7 +17,7 @@ from torch.func import functional_call
 from fedcover.fleet import drops_out
 from fedcover.models.norms import on_batch_statistics
 from fedcover.rng import generator
-from fedcover.rounds import Setup, cohort_of, view_of
+from fedcover.server.round import Setup, cohort_of, view_of
 from fedcover.submodels.build import submodel
 from fedcover.submodels.reductions import Slices
 from fedcover.types import Client, Reduction, State

@@ -6,7 +6,7 @@ import torch
 
 from fedcover.experiment import Experiment
 from fedcover.preparation import Machine, prepare
-from fedcover.rounds import Setup, first_state
+from fedcover.server.round import Setup, first_state
 from fedcover.types import Samples, Shard, State
 
 SMALL_MODELS = {

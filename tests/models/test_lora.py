@@ -3,7 +3,7 @@
 import torch
 
 from fedcover.models.lora import factors_of, product_gap
-from fedcover.rounds import cohort_of, run_round, view_of
+from fedcover.server.round import cohort_of, run_round, view_of
 from fedcover.training.local_sgd import train_client
 from tests.helpers.worlds import same, world
 

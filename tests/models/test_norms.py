@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import fedcover
-from fedcover.evaluation import WHOLE, logits, ready
 from fedcover.models.norms import NORMS, calibrate, on_batch_statistics, running, statistics_key
-from fedcover.rounds import aggregate, cohort_of, run_round, view_of
+from fedcover.server.evaluation import WHOLE, logits, ready
+from fedcover.server.round import aggregate, cohort_of, run_round, view_of
 from fedcover.training.local_sgd import train_client
 from tests.helpers.worlds import same, world
 

@@ -16,7 +16,7 @@ from fedcover.policies.paper_regions import capacities, region_coverage
 from fedcover.policies.planned import groups_of, planned
 from fedcover.policies.planner.multi_group import colours, is_exact, narrowed, steps, tally, unit_energies
 from fedcover.preparation import Machine, prepare
-from fedcover.rounds import cohort_of, first_state, run_round, view_of
+from fedcover.server.round import cohort_of, first_state, run_round, view_of
 from fedcover.submodels import coverage
 from fedcover.submodels.reductions import Slices
 from fedcover.types import Cut, UnitGroup

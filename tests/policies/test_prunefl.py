@@ -7,7 +7,7 @@ import torch
 
 from fedcover.errors import InvalidValue
 from fedcover.policies.prunefl import Greedy, prunefl, reconfigured
-from fedcover.rounds import cohort_of, run_round, view_of
+from fedcover.server.round import cohort_of, run_round, view_of
 from tests.helpers import twins
 from tests.helpers.worlds import same, world
 

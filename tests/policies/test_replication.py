@@ -10,12 +10,12 @@ from torch import nn
 
 import fedcover as fc
 from fedcover.errors import InvalidValue
-from fedcover.evaluation import evaluate
 from fedcover.planning import fleet_view
 from fedcover.policies import POLICIES
 from fedcover.policies.replication import copying, number
 from fedcover.preparation import Machine, Parts, prepare
-from fedcover.rounds import cohort_of, first_state, view_of
+from fedcover.server.evaluation import evaluate
+from fedcover.server.round import cohort_of, first_state, view_of
 from fedcover.submodels import coverage
 from fedcover.submodels.reductions import windows
 from fedcover.training.engines import ENGINES

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedcover.rounds import run_round
+from fedcover.server.round import run_round
 from fedcover.submodels import coverage
 from fedcover.submodels.coverage_maps import (
     MOST_CLIENTS,

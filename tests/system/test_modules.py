@@ -20,7 +20,7 @@ def mobile(shape, classes, generator):
 WAYS = """
 import fedcover as fc
 from shares import most
-from fedcover.aggregation import coverage_mean
+from fedcover.server.aggregation import coverage_mean
 from fedcover.training.recipes.fedprox import plain
 
 def window(view):

@@ -15,7 +15,7 @@ from fedcover.flower.link import Failed
 from fedcover.flower.messages import Order, Orders
 from fedcover.flower.parcels import as_sent, bundle, headed, kept
 from fedcover.flower.places import Introduction, Roster, place_of
-from fedcover.rounds import cohort_of
+from fedcover.server.round import cohort_of
 from fedcover.submodels.reductions import Masks
 from tests.helpers.worlds import world
 

@@ -18,8 +18,8 @@ from fedcover.flower.working import sent_parcel
 from fedcover.models.meta_device import hollow_or_whole, is_hollow
 from fedcover.preparation import Machine, prepare
 from fedcover.registry import is_own
-from fedcover.replies import pack
-from fedcover.rounds import ask, first_state, run_round
+from fedcover.server.reply_validation import pack
+from fedcover.server.round import ask, first_state, run_round
 from fedcover.submodels.partial_params import Portion
 from fedcover.submodels.reductions import windows
 from fedcover.submodels.unit_groups import to_json

@@ -15,8 +15,8 @@ from fedcover.flower.parcels import as_sent, bundle
 from fedcover.flower.processes import local
 from fedcover.flower.working import sent_parcel
 from fedcover.preparation import Machine, prepare
-from fedcover.replies import pack
-from fedcover.rounds import first_state
+from fedcover.server.reply_validation import pack
+from fedcover.server.round import first_state
 from fedcover.submodels.reductions import windows
 from fedcover.training.local_sgd import train_client
 from fedcover.types import Client

@@ -21,7 +21,7 @@ from fedcover.flower.messages import Answer, Order, Orders, read_answers, read_o
 from fedcover.flower.parcels import as_sent, bundle, headed, kept, unbundle
 from fedcover.flower.places import Introduction
 from fedcover.models.norms import calibrate
-from fedcover.replies import Asked, pack
+from fedcover.server.reply_validation import Asked, pack
 from fedcover.submodels.build import submodel
 from fedcover.submodels.reductions import windows
 from fedcover.types import Client, Update

@@ -5,8 +5,8 @@ from flwr.serverapp import Grid, ServerApp
 
 from covered.task import build
 from fedcover.data.datasets import load
-from fedcover.evaluation import logits, score
 from fedcover.flower import CoverageStrategy
+from fedcover.server.evaluation import logits, score
 
 app = ServerApp()
 

@@ -10,8 +10,8 @@ from fedcover.choice import engine_for
 from fedcover.experiment import Experiment
 from fedcover.host import scratch
 from fedcover.preparation import Machine, Parts, prepare
-from fedcover.rounds import Report, Setup, ask, first_state
 from fedcover.runs import run
+from fedcover.server.round import Report, Setup, ask, first_state
 from fedcover.training.engines.batched import crews_of, seated
 from fedcover.training.engines.buffers import Job, arrivals
 from fedcover.training.engines.runners import Pool, drive

@@ -14,7 +14,7 @@ from fedcover.certificate.outside import Case, outside
 from fedcover.certificate.replaying import Replayed, replayed, within
 from fedcover.errors import RunError
 from fedcover.folders import Folder
-from fedcover.rounds import Setup, cohort_of, first_state
+from fedcover.server.round import Setup, cohort_of, first_state
 from fedcover.theory import BOUNDS, Bound, Constants, Steps
 from fedcover.types import Params
 

@@ -15,10 +15,10 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fedcover.aggregation import WEIGHTS
 from fedcover.models.norms import has_batch_norm, on_batch_statistics
 from fedcover.rng import generator
-from fedcover.rounds import Setup, client_of
+from fedcover.server.aggregation import WEIGHTS
+from fedcover.server.round import Setup, client_of
 from fedcover.types import Params, Samples
 
 PRECISE = 200_000

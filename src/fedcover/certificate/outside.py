@@ -10,7 +10,7 @@ from fedcover.certificate.replaying import Replayed
 from fedcover.experiment import Experiment
 from fedcover.models.norms import has_batch_norm
 from fedcover.policies import POLICIES
-from fedcover.rounds import Setup, cohort_of, first_state, view_of
+from fedcover.server.round import Setup, cohort_of, first_state, view_of
 from fedcover.theory import Constants
 
 BY_PLACE = ("full", "homogeneous", "prefix", "rolling", "random", "magnitude", "regions")

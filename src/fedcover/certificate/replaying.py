@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from fedcover.aggregation import WEIGHTS
 from fedcover.certificate.objective import Full, Objective, squared
 from fedcover.certificate.paths import Path, Watcher
-from fedcover.rounds import Setup, aggregate, ask
+from fedcover.server.aggregation import WEIGHTS
+from fedcover.server.round import Setup, aggregate, ask
 from fedcover.submodels import coverage as cov
 from fedcover.theory import Round
 from fedcover.types import Params, State

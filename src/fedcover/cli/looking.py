@@ -9,7 +9,6 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from fedcover import console
-from fedcover.aggregation import RULES, SERVERS
 from fedcover.audit import audit as audit_fleet
 from fedcover.audit import audit_codename
 from fedcover.cli import conclusions
@@ -28,9 +27,10 @@ from fedcover.planning import plan_report
 from fedcover.planning import plot as draw_plan
 from fedcover.policies import POLICIES
 from fedcover.presets import PRESETS
-from fedcover.privacy import PRIVACY
 from fedcover.registry import options_of
 from fedcover.runs import load
+from fedcover.server.aggregation import RULES, SERVERS
+from fedcover.server.privacy import PRIVACY
 from fedcover.training.engines import ENGINES
 from fedcover.training.local_sgd import SCHEDULES
 from fedcover.training.recipes import RECIPES

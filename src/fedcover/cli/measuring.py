@@ -21,7 +21,7 @@ from fedcover.experiment import Experiment
 from fedcover.folders import Folder
 from fedcover.preparation import Machine
 from fedcover.processes import torchrun_rank
-from fedcover.rounds import Report
+from fedcover.server.round import Report
 from fedcover.sweeps import sweep as run_sweep
 from fedcover.sweeps import varied
 

@@ -39,10 +39,10 @@ from fedcover.folders import Folder
 from fedcover.preparation import Machine
 from fedcover.processes import torchrun_rank, torchrun_size
 from fedcover.reporting import report
-from fedcover.rounds import Report
 from fedcover.runs import Run, Watch, load
 from fedcover.runs import resume as resume_run
 from fedcover.runs import run as run_experiment
+from fedcover.server.round import Report
 from fedcover.tensorboard import logging_to
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from fedcover.arrays import Refused
 from fedcover.data.client_data import Holding
 from fedcover.errors import InvalidValue, RunError, printable
 from fedcover.flower.link import GRACE, Failed, Link
@@ -24,8 +23,9 @@ from fedcover.flower.working import sent_parcel
 from fedcover.folders import Folder
 from fedcover.host.disk import append
 from fedcover.models.norms import statistics_key
-from fedcover.replies import Asked, Ledger, RawReply, Rejection, ask
-from fedcover.rounds import Setup
+from fedcover.server.npy_codec import Refused
+from fedcover.server.reply_validation import Asked, Ledger, RawReply, Rejection, ask
+from fedcover.server.round import Setup
 from fedcover.submodels.unit_groups import to_json
 from fedcover.summary import MOVES, UNANSWERED, WARNED, lines_in
 from fedcover.types import Assignment, Client, Reduction, State, Task, Update

@@ -9,7 +9,7 @@ from pathlib import Path
 from fedcover.errors import RunError
 from fedcover.flower.sudden_ends import KILLED
 from fedcover.host.orphans import tied
-from fedcover.rounds import Report
+from fedcover.server.round import Report
 from fedcover.summary import Metrics, read_lines
 
 FINISHED = "fedcover: finished"

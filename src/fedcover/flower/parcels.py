@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedcover.arrays import NUMPY, RawArray, Refused, Wanted, as_array, read, shown, wanted_for
 from fedcover.errors import InvalidValue
+from fedcover.server.npy_codec import NUMPY, RawArray, Refused, Wanted, as_array, read, shown, wanted_for
 from fedcover.submodels.encoding import decode, encode
 from fedcover.submodels.partial_params import Portion
 from fedcover.submodels.reductions import Masks, Slices

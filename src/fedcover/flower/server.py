@@ -22,8 +22,8 @@ from fedcover.flower.rows import wanted_of
 from fedcover.flower.sudden_ends import reported
 from fedcover.folders import Folder
 from fedcover.preparation import Machine, source_of
-from fedcover.rounds import Report
 from fedcover.runs import Run, resume, run
+from fedcover.server.round import Report
 from fedcover.summary import UNANSWERED, read_events, why_unanswered
 
 log = logging.getLogger("fedcover")

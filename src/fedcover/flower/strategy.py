@@ -18,10 +18,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
 
 from fedcover import checkpoints, registry
-from fedcover.aggregation import SERVERS, WEIGHTS, stepped
-from fedcover.contracts import checked_server, named_rule
 from fedcover.errors import InvalidValue, RunError, unknown
-from fedcover.evaluation import WHOLE
 from fedcover.flower.bounded import DAY, Bounded
 from fedcover.flower.engine import Events, checked, meet
 from fedcover.flower.evaluating import evaluation_order, figures_of
@@ -34,7 +31,10 @@ from fedcover.flower.sampling import Sampling
 from fedcover.models import tensors
 from fedcover.models.norms import calibrate, running
 from fedcover.policies import POLICIES
-from fedcover.replies import Asked, Ledger
+from fedcover.server.aggregation import SERVERS, WEIGHTS, stepped
+from fedcover.server.contracts import checked_server, named_rule
+from fedcover.server.evaluation import WHOLE
+from fedcover.server.reply_validation import Asked, Ledger
 from fedcover.submodels import coverage as cov
 from fedcover.submodels import unit_groups
 from fedcover.submodels.build import submodel

@@ -12,7 +12,6 @@ import torch
 from flwr.app import Array, ArrayRecord, Context, Message
 from torch import nn
 
-from fedcover.arrays import Refused
 from fedcover.building import hollow_model
 from fedcover.errors import FedcoverError, InvalidValue
 from fedcover.experiment import Experiment
@@ -24,7 +23,8 @@ from fedcover.flower.rows import rows_here
 from fedcover.models.meta_device import hollow_or_whole
 from fedcover.models.norms import running, statistics_key
 from fedcover.preparation import Machine, Parts, prepare
-from fedcover.replies import pack
+from fedcover.server.npy_codec import Refused
+from fedcover.server.reply_validation import pack
 from fedcover.submodels.build import submodel
 from fedcover.submodels.reductions import dense
 from fedcover.submodels.unit_groups import from_json

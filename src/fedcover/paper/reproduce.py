@@ -20,8 +20,8 @@ from fedcover.paper.cells import AXES, SETS, Cell, cells, chosen, quick
 from fedcover.paper.evidence import Evidence
 from fedcover.paper.results import Finished
 from fedcover.preparation import Machine
-from fedcover.rounds import Report
 from fedcover.runs import Watch
+from fedcover.server.round import Report
 from fedcover.sweeps import sweep
 
 RESULTS = Path("results") / "reproduction"

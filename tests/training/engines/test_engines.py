@@ -17,7 +17,7 @@ from torch import nn
 
 import fedcover as fc
 from fedcover.preparation import Parts, prepare
-from fedcover.rounds import first_state, run_round
+from fedcover.server.round import first_state, run_round
 from fedcover.training.engines import ragged, runners
 from fedcover.training.engines.batched import batched
 from fedcover.training.engines.runners import _SAID, drive, plainly, pool_of

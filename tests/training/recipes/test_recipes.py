@@ -9,7 +9,7 @@ import torch
 
 import fedcover as fc
 from fedcover.errors import InvalidValue
-from fedcover.rounds import run_round
+from fedcover.server.round import run_round
 from fedcover.submodels.reductions import Masks, Slices, width_within, windows
 from fedcover.submodels.unit_groups import units_kept
 from fedcover.training.local_sgd import train_client

@@ -14,9 +14,19 @@ import numpy as np
 import pytest
 import torch
 
-from fedcover.arrays import NUMPY, RawArray, Refused, Wanted, as_array, read, shown
-from fedcover.replies import NORM_LIMIT, REASONS, REMEMBERED, Ledger, RawReply, Rejection, ask, check, pack
-from fedcover.rounds import aggregate, cohort_of, view_of
+from fedcover.server.npy_codec import NUMPY, RawArray, Refused, Wanted, as_array, read, shown
+from fedcover.server.reply_validation import (
+    NORM_LIMIT,
+    REASONS,
+    REMEMBERED,
+    Ledger,
+    RawReply,
+    Rejection,
+    ask,
+    check,
+    pack,
+)
+from fedcover.server.round import aggregate, cohort_of, view_of
 from fedcover.submodels.coverage import count
 from fedcover.submodels.reductions import Within
 from fedcover.training.local_sgd import train_client

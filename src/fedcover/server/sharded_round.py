@@ -10,10 +10,10 @@ from functools import partial
 
 import torch
 
-from fedcover.aggregation import Part, coverage_mean, mean_of, sums_of
 from fedcover.errors import RunError
-from fedcover.ranks import Ranks, elsewhere, share
-from fedcover.rounds import Setup
+from fedcover.server.aggregation import Part, coverage_mean, mean_of, sums_of
+from fedcover.server.collectives import Ranks, elsewhere, share
+from fedcover.server.round import Setup
 from fedcover.submodels.build import without_parameters
 from fedcover.submodels.reductions import Within, dense
 from fedcover.tensors import Slab

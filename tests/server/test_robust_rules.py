@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedcover.aggregation import median, trimmed_mean
+from fedcover.server.aggregation import median, trimmed_mean
 from fedcover.submodels.reductions import Masks
 
 SETTINGS = settings(max_examples=200, deadline=None)

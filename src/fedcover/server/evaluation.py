@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedcover.models import tensors
 from fedcover.models.norms import calibrate, on_batch_statistics, statistics_key
-from fedcover.ranks import ALONE, Ranks, elsewhere
+from fedcover.server.collectives import ALONE, Ranks, elsewhere
 from fedcover.submodels.build import fill, submodel
 from fedcover.submodels.encoding import encode
 from fedcover.submodels.reductions import Masks, Slices

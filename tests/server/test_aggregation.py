@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedcover.aggregation import SERVERS, Covered, coverage_mean, median, server_none, trimmed_mean
 from fedcover.errors import InvalidValue
 from fedcover.fleet import drops_out
-from fedcover.rounds import cohort_of, run_round
+from fedcover.server.aggregation import SERVERS, Covered, coverage_mean, median, server_none, trimmed_mean
+from fedcover.server.round import cohort_of, run_round
 from fedcover.submodels.reductions import Masks, windows
 from fedcover.training.local_sgd import train_client
 from fedcover.types import Cut, UnitGroup

@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedcover as fc
-from fedcover.aggregation import change, coverage_mean, length, shortened
 from fedcover.checkpoints import found, read
 from fedcover.errors import InvalidValue, RunError
 from fedcover.experiment import read_experiment
-from fedcover.grid_noise import keyed_stream
-from fedcover.privacy import Gaussian, Grid, gaussian, most_turns, private_mean
-from fedcover.rounds import aggregate, cohort_of, run_round, view_of
+from fedcover.server.aggregation import change, coverage_mean, length, shortened
+from fedcover.server.grid_noise import keyed_stream
+from fedcover.server.privacy import Gaussian, Grid, gaussian, most_turns, private_mean
+from fedcover.server.round import aggregate, cohort_of, run_round, view_of
 from fedcover.submodels.coverage import count
 from fedcover.submodels.reductions import Masks, Within
 from fedcover.training.local_sgd import train_client

@@ -76,7 +76,7 @@ def read(name: str, array: RawArray, wanted: Wanted) -> Tensor:
     >>> read("w", RawArray("float32", (1,), "cloudpickle", data), Wanted((1,), "float32"))
     Traceback (most recent call last):
     ...
-    fedcover.arrays.Refused: pickled: w is stored as 'cloudpickle'
+    fedcover.server.npy_codec.Refused: pickled: w is stored as 'cloudpickle'
     """
     if array.stype != NUMPY:
         raise Refused("pickled", f"{name} is stored as {shown(array.stype)}")

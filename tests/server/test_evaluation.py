@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedcover.evaluation import WHOLE, evaluate, local_accuracy, logits, ready, score
 from fedcover.experiment import Experiment
 from fedcover.models.norms import calibrate
 from fedcover.preparation import Machine, prepare
-from fedcover.rounds import cohort_of, first_state, view_of
+from fedcover.server.evaluation import WHOLE, evaluate, local_accuracy, logits, ready, score
+from fedcover.server.round import cohort_of, first_state, view_of
 from fedcover.submodels.build import fill, submodel
 from fedcover.submodels.reductions import windows
 from fedcover.types import Samples

@@ -17,9 +17,9 @@ from itertools import accumulate, islice
 
 import torch
 
-from fedcover.aggregation import change, length
 from fedcover.errors import InvalidValue
-from fedcover.grid_noise import Stream, rounded_normal
+from fedcover.server.aggregation import change, length
+from fedcover.server.grid_noise import Stream, rounded_normal
 from fedcover.types import Params, Reduction
 
 LEAST_NOISE, MOST_NOISE = 0.01, 1e6

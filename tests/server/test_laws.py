@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedcover.aggregation import RULES, coverage_mean, median
-from fedcover.evaluation import evaluate
-from fedcover.rounds import cohort_of, run_round, view_of
+from fedcover.server.aggregation import RULES, coverage_mean, median
+from fedcover.server.evaluation import evaluate
+from fedcover.server.round import cohort_of, run_round, view_of
 from fedcover.submodels.reductions import Masks, Slices
 from fedcover.training.local_sgd import train_client
 from fedcover.types import Cut, Samples, UnitGroup
@@ -146,7 +146,7 @@ def test_evaluation_does_not_depend_on_the_test_batch(model, monkeypatch):
     test = setup.task.source.test
     order = torch.randperm(len(test), generator=torch.Generator().manual_seed(1))
     whole = evaluate(setup.task, state, test)
-    monkeypatch.setattr("fedcover.evaluation.BATCH", {"cpu": 7})
+    monkeypatch.setattr("fedcover.server.evaluation.BATCH", {"cpu": 7})
     shuffled = evaluate(setup.task, state, Samples(test.x[order], test.y[order]))
     assert shuffled.accuracy == whole.accuracy
     assert shuffled.loss == pytest.approx(whole.loss, rel=1e-10)

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedcover.arrays import HEADER, RawArray, Refused, Wanted, as_array, read, shown, wanted_for
 from fedcover.models.norms import statistics_key
+from fedcover.server.npy_codec import HEADER, RawArray, Refused, Wanted, as_array, read, shown, wanted_for
 from fedcover.submodels.reductions import Within, dense
 from fedcover.types import Client, Params, Reduction, State, Task, Update
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from fedcover import registry
-from fedcover.aggregation import RULES, Covered, Memory, Part, ServerStep
 from fedcover.errors import InvalidValue, TrainingDiverged
 from fedcover.registry import is_own
+from fedcover.server.aggregation import RULES, Covered, Memory, Part, ServerStep
 from fedcover.types import Assignment, Batch, Carry, Forward, Outcome, Params, Recipe, Rule
 
 

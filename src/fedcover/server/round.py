@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from fedcover.aggregation import WEIGHTS, ServerStep, change, coverage_mean, length, shortened, stepped
 from fedcover.errors import InvalidValue
-from fedcover.evaluation import Score, evaluate, local_accuracy
-from fedcover.figures import figures
 from fedcover.fleet import Fleet, drops_out, sample_cohort
-from fedcover.grid_noise import Stream, fresh_stream
 from fedcover.models.norms import running, statistics_key
 from fedcover.policies.base import check_parts, one_of_a_kind
-from fedcover.privacy import Gaussian, most_turns, private_mean
-from fedcover.ranks import ALONE, Ranks
+from fedcover.server.aggregation import WEIGHTS, ServerStep, change, coverage_mean, length, shortened, stepped
+from fedcover.server.collectives import ALONE, Ranks
+from fedcover.server.evaluation import Score, evaluate, local_accuracy
+from fedcover.server.grid_noise import Stream, fresh_stream
+from fedcover.server.privacy import Gaussian, most_turns, private_mean
+from fedcover.server.round_metrics import figures
 from fedcover.submodels import coverage as cov
 from fedcover.submodels.cost import uses_of_weights
 from fedcover.submodels.reductions import Slices, Within, dense

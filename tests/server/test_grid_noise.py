@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import fedcover
-from fedcover import grid_noise
 from fedcover.errors import InvalidValue
-from fedcover.grid_noise import fresh_stream, keyed_stream, rounded_normal, trials, whole_parts
+from fedcover.server import grid_noise
+from fedcover.server.grid_noise import fresh_stream, keyed_stream, rounded_normal, trials, whole_parts
 
 SOURCE = Path(fedcover.__file__).parent
 

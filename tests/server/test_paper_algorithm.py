@@ -4,7 +4,7 @@ import pytest
 
 from fedcover.fleet import drops_out
 from fedcover.policies import POLICIES
-from fedcover.rounds import cohort_of, run_round, view_of
+from fedcover.server.round import cohort_of, run_round, view_of
 from tests.helpers.reference import reference_round
 from tests.helpers.worlds import same, world
 

@@ -9,9 +9,9 @@ from torch.func import grad, vmap
 from torch.nn import functional as F
 
 import fedcover as fc
-from fedcover.aggregation import coverage_mean
-from fedcover.contracts import checked_recipe
 from fedcover.errors import InvalidValue, TrainingDiverged
+from fedcover.server.aggregation import coverage_mean
+from fedcover.server.contracts import checked_recipe
 from fedcover.submodels.reductions import windows
 from fedcover.types import Batch, Outcome, Recipe
 

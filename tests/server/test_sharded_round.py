@@ -10,9 +10,9 @@ from torch.distributed import FileStore
 
 from fedcover.policies import POLICIES
 from fedcover.processes import joined
-from fedcover.ranks import Ranks, physical_cores, share, worthwhile
-from fedcover.rounds import cohort_of, view_of
-from fedcover.sharing import price
+from fedcover.server.collectives import Ranks, physical_cores, share, worthwhile
+from fedcover.server.round import cohort_of, view_of
+from fedcover.server.sharded_round import price
 from fedcover.training.recipes import RECIPES
 from fedcover.types import Assignment
 from tests.helpers.repository import ROOT
@@ -159,5 +159,6 @@ class TestShares:
             for n in range(4)
         }
         monkeypatch.setattr("os.sched_getaffinity", lambda pid: allowed, raising=False)
-        monkeypatch.setattr("fedcover.ranks._read", lambda path: {**files, "/sys/fs/cgroup/cpu.max": quota}[path])
+        all_files = {**files, "/sys/fs/cgroup/cpu.max": quota}
+        monkeypatch.setattr("fedcover.server.collectives._read", all_files.__getitem__)
         assert physical_cores() == cores

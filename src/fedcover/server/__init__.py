@@ -1,0 +1,1 @@
+"""The server's round: ask clients, check what comes back, average it, evaluate."""
