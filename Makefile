@@ -50,9 +50,7 @@ test: lint
 	$(BIN)/python -m pytest --numprocesses 2
 
 test-system: $(VENV)/.installed-flower
-	$(BIN)/python -m pytest -m system --numprocesses 3 --dist loadfile --durations 20 \
-		tests/system tests/test_examples.py tests/test_processes.py tests/test_public_code.py tests/test_run_faults.py \
-		tests/test_sweeps.py
+	$(BIN)/python -m pytest -m system --numprocesses 3 --dist loadfile --durations 20 tests
 
 architectures: $(VENV)/.installed-architectures
 	$(BIN)/python -m benchmarks.architectures

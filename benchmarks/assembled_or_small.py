@@ -20,14 +20,14 @@ from benchmarks.coverage.candidates import doubled, opened
 from benchmarks.coverage.cells import CIFAR, SEEDS, SHARED, TUNING_SEED, Cell
 from benchmarks.coverage.student import minus
 from benchmarks.coverage_comparison import RESULTS, measure
-from fedcover import checkpoints
-from fedcover.experiment import Experiment
-from fedcover.folders import Folder
 from fedcover.host.disk import write_atomically
 from fedcover.paper.noise import LEVEL
 from fedcover.paper.reproduce import lines, run_cells
 from fedcover.paper.results import made
-from fedcover.preparation import Machine, Parts, prepare
+from fedcover.runs import checkpoints
+from fedcover.runs.experiment import Experiment
+from fedcover.runs.run_folder import Folder
+from fedcover.runs.setup import Machine, Parts, prepare
 from fedcover.types import State, UnitGroup
 
 FOLDER = RESULTS / "coverage_comparison"

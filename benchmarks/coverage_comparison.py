@@ -24,19 +24,19 @@ from typing import Any
 from benchmarks.coverage import sheets
 from benchmarks.coverage.analysis import markdown
 from benchmarks.coverage.cells import PARTS, RATES, TUNING_SEED, Cell, quick
-from fedcover import checkpoints
 from fedcover.data import datasets
 from fedcover.errors import FedcoverError
-from fedcover.experiment import Experiment
-from fedcover.folders import Folder
 from fedcover.host.disk import write_atomically
 from fedcover.paper.reproduce import groups, lines, run_cells
 from fedcover.paper.results import Finished, made
-from fedcover.preparation import Machine, Parts, prepare
+from fedcover.runs import checkpoints
+from fedcover.runs.experiment import Experiment
+from fedcover.runs.metrics_log import summarise
+from fedcover.runs.run_folder import Folder
+from fedcover.runs.setup import Machine, Parts, prepare
 from fedcover.server.evaluation import evaluate
 from fedcover.server.round import Setup, other_models
 from fedcover.submodels.coverage import covered_only
-from fedcover.summary import summarise
 from fedcover.types import Dataset, State
 
 RESULTS = Path(__file__).parent / "results"

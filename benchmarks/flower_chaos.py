@@ -35,7 +35,7 @@ import fedcover as fc
 from benchmarks.flower_memory import surroundings
 from fedcover.flower.processes import STEADY, Local, free_port
 from fedcover.host.orphans import descendants
-from fedcover.summary import EVENTS, read_events, read_lines
+from fedcover.runs.metrics_log import EVENTS, read_events, read_lines
 
 KILLS = {"node": 8, "server": 6, "superlink": 4}
 """How often each is killed in 15 minutes."""

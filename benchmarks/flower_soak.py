@@ -35,7 +35,7 @@ from benchmarks.flower_memory import (
 )
 from fedcover.flower.apps import Settings, write_app
 from fedcover.flower.processes import local
-from fedcover.summary import read_lines
+from fedcover.runs.metrics_log import read_lines
 
 OURS = "flwr-serverapp"
 """The one program that lives through a run and runs our code; the nodes' part of it lives for one message."""

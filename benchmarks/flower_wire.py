@@ -19,7 +19,7 @@ from statistics import median
 import fedcover as fc
 from fedcover.flower.apps import Settings, write_app
 from fedcover.flower.processes import Local, free_port
-from fedcover.summary import read_lines
+from fedcover.runs.metrics_log import read_lines
 
 CARRYING = ("pull-messages", "pull-object", "push-messages", "push-object", "confirm-message-received")
 _REQUEST = re.compile(rb"(?:POST|GET) (\S+) HTTP/1")

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedcover.experiment import Experiment
-from fedcover.preparation import Machine, prepare
 from fedcover.rng import generator
+from fedcover.runs.experiment import Experiment
+from fedcover.runs.setup import Machine, prepare
 from fedcover.server.round import Setup, cohort_of, first_state
 
 CLIENTS, ACTIVE, EPOCHS, BATCH, LR, MOMENTUM = 100, 10, 5, 10, 0.01, 0.5

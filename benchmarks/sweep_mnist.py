@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from fedcover.experiment import Experiment
-from fedcover.preparation import Machine
-from fedcover.sweeps import processes_for, sweep
+from fedcover.runs.experiment import Experiment
+from fedcover.runs.setup import Machine
+from fedcover.runs.sweep import processes_for, sweep
 
 POLICIES = ("prefix", "rolling", "magnitude", "random", 'regions(codename="1111223344")')
 EPOCHS, ACTIVE = 5, 10

@@ -9,10 +9,10 @@ from benchmarks.coverage import sheets
 from benchmarks.coverage.candidates import doubled, opened, star, twins
 from benchmarks.coverage.cells import CIFAR, SHARED, TUNING_SEED, Cell
 
-from fedcover.experiment import Experiment
 from fedcover.planning import fleet_view
 from fedcover.policies import POLICIES
-from fedcover.preparation import Machine, prepare
+from fedcover.runs.experiment import Experiment
+from fedcover.runs.setup import Machine, prepare
 from fedcover.server.round import first_state
 from fedcover.submodels import coverage
 

@@ -5,7 +5,7 @@ import pytest
 
 from fedcover.audit import audit, audit_codename, codename
 from fedcover.errors import InvalidValue
-from fedcover.experiment import Experiment
+from fedcover.runs.experiment import Experiment
 from tests.helpers.paper_tables import PRUNING, SUBNET
 
 

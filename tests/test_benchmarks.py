@@ -13,7 +13,7 @@ from benchmarks.flower_memory import growth, hold_more, least, telling, told, tr
 from fedcover.bench import Line, eager, ours, page
 from fedcover.bench.measuring import in_turns
 from fedcover.cli import measuring
-from fedcover.preparation import Machine
+from fedcover.runs.setup import Machine
 from fedcover.training.engines.runners import plainly
 
 SMALL = {"clients": 2, "batch": 2}

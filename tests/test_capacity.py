@@ -8,8 +8,8 @@ import torch
 
 from fedcover.capacity import REPEATS, SHARES, STEPS, USABLE, free_main_memory, part_of, propose
 from fedcover.errors import InvalidValue
-from fedcover.experiment import Experiment
-from fedcover.preparation import Machine, prepare
+from fedcover.runs.experiment import Experiment
+from fedcover.runs.setup import Machine, prepare
 from fedcover.submodels.cost import memory_to_train
 from tests.helpers.command_line import refused
 from tests.helpers.worlds import world

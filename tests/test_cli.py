@@ -17,9 +17,9 @@ from rich.console import Console
 
 import fedcover as fc
 from fedcover import cli, console
-from fedcover.checkpoints import found
 from fedcover.cli import looking, running
-from fedcover.experiment import parse_change
+from fedcover.runs.checkpoints import found
+from fedcover.runs.experiment import parse_change
 from fedcover.training.engines import runners
 from tests.helpers.command_line import changed, refused
 from tests.helpers.runs import TINY, tiny

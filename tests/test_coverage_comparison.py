@@ -11,9 +11,9 @@ from benchmarks.coverage.designs import TOLERANCE, designed
 from benchmarks.coverage.student import holm, minus, quantile
 
 from fedcover.errors import InvalidValue, RunError
-from fedcover.experiment import Experiment
 from fedcover.planning import fleet_view
-from fedcover.preparation import Machine, prepare
+from fedcover.runs.experiment import Experiment
+from fedcover.runs.setup import Machine, prepare
 from fedcover.server.evaluation import evaluate
 from fedcover.server.round import first_state, run_round
 from fedcover.submodels import coverage

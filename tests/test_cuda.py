@@ -4,13 +4,13 @@ import pytest
 import torch
 
 import fedcover as fc
-from fedcover import checkpoints
-from fedcover.checkpoints import found
 from fedcover.errors import RunError
+from fedcover.runs import checkpoints
+from fedcover.runs.checkpoints import found
+from fedcover.runs.sweep import varied
 from fedcover.server.grid_noise import keyed_stream
 from fedcover.server.privacy import private_mean
 from fedcover.submodels.reductions import Masks
-from fedcover.sweeps import varied
 from fedcover.training.engines.runners import pool_of
 from tests.helpers import crew_twin
 from tests.helpers.worlds import same

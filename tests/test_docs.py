@@ -6,7 +6,7 @@ import tomllib
 import pytest
 
 import fedcover as fc
-from fedcover.experiment import Experiment
+from fedcover.runs.experiment import Experiment
 from tests.helpers.repository import ROOT
 
 FIELDS = (ROOT / "docs" / "experiment.md").read_text()

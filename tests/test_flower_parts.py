@@ -20,7 +20,6 @@ from fedcover import console
 from fedcover.cli import flower as commands
 from fedcover.cli.flower import check_connection
 from fedcover.errors import InvalidValue, RunError
-from fedcover.experiment import Experiment
 from fedcover.flower.apps import Settings, write_app
 from fedcover.flower.following import follow, pass_on, said
 from fedcover.flower.parcels import (
@@ -34,15 +33,16 @@ from fedcover.flower.parcels import (
     unbundle,
     wanted_part,
 )
-from fedcover.folders import Folder
 from fedcover.host.orphans import descendants
 from fedcover.models import MODELS
-from fedcover.preparation import Machine
-from fedcover.runs import run
+from fedcover.runs.api import run
+from fedcover.runs.experiment import Experiment
+from fedcover.runs.metrics_log import unanswered
+from fedcover.runs.run_folder import Folder
+from fedcover.runs.setup import Machine
 from fedcover.server.npy_codec import Refused, Wanted
 from fedcover.server.round import Report, cohort_of, view_of
 from fedcover.submodels.reductions import Masks, drawn, windows
-from fedcover.summary import unanswered
 from fedcover.training.engines import ENGINES
 from tests.helpers.worlds import world
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from fedcover.cli.flower import node_configs
 from fedcover.data.datasets import load
 from fedcover.errors import InvalidValue
-from fedcover.experiment import Experiment
 from fedcover.flower import places as node_places
 from fedcover.flower.places import Introduction, Roster, declared_fleet, introduction, place_of
 from fedcover.flower.rows import scale_of
 from fedcover.flower.scales import Scale
+from fedcover.runs.experiment import Experiment
 
 
 @given(st.integers(1, 200), st.integers(1, 20))

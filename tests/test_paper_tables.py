@@ -6,12 +6,12 @@ import pytest
 
 from fedcover.audit import audit
 from fedcover.errors import InvalidValue
-from fedcover.experiment import Experiment
 from fedcover.paper import tables
 from fedcover.paper.claims import COLUMNS, claimed, codename_rows, codenames, main_rows
 from fedcover.paper.designs import RESNET_FLEETS, aimed_coverage, designs
 from fedcover.paper.tables import Figures, audit_tables, closed_form
 from fedcover.policies.paper_regions import capacities
+from fedcover.runs.experiment import Experiment
 from tests.helpers.paper_tables import PRUNING, SUBNET
 
 

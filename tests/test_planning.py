@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from fedcover.errors import FedcoverError, InvalidValue
-from fedcover.experiment import Experiment
 from fedcover.planning import codename_for, fleet_view, plan_report, plot
+from fedcover.runs.experiment import Experiment
 
 
 def report(fleet="4x1.0 + 6x0.75", model="mlp(hidden=[16])", **options):

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 
 import fedcover as fc
-from fedcover import plotting
 from fedcover.errors import InvalidValue, RunError
 from fedcover.reporting.grouping import group
 from fedcover.reporting.page import asset
 from fedcover.reporting.reading import find_runs, read_run
 from fedcover.reporting.thinning import MOST_ENDS, MOST_POINTS, points_for
-from fedcover.summary import read_lines
+from fedcover.runs import plotting
+from fedcover.runs.metrics_log import read_lines
 from tests.helpers.made_up import made_up_run, on_flower
 from tests.helpers.report_pages import ATTACK, attacked, data_of, report
 

@@ -7,7 +7,7 @@ from statistics import stdev
 import pytest
 
 import fedcover as fc
-from fedcover.summary import read_lines
+from fedcover.runs.metrics_log import read_lines
 from tests.helpers.browser import MISSING, Browser
 from tests.helpers.made_up import made_up_run, on_flower
 from tests.helpers.report_pages import ATTACK, attacked

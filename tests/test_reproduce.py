@@ -12,9 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fedcover as fc
-from fedcover import sweeps
 from fedcover.errors import InvalidValue, RunError
-from fedcover.experiment import Experiment
 from fedcover.paper import document, ranks, reproduce, results, store
 from fedcover.paper.cells import AXES, RATES, cell_id, cells, chosen, quick
 from fedcover.paper.claims import COLUMNS, DATASETS, codename_rows
@@ -24,7 +22,9 @@ from fedcover.paper.evidence import Evidence
 from fedcover.paper.noise import Sample, against_claim, paired, sample, two_sided
 from fedcover.paper.reproduce import Wish
 from fedcover.paper.results import Finished
-from fedcover.preparation import Machine
+from fedcover.runs import sweep
+from fedcover.runs.experiment import Experiment
+from fedcover.runs.setup import Machine
 from tests.helpers.command_line import refused
 from tests.helpers.repository import ROOT
 
@@ -228,7 +228,7 @@ def test_a_homogeneous_cell_counts_the_small_model_alone(id):
 
 def test_a_run_that_diverges_is_a_result(tmp_path, monkeypatch):
     def explode(experiments, **_):
-        return [sweeps.Finished(e, [], "round 3, client 7: the loss is nan") for e in experiments]
+        return [sweep.Finished(e, [], "round 3, client 7: the loss is nan") for e in experiments]
 
     monkeypatch.setattr(reproduce, "sweep", explode)
     wish = Wish(("table1",), {"cell": ["mnist-iid-full"]}, seeds=1, out=tmp_path)

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedcover import checkpoints, tensors
-from fedcover.experiment import Experiment
-from fedcover.preparation import Machine, Parts, prepare
+from fedcover import tensors
+from fedcover.runs import checkpoints
+from fedcover.runs.experiment import Experiment
+from fedcover.runs.setup import Machine, Parts, prepare
 from fedcover.server import sharded_round
 from fedcover.server.aggregation import OVER, Sums, coverage_mean, mean_of
 from fedcover.server.round import first_state, run_round

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fedcover as fc
-from fedcover.summary import read_lines
+from fedcover.runs.metrics_log import read_lines
 from fedcover.watching import EVENTS, Look, frame, look, sparks
 from tests.helpers.command_line import refused
 from tests.helpers.runs import tiny

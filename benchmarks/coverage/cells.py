@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from fedcover.experiment import Experiment
 from fedcover.planning import fleet_view
 from fedcover.policies import POLICIES
 from fedcover.policies.planned import groups_of
+from fedcover.runs.experiment import Experiment
 
 SEEDS = (0, 1, 2, 3, 4)
 TUNING_SEED = 100

@@ -16,23 +16,23 @@ if TYPE_CHECKING:
     from fedcover.data.datasets import from_tensors as from_tensors
     from fedcover.errors import FedcoverError as FedcoverError
     from fedcover.errors import InvalidValue as InvalidValue
-    from fedcover.experiment import Experiment as Experiment
-    from fedcover.export import load_part as load_part
     from fedcover.policies import per_client as per_client
     from fedcover.policies.planner.single_group import plan as plan
-    from fedcover.preparation import Machine as Machine
     from fedcover.reporting import report as report
-    from fedcover.runs import Run as Run
-    from fedcover.runs import load as load
-    from fedcover.runs import replay as replay
-    from fedcover.runs import resume as resume
-    from fedcover.runs import run as run
+    from fedcover.runs.api import Run as Run
+    from fedcover.runs.api import load as load
+    from fedcover.runs.api import replay as replay
+    from fedcover.runs.api import resume as resume
+    from fedcover.runs.api import run as run
+    from fedcover.runs.experiment import Experiment as Experiment
+    from fedcover.runs.export import load_part as load_part
+    from fedcover.runs.setup import Machine as Machine
+    from fedcover.runs.sweep import sweep as sweep
     from fedcover.submodels.reductions import Masks as Masks
     from fedcover.submodels.reductions import Slices as Slices
     from fedcover.submodels.reductions import drawn as drawn
     from fedcover.submodels.reductions import windows as windows
     from fedcover.submodels.tracing import trace as trace
-    from fedcover.sweeps import sweep as sweep
     from fedcover.types import Client as Client
     from fedcover.types import Cut as Cut
     from fedcover.types import Dataset as Dataset
@@ -45,13 +45,13 @@ _HOME = {
     "Client": "types",
     "Cut": "types",
     "Dataset": "types",
-    "Experiment": "experiment",
+    "Experiment": "runs.experiment",
     "FedcoverError": "errors",
     "InvalidValue": "errors",
-    "Machine": "preparation",
+    "Machine": "runs.setup",
     "Masks": "submodels.reductions",
     "Model": "types",
-    "Run": "runs",
+    "Run": "runs.api",
     "Samples": "types",
     "Slices": "submodels.reductions",
     "UnitGroup": "types",
@@ -60,15 +60,15 @@ _HOME = {
     "drawn": "submodels.reductions",
     "from_file": "data.datasets",
     "from_tensors": "data.datasets",
-    "load": "runs",
-    "load_part": "export",
+    "load": "runs.api",
+    "load_part": "runs.export",
     "per_client": "policies",
     "plan": "policies.planner.single_group",
-    "replay": "runs",
+    "replay": "runs.api",
     "report": "reporting",
-    "resume": "runs",
-    "run": "runs",
-    "sweep": "sweeps",
+    "resume": "runs.api",
+    "run": "runs.api",
+    "sweep": "runs.sweep",
     "trace": "submodels.tracing",
     "windows": "submodels.reductions",
 }

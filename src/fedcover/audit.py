@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from fedcover.building import build_model
 from fedcover.errors import InvalidValue
-from fedcover.experiment import Experiment
 from fedcover.fleet import Fleet
 from fedcover.policies import growth_of
 from fedcover.policies.paper_regions import region_coverage
-from fedcover.preparation import named_policy, source_of
+from fedcover.runs.components import build_model
+from fedcover.runs.experiment import Experiment
+from fedcover.runs.setup import named_policy, source_of
 from fedcover.submodels import coverage
 from fedcover.submodels.cost import cost, memory_to_train, uses_of_weights
 from fedcover.types import Client, Coverage, View

@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from fedcover.errors import printable
-from fedcover.runs import Watch
+from fedcover.runs.api import Watch
+from fedcover.runs.metrics_log import UNANSWERED
 from fedcover.server.round import Report
-from fedcover.summary import UNANSWERED
 
 LONGEST_WORD = 20
 """What is longer, such as the name of a file, is broken rather than a heading."""

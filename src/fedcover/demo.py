@@ -4,8 +4,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from fedcover.experiment import Experiment
-from fedcover.runs import Run, Watch, run
+from fedcover.runs.api import Run, Watch, run
+from fedcover.runs.experiment import Experiment
 
 FLEET = "5x0.5 + 5x0.25"
 """No device of this fleet holds more than half of the model."""

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from fedcover.audit import shape_of
-from fedcover.building import build_model
 from fedcover.errors import InvalidValue, unknown
-from fedcover.experiment import Experiment
 from fedcover.fleet import Fleet
-from fedcover.plotting import COLOURS, MARKERS, new_figure, save
 from fedcover.policies import POLICIES
 from fedcover.policies.planned import KINDS, groups_of, planned
 from fedcover.policies.planner.multi_group import Wish, is_exact, level, narrowed, tally, upper_bound
 from fedcover.policies.planner.single_group import Group
 from fedcover.policies.replication import number
+from fedcover.runs.components import build_model
+from fedcover.runs.experiment import Experiment
+from fedcover.runs.plotting import COLOURS, MARKERS, new_figure, save
 from fedcover.submodels import coverage
 from fedcover.submodels.cost import uses_of_weights
 from fedcover.submodels.reductions import Slices

@@ -17,8 +17,8 @@ from rich.text import Text
 
 from fedcover.console import as_table, output
 from fedcover.errors import printable
-from fedcover.folders import Folder
-from fedcover.summary import EVENTS, UNANSWERED, WARNED, is_number, read_events, read_lines
+from fedcover.runs.metrics_log import EVENTS, UNANSWERED, WARNED, is_number, read_events, read_lines
+from fedcover.runs.run_folder import Folder
 
 ROUNDS_SHOWN, TROUBLE_SHOWN, CURVE = 10, 8, 60
 _BARS = "▁▂▃▄▅▆▇█"

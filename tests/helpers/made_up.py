@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from fedcover.experiment import Experiment
+from fedcover.runs.experiment import Experiment
 
 
 def made_up_run(folder: Path, done: int | None = None, *, layers: int = 2, noisy: bool = False, **fields: Any) -> Path:

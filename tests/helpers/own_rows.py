@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from fedcover.data.datasets import load
-from fedcover.experiment import Experiment
+from fedcover.runs.experiment import Experiment
 
 NODES = ([0, 1, 2], [3, 4])
 """Which of five clients each node holds."""

@@ -4,7 +4,7 @@ import json
 import re
 
 import fedcover as fc
-from fedcover.summary import read_lines
+from fedcover.runs.metrics_log import read_lines
 from tests.helpers.made_up import made_up_run, on_flower
 
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import fedcover as fc
-from fedcover.checkpoints import found
+from fedcover.runs.checkpoints import found
 
 TINY = {
     "fleet": "1x1.0 + 1x0.5", "policy": "prefix", "clients": 20, "active": 4, "rounds": 4, "epochs": 1,

@@ -14,7 +14,7 @@ import torch
 from torch.distributed import FileStore
 
 from fedcover.errors import FedcoverError
-from fedcover.processes import joined
+from fedcover.runs.launch import joined
 from fedcover.server.round import run_round
 from fedcover.server.sharded_round import shared
 from fedcover.training.engines.batched import batched

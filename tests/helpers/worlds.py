@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from fedcover.experiment import Experiment
-from fedcover.preparation import Machine, prepare
+from fedcover.runs.experiment import Experiment
+from fedcover.runs.setup import Machine, prepare
 from fedcover.server.round import Setup, first_state
 from fedcover.types import Samples, Shard, State
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from fedcover.host import locks, scratch
-from fedcover.sweeps import MPS, sharing_a_gpu
+from fedcover.runs.sweep import MPS, sharing_a_gpu
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 import pytest
 
 import fedcover as fc
-from fedcover.checkpoints import found
 from fedcover.host import signals
 from fedcover.host.orphans import descendants
+from fedcover.runs.checkpoints import found
 from tests.helpers.processes import command, lines, running, settings, waited_for
 from tests.helpers.runs import TINY
 

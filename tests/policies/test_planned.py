@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from fedcover.errors import InvalidValue
-from fedcover.experiment import Experiment
 from fedcover.planning import fleet_view, rounds_to_cover
 from fedcover.policies import POLICIES
 from fedcover.policies.base import fits
 from fedcover.policies.paper_regions import capacities, region_coverage
 from fedcover.policies.planned import groups_of, planned
 from fedcover.policies.planner.multi_group import colours, is_exact, narrowed, steps, tally, unit_energies
-from fedcover.preparation import Machine, prepare
+from fedcover.runs.experiment import Experiment
+from fedcover.runs.setup import Machine, prepare
 from fedcover.server.round import cohort_of, first_state, run_round, view_of
 from fedcover.submodels import coverage
 from fedcover.submodels.reductions import Slices

@@ -13,7 +13,7 @@ from fedcover.errors import InvalidValue
 from fedcover.planning import fleet_view
 from fedcover.policies import POLICIES
 from fedcover.policies.replication import copying, number
-from fedcover.preparation import Machine, Parts, prepare
+from fedcover.runs.setup import Machine, Parts, prepare
 from fedcover.server.evaluation import evaluate
 from fedcover.server.round import cohort_of, first_state, view_of
 from fedcover.submodels import coverage

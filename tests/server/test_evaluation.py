@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedcover.experiment import Experiment
 from fedcover.models.norms import calibrate
-from fedcover.preparation import Machine, prepare
+from fedcover.runs.experiment import Experiment
+from fedcover.runs.setup import Machine, prepare
 from fedcover.server.evaluation import WHOLE, evaluate, local_accuracy, logits, ready, score
 from fedcover.server.round import cohort_of, first_state, view_of
 from fedcover.submodels.build import fill, submodel

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedcover as fc
-from fedcover.checkpoints import found, read
 from fedcover.errors import InvalidValue, RunError
-from fedcover.experiment import read_experiment
+from fedcover.runs.checkpoints import found, read
+from fedcover.runs.experiment import read_experiment
 from fedcover.server.aggregation import change, coverage_mean, length, shortened
 from fedcover.server.grid_noise import keyed_stream
 from fedcover.server.privacy import Gaussian, Grid, gaussian, most_turns, private_mean

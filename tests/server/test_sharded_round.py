@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.distributed import FileStore
 
 from fedcover.policies import POLICIES
-from fedcover.processes import joined
+from fedcover.runs.launch import joined
 from fedcover.server.collectives import Ranks, physical_cores, share, worthwhile
 from fedcover.server.round import cohort_of, view_of
 from fedcover.server.sharded_round import price

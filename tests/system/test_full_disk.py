@@ -4,7 +4,7 @@ import re
 
 import fedcover as fc
 from fedcover.flower.processes import local
-from fedcover.summary import read_lines
+from fedcover.runs.metrics_log import read_lines
 from tests.helpers.disks import PAGE, fill, small_disk
 from tests.system.harness import checkpoints, experiment, submit, wait_for
 

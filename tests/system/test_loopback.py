@@ -22,8 +22,8 @@ from fedcover.flower.parcels import bundle, unbundle
 from fedcover.flower.places import Roster, Wanted
 from fedcover.flower.rows import wanted_of
 from fedcover.flower.server import begun, capacities, is_open, serve
-from fedcover.preparation import prepare, source_of
-from fedcover.summary import read_lines
+from fedcover.runs.metrics_log import read_lines
+from fedcover.runs.setup import prepare, source_of
 from fedcover.training.engines.sequential import sequential
 from fedcover.watching import frame, look
 from tests.helpers.own_rows import written

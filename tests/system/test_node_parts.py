@@ -16,8 +16,8 @@ from fedcover.flower.messages import Order, Orders
 from fedcover.flower.parcels import as_sent, bundle, headed, unbundle
 from fedcover.flower.working import sent_parcel
 from fedcover.models.meta_device import hollow_or_whole, is_hollow
-from fedcover.preparation import Machine, prepare
 from fedcover.registry import is_own
+from fedcover.runs.setup import Machine, prepare
 from fedcover.server.reply_validation import pack
 from fedcover.server.round import ask, first_state, run_round
 from fedcover.submodels.partial_params import Portion

@@ -14,7 +14,7 @@ from fedcover.audit import audit
 from fedcover.flower.parcels import as_sent, bundle
 from fedcover.flower.processes import local
 from fedcover.flower.working import sent_parcel
-from fedcover.preparation import Machine, prepare
+from fedcover.runs.setup import Machine, prepare
 from fedcover.server.reply_validation import pack
 from fedcover.server.round import first_state
 from fedcover.submodels.reductions import windows

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fedcover.bench import eager, ours
-from fedcover.preparation import Machine
+from fedcover.runs.setup import Machine
 from fedcover.version import __version__
 
 WIDTHS = (1.0, 0.5, 0.25)

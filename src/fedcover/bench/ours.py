@@ -6,11 +6,11 @@ from collections.abc import Callable
 import torch
 
 from fedcover.bench.eager import BATCH, CLIENTS, JOBS, random_batches
-from fedcover.choice import engine_for
-from fedcover.experiment import Experiment
 from fedcover.host import scratch
-from fedcover.preparation import Machine, Parts, prepare
-from fedcover.runs import run
+from fedcover.runs.api import run
+from fedcover.runs.experiment import Experiment
+from fedcover.runs.machine import engine_for
+from fedcover.runs.setup import Machine, Parts, prepare
 from fedcover.server.round import Report, Setup, ask, first_state
 from fedcover.training.engines.batched import crews_of, seated
 from fedcover.training.engines.buffers import Job, arrivals

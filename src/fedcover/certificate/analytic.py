@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from fedcover.certificate.objective import Objective
-from fedcover.experiment import Experiment
 from fedcover.models.softmax import Features
+from fedcover.runs.experiment import Experiment
 from fedcover.theory.convex import Proven, minimise, proven
 from fedcover.types import Params
 

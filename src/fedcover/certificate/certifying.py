@@ -9,10 +9,10 @@ from torch import nn
 from fedcover.certificate.measuring import Tell, watch
 from fedcover.certificate.telling import told
 from fedcover.errors import InvalidValue, RunError
-from fedcover.folders import Folder
 from fedcover.host.disk import write_atomically
-from fedcover.preparation import Machine, Parts, prepare
-from fedcover.refusals import check_rows_are_here
+from fedcover.runs.checks import check_rows_are_here
+from fedcover.runs.run_folder import Folder
+from fedcover.runs.setup import Machine, Parts, prepare
 from fedcover.types import Dataset, Model, Policy
 
 

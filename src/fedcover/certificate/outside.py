@@ -7,9 +7,9 @@ from functools import partial
 from torch.nn.modules.dropout import _DropoutNd
 
 from fedcover.certificate.replaying import Replayed
-from fedcover.experiment import Experiment
 from fedcover.models.norms import has_batch_norm
 from fedcover.policies import POLICIES
+from fedcover.runs.experiment import Experiment
 from fedcover.server.round import Setup, cohort_of, first_state, view_of
 from fedcover.theory import Constants
 

@@ -18,8 +18,8 @@ from fedcover.cli import showing as showing
 from fedcover.cli.options import app
 from fedcover.errors import FedcoverError, InvalidValue, RunError
 from fedcover.host.disk import reason
-from fedcover.processes import main as take_part
-from fedcover.processes import torchrun_rank
+from fedcover.runs.launch import main as take_part
+from fedcover.runs.launch import torchrun_rank
 
 
 def main() -> None:

@@ -18,7 +18,6 @@ from fedcover.cli.options import Data, Device, Json, Overwrite, Threads, Whole, 
 from fedcover.cli.trusting import Trust, is_trusted
 from fedcover.cli.wanted import wanted_of
 from fedcover.errors import InvalidValue, RunError
-from fedcover.experiment import Experiment
 from fedcover.flower import require
 from fedcover.flower.apps import Settings, write_app
 from fedcover.flower.following import follow, pass_on
@@ -27,11 +26,12 @@ from fedcover.flower.places import clients_of, place_of
 from fedcover.flower.processes import FLWR, QUIET, local
 from fedcover.flower.rows import rows_here
 from fedcover.flower.rows import wanted_of as wanted_rows
-from fedcover.folders import Folder
 from fedcover.host import scratch, signals
-from fedcover.preparation import Machine, check_device, prepare
-from fedcover.summary import read_events, summarise, unanswered, why_unanswered
-from fedcover.trust import functions_of
+from fedcover.runs.experiment import Experiment
+from fedcover.runs.metrics_log import read_events, summarise, unanswered, why_unanswered
+from fedcover.runs.run_folder import Folder
+from fedcover.runs.setup import Machine, check_device, prepare
+from fedcover.runs.trust import functions_of
 from fedcover.types import Source
 
 flower_app = App(name="flower", help="The same experiment on Flower's SuperLink and SuperNodes.")

@@ -19,16 +19,16 @@ from fedcover.data import datasets
 from fedcover.data.client_data import Elsewhere, Synthetic
 from fedcover.data.partition import PARTITIONS
 from fedcover.errors import InvalidValue, unknown
-from fedcover.experiment import Experiment
 from fedcover.models import MODELS
 from fedcover.paper.explain import explain as explain_code
 from fedcover.paper.tables import audit_tables
 from fedcover.planning import plan_report
 from fedcover.planning import plot as draw_plan
 from fedcover.policies import POLICIES
-from fedcover.presets import PRESETS
 from fedcover.registry import options_of
-from fedcover.runs import load
+from fedcover.runs.api import load
+from fedcover.runs.experiment import Experiment
+from fedcover.runs.presets import PRESETS
 from fedcover.server.aggregation import RULES, SERVERS
 from fedcover.server.privacy import PRIVACY
 from fedcover.training.engines import ENGINES

@@ -17,13 +17,13 @@ from fedcover.cli.stopped import saying_how_to_go_on, this_command
 from fedcover.cli.varying import choices_of
 from fedcover.cli.wanted import wanted_of
 from fedcover.errors import InvalidValue
-from fedcover.experiment import Experiment
-from fedcover.folders import Folder
-from fedcover.preparation import Machine
-from fedcover.processes import torchrun_rank
+from fedcover.runs.experiment import Experiment
+from fedcover.runs.launch import torchrun_rank
+from fedcover.runs.run_folder import Folder
+from fedcover.runs.setup import Machine
+from fedcover.runs.sweep import sweep as run_sweep
+from fedcover.runs.sweep import varied
 from fedcover.server.round import Report
-from fedcover.sweeps import sweep as run_sweep
-from fedcover.sweeps import varied
 
 
 @app.command

@@ -18,7 +18,7 @@ from fedcover.paper.reproduce import DOCS, Wish, parse_only, strange
 from fedcover.paper.reproduce import reproduce as run_missing
 from fedcover.paper.results import find_all
 from fedcover.paper.store import load
-from fedcover.preparation import Machine
+from fedcover.runs.setup import Machine
 
 
 @app.command

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from fedcover import console, plotting
+from fedcover import console
 from fedcover.cli import conclusions
 from fedcover.cli.options import (
     Data,
@@ -32,16 +32,17 @@ from fedcover.cli.wanted import wanted_of
 from fedcover.demo import FLEET, LINE_UP
 from fedcover.demo import demo as run_demo
 from fedcover.errors import InvalidValue, unknown
-from fedcover.experiment import Experiment
-from fedcover.export import FORMATS
-from fedcover.export import export as export_part
-from fedcover.folders import Folder
-from fedcover.preparation import Machine
-from fedcover.processes import torchrun_rank, torchrun_size
 from fedcover.reporting import report
-from fedcover.runs import Run, Watch, load
-from fedcover.runs import resume as resume_run
-from fedcover.runs import run as run_experiment
+from fedcover.runs import plotting
+from fedcover.runs.api import Run, Watch, load
+from fedcover.runs.api import resume as resume_run
+from fedcover.runs.api import run as run_experiment
+from fedcover.runs.experiment import Experiment
+from fedcover.runs.export import FORMATS
+from fedcover.runs.export import export as export_part
+from fedcover.runs.launch import torchrun_rank, torchrun_size
+from fedcover.runs.run_folder import Folder
+from fedcover.runs.setup import Machine
 from fedcover.server.round import Report
 from fedcover.tensorboard import logging_to
 

@@ -6,13 +6,14 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from fedcover import console, history, plotting
+from fedcover import console, history
 from fedcover.cli.options import app
 from fedcover.errors import InvalidValue
 from fedcover.host.disk import write_atomically
 from fedcover.reporting import report as write_report
 from fedcover.reporting.gathering import damages, gather, readable
 from fedcover.reporting.grouping import group
+from fedcover.runs import plotting
 
 Folders = Annotated[list[Path], Parameter(help="Run folders, or folders with run folders below them.")]
 Output = Annotated[Path | None, Parameter(name=["--output", "-o"], help="The file to write; else it is printed.")]

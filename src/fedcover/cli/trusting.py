@@ -6,9 +6,10 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from fedcover import console, trust
+from fedcover import console
 from fedcover.cli.wanted import look_for_modules_here
-from fedcover.folders import Folder
+from fedcover.runs import trust
+from fedcover.runs.run_folder import Folder
 
 Trust = Annotated[
     bool, Parameter(name="--trust", help="Import and call the functions of its own that the run names.", negative="")

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fedcover.errors import InvalidValue
-from fedcover.experiment import Experiment, parse_change
-from fedcover.sweeps import Choices
+from fedcover.runs.experiment import Experiment, parse_change
+from fedcover.runs.sweep import Choices
 
 FIELDS = {*Experiment.model_fields, "preset"}
 

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedcover.experiment import Experiment, parse_change, read_experiment
+from fedcover.runs.experiment import Experiment, parse_change, read_experiment
 
 
 def wanted_of(file: Path | None, changes: Sequence[str]) -> Experiment:

@@ -20,14 +20,14 @@ from fedcover.flower.messages import Answer, Order, Orders, read_answers, to_nod
 from fedcover.flower.parcels import as_sent, unbundle
 from fedcover.flower.places import Introduction, Roster, place_of
 from fedcover.flower.working import sent_parcel
-from fedcover.folders import Folder
 from fedcover.host.disk import append
 from fedcover.models.norms import statistics_key
+from fedcover.runs.metrics_log import MOVES, UNANSWERED, WARNED, lines_in
+from fedcover.runs.run_folder import Folder
 from fedcover.server.npy_codec import Refused
 from fedcover.server.reply_validation import Asked, Ledger, RawReply, Rejection, ask
 from fedcover.server.round import Setup
 from fedcover.submodels.unit_groups import to_json
-from fedcover.summary import MOVES, UNANSWERED, WARNED, lines_in
 from fedcover.types import Assignment, Client, Reduction, State, Task, Update
 from fedcover.version import __version__
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from fedcover.errors import RunError
 from fedcover.flower.sudden_ends import KILLED
 from fedcover.host.orphans import tied
+from fedcover.runs.metrics_log import Metrics, read_lines
 from fedcover.server.round import Report
-from fedcover.summary import Metrics, read_lines
 
 FINISHED = "fedcover: finished"
 _STOPPED = re.compile(r"^fedcover: stopped: (.*)", re.MULTILINE)

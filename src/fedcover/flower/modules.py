@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fedcover import registry
 from fedcover.errors import InvalidValue
-from fedcover.experiment import Experiment
+from fedcover.runs.experiment import Experiment
 
 LARGEST = 8 * 2**20
 """Most bytes of source that travel: Flower's limit for an app is 10 MiB, when compressed."""

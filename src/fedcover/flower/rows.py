@@ -12,9 +12,9 @@ from fedcover.data.client_data import Holding, Partitioned
 from fedcover.data.datasets import rows_from_file
 from fedcover.data.partition import held
 from fedcover.errors import InvalidValue
-from fedcover.experiment import Experiment
 from fedcover.flower.places import Wanted
 from fedcover.flower.scales import Scale
+from fedcover.runs.experiment import Experiment
 from fedcover.types import Dataset, Samples, Source
 
 MOST_LABELS, MOST_SAMPLES = 2**16, 10**9

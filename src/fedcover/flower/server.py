@@ -11,7 +11,6 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedcover import registry
 from fedcover.errors import FedcoverError, InvalidValue, RunError
-from fedcover.experiment import Experiment
 from fedcover.fleet import Fleet
 from fedcover.flower.apps import Settings
 from fedcover.flower.engine import Events, FlowerEngine, Terms, gather, log_to_stderr
@@ -20,11 +19,12 @@ from fedcover.flower.memory import reserve, tidy
 from fedcover.flower.places import Roster, declared_fleet
 from fedcover.flower.rows import wanted_of
 from fedcover.flower.sudden_ends import reported
-from fedcover.folders import Folder
-from fedcover.preparation import Machine, source_of
-from fedcover.runs import Run, resume, run
+from fedcover.runs.api import Run, resume, run
+from fedcover.runs.experiment import Experiment
+from fedcover.runs.metrics_log import UNANSWERED, read_events, why_unanswered
+from fedcover.runs.run_folder import Folder
+from fedcover.runs.setup import Machine, source_of
 from fedcover.server.round import Report
-from fedcover.summary import UNANSWERED, read_events, why_unanswered
 
 log = logging.getLogger("fedcover")
 

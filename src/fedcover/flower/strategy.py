@@ -17,7 +17,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
 
-from fedcover import checkpoints, registry
+from fedcover import registry
 from fedcover.errors import InvalidValue, RunError, unknown
 from fedcover.flower.bounded import DAY, Bounded
 from fedcover.flower.engine import Events, checked, meet
@@ -31,6 +31,7 @@ from fedcover.flower.sampling import Sampling
 from fedcover.models import tensors
 from fedcover.models.norms import calibrate, running
 from fedcover.policies import POLICIES
+from fedcover.runs import checkpoints
 from fedcover.server.aggregation import SERVERS, WEIGHTS, stepped
 from fedcover.server.contracts import checked_server, named_rule
 from fedcover.server.evaluation import WHOLE

@@ -12,9 +12,7 @@ import torch
 from flwr.app import Array, ArrayRecord, Context, Message
 from torch import nn
 
-from fedcover.building import hollow_model
 from fedcover.errors import FedcoverError, InvalidValue
-from fedcover.experiment import Experiment
 from fedcover.flower.memory import own_pages
 from fedcover.flower.messages import Answer, Order, Orders, Parcels, read_orders, to_server
 from fedcover.flower.parcels import bundle, headed, kept, read_reduction, received, sections, unbundle, wanted_part
@@ -22,7 +20,9 @@ from fedcover.flower.places import Wanted, clients_of, introduction
 from fedcover.flower.rows import rows_here
 from fedcover.models.meta_device import hollow_or_whole
 from fedcover.models.norms import running, statistics_key
-from fedcover.preparation import Machine, Parts, prepare
+from fedcover.runs.components import hollow_model
+from fedcover.runs.experiment import Experiment
+from fedcover.runs.setup import Machine, Parts, prepare
 from fedcover.server.npy_codec import Refused
 from fedcover.server.reply_validation import pack
 from fedcover.submodels.build import submodel

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fedcover.errors import unknown
-from fedcover.experiment import Experiment
 from fedcover.paper.claims import COLUMNS, DATASETS, SETTINGS, codename_rows
 from fedcover.paper.designs import Design, codename_design, designs, planned_designs
+from fedcover.runs.experiment import Experiment
 
 SETS = ("mnist-pruning", "mnist-subnet", "table1", "figures", "rates")
 ROWS = ("main", "appendix", "planned", "public-code", "second-rate", "dirichlet", "rates")

@@ -4,10 +4,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fedcover.experiment import Experiment
 from fedcover.paper.claims import LEVELS, SETTINGS, codenames
 from fedcover.paper.quarters import slot_coverage
 from fedcover.policies.paper_regions import region_coverage
+from fedcover.runs.experiment import Experiment
 
 HOMOGENEOUS = {
     "mnist": {"low": 0.75, "medium": 0.5, "high": 0.25},

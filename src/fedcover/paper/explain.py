@@ -7,9 +7,9 @@ from statistics import fmean, stdev
 from typing import Any
 
 from fedcover.errors import unknown
-from fedcover.experiment import Experiment
 from fedcover.paper.public_code import SWITCHES, public_code
-from fedcover.runs import Run, run
+from fedcover.runs.api import Run, run
+from fedcover.runs.experiment import Experiment
 
 
 def settings(only: Sequence[str] = ()) -> dict[str, tuple[str, ...]]:

@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from fedcover.errors import FedcoverError, InvalidValue, unknown
-from fedcover.experiment import Experiment
 from fedcover.host import signals
 from fedcover.paper import document, results, store
 from fedcover.paper.cells import AXES, SETS, Cell, cells, chosen, quick
 from fedcover.paper.evidence import Evidence
 from fedcover.paper.results import Finished
-from fedcover.preparation import Machine
-from fedcover.runs import Watch
+from fedcover.runs.api import Watch
+from fedcover.runs.experiment import Experiment
+from fedcover.runs.setup import Machine
+from fedcover.runs.sweep import sweep
 from fedcover.server.round import Report
-from fedcover.sweeps import sweep
 
 RESULTS = Path("results") / "reproduction"
 SMOKE_RESULTS = Path("runs") / "reproduction-quick"

@@ -10,13 +10,13 @@ from statistics import fmean
 from typing import Any
 
 from fedcover.errors import RunError
-from fedcover.experiment import Experiment
-from fedcover.manifests import manifest
 from fedcover.paper.cells import RATE, RATES, Cell, cell_id
 from fedcover.paper.claims import DATASETS
 from fedcover.paper.store import Records
-from fedcover.preparation import Machine, Parts
-from fedcover.summary import Metrics, summarise
+from fedcover.runs.experiment import Experiment
+from fedcover.runs.manifest import manifest
+from fedcover.runs.metrics_log import Metrics, summarise
+from fedcover.runs.setup import Machine, Parts
 
 COSTS = ("gamma_min", "delta2_mean", "parameters", "multiply_adds", "bytes_down", "bytes_up", "rounds", "seconds")
 LAST_ROUNDS = 5

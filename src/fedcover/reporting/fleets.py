@@ -9,7 +9,7 @@ from fedcover.reporting.ordering import natural
 from fedcover.reporting.reading import Line, Record
 from fedcover.reporting.settings import shares
 from fedcover.reporting.thinning import short
-from fedcover.summary import EVENTS, whose
+from fedcover.runs.metrics_log import EVENTS, whose
 
 CAUSES, NAMES, LETTERS = 20, 5, 300
 """How many causes of missing answers are told, how many clients of each are named, and how long a cause may be."""

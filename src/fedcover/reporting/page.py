@@ -21,7 +21,7 @@ from fedcover.reporting.grouping import Group, group, text
 from fedcover.reporting.ordering import natural
 from fedcover.reporting.reading import NOT_COMPARED, Line, Record
 from fedcover.reporting.thinning import lowest, packed_pictures, points_for, short, some_ends, spread, thinned
-from fedcover.summary import command_to_go_on, summarise
+from fedcover.runs.metrics_log import command_to_go_on, summarise
 from fedcover.version import __version__
 
 SCRIPTS = (

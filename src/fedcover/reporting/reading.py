@@ -12,7 +12,7 @@ from fedcover.errors import RunError
 from fedcover.host import disk
 from fedcover.reporting.ordering import natural
 from fedcover.reporting.settings import check_settings
-from fedcover.summary import is_whole, lines_in, read_events, read_lines, unanswered
+from fedcover.runs.metrics_log import is_whole, lines_in, read_events, read_lines, unanswered
 
 Line = dict[str, Any]
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import fedcover as fc
-from fedcover.preparation import Parts, prepare
+from fedcover.runs.setup import Parts, prepare
 from fedcover.server.round import first_state, run_round
 from fedcover.training.engines import ragged, runners
 from fedcover.training.engines.batched import batched

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from fedcover import checkpoints, releases
 from fedcover.errors import RunError
-from fedcover.experiment import Experiment
-from fedcover.folders import Folder
 from fedcover.models.norms import running
+from fedcover.runs import checkpoints, released_rounds
+from fedcover.runs.experiment import Experiment
+from fedcover.runs.metrics_log import Metrics
+from fedcover.runs.run_folder import Folder
 from fedcover.server.round import Report, Setup, first_state
-from fedcover.summary import Metrics
 from fedcover.types import Params, State
 
 
@@ -104,7 +104,7 @@ class Course:
 
     def _write(self, folder: Folder, line: dict[str, Any], state: State, due: bool) -> None:
         if self.setup.privacy:
-            releases.write_round(folder, line, state)
+            released_rounds.write_round(folder, line, state)
             self.saved = state.round
             return
         folder.append(line)
@@ -175,14 +175,14 @@ def where_it_stopped(
     if not checkpoints.found(folder.checkpoints):  # stopped before the first round was done
         state = first_state(setup)
         if setup.privacy:
-            releases.check_going_on(folder, state)
+            released_rounds.check_going_on(folder, state)
         folder.keep(state)
     else:
         state, complaints = checkpoints.newest(folder.checkpoints, folder.experiment.digest, device)
         refuse_another_model(folder, setup, state)
         if setup.privacy:
-            releases.check_going_on(folder, state)
-            releases.complete(folder, state)
+            released_rounds.check_going_on(folder, state)
+            released_rounds.complete(folder, state)
         for path, complaint in complaints.items():
             complain(f"{complaint}; going on from the older checkpoint of round {state.round}")
             checkpoints.set_aside(path)

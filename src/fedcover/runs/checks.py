@@ -10,10 +10,10 @@ from torch.nn.parameter import is_lazy
 from fedcover import registry, rng
 from fedcover.data.client_data import ROWS_ELSEWHERE
 from fedcover.errors import InvalidValue
-from fedcover.experiment import Experiment
 from fedcover.models import Scaler
 from fedcover.models.norms import has_batch_norm, on_batch_statistics
 from fedcover.policies.prunefl import EVERY
+from fedcover.runs.experiment import Experiment
 from fedcover.server.grid_noise import require_stream
 from fedcover.server.privacy import Gaussian
 from fedcover.submodels.build import submodel

@@ -10,11 +10,11 @@ from torch import nn
 
 from fedcover import registry, rng
 from fedcover.errors import FedcoverError, InvalidValue
-from fedcover.experiment import Experiment
 from fedcover.models import MODELS
 from fedcover.models.meta_device import Unsuitable, hollow_or_whole, is_hollow
 from fedcover.models.norms import with_statistics
-from fedcover.refusals import check_parameters, other_types
+from fedcover.runs.checks import check_parameters, other_types
+from fedcover.runs.experiment import Experiment
 from fedcover.server.contracts import checked_recipe
 from fedcover.submodels import unit_groups
 from fedcover.submodels.tracing import trace

@@ -15,12 +15,12 @@ from rich.console import Console
 
 import fedcover as fc
 from fedcover import history
-from fedcover.checkpoints import found
 from fedcover.errors import RunError
-from fedcover.folders import Folder
 from fedcover.reporting.gathering import gather
 from fedcover.reporting.page import page
-from fedcover.summary import read_lines
+from fedcover.runs.checkpoints import found
+from fedcover.runs.metrics_log import read_lines
+from fedcover.runs.run_folder import Folder
 from fedcover.watching import frame, look
 from tests.helpers.command_line import refused
 from tests.helpers.made_up import made_up_run, on_flower

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from fedcover import checkpoints, trust
 from fedcover.errors import InvalidValue, RunError, TrainingDiverged
-from fedcover.experiment import MOST, Experiment, fields_of
 from fedcover.host import disk, locks
 from fedcover.host.disk import write_atomically
-from fedcover.manifests import manifest, own_parts
-from fedcover.preparation import Machine, Parts
-from fedcover.summary import Metrics, command_to_go_on, is_whole, read_lines, summarise
+from fedcover.runs import checkpoints, trust
+from fedcover.runs.experiment import MOST, Experiment, fields_of
+from fedcover.runs.manifest import manifest, own_parts
+from fedcover.runs.metrics_log import Metrics, command_to_go_on, is_whole, read_lines, summarise
+from fedcover.runs.setup import Machine, Parts
 from fedcover.types import State
 
 _FILES = ("summary.json", "metrics.jsonl", "events.jsonl", "manifest.json", "experiment.toml")

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch exports it without saying so
 
 from fedcover.errors import FedcoverError, InvalidValue, RunError
-from fedcover.experiment import Experiment
 from fedcover.host import scratch, signals
 from fedcover.host.orphans import tied
-from fedcover.preparation import Machine, Parts, prepare
+from fedcover.runs.experiment import Experiment
+from fedcover.runs.setup import Machine, Parts, prepare
 from fedcover.server.collectives import Ranks
 from fedcover.server.round import Setup, run_round
 from fedcover.server.sharded_round import shared, without_values
@@ -126,7 +126,7 @@ def _started(size: int) -> Iterator[FileStore | None]:
         children = []
         for rank in range(1, size):
             child = subprocess.Popen(
-                program("fedcover.processes"),
+                program("fedcover.runs.launch"),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 **tied({**with_own_source(os.environ), _PLACE: f"{rank} {size} {folder}"}),
@@ -150,7 +150,7 @@ def program(module: str) -> list[str]:
 
 def with_own_source(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment of a process that is to import this very fedcover."""
-    home = str(Path(__file__).parent.parent)
+    home = str(Path(__file__).parents[2])
     return {**environment, "PYTHONPATH": os.pathsep.join([home, *filter(None, [environment.get("PYTHONPATH")])])}
 
 

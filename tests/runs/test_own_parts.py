@@ -12,18 +12,18 @@ from torch import nn
 import fedcover as fc
 from fedcover.data.datasets import hold_out
 from fedcover.errors import InvalidValue, RunError, TrainingDiverged
-from fedcover.export import export, load_part
 from fedcover.fleet import Fleet
 from fedcover.flower.parcels import bundle, unbundle
 from fedcover.flower.places import Introduction, declared_fleet
-from fedcover.folders import Folder
-from fedcover.preparation import prepare
+from fedcover.runs.export import export, load_part
+from fedcover.runs.run_folder import Folder
+from fedcover.runs.setup import prepare
+from fedcover.runs.sweep import varied
 from fedcover.server.evaluation import evaluate
 from fedcover.server.reply_validation import RawReply, ask, check, pack
 from fedcover.server.round import ask as rounds_ask
 from fedcover.server.round import first_state
 from fedcover.submodels.reductions import Masks
-from fedcover.sweeps import varied
 from fedcover.types import Samples, Update
 
 SMALL = {"clients": 20, "active": 4, "rounds": 2, "epochs": 1, "fleet": "1x1.0 + 1x0.5", "policy": "prefix"}

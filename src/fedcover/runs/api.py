@@ -13,20 +13,20 @@ from typing import Any
 
 from torch import nn
 
-from fedcover import checkpoints, plotting
-from fedcover.courses import Course, refuse_another_model, where_it_stopped
 from fedcover.errors import InvalidValue, RunError
-from fedcover.experiment import Experiment, read_experiment
-from fedcover.folders import Folder
 from fedcover.host import signals
 from fedcover.policies.base import fits
-from fedcover.preparation import Machine, Parts, prepare
-from fedcover.processes import Job, no_more_than_clients, sharing
-from fedcover.refusals import check_rows_are_here
-from fedcover.releases import figures, warn_of_noise
+from fedcover.runs import checkpoints, plotting
+from fedcover.runs.checks import check_rows_are_here
+from fedcover.runs.experiment import Experiment, read_experiment
+from fedcover.runs.launch import Job, no_more_than_clients, sharing
+from fedcover.runs.metrics_log import Metrics, summarise
+from fedcover.runs.released_rounds import figures, warn_of_noise
+from fedcover.runs.run_folder import Folder
+from fedcover.runs.session import Course, refuse_another_model, where_it_stopped
+from fedcover.runs.setup import Machine, Parts, prepare
 from fedcover.server.evaluation import WHOLE, ready
 from fedcover.server.round import Report, Setup, cohort_of, first_state, part_for, run_round, view_of
-from fedcover.summary import Metrics, summarise
 from fedcover.types import Dataset, Engine, Model, Policy, Reduction, State
 
 Watch = Callable[[Report], None]

@@ -13,17 +13,17 @@ import torch
 from torch import nn
 
 from fedcover import registry
-from fedcover.building import as_model, build, build_model, build_recipe, cuts, look_up
-from fedcover.choice import engine_for, has_small_steps, multiply_adds
 from fedcover.data import datasets
 from fedcover.data.client_data import Elsewhere, Holding, Partitioned, Synthetic
 from fedcover.data.partition import PARTITIONS
 from fedcover.errors import InvalidValue, unknown
-from fedcover.experiment import HUGE, Experiment
 from fedcover.models import tensors
 from fedcover.models.meta_device import is_hollow
 from fedcover.policies import POLICIES, growth_of
-from fedcover.refusals import check_dataset, check_outputs, check_private, check_switches, check_trainable, names_of
+from fedcover.runs.checks import check_dataset, check_outputs, check_private, check_switches, check_trainable, names_of
+from fedcover.runs.components import as_model, build, build_model, build_recipe, cuts, look_up
+from fedcover.runs.experiment import HUGE, Experiment
+from fedcover.runs.machine import engine_for, has_small_steps, multiply_adds
 from fedcover.server.aggregation import SERVERS
 from fedcover.server.collectives import physical_cores, worthwhile
 from fedcover.server.contracts import checked_server, named_rule

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedcover.experiment import Experiment
-from fedcover.preparation import Machine, Parts
+from fedcover.runs.experiment import Experiment
+from fedcover.runs.setup import Machine, Parts
 from fedcover.server import grid_noise
 from fedcover.version import __version__
 

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 import fedcover as fc
-from fedcover import checkpoints
-from fedcover.checkpoints import fetched, found
-from fedcover.courses import Course
 from fedcover.errors import InvalidValue, RunError
-from fedcover.export import export
-from fedcover.folders import Folder
+from fedcover.runs import checkpoints
+from fedcover.runs.checkpoints import fetched, found
+from fedcover.runs.export import export
+from fedcover.runs.run_folder import Folder
+from fedcover.runs.session import Course
 from fedcover.server.round import Report, run_round
 from fedcover.tensors import flat
 from tests.helpers.runs import RESNET, assert_same_end, figures, last_checkpoint, tiny

@@ -12,16 +12,16 @@ from pydantic import BaseModel, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from fedcover import trust
-from fedcover.building import as_model, build_model, build_recipe, cuts
-from fedcover.courses import shapes_of
 from fedcover.errors import InvalidValue, RunError, unknown
-from fedcover.experiment import Experiment
 from fedcover.host.disk import refuse_irregular, write_atomically
 from fedcover.models import tensors
 from fedcover.models.meta_device import Unsuitable, hollow
-from fedcover.onnx_export import export_onnx
-from fedcover.runs import Run
+from fedcover.runs import trust
+from fedcover.runs.api import Run
+from fedcover.runs.components import as_model, build_model, build_recipe, cuts
+from fedcover.runs.experiment import Experiment
+from fedcover.runs.onnx_export import export_onnx
+from fedcover.runs.session import shapes_of
 from fedcover.submodels.build import fill, skeleton
 from fedcover.submodels.encoding import decode, encode
 from fedcover.submodels.reductions import Slices

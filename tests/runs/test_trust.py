@@ -12,10 +12,10 @@ import safetensors.torch
 import torch
 
 import fedcover as fc
-from fedcover import trust
 from fedcover.errors import RunError
-from fedcover.export import export
 from fedcover.registry import ARGUMENTS
+from fedcover.runs import trust
+from fedcover.runs.export import export
 from fedcover.watching import look
 from tests.helpers.command_line import changed, refused
 from tests.helpers.runs import tiny

@@ -11,9 +11,9 @@ from torch.nn.utils.parametrizations import spectral_norm
 import fedcover as fc
 from fedcover.data.datasets import load
 from fedcover.errors import InvalidValue
-from fedcover.export import export
 from fedcover.models import Scaler
-from fedcover.preparation import Parts, prepare
+from fedcover.runs.export import export
+from fedcover.runs.setup import Parts, prepare
 from fedcover.submodels.reductions import Masks, Slices, windows
 
 SMALL = {"clients": 20, "active": 4, "rounds": 1, "epochs": 1}

@@ -8,9 +8,9 @@ import pytest
 
 import fedcover as fc
 from fedcover import cli
-from fedcover.experiment import parse_change, read_experiment
-from fedcover.presets import PRESETS, SYSTEM
-from fedcover.sweeps import varied
+from fedcover.runs.experiment import parse_change, read_experiment
+from fedcover.runs.presets import PRESETS, SYSTEM
+from fedcover.runs.sweep import varied
 from tests.helpers.documents import COMMANDS
 
 SMALL = {"clients": 10, "active": 2, "rounds": 1, "epochs": 1, "batch_size": 64, "fleet": "1x1.0 + 1x0.5"}

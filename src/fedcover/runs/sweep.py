@@ -21,16 +21,17 @@ from typing import Any
 
 import torch
 
-from fedcover import errors, presets
-from fedcover.choice import has_small_steps
+from fedcover import errors
 from fedcover.errors import FedcoverError, InvalidValue, RunError
-from fedcover.experiment import Experiment
 from fedcover.host import scratch, signals
 from fedcover.host.orphans import tied
-from fedcover.lockstep import Finished, Seen, family_of, in_lockstep
-from fedcover.preparation import Machine, prepare
-from fedcover.processes import end, importable, program, with_own_source
-from fedcover.refusals import check_rows_are_here
+from fedcover.runs import presets
+from fedcover.runs.checks import check_rows_are_here
+from fedcover.runs.experiment import Experiment
+from fedcover.runs.launch import end, importable, program, with_own_source
+from fedcover.runs.lockstep import Finished, Seen, family_of, in_lockstep
+from fedcover.runs.machine import has_small_steps
+from fedcover.runs.setup import Machine, prepare
 from fedcover.server.collectives import physical_cores
 from fedcover.server.round import Report
 
@@ -212,7 +213,7 @@ def _say_quit(environment: Mapping[str, str]) -> None:
 def _start(task: str, environment: Mapping[str, str], said: "SimpleQueue[dict[str, Any]]", ending: ExitStack) -> None:
     """Start a process that runs its share; it ends with this one, and what it says is put into a queue."""
     child = subprocess.Popen(
-        program("fedcover.sweeps"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        program("fedcover.runs.sweep"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         **tied(with_own_source(environment)),
     )  # fmt: skip
     ending.push(lambda kind, error, trace: end(child, done=kind is None))

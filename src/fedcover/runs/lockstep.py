@@ -12,15 +12,15 @@ from pathlib import Path
 
 from torch import nn
 
-from fedcover.choice import engine_for, has_small_steps
-from fedcover.courses import Course, where_it_stopped
 from fedcover.data import datasets
 from fedcover.errors import InvalidValue, TrainingDiverged
-from fedcover.experiment import Experiment
-from fedcover.folders import Folder
-from fedcover.preparation import Machine, Parts, prepare
+from fedcover.runs.experiment import Experiment
+from fedcover.runs.machine import engine_for, has_small_steps
+from fedcover.runs.metrics_log import Metrics
+from fedcover.runs.run_folder import Folder
+from fedcover.runs.session import Course, where_it_stopped
+from fedcover.runs.setup import Machine, Parts, prepare
 from fedcover.server.round import Asked, Report, Setup, ask, conclude, first_state
-from fedcover.summary import Metrics
 from fedcover.training.engines.batched import in_crews
 from fedcover.training.engines.buffers import Answer, Job
 from fedcover.training.engines.fingerprint import fingerprint

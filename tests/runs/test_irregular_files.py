@@ -10,10 +10,10 @@ import pytest
 
 import fedcover as fc
 from fedcover.errors import RunError
-from fedcover.experiment import read_experiment
-from fedcover.export import export
 from fedcover.host import disk, locks
 from fedcover.paper import store
+from fedcover.runs.experiment import read_experiment
+from fedcover.runs.export import export
 from fedcover.watching import look
 from tests.helpers.command_line import refused
 from tests.helpers.made_up import made_up_run, on_flower

@@ -10,8 +10,8 @@ from torch import nn
 import fedcover as fc
 from fedcover.cli.varying import choices_of
 from fedcover.errors import FedcoverError, InvalidValue
-from fedcover.runs import load
-from fedcover.sweeps import MPS, QUEUES, processes_for, sharing_a_gpu, sweep, varied
+from fedcover.runs.api import load
+from fedcover.runs.sweep import MPS, QUEUES, processes_for, sharing_a_gpu, sweep, varied
 from fedcover.training.engines.runners import plainly
 
 BASE = {"clients": 20, "active": 4, "rounds": 3, "epochs": 1, "model": "mlp(hidden=[8])", "assignment": "slot"}

@@ -12,7 +12,7 @@ import pytest
 
 import fedcover as fc
 from fedcover.errors import RunError
-from fedcover.preparation import prepare
+from fedcover.runs.setup import prepare
 from tests.helpers.worlds import same
 
 FIELDS = {"fleet": "1x1.0 + 1x0.5", "policy": "prefix", "clients": 20, "active": 4, "rounds": 4, "epochs": 1}
@@ -130,7 +130,7 @@ def test_a_process_that_is_killed_ends_the_run_with_one_sentence(tmp_path):
 def other_processes():
     """The children of this process that take part in a run."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return [int(pid) for pid in children if b"fedcover.processes" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [int(pid) for pid in children if b"fedcover.runs.launch" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def height_of_the_other(hidden):
@@ -179,7 +179,7 @@ def test_no_more_processes_are_started_than_a_round_has_clients(tmp_path, caplog
 
 
 def test_auto_takes_one_process_for_a_short_run_and_one_per_core_for_a_long_one(monkeypatch):
-    monkeypatch.setattr("fedcover.preparation.physical_cores", lambda: 2)
+    monkeypatch.setattr("fedcover.runs.setup.physical_cores", lambda: 2)
     chosen = []
     for rounds in (2, 100_000):
         experiment = fc.Experiment(**{**FIELDS, "rounds": rounds})

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import fedcover as fc
-from fedcover.checkpoints import found
 from fedcover.host import disk
+from fedcover.runs.checkpoints import found
 from tests.helpers.runs import assert_same_end, tiny
 
 pytestmark = pytest.mark.usefixtures("only_the_cpu")

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedcover.errors import InvalidValue
-from fedcover.experiment import Experiment, parse_change, read_experiment
+from fedcover.runs.experiment import Experiment, parse_change, read_experiment
 from fedcover.training.recipes.label_masking import ABSENT
 
 NAN, INF = float("nan"), float("inf")

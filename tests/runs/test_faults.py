@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 
 import fedcover as fc
-from fedcover import courses
-from fedcover.checkpoints import found
 from fedcover.errors import RunError
+from fedcover.runs import session
+from fedcover.runs.checkpoints import found
 from tests.helpers.disks import small_disk
 from tests.helpers.processes import command, lines, settings
 from tests.helpers.runs import RESNET, TINY, assert_same_end, figures, last_checkpoint, tiny
@@ -444,7 +444,7 @@ def test_a_run_that_diverges_names_round_and_client_and_can_be_read(tmp_path):
 
 
 def test_ctrl_c_just_before_files_are_written_loses_no_line_and_no_kept_state(tmp_path, whole, monkeypatch):
-    writer, left = courses._writer, [2]
+    writer, left = session._writer, [2]
 
     def interrupted():
         if left[0] == 0:
@@ -452,7 +452,7 @@ def test_ctrl_c_just_before_files_are_written_loses_no_line_and_no_kept_state(tm
         left[0] -= 1
         return writer()
 
-    monkeypatch.setattr(courses, "_writer", interrupted)
+    monkeypatch.setattr(session, "_writer", interrupted)
     with pytest.raises(KeyboardInterrupt):
         fc.run(tiny(keep_rounds=(3,)), tmp_path / "run")
     monkeypatch.undo()

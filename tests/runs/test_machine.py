@@ -3,8 +3,8 @@
 import pytest
 
 import fedcover as fc
-from fedcover.choice import engine_for
-from fedcover.preparation import prepare
+from fedcover.runs.machine import engine_for
+from fedcover.runs.setup import prepare
 from fedcover.training.engines import stacked_layers
 
 IMAGES = {"dataset": "digits", "model": "cnn", "clients": 20}

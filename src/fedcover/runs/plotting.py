@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from fedcover.errors import FedcoverError, InvalidValue
-from fedcover.summary import Metrics
+from fedcover.runs.metrics_log import Metrics
 
 COLOURS = ("#003a6a", "#e76d1e", "#6f9158", "#ba5582", "#744900", "#3f3338", "#714cc9", "#4996d0")
 MARKERS = "osD^vph*"

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from fedcover import presets, registry, trust
+from fedcover import registry
 from fedcover.data.augment import AUGMENTATIONS
 from fedcover.data.client_data import Elsewhere
 from fedcover.data.partition import PARTITIONS
@@ -22,6 +22,7 @@ from fedcover.models import MODELS
 from fedcover.models.norms import NORMS
 from fedcover.policies import POLICIES
 from fedcover.policies.paper_regions import capacities, check_codename
+from fedcover.runs import presets, trust
 from fedcover.server.aggregation import RULES, SERVERS, UNCOVERED, WEIGHTS
 from fedcover.server.evaluation import MODES
 from fedcover.server.privacy import PRIVACY, check_clip

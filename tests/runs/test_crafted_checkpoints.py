@@ -13,7 +13,7 @@ import torch
 
 import fedcover as fc
 from fedcover.errors import RunError
-from fedcover.export import export
+from fedcover.runs.export import export
 from tests.helpers.runs import tiny
 from tests.helpers.saved_parts import with_header
 

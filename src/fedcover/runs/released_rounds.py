@@ -9,11 +9,11 @@ import logging
 from collections import Counter
 from typing import Any
 
-from fedcover import checkpoints
 from fedcover.errors import RunError
-from fedcover.folders import Folder
+from fedcover.runs import checkpoints
+from fedcover.runs.metrics_log import Metrics, is_whole, read_lines
+from fedcover.runs.run_folder import Folder
 from fedcover.server.grid_noise import SOURCE
-from fedcover.summary import Metrics, is_whole, read_lines
 from fedcover.types import State
 
 log = logging.getLogger("fedcover")

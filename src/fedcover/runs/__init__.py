@@ -1,0 +1,1 @@
+"""Runs: from an experiment's fields to a folder of results, in one process or several."""
