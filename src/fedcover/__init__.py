@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from fedcover.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from fedcover.certificate import certify as certify
     from fedcover.data.datasets import from_file as from_file
     from fedcover.data.datasets import from_tensors as from_tensors
     from fedcover.errors import FedcoverError as FedcoverError
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from fedcover.submodels.reductions import drawn as drawn
     from fedcover.submodels.reductions import windows as windows
     from fedcover.submodels.tracing import trace as trace
+    from fedcover.theory.certificate import certify as certify
     from fedcover.types import Client as Client
     from fedcover.types import Cut as Cut
     from fedcover.types import Dataset as Dataset
@@ -56,7 +56,7 @@ _HOME = {
     "Slices": "submodels.reductions",
     "UnitGroup": "types",
     "View": "types",
-    "certify": "certificate",
+    "certify": "theory.certificate",
     "drawn": "submodels.reductions",
     "from_file": "data.datasets",
     "from_tensors": "data.datasets",

@@ -11,7 +11,6 @@ from flwr.supercore.task_identity import TaskIdentity
 from rich.console import Console
 
 import fedcover as fc
-from fedcover.certificate.measuring import _refuse_another_cohort
 from fedcover.errors import InvalidValue, RunError
 from fedcover.flower import server
 from fedcover.flower.apps import Settings
@@ -24,6 +23,7 @@ from fedcover.flower.rows import wanted_of
 from fedcover.flower.server import begun, capacities, is_open, serve
 from fedcover.runs.metrics_log import read_lines
 from fedcover.runs.setup import prepare, source_of
+from fedcover.theory.certificate.constants import _refuse_another_cohort
 from fedcover.training.engines.sequential import sequential
 from fedcover.watching import frame, look
 from tests.helpers.own_rows import written

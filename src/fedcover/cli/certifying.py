@@ -6,10 +6,10 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from fedcover import console
-from fedcover.certificate import certify as certify_run
 from fedcover.cli import conclusions
 from fedcover.cli.options import Data, Device, Json, app
 from fedcover.cli.trusting import Trust, is_trusted
+from fedcover.theory.certificate import certify as certify_run
 
 
 @app.command

@@ -1,3 +1,3 @@
 """The certificate of a run: the convergence theorems against its measured gradients, from replayed rounds."""
 
-from fedcover.certificate.certifying import certify as certify
+from fedcover.theory.certificate.assemble import certify as certify

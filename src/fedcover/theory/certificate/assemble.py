@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import nn
 
-from fedcover.certificate.measuring import Tell, watch
-from fedcover.certificate.telling import told
 from fedcover.errors import InvalidValue, RunError
 from fedcover.host.disk import write_atomically
 from fedcover.runs.checks import check_rows_are_here
 from fedcover.runs.run_folder import Folder
 from fedcover.runs.setup import Machine, Parts, prepare
+from fedcover.theory.certificate.constants import Tell, watch
+from fedcover.theory.certificate.telling import told
 from fedcover.types import Dataset, Model, Policy
 
 

@@ -3,9 +3,9 @@
 from statistics import fmean
 from typing import Any
 
-from fedcover.certificate.measuring import Seen
-from fedcover.certificate.replaying import Replayed
 from fedcover.theory import Bound
+from fedcover.theory.certificate.constants import Seen
+from fedcover.theory.certificate.replay import Replayed
 from fedcover.theory.quantities import gap, squared_inverse
 
 USED = {"reshuffled": ("L", "L_batch", "G_step", "F_0", "F_least")}

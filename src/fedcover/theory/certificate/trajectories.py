@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from fedcover.certificate.objective import Objective, squared
 from fedcover.theory import Steps
+from fedcover.theory.certificate.global_loss import Objective, squared
 from fedcover.training.local_sgd import train_client
 from fedcover.training.recipes.fedprox import cross_entropy
 from fedcover.types import Batch, Carry, Client, Forward, Params, Recipe, Reduction, Samples, State, Task, Update

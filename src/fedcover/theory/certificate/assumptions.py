@@ -6,12 +6,12 @@ from functools import partial
 
 from torch.nn.modules.dropout import _DropoutNd
 
-from fedcover.certificate.replaying import Replayed
 from fedcover.models.norms import has_batch_norm
 from fedcover.policies import POLICIES
 from fedcover.runs.experiment import Experiment
 from fedcover.server.round import Setup, cohort_of, first_state, view_of
 from fedcover.theory import Constants
+from fedcover.theory.certificate.replay import Replayed
 
 BY_PLACE = ("full", "homogeneous", "prefix", "rolling", "random", "magnitude", "regions")
 """Policies whose masks depend on a client's place in the cohort and its capacity, never on who it is."""

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedcover as fc
-from fedcover.certificate.objective import objective_of, squared
-from fedcover.certificate.replaying import replayed
 from fedcover.errors import InvalidValue, RunError
 from fedcover.policies import POLICIES
 from fedcover.server.round import run_round
 from fedcover.submodels.reductions import Masks, windows
 from fedcover.theory import BOUNDS, Constants, Steps
+from fedcover.theory.certificate.global_loss import objective_of, squared
+from fedcover.theory.certificate.replay import replayed
 from fedcover.theory.convex import minimise, proven
 from fedcover.training.engines import ENGINES
 from tests.helpers.worlds import SMALL_MODELS, world

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from fedcover.certificate.objective import Full, Objective, squared
-from fedcover.certificate.paths import Path, Watcher
 from fedcover.server.aggregation import WEIGHTS
 from fedcover.server.round import Setup, aggregate, ask
 from fedcover.submodels import coverage as cov
 from fedcover.theory import Round
+from fedcover.theory.certificate.global_loss import Full, Objective, squared
+from fedcover.theory.certificate.trajectories import Path, Watcher
 from fedcover.types import Params, State
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedcover.certificate.objective import Objective
 from fedcover.models.softmax import Features
 from fedcover.runs.experiment import Experiment
+from fedcover.theory.certificate.global_loss import Objective
 from fedcover.theory.convex import Proven, minimise, proven
 from fedcover.types import Params
 

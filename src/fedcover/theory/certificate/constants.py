@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedcover.certificate.analytic import Convex, convex_of, is_softmax
-from fedcover.certificate.objective import Objective, objective_of, squared
-from fedcover.certificate.outside import Case, outside
-from fedcover.certificate.replaying import Replayed, replayed, within
 from fedcover.errors import RunError
 from fedcover.runs import checkpoints
 from fedcover.runs.run_folder import Folder
 from fedcover.server.round import Setup, cohort_of, first_state
 from fedcover.theory import BOUNDS, Bound, Constants, Steps
+from fedcover.theory.certificate.assumptions import Case, outside
+from fedcover.theory.certificate.global_loss import Objective, objective_of, squared
+from fedcover.theory.certificate.replay import Replayed, replayed, within
+from fedcover.theory.certificate.softmax_case import Convex, convex_of, is_softmax
 from fedcover.types import Params
 
 Tell = Callable[[str], None]
