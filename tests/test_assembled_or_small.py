@@ -9,7 +9,7 @@ from benchmarks.coverage import sheets
 from benchmarks.coverage.candidates import doubled, opened, star, twins
 from benchmarks.coverage.cells import CIFAR, SHARED, TUNING_SEED, Cell
 
-from fedcover.planning import fleet_view
+from fedcover.analysis.plan_report import fleet_view
 from fedcover.policies import POLICIES
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.setup import Machine, prepare

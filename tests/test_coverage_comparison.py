@@ -10,8 +10,8 @@ from benchmarks.coverage import cells
 from benchmarks.coverage.designs import TOLERANCE, designed
 from benchmarks.coverage.student import holm, minus, quantile
 
+from fedcover.analysis.plan_report import fleet_view
 from fedcover.errors import InvalidValue, RunError
-from fedcover.planning import fleet_view
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.setup import Machine, prepare
 from fedcover.server.evaluation import evaluate

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fedcover.audit import audit
+from fedcover.analysis.audit import audit
 from fedcover.errors import InvalidValue
 from fedcover.paper import tables
 from fedcover.paper.claims import COLUMNS, claimed, codename_rows, codenames, main_rows

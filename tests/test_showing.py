@@ -11,14 +11,14 @@ from xml.etree import ElementTree
 import pytest
 
 import fedcover as fc
+from fedcover.analysis.history import as_csv, as_json, rows
+from fedcover.analysis.report.load import read_run
+from fedcover.analysis.tensorboard import logging_to
 from fedcover.cli.showing import draw_runs
 from fedcover.errors import FedcoverError, InvalidValue
-from fedcover.history import as_csv, as_json, rows
-from fedcover.reporting.reading import read_run
 from fedcover.runs import plotting
 from fedcover.runs.metrics_log import read_lines
 from fedcover.server.round import Report
-from fedcover.tensorboard import logging_to
 from tests.helpers.command_line import changed, refused
 from tests.helpers.made_up import made_up_run
 from tests.helpers.runs import tiny

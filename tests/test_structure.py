@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import fedcover
-from fedcover.reporting.page import SCRIPTS
+from fedcover.analysis.report.page import SCRIPTS
 from tests.helpers.repository import ROOT
 
 SOURCE = ROOT / "src" / "fedcover"

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from fedcover.planning import fleet_view
+from fedcover.analysis.plan_report import fleet_view
 from fedcover.policies import POLICIES
 from fedcover.policies.planned import groups_of
 from fedcover.runs.experiment import Experiment

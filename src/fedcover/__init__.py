@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from fedcover.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from fedcover.analysis.report import report as report
     from fedcover.data.datasets import from_file as from_file
     from fedcover.data.datasets import from_tensors as from_tensors
     from fedcover.errors import FedcoverError as FedcoverError
     from fedcover.errors import InvalidValue as InvalidValue
     from fedcover.policies import per_client as per_client
     from fedcover.policies.planner.single_group import plan as plan
-    from fedcover.reporting import report as report
     from fedcover.runs.api import Run as Run
     from fedcover.runs.api import load as load
     from fedcover.runs.api import replay as replay
@@ -65,7 +65,7 @@ _HOME = {
     "per_client": "policies",
     "plan": "policies.planner.single_group",
     "replay": "runs.api",
-    "report": "reporting",
+    "report": "analysis.report",
     "resume": "runs.api",
     "run": "runs.api",
     "sweep": "runs.sweep",

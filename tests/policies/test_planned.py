@@ -7,8 +7,8 @@ from itertools import combinations
 import pytest
 import torch
 
+from fedcover.analysis.plan_report import fleet_view, rounds_to_cover
 from fedcover.errors import InvalidValue
-from fedcover.planning import fleet_view, rounds_to_cover
 from fedcover.policies import POLICIES
 from fedcover.policies.base import fits
 from fedcover.policies.paper_regions import capacities, region_coverage

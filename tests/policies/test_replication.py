@@ -9,8 +9,8 @@ from benchmarks.coverage.cells import CIFAR, SHARED
 from torch import nn
 
 import fedcover as fc
+from fedcover.analysis.plan_report import fleet_view
 from fedcover.errors import InvalidValue
-from fedcover.planning import fleet_view
 from fedcover.policies import POLICIES
 from fedcover.policies.replication import copying, number
 from fedcover.runs.setup import Machine, Parts, prepare

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import fedcover as fc
-from fedcover import history
+from fedcover.analysis import history
+from fedcover.analysis.report.collect import gather
+from fedcover.analysis.report.page import page
 from fedcover.errors import RunError
-from fedcover.reporting.gathering import gather
-from fedcover.reporting.page import page
 from fedcover.runs.checkpoints import found
 from fedcover.runs.metrics_log import read_lines
 from fedcover.runs.run_folder import Folder

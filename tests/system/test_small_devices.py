@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import fedcover as fc
-from fedcover.audit import audit
+from fedcover.analysis.audit import audit
 from fedcover.flower.parcels import as_sent, bundle
 from fedcover.flower.processes import local
 from fedcover.flower.working import sent_parcel

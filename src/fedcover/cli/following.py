@@ -8,7 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from fedcover import console
-from fedcover.capacity import propose
+from fedcover.analysis.device_capacity import propose
 from fedcover.cli.options import Data, Device, Json, Threads, Whole, app
 from fedcover.cli.wanted import wanted_of
 from fedcover.errors import InvalidValue

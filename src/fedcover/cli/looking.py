@@ -9,8 +9,10 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from fedcover import console
-from fedcover.audit import audit as audit_fleet
-from fedcover.audit import audit_codename
+from fedcover.analysis.audit import audit as audit_fleet
+from fedcover.analysis.audit import audit_codename
+from fedcover.analysis.plan_report import plan_report
+from fedcover.analysis.plan_report import plot as draw_plan
 from fedcover.cli import conclusions
 from fedcover.cli.options import Data, Json, MaybeWhole, Whole, app
 from fedcover.cli.trusting import Trust, is_trusted
@@ -22,8 +24,6 @@ from fedcover.errors import InvalidValue, unknown
 from fedcover.models import MODELS
 from fedcover.paper.explain import explain as explain_code
 from fedcover.paper.tables import audit_tables
-from fedcover.planning import plan_report
-from fedcover.planning import plot as draw_plan
 from fedcover.policies import POLICIES
 from fedcover.registry import options_of
 from fedcover.runs.api import load

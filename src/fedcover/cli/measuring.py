@@ -9,8 +9,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from fedcover import console
-from fedcover.bench import STEADY, page
-from fedcover.bench import bench as measure
+from fedcover.analysis.bench import STEADY, page
+from fedcover.analysis.bench import bench as measure
 from fedcover.cli import conclusions
 from fedcover.cli.options import Data, DealtOut, Device, Json, Overwrite, Precision, Whole, app
 from fedcover.cli.stopped import saying_how_to_go_on, this_command

@@ -10,6 +10,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from fedcover import console
+from fedcover.analysis.report import report
+from fedcover.analysis.tensorboard import logging_to
 from fedcover.cli import conclusions
 from fedcover.cli.options import (
     Data,
@@ -32,7 +34,6 @@ from fedcover.cli.wanted import wanted_of
 from fedcover.demo import FLEET, LINE_UP
 from fedcover.demo import demo as run_demo
 from fedcover.errors import InvalidValue, unknown
-from fedcover.reporting import report
 from fedcover.runs import plotting
 from fedcover.runs.api import Run, Watch, load
 from fedcover.runs.api import resume as resume_run
@@ -44,7 +45,6 @@ from fedcover.runs.launch import torchrun_rank, torchrun_size
 from fedcover.runs.run_folder import Folder
 from fedcover.runs.setup import Machine
 from fedcover.server.round import Report
-from fedcover.tensorboard import logging_to
 
 
 @app.command

@@ -6,13 +6,14 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from fedcover import console, history
+from fedcover import console
+from fedcover.analysis import history
+from fedcover.analysis.report import report as write_report
+from fedcover.analysis.report.collect import damages, gather, readable
+from fedcover.analysis.report.grouping import group
 from fedcover.cli.options import app
 from fedcover.errors import InvalidValue
 from fedcover.host.disk import write_atomically
-from fedcover.reporting import report as write_report
-from fedcover.reporting.gathering import damages, gather, readable
-from fedcover.reporting.grouping import group
 from fedcover.runs import plotting
 
 Folders = Annotated[list[Path], Parameter(help="Run folders, or folders with run folders below them.")]

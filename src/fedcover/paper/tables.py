@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
 
-from fedcover.audit import audit_codename
+from fedcover.analysis.audit import audit_codename
 from fedcover.paper.claims import CodenameRow, codename_rows, codenames, main_rows
 from fedcover.policies.paper_regions import KINDS, capacities, region_coverage
 

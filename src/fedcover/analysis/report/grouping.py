@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from os.path import commonprefix
 from typing import Any
 
-from fedcover.reporting.ordering import natural
-from fedcover.reporting.reading import NOT_COMPARED, Record
+from fedcover.analysis.report.load import NOT_COMPARED, Record
+from fedcover.analysis.report.ordering import natural
 
 LONGEST_LABEL = 44
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fedcover.audit import audit, audit_codename, codename
+from fedcover.analysis.audit import audit, audit_codename, codename
 from fedcover.errors import InvalidValue
 from fedcover.runs.experiment import Experiment
 from tests.helpers.paper_tables import PRUNING, SUBNET

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedcover.capacity import REPEATS, SHARES, STEPS, USABLE, free_main_memory, part_of, propose
+from fedcover.analysis.device_capacity import REPEATS, SHARES, STEPS, USABLE, free_main_memory, part_of, propose
 from fedcover.errors import InvalidValue
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.setup import Machine, prepare

@@ -1,5 +1,5 @@
 """Run folders -> one page that opens anywhere; without torch, so that a laptop can make it."""
 
-from fedcover.reporting.page import report as report
+from fedcover.analysis.report.page import report as report
 
 __all__ = ["report"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fedcover.bench import eager, ours
+from fedcover.analysis.bench import baseline, ours
 from fedcover.runs.setup import Machine
 from fedcover.version import __version__
 
@@ -63,8 +63,8 @@ def _cpu(machine: Machine) -> Iterator[Line]:
     alike: dict[str, Any] = {"fleet": "1x1.0", "policy": "full"}
     mixed: dict[str, Any] = {"fleet": "4x1.0 + 6x0.5", "policy": "prefix"}
     works = {
-        "plain eager loop": eager.eager_clients(steps=steps),
-        "floor, the two large products alone": eager.products(steps=steps),
+        "plain eager loop": baseline.eager_clients(steps=steps),
+        "floor, the two large products alone": baseline.products(steps=steps),
         "batched": ours.training("mlp", machine, samples=600, **alike),
         "batched, 4x1 + 6x0.5": ours.training("mlp", machine, samples=600, **mixed),
     }
@@ -91,10 +91,10 @@ def _convolutions(name: str, device: str) -> Iterator[Line]:
     for precision in ("tf32", "bf16"):
         machine = Machine("streams", device, precision=precision).resolved()
         with machine.applied():
-            eagerly = eager.eager_step(name, device, bf16=precision == "bf16")
+            eagerly = baseline.eager_step(name, device, bf16=precision == "bf16")
         loop = line(f"{name} {precision}: plain eager loop", eagerly)
         yield loop
-        big = eager.one_big_batch_step(name, device, precision=precision)
+        big = baseline.one_big_batch_step(name, device, precision=precision)
         bound = line(f"{name} {precision}: bound, one batch of all", big)
         yield bound
         seconds = ours.step_seconds(name, machine)
@@ -121,7 +121,7 @@ def _rounds(
     totals = [sum(phases.values()) for phases in rounds]
     shares = tuple((phase, median([r[phase] / t for r, t in zip(rounds, totals, strict=True)])) for phase in rounds[0])
     if step is not None:
-        shares += (("steps alone", step * ours.EPOCHS * samples / eager.BATCH / median(totals)),)
+        shares += (("steps alone", step * ours.EPOCHS * samples / baseline.BATCH / median(totals)),)
     what = f"{name} {machine.precision}, {fleet} {policy}: a whole round, and its phases' shares"
     yield Line(what, tuple(1e3 * total for total in totals), shares)
 
@@ -129,12 +129,12 @@ def _rounds(
 def _lockstep(device: str) -> Iterator[Line]:
     machine = Machine("batched", device, precision="tf32").resolved()
     with machine.applied():
-        loop = line("mlp: plain eager loop, 10 clients", eager.eager_step("mlp", device, repeats=20))
+        loop = line("mlp: plain eager loop, 10 clients", baseline.eager_step("mlp", device, repeats=20))
     yield loop
     for clients in (10, *LOCKSTEP):
         seconds = ours.step_seconds("mlp", machine, clients=clients, together=True)
         found = line(f"mlp tf32: {clients} clients in lockstep", seconds)
-        rate = clients * eager.BATCH / found.middle / 1e3
+        rate = clients * baseline.BATCH / found.middle / 1e3
         yield Line(found.what, found.milliseconds, (("million images/s", rate),))
 
 

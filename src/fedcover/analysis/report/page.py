@@ -13,14 +13,14 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from fedcover.analysis.report.collect import Gathered, gather
+from fedcover.analysis.report.downsample import lowest, packed_pictures, points_for, short, some_ends, spread, thinned
+from fedcover.analysis.report.fleet_table import answers, fleet_table
+from fedcover.analysis.report.grouping import Group, group, text
+from fedcover.analysis.report.load import NOT_COMPARED, Line, Record
+from fedcover.analysis.report.ordering import natural
 from fedcover.errors import InvalidValue
 from fedcover.host.disk import write_atomically
-from fedcover.reporting.fleets import answers, fleet_table
-from fedcover.reporting.gathering import Gathered, gather
-from fedcover.reporting.grouping import Group, group, text
-from fedcover.reporting.ordering import natural
-from fedcover.reporting.reading import NOT_COMPARED, Line, Record
-from fedcover.reporting.thinning import lowest, packed_pictures, points_for, short, some_ends, spread, thinned
 from fedcover.runs.metrics_log import command_to_go_on, summarise
 from fedcover.version import __version__
 
@@ -83,7 +83,7 @@ def as_script(value: Any) -> str:
 @cache
 def asset(name: str) -> str:
     """A part of the page that ships with the package."""
-    return files("fedcover.reporting").joinpath("assets", name).read_text(encoding="utf-8")
+    return files("fedcover.analysis.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 
 def payload(gathered: Gathered, title: str) -> dict[str, Any]:

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 
 import fedcover as fc
+from fedcover.analysis.report.downsample import MOST_ENDS, MOST_POINTS, points_for
+from fedcover.analysis.report.grouping import group
+from fedcover.analysis.report.load import find_runs, read_run
+from fedcover.analysis.report.page import asset
 from fedcover.errors import InvalidValue, RunError
-from fedcover.reporting.grouping import group
-from fedcover.reporting.page import asset
-from fedcover.reporting.reading import find_runs, read_run
-from fedcover.reporting.thinning import MOST_ENDS, MOST_POINTS, points_for
 from fedcover.runs import plotting
 from fedcover.runs.metrics_log import read_lines
 from tests.helpers.made_up import made_up_run, on_flower

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedcover.analysis.report.grouping import identity
+from fedcover.analysis.report.load import Record, find_runs, folders_without_experiment, read_run
 from fedcover.errors import RunError
-from fedcover.reporting.grouping import identity
-from fedcover.reporting.reading import Record, find_runs, folders_without_experiment, read_run
 
 
 @dataclass(frozen=True)

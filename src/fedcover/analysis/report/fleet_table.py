@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from fedcover.reporting.ordering import natural
-from fedcover.reporting.reading import Line, Record
-from fedcover.reporting.settings import shares
-from fedcover.reporting.thinning import short
+from fedcover.analysis.report.downsample import short
+from fedcover.analysis.report.load import Line, Record
+from fedcover.analysis.report.ordering import natural
+from fedcover.analysis.report.settings import shares
 from fedcover.runs.metrics_log import EVENTS, whose
 
 CAUSES, NAMES, LETTERS = 20, 5, 300

@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from fedcover.analysis.report.load import Record
 from fedcover.errors import printable
-from fedcover.reporting.reading import Record
 
 _FORMULA = ("=", "+", "-", "@")
 """Signs with which a formula begins; tabs and ends of lines are no printable signs."""

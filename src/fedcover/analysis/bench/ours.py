@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from fedcover.bench.eager import BATCH, CLIENTS, JOBS, random_batches
+from fedcover.analysis.bench.baseline import BATCH, CLIENTS, JOBS, random_batches
 from fedcover.host import scratch
 from fedcover.runs.api import run
 from fedcover.runs.experiment import Experiment

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from fedcover.reporting.reading import Line
+from fedcover.analysis.report.load import Line
 
 CURVES, MOST_POINTS, COLUMNS, CHARACTERS = 800_000, 400, 16, 7
 PICTURES, MOST_FOR_ONE = 1_700_000, 400_000

@@ -10,8 +10,8 @@ import pytest
 import torch
 from benchmarks.flower_memory import growth, hold_more, least, telling, told, trend, verdict
 
-from fedcover.bench import Line, eager, ours, page
-from fedcover.bench.measuring import in_turns
+from fedcover.analysis.bench import Line, baseline, ours, page
+from fedcover.analysis.bench.runner import in_turns
 from fedcover.cli import measuring
 from fedcover.runs.setup import Machine
 from fedcover.training.engines.runners import plainly
@@ -21,8 +21,8 @@ SMALL = {"clients": 2, "batch": 2}
 
 def test_every_function_gives_the_seconds_of_each_repetition():
     for found in (
-        eager.eager_step("mlp", repeats=2, **SMALL),
-        eager.one_big_batch_step("mlp", "cpu", images=4, repeats=2),
+        baseline.eager_step("mlp", repeats=2, **SMALL),
+        baseline.one_big_batch_step("mlp", "cpu", images=4, repeats=2),
     ):
         assert len(found) == 2
         assert all(seconds > 0 for seconds in found)
@@ -30,7 +30,7 @@ def test_every_function_gives_the_seconds_of_each_repetition():
 
 def test_pieces_of_work_are_measured_by_turns():
     done = []
-    works = {"loop": eager.eager_clients(steps=1, **SMALL), "floor": eager.products(steps=1, **SMALL)}
+    works = {"loop": baseline.eager_clients(steps=1, **SMALL), "floor": baseline.products(steps=1, **SMALL)}
     works["mine"] = lambda: done.append("mine")
     found = in_turns(works, repeats=2)
     assert {name: len(seconds) for name, seconds in found.items()} == {"loop": 2, "floor": 2, "mine": 2}
@@ -39,11 +39,11 @@ def test_pieces_of_work_are_measured_by_turns():
 
 def test_the_loop_learns():
     torch.manual_seed(0)
-    module = eager.trainable("mlp", "cpu")
-    x_N, y_N = (batches[0] for batches in eager.random_batches("mlp", "cpu", 1, 40))
+    module = baseline.trainable("mlp", "cpu")
+    x_N, y_N = (batches[0] for batches in baseline.random_batches("mlp", "cpu", 1, 40))
     start = module.state_dict()
-    eager.train_client(module, start, x_N, y_N, [torch.randperm(40) for _ in range(30)], 10)
-    assert eager.accuracy(module, x_N, y_N) > 0.9
+    baseline.train_client(module, start, x_N, y_N, [torch.randperm(40) for _ in range(30)], 10)
+    assert baseline.accuracy(module, x_N, y_N) > 0.9
 
 
 @pytest.mark.parametrize("together", [False, True])

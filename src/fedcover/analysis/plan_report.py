@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedcover.audit import shape_of
+from fedcover.analysis.audit import shape_of
 from fedcover.errors import InvalidValue, unknown
 from fedcover.fleet import Fleet
 from fedcover.policies import POLICIES

@@ -6,8 +6,8 @@ import sys
 import numpy as np
 import pytest
 
+from fedcover.analysis.plan_report import codename_for, fleet_view, plan_report, plot
 from fedcover.errors import FedcoverError, InvalidValue
-from fedcover.planning import codename_for, fleet_view, plan_report, plot
 from fedcover.runs.experiment import Experiment
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedcover.analysis.report.ordering import natural
+from fedcover.analysis.report.settings import check_settings
 from fedcover.errors import RunError
 from fedcover.host import disk
-from fedcover.reporting.ordering import natural
-from fedcover.reporting.settings import check_settings
 from fedcover.runs.metrics_log import is_whole, lines_in, read_events, read_lines, unanswered
 
 Line = dict[str, Any]

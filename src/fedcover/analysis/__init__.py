@@ -1,0 +1,1 @@
+"""Looking at plans, fleets and runs: audits, reports, benchmarks."""

@@ -1,0 +1,8 @@
+"""How fast, measured: our engines beside the plain eager loop and beside floors, as ratios of one run."""
+
+from fedcover.analysis.bench import baseline as baseline
+from fedcover.analysis.bench import ours as ours
+from fedcover.analysis.bench.runner import STEADY as STEADY
+from fedcover.analysis.bench.runner import Line as Line
+from fedcover.analysis.bench.runner import bench as bench
+from fedcover.analysis.bench.runner import page as page
