@@ -21,9 +21,9 @@ from benchmarks.coverage.cells import CIFAR, SEEDS, SHARED, TUNING_SEED, Cell
 from benchmarks.coverage.student import minus
 from benchmarks.coverage_comparison import RESULTS, measure
 from fedcover.host.disk import write_atomically
-from fedcover.paper.noise import LEVEL
 from fedcover.paper.reproduce import lines, run_cells
 from fedcover.paper.results import made
+from fedcover.paper.statistics import LEVEL
 from fedcover.runs import checkpoints
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.run_folder import Folder

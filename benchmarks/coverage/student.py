@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fedcover.paper.noise import LEVEL, paired, two_sided
+from fedcover.paper.statistics import LEVEL, paired, two_sided
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from typing import Any
 
 from fedcover.errors import InvalidValue
 from fedcover.host.disk import write_atomically
-from fedcover.paper import ranks
+from fedcover.paper import comparisons
 from fedcover.paper.cells import ROWS, SETS, cell_id
 from fedcover.paper.claims import COLUMNS, DATASETS, CodenameRow, claimed, codename_rows, main_rows
 from fedcover.paper.designs import Design, designs
-from fedcover.paper.drawing import Series, chart
+from fedcover.paper.document_extra import obtained, other_rows, public_code, rates
 from fedcover.paper.evidence import Evidence
-from fedcover.paper.extra_rows import obtained, other_rows, public_code, rates
+from fedcover.paper.svg_chart import Series, chart
 from fedcover.paper.tables import audit_tables
 from fedcover.paper.wording import NAMES, column_name, spread, table, verdict
 
@@ -112,8 +112,9 @@ def in_short(evidence: Evidence) -> str:
     for dataset in DATASETS:
         ids = [cell_id(dataset, column, design.name) for column in COLUMNS[dataset] for design in designs(dataset)]
         run = f"{sum(bool(evidence.results[id]) for id in ids)} of {len(ids)} cells of the main table have runs"
-        known = ranks.having_runs(evidence, [where for where in ranks.comparisons() if where.dataset == dataset])
-        ranked = f" Optimised against greedy at equal capacity: {ranks.counted(known)}." if known else ""
+        of_dataset = [where for where in comparisons.comparisons() if where.dataset == dataset]
+        known = comparisons.having_runs(evidence, of_dataset)
+        ranked = f" Optimised against greedy at equal capacity: {comparisons.counted(known)}." if known else ""
         lines.append(f"- {NAMES[dataset]}: {run}.{ranked}")
         for column in COLUMNS[dataset]:
             of = [cell_id(dataset, column, d.name) for d in designs(dataset) if d.setting != "homogeneous"]
@@ -257,7 +258,7 @@ BLOCKS: dict[str, Callable[[Evidence], str]] = {
     "baselines": baselines,
     "verdicts": verdicts,
     "main": main_tables,
-    "ranks": ranks.block,
+    "ranks": comparisons.block,
     "pruning": appendix_table("pruning"),
     "subnet": appendix_table("subnet"),
     "planned": other_rows("planned"),
@@ -265,7 +266,7 @@ BLOCKS: dict[str, Callable[[Evidence], str]] = {
     "dirichlet": other_rows("dirichlet"),
     "rates": rates,
     "second-rate": other_rows("second-rate"),
-    "second-ranks": ranks.second_block,
+    "second-ranks": comparisons.second_block,
     "audit": audit,
     "figures": figure_links,
     "machines": made_with,

@@ -10,7 +10,7 @@ from typing import Any
 
 from fedcover.paper import results, store
 from fedcover.paper.cells import RATES, Cell, cell_id, cells, quick
-from fedcover.paper.noise import Paired, Sample, paired, sample
+from fedcover.paper.statistics import Paired, Sample, paired, sample
 from fedcover.paper.store import Records
 
 MOST_SEEDS = 10

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from fedcover.paper.noise import Sample, against_claim
+from fedcover.paper.statistics import Sample, against_claim
 
 NAMES = {"mnist": "MNIST", "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "iid": "IID", "dirichlet": "Dirichlet",
          "all": "all columns"}  # fmt: skip

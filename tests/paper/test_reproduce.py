@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 import fedcover as fc
 from fedcover.errors import InvalidValue, RunError
-from fedcover.paper import document, ranks, reproduce, results, store
+from fedcover.paper import comparisons, document, reproduce, results, store
 from fedcover.paper.cells import AXES, RATES, cell_id, cells, chosen, quick
 from fedcover.paper.claims import COLUMNS, DATASETS, codename_rows
 from fedcover.paper.designs import designs
-from fedcover.paper.drawing import Series, chart
 from fedcover.paper.evidence import Evidence
-from fedcover.paper.noise import Sample, against_claim, paired, sample, two_sided
 from fedcover.paper.reproduce import Wish
 from fedcover.paper.results import Finished
+from fedcover.paper.statistics import Sample, against_claim, paired, sample, two_sided
+from fedcover.paper.svg_chart import Series, chart
 from fedcover.runs import sweep
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.setup import Machine
@@ -508,10 +508,10 @@ def test_the_document_counts_from_what_source_runs_were_made(tmp_path):
 def test_the_ranking_at_the_second_rate(tmp_path):
     for rate, score in zip(RATES, (0.8, 0.9, 0.95, 0.5), strict=True):
         write_result(tmp_path, f"mnist-iid-full-rate{rate:g}", 1000, 0.1, validation=score)
-    assert ranks.second_block(Evidence(tmp_path)) == "No comparison at a second learning rate has runs."
+    assert comparisons.second_block(Evidence(tmp_path)) == "No comparison at a second learning rate has runs."
     for design, accuracy in (("1111444444", 0.97), ("1111223344", 0.96)):
         write_result(tmp_path, f"mnist-iid-pruning-{design}-lr0.1", 0, accuracy)
-    found = ranks.second_block(Evidence(tmp_path))
+    found = comparisons.second_block(Evidence(tmp_path))
     assert "0 higher, 0 lower, 0 not decided, 1 with one seed, no verdict (0 above, 1 below)." in found
     assert "| -1.00 | 1 |  | one seed | -0.75 |" in found
 

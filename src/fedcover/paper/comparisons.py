@@ -9,7 +9,7 @@ from fedcover.paper.cells import cell_id
 from fedcover.paper.claims import COLUMNS, DATASETS, claimed
 from fedcover.paper.designs import Design, designs
 from fedcover.paper.evidence import Evidence
-from fedcover.paper.noise import Paired, paired
+from fedcover.paper.statistics import Paired, paired
 from fedcover.paper.wording import NAMES, column_name, table
 
 TARGET = 0.95
