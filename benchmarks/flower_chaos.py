@@ -33,7 +33,7 @@ from typing import Any
 
 import fedcover as fc
 from benchmarks.flower_memory import surroundings
-from fedcover.flower.processes import STEADY, Local, free_port
+from fedcover.flower.local_federation import STEADY, Local, free_port
 from fedcover.host.orphans import descendants
 from fedcover.runs.metrics_log import EVENTS, read_events, read_lines
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from fedcover.flower.processes import Local
+from fedcover.flower.local_federation import Local
 from fedcover.host.orphans import descendants
 
 SETTLED = 5

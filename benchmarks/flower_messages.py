@@ -26,7 +26,7 @@ from benchmarks.flower_memory import (
     told,
     usual,
 )
-from fedcover.flower.processes import Local, free_port
+from fedcover.flower.local_federation import Local, free_port
 
 SENT = b"Sent successfully"
 """What a SuperNode says when a message is done with."""

@@ -33,8 +33,8 @@ from benchmarks.flower_memory import (
     usual,
     verdict,
 )
-from fedcover.flower.apps import Settings, write_app
-from fedcover.flower.processes import local
+from fedcover.flower.app_template import Settings, write_app
+from fedcover.flower.local_federation import local
 from fedcover.runs.metrics_log import read_lines
 
 OURS = "flwr-serverapp"

@@ -17,8 +17,8 @@ from pathlib import Path
 from statistics import median
 
 import fedcover as fc
-from fedcover.flower.apps import Settings, write_app
-from fedcover.flower.processes import Local, free_port
+from fedcover.flower.app_template import Settings, write_app
+from fedcover.flower.local_federation import Local, free_port
 from fedcover.runs.metrics_log import read_lines
 
 CARRYING = ("pull-messages", "pull-object", "push-messages", "push-object", "confirm-message-received")

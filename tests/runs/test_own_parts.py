@@ -13,8 +13,8 @@ import fedcover as fc
 from fedcover.data.datasets import hold_out
 from fedcover.errors import InvalidValue, RunError, TrainingDiverged
 from fedcover.fleet import Fleet
-from fedcover.flower.parcels import bundle, unbundle
-from fedcover.flower.places import Introduction, declared_fleet
+from fedcover.flower.nodes import Introduction, declared_fleet
+from fedcover.flower.payloads import bundle, unbundle
 from fedcover.runs.export import export, load_part
 from fedcover.runs.run_folder import Folder
 from fedcover.runs.setup import prepare

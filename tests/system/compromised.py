@@ -40,7 +40,7 @@ def attack(kind, answer, before):
 
     import numpy as np
 
-    from fedcover.flower.parcels import bundle, unbundle
+    from fedcover.flower.payloads import bundle, unbundle
 
     def changed(change):
         arrays = {name: np.load(_file(raw.data)) for name, raw in unbundle(answer.parcel).items()}

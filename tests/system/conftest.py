@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fedcover.flower.processes import local
+from fedcover.flower.local_federation import local
 
 HERE = Path(__file__).parent
 NEED_FLOWER = (

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import fedcover as fc
-from fedcover.flower.apps import Settings, write_app
-from fedcover.flower.processes import Local
+from fedcover.flower.app_template import Settings, write_app
+from fedcover.flower.local_federation import Local
 from fedcover.host.orphans import descendants
 
 WORLDS = {

@@ -13,9 +13,9 @@ from pathlib import Path
 from flwr.app import Context, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
+from fedcover.flower.client_training import train_clients
 from fedcover.flower.memory import tidy
 from fedcover.flower.messages import Answer, Order, Orders, read_answers, to_node
-from fedcover.flower.working import train_clients
 from fedcover.types import Client
 
 

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from fedcover.flower.processes import Local, free_port, local
+from fedcover.flower.local_federation import Local, free_port, local
 from fedcover.host.orphans import descendants
 from tests.helpers.repository import ROOT
 from tests.system.harness import PATIENCE, alive, wait_for

@@ -3,7 +3,7 @@
 import re
 
 import fedcover as fc
-from fedcover.flower.processes import local
+from fedcover.flower.local_federation import local
 from fedcover.runs.metrics_log import read_lines
 from tests.helpers.disks import PAGE, fill, small_disk
 from tests.system.harness import checkpoints, experiment, submit, wait_for

@@ -5,7 +5,7 @@ import shutil
 import time
 from pathlib import Path
 
-from fedcover.flower.processes import local
+from fedcover.flower.local_federation import local
 from fedcover.training.engines.sequential import sequential
 from tests.system.compromised import EACH, HUGE, ROUNDS, WHY
 from tests.system.harness import checkpoints, children, experiment, fair_deadline, reference, submit, wait_for

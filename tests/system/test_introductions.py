@@ -11,8 +11,8 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fedcover.data.client_data import Holding
 from fedcover.flower.client import _hello
-from fedcover.flower.link import TELLING, TooLarge, _Arriving, _introduced, _opened
 from fedcover.flower.messages import QUERY
+from fedcover.flower.transport import TELLING, TooLarge, _Arriving, _introduced, _opened
 from fedcover.version import __version__
 
 

@@ -13,14 +13,14 @@ from rich.console import Console
 import fedcover as fc
 from fedcover.errors import InvalidValue, RunError
 from fedcover.flower import server
-from fedcover.flower.apps import Settings
+from fedcover.flower.app_template import Settings
 from fedcover.flower.client import experiment_app
 from fedcover.flower.engine import Events, FlowerEngine, Terms
-from fedcover.flower.link import Failed, _introduced
-from fedcover.flower.parcels import bundle, unbundle
-from fedcover.flower.places import Roster, Wanted
-from fedcover.flower.rows import wanted_of
+from fedcover.flower.node_data import wanted_of
+from fedcover.flower.nodes import Roster, Wanted
+from fedcover.flower.payloads import bundle, unbundle
 from fedcover.flower.server import begun, capacities, is_open, serve
+from fedcover.flower.transport import Failed, _introduced
 from fedcover.runs.metrics_log import read_lines
 from fedcover.runs.setup import prepare, source_of
 from fedcover.theory.certificate.constants import _refuse_another_cohort

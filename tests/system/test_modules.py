@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from fedcover.flower.processes import local
+from fedcover.flower.local_federation import local
 from tests.system.harness import PATIENCE
 
 NETS = """

@@ -10,11 +10,11 @@ from flwr.supercore.task_identity import TaskIdentity
 from torch import nn
 
 import fedcover as fc
-from fedcover.flower import engine, link, working
-from fedcover.flower.link import Failed
+from fedcover.flower import client_training, engine, transport
 from fedcover.flower.messages import Order, Orders
-from fedcover.flower.parcels import as_sent, bundle, headed, kept
-from fedcover.flower.places import Introduction, Roster, place_of
+from fedcover.flower.nodes import Introduction, Roster, place_of
+from fedcover.flower.payloads import as_sent, bundle, headed, kept
+from fedcover.flower.transport import Failed
 from fedcover.server.round import cohort_of
 from fedcover.submodels.reductions import Masks
 from tests.helpers.worlds import world
@@ -42,9 +42,9 @@ def test_a_node_says_why_it_cannot_train(monkeypatch, there, train, said):
     encoded, wire = as_sent(Masks({}), server)
     parcel = bundle(headed({"params": kept(wire, wire.extract(params))}))
     orders = Orders(0, 0.1, 1, "", tuple(Order(n, 1.0, 0, encoded, 0, f"nonce{n}") for n in range(2)), (parcel,))
-    monkeypatch.setattr(working, "read_orders", lambda message: orders)
-    monkeypatch.setattr(working, "to_server", lambda message, answers: answers)
-    answers = working.train_module(
+    monkeypatch.setattr(client_training, "read_orders", lambda message: orders)
+    monkeypatch.setattr(client_training, "to_server", lambda message, answers: answers)
+    answers = client_training.train_module(
         SimpleNamespace(content={}), SimpleNamespace(node_config={}), train, lambda: model(there)
     )
     assert [answer.client for answer in answers] == [0, 1]
@@ -94,16 +94,16 @@ class Restarting:
 
 
 def test_a_node_that_was_restarted_under_its_key_does_not_hold_up_the_round(monkeypatch):
-    monkeypatch.setattr(link, "PROBE", 0.05)
-    monkeypatch.setattr(link, "POLL", 0.02)
+    monkeypatch.setattr(transport, "PROBE", 0.05)
+    monkeypatch.setattr(transport, "POLL", 0.02)
     for name in ("_task_id", "_run_id", "_node_id"):
         monkeypatch.setattr(TaskIdentity, name, 1)
-    monkeypatch.setattr(link.Link, "_reply", lambda self, asked, *_: self._grid.replies.get(asked))
+    monkeypatch.setattr(transport.Link, "_reply", lambda self, asked, *_: self._grid.replies.get(asked))
     grid = Restarting()
     messages = {node: Message(RecordDict(), dst_node_id=node, message_type="train", ttl=60.0) for node in (7, 8, 9)}
-    found = link.Link(grid).exchange(messages, patience=1.0, allowed=dict.fromkeys(messages, 0))
+    found = transport.Link(grid).exchange(messages, patience=1.0, allowed=dict.fromkeys(messages, 0))
     assert isinstance(found[7], Message)
-    assert found[8] == Failed("lost", link.RESTARTED)
+    assert found[8] == Failed("lost", transport.RESTARTED)
     assert found[9] == Failed("late", "no answer in 1 s")
     assert Counter(grid.sent) == Counter([(node, kind) for node in (7, 8, 9) for kind in ("train", "query")])
 

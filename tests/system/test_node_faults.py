@@ -1,6 +1,6 @@
 """Faults of nodes with real processes: they die, come back, or are slow."""
 
-from fedcover.flower.processes import local
+from fedcover.flower.local_federation import local
 from tests.system.harness import children, experiment, fair_deadline, submit, wait_for
 
 

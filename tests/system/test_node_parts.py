@@ -11,10 +11,10 @@ from torch import nn
 
 import fedcover as fc
 from fedcover.errors import InvalidValue
-from fedcover.flower import working
+from fedcover.flower import client_training
+from fedcover.flower.client_training import sent_parcel
 from fedcover.flower.messages import Order, Orders
-from fedcover.flower.parcels import as_sent, bundle, headed, unbundle
-from fedcover.flower.working import sent_parcel
+from fedcover.flower.payloads import as_sent, bundle, headed, unbundle
 from fedcover.models.meta_device import hollow_or_whole, is_hollow
 from fedcover.registry import is_own
 from fedcover.runs.setup import Machine, prepare
@@ -157,15 +157,15 @@ def answers(monkeypatch):
 
     def answer(orders):
         seen = []
-        monkeypatch.setattr(working, "read_orders", lambda message: orders)
-        monkeypatch.setattr(working, "to_server", lambda message, answers: answers)
+        monkeypatch.setattr(client_training, "read_orders", lambda message: orders)
+        monkeypatch.setattr(client_training, "to_server", lambda message, answers: answers)
         monkeypatch.setattr(
-            working,
+            client_training,
             "train_client",
             lambda task, state, *rest: seen.append((task, state)) or train_client(task, state, *rest),
         )
         context = SimpleNamespace(node_config={}, node_id=7, state=RecordDict())
-        return working.train_clients(SimpleNamespace(content={}), context), seen
+        return client_training.train_clients(SimpleNamespace(content={}), context), seen
 
     return answer
 
@@ -266,8 +266,8 @@ def test_a_function_of_ones_own_trains_the_part(monkeypatch, caplog, build):
     parcel = bundle(headed({"params": wire.extract(params)}))
     each = tuple(Order(n, 0.5, 0, encoded, 0, f"nonce{n}") for n in range(2))
     orders = Orders(0, 0.1, 1, "", each, (parcel,), groups=to_json(model.groups))
-    monkeypatch.setattr(working, "read_orders", lambda message: orders)
-    monkeypatch.setattr(working, "to_server", lambda message, answers: answers)
+    monkeypatch.setattr(client_training, "read_orders", lambda message: orders)
+    monkeypatch.setattr(client_training, "to_server", lambda message, answers: answers)
 
     def train(module, config, context):
         assert module(torch.zeros(2, 1, 4, 4)).shape == (2, 3)
@@ -276,7 +276,7 @@ def test_a_function_of_ones_own_trains_the_part(monkeypatch, caplog, build):
                 parameter += 1
         return {"num-examples": 1, "loss": 0.0}
 
-    answers = working.train_module(SimpleNamespace(content={}), SimpleNamespace(node_config={}), train, build)
+    answers = client_training.train_module(SimpleNamespace(content={}), SimpleNamespace(node_config={}), train, build)
     more = bundle({f"params/{name}": tensor.numpy() + 1 for name, tensor in wire.extract(params).items()})
     assert [(answer.error, answer.parcel) for answer in answers] == [("", more)] * 2
     assert ("builds all of" in caplog.text) == (build is BUILDERS["with a buffer"])

@@ -11,9 +11,9 @@ import pytest
 
 import fedcover as fc
 from fedcover.analysis.audit import audit
-from fedcover.flower.parcels import as_sent, bundle
-from fedcover.flower.processes import local
-from fedcover.flower.working import sent_parcel
+from fedcover.flower.client_training import sent_parcel
+from fedcover.flower.local_federation import local
+from fedcover.flower.payloads import as_sent, bundle
 from fedcover.runs.setup import Machine, prepare
 from fedcover.server.reply_validation import pack
 from fedcover.server.round import first_state

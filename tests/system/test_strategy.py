@@ -16,10 +16,10 @@ from torch import nn
 import fedcover as fc
 from fedcover.errors import InvalidValue, RunError
 from fedcover.flower import CoverageStrategy, Sampling, client_app
-from fedcover.flower.link import Failed, Link, TooLarge, _Arriving, _opened
 from fedcover.flower.messages import Answer, Order, Orders, read_answers, read_orders, to_node, to_server
-from fedcover.flower.parcels import as_sent, bundle, headed, kept, unbundle
-from fedcover.flower.places import Introduction
+from fedcover.flower.nodes import Introduction
+from fedcover.flower.payloads import as_sent, bundle, headed, kept, unbundle
+from fedcover.flower.transport import Failed, Link, TooLarge, _Arriving, _opened
 from fedcover.models.norms import calibrate
 from fedcover.server.reply_validation import Asked, pack
 from fedcover.submodels.build import submodel

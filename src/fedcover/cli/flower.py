@@ -19,13 +19,13 @@ from fedcover.cli.trusting import Trust, is_trusted
 from fedcover.cli.wanted import wanted_of
 from fedcover.errors import InvalidValue, RunError
 from fedcover.flower import require
-from fedcover.flower.apps import Settings, write_app
-from fedcover.flower.following import follow, pass_on
-from fedcover.flower.modules import modules_of
-from fedcover.flower.places import clients_of, place_of
-from fedcover.flower.processes import FLWR, QUIET, local
-from fedcover.flower.rows import rows_here
-from fedcover.flower.rows import wanted_of as wanted_rows
+from fedcover.flower.app_template import Settings, write_app
+from fedcover.flower.local_federation import FLWR, QUIET, local
+from fedcover.flower.monitor import follow, pass_on
+from fedcover.flower.node_data import rows_here
+from fedcover.flower.node_data import wanted_of as wanted_rows
+from fedcover.flower.nodes import clients_of, place_of
+from fedcover.flower.user_modules import modules_of
 from fedcover.host import scratch, signals
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.metrics_log import read_events, summarise, unanswered, why_unanswered

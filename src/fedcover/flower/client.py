@@ -13,7 +13,7 @@ from flwr.clientapp import ClientApp
 
 from fedcover.errors import FedcoverError, InvalidValue
 from fedcover.flower.messages import COLUMN, COLUMNS, ROWS
-from fedcover.flower.places import introduction
+from fedcover.flower.nodes import introduction
 from fedcover.version import __version__
 
 if TYPE_CHECKING:
@@ -43,13 +43,13 @@ def client_app(
 
     def work(message: Message, context: Context) -> Message:
         with _room_for_torch():
-            from fedcover.flower.working import train_module
+            from fedcover.flower.client_training import train_module
 
         return train_module(message, context, train_fn, model)
 
     def evaluate(message: Message, context: Context) -> Message:
         with _room_for_torch():
-            from fedcover.flower.evaluating import evaluate_module
+            from fedcover.flower.client_evaluation import evaluate_module
 
         return evaluate_module(message, context, evaluate_fn, model)
 
@@ -63,7 +63,7 @@ def experiment_app() -> ClientApp:
 
     def work(message: Message, context: Context) -> Message:
         with _room_for_torch():
-            from fedcover.flower.working import train_clients
+            from fedcover.flower.client_training import train_clients
 
         return train_clients(message, context)
 
@@ -111,7 +111,7 @@ def _hello(message: Message, context: Context) -> Message:
         said = introduction(context.node_id, context.node_config, __version__)
         hello: dict[str, Any] = {"place": said.place, "places": said.places, "capacity": said.capacity or 0.0}
         if rows := context.node_config.get("rows"):
-            from fedcover.flower.rows import told_of
+            from fedcover.flower.node_data import told_of
 
             told = told_of(str(rows), scale=_tells_scale(context.node_config))
             content[ROWS] = ArrayRecord({name: _array(told.pop(name)) for name in COLUMNS})

@@ -15,11 +15,11 @@ import torch
 
 from fedcover.data.client_data import Holding
 from fedcover.errors import InvalidValue, RunError, printable
-from fedcover.flower.link import GRACE, Failed, Link
+from fedcover.flower.client_training import sent_parcel
 from fedcover.flower.messages import Answer, Order, Orders, read_answers, to_node
-from fedcover.flower.parcels import as_sent, unbundle
-from fedcover.flower.places import Introduction, Roster, place_of
-from fedcover.flower.working import sent_parcel
+from fedcover.flower.nodes import Introduction, Roster, place_of
+from fedcover.flower.payloads import as_sent, unbundle
+from fedcover.flower.transport import GRACE, Failed, Link
 from fedcover.host.disk import append
 from fedcover.models.norms import statistics_key
 from fedcover.runs.metrics_log import MOVES, UNANSWERED, WARNED, lines_in

@@ -12,13 +12,13 @@ from flwr.serverapp import Grid, ServerApp
 from fedcover import registry
 from fedcover.errors import FedcoverError, InvalidValue, RunError
 from fedcover.fleet import Fleet
-from fedcover.flower.apps import Settings
+from fedcover.flower.app_template import Settings
 from fedcover.flower.engine import Events, FlowerEngine, Terms, gather, log_to_stderr
-from fedcover.flower.link import Link
 from fedcover.flower.memory import reserve, tidy
-from fedcover.flower.places import Roster, declared_fleet
-from fedcover.flower.rows import wanted_of
+from fedcover.flower.node_data import wanted_of
+from fedcover.flower.nodes import Roster, declared_fleet
 from fedcover.flower.sudden_ends import reported
+from fedcover.flower.transport import Link
 from fedcover.runs.api import Run, resume, run
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.metrics_log import UNANSWERED, read_events, why_unanswered

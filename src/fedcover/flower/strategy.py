@@ -19,15 +19,15 @@ from torch import Tensor, nn
 
 from fedcover import registry
 from fedcover.errors import InvalidValue, RunError, unknown
-from fedcover.flower.bounded import DAY, Bounded
+from fedcover.flower.bounded_grid import DAY, Bounded
+from fedcover.flower.client_evaluation import evaluation_order, figures_of
 from fedcover.flower.engine import Events, checked, meet
-from fedcover.flower.evaluating import evaluation_order, figures_of
-from fedcover.flower.link import Link
 from fedcover.flower.messages import Order, Orders, read_answers, to_node
-from fedcover.flower.parcels import as_sent, bundle, headed, kept
-from fedcover.flower.places import Roster
-from fedcover.flower.rows import MOST_SAMPLES
+from fedcover.flower.node_data import MOST_SAMPLES
+from fedcover.flower.nodes import Roster
+from fedcover.flower.payloads import as_sent, bundle, headed, kept
 from fedcover.flower.sampling import Sampling
+from fedcover.flower.transport import Link
 from fedcover.models import tensors
 from fedcover.models.norms import calibrate, running
 from fedcover.policies import POLICIES

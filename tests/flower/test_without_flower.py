@@ -20,9 +20,9 @@ from fedcover import console
 from fedcover.cli import flower as commands
 from fedcover.cli.flower import check_connection
 from fedcover.errors import InvalidValue, RunError
-from fedcover.flower.apps import Settings, write_app
-from fedcover.flower.following import follow, pass_on, said
-from fedcover.flower.parcels import (
+from fedcover.flower.app_template import Settings, write_app
+from fedcover.flower.monitor import follow, pass_on, said
+from fedcover.flower.payloads import (
     as_sent,
     bundle,
     headed,
@@ -275,7 +275,7 @@ def test_what_streams_a_log_ends_with_whoever_reads_it():
     script = "import time; print('begun', flush=True); time.sleep(60)"
     reader = f"""
 import signal, sys
-from fedcover.flower.following import pass_on
+from fedcover.flower.monitor import pass_on
 def stop(number, frame): raise KeyboardInterrupt
 signal.signal(signal.SIGTERM, stop)
 try: pass_on([sys.executable, "-c", {script!r}], {{}})

@@ -11,10 +11,10 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from torch import Tensor, nn
 
 from fedcover.errors import FedcoverError, InvalidValue, printable
+from fedcover.flower.client_training import whole_model
 from fedcover.flower.messages import EVALUATE, Order, Orders, read_orders, to_node
-from fedcover.flower.parcels import as_sent, bundle, headed, kept, read_reduction, received, sections, wanted_part
-from fedcover.flower.rows import MOST_SAMPLES
-from fedcover.flower.working import whole_model
+from fedcover.flower.node_data import MOST_SAMPLES
+from fedcover.flower.payloads import as_sent, bundle, headed, kept, read_reduction, received, sections, wanted_part
 from fedcover.models.meta_device import hollow_or_whole
 from fedcover.models.norms import calibrate, running
 from fedcover.submodels.build import fill, submodel

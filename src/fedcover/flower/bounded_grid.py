@@ -7,8 +7,8 @@ from typing import Any
 from flwr.app import Error, Message
 from flwr.serverapp import Grid
 
-from fedcover.flower.link import Failed, Link
 from fedcover.flower.messages import TASK
+from fedcover.flower.transport import Failed, Link
 
 DAY = 86_400.0
 

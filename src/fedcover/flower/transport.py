@@ -32,10 +32,10 @@ from flwr.supercore.inflatable.inflatable_utils import (
 )
 
 from fedcover.errors import InvalidValue, printable
+from fedcover.flower.input_scales import Scale
 from fedcover.flower.messages import COLUMNS, QUERY, ROWS
-from fedcover.flower.places import NO_PLACE, Introduction
-from fedcover.flower.rows import read_holdings
-from fedcover.flower.scales import Scale
+from fedcover.flower.node_data import read_holdings
+from fedcover.flower.nodes import NO_PLACE, Introduction
 
 log = logging.getLogger("fedcover")
 LISTING = 4 * 2**20

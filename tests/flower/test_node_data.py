@@ -14,8 +14,8 @@ from fedcover.data.client_data import Elsewhere, Holding
 from fedcover.data.datasets import rows_from_file
 from fedcover.data.partition import held
 from fedcover.errors import InvalidValue
-from fedcover.flower.places import Introduction, Roster, Wanted, clients_of, place_of
-from fedcover.flower.rows import MOST_LABELS, MOST_SAMPLES, read_holdings, rows_here, told_of
+from fedcover.flower.node_data import MOST_LABELS, MOST_SAMPLES, read_holdings, rows_here, told_of
+from fedcover.flower.nodes import Introduction, Roster, Wanted, clients_of, place_of
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.setup import Machine, Parts, prepare
 from tests.helpers.command_line import refused

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from fedcover.cli.flower import node_configs
 from fedcover.data.datasets import load
 from fedcover.errors import InvalidValue
-from fedcover.flower import places as node_places
-from fedcover.flower.places import Introduction, Roster, declared_fleet, introduction, place_of
-from fedcover.flower.rows import scale_of
-from fedcover.flower.scales import Scale
+from fedcover.flower import nodes as node_places
+from fedcover.flower.input_scales import Scale
+from fedcover.flower.node_data import scale_of
+from fedcover.flower.nodes import Introduction, Roster, declared_fleet, introduction, place_of
 from fedcover.runs.experiment import Experiment
 
 

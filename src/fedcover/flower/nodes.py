@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedcover.errors import InvalidValue
-from fedcover.flower.scales import Scale
+from fedcover.flower.input_scales import Scale
 
 if TYPE_CHECKING:  # it knows torch, without which an introduction is quick
     from fedcover.data.client_data import Holding

@@ -12,8 +12,8 @@ from fedcover.data.client_data import Holding, Partitioned
 from fedcover.data.datasets import rows_from_file
 from fedcover.data.partition import held
 from fedcover.errors import InvalidValue
-from fedcover.flower.places import Wanted
-from fedcover.flower.scales import Scale
+from fedcover.flower.input_scales import Scale
+from fedcover.flower.nodes import Wanted
 from fedcover.runs.experiment import Experiment
 from fedcover.types import Dataset, Samples, Source
 

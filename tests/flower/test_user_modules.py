@@ -9,8 +9,8 @@ import pytest
 
 from fedcover import Experiment
 from fedcover.errors import InvalidValue
-from fedcover.flower.apps import Settings, write_app
-from fedcover.flower.modules import LARGEST, modules_of
+from fedcover.flower.app_template import Settings, write_app
+from fedcover.flower.user_modules import LARGEST, modules_of
 
 POLICY = "def halves(view):\n    return [None for _ in view.cohort]\n"
 

@@ -15,9 +15,9 @@ from torch import nn
 from fedcover.errors import FedcoverError, InvalidValue
 from fedcover.flower.memory import own_pages
 from fedcover.flower.messages import Answer, Order, Orders, Parcels, read_orders, to_server
-from fedcover.flower.parcels import bundle, headed, kept, read_reduction, received, sections, unbundle, wanted_part
-from fedcover.flower.places import Wanted, clients_of, introduction
-from fedcover.flower.rows import rows_here
+from fedcover.flower.node_data import rows_here
+from fedcover.flower.nodes import Wanted, clients_of, introduction
+from fedcover.flower.payloads import bundle, headed, kept, read_reduction, received, sections, unbundle, wanted_part
 from fedcover.models.meta_device import hollow_or_whole
 from fedcover.models.norms import running, statistics_key
 from fedcover.runs.components import hollow_model
