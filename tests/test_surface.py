@@ -120,7 +120,7 @@ def test_commands_and_their_options():
 
 
 def test_names_in_tables_and_their_options():
-    from fedcover.cli.looking import TABLES
+    from fedcover.cli.inspect import TABLES
 
     now = {
         table: {

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedcover import console
+from fedcover.cli import console
 from fedcover.cli import flower as commands
 from fedcover.cli.flower import check_connection
 from fedcover.errors import InvalidValue, RunError

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 import fedcover as fc
+from fedcover.cli.live_view import look
 from fedcover.errors import RunError
 from fedcover.host import disk, locks
 from fedcover.paper import store
 from fedcover.runs.experiment import read_experiment
 from fedcover.runs.export import export
-from fedcover.watching import look
 from tests.helpers.command_line import refused
 from tests.helpers.made_up import made_up_run, on_flower
 from tests.helpers.runs import tiny

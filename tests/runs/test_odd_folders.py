@@ -17,11 +17,11 @@ import fedcover as fc
 from fedcover.analysis import history
 from fedcover.analysis.report.collect import gather
 from fedcover.analysis.report.page import page
+from fedcover.cli.live_view import frame, look
 from fedcover.errors import RunError
 from fedcover.runs.checkpoints import found
 from fedcover.runs.metrics_log import read_lines
 from fedcover.runs.run_folder import Folder
-from fedcover.watching import frame, look
 from tests.helpers.command_line import refused
 from tests.helpers.made_up import made_up_run, on_flower
 from tests.helpers.report_pages import report

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fedcover as fc
-from fedcover.cli.varying import choices_of
+from fedcover.cli.variations import choices_of
 from fedcover.errors import FedcoverError, InvalidValue
 from fedcover.runs.api import load
 from fedcover.runs.sweep import MPS, QUEUES, processes_for, sharing_a_gpu, sweep, varied

@@ -12,11 +12,11 @@ import safetensors.torch
 import torch
 
 import fedcover as fc
+from fedcover.cli.live_view import look
 from fedcover.errors import RunError
 from fedcover.registry import ARGUMENTS
 from fedcover.runs import trust
 from fedcover.runs.export import export
-from fedcover.watching import look
 from tests.helpers.command_line import changed, refused
 from tests.helpers.runs import tiny
 from tests.helpers.saved_parts import with_header
@@ -153,7 +153,7 @@ def test_who_is_stopped_is_told_the_whole_command(theirs, fedcover, monkeypatch,
         raise KeyboardInterrupt
 
     fedcover("run", *changed(policy="theirs:policy", name="stopped", rounds=1))
-    monkeypatch.setattr("fedcover.cli.running.resume_run", stop)
+    monkeypatch.setattr("fedcover.cli.run.resume_run", stop)
     code, _, err = fedcover("resume", "runs/stopped")
     assert (code, err) == (130, "stopped; go on with: fedcover resume runs/stopped --trust\n")
 

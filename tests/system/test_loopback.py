@@ -11,6 +11,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from rich.console import Console
 
 import fedcover as fc
+from fedcover.cli.live_view import frame, look
 from fedcover.errors import InvalidValue, RunError
 from fedcover.flower import server
 from fedcover.flower.app_template import Settings
@@ -25,7 +26,6 @@ from fedcover.runs.metrics_log import read_lines
 from fedcover.runs.setup import prepare, source_of
 from fedcover.theory.certificate.constants import _refuse_another_cohort
 from fedcover.training.engines.sequential import sequential
-from fedcover.watching import frame, look
 from tests.helpers.own_rows import written
 from tests.system.compromised import EACH, WHY, _file, attack
 from tests.system.harness import WORLDS, checkpoints, experiment, reference, same_but_private

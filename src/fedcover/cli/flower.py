@@ -12,10 +12,9 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
-from fedcover import console
-from fedcover.cli import conclusions
+from fedcover.cli import conclusions, console
 from fedcover.cli.options import Data, Device, Json, Overwrite, Threads, Whole, app
-from fedcover.cli.trusting import Trust, is_trusted
+from fedcover.cli.trust import Trust, is_trusted
 from fedcover.cli.wanted import wanted_of
 from fedcover.errors import InvalidValue, RunError
 from fedcover.flower import require

@@ -8,13 +8,12 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from fedcover import console
 from fedcover.analysis.bench import STEADY, page
 from fedcover.analysis.bench import bench as measure
-from fedcover.cli import conclusions
+from fedcover.cli import conclusions, console
+from fedcover.cli.interruption import saying_how_to_go_on, this_command
 from fedcover.cli.options import Data, DealtOut, Device, Json, Overwrite, Precision, Whole, app
-from fedcover.cli.stopped import saying_how_to_go_on, this_command
-from fedcover.cli.varying import choices_of
+from fedcover.cli.variations import choices_of
 from fedcover.cli.wanted import wanted_of
 from fedcover.errors import InvalidValue
 from fedcover.runs.experiment import Experiment

@@ -5,10 +5,9 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from fedcover import console
-from fedcover.cli import conclusions
+from fedcover.cli import conclusions, console
 from fedcover.cli.options import Data, Device, Json, app
-from fedcover.cli.trusting import Trust, is_trusted
+from fedcover.cli.trust import Trust, is_trusted
 from fedcover.theory.certificate import certify as certify_run
 
 

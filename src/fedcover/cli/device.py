@@ -7,14 +7,14 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from fedcover import console
 from fedcover.analysis.device_capacity import propose
+from fedcover.cli import console
+from fedcover.cli.live_view import frame, look, watch_live
 from fedcover.cli.options import Data, Device, Json, Threads, Whole, app
 from fedcover.cli.wanted import wanted_of
 from fedcover.errors import InvalidValue
 from fedcover.flower.node_data import MOST_LABELS, rows_alone
 from fedcover.runs.setup import Machine, Parts, prepare
-from fedcover.watching import frame, look, watch_live
 
 
 @app.command

@@ -6,11 +6,11 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from fedcover import console
 from fedcover.analysis import history
 from fedcover.analysis.report import report as write_report
 from fedcover.analysis.report.collect import damages, gather, readable
 from fedcover.analysis.report.grouping import group
+from fedcover.cli import console
 from fedcover.cli.options import app
 from fedcover.errors import InvalidValue
 from fedcover.host.disk import write_atomically

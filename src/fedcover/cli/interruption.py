@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from fedcover import console
+from fedcover.cli import console
 from fedcover.errors import FedcoverError
 from fedcover.host import signals
 

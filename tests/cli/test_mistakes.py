@@ -54,8 +54,8 @@ def test_small_devices_do_not_vanish_from_a_fleet():
         ({"dataset": "synthetic(samples=1000000000000)"}, "samples, sizes and shape must stay under"),
         ({"dataset": "characters", "partition": "labels(limit=2)"}, "needs one label for each sample"),
         ({"recipe": "os:getcwd"}, "must make a fedcover Recipe; got str"),
-        ({"recipe": "tests.test_first_time_users:broken"}, "recipe .*broken' cannot be built: division by zero"),
-        ({"server": "tests.test_first_time_users:broken"}, "server .*broken' cannot be built: division by zero"),
+        ({"recipe": "tests.cli.test_mistakes:broken"}, "recipe .*broken' cannot be built: division by zero"),
+        ({"server": "tests.cli.test_mistakes:broken"}, "server .*broken' cannot be built: division by zero"),
     ],
     ids=lambda part: str(part)[:40],
 )

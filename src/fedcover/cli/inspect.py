@@ -8,14 +8,13 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from fedcover import console
 from fedcover.analysis.audit import audit as audit_fleet
 from fedcover.analysis.audit import audit_codename
 from fedcover.analysis.plan_report import plan_report
 from fedcover.analysis.plan_report import plot as draw_plan
-from fedcover.cli import conclusions
+from fedcover.cli import conclusions, console
 from fedcover.cli.options import Data, Json, MaybeWhole, Whole, app
-from fedcover.cli.trusting import Trust, is_trusted
+from fedcover.cli.trust import Trust, is_trusted
 from fedcover.cli.wanted import look_for_modules_here
 from fedcover.data import datasets
 from fedcover.data.client_data import Elsewhere, Synthetic

@@ -9,10 +9,12 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from fedcover import console
 from fedcover.analysis.report import report
 from fedcover.analysis.tensorboard import logging_to
-from fedcover.cli import conclusions
+from fedcover.cli import conclusions, console
+from fedcover.cli.demo import FLEET, LINE_UP
+from fedcover.cli.demo import demo as run_demo
+from fedcover.cli.interruption import saying_how_to_go_on
 from fedcover.cli.options import (
     Data,
     Deterministic,
@@ -28,11 +30,8 @@ from fedcover.cli.options import (
     Whole,
     app,
 )
-from fedcover.cli.stopped import saying_how_to_go_on
-from fedcover.cli.trusting import Trust, is_trusted
+from fedcover.cli.trust import Trust, is_trusted
 from fedcover.cli.wanted import wanted_of
-from fedcover.demo import FLEET, LINE_UP
-from fedcover.demo import demo as run_demo
 from fedcover.errors import InvalidValue, unknown
 from fedcover.runs import plotting
 from fedcover.runs.api import Run, Watch, load

@@ -4,7 +4,7 @@ import sys
 
 from cyclopts import App
 
-from fedcover import console
+from fedcover.cli import console
 from fedcover.cli.options import Data, Json, app
 from fedcover.data import datasets
 

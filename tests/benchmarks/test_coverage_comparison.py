@@ -5,11 +5,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-from benchmarks import coverage_comparison as comparison
 from benchmarks.coverage import cells
 from benchmarks.coverage.designs import TOLERANCE, designed
 from benchmarks.coverage.student import holm, minus, quantile
 
+from benchmarks import coverage_comparison as comparison
 from fedcover.analysis.plan_report import fleet_view
 from fedcover.errors import InvalidValue, RunError
 from fedcover.runs.experiment import Experiment

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from benchmarks import assembled_or_small as trial
 from benchmarks.coverage import sheets
 from benchmarks.coverage.candidates import doubled, opened, star, twins
 from benchmarks.coverage.cells import CIFAR, SHARED, TUNING_SEED, Cell
 
+from benchmarks import assembled_or_small as trial
 from fedcover.analysis.plan_report import fleet_view
 from fedcover.policies import POLICIES
 from fedcover.runs.experiment import Experiment

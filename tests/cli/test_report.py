@@ -14,7 +14,7 @@ import fedcover as fc
 from fedcover.analysis.history import as_csv, as_json, rows
 from fedcover.analysis.report.load import read_run
 from fedcover.analysis.tensorboard import logging_to
-from fedcover.cli.showing import draw_runs
+from fedcover.cli.report import draw_runs
 from fedcover.errors import FedcoverError, InvalidValue
 from fedcover.runs import plotting
 from fedcover.runs.metrics_log import read_lines

@@ -5,10 +5,9 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from fedcover import console
-from fedcover.cli import conclusions
+from fedcover.cli import conclusions, console
+from fedcover.cli.interruption import saying_how_to_go_on, this_command
 from fedcover.cli.options import Data, DealtOut, Device, EngineName, Json, MaybeWhole, Precision, Threads, app
-from fedcover.cli.stopped import saying_how_to_go_on, this_command
 from fedcover.errors import InvalidValue, unknown
 from fedcover.paper import document
 from fedcover.paper.cells import SETS

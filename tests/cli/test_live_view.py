@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fedcover as fc
+from fedcover.cli.live_view import EVENTS, Look, frame, look, sparks
 from fedcover.runs.metrics_log import read_lines
-from fedcover.watching import EVENTS, Look, frame, look, sparks
 from tests.helpers.command_line import refused
 from tests.helpers.runs import tiny
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import fedcover as fc
-from fedcover import cli, console
-from fedcover.cli import looking, running
+from fedcover import cli
+from fedcover.cli import console, inspect, run
 from fedcover.runs.checkpoints import found
 from fedcover.runs.experiment import parse_change
 from fedcover.training.engines import runners
@@ -181,7 +181,7 @@ def test_ctrl_c_in_a_demo_is_no_traceback(fedcover, monkeypatch):
     def stop(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(running, "run_demo", stop)
+    monkeypatch.setattr(run, "run_demo", stop)
     code, out, err = fedcover("demo", "--folder", "shown")
     assert (code, out) == (130, "")
     assert err == "stopped; the runs so far are in shown; 'fedcover demo' begins anew\n"
@@ -191,19 +191,19 @@ def test_ctrl_c_before_the_run_begins(fedcover, monkeypatch):
     def stop(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(running, "run_experiment", stop)
+    monkeypatch.setattr(run, "run_experiment", stop)
     assert fedcover("run", *changed()) == (130, "", "stopped before the run began\n")
 
 
 # ── list, audit, data ───────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("kind", looking.TABLES)
+@pytest.mark.parametrize("kind", inspect.TABLES)
 def test_list_shows_every_table(fedcover, kind):
     code, out, err = fedcover("list", kind, "--json")
     entries = json.loads(out)
     assert (code, err) == (0, "")
-    assert [entry["name"] for entry in entries] == list(looking.TABLES[kind])
+    assert [entry["name"] for entry in entries] == list(inspect.TABLES[kind])
     assert all(entry["about"] for entry in entries)
     code, out, err = fedcover("list", kind)
     assert (code, err) == (0, "")

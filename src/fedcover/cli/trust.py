@@ -6,7 +6,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from fedcover import console
+from fedcover.cli import console
 from fedcover.cli.wanted import look_for_modules_here
 from fedcover.runs import trust
 from fedcover.runs.run_folder import Folder

@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from fedcover.console import as_table, output
+from fedcover.cli.console import as_table, output
 from fedcover.errors import printable
 from fedcover.runs.metrics_log import EVENTS, UNANSWERED, WARNED, is_number, read_events, read_lines
 from fedcover.runs.run_folder import Folder
