@@ -1,4 +1,4 @@
-"""The story is the import order: a module knows only what the reader has already met. And taste, tested."""
+"""The order of the rooms is the order of imports; and taste, tested."""
 
 import ast
 import re
@@ -12,65 +12,67 @@ from fedcover.analysis.report.page import SCRIPTS
 from tests.helpers.repository import ROOT
 
 SOURCE = ROOT / "src" / "fedcover"
-STORY = [
-    "version", "errors", "disk", "locks", "scratch", "orphans", "stopping", "types", "slabs", "rng", "spec", "trust",
-    "downloads", "user_arrays", "datasets", "partition", "sources", "fleet",
-    "groups", "regions", "models", "portions", "reduction", "wire", "submodel", "hollow",
-    "tracing", "norms", "coverage", "pictures",
-    "objective", "planner", "design",
-    "policies", "recipes", "augment", "training", "engines", "aggregation", "contracts",
-    "grid_noise", "privacy", "ranks", "evaluation", "cost",
-    "figures", "arrays", "replies", "theory",
-    "rounds", "sharing", "presets", "experiment", "choice", "refusals", "building", "preparation", "processes",
-    "summary", "plotting", "checkpoints", "manifests", "folders", "releases", "courses", "runs", "lockstep", "sweeps",
-    "bench", "certificate", "reporting", "history", "tensorboard",
-    "onnx_export", "export", "audit", "capacity", "planning", "paper", "flower",
-    "console", "watching", "demo", "cli",
+FOUNDATION = ["version", "errors", "types", "tensors", "rng", "registry", "fleet"]
+ROOMS = [
+    "host", "data", "models", "submodels", "policies", "training", "server", "runs", "theory", "analysis", "paper",
+    "flower", "cli",
 ]  # fmt: skip
+"""A room imports only from the foundation, from itself and from rooms before it."""
+
+ORDER = [*FOUNDATION, *ROOMS]
 WALLS = {
-    "policies": {"datasets", "partition", "sources", "training", "engines", "submodel"},
-    "aggregation": {"models", "groups", "submodel", "reduction", "training"},
+    "policies": {"data", "submodels.build"},
+    "server/aggregation": {"models", "submodels"},
 }
-"""What a chapter must never import, although it stands above."""
+"""What must not be imported, although it comes before."""
 
 FILES = [path for path in sorted(SOURCE.rglob("*.py")) if path.name not in ("__init__.py", "__main__.py")]
 
 
-def chapter(path):
-    """The place in the story: a file, or the folder that holds it."""
+def room(path):
+    """The room that a file is in, or its own name if it belongs to the foundation."""
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
 def imports(path):
-    """The chapters that a file imports."""
-    found = set()
+    """The modules and packages of fedcover that a file imports, without the package's own name."""
+    names = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        names = []
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "fedcover":
-            rest = node.module.split(".")[1:]
-            names = [rest[0]] if rest else [alias.name for alias in node.names]
+            names |= {f"{node.module}.{alias.name}".removeprefix("fedcover.") for alias in node.names}
         elif isinstance(node, ast.Import):
-            names = [a.name.split(".")[1] for a in node.names if a.name.startswith("fedcover.")]
-        found.update(names)
-    return found
+            names |= {a.name.removeprefix("fedcover.") for a in node.names if a.name.startswith("fedcover.")}
+    return names
 
 
-def test_the_story_names_every_chapter():
-    chapters = {chapter(path) for path in FILES if chapter(path) != "data"}
-    assert chapters == set(STORY)
+def test_every_module_is_in_a_room_or_belongs_to_the_foundation():
+    assert {room(path) for path in FILES} == set(ORDER)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_a_module_imports_only_what_stands_before_it(path):
-    place = STORY.index(chapter(path))
+def test_a_room_imports_only_what_comes_before_it(path):
+    place = ORDER.index(room(path))
     for name in imports(path):
-        assert name in STORY[: place + 1], f"{path.name} imports {name}, which comes later"
-        assert name not in WALLS.get(chapter(path), set()), f"{path.name} must not know {name}"
+        assert name.split(".")[0] in ORDER[: place + 1], f"{path.name} imports {name}, which comes later"
+
+
+@pytest.mark.parametrize("place", WALLS)
+def test_some_rooms_know_less_than_they_could(place):
+    for path in FILES:
+        if str(path.relative_to(SOURCE)).startswith(place):
+            for name in imports(path):
+                assert not any(name.startswith(wall) for wall in WALLS[place]), f"{path.name} imports {name}"
+
+
+def test_no_test_module_imports_another():
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        imported = re.findall(r"^ *from tests[.\w]*[.](test_\w+) import", path.read_text(), re.M)
+        assert set(imported) <= {path.stem}, f"{path.name} imports {imported}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_only_one_chapter_knows_flower(path):
-    assert chapter(path) == "flower" or not re.search(r"^\s*(from|import) flwr", path.read_text(), re.MULTILINE)
+def test_only_one_room_knows_flower(path):
+    assert room(path) == "flower" or not re.search(r"^\s*(from|import) flwr", path.read_text(), re.MULTILINE)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
@@ -82,7 +84,10 @@ def test_files_and_functions_stay_small(path):
             assert node.end_lineno - node.lineno < 60, f"{node.name} is too long"
 
 
-@pytest.mark.parametrize("path", sorted((SOURCE / "reporting" / "assets").iterdir()), ids=lambda path: path.name)
+ASSETS = sorted((SOURCE / "analysis" / "report" / "assets").iterdir())
+
+
+@pytest.mark.parametrize("path", ASSETS, ids=lambda path: path.name)
 def test_the_parts_of_the_report_page_stay_small_and_are_used(path):
     assert path.suffix == ".css" or path.read_text().count("\n") <= 350
     assert path.suffix != ".js" or path.name in SCRIPTS
@@ -91,7 +96,7 @@ def test_the_parts_of_the_report_page_stay_small_and_are_used(path):
 def test_the_package_carries_its_types_and_its_data():
     assert (SOURCE / "py.typed").is_file()
     assert (SOURCE / "data" / "digits.npz").is_file()
-    assert (SOURCE / "engines" / "products.cpp").is_file()
+    assert (SOURCE / "training" / "engines" / "cpu_kernels.cpp").is_file()
     assert (SOURCE / "data" / "digits.LICENSE.md").is_file()
 
 

@@ -176,7 +176,7 @@ def test_in_one_process_rows_on_nodes_are_refused(tmp_path):
     (tmp_path / "done" / "experiment.toml").write_text(wanted.to_toml())  # as a run on nodes leaves it
     for refused_here in (
         lambda: fc.run(wanted, tmp_path / "run", machine=machine),
-        lambda: list(fc.sweeps.sweep([wanted], tmp_path / "runs", machine=machine)),
+        lambda: list(fc.sweep([wanted], tmp_path / "runs", machine=machine)),
         lambda: fc.replay(tmp_path / "done", 0),
         lambda: fc.certify(tmp_path / "done"),
     ):

@@ -24,7 +24,9 @@ WINDOW = (b"W" + struct.pack("<II", 0, 3_000_000_000)).hex()
 LIMITED = """
 import resource, sys
 import fedcover
-from fedcover import export, hollow, submodel
+from fedcover.models import meta_device
+from fedcover.runs import export
+from fedcover.submodels import build
 used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (now + 2**31,) * 2)

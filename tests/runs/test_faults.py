@@ -389,7 +389,7 @@ def raising(view):
 
 def test_a_folder_without_a_finished_round_is_no_run(tmp_path, whole):
     with pytest.raises(ZeroDivisionError):
-        fc.run(tiny(policy="tests.test_run_faults:raising", keep_rounds=(0,)), tmp_path / "run")
+        fc.run(tiny(policy="tests.runs.test_faults:raising", keep_rounds=(0,)), tmp_path / "run")
     (tmp_path / "run" / "notes.txt").write_text("mine")
     fc.run(tiny(), tmp_path / "run")
     assert_same_end(tmp_path / "run", whole)

@@ -65,7 +65,7 @@ def shuffled(shape, classes, norm):
 
 
 def test_a_run_never_trains_with_the_module_of_another(uncompiled):
-    base = fc.Experiment(**{**BASE, "model": "tests.test_sweeps:shuffled"}, policy="full", fleet="1x1")
+    base = fc.Experiment(**{**BASE, "model": "tests.runs.test_sweep:shuffled"}, policy="full", fleet="1x1")
     for run in sweep(varied(base, {}, seeds=3), machine=CREWS):
         alike(run.metrics, fc.run(run.experiment, machine=fc.Machine(engine="sequential")).metrics)
 

@@ -90,7 +90,7 @@ def test_no_seed_repeats_or_changes_it():
 
 
 def test_privacy_knows_no_other_randomness():
-    for name in ("privacy.py", "grid_noise.py"):
+    for name in ("server/privacy.py", "server/grid_noise.py"):
         text = (SOURCE / name).read_text()
         assert not re.search(r"Generator|manual_seed|randn|default_rng|np\.random|secrets|import random", text)
     assert "fresh_generator" not in "".join(path.read_text() for path in SOURCE.rglob("*.py"))

@@ -453,7 +453,7 @@ def test_nothing_is_unpickled_but_from_our_own_child_processes():
             if name in ("np.load", "np.save", "numpy.load"):
                 assert any(k.arg == "allow_pickle" and ast.unparse(k.value) == "False" for k in call.keywords), path
             opens = name.split(".")[0] in ("pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal")
-            assert path.name == "processes.py" or not (opens or name in ("torch.load", "torch.save")), (path, name)
+            assert path.name == "launch.py" or not (opens or name in ("torch.load", "torch.save")), (path, name)
 
 
 # ── the fuzz ────────────────────────────────────────────────────────────────────────────────────────────
