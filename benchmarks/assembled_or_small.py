@@ -16,18 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.coverage import sheets
-from benchmarks.coverage.candidates import doubled, opened
+from benchmarks.coverage.candidates import copy_first_half, open_third_quarter
 from benchmarks.coverage.cells import CIFAR, SEEDS, SHARED, TUNING_SEED, Cell
-from benchmarks.coverage.student import minus
+from benchmarks.coverage.student import paired_contrast
 from benchmarks.coverage_comparison import RESULTS, measure
 from fedcover.host.disk import write_atomically
-from fedcover.paper.reproduce import lines, run_cells
-from fedcover.paper.results import made
-from fedcover.paper.statistics import LEVEL
+from fedcover.paper.reproduce import print_progress, run_experiments
+from fedcover.paper.results import provenance
+from fedcover.paper.statistics import SIGNIFICANCE_LEVEL
 from fedcover.runs import checkpoints
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.run_folder import Folder
-from fedcover.runs.setup import Machine, Parts, prepare
+from fedcover.runs.setup import Machine, Overrides, prepare
 from fedcover.types import State, UnitGroup
 
 FOLDER = RESULTS / "coverage_comparison"
@@ -50,9 +50,9 @@ class Candidate:
 CANDIDATES = {
     "star": Candidate({"policy": f"{POLICIES}:star"}),
     "scaler": Candidate({"policy": "random", "scaler": True}),
-    "grow": Candidate({"policy": f"{POLICIES}:star"}, 80, opened),
-    "twins60": Candidate({"policy": f"{POLICIES}:twins"}, 60, doubled),
-    "twins80": Candidate({"policy": f"{POLICIES}:twins"}, 80, doubled),
+    "grow": Candidate({"policy": f"{POLICIES}:star"}, 80, open_third_quarter),
+    "twins60": Candidate({"policy": f"{POLICIES}:twins"}, 60, copy_first_half),
+    "twins80": Candidate({"policy": f"{POLICIES}:twins"}, 80, copy_first_half),
 }
 PREFIX = Cell("cifar/prefix", {**SHARED, **CIFAR, "policy": "prefix"})
 
@@ -68,11 +68,13 @@ def run(wanted: Iterable[tuple[Cell, int]], folder: Path, machine: Machine) -> N
     of = {_experiment(cell, seed).name: (cell, seed) for cell, seed in todo}
     if not todo:
         return
-    for done in run_cells([_experiment(*each) for each in todo], machine, watching=lines, runs=folder / "runs"):
+    for done in run_experiments(
+        [_experiment(*each) for each in todo], machine, show_progress=print_progress, runs=folder / "runs"
+    ):
         cell, seed = of[done.experiment.name]
         own = folder / "runs" / done.experiment.name
         line = {"seed": seed, "lr": done.experiment.lr, **measure(done, cell.measured, own)}
-        sheets.add(folder, cell, "tuning" if seed == TUNING_SEED else "runs", line, made(done))
+        sheets.add(folder, cell, "tuning" if seed == TUNING_SEED else "runs", line, provenance(done))
         print(f"{own.name}: test {line['test']:.4f}, validation {line['validation']:.4f}", file=sys.stderr, flush=True)
         if cell.id != PREFIX.id:
             shutil.rmtree(own)
@@ -88,7 +90,7 @@ def _experiment(cell: Cell, seed: int) -> Experiment:
     return cell.experiment(seed, float(cell.fields["lr"])).model_copy(update={"keep_rounds": keep})
 
 
-def plant(name: str, seed: int, folder: Path, machine: Machine) -> None:
+def start_from_prefix(name: str, seed: int, folder: Path, machine: Machine) -> None:
     """Begin the folder of a candidate that grows from prefix: its rounds up to then, and the changed model."""
     candidate, cell = CANDIDATES[name], cell_of(name)
     experiment = _experiment(cell, seed)
@@ -99,7 +101,7 @@ def plant(name: str, seed: int, folder: Path, machine: Machine) -> None:
     kept = {file.round: file for file in checkpoints.found(prefix.kept)}
     state = checkpoints.read(kept[candidate.start], prefix.experiment.digest, "cpu")
     groups = prepare(experiment, Machine(device="cpu", engine="sequential").resolved()).task.model.groups
-    with own.created(experiment, replace(machine, processes=1), Parts(), None):
+    with own.created(experiment, replace(machine, processes=1), Overrides(), None):
         for line in prefix.metrics(candidate.start):
             own.append(line)
         own.checkpoint(candidate.change(groups, state))
@@ -110,7 +112,7 @@ def choose(folder: Path, machine: Machine, first: Sequence[int]) -> None:
     early = [name for name, candidate in CANDIDATES.items() if not candidate.start]
     run([*((PREFIX, s) for s in first), *((cell_of(name), TUNING_SEED) for name in early)], folder, machine)
     for name in CANDIDATES:
-        plant(name, TUNING_SEED, folder, machine)
+        start_from_prefix(name, TUNING_SEED, folder, machine)
     run([(cell_of(name), TUNING_SEED) for name in CANDIDATES], folder, machine)
 
 
@@ -125,7 +127,7 @@ def judge(folder: Path, machine: Machine, seeds: Sequence[int]) -> None:
     name = best(folder)
     run([(PREFIX, seed) for seed in seeds], folder, machine)
     for seed in seeds:
-        plant(name, seed, folder, machine)
+        start_from_prefix(name, seed, folder, machine)
     run([(cell_of(name), seed) for seed in seeds], folder, machine)
 
 
@@ -148,12 +150,12 @@ def table(folder: Path) -> str:
     small = {line["seed"]: line["single"] for line in prefix["runs"] if line["seed"] in assembled}
     text += [f"Chosen: `{name}`. Judged:", "", "| seed | assembled | half-width model inside prefix |", "|---|---|---|"]
     text += [f"| {seed} | {assembled[seed]:.4f} | {small[seed]:.4f} |" for seed in sorted(small)]
-    for found in minus(name, assembled, small):
+    for found in paired_contrast(name, assembled, small):
         text += [
             "",
             f"Difference: {100 * found.mean:+.2f} percentage points, 95 % interval +- {100 * found.half_width:.2f}, "
             f"standard deviation {100 * found.spread:.2f}, p = {found.p:.3f}, {found.seeds} seeds: "
-            f"{'it wins' if found.p < LEVEL and found.mean >= WORTH else 'not shown to win'}.",
+            f"{'it wins' if found.p < SIGNIFICANCE_LEVEL and found.mean >= WORTH else 'not shown to win'}.",
         ]
     return "\n".join([*text, ""])
 

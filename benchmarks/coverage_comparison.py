@@ -27,15 +27,15 @@ from benchmarks.coverage.cells import PARTS, RATES, TUNING_SEED, Cell, quick
 from fedcover.data import datasets
 from fedcover.errors import FedcoverError
 from fedcover.host.disk import write_atomically
-from fedcover.paper.reproduce import groups, lines, run_cells
-from fedcover.paper.results import Finished, made
+from fedcover.paper.reproduce import group_by_shape, print_progress, run_experiments
+from fedcover.paper.results import Finished, provenance
 from fedcover.runs import checkpoints
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.metrics_log import summarise
 from fedcover.runs.run_folder import Folder
-from fedcover.runs.setup import Machine, Parts, prepare
+from fedcover.runs.setup import Machine, Overrides, prepare
 from fedcover.server.evaluation import evaluate
-from fedcover.server.round import Setup, other_models
+from fedcover.server.round import Setup, evaluate_common_and_single
 from fedcover.submodels.coverage import covered_only
 from fedcover.types import Dataset, State
 
@@ -61,9 +61,13 @@ class Job:
 
 def run_wave(wave: Sequence[Cell], folder: Path, machine: Machine, rates: tuple[float, ...]) -> None:
     """Run what cells lack: first to choose their learning rates, then to be judged."""
-    _run([Job(c, "tuning", TUNING_SEED, lr) for c in wave for lr in sheets.untried(folder, c, rates)], folder, machine)
+    _run(
+        [Job(c, "tuning", TUNING_SEED, lr) for c in wave for lr in sheets.untried_rates(folder, c, rates)],
+        folder,
+        machine,
+    )
     chosen = [(cell, sheets.choose_rate(folder, cell)) for cell in wave]
-    _run([Job(c, "runs", seed, lr) for c, lr in chosen for seed in sheets.unjudged(folder, c)], folder, machine)
+    _run([Job(c, "runs", seed, lr) for c, lr in chosen for seed in sheets.missing_seeds(folder, c)], folder, machine)
 
 
 def _run(jobs: Sequence[Job], folder: Path, machine: Machine) -> None:
@@ -71,11 +75,11 @@ def _run(jobs: Sequence[Job], folder: Path, machine: Machine) -> None:
     by_name = {job.experiment.name: job for job in jobs}
     kept: list[Path] = []
     try:
-        for group in groups(job.experiment for job in jobs):
-            for done in run_cells(group, machine, watching=lines, runs=folder / "runs"):
+        for group in group_by_shape(job.experiment for job in jobs):
+            for done in run_experiments(group, machine, show_progress=print_progress, runs=folder / "runs"):
                 job, own = by_name[done.experiment.name], folder / "runs" / done.experiment.name
                 line = {"seed": job.seed, "lr": job.lr, **measure(done, job.cell.measured, own)}
-                sheets.add(folder, job.cell, job.part, line, made(done))
+                sheets.add(folder, job.cell, job.part, line, provenance(done))
                 kept.append(own)
                 print(f"{len(kept)}/{len(jobs)}  {own.name}: {line['test']:.4f}", file=sys.stderr, flush=True)
     finally:
@@ -90,7 +94,7 @@ def measure(done: Finished, rounds: Sequence[int], folder: Path) -> dict[str, An
     known = {"curve": curve, "seconds": round(seconds, 1)}
     if done.diverged:
         return {**dict.fromkeys(("test", "validation", "single", "whole"), GUESSING), "diverged": True, **known}
-    parts = Parts(dataset=_dataset(done.experiment.dataset, done.machine.device))
+    parts = Overrides(dataset=_dataset(done.experiment.dataset, done.machine.device))
     setup = prepare(done.experiment, done.machine, parts=parts)
     files = {file.round: file for file in checkpoints.found(Folder(folder).kept)}
     states = (checkpoints.read(files[number], done.experiment.digest, done.machine.device) for number in rounds)
@@ -111,7 +115,7 @@ def _scores(setup: Setup, state: State) -> dict[str, float]:
     validation = setup.task.source.validation
     assert validation is not None
     common = replace(state, params=covered_only(state.params, state.coverage))
-    found = other_models(setup, state)
+    found = evaluate_common_and_single(setup, state)
     return {
         "test": found["accuracy_common"],
         "validation": evaluate(setup.task, common, validation).accuracy,

@@ -32,8 +32,8 @@ from statistics import median
 from typing import Any
 
 import fedcover as fc
-from benchmarks.flower_memory import surroundings
-from fedcover.flower.local_federation import STEADY, Local, free_port
+from benchmarks.flower_memory import environment_info
+from fedcover.flower.local_federation import STEADY_LAUNCHER, LocalFederation, free_port
 from fedcover.host.orphans import descendants
 from fedcover.runs.metrics_log import EVENTS, read_events, read_lines
 
@@ -72,7 +72,7 @@ class Service:
 
 
 @dataclass
-class Secured(Local):
+class Secured(LocalFederation):
     """A federation as `docs/deploy.md` describes it: TLS, keys, and a SuperLink with a database."""
 
     def prepare(self) -> None:
@@ -93,10 +93,10 @@ class Secured(Local):
         if done.returncode:
             raise SystemExit(f"{' '.join(command)[:60]} has failed: {done.stdout!r} {done.stderr!r}")
 
-    def start_link(self, *, wait: bool = True) -> subprocess.Popen[bytes]:
+    def start_superlink(self, *, wait: bool = True) -> subprocess.Popen[bytes]:
         """Start the SuperLink, and wait until it listens."""
         started = self.start(
-            "superlink", sys.executable, *STEADY, "flower-superlink", "--host", "127.0.0.1", "--port", str(self.port),
+            "superlink", sys.executable, *STEADY_LAUNCHER, "flower-superlink", "--host", "127.0.0.1", "--port", str(self.port),
             "--enable-supernode-auth", "--database", "link.db", "--ssl-ca-certfile", "ca.crt",
             "--ssl-certfile", "server.pem", "--ssl-keyfile", "server.key", "--disable-runtime-dependency-installation",
         )  # fmt: skip
@@ -109,10 +109,10 @@ class Secured(Local):
         self.finish("ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "", "-f", f"{name}.key")
         self.finish("flwr", "supernode", "register", f"{name}.key.pub", "fleet")
 
-    def start_node(self, name: str, config: Mapping[str, object]) -> subprocess.Popen[bytes]:
+    def start_supernode(self, name: str, config: Mapping[str, object]) -> subprocess.Popen[bytes]:
         """Start a SuperNode whose key is registered."""
         return self.start(
-            name, sys.executable, *STEADY, "flower-supernode", "--superlink", self.address, "--root-certificates",
+            name, sys.executable, *STEADY_LAUNCHER, "flower-supernode", "--superlink", self.address, "--root-certificates",
             "ca.crt", "--auth-supernode-private-key", f"{name}.key", "--host", "127.0.0.1", "--port", str(free_port()),
             "--node-config", " ".join(f"{key}={value}" for key, value in config.items()),
         )  # fmt: skip
@@ -146,12 +146,12 @@ class Chaos:
         """Start everything for the first time."""
         self.federation.prepare()
         (self.federation.folder / "experiment.toml").write_text(self.experiment.to_toml())
-        self._serve("superlink", partial(self.federation.start_link, wait=False))
+        self._serve("superlink", partial(self.federation.start_superlink, wait=False))
         self.federation.wait_until_listening("superlink", self.federation.port)
         for node in range(self.nodes):
             self.federation.register(f"node-{node}")
             config = {"partition-id": node, "num-partitions": self.nodes}
-            self._serve(f"node-{node}", partial(self.federation.start_node, f"node-{node}", config))
+            self._serve(f"node-{node}", partial(self.federation.start_supernode, f"node-{node}", config))
         self._serve("admin", self._run)
 
     def _serve(self, name: str, start: Callable[[], subprocess.Popen[bytes]]) -> None:
@@ -242,7 +242,7 @@ def measured(at: Chaos) -> dict[str, object]:
     asked = [(line["round"], int(client)) for line in lines for client in [*line["clients"], *line["dropped"]]]
     gaps = list(at.gaps())
     return {
-        **surroundings(),
+        **environment_info(),
         "kills": dict(Counter(kill["killed"].partition("-")[0] for kill in at.kills)),
         "rounds": len(lines),
         "rounds_in_order": [line["round"] for line in lines] == list(range(len(lines))),

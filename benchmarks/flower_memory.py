@@ -21,14 +21,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from fedcover.flower.local_federation import Local
+from fedcover.flower.local_federation import LocalFederation
 from fedcover.host.orphans import descendants
 
-SETTLED = 5
+SETTLED_ROUND = 5
 """Rounds after which memory must not grow."""
-MUCH = 0.5
+GROWTH_PERCENT = 0.5
 """Percent of its size that a process must have gained to be called growing."""
-TELLING = """
+PROBE_SOURCE = """
 import ctypes, gc, os, sys, time
 if any(name in word for word in sys.orig_argv for name in ("flower-superlink", "flower-supernode", "flwr-serverapp")):
     class Info(ctypes.Structure):
@@ -47,7 +47,7 @@ Sizes = dict[str, int]
 Pids = dict[str, int]
 
 
-def surroundings() -> dict[str, object]:
+def environment_info() -> dict[str, object]:
     """When, on what, and with which versions something was measured."""
     return {
         "date": time.strftime("%Y-%m-%d"),
@@ -56,7 +56,7 @@ def surroundings() -> dict[str, object]:
     }
 
 
-def long_lived(federation: Local) -> Pids:
+def long_lived_processes(federation: LocalFederation) -> Pids:
     """The processes that live through a run: the SuperLink, the SuperNodes, their executors and the server."""
     found: Pids = {}
     for name, process in federation.processes.items():
@@ -87,14 +87,14 @@ def sizes(pids: Mapping[str, int]) -> Sizes:
     return found
 
 
-def telling(folder: Path) -> Path:
+def install_probe(folder: Path) -> Path:
     """A folder that, on PYTHONPATH, has long-lived processes write into it what they hold."""
     folder.mkdir(parents=True)
-    (folder / "sitecustomize.py").write_text(TELLING)
+    (folder / "sitecustomize.py").write_text(PROBE_SOURCE)
     return folder
 
 
-def told(folder: Path, pids: Mapping[str, int], ends: Sequence[float]) -> dict[str, dict[str, Any]]:
+def read_probe(folder: Path, pids: Mapping[str, int], ends: Sequence[float]) -> dict[str, dict[str, Any]]:
     """What processes have held at least between two ends of rounds: in between they hold nothing of either.
 
     Those that hardly ever look for garbage tell too little.
@@ -103,14 +103,14 @@ def told(folder: Path, pids: Mapping[str, int], ends: Sequence[float]) -> dict[s
     for name, pid in pids.items():
         file = folder / f"held-{pid}.txt"
         looks = file.read_text().splitlines() if file.exists() else []
-        rounds = least([tuple(map(float, look.split())) for look in looks], ends)
+        rounds = minimum_by_round([tuple(map(float, look.split())) for look in looks], ends)
         if len(rounds) > len(ends) / 2:
             pieces, held = zip(*rounds, strict=True)
             found[name] = {"pieces": growth(pieces, "pieces"), "malloc": growth(held, "bytes")}
     return found
 
 
-def least(looks: Iterable[Sequence[float]], ends: Sequence[float]) -> list[list[int]]:
+def minimum_by_round(looks: Iterable[Sequence[float]], ends: Sequence[float]) -> list[list[int]]:
     """The least of each figure in every round that there were looks in; a look is a time and its figures."""
     rounds: list[list[Sequence[float]]] = [[] for _ in ends]
     for moment, *figures in looks:
@@ -120,7 +120,7 @@ def least(looks: Iterable[Sequence[float]], ends: Sequence[float]) -> list[list[
     return [[int(min(column)) for column in zip(*some, strict=True)] for some in rounds if some]
 
 
-def usual(seen: Sequence[Sizes]) -> Sizes:
+def median_sizes(seen: Sequence[Sizes]) -> Sizes:
     """The median of each process over the looks of one round."""
     names = dict.fromkeys(name for look in seen for name in look)
     return {name: round(median(look[name] for look in seen if name in look)) for name in names}
@@ -138,14 +138,14 @@ def trend(figures: Sequence[float], unit: str = "kib") -> dict[str, Any]:
 
 def growth(figures: Sequence[float], unit: str = "kib") -> dict[str, Any]:
     """Whether something has grown to the end, by its figures from the fifth round on."""
-    settled = figures[SETTLED - 1 :]
+    settled = figures[SETTLED_ROUND - 1 :]
     whole, late = trend(settled, unit), trend(settled[len(settled) // 2 :], unit)
     percent = round(100 * (settled[-1] / settled[0] - 1), 2)
     return {
         **whole,
         "second_half": late,
         "rises": (rises := all(line["between"][0] > 0 for line in (whole, late))),
-        "grows": rises and percent >= MUCH,
+        "grows": rises and percent >= GROWTH_PERCENT,
         "percent": percent,
         unit: list(figures),
     }

@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.flower_memory import (
-    SETTLED,
+    SETTLED_ROUND,
     Sizes,
+    environment_info,
     growth,
     hold_more,
-    long_lived,
+    install_probe,
+    long_lived_processes,
+    median_sizes,
+    read_probe,
     sizes,
-    surroundings,
-    telling,
-    told,
-    usual,
 )
-from fedcover.flower.local_federation import Local, free_port
+from fedcover.flower.local_federation import LocalFederation, free_port
 
 SENT = b"Sent successfully"
 """What a SuperNode says when a message is done with."""
@@ -88,14 +88,14 @@ def main(grid, context):
 }
 
 
-def start(place: Path, messages: int) -> Local:
+def start(place: Path, messages: int) -> LocalFederation:
     """A SuperLink and a SuperNode that does not pause."""
     for name, text in FILES.items():
         path = place / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text.replace("MESSAGES", str(messages)))
-    federation = Local(place / "flower", [str(telling(place / "telling"))])
-    federation.start_link()
+    federation = LocalFederation(place / "flower", [str(install_probe(place / "telling"))])
+    federation.start_superlink()
     federation.start(
         "supernode", sys.executable, str(place / "hurried.py"), "flower-supernode", "--superlink", federation.address,
         "--host", "127.0.0.1", "--port", str(free_port()), "--insecure",
@@ -108,25 +108,25 @@ def measure(place: Path, messages: int) -> dict[str, Any]:
     federation = start(place, messages)
     looks: list[list[Sizes]] = [[] for _ in range(messages // TOGETHER)]
     ends: list[float] = []
-    log, pids = federation.log("supernode"), long_lived(federation)
+    log, pids = federation.log("supernode"), long_lived_processes(federation)
     try:
         with (place / "log.txt").open("wb") as out:
             process = federation.submit(place / "app", out)
             while process.poll() is None:
                 echoed = log.read_bytes().count(SENT)
                 ends += [time.time()] * (echoed // TOGETHER - len(ends))
-                pids |= long_lived(federation)
+                pids |= long_lived_processes(federation)
                 if len(ends) < len(looks):
                     looks[len(ends)].append(sizes(pids))
                 time.sleep(0.5)
         echoed = log.read_bytes().count(SENT)
     finally:
         federation.stop()
-    seen = [usual(some) for some in looks if some]
-    held = told(place / "telling", pids, ends)
+    seen = [median_sizes(some) for some in looks if some]
+    held = read_probe(place / "telling", pids, ends)
     lived = [name for name in seen[-1] if all(name in look for look in seen)]
     return {
-        **surroundings(),
+        **environment_info(),
         "messages": messages,
         "echoed": echoed,
         "messages_of_one_median": TOGETHER,
@@ -140,7 +140,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--messages", type=int, default=300)
     given = parser.parse_args()
-    if given.messages < 3 * SETTLED * TOGETHER:
-        parser.error(f"--messages must be at least {3 * SETTLED * TOGETHER}")
+    if given.messages < 3 * SETTLED_ROUND * TOGETHER:
+        parser.error(f"--messages must be at least {3 * SETTLED_ROUND * TOGETHER}")
     with tempfile.TemporaryDirectory(prefix="fedcover-messages-") as folder:
         print(json.dumps(measure(Path(folder), given.messages), indent=2))

@@ -20,21 +20,21 @@ from statistics import median
 
 import fedcover as fc
 from benchmarks.flower_memory import (
-    SETTLED,
+    SETTLED_ROUND,
     Pids,
     Sizes,
+    environment_info,
     growth,
     hold_more,
-    long_lived,
+    install_probe,
+    long_lived_processes,
+    median_sizes,
+    read_probe,
     sizes,
-    surroundings,
-    telling,
-    told,
-    usual,
     verdict,
 )
-from fedcover.flower.app_template import Settings, write_app
-from fedcover.flower.local_federation import local
+from fedcover.flower.app_template import RunConfig, write_app
+from fedcover.flower.local_federation import run_local_federation
 from fedcover.runs.metrics_log import read_lines
 
 OURS = "flwr-serverapp"
@@ -55,18 +55,21 @@ def soak(rounds: int, clients: int, nodes: int, place: Path) -> dict[str, object
     looks: list[Sizes] = []
     ends: list[float] = []
     pids: Pids = {}
-    folder, holds = place / "run", telling(place / "telling")
-    with local(place / "flower", configs, [str(holds)]) as federation, (place / "log.txt").open("wb") as log:
+    folder, holds = place / "run", install_probe(place / "telling")
+    with (
+        run_local_federation(place / "flower", configs, [str(holds)]) as federation,
+        (place / "log.txt").open("wb") as log,
+    ):
         app = write_app(
-            place / "app", Settings(wanted.to_toml(), str(folder), device="cpu", nodes=nodes, deadline=600.0)
+            place / "app", RunConfig(wanted.to_toml(), str(folder), device="cpu", nodes=nodes, deadline=600.0)
         )
         process = federation.submit(app, log)
         while process.poll() is None:
             done = (folder / "metrics.jsonl").read_bytes().count(b"\n") if (folder / "metrics.jsonl").exists() else 0
-            pids |= long_lived(federation)
+            pids |= long_lived_processes(federation)
             look = sizes(pids)
             if done > len(memory):  # this look is of the next round already; after the last one the server ends
-                memory.append(usual(looks or [look]))
+                memory.append(median_sizes(looks or [look]))
                 ends.append(time.time())
                 looks = []
             looks.append(look)
@@ -76,9 +79,9 @@ def soak(rounds: int, clients: int, nodes: int, place: Path) -> dict[str, object
     seconds = [sum(line["seconds"].values()) for line in lines]
     lived = [name for name in memory[-1] if all(name in look for look in memory)]
     grown = {name: growth([look[name] for look in memory]) for name in lived}
-    held = told(holds, pids, ends)
+    held = read_probe(holds, pids, ends)
     return {
-        **surroundings(),
+        **environment_info(),
         "rounds": len(lines),
         "clients": clients,
         "nodes": nodes,
@@ -104,7 +107,9 @@ if __name__ == "__main__":
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--nodes", type=int, default=4)
     given = parser.parse_args()
-    if given.rounds < 3 * SETTLED:
-        parser.error(f"--rounds must be at least {3 * SETTLED}: a slope needs some rounds after the {SETTLED}th")
+    if given.rounds < 3 * SETTLED_ROUND:
+        parser.error(
+            f"--rounds must be at least {3 * SETTLED_ROUND}: a slope needs some rounds after the {SETTLED_ROUND}th"
+        )
     with tempfile.TemporaryDirectory(prefix="fedcover-soak-") as folder:
         print(json.dumps(soak(given.rounds, given.clients, given.nodes, Path(folder)), indent=2))

@@ -17,8 +17,8 @@ from pathlib import Path
 from statistics import median
 
 import fedcover as fc
-from fedcover.flower.app_template import Settings, write_app
-from fedcover.flower.local_federation import Local, free_port
+from fedcover.flower.app_template import RunConfig, write_app
+from fedcover.flower.local_federation import LocalFederation, free_port
 from fedcover.runs.metrics_log import read_lines
 
 CARRYING = ("pull-messages", "pull-object", "push-messages", "push-object", "confirm-message-received")
@@ -83,18 +83,18 @@ def measure(place: Path, rounds: int = 4) -> dict[str, object]:
         active=2, rounds=rounds, epochs=1, batch_size=8, calibration=16, evaluate_every=rounds,
         dataset="synthetic(shape=(3, 32, 32), samples=8, test_size=16)",
     )  # fmt: skip
-    federation = Local(place / "flower")
+    federation = LocalFederation(place / "flower")
     folder = place / "run"
     marks: list[list[int]] = []
     proxies = [Proxy(federation.port) for _ in range(2)]
     try:
-        federation.start_link()
+        federation.start_superlink()
         for number, proxy in enumerate(proxies):
             arguments = ["--superlink", f"127.0.0.1:{proxy.port}", "--host", "127.0.0.1", "--port", str(free_port())]
             config = f"partition-id={number} num-partitions=2"
             federation.start(f"node-{number}", "flower-supernode", "--insecure", *arguments, "--node-config", config)
         with (place / "log.txt").open("wb") as log:
-            settings = Settings(wanted.to_toml(), str(folder), device="cpu", nodes=2, deadline=600.0)
+            settings = RunConfig(wanted.to_toml(), str(folder), device="cpu", nodes=2, deadline=600.0)
             process = federation.submit(write_app(place / "app", settings), log)
             while process.poll() is None:
                 path = folder / "metrics.jsonl"

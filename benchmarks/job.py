@@ -9,7 +9,7 @@ import torch
 from fedcover.rng import generator
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.setup import Machine, prepare
-from fedcover.server.round import Setup, cohort_of, first_state
+from fedcover.server.round import Setup, cohort_of, initial_state
 
 CLIENTS, ACTIVE, EPOCHS, BATCH, LR, MOMENTUM = 100, 10, 5, 10, 0.01, 0.5
 
@@ -51,7 +51,7 @@ def mnist_job(rounds: int, dataset: str = "mnist", data: str | Path | None = Non
         rows_CN=np.stack([shard.index.numpy() for shard in shards]),
         cohorts_RA=np.array(cohorts),
         orders_RAEN=np.stack([[_orders(setup, r, client) for client in cohort] for r, cohort in enumerate(cohorts)]),
-        weights={name: tensor.numpy() for name, tensor in first_state(setup).params.items()},
+        weights={name: tensor.numpy() for name, tensor in initial_state(setup).params.items()},
     )
 
 

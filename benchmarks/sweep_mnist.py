@@ -17,7 +17,7 @@ import torch
 
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.setup import Machine
-from fedcover.runs.sweep import processes_for, sweep
+from fedcover.runs.sweep import choose_num_processes, sweep
 
 POLICIES = ("prefix", "rolling", "magnitude", "random", 'regions(codename="1111223344")')
 EPOCHS, ACTIVE = 5, 10
@@ -47,7 +47,7 @@ def measure(experiments: Sequence[Experiment], machine: Machine, data: str | Non
     first = len(ends) // 4
     steady = images * (len(ends) - first) / (ends[-1] - ends[first - 1])
     accuracies = [run.metrics[-1]["accuracy"] for run in done]
-    size = processes_for(experiments, machine.resolved(), data)
+    size = choose_num_processes(experiments, machine.resolved(), data)
     return (
         f"| {size} | {seconds:.1f} | {images * len(ends) / seconds / 1e6:.2f} | {steady / 1e6:.2f} "
         f"| {min(accuracies):.4f} to {max(accuracies):.4f} |"

@@ -7,11 +7,11 @@ import fedcover as fc
 from fedcover.errors import RunError
 from fedcover.runs import checkpoints
 from fedcover.runs.checkpoints import found
-from fedcover.runs.sweep import varied
+from fedcover.runs.sweep import expand_choices
 from fedcover.server.grid_noise import keyed_stream
 from fedcover.server.privacy import private_mean
 from fedcover.submodels.reductions import Masks
-from fedcover.training.engines.runners import pool_of
+from fedcover.training.engines.runners import get_runner_cache
 from tests.helpers import crew_twin
 from tests.helpers.worlds import same
 
@@ -113,16 +113,20 @@ def _all(made):
 
 def test_images_are_trained_in_crews_by_default():
     task = fc.run(experiment(SETTINGS["images"], 1), machine=fc.Machine(device="cuda")).setup.task
-    assert {place.lane.step.own_layers for place in pool_of(task).places.values() if place.lane.crew} == {True}
+    assert {
+        place.step_buffers.step.stacked_kernels
+        for place in get_runner_cache(task).runners.values()
+        if place.step_buffers.stack_size
+    } == {True}
 
 
 def test_captured_steps_are_used_again_when_widths_change_every_round(caplog):
     """Capacities of devices: other widths in every cohort, and nothing is captured once every width was seen."""
     fields = {**SETTINGS["images"], "assignment": "device", "fleet": "1x1.0 + 1x0.5 + 1x0.25", "active": 6}
     result = fc.run(experiment(fields, 12), machine=fc.Machine("streams", "cuda"))
-    places = pool_of(result.setup.task).places
-    assert len({place.lane.shape for place in places.values()}) == 3
-    assert len(places) <= 18
+    runners = get_runner_cache(result.setup.task).runners
+    assert len({place.step_buffers.signature for place in runners.values()}) == 3
+    assert len(runners) <= 18
     assert not caplog.records
 
 
@@ -141,7 +145,7 @@ def test_smaller_formats_stay_near_float32(engine, precision):
 @pytest.mark.parametrize("name", ["prefix", "images"])  # crews; and large steps, run after run through the same graphs
 def test_a_sweep_in_lockstep_equals_its_runs(name):
     base = experiment({**SETTINGS[name], "assignment": "slot"}, 2)
-    for run in fc.sweep(varied(base, {"lr": [0.02, 0.01]}, seeds=2), machine=fc.Machine(device="cuda")):
+    for run in fc.sweep(expand_choices(base, {"lr": [0.02, 0.01]}, seeds=2), machine=fc.Machine(device="cuda")):
         alone = fc.run(run.experiment, machine=fc.Machine("sequential", "cpu")).metrics
         assert [line["loss"] for line in run.metrics] == pytest.approx([line["loss"] for line in alone], rel=1e-3)
 

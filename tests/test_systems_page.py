@@ -10,7 +10,7 @@ from fedcover import cli
 from fedcover.models.norms import NORMS
 from fedcover.server.aggregation import OVER, RULES, SERVERS, UNCOVERED, WEIGHTS
 from fedcover.training.recipes import RECIPES
-from fedcover.training.recipes.label_masking import ABSENT
+from fedcover.training.recipes.label_masking import ABSENT_LABELS
 from tests.helpers.documents import BLOCKS, COMMANDS, PAGE
 
 pytestmark = pytest.mark.usefixtures("only_the_cpu")
@@ -43,7 +43,7 @@ def test_the_page_has_a_command_for_every_system():
 
 def test_the_page_lists_every_value_of_every_switch():
     rows = {row.split("|")[2]: row for row in PAGE.splitlines() if row.startswith("| ")}
-    tables = {"over": OVER, "weights": WEIGHTS, "uncovered": UNCOVERED, "norm": NORMS, "absent_labels": ABSENT,
+    tables = {"over": OVER, "weights": WEIGHTS, "uncovered": UNCOVERED, "norm": NORMS, "absent_labels": ABSENT_LABELS,
               "server": SERVERS}  # fmt: skip
     for field, values in tables.items():
         (row,) = [row for cell, row in rows.items() if re.search(rf"\b{field}\b", cell)]

@@ -13,21 +13,21 @@ from hypothesis import strategies as st
 from fedcover import tensors
 from fedcover.runs import checkpoints
 from fedcover.runs.experiment import Experiment
-from fedcover.runs.setup import Machine, Parts, prepare
+from fedcover.runs.setup import Machine, Overrides, prepare
 from fedcover.server import sharded_round
-from fedcover.server.aggregation import OVER, Sums, coverage_mean, mean_of
-from fedcover.server.round import first_state, run_round
-from fedcover.submodels.reductions import Masks, Slices, Within
-from fedcover.tensors import Slab, joined, shapes_of
+from fedcover.server.aggregation import OVER, WeightedSums, coverage_mean, mean_from_sums
+from fedcover.server.round import initial_state, run_round
+from fedcover.submodels.reductions import Masks, Slices, TrainedSubset
+from fedcover.tensors import FlatParams, concat, named_shapes
 from fedcover.training.engines.batched import batched
-from fedcover.training.engines.runners import plainly
+from fedcover.training.engines.runners import eager_backend
 from fedcover.training.recipes.fedprox import cross_entropy
 from fedcover.types import Cut, Model, Outcome, Recipe, UnitGroup
 from tests.helpers.cutting import kept_units, layouts
 
 
 def slab_of(params):
-    return Slab(joined(params.values()), shapes_of(params))
+    return FlatParams(concat(params.values()), named_shapes(params))
 
 
 def agree(slab, plain):
@@ -42,14 +42,16 @@ def test_adding_into_a_slab(layout, data, kind, scale):
     slices = Slices(layout.groups, {n: torch.tensor(u) for n, u in data.draw(kept_units(layout.groups)).items()})
     bits = {name: torch.rand_like(t) > 0.5 for name, t in list(layout.params.items())[:1]}
     some = {name: torch.rand_like(t) > 0.5 for name, t in list(slices.extract(layout.params).items())[:1]}
-    reduction = {"slices": slices, "whole": Masks({}), "masks": Masks(bits), "within": Within(slices, some)}[kind]
+    reduction = {"slices": slices, "whole": Masks({}), "masks": Masks(bits), "within": TrainedSubset(slices, some)}[
+        kind
+    ]
     values = {name: torch.randn_like(t) for name, t in reduction.extract(layout.params).items()}
     plain, slab = {name: t.clone() for name, t in layout.params.items()}, slab_of(layout.params)
     for names in (list(values), list(values)[:1], None):  # all of them, a few, only counting
         for target in (plain, slab):
             reduction.add_into(target, None if names is None else {n: values[n] for n in names}, scale)
         agree(slab, plain)
-    assert torch.equal(slab.flat, joined(slab.values()))
+    assert torch.equal(slab.flat, concat(slab.values()))
 
 
 @settings(max_examples=100, deadline=None)
@@ -58,7 +60,7 @@ def test_extracting_from_a_slab(layout, data):
     part = Slices(layout.groups, {n: torch.tensor(u) for n, u in data.draw(kept_units(layout.groups)).items()})
     found = part.extract(slab_of(layout.params))
     agree(found, part.extract(layout.params))
-    assert torch.equal(found.flat, joined(found.values()))
+    assert torch.equal(found.flat, concat(found.values()))
 
 
 def test_extracting_what_is_absent_or_whole():
@@ -76,7 +78,7 @@ def one_round(recipe, engine, **fields):
     )  # fmt: skip
     setup = prepare(experiment, Machine(device="cpu", engine=engine).resolved())
     setup = replace(setup, task=replace(setup.task, recipe=recipe))
-    return run_round(setup, first_state(setup))[0]
+    return run_round(setup, initial_state(setup))[0]
 
 
 def zeroed(assignment, forward, params, carry):
@@ -123,7 +125,7 @@ def test_own_rules_and_servers_see_tensors_by_name(monkeypatch, own):
             rounds=1, calibration=50, policy="prefix",
         )  # fmt: skip
         setup = replace(prepare(experiment, Machine(device="cpu").resolved()), **own)
-        return run_round(setup, first_state(setup))[0].params
+        return run_round(setup, initial_state(setup))[0].params
 
     plain = after()
     monkeypatch.setattr(tensors, "_on_gpu", bool)
@@ -144,14 +146,14 @@ def test_what_clients_keep_and_send_is_no_larger_than_it_is():
     recipe = Recipe(cross_entropy, finish=lambda a, f, params, c: Outcome(params, private={"b": params["head.bias"]}))
     state = one_round(recipe, "streams")
     assert {t.untyped_storage().nbytes() for kept in state.private.values() for t in kept.values()} == {40}
-    crew = Slab(torch.randn(50, 60)[3], [("w", (5, 10)), ("b", (10,))])
-    assert len(pickle.dumps(sharded_round._on(crew, "cpu"))) < 2_000
+    crew = FlatParams(torch.randn(50, 60)[3], [("w", (5, 10)), ("b", (10,))])
+    assert len(pickle.dumps(sharded_round._to_device(crew, "cpu"))) < 2_000
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda slab: pickle.loads(pickle.dumps(slab))])
 def test_a_copy_is_a_slab_of_its_own(copied):
     rows = torch.randn(50, 60)  # as of a crew
-    slab = Slab(rows[3], [("w", (5, 10)), ("b", (10,))])
+    slab = FlatParams(rows[3], [("w", (5, 10)), ("b", (10,))])
     other = copied(slab)
     agree(other, slab)
     other.flat.zero_()
@@ -164,8 +166,8 @@ def test_a_copy_is_a_slab_of_its_own(copied):
 def test_what_is_of_several_types_is_no_slab(monkeypatch):
     monkeypatch.setattr(tensors, "_on_gpu", lambda values: True)
     mixed = {"w": torch.ones(2), "b": torch.ones(2, dtype=torch.float64)}
-    assert tensors.in_one(mixed) is mixed
-    agree(tensors.entrywise(torch.add, mixed, slab_of({"w": torch.ones(2), "b": torch.ones(2)})),
+    assert tensors.flatten_if_cuda(mixed) is mixed
+    agree(tensors.map_elementwise(torch.add, mixed, slab_of({"w": torch.ones(2), "b": torch.ones(2)})),
           {"w": torch.full((2,), 2.0), "b": torch.full((2,), 2.0, dtype=torch.float64)})  # fmt: skip
 
 
@@ -189,8 +191,8 @@ def test_rounds_on_slabs_equal_rounds_on_tensors(monkeypatch, fields):
             epochs=1, lr=0.1, rounds=3, calibration=50, **known,
         )  # fmt: skip
         setup = prepare(experiment, Machine(device="cpu").resolved())
-        setup = replace(setup, engine=partial(batched, make=plainly)) if in_crews else setup
-        state, lines = first_state(setup), []
+        setup = replace(setup, engine=partial(batched, backend=eager_backend)) if in_crews else setup
+        state, lines = initial_state(setup), []
         for _ in range(3):
             state, report = run_round(setup, state)
             lines.append({key: value for key, value in report.metrics.items() if key != "seconds"})
@@ -199,7 +201,7 @@ def test_rounds_on_slabs_equal_rounds_on_tensors(monkeypatch, fields):
     plain, told = rounds()
     monkeypatch.setattr(tensors, "_on_gpu", bool)
     slab, told_again = rounds()
-    assert isinstance(slab.params, Slab)
+    assert isinstance(slab.params, FlatParams)
     agree(slab.params, plain.params)
     agree(slab.coverage.ever, plain.coverage.ever)
     assert slab.server.keys() == plain.server.keys()
@@ -233,10 +235,10 @@ def test_the_mean_of_slabs(over):
     old = {"w": torch.randn(3, 4, generator=draw), "b": torch.randn(5, generator=draw)}
     total = {name: torch.randn(t.shape, generator=draw).double() for name, t in old.items()}
     weight = {name: torch.randint(0, 3, t.shape, generator=draw).double() for name, t in old.items()}
-    everybody = torch.tensor(4.0, dtype=torch.float64)
-    plain = mean_of(old, Sums(total, weight, everybody), over)
-    slab = mean_of(slab_of(old), Sums(slab_of(total), slab_of(weight), everybody), over)
-    assert isinstance(slab, Slab)
+    total_weight = torch.tensor(4.0, dtype=torch.float64)
+    plain = mean_from_sums(old, WeightedSums(total, weight, total_weight), over)
+    slab = mean_from_sums(slab_of(old), WeightedSums(slab_of(total), slab_of(weight), total_weight), over)
+    assert isinstance(slab, FlatParams)
     agree(slab, plain)
 
 
@@ -259,9 +261,9 @@ def test_a_parameter_may_be_a_single_number_and_groups_lists(tmp_path, engine):
         dataset="digits", fleet="1x1 + 1x0.5", clients=6, active=6, epochs=1, lr=0.1, rounds=1, calibration=50,
     )  # fmt: skip
     setup = prepare(
-        experiment, Machine(device="cpu", engine=engine).resolved(), parts=Parts(model=Model(Scaled(), groups))
+        experiment, Machine(device="cpu", engine=engine).resolved(), parts=Overrides(model=Model(Scaled(), groups))
     )
-    state, _ = run_round(setup, first_state(setup))
+    state, _ = run_round(setup, initial_state(setup))
     checkpoints.save(tmp_path, state, "this")
     again, _ = checkpoints.newest(tmp_path, "this", "cpu")
     assert again.params["scale"].item() == state.params["scale"].item() != 1.0

@@ -9,8 +9,8 @@ from torch.utils._pytree import tree_flatten
 
 import fedcover as fc
 from benchmarks.architectures.families import LARGEST, Architecture, build
-from fedcover.models import tensors
-from fedcover.submodels.build import fill, submodel
+from fedcover.models import params_and_buffers
+from fedcover.submodels.build import load_tensors, submodel
 
 
 def attempt(architecture: Architecture) -> dict[str, Any]:
@@ -50,9 +50,9 @@ def compare(module: nn.Module, example: Tensor, groups: tuple[fc.UnitGroup, ...]
     module = module.double().eval()
     half = fc.windows(groups, 0.5)
     small = submodel(module, half, {})
-    values = tensors(module)
+    values = params_and_buffers(module)
     mask = half.mask(values)
-    masked = fill(module, {name: torch.where(mask[name], value, 0) for name, value in values.items()})
+    masked = load_tensors(module, {name: torch.where(mask[name], value, 0) for name, value in values.items()})
     given = example.double() if example.is_floating_point() else example
     with torch.no_grad():
         mine, theirs = outputs(small.eval(), given), outputs(masked, given)

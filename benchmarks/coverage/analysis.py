@@ -8,8 +8,8 @@ from statistics import fmean, stdev
 from typing import Any
 
 from benchmarks.coverage.cells import CORNERS, DATA, FLEETS, POLICY_OF, RIVALS, SPLITS, WIDTHS
-from benchmarks.coverage.student import Contrast, holm, minus
-from fedcover.paper.wording import table
+from benchmarks.coverage.student import Contrast, holm, paired_contrast
+from fedcover.paper.wording import markdown_table
 
 POINT = 0.005
 """Half a percentage point: the difference that matters."""
@@ -85,7 +85,7 @@ def _contrasts(
         for c in holm(family)
     ]  # fmt: skip
     head = ["contrast", "mean", "sd", "95 %", "seeds", "p", "p (Holm)", "verdict"]
-    return f"\n**{title}**\n\n{table(head, rows)}\n"
+    return f"\n**{title}**\n\n{markdown_table(head, rows)}\n"
 
 
 def _accuracies(results: Results, names: Mapping[str, str]) -> str:
@@ -102,7 +102,7 @@ def _accuracies(results: Results, names: Mapping[str, str]) -> str:
                 f"{first.get('parameters', math.nan):,.0f}", f"{results.cells[cell]['lr']:g}",
             ])  # fmt: skip
     head = ["policy", "accuracy", "sd", "largest device's part", "coverage", "noise", "parameters", "learning rate"]
-    return f"\n{table(head, rows)}\n" if rows else ""
+    return f"\n{markdown_table(head, rows)}\n" if rows else ""
 
 
 def _grid(results: Results) -> str:
@@ -120,7 +120,7 @@ def _grid(results: Results) -> str:
 
         text += _contrasts(
             f"Primary: planned minus, mean of {len(there)} settings",
-            [c for rival in RIVALS for c in minus(rival, over_all("planned"), over_all(rival))],
+            [c for rival in RIVALS for c in paired_contrast(rival, over_all("planned"), over_all(rival))],
         )
         text += _contrasts("Secondary: the planner's variants", _variants(over_all))
         for setting in there:
@@ -128,10 +128,10 @@ def _grid(results: Results) -> str:
             text += _accuracies(results, {policy: f"{setting}-{policy}" for policy in policies})
             own = [results.values(f"{setting}-{policy}") for policy in ("planned", *RIVALS)]
             pairs = zip(RIVALS, own[1:], strict=True)
-            text += _contrasts("planned minus", [c for rival, v in pairs for c in minus(rival, own[0], v)])
+            text += _contrasts("planned minus", [c for rival, v in pairs for c in paired_contrast(rival, own[0], v)])
             if fleet in ("halves", "mixed"):
                 single = results.values(f"{setting}-prefix", "single")
-                each = [c for p in policies for c in minus(p, results.values(f"{setting}-{p}"), single)]
+                each = [c for p in policies for c in paired_contrast(p, results.values(f"{setting}-{p}"), single)]
                 text += _contrasts("minus the part that the largest device holds under prefix", each)
     return f"\n## Part 1: policies against each other\n{text}" if text else ""
 
@@ -143,7 +143,7 @@ def _variants(over_all: Callable[[str], Values]) -> list[Contrast]:
         ("planned-pruning-most", "planned-pruning"),
         ("planned", "mean"),
     ]
-    return [c for a, b in pairs for c in minus(f"{a} minus {b}", over_all(a), over_all(b))]
+    return [c for a, b in pairs for c in paired_contrast(f"{a} minus {b}", over_all(a), over_all(b))]
 
 
 def _effects(results: Results, name: str, gammas: Sequence[int]) -> dict[str, Values]:
@@ -163,7 +163,7 @@ def _effects(results: Results, name: str, gammas: Sequence[int]) -> dict[str, Va
 
 
 def _as_contrasts(effects: Mapping[str, Values]) -> list[Contrast]:
-    return [c for name, values in effects.items() for c in minus(name, values, dict.fromkeys(values, 0.0))]
+    return [c for name, values in effects.items() for c in paired_contrast(name, values, dict.fromkeys(values, 0.0))]
 
 
 def _factorial(results: Results) -> str:
@@ -181,7 +181,7 @@ def _factorial(results: Results) -> str:
             target = TARGETS[kind, split]
             sooner = [
                 c for noise in (1.0, 1.8)
-                for c in minus(f"Gamma 8 minus 4 at noise {noise}", *(
+                for c in paired_contrast(f"Gamma 8 minus 4 at noise {noise}", *(
                     results.rounds_to(f"{name}-{g}-{noise}", target) for g in (8, 4)
                 ))
             ]  # fmt: skip
@@ -237,7 +237,7 @@ def _longer(results: Results) -> str:
             continue
         means = ", ".join(f"{setting} {100 * fmean(gap.values()):.2f} pp" for setting, gap in gaps.items())
         text += f"\n{kind}, gap to full (rounds x epochs): {means}.\n"
-        changes = [c for s in ("120x2", "30x8") for c in minus(f"gap {s} minus 30x2", gaps[s], gaps["30x2"])]
+        changes = [c for s in ("120x2", "30x8") for c in paired_contrast(f"gap {s} minus 30x2", gaps[s], gaps["30x2"])]
         text += _contrasts(f"{kind}: does the gap shrink?", changes, words=("grows", "shrinks"))
     return f"\n## Part 4: more rounds, more epochs\n{text}" if text else ""
 
@@ -246,8 +246,10 @@ def _cifar(results: Results) -> str:
     policies = [*POLICY_OF, "planned-most", "planned-covered"]
     text = _accuracies(results, {policy: f"cifar/{policy}" for policy in policies})
     own = results.values("cifar/planned")
-    text += _contrasts("planned minus", [c for r in RIVALS for c in minus(r, own, results.values(f"cifar/{r}"))])
+    text += _contrasts(
+        "planned minus", [c for r in RIVALS for c in paired_contrast(r, own, results.values(f"cifar/{r}"))]
+    )
     single = results.values("cifar/prefix", "single")
-    each = [c for p in policies for c in minus(p, results.values(f"cifar/{p}"), single)]
+    each = [c for p in policies for c in paired_contrast(p, results.values(f"cifar/{p}"), single)]
     text += _contrasts("minus the half-width model inside prefix", each)
     return f"\n## Part 5: WRN28-2 on CIFAR-10\n{text}" if text else ""

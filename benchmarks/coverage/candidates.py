@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedcover.submodels.reductions import Slices
-from fedcover.submodels.unit_groups import cuts_by_tensor, positions, units_kept
+from fedcover.submodels.unit_groups import cuts_by_tensor, num_units_kept, unit_positions
 from fedcover.types import Client, Params, State, UnitGroup, View
 
 
@@ -29,7 +29,7 @@ def _quarters(view: View, client: Client, which: Sequence[int]) -> Slices:
 
     def kept(group: UnitGroup) -> Tensor:
         order = torch.cat([_quarter(group, number) for number in which])
-        return order[: units_kept(group.size, client.capacity)].sort().values
+        return order[: num_units_kept(group.size, client.capacity)].sort().values
 
     return Slices(view.groups, {group.name: kept(group) for group in view.groups})
 
@@ -39,7 +39,7 @@ def _quarter(group: UnitGroup, number: int) -> Tensor:
     return torch.arange(number * size, (number + 1) * size)
 
 
-def doubled(groups: Sequence[UnitGroup], state: State) -> State:
+def copy_first_half(groups: Sequence[UnitGroup], state: State) -> State:
     """The first half of a model copied into its second half; nothing leads from one to the other."""
     first, second = (
         Slices(groups, {g.name: torch.cat([_quarter(g, number) for number in half]) for g in groups})
@@ -53,12 +53,12 @@ def doubled(groups: Sequence[UnitGroup], state: State) -> State:
     return replace(state, params={**params, **shared})
 
 
-def opened(groups: Sequence[UnitGroup], state: State) -> State:
+def open_third_quarter(groups: Sequence[UnitGroup], state: State) -> State:
     """A model in which nothing leads out of the third quarter, so that it may be trained without harm to the rest."""
     params = dict(state.params)
     for name, meeting in cuts_by_tensor(groups).items():
         for group, cut in meeting:
             if name in params and cut.axis == 1:
-                columns = positions(cut, _quarter(group, 2)).to(params[name].device)
+                columns = unit_positions(cut, _quarter(group, 2)).to(params[name].device)
                 params[name] = params[name].index_fill(1, columns, 0.0)
     return replace(state, params=params)

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from fedcover.errors import InvalidValue
 from fedcover.policies.magnitude import rank_by_magnitude
-from fedcover.policies.planned import groups_of
-from fedcover.policies.planner.single_group import GOLDEN, Group, Runs
+from fedcover.policies.planned import budgeted_groups
+from fedcover.policies.planner.single_group import GOLDEN, BudgetedGroup, RunLengthPlan
 from fedcover.rng import generator
 from fedcover.submodels.reductions import Masks
 from fedcover.types import View
@@ -22,7 +22,7 @@ def designed(view: View, *, gamma: int, noise: float) -> list[Masks]:
 
     The planner's construction for that coverage, fed with a ranking between heaviest first and lightest first.
     """
-    groups, _, _ = groups_of(view, "pruning")
+    groups, _, _ = budgeted_groups(view, "pruning")
     held = {}
     for name, group in groups.items():
         jitter_U = torch.rand(group.units, generator=generator(view.seed, "design", name)).to(group.energies_U.device)
@@ -33,15 +33,15 @@ def designed(view: View, *, gamma: int, noise: float) -> list[Masks]:
     ]
 
 
-def _with_noise(group: Group, jitter_U: Tensor, gamma: int, noise: float, turn: float) -> Runs:
+def _with_noise(group: BudgetedGroup, jitter_U: Tensor, gamma: int, noise: float, phase: float) -> RunLengthPlan:
     """Bisect how far the ranking is turned over until the plan lacks the wanted energy, or as nearly as it can be."""
     low, high = 0.0, 1.0
     nearest, best = math.inf, None
     for _ in range(40):
         middle = (low + high) / 2
         ranked = _ranked(group, jitter_U, middle)
-        plan = ranked.profile(gamma).share_out(ranked.order, turn)
-        lacking = lacked(group, plan)
+        plan = ranked.allocation(gamma).assign_units(ranked.order, phase)
+        lacking = missing_energy(group, plan)
         if abs(lacking - noise) < abs(nearest - noise):
             nearest, best = lacking, plan
         if abs(nearest - noise) <= TOLERANCE * noise:
@@ -52,14 +52,14 @@ def _with_noise(group: Group, jitter_U: Tensor, gamma: int, noise: float, turn: 
     return best
 
 
-def _ranked(group: Group, jitter_U: Tensor, over: float) -> Group:
+def _ranked(group: BudgetedGroup, jitter_U: Tensor, over: float) -> BudgetedGroup:
     """The same units in another order: 0 heaviest first, 1/2 at random, 1 lightest first."""
     place_U = 1 - rank_by_magnitude(group.energies_U) / group.units
     wanted_U = (1 - 2 * over) * place_U + 2 * min(over, 1 - over) * jitter_U
-    return Group(wanted_U, group.budgets_N)
+    return BudgetedGroup(wanted_U, group.budgets_N)
 
 
-def lacked(group: Group, plan: Runs) -> float:
+def missing_energy(group: BudgetedGroup, plan: RunLengthPlan) -> float:
     """The energy that all clients lack together, over the energy of the layer."""
     energies_U = group.energies_U.double()
     missing_U = len(group.budgets_N) - plan.column_sums()

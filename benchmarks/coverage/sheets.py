@@ -35,7 +35,7 @@ def add(folder: Path, cell: Cell, part: str, line: dict[str, Any], made: dict[st
     _write(folder, sheet)
 
 
-def untried(folder: Path, cell: Cell, rates: tuple[float, ...]) -> list[float]:
+def untried_rates(folder: Path, cell: Cell, rates: tuple[float, ...]) -> list[float]:
     """The learning rates that are still to be tried: none where the rate is known, fixed, or that of another cell."""
     sheet = read(folder, cell)
     if sheet["lr"] is not None or cell.rate_of or "lr" in cell.fields:
@@ -64,7 +64,7 @@ def _rate(folder: Path, cell: Cell, sheet: Sheet) -> float:
     return float(known)
 
 
-def unjudged(folder: Path, cell: Cell) -> list[int]:
+def missing_seeds(folder: Path, cell: Cell) -> list[int]:
     """The seeds that are still to be run."""
     return [seed for seed in cell.seeds if seed not in [line["seed"] for line in read(folder, cell)["runs"]]]
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fedcover.paper.statistics import LEVEL, paired, two_sided
+from fedcover.paper.statistics import SIGNIFICANCE_LEVEL, paired_difference, two_sided_p_value
 
 
 @dataclass(frozen=True)
@@ -21,20 +21,20 @@ class Contrast:
     @property
     def half_width(self) -> float:
         """Half of the 95 % interval."""
-        return quantile(1 - LEVEL, self.seeds - 1) * self.spread / math.sqrt(self.seeds)
+        return quantile(1 - SIGNIFICANCE_LEVEL, self.seeds - 1) * self.spread / math.sqrt(self.seeds)
 
     def verdict(self, least: float, words: tuple[str, str] = ("helps", "hurts")) -> str:
         """In the plan's words, for more and for less; `least` is the difference that matters."""
-        if self.corrected < LEVEL and abs(self.mean) >= least:
+        if self.corrected < SIGNIFICANCE_LEVEL and abs(self.mean) >= least:
             return words[self.mean < 0]
         if abs(self.mean) + self.half_width <= least:
             return "no difference"
         return "undecided"
 
 
-def minus(name: str, first: Mapping[int, float], second: Mapping[int, float]) -> list[Contrast]:
+def paired_contrast(name: str, first: Mapping[int, float], second: Mapping[int, float]) -> list[Contrast]:
     """First minus second as a list: empty where fewer than two seeds have both."""
-    found = paired(first, second)
+    found = paired_difference(first, second)
     if found is None or found.spread is None or found.p is None:
         return []
     return [Contrast(name, found.mean, found.spread, found.seeds, found.p, found.p)]
@@ -49,7 +49,7 @@ def quantile(probability: float, freedom: int) -> float:
     low, high = 0.0, 1e6
     for _ in range(200):
         middle = (low + high) / 2
-        low, high = (middle, high) if 1 - two_sided(middle, freedom) < probability else (low, middle)
+        low, high = (middle, high) if 1 - two_sided_p_value(middle, freedom) < probability else (low, middle)
     return high
 
 

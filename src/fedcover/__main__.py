@@ -11,16 +11,16 @@ def main() -> None:
     from fedcover.cli import main as commands
 
     try:
-        with signals.in_order():
+        with signals.raise_on_signals():
             try:
                 commands()
             except (Exception, KeyboardInterrupt) as error:
-                code = signals.code_of(error)
+                code = signals.exit_code(error)
                 if code is None:
                     raise
                 sys.exit(code)
     finally:
-        signals.ignored()
+        signals.ignore_signals()
 
 
 if __name__ == "__main__":

@@ -62,10 +62,10 @@ class Fleet:
         kinds: dict[float, list[int]] = {}
         for place, capacity in enumerate(self.capacities):
             kinds.setdefault(capacity, []).append(place)
-        totals = _shared_out(clients, [sum(self.counts[place] for place in alike) for alike in kinds.values()])
+        totals = _apportion(clients, [sum(self.counts[place] for place in alike) for alike in kinds.values()])
         counts = [0] * len(self.counts)
         for alike, total in zip(kinds.values(), totals, strict=True):
-            for place, count in zip(alike, _shared_out(total, [self.counts[p] for p in alike]), strict=True):
+            for place, count in zip(alike, _apportion(total, [self.counts[p] for p in alike]), strict=True):
                 counts[place] = count
         present = [(n, c) for n, c in zip(counts, self.capacities, strict=True) if n]
         return Fleet(tuple(n for n, _ in present), tuple(c for _, c in present))
@@ -79,10 +79,10 @@ class Fleet:
         return self.capacities[bisect_right(list(itertools.accumulate(self.counts)), place)]
 
 
-def _shared_out(number: int, weights: Sequence[int]) -> list[int]:
+def _apportion(number: int, weights: Sequence[int]) -> list[int]:
     """A number shared out by weights: rounded down, then one more each for the largest remainders.
 
-    >>> _shared_out(10, [1, 16])
+    >>> _apportion(10, [1, 16])
     [1, 9]
     """
     total = sum(weights)

@@ -14,7 +14,7 @@ from pydantic.errors import PydanticUserError
 
 from fedcover.errors import InvalidValue, unknown
 
-ARGUMENTS: Mapping[str, tuple[str, ...]] = {
+POSITIONAL_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "dataset": (),
     "partition": ("dataset", "clients", "seed"),
     "model": ("shape", "classes", "norm"),
@@ -88,10 +88,10 @@ def _literal(node: ast.expr) -> Any:
     raise ValueError
 
 
-def is_own(text: str) -> bool:
+def is_import_path(text: str) -> bool:
     """Whether a specification names a function of some module, a user's own, rather than one of a table.
 
-    >>> is_own("my.rules:mean(share=0.1)"), is_own("trimmed_mean(share=0.1)")
+    >>> is_import_path("my.rules:mean(share=0.1)"), is_import_path("trimmed_mean(share=0.1)")
     (True, False)
     """
     return ":" in text.partition("(")[0]
@@ -106,7 +106,7 @@ def look_up(field: str, spec: Spec, table: Mapping[str, Callable[..., Any]]) -> 
     ...
     fedcover.errors.InvalidValue: policy window has no option 'spred'; its options are: spread
     """
-    function = _imported(field, spec.name) if ":" in spec.name else table.get(spec.name)
+    function = _import_function(field, spec.name) if ":" in spec.name else table.get(spec.name)
     if function is None:
         raise unknown(field, spec.name, [*sorted(table), "package.module:function"])
     allowed = options_of(function)
@@ -117,10 +117,10 @@ def look_up(field: str, spec: Spec, table: Mapping[str, Callable[..., Any]]) -> 
     missing = [name for name, p in allowed.items() if p.default is p.empty and name not in spec.options]
     if missing:
         raise InvalidValue(f"{field} {spec.name} needs the option {missing[0]!r}: {spec.name}({missing[0]}=...)")
-    return partial(function, **{name: _typed(field, spec, allowed[name]) for name in spec.options})
+    return partial(function, **{name: _validate_option(field, spec, allowed[name]) for name in spec.options})
 
 
-def _typed(field: str, spec: Spec, option: inspect.Parameter) -> Any:
+def _validate_option(field: str, spec: Spec, option: inspect.Parameter) -> Any:
     """The value given for an option, as the type that the function declares for it, if it declares one."""
     value = spec.options[option.name]
     if option.annotation is option.empty or isinstance(option.annotation, str):
@@ -147,14 +147,14 @@ def options_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     return {name: p for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
 
 
-def _contract(field: str) -> str:
-    arguments = ARGUMENTS[field]
+def _signature_rule(field: str) -> str:
+    arguments = POSITIONAL_ARGUMENTS[field]
     if not arguments:
         return "must take no positional argument, only options behind a *"
     return f"must take the positional arguments ({', '.join(arguments)}), and options behind a *"
 
 
-def _imported(field: str, path: str) -> Callable[..., Any]:
+def _import_function(field: str, path: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
     if not all(part.isidentifier() for part in [*module.split("."), name]):
         raise InvalidValue(f"{field} must look like package.module:function; got {path!r}")
@@ -166,11 +166,11 @@ def _imported(field: str, path: str) -> Callable[..., Any]:
         raise InvalidValue(f"{field} {path!r} must be a function; it is a {type(function).__name__}")
     try:
         inspect.signature(function)
-        if field in ARGUMENTS and not hasattr(function, "__wrapped__"):
+        if field in POSITIONAL_ARGUMENTS and not hasattr(function, "__wrapped__"):
             needed = {name: None for name, p in options_of(function).items() if p.default is p.empty}
-            inspect.signature(function).bind(*ARGUMENTS[field], **needed)
+            inspect.signature(function).bind(*POSITIONAL_ARGUMENTS[field], **needed)
     except ValueError:
         raise InvalidValue(f"{field} {path!r} must be a Python function; its parameters cannot be read") from None
     except TypeError as error:
-        raise InvalidValue(f"{field} {path!r} {_contract(field)}: {error}") from None
+        raise InvalidValue(f"{field} {path!r} {_signature_rule(field)}: {error}") from None
     return function  # type: ignore[no-any-return]

@@ -12,57 +12,57 @@ from torch import Tensor
 
 from fedcover.types import Params
 
-Shapes = Sequence[tuple[str, tuple[int, ...]]]
+NamedShapes = Sequence[tuple[str, tuple[int, ...]]]
 """Names and shapes of tensors, in their order."""
 
 PIECE = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Entries that a function of single entries is given at once: what a cache nearly holds, or what fills a GPU."""
 
 
-class Slab(Params):
+class FlatParams(Params):
     """Tensors by name that are the parts of one, `flat`; they may be filled, but not replaced.
 
-    >>> slab = Slab(torch.arange(5), [("w", (2, 2)), ("b", (1,))])
+    >>> slab = FlatParams(torch.arange(5), [("w", (2, 2)), ("b", (1,))])
     >>> slab["w"].tolist(), slab["b"].tolist()
     ([[0, 1], [2, 3]], [4])
     """
 
-    def __init__(self, flat: Tensor, shapes: Shapes) -> None:
-        super().__init__(views(flat, shapes))
+    def __init__(self, flat: Tensor, shapes: NamedShapes) -> None:
+        super().__init__(unflatten(flat, shapes))
         self.flat = flat
 
-    def __reduce__(self) -> tuple[type["Slab"], tuple[Tensor, Shapes]]:
+    def __reduce__(self) -> tuple[type["FlatParams"], tuple[Tensor, NamedShapes]]:
         """A copy, or what is sent to another process, is one tensor again: each view would take all of it along."""
-        return Slab, (self.flat.clone(), shapes_of(self))
+        return FlatParams, (self.flat.clone(), named_shapes(self))
 
-    def like(self, flat: Tensor) -> "Slab":
+    def like(self, flat: Tensor) -> "FlatParams":
         """Another one of the same names and shapes."""
-        return Slab(flat, shapes_of(self))
+        return FlatParams(flat, named_shapes(self))
 
-    def _refuse(self, *_: object, **__: object) -> Any:
+    def _raise_read_only(self, *_: object, **__: object) -> Any:
         raise TypeError("the tensors of a slab are parts of one; make a dict of it to replace some of them")
 
-    __setitem__ = __delitem__ = __ior__ = pop = popitem = setdefault = update = clear = _refuse
+    __setitem__ = __delitem__ = __ior__ = pop = popitem = setdefault = update = clear = _raise_read_only
 
 
-def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
+def named_shapes(tensors: Mapping[str, Tensor]) -> NamedShapes:
     """Names and shapes of some tensors."""
     return [(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
 
 
-def joined(tensors: Iterable[Tensor]) -> Tensor:
+def concat(tensors: Iterable[Tensor]) -> Tensor:
     """The entries of tensors, one after another."""
     return torch.cat([tensor.flatten() for tensor in tensors])
 
 
-def flat(tensors: Mapping[str, Tensor]) -> Tensor:
+def flatten(tensors: Mapping[str, Tensor]) -> Tensor:
     """The entries of all tensors, one after another; of a slab they already lie so."""
-    return tensors.flat if isinstance(tensors, Slab) else joined(tensors.values())
+    return tensors.flat if isinstance(tensors, FlatParams) else concat(tensors.values())
 
 
 def flat_copy(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """The same as a tensor of its own, of some type, without another copy on the way."""
-    if isinstance(tensors, Slab):
+    if isinstance(tensors, FlatParams):
         return tensors.flat.to(dtype, copy=True)
     entries = [tensor.numel() for tensor in tensors.values()]
     made = torch.empty(sum(entries), dtype=dtype, device=next((t.device for t in tensors.values()), None))
@@ -71,25 +71,29 @@ def flat_copy(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     return made
 
 
-def in_one(tensors: Params) -> Params:
+def flatten_if_cuda(tensors: Params) -> Params:
     """The same tensors, on a GPU as a slab if they are of one type."""
-    if isinstance(tensors, Slab) or not _on_gpu(tensors) or len({tensor.dtype for tensor in tensors.values()}) > 1:
+    if (
+        isinstance(tensors, FlatParams)
+        or not _on_gpu(tensors)
+        or len({tensor.dtype for tensor in tensors.values()}) > 1
+    ):
         return tensors
-    return Slab(joined(tensors.values()), shapes_of(tensors))
+    return FlatParams(concat(tensors.values()), named_shapes(tensors))
 
 
-def entrywise(function: Callable[..., Tensor], *trees: Params) -> Params:
+def map_elementwise(function: Callable[..., Tensor], *trees: Params) -> Params:
     """What a function of single entries makes of trees of tensors with the same names and shapes.
 
-    >>> entrywise(torch.add, {"w": torch.ones(2)}, {"w": torch.ones(2)})
+    >>> map_elementwise(torch.add, {"w": torch.ones(2)}, {"w": torch.ones(2)})
     {'w': tensor([2., 2.])}
     """
-    return entrywise_many(in_pieces(lambda *tensors: {"": function(*tensors)}), *trees)[""]
+    return map_elementwise_named(in_pieces(lambda *tensors: {"": function(*tensors)}), *trees)[""]
 
 
-def entrywise_many(function: Callable[..., Mapping[str, Tensor]], *trees: Params) -> dict[str, Params]:
+def map_elementwise_named(function: Callable[..., Mapping[str, Tensor]], *trees: Params) -> dict[str, Params]:
     """The same for a function with several named results; it is given whole tensors, unless it goes `in_pieces`."""
-    slabs = [tree for tree in trees if isinstance(tree, Slab)]
+    slabs = [tree for tree in trees if isinstance(tree, FlatParams)]
     if len(slabs) == len(trees) and all(list(slab) == list(slabs[0]) for slab in slabs):
         return {key: slabs[0].like(made) for key, made in function(*(slab.flat for slab in slabs)).items()}
     found: dict[str, Params] = {}
@@ -136,14 +140,16 @@ def zeros(like: Mapping[str, Tensor], dtype: torch.dtype) -> Params:
     """Zeros in the shapes of some tensors; on a GPU they are a slab."""
     if _on_gpu(like):
         entries = sum(tensor.numel() for tensor in like.values())
-        return Slab(torch.zeros(entries, dtype=dtype, device=next(iter(like.values())).device), shapes_of(like))
+        return FlatParams(
+            torch.zeros(entries, dtype=dtype, device=next(iter(like.values())).device), named_shapes(like)
+        )
     return {name: torch.zeros_like(tensor, dtype=dtype) for name, tensor in like.items()}
 
 
-def views(flat: Tensor, shapes: Shapes, channels_last: bool = False) -> Params:
+def unflatten(flat: Tensor, shapes: NamedShapes, channels_last: bool = False) -> Params:
     """The tensors that lie side by side along the last axis of one, by name.
 
-    >>> views(torch.arange(5), [("w", (2, 2)), ("b", (1,))])["w"].tolist()
+    >>> unflatten(torch.arange(5), [("w", (2, 2)), ("b", (1,))])["w"].tolist()
     [[0, 1], [2, 3]]
     """
     parts = torch.split(flat, [prod(shape) for _, shape in shapes], dim=-1)

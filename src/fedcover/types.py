@@ -175,7 +175,7 @@ class View:
 
     `levels` are the fleet's capacities, `measure` what they are a share of; `measured` is what clients reported, `uses`
     how often each weight is multiplied for one sample, `classifier` the model's own. Only a policy with a
-    `Growth` is told `rounds`, how many there will be.
+    `GrowthStep` is told `rounds`, how many there will be.
     """
 
     round: int
@@ -200,7 +200,7 @@ class Policy(Protocol):
         """One reduction, or None, per client."""
 
 
-Growth = Callable[[View], Callable[[Params], Params] | None]
+GrowthStep = Callable[[View], Callable[[Params], Params] | None]
 """How the model is changed before a round: a function of its tensors (and of what belongs to them), mostly none."""
 
 

@@ -8,13 +8,13 @@ from importlib import import_module
 
 import pytest
 import torch
-from benchmarks.flower_memory import growth, hold_more, least, telling, told, trend, verdict
+from benchmarks.flower_memory import growth, hold_more, install_probe, minimum_by_round, read_probe, trend, verdict
 
-from fedcover.analysis.bench import Line, baseline, ours, page
-from fedcover.analysis.bench.runner import in_turns
+from fedcover.analysis.bench import Measurement, baseline, ours, page
+from fedcover.analysis.bench.runner import time_interleaved
 from fedcover.cli import measuring
 from fedcover.runs.setup import Machine
-from fedcover.training.engines.runners import plainly
+from fedcover.training.engines.runners import eager_backend
 
 SMALL = {"clients": 2, "batch": 2}
 
@@ -30,26 +30,26 @@ def test_every_function_gives_the_seconds_of_each_repetition():
 
 def test_pieces_of_work_are_measured_by_turns():
     done = []
-    works = {"loop": baseline.eager_clients(steps=1, **SMALL), "floor": baseline.products(steps=1, **SMALL)}
+    works = {"loop": baseline.eager_clients(steps=1, **SMALL), "floor": baseline.matmul_floor(steps=1, **SMALL)}
     works["mine"] = lambda: done.append("mine")
-    found = in_turns(works, repeats=2)
+    found = time_interleaved(works, repeats=2)
     assert {name: len(seconds) for name, seconds in found.items()} == {"loop": 2, "floor": 2, "mine": 2}
     assert len(done) == 3  # the first does not count
 
 
 def test_the_loop_learns():
     torch.manual_seed(0)
-    module = baseline.trainable("mlp", "cpu")
+    module = baseline.training_model("mlp", "cpu")
     x_N, y_N = (batches[0] for batches in baseline.random_batches("mlp", "cpu", 1, 40))
     start = module.state_dict()
-    baseline.train_client(module, start, x_N, y_N, [torch.randperm(40) for _ in range(30)], 10)
+    baseline.train_eager_client(module, start, x_N, y_N, [torch.randperm(40) for _ in range(30)], 10)
     assert baseline.accuracy(module, x_N, y_N) > 0.9
 
 
 @pytest.mark.parametrize("together", [False, True])
 def test_our_own_steps_are_measured_alike(monkeypatch, together):
     # what is compiled is tested elsewhere
-    monkeypatch.setattr(import_module("fedcover.training.engines.batched"), "compiled", plainly)
+    monkeypatch.setattr(import_module("fedcover.training.engines.batched"), "inductor_backend", eager_backend)
     machine = Machine("streams", "cpu", threads=1).resolved()
     found = ours.step_seconds("mlp", machine, clients=2, together=together, repeats=2)
     assert len(found) == 2
@@ -57,7 +57,11 @@ def test_our_own_steps_are_measured_alike(monkeypatch, together):
 
 
 def test_bench_tells_when_figures_are_not_steady(capsys, monkeypatch):
-    figures = [Line("steady", (1.0, 1.4)), Line("not so", (1.0, 1.6)), Line("nor this", (2.0, 1.0))]
+    figures = [
+        Measurement("steady", (1.0, 1.4)),
+        Measurement("not so", (1.0, 1.6)),
+        Measurement("nor this", (2.0, 1.0)),
+    ]
     for some, said in ((figures, "2 of 3 figures vary more than 1.5-fold"), (figures[:1], "")):
         monkeypatch.setattr(measuring, "measure", lambda device, some=some: some)
         measuring.bench(device="cpu")
@@ -67,7 +71,7 @@ def test_bench_tells_when_figures_are_not_steady(capsys, monkeypatch):
 
 
 def test_a_page_tells_medians_spread_and_ratios():
-    text = page([Line("a step", (3.0, 1.0, 2.0), (("than the loop", 4.5),))], "cpu")
+    text = page([Measurement("a step", (3.0, 1.0, 2.0), (("than the loop", 4.5),))], "cpu")
     assert "| a step | 2.000 | 1.000 to 3.000 | 3 | than the loop 4.500 |" in text
     assert torch.__version__ in text
 
@@ -106,7 +110,7 @@ def test_memory_that_is_kept_is_told_from_memory_that_comes_and_goes():
 
 def test_what_is_held_is_the_least_of_every_round_that_was_looked_at():
     looks = [(0.5, 7, 70), (0.9, 5, 80), (1.0, 6, 60), (3.5, 9, 90), (8.0, 1, 1)]
-    assert least(looks, [1.0, 2.0, 4.0]) == [[5, 60], [9, 90]]
+    assert minimum_by_round(looks, [1.0, 2.0, 4.0]) == [[5, 60], [9, 90]]
 
 
 def test_who_tells_too_little_is_left_out(tmp_path):
@@ -114,7 +118,7 @@ def test_who_tells_too_little_is_left_out(tmp_path):
     for pid, often in ((1, 1), (2, 7)):
         lines = (f"{n + 0.5} {100 + n} {2000 - n}\n" for n in range(0, 20, often))
         (tmp_path / f"held-{pid}.txt").write_text("".join(lines))
-    found = told(tmp_path, {"often": 1, "seldom": 2, "never": 3}, [n + 1.0 for n in range(20)])
+    found = read_probe(tmp_path, {"often": 1, "seldom": 2, "never": 3}, [n + 1.0 for n in range(20)])
     assert list(found) == ["often"]
     assert found["often"]["pieces"]["pieces_per_round"] == 1
     assert hold_more(found) == ["often: pieces"]
@@ -123,7 +127,7 @@ def test_who_tells_too_little_is_left_out(tmp_path):
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc tells what it has given out")
 def test_a_long_lived_process_tells_what_it_holds(tmp_path):
     """After every look for garbage; any other process tells nothing."""
-    folder = telling(tmp_path / "telling")
+    folder = install_probe(tmp_path / "telling")
     hold = "import gc; gc.collect(); kept = [bytes(400) for _ in range(5000)], bytes(10**6); gc.collect()"
     for program in ("flwr-serverapp", "flwr-clientapp"):
         environment = {**os.environ, "PYTHONPATH": str(folder)}

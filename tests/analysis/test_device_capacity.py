@@ -6,7 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedcover.analysis.device_capacity import REPEATS, SHARES, STEPS, USABLE, free_main_memory, part_of, propose
+from fedcover.analysis.device_capacity import (
+    CANDIDATE_CAPACITIES,
+    REPEATS,
+    STEPS,
+    USABLE_SHARE,
+    free_host_memory,
+    propose,
+    slices_for_capacity,
+)
 from fedcover.errors import InvalidValue
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.setup import Machine, prepare
@@ -40,32 +48,36 @@ def test_the_largest_capacity_that_fits_is_proposed(measure):
     setup = setup_of(capacity=measure)
     needed = {
         share: memory_to_train(setup.task.model, part, (1, 8, 8), batch_size=10)
-        for share in SHARES
-        if (part := part_of(setup, share)) is not None
+        for share in CANDIDATE_CAPACITIES
+        if (part := slices_for_capacity(setup, share)) is not None
     }
     assert list(needed.values()) == sorted(needed.values(), reverse=True)
     for wanted in (0.5, 0.25):
-        found = propose(setup, memory=int(needed[wanted] / USABLE) + 1, tell=quiet)
+        found = propose(setup, memory=int(needed[wanted] / USABLE_SHARE) + 1, tell=quiet)
         assert found.capacity == wanted
-        assert [trial.capacity for trial in found.trials] == [share for share in SHARES if share >= wanted]
-        assert [trial.memory for trial in found.trials] == [needed[share] for share in SHARES if share >= wanted]
+        assert [trial.capacity for trial in found.trials] == [
+            share for share in CANDIDATE_CAPACITIES if share >= wanted
+        ]
+        assert [trial.memory for trial in found.trials] == [
+            needed[share] for share in CANDIDATE_CAPACITIES if share >= wanted
+        ]
         assert [trial.step_seconds for trial in found.trials[:-1]] == [None] * (len(found.trials) - 1)
 
 
 def test_a_capacity_in_parameters_is_never_exceeded():
     setup = setup_of(capacity="parameters")
     full = sum(p.numel() for p in setup.task.model.module.parameters())
-    for share in SHARES:
-        part = part_of(setup, share)
+    for share in CANDIDATE_CAPACITIES:
+        part = slices_for_capacity(setup, share)
         assert sum(part.sizes(dict(setup.task.model.module.named_parameters())).values()) <= share * full
-    assert part_of(setup, 1e-9) is None
+    assert slices_for_capacity(setup, 1e-9) is None
 
 
 def test_nothing_fits():
     assert propose(setup_of(), memory=1, tell=quiet).capacity is None
     found = propose(setup_of(), seconds=1e-9, tell=quiet)
     assert found.capacity is None
-    assert [trial.capacity for trial in found.trials] == list(SHARES)
+    assert [trial.capacity for trial in found.trials] == list(CANDIDATE_CAPACITIES)
     assert all(trial.round_seconds > 1e-9 for trial in found.trials)
 
 
@@ -101,19 +113,19 @@ def test_wrong_limits(memory, seconds):
 def test_free_memory_is_what_the_container_allows(tmp_path):
     for folder in ("proc", "sys/fs/cgroup/memory"):
         (tmp_path / folder).mkdir(parents=True)
-    everything = free_main_memory(tmp_path)
+    everything = free_host_memory(tmp_path)
     assert everything > 2**20  # nothing is told: all there is
     (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    4000 kB\n")
-    assert free_main_memory(tmp_path) == 4000 * 1024
+    assert free_host_memory(tmp_path) == 4000 * 1024
     group = tmp_path / "sys/fs/cgroup"
     (group / "memory.max").write_text("max\n")
     (group / "memory.current").write_text("100\n")
-    assert free_main_memory(tmp_path) == 4000 * 1024
+    assert free_host_memory(tmp_path) == 4000 * 1024
     (group / "memory.max").write_text("1000100\n")
-    assert free_main_memory(tmp_path) == 1000000
+    assert free_host_memory(tmp_path) == 1000000
     (group / "memory/memory.limit_in_bytes").write_text("5000\n")
     (group / "memory/memory.usage_in_bytes").write_text("6000\n")
-    assert free_main_memory(tmp_path) == 0
+    assert free_host_memory(tmp_path) == 0
 
 
 def test_the_command(fedcover, tmp_path):

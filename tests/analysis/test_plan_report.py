@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from fedcover.analysis.plan_report import codename_for, fleet_view, plan_report, plot
+from fedcover.analysis.plan_report import codename_of_capacities, fleet_view, plan_report, plot
 from fedcover.errors import FedcoverError, InvalidValue
 from fedcover.runs.experiment import Experiment
 
@@ -114,7 +114,7 @@ def test_a_plan_for_data_that_is_made_or_ones_own(tmp_path):
     ],
 )
 def test_the_papers_way_by_hand(shares, expected):
-    assert codename_for(shares) == expected
+    assert codename_of_capacities(shares) == expected
 
 
 def test_without_matplotlib_it_says_what_to_install(monkeypatch, tmp_path):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from benchmarks.coverage import sheets
-from benchmarks.coverage.candidates import doubled, opened, star, twins
+from benchmarks.coverage.candidates import copy_first_half, open_third_quarter, star, twins
 from benchmarks.coverage.cells import CIFAR, SHARED, TUNING_SEED, Cell
 
 from benchmarks import assembled_or_small as trial
@@ -13,7 +13,7 @@ from fedcover.analysis.plan_report import fleet_view
 from fedcover.policies import POLICIES
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.setup import Machine, prepare
-from fedcover.server.round import first_state
+from fedcover.server.round import initial_state
 from fedcover.submodels import coverage
 
 MACHINE = Machine(device="cpu", engine="sequential", threads=1).resolved()
@@ -48,18 +48,18 @@ def test_the_fringes_of_a_star_never_meet_and_twins_share_nothing():
 
 
 def test_a_doubled_model_answers_twice_what_its_first_half_did(setup):
-    state, groups = first_state(setup), setup.task.model.groups
+    state, groups = initial_state(setup), setup.task.model.groups
     half = twins(replace(fleet_view(Experiment(**DIGITS)), groups=groups))[0]
     small = {n: torch.zeros_like(t) for n, t in state.params.items()}
     half.add_into(small, half.extract(state.params), 1.0)
-    one, two = (logits_of(setup, params) for params in (small, doubled(groups, state).params))
+    one, two = (logits_of(setup, params) for params in (small, copy_first_half(groups, state).params))
     bias = state.params[next(n for n in state.params if n.endswith("bias") and state.params[n].shape == (10,))]
     torch.testing.assert_close(two - bias, 2 * (one - bias), rtol=1e-4, atol=1e-4)
 
 
 def test_nothing_leads_out_of_an_opened_quarter(setup):
-    state, groups = first_state(setup), setup.task.model.groups
-    changed = {n: t.clone() for n, t in opened(groups, state).params.items()}
+    state, groups = initial_state(setup), setup.task.model.groups
+    changed = {n: t.clone() for n, t in open_third_quarter(groups, state).params.items()}
     before = logits_of(setup, changed)
     for group in groups:
         for cut in group.cuts:

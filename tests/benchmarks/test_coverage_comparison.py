@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from benchmarks.coverage import cells
 from benchmarks.coverage.designs import TOLERANCE, designed
-from benchmarks.coverage.student import holm, minus, quantile
+from benchmarks.coverage.student import holm, paired_contrast, quantile
 
 from benchmarks import coverage_comparison as comparison
 from fedcover.analysis.plan_report import fleet_view
@@ -15,7 +15,7 @@ from fedcover.errors import InvalidValue, RunError
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.setup import Machine, prepare
 from fedcover.server.evaluation import evaluate
-from fedcover.server.round import first_state, run_round
+from fedcover.server.round import initial_state, run_round
 from fedcover.submodels import coverage
 
 MEDIUM = cells.FLEETS["medium"]
@@ -51,7 +51,7 @@ def test_quantiles_are_those_of_the_tables(freedom, t):
 
 def contrast(*differences):
     """What differences of seeds 0, 1, ... say."""
-    (found,) = minus("a", dict(enumerate(differences)), dict.fromkeys(range(len(differences)), 0.0))
+    (found,) = paired_contrast("a", dict(enumerate(differences)), dict.fromkeys(range(len(differences)), 0.0))
     return found
 
 
@@ -75,7 +75,7 @@ def test_the_correction_counts_in_a_verdict():
 
 
 def test_a_contrast_needs_two_shared_seeds():
-    assert minus("a", {0: 1.0, 1: 2.0}, {1: 1.0, 2: 1.0}) == []
+    assert paired_contrast("a", {0: 1.0, 1: 2.0}, {1: 1.0, 2: 1.0}) == []
 
 
 def test_the_plan_counts_its_runs_rightly():
@@ -127,7 +127,7 @@ def test_figures_are_those_of_a_run_alone(tmp_path):
     comparison.run_wave([wanted], tmp_path, MACHINE, ())
     (line,) = sheet(tmp_path)["runs"]
     setup = prepare(wanted.experiment(0, 0.1), MACHINE)
-    state, scores = first_state(setup), []
+    state, scores = initial_state(setup), []
     for _ in range(3):
         state, report = run_round(setup, state)
         common = replace(state, params={n: p * state.coverage.ever[n] for n, p in state.params.items()})
@@ -163,7 +163,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
 
         yield stop
 
-    monkeypatch.setattr(comparison, "lines", impatient)
+    monkeypatch.setattr(comparison, "print_progress", impatient)
     with pytest.raises(KeyboardInterrupt):
         comparison.run_wave([cell(lr=0.1)], tmp_path / "stopped", MACHINE, ())
     monkeypatch.undo()

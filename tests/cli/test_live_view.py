@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fedcover as fc
-from fedcover.cli.live_view import EVENTS, Look, frame, look, sparks
+from fedcover.cli.live_view import EVENTS, RunView, read_run_view, render, sparkline
 from fedcover.runs.metrics_log import read_lines
 from tests.helpers.command_line import refused
 from tests.helpers.runs import tiny
@@ -119,12 +119,12 @@ def test_before_the_first_round(folder, watch):
 def test_a_client_that_is_asked_again_counts_once(folder):
     # a round that was interrupted and run again
     write(folder, [event(0, "lost", 1), event(0, "late", 2), event(0, "answered", 1, node=2), event(0, "late", 2)])
-    seen = look(folder)
+    seen = read_run_view(folder)
     assert {kind: len(found) for kind, found in seen.clients(0).items()} == {
         "answered": 1, "rejected": 0, "late": 1, "lost": 0,
     }  # fmt: skip
     assert seen.summary()["events"] == {"answered": 1, "late": 1}
-    assert seen.trouble == [event(0, "late", 2)]
+    assert seen.failures == [event(0, "late", 2)]
 
 
 def test_a_node_is_no_client(folder, watch):
@@ -160,9 +160,9 @@ class Counted(list):
         return super().__iter__()
 
 
-@pytest.mark.parametrize("shown", [frame, Look.summary])
+@pytest.mark.parametrize("shown", [render, RunView.summary])
 def test_events_are_gone_through_as_often_however_many_rounds_there_are(folder, shown):
-    seen, times = look(folder), []
+    seen, times = read_run_view(folder), []
     for rounds in (4, 40):
         events = Counted(event(round, "answered", client) for round in range(rounds) for client in range(3))
         shown(replace(seen, lines=[{**seen.lines[0], "round": round} for round in range(rounds)], events=events))
@@ -191,7 +191,7 @@ def test_half_written_and_damaged_lines_are_none(folder, tail, more):
     write(folder, [good], b"\n" + tail)
     original = (folder / "metrics.jsonl").read_bytes()
     (folder / "metrics.jsonl").write_bytes(original + more)
-    seen = look(folder)
+    seen = read_run_view(folder)
     assert len(seen.lines) >= ROUNDS
     assert seen.events[0] == good
     seen.summary()
@@ -228,7 +228,7 @@ def test_a_folder_without_a_run(fedcover, tmp_path):
 
 
 def test_a_flat_curve():
-    assert sparks([0.5, 0.5]) == "▁▁"
+    assert sparkline([0.5, 0.5]) == "▁▁"
 
 
 def on_a_terminal(*args):
@@ -285,11 +285,15 @@ def test_on_a_terminal_it_follows_the_run_to_its_end(folder):
 
 def test_a_run_that_is_going_on(tmp_path):
     seen = []
-    fc.run(tiny(rounds=3, name="mine"), tmp_path / "mine", watch=lambda report: seen.append(look(tmp_path / "mine")))
+    fc.run(
+        tiny(rounds=3, name="mine"),
+        tmp_path / "mine",
+        watch=lambda report: seen.append(read_run_view(tmp_path / "mine")),
+    )
     assert [(len(each.lines), each.finished) for each in seen] == [(1, False), (2, False), (3, False)]
     assert all(each.running for each in seen)
-    assert look(tmp_path / "mine").finished
-    assert not look(tmp_path / "mine").running
+    assert read_run_view(tmp_path / "mine").finished
+    assert not read_run_view(tmp_path / "mine").running
 
 
 def test_a_run_that_was_stopped(tmp_path, watch):

@@ -11,14 +11,14 @@ from xml.etree import ElementTree
 import pytest
 
 import fedcover as fc
-from fedcover.analysis.history import as_csv, as_json, rows
+from fedcover.analysis.history import as_csv, as_json, metric_rows
 from fedcover.analysis.report.load import read_run
-from fedcover.analysis.tensorboard import logging_to
+from fedcover.analysis.tensorboard import tensorboard_writer
 from fedcover.cli.report import draw_runs
 from fedcover.errors import FedcoverError, InvalidValue
 from fedcover.runs import plotting
 from fedcover.runs.metrics_log import read_lines
-from fedcover.server.round import Report
+from fedcover.server.round import RoundReport
 from tests.helpers.command_line import changed, refused
 from tests.helpers.made_up import made_up_run
 from tests.helpers.runs import tiny
@@ -75,7 +75,7 @@ def test_numbers_that_are_not_finite(tmp_path):
     folder = made_up_run(tmp_path / "run")
     lines = [{**line, "loss": float("nan")} for line in read_lines(folder / "metrics.jsonl")]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = rows([read_run(folder)])
+    found = metric_rows([read_run(folder)])
     assert json.loads(as_json(found))[0]["loss"] is None
     assert next(csv.DictReader(io.StringIO(as_csv(found))))["loss"] == "nan"
 
@@ -181,9 +181,9 @@ def test_without_tensorboard_it_says_what_to_install(fedcover, tmp_path, monkeyp
 
 def test_a_run_that_never_has_a_round_leaves_no_log(tmp_path):
     pytest.importorskip("tensorboard")
-    with logging_to(tmp_path / "log") as write:
+    with tensorboard_writer(tmp_path / "log") as write:
         pass
     assert not (tmp_path / "log").exists()
-    with logging_to(tmp_path / "log") as write:
-        write(Report(0, {"accuracy": 0.5, "seconds": {}}))
+    with tensorboard_writer(tmp_path / "log") as write:
+        write(RoundReport(0, {"accuracy": 0.5, "seconds": {}}))
     assert (tmp_path / "log").exists()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedcover.data.client_data import Partitioned, Synthetic
+from fedcover.data.client_data import PartitionedData, SyntheticData
 from fedcover.data.datasets import hold_out, load
 from fedcover.data.partition import iid, labels
 from fedcover.errors import InvalidValue
@@ -19,11 +19,11 @@ def digits():
 
 
 def partitioned(digits):
-    return Partitioned(digits, labels(digits, 20, 0, limit=2), seed=0)
+    return PartitionedData(digits, labels(digits, 20, 0, limit=2), seed=0)
 
 
 def synthetic(_digits):
-    return Synthetic(20, seed=0, skew=0.5)
+    return SyntheticData(20, seed=0, skew=0.5)
 
 
 @pytest.mark.parametrize("build", [partitioned, synthetic])
@@ -59,25 +59,25 @@ def test_a_partitioned_source_shares_one_copy_of_the_rows(digits):
 
 def test_validation_rows_are_nobodys_training_rows(digits):
     rest, validation = hold_out(digits, 0.2, seed=3)
-    source = Partitioned(rest, iid(rest, 7, 0), seed=0, validation=validation, calibration_size=5)
+    source = PartitionedData(rest, iid(rest, 7, 0), seed=0, validation=validation, calibration_size=5)
     assert len(source.validation) + sum(len(source.shard(c).index) for c in range(7)) == len(digits.train)
     assert len(source.calibration) == 5
 
 
 def test_a_calibration_larger_than_the_data_is_all_of_it(digits):
-    source = Partitioned(digits, iid(digits, 2, 0), seed=0, calibration_size=10_000)
+    source = PartitionedData(digits, iid(digits, 2, 0), seed=0, calibration_size=10_000)
     assert len(source.calibration) == len(digits.train)
 
 
 def test_a_partition_of_other_rows_is_refused(digits):
     rest, _ = hold_out(digits, 0.5, seed=0)
     with pytest.raises(InvalidValue, match="partition must be of the 1437 training rows of digits; got 719"):
-        Partitioned(digits, iid(rest, 2, 0), seed=0)
+        PartitionedData(digits, iid(rest, 2, 0), seed=0)
 
 
 def test_a_million_clients_cost_nothing():
     started = time.perf_counter()
-    source = Synthetic(1_000_000, seed=0)
+    source = SyntheticData(1_000_000, seed=0)
     shards = [source.shard(client) for client in range(0, 1_000_000, 100_000)]
     assert time.perf_counter() - started < 1
     assert len({float(shard.samples.x.sum()) for shard in shards}) == len(shards)
@@ -90,7 +90,7 @@ def test_clients_whose_old_addresses_met_in_32_bits_differ():
         first = seeds.setdefault(key(0, "synthetic", "noise", "client", client) % 2**32, client)
         pairs += [(first, client)] if first != client else []
     assert pairs
-    source = Synthetic(200_000, seed=0)
+    source = SyntheticData(200_000, seed=0)
     for first, second in pairs:
         one, other = source.shard(first).samples, source.shard(second).samples
         noise = [each.x - source._prototypes[each.y] / 5**0.5 for each in (one, other)]
@@ -98,24 +98,24 @@ def test_clients_whose_old_addresses_met_in_32_bits_differ():
 
 
 def test_skew_goes_from_all_labels_to_one():
-    even, one = Synthetic(50, seed=0), Synthetic(50, seed=0, skew=1.0)
+    even, one = SyntheticData(50, seed=0), SyntheticData(50, seed=0, skew=1.0)
     assert all(len(even.labels(client)) > 5 for client in range(50))
     assert all(len(one.labels(client)) == 1 for client in range(50))
     assert len({one.labels(client) for client in range(50)}) == 10
 
 
 def test_synthetic_sets_are_apart_and_normalised():
-    source = Synthetic(5, seed=0, shape=(3, 4, 4), validation_size=50, test_size=400)
+    source = SyntheticData(5, seed=0, shape=(3, 4, 4), validation_size=50, test_size=400)
     assert len(source.validation) == 50
     assert source.shard(0).samples.x.shape == (60, 3, 4, 4)
     assert not torch.equal(source.test.x[:50], source.validation.x)
     assert abs(float(source.test.x.std()) - 1) < 0.1
-    assert Synthetic(5, seed=0).validation is None
-    assert not torch.equal(source.test.x, Synthetic(5, seed=1, shape=(3, 4, 4), test_size=400).test.x)
+    assert SyntheticData(5, seed=0).validation is None
+    assert not torch.equal(source.test.x, SyntheticData(5, seed=1, shape=(3, 4, 4), test_size=400).test.x)
 
 
 def test_a_small_network_learns_synthetic_data():
-    source = Synthetic(40, seed=0)
+    source = SyntheticData(40, seed=0)
     x = torch.cat([source.shard(client).samples.x for client in range(40)])
     y = torch.cat([source.shard(client).samples.y for client in range(40)])
     with torch.random.fork_rng():
@@ -146,4 +146,4 @@ def test_a_small_network_learns_synthetic_data():
 )
 def test_wrong_options_are_refused(options, says):
     with pytest.raises(InvalidValue, match=says):
-        Synthetic(**{"clients": 5, "seed": 0, **options})
+        SyntheticData(**{"clients": 5, "seed": 0, **options})

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from fedcover.data import datasets, downloads
-from fedcover.data.downloads import PUBLISHED, Download, File
+from fedcover.data.downloads import DOWNLOADS, Download, PublishedFile
 from fedcover.errors import DataError, InvalidValue
 from fedcover.types import Samples
 
@@ -37,7 +37,7 @@ def small_files(name):
     """A few random images in the publisher's own format, by path, with the arrays they were made from."""
     random = np.random.default_rng(0)
     files, arrays = {}, {}
-    for path in [file.path for download in PUBLISHED[name] for file in download.files]:
+    for path in [file.path for download in DOWNLOADS[name] for file in download.files]:
         if name == "mnist":
             shape = (6, 28, 28) if "images" in path else (6,)
             arrays[path] = random.integers(0, 256 if "images" in path else 10, shape, dtype=np.uint8)
@@ -65,7 +65,7 @@ def packed(files):
 def publish(name, site, web):
     """Put a small edition of a data set on the web folder; what the table of publishers then says of it."""
     files, arrays = small_files(name)
-    made = [File(path, md5(content)) for path, content in files.items()]
+    made = [PublishedFile(path, md5(content)) for path, content in files.items()]
     if name == "mnist":
         for path, content in files.items():
             (web / Path(path).name).write_bytes(content)
@@ -100,8 +100,8 @@ def web(tmp_path, monkeypatch):
 @pytest.fixture
 def offline(monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    for name, published in PUBLISHED.items():
-        monkeypatch.setitem(PUBLISHED, name, tuple(Download(NOBODY, d.md5, d.files) for d in published))
+    for name, published in DOWNLOADS.items():
+        monkeypatch.setitem(DOWNLOADS, name, tuple(Download(NOBODY, d.md5, d.files) for d in published))
 
 
 # ── known by name ───────────────────────────────────────────────────────────────────────────────────────
@@ -126,9 +126,9 @@ def test_digits_ship_with_the_package(offline, tmp_path):
 def test_a_data_set_is_downloaded_once_checked_and_read(name, web, tmp_path, monkeypatch, capfd):
     site, served = web
     table, arrays = publish(name, site, served)
-    monkeypatch.setitem(PUBLISHED, name, table)
+    monkeypatch.setitem(DOWNLOADS, name, table)
     folder = tmp_path / "new" / "folder"
-    assert all(result.got is None and not result.ok for result in datasets.check(name, folder))
+    assert all(result.actual is None and not result.ok for result in datasets.check(name, folder))
 
     assert all(result.ok for result in datasets.get(name, folder))
     written = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
@@ -156,7 +156,7 @@ def test_a_data_set_is_downloaded_once_checked_and_read(name, web, tmp_path, mon
 def test_a_terminal_sees_a_progress_bar(web, tmp_path, monkeypatch, capfd):
     site, served = web
     table, _ = publish("cifar100", site, served)
-    monkeypatch.setitem(PUBLISHED, "cifar100", table)
+    monkeypatch.setitem(DOWNLOADS, "cifar100", table)
     monkeypatch.setenv("FORCE_COLOR", "1")
     datasets.get("cifar100", tmp_path / "data")
     shown = capfd.readouterr().err
@@ -167,7 +167,7 @@ def test_a_terminal_sees_a_progress_bar(web, tmp_path, monkeypatch, capfd):
 def test_a_download_that_is_not_the_publishers_is_not_kept(web, tmp_path, monkeypatch):
     site, served = web
     table, _ = publish("cifar100", site, served)
-    monkeypatch.setitem(PUBLISHED, "cifar100", table)
+    monkeypatch.setitem(DOWNLOADS, "cifar100", table)
     (served / "all.tar.gz").write_bytes(b"something else")
     with pytest.raises(DataError, match="altered") as caught:
         datasets.load("cifar100", tmp_path / "data")
@@ -180,15 +180,15 @@ def test_a_download_that_is_not_the_publishers_is_not_kept(web, tmp_path, monkey
 def test_an_archive_without_the_files_is_refused(content, web, tmp_path, monkeypatch):
     site, served = web
     (served / "all.tar.gz").write_bytes(content)
-    table = (Download(f"{site}/all.tar.gz", md5(content), PUBLISHED["cifar100"][0].files),)
-    monkeypatch.setitem(PUBLISHED, "cifar100", table)
+    table = (Download(f"{site}/all.tar.gz", md5(content), DOWNLOADS["cifar100"][0].files),)
+    monkeypatch.setitem(DOWNLOADS, "cifar100", table)
     with pytest.raises(DataError, match=r"all\.tar\.gz is not the archive that was expected"):
         datasets.get("cifar100", tmp_path / "data")
 
 
 def test_a_page_that_is_not_found_is_one_sentence(web, tmp_path, monkeypatch):
     site, _ = web
-    monkeypatch.setitem(PUBLISHED, "cifar100", (Download(f"{site}/gone.tar.gz", "0", (File("a/b", "0"),)),))
+    monkeypatch.setitem(DOWNLOADS, "cifar100", (Download(f"{site}/gone.tar.gz", "0", (PublishedFile("a/b", "0"),)),))
     with pytest.raises(DataError, match=r"cifar100 needs a/b, .* \(HTTPError\)"):
         datasets.load("cifar100", tmp_path)
 
@@ -214,7 +214,7 @@ def test_no_file_and_no_network_is_one_sentence(use, name, file, offline, tmp_pa
 @pytest.mark.parametrize("name", ["mnist", "cifar10", "cifar100"])
 @pytest.mark.parametrize("use", [datasets.load, datasets.get])
 def test_an_altered_file_is_named_with_both_digests(use, name, offline, tmp_path):
-    files = [file for download in PUBLISHED[name] for file in download.files]
+    files = [file for download in DOWNLOADS[name] for file in download.files]
     for file in files:
         (tmp_path / file.path).parent.mkdir(exist_ok=True)
         (tmp_path / file.path).write_bytes(b"altered")
@@ -223,7 +223,7 @@ def test_an_altered_file_is_named_with_both_digests(use, name, offline, tmp_path
     for part in (str(tmp_path / files[0].path), md5(b"altered"), files[0].md5):
         assert part in str(caught.value)
     assert [result.expected for result in datasets.check(name, tmp_path)] == [file.md5 for file in files]
-    assert {result.got for result in datasets.check(name, tmp_path)} == {md5(b"altered")}
+    assert {result.actual for result in datasets.check(name, tmp_path)} == {md5(b"altered")}
 
 
 def test_a_file_that_cannot_be_read_is_one_sentence(offline, tmp_path):
@@ -249,7 +249,7 @@ def test_an_unknown_name_lists_the_known_ones(use, tmp_path):
 
 
 def test_every_data_set_has_a_reader_and_a_publisher():
-    assert list(datasets.DATASETS) == list(downloads.PUBLISHED)
+    assert list(datasets.DATASETS) == list(downloads.DOWNLOADS)
 
 
 # ── your own ────────────────────────────────────────────────────────────────────────────────────────────
@@ -431,7 +431,7 @@ def test_a_wrong_share_is_refused(share):
 )
 def test_the_publishers_files(name, shape, tested, each):
     given = os.environ.get("FEDCOVER_DATA")
-    if not given or any(result.got is None for result in datasets.check(name, Path(given))):
+    if not given or any(result.actual is None for result in datasets.check(name, Path(given))):
         pytest.skip(f"$FEDCOVER_DATA holds no {name}")
     loaded = datasets.load(name)
     assert loaded.train.x.shape == shape
@@ -446,7 +446,7 @@ def test_runs_of_one_seed_share_what_is_held_out():
     splits = [datasets.hold_out(digits, 0.1, seed) for seed in (0, 1, 0)]
     assert splits[0][0].train.x is splits[2][0].train.x
     assert not torch.equal(splits[0][1].x, splits[1][1].x)
-    for seed in range(2, 2 + datasets.MOST_SPLITS):  # only so many are kept
+    for seed in range(2, 2 + datasets.MAX_CACHED_SPLITS):  # only so many are kept
         datasets.hold_out(digits, 0.1, seed)
     again = datasets.hold_out(digits, 0.1, 0)
     assert again[0].train.x is not splits[0][0].train.x

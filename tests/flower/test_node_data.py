@@ -9,36 +9,38 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fedcover as fc
-from fedcover.cli.flower import rows_of_nodes
-from fedcover.data.client_data import Elsewhere, Holding
+from fedcover.cli.flower import node_data_configs
+from fedcover.data.client_data import ClientDataInfo, RemoteData
 from fedcover.data.datasets import rows_from_file
-from fedcover.data.partition import held
+from fedcover.data.partition import node_partition
 from fedcover.errors import InvalidValue
-from fedcover.flower.node_data import MOST_LABELS, MOST_SAMPLES, read_holdings, rows_here, told_of
-from fedcover.flower.nodes import Introduction, Roster, Wanted, clients_of, place_of
+from fedcover.flower.node_data import MOST_LABELS, MOST_SAMPLES, describe_node_data, load_node_data, parse_data_info
+from fedcover.flower.nodes import DataRequirements, NodeInfo, NodeRegistry, clients_of, partition_of
 from fedcover.runs.experiment import Experiment
-from fedcover.runs.setup import Machine, Parts, prepare
+from fedcover.runs.setup import Machine, Overrides, prepare
 from tests.helpers.command_line import refused
 from tests.helpers.own_rows import NODES, written
 
-WANTED = Wanted(5, 10, (1, 8, 8))
+WANTED = DataRequirements(5, 10, (1, 8, 8))
 
 
 @given(st.integers(1, 200), st.integers(1, 20))
-def test_the_clients_of_a_place_are_those_whose_place_it_is(clients, places):
-    for place in range(places):
-        mine = clients_of(place, clients, places)
-        assert list(mine) == [client for client in range(clients) if place_of(client, clients, places) == place]
+def test_the_clients_of_a_place_are_those_whose_place_it_is(clients, num_partitions):
+    for partition_id in range(num_partitions):
+        mine = clients_of(partition_id, clients, num_partitions)
+        assert list(mine) == [
+            client for client in range(clients) if partition_of(client, clients, num_partitions) == partition_id
+        ]
 
 
 def test_a_node_has_the_rows_that_its_clients_have_in_one_file(tmp_path):
     files = written(tmp_path)
     wanted = files.experiment()
     together = prepare(files.in_one_process(wanted), Machine(device="cpu").resolved()).task.source
-    for place, path in enumerate(files.nodes):
-        here = rows_here(str(path), wanted, clients_of(place, 5, 2), WANTED)
+    for partition_id, path in enumerate(files.nodes):
+        here = load_node_data(str(path), wanted, clients_of(partition_id, 5, 2), WANTED)
         for client in range(5):
-            if client not in NODES[place]:
+            if client not in NODES[partition_id]:
                 assert here.count(client) == 0
                 continue
             mine, same = here.shard(client), together.shard(client)
@@ -49,8 +51,8 @@ def test_a_node_has_the_rows_that_its_clients_have_in_one_file(tmp_path):
 def test_what_a_node_tells_is_what_it_has(tmp_path):
     files = written(tmp_path)
     together = prepare(files.in_one_process(files.experiment()), Machine(device="cpu").resolved()).task.source
-    found = [holding for path in files.nodes for holding in read_holdings(told_of(str(path)))]
-    assert found == [Holding(together.count(c), together.labels(c), (1, 8, 8)) for c in range(5)]
+    found = [holding for path in files.nodes for holding in parse_data_info(describe_node_data(str(path)))]
+    assert found == [ClientDataInfo(together.count(c), together.labels(c), (1, 8, 8)) for c in range(5)]
     assert len({holding.samples for holding in found}) > 1
     assert len({holding.labels for holding in found}) > 1
 
@@ -60,8 +62,8 @@ def test_labels_travel_bit_by_bit(tmp_path_factory, known):
     path = tmp_path_factory.mktemp("rows") / "mine.npz"
     owner, y = (np.array(column) for column in zip(*[(o, label) for o in known for label in known[o]], strict=True))
     np.savez(path, train_x=np.zeros((len(y), 2), np.float32), train_y=y, train_owner=owner)
-    expected = [Holding(len(known[o]), tuple(sorted(set(known[o]))), (2,)) for o in sorted(known)]
-    assert list(read_holdings(told_of(str(path)))) == expected
+    expected = [ClientDataInfo(len(known[o]), tuple(sorted(set(known[o]))), (2,)) for o in sorted(known)]
+    assert list(parse_data_info(describe_node_data(str(path)))) == expected
 
 
 def counts(*numbers):
@@ -78,21 +80,21 @@ def counts(*numbers):
 )  # fmt: skip
 def test_what_makes_no_sense_is_not_believed(wrong):
     honest = {"samples": counts(3), "labels": b"\x80", "shape": [2]}
-    assert list(read_holdings(honest)) == [Holding(3, (0,), (2,))]
-    assert not read_holdings({})
+    assert list(parse_data_info(honest)) == [ClientDataInfo(3, (0,), (2,))]
+    assert not parse_data_info({})
     with pytest.raises(ValueError, match=r"rows|labels|shape"):
-        read_holdings({**honest, **wrong})
+        parse_data_info({**honest, **wrong})
 
 
 @pytest.mark.parametrize("clients", [134, 100_000])
 def test_what_a_node_tells_is_refused_in_at_most_twice_its_bytes(clients):
     """Few clients with all the labels that there can be, or very many, where two are wanted."""
     told = {"samples": counts(*[1] * clients), "labels": b"\xff" * (2**20 // clients * clients), "shape": [4]}
-    roster = Roster(wanted=Wanted(3, 2, (4,)))
+    node_registry = NodeRegistry(requirements=DataRequirements(3, 2, (4,)))
     tracemalloc.start()
     try:
         with pytest.raises(InvalidValue, match="rows must be of 2 owners"):
-            roster.add(Introduction(7, 0, 2, None, "v", read_holdings(told)))
+            node_registry.add(NodeInfo(7, 0, 2, None, "v", parse_data_info(told)))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -104,7 +106,7 @@ def test_rows_of_no_owner_are_of_one(tmp_path):
     samples, owner = rows_from_file(tmp_path / "mine.npz")
     assert samples.x.shape == (3, 4)
     assert owner.tolist() == [0, 0, 0]
-    assert held(owner, [1], 2).indices(1).tolist() == [0, 1, 2]
+    assert node_partition(owner, [1], 2).indices(1).tolist() == [0, 1, 2]
 
 
 def test_a_file_of_rows_that_will_not_do_is_refused(tmp_path):
@@ -119,49 +121,60 @@ def test_a_file_of_rows_that_will_not_do_is_refused(tmp_path):
         rows_from_file(path)
     np.savez(path, train_x=x, train_y=np.array([0, 1, MOST_LABELS]))
     with pytest.raises(InvalidValue, match=f"labels below {MOST_LABELS}; got {MOST_LABELS}"):
-        told_of(str(path))
+        describe_node_data(str(path))
     np.savez(path, train_x=x, train_y=np.arange(3), train_owner=np.arange(3))
     given = Experiment(partition="nodes", clients=4, active=4)
     for mine, wanted, why in (
-        (range(3), Wanted(4, 2, (4,)), r"mine\.npz: train_y must be labels 0 to 1, as the server has; got 2"),
-        (range(3), Wanted(4, 3, (2, 2)), r"mine\.npz: train_x must have rows of shape \(2, 2\), .* got \(4,\)"),
-        (range(2), Wanted(4, 3, (4,)), r"mine\.npz: rows must be of 2 owners, .* of the 4 clients .* got 3"),
+        (range(3), DataRequirements(4, 2, (4,)), r"mine\.npz: train_y must be labels 0 to 1, as the server has; got 2"),
+        (
+            range(3),
+            DataRequirements(4, 3, (2, 2)),
+            r"mine\.npz: train_x must have rows of shape \(2, 2\), .* got \(4,\)",
+        ),
+        (range(2), DataRequirements(4, 3, (4,)), r"mine\.npz: rows must be of 2 owners, .* of the 4 clients .* got 3"),
     ):
         with pytest.raises(InvalidValue, match=why):
-            rows_here(str(path), given, mine, wanted)
-    assert rows_here(str(path), given, range(3), Wanted(4, 3, (4,))).count(2) == 1
+            load_node_data(str(path), given, mine, wanted)
+    assert load_node_data(str(path), given, range(3), DataRequirements(4, 3, (4,))).count(2) == 1
 
 
 def test_a_node_must_tell_of_the_rows_of_each_of_its_clients():
-    roster, some, other = Roster(wanted=Wanted(3, 2, (4,))), Holding(5, (0,), (4,)), Holding(6, (1,), (4,))
+    node_registry, some, other = (
+        NodeRegistry(requirements=DataRequirements(3, 2, (4,))),
+        ClientDataInfo(5, (0,), (4,)),
+        ClientDataInfo(6, (1,), (4,)),
+    )
     for told, why in (
         ((), r"rows=.*train_x, train_y"),
         ((some,), r"rows must be of 2 owners, as many as this node has of the 3 clients .* got 1"),
-        ((Holding(5, (0,), (5,)),) * 2, r"train_x must have rows of shape \(4,\), as the server has; got \(5,\)"),
-        ((some, Holding(5, (0, 2), (4,))), r"train_y must be labels 0 to 1, as the server has; got 2"),
+        (
+            (ClientDataInfo(5, (0,), (5,)),) * 2,
+            r"train_x must have rows of shape \(4,\), as the server has; got \(5,\)",
+        ),
+        ((some, ClientDataInfo(5, (0, 2), (4,))), r"train_y must be labels 0 to 1, as the server has; got 2"),
     ):
         with pytest.raises(InvalidValue, match=why):
-            roster.add(Introduction(7, 0, 2, None, "v", told))
-    assert not roster.known
-    roster.add(Introduction(7, 0, 2, None, "v", (some, other)))
-    assert roster.holdings == {0: some, 1: other}
-    roster.add(Introduction(8, 0, 2, None, "v", (other, other)))  # another one for a place that is held
-    assert roster.holdings == {0: some, 1: other}
-    roster.silent |= {7, 8}
-    roster.add(Introduction(9, 0, 2, None, "v", (other, some)))  # it has come in the place of one that is silent
-    roster.add(Introduction(10, 1, 2, None, "v", (some,)))
-    assert roster.holdings == {0: other, 1: some, 2: some}
-    Roster().add(Introduction(7, 0, 2, None, "v"))  # where rows are not on nodes, none need be told of
+            node_registry.add(NodeInfo(7, 0, 2, None, "v", told))
+    assert not node_registry.node_info
+    node_registry.add(NodeInfo(7, 0, 2, None, "v", (some, other)))
+    assert node_registry.holdings == {0: some, 1: other}
+    node_registry.add(NodeInfo(8, 0, 2, None, "v", (other, other)))  # another one for a place that is held
+    assert node_registry.holdings == {0: some, 1: other}
+    node_registry.silent |= {7, 8}
+    node_registry.add(NodeInfo(9, 0, 2, None, "v", (other, some)))  # it has come in the place of one that is silent
+    node_registry.add(NodeInfo(10, 1, 2, None, "v", (some,)))
+    assert node_registry.holdings == {0: other, 1: some, 2: some}
+    NodeRegistry().add(NodeInfo(7, 0, 2, None, "v"))  # where rows are not on nodes, none need be told of
 
 
 def test_the_server_knows_of_rows_elsewhere_what_it_was_told(tmp_path):
     files, told = written(tmp_path), {}
     engine = type("Reaching", (), {"holdings": told})()
-    setup = prepare(files.experiment(), Machine(device="cpu").resolved(), parts=Parts(engine=engine))
+    setup = prepare(files.experiment(), Machine(device="cpu").resolved(), parts=Overrides(engine=engine))
     source = setup.task.source
-    assert isinstance(source, Elsewhere)
+    assert isinstance(source, RemoteData)
     assert (source.count(1), source.labels(1)) == (0, ())
-    told[1] = Holding(7, (0, 3, 99), (1, 8, 8))  # a node has come since
+    told[1] = ClientDataInfo(7, (0, 3, 99), (1, 8, 8))  # a node has come since
     assert (source.count(1), source.labels(1)) == (7, (0, 3))  # there is no label 99
     assert len(source.test) == 360
     assert len(source.calibration) == 10
@@ -190,15 +203,15 @@ def test_up_looks_at_the_rows_of_its_nodes_first(tmp_path):
     files = written(tmp_path)
     wanted, pattern = files.experiment(), str(tmp_path / "node-{}.npz")
     source = prepare(wanted, Machine(device="cpu").resolved()).task.source
-    assert rows_of_nodes(wanted, pattern, 2, source) == [{"rows": str(path)} for path in files.nodes]
-    assert rows_of_nodes(files.in_one_process(wanted), "", 2, source) == [{}, {}]
+    assert node_data_configs(wanted, pattern, 2, source) == [{"rows": str(path)} for path in files.nodes]
+    assert node_data_configs(files.in_one_process(wanted), "", 2, source) == [{}, {}]
     with pytest.raises(InvalidValue, match="rows are for partition 'nodes'; this experiment has 'owner'"):
-        rows_of_nodes(files.in_one_process(wanted), pattern, 2, source)
+        node_data_configs(files.in_one_process(wanted), pattern, 2, source)
     for wrong in ("", str(files.nodes[0])):
         with pytest.raises(InvalidValue, match=r"rows must name each node's file, with \{\}"):
-            rows_of_nodes(wanted, wrong, 2, source)
+            node_data_configs(wanted, wrong, 2, source)
     with pytest.raises(InvalidValue, match=r"node-0\.npz: rows must be of 5 owners"):
-        rows_of_nodes(wanted, pattern, 1, source)
+        node_data_configs(wanted, pattern, 1, source)
 
 
 def test_a_node_measures_its_capacity_on_its_own_rows(fedcover, tmp_path):
@@ -224,9 +237,9 @@ def test_a_node_measures_its_capacity_on_its_own_rows(fedcover, tmp_path):
 def test_labels_and_images_of_the_server_are_not_needed_on_a_node(tmp_path):
     """The model is built for the rows of the node, as it is on the server for those of its test set."""
     files = written(tmp_path)
-    rows = rows_here(str(files.nodes[1]), files.experiment(), clients_of(1, 5, 2), WANTED)
+    rows = load_node_data(str(files.nodes[1]), files.experiment(), clients_of(1, 5, 2), WANTED)
     machine = Machine(device="cpu").resolved()
-    setup = prepare(files.experiment(dataset="nowhere.npz"), machine, parts=Parts(source=rows))
+    setup = prepare(files.experiment(dataset="nowhere.npz"), machine, parts=Overrides(source=rows))
     shapes = {name: tuple(p.shape) for name, p in setup.task.model.module.named_parameters()}
     there = prepare(files.experiment(), machine).task.model.module
     assert shapes == {name: tuple(p.shape) for name, p in there.named_parameters()}

@@ -9,7 +9,7 @@ import pytest
 
 from fedcover import Experiment
 from fedcover.errors import InvalidValue
-from fedcover.flower.app_template import Settings, write_app
+from fedcover.flower.app_template import RunConfig, write_app
 from fedcover.flower.user_modules import LARGEST, modules_of
 
 POLICY = "def halves(view):\n    return [None for _ in view.cohort]\n"
@@ -89,7 +89,7 @@ def test_flower_carries_the_modules_of_an_app(tmp_path):
     """The bundle that Flower makes of the app has them, so that nodes have."""
     build = pytest.importorskip("flwr.cli.build")
     files = {"lib/__init__.py": b"", "lib/ways.py": b"x = 1\n", "nets.py": b"y = 2\n"}
-    app = write_app(tmp_path / "app", Settings(Experiment().to_toml(), "runs/x"), files)
+    app = write_app(tmp_path / "app", RunConfig(Experiment().to_toml(), "runs/x"), files)
     bundle = build.build_fab_from_disk(app)
     with zipfile.ZipFile(io.BytesIO(bundle)) as archive:
         carried = {name: archive.read(name) for name in archive.namelist() if name.startswith("modules/")}

@@ -20,28 +20,28 @@ from fedcover.cli import console
 from fedcover.cli import flower as commands
 from fedcover.cli.flower import check_connection
 from fedcover.errors import InvalidValue, RunError
-from fedcover.flower.app_template import Settings, write_app
-from fedcover.flower.monitor import follow, pass_on, said
+from fedcover.flower.app_template import RunConfig, write_app
+from fedcover.flower.monitor import failure_message, follow_run, stream_log
 from fedcover.flower.payloads import (
-    as_sent,
-    bundle,
-    headed,
-    kept,
-    read_reduction,
-    received,
-    sections,
-    unbundle,
-    wanted_part,
+    decode_reduction,
+    encode_reduction,
+    expected_part,
+    gather_kept,
+    pack_arrays,
+    prefix_names,
+    scatter_kept,
+    unpack_arrays,
+    unpack_sections,
 )
 from fedcover.host.orphans import descendants
 from fedcover.models import MODELS
 from fedcover.runs.api import run
 from fedcover.runs.experiment import Experiment
-from fedcover.runs.metrics_log import unanswered
+from fedcover.runs.metrics_log import count_unanswered
 from fedcover.runs.run_folder import Folder
 from fedcover.runs.setup import Machine
-from fedcover.server.npy_codec import Refused, Wanted
-from fedcover.server.round import Report, cohort_of, view_of
+from fedcover.server.npy_codec import ArraySpec, InvalidReply
+from fedcover.server.round import RoundReport, cohort_of, view_of
 from fedcover.submodels.reductions import Masks, drawn, windows
 from fedcover.training.engines import ENGINES
 from tests.helpers.worlds import world
@@ -61,25 +61,25 @@ def test_a_part_that_travels_is_the_same_bits(name, cut):
     model = MODELS[name]((3, 8, 8), 10, "batch")
     params = {n: p.detach() for n, p in model.module.named_parameters()}
     params[next(iter(params))].view(-1)[0] = -0.0
-    encoded, wire = as_sent(CUT[cut](model), model)
-    sent = kept(wire, wire.extract(params))
-    parcel = bundle(headed({"params": sent}))
-    there = read_reduction(encoded, model)
-    got = sections(parcel, {"params": wanted_part(there, params)})["params"]
-    full = received(there, got, params, "cpu")
+    encoded, wire = encode_reduction(CUT[cut](model), model)
+    sent = gather_kept(wire, wire.extract(params))
+    payload = pack_arrays(prefix_names({"params": sent}))
+    there = decode_reduction(encoded, model)
+    got = unpack_sections(payload, {"params": expected_part(there, params)})["params"]
+    full = scatter_kept(there, got, params, "cpu")
     expected, found = wire.extract(params), there.extract(full)
     assert expected.keys() == found.keys()
     for n, tensor in expected.items():
         assert tensor.numpy().tobytes() == found[n].numpy().tobytes(), n
     numbers = sum(t.numel() for t in sent.values())
-    assert len(parcel) < 4 * numbers + 250 * len(sent) + 8  # nothing but the part, and names
+    assert len(payload) < 4 * numbers + 250 * len(sent) + 8  # nothing but the part, and names
 
 
 @pytest.mark.parametrize("policy", ["prefix", "rolling(spread=true)", "random", "magnitude", "planned"])
 def test_the_encoding_gives_back_what_the_policy_gave(policy):
     setup, state = world("mlp", policy=policy)
     for part in setup.policy(view_of(setup, state, cohort_of(setup, 0))):
-        encoded, wire = as_sent(part, setup.task.model)
+        encoded, wire = encode_reduction(part, setup.task.model)
         if policy in ("prefix", "rolling(spread=true)", "random"):
             assert len(encoded) <= 1 + 8 * max(2, len(setup.task.model.groups))
         for name, mask in part.mask(state.params).items():
@@ -91,24 +91,24 @@ def test_a_mask_of_what_is_never_pruned_cannot_travel():
     other = next(n for n, _ in model.module.named_parameters() if n not in model.prunable)
     bits = torch.ones_like(model.module.get_parameter(other), dtype=torch.bool)
     with pytest.raises(InvalidValue, match="prunable"):
-        as_sent(Masks({other: bits}), model)
+        encode_reduction(Masks({other: bits}), model)
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200))
 def test_any_bytes_are_read_or_refused(content):
     with suppress(InvalidValue):
-        assert isinstance(unbundle(content), dict)
+        assert isinstance(unpack_arrays(content), dict)
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_a_damaged_parcel_is_read_or_refused(data):
-    parcel = bytearray(bundle({"params/w": np.arange(5, dtype=np.float32), "params/b": np.zeros(2)}))
+    payload = bytearray(pack_arrays({"params/w": np.arange(5, dtype=np.float32), "params/b": np.zeros(2)}))
     for _ in range(data.draw(st.integers(1, 8))):
-        parcel[data.draw(st.integers(0, len(parcel) - 1))] = data.draw(st.integers(0, 255))
+        payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
     with suppress(InvalidValue):
-        assert all(isinstance(name, str) for name in unbundle(bytes(parcel)))
+        assert all(isinstance(name, str) for name in unpack_arrays(bytes(payload)))
 
 
 MIB = 2**20
@@ -128,41 +128,41 @@ INDICES = {
 @pytest.mark.parametrize(("size", "times", "more"), [(4 * MIB - 100, 1, 0), (3000, 3, 4096)])
 def test_an_index_is_refused_in_little_more_than_its_bytes(kind, size, times, more):
     index = INDICES[kind](size)
-    parcel = len(index).to_bytes(8, "little") + index
-    assert 0.7 * size < len(parcel) < size + 100
-    with pytest.raises((InvalidValue, Refused)):
-        unbundle(parcel, {"w"})  # once before: what is imported and remembered for good does not count
+    payload = len(index).to_bytes(8, "little") + index
+    assert 0.7 * size < len(payload) < size + 100
+    with pytest.raises((InvalidValue, InvalidReply)):
+        unpack_arrays(payload, {"w"})  # once before: what is imported and remembered for good does not count
     tracemalloc.start()
     try:
-        with pytest.raises((InvalidValue, Refused)):
-            unbundle(parcel, {"w"})
+        with pytest.raises((InvalidValue, InvalidReply)):
+            unpack_arrays(payload, {"w"})
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak < times * len(parcel) + more
+    assert peak < times * len(payload) + more
 
 
 @given(st.dictionaries(st.text(max_size=20), st.lists(st.integers(0, 3), max_size=3), max_size=5))
 def test_what_is_bundled_is_there_again(shapes):
     arrays = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-    found = unbundle(bundle(arrays), set(arrays))
+    found = unpack_arrays(pack_arrays(arrays), set(arrays))
     assert {name: (array.dtype, array.shape) for name, array in found.items()} == {
         name: ("float32", shape) for name, shape in shapes.items()
     }
 
 
 def test_a_parcel_must_hold_what_is_wanted():
-    parcel = bundle({"params/w": np.zeros(3, np.float32)})
+    payload = pack_arrays({"params/w": np.zeros(3, np.float32)})
     with pytest.raises(InvalidValue, match="other tensors"):
-        sections(parcel, {"params": {"w": Wanted((3,), "float32"), "b": Wanted((1,), "float32")}})
+        unpack_sections(payload, {"params": {"w": ArraySpec((3,), "float32"), "b": ArraySpec((1,), "float32")}})
 
 
 def test_the_app_of_an_experiment_reads_back(tmp_path):
-    told = Settings(
+    told = RunConfig(
         Experiment(policy='regions(codename="1122")', active=4).to_toml(), '/some \U0001f331\n"where"', nodes=3
     )
     project = tomllib.loads((write_app(tmp_path, told) / "pyproject.toml").read_text())
-    assert Settings.read(project["tool"]["flwr"]["app"]["config"]) == told
+    assert RunConfig.read(project["tool"]["flwr"]["app"]["config"]) == told
     assert (tmp_path / "LICENSE").is_file()
 
 
@@ -196,13 +196,13 @@ def test_in_this_process_the_engine_flower_says_where_it_works(tmp_path):
 def test_the_last_sentence_of_a_log_is_what_a_user_sees(tmp_path):
     log = tmp_path / "log.txt"
     log.write_text("INFO : hello\nfedcover: stopped: cannot write x: No space left\nINFO : bye\n")
-    assert said(log) == "cannot write x: No space left"
+    assert failure_message(log) == "cannot write x: No space left"
     log.write_text(
         log.read_text() + "fedcover: round 2: client 3 rejected: its node says: 'fedcover: stopped: a lie'\n"
     )
-    assert said(log) == "cannot write x: No space left"
+    assert failure_message(log) == "cannot write x: No space left"
     log.write_text("Traceback: oh\n")
-    assert "Traceback: oh" in said(log)
+    assert "Traceback: oh" in failure_message(log)
 
 
 class Played:
@@ -230,7 +230,9 @@ def test_rounds_that_are_run_again_are_shown_again(tmp_path, monkeypatch):
     finish = partial((tmp_path / "summary.json").write_text, "{}")
     seen = []
     cut_and_run_again = [done(*range(5)), done(*range(6)), done(*range(8)), done(*range(9)), done(*range(10))]
-    follow(Played(lambda: None, *cut_and_run_again, finish), tmp_path, log, lambda report: seen.append(report.round))
+    follow_run(
+        Played(lambda: None, *cut_and_run_again, finish), tmp_path, log, lambda report: seen.append(report.round)
+    )
     assert seen == [5, 6, 7, 8, 9]
 
 
@@ -244,7 +246,7 @@ def test_a_server_that_has_gone_without_a_word_is_missed(tmp_path, monkeypatch):
     def watched(*there):
         seen = iter(there)
         steps = [lambda: None] * len(there)
-        follow(Played(*steps), tmp_path, log, lambda report: None, lambda: next(seen))
+        follow_run(Played(*steps), tmp_path, log, lambda report: None, lambda: next(seen))
 
     for honest in ([False] * 5, [True] * 5, [False, True, False]):
         with pytest.raises(RunError, match="did not finish"):
@@ -258,7 +260,7 @@ def test_a_server_that_has_gone_without_a_word_is_missed(tmp_path, monkeypatch):
 
 def test_only_the_server_says_that_a_run_has_finished(capfd):
     def streamed(text):
-        return pass_on([sys.executable, "-c", f"print({text!r})"], dict(os.environ))
+        return stream_log([sys.executable, "-c", f"print({text!r})"], dict(os.environ))
 
     streamed("hello\nfedcover: finished: runs/x")
     with pytest.raises(RunError, match="its log is above"):
@@ -275,10 +277,10 @@ def test_what_streams_a_log_ends_with_whoever_reads_it():
     script = "import time; print('begun', flush=True); time.sleep(60)"
     reader = f"""
 import signal, sys
-from fedcover.flower.monitor import pass_on
+from fedcover.flower.monitor import stream_log
 def stop(number, frame): raise KeyboardInterrupt
 signal.signal(signal.SIGTERM, stop)
-try: pass_on([sys.executable, "-c", {script!r}], {{}})
+try: stream_log([sys.executable, "-c", {script!r}], {{}})
 except KeyboardInterrupt: sys.exit(130)
 """
     with subprocess.Popen([sys.executable, "-c", reader], stdout=subprocess.PIPE, text=True) as process:
@@ -304,7 +306,7 @@ def test_functions_beside_the_file_are_found(tmp_path, monkeypatch):
 
 def test_what_cannot_go_well_is_refused_before_anything_is_started(tmp_path, monkeypatch):
     monkeypatch.setattr(commands, "require", lambda: None)
-    monkeypatch.setattr(commands, "local", lambda *given: pytest.fail("a federation is started"))
+    monkeypatch.setattr(commands, "run_local_federation", lambda *given: pytest.fail("a federation is started"))
     wanted = Experiment(clients=4, active=2, rounds=1, epochs=1)
     (tmp_path / "own.toml").write_text(wanted.to_toml())
     with pytest.raises(InvalidValue, match="device must be one of auto, cpu, cuda, cuda:1; got 'gpu'"):
@@ -316,11 +318,11 @@ def test_what_cannot_go_well_is_refused_before_anything_is_started(tmp_path, mon
 
 def test_a_round_tells_of_those_who_did_not_answer(capsys):
     line = {"gamma_round": 0, "gamma_window": 0, "seconds": {}, "rejected": 3, "late": 0, "lost": 2}
-    with console.watching("mine", 2) as watch:
-        watch(Report(0, line))
+    with console.show_progress("mine", 2) as watch:
+        watch(RoundReport(0, line))
     assert "coverage 0 (window 0)  3 rejected  2 lost" in capsys.readouterr().err
-    assert unanswered([line, {**line, "late": 1}]) == {"rejected": 6, "late": 1, "lost": 4}
-    assert unanswered([{}]) == {}
+    assert count_unanswered([line, {**line, "late": 1}]) == {"rejected": 6, "late": 1, "lost": 4}
+    assert count_unanswered([{}]) == {}
 
 
 def test_what_was_started_is_found_without_other_programs(monkeypatch):

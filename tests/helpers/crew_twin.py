@@ -4,7 +4,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn.grad import conv2d_input, conv2d_weight
 
-from fedcover.training.engines.stacked_layers import from_taps, taps
+from fedcover.training.engines.stacked_layers import from_taps, to_taps
 
 
 def first(x_BHWC):
@@ -27,7 +27,7 @@ def weigh(x_GBHWC, back_GBHWC, side, stride, padding):
     made = []
     for x_BHWC, back_BHWC in zip(x_GBHWC, back_GBHWC, strict=True):
         shape = back_BHWC.shape[-1], x_BHWC.shape[-1], side, side
-        made.append(taps(conv2d_weight(first(x_BHWC), shape, first(back_BHWC), stride, padding)))
+        made.append(to_taps(conv2d_weight(first(x_BHWC), shape, first(back_BHWC), stride, padding)))
     return torch.stack(made)
 
 

@@ -8,7 +8,7 @@ from itertools import permutations, product
 
 import torch
 
-from fedcover.theory import Constants, Round, Steps
+from fedcover.theory import Constants, LocalSteps, RoundQuantities
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Problem:
     mask_NP: torch.Tensor
     theta_P: torch.Tensor
     lr: float
-    steps: Steps
+    steps: LocalSteps
     weight_N: torch.Tensor
 
     @property
@@ -58,7 +58,7 @@ def random_problem(seed, *, equal_data, noisy=True, weighted=False):
     weight = torch.rand(clients, generator=g, dtype=torch.float64) + 0.1 if weighted else torch.ones(clients)
     return Problem(
         hessian.expand(clients, -1, -1), centre.expand(clients, -1), noise, mask, theta, 1.0,
-        Steps(steps, momentum), weight.double(),
+        LocalSteps(steps, momentum), weight.double(),
     )  # fmt: skip
 
 
@@ -118,7 +118,7 @@ def constants(problem, start, end, gradients):
     return Constants(
         smoothness=problem.smoothness, batch_smoothness=problem.smoothness, gradient=max(means),
         step_gradient=max(float(g.square().sum(-1).max()) for g in gradients), variance=float(noise.max()),
-        start=start, least=end, steps=problem.steps, rounds=1, lrs=problem.lr,
+        start=start, least=end, steps=problem.steps, rounds=1, lr_sum=problem.lr,
     )  # fmt: skip
 
 
@@ -126,11 +126,11 @@ def masks_say(problem, full_gradient):
     """What the masks of the round say."""
     largest = [float(problem.shares[n][problem.mask_NP[n]].max()) if problem.mask_NP[n].any() else 0.0
                for n in range(len(problem.mask_NP))]  # fmt: skip
-    lacking = (problem.theta_P * ~problem.mask_NP).square().sum(1).tolist()
+    pruned_energy = (problem.theta_P * ~problem.mask_NP).square().sum(1).tolist()
     counts = problem.mask_NP.sum(0)
     mean = sum(problem.shares[n] * gradient_at(problem, n, problem.theta_P) for n in range(len(largest)))
-    return Round(
-        lr=problem.lr, inverse=tuple(largest), lacking=tuple(lacking), gamma=int(counts[counts > 0].min()),
+    return RoundQuantities(
+        lr=problem.lr, inverse_coverage=tuple(largest), pruned_energy=tuple(pruned_energy), gamma=int(counts[counts > 0].min()),
         energy=float(problem.theta_P.square().sum()), gradient=float(full_gradient[problem.covered].square().sum()),
         bias=float((mean - full_gradient)[problem.covered].square().sum()),
     )  # fmt: skip

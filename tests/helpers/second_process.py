@@ -14,15 +14,15 @@ import torch
 from torch.distributed import FileStore
 
 from fedcover.errors import FedcoverError
-from fedcover.runs.launch import joined
+from fedcover.runs.launch import join_process_group
 from fedcover.server.round import run_round
-from fedcover.server.sharded_round import shared
+from fedcover.server.sharded_round import shard_setup
 from fedcover.training.engines.batched import batched
-from fedcover.training.engines.runners import plainly
+from fedcover.training.engines.runners import eager_backend
 from fedcover.training.engines.sequential import sequential
 from tests.helpers.worlds import world
 
-ENGINES = {"sequential": sequential, "batched": partial(batched, make=plainly)}
+ENGINES = {"sequential": sequential, "batched": partial(batched, backend=eager_backend)}
 
 
 def tensors_of(state):
@@ -61,17 +61,17 @@ def two_rounds(setup, state):
 
 def share_rounds(ranks, told):
     """The rounds of a world in two processes, and whether both end with the same bits."""
-    model, engine, fields = ranks.hear(told)
+    model, engine, fields = ranks.broadcast(told)
     setup, state = setup_of(model, engine, fields)
-    found = two_rounds(shared(setup, ranks), state)
-    return found, ranks.gather(lambda: digest(found[-1][0]))
+    found = two_rounds(shard_setup(setup, ranks), state)
+    return found, ranks.all_gather(lambda: digest(found[-1][0]))
 
 
 def main():
     """Take part until there is nothing more to do."""
     torch.set_num_threads(1)
-    with joined(1, 2, FileStore(f"{sys.argv[1]}/store", 2)) as ranks:
-        while ranks.hear(None) == "go on":
+    with join_process_group(1, 2, FileStore(f"{sys.argv[1]}/store", 2)) as ranks:
+        while ranks.broadcast(None) == "go on":
             with suppress(FedcoverError):  # the first process fails in the same way
                 share_rounds(ranks, None)
 

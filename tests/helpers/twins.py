@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from fedcover.fleet import drops_out
-from fedcover.models.norms import on_batch_statistics
+from fedcover.models.norms import use_batch_statistics
 from fedcover.rng import generator
 from fedcover.server.round import Setup, cohort_of, view_of
 from fedcover.submodels.build import submodel
@@ -170,7 +170,7 @@ def prox(mu: float):
     return twin
 
 
-def own_labels(absent: str, rows: bool):
+def mask_absent_labels(absent: str, rows: bool):
     """HeteroFL's loss and rows: labels that a client lacks add e^0 (zero), nothing (ignore) or e^z (free)."""
 
     def twin(setup, state, client, part) -> Slow:
@@ -218,7 +218,7 @@ def fjord(widths: tuple[float, ...], distil: float = 0.0):
         drawn = torch.randint(len(levels), (local.epochs * math.ceil(rows / local.batch_size),), generator=draw)
 
         def small_model(params, slices):
-            small = on_batch_statistics(submodel(model.module, slices, params)).train()
+            small = use_batch_statistics(submodel(model.module, slices, params)).train()
             return small, {name: p.detach() for name, p in small.named_parameters()}
 
         def put_back(found, slices):

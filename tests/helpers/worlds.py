@@ -6,7 +6,7 @@ import torch
 
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.setup import Machine, prepare
-from fedcover.server.round import Setup, first_state
+from fedcover.server.round import Setup, initial_state
 from fedcover.types import Samples, Shard, State
 
 SMALL_MODELS = {
@@ -64,7 +64,7 @@ def world(model: str = "mlp", /, **fields: object) -> tuple[Setup, State]:
     setup = prepare(Experiment(**{**defaults, **fields}), Machine(device="cpu").resolved())
     setup.task.model.module.double()
     setup = replace(setup, task=replace(setup.task, source=Doubled(setup.task.source)))
-    return setup, first_state(setup)
+    return setup, initial_state(setup)
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], tolerance: float = 0.0) -> None:

@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from fedcover.host.orphans import VARIABLE, descendants, end_with_parent
+from fedcover.host.orphans import LIFELINE_VARIABLE, descendants, end_with_parent
 from tests.helpers.processes import running, waited_for
 
 PARENT = """
 import os, subprocess, sys, time
-from fedcover.host.orphans import tied
-subprocess.Popen([sys.executable, *sys.argv[1:]], start_new_session=True, **tied(os.environ))
+from fedcover.host.orphans import lifeline_arguments
+subprocess.Popen([sys.executable, *sys.argv[1:]], start_new_session=True, **lifeline_arguments(os.environ))
 time.sleep(600)
 """
 CHILD = """
@@ -59,9 +59,9 @@ def test_a_program_of_somebody_elses_ends_with_the_parent(tmp_path):
 
 def test_a_process_that_is_not_tied_goes_on(monkeypatch):
     for wrong in ("", "x", "-1"):
-        monkeypatch.setenv(VARIABLE, wrong)
+        monkeypatch.setenv(LIFELINE_VARIABLE, wrong)
         end_with_parent()
-        assert VARIABLE not in os.environ
+        assert LIFELINE_VARIABLE not in os.environ
     without = "import sys; sys.argv = ['x']; from fedcover.host.orphans import main; main()"
     done = subprocess.run([sys.executable, "-c", without], capture_output=True, text=True, check=False)
     assert done.returncode == 1

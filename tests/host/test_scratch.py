@@ -9,7 +9,7 @@ import time
 import pytest
 
 from fedcover.host import locks, scratch
-from fedcover.runs.sweep import MPS, sharing_a_gpu
+from fedcover.runs.sweep import MPS, mps_environment
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def killed(number=signal.SIGKILL):
 
 def aged(path):
     before = time.time() - 60
-    os.utime(os.path.join(path, locks.NAME), (before, before))
+    os.utime(os.path.join(path, locks.LOCK_NAME), (before, before))
 
 
 def test_what_a_killed_process_has_left_is_removed_by_the_next_of_its_kind(place):
@@ -81,10 +81,10 @@ def test_the_server_of_a_killed_sweep_is_told_to_quit(place, tmp_path, monkeypat
     monkeypatch.setenv("PATH", f"{server.parent}:/bin:/usr/bin")
     left = place / "fedcover-mps-left"
     left.mkdir()
-    with locks.held(left):
+    with locks.lock_folder(left):
         pass
     aged(left)
-    with sharing_a_gpu(2):
+    with mps_environment(2):
         assert not left.exists()
     first, started, ended = (tmp_path / "said").read_text().splitlines()
     assert first == f"{left} quit"

@@ -176,7 +176,7 @@ def test_handlers_of_ones_own_stay():
     heard = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     try:
-        with signals.in_order():
+        with signals.raise_on_signals():
             signal.raise_signal(signal.SIGTERM)
         assert heard == [signal.SIGTERM]
     finally:
@@ -185,7 +185,7 @@ def test_handlers_of_ones_own_stay():
 
 def test_signals_that_come_together_stop_once():
     def interrupted():
-        with signals.in_order():
+        with signals.raise_on_signals():
             try:
                 signal.raise_signal(signal.SIGINT)
             finally:
@@ -197,7 +197,7 @@ def test_signals_that_come_together_stop_once():
         interrupted()
     assert kept == [True]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert signals.code_of(ValueError()) is None
+    assert signals.exit_code(ValueError()) is None
 
 
 def test_who_is_not_to_hear_hang_ups_does_not(tmp_path):

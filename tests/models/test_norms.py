@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import fedcover
-from fedcover.models.norms import NORMS, calibrate, on_batch_statistics, running, statistics_key
-from fedcover.server.evaluation import WHOLE, logits, ready
+from fedcover.models.norms import NORMS, calibrate, running, statistics_key, use_batch_statistics
+from fedcover.server.evaluation import FULL_REDUCTION, eval_model, logits
 from fedcover.server.round import aggregate, cohort_of, run_round, view_of
 from fedcover.training.local_sgd import train_client
 from tests.helpers.worlds import same, world
@@ -47,7 +47,7 @@ def test_training_on_batch_statistics_keeps_none(norm):
 def test_on_batch_statistics_neither_reads_nor_writes_running_ones():
     layer = nn.BatchNorm2d(3)
     layer.running_mean.fill_(torch.nan)
-    assert on_batch_statistics(layer) is layer
+    assert use_batch_statistics(layer) is layer
     assert [name for name, _ in layer.named_buffers()] == []
     x = torch.randn(4, 3, 5, 5)
     assert bool(layer(x).isfinite().all())
@@ -105,9 +105,9 @@ def test_sets_of_different_widths_stay_apart():
         setup.task, type(state)(0, state.params, poisoned), halves[0].client, halves[0].sent, setup.lr(0)
     )
     same(again.buffers, halves[0].buffers)
-    whole = ready(setup.task, after, WHOLE, 1.0)
+    whole = eval_model(setup.task, after, FULL_REDUCTION, 1.0)
     assert torch.equal(running(whole)[name], after.statistics["1"][name])
-    half = ready(setup.task, after, halves[0].sent, 0.5)
+    half = eval_model(setup.task, after, halves[0].sent, 0.5)
     assert torch.equal(running(half)[name], after.statistics["0.5"][name][:8])
 
 
@@ -116,7 +116,7 @@ def test_a_width_that_nobody_has_is_calibrated():
     assert set(state.statistics) == {"0.5", "0.25"}
     after, report = run_round(setup, state)
     assert 0 <= report.metrics["accuracy"] <= 1
-    whole = ready(setup.task, after, WHOLE, 1.0)
+    whole = eval_model(setup.task, after, FULL_REDUCTION, 1.0)
     first = whole.stages[0][0].norm1
     seen = whole.stem(setup.task.source.calibration)
     torch.testing.assert_close(first.running_mean, seen.mean((0, 2, 3)))
@@ -124,7 +124,7 @@ def test_a_width_that_nobody_has_is_calibrated():
 
 def test_calibration_is_what_the_norms_see():
     setup, state = small("batch")
-    module = ready(setup.task, state, WHOLE, 1.0)
+    module = eval_model(setup.task, state, FULL_REDUCTION, 1.0)
     seen = {}
     for path, layer in module.named_modules():
         if isinstance(layer, nn.BatchNorm2d):
@@ -133,7 +133,7 @@ def test_calibration_is_what_the_norms_see():
     with torch.no_grad():
         module(setup.task.source.calibration)
     assert len(seen) == 7
-    fresh = running(ready(setup.task, state, WHOLE, 1.0))
+    fresh = running(eval_model(setup.task, state, FULL_REDUCTION, 1.0))
     for path, x in seen.items():
         torch.testing.assert_close(fresh[f"{path}.running_mean"], x.mean((0, 2, 3)))
         torch.testing.assert_close(fresh[f"{path}.running_var"], x.var((0, 2, 3)))
@@ -171,8 +171,8 @@ def test_evaluation_depends_on_neither_batch_nor_order(norm):
     test = setup.task.source.test
     order = torch.randperm(len(test), generator=torch.Generator().manual_seed(0))
     part = setup.policy(view_of(setup, state, cohort_of(setup, 1)))[3]
-    for reduction, capacity in ((WHOLE, 1.0), (part, 0.5)):
-        model = ready(setup.task, state, reduction, capacity)
+    for reduction, capacity in ((FULL_REDUCTION, 1.0), (part, 0.5)):
+        model = eval_model(setup.task, state, reduction, capacity)
         expected = logits(model, test.x, 50)
         for batch in (1, 7, 49):
             torch.testing.assert_close(logits(model, test.x, batch), expected, rtol=0, atol=1e-10)
@@ -181,7 +181,7 @@ def test_evaluation_depends_on_neither_batch_nor_order(norm):
 
 def test_batch_compatible_evaluation_depends_on_both():
     setup, state = small("batch")
-    model = ready(setup.task, state, WHOLE, 1.0, "batch-compat")
+    model = eval_model(setup.task, state, FULL_REDUCTION, 1.0, "batch-compat")
     x = setup.task.source.test.x
     assert not torch.allclose(logits(model, x, 50), logits(model, x, 10), atol=1e-4)
     assert not torch.allclose(logits(model, x.flip(0), 20).flip(0), logits(model, x, 20), atol=1e-4)

@@ -14,13 +14,19 @@ from hypothesis import strategies as st
 import fedcover as fc
 from fedcover.errors import InvalidValue, RunError
 from fedcover.paper import comparisons, document, reproduce, results, store
-from fedcover.paper.cells import AXES, RATES, cell_id, cells, chosen, quick
+from fedcover.paper.cells import AXES, RATES, cell_id, cells, select_cells, smoke_cell
 from fedcover.paper.claims import COLUMNS, DATASETS, codename_rows
 from fedcover.paper.designs import designs
 from fedcover.paper.evidence import Evidence
-from fedcover.paper.reproduce import Wish
+from fedcover.paper.reproduce import ReproductionRequest
 from fedcover.paper.results import Finished
-from fedcover.paper.statistics import Sample, against_claim, paired, sample, two_sided
+from fedcover.paper.statistics import (
+    SeedStatistics,
+    against_claim,
+    paired_difference,
+    seed_statistics,
+    two_sided_p_value,
+)
 from fedcover.paper.svg_chart import Series, chart
 from fedcover.runs import sweep
 from fedcover.runs.experiment import Experiment
@@ -84,11 +90,11 @@ def test_the_second_rate_is_for_the_full_and_medium_rows():
 
 
 def test_filters_hold_together_and_seeds_come_first():
-    found = chosen(EVERY, ["table1"], 2, {"dataset": ["mnist"], "column": ["iid", "L5"], "row": ["main"]})
+    found = select_cells(EVERY, ["table1"], 2, {"dataset": ["mnist"], "column": ["iid", "L5"], "row": ["main"]})
     assert len(found) == 2 * 2 * 20
     assert [seed for _, seed in found] == [0] * 40 + [1] * 40
     assert {cell.column for cell, _ in found} == {"iid", "L5"}
-    assert len(chosen(EVERY, ["table1"], 3, {"seed": ["1"], "cell": ["mnist-iid-full"]})) == 1
+    assert len(select_cells(EVERY, ["table1"], 3, {"seed": ["1"], "cell": ["mnist-iid-full"]})) == 1
 
 
 @pytest.mark.parametrize(
@@ -101,12 +107,12 @@ def test_filters_hold_together_and_seeds_come_first():
 )
 def test_filters_that_make_no_sense(sets, only, sentence):
     with pytest.raises(InvalidValue, match=sentence):
-        chosen(EVERY, sets, 1, only)
+        select_cells(EVERY, sets, 1, only)
 
 
 def test_every_cell_has_a_smoke_run_that_is_valid():
     for cell in EVERY:
-        small = quick(cell)
+        small = smoke_cell(cell)
         again = Experiment(**small.experiment.model_dump())
         assert (again.dataset, again.rounds, again.policy) == ("digits", 2, cell.experiment.policy)
         assert small.id != cell.id
@@ -162,11 +168,13 @@ def test_after_ctrl_c_the_finished_cells_stay(fedcover, tmp_path, monkeypatch):
 
 
 def test_after_ctrl_c_runs_on_their_way_go_on_where_they_were(tmp_path):
-    wish = Wish(("mnist-subnet",), {"cell": ["mnist-iid-full", "mnist-L2-full"]}, smoke=True, out=tmp_path)
+    request = ReproductionRequest(
+        ("mnist-subnet",), {"cell": ["mnist-iid-full", "mnist-L2-full"]}, smoke=True, out=tmp_path
+    )
     seen = []
 
     @contextmanager
-    def watching(title, rounds):
+    def show_progress(title, rounds):
         def stop_after_the_first(report):
             seen.append(report.round)
             if len(seen) == 1:
@@ -175,10 +183,10 @@ def test_after_ctrl_c_runs_on_their_way_go_on_where_they_were(tmp_path):
         yield stop_after_the_first
 
     with pytest.raises(KeyboardInterrupt):
-        reproduce.reproduce(wish, machine=Machine(device="cpu"), watching=watching)
+        reproduce.reproduce(request, machine=Machine(device="cpu"), show_progress=show_progress)
     assert not list(tmp_path.glob("*.jsonl"))
-    assert reproduce.strange(wish) == []  # what lies there belongs to runs
-    new_results = reproduce.reproduce(wish, machine=Machine(device="cpu"), watching=watching)
+    assert reproduce.orphan_warnings(request) == []  # what lies there belongs to runs
+    new_results = reproduce.reproduce(request, machine=Machine(device="cpu"), show_progress=show_progress)
     assert seen == [0, 1]
     assert [path.name for path in tmp_path.iterdir()] == ["digits.jsonl"]
     assert [result["curve"]["round"] for result in new_results] == [[1, 2], [1, 2]]
@@ -209,7 +217,7 @@ def test_files_that_no_cell_is_read_from_are_named(fedcover, tmp_path):
 def test_every_sort_of_cell_goes_through(tmp_path, id):
     sets = tuple(BY_ID[id].sets)
     (kept,) = reproduce.reproduce(
-        Wish(sets[:1], {"cell": [id]}, smoke=True, out=tmp_path), machine=Machine(device="cpu")
+        ReproductionRequest(sets[:1], {"cell": [id]}, smoke=True, out=tmp_path), machine=Machine(device="cpu")
     )
     assert 0 <= kept["last"] <= kept["best"] <= 1
     assert kept["diverged"] is None
@@ -221,7 +229,7 @@ def test_every_sort_of_cell_goes_through(tmp_path, id):
 
 @pytest.mark.parametrize("id", ["mnist-iid-homogeneous-0.5", "cifar10-iid-homogeneous-0.25"])
 def test_a_homogeneous_cell_counts_the_small_model_alone(id):
-    small = quick(BY_ID[id])
+    small = smoke_cell(BY_ID[id])
     last = fc.run(small.experiment, machine=Machine(device="cpu")).metrics[-1]
     assert last[small.score] == last["accuracy_single"] != last["accuracy"]
 
@@ -231,20 +239,20 @@ def test_a_run_that_diverges_is_a_result(tmp_path, monkeypatch):
         return [sweep.Finished(e, [], "round 3, client 7: the loss is nan") for e in experiments]
 
     monkeypatch.setattr(reproduce, "sweep", explode)
-    wish = Wish(("table1",), {"cell": ["mnist-iid-full"]}, seeds=1, out=tmp_path)
-    reproduce.reproduce(wish, machine=Machine(device="cpu"))
-    assert reproduce.missing(tmp_path, wish.jobs()) == []
+    request = ReproductionRequest(("table1",), {"cell": ["mnist-iid-full"]}, seeds=1, out=tmp_path)
+    reproduce.reproduce(request, machine=Machine(device="cpu"))
+    assert reproduce.missing_jobs(tmp_path, request.jobs()) == []
     evidence = Evidence(tmp_path)
     assert evidence.diverged("mnist-iid-full") == 1
-    assert evidence.sample("mnist-iid-full") is None
+    assert evidence.seed_statistics("mnist-iid-full") is None
     assert "| 98.08 | diverged |  |  | 0 (1 diverged) |  |" in document.main_tables(evidence)
     assert "| MNIST | 0 | 0 | 0 | 0 | 1 | 59 |" in document.verdicts(evidence)
 
 
 def test_jobs_of_one_shape_are_handed_over_together():
-    jobs = chosen(EVERY, ["table1", "mnist-pruning"], 2, {"dataset": ["mnist", "cifar10"]})
+    jobs = select_cells(EVERY, ["table1", "mnist-pruning"], 2, {"dataset": ["mnist", "cifar10"]})
     experiments = [cell.with_seed(seed) for cell, seed in jobs]
-    grouped = reproduce.groups(experiments)
+    grouped = reproduce.group_by_shape(experiments)
     assert sorted(e.name for group in grouped for e in group) == sorted(e.name for e in experiments)
     assert all(len({e.model for e in group}) == 1 for group in grouped)
     assert len(grouped) == 3  # the MLP, the MLP with dropout, the ResNet
@@ -311,7 +319,7 @@ def write_result(folder, id, seed, accuracy, *, validation=None, local=None):
         {"round": 1, **line, **scores, **held_out},
     ]
     done = Finished(cell.with_seed(seed), metrics, Machine(device="cpu").resolved())
-    return store.write(folder, cell, results.describe(cell, done))
+    return store.write(folder, cell, results.to_result(cell, done))
 
 
 def read_lines(path):
@@ -328,16 +336,16 @@ def test_a_result_of_another_experiment_is_named_and_not_replaced(tmp_path):
     cell = BY_ID["mnist-iid-full"]
     write_result(tmp_path, cell.id, 0, 0.9)
     records = store.load(tmp_path)
-    assert results.find(records, cell, 0)["last"] == 0.9
-    assert results.find(records, cell, 1) is None
+    assert results.find_result(records, cell, 0)["last"] == 0.9
+    assert results.find_result(records, cell, 1) is None
     experiment = dict(records[cell.id, 0].result["experiment"])
     del experiment["clip"]  # as if a newer version had added the field
     change_result(tmp_path, cell, 0, experiment=experiment)
-    assert results.find(store.load(tmp_path), cell, 0) is not None
+    assert results.find_result(store.load(tmp_path), cell, 0) is not None
     change_result(tmp_path, cell, 0, experiment={**experiment, "epochs": 1})
     sentence = r"line 1 \(mnist-iid-full, seed 0\), is of another experiment \(epochs is 1, not 5\); move it away"
     with pytest.raises(RunError, match=sentence):
-        results.find(store.load(tmp_path), cell, 0)
+        results.find_result(store.load(tmp_path), cell, 0)
 
 
 @pytest.mark.parametrize(
@@ -349,7 +357,7 @@ def test_figures_that_cannot_be_are_named(tmp_path, figure, value):
     write_result(tmp_path, cell.id, 0, 0.9)
     change_result(tmp_path, cell, 0, **{figure: value})
     with pytest.raises(RunError, match=r"mnist\.jsonl, line 1 \(mnist-iid-full, seed 0\), is no result of a cell: .*"):
-        results.find(store.load(tmp_path), cell, 0)
+        results.find_result(store.load(tmp_path), cell, 0)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"experiment": 3}', '{"cell": "x", "seed": "0"}', "\xff"])
@@ -402,35 +410,37 @@ QUANTILES = {1: 12.706205, 2: 4.302653, 3: 3.182446, 4: 2.776445, 5: 2.570582, 1
 
 @pytest.mark.parametrize(("freedom", "quantile"), QUANTILES.items())
 def test_students_t_has_the_tabulated_quantiles(freedom, quantile):
-    assert two_sided(quantile, freedom) == pytest.approx(0.05, abs=1e-6)
+    assert two_sided_p_value(quantile, freedom) == pytest.approx(0.05, abs=1e-6)
 
 
 @given(st.floats(-50, 50), st.integers(1, 40))
 def test_the_chance_is_symmetric_and_falls_with_distance(t, freedom):
-    assert two_sided(t, freedom) == two_sided(-t, freedom)
-    assert 0 <= two_sided(abs(t) + 1, freedom) <= two_sided(t, freedom) + 1e-12 <= 1 + 1e-12
-    assert two_sided(abs(t) + 1, freedom) < two_sided(t, freedom) or two_sided(t, freedom) < 1e-12
+    assert two_sided_p_value(t, freedom) == two_sided_p_value(-t, freedom)
+    assert 0 <= two_sided_p_value(abs(t) + 1, freedom) <= two_sided_p_value(t, freedom) + 1e-12 <= 1 + 1e-12
+    assert (
+        two_sided_p_value(abs(t) + 1, freedom) < two_sided_p_value(t, freedom) or two_sided_p_value(t, freedom) < 1e-12
+    )
 
 
 def test_a_claim_within_and_beyond_noise():
-    found = sample([97.8, 98.0, 98.2])
+    found = seed_statistics([97.8, 98.0, 98.2])
     assert (found.mean, found.seeds) == (pytest.approx(98.0), 3)
     edge = 4.302653 * found.spread * (2 / 3) ** 0.5
     assert against_claim(98.0 + 0.999 * edge, found) == "="
     assert against_claim(98.0 + 1.001 * edge, found) == "lower"
     assert against_claim(98.0 - 1.001 * edge, found) == "higher"
-    assert against_claim(10.0, Sample(90.0, None, 1)) == "one seed"
-    assert against_claim(90.0, Sample(90.0, 0.0, 3)) == "="
-    assert sample([]) is None
+    assert against_claim(10.0, SeedStatistics(90.0, None, 1)) == "one seed"
+    assert against_claim(90.0, SeedStatistics(90.0, 0.0, 3)) == "="
+    assert seed_statistics([]) is None
 
 
 def test_pairs_use_only_shared_seeds():
-    found = paired({0: 1.0, 1: 2.0, 5: 9.0}, {0: 0.5, 1: 1.0, 7: 3.0})
+    found = paired_difference({0: 1.0, 1: 2.0, 5: 9.0}, {0: 0.5, 1: 1.0, 7: 3.0})
     assert (found.mean, found.seeds) == (0.75, 2)
     assert found.verdict == "not decided"
-    assert paired({0: 1.0}, {1: 1.0}) is None
-    assert paired({0: 1.0}, {0: 2.0}).verdict == "one seed"
-    assert paired({0: 1.0, 1: 2.0}, {0: 2.0, 1: 3.0}).verdict == "lower"
+    assert paired_difference({0: 1.0}, {1: 1.0}) is None
+    assert paired_difference({0: 1.0}, {0: 2.0}).verdict == "one seed"
+    assert paired_difference({0: 1.0, 1: 2.0}, {0: 2.0, 1: 3.0}).verdict == "lower"
 
 
 # ── the document ────────────────────────────────────────────────────────────────────────────────────────
@@ -440,14 +450,14 @@ def test_the_committed_document_is_what_would_be_generated():
     evidence = Evidence(ROOT / "results" / "reproduction")
     assert (ROOT / "docs" / "reproduction.md").read_text() == document.render(evidence)
     kept = {path.stem: path.read_text() for path in (ROOT / "docs" / "reproduction").glob("*.svg")}
-    assert kept == document.figures(evidence)
+    assert kept == document.draw_figures(evidence)
 
 
 def test_every_committed_result_belongs_to_a_cell_as_it_now_is():
     evidence = Evidence(ROOT / "results" / "reproduction")
     results_of_cells = {(run["cell"], run["seed"]) for runs in evidence.results.values() for run in runs}
     assert results_of_cells == set(evidence.records)
-    assert evidence.unclaimed() == []
+    assert evidence.orphan_results() == []
 
 
 def test_the_document_tells_claims_results_and_what_was_not_run(tmp_path):
@@ -502,16 +512,16 @@ def test_the_document_counts_from_what_source_runs_were_made(tmp_path):
         origin = store.load(tmp_path)["mnist-iid-full", seed].result["made"]
         change_result(tmp_path, BY_ID["mnist-iid-full"], seed, made={**origin, "commit": commit})
     source = "1 runs were made from a commit, 1 from one with changes beside it, 1 from a copy without git"
-    assert source in document.made_with(Evidence(tmp_path))
+    assert source in document.provenance_table(Evidence(tmp_path))
 
 
 def test_the_ranking_at_the_second_rate(tmp_path):
     for rate, score in zip(RATES, (0.8, 0.9, 0.95, 0.5), strict=True):
         write_result(tmp_path, f"mnist-iid-full-rate{rate:g}", 1000, 0.1, validation=score)
-    assert comparisons.second_block(Evidence(tmp_path)) == "No comparison at a second learning rate has runs."
+    assert comparisons.second_rate_block(Evidence(tmp_path)) == "No comparison at a second learning rate has runs."
     for design, accuracy in (("1111444444", 0.97), ("1111223344", 0.96)):
         write_result(tmp_path, f"mnist-iid-pruning-{design}-lr0.1", 0, accuracy)
-    found = comparisons.second_block(Evidence(tmp_path))
+    found = comparisons.second_rate_block(Evidence(tmp_path))
     assert "0 higher, 0 lower, 0 not decided, 1 with one seed, no verdict (0 above, 1 below)." in found
     assert "| -1.00 | 1 |  | one seed | -0.75 |" in found
 
@@ -535,7 +545,7 @@ def test_a_picture_repeats_itself_and_is_well_formed(tmp_path):
     from xml.etree import ElementTree
 
     write_result(tmp_path, "mnist-iid-full", 0, 0.98)
-    first, second = (document.figures(Evidence(tmp_path)) for _ in range(2))
+    first, second = (document.draw_figures(Evidence(tmp_path)) for _ in range(2))
     assert first == second
     assert set(first) == {"medium-iid", "pruning-iid", "subnet-iid"}
     assert all(ElementTree.fromstring(svg).tag.endswith("svg") for svg in first.values())

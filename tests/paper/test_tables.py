@@ -7,10 +7,10 @@ import pytest
 from fedcover.analysis.audit import audit
 from fedcover.errors import InvalidValue
 from fedcover.paper import tables
-from fedcover.paper.claims import COLUMNS, claimed, codename_rows, codenames, main_rows
+from fedcover.paper.claims import COLUMNS, claimed_accuracy, codename_rows, codenames, main_rows
 from fedcover.paper.designs import RESNET_FLEETS, aimed_coverage, designs
-from fedcover.paper.tables import Figures, audit_tables, closed_form
-from fedcover.policies.paper_regions import capacities
+from fedcover.paper.tables import CodenameMetrics, audit_tables, closed_form
+from fedcover.policies.paper_regions import codename_capacities
 from fedcover.runs.experiment import Experiment
 from tests.helpers.paper_tables import PRUNING, SUBNET
 
@@ -25,22 +25,22 @@ def test_the_printed_tables_have_their_rows_and_columns():
     assert len(codename_rows("pruning")) == 15
     assert len(codename_rows("subnet")) == 10
     assert all(set(row.accuracy[data]) == set(columns) for row in main_rows() for data, columns in COLUMNS.items())
-    assert claimed("cifar100", "L20", "high", "subnet-optimised") == 22.40
-    assert claimed("mnist", "L2", "medium", "pruning-optimised") == 95.48
-    assert claimed("mnist", "dirichlet", "full", "full") is None
-    assert claimed("mnist", "iid", "full", "nonsense") is None
+    assert claimed_accuracy("cifar100", "L20", "high", "subnet-optimised") == 22.40
+    assert claimed_accuracy("mnist", "L2", "medium", "pruning-optimised") == 95.48
+    assert claimed_accuracy("mnist", "dirichlet", "full", "full") is None
+    assert claimed_accuracy("mnist", "iid", "full", "nonsense") is None
 
 
 @pytest.mark.parametrize("digits", PRUNING)
 def test_the_closed_form_of_pruning(digits):
     parameters, multiply_adds, gamma, printed = PRUNING[digits]
-    assert closed_form(digits, "pruning") == Figures(parameters, multiply_adds, gamma)
+    assert closed_form(digits, "pruning") == CodenameMetrics(parameters, multiply_adds, gamma)
     assert closed_form(digits, "pruning", "printed").gamma == printed
 
 
 @pytest.mark.parametrize("digits", SUBNET)
 def test_the_closed_form_of_sub_networks(digits):
-    assert closed_form(digits, "subnet") == Figures(*SUBNET[digits])
+    assert closed_form(digits, "subnet") == CodenameMetrics(*SUBNET[digits])
 
 
 def test_what_is_measured_equals_the_closed_form_in_every_row(audited):
@@ -87,7 +87,7 @@ def test_the_command_and_its_exit_code(fedcover, monkeypatch):
     pruning, subnet = out.partition("wrong in print")[0].split("worked out anew")[1:]
     assert [sum(line.startswith("│ ") for line in table.splitlines()) for table in (pruning, subnet)] == [15, 10]
     assert "our figures equal the closed form in all rows" in out
-    monkeypatch.setattr(tables, "measured", lambda *_: Figures(1.0, 1.0, 1))
+    monkeypatch.setattr(tables, "measured_metrics", lambda *_: CodenameMetrics(1.0, 1.0, 1))
     code, out, err = fedcover("audit", "paper", "--json")
     assert (code, err) == (1, "")
     assert json.loads(out)["equal_to_closed_form"] is False
@@ -114,7 +114,7 @@ def test_one_codename_of_every_row_has_the_printed_coverage(row):
 @pytest.mark.parametrize("level", ["low", "medium", "high"])
 def test_greedy_and_optimised_have_equal_capacities(level):
     pairs = zip(codenames(level, "pruning-greedy"), codenames(level, "pruning-optimised"), strict=True)
-    assert all(sorted(capacities(plain)) == sorted(capacities(better)) for plain, better in pairs)
+    assert all(sorted(codename_capacities(plain)) == sorted(codename_capacities(better)) for plain, better in pairs)
     by_setting = {d.setting: d for d in designs("cifar10") if d.level == level}
     for kind in ("pruning-greedy", "subnet-static"):
         other = kind.replace("greedy", "optimised").replace("static", "optimised")

@@ -7,7 +7,7 @@ import torch
 
 from fedcover.data.partition import PARTITIONS
 from fedcover.errors import InvalidValue
-from fedcover.models import MODELS, tensors
+from fedcover.models import MODELS, params_and_buffers
 from fedcover.policies import POLICIES
 from fedcover.policies.base import fits
 from fedcover.registry import options_of
@@ -116,7 +116,7 @@ class TestEveryModel:
     def test_its_groups_fit_its_tensors(self, name):
         setup, _ = world(name)
         model = setup.task.model
-        unit_groups.check(model.groups, tensors(model.module))
+        unit_groups.check_groups(model.groups, params_and_buffers(model.module))
         assert set(model.prunable) <= {key for key, _ in model.module.named_parameters()}
 
     @pytest.mark.parametrize("share", [1.0, 0.75, 0.5, 0.25])

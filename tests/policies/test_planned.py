@@ -11,12 +11,19 @@ from fedcover.analysis.plan_report import fleet_view, rounds_to_cover
 from fedcover.errors import InvalidValue
 from fedcover.policies import POLICIES
 from fedcover.policies.base import fits
-from fedcover.policies.paper_regions import capacities, region_coverage
-from fedcover.policies.planned import groups_of, planned
-from fedcover.policies.planner.multi_group import colours, is_exact, narrowed, steps, tally, unit_energies
+from fedcover.policies.paper_regions import codename_capacities, region_coverage
+from fedcover.policies.planned import budgeted_groups, planned
+from fedcover.policies.planner.multi_group import (
+    conflict_colouring,
+    count_and_energy,
+    energy_on_cut_axes,
+    is_exact,
+    phase_shifts,
+    unit_energies,
+)
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.setup import Machine, prepare
-from fedcover.server.round import cohort_of, first_state, run_round, view_of
+from fedcover.server.round import cohort_of, initial_state, run_round, view_of
 from fedcover.submodels import coverage
 from fedcover.submodels.reductions import Slices
 from fedcover.types import Cut, UnitGroup
@@ -42,7 +49,7 @@ def fleet_of(shares):
 
 
 def noise(view, parts):
-    return sum(coverage.noises(view.params, parts))
+    return sum(coverage.delta2(view.params, parts))
 
 
 def gamma(view, parts):
@@ -52,7 +59,7 @@ def gamma(view, parts):
 @pytest.mark.parametrize("kind", ["pruning", "subnet"])
 @pytest.mark.parametrize("codename", CODENAMES)
 def test_never_noisier_than_the_codename_of_equal_capacity_and_coverage(codename, kind):
-    view = view_of_fleet(fleet_of(capacities(codename)))
+    view = view_of_fleet(fleet_of(codename_capacities(codename)))
     least = min(region_coverage(codename).values())
     by_hand = POLICIES["regions"](view, codename=codename, kind=kind)
     ours = planned(view, kind=kind, gamma=least)
@@ -76,7 +83,7 @@ def test_the_papers_fleets_reach_their_largest_coverage(fleet, largest, kind):
 @pytest.mark.parametrize("fleet", ["2x1 + 3x0.5", "5x0.5", "1x0.75 + 2x0.5 + 3x0.25", "6x0.4", "3x1"])
 def test_any_drop_outs_leave_every_parameter_covered(fleet, kind):
     view = view_of_fleet(fleet)
-    groups, _, _ = groups_of(view, kind)
+    groups, _, _ = budgeted_groups(view, kind)
     largest = min(group.gamma_max for group in groups.values())
     for tolerate in range(1, len(view.cohort)):
         if tolerate >= largest:
@@ -132,7 +139,7 @@ def test_windows_cover_sooner_than_rolling_ones():
 
 @pytest.mark.parametrize(("cycle", "palette"), [(1, 2), (4, 2), (4, 3), (6, 3), (5, 4), (6, 4)])
 def test_any_two_colours_take_all_positions_to_each_other(cycle, palette):
-    made = steps(cycle, palette)
+    made = phase_shifts(cycle, palette)
     assert len(made) < 2 * cycle + 2
     for a, b in combinations(range(palette), 2):
         assert {(shifts[b] - shifts[a]) % cycle for shifts in made} == set(range(cycle))
@@ -141,7 +148,7 @@ def test_any_two_colours_take_all_positions_to_each_other(cycle, palette):
 def test_groups_that_meet_differ_in_colour():
     setup, _ = world("wide_resnet")
     groups = setup.task.model.groups
-    found = colours(groups)
+    found = conflict_colouring(groups)
     assert len(set(found.values())) == 3
     meeting = {}
     for group in groups:
@@ -172,7 +179,7 @@ def test_the_quick_tally_equals_counting_part_by_part(model, policy):
     setup, state = world(model)
     view = view_of(setup, state, cohort_of(setup, 0))
     parts = POLICIES[policy](view)
-    counts, kept = tally(view.groups, narrowed(view.groups, view.params), parts)
+    counts, kept = count_and_energy(view.groups, energy_on_cut_axes(view.groups, view.params), parts)
     for name, count in coverage.count(view.params, parts).items():
         assert torch.equal(counts[name].expand(count.shape), count.int()), name
     expected = [coverage.energy(part.extract(view.params)) for part in parts]
@@ -219,7 +226,7 @@ def test_a_run_plans_every_round_for_its_actual_cohort(tolerate):
         clients=20, active=8, rounds=3, epochs=1,
     )  # fmt: skip
     setup = prepare(experiment, Machine(device="cpu").resolved())
-    state = first_state(setup)
+    state = initial_state(setup)
     for _ in range(3):
         state, report = run_round(setup, state)
         assert report.metrics["gamma_round"] >= tolerate + 1

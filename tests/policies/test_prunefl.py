@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedcover.errors import InvalidValue
-from fedcover.policies.prunefl import Greedy, prunefl, reconfigured
+from fedcover.policies.prunefl import Reconfiguration, prunefl, reconfigure
 from fedcover.server.round import cohort_of, run_round, view_of
 from tests.helpers import twins
 from tests.helpers.worlds import same, world
@@ -64,14 +64,14 @@ def test_the_greedy_choice_equals_its_definition(model, seed, share):
     view, kept = random_view(seed, model)
     sizes = {name: view.params[name].numel() for name in view.prunable}
     for overhead, traffic, budget in [(0.1, 6.0, 10**6), (2.0, 0.0, 10**6), (0.1, 6.0, sum(sizes.values()) * 6 // 10)]:
-        greedy = Greedy(share, overhead, traffic, budget)
-        same(reconfigured(view, kept, greedy), by_definition(view, kept, greedy))
+        greedy = Reconfiguration(share, overhead, traffic, budget)
+        same(reconfigure(view, kept, greedy), by_definition(view, kept, greedy))
 
 
 def test_the_greedy_choice_takes_some_and_leaves_some():
     """Both kinds of candidates: kept ones that go, pruned ones that return. Else the comparison would be empty."""
     view, kept = random_view(1)
-    new = reconfigured(view, kept, Greedy(0.3, 0.1, 6.0, 10**6))
+    new = reconfigure(view, kept, Reconfiguration(0.3, 0.1, 6.0, 10**6))
     gone = sum(int((kept[name] & ~new[name]).sum()) for name in kept)
     came = sum(int((~kept[name] & new[name]).sum()) for name in kept)
     stayed_out = sum(int((~kept[name] & ~new[name]).sum()) for name in kept)
@@ -83,8 +83,8 @@ def test_weights_that_are_multiplied_more_often_must_be_worth_more():
     even = {**view.measured["squared_gradient"], **{n: torch.ones_like(view.params[n]) for n in view.prunable}}
     view = replace(view, measured={"squared_gradient": even})
     assert view.uses["conv2.weight"] > view.uses["hidden.weight"]
-    greedy = Greedy(1.0, 0.1, 0.0, view.params["hidden.weight"].numel())
-    new = reconfigured(view, kept, greedy)
+    greedy = Reconfiguration(1.0, 0.1, 0.0, view.params["hidden.weight"].numel())
+    new = reconfigure(view, kept, greedy)
     assert new["hidden.weight"].all()
     assert not new["conv2.weight"].any()
 
@@ -124,7 +124,7 @@ def test_the_mask_is_common_and_changes_only_when_it_is_due():
         assert sum(int(bits.sum()) for bits in masks[-1].values()) <= budget
         if state.round in (2, 4, 6):
             share = 0.3 * 0.5 ** (state.round / 10_000)
-            same(masks[-1], by_definition(view, masks[-2], Greedy(share, 0.1, 6.0, budget)))
+            same(masks[-1], by_definition(view, masks[-2], Reconfiguration(share, 0.1, 6.0, budget)))
         state, report = run_round(setup, state)
         for name, bits in masks[-1].items():
             assert not state.params[name][~bits].any()
@@ -145,7 +145,7 @@ def test_the_share_of_candidates_is_halved_every_half_life_after_the_initial_rou
     options = {"every": 2, "initial": initial, "share": 0.8, "half_life": 2.0}
     mask = next(part for part in prunefl(view, **options) if part is not None)
     budget = sum(view.params[name].numel() for name in view.prunable)
-    same(mask.bits, by_definition(view, kept, Greedy(share, 0.1, 6.0, budget)))
+    same(mask.bits, by_definition(view, kept, Reconfiguration(share, 0.1, 6.0, budget)))
 
 
 def by_hand(squares, kept, share, budget, uses=None):
@@ -154,7 +154,7 @@ def by_hand(squares, kept, share, budget, uses=None):
     params = {"w": torch.tensor([4.0, 3.0, 2.0, 1.0])}
     measured = {"squared_gradient": {"w": torch.tensor(squares)}}
     view = replace(view, params=params, prunable=("w",), measured=measured, uses=uses or {})
-    chosen = reconfigured(view, {"w": torch.tensor(kept)}, Greedy(share, 0.25, 1.0, budget))
+    chosen = reconfigure(view, {"w": torch.tensor(kept)}, Reconfiguration(share, 0.25, 1.0, budget))
     return chosen["w"].int().tolist()
 
 

@@ -8,7 +8,7 @@ import torch
 
 from fedcover.errors import InvalidValue
 from fedcover.policies import POLICIES
-from fedcover.policies.base import check_parts
+from fedcover.policies.base import check_reductions
 from fedcover.submodels.reductions import Slices
 from fedcover.types import Client, Coverage, Cut, Params, UnitGroup, View
 
@@ -193,22 +193,22 @@ def kept_units(view: View, hidden: object, following: object = (0,)) -> Slices:
 def test_units_must_be_numbers_in_order_each_once(units):
     view = view_at(0, 1.0)
     with pytest.raises(InvalidValue, match=r"in group 'hidden' no units in order, of 0\.\.4"):
-        check_parts(view, [kept_units(view, units)])
-    check_parts(view, [kept_units(view, [0, 1, 4])])
+        check_reductions(view, [kept_units(view, units)])
+    check_reductions(view, [kept_units(view, [0, 1, 4])])
 
 
 def test_parts_behind_a_client_that_sits_out_are_checked_too():
     view = view_at(0, 1.0, 0.5)
     with pytest.raises(InvalidValue, match=r"policy gives client 1 more than its capacity of 0\.5 holds"):
-        check_parts(view, [None, kept_units(view, [0, 1, 2])])
+        check_reductions(view, [None, kept_units(view, [0, 1, 2])])
 
 
 def test_units_that_stand_on_each_other_are_the_first():
     nested = replace(HIDDEN, nested=True)
     view = replace(view_at(0, 1.0), groups=(nested, NEXT))
-    check_parts(view, [kept_units(view, [0, 1, 2])])
+    check_reductions(view, [kept_units(view, [0, 1, 2])])
     with pytest.raises(InvalidValue, match="units of 'hidden', which stand on each other"):
-        check_parts(view, [kept_units(view, [0, 1, 3])])
+        check_reductions(view, [kept_units(view, [0, 1, 3])])
 
 
 def test_quarters_of_a_small_group_are_at_least_one_unit():

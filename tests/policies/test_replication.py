@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from benchmarks.coverage.candidates import doubled, twins
+from benchmarks.coverage.candidates import copy_first_half, twins
 from benchmarks.coverage.cells import CIFAR, SHARED
 from torch import nn
 
@@ -12,10 +12,10 @@ import fedcover as fc
 from fedcover.analysis.plan_report import fleet_view
 from fedcover.errors import InvalidValue
 from fedcover.policies import POLICIES
-from fedcover.policies.replication import copying, number
-from fedcover.runs.setup import Machine, Parts, prepare
+from fedcover.policies.replication import copy_transform, num_copies
+from fedcover.runs.setup import Machine, Overrides, prepare
 from fedcover.server.evaluation import evaluate
-from fedcover.server.round import cohort_of, first_state, view_of
+from fedcover.server.round import cohort_of, initial_state, view_of
 from fedcover.submodels import coverage
 from fedcover.submodels.reductions import windows
 from fedcover.training.engines import ENGINES
@@ -43,10 +43,10 @@ def test_what_is_shipped_is_what_won_the_trial():
         wanted = (POLICIES[policy] if isinstance(policy, str) else policy)(view)
         for mine, theirs in zip(POLICIES["planned"](replace(view, round=round)), wanted, strict=True):
             same(mine.kept, theirs.kept)
-    assert [copying(replace(view, round=round)) is None for round in (0, 59, 61, 99)] == [True] * 4
+    assert [copy_transform(replace(view, round=round)) is None for round in (0, 59, 61, 99)] == [True] * 4
     setup = prepare(experiment(dataset="synthetic", model="wide_resnet(depth=28, widen=2)"), Machine().resolved())
-    state = first_state(setup)
-    same(copying(replace(view, round=60))(state.params), doubled(view.groups, state).params)
+    state = initial_state(setup)
+    same(copy_transform(replace(view, round=60))(state.params), copy_first_half(view.groups, state).params)
 
 
 @pytest.mark.parametrize(
@@ -64,14 +64,14 @@ def test_what_is_shipped_is_what_won_the_trial():
 def test_as_many_copies_as_fit_where_groups_meet(changes, copies):
     described = experiment(**{"dataset": "cifar10", **changes})
     view = fleet_view(described)
-    assert number(view) == 1  # nothing is known of how long it will run
+    assert num_copies(view) == 1  # nothing is known of how long it will run
     view = replace(view, rounds=10, round=6)
-    assert number(view) == copies
+    assert num_copies(view) == copies
     parts = POLICIES["planned"](view)
     for part, small in zip(parts, POLICIES["prefix"](view), strict=True):
         sizes = small.sizes(view.params)
         assert part.sizes(view.params) == sizes or copies == 1
-    assert (copying(view) is None) == (copies == 1)
+    assert (copy_transform(view) is None) == (copies == 1)
 
 
 @pytest.mark.parametrize("wish", ["planned(copies=false)", "planned(gamma=1)", "planned(tolerate=1)"])
@@ -176,7 +176,7 @@ def test_no_copies_where_they_would_meet_in_a_stream_that_is_never_cut():
     data = "synthetic(shape=(12,), classes=5, samples=20, test_size=40)"
     for model, copied in ((Stream(), False), (plain, True)):
         setup = fc.run(experiment(dataset=data, fleet="1x0.5", rounds=1), model=model).setup
-        view = view_of(setup, replace(first_state(setup), round=1), cohort_of(setup, 1))
+        view = view_of(setup, replace(initial_state(setup), round=1), cohort_of(setup, 1))
         assert (setup.growth(view) is not None) == copied
 
 
@@ -208,10 +208,10 @@ class WithShortcut(nn.Module):
 def test_what_every_copy_shares_is_there_once():
     """A device's part is what it was before the copying, however its classifier mixes cut and uncut inputs."""
     fields = {"dataset": "digits", "model": "mlp", "rounds": 10}
-    setup = prepare(experiment(**fields), Machine().resolved(), parts=Parts(model=WithShortcut()))
-    state = replace(first_state(setup), round=6)
+    setup = prepare(experiment(**fields), Machine().resolved(), parts=Overrides(model=WithShortcut()))
+    state = replace(initial_state(setup), round=6)
     view = view_of(setup, state, cohort_of(setup, 6))
-    after = copying(view)(state.params)
+    after = copy_transform(view)(state.params)
     assert torch.equal(after["head.weight"][:, 16:], state.params["head.weight"][:, 16:])
     [mine] = [part for part, client in zip(setup.policy(view), view.cohort, strict=True) if client.slot == 0]
     same(mine.extract(after), windows(view.groups, 0.5).extract(state.params))

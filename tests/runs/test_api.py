@@ -16,12 +16,12 @@ from torch import nn
 import fedcover as fc
 from fedcover.errors import InvalidValue, RunError
 from fedcover.runs import checkpoints
-from fedcover.runs.checkpoints import fetched, found
+from fedcover.runs.checkpoints import copy_to_cpu, found
 from fedcover.runs.export import export
 from fedcover.runs.run_folder import Folder
-from fedcover.runs.session import Course
-from fedcover.server.round import Report, run_round
-from fedcover.tensors import flat
+from fedcover.runs.session import RunSession
+from fedcover.server.round import RoundReport, run_round
+from fedcover.tensors import flatten
 from tests.helpers.runs import RESNET, assert_same_end, figures, last_checkpoint, tiny
 from tests.helpers.worlds import same, world
 
@@ -79,10 +79,12 @@ def test_the_figures_of_a_run_in_a_folder_are_not_kept_in_memory_too(tmp_path):
     """Of many clients over many rounds they would be much."""
     before = fc.run(tiny(rounds=1), tmp_path / "run", machine=fc.Machine("sequential", "cpu"))
     with Folder(tmp_path / "run").opened() as folder:
-        course = Course(tiny(), before.setup, before.state, before.metrics, folder)
+        course = RunSession(tiny(), before.setup, before.state, before.metrics, folder)
         next_line = {**before.metrics[0], "round": 1, "accuracy": 0.5}
-        course.take(replace(before.state, round=2), Report(1, {k: v for k, v in next_line.items() if k != "round"}))
-        assert course.remembered == []
+        course.record_round(
+            replace(before.state, round=2), RoundReport(1, {k: v for k, v in next_line.items() if k != "round"})
+        )
+        assert course.metrics_in_memory == []
         assert course.metrics == [*before.metrics, next_line]
 
 
@@ -201,8 +203,8 @@ def test_what_was_fetched_of_a_state_before_is_used_again_and_nothing_else():
     setup, start = world("mlp", policy="rolling")
     first, _ = run_round(setup, start)
     second, _ = run_round(setup, first)
-    before, alone = copy.deepcopy(fetched(first)), fetched(second)
-    again = fetched(second, (first, before))
+    before, alone = copy.deepcopy(copy_to_cpu(first)), copy_to_cpu(second)
+    again = copy_to_cpu(second, (first, before))
     assert again.round == 2
     same(again.params, alone.params)
     same(again.coverage.ever, alone.coverage.ever)
@@ -223,7 +225,7 @@ def test_all_that_a_state_holds_is_read_again(tmp_path):
     checkpoints.save(tmp_path, whole, "an experiment")
     again, complaints = checkpoints.newest(tmp_path, "an experiment", "cpu")
     assert not complaints
-    for there in (again, fetched(whole)):
+    for there in (again, copy_to_cpu(whole)):
         assert there.round == 7
         same(there.params, whole.params)
         same(there.coverage.ever, whole.coverage.ever)
@@ -291,7 +293,7 @@ def test_only_what_is_half_written_is_swept_away(tmp_path):
     kept = [".hidden.txt", ".git.1", "a.json", "round-000001.safetensors.12", ".a.json.x"]
     for name in [*kept, ".round-000001.0a.safetensors.12", ".a.json.7", ".a.jsonl.77", ".a.toml.1"]:
         (tmp_path / name).touch()
-    checkpoints.sweep(tmp_path)
+    checkpoints.remove_leftovers(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
 
 
@@ -437,7 +439,7 @@ def test_replay_repeats_a_kept_round_exactly(tmp_path, fields):
         kept = next(file for file in found(tmp_path / "run" / "kept") if file.round == round + 1)
         stored = safetensors.torch.load_file(kept.path)
         assert_equal({f"params/{name}": t for name, t in state.params.items()}, _part(stored, "params/"))
-        assert torch.equal(flat(state.coverage.ever), stored["ever"])
+        assert torch.equal(flatten(state.coverage.ever), stored["ever"])
 
 
 def replace_rounds(experiment: fc.Experiment, rounds: tuple[int, ...]) -> fc.Experiment:

@@ -13,7 +13,7 @@ from fedcover.data.datasets import load
 from fedcover.errors import InvalidValue
 from fedcover.models import Scaler
 from fedcover.runs.export import export
-from fedcover.runs.setup import Parts, prepare
+from fedcover.runs.setup import Overrides, prepare
 from fedcover.submodels.reductions import Masks, Slices, windows
 
 SMALL = {"clients": 20, "active": 4, "rounds": 1, "epochs": 1}
@@ -25,7 +25,7 @@ def net(*layers):
 
 
 def prepared(own=None, **fields):
-    return prepare(fc.Experiment(**SMALL, **fields), HERE.resolved(), parts=Parts(model=own))
+    return prepare(fc.Experiment(**SMALL, **fields), HERE.resolved(), parts=Overrides(model=own))
 
 
 # ── settings that a model or recipe knows nothing of ────────────────────────────────────────────────────

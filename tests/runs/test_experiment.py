@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fedcover.errors import InvalidValue
 from fedcover.runs.experiment import Experiment, parse_change, read_experiment
-from fedcover.training.recipes.label_masking import ABSENT
+from fedcover.training.recipes.label_masking import ABSENT_LABELS
 
 NAN, INF = float("nan"), float("inf")
 plain = st.characters(exclude_categories=["Cs"])
@@ -36,7 +36,7 @@ FIELDS = {
     "scaler": st.booleans(),
     "policy": st.sampled_from(["full", "rolling(spread=true)", "magnitude(scope='model')", "random"]),
     "recipe": st.sampled_from(["plain", "prox", "fjord"]),
-    "absent_labels": st.sampled_from(sorted(ABSENT)),
+    "absent_labels": st.sampled_from(sorted(ABSENT_LABELS)),
     "label_rows": st.booleans(),
     "rule": st.sampled_from(["coverage_mean", "trimmed_mean", "median"]),
     "weights": st.sampled_from(["uniform", "samples"]),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import fedcover as fc
-from fedcover.cli.live_view import look
+from fedcover.cli.live_view import read_run_view
 from fedcover.errors import RunError
 from fedcover.host import disk, locks
 from fedcover.paper import store
@@ -149,10 +149,10 @@ def sweep(folder):
 @pytest.mark.parametrize("go_on", [fc.resume, sweep])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_lock_that_is_no_file_is_refused(go_on, kind, folder, secret):
-    kind(folder / locks.NAME, secret)
+    kind(folder / locks.LOCK_NAME, secret)
     with pytest.raises(RunError, match=r"cannot write .*\.lock: it is"):
         go_on(folder)
-    assert not look(folder).running
+    assert not read_run_view(folder).running
 
 
 @pytest.mark.parametrize("inner", ["checkpoints", "kept"])
@@ -217,11 +217,11 @@ def test_an_exported_model_does_not_follow_a_link(format, folder, secret, tmp_pa
 
 def test_events_are_not_added_to_a_linked_file(folder, secret):
     pytest.importorskip("flwr")
-    from fedcover.flower.engine import Events
+    from fedcover.flower.engine import EventLog
 
     link(folder / "events.jsonl", secret)
     with pytest.raises(RunError, match=r"events\.jsonl cannot be read: it is a symbolic link"):
-        Events(folder / "events.jsonl").write(0, "answered", 1, 1)
+        EventLog(folder / "events.jsonl").write(0, "answered", 1, 1)
 
 
 def test_lines_are_not_added_to_what_is_no_file(tmp_path, secret):

@@ -15,9 +15,9 @@ from rich.console import Console
 
 import fedcover as fc
 from fedcover.analysis import history
-from fedcover.analysis.report.collect import gather
+from fedcover.analysis.report.collect import collect_runs
 from fedcover.analysis.report.page import page
-from fedcover.cli.live_view import frame, look
+from fedcover.cli.live_view import read_run_view, render
 from fedcover.errors import RunError
 from fedcover.runs.checkpoints import found
 from fedcover.runs.metrics_log import read_lines
@@ -93,12 +93,12 @@ def test_whatever_a_line_says_the_page_is_made(data, tmp_path):
         place = place["clients"][data.draw(st.sampled_from(sorted(place["clients"])))]
     place[data.draw(st.sampled_from([*place, "lost"]))] = data.draw(VALUES)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    gathered = gather([folder])
+    gathered = collect_runs([folder])
     assert page(gathered, "x")
-    history.as_csv(history.rows(gathered.records))
-    history.as_json(history.rows(gathered.records))
-    seen = look(folder)
-    Console(file=io.StringIO()).print(frame(seen))
+    history.as_csv(history.metric_rows(gathered.records))
+    history.as_json(history.metric_rows(gathered.records))
+    seen = read_run_view(folder)
+    Console(file=io.StringIO()).print(render(seen))
     json.dumps(seen.summary())
 
 
@@ -113,7 +113,7 @@ def test_a_number_that_no_run_can_have_counted_is_not_shown(figure, tmp_path):
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(f'{{"round": 5, {figure}}}\n')
     shown = io.StringIO()
-    Console(file=shown).print(frame(look(folder)))
+    Console(file=shown).print(render(read_run_view(folder)))
     assert "9" * 20 not in shown.getvalue()
 
 
@@ -150,10 +150,10 @@ def test_what_is_wrong_with_a_folder_is_said_without_what_a_terminal_obeys(hosti
 
 def test_nothing_that_a_spreadsheet_computes_is_written(hostile, fedcover):
     _, out, _ = fedcover("history", "--csv", hostile)
-    head, *rows = csv.reader(io.StringIO(out))
+    head, *metric_rows = csv.reader(io.StringIO(out))
     assert [cell for cell in head if cell.lstrip("'")[:1] in "=+-@"] == ["'@SUM(1)"]
-    assert {row[0] for row in rows} == {"'=1+1?]0;owned??[2J?"}
-    assert {row[head.index("?[2J")] for row in rows} == {"-2.5"}  # a number remains one
+    assert {row[0] for row in metric_rows} == {"'=1+1?]0;owned??[2J?"}
+    assert {row[head.index("?[2J")] for row in metric_rows} == {"-2.5"}  # a number remains one
 
 
 # ── nowhere to write ────────────────────────────────────────────────────────────────────────────────────

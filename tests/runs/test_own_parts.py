@@ -13,16 +13,16 @@ import fedcover as fc
 from fedcover.data.datasets import hold_out
 from fedcover.errors import InvalidValue, RunError, TrainingDiverged
 from fedcover.fleet import Fleet
-from fedcover.flower.nodes import Introduction, declared_fleet
-from fedcover.flower.payloads import bundle, unbundle
+from fedcover.flower.nodes import NodeInfo, declared_fleet
+from fedcover.flower.payloads import pack_arrays, unpack_arrays
 from fedcover.runs.export import export, load_part
 from fedcover.runs.run_folder import Folder
 from fedcover.runs.setup import prepare
-from fedcover.runs.sweep import varied
+from fedcover.runs.sweep import expand_choices
 from fedcover.server.evaluation import evaluate
-from fedcover.server.reply_validation import RawReply, ask, check, pack
-from fedcover.server.round import ask as rounds_ask
-from fedcover.server.round import first_state
+from fedcover.server.reply_validation import RawReply, pack_update, pending_task, validate_reply
+from fedcover.server.round import initial_state
+from fedcover.server.round import start_round as rounds_ask
 from fedcover.submodels.reductions import Masks
 from fedcover.types import Samples, Update
 
@@ -187,17 +187,17 @@ def test_a_private_round_is_not_run_again(tmp_path):
 
 
 def test_a_tiny_capacity_is_written_so_that_a_fleet_can_be_read():
-    nodes = [Introduction(1, 0, 2, 1.0, "1"), Introduction(2, 1, 2, 5e-05, "1")]
+    nodes = [NodeInfo(1, 0, 2, 1.0, "1"), NodeInfo(2, 1, 2, 5e-05, "1")]
     assert Fleet.parse(declared_fleet(nodes, 8, [1.0] * 8)).capacities == (1.0, 5e-05)
 
 
 def test_a_sweep_names_its_runs_however_long_the_settings_are():
     long = {"policy": ['planned(kind="pruning", gamma=1)', "prefix"], "model": ["mlp(hidden=[16, 16])", "cnn"],
             "partition": ["dirichlet(alpha=0.1)", "iid"]}  # fmt: skip
-    names = [e.name for e in varied(fc.Experiment(), long, seeds=2)]
+    names = [e.name for e in expand_choices(fc.Experiment(), long, seeds=2)]
     assert len(set(names)) == 16
     assert all(len(name) <= 100 and name[-7:] in ("-seed-0", "-seed-1") for name in names)
-    assert names == [e.name for e in varied(fc.Experiment(), long, seeds=2)]
+    assert names == [e.name for e in expand_choices(fc.Experiment(), long, seeds=2)]
 
 
 def test_a_process_of_a_sweep_that_is_killed_within_a_line_is_noticed(tmp_path, monkeypatch):
@@ -226,15 +226,15 @@ def test_a_client_cannot_widen_the_mask_of_all():
     """PruneFL's next mask is made of what clients say that they trained, which the server knows."""
     both = {"policy": "prunefl(every=2)", "recipe": "prunefl(every=2)", "model": "mlp(hidden=[16])"}
     setup = prepare(fc.Experiment(**{**SMALL, **both}), HERE.resolved())
-    state = first_state(setup)
+    state = initial_state(setup)
     [(client, part), *_] = rounds_ask(setup, state).work
     task, [update] = setup.task, setup.engine(setup.task, state, [(client, part)], 0.1)
 
     def answered(arrays):
-        asked = ask("nonce", task, state, client, part)
-        return check(RawReply("nonce", client.id, unbundle(bundle(arrays)), {"loss": 1.0}), asked)
+        asked = pending_task("nonce", task, state, client, part)
+        return validate_reply(RawReply("nonce", client.id, unpack_arrays(pack_arrays(arrays)), {"loss": 1.0}), asked)
 
-    honest = pack(update)
+    honest = pack_update(update)
     assert isinstance(answered(honest), Update)
     lies = [name for name in honest if name.startswith("measured/trained_in")]
     assert lies

@@ -10,7 +10,7 @@ import fedcover as fc
 from fedcover import cli
 from fedcover.runs.experiment import parse_change, read_experiment
 from fedcover.runs.presets import PRESETS, SYSTEM
-from fedcover.runs.sweep import varied
+from fedcover.runs.sweep import expand_choices
 from tests.helpers.documents import COMMANDS
 
 SMALL = {"clients": 10, "active": 2, "rounds": 1, "epochs": 1, "batch_size": 64, "fleet": "1x1.0 + 1x0.5"}
@@ -70,7 +70,7 @@ def test_a_preset_on_the_command_line_takes_the_place_of_what_the_file_says(tmp_
 
 
 def test_presets_can_be_varied():
-    runs = varied(fc.Experiment(rounds=3), {"preset": ["fedrolex", "fjord"]}, seeds=1)
+    runs = expand_choices(fc.Experiment(rounds=3), {"preset": ["fedrolex", "fjord"]}, seeds=1)
     assert [(e.name, e.policy, e.rounds) for e in runs] == [
         ("run-preset-fedrolex-seed-0", "rolling", 3),
         ("run-preset-fjord-seed-0", "prefix", 3),

@@ -11,8 +11,8 @@ import fedcover as fc
 from fedcover.cli.variations import choices_of
 from fedcover.errors import FedcoverError, InvalidValue
 from fedcover.runs.api import load
-from fedcover.runs.sweep import MPS, QUEUES, processes_for, sharing_a_gpu, sweep, varied
-from fedcover.training.engines.runners import plainly
+from fedcover.runs.sweep import MPS, QUEUES, choose_num_processes, expand_choices, mps_environment, sweep
+from fedcover.training.engines.runners import eager_backend
 
 BASE = {"clients": 20, "active": 4, "rounds": 3, "epochs": 1, "model": "mlp(hidden=[8])", "assignment": "slot"}
 FIGURES = ("accuracy", "loss", "train_loss", "gamma_round", "histogram", "delta2_mean")
@@ -27,7 +27,7 @@ def alike(left, right):
 
 def settings(**fields):
     base = fc.Experiment(**BASE, fleet="1x1 + 1x0.5", checkpoint_every=10, **fields)
-    return varied(base, {"policy": ["prefix", "magnitude"], "lr": [0.05, 0.01]}, seeds=2)
+    return expand_choices(base, {"policy": ["prefix", "magnitude"], "lr": [0.05, 0.01]}, seeds=2)
 
 
 CREWS = fc.Machine(engine="batched")
@@ -36,7 +36,7 @@ CREWS = fc.Machine(engine="batched")
 @pytest.fixture
 def uncompiled(monkeypatch):
     """What is compiled is tested elsewhere, and takes long."""
-    monkeypatch.setattr(import_module("fedcover.training.engines.batched"), "compiled", plainly)
+    monkeypatch.setattr(import_module("fedcover.training.engines.batched"), "inductor_backend", eager_backend)
 
 
 @pytest.mark.parametrize("partition", ["iid", "dirichlet(alpha=0.3)"])
@@ -66,7 +66,7 @@ def shuffled(shape, classes, norm):
 
 def test_a_run_never_trains_with_the_module_of_another(uncompiled):
     base = fc.Experiment(**{**BASE, "model": "tests.runs.test_sweep:shuffled"}, policy="full", fleet="1x1")
-    for run in sweep(varied(base, {}, seeds=3), machine=CREWS):
+    for run in sweep(expand_choices(base, {}, seeds=3), machine=CREWS):
         alike(run.metrics, fc.run(run.experiment, machine=fc.Machine(engine="sequential")).metrics)
 
 
@@ -74,14 +74,14 @@ def test_crews_reach_over_runs(monkeypatch, uncompiled):
     sizes = []
     from fedcover.training.engines import buffers
 
-    load_crew = buffers.Lane.load
+    load_crew = buffers.StepBuffers.load
 
     def counting(self, clients):
         sizes.append(len(clients))
         load_crew(self, clients)
 
-    monkeypatch.setattr(buffers.Lane, "load", counting)
-    list(sweep(varied(fc.Experiment(**BASE, policy="full", fleet="1x1"), {}, seeds=5), machine=CREWS))
+    monkeypatch.setattr(buffers.StepBuffers, "load", counting)
+    list(sweep(expand_choices(fc.Experiment(**BASE, policy="full", fleet="1x1"), {}, seeds=5), machine=CREWS))
     assert max(sizes) >= 10  # five runs of four clients, of which not all have equally many rows
 
 
@@ -100,7 +100,7 @@ def test_runs_of_different_length_and_models_go_side_by_side():
 @pytest.mark.parametrize("partition", ["iid", "dirichlet(alpha=0.3)"])
 def test_one_run_that_diverges_leaves_the_others_alone(partition, uncompiled):
     base = fc.Experiment(**BASE, policy="full", fleet="1x1", partition=partition)
-    found = list(sweep(varied(base, {"lr": [0.05, 1e30]}, seeds=1), machine=CREWS))
+    found = list(sweep(expand_choices(base, {"lr": [0.05, 1e30]}, seeds=1), machine=CREWS))
     said = {run.experiment.lr: run.diverged for run in found}
     assert said[0.05] == ""
     assert "diverged" in said[1e30]
@@ -109,7 +109,7 @@ def test_one_run_that_diverges_leaves_the_others_alone(partition, uncompiled):
 
 def test_what_cannot_run_together_runs_alone(uncompiled):
     base = fc.Experiment(**{**BASE, "model": "mlp(hidden=[8], dropout=0.5)"}, policy="full", fleet="1x1")
-    for run in sweep(varied(base, {}, seeds=2), machine=CREWS):
+    for run in sweep(expand_choices(base, {}, seeds=2), machine=CREWS):
         alike(run.metrics, fc.run(run.experiment, machine=fc.Machine(engine="sequential")).metrics)
 
 
@@ -176,7 +176,7 @@ def test_runs_of_another_precision_are_refused(tmp_path):
 )
 def test_runs_that_would_meet_in_one_folder_are_refused(choices, message):
     with pytest.raises(InvalidValue, match=message):
-        varied(fc.Experiment(), choices, seeds=1)
+        expand_choices(fc.Experiment(), choices, seeds=1)
 
 
 @pytest.mark.parametrize(
@@ -199,10 +199,10 @@ def test_what_is_varied_as_it_is_typed(text, choices):
 def test_fields_that_are_tied_are_not_combined():
     base = fc.Experiment(**{**BASE, "name": "t"}, fleet="1x1 + 1x0.5")
     choices = choices_of(["policy=prefix,norm=batch|policy=rolling,norm=group", "lr=0.1|0.2"])
-    assert [(e.policy, e.norm, e.lr) for e in varied(base, choices, seeds=1)] == [
+    assert [(e.policy, e.norm, e.lr) for e in expand_choices(base, choices, seeds=1)] == [
         ("prefix", "batch", 0.1), ("prefix", "batch", 0.2), ("rolling", "group", 0.1), ("rolling", "group", 0.2)
     ]  # fmt: skip
-    assert varied(base, choices, seeds=1)[0].name == "t-policy-prefix-norm-batch-lr-0.1-seed-0"
+    assert expand_choices(base, choices, seeds=1)[0].name == "t-policy-prefix-norm-batch-lr-0.1-seed-0"
 
 
 @pytest.mark.parametrize(
@@ -218,12 +218,12 @@ def test_fields_that_are_tied_are_not_combined():
 )
 def test_what_cannot_be_varied_is_refused(texts, message):
     with pytest.raises(InvalidValue, match=message):
-        varied(fc.Experiment(), choices_of(texts), seeds=1)
+        expand_choices(fc.Experiment(), choices_of(texts), seeds=1)
 
 
 def test_seeds_must_be_some():
     with pytest.raises(InvalidValue, match="seeds must be at least 1; got 0"):
-        varied(fc.Experiment(), {}, seeds=0)
+        expand_choices(fc.Experiment(), {}, seeds=0)
 
 
 TWO = fc.Machine(processes=2)
@@ -266,10 +266,10 @@ def test_what_goes_wrong_in_a_process_is_said_here():
 
 def test_few_rounds_are_not_worth_processes():
     auto = fc.Machine(processes="auto").resolved()
-    assert processes_for(settings(), auto) == 1
+    assert choose_num_processes(settings(), auto) == 1
     long = [e.model_copy(update={"rounds": 1000}) for e in settings()]
-    assert 1 <= processes_for(long, auto) <= len(long)
-    assert processes_for(long[:1], auto) == 1
+    assert 1 <= choose_num_processes(long, auto) <= len(long)
+    assert choose_num_processes(long[:1], auto) == 1
 
 
 @pytest.mark.parametrize(("processes", "queues"), [(2, "32"), (8, "8"), (100, "2")])
@@ -279,15 +279,15 @@ def test_processes_that_share_a_gpu_share_its_queues(processes, queues, tmp_path
     server.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     monkeypatch.delenv(QUEUES, raising=False)
-    with sharing_a_gpu(processes) as environment:
+    with mps_environment(processes) as environment:
         assert environment[QUEUES] == queues
     monkeypatch.setenv(QUEUES, "5")
-    with sharing_a_gpu(processes) as environment:
+    with mps_environment(processes) as environment:
         assert environment[QUEUES] == "5"  # who has asked is not overruled
 
 
 def test_without_a_server_processes_get_no_other_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with sharing_a_gpu(8) as environment:
+    with mps_environment(8) as environment:
         assert QUEUES not in environment
         assert "CUDA_MPS_PIPE_DIRECTORY" not in environment

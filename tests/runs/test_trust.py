@@ -12,9 +12,9 @@ import safetensors.torch
 import torch
 
 import fedcover as fc
-from fedcover.cli.live_view import look
+from fedcover.cli.live_view import read_run_view
 from fedcover.errors import RunError
-from fedcover.registry import ARGUMENTS
+from fedcover.registry import POSITIONAL_ARGUMENTS
 from fedcover.runs import trust
 from fedcover.runs.export import export
 from tests.helpers.command_line import changed, refused
@@ -36,7 +36,7 @@ NAMED = "would have 'theirs:policy' imported and called as its policy: if you tr
 @pytest.fixture(autouse=True)
 def nothing_was_named_yet(monkeypatch):
     """As in a process that has just begun."""
-    monkeypatch.setattr(trust, "_chosen", set())
+    monkeypatch.setattr(trust, "_trusted", set())
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def theirs(tmp_path, monkeypatch):
 def forget(place, monkeypatch):
     """Let nothing be imported or named in this process."""
     (place / "imported").unlink(missing_ok=True)
-    monkeypatch.setattr(trust, "_chosen", set())
+    monkeypatch.setattr(trust, "_trusted", set())
     monkeypatch.delitem(sys.modules, "theirs", raising=False)
 
 
@@ -80,7 +80,7 @@ def test_what_a_folder_names_is_called_only_if_it_is_trusted(build, theirs):
     assert was_imported(theirs)
 
 
-@pytest.mark.parametrize("field", ARGUMENTS)
+@pytest.mark.parametrize("field", POSITIONAL_ARGUMENTS)
 def test_no_field_of_a_folder_names_what_is_called(field, tmp_path):
     fc.run(tiny(rounds=1), tmp_path / "run")
     path = tmp_path / "run" / "experiment.toml"
@@ -108,7 +108,7 @@ def test_a_sweep_does_not_import_what_another_run_in_its_place_names(tmp_path, t
 
 
 def test_the_same_function_with_other_options_is_another_call(tmp_path, theirs):
-    trust.choose({"policy": "theirs:policy(spread=true)"})
+    trust.trust_fields({"policy": "theirs:policy(spread=true)"})
     with pytest.raises(RunError, match="'theirs:policy' imported"):
         fc.load(theirs)
 
@@ -143,9 +143,9 @@ def test_looking_imports_nothing(words, theirs, fedcover, monkeypatch):
 def test_what_a_command_says_of_a_folder_from_elsewhere_does_not_trust_it(theirs):
     """Who copies what is shown must not be led to call it."""
     (theirs / "summary.json").unlink()
-    assert "--trust" not in look(theirs).going_on
+    assert "--trust" not in read_run_view(theirs).resume_hint
     tiny(policy="theirs:policy")
-    assert look(theirs).going_on == f"'fedcover resume {theirs} --trust'"
+    assert read_run_view(theirs).resume_hint == f"'fedcover resume {theirs} --trust'"
 
 
 def test_who_is_stopped_is_told_the_whole_command(theirs, fedcover, monkeypatch, tmp_path):
@@ -211,7 +211,7 @@ def test_a_recipe_of_one_s_own_is_not_called_either(part):
         fc.load_part(part)
 
 
-@pytest.mark.parametrize("field", sorted(ARGUMENTS.keys() - {"model", "recipe"}))
+@pytest.mark.parametrize("field", sorted(POSITIONAL_ARGUMENTS.keys() - {"model", "recipe"}))
 def test_what_a_model_does_not_need_is_not_looked_at(field, part):
     """A device that runs the model needs no policy; so it is not asked for a module that it has not."""
     wanted = fc.load_part(part)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fedcover.errors import InvalidValue
 from fedcover.fleet import drops_out
-from fedcover.server.aggregation import SERVERS, Covered, coverage_mean, median, server_none, trimmed_mean
+from fedcover.server.aggregation import SERVERS, AggregatedTensor, coverage_mean, median, server_none, trimmed_mean
 from fedcover.server.round import cohort_of, run_round
 from fedcover.submodels.reductions import Masks, windows
 from fedcover.training.local_sgd import train_client
@@ -231,7 +231,7 @@ def test_wrong_server_options_are_refused(name, wrong):
 @pytest.mark.parametrize(("name", "right"), [("momentum", {"beta": 0}), ("adam", {"beta1": 0}), ("adam", {"beta2": 0})])
 def test_a_server_optimiser_may_forget_at_once(name, right):
     old, new = torch.zeros(3), torch.ones(3)
-    moved, _ = SERVERS[name](**right)(Covered(old, new, torch.tensor([True, True, False])), {})
+    moved, _ = SERVERS[name](**right)(AggregatedTensor(old, new, torch.tensor([True, True, False])), {})
     assert (moved[:2] > 0).all()
     assert moved[2] == new[2]
 

@@ -9,9 +9,9 @@ import torch
 from fedcover.models.norms import calibrate
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.setup import Machine, prepare
-from fedcover.server.evaluation import WHOLE, evaluate, local_accuracy, logits, ready, score
-from fedcover.server.round import cohort_of, first_state, view_of
-from fedcover.submodels.build import fill, submodel
+from fedcover.server.evaluation import FULL_REDUCTION, eval_model, evaluate, local_accuracy, logits, score
+from fedcover.server.round import cohort_of, initial_state, view_of
+from fedcover.submodels.build import load_tensors, submodel
 from fedcover.submodels.reductions import windows
 from fedcover.types import Samples
 
@@ -38,7 +38,7 @@ def uneven(model="mlp(hidden=[8])", **fields):
         "policy": "prefix", "clients": 6, "active": 6, "epochs": 1, "lr": 0.1, "rounds": 1, "calibration": 50,
     }  # fmt: skip
     setup = prepare(Experiment(**{**defaults, **fields}), Machine(device="cpu").resolved())
-    return setup, first_state(setup)
+    return setup, initial_state(setup)
 
 
 def updates_of(setup, state):
@@ -53,7 +53,7 @@ def slow_local_accuracy(setup, state, updates, *, as_trained):
     for update in updates:
         part = submodel(setup.task.model.module, update.sent, state.params)
         if as_trained:
-            fill(part, update.params)
+            load_tensors(part, update.params)
         calibrate(part, setup.task.source.calibration)
         answers = part(test.x).argmax(1).tolist()
         truth = test.y.tolist()
@@ -115,4 +115,4 @@ def test_evaluation_reads_the_state_and_changes_nothing():
     assert evaluate(setup.task, other, few).loss != found.loss
     assert all(torch.equal(t, before[name]) for name, t in state.params.items())
     assert all(torch.equal(t, module[name]) for name, t in setup.task.model.module.state_dict().items())
-    assert not ready(setup.task, state, WHOLE, 1.0).training
+    assert not eval_model(setup.task, state, FULL_REDUCTION, 1.0).training

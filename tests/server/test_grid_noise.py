@@ -16,7 +16,7 @@ import torch
 import fedcover
 from fedcover.errors import InvalidValue
 from fedcover.server import grid_noise
-from fedcover.server.grid_noise import fresh_stream, keyed_stream, rounded_normal, trials, whole_parts
+from fedcover.server.grid_noise import accepted_trials, fresh_stream, keyed_stream, rounded_normal, whole_parts
 
 SOURCE = Path(fedcover.__file__).parent
 
@@ -173,7 +173,7 @@ def slow_trial(k_word, x_word, u_word, bits, spare):
 def test_floating_point_and_decimals_agree(bits, close):
     """With `close` at 2 decimals decide every trial; else floating point decides nearly all."""
     words = np.frombuffer(keyed_stream(bytes(range(32)))(8 * 3 * 700), np.uint64).reshape(3, 700)
-    fast = trials(words, bits, lambda size: bytes(size), close).tolist()
+    fast = accepted_trials(words, bits, lambda size: bytes(size), close).tolist()
     slow = [slow_trial(*map(int, column), bits, 0) for column in words.T]
     assert fast == [value for value in slow if value is not None]
 
@@ -202,7 +202,7 @@ def test_a_trial_on_the_boundary_is_decided_by_128_bits(off):
         x = (Decimal(2**62) + Decimal("0.5")) / 2**63
         edge = int((-x * x / 2).exp() * 2**128) + off
     words = np.array([[0], [2**63], [edge >> 64]], np.uint64)
-    kept = trials(words, 1, stream_of([edge & 2**64 - 1]))
+    kept = accepted_trials(words, 1, stream_of([edge & 2**64 - 1]))
     assert kept.tolist() == ([3] if off < 0 else [])
 
 

@@ -146,7 +146,7 @@ def test_evaluation_does_not_depend_on_the_test_batch(model, monkeypatch):
     test = setup.task.source.test
     order = torch.randperm(len(test), generator=torch.Generator().manual_seed(1))
     whole = evaluate(setup.task, state, test)
-    monkeypatch.setattr("fedcover.server.evaluation.BATCH", {"cpu": 7})
+    monkeypatch.setattr("fedcover.server.evaluation.EVAL_BATCH_SIZE", {"cpu": 7})
     shuffled = evaluate(setup.task, state, Samples(test.x[order], test.y[order]))
     assert shuffled.accuracy == whole.accuracy
     assert shuffled.loss == pytest.approx(whole.loss, rel=1e-10)

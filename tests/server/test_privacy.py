@@ -18,12 +18,12 @@ import fedcover as fc
 from fedcover.errors import InvalidValue, RunError
 from fedcover.runs.checkpoints import found, read
 from fedcover.runs.experiment import read_experiment
-from fedcover.server.aggregation import change, coverage_mean, length, shortened
+from fedcover.server.aggregation import change, clip_update, coverage_mean, global_norm
 from fedcover.server.grid_noise import keyed_stream
-from fedcover.server.privacy import Gaussian, Grid, gaussian, most_turns, private_mean
+from fedcover.server.privacy import Gaussian, NoiseGrid, gaussian, most_turns, private_mean
 from fedcover.server.round import aggregate, cohort_of, run_round, view_of
 from fedcover.submodels.coverage import count
-from fedcover.submodels.reductions import Masks, Within
+from fedcover.submodels.reductions import Masks, TrainedSubset
 from fedcover.training.local_sgd import train_client
 from tests.helpers.worlds import same, world
 
@@ -48,8 +48,8 @@ vectors = st.lists(st.tuples(st.floats(-50, 50), st.floats(-50, 50), st.booleans
 def test_an_update_is_shortened_on_its_own_entries(entries, limit, own):
     old, new, held = (torch.tensor(column, dtype=torch.float64) for column in zip(*entries, strict=True))
     bits = {"w": held.bool()}
-    trained = Within(Masks({}), bits) if own else Masks(bits)
-    before, after = {"w": old}, shortened({"w": old}, trained, {"w": new}, limit)
+    trained = TrainedSubset(Masks({}), bits) if own else Masks(bits)
+    before, after = {"w": old}, clip_update({"w": old}, trained, {"w": new}, limit)
     moved = change(before, trained, after)["w"]
     wanted = torch.where(held.bool(), new - old, 0.0)
     far = float(wanted.norm())
@@ -74,7 +74,7 @@ def test_a_client_moves_the_model_by_at_most_the_limit(policy, rule):
     loud = [replace(updates[0], params={n: t + 100 for n, t in updates[0].params.items()})]
     after = aggregate(setup, state, loud)
     moved = {name: after.params[name] - state.params[name] for name in state.params}
-    assert length(moved) == pytest.approx(0.01)
+    assert global_norm(moved) == pytest.approx(0.01)
     outside = count(state.params, [updates[0].trained])
     assert all(bool((moved[n][outside[n] == 0] == 0).all()) for n in moved)
 
@@ -144,7 +144,7 @@ def test_but_for_the_noise_it_is_the_coverage_mean():
         private_mean(old, given, clip=1e3, noise=0.01, stream=keyed_stream(bytes(32))) for given in (parts, still)
     )
     wanted = coverage_mean(old, [(u.trained, u.params, 1.0) for u in updates])
-    same(difference(answer, quiet), difference(wanted, old), tolerance=len(updates) * Grid(1e3, 0.01).step)
+    same(difference(answer, quiet), difference(wanted, old), tolerance=len(updates) * NoiseGrid(1e3, 0.01).step)
 
 
 def test_sums_and_counts_are_whole_numbers_whatever_the_model_is_kept_in():
@@ -167,19 +167,19 @@ def test_the_whole_update_is_clipped_not_each_tensor(noise):
         private_mean(old, [(Masks({}), given)], clip=2.0, noise=noise, stream=keyed_stream(bytes(32)))
         for given in (loud, old)
     ]
-    assert length(difference(*means)) == pytest.approx(2.0, rel=1e-3)
-    steps = Grid(2.0, noise).steps(loud)
-    assert sum(int(tensor.square().sum()) for tensor in steps.values()) <= Grid(2.0, noise).reach
+    assert global_norm(difference(*means)) == pytest.approx(2.0, rel=1e-3)
+    steps = NoiseGrid(2.0, noise).steps(loud)
+    assert sum(int(tensor.square().sum()) for tensor in steps.values()) <= NoiseGrid(2.0, noise).max_square_sum
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.floats(-1e30, 1e30), min_size=1, max_size=6), st.floats(1e-30, 1e30), st.floats(0.01, 1e6))
 def test_no_rounding_makes_an_update_longer_than_the_limit(entries, clip, noise):
     """In whole numbers: the sum of squares is at most (C in steps)^2, and no step is lost on the way to the model."""
-    grid = Grid(clip, noise)
+    grid = NoiseGrid(clip, noise)
     steps = grid.steps({"w": torch.tensor(entries, dtype=torch.float64)})["w"].tolist()
-    assert sum(step**2 for step in steps) <= grid.reach <= (Fraction(2) ** grid.bits / Fraction(noise)) ** 2
-    assert 2**60 <= grid.reach <= 2**62
+    assert sum(step**2 for step in steps) <= grid.max_square_sum <= (Fraction(2) ** grid.bits / Fraction(noise)) ** 2
+    assert 2**60 <= grid.max_square_sum <= 2**62
     assert grid.step * 2.0**grid.bits == noise * clip
     if grid.step * 2**30 > math.hypot(*entries):
         there = torch.tensor(steps, dtype=torch.float64) * grid.step
@@ -187,14 +187,14 @@ def test_no_rounding_makes_an_update_longer_than_the_limit(entries, clip, noise)
 
 
 def test_an_update_of_one_number_is_shortened_to_the_limit_itself():
-    grid = Grid(1.0, 1.0)
+    grid = NoiseGrid(1.0, 1.0)
     assert grid.steps({"w": torch.tensor([-4.0])})["w"].tolist() == [-(2**31)]
-    assert grid.reach == 2**62
+    assert grid.max_square_sum == 2**62
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, 1e200])
 def test_an_update_without_a_length_counts_as_none(odd):
-    assert Grid(1.0, 1.0).steps({"w": torch.tensor([odd, 1.0], dtype=torch.float64)})["w"].tolist() == [0, 0]
+    assert NoiseGrid(1.0, 1.0).steps({"w": torch.tensor([odd, 1.0], dtype=torch.float64)})["w"].tolist() == [0, 0]
     old, loud = {"w": torch.zeros(2)}, {"w": torch.tensor([odd, 1.0], dtype=torch.float64)}
     means = [
         private_mean(old, [(Masks({}), part)], clip=1.0, noise=1.0, stream=keyed_stream(bytes(32)))

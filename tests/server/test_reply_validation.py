@@ -14,21 +14,21 @@ import numpy as np
 import pytest
 import torch
 
-from fedcover.server.npy_codec import NUMPY, RawArray, Refused, Wanted, as_array, read, shown
+from fedcover.server.npy_codec import NUMPY, ArraySpec, InvalidReply, RawArray, as_array, decode_array, safe_repr
 from fedcover.server.reply_validation import (
+    LATE_ROUNDS_KEPT,
     NORM_LIMIT,
-    REASONS,
-    REMEMBERED,
-    Ledger,
+    REJECTION_REASONS,
     RawReply,
     Rejection,
-    ask,
-    check,
-    pack,
+    TaskLedger,
+    pack_update,
+    pending_task,
+    validate_reply,
 )
 from fedcover.server.round import aggregate, cohort_of, view_of
 from fedcover.submodels.coverage import count
-from fedcover.submodels.reductions import Within
+from fedcover.submodels.reductions import TrainedSubset
 from fedcover.training.local_sgd import train_client
 from fedcover.types import Update
 from tests.helpers.repository import ROOT
@@ -56,7 +56,7 @@ def asked_and_trained(name, slot=-1):
     cohort = cohort_of(setup, state.round)
     client, reduction = cohort[slot], setup.policy(view_of(setup, state, cohort))[slot]
     update = train_client(setup.task, state, client, reduction, 0.1)
-    return setup, state, ask("00" * 16, setup.task, state, client, reduction), update
+    return setup, state, pending_task("00" * 16, setup.task, state, client, reduction), update
 
 
 def stored(array, **declared):
@@ -68,7 +68,7 @@ def stored(array, **declared):
 
 
 def honest(asked, update):
-    arrays = {name: stored(array) for name, array in pack(update).items()}
+    arrays = {name: stored(array) for name, array in pack_update(update).items()}
     return RawReply(asked.nonce, asked.client.id, arrays, {"loss": update.loss})
 
 
@@ -94,7 +94,7 @@ def changed(raw, name, value, place=0):
 @pytest.mark.parametrize("slot", [0, -1])
 def test_what_a_client_sends_is_what_arrives(name, slot):
     setup, state, asked, update = asked_and_trained(name, slot)
-    got = check(honest(asked, update), asked)
+    got = validate_reply(honest(asked, update), asked)
     assert isinstance(got, Update), got
     same(got.params, update.params)
     same(got.buffers, update.buffers)
@@ -168,7 +168,7 @@ def test_every_reason_has_its_reply(name):
     _, _, asked, update = asked_and_trained(name)
     for reason, replies in _hostile(honest(asked, update), asked).items():
         for raw in replies:
-            found = check(raw, asked)
+            found = validate_reply(raw, asked)
             assert isinstance(found, Rejection), (reason, raw)
             assert (found.reason, found.client) == (reason, asked.client.id), found
             assert found.detail.isprintable()
@@ -180,7 +180,7 @@ def test_bits_beyond_the_end_are_refused():
     name = next(n for n, t in asked.start.items() if t.numel() % 8)
     bits = np.zeros(asked.wanted[f"bits/{name}"].shape, np.uint8)
     bits[-1] = 1
-    found = check(with_array(honest(asked, update), f"bits/{name}", stored(bits)), asked)
+    found = validate_reply(with_array(honest(asked, update), f"bits/{name}", stored(bits)), asked)
     assert (found.reason, found.client) == ("mask malformed", asked.client.id)
 
 
@@ -190,10 +190,10 @@ def test_a_length_is_that_of_the_way_from_what_the_client_was_given():
     far = {name: torch.full_like(tensor, 9e5) for name, tensor in asked.params.items()}
     asked = replace(asked, params=far)
     still = honest(asked, replace(update, params=asked.start))
-    assert isinstance(check(still, asked), Update)
+    assert isinstance(validate_reply(still, asked), Update)
     name = first(still)
-    assert isinstance(check(changed(still, name, 9e5 + NORM_LIMIT), asked), Update)
-    assert check(changed(still, name, 9e5 + NORM_LIMIT + 1), asked).reason == "absurd norm"
+    assert isinstance(validate_reply(changed(still, name, 9e5 + NORM_LIMIT), asked), Update)
+    assert validate_reply(changed(still, name, 9e5 + NORM_LIMIT + 1), asked).reason == "absurd norm"
 
 
 @pytest.mark.parametrize("name", ["own bits", "own bits in masks"])
@@ -202,8 +202,8 @@ def test_what_a_client_says_it_trained_is_what_counts(name):
     _, state, asked, update = asked_and_trained(name)
     held, masks = asked.reduction.mask(state.params), asked.reduction.gradient_mask()
     chosen = {n: (torch.arange(t.numel()) % 3 == 0).view(t.shape) for n, t in asked.start.items()}
-    raw = honest(asked, replace(update, trained=Within(asked.reduction, chosen)))
-    same(check(raw, asked).trained.mask(state.params), {n: bits & held[n] for n, bits in chosen.items()})
+    raw = honest(asked, replace(update, trained=TrainedSubset(asked.reduction, chosen)))
+    same(validate_reply(raw, asked).trained.mask(state.params), {n: bits & held[n] for n, bits in chosen.items()})
     assert bool(masks) == (name == "own bits in masks")
 
 
@@ -211,7 +211,7 @@ def test_what_a_client_says_it_trained_is_what_counts(name):
 def test_what_a_recipe_measures_is_asked_for(which):
     setup, state, given, _ = asked_and_trained("slices")
     task = replace(setup.task, recipe=replace(setup.task.recipe, measures={"heat": which}))
-    asked = ask("a nonce", task, state, given.client, given.reduction, choosing=False)
+    asked = pending_task("a nonce", task, state, given.client, given.reduction, allow_bits=False)
     names = state.params if which == "all" else task.model.prunable
     kinds = {name: name.split("/")[0] for name in asked.wanted}
     assert {n for n, kind in kinds.items() if kind == "measured"} == {f"measured/heat/{n}" for n in names}
@@ -223,7 +223,7 @@ def test_the_largest_number_is_allowed():
     _, _, asked, update = asked_and_trained("slices")
     largest = float(np.finfo(np.float32).max)
     for loss in (largest, -largest, 0, 7):
-        assert check(replace(honest(asked, update), metrics={"loss": loss}), asked).loss == loss
+        assert validate_reply(replace(honest(asked, update), metrics={"loss": loss}), asked).loss == loss
 
 
 def test_a_rejection_says_what_is_wrong():
@@ -247,15 +247,15 @@ def test_a_rejection_says_what_is_wrong():
         "params moved by 1e+09; at most 1e+06 is believed": changed(raw, name, 1e9),
     }
     for detail, reply in wrong.items():
-        assert check(reply, asked).detail == detail
+        assert validate_reply(reply, asked).detail == detail
 
 
 def test_bytes_that_are_scattered_in_memory_are_refused():
     whole = stored(np.ones(3)).data
     twice = bytearray(2 * whole.nbytes)
     twice[::2] = whole
-    with pytest.raises(Refused, match=r"^damaged array: w is scattered in memory$"):
-        read("w", stored(np.ones(3), data=memoryview(twice)[::2]), Wanted((3,), "float64"))
+    with pytest.raises(InvalidReply, match=r"^damaged array: w is scattered in memory$"):
+        decode_array("w", stored(np.ones(3), data=memoryview(twice)[::2]), ArraySpec((3,), "float64"))
 
 
 @pytest.mark.parametrize(
@@ -274,36 +274,36 @@ def test_a_header_must_be_what_numpy_writes(old, new, reason):
     data = bytes(stored(np.ones(3)).data)
     assert old in data
     raw = stored(np.ones(3), data=data.replace(old, new, 1))
-    with pytest.raises(Refused, match=f"^{reason}: w ") if reason else contextlib.nullcontext():
-        read("w", raw, Wanted((3,), "float64"))
+    with pytest.raises(InvalidReply, match=f"^{reason}: w ") if reason else contextlib.nullcontext():
+        decode_array("w", raw, ArraySpec((3,), "float64"))
 
 
 def test_what_is_sent_is_in_the_order_of_c():
     """Whatever the order in memory: NumPy would say in the header that it is another one."""
     turned = torch.arange(6.0).view(2, 3).T
     assert as_array(turned).flags.c_contiguous
-    same({"w": read("w", stored(as_array(turned)), Wanted((3, 2), "float32"))}, {"w": turned})
+    same({"w": decode_array("w", stored(as_array(turned)), ArraySpec((3, 2), "float32"))}, {"w": turned})
 
 
 def test_an_array_without_numbers_is_one():
-    assert read("w", stored(np.ones((0, 4))), Wanted((0, 4), "float64")).shape == (0, 4)
+    assert decode_array("w", stored(np.ones((0, 4))), ArraySpec((0, 4), "float64")).shape == (0, 4)
 
 
 def test_a_variance_of_zero_is_one():
     _, _, asked, update = asked_and_trained("tracked norms")
     raw = honest(asked, update)
     variance = next(name for name in raw.arrays if name.endswith("running_var"))
-    assert isinstance(check(changed(raw, variance, 0.0), asked), Update)
+    assert isinstance(validate_reply(changed(raw, variance, 0.0), asked), Update)
 
 
 def test_a_client_that_may_not_choose_sends_no_bits():
     _, _, asked, update = asked_and_trained("slices")
-    plain = replace(asked, choosing=False)
-    assert isinstance(check(honest(plain, update), plain), Update)
+    plain = replace(asked, allow_bits=False)
+    assert isinstance(validate_reply(honest(plain, update), plain), Update)
     name = first(honest(asked, update)).replace("params", "bits")
     raw = with_array(honest(asked, update), name, stored(np.zeros(asked.wanted[name].shape, np.uint8)))
-    assert isinstance(check(raw, asked), Update)
-    assert check(raw, plain).reason == "extra array"
+    assert isinstance(validate_reply(raw, asked), Update)
+    assert validate_reply(raw, plain).reason == "extra array"
 
 
 def test_an_endless_shape_is_not_multiplied_out():
@@ -312,26 +312,26 @@ def test_an_endless_shape_is_not_multiplied_out():
     name = first(honest(asked, update)).replace("params", "bits")
     for shape in ((100, 100), (9,) * 10**6):
         raw = with_array(honest(asked, update), name, stored(np.zeros(10, np.uint8), shape=shape))
-        assert check(raw, asked).reason == "mask malformed"
+        assert validate_reply(raw, asked).reason == "mask malformed"
 
 
 def test_the_table_is_complete():
     """Every reason of the table is given by some test here, or by the ledger."""
     _, _, asked, update = asked_and_trained("tracked norms")
     by_hand = set(_hostile(honest(asked, update), asked))
-    assert by_hand | {"unknown nonce", "replayed nonce", "late"} == set(REASONS)
+    assert by_hand | {"unknown nonce", "replayed nonce", "late"} == set(REJECTION_REASONS)
 
 
 def test_the_document_lists_every_reason():
     text = (ROOT / "docs" / "security.md").read_text()
     table = text.partition("| reason | meaning |\n|---|---|\n")[2].partition("\n\n")[0]
-    assert table.splitlines() == [f"| {reason} | {meaning} |" for reason, meaning in REASONS.items()]
+    assert table.splitlines() == [f"| {reason} | {meaning} |" for reason, meaning in REJECTION_REASONS.items()]
 
 
 def test_a_nonce_is_good_for_one_reply():
     _, _, asked, update = asked_and_trained("slices")
-    ledger = Ledger()
-    tasks = [ledger.expect(lambda nonce: replace(asked, nonce=nonce)) for _ in range(4)]
+    ledger = TaskLedger()
+    tasks = [ledger.issue(lambda nonce: replace(asked, nonce=nonce)) for _ in range(4)]
     assert len({task.nonce for task in tasks}) == 4
     assert len({task.nonce[16:] for task in tasks}) == 4
     assert all(len(bytes.fromhex(task.nonce[16:])) == 16 for task in tasks)
@@ -355,8 +355,8 @@ def test_a_nonce_is_good_for_one_reply():
 
 def test_a_rejection_names_the_client_that_is_claimed_and_shows_what_came():
     _, _, asked, update = asked_and_trained("slices")
-    ledger = Ledger()
-    raw = honest(ledger.expect(lambda nonce: replace(asked, nonce=nonce)), update)
+    ledger = TaskLedger()
+    raw = honest(ledger.issue(lambda nonce: replace(asked, nonce=nonce)), update)
     found = ledger.receive(replace(raw, nonce="gone", client=41))
     assert (found.client, found.detail) == (41, "nonce 'gone' of client 41")
     found = ledger.receive(replace(raw, client="41"))
@@ -386,7 +386,7 @@ SHOWN = [
 
 @pytest.mark.parametrize(("value", "text"), SHOWN)
 def test_what_a_stranger_sent_is_shown_in_eighty_characters(value, text):
-    assert shown(value) == text
+    assert safe_repr(value) == text
     assert len(text) <= 80
     assert text.isascii()
     assert text.isprintable()
@@ -394,16 +394,16 @@ def test_what_a_stranger_sent_is_shown_in_eighty_characters(value, text):
 
 def test_the_hundredth_nonce_is_known_again():
     _, _, asked, update = asked_and_trained("slices")
-    ledger = Ledger()
-    tasks = [ledger.expect(lambda nonce: replace(asked, nonce=nonce)) for _ in range(100)]
+    ledger = TaskLedger()
+    tasks = [ledger.issue(lambda nonce: replace(asked, nonce=nonce)) for _ in range(100)]
     assert isinstance(ledger.receive(honest(tasks[99], update)), Update)
     assert ledger.receive(honest(tasks[99], update)).reason == "replayed nonce"
 
 
 def test_the_names_of_a_task_are_told_while_it_is_out():
     _, _, asked, update = asked_and_trained("slices")
-    ledger = Ledger()
-    task = ledger.expect(lambda nonce: replace(asked, nonce=nonce))
+    ledger = TaskLedger()
+    task = ledger.issue(lambda nonce: replace(asked, nonce=nonce))
     names = ledger.names(task.nonce)
     assert "params/head.weight" in names
     assert "params/nosuch" not in names
@@ -414,17 +414,17 @@ def test_the_names_of_a_task_are_told_while_it_is_out():
 
 def test_the_ledger_does_not_grow():
     _, _, asked, update = asked_and_trained("slices")
-    ledger = Ledger()
-    earliest = ledger.expect(lambda nonce: replace(asked, nonce=nonce))
+    ledger = TaskLedger()
+    earliest = ledger.issue(lambda nonce: replace(asked, nonce=nonce))
     assert isinstance(ledger.receive(honest(earliest, update)), Update)
-    for _ in range(REMEMBERED):
+    for _ in range(LATE_ROUNDS_KEPT):
         assert ledger.receive(honest(earliest, update)).reason == "replayed nonce"
-        missed = ledger.expect(lambda nonce: replace(asked, nonce=nonce))
+        missed = ledger.issue(lambda nonce: replace(asked, nonce=nonce))
         ledger.close()
         assert ledger.receive(honest(missed, update)).reason == "late"
     held = sys.getsizeof(ledger._open) + sum(map(sys.getsizeof, ledger._late))
-    for _ in range(3 * REMEMBERED):
-        ledger.expect(lambda nonce: replace(asked, nonce=nonce))
+    for _ in range(3 * LATE_ROUNDS_KEPT):
+        ledger.issue(lambda nonce: replace(asked, nonce=nonce))
         ledger.close()
     assert sys.getsizeof(ledger._open) + sum(map(sys.getsizeof, ledger._late)) == held
     for known in (earliest, missed):  # its seal is ours, and it is not open
@@ -435,11 +435,11 @@ def test_the_ledger_does_not_grow():
                                     lambda n: n[::-1], lambda n: "é" * 48, lambda n: "٣" * 48])  # fmt: skip
 def test_a_nonce_that_was_never_given_is_unknown(change):
     _, _, asked, update = asked_and_trained("slices")
-    ledger = Ledger()
-    given = [ledger.expect(lambda nonce: replace(asked, nonce=nonce)) for _ in range(10)]
+    ledger = TaskLedger()
+    given = [ledger.issue(lambda nonce: replace(asked, nonce=nonce)) for _ in range(10)]
     ledger.close()
     assert ledger.receive(honest(replace(given[4], nonce=change(given[4].nonce)), update)).reason == "unknown nonce"
-    other = Ledger()
+    other = TaskLedger()
     assert other.receive(honest(given[0], update)).reason == "unknown nonce"
 
 
@@ -569,9 +569,9 @@ def test_any_reply_is_refused_or_harmless(name):
     seen: Counter[str] = Counter()
     chance = random.Random(name)
     for _ in range(CASES // len(WORLDS)):
-        found = check(mutated(raw, asked, chance), asked)
+        found = validate_reply(mutated(raw, asked, chance), asked)
         if isinstance(found, Rejection):
-            assert found.reason in REASONS
+            assert found.reason in REJECTION_REASONS
             assert found.detail.isprintable()
             assert len(found.detail) < 250
             seen[found.reason] += 1

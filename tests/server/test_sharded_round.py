@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch.distributed import FileStore
 
 from fedcover.policies import POLICIES
-from fedcover.runs.launch import joined
-from fedcover.server.collectives import Ranks, physical_cores, share, worthwhile
+from fedcover.runs.launch import join_process_group
+from fedcover.server.collectives import ProcessGroup, num_useful_processes, physical_cores, shard_by_cost
 from fedcover.server.round import cohort_of, view_of
-from fedcover.server.sharded_round import price
+from fedcover.server.sharded_round import training_cost
 from fedcover.training.recipes import RECIPES
 from fedcover.types import Assignment
 from tests.helpers.repository import ROOT
@@ -26,14 +26,14 @@ def both(tmp_path_factory):
     folder = tmp_path_factory.mktemp("meeting")
     command = [sys.executable, "-m", "tests.helpers.second_process", str(folder)]
     other = subprocess.Popen(command, cwd=ROOT)
-    with joined(0, 2, FileStore(f"{folder}/store", 2)) as ranks:
+    with join_process_group(0, 2, FileStore(f"{folder}/store", 2)) as ranks:
         yield ranks
-        ranks.hear("no more")
+        ranks.broadcast("no more")
     assert other.wait(timeout=60) == 0
 
 
 def agree(ranks, model="mlp", engine="sequential", **fields):
-    ranks.hear("go on")
+    ranks.broadcast("go on")
     found, digests = share_rounds(ranks, (model, engine, fields))
     assert digests[0] == digests[1]
     expected = two_rounds(*setup_of(model, engine, fields))
@@ -112,13 +112,13 @@ class TestShares:
 
     @given(costs=st.lists(st.integers(1, 1000), max_size=30), ranks=st.integers(1, 8))
     def test_every_client_has_one_process_and_none_has_much_more_to_do(self, costs, ranks):
-        shares = share(costs, ranks)
+        shares = shard_by_cost(costs, ranks)
         assert sorted(place for places in shares for place in places) == list(range(len(costs)))
         loads = [sum(costs[place] for place in places) for places in shares]
         assert max(loads) <= sum(costs) / ranks + max(costs, default=0)
 
     def test_equal_clients_are_dealt_out_evenly(self):
-        assert [len(places) for places in share([3.0] * 10, 4)] == [3, 3, 2, 2]
+        assert [len(places) for places in shard_by_cost([3.0] * 10, 4)] == [3, 3, 2, 2]
 
     def test_a_client_of_half_the_width_costs_less_and_a_masked_one_does_not(self):
         for policy, cheaper in (("prefix", True), ("magnitude", False)):
@@ -126,21 +126,21 @@ class TestShares:
             cohort = cohort_of(setup, 0)
             parts = setup.policy(view_of(setup, state, cohort))
             prices = {
-                client.capacity: price(Assignment(setup.task, state, client, part), setup.uses)
+                client.capacity: training_cost(Assignment(setup.task, state, client, part), setup.uses)
                 for client, part in zip(cohort, parts, strict=True)
             }
             assert (prices[0.25] < prices[0.5] < prices[1.0]) == cheaper
 
     @given(number=st.integers(0, 100), size=st.integers(1, 8))
     def test_rows_are_shared_without_gap_or_overlap(self, number, size):
-        shares = [list(range(number))[Ranks(rank, size).rows(number)] for rank in range(size)]
-        assert [row for rows in shares for row in rows] == list(range(number))
+        shares = [list(range(number))[ProcessGroup(rank, size).local_slice(number)] for rank in range(size)]
+        assert [row for local_slice in shares for row in local_slice] == list(range(number))
 
     def test_processes_are_started_only_where_they_pay(self):
-        assert worthwhile(3600, clients=10, cores=2) == 2
-        assert worthwhile(3600, clients=10, cores=1) == 1
-        assert worthwhile(3600, clients=1, cores=2) == 1
-        assert worthwhile(1, clients=10, cores=2) == 1
+        assert num_useful_processes(3600, clients=10, cores=2) == 2
+        assert num_useful_processes(3600, clients=10, cores=1) == 1
+        assert num_useful_processes(3600, clients=1, cores=2) == 1
+        assert num_useful_processes(1, clients=10, cores=2) == 1
 
     @pytest.mark.parametrize(
         ("allowed", "quota", "cores"),

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from fedcover.errors import InvalidValue
-from fedcover.models import MODELS, Scaler, tensors
-from fedcover.submodels.build import fill, skeleton, submodel
+from fedcover.models import MODELS, Scaler, params_and_buffers
+from fedcover.submodels.build import load_tensors, meta_submodel, submodel
 from fedcover.submodels.reductions import Masks, Slices, drawn, windows
 from fedcover.types import Cut, Model, UnitGroup
 
@@ -33,7 +33,7 @@ def parts(model):
     for share in (0.05, 0.25, 0.5, 0.75, 1.0):
         yield windows(model.groups, share, {group.name: 3 for group in model.groups})
         yield drawn(model.groups, share, key=1)
-    yield Masks({name: torch.rand(tensors(model.module)[name].shape) < 0.5 for name in model.prunable})
+    yield Masks({name: torch.rand(params_and_buffers(model.module)[name].shape) < 0.5 for name in model.prunable})
     yield Masks({})
 
 
@@ -71,18 +71,20 @@ def test_layers_are_told_their_size(name, options, norm):
 @models
 def test_values_are_those_of_the_reduction(name, options, norm):
     model = build(name, options, norm)
-    before = {n: t.clone() for n, t in tensors(model.module).items()}
+    before = {n: t.clone() for n, t in params_and_buffers(model.module).items()}
     given = {n: torch.randn_like(t) for n, t in model.module.named_parameters()}
     for reduction in parts(model):
         part = submodel(model.module, reduction, given)
         expected = reduction.extract({**before, **given})
-        found = tensors(part)
+        found = params_and_buffers(part)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[n], expected[n]) for n in expected)
         with torch.no_grad():
             for tensor in found.values():
                 tensor.fill_(7)
-        assert all(torch.equal(t, before[n]) for n, t in tensors(model.module).items())  # the module is untouched
+        assert all(
+            torch.equal(t, before[n]) for n, t in params_and_buffers(model.module).items()
+        )  # the module is untouched
         assert not any(bool((t == 7).all()) for t in given.values())  # and so are the values
 
 
@@ -91,7 +93,9 @@ def test_a_sub_model_is_saved_and_loaded_like_any_module(name, options, norm):
     model = build(name, options, norm)
     reduction = windows(model.groups, 0.5)
     part = submodel(model.module, reduction, {}).eval()
-    other = submodel(build(name, options, norm).module, reduction, {n: t + 1 for n, t in tensors(model.module).items()})
+    other = submodel(
+        build(name, options, norm).module, reduction, {n: t + 1 for n, t in params_and_buffers(model.module).items()}
+    )
     other.load_state_dict(part.state_dict())
     x = torch.randn(2, *SHAPE)
     assert torch.equal(other.eval()(x), part(x))
@@ -102,11 +106,11 @@ def test_a_sub_model_is_saved_and_loaded_like_any_module(name, options, norm):
 def test_a_skeleton_has_shapes_and_no_values(name, options, norm):
     model = build(name, options, norm)
     reduction = windows(model.groups, 0.25)
-    hollow = skeleton(model.module, reduction)
-    assert all(t.is_meta for t in tensors(hollow).values())
-    expected = reduction.extract(tensors(model.module))
-    assert {n: t.shape for n, t in tensors(hollow).items()} == {n: t.shape for n, t in expected.items()}
-    assert not any(t.is_meta for t in tensors(model.module).values())
+    hollow = meta_submodel(model.module, reduction)
+    assert all(t.is_meta for t in params_and_buffers(hollow).values())
+    expected = reduction.extract(params_and_buffers(model.module))
+    assert {n: t.shape for n, t in params_and_buffers(hollow).items()} == {n: t.shape for n, t in expected.items()}
+    assert not any(t.is_meta for t in params_and_buffers(model.module).values())
 
 
 @models
@@ -130,7 +134,7 @@ def test_a_norm_group_is_never_broken_up():
     module = nn.Sequential(nn.Conv2d(3, 8, 1), nn.GroupNorm(2, 8))
     cuts = (Cut("0.weight", 0), Cut("0.bias", 0), Cut("1.weight", 0), Cut("1.bias", 0))
     with pytest.raises(InvalidValue, match=r"^layer '1': 2 norm groups over 8 channels cannot keep 3; .*Cut.per_unit"):
-        skeleton(module, Slices((UnitGroup("c", 8, cuts),), {"c": torch.tensor([0, 1, 2])}))
+        meta_submodel(module, Slices((UnitGroup("c", 8, cuts),), {"c": torch.tensor([0, 1, 2])}))
     whole = tuple(Cut(cut.tensor, 0, per_unit=4) for cut in cuts)
     part = submodel(module, Slices((UnitGroup("c", 2, whole),), {"c": torch.tensor([1])}), {})
     x = torch.randn(2, 3, 4, 4)
@@ -140,7 +144,7 @@ def test_a_norm_group_is_never_broken_up():
 def test_grouped_convolutions_are_refused_only_where_they_are_cut():
     module = nn.Sequential(nn.Conv2d(4, 8, 3, groups=2))
     with pytest.raises(InvalidValue, match=r"^layer '0': a grouped convolution cannot be cut; groups is 2$"):
-        skeleton(module, windows((UnitGroup("c", 8, (Cut("0.weight", 0), Cut("0.bias", 0))),), 0.5))
+        meta_submodel(module, windows((UnitGroup("c", 8, (Cut("0.weight", 0), Cut("0.bias", 0))),), 0.5))
     part = submodel(module, Masks({}), {})
     x = torch.randn(2, 4, 5, 5)
     assert torch.equal(part(x), module(x))
@@ -202,7 +206,7 @@ def test_tied_weights_stay_tied():
 
 def test_fill_takes_copies():
     module, values = nn.Linear(2, 2), {"weight": torch.ones(3, 5), "bias": torch.ones(3)}
-    assert fill(module, values) is module
+    assert load_tensors(module, values) is module
     values["weight"].zero_()
     assert module.weight.shape == (3, 5)
     assert bool((module.weight == 1).all())

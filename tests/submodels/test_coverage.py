@@ -90,14 +90,14 @@ def test_noise_is_the_energy_that_is_gone(layout, data):
     gone = sum(float(t[~layout.mask(kept[0])[n]].square().sum()) for n, t in layout.params.items())
     assert total == pytest.approx(sum(float(t.square().sum()) for t in layout.params.values()))
     nothing = Masks({name: torch.zeros(t.shape, dtype=torch.bool) for name, t in layout.params.items()})
-    found = cov.noises(layout.params, [reductions[0], windows(layout.groups, 1.0), nothing])
+    found = cov.delta2(layout.params, [reductions[0], windows(layout.groups, 1.0), nothing])
     assert found == [pytest.approx(gone / total, abs=1e-12), 0.0, 1.0]
 
 
 def test_noise_in_float32_is_exactly_nothing_for_the_whole_model():
     params = {"w": torch.randn(1000), "v": torch.randn(30, 7) * 1e-6}
-    assert cov.noises(params, [Masks({})]) == [0.0]
-    assert cov.noises({"w": torch.zeros(3)}, [Masks({})]) == [0.0]
+    assert cov.delta2(params, [Masks({})]) == [0.0]
+    assert cov.delta2({"w": torch.zeros(3)}, [Masks({})]) == [0.0]
 
 
 @settings(max_examples=60, deadline=None)
@@ -114,5 +114,5 @@ def test_the_largest_weights_have_the_least_noise_of_all_masks_of_their_size(wei
         bits = torch.zeros(len(weights), dtype=torch.bool)
         bits[list(places)] = True
         masks.append(Masks({"w": bits}))
-    assert cov.noises(params, [found]) == [min(cov.noises(params, masks))]
+    assert cov.delta2(params, [found]) == [min(cov.delta2(params, masks))]
     assert sorted(rank_by_magnitude(params["w"]).tolist()) == list(range(len(weights)))

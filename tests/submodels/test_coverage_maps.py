@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from fedcover.server.round import run_round
 from fedcover.submodels import coverage
 from fedcover.submodels.coverage_maps import (
-    MOST_CLIENTS,
-    MOST_LAYERS,
+    MAX_MAPPED_CLIENTS,
+    MAX_MAPPED_LAYERS,
     SIDE,
-    encode,
-    layers_of,
-    picture_of_part,
-    pictures,
+    encode_pixels,
+    map_of_part,
+    mapped_layers,
+    round_coverage_maps,
     shrink,
 )
-from fedcover.submodels.reductions import Masks, Within, drawn, windows
+from fedcover.submodels.reductions import Masks, TrainedSubset, drawn, windows
 from fedcover.types import Client, Cut, UnitGroup, Update
 from tests.helpers.worlds import world
 
@@ -48,7 +48,7 @@ def share(level):
 
 @given(st.lists(st.floats(0, 1, width=32), min_size=1, max_size=200))
 def test_a_picture_can_be_read_again_and_none_and_all_are_exact(values):
-    text = encode(values)
+    text = encode_pixels(values)
     levels = digits(text) if len(text) > 1 or len(values) == 1 else digits(text) * len(values)
     assert len(levels) == len(values)
     for level, value in zip(levels, values, strict=True):
@@ -62,7 +62,7 @@ def test_strips_of_slices_say_what_their_masks_say(shape):
     groups = (UnitGroup("out", shape[0], (Cut("w", 0),)), UnitGroup("in", shape[1], (Cut("w", 1),)))
     layers = {"w": torch.zeros(shape)}
     for part in (windows(groups, 0.5), windows(groups, 0.3, {"out": shape[0] - 1}), drawn(groups, 0.6, key=3)):
-        (text,) = picture_of_part(part, layers)
+        (text,) = map_of_part(part, layers)
         expected = shrink(part.mask(layers)["w"].float()).numpy()
         assert np.abs(read(text, shape) - expected).max() <= 2 / 16 + 1e-6
         assert ((read(text, shape) == 0) == (expected == 0)).all()
@@ -72,14 +72,14 @@ def test_masks_and_what_was_trained_within_them_are_drawn_too():
     bits = torch.zeros(24, 24, dtype=torch.bool)
     bits[:12] = True
     layers = {"w": torch.zeros(24, 24)}
-    assert picture_of_part(Masks({"w": bits}), layers) == ["9z9z9q0z0z0q"]
-    assert picture_of_part(Masks({}), layers) == ["9"]
-    assert picture_of_part(Within(Masks({}), {"w": torch.zeros(24, 24, dtype=torch.bool)}), layers) == ["0"]
+    assert map_of_part(Masks({"w": bits}), layers) == ["9z9z9q0z0z0q"]
+    assert map_of_part(Masks({}), layers) == ["9"]
+    assert map_of_part(TrainedSubset(Masks({}), {"w": torch.zeros(24, 24, dtype=torch.bool)}), layers) == ["0"]
 
 
 def test_a_cut_along_a_third_axis_is_averaged():
     groups = (UnitGroup("taps", 4, (Cut("w", 2),)),)
-    (text,) = picture_of_part(windows(groups, 0.5), {"w": torch.zeros(6, 6, 4)})
+    (text,) = map_of_part(windows(groups, 0.5), {"w": torch.zeros(6, 6, 4)})
     assert set(digits(text)) == {5}
 
 
@@ -108,22 +108,22 @@ def updates(number, part):
 def test_of_a_large_cohort_a_few_clients_of_every_capacity_are_shown():
     part = Masks({})
     many = updates(1000, part)
-    found = pictures(coverage.count({"w": torch.zeros(3, 3)}, [part] * 1000), many)
-    assert len(found["clients"]) == MOST_CLIENTS
+    found = round_coverage_maps(coverage.count({"w": torch.zeros(3, 3)}, [part] * 1000), many)
+    assert len(found["clients"]) == MAX_MAPPED_CLIENTS
     assert {int(client) < 500 for client in found["clients"]} == {True, False}
     assert found["parts"] == [["9"]]
     assert found["trained"] == ["9"]
 
 
 def test_nobody_answered():
-    found = pictures(coverage.count({"w": torch.zeros(3, 3)}, []), [])
+    found = round_coverage_maps(coverage.count({"w": torch.zeros(3, 3)}, []), [])
     assert (found["clients"], found["parts"], found["trained"], found["missed"]) == ({}, [], ["0"], ["9"])
 
 
 def test_of_a_very_deep_model_the_largest_layers_are_shown():
     deep = {f"layer{n}": torch.zeros(2, 1 + n % 3) for n in range(200)}
-    shown = layers_of(deep)
-    assert len(shown) == MOST_LAYERS
+    shown = mapped_layers(deep)
+    assert len(shown) == MAX_MAPPED_LAYERS
     assert list(shown) == [name for name in deep if name in shown]
     assert min(t.numel() for t in shown.values()) >= max(t.numel() for n, t in deep.items() if n not in shown)
-    assert list(layers_of({"bias": torch.zeros(3)})) == ["bias"]
+    assert list(mapped_layers({"bias": torch.zeros(3)})) == ["bias"]

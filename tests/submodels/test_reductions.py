@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from fedcover.errors import InvalidValue
 from fedcover.models import MODELS
-from fedcover.submodels.reductions import Masks, Slices, drawn, parameters_at, width_within, windows
-from fedcover.submodels.unit_groups import units_kept
+from fedcover.submodels.reductions import Masks, Slices, drawn, parameters_at_width, width_for_budget, windows
+from fedcover.submodels.unit_groups import num_units_kept
 from fedcover.types import Cut, UnitGroup
 from tests.helpers.cutting import kept_units, layouts
 
@@ -140,8 +140,8 @@ def test_masks_are_the_dense_formula_too(layout, data):
 def test_windows_run_round_the_end(size, share, start):
     group = UnitGroup("g", size, ())
     kept = windows((group,), share, {"g": start}).kept["g"].tolist()
-    assert kept == sorted({(start + i) % size for i in range(units_kept(size, share))})
-    assert windows((group,), share).kept["g"].tolist() == list(range(units_kept(size, share)))
+    assert kept == sorted({(start + i) % size for i in range(num_units_kept(size, share))})
+    assert windows((group,), share).kept["g"].tolist() == list(range(num_units_kept(size, share)))
 
 
 def test_windows_start_where_each_group_is_told():
@@ -180,7 +180,7 @@ def test_a_key_that_cannot_travel_is_refused(key):
 @given(layouts(), st.floats(0, 1))
 def test_parameters_at_a_share_are_those_that_are_there(layout, share):
     part = windows(layout.groups, share).extract(layout.params)
-    assert parameters_at(layout.groups, layout.params, share) == sum(t.numel() for t in part.values())
+    assert parameters_at_width(layout.groups, layout.params, share) == sum(t.numel() for t in part.values())
 
 
 @SETTINGS
@@ -189,15 +189,15 @@ def test_width_within_is_the_largest_share_that_fits(layout, budget):
     full = sum(t.numel() for t in layout.params.values())
 
     def fits(share):
-        return parameters_at(layout.groups, layout.params, share) <= budget * full + 1e-6
+        return parameters_at_width(layout.groups, layout.params, share) <= budget * full + 1e-6
 
     shares = {units / group.size for group in layout.groups for units in range(1, group.size + 1)}
     fitting = [share for share in sorted(shares) if fits(share)]
     if not fitting:
         with pytest.raises(InvalidValue, match=r"^capacity must be at least [01]\.\d{4} for this model"):
-            width_within(layout.groups, layout.params, budget)
+            width_for_budget(layout.groups, layout.params, budget)
         return
-    assert width_within(layout.groups, layout.params, budget) == fitting[-1]
+    assert width_for_budget(layout.groups, layout.params, budget) == fitting[-1]
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "wide_resnet", "preact_resnet18"])
@@ -206,15 +206,15 @@ def test_width_within_on_real_models(name):
     params = {n: p.detach() for n, p in model.module.named_parameters()}
     full = sum(p.numel() for p in params.values())
     for budget in (0.1, 0.25, 0.37, 0.5, 0.75, 1.0):
-        share = width_within(model.groups, params, budget)
-        assert parameters_at(model.groups, params, share) <= budget * full
+        share = width_for_budget(model.groups, params, budget)
+        assert parameters_at_width(model.groups, params, share) <= budget * full
         larger = [u / g.size for g in model.groups for u in range(1, g.size + 1) if u / g.size > share]
-        assert not larger or parameters_at(model.groups, params, min(larger)) > budget * full
+        assert not larger or parameters_at_width(model.groups, params, min(larger)) > budget * full
     assert share == 1.0
 
 
 def test_a_model_without_groups_fits_only_whole():
     params = {"w": torch.zeros(3)}
-    assert width_within((), params, 1.0) == 1.0
+    assert width_for_budget((), params, 1.0) == 1.0
     with pytest.raises(InvalidValue, match=r"at least 1.0000"):
-        width_within((), params, 0.9)
+        width_for_budget((), params, 0.9)

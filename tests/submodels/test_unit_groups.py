@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedcover.errors import InvalidValue
-from fedcover.models import MODELS, tensors
-from fedcover.submodels.unit_groups import check, cuts_by_tensor, positions, units_kept
+from fedcover.models import MODELS, params_and_buffers
+from fedcover.submodels.unit_groups import check_groups, cuts_by_tensor, num_units_kept, unit_positions
 from fedcover.types import Cut, UnitGroup
 from tests.helpers.cutting import layouts
 
@@ -19,7 +19,7 @@ TENSORS = {"w": torch.zeros(6, 4), "b": torch.zeros(6)}
 @settings(max_examples=300, deadline=None)
 @given(st.integers(1, 5000), st.floats(0, 1))
 def test_units_kept_never_exceed_the_share(size, share):
-    kept = units_kept(size, share)
+    kept = num_units_kept(size, share)
     assert 1 <= kept <= size
     assert kept == 1 or kept <= Fraction(share) * size + Fraction(1, 10**8)
     assert kept + 1 > Fraction(share) * size
@@ -29,19 +29,19 @@ def test_units_kept_never_exceed_the_share(size, share):
 @given(st.integers(1, 2000), st.data())
 def test_a_share_of_whole_units_keeps_exactly_these(size, data):
     units = data.draw(st.integers(1, size))
-    assert units_kept(size, units / size) == units
+    assert num_units_kept(size, units / size) == units
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.01, 2, float("nan"), float("inf"), -float("inf")])
 def test_a_share_outside_zero_to_one_is_refused(share):
     with pytest.raises(InvalidValue, match=r"^share must be in 0..1; got"):
-        units_kept(10, share)
+        num_units_kept(10, share)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 5), st.integers(1, 4), st.lists(st.integers(0, 9), max_size=6))
 def test_positions_are_those_of_the_definition(start, per_unit, units):
-    found = positions(Cut("w", 0, start, per_unit), torch.tensor(units, dtype=torch.int64)).tolist()
+    found = unit_positions(Cut("w", 0, start, per_unit), torch.tensor(units, dtype=torch.int64)).tolist()
     assert found == [start + u * per_unit + i for u in units for i in range(per_unit)]
 
 
@@ -72,19 +72,19 @@ def test_cuts_are_gathered_by_tensor():
 )
 def test_groups_that_do_not_fit_are_refused(groups, message):
     with pytest.raises(InvalidValue, match=message):
-        check(groups, TENSORS)
+        check_groups(groups, TENSORS)
 
 
 def test_neighbours_and_crossing_cuts_are_no_conflict():
     left, right = UnitGroup("l", 3, (Cut("w", 0), Cut("b", 0))), UnitGroup("r", 3, (Cut("w", 0, 3), Cut("b", 0, 3)))
     across = UnitGroup("a", 2, (Cut("w", 1, per_unit=2),))
-    check([left, right, across], TENSORS)
+    check_groups([left, right, across], TENSORS)
 
 
 @settings(max_examples=60, deadline=None)
 @given(layouts())
 def test_random_layouts_are_accepted(layout):
-    check(layout.groups, layout.params)
+    check_groups(layout.groups, layout.params)
 
 
 @pytest.mark.parametrize(
@@ -94,5 +94,5 @@ def test_random_layouts_are_accepted(layout):
 )
 def test_models_of_the_table_have_groups_that_fit(name, norm):
     model = MODELS[name]((3, 8, 8), 10, norm)
-    check(model.groups, tensors(model.module))
+    check_groups(model.groups, params_and_buffers(model.module))
     assert set(model.prunable) <= {n for n, _ in model.module.named_parameters()}

@@ -40,11 +40,11 @@ def attack(kind, answer, before):
 
     import numpy as np
 
-    from fedcover.flower.payloads import bundle, unbundle
+    from fedcover.flower.payloads import pack_arrays, unpack_arrays
 
     def changed(change):
-        arrays = {name: np.load(_file(raw.data)) for name, raw in unbundle(answer.parcel).items()}
-        return replace(answer, parcel=bundle(change(arrays)))
+        arrays = {name: np.load(_file(raw.data)) for name, raw in unpack_arrays(answer.payload).items()}
+        return replace(answer, payload=pack_arrays(change(arrays)))
 
     def all_to(value):
         return changed(lambda arrays: {name: np.full_like(array, value) for name, array in arrays.items()})
@@ -62,11 +62,11 @@ def attack(kind, answer, before):
         ),
         "replayed": lambda: before,
         "absurd loss": lambda: replace(answer, loss=1.7e308),
-        "pickled": lambda: replace(answer, parcel=_framed(answer.parcel)),
-        "garbage": lambda: replace(answer, parcel=b"\xff" * 1000),
+        "pickled": lambda: replace(answer, payload=_framed(answer.payload)),
+        "garbage": lambda: replace(answer, payload=b"\xff" * 1000),
         "other client": lambda: replace(answer, client=answer.client + 1000),
-        "oversized": lambda: replace(answer, parcel=np.arange(HUGE // 4, dtype=np.int32).tobytes()),
-        "repeated": lambda: replace(answer, parcel=bytes(HUGE)),
+        "oversized": lambda: replace(answer, payload=np.arange(HUGE // 4, dtype=np.int32).tobytes()),
+        "repeated": lambda: replace(answer, payload=bytes(HUGE)),
     }[kind]()
 
 
@@ -76,10 +76,10 @@ def _file(data):
     return io.BytesIO(bytes(data))
 
 
-def _framed(parcel):
+def _framed(payload):
     """The same index, with pickles where arrays should be."""
-    (length,) = struct.unpack("<Q", parcel[:8])
-    index = json.loads(parcel[8 : 8 + length])
+    (length,) = struct.unpack("<Q", payload[:8])
+    index = json.loads(payload[8 : 8 + length])
     stored = [pickle.dumps({"evil": True}) for _ in index]
     head = json.dumps([[n, d, s, len(p)] for (n, d, s, _), p in zip(index, stored, strict=True)]).encode()
     return struct.pack("<Q", len(head)) + head + b"".join(stored)
@@ -92,11 +92,11 @@ def install():
 
     import fedcover.flower.messages as messages
 
-    honest = messages.to_server
+    honest = messages.result_message
     memory = Path(os.environ["COMPROMISED"])
 
     def evil(message, answers):
-        round = messages.read_orders(message).round
+        round = messages.read_request(message).round
         answers = sorted(answers, key=lambda answer: answer.client)
         if round == 0:
             memory.write_bytes(pickle.dumps(answers))
@@ -114,7 +114,7 @@ def install():
             flwr.app.message.array.FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE = 40_000
         return honest(message, [attack(ROUNDS[round], answers[0], None)])
 
-    messages.to_server = evil
+    messages.result_message = evil
 
 
 if any("flwr-clientapp" in part for part in sys.orig_argv):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fedcover.flower.local_federation import local
+from fedcover.flower.local_federation import run_local_federation
 
 HERE = Path(__file__).parent
 NEED_FLOWER = (
@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items):
 def pair(tmp_path_factory):
     """A SuperLink and two SuperNodes that share the clients."""
     configs = [{"partition-id": place, "num-partitions": 2} for place in range(2)]
-    with local(tmp_path_factory.mktemp("flower"), configs) as federation:
+    with run_local_federation(tmp_path_factory.mktemp("flower"), configs) as federation:
         yield federation
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import fedcover as fc
-from fedcover.flower.app_template import Settings, write_app
-from fedcover.flower.local_federation import Local
+from fedcover.flower.app_template import RunConfig, write_app
+from fedcover.flower.local_federation import LocalFederation
 from fedcover.host.orphans import descendants
 
 WORLDS = {
@@ -48,7 +48,7 @@ def wait_for(condition, what: str):
 class Submitted:
     """A run on a local federation."""
 
-    federation: Local
+    federation: LocalFederation
     process: object
     folder: Path
     log: Path
@@ -75,9 +75,9 @@ class Submitted:
         return [line for line in self.lines("events.jsonl") if line["event"] == kind]
 
 
-def submit(federation: Local, wanted: fc.Experiment, folder: Path, **settings: object) -> Submitted:
+def submit(federation: LocalFederation, wanted: fc.Experiment, folder: Path, **settings: object) -> Submitted:
     """Submit an experiment, or go on with it."""
-    told = Settings(wanted.to_toml(), str(folder), **{"deadline": 120.0, "device": "cpu", **settings})
+    told = RunConfig(wanted.to_toml(), str(folder), **{"deadline": 120.0, "device": "cpu", **settings})
     place = federation.folder / f"app-{time.monotonic_ns()}"
     log = place.with_suffix(".txt")
     with log.open("wb") as out:
@@ -85,7 +85,7 @@ def submit(federation: Local, wanted: fc.Experiment, folder: Path, **settings: o
     return Submitted(federation, process, folder, log)
 
 
-def fair_deadline(federation: Local, folder: Path) -> float:
+def fair_deadline(federation: LocalFederation, folder: Path) -> float:
     """Seconds that are more than enough for a round on this machine, whatever else it does: four times one round."""
     run = submit(federation, experiment(rounds=1), folder, wait=1.0, deadline=300.0).finish()
     return max(15.0, 4 * run.rounds(1)[0]["seconds"]["training"])
@@ -102,7 +102,7 @@ def checkpoints(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
-def children(federation: Local, name: str, program: str) -> list[int]:
+def children(federation: LocalFederation, name: str, program: str) -> list[int]:
     """The processes of a program that one of the federation's processes has started."""
     found = []
     for pid in descendants([federation.processes[name].pid]):

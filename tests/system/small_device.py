@@ -15,7 +15,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fedcover.flower.client_training import train_clients
 from fedcover.flower.memory import tidy
-from fedcover.flower.messages import Answer, Order, Orders, read_answers, to_node
+from fedcover.flower.messages import ClientResult, ClientTask, TaskRequest, read_results, request_message
 from fedcover.types import Client
 
 
@@ -30,14 +30,14 @@ def message_from(folder: Path) -> Message:
     TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
     told = json.loads((folder / "order.json").read_text())
     client = Client(told["client"], told["capacity"], 0, 0, ())
-    order = Order(client.id, client.capacity, 0, bytes.fromhex(told["encoded"]), 0, "nonce")
-    parcel = (folder / "parcel").read_bytes()
-    return to_node(7, Orders(0, 0.01, 1, told["experiment"], (order,), (parcel,)), ttl=60.0)
+    client_task = ClientTask(client.id, client.capacity, 0, bytes.fromhex(told["encoded"]), 0, "nonce")
+    payload = (folder / "parcel").read_bytes()
+    return request_message(7, TaskRequest(0, 0.01, 1, told["experiment"], (client_task,), (payload,)), ttl=60.0)
 
 
-def answered(message: Message) -> Answer:
+def answered(message: Message) -> ClientResult:
     """What a node answers for its only client."""
-    (answer,) = read_answers(train_clients(message, Context(1, 7, {}, RecordDict(), {})))
+    (answer,) = read_results(train_clients(message, Context(1, 7, {}, RecordDict(), {})))
     return answer
 
 
@@ -51,7 +51,7 @@ def main(first: str, folder: str, room: str) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (before[1] + int(room),) * 2)
     Path("/proc/self/clear_refs").write_text("5")  # from now on the highest value is looked for anew
     answer = answered(message)
-    digest = hashlib.sha256(answer.parcel).hexdigest()
+    digest = hashlib.sha256(answer.payload).hexdigest()
     print(json.dumps({"rise": resident("VmHWM") - before[0], "digest": digest, "error": answer.error}))
 
 

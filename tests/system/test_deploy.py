@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from fedcover.flower.local_federation import Local, free_port, local
+from fedcover.flower.local_federation import LocalFederation, free_port, run_local_federation
 from fedcover.host.orphans import descendants
 from tests.helpers.repository import ROOT
 from tests.system.harness import PATIENCE, alive, wait_for
@@ -43,14 +43,14 @@ def test_tls_and_authentication_end_to_end(tmp_path):
 
 
 def environment(folder: Path) -> dict[str, str]:
-    known = Local(folder).environment("admin")
+    known = LocalFederation(folder).environment("admin")
     return {**known, "PATH": f"{folder}{os.pathsep}{known['PATH']}"}
 
 
 def test_flwr_run_accepts_the_example(tmp_path):
     """A Flower App of one's own, with our strategy and our client app."""
     configs = [{"partition-id": place, "num-partitions": 2, "capacity": [1.0, 0.5][place]} for place in range(2)]
-    with local(tmp_path / "flower", configs) as federation, (tmp_path / "log.txt").open("wb") as out:
+    with run_local_federation(tmp_path / "flower", configs) as federation, (tmp_path / "log.txt").open("wb") as out:
         federation.submit(ROOT / "examples" / "flower_app", out).wait(PATIENCE)
     said = (tmp_path / "log.txt").read_text()
     accuracy = re.search(r"covered: accuracy ([0-9.]+)", said)
@@ -64,7 +64,7 @@ def test_an_app_of_ones_own_reads_no_more_than_it_asked_for(tmp_path):
     from tests.system.handmade import HandMade, oversized
 
     with (
-        local(tmp_path / "flower", [{"partition-id": 0, "num-partitions": 2}]) as federation,
+        run_local_federation(tmp_path / "flower", [{"partition-id": 0, "num-partitions": 2}]) as federation,
         (tmp_path / "log.txt").open("wb") as out,
     ):
         evil = HandMade(federation.address, {"partition-id": 1, "num-partitions": 2}, [oversized] * 3)

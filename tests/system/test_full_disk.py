@@ -3,7 +3,7 @@
 import re
 
 import fedcover as fc
-from fedcover.flower.local_federation import local
+from fedcover.flower.local_federation import run_local_federation
 from fedcover.runs.metrics_log import read_lines
 from tests.helpers.disks import PAGE, fill, small_disk
 from tests.system.harness import checkpoints, experiment, submit, wait_for
@@ -14,7 +14,10 @@ def test_a_full_disk_at_the_server(tmp_path):
     wanted = experiment(policy="prefix", model="mlp(hidden=[64])", clients=40, active=40, rounds=4)
     right = every_checkpoint(wanted, tmp_path / "here")
     configs = [{"partition-id": place, "num-partitions": 2} for place in range(2)]
-    with small_disk(tmp_path / "disk", 2**20) as disk, local(home_on(disk, tmp_path / "flower"), configs) as federation:
+    with (
+        small_disk(tmp_path / "disk", 2**20) as disk,
+        run_local_federation(home_on(disk, tmp_path / "flower"), configs) as federation,
+    ):
         folder = disk / "run"
         for done, spare, torn in ((1, 0, r"events\.jsonl"), (2, 8 * PAGE, r"checkpoints/round-\S+")):
             run = submit(federation, wanted, folder, nodes=2, resume=done > 1)

@@ -5,7 +5,7 @@ import shutil
 import time
 from pathlib import Path
 
-from fedcover.flower.local_federation import local
+from fedcover.flower.local_federation import run_local_federation
 from fedcover.training.engines.sequential import sequential
 from tests.system.compromised import EACH, HUGE, ROUNDS, WHY
 from tests.system.harness import checkpoints, children, experiment, fair_deadline, reference, submit, wait_for
@@ -18,10 +18,10 @@ def test_a_compromised_node_is_rejected_answer_by_answer(tmp_path, monkeypatch):
     evil = tmp_path / "evil"
     evil.mkdir()
     shutil.copy(Path(__file__).parent / "compromised.py", evil / "sitecustomize.py")
-    with local(tmp_path / "flower", [{"partition-id": 0, "num-partitions": nodes}]) as federation:
+    with run_local_federation(tmp_path / "flower", [{"partition-id": 0, "num-partitions": nodes}]) as federation:
         monkeypatch.setenv("COMPROMISED", str(tmp_path / "memory"))
         federation.python_path = [str(evil)]
-        federation.start_node("supernode-evil", {"partition-id": 1, "num-partitions": nodes})
+        federation.start_supernode("supernode-evil", {"partition-id": 1, "num-partitions": nodes})
         run = submit(federation, wanted, tmp_path / "run", nodes=nodes, deadline=600.0)
         (server,) = wait_for(lambda: children(federation, "superlink", "flwr-serverapp"), "the server")
         peak = 0
@@ -63,7 +63,7 @@ def test_a_node_cannot_hold_up_the_others(tmp_path):
     from tests.system.handmade import HandMade, all_report, half_sent, long_list
 
     wanted = experiment(policy="rolling", clients=4, active=4, rounds=3)
-    with local(tmp_path / "flower", [{"partition-id": 0, "num-partitions": 2}]) as federation:
+    with run_local_federation(tmp_path / "flower", [{"partition-id": 0, "num-partitions": 2}]) as federation:
         deadline = fair_deadline(federation, tmp_path / "before")
         attacks = [half_sent, long_list, all_report]
         evil = HandMade(federation.address, {"partition-id": 1, "num-partitions": 2}, attacks)

@@ -9,10 +9,10 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.task_identity import TaskIdentity
 
-from fedcover.data.client_data import Holding
-from fedcover.flower.client import _hello
+from fedcover.data.client_data import ClientDataInfo
+from fedcover.flower.client import _answer_query
 from fedcover.flower.messages import QUERY
-from fedcover.flower.transport import TELLING, TooLarge, _Arriving, _introduced, _opened
+from fedcover.flower.transport import MAX_DATA_INFO_BYTES, TooLarge, _decode, _parse_node_info, _PartialReply
 from fedcover.version import __version__
 
 
@@ -26,16 +26,16 @@ def asked(monkeypatch):
 
 def arriving(reply):
     contents = {id: piece.deflate() for id, piece in get_all_nested_objects(reply).items()}
-    return _Arriving(reply.object_id, [], TELLING, 0, contents)
+    return _PartialReply(reply.object_id, [], MAX_DATA_INFO_BYTES, 0, contents)
 
 
 def test_what_a_node_tells_of_its_rows_arrives(asked, tmp_path):
     rows = {"train_x": np.zeros((5, 4), np.float32), "train_y": np.array([0, 9, 9, 2, 0])}
     np.savez(tmp_path / "mine.npz", **rows, train_owner=np.array([1, 1, 1, 2, 2]))
     config = {"partition-id": 0, "num-partitions": 2, "rows": str(tmp_path / "mine.npz")}
-    reply = _hello(asked, SimpleNamespace(node_id=7, node_config=config))
-    found = _introduced(7, _opened(arriving(reply)))
-    assert list(found.holdings) == [Holding(3, (0, 9), (4,)), Holding(2, (0, 2), (4,))]
+    reply = _answer_query(asked, SimpleNamespace(node_id=7, node_config=config))
+    found = _parse_node_info(7, _decode(arriving(reply)))
+    assert list(found.holdings) == [ClientDataInfo(3, (0, 9), (4,)), ClientDataInfo(2, (0, 2), (4,))]
 
 
 FLOODS = {
@@ -54,7 +54,7 @@ def test_an_introduction_that_is_too_much_is_refused_in_twice_its_bytes(asked, k
     tracemalloc.start()
     try:
         with pytest.raises(TooLarge, match="bytes that are not tensors"):
-            _opened(arrived)
+            _decode(arrived)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -11,20 +11,20 @@ from flwr.supercore.task_identity import TaskIdentity
 from rich.console import Console
 
 import fedcover as fc
-from fedcover.cli.live_view import frame, look
+from fedcover.cli.live_view import read_run_view, render
 from fedcover.errors import InvalidValue, RunError
 from fedcover.flower import server
-from fedcover.flower.app_template import Settings
+from fedcover.flower.app_template import RunConfig
 from fedcover.flower.client import experiment_app
-from fedcover.flower.engine import Events, FlowerEngine, Terms
-from fedcover.flower.node_data import wanted_of
-from fedcover.flower.nodes import Roster, Wanted
-from fedcover.flower.payloads import bundle, unbundle
-from fedcover.flower.server import begun, capacities, is_open, serve
-from fedcover.flower.transport import Failed, _introduced
+from fedcover.flower.engine import EventLog, FlowerEngine, RoundOptions
+from fedcover.flower.node_data import data_requirements
+from fedcover.flower.nodes import DataRequirements, NodeRegistry
+from fedcover.flower.payloads import pack_arrays, unpack_arrays
+from fedcover.flower.server import capacities, experiment_to_resume, is_open, serve
+from fedcover.flower.transport import FailedReply, _parse_node_info
 from fedcover.runs.metrics_log import read_lines
-from fedcover.runs.setup import prepare, source_of
-from fedcover.theory.certificate.constants import _refuse_another_cohort
+from fedcover.runs.setup import build_source, prepare
+from fedcover.theory.certificate.constants import _check_same_cohort
 from fedcover.training.engines.sequential import sequential
 from tests.helpers.own_rows import written
 from tests.system.compromised import EACH, WHY, _file, attack
@@ -53,7 +53,7 @@ class Loopback:
     spoil: object = None
     states: dict[int, RecordDict] = field(default_factory=dict)
 
-    def present(self):
+    def connected_nodes(self):
         return set(self.nodes)
 
     def _call(self, node, message):
@@ -61,24 +61,26 @@ class Loopback:
         state = self.states.setdefault(node, RecordDict())
         return experiment_app()(message, Context(1, node, self.nodes[node], state, {}))
 
-    def introductions(self, nodes, *, patience, rows):
+    def query_node_info(self, nodes, *, timeout, rows):
         from flwr.app import ConfigRecord, Message
 
         hello = RecordDict({"hello": ConfigRecord()})
-        return {n: _introduced(n, self._call(n, Message(hello, dst_node_id=n, message_type="query"))) for n in nodes}
+        return {
+            n: _parse_node_info(n, self._call(n, Message(hello, dst_node_id=n, message_type="query"))) for n in nodes
+        }
 
-    def refuse(self, node, why):
+    def notify_rejected(self, node, why):
         from flwr.app import ConfigRecord, Message
 
         told = RecordDict({"refused": ConfigRecord({"why": why})})
         self._call(node, Message(told, dst_node_id=node, message_type="query"))
 
-    def exchange(self, messages, *, patience, allowed):
+    def send_and_wait(self, messages, *, timeout, max_bytes):
         found = {}
         for node, message in messages.items():
             reply = self._call(node, message)
             size = sum(len(array.data) for array in reply.content.array_records["answers"].values())
-            assert size <= allowed[node]
+            assert size <= max_bytes[node]
             found[node] = self.spoil(node, message, reply) if self.spoil else reply
         return found
 
@@ -91,9 +93,9 @@ def inside_a_task(monkeypatch):
 
 def engine(wanted: fc.Experiment, folder, spoil=None) -> FlowerEngine:
     nodes = {7 + place: {"partition-id": place, "num-partitions": 2} for place in range(2)}
-    events = Events(folder / "events.jsonl")
-    terms = Terms(wanted.to_toml(), wanted.clients, 60.0, private=wanted.privacy != "none")
-    return FlowerEngine(Loopback(nodes, spoil), Roster(), terms, events)
+    events = EventLog(folder / "events.jsonl")
+    options = RoundOptions(wanted.to_toml(), wanted.clients, 60.0, private=wanted.privacy != "none")
+    return FlowerEngine(Loopback(nodes, spoil), NodeRegistry(), options, events)
 
 
 @pytest.mark.parametrize("world", [*WORLDS, *MORE])
@@ -112,8 +114,11 @@ def test_two_sides_make_the_same_bits(tmp_path, world):
 
 def on_nodes(nodes, wanted, folder):
     """An engine for an experiment whose rows are on these nodes."""
-    terms, roster = Terms(wanted.to_toml(), wanted.clients, 60.0), Roster(places=2, wanted=Wanted(5, 10, (1, 8, 8)))
-    return FlowerEngine(Loopback(nodes), roster, terms, Events(folder / "events.jsonl"))
+    options, node_registry = (
+        RoundOptions(wanted.to_toml(), wanted.clients, 60.0),
+        NodeRegistry(num_partitions=2, requirements=DataRequirements(5, 10, (1, 8, 8))),
+    )
+    return FlowerEngine(Loopback(nodes), node_registry, options, EventLog(folder / "events.jsonl"))
 
 
 def test_rows_that_stay_on_nodes_make_the_same_bits(tmp_path):
@@ -135,7 +140,7 @@ def test_rows_that_stay_on_nodes_make_the_same_bits(tmp_path):
     weighed = []
 
     def watch(report):
-        late.link.nodes.update(nodes)
+        late.transport.nodes.update(nodes)
         weighed.append({client: holding.samples for client, holding in late.holdings.items()})
 
     lines = fc.run(wanted, tmp_path / "late", machine=machine, engine=late, watch=watch).metrics
@@ -176,7 +181,7 @@ def test_a_node_without_the_rows_it_needs_is_told_what_is_wrong(tmp_path, rows, 
     given = {"rows": str(tmp_path / rows)} if rows else {}
     made = on_nodes({7: {"partition-id": 0, "num-partitions": 2, **given}}, wanted, tmp_path / "run")
     fc.run(wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=made)
-    assert [why in line["why"] for line in read_lines(made.events.path) if line["client"] is None] == [True]
+    assert [why in line["why"] for line in read_lines(made.event_log.path) if line["client"] is None] == [True]
 
 
 def scaled_nodes(tmp_path, factors, **config):
@@ -189,7 +194,7 @@ def scaled_nodes(tmp_path, factors, **config):
         nodes[7 + place] = {"partition-id": place, "num-partitions": 2, "rows": str(path), **config}
     wanted = files.experiment(rounds=1)
     made = on_nodes(nodes, wanted, tmp_path / "run")
-    made.roster.wanted = wanted_of(source_of(wanted, "cpu", None), wanted.clients)
+    made.node_registry.requirements = data_requirements(build_source(wanted, "cpu", None), wanted.clients)
     return wanted, made
 
 
@@ -202,11 +207,11 @@ def test_a_node_whose_inputs_are_scaled_differently_is_warned_of_and_taken(tmp_p
     why = "partition 1 of 2: its inputs seem to be scaled differently: about -200 to 500, mean 0, spread 300; "
     assert told["why"].startswith(why + "the server's are about -0.8 to 2, mean 0, spread 1.")
     assert "node 8) warned" in caplog.text
-    seen = look(tmp_path / "run")
+    seen = read_run_view(tmp_path / "run")
     assert [event["node"] for event in seen.warnings] == [8]
-    assert not seen.trouble
+    assert not seen.failures
     shown = Console(width=200, record=True, file=io.StringIO())
-    shown.print(frame(seen))
+    shown.print(render(seen))
     assert "the last of 1 warnings" in shown.export_text()
 
 
@@ -214,7 +219,7 @@ def test_a_node_need_not_tell_how_its_inputs_are_scaled(tmp_path):
     wanted, made = scaled_nodes(tmp_path, (255, 255), **{"tell-scale": False})
     fc.run(wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=made)
     assert {e["event"] for e in read_lines(tmp_path / "run" / "events.jsonl")} == {"came", "answered"}
-    assert all(known.scale is None for known in made.roster.known.values())
+    assert all(known.scale is None for known in made.node_registry.node_info.values())
     wanted, made = scaled_nodes(tmp_path, (1, 1), **{"tell-scale": "no"})
     fc.run(wanted, tmp_path / "other", machine=fc.Machine("flower", "cpu"), engine=made)
     (first, *_) = [e for e in read_lines(tmp_path / "run" / "events.jsonl") if e["event"] == "rejected"]
@@ -228,13 +233,13 @@ def test_wrong_answers_are_rejected_by_name(tmp_path):
     before = {}
 
     def spoil(node, message, reply):
-        from fedcover.flower.messages import read_answers, read_orders, to_server
+        from fedcover.flower.messages import read_request, read_results, result_message
 
         if node != 8:
             return reply
-        kind, answers = kinds[read_orders(message).round], read_answers(reply)
+        kind, answers = kinds[read_request(message).round], read_results(reply)
         sent = [attack(kind, answer, before.setdefault(answer.client, answer)) for answer in answers]
-        return to_server(message, sent)
+        return result_message(message, sent)
 
     run = fc.run(
         wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=engine(wanted, tmp_path / "run", spoil)
@@ -256,11 +261,11 @@ def test_a_flood_of_answers_is_told_of_once(tmp_path):
     wanted = experiment(policy="prefix", clients=4, active=4, rounds=1)
 
     def spoil(node, message, reply):
-        from fedcover.flower.messages import read_answers, to_server
+        from fedcover.flower.messages import read_results, result_message
 
-        answers = read_answers(reply)
-        flood = [replace(answers[0], client=1000 + n, error="x", parcel=b"") for n in range(2000)]
-        return to_server(message, [*answers, *flood]) if node == 8 else reply
+        answers = read_results(reply)
+        flood = [replace(answers[0], client=1000 + n, error="x", payload=b"") for n in range(2000)]
+        return result_message(message, [*answers, *flood]) if node == 8 else reply
 
     run = fc.run(
         wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=engine(wanted, tmp_path / "run", spoil)
@@ -273,10 +278,10 @@ def test_a_flood_of_answers_is_told_of_once(tmp_path):
 
 def with_bits(answer):
     """An answer in which a client says that it trained nothing of its first tensor."""
-    arrays = {name: np.load(_file(raw.data)) for name, raw in unbundle(answer.parcel).items()}
+    arrays = {name: np.load(_file(raw.data)) for name, raw in unpack_arrays(answer.payload).items()}
     name = next(iter(arrays))
     chosen = np.zeros(-(-arrays[name].size // 8), np.uint8)
-    return replace(answer, parcel=bundle({**arrays, name.replace("params/", "bits/"): chosen}))
+    return replace(answer, payload=pack_arrays({**arrays, name.replace("params/", "bits/"): chosen}))
 
 
 def test_bits_cannot_stop_a_private_run(tmp_path):
@@ -285,9 +290,9 @@ def test_bits_cannot_stop_a_private_run(tmp_path):
     wanted = experiment(clients=4, active=4, rounds=2, privacy="gaussian(noise=1.0)", clip_updates=1.0)
 
     def spoil(node, message, reply):
-        from fedcover.flower.messages import read_answers, to_server
+        from fedcover.flower.messages import read_results, result_message
 
-        return to_server(message, [with_bits(answer) for answer in read_answers(reply)]) if node == 8 else reply
+        return result_message(message, [with_bits(answer) for answer in read_results(reply)]) if node == 8 else reply
 
     run = fc.run(
         wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=engine(wanted, tmp_path / "run", spoil)
@@ -297,9 +302,9 @@ def test_bits_cannot_stop_a_private_run(tmp_path):
 
 
 def test_what_happens_before_there_is_a_folder_is_written_with_the_first_line_after(tmp_path):
-    early = []
-    Events(None, early).write(0, "rejected", 7, None, "capacity must be in (0, 1]")
-    events = Events(tmp_path / "events.jsonl", early)
+    pending_lines = []
+    EventLog(None, pending_lines).write(0, "rejected", 7, None, "capacity must be in (0, 1]")
+    events = EventLog(tmp_path / "events.jsonl", pending_lines)
     events.write(0, "answered", 8, 1)
     events.write(0, "answered", 8, 2)
     told = [(e["event"], e["node"], e["client"]) for e in read_lines(tmp_path / "events.jsonl")]
@@ -309,8 +314,8 @@ def test_what_happens_before_there_is_a_folder_is_written_with_the_first_line_af
 def test_events_after_a_full_disk_begin_on_a_line_of_their_own(tmp_path):
     path = tmp_path / "events.jsonl"
     path.write_text('{"round": 0, "event": "answe')
-    Events(path).write(1, "answered", 7, 3)
-    Events(path).write(1, "answered", 7, 4)
+    EventLog(path).write(1, "answered", 7, 3)
+    EventLog(path).write(1, "answered", 7, 4)
     torn, *whole = path.read_text().splitlines()
     assert torn == '{"round": 0, "event": "answe'
     assert [json.loads(line)["client"] for line in whole] == [3, 4]
@@ -319,12 +324,14 @@ def test_events_after_a_full_disk_begin_on_a_line_of_their_own(tmp_path):
 def test_a_run_that_is_gone_on_with_is_not_changed(tmp_path):
     wanted = experiment(policy="prefix", rounds=2, name="mine")
     with pytest.raises(RunError, match="run is no run folder"):
-        begun(tmp_path / "run", wanted)
+        experiment_to_resume(tmp_path / "run", wanted)
     fc.run(wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=engine(wanted, tmp_path / "run"))
-    assert begun(tmp_path / "run", experiment(policy="prefix", rounds=2, fleet="1x0.25")) == wanted  # nodes declare it
+    assert (
+        experiment_to_resume(tmp_path / "run", experiment(policy="prefix", rounds=2, fleet="1x0.25")) == wanted
+    )  # nodes declare it
     with pytest.raises(InvalidValue, match=r"cannot be changed: rounds = 9 \(was 2\), lr = 5\.0 \(was 0\."):
-        begun(tmp_path / "run", experiment(policy="prefix", rounds=9, lr=5.0))
-    again = Settings(wanted.to_toml(), str(tmp_path / "run"))
+        experiment_to_resume(tmp_path / "run", experiment(policy="prefix", rounds=9, lr=5.0))
+    again = RunConfig(wanted.to_toml(), str(tmp_path / "run"))
     with pytest.raises(RunError, match=r"holds a run already: go on with it \(--resume\)"):
         serve(None, again)
 
@@ -332,14 +339,14 @@ def test_a_run_that_is_gone_on_with_is_not_changed(tmp_path):
 def in_open_fleet(wanted, folder, nodes, changes):
     """A run on nodes some of which come, leave, or come back with another capacity after rounds."""
     made = engine(wanted, folder)
-    made.link.nodes = dict(nodes)
-    made.terms = replace(made.terms, open=True)
+    made.transport.nodes = dict(nodes)
+    made.options = replace(made.options, open_fleet=True)
 
     def watch(report):
         for node, config in changes.get(report.round, {}).items():
-            made.link.nodes.pop(node, None)
+            made.transport.nodes.pop(node, None)
             if config:
-                made.link.nodes[node] = config
+                made.transport.nodes[node] = config
 
     return fc.run(wanted, folder, machine=fc.Machine("flower", "cpu"), engine=made, watch=watch)
 
@@ -369,7 +376,7 @@ def test_cohorts_are_drawn_among_the_nodes_that_are_there(tmp_path, own):
     alone = fc.run(wanted, machine=fc.Machine("sequential", "cpu")).metrics
     assert set(lines[5]["clients"]) == set(alone[5]["clients"])  # all are there: who is drawn is as ever
     with pytest.raises(RunError, match=r"round 1 cannot be replayed: nodes were missing"):
-        _refuse_another_cohort(prepare(wanted, fc.Machine("sequential", "cpu")), lines[0], 0)
+        _check_same_cohort(prepare(wanted, fc.Machine("sequential", "cpu")), lines[0], 0)
 
 
 def test_a_whole_open_fleet_makes_the_same_bits(tmp_path):
@@ -398,8 +405,8 @@ def test_a_fleet_is_closed_where_capacities_or_turns_are_counted_beforehand():
 def test_a_node_that_comes_late_and_holds_too_little_is_refused(tmp_path, caplog):
     wanted = experiment(policy="prefix", rounds=2, clients=4, active=4, fleet="1x1.0")
     found = engine(wanted, tmp_path / "run")
-    found.roster.capacities = capacities(wanted)
-    found.link.nodes[8]["capacity"] = 0.25
+    found.node_registry.capacities = capacities(wanted)
+    found.transport.nodes[8]["capacity"] = 0.25
     run = fc.run(wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=found)
     assert [(line["lost"], sorted(line["dropped"])) for line in run.metrics] == [(2, [2, 3])] * 2
     (told,) = [e for e in read_lines(tmp_path / "run" / "events.jsonl") if e["event"] == "rejected"]
@@ -411,7 +418,7 @@ def test_whoever_fails_is_told_of_and_left_out(tmp_path):
     wanted = experiment(policy="prefix", rounds=2, active=8)
 
     def spoil(node, message, reply):
-        return Failed("late", "no answer in 60 s") if node == 8 else reply
+        return FailedReply("late", "no answer in 60 s") if node == 8 else reply
 
     run = fc.run(
         wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=engine(wanted, tmp_path / "run", spoil)
@@ -425,15 +432,15 @@ def test_a_run_that_waits_for_its_nodes_has_not_stopped(tmp_path, monkeypatch):
     done = fc.run(
         wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=engine(wanted, tmp_path / "run")
     )
-    assert not look(tmp_path / "run").running
+    assert not read_run_view(tmp_path / "run").running
     seen = []
 
     def waiting(*given, **named):
-        seen.append(look(tmp_path / "run").running)
+        seen.append(read_run_view(tmp_path / "run").running)
         raise RunError("nobody came")
 
-    monkeypatch.setattr(server, "gather", waiting)
-    again = Settings(wanted.to_toml(), str(tmp_path / "run"), resume=True)
+    monkeypatch.setattr(server, "wait_for_nodes", waiting)
+    again = RunConfig(wanted.to_toml(), str(tmp_path / "run"), resume=True)
     assert serve(None, again).metrics == done.metrics  # it is finished, so it needs no nodes
     (tmp_path / "run" / "summary.json").unlink()
     with pytest.raises(RunError, match="nobody came"):

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from fedcover.flower.local_federation import local
+from fedcover.flower.local_federation import run_local_federation
 from tests.system.harness import PATIENCE
 
 NETS = """
@@ -46,7 +46,7 @@ def test_own_policy_recipe_rule_and_model_travel_with_the_run(tmp_path):
     fields = {**own, "clients": 4, "active": 4, "epochs": 1, "model": "nets:mobile"}
     (mine / "own.toml").write_text("".join(f"{k} = {v!r}\n".replace("'", '"') for k, v in fields.items()))
     configs = [{"partition-id": place, "num-partitions": 2} for place in range(2)]
-    with local(tmp_path / "flower", configs) as federation:
+    with run_local_federation(tmp_path / "flower", configs) as federation:
         home = federation.home("admin")
         (home / "config.toml").write_text(
             f'[superlink]\ndefault = "fleet"\n[superlink.fleet]\naddress = "{federation.address}"\ninsecure = true\n'

@@ -11,10 +11,10 @@ from torch import nn
 
 import fedcover as fc
 from fedcover.flower import client_training, engine, transport
-from fedcover.flower.messages import Order, Orders
-from fedcover.flower.nodes import Introduction, Roster, place_of
-from fedcover.flower.payloads import as_sent, bundle, headed, kept
-from fedcover.flower.transport import Failed
+from fedcover.flower.messages import ClientTask, TaskRequest
+from fedcover.flower.nodes import NodeInfo, NodeRegistry, partition_of
+from fedcover.flower.payloads import encode_reduction, gather_kept, pack_arrays, prefix_names
+from fedcover.flower.transport import FailedReply
 from fedcover.server.round import cohort_of
 from fedcover.submodels.reductions import Masks
 from tests.helpers.worlds import world
@@ -39,11 +39,13 @@ def failing(*_):
 def test_a_node_says_why_it_cannot_train(monkeypatch, there, train, said):
     server = model(16)
     params = {name: p.detach() for name, p in server.module.named_parameters()}
-    encoded, wire = as_sent(Masks({}), server)
-    parcel = bundle(headed({"params": kept(wire, wire.extract(params))}))
-    orders = Orders(0, 0.1, 1, "", tuple(Order(n, 1.0, 0, encoded, 0, f"nonce{n}") for n in range(2)), (parcel,))
-    monkeypatch.setattr(client_training, "read_orders", lambda message: orders)
-    monkeypatch.setattr(client_training, "to_server", lambda message, answers: answers)
+    encoded, wire = encode_reduction(Masks({}), server)
+    payload = pack_arrays(prefix_names({"params": gather_kept(wire, wire.extract(params))}))
+    orders = TaskRequest(
+        0, 0.1, 1, "", tuple(ClientTask(n, 1.0, 0, encoded, 0, f"nonce{n}") for n in range(2)), (payload,)
+    )
+    monkeypatch.setattr(client_training, "read_request", lambda message: orders)
+    monkeypatch.setattr(client_training, "result_message", lambda message, answers: answers)
     answers = client_training.train_module(
         SimpleNamespace(content={}), SimpleNamespace(node_config={}), train, lambda: model(there)
     )
@@ -57,16 +59,16 @@ class Scripted:
     def __init__(self, silent):
         self.silent, self.asked = set(silent), []
 
-    def present(self):
+    def connected_nodes(self):
         return {7, 8, 9}
 
-    def introductions(self, nodes, *, patience, rows):
+    def query_node_info(self, nodes, *, timeout, rows):
         places = {7: 0, 8: 1, 9: 1}
-        return {node: Introduction(node, places[node], 2, None, fc.__version__) for node in nodes}
+        return {node: NodeInfo(node, places[node], 2, None, fc.__version__) for node in nodes}
 
-    def exchange(self, messages, *, patience, allowed):
+    def send_and_wait(self, messages, *, timeout, max_bytes):
         self.asked.append(sorted(messages))
-        late = Failed("late", "no answer in 1 s")
+        late = FailedReply("late", "no answer in 1 s")
         return {node: late if node in self.silent else "unreadable" for node in messages}
 
 
@@ -98,26 +100,26 @@ def test_a_node_that_was_restarted_under_its_key_does_not_hold_up_the_round(monk
     monkeypatch.setattr(transport, "POLL", 0.02)
     for name in ("_task_id", "_run_id", "_node_id"):
         monkeypatch.setattr(TaskIdentity, name, 1)
-    monkeypatch.setattr(transport.Link, "_reply", lambda self, asked, *_: self._grid.replies.get(asked))
+    monkeypatch.setattr(transport.Transport, "_reply", lambda self, asked, *_: self._grid.replies.get(asked))
     grid = Restarting()
     messages = {node: Message(RecordDict(), dst_node_id=node, message_type="train", ttl=60.0) for node in (7, 8, 9)}
-    found = transport.Link(grid).exchange(messages, patience=1.0, allowed=dict.fromkeys(messages, 0))
+    found = transport.Transport(grid).send_and_wait(messages, timeout=1.0, max_bytes=dict.fromkeys(messages, 0))
     assert isinstance(found[7], Message)
-    assert found[8] == Failed("lost", transport.RESTARTED)
-    assert found[9] == Failed("late", "no answer in 1 s")
+    assert found[8] == FailedReply("lost", transport.RESTARTED)
+    assert found[9] == FailedReply("late", "no answer in 1 s")
     assert Counter(grid.sent) == Counter([(node, kind) for node in (7, 8, 9) for kind in ("train", "query")])
 
 
 def test_a_node_that_does_not_answer_loses_its_place(monkeypatch):
     """While it is silent the next one that claims the place gets the work; one that answers keeps its place."""
-    monkeypatch.setattr(engine, "to_node", lambda node, orders, ttl: orders)
-    monkeypatch.setattr(engine, "read_answers", lambda reply: [])
+    monkeypatch.setattr(engine, "request_message", lambda node, orders, ttl: orders)
+    monkeypatch.setattr(engine, "read_results", lambda reply: [])
     setup, state = world("mlp")
     work = [(client, Masks({})) for client in cohort_of(setup, 0)]
     scripted = Scripted(silent=[8])
-    terms = engine.Terms("", setup.clients, deadline=1.0)
-    train = engine.FlowerEngine(scripted, Roster(), terms, engine.Events(None))
-    assert {place_of(client.id, setup.clients, 2) for client, _ in work} == {0, 1}
+    options = engine.RoundOptions("", setup.clients, deadline=1.0)
+    train = engine.FlowerEngine(scripted, NodeRegistry(), options, engine.EventLog(None))
+    assert {partition_of(client.id, setup.clients, 2) for client, _ in work} == {0, 1}
     train(setup.task, state, work, 0.1)
     train(setup.task, state, work, 0.1)
     train(setup.task, state, work, 0.1)

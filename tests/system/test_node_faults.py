@@ -1,6 +1,6 @@
 """Faults of nodes with real processes: they die, come back, or are slow."""
 
-from fedcover.flower.local_federation import local
+from fedcover.flower.local_federation import run_local_federation
 from tests.system.harness import children, experiment, fair_deadline, submit, wait_for
 
 
@@ -10,7 +10,7 @@ def test_a_node_that_is_killed_and_comes_back(tmp_path):
         clients=3, active=3, fleet="1x0.75", policy="planned(tolerate=1)", model="mlp(hidden=[16])", rounds=5, epochs=2
     )
     configs = [{"partition-id": place, "num-partitions": 3} for place in range(3)]
-    with local(tmp_path / "flower", configs) as federation:
+    with run_local_federation(tmp_path / "flower", configs) as federation:
         deadline = fair_deadline(federation, tmp_path / "before")
         run = submit(federation, wanted, tmp_path / "run", nodes=3, deadline=deadline)
         run.rounds(1)
@@ -18,7 +18,7 @@ def test_a_node_that_is_killed_and_comes_back(tmp_path):
         federation.kill("supernode-1")
         hit = len(run.lines())
         run.rounds(hit + 1)
-        federation.start_node("supernode-back", {})  # it gets the place that is free
+        federation.start_supernode("supernode-back", {})  # it gets the place that is free
         lines = run.finish().rounds(5)
     assert lines[hit]["late"] + lines[hit]["lost"] == 1
     assert lines[hit]["dropped"] == [1]
@@ -40,10 +40,12 @@ def test_stragglers_do_not_hold_up_a_round(tmp_path, monkeypatch):
     wanted = experiment(recipe="plain", rounds=2, policy="prefix", active=8)
     monkeypatch.syspath_prepend(tmp_path)
     wanted = wanted.model_copy(update={"recipe": "slow:recipe"})
-    with local(tmp_path / "flower", [{"partition-id": 0, "num-partitions": 2}], [str(tmp_path)]) as federation:
+    with run_local_federation(
+        tmp_path / "flower", [{"partition-id": 0, "num-partitions": 2}], [str(tmp_path)]
+    ) as federation:
         deadline = fair_deadline(federation, tmp_path / "before")
         monkeypatch.setenv("SLOW", "1000")
-        federation.start_node("supernode-slow", {"partition-id": 1, "num-partitions": 2})
+        federation.start_supernode("supernode-slow", {"partition-id": 1, "num-partitions": 2})
         run = submit(federation, wanted, tmp_path / "run", nodes=2, deadline=deadline).finish()
     lines = run.rounds(2)
     assert [(line["late"], sorted(line["dropped"])) for line in lines] == [(4, [4, 5, 6, 7])] * 2
@@ -57,7 +59,7 @@ def test_a_node_that_cannot_take_part_says_why(tmp_path):
         {"partition-id": 0, "num-partitions": 2},
         {"partition-id": 0, "num-partitions": 1, "capacity": 7.0},
     ]
-    with local(tmp_path / "flower", configs) as federation:
+    with run_local_federation(tmp_path / "flower", configs) as federation:
         submit(federation, experiment(rounds=100), tmp_path / "run", nodes=1)
         told = "the server does not take this node: num-partitions must be 1, as elsewhere; got 2"
         assert wait_for(lambda: told in federation.log("supernode-1").read_text(), "the server's objection")

@@ -12,17 +12,17 @@ from torch import nn
 import fedcover as fc
 from fedcover.errors import InvalidValue
 from fedcover.flower import client_training
-from fedcover.flower.client_training import sent_parcel
-from fedcover.flower.messages import Order, Orders
-from fedcover.flower.payloads import as_sent, bundle, headed, unbundle
-from fedcover.models.meta_device import hollow_or_whole, is_hollow
-from fedcover.registry import is_own
+from fedcover.flower.client_training import build_payload
+from fedcover.flower.messages import ClientTask, TaskRequest
+from fedcover.flower.payloads import encode_reduction, pack_arrays, prefix_names, unpack_arrays
+from fedcover.models.meta_device import build_on_meta_or_cpu, is_on_meta
+from fedcover.registry import is_import_path
 from fedcover.runs.setup import Machine, prepare
-from fedcover.server.reply_validation import pack
-from fedcover.server.round import ask, first_state, run_round
-from fedcover.submodels.partial_params import Portion
+from fedcover.server.reply_validation import pack_update
+from fedcover.server.round import initial_state, run_round, start_round
+from fedcover.submodels.partial_params import PartialParams
 from fedcover.submodels.reductions import windows
-from fedcover.submodels.unit_groups import to_json
+from fedcover.submodels.unit_groups import groups_to_json
 from fedcover.training.local_sgd import train_client
 from fedcover.training.recipes.fedprox import cross_entropy
 from fedcover.types import Recipe
@@ -140,15 +140,15 @@ def experiment(model="mlp", /, **fields):
 
 def asked(setup, state, wanted):
     """A node's work of a round, as it would arrive, and what a simulation answers to it."""
-    orders, parcels, expected = [], [], []
-    for client, reduction in ask(setup, state).work:
-        encoded, wire = as_sent(reduction, setup.task.model)
-        parcels.append(sent_parcel(setup.task, state, client, wire))
-        orders.append(Order(client.id, client.capacity, client.slot, encoded, len(orders), f"nonce{client.id}"))
-        expected.append(bundle(pack(train_client(setup.task, state, client, wire, 0.05))))
-    unit_groups = to_json(setup.task.model.groups) if is_own(wanted.model) else ""
-    given = state.round, 0.05, 1, wanted.to_toml(), tuple(orders), tuple(parcels)
-    return Orders(*given, groups=unit_groups), expected
+    orders, payloads, expected = [], [], []
+    for client, reduction in start_round(setup, state).work:
+        encoded, wire = encode_reduction(reduction, setup.task.model)
+        payloads.append(build_payload(setup.task, state, client, wire))
+        orders.append(ClientTask(client.id, client.capacity, client.slot, encoded, len(orders), f"nonce{client.id}"))
+        expected.append(pack_arrays(pack_update(train_client(setup.task, state, client, wire, 0.05))))
+    unit_groups = groups_to_json(setup.task.model.groups) if is_import_path(wanted.model) else ""
+    given = state.round, 0.05, 1, wanted.to_toml(), tuple(orders), tuple(payloads)
+    return TaskRequest(*given, groups=unit_groups), expected
 
 
 @pytest.fixture
@@ -157,8 +157,8 @@ def answers(monkeypatch):
 
     def answer(orders):
         seen = []
-        monkeypatch.setattr(client_training, "read_orders", lambda message: orders)
-        monkeypatch.setattr(client_training, "to_server", lambda message, answers: answers)
+        monkeypatch.setattr(client_training, "read_request", lambda message: orders)
+        monkeypatch.setattr(client_training, "result_message", lambda message, answers: answers)
         monkeypatch.setattr(
             client_training,
             "train_client",
@@ -172,7 +172,7 @@ def answers(monkeypatch):
 
 def world(wanted, rounds=1):
     setup = prepare(wanted, Machine(engine="sequential", device="cpu").resolved())
-    state = first_state(setup)
+    state = initial_state(setup)
     for _ in range(rounds):
         state, _ = run_round(setup, state)
     return setup, state
@@ -185,12 +185,12 @@ def test_a_node_answers_as_a_simulation_does(answers, caplog, case):
     setup, state = world(wanted, rounds=0 if "hermes" in str(fields) else 1)  # what clients keep stays on their nodes
     orders, expected = asked(setup, state, wanted)
     found, seen = answers(orders)
-    assert [(answer.error, answer.parcel) for answer in found] == [("", parcel) for parcel in expected]
+    assert [(answer.error, answer.payload) for answer in found] == [("", payload) for payload in expected]
     assert "builds all of" not in caplog.text
     masked = wanted.policy in ("magnitude", "prunefl")
     for task, given in seen:
-        assert is_hollow(task.model.module)
-        assert isinstance(given.params, Portion) != masked
+        assert is_on_meta(task.model.module)
+        assert isinstance(given.params, PartialParams) != masked
 
 
 @pytest.mark.parametrize("case", WHOLE)
@@ -200,10 +200,10 @@ def test_a_model_that_needs_its_values_says_so(answers, caplog, case):
     setup, state = world(wanted)
     orders, expected = asked(setup, state, wanted)
     found, seen = answers(orders)
-    assert [(answer.error, answer.parcel) for answer in found] == [("", parcel) for parcel in expected]
+    assert [(answer.error, answer.payload) for answer in found] == [("", payload) for payload in expected]
     assert caplog.text.count("this device builds all of model") == 1
     assert why in caplog.text
-    assert not any(is_hollow(task.model.module) for task, _ in seen)
+    assert not any(is_on_meta(task.model.module) for task, _ in seen)
 
 
 def test_a_builder_that_gives_one_module_again_is_refused():
@@ -215,7 +215,7 @@ def test_a_builder_that_gives_one_module_again_is_refused():
         return kept[0]
 
     with pytest.raises(InvalidValue, match="must be built anew whenever it is asked for"):
-        hollow_or_whole(build, "model 'kept'")
+        build_on_meta_or_cpu(build, "model 'kept'")
 
 
 def peeking():
@@ -242,7 +242,7 @@ def test_another_part_than_the_own_is_refused():
     model = fc.models.mlp((1, 4, 4), 3, "batch")
     params = {name: p.detach() for name, p in model.module.named_parameters()}
     half, whole = windows(model.groups, 0.5), windows(model.groups, 1.0)
-    mine = Portion(params, half.extract(params), half)
+    mine = PartialParams(params, half.extract(params), half)
     assert all(tensor is mine.part[name] for name, tensor in half.extract(mine).items())
     with pytest.raises(InvalidValue, match="its own part of the model only"):
         whole.extract(mine)
@@ -262,12 +262,12 @@ def test_a_function_of_ones_own_trains_the_part(monkeypatch, caplog, build):
     if not isinstance(model, fc.Model):
         model = with_groups(model)
     params = {name: p.detach() for name, p in model.module.named_parameters()}
-    encoded, wire = as_sent(windows(model.groups, 0.5), model)
-    parcel = bundle(headed({"params": wire.extract(params)}))
-    each = tuple(Order(n, 0.5, 0, encoded, 0, f"nonce{n}") for n in range(2))
-    orders = Orders(0, 0.1, 1, "", each, (parcel,), groups=to_json(model.groups))
-    monkeypatch.setattr(client_training, "read_orders", lambda message: orders)
-    monkeypatch.setattr(client_training, "to_server", lambda message, answers: answers)
+    encoded, wire = encode_reduction(windows(model.groups, 0.5), model)
+    payload = pack_arrays(prefix_names({"params": wire.extract(params)}))
+    each = tuple(ClientTask(n, 0.5, 0, encoded, 0, f"nonce{n}") for n in range(2))
+    orders = TaskRequest(0, 0.1, 1, "", each, (payload,), groups=groups_to_json(model.groups))
+    monkeypatch.setattr(client_training, "read_request", lambda message: orders)
+    monkeypatch.setattr(client_training, "result_message", lambda message, answers: answers)
 
     def train(module, config, context):
         assert module(torch.zeros(2, 1, 4, 4)).shape == (2, 3)
@@ -277,8 +277,8 @@ def test_a_function_of_ones_own_trains_the_part(monkeypatch, caplog, build):
         return {"num-examples": 1, "loss": 0.0}
 
     answers = client_training.train_module(SimpleNamespace(content={}), SimpleNamespace(node_config={}), train, build)
-    more = bundle({f"params/{name}": tensor.numpy() + 1 for name, tensor in wire.extract(params).items()})
-    assert [(answer.error, answer.parcel) for answer in answers] == [("", more)] * 2
+    more = pack_arrays({f"params/{name}": tensor.numpy() + 1 for name, tensor in wire.extract(params).items()})
+    assert [(answer.error, answer.payload) for answer in answers] == [("", more)] * 2
     assert ("builds all of" in caplog.text) == (build is BUILDERS["with a buffer"])
 
 
@@ -288,9 +288,9 @@ def test_a_parcel_is_what_numpy_would_store():
         "b": np.float64(3.5) * np.ones(()),
         "c": np.zeros((0, 2)),
     }
-    parcel = bundle(arrays)
+    payload = pack_arrays(arrays)
     stored = io.BytesIO()
     for array in arrays.values():
         np.save(stored, array)
-    assert parcel.endswith(stored.getvalue())
-    assert {name: array.shape for name, array in unbundle(parcel).items()} == {"a": [2, 3], "b": [], "c": [0, 2]}
+    assert payload.endswith(stored.getvalue())
+    assert {name: array.shape for name, array in unpack_arrays(payload).items()} == {"a": [2, 3], "b": [], "c": [0, 2]}

@@ -18,7 +18,7 @@ def federation(tmp_path):
     made = Secured(tmp_path)
     try:
         made.prepare()
-        made.start_link()
+        made.start_superlink()
         made.register("node-0")
         shutil.copy(tmp_path / "node-0.key", tmp_path / "twin.key")
         yield made
@@ -39,24 +39,24 @@ def answers(federation, name, count):
 
 def test_a_node_that_was_killed_is_let_in_at_once(federation):
     """Flower itself refuses it until the killed one has been silent for a minute."""
-    federation.start_node("node-0", CONFIG)
+    federation.start_supernode("node-0", CONFIG)
     assert answers(federation, "node-0", 1) == [LET_IN]
     federation.kill("node-0")
-    federation.start_node("node-0", CONFIG)
+    federation.start_supernode("node-0", CONFIG)
     assert answers(federation, "node-0", 2) == [LET_IN] * 2
 
 
 def test_a_second_node_with_the_same_key_is_refused(federation):
     """Beside one that lives, with or without the file in which that one keeps its number, and after it has moved."""
-    first = federation.start_node("node-0", CONFIG)
+    first = federation.start_supernode("node-0", CONFIG)
     assert answers(federation, "node-0", 1) == [LET_IN]
-    federation.start_node("twin", CONFIG).wait(PATIENCE)
+    federation.start_supernode("twin", CONFIG).wait(PATIENCE)
     assert answers(federation, "twin", 1) == [REFUSED]
-    federation.start_node("node-0", CONFIG).wait(PATIENCE)
+    federation.start_supernode("node-0", CONFIG).wait(PATIENCE)
     assert answers(federation, "node-0", 2) == [LET_IN, REFUSED]
     first.send_signal(signal.SIGTERM)
     first.wait(PATIENCE)
-    federation.start_node("twin", CONFIG)
+    federation.start_supernode("twin", CONFIG)
     assert answers(federation, "twin", 2) == [LET_IN, REFUSED]
-    federation.start_node("node-0", CONFIG).wait(PATIENCE)
+    federation.start_supernode("node-0", CONFIG).wait(PATIENCE)
     assert answers(federation, "node-0", 3) == [LET_IN, REFUSED, REFUSED]

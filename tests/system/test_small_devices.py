@@ -11,12 +11,12 @@ import pytest
 
 import fedcover as fc
 from fedcover.analysis.audit import audit
-from fedcover.flower.client_training import sent_parcel
-from fedcover.flower.local_federation import local
-from fedcover.flower.payloads import as_sent, bundle
+from fedcover.flower.client_training import build_payload
+from fedcover.flower.local_federation import run_local_federation
+from fedcover.flower.payloads import encode_reduction, pack_arrays
 from fedcover.runs.setup import Machine, prepare
-from fedcover.server.reply_validation import pack
-from fedcover.server.round import first_state
+from fedcover.server.reply_validation import pack_update
+from fedcover.server.round import initial_state
 from fedcover.submodels.reductions import windows
 from fedcover.training.local_sgd import train_client
 from fedcover.types import Client
@@ -36,18 +36,18 @@ def experiment(hidden):
 def write(folder, wanted, shares):
     """The work of a client for each of some shares; the digests of what a simulation answers."""
     setup = prepare(wanted, Machine("sequential", "cpu").resolved())
-    state, model, digests = first_state(setup), setup.task.model, {}
+    state, model, digests = initial_state(setup), setup.task.model, {}
     for share in shares:
         client = Client(0, share, 0, setup.task.source.count(0), setup.task.source.labels(0))
-        encoded, wire = as_sent(windows(model.groups, share), model)
+        encoded, wire = encode_reduction(windows(model.groups, share), model)
         place = folder / f"{share}"
         place.mkdir(parents=True)
-        (place / "parcel").write_bytes(sent_parcel(setup.task, state, client, wire))
+        (place / "parcel").write_bytes(build_payload(setup.task, state, client, wire))
         order = {"client": 0, "capacity": share, "encoded": encoded.hex(), "experiment": wanted.to_toml()}
         (place / "order.json").write_text(json.dumps(order))
         if share < 0.5:
             update = train_client(setup.task, state, client, wire, 0.01)
-            digests[share] = hashlib.sha256(bundle(pack(update))).hexdigest()
+            digests[share] = hashlib.sha256(pack_arrays(pack_update(update))).hexdigest()
     return digests
 
 
@@ -125,7 +125,7 @@ def highest(federation, hidden, share, folder):
 
 
 def test_the_whole_process_of_a_message_takes_what_the_audit_says_and_no_copies_of_the_message(tmp_path):
-    with local(tmp_path / "flower", [{"partition-id": 0, "num-partitions": 1}]) as federation:
+    with run_local_federation(tmp_path / "flower", [{"partition-id": 0, "num-partitions": 1}]) as federation:
         tiny = highest(federation, [10], 1.0, tmp_path / "tiny")
         rises = {share: highest(federation, [5000, 5000], share, tmp_path / f"{share}") - tiny for share in SHARES}
     for row in audit(experiment([5000, 5000]))["capacities"]:

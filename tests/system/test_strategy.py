@@ -16,12 +16,20 @@ from torch import nn
 import fedcover as fc
 from fedcover.errors import InvalidValue, RunError
 from fedcover.flower import CoverageStrategy, Sampling, client_app
-from fedcover.flower.messages import Answer, Order, Orders, read_answers, read_orders, to_node, to_server
-from fedcover.flower.nodes import Introduction
-from fedcover.flower.payloads import as_sent, bundle, headed, kept, unbundle
-from fedcover.flower.transport import Failed, Link, TooLarge, _Arriving, _opened
+from fedcover.flower.messages import (
+    ClientResult,
+    ClientTask,
+    TaskRequest,
+    read_request,
+    read_results,
+    request_message,
+    result_message,
+)
+from fedcover.flower.nodes import NodeInfo
+from fedcover.flower.payloads import encode_reduction, gather_kept, pack_arrays, prefix_names, unpack_arrays
+from fedcover.flower.transport import FailedReply, TooLarge, Transport, _decode, _PartialReply
 from fedcover.models.norms import calibrate
-from fedcover.server.reply_validation import Asked, pack
+from fedcover.server.reply_validation import PendingTask, pack_update
 from fedcover.submodels.build import submodel
 from fedcover.submodels.reductions import windows
 from fedcover.types import Client, Update
@@ -97,11 +105,11 @@ def test_wrong_values_of_a_sampling_are_named(wrong, said):
 
 
 def ordered(model: fc.Model, capacity: float) -> Message:
-    encoded, wire = as_sent(windows(model.groups, capacity), model)
+    encoded, wire = encode_reduction(windows(model.groups, capacity), model)
     params = {name: p.detach() for name, p in model.module.named_parameters()}
-    parcel = bundle(headed({"params": kept(wire, wire.extract(params))}))
-    order = Order(3, capacity, 0, encoded, 0, "nonce")
-    message = to_node(7, Orders(2, 0.1, 1, "", (order,), (parcel,), {"lr": 0.5}), ttl=60.0)
+    payload = pack_arrays(prefix_names({"params": gather_kept(wire, wire.extract(params))}))
+    client_task = ClientTask(3, capacity, 0, encoded, 0, "nonce")
+    message = request_message(7, TaskRequest(2, 0.1, 1, "", (client_task,), (payload,), {"lr": 0.5}), ttl=60.0)
     message.metadata.__dict__["_message_id"] = "1"
     return message
 
@@ -119,23 +127,23 @@ def test_a_users_function_trains_a_module_of_the_nodes_own_size():
             module[0].weight.fill_(1.0)
         return {"num-examples": 5, "loss": 0.25}
 
-    (answer,) = read_answers(client_app(train, with_norms)(ordered(with_norms(), 0.5), context(capacity=0.5)))
+    (answer,) = read_results(client_app(train, with_norms)(ordered(with_norms(), 0.5), context(capacity=0.5)))
     assert (answer.client, answer.nonce, answer.samples, answer.loss, answer.error) == (3, "nonce", 5, 0.25, "")
     assert seen == {"lr": 0.5, "round": 2, "server-round": 3, "capacity": 0.5, "units": 2}
 
 
 def test_a_node_trains_no_more_than_it_declares():
     app = client_app(lambda *_: {"num-examples": 1, "loss": 0.0}, with_norms)
-    (answer,) = read_answers(app(ordered(with_norms(), 1.0), context(capacity=0.5)))
+    (answer,) = read_results(app(ordered(with_norms(), 1.0), context(capacity=0.5)))
     assert "more than the 0.5 that this node declares" in answer.error
-    assert answer.parcel == b""
+    assert answer.payload == b""
 
 
 def test_orders_travel_as_they_are():
     message = ordered(with_norms(), 0.5)
-    orders = read_orders(message)
-    assert (orders.round, orders.lr, orders.threads, dict(orders.own)) == (2, 0.1, 1, {"lr": 0.5})
-    assert orders.orders[0].nonce == "nonce"
+    request = read_request(message)
+    assert (request.round, request.lr, request.threads, dict(request.extra_config)) == (2, 0.1, 1, {"lr": 0.5})
+    assert request.client_tasks[0].nonce == "nonce"
 
 
 WRONG = {
@@ -150,24 +158,24 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_reply_that_is_none_is_refused(wrong):
-    reply = to_server(ordered(with_norms(), 0.5), [Answer(3, "nonce", 0.5, 1, b"parcel")])
-    assert read_answers(reply) == [Answer(3, "nonce", 0.5, 1, b"parcel")]
+    reply = result_message(ordered(with_norms(), 0.5), [ClientResult(3, "nonce", 0.5, 1, b"parcel")])
+    assert read_results(reply) == [ClientResult(3, "nonce", 0.5, 1, b"parcel")]
     WRONG[wrong](reply.content)
     with pytest.raises(InvalidValue):
-        read_answers(reply)
+        read_results(reply)
 
 
 def test_empty_content_is_refused():
     message = ordered(with_norms(), 0.5)
     for content in (RecordDict(), RecordDict({"report": ConfigRecord(), "answers": ArrayRecord()})):
         with pytest.raises(InvalidValue):
-            read_answers(Message(content, reply_to=message))
+            read_results(Message(content, reply_to=message))
 
 
 def test_any_pieces_of_a_reply_are_read_or_refused():
     """The pieces in which Flower carries a reply, damaged at random: what opens them never stumbles."""
     message, chance, seen = ordered(with_norms(), 0.5), random.Random(0), Counter()
-    reply = to_server(message, [Answer(3, "nonce", 0.5, 1, bytes(range(256)) * 4)])
+    reply = result_message(message, [ClientResult(3, "nonce", 0.5, 1, bytes(range(256)) * 4)])
     whole = pieces(reply)
     for _ in range(3000):
         contents = dict(whole)
@@ -175,11 +183,11 @@ def test_any_pieces_of_a_reply_are_read_or_refused():
             name = chance.choice(list(contents))
             contents[name] = damaged(contents[name], whole, chance)
         try:
-            found = _opened(_Arriving(reply.object_id, [], 4096, 256, contents))
+            found = _decode(_PartialReply(reply.object_id, [], 4096, 256, contents))
             if isinstance(found, Message):
-                for answer in read_answers(found):
-                    unbundle(answer.parcel)
-            seen["rejected" if isinstance(found, Failed) else "read"] += 1
+                for answer in read_results(found):
+                    unpack_arrays(answer.payload)
+            seen["rejected" if isinstance(found, FailedReply) else "read"] += 1
         except (InvalidValue, TooLarge) as error:
             seen[type(error).__name__] += 1
     assert seen["rejected"] > 500
@@ -206,12 +214,12 @@ def test_a_reply_of_records_only_or_of_one_tensor_many_times_is_too_large():
     message = ordered(with_norms(), 0.5)
     many = Message(RecordDict({"report": ConfigRecord({"x": [1] * 100_000})}), reply_to=message)
     with pytest.raises(TooLarge, match="not tensors"):
-        _opened(_Arriving(many.object_id, [], 4096, 256, pieces(many)))
+        _decode(_PartialReply(many.object_id, [], 4096, 256, pieces(many)))
     fine = Message(RecordDict({"report": ConfigRecord({"x": [1] * 1000})}), reply_to=message)
-    assert isinstance(_opened(_Arriving(fine.object_id, [], 4096, 256, pieces(fine))), Message)
+    assert isinstance(_decode(_PartialReply(fine.object_id, [], 4096, 256, pieces(fine))), Message)
     disguised = {many.object_id: b"ArrayChunk " + b"," * 200_000 + b" 1\x00x"}  # a head that is long itself
     with pytest.raises(TooLarge, match="not tensors"):
-        _opened(_Arriving(many.object_id, [], 4096, 256, disguised))
+        _decode(_PartialReply(many.object_id, [], 4096, 256, disguised))
 
 
 def pieces(message):
@@ -221,7 +229,7 @@ def pieces(message):
 def test_a_flood_of_answers_is_one_rejection(caplog):
     strategy, message = CoverageStrategy(with_norms(), calibration=torch.randn(9, 1, 4, 4)), ordered(with_norms(), 0.5)
     strategy._sent = strategy._params(strategy.initial_arrays())
-    flood = to_server(message, [Answer(n, "x", 0.5, 1, b"", "oh") for n in range(500)])
+    flood = result_message(message, [ClientResult(n, "x", 0.5, 1, b"", "oh") for n in range(500)])
     arrays, figures = strategy.aggregate_train(1, [flood])
     assert (arrays, figures["rejected"], figures["answered"], len(caplog.records)) == (None, 1, 0, 1)
 
@@ -230,12 +238,12 @@ def answering(strategy, samples):
     """The reply of a node that trained nothing and claims to have so many samples."""
     model, part = strategy.model, windows(strategy.model.groups, 0.5)
     strategy._sent = strategy._params(strategy.initial_arrays())
-    _, wire = as_sent(part, model)
+    _, wire = encode_reduction(part, model)
     client = Client(3, 0.5, 0, 1, ())
-    asked = strategy._ledger.expect(lambda nonce: Asked(nonce, client, wire, strategy._sent))
+    asked = strategy._ledger.issue(lambda nonce: PendingTask(nonce, client, wire, strategy._sent))
     untrained = Update(client, wire, wire, wire.extract(strategy._sent), {}, {}, {}, 0.5)
-    answer = Answer(3, asked.nonce, 0.5, samples, bundle(pack(untrained)))
-    return to_server(ordered(model, 0.5), [answer])
+    answer = ClientResult(3, asked.nonce, 0.5, samples, pack_arrays(pack_update(untrained)))
+    return result_message(ordered(model, 0.5), [answer])
 
 
 @pytest.mark.parametrize(("samples", "believed"), [(0, 0), (1, 1), (10**9, 1), (10**9 + 1, 0), (2**63 - 1, 0)])
@@ -265,21 +273,21 @@ def fleet(monkeypatch):
         }
         asked = []
 
-        def exchange(link, sent, *, patience, allowed):
-            asked.append((sorted(sent), {node: allowed[node] for node in sent}))
+        def send_and_wait(transport, sent, *, timeout, max_bytes):
+            asked.append((sorted(sent), {node: max_bytes[node] for node in sent}))
             replies = {}
             for node, message in sent.items():
                 message.metadata.__dict__["_message_id"] = f"{node}"
                 replies[node] = app(message, Context(1, node, nodes[node], RecordDict(), {}))
             return replies
 
-        def introductions(link, strangers, *, patience, rows):
+        def query_node_info(transport, nodes_to_query, *, timeout, rows):
             told = {node: (config["partition-id"], len(nodes), config["capacity"]) for node, config in nodes.items()}
-            return {node: Introduction(node, *told[node], fc.__version__) for node in strangers}
+            return {node: NodeInfo(node, *told[node], fc.__version__) for node in nodes_to_query}
 
-        monkeypatch.setattr(Link, "present", lambda link: set(nodes))
-        monkeypatch.setattr(Link, "introductions", introductions)
-        monkeypatch.setattr(Link, "exchange", exchange)
+        monkeypatch.setattr(Transport, "connected_nodes", lambda transport: set(nodes))
+        monkeypatch.setattr(Transport, "query_node_info", query_node_info)
+        monkeypatch.setattr(Transport, "send_and_wait", send_and_wait)
         return asked
 
     return build
@@ -380,23 +388,23 @@ def test_a_strategy_goes_on_from_its_folder_to_the_same_bits(fleet, tmp_path, se
 
 def test_a_node_that_does_not_answer_loses_its_place_in_an_app_too(monkeypatch):
     """The strategy asks the next node that claims the place, until that one is silent, too."""
-    message, answered = ordered(with_norms(), 0.5), to_server(ordered(with_norms(), 0.5), [])
+    message, answered = ordered(with_norms(), 0.5), result_message(ordered(with_norms(), 0.5), [])
     silent = {7}
 
-    def exchange(link, sent, *, patience, allowed):
-        return {node: Failed("late", "no answer") if node in silent else answered for node in sent}
+    def send_and_wait(transport, sent, *, timeout, max_bytes):
+        return {node: FailedReply("late", "no answer") if node in silent else answered for node in sent}
 
-    monkeypatch.setattr(Link, "exchange", exchange)
+    monkeypatch.setattr(Transport, "send_and_wait", send_and_wait)
     strategy = CoverageStrategy(with_norms(), calibration=torch.randn(9, 1, 4, 4))
     for node in (7, 8):
-        strategy._roster.add(Introduction(node, 3, 4, 0.5, fc.__version__))
+        strategy._node_registry.add(NodeInfo(node, 3, 4, 0.5, fc.__version__))
 
     def start(self, grid, *args, **kwargs):
         assert [bool(reply.has_error()) for reply in grid.send_and_receive([message])] == [7 in silent]
 
     monkeypatch.setattr(Strategy, "start", start)
     strategy.start(None)
-    assert strategy._roster.holders([7, 8]) == {3: 8}
+    assert strategy._node_registry.node_of_partition([7, 8]) == {3: 8}
     silent.clear()
     strategy.start(None)
-    assert strategy._roster.holders([7, 8]) == {3: 7}
+    assert strategy._node_registry.node_of_partition([7, 8]) == {3: 7}

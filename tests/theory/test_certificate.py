@@ -14,10 +14,10 @@ from fedcover.errors import InvalidValue, RunError
 from fedcover.policies import POLICIES
 from fedcover.server.round import run_round
 from fedcover.submodels.reductions import Masks, windows
-from fedcover.theory import BOUNDS, Constants, Steps
-from fedcover.theory.certificate.global_loss import objective_of, squared
-from fedcover.theory.certificate.replay import replayed
-from fedcover.theory.convex import minimise, proven
+from fedcover.theory import BOUNDS, Constants, LocalSteps
+from fedcover.theory.certificate.global_loss import build_global_loss, squared_norm
+from fedcover.theory.certificate.replay import replay_round
+from fedcover.theory.convex import convex_constants, minimise
 from fedcover.training.engines import ENGINES
 from tests.helpers.worlds import SMALL_MODELS, world
 
@@ -144,29 +144,31 @@ def test_theorem_r_on_random_softmax_problems(seed, share, momentum, batch_size,
     """One replayed round in float64 with random masks: measured is below the bound, with the loss after it as least."""
     fields = {"momentum": momentum, "batch_size": batch_size, "weight_decay": decay, "epochs": 2, "seed": seed}
     setup, state = world("softmax", active=3, clients=5, fleet="1x1.0", **fields)
-    objective = objective_of(setup, 10)
+    global_loss = build_global_loss(setup, 10)
     draw = torch.Generator().manual_seed(seed)
     chosen = [Masks({"head.weight": torch.rand(3, 12, generator=draw) < 0.6}) for _ in range(3)]
     weights = torch.cat([state.params["head.weight"], state.params["head.bias"][:, None]], 1)
-    rows = [objective.rows(client).x for client in range(5)]
-    known = proven(rows, weights, bias=True, decay=decay, batch_size=batch_size, calm=momentum == 0)
-    steps = Steps(2 * -(-7 // batch_size), momentum)
+    rows = [global_loss.rows(client).x for client in range(5)]
+    known = convex_constants(
+        rows, weights, bias=True, decay=decay, batch_size=batch_size, decay_contracts=momentum == 0
+    )
+    steps = LocalSteps(2 * -(-7 // batch_size), momentum)
     lr = share / (known.smoothness * steps.total)
     setup = replace(setup, policy=lambda view: chosen, lr=lambda round: lr)
     everything = {name: torch.ones_like(tensor, dtype=torch.bool) for name, tensor in state.params.items()}
-    seen = replayed(setup, state, objective, everything, looks=2)
+    seen = replay_round(setup, state, global_loss, everything, num_probes=2)
     after, _ = run_round(setup, state)
     constants = Constants(
         smoothness=known.smoothness, batch_smoothness=known.batch_smoothness, gradient=0.0,
         step_gradient=max(path.step_gradient for path in seen.paths), variance=0.0, start=seen.value,
-        least=objective.at(after.params).value, steps=steps, rounds=1, lrs=lr,
+        least=global_loss.evaluate(after.params).value, steps=steps, rounds=1, lr_sum=lr,
     )  # fmt: skip
-    bound = BOUNDS["reshuffled"](constants, [seen.facts])
+    bound = BOUNDS["reshuffled"](constants, [seen.quantities])
     assert bound.left <= bound.value * (1 + 1e-9)
     assert all(path.batch_secant <= known.batch_smoothness for path in seen.paths)
     assert all(path.secant <= known.smoothness for path in seen.paths)
     assert constants.step_gradient <= known.gradient
-    assert seen.between <= known.between
+    assert seen.dissimilarity <= known.dissimilarity
     assert max(path.split_error for path in seen.paths) < 1e-12
 
 
@@ -359,7 +361,7 @@ def test_several_exits_are_refused(tmp_path):
 
 def test_f_is_what_all_clients_minimise_together():
     setup, state = world("mlp", weight_decay=0.3, weights="samples")
-    objective = objective_of(setup, 100)
+    global_loss = build_global_loss(setup, 100)
     shards = [setup.task.source.shard(client) for client in range(setup.clients)]
     x = torch.cat([shard.samples.x[shard.index] for shard in shards])
     y = torch.cat([shard.samples.y[shard.index] for shard in shards])
@@ -367,21 +369,24 @@ def test_f_is_what_all_clients_minimise_together():
     logits = torch.func.functional_call(setup.task.model.module, params, (x,))
     loss = torch.nn.functional.cross_entropy(logits, y) + 0.15 * sum(p.square().sum() for p in params.values())
     loss.backward()
-    full = objective.at(state.params, keep=[3])
+    full = global_loss.evaluate(state.params, keep=[3])
     assert full.value == pytest.approx(float(loss.detach()))
-    assert squared({name: full.gradient[name] - p.grad for name, p in params.items()}) < 1e-20
-    own = objective.of_rows(state.params, objective.rows(3))[1]
-    assert squared({name: full.own[3][name] - own[name] for name in own}) < 1e-20
-    each = [objective.of_rows(state.params, objective.rows(client))[1] for client in range(setup.clients)]
-    mean = {name: torch.stack([g[name] for g in each]).mean(0) for name in own}
-    zeta = sum(squared({name: g[name] - mean[name] for name in own}) for g in each) / len(each)
-    assert float(sum(t.sum() for t in full.between.values())) == pytest.approx(zeta)
+    assert squared_norm({name: full.gradient[name] - p.grad for name, p in params.items()}) < 1e-20
+    client_gradients = global_loss.loss_and_gradient(state.params, global_loss.rows(3))[1]
+    assert (
+        squared_norm({name: full.client_gradients[3][name] - client_gradients[name] for name in client_gradients})
+        < 1e-20
+    )
+    each = [global_loss.loss_and_gradient(state.params, global_loss.rows(client))[1] for client in range(setup.clients)]
+    mean = {name: torch.stack([g[name] for g in each]).mean(0) for name in client_gradients}
+    zeta = sum(squared_norm({name: g[name] - mean[name] for name in client_gradients}) for g in each) / len(each)
+    assert float(sum(t.sum() for t in full.dissimilarity.values())) == pytest.approx(zeta)
 
 
 def test_the_largest_eigenvalue_is_that_of_the_hessian():
     setup, state = world("softmax", weight_decay=0.3)
-    objective = objective_of(setup, 100)
-    shards = [objective.rows(client) for client in range(setup.clients)]
+    global_loss = build_global_loss(setup, 100)
+    shards = [global_loss.rows(client) for client in range(setup.clients)]
     x, y = torch.cat([s.x for s in shards]).flatten(1), torch.cat([s.y for s in shards])
 
     def loss(weight, bias):
@@ -393,12 +398,12 @@ def test_the_largest_eigenvalue_is_that_of_the_hessian():
     hessian = torch.cat([torch.cat([b.reshape(n, m) for b, m in zip(row, sizes, strict=True)], 1)
                          for row, n in zip(blocks, sizes, strict=True)])  # fmt: skip
     wanted = float(torch.linalg.eigvalsh(hessian)[-1]) + 0.3
-    assert objective.curvature(state.params, 0) == pytest.approx(wanted, rel=0.02)
+    assert global_loss.curvature(state.params, 0) == pytest.approx(wanted, rel=0.02)
 
 
 def test_attention_has_a_curvature_too():
     setup, state = world("transformer", clients=2000, active=2)
-    assert 0 < objective_of(setup, 2).curvature(state.params, 0) < 100
+    assert 0 < build_global_loss(setup, 2).curvature(state.params, 0) < 100
 
 
 def test_the_solver_s_lower_bound_is_below_the_optimum():

@@ -11,8 +11,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fedcover.theory import BOUNDS, Bound, Condition, Constants, Round, Steps
-from fedcover.theory.quantities import gap
+from fedcover.theory import BOUNDS, Bound, Condition, Constants, LocalSteps, RoundQuantities
+from fedcover.theory.quantities import gradient_gap
 from tests.helpers.landscapes import (
     Problem,
     cohorts,
@@ -64,7 +64,7 @@ def test_theorem_one_prime_with_data_bias(seed, share):
 def test_the_corrected_theorems(seed, share, name):
     problem = random_problem(seed, equal_data=True)
     assume(problem.covered.any())
-    problem = replace(problem, steps=Steps(problem.steps.count))
+    problem = replace(problem, steps=LocalSteps(problem.steps.count))
     holds(judged(name, with_rate(problem, share, 1 / 6)))
 
 
@@ -133,7 +133,7 @@ def test_theorem_r_holds_surely_for_any_batches_in_any_order(seed, share, weight
     for n in range(clients):
         m = base.mask_NP[n].double()
         theta, velocity = base.theta_P * m, torch.zeros(size, dtype=torch.float64)
-        own = Steps(counts[n], base.steps.momentum)
+        own = LocalSteps(counts[n], base.steps.momentum)
         for t in range(counts[n]):
             step = slope(n, t, theta) * m
             squares.append(float(step.square().sum()))
@@ -148,7 +148,7 @@ def test_theorem_r_holds_surely_for_any_batches_in_any_order(seed, share, weight
     known = Constants(
         smoothness=length, batch_smoothness=float(torch.linalg.matrix_norm(hessian_NTPP, 2).max()), gradient=0.0,
         step_gradient=max(squares), variance=0.0, start=loss(base.theta_P), least=loss(after), steps=base.steps,
-        rounds=1, lrs=lr,
+        rounds=1, lr_sum=lr,
     )  # fmt: skip
     holds(BOUNDS["reshuffled"](known, [facts]))
 
@@ -164,7 +164,7 @@ class TestTheConstantsAreNeeded:
             "noise_NTP": torch.zeros(1, 3, 2, dtype=torch.float64),
             "mask_NP": torch.tensor([[True, False]]),
             "theta_P": torch.tensor([0.0, 1.5], dtype=torch.float64),
-            "lr": 0.05, "steps": Steps(3), "weight_N": torch.ones(1, dtype=torch.float64),
+            "lr": 0.05, "steps": LocalSteps(3), "weight_N": torch.ones(1, dtype=torch.float64),
         }  # fmt: skip
         return Problem(**{**fields, **changes})
 
@@ -179,14 +179,14 @@ class TestTheConstantsAreNeeded:
         noise[..., 0] = 1.0
         problem = self.saddle(
             hessian_NPP=2 * torch.eye(2, dtype=torch.float64)[None], theta_P=torch.zeros(2, dtype=torch.float64),
-            noise_NTP=noise, steps=Steps(1), lr=0.25,
+            noise_NTP=noise, steps=LocalSteps(1), lr=0.25,
         )  # fmt: skip
         bound = judged("sharper", problem)
         assert bound.left == pytest.approx(bound.value - bound.terms["variance"] / 2)
 
     @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
     def test_the_drift_of_lemma_one_is_reached_by_a_linear_loss(self, momentum):
-        steps, lr, pull = Steps(7, momentum), 0.1, 3.0
+        steps, lr, pull = LocalSteps(7, momentum), 0.1, 3.0
         theta = velocity = walked = 0.0
         for share in steps.shares:
             walked += share * theta**2 / steps.total
@@ -212,27 +212,27 @@ def test_lemma_one_as_printed_fails_for_five_steps():
     """The body's gamma^2 T^2 N G is too small from five steps of a linear loss on; the appendix is twice too large."""
     for count in range(1, 12):
         walked = sum((t - 1) ** 2 for t in range(1, count + 1))
-        assert walked == pytest.approx(count * Steps(count).drift)
+        assert walked == pytest.approx(count * LocalSteps(count).drift)
         assert (walked <= count**2) == (count < 5)
         assert walked <= count**3 / 3
 
 
 @given(st.integers(1, 60), st.floats(0, 0.99))
 def test_momentum_never_drifts_more_than_its_simple_bound(count, momentum):
-    steps, plain = Steps(count, momentum), Steps(count)
+    steps, plain = LocalSteps(count, momentum), LocalSteps(count)
     assert steps.drift <= plain.drift / (1 - momentum) ** 2 * (1 + 1e-9)
     assert steps.squares <= 1 / (1 - momentum) * (1 + 1e-9)
     assert steps.total >= count
 
 
 def facts(**changes):
-    fields = {"lr": 0.01, "inverse": (0.5, 0.25), "lacking": (0.0, 3.0), "gamma": 2, "energy": 12.0, "gradient": 1.0}
-    return Round(**{**fields, **changes})
+    fields = {"lr": 0.01, "inverse_coverage": (0.5, 0.25), "pruned_energy": (0.0, 3.0), "gamma": 2, "energy": 12.0, "gradient": 1.0}
+    return RoundQuantities(**{**fields, **changes})
 
 
 KNOWN = Constants(
     smoothness=2.0, batch_smoothness=3.0, gradient=5.0, step_gradient=7.0, variance=4.0, start=2.3, least=0.3,
-    steps=Steps(10), rounds=100, lrs=1.0,
+    steps=LocalSteps(10), rounds=100, lr_sum=1.0,
 )  # fmt: skip
 
 
@@ -265,7 +265,7 @@ class TestTheFormulas:
 
     def test_the_paper_s_own_setting_is_violated_thirty_times(self):
         """MNIST: learning rate 0.01, five epochs of 60 steps, 100 rounds; T counts steps, not epochs."""
-        known = replace(KNOWN, smoothness=1.0, steps=Steps(300))
+        known = replace(KNOWN, smoothness=1.0, steps=LocalSteps(300))
         one, two = (BOUNDS[name](known, [facts()]).conditions for name in ("printed_one", "printed_two"))
         assert [round(c.factor, 1) for c in (*one, two[1])] == [18.0, 30.0, 1.7]
 
@@ -275,7 +275,9 @@ class TestTheFormulas:
         assert BOUNDS["sharper"](KNOWN, rounds).conditions[0].actual == 0.03
 
     def test_lemma_two(self):
-        assert gap(KNOWN, facts(), smoothness=2.0, gradient=5.0) == pytest.approx((4e-4 * 5 * 28.5 * 0.75, 3.0))
+        assert gradient_gap(KNOWN, facts(), smoothness=2.0, gradient=5.0) == pytest.approx(
+            (4e-4 * 5 * 28.5 * 0.75, 3.0)
+        )
 
     def test_a_bound_applies_only_inside_its_assumptions(self):
         good = Condition("step", 1.0, 1.0)
@@ -294,4 +296,4 @@ def test_lemma_two_as_printed_fails_for_six_small_steps():
             x -= lr * x
         left = (sum(differences) / count) ** 2
         assert (left <= lr**2 * count) == (count < 6)
-        assert left <= lr**2 * Steps(count).drift
+        assert left <= lr**2 * LocalSteps(count).drift

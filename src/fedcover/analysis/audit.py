@@ -12,12 +12,12 @@ from fedcover.policies import growth_of
 from fedcover.policies.paper_regions import region_coverage
 from fedcover.runs.components import build_model
 from fedcover.runs.experiment import Experiment
-from fedcover.runs.setup import named_policy, source_of
+from fedcover.runs.setup import build_policy, build_source
 from fedcover.submodels import coverage
 from fedcover.submodels.cost import cost, memory_to_train, uses_of_weights
 from fedcover.types import Client, Coverage, View
 
-SHAPES: dict[str, tuple[tuple[int, ...], int, torch.dtype]] = {
+DATASET_SHAPES: dict[str, tuple[tuple[int, ...], int, torch.dtype]] = {
     "digits": ((1, 8, 8), 10, torch.float32),
     "characters": ((64,), 128, torch.int64),
     "mnist": ((1, 28, 28), 10, torch.float32),
@@ -26,7 +26,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], int, torch.dtype]] = {
 }
 """Input shape, number of classes and type of inputs of the known data sets, so that an audit needs no data."""
 
-MOST_DEVICES = 10_000
+MAX_AUDIT_DEVICES = 10_000
 
 
 def audit(experiment: Experiment) -> dict[str, Any]:
@@ -35,14 +35,14 @@ def audit(experiment: Experiment) -> dict[str, Any]:
     >>> audit(codename("1111223344", "pruning"))["gamma_min"]
     8
     """
-    shape, classes, dtype = shape_of(experiment.dataset)
+    shape, classes, dtype = dataset_shape(experiment.dataset)
     model = build_model(experiment, shape, classes, dtype)
     params = {name: p.detach() for name, p in model.module.named_parameters()}
     fleet = Fleet.parse(experiment.fleet)
-    if sum(fleet.counts) > MOST_DEVICES:
-        raise InvalidValue(f"fleet: an audit takes at most {MOST_DEVICES:,} devices; got {sum(fleet.counts):,}")
+    if sum(fleet.counts) > MAX_AUDIT_DEVICES:
+        raise InvalidValue(f"fleet: an audit takes at most {MAX_AUDIT_DEVICES:,} devices; got {sum(fleet.counts):,}")
     cohort = tuple(Client(i, fleet.capacity(i), i, 1, ()) for i in range(sum(fleet.counts)))
-    policy, uses = named_policy(experiment), uses_of_weights(model.module, shape, dtype)
+    policy, uses = build_policy(experiment), uses_of_weights(model.module, shape, dtype)
     view = View(0, params, model.groups, model.prunable, cohort, fleet.levels, experiment.capacity,
                 Coverage((), {}), experiment.seed, uses=uses, classifier=model.classifier,
                 rounds=experiment.rounds if growth_of(policy) else None)  # fmt: skip
@@ -63,7 +63,7 @@ def audit(experiment: Experiment) -> dict[str, Any]:
                 "devices": len(alike),
                 **asdict(cost(alike[0], params, uses)),
                 "memory": memory_to_train(model, alike[0], shape, batch_size=experiment.batch_size, dtype=dtype),
-                "delta2": fmean(coverage.noises(params, alike)),
+                "delta2": fmean(coverage.delta2(params, alike)),
             }
             for level, alike in by_level.items()
             if alike
@@ -71,15 +71,15 @@ def audit(experiment: Experiment) -> dict[str, Any]:
     }
 
 
-def shape_of(dataset: str) -> tuple[tuple[int, ...], int, torch.dtype]:
+def dataset_shape(dataset: str) -> tuple[tuple[int, ...], int, torch.dtype]:
     """A sample's shape, the number of classes and the type of a data set; the large ones need not be there.
 
-    >>> shape_of("cifar10")[:2], shape_of("synthetic(shape=[3, 16, 16], classes=5)")[:2]
+    >>> dataset_shape("cifar10")[:2], dataset_shape("synthetic(shape=[3, 16, 16], classes=5)")[:2]
     (((3, 32, 32), 10), ((3, 16, 16), 5))
     """
-    if dataset in SHAPES:
-        return SHAPES[dataset]
-    source = source_of(Experiment(dataset=dataset, clients=1, active=1), "cpu", None)
+    if dataset in DATASET_SHAPES:
+        return DATASET_SHAPES[dataset]
+    source = build_source(Experiment(dataset=dataset, clients=1, active=1), "cpu", None)
     return tuple(source.test.x.shape[1:]), source.classes, source.test.x.dtype
 
 

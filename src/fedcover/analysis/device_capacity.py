@@ -16,19 +16,19 @@ from typing import cast
 import torch
 
 from fedcover.errors import InvalidValue
-from fedcover.server.round import Setup, client_of, first_state
+from fedcover.server.round import Setup, client_of, initial_state
 from fedcover.submodels.cost import memory_to_train
-from fedcover.submodels.reductions import Slices, width_within, windows
+from fedcover.submodels.reductions import Slices, width_for_budget, windows
 from fedcover.training.local_sgd import train_client
 from fedcover.types import Shard, Source
 
-SHARES = (1.0, 0.75, 0.5, 0.375, 0.25, 0.1875, 0.125, 0.0625, 0.03125)
+CANDIDATE_CAPACITIES = (1.0, 0.75, 0.5, 0.375, 0.25, 0.1875, 0.125, 0.0625, 0.03125)
 STEPS, REPEATS = 5, 3
 """Local steps in one measurement, and measurements of which the median counts."""
-USABLE = 0.8
+USABLE_SHARE = 0.8
 """Share of the free memory that training may take: estimates are not exact, and others live on the device too."""
 
-Tell = Callable[[str], None]
+LogFn = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Proposal:
         return asdict(self)
 
 
-def propose(setup: Setup, *, memory: int | None = None, seconds: float | None = None, tell: Tell = print) -> Proposal:
+def propose(setup: Setup, *, memory: int | None = None, seconds: float | None = None, tell: LogFn = print) -> Proposal:
     """Try capacities from the whole model downwards until one fits into the memory, and the time if one is given.
 
     `memory` are bytes (what is free on the device, if not given), `seconds` the longest local training of one round.
@@ -77,25 +77,25 @@ def propose(setup: Setup, *, memory: int | None = None, seconds: float | None = 
 
 
 def _trials(setup: Setup, free: int, seconds: float | None) -> Iterator[Trial]:
-    for share in SHARES:
-        part = part_of(setup, share)
+    for share in CANDIDATE_CAPACITIES:
+        part = slices_for_capacity(setup, share)
         if part is None:
             return
         needed = _memory(setup, part)
-        step = _step_seconds(setup, share, part) if needed <= USABLE * free else None
+        step = _step_seconds(setup, share, part) if needed <= USABLE_SHARE * free else None
         whole = None if step is None else step * _steps(setup)
         fits = whole is not None and (seconds is None or whole <= seconds)
         held = sum(part.sizes(dict(setup.task.model.module.named_parameters())).values())
         yield Trial(share, held, needed, step, whole, fits)
 
 
-def part_of(setup: Setup, share: float) -> Slices | None:
+def slices_for_capacity(setup: Setup, share: float) -> Slices | None:
     """The sub-model of some capacity, in the experiment's measure of it; None where it holds not one unit per group."""
     model = setup.task.model
     if setup.capacity == "width":
         return windows(model.groups, share)
     try:
-        return windows(model.groups, width_within(model.groups, dict(model.module.named_parameters()), share))
+        return windows(model.groups, width_for_budget(model.groups, dict(model.module.named_parameters()), share))
     except InvalidValue:
         return None
 
@@ -113,7 +113,7 @@ def _steps(setup: Setup) -> int:
 
 
 @dataclass(frozen=True)
-class _FewRows:
+class _RowLimitedSource:
     """A source in which every client has just enough rows for a measurement."""
 
     inner: Source
@@ -132,8 +132,8 @@ class _FewRows:
 def _step_seconds(setup: Setup, share: float, part: Slices) -> float:
     """Seconds of one local step, by the very code that trains clients; making the sub-model counts, too."""
     local = replace(setup.task.local, epochs=1)
-    source = cast(Source, _FewRows(setup.task.source, STEPS * local.batch_size))
-    task, state = replace(setup.task, local=local, source=source), first_state(setup)
+    source = cast(Source, _RowLimitedSource(setup.task.source, STEPS * local.batch_size))
+    task, state = replace(setup.task, local=local, source=source), initial_state(setup)
     client = replace(client_of(setup, 0, 0), capacity=share)
 
     def once() -> float:
@@ -150,13 +150,13 @@ def _step_seconds(setup: Setup, share: float, part: Slices) -> float:
 def free_memory(setup: Setup) -> int:
     """Bytes that are free for training: on the GPU if the data lies there, else in main memory."""
     device = setup.task.source.test.x.device
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_main_memory()
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_memory()
 
 
-def free_main_memory(system: Path = Path("/")) -> int:
+def free_host_memory(system: Path = Path("/")) -> int:
     """Bytes of main memory that this process may still take: what is free, and what its container allows."""
-    known = [_available(system), _within(system, "memory.max", "memory.current"),
-             _within(system, "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")]  # fmt: skip
+    known = [_available(system), _cgroup_headroom(system, "memory.max", "memory.current"),
+             _cgroup_headroom(system, "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")]  # fmt: skip
     found = [free for free in known if free is not None]
     # where nothing tells what is free (macOS), all of the memory there is
     return max(0, min(found)) if found else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -171,7 +171,7 @@ def _available(system: Path) -> int | None:
     return 1024 * int(match[1]) if match else None
 
 
-def _within(system: Path, limit: str, used: str) -> int | None:
+def _cgroup_headroom(system: Path, limit: str, used: str) -> int | None:
     """What is left of a control group's limit, if there is one."""
     groups = system / "sys/fs/cgroup"
     try:

@@ -7,14 +7,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from fedcover.analysis.report.load import Record
+from fedcover.analysis.report.load import RunRecord
 from fedcover.errors import printable
 
 _FORMULA = ("=", "+", "-", "@")
 """Signs with which a formula begins; tabs and ends of lines are no printable signs."""
 
 
-def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
+def metric_rows(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
     """One row a run and round (counted from 0, as in metrics.jsonl): every figure that is a number.
 
     What was not measured in a round is not in its row; `seconds` is the sum over the phases.

@@ -13,14 +13,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedcover.analysis.audit import shape_of
+from fedcover.analysis.audit import dataset_shape
 from fedcover.errors import InvalidValue, unknown
 from fedcover.fleet import Fleet
 from fedcover.policies import POLICIES
-from fedcover.policies.planned import KINDS, groups_of, planned
-from fedcover.policies.planner.multi_group import Wish, is_exact, level, narrowed, tally, upper_bound
-from fedcover.policies.planner.single_group import Group
-from fedcover.policies.replication import number
+from fedcover.policies.planned import PLAN_KINDS, budgeted_groups, planned
+from fedcover.policies.planner.multi_group import (
+    PlanTarget,
+    count_and_energy,
+    coverage_upper_bound,
+    energy_on_cut_axes,
+    is_exact,
+    target_coverage,
+)
+from fedcover.policies.planner.single_group import BudgetedGroup
+from fedcover.policies.replication import num_copies
 from fedcover.runs.components import build_model
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.plotting import COLOURS, MARKERS, new_figure, save
@@ -29,16 +36,16 @@ from fedcover.submodels.cost import uses_of_weights
 from fedcover.submodels.reductions import Slices
 from fedcover.types import Client, Coverage, Params, Reduction, View
 
-DIGITS = {1.0: "1", 0.75: "432", 0.5: "765"}
+DIGITS_OF_CAPACITY = {1.0: "1", 0.75: "432", 0.5: "765"}
 """The paper's policies of each capacity, the one of least noise first: its hand-made designs take them in turn."""
 
-MOST_DEVICES = 1000
+MAX_PLAN_DEVICES = 1000
 
-Choice = Callable[[View], Sequence[Reduction | None]]
+PolicyFunction = Callable[[View], Sequence[Reduction | None]]
 
 
 @dataclass(frozen=True)
-class Seen:
+class PolicyCoverage:
     """What a policy did over some rounds: fewest clients per parameter in any round and over all, and its noise."""
 
     gamma: int
@@ -67,25 +74,25 @@ def plan_report(
     >>> found["gamma_max"], found["chosen"]["gamma"], found["policies"]["codename 1111223344"]["gamma"]
     (8, 8, 8)
     """
-    if kind not in KINDS:
-        raise unknown("kind", kind, KINDS)
+    if kind not in PLAN_KINDS:
+        raise unknown("kind", kind, PLAN_KINDS)
     rounds = experiment.window if window is None else window
     if rounds < 1:
         raise InvalidValue(f"window must be at least 1; got {rounds}")
     view = fleet_view(experiment, params)
-    units = wanted(view, kind, Wish(gamma, tolerate))
+    units = planned_coverage(view, kind, PlanTarget(gamma, tolerate))
     choice = partial(planned, kind=kind, gamma=gamma, tolerate=tolerate)
     parts = choice(view)
     exact = kind == "pruning" or is_exact(view.groups)
-    chosen = watched(choice, view, rounds)
-    bound, scarce = upper_bound(view.params, parts)
+    chosen = measure_policy(choice, view, rounds)
+    bound, scarce = coverage_upper_bound(view.params, parts)
     policies = {"planned": chosen.line()}
-    for name, other in rivals(view, kind).items():
+    for name, other in baseline_policies(view, kind).items():
         try:
-            policies[name] = watched(other, view, rounds).line()
+            policies[name] = measure_policy(other, view, rounds).line()
         except InvalidValue:  # a device too small for this kind of part: there is nothing to compare with
             continue
-    made = frontier_of(view, kind) if exact else achieved(view, rounds)
+    made = exact_frontier(view, kind) if exact else achieved_frontier(view, rounds)
     return {
         "model": experiment.model, "fleet": experiment.fleet, "kind": kind, "capacity": experiment.capacity,
         "exact": exact, "window": rounds, "tolerate": tolerate,
@@ -95,19 +102,19 @@ def plan_report(
         "policies": policies,
         "upper_bound": bound, "limited_by": scarce, "distance": bound - chosen.gamma,
         "rounds_to_cover": rounds_to_cover(choice, view, rounds, tolerate + 1),
-        "copies": 1 if kind == "pruning" or gamma is not None or tolerate else number(replace(view, rounds=rounds)),
+        "copies": 1 if kind == "pruning" or gamma is not None or tolerate else num_copies(replace(view, rounds=rounds)),
         "assignment": [
             {"capacity": client.capacity, "parameters": sum(part.sizes(view.params).values()),
-             "noise": noise, "holds": holdings(part)}
-            for client, part, noise in zip(view.cohort, parts, counted(view, parts)[1], strict=True)
+             "noise": noise, "holds": held_units(part)}
+            for client, part, noise in zip(view.cohort, parts, count_and_noise(view, parts)[1], strict=True)
         ],
     }  # fmt: skip
 
 
-def holdings(part: Reduction) -> dict[str, Any]:
+def held_units(part: Reduction) -> dict[str, Any]:
     """What a device holds: the units of each group, as (first, last) of their runs; of weights, how many in a tensor.
 
-    >>> holdings(Slices((), {"hidden": torch.tensor([0, 1, 2, 7])}))
+    >>> held_units(Slices((), {"hidden": torch.tensor([0, 1, 2, 7])}))
     {'hidden': [(0, 2), (7, 7)]}
     """
     if not isinstance(part, Slices):
@@ -122,11 +129,11 @@ def holdings(part: Reduction) -> dict[str, Any]:
 
 def fleet_view(experiment: Experiment, params: Params | None = None) -> View:
     """The first round of an experiment in which every device of its fleet takes part."""
-    shape, classes, dtype = shape_of(experiment.dataset)
+    shape, classes, dtype = dataset_shape(experiment.dataset)
     model = build_model(experiment, shape, classes, dtype)
     fleet = Fleet.parse(experiment.fleet)
-    if sum(fleet.counts) > MOST_DEVICES:
-        raise InvalidValue(f"fleet: a plan takes at most {MOST_DEVICES:,} devices; got {sum(fleet.counts):,}")
+    if sum(fleet.counts) > MAX_PLAN_DEVICES:
+        raise InvalidValue(f"fleet: a plan takes at most {MAX_PLAN_DEVICES:,} devices; got {sum(fleet.counts):,}")
     cohort = tuple(Client(i, fleet.capacity(i), i, 1, ()) for i in range(sum(fleet.counts)))
     own = {name: p.detach() for name, p in model.module.named_parameters()}
     if params is not None and {n: t.shape for n, t in params.items()} != {n: t.shape for n, t in own.items()}:
@@ -137,48 +144,48 @@ def fleet_view(experiment: Experiment, params: Params | None = None) -> View:
                 classifier=model.classifier)  # fmt: skip
 
 
-def rivals(view: View, kind: str) -> dict[str, Choice]:
+def baseline_policies(view: View, kind: str) -> dict[str, PolicyFunction]:
     """The policies to compare with, and the paper's hand-made design where its capacities are those of the fleet."""
-    found: dict[str, Choice] = {
+    found: dict[str, PolicyFunction] = {
         "prefix": POLICIES["prefix"],
         "rolling": POLICIES["rolling"],
         "rolling spread": partial(POLICIES["rolling"], spread=True),
         "random": POLICIES["random"],
         "greedy": POLICIES["magnitude"] if kind == "pruning" else partial(planned, kind=kind, gamma=0),
     }
-    digits = codename_for([client.capacity for client in view.cohort])
+    digits = codename_of_capacities([client.capacity for client in view.cohort])
     if digits and view.measure == "width":
         found[f"codename {digits}"] = partial(POLICIES["regions"], codename=digits, kind=kind)
     return found
 
 
-def codename_for(shares: Sequence[float]) -> str | None:
+def codename_of_capacities(shares: Sequence[float]) -> str | None:
     """The paper's way to cover more by hand: the regions beside the first are left out in turn.
 
-    >>> codename_for([1, 1, 1, 1, 0.75, 0.75, 0.75, 0.75, 0.75, 0.75]), codename_for([0.3])
+    >>> codename_of_capacities([1, 1, 1, 1, 0.75, 0.75, 0.75, 0.75, 0.75, 0.75]), codename_of_capacities([0.3])
     ('1111223344', None)
     """
-    if set(shares) - set(DIGITS):
+    if set(shares) - set(DIGITS_OF_CAPACITY):
         return None
     held = Counter(shares)
-    digits = {share: iter(sorted(islice(cycle(DIGITS[share]), n))) for share, n in held.items()}
+    digits = {share: iter(sorted(islice(cycle(DIGITS_OF_CAPACITY[share]), n))) for share, n in held.items()}
     return "".join(next(digits[share]) for share in shares)
 
 
-def over_rounds(choice: Choice, view: View, rounds: int) -> Iterator[list[Reduction]]:
+def reductions_by_round(choice: PolicyFunction, view: View, rounds: int) -> Iterator[list[Reduction]]:
     """The parts that a policy gives in some rounds with the same weights and clients."""
     for round in range(rounds):
         yield [part for part in choice(replace(view, round=round)) if part is not None]
 
 
-def counted(view: View, parts: Sequence[Reduction]) -> tuple[Params, list[float]]:
+def count_and_noise(view: View, parts: Sequence[Reduction]) -> tuple[Params, list[float]]:
     """How many parts hold each parameter, and the share of the weights' energy that every part lacks."""
     slices = [part for part in parts if isinstance(part, Slices)]
     if len(slices) == len(parts):
         total = coverage.energy(view.params)
-        counts, kept_N = tally(view.groups, narrowed(view.groups, view.params), slices)
+        counts, kept_N = count_and_energy(view.groups, energy_on_cut_axes(view.groups, view.params), slices)
         return counts, [_lost(float(kept), total) for kept in kept_N]
-    return coverage.count(view.params, parts), coverage.noises(view.params, parts)
+    return coverage.count(view.params, parts), coverage.delta2(view.params, parts)
 
 
 def _lost(kept: float, total: float) -> float:
@@ -187,24 +194,24 @@ def _lost(kept: float, total: float) -> float:
     return lost if lost > 1e-9 else 0.0
 
 
-def watched(choice: Choice, view: View, rounds: int) -> Seen:
+def measure_policy(choice: PolicyFunction, view: View, rounds: int) -> PolicyCoverage:
     """Count per parameter what a policy covers, and add up what it cuts away, over some rounds."""
-    gammas, noises = [], []
+    gammas, delta2 = [], []
     total: Params = {}
-    for parts in over_rounds(choice, view, rounds):
-        counts, lost = counted(view, parts)
+    for parts in reductions_by_round(choice, view, rounds):
+        counts, lost = count_and_noise(view, parts)
         total = {name: t.int() + total.get(name, 0) for name, t in counts.items()}
         gammas.append(coverage.minimum(counts))
-        noises.append(sum(lost))
-    return Seen(min(gammas), coverage.minimum(total), fmean(noises))
+        delta2.append(sum(lost))
+    return PolicyCoverage(min(gammas), coverage.minimum(total), fmean(delta2))
 
 
-def rounds_to_cover(choice: Choice, view: View, rounds: int, clients: int) -> int | None:
+def rounds_to_cover(choice: PolicyFunction, view: View, rounds: int, clients: int) -> int | None:
     """After how many rounds every parameter has been trained by so many different clients; None if after more."""
     small = {n: t[tuple(slice(0, k) for k in s.shape)] for (n, s), t in
-             zip(narrowed(view.groups, view.params).items(), view.params.values(), strict=True)}  # fmt: skip
+             zip(energy_on_cut_axes(view.groups, view.params).items(), view.params.values(), strict=True)}  # fmt: skip
     ever: list[dict[str, Tensor]] = []
-    for done, parts in enumerate(over_rounds(choice, view, rounds), start=1):
+    for done, parts in enumerate(reductions_by_round(choice, view, rounds), start=1):
         entries = small if all(isinstance(part, Slices) for part in parts) else view.params
         masks = [part.mask(entries) for part in parts]
         ever = [{n: old[n] | new[n] for n in new} for old, new in zip(ever, masks, strict=True)] if ever else masks
@@ -213,20 +220,20 @@ def rounds_to_cover(choice: Choice, view: View, rounds: int, clients: int) -> in
     return None
 
 
-def wanted(view: View, kind: str, wish: Wish) -> int:
+def planned_coverage(view: View, kind: str, target: PlanTarget) -> int:
     """The coverage of every unit that the planned policy aims at in a round."""
-    groups, stacked, exact = groups_of(view, kind)
-    return level(groups, stacked, coverage.energy(view.params), wish, exact)
+    groups, stacked, exact = budgeted_groups(view, kind)
+    return target_coverage(groups, stacked, coverage.energy(view.params), target, exact)
 
 
-def frontier_of(view: View, kind: str) -> list[dict[str, Any]]:
+def exact_frontier(view: View, kind: str) -> list[dict[str, Any]]:
     """Gamma and the least noise, exactly, over all groups together: absolute energies, divided once."""
-    groups, _, _ = groups_of(view, kind)
+    groups, _, _ = budgeted_groups(view, kind)
     total = coverage.energy(view.params) or 1.0
     largest = min(group.gamma_max for group in groups.values())
 
-    def noise(group: Group, gamma: int) -> float:
-        return float(np.sum(group.profile(gamma).removed(group.after)))
+    def noise(group: BudgetedGroup, gamma: int) -> float:
+        return float(np.sum(group.allocation(gamma).pruned_energy(group.tail_energy)))
 
     return [
         {"gamma": gamma, "noise": sum(noise(group, gamma) for group in groups.values()) / total}
@@ -234,14 +241,15 @@ def frontier_of(view: View, kind: str) -> list[dict[str, Any]]:
     ]
 
 
-def achieved(view: View, rounds: int) -> list[dict[str, Any]]:
+def achieved_frontier(view: View, rounds: int) -> list[dict[str, Any]]:
     """Where groups meet: what every parameter gets when every unit is held so many times (`units`)."""
-    groups, stacked, _ = groups_of(view, "subnet")
+    groups, stacked, _ = budgeted_groups(view, "subnet")
     most = min((group.gamma_max for name, group in groups.items() if name not in stacked), default=0)
     if stacked:
         most = min(most, *(int((groups[name].budgets_N == groups[name].units).sum()) for name in stacked))
     return [
-        {"units": units, **watched(partial(planned, gamma=units), view, rounds).line()} for units in range(most + 1)
+        {"units": units, **measure_policy(partial(planned, gamma=units), view, rounds).line()}
+        for units in range(most + 1)
     ]
 
 

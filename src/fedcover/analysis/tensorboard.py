@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from fedcover.errors import FedcoverError
-from fedcover.host.disk import refuse_linked
-from fedcover.server.round import Report
+from fedcover.host.disk import check_not_linked
+from fedcover.server.round import RoundReport
 
 
 @contextmanager
-def logging_to(folder: Path) -> Iterator[Callable[[Report], None]]:
+def tensorboard_writer(folder: Path) -> Iterator[Callable[[RoundReport], None]]:
     """A function that writes every number of a round it is told of into event files, under the rounds done by then."""
     if find_spec("tensorboard") is None:
         raise FedcoverError("logging for TensorBoard needs it; in a checkout of fedcover: pip install '.[tensorboard]'")
-    refuse_linked(folder)
+    check_not_linked(folder)
     make = import_module("torch.utils.tensorboard").SummaryWriter
     writers: list[Any] = []
 
-    def write(report: Report) -> None:
+    def write(report: RoundReport) -> None:
         if not writers:  # not before there is something to write: a run that is refused leaves nothing behind
             writers.append(make(log_dir=str(folder), purge_step=report.round + 1))
         for name, value in scalars(report.metrics).items():

@@ -27,7 +27,7 @@ def main() -> None:
     if torchrun_rank() and sys.argv[1:2] in (["run"], ["resume"]):  # the first process reads the arguments
         return take_part()
     try:
-        with console.telling():
+        with console.show_log():
             app(sys.argv[1:], exit_on_error=False, print_error=False)
         if sys.stdout:
             sys.stdout.flush()  # here, where it can be said that nobody can read it
@@ -38,20 +38,20 @@ def main() -> None:
     except CycloptsError as error:
         _leave(error, 2)
     except BrokenPipeError:  # whoever read the output has gone; Python would complain again when it closes it
-        _forget_the_output()
+        _discard_output()
         sys.exit(1)
     except OSError as error:
         if error.filename is not None:
             raise
-        _forget_the_output()
+        _discard_output()
         _leave(RunError(f"cannot write the output: {reason(error)}"), 1)
 
 
-def _forget_the_output() -> None:
+def _discard_output() -> None:
     """Let what is still to be written go nowhere: Python would complain again when it closes the stream."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _leave(error: Exception, code: int) -> None:
-    console.say(f"fedcover: {error}")
+    console.notify(f"fedcover: {error}")
     sys.exit(code)

@@ -24,7 +24,7 @@ def certify(
 ) -> None:
     """The convergence theorems against a run's measured gradients: constants, bounds term by term, what fails."""
     found = certify_run(
-        run, steps=steps, clients=clients, device=device, data=data, tell=console.say, trust=is_trusted(run, trust)
+        run, steps=steps, clients=clients, device=device, data=data, tell=console.notify, trust=is_trusted(run, trust)
     )
     if json:
         return console.show_json(found)

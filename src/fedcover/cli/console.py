@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from fedcover.errors import printable
-from fedcover.runs.api import Watch
+from fedcover.runs.api import RoundCallback
 from fedcover.runs.metrics_log import UNANSWERED
-from fedcover.server.round import Report
+from fedcover.server.round import RoundReport
 
 LONGEST_WORD = 20
 """What is longer, such as the name of a file, is broken rather than a heading."""
@@ -25,7 +25,7 @@ LONGEST_WORD = 20
 errors = Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
-def say(sentence: str) -> None:
+def notify(sentence: str) -> None:
     """Tell the user something, as it is and on one line, on the error stream."""
     errors.print("\n".join(map(printable, sentence.split("\n"))), soft_wrap=True)
 
@@ -33,11 +33,11 @@ def say(sentence: str) -> None:
 class _Lines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Tell it to the user."""
-        say(record.getMessage())
+        notify(record.getMessage())
 
 
 @contextmanager
-def telling() -> Iterator[None]:
+def show_log() -> Iterator[None]:
     """Show what the library logs, a line each, above a bar that may be there."""
     log, handler = logging.getLogger("fedcover"), _Lines()
     before = log.level
@@ -51,7 +51,7 @@ def telling() -> Iterator[None]:
 
 
 @contextmanager
-def watching(title: str, rounds: int, done: int = 0) -> Iterator[Watch]:
+def show_progress(title: str, rounds: int, done: int = 0) -> Iterator[RoundCallback]:
     """Show rounds as they end: a bar on a terminal, plain lines elsewhere; always on the error stream."""
     if not errors.is_terminal:
         yield _plain(title, rounds)
@@ -67,17 +67,17 @@ def watching(title: str, rounds: int, done: int = 0) -> Iterator[Watch]:
         task = bar.add_task(title, total=rounds, completed=done, figures="")
         latest: dict[str, Any] = {}
 
-        def show(report: Report) -> None:
+        def show(report: RoundReport) -> None:
             latest.update(report.metrics)
             bar.update(task, completed=report.round + 1, figures=_figures(latest))
 
         yield show
 
 
-def _plain(title: str, rounds: int) -> Watch:
+def _plain(title: str, rounds: int) -> RoundCallback:
     started: list[tuple[float, int]] = []
 
-    def show(report: Report) -> None:
+    def show(report: RoundReport) -> None:
         now = time.monotonic()
         started.append((now - sum(report.metrics["seconds"].values()), report.round))
         since, first = started[0]

@@ -4,13 +4,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from fedcover.runs.api import Run, Watch, run
+from fedcover.runs.api import RoundCallback, Run, run
 from fedcover.runs.experiment import Experiment
 
 FLEET = "5x0.5 + 5x0.25"
 """No device of this fleet holds more than half of the model."""
 
-LINE_UP = {
+DEMO_POLICIES = {
     "prefix": "nested sub-networks (HeteroFL)",
     "rolling(spread=true)": "sub-networks that move every round (FedRolex), spread over the clients",
     "magnitude": "greedy weight pruning",
@@ -33,16 +33,16 @@ def experiments(rounds: int, seed: int) -> list[Experiment]:
             rounds=rounds,
             seed=seed,
         )
-        for policy in LINE_UP
+        for policy in DEMO_POLICIES
     ]
 
 
 def demo(
-    folder: Path, rounds: int, seed: int, watching: Callable[[str, int], AbstractContextManager[Watch]]
+    folder: Path, rounds: int, seed: int, show_progress: Callable[[str, int], AbstractContextManager[RoundCallback]]
 ) -> list[Run]:
     """Run the line-up into one folder."""
     results = []
     for experiment in experiments(rounds, seed):
-        with watching(f"{experiment.name:12}", rounds) as watch:
+        with show_progress(f"{experiment.name:12}", rounds) as watch:
             results.append(run(experiment, folder / experiment.name, watch=watch))
     return results

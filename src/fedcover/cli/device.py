@@ -9,12 +9,12 @@ from cyclopts import Parameter
 
 from fedcover.analysis.device_capacity import propose
 from fedcover.cli import console
-from fedcover.cli.live_view import frame, look, watch_live
+from fedcover.cli.live_view import read_run_view, render, watch_live
 from fedcover.cli.options import Data, Device, Json, Threads, Whole, app
-from fedcover.cli.wanted import wanted_of
+from fedcover.cli.wanted import load_experiment
 from fedcover.errors import InvalidValue
-from fedcover.flower.node_data import MOST_LABELS, rows_alone
-from fedcover.runs.setup import Machine, Parts, prepare
+from fedcover.flower.node_data import MOST_LABELS, load_standalone_node_data
+from fedcover.runs.setup import Machine, Overrides, prepare
 
 
 @app.command
@@ -29,9 +29,9 @@ def watch(
     if not 0.1 <= every <= 3600:
         raise InvalidValue(f"every must be in 0.1..3600 seconds; got {every:g}")
     if json:
-        return console.show_json(look(folder).summary())
+        return console.show_json(read_run_view(folder).summary())
     if once or not sys.stdout.isatty():
-        return console.output().print(frame(look(folder)))
+        return console.output().print(render(read_run_view(folder)))
     with contextlib.suppress(KeyboardInterrupt):
         watch_live(folder, every)
     return None
@@ -71,19 +71,19 @@ def capacity(
     """How much of the experiment's model this device can train: a short benchmark that proposes a capacity."""
     if memory is not None and not 0 < memory < MOST_MEGABYTES:
         raise InvalidValue(f"memory must be a number of megabytes above 0; got {memory:g}")
-    wanted = wanted_of(experiment, set)
+    wanted = load_experiment(experiment, set)
     machine = Machine(device=device, threads=threads).resolved()
     _check_rows(wanted.partition, rows, classes)
-    own = Parts(source=rows_alone(rows, wanted, classes, machine.device)) if rows else None
+    own = Overrides(source=load_standalone_node_data(rows, wanted, classes, machine.device)) if rows else None
     if own and own.source:
         as_here = "" if classes else ", as these rows have; if others have more: --classes"
-        console.say(
+        console.notify(
             f"rows of shape {tuple(own.source.test.x.shape[1:])}, and a model for {own.source.classes} labels{as_here}"
         )
     setup = prepare(wanted, machine, data=data, parts=own)
     with machine.for_setup(setup).applied():
         limit = None if memory is None else int(memory * 1e6)
-        found = propose(setup, memory=limit, seconds=seconds, tell=console.say)
+        found = propose(setup, memory=limit, seconds=seconds, tell=console.notify)
     if json:
         return console.show_json(found.as_dict())
     columns = ["capacity", "parameters", "memory", "step_seconds", "round_seconds"]

@@ -15,22 +15,21 @@ from cyclopts import App, Parameter
 from fedcover.cli import conclusions, console
 from fedcover.cli.options import Data, Device, Json, Overwrite, Threads, Whole, app
 from fedcover.cli.trust import Trust, is_trusted
-from fedcover.cli.wanted import wanted_of
+from fedcover.cli.wanted import load_experiment
 from fedcover.errors import InvalidValue, RunError
 from fedcover.flower import require
-from fedcover.flower.app_template import Settings, write_app
-from fedcover.flower.local_federation import FLWR, QUIET, local
-from fedcover.flower.monitor import follow, pass_on
-from fedcover.flower.node_data import rows_here
-from fedcover.flower.node_data import wanted_of as wanted_rows
-from fedcover.flower.nodes import clients_of, place_of
+from fedcover.flower.app_template import RunConfig, write_app
+from fedcover.flower.local_federation import FLOWER_ENVIRONMENT, FLWR, run_local_federation
+from fedcover.flower.monitor import follow_run, stream_log
+from fedcover.flower.node_data import data_requirements, load_node_data
+from fedcover.flower.nodes import clients_of, partition_of
 from fedcover.flower.user_modules import modules_of
 from fedcover.host import scratch, signals
 from fedcover.runs.experiment import Experiment
-from fedcover.runs.metrics_log import read_events, summarise, unanswered, why_unanswered
+from fedcover.runs.metrics_log import count_unanswered, most_common_failure, read_events, summarise
 from fedcover.runs.run_folder import Folder
 from fedcover.runs.setup import Machine, check_device, prepare
-from fedcover.runs.trust import functions_of
+from fedcover.runs.trust import custom_functions
 from fedcover.types import Source
 
 flower_app = App(name="flower", help="The same experiment on Flower's SuperLink and SuperNodes.")
@@ -61,16 +60,16 @@ def up(
     """Start a SuperLink and SuperNodes on this machine, run an experiment on them, and clean up."""
     require()
     Machine(device=device, threads=threads).resolved()  # refused here rather than by each node
-    wanted, again = _wanted(experiment, set, trust)
+    wanted, again = _load_or_resume(experiment, set, trust)
     if not 1 <= nodes <= wanted.clients:
         raise InvalidValue(f"nodes must be in 1..clients ({wanted.clients}); got {nodes}")
     folder = (experiment if again else runs / wanted.name).resolve()
     _check_folder(Folder(folder), again, overwrite)
     known = data or (Folder(folder).data if again else None)
     setup = prepare(wanted, Machine("sequential", "cpu").resolved(), data=known)  # what the server would refuse
-    mine = rows_of_nodes(wanted, rows, nodes, setup.task.source)
+    mine = node_data_configs(wanted, rows, nodes, setup.task.source)
     told = {"data": str(Path(known).resolve())} if known else {}
-    settings = _settings(
+    settings = _run_config(
         wanted, folder=str(folder), resume=again, overwrite=overwrite, nodes=nodes, deadline=deadline, wait=wait,
         device=device, threads=threads or 0, **told,
     )  # fmt: skip
@@ -79,27 +78,27 @@ def up(
         for config, own in zip(node_configs(wanted, nodes), mine, strict=True)
     ]
     beside = [] if again else [str(experiment.parent.resolve())]
-    _clean_up_when_stopped()
-    trusted = " --trust" if functions_of(wanted.model_dump()) else ""
+    _install_signal_handlers()
+    trusted = " --trust" if custom_functions(wanted.model_dump()) else ""
     again_by = f"fedcover flower up --nodes {nodes}{f' --rows {shlex.quote(rows)}' if rows else ''}{trusted} {folder}"
     try:
-        with scratch.folder("flower") as place, _logs_kept(place, folder, again_by):
+        with scratch.folder("flower") as place, _keep_logs_on_failure(place, folder, again_by):
             log = place / "run.txt"
-            with local(place, configs, [*beside, os.getcwd()]) as federation, log.open("wb") as out:
+            with run_local_federation(place, configs, [*beside, os.getcwd()]) as federation, log.open("wb") as out:
                 some = "1 SuperNode" if nodes == 1 else f"{nodes} SuperNodes"
-                console.say(f"SuperLink on {federation.address} and {some}; their logs are below {place}")
-                with console.watching(wanted.name, wanted.rounds) as watch:
+                console.notify(f"SuperLink on {federation.address} and {some}; their logs are below {place}")
+                with console.show_progress(wanted.name, wanted.rounds) as watch:
                     submitted = federation.submit(write_app(place / "app", settings), out)
-                    follow(submitted, folder, log, watch, federation.serving)
+                    follow_run(submitted, folder, log, watch, federation.serverapp_is_running)
     except KeyboardInterrupt as error:
         begun = (folder / "experiment.toml").exists()
-        console.say(f"stopped; go on with: {again_by}" if begun else "stopped before the run began")
-        sys.exit(signals.code_of(error))
+        console.notify(f"stopped; go on with: {again_by}" if begun else "stopped before the run began")
+        sys.exit(signals.exit_code(error))
     _show(folder, json)
 
 
 @contextmanager
-def _logs_kept(place: Path, folder: Path, again_by: str) -> Iterator[None]:
+def _keep_logs_on_failure(place: Path, folder: Path, again_by: str) -> Iterator[None]:
     """If the run fails, leave what its processes have said, and tell where that is."""
     try:
         yield
@@ -131,29 +130,29 @@ def run(
     require()
     if nodes < 0:
         raise InvalidValue(f"nodes must be at least 1, or 0 for as many as the first node says; got {nodes}")
-    wanted, again = _wanted(experiment, set, trust)
+    wanted, again = _load_or_resume(experiment, set, trust)
     if nodes > wanted.clients:
         raise InvalidValue(f"nodes must be in 1..clients ({wanted.clients}), or 0; got {nodes}")
     check_device(device)
     check_connection(connection)
     folder = experiment.resolve() if again else runs / wanted.name
     _check_overwrite(overwrite, again or resume)
-    settings = _settings(
+    settings = _run_config(
         wanted, folder=str(folder), resume=again or resume, overwrite=overwrite, nodes=nodes, deadline=deadline,
         wait=wait, device=device, threads=threads or 0, data=data,
     )  # fmt: skip
     modules = modules_of(wanted, [Path.cwd(), *([] if again else [experiment.parent])])
     if modules:
-        console.say(f"with the run travel: {', '.join(modules)}")
-    _clean_up_when_stopped()
+        console.notify(f"with the run travel: {', '.join(modules)}")
+    _install_signal_handlers()
     with scratch.folder("flower") as place:
         made = write_app(place / "app", settings, modules)
         command = [*FLWR, "run", str(made), *([connection] if connection else []), "--stream"]
         try:
-            pass_on(command, {**os.environ, **QUIET})
+            stream_log(command, {**os.environ, **FLOWER_ENVIRONMENT})
         except KeyboardInterrupt as error:
-            console.say("the run goes on without you: 'flwr list' shows it, 'flwr log' its log, 'flwr stop' ends it")
-            sys.exit(signals.code_of(error))
+            console.notify("the run goes on without you: 'flwr list' shows it, 'flwr log' its log, 'flwr stop' ends it")
+            sys.exit(signals.exit_code(error))
 
 
 def check_connection(name: str | None) -> None:
@@ -182,7 +181,7 @@ def node_configs(wanted: Experiment, nodes: int) -> list[dict[str, object]]:
     """What each of a number of local nodes says of itself; its capacity where all of its clients have the same."""
     fleet, held = wanted.scaled_fleet, [list[float]() for _ in range(nodes)]
     for client in range(wanted.clients):
-        held[place_of(client, wanted.clients, nodes)].append(
+        held[partition_of(client, wanted.clients, nodes)].append(
             fleet.capacity(client) if wanted.assignment == "device" else 1.0
         )
     return [
@@ -192,7 +191,7 @@ def node_configs(wanted: Experiment, nodes: int) -> list[dict[str, object]]:
     ]
 
 
-def rows_of_nodes(wanted: Experiment, pattern: str, nodes: int, source: Source) -> list[dict[str, object]]:
+def node_data_configs(wanted: Experiment, pattern: str, nodes: int, source: Source) -> list[dict[str, object]]:
     """The file that each local node is told of, where clients' rows are on nodes."""
     if wanted.partition != "nodes":
         if pattern:
@@ -206,27 +205,29 @@ def rows_of_nodes(wanted: Experiment, pattern: str, nodes: int, source: Source) 
     files = [Path(pattern.replace("{}", str(place))).resolve() for place in range(nodes)]
     for place, file in enumerate(files):
         # refused here rather than by the server
-        rows_here(str(file), wanted, clients_of(place, wanted.clients, nodes), wanted_rows(source, wanted.clients))
+        load_node_data(
+            str(file), wanted, clients_of(place, wanted.clients, nodes), data_requirements(source, wanted.clients)
+        )
     return [{"rows": str(file)} for file in files]
 
 
-def _clean_up_when_stopped() -> None:
+def _install_signal_handlers() -> None:
     """A kill and a closed terminal clean up too, and Ctrl-C even where a shell ignores it; `nohup` is left its will."""
     for number in signals.SIGNALS:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, _stop_once)
+            signal.signal(number, _handle_signal)
 
 
-def _stop_once(number: int, frame: object) -> None:
+def _handle_signal(number: int, frame: object) -> None:
     """Begin to clean up, which takes seconds; who presses Ctrl-C again must not keep that from being finished."""
     for later in signals.SIGNALS:
         signal.signal(later, signal.SIG_IGN)
     if number == signal.SIGHUP:
-        signals.forget_the_terminal()
+        signals.silence_closed_terminal()
     raise signals.Stopped(number)
 
 
-def _wanted(experiment: Path, changes: tuple[str, ...], trust: bool) -> tuple[Experiment, bool]:
+def _load_or_resume(experiment: Path, changes: tuple[str, ...], trust: bool) -> tuple[Experiment, bool]:
     """The experiment of a TOML file, or of a run folder to go on with."""
     if experiment.is_dir():
         if changes:
@@ -235,7 +236,7 @@ def _wanted(experiment: Path, changes: tuple[str, ...], trust: bool) -> tuple[Ex
         if found.manifest.get("engine") != "flower":
             raise InvalidValue(f"{experiment} was not run on Flower: go on with 'fedcover resume {experiment}'")
         return found.experiment, True
-    return wanted_of(experiment, changes), False
+    return load_experiment(experiment, changes), False
 
 
 def _check_folder(folder: Folder, again: bool, overwrite: bool) -> None:
@@ -243,7 +244,7 @@ def _check_folder(folder: Folder, again: bool, overwrite: bool) -> None:
     _check_overwrite(overwrite, again)
     if not again:
         if not overwrite:
-            folder.refuse_a_run()
+            folder.check_no_run()
         return
     with folder.opened():
         pass
@@ -254,20 +255,20 @@ def _check_overwrite(overwrite: bool, again: bool) -> None:
         raise InvalidValue("--overwrite begins anew, and this goes on with a run: leave one of them out")
 
 
-def _settings(wanted: Experiment, **fields: Any) -> Settings:
+def _run_config(wanted: Experiment, **fields: Any) -> RunConfig:
     for name in ("deadline", "wait"):
         if not 0 < fields[name] <= 86_400:
             raise InvalidValue(f"{name} must be in (0, 86400] seconds; got {fields[name]:g}")
-    return Settings(wanted.to_toml(), **fields)
+    return RunConfig(wanted.to_toml(), **fields)
 
 
 def _show(folder: Path, json: bool) -> None:
     found = Folder(folder).read()
     metrics = found.metrics(found.experiment.rounds)
-    summary = {**summarise(metrics), **unanswered(metrics), "folder": str(folder)}
-    if unanswered(metrics):
-        why = why_unanswered(read_events(folder / "events.jsonl"))
-        console.say(f"not every task was answered, most often for this reason: {why}")
+    summary = {**summarise(metrics), **count_unanswered(metrics), "folder": str(folder)}
+    if count_unanswered(metrics):
+        why = most_common_failure(read_events(folder / "events.jsonl"))
+        console.notify(f"not every task was answered, most often for this reason: {why}")
     if json:
         return console.show_json(summary)
     console.table(found.experiment.name, ["figure", "value"], [[k, v] for k, v in summary.items()])

@@ -15,9 +15,9 @@ from fedcover.analysis.plan_report import plot as draw_plan
 from fedcover.cli import conclusions, console
 from fedcover.cli.options import Data, Json, MaybeWhole, Whole, app
 from fedcover.cli.trust import Trust, is_trusted
-from fedcover.cli.wanted import look_for_modules_here
+from fedcover.cli.wanted import add_working_folder_to_path
 from fedcover.data import datasets
-from fedcover.data.client_data import Elsewhere, Synthetic
+from fedcover.data.client_data import RemoteData, SyntheticData
 from fedcover.data.partition import PARTITIONS
 from fedcover.errors import InvalidValue, unknown
 from fedcover.models import MODELS
@@ -37,8 +37,8 @@ from fedcover.training.recipes import RECIPES
 TABLES: dict[str, dict[str, Callable[..., Any]]] = {
     "policies": dict(POLICIES),
     "models": dict(MODELS),
-    "datasets": {**datasets.DATASETS, "synthetic": Synthetic},
-    "partitions": {**PARTITIONS, "nodes": Elsewhere},
+    "datasets": {**datasets.DATASETS, "synthetic": SyntheticData},
+    "partitions": {**PARTITIONS, "nodes": RemoteData},
     "engines": dict(ENGINES),
     "recipes": dict(RECIPES),
     "rules": dict(RULES),
@@ -47,7 +47,7 @@ TABLES: dict[str, dict[str, Callable[..., Any]]] = {
     "privacy": dict(PRIVACY),
 }
 
-GIVEN = ("seed", "device", "precision", "make")
+FILLED_IN_OPTIONS = ("seed", "device", "precision", "make")
 """Options that the program fills in, or that have a name of their own on the command line."""
 
 
@@ -64,7 +64,7 @@ def list_(kind: Annotated[str, Parameter(help=f"{', '.join([*TABLES, 'presets'])
             "options": {
                 option: "required" if p.default is p.empty else p.default
                 for option, p in options_of(function).items()
-                if option not in GIVEN
+                if option not in FILLED_IN_OPTIONS
             },
             "about": (getdoc(function) or "").partition("\n\n")[0].replace("\n", " "),
         }
@@ -90,7 +90,7 @@ def _list_presets(json: bool) -> None:
     return None
 
 
-AUDITED = {
+AUDIT_DEFAULTS = {
     "kind": "pruning", "p5": "code", "fleet": "1x1.0 + 1x0.5 + 1x0.25", "policy": "prefix", "capacity": "width",
     "model": "mlp", "dataset": "mnist", "batch_size": 10,
 }  # fmt: skip
@@ -119,20 +119,20 @@ def audit(
     json: Json = False,
 ) -> None:
     """Does this fit my device: parameters, multiply-adds, memory and traffic per capacity; and what is covered."""
-    look_for_modules_here()
+    add_working_folder_to_path()
     options = {
         "kind": kind, "p5": p5, "fleet": fleet, "policy": policy, "capacity": capacity, "model": model,
         "dataset": dataset, "batch_size": batch_size,
     }  # fmt: skip
     given = {name: value for name, value in options.items() if value is not None}
-    _refuse_what_is_ignored(codename, given)
+    _check_ignored_options(codename, given)
     if codename == "paper":
         return _audit_paper(json)
-    found = _audited(codename, {**AUDITED, **given})
-    return console.show_json(found) if json else _show_audit(found, codename, {**AUDITED, **given})
+    found = _run_audit(codename, {**AUDIT_DEFAULTS, **given})
+    return console.show_json(found) if json else _show_audit(found, codename, {**AUDIT_DEFAULTS, **given})
 
 
-def _refuse_what_is_ignored(codename: str | None, given: dict[str, Any]) -> None:
+def _check_ignored_options(codename: str | None, given: dict[str, Any]) -> None:
     if codename == "paper":
         ignored, why = list(given), "'paper' is an audit of the paper's own tables"
     elif codename is not None:
@@ -143,7 +143,7 @@ def _refuse_what_is_ignored(codename: str | None, given: dict[str, Any]) -> None
         raise InvalidValue(f"{why}: leave {' and '.join(wrong)} out")
 
 
-def _audited(codename: str | None, chosen: dict[str, Any]) -> dict[str, Any]:
+def _run_audit(codename: str | None, chosen: dict[str, Any]) -> dict[str, Any]:
     fields = {name: chosen[name] for name in ("model", "dataset", "batch_size")}
     if codename is not None:
         return audit_codename(codename, chosen["kind"], chosen["p5"], **fields)
@@ -212,7 +212,7 @@ def plan(
     json: Json = False,
 ) -> None:
     """What can this fleet cover, at what noise; the plan that is chosen, and what other policies would give."""
-    look_for_modules_here()
+    add_working_folder_to_path()
     current = None if weights is None else load(weights, data=data, trust=is_trusted(weights, trust)).state.params
     experiment = Experiment(dataset=dataset, model=model, fleet=fleet, capacity=capacity)
     found = plan_report(experiment, gamma=gamma, tolerate=tolerate, window=window, kind=kind, params=current)
@@ -269,7 +269,7 @@ def explain(
         raise InvalidValue(f"seeds must be at least 1; got {seeds}")
     rows = explain_code(
         codename, seeds=range(seeds), dataset=dataset, rounds=rounds, clients=clients, only=switch, data=data,
-        tell=console.say,
+        tell=console.notify,
     )  # fmt: skip
     if json:
         return console.show_json(rows)

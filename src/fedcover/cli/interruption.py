@@ -11,17 +11,17 @@ from fedcover.host import signals
 
 
 @contextmanager
-def saying_how_to_go_on(sentence: Callable[[], str]) -> Iterator[None]:
+def resume_hint_when_stopped(sentence: Callable[[], str]) -> Iterator[None]:
     """Where a signal stops what is done here, say a sentence and leave with its exit code, 130 after Ctrl-C."""
     try:
         yield
     except FedcoverError:  # it tells what could not be kept
         raise
     except (Exception, KeyboardInterrupt) as error:
-        code = signals.code_of(error)
+        code = signals.exit_code(error)
         if code is None:
             raise
-        console.say(sentence())
+        console.notify(sentence())
         sys.exit(code)
 
 

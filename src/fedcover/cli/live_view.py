@@ -20,7 +20,7 @@ from fedcover.errors import printable
 from fedcover.runs.metrics_log import EVENTS, UNANSWERED, WARNED, is_number, read_events, read_lines
 from fedcover.runs.run_folder import Folder
 
-ROUNDS_SHOWN, TROUBLE_SHOWN, CURVE = 10, 8, 60
+ROUNDS_SHOWN, FAILURES_SHOWN, CURVE = 10, 8, 60
 _BARS = "▁▂▃▄▅▆▇█"
 _SHOWN: dict[str, type | UnionType] = {
     **dict.fromkeys(("accuracy", "train_loss", "gamma_round", "gamma_window", "epsilon"), int | float),
@@ -32,7 +32,7 @@ Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Look:
+class RunView:
     """What a run folder says at one moment."""
 
     name: str
@@ -41,7 +41,7 @@ class Look:
     events: Sequence[Line]
     finished: bool
     running: bool
-    going_on: str
+    resume_hint: str
 
     @cached_property
     def by_round(self) -> dict[int, list[Line]]:
@@ -58,7 +58,7 @@ class Look:
         return {kind: [event for event in mine if event["event"] == kind] for kind in EVENTS}
 
     @cached_property
-    def trouble(self) -> list[Line]:
+    def failures(self) -> list[Line]:
         """Every task and every node that failed, oldest first."""
         return [event for event in self.events if event["event"] in UNANSWERED]
 
@@ -88,7 +88,7 @@ class Look:
             "history": [self.row(line) for line in self.lines],
             "events": dict(Counter(str(event["event"]) for event in clients)),
             "nodes": dict(Counter(str(event["event"]) for event in nodes)),
-            "trouble": self.trouble,
+            "trouble": self.failures,
             "warnings": self.warnings,
         }
 
@@ -107,7 +107,7 @@ class Look:
         }
 
 
-def look(path: Path) -> Look:
+def read_run_view(path: Path) -> RunView:
     """Read a run folder, whether its run is going on, has stopped, or is done; nothing that it names is imported."""
     folder = Folder(path).read()
     planned = folder.planned_rounds
@@ -116,7 +116,7 @@ def look(path: Path) -> Look:
     events = read_events(path / "events.jsonl")
     finished = (path / "summary.json").exists()
     name = printable(str(folder.fields["name"]))
-    return Look(name, planned, rounds, events, finished, folder.in_use(), folder.going_on())
+    return RunView(name, planned, rounds, events, finished, folder.in_use(), folder.resume_hint())
 
 
 def _trusted(line: Line) -> Line:
@@ -131,7 +131,7 @@ def _trusted(line: Line) -> Line:
     }
 
 
-def frame(seen: Look) -> Group:
+def render(seen: RunView) -> Group:
     """What is shown of a run."""
     parts = [Text(line) for line in _heading(seen)]
     rows = [seen.row(line) for line in seen.lines[-ROUNDS_SHOWN:]]
@@ -141,23 +141,23 @@ def frame(seen: Look) -> Group:
     heads = {"gamma_round": "coverage", "gamma_window": "over window", "train_loss": "train loss"}
     shown = [*columns, "seconds"]
     tables = [as_table("", [heads.get(c, c) for c in shown], [[row[c] for c in shown] for row in rows])] if rows else []
-    nodes = [event for event in seen.trouble if event.get("client") is None]  # one is the cause of much of the rest
-    clients = [event for event in seen.trouble if event.get("client") is not None]
-    tables += _trouble("warnings", ["node", "why"], seen.warnings)
-    tables += _trouble("nodes that were not taken", ["event", "node", "why"], nodes)
-    tables += _trouble("that did not answer as asked", ["event", "client", "node", "why"], clients)
+    nodes = [event for event in seen.failures if event.get("client") is None]  # one is the cause of much of the rest
+    clients = [event for event in seen.failures if event.get("client") is not None]
+    tables += _failure_tables("warnings", ["node", "why"], seen.warnings)
+    tables += _failure_tables("nodes that were not taken", ["event", "node", "why"], nodes)
+    tables += _failure_tables("that did not answer as asked", ["event", "client", "node", "why"], clients)
     return Group(*parts, *tables)
 
 
-def _trouble(what: str, words: list[str], events: list[Line]) -> list[Table]:
+def _failure_tables(what: str, words: list[str], events: list[Line]) -> list[Table]:
     """The last of some events, each a row; no table if there are none."""
-    cells = [[e["round"] + 1, *(_plain(e.get(word)) for word in words)] for e in events[-TROUBLE_SHOWN:]]
+    cells = [[e["round"] + 1, *(_plain(e.get(word)) for word in words)] for e in events[-FAILURES_SHOWN:]]
     return [as_table(f"the last of {len(events)} {what}", ["round", *words], cells)] if events else []
 
 
-def _heading(seen: Look) -> Iterator[str]:
+def _heading(seen: RunView) -> Iterator[str]:
     done, now = seen.lines[-1]["round"] + 1 if seen.lines else 0, seen.newest()
-    how = "   finished" if seen.finished else "" if seen.running else f"   stopped; go on with {seen.going_on}"
+    how = "   finished" if seen.finished else "" if seen.running else f"   stopped; go on with {seen.resume_hint}"
     yield f"{seen.name}   round {done} of {seen.rounds}{how}"
     figures = {"accuracy": "accuracy", "gamma_round": "coverage", "gamma_window": "over window", "epsilon": "epsilon"}
     known = [f"{word} {now[name]:.4g}" for name, word in figures.items() if now[name] is not None]
@@ -165,16 +165,16 @@ def _heading(seen: Look) -> Iterator[str]:
         yield "   ".join(known)
     curve = [line["accuracy"] for line in seen.lines if "accuracy" in line][-CURVE:]
     if len(curve) > 1:
-        yield f"accuracy {min(curve):.3f} {sparks(curve)} {max(curve):.3f}"
+        yield f"accuracy {min(curve):.3f} {sparkline(curve)} {max(curve):.3f}"
     present = {kind: len(events) for kind, events in seen.clients(done).items() if events}
     if present and not seen.finished:
         yield f"round {done + 1} so far: " + ", ".join(f"{count} {kind}" for kind, count in present.items())
 
 
-def sparks(values: Sequence[float]) -> str:
+def sparkline(values: Sequence[float]) -> str:
     """A curve in one line of text.
 
-    >>> sparks([0.0, 0.5, 1.0])
+    >>> sparkline([0.0, 0.5, 1.0])
     '▁▅█'
     """
     low, high = min(values), max(values)
@@ -189,13 +189,13 @@ def _plain(value: object) -> str:
 
 def watch_live(path: Path, every: float) -> None:
     """Show a run on the terminal until it is finished, or until Ctrl-C."""
-    seen, known = look(path), _stamps(path)
-    with Live(frame(seen), console=output(), auto_refresh=False) as live:
+    seen, known = read_run_view(path), _stamps(path)
+    with Live(render(seen), console=output(), auto_refresh=False) as live:
         while not seen.finished:
             time.sleep(every)
             if known != (now := _stamps(path)) or seen.running != Folder(path).in_use():
-                seen, known = look(path), now
-                live.update(frame(seen), refresh=True)
+                seen, known = read_run_view(path), now
+                live.update(render(seen), refresh=True)
 
 
 def _stamps(path: Path) -> list[tuple[str, int, int]]:

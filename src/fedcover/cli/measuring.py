@@ -8,21 +8,21 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from fedcover.analysis.bench import STEADY, page
+from fedcover.analysis.bench import MAX_SPREAD_RATIO, page
 from fedcover.analysis.bench import bench as measure
 from fedcover.cli import conclusions, console
-from fedcover.cli.interruption import saying_how_to_go_on, this_command
-from fedcover.cli.options import Data, DealtOut, Device, Json, Overwrite, Precision, Whole, app
+from fedcover.cli.interruption import resume_hint_when_stopped, this_command
+from fedcover.cli.options import Data, Device, Json, Overwrite, ParallelRuns, Precision, Whole, app
 from fedcover.cli.variations import choices_of
-from fedcover.cli.wanted import wanted_of
+from fedcover.cli.wanted import load_experiment
 from fedcover.errors import InvalidValue
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.launch import torchrun_rank
 from fedcover.runs.run_folder import Folder
 from fedcover.runs.setup import Machine
+from fedcover.runs.sweep import expand_choices
 from fedcover.runs.sweep import sweep as run_sweep
-from fedcover.runs.sweep import varied
-from fedcover.server.round import Report
+from fedcover.server.round import RoundReport
 
 
 @app.command
@@ -41,11 +41,11 @@ def bench(
         found.append(figure)
         if not json:
             ratios = ", ".join(f"{name} {value:.2f}" for name, value in figure.ratios)
-            print(f"{figure.what:65} {figure.middle:9.3f} ms  {ratios}", flush=True)
+            print(f"{figure.what:65} {figure.median_ms:9.3f} ms  {ratios}", flush=True)
     wide = sum(figure.unsteady for figure in found)
     if wide:
-        console.say(
-            f"{wide} of {len(found)} figures vary more than {STEADY}-fold between repetitions; if the computer is "
+        console.notify(
+            f"{wide} of {len(found)} figures vary more than {MAX_SPREAD_RATIO}-fold between repetitions; if the computer is "
             "not idle, measure again when it is"
         )
     if json:
@@ -67,26 +67,26 @@ def sweep(
     data: Data = None,
     device: Device = "auto",
     precision: Precision = "fp32",
-    processes: DealtOut = "auto",
+    processes: ParallelRuns = "auto",
     overwrite: Overwrite = False,
     json: Json = False,
 ) -> None:
     """Run settings x seeds in lockstep, each into its own folder; run it again to go on where it was stopped."""
     if torchrun_rank() is not None:
         raise InvalidValue("a sweep starts its processes itself: use --processes, not torchrun")
-    base = wanted_of(experiment, set)
-    wanted = varied(base, choices_of(vary), seeds)
+    base = load_experiment(experiment, set)
+    wanted = expand_choices(base, choices_of(vary), seeds)
     machine = Machine(device=device, precision=precision, processes=processes)
     for each in wanted if overwrite else []:
         Folder(runs / each.name).clear()
     table, found = [], dict[str, list[float | None]]()
-    with console.watching(f"sweep of {len(wanted)}", sum(e.rounds for e in wanted)) as watch:
+    with console.show_progress(f"sweep of {len(wanted)}", sum(e.rounds for e in wanted)) as watch:
         count = iter(range(sum(e.rounds for e in wanted)))
 
-        def show(experiment: Experiment, report: Report) -> None:
-            watch(Report(next(count), {**report.metrics, "run": experiment.name}))
+        def show(experiment: Experiment, report: RoundReport) -> None:
+            watch(RoundReport(next(count), {**report.metrics, "run": experiment.name}))
 
-        with saying_how_to_go_on(lambda: f"stopped; go on with: {this_command()}"):
+        with resume_hint_when_stopped(lambda: f"stopped; go on with: {this_command()}"):
             ended = run_sweep(wanted, runs, machine=machine, data=data, watch=show)
             for done in sorted(ended, key=lambda done: wanted.index(done.experiment)):
                 last = next((line for line in reversed(done.metrics) if "accuracy" in line), {})

@@ -38,7 +38,7 @@ Device = Annotated[str, Parameter(help="auto, cpu or cuda.")]
 EngineName = Annotated[str, Parameter(name="--engine", help="auto or a name from 'fedcover list engines'.")]
 Deterministic = Annotated[bool, Parameter(help="On CUDA, only kernels that repeat bit for bit.", negative="")]
 Precision = Annotated[str, Parameter(help="fp32, tf32 or bf16: what steps compute in; weights stay in float32.")]
-DealtOut = Annotated[
+ParallelRuns = Annotated[
     WholeOrAuto,
     Parameter(help="Processes that the runs are dealt out to: a number, or auto, as many as pay (1 for few rounds)."),
 ]

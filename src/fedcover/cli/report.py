@@ -8,8 +8,8 @@ from cyclopts import Parameter
 
 from fedcover.analysis import history
 from fedcover.analysis.report import report as write_report
-from fedcover.analysis.report.collect import damages, gather, readable
-from fedcover.analysis.report.grouping import group
+from fedcover.analysis.report.collect import collect_runs, damage_notes, read_runs
+from fedcover.analysis.report.grouping import group_runs
 from fedcover.cli import console
 from fedcover.cli.options import app
 from fedcover.errors import InvalidValue
@@ -33,7 +33,7 @@ def report(
 ) -> None:
     """One self-contained page about runs: curves, cost, who trained what, the fleet, and how to repeat it all."""
     if plot is not None:
-        plotting.check(plot)
+        plotting.check_plot_path(plot)
     path = write_report(runs, out, title=title)
     if plot is not None:
         draw_runs(runs, plot)
@@ -42,8 +42,8 @@ def report(
 
 def draw_runs(runs: list[Path], path: Path) -> None:
     """Draw the curves of runs into a file; those that differ only in the seed become one line with a band."""
-    records = gather(runs).records
-    lines = {each.label: [records[place].lines for place in each.runs] for each in group(records)}
+    records = collect_runs(runs).records
+    lines = {each.label: [records[place].lines for place in each.runs] for each in group_runs(records)}
     plotting.save(plotting.draw(lines), path)
 
 
@@ -61,10 +61,10 @@ def history_(
         raise InvalidValue("choose one of --csv and --json")
     if output is not None and not (csv or json):
         raise InvalidValue("output needs --csv or --json")
-    read = readable(runs)
-    for note in [*read.notes, *damages(runs, read.records)]:
+    read = read_runs(runs)
+    for note in [*read.notes, *damage_notes(runs, read.records)]:
         log.warning("%s", note)
-    found = history.rows(read.records)
+    found = history.metric_rows(read.records)
     if csv or json:
         text = history.as_csv(found) if csv else history.as_json(found) + "\n"
         if output is None:

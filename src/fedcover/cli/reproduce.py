@@ -6,16 +6,16 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from fedcover.cli import conclusions, console
-from fedcover.cli.interruption import saying_how_to_go_on, this_command
-from fedcover.cli.options import Data, DealtOut, Device, EngineName, Json, MaybeWhole, Precision, Threads, app
+from fedcover.cli.interruption import resume_hint_when_stopped, this_command
+from fedcover.cli.options import Data, Device, EngineName, Json, MaybeWhole, ParallelRuns, Precision, Threads, app
 from fedcover.errors import InvalidValue, unknown
 from fedcover.paper import document
 from fedcover.paper.cells import SETS
-from fedcover.paper.claims import claimed
+from fedcover.paper.claims import claimed_accuracy
 from fedcover.paper.evidence import Evidence
-from fedcover.paper.reproduce import DOCS, Wish, parse_only, strange
+from fedcover.paper.reproduce import DOCS, ReproductionRequest, orphan_warnings, parse_only
 from fedcover.paper.reproduce import reproduce as run_missing
-from fedcover.paper.results import find_all
+from fedcover.paper.results import find_results
 from fedcover.paper.store import load
 from fedcover.runs.setup import Machine
 
@@ -34,7 +34,7 @@ def reproduce(
     device: Device = "auto",
     engine: EngineName = "auto",
     precision: Precision = "fp32",
-    processes: DealtOut = "auto",
+    processes: ParallelRuns = "auto",
     threads: Threads = None,
     json: Json = False,
 ) -> None:
@@ -46,43 +46,47 @@ def reproduce(
     if quick and docs is not None:
         raise InvalidValue("a smoke run writes nothing into docs: leave --docs or --quick out")
     pages = docs or DOCS
-    wish = Wish(() if what == "docs" else (what,), parse_only(only), seeds, quick, out)
+    request = ReproductionRequest(() if what == "docs" else (what,), parse_only(only), seeds, quick, out)
     written: list[Path] = []
-    if wish.sets:
+    if request.sets:
         machine = Machine(engine, device, threads, precision=precision, processes=processes)
-        with saying_how_to_go_on(lambda: _how_to_go_on(wish.folder)):
-            run_missing(wish, machine=machine, data=data, watching=console.watching, tell=console.say)
+        with resume_hint_when_stopped(lambda: _resume_hint(request.folder)):
+            run_missing(request, machine=machine, data=data, show_progress=console.show_progress, tell=console.notify)
     if what == "docs":
-        written = document.write(wish.folder, pages)
-        for line in strange(wish):
-            console.say(line)
+        written = document.write(request.folder, pages)
+        for line in orphan_warnings(request):
+            console.notify(line)
     if what == "figures":
-        written = document.write_figures(Evidence(wish.folder, quick), wish.folder if quick else pages / "reproduction")
-    _show(wish, written, json)
+        written = document.write_figures(
+            Evidence(request.folder, quick), request.folder if quick else pages / "reproduction"
+        )
+    _show(request, written, json)
 
 
-def _how_to_go_on(folder: Path) -> str:
+def _resume_hint(folder: Path) -> str:
     there_is = f"what there is lies in {folder}" if folder.exists() else "no run has begun"
     return f"stopped; {there_is}; go on with: {this_command()}"
 
 
-def _show(wish: Wish, written: list[Path], json: bool) -> None:
+def _show(request: ReproductionRequest, written: list[Path], json: bool) -> None:
     rows = []
-    by_cell = {cell.id: cell for cell, _ in wish.jobs()}
-    records = load(wish.folder)
+    by_cell = {cell.id: cell for cell, _ in request.jobs()}
+    records = load(request.folder)
     for cell in by_cell.values():
-        seeds = cell.seeds(wish.seed_count)
-        runs = find_all(records, cell, seeds)
+        seeds = cell.seeds(request.seed_count)
+        runs = find_results(records, cell, seeds)
         scores = [100 * run["last"] for run in runs if run["last"] is not None]
-        claim = None if wish.smoke else claimed(cell.dataset, cell.column, cell.level, cell.setting)
+        claim = None if request.smoke else claimed_accuracy(cell.dataset, cell.column, cell.level, cell.setting)
         mean = sum(scores) / len(scores) if scores else None
         rows.append({"cell": cell.id, "runs": len(runs), "wanted": len(seeds), "claimed": claim, "last": mean})
     if json:
         return console.show_json({"cells": rows, "written": [str(path) for path in written]})
     if rows:
-        heads = ["cell", "runs", *([] if wish.smoke else ["claimed"]), "last"]
-        kind = "a smoke run with digits and small models" if wish.smoke else "results"
-        console.table(f"{kind} in {wish.folder}, accuracy in percent", heads, [[row[h] for h in heads] for row in rows])
+        heads = ["cell", "runs", *([] if request.smoke else ["claimed"]), "last"]
+        kind = "a smoke run with digits and small models" if request.smoke else "results"
+        console.table(
+            f"{kind} in {request.folder}, accuracy in percent", heads, [[row[h] for h in heads] for row in rows]
+        )
     for path in written:
         print(path)
-    return print(conclusions.of_cells(rows, wish.smoke)) if rows else None
+    return print(conclusions.of_cells(rows, request.smoke)) if rows else None

@@ -10,11 +10,11 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from fedcover.analysis.report import report
-from fedcover.analysis.tensorboard import logging_to
+from fedcover.analysis.tensorboard import tensorboard_writer
 from fedcover.cli import conclusions, console
-from fedcover.cli.demo import FLEET, LINE_UP
+from fedcover.cli.demo import DEMO_POLICIES, FLEET
 from fedcover.cli.demo import demo as run_demo
-from fedcover.cli.interruption import saying_how_to_go_on
+from fedcover.cli.interruption import resume_hint_when_stopped
 from fedcover.cli.options import (
     Data,
     Deterministic,
@@ -31,10 +31,10 @@ from fedcover.cli.options import (
     app,
 )
 from fedcover.cli.trust import Trust, is_trusted
-from fedcover.cli.wanted import wanted_of
+from fedcover.cli.wanted import load_experiment
 from fedcover.errors import InvalidValue, unknown
 from fedcover.runs import plotting
-from fedcover.runs.api import Run, Watch, load
+from fedcover.runs.api import RoundCallback, Run, load
 from fedcover.runs.api import resume as resume_run
 from fedcover.runs.api import run as run_experiment
 from fedcover.runs.experiment import Experiment
@@ -43,7 +43,7 @@ from fedcover.runs.export import export as export_part
 from fedcover.runs.launch import torchrun_rank, torchrun_size
 from fedcover.runs.run_folder import Folder
 from fedcover.runs.setup import Machine
-from fedcover.server.round import Report
+from fedcover.server.round import RoundReport
 
 
 @app.command
@@ -66,11 +66,14 @@ def run(
 ) -> None:
     """Run one experiment into a folder below runs."""
     if plot is not None:
-        plotting.check(plot)
-    wanted = wanted_of(experiment, set)
+        plotting.check_plot_path(plot)
+    wanted = load_experiment(experiment, set)
     folder = runs / wanted.name
     machine = Machine(engine, device, threads, deterministic, precision, _processes(processes))
-    with saying_how_to_go_on(lambda: _how_to_go_on(folder)), _watching(wanted, folder, tensorboard) as watch:
+    with (
+        resume_hint_when_stopped(lambda: _resume_hint(folder)),
+        _progress_and_tensorboard(wanted, folder, tensorboard) as watch,
+    ):
         result = run_experiment(wanted, folder, machine=machine, data=data, watch=watch, overwrite=overwrite)
     _show_result(result, plot, json)
 
@@ -96,13 +99,16 @@ def resume(
 ) -> None:
     """Go on with a run that was stopped; it ends as if it never had been."""
     if plot is not None:
-        plotting.check(plot)
+        plotting.check_plot_path(plot)
     trusted = is_trusted(folder, trust)
     wanted = Folder(folder, trusted).read().experiment
     machine = Machine(engine, device, threads, deterministic, precision, _processes(processes))
-    with saying_how_to_go_on(lambda: _how_to_go_on(folder)), _watching(wanted, folder, tensorboard) as watch:
+    with (
+        resume_hint_when_stopped(lambda: _resume_hint(folder)),
+        _progress_and_tensorboard(wanted, folder, tensorboard) as watch,
+    ):
         result = resume_run(
-            folder, machine=machine, force=force, data=data, watch=watch, complain=console.say, trust=trusted
+            folder, machine=machine, force=force, data=data, watch=watch, complain=console.notify, trust=trusted
         )
     _show_result(result, plot, json)
 
@@ -143,11 +149,11 @@ def demo(
         raise InvalidValue(f"rounds must be at least 1; got {rounds}")
     chosen = folder or next(p for n in range(1, sys.maxsize) if not (p := Path(f"runs/demo-{n}")).exists())
     so_far = f"stopped; the runs so far are in {chosen}; 'fedcover demo' begins anew"
-    with saying_how_to_go_on(lambda: so_far):
-        results = run_demo(chosen, rounds, seed, console.watching)
+    with resume_hint_when_stopped(lambda: so_far):
+        results = run_demo(chosen, rounds, seed, console.show_progress)
     page = report([run.folder for run in results if run.folder], chosen / "report.html")
     if json:
-        console.say(f"the report is {page}")
+        console.notify(f"the report is {page}")
         return console.show_json({run.experiment.name: {**run.summary, "folder": str(run.folder)} for run in results})
     columns = [
         "policy",
@@ -167,7 +173,7 @@ def demo(
     ]  # fmt: skip
     title = f"digits, {rounds} rounds, fleet {FLEET} (shares of 4,810 parameters)"
     console.table(title, columns, rows)
-    for policy, meaning in LINE_UP.items():
+    for policy, meaning in DEMO_POLICIES.items():
         print(f"  {policy:22} {meaning}")
     print(
         "accuracy: the assembled full model; one device: the largest part that a single device holds;\n"
@@ -189,21 +195,21 @@ def _processes(wanted: int | str) -> int | str:
     return torchrun_size()
 
 
-def _how_to_go_on(folder: Path) -> str:
+def _resume_hint(folder: Path) -> str:
     if not (folder / "experiment.toml").exists():
         return "stopped before the run began"
     return f"stopped; go on with: fedcover resume {shlex.quote(str(folder))}{Folder(folder).trust_flag()}"
 
 
 @contextmanager
-def _watching(wanted: Experiment, folder: Path, tensorboard: bool) -> Iterator[Watch]:
+def _progress_and_tensorboard(wanted: Experiment, folder: Path, tensorboard: bool) -> Iterator[RoundCallback]:
     """Show progress, and write for TensorBoard if that is wanted."""
     with ExitStack() as stack:
-        watches = [stack.enter_context(console.watching(wanted.name, wanted.rounds))]
+        watches = [stack.enter_context(console.show_progress(wanted.name, wanted.rounds))]
         if tensorboard:
-            watches.append(stack.enter_context(logging_to(folder / "tensorboard")))
+            watches.append(stack.enter_context(tensorboard_writer(folder / "tensorboard")))
 
-        def watch(report: Report) -> None:
+        def watch(report: RoundReport) -> None:
             for each in watches:
                 each(report)
 

@@ -7,7 +7,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from fedcover.cli import console
-from fedcover.cli.wanted import look_for_modules_here
+from fedcover.cli.wanted import add_working_folder_to_path
 from fedcover.runs import trust
 from fedcover.runs.run_folder import Folder
 
@@ -18,17 +18,17 @@ Trust = Annotated[
 
 def is_trusted(folder: Path, flag: bool) -> bool:
     """Whether what a run folder names may be called; modules are then looked for in the current folder, too."""
-    named = trust.functions_of(Folder(folder).read().fields)
-    if not named or not (flag or _agreed(folder, list(named.values()))):
+    named = trust.custom_functions(Folder(folder).read().fields)
+    if not named or not (flag or _ask_user(folder, list(named.values()))):
         return False
-    look_for_modules_here()
+    add_working_folder_to_path()
     return True
 
 
-def _agreed(folder: Path, texts: list[str]) -> bool:
+def _ask_user(folder: Path, texts: list[str]) -> bool:
     """What a person says who is asked; where nobody can be asked, no."""
     if not (sys.stdin and sys.stdin.isatty() and console.errors.is_terminal):
         return False
-    console.say(f"{folder} would have this imported and called: {', '.join(map(repr, texts))}")
+    console.notify(f"{folder} would have this imported and called: {', '.join(map(repr, texts))}")
     console.errors.print("do you trust where it comes from? [y/N] ", end="")
     return sys.stdin.readline().strip().lower() in ("y", "yes")

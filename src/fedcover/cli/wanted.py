@@ -7,9 +7,9 @@ from pathlib import Path
 from fedcover.runs.experiment import Experiment, parse_change, read_experiment
 
 
-def wanted_of(file: Path | None, changes: Sequence[str]) -> Experiment:
+def load_experiment(file: Path | None, changes: Sequence[str]) -> Experiment:
     """The experiment of a TOML file, or the defaults, with changes; functions and files it names may lie beside it."""
-    look_for_modules_here()
+    add_working_folder_to_path()
     parsed = dict(parse_change(text) for text in changes)
     if file is None:
         return _with_absolute_dataset(Experiment(**parsed), None)
@@ -17,7 +17,7 @@ def wanted_of(file: Path | None, changes: Sequence[str]) -> Experiment:
     return _with_absolute_dataset(read_experiment(file, parsed), file)
 
 
-def look_for_modules_here() -> None:
+def add_working_folder_to_path() -> None:
     """Let `package.module:function` find the user's own files; not for commands that only look at files."""
     if "" not in sys.path:
         sys.path.insert(0, "")

@@ -21,11 +21,11 @@ from fedcover.data.user_arrays import (
     READERS,
     Array,
     check_length,
-    inputs,
-    number_of_classes,
-    one_number,
+    infer_num_classes,
+    input_tensor,
+    integer_tensor,
+    integer_value,
     read_arrays,
-    whole_numbers,
 )
 from fedcover.errors import InvalidValue, unknown
 from fedcover.rng import generator
@@ -44,7 +44,7 @@ _MOMENTS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 """Mean and standard deviation of the training pixels, channel by channel, on the scale 0 to 1."""
 
 
-_PIECE, _VOCABULARY = 64, 128
+_SEQUENCE_LENGTH, _VOCABULARY = 64, 128
 """Characters per sample of `characters`, and how many different ones there are (ASCII)."""
 
 
@@ -101,9 +101,11 @@ def characters(_folder: Path | None = None) -> Dataset:
     pieces, owners = [], []
     for owner, (_, text) in enumerate(sorted(topics.items())):
         codes = torch.frombuffer(bytearray(text.encode("ascii", "replace")), dtype=torch.uint8).long()
-        whole = codes[: (len(codes) - 1) // _PIECE * _PIECE + 1]
-        if len(whole) > _PIECE:
-            pieces.append(torch.stack([whole[:-1].view(-1, _PIECE), whole[1:].view(-1, _PIECE)], dim=1))
+        whole = codes[: (len(codes) - 1) // _SEQUENCE_LENGTH * _SEQUENCE_LENGTH + 1]
+        if len(whole) > _SEQUENCE_LENGTH:
+            pieces.append(
+                torch.stack([whole[:-1].view(-1, _SEQUENCE_LENGTH), whole[1:].view(-1, _SEQUENCE_LENGTH)], dim=1)
+            )
             owners.append(torch.full((len(pieces[-1]),), owner))
     x_N2T, owner_N = torch.cat(pieces), torch.unique(torch.cat(owners), return_inverse=True)[1]
     tested_N = torch.arange(len(x_N2T)) % 10 == 9
@@ -189,18 +191,18 @@ def from_tensors(
     >>> from_tensors((x, y), (x[:3], y[:3])).classes
     3
     """
-    train_x, train_y = inputs("train_x", train[0]), whole_numbers("train_y", train[1])
-    test_x, test_y = inputs("test_x", test[0]), whole_numbers("test_y", test[1])
+    train_x, train_y = input_tensor("train_x", train[0]), integer_tensor("train_y", train[1])
+    test_x, test_y = input_tensor("test_x", test[0]), integer_tensor("test_y", test[1])
     check_length("train_y", train_y, "train_x", train_x)
     check_length("test_y", test_y, "test_x", test_x)
     if train_x.shape[1:] != test_x.shape[1:]:
         wanted, got = tuple(train_x.shape[1:]), tuple(test_x.shape[1:])
         raise InvalidValue(f"test_x must have rows of the shape of train_x's, {wanted}; got {got}")
-    classes = number_of_classes(train_y, classes)
+    classes = infer_num_classes(train_y, classes)
     for field, labels in (("train_y", train_y), ("test_y", test_y)):
         if int(labels.max()) >= classes:
             raise InvalidValue(f"{field} must hold labels from 0 to {classes - 1}; got {int(labels.max())}")
-    owners = None if owner is None else whole_numbers("train_owner", owner)
+    owners = None if owner is None else integer_tensor("train_owner", owner)
     if owners is not None:
         check_length("train_owner", owners, "train_x", train_x)
     return Dataset(name, Samples(train_x, train_y), Samples(test_x, test_y), classes, owners)
@@ -210,7 +212,7 @@ def from_file(path: str | Path) -> Dataset:
     """Your own .npz or .safetensors file with train_x, train_y, test_x, test_y and perhaps train_owner and classes."""
     arrays = read_arrays("dataset", Path(path), _NEEDED)
     train_x, train_y, test_x, test_y = (arrays[key] for key in _NEEDED)
-    classes = one_number("classes", arrays["classes"]) if "classes" in arrays else None
+    classes = integer_value("classes", arrays["classes"]) if "classes" in arrays else None
     owner = arrays.get("train_owner")
     return from_tensors((train_x, train_y), (test_x, test_y), owner=owner, classes=classes, name=Path(path).stem)
 
@@ -218,8 +220,8 @@ def from_file(path: str | Path) -> Dataset:
 def rows_from_file(path: str | Path) -> tuple[Samples, Tensor]:
     """Training rows and whose each is: a file with train_x, train_y and perhaps train_owner (else all are of one)."""
     arrays = read_arrays("rows", Path(path).absolute(), _NEEDED[:2])
-    x, y = inputs("train_x", arrays["train_x"]), whole_numbers("train_y", arrays["train_y"])
-    owner = whole_numbers("train_owner", arrays["train_owner"]) if "train_owner" in arrays else torch.zeros_like(y)
+    x, y = input_tensor("train_x", arrays["train_x"]), integer_tensor("train_y", arrays["train_y"])
+    owner = integer_tensor("train_owner", arrays["train_owner"]) if "train_owner" in arrays else torch.zeros_like(y)
     check_length("train_y", y, "train_x", x)
     check_length("train_owner", owner, "train_x", x)
     return Samples(x, y), owner
@@ -228,8 +230,8 @@ def rows_from_file(path: str | Path) -> tuple[Samples, Tensor]:
 # ── held out ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-MOST_SPLITS = 8
-_SPLITS: MutableMapping[Tensor, dict[tuple[int, int, int], tuple[Tensor, Tensor]]] = WeakTensorKeyDictionary()
+MAX_CACHED_SPLITS = 8
+_SPLIT_CACHE: MutableMapping[Tensor, dict[tuple[int, int, int], tuple[Tensor, Tensor]]] = WeakTensorKeyDictionary()
 """Inputs that were split last, by their tensor: runs of one seed share the two parts, instead of a copy each."""
 
 
@@ -250,10 +252,10 @@ def hold_out(dataset: Dataset, share: float, seed: int) -> tuple[Dataset, Sample
         raise InvalidValue(f"validation must leave samples to train on; got {share} of {rows}")
     order = torch.randperm(rows, generator=generator(seed, "validation"))
     kept, out = order[held:].sort().values, order[:held].sort().values
-    known = _SPLITS.setdefault(dataset.train.x, {})
+    known = _SPLIT_CACHE.setdefault(dataset.train.x, {})
     split = held, seed, 0 if dataset.train.x.is_inference() else dataset.train.x._version
     if split not in known:
-        while len(known) >= MOST_SPLITS:
+        while len(known) >= MAX_CACHED_SPLITS:
             known.pop(next(iter(known)))
         known[split] = dataset.train.x[kept], dataset.train.x[out]
     (x, x_out), y, owner = known[split], dataset.train.y, dataset.owner

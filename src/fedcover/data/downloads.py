@@ -13,11 +13,11 @@ from typing import Any
 
 from fedcover.errors import DataError, unknown
 
-VARIABLE = "FEDCOVER_DATA"
+DATA_FOLDER_VARIABLE = "FEDCOVER_DATA"
 
 
 @dataclass(frozen=True, slots=True)
-class File:
+class PublishedFile:
     """A file as its publisher made it: where it lies under the data folder, and its digest."""
 
     path: str
@@ -30,35 +30,37 @@ class Download:
 
     url: str
     md5: str
-    files: tuple[File, ...]
+    files: tuple[PublishedFile, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class FileCheck:
     """What became of one file: its digest (None where it is absent) beside the publisher's."""
 
     path: Path
-    got: str | None
+    actual: str | None
     expected: str
 
     @property
     def ok(self) -> bool:
         """Whether the file is there and is the publisher's."""
-        return self.got == self.expected
+        return self.actual == self.expected
 
 
-def _plain(site: str, folder: str, digests: dict[str, str]) -> tuple[Download, ...]:
-    return tuple(Download(f"{site}/{name}", md5, (File(f"{folder}/{name}", md5),)) for name, md5 in digests.items())
+def _single_files(site: str, folder: str, digests: dict[str, str]) -> tuple[Download, ...]:
+    return tuple(
+        Download(f"{site}/{name}", md5, (PublishedFile(f"{folder}/{name}", md5),)) for name, md5 in digests.items()
+    )
 
 
 def _archive(url: str, md5: str, folder: str, digests: dict[str, str]) -> tuple[Download, ...]:
-    return (Download(url, md5, tuple(File(f"{folder}/{name}", digest) for name, digest in digests.items())),)
+    return (Download(url, md5, tuple(PublishedFile(f"{folder}/{name}", digest) for name, digest in digests.items())),)
 
 
-PUBLISHED: dict[str, tuple[Download, ...]] = {
+DOWNLOADS: dict[str, tuple[Download, ...]] = {
     "digits": (),
     "characters": (),  # comes with Python
-    "mnist": _plain(
+    "mnist": _single_files(
         "https://ossci-datasets.s3.amazonaws.com/mnist",
         "mnist",
         {
@@ -97,55 +99,55 @@ def data_folder(given: str | Path | None = None) -> Path:
     >>> data_folder("somewhere").name
     'somewhere'
     """
-    return Path(given or os.environ.get(VARIABLE) or "~/.cache/fedcover").expanduser()
+    return Path(given or os.environ.get(DATA_FOLDER_VARIABLE) or "~/.cache/fedcover").expanduser()
 
 
-def get(name: str, folder: Path) -> list[Checked]:
+def get(name: str, folder: Path) -> list[FileCheck]:
     """Download what is absent of a data set, then check every file of it against its digest.
 
     >>> get("digits", Path("unused"))
     []
     """
-    for download in _published(name):
+    for download in _downloads_of(name):
         if not all((folder / file.path).exists() for file in download.files):
             _fetch(name, download, folder)
     results = check(name, folder)
     for result in results:
-        _refuse(result)
+        _raise_if_altered(result)
     return results
 
 
-def check(name: str, folder: Path) -> list[Checked]:
+def check(name: str, folder: Path) -> list[FileCheck]:
     """The digest of each file of a data set beside the publisher's; downloads nothing.
 
     >>> [result.ok for result in check("cifar100", Path("nowhere"))]
     [False, False]
     """
-    files = [file for download in _published(name) for file in download.files]
-    return [_checked(folder / file.path, file.md5) for file in files]
+    files = [file for download in _downloads_of(name) for file in download.files]
+    return [_check_file(folder / file.path, file.md5) for file in files]
 
 
 def read(name: str, folder: Path) -> dict[str, bytes]:
-    """The files of a data set by file name, in the order of `PUBLISHED`: fetched if absent, verified."""
+    """The files of a data set by file name, in the order of `DOWNLOADS`: fetched if absent, verified."""
     contents = {}
-    for download in _published(name):
+    for download in _downloads_of(name):
         if not all((folder / file.path).exists() for file in download.files):
             _fetch(name, download, folder)
         for file in download.files:
             path = folder / file.path
-            raw = _raw(path)
-            _refuse(Checked(path, _md5(raw), file.md5))
+            raw = _read_bytes(path)
+            _raise_if_altered(FileCheck(path, _md5(raw), file.md5))
             contents[path.name] = raw
     return contents
 
 
-def _published(name: str) -> tuple[Download, ...]:
-    if name not in PUBLISHED:
-        raise unknown("dataset", name, PUBLISHED)
-    return PUBLISHED[name]
+def _downloads_of(name: str) -> tuple[Download, ...]:
+    if name not in DOWNLOADS:
+        raise unknown("dataset", name, DOWNLOADS)
+    return DOWNLOADS[name]
 
 
-def _raw(path: Path) -> bytes:
+def _read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
@@ -156,14 +158,14 @@ def _md5(raw: bytes) -> str:
     return hashlib.md5(raw, usedforsecurity=False).hexdigest()
 
 
-def _checked(path: Path, expected: str) -> Checked:
-    return Checked(path, _md5(_raw(path)) if path.is_file() else None, expected)
+def _check_file(path: Path, expected: str) -> FileCheck:
+    return FileCheck(path, _md5(_read_bytes(path)) if path.is_file() else None, expected)
 
 
-def _refuse(result: Checked) -> None:
+def _raise_if_altered(result: FileCheck) -> None:
     if not result.ok:
         raise DataError(
-            f"{result.path} is truncated or altered: its md5 is {result.got}, its publisher's is "
+            f"{result.path} is truncated or altered: its md5 is {result.actual}, its publisher's is "
             f"{result.expected}; delete it and it will be downloaded again"
         )
 
@@ -176,27 +178,27 @@ def _fetch(name: str, download: Download, folder: Path) -> None:
         with tempfile.TemporaryDirectory(prefix=".download-", dir=folder) as work:
             arrived = Path(work) / download.url.rpartition("/")[2]
             _download(download.url, arrived)
-            _refuse_download(download, _checked(arrived, download.md5))
-            for file, part in _parts(download, arrived):
+            _raise_if_download_altered(download, _check_file(arrived, download.md5))
+            for file, part in _extract_files(download, arrived):
                 (folder / file.path).parent.mkdir(exist_ok=True)
                 if not (folder / file.path).exists():
                     os.replace(part, folder / file.path)
     except OSError as error:  # requests' errors are OSErrors too
         raise DataError(
             f"{name} needs {absent.path}, which is not in {folder} and could not be downloaded "
-            f"from {download.url} ({type(error).__name__}): put it there, or set ${VARIABLE} to its folder"
+            f"from {download.url} ({type(error).__name__}): put it there, or set ${DATA_FOLDER_VARIABLE} to its folder"
         ) from error
 
 
-def _refuse_download(download: Download, result: Checked) -> None:
+def _raise_if_download_altered(download: Download, result: FileCheck) -> None:
     if not result.ok:
         raise DataError(
-            f"{result.path.name} came from {download.url} truncated or altered: its md5 is {result.got}, "
+            f"{result.path.name} came from {download.url} truncated or altered: its md5 is {result.actual}, "
             f"its publisher's is {result.expected}; nothing of it was kept"
         )
 
 
-def _parts(download: Download, arrived: Path) -> Iterator[tuple[File, Path]]:
+def _extract_files(download: Download, arrived: Path) -> Iterator[tuple[PublishedFile, Path]]:
     """The wanted files inside what arrived; other members of an archive are never written."""
     if not download.url.endswith(".tar.gz"):
         yield download.files[0], arrived

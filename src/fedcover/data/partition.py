@@ -19,7 +19,7 @@ from fedcover.types import Dataset
 
 Ints = npt.NDArray[np.int64]
 
-_NO_TICKET = -1
+_NO_LABEL = -1
 _SWEEPS, _PATIENCE = 50, 5
 
 
@@ -81,10 +81,10 @@ def owner(dataset: Dataset, clients: int, seed: int) -> Partition:
     return _partition(client_N.astype(np.int64), clients)
 
 
-def held(owner: Tensor, mine: Sequence[int], clients: int) -> Partition:
+def node_partition(owner: Tensor, mine: Sequence[int], clients: int) -> Partition:
     """The rows of one node, which holds a few of all clients: its k-th owner is the k-th of them, others have no rows.
 
-    >>> held(torch.tensor([9, 7, 9]), [2, 3], 4).indices(3).tolist()
+    >>> node_partition(torch.tensor([9, 7, 9]), [2, 3], 4).indices(3).tolist()
     [0, 2]
     """
     _, place_N = np.unique(owner.numpy(force=True), return_inverse=True)
@@ -109,7 +109,7 @@ def dirichlet(dataset: Dataset, clients: int, seed: int, *, alpha: float) -> Par
     for rows in _rows_by_label(dataset, random):
         cuts = np.rint(np.cumsum(random.dirichlet(alpha_C))[:-1] * len(rows)).astype(np.int64)
         client_N[rows] = np.searchsorted(cuts, np.arange(len(rows)), side="right")
-    _feed_the_empty(client_N, clients)
+    _fill_empty_clients(client_N, clients)
     return _partition(client_N, clients)
 
 
@@ -122,7 +122,7 @@ def _rows_by_label(dataset: Dataset, random: np.random.Generator) -> list[Ints]:
     return np.split(by_label_N, starts)
 
 
-def _feed_the_empty(client_N: Ints, clients: int) -> None:
+def _fill_empty_clients(client_N: Ints, clients: int) -> None:
     size_C = np.bincount(client_N, minlength=clients)
     hungry = np.flatnonzero(size_C == 0)
     if len(hungry) == 0:
@@ -162,15 +162,15 @@ def labels(dataset: Dataset, clients: int, seed: int, *, limit: int) -> Partitio
         )
     random.shuffle(rows)  # where labels tie for a ticket, chance decides
     count_K = np.array([len(some) for some in rows])
-    hand_CD = _deal(_tickets(count_K, clients, limit), clients)
-    _swap(random, hand_CD)
+    hand_CD = _deal_labels(_clients_per_label(count_K, clients, limit), clients)
+    _swap_labels(random, hand_CD)
     client_N = np.empty(len(dataset.train), dtype=np.int64)
-    for some, holders in zip(rows, _pour(random, count_K, random.permutation(hand_CD)), strict=True):
+    for some, holders in zip(rows, _distribute_rows(random, count_K, random.permutation(hand_CD)), strict=True):
         client_N[some] = holders
     return _partition(client_N, clients)
 
 
-def _tickets(count_K: Ints, clients: int, limit: int) -> Ints:
+def _clients_per_label(count_K: Ints, clients: int, limit: int) -> Ints:
     """How many clients share each label: one rate times its rows, from 1 to the fewer of rows and clients."""
     most_K = np.minimum(count_K, clients)
     total = min(clients * limit, int(most_K.sum()))
@@ -189,16 +189,16 @@ def _tickets(count_K: Ints, clients: int, limit: int) -> Ints:
     return tickets_K
 
 
-def _deal(tickets_K: Ints, clients: int) -> Ints:
+def _deal_labels(tickets_K: Ints, clients: int) -> Ints:
     """Round and round the table: a label has no more tickets than there are clients, so no one gets two."""
-    hand_CD = np.full((clients, -(-int(tickets_K.sum()) // clients)), _NO_TICKET)
+    hand_CD = np.full((clients, -(-int(tickets_K.sum()) // clients)), _NO_LABEL)
     label_T = np.repeat(np.arange(len(tickets_K)), tickets_K)
     seat_T = np.arange(len(label_T))
     hand_CD[seat_T % clients, seat_T // clients] = label_T
     return hand_CD
 
 
-def _swap(random: np.random.Generator, hand_CD: Ints) -> None:
+def _swap_labels(random: np.random.Generator, hand_CD: Ints) -> None:
     """Random pairs of clients swap one ticket each, unless one of them has that label already."""
     clients, width = hand_CD.shape
     for _ in range(20 * width):
@@ -206,17 +206,17 @@ def _swap(random: np.random.Generator, hand_CD: Ints) -> None:
         at_left, at_right = random.integers(width, size=(2, len(left)))
         gives, takes = hand_CD[left, at_left], hand_CD[right, at_right]
         known = (hand_CD[left] == takes[:, None]).any(1) | (hand_CD[right] == gives[:, None]).any(1)
-        fair = ~known & (gives != _NO_TICKET) & (takes != _NO_TICKET)
+        fair = ~known & (gives != _NO_LABEL) & (takes != _NO_LABEL)
         hand_CD[left[fair], at_left[fair]] = takes[fair]
         hand_CD[right[fair], at_right[fair]] = gives[fair]
 
 
-def _pour(random: np.random.Generator, count_K: Ints, hand_CD: Ints) -> list[Ints]:
+def _distribute_rows(random: np.random.Generator, count_K: Ints, hand_CD: Ints) -> list[Ints]:
     """For each label, the client of each of its rows."""
-    seat_T = np.argsort(hand_CD, axis=None, kind="stable")[np.count_nonzero(hand_CD == _NO_TICKET) :]
+    seat_T = np.argsort(hand_CD, axis=None, kind="stable")[np.count_nonzero(hand_CD == _NO_LABEL) :]
     tickets_K = np.bincount(hand_CD.flat[seat_T], minlength=len(count_K))
     holders = np.split(seat_T // hand_CD.shape[1], np.cumsum(tickets_K)[:-1])
-    poured = [_level(np.zeros(t, dtype=np.int64), int(c)) for t, c in zip(tickets_K, count_K, strict=True)]
+    poured = [_water_fill(np.zeros(t, dtype=np.int64), int(c)) for t, c in zip(tickets_K, count_K, strict=True)]
     total_C = np.zeros(len(hand_CD), dtype=np.int64)
     for who, amount in zip(holders, poured, strict=True):
         total_C[who] += amount
@@ -228,16 +228,16 @@ def _pour(random: np.random.Generator, count_K: Ints, hand_CD: Ints) -> list[Int
             turn = random.permutation(len(holders[label]))
             holders[label] = holders[label][turn]
             others = total_C[holders[label]] - poured[label][turn]
-            poured[label] = _level(others, int(count_K[label]))
+            poured[label] = _water_fill(others, int(count_K[label]))
             total_C[holders[label]] = others + poured[label]
         unevenness.append(int((total_C**2).sum()))
     return [np.repeat(who, amount) for who, amount in zip(holders, poured, strict=True)]
 
 
-def _level(ground: Ints, rows: int) -> Ints:
+def _water_fill(ground: Ints, rows: int) -> Ints:
     """Pour rows where the ground is lowest: one for each place first, the rest until it stands level.
 
-    >>> _level(np.array([5, 0, 2, 9]), 9).tolist()
+    >>> _water_fill(np.array([5, 0, 2, 9]), 9).tolist()
     [1, 5, 2, 1]
     """
     order = np.argsort(ground, kind="stable")

@@ -54,7 +54,7 @@ READERS: dict[str, Callable[[Path], Mapping[str, Array]]] = {
 }
 
 
-def _tensor(field: str, value: Array) -> Tensor:
+def _as_tensor(field: str, value: Array) -> Tensor:
     if isinstance(value, Tensor):
         tensor = value.detach()
     elif isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
@@ -67,9 +67,9 @@ def _tensor(field: str, value: Array) -> Tensor:
     return tensor
 
 
-def inputs(field: str, value: Array) -> Tensor:
+def input_tensor(field: str, value: Array) -> Tensor:
     """Inputs, row by row, as float32; bytes are divided by 255."""
-    x = _tensor(field, value)
+    x = _as_tensor(field, value)
     if x.ndim < 2 or not (x.is_floating_point() or x.dtype == torch.uint8):
         raise InvalidValue(
             f"{field} must hold floating or uint8 inputs, row by row; got {x.dtype} of shape {tuple(x.shape)}"
@@ -81,9 +81,9 @@ def inputs(field: str, value: Array) -> Tensor:
     return scaled
 
 
-def whole_numbers(field: str, value: Array) -> Tensor:
+def integer_tensor(field: str, value: Array) -> Tensor:
     """Labels or owners: one whole number for each row, none of them negative."""
-    y = _tensor(field, value)
+    y = _as_tensor(field, value)
     if y.ndim != 1 or y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
         raise InvalidValue(f"{field} must hold one whole number for each row; got {y.dtype} of shape {tuple(y.shape)}")
     if int(y.long().min()) < 0:
@@ -91,21 +91,21 @@ def whole_numbers(field: str, value: Array) -> Tensor:
     return y.long()
 
 
-def one_number(field: str, value: Array) -> int:
+def integer_value(field: str, value: Array) -> int:
     """An array that is just one whole number."""
-    numbers = whole_numbers(field, value.reshape(-1))
+    numbers = integer_tensor(field, value.reshape(-1))
     if len(numbers) != 1:
         raise InvalidValue(f"{field} must be one whole number; got shape {tuple(value.shape)}")
     return int(numbers)
 
 
-def check_length(field: str, value: Tensor, other: str, inputs: Tensor) -> None:
+def check_length(field: str, value: Tensor, other: str, input_tensor: Tensor) -> None:
     """Refuse what is not as long as its inputs."""
-    if len(value) != len(inputs):
-        raise InvalidValue(f"{field} must be as long as {other}, {len(inputs)} rows; got {len(value)}")
+    if len(value) != len(input_tensor):
+        raise InvalidValue(f"{field} must be as long as {other}, {len(input_tensor)} rows; got {len(value)}")
 
 
-def number_of_classes(labels: Tensor, given: int | None) -> int:
+def infer_num_classes(labels: Tensor, given: int | None) -> int:
     """How many classes there are: as many as are given, else as many as there are labels, if none is missing."""
     if given is not None:
         if type(given) is not int or given < 1:

@@ -53,7 +53,7 @@ _FILES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class RunConfig:
     """What a run on Flower is started with, beside the experiment itself; all of it fits Flower's run config."""
 
     experiment: str
@@ -68,13 +68,13 @@ class Settings:
     wait: float = 120.0
 
     @classmethod
-    def read(cls, config: Mapping[str, Any]) -> "Settings":
+    def read(cls, config: Mapping[str, Any]) -> "RunConfig":
         """From Flower's run config, in which a whole number may stand for any."""
         fields: dict[str, Any] = {name: config[name] for name in cls.__dataclass_fields__}
         return cls(**{**fields, "deadline": float(fields["deadline"]), "wait": float(fields["wait"])})
 
 
-def write_app(folder: Path, settings: Settings, modules: Mapping[str, bytes] = MappingProxyType({})) -> Path:
+def write_app(folder: Path, settings: RunConfig, modules: Mapping[str, bytes] = MappingProxyType({})) -> Path:
     """Write the Flower App of a run into a folder; `flwr run` accepts it.
 
     Args:

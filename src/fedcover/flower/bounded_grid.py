@@ -8,17 +8,17 @@ from flwr.app import Error, Message
 from flwr.serverapp import Grid
 
 from fedcover.flower.messages import TASK
-from fedcover.flower.transport import Failed, Link
+from fedcover.flower.transport import FailedReply, Transport
 
 DAY = 86_400.0
 
 
 @dataclass(frozen=True)
-class Bounded:
+class BoundedGrid:
     """A grid whose replies to our orders are fetched as those of an experiment: by size first, and in turns."""
 
     grid: Grid
-    allowed: Mapping[int, int]
+    max_bytes: Mapping[int, int]
     silent: set[int]
 
     def __getattr__(self, name: str) -> Any:
@@ -29,13 +29,13 @@ class Bounded:
         sent = {message.metadata.dst_node_id: message for message in messages}
         if any(TASK not in message.content.config_records for message in sent.values()):
             return self.grid.send_and_receive(sent.values(), timeout=timeout)  # of an app of one's own
-        replies = Link(self.grid).exchange(sent, patience=timeout or DAY, allowed=self.allowed)
-        failed = {node for node, reply in replies.items() if isinstance(reply, Failed)}
+        replies = Transport(self.grid).send_and_wait(sent, timeout=timeout or DAY, max_bytes=self.max_bytes)
+        failed = {node for node, reply in replies.items() if isinstance(reply, FailedReply)}
         self.silent.update(failed)
         self.silent.difference_update(replies.keys() - failed)
         return [
             Message(Error(0, f"{reply.event}: {reply.why}"), reply_to=sent[node])
-            if isinstance(reply, Failed)
+            if isinstance(reply, FailedReply)
             else reply
             for node, reply in replies.items()
         ]

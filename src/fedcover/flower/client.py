@@ -13,7 +13,7 @@ from flwr.clientapp import ClientApp
 
 from fedcover.errors import FedcoverError, InvalidValue
 from fedcover.flower.messages import COLUMN, COLUMNS, ROWS
-from fedcover.flower.nodes import introduction
+from fedcover.flower.nodes import read_node_config
 from fedcover.version import __version__
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ _NO_ROOM = ("failed to map segment", "cannot allocate memory")
 
 def _app(work: Callable[[Message, Context], Message]) -> ClientApp:
     app = ClientApp()
-    app.query()(_hello)
+    app.query()(_answer_query)
     app.train()(work)
     return app
 
@@ -99,7 +99,7 @@ def _tells_scale(config: Mapping[str, Any]) -> bool:
     return wanted
 
 
-def _hello(message: Message, context: Context) -> Message:
+def _answer_query(message: Message, context: Context) -> Message:
     """What this node is, or what is wrong with its configuration; or it is told why the server does not take it."""
     if refused := message.content.config_records.get("refused"):
         from fedcover.errors import printable
@@ -108,12 +108,16 @@ def _hello(message: Message, context: Context) -> Message:
         return Message(RecordDict(), reply_to=message)
     content = RecordDict()
     try:
-        said = introduction(context.node_id, context.node_config, __version__)
-        hello: dict[str, Any] = {"place": said.place, "places": said.places, "capacity": said.capacity or 0.0}
+        said = read_node_config(context.node_id, context.node_config, __version__)
+        hello: dict[str, Any] = {
+            "place": said.partition_id,
+            "places": said.num_partitions,
+            "capacity": said.capacity or 0.0,
+        }
         if rows := context.node_config.get("rows"):
-            from fedcover.flower.node_data import told_of
+            from fedcover.flower.node_data import describe_node_data
 
-            told = told_of(str(rows), scale=_tells_scale(context.node_config))
+            told = describe_node_data(str(rows), scale=_tells_scale(context.node_config))
             content[ROWS] = ArrayRecord({name: _array(told.pop(name)) for name in COLUMNS})
             hello |= told
     except FedcoverError as error:

@@ -14,20 +14,29 @@ from torch import nn
 
 from fedcover.errors import FedcoverError, InvalidValue
 from fedcover.flower.memory import own_pages
-from fedcover.flower.messages import Answer, Order, Orders, Parcels, read_orders, to_server
-from fedcover.flower.node_data import rows_here
-from fedcover.flower.nodes import Wanted, clients_of, introduction
-from fedcover.flower.payloads import bundle, headed, kept, read_reduction, received, sections, unbundle, wanted_part
-from fedcover.models.meta_device import hollow_or_whole
+from fedcover.flower.messages import ClientResult, ClientTask, SharedPayloads, TaskRequest, read_request, result_message
+from fedcover.flower.node_data import load_node_data
+from fedcover.flower.nodes import DataRequirements, clients_of, read_node_config
+from fedcover.flower.payloads import (
+    decode_reduction,
+    expected_part,
+    gather_kept,
+    pack_arrays,
+    prefix_names,
+    scatter_kept,
+    unpack_arrays,
+    unpack_sections,
+)
+from fedcover.models.meta_device import build_on_meta_or_cpu
 from fedcover.models.norms import running, statistics_key
-from fedcover.runs.components import hollow_model
+from fedcover.runs.components import build_meta_model
 from fedcover.runs.experiment import Experiment
-from fedcover.runs.setup import Machine, Parts, prepare
-from fedcover.server.npy_codec import Refused
-from fedcover.server.reply_validation import pack
+from fedcover.runs.setup import Machine, Overrides, prepare
+from fedcover.server.npy_codec import InvalidReply
+from fedcover.server.reply_validation import pack_update
 from fedcover.submodels.build import submodel
-from fedcover.submodels.reductions import dense
-from fedcover.submodels.unit_groups import from_json
+from fedcover.submodels.reductions import without_masks
+from fedcover.submodels.unit_groups import groups_from_json
 from fedcover.training.local_sgd import train_client
 from fedcover.types import Client, Model, Params, Reduction, State, Task, Update
 from fedcover.version import __version__
@@ -40,104 +49,128 @@ log = logging.getLogger("fedcover")
 
 def train_clients(message: Message, context: Context) -> Message:
     """Train an experiment's clients that live on this node."""
-    orders = read_orders(message)
-    parcels = Parcels(message, orders)
-    orders = replace(orders, parcels=())  # which would keep them
+    request = read_request(message)
+    payloads = SharedPayloads(message, request)
+    request = replace(request, payloads=())  # which would keep them
     own_pages()
     try:
-        machine = Machine("sequential", str(context.node_config.get("device", "cpu")), orders.threads).resolved()
-        task = _task(orders, machine, context.node_id, context.node_config)
+        machine = Machine("sequential", str(context.node_config.get("device", "cpu")), request.threads).resolved()
+        task = _task(request, machine, context.node_id, context.node_config)
     except FedcoverError as error:
-        return to_server(message, [_refusal(order, error) for order in orders.orders])
+        return result_message(message, [_failed_result(client_task, error) for client_task in request.client_tasks])
     answers = []
     with machine.applied():
-        for order in orders.orders:
-            answers.append(_answered(order, context, lambda order: _trained(order, orders, parcels, task, context)))
-    return to_server(message, answers)
+        for client_task in request.client_tasks:
+            answers.append(
+                _run_client_task(
+                    client_task,
+                    context,
+                    lambda client_task: _train_client_task(client_task, request, payloads, task, context),
+                )
+            )
+    return result_message(message, answers)
 
 
-def _task(orders: Orders, machine: Machine, node: int, config: Mapping[str, Any]) -> Task:
+def _task(request: TaskRequest, machine: Machine, node: int, config: Mapping[str, Any]) -> Task:
     """The experiment as this node sees it: with its own rows, where those of the clients are on nodes."""
-    experiment = Experiment.from_toml(orders.experiment)
-    build = partial(hollow_model, known=from_json(orders.groups) if orders.groups else None)
+    experiment = Experiment.from_toml(request.experiment)
+    build = partial(build_meta_model, known=groups_from_json(request.groups) if request.groups else None)
     if experiment.partition != "nodes":
         data = config.get("data")
-        return prepare(experiment, machine, data=str(data) if data else None, parts=Parts(build=build)).task
-    me = introduction(node, config, __version__)
-    mine = clients_of(me.place, experiment.clients, me.places)
-    wanted = Wanted(experiment.clients, orders.own["classes"], tuple(orders.own["shape"]))
-    rows = rows_here(str(config.get("rows", "")), experiment, mine, wanted, machine.device)
-    return prepare(experiment, machine, parts=Parts(source=rows, build=build)).task
+        return prepare(experiment, machine, data=str(data) if data else None, parts=Overrides(build=build)).task
+    me = read_node_config(node, config, __version__)
+    mine = clients_of(me.partition_id, experiment.clients, me.num_partitions)
+    wanted = DataRequirements(experiment.clients, request.extra_config["classes"], tuple(request.extra_config["shape"]))
+    rows = load_node_data(str(config.get("rows", "")), experiment, mine, wanted, machine.device)
+    return prepare(experiment, machine, parts=Overrides(source=rows, build=build)).task
 
 
-def _answered(order: Order, context: Context, work: Callable[[Order], Answer]) -> Answer:
+def _run_client_task(
+    client_task: ClientTask, context: Context, work: Callable[[ClientTask], ClientResult]
+) -> ClientResult:
     """A client's answer; what goes wrong with one client is told and does not keep the others from answering."""
     try:
         declared = context.node_config.get("capacity", 1.0)
-        if isinstance(declared, int | float) and order.capacity > declared + 1e-9:
-            raise InvalidValue(f"capacity {order.capacity:g} is more than the {declared:g} that this node declares")
-        return work(order)
-    except (FedcoverError, Refused) as error:
-        return _refusal(order, error)
+        if isinstance(declared, int | float) and client_task.capacity > declared + 1e-9:
+            raise InvalidValue(
+                f"capacity {client_task.capacity:g} is more than the {declared:g} that this node declares"
+            )
+        return work(client_task)
+    except (FedcoverError, InvalidReply) as error:
+        return _failed_result(client_task, error)
     except Exception as error:  # of a model, recipe or training function that somebody has brought along
-        log.exception("training client %d has failed", order.client)
-        return _refusal(order, error)
+        log.exception("training client %d has failed", client_task.client)
+        return _failed_result(client_task, error)
 
 
-def _refusal(order: Order, error: Exception) -> Answer:
-    known = isinstance(error, FedcoverError | Refused)
+def _failed_result(client_task: ClientTask, error: Exception) -> ClientResult:
+    known = isinstance(error, FedcoverError | InvalidReply)
     why = f"{error}" if known else f"{error!r}"
     if not known and "meta" in why:  # the device of what has no values
         why = f"{ONLY_A_PART} ({why})"
-    return Answer(order.client, order.nonce, nan, 0, b"", why[:300])
+    return ClientResult(client_task.client, client_task.nonce, nan, 0, b"", why[:300])
 
 
-def _trained(order: Order, orders: Orders, parcels: Parcels, task: Task, context: Context) -> Answer:
+def _train_client_task(
+    client_task: ClientTask, request: TaskRequest, payloads: SharedPayloads, task: Task, context: Context
+) -> ClientResult:
     source = task.source
-    client = Client(order.client, order.capacity, order.slot, source.count(order.client), source.labels(order.client))
-    reduction = read_reduction(order.encoded, task.model)
-    mine = _private(context, order.client)
+    client = Client(
+        client_task.client,
+        client_task.capacity,
+        client_task.slot,
+        source.count(client_task.client),
+        source.labels(client_task.client),
+    )
+    reduction = decode_reduction(client_task.encoded, task.model)
+    mine = _private(context, client_task.client)
     device = task.source.test.x.device
-    state = partial(received_state, task=task, client=client, reduction=reduction, round=orders.round, private=mine)
-    update = train_client(task, state(parcels.given_to(order), device=device), client, reduction, orders.lr)
+    state = partial(
+        state_from_payload, task=task, client=client, reduction=reduction, round=request.round, private=mine
+    )
+    update = train_client(task, state(payloads.pop_for(client_task), device=device), client, reduction, request.lr)
     if update.private:
-        _keep_private(context, order.client, update.private)
-    return Answer(order.client, order.nonce, update.loss, client.samples, bundle(pack(update)))
+        _keep_private(context, client_task.client, update.private)
+    return ClientResult(
+        client_task.client, client_task.nonce, update.loss, client.samples, pack_arrays(pack_update(update))
+    )
 
 
-def sent_parcel(task: Task, state: State, client: Client, reduction: Reduction) -> bytes:
+def build_payload(task: Task, state: State, client: Client, reduction: Reduction) -> bytes:
     """What a client is sent: its part of the parameters, of its width's statistics and of what was measured."""
     known = state.statistics.get(statistics_key(task.norm, client.capacity) or "", {})
-    measured = {f"measured-{kind}": dense(reduction).extract(tensors) for kind, tensors in state.measured.items()}
-    part = kept(reduction, reduction.extract(state.params))
-    return bundle(headed({"params": part, "statistics": reduction.extract(known), **measured}))
+    measured = {
+        f"measured-{kind}": without_masks(reduction).extract(tensors) for kind, tensors in state.measured.items()
+    }
+    part = gather_kept(reduction, reduction.extract(state.params))
+    return pack_arrays(prefix_names({"params": part, "statistics": reduction.extract(known), **measured}))
 
 
-def received_state(
-    parcel: bytes, task: Task, client: Client, reduction: Reduction, round: int, private: Params, device: torch.device
+def state_from_payload(
+    payload: bytes, task: Task, client: Client, reduction: Reduction, round: int, private: Params, device: torch.device
 ) -> State:
-    """The part of the server's state that a client knows: as a `Portion`, unless its part is masked, not cut."""
+    """The part of the server's state that a client knows: as a `PartialParams`, unless its part is masked, not cut."""
     module = task.model.module
     params = {name: p.detach() for name, p in module.named_parameters()}
     key = statistics_key(task.norm, client.capacity)
     known = running(module) if key else {}
-    names = [tuple(name.split("/", 1)) for name in unbundle(parcel)]
+    names = [tuple(name.split("/", 1)) for name in unpack_arrays(payload)]
     kinds = dict.fromkeys(head.removeprefix("measured-") for head, _ in names if head.startswith("measured-"))
-    whole = dense(reduction)
+    whole = without_masks(reduction)
     of_kind = {
         kind: {n: params[n] for head, n in names if head == f"measured-{kind}" and n in params} for kind in kinds
     }
     wanted = {
-        "params": wanted_part(reduction, params),
-        "statistics": wanted_part(reduction, known),
-        **{f"measured-{kind}": wanted_part(whole, tensors) for kind, tensors in of_kind.items()},
+        "params": expected_part(reduction, params),
+        "statistics": expected_part(reduction, known),
+        **{f"measured-{kind}": expected_part(whole, tensors) for kind, tensors in of_kind.items()},
     }
-    found = sections(parcel, wanted)
+    found = unpack_sections(payload, wanted)
     return State(
         round,
-        received(reduction, found["params"], params, device),
-        {key: received(reduction, found["statistics"], known, device)} if key else {},
-        measured={k: received(whole, found[f"measured-{k}"], tensors, device) for k, tensors in of_kind.items()},
+        scatter_kept(reduction, found["params"], params, device),
+        {key: scatter_kept(reduction, found["statistics"], known, device)} if key else {},
+        measured={k: scatter_kept(whole, found[f"measured-{k}"], tensors, device) for k, tensors in of_kind.items()},
         private={client.id: {name: tensor.to(device) for name, tensor in private.items()}},
     )
 
@@ -149,35 +182,44 @@ def train_module(
     build: Callable[[], nn.Module | Model],
 ) -> Message:
     """Let a user's own function train the sub-models of this node's clients."""
-    orders = read_orders(message)
-    parcels = Parcels(message, orders)
-    orders = replace(orders, parcels=())  # which would keep them
+    request = read_request(message)
+    payloads = SharedPayloads(message, request)
+    request = replace(request, payloads=())  # which would keep them
     own_pages()
-    model = hollow_or_whole(partial(whole_model, build, orders.groups), "model")
+    model = build_on_meta_or_cpu(partial(whole_model, build, request.groups), "model")
     params = {name: p.detach() for name, p in model.module.named_parameters()}
 
-    def work(order: Order) -> Answer:
-        reduction = read_reduction(order.encoded, model)
-        part = sections(parcels.given_to(order), {"params": wanted_part(reduction, params)})["params"]
-        module = submodel(model.module, reduction, received(reduction, part, params, "cpu"))
-        config = {**orders.own, "round": orders.round, "server-round": orders.round + 1, "capacity": order.capacity}
+    def work(client_task: ClientTask) -> ClientResult:
+        reduction = decode_reduction(client_task.encoded, model)
+        part = unpack_sections(payloads.pop_for(client_task), {"params": expected_part(reduction, params)})["params"]
+        module = submodel(model.module, reduction, scatter_kept(reduction, part, params, "cpu"))
+        config = {
+            **request.extra_config,
+            "round": request.round,
+            "server-round": request.round + 1,
+            "capacity": client_task.capacity,
+        }
         told = train_fn(module, config, context)
         samples, loss = told.get("num-examples"), told.get("loss")
         if type(samples) is not int or samples < 1 or type(loss) not in (int, float):
             raise InvalidValue(f"train_fn must give num-examples (a count) and loss (a number); got {dict(told)}")
-        client = Client(order.client, order.capacity, order.slot, samples, ())
+        client = Client(client_task.client, client_task.capacity, client_task.slot, samples, ())
         trained = {name: p.detach() for name, p in module.named_parameters()}
         update = Update(client, reduction, reduction, trained, {}, {}, {}, float(loss or 0.0))
-        return Answer(order.client, order.nonce, update.loss, samples, bundle(pack(update)))
+        return ClientResult(
+            client_task.client, client_task.nonce, update.loss, samples, pack_arrays(pack_update(update))
+        )
 
-    return to_server(message, [_answered(order, context, work) for order in orders.orders])
+    return result_message(
+        message, [_run_client_task(client_task, context, work) for client_task in request.client_tasks]
+    )
 
 
 def whole_model(build: Callable[[], nn.Module | Model], groups: str) -> Model:
     """The model that a user's function builds; the unit groups of a bare module are those that the server has sent."""
     built = build()
     if isinstance(built, nn.Module):
-        return Model(built, from_json(groups))
+        return Model(built, groups_from_json(groups))
     if not isinstance(built, Model):
         raise InvalidValue(f"model must build an nn.Module or a fedcover Model; got {type(built).__name__}")
     return built

@@ -9,7 +9,7 @@ MOST = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class InputScale:
     """The least and the largest input, their mean, and their spread (standard deviation).
 
     Each has one significant digit, but the mean, which is as exact as the spread.
@@ -21,12 +21,12 @@ class Scale:
     spread: float
 
     @classmethod
-    def coarse(cls, numbers: Sequence[float]) -> "Scale":
+    def coarse(cls, numbers: Sequence[float]) -> "InputScale":
         """Of exact numbers, rounded, so that they tell little of any row.
 
-        >>> Scale.coarse([0, 16, 4.884, 6.0176])
-        Scale(low=0.0, high=20.0, mean=5.0, spread=6.0)
-        >>> Scale.coarse([281, 303, 293.7, 5.2]).mean
+        >>> InputScale.coarse([0, 16, 4.884, 6.0176])
+        InputScale(low=0.0, high=20.0, mean=5.0, spread=6.0)
+        >>> InputScale.coarse([281, 303, 293.7, 5.2]).mean
         294.0
         """
         if not all(map(math.isfinite, numbers)):
@@ -37,7 +37,7 @@ class Scale:
         return cls(low, high, mean, spread)
 
     @classmethod
-    def read(cls, told: object) -> "Scale | None":
+    def read(cls, told: object) -> "InputScale | None":
         """As a node tells it; None if it tells nothing, refused if that makes no sense."""
         if told is None:
             return None
@@ -48,10 +48,10 @@ class Scale:
             raise ValueError("no scale")
         return found
 
-    def differs(self, other: "Scale") -> bool:
+    def differs(self, other: "InputScale") -> bool:
         """Whether inputs of these two scales can hardly mean the same.
 
-        >>> Scale(0, 1, 0.3, 0.4).differs(Scale(0, 300, 80, 90)), Scale(0, 1, 0.3, 0.4).differs(Scale(0, 1, 0.1, 0.3))
+        >>> InputScale(0, 1, 0.3, 0.4).differs(InputScale(0, 300, 80, 90)), InputScale(0, 1, 0.3, 0.4).differs(InputScale(0, 1, 0.1, 0.3))
         (True, False)
         """
         small, large = sorted((self.spread, other.spread))

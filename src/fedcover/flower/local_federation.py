@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import IO
 
 from fedcover.errors import InvalidValue, RunError
-from fedcover.host.orphans import descendants, send, tied
+from fedcover.host.orphans import descendants, lifeline_arguments, send_signal
 
-QUIET = {
+FLOWER_ENVIRONMENT = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
@@ -23,7 +23,7 @@ QUIET = {
 }
 """No calls home, no packages installed behind anybody's back, and no second lost before each task."""
 CONNECTION = "fedcover"
-STEADY = ("-m", "fedcover.flower.steady")
+STEADY_LAUNCHER = ("-m", "fedcover.flower.steady")
 """Runs a program of Flower's so that it does not let garbage lie."""
 FLWR = (sys.executable, "-P", "-m", "fedcover.host.orphans", "flwr.cli.app:app")
 """Runs Flower's command `flwr` so that it ends with the process that has started it."""
@@ -32,7 +32,7 @@ STARTING, STOPPING = 60.0, 10.0
 
 
 @dataclass
-class Local:
+class LocalFederation:
     """A SuperLink and its SuperNodes; every process has its own home and log below `folder`."""
 
     folder: Path
@@ -45,27 +45,27 @@ class Local:
         """Where the SuperLink listens."""
         return f"127.0.0.1:{self.port}"
 
-    def start_link(self) -> subprocess.Popen[bytes]:
+    def start_superlink(self) -> subprocess.Popen[bytes]:
         """Start the SuperLink and wait until it listens."""
         arguments = ["--insecure", "--host", "127.0.0.1", "--port", str(self.port)]
         arguments += ["--disable-runtime-dependency-installation"]
-        started = self.start("superlink", sys.executable, *STEADY, "flower-superlink", *arguments)
+        started = self.start("superlink", sys.executable, *STEADY_LAUNCHER, "flower-superlink", *arguments)
         self.wait_until_listening("superlink", self.port)
         return started
 
-    def start_node(self, name: str, config: Mapping[str, object]) -> subprocess.Popen[bytes]:
+    def start_supernode(self, name: str, config: Mapping[str, object]) -> subprocess.Popen[bytes]:
         """Start a SuperNode with a configuration."""
         told = " ".join(f"{key}={_toml(value)}" for key, value in config.items())
         arguments = ["--superlink", self.address, "--host", "127.0.0.1", "--port", str(free_port())]
         arguments += ["--insecure", "--node-config", told]
-        return self.start(name, sys.executable, *STEADY, "flower-supernode", *arguments)
+        return self.start(name, sys.executable, *STEADY_LAUNCHER, "flower-supernode", *arguments)
 
     def start(self, name: str, program: str, *arguments: str) -> subprocess.Popen[bytes]:
         """Start one of Flower's programs; what it says goes into its log."""
         with self.log(name).open("ab") as out:
             started = subprocess.Popen(
                 [path_of(program), *arguments], stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                cwd=self.folder, start_new_session=True, **tied(self.environment(name)),
+                cwd=self.folder, start_new_session=True, **lifeline_arguments(self.environment(name)),
             )  # fmt: skip
         self.processes[name] = started
         return started
@@ -79,7 +79,7 @@ class Local:
         )
         started = subprocess.Popen(
             [*FLWR, "run", str(app), CONNECTION, "--stream"], stdout=out, stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL, cwd=self.folder, start_new_session=True, **tied(self.environment("submit")),
+            stdin=subprocess.DEVNULL, cwd=self.folder, start_new_session=True, **lifeline_arguments(self.environment("submit")),
         )  # fmt: skip
         self.processes["submit"] = started
         return started
@@ -90,7 +90,7 @@ class Local:
         paths = [*self.python_path, *(os.path.abspath(path) for path in known if path)]  # it runs in another folder
         beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         return {
-            **os.environ, **QUIET, "FLWR_HOME": str(self.home(name)), "PATH": beside,
+            **os.environ, **FLOWER_ENVIRONMENT, "FLWR_HOME": str(self.home(name)), "PATH": beside,
             "PYTHONPATH": os.pathsep.join(paths),
         }  # fmt: skip
 
@@ -115,13 +115,13 @@ class Local:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
                     return
             time.sleep(0.1)
-        raise RunError(f"{name} did not start: {self.last_words(name)}")
+        raise RunError(f"{name} did not start: {self.log_tail(name)}")
 
-    def last_words(self, name: str) -> str:
+    def log_tail(self, name: str) -> str:
         """The end of a process's log."""
         return self.log(name).read_text(errors="replace")[-1000:].strip() or "it said nothing"
 
-    def serving(self) -> bool:
+    def serverapp_is_running(self) -> bool:
         """Whether there is a process in which the SuperLink's run is made."""
         commands = (_command(pid) for pid in descendants([self.processes["superlink"].pid]))
         return any(b"flwr-serverapp" in command for command in commands)
@@ -131,13 +131,13 @@ class Local:
         chosen = [self.processes.pop(name) for name in names or list(self.processes)]
         family = descendants([process.pid for process in chosen])
         for process in chosen:
-            send(process.pid, signal.SIGTERM)
+            send_signal(process.pid, signal.SIGTERM)
         end = time.monotonic() + STOPPING
         while time.monotonic() < end and not all(process.poll() is not None for process in chosen):
             time.sleep(0.05)
         family |= descendants(family | {process.pid for process in chosen})
         for pid in family | {process.pid for process in chosen if process.poll() is None}:
-            send(pid, signal.SIGKILL)
+            send_signal(pid, signal.SIGKILL)
         for process in chosen:
             process.wait()
 
@@ -145,18 +145,20 @@ class Local:
         """End a process and all that it has started at once, as a power cut would."""
         process = self.processes.pop(name)
         for pid in descendants([process.pid]) | {process.pid}:
-            send(pid, signal.SIGKILL)
+            send_signal(pid, signal.SIGKILL)
         process.wait()
 
 
 @contextmanager
-def local(folder: Path, nodes: Sequence[Mapping[str, object]], python_path: Sequence[str] = ()) -> Iterator[Local]:
+def run_local_federation(
+    folder: Path, nodes: Sequence[Mapping[str, object]], python_path: Sequence[str] = ()
+) -> Iterator[LocalFederation]:
     """A SuperLink and a SuperNode for each configuration, stopped at the end, whatever happens."""
-    made = Local(folder, python_path)
+    made = LocalFederation(folder, python_path)
     try:
-        made.start_link()
+        made.start_superlink()
         for place, config in enumerate(nodes):
-            made.start_node(f"supernode-{place}", config)
+            made.start_supernode(f"supernode-{place}", config)
         yield made
     finally:
         made.stop()

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from fedcover.errors import RunError
 from fedcover.flower.sudden_ends import KILLED
-from fedcover.host.orphans import tied
+from fedcover.host.orphans import lifeline_arguments
 from fedcover.runs.metrics_log import Metrics, read_lines
-from fedcover.server.round import Report
+from fedcover.server.round import RoundReport
 
 FINISHED = "fedcover: finished"
 _STOPPED = re.compile(r"^fedcover: stopped: (.*)", re.MULTILINE)
@@ -19,11 +19,11 @@ ENDING = 15.0
 """Seconds without a server after which its run has not ended as runs do; Flower itself waits for a minute."""
 
 
-def follow(
+def follow_run(
     process: subprocess.Popen[bytes],
     folder: Path,
     log: Path,
-    watch: Callable[[Report], None],
+    watch: Callable[[RoundReport], None],
     served: Callable[[], bool] = lambda: True,
 ) -> None:
     """Show the rounds of a run until the process that streams its log ends; complain if the run did not finish.
@@ -40,7 +40,7 @@ def follow(
         lines = read_lines(metrics)
         for line in lines:
             if line["round"] > known:
-                watch(Report(line["round"], line))
+                watch(RoundReport(line["round"], line))
         known = _last_round(lines)  # lower than before once the server has cut off the rounds that it runs again
         if ended:
             break
@@ -51,7 +51,7 @@ def follow(
             raise RunError(KILLED)
         time.sleep(0.3)
     if _stamp(summary) in (None, before) or _STOPPED.search(log.read_text(errors="replace")):
-        raise RunError(said(log))
+        raise RunError(failure_message(log))
 
 
 def _stamp(path: Path) -> int | None:
@@ -68,14 +68,18 @@ def _last_round(lines: Metrics) -> int:
     return max((line["round"] for line in lines), default=-1)
 
 
-def pass_on(command: list[str], environment: dict[str, str]) -> None:
+def stream_log(command: list[str], environment: dict[str, str]) -> None:
     """Show what a command that streams a run's log says, as it comes; complain if the run did not finish.
 
     Once the server has said why it stops, that is the complaint; what Flower makes of it is not shown.
     """
     finished, stopped, why = False, False, "the run on Flower did not finish; its log is above"
     with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **tied(environment)
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        **lifeline_arguments(environment),
     ) as streaming:
         assert streaming.stdout is not None
         try:
@@ -93,7 +97,7 @@ def pass_on(command: list[str], environment: dict[str, str]) -> None:
         raise RunError(why)
 
 
-def said(log: Path) -> str:
+def failure_message(log: Path) -> str:
     """The sentence with which the server stopped, or the end of its log."""
     text = log.read_text(errors="replace")
     sentences = _STOPPED.findall(text)

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedcover.data.client_data import Holding, Partitioned
+from fedcover.data.client_data import ClientDataInfo, PartitionedData
 from fedcover.data.datasets import rows_from_file
-from fedcover.data.partition import held
+from fedcover.data.partition import node_partition
 from fedcover.errors import InvalidValue
-from fedcover.flower.input_scales import Scale
-from fedcover.flower.nodes import Wanted
+from fedcover.flower.input_scales import InputScale
+from fedcover.flower.nodes import DataRequirements
 from fedcover.runs.experiment import Experiment
 from fedcover.types import Dataset, Samples, Source
 
@@ -23,13 +23,13 @@ MOST_AXES = 64
 _COUNT = np.dtype("<u4")
 
 
-def told_of(path: str, *, scale: bool = True) -> dict[str, Any]:
+def describe_node_data(path: str, *, scale: bool = True) -> dict[str, Any]:
     """How many rows each of a node's clients has in a file, of which shape and, bit by bit, of which labels.
 
     Unless told not to, also how the inputs of all of them together are scaled, in coarse numbers.
     """
     samples, owner = rows_from_file(path)
-    found = holdings_of(samples, owner)
+    found = data_info_of(samples, owner)
     known = scale_of(samples.x) if scale else None
     about = {} if known is None else {"scale": list(astuple(known))}
     labels = np.zeros((len(found), -(-(1 + max(max(one.labels) for one in found)) // 8) * 8), bool)
@@ -40,33 +40,33 @@ def told_of(path: str, *, scale: bool = True) -> dict[str, Any]:
     return {**told, "shape": list(found[0].shape), **about}
 
 
-def scale_of(x: Tensor) -> Scale | None:
+def scale_of(x: Tensor) -> InputScale | None:
     """How inputs are scaled; None if there are none.
 
     >>> scale_of(torch.tensor([[0.0, 16.0], [4.0, 4.0]]))
-    Scale(low=0.0, high=20.0, mean=6.0, spread=6.0)
+    InputScale(low=0.0, high=20.0, mean=6.0, spread=6.0)
     """
     if not x.numel():
         return None
     spread, mean = torch.std_mean(x.float(), correction=0)
     numbers = torch.stack([*torch.aminmax(x.float()), mean, spread])
-    return Scale.coarse(numbers.tolist())
+    return InputScale.coarse(numbers.tolist())
 
 
-def holdings_of(samples: Samples, owner: Tensor) -> tuple[Holding, ...]:
+def data_info_of(samples: Samples, owner: Tensor) -> tuple[ClientDataInfo, ...]:
     """What there is to tell of rows, owner by owner.
 
-    >>> holdings_of(Samples(torch.zeros(3, 8), torch.tensor([2, 0, 2])), torch.tensor([1, 1, 1]))
-    (Holding(samples=3, labels=(0, 2), shape=(8,)),)
+    >>> data_info_of(Samples(torch.zeros(3, 8), torch.tensor([2, 0, 2])), torch.tensor([1, 1, 1]))
+    (ClientDataInfo(samples=3, labels=(0, 2), shape=(8,)),)
     """
     if int(samples.y.max()) >= MOST_LABELS:
         raise InvalidValue(f"train_y must be labels below {MOST_LABELS}; got {int(samples.y.max())}")
     shape = tuple(samples.x.shape[1:])
     each = (samples.y[owner == one] for one in torch.unique(owner))
-    return tuple(Holding(len(y), tuple(torch.unique(y).tolist()), shape) for y in each)
+    return tuple(ClientDataInfo(len(y), tuple(torch.unique(y).tolist()), shape) for y in each)
 
 
-class Holdings(Sequence[Holding]):
+class PackedDataInfo(Sequence[ClientDataInfo]):
     """What a node says of its clients' rows, kept as it came: as objects it would be hundreds of times as large."""
 
     def __init__(self, samples_N: np.ndarray, bits_NB: np.ndarray, shape: tuple[int, ...]) -> None:
@@ -79,15 +79,15 @@ class Holdings(Sequence[Holding]):
     def __getitem__(self, place: Any) -> Any:
         """One client's."""
         labels = np.flatnonzero(np.unpackbits(self._bits_NB[place]))
-        return Holding(int(self._samples_N[place]), tuple(labels.tolist()), self._shape)
+        return ClientDataInfo(int(self._samples_N[place]), tuple(labels.tolist()), self._shape)
 
 
-def read_holdings(told: Mapping[str, Any]) -> Sequence[Holding]:
-    """What `told_of` says, as the server knows it; refused if it makes no sense.
+def parse_data_info(told: Mapping[str, Any]) -> Sequence[ClientDataInfo]:
+    """What `describe_node_data` says, as the server knows it; refused if it makes no sense.
 
     >>> told = {"samples": np.array([7], "<u4").tobytes(), "labels": np.packbits([1, 0, 1]).tobytes(), "shape": [8]}
-    >>> list(read_holdings(told))
-    [Holding(samples=7, labels=(0, 2), shape=(8,))]
+    >>> list(parse_data_info(told))
+    [ClientDataInfo(samples=7, labels=(0, 2), shape=(8,))]
     """
     if "samples" not in told:
         return ()
@@ -104,27 +104,29 @@ def read_holdings(told: Mapping[str, Any]) -> Sequence[Holding]:
     bits_NB = np.frombuffer(labels, np.uint8).reshape(len(samples_N), -1)
     if bits_NB.shape[1] > MOST_LABELS // 8:
         raise ValueError("too many labels")
-    return Holdings(samples_N, bits_NB, shape)
+    return PackedDataInfo(samples_N, bits_NB, shape)
 
 
-def wanted_of(source: Source, clients: int) -> Wanted:
+def data_requirements(source: Source, clients: int) -> DataRequirements:
     """What nodes' rows must be like, by what the server tests on."""
-    return Wanted(clients, source.classes, tuple(source.test.x.shape[1:]), scale_of(source.test.x))
+    return DataRequirements(clients, source.classes, tuple(source.test.x.shape[1:]), scale_of(source.test.x))
 
 
-def rows_here(path: str, experiment: Experiment, mine: range, wanted: Wanted, device: str = "cpu") -> Partitioned:
+def load_node_data(
+    path: str, experiment: Experiment, mine: range, requirements: DataRequirements, device: str = "cpu"
+) -> PartitionedData:
     """The rows of some of an experiment's clients, to train on; what is tested is tested elsewhere."""
     samples, owner = rows_from_file(path)
-    if objection := wanted.objection(holdings_of(samples, owner), mine):
-        raise InvalidValue(f"{path}: {objection}")
-    split = held(owner, mine, experiment.clients)
-    dataset = Dataset("rows", samples, samples, wanted.classes, owner)
-    return Partitioned(dataset, split, seed=experiment.seed, device=device)
+    if violation := requirements.violation(data_info_of(samples, owner), mine):
+        raise InvalidValue(f"{path}: {violation}")
+    split = node_partition(owner, mine, experiment.clients)
+    dataset = Dataset("rows", samples, samples, requirements.classes, owner)
+    return PartitionedData(dataset, split, seed=experiment.seed, device=device)
 
 
-def rows_alone(path: str, experiment: Experiment, classes: int | None, device: str) -> Partitioned:
+def load_standalone_node_data(path: str, experiment: Experiment, classes: int | None, device: str) -> PartitionedData:
     """The rows of a file for the first of an experiment's clients, whatever the server would have them be."""
-    found = holdings_of(*rows_from_file(path))
+    found = data_info_of(*rows_from_file(path))
     most = 1 + max(max(holding.labels) for holding in found)
-    wanted = Wanted(len(found), most if classes is None else classes, found[0].shape)
-    return rows_here(path, experiment, range(len(found)), wanted, device)
+    requirements = DataRequirements(len(found), most if classes is None else classes, found[0].shape)
+    return load_node_data(path, experiment, range(len(found)), requirements, device)

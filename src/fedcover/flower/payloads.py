@@ -11,9 +11,18 @@ import torch
 from torch import Tensor
 
 from fedcover.errors import InvalidValue
-from fedcover.server.npy_codec import NUMPY, RawArray, Refused, Wanted, as_array, read, shown, wanted_for
+from fedcover.server.npy_codec import (
+    NUMPY,
+    ArraySpec,
+    InvalidReply,
+    RawArray,
+    array_spec,
+    as_array,
+    decode_array,
+    safe_repr,
+)
 from fedcover.submodels.encoding import decode, encode
-from fedcover.submodels.partial_params import Portion
+from fedcover.submodels.partial_params import PartialParams
 from fedcover.submodels.reductions import Masks, Slices
 from fedcover.types import Model, Params, Reduction
 
@@ -26,7 +35,7 @@ _ROW = re.compile(  # possessive: to be able to go back, Python would keep 175 b
 _END = ord("]")
 
 
-def as_sent(reduction: Reduction, model: Model) -> tuple[bytes, Reduction]:
+def encode_reduction(reduction: Reduction, model: Model) -> tuple[bytes, Reduction]:
     """How a reduction travels, and what the node will read from that: both sides pack and unpack with the latter."""
     prunable = {name: model.module.get_parameter(name) for name in model.prunable}
     if isinstance(reduction, Masks):
@@ -36,18 +45,18 @@ def as_sent(reduction: Reduction, model: Model) -> tuple[bytes, Reduction]:
         whole = {name: torch.ones_like(p, dtype=torch.bool) for name, p in prunable.items()}
         reduction = Masks({**whole, **reduction.bits})
     encoded = encode(reduction)
-    return encoded, read_reduction(encoded, model)
+    return encoded, decode_reduction(encoded, model)
 
 
-def read_reduction(encoded: bytes, model: Model) -> Reduction:
-    """The reduction that `as_sent` wrote, for the same model."""
+def decode_reduction(encoded: bytes, model: Model) -> Reduction:
+    """The reduction that `encode_reduction` wrote, for the same model."""
     return decode(encoded, model.groups, {name: model.module.get_parameter(name) for name in model.prunable})
 
 
-def bundle(arrays: Mapping[str, np.ndarray]) -> bytes:
+def pack_arrays(arrays: Mapping[str, np.ndarray]) -> bytes:
     """Named arrays in one piece: an index, then each as an .npy file; one object for Flower instead of hundreds.
 
-    >>> {name: array.shape for name, array in unbundle(bundle({"w": np.zeros(2, np.float32)})).items()}
+    >>> {name: array.shape for name, array in unpack_arrays(pack_arrays({"w": np.zeros(2, np.float32)})).items()}
     {'w': [2]}
     """
     if too_long := [name for name in arrays if len(json.dumps(name)) > 4000]:
@@ -64,19 +73,19 @@ def bundle(arrays: Mapping[str, np.ndarray]) -> bytes:
     return b"".join([struct.pack("<Q", len(head)), head, *pieces])  # the only copy
 
 
-def unbundle(parcel: bytes, names: Container[str] | None = None) -> dict[str, RawArray]:
+def unpack_arrays(payload: bytes, names: Container[str] | None = None) -> dict[str, RawArray]:
     """The arrays of a parcel, not yet looked into; refused if the index is not one, or not of these bytes.
 
-    It is read row by row, as `bundle` writes it, and no further than to a name that is not among `names`: Python would
+    It is read row by row, as `pack_arrays` writes it, and no further than to a name that is not among `names`: Python would
     make many times its bytes of an index that a stranger wrote.
     """
-    (length,) = struct.unpack("<Q", parcel[:8].ljust(8, b"\xff"))
-    if length > min(LONGEST_INDEX, len(parcel) - 8):
+    (length,) = struct.unpack("<Q", payload[:8].ljust(8, b"\xff"))
+    if length > min(LONGEST_INDEX, len(payload) - 8):
         raise InvalidValue("the parcel has no index")
-    content, arrays, place = memoryview(parcel)[8 + length :], {}, 0
-    for name, dtype, shape, size in _rows(parcel, 8, 8 + length):
+    content, arrays, place = memoryview(payload)[8 + length :], {}, 0
+    for name, dtype, shape, size in _rows(payload, 8, 8 + length):
         if names is not None and name not in names:
-            raise Refused("extra array", shown(name))
+            raise InvalidReply("extra array", safe_repr(name))
         if name in arrays:
             raise InvalidValue("the parcel's index names an array twice")
         arrays[name] = RawArray(dtype, shape, NUMPY, content[place : place + size])
@@ -86,13 +95,13 @@ def unbundle(parcel: bytes, names: Container[str] | None = None) -> dict[str, Ra
     return arrays
 
 
-def _rows(parcel: bytes, start: int, end: int) -> Iterator[tuple[str, str, list[int], int]]:
+def _rows(payload: bytes, start: int, end: int) -> Iterator[tuple[str, str, list[int], int]]:
     """The rows of a parcel's index, one by one."""
-    if parcel[start : start + 3] == b"[]" and end == start + 2:
+    if payload[start : start + 3] == b"[]" and end == start + 2:
         return
     place, before = start, b"["
-    while place != end - 1 or parcel[place] != _END:
-        row = _ROW.match(parcel, place, end)
+    while place != end - 1 or payload[place] != _END:
+        row = _ROW.match(payload, place, end)
         if row is None or row[1] != before:
             raise InvalidValue(f"the parcel's index cannot be read at byte {place - start}")
         try:
@@ -103,44 +112,44 @@ def _rows(parcel: bytes, start: int, end: int) -> Iterator[tuple[str, str, list[
         place, before = row.end(), b", "
 
 
-def sections(parcel: bytes, wanted: Mapping[str, Mapping[str, Wanted]]) -> dict[str, Params]:
+def unpack_sections(payload: bytes, wanted: Mapping[str, Mapping[str, ArraySpec]]) -> dict[str, Params]:
     """The tensors of a parcel under each heading, which must be in type and shape as those that are wanted."""
     names = {f"{kind}/{name}" for kind, tensors in wanted.items() for name in tensors}
-    arrays = unbundle(parcel)
+    arrays = unpack_arrays(payload)
     if names != set(arrays):
         raise InvalidValue(f"the parcel must hold other tensors; unlike here: {sorted(names ^ set(arrays))[:5]}")
     return {
-        kind: {name: read(name, arrays[f"{kind}/{name}"], each) for name, each in tensors.items()}
+        kind: {name: decode_array(name, arrays[f"{kind}/{name}"], each) for name, each in tensors.items()}
         for kind, tensors in wanted.items()
     }
 
 
-def headed(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, np.ndarray]:
+def prefix_names(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, np.ndarray]:
     """Tensors as arrays, named after their heading and themselves."""
     return {f"{kind}/{name}": as_array(t) for kind, tensors in parts.items() for name, t in tensors.items()}
 
 
-def kept(reduction: Reduction, part: Mapping[str, Tensor]) -> Params:
+def gather_kept(reduction: Reduction, part: Mapping[str, Tensor]) -> Params:
     """A client's part without the holes of its mask: of a masked tensor the kept entries, in a row."""
     masks = reduction.gradient_mask()
     return {name: t[masks[name].to(t.device)] if name in masks else t for name, t in part.items()}
 
 
-def wanted_part(reduction: Reduction, whole: Mapping[str, Tensor]) -> dict[str, Wanted]:
-    """What `kept` gives of a part of tensors, of which only shapes are read."""
+def expected_part(reduction: Reduction, whole: Mapping[str, Tensor]) -> dict[str, ArraySpec]:
+    """What `gather_kept` gives of a part of tensors, of which only shapes are read."""
     masks = reduction.gradient_mask()
     shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in whole.items()}
     part = shapes if masks else reduction.extract(shapes)  # a mask cuts no shapes
-    return {name: wanted_for(tensor, masks.get(name)) for name, tensor in part.items()}
+    return {name: array_spec(tensor, masks.get(name)) for name, tensor in part.items()}
 
 
-def received(reduction: Reduction, part: Params, whole: Mapping[str, Tensor], device: torch.device | str) -> Params:
-    """Tensors of which `kept` has taken a part: the part, or, of masked ones, full tensors with zeros elsewhere.
+def scatter_kept(reduction: Reduction, part: Params, whole: Mapping[str, Tensor], device: torch.device | str) -> Params:
+    """Tensors of which `gather_kept` has taken a part: the part, or, of masked ones, full tensors with zeros elsewhere.
 
     Extracting the part from them gives the same bits again; of `whole` only shapes are read.
     """
     if isinstance(reduction, Slices):
-        return Portion(whole, {name: tensor.to(device) for name, tensor in part.items()}, reduction)
+        return PartialParams(whole, {name: tensor.to(device) for name, tensor in part.items()}, reduction)
     masks = reduction.gradient_mask()
     full = {name: _spread(t, masks[name].cpu()) if name in masks else t for name, t in part.items()}
     return {name: tensor.to(device) for name, tensor in full.items()}

@@ -12,19 +12,19 @@ from flwr.serverapp import Grid, ServerApp
 from fedcover import registry
 from fedcover.errors import FedcoverError, InvalidValue, RunError
 from fedcover.fleet import Fleet
-from fedcover.flower.app_template import Settings
-from fedcover.flower.engine import Events, FlowerEngine, Terms, gather, log_to_stderr
+from fedcover.flower.app_template import RunConfig
+from fedcover.flower.engine import EventLog, FlowerEngine, RoundOptions, log_to_stderr, wait_for_nodes
 from fedcover.flower.memory import reserve, tidy
-from fedcover.flower.node_data import wanted_of
-from fedcover.flower.nodes import Roster, declared_fleet
+from fedcover.flower.node_data import data_requirements
+from fedcover.flower.nodes import NodeRegistry, declared_fleet
 from fedcover.flower.sudden_ends import reported
-from fedcover.flower.transport import Link
+from fedcover.flower.transport import Transport
 from fedcover.runs.api import Run, resume, run
 from fedcover.runs.experiment import Experiment
-from fedcover.runs.metrics_log import UNANSWERED, read_events, why_unanswered
+from fedcover.runs.metrics_log import UNANSWERED, most_common_failure, read_events
 from fedcover.runs.run_folder import Folder
-from fedcover.runs.setup import Machine, source_of
-from fedcover.server.round import Report
+from fedcover.runs.setup import Machine, build_source
+from fedcover.server.round import RoundReport
 
 log = logging.getLogger("fedcover")
 
@@ -40,7 +40,7 @@ def _main(grid: Grid, context: Context) -> None:
     log_to_stderr()
     try:
         with reported(grid):
-            done = serve(grid, Settings.read(context.run_config))
+            done = serve(grid, RunConfig.read(context.run_config))
         if not any(line["clients"] for line in done.metrics):
             raise RunError(
                 f"no client has answered in any round, so nothing was trained ({_reason(done.folder)}); "
@@ -53,49 +53,51 @@ def _main(grid: Grid, context: Context) -> None:
 
 
 def _reason(folder: Path | None) -> str:
-    return why_unanswered(read_events(folder / "events.jsonl") if folder else [])
+    return most_common_failure(read_events(folder / "events.jsonl") if folder else [])
 
 
-def serve(grid: Grid, settings: Settings) -> Run:
+def serve(grid: Grid, settings: RunConfig) -> Run:
     """Run, or go on with, an experiment on the nodes behind a grid."""
     folder, again = Path(settings.folder), settings.resume
     experiment = Experiment.from_toml(settings.experiment)
     if again:
-        experiment = begun(folder, experiment)
+        experiment = experiment_to_resume(folder, experiment)
     elif settings.overwrite:
         Folder(folder).clear()
-    elif Folder(folder).holds_a_run():
+    elif Folder(folder).has_run():
         raise RunError(
             f"{folder} holds a run already: go on with it (--resume), or choose another name, or --overwrite"
         )
     wanted = None
     if experiment.partition == "nodes":
-        wanted = wanted_of(source_of(experiment, "cpu", settings.data or None), experiment.clients)
-    link, roster = Link(grid), Roster(wanted=wanted)
+        wanted = data_requirements(build_source(experiment, "cpu", settings.data or None), experiment.clients)
+    transport, node_registry = Transport(grid), NodeRegistry(requirements=wanted)
     fleet_is_open = is_open(experiment)
     if again and not fleet_is_open:
-        roster.capacities = capacities(experiment)
-    early: list[str] = []
+        node_registry.capacities = capacities(experiment)
+    pending_lines: list[str] = []
     if not again or not (folder / "summary.json").exists():  # else nothing is left for nodes to do
         with Folder(folder).opened() if again else nullcontext():  # who watches it sees that it has not stopped
-            gather(link, roster, Events(None, early), nodes=settings.nodes, patience=settings.wait)
+            wait_for_nodes(
+                transport, node_registry, EventLog(None, pending_lines), nodes=settings.nodes, timeout=settings.wait
+            )
     if not again:
-        experiment = with_declared_capacities(experiment, roster)
-        roster.capacities = () if fleet_is_open else capacities(experiment)
-    terms = Terms(
+        experiment = with_declared_capacities(experiment, node_registry)
+        node_registry.capacities = () if fleet_is_open else capacities(experiment)
+    options = RoundOptions(
         experiment.to_toml(), experiment.clients, settings.deadline, experiment.privacy != "none", fleet_is_open,
-        own_model=registry.is_own(experiment.model),
+        own_model=registry.is_import_path(experiment.model),
     )  # fmt: skip
-    engine = FlowerEngine(link, roster, terms, Events(folder / "events.jsonl", early))
+    engine = FlowerEngine(transport, node_registry, options, EventLog(folder / "events.jsonl", pending_lines))
     machine = Machine("flower", settings.device, settings.threads or None)
-    conclusions = _conclusions()
+    conclusions = _after_rounds()
     next(conclusions)
     watch = conclusions.send
     common: dict[str, Any] = {"machine": machine, "data": settings.data or None, "watch": watch, "engine": engine}
     return resume(folder, complain=log.warning, **common) if again else run(experiment, folder, **common)
 
 
-def begun(folder: Path, asked: Experiment) -> Experiment:
+def experiment_to_resume(folder: Path, asked: Experiment) -> Experiment:
     """The experiment of a run that is gone on with; nothing can be changed on the way but what nodes declare."""
     found = Folder(folder).read()
     if found.names_other_functions(asked):
@@ -126,35 +128,35 @@ def capacities(experiment: Experiment) -> list[float]:
     return [fleet.capacity(client) for client in range(experiment.clients)]
 
 
-def with_declared_capacities(experiment: Experiment, roster: Roster) -> Experiment:
+def with_declared_capacities(experiment: Experiment, node_registry: NodeRegistry) -> Experiment:
     """The experiment with the fleet that its nodes declare, so that its folder says what was run."""
-    if all(known.capacity is None for known in roster.known.values()):
+    if all(known.capacity is None for known in node_registry.node_info.values()):
         return experiment
     if experiment.assignment == "slot":
         raise InvalidValue(
             "capacities belong to slots in this experiment (assignment = 'slot'), so nodes must not declare any"
         )
     known = capacities(experiment)
-    declared = Fleet.parse(declared_fleet(roster.known.values(), experiment.clients, known))
+    declared = Fleet.parse(declared_fleet(node_registry.node_info.values(), experiment.clients, known))
     if all(declared.capacity(client) == capacity for client, capacity in enumerate(known)):
         return experiment
     return Experiment(**{**experiment.model_dump(), "fleet": str(declared)})
 
 
-def _conclusions() -> Generator[None, Report, None]:
+def _after_rounds() -> Generator[None, RoundReport, None]:
     """What is done after each round; the first one imports and builds what all others use."""
-    _conclude((yield))
+    _after_round((yield))
     with reserve():
         while True:
-            _conclude((yield))
+            _after_round((yield))
 
 
-def _conclude(report: Report) -> None:
-    _say(report)
+def _after_round(report: RoundReport) -> None:
+    _log_round(report)
     tidy()
 
 
-def _say(report: Report) -> None:
+def _log_round(report: RoundReport) -> None:
     figures = {name: report.metrics[name] for name in ("accuracy", "gamma_round", *UNANSWERED)
                if name in report.metrics}  # fmt: skip
     log.info("round %d: %s", report.round + 1, figures)

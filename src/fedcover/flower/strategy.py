@@ -19,23 +19,23 @@ from torch import Tensor, nn
 
 from fedcover import registry
 from fedcover.errors import InvalidValue, RunError, unknown
-from fedcover.flower.bounded_grid import DAY, Bounded
-from fedcover.flower.client_evaluation import evaluation_order, figures_of
-from fedcover.flower.engine import Events, checked, meet
-from fedcover.flower.messages import Order, Orders, read_answers, to_node
+from fedcover.flower.bounded_grid import DAY, BoundedGrid
+from fedcover.flower.client_evaluation import aggregate_metrics, evaluation_message
+from fedcover.flower.engine import EventLog, register_new_nodes, validate_result
+from fedcover.flower.messages import ClientTask, TaskRequest, read_results, request_message
 from fedcover.flower.node_data import MOST_SAMPLES
-from fedcover.flower.nodes import Roster
-from fedcover.flower.payloads import as_sent, bundle, headed, kept
+from fedcover.flower.nodes import NodeRegistry
+from fedcover.flower.payloads import encode_reduction, gather_kept, pack_arrays, prefix_names
 from fedcover.flower.sampling import Sampling
-from fedcover.flower.transport import Link
-from fedcover.models import tensors
+from fedcover.flower.transport import Transport
+from fedcover.models import params_and_buffers
 from fedcover.models.norms import calibrate, running
 from fedcover.policies import POLICIES
 from fedcover.runs import checkpoints
-from fedcover.server.aggregation import SERVERS, WEIGHTS, stepped
-from fedcover.server.contracts import checked_server, named_rule
-from fedcover.server.evaluation import WHOLE
-from fedcover.server.reply_validation import Asked, Ledger
+from fedcover.server.aggregation import SERVERS, WEIGHTS, apply_server_step
+from fedcover.server.contracts import build_rule, checked_server
+from fedcover.server.evaluation import FULL_REDUCTION
+from fedcover.server.reply_validation import PendingTask, TaskLedger
 from fedcover.submodels import coverage as cov
 from fedcover.submodels import unit_groups
 from fedcover.submodels.build import submodel
@@ -77,8 +77,8 @@ class CoverageStrategy(Strategy):
         if not isinstance(model, Model):
             like = "fc.Model(module, fc.trace(module, example))"
             raise InvalidValue(f"model must be a fedcover Model, such as {like}; got {type(model).__name__}")
-        unit_groups.check(model.groups, tensors(model.module))
-        model = replace(model, groups=unit_groups.told_apart(model.groups, dict(model.module.named_parameters())))
+        unit_groups.check_groups(model.groups, params_and_buffers(model.module))
+        model = replace(model, groups=unit_groups.separate_buffers(model.groups, dict(model.module.named_parameters())))
         if weights not in WEIGHTS:
             raise unknown("weights", weights, WEIGHTS)
         if capacity not in MEASURES:
@@ -90,18 +90,18 @@ class CoverageStrategy(Strategy):
         if isinstance(policy, str):
             policy = registry.look_up("policy", registry.parse("policy", policy), POLICIES)
         self.policy = policy
-        self.rule = named_rule(rule)
+        self.rule = build_rule(rule)
         self.server = checked_server(server, registry.look_up("server", registry.parse("server", server), SERVERS)())
         self.sampling = sampling or Sampling()
         self.folder = None if folder is None else Path(folder)
         self.weight = WEIGHTS[weights]
         self.calibration = _inputs(calibration) if isinstance(calibration, str | Path) else calibration
         self.coverage = Coverage((), {})
-        self._roster, self._ledger, self._events = Roster(unlimited=True), Ledger(), Events(None)
+        self._node_registry, self._ledger, self._event_log = NodeRegistry(unlimited=True), TaskLedger(), EventLog(None)
         self._sent: Params = {}
-        self._allowed: dict[int, int] = {}
-        self._memory: dict[str, Params] = {}
-        self._before = 0  # rounds that were done when this start began
+        self._max_bytes: dict[int, int] = {}
+        self._server_state: dict[str, Params] = {}
+        self._rounds_done = 0  # rounds that were done when this start began
         named = policy if isinstance(policy, str) else getattr(policy, "__qualname__", type(policy).__name__)
         told = {"policy": named, "rule": rule, "server": server, "weights": weights, "capacity": capacity}
         self._identity = _digest({**told, "window": window, "seed": seed, **asdict(self.sampling)}, self._whole())
@@ -118,7 +118,7 @@ class CoverageStrategy(Strategy):
         """The global model with norm statistics of the calibration inputs: ready to use, or to be evaluated."""
         if running(self.model.module) and self.calibration is None:
             raise InvalidValue(_NO_CALIBRATION)
-        whole = submodel(self.model.module, WHOLE, self._params(arrays))
+        whole = submodel(self.model.module, FULL_REDUCTION, self._params(arrays))
         return whole.eval() if self.calibration is None else calibrate(whole, self.calibration)
 
     def start(
@@ -137,16 +137,16 @@ class CoverageStrategy(Strategy):
         them, up to `num_rounds` in all; the result tells of the rounds that were run now, by their own numbers.
         """
         arrays = self.initial_arrays() if initial_arrays is None else initial_arrays
-        arrays, self._before = self._resumed(arrays)
-        done = self._before
-        bounded: Any = Bounded(grid, self._allowed, self._roster.silent)
+        arrays, self._rounds_done = self._load_checkpoint(arrays)
+        done = self._rounds_done
+        bounded: Any = BoundedGrid(grid, self._max_bytes, self._node_registry.silent)
         shifted = None if evaluate_fn is None else lambda round, arrays: evaluate_fn(round + done, arrays)
         left = max(0, num_rounds - done)
         result = super().start(bounded, arrays, left, timeout, train_config, evaluate_config, shifted)
-        self._before = 0
+        self._rounds_done = 0
         return _renumbered(result, arrays, done) if done else result
 
-    def _resumed(self, arrays: ArrayRecord) -> tuple[ArrayRecord, int]:
+    def _load_checkpoint(self, arrays: ArrayRecord) -> tuple[ArrayRecord, int]:
         """What to start from, and how many rounds are done: of the folder, if it holds any."""
         if self.folder is None:
             return arrays, 0
@@ -156,7 +156,7 @@ class CoverageStrategy(Strategy):
         state, complaints = checkpoints.newest(self.folder, self._identity, "cpu")
         for complaint in complaints.values():
             log.warning("%s", complaint)
-        self.coverage, self._memory = state.coverage, dict(state.server)
+        self.coverage, self._server_state = state.coverage, dict(state.server)
         log.info("going on after round %d, from %s", state.round, self.folder)
         return _record(state.params), state.round
 
@@ -164,39 +164,42 @@ class CoverageStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """One message for each node that takes part in the round, with its part of the model."""
-        round = self._before + server_round - 1
-        holders = self._awaited(Link(grid), round)
-        places = self.sampling.to_train(sorted(holders), self.seed, round)
-        cohort = self._cohort(places, holders)
+        round = self._rounds_done + server_round - 1
+        node_of_partition = self._wait_for_nodes(Transport(grid), round)
+        partition_ids = self.sampling.to_train(sorted(node_of_partition), self.seed, round)
+        cohort = self._cohort(partition_ids, node_of_partition)
         self._ledger.close()
         self._sent = self._params(arrays)
-        parts = self.policy(self._view(round, cohort, holders))
+        parts = self.policy(self._view(round, cohort, node_of_partition))
         return [  # a list: Flower goes through it twice
-            self._message(holders[client.id], round, client, part, config)
+            self._message(node_of_partition[client.id], round, client, part, config)
             for client, part in zip(cohort, parts, strict=True)
             if part is not None
         ]
 
-    def _awaited(self, link: Link, round: int) -> dict[int, int]:
+    def _wait_for_nodes(self, transport: Transport, round: int) -> dict[int, int]:
         """The node that answers for each place, once as many are there as there must be."""
         end = time.monotonic() + self.sampling.wait
         while True:
-            meet(link, self._roster, self._events, round)
-            holders = self._roster.holders(link.present())
-            if len(holders) >= self.sampling.min_available_nodes:
-                return holders
+            register_new_nodes(transport, self._node_registry, self._event_log, round)
+            node_of_partition = self._node_registry.node_of_partition(transport.connected_nodes())
+            if len(node_of_partition) >= self.sampling.min_available_nodes:
+                return node_of_partition
             if time.monotonic() > end:
                 raise RunError(
-                    f"{len(holders)} SuperNodes that can take part are there after "
+                    f"{len(node_of_partition)} SuperNodes that can take part are there after "
                     f"{self.sampling.wait:g} s; min_available_nodes is {self.sampling.min_available_nodes}"
                 )
             time.sleep(0.5)
 
-    def _cohort(self, places: Sequence[int], holders: dict[int, int]) -> tuple[Client, ...]:
-        return tuple(Client(place, self._capacity(holders[place]), slot, 1, ()) for slot, place in enumerate(places))
+    def _cohort(self, partition_ids: Sequence[int], node_of_partition: dict[int, int]) -> tuple[Client, ...]:
+        return tuple(
+            Client(partition_id, self._capacity(node_of_partition[partition_id]), slot, 1, ())
+            for slot, partition_id in enumerate(partition_ids)
+        )
 
     def _capacity(self, node: int) -> float:
-        return self._roster.known[node].capacity or 1.0
+        return self._node_registry.node_info[node].capacity or 1.0
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -208,7 +211,7 @@ class CoverageStrategy(Strategy):
             found = self._read(reply)
             if isinstance(found, str):
                 rejected += 1
-                log.warning("round %d: rejected: %s", self._before + server_round, found)
+                log.warning("round %d: rejected: %s", self._rounds_done + server_round, found)
             else:
                 updates.append(found)
         updates.sort(key=lambda update: update.client.id)  # so that nothing depends on who answers first
@@ -223,10 +226,12 @@ class CoverageStrategy(Strategy):
         new = self._sent
         if updates:
             mean = self.rule(self._sent, [(u.trained, u.params, self.weight(u.client)) for u in updates])
-            new, self._memory = stepped(self.server, self._sent, mean, counts, self._memory, "keep")
+            new, self._server_state = apply_server_step(
+                self.server, self._sent, mean, counts, self._server_state, "keep"
+            )
         if self.folder is not None:
-            kept = State(self._before + server_round, new, coverage=self.coverage, server=self._memory)
-            checkpoints.save(self.folder, kept, self._identity)
+            checkpoint = State(self._rounds_done + server_round, new, coverage=self.coverage, server=self._server_state)
+            checkpoints.save(self.folder, checkpoint, self._identity)
         if not updates:
             return None, MetricRecord(figures)
         return _record(new), MetricRecord({**figures, "loss": fmean(update.loss for update in updates)})
@@ -235,25 +240,27 @@ class CoverageStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """One message for each node that evaluates: the part that the policy gives it for this round, ready to use."""
-        round = self._before + server_round - 1
-        holders = self._roster.holders(Link(grid).present())
-        places = self.sampling.to_evaluate(sorted(holders), self.seed, round)
-        if not places:
+        round = self._rounds_done + server_round - 1
+        node_of_partition = self._node_registry.node_of_partition(Transport(grid).connected_nodes())
+        partition_ids = self.sampling.to_evaluate(sorted(node_of_partition), self.seed, round)
+        if not partition_ids:
             return []
-        cohort, params = self._cohort(places, holders), self._params(arrays)
-        parts = self.policy(replace(self._view(round, cohort, holders), params=params))
-        self._allowed.update(dict.fromkeys(holders.values(), 0))  # figures are no tensors
+        cohort, params = self._cohort(partition_ids, node_of_partition), self._params(arrays)
+        parts = self.policy(replace(self._view(round, cohort, node_of_partition), params=params))
+        self._max_bytes.update(dict.fromkeys(node_of_partition.values(), 0))  # figures are no tensors
         calibration = self.calibration if running(self.model.module) else None
         return [
-            evaluation_order(holders[client.id], round, client, part, self.model, params, calibration, config, ttl=DAY)
+            evaluation_message(
+                node_of_partition[client.id], round, client, part, self.model, params, calibration, config, ttl=DAY
+            )
             for client, part in zip(cohort, parts, strict=True)
             if part is not None
         ]
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Every figure averaged over the nodes that evaluated, by their numbers of examples."""
-        round = self._before + server_round
-        return figures_of(replies, lambda why: log.warning("round %d: evaluation rejected: %s", round, why))
+        round = self._rounds_done + server_round
+        return aggregate_metrics(replies, lambda why: log.warning("round %d: evaluation rejected: %s", round, why))
 
     def summary(self) -> None:
         """Say what the strategy does."""
@@ -265,34 +272,36 @@ class CoverageStrategy(Strategy):
     def _params(self, arrays: ArrayRecord) -> Params:
         return {name: torch.from_numpy(np.array(arrays[name].numpy())) for name in self._whole()}
 
-    def _view(self, round: int, cohort: tuple[Client, ...], holders: dict[int, int]) -> View:
-        levels = tuple(sorted({self._capacity(node) for node in holders.values()}, reverse=True))
+    def _view(self, round: int, cohort: tuple[Client, ...], node_of_partition: dict[int, int]) -> View:
+        levels = tuple(sorted({self._capacity(node) for node in node_of_partition.values()}, reverse=True))
         return View(
             round, self._sent, self.model.groups, self.model.prunable, cohort, levels, self.capacity, self.coverage,
             self.seed,
         )  # fmt: skip
 
     def _message(self, node: int, round: int, client: Client, part: Any, config: ConfigRecord) -> Message:
-        encoded, wire = as_sent(part, self.model)
-        parcel = bundle(headed({"params": kept(wire, wire.extract(self._sent))}))
-        asked = self._ledger.expect(lambda nonce: Asked(nonce, client, wire, self._sent))
-        self._allowed[node] = asked.byte_limit
-        order = Order(client.id, client.capacity, client.slot, encoded, 0, asked.nonce)
-        groups_json = unit_groups.to_json(self.model.groups)
-        orders = Orders(round, 0.0, torch.get_num_threads(), "", (order,), (parcel,), dict(config), groups_json)
-        return to_node(node, orders, ttl=DAY)
+        encoded, wire = encode_reduction(part, self.model)
+        payload = pack_arrays(prefix_names({"params": gather_kept(wire, wire.extract(self._sent))}))
+        asked = self._ledger.issue(lambda nonce: PendingTask(nonce, client, wire, self._sent))
+        self._max_bytes[node] = asked.byte_limit
+        client_task = ClientTask(client.id, client.capacity, client.slot, encoded, 0, asked.nonce)
+        groups_json = unit_groups.groups_to_json(self.model.groups)
+        request = TaskRequest(
+            round, 0.0, torch.get_num_threads(), "", (client_task,), (payload,), dict(config), groups_json
+        )
+        return request_message(node, request, ttl=DAY)
 
     def _read(self, reply: Message) -> Update | str:
         """The update in a node's reply, or why it is not believed."""
         if reply.has_error():
             return f"error {reply.error.code}: {str(reply.error.reason)[:300]!a}"
         try:
-            answers = read_answers(reply)
+            answers = read_results(reply)
         except InvalidValue as error:
             return str(error)
         if len(answers) != 1:
             return f"{len(answers)} answers, where one was asked for"
-        found = checked(answers[0], self._ledger)
+        found = validate_result(answers[0], self._ledger)
         if isinstance(found, str):
             return found
         samples = answers[0].samples

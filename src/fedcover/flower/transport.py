@@ -32,17 +32,17 @@ from flwr.supercore.inflatable.inflatable_utils import (
 )
 
 from fedcover.errors import InvalidValue, printable
-from fedcover.flower.input_scales import Scale
+from fedcover.flower.input_scales import InputScale
 from fedcover.flower.messages import COLUMNS, QUERY, ROWS
-from fedcover.flower.node_data import read_holdings
-from fedcover.flower.nodes import NO_PLACE, Introduction
+from fedcover.flower.node_data import parse_data_info
+from fedcover.flower.nodes import NO_PARTITION, NodeInfo
 
 log = logging.getLogger("fedcover")
 LISTING = 4 * 2**20
 """Most bytes of the list of a reply's pieces, which holds no tensors."""
-AROUND = 64 * 2**10
+MAX_ENVELOPE_BYTES = 64 * 2**10
 """Bytes around the tensors of a reply: its report, its names and Flower's envelope; large answers may have more."""
-TELLING = 16 * 2**20
+MAX_DATA_INFO_BYTES = 16 * 2**20
 """Bytes of what an introduction tells of clients' rows."""
 GRACE = 10.0
 """Seconds that Flower keeps a message beyond our deadline, so that it is ours that ends a round and says `late`."""
@@ -59,7 +59,7 @@ _TENSOR = re.compile(rb"ArrayChunk  \d{1,12}\0")
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class FailedReply:
     """Why a node gave no usable reply: `late`, `lost` or `rejected`, and what is known of it."""
 
     event: str
@@ -73,79 +73,82 @@ class _Probes:
     due: float
     end: float
     out: dict[int, str] = field(default_factory=dict)
-    arriving: dict[str, "_Arriving"] = field(default_factory=dict)
+    arriving: dict[str, "_PartialReply"] = field(default_factory=dict)
 
 
 class TooLarge(Exception):
     """A response that is larger than what was asked for; nothing of it has been read."""
 
 
-class Link:
+class Transport:
     """The nodes of a federation, as the server sees them."""
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self._inner: Any = grid  # for what is not public
 
-    def present(self) -> set[int]:
+    def connected_nodes(self) -> set[int]:
         """The nodes that are there, as far as Flower knows; it notices a death after up to a minute."""
         return set(self._grid.get_node_ids())
 
-    def refuse(self, node: int, why: str) -> None:
+    def notify_rejected(self, node: int, why: str) -> None:
         """Let a node say in its own log why it is not taken; whether it does is not waited for."""
         told = RecordDict({"refused": ConfigRecord({"why": why})})
         self._grid.push_messages([Message(told, dst_node_id=node, message_type=QUERY, ttl=HEARING)])
 
-    def introductions(self, nodes: Sequence[int], *, patience: float, rows: bool) -> dict[int, Introduction | Failed]:
+    def query_node_info(self, nodes: Sequence[int], *, timeout: float, rows: bool) -> dict[int, NodeInfo | FailedReply]:
         """Ask nodes to introduce themselves, and to tell of their clients' rows where these are on nodes."""
         messages = {
             node: Message(
-                RecordDict({"hello": ConfigRecord()}), dst_node_id=node, message_type=QUERY, ttl=patience + GRACE
+                RecordDict({"hello": ConfigRecord()}), dst_node_id=node, message_type=QUERY, ttl=timeout + GRACE
             )
             for node in nodes
         }
-        replies = self.exchange(messages, patience=patience, allowed=dict.fromkeys(nodes, TELLING if rows else 0))
+        replies = self.send_and_wait(
+            messages, timeout=timeout, max_bytes=dict.fromkeys(nodes, MAX_DATA_INFO_BYTES if rows else 0)
+        )
         return {
-            node: reply if isinstance(reply, Failed) else _introduced(node, reply) for node, reply in replies.items()
+            node: reply if isinstance(reply, FailedReply) else _parse_node_info(node, reply)
+            for node, reply in replies.items()
         }
 
-    def exchange(
-        self, messages: Mapping[int, Message], *, patience: float, allowed: Mapping[int, int]
-    ) -> dict[int, Message | Failed]:
+    def send_and_wait(
+        self, messages: Mapping[int, Message], *, timeout: float, max_bytes: Mapping[int, int]
+    ) -> dict[int, Message | FailedReply]:
         """Send each node its message; whoever has not answered in time, or has gone, is marked as failed.
 
-        `allowed` says how many bytes of tensors may come back from each node.
+        `max_bytes` says how many bytes of tensors may come back from each node.
         """
-        end = time.monotonic() + patience
+        end = time.monotonic() + timeout
         waiting: dict[str, int] = {}
-        arriving: dict[str, _Arriving] = {}
-        found: dict[int, Message | Failed] = {}
+        arriving: dict[str, _PartialReply] = {}
+        found: dict[int, Message | FailedReply] = {}
         for node, message in messages.items():  # one by one: together they may be too much for one request
             taken = [id for id in self._grid.push_messages([message]) if id]
             if taken:
                 waiting[taken[0]] = node
             else:
-                found[node] = Failed("lost", "the SuperLink did not take the message: the node has gone")
+                found[node] = FailedReply("lost", "the SuperLink did not take the message: the node has gone")
         look_around = time.monotonic() + LOOK_AROUND
         probes = _Probes(time.monotonic() + PROBE, end)
         while waiting and time.monotonic() < end:
             idle = self._idle(probes, waiting.values())
             for asked, node in list(waiting.items()):
                 bare = messages[node].metadata.message_type == QUERY
-                reply = self._reply(asked, arriving, allowed[node], end, 0 if bare else allowed[node] // 16)
+                reply = self._reply(asked, arriving, max_bytes[node], end, 0 if bare else max_bytes[node] // 16)
                 if reply is None and node in idle and asked not in arriving:
-                    reply = Failed("lost", RESTARTED)
+                    reply = FailedReply("lost", RESTARTED)
                 if reply is not None:
                     found[waiting.pop(asked)] = reply
             if waiting and time.monotonic() > look_around:
-                here, look_around = self.present(), time.monotonic() + LOOK_AROUND
+                here, look_around = self.connected_nodes(), time.monotonic() + LOOK_AROUND
                 for asked in [asked for asked, node in waiting.items() if node not in here]:
-                    found[waiting.pop(asked)] = Failed("lost", "the node has gone")
+                    found[waiting.pop(asked)] = FailedReply("lost", "the node has gone")
             if waiting:
                 time.sleep(POLL)
         in_part = ": a part of its reply has come"
         late = {
-            node: Failed("late", f"no answer in {patience:g} s{in_part if asked in arriving else ''}")
+            node: FailedReply("late", f"no answer in {timeout:g} s{in_part if asked in arriving else ''}")
             for asked, node in waiting.items()
         }
         return found | late
@@ -173,47 +176,47 @@ class Link:
             reply = self._reply(asked, probes.arriving, 0, probes.end, 0)
             if reply is not None:
                 del probes.out[node]
-            if isinstance(reply, Message) or (isinstance(reply, Failed) and reply.event == "rejected"):
+            if isinstance(reply, Message) or (isinstance(reply, FailedReply) and reply.event == "rejected"):
                 idle.add(node)
         return idle
 
     def _reply(
-        self, asked: str, arriving: dict[str, "_Arriving"], allowed: int, end: float, records: int
-    ) -> Message | Failed | None:
+        self, asked: str, arriving: dict[str, "_PartialReply"], max_bytes: int, end: float, records: int
+    ) -> Message | FailedReply | None:
         """The reply to a message, if it is complete; what has come of it so far is kept in `arriving`.
 
         Asked for one by one: Flower tells of a reply only once, so a list that is refused for the length of one node's
         part would lose the others'. And in turns: a node that sends slowly, or only half, must not hold up the rest.
         """
         if not hasattr(self._inner, "_runtime_client"):  # Flower's simulation, where all is one process
-            return next((_usable(message) for message in self._grid.pull_messages([asked])), None)
+            return next((_reply_or_failure(message) for message in self._grid.pull_messages([asked])), None)
         try:
-            if asked not in arriving and (begun := self._begun(asked, allowed, records)):
+            if asked not in arriving and (begun := self._poll(asked, max_bytes, records)):
                 arriving[asked] = begun
-            if asked not in arriving or not self._fetched(arriving[asked], min(end, time.monotonic() + TURN)):
+            if asked not in arriving or not self._download(arriving[asked], min(end, time.monotonic() + TURN)):
                 return None
-            reply = _opened(arriving[asked])
+            reply = _decode(arriving[asked])
         except TooLarge as error:
-            reply = Failed("rejected", f"too large: {error}")
+            reply = FailedReply("rejected", f"too large: {error}")
         except ObjectPullError:
-            reply = Failed("late", "its reply did not arrive as a whole")
+            reply = FailedReply("late", "its reply did not arrive as a whole")
         except httpx.HTTPStatusError as error:
-            reply = Failed("lost", f"the SuperLink does not hand out its reply: HTTP {error.response.status_code}")
+            reply = FailedReply("lost", f"the SuperLink does not hand out its reply: HTTP {error.response.status_code}")
         if asked in arriving:
             self._confirm(arriving.pop(asked).id)  # Flower may forget it now
         return reply
 
-    def _begun(self, asked: str, allowed: int, records: int) -> "_Arriving | None":
+    def _poll(self, asked: str, max_bytes: int, records: int) -> "_PartialReply | None":
         """The reply that a node has begun to send: the ids of its pieces, no content yet."""
         client = self._inner._runtime_client
-        with _at_most(client, LISTING):
+        with _limit_response_size(client, LISTING):
             listed = client.PullMessages(PullAppMessagesRequest(message_ids=[asked]))
         for envelope, tree in zip(listed.messages_list, listed.message_object_trees, strict=True):
             if envelope.metadata.reply_to_message_id == asked:
-                return _Arriving(envelope.metadata.message_id, _ids(tree), allowed, records)
+                return _PartialReply(envelope.metadata.message_id, _ids(tree), max_bytes, records)
         return None
 
-    def _fetched(self, arriving: "_Arriving", end: float) -> bool:
+    def _download(self, arriving: "_PartialReply", end: float) -> bool:
         """Fetch pieces of a reply until it is complete, or a piece has not come yet, or it is the next one's turn."""
         client, grid = self._inner._runtime_client, self._inner
         pull = make_pull_object_fn_protobuf(client.PullObject, grid.node, grid.run.run_id)
@@ -221,7 +224,7 @@ class Link:
             if time.monotonic() > end:
                 return False
             try:
-                with _at_most(client, arriving.left):
+                with _limit_response_size(client, arriving.left):
                     arriving.take(bytes(pull(arriving.missing[-1])))
             except ObjectUnavailableError:
                 return False
@@ -234,7 +237,7 @@ class Link:
 
 
 @dataclass
-class _Arriving:
+class _PartialReply:
     """A reply on its way: the pieces that are still missing, and the bytes of those that have come.
 
     `records` are the bytes, beside those around any reply, that need not be tensors.
@@ -242,13 +245,13 @@ class _Arriving:
 
     id: str
     missing: list[str]
-    allowed: int
+    max_bytes: int
     records: int
     contents: dict[str, bytes] = field(default_factory=dict)
     left: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.left = self.allowed + AROUND
+        self.left = self.max_bytes + MAX_ENVELOPE_BYTES
 
     def take(self, content: bytes) -> None:
         """Keep the piece that was asked for."""
@@ -261,18 +264,18 @@ def _ids(tree: Any) -> list[str]:
     return list(dict.fromkeys(piece.object_id for piece in iterate_object_tree(tree)))
 
 
-def _opened(arrived: _Arriving) -> Message | Failed:
+def _decode(arrived: _PartialReply) -> Message | FailedReply:
     """What a reply says: Flower reads what a stranger wrote, so whatever it stumbles over is refused."""
     try:
-        return _usable(_put_together(arrived))
+        return _reply_or_failure(_inflate(arrived))
     except TooLarge:
         raise
     except Exception as error:
         log.debug("unreadable reply", exc_info=True)
-        return Failed("rejected", f"the reply cannot be read: {type(error).__name__}")
+        return FailedReply("rejected", f"the reply cannot be read: {type(error).__name__}")
 
 
-def _put_together(arrived: _Arriving) -> Message:
+def _inflate(arrived: _PartialReply) -> Message:
     """The message in the pieces of a reply, once it is known that it takes no more memory than an honest one.
 
     Only tensors may be large: Python makes of a record's few bytes many times as much. And a few bytes can name the
@@ -283,14 +286,16 @@ def _put_together(arrived: _Arriving) -> Message:
         if _TENSOR.match(content):
             continue
         around += len(content)
-        if around > AROUND + arrived.records:
-            raise TooLarge(f"more than {AROUND + arrived.records} bytes that are not tensors")
+        if around > MAX_ENVELOPE_BYTES + arrived.records:
+            raise TooLarge(f"more than {MAX_ENVELOPE_BYTES + arrived.records} bytes that are not tensors")
         kind, pieces, _ = get_object_head_values_from_object_content(content)
         if kind == "Array":
             named = json.loads(get_object_body(content, Array))["arraychunk_ids"]
-            grown += sum(len(arrived.contents[pieces[place]]) for place in named)
-    if grown > arrived.allowed + AROUND:
-        raise TooLarge(f"{grown} bytes when put together, where at most {arrived.allowed + AROUND} were asked for")
+            grown += sum(len(arrived.contents[pieces[index]]) for index in named)
+    if grown > arrived.max_bytes + MAX_ENVELOPE_BYTES:
+        raise TooLarge(
+            f"{grown} bytes when put together, where at most {arrived.max_bytes + MAX_ENVELOPE_BYTES} were asked for"
+        )
     message: Any = inflate_object_from_contents(arrived.id, arrived.contents)
     if not isinstance(message, Message):
         raise InvalidValue("the reply is no message")
@@ -298,7 +303,7 @@ def _put_together(arrived: _Arriving) -> Message:
 
 
 @contextmanager
-def _at_most(client: Any, limit: int) -> Iterator[None]:
+def _limit_response_size(client: Any, limit: int) -> Iterator[None]:
     """Refuse any response of more bytes than this, by its header, before its body is read."""
     mine = threading.get_ident()  # Flower's own threads send signs of life through the same client
 
@@ -319,28 +324,33 @@ def _at_most(client: Any, limit: int) -> Iterator[None]:
         client._client.event_hooks = {**hooks, "response": before}
 
 
-def _usable(reply: Message) -> Message | Failed:
+def _reply_or_failure(reply: Message) -> Message | FailedReply:
     if not reply.has_error():
         return reply
-    return Failed("lost", f"error {reply.error.code}: '{printable(str(reply.error.reason)[:300])}'")
+    return FailedReply("lost", f"error {reply.error.code}: '{printable(str(reply.error.reason)[:300])}'")
 
 
-def _introduced(node: int, reply: Message) -> Introduction | Failed:
+def _parse_node_info(node: int, reply: Message) -> NodeInfo | FailedReply:
     try:
         said: Any = reply.content.config_records["hello"]
         if said["error"]:
-            return Failed("rejected", f"it says: {str(said['error'])[:300]!a}")
-        place, places, capacity, version = (said[key] for key in ("place", "places", "capacity", "version"))
+            return FailedReply("rejected", f"it says: {str(said['error'])[:300]!a}")
+        partition_id, num_partitions, capacity, version = (
+            said[key] for key in ("place", "places", "capacity", "version")
+        )
         wrong = (
-            type(place) is not int
-            or type(places) is not int
-            or not (0 <= place < places or (place, places) == NO_PLACE)
+            type(partition_id) is not int
+            or type(num_partitions) is not int
+            or not (0 <= partition_id < num_partitions or (partition_id, num_partitions) == NO_PARTITION)
         )
         if wrong or type(capacity) is not float or not 0 <= capacity <= 1 or type(version) is not str:
-            return Failed("rejected", "its introduction makes no sense")
+            return FailedReply("rejected", "its introduction makes no sense")
         rows: Any = reply.content.array_records.get(ROWS, {})
         told = {name: rows[name].data for name in COLUMNS if rows}
-        holdings, scale = read_holdings({**told, "shape": said["shape"]} if told else {}), Scale.read(said.get("scale"))
+        holdings, scale = (
+            parse_data_info({**told, "shape": said["shape"]} if told else {}),
+            InputScale.read(said.get("scale")),
+        )
     except (KeyError, TypeError, ValueError):
-        return Failed("rejected", "its introduction lacks what one must have")
-    return Introduction(node, place, places, capacity or None, version, holdings, scale)
+        return FailedReply("rejected", "its introduction lacks what one must have")
+    return NodeInfo(node, partition_id, num_partitions, capacity or None, version, holdings, scale)

@@ -33,9 +33,9 @@ def modules_of(experiment: Experiment, folders: Sequence[Path]) -> dict[str, byt
     Raises:
         InvalidValue: If Flower would not carry a file, or there are too many bytes.
     """
-    names = (registry.parse(field, str(getattr(experiment, field))).name for field in registry.ARGUMENTS)
+    names = (registry.parse(field, str(getattr(experiment, field))).name for field in registry.POSITIONAL_ARGUMENTS)
     waiting = [name.partition(":")[0] for name in names if ":" in name]
-    homes = _Homes(folders)
+    homes = _ModuleFinder(folders)
     files: dict[str, Path] = {}
     looked_at: set[str] = set()
     while waiting:
@@ -56,7 +56,7 @@ def modules_of(experiment: Experiment, folders: Sequence[Path]) -> dict[str, byt
     return contents
 
 
-class _Homes:
+class _ModuleFinder:
     """Where top-level modules are, if they are in one of some folders."""
 
     def __init__(self, folders: Iterable[Path]) -> None:

@@ -63,7 +63,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     """Put a file in place all at once: a reader, or a crash, sees the old one or the new one, never half."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        _refuse_to_replace(path)
+        _check_replaceable(path)
         with contextlib.suppress(FileNotFoundError):
             beside.unlink()  # left by a process that was killed, or a link laid there
         with open_regular(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
@@ -79,7 +79,7 @@ def write_atomically(path: Path, content: bytes) -> None:
             beside.unlink()
 
 
-def _refuse_to_replace(path: Path) -> None:
+def _check_replaceable(path: Path) -> None:
     """Complain about a link, a pipe or a device: /dev/stdout, say, would be a file from then on."""
     with contextlib.suppress(FileNotFoundError):
         mode = path.lstat().st_mode
@@ -103,16 +103,16 @@ def reason(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or error)
 
 
-def refuse_linked(path: Path) -> None:
+def check_not_linked(path: Path) -> None:
     """Complain if a file, or a folder inside of a run folder, is a link: what it points to would be written."""
     if path.is_symlink():
         raise RunError(f"{path} is a symbolic link, which is not followed")
 
 
-def refuse_irregular(path: Path) -> None:
+def check_regular(path: Path) -> None:
     """Complain about a pipe, a device or a folder where a file is named, also by a link: a pipe is waited for for ever.
 
-    >>> refuse_irregular(Path("/dev/null"))
+    >>> check_regular(Path("/dev/null"))
     Traceback (most recent call last):
     ...
     OSError: [Errno 22] it is no regular file: '/dev/null'

@@ -10,18 +10,18 @@ from pathlib import Path
 from fedcover.errors import RunError
 from fedcover.host.disk import open_regular
 
-NAME = ".lock"
+LOCK_NAME = ".lock"
 TRIES = 5
 """Who only looks whether a folder is in use holds its lock, too, but for a moment."""
 
 
 @contextlib.contextmanager
-def held(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Hold a folder's lock for this process alone."""
     try:
-        lock = open_regular(folder / NAME, os.O_RDWR | os.O_CREAT)
+        lock = open_regular(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT)
     except OSError as error:
-        raise RunError(f"cannot write {folder / NAME}: {error.strerror}") from error
+        raise RunError(f"cannot write {folder / LOCK_NAME}: {error.strerror}") from error
     with lock:
         for left in reversed(range(TRIES)):
             try:
@@ -34,10 +34,10 @@ def held(folder: Path) -> Iterator[None]:
         yield
 
 
-def is_held(folder: Path) -> bool:
+def is_locked(folder: Path) -> bool:
     """Whether a process is at work in a folder, as far as this computer can tell."""
     try:
-        with open_regular(folder / NAME) as lock:
+        with open_regular(folder / LOCK_NAME) as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

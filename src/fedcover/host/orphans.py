@@ -21,7 +21,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-VARIABLE = "FEDCOVER_LIFELINE"
+LIFELINE_VARIABLE = "FEDCOVER_LIFELINE"
 """The environment variable that names the read end of the pipe to a child."""
 
 
@@ -32,23 +32,23 @@ def _read_end() -> int:
     return read_end
 
 
-def tied(environment: Mapping[str, str]) -> dict[str, Any]:
+def lifeline_arguments(environment: Mapping[str, str]) -> dict[str, Any]:
     """Return the arguments of `subprocess.Popen` for a child that calls `end_with_parent`.
 
     Where Windows is the system, children are not tied: there they inherit no pipe.
 
-    >>> tied({"PATH": "/bin"})["env"]["PATH"]
+    >>> lifeline_arguments({"PATH": "/bin"})["env"]["PATH"]
     '/bin'
     """
     if os.name == "nt":
         return {"env": dict(environment)}
     read_end = _read_end()
-    return {"env": {**environment, VARIABLE: str(read_end)}, "pass_fds": (read_end,)}
+    return {"env": {**environment, LIFELINE_VARIABLE: str(read_end)}, "pass_fds": (read_end,)}
 
 
 def end_with_parent() -> None:
     """Watch the parent, if it has tied this process to itself; its end ends this process and all its descendants."""
-    number = os.environ.pop(VARIABLE, "")  # not for the children of this process: they do not inherit the pipe
+    number = os.environ.pop(LIFELINE_VARIABLE, "")  # not for the children of this process: they do not inherit the pipe
     if not number.isdecimal():
         return
     read_end = int(number)
@@ -68,13 +68,13 @@ def kill_descendants() -> None:
     stopped: set[int] = set()
     while new := descendants([me]) - stopped:
         for pid in new:  # a stopped process starts no others meanwhile
-            send(pid, signal.SIGSTOP)
+            send_signal(pid, signal.SIGSTOP)
         stopped |= new
     for pid in stopped:
-        send(pid, signal.SIGKILL)
+        send_signal(pid, signal.SIGKILL)
 
 
-def send(pid: int, number: signal.Signals) -> None:
+def send_signal(pid: int, number: signal.Signals) -> None:
     """Send a signal to a process, unless it has ended."""
     with suppress(ProcessLookupError):
         os.kill(pid, number)

@@ -27,17 +27,17 @@ def folder(kind: str) -> Iterator[Path]:
     for left in abandoned(kind):
         shutil.rmtree(left, ignore_errors=True)
     path = Path(tempfile.mkdtemp(prefix=_prefix(kind)))
-    with locks.held(path):
+    with locks.lock_folder(path):
         try:
             yield path
         finally:
-            if (path / locks.NAME).exists():
+            if (path / locks.LOCK_NAME).exists():
                 shutil.rmtree(path, ignore_errors=True)
 
 
 def keep(path: Path) -> None:
     """Leave a folder to be looked at: neither its end nor another process removes it."""
-    (path / locks.NAME).unlink()
+    (path / locks.LOCK_NAME).unlink()
 
 
 def abandoned(kind: str) -> list[Path]:
@@ -47,9 +47,9 @@ def abandoned(kind: str) -> list[Path]:
 
 def _is_abandoned(path: Path) -> bool:
     with suppress(OSError):
-        lock = (path / locks.NAME).lstat()
+        lock = (path / locks.LOCK_NAME).lstat()
         settled = time.time() - lock.st_mtime > SETTLED
-        return lock.st_uid == os.getuid() and settled and not locks.is_held(path)
+        return lock.st_uid == os.getuid() and settled and not locks.is_locked(path)
     return False
 
 

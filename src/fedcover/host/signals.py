@@ -34,10 +34,10 @@ class Stopped(KeyboardInterrupt):
         self.number = number
 
 
-def code_of(error: BaseException) -> int | None:
+def exit_code(error: BaseException) -> int | None:
     """The exit code of a program that was stopped: 128 and the signal; None if this error is no stop.
 
-    >>> code_of(Stopped(15)), code_of(KeyboardInterrupt()), code_of(ValueError())
+    >>> exit_code(Stopped(15)), exit_code(KeyboardInterrupt()), exit_code(ValueError())
     (143, 130, None)
     """
     if isinstance(error, Stopped):
@@ -53,14 +53,14 @@ def quietly() -> None:
         signal.signal(number, _leave)
 
 
-def ignored() -> None:
+def ignore_signals() -> None:
     """Ignore signals from now on: a program that is ending keeps its exit code, whoever presses Ctrl-C again."""
     for number in _ours():
         signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager
-def in_order() -> Iterator[None]:
+def raise_on_signals() -> Iterator[None]:
     """Let signals raise `Stopped` in the main thread for a while, so that what was begun is kept.
 
     A handler of the program's own stays. Where a signal would have ended the program, it does so when all is kept.
@@ -77,7 +77,7 @@ def in_order() -> Iterator[None]:
             asked = time.monotonic()
             _last[:] = [number]
             if number not in (signal.SIGINT, signal.SIGTERM):
-                forget_the_terminal()
+                silence_closed_terminal()
             raise Stopped(number)
 
     before = {number: signal.signal(number, stop) for number in numbers}
@@ -95,7 +95,7 @@ def in_order() -> Iterator[None]:
             os.kill(os.getpid(), ending)
 
 
-def forget_the_terminal() -> None:
+def silence_closed_terminal() -> None:
     """Say nothing more to a terminal that was closed: an error from it would end the cleaning up."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):

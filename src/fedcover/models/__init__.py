@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from fedcover.models.depth_resnet import depth_resnet
 from fedcover.models.layers import Scaler as Scaler
-from fedcover.models.layers import tensors as tensors
+from fedcover.models.layers import params_and_buffers as params_and_buffers
 from fedcover.models.lora import lora
 from fedcover.models.lstm import lstm
 from fedcover.models.mlp_cnn import cnn, mlp

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from fedcover.errors import InvalidValue
-from fedcover.models.layers import refuse_depth, tensors
-from fedcover.models.resnet import PreactBlock, norm_of
+from fedcover.models.layers import check_layer_count, params_and_buffers
+from fedcover.models.resnet import PreactBlock, norm_factory
 from fedcover.types import Cut, Model, UnitGroup
 
 
@@ -16,7 +16,7 @@ class Stage(nn.Module):
 
     def __init__(self, path: str, fan_in: int, width: int, blocks: int, classes: int, norm: str) -> None:
         super().__init__()
-        make = norm_of(norm)
+        make = norm_factory(norm)
         strides = [1 if fan_in == width else 2, *[1] * (blocks - 1)]
         self.blocks = nn.Sequential(*(
             PreactBlock(f"{path}.blocks.{i}", fan_in if i == 0 else width, width, stride, make)
@@ -62,9 +62,9 @@ def depth_resnet(
         raise InvalidValue(f"a ResNet needs images (channels, height, width); the data has shape {tuple(shape)}")
     if stages < 1 or blocks < 1 or width < 1:
         raise InvalidValue("model depth_resnet: width, stages and blocks must be at least 1")
-    refuse_depth("depth_resnet", stages=stages, blocks=blocks)
+    check_layer_count("depth_resnet", stages=stages, blocks=blocks)
     net = DepthResNet(shape[0], classes, [width * 2**i for i in range(stages)], blocks, norm)
-    staged = [name for name in tensors(net) if name.startswith("stages.")]
+    staged = [name for name in params_and_buffers(net) if name.startswith("stages.")]
     cuts = tuple(Cut(name, None, unit=int(name.split(".")[1])) for name in staged)
     convolutions = [n for n, m in net.named_modules() if isinstance(m, nn.Conv2d) and n != "stem"]
     classifier = tuple(f"stages.{i}.exit.{leaf}" for i in range(stages) for leaf in ("weight", "bias"))

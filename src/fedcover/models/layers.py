@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from fedcover.errors import InvalidValue
 
-MOST_LAYERS = 1000
+MAX_LAYERS = 1000
 """Deeper models are typing errors, or made up to keep whoever opens a file at work for ever."""
 
 
@@ -24,19 +24,19 @@ class Scaler(nn.Module):
         return x * self.factor if self.training and self.factor != 1.0 else x
 
 
-def refuse_depth(model: str, **numbers: int) -> None:
+def check_layer_count(model: str, **numbers: int) -> None:
     """Complain about numbers of layers that no model has.
 
-    >>> refuse_depth("wide_resnet", depth=10**9)
+    >>> check_layer_count("wide_resnet", depth=10**9)
     Traceback (most recent call last):
     ...
     fedcover.errors.InvalidValue: model wide_resnet: depth must be in 1..1000; got 1000000000
     """
     for name, number in numbers.items():
-        if not 1 <= number <= MOST_LAYERS:
-            raise InvalidValue(f"model {model}: {name} must be in 1..{MOST_LAYERS}; got {number}")
+        if not 1 <= number <= MAX_LAYERS:
+            raise InvalidValue(f"model {model}: {name} must be in 1..{MAX_LAYERS}; got {number}")
 
 
-def tensors(module: nn.Module) -> dict[str, Tensor]:
+def params_and_buffers(module: nn.Module) -> dict[str, Tensor]:
     """All parameters and buffers of a module by name, detached."""
     return {name: t.detach() for name, t in [*module.named_parameters(), *module.named_buffers()]}

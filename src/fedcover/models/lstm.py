@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from fedcover.errors import InvalidValue
-from fedcover.models.layers import refuse_depth
-from fedcover.models.mlp_cnn import CLASSIFIER, refuse_norm
+from fedcover.models.layers import check_layer_count
+from fedcover.models.mlp_cnn import CLASSIFIER, check_norm_unused
 from fedcover.types import Cut, Model, UnitGroup
 
-LABELS = ("every", "last")
+LABEL_POSITIONS = ("every", "last")
 
 
-class Reader(nn.Module):
+class TextLSTM(nn.Module):
     """Characters (or words) in, logits out: of each position, labels on axis 1, or of the last one only."""
 
     def __init__(self, vocabulary: int, classes: int, embedding: int, hidden: int, layers: int, every: bool) -> None:
@@ -49,7 +49,7 @@ def lstm(
     >>> [(group.name, group.size) for group in model.groups], sum(p.numel() for p in model.module.parameters())
     ([('embedding', 8), ('lstm', 256)], 819920)
     """
-    refuse_norm("lstm", norm)
+    check_norm_unused("lstm", norm)
     if len(shape) != 1:
         raise InvalidValue(f"model lstm needs sequences (length,); the data has shape {tuple(shape)}")
     symbols = classes if vocabulary is None else vocabulary
@@ -57,10 +57,10 @@ def lstm(
     for name, size in sizes.items():
         if not isinstance(size, int) or size < 1:
             raise InvalidValue(f"model lstm: {name} must be a positive integer; got {size!r}")
-    refuse_depth("lstm", layers=layers)
-    if labels not in LABELS:
+    check_layer_count("lstm", layers=layers)
+    if labels not in LABEL_POSITIONS:
         raise InvalidValue(f"model lstm: labels must be 'every' or 'last'; got {labels!r}")
-    net = Reader(symbols, classes, embedding, hidden, layers, labels == "every")
+    net = TextLSTM(symbols, classes, embedding, hidden, layers, labels == "every")
     groups = (
         UnitGroup("embedding", embedding, (Cut("embedding.weight", 1), Cut("lstm.weight_ih_l0", 1))),
         UnitGroup("lstm", hidden, (*_unit(hidden, layers), Cut("head.weight", 1))),

@@ -7,7 +7,7 @@ from math import prod
 from torch import nn
 
 from fedcover.errors import InvalidValue
-from fedcover.models.layers import Scaler, refuse_depth
+from fedcover.models.layers import Scaler, check_layer_count
 from fedcover.types import Cut, Model, UnitGroup
 
 CLASSIFIER = ("head.weight", "head.bias")
@@ -21,10 +21,10 @@ def mlp(
     >>> sum(p.numel() for p in mlp((1, 28, 28), 10, "batch").module.parameters())
     159010
     """
-    refuse_norm("mlp", norm)
+    check_norm_unused("mlp", norm)
     if not hidden or any(not isinstance(width, int) or width < 1 for width in hidden):
         raise InvalidValue(f"model mlp: hidden must be a list of positive integers; got {hidden!r}")
-    refuse_depth("mlp", **{"the length of hidden": len(hidden)})
+    check_layer_count("mlp", **{"the length of hidden": len(hidden)})
     if not 0 <= dropout < 1:
         raise InvalidValue(f"model mlp: dropout must be in [0, 1); got {dropout}")
     layers: list[tuple[str, nn.Module]] = [("flatten", nn.Flatten())]
@@ -55,12 +55,12 @@ def cnn(
     >>> model.groups[1].cuts[-1].tensor, model.groups[1].cuts[-1].per_unit
     ('hidden.weight', 49)
     """
-    refuse_norm("cnn", norm)
+    check_norm_unused("cnn", norm)
     if len(shape) != 3:
         raise InvalidValue(f"model cnn needs images (channels, height, width); the data has shape {tuple(shape)}")
     if not channels or min(channels) < 1 or hidden < 1:
         raise InvalidValue(f"model cnn: channels and hidden must be positive; got {list(channels)} and {hidden}")
-    refuse_depth("cnn", **{"the length of channels": len(channels)})
+    check_layer_count("cnn", **{"the length of channels": len(channels)})
     if min(shape[1:]) >> len(channels) < 1:
         raise InvalidValue(f"model cnn: {len(channels)} poolings leave nothing of an image of {tuple(shape)}")
     layers: list[tuple[str, nn.Module]] = []
@@ -96,7 +96,7 @@ def cnn(
     return Model(nn.Sequential(OrderedDict(layers)), tuple(groups), prunable, CLASSIFIER)
 
 
-def refuse_norm(name: str, norm: str) -> None:
+def check_norm_unused(name: str, norm: str) -> None:
     """Complain about a choice of norm for a model that has none to choose."""
     if norm != "batch":
         raise InvalidValue(f"model {name} has no norm layers, so norm must be left at 'batch'; got {norm!r}")

@@ -47,7 +47,7 @@ def has_batch_norm(module: nn.Module) -> bool:
     return bool(_batch_norms(module))
 
 
-def on_batch_statistics(module: nn.Module) -> nn.Module:
+def use_batch_statistics(module: nn.Module) -> nn.Module:
     """Let batch norms neither read nor write running statistics (changes the module, returns it)."""
     for _, layer in _batch_norms(module):
         layer.running_mean = layer.running_var = layer.num_batches_tracked = None
@@ -55,7 +55,7 @@ def on_batch_statistics(module: nn.Module) -> nn.Module:
     return module
 
 
-def with_statistics(module: nn.Module) -> nn.Module:
+def with_running_statistics(module: nn.Module) -> nn.Module:
     """The module, or a copy of it whose batch norms all have room for statistics, which evaluation fills.
 
     Without any they would take those of the test batch, and what a model says of one sample would depend on the others.

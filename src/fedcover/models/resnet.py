@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 
 from fedcover.errors import InvalidValue
-from fedcover.models.layers import Scaler, refuse_depth
+from fedcover.models.layers import Scaler, check_layer_count
 from fedcover.models.mlp_cnn import CLASSIFIER
 from fedcover.types import Cut, Model, UnitGroup
 
@@ -77,7 +77,7 @@ class PreactResNet(nn.Module):
         return logits
 
 
-def norm_of(kind: str) -> Callable[[int], nn.Module]:
+def norm_factory(kind: str) -> Callable[[int], nn.Module]:
     """How a norm layer over some channels is made."""
     return _group_norm if kind == "group" else _batch_norm
 
@@ -96,7 +96,7 @@ def _preact(shape: Sequence[int], classes: int, norm: str, stem: int, widths: Se
     if len(shape) != 3:
         raise InvalidValue(f"a ResNet needs images (channels, height, width); the data has shape {tuple(shape)}")
     per_unit = CHANNELS_PER_NORM_GROUP if norm == "group" else 1
-    net = PreactResNet(shape[0], classes, stem, widths, blocks, norm_of(norm))
+    net = PreactResNet(shape[0], classes, stem, widths, blocks, norm_factory(norm))
     convolutions = [n for n, m in net.named_modules() if isinstance(m, nn.Conv2d) and n != "stem"]
     return Model(net, _preact_groups(net, per_unit), tuple(f"{name}.weight" for name in convolutions), CLASSIFIER)
 
@@ -144,7 +144,7 @@ def wide_resnet(shape: Sequence[int], classes: int, norm: str, *, depth: int = 2
     """
     if (depth - 4) % 6 or depth < 10:
         raise InvalidValue(f"model wide_resnet: depth must be 10, 16, 22, 28, ...; got {depth}")
-    refuse_depth("wide_resnet", depth=depth)
+    check_layer_count("wide_resnet", depth=depth)
     if widen < 1:
         raise InvalidValue(f"model wide_resnet: widen must be at least 1; got {widen}")
     return _preact(shape, classes, norm, 16, [16 * widen, 32 * widen, 64 * widen], (depth - 4) // 6)

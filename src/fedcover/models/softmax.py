@@ -7,11 +7,11 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from fedcover.models.mlp_cnn import CLASSIFIER, refuse_norm
+from fedcover.models.mlp_cnn import CLASSIFIER, check_norm_unused
 from fedcover.types import Cut, Model, UnitGroup
 
 
-class Features(nn.Module):
+class FeatureSelector(nn.Module):
     """The features that a device looks at: all of them, until its part is cut out."""
 
     def __init__(self, size: int) -> None:
@@ -24,7 +24,7 @@ class Features(nn.Module):
         return x.flatten(1).index_select(1, self.place)
 
 
-class Pinned(nn.Module):
+class AppendZeroLogit(nn.Module):
     """Adds a last logit that is always 0: the same family of models with one class's weights fewer."""
 
     def forward(self, logits_BK: Tensor) -> Tensor:
@@ -40,12 +40,12 @@ def softmax(shape: Sequence[int], classes: int, norm: str, *, bias: bool = True,
     >>> sum(p.numel() for p in softmax((3,), 2, "batch", bias=False, pinned=True).module.parameters())
     3
     """
-    refuse_norm("softmax", norm)
+    check_norm_unused("softmax", norm)
     size = prod(shape)
     layers: list[tuple[str, nn.Module]] = [
-        ("features", Features(size)),
+        ("features", FeatureSelector(size)),
         ("head", nn.Linear(size, classes - pinned, bias=bias)),
-        *([("pinned", Pinned())] if pinned else []),
+        *([("pinned", AppendZeroLogit())] if pinned else []),
     ]
     units = UnitGroup("features", size, (Cut("features.place", 0), Cut("head.weight", 1)))
     taught = () if pinned else CLASSIFIER if bias else CLASSIFIER[:1]

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedcover.errors import InvalidValue
-from fedcover.models.layers import refuse_depth
-from fedcover.models.mlp_cnn import refuse_norm
+from fedcover.models.layers import check_layer_count
+from fedcover.models.mlp_cnn import check_norm_unused
 from fedcover.types import Cut, Model, UnitGroup
 
 
@@ -83,10 +83,10 @@ def transformer(
 
     A layer norm over a cut stream is computed over the units that are kept.
     """
-    refuse_norm("transformer", norm)
+    check_norm_unused("transformer", norm)
     if len(shape) != 1:
         raise InvalidValue(f"model transformer needs sequences (length,); the data has shape {tuple(shape)}")
-    refuse_depth("transformer", heads=heads, blocks=blocks)
+    check_layer_count("transformer", heads=heads, blocks=blocks)
     if width % heads:
         raise InvalidValue(f"model transformer: width must be divisible by heads ({heads}); got {width}")
     net = Transformer(shape[0], classes, width, heads, blocks, hidden)

@@ -11,8 +11,8 @@ from fedcover.runs.experiment import Experiment
 
 SETS = ("mnist-pruning", "mnist-subnet", "table1", "figures", "rates")
 ROWS = ("main", "appendix", "planned", "public-code", "second-rate", "dirichlet", "rates")
-MODELS = {"mnist": "mlp", "cifar10": "wide_resnet(widen=2)", "cifar100": "wide_resnet(widen=8)"}
-ALPHA = {"mnist": 0.1, "cifar10": 0.1, "cifar100": 0.5}
+MODEL_OF_DATASET = {"mnist": "mlp", "cifar10": "wide_resnet(widen=2)", "cifar100": "wide_resnet(widen=8)"}
+DIRICHLET_ALPHA = {"mnist": 0.1, "cifar10": 0.1, "cifar100": 0.5}
 """The Dirichlet concentrations that the paper calls equivalent to its label limits."""
 
 RATE = 0.01
@@ -84,10 +84,10 @@ def cell_id(dataset: str, column: str, design: str, suffix: str = "") -> str:
 
 def _base(dataset: str, column: str) -> dict[str, object]:
     """What all cells of a column share; everything else has the experiment's defaults, which are the paper's."""
-    partition = {"iid": "iid", "dirichlet": f"dirichlet(alpha={ALPHA[dataset]:g})"}.get(column)
+    partition = {"iid": "iid", "dirichlet": f"dirichlet(alpha={DIRICHLET_ALPHA[dataset]:g})"}.get(column)
     return {
         "dataset": dataset,
-        "model": MODELS[dataset],
+        "model": MODEL_OF_DATASET[dataset],
         "partition": partition or f"labels(limit={column.removeprefix('L')})",
         "lr": RATE,
     }
@@ -191,7 +191,7 @@ def _rates() -> list[Cell]:
 AXES = ("dataset", "column", "level", "setting", "row", "seed", "cell")
 
 
-def chosen(
+def select_cells(
     of: Iterable[Cell], sets: Sequence[str], seeds: int, only: Mapping[str, Sequence[str]]
 ) -> list[tuple[Cell, int]]:
     """The cells and seeds of some sets that a filter leaves: first every cell with the first seed, and so on."""
@@ -218,7 +218,7 @@ def _value(cell: Cell, seed: int, axis: str) -> str:
 # ── the smoke run ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def quick(cell: Cell) -> Cell:
+def smoke_cell(cell: Cell) -> Cell:
     """The same design at the size of a smoke run: its figures say nothing, but everything has been through."""
     full = cell.experiment
     label = re.search(r"limit=(\d+)", full.partition)

@@ -56,7 +56,7 @@ class CodenameRow:
 
 
 @cache
-def _printed() -> dict[str, list[dict[str, Any]]]:
+def _claims_toml() -> dict[str, list[dict[str, Any]]]:
     return tomllib.loads((files("fedcover.paper") / "claims.toml").read_text(encoding="utf-8"))
 
 
@@ -74,7 +74,7 @@ def main_rows() -> tuple[MainRow, ...]:
             row["gamma"],
             {dataset: dict(zip(columns, row[dataset], strict=True)) for dataset, columns in COLUMNS.items()},
         )
-        for row in _printed()["main"]
+        for row in _claims_toml()["main"]
     )
 
 
@@ -87,12 +87,12 @@ def codename_rows(kind: str) -> tuple[CodenameRow, ...]:
     """
     renamed = {"global": "non_iid_global", "local": "non_iid_local"}
     rows: list[dict[str, Any]] = [
-        {renamed.get(key, key): value for key, value in row.items()} for row in _printed()[kind]
+        {renamed.get(key, key): value for key, value in row.items()} for row in _claims_toml()[kind]
     ]
     return tuple(CodenameRow(**{**row, "devices": tuple(row["devices"])}) for row in rows)
 
 
-def claimed(dataset: str, column: str, level: str, setting: str) -> float | None:
+def claimed_accuracy(dataset: str, column: str, level: str, setting: str) -> float | None:
     """What the main table prints in one place, in percent; None where it has no such place."""
     for row in main_rows():
         if (row.level, row.setting) == (level, setting):

@@ -10,13 +10,13 @@ from fedcover.errors import InvalidValue
 from fedcover.host.disk import write_atomically
 from fedcover.paper import comparisons
 from fedcover.paper.cells import ROWS, SETS, cell_id
-from fedcover.paper.claims import COLUMNS, DATASETS, CodenameRow, claimed, codename_rows, main_rows
+from fedcover.paper.claims import COLUMNS, DATASETS, CodenameRow, claimed_accuracy, codename_rows, main_rows
 from fedcover.paper.designs import Design, designs
 from fedcover.paper.document_extra import obtained, other_rows, public_code, rates
 from fedcover.paper.evidence import Evidence
 from fedcover.paper.svg_chart import Series, chart
 from fedcover.paper.tables import audit_tables
-from fedcover.paper.wording import NAMES, column_name, spread, table, verdict
+from fedcover.paper.wording import DISPLAY_NAMES, column_name, markdown_table, spread, verdict
 
 FIGURES = {
     "medium-iid": ("MNIST, IID, medium level", "iid", "main"),
@@ -45,7 +45,7 @@ def write(results: Path, docs: Path) -> list[Path]:
 
 def write_figures(evidence: Evidence, folder: Path) -> list[Path]:
     """Write the curves that there are."""
-    drawn = figures(evidence)
+    drawn = draw_figures(evidence)
     if drawn:
         folder.mkdir(parents=True, exist_ok=True)
     for name, svg in drawn.items():
@@ -73,8 +73,10 @@ def progress(evidence: Evidence) -> str:
             if of:
                 done = [len(evidence.results[cell.id]) for cell in of]
                 need = len(of[0].seeds(3))
-                rows.append([NAMES[dataset], row, len(of), sum(n > 0 for n in done), sum(n >= need for n in done)])
-    return table(["data", "rows", "cells", "with a run", "with all seeds"], rows)
+                rows.append(
+                    [DISPLAY_NAMES[dataset], row, len(of), sum(n > 0 for n in done), sum(n >= need for n in done)]
+                )
+    return markdown_table(["data", "rows", "cells", "with a run", "with all seeds"], rows)
 
 
 def main_tables(evidence: Evidence) -> str:
@@ -85,7 +87,7 @@ def main_tables(evidence: Evidence) -> str:
     for dataset in DATASETS:
         for column in COLUMNS[dataset]:
             rows = [_main_row(evidence, dataset, column, design) for design in designs(dataset)]
-            parts.append(f"### {NAMES[dataset]}, {column_name(column)}\n\n{table(heads, rows)}")
+            parts.append(f"### {DISPLAY_NAMES[dataset]}, {column_name(column)}\n\n{markdown_table(heads, rows)}")
     return "\n\n".join(parts)
 
 
@@ -94,31 +96,31 @@ def baselines(evidence: Evidence) -> str:
     rows, far = [], []
     for dataset in DATASETS:
         for column in COLUMNS[dataset]:
-            id, claim = cell_id(dataset, column, "full"), claimed(dataset, column, "full", "full")
-            tail, swing = evidence.sample(id, "tail"), evidence.swing(id)
+            id, claim = cell_id(dataset, column, "full"), claimed_accuracy(dataset, column, "full", "full")
+            tail, swing = evidence.seed_statistics(id, "tail"), evidence.swing(id)
             if tail is None or claim is None or swing is None:
                 continue
-            name = f"{NAMES[dataset]} {column_name(column)}"
-            rows.append([name, f"{claim:.2f}", spread(evidence.sample(id)), spread(tail), f"{swing:.2f}",
+            name = f"{DISPLAY_NAMES[dataset]} {column_name(column)}"
+            rows.append([name, f"{claim:.2f}", spread(evidence.seed_statistics(id)), spread(tail), f"{swing:.2f}",
                          f"{tail.mean - claim:+.2f}"])  # fmt: skip
             far += [name] if abs(tail.mean - claim) > FAR else []
     heads = ["column", "claimed", "last", "last ten rounds", "swing", "last ten less claimed"]
-    return f"{table(heads, rows)}\n\nMore than {FAR:g} points away: {', '.join(far) or 'none'}."
+    return f"{markdown_table(heads, rows)}\n\nMore than {FAR:g} points away: {', '.join(far) or 'none'}."
 
 
-def in_short(evidence: Evidence) -> str:
+def summary_block(evidence: Evidence) -> str:
     """What the results say about the paper's claim, in a few lines."""
     lines = []
     for dataset in DATASETS:
         ids = [cell_id(dataset, column, design.name) for column in COLUMNS[dataset] for design in designs(dataset)]
         run = f"{sum(bool(evidence.results[id]) for id in ids)} of {len(ids)} cells of the main table have runs"
         of_dataset = [where for where in comparisons.comparisons() if where.dataset == dataset]
-        known = comparisons.having_runs(evidence, of_dataset)
-        ranked = f" Optimised against greedy at equal capacity: {comparisons.counted(known)}." if known else ""
-        lines.append(f"- {NAMES[dataset]}: {run}.{ranked}")
+        known = comparisons.with_results(evidence, of_dataset)
+        ranked = f" Optimised against greedy at equal capacity: {comparisons.count_verdicts(known)}." if known else ""
+        lines.append(f"- {DISPLAY_NAMES[dataset]}: {run}.{ranked}")
         for column in COLUMNS[dataset]:
             of = [cell_id(dataset, column, d.name) for d in designs(dataset) if d.setting != "homogeneous"]
-            ends = [found.mean for id in of if (found := evidence.sample(id)) is not None]
+            ends = [found.mean for id in of if (found := evidence.seed_statistics(id)) is not None]
             if ends:
                 most = f"between {min(ends):.2f} and {max(ends):.2f}"
                 share = f"{len(ends)} of {len(of)} designs that are not homogeneous have runs"
@@ -132,19 +134,19 @@ def verdicts(evidence: Evidence) -> str:
     rows = []
     for dataset in DATASETS:
         counts = Counter(
-            verdict(claimed(dataset, column, design.level, design.setting), evidence.sample(id))
+            verdict(claimed_accuracy(dataset, column, design.level, design.setting), evidence.seed_statistics(id))
             or ("diverged" if evidence.diverged(id) else "not run")
             for column in COLUMNS[dataset]
             for design in designs(dataset)
             for id in [cell_id(dataset, column, design.name)]
         )
-        rows.append([NAMES[dataset], *(counts[word] for word in words)])
-    return table(["data", "within noise of the claim", *words[1:]], rows)
+        rows.append([DISPLAY_NAMES[dataset], *(counts[word] for word in words)])
+    return markdown_table(["data", "within noise of the claim", *words[1:]], rows)
 
 
 def _main_row(evidence: Evidence, dataset: str, column: str, design: Design) -> list[object]:
     id = cell_id(dataset, column, design.name)
-    claim = claimed(dataset, column, design.level, design.setting)
+    claim = claimed_accuracy(dataset, column, design.level, design.setting)
     printed = next(r.gamma for r in main_rows() if (r.level, r.setting) == (design.level, design.setting))
     ours = "" if design.setting == "homogeneous" else evidence.gamma(id)
     name = design.name if dataset == "mnist" else ""
@@ -160,7 +162,7 @@ def appendix_table(kind: str) -> Callable[[Evidence], str]:
     def block(evidence: Evidence) -> str:
         columns = [head for name in ("IID", "L=2 global", "L=2 local") for head in (f"{name} claimed", "ours", "")]
         heads = ["codename", *columns, "seeds (IID, L=2)"]
-        return table(heads, [_appendix_row(evidence, kind, row) for row in codename_rows(kind)])
+        return markdown_table(heads, [_appendix_row(evidence, kind, row) for row in codename_rows(kind)])
 
     return block
 
@@ -169,12 +171,12 @@ def _appendix_row(evidence: Evidence, kind: str, row: CodenameRow) -> list[objec
     design = "full" if set(row.codename) == {"1"} else f"{kind}-{row.codename}"
     iid, skewed = (cell_id("mnist", column, design) for column in ("iid", "L2"))
     places = [(row.iid, iid, "last"), (row.non_iid_global, skewed, "last"), (row.non_iid_local, skewed, "local")]
-    found = [(claim, evidence.sample(id, figure)) for claim, id, figure in places]
+    found = [(claim, evidence.seed_statistics(id, figure)) for claim, id, figure in places]
     cells = [text for claim, obtained in found for text in (claim, spread(obtained), verdict(claim, obtained))]
     return [row.codename, *cells, f"{len(evidence.of(iid))}, {len(evidence.of(skewed))}"]
 
 
-def audit(evidence: Evidence) -> str:
+def audit_block(evidence: Evidence) -> str:
     """What is wrong in the printed tables."""
     found = audit_tables()
     wrong = [
@@ -186,10 +188,10 @@ def audit(evidence: Evidence) -> str:
     equal = "equal" if found["equal_to_closed_form"] else "DIFFER FROM"
     listed = "\n".join(f"- {sentence}." for sentence in found["contradictions"])
     lead = f"Our figures for all {len(found['rows'])} rows {equal} the closed form. Printed cells that do not:"
-    return f"{lead}\n\n{table(['table', 'codename', 'figure', 'printed', 'right'], wrong)}\n\nAnd:\n\n{listed}"
+    return f"{lead}\n\n{markdown_table(['table', 'codename', 'figure', 'printed', 'right'], wrong)}\n\nAnd:\n\n{listed}"
 
 
-def made_with(evidence: Evidence) -> str:
+def provenance_table(evidence: Evidence) -> str:
     """On what the results were made."""
     rows = [[name, runs, f"{seconds / 3600:.2f}"] for name, runs, seconds in evidence.machines()]
     if not rows:
@@ -199,13 +201,13 @@ def made_with(evidence: Evidence) -> str:
         f"{states['commit']} runs were made from a commit, {states['changed']} from one with changes beside it, "
         f"{states['copy']} from a copy without git; `made` in each file names the commit, and the source by digest."
     )
-    return f"{table(['computer', 'runs', 'hours in rounds'], rows)}\n\n{source}"
+    return f"{markdown_table(['computer', 'runs', 'hours in rounds'], rows)}\n\n{source}"
 
 
 # ── figures ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def figures(evidence: Evidence) -> dict[str, str]:
+def draw_figures(evidence: Evidence) -> dict[str, str]:
     """The paper's figures as SVG, by name; those without any run are left out."""
     return {name: chart(FIGURES[name][0], panels) for name, panels in _panels(evidence).items()}
 
@@ -253,7 +255,7 @@ def figure_links(evidence: Evidence) -> str:
 
 
 BLOCKS: dict[str, Callable[[Evidence], str]] = {
-    "short": in_short,
+    "short": summary_block,
     "progress": progress,
     "baselines": baselines,
     "verdicts": verdicts,
@@ -266,9 +268,9 @@ BLOCKS: dict[str, Callable[[Evidence], str]] = {
     "dirichlet": other_rows("dirichlet"),
     "rates": rates,
     "second-rate": other_rows("second-rate"),
-    "second-ranks": comparisons.second_block,
-    "audit": audit,
+    "second-ranks": comparisons.second_rate_block,
+    "audit": audit_block,
     "figures": figure_links,
-    "machines": made_with,
+    "machines": provenance_table,
 }
 """What the template's {{names}} stand for."""

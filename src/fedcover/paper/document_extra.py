@@ -5,14 +5,14 @@ from collections.abc import Callable
 from fedcover.paper.cells import RATE, Cell, cell_id
 from fedcover.paper.claims import COLUMNS, DATASETS, codename_rows
 from fedcover.paper.evidence import Evidence
-from fedcover.paper.wording import NAMES, column_name, spread, table, verdict
+from fedcover.paper.wording import DISPLAY_NAMES, column_name, markdown_table, spread, verdict
 
 HEADS = ["data", "column", "row", "last", "best", "seeds", "beside", "difference, same seeds"]
 
 
 def obtained(evidence: Evidence, id: str, claim: float | None) -> list[object]:
     """Last, mean of the last ten rounds, best, seeds and verdict of a cell."""
-    last, tail, best = (evidence.sample(id, figure) for figure in ("last", "tail", "best"))
+    last, tail, best = (evidence.seed_statistics(id, figure) for figure in ("last", "tail", "best"))
     lost = evidence.diverged(id)
     seeds = f"{last.seeds if last else 0}" + (f" ({lost} diverged)" if lost else "")
     if last is None:
@@ -25,7 +25,7 @@ def other_rows(row: str) -> Callable[[Evidence], str]:
 
     def block(evidence: Evidence) -> str:
         rows = [_other_row(evidence, cell) for cell in evidence.cells.values() if cell.row == row]
-        return table(HEADS, rows) if rows else "None yet: the learning rates have not been tried."
+        return markdown_table(HEADS, rows) if rows else "None yet: the learning rates have not been tried."
 
     return block
 
@@ -36,8 +36,8 @@ def _other_row(evidence: Evidence, cell: Cell) -> list[object]:
     change = f"{difference.mean:+.2f} ({difference.verdict})" if difference else ""
     name = cell.design if cell.design.startswith(cell.level) else f"{cell.level}, {cell.design}"
     last, _, best, seeds, _ = obtained(evidence, cell.id, None)
-    beside = spread(evidence.sample(partner))
-    return [NAMES[cell.dataset], column_name(cell.column), name, last, best, seeds, beside, change]
+    beside = spread(evidence.seed_statistics(partner))
+    return [DISPLAY_NAMES[cell.dataset], column_name(cell.column), name, last, best, seeds, beside, change]
 
 
 def public_code(evidence: Evidence) -> str:
@@ -47,7 +47,7 @@ def public_code(evidence: Evidence) -> str:
     decided = [cell for cell in cells if _decided(evidence, cell)]
     nearer = sum(_away(evidence, cell.id, cell) < _away(evidence, _partner(cell), cell) for cell in decided)
     return (
-        f"{table(heads, [[*_other_row(evidence, cell), f'{_printed(cell):.2f}'] for cell in cells])}\n\n"
+        f"{markdown_table(heads, [[*_other_row(evidence, cell), f'{_printed_accuracy(cell):.2f}'] for cell in cells])}\n\n"
         f"Of the {len(decided)} places where the two differ by more than noise, the departures are nearer to "
         f"the printed accuracy than the faithful algorithm in {nearer}."
     )
@@ -59,11 +59,11 @@ def _decided(evidence: Evidence, cell: Cell) -> bool:
 
 
 def _away(evidence: Evidence, id: str, cell: Cell) -> float:
-    found = evidence.sample(id)
-    return abs(found.mean - _printed(cell)) if found else float("inf")
+    found = evidence.seed_statistics(id)
+    return abs(found.mean - _printed_accuracy(cell)) if found else float("inf")
 
 
-def _printed(cell: Cell) -> float:
+def _printed_accuracy(cell: Cell) -> float:
     """What the appendix prints for the codename of a cell."""
     [row] = [row for row in codename_rows("pruning") if cell.design.endswith(row.codename)]
     return row.iid if cell.column == "iid" else row.non_iid_global
@@ -81,9 +81,9 @@ def rates(evidence: Evidence) -> str:
     """The learning rates that were tried, and which one was chosen."""
     rows = []
     for dataset in DATASETS:
-        tried = evidence.tried(dataset)
-        cells = ["not run" if score is None else f"{score:.2f}" for score in tried.values()]
-        best = evidence.rates.get(dataset, RATE) if None not in tried.values() else "not chosen yet"
-        rows.append([NAMES[dataset], *cells, best])
-    heads = ["data", *(f"{rate:g}" for rate in evidence.tried("mnist")), "chosen"]
-    return table(heads, rows)
+        rate_scores = evidence.rate_scores(dataset)
+        cells = ["not run" if score is None else f"{score:.2f}" for score in rate_scores.values()]
+        best = evidence.rates.get(dataset, RATE) if None not in rate_scores.values() else "not chosen yet"
+        rows.append([DISPLAY_NAMES[dataset], *cells, best])
+    heads = ["data", *(f"{rate:g}" for rate in evidence.rate_scores("mnist")), "chosen"]
+    return markdown_table(heads, rows)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fedcover.errors import InvalidValue
-from fedcover.policies.paper_regions import kept_regions, quarter_by_magnitude
+from fedcover.policies.paper_regions import quarter_by_magnitude, regions_of_digit
 from fedcover.submodels.reductions import Masks
 from fedcover.types import Params, Reduction, View
 
@@ -70,7 +70,7 @@ def public_code(
     quarters = {name: rank(view.params[name]) for name in view.prunable}
 
     def mask(digit: str) -> Masks:
-        kept = torch.tensor(kept_regions(digit))
+        kept = torch.tensor(regions_of_digit(digit))
         return Masks({name: torch.isin(quarter, kept.to(quarter.device)) for name, quarter in quarters.items()})
 
     def part(digit: str) -> Reduction:

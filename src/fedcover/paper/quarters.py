@@ -3,20 +3,20 @@
 from collections.abc import Sequence
 
 from fedcover.errors import InvalidValue, unknown
-from fedcover.policies.paper_regions import KINDS, keep_regions
+from fedcover.policies.paper_regions import CODENAME_KINDS, region_reductions
 from fedcover.types import Reduction, View
 
 
 def quarters(view: View, *, slots: str, kind: str = "pruning") -> Sequence[Reduction]:
     """Give the k-th client of the cohort the regions of the k-th word: "1234 12 34" is a whole model and two halves."""
-    if kind not in KINDS:
-        raise unknown("kind", kind, KINDS)
+    if kind not in CODENAME_KINDS:
+        raise unknown("kind", kind, CODENAME_KINDS)
     words = slots.split()
     if any(not word or set(word) - set("1234") or len(set(word)) < len(word) for word in words):
         raise InvalidValue(f"slots must be words of the digits 1 to 4, each at most once in a word; got {slots!r}")
     if len(words) != len(view.cohort):
         raise InvalidValue(f"slots must name one word for each of {len(view.cohort)} clients; got {len(words)}")
-    return keep_regions(view, [tuple(sorted(int(digit) for digit in word)) for word in words], kind)
+    return region_reductions(view, [tuple(sorted(int(digit) for digit in word)) for word in words], kind)
 
 
 def slot_coverage(slots: str) -> int:

@@ -15,14 +15,14 @@ from typing import Any
 from fedcover.errors import FedcoverError, InvalidValue, unknown
 from fedcover.host import signals
 from fedcover.paper import document, results, store
-from fedcover.paper.cells import AXES, SETS, Cell, cells, chosen, quick
+from fedcover.paper.cells import AXES, SETS, Cell, cells, select_cells, smoke_cell
 from fedcover.paper.evidence import Evidence
 from fedcover.paper.results import Finished
-from fedcover.runs.api import Watch
+from fedcover.runs.api import RoundCallback
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.setup import Machine
 from fedcover.runs.sweep import sweep
-from fedcover.server.round import Report
+from fedcover.server.round import RoundReport
 
 RESULTS = Path("results") / "reproduction"
 SMOKE_RESULTS = Path("runs") / "reproduction-quick"
@@ -32,12 +32,12 @@ UNFINISHED = "unfinished"
 CHECKPOINT_EVERY = 10
 """Rounds of a stopped run that are run again at most; a checkpoint in every round would cost more than it saves."""
 
-Watching = Callable[[str, int], AbstractContextManager[Watch]]
-Job = tuple[Cell, int]
+ProgressFactory = Callable[[str, int], AbstractContextManager[RoundCallback]]
+CellSeed = tuple[Cell, int]
 
 
 @dataclass(frozen=True)
-class Wish:
+class ReproductionRequest:
     """What is to be reproduced: which sets, which of their cells and seeds, at full size or as a smoke run."""
 
     sets: tuple[str, ...]
@@ -60,29 +60,31 @@ class Wish:
         """Where the results lie."""
         return self.out or (SMOKE_RESULTS if self.smoke else RESULTS)
 
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[CellSeed]:
         """The cells and seeds that are wanted; the second learning rates are known only once the first was chosen."""
         known = cells(results.second_rates(store.load(self.folder), cells({})))
-        wanted = chosen(known, self.sets, self.seed_count, self.only)
-        return [(quick(cell), seed) for cell, seed in wanted] if self.smoke else wanted
+        wanted = select_cells(known, self.sets, self.seed_count, self.only)
+        return [(smoke_cell(cell), seed) for cell, seed in wanted] if self.smoke else wanted
 
 
-def strange(wish: Wish) -> list[str]:
+def orphan_warnings(request: ReproductionRequest) -> list[str]:
     """Return a line about each result or file that no cell is read from."""
-    return [f"{entry} belongs to no cell and seed; it is left out" for entry in Evidence(wish.folder).unclaimed()]
+    return [
+        f"{entry} belongs to no cell and seed; it is left out" for entry in Evidence(request.folder).orphan_results()
+    ]
 
 
-def missing(folder: Path, jobs: Sequence[Job]) -> list[Job]:
+def missing_jobs(folder: Path, jobs: Sequence[CellSeed]) -> list[CellSeed]:
     """Return the cells and seeds without a result."""
     records = store.load(folder)
-    return [(cell, seed) for cell, seed in jobs if results.find(records, cell, seed) is None]
+    return [(cell, seed) for cell, seed in jobs if results.find_result(records, cell, seed) is None]
 
 
 @contextmanager
-def lines(title: str, rounds: int) -> Iterator[Watch]:
+def print_progress(title: str, rounds: int) -> Iterator[RoundCallback]:
     """Progress without any package: a line for every tenth round."""
 
-    def show(report: Report) -> None:
+    def show(report: RoundReport) -> None:
         if (report.round + 1) % 10 == 0 or report.round + 1 == rounds:
             accuracy = report.metrics.get("accuracy")
             print(f"{title}  round {report.round + 1}/{rounds}  accuracy {accuracy}", file=sys.stderr, flush=True)
@@ -90,18 +92,18 @@ def lines(title: str, rounds: int) -> Iterator[Watch]:
     yield show
 
 
-def run_cells(
+def run_experiments(
     experiments: Sequence[Experiment],
     machine: Machine,
     data: str | Path | None = None,
-    watching: Watching = lines,
+    show_progress: ProgressFactory = print_progress,
     runs: Path | None = None,
 ) -> Iterator[Finished]:
     """Run experiments of one shape in lockstep, each into its folder below `runs`, and hand each over as it ends."""
     title = f"{len(experiments)} runs, {experiments[0].name} first"
-    with watching(title, experiments[0].rounds) as watch:
+    with show_progress(title, experiments[0].rounds) as watch:
 
-        def show(experiment: Experiment, report: Report) -> None:
+        def show(experiment: Experiment, report: RoundReport) -> None:
             if experiment is experiments[0]:
                 watch(report)
 
@@ -110,7 +112,7 @@ def run_cells(
             yield Finished(done.experiment, done.metrics, how, done.diverged or None)
 
 
-def groups(experiments: Iterable[Experiment]) -> list[list[Experiment]]:
+def group_by_shape(experiments: Iterable[Experiment]) -> list[list[Experiment]]:
     """Those of one shape together: same data, model, rounds and local training, so that they could run in step."""
     alike: dict[tuple[object, ...], list[Experiment]] = {}
     for e in experiments:
@@ -120,11 +122,11 @@ def groups(experiments: Iterable[Experiment]) -> list[list[Experiment]]:
 
 
 def reproduce(
-    wish: Wish,
+    request: ReproductionRequest,
     *,
     machine: Machine | None = None,
     data: str | Path | None = None,
-    watching: Watching = lines,
+    show_progress: ProgressFactory = print_progress,
     tell: Callable[[str], None] = lambda line: None,
 ) -> list[dict[str, Any]]:
     """Run every cell and seed that is wanted and missing, and return the new results.
@@ -133,18 +135,18 @@ def reproduce(
     which the same call resumes.
     """
     chosen_machine = (machine or Machine()).resolved()
-    jobs = wish.jobs()
-    todo = missing(wish.folder, jobs)
-    tell(f"{len(todo)} of {len(jobs)} runs are missing in {wish.folder}")
+    jobs = request.jobs()
+    todo = missing_jobs(request.folder, jobs)
+    tell(f"{len(todo)} of {len(jobs)} runs are missing in {request.folder}")
     cell_of = {cell.with_seed(seed).name: cell for cell, seed in todo}
     new_results = []
-    unfinished = wish.folder / UNFINISHED
-    for group in groups(cell.with_seed(seed) for cell, seed in todo):
+    unfinished = request.folder / UNFINISHED
+    for group in group_by_shape(cell.with_seed(seed) for cell, seed in todo):
         rarely = [e.model_copy(update={"checkpoint_every": CHECKPOINT_EVERY}) for e in group]
-        for finished in run_cells(rarely, chosen_machine, data, watching, unfinished):
+        for finished in run_experiments(rarely, chosen_machine, data, show_progress, unfinished):
             cell = cell_of[finished.experiment.name]
-            result = results.describe(cell, finished)
-            store.write(wish.folder, cell, result)
+            result = results.to_result(cell, finished)
+            store.write(request.folder, cell, result)
             new_results.append(result)
             shutil.rmtree(unfinished / finished.experiment.name, ignore_errors=True)  # the result is safe without it
             tell(f"{len(new_results)}/{len(todo)}  {finished.experiment.name}")
@@ -195,26 +197,28 @@ def main(words: Sequence[str]) -> None:
             f"quick must be true or false and seeds a number; got {options['quick']}, {options['seeds']}"
         )
     seeds = int(options["seeds"]) if options["seeds"] else None
-    wish = Wish(tuple(name for name in sets if name != "docs"), only, seeds, options["quick"] == "true", out)
-    if wish.sets:
+    request = ReproductionRequest(
+        tuple(name for name in sets if name != "docs"), only, seeds, options["quick"] == "true", out
+    )
+    if request.sets:
         count = options["processes"]
         processes = int(count) if count.isdecimal() else count
         machine = Machine(options["engine"], options["device"], precision=options["precision"], processes=processes)
-        reproduce(wish, machine=machine, data=options["data"] or None, tell=lambda line: print(line, flush=True))
+        reproduce(request, machine=machine, data=options["data"] or None, tell=lambda line: print(line, flush=True))
     if "docs" in sets:
-        for path in document.write(wish.folder, DOCS):
+        for path in document.write(request.folder, DOCS):
             print(path)
-        for line in strange(wish):
+        for line in orphan_warnings(request):
             print(line, file=sys.stderr)
 
 
 if __name__ == "__main__":
     try:
-        with signals.in_order():
+        with signals.raise_on_signals():
             main(sys.argv[1:])
     except FedcoverError as error:
         sys.exit(f"fedcover: {error}")
     except KeyboardInterrupt as error:
         again = shlex.join(["python", "-m", "fedcover.paper.reproduce", *sys.argv[1:]])
         print(f"stopped; what has ended is kept; go on with: {again}", file=sys.stderr)
-        sys.exit(signals.code_of(error))
+        sys.exit(signals.exit_code(error))

@@ -12,18 +12,18 @@ from typing import Any
 from fedcover.errors import RunError
 from fedcover.paper.cells import RATE, RATES, Cell, cell_id
 from fedcover.paper.claims import DATASETS
-from fedcover.paper.store import Records
+from fedcover.paper.store import StoredResults
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.manifest import manifest
 from fedcover.runs.metrics_log import Metrics, summarise
-from fedcover.runs.setup import Machine, Parts
+from fedcover.runs.setup import Machine, Overrides
 
 COSTS = ("gamma_min", "delta2_mean", "parameters", "multiply_adds", "bytes_down", "bytes_up", "rounds", "seconds")
 LAST_ROUNDS = 5
 """The second learning rate is the one with the best mean validation accuracy over so many last rounds."""
 
-_NOT_WHAT_IS_COMPUTED = {"name", "checkpoint_every", "keep_rounds"}
-_NOT_OF_INTEREST = {"data", "seed", "experiment", "custom", "system"}
+_RUN_ONLY_FIELDS = {"name", "checkpoint_every", "keep_rounds"}
+_OMITTED_MANIFEST_KEYS = {"data", "seed", "experiment", "custom", "system"}
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Finished:
     diverged: str | None = None
 
 
-def describe(cell: Cell, run: Finished) -> dict[str, Any]:
+def to_result(cell: Cell, run: Finished) -> dict[str, Any]:
     """What is kept of a run: last and best accuracy, local accuracy, costs, the curve, and how it was made."""
     scored = [line for line in run.metrics if cell.score in line]
     summary = summarise(run.metrics) if run.metrics else {}
@@ -54,15 +54,15 @@ def describe(cell: Cell, run: Finished) -> dict[str, Any]:
         "diverged": run.diverged,
         **{name: _rounded(summary.get(name)) for name in COSTS},
         "curve": _curve(cell.score, scored),
-        "experiment": identity(run.experiment),
-        "made": made(run),
+        "experiment": experiment_fields(run.experiment),
+        "made": provenance(run),
     }
 
 
-def made(run: Finished) -> dict[str, Any]:
+def provenance(run: Finished) -> dict[str, Any]:
     """With what a run was made: versions, commit, computer, engine and source."""
-    known = manifest(run.experiment, run.machine, Parts(), None)
-    return {**{k: v for k, v in known.items() if k not in _NOT_OF_INTEREST}, "source": source_digest()}
+    known = manifest(run.experiment, run.machine, Overrides(), None)
+    return {**{k: v for k, v in known.items() if k not in _OMITTED_MANIFEST_KEYS}, "source": source_digest()}
 
 
 def _curve(score: str, scored: Metrics) -> dict[str, list[Any]]:
@@ -81,14 +81,14 @@ def _rounded(value: Any) -> Any:
     return round(value, 5) if isinstance(value, float) else value
 
 
-def identity(experiment: Experiment) -> dict[str, Any]:
+def experiment_fields(experiment: Experiment) -> dict[str, Any]:
     """Every field that matters for what is computed."""
-    return experiment.model_dump(mode="json", exclude=_NOT_WHAT_IS_COMPUTED)
+    return experiment.model_dump(mode="json", exclude=_RUN_ONLY_FIELDS)
 
 
 @cache
 def _defaults() -> dict[str, Any]:
-    return identity(Experiment())
+    return experiment_fields(Experiment())
 
 
 @cache
@@ -104,7 +104,7 @@ def source_digest() -> str:
 # ── reading ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def find(records: Records, cell: Cell, seed: int) -> Mapping[str, Any] | None:
+def find_result(records: StoredResults, cell: Cell, seed: int) -> Mapping[str, Any] | None:
     """Return a cell's result, or None; a result of another experiment, or one that cannot be, is refused."""
     record = records.get((cell.id, seed))
     if record is None:
@@ -115,16 +115,16 @@ def find(records: Records, cell: Cell, seed: int) -> Mapping[str, Any] | None:
         raise RunError(f"{record} is no result of a cell: {error}; remove it to run the cell again") from error
     # a field that a newer version adds does not matter as long as the cell leaves it at its default
     stored = {**_defaults(), **record.result["experiment"]}
-    expected = identity(cell.with_seed(seed))
+    expected = experiment_fields(cell.with_seed(seed))
     other = [f"{key} is {stored[key]!r}, not {value!r}" for key, value in expected.items() if stored[key] != value]
     if other:
         raise RunError(f"{record} is of another experiment ({'; '.join(other)}); move it away to run the cell again")
     return record.result
 
 
-def find_all(records: Records, cell: Cell, seeds: Iterable[int]) -> list[Mapping[str, Any]]:
+def find_results(records: StoredResults, cell: Cell, seeds: Iterable[int]) -> list[Mapping[str, Any]]:
     """Return the results of a cell with some seeds, as far as there are any."""
-    return [result for seed in seeds if (result := find(records, cell, seed)) is not None]
+    return [result for seed in seeds if (result := find_result(records, cell, seed)) is not None]
 
 
 def _check(result: Mapping[str, Any]) -> None:
@@ -144,13 +144,13 @@ def _check(result: Mapping[str, Any]) -> None:
 # ── the second learning rate ────────────────────────────────────────────────────────────────────────────
 
 
-def validation(result: Mapping[str, Any]) -> float:
+def validation_score(result: Mapping[str, Any]) -> float:
     """How good a learning rate was on held-out training rows: the mean over the last rounds, 0 where it diverged."""
     seen = result["curve"].get("validation", [])
     return fmean(seen[-LAST_ROUNDS:]) if seen and result["diverged"] is None else 0.0
 
 
-def second_rates(records: Records, of: Iterable[Cell]) -> dict[str, float]:
+def second_rates(records: StoredResults, of: Iterable[Cell]) -> dict[str, float]:
     """For each data set whose rates were all tried, the best one, unless that is the first one anyway."""
     tried = {cell.id: cell for cell in of if cell.row == "rates"}
     chosen: dict[str, float] = {}
@@ -158,8 +158,8 @@ def second_rates(records: Records, of: Iterable[Cell]) -> dict[str, float]:
         scores = {}
         for rate in RATES:
             cell = tried[cell_id(dataset, "iid", "full", f"rate{rate:g}")]
-            for result in find_all(records, cell, [cell.seeds(1)[0]]):
-                scores[rate] = validation(result)
+            for result in find_results(records, cell, [cell.seeds(1)[0]]):
+                scores[rate] = validation_score(result)
         if len(scores) == len(RATES):
             best = max(scores, key=lambda rate: scores[rate])
             chosen |= {dataset: best} if best != RATE else {}

@@ -8,11 +8,11 @@ from statistics import fmean, stdev
 CLAIMED_SEEDS = 3
 """The paper's figures are means over three seeds; it prints no spread, so ours stands for both."""
 
-LEVEL = 0.05
+SIGNIFICANCE_LEVEL = 0.05
 
 
 @dataclass(frozen=True)
-class Sample:
+class SeedStatistics:
     """What some seeds gave: mean, standard deviation (None with one seed), and how many there were."""
 
     mean: float
@@ -21,7 +21,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Paired:
+class PairedDifference:
     """One setting minus another with the same seeds: mean, spread, how many, and how likely that is by chance."""
 
     mean: float
@@ -34,46 +34,46 @@ class Paired:
         """In a word: higher, lower, or nothing that these seeds could tell from chance."""
         if self.p is None:
             return "one seed"
-        if self.p >= LEVEL:
+        if self.p >= SIGNIFICANCE_LEVEL:
             return "not decided"
         return "higher" if self.mean > 0 else "lower"
 
 
-def sample(values: Sequence[float]) -> Sample | None:
+def seed_statistics(values: Sequence[float]) -> SeedStatistics | None:
     """Mean and spread of what seeds gave; None without any.
 
-    >>> sample([1.0, 2.0, 3.0])
-    Sample(mean=2.0, spread=1.0, seeds=3)
+    >>> seed_statistics([1.0, 2.0, 3.0])
+    SeedStatistics(mean=2.0, spread=1.0, seeds=3)
     """
-    return Sample(fmean(values), stdev(values) if len(values) > 1 else None, len(values)) if values else None
+    return SeedStatistics(fmean(values), stdev(values) if len(values) > 1 else None, len(values)) if values else None
 
 
-def against_claim(claim: float, found: Sample) -> str:
+def against_claim(claim: float, found: SeedStatistics) -> str:
     """Whether our mean differs from a printed mean over three seeds by more than noise: `=`, `higher` or `lower`.
 
-    >>> against_claim(98.0, Sample(97.9, 0.2, 3)), against_claim(98.0, Sample(90.0, 0.2, 3))
+    >>> against_claim(98.0, SeedStatistics(97.9, 0.2, 3)), against_claim(98.0, SeedStatistics(90.0, 0.2, 3))
     ('=', 'lower')
     """
     if found.spread is None:
         return "one seed"
     error = found.spread * math.sqrt(1 / found.seeds + 1 / CLAIMED_SEEDS)
-    if two_sided(_ratio(found.mean - claim, error), found.seeds - 1) >= LEVEL:
+    if two_sided_p_value(_ratio(found.mean - claim, error), found.seeds - 1) >= SIGNIFICANCE_LEVEL:
         return "="
     return "higher" if found.mean > claim else "lower"
 
 
-def paired(first: Mapping[int, float], second: Mapping[int, float]) -> Paired | None:
+def paired_difference(first: Mapping[int, float], second: Mapping[int, float]) -> PairedDifference | None:
     """First minus second over the seeds that both have; None where they share none.
 
-    >>> paired({0: 2.0, 1: 3.0, 2: 2.0}, {0: 1.0, 1: 2.0, 2: 1.0}).verdict
+    >>> paired_difference({0: 2.0, 1: 3.0, 2: 2.0}, {0: 1.0, 1: 2.0, 2: 1.0}).verdict
     'higher'
     """
     differences = [first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())]
-    found = sample(differences)
+    found = seed_statistics(differences)
     if found is None or found.spread is None:
-        return Paired(found.mean, None, found.seeds, None) if found else None
+        return PairedDifference(found.mean, None, found.seeds, None) if found else None
     ratio = _ratio(found.mean, found.spread / math.sqrt(found.seeds))
-    return Paired(found.mean, found.spread, found.seeds, two_sided(ratio, found.seeds - 1))
+    return PairedDifference(found.mean, found.spread, found.seeds, two_sided_p_value(ratio, found.seeds - 1))
 
 
 def _ratio(difference: float, error: float) -> float:
@@ -82,12 +82,12 @@ def _ratio(difference: float, error: float) -> float:
     return math.copysign(math.inf, difference) if difference else 0.0
 
 
-def two_sided(t: float, freedom: int) -> float:
+def two_sided_p_value(t: float, freedom: int) -> float:
     """The chance that Student's t with so many degrees of freedom is at least as far from 0.
 
     The finite sums for whole degrees of freedom: in the angle whose tangent is t / sqrt(freedom).
 
-    >>> round(two_sided(4.302653, 2), 6), round(two_sided(2.228139, 10), 6)
+    >>> round(two_sided_p_value(4.302653, 2), 6), round(two_sided_p_value(2.228139, 10), 6)
     (0.05, 0.05)
     """
     angle = math.atan(abs(t) / math.sqrt(freedom))

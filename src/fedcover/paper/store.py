@@ -20,7 +20,7 @@ Key = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class StoredResult:
     """One stored result, and where it was read."""
 
     result: Mapping[str, Any]
@@ -36,7 +36,7 @@ class Record:
         return f"{self.path}, line {self.line} ({self.result['cell']}, seed {self.result['seed']}),"
 
 
-Records = Mapping[Key, Record]
+StoredResults = Mapping[Key, StoredResult]
 
 
 def path_of(folder: Path, cell: Cell) -> Path:
@@ -44,9 +44,9 @@ def path_of(folder: Path, cell: Cell) -> Path:
     return folder / f"{cell.experiment.dataset}{SUFFIX}"
 
 
-def load(folder: Path) -> Records:
+def load(folder: Path) -> StoredResults:
     """Read every result in a folder; a line that is no result, or repeats one, is named and refused."""
-    records: dict[Key, Record] = {}
+    records: dict[Key, StoredResult] = {}
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         for record in _read_lines(path):
             first = records.setdefault(record.key, record)
@@ -73,14 +73,14 @@ def other_files(folder: Path) -> list[Path]:
     return sorted(path for path in candidates if not (path.parent / "metrics.jsonl").exists())
 
 
-def _read_lines(path: Path) -> Iterator[Record]:
+def _read_lines(path: Path) -> Iterator[StoredResult]:
     try:
         lines = read_text(path).splitlines()
     except (OSError, ValueError) as error:
         raise RunError(f"{path} cannot be read: {reason(error)}") from error
     for number, line in enumerate(lines, start=1):
         try:
-            yield Record(_checked_keys(json.loads(line)), path, number)
+            yield StoredResult(_checked_keys(json.loads(line)), path, number)
         except (ValueError, KeyError, TypeError) as error:
             message = f"{path}, line {number}, is no result of a cell: {error}; remove it to run the cell again"
             raise RunError(message) from error

@@ -11,7 +11,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#0
 DASHES = ("", "6 3", "2 3")
 """Eight colours that colour-blind readers tell apart, then the same again with dashes."""
 
-MOST_BANDS = 8
+MAX_BANDS = 8
 """With more lines than this, bands would lie over each other and hide them."""
 
 
@@ -81,7 +81,7 @@ def _panel(left: int, label: str, lines: Sequence[Series], names: Sequence[str])
     parts.append(f'<g clip-path="url(#{label})">')
     for series in lines:
         place = names.index(series.name)
-        if len(series.values) > 1 and len(names) <= MOST_BANDS:
+        if len(series.values) > 1 and len(names) <= MAX_BANDS:
             band = " ".join([*points(series, max), *reversed(points(series, min))])
             parts.append(f'<polygon points="{band}" fill="{COLOURS[place % len(COLOURS)]}" opacity="0.15"/>')
         parts.append(f'<polyline points="{" ".join(points(series, fmean))}" {_stroke(place)}/>')

@@ -7,7 +7,7 @@ from typing import Any
 
 from fedcover.analysis.audit import audit_codename
 from fedcover.paper.claims import CodenameRow, codename_rows, codenames, main_rows
-from fedcover.policies.paper_regions import KINDS, capacities, region_coverage
+from fedcover.policies.paper_regions import CODENAME_KINDS, codename_capacities, region_coverage
 
 INPUTS, HIDDEN, CLASSES = 784, 200, 10
 SHARES = (1.0, 0.75, 0.5)
@@ -15,7 +15,7 @@ _APPENDIX_COLUMNS = {"iid": "iid", "L2": "non_iid_global"}
 
 
 @dataclass(frozen=True)
-class Figures:
+class CodenameMetrics:
     """Mean parameters and multiply-adds of a codename's clients, and the fewest of them that hold any parameter."""
 
     parameters: float
@@ -23,15 +23,15 @@ class Figures:
     gamma: int
 
 
-def closed_form(codename: str, kind: str, p5: str = "code") -> Figures:
+def closed_form(codename: str, kind: str, p5: str = "code") -> CodenameMetrics:
     """A codename worked out by hand for the perceptron 784-200-10, without any model.
 
     Pruning removes quarters of the first layer's weights; a sub-network removes quarters of the hidden units.
 
     >>> closed_form("1444777777", "pruning")
-    Figures(parameters=100210.0, multiply_adds=100000.0, gamma=1)
+    CodenameMetrics(parameters=100210.0, multiply_adds=100000.0, gamma=1)
     """
-    mean_share = sum(capacities(codename)) / len(codename)
+    mean_share = sum(codename_capacities(codename)) / len(codename)
     first_layer = INPUTS * HIDDEN
     if kind == "pruning":
         weights = mean_share * first_layer + HIDDEN * CLASSES
@@ -39,29 +39,35 @@ def closed_form(codename: str, kind: str, p5: str = "code") -> Figures:
     else:
         weights = mean_share * HIDDEN * (INPUTS + CLASSES)
         parameters = weights + mean_share * HIDDEN + CLASSES
-    return Figures(round(parameters, 6), round(weights, 6), min(region_coverage(codename, p5).values()))
+    return CodenameMetrics(round(parameters, 6), round(weights, 6), min(region_coverage(codename, p5).values()))
 
 
-def measured(codename: str, kind: str, p5: str = "code") -> Figures:
+def measured_metrics(codename: str, kind: str, p5: str = "code") -> CodenameMetrics:
     """The same, counted on the model's parameters after the policy has made its masks or slices."""
     found = audit_codename(codename, kind, p5)
-    return Figures(found["parameters"], found["multiply_adds"], found["gamma_min"])
+    return CodenameMetrics(found["parameters"], found["multiply_adds"], found["gamma_min"])
 
 
 def audit_tables() -> dict[str, Any]:
     """Every codename of both tables: printed, measured, closed form; which cells are wrong; what else contradicts."""
-    rows = [_row(kind, printed) for kind in KINDS for printed in codename_rows(kind)]
+    rows = [_row(kind, printed) for kind in CODENAME_KINDS for printed in codename_rows(kind)]
     return {
         "rows": rows,
         "equal_to_closed_form": all(row["measured"] == row["closed_form"] for row in rows),
-        "contradictions": [*_other_p5(), *_cut_off_shares(), *_copies(), *_same_run_twice(), *_main_against_appendix()],
+        "contradictions": [
+            *_other_p5(),
+            *_cut_off_shares(),
+            *_repeated_accuracies(),
+            *_same_run_twice(),
+            *_main_against_appendix(),
+        ],
     }
 
 
 def _row(kind: str, printed: CodenameRow) -> dict[str, Any]:
-    right, found = closed_form(printed.codename, kind), measured(printed.codename, kind)
+    right, found = closed_form(printed.codename, kind), measured_metrics(printed.codename, kind)
     whole = closed_form("1", kind)
-    devices = tuple(capacities(printed.codename).count(share) for share in SHARES)
+    devices = tuple(codename_capacities(printed.codename).count(share) for share in SHARES)
     wrong = [name for name, value in asdict(right).items() if getattr(printed, name) != value]
     shares = {
         "parameter_share": right.parameters / whole.parameters,
@@ -100,17 +106,19 @@ def _other_p5() -> list[str]:
 def _cut_off_shares() -> list[str]:
     """Printed shares that are cut off after two digits where rounding gives another figure."""
     rows = [
-        (row.parameter_share, closed_form(row.codename, kind), kind) for kind in KINDS for row in codename_rows(kind)
+        (row.parameter_share, closed_form(row.codename, kind), kind)
+        for kind in CODENAME_KINDS
+        for row in codename_rows(kind)
     ]
     exact = [(printed, right.parameters / closed_form("1", kind).parameters) for printed, right, kind in rows]
     cut = sum(printed == int(100 * share) / 100 != round(share, 2) for printed, share in exact)
     return [f"{cut} of {len(exact)} shares of parameters are cut off after two digits, not rounded"]
 
 
-def _copies() -> list[str]:
+def _repeated_accuracies() -> list[str]:
     """Different codenames of one table with the same two non-IID accuracies."""
     found = []
-    for kind in KINDS:
+    for kind in CODENAME_KINDS:
         alike: dict[tuple[float, float], list[str]] = defaultdict(list)
         for row in codename_rows(kind):
             alike[row.non_iid_global, row.non_iid_local].append(row.codename)
@@ -124,7 +132,7 @@ def _copies() -> list[str]:
 
 def _same_run_twice() -> list[str]:
     """FedAvg is the same run in both tables, so its accuracies should agree."""
-    first, second = (next(r for r in codename_rows(kind) if set(r.codename) == {"1"}) for kind in KINDS)
+    first, second = (next(r for r in codename_rows(kind) if set(r.codename) == {"1"}) for kind in CODENAME_KINDS)
     values = [f"{a} / {b} / {c}" for a, b, c in ((r.iid, r.non_iid_global, r.non_iid_local) for r in (first, second))]
     return [
         f"{first.codename} is one run, but its accuracies are {values[0]} in one table and {values[1]} in the other"
@@ -146,7 +154,7 @@ def _against(level: str, setting: str, column: str, printed: float) -> list[str]
     if setting == "homogeneous":
         return []
     names = ("1111111111",) if level == "full" else codenames(level, setting)
-    tables = KINDS if level == "full" else tuple(k for k in KINDS if setting.startswith(k))
+    tables = CODENAME_KINDS if level == "full" else tuple(k for k in CODENAME_KINDS if setting.startswith(k))
     known = {
         f"{row.codename} ({kind})": getattr(row, _APPENDIX_COLUMNS[column])
         for kind in tables
@@ -166,7 +174,7 @@ def _places_of(value: float) -> list[str]:
     columns = {"iid": "IID", "non_iid_global": "non-IID, global", "non_iid_local": "non-IID, local"}
     return [
         f"{row.codename} ({kind}, {name})"
-        for kind in KINDS
+        for kind in CODENAME_KINDS
         for row in codename_rows(kind)
         for column, name in columns.items()
         if getattr(row, column) == value

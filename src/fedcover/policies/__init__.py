@@ -9,7 +9,7 @@ from fedcover.policies.paper_regions import regions
 from fedcover.policies.planned import growth, planned
 from fedcover.policies.prunefl import prunefl
 from fedcover.policies.width import exclude, full, homogeneous, prefix, random, rolling
-from fedcover.types import Growth, Policy, Reduction
+from fedcover.types import GrowthStep, Policy, Reduction
 
 POLICIES: dict[str, Callable[..., Sequence[Reduction | None]]] = {
     "full": full,
@@ -25,7 +25,7 @@ POLICIES: dict[str, Callable[..., Sequence[Reduction | None]]] = {
 }
 
 
-def growth_of(policy: Policy) -> Growth | None:
+def growth_of(policy: Policy) -> GrowthStep | None:
     """How a policy changes the model between rounds, with the options that are bound to it; None if it does not."""
     bare, options = (policy.func, policy.keywords) if isinstance(policy, partial) else (policy, {})
     return partial(growth, **options) if bare is planned else None

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fedcover.errors import InvalidValue
 from fedcover.submodels.encoding import encode
-from fedcover.submodels.reductions import Masks, Slices, width_within
-from fedcover.submodels.unit_groups import told_apart, units_kept
+from fedcover.submodels.reductions import Masks, Slices, width_for_budget
+from fedcover.submodels.unit_groups import num_units_kept, separate_buffers
 from fedcover.types import Client, Params, Policy, Reduction, View
 
 Options = ParamSpec("Options")
@@ -51,7 +51,7 @@ def width(view: View, capacity: float) -> float:
         )
     if view.measure == "width":
         return capacity
-    return width_within(view.groups, view.params, capacity)
+    return width_for_budget(view.groups, view.params, capacity)
 
 
 def prunable_weights(view: View) -> Params:
@@ -83,12 +83,12 @@ def fits(view: View, capacity: float, reduction: Reduction) -> bool:
     """Whether a device of some capacity can hold a reduction."""
     if isinstance(reduction, Slices):
         share = width(view, capacity)
-        return all(len(reduction.kept[group.name]) <= units_kept(group.size, share) for group in view.groups)
+        return all(len(reduction.kept[group.name]) <= num_units_kept(group.size, share) for group in view.groups)
     kept = reduction.sizes({name: view.params[name] for name in view.prunable})
     return sum(kept.values()) <= prunable_budget(view, capacity)
 
 
-def check_parts(view: View, parts: Sequence[Reduction | None]) -> None:
+def check_reductions(view: View, parts: Sequence[Reduction | None]) -> None:
     """Refuse what a policy of a user's own must not give: too few parts, no parts at all, more than a device holds."""
     if not isinstance(parts, Sequence):
         raise InvalidValue(f"policy must give a list of {len(view.cohort)} reductions; got {type(parts).__name__}")
@@ -99,17 +99,17 @@ def check_parts(view: View, parts: Sequence[Reduction | None]) -> None:
             continue
         if not hasattr(part, "extract"):
             raise InvalidValue(f"policy must give a Slices, a Masks or None to client {client.id}; got {part!r:.80}")
-        if wrong := _wrong_with(view, part):
+        if wrong := _find_violation(view, part):
             raise InvalidValue(f"policy gives client {client.id} {wrong}")
         if not fits(view, client.capacity, part):
             raise InvalidValue(f"policy gives client {client.id} more than its capacity of {client.capacity:g} holds")
 
 
-def _wrong_with(view: View, part: Reduction) -> str | None:
+def _find_violation(view: View, part: Reduction) -> str | None:
     """What makes a part none of this model, in words."""
     if isinstance(part, Slices):
         sizes = {group.name: group.size for group in view.groups}
-        if part.groups != view.groups and told_apart(part.groups, view.params) != view.groups:
+        if part.groups != view.groups and separate_buffers(part.groups, view.params) != view.groups:
             return "a part of other groups than view.groups, which say what is cut"
         if part.kept.keys() != sizes.keys():
             return f"units of the groups {sorted(part.kept)}; this model has {sorted(sizes)}"
@@ -134,7 +134,7 @@ def _are_units(kept: object, size: int) -> bool:
     return bool(kept[0] >= 0 and kept[-1] < size and (kept[1:] > kept[:-1]).all())
 
 
-def one_of_a_kind(parts: Iterable[Reduction | None], recent: dict[bytes, Slices]) -> list[Reduction | None]:
+def deduplicate(parts: Iterable[Reduction | None], recent: dict[bytes, Slices]) -> list[Reduction | None]:
     """The same parts; equal slices become one object, so that whatever is done with it is done once.
 
     `recent` holds those of the round before, and holds those of this round afterwards.

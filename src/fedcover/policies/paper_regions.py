@@ -15,7 +15,7 @@ from fedcover.policies.magnitude import rank_by_magnitude
 from fedcover.submodels.reductions import Masks, Slices
 from fedcover.types import Reduction, UnitGroup, View
 
-REGIONS_OF = {
+REGIONS_OF_DIGIT = {
     "1": (1, 2, 3, 4),
     "2": (1, 3, 4),
     "3": (1, 2, 4),
@@ -27,7 +27,7 @@ REGIONS_OF = {
 """What each policy keeps. P5 is {S1, S4}, as in the paper's code and in every coverage figure of its table."""
 
 PRINTED_P5 = (2, 3)
-KINDS = ("pruning", "subnet")
+CODENAME_KINDS = ("pruning", "subnet")
 P5_VARIANTS = ("code", "printed")
 
 
@@ -43,10 +43,10 @@ def regions(view: View, *, codename: str, kind: str = "pruning", p5: str = "code
 
 def reductions(view: View, codename: str, kind: str, p5: str = "code") -> list[Reduction]:
     """One reduction per digit; equal digits share one."""
-    return keep_regions(view, [kept_regions(digit, p5) for digit in codename], kind)
+    return region_reductions(view, [regions_of_digit(digit, p5) for digit in codename], kind)
 
 
-def keep_regions(view: View, kept: Sequence[tuple[int, ...]], kind: str) -> list[Reduction]:
+def region_reductions(view: View, kept: Sequence[tuple[int, ...]], kind: str) -> list[Reduction]:
     """One reduction per slot, which keeps the named regions of the current weights; equal ones are shared."""
     made: dict[tuple[int, ...], Reduction]
     if kind == "pruning":
@@ -60,13 +60,13 @@ def keep_regions(view: View, kept: Sequence[tuple[int, ...]], kind: str) -> list
     return [made[some] for some in kept]
 
 
-def kept_regions(digit: str, p5: str = "code") -> tuple[int, ...]:
+def regions_of_digit(digit: str, p5: str = "code") -> tuple[int, ...]:
     """The regions that a policy keeps.
 
-    >>> kept_regions("5"), kept_regions("5", "printed")
+    >>> regions_of_digit("5"), regions_of_digit("5", "printed")
     ((1, 4), (2, 3))
     """
-    return PRINTED_P5 if (digit, p5) == ("5", "printed") else REGIONS_OF[digit]
+    return PRINTED_P5 if (digit, p5) == ("5", "printed") else REGIONS_OF_DIGIT[digit]
 
 
 def region_coverage(codename: str, p5: str = "code") -> dict[str, int]:
@@ -75,26 +75,26 @@ def region_coverage(codename: str, p5: str = "code") -> dict[str, int]:
     >>> region_coverage("1111223344")
     {'S1': 10, 'S2': 8, 'S3': 8, 'S4': 8}
     """
-    return {f"S{r}": sum(r in kept_regions(digit, p5) for digit in codename) for r in (1, 2, 3, 4)}
+    return {f"S{r}": sum(r in regions_of_digit(digit, p5) for digit in codename) for r in (1, 2, 3, 4)}
 
 
 def check_codename(codename: str, kind: str, p5: str = "code") -> None:
     """Refuse what is no codename."""
-    if not codename or set(codename) - set(REGIONS_OF):
+    if not codename or set(codename) - set(REGIONS_OF_DIGIT):
         raise InvalidValue(f"codename must consist of digits 1 to 7, one per slot; got {codename!r}")
-    if kind not in KINDS:
-        raise unknown("kind", kind, KINDS)
+    if kind not in CODENAME_KINDS:
+        raise unknown("kind", kind, CODENAME_KINDS)
     if p5 not in P5_VARIANTS:
         raise unknown("p5", p5, P5_VARIANTS)
 
 
-def capacities(codename: str) -> tuple[float, ...]:
+def codename_capacities(codename: str) -> tuple[float, ...]:
     """The share that every slot of a codename holds.
 
-    >>> capacities("147")
+    >>> codename_capacities("147")
     (1.0, 0.75, 0.5)
     """
-    return tuple(len(REGIONS_OF[digit]) / 4 for digit in codename)
+    return tuple(len(REGIONS_OF_DIGIT[digit]) / 4 for digit in codename)
 
 
 def quarter_by_magnitude(weight: Tensor) -> Tensor:

@@ -7,16 +7,16 @@ from torch import Tensor
 
 from fedcover.errors import InvalidValue, unknown
 from fedcover.policies.base import prunable_budget, prunable_weights, width
-from fedcover.policies.planner.multi_group import Wish, colours, design, is_exact, unit_energies
-from fedcover.policies.planner.objective import Bound
-from fedcover.policies.planner.single_group import Group, Runs
-from fedcover.policies.replication import copying, number, parts
+from fedcover.policies.planner.multi_group import PlanTarget, conflict_colouring, is_exact, plan_round, unit_energies
+from fedcover.policies.planner.objective import PlanObjective
+from fedcover.policies.planner.single_group import BudgetedGroup, RunLengthPlan
+from fedcover.policies.replication import copy_reductions, copy_transform, num_copies
 from fedcover.submodels.coverage import energy
 from fedcover.submodels.reductions import Masks, Slices
-from fedcover.submodels.unit_groups import units_kept
+from fedcover.submodels.unit_groups import num_units_kept
 from fedcover.types import Client, Params, Reduction, View
 
-KINDS = ("subnet", "pruning")
+PLAN_KINDS = ("subnet", "pruning")
 
 
 def planned(
@@ -26,8 +26,8 @@ def planned(
     gamma: int | None = None,
     tolerate: int = 0,
     share: float = 0.5,
-    variance: float = Bound().variance,
-    drift: float = Bound().drift,
+    variance: float = PlanObjective().variance,
+    drift: float = PlanObjective().drift,
     copies: bool = True,
 ) -> Sequence[Reduction]:
     """The least noise with every unit covered `gamma` times, or after `tolerate` drop-outs; else, maybe, copies.
@@ -38,16 +38,18 @@ def planned(
     But where groups meet and the largest device's model fits into the whole one twice or more, runs do without that
     coverage (unless `copies` is false): they train that model, copy it, and make an ensemble of the copies.
     """
-    if kind not in KINDS:
-        raise unknown("policy planned: kind", kind, KINDS)
-    wish = Wish(gamma, tolerate, share, Bound(variance, drift))
-    if copies and _without_a_wish(kind, gamma, tolerate) and number(view) > 1:
-        return parts(view)
+    if kind not in PLAN_KINDS:
+        raise unknown("policy planned: kind", kind, PLAN_KINDS)
+    target = PlanTarget(gamma, tolerate, share, PlanObjective(variance, drift))
+    if copies and _has_no_target(kind, gamma, tolerate) and num_copies(view) > 1:
+        return copy_reductions(view)
     places = sorted(range(len(view.cohort)), key=lambda i: (-view.cohort[i].capacity, view.cohort[i].id))
     clients = [view.cohort[place] for place in places]  # not as drawn: arcs must keep their owners over the rounds
-    groups, stacked, exact = groups_of(view, kind, clients)
+    groups, stacked, exact = budgeted_groups(view, kind, clients)
     try:
-        plans = design(groups, None if exact else colours(view.groups), energy(view.params), wish, view.round, stacked)
+        plans = plan_round(
+            groups, None if exact else conflict_colouring(view.groups), energy(view.params), target, view.round, stacked
+        )
     except InvalidValue as error:
         raise InvalidValue(f"policy planned, round {view.round}: {error}") from None
     own = (_slices if kind == "subnet" else _masks)(view, plans, len(clients))
@@ -65,16 +67,16 @@ def growth(
     **others: object,
 ) -> Callable[[Params], Params] | None:
     """What `planned`, with the same options, does to the model before a round."""
-    return copying(view) if copies and _without_a_wish(kind, gamma, tolerate) else None
+    return copy_transform(view) if copies and _has_no_target(kind, gamma, tolerate) else None
 
 
-def _without_a_wish(kind: str, gamma: int | None, tolerate: int) -> bool:
+def _has_no_target(kind: str, gamma: int | None, tolerate: int) -> bool:
     return kind == "subnet" and gamma is None and not tolerate
 
 
-def groups_of(
+def budgeted_groups(
     view: View, kind: str, clients: Sequence[Client] | None = None
-) -> tuple[dict[str, Group], list[str], bool]:
+) -> tuple[dict[str, BudgetedGroup], list[str], bool]:
     """What is planned (units or weights with the clients' budgets), which groups are stacked, and whether it is exact.
 
     Pruning: every prunable layer keeps the same share, as greedy pruning and the paper's designs do.
@@ -83,17 +85,21 @@ def groups_of(
     if kind == "subnet":
         widths = {capacity: width(view, capacity) for capacity in set(shares)}
         weights = unit_energies(view.groups, view.params)
-        budgets = {g.name: np.array([units_kept(g.size, widths[c]) for c in shares]) for g in view.groups}
+        budgets = {g.name: np.array([num_units_kept(g.size, widths[c]) for c in shares]) for g in view.groups}
         stacked = [group.name for group in view.groups if group.nested]
-        return {g.name: Group(weights[g.name], budgets[g.name]) for g in view.groups}, stacked, is_exact(view.groups)
+        return (
+            {g.name: BudgetedGroup(weights[g.name], budgets[g.name]) for g in view.groups},
+            stacked,
+            is_exact(view.groups),
+        )
     layers = {name: weight.flatten() for name, weight in prunable_weights(view).items()}
     prunable = sum(layer.numel() for layer in layers.values())
     kept = {capacity: prunable_budget(view, capacity) / prunable for capacity in set(shares)}
     budgets = {n: np.array([int(kept[c] * layer.numel() + 1e-9) for c in shares]) for n, layer in layers.items()}
-    return {name: Group(layer.square(), budgets[name]) for name, layer in layers.items()}, [], True
+    return {name: BudgetedGroup(layer.square(), budgets[name]) for name, layer in layers.items()}, [], True
 
 
-def _slices(view: View, plans: Mapping[str, Runs], clients: int) -> list[Reduction]:
+def _slices(view: View, plans: Mapping[str, RunLengthPlan], clients: int) -> list[Reduction]:
     held = {name: runs.matrix() for name, runs in plans.items()}
     return [
         Slices(view.groups, {name: held_NU[n].nonzero().flatten() for name, held_NU in held.items()})
@@ -101,7 +107,7 @@ def _slices(view: View, plans: Mapping[str, Runs], clients: int) -> list[Reducti
     ]
 
 
-def _masks(view: View, plans: Mapping[str, Runs], clients: int) -> list[Reduction]:
+def _masks(view: View, plans: Mapping[str, RunLengthPlan], clients: int) -> list[Reduction]:
     labels = {name: runs.labels() for name, runs in plans.items()}
 
     def bits(name: str, n: int) -> Tensor:

@@ -16,12 +16,12 @@ from fedcover.policies.magnitude import rank_by_magnitude
 from fedcover.submodels.reductions import Masks
 from fedcover.types import Params, View
 
-EVERY = 50
+RECONFIGURE_EVERY = 50
 """Rounds between two re-configurations, unless somebody says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
-class Greedy:
+class Reconfiguration:
     """What a re-configuration goes by: the share of candidates, and times in multiply-adds of one sample."""
 
     share: float
@@ -33,7 +33,7 @@ class Greedy:
 def prunefl(
     view: View,
     *,
-    every: int = EVERY,
+    every: int = RECONFIGURE_EVERY,
     initial: int = 0,
     share: float = 0.3,
     half_life: float = 10_000.0,
@@ -61,14 +61,14 @@ def prunefl(
     budget = prunable_budget(view, min(view.levels))
     # not the round itself: a new mask must stay the same until somebody has answered with it
     due = view.round // every * every
-    last = last_round(view.measured)
+    last = last_answered_round(view.measured)
     if last is None:
         mask = _largest(view, budget)
     else:
         mask = {name: view.measured["trained_in"][name] > 0 for name in view.prunable}
         if last < due:
             shrinking = share * 0.5 ** (max(0, due - initial) / half_life)
-            mask = reconfigured(view, mask, Greedy(shrinking, overhead, traffic, budget))
+            mask = reconfigure(view, mask, Reconfiguration(shrinking, overhead, traffic, budget))
     common = Masks(mask)
     if view.round >= initial:
         return [common] * len(view.cohort)
@@ -76,14 +76,14 @@ def prunefl(
     return [common if client is strongest else None for client in view.cohort]
 
 
-def last_round(measured: Mapping[str, Params]) -> int | None:
+def last_answered_round(measured: Mapping[str, Params]) -> int | None:
     """The last round in which any client answered, as its `trained_in` says; None before the first."""
     if not measured.get("trained_in"):
         return None
     return round(max(float(tensor.max()) for tensor in measured["trained_in"].values())) - 1
 
 
-def reconfigured(view: View, kept: Params, greedy: Greedy) -> Params:
+def reconfigure(view: View, kept: Params, greedy: Reconfiguration) -> Params:
     """Certain weights stay; candidates are taken in order while their ratio exceeds the running ratio."""
     certain, gain, time = [], [], []
     measured = view.measured["squared_gradient"]

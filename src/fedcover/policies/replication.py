@@ -16,14 +16,14 @@ from torch import Tensor
 from fedcover.policies.base import width
 from fedcover.policies.planner.multi_group import is_exact
 from fedcover.submodels.reductions import Slices
-from fedcover.submodels.unit_groups import cuts_by_tensor, units_kept
+from fedcover.submodels.unit_groups import cuts_by_tensor, num_units_kept
 from fedcover.types import Client, Params, UnitGroup, View
 
-AFTER = 0.6
+COPY_AFTER = 0.6
 """The share of the rounds after which copies are made."""
 
 
-def number(view: View) -> int:
+def num_copies(view: View) -> int:
     """How many copies of what the largest device holds fit into the model; 1 where copies make no sense.
 
     Only where groups meet: else sub-networks that share units add up, and the planner's own plans are exact. And only
@@ -33,35 +33,35 @@ def number(view: View) -> int:
         return 1
     if any(group.nested or any(cut.axis is None for cut in group.cuts) for group in view.groups):
         return 1
-    if _meet_early(view):
+    if _copies_interfere(view):
         return 1
     return min(group.size // _largest(view, group) for group in view.groups)
 
 
-def begun(view: View) -> bool:
+def copies_made(view: View) -> bool:
     """Whether copies have been made before this round."""
-    return view.rounds is not None and view.round >= _first(view.rounds)
+    return view.rounds is not None and view.round >= _copy_round(view.rounds)
 
 
-def parts(view: View) -> list[Slices]:
+def copy_reductions(view: View) -> list[Slices]:
     """What every device of a cohort trains: first units, and once copies are made those of its own copy."""
-    if not begun(view):
+    if not copies_made(view):
         return [_part(view, client, 0) for client in view.cohort]
     devices = Counter(client.capacity for client in view.cohort)
     # devices of a capacity take turns, which go on in the next round: a copy must not miss them because they are few
     turns = {capacity: itertools.count(view.round * there) for capacity, there in devices.items()}
-    copies = {capacity: number(view) if capacity <= max(view.levels) else 1 for capacity in devices}
+    copies = {capacity: num_copies(view) if capacity <= max(view.levels) else 1 for capacity in devices}
     return [_part(view, c, next(turns[c.capacity]) % copies[c.capacity]) for c in view.cohort]
 
 
-def copying(view: View) -> Callable[[Params], Params] | None:
+def copy_transform(view: View) -> Callable[[Params], Params] | None:
     """How tensors change before the view's round: they are copied where that is due, else None."""
-    if number(view) < 2 or view.rounds is None or view.round != _first(view.rounds):
+    if num_copies(view) < 2 or view.rounds is None or view.round != _copy_round(view.rounds):
         return None
     sizes = {group.name: _largest(view, group) for group in view.groups}
     rooms = [
         Slices(view.groups, {name: torch.arange(copy * size, (copy + 1) * size) for name, size in sizes.items()})
-        for copy in range(number(view))
+        for copy in range(num_copies(view))
     ]
 
     def copied(tensors: Params) -> Params:
@@ -77,24 +77,24 @@ def copying(view: View) -> Callable[[Params], Params] | None:
     return copied
 
 
-def _meet_early(view: View) -> bool:
+def _copies_interfere(view: View) -> bool:
     """Whether copies would add up in a layer before the classifier: what follows would not be what one of them says."""
     axes = {name: {cut.axis for _, cut in meeting} for name, meeting in cuts_by_tensor(view.groups).items()}
     return any(0 not in axes[name] and name not in view.classifier for name in axes.keys() & view.uses.keys())
 
 
-def _first(rounds: int) -> int:
-    return ceil(AFTER * rounds - 1e-9)
+def _copy_round(rounds: int) -> int:
+    return ceil(COPY_AFTER * rounds - 1e-9)
 
 
 def _largest(view: View, group: UnitGroup) -> int:
-    return units_kept(group.size, width(view, max(view.levels)))
+    return num_units_kept(group.size, width(view, max(view.levels)))
 
 
 def _part(view: View, client: Client, copy: int) -> Slices:
     share = width(view, client.capacity)
 
     def kept(group: UnitGroup) -> Tensor:
-        return copy * _largest(view, group) + torch.arange(units_kept(group.size, share))
+        return copy * _largest(view, group) + torch.arange(num_units_kept(group.size, share))
 
     return Slices(view.groups, {group.name: kept(group) for group in view.groups})

@@ -17,19 +17,27 @@ from fedcover.errors import InvalidValue, RunError
 from fedcover.host import signals
 from fedcover.policies.base import fits
 from fedcover.runs import checkpoints, plotting
-from fedcover.runs.checks import check_rows_are_here
+from fedcover.runs.checks import check_data_is_local
 from fedcover.runs.experiment import Experiment, read_experiment
-from fedcover.runs.launch import Job, no_more_than_clients, sharing
+from fedcover.runs.launch import WorkerJob, launch_workers, limit_processes
 from fedcover.runs.metrics_log import Metrics, summarise
-from fedcover.runs.released_rounds import figures, warn_of_noise
+from fedcover.runs.released_rounds import figures, warn_of_removable_noise
 from fedcover.runs.run_folder import Folder
-from fedcover.runs.session import Course, refuse_another_model, where_it_stopped
-from fedcover.runs.setup import Machine, Parts, prepare
-from fedcover.server.evaluation import WHOLE, ready
-from fedcover.server.round import Report, Setup, cohort_of, first_state, part_for, run_round, view_of
+from fedcover.runs.session import RunSession, check_same_model, load_latest
+from fedcover.runs.setup import Machine, Overrides, prepare
+from fedcover.server.evaluation import FULL_REDUCTION, eval_model
+from fedcover.server.round import (
+    RoundReport,
+    Setup,
+    cohort_of,
+    initial_state,
+    reduction_for_capacity,
+    run_round,
+    view_of,
+)
 from fedcover.types import Dataset, Engine, Model, Policy, Reduction, State
 
-Watch = Callable[[Report], None]
+RoundCallback = Callable[[RoundReport], None]
 
 
 @dataclass(frozen=True, repr=False)
@@ -70,11 +78,11 @@ class Run:
 
     def model(self) -> nn.Module:
         """The trained global model, ready to use."""
-        return ready(self.setup.task, self.state, WHOLE, 1.0)
+        return eval_model(self.setup.task, self.state, FULL_REDUCTION, 1.0)
 
     def submodel(self, capacity: float) -> nn.Module:
         """The part of the trained model that a device of some capacity holds, ready to use."""
-        return ready(self.setup.task, self.state, self.part(capacity), capacity)
+        return eval_model(self.setup.task, self.state, self.part(capacity), capacity)
 
     def plot(self, path: str | Path | None = None) -> Any:
         """The run's curves as a matplotlib figure, written to a file (.png, .svg, .pdf) if one is named."""
@@ -88,8 +96,8 @@ class Run:
         if not isinstance(capacity, int | float) or not 0 < capacity <= 1:
             raise InvalidValue(f"capacity must be in (0, 1]; got {capacity!r:.80}")
         if capacity == 1:
-            return WHOLE
-        part = part_for(self.setup, self.state, capacity)
+            return FULL_REDUCTION
+        part = reduction_for_capacity(self.setup, self.state, capacity)
         view = view_of(self.setup, self.state, cohort_of(self.setup, self.state.round))
         if part is None or not fits(view, capacity, part):
             raise InvalidValue(
@@ -109,7 +117,7 @@ def run(
     model: Model | nn.Module | None = None,
     policy: Policy | None = None,
     engine: Engine | None = None,
-    watch: Watch | None = None,
+    watch: RoundCallback | None = None,
     overwrite: bool = False,
 ) -> Run:
     """Run an experiment (or the one in a TOML file), in memory or into a new run folder.
@@ -121,24 +129,24 @@ def run(
     >>> result.gamma_min >= 0, result.state.round
     (True, 2)
     """
-    parts = Parts(dataset, model, policy, engine)
+    parts = Overrides(dataset, model, policy, engine)
     _check_watch(watch)
     if isinstance(experiment, str | Path):
         experiment = read_experiment(Path(experiment))
     if not isinstance(experiment, Experiment):
         raise InvalidValue(f"experiment must be an Experiment or a path; got {type(experiment).__name__}")
-    check_rows_are_here(experiment, engine)
+    check_data_is_local(experiment, engine)
     chosen = (machine or Machine()).resolved()
     setup = prepare(experiment, chosen, data=data, parts=parts)
-    chosen = no_more_than_clients(chosen.for_setup(setup), setup)
+    chosen = limit_processes(chosen.for_setup(setup), setup)
     with chosen.applied():
-        job = Job(experiment, chosen, data, parts, setup.rounds)
+        job = WorkerJob(experiment, chosen, data, parts, setup.rounds)
         if folder is None:
-            return _go_on(job, Course(experiment, setup, first_state(setup), []), watch)
+            return _run_rounds(job, RunSession(experiment, setup, initial_state(setup), []), watch)
         with Folder(Path(folder)).created(experiment, chosen, parts, data, overwrite) as made:
-            course = Course(experiment, setup, first_state(setup), [], made)
+            course = RunSession(experiment, setup, initial_state(setup), [], made)
             made.keep(course.state)
-            return _go_on(job, course, watch)
+            return _run_rounds(job, course, watch)
 
 
 def resume(
@@ -151,7 +159,7 @@ def resume(
     model: Model | nn.Module | None = None,
     policy: Policy | None = None,
     engine: Engine | None = None,
-    watch: Watch | None = None,
+    watch: RoundCallback | None = None,
     complain: Callable[[str], None] = print,
     trust: bool = False,
 ) -> Run:
@@ -159,20 +167,20 @@ def resume(
 
     A function of some module that the folder names is called only if this process has named it before, or with `trust`.
     """
-    parts = Parts(dataset, model, policy, engine)
+    parts = Overrides(dataset, model, policy, engine)
     _check_watch(watch)
     with Folder(Path(folder), trust).opened() as found:
         chosen = found.machine(machine, force=force)
-        found.require(parts)
+        found.check_overrides(parts)
         with chosen.applied():
             setup = prepare(found.experiment, chosen, data=data or found.data, parts=parts)
-            course = Course(found.experiment, setup, *where_it_stopped(found, setup, chosen.device, complain), found)
+            course = RunSession(found.experiment, setup, *load_latest(found, setup, chosen.device, complain), found)
             if course.running:
-                check_rows_are_here(found.experiment, engine)
-            chosen = no_more_than_clients(chosen, setup)
-            found.note(chosen, course.state.round)
-            job = Job(found.experiment, chosen, data or found.data, parts, setup.rounds)
-            return _go_on(job, course, watch)
+                check_data_is_local(found.experiment, engine)
+            chosen = limit_processes(chosen, setup)
+            found.record_machine(chosen, course.state.round)
+            job = WorkerJob(found.experiment, chosen, data or found.data, parts, setup.rounds)
+            return _run_rounds(job, course, watch)
 
 
 def load(
@@ -186,14 +194,14 @@ def load(
     trust: bool = False,
 ) -> Run:
     """A run folder's newest state and figures, without running anything; `trust` as in `resume`."""
-    parts = Parts(dataset, model, policy)
+    parts = Overrides(dataset, model, policy)
     found = Folder(Path(folder), trust).read()
-    found.require(parts)
+    found.check_overrides(parts)
     machine = Machine(device=device).resolved()
     setup = prepare(found.experiment, machine, data=data or found.data, parts=parts)
     state, _ = checkpoints.newest(found.checkpoints, found.experiment.digest, machine.device)
-    refuse_another_model(found, setup, state)
-    warn_of_noise(found)
+    check_same_model(found, setup, state)
+    warn_of_removable_noise(found)
     return Run(found.experiment, setup, state, figures(found, state), found.path)
 
 
@@ -206,12 +214,12 @@ def replay(
     model: Model | nn.Module | None = None,
     policy: Policy | None = None,
     trust: bool = False,
-) -> tuple[State, Report]:
+) -> tuple[State, RoundReport]:
     """Run a kept round again, exactly: its state was kept, and all its randomness has an address."""
-    parts = Parts(dataset, model, policy)
+    parts = Overrides(dataset, model, policy)
     found = Folder(Path(folder), trust).read()
-    found.require(parts)
-    check_rows_are_here(found.experiment)
+    found.check_overrides(parts)
+    check_data_is_local(found.experiment)
     if found.experiment.privacy != "none":
         raise InvalidValue("privacy: a private round cannot be run again: its noise would be drawn anew, uncounted")
     kept = {file.round: file for file in checkpoints.found(found.kept)}
@@ -222,9 +230,11 @@ def replay(
     with chosen.applied():
         setup = prepare(found.experiment, chosen, data=data or found.data, parts=parts)
         state = checkpoints.read(kept[round], found.experiment.digest, chosen.device)
-        refuse_another_model(found, setup, state)
-        chosen = no_more_than_clients(chosen, setup)
-        with sharing(Job(found.experiment, chosen, data or found.data, parts, round + 1), setup, state) as team:
+        check_same_model(found, setup, state)
+        chosen = limit_processes(chosen, setup)
+        with launch_workers(
+            WorkerJob(found.experiment, chosen, data or found.data, parts, round + 1), setup, state
+        ) as team:
             return run_round(team, state)
 
 
@@ -233,12 +243,16 @@ def _check_watch(watch: object) -> None:
         raise InvalidValue(f"watch must be a function of a round's report, or None; got {watch!r:.80}")
 
 
-def _go_on(job: Job, course: Course, watch: Watch | None) -> Run:
+def _run_rounds(job: WorkerJob, course: RunSession, watch: RoundCallback | None) -> Run:
     """Rounds up to the last one; only the course has the state, so that none is kept longer than its round."""
-    with signals.in_order(), course.kept_safe(), sharing(job, course.setup, course.state) as team:
+    with (
+        signals.raise_on_signals(),
+        course.checkpoint_on_exit(),
+        launch_workers(job, course.setup, course.state) as team,
+    ):
         while course.running:
             after, report = run_round(team, course.state)
-            course.take(after, report)
+            course.record_round(after, report)
             if watch:
                 watch(report)
     course.finish()

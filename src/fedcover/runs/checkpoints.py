@@ -14,8 +14,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from fedcover.errors import RunError
-from fedcover.host.disk import read_bytes, reason, refuse_linked, write_atomically
-from fedcover.tensors import Slab, flat, shapes_of
+from fedcover.host.disk import check_not_linked, read_bytes, reason, write_atomically
+from fedcover.tensors import FlatParams, flatten, named_shapes
 from fedcover.types import Coverage, Params, State
 
 _NAME = re.compile(r"round-(\d{6,})\.([0-9a-f]{16})\.safetensors")
@@ -28,7 +28,7 @@ KEPT = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class CheckpointFile:
     """A checkpoint file: the rounds done, and the digest that its content must have."""
 
     path: Path
@@ -41,7 +41,7 @@ class Found:
         return line if isinstance(line, dict) else None
 
 
-def sweep(folder: Path) -> None:
+def remove_leftovers(folder: Path) -> None:
     """Remove what a killed process left half written; only for the one process that may write there."""
     for beside in folder.glob(".*.*"):
         if _BESIDE.fullmatch(beside.name):
@@ -71,25 +71,25 @@ def thin_out(folder: Path, keep: int = KEPT) -> None:
         old.path.unlink(missing_ok=True)
 
 
-def fetched(state: State, before: tuple[State, State] | None = None) -> State:
+def copy_to_cpu(state: State, before: tuple[State, State] | None = None) -> State:
     """The same state on the CPU; what an earlier one shared with it, and what was fetched of that, is used again."""
     known: dict[int, Params] = {}
     if before is not None:
         there, here = (dict(_parts(each)) for each in before)
         known = {id(values): here[part] for part, values in there.items()}
     parts = [(part, known.get(id(values)) or on_cpu(values)) for part, values in _parts(state)]
-    return _put_together(parts, state.round)
+    return _state_from_parts(parts, state.round)
 
 
-def found(folder: Path) -> list[Found]:
+def found(folder: Path) -> list[CheckpointFile]:
     """The checkpoints of a folder, newest first."""
-    refuse_linked(folder)
+    check_not_linked(folder)
     matches = [(path, _NAME.fullmatch(path.name)) for path in folder.glob("round-*.safetensors")]
-    files = [Found(path, int(match[1]), match[2]) for path, match in matches if match]
+    files = [CheckpointFile(path, int(match[1]), match[2]) for path, match in matches if match]
     return sorted(files, key=lambda file: file.round, reverse=True)
 
 
-def read(file: Found, experiment: str, device: torch.device | str) -> State:
+def read(file: CheckpointFile, experiment: str, device: torch.device | str) -> State:
     """The state in a checkpoint, refused if the file is damaged or belongs to another experiment."""
     try:
         content = read_bytes(file.path)  # all of it: a tensor mapped from a file would die with the file
@@ -146,7 +146,7 @@ def _flat(state: State) -> dict[str, Tensor]:
     """
     named: dict[str, Tensor] = {}
     for part, values in _parts(state):
-        named |= {part: flat(values)} if _is_counted(part) and values else _named([(part, values)])
+        named |= {part: flatten(values)} if _is_counted(part) and values else _named([(part, values)])
     return _apart(on_cpu(named))
 
 
@@ -178,7 +178,7 @@ def on_cpu(tensors: Params) -> Params:
     >>> on_cpu({"a": torch.ones(2, 1), "b": torch.zeros(3)})["b"].tolist()
     [0.0, 0.0, 0.0]
     """
-    if isinstance(tensors, Slab):
+    if isinstance(tensors, FlatParams):
         return tensors.like(tensors.flat.cpu())
     found = {name: t.contiguous() for name, t in tensors.items() if not t.is_cuda}
     there = {name: t for name, t in tensors.items() if t.is_cuda}
@@ -193,18 +193,18 @@ def _unflat(named: dict[str, Tensor], round: int) -> State:
     parts: dict[str, Params] = {}
     for name, tensor in named.items():  # parameters come first; earlier versions named counts like them, one by one
         if _is_counted(name):
-            parts[name] = Slab(tensor, shapes_of(parts["params"]))
+            parts[name] = FlatParams(tensor, named_shapes(parts["params"]))
         else:
             *part, own = name.split("/", 2 if name.startswith(_KEYED) else 1)
             parts.setdefault("/".join(part), {})[own] = tensor
-    return _put_together(parts.items(), round)
+    return _state_from_parts(parts.items(), round)
 
 
 def _is_counted(part: str) -> bool:
     return part == "ever" or bool(_WINDOW.fullmatch(part))
 
 
-def _put_together(parts: Iterable[tuple[str, Params]], round: int) -> State:
+def _state_from_parts(parts: Iterable[tuple[str, Params]], round: int) -> State:
     """The state of which these are the parts."""
     known = dict(parts)
 

@@ -8,16 +8,16 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fedcover import registry, rng
-from fedcover.data.client_data import ROWS_ELSEWHERE
+from fedcover.data.client_data import REMOTE_DATA_MESSAGE
 from fedcover.errors import InvalidValue
 from fedcover.models import Scaler
-from fedcover.models.norms import has_batch_norm, on_batch_statistics
-from fedcover.policies.prunefl import EVERY
+from fedcover.models.norms import has_batch_norm, use_batch_statistics
+from fedcover.policies.prunefl import RECONFIGURE_EVERY
 from fedcover.runs.experiment import Experiment
 from fedcover.server.grid_noise import require_stream
 from fedcover.server.privacy import Gaussian
 from fedcover.submodels.build import submodel
-from fedcover.submodels.reductions import Masks, parameters_at
+from fedcover.submodels.reductions import Masks, parameters_at_width
 from fedcover.types import Dataset, Engine, Model, Params, Recipe, Samples, Source
 
 log = logging.getLogger("fedcover")
@@ -34,10 +34,10 @@ class Names:
     data: str
 
 
-def names_of(experiment: Experiment, model: object, dataset: Dataset | None) -> Names:
+def display_names(experiment: Experiment, model: object, dataset: Dataset | None) -> Names:
     """The names of a run's model and data; what was given in Python has the name of its class, or its own.
 
-    >>> names_of(Experiment(dataset="digits"), nn.Linear(2, 2), None)
+    >>> display_names(Experiment(dataset="digits"), nn.Linear(2, 2), None)
     Names(model='Linear (given in Python)', data="'digits'")
     """
     if dataset is not None and not isinstance(dataset, Dataset):
@@ -61,10 +61,10 @@ def check_parameters(module: nn.Module) -> None:
             raise InvalidValue(f"model: parameters must be real numbers, but {name} is {p.dtype}")
 
 
-def other_types(module: nn.Module, data: torch.dtype) -> str:
+def dtype_hint(module: nn.Module, data: torch.dtype) -> str:
     """What to say of a model that has failed on data which is of another floating type than its parameters.
 
-    >>> other_types(nn.Linear(2, 2), torch.float64)
+    >>> dtype_hint(nn.Linear(2, 2), torch.float64)
     '; the data is float64 and the parameters are float32: give module.double(), or x.float()'
     """
     own = {p.dtype for p in module.parameters()}
@@ -81,16 +81,16 @@ def check_outputs(experiment: Experiment, names: Names, model: Model, source: So
     """Try the model on two samples: it must take the data, and say one logit for each label."""
     two = Samples(source.test.x[:2].clone(), source.test.y[:2])
     untouched = two.x._version
-    trial = on_batch_statistics(submodel(model.module, Masks({}), {})).train()
+    trial = use_batch_statistics(submodel(model.module, Masks({}), {})).train()
     buffers = {name: buffer.clone() for name, buffer in trial.named_buffers()}
     try:
         with torch.no_grad(), rng.seeded(0, "trial"):
             logits = trial(two.x)
     except Exception as error:
         why = (str(error).splitlines() or [type(error).__name__])[0]
-        hint = other_types(model.module, two.x.dtype)
+        hint = dtype_hint(model.module, two.x.dtype)
         raise InvalidValue(f"model {names.model} cannot take data {names.data}: {why}{hint}") from error
-    _name_changing(trial, buffers)
+    _warn_of_changed_buffers(trial, buffers)
     if two.x._version != untouched:
         raise InvalidValue(f"model {names.model} writes to its input, which is the data set: use no x.sub_() on it")
     wanted = (len(two), source.classes, *two.y.shape[1:])
@@ -106,7 +106,7 @@ def check_outputs(experiment: Experiment, names: Names, model: Model, source: So
         )
 
 
-def _name_changing(trial: nn.Module, before: Params) -> None:
+def _warn_of_changed_buffers(trial: nn.Module, before: Params) -> None:
     """Say which buffers a model has changed; norm statistics are none here, as a trial keeps none."""
     changed = [name for name, b in trial.named_buffers() if name not in before or not torch.equal(b, before[name])]
     if changed:
@@ -116,7 +116,7 @@ def _name_changing(trial: nn.Module, before: Params) -> None:
         )  # fmt: skip
 
 
-def check_switches(experiment: Experiment, names: Names, model: Model, recipe: Recipe) -> None:
+def check_settings_apply(experiment: Experiment, names: Names, model: Model, recipe: Recipe) -> None:
     """Refuse settings that would silently change nothing, or something else, with this model or recipe."""
     name, norm, normed = names.model, experiment.norm, has_batch_norm(model.module)
     if norm in ("tracked", "per-width") and not normed:
@@ -135,17 +135,17 @@ def check_switches(experiment: Experiment, names: Names, model: Model, recipe: R
         )
     policy = registry.parse("policy", experiment.policy)
     if experiment.capacity == "width" and policy.name not in ("full", "magnitude", "prunefl"):
-        _tell_shares(experiment, names, model)
+        _warn_of_uncut_parts(experiment, names, model)
     if policy.name == "prunefl":
         _check_prunefl(policy, registry.parse("recipe", experiment.recipe), recipe)
 
 
-def _tell_shares(experiment: Experiment, names: Names, model: Model) -> None:
+def _warn_of_uncut_parts(experiment: Experiment, names: Names, model: Model) -> None:
     """Say once what devices hold of the parameters, where that is more than their width: parts may not be cuttable."""
     params = dict(model.module.named_parameters())
     whole = sum(p.numel() for p in params.values())
     levels = experiment.scaled_fleet.levels if model.groups else ()
-    held = {level: parameters_at(model.groups, params, level) / whole for level in levels if level < 1}
+    held = {level: parameters_at_width(model.groups, params, level) / whole for level in levels if level < 1}
     more = [f"{100 * share:.1f} % at {level:g}" for level, share in sorted(held.items()) if share > level + EVEN]
     if more:
         log.warning(
@@ -157,7 +157,7 @@ def _tell_shares(experiment: Experiment, names: Names, model: Model) -> None:
 def _check_prunefl(policy: registry.Spec, named: registry.Spec, recipe: Recipe) -> None:
     if "squared_gradient" not in recipe.measures:
         log.warning("policy prunefl keeps its first masks: without recipe prunefl nobody measures what it chooses by")
-    every, measured = (each.options.get("every", EVERY) for each in (policy, named))
+    every, measured = (each.options.get("every", RECONFIGURE_EVERY) for each in (policy, named))
     if named.name == "prunefl" and every != measured:
         raise InvalidValue(f"policy prunefl and recipe prunefl must have the same every; got {every} and {measured}")
 
@@ -172,7 +172,7 @@ def check_trainable(model: Model) -> None:
         )
 
 
-def check_private(experiment: Experiment, names: Names, privacy: object, model: Model, recipe: Recipe) -> None:
+def check_privacy(experiment: Experiment, names: Names, privacy: object, model: Model, recipe: Recipe) -> None:
     """Refuse what would carry clients' data past the noise: norm statistics, and what clients measure."""
     require_stream()
     if not isinstance(privacy, Gaussian):
@@ -195,10 +195,10 @@ def check_private(experiment: Experiment, names: Names, privacy: object, model: 
         raise InvalidValue("privacy: with this recipe a client chooses what it trains, and that would show its data")
 
 
-def check_rows_are_here(experiment: Experiment, engine: Engine | None = None) -> None:
+def check_data_is_local(experiment: Experiment, engine: Engine | None = None) -> None:
     """Refuse to train in this process where the rows are on nodes, unless an engine reaches these."""
     if experiment.partition == "nodes" and not hasattr(engine, "holdings"):
-        raise InvalidValue(ROWS_ELSEWHERE)
+        raise InvalidValue(REMOTE_DATA_MESSAGE)
 
 
 def check_dataset(dataset: Dataset) -> None:

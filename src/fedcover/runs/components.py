@@ -11,17 +11,17 @@ from torch import nn
 from fedcover import registry, rng
 from fedcover.errors import FedcoverError, InvalidValue
 from fedcover.models import MODELS
-from fedcover.models.meta_device import Unsuitable, hollow_or_whole, is_hollow
-from fedcover.models.norms import with_statistics
-from fedcover.runs.checks import check_parameters, other_types
+from fedcover.models.meta_device import NotBuildableOnMeta, build_on_meta_or_cpu, is_on_meta
+from fedcover.models.norms import with_running_statistics
+from fedcover.runs.checks import check_parameters, dtype_hint
 from fedcover.runs.experiment import Experiment
 from fedcover.server.contracts import checked_recipe
 from fedcover.submodels import unit_groups
 from fedcover.submodels.tracing import trace
-from fedcover.training.recipes import RECIPES, own_labels
+from fedcover.training.recipes import RECIPES, mask_absent_labels
 from fedcover.types import Model, Recipe, UnitGroup
 
-ROWS = 4
+EXAMPLE_ROWS = 4
 """Rows of the example on which a model is traced: of two, batch norm leaves hardly more than signs."""
 
 
@@ -58,7 +58,7 @@ def build_model(
     return build_recipe(experiment).model(as_model(built, shape, classes, dtype, cut=cuts(experiment), known=known))
 
 
-def hollow_model(
+def build_meta_model(
     experiment: Experiment,
     shape: tuple[int, ...],
     classes: int,
@@ -68,7 +68,7 @@ def hollow_model(
 ) -> Model:
     """The same model without values, for a device that never holds all of it; with them, if it cannot do without."""
     whole = partial(build_model, experiment, shape, classes, dtype, known)
-    return hollow_or_whole(whole, f"model {experiment.model!r}")
+    return build_on_meta_or_cpu(whole, f"model {experiment.model!r}")
 
 
 def cuts(experiment: Experiment) -> bool:
@@ -94,21 +94,21 @@ def as_model(
     if not isinstance(module, nn.Module):
         raise InvalidValue(f"model must be an nn.Module or a fedcover Model; got {type(built).__name__}")
     check_parameters(module)
-    module = with_statistics(module)
+    module = with_running_statistics(module)
     params = dict(module.named_parameters())
     if isinstance(built, Model):
-        return replace(built, module=module, groups=unit_groups.told_apart(built.groups, params))
-    if is_hollow(module):
+        return replace(built, module=module, groups=unit_groups.separate_buffers(built.groups, params))
+    if is_on_meta(module):
         if known is None:
-            raise Unsuitable("its groups are found by tracing, which computes with its values")
+            raise NotBuildableOnMeta("its groups are found by tracing, which computes with its values")
         return _traced(module, known, classes)
-    draw, size, floats = rng.generator(0, "example"), (ROWS, *shape), dtype.is_floating_point
+    draw, size, floats = rng.generator(0, "example"), (EXAMPLE_ROWS, *shape), dtype.is_floating_point
     example = torch.randn(size, generator=draw).to(dtype) if floats else torch.randint(classes, size, generator=draw)
     try:
         found = trace(module, example)
     except InvalidValue as error:
         if cut:
-            raise InvalidValue(f"{error}{other_types(module, dtype)}") from error
+            raise InvalidValue(f"{error}{dtype_hint(module, dtype)}") from error
         found = ()
     return _traced(module, found, classes)
 
@@ -127,7 +127,7 @@ def _traced(module: nn.Module, declared: Sequence[UnitGroup], classes: int) -> M
         and (name, 0) not in along
         and isinstance(module.get_submodule(name.rpartition(".")[0]), nn.Linear | nn.modules.conv._ConvNd)
     )
-    return Model(module, unit_groups.told_apart(declared, params), prunable, classifier)
+    return Model(module, unit_groups.separate_buffers(declared, params), prunable, classifier)
 
 
 def build_recipe(experiment: Experiment) -> Recipe:
@@ -140,4 +140,4 @@ def _recipe(name: str, absent: str, rows: bool) -> Recipe:
     recipe = build("recipe", name, RECIPES)
     if not isinstance(recipe, Recipe):
         raise InvalidValue(f"recipe {name!r} must make a fedcover Recipe; got {type(recipe).__name__}")
-    return own_labels(checked_recipe(name, recipe), absent=absent, rows=rows)
+    return mask_absent_labels(checked_recipe(name, recipe), absent=absent, rows=rows)

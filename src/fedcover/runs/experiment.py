@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from fedcover import registry
 from fedcover.data.augment import AUGMENTATIONS
-from fedcover.data.client_data import Elsewhere
+from fedcover.data.client_data import RemoteData
 from fedcover.data.partition import PARTITIONS
 from fedcover.errors import InvalidValue, unknown
 from fedcover.fleet import Fleet
@@ -21,22 +21,22 @@ from fedcover.host import disk
 from fedcover.models import MODELS
 from fedcover.models.norms import NORMS
 from fedcover.policies import POLICIES
-from fedcover.policies.paper_regions import capacities, check_codename
+from fedcover.policies.paper_regions import check_codename, codename_capacities
 from fedcover.runs import presets, trust
 from fedcover.server.aggregation import RULES, SERVERS, UNCOVERED, WEIGHTS
 from fedcover.server.evaluation import MODES
 from fedcover.server.privacy import PRIVACY, check_clip
 from fedcover.training.local_sgd import SCHEDULES
 from fedcover.training.recipes import RECIPES
-from fedcover.training.recipes.label_masking import ABSENT
+from fedcover.training.recipes.label_masking import ABSENT_LABELS
 
-MOST, HUGE = 1_000_000_000, 1e30
+MAX_INT, MAX_FLOAT = 1_000_000_000, 1e30
 """Beyond these, numbers are typing errors, and torch would stumble over them."""
 
 _NAMES: dict[str, Any] = {
     "weights": WEIGHTS,
     "uncovered": UNCOVERED,
-    "absent_labels": ABSENT,
+    "absent_labels": ABSENT_LABELS,
     "norm": NORMS,
     "evaluation": MODES,
     "augment": AUGMENTATIONS,
@@ -44,7 +44,7 @@ _NAMES: dict[str, Any] = {
 _SPECS: dict[str, Any] = {
     "policy": POLICIES,
     "model": MODELS,
-    "partition": {**PARTITIONS, "nodes": Elsewhere},
+    "partition": {**PARTITIONS, "nodes": RemoteData},
     "schedule": SCHEDULES,
     "recipe": RECIPES,
     "rule": RULES,
@@ -69,11 +69,11 @@ class Experiment(BaseModel):
     dataset: str = "digits"
     partition: str = "iid"
     validation: float = Field(0.0, ge=0, lt=1)
-    calibration: int = Field(1000, ge=1, le=MOST)
+    calibration: int = Field(1000, ge=1, le=MAX_INT)
     augment: str = "none"
 
-    clients: int = Field(100, ge=1, le=MOST)
-    active: int = Field(10, ge=1, le=MOST)
+    clients: int = Field(100, ge=1, le=MAX_INT)
+    active: int = Field(10, ge=1, le=MAX_INT)
     fleet: str = "1x1.0"
     assignment: Literal["device", "slot"] = "device"
     capacity: Literal["width", "parameters"] = "width"
@@ -90,23 +90,23 @@ class Experiment(BaseModel):
     weights: str = "uniform"
     uncovered: str = "keep"
     server: str = "none"
-    clip_updates: float | None = Field(None, gt=0, le=HUGE, allow_inf_nan=False)
+    clip_updates: float | None = Field(None, gt=0, le=MAX_FLOAT, allow_inf_nan=False)
     privacy: str = "none"
 
-    rounds: int = Field(100, ge=1, le=MOST)
-    epochs: int = Field(5, ge=1, le=MOST)
-    batch_size: int = Field(10, ge=1, le=MOST)
-    lr: float = Field(0.01, gt=0, le=HUGE, allow_inf_nan=False)
+    rounds: int = Field(100, ge=1, le=MAX_INT)
+    epochs: int = Field(5, ge=1, le=MAX_INT)
+    batch_size: int = Field(10, ge=1, le=MAX_INT)
+    lr: float = Field(0.01, gt=0, le=MAX_FLOAT, allow_inf_nan=False)
     schedule: str = "constant"
     momentum: float = Field(0.5, ge=0, lt=1)
-    weight_decay: float = Field(0.0, ge=0, le=HUGE, allow_inf_nan=False)
+    weight_decay: float = Field(0.0, ge=0, le=MAX_FLOAT, allow_inf_nan=False)
     clip: float | None = Field(None, gt=0, allow_inf_nan=False)
 
-    window: int = Field(10, ge=1, le=MOST)
+    window: int = Field(10, ge=1, le=MAX_INT)
     evaluation: str = "calibrated"
-    evaluate_every: int = Field(1, ge=1, le=MOST)
-    local_every: int | None = Field(None, ge=1, le=MOST)
-    checkpoint_every: int = Field(1, ge=1, le=MOST)
+    evaluate_every: int = Field(1, ge=1, le=MAX_INT)
+    local_every: int | None = Field(None, ge=1, le=MAX_INT)
+    checkpoint_every: int = Field(1, ge=1, le=MAX_INT)
     keep_rounds: tuple[int, ...] = ()
 
     def __init__(self, **fields: Any) -> None:
@@ -134,7 +134,7 @@ class Experiment(BaseModel):
             return data
         codename = str(policy.options["codename"])
         check_codename(codename, str(policy.options.get("kind", "pruning")), str(policy.options.get("p5", "code")))
-        kinds = [(len(list(run)), share) for share, run in groupby(capacities(codename))]
+        kinds = [(len(list(run)), share) for share, run in groupby(codename_capacities(codename))]
         fleet = " + ".join(f"{count}x{share:g}" for count, share in kinds)
         if isinstance(data.get("fleet"), str):
             data = {**data, "fleet": str(Fleet.parse(data["fleet"]))}
@@ -148,11 +148,11 @@ class Experiment(BaseModel):
     @classmethod
     def _fields_of_preset(cls, data: dict[str, Any]) -> dict[str, Any]:
         """A preset is its fields from here on; of the before-validators the last one goes first."""
-        return presets.resolved(data)
+        return presets.expand_preset(data)
 
     @model_validator(mode="after")
     def _known_and_consistent(self) -> "Experiment":
-        trust.choose(self.__dict__)
+        trust.trust_fields(self.__dict__)
         for key, table in _NAMES.items():
             if getattr(self, key) not in table:
                 raise unknown(key, getattr(self, key), table)
@@ -247,10 +247,10 @@ def read_fields(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidValue(f"experiment {path} cannot be read: {disk.reason(error)}") from error
-    return fields_of(text, path.stem)
+    return parse_fields(text, path.stem)
 
 
-def fields_of(text: str, name: str) -> dict[str, Any]:
+def parse_fields(text: str, name: str) -> dict[str, Any]:
     """The fields in the text of a TOML file; without a name among them, that of the file."""
     return {"name": named_after(name), **_fields(text)}
 

@@ -13,16 +13,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from fedcover.errors import InvalidValue, RunError, unknown
-from fedcover.host.disk import refuse_irregular, write_atomically
-from fedcover.models import tensors
-from fedcover.models.meta_device import Unsuitable, hollow
+from fedcover.host.disk import check_regular, write_atomically
+from fedcover.models import params_and_buffers
+from fedcover.models.meta_device import NotBuildableOnMeta, build_on_meta
 from fedcover.runs import trust
 from fedcover.runs.api import Run
 from fedcover.runs.components import as_model, build_model, build_recipe, cuts
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.onnx_export import export_onnx
-from fedcover.runs.session import shapes_of
-from fedcover.submodels.build import fill, skeleton
+from fedcover.runs.session import shapes_by_name
+from fedcover.submodels.build import load_tensors, meta_submodel
 from fedcover.submodels.encoding import decode, encode
 from fedcover.submodels.reductions import Slices
 from fedcover.types import Model, Reduction
@@ -72,7 +72,7 @@ def _as_safetensors(run: Run, part: Reduction, module: nn.Module, path: Path) ->
         "integers": not source.test.x.is_floating_point(),
         "rounds": run.state.round,
     }
-    values = {name: t.contiguous().cpu() for name, t in tensors(module).items()}
+    values = {name: t.contiguous().cpu() for name, t in params_and_buffers(module).items()}
     write_atomically(path, safetensors.torch.save(values, metadata={"fedcover": json.dumps(about)}))
 
 
@@ -98,7 +98,7 @@ def load_part(path: str | Path, *, model: Model | nn.Module | None = None) -> nn
     shape, classes = tuple(header.shape), header.classes
     if model is None:
         try:
-            whole = _built_without_values(experiment, shape, classes, dtype)
+            whole = _build_on_meta(experiment, shape, classes, dtype)
         except InvalidValue as error:
             raise RunError(f"{path} is no model exported by fedcover: {error}") from error
     else:
@@ -106,29 +106,29 @@ def load_part(path: str | Path, *, model: Model | nn.Module | None = None) -> nn
     params = dict(whole.module.named_parameters())
     try:
         masked = {name: params[name] for name in (whole.prunable if header.masked is None else header.masked)}
-        _refuse_sizes(whole, values)
-        part = skeleton(whole.module, decode(bytes.fromhex(header.reduction), whole.groups, masked))
-        wanted = tensors(part)
-        fitting = shapes_of(wanted) == shapes_of(values)
+        _check_group_sizes(whole, values)
+        part = meta_submodel(whole.module, decode(bytes.fromhex(header.reduction), whole.groups, masked))
+        wanted = params_and_buffers(part)
+        fitting = shapes_by_name(wanted) == shapes_by_name(values)
         fitting = fitting and all(values[name].dtype == tensor.dtype for name, tensor in wanted.items())
     except (InvalidValue, KeyError):  # a reduction of another model
         fitting = False
     if not fitting:
         other = "the given model" if model else f"model {experiment.model!r} (if it was made in Python, give it again)"
         raise RunError(f"{path} does not hold a part of {other}")
-    return fill(part, values).eval()
+    return load_tensors(part, values).eval()
 
 
-def _built_without_values(experiment: Experiment, shape: tuple[int, ...], classes: int, dtype: torch.dtype) -> Model:
+def _build_on_meta(experiment: Experiment, shape: tuple[int, ...], classes: int, dtype: torch.dtype) -> Model:
     """The model that the whole run had; a file of a few bytes may name one that fills the memory."""
     build = partial(build_model, experiment, shape, classes, dtype)
     try:
-        return hollow(build)
-    except Unsuitable:  # it keeps numbers that are drawn: a small model
+        return build_on_meta(build)
+    except NotBuildableOnMeta:  # it keeps numbers that are drawn: a small model
         return build()
 
 
-def _refuse_sizes(whole: Model, values: Mapping[str, Tensor]) -> None:
+def _check_group_sizes(whole: Model, values: Mapping[str, Tensor]) -> None:
     """Complain about groups of more units than a part of so few numbers can have been cut from."""
     numbers = sum(tensor.numel() for tensor in values.values())
     units = sum(group.size for group in whole.groups)
@@ -139,7 +139,7 @@ def _refuse_sizes(whole: Model, values: Mapping[str, Tensor]) -> None:
 def _read(path: str | Path) -> tuple[_Header, dict[str, Tensor]]:
     """What an exported file says of itself, and its tensors."""
     try:
-        refuse_irregular(Path(path))
+        check_regular(Path(path))
         with safe_open(path, framework="pt") as opened:
             about = json.loads((opened.metadata() or {}).get("fedcover", "{}"))
             values = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
@@ -159,7 +159,7 @@ def _experiment(path: str | Path, header: _Header, *, given: bool) -> Experiment
     A module that is given takes the place of both the model and what a recipe of the user's own made of it.
     """
     fields = {name: header.experiment[name] for name in _OF_THE_MODEL if name in header.experiment}
-    own = {name: text for name, text in trust.functions_of(fields).items() if not trust.is_chosen({name: text})}
+    own = {name: text for name, text in trust.custom_functions(fields).items() if not trust.all_trusted({name: text})}
     if own and not given:
         field, text = next(iter(own.items()))
         raise RunError(

@@ -24,12 +24,12 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch e
 
 from fedcover.errors import FedcoverError, InvalidValue, RunError
 from fedcover.host import scratch, signals
-from fedcover.host.orphans import tied
+from fedcover.host.orphans import lifeline_arguments
 from fedcover.runs.experiment import Experiment
-from fedcover.runs.setup import Machine, Parts, prepare
-from fedcover.server.collectives import Ranks
+from fedcover.runs.setup import Machine, Overrides, prepare
+from fedcover.server.collectives import ProcessGroup
 from fedcover.server.round import Setup, run_round
-from fedcover.server.sharded_round import shared, without_values
+from fedcover.server.sharded_round import shard_setup, without_values
 from fedcover.types import State
 
 PATIENCE = timedelta(days=1)
@@ -40,13 +40,13 @@ _PLACE = "FEDCOVER_PROCESS"
 
 
 @dataclass(frozen=True)
-class Job:
+class WorkerJob:
     """What the first process tells the others beside the state: all that they need to take part until some round."""
 
     experiment: Experiment
     machine: Machine
     data: str | Path | None
-    parts: Parts
+    parts: Overrides
     until: int
 
 
@@ -60,7 +60,7 @@ def torchrun_size() -> int:
     return 1 if torchrun_rank() is None else int(os.environ["WORLD_SIZE"])
 
 
-def no_more_than_clients(machine: Machine, setup: Setup) -> Machine:
+def limit_processes(machine: Machine, setup: Setup) -> Machine:
     """The same with at most one process for each client of a round: others would only start and wait.
 
     What torchrun has started is started.
@@ -75,7 +75,7 @@ def no_more_than_clients(machine: Machine, setup: Setup) -> Machine:
 
 
 @contextmanager
-def sharing(job: Job, setup: Setup, state: State) -> Iterator[Setup]:
+def launch_workers(job: WorkerJob, setup: Setup, state: State) -> Iterator[Setup]:
     """The setup whose rounds, from a state on, other processes share: torchrun's, or those that are started here."""
     size = int(job.machine.processes)
     if size == 1:
@@ -87,14 +87,17 @@ def sharing(job: Job, setup: Setup, state: State) -> Iterator[Setup]:
             "processes: under torchrun, use 'python -m fedcover run'; its first process leads the others"
         )
     message = (importable(), job.machine.device, _packed(job, state))
-    with _started(size) if torchrun_size() != size else _torchrun() as store, joined(0, size, store) as ranks:
-        ranks.hear(message)
+    with (
+        _start_workers(size) if torchrun_size() != size else _torchrun() as store,
+        join_process_group(0, size, store) as ranks,
+    ):
+        ranks.broadcast(message)
         del message, state  # as above, and both are as large as the model
-        ranks.gather(lambda: None)  # until all are ready
-        yield shared(setup, ranks)
+        ranks.all_gather(lambda: None)  # until all are ready
+        yield shard_setup(setup, ranks)
 
 
-def _packed(job: Job, state: State) -> bytes:
+def _packed(job: WorkerJob, state: State) -> bytes:
     content = io.BytesIO()
     try:
         torch.save((job, state), content)
@@ -119,19 +122,19 @@ def _unknown_there(error: Exception) -> str:
 
 
 @contextmanager
-def _started(size: int) -> Iterator[FileStore | None]:
+def _start_workers(size: int) -> Iterator[FileStore | None]:
     """Start all processes but the first, which is this one; they end with it."""
     with scratch.folder("run") as folder, ExitStack() as ending:
         store = FileStore(f"{folder}/store", size)
         children = []
         for rank in range(1, size):
             child = subprocess.Popen(
-                program("fedcover.runs.launch"),
+                worker_command("fedcover.runs.launch"),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                **tied({**with_own_source(os.environ), _PLACE: f"{rank} {size} {folder}"}),
+                **lifeline_arguments({**worker_environment(os.environ), _PLACE: f"{rank} {size} {folder}"}),
             )
-            ending.push(lambda kind, error, trace, child=child: end(child, done=kind is None))
+            ending.push(lambda kind, error, trace, child=child: stop_process(child, done=kind is None))
             children.append(child)
         while not store.check([f"here/{rank}" for rank in range(1, size)]):
             if any(child.poll() is not None for child in children):
@@ -142,13 +145,13 @@ def _started(size: int) -> Iterator[FileStore | None]:
         yield store
 
 
-def program(module: str) -> list[str]:
+def worker_command(module: str) -> list[str]:
     """The command of a process that calls a module's `main` and ends with this process; see `orphans.tied`."""
     first = "from fedcover.host import orphans, signals; orphans.end_with_parent(); signals.quietly()"
     return [sys.executable, "-c", f"{first}; from {module} import main; main()"]
 
 
-def with_own_source(environment: Mapping[str, str]) -> dict[str, str]:
+def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment of a process that is to import this very fedcover."""
     home = str(Path(__file__).parents[2])
     return {**environment, "PYTHONPATH": os.pathsep.join([home, *filter(None, [environment.get("PYTHONPATH")])])}
@@ -157,7 +160,7 @@ def with_own_source(environment: Mapping[str, str]) -> dict[str, str]:
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
-def end(child: subprocess.Popen[Any], done: bool) -> None:
+def stop_process(child: subprocess.Popen[Any], done: bool) -> None:
     """Let a process end by itself if its work is done; else, and if it lingers, insist."""
     for insist, patience in ((child.terminate, 20 if done else 0), (child.kill, 5)):
         try:
@@ -175,7 +178,7 @@ def _torchrun() -> Iterator[FileStore | None]:
 
 
 @contextmanager
-def joined(rank: int, size: int, store: FileStore | None) -> Iterator[Ranks]:
+def join_process_group(rank: int, size: int, store: FileStore | None) -> Iterator[ProcessGroup]:
     """Meet the other processes, and part from them at the end, however it comes."""
     beside = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     nccl = torch.cuda.is_available() and dist.is_nccl_available() and beside <= torch.cuda.device_count()
@@ -186,7 +189,7 @@ def joined(rank: int, size: int, store: FileStore | None) -> Iterator[Ranks]:
     except (RuntimeError, ValueError) as error:
         raise RunError(f"the {size} processes of this run cannot reach each other: {error}") from error
     try:
-        yield Ranks(rank, size)
+        yield ProcessGroup(rank, size)
     finally:
         dist.destroy_process_group()
 
@@ -194,7 +197,7 @@ def joined(rank: int, size: int, store: FileStore | None) -> Iterator[Ranks]:
 # ── all processes but the first ─────────────────────────────────────────────────────────────────────────
 
 
-def take_part(ranks: Ranks) -> None:
+def run_worker(ranks: ProcessGroup) -> None:
     """Hear what is run, prepare it, and share its rounds."""
     job, setup, state = _prepared(ranks)
     with job.machine.applied():
@@ -202,10 +205,10 @@ def take_part(ranks: Ranks) -> None:
             state, _ = run_round(setup, state)
 
 
-def _prepared(ranks: Ranks) -> tuple[Job, Setup, State]:
+def _prepared(ranks: ProcessGroup) -> tuple[WorkerJob, Setup, State]:
     """What is run and from which state: of the model no more than one copy, in the state."""
-    folders, device, content = ranks.hear(([""], "", b""))
-    ready: list[tuple[Job, Setup, State]] = []
+    folders, device, content = ranks.broadcast(([""], "", b""))
+    ready: list[tuple[WorkerJob, Setup, State]] = []
 
     def get_ready() -> None:
         sys.path.extend(folder for folder in folders if folder not in sys.path)
@@ -217,15 +220,15 @@ def _prepared(ranks: Ranks) -> tuple[Job, Setup, State]:
         job, state = _unpacked(content, devices)
         with job.machine.applied():
             setup = prepare(job.experiment, job.machine, data=job.data, parts=job.parts)
-        ready.append((replace(job, parts=Parts()), without_values(shared(setup, ranks)), state))
+        ready.append((replace(job, parts=Overrides()), without_values(shard_setup(setup, ranks)), state))
 
-    ranks.gather(get_ready)
+    ranks.all_gather(get_ready)
     return ready[0]
 
 
-def _unpacked(content: bytes, devices: dict[str, str]) -> tuple[Job, State]:
+def _unpacked(content: bytes, devices: dict[str, str]) -> tuple[WorkerJob, State]:
     try:  # any object may be in it: it comes from the first process of this very run
-        told: tuple[Job, State] = torch.load(io.BytesIO(content), map_location=devices, weights_only=False)
+        told: tuple[WorkerJob, State] = torch.load(io.BytesIO(content), map_location=devices, weights_only=False)
     except (AttributeError, ImportError) as error:
         raise InvalidValue(_unknown_there(error)) from error
     return told
@@ -243,10 +246,10 @@ def main() -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
     code = 0
     try:
-        with signals.in_order(), joined(rank, size, store) as ranks:
-            take_part(ranks)
+        with signals.raise_on_signals(), join_process_group(rank, size, store) as ranks:
+            run_worker(ranks)
     except KeyboardInterrupt as error:
-        code = signals.code_of(error) or 1
+        code = signals.exit_code(error) or 1
     except FedcoverError:
         code = 1
     except Exception as error:

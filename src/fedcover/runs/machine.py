@@ -17,7 +17,7 @@ Measured on an H200: at 2 billion (WRN28-2, ten images) crews were 1.6 times fas
 """
 
 
-def multiply_adds(setup: Setup) -> int:
+def model_multiply_adds(setup: Setup) -> int:
     """Those of the whole model, for one sample."""
     sizes = {name: p.numel() for name, p in setup.task.model.module.named_parameters()}
     return sum(sizes.get(name, 0) * times for name, times in setup.uses.items())
@@ -25,7 +25,7 @@ def multiply_adds(setup: Setup) -> int:
 
 def has_small_steps(setup: Setup) -> bool:
     """Whether a step of one client is too little work to keep a processor busy."""
-    return multiply_adds(setup) * setup.task.local.batch_size < SMALL_STEP
+    return model_multiply_adds(setup) * setup.task.local.batch_size < SMALL_STEP
 
 
 def engine_for(setup: Setup, engine: str, device: str) -> str:
@@ -33,18 +33,18 @@ def engine_for(setup: Setup, engine: str, device: str) -> str:
     if engine != "auto":
         return engine
     if device.startswith("cuda"):
-        return "batched" if _in_crews(setup) else "streams"
+        return "batched" if _suits_stacking(setup) else "streams"
     local, rows = setup.task.local, _rows(setup)
     steps = setup.rounds * setup.active * local.epochs * sum(rows) / len(rows) / local.batch_size
     return "batched" if steps >= WORTH_COMPILING else "sequential"
 
 
-def _in_crews(setup: Setup) -> bool:
+def _suits_stacking(setup: Setup) -> bool:
     """Whether a GPU is better filled by a layer of all clients at once than by all clients one layer each."""
     task = setup.task
-    known = stacked_layers.usable(task.model.module) and statistics_key(task.norm, 1.0) is None
+    known = stacked_layers.has_stacked_kernels(task.model.module) and statistics_key(task.norm, 1.0) is None
     alike = len(set(_rows(setup))) <= 2  # a crew takes equally many steps, and each number is captured for itself
-    return known and alike and multiply_adds(setup) * task.local.batch_size < LARGE_STEP
+    return known and alike and model_multiply_adds(setup) * task.local.batch_size < LARGE_STEP
 
 
 def _rows(setup: Setup) -> list[int]:

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from fedcover.runs.experiment import Experiment
-from fedcover.runs.setup import Machine, Parts
+from fedcover.runs.setup import Machine, Overrides
 from fedcover.server import grid_noise
 from fedcover.version import __version__
 
 
-def manifest(experiment: Experiment, machine: Machine, parts: Parts, data: str | Path | None) -> dict[str, Any]:
+def manifest(experiment: Experiment, machine: Machine, parts: Overrides, data: str | Path | None) -> dict[str, Any]:
     """With what a run is made: versions, commit, computer, and how it is computed."""
     cuda = machine.device.startswith("cuda")
     return {
@@ -32,12 +32,12 @@ def manifest(experiment: Experiment, machine: Machine, parts: Parts, data: str |
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,
-        "custom": own_parts(parts),
-        **({"noise": grid_noise.SOURCE} if experiment.privacy != "none" else {}),
+        "custom": override_names(parts),
+        **({"noise": grid_noise.NOISE_SOURCE} if experiment.privacy != "none" else {}),
     }
 
 
-def own_parts(parts: Parts) -> list[str]:
+def override_names(parts: Overrides) -> list[str]:
     """The names of what was made in Python, which a folder cannot say."""
     return [name for name in ("dataset", "model", "policy") if getattr(parts, name) is not None]
 

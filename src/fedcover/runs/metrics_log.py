@@ -20,7 +20,7 @@ EVENTS = ("answered", *UNANSWERED)
 """What may become of a client's task."""
 WARNED = "warned"
 """What is told of a node that is taken, but may not be as it should."""
-MOVES = ("came", "left")
+MEMBERSHIP_EVENTS = ("came", "left")
 """What a node that takes part may do between rounds."""
 
 _NEEDED = ("gamma_round", "gamma_window", "bytes_down", "bytes_up")
@@ -36,7 +36,7 @@ _NO_PICTURES: dict[str, Any] = {"layers": {}, "clients": {}}
 def read_lines(path: Path) -> Metrics:
     """The lines of a file such as metrics.jsonl, each of some round; the last may be half written, any damaged."""
     lines: Metrics = []
-    for text in lines_in(path):
+    for text in read_raw_lines(path):
         try:
             line = json.loads(text)
         except (ValueError, RecursionError):
@@ -46,7 +46,7 @@ def read_lines(path: Path) -> Metrics:
     return lines
 
 
-def lines_in(path: Path) -> list[bytes]:
+def read_raw_lines(path: Path) -> list[bytes]:
     """The lines of a file with what ends them; none where there is no file."""
     try:
         return disk.read_bytes(path).splitlines(keepends=True)
@@ -63,55 +63,55 @@ def read_events(path: Path) -> Metrics:
     last: dict[tuple[int, str, bool], dict[str, Any]] = {}
     for event in read_lines(path):
         if event.get("event") in (*EVENTS, WARNED):
-            key = event["round"], whose(event), event["event"] == WARNED
+            key = event["round"], event_subject(event), event["event"] == WARNED
             last.pop(key, None)  # a round that is run again after a stop tells anew, and in the order of that
             last[key] = event
     return list(last.values())
 
 
-def whose(event: Mapping[str, Any]) -> str:
+def event_subject(event: Mapping[str, Any]) -> str:
     """Whom an event is about: a client, or a node where no client is named.
 
-    >>> whose({"client": 3, "node": 7}), whose({"client": None, "node": 7})
+    >>> event_subject({"client": 3, "node": 7}), event_subject({"client": None, "node": 7})
     ('client 3', 'node 7')
     """
     return f"node {event.get('node')}" if event.get("client") is None else f"client {event['client']}"
 
 
-def command_to_go_on(engine: str, folder: Path) -> str:
+def resume_command(engine: str, folder: Path) -> str:
     """The command that goes on with a run that was stopped.
 
-    >>> command_to_go_on("batched", Path("runs/a b"))
+    >>> resume_command("batched", Path("runs/a b"))
     "fedcover resume 'runs/a b'"
     """
     begin = "fedcover flower up --nodes N" if engine == "flower" else "fedcover resume"
     return f"{begin} {shlex.quote(str(folder))}"
 
 
-def unanswered(metrics: Metrics) -> dict[str, int]:
+def count_unanswered(metrics: Metrics) -> dict[str, int]:
     """How many tasks of a whole run were rejected, late or lost, where any were.
 
-    >>> unanswered([{"rejected": 1, "late": 0}, {"rejected": 2}])
+    >>> count_unanswered([{"rejected": 1, "late": 0}, {"rejected": 2}])
     {'rejected': 3}
     """
     counted = {event: sum(line.get(event, 0) for line in metrics) for event in UNANSWERED}
     return {event: count for event, count in counted.items() if count}
 
 
-def why_unanswered(events: Metrics) -> str:
+def most_common_failure(events: Metrics) -> str:
     """The most frequent reason for which tasks were not answered.
 
-    >>> why_unanswered([{"event": "answered", "why": ""}, {"event": "lost", "why": "no node holds this client"}])
+    >>> most_common_failure([{"event": "answered", "why": ""}, {"event": "lost", "why": "no node holds this client"}])
     'no node holds this client'
     """
     reasons = Counter(str(event.get("why")) for event in events if event["event"] in UNANSWERED)
     return reasons.most_common(1)[0][0] if reasons else "no node was there"
 
 
-def is_whole(line: Mapping[str, Any]) -> bool:
+def is_complete_line(line: Mapping[str, Any]) -> bool:
     """Whether a line has every figure that a summary or a page is made of, and none of another kind.
 
-    >>> is_whole({"round": 2})
+    >>> is_complete_line({"round": 2})
     False
     """
     clients, seconds, pictures = line.get("clients", {}), line.get("seconds"), line.get("pictures") or _NO_PICTURES

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedcover.errors import InvalidValue
-from fedcover.host.disk import refuse_linked
+from fedcover.host.disk import check_not_linked
 
 
 def export_onnx(module: nn.Module, example: Tensor | tuple[Any, ...], path: str | Path) -> Path:
@@ -20,7 +20,7 @@ def export_onnx(module: nn.Module, example: Tensor | tuple[Any, ...], path: str 
     The length of the first axis of each input may differ from the example's wherever the module allows it. Needs the
     packages `onnx` and `onnxscript`.
     """
-    refuse_linked(Path(path))
+    check_not_linked(Path(path))
     missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
     if missing:
         names = " and ".join(missing)

@@ -27,7 +27,7 @@ def new_figure(width: float, height: float) -> Any:
     return _matplotlib("figure").Figure(figsize=(width, height), layout="constrained")
 
 
-def check(path: str | Path) -> None:
+def check_plot_path(path: str | Path) -> None:
     """Complain now, not after hours of training, if a plot could not be written as the file's name says."""
     known = sorted(_matplotlib("backend_bases").FigureCanvasBase.get_supported_filetypes())
     if Path(path).suffix.lstrip(".").lower() not in known:
@@ -43,7 +43,7 @@ def _matplotlib(part: str) -> Any:
 
 def save(figure: Any, path: str | Path) -> None:
     """Write a figure as a file of the kind that its name says."""
-    check(path)
+    check_plot_path(path)
     try:
         figure.savefig(path, dpi=150)
     except OSError as error:

@@ -62,10 +62,10 @@ PRESETS: dict[str, Preset] = {
 }  # fmt: skip
 
 
-def fields_of(name: object) -> dict[str, Any]:
+def preset_fields(name: object) -> dict[str, Any]:
     """What a preset sets.
 
-    >>> fields_of("feddropout")["policy"]
+    >>> preset_fields("feddropout")["policy"]
     'random'
     """
     if not isinstance(name, str) or name not in PRESETS:
@@ -73,17 +73,17 @@ def fields_of(name: object) -> dict[str, Any]:
     return PRESETS[name].fields
 
 
-def resolved(fields: Mapping[str, Any]) -> dict[str, Any]:
+def expand_preset(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields with their preset, if they name one, written out; what stands beside it overrides it.
 
-    >>> made = resolved({"preset": "feddropout", "clip": 1.0})
+    >>> made = expand_preset({"preset": "feddropout", "clip": 1.0})
     >>> made["policy"], made["clip"], made["name"], "preset" in made
     ('random', 1.0, 'feddropout', False)
     """
     if "preset" not in fields:
         return dict(fields)
     own = {field: value for field, value in fields.items() if field != "preset"}
-    return {"name": fields["preset"], **fields_of(fields["preset"]), **own}
+    return {"name": fields["preset"], **preset_fields(fields["preset"]), **own}
 
 
 def changed(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,5 +92,5 @@ def changed(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
     >>> changed({"policy": "full", "lr": 0.1}, {"preset": "feddropout"})
     {'lr': 0.1, 'preset': 'feddropout'}
     """
-    replaced = {"preset", *fields_of(changes["preset"])} if "preset" in changes else set()
+    replaced = {"preset", *preset_fields(changes["preset"])} if "preset" in changes else set()
     return {**{field: value for field, value in fields.items() if field not in replaced}, **changes}

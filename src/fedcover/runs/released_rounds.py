@@ -11,9 +11,9 @@ from typing import Any
 
 from fedcover.errors import RunError
 from fedcover.runs import checkpoints
-from fedcover.runs.metrics_log import Metrics, is_whole, read_lines
+from fedcover.runs.metrics_log import Metrics, is_complete_line, read_lines
 from fedcover.runs.run_folder import Folder
-from fedcover.server.grid_noise import SOURCE
+from fedcover.server.grid_noise import NOISE_SOURCE
 from fedcover.types import State
 
 log = logging.getLogger("fedcover")
@@ -26,9 +26,9 @@ def write_round(folder: Folder, line: dict[str, Any], state: State) -> None:
     folder.append(line)
 
 
-def check_going_on(folder: Folder, state: State) -> None:
+def check_resumable(folder: Folder, state: State) -> None:
     """Refuse to go on from a state if that would release a round again, or if the noise so far can be taken off."""
-    if complaint := complaint_about_noise(folder):
+    if complaint := noise_problem(folder):
         raise RunError(f"{complaint}; begin a new run under another name")
     last = max(_rounds(folder), default=0)
     if last > state.round:
@@ -46,15 +46,15 @@ def check_going_on(folder: Folder, state: State) -> None:
         )
 
 
-def warn_of_noise(folder: Folder) -> None:
+def warn_of_removable_noise(folder: Folder) -> None:
     """Say that nothing in a folder is private, if it is of an earlier version."""
-    if complaint := complaint_about_noise(folder):
+    if complaint := noise_problem(folder):
         log.warning("%s", complaint)
 
 
-def complaint_about_noise(folder: Folder) -> str:
+def noise_problem(folder: Folder) -> str:
     """What is wrong with the noise of a private run, if it is of an earlier version."""
-    if folder.experiment.privacy == "none" or folder.manifest.get("noise") == SOURCE:
+    if folder.experiment.privacy == "none" or folder.manifest.get("noise") == NOISE_SOURCE:
         return ""
     return (
         f"{folder.path} is a private run of an earlier version: its noise can be found and taken off, so nothing that "
@@ -62,10 +62,10 @@ def complaint_about_noise(folder: Folder) -> str:
     )
 
 
-def complete(folder: Folder, state: State) -> None:
+def finish_last_round(folder: Folder, state: State) -> None:
     """Write what a kill may have left out of the last round, once the run is where its newest checkpoint is."""
     folder.keep(state)
-    known = folder.cut_metrics(state.round)  # what is added to a line that is half written would be lost with it
+    known = folder.truncate_metrics(state.round)  # what is added to a line that is half written would be lost with it
     for line in figures(folder, state)[len(known) :]:
         folder.append(line)
 
@@ -77,7 +77,7 @@ def figures(folder: Folder, state: State) -> Metrics:
         return known
     line = next((file.line() for file in checkpoints.found(folder.checkpoints) if file.round == state.round), None)
     last = line is not None and type(line.get("round")) is int and line["round"] == state.round - 1
-    return [*known, line] if line and last and is_whole(line) else known
+    return [*known, line] if line and last and is_complete_line(line) else known
 
 
 def _rounds(folder: Folder) -> set[int]:

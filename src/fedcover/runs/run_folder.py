@@ -16,10 +16,10 @@ from fedcover.errors import InvalidValue, RunError, TrainingDiverged
 from fedcover.host import disk, locks
 from fedcover.host.disk import write_atomically
 from fedcover.runs import checkpoints, trust
-from fedcover.runs.experiment import MOST, Experiment, fields_of
-from fedcover.runs.manifest import manifest, own_parts
-from fedcover.runs.metrics_log import Metrics, command_to_go_on, is_whole, read_lines, summarise
-from fedcover.runs.setup import Machine, Parts
+from fedcover.runs.experiment import MAX_INT, Experiment, parse_fields
+from fedcover.runs.manifest import manifest, override_names
+from fedcover.runs.metrics_log import Metrics, is_complete_line, read_lines, resume_command, summarise
+from fedcover.runs.setup import Machine, Overrides
 from fedcover.types import State
 
 _FILES = ("summary.json", "metrics.jsonl", "events.jsonl", "manifest.json", "experiment.toml")
@@ -49,7 +49,7 @@ class Folder:
         """What experiment.toml says, unchecked; nothing that it names is imported."""
         path = self.path / "experiment.toml"
         try:
-            return fields_of(disk.read_text(path), path.stem)
+            return parse_fields(disk.read_text(path), path.stem)
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidValue(f"experiment {path} cannot be read: {disk.reason(error)}") from error
 
@@ -57,20 +57,20 @@ class Folder:
     def experiment(self) -> Experiment:
         """What is run here; functions that it names are imported, if they may be."""
         if not self.trusted:
-            trust.check(self.path, self.fields)
+            trust.check_trusted(self.path, self.fields)
         return Experiment(**self.fields)
 
     @property
     def planned_rounds(self) -> int:
         """How many rounds the run is to have, by its file alone."""
         rounds = self.fields.get("rounds", Experiment.model_fields["rounds"].default)
-        if type(rounds) is not int or not 1 <= rounds <= MOST:
-            raise InvalidValue(f"{self.path / 'experiment.toml'}: rounds must be in 1..{MOST}; got {rounds!r}")
+        if type(rounds) is not int or not 1 <= rounds <= MAX_INT:
+            raise InvalidValue(f"{self.path / 'experiment.toml'}: rounds must be in 1..{MAX_INT}; got {rounds!r}")
         return rounds
 
     def names_other_functions(self, experiment: Experiment) -> bool:
         """Whether the run cannot be of this experiment, as it names functions of its own; they are not imported."""
-        return trust.functions_of(self.fields) != trust.functions_of(experiment.model_dump())
+        return trust.custom_functions(self.fields) != trust.custom_functions(experiment.model_dump())
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
@@ -86,7 +86,12 @@ class Folder:
 
     @contextlib.contextmanager
     def created(
-        self, experiment: Experiment, machine: Machine, parts: Parts, data: str | Path | None, overwrite: bool = False
+        self,
+        experiment: Experiment,
+        machine: Machine,
+        parts: Overrides,
+        data: str | Path | None,
+        overwrite: bool = False,
     ) -> Iterator["Folder"]:
         """Make the folder for a new run; an existing run is overwritten only if that is asked for.
 
@@ -94,7 +99,7 @@ class Folder:
         done takes its folder away, but nothing that was there before it.
         """
         if not overwrite:
-            self.refuse_a_run()
+            self.check_no_run()
         try:
             before = set(os.listdir(self.path)) - {*_FILES} if os.path.isdir(self.path) else None
             self.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -102,7 +107,7 @@ class Folder:
             raise RunError(f"cannot create the run folder {self.path}: {error.strerror}") from error
         with self._locked():
             if not overwrite:
-                self.refuse_a_run()  # another process may have been faster
+                self.check_no_run()  # another process may have been faster
             self._clear()
             write_atomically(self.path / "manifest.json", _json(manifest(experiment, machine, parts, data)))
             write_atomically(self.path / "experiment.toml", experiment.to_toml().encode())
@@ -135,15 +140,15 @@ class Folder:
             raise RunError(f"{self.path} is no run folder: it has no experiment.toml")
         return self
 
-    def refuse_a_run(self) -> None:
+    def check_no_run(self) -> None:
         """Complain if the folder holds a run already."""
-        if self.holds_a_run():
+        if self.has_run():
             other = "choose another name (--set name=...), or lose it by --overwrite"
-            raise RunError(f"{self.path} holds a run already: go on with {self.going_on()}, or {other}")
+            raise RunError(f"{self.path} holds a run already: go on with {self.resume_hint()}, or {other}")
         if os.path.isdir(self.path) and any(state.round for state in checkpoints.found(self.kept)):
             raise RunError(f"{self.kept} holds models of another run: choose another name (--set name=...)")
 
-    def holds_a_run(self) -> bool:
+    def has_run(self) -> bool:
         """Whether a round was finished here; what ended before that has left nothing to lose."""
         if not os.path.isdir(self.path):  # unlike Path.is_dir, False for any path at all
             return False
@@ -158,7 +163,7 @@ class Folder:
 
     def _clear(self) -> None:
         described = os.path.isfile(self.path / "experiment.toml")
-        released = self.holds_a_run() or any(state.round for state in checkpoints.found(self.kept))
+        released = self.has_run() or any(state.round for state in checkpoints.found(self.kept))
         if described and released and Folder(self.path).fields.get("privacy", "none") != "none":
             raise RunError(
                 f"{self.path} holds a private run, and what it has released counts whether it is here or not: choose "
@@ -170,44 +175,46 @@ class Folder:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        with locks.held(self.path):
+        with locks.lock_folder(self.path):
             for folder in (self.checkpoints, self.kept):
-                disk.refuse_linked(folder)
+                disk.check_not_linked(folder)
             for folder in (self.path, self.checkpoints, self.kept):
-                checkpoints.sweep(folder)
+                checkpoints.remove_leftovers(folder)
             yield
 
     def in_use(self) -> bool:
         """Whether a process is at work in the folder, as far as this computer can tell."""
-        return locks.is_held(self.path)
+        return locks.is_locked(self.path)
 
     @property
-    def latest(self) -> dict[str, Any]:
+    def latest_manifest(self) -> dict[str, Any]:
         """The manifest as it was when somebody last went on with the run."""
         resumed = self.manifest.get("resumed") or [{}]
         return {**self.manifest, **resumed[-1]}
 
-    def note(self, machine: Machine, round: int) -> None:
+    def record_machine(self, machine: Machine, round: int) -> None:
         """Let the manifest tell if from some round on the run is computed in another way than before."""
         now = {**asdict(machine), "torch": torch.__version__}
-        if any(self.latest.get(key) != value for key, value in now.items()):
+        if any(self.latest_manifest.get(key) != value for key, value in now.items()):
             resumed = [*self.manifest.get("resumed", []), {"round": round, **now}]
             self.__dict__["manifest"] = {**self.manifest, "resumed": resumed}  # what was read of it before
-            with self.writing(self.path / "manifest.json") as path:
+            with self.explain_write_errors(self.path / "manifest.json") as path:
                 write_atomically(path, _json(self.manifest))
 
-    def refuse_another(self, machine: Machine) -> None:
+    def check_same_machine(self, machine: Machine) -> None:
         """Complain if the run was computed in a way that gives other results than a sweep on this machine would."""
         kinds = ("device", "precision", "deterministic")
         other = [
-            f"{k} {self.latest[k]}, not {getattr(machine, k)}" for k in kinds if self.latest[k] != getattr(machine, k)
+            f"{k} {self.latest_manifest[k]}, not {getattr(machine, k)}"
+            for k in kinds
+            if self.latest_manifest[k] != getattr(machine, k)
         ]
         if other:
             raise InvalidValue(f"{self.path} was run with {', '.join(other)}; choose another name or folder of runs")
 
     def machine(self, wanted: Machine | None, *, force: bool = False) -> Machine:
         """The machine settings to go on with: those it was run with last, unless a change is forced."""
-        known: dict[str, Any] = {key: self.latest.get(key) for key in _MUST_MATCH}
+        known: dict[str, Any] = {key: self.latest_manifest.get(key) for key in _MUST_MATCH}
         then = Machine(**{key: known[key] for key in known if key != "torch"})
         asked = wanted or Machine()
         now = Machine(
@@ -217,7 +224,7 @@ class Folder:
             asked.deterministic or then.deterministic,
             asked.precision if asked.precision != "fp32" else then.precision,
             # sums over other processes differ in the last digit at most, so their number may change
-            asked.processes if wanted and wanted.processes != "auto" else self.latest.get("processes", 1),
+            asked.processes if wanted and wanted.processes != "auto" else self.latest_manifest.get("processes", 1),
         ).resolved()
         current = {**asdict(now), "torch": torch.__version__}
         changed = [f"{key} {known[key]} to {current[key]}" for key in _MUST_MATCH if known[key] != current[key]]
@@ -234,9 +241,9 @@ class Folder:
         known = self.manifest.get("data")
         return known if isinstance(known, str) else None
 
-    def require(self, parts: Parts) -> None:
+    def check_overrides(self, parts: Overrides) -> None:
         """Complain if the run needs things made in Python that were not given again."""
-        given = set(own_parts(parts))
+        given = set(override_names(parts))
         missing = [name for name in self.manifest.get("custom", []) if name not in given]
         if missing:
             raise RunError(
@@ -246,16 +253,16 @@ class Folder:
 
     def append(self, line: dict[str, Any]) -> None:
         """Add one round's line to metrics.jsonl, and see it on disk."""
-        with self.writing(self.path / "metrics.jsonl") as path:
+        with self.explain_write_errors(self.path / "metrics.jsonl") as path:
             disk.append(path, _line(line))
 
     def metrics(self, rounds: int) -> Metrics:
         """The line of every round that is done, the last one if there are several; a torn or damaged one is none."""
-        whole = [line for line in read_lines(self.path / "metrics.jsonl") if is_whole(line)]
+        whole = [line for line in read_lines(self.path / "metrics.jsonl") if is_complete_line(line)]
         by_round = {line["round"]: line for line in whole}
         return [by_round[round] for round in sorted(by_round) if round < rounds]
 
-    def cut_metrics(self, rounds: int) -> Metrics:
+    def truncate_metrics(self, rounds: int) -> Metrics:
         """Forget the lines of rounds that will be run again."""
         lines = self.metrics(rounds)
         write_atomically(self.path / "metrics.jsonl", b"".join(_line(line) for line in lines))
@@ -263,7 +270,7 @@ class Folder:
 
     def checkpoint(self, state: State, line: dict[str, Any] | None = None) -> None:
         """Write the state so that the run can go on from it, with its round's line if that is to be as safe."""
-        with self.writing(self.checkpoints) as folder:
+        with self.explain_write_errors(self.checkpoints) as folder:
             checkpoints.save(folder, state, self.experiment.digest, line=line)
 
     def keeps(self, round: int) -> bool:
@@ -273,17 +280,17 @@ class Folder:
     def keep(self, state: State) -> None:
         """Write the state for good if its round is one of `keep_rounds`."""
         if self.keeps(state.round):
-            with self.writing(self.kept) as folder:
+            with self.explain_write_errors(self.kept) as folder:
                 folder.mkdir(exist_ok=True)
                 checkpoints.save(folder, state, self.experiment.digest, keep=None)
 
     def finish(self, metrics: Metrics) -> None:
         """Write summary.json."""
-        with self.writing(self.path / "summary.json") as path:
+        with self.explain_write_errors(self.path / "summary.json") as path:
             write_atomically(path, _json(summarise(metrics)))
 
     @contextlib.contextmanager
-    def writing(self, path: Path) -> Iterator[Path]:
+    def explain_write_errors(self, path: Path) -> Iterator[Path]:
         """If something cannot be written, tell what is left and how to go on."""
         try:
             yield path
@@ -291,24 +298,24 @@ class Folder:
             wrong = error if isinstance(error, RunError) else f"cannot write {path}: {error.strerror}"
             older = checkpoints.found(self.checkpoints)
             last = f"the checkpoint of round {older[0].round} is whole" if older else "there is no checkpoint yet"
-            raise RunError(f"{wrong}; {last}; mend that, then {self.going_on()}") from error
+            raise RunError(f"{wrong}; {last}; mend that, then {self.resume_hint()}") from error
 
-    def going_on(self) -> str:
+    def resume_hint(self) -> str:
         """The command that goes on with the run."""
         try:
             engine = self.manifest["engine"]
         except RunError:  # that command tells what is wrong with it
             engine = ""
         otherwise = " (or 'flower run --resume' as it was started)" if engine == "flower" else ""
-        return f"'{command_to_go_on(engine, self.path)}{self.trust_flag()}'{otherwise}"
+        return f"'{resume_command(engine, self.path)}{self.trust_flag()}'{otherwise}"
 
     def trust_flag(self) -> str:
         """What that command needs if the run names functions; who has not named them here is not told to trust them."""
         try:
-            named = trust.functions_of(self.fields)
+            named = trust.custom_functions(self.fields)
         except InvalidValue:  # that command tells what is wrong with it
             return ""
-        return " --trust" if named and trust.is_chosen(named) else ""
+        return " --trust" if named and trust.all_trusted(named) else ""
 
 
 def _has_content(path: Path) -> bool:

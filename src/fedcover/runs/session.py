@@ -17,12 +17,12 @@ from fedcover.runs import checkpoints, released_rounds
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.metrics_log import Metrics
 from fedcover.runs.run_folder import Folder
-from fedcover.server.round import Report, Setup, first_state
+from fedcover.server.round import RoundReport, Setup, initial_state
 from fedcover.types import Params, State
 
 
 @dataclass(slots=True, eq=False)
-class Course:
+class RunSession:
     """Where a run is between its first round and its last; without a folder it is only remembered.
 
     Files are written by a thread of their own. On a GPU, which leaves the processor to it, the next round begins
@@ -32,35 +32,35 @@ class Course:
     experiment: Experiment
     setup: Setup
     state: State
-    remembered: Metrics
+    metrics_in_memory: Metrics
     folder: Folder | None = None
     diverged: str = ""
     saved: int = field(init=False)
     _writing: Future[None] | None = field(init=False, default=None)
-    _fetched: tuple[State, State] | None = field(init=False, default=None)
+    _cpu_copy: tuple[State, State] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.saved = self.state.round
         if self.folder:
-            self.remembered = []  # they are in its folder: a run of many rounds and clients must not grow in memory
+            self.metrics_in_memory = []  # they are in its folder: a run of many rounds and clients must not grow in memory
 
     @property
     def metrics(self) -> Metrics:
         """The figures of the rounds that are done."""
         self._wait()
-        return self.folder.metrics(self.state.round) if self.folder else self.remembered
+        return self.folder.metrics(self.state.round) if self.folder else self.metrics_in_memory
 
     @property
     def running(self) -> bool:
         """Whether there are rounds to come."""
         return not self.diverged and self.state.round < self.setup.rounds
 
-    def take(self, after: State, report: Report) -> None:
+    def record_round(self, after: State, report: RoundReport) -> None:
         """Note a round that is done."""
         line = {"round": report.round, **report.metrics}
         self._wait()
         if self.folder is None:
-            self.remembered.append(line)
+            self.metrics_in_memory.append(line)
             self.state = after
             return
         # with privacy always: a round that is run again would release noise that nobody counts
@@ -69,14 +69,16 @@ class Course:
         on_gpu = any(tensor.is_cuda for tensor in after.params.values())
         fetch = on_gpu and (due or self.folder.keeps(after.round))
         # fetched here: another thread must not disturb what is captured meanwhile
-        kept = checkpoints.fetched(after, self._fetched) if fetch else after
-        self._fetched = (after, kept) if fetch else self._fetched
+        kept = checkpoints.copy_to_cpu(after, self._cpu_copy) if fetch else after
+        self._cpu_copy = (after, kept) if fetch else self._cpu_copy
         written = self.folder, line, kept, due
         try:
             self._writing = _writer().submit(self._write, *written)
         except RuntimeError:  # the main thread has ended, so no other is lent any more
             self._write(*written)
-        self.state = after  # not before: `kept_safe` would write a state whose line and kept state nobody writes
+        self.state = (
+            after  # not before: `checkpoint_on_exit` would write a state whose line and kept state nobody writes
+        )
         if not on_gpu or self.setup.privacy:
             self._wait()
 
@@ -86,7 +88,7 @@ class Course:
             self.folder.finish(self.metrics)
 
     @contextmanager
-    def kept_safe(self) -> Iterator[None]:
+    def checkpoint_on_exit(self) -> Iterator[None]:
         """Whatever stops what is done here, the last complete round is on disk."""
         try:
             yield
@@ -126,19 +128,19 @@ def _writer() -> ThreadPoolExecutor:
 os.register_at_fork(after_in_child=_writer.cache_clear)  # a forked process has the executor, but not its thread
 
 
-def refuse_another_model(folder: Folder, setup: Setup, state: State) -> None:
+def check_same_model(folder: Folder, setup: Setup, state: State) -> None:
     """Complain if a state is of another model than the one here: a module, or the code that builds one, may change."""
-    there, here = shapes_of(state.params), shapes_of(dict(setup.task.model.module.named_parameters()))
+    there, here = shapes_by_name(state.params), shapes_by_name(dict(setup.task.model.module.named_parameters()))
     for name in [*there, *here]:
         if there.get(name) != here.get(name):
             told = f"has the shape {there[name]}, not {here.get(name, 'there')}" if name in there else "is missing"
             raise RunError(f"{folder.path} was made with another model: its {name!r} {told}")
-    complaint = complaint_about_state(setup, state)
+    complaint = state_mismatch(setup, state)
     if complaint:
         raise RunError(f"{folder.path} was not written by this experiment: its checkpoint's {complaint}")
 
 
-def complaint_about_state(setup: Setup, state: State) -> str:
+def state_mismatch(setup: Setup, state: State) -> str:
     """What of a state, whose parameters have the model's shapes, no run of this experiment could have written."""
     module = setup.task.model.module
     if state.round > setup.rounds:
@@ -146,48 +148,46 @@ def complaint_about_state(setup: Setup, state: State) -> str:
     for name, tensor in module.named_parameters():
         if state.params[name].dtype != tensor.dtype:
             return f"parameter {name!r} is of {state.params[name].dtype}, not {tensor.dtype}"
-    params, statistics = shapes_of(state.params), shapes_of(running(module))
+    params, statistics = shapes_by_name(state.params), shapes_by_name(running(module))
     for key, measured in state.measured.items():
-        if not shapes_of(measured).items() <= params.items():
+        if not shapes_by_name(measured).items() <= params.items():
             return f"measurements {key!r} are not of this model's parameters"
     for kind, trees, shapes in (("statistics", state.statistics, statistics), ("server state", state.server, params)):
         for key, tensors in trees.items():
-            if shapes_of(tensors) != shapes:
+            if shapes_by_name(tensors) != shapes:
                 return f"{kind} {key!r} is not of this model"
     counted = [(counts, (torch.uint8, torch.int32)) for counts in state.coverage.window] + [
         (state.coverage.ever, (torch.bool,))
     ]
     for counts, dtypes in counted:
-        if counts and (shapes_of(counts) != params or any(t.dtype not in dtypes for t in counts.values())):
+        if counts and (shapes_by_name(counts) != params or any(t.dtype not in dtypes for t in counts.values())):
             return "counts are not of this model's parameters"
     return ""
 
 
-def shapes_of(params: Params) -> dict[str, tuple[int, ...]]:
+def shapes_by_name(params: Params) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor, by name."""
     return {name: tuple(tensor.shape) for name, tensor in params.items()}
 
 
-def where_it_stopped(
-    folder: Folder, setup: Setup, device: str, complain: Callable[[str], None]
-) -> tuple[State, Metrics]:
+def load_latest(folder: Folder, setup: Setup, device: str, complain: Callable[[str], None]) -> tuple[State, Metrics]:
     """The newest whole state of a run folder (the first one, if there is none yet) and the figures up to it."""
     if not checkpoints.found(folder.checkpoints):  # stopped before the first round was done
-        state = first_state(setup)
+        state = initial_state(setup)
         if setup.privacy:
-            released_rounds.check_going_on(folder, state)
+            released_rounds.check_resumable(folder, state)
         folder.keep(state)
     else:
         state, complaints = checkpoints.newest(folder.checkpoints, folder.experiment.digest, device)
-        refuse_another_model(folder, setup, state)
+        check_same_model(folder, setup, state)
         if setup.privacy:
-            released_rounds.check_going_on(folder, state)
-            released_rounds.complete(folder, state)
+            released_rounds.check_resumable(folder, state)
+            released_rounds.finish_last_round(folder, state)
         for path, complaint in complaints.items():
             complain(f"{complaint}; going on from the older checkpoint of round {state.round}")
             checkpoints.set_aside(path)
     checkpoints.thin_out(folder.checkpoints)
-    metrics = folder.cut_metrics(state.round)
+    metrics = folder.truncate_metrics(state.round)
     lost = sorted(set(range(state.round)) - {line["round"] for line in metrics})
     if lost and not metrics and state.round == setup.rounds:
         raise RunError(

@@ -14,28 +14,35 @@ from torch import nn
 
 from fedcover import registry
 from fedcover.data import datasets
-from fedcover.data.client_data import Elsewhere, Holding, Partitioned, Synthetic
+from fedcover.data.client_data import ClientDataInfo, PartitionedData, RemoteData, SyntheticData
 from fedcover.data.partition import PARTITIONS
 from fedcover.errors import InvalidValue, unknown
-from fedcover.models import tensors
-from fedcover.models.meta_device import is_hollow
+from fedcover.models import params_and_buffers
+from fedcover.models.meta_device import is_on_meta
 from fedcover.policies import POLICIES, growth_of
-from fedcover.runs.checks import check_dataset, check_outputs, check_private, check_switches, check_trainable, names_of
+from fedcover.runs.checks import (
+    check_dataset,
+    check_outputs,
+    check_privacy,
+    check_settings_apply,
+    check_trainable,
+    display_names,
+)
 from fedcover.runs.components import as_model, build, build_model, build_recipe, cuts, look_up
-from fedcover.runs.experiment import HUGE, Experiment
-from fedcover.runs.machine import engine_for, has_small_steps, multiply_adds
+from fedcover.runs.experiment import MAX_FLOAT, Experiment
+from fedcover.runs.machine import engine_for, has_small_steps, model_multiply_adds
 from fedcover.server.aggregation import SERVERS
-from fedcover.server.collectives import physical_cores, worthwhile
-from fedcover.server.contracts import checked_server, named_rule
+from fedcover.server.collectives import num_useful_processes, physical_cores
+from fedcover.server.contracts import build_rule, checked_server
 from fedcover.server.privacy import PRIVACY
 from fedcover.server.round import Setup, cohort_of
 from fedcover.submodels import unit_groups
 from fedcover.training.engines import ENGINES, PRECISIONS
-from fedcover.training.engines.runners import say
+from fedcover.training.engines.runners import warn_once
 from fedcover.training.local_sgd import SCHEDULES
 from fedcover.types import Dataset, Engine, LocalTraining, Model, Policy, Source, Task
 
-MOST_THREADS = 1024
+MAX_THREADS = 1024
 STEP_SECONDS, MULTIPLY_ADDS_PER_SECOND = 2e-4, 1e10
 """What a local step takes at least, and per multiply-add of forward and backward: roughly, to see if processes pay.
 
@@ -75,22 +82,22 @@ class Machine:
         if self.precision == "tf32" and not device.startswith("cuda"):
             raise InvalidValue("precision is 'tf32', which only CUDA devices know; use 'fp32' or 'bf16'")
         if self.engine == "streams" and device == "cpu":
-            say("there is no GPU in use, so streams neither overlaps nor captures steps and is not fast")
-        if self.threads is not None and not 1 <= self.threads <= MOST_THREADS:
-            raise InvalidValue(f"threads must be in 1..{MOST_THREADS}; got {self.threads}")
-        if self.processes != "auto" and not (isinstance(self.processes, int) and 1 <= self.processes <= MOST_THREADS):
-            raise InvalidValue(f"processes must be 'auto' or in 1..{MOST_THREADS}; got {self.processes!r}")
+            warn_once("there is no GPU in use, so streams neither overlaps nor captures steps and is not fast")
+        if self.threads is not None and not 1 <= self.threads <= MAX_THREADS:
+            raise InvalidValue(f"threads must be in 1..{MAX_THREADS}; got {self.threads}")
+        if self.processes != "auto" and not (isinstance(self.processes, int) and 1 <= self.processes <= MAX_THREADS):
+            raise InvalidValue(f"processes must be 'auto' or in 1..{MAX_THREADS}; got {self.processes!r}")
         return replace(self, device=device)
 
     def for_setup(self, setup: Setup) -> "Machine":
         """The same with engine, processes and threads decided: those that pay; one thread, unless a step is big."""
-        work, local = multiply_adds(setup), setup.task.local
+        work, local = model_multiply_adds(setup), setup.task.local
         processes = self.processes
         if isinstance(processes, str):
             cores = torch.cuda.device_count() if self.device.startswith("cuda") else physical_cores()
             samples = sum(client.samples for client in cohort_of(setup, 0)) * local.epochs * setup.rounds
             step = STEP_SECONDS + 3 * work * local.batch_size / MULTIPLY_ADDS_PER_SECOND
-            enough = worthwhile(samples / local.batch_size * step, setup.active, cores)
+            enough = num_useful_processes(samples / local.batch_size * step, setup.active, cores)
             processes = 1 if setup.clip_updates is not None else enough
         elif processes > 1 and setup.clip_updates is not None:
             raise InvalidValue(
@@ -121,7 +128,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Parts:
+class Overrides:
     """Things made in Python that replace what an experiment only names."""
 
     dataset: Dataset | None = None
@@ -133,13 +140,13 @@ class Parts:
 
 
 def prepare(
-    experiment: Experiment, machine: Machine, *, data: str | Path | None = None, parts: Parts | None = None
+    experiment: Experiment, machine: Machine, *, data: str | Path | None = None, parts: Overrides | None = None
 ) -> Setup:
     """Everything that stays the same from round to round."""
-    own = parts or Parts()
-    names = names_of(experiment, own.model, own.dataset)
+    own = parts or Overrides()
+    names = display_names(experiment, own.model, own.dataset)
     told = getattr(own.engine, "holdings", {})  # an engine that reaches other machines knows what they hold
-    source = own.source or source_of(experiment, machine.device, data, own.dataset, told)
+    source = own.source or build_source(experiment, machine.device, data, own.dataset, told)
     shape = tuple(source.test.x.shape[1:])
     recipe = build_recipe(experiment)
     dtype = source.test.x.dtype
@@ -148,18 +155,18 @@ def prepare(
     else:
         cut = own.policy is not None or cuts(experiment)
         model = recipe.model(as_model(own.model, shape, source.classes, dtype, cut=cut))
-    unit_groups.check(model.groups, tensors(model.module))
-    if not is_hollow(model.module):
+    unit_groups.check_groups(model.groups, params_and_buffers(model.module))
+    if not is_on_meta(model.module):
         model.module.to(machine.device)
         check_outputs(experiment, names, model, source, recipe)
     check_trainable(model)
-    check_switches(experiment, names, model, recipe)
+    check_settings_apply(experiment, names, model, recipe)
     privacy = build("privacy", experiment.privacy, PRIVACY)
     if privacy is not None:
-        check_private(experiment, names, privacy, model, recipe)
+        check_privacy(experiment, names, privacy, model, recipe)
     local = LocalTraining(**{name: getattr(experiment, name) for name in LocalTraining.__dataclass_fields__})
     switches = {name: getattr(experiment, name) for name in ("norm", "scaler", "seed")}
-    policy = named_policy(experiment) if own.policy is None else _own_policy(own.policy)
+    policy = build_policy(experiment) if own.policy is None else _own_policy(own.policy)
     setup = Setup(
         task=Task(model, source, local, recipe, measure=experiment.capacity, **switches),
         fleet=experiment.scaled_fleet,
@@ -167,7 +174,7 @@ def prepare(
         growth=growth_of(policy),
         check_capacity=own.policy is not None or ":" in experiment.policy,
         engine=ENGINES["sequential"],
-        rule=named_rule(experiment.rule),
+        rule=build_rule(experiment.rule),
         server=checked_server(experiment.server, build("server", experiment.server, SERVERS)),
         privacy=privacy,
         lr=_learning_rate(experiment),
@@ -194,17 +201,17 @@ def _own_policy(policy: Policy) -> Policy:
     return policy
 
 
-def named_policy(experiment: Experiment) -> Policy:
+def build_policy(experiment: Experiment) -> Policy:
     """The experiment's policy with its options bound."""
     return look_up("policy", experiment.policy, POLICIES)  # type: ignore[no-any-return]
 
 
-def source_of(
+def build_source(
     experiment: Experiment,
     device: str,
     data: str | Path | None,
     dataset: Dataset | None = None,
-    told: Mapping[int, Holding] | None = None,
+    told: Mapping[int, ClientDataInfo] | None = None,
 ) -> Source:
     """The clients' data: made on demand, a data set that is partitioned, or rows of which other machines tell."""
     wanted = experiment.dataset
@@ -216,7 +223,7 @@ def source_of(
             )
         if experiment.validation:
             raise InvalidValue("validation: synthetic data is made, not split; use synthetic(validation_size=...)")
-        make = registry.look_up("dataset", registry.parse("dataset", wanted), {"synthetic": Synthetic})
+        make = registry.look_up("dataset", registry.parse("dataset", wanted), {"synthetic": SyntheticData})
         size = experiment.calibration
         made: Source = make(experiment.clients, seed=experiment.seed, calibration_size=size, device=device)
         return made
@@ -235,11 +242,11 @@ def source_of(
     remote = experiment.partition == "nodes"
     how, clients = ("iid", 1) if remote else (experiment.partition, experiment.clients)
     split = build("partition", how, PARTITIONS, dataset, clients, experiment.seed)
-    here = Partitioned(
+    here = PartitionedData(
         dataset, split, seed=experiment.seed, validation=held_out,
         calibration_size=experiment.calibration, device=device,
     )  # fmt: skip
-    return Elsewhere(here, experiment.clients, {} if told is None else told) if remote else here
+    return RemoteData(here, experiment.clients, {} if told is None else told) if remote else here
 
 
 def _learning_rate(experiment: Experiment) -> "partial[float]":
@@ -248,6 +255,6 @@ def _learning_rate(experiment: Experiment) -> "partial[float]":
 
 def _scheduled(schedule: Any, lr: float, rounds: int, round: int) -> float:
     rate = lr * float(schedule(round, rounds))
-    if not 0 <= rate <= HUGE:
-        raise InvalidValue(f"schedule: the learning rate of round {round} must be in 0..{HUGE:g}; got {rate:g}")
+    if not 0 <= rate <= MAX_FLOAT:
+        raise InvalidValue(f"schedule: the learning rate of round {round} must be in 0..{MAX_FLOAT:g}; got {rate:g}")
     return rate

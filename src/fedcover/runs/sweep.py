@@ -24,21 +24,21 @@ import torch
 from fedcover import errors
 from fedcover.errors import FedcoverError, InvalidValue, RunError
 from fedcover.host import scratch, signals
-from fedcover.host.orphans import tied
+from fedcover.host.orphans import lifeline_arguments
 from fedcover.runs import presets
-from fedcover.runs.checks import check_rows_are_here
+from fedcover.runs.checks import check_data_is_local
 from fedcover.runs.experiment import Experiment
-from fedcover.runs.launch import end, importable, program, with_own_source
-from fedcover.runs.lockstep import Finished, Seen, family_of, in_lockstep
+from fedcover.runs.launch import importable, stop_process, worker_command, worker_environment
+from fedcover.runs.lockstep import Finished, SweepCallback, lockstep_key, run_in_lockstep
 from fedcover.runs.machine import has_small_steps
 from fedcover.runs.setup import Machine, prepare
 from fedcover.server.collectives import physical_cores
-from fedcover.server.round import Report
+from fedcover.server.round import RoundReport
 
-WORTH_DEALING = {"cpu": 2_000, "cuda": 100_000}
+MIN_EPOCHS_FOR_PROCESSES = {"cpu": 2_000, "cuda": 100_000}
 """Epochs of all clients of all runs from which on several processes save more than their start takes."""
 
-ON_A_GPU = 8
+PROCESSES_PER_GPU = 8
 """Processes that share a GPU where steps are small: while some choose, average and measure, others train."""
 
 Choices = Mapping[str | tuple[str, ...], Sequence[Any]]
@@ -55,13 +55,13 @@ On an H200 a `streams` step of ten clients took 9.2 ms so, and 3.1 with 32 asked
 """
 
 
-def varied(experiment: Experiment, choices: Choices, seeds: int) -> list[Experiment]:
+def expand_choices(experiment: Experiment, choices: Choices, seeds: int) -> list[Experiment]:
     """Every combination of choices with every seed, each under a name of its own.
 
-    >>> [e.name for e in varied(Experiment(name="try"), {"lr": [0.1, 0.01]}, seeds=1)]
+    >>> [e.name for e in expand_choices(Experiment(name="try"), {"lr": [0.1, 0.01]}, seeds=1)]
     ['try-lr-0.1-seed-0', 'try-lr-0.01-seed-0']
-    >>> tied = {("policy", "norm"): [("prefix", "batch"), ("rolling", "group")]}
-    >>> [(e.policy, e.norm) for e in varied(Experiment(), tied, seeds=1)]
+    >>> lifeline_arguments = {("policy", "norm"): [("prefix", "batch"), ("rolling", "group")]}
+    >>> [(e.policy, e.norm) for e in expand_choices(Experiment(), lifeline_arguments, seeds=1)]
     [('prefix', 'batch'), ('rolling', 'group')]
     """
     if seeds < 1:
@@ -103,7 +103,7 @@ def sweep(
     *,
     machine: Machine | None = None,
     data: str | Path | None = None,
-    watch: Seen | None = None,
+    watch: SweepCallback | None = None,
 ) -> Iterator[Finished]:
     """Run experiments, as many at once as pay, and hand each over as it ends; with `runs`, each into its folder there.
 
@@ -114,54 +114,58 @@ def sweep(
     [1, 1]
     """
     for experiment in experiments:
-        check_rows_are_here(experiment)
+        check_data_is_local(experiment)
     chosen = (machine or Machine()).resolved()
-    size = processes_for(experiments, chosen, data)
+    size = choose_num_processes(experiments, chosen, data)
     if size == 1:
-        yield from in_lockstep(experiments, runs, chosen, data, watch)
+        yield from run_in_lockstep(experiments, runs, chosen, data, watch)
     else:
         threads = chosen.threads or max(1, torch.get_num_threads() // size)
-        yield from _dealt(experiments, size, runs, replace(chosen, processes=1, threads=threads), data, watch)
+        yield from _sweep_in_processes(
+            experiments, size, runs, replace(chosen, processes=1, threads=threads), data, watch
+        )
 
 
-def processes_for(experiments: Sequence[Experiment], machine: Machine, data: str | Path | None = None) -> int:
+def choose_num_processes(experiments: Sequence[Experiment], machine: Machine, data: str | Path | None = None) -> int:
     """Among how many processes a sweep is dealt out: as many as asked for, or as pay, but no more than runs."""
     if isinstance(machine.processes, int):
         return max(1, min(machine.processes, len(experiments)))
     kind = machine.device.partition(":")[0]
-    if sum(e.rounds * e.active * e.epochs for e in experiments) < WORTH_DEALING[kind]:
+    if sum(e.rounds * e.active * e.epochs for e in experiments) < MIN_EPOCHS_FOR_PROCESSES[kind]:
         return 1
     if machine.device == "cpu":
         return min(physical_cores(), len(experiments))
     # one process fills a GPU if steps are large, and cannot share it well without NVIDIA's server
     here = Machine(device="cpu").resolved()
-    small = all(has_small_steps(prepare(e, here, data=data)) for e in {family_of(e): e for e in experiments}.values())
-    return min(physical_cores(), ON_A_GPU, len(experiments)) if small and which(MPS) else 1
+    small = all(
+        has_small_steps(prepare(e, here, data=data)) for e in {lockstep_key(e): e for e in experiments}.values()
+    )
+    return min(physical_cores(), PROCESSES_PER_GPU, len(experiments)) if small and which(MPS) else 1
 
 
-def dealt_out(experiments: Sequence[Experiment], size: int) -> list[list[int]]:
+def assign_to_processes(experiments: Sequence[Experiment], size: int) -> list[list[int]]:
     """The places of the experiments that each process gets: of every family about as many.
 
-    >>> dealt_out([Experiment(model=model) for model in ("mlp", "cnn", "mlp", "cnn")], 2)
+    >>> assign_to_processes([Experiment(model=model) for model in ("mlp", "cnn", "mlp", "cnn")], 2)
     [[0, 1], [2, 3]]
     """
-    families = list(dict.fromkeys(family_of(e) for e in experiments))
-    order = sorted(range(len(experiments)), key=lambda place: families.index(family_of(experiments[place])))
+    families = list(dict.fromkeys(lockstep_key(e) for e in experiments))
+    order = sorted(range(len(experiments)), key=lambda place: families.index(lockstep_key(experiments[place])))
     return [order[first::size] for first in range(size)]
 
 
-def _dealt(
+def _sweep_in_processes(
     experiments: Sequence[Experiment],
     size: int,
     runs: Path | None,
     machine: Machine,
     data: str | Path | None,
-    watch: Seen | None,
+    watch: SweepCallback | None,
 ) -> Iterator[Finished]:
     said: SimpleQueue[dict[str, Any]] = SimpleQueue()
     with ExitStack() as ending:
-        environment = ending.enter_context(sharing_a_gpu(size)) if machine.device.startswith("cuda") else os.environ
-        for rank, places in enumerate(dealt_out(experiments, size)):
+        environment = ending.enter_context(mps_environment(size)) if machine.device.startswith("cuda") else os.environ
+        for rank, places in enumerate(assign_to_processes(experiments, size)):
             task = {
                 "path": importable(), "rank": rank, "places": places, "machine": asdict(machine),
                 "experiments": [experiments[place].model_dump(mode="json") for place in places],
@@ -176,7 +180,7 @@ def _dealt(
                 raise getattr(errors, kind, RunError)(text)
             if "report" in heard and watch:
                 place, round, metrics = heard["report"]
-                watch(experiments[place], Report(round, metrics))
+                watch(experiments[place], RoundReport(round, metrics))
             if "finished" in heard:
                 place, *outcome = heard["finished"]
                 yield Finished(experiments[place], *outcome)
@@ -184,7 +188,7 @@ def _dealt(
 
 
 @contextmanager
-def sharing_a_gpu(processes: int) -> Iterator[Mapping[str, str]]:
+def mps_environment(processes: int) -> Iterator[Mapping[str, str]]:
     """The environment of processes whose kernels may run at the same time, by a server of NVIDIA's, if it is there.
 
     Without it, or if one is running already, the environment as it is.
@@ -213,10 +217,10 @@ def _say_quit(environment: Mapping[str, str]) -> None:
 def _start(task: str, environment: Mapping[str, str], said: "SimpleQueue[dict[str, Any]]", ending: ExitStack) -> None:
     """Start a process that runs its share; it ends with this one, and what it says is put into a queue."""
     child = subprocess.Popen(
-        program("fedcover.runs.sweep"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        **tied(with_own_source(environment)),
+        worker_command("fedcover.runs.sweep"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        **lifeline_arguments(worker_environment(environment)),
     )  # fmt: skip
-    ending.push(lambda kind, error, trace: end(child, done=kind is None))
+    ending.push(lambda kind, error, trace: stop_process(child, done=kind is None))
 
     def listen() -> None:
         assert child.stdin is not None
@@ -253,10 +257,10 @@ def main() -> None:
     if task["rank"]:
         logging.getLogger("fedcover").setLevel(logging.ERROR)  # the first process says the same
     try:
-        with signals.in_order():
+        with signals.raise_on_signals():
             _run_share(task, say)
     except KeyboardInterrupt as error:
-        sys.exit(signals.code_of(error))
+        sys.exit(signals.exit_code(error))
     except FedcoverError as error:
         say(error=[type(error).__name__, str(error)])
         sys.exit(1)
@@ -267,8 +271,8 @@ def _run_share(task: dict[str, Any], say: Callable[..., None]) -> None:
     place_of = {id(e): place for e, place in zip(experiments, task["places"], strict=True)}
     runs = None if task["runs"] is None else Path(task["runs"])
 
-    def watch(experiment: Experiment, report: Report) -> None:
+    def watch(experiment: Experiment, report: RoundReport) -> None:
         say(report=[place_of[id(experiment)], report.round, report.metrics])
 
-    for run in in_lockstep(experiments, runs, Machine(**task["machine"]), task["data"], watch):
+    for run in run_in_lockstep(experiments, runs, Machine(**task["machine"]), task["data"], watch):
         say(finished=[place_of[id(run.experiment)], run.metrics, run.diverged, run.engine])

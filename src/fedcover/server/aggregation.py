@@ -12,39 +12,39 @@ import torch
 from torch import Tensor
 
 from fedcover.errors import InvalidValue, unknown
-from fedcover.tensors import entrywise, entrywise_many, in_one, in_pieces, zeros
+from fedcover.tensors import flatten_if_cuda, in_pieces, map_elementwise, map_elementwise_named, zeros
 from fedcover.types import Client, Params, Reduction, Rule
 
-Part = tuple[Reduction, Params, float]
+WeightedUpdate = tuple[Reduction, Params, float]
 OVER = ("coverage", "clients", "moved")
 """What the coverage mean divides by."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sums:
+class WeightedSums:
     """What a mean is made of: every entry's weighted sum and weight, in float64, and the weight of all clients."""
 
     total: Params
     weight: Params
-    everybody: Tensor
+    total_weight: Tensor
 
 
-def coverage_mean(old: Params, parts: Iterable[Part], *, over: str = "coverage") -> Params:
+def coverage_mean(old: Params, parts: Iterable[WeightedUpdate], *, over: str = "coverage") -> Params:
     """Each entry becomes the weighted mean over the clients that trained it; entries nobody trained stay.
 
     Summed in float64, in the order given; what stands outside a client's reduction is never read. With `over="clients"`
     the sum of changes is divided by all clients' weight, so that seldom trained entries move less (zero-padding); with
     `over="moved"` only clients that changed an entry count for it (the code of FIARSE).
     """
-    return mean_of(old, sums_of(old, parts, over), over)
+    return mean_from_sums(old, weighted_sums(old, parts, over), over)
 
 
-def sums_of(old: Params, parts: Iterable[Part], over: str = "coverage") -> Sums:
+def weighted_sums(old: Params, parts: Iterable[WeightedUpdate], over: str = "coverage") -> WeightedSums:
     """The sums of which `coverage_mean` is made; those of several processes add up."""
     if over not in OVER:
         raise unknown("rule coverage_mean: over", over, OVER)
     total, weight = zeros(old, torch.float64), zeros(old, torch.float64)
-    everybody = 0.0
+    total_weight = 0.0
     shared: dict[int, tuple[Reduction, float]] = {}  # clients of one reduction weigh together
     for reduction, values, scale in parts:
         if over == "moved":
@@ -55,26 +55,26 @@ def sums_of(old: Params, parts: Iterable[Part], over: str = "coverage") -> Sums:
         else:
             reduction.add_into(total, values, scale)
             shared[id(reduction)] = reduction, shared.get(id(reduction), (reduction, 0.0))[1] + scale
-        everybody += scale
+        total_weight += scale
     for reduction, scale in shared.values():
         reduction.add_into(weight, None, scale)
-    return Sums(total, weight, torch.tensor(everybody, dtype=torch.float64))
+    return WeightedSums(total, weight, torch.tensor(total_weight, dtype=torch.float64))
 
 
-def mean_of(old: Params, sums: Sums, over: str = "coverage") -> Params:
+def mean_from_sums(old: Params, sums: WeightedSums, over: str = "coverage") -> Params:
     """The second half of `coverage_mean`: divide, and keep what nobody trained."""
-    everybody = float(sums.everybody)
+    total_weight = float(sums.total_weight)
 
     def mean_of_one(tensor: Tensor, total: Tensor, weight: Tensor) -> Tensor:
         mean = total / weight
-        if over == "clients" and everybody:
-            mean = tensor.double() + (mean - tensor.double()) * weight / everybody
+        if over == "clients" and total_weight:
+            mean = tensor.double() + (mean - tensor.double()) * weight / total_weight
         return torch.where(weight > 0, mean, tensor.double()).to(tensor.dtype)
 
-    return entrywise(mean_of_one, in_one(old), sums.total, sums.weight)
+    return map_elementwise(mean_of_one, flatten_if_cuda(old), sums.total, sums.weight)
 
 
-def trimmed_mean(old: Params, parts: Iterable[Part], *, share: float = 0.1) -> Params:
+def trimmed_mean(old: Params, parts: Iterable[WeightedUpdate], *, share: float = 0.1) -> Params:
     """Each entry's mean without the largest and smallest `share` of the values that clients gave for it; unweighted."""
     if not 0 <= share < 0.5:
         raise InvalidValue(f"rule trimmed_mean: share must be in [0, 0.5); got {share}")
@@ -87,10 +87,10 @@ def trimmed_mean(old: Params, parts: Iterable[Part], *, share: float = 0.1) -> P
         inside_CS = (place_C1 >= cut_S) & (place_C1 < count_S - cut_S)
         return torch.where(inside_CS, ordered_CS, 0).sum(0) / inside_CS.sum(0)
 
-    return stacked(middle, old, list(parts))
+    return reduce_stacked(middle, old, list(parts))
 
 
-def median(old: Params, parts: Iterable[Part]) -> Params:
+def median(old: Params, parts: Iterable[WeightedUpdate]) -> Params:
     """Each entry's median over the clients that trained it; unweighted."""
 
     def middle(values_CS: Tensor, held_CS: Tensor) -> Tensor:
@@ -100,10 +100,12 @@ def median(old: Params, parts: Iterable[Part]) -> Params:
         pair = [ordered_CS.gather(0, place.clamp(max=len(values_CS) - 1))[0] for place in (low_1S, high_1S)]
         return (pair[0] + pair[1]) / 2
 
-    return stacked(middle, old, list(parts))
+    return reduce_stacked(middle, old, list(parts))
 
 
-def stacked(one_tensor: Callable[[Tensor, Tensor], Tensor], old: Params, parts: Sequence[Part]) -> Params:
+def reduce_stacked(
+    one_tensor: Callable[[Tensor, Tensor], Tensor], old: Params, parts: Sequence[WeightedUpdate]
+) -> Params:
     """Lift a function of all clients' values of one tensor (and who holds what) to a rule."""
     if not parts:
         return dict(old)
@@ -135,20 +137,20 @@ def change(old: Params, trained: Reduction, values: Params) -> Params:
     return moved
 
 
-def length(tensors: Params) -> float:
+def global_norm(tensors: Params) -> float:
     """The Euclidean length of all tensors together."""
     return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors.values()))
 
 
-def shortened(old: Params, trained: Reduction, values: Params, limit: float) -> Params:
+def clip_update(old: Params, trained: Reduction, values: Params, limit: float) -> Params:
     """A client's values with its whole update scaled to a length of at most `limit`; shorter ones stay bit for bit.
 
     >>> from fedcover.submodels.reductions import Masks
-    >>> shortened({"w": torch.zeros(2)}, Masks({}), {"w": torch.tensor([3.0, 4.0])}, 1.0)["w"].tolist()
+    >>> clip_update({"w": torch.zeros(2)}, Masks({}), {"w": torch.tensor([3.0, 4.0])}, 1.0)["w"].tolist()
     [0.6000000238418579, 0.800000011920929]
     """
     moved = change(old, trained, values)
-    far = length(moved)
+    far = global_norm(moved)
     if far <= limit:
         return values
     near = {name: old[name].double() + tensor * (limit / far) for name, tensor in moved.items()}
@@ -172,7 +174,7 @@ UNCOVERED: dict[str, Callable[[Tensor], Tensor]] = {"keep": lambda tensor: tenso
 
 
 @dataclass(frozen=True, slots=True)
-class Covered:
+class AggregatedTensor:
     """A tensor before and after the rule, and where anybody trained it."""
 
     old: Tensor
@@ -180,22 +182,22 @@ class Covered:
     where: Tensor
 
 
-Memory = dict[str, Tensor]
-ServerStep = Callable[[Covered, Memory], tuple[Tensor, Memory]]
+OptimizerState = dict[str, Tensor]
+ServerStep = Callable[[AggregatedTensor, OptimizerState], tuple[Tensor, OptimizerState]]
 
 
 @dataclass(frozen=True, slots=True)
-class Entrywise:
+class ElementwiseStep:
     """A server step that treats every entry by itself, so that all tensors can go through it as one."""
 
     step: ServerStep
 
-    def __call__(self, tensor: Covered, memory: Memory) -> tuple[Tensor, Memory]:
+    def __call__(self, tensor: AggregatedTensor, memory: OptimizerState) -> tuple[Tensor, OptimizerState]:
         """The step."""
         return self.step(tensor, memory)
 
 
-def stepped(
+def apply_server_step(
     step: ServerStep, old: Params, averaged: Params, counts: Params, memory: Mapping[str, Params], uncovered: str
 ) -> tuple[Params, dict[str, Params]]:
     """What a server optimiser makes of a rule's result where covered, what becomes of the rest, and what it remembers.
@@ -205,20 +207,20 @@ def stepped(
 
     def one(before: Tensor, new: Tensor, count: Tensor, *known: Tensor) -> dict[str, Tensor]:
         where = count > 0
-        moved, after = step(Covered(before, new, where), dict(zip(memory, known, strict=True)))
+        moved, after = step(AggregatedTensor(before, new, where), dict(zip(memory, known, strict=True)))
         return {"": torch.where(where, moved, UNCOVERED[uncovered](before)), **after}
 
     trees = (old, averaged, counts, *memory.values())
-    if isinstance(step, Entrywise):
-        made = entrywise_many(in_pieces(one), *map(in_one, trees))
+    if isinstance(step, ElementwiseStep):
+        made = map_elementwise_named(in_pieces(one), *map(flatten_if_cuda, trees))
     else:  # a step of one's own may look at a whole tensor
-        made = entrywise_many(one, *map(dict, trees))
+        made = map_elementwise_named(one, *map(dict, trees))
     return made.pop(""), made
 
 
 def server_none() -> ServerStep:
     """The rule's result is the new model."""
-    return Entrywise(lambda tensor, memory: (tensor.new, {}))
+    return ElementwiseStep(lambda tensor, memory: (tensor.new, {}))
 
 
 def server_momentum(*, lr: float = 1.0, beta: float = 0.9) -> ServerStep:
@@ -226,12 +228,12 @@ def server_momentum(*, lr: float = 1.0, beta: float = 0.9) -> ServerStep:
     if not (lr > 0 and 0 <= beta < 1):
         raise InvalidValue(f"server momentum: lr must be above 0 and beta in [0, 1); got {lr:g} and {beta:g}")
 
-    def step(tensor: Covered, memory: Memory) -> tuple[Tensor, Memory]:
+    def step(tensor: AggregatedTensor, memory: OptimizerState) -> tuple[Tensor, OptimizerState]:
         before = memory.get("velocity", torch.zeros_like(tensor.old))
         velocity = torch.where(tensor.where, beta * before + (tensor.new - tensor.old), before)
         return torch.where(tensor.where, tensor.old + lr * velocity, tensor.new), {"velocity": velocity}
 
-    return Entrywise(step)
+    return ElementwiseStep(step)
 
 
 def server_adam(*, lr: float = 0.01, beta1: float = 0.9, beta2: float = 0.99, tau: float = 1e-3) -> ServerStep:
@@ -242,7 +244,7 @@ def server_adam(*, lr: float = 0.01, beta1: float = 0.9, beta2: float = 0.99, ta
             f"got {lr:g}, {tau:g}, {beta1:g} and {beta2:g}"
         )
 
-    def step(tensor: Covered, memory: Memory) -> tuple[Tensor, Memory]:
+    def step(tensor: AggregatedTensor, memory: OptimizerState) -> tuple[Tensor, OptimizerState]:
         change = tensor.new - tensor.old
         first = memory.get("first", torch.zeros_like(tensor.old))
         second = memory.get("second", torch.full_like(tensor.old, tau**2))
@@ -251,7 +253,7 @@ def server_adam(*, lr: float = 0.01, beta1: float = 0.9, beta2: float = 0.99, ta
         moved = tensor.old + lr * first / (second.sqrt() + tau)
         return torch.where(tensor.where, moved, tensor.new), {"first": first, "second": second}
 
-    return Entrywise(step)
+    return ElementwiseStep(step)
 
 
 SERVERS: dict[str, Callable[..., ServerStep]] = {

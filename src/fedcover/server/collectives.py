@@ -22,20 +22,20 @@ SETTLING = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class ProcessGroup:
     """The processes of a run as one of them sees them; the first, rank 0, alone prints and writes.
 
-    >>> ALONE.gather(lambda: "something"), ALONE.rows(10)
+    >>> SINGLE_PROCESS.all_gather(lambda: "something"), SINGLE_PROCESS.local_slice(10)
     (['something'], slice(0, 10, None))
     """
 
     rank: int = 0
     size: int = 1
 
-    def rows(self, number: int) -> slice:
+    def local_slice(self, number: int) -> slice:
         """This process's share of so many rows.
 
-        >>> Ranks(1, 3).rows(10)
+        >>> ProcessGroup(1, 3).local_slice(10)
         slice(3, 6, None)
         """
         return slice(self.rank * number // self.size, (self.rank + 1) * number // self.size)
@@ -47,7 +47,7 @@ class Ranks:
                 for pending in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
                     pending.wait()
 
-    def gather(self, make: Callable[[], T]) -> list[T]:
+    def all_gather(self, make: Callable[[], T]) -> list[T]:
         """What every process makes, by rank; what goes wrong in one of them is raised in all."""
         if self.size == 1:
             return [make()]
@@ -59,13 +59,13 @@ class Ranks:
             own = error
         heard: list[tuple[T, FedcoverError | None]] = [None] * self.size  # type: ignore[list-item]
         with self._connected():
-            dist.all_gather_object(heard, (made, None if own is None else self._told(own)))
+            dist.all_gather_object(heard, (made, None if own is None else self._portable_error(own)))
         failures = [failure for _, failure in heard if failure is not None]
         if own or failures:
             raise own or failures[0]
         return [thing for thing, _ in heard]
 
-    def hear(self, thing: T) -> T:
+    def broadcast(self, thing: T) -> T:
         """What the first process says."""
         said = [thing]
         if self.size > 1:
@@ -73,7 +73,7 @@ class Ranks:
                 dist.broadcast_object_list(said, src=0)
         return said[0]
 
-    def _told(self, error: Exception) -> FedcoverError:
+    def _portable_error(self, error: Exception) -> FedcoverError:
         """An error as other processes hear of it: one of ours as it is, any other in one sentence."""
         if isinstance(error, FedcoverError):
             return error
@@ -94,18 +94,18 @@ class Ranks:
             ) from error
 
 
-ALONE = Ranks()
+SINGLE_PROCESS = ProcessGroup()
 
 
-def elsewhere(params: Params) -> bool:
+def is_remote(params: Params) -> bool:
     """Whether these tensors are only the shapes of what another process holds."""
     return any(tensor.is_meta for tensor in params.values())
 
 
-def share(costs: Sequence[float], ranks: int) -> list[list[int]]:
+def shard_by_cost(costs: Sequence[float], ranks: int) -> list[list[int]]:
     """Which clients each process trains: the dearest first, each by the process that has the least to do so far.
 
-    >>> share([4, 2, 2, 1, 1], 2)
+    >>> shard_by_cost([4, 2, 2, 1, 1], 2)
     [[0, 3], [1, 2, 4]]
     """
     shares: list[list[int]] = [[] for _ in range(ranks)]
@@ -117,13 +117,13 @@ def share(costs: Sequence[float], ranks: int) -> list[list[int]]:
     return [sorted(places) for places in shares]
 
 
-def worthwhile(seconds: float, clients: int, cores: int, *, start: float = 5.0) -> int:
+def num_useful_processes(seconds: float, clients: int, cores: int, *, start: float = 5.0) -> int:
     """As many processes as make a run of so many seconds shorter, if each takes `start` seconds to begin.
 
     No more than cores, and no more than make the round's longest share shorter: ten clients on eight cores take as long
     as on five.
 
-    >>> [worthwhile(seconds, clients=10, cores=8) for seconds in (8, 600)]
+    >>> [num_useful_processes(seconds, clients=10, cores=8) for seconds in (8, 600)]
     [1, 5]
     """
     longest = ceil(clients / cores)

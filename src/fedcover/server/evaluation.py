@@ -9,23 +9,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedcover.models import tensors
-from fedcover.models.norms import calibrate, on_batch_statistics, statistics_key
-from fedcover.server.collectives import ALONE, Ranks, elsewhere
-from fedcover.submodels.build import fill, submodel
+from fedcover.models import params_and_buffers
+from fedcover.models.norms import calibrate, statistics_key, use_batch_statistics
+from fedcover.server.collectives import SINGLE_PROCESS, ProcessGroup, is_remote
+from fedcover.submodels.build import load_tensors, submodel
 from fedcover.submodels.encoding import encode
 from fedcover.submodels.reductions import Masks, Slices
 from fedcover.types import Reduction, Samples, State, Task, Update
 
 MODES = ("calibrated", "batch-compat")
-BATCH = {"cpu": 256, "cuda": 2048}
+EVAL_BATCH_SIZE = {"cpu": 256, "cuda": 2048}
 """How many samples go through a model at once: what a cache holds, or what fills a GPU."""
 
 MOST_KEPT = 1 << 20
 """Parameters of the largest model that stays in memory between evaluations on a CPU: using it takes far longer."""
 
 COMPAT_BATCH = 128
-WHOLE = Masks({})
+FULL_REDUCTION = Masks({})
 """The reduction that cuts nothing."""
 
 
@@ -33,22 +33,22 @@ WHOLE = Masks({})
 class Score:
     """Accuracy in [0, 1] and mean cross-entropy, of sums that a GPU may still be making: who reads them waits."""
 
-    right_loss_number_3: Tensor
+    correct_loss_count_3: Tensor
 
     @property
     def accuracy(self) -> float:
         """The share of right answers."""
-        right, _, number = self.right_loss_number_3.tolist()
+        right, _, number = self.correct_loss_count_3.tolist()
         return float(right / number)
 
     @property
     def loss(self) -> float:
         """The mean cross-entropy."""
-        _, loss, number = self.right_loss_number_3.tolist()
+        _, loss, number = self.correct_loss_count_3.tolist()
         return float(loss / number)
 
 
-def ready(task: Task, state: State, reduction: Reduction, capacity: float, mode: str = "calibrated") -> nn.Module:
+def eval_model(task: Task, state: State, reduction: Reduction, capacity: float, mode: str = "calibrated") -> nn.Module:
     """A client's part of the global model with the norm statistics it is evaluated with.
 
     `batch-compat` normalises with the test batch's own statistics, as several public codes do; its accuracy
@@ -57,34 +57,34 @@ def ready(task: Task, state: State, reduction: Reduction, capacity: float, mode:
     known = state.statistics.get(statistics_key(task.norm, capacity) or "")
     part = submodel(task.model.module, reduction, {**state.params, **(known or {})})
     if mode == "batch-compat":
-        return on_batch_statistics(part).eval()
+        return use_batch_statistics(part).eval()
     return part.eval() if known else calibrate(part, task.source.calibration)
 
 
 @dataclass(slots=True, eq=False)
-class Kept:
+class EvalModule:
     """The whole model in a module that is kept for evaluation: making one takes as long as using it."""
 
     module: nn.Module
-    holds: State | None = None
+    loaded_state: State | None = None
 
-    def ready(self, task: Task, state: State) -> nn.Module:
+    def eval_model(self, task: Task, state: State) -> nn.Module:
         """The module with a state's parameters and the norm statistics that they are evaluated with."""
-        begin_anew(self.module, task.model.module)
-        if self.holds is state:  # as when test and validation follow each other
+        reset_module_state(self.module, task.model.module)
+        if self.loaded_state is state:  # as when test and validation follow each other
             return self.module
-        self.holds = None
+        self.loaded_state = None
         known = state.statistics.get(statistics_key(task.norm, 1.0) or "")
-        room = tensors(self.module)
+        room = params_and_buffers(self.module)
         values = {**state.params, **(known or {})}
         with torch.no_grad():
             torch._foreach_copy_([room[name] for name in values], list(values.values()))
         made = self.module.eval() if known else calibrate(self.module, task.source.calibration)
-        self.holds = state
+        self.loaded_state = state
         return made
 
 
-def begin_anew(kept: nn.Module, first: nn.Module) -> None:
+def reset_module_state(kept: nn.Module, first: nn.Module) -> None:
     """Let a copy forget what it counted or remembered while it was used: no evaluation may depend on those before.
 
     Norm statistics, which are set for every evaluation, are left alone; so is what lies deeper than plain values.
@@ -99,17 +99,17 @@ def begin_anew(kept: nn.Module, first: nn.Module) -> None:
 
 
 _PLAIN = (int, float, str, bool, type(None))
-_KEPT: WeakKeyDictionary[nn.Module, Kept] = WeakKeyDictionary()
+_EVAL_MODULES: WeakKeyDictionary[nn.Module, EvalModule] = WeakKeyDictionary()
 
 
-def _whole(task: Task, state: State) -> nn.Module:
+def _full_model(task: Task, state: State) -> nn.Module:
     module = task.model.module
     entries = [tensor for tensor in state.params.values() if tensor.device.type == "cpu"]
     if sum(tensor.numel() for tensor in entries) > MOST_KEPT:
-        return ready(task, state, WHOLE, 1.0)
-    if module not in _KEPT:
-        _KEPT[module] = Kept(submodel(module, WHOLE, state.params))
-    return _KEPT[module].ready(task, state)
+        return eval_model(task, state, FULL_REDUCTION, 1.0)
+    if module not in _EVAL_MODULES:
+        _EVAL_MODULES[module] = EvalModule(submodel(module, FULL_REDUCTION, state.params))
+    return _EVAL_MODULES[module].eval_model(task, state)
 
 
 @torch.no_grad()
@@ -117,11 +117,11 @@ def logits(module: nn.Module, x: Tensor, batch: int | None = None) -> Tensor:
     """What a module says about every input."""
     if x.is_cuda and x.ndim == 4:
         module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    batch = batch or BATCH[x.device.type]
+    batch = batch or EVAL_BATCH_SIZE[x.device.type]
     return torch.cat([module(part) for part in torch.split(x, batch)])
 
 
-def score(logits_BK: Tensor, y_B: Tensor, ranks: Ranks = ALONE) -> Score:
+def score(logits_BK: Tensor, y_B: Tensor, ranks: ProcessGroup = SINGLE_PROCESS) -> Score:
     """Accuracy and loss of given logits, of which every process has some."""
     right = (logits_BK.argmax(1) == y_B).double().sum()
     sums_3 = torch.stack(
@@ -137,21 +137,21 @@ def evaluate(
     samples: Samples,
     *,
     mode: str = "calibrated",
-    reduction: Reduction = WHOLE,
+    reduction: Reduction = FULL_REDUCTION,
     capacity: float = 1.0,
-    ranks: Ranks = ALONE,
+    ranks: ProcessGroup = SINGLE_PROCESS,
 ) -> Score:
     """The score of the global model, or of a client's part of it, on some samples; every process looks at a share."""
     if mode == "batch-compat":  # depends on the batches, so every process looks at all of them
-        compatible = ready(task, state, reduction, capacity, mode)
+        compatible = eval_model(task, state, reduction, capacity, mode)
         return score(logits(compatible, samples.x, COMPAT_BATCH), samples.y)
-    model = _whole(task, state) if reduction is WHOLE else ready(task, state, reduction, capacity)
-    rows = ranks.rows(len(samples))
-    return score(logits(model, samples.x[rows]), samples.y[rows], ranks)
+    model = _full_model(task, state) if reduction is FULL_REDUCTION else eval_model(task, state, reduction, capacity)
+    local_slice = ranks.local_slice(len(samples))
+    return score(logits(model, samples.x[local_slice]), samples.y[local_slice], ranks)
 
 
 def local_accuracy(
-    task: Task, state: State, updates: Sequence[Update], ranks: Ranks = ALONE
+    task: Task, state: State, updates: Sequence[Update], ranks: ProcessGroup = SINGLE_PROCESS
 ) -> tuple[float, float] | None:
     """What the round's clients would see: on the test samples of their labels, weighted by their samples.
 
@@ -162,12 +162,12 @@ def local_accuracy(
     answers: dict[object, Tensor] = {}  # clients with the same part share its answers
     own = trained = weight = 0.0
     for update in updates:
-        if elsewhere(update.params):
+        if is_remote(update.params):
             continue
         client, sent = update.client, update.sent
         name = (encode(sent) if isinstance(sent, Slices) else id(sent), client.capacity)
         if name not in answers:
-            part = ready(task, state, update.sent, client.capacity)
+            part = eval_model(task, state, update.sent, client.capacity)
             answers[name] = logits(part, test.x).argmax(1)
         mine = torch.isin(test.y, torch.tensor(client.labels, device=test.y.device))
         mine = mine if mine.ndim == 1 else mine.flatten(1).any(1)  # a sequence has many labels
@@ -185,5 +185,5 @@ def local_accuracy(
 
 def _as_trained(task: Task, update: Update) -> nn.Module:
     part = submodel(task.model.module, update.sent, {})
-    fill(part, {**update.params, **update.buffers})
+    load_tensors(part, {**update.params, **update.buffers})
     return part.eval() if update.buffers else calibrate(part, task.source.calibration)

@@ -18,13 +18,13 @@ import numpy as np
 
 from fedcover.errors import InvalidValue
 
-Stream = Callable[[int], bytes]
+ByteStream = Callable[[int], bytes]
 """As many fresh bytes as are asked for."""
 Words = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
 Numbers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 KEY_BYTES = 32
-SOURCE = "aes-256-ctr, a key for each round"
+NOISE_SOURCE = "aes-256-ctr, a key for each round"
 """How the manifest of a private run calls this."""
 MOST_BITS = 52
 """The grid has at most so many steps in a standard deviation: all whole numbers drawn then fit in 64 bits."""
@@ -40,12 +40,12 @@ def require_stream() -> None:
         raise InvalidValue("privacy needs cryptography; in a checkout of fedcover: pip install '.[privacy]'")
 
 
-def fresh_stream() -> Stream:
+def fresh_stream() -> ByteStream:
     """AES-256 in counter mode under a key that the operating system makes for this stream alone."""
     return keyed_stream(os.urandom(KEY_BYTES))
 
 
-def keyed_stream(key: bytes) -> Stream:
+def keyed_stream(key: bytes) -> ByteStream:
     """The stream of one key of 256 bits; a key must serve once."""
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
@@ -55,7 +55,7 @@ def keyed_stream(key: bytes) -> Stream:
     return lambda count: encryptor.update(bytes(count))
 
 
-def rounded_normal(count: int, bits: int, stream: Stream) -> Numbers:
+def rounded_normal(count: int, bits: int, stream: ByteStream) -> Numbers:
     """Draw 2 floor(2^bits Z) + 1 for normal numbers Z: noise in half steps of the grid, symmetric around zero.
 
     >>> from statistics import pstdev
@@ -69,13 +69,13 @@ def rounded_normal(count: int, bits: int, stream: Stream) -> Numbers:
     done = 0
     while done < count:
         size = min(CHUNK, (count - done) * 3 // 2 + 8)
-        kept = trials(_words(3 * size, stream).reshape(3, size), bits, stream)[: count - done]
+        kept = accepted_trials(_words(3 * size, stream).reshape(3, size), bits, stream)[: count - done]
         drawn[done : done + len(kept)] = kept
         done += len(kept)
     return drawn
 
 
-def trials(words: Words, bits: int, stream: Stream, close: float = CLOSE) -> Numbers:
+def accepted_trials(words: Words, bits: int, stream: ByteStream, close: float = CLOSE) -> Numbers:
     """What is kept of trials: each has a word for k, a word for the sign and x, and a word that keeps or rejects."""
     whole = whole_parts(words[0], stream)
     fraction = words[1] >> np.uint64(1)
@@ -91,7 +91,7 @@ def trials(words: Words, bits: int, stream: Stream, close: float = CLOSE) -> Num
     return drawn
 
 
-def whole_parts(words: Words, stream: Stream) -> Numbers:
+def whole_parts(words: Words, stream: ByteStream) -> Numbers:
     """The number k of each trial; a word that meets the first half of a boundary is compared with its second half."""
     boundaries = _boundaries()
     first = np.array([boundary >> 64 for boundary in boundaries], np.uint64)
@@ -102,7 +102,7 @@ def whole_parts(words: Words, stream: Stream) -> Numbers:
     return whole
 
 
-def keeps(whole: int, fraction: int, word: int, stream: Stream) -> bool:
+def keeps(whole: int, fraction: int, word: int, stream: ByteStream) -> bool:
     """Whether a trial is kept, decided by 128 bits of the stream and 60 digits."""
     with localcontext(prec=60):
         x = (Decimal(fraction) + Decimal("0.5")) / 2**_FRACTION
@@ -119,9 +119,9 @@ def _boundaries() -> list[int]:
     return [boundary for boundary in below if boundary < 2**128]
 
 
-def _words(count: int, stream: Stream) -> Words:
+def _words(count: int, stream: ByteStream) -> Words:
     return np.frombuffer(stream(8 * count), dtype="<u8").astype(np.uint64, copy=False)
 
 
-def _word(stream: Stream) -> int:
+def _word(stream: ByteStream) -> int:
     return int.from_bytes(stream(8), "little")

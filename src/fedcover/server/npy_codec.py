@@ -34,7 +34,7 @@ class RawArray:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ArraySpec:
     """What an array must be: its shape, the type of its numbers, and whether these are bits (which may be left out)."""
 
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class Wanted:
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
-class Refused(Exception):
+class InvalidReply(Exception):
     """What is wrong with a reply: a reason from the table of `replies`, and a detail that is safe to print."""
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -55,10 +55,10 @@ class Refused(Exception):
         self.reason, self.detail = reason, detail
 
 
-def wanted_for(tensor: Tensor, mask: Tensor | None = None) -> Wanted:
+def array_spec(tensor: Tensor, mask: Tensor | None = None) -> ArraySpec:
     """What a tensor travels as: whole, or only the entries under a mask, in a row."""
     shape = tuple(tensor.shape) if mask is None else (int(mask.sum()),)
-    return Wanted(shape, str(tensor.dtype).removeprefix("torch."))
+    return ArraySpec(shape, str(tensor.dtype).removeprefix("torch."))
 
 
 def as_array(tensor: Tensor) -> np.ndarray:
@@ -66,73 +66,73 @@ def as_array(tensor: Tensor) -> np.ndarray:
     return np.asarray(tensor.detach().cpu().numpy(), order="C")
 
 
-def read(name: str, array: RawArray, wanted: Wanted) -> Tensor:
+def decode_array(name: str, array: RawArray, wanted: ArraySpec) -> Tensor:
     """The tensor in an array, if what it declares and what its bytes say are both exactly what is wanted.
 
     >>> stored = np.lib.format.magic(1, 0) + b"\\x76\\x00{'descr': '<f4', 'fortran_order': False, 'shape': (1,), }"
     >>> data = stored.ljust(127) + b"\\n" + np.float32(0.5).tobytes()
-    >>> read("w", RawArray("float32", (1,), NUMPY, data), Wanted((1,), "float32"))
+    >>> decode_array("w", RawArray("float32", (1,), NUMPY, data), ArraySpec((1,), "float32"))
     tensor([0.5000])
-    >>> read("w", RawArray("float32", (1,), "cloudpickle", data), Wanted((1,), "float32"))
+    >>> decode_array("w", RawArray("float32", (1,), "cloudpickle", data), ArraySpec((1,), "float32"))
     Traceback (most recent call last):
     ...
-    fedcover.server.npy_codec.Refused: pickled: w is stored as 'cloudpickle'
+    fedcover.server.npy_codec.InvalidReply: pickled: w is stored as 'cloudpickle'
     """
     if array.stype != NUMPY:
-        raise Refused("pickled", f"{name} is stored as {shown(array.stype)}")
+        raise InvalidReply("pickled", f"{name} is stored as {safe_repr(array.stype)}")
     if not isinstance(array.dtype, str) or array.dtype != wanted.dtype:
-        raise Refused("wrong dtype", f"{name} declares {shown(array.dtype)}, not {wanted.dtype}")
+        raise InvalidReply("wrong dtype", f"{name} declares {safe_repr(array.dtype)}, not {wanted.dtype}")
     shape = tuple(array.shape) if isinstance(array.shape, list | tuple) else None
     if shape is None or any(type(length) is not int for length in shape) or shape != wanted.shape:
-        _wrong_shape(name, wanted, f"declares {shown(shape)}", shape)
+        _wrong_shape(name, wanted, f"declares {safe_repr(shape)}", shape)
     data = memoryview(array.data)
     if not data.c_contiguous:
-        raise Refused("damaged array", f"{name} is scattered in memory")
+        raise InvalidReply("damaged array", f"{name} is scattered in memory")
     stored = np.dtype(wanted.dtype).newbyteorder("<")
     numbers = _numbers(name, data.cast("B"), wanted, stored.str)
     return torch.from_numpy(np.frombuffer(numbers, stored).astype(wanted.dtype).reshape(wanted.shape))
 
 
-def _numbers(name: str, data: memoryview, wanted: Wanted, stored: str) -> memoryview:
+def _numbers(name: str, data: memoryview, wanted: ArraySpec, stored: str) -> memoryview:
     """The bytes after an .npy header, which must read as NumPy writes it for this very type and shape."""
     head = bytes(data[:HEADER])
     if head[:1] == b"\x80":
-        raise Refused("pickled", f"{name} begins like a pickle")
+        raise InvalidReply("pickled", f"{name} begins like a pickle")
     length = int.from_bytes(head[8:10], "little")
     if head[:8] != _MAGIC or 10 + length > len(head):
-        raise Refused("damaged array", f"{name} is no .npy file of version 1.0")
+        raise InvalidReply("damaged array", f"{name} is no .npy file of version 1.0")
     header = head[10 : 10 + length].rstrip(b" \n")
     kind = f"{{'descr': '{stored}', 'fortran_order': False, ".encode()
     if header.startswith((b"{'descr': '|O'", b"{'descr': 'O'")):
-        raise Refused("pickled", f"{name} holds Python objects")
+        raise InvalidReply("pickled", f"{name} holds Python objects")
     if not header.startswith(kind):
-        raise Refused("wrong dtype", f"{name} is stored as {shown(header)}, not {stored} in C order")
+        raise InvalidReply("wrong dtype", f"{name} is stored as {safe_repr(header)}, not {stored} in C order")
     if header != kind + f"'shape': {wanted.shape}, }}".encode():
-        _wrong_shape(name, wanted, f"is stored as {shown(header[len(kind) :])}", None)
+        _wrong_shape(name, wanted, f"is stored as {safe_repr(header[len(kind) :])}", None)
     numbers = data[10 + length :]
     if numbers.nbytes != wanted.bytes:
-        raise Refused("damaged array", f"{name} has {numbers.nbytes} bytes of numbers, not {wanted.bytes}")
+        raise InvalidReply("damaged array", f"{name} has {numbers.nbytes} bytes of numbers, not {wanted.bytes}")
     return numbers
 
 
-def _wrong_shape(name: str, wanted: Wanted, what: str, shape: tuple[Any, ...] | None) -> NoReturn:
+def _wrong_shape(name: str, wanted: ArraySpec, what: str, shape: tuple[Any, ...] | None) -> NoReturn:
     """Bits for more entries than the client holds claim more than its capacity."""
     if not wanted.bits:
-        raise Refused("wrong shape", f"{name} {what}, not {wanted.shape}")
+        raise InvalidReply("wrong shape", f"{name} {what}, not {wanted.shape}")
     over = shape is not None and len(shape) == 1 and type(shape[0]) is int and shape[0] > wanted.shape[0]
-    raise Refused("mask over capacity" if over else "mask malformed", f"{name} {what}, not {wanted.shape}")
+    raise InvalidReply("mask over capacity" if over else "mask malformed", f"{name} {what}, not {wanted.shape}")
 
 
-def shown(value: object) -> str:
+def safe_repr(value: object) -> str:
     """What a stranger sent, fit for a log: short, on one line, plain ASCII.
 
-    >>> shown("two\\nlines")
+    >>> safe_repr("two\\nlines")
     "'two\\\\nlines'"
     """
     if isinstance(value, str | bytes):
         text = ascii(value[:50])
     elif isinstance(value, tuple):
-        text = f"({', '.join(shown(part) for part in value[:8])}{', ...' if len(value) > 8 else ''})"
+        text = f"({', '.join(safe_repr(part) for part in value[:8])}{', ...' if len(value) > 8 else ''})"
     elif value is None or type(value) in (bool, float) or (type(value) is int and value.bit_length() < 200):
         text = str(value)
     else:

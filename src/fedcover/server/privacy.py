@@ -18,8 +18,8 @@ from itertools import accumulate, islice
 import torch
 
 from fedcover.errors import InvalidValue
-from fedcover.server.aggregation import change, length
-from fedcover.server.grid_noise import Stream, rounded_normal
+from fedcover.server.aggregation import change, global_norm
+from fedcover.server.grid_noise import ByteStream, rounded_normal
 from fedcover.types import Params, Reduction
 
 LEAST_NOISE, MOST_NOISE = 0.01, 1e6
@@ -110,7 +110,7 @@ def check_clip(clip: float) -> None:
 
 
 @dataclass(frozen=True)
-class Grid:
+class NoiseGrid:
     """The whole numbers in which updates and noise are counted: C is 2^30 to 2^31 steps, the noise 2^bits steps."""
 
     clip: float
@@ -127,7 +127,7 @@ class Grid:
         return self.noise * self.clip / 2.0**self.bits
 
     @cached_property
-    def reach(self) -> int:
+    def max_square_sum(self) -> int:
         """The most that the squares of a client's steps may sum to, exactly: (2^bits / noise)^2."""
         most = Fraction(2**self.bits) / Fraction(self.noise)
         return math.floor(most * most)
@@ -137,22 +137,22 @@ class Grid:
 
         The sum of squares is compared in whole numbers. An update without a finite length counts as none.
         """
-        far = length(moved)
+        far = global_norm(moved)
         if not math.isfinite(far):
             return {name: torch.zeros_like(tensor, dtype=torch.int64) for name, tensor in moved.items()}
         scale = min(1.0, self.clip / far if far else 1.0) / self.step
         while True:
             found = {name: (tensor.double() * scale).trunc().to(torch.int64) for name, tensor in moved.items()}
-            if sum(int(tensor.square().sum()) for tensor in found.values()) <= self.reach:
+            if sum(int(tensor.square().sum()) for tensor in found.values()) <= self.max_square_sum:
                 return found
             scale *= 1 - 2.0**-20  # the length was rounded down
 
 
 def private_mean(
-    old: Params, parts: Sequence[tuple[Reduction, Params]], *, clip: float, noise: float, stream: Stream
+    old: Params, parts: Sequence[tuple[Reduction, Params]], *, clip: float, noise: float, stream: ByteStream
 ) -> Params:
     """Each entry moves by the noised sum of the clipped updates, divided by the number of clients that hold it."""
-    grid = Grid(clip, noise)
+    grid = NoiseGrid(clip, noise)
     total = {name: torch.zeros_like(tensor, dtype=torch.int64) for name, tensor in old.items()}
     counts = {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in old.items()}
     for reduction, values in parts:

@@ -14,17 +14,25 @@ import torch
 from fedcover.errors import InvalidValue
 from fedcover.fleet import Fleet, drops_out, sample_cohort
 from fedcover.models.norms import running, statistics_key
-from fedcover.policies.base import check_parts, one_of_a_kind
-from fedcover.server.aggregation import WEIGHTS, ServerStep, change, coverage_mean, length, shortened, stepped
-from fedcover.server.collectives import ALONE, Ranks
+from fedcover.policies.base import check_reductions, deduplicate
+from fedcover.server.aggregation import (
+    WEIGHTS,
+    ServerStep,
+    apply_server_step,
+    change,
+    clip_update,
+    coverage_mean,
+    global_norm,
+)
+from fedcover.server.collectives import SINGLE_PROCESS, ProcessGroup
 from fedcover.server.evaluation import Score, evaluate, local_accuracy
-from fedcover.server.grid_noise import Stream, fresh_stream
+from fedcover.server.grid_noise import ByteStream, fresh_stream
 from fedcover.server.privacy import Gaussian, most_turns, private_mean
-from fedcover.server.round_metrics import figures
+from fedcover.server.round_metrics import round_metrics
 from fedcover.submodels import coverage as cov
 from fedcover.submodels.cost import uses_of_weights
-from fedcover.submodels.reductions import Slices, Within, dense
-from fedcover.types import Client, Engine, Growth, Params, Policy, Reduction, Rule, State, Task, Update, View
+from fedcover.submodels.reductions import Slices, TrainedSubset, without_masks
+from fedcover.types import Client, Engine, GrowthStep, Params, Policy, Reduction, Rule, State, Task, Update, View
 
 
 @dataclass(frozen=True)
@@ -52,11 +60,11 @@ class Setup:
     local_every: int | None
     evaluation: str
     mean: Rule = coverage_mean
-    ranks: Ranks = ALONE
+    ranks: ProcessGroup = SINGLE_PROCESS
     clip_updates: float | None = None
-    growth: Growth | None = None
+    growth: GrowthStep | None = None
     privacy: Gaussian | None = None
-    noise: Callable[[], Stream] = fresh_stream
+    noise: Callable[[], ByteStream] = fresh_stream
 
     @cached_property
     def _turns(self) -> tuple[list[int], Iterator[int]]:
@@ -70,7 +78,7 @@ class Setup:
         return counted[round]
 
     @cached_property
-    def recent(self) -> dict[bytes, Slices]:
+    def reduction_cache(self) -> dict[bytes, Slices]:
         """The parts of the last round by their codes: what was made of them serves again."""
         return {}
 
@@ -82,20 +90,20 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Report:
+class RoundReport:
     """What is known after a round: one line of metrics.jsonl."""
 
     round: int
     metrics: dict[str, Any] = field(default_factory=dict)
 
 
-def first_state(setup: Setup) -> State:
+def initial_state(setup: Setup) -> State:
     """Before the first round: the model's own initial weights, nothing covered."""
     params = {name: p.detach().clone() for name, p in setup.task.model.module.named_parameters()}
-    return State(0, params, _first_statistics(setup, setup.fleet.levels))
+    return State(0, params, _initial_statistics(setup, setup.fleet.levels))
 
 
-def _first_statistics(setup: Setup, capacities: Iterable[float]) -> dict[str, Params]:
+def _initial_statistics(setup: Setup, capacities: Iterable[float]) -> dict[str, Params]:
     """The model's own statistics for every width that has some, in the order of the capacities."""
     keys = dict.fromkeys(statistics_key(setup.task.norm, capacity) for capacity in capacities)
     return {key: {n: t.clone() for n, t in running(setup.task.model.module).items()} for key in keys if key}
@@ -147,22 +155,22 @@ def _levels(setup: Setup, cohort: tuple[Client, ...]) -> tuple[float, ...]:
 
 def _with_widths(setup: Setup, state: State, cohort: tuple[Client, ...]) -> State:
     """The state with statistics for every width of the cohort: a width that is new starts with the model's own."""
-    fresh = _first_statistics(setup, (client.capacity for client in cohort))
+    fresh = _initial_statistics(setup, (client.capacity for client in cohort))
     missing = {key: values for key, values in fresh.items() if key not in state.statistics}
     return replace(state, statistics=state.statistics | missing) if missing else state
 
 
-def run_round(setup: Setup, state: State) -> tuple[State, Report]:
+def run_round(setup: Setup, state: State) -> tuple[State, RoundReport]:
     """One communication round; the report tells of the state after it."""
-    asked = ask(setup, state)
+    asked = start_round(setup, state)
     state = _with_widths(setup, state, asked.cohort)
     with asked.clock("training"):
         updates = list(setup.engine(setup.task, state, asked.work, setup.lr(state.round)))
-    return conclude(setup, state, asked, updates)
+    return finish_round(setup, state, asked, updates)
 
 
 @dataclass(frozen=True)
-class Asked:
+class PendingRound:
     """The first half of a round: who takes part, what each is given, and the time it took."""
 
     cohort: tuple[Client, ...]
@@ -170,7 +178,7 @@ class Asked:
     clock: "Clock"
 
 
-def ask(setup: Setup, state: State) -> Asked:
+def start_round(setup: Setup, state: State) -> PendingRound:
     """Choose a cohort, and give each of its clients its part of the model."""
     clock = Clock()
     # an engine that reaches other machines knows which clients are there; None where all always are
@@ -185,23 +193,25 @@ def ask(setup: Setup, state: State) -> Asked:
             view = view_of(setup, state, cohort_of(setup, state.round))  # too few are there for what is wanted
             given = setup.policy(view)
         if setup.check_capacity:
-            check_parts(view, given)
-        planned = one_of_a_kind(given, setup.recent)
+            check_reductions(view, given)
+        planned = deduplicate(given, setup.reduction_cache)
     work = [
         (client, reduction)
         for client, reduction in zip(view.cohort, planned, strict=True)
         if reduction is not None and not drops_out(client.id, setup.drop_out, setup.task.seed, state.round)
     ]
-    return Asked(view.cohort, work, clock)
+    return PendingRound(view.cohort, work, clock)
 
 
-def conclude(setup: Setup, state: State, asked: Asked, answers: Sequence[Update]) -> tuple[State, Report]:
+def finish_round(
+    setup: Setup, state: State, asked: PendingRound, answers: Sequence[Update]
+) -> tuple[State, RoundReport]:
     """The second half of a round: make one model of what came back, and measure it."""
     clock = asked.clock
     # sums are made in the order of client ids, so that nothing depends on who answers first
     updates = sorted(answers, key=lambda update: update.client.id)
     with clock("aggregation"):
-        after = grown(setup, aggregate(setup, state, updates), asked.cohort)
+        after = apply_growth(setup, aggregate(setup, state, updates), asked.cohort)
     with clock("evaluation"):
         scores = _scores(setup, after)
     with clock("measuring"):  # while a GPU evaluates
@@ -210,8 +220,8 @@ def conclude(setup: Setup, state: State, asked: Asked, answers: Sequence[Update]
         for prefix, score in scores.items():
             metrics |= {f"{prefix}accuracy": score.accuracy, f"{prefix}loss": score.loss}
         metrics |= _other_scores(setup, after, updates)
-    metrics |= getattr(setup.engine, "figures", dict)()  # an engine that reaches other machines tells who failed
-    return after, Report(state.round, {**metrics, "seconds": clock.seconds})
+    metrics |= getattr(setup.engine, "round_metrics", dict)()  # an engine that reaches other machines tells who failed
+    return after, RoundReport(state.round, {**metrics, "seconds": clock.seconds})
 
 
 def aggregate(setup: Setup, state: State, updates: Sequence[Update]) -> State:
@@ -221,8 +231,8 @@ def aggregate(setup: Setup, state: State, updates: Sequence[Update]) -> State:
         return replace(state, round=state.round + 1, coverage=cov.record(state.coverage, nothing, setup.window))
     weight = WEIGHTS[setup.weights]
     counts = cov.count(state.params, [update.trained for update in updates])
-    averaged = _combined(setup, state.params, updates)
-    params, server = stepped(setup.server, state.params, averaged, counts, state.server, setup.uncovered)
+    averaged = _combine_updates(setup, state.params, updates)
+    params, server = apply_server_step(setup.server, state.params, averaged, counts, state.server, setup.uncovered)
     statistics = {
         key: setup.mean(
             known,
@@ -236,10 +246,12 @@ def aggregate(setup: Setup, state: State, updates: Sequence[Update]) -> State:
     }
     private = {**state.private, **{u.client.id: u.private for u in updates if u.private}}
     coverage = cov.record(state.coverage, counts, setup.window)
-    return State(state.round + 1, params, statistics, coverage, _measured(setup, state, updates), server, private)
+    return State(
+        state.round + 1, params, statistics, coverage, _average_measurements(setup, state, updates), server, private
+    )
 
 
-def grown(setup: Setup, state: State, cohort: tuple[Client, ...]) -> State:
+def apply_growth(setup: Setup, state: State, cohort: tuple[Client, ...]) -> State:
     """The state as the next round begins: with its model changed, and all that belongs to it, where that is due."""
     change = setup.growth(view_of(setup, state, cohort)) if setup.growth else None
     if change is None:
@@ -249,23 +261,23 @@ def grown(setup: Setup, state: State, cohort: tuple[Client, ...]) -> State:
     return replace(state, params=change(state.params), statistics=statistics, server=server)
 
 
-def _combined(setup: Setup, old: Params, updates: Sequence[Update]) -> Params:
+def _combine_updates(setup: Setup, old: Params, updates: Sequence[Update]) -> Params:
     """What the rule makes of the updates, shortened where there is a limit; noised where that is asked for."""
     limit, weight = setup.clip_updates, WEIGHTS[setup.weights]
     if setup.privacy is not None and limit is not None:
-        if any(isinstance(u.trained, Within) for u in updates):
+        if any(isinstance(u.trained, TrainedSubset) for u in updates):
             raise InvalidValue("privacy: with this recipe a client says what of its part it trained, past the noise")
         parts = [(u.trained, u.params) for u in updates]
         return private_mean(old, parts, clip=limit, noise=setup.privacy.noise, stream=setup.noise())
-    values = [u.params if limit is None else shortened(old, u.trained, u.params, limit) for u in updates]
+    values = [u.params if limit is None else clip_update(old, u.trained, u.params, limit) for u in updates]
     return setup.rule(old, [(u.trained, v, weight(u.client)) for u, v in zip(updates, values, strict=True)])
 
 
-def _measured(setup: Setup, state: State, updates: Sequence[Update]) -> dict[str, Params]:
+def _average_measurements(setup: Setup, state: State, updates: Sequence[Update]) -> dict[str, Params]:
     """What clients measured, averaged over those who measured it; what nobody measured anew stays."""
     found = dict(state.measured)
     for kind in {kind: None for update in updates for kind in update.measured}:
-        parts = [(dense(u.sent), u.measured[kind], 1.0) for u in updates if kind in u.measured]
+        parts = [(without_masks(u.sent), u.measured[kind], 1.0) for u in updates if kind in u.measured]
         names = parts[0][1]
         known = found.get(kind) or {name: torch.zeros_like(state.params[name]) for name in names}
         found[kind] = setup.mean(known, parts)
@@ -278,7 +290,7 @@ def _round_metrics(
     """What is known of a round without a test set."""
     limited: dict[str, float] = {}
     if (limit := setup.clip_updates) is not None:
-        limited["clipped"] = sum(length(change(before.params, u.trained, u.params)) > limit for u in updates)
+        limited["clipped"] = sum(global_norm(change(before.params, u.trained, u.params)) > limit for u in updates)
     if setup.privacy is not None:
         limited["epsilon"] = setup.privacy.epsilon(setup.turns(before.round))
     answered = {u.client.id for u in updates}
@@ -286,7 +298,7 @@ def _round_metrics(
         "lr": setup.lr(before.round),
         "train_loss": fmean(u.loss for u in updates) if updates else None,
         "dropped": [c.id for c in cohort if c.id not in answered],
-        **figures(before.params, after.coverage, updates, setup.uses),
+        **round_metrics(before.params, after.coverage, updates, setup.uses),
         **limited,
     }
 
@@ -307,17 +319,17 @@ def _other_scores(setup: Setup, state: State, updates: Sequence[Update]) -> dict
     """The scores of other models that are due after this round; the last round always has all of them."""
     if state.round != setup.rounds and not (setup.local_every and state.round % setup.local_every == 0):
         return {}
-    scores = other_models(setup, state)
+    scores = evaluate_common_and_single(setup, state)
     local = local_accuracy(setup.task, state, updates, setup.ranks)
     return scores | ({"accuracy_local": local[0], "accuracy_trained": local[1]} if local else {})
 
 
-def other_models(setup: Setup, state: State) -> dict[str, float]:
+def evaluate_common_and_single(setup: Setup, state: State) -> dict[str, float]:
     """The largest common model (never-covered weights at zero) and the largest that a single device holds."""
     test = setup.task.source.test
     common = replace(state, params=cov.covered_only(state.params, state.coverage))
     capacity = max(setup.fleet.levels)
-    part = part_for(setup, state, capacity)
+    part = reduction_for_capacity(setup, state, capacity)
     how: dict[str, Any] = {"mode": setup.evaluation, "ranks": setup.ranks}
     scores = {"accuracy_common": evaluate(setup.task, common, test, **how).accuracy}
     if part is not None:
@@ -326,7 +338,7 @@ def other_models(setup: Setup, state: State) -> dict[str, float]:
     return scores
 
 
-def part_for(setup: Setup, state: State, capacity: float) -> Reduction | None:
+def reduction_for_capacity(setup: Setup, state: State, capacity: float) -> Reduction | None:
     """The part of the model, if any, that the policy would give a device of some capacity in the coming round."""
     cohort = cohort_of(setup, state.round)
     slot = next((c.slot for c in cohort if c.capacity == capacity), 0)

@@ -11,19 +11,19 @@ from functools import partial
 import torch
 
 from fedcover.errors import RunError
-from fedcover.server.aggregation import Part, coverage_mean, mean_of, sums_of
-from fedcover.server.collectives import Ranks, elsewhere, share
+from fedcover.server.aggregation import WeightedUpdate, coverage_mean, mean_from_sums, weighted_sums
+from fedcover.server.collectives import ProcessGroup, is_remote, shard_by_cost
 from fedcover.server.round import Setup
 from fedcover.submodels.build import without_parameters
-from fedcover.submodels.reductions import Within, dense
-from fedcover.tensors import Slab
+from fedcover.submodels.reductions import TrainedSubset, without_masks
+from fedcover.tensors import FlatParams
 from fedcover.types import Assignment, Client, Engine, Params, Reduction, Rule, State, Task, Update
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class UpdateHeader:
     """What other processes are told of an update: all but the values that are only needed in sums."""
 
     client: int
@@ -35,7 +35,7 @@ class Told:
     loss: float
 
 
-def shared(setup: Setup, ranks: Ranks) -> Setup:
+def shard_setup(setup: Setup, ranks: ProcessGroup) -> Setup:
     """The same setup, its clients and test samples shared by these processes."""
     if ranks.size == 1:
         return setup
@@ -43,9 +43,9 @@ def shared(setup: Setup, ranks: Ranks) -> Setup:
         raise RunError("clip_updates looks at each update as a whole, which needs all of them in one process: use 1")
     return replace(
         setup,
-        engine=shared_engine(setup.engine, ranks, setup.uses),
-        rule=shared_rule(setup.rule, ranks),
-        mean=shared_rule(setup.mean, ranks),
+        engine=shard_engine(setup.engine, ranks, setup.uses),
+        rule=shard_rule(setup.rule, ranks),
+        mean=shard_rule(setup.mean, ranks),
         ranks=ranks,
     )
 
@@ -58,19 +58,19 @@ def without_values(setup: Setup) -> Setup:
     return lean
 
 
-def shared_engine(engine: Engine, ranks: Ranks, uses: Mapping[str, int]) -> Engine:
+def shard_engine(engine: Engine, ranks: ProcessGroup, uses: Mapping[str, int]) -> Engine:
     """An engine that trains this process's share; of all other updates it gives the shapes and what is said of them."""
 
     def train(task: Task, state: State, work: Sequence[tuple[Client, Reduction]], lr: float) -> Iterator[Update]:
-        prices = [price(Assignment(task, state, *each), uses) for each in work]
-        mine = [work[place] for place in share(prices, ranks.size)[ranks.rank]]
+        prices = [training_cost(Assignment(task, state, *each), uses) for each in work]
+        mine = [work[place] for place in shard_by_cost(prices, ranks.size)[ranks.rank]]
         own: list[Update] = []
 
-        def answers() -> tuple[object, list[Told]]:
+        def answers() -> tuple[object, list[UpdateHeader]]:
             own.extend(engine(task, state, mine, lr))
-            return _fingerprint(state, prices), [_told(update) for update in own]
+            return _fingerprint(state, prices), [_header_of(update) for update in own]
 
-        heard = ranks.gather(answers)
+        heard = ranks.all_gather(answers)
         if any(fingerprint != heard[0][0] for fingerprint, _ in heard):
             raise RunError(f"the processes disagree about round {state.round}: do all run the same fedcover and data?")
         yield from own
@@ -83,9 +83,9 @@ def shared_engine(engine: Engine, ranks: Ranks, uses: Mapping[str, int]) -> Engi
     return train
 
 
-def price(assignment: Assignment, uses: Mapping[str, int]) -> int:
+def training_cost(assignment: Assignment, uses: Mapping[str, int]) -> int:
     """What a client's round costs to compute: multiply-adds of its part (masks save none) times steps."""
-    sizes = dense(assignment.reduction).sizes(assignment.state.params)
+    sizes = without_masks(assignment.reduction).sizes(assignment.state.params)
     return assignment.steps * max(1, sum(sizes.get(name, 0) * times for name, times in uses.items()))
 
 
@@ -95,46 +95,48 @@ def _fingerprint(state: State, prices: Sequence[int]) -> object:
     return state.round, tuple(prices), int(torch.stack([b.sum(dtype=torch.int64) for b in bits]).sum())
 
 
-def _told(update: Update) -> Told:
+def _header_of(update: Update) -> UpdateHeader:
     trained = update.trained
-    return Told(
+    return UpdateHeader(
         client=update.client.id,
-        bits=_on(trained.bits, "cpu") if isinstance(trained, Within) else {},
-        params=_on(update.params, "meta"),
-        buffers=_on(update.buffers, "meta"),
-        measured={kind: _on(values, "meta") for kind, values in update.measured.items()},
-        private=_on(update.private, "cpu"),
+        bits=_to_device(trained.bits, "cpu") if isinstance(trained, TrainedSubset) else {},
+        params=_to_device(update.params, "meta"),
+        buffers=_to_device(update.buffers, "meta"),
+        measured={kind: _to_device(values, "meta") for kind, values in update.measured.items()},
+        private=_to_device(update.private, "cpu"),
         loss=update.loss,
     )
 
 
-def _update(client: Client, sent: Reduction, told: Told, device: torch.device) -> Update:
-    trained = Within(sent, _on(told.bits, device)) if told.bits else sent
-    private = _on(told.private, device)
+def _update(client: Client, sent: Reduction, told: UpdateHeader, device: torch.device) -> Update:
+    trained = TrainedSubset(sent, _to_device(told.bits, device)) if told.bits else sent
+    private = _to_device(told.private, device)
     return Update(client, sent, trained, told.params, told.buffers, told.measured, private, told.loss)
 
 
-def shared_rule(rule: Rule, ranks: Ranks) -> Rule:
+def shard_rule(rule: Rule, ranks: ProcessGroup) -> Rule:
     """The same rule over the updates of all processes."""
     bare, options = (rule.func, rule.keywords) if isinstance(rule, partial) else (rule, {})
 
-    def summed(old: Params, parts: Iterable[Part]) -> Params:
-        sums = sums_of(old, [part for part in parts if not elsewhere(part[1])], **options)
-        ranks.total([*sums.total.values(), *sums.weight.values(), sums.everybody])
-        return mean_of(old, sums, **options)
+    def summed(old: Params, parts: Iterable[WeightedUpdate]) -> Params:
+        sums = weighted_sums(old, [part for part in parts if not is_remote(part[1])], **options)
+        ranks.total([*sums.total.values(), *sums.weight.values(), sums.total_weight])
+        return mean_from_sums(old, sums, **options)
 
-    def gathered(old: Params, parts: Iterable[Part]) -> Params:
+    def gathered(old: Params, parts: Iterable[WeightedUpdate]) -> Params:
         listed = list(parts)
-        here = {place: values for place, (_, values, _) in enumerate(listed) if not elsewhere(values)}
-        heard = ranks.gather(lambda: {place: _on(values, "cpu") for place, values in here.items()})
+        here = {place: values for place, (_, values, _) in enumerate(listed) if not is_remote(values)}
+        heard = ranks.all_gather(lambda: {place: _to_device(values, "cpu") for place, values in here.items()})
         everywhere = ChainMap(here, *heard)
         device = next(iter(old.values())).device
-        return rule(old, [(part, _on(everywhere[n], device), weight) for n, (part, _, weight) in enumerate(listed)])
+        return rule(
+            old, [(part, _to_device(everywhere[n], device), weight) for n, (part, _, weight) in enumerate(listed)]
+        )
 
     return summed if bare is coverage_mean else gathered
 
 
-def _on(params: Mapping[str, torch.Tensor], device: torch.device | str) -> Params:
-    if isinstance(params, Slab):  # it travels as one tensor; each of its parts alone would take all of it along
+def _to_device(params: Mapping[str, torch.Tensor], device: torch.device | str) -> Params:
+    if isinstance(params, FlatParams):  # it travels as one tensor; each of its parts alone would take all of it along
         return params.like(params.flat.to(device))
     return {name: tensor.to(device) for name, tensor in params.items()}

@@ -12,35 +12,35 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrize import is_parametrized
 
 from fedcover.errors import InvalidValue
-from fedcover.models import Scaler, tensors
-from fedcover.submodels.partial_params import Portion
+from fedcover.models import Scaler, params_and_buffers
+from fedcover.submodels.partial_params import PartialParams
 from fedcover.submodels.reductions import Slices
 from fedcover.types import Reduction
 
 
-def skeleton(module: nn.Module, reduction: Reduction, *, scaler: bool = False) -> nn.Module:
+def meta_submodel(module: nn.Module, reduction: Reduction, *, scaler: bool = False) -> nn.Module:
     """The client's part of a model in its own shapes, without values (on the `meta` device).
 
     >>> from fedcover.models import mlp
     >>> from fedcover.submodels.reductions import windows
     >>> model = mlp((1, 28, 28), 10, "batch")
-    >>> skeleton(model.module, windows(model.groups, 0.5)).hidden1
+    >>> meta_submodel(model.module, windows(model.groups, 0.5)).hidden1
     Linear(in_features=784, out_features=100, bias=True)
     """
-    small = _hollow(module)
-    whole = tensors(small)
+    small = _copy_to_meta(module)
+    whole = params_and_buffers(small)
     part = reduction.extract(whole)
     for name in whole.keys() - part.keys():  # a layer that the client has nothing of
         path, _, leaf = name.rpartition(".")[0].rpartition(".")
         small.get_submodule(path)._modules[leaf] = nn.Identity()
-    fill(small, part)
+    load_tensors(small, part)
     if isinstance(reduction, Slices):
-        _recount(small, reduction)
+        _reduce_counts(small, reduction)
     for path, layer in small.named_modules():
         if scaler and isinstance(layer, Scaler):
             layer.factor = whole[layer.of].shape[0] / part[layer.of].shape[0]
-        for kind, tell in _TELL.items():
-            if isinstance(layer, kind) and is_told(layer):
+        for kind, tell in _RESIZERS.items():
+            if isinstance(layer, kind) and size_follows_tensors(layer):
                 tell(path, layer)
     return small
 
@@ -51,12 +51,14 @@ def submodel(
     """The client's part of a model as an ordinary module that can be run, trained, saved and exported.
 
     `values` are full-sized tensors by name (such as a run's global parameters); what is not among them is taken
-    from the module itself. A `Portion` gives its tensors away: they become the parameters, without a copy.
+    from the module itself. A `PartialParams` gives its tensors away: they become the parameters, without a copy.
     """
-    own = {name: tensor for name, tensor in tensors(module).items() if name not in values}
-    given = values if isinstance(values, Portion) else dict(values)
+    own = {name: tensor for name, tensor in params_and_buffers(module).items() if name not in values}
+    given = values if isinstance(values, PartialParams) else dict(values)
     part = {**reduction.extract(own), **reduction.extract(given)}
-    return fill(skeleton(module, reduction, scaler=scaler), part, copied=not isinstance(values, Portion))
+    return load_tensors(
+        meta_submodel(module, reduction, scaler=scaler), part, copied=not isinstance(values, PartialParams)
+    )
 
 
 def without_parameters(module: nn.Module) -> nn.Module:
@@ -64,7 +66,7 @@ def without_parameters(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, _parameters_without_values(module))
 
 
-def _hollow(module: nn.Module) -> nn.Module:
+def _copy_to_meta(module: nn.Module) -> nn.Module:
     """A copy of a module without values."""
     buffers = {id(buffer): torch.empty_like(buffer, device="meta") for buffer in module.buffers()}
     return copy.deepcopy(module, {**buffers, **_parameters_without_values(module)})
@@ -75,7 +77,7 @@ def _parameters_without_values(module: nn.Module) -> dict[int, Any]:
     return {id(w): nn.Parameter(torch.empty_like(w, device="meta"), w.requires_grad) for w in module.parameters()}
 
 
-def fill(module: nn.Module, values: Mapping[str, Tensor], *, copied: bool = True) -> nn.Module:
+def load_tensors(module: nn.Module, values: Mapping[str, Tensor], *, copied: bool = True) -> nn.Module:
     """Put tensors into a module, whatever shapes were there (changes the module, returns it).
 
     Buffers are always copies, because a module writes to them.
@@ -105,9 +107,9 @@ def fill(module: nn.Module, values: Mapping[str, Tensor], *, copied: bool = True
     return module
 
 
-def is_told(layer: nn.Module) -> bool:
+def size_follows_tensors(layer: nn.Module) -> bool:
     """Whether a layer's own numbers (such as `out_features`) follow from the tensors that it holds."""
-    if not any(isinstance(layer, kind) for kind in _TELL):
+    if not any(isinstance(layer, kind) for kind in _RESIZERS):
         return False
     if is_parametrized(layer):
         return True
@@ -115,15 +117,15 @@ def is_told(layer: nn.Module) -> bool:
     return any(isinstance(tensor, Tensor) for tensor in held)
 
 
-def _recount(module: nn.Module, reduction: Slices) -> None:
+def _reduce_counts(module: nn.Module, reduction: Slices) -> None:
     """Lower the numbers that count a group's units by what is cut (changes the module)."""
     for group in reduction.groups:
         cut = group.size - len(reduction.kept[group.name])
         for count in group.counts:
-            _lower(module, count.attribute.split("."), cut * count.per_unit)
+            _decrease_attribute(module, count.attribute.split("."), cut * count.per_unit)
 
 
-def _lower(module: nn.Module, path: list[str], by: int) -> None:
+def _decrease_attribute(module: nn.Module, path: list[str], by: int) -> None:
     """Lower a number at a path of attributes; the last part may be a place in a list or tuple."""
     place = int(path[-1]) if path[-1].isdigit() else None
     *way, leaf = path if place is None else path[:-1]
@@ -136,34 +138,34 @@ def _lower(module: nn.Module, path: list[str], by: int) -> None:
     vars(owner)[leaf] = type(vars(owner)[leaf])(sizes)
 
 
-def _tell_linear(path: str, layer: Any) -> None:
+def _resize_linear(path: str, layer: Any) -> None:
     layer.out_features, layer.in_features = layer.weight.shape
 
 
-def _tell_convolution(path: str, layer: Any) -> None:
+def _resize_convolution(path: str, layer: Any) -> None:
     out_channels, inside = layer.weight.shape[:2]
-    _resize(path, layer, out_channels, inside * layer.groups)
+    _set_channels(path, layer, out_channels, inside * layer.groups)
 
 
-def _tell_transposed(path: str, layer: Any) -> None:
+def _resize_transposed_convolution(path: str, layer: Any) -> None:
     in_channels, inside = layer.weight.shape[:2]
-    _resize(path, layer, inside * layer.groups, in_channels)
+    _set_channels(path, layer, inside * layer.groups, in_channels)
 
 
-def _resize(path: str, layer: Any, out_channels: int, in_channels: int) -> None:
+def _set_channels(path: str, layer: Any, out_channels: int, in_channels: int) -> None:
     """Of a grouped convolution whole groups are cut; then both sides shrink alike, and a `Count` lowers `groups`."""
     if layer.groups != 1 and out_channels * layer.in_channels != in_channels * layer.out_channels:
         raise InvalidValue(f"layer {path!r}: a grouped convolution cannot be cut; groups is {layer.groups}")
     layer.out_channels, layer.in_channels = out_channels, in_channels
 
 
-def _tell_batch_norm(path: str, layer: Any) -> None:
+def _resize_batch_norm(path: str, layer: Any) -> None:
     known = layer.running_mean if layer.weight is None else layer.weight
     if known is not None:
         layer.num_features = len(known)
 
 
-def _tell_group_norm(path: str, layer: Any) -> None:
+def _resize_group_norm(path: str, layer: Any) -> None:
     kept = len(layer.weight)
     if layer.num_groups * kept % layer.num_channels:
         raise InvalidValue(
@@ -173,15 +175,15 @@ def _tell_group_norm(path: str, layer: Any) -> None:
     layer.num_groups, layer.num_channels = layer.num_groups * kept // layer.num_channels, kept
 
 
-def _tell_layer_norm(path: str, layer: Any) -> None:
+def _resize_layer_norm(path: str, layer: Any) -> None:
     layer.normalized_shape = tuple(layer.weight.shape)
 
 
-def _tell_embedding(path: str, layer: Any) -> None:
+def _resize_embedding(path: str, layer: Any) -> None:
     layer.num_embeddings, layer.embedding_dim = layer.weight.shape
 
 
-def _tell_attention(path: str, layer: Any) -> None:
+def _resize_attention(path: str, layer: Any) -> None:
     inside = len(layer.q_proj_weight) if layer.in_proj_weight is None else len(layer.in_proj_weight) // 3
     if inside % layer.head_dim:
         raise InvalidValue(
@@ -192,38 +194,38 @@ def _tell_attention(path: str, layer: Any) -> None:
     layer.vdim = inside if layer.v_proj_weight is None else layer.v_proj_weight.shape[1]
 
 
-def _tell_slopes(path: str, layer: Any) -> None:
+def _resize_prelu(path: str, layer: Any) -> None:
     layer.num_parameters = len(layer.weight)
 
 
-def _tell_recurrent(path: str, layer: Any) -> None:
+def _resize_rnn(path: str, layer: Any) -> None:
     layer.input_size = layer.weight_ih_l0.shape[1]
     layer.hidden_size = len(layer.weight_hh_l0) // {"LSTM": 4, "GRU": 3}.get(layer.mode, 1)
     if layer.proj_size:
         layer.proj_size = layer.weight_hh_l0.shape[1]
 
 
-def _tell_cell(path: str, layer: Any) -> None:
+def _resize_rnn_cell(path: str, layer: Any) -> None:
     layer.input_size, layer.hidden_size = layer.weight_ih.shape[1], layer.weight_hh.shape[1]
 
 
-_TELL: Mapping[type[nn.Module], Callable[[str, Any], None]] = {
-    nn.Linear: _tell_linear,
-    nn.Conv1d: _tell_convolution,
-    nn.Conv2d: _tell_convolution,
-    nn.Conv3d: _tell_convolution,
-    nn.ConvTranspose1d: _tell_transposed,
-    nn.ConvTranspose2d: _tell_transposed,
-    nn.ConvTranspose3d: _tell_transposed,
-    _NormBase: _tell_batch_norm,
-    nn.GroupNorm: _tell_group_norm,
-    nn.LayerNorm: _tell_layer_norm,
-    nn.RMSNorm: _tell_layer_norm,
-    nn.Embedding: _tell_embedding,
-    nn.EmbeddingBag: _tell_embedding,
-    nn.MultiheadAttention: _tell_attention,
-    nn.PReLU: _tell_slopes,
-    nn.RNNBase: _tell_recurrent,
-    nn.RNNCellBase: _tell_cell,
+_RESIZERS: Mapping[type[nn.Module], Callable[[str, Any], None]] = {
+    nn.Linear: _resize_linear,
+    nn.Conv1d: _resize_convolution,
+    nn.Conv2d: _resize_convolution,
+    nn.Conv3d: _resize_convolution,
+    nn.ConvTranspose1d: _resize_transposed_convolution,
+    nn.ConvTranspose2d: _resize_transposed_convolution,
+    nn.ConvTranspose3d: _resize_transposed_convolution,
+    _NormBase: _resize_batch_norm,
+    nn.GroupNorm: _resize_group_norm,
+    nn.LayerNorm: _resize_layer_norm,
+    nn.RMSNorm: _resize_layer_norm,
+    nn.Embedding: _resize_embedding,
+    nn.EmbeddingBag: _resize_embedding,
+    nn.MultiheadAttention: _resize_attention,
+    nn.PReLU: _resize_prelu,
+    nn.RNNBase: _resize_rnn,
+    nn.RNNCellBase: _resize_rnn_cell,
 }
 """How a layer learns its size from its tensors; what is not here keeps its numbers, unless a group counts them."""

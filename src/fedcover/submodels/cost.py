@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from fedcover.submodels.build import skeleton
+from fedcover.submodels.build import meta_submodel
 from fedcover.submodels.encoding import encode
-from fedcover.submodels.reductions import Masks, Within
+from fedcover.submodels.reductions import Masks, TrainedSubset
 from fedcover.types import Model, Reduction
 
-BYTES = 4
+BYTES_PER_WEIGHT = 4
 """Weights travel and train in float32."""
-COPIES = 4
+WEIGHT_COPIES = 4
 """Tensors as large as its part that a client holds in a step: weights as sent and as trained, gradients, momentum."""
 
 
@@ -62,7 +62,7 @@ def uses_of_weights(module: nn.Module, shape: Sequence[int], dtype: torch.dtype 
                 matrices[layer] = [names[id(weight)] for weight in layer.parameters(recurse=False) if weight.ndim == 2]
                 layer.register_forward_hook(remember_steps)
             if isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
-                name = names.get(id(_learned(layer)))
+                name = names.get(id(_trainable_weight(layer)))
                 if name is not None:
                     layer.register_forward_hook(remember(name))
         weight = next(copy.parameters())
@@ -70,7 +70,7 @@ def uses_of_weights(module: nn.Module, shape: Sequence[int], dtype: torch.dtype 
             copy.eval()(torch.zeros((1, *shape), device=weight.device, dtype=dtype or weight.dtype))
 
     try:
-        count(skeleton(module, Masks({})))  # no values, so it costs nothing
+        count(meta_submodel(module, Masks({})))  # no values, so it costs nothing
     except Exception:  # a model may look at values, or make tensors of its own, which are somewhere else
         uses.clear()
         count(deepcopy(module))
@@ -84,7 +84,7 @@ def _steps(layer: nn.Module, x: Tensor) -> int:
     return x.shape[1 if layer.batch_first and x.ndim == 3 else 0]
 
 
-def _learned(layer: nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) -> Tensor:
+def _trainable_weight(layer: nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) -> Tensor:
     """What is learned of a layer's weight: itself, or what it is made of that has its shape (weight norm: v, not g)."""
     if not parametrize.is_parametrized(layer, "weight"):
         return layer.weight
@@ -102,13 +102,13 @@ def cost(
     """
     sizes = reduction.sizes(params)
     back = reduction if trained is None else trained
-    chosen = sum(-(-bits.numel() // 8) for bits in back.bits.values()) if isinstance(back, Within) else 0
+    chosen = sum(-(-bits.numel() // 8) for bits in back.bits.values()) if isinstance(back, TrainedSubset) else 0
     parameters = sum(sizes.values())
     return Cost(
         parameters=parameters,
         multiply_adds=sum(sizes.get(name, 0) * times for name, times in uses.items()),
-        bytes_down=BYTES * parameters + len(encode(reduction)),
-        bytes_up=BYTES * sum(back.sizes(params).values()) + chosen,
+        bytes_down=BYTES_PER_WEIGHT * parameters + len(encode(reduction)),
+        bytes_up=BYTES_PER_WEIGHT * sum(back.sizes(params).values()) + chosen,
     )
 
 
@@ -125,7 +125,7 @@ def memory_to_train(
     Counted on a sub-model without values, so it costs nothing; masks save no memory, slices do. Python, torch, the data
     and what a recipe remembers of a client's part (`prox`: as much again as its weights) come on top.
     """
-    part = skeleton(model.module, reduction).train()
+    part = meta_submodel(model.module, reduction).train()
     weights = sum(p.numel() for p in part.parameters())
     own = {p.untyped_storage()._cdata for p in part.parameters()}
     kept: dict[int, Tensor] = {}
@@ -143,4 +143,4 @@ def memory_to_train(
         loss = nn.functional.cross_entropy(logits, labels)
     activations = sum(t.untyped_storage().nbytes() for t in kept.values())
     del loss
-    return BYTES * weights * COPIES + activations
+    return BYTES_PER_WEIGHT * weights * WEIGHT_COPIES + activations

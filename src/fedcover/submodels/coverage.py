@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedcover.submodels.reductions import distinct
-from fedcover.tensors import entrywise, flat, flat_copy, in_one, zeros
+from fedcover.tensors import flat_copy, flatten, flatten_if_cuda, map_elementwise, zeros
 from fedcover.types import Coverage, Params, Reduction
 
 
@@ -30,7 +30,7 @@ def count(params: Mapping[str, Tensor], reductions: Sequence[Reduction]) -> Para
 
 def minimum(counts: Mapping[str, Tensor]) -> int:
     """Gamma: the fewest clients that hold any parameter."""
-    return int(flat(counts).min())
+    return int(flatten(counts).min())
 
 
 def histogram(counts: Mapping[str, Tensor]) -> dict[int, int]:
@@ -39,20 +39,22 @@ def histogram(counts: Mapping[str, Tensor]) -> dict[int, int]:
     >>> histogram({"w": torch.tensor([2, 1]), "b": torch.tensor([2])})
     {1: 1, 2: 2}
     """
-    total = torch.bincount(flat(counts))
+    total = torch.bincount(flatten(counts))
     return {clients: number for clients, number in enumerate(total.tolist()) if number}
 
 
 def record(coverage: Coverage, counts: Params, window: int) -> Coverage:
     """The coverage after one more round of which only the last `window` are remembered one by one."""
-    now = entrywise(lambda entries: entries > 0, counts)
-    ever = entrywise(torch.bitwise_or, in_one(coverage.ever), now) if coverage.ever else now
+    now = map_elementwise(lambda entries: entries > 0, counts)
+    ever = map_elementwise(torch.bitwise_or, flatten_if_cuda(coverage.ever), now) if coverage.ever else now
     return Coverage((*coverage.window, counts)[-window:], ever)
 
 
 def over_window(coverage: Coverage) -> Params:
     """How often each parameter was trained over the rounds of the window."""
-    return entrywise(lambda *counts: torch.stack(counts).sum(0, dtype=torch.int32), *map(in_one, coverage.window))
+    return map_elementwise(
+        lambda *counts: torch.stack(counts).sum(0, dtype=torch.int32), *map(flatten_if_cuda, coverage.window)
+    )
 
 
 def energy(params: Mapping[str, Tensor]) -> float:
@@ -60,11 +62,11 @@ def energy(params: Mapping[str, Tensor]) -> float:
     return float(_energy(params))
 
 
-def noises(params: Mapping[str, Tensor], reductions: Iterable[Reduction]) -> list[float]:
+def delta2(params: Mapping[str, Tensor], reductions: Iterable[Reduction]) -> list[float]:
     """The share of the model's energy that each reduction cuts away: the paper's delta squared.
 
     >>> from fedcover.submodels.reductions import Masks
-    >>> noises({"w": torch.tensor([3.0, 4.0])}, [Masks({"w": torch.tensor([False, True])}), Masks({})])
+    >>> delta2({"w": torch.tensor([3.0, 4.0])}, [Masks({"w": torch.tensor([False, True])}), Masks({})])
     [0.36, 0.0]
     """
     listed = list(reductions)

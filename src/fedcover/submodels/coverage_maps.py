@@ -20,48 +20,48 @@ from fedcover.submodels.reductions import Slices
 from fedcover.types import Params, Reduction, Update
 
 SIDE = 12
-MOST_LAYERS = 64
-MOST_CLIENTS = 32
+MAX_MAPPED_LAYERS = 64
+MAX_MAPPED_CLIENTS = 32
 _BETWEEN = "12345678"
 _RUN = re.compile(r"(\d)\1{1,26}")
 
 
-def pictures(counts: Params, updates: Sequence[Update]) -> dict[str, Any]:
+def round_coverage_maps(counts: Params, updates: Sequence[Update]) -> dict[str, Any]:
     """The pictures of a round: of each distinct part, of the mean share of the clients, of what nobody trained.
 
     Of a large cohort a few clients are shown, chosen evenly from the largest capacity to the smallest.
     """
-    layers = layers_of(counts)
+    layers = mapped_layers(counts)
     parts: dict[tuple[str, ...], int] = {}
     drawn: dict[int, int] = {}
     clients = {}
-    for update in _some(updates):
+    for update in _select_updates(updates):
         key = id(update.trained)  # clients of one capacity often share one reduction
         if key not in drawn:
-            drawn[key] = parts.setdefault(tuple(picture_of_part(update.trained, layers)), len(parts))
+            drawn[key] = parts.setdefault(tuple(map_of_part(update.trained, layers)), len(parts))
         clients[str(update.client.id)] = drawn[key]
     answered = max(1, len(updates))
     return {
         "layers": {name: list(tensor.shape) for name, tensor in layers.items()},
         "clients": clients,
         "parts": [list(part) for part in parts],
-        "trained": _drawn(tensor.float() / answered for tensor in layers.values()),
-        "missed": _drawn((tensor == 0).float() for tensor in layers.values()),
+        "trained": _encode_maps(tensor.float() / answered for tensor in layers.values()),
+        "missed": _encode_maps((tensor == 0).float() for tensor in layers.values()),
     }
 
 
-def layers_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def mapped_layers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors worth a picture: matrices and kernels (all, if there are none), of very deep models the largest ones.
 
-    >>> list(layers_of({"weight": torch.zeros(3, 2), "bias": torch.zeros(3)}))
+    >>> list(mapped_layers({"weight": torch.zeros(3, 2), "bias": torch.zeros(3)}))
     ['weight']
     """
     found = {name: tensor for name, tensor in tensors.items() if tensor.ndim > 1} or dict(tensors)
-    largest = sorted(found, key=lambda name: -found[name].numel())[:MOST_LAYERS]
+    largest = sorted(found, key=lambda name: -found[name].numel())[:MAX_MAPPED_LAYERS]
     return {name: tensor for name, tensor in found.items() if name in largest}
 
 
-def picture_of_part(part: Reduction, layers: Mapping[str, Tensor]) -> list[str]:
+def map_of_part(part: Reduction, layers: Mapping[str, Tensor]) -> list[str]:
     """What a part holds of each layer."""
     if isinstance(part, Slices):
         known: dict[tuple[int, int], str] = {}
@@ -70,7 +70,7 @@ def picture_of_part(part: Reduction, layers: Mapping[str, Tensor]) -> list[str]:
         strips = dict.fromkeys(layers)
     unknown = [name for name, strip in strips.items() if strip is None]
     masks = part.mask({name: layers[name] for name in unknown})
-    drawn = dict(zip(unknown, _drawn(masks[name].float() for name in unknown), strict=True))
+    drawn = dict(zip(unknown, _encode_maps(masks[name].float() for name in unknown), strict=True))
     return [strips[name] or drawn[name] for name in layers]
 
 
@@ -91,13 +91,13 @@ def _strips(part: Slices, name: str, shape: torch.Size, known: dict[tuple[int, i
         if (id(kept), full) not in known:
             line = np.zeros(full)
             line[kept if isinstance(kept, slice) else kept.numpy()] = 1
-            known[id(kept), full] = encode(_pooled(line))
+            known[id(kept), full] = encode_pixels(_downsample_axis(line))
         strips.append(known[id(kept), full])
     rows, columns = [*strips, "9"][:2]
     return "9" if rows == columns == "9" else f"{rows}/{columns}"
 
 
-def _pooled(line: np.ndarray) -> list[float]:
+def _downsample_axis(line: np.ndarray) -> list[float]:
     """What `shrink` makes of one axis, without the price of many small tensors."""
     pixels = min(SIDE, len(line))
     starts = np.arange(pixels) * len(line) // pixels
@@ -107,11 +107,11 @@ def _pooled(line: np.ndarray) -> list[float]:
     return shares
 
 
-def _drawn(shares: Iterable[Tensor]) -> list[str]:
+def _encode_maps(shares: Iterable[Tensor]) -> list[str]:
     """A picture of each, fetched from a device in one go."""
     flat = [shrink(share).flatten() for share in shares]
     pixels = iter(torch.cat(flat).tolist() if flat else ())
-    return [encode(islice(pixels, len(each))) for each in flat]
+    return [encode_pixels(islice(pixels, len(each))) for each in flat]
 
 
 def shrink(share: Tensor) -> Tensor:
@@ -120,10 +120,10 @@ def shrink(share: Tensor) -> Tensor:
     return adaptive_avg_pool2d(flat[None], (min(SIDE, flat.shape[0]), min(SIDE, flat.shape[1])))[0]
 
 
-def encode(pixels: Iterable[float]) -> str:
+def encode_pixels(pixels: Iterable[float]) -> str:
     """Shares, row by row, as digits with letters for repeats.
 
-    >>> encode([1, 1, 0.5, 0, 0, 0]), encode([1, 1])
+    >>> encode_pixels([1, 1, 0.5, 0, 0, 0]), encode_pixels([1, 1])
     ('9a50b', '9')
     """
     text = "".join("0" if share <= 0 else "9" if share >= 1 else _BETWEEN[int(8 * share)] for share in pixels)
@@ -132,8 +132,8 @@ def encode(pixels: Iterable[float]) -> str:
     return _RUN.sub(lambda run: run[1] + chr(ord("a") + len(run[0]) - 2), text)
 
 
-def _some(updates: Sequence[Update]) -> list[Update]:
+def _select_updates(updates: Sequence[Update]) -> list[Update]:
     ordered = sorted(updates, key=lambda update: (-update.client.capacity, update.client.id))
-    if len(ordered) <= MOST_CLIENTS:
+    if len(ordered) <= MAX_MAPPED_CLIENTS:
         return ordered
-    return [ordered[place * len(ordered) // MOST_CLIENTS] for place in range(MOST_CLIENTS)]
+    return [ordered[place * len(ordered) // MAX_MAPPED_CLIENTS] for place in range(MAX_MAPPED_CLIENTS)]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedcover.errors import InvalidValue
-from fedcover.submodels.reductions import Masks, Slices, around, drawn
+from fedcover.submodels.reductions import Masks, Slices, circular_range, drawn
 from fedcover.types import Reduction, UnitGroup
 
 _DRAW, _WINDOWS, _UNITS, _MASKS = b"D", b"W", b"U", b"M"
@@ -25,14 +25,14 @@ def encode(reduction: Reduction) -> bytes:
     if not isinstance(reduction, Slices):
         masks = reduction.gradient_mask()
         bits = [masks[name] for name in sorted(masks)]
-        return _MASKS + (b"" if all(bool(tensor.all()) for tensor in bits) else _packed(bits))
+        return _MASKS + (b"" if all(bool(tensor.all()) for tensor in bits) else _pack_bits(bits))
     if reduction.draw is not None:
         return _DRAW + struct.pack("<dQ", *reduction.draw)
     units = [(reduction.kept[group.name], group.size) for group in reduction.groups]
     spans = [_window(kept, size) for kept, size in units]
     if all(spans):
         return _WINDOWS + b"".join(struct.pack("<II", *span) for span in spans if span)
-    return _UNITS + _packed([torch.zeros(size, dtype=torch.bool).index_fill_(0, kept, True) for kept, size in units])
+    return _UNITS + _pack_bits([torch.zeros(size, dtype=torch.bool).index_fill_(0, kept, True) for kept, size in units])
 
 
 def decode(encoded: bytes, groups: tuple[UnitGroup, ...], prunable: Mapping[str, Tensor]) -> Reduction:
@@ -49,13 +49,13 @@ def decode(encoded: bytes, groups: tuple[UnitGroup, ...], prunable: Mapping[str,
             return drawn(groups, *struct.unpack("<dQ", body))
         if tag == _WINDOWS:
             spans = zip(groups, struct.iter_unpack("<II", body), strict=True)
-            return Slices(groups, {g.name: _around(first, length, g.size) for g, (first, length) in spans})
+            return Slices(groups, {g.name: _window_units(first, length, g.size) for g, (first, length) in spans})
         if tag == _UNITS:
-            bits = zip(groups, _unpacked(body, [(g.size,) for g in groups]), strict=True)
-            return Slices(groups, {g.name: _listed(kept) for g, kept in bits})
+            bits = zip(groups, _unpack_bits(body, [(g.size,) for g in groups]), strict=True)
+            return Slices(groups, {g.name: _kept_units(kept) for g, kept in bits})
         if tag == _MASKS:
             names = sorted(prunable) if body else []
-            return Masks(dict(zip(names, _unpacked(body, [prunable[n].shape for n in names]), strict=True)))
+            return Masks(dict(zip(names, _unpack_bits(body, [prunable[n].shape for n in names]), strict=True)))
     except (struct.error, ValueError) as error:
         raise InvalidValue(f"reduction cannot be decoded from {len(encoded)} bytes: {error}") from error
     raise InvalidValue(f"reduction must begin with one of D, W, U, M; got {tag!r}")
@@ -72,23 +72,23 @@ def _window(kept: Tensor, size: int) -> tuple[int, int] | None:
     return None
 
 
-def _around(first: int, length: int, size: int) -> Tensor:
+def _window_units(first: int, length: int, size: int) -> Tensor:
     if not (first < size and 1 <= length <= size):
         raise ValueError(f"a window of {length} units from {first} does not fit a group of {size}")
-    return around(first, length, size)
+    return circular_range(first, length, size)
 
 
-def _listed(bits: Tensor) -> Tensor:
+def _kept_units(bits: Tensor) -> Tensor:
     if not bool(bits.any()):
         raise ValueError("a group keeps none of its units")
     return bits.nonzero().flatten()
 
 
-def _packed(bits: Sequence[Tensor]) -> bytes:
+def _pack_bits(bits: Sequence[Tensor]) -> bytes:
     return b"".join(np.packbits(tensor.cpu().numpy().ravel()).tobytes() for tensor in bits)
 
 
-def _unpacked(body: bytes, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+def _unpack_bits(body: bytes, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     lengths = [(prod(shape) + 7) // 8 for shape in shapes]
     if sum(lengths) != len(body):
         raise ValueError(f"{sum(lengths)} bytes of bits expected, {len(body)} given")

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedcover.tensors import Shapes, Slab, add_scaled, shapes_of
+from fedcover.tensors import FlatParams, NamedShapes, add_scaled, named_shapes
 
 Index = slice | Tensor
 Region = tuple[Index, ...]
@@ -16,11 +16,11 @@ Region = tuple[Index, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class InSlab:
+class FlatIndex:
     """A part of tensors that lie side by side: its own shapes, and where its entries lie; None if it is the whole."""
 
-    shapes: Shapes
-    places: Tensor | None
+    shapes: NamedShapes
+    offsets: Tensor | None
 
 
 def as_slice(kept: Tensor) -> Index:
@@ -35,7 +35,7 @@ def length(part: Index, full: int) -> int:
     return len(part) if isinstance(part, Tensor) else len(range(*part.indices(full)))
 
 
-def take(tensor: Tensor, region: Region) -> Tensor:
+def take_region(tensor: Tensor, region: Region) -> Tensor:
     """A region of a tensor, as a tensor of its own size."""
     view = tensor[tuple(part if isinstance(part, slice) else slice(None) for part in region)]
     for axis, part in enumerate(region):
@@ -44,7 +44,7 @@ def take(tensor: Tensor, region: Region) -> Tensor:
     return view.contiguous()
 
 
-def add(whole: Tensor, region: Region, values: Tensor | None, scale: float) -> None:
+def add_to_region(whole: Tensor, region: Region, values: Tensor | None, scale: float) -> None:
     """Add `scale * values` (or `scale` itself) to a region of a tensor, in place."""
     view = whole[tuple(part if isinstance(part, slice) else slice(None) for part in region)]
     listed = [(axis, part) for axis, part in enumerate(region) if isinstance(part, Tensor)]
@@ -59,55 +59,55 @@ def add(whole: Tensor, region: Region, values: Tensor | None, scale: float) -> N
         view[_grid(listed, view)] += values.to(view.dtype) * scale
 
 
-def inside(outer: Region, inner: Region, shape: Sequence[int]) -> Tensor:
+def overlap_mask(outer: Region, inner: Region, shape: Sequence[int]) -> Tensor:
     """Where a region of a tensor lies in another one: true in the shape of the outer, at what the inner holds too.
 
-    >>> inside((slice(1, 4),), (slice(0, 3),), (5,)).tolist()
+    >>> overlap_mask((slice(1, 4),), (slice(0, 3),), (5,)).tolist()
     [True, True, False]
     """
     held = torch.ones((), dtype=torch.bool)
     for length, kept, wanted in zip(shape, outer, inner, strict=True):
-        places = torch.arange(length)
-        held = held.unsqueeze(-1) & torch.isin(places[kept], places[wanted])
+        offsets = torch.arange(length)
+        held = held.unsqueeze(-1) & torch.isin(offsets[kept], offsets[wanted])
     return held
 
 
-def within_slab(slab: Slab, regions: Mapping[str, Region]) -> InSlab:
+def flat_index(slab: FlatParams, regions: Mapping[str, Region]) -> FlatIndex:
     """Where the regions of some of a slab's tensors lie in it.
 
-    >>> slab = Slab(torch.arange(6), [("w", (2, 2)), ("b", (2,))])
-    >>> within_slab(slab, {"w": (slice(0, 2), slice(1, 2)), "b": (slice(0, 2),)}).places.tolist()
+    >>> slab = FlatParams(torch.arange(6), [("w", (2, 2)), ("b", (2,))])
+    >>> flat_index(slab, {"w": (slice(0, 2), slice(1, 2)), "b": (slice(0, 2),)}).offsets.tolist()
     [1, 3, 4, 5]
     """
-    tensors = shapes_of(slab)
+    tensors = named_shapes(slab)
     shapes = [(name, tuple(map(length, regions[name], shape))) for name, shape in tensors if name in regions]
     if shapes == tensors:
-        return InSlab(shapes, None)
+        return FlatIndex(shapes, None)
     kind = np.dtype(np.int32 if slab.flat.numel() < 2**31 else np.int64)
-    places, first = [np.zeros(0, kind)], 0
+    offsets, first = [np.zeros(0, kind)], 0
     known: dict[tuple[object, ...], np.ndarray] = {}  # layers of equal size are often cut alike
     for name, shape in tensors:
         if name in regions:
-            key = (shape, *map(_named, regions[name]))
+            key = (shape, *map(_hashable, regions[name]))
             if key not in known:
-                known[key] = _places_in(shape, regions[name], kind)
-            places.append(first + known[key])
+                known[key] = _flat_offsets(shape, regions[name], kind)
+            offsets.append(first + known[key])
         first += prod(shape)
-    return InSlab(shapes, torch.from_numpy(np.concatenate(places)).to(slab.flat.device))
+    return FlatIndex(shapes, torch.from_numpy(np.concatenate(offsets)).to(slab.flat.device))
 
 
-def _named(part: Index) -> object:
+def _hashable(part: Index) -> object:
     """What is kept along an axis, to be looked up."""
     return part.numpy().tobytes() if isinstance(part, Tensor) else (part.start, part.stop)
 
 
-def _places_in(shape: Sequence[int], region: Region, kind: np.dtype) -> np.ndarray:
+def _flat_offsets(shape: Sequence[int], region: Region, kind: np.dtype) -> np.ndarray:
     """Where the entries of a region lie when a tensor's entries are counted one after another."""
-    places = np.zeros(1, kind)
+    offsets = np.zeros(1, kind)
     for length, part in zip(shape, region, strict=True):
         kept = np.arange(length, dtype=kind)[part if isinstance(part, slice) else part.numpy()]
-        places = (places[:, None] * length + kept).ravel()
-    return places
+        offsets = (offsets[:, None] * length + kept).ravel()
+    return offsets
 
 
 def _grid(listed: Sequence[tuple[int, Tensor]], view: Tensor) -> Region:

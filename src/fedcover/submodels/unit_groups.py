@@ -14,10 +14,10 @@ from fedcover.errors import InvalidValue
 from fedcover.types import Count, Cut, UnitGroup
 
 
-def units_kept(size: int, share: float) -> int:
+def num_units_kept(size: int, share: float) -> int:
     """How many of a group's units a width share holds: never more than the share, but at least one.
 
-    >>> units_kept(200, 0.75), units_kept(100, 0.29), units_kept(10, 0.01)
+    >>> num_units_kept(200, 0.75), num_units_kept(100, 0.29), num_units_kept(10, 0.01)
     (150, 29, 1)
     """
     if not 0 <= share <= 1:
@@ -25,10 +25,10 @@ def units_kept(size: int, share: float) -> int:
     return max(1, floor(share * size + 1e-9))  # 0.29 * 100 is 28.999999999999996
 
 
-def positions(cut: Cut, units: Tensor) -> Tensor:
+def unit_positions(cut: Cut, units: Tensor) -> Tensor:
     """The places along the cut's axis that the given units own.
 
-    >>> positions(Cut("head.weight", axis=1, per_unit=4), torch.tensor([0, 2])).tolist()
+    >>> unit_positions(Cut("head.weight", axis=1, per_unit=4), torch.tensor([0, 2])).tolist()
     [0, 1, 2, 3, 8, 9, 10, 11]
     """
     first = cut.start + units * cut.per_unit
@@ -44,11 +44,11 @@ def cuts_by_tensor(groups: Sequence[UnitGroup]) -> dict[str, list[tuple[UnitGrou
     return dict(meeting)
 
 
-def told_apart(groups: Sequence[UnitGroup], params: Container[str]) -> tuple[UnitGroup, ...]:
+def separate_buffers(groups: Sequence[UnitGroup], params: Container[str]) -> tuple[UnitGroup, ...]:
     """The groups with the cuts of parameters in `cuts`, and those of what is none (norm statistics) in `buffers`.
 
     >>> whole = UnitGroup("conv", 2, (Cut("conv.weight", 0), Cut("norm.running_mean", 0)))
-    >>> (group,) = told_apart([whole], ["conv.weight"])
+    >>> (group,) = separate_buffers([whole], ["conv.weight"])
     >>> [cut.tensor for cut in group.cuts], [cut.tensor for cut in group.buffers]
     (['conv.weight'], ['norm.running_mean'])
     """
@@ -61,18 +61,18 @@ def told_apart(groups: Sequence[UnitGroup], params: Container[str]) -> tuple[Uni
     return tuple(map(apart, groups))
 
 
-def to_json(groups: Sequence[UnitGroup]) -> str:
+def groups_to_json(groups: Sequence[UnitGroup]) -> str:
     """Groups as text, for a device that cannot find them itself.
 
     >>> groups = (UnitGroup("hidden", 4, (Cut("w", 0), Cut("v", 1)), counts=(Count("heads"),)),)
-    >>> from_json(to_json(groups)) == groups
+    >>> groups_from_json(groups_to_json(groups)) == groups
     True
     """
     return json.dumps([asdict(group) for group in groups], separators=(",", ":"))
 
 
-def from_json(text: str) -> tuple[UnitGroup, ...]:
-    """The groups that `to_json` wrote."""
+def groups_from_json(text: str) -> tuple[UnitGroup, ...]:
+    """The groups that `groups_to_json` wrote."""
 
     def group_of(fields: dict[str, Any]) -> UnitGroup:
         cuts, buffers = (tuple(Cut(**cut) for cut in fields[kind]) for kind in ("cuts", "buffers"))
@@ -82,7 +82,7 @@ def from_json(text: str) -> tuple[UnitGroup, ...]:
     return tuple(map(group_of, json.loads(text)))
 
 
-def check(groups: Sequence[UnitGroup], tensors: Mapping[str, Tensor]) -> None:
+def check_groups(groups: Sequence[UnitGroup], tensors: Mapping[str, Tensor]) -> None:
     """Refuse groups that do not fit the tensors they name, or that claim the same slice twice."""
     claimed: dict[tuple[str, int], Tensor] = {}
     names = [group.name for group in groups]

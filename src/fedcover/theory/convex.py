@@ -17,7 +17,7 @@ SLACK = 1 + 1e-9
 
 
 @dataclass(frozen=True)
-class Proven:
+class ConvexConstants:
     """Upper bounds of the theorems' constants, for every model, every batch and every client."""
 
     smoothness: float
@@ -28,20 +28,22 @@ class Proven:
     """Of the squared gradient of any rows, wherever training can lead from the first model."""
     variance: float
     """Of the gradient of a batch around its client's own."""
-    between: float
+    dissimilarity: float
     """Of the squared distance of a client's gradient from the mean of all."""
 
 
-def proven(clients: list[Tensor], start: Tensor, *, bias: bool, decay: float, batch_size: int, calm: bool) -> Proven:
+def convex_constants(
+    clients: list[Tensor], start: Tensor, *, bias: bool, decay: float, batch_size: int, decay_contracts: bool
+) -> ConvexConstants:
     """From the clients' inputs (one tensor of rows each) and the first weights, the bias as their last column.
 
-    `calm`: steps have no momentum and decay times the learning rate is at most 1, so that decay holds weights back.
+    `decay_contracts`: steps have no momentum and decay times the learning rate is at most 1, so that decay holds weights back.
 
     >>> ones = torch.ones(4, 3)
-    >>> round(proven([ones], torch.zeros(2, 3), bias=False, decay=0.1, batch_size=4, calm=True).smoothness, 6)
+    >>> round(convex_constants([ones], torch.zeros(2, 3), bias=False, decay=0.1, batch_size=4, decay_contracts=True).smoothness, 6)
     1.6
     """
-    inputs = [with_ones(x, bias) for x in clients]
+    inputs = [append_bias_column(x, bias) for x in clients]
     moments = [x_BD.T @ x_BD / len(x_BD) for x_BD in inputs]
     smoothness = max(float(torch.linalg.eigvalsh(moment)[-1]) for moment in moments)
     longest = max(float(x_BD.square().sum(1).max()) for x_BD in inputs)
@@ -51,14 +53,14 @@ def proven(clients: list[Tensor], start: Tensor, *, bias: bool, decay: float, ba
     pulled = math.sqrt(2 * longest) + (float(pushed.square().sum()) ** 0.5 if decay else 0.0)
     whole = all(len(x_BD) <= batch_size for x_BD in inputs)
     any_rows = smoothness if whole else longest
-    return Proven(
+    return ConvexConstants(
         smoothness=(decay + smoothness / 2) * SLACK, batch_smoothness=(decay + any_rows / 2) * SLACK,
-        gradient=pulled**2 if calm or not decay else math.inf,
-        variance=0.0 if whole else 2 * longest / batch_size, between=2 * longest,
+        gradient=pulled**2 if decay_contracts or not decay else math.inf,
+        variance=0.0 if whole else 2 * longest / batch_size, dissimilarity=2 * longest,
     )  # fmt: skip
 
 
-def with_ones(x: Tensor, bias: bool) -> Tensor:
+def append_bias_column(x: Tensor, bias: bool) -> Tensor:
     """Rows of features in float64, with a 1 for the bias."""
     x_BD = x.flatten(1).double()
     return torch.cat([x_BD, torch.ones_like(x_BD[:, :1])], dim=1) if bias else x_BD

@@ -1,6 +1,6 @@
 """What the theorems speak of: constants of the problem, what the masks of a round say, and a bound in named terms.
 
-A round's figures concern the parameters that some client holds in it; the others do not move. `inverse` of client n is
+A round's figures concern the parameters that some client holds in it; the others do not move. `inverse_coverage` of client n is
 the largest weight with which it counts for any parameter it holds: 1/Gamma_(n) if all clients count the same.
 """
 
@@ -8,17 +8,17 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from fedcover.theory.steps import Steps
+from fedcover.theory.steps import LocalSteps
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class RoundQuantities:
     """What one round's masks and gradients say."""
 
     lr: float
-    inverse: tuple[float, ...]
+    inverse_coverage: tuple[float, ...]
     """For every client the largest weight of any parameter it holds."""
-    lacking: tuple[float, ...]
+    pruned_energy: tuple[float, ...]
     """d_n: the squared length of what every client's mask cuts away."""
     gamma: int
     """The fewest clients that hold any of the round's parameters."""
@@ -38,12 +38,12 @@ class Round:
     @property
     def clients(self) -> int:
         """N, the clients of the round."""
-        return len(self.inverse)
+        return len(self.inverse_coverage)
 
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """What is known of a whole run; `lrs` is the sum of all rounds' learning rates."""
+    """What is known of a whole run; `lr_sum` is the sum of all rounds' learning rates."""
 
     smoothness: float
     """L of the clients' losses: for the descent and for the drift."""
@@ -59,9 +59,9 @@ class Constants:
     """F at the first model."""
     least: float
     """A lower bound of F."""
-    steps: Steps
+    steps: LocalSteps
     rounds: int
-    lrs: float
+    lr_sum: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Bound:
     terms: dict[str, float]
     conditions: tuple[Condition, ...]
     left: float
-    outside: tuple[str, ...] = field(default=())
+    violated_assumptions: tuple[str, ...] = field(default=())
     """In which respects the run lies outside the theorem's assumptions."""
 
     @property
@@ -102,22 +102,22 @@ class Bound:
     @property
     def applies(self) -> bool:
         """Whether all conditions and assumptions are met."""
-        return all(condition.holds for condition in self.conditions) and not self.outside
+        return all(condition.holds for condition in self.conditions) and not self.violated_assumptions
 
 
-def mean(rounds: Sequence[Round], figure: Callable[[Round], float]) -> float:
+def lr_weighted_mean(rounds: Sequence[RoundQuantities], figure: Callable[[RoundQuantities], float]) -> float:
     """The mean over rounds in which a round counts as much as its learning rate; the plain mean if that is constant."""
     total = sum(r.lr for r in rounds)
     return sum(r.lr * figure(r) for r in rounds) / total
 
 
-def squared_inverse(r: Round) -> float:
+def squared_inverse(r: RoundQuantities) -> float:
     """The sum over clients of 1/Gamma_(n)^2."""
-    return sum(share**2 for share in r.inverse)
+    return sum(share**2 for share in r.inverse_coverage)
 
 
-def gap(known: Constants, r: Round, *, smoothness: float, gradient: float) -> tuple[float, float]:
+def gradient_gap(known: Constants, r: RoundQuantities, *, smoothness: float, gradient: float) -> tuple[float, float]:
     """Lemma 2: how far the clients' mean gradient can be from the one at the global model, by drift and by cutting."""
-    drift = smoothness**2 * r.lr**2 * gradient * known.steps.drift * sum(r.inverse)
-    cut = smoothness**2 * sum(share * d for share, d in zip(r.inverse, r.lacking, strict=True))
+    drift = smoothness**2 * r.lr**2 * gradient * known.steps.drift * sum(r.inverse_coverage)
+    cut = smoothness**2 * sum(share * d for share, d in zip(r.inverse_coverage, r.pruned_energy, strict=True))
     return drift, cut

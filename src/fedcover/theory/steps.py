@@ -11,10 +11,10 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Steps:
+class LocalSteps:
     """T local steps of SGD with momentum mu that starts afresh in every round.
 
-    >>> Steps(300).total, Steps(3, momentum=0.5).shares.tolist()
+    >>> LocalSteps(300).total, LocalSteps(3, momentum=0.5).shares.tolist()
     (300.0, [1.75, 1.5, 1.0])
     """
 
@@ -44,7 +44,7 @@ class Steps:
         Before gradient j is taken, at most S_(j-1) has been walked, the total of j - 1 steps. Without momentum this is
         (T-1)(2T-1)/6.
 
-        >>> Steps(10).drift == 9 * 19 / 6
+        >>> LocalSteps(10).drift == 9 * 19 / 6
         True
         """
         walked_T = np.concatenate([[0.0], np.cumsum(self.shares[::-1])[:-1]])

@@ -9,11 +9,11 @@ from torch.func import functional_call
 
 from fedcover.data.augment import AUGMENTATIONS
 from fedcover.errors import InvalidValue, TrainingDiverged
-from fedcover.models.norms import on_batch_statistics, running, statistics_key
+from fedcover.models.norms import running, statistics_key, use_batch_statistics
 from fedcover.rng import generator, seeded
 from fedcover.submodels.build import submodel
-from fedcover.submodels.partial_params import united
-from fedcover.submodels.reductions import Within
+from fedcover.submodels.partial_params import merge_params
+from fedcover.submodels.reductions import TrainedSubset
 from fedcover.types import (
     Assignment,
     Batch,
@@ -51,9 +51,9 @@ def train_client(task: Task, state: State, client: Client, reduction: Reduction,
             "can take no statistics; choose another batch_size, or norm = 'group'"
         ) from error
     finite = torch.stack([p.isfinite().all() for p in params.values()]).all()
-    refuse_divergence(assignment, bool(finite), loss, lr)
+    check_divergence(assignment, bool(finite), loss, lr)
     outcome = task.recipe.finish(assignment, forward, params, carry)
-    return update_of(assignment, part, outcome, loss)
+    return build_update(assignment, part, outcome, loss)
 
 
 def client_module(assignment: Assignment) -> nn.Module:
@@ -61,12 +61,12 @@ def client_module(assignment: Assignment) -> nn.Module:
     task, state = assignment.task, assignment.state
     key = statistics_key(task.norm, assignment.client.capacity)
     known = state.statistics.get(key, {}) if key else {}
-    values = united(state.params, known)
+    values = merge_params(state.params, known)
     part = submodel(task.model.module, assignment.reduction, values, scaler=task.scaler)
-    return (on_batch_statistics(part) if key is None else part).train()
+    return (use_batch_statistics(part) if key is None else part).train()
 
 
-def refuse_divergence(assignment: Assignment, finite: bool, loss: float, lr: float) -> None:
+def check_divergence(assignment: Assignment, finite: bool, loss: float, lr: float) -> None:
     """Stop a run in which a client's weights or loss are no longer numbers."""
     if not finite or not math.isfinite(loss):
         raise TrainingDiverged(
@@ -75,13 +75,13 @@ def refuse_divergence(assignment: Assignment, finite: bool, loss: float, lr: flo
         )
 
 
-def update_of(assignment: Assignment, part: nn.Module, outcome: Outcome, loss: float) -> Update:
+def build_update(assignment: Assignment, part: nn.Module, outcome: Outcome, loss: float) -> Update:
     """What the client sends back."""
     task, client, reduction = assignment.task, assignment.client, assignment.reduction
     undeclared = sorted(outcome.measured.keys() - task.recipe.measures.keys())
     if undeclared:
         raise InvalidValue(f"recipe measures {undeclared[0]!r}, which its `measures` do not name")
-    trained = Within(reduction, outcome.bits) if outcome.bits else reduction
+    trained = TrainedSubset(reduction, outcome.bits) if outcome.bits else reduction
     kept = statistics_key(task.norm, client.capacity)
     buffers = {name: tensor.clone() for name, tensor in running(part).items()} if kept else {}
     private = {name: tensor.clone() for name, tensor in outcome.private.items()}  # it must not keep others' in memory
@@ -104,7 +104,7 @@ def train(
     losses: list[Tensor] = []
     step = torch.zeros((), dtype=torch.int64, device=shard.index.device)
     for epoch in range(local.epochs):
-        order_N, drawn_NK = (plan.to(step.device) for plan in order_of_rows(assignment, len(shard.index), epoch))
+        order_N, drawn_NK = (plan.to(step.device) for plan in draw_row_order(assignment, len(shard.index), epoch))
         losses = []
         for places_B in torch.split(order_N, local.batch_size):
             rows_B = shard.index[places_B]
@@ -116,14 +116,14 @@ def train(
                 gradient = dict(zip(weights, gradients, strict=True))
                 carry = task.recipe.observe(carry, gradient)
                 gradient = {name: g * masks[name] if name in masks else g for name, g in gradient.items()}
-                descend(weights, gradient, velocity, local, lr)
+                sgd_update(weights, gradient, velocity, local, lr)
             del gradient, gradients  # the next ones need their memory
             losses.append(loss.detach())
             step = step + 1
     return {name: p.detach() for name, p in weights.items()}, carry, float(torch.stack(losses).mean())
 
 
-def order_of_rows(assignment: Assignment, rows: int, epoch: int) -> tuple[Tensor, Tensor]:
+def draw_row_order(assignment: Assignment, rows: int, epoch: int) -> tuple[Tensor, Tensor]:
     """The order in which a client goes through its rows in an epoch, and what is drawn to augment each row."""
     task = assignment.task
     address = (assignment.state.round, assignment.client.id, epoch)
@@ -132,7 +132,7 @@ def order_of_rows(assignment: Assignment, rows: int, epoch: int) -> tuple[Tensor
     return order_N, draw(rows, generator(task.seed, "augment", *address))
 
 
-def descend(weights: Params, gradient: Params, velocity: Params, local: LocalTraining, lr: float) -> None:
+def sgd_update(weights: Params, gradient: Params, velocity: Params, local: LocalTraining, lr: float) -> None:
     """One step of SGD in place: clip, decay, momentum."""
     if local.clip is not None:
         length = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradient.values()]))

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 import fedcover as fc
-from fedcover.analysis.report.downsample import MOST_ENDS, MOST_POINTS, points_for
-from fedcover.analysis.report.grouping import group
+from fedcover.analysis.report.downsample import MAX_ENDS, MAX_POINTS, points_for
+from fedcover.analysis.report.grouping import group_runs
 from fedcover.analysis.report.load import find_runs, read_run
 from fedcover.analysis.report.page import asset
 from fedcover.errors import InvalidValue, RunError
@@ -29,7 +29,7 @@ from tests.helpers.report_pages import ATTACK, attacked, data_of, report
 
 
 def labels(*folders):
-    return {made.label: len(made.runs) for made in group([read_run(folder) for folder in folders])}
+    return {made.label: len(made.runs) for made in group_runs([read_run(folder) for folder in folders])}
 
 
 # ── what belongs together ───────────────────────────────────────────────────────────────────────────────
@@ -361,7 +361,7 @@ def test_thinning_never_hides_the_lowest_coverage_and_keeps_seeds_in_step(tmp_pa
     (whole / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     a, b = report(tmp_path, whole, stopped)["runs"]
     assert a["thinned"]
-    assert len(a["every"]["round"]) <= MOST_POINTS + 2
+    assert len(a["every"]["round"]) <= MAX_POINTS + 2
     assert min(a["every"]["gamma_round"]) == 0
     assert set(b["every"]["round"]) <= set(a["every"]["round"])
 
@@ -387,7 +387,7 @@ def test_many_seeds_that_stopped_anywhere_do_not_fill_the_page(tmp_path):
         made_up_run(tmp_path / "runs" / str(seed), rounds=10_000, done=30 + seed, layers=1, seed=seed)
     for run in report(tmp_path, tmp_path / "runs")["runs"]:
         assert run["every"]["round"][-1] == run["done"]
-        assert len(run["every"]["round"]) <= MOST_ENDS + 3
+        assert len(run["every"]["round"]) <= MAX_ENDS + 3
 
 
 class Tags(HTMLParser):

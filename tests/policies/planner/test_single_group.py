@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from fedcover.errors import InvalidValue
 from fedcover.policies.planner import single_group
-from fedcover.policies.planner.objective import Bound
-from fedcover.policies.planner.single_group import Group, Runs, best_gamma, frontier, plan
+from fedcover.policies.planner.objective import PlanObjective
+from fedcover.policies.planner.single_group import BudgetedGroup, RunLengthPlan, best_gamma, frontier, plan
 
 BASE = 6
 """Column sums of up to five clients are digits below six, so that a vector of them is one number."""
@@ -92,14 +92,14 @@ large = st.integers(1, 60).flatmap(
 @given(large, st.floats(0, 1))
 def test_every_point_of_the_frontier_has_its_plan(case, turn):
     energies, budgets = case
-    group = Group.of(energies, budgets)
+    group = BudgetedGroup.of(energies, budgets)
     points = frontier(energies, budgets)
     assert len(points) == sum(budgets) // len(energies) + 1
     assert (np.diff(points) >= -1e-12).all()
     assert (np.diff(points, 2) >= -1e-9).all(), "convex"
     for gamma, noise in enumerate(points):
-        profile = group.profile(gamma)
-        runs = profile.share_out(group.order, turn)
+        allocation = group.allocation(gamma)
+        runs = allocation.assign_units(group.order, turn)
         matrix = runs.matrix()
         assert runs.gamma >= gamma
         assert torch.equal(matrix.sum(0), runs.column_sums())
@@ -110,16 +110,18 @@ def test_every_point_of_the_frontier_has_its_plan(case, turn):
         assert float(lost.sum()) / (sum(energies) or 1) == pytest.approx(noise, abs=1e-9)
         sums = matrix.sum(0)
         own = [int(sums[row].min()) if row.any() else 0 for row in matrix]
-        inverse = profile.inverse_coverage()
+        inverse = allocation.inverse_coverage()
         np.testing.assert_allclose(inverse, [1 / least if least else 0 for least in own])
 
 
 def test_the_mean_over_all_turns_is_what_a_client_is_said_to_lose():
-    group = Group.of([5.0, 4, 3, 3, 2, 1, 1, 0.5], [3, 4, 6])
-    profile = group.profile(1)
-    turns = [profile.share_out(group.order, i / profile.shared + 1e-9) for i in range(profile.shared)]
+    group = BudgetedGroup.of([5.0, 4, 3, 3, 2, 1, 1, 0.5], [3, 4, 6])
+    allocation = group.allocation(1)
+    turns = [
+        allocation.assign_units(group.order, i / allocation.num_shared + 1e-9) for i in range(allocation.num_shared)
+    ]
     lost = torch.stack([(~runs.matrix()).double() @ group.energies_U for runs in turns]).mean(0)
-    np.testing.assert_allclose(profile.removed(group.after), lost.numpy())
+    np.testing.assert_allclose(allocation.pruned_energy(group.tail_energy), lost.numpy())
 
 
 @pytest.mark.parametrize(
@@ -128,7 +130,7 @@ def test_the_mean_over_all_turns_is_what_a_client_is_said_to_lose():
 def test_the_papers_fleets_reach_more_than_its_designs(fleet, largest):
     energies = torch.linspace(1, 2, 200).square()
     budgets = [50 * quarters for quarters in fleet]
-    assert Group.of(energies, budgets).gamma_max == largest
+    assert BudgetedGroup.of(energies, budgets).gamma_max == largest
     assert plan(energies, budgets, gamma=largest).sum(0).min() == largest
 
 
@@ -138,12 +140,14 @@ class TestTheObjective:
     ENERGIES = torch.randn(400, generator=torch.Generator().manual_seed(0)).square()
     BUDGETS = (400,) * 4 + (300,) * 6
 
-    @pytest.mark.parametrize("bound", [Bound(), Bound(0, 0), Bound(1, 1), Bound(0.1, 10)])
+    @pytest.mark.parametrize(
+        "bound", [PlanObjective(), PlanObjective(0, 0), PlanObjective(1, 1), PlanObjective(0.1, 10)]
+    )
     def test_it_is_the_least_of_all_points(self, bound):
-        group = Group.of(self.ENERGIES, self.BUDGETS)
+        group = BudgetedGroup.of(self.ENERGIES, self.BUDGETS)
         values = []
         for gamma in range(1, group.gamma_max + 1):
-            matrix = group.profile(gamma).share_out(group.order).matrix()
+            matrix = group.allocation(gamma).assign_units(group.order).matrix()
             lost = ((~matrix).double() @ group.energies_U / group.energies_U.sum()).numpy()
             own = np.array([int(matrix.sum(0)[row].min()) for row in matrix])
             values.append((bound.variance / own**2 + (bound.drift + lost) / own).sum())
@@ -151,16 +155,16 @@ class TestTheObjective:
         assert values[chosen - 1] == pytest.approx(min(values))
 
     def test_gap_alone_is_greedy_and_drift_alone_is_full_coverage(self):
-        greedy = plan(self.ENERGIES, self.BUDGETS, bound=Bound(0, 0))
+        greedy = plan(self.ENERGIES, self.BUDGETS, bound=PlanObjective(0, 0))
         assert greedy.sum(0).min() == 4
-        assert plan(self.ENERGIES, self.BUDGETS, bound=Bound(0, 1e6)).sum(0).min() == 8
+        assert plan(self.ENERGIES, self.BUDGETS, bound=PlanObjective(0, 1e6)).sum(0).min() == 8
 
     def test_the_constants_of_the_theorem(self):
-        bound = Bound.of(lr=0.01, steps=5, smoothness=2, gradient=3, variance=4)
+        bound = PlanObjective.of(lr=0.01, steps=5, smoothness=2, gradient=3, variance=4)
         assert bound.variance == pytest.approx(2 * 0.01 * 2 * 4)
         assert bound.drift == pytest.approx(0.01**2 * 2**2 * 3 * 4 * 9 / 6)
         with pytest.raises(InvalidValue, match="drift must be"):
-            Bound(drift=-1)
+            PlanObjective(drift=-1)
 
     def test_every_unit_is_covered_wherever_that_is_possible(self):
         assert plan([9.0, 1, 1, 1], [2, 2]).sum(0).min() == 1
@@ -170,9 +174,9 @@ class TestTheObjective:
 def test_above_the_limit_a_plan_is_runs(monkeypatch):
     energies, budgets = np.arange(30.0), [30, 20, 10, 7]
     matrix = plan(energies, budgets, gamma=2)
-    monkeypatch.setattr(single_group, "LARGEST_MATRIX", 10)
+    monkeypatch.setattr(single_group, "MAX_MATRIX_ENTRIES", 10)
     runs = plan(energies, budgets, gamma=2)
-    assert isinstance(runs, Runs)
+    assert isinstance(runs, RunLengthPlan)
     assert (runs.matrix().numpy() == matrix).all()
 
 
@@ -180,7 +184,7 @@ def test_a_million_units_and_a_thousand_clients_are_few_runs():
     random = np.random.default_rng(0)
     budgets = random.integers(1, 10**6, 1000)
     runs = plan(random.random(10**6), budgets, tolerate=20)
-    assert isinstance(runs, Runs)
+    assert isinstance(runs, RunLengthPlan)
     assert len(runs.lengths_R) < 2100
     assert runs.row_sums().tolist() == budgets.tolist()
     assert int(runs.column_sums().min()) >= 21

@@ -9,11 +9,11 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import fedcover as fc
-from fedcover.models import tensors
-from fedcover.submodels.build import fill, submodel
+from fedcover.models import params_and_buffers
+from fedcover.submodels.build import load_tensors, submodel
 from fedcover.submodels.reductions import drawn, windows
 from fedcover.submodels.tracing import trace
-from fedcover.submodels.unit_groups import check
+from fedcover.submodels.unit_groups import check_groups
 from fedcover.training.engines import runners
 from fedcover.types import Cut
 from tests.helpers.idioms import Written
@@ -57,12 +57,14 @@ def test_part_trained_equals_mask_trained(layer, form):
     module.r.dropout = 0.0
     x = torch.randn(3, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     groups = trace(module, x)
-    check(groups, tensors(module))
+    check_groups(groups, params_and_buffers(module))
     assert [(group.name, group.size) for group in groups] == [("a", 7), ("r", module.r.proj_size or 6)]
     reduction = drawn(groups, 0.5, key=4)
-    masks = reduction.mask(tensors(module))
+    masks = reduction.mask(params_and_buffers(module))
     part = submodel(module, reduction, {})
-    dense = submodel(module, drawn(groups, 1.0, key=0), {n: t * masks[n] for n, t in tensors(module).items()})
+    dense = submodel(
+        module, drawn(groups, 1.0, key=0), {n: t * masks[n] for n, t in params_and_buffers(module).items()}
+    )
     assert not all(bool(mask.all()) for mask in masks.values())
     for net in (part, dense):
         optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9, weight_decay=0.01)
@@ -72,11 +74,11 @@ def test_part_trained_equals_mask_trained(layer, form):
             for key, weight in net.named_parameters() if net is dense else ():
                 weight.grad *= masks[key]
             optimizer.step()
-    whole = {name: torch.zeros_like(tensor) for name, tensor in tensors(module).items()}
-    reduction.add_into(whole, tensors(part), 1.0)
-    for name, tensor in tensors(dense).items():
+    whole = {name: torch.zeros_like(tensor) for name, tensor in params_and_buffers(module).items()}
+    reduction.add_into(whole, params_and_buffers(part), 1.0)
+    for name, tensor in params_and_buffers(dense).items():
         torch.testing.assert_close(whole[name], tensor, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
-    torch.testing.assert_close(fill(dense, whole)(x), part(x), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(load_tensors(dense, whole)(x), part(x), rtol=1e-9, atol=1e-12)
 
 
 def test_a_unit_is_one_row_of_every_gate_and_a_column_of_what_comes_back():
@@ -202,7 +204,7 @@ def test_a_fleet_of_unequal_devices_trains_a_recurrent_model(policy):
 
 
 def test_the_batched_engine_says_that_clients_are_trained_one_after_another(caplog, monkeypatch):
-    monkeypatch.setattr(runners, "_SAID", set())
+    monkeypatch.setattr(runners, "_WARNED", set())
     experiment = fc.Experiment(fleet="1x1.0 + 1x0.5", policy="rolling", clients=20, active=4, rounds=1, epochs=1)
     model = Rows()
     with caplog.at_level(logging.WARNING):

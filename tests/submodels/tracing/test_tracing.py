@@ -13,15 +13,15 @@ from torch import nn
 
 import fedcover as fc
 from fedcover.errors import InvalidValue
-from fedcover.models import MODELS, tensors
+from fedcover.models import MODELS, params_and_buffers
 from fedcover.runs.onnx_export import export_onnx
-from fedcover.submodels.build import fill, submodel
+from fedcover.submodels.build import load_tensors, submodel
 from fedcover.submodels.reductions import Slices, drawn
 from fedcover.submodels.tracing import trace
-from fedcover.submodels.tracing.size_constraints import PROMISES
-from fedcover.submodels.tracing.tracer import watch
-from fedcover.submodels.tracing.verify import prove
-from fedcover.submodels.unit_groups import check
+from fedcover.submodels.tracing.size_constraints import SIZE_CONSTRAINTS
+from fedcover.submodels.tracing.tracer import record_trace
+from fedcover.submodels.tracing.verify import verify_groups
+from fedcover.submodels.unit_groups import check_groups
 from fedcover.types import Count, Model, UnitGroup
 from tests.helpers.idioms import ACCEPTED, REFUSED, Configured, Settings, Written
 from tests.helpers.repository import ROOT
@@ -145,7 +145,7 @@ class TestTheZoo:
 
     def test_groups_fit_and_have_something_to_choose(self, name, traced):
         module, _ = zoo(name)
-        check(traced(name), tensors(module))
+        check_groups(traced(name), params_and_buffers(module))
         assert all(group.size > 1 for group in traced(name))
 
     def test_the_groups_are_the_expected_ones(self, name, traced):
@@ -153,7 +153,7 @@ class TestTheZoo:
 
     def test_a_forgotten_cut_is_noticed(self, name, traced):
         module, example = zoo(name)
-        notes = watch(module, (example,))
+        notes = record_trace(module, (example,))
         draw = torch.Generator().manual_seed(0)
         for group in traced(name)[:4]:
             at = int(torch.randint(len(group.cuts), (), generator=draw))
@@ -162,7 +162,7 @@ class TestTheZoo:
             broken = UnitGroup(group.name, group.size, group.cuts[:at] + group.cuts[at + 1 :], counts=group.counts)
             others = tuple(broken if other is group else other for other in traced(name))
             with pytest.raises(InvalidValue, match=re.escape(repr(group.name))):
-                prove(module, (example,), others, notes)
+                verify_groups(module, (example,), others, notes)
 
     def test_a_sub_model_can_be_exported(self, name, traced):
         module, example = zoo(name)
@@ -196,7 +196,9 @@ class MaskedLayerNorm(nn.Module):
 
 def masked(module, masks):
     """The dense model with zeros where units are cut, and layer norms that know it."""
-    dense = fill(copy.deepcopy(module), {n: torch.where(masks[n], t, 0) for n, t in tensors(module).items()})
+    dense = load_tensors(
+        copy.deepcopy(module), {n: torch.where(masks[n], t, 0) for n, t in params_and_buffers(module).items()}
+    )
     for path, layer in list(dense.named_modules()):
         if isinstance(layer, nn.LayerNorm):
             parent, _, leaf = path.rpartition(".")
@@ -220,7 +222,7 @@ def test_sliced_training_equals_masked_dense_training(name, traced):
     module = without_dropout(module).double().train()
     example = example.double() if example.is_floating_point() else example
     reduction = drawn(traced(name), 0.5, key=5)
-    part, dense = submodel(module, reduction, {}), masked(module, reduction.mask(tensors(module)))
+    part, dense = submodel(module, reduction, {}), masked(module, reduction.mask(params_and_buffers(module)))
     masks = reduction.mask(dict(module.named_parameters()))
     for net in (part, dense):
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
@@ -232,8 +234,8 @@ def test_sliced_training_equals_masked_dense_training(name, traced):
             for key, weight in net.named_parameters() if net is dense else ():
                 weight.grad *= masks[key]
             optimizer.step()
-    trained = reduction.extract({key: t for key, t in tensors(dense).items() if not key.endswith(".kept")})
-    for key, tensor in tensors(part).items():
+    trained = reduction.extract({key: t for key, t in params_and_buffers(dense).items() if not key.endswith(".kept")})
+    for key, tensor in params_and_buffers(part).items():
         torch.testing.assert_close(tensor, trained[key], rtol=1e-8, atol=1e-9, msg=lambda m, k=key: f"{k}: {m}")
     torch.testing.assert_close(part.eval()(example), dense.eval()(example), rtol=1e-8, atol=1e-9)
 
@@ -284,7 +286,7 @@ class TestNumbers:
         part = self.half("gpt", traced)
         assert part.lm_head.weight is part.wte.weight
         assert part.lm_head.in_features == part.wte.embedding_dim
-        again = fill(part, {key: t + 1 for key, t in part.state_dict().items()})
+        again = load_tensors(part, {key: t + 1 for key, t in part.state_dict().items()})
         assert again.lm_head.weight is again.wte.weight
 
 
@@ -327,7 +329,7 @@ class TestManners:
             trace(module, torch.randn(3, 5), whole=("9",))
 
     def test_a_call_that_cannot_be_followed_is_not_said_to_be_the_modules_mistake(self, monkeypatch):
-        monkeypatch.setitem(PROMISES, "chunk", lambda labels, args, kwargs, out: args[9])
+        monkeypatch.setitem(SIZE_CONSTRAINTS, "chunk", lambda labels, args, kwargs, out: args[9])
         make, shape, _ = ACCEPTED["halves"]
         with pytest.raises(InvalidValue, match=r"^tracing: fedcover cannot follow operation 'chunk' in the model"):
             trace(make(), torch.randn(shape))
@@ -365,7 +367,7 @@ class TestManners:
         for at in range(len(first.cuts)):
             broken = UnitGroup(first.name, first.size, first.cuts[:at] + first.cuts[at + 1 :])
             with pytest.raises(InvalidValue, match=r"cutting '0'"):
-                prove(module, (example,), (broken, second), watch(module, (example,)))
+                verify_groups(module, (example,), (broken, second), record_trace(module, (example,)))
 
     def test_where_rounding_is_all_there_is_more_rows_are_asked_for(self):
         with pytest.raises(InvalidValue, match=r"^tracing: rounding alone changes .* give an example of more rows$"):

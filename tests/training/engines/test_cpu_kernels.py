@@ -37,7 +37,7 @@ def same(own, torchs, dtype):
     strange=st.lists(st.sampled_from([float("nan"), float("inf"), -float("inf")]), max_size=2),
 )  # fmt: skip
 def test_own_products_equal_those_of_torch(seed, dtype, strange, clients, rows, outputs, inputs):
-    cpu_kernels.build()
+    cpu_kernels.build_kernels()
     big, wide, high = (clients, outputs, inputs), (clients, rows, inputs), (clients, rows, outputs)
     weight, velocity, x, back = drawn(seed, dtype, big, big, wide, high, strange=strange)
     same(torch.ops.fedcover.linear(x, weight), torch.bmm(x, weight.mT), dtype)
@@ -50,16 +50,16 @@ def test_own_products_equal_those_of_torch(seed, dtype, strange, clients, rows, 
 
 
 def test_own_products_take_tensors_however_they_lie():
-    cpu_kernels.build()
+    cpu_kernels.build_kernels()
     x, weight = drawn(0, torch.float64, (2, 40, 3), (2, 40, 6))
     same(torch.ops.fedcover.linear(x.mT, weight.mT), torch.bmm(x.mT, weight), torch.float64)
 
 
 @pytest.fixture(name="any_size")
 def _any_size(monkeypatch):
-    monkeypatch.setattr(cpu_kernels, "LEAST_INPUTS", 1)
-    monkeypatch.setattr(cpu_kernels, "LEAST_OUTPUTS", 1)
-    monkeypatch.setattr(cpu_kernels, "PROCESSORS", (torch.backends.cpu.get_cpu_capability(),))
+    monkeypatch.setattr(cpu_kernels, "MIN_INPUTS", 1)
+    monkeypatch.setattr(cpu_kernels, "MIN_OUTPUTS", 1)
+    monkeypatch.setattr(cpu_kernels, "CPU_CAPABILITIES", (torch.backends.cpu.get_cpu_capability(),))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -120,7 +120,7 @@ def test_a_product_whose_factors_change_before_the_descent_stays_where_it_is(bet
     tensors = drawn(0, torch.float64, (2, 5, 7), (2, 5, 7), (2, 3, 5), (2, 3, 7), ())
     plain, own = ([tensor.clone() for tensor in tensors] for _ in range(2))
     traced = make_fx(step)(*tensors)
-    cpu_kernels.use_own_products(traced.graph)
+    cpu_kernels.use_custom_kernels(traced.graph)
     traced.recompile()
     step(*plain)
     traced(*own)
@@ -133,7 +133,7 @@ def test_steps_that_are_small_or_have_threads_keep_torchs_products(used, monkeyp
     torch.set_num_threads(2)
     agree(*world("mlp", policy="full"), batched)
     torch.set_num_threads(1)
-    monkeypatch.setattr(cpu_kernels, "LEAST_INPUTS", 512)
+    monkeypatch.setattr(cpu_kernels, "MIN_INPUTS", 512)
     agree(*world("mlp", policy="full"), batched)
     assert set(used) == {(0, 0)}
 
@@ -142,8 +142,8 @@ def test_without_kernels_the_step_stays_as_it_is_and_the_log_says_so(used, monke
     def fail():
         raise OSError("no room")
 
-    monkeypatch.setattr(cpu_kernels, "build", fail)
-    monkeypatch.setattr(runners, "_SAID", set())
+    monkeypatch.setattr(cpu_kernels, "build_kernels", fail)
+    monkeypatch.setattr(runners, "_WARNED", set())
     agree(*world("mlp", policy="full"), batched)
     assert set(used) == {(0, 0)}
     assert [r.message for r in caplog.records] == [

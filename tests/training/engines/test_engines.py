@@ -16,19 +16,19 @@ import torch
 from torch import nn
 
 import fedcover as fc
-from fedcover.runs.setup import Parts, prepare
-from fedcover.server.round import first_state, run_round
+from fedcover.runs.setup import Overrides, prepare
+from fedcover.server.round import initial_state, run_round
 from fedcover.training.engines import ragged, runners
 from fedcover.training.engines.batched import batched
-from fedcover.training.engines.runners import _SAID, drive, plainly, pool_of
+from fedcover.training.engines.runners import _WARNED, eager_backend, get_runner_cache, run_steps
 from fedcover.training.engines.sequential import sequential
-from fedcover.training.engines.sgd_step import _InOneGo
+from fedcover.training.engines.sgd_step import _ForeachCast
 from fedcover.training.engines.streams import streams
 from fedcover.types import Recipe
 from tests.helpers.engines import RECIPES, TORCH_WARNS, agree
 from tests.helpers.worlds import same, world
 
-UNCOMPILED = partial(batched, make=plainly)
+UNCOMPILED = partial(batched, backend=eager_backend)
 FAST = {"batched": UNCOMPILED, "streams": streams}
 
 
@@ -39,7 +39,7 @@ def _fast(request):
 
 @pytest.fixture(autouse=True)
 def _nothing_said_yet():
-    _SAID.clear()
+    _WARNED.clear()
 
 
 @pytest.mark.parametrize("policy", ["full", "prefix", "rolling(spread=true)", "random", "magnitude", "planned"])
@@ -141,19 +141,19 @@ def test_clients_with_unequal_rows_take_turns_in_the_seats_of_a_crew(monkeypatch
     """Nobody is left to train alone, the longest come first, and all rounds share the same few lanes."""
     seen = []
 
-    def take_turns(place, clients):
-        seen.append((place.lane, [client.rows for client in clients]))
-        return ragged.take_turns(place, clients)
+    def train_ragged(runner, clients):
+        seen.append((runner.step_buffers, [client.rows for client in clients]))
+        return ragged.train_ragged(runner, clients)
 
-    monkeypatch.setattr(sys.modules["fedcover.training.engines.batched"], "take_turns", take_turns)
+    monkeypatch.setattr(sys.modules["fedcover.training.engines.batched"], "train_ragged", train_ragged)
     setup, state = world("mlp", **{**UNEQUAL, **SEATED["whole"]})
     for _ in range(3):
         state, _ = run_round(replace(setup, engine=UNCOMPILED), state)
     assert [len(rows) for _, rows in seen] == [8, 8, 8]
-    for lane, rows in seen:
+    for step_buffers, rows in seen:
         useful = sum(n // 10 for n in rows) / (max(rows) // 10)  # with so many, all are busy until the longest is done
-        assert lane.crew in (1, 2, 4)
-        assert lane.crew <= useful + 1 < 2 * lane.crew + 1
+        assert step_buffers.stack_size in (1, 2, 4)
+        assert step_buffers.stack_size <= useful + 1 < 2 * step_buffers.stack_size + 1
     assert not caplog.records
 
 
@@ -168,27 +168,27 @@ def test_places_are_used_again_when_capacities_move_between_devices():
     setup = replace(setup, engine=streams)
     for _ in range(8):
         state, _ = run_round(setup, state)
-    pool = pool_of(setup.task)
-    seen = {place.lane.shape for place in pool.places.values()}
+    cache = get_runner_cache(setup.task)
+    seen = {runner.step_buffers.signature for runner in cache.runners.values()}
     assert len(seen) == 3  # one for each width
-    before = list(pool.places)
+    before = list(cache.runners)
     run_round(setup, state)
-    assert sum(key not in before for key in pool.places) <= 1
+    assert sum(key not in before for key in cache.runners) <= 1
 
 
 def test_a_pool_does_not_grow_without_end(monkeypatch):
-    monkeypatch.setattr("fedcover.training.engines.runners.MOST_PLACES", 3)
+    monkeypatch.setattr("fedcover.training.engines.runners.MAX_RUNNERS", 3)
     setup, state = world("mlp", policy="prefix")
     agree(setup, state, streams, rounds=3)
-    assert len(pool_of(setup.task).places) == 3
+    assert len(get_runner_cache(setup.task).runners) == 3
 
 
 def test_crews_are_put_together_from_sizes_that_are_known(monkeypatch):
     module = sys.modules["fedcover.training.engines.batched"]  # the function of that name hides it
-    monkeypatch.setattr(module, "MOST_SIZES", 1)
+    monkeypatch.setattr(module, "MAX_STACK_SIZES", 1)
     setup, state = world("mlp", policy="full", fleet="1x1", drop_out=0.3, rounds=6)
     agree(setup, state, UNCOMPILED, rounds=6)
-    crews = {place.lane.crew for place in pool_of(setup.task).places.values()}
+    crews = {runner.step_buffers.stack_size for runner in get_runner_cache(setup.task).runners.values()}
     assert len(crews) == 1
 
 
@@ -199,7 +199,9 @@ def test_bf16_computes_in_bf16_and_keeps_float32(engine):
     wanted = fc.Experiment(policy="prefix", fleet="1x1 + 1x0.5", clients=20, active=4, rounds=1, epochs=1)
     setup = prepare(wanted, fc.Machine("sequential", "cpu").resolved())
     run = {
-        precision: run_round(replace(setup, engine=partial(engine, precision=precision)), first_state(setup))[0].params
+        precision: run_round(replace(setup, engine=partial(engine, precision=precision)), initial_state(setup))[
+            0
+        ].params
         for precision in ("fp32", "bf16")
     }
     distance = max(float((run["fp32"][n] - run["bf16"][n]).abs().max()) for n in run["fp32"])
@@ -362,9 +364,9 @@ HELD = {
 def test_what_a_model_changes_inside_of_what_it_holds_is_seen(held, fast, caplog):
     wanted = fc.Experiment(policy="full", clients=20, active=3, rounds=2, epochs=1)
     setup = prepare(
-        wanted, fc.Machine("sequential", "cpu").resolved(), parts=Parts(model=fc.Model(Holding(held()), ()))
+        wanted, fc.Machine("sequential", "cpu").resolved(), parts=Overrides(model=fc.Model(Holding(held()), ()))
     )
-    agree(setup, first_state(setup), fast)
+    agree(setup, initial_state(setup), fast)
     assert "so clients are trained one after another" in caplog.text
 
 
@@ -386,8 +388,8 @@ def test_which_layer_is_shared_is_seen_and_what_a_model_only_holds_does_no_harm(
     for name in ("first", "second"):
         model.module.again = getattr(model.module, name)
         wanted = fc.Experiment(policy="full", clients=24, active=3, rounds=1, epochs=1, lr=0.1)
-        setup = prepare(wanted, fc.Machine("sequential", "cpu").resolved(), parts=Parts(model=model))
-        slow, quick = (run_round(replace(setup, engine=e), first_state(setup))[0] for e in (sequential, fast))
+        setup = prepare(wanted, fc.Machine("sequential", "cpu").resolved(), parts=Overrides(model=model))
+        slow, quick = (run_round(replace(setup, engine=e), initial_state(setup))[0] for e in (sequential, fast))
         same(quick.params, slow.params, 1e-5)
     assert not caplog.records
 
@@ -396,17 +398,17 @@ def test_a_rest_that_no_step_can_take_is_said_as_sequential_says_it():
     """A single row has no batch statistics; the crew had only tried whole batches."""
     module = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 10))
     wanted = fc.Experiment(policy="full", partition="dirichlet(alpha=0.3)", clients=60, active=30, rounds=1, epochs=1)
-    setup = prepare(wanted, fc.Machine("sequential", "cpu").resolved(), parts=Parts(model=fc.Model(module, ())))
+    setup = prepare(wanted, fc.Machine("sequential", "cpu").resolved(), parts=Overrides(model=fc.Model(module, ())))
     for engine in (sequential, UNCOMPILED):
         with pytest.raises(fc.InvalidValue, match=r"leaves client \d+ a batch of one sample"):
-            run_round(replace(setup, engine=engine), first_state(setup))
+            run_round(replace(setup, engine=engine), initial_state(setup))
 
 
 def test_what_one_recipe_cannot_do_is_no_verdict_on_another(monkeypatch):
     setup, state = world("mlp", policy="full", fleet="1x1")
     seen = []
     module = sys.modules["fedcover.training.engines.batched"]
-    monkeypatch.setattr(module, "drive", lambda places: seen.append(1) or drive(places))
+    monkeypatch.setattr(module, "run_steps", lambda runners: seen.append(1) or run_steps(runners))
     drawing = _weighted(lambda carry: random.uniform(1, 2))
     for recipe in (drawing, setup.task.recipe):
         run_round(replace(setup, engine=UNCOMPILED, task=replace(setup.task, recipe=recipe)), state)
@@ -420,9 +422,9 @@ def test_a_model_that_is_set_otherwise_between_runs_is_another(fast):
     for model.module.temperature in (1.0, 5.0):
         for scaler in (False, True):
             wanted = fc.Experiment(policy="full", clients=20, active=3, rounds=2, epochs=1)
-            setup = prepare(wanted, fc.Machine("sequential", "cpu").resolved(), parts=Parts(model=model))
+            setup = prepare(wanted, fc.Machine("sequential", "cpu").resolved(), parts=Overrides(model=model))
             setup = replace(setup, task=replace(setup.task, scaler=scaler))
-            agree(setup, first_state(setup), fast)
+            agree(setup, initial_state(setup), fast)
 
 
 def _weighted(weight, **fields):
@@ -470,7 +472,7 @@ def test_what_recipes_remember_equals_sequential_if_compiled(how):
 
 
 def test_many_shapes_are_not_all_compiled(monkeypatch, caplog):
-    monkeypatch.setattr(sys.modules["fedcover.training.engines.batched"], "MOST_SHAPES", 1)
+    monkeypatch.setattr(sys.modules["fedcover.training.engines.batched"], "MAX_SIGNATURES", 1)
     agree(*world("mlp", policy="prefix", fleet="1x1.0 + 1x0.5", clients=8, active=8, epochs=1), UNCOMPILED)
     assert "there are more than 1 shapes of clients" in caplog.text
 
@@ -480,7 +482,7 @@ def test_weights_turned_to_bf16_in_one_go_equal_those_turned_one_by_one():
     weights = [torch.randn(size, generator=draw).requires_grad_() for size in ((3, 4), (5,), (2, 3, 2, 2))]
     weights.append(torch.ones(2).requires_grad_())  # which the loss does not look at
     found = []
-    for turned in (_InOneGo.apply(*weights), [weight.bfloat16() for weight in weights]):
+    for turned in (_ForeachCast.apply(*weights), [weight.bfloat16() for weight in weights]):
         assert all(tensor.dtype == torch.bfloat16 for tensor in turned)
         loss = sum((tensor * tensor).sum() for tensor in turned[:-1])
         gradients = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)

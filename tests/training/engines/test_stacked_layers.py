@@ -13,8 +13,8 @@ from torch.func import grad, vmap
 
 from fedcover.training.engines import stacked_layers
 from fedcover.training.engines.batched import batched
-from fedcover.training.engines.runners import plainly
-from fedcover.training.engines.stacked_layers import CrewLayers
+from fedcover.training.engines.runners import eager_backend
+from fedcover.training.engines.stacked_layers import StackedLayers
 from tests.helpers import crew_twin
 from tests.helpers.engines import agree
 from tests.helpers.worlds import same, world
@@ -55,8 +55,8 @@ def asked(monkeypatch):
 
 @pytest.mark.parametrize("policy", ["prefix", "magnitude", "rolling(spread=true)"])
 def test_rounds_equal_sequential(policy, asked, monkeypatch):
-    monkeypatch.setattr(stacked_layers, "serve", lambda *_: True)
-    agree(*world("wide_resnet", policy=policy, epochs=1, assignment="slot"), partial(batched, make=plainly))
+    monkeypatch.setattr(stacked_layers, "uses_stacked_kernels", lambda *_: True)
+    agree(*world("wide_resnet", policy=policy, epochs=1, assignment="slot"), partial(batched, backend=eager_backend))
     assert all(asked.values())
 
 
@@ -72,7 +72,7 @@ def test_a_layer_of_a_crew_has_the_gradients_of_its_clients(layer):
 
     both = grad(loss, argnums=(0, 1))
     wanted = [both({name: p[client] for name, p in params.items()}, x[client]) for client in range(4)]
-    with CrewLayers():
+    with StackedLayers():
         weights, inputs = vmap(both)(params, x)
     same({"x": inputs}, {"x": torch.stack([each[1] for each in wanted])}, 1e-10)
     same(weights, {name: torch.stack([each[0][name] for each in wanted]) for name in params}, 1e-10)
@@ -87,7 +87,7 @@ def test_weights_may_be_wider_than_what_is_computed_in(asked):
     def loss(params, x):
         return torch.func.functional_call(layer, params, (x,)).float().square().mean()
 
-    with CrewLayers():
+    with StackedLayers():
         found = vmap(grad(loss))(params, x)
     assert asked["convolve"] == 1  # the images need no gradient
     for client in range(2):
@@ -100,7 +100,7 @@ def test_weights_may_be_wider_than_what_is_computed_in(asked):
 
 def test_a_norm_of_a_single_value_is_refused_as_torch_does():
     norm = nn.BatchNorm2d(3, track_running_stats=False)
-    with CrewLayers(), pytest.raises(ValueError, match="more than 1 value"):
+    with StackedLayers(), pytest.raises(ValueError, match="more than 1 value"):
         vmap(norm)(torch.rand(2, 1, 3, 1, 1))
 
 
@@ -116,6 +116,6 @@ def test_a_norm_of_a_single_value_is_refused_as_torch_does():
 )
 def test_models_of_other_layers_are_left_to_torch(module, usable, monkeypatch):
     monkeypatch.setattr(stacked_layers, "find_spec", lambda name: name)
-    assert stacked_layers.usable(module) == usable
+    assert stacked_layers.has_stacked_kernels(module) == usable
     monkeypatch.setattr(stacked_layers, "find_spec", lambda name: None)
-    assert not stacked_layers.usable(module)
+    assert not stacked_layers.has_stacked_kernels(module)

@@ -10,13 +10,13 @@ import torch
 import fedcover as fc
 from fedcover.errors import InvalidValue
 from fedcover.server.round import run_round
-from fedcover.submodels.reductions import Masks, Slices, width_within, windows
-from fedcover.submodels.unit_groups import units_kept
+from fedcover.submodels.reductions import Masks, Slices, width_for_budget, windows
+from fedcover.submodels.unit_groups import num_units_kept
 from fedcover.training.local_sgd import train_client
-from fedcover.training.recipes import RECIPES, own_labels
-from fedcover.training.recipes.fedmask import START, THRESHOLD, with_scores
-from fedcover.training.recipes.fiarse import _Important
-from fedcover.training.recipes.fjord import levels_of
+from fedcover.training.recipes import RECIPES, mask_absent_labels
+from fedcover.training.recipes.fedmask import INITIAL_SCORE, SCORE_THRESHOLD, replace_weights_with_scores
+from fedcover.training.recipes.fiarse import _ImportanceMask
+from fedcover.training.recipes.fjord import client_widths
 from fedcover.types import Assignment, Batch
 from tests.helpers import twins
 from tests.helpers.worlds import same, world
@@ -63,7 +63,7 @@ SKEWED = {"dataset": "synthetic(shape=(1, 3, 4), classes=5, samples=7, test_size
 def test_labels_equal_their_twin(absent, rows):
     setup, state = world("mlp", policy="prefix", absent_labels=absent, label_rows=rows, scaler=True, **SKEWED, **ROUGH)
     assert any(len(c.labels) < 5 for c, _ in twins.working(setup, state))
-    agree(setup, state, twins.own_labels(absent, rows))
+    agree(setup, state, twins.mask_absent_labels(absent, rows))
 
 
 @pytest.mark.parametrize(("absent", "third"), [("free", math.exp(3)), ("zero", 1.0), ("ignore", 0.0)])
@@ -105,7 +105,7 @@ def test_ignored_labels_and_distillation_stay_finite():
 
 
 def test_labels_of_a_sequence_stand_before_its_places():
-    recipe = own_labels(RECIPES["plain"](), absent="ignore")
+    recipe = mask_absent_labels(RECIPES["plain"](), absent="ignore")
     held = torch.tensor([True, False, True])
     logits_BKL = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
     batch = Batch(torch.zeros(2), torch.tensor([[0, 2, 0, 2], [2, 2, 0, 0]]), torch.tensor(0))
@@ -153,7 +153,7 @@ def test_fjord_draws_every_width_up_to_the_client_s_own_equally_often():
     setup, state = world("mlp", policy="prefix", recipe="fjord", fleet="1x0.6", epochs=900, active=1)
     client, part = twins.working(setup, state)[0]
     assignment = Assignment(setup.task, state, client, part)
-    assert levels_of(assignment, (0.2, 0.4, 0.6, 0.8, 1.0)) == [0.2, 0.4, 0.6]
+    assert client_widths(assignment, (0.2, 0.4, 0.6, 0.8, 1.0)) == [0.2, 0.4, 0.6]
     schedule = setup.task.recipe.start(assignment, part.extract(state.params))[1]
     found = Counter(schedule.tolist())
     assert len(schedule) == 900 * 3  # seven rows in batches of three
@@ -167,7 +167,7 @@ def test_fjord_knows_the_width_behind_a_share_of_the_parameters():
     setup, state = world("cnn", policy="prefix", recipe="fjord", capacity="parameters", fleet="1x0.3", active=1)
     client, part = twins.working(setup, state)[0]
     assert [len(part.kept[g.name]) / g.size for g in setup.task.model.groups] == [0.5, 0.5, 0.5]
-    assert levels_of(Assignment(setup.task, state, client, part), (0.2, 0.4, 0.5, 0.6)) == [0.2, 0.4, 0.5]
+    assert client_widths(Assignment(setup.task, state, client, part), (0.2, 0.4, 0.5, 0.6)) == [0.2, 0.4, 0.5]
 
 
 @pytest.mark.parametrize("distil", [0.0, 1.0])
@@ -233,8 +233,8 @@ def test_hermes_with_capacities_in_parameters_ends_within_them():
     kept = {group.name: state.private[0][f"units.{group.name}"].nonzero().flatten() for group in groups}
     held = sum(Slices(groups, kept).sizes(state.params).values())
     assert held <= 0.5 * sum(p.numel() for p in state.params.values())
-    share = width_within(groups, state.params, 0.5)
-    assert {name: len(units) for name, units in kept.items()} == {g.name: units_kept(g.size, share) for g in groups}
+    share = width_for_budget(groups, state.params, 0.5)
+    assert {name: len(units) for name, units in kept.items()} == {g.name: num_units_kept(g.size, share) for g in groups}
 
 
 def test_hermes_counts_only_what_is_kept():
@@ -263,15 +263,17 @@ def test_measuring_hermes_leaves_the_running_statistics_alone():
 def test_fedmask_equals_its_twin(model, policy):
     setup, state = world(model, policy=policy, recipe="fedmask", lr=2.0, momentum=0.9, weight_decay=0.001)
     original = world(model)[0].task.model.module
-    after = agree(setup, state, twins.fedmask(original, START, THRESHOLD))
-    off = sum(int((scores < THRESHOLD).sum()) for scores in after.params.values())
+    after = agree(setup, state, twins.fedmask(original, INITIAL_SCORE, SCORE_THRESHOLD))
+    off = sum(int((scores < SCORE_THRESHOLD).sum()) for scores in after.params.values())
     assert 0 < off < sum(scores.numel() for scores in after.params.values())  # something has been learned
 
 
 @pytest.mark.parametrize("policy", ["full", "prefix"])
 def test_fedmask_on_a_network_with_norms_equals_its_twin(policy):
     setup, state = world("wide_resnet", policy=policy, recipe="fedmask", lr=5.0, **SMALL)
-    agree(setup, state, twins.fedmask(world("wide_resnet")[0].task.model.module, START, THRESHOLD), rounds=1)
+    agree(
+        setup, state, twins.fedmask(world("wide_resnet")[0].task.model.module, INITIAL_SCORE, SCORE_THRESHOLD), rounds=1
+    )
 
 
 @pytest.mark.parametrize("model", ["mlp", "cnn", "wide_resnet"])
@@ -289,7 +291,7 @@ def test_fedmask_freezes_every_weight_and_keeps_the_groups(model):
 
 
 def test_fedmask_s_gradient_goes_straight_through():
-    model = with_scores(world("mlp")[0].task.model)
+    model = replace_weights_with_scores(world("mlp")[0].task.model)
     layer, x = model.module.get_submodule("hidden1"), torch.randn(5, 12, dtype=torch.float64)
     with torch.no_grad():
         layer.weight[0, :6] = 0.0  # switched off, and still able to learn
@@ -300,7 +302,7 @@ def test_fedmask_s_gradient_goes_straight_through():
 
 def test_fedmask_refuses_weights_that_it_cannot_mask():
     with pytest.raises(InvalidValue, match=r"recipe fedmask cannot mask .*Embedding"):
-        with_scores(fc.Model(torch.nn.Sequential(torch.nn.Embedding(3, 4)), ()))
+        replace_weights_with_scores(fc.Model(torch.nn.Sequential(torch.nn.Embedding(3, 4)), ()))
 
 
 # ── FIARSE ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -329,7 +331,7 @@ def test_fiarse_on_a_network_with_norms_equals_its_twin():
 def test_fiarse_s_derivative_by_hand():
     """tau = 1: |w| = 3 gives 1 + 2*3/16, |w| = 1 gives 1 + 2/4, what is smaller gives 0."""
     weight = torch.tensor([3.0, -3.0, 1.0, -0.5, 0.0], requires_grad=True)
-    chosen = _Important.apply(weight, torch.tensor(1.0))
+    chosen = _ImportanceMask.apply(weight, torch.tensor(1.0))
     assert chosen.tolist() == [3.0, -3.0, 1.0, 0.0, 0.0]
     chosen.sum().backward()
     assert weight.grad.tolist() == [1.375, 1.375, 1.5, 0.0, 0.0]

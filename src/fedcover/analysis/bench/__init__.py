@@ -2,7 +2,7 @@
 
 from fedcover.analysis.bench import baseline as baseline
 from fedcover.analysis.bench import ours as ours
-from fedcover.analysis.bench.runner import STEADY as STEADY
-from fedcover.analysis.bench.runner import Line as Line
+from fedcover.analysis.bench.runner import MAX_SPREAD_RATIO as MAX_SPREAD_RATIO
+from fedcover.analysis.bench.runner import Measurement as Measurement
 from fedcover.analysis.bench.runner import bench as bench
 from fedcover.analysis.bench.runner import page as page

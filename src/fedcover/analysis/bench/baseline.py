@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from fedcover import registry
 from fedcover.models import MODELS
-from fedcover.models.norms import on_batch_statistics
+from fedcover.models.norms import use_batch_statistics
 
-JOBS = {
+BENCH_MODELS = {
     "mlp": ("mlp(hidden=[200])", (1, 28, 28), 10),
     "wrn28-2": ("wide_resnet(depth=28, widen=2)", (3, 32, 32), 10),
     "wrn28-8": ("wide_resnet(depth=28, widen=8)", (3, 32, 32), 100),
@@ -46,13 +46,13 @@ def eager_step(
     name: str, device: str = "cpu", *, clients: int = CLIENTS, batch: int = BATCH, bf16: bool = False, repeats: int = 5
 ) -> list[float]:
     """One mini-batch for each client, one client after another: autograd and `torch.optim.SGD`, as public codes do."""
-    modules = [trainable(name, device) for _ in range(clients)]
+    modules = [training_model(name, device) for _ in range(clients)]
     optimisers = [torch.optim.SGD(module.parameters(), lr=LR, momentum=MOMENTUM) for module in modules]
     x_CB, y_CB = random_batches(name, device, clients, batch)
 
     def step() -> None:
         for module, optimiser, x_B, y_B in zip(modules, optimisers, x_CB, y_CB, strict=True):
-            descend(module, optimiser, x_B, y_B, bf16)
+            sgd_step(module, optimiser, x_B, y_B, bf16)
 
     return seconds(step, repeats, device)
 
@@ -60,17 +60,17 @@ def eager_step(
 def eager_clients(*, clients: int = CLIENTS, steps: int, batch: int = BATCH) -> Callable[[], None]:
     """So many steps of each of the MLP's clients, one client after another, as public codes do it; on the CPU."""
     x_CN, y_CN = random_batches("mlp", "cpu", clients, steps * batch)
-    module = trainable("mlp", "cpu")
+    module = training_model("mlp", "cpu")
     start = {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
     def train() -> None:
         for x_N, y_N in zip(x_CN, y_CN, strict=True):
-            train_client(module, start, x_N, y_N, [torch.randperm(steps * batch)], batch)
+            train_eager_client(module, start, x_N, y_N, [torch.randperm(steps * batch)], batch)
 
     return train
 
 
-def train_client(
+def train_eager_client(
     module: nn.Module, start: dict[str, Tensor], x_N: Tensor, y_N: Tensor, orders: list[Tensor], batch: int
 ) -> dict[str, Tensor]:
     """A client's epochs from the given weights, its rows sliced by hand; gives the trained tensors."""
@@ -79,11 +79,11 @@ def train_client(
     optimiser = torch.optim.SGD(module.parameters(), lr=LR, momentum=MOMENTUM)
     for order_N in orders:
         for rows_B in torch.split(order_N, batch):
-            descend(module, optimiser, x_N[rows_B], y_N[rows_B])
+            sgd_step(module, optimiser, x_N[rows_B], y_N[rows_B])
     return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
 
 
-def descend(module: nn.Module, optimiser: torch.optim.Optimizer, x_B: Tensor, y_B: Tensor, bf16: bool = False) -> None:
+def sgd_step(module: nn.Module, optimiser: torch.optim.Optimizer, x_B: Tensor, y_B: Tensor, bf16: bool = False) -> None:
     """One step of one client."""
     optimiser.zero_grad()
     with torch.autocast(x_B.device.type, torch.bfloat16, enabled=bf16):
@@ -103,7 +103,7 @@ def accuracy(module: nn.Module, x: Tensor, y: Tensor) -> float:
 # ── floors ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def products(*, clients: int = CLIENTS, steps: int, batch: int = BATCH) -> Callable[[], None]:
+def matmul_floor(*, clients: int = CLIENTS, steps: int, batch: int = BATCH) -> Callable[[], None]:
     """Only the two large products of each of the same steps; on the CPU."""
     weight_C = torch.randn(clients, 200, 784)
     x_CB, back_CB = torch.randn(clients, batch, 784), torch.randn(clients, batch, 200)
@@ -123,7 +123,7 @@ def one_big_batch_step(
 ) -> list[float]:
     """One model with one batch of all clients' images, channels-last, in one CUDA graph (eager without CUDA)."""
     with allowing_tf32(precision in ("tf32", "bf16")):
-        module = trainable(name, device)
+        module = training_model(name, device)
         module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         velocity = [torch.zeros_like(p) for p in module.parameters()]
         x_CB, y_CB = random_batches(name, device, 1, images)
@@ -139,10 +139,10 @@ def one_big_batch_step(
                 torch._foreach_add_(velocity, list(gradients))
                 torch._foreach_add_(params, velocity, alpha=-LR)
 
-        return seconds(captured(step) if device.startswith("cuda") else step, repeats, device, warm=5)
+        return seconds(capture_graph(step) if device.startswith("cuda") else step, repeats, device, warm=5)
 
 
-def captured(step: Callable[[], None]) -> Callable[[], None]:
+def capture_graph(step: Callable[[], None]) -> Callable[[], None]:
     """The same work as one CUDA graph."""
     beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     beside.wait_stream(torch.cuda.current_stream())
@@ -176,16 +176,16 @@ class allowing_tf32:  # noqa: N801  # reads as a verb
 # ── what they share ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def trainable(name: str, device: str) -> nn.Module:
+def training_model(name: str, device: str) -> nn.Module:
     """The model of a job in training mode; norms use the batch's own statistics, as fedcover's clients do."""
-    model, shape, classes = JOBS[name]
+    model, shape, classes = BENCH_MODELS[name]
     build = registry.look_up("model", registry.parse("model", model), MODELS)
-    return on_batch_statistics(build(shape, classes, "batch").module).to(device).train()
+    return use_batch_statistics(build(shape, classes, "batch").module).to(device).train()
 
 
 def random_batches(name: str, device: str, clients: int, number: int) -> tuple[Tensor, Tensor]:
     """Random images and labels for each client."""
-    _, shape, classes = JOBS[name]
+    _, shape, classes = BENCH_MODELS[name]
     draw = torch.Generator().manual_seed(0)
     x_CB = torch.randn(clients, number, *shape, generator=draw)
     return x_CB.to(device), torch.randint(classes, (clients, number), generator=draw).to(device)

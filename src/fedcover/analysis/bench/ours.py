@@ -5,17 +5,17 @@ from collections.abc import Callable
 
 import torch
 
-from fedcover.analysis.bench.baseline import BATCH, CLIENTS, JOBS, random_batches
+from fedcover.analysis.bench.baseline import BATCH, BENCH_MODELS, CLIENTS, random_batches
 from fedcover.host import scratch
 from fedcover.runs.api import run
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.machine import engine_for
-from fedcover.runs.setup import Machine, Parts, prepare
-from fedcover.server.round import Report, Setup, ask, first_state
-from fedcover.training.engines.batched import crews_of, seated
-from fedcover.training.engines.buffers import Job, arrivals
-from fedcover.training.engines.runners import Pool, drive
-from fedcover.training.engines.streams import placed
+from fedcover.runs.setup import Machine, Overrides, prepare
+from fedcover.server.round import RoundReport, Setup, initial_state, start_round
+from fedcover.training.engines.batched import group_into_stacks, load_stack_runners
+from fedcover.training.engines.buffers import ClientJob, client_inputs
+from fedcover.training.engines.runners import RunnerCache, run_steps
+from fedcover.training.engines.streams import load_client_runners
 from fedcover.types import Assignment, Dataset, Samples
 
 EPOCHS = 5
@@ -23,9 +23,11 @@ STEPS = 10
 """Steps of each repetition, made without waiting in between, as in a round."""
 
 
-def described(name: str, *, clients: int, fleet: str, policy: str, samples: int, epochs: int, test: int) -> Experiment:
+def bench_experiment(
+    name: str, *, clients: int, fleet: str, policy: str, samples: int, epochs: int, test: int
+) -> Experiment:
     """An experiment on random data in the shape of MNIST or CIFAR."""
-    model, shape, classes = JOBS[name]
+    model, shape, classes = BENCH_MODELS[name]
     return Experiment(
         dataset=f"synthetic(shape={shape}, classes={classes}, samples={samples}, test_size={test})",
         model=model, fleet=fleet, policy=policy, assignment="slot", clients=max(100, clients), active=clients,
@@ -44,24 +46,26 @@ def step_seconds(
     repeats: int = 10,
 ) -> list[float]:
     """Seconds of one step of all clients: each in a lane of its own, or `together` in crews; None: as a run would."""
-    wanted = described(name, clients=clients, fleet=fleet, policy=policy, samples=STEPS * BATCH, epochs=1, test=10)
+    wanted = bench_experiment(
+        name, clients=clients, fleet=fleet, policy=policy, samples=STEPS * BATCH, epochs=1, test=10
+    )
     setup = prepare(wanted, machine)
     if together is None:
         together = engine_for(setup, machine.engine, machine.device) == "batched"
     wait: Callable[[], None] = torch.cuda.synchronize if machine.device.startswith("cuda") else lambda: None
     with machine.applied():
-        pool, jobs = Pool(), _jobs(setup)
+        cache, jobs = RunnerCache(), _jobs(setup)
         if together:
-            places = seated(crews_of(jobs, pool)[0], pool, machine.precision)
+            runners = load_stack_runners(group_into_stacks(jobs, cache)[0], cache, machine.precision)
         else:
-            places = placed(pool, list(arrivals(jobs)), machine.precision)
+            runners = load_client_runners(cache, list(client_inputs(jobs)), machine.precision)
         found = []
         for _ in range(repeats + 1):
-            for place in places:
-                place.load(place.lane.clients)
+            for runner in runners:
+                runner.load(runner.step_buffers.clients)
             wait()
             start = time.perf_counter()
-            drive(places)
+            run_steps(runners)
             wait()
             found.append((time.perf_counter() - start) / STEPS)
     return found[1:]
@@ -69,12 +73,14 @@ def step_seconds(
 
 def training(name: str, machine: Machine, *, fleet: str, policy: str, samples: int) -> Callable[[], None]:
     """What the clients of a round do, by the machine's engine; their images are in memory, as the plain loop's are."""
-    wanted = described(name, clients=CLIENTS, fleet=fleet, policy=policy, samples=samples, epochs=EPOCHS, test=10)
+    wanted = bench_experiment(
+        name, clients=CLIENTS, fleet=fleet, policy=policy, samples=samples, epochs=EPOCHS, test=10
+    )
     wanted = wanted.model_copy(update={"dataset": "digits"})
     images = random_images(name, machine.device, samples * wanted.clients, test=10)
-    setup = prepare(wanted, machine, parts=Parts(dataset=images))
-    state = first_state(setup)
-    work = ask(setup, state).work
+    setup = prepare(wanted, machine, parts=Overrides(dataset=images))
+    state = initial_state(setup)
+    work = start_round(setup, state).work
 
     def train() -> None:
         for _ in setup.engine(setup.task, state, work, setup.lr(0)):
@@ -83,9 +89,9 @@ def training(name: str, machine: Machine, *, fleet: str, policy: str, samples: i
     return train
 
 
-def _jobs(setup: Setup) -> list[Job]:
-    state = first_state(setup)
-    return [Job(Assignment(setup.task, state, *each), setup.lr(0)) for each in ask(setup, state).work]
+def _jobs(setup: Setup) -> list[ClientJob]:
+    state = initial_state(setup)
+    return [ClientJob(Assignment(setup.task, state, *each), setup.lr(0)) for each in start_round(setup, state).work]
 
 
 def round_seconds(
@@ -95,12 +101,14 @@ def round_seconds(
 
     The first round, which prepares, and the last, which measures more, are left out.
     """
-    wanted = described(name, clients=CLIENTS, fleet=fleet, policy=policy, samples=samples, epochs=EPOCHS, test=10)
+    wanted = bench_experiment(
+        name, clients=CLIENTS, fleet=fleet, policy=policy, samples=samples, epochs=EPOCHS, test=10
+    )
     wanted = wanted.model_copy(update={"dataset": "digits", "rounds": rounds + 2})
     images = random_images(name, machine.device, samples * wanted.clients, test)
     found, ends = [], []
 
-    def watch(report: Report) -> None:
+    def watch(report: RoundReport) -> None:
         ends.append(time.perf_counter())
         found.append(dict(report.metrics["seconds"]))
 
@@ -114,4 +122,6 @@ def round_seconds(
 def random_images(name: str, device: str, train: int, test: int) -> Dataset:
     """Random images in the shape of a job's, all in memory."""
     x_N, y_N = (batches[0] for batches in random_batches(name, device, 1, train + test))
-    return Dataset("random", Samples(x_N[:train], y_N[:train]), Samples(x_N[train:], y_N[train:]), JOBS[name][2])
+    return Dataset(
+        "random", Samples(x_N[:train], y_N[:train]), Samples(x_N[train:], y_N[train:]), BENCH_MODELS[name][2]
+    )

@@ -16,12 +16,12 @@ from fedcover.version import __version__
 
 WIDTHS = (1.0, 0.5, 0.25)
 LOCKSTEP = (100, 450, 1350)
-STEADY = 1.5
+MAX_SPREAD_RATIO = 1.5
 """The slowest repetition over the fastest, up to which a figure is worth quoting."""
 
 
 @dataclass(frozen=True)
-class Line:
+class Measurement:
     """One figure: what was done, in which milliseconds (of a step of all clients, unless it says so), and ratios."""
 
     what: str
@@ -29,23 +29,25 @@ class Line:
     ratios: tuple[tuple[str, float], ...] = ()
 
     @property
-    def middle(self) -> float:
+    def median_ms(self) -> float:
         """The median."""
         return median(self.milliseconds)
 
     @property
     def unsteady(self) -> bool:
         """Whether the slowest repetition took much longer than the fastest, as on a busy computer."""
-        return max(self.milliseconds) > STEADY * min(self.milliseconds)
+        return max(self.milliseconds) > MAX_SPREAD_RATIO * min(self.milliseconds)
 
 
-def line(what: str, seconds: Sequence[float], **against: float) -> Line:
+def measurement(what: str, seconds: Sequence[float], **against: float) -> Measurement:
     """A figure, and how many times faster (or, below 1, slower) it is than some others in milliseconds."""
     found = tuple(1e3 * second for second in seconds)
-    return Line(what, found, tuple((name.replace("_", " "), other / median(found)) for name, other in against.items()))
+    return Measurement(
+        what, found, tuple((name.replace("_", " "), other / median(found)) for name, other in against.items())
+    )
 
 
-def bench(device: str) -> Iterator[Line]:
+def bench(device: str) -> Iterator[Measurement]:
     """Measure this computer: the plain loop, the floor, our engines; on a CPU with one thread."""
     if device.startswith("cuda"):
         yield from _lockstep(device)
@@ -57,26 +59,26 @@ def bench(device: str) -> Iterator[Line]:
         yield from _cpu(machine)
 
 
-def _cpu(machine: Machine) -> Iterator[Line]:
+def _cpu(machine: Machine) -> Iterator[Measurement]:
     """What ten clients do in a round, each contender in turn, so that all see the same moods of the machine."""
     steps = ours.EPOCHS * 60
     alike: dict[str, Any] = {"fleet": "1x1.0", "policy": "full"}
     mixed: dict[str, Any] = {"fleet": "4x1.0 + 6x0.5", "policy": "prefix"}
     works = {
         "plain eager loop": baseline.eager_clients(steps=steps),
-        "floor, the two large products alone": baseline.products(steps=steps),
+        "floor, the two large products alone": baseline.matmul_floor(steps=steps),
         "batched": ours.training("mlp", machine, samples=600, **alike),
         "batched, 4x1 + 6x0.5": ours.training("mlp", machine, samples=600, **mixed),
     }
-    found = in_turns(works, repeats=10)
+    found = time_interleaved(works, repeats=10)
     loop, floor = (median(found[name]) * 1e3 / steps for name in list(works)[:2])
     for name, seconds in found.items():
         against = {"than_the_loop": loop, "of_the_floor": floor} if name.startswith("batched") else {}
-        yield line(f"mlp, 10 clients: {name}", [second / steps for second in seconds], **against)
+        yield measurement(f"mlp, 10 clients: {name}", [second / steps for second in seconds], **against)
     yield from _rounds("mlp", machine, "1x1.0", "full", 600)
 
 
-def in_turns(works: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
+def time_interleaved(works: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
     """Seconds of several pieces of work, measured by turns; the first turn, which prepares, does not count."""
     found: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(repeats + 1):
@@ -87,26 +89,30 @@ def in_turns(works: dict[str, Callable[[], None]], repeats: int) -> dict[str, li
     return {name: seconds[1:] for name, seconds in found.items()}
 
 
-def _convolutions(name: str, device: str) -> Iterator[Line]:
+def _convolutions(name: str, device: str) -> Iterator[Measurement]:
     for precision in ("tf32", "bf16"):
         machine = Machine("streams", device, precision=precision).resolved()
         with machine.applied():
             eagerly = baseline.eager_step(name, device, bf16=precision == "bf16")
-        loop = line(f"{name} {precision}: plain eager loop", eagerly)
+        loop = measurement(f"{name} {precision}: plain eager loop", eagerly)
         yield loop
         big = baseline.one_big_batch_step(name, device, precision=precision)
-        bound = line(f"{name} {precision}: bound, one batch of all", big)
+        bound = measurement(f"{name} {precision}: bound, one batch of all", big)
         yield bound
         seconds = ours.step_seconds(name, machine)
-        yield line(f"{name} {precision}: streams", seconds, than_the_loop=loop.middle, of_the_bound=bound.middle)
+        yield measurement(
+            f"{name} {precision}: streams", seconds, than_the_loop=loop.median_ms, of_the_bound=bound.median_ms
+        )
         crew = ours.step_seconds(name, machine, together=True)
-        yield line(f"{name} {precision}: batched", crew, than_the_loop=loop.middle, of_the_bound=bound.middle)
+        yield measurement(
+            f"{name} {precision}: batched", crew, than_the_loop=loop.median_ms, of_the_bound=bound.median_ms
+        )
     whole = 0.0
     for width in WIDTHS:
         seconds = ours.step_seconds(name, machine, fleet=f"1x{width}", policy="prefix", together=True)
-        found = line(f"{name} bf16: batched, all clients {width} wide", seconds)
-        whole = whole or found.middle
-        yield Line(found.what, found.milliseconds, (("of full width's time", found.middle / whole),))
+        found = measurement(f"{name} bf16: batched, all clients {width} wide", seconds)
+        whole = whole or found.median_ms
+        yield Measurement(found.what, found.milliseconds, (("of full width's time", found.median_ms / whole),))
     usual = replace(machine, engine="auto")
     for fleet, policy in (("1x1.0", "full"), ("4x1.0 + 3x0.5 + 3x0.25", "rolling(spread=true)")):
         step = median(ours.step_seconds(name, usual, fleet=fleet, policy=policy, together=None))
@@ -115,7 +121,7 @@ def _convolutions(name: str, device: str) -> Iterator[Line]:
 
 def _rounds(
     name: str, machine: Machine, fleet: str, policy: str, samples: int, step: float | None = None
-) -> Iterator[Line]:
+) -> Iterator[Measurement]:
     """Whole rounds, and the share of each phase; of training also that of its steps alone, if one of them is known."""
     rounds = ours.round_seconds(name, machine, fleet=fleet, policy=policy, samples=samples)
     totals = [sum(phases.values()) for phases in rounds]
@@ -123,26 +129,28 @@ def _rounds(
     if step is not None:
         shares += (("steps alone", step * ours.EPOCHS * samples / baseline.BATCH / median(totals)),)
     what = f"{name} {machine.precision}, {fleet} {policy}: a whole round, and its phases' shares"
-    yield Line(what, tuple(1e3 * total for total in totals), shares)
+    yield Measurement(what, tuple(1e3 * total for total in totals), shares)
 
 
-def _lockstep(device: str) -> Iterator[Line]:
+def _lockstep(device: str) -> Iterator[Measurement]:
     machine = Machine("batched", device, precision="tf32").resolved()
     with machine.applied():
-        loop = line("mlp: plain eager loop, 10 clients", baseline.eager_step("mlp", device, repeats=20))
+        loop = measurement("mlp: plain eager loop, 10 clients", baseline.eager_step("mlp", device, repeats=20))
     yield loop
     for clients in (10, *LOCKSTEP):
         seconds = ours.step_seconds("mlp", machine, clients=clients, together=True)
-        found = line(f"mlp tf32: {clients} clients in lockstep", seconds)
-        rate = clients * baseline.BATCH / found.middle / 1e3
-        yield Line(found.what, found.milliseconds, (("million images/s", rate),))
+        found = measurement(f"mlp tf32: {clients} clients in lockstep", seconds)
+        rate = clients * baseline.BATCH / found.median_ms / 1e3
+        yield Measurement(found.what, found.milliseconds, (("million images/s", rate),))
 
 
-def page(lines: Sequence[Line], device: str, *, today: Callable[[], datetime] = lambda: datetime.now(UTC)) -> str:
+def page(
+    lines: Sequence[Measurement], device: str, *, today: Callable[[], datetime] = lambda: datetime.now(UTC)
+) -> str:
     """The figures as a Markdown page with hardware, versions and date."""
     hardware = torch.cuda.get_device_name() if device.startswith("cuda") else f"{platform.machine()} CPU, one thread"
     rows = [
-        f"| {x.what} | {x.middle:.3f} | {min(x.milliseconds):.3f} to {max(x.milliseconds):.3f} "
+        f"| {x.what} | {x.median_ms:.3f} | {min(x.milliseconds):.3f} to {max(x.milliseconds):.3f} "
         f"| {len(x.milliseconds)} | {', '.join(f'{name} {value:.3f}' for name, value in x.ratios)} |"
         for x in lines
     ]

@@ -7,14 +7,14 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from fedcover.analysis.report.load import Line
+from fedcover.analysis.report.load import MetricsLine
 
-CURVES, MOST_POINTS, COLUMNS, CHARACTERS = 800_000, 400, 16, 7
-PICTURES, MOST_FOR_ONE = 1_700_000, 400_000
+CURVES_MAX_BYTES, MAX_POINTS, CURVE_COLUMNS, CHARACTERS_PER_VALUE = 800_000, 400, 16, 7
+MAPS_MAX_BYTES, RUN_MAPS_MAX_BYTES = 1_700_000, 400_000
 """Bytes of the page for all curves and for all pictures, and for the pictures of one run."""
-MOST_ENDS = 20
+MAX_ENDS = 20
 """At how many last rounds of other seeds a curve has a point."""
-FIRST_TRY = 24
+SIZE_PROBE_ROUNDS = 24
 """Rounds from which it is told how many would fit."""
 
 
@@ -24,13 +24,13 @@ def points_for(runs: int) -> int:
     >>> points_for(1), points_for(50)
     (400, 142)
     """
-    return max(20, min(MOST_POINTS, CURVES // (runs * COLUMNS * CHARACTERS)))
+    return max(20, min(MAX_POINTS, CURVES_MAX_BYTES // (runs * CURVE_COLUMNS * CHARACTERS_PER_VALUE)))
 
 
-def spread(number: int, most: int) -> list[int]:
+def evenly_spaced(number: int, most: int) -> list[int]:
     """At most so many places out of 0..number-1, evenly, the first and the last among them.
 
-    >>> spread(5, 10), spread(9, 3)
+    >>> evenly_spaced(5, 10), evenly_spaced(9, 3)
     ([0, 1, 2, 3, 4], [0, 4, 8])
     """
     if number <= most:
@@ -38,10 +38,10 @@ def spread(number: int, most: int) -> list[int]:
     return [place * (number - 1) // (most - 1) for place in range(most)] if most > 1 else [number - 1]
 
 
-def some_ends(rounds: Iterable[int]) -> frozenset[int]:
+def sample_ends(rounds: Iterable[int]) -> frozenset[int]:
     """Of the last rounds of a group's runs so many that a page of many seeds stays small, the last among them."""
     known = sorted(set(rounds))
-    return frozenset(known[place] for place in spread(len(known), MOST_ENDS))
+    return frozenset(known[place] for place in evenly_spaced(len(known), MAX_ENDS))
 
 
 def lowest(values: Sequence[Any]) -> Any:
@@ -50,12 +50,12 @@ def lowest(values: Sequence[Any]) -> Any:
     return min(known, default=None)
 
 
-def newest(values: Sequence[Any]) -> Any:
+def last_value(values: Sequence[Any]) -> Any:
     """The last of the values of neighbouring rounds."""
     return values[-1]
 
 
-def thinned(
+def downsample_columns(
     columns: dict[str, list[Any]],
     planned: int,
     most: int,
@@ -75,15 +75,17 @@ def thinned(
     ]
     starts = [0, *(place + 1 for place in chosen)][: len(chosen)]
     return {
-        name: [short(keep.get(name, newest)(column[a : b + 1])) for a, b in zip(starts, chosen, strict=True)]
+        name: [
+            compact_number(keep.get(name, last_value)(column[a : b + 1])) for a, b in zip(starts, chosen, strict=True)
+        ]
         for name, column in columns.items()
     }
 
 
-def short(value: Any) -> Any:
+def compact_number(value: Any) -> Any:
     """A number with five digits; what is no number is nothing.
 
-    >>> short(0.123456789), short(float("nan")), short(12), short(2.0)
+    >>> compact_number(0.123456789), compact_number(float("nan")), compact_number(12), compact_number(2.0)
     (0.12346, None, 12, 2)
     """
     if not isinstance(value, float):
@@ -94,7 +96,7 @@ def short(value: Any) -> Any:
     return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
 
 
-def packed_pictures(lines: Sequence[Line], runs: int) -> str | None:
+def pack_coverage_maps(lines: Sequence[MetricsLine], runs: int) -> str | None:
     """The pictures of as many rounds as fit, evenly chosen, deflated; None if the run has none."""
     frames = [
         {
@@ -108,10 +110,10 @@ def packed_pictures(lines: Sequence[Line], runs: int) -> str | None:
     ]
     if not frames:
         return None
-    budget, sample = min(MOST_FOR_ONE, PICTURES // runs), spread(len(frames), FIRST_TRY)
+    budget, sample = min(RUN_MAPS_MAX_BYTES, MAPS_MAX_BYTES // runs), evenly_spaced(len(frames), SIZE_PROBE_ROUNDS)
     most = min(len(frames), len(sample) * budget // len(_packed([frames[place] for place in sample])))
     while most:
-        packed = _packed([frames[place] for place in spread(len(frames), most)])
+        packed = _packed([frames[place] for place in evenly_spaced(len(frames), most)])
         if len(packed) <= budget:
             return packed
         most = most * 9 // 10
@@ -119,10 +121,10 @@ def packed_pictures(lines: Sequence[Line], runs: int) -> str | None:
 
 
 def _packed(frames: list[dict[str, Any]]) -> str:
-    return base64.b64encode(zlib.compress(json.dumps(_told_once(frames)).encode(), 6)).decode()
+    return base64.b64encode(zlib.compress(json.dumps(_hoist_layers(frames)).encode(), 6)).decode()
 
 
-def _told_once(frames: list[dict[str, Any]]) -> dict[str, Any]:
+def _hoist_layers(frames: list[dict[str, Any]]) -> dict[str, Any]:
     """The layers are the same in every round, so they are told once."""
     return {
         "layers": frames[0]["layers"],

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from os.path import commonprefix
 from typing import Any
 
-from fedcover.analysis.report.load import NOT_COMPARED, Record
-from fedcover.analysis.report.ordering import natural
+from fedcover.analysis.report.load import UNCOMPARED_SETTINGS, RunRecord
+from fedcover.analysis.report.ordering import natural_key
 
 LONGEST_LABEL = 44
 
 
 @dataclass(frozen=True)
-class Group:
+class RunGroup:
     """Runs of one experiment with different seeds, by their places in the list of runs."""
 
     label: str
@@ -21,57 +21,57 @@ class Group:
     runs: tuple[int, ...]
 
 
-def group(records: Sequence[Record]) -> list[Group]:
+def group_runs(records: Sequence[RunRecord]) -> list[RunGroup]:
     """The groups in natural order, each labelled by the settings in which it differs from others."""
     together: dict[str, list[int]] = {}
     for place, record in enumerate(records):
-        together.setdefault(identity(record), []).append(place)
-    members = [part for places in together.values() for part in _apart(records, places)]
+        together.setdefault(experiment_key(record), []).append(place)
+    members = [part for places in together.values() for part in _split_ambiguous(records, places)]
     firsts = [records[places[0]] for places in members]
-    names = differing(firsts)
+    names = differing_settings(firsts)
     labels = _unique(
-        [_label(record, names) for record in firsts], [_named(records, places) for places in members], firsts
+        [_label(record, names) for record in firsts], [_common_name(records, places) for places in members], firsts
     )
     groups = [
-        Group(label, {name: text(record.settings.get(name)) for name in names}, tuple(places))
+        RunGroup(label, {name: setting_text(record.settings.get(name)) for name in names}, tuple(places))
         for label, record, places in zip(labels, firsts, members, strict=True)
     ]
-    return sorted(groups, key=lambda each: natural(each.label))
+    return sorted(groups, key=lambda each: natural_key(each.label))
 
 
-def differing(records: Sequence[Record]) -> list[str]:
+def differing_settings(records: Sequence[RunRecord]) -> list[str]:
     """The settings that are not the same in all runs, in the order in which experiments list them."""
-    names = dict.fromkeys(name for record in records for name in record.settings if name not in NOT_COMPARED)
-    return [name for name in names if len({text(record.settings.get(name)) for record in records}) > 1]
+    names = dict.fromkeys(name for record in records for name in record.settings if name not in UNCOMPARED_SETTINGS)
+    return [name for name in names if len({setting_text(record.settings.get(name)) for record in records}) > 1]
 
 
-def text(value: Any) -> str:
+def setting_text(value: Any) -> str:
     """A setting as people write it.
 
-    >>> text("prefix"), text(True), text(0.5), text(None)
+    >>> setting_text("prefix"), setting_text(True), setting_text(0.5), setting_text(None)
     ('prefix', 'true', '0.5', 'none')
     """
     return value if isinstance(value, str) else "none" if value is None else json.dumps(value)
 
 
-def identity(record: Record) -> str:
+def experiment_key(record: RunRecord) -> str:
     """What runs of one experiment have in common, whatever their seed."""
-    same = {name: value for name, value in record.settings.items() if name not in NOT_COMPARED}
+    same = {name: value for name, value in record.settings.items() if name not in UNCOMPARED_SETTINGS}
     # what was made in Python is known by the name of its run only
     return json.dumps([same, [*record.custom, record.name] if record.custom else []], sort_keys=True, default=str)
 
 
-def _apart(records: Sequence[Record], places: list[int]) -> list[list[int]]:
+def _split_ambiguous(records: Sequence[RunRecord], places: list[int]) -> list[list[int]]:
     """Runs that share a seed, of which settings and seed do not tell all, are not taken for repetitions."""
     seeds = {records[place].settings.get("seed") for place in places}
-    if any(records[place].one_of_its_kind for place in places) and len(seeds) < len(places):
+    if any(records[place].differs_beyond_settings for place in places) and len(seeds) < len(places):
         return [[place] for place in places]
     return [places]
 
 
-def _label(record: Record, names: Sequence[str]) -> str | None:
+def _label(record: RunRecord, names: Sequence[str]) -> str | None:
     """The settings that differ, if they can be said in a few words."""
-    values = [text(record.settings.get(name)) for name in names]
+    values = [setting_text(record.settings.get(name)) for name in names]
     spoken = {"policy", "model", "dataset", "recipe", "partition"}  # their values speak for themselves
     said = ", ".join(
         v if n in spoken or (len(names) == 1 and not v[:1].isdigit()) else f"{n} {v}"
@@ -80,18 +80,18 @@ def _label(record: Record, names: Sequence[str]) -> str | None:
     return said if said and len(said) <= LONGEST_LABEL and not record.custom else None
 
 
-def _named(records: Sequence[Record], places: Sequence[int]) -> str:
+def _common_name(records: Sequence[RunRecord], places: Sequence[int]) -> str:
     """What the names of a group's runs have in common at their beginning; the first one if that is nothing."""
     names = [_without_seed(records[place]) for place in places]
     return commonprefix(names).rstrip("-_. ") or names[0]  # noqa: RUF071
 
 
-def _without_seed(record: Record) -> str:
+def _without_seed(record: RunRecord) -> str:
     """The name of a run without what a sweep adds to it for the seed."""
     return record.name.removesuffix(f"-seed-{record.settings.get('seed', 0)}") or record.name
 
 
-def _unique(said: Sequence[str | None], named: Sequence[str], firsts: Sequence[Record]) -> list[str]:
+def _unique(said: Sequence[str | None], named: Sequence[str], firsts: Sequence[RunRecord]) -> list[str]:
     """Labels from settings where all can be said, else names, with the folder behind those that would be equal."""
     labels = [label for label in said if label is not None] if None not in said else list(named)
     return [

@@ -8,31 +8,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedcover.analysis.report.ordering import natural
+from fedcover.analysis.report.ordering import natural_key
 from fedcover.analysis.report.settings import check_settings
 from fedcover.errors import RunError
 from fedcover.host import disk
-from fedcover.runs.metrics_log import is_whole, lines_in, read_events, read_lines, unanswered
+from fedcover.runs.metrics_log import count_unanswered, is_complete_line, read_events, read_lines, read_raw_lines
 
-Line = dict[str, Any]
+MetricsLine = dict[str, Any]
 
-NOT_COMPARED = frozenset({"name", "seed", "checkpoint_every", "keep_rounds"})
+UNCOMPARED_SETTINGS = frozenset({"name", "seed", "checkpoint_every", "keep_rounds"})
 """Settings in which runs of one group may differ."""
 
 
 @dataclass(frozen=True)
-class Record:
+class RunRecord:
     """A run, finished or not, as its folder tells it."""
 
     folder: Path
     toml: str
     settings: dict[str, Any]
     manifest: dict[str, Any]
-    lines: list[Line]
+    lines: list[MetricsLine]
     certificate: dict[str, Any] | None
-    damaged: int
+    damaged_lines: int
     """Lines of metrics.jsonl that hold no round, or not all of one."""
-    events: list[Line]
+    events: list[MetricsLine]
     """What became of every task at last, if the clients were real devices."""
 
     @property
@@ -52,9 +52,9 @@ class Record:
         return [str(name) for name in custom] if isinstance(custom, list) else []
 
     @property
-    def one_of_its_kind(self) -> bool:
+    def differs_beyond_settings(self) -> bool:
         """Whether settings and seed do not tell all: something was made in Python, or devices left tasks unanswered."""
-        return bool(self.custom or unanswered(self.lines))
+        return bool(self.custom or count_unanswered(self.lines))
 
     @property
     def not_finite(self) -> int | None:
@@ -80,7 +80,7 @@ def find_runs(paths: Iterable[str | Path]) -> list[Path]:
 
 
 def _below(path: Path) -> list[Path]:
-    return sorted((file.parent for file in path.rglob("experiment.toml")), key=lambda folder: natural(str(folder)))
+    return sorted((file.parent for file in path.rglob("experiment.toml")), key=lambda folder: natural_key(str(folder)))
 
 
 def folders_without_experiment(paths: Iterable[str | Path]) -> list[Path]:
@@ -89,7 +89,7 @@ def folders_without_experiment(paths: Iterable[str | Path]) -> list[Path]:
     return sorted(folder for folder in below if not (folder / "experiment.toml").is_file())
 
 
-def read_run(folder: Path) -> Record:
+def read_run(folder: Path) -> RunRecord:
     """Read a run folder; the run may still be going on."""
     path = folder / "experiment.toml"
     try:
@@ -99,19 +99,21 @@ def read_run(folder: Path) -> Record:
         raise RunError(f"{path} cannot be read: {disk.reason(error)}") from error
     check_settings(path, settings)
     manifest, certificate = _json(folder / "manifest.json"), _json(folder / "certificate.json")
-    ended = _ended_lines(folder / "metrics.jsonl")  # before reading: lines that a run adds meanwhile are no damage
+    ended = _count_complete_lines(
+        folder / "metrics.jsonl"
+    )  # before reading: lines that a run adds meanwhile are no damage
     last = settings.get("rounds", math.inf)
-    read = [line for line in read_lines(folder / "metrics.jsonl") if is_whole(line) and line["round"] < last]
+    read = [line for line in read_lines(folder / "metrics.jsonl") if is_complete_line(line) and line["round"] < last]
     lines = {line["round"]: line for line in read}
-    return Record(
+    return RunRecord(
         folder, toml, settings, manifest or {}, [lines[round] for round in sorted(lines)], certificate,
-        damaged=max(0, ended - len(read)), events=read_events(folder / "events.jsonl"),
+        damaged_lines=max(0, ended - len(read)), events=read_events(folder / "events.jsonl"),
     )  # fmt: skip
 
 
-def _ended_lines(path: Path) -> int:
+def _count_complete_lines(path: Path) -> int:
     """How many lines have their end; a last one without it may still be being written, which is no damage."""
-    return sum(line.endswith(b"\n") for line in lines_in(path))
+    return sum(line.endswith(b"\n") for line in read_raw_lines(path))
 
 
 def _json(path: Path) -> dict[str, Any] | None:

@@ -5,10 +5,10 @@ import re
 NUMBER = re.compile(r"((?:(?<!\w)-)?\d+(?:\.\d+)?(?:e[-+]?\d+)?)")
 
 
-def natural(text: str) -> tuple[str | float, ...]:
+def natural_key(text: str) -> tuple[str | float, ...]:
     """A key to sort texts by.
 
-    >>> sorted(["lr 0.1", "lr 0.02", "lr 1e-05", "run10", "run9"], key=natural)
+    >>> sorted(["lr 0.1", "lr 0.02", "lr 1e-05", "run10", "run9"], key=natural_key)
     ['lr 1e-05', 'lr 0.02', 'lr 0.1', 'run9', 'run10']
     """
     # words and numbers take turns, so that like is always compared with like

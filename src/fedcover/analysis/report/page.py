@@ -13,15 +13,23 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from fedcover.analysis.report.collect import Gathered, gather
-from fedcover.analysis.report.downsample import lowest, packed_pictures, points_for, short, some_ends, spread, thinned
-from fedcover.analysis.report.fleet_table import answers, fleet_table
-from fedcover.analysis.report.grouping import Group, group, text
-from fedcover.analysis.report.load import NOT_COMPARED, Line, Record
-from fedcover.analysis.report.ordering import natural
+from fedcover.analysis.report.collect import CollectedRuns, collect_runs
+from fedcover.analysis.report.downsample import (
+    compact_number,
+    downsample_columns,
+    evenly_spaced,
+    lowest,
+    pack_coverage_maps,
+    points_for,
+    sample_ends,
+)
+from fedcover.analysis.report.fleet_table import fleet_table, task_outcomes
+from fedcover.analysis.report.grouping import RunGroup, group_runs, setting_text
+from fedcover.analysis.report.load import UNCOMPARED_SETTINGS, MetricsLine, RunRecord
+from fedcover.analysis.report.ordering import natural_key
 from fedcover.errors import InvalidValue
 from fedcover.host.disk import write_atomically
-from fedcover.runs.metrics_log import command_to_go_on, summarise
+from fedcover.runs.metrics_log import resume_command, summarise
 from fedcover.version import __version__
 
 SCRIPTS = (
@@ -33,9 +41,9 @@ SCRIPTS = (
 log = logging.getLogger("fedcover")
 
 Ends = dict[str, frozenset[int]]
-MOST_ENTRIES = 50
+MAX_ENTRIES = 50
 """Of a list or table in a certificate."""
-DEEPEST = 20
+MAX_DEPTH = 20
 """How many lists and tables may lie in each other there."""
 
 
@@ -47,7 +55,7 @@ def report(
     Runs that differ only in the seed are shown as one, with a band from the lowest to the highest. What is damaged or
     the same run again is left out; the page and a warning in the log name it.
     """
-    gathered = gather([runs] if isinstance(runs, str | Path) else runs)
+    gathered = collect_runs([runs] if isinstance(runs, str | Path) else runs)
     path = Path(out)
     if path.suffix.lower() not in (".html", ".htm"):
         raise InvalidValue(f"out must be an .html file; got {str(out)!r}")
@@ -57,12 +65,12 @@ def report(
     return path
 
 
-def page(gathered: Gathered, title: str) -> str:
+def page(gathered: CollectedRuns, title: str) -> str:
     """The page as text."""
     filled = {
         "TITLE": html.escape(title),
         "STYLE": asset("page.css"),
-        "DATA": as_script(payload(gathered, title)),
+        "DATA": as_script(page_data(gathered, title)),
         "SCRIPT": "\n".join(asset(name) for name in SCRIPTS),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda place: filled[place[1]], asset("page.html"))
@@ -86,11 +94,13 @@ def asset(name: str) -> str:
     return files("fedcover.analysis.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 
-def payload(gathered: Gathered, title: str) -> dict[str, Any]:
+def page_data(gathered: CollectedRuns, title: str) -> dict[str, Any]:
     """All that the page shows."""
     records = gathered.records
-    groups = group(records)
-    ends = {place: found for g in groups for found in [ends_of([records[n] for n in g.runs])] for place in g.runs}
+    groups = group_runs(records)
+    ends = {
+        place: found for g in groups for found in [last_rounds_of([records[n] for n in g.runs])] for place in g.runs
+    }
     return {
         "title": title,
         "version": __version__,
@@ -102,12 +112,12 @@ def payload(gathered: Gathered, title: str) -> dict[str, Any]:
     }
 
 
-def values(groups: Sequence[Group]) -> dict[str, list[str]]:
+def values(groups: Sequence[RunGroup]) -> dict[str, list[str]]:
     """The values of every setting in which groups differ, in natural order."""
-    return {name: sorted({each.settings[name] for each in groups}, key=natural) for name in groups[0].settings}
+    return {name: sorted({each.settings[name] for each in groups}, key=natural_key) for name in groups[0].settings}
 
 
-def run_entry(record: Record, ends: Ends, runs: int) -> dict[str, Any]:
+def run_entry(record: RunRecord, ends: Ends, runs: int) -> dict[str, Any]:
     """One run as the page wants it, with points where the seeds of its group end."""
     return {
         "name": record.name,
@@ -116,27 +126,31 @@ def run_entry(record: Record, ends: Ends, runs: int) -> dict[str, Any]:
         "rounds": record.rounds,
         "done": len(record.lines),
         "notFinite": record.not_finite,
-        "settings": {name: text(value) for name, value in record.settings.items() if name not in NOT_COMPARED},
+        "settings": {
+            name: setting_text(value) for name, value in record.settings.items() if name not in UNCOMPARED_SETTINGS
+        },
         **curves(record, ends, points_for(runs)),
         "totals": totals(record.lines),
         "fleet": fleet_table(record),
-        "answers": answers(record.events),
+        "answers": task_outcomes(record.events),
         "toml": record.toml,
-        "manifest": {key: text(plain(value)) for key, value in record.manifest.items() if value not in (None, [])},
+        "manifest": {
+            key: setting_text(simplify(value)) for key, value in record.manifest.items() if value not in (None, [])
+        },
         "custom": record.custom,
         "commands": commands(record),
-        "certificate": plain(record.certificate),
-        "pictures": packed_pictures(record.lines, runs),
+        "certificate": simplify(record.certificate),
+        "pictures": pack_coverage_maps(record.lines, runs),
     }
 
 
-def ends_of(seeds: Sequence[Record]) -> Ends:
+def last_rounds_of(seeds: Sequence[RunRecord]) -> Ends:
     """The last rounds, counted from 1, that the runs of one group have, of those with an evaluation and of all."""
     parts = {"scores": [_scored(seed) for seed in seeds], "every": [seed.lines for seed in seeds]}
-    return {part: some_ends(lines[-1]["round"] + 1 for lines in found if lines) for part, found in parts.items()}
+    return {part: sample_ends(lines[-1]["round"] + 1 for lines in found if lines) for part, found in parts.items()}
 
 
-def curves(record: Record, ends: Ends, most: int) -> dict[str, Any]:
+def curves(record: RunRecord, ends: Ends, most: int) -> dict[str, Any]:
     """The figures of every round, and of the rounds with an evaluation, each beside what had been paid by then."""
     lines, moved, seconds, paid = record.lines, 0.0, 0.0, {}
     for line in lines:
@@ -144,7 +158,7 @@ def curves(record: Record, ends: Ends, most: int) -> dict[str, Any]:
         seconds += sum(line.get("seconds", {}).values())
         paid[line["round"]] = (moved, seconds)
 
-    def columns(names: Sequence[str], some: Sequence[Line]) -> dict[str, list[Any]]:
+    def columns(names: Sequence[str], some: Sequence[MetricsLine]) -> dict[str, list[Any]]:
         found = {name: [line.get(name) for line in some] for name in names}
         return {
             "round": [line["round"] + 1 for line in some],
@@ -158,26 +172,26 @@ def curves(record: Record, ends: Ends, most: int) -> dict[str, Any]:
     minima = {"gamma_round": lowest, "gamma_window": lowest}
     evaluations = -(-record.rounds // int(record.settings.get("evaluate_every", 1)))
     return {
-        "scores": thinned(scores, evaluations, most, {}, ends["scores"]),
-        "every": thinned(every, record.rounds, most, minima, ends["every"]),
+        "scores": downsample_columns(scores, evaluations, most, {}, ends["scores"]),
+        "every": downsample_columns(every, record.rounds, most, minima, ends["every"]),
         "thinned": record.rounds > most,
     }
 
 
-def _scored(record: Record) -> list[Line]:
+def _scored(record: RunRecord) -> list[MetricsLine]:
     return [line for line in record.lines if "accuracy" in line]
 
 
-def totals(lines: Sequence[Line]) -> dict[str, Any]:
+def totals(lines: Sequence[MetricsLine]) -> dict[str, Any]:
     """The run in a few numbers, as far as it has come."""
     if not lines:
         return {}
     found = summarise(list(lines))
     found["moved"] = (found["bytes_down"] + found["bytes_up"]) / 1e6
-    return {name: short(value) for name, value in found.items()}
+    return {name: compact_number(value) for name, value in found.items()}
 
 
-def commands(record: Record) -> list[str]:
+def commands(record: RunRecord) -> list[str]:
     """How to run it again, and how to go on with it."""
     machine, engine = record.manifest, str(record.manifest.get("engine"))
     keys = ("engine", "device", "threads", "precision", "processes")
@@ -187,27 +201,27 @@ def commands(record: Record) -> list[str]:
     again = " ".join(["fedcover run experiment.toml", *options])
     if engine == "flower":
         again = "fedcover flower up --nodes N experiment.toml"
-    go_on = command_to_go_on(engine, record.folder)
+    go_on = resume_command(engine, record.folder)
     return [again] if len(record.lines) >= record.rounds else [again, go_on]
 
 
-def plain(value: Any, depth: int = 0) -> Any:
+def simplify(value: Any, depth: int = 0) -> Any:
     """The same value for the page: short numbers, names for those that are not finite, long lists thinned.
 
-    >>> plain({"bound": float("inf"), "terms": [0.123456789]})
+    >>> simplify({"bound": float("inf"), "terms": [0.123456789]})
     {'bound': 'inf', 'terms': [0.12346]}
     """
-    if isinstance(value, dict | list) and depth == DEEPEST:
+    if isinstance(value, dict | list) and depth == MAX_DEPTH:
         return "..."
     if isinstance(value, dict):
-        entries = [list(value.items())[place] for place in spread(len(value), MOST_ENTRIES)]
-        return {str(key): plain(entry, depth + 1) for key, entry in entries}
+        entries = [list(value.items())[place] for place in evenly_spaced(len(value), MAX_ENTRIES)]
+        return {str(key): simplify(entry, depth + 1) for key, entry in entries}
     if isinstance(value, list):
-        return [plain(value[place], depth + 1) for place in spread(len(value), MOST_ENTRIES)]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else short(value)
+        return [simplify(value[place], depth + 1) for place in evenly_spaced(len(value), MAX_ENTRIES)]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else compact_number(value)
 
 
-def _title(records: Sequence[Record]) -> str:
-    datasets = list(dict.fromkeys(text(record.settings.get("dataset")) for record in records))
+def _title(records: Sequence[RunRecord]) -> str:
+    datasets = list(dict.fromkeys(setting_text(record.settings.get("dataset")) for record in records))
     what = f"{len(records)} runs" if len(records) > 1 else records[0].name
     return f"{what} on {datasets[0]}" if len(datasets) == 1 else f"{what} on {len(datasets)} data sets"

@@ -5,7 +5,7 @@ from typing import Any
 
 from fedcover.errors import RunError
 
-WHOLE = {"rounds": (1, 10**9), "evaluate_every": (1, 10**9), "seed": (0, 2**63 - 1)}
+INTEGER_RANGES = {"rounds": (1, 10**9), "evaluate_every": (1, 10**9), "seed": (0, 2**63 - 1)}
 """Settings that are counted with: the least and the most that an experiment may say."""
 
 
@@ -20,7 +20,7 @@ def check_settings(where: object, settings: Mapping[str, Any]) -> None:
     for name, value in settings.items():
         if not _is_plain(value) and not (isinstance(value, list) and all(map(_is_plain, value))):
             raise RunError(f"{where} cannot be read: {name!r:.100} must be a text, a number, a truth value or a list")
-    for name, (least, most) in WHOLE.items():
+    for name, (least, most) in INTEGER_RANGES.items():
         value = settings.get(name, least)
         if type(value) is not int or not least <= value <= most:
             must = f"{name} must be a whole number in {least}..{most}"
@@ -32,7 +32,7 @@ def check_settings(where: object, settings: Mapping[str, Any]) -> None:
 
 def _is_fleet(value: object) -> bool:
     try:
-        return isinstance(value, str) and all(0 < capacity <= 1 for capacity in shares(value))
+        return isinstance(value, str) and all(0 < capacity <= 1 for capacity in devices_by_capacity(value))
     except ValueError:
         return False
 
@@ -41,10 +41,10 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, str | float) or (isinstance(value, int) and abs(value) < 2**64)
 
 
-def shares(fleet: str) -> dict[float, int]:
+def devices_by_capacity(fleet: str) -> dict[float, int]:
     """Devices per capacity of a fleet as experiments write it out.
 
-    >>> shares("4x1 + 6x0.75")
+    >>> devices_by_capacity("4x1 + 6x0.75")
     {1.0: 4, 0.75: 6}
     """
     devices: dict[float, int] = {}

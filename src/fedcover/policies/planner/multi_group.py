@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 
 from fedcover.errors import InvalidValue
-from fedcover.policies.planner.objective import Bound, least_wish
-from fedcover.policies.planner.single_group import GOLDEN, Group, Profile, Runs, best_gamma
+from fedcover.policies.planner.objective import PlanObjective, required_coverage
+from fedcover.policies.planner.single_group import GOLDEN, Allocation, BudgetedGroup, RunLengthPlan, best_gamma
 from fedcover.submodels.reductions import Slices
 from fedcover.submodels.unit_groups import cuts_by_tensor
 from fedcover.types import Params, Reduction, UnitGroup
 
-MOST_SHIFTS = 1000
+MAX_SHIFTS = 1000
 """Shifts among which a cycle is searched; a longer one is made a little longer still, so that none is needed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class PlanTarget:
     """What is asked of a plan: a coverage, drop-outs to survive, or (without both) the smallest of an objective.
 
     Where the plan is exact the objective is `bound`. Where groups meet it is the least noise with every unit held at
@@ -37,7 +37,7 @@ class Wish:
     gamma: int | None = None
     tolerate: int = 0
     share: float = 0.5
-    bound: Bound = field(default_factory=Bound)
+    bound: PlanObjective = field(default_factory=PlanObjective)
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
@@ -74,11 +74,11 @@ def is_exact(groups: Sequence[UnitGroup]) -> bool:
     return alone and not any(group.nested for group in groups)
 
 
-def colours(groups: Sequence[UnitGroup]) -> dict[str, int]:
+def conflict_colouring(groups: Sequence[UnitGroup]) -> dict[str, int]:
     """A small number for each group, different where two groups meet in a tensor.
 
     >>> from fedcover.types import Cut
-    >>> colours([UnitGroup("a", 2, (Cut("w", 0),)), UnitGroup("b", 2, (Cut("w", 1),)), UnitGroup("c", 2, ())])
+    >>> conflict_colouring([UnitGroup("a", 2, (Cut("w", 0),)), UnitGroup("b", 2, (Cut("w", 1),)), UnitGroup("c", 2, ())])
     {'a': 0, 'b': 1, 'c': 0}
     """
     meetings = [{group.name for group, _ in meeting} for meeting in cuts_by_tensor(groups).values()]
@@ -90,22 +90,22 @@ def colours(groups: Sequence[UnitGroup]) -> dict[str, int]:
 
 
 @cache
-def steps(cycle: int, palette: int) -> tuple[tuple[int, ...], ...]:
+def phase_shifts(cycle: int, num_colours: int) -> tuple[tuple[int, ...], ...]:
     """Shifts of every colour, in steps of 1/cycle, such that any two colours take all positions to each other.
 
     Colour times step does it in `cycle` rounds unless cycle and a difference of colours share a factor; then a few
     more rounds are needed, found greedily.
 
-    >>> steps(3, 2), len(steps(4, 3))
+    >>> phase_shifts(3, 2), len(phase_shifts(4, 3))
     (((0, 0), (0, 1), (0, 2)), 5)
     """
-    if all(gcd(cycle, gap) == 1 for gap in range(1, palette)):
-        return tuple(tuple(colour * step % cycle for colour in range(palette)) for step in range(cycle))
+    if all(gcd(cycle, gap) == 1 for gap in range(1, num_colours)):
+        return tuple(tuple(colour * step % cycle for colour in range(num_colours)) for step in range(cycle))
 
     def met(shifts: tuple[int, ...]) -> set[tuple[int, int, int]]:
-        return {(a, b, (shifts[b] - shifts[a]) % cycle) for a, b in combinations(range(palette), 2)}
+        return {(a, b, (shifts[b] - shifts[a]) % cycle) for a, b in combinations(range(num_colours), 2)}
 
-    candidates = [(0, *rest) for rest in product(range(cycle), repeat=palette - 1)]
+    candidates = [(0, *rest) for rest in product(range(cycle), repeat=num_colours - 1)]
     missing = set().union(*map(met, candidates))
     found = []
     while missing:
@@ -114,31 +114,35 @@ def steps(cycle: int, palette: int) -> tuple[tuple[int, ...], ...]:
     return tuple(found)
 
 
-def turn(round: int, colour: int, cycle: int, palette: int) -> float:
+def phase(round: int, colour: int, cycle: int, num_colours: int) -> float:
     """Where the shared part of a group begins in a round, as a share of the circle.
 
     First all colours pass each other in equal steps, so that arcs of 1/cycle meet everywhere; then all of them move
     on by irrational amounts, so that what fell on an edge is met later.
 
-    >>> [turn(round, 1, 3, 2) for round in range(3)] == [0, 1 / 3, 2 / 3]
+    >>> [phase(round, 1, 3, 2) for round in range(3)] == [0, 1 / 3, 2 / 3]
     True
     """
-    cycles, step = divmod(round, len(steps(cycle, palette)))
-    return (steps(cycle, palette)[step][colour] / cycle + cycles * (GOLDEN + colour * (2**0.5 - 1) / cycle)) % 1
+    cycles, step = divmod(round, len(phase_shifts(cycle, num_colours)))
+    return (
+        phase_shifts(cycle, num_colours)[step][colour] / cycle + cycles * (GOLDEN + colour * (2**0.5 - 1) / cycle)
+    ) % 1
 
 
-def cycle_of(profiles: Sequence[Profile], palette: int) -> int:
+def cycle_length(profiles: Sequence[Allocation], num_colours: int) -> int:
     """How many steps a circle has: one over the arc that a unit sees on average."""
-    if palette < 2:
+    if num_colours < 2:
         return 1
-    arcs = [profile.rest_N / profile.shared for profile in profiles if profile.shared]
+    arcs = [allocation.rest_N / allocation.num_shared for allocation in profiles if allocation.num_shared]
     wanted = max((ceil(arc_N.sum() / np.square(arc_N).sum() - 1e-9) for arc_N in arcs if arc_N.any()), default=1)
-    if wanted ** (palette - 1) < MOST_SHIFTS:
+    if wanted ** (num_colours - 1) < MAX_SHIFTS:
         return wanted
-    return next(n for n in count(wanted) if all(gcd(n, gap) == 1 for gap in range(1, palette)))
+    return next(n for n in count(wanted) if all(gcd(n, gap) == 1 for gap in range(1, num_colours)))
 
 
-def level(groups: Mapping[str, Group], stacked: Sequence[str], total: float, wish: Wish, exact: bool) -> int:
+def target_coverage(
+    groups: Mapping[str, BudgetedGroup], stacked: Sequence[str], total: float, target: PlanTarget, exact: bool
+) -> int:
     """The coverage of every unit that a wish amounts to, common to all groups; 0 if a round cannot cover them.
 
     Of the `stacked` groups only first units can be kept, so that their last unit has as many clients as hold all.
@@ -150,56 +154,58 @@ def level(groups: Mapping[str, Group], stacked: Sequence[str], total: float, wis
     why = f"the clients have room for {room} units of {scarce!r}, which has {units}"
     if scarce in stacked:
         why = f"{largest[scarce]} clients hold all of {scarce!r}, whose units stand on each other"
-    wanted = least_wish(wish.gamma, wish.tolerate, largest[scarce], why)
+    wanted = required_coverage(target.gamma, target.tolerate, largest[scarce], why)
     if wanted is not None:
         return wanted
     if exact:
-        return best_gamma(list(groups.values()), total, wish.bound)
+        return best_gamma(list(groups.values()), total, target.bound)
     most = min((largest[name] for name in groups if name not in stacked), default=0)
-    return min(most, max(1, int(wish.share * most + 1e-9)))
+    return min(most, max(1, int(target.share * most + 1e-9)))
 
 
-def design(
-    groups: Mapping[str, Group],
-    tints: Mapping[str, int] | None,
+def plan_round(
+    groups: Mapping[str, BudgetedGroup],
+    colour_of: Mapping[str, int] | None,
     total: float,
-    wish: Wish,
+    target: PlanTarget,
     round: int,
     stacked: Sequence[str] = (),
-) -> dict[str, Runs]:
-    """Who holds which units of every group in a round; `tints` are the colours of groups that meet, else None.
+) -> dict[str, RunLengthPlan]:
+    """Who holds which units of every group in a round; `colour_of` are the colours of groups that meet, else None.
 
     Where a cohort is too small to hold every unit once, some rounds are planned as if they were one.
     """
-    gamma = level(groups, stacked, total, wish, exact=tints is None)
+    gamma = target_coverage(groups, stacked, total, target, exact=colour_of is None)
     free = {name: group for name, group in groups.items() if name not in stacked}
     together = 1
-    if gamma == 0 and wish.gamma is None:
-        together = max((ceil(g.units / (int(g.budgets_N.sum()) * wish.share)) for g in _holding(free)), default=1)
-        free = {name: Group(g.energies_U, np.tile(g.budgets_N, together)) for name, g in free.items()}
+    if gamma == 0 and target.gamma is None:
+        together = max(
+            (ceil(g.units / (int(g.budgets_N.sum()) * target.share)) for g in _groups_with_budget(free)), default=1
+        )
+        free = {name: BudgetedGroup(g.energies_U, np.tile(g.budgets_N, together)) for name, g in free.items()}
         gamma = min([1, *(group.gamma_max for group in free.values())])
-    profiles = {name: group.profile(gamma) for name, group in free.items()}
-    tints = tints or dict.fromkeys(groups, 0)
-    palette = 1 + max(tints.values())
-    cycle = cycle_of(list(profiles.values()), palette)
+    profiles = {name: group.allocation(gamma) for name, group in free.items()}
+    colour_of = colour_of or dict.fromkeys(groups, 0)
+    num_colours = 1 + max(colour_of.values())
+    cycle = cycle_length(list(profiles.values()), num_colours)
     made = {
-        name: profile.share_out(free[name].order, turn(round // together, tints[name], cycle, palette))
-        for name, profile in profiles.items()
+        name: allocation.assign_units(free[name].order, phase(round // together, colour_of[name], cycle, num_colours))
+        for name, allocation in profiles.items()
     }
-    first = {name: groups[name].profile(0).share_out(torch.arange(groups[name].units)) for name in stacked}
-    return {name: _part(runs, round % together, together) for name, runs in made.items()} | first
+    first = {name: groups[name].allocation(0).assign_units(torch.arange(groups[name].units)) for name in stacked}
+    return {name: _client_columns(runs, round % together, together) for name, runs in made.items()} | first
 
 
-def _holding(groups: Mapping[str, Group]) -> list[Group]:
+def _groups_with_budget(groups: Mapping[str, BudgetedGroup]) -> list[BudgetedGroup]:
     return [group for group in groups.values() if group.budgets_N.any()]
 
 
-def _part(runs: Runs, which: int, parts: int) -> Runs:
+def _client_columns(runs: RunLengthPlan, which: int, parts: int) -> RunLengthPlan:
     clients = runs.columns_RN.shape[1] // parts
-    return Runs(runs.order_U, runs.lengths_R, runs.columns_RN[:, which * clients : (which + 1) * clients])
+    return RunLengthPlan(runs.order_U, runs.lengths_R, runs.columns_RN[:, which * clients : (which + 1) * clients])
 
 
-def upper_bound(params: Mapping[str, Tensor], reductions: Sequence[Reduction]) -> tuple[int, str]:
+def coverage_upper_bound(params: Mapping[str, Tensor], reductions: Sequence[Reduction]) -> tuple[int, str]:
     """The coverage that no arrangement of parts of these sizes can exceed, and the tensor that limits it."""
     held = [reduction.sizes(params) for reduction in reductions]
     bounds = {name: sum(sizes[name] for sizes in held) // max(1, t.numel()) for name, t in params.items()}
@@ -207,12 +213,14 @@ def upper_bound(params: Mapping[str, Tensor], reductions: Sequence[Reduction]) -
     return bounds[scarce], scarce
 
 
-def tally(groups: Sequence[UnitGroup], squares: Params, parts: Sequence[Slices]) -> tuple[Params, np.ndarray]:
-    """Per tensor how many parts hold each entry, and the energy that every part keeps, from `narrowed` squares.
+def count_and_energy(
+    groups: Sequence[UnitGroup], squares: Params, parts: Sequence[Slices]
+) -> tuple[Params, np.ndarray]:
+    """Per tensor how many parts hold each entry, and the energy that every part keeps, from `energy_on_cut_axes` squares.
 
     The fast twin of counting part by part: a weight is held where both its units are, so counts are products.
     """
-    places = held_places(groups, squares, parts)
+    places = membership_by_axis(groups, squares, parts)
     counts: Params = {}
     kept_N = np.zeros(len(parts))
     for name, tensor in squares.items():
@@ -226,7 +234,7 @@ def tally(groups: Sequence[UnitGroup], squares: Params, parts: Sequence[Slices])
     return counts, kept_N
 
 
-def held_places(
+def membership_by_axis(
     groups: Sequence[UnitGroup], params: Mapping[str, Tensor], parts: Sequence[Slices]
 ) -> dict[str, tuple[Tensor, list[Tensor | None]]]:
     """For each tensor, which parts have it at all, and along each cut axis which places each part holds (1 or 0)."""
@@ -252,7 +260,7 @@ def held_places(
     return found
 
 
-def narrowed(groups: Sequence[UnitGroup], params: Mapping[str, Tensor]) -> Params:
+def energy_on_cut_axes(groups: Sequence[UnitGroup], params: Mapping[str, Tensor]) -> Params:
     """The squares of the parameters, added up along the axes that no group cuts: as good for counting, and small."""
     meeting = cuts_by_tensor(groups)
     small: Params = {}

@@ -9,7 +9,7 @@ from fedcover.errors import InvalidValue
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class PlanObjective:
     """The right side of Theorem 1', over L^2 ||theta||^2: what a plan minimises when no coverage is asked for.
 
     The sum over clients of variance/Gamma_n^2 + (drift + delta_n^2)/Gamma_n, with Gamma_n the least coverage of what
@@ -28,10 +28,10 @@ class Bound:
     @classmethod
     def of(
         cls, *, lr: float, steps: int, smoothness: float = 1.0, gradient: float = 1.0, variance: float = 1.0
-    ) -> "Bound":
+    ) -> "PlanObjective":
         """From the theorem's gamma, T, L, G and sigma^2, the last two over L^2 ||theta||^2.
 
-        >>> Bound.of(lr=1 / 600, steps=300).variance == Bound().variance
+        >>> PlanObjective.of(lr=1 / 600, steps=300).variance == PlanObjective().variance
         True
         """
         drift = (lr * smoothness) ** 2 * gradient * (steps - 1) * (2 * steps - 1) / 6
@@ -42,7 +42,7 @@ class Bound:
         return float((self.variance * inverse_N**2 + (self.drift + noise_N) * inverse_N).sum())
 
 
-def least_wish(gamma: int | None, tolerate: int, largest: int, why: str) -> int | None:
+def required_coverage(gamma: int | None, tolerate: int, largest: int, why: str) -> int | None:
     """The coverage that was asked for, None if nothing was; too large a wish is answered with the largest."""
     for name, value in (("gamma", gamma), ("tolerate", tolerate)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from fedcover.errors import InvalidValue
-from fedcover.policies.planner.objective import Bound, least_wish
+from fedcover.policies.planner.objective import PlanObjective, required_coverage
 
-LARGEST_MATRIX = 10**8
+MAX_MATRIX_ENTRIES = 10**8
 """Entries (clients x units) above which a plan stays a list of runs."""
 
 GOLDEN = (5**0.5 - 1) / 2
@@ -28,10 +28,10 @@ Counts = Sequence[int] | np.ndarray | Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Runs:
+class RunLengthPlan:
     """A plan as runs of equal columns: `order_U` lists the units run after run, `columns_RN` who holds each run.
 
-    >>> made = Runs(torch.tensor([2, 0, 1]), torch.tensor([1, 2]), torch.tensor([[True, True], [True, False]]))
+    >>> made = RunLengthPlan(torch.tensor([2, 0, 1]), torch.tensor([1, 2]), torch.tensor([[True, True], [True, False]]))
     >>> made.column_sums().tolist(), made.row_sums().tolist(), made.gamma
     ([1, 1, 2], [3, 1], 1)
     """
@@ -66,37 +66,37 @@ class Runs:
 
 
 @dataclass(frozen=True, eq=False)
-class Profile:
-    """Who holds how much at one Gamma: `nested` units by rank, one that `between` clients hold (if any), and
+class Allocation:
+    """Who holds how much at one Gamma: `num_nested` units by rank, one that `between` clients hold (if any), and
     `rest_N` units of what remains for each client."""
 
     units: int
     gamma: int
     budgets_N: np.ndarray
-    nested: int
+    num_nested: int
     between: int
     rest_N: np.ndarray
 
     @property
-    def shared(self) -> int:
+    def num_shared(self) -> int:
         """How many units are dealt out evenly, each to exactly Gamma clients."""
-        return self.units - self.nested - (self.between > 0)
+        return self.units - self.num_nested - (self.between > 0)
 
     @property
     def _holds_between(self) -> np.ndarray:
-        return np.asarray(np.maximum(0, self.budgets_N - self.nested) - self.rest_N)
+        return np.asarray(np.maximum(0, self.budgets_N - self.num_nested) - self.rest_N)
 
-    def removed(self, after_U1: Tensor) -> np.ndarray:
+    def pruned_energy(self, after_U1: Tensor) -> np.ndarray:
         """The energy that every client lacks, as a mean over all turns of the shared part (the sum has no spread).
 
         `after_U1[j]` is the energy of the units from rank j on.
         """
-        heads_N = np.minimum(self.budgets_N, self.nested)
-        places = [*heads_N.tolist(), self.nested, self.units - self.shared]
-        after = after_U1[torch.tensor(places, device=after_U1.device)].cpu().numpy()
-        nested_N = after[: len(heads_N)] - after[-2]
-        between_N = (1 - self._holds_between) * (after[-2] - after[-1]) if self.between else 0.0
-        return np.asarray(nested_N + between_N + (1 - self.rest_N / max(1, self.shared)) * after[-1])
+        heads_N = np.minimum(self.budgets_N, self.num_nested)
+        places = [*heads_N.tolist(), self.num_nested, self.units - self.num_shared]
+        tail_energy = after_U1[torch.tensor(places, device=after_U1.device)].cpu().numpy()
+        nested_N = tail_energy[: len(heads_N)] - tail_energy[-2]
+        between_N = (1 - self._holds_between) * (tail_energy[-2] - tail_energy[-1]) if self.between else 0.0
+        return np.asarray(nested_N + between_N + (1 - self.rest_N / max(1, self.num_shared)) * tail_energy[-1])
 
     def inverse_coverage(self) -> np.ndarray:
         """1/Gamma_n of every client: the least coverage of what it holds itself; 0 where it holds nothing."""
@@ -106,25 +106,25 @@ class Profile:
         least_N = np.where(self.rest_N > 0, self.gamma, least_N)
         return np.asarray((self.budgets_N > 0) / np.maximum(1, least_N))
 
-    def share_out(self, order_U: Tensor, turn: float = 0.0) -> Runs:
-        """Give the ranked units to the clients; `turn` (a share of the circle) says where the shared part begins."""
-        levels = sorted({int(k) for k in self.budgets_N if 0 < k < self.nested} | ({self.nested} - {0}))
+    def assign_units(self, order_U: Tensor, phase: float = 0.0) -> RunLengthPlan:
+        """Give the ranked units to the clients; `phase` (a share of the circle) says where the shared part begins."""
+        levels = sorted({int(k) for k in self.budgets_N if 0 < k < self.num_nested} | ({self.num_nested} - {0}))
         columns = [self.budgets_N >= level for level in levels]
         lengths = np.diff([0, *levels]).tolist()
         if self.between:
             columns, lengths = [*columns, self._holds_between > 0], [*lengths, 1]
-        if self.shared:
+        if self.num_shared:
             # client after client takes an arc of the circle; together they go round it Gamma times
-            start_N = (int(turn % 1 * self.shared) + np.cumsum(self.rest_N) - self.rest_N) % self.shared
+            start_N = (int(phase % 1 * self.num_shared) + np.cumsum(self.rest_N) - self.rest_N) % self.num_shared
             points = np.unique([0, *start_N])
-            columns += list((points[:, None] - start_N) % self.shared < self.rest_N)
-            lengths += np.diff([*points, self.shared]).tolist()
-        head = self.units - self.shared
-        dealt_U = torch.cat([order_U[:head], _dealt(order_U[head:], self.units)])
-        return Runs(dealt_U, torch.tensor(lengths), torch.from_numpy(np.array(columns)))
+            columns += list((points[:, None] - start_N) % self.num_shared < self.rest_N)
+            lengths += np.diff([*points, self.num_shared]).tolist()
+        head = self.units - self.num_shared
+        dealt_U = torch.cat([order_U[:head], _spread_units(order_U[head:], self.units)])
+        return RunLengthPlan(dealt_U, torch.tensor(lengths), torch.from_numpy(np.array(columns)))
 
 
-def _dealt(rest: Tensor, units: int) -> Tensor:
+def _spread_units(rest: Tensor, units: int) -> Tensor:
     """Units in an order that depends on their numbers alone and puts neighbours far apart.
 
     Not by energy: a unit must keep its place on the circle from round to round, or windows would not cover it.
@@ -137,14 +137,14 @@ def _dealt(rest: Tensor, units: int) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class BudgetedGroup:
     """Units with energies, and how many of them each client may hold."""
 
     energies_U: Tensor
     budgets_N: np.ndarray
 
     @classmethod
-    def of(cls, energies: Numbers, budgets: Counts) -> "Group":
+    def of(cls, energies: Numbers, budgets: Counts) -> "BudgetedGroup":
         """The group, or one sentence about what is wrong with it."""
         try:
             energies_U = torch.as_tensor(energies, dtype=torch.float64)
@@ -182,12 +182,12 @@ class Group:
         return self.energies_U.argsort(descending=True, stable=True)
 
     @cached_property
-    def after(self) -> Tensor:
+    def tail_energy(self) -> Tensor:
         """The energy of the units from each rank on."""
         ends_U = self.energies_U[self.order].flip(0).cumsum(0, dtype=torch.float64).flip(0)
         return torch.cat([ends_U, ends_U.new_zeros(1)])
 
-    def profile(self, gamma: int) -> Profile:
+    def allocation(self, gamma: int) -> Allocation:
         """The least noise with every unit covered at least `gamma` times: greedy on the rank sums of Gale and Ryser."""
         units, budgets_N, places = self.units, self.budgets_N, int(self.budgets_N.sum())
         if not 0 <= gamma <= self.gamma_max:
@@ -203,23 +203,23 @@ class Group:
 
         first = bisect_left(range(units), True, key=starves)
         if first == units:
-            return Profile(units, gamma, budgets_N, units, 0, np.zeros_like(budgets_N))
+            return Allocation(units, gamma, budgets_N, units, 0, np.zeros_like(budgets_N))
         rest_N = np.maximum(0, budgets_N - (first - 1))
         between = int(rest_N.sum()) - gamma * (units - first)
         if between == gamma:  # no exception: it is shared like the others
-            return Profile(units, gamma, budgets_N, first - 1, 0, rest_N)
+            return Allocation(units, gamma, budgets_N, first - 1, 0, rest_N)
         rest_N[np.argsort(-rest_N, kind="stable")[:between]] -= 1
-        return Profile(units, gamma, budgets_N, first - 1, between, rest_N)
+        return Allocation(units, gamma, budgets_N, first - 1, between, rest_N)
 
 
-def best_gamma(groups: Sequence[Group], total: float, bound: Bound) -> int:
+def best_gamma(groups: Sequence[BudgetedGroup], total: float, bound: PlanObjective) -> int:
     """The coverage, common to all groups, whose least-noise plan has the smallest bound; 0 only if 1 is too much."""
     largest = min(group.gamma_max for group in groups)
 
     def value(gamma: int) -> float:
-        profiles = [(group.profile(gamma), group.after) for group in groups]
-        removed_N = np.sum([profile.removed(after_U1) for profile, after_U1 in profiles], axis=0)
-        inverse_N = np.max([profile.inverse_coverage() for profile, _ in profiles], axis=0)
+        profiles = [(group.allocation(gamma), group.tail_energy) for group in groups]
+        removed_N = np.sum([allocation.pruned_energy(after_U1) for allocation, after_U1 in profiles], axis=0)
+        inverse_N = np.max([allocation.inverse_coverage() for allocation, _ in profiles], axis=0)
         return bound(removed_N / (total or 1.0), inverse_N)
 
     # equal values: the larger coverage costs nothing
@@ -232,26 +232,26 @@ def frontier(energies: Numbers, budgets: Counts) -> tuple[float, ...]:
     >>> [round(noise, 3) for noise in frontier([4, 3, 2, 1], [4, 2, 2])]
     [0.6, 0.6, 1.0]
     """
-    group = Group.of(energies, budgets)
-    total = float(group.after[0]) or 1.0
-    profiles = (group.profile(gamma) for gamma in range(group.gamma_max + 1))
-    return tuple(float(profile.removed(group.after).sum()) / total for profile in profiles)
+    group = BudgetedGroup.of(energies, budgets)
+    total = float(group.tail_energy[0]) or 1.0
+    profiles = (group.allocation(gamma) for gamma in range(group.gamma_max + 1))
+    return tuple(float(allocation.pruned_energy(group.tail_energy).sum()) / total for allocation in profiles)
 
 
 def plan(
-    energies: Numbers, budgets: Counts, gamma: int | None = None, tolerate: int = 0, bound: Bound | None = None
-) -> np.ndarray | Runs:
+    energies: Numbers, budgets: Counts, gamma: int | None = None, tolerate: int = 0, bound: PlanObjective | None = None
+) -> np.ndarray | RunLengthPlan:
     """Who holds which unit: the least noise with every unit held by at least `gamma` and `tolerate + 1` clients.
 
-    Without either, Gamma is the one of smallest `bound`. The answer is a boolean matrix clients x units, or `Runs`
+    Without either, Gamma is the one of smallest `bound`. The answer is a boolean matrix clients x units, or `RunLengthPlan`
     above 100 million entries.
 
     >>> plan([4, 3, 2, 1], [4, 2, 2], gamma=2).astype(int).tolist()
     [[1, 1, 1, 1], [1, 0, 0, 1], [0, 1, 1, 0]]
     """
-    group = Group.of(energies, budgets)
+    group = BudgetedGroup.of(energies, budgets)
     why = f"room for {int(group.budgets_N.sum())} units over {group.units} units"
-    wish = least_wish(gamma, tolerate, group.gamma_max, why)
-    chosen = best_gamma([group], float(group.after[0]), bound or Bound()) if wish is None else wish
-    made = group.profile(chosen).share_out(group.order)
-    return made if made.columns_RN.shape[1] * group.units > LARGEST_MATRIX else made.matrix().cpu().numpy()
+    wish = required_coverage(gamma, tolerate, group.gamma_max, why)
+    chosen = best_gamma([group], float(group.tail_energy[0]), bound or PlanObjective()) if wish is None else wish
+    made = group.allocation(chosen).assign_units(group.order)
+    return made if made.columns_RN.shape[1] * group.units > MAX_MATRIX_ENTRIES else made.matrix().cpu().numpy()

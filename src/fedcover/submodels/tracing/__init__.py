@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from fedcover.errors import InvalidValue
-from fedcover.submodels.tracing.extract_groups import as_whole, is_whole, read_groups
-from fedcover.submodels.tracing.tracer import Notes, watch
-from fedcover.submodels.tracing.verify import prove
+from fedcover.submodels.tracing.extract_groups import extract_unit_groups, is_kept_whole, whole_hint
+from fedcover.submodels.tracing.tracer import TraceRecord, record_trace
+from fedcover.submodels.tracing.verify import verify_groups
 from fedcover.types import UnitGroup
 
 
@@ -29,81 +29,85 @@ def trace(
     0 4 [('0.weight', 0, 1), ('0.bias', 0, 1), ('3.weight', 1, 4)]
     """
     listed = example if isinstance(example, tuple) else (example,)
-    given = tuple(each.cpu() if isinstance(each, Tensor) else each for each in listed)
+    inputs = tuple(each.cpu() if isinstance(each, Tensor) else each for each in listed)
     try:
         module = copy.deepcopy(module).cpu()
     except Exception as error:
         raise InvalidValue(f"tracing: the model ({type(module).__name__}) cannot be copied: {error}") from error
-    first, *others = _read(module, given, whole)
+    first, *others = _attempts(module, inputs, whole)
     for reading in others:
         try:
-            prove(module, given, reading.groups, reading.notes)
+            verify_groups(module, inputs, reading.groups, reading.notes)
         except InvalidValue:
             continue
         return reading.groups
     if first.error:
         raise first.error
-    prove(module, given, first.groups, first.notes)
+    verify_groups(module, inputs, first.groups, first.notes)
     return first.groups
 
 
 @dataclass(frozen=True)
-class Reading:
+class TraceAttempt:
     """What was seen, the groups in it, why they are refused, and the numbers that count nothing that can be cut."""
 
-    notes: Notes
+    notes: TraceRecord
     groups: tuple[UnitGroup, ...]
     error: InvalidValue | None
     constant: frozenset[str]
 
     @property
-    def places(self) -> int:
+    def num_positions(self) -> int:
         """How many places of tensors belong to units."""
         return sum(group.size * cut.per_unit for group in self.groups for cut in group.cuts)
 
 
-def _read(module: nn.Module, given: tuple[Any, ...], whole: Collection[str]) -> list[Reading]:
+def _attempts(module: nn.Module, inputs: tuple[Any, ...], whole: Collection[str]) -> list[TraceAttempt]:
     """Watch a module and read its groups; once more with numbers as constants that turned out to be, if that cuts more.
 
     So registers before an attention, or parts over which a softmax runs, stay whole, and what lies beside them is cut.
     """
-    first = _reading(watch(module, given), whole)
+    first = _attempt(record_trace(module, inputs), whole)
     if first.constant:
-        second = _reading(watch(module, given, first.constant), whole)
-        if second.groups and second.error is None and (first.error or second.places > first.places):
+        second = _attempt(record_trace(module, inputs, first.constant), whole)
+        if second.groups and second.error is None and (first.error or second.num_positions > first.num_positions):
             return [first, second]
     return [first]
 
 
-def _reading(notes: Notes, whole: Collection[str]) -> Reading:
-    constant = frozenset(name for name, number in notes.numbers.items() if number.constant)
+def _attempt(notes: TraceRecord, whole: Collection[str]) -> TraceAttempt:
+    constant = frozenset(name for name, number in notes.tracked_sizes.items() if number.constant)
     try:
-        groups, owners = read_groups(notes, whole)
+        groups, owners = extract_unit_groups(notes, whole)
     except InvalidValue as error:
-        return Reading(notes, (), error, constant)
-    refused = _objections(notes, owners, whole)
+        return TraceAttempt(notes, (), error, constant)
+    refused = _blocking_ops(notes, owners, whole)
     if not refused:
-        return Reading(notes, groups, None, constant)
-    sentence, roots = next(iter(refused.items()))
+        return TraceAttempt(notes, groups, None, constant)
+    message, roots = next(iter(refused.items()))
     names: list[str] = []
     for root in roots:
-        if not is_whole(owners[root], names):
+        if not is_kept_whole(owners[root], names):
             names.append(owners[root])
-    why = InvalidValue(f"tracing: {sentence}; keep its units whole: {as_whole(names)}")
-    return Reading(notes, (), why, constant | _counting(notes, {root for each in refused.values() for root in each}))
+    why = InvalidValue(f"tracing: {message}; keep its units whole: {whole_hint(names)}")
+    return TraceAttempt(
+        notes, (), why, constant | _sizes_counting(notes, {root for each in refused.values() for root in each})
+    )
 
 
-def _objections(notes: Notes, owners: Mapping[int, str], whole: Collection[str]) -> dict[str, list[int]]:
+def _blocking_ops(notes: TraceRecord, owners: Mapping[int, str], whole: Collection[str]) -> dict[str, list[int]]:
     """What operations without a cut version need whole although it could be cut, by their sentences."""
     refused: dict[str, list[int]] = {}
-    for objection in notes.labels.objections:
+    for objection in notes.labels.uncuttable_ops:
         for root in notes.labels.atoms.roots(objection.atoms).tolist():
-            if root in owners and not is_whole(owners[root], whole):
-                refused.setdefault(objection.sentence, []).append(root)
+            if root in owners and not is_kept_whole(owners[root], whole):
+                refused.setdefault(objection.message, []).append(root)
     return refused
 
 
-def _counting(notes: Notes, roots: Collection[int]) -> frozenset[str]:
+def _sizes_counting(notes: TraceRecord, roots: Collection[int]) -> frozenset[str]:
     """The module's own numbers that count some of these units."""
-    counted = {name: notes.labels.atoms.roots(number.counted).tolist() for name, number in notes.numbers.items()}
-    return frozenset(name for name, those in counted.items() if not set(roots).isdisjoint(those))
+    counted_atoms = {
+        name: notes.labels.atoms.roots(number.counted_atoms).tolist() for name, number in notes.tracked_sizes.items()
+    }
+    return frozenset(name for name, those in counted_atoms.items() if not set(roots).isdisjoint(those))

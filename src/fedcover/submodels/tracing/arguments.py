@@ -7,7 +7,7 @@ CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "grou
 TRANSPOSED = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
 ATTENTION = ("query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias")
 
-PLACES: Mapping[str, Sequence[str]] = {
+LEADING_PARAMETERS: Mapping[str, Sequence[str]] = {
     "unflatten": ("input", "dim", "sizes"),
     "chunk": ("input", "chunks", "dim"),
     "split": ("input", "split_size_or_sections", "dim"),
@@ -29,22 +29,24 @@ PLACES: Mapping[str, Sequence[str]] = {
 }
 """The first parameters of functions, in order, as far as their promises and twins read them."""
 
-ALSO_CALLED = {
+PARAMETER_ALIASES = {
     "input": ("self", "tensor"),
     "split_size_or_sections": ("split_size",),
 }
 """Other names that torch gives to the same parameter."""
 
 
-def in_places(function: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def normalize_arguments(
+    function: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Put the leading arguments of a call that are given by name into their places.
 
-    >>> in_places("conv1d", ("x",), {"weight": "w", "groups": 2})
+    >>> normalize_arguments("conv1d", ("x",), {"weight": "w", "groups": 2})
     (('x', 'w'), {'groups': 2})
     """
     placed, named = list(args), dict(kwargs)
-    for parameter in PLACES.get(function, ())[len(placed) :]:
-        names = (parameter, *ALSO_CALLED.get(parameter, ()))
+    for parameter in LEADING_PARAMETERS.get(function, ())[len(placed) :]:
+        names = (parameter, *PARAMETER_ALIASES.get(parameter, ()))
         given = next((name for name in names if name in named), None)
         if given is None:
             break

@@ -10,10 +10,10 @@ FIXED = 0
 """The atom of everything that is always there."""
 
 
-class Atoms:
+class UnionFind:
     """Numbers for the indices of axes, merged class by class as operations couple them.
 
-    >>> atoms = Atoms()
+    >>> atoms = UnionFind()
     >>> rows, columns = atoms.new(3), atoms.new(3)
     >>> atoms.tie(rows, columns)
     >>> atoms.fix(rows[:1])
@@ -23,16 +23,16 @@ class Atoms:
 
     def __init__(self) -> None:
         self._parent = torch.zeros(1, dtype=torch.int64)
-        self.busy = False
+        self.tracking_paused = False
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def untracked(self) -> Iterator[None]:
         """Compute with atoms while a module is being followed, without following that too."""
-        before, self.busy = self.busy, True
+        before, self.tracking_paused = self.tracking_paused, True
         try:
             yield
         finally:
-            self.busy = before
+            self.tracking_paused = before
 
     def new(self, number: int) -> Tensor:
         """Atoms that are coupled to nothing yet."""

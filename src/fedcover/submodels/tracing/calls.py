@@ -9,23 +9,23 @@ from torch._ops import OpOverload
 
 
 @dataclass(frozen=True)
-class Call:
+class OpCall:
     """An operation as it was called: who called it, with what, and what came out."""
 
     func: OpOverload
-    given: dict[str, Any]
+    arguments: dict[str, Any]
     out: Any
-    where: str
+    location: str
 
     @property
     def name(self) -> str:
         """The operation's plain name, the same for its in-place form."""
-        return plain_name(self.func)
+        return op_name(self.func)
 
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors among the arguments, in order."""
-        return [t for value in self.given.values() for t in tensors_in(value)]
+        return [t for value in self.arguments.values() for t in tensors_in(value)]
 
     @property
     def outputs(self) -> list[Tensor]:
@@ -34,24 +34,24 @@ class Call:
 
     def get(self, name: str, default: Any = None) -> Any:
         """An argument, or what it is if it was not given."""
-        return self.given.get(name, default)
+        return self.arguments.get(name, default)
 
-    def refusal(self, why: str) -> str:
+    def explain(self, why: str) -> str:
         """A sentence that names the operation and where it stands."""
-        return f"operation {self.name!r} in {self.where}: {why}"
+        return f"operation {self.name!r} in {self.location}: {why}"
 
 
-def plain_name(func: OpOverload) -> str:
+def op_name(func: OpOverload) -> str:
     """The name of an operation without its overload and the mark of being in-place."""
     name: str = func._schema.name.partition("::")[2]
     return name if name.startswith("__") else name.rstrip("_")
 
 
-def by_name(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+def bind_arguments(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments under the names that the operation's schema gives them, defaults included."""
-    given = {argument.name: argument.default_value for argument in func._schema.arguments}
-    given.update({argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)})
-    return {**given, **kwargs}
+    arguments = {argument.name: argument.default_value for argument in func._schema.arguments}
+    arguments.update({argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)})
+    return {**arguments, **kwargs}
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -8,34 +8,34 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from fedcover.submodels.tracing.arguments import in_places
+from fedcover.submodels.tracing.arguments import normalize_arguments
 
-Twin = Callable[[Tensor, Sequence[Any], Mapping[str, Any], Tensor], Tensor]
+MaskedOp = Callable[[Tensor, Sequence[Any], Mapping[str, Any], Tensor], Tensor]
 
 
-class Quiet(TorchFunctionMode):
+class Float64Mode(TorchFunctionMode):
     """Runs a module in float64 and without drop-out, whose draws depend on shapes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.last = ""
-        self.seen: list[Tensor] | None = None
+        self.last_function = ""
+        self.recorded: list[Tensor] | None = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Call a function, or what stands for it, and remember what came out if that is asked for."""
-        self.last, given = func.__name__, dict(kwargs or {})
+        self.last_function, given = func.__name__, dict(kwargs or {})
         if "dropout_p" in given:
             given["dropout_p"] = 0.0
-        if "dropout" in self.last:
+        if "dropout" in self.last_function:
             out = args[0] if args else given["input"]
         else:
             out = self.call(func, args, given)
         if isinstance(out, Tensor):
             out = out.double() if out.is_floating_point() else out
-            if self.seen is not None:
-                self.seen.append(out)
+            if self.recorded is not None:
+                self.recorded.append(out)
         return out
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -43,7 +43,7 @@ class Quiet(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class Masked(Quiet):
+class MaskedMode(Float64Mode):
     """Runs a masked model: averages over units are taken over those that are kept."""
 
     def __init__(self, present: Sequence[Tensor | None]) -> None:
@@ -52,11 +52,11 @@ class Masked(Quiet):
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function, or its masked twin where some of what it averages is cut."""
-        twin = TWINS.get(func.__name__)
+        twin = MASKED_OPS.get(func.__name__)
         present = next(self.present, None) if twin else None
         if twin is None or present is None:
             return func(*args, **kwargs)
-        placed, named = in_places(func.__name__, args, kwargs)
+        placed, named = normalize_arguments(func.__name__, args, kwargs)
         return twin(placed[0], placed[1:], named, present)
 
 
@@ -70,7 +70,7 @@ def masked_mean(x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], prese
     """The mean over what is there."""
     given = {**dict(zip(("dim", "keepdim"), args, strict=False)), **kwargs}
     axes = _axes(x, given.get("dim"))
-    return _reduced(_mean(x, axes, present), axes, given)
+    return _drop_reduced_axes(_mean(x, axes, present), axes, given)
 
 
 def masked_var(x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], present: Tensor) -> Tensor:
@@ -79,7 +79,9 @@ def masked_var(x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], presen
     axes = _axes(x, given.get("dim"))
     number = present.expand(x.shape).sum(axes, keepdim=True)
     spread = _mean((x - _mean(x, axes, present)).square(), axes, present)
-    return _reduced(spread * number / (number - given.get("correction", int(given.get("unbiased", True)))), axes, given)
+    return _drop_reduced_axes(
+        spread * number / (number - given.get("correction", int(given.get("unbiased", True)))), axes, given
+    )
 
 
 def masked_std(x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], present: Tensor) -> Tensor:
@@ -91,7 +93,7 @@ def _axes(x: Tensor, dim: Any) -> list[int]:
     return [dim] if isinstance(dim, int) else list(dim or range(x.ndim))
 
 
-def _reduced(x: Tensor, axes: Sequence[int], given: Mapping[str, Any]) -> Tensor:
+def _drop_reduced_axes(x: Tensor, axes: Sequence[int], given: Mapping[str, Any]) -> Tensor:
     return x if given.get("keepdim", False) else x.squeeze(tuple(axes))
 
 
@@ -145,7 +147,7 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return x if bias is None else x + bias
 
 
-TWINS: dict[str, Twin] = {
+MASKED_OPS: dict[str, MaskedOp] = {
     "mean": masked_mean,
     "var": masked_var,
     "std": masked_std,

@@ -6,15 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedcover.submodels.tracing.symbolic_sizes import Number
-from fedcover.submodels.tracing.unit_labels import Labels, along, varying
+from fedcover.submodels.tracing.symbolic_sizes import TrackedInt
+from fedcover.submodels.tracing.unit_labels import UnitLabels, field_along, varying_axes
 
-Promise = Callable[[Labels, Sequence[Any], Mapping[str, Any], Any], None]
+SizeConstraint = Callable[[UnitLabels, Sequence[Any], Mapping[str, Any], Any], None]
 Size = int | None
 """A size as the code writes it; None where it leaves the length to torch."""
 
 
-def keep(labels: Labels, out: Tensor, sizes: Sequence[Size]) -> None:
+def constrain_shape(labels: UnitLabels, out: Tensor, sizes: Sequence[Size]) -> None:
     """Let the axes of a tensor be as long as the code says.
 
     A length that is written as a plain number cannot change. Where several axes share their units, the outermost that
@@ -22,85 +22,87 @@ def keep(labels: Labels, out: Tensor, sizes: Sequence[Size]) -> None:
     """
     seen: set[int] = set()
     for field in labels.of(out):
-        axes = sorted(varying(field))
-        free = [axis for axis in axes if _may_change(sizes[axis])]
+        axes = sorted(varying_axes(field))
+        free = [axis for axis in axes if _is_variable(sizes[axis])]
         if not free:
             labels.atoms.fix(field)
             continue
         labels.collapse(field, [axis for axis in axes if axis != free[0]])
         number = sizes[free[0]]
-        if isinstance(number, Number):
-            labels.atoms.tie(field, along(number.counted, free[0], out.ndim))
+        if isinstance(number, TrackedInt):
+            labels.atoms.tie(field, field_along(number.counted_atoms, free[0], out.ndim))
             seen.add(free[0])
     for axis, number in enumerate(sizes):
-        if isinstance(number, Number) and axis not in seen:
+        if isinstance(number, TrackedInt) and axis not in seen:
             number.fix()
 
 
-def _may_change(size: Size) -> bool:
-    return size is None or (isinstance(size, Number) and not size.constant)
+def _is_variable(size: Size) -> bool:
+    return size is None or (isinstance(size, TrackedInt) and not size.constant)
 
 
-def sizes_in(values: Sequence[Any]) -> list[Size]:
+def parse_sizes(values: Sequence[Any]) -> list[Size]:
     """Sizes given one by one or as one list, -1 as "whatever it takes"."""
     listed = values[0] if len(values) == 1 and isinstance(values[0], list | tuple) else values
     return [None if size is None or int(size) == -1 else size for size in listed]
 
 
-def shaped(labels: Labels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+def constrain_view(labels: UnitLabels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
     """`view`, `reshape`, `expand`: sizes for every axis."""
     given = args[1:] or [kwargs.get("size", kwargs.get("shape", ()))]
     if given and not isinstance(given[0], torch.dtype):
-        keep(labels, out, sizes_in(given))
+        constrain_shape(labels, out, parse_sizes(given))
 
 
-def made(labels: Labels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+def constrain_new(labels: UnitLabels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
     """`zeros` and the like: sizes for every axis of something new."""
     values = [value for value in (args or [kwargs.get("size", ())]) if not isinstance(value, Tensor)]
-    sizes = sizes_in(values[:1] if values and isinstance(values[0], list | tuple) else values)
+    sizes = parse_sizes(values[:1] if values and isinstance(values[0], list | tuple) else values)
     if len(sizes) >= out.ndim:
-        keep(labels, out, sizes[: out.ndim])
+        constrain_shape(labels, out, sizes[: out.ndim])
 
 
-def unflattened(labels: Labels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+def constrain_unflatten(labels: UnitLabels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
     """One axis laid out in several."""
-    source, axis, sizes = args[0], _given(args, kwargs, 1, "dim"), _given(args, kwargs, 2, "sizes")
+    source, axis, sizes = args[0], _argument(args, kwargs, 1, "dim"), _argument(args, kwargs, 2, "sizes")
     axis = int(axis) % source.ndim
-    inner = sizes_in([sizes])
-    keep(labels, out, [None] * axis + inner + [None] * (out.ndim - axis - len(inner)))
+    inner = parse_sizes([sizes])
+    constrain_shape(labels, out, [None] * axis + inner + [None] * (out.ndim - axis - len(inner)))
 
 
-def chunked(labels: Labels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+def constrain_chunk(labels: UnitLabels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
     """Equal parts stay equal: the first unit of each goes with the first of the others."""
-    axis = int(_given(args, kwargs, 2, "dim", 0)) % args[0].ndim
+    axis = int(_argument(args, kwargs, 2, "dim", 0)) % args[0].ndim
     for part in out[1:]:
         for first, field in zip(labels.of(out[0]), labels.of(part), strict=False):
-            if {axis} & (varying(field) | varying(first)):
+            if {axis} & (varying_axes(field) | varying_axes(first)):
                 whole = torch.zeros((), dtype=torch.int64) if part.shape != out[0].shape else first
                 labels.atoms.tie(field, whole)
     if any(part.shape != out[0].shape for part in out):
         for field in labels.of(out[0]):
-            if axis in varying(field):
+            if axis in varying_axes(field):
                 labels.atoms.fix(field)
 
 
-def split(labels: Labels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+def constrain_split(labels: UnitLabels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
     """Parts of given sizes."""
     sizes = next((kwargs[key] for key in ("split_size_or_sections", "split_size") if key in kwargs), None)
     sizes = args[1] if sizes is None else sizes
-    axis = int(_given(args, kwargs, 2, "dim", 0)) % args[0].ndim
+    axis = int(_argument(args, kwargs, 2, "dim", 0)) % args[0].ndim
     listed = sizes if isinstance(sizes, list | tuple) else [sizes] * len(out)
     for part, size in zip(out, listed, strict=True):
-        number = Number.of(size.atoms, size.counted[: part.shape[axis]]) if isinstance(size, Number) else size
-        keep(labels, part, [None] * axis + [number] + [None] * (part.ndim - axis - 1))
+        number = (
+            TrackedInt.of(size.atoms, size.counted_atoms[: part.shape[axis]]) if isinstance(size, TrackedInt) else size
+        )
+        constrain_shape(labels, part, [None] * axis + [number] + [None] * (part.ndim - axis - 1))
 
 
-def unbound(labels: Labels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+def constrain_unbind(labels: UnitLabels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
     """One tensor for each place of an axis: the code counts on their number."""
-    fix_places(labels, args[0], int(_given(args, kwargs, 1, "dim", 0)) % args[0].ndim, slice(None))
+    fix_positions(labels, args[0], int(_argument(args, kwargs, 1, "dim", 0)) % args[0].ndim, slice(None))
 
 
-def selected(labels: Labels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+def constrain_getitem(labels: UnitLabels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
     """Places and ranges named in square brackets."""
     source, index = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
     used = sum(1 if not isinstance(each, Tensor) or each.dtype != torch.bool else each.ndim for each in index)
@@ -113,135 +115,137 @@ def selected(labels: Labels, args: Sequence[Any], kwargs: Mapping[str, Any], out
             axis += source.ndim - used
             continue
         if isinstance(each, int | slice):
-            _selected_axis(labels, source, axis, each)
+            _constrain_index(labels, source, axis, each)
         axis += each.ndim if isinstance(each, Tensor) and each.dtype == torch.bool else 1
 
 
-def _selected_axis(labels: Labels, source: Tensor, axis: int, index: Any) -> None:
+def _constrain_index(labels: UnitLabels, source: Tensor, axis: int, index: Any) -> None:
     length = source.shape[axis]
-    if labels.owned(source) and index != slice(None):
-        fix_places(labels, source, axis, slice(None))  # another input may need the rest of a table
+    if labels.is_registered(source) and index != slice(None):
+        fix_positions(labels, source, axis, slice(None))  # another input may need the rest of a table
     elif isinstance(index, int):
-        fix_places(labels, source, axis, slice(0, index + 1) if index >= 0 else slice(length + index, length))
+        fix_positions(labels, source, axis, slice(0, index + 1) if index >= 0 else slice(length + index, length))
     elif index.step not in (None, 1):
-        fix_places(labels, source, axis, slice(None))
+        fix_positions(labels, source, axis, slice(None))
     else:
         for bound in (index.start, index.stop):
-            if isinstance(bound, Number) and not bound.constant and int(bound) <= length:
+            if isinstance(bound, TrackedInt) and not bound.constant and int(bound) <= length:
                 for field in labels.of(source):
-                    if axis in varying(field):
-                        counted = along(bound.counted, axis, source.ndim)
-                        labels.atoms.tie(field.narrow(axis, 0, int(bound)), counted)
+                    if axis in varying_axes(field):
+                        counted_atoms = field_along(bound.counted_atoms, axis, source.ndim)
+                        labels.atoms.tie(field.narrow(axis, 0, int(bound)), counted_atoms)
             elif bound:
                 places = slice(0, int(bound)) if bound > 0 else slice(length + int(bound), length)
-                fix_places(labels, source, axis, places)
+                fix_positions(labels, source, axis, places)
 
 
-def fix_places(labels: Labels, source: Tensor, axis: int, places: slice) -> None:
+def fix_positions(labels: UnitLabels, source: Tensor, axis: int, places: slice) -> None:
     """Let the named places of an axis be always there."""
     for field in labels.of(source):
-        if axis in varying(field):
+        if axis in varying_axes(field):
             labels.atoms.fix(field.transpose(0, axis)[places])
 
 
-def narrowed(labels: Labels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+def constrain_narrow(labels: UnitLabels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
     """A range given by its start and length."""
-    axis, start, length = (_given(args, kwargs, i, name) for i, name in ((1, "dim"), (2, "start"), (3, "length")))
+    axis, start, length = (_argument(args, kwargs, i, name) for i, name in ((1, "dim"), (2, "start"), (3, "length")))
     axis = int(axis) % args[0].ndim
     if args[0].shape[axis] != int(length):
-        _selected_axis(labels, args[0], axis, slice(start, start + length))
+        _constrain_index(labels, args[0], axis, slice(start, start + length))
 
 
-def grouped(labels: Labels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+def constrain_group_norm(labels: UnitLabels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
     """`group_norm` called as a function: its number of groups counts units."""
-    _count_groups(labels, args[0], 1, _given(args, kwargs, 1, "num_groups"))
+    _constrain_groups(labels, args[0], 1, _argument(args, kwargs, 1, "num_groups"))
 
 
-def convolved(labels: Labels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+def constrain_conv_groups(labels: UnitLabels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
     """The groups of a convolution, if there are several, are units that are counted."""
     groups = kwargs.get("groups", args[6] if len(args) > 6 else 1)
     if int(groups) > 1:
-        _count_groups(labels, out, out.ndim - args[1].ndim + 1, groups)
+        _constrain_groups(labels, out, out.ndim - args[1].ndim + 1, groups)
 
 
-def _count_groups(labels: Labels, tensor: Tensor, axis: int, groups: int) -> None:
+def _constrain_groups(labels: UnitLabels, tensor: Tensor, axis: int, groups: int) -> None:
     for field in labels.of(tensor):
-        if varying(field) == {axis}:
+        if varying_axes(field) == {axis}:
             parts = field.view(int(groups), -1)
-            counted = groups.counted[:, None] if isinstance(groups, Number) else torch.zeros((), dtype=torch.int64)
-            labels.atoms.tie(parts, counted)
-    if isinstance(groups, Number) and not labels.of(tensor):
+            counted_atoms = (
+                groups.counted_atoms[:, None] if isinstance(groups, TrackedInt) else torch.zeros((), dtype=torch.int64)
+            )
+            labels.atoms.tie(parts, counted_atoms)
+    if isinstance(groups, TrackedInt) and not labels.of(tensor):
         groups.fix()
 
 
-def shuffled(labels: Labels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+def constrain_channel_shuffle(labels: UnitLabels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
     """`channel_shuffle` deals a fixed number of equal parts: the first units of all parts go together."""
     for field in labels.of(args[0]):
-        parts = field.view(int(_given(args, kwargs, 1, "groups")), -1)
+        parts = field.view(int(_argument(args, kwargs, 1, "groups")), -1)
         labels.atoms.tie(parts, parts[:1])
 
 
-def spread(labels: Labels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+def constrain_pixel_shuffle(labels: UnitLabels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
     """`pixel_shuffle` makes one channel of many: they are one unit."""
     for field in labels.of(args[0]):
-        if varying(field) == {args[0].ndim - 3}:
-            parts = field.view(-1, int(_given(args, kwargs, 1, "upscale_factor")) ** 2)
+        if varying_axes(field) == {args[0].ndim - 3}:
+            parts = field.view(-1, int(_argument(args, kwargs, 1, "upscale_factor")) ** 2)
             labels.atoms.tie(parts, parts[:, :1])
 
 
-def normalised(labels: Labels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+def constrain_layer_norm(labels: UnitLabels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
     """`layer_norm` over the last axes, whose lengths the code names."""
-    sizes = sizes_in([_given(args, kwargs, 1, "normalized_shape")])
-    keep(labels, out, [None] * (out.ndim - len(sizes)) + sizes)
+    sizes = parse_sizes([_argument(args, kwargs, 1, "normalized_shape")])
+    constrain_shape(labels, out, [None] * (out.ndim - len(sizes)) + sizes)
 
 
-def heads(labels: Labels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+def constrain_attention_heads(labels: UnitLabels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
     """`multi_head_attention_forward` is as wide inside as outside, so each head goes with a block of the embedding."""
     query, count = args[0], int(args[4])
     width = query.shape[-1]
     inside = [kwargs.get(f"{name}_proj_weight") for name in "qkv"] + [args[5], args[6]]
-    fields = [f for f in labels.of(query) if varying(f) == {query.ndim - 1}]
+    fields = [f for f in labels.of(query) if varying_axes(f) == {query.ndim - 1}]
     units = fields[0].view(count, -1) if fields else torch.zeros((count, width // count), dtype=torch.int64)
     labels.atoms.tie(units, units[:, :1])
     for tensor in inside:
         for field in labels.of(tensor) if tensor is not None else ():
-            if varying(field) == {0}:
+            if varying_axes(field) == {0}:
                 labels.atoms.tie(field.view(-1, count, width // count), units)
 
 
-def _given(args: Sequence[Any], kwargs: Mapping[str, Any], place: int, name: str, default: Any = None) -> Any:
+def _argument(args: Sequence[Any], kwargs: Mapping[str, Any], place: int, name: str, default: Any = None) -> Any:
     return args[place] if len(args) > place else kwargs.get(name, default)
 
 
-def marked(labels: Labels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+def constrain_one_hot(labels: UnitLabels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
     """`one_hot` marks one of as many places as the code says, whatever the others are for."""
-    keep(labels, out, [None] * (out.ndim - 1) + [int(_given(args, kwargs, 1, "num_classes", -1))])
-    number = _given(args, kwargs, 1, "num_classes")
-    if isinstance(number, Number):
+    constrain_shape(labels, out, [None] * (out.ndim - 1) + [int(_argument(args, kwargs, 1, "num_classes", -1))])
+    number = _argument(args, kwargs, 1, "num_classes")
+    if isinstance(number, TrackedInt):
         number.fix()
 
 
-PROMISES: dict[str, Promise] = {
-    **dict.fromkeys(("view", "reshape", "expand", "broadcast_to"), shaped),
-    **dict.fromkeys(("zeros", "ones", "empty", "full", "rand", "randn"), made),
-    **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full", "arange"), made),
-    "unflatten": unflattened,
-    "chunk": chunked,
-    **dict.fromkeys(("split", "split_with_sizes"), split),
-    "unbind": unbound,
-    **dict.fromkeys(("__getitem__", "__setitem__"), selected),
-    "narrow": narrowed,
-    "one_hot": marked,
-    "group_norm": grouped,
-    "channel_shuffle": shuffled,
-    "pixel_shuffle": spread,
-    **dict.fromkeys(("layer_norm", "rms_norm"), normalised),
+SIZE_CONSTRAINTS: dict[str, SizeConstraint] = {
+    **dict.fromkeys(("view", "reshape", "expand", "broadcast_to"), constrain_view),
+    **dict.fromkeys(("zeros", "ones", "empty", "full", "rand", "randn"), constrain_new),
+    **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full", "arange"), constrain_new),
+    "unflatten": constrain_unflatten,
+    "chunk": constrain_chunk,
+    **dict.fromkeys(("split", "split_with_sizes"), constrain_split),
+    "unbind": constrain_unbind,
+    **dict.fromkeys(("__getitem__", "__setitem__"), constrain_getitem),
+    "narrow": constrain_narrow,
+    "one_hot": constrain_one_hot,
+    "group_norm": constrain_group_norm,
+    "channel_shuffle": constrain_channel_shuffle,
+    "pixel_shuffle": constrain_pixel_shuffle,
+    **dict.fromkeys(("layer_norm", "rms_norm"), constrain_layer_norm),
 }
 """Called by a module's own code; a layer that is told its size keeps its promises by itself."""
 
-TOLD_PROMISES: dict[str, Promise] = {
-    "multi_head_attention_forward": heads,
-    **{f"conv{n}d": convolved for n in (1, 2, 3)},
-    **{f"conv_transpose{n}d": convolved for n in (1, 2, 3)},
+BUILTIN_LAYER_CONSTRAINTS: dict[str, SizeConstraint] = {
+    "multi_head_attention_forward": constrain_attention_heads,
+    **{f"conv{n}d": constrain_conv_groups for n in (1, 2, 3)},
+    **{f"conv_transpose{n}d": constrain_conv_groups for n in (1, 2, 3)},
 }
 """Kept in torch's own layers too: their tensors do not say how many heads or groups of channels they have."""

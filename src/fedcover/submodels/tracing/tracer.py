@@ -16,47 +16,47 @@ from torch.utils._pytree import tree_flatten
 
 from fedcover.errors import InvalidValue
 from fedcover.rng import seeded
-from fedcover.submodels.build import is_told
-from fedcover.submodels.tracing.arguments import in_places
-from fedcover.submodels.tracing.calls import Call, by_name, tensors_in
-from fedcover.submodels.tracing.masked_ops import TWINS
-from fedcover.submodels.tracing.size_constraints import PROMISES, TOLD_PROMISES, keep
-from fedcover.submodels.tracing.symbolic_sizes import Number, plain
-from fedcover.submodels.tracing.unit_labels import Field, Labels
-from fedcover.submodels.tracing.weighted_ops import apply, known
+from fedcover.submodels.build import size_follows_tensors
+from fedcover.submodels.tracing.arguments import normalize_arguments
+from fedcover.submodels.tracing.calls import OpCall, bind_arguments, tensors_in
+from fedcover.submodels.tracing.masked_ops import MASKED_OPS
+from fedcover.submodels.tracing.size_constraints import BUILTIN_LAYER_CONSTRAINTS, SIZE_CONSTRAINTS, constrain_shape
+from fedcover.submodels.tracing.symbolic_sizes import TrackedInt, to_plain_ints
+from fedcover.submodels.tracing.unit_labels import Field, UnitLabels
+from fedcover.submodels.tracing.weighted_ops import has_rule, propagate
 
-COUNTED = ("groups",)
+COUNT_ATTRIBUTES = ("groups",)
 """Numbers of torch's layers that their tensors do not tell."""
 
-LARGEST_NUMBER = 1 << 20
+MAX_SIZE = 1 << 20
 """A number beyond this counts no units."""
 
 
 @dataclass(frozen=True)
-class Step:
+class TracedOp:
     """A function that the module's code called, where, and the fields of what came out."""
 
     name: str
-    where: str
+    location: str
     shape: torch.Size
     fields: list[Field]
 
     def __str__(self) -> str:
-        return f"operation {self.name!r} in {self.where}"
+        return f"operation {self.name!r} in {self.location}"
 
 
 @dataclass
-class Notes:
+class TraceRecord:
     """What was seen while a module ran."""
 
-    labels: Labels = field(default_factory=Labels)
+    labels: UnitLabels = field(default_factory=UnitLabels)
     parameters: set[str] = field(default_factory=set)
-    numbers: dict[str, Number] = field(default_factory=dict)
-    moments: list[list[Field]] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    tracked_sizes: dict[str, TrackedInt] = field(default_factory=dict)
+    averaged_fields: list[list[Field]] = field(default_factory=list)
+    traced_ops: list[TracedOp] = field(default_factory=list)
 
 
-class Place:
+class ModuleStack:
     """Where in a module the run is: the path of the innermost module that is at work."""
 
     def __init__(self, root: nn.Module) -> None:
@@ -83,7 +83,7 @@ class Place:
 
 
 @contextmanager
-def _own_errors(operation: str, place: Place) -> Iterator[None]:
+def _raise_untraceable(operation: str, module_stack: ModuleStack) -> Iterator[None]:
     """Refuse a call that cannot be followed: it is not the module that failed."""
     try:
         yield
@@ -91,140 +91,144 @@ def _own_errors(operation: str, place: Place) -> Iterator[None]:
         raise
     except Exception as error:
         raise InvalidValue(
-            f"tracing: fedcover cannot follow operation {operation!r} in {place} as it is called here "
+            f"tracing: fedcover cannot follow operation {operation!r} in {module_stack} as it is called here "
             f"({type(error).__name__}: {error})"
         ) from error
 
 
-class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperationTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows every operation below the level of the module's code."""
 
-    def __init__(self, labels: Labels, place: Place) -> None:
+    def __init__(self, labels: UnitLabels, module_stack: ModuleStack) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.labels, self.place = labels, place
+        self.labels, self.module_stack = labels, module_stack
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation and follow it; one without a rule is taken apart where torch knows how."""
-        if self.labels.atoms.busy:
+        if self.labels.atoms.tracking_paused:
             return func(*args, **(kwargs or {}))
-        given = by_name(func, args, kwargs or {})
-        takes = any(tensors_in(value) for value in given.values())
-        if not known(func, takes):
+        arguments = bind_arguments(func, args, kwargs or {})
+        takes = any(tensors_in(value) for value in arguments.values())
+        if not has_rule(func, takes):
             with self:
                 out = func.decompose(*args, **(kwargs or {}))
             if out is not NotImplemented:
                 return out
         out = func(*args, **(kwargs or {}))
-        call = Call(func, given, out, str(self.place))
-        with _own_errors(call.name, self.place):
-            apply(self.labels, call)
+        call = OpCall(func, arguments, out, str(self.module_stack))
+        with _raise_untraceable(call.name, self.module_stack):
+            propagate(self.labels, call)
         return out
 
 
-class Functions(TorchFunctionMode):
+class FunctionTracer(TorchFunctionMode):
     """Follows what the module's own code says about sizes."""
 
-    def __init__(self, notes: Notes, place: Place) -> None:
+    def __init__(self, notes: TraceRecord, module_stack: ModuleStack) -> None:
         super().__init__()
-        self.notes, self.place = notes, place
+        self.notes, self.module_stack = notes, module_stack
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Call a function with plain numbers; sizes that come out remember their axis."""
-        given = dict(kwargs or {})
-        if self.notes.labels.atoms.busy:
-            return func(*args, **given)
+        arguments = dict(kwargs or {})
+        if self.notes.labels.atoms.tracking_paused:
+            return func(*args, **arguments)
         name = func.__name__
-        if name in TWINS:
-            with self.notes.labels.atoms.aside():
-                source = in_places(name, args, given)[0][0]
-                self.notes.moments.append(self.notes.labels.of(source))
-        out = func(*plain(args), **plain(given))
-        with self.notes.labels.atoms.aside(), _own_errors(name, self.place):
-            return self._follow(name, *in_places(name, args, given), out)
+        if name in MASKED_OPS:
+            with self.notes.labels.atoms.untracked():
+                source = normalize_arguments(name, args, arguments)[0][0]
+                self.notes.averaged_fields.append(self.notes.labels.of(source))
+        out = func(*to_plain_ints(args), **to_plain_ints(arguments))
+        with self.notes.labels.atoms.untracked(), _raise_untraceable(name, self.module_stack):
+            return self._follow(name, *normalize_arguments(name, args, arguments), out)
 
     def _follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
         """Keep what the call promises about sizes; what came out of it, sizes as numbers."""
-        labels, layer = self.notes.labels, self.place.root.get_submodule(self.place.path)
+        labels, layer = self.notes.labels, self.module_stack.root.get_submodule(self.module_stack.path)
         if isinstance(out, torch.Size):
             return torch.Size([_length(labels, args[0], axis) for axis in range(len(out))])
         if name == "size" and isinstance(out, int):
             return _length(labels, args[0], int(args[1] if len(args) > 1 else kwargs["dim"]) % args[0].ndim)
-        promise = TOLD_PROMISES.get(name) or (None if is_told(layer) else PROMISES.get(name))
+        promise = BUILTIN_LAYER_CONSTRAINTS.get(name) or (
+            None if size_follows_tensors(layer) else SIZE_CONSTRAINTS.get(name)
+        )
         if promise is not None:
             promise(labels, args, kwargs, out)
         channels = vars(layer).get("num_features")
-        if name == "instance_norm" and isinstance(channels, Number):
-            keep(labels, out, [None, channels, *[None] * (out.ndim - 2)])
+        if name == "instance_norm" and isinstance(channels, TrackedInt):
+            constrain_shape(labels, out, [None, channels, *[None] * (out.ndim - 2)])
         if isinstance(out, Tensor):
-            self.notes.steps.append(Step(name, str(self.place), out.shape, labels.of(out)))
+            self.notes.traced_ops.append(TracedOp(name, str(self.module_stack), out.shape, labels.of(out)))
         return out
 
 
-def _length(labels: Labels, tensor: Tensor, axis: int) -> Number:
+def _length(labels: UnitLabels, tensor: Tensor, axis: int) -> TrackedInt:
     """The length of an axis, which shrinks with the units that lie along it."""
     for found in labels.of(tensor):
         if found.shape[axis] > 1 and found.numel() == found.shape[axis]:
-            return Number.of(labels.atoms, found.flatten())
-    return Number.of(labels.atoms, torch.zeros(tensor.shape[axis], dtype=torch.int64))
+            return TrackedInt.of(labels.atoms, found.flatten())
+    return TrackedInt.of(labels.atoms, torch.zeros(tensor.shape[axis], dtype=torch.int64))
 
 
-def watch(module: nn.Module, example: tuple[Any, ...], constant: Collection[str] = ()) -> Notes:
+def record_trace(module: nn.Module, example: tuple[Any, ...], constant: Collection[str] = ()) -> TraceRecord:
     """Run a copy of a module on an example and note what belongs together; its inputs and outputs are fixed.
 
     The module's own numbers that are `constant` count nothing that could be cut.
     """
-    notes = Notes()
+    notes = TraceRecord()
     with torch.inference_mode(), seeded(0, "trace"):  # plain tensors that keep their identity through views
         twin = copy.deepcopy(module).train()
         for name, tensor in [*twin.named_parameters(), *twin.named_buffers()]:
-            notes.labels.own(name, tensor)
+            notes.labels.register(name, tensor)
         notes.parameters.update(name for name, _ in twin.named_parameters())
-        _number(twin, notes, constant)
-        place = Place(twin)
+        _track_sizes(twin, notes, constant)
+        module_stack = ModuleStack(twin)
         try:
-            with Functions(notes, place), Operations(notes.labels, place):
+            with FunctionTracer(notes, module_stack), OperationTracer(notes.labels, module_stack):
                 out = twin(*[each.clone() if isinstance(each, Tensor) else each for each in example])
         except InvalidValue:
             raise
         except Exception as error:
-            raise InvalidValue(f"tracing: {place} cannot run on the example: {error}") from error
+            raise InvalidValue(f"tracing: {module_stack} cannot run on the example: {error}") from error
         for each in tree_flatten(out)[0]:
             for found in notes.labels.of(each) if isinstance(each, Tensor) else ():
                 notes.labels.atoms.fix(found)
     return notes
 
 
-def _number(module: nn.Module, notes: Notes, constant: Collection[str]) -> None:
+def _track_sizes(module: nn.Module, notes: TraceRecord, constant: Collection[str]) -> None:
     """Replace the sizes that modules keep for their own code by numbers that remember what they count."""
     seen: set[int] = set()
     for path, layer in module.named_modules():
         for key, value in list(vars(layer).items()):
-            if not key.startswith("_") and (key in COUNTED or not is_told(layer)):
-                _number_one(vars(layer), key, f"{path}.{key}" if path else key, notes, constant)
+            if not key.startswith("_") and (key in COUNT_ATTRIBUTES or not size_follows_tensors(layer)):
+                _track_size(vars(layer), key, f"{path}.{key}" if path else key, notes, constant)
                 if _is_plain_object(value) and id(value) not in seen:  # a configuration, which modules may share
                     seen.add(id(value))
                     for inner in list(vars(value)):
-                        where = f"{path}.{key}.{inner}" if path else f"{key}.{inner}"
-                        _number_one(vars(value), inner, where, notes, constant)
+                        location = f"{path}.{key}.{inner}" if path else f"{key}.{inner}"
+                        _track_size(vars(value), inner, location, notes, constant)
 
 
-def _number_one(home: dict[str, Any], key: str, where: str, notes: Notes, constant: Collection[str]) -> None:
+def _track_size(home: dict[str, Any], key: str, location: str, notes: TraceRecord, constant: Collection[str]) -> None:
     atoms, value = notes.labels.atoms, home[key]
-    if _is_size(value) and where not in constant:
-        home[key] = notes.numbers[where] = Number.of(atoms, atoms.new(value))
+    if _is_size(value) and location not in constant:
+        home[key] = notes.tracked_sizes[location] = TrackedInt.of(atoms, atoms.new(value))
     elif type(value) in (list, tuple) and value and all(map(_is_size, value)):
-        sizes = {f"{where}.{i}": each for i, each in enumerate(value)}
-        numbers = {name: Number.of(atoms, atoms.new(each)) for name, each in sizes.items() if name not in constant}
-        home[key] = type(value)(numbers.get(name, each) for name, each in sizes.items())
-        notes.numbers.update(numbers)
+        sizes = {f"{location}.{i}": each for i, each in enumerate(value)}
+        tracked_sizes = {
+            name: TrackedInt.of(atoms, atoms.new(each)) for name, each in sizes.items() if name not in constant
+        }
+        home[key] = type(value)(tracked_sizes.get(name, each) for name, each in sizes.items())
+        notes.tracked_sizes.update(tracked_sizes)
 
 
 def _is_size(value: object) -> bool:
-    return type(value) is int and 1 < value < LARGEST_NUMBER
+    return type(value) is int and 1 < value < MAX_SIZE
 
 
 def _is_plain_object(value: object) -> bool:

@@ -12,58 +12,58 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fedcover.submodels.tracing.atoms import Atoms
+from fedcover.submodels.tracing.atoms import UnionFind
 
 Field = Tensor
 Shape = Sequence[int]
 
 
 @dataclass(frozen=True)
-class Objection:
+class UncuttableOp:
     """An operation that has no cut version, and the atoms that must therefore turn out to be fixed."""
 
-    sentence: str
+    message: str
     atoms: Tensor
 
 
-class Labels:
+class UnitLabels:
     """The fields of all tensors that are alive, and how operations tie them."""
 
     def __init__(self) -> None:
-        self.atoms = Atoms()
+        self.atoms = UnionFind()
         self.axes: dict[tuple[str, int], Tensor] = {}
-        self.met: list[str] = []
-        self.objections: list[Objection] = []
+        self.use_order: list[str] = []
+        self.uncuttable_ops: list[UncuttableOp] = []
         self._fields: MutableMapping[Tensor, list[Field]] = WeakTensorKeyDictionary()
         self._names: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
 
-    def own(self, name: str, tensor: Tensor) -> None:
+    def register(self, name: str, tensor: Tensor) -> None:
         """Let every axis of a module's tensor be cuttable until something says otherwise."""
         self._names[tensor] = name
-        for axis, atoms in self.fresh(tensor).items():
+        for axis, atoms in self.new_fields(tensor).items():
             self.axes[name, axis] = atoms
 
-    def owned(self, tensor: Tensor) -> bool:
+    def is_registered(self, tensor: Tensor) -> bool:
         """Whether a tensor is the module's own."""
         return tensor in self._names
 
-    def fresh(self, tensor: Tensor) -> dict[int, Tensor]:
+    def new_fields(self, tensor: Tensor) -> dict[int, Tensor]:
         """Give a tensor one new field per axis; an axis of length 1 cannot be cut."""
         atoms = {axis: self.atoms.new(length) for axis, length in enumerate(tensor.shape) if length > 1}
-        self._fields[tensor] = [along(each, axis, tensor.ndim) for axis, each in atoms.items()]
+        self._fields[tensor] = [field_along(each, axis, tensor.ndim) for axis, each in atoms.items()]
         return atoms
 
     def of(self, tensor: Tensor) -> list[Field]:
         """The fields of a tensor as they are known by now; none where all of it is fixed."""
-        if tensor in self._names and self._names[tensor] not in self.met:
-            self.met.append(self._names[tensor])
-        return self.settled(self._fields.get(tensor, []))
+        if tensor in self._names and self._names[tensor] not in self.use_order:
+            self.use_order.append(self._names[tensor])
+        return self.simplify(self._fields.get(tensor, []))
 
-    def give(self, tensor: Tensor, fields: Iterable[Field]) -> None:
+    def set_fields(self, tensor: Tensor, fields: Iterable[Field]) -> None:
         """Say what a new tensor's elements depend on."""
-        self._fields[tensor] = self.settled(fields)
+        self._fields[tensor] = self.simplify(fields)
 
-    def settled(self, fields: Iterable[Field]) -> list[Field]:
+    def simplify(self, fields: Iterable[Field]) -> list[Field]:
         """Fields by class, thin, without those that say nothing and without doubles."""
         kept: list[Field] = []
         for field in fields:
@@ -74,58 +74,58 @@ class Labels:
                 kept.append(found)
         return [field for field in kept if bool(field.any())]
 
-    def meet(self, operands: Sequence[tuple[Shape, Sequence[Field]]]) -> list[Field]:
+    def broadcast_fields(self, operands: Sequence[tuple[Shape, Sequence[Field]]]) -> list[Field]:
         """Couple tensors that meet element by element (they broadcast); the fields of the result."""
         rank = max((len(shape) for shape, _ in operands), default=0)
         shapes = [(1,) * (rank - len(shape)) + tuple(shape) for shape, _ in operands]
-        fields = [self.settled(lifted(field, rank) for field in each) for _, each in operands]
+        fields = [self.simplify(with_leading_axes(field, rank) for field in each) for _, each in operands]
         for i, mine in enumerate(fields):
             for theirs in fields[i + 1 :]:
                 for f in mine:
                     for g in theirs:
-                        if varying(f) & varying(g):
+                        if varying_axes(f) & varying_axes(g):
                             self.atoms.tie(f, g)
-        fields = [self.settled(each) for each in fields]
+        fields = [self.simplify(each) for each in fields]
         for i, mine in enumerate(fields):
             for j, theirs in enumerate(fields):
                 for f in mine if i != j else ():
-                    alone = not any(varying(f) & varying(g) for g in theirs)
-                    if alone and any(shapes[j][axis] > 1 for axis in varying(f)):
+                    alone = not any(varying_axes(f) & varying_axes(g) for g in theirs)
+                    if alone and any(shapes[j][axis] > 1 for axis in varying_axes(f)):
                         self.atoms.fix(f)  # the other tensor is always there along this axis
-        return self.settled(field for each in fields for field in each)
+        return self.simplify(field for each in fields for field in each)
 
-    def summed(self, fields: Iterable[Field], axes: Iterable[int]) -> list[Field]:
+    def reduce_sum(self, fields: Iterable[Field], axes: Iterable[int]) -> list[Field]:
         """The fields of a sum over some axes (which stay, with length 1).
 
         Units that lie along the summed axes alone are used up; what varies across them too is kept or cut whole.
         """
         gone, kept = set(axes), []
-        for field in self.settled(fields):
-            if varying(field) - gone:
+        for field in self.simplify(fields):
+            if varying_axes(field) - gone:
                 self.collapse(field, gone)
                 kept.append(field)
-        return [thin_along(field, gone) for field in self.settled(kept)]
+        return [thin_along(field, gone) for field in self.simplify(kept)]
 
     def collapse(self, field: Field, axes: Iterable[int]) -> None:
         """Let the units along some axes be kept or cut together."""
         self.atoms.tie(field, thin_along(field, axes))
 
-    def object(self, sentence: str, fields: Iterable[Field]) -> None:
+    def add_uncuttable(self, message: str, fields: Iterable[Field]) -> None:
         """Remember that an operation cannot be cut along these fields."""
-        self.objections += [Objection(sentence, field.flatten()) for field in fields]
+        self.uncuttable_ops += [UncuttableOp(message, field.flatten()) for field in fields]
 
 
-def along(atoms: Tensor, axis: int, rank: int) -> Field:
+def field_along(atoms: Tensor, axis: int, rank: int) -> Field:
     """The field of a tensor whose units lie along one axis."""
     return atoms.view([-1 if each == axis else 1 for each in range(rank)])
 
 
-def lifted(field: Field, rank: int) -> Field:
+def with_leading_axes(field: Field, rank: int) -> Field:
     """The same field with axes of length 1 in front, as broadcasting adds them."""
     return field[(None,) * (rank - field.ndim)]
 
 
-def varying(field: Field) -> set[int]:
+def varying_axes(field: Field) -> set[int]:
     """The axes along which a thin field varies."""
     return {axis for axis, length in enumerate(field.shape) if length > 1}
 

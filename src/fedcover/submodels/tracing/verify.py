@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from fedcover.errors import InvalidValue
-from fedcover.models import tensors
+from fedcover.models import params_and_buffers
 from fedcover.rng import generator, seeded
-from fedcover.submodels.build import fill, submodel
+from fedcover.submodels.build import load_tensors, submodel
 from fedcover.submodels.reductions import Slices
-from fedcover.submodels.tracing.extract_groups import as_whole
-from fedcover.submodels.tracing.masked_ops import Masked, Quiet
-from fedcover.submodels.tracing.tracer import Notes, Place, Step
+from fedcover.submodels.tracing.extract_groups import whole_hint
+from fedcover.submodels.tracing.masked_ops import Float64Mode, MaskedMode
+from fedcover.submodels.tracing.tracer import ModuleStack, TracedOp, TraceRecord
 from fedcover.submodels.tracing.unit_labels import Field
 from fedcover.types import Params, UnitGroup
 
@@ -27,44 +27,48 @@ DRAWS = 3
 TOLERANCE = 1e-8
 """What float64 may differ by, relative to the largest entry."""
 
-SHAKES, SHAKE, ROUNDING = 4, 1e-14, 10
+PERTURBATIONS, PERTURBATION, ROUNDING_MARGIN = 4, 1e-14, 10
 """Where more differs: how often and how far weights are moved to see what rounding does; how much more may differ."""
 
-BLURRED = 1e-3
+MAX_ROUNDING_ERROR = 1e-3
 """Where rounding alone changes this much, nothing is compared any more."""
 
 
 @dataclass(frozen=True)
-class Case:
+class VerificationCase:
     """A model in float64 with its inputs, values that hide nothing, and what was seen when it was traced."""
 
     module: nn.Module
-    given: tuple[Any, ...]
+    inputs: tuple[Any, ...]
     values: Params
     groups: tuple[UnitGroup, ...]
-    notes: Notes
+    notes: TraceRecord
 
 
 @dataclass(frozen=True)
-class Answer:
+class ModelResult:
     """What a model said, while training and when evaluated, and learned: gradients and statistics."""
 
-    said: list[Tensor]
-    learned: Params
+    outputs: list[Tensor]
+    gradients_and_buffers: Params
 
-    def named(self) -> Params:
+    def named_results(self) -> Params:
         """All that is compared, by name."""
-        return {**self.learned, **{f"output {i}": tensor for i, tensor in enumerate(self.said)}}
+        return {**self.gradients_and_buffers, **{f"output {i}": tensor for i, tensor in enumerate(self.outputs)}}
 
 
-def prove(module: nn.Module, example: tuple[Any, ...], groups: tuple[UnitGroup, ...], notes: Notes) -> None:
+def verify_groups(
+    module: nn.Module, example: tuple[Any, ...], groups: tuple[UnitGroup, ...], notes: TraceRecord
+) -> None:
     """Refuse groups for which a sliced model differs from the masked one, naming the group and the place."""
     if not groups:
         return
     dense = copy.deepcopy(module).double()
-    case = Case(dense, tuple(map(_double, example)), {**tensors(dense), **_random(dense)}, groups, notes)
+    case = VerificationCase(
+        dense, tuple(map(_double, example)), {**params_and_buffers(dense), **_random_weights(dense)}, groups, notes
+    )
     for draw in range(max(DRAWS, len(groups).bit_length())):
-        kept = {group.name: _some(group.size, draw, i >> draw & 1) for i, group in enumerate(groups)}
+        kept = {group.name: _random_units(group.size, draw, i >> draw & 1) for i, group in enumerate(groups)}
         found = _difference(case, kept)
         if found is None:
             continue
@@ -72,18 +76,18 @@ def prove(module: nn.Module, example: tuple[Any, ...], groups: tuple[UnitGroup, 
             alone = {g.name: kept[g.name] if g is group else torch.arange(g.size) for g in groups}
             this = _difference(case, alone)
             if this is not None:
-                raise _refusal([group.name], this)
-        raise _refusal([group.name for group in groups], found)
+                raise _mismatch_error([group.name], this)
+        raise _mismatch_error([group.name for group in groups], found)
 
 
-def _refusal(names: Sequence[str], found: str) -> InvalidValue:
+def _mismatch_error(names: Sequence[str], found: str) -> InvalidValue:
     return InvalidValue(
         f"tracing: cutting {', '.join(map(repr, names))} is not the same as masking it: {found}; "
-        f"keep these units whole: {as_whole(names)}"
+        f"keep these units whole: {whole_hint(names)}"
     )
 
 
-def _some(size: int, draw: int, others: int) -> Tensor:
+def _random_units(size: int, draw: int, others: int) -> Tensor:
     """A random part of a group's units, never all, or just the others; not one unit, which has no spread, if possible.
 
     Groups of the same size draw alike, but any two of them differ in some draw by having just the others: so a
@@ -100,7 +104,7 @@ def _double(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def _random(module: nn.Module) -> Params:
+def _random_weights(module: nn.Module) -> Params:
     """Weights without zeros and equal values, which would hide a difference, and of a size that passes signals on."""
     draws = generator(0, "proof", "weights")
 
@@ -112,51 +116,56 @@ def _random(module: nn.Module) -> Params:
     return {name: drawn(weight) for name, weight in module.named_parameters()}
 
 
-def _difference(case: Case, kept: dict[str, Tensor]) -> str | None:
+def _difference(case: VerificationCase, kept: dict[str, Tensor]) -> str | None:
     """Where sliced and masked differ, in words; None where they agree."""
     slices = Slices(case.groups, kept)
     try:
         small = submodel(case.module, slices, case.values)
     except InvalidValue as error:
         return str(error)
-    place, modes = Place(small), (Quiet(), Quiet())
+    module_stack, modes = ModuleStack(small), (Float64Mode(), Float64Mode())
     try:
-        sliced = _answer(case, small, modes)
+        sliced = _forward_backward(case, small, modes)
     except Exception as error:
-        last = next((mode.last for mode in reversed(modes) if mode.last), "")
-        return f"operation {last!r} in {place} fails on the sliced model ({error})"
-    masked = _masked(case, slices)
-    whole = _answer(case, masked, (_twin(case, slices), _twin(case, slices)))
-    mine, theirs = sliced.named(), Answer(whole.said, slices.extract(whole.learned)).named()
+        last_function = next((mode.last_function for mode in reversed(modes) if mode.last_function), "")
+        return f"operation {last_function!r} in {module_stack} fails on the sliced model ({error})"
+    masked = _masked_model(case, slices)
+    whole = _forward_backward(case, masked, (_masked_mode(case, slices), _masked_mode(case, slices)))
+    mine, theirs = (
+        sliced.named_results(),
+        ModelResult(whole.outputs, slices.extract(whole.gradients_and_buffers)).named_results(),
+    )
     wrong = [name for name in theirs if not _close(mine.get(name), theirs[name])]
     if wrong:
-        blur = _blur(case, slices, whole)
+        blur = _rounding_error(case, slices, whole)
         wrong = [name for name in wrong if not _close(mine.get(name), theirs[name], blur[name])]
     if not wrong:
         return None
-    step = _first_step(case, slices)
+    step = _first_mismatching_op(case, slices)
     return f"{step} gives another result" if step else f"the gradient or statistic {wrong[0]!r} differs"
 
 
-def _blur(case: Case, slices: Slices, whole: Answer) -> dict[str, float]:
+def _rounding_error(case: VerificationCase, slices: Slices, whole: ModelResult) -> dict[str, float]:
     """What rounding may change in each result: batch norm over two rows divides what is left of a difference by itself.
 
     Measured, not estimated: the masked model a few times more, with weights that differ in the last digits.
     """
-    blur = dict.fromkeys(whole.named(), 0.0)
-    for number in range(SHAKES):
+    blur = dict.fromkeys(whole.named_results(), 0.0)
+    for number in range(PERTURBATIONS):
         draws = generator(0, "proof", "shake", number)
         moved = {
-            name: tensor * (1 + SHAKE * torch.randn(tensor.shape, generator=draws, dtype=torch.float64))
+            name: tensor * (1 + PERTURBATION * torch.randn(tensor.shape, generator=draws, dtype=torch.float64))
             for name, tensor in case.values.items()
             if tensor.is_floating_point()
         }
         shaken = replace(case, values={**case.values, **moved})
-        other = _answer(shaken, _masked(shaken, slices), (_twin(case, slices), _twin(case, slices))).named()
-        for name, tensor in whole.named().items():
-            blur[name] = max(blur[name], ROUNDING * _distance(tensor, other[name]))
-    for name, tensor in whole.named().items():
-        if blur[name] > BLURRED * _scale(tensor):
+        other = _forward_backward(
+            shaken, _masked_model(shaken, slices), (_masked_mode(case, slices), _masked_mode(case, slices))
+        ).named_results()
+        for name, tensor in whole.named_results().items():
+            blur[name] = max(blur[name], ROUNDING_MARGIN * _distance(tensor, other[name]))
+    for name, tensor in whole.named_results().items():
+        if blur[name] > MAX_ROUNDING_ERROR * _scale(tensor):
             raise InvalidValue(
                 f"tracing: rounding alone changes {name!r} too much on this example to compare sliced with masked "
                 "(batch norm over two values, for example): give an example of more rows"
@@ -169,60 +178,62 @@ def _distance(left: Tensor, right: Tensor) -> float:
     return float(difference.nan_to_num().abs().max()) if difference.numel() else 0.0
 
 
-def _masked(case: Case, slices: Slices) -> nn.Module:
+def _masked_model(case: VerificationCase, slices: Slices) -> nn.Module:
     """The whole model with zeros where units are cut."""
     mask = slices.mask(case.values)
     values = {name: torch.where(mask[name], tensor, 0) for name, tensor in case.values.items()}
-    return fill(copy.deepcopy(case.module), values)
+    return load_tensors(copy.deepcopy(case.module), values)
 
 
-def _twin(case: Case, slices: Slices) -> Masked:
+def _masked_mode(case: VerificationCase, slices: Slices) -> MaskedMode:
     """How the masked model runs: its averages know which units are there."""
-    gone = _gone(case, slices)
-    return Masked([_present(case, fields, gone) for fields in case.notes.moments])
+    gone = _cut_atoms(case, slices)
+    return MaskedMode([_present(case, fields, gone) for fields in case.notes.averaged_fields])
 
 
-def _answer(case: Case, module: nn.Module, modes: tuple[Quiet, Quiet]) -> Answer:
+def _forward_backward(case: VerificationCase, module: nn.Module, modes: tuple[Float64Mode, Float64Mode]) -> ModelResult:
     """Run a model forward and backward while training, then forward as it is evaluated."""
-    said = _run(module.train(), case.given, modes[0])
+    outputs = _forward(module.train(), case.inputs, modes[0])
     draws = generator(0, "proof", "direction")
-    directions = [torch.randn(o.shape, generator=draws, dtype=torch.float64) for o in said]
-    loss = sum(((o * d).sum() for o, d in zip(said, directions, strict=True)), torch.zeros((), dtype=torch.float64))
+    directions = [torch.randn(o.shape, generator=draws, dtype=torch.float64) for o in outputs]
+    loss = sum(((o * d).sum() for o, d in zip(outputs, directions, strict=True)), torch.zeros((), dtype=torch.float64))
     weights = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
     slopes = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
-    learned = {n: torch.zeros_like(w) if s is None else s for (n, w), s in zip(weights.items(), slopes, strict=True)}
-    said = said + _run(module.eval(), case.given, modes[1])
-    return Answer(said, learned | dict(module.named_buffers()))
+    gradients_and_buffers = {
+        n: torch.zeros_like(w) if s is None else s for (n, w), s in zip(weights.items(), slopes, strict=True)
+    }
+    outputs = outputs + _forward(module.eval(), case.inputs, modes[1])
+    return ModelResult(outputs, gradients_and_buffers | dict(module.named_buffers()))
 
 
-def _run(module: nn.Module, given: tuple[Any, ...], mode: Quiet) -> list[Tensor]:
+def _forward(module: nn.Module, inputs: tuple[Any, ...], mode: Float64Mode) -> list[Tensor]:
     for layer in module.modules():
         if isinstance(layer, nn.MultiheadAttention | nn.RNNBase):
             layer.dropout = 0.0
     with seeded(0, "proof"), mode:
-        out = module(*[each.clone() if isinstance(each, Tensor) else each for each in given])
+        out = module(*[each.clone() if isinstance(each, Tensor) else each for each in inputs])
     return [each for each in tree_flatten(out)[0] if isinstance(each, Tensor) and each.is_floating_point()]
 
 
-def _first_step(case: Case, slices: Slices) -> Step | None:
+def _first_mismatching_op(case: VerificationCase, slices: Slices) -> TracedOp | None:
     """The first operation of the model's code whose result differs between sliced and masked."""
-    seen: list[list[Tensor]] = []
+    recorded: list[list[Tensor]] = []
     for module, mode in (
-        (submodel(case.module, slices, case.values), Quiet()),
-        (_masked(case, slices), _twin(case, slices)),
+        (submodel(case.module, slices, case.values), Float64Mode()),
+        (_masked_model(case, slices), _masked_mode(case, slices)),
     ):
-        mode.seen = []
-        _run(module.train(), case.given, mode)
-        seen.append([out.detach() for out in mode.seen])
-    gone = _gone(case, slices)
-    for step, small, large in zip(case.notes.steps, seen[0], seen[1], strict=False):
+        mode.recorded = []
+        _forward(module.train(), case.inputs, mode)
+        recorded.append([out.detach() for out in mode.recorded])
+    gone = _cut_atoms(case, slices)
+    for step, small, large in zip(case.notes.traced_ops, recorded[0], recorded[1], strict=False):
         present = _present(case, step.fields, gone)
         if not _close(small.flatten(), large.flatten() if present is None else large[present.expand(step.shape)]):
             return step
     return None
 
 
-def _gone(case: Case, slices: Slices) -> Tensor:
+def _cut_atoms(case: VerificationCase, slices: Slices) -> Tensor:
     """The classes of atoms that are cut."""
     atoms, lost = case.notes.labels.atoms, []
     for group in slices.groups:
@@ -235,7 +246,7 @@ def _gone(case: Case, slices: Slices) -> Tensor:
     return torch.cat(lost)
 
 
-def _present(case: Case, fields: Sequence[Field], gone: Tensor) -> Tensor | None:
+def _present(case: VerificationCase, fields: Sequence[Field], gone: Tensor) -> Tensor | None:
     """Where a tensor with these fields is still there; None where all of it is."""
     masks = [~torch.isin(case.notes.labels.atoms.roots(field), gone) for field in fields]
     if all(bool(mask.all()) for mask in masks):

@@ -8,13 +8,20 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from fedcover.submodels.tracing import pointwise_ops, recurrent_ops
-from fedcover.submodels.tracing.calls import Call, plain_name
-from fedcover.submodels.tracing.unit_labels import Field, Labels, Shape, along, lifted, varying
+from fedcover.submodels.tracing.calls import OpCall, op_name
+from fedcover.submodels.tracing.unit_labels import (
+    Field,
+    Shape,
+    UnitLabels,
+    field_along,
+    varying_axes,
+    with_leading_axes,
+)
 
 Operand = tuple[Shape, Sequence[Field]]
 
 
-def contract(labels: Labels, operands: Sequence[tuple[Operand, str]], out: str) -> list[Field]:
+def contract(labels: UnitLabels, operands: Sequence[tuple[Operand, str]], out: str) -> list[Field]:
     """The fields of a sum of products over the axes whose letters the result lacks, as in `einsum`."""
     letters = "".join(dict.fromkeys("".join(names for _, names in operands)))
 
@@ -28,40 +35,40 @@ def contract(labels: Labels, operands: Sequence[tuple[Operand, str]], out: str) 
         sizes = dict(zip(names, shape, strict=True))
         joint.append(([sizes.get(letter, 1) for letter in letters], [spread(field, names) for field in fields]))
     gone = [axis for axis, letter in enumerate(letters) if letter not in out]
-    kept = labels.summed(labels.meet(joint), gone)
+    kept = labels.reduce_sum(labels.broadcast_fields(joint), gone)
     order = [letters.index(letter) for letter in out] + gone
     return [field.permute(order).flatten(len(out)).squeeze(-1) if gone else field.permute(order) for field in kept]
 
 
-def _operand(labels: Labels, tensor: Tensor) -> Operand:
+def _operand(labels: UnitLabels, tensor: Tensor) -> Operand:
     return tensor.shape, labels.of(tensor)
 
 
-def _shift(labels: Labels, call: Call, fields: list[Field], bias: Tensor | None, axis: int = -1) -> None:
+def _add_bias(labels: UnitLabels, call: OpCall, fields: list[Field], bias: Tensor | None, axis: int = -1) -> None:
     """Give the result its fields after adding what shifts each unit."""
     out: Tensor = call.out
     operands: list[Operand] = [(out.shape, fields)]
     if bias is not None:
         operands.append(_along_axis(labels, bias, axis % out.ndim, out.ndim))
-    labels.give(out, labels.meet(operands))
+    labels.set_fields(out, labels.broadcast_fields(operands))
 
 
-def _along_axis(labels: Labels, vector: Tensor, axis: int, rank: int) -> Operand:
+def _along_axis(labels: UnitLabels, vector: Tensor, axis: int, rank: int) -> Operand:
     """A vector with one entry per channel, as it meets a tensor whose channels lie along an axis."""
     shape = [1] * rank
     shape[axis] = len(vector)
-    return shape, [along(field, axis, rank) for field in labels.of(vector)]
+    return shape, [field_along(field, axis, rank) for field in labels.of(vector)]
 
 
-def linear(labels: Labels, call: Call) -> None:
+def linear(labels: UnitLabels, call: OpCall) -> None:
     """Units of the input meet the weight's columns; its rows are new units."""
-    source, weight = call.given["input"], call.given["weight"]
+    source, weight = call.arguments["input"], call.arguments["weight"]
     lead = ascii_uppercase[: source.ndim - 1]
     fields = contract(labels, [(_operand(labels, source), f"{lead}i"), (_operand(labels, weight), "oi")], f"{lead}o")
-    _shift(labels, call, fields, call.get("bias"))
+    _add_bias(labels, call, fields, call.get("bias"))
 
 
-def matmul(labels: Labels, call: Call) -> None:
+def matmul(labels: UnitLabels, call: OpCall) -> None:
     """Matrix products of any rank; leading axes meet element by element."""
     left, right = call.tensors[-2:]
     rank = max(left.ndim, right.ndim) - 2
@@ -75,12 +82,12 @@ def matmul(labels: Labels, call: Call) -> None:
     fields = contract(labels, [(_operand(labels, left), a), (_operand(labels, right), b)], out)
     operands: list[Operand] = [(call.out.shape, fields)]
     operands += [_operand(labels, t) for t in call.tensors[:-2]]  # addmm and baddbmm add a first tensor
-    labels.give(call.out, labels.meet(operands))
+    labels.set_fields(call.out, labels.broadcast_fields(operands))
 
 
-def attention(labels: Labels, call: Call) -> None:
+def attention(labels: UnitLabels, call: OpCall) -> None:
     """Heads are kept or cut whole: the scores of a head need all of its queries and keys."""
-    query, key, value = (call.given[name] for name in ("query", "key", "value"))
+    query, key, value = (call.arguments[name] for name in ("query", "key", "value"))
     lead = ascii_uppercase[: query.ndim - 2]
     repeats = query.shape[-3] // key.shape[-3] if call.get("enable_gqa") and query.ndim > 2 else 1
 
@@ -98,27 +105,27 @@ def attention(labels: Labels, call: Call) -> None:
     met: Operand = ((*query.shape[:-1], key.shape[-2]), scores)
     mask = call.get("attn_mask")
     if mask is not None:
-        met = met[0], labels.meet([met, _operand(labels, mask)])
-    inner = labels.settled(met[1])
-    mixed = [f for f in inner if varying(f) & {f.ndim - 1}]
-    labels.object(call.refusal("keys that are cut would still take part in the softmax"), mixed)
-    labels.give(call.out, contract(labels, [(met, f"{lead}qk"), (heads(value), f"{lead}ke")], f"{lead}qe"))
+        met = met[0], labels.broadcast_fields([met, _operand(labels, mask)])
+    inner = labels.simplify(met[1])
+    mixed = [f for f in inner if varying_axes(f) & {f.ndim - 1}]
+    labels.add_uncuttable(call.explain("keys that are cut would still take part in the softmax"), mixed)
+    labels.set_fields(call.out, contract(labels, [(met, f"{lead}qk"), (heads(value), f"{lead}ke")], f"{lead}qe"))
 
 
-def convolution(labels: Labels, call: Call) -> None:
+def convolution(labels: UnitLabels, call: OpCall) -> None:
     """Channels meet the kernel's; of a grouped convolution whole groups are kept or cut."""
-    source: Tensor = call.given["input"]
-    weight: Tensor = call.given["weight"]
+    source: Tensor = call.arguments["input"]
+    weight: Tensor = call.arguments["weight"]
     groups, transposed = call.get("groups", 1), "transpose" in call.name or bool(call.get("transposed"))
     space = weight.ndim - 2
     channel = source.ndim - space - 1
     fields = labels.of(source)
-    stray = [f for f in fields if varying(f) - {channel}]
-    apart = [f for f in stray if _stays_apart(call, weight, varying(f), channel)]
+    stray = [f for f in fields if varying_axes(f) - {channel}]
+    apart = [f for f in stray if _is_pointwise_along(call, weight, varying_axes(f), channel)]
     mixed = [f for f in stray if not any(f is other for other in apart)]
-    labels.object(call.refusal("units lie along another axis than the channels"), mixed)
-    channels = [f.flatten() for f in fields if varying(f) == {channel}]
-    kernel = [(varying(f).pop(), f.flatten()) for f in labels.of(weight) if len(varying(f)) == 1]
+    labels.add_uncuttable(call.explain("units lie along another axis than the channels"), mixed)
+    channels = [f.flatten() for f in fields if varying_axes(f) == {channel}]
+    kernel = [(varying_axes(f).pop(), f.flatten()) for f in labels.of(weight) if len(varying_axes(f)) == 1]
     for axis, field in kernel:
         if axis > (groups == 1):  # space; with several groups, also the channels inside one
             labels.atoms.fix(field)
@@ -130,15 +137,15 @@ def convolution(labels: Labels, call: Call) -> None:
     data = [field.view(groups, width // groups) for field in channels]
     found = contract(labels, [(((groups, width // groups), data), "gi"), ((shape, spread), ins)], "go")
     rows = [field.expand(groups, outs // groups).reshape(-1) for field in found]
-    found = [along(row, channel, source.ndim) for row in rows] + apart
-    _shift(labels, call, found, call.get("bias"), channel)
+    found = [field_along(row, channel, source.ndim) for row in rows] + apart
+    _add_bias(labels, call, found, call.get("bias"), channel)
 
 
-def _stays_apart(call: Call, weight: Tensor, axes: set[int], channel: int) -> bool:
+def _is_pointwise_along(call: OpCall, weight: Tensor, axes: set[int], channel: int) -> bool:
     """Whether a convolution takes the places along some axes one by one: its kernel has length 1 there, and no step."""
     kernel = [weight.shape[2 + axis - channel - 1] if axis > channel else 0 for axis in axes]
-    given = {name: call.get(name) for name in ("stride", "padding")}
-    step, margin = ({value} if not isinstance(value, list | tuple) else set(value) for value in given.values())
+    arguments = {name: call.get(name) for name in ("stride", "padding")}
+    step, margin = ({value} if not isinstance(value, list | tuple) else set(value) for value in arguments.values())
     return set(kernel) == {1} and step == {1} and margin <= {0, "valid"} and "transpose" not in call.name
 
 
@@ -147,61 +154,61 @@ def _kernel_field(axis: int, field: Field, shape: tuple[int, int, int]) -> Field
     return field.view(shape[0], shape[1], 1) if axis == 0 else field.view(1, 1, shape[2])
 
 
-def embedding(labels: Labels, call: Call) -> None:
+def embedding(labels: UnitLabels, call: OpCall) -> None:
     """A table's columns are units; its rows are looked up by number and stay."""
-    weight, out = call.given["weight"], call.outputs[0]
+    weight, out = call.arguments["weight"], call.outputs[0]
     for field in labels.of(weight):
-        if 0 in varying(field):
+        if 0 in varying_axes(field):
             labels.atoms.fix(field)
-    labels.object(call.refusal("the numbers to look up are cut"), labels.of(call.given["indices"]))
-    labels.give(out, [lifted(field, out.ndim) for field in labels.of(weight)])
+    labels.add_uncuttable(call.explain("the numbers to look up are cut"), labels.of(call.arguments["indices"]))
+    labels.set_fields(out, [with_leading_axes(field, out.ndim) for field in labels.of(weight)])
 
 
-def channel_norm(labels: Labels, call: Call) -> None:
+def channel_norm(labels: UnitLabels, call: OpCall) -> None:
     """Statistics of each channel (batch, instance norm), or of whole groups of channels (group norm)."""
     source = call.tensors[0]
     of_weights = call.name == "batch_norm" and call.get("running_mean") is None
     for field in labels.of(source):
-        if of_weights and 1 not in varying(field):
+        if of_weights and 1 not in varying_axes(field):
             continue  # the moments of what is there, as in a layer norm
-        if varying(field) != {1}:
-            labels.object(call.refusal("units lie along another axis than the channels"), [field])
-        elif "num_groups" in call.given:
-            groups = field.view(call.given["num_groups"], -1)
+        if varying_axes(field) != {1}:
+            labels.add_uncuttable(call.explain("units lie along another axis than the channels"), [field])
+        elif "num_groups" in call.arguments:
+            groups = field.view(call.arguments["num_groups"], -1)
             labels.atoms.tie(groups, groups[:, :1])
     operands = [_operand(labels, source)]
     operands += [_along_axis(labels, vector, 1, source.ndim) for vector in call.tensors[1:]]
-    fields = labels.meet(operands)
+    fields = labels.broadcast_fields(operands)
     for out in call.outputs:
-        labels.give(out, fields)
+        labels.set_fields(out, fields)
 
 
-def weight_norm(labels: Labels, call: Call) -> None:
+def weight_norm(labels: UnitLabels, call: OpCall) -> None:
     """The length of each direction is a sum over what is there; its unit has a length of its own."""
-    v, g = call.given["v"], call.given["g"]
+    v, g = call.arguments["v"], call.arguments["g"]
     axes = set(range(v.ndim)) - {call.get("dim", 0) % v.ndim}
-    lengths = labels.summed(labels.of(v), axes)
-    fields = labels.meet([_operand(labels, v), _operand(labels, g), (g.shape, lengths)])
+    lengths = labels.reduce_sum(labels.of(v), axes)
+    fields = labels.broadcast_fields([_operand(labels, v), _operand(labels, g), (g.shape, lengths)])
     weight, length = call.outputs
-    labels.give(weight, fields)
-    labels.give(length, lengths)
+    labels.set_fields(weight, fields)
+    labels.set_fields(length, lengths)
 
 
-def layer_norm(labels: Labels, call: Call) -> None:
+def layer_norm(labels: UnitLabels, call: OpCall) -> None:
     """A norm across a cut axis takes its moments over the kept units; across part of a unit it needs it whole."""
     source = call.tensors[0]
-    inner = set(range(source.ndim - len(call.given["normalized_shape"]), source.ndim))
+    inner = set(range(source.ndim - len(call.arguments["normalized_shape"]), source.ndim))
     for field in labels.of(source):
-        if varying(field) & inner and varying(field) - inner:
+        if varying_axes(field) & inner and varying_axes(field) - inner:
             labels.collapse(field, inner)
-    fields = labels.meet([_operand(labels, tensor) for tensor in call.tensors])
+    fields = labels.broadcast_fields([_operand(labels, tensor) for tensor in call.tensors])
     for out in call.outputs:
-        labels.give(out, [field for field in fields if field.ndim == out.ndim])
+        labels.set_fields(out, [field for field in fields if field.ndim == out.ndim])
 
 
-RULES: dict[str, Callable[[Labels, Call], None]] = {
-    **pointwise_ops.RULES,
-    **recurrent_ops.RULES,
+OP_RULES: dict[str, Callable[[UnitLabels, OpCall], None]] = {
+    **pointwise_ops.OP_RULES,
+    **recurrent_ops.OP_RULES,
     "linear": linear,
     **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot", "addmm", "addmv", "addbmm", "baddbmm"), matmul),
     "scaled_dot_product_attention": attention,
@@ -215,22 +222,22 @@ RULES: dict[str, Callable[[Labels, Call], None]] = {
 }
 
 
-def apply(labels: Labels, call: Call) -> None:
+def propagate(labels: UnitLabels, call: OpCall) -> None:
     """Follow one operation; what is pointwise says so itself."""
     if torch.Tag.pointwise in call.func.tags:
         return pointwise_ops.elementwise(labels, call)
-    if makes(call.func, bool(call.tensors)):
+    if creates_tensor(call.func, bool(call.tensors)):
         for out in call.outputs:
-            labels.fresh(out)  # made here: it takes the size of what it meets
+            labels.new_fields(out)  # made here: it takes the size of what it meets
         return None
-    return RULES.get(call.name, pointwise_ops.unknown)(labels, call)
+    return OP_RULES.get(call.name, pointwise_ops.unsupported)(labels, call)
 
 
-def makes(func: OpOverload, takes: bool) -> bool:
+def creates_tensor(func: OpOverload, takes: bool) -> bool:
     """Whether an operation makes a tensor of no other tensor's elements."""
-    return not takes or plain_name(func).startswith("new_")
+    return not takes or op_name(func).startswith("new_")
 
 
-def known(func: OpOverload, takes: bool) -> bool:
+def has_rule(func: OpOverload, takes: bool) -> bool:
     """Whether there is a rule for an operation; without one it is taken apart into smaller ones."""
-    return torch.Tag.pointwise in func.tags or makes(func, takes) or plain_name(func) in RULES
+    return torch.Tag.pointwise in func.tags or creates_tensor(func, takes) or op_name(func) in OP_RULES

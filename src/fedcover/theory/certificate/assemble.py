@@ -8,11 +8,11 @@ from torch import nn
 
 from fedcover.errors import InvalidValue, RunError
 from fedcover.host.disk import write_atomically
-from fedcover.runs.checks import check_rows_are_here
+from fedcover.runs.checks import check_data_is_local
 from fedcover.runs.run_folder import Folder
-from fedcover.runs.setup import Machine, Parts, prepare
-from fedcover.theory.certificate.constants import Tell, watch
-from fedcover.theory.certificate.telling import told
+from fedcover.runs.setup import Machine, Overrides, prepare
+from fedcover.theory.certificate.constants import LogFn, measure_run
+from fedcover.theory.certificate.telling import certificate_to_dict
 from fedcover.types import Dataset, Model, Policy
 
 
@@ -26,7 +26,7 @@ def certify(
     dataset: Dataset | None = None,
     model: Model | nn.Module | None = None,
     policy: Policy | None = None,
-    tell: Tell = lambda sentence: None,
+    tell: LogFn = lambda sentence: None,
     trust: bool = False,
 ) -> dict[str, Any]:
     """Replay the kept rounds of a run and compare its gradients with the theorems; also writes certificate.json.
@@ -37,10 +37,10 @@ def certify(
     for name, value in (("steps", steps), ("clients", clients)):
         if value < 1:
             raise InvalidValue(f"{name} must be at least 1; got {value}")
-    parts = Parts(dataset, model, policy)
+    parts = Overrides(dataset, model, policy)
     found = Folder(Path(folder), trust).read()
-    found.require(parts)
-    check_rows_are_here(found.experiment)
+    found.check_overrides(parts)
+    check_data_is_local(found.experiment)
     machine = Machine(engine="sequential", device=device).resolved()
     setup = prepare(found.experiment, machine, data=data or found.data, parts=parts)
     if setup.task.recipe.exits:
@@ -48,7 +48,7 @@ def certify(
             f"{found.path} trains a model with several exits (recipe depthfl); its loss is not that of the theory"
         )
     with machine.for_setup(setup).applied():
-        seen = watch(found, setup, steps, clients, machine.device, tell)
-        made = told(found.experiment.name, seen)
+        seen = measure_run(found, setup, steps, clients, machine.device, tell)
+        made = certificate_to_dict(found.experiment.name, seen)
     write_atomically(found.path / "certificate.json", (json.dumps(made, indent=2) + "\n").encode())
     return made

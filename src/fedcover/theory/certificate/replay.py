@@ -7,29 +7,29 @@ import torch
 from torch import Tensor
 
 from fedcover.server.aggregation import WEIGHTS
-from fedcover.server.round import Setup, aggregate, ask
+from fedcover.server.round import Setup, aggregate, start_round
 from fedcover.submodels import coverage as cov
-from fedcover.theory import Round
-from fedcover.theory.certificate.global_loss import Full, Objective, squared
-from fedcover.theory.certificate.trajectories import Path, Watcher
+from fedcover.theory import RoundQuantities
+from fedcover.theory.certificate.global_loss import GlobalLoss, LossEvaluation, squared_norm
+from fedcover.theory.certificate.trajectories import ClientTrajectory, TrajectoryProbe
 from fedcover.types import Params, State
 
 
 @dataclass(frozen=True)
-class Replayed:
+class ReplayedRound:
     """One round as the theorems see it, and the lemmas' left-hand sides in it."""
 
     number: int
-    facts: Round
-    paths: tuple[Path, ...]
+    quantities: RoundQuantities
+    paths: tuple[ClientTrajectory, ...]
     value: float
     gradient: float
     """The squared length of the full gradient over all parameters that are ever trained."""
-    between: float
+    dissimilarity: float
     """zeta^2: the mean squared distance of a client's own gradient from the mean of all clients'."""
     gamma: int
     """The fewest clients that train any parameter of those that are ever trained."""
-    gap: float
+    gradient_gap: float
     noise: float
     curvature: float
     """Of F along the way that the global model went in this round; 0 where it hardly moved."""
@@ -37,45 +37,49 @@ class Replayed:
     """The mean of the holders' own gradients at the global model, less the full one."""
 
 
-def replayed(
+def replay_round(
     setup: Setup,
     state: State,
-    objective: Objective,
+    global_loss: GlobalLoss,
     trained: Mapping[str, Tensor],
-    looks: int,
-    silent: Collection[int] = (),
-) -> Replayed | None:
+    num_probes: int,
+    dropped: Collection[int] = (),
+) -> ReplayedRound | None:
     """Train a kept round again, watching every client; None if nobody answered in it.
 
-    `trained` says which parameters are trained at any time; who was `silent` in the run is so again.
+    `trained` says which parameters are trained at any time; who was `dropped` in the run is so again.
     """
-    theta = within(state.params, trained)
-    work = [(client, part) for client, part in ask(setup, state).work if client.id not in silent]
+    theta = zero_untrained(state.params, trained)
+    work = [(client, part) for client, part in start_round(setup, state).work if client.id not in dropped]
     if not work:
         return None
-    full = objective.at(theta, keep=[client.id for client, _ in work])
-    absent = [client.id for client, _ in work if client.id not in full.own]
-    own = full.own | {id: objective.of_rows(theta, objective.rows(id))[1] for id in absent}
+    full = global_loss.evaluate(theta, keep=[client.id for client, _ in work])
+    absent = [client.id for client, _ in work if client.id not in full.client_gradients]
+    client_gradients = full.client_gradients | {
+        id: global_loss.loss_and_gradient(theta, global_loss.rows(id))[1] for id in absent
+    }
     size, rows = setup.task.local.batch_size, [client.samples for client, _ in work]
     uneven = any(count % size for count in rows if count > size) or len({-(-count // size) for count in rows}) > 1
-    watcher = Watcher(objective, theta, own, looks, uneven or setup.task.local.momentum > 0)
+    watcher = TrajectoryProbe(global_loss, theta, client_gradients, num_probes, uneven or setup.task.local.momentum > 0)
     lr = setup.lr(state.round)
     seen = [watcher.train(setup.task, state, client, reduction, lr) for client, reduction in work]
     updates = sorted((update for update, _ in seen), key=lambda update: update.client.id)  # as a round adds them up
-    moved = within(aggregate(setup, state, updates).params, trained)
+    moved = zero_untrained(aggregate(setup, state, updates).params, trained)
     paths = [path for _, path in seen]
-    return _told(setup, state, theta, moved, replace(full, own=own), objective, paths, trained)
+    return _measure_round(
+        setup, state, theta, moved, replace(full, client_gradients=client_gradients), global_loss, paths, trained
+    )
 
 
-def within(params: Params, trained: Mapping[str, Tensor]) -> Params:
+def zero_untrained(params: Params, trained: Mapping[str, Tensor]) -> Params:
     """The union of all local models: parameters that nobody ever trains are zero, as every client sees them."""
     return {name: torch.where(trained[name], tensor, 0) for name, tensor in params.items()}
 
 
-def _told(
-    setup: Setup, state: State, theta: Params, after: Params, full: Full, objective: Objective, paths: list[Path],
+def _measure_round(
+    setup: Setup, state: State, theta: Params, after: Params, full: LossEvaluation, global_loss: GlobalLoss, paths: list[ClientTrajectory],
     trained: Mapping[str, Tensor],
-) -> Replayed:  # fmt: skip
+) -> ReplayedRound:  # fmt: skip
     weight = WEIGHTS[setup.weights]
     total = _zeros(theta)
     for path in paths:
@@ -83,48 +87,52 @@ def _told(
     counts = cov.count(theta, [path.reduction for path in paths])
     covered = {name: tensor > 0 for name, tensor in counts.items()}
     held = [path.reduction.mask(theta) for path in paths]
-    inverse = [
+    inverse_coverage = [
         weight(path.client) / min(float(total[name][bits].min()) for name, bits in mask.items() if bool(bits.any()))
         for path, mask in zip(paths, held, strict=True)
     ]
 
     def averaged(vectors: list[Params]) -> Params:
-        return _averaged(vectors, paths, total, [weight(path.client) for path in paths])
+        return _coverage_mean(vectors, paths, total, [weight(path.client) for path in paths])
 
-    bias = averaged([path.reduction.extract(full.own[path.client.id]) for path in paths])
+    bias = averaged([path.reduction.extract(full.client_gradients[path.client.id]) for path in paths])
     most = max(path.steps.total for path in paths)
-    pulled = averaged([{n: t / most for n, t in path.pulled.items()} for path in paths]) if paths[0].pulled else bias
+    batch_gradient = (
+        averaged([{n: t / most for n, t in path.batch_gradient.items()} for path in paths])
+        if paths[0].batch_gradient
+        else bias
+    )
     spread = {
         name: zeta_P / counts[name].clamp_min(1) * (setup.clients - counts[name].double()) / max(1, setup.clients - 1)
-        for name, zeta_P in full.between.items()
+        for name, zeta_P in full.dissimilarity.items()
     }
-    gap, noise = averaged([path.gap for path in paths]), averaged([path.noise for path in paths])
+    gradient_gap, noise = averaged([path.gradient_gap for path in paths]), averaged([path.noise for path in paths])
     for path in paths:  # a certificate may look at many rounds, and a path's vectors are as large as a model
-        path.gap, path.noise, path.pulled = {}, {}, {}
+        path.gradient_gap, path.noise, path.batch_gradient = {}, {}, {}
     change = {name: (after[name].double() - theta[name].double()) for name in theta}
-    facts = Round(
+    quantities = RoundQuantities(
         lr=setup.lr(state.round),
-        inverse=tuple(inverse),
-        lacking=tuple(path.lacking for path in paths),
-        gamma=_least(counts, covered),
-        energy=squared(theta),
-        gradient=squared(full.gradient, covered),
-        bias=_apart(bias, full.gradient, covered),
-        offset=_apart(pulled, full.gradient, covered),
+        inverse_coverage=tuple(inverse_coverage),
+        pruned_energy=tuple(path.pruned_energy for path in paths),
+        gamma=_smallest_count(counts, covered),
+        energy=squared_norm(theta),
+        gradient=squared_norm(full.gradient, covered),
+        bias=_squared_distance(bias, full.gradient, covered),
+        offset=_squared_distance(batch_gradient, full.gradient, covered),
         spread=sum(float(tensor[covered[name]].sum()) for name, tensor in spread.items()),
-        regions=_regions(held),
+        regions=_count_regions(held),
     )
-    return Replayed(
-        number=state.round, facts=facts, paths=tuple(paths), value=full.value,
-        gradient=squared(full.gradient, trained), gamma=_least(counts, trained),
-        between=float(sum(tensor[trained[name]].sum() for name, tensor in full.between.items())),
-        gap=squared(gap), noise=squared(noise),
-        curvature=_curvature(objective, theta, after, change, full),
+    return ReplayedRound(
+        number=state.round, quantities=quantities, paths=tuple(paths), value=full.value,
+        gradient=squared_norm(full.gradient, trained), gamma=_smallest_count(counts, trained),
+        dissimilarity=float(sum(tensor[trained[name]].sum() for name, tensor in full.dissimilarity.items())),
+        gradient_gap=squared_norm(gradient_gap), noise=squared_norm(noise),
+        curvature=_curvature(global_loss, theta, after, change, full),
         bias={name: torch.where(covered[name], tensor - full.gradient[name], 0) for name, tensor in bias.items()},
     )  # fmt: skip
 
 
-def _averaged(vectors: list[Params], paths: list[Path], total: Params, weights: list[float]) -> Params:
+def _coverage_mean(vectors: list[Params], paths: list[ClientTrajectory], total: Params, weights: list[float]) -> Params:
     """The weighted mean over the clients that hold each parameter, zero where nobody does."""
     found = {name: torch.zeros_like(tensor) for name, tensor in total.items()}
     for vector, path, weight in zip(vectors, paths, weights, strict=True):
@@ -132,27 +140,27 @@ def _averaged(vectors: list[Params], paths: list[Path], total: Params, weights: 
     return {name: torch.where(total[name] > 0, tensor / total[name], 0) for name, tensor in found.items()}
 
 
-def _least(counts: Params, where: Mapping[str, Tensor]) -> int:
+def _smallest_count(counts: Params, where: Mapping[str, Tensor]) -> int:
     """The smallest count at some places."""
     return min(int(tensor[where[name]].min()) for name, tensor in counts.items() if bool(where[name].any()))
 
 
-def _apart(left: Params, right: Params, where: Mapping[str, Tensor]) -> float:
-    return squared({name: left[name] - right[name] for name in left}, where)
+def _squared_distance(left: Params, right: Params, where: Mapping[str, Tensor]) -> float:
+    return squared_norm({name: left[name] - right[name] for name in left}, where)
 
 
-def _curvature(objective: Objective, theta: Params, after: Params, change: Params, full: Full) -> float:
+def _curvature(global_loss: GlobalLoss, theta: Params, after: Params, change: Params, full: LossEvaluation) -> float:
     """Twice what F rose above its tangent, over the squared way; only where that is no mere rounding."""
-    way = squared(change)
-    if way <= 1e-10 * max(squared(theta), 1e-30):
+    way = squared_norm(change)
+    if way <= 1e-10 * max(squared_norm(theta), 1e-30):
         return 0.0
     slope = float(sum((full.gradient[name].double() * tensor).sum() for name, tensor in change.items()))
-    above = objective.at(after).value - full.value - slope
-    rounding = 1e-12 if objective.dtype == torch.float64 else 1e-5
+    above = global_loss.evaluate(after).value - full.value - slope
+    rounding = 1e-12 if global_loss.dtype == torch.float64 else 1e-5
     return 2 * above / way if abs(above) > rounding * abs(full.value) else 0.0
 
 
-def _regions(held: list[dict[str, Tensor]]) -> int:
+def _count_regions(held: list[dict[str, Tensor]]) -> int:
     """How many different sets of clients hold some parameter: each set has its own sum of random numbers."""
     draw = torch.Generator().manual_seed(0)
     marks = torch.randint(1, 2**52, (len(held),), generator=draw).tolist()

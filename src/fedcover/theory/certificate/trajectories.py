@@ -6,25 +6,25 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from fedcover.theory import Steps
-from fedcover.theory.certificate.global_loss import Objective, squared
+from fedcover.theory import LocalSteps
+from fedcover.theory.certificate.global_loss import GlobalLoss, squared_norm
 from fedcover.training.local_sgd import train_client
 from fedcover.training.recipes.fedprox import cross_entropy
 from fedcover.types import Batch, Carry, Client, Forward, Params, Recipe, Reduction, Samples, State, Task, Update
 
-Look = Callable[[Forward, Params, Params, Batch], None]
+StepHook = Callable[[Forward, Params, Params, Batch], None]
 """What is done at every step: the client's model, its parameters, the gradient it will step along, the batch."""
 
 
 @dataclass
-class Path:
+class ClientTrajectory:
     """What was seen on one client's path; vectors are in the client's own shapes."""
 
     client: Client
     reduction: Reduction
-    steps: Steps
-    lacking: float
-    walked: float = 0.0
+    steps: LocalSteps
+    pruned_energy: float
+    squared_drift: float = 0.0
     """The mean squared distance from where it began, each step weighted as its gradient counts in the end."""
     step_gradient: float = 0.0
     split_error: float = 0.0
@@ -33,97 +33,110 @@ class Path:
     variance: float = 0.0
     secant: float = 0.0
     batch_secant: float = 0.0
-    looked: list[float] = field(default_factory=list)
+    probe_weights: list[float] = field(default_factory=list)
     """How much the gradients of the steps that were looked at count in the end."""
-    gap: Params = field(default_factory=dict)
+    gradient_gap: Params = field(default_factory=dict)
     noise: Params = field(default_factory=dict)
-    pulled: Params = field(default_factory=dict)
+    batch_gradient: Params = field(default_factory=dict)
     """The gradients of the very batches at the global model, as much as each counts in the end."""
 
 
 @dataclass(frozen=True)
-class Watcher:
+class TrajectoryProbe:
     """How closely paths are watched: at how many steps, and from which global model (never-trained weights at zero)."""
 
-    objective: Objective
+    global_loss: GlobalLoss
     model: Params
-    own: dict[int, Params]
-    looks: int
+    client_gradients: dict[int, Params]
+    num_probes: int
     every_batch: bool
     """Whether the very batches must be seen at the global model: their mean differs from the client's own gradient."""
 
-    def train(self, task: Task, state: State, client: Client, reduction: Reduction, lr: float) -> tuple[Update, Path]:
+    def train(
+        self, task: Task, state: State, client: Client, reduction: Reduction, lr: float
+    ) -> tuple[Update, ClientTrajectory]:
         """Train a client as the run did, and watch it."""
-        rows = self.objective.rows(client.id)
+        rows = self.global_loss.rows(client.id)
         count = task.local.epochs * -(-len(rows) // task.local.batch_size)
         held = reduction.mask(self.model)
-        lacking = squared(self.model, {name: ~bits for name, bits in held.items()})
-        path = Path(client, reduction, Steps(count, task.local.momentum), lacking)
+        pruned_energy = squared_norm(self.model, {name: ~bits for name, bits in held.items()})
+        path = ClientTrajectory(client, reduction, LocalSteps(count, task.local.momentum), pruned_energy)
         start: Params = {}
-        local_gradient = reduction.extract(self.own[client.id])
-        places = {round(k * (count - 1) / max(1, self.looks - 1)) for k in range(min(self.looks, count))}
+        local_gradient = reduction.extract(self.client_gradients[client.id])
+        places = {round(k * (count - 1) / max(1, self.num_probes - 1)) for k in range(min(self.num_probes, count))}
         masks = reduction.gradient_mask()
 
-        def look(forward: Forward, params: Params, gradient: Params, batch: Batch) -> None:
+        def step_hook(forward: Forward, params: Params, gradient: Params, batch: Batch) -> None:
             if not start:
                 start.update({name: p.clone() for name, p in params.items()})
             taken = {n: (g * masks[n] if n in masks else g) + task.local.weight_decay * params[n]
                      for n, g in gradient.items()}  # fmt: skip
-            moved = squared({name: params[name] - start[name] for name in params})
+            moved = squared_norm({name: params[name] - start[name] for name in params})
             step = int(batch.step)
             share = float(path.steps.shares[step])
-            path.walked += share / path.steps.total * moved
-            path.step_gradient = max(path.step_gradient, squared(taken))
+            path.squared_drift += share / path.steps.total * moved
+            path.step_gradient = max(path.step_gradient, squared_norm(taken))
             near = step in places
             if near or self.every_batch:
-                self._see_batch(path, taken, batch, moved, share)
+                self._record_batch(path, taken, batch, moved, share)
             if near:
                 with torch.random.fork_rng(devices=[]):  # a model with dropout draws; the path must not notice
-                    means = _over_batches(forward, params, rows, task, masks)
-                self._see_client(path, means, taken, params, local_gradient, moved, share)
+                    means = _batch_moments(forward, params, rows, task, masks)
+                self._record_client(path, means, taken, params, local_gradient, moved, share)
 
-        update = train_client(replace(task, recipe=watched(task.recipe, look)), state, client, reduction, lr)
-        _settle(path)
+        update = train_client(
+            replace(task, recipe=with_step_hook(task.recipe, step_hook)), state, client, reduction, lr
+        )
+        _sums_to_means(path)
         return update, path
 
-    def _see_batch(self, path: Path, taken: Params, batch: Batch, moved: float, share: float) -> None:
+    def _record_batch(self, path: ClientTrajectory, taken: Params, batch: Batch, moved: float, share: float) -> None:
         """The same batch at the global model."""
         rows = Samples(batch.x, batch.y)
-        there = path.reduction.extract(self.objective.of_rows(self.model, rows, chunk=len(rows))[1])
-        distance = moved + path.lacking
+        there = path.reduction.extract(self.global_loss.loss_and_gradient(self.model, rows, chunk=len(rows))[1])
+        distance = moved + path.pruned_energy
         if distance:
-            apart = squared({name: taken[name] - there[name] for name in taken})
+            apart = squared_norm({name: taken[name] - there[name] for name in taken})
             path.batch_secant = max(path.batch_secant, (apart / distance) ** 0.5)
         if self.every_batch:
-            _add(path.pulled, there, share)
+            _add(path.batch_gradient, there, share)
 
-    def _see_client(
-        self, path: Path, means: "Means", taken: Params, params: Params, there: Params, moved: float, share: float
+    def _record_client(
+        self,
+        path: ClientTrajectory,
+        means: "GradientMoments",
+        taken: Params,
+        params: Params,
+        there: Params,
+        moved: float,
+        share: float,
     ) -> None:
         """The client's own gradient here, its batches' spread, and the curvature on the way from the global model."""
         path.gradient = max(path.gradient, means.square)
-        path.variance = max(path.variance, means.square - squared(means.gradient))
-        distance = moved + path.lacking
+        path.variance = max(path.variance, means.square - squared_norm(means.gradient))
+        distance = moved + path.pruned_energy
         apart = {name: means.gradient[name] - there[name] for name in taken}
         if distance:
-            path.secant = max(path.secant, (squared(apart) / distance) ** 0.5)
+            path.secant = max(path.secant, (squared_norm(apart) / distance) ** 0.5)
             whole = {name: -tensor.double() for name, tensor in self.model.items()}
             path.reduction.add_into(whole, {n: p.double() for n, p in params.items()}, 1.0)
-            path.split_error = max(path.split_error, abs(squared(whole) - distance) / distance)
-        path.looked.append(share)
-        _add(path.gap, apart, share)
+            path.split_error = max(path.split_error, abs(squared_norm(whole) - distance) / distance)
+        path.probe_weights.append(share)
+        _add(path.gradient_gap, apart, share)
         _add(path.noise, {name: taken[name] - means.gradient[name] for name in taken}, share)
 
 
 @dataclass(frozen=True)
-class Means:
+class GradientMoments:
     """A client's gradient over all its rows, and the mean squared length of its batches' gradients."""
 
     gradient: Params
     square: float
 
 
-def _over_batches(forward: Forward, params: Params, rows: Samples, task: Task, masks: Mapping[str, Tensor]) -> Means:
+def _batch_moments(
+    forward: Forward, params: Params, rows: Samples, task: Task, masks: Mapping[str, Tensor]
+) -> GradientMoments:
     """The masked gradients of all batches that the rows make in their own order, decay included."""
     size = task.local.batch_size
     mean = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in params.items()}
@@ -138,13 +151,13 @@ def _over_batches(forward: Forward, params: Params, rows: Samples, task: Task, m
             for (name, g) in zip(values, parts, strict=True)
         }
         share = len(y) / len(rows)
-        square += share * squared(gradient)
+        square += share * squared_norm(gradient)
         for name, g in gradient.items():
             mean[name].add_(g, alpha=share)
-    return Means(mean, square)
+    return GradientMoments(mean, square)
 
 
-def watched(recipe: Recipe, look: Look) -> Recipe:
+def with_step_hook(recipe: Recipe, step_hook: StepHook) -> Recipe:
     """The same recipe with somebody who looks at every step, before it is taken."""
     last: dict[str, tuple[Forward, Params, Batch]] = {}
 
@@ -154,7 +167,7 @@ def watched(recipe: Recipe, look: Look) -> Recipe:
 
     def observe(carry: Carry, gradients: Params) -> Carry:
         forward, params, batch = last["step"]
-        look(forward, {name: p.detach() for name, p in params.items()}, gradients, batch)
+        step_hook(forward, {name: p.detach() for name, p in params.items()}, gradients, batch)
         return recipe.observe(carry, gradients)
 
     return replace(recipe, loss=loss, observe=observe)
@@ -167,9 +180,9 @@ def _add(target: Params, values: Params, scale: float) -> None:
         target[name].add_(tensor, alpha=scale)
 
 
-def _settle(path: Path) -> None:
+def _sums_to_means(path: ClientTrajectory) -> None:
     """Sums become means over the steps that were looked at."""
-    total = sum(path.looked)
-    for vector in (path.gap, path.noise):
+    total = sum(path.probe_weights)
+    for vector in (path.gradient_gap, path.noise):
         for tensor in vector.values():
             tensor /= total

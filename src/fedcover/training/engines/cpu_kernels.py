@@ -16,18 +16,18 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
-MOST_BYTES = 1 << 15
+MAX_BATCH_BYTES = 1 << 15
 """Of a client's batch, which is read again for every output: what stays in a core's fastest cache."""
 
-LEAST_INPUTS, LEAST_OUTPUTS, PROCESSORS = 512, 25, ("AVX2", "AVX512")
+MIN_INPUTS, MIN_OUTPUTS, CPU_CAPABILITIES = 512, 25, ("AVX2", "AVX512")
 """Of a layer, and what a processor can: from these on the kernels were measured to be faster than torch's."""
 
 _aten = torch.ops.aten
-_VIEWS = (_aten.transpose.int, _aten.view.default, _aten._unsafe_view.default, _aten.expand.default)
-_DESCENT = (_aten.mul_.Tensor, _aten.add_.Tensor, _aten.mul.Tensor, _aten.sub_.Tensor)
+_VIEW_OPS = (_aten.transpose.int, _aten.view.default, _aten._unsafe_view.default, _aten.expand.default)
+_SGD_UPDATE_OPS = (_aten.mul_.Tensor, _aten.add_.Tensor, _aten.mul.Tensor, _aten.sub_.Tensor)
 
 
-class Descent(NamedTuple):
+class SGDUpdateNodes(NamedTuple):
     """A gradient's product, and the operations by which `steps.Step` goes down along it."""
 
     product: Node
@@ -38,7 +38,7 @@ class Descent(NamedTuple):
 
 
 @cache
-def build() -> None:
+def build_kernels() -> None:
     """Compile the kernels for this machine; torch keeps them on disk, and lets one process at a time compile them."""
     from torch._inductor.codecache import CppCodeCache  # takes a second to import
 
@@ -48,15 +48,17 @@ def build() -> None:
     torch.library.register_fake("fedcover::descend_", lambda *_: None)
 
 
-def use_own_products(graph: Graph) -> None:
+def use_custom_kernels(graph: Graph) -> None:
     """Put the kernels into a traced step wherever they fit; if they cannot be built this raises and changes nothing."""
-    if torch.get_num_threads() > 1 or torch.backends.cpu.get_cpu_capability() not in PROCESSORS:
+    if torch.get_num_threads() > 1 or torch.backends.cpu.get_cpu_capability() not in CPU_CAPABILITIES:
         return  # torch's products use all threads
-    layers = [node for node in graph.nodes if node.target is _aten.bmm.default and _is_layer(*_values(node.args))]
-    written = _written(graph.nodes)
-    descents = [found for node in graph.nodes if (found := _descent(node)) and not written & _read(found)]
+    layers = [node for node in graph.nodes if node.target is _aten.bmm.default and _is_layer(*_fake_tensors(node.args))]
+    written = _mutated_tensors(graph.nodes)
+    descents = [
+        found for node in graph.nodes if (found := _match_sgd_update(node)) and not written & _input_tensors(found)
+    ]
     if layers or descents:
-        build()
+        build_kernels()
     for product, scaled, moved, change, last in descents:
         with graph.inserting_before(last):
             back = graph.call_function(_aten.transpose.int, (product.args[0], 1, 2))
@@ -76,67 +78,71 @@ def use_own_products(graph: Graph) -> None:
 
 
 def _is_layer(x_CBI: Tensor, weight_CIO: Tensor) -> bool:
-    return _suits(x_CBI, weight_CIO.mT, weight_CIO.shape[2])
+    return _kernel_fits(x_CBI, weight_CIO.mT, weight_CIO.shape[2])
 
 
 def _is_gradient(back_COB: Tensor, x_CBI: Tensor) -> bool:
-    return _suits(x_CBI, back_COB.mT, back_COB.shape[1])
+    return _kernel_fits(x_CBI, back_COB.mT, back_COB.shape[1])
 
 
-def _suits(x_CBI: Tensor, other: Tensor, outputs: int) -> bool:
+def _kernel_fits(x_CBI: Tensor, other: Tensor, outputs: int) -> bool:
     """Whether the kernels take these tensors and are faster."""
     _, rows, inputs = x_CBI.shape
-    small = rows * inputs * x_CBI.itemsize <= MOST_BYTES
-    large = inputs >= LEAST_INPUTS and outputs >= LEAST_OUTPUTS
+    small = rows * inputs * x_CBI.itemsize <= MAX_BATCH_BYTES
+    large = inputs >= MIN_INPUTS and outputs >= MIN_OUTPUTS
     kinds = x_CBI.device.type == "cpu" and x_CBI.dtype in (torch.float32, torch.float64)
     return small and large and kinds and x_CBI.is_contiguous() and other.is_contiguous()
 
 
-def _descent(last: Node) -> Descent | None:
+def _match_sgd_update(last: Node) -> SGDUpdateNodes | None:
     """The descent that ends here, if it follows nothing but a large product."""
     change, moved, scaled = last.prev, last.prev.prev, last.prev.prev.prev
     steps = scaled, moved, change, last
-    if tuple(node.target for node in steps) != _DESCENT or any(node.kwargs for node in steps):
+    if tuple(node.target for node in steps) != _SGD_UPDATE_OPS or any(node.kwargs for node in steps):
         return None
     momentum, rate = scaled.args[1], change.args[1]
     if (moved.args[0], change.args[0], last.args[1]) != (scaled, moved, change) or not isinstance(momentum, float):
         return None
-    if not isinstance(rate, Node) or _values([rate])[0].ndim:
+    if not isinstance(rate, Node) or _fake_tensors([rate])[0].ndim:
         return None
     product: Any = moved.args[1]
-    while product.target in _VIEWS and len(product.users) == 1:
+    while product.target in _VIEW_OPS and len(product.users) == 1:
         product = product.args[0]
-    if product.target is not _aten.bmm.default or len(product.users) > 1 or not _is_gradient(*_values(product.args)):
+    if (
+        product.target is not _aten.bmm.default
+        or len(product.users) > 1
+        or not _is_gradient(*_fake_tensors(product.args))
+    ):
         return None
-    same = _values((product, moved.args[1], scaled.args[0], last.args[0]))
+    same = _fake_tensors((product, moved.args[1], scaled.args[0], last.args[0]))
     kinds = {(value.shape, value.stride(), value.dtype) for value in same}
-    return Descent(product, *steps) if len(kinds) == 1 else None
+    return SGDUpdateNodes(product, *steps) if len(kinds) == 1 else None
 
 
-def _read(descent: Descent) -> set[Node]:
+def _input_tensors(descent: SGDUpdateNodes) -> set[Node]:
     """What the kernel reads later than the product did: nothing may have written there."""
-    return {_root(node) for node in descent.product.all_input_nodes}
+    return {_view_base(node) for node in descent.product.all_input_nodes}
 
 
-def _written(nodes: Iterable[Node]) -> set[Node]:
+def _mutated_tensors(nodes: Iterable[Node]) -> set[Node]:
     """All tensors that an operation which writes has to do with."""
     return {
-        _root(each)
+        _view_base(each)
         for node in nodes
         if isinstance(node.target, OpOverload) and node.target._schema.is_mutable
         for each in node.all_input_nodes
     }
 
 
-def _root(node: Any) -> Node:
+def _view_base(node: Any) -> Node:
     """The tensor that a node is a view of, or the node itself."""
-    while node.target in (*_VIEWS, operator.getitem) or (
+    while node.target in (*_VIEW_OPS, operator.getitem) or (
         isinstance(node.target, OpOverload) and any(made.alias_info for made in node.target._schema.returns)
     ):
         node = node.args[0]
     return node  # type: ignore[no-any-return]
 
 
-def _values(nodes: Iterable[Any]) -> list[Tensor]:
+def _fake_tensors(nodes: Iterable[Any]) -> list[Tensor]:
     """What tracing noted of tensors: how they lie, not their numbers."""
     return [node.meta["val"] for node in nodes]

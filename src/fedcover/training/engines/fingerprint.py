@@ -14,11 +14,11 @@ from weakref import ReferenceType
 import torch
 from torch import Tensor, nn
 
-from fedcover.training.engines.sgd_step import Unfit
+from fedcover.training.engines.sgd_step import UnsupportedByEngine
 
-_TORCHS_OWN = ("_parameters", "_buffers", "_modules")
-_SIMPLE = (int, float, str, bool, type(None))
-_THEMSELVES = (type, FunctionType, BuiltinFunctionType, MethodDescriptorType, ModuleType, ReferenceType)
+_MODULE_DICTS = ("_parameters", "_buffers", "_modules")
+_PRIMITIVES = (int, float, str, bool, type(None))
+_IDENTITY_TYPES = (type, FunctionType, BuiltinFunctionType, MethodDescriptorType, ModuleType, ReferenceType)
 """What is told apart by which object it is, not by what is in it."""
 
 
@@ -32,17 +32,19 @@ def fingerprint(module: nn.Module) -> bytes:
     False
     """
     held, parts = io.BytesIO(), list(module.named_modules())
-    prints = _Prints(held, parts)
+    prints = _FingerprintPickler(held, parts)
     try:
         for path, part in parts:
-            prints.dump((path, type(part), *prints.of(part)))
+            prints.dump((path, type(part), *prints.state_of(part)))
     except Exception as error:  # whatever a user's object does when it is looked at
         why = (str(error).splitlines() or [""])[0]
-        raise Unfit(f"the model holds something that may change unseen ({type(error).__name__}: {why:.100})") from error
+        raise UnsupportedByEngine(
+            f"the model holds something that may change unseen ({type(error).__name__}: {why:.100})"
+        ) from error
     return hashlib.blake2b(held.getvalue()).digest()
 
 
-class _Prints(pickle.Pickler):
+class _FingerprintPickler(pickle.Pickler):
     """Writes objects down; nothing is ever read back from it."""
 
     def __init__(self, file: io.BytesIO, parts: Sequence[tuple[str, nn.Module]]) -> None:
@@ -53,16 +55,16 @@ class _Prints(pickle.Pickler):
                 self._known.setdefault(id(tensor), f"{path}.{name}")
         self._known.pop(id(None), None)  # what may be registered, too
 
-    def of(self, part: nn.Module) -> tuple[str, dict[str, object]]:
+    def state_of(self, part: nn.Module) -> tuple[str, dict[str, object]]:
         """What a part holds: in one text what is simple, the rest by name; it is asked for in every round."""
         held = vars(part)
-        simple = [f"{kind} {name} {self._known.get(id(each))}" for kind in _TORCHS_OWN
+        simple = [f"{kind} {name} {self._known.get(id(each))}" for kind in _MODULE_DICTS
                   for name, each in held[kind].items()]  # fmt: skip
         others = {}
         for name, value in held.items():
-            if name == "training" or name in _TORCHS_OWN or (isinstance(value, dict) and not value):
+            if name == "training" or name in _MODULE_DICTS or (isinstance(value, dict) and not value):
                 continue  # torch gives every module some fifteen empty dicts for hooks
-            if isinstance(value, _SIMPLE) or (type(value) is tuple and all(type(each) is int for each in value)):
+            if isinstance(value, _PRIMITIVES) or (type(value) is tuple and all(type(each) is int for each in value)):
                 simple.append(f"{name} {type(value).__name__} {value!r}")
             else:
                 others[name] = value
@@ -78,4 +80,4 @@ class _Prints(pickle.Pickler):
             return f"{obj.dtype} {tuple(obj.shape)} {hashlib.blake2b(values).hexdigest()}"
         if isinstance(obj, torch.Generator):
             return obj.get_state().numpy().tobytes()
-        return id(obj) if isinstance(obj, _THEMSELVES) else None
+        return id(obj) if isinstance(obj, _IDENTITY_TYPES) else None

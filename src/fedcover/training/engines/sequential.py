@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from fedcover.training.engines.runners import computing
+from fedcover.training.engines.runners import precision_context
 from fedcover.training.local_sgd import train_client
 from fedcover.types import Client, Reduction, State, Task, Update
 
@@ -13,6 +13,6 @@ def sequential(
     """Train the clients in the given order."""
     device = next(iter(state.params.values())).device
     for client, reduction in work:
-        with computing(precision, device):
+        with precision_context(precision, device):
             update = train_client(task, state, client, reduction, lr)
         yield update

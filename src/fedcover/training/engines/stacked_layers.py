@@ -15,30 +15,30 @@ from torch.nn import functional as F
 from torch.nn.modules.utils import _pair
 from torch.overrides import TorchFunctionMode
 
-LAYERS = (nn.Conv2d, nn.BatchNorm2d, nn.Linear)
+SUPPORTED_LAYERS = (nn.Conv2d, nn.BatchNorm2d, nn.Linear)
 """All that may have parameters in a model which is trained so."""
 
 
-def usable(module: nn.Module) -> bool:
+def has_stacked_kernels(module: nn.Module) -> bool:
     """Whether Triton is there, and a model has convolutions but no parameters of layers that are not known here."""
     own = [layer for layer in module.modules() if next(layer.parameters(recurse=False), None) is not None]
-    known = any(isinstance(layer, nn.Conv2d) for layer in own) and all(type(layer) in LAYERS for layer in own)
+    known = any(isinstance(layer, nn.Conv2d) for layer in own) and all(type(layer) in SUPPORTED_LAYERS for layer in own)
     return known and find_spec("triton") is not None
 
 
-def serve(module: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
+def uses_stacked_kernels(module: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a crew with such weights on such a device is trained so."""
-    return device.type == "cuda" and dtype == torch.float32 and usable(module)
+    return device.type == "cuda" and dtype == torch.float32 and has_stacked_kernels(module)
 
 
-class CrewLayers(TorchFunctionMode):
+class StackedLayers(TorchFunctionMode):
     """Inside it, a crew's convolutions and norms are made by `crew_kernels`, in what their inputs are computed in."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         """Replace what is known."""
-        made = _OWN[func](*args, **(kwargs or {})) if func in _OWN else None
+        made = _OVERRIDES[func](*args, **(kwargs or {})) if func in _OVERRIDES else None
         return func(*args, **(kwargs or {})) if made is None else made
 
 
@@ -51,7 +51,7 @@ def _conv2d(
     if not square or isinstance(padding, str) or _pair(dilation) != (1, 1) or groups != 1 or x.ndim != 4:
         narrow = None if bias is None else bias.to(x.dtype)
         return F.conv2d(x, weight.to(x.dtype), narrow, stride, padding, dilation, groups)
-    made: Tensor = Convolution.apply(x, weight, how[0][0], how[1][0])[0]  # type: ignore[no-untyped-call]
+    made: Tensor = StackedConv2d.apply(x, weight, how[0][0], how[1][0])[0]  # type: ignore[no-untyped-call]
     return made if bias is None else made + bias.to(x.dtype)[:, None, None]
 
 
@@ -62,7 +62,7 @@ def _batch_norm(
     single = x.ndim == 4 and x.numel() == x.shape[1]  # of which there is no statistic: torch refuses it
     if not training or running_mean is not None or weight is None or bias is None or x.ndim != 4 or single:
         return None
-    made: tuple[Tensor, ...] = Norm.apply(x, weight, bias, eps)  # type: ignore[no-untyped-call]
+    made: tuple[Tensor, ...] = StackedBatchNorm.apply(x, weight, bias, eps)  # type: ignore[no-untyped-call]
     return made[0]
 
 
@@ -70,7 +70,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
-_OWN: dict[Any, Callable[..., Tensor | None]] = {
+_OVERRIDES: dict[Any, Callable[..., Tensor | None]] = {
     torch.conv2d: _conv2d, F.batch_norm: _batch_norm, F.linear: _linear,
 }  # fmt: skip
 
@@ -78,7 +78,7 @@ _OWN: dict[Any, Callable[..., Tensor | None]] = {
 # ── what they compute, for one client by torch and for a crew by kernels ────────────────────────────────
 
 
-class Convolution(Function):
+class StackedConv2d(Function):
     """A convolution without bias, and its weights as they were computed with, which may be narrower."""
 
     generate_vmap_rule = False
@@ -87,7 +87,7 @@ class Convolution(Function):
     def forward(x: Tensor, weight: Tensor, stride: int, padding: int) -> tuple[Tensor, Tensor]:
         """Of one client."""
         narrow = weight.to(x.dtype)
-        return F.conv2d(x, narrow, None, stride, padding), taps(narrow)
+        return F.conv2d(x, narrow, None, stride, padding), to_taps(narrow)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -103,7 +103,7 @@ class Convolution(Function):
         """Gradients of input and weight."""
         x, weight_TIO = ctx.saved_tensors
         how = ctx.stride, ctx.padding, ctx.needs_input_grad[0]
-        inputs, weights = ConvolutionBack.apply(back, x, weight_TIO, *how)  # type: ignore[no-untyped-call]
+        inputs, weights = StackedConv2dBackward.apply(back, x, weight_TIO, *how)  # type: ignore[no-untyped-call]
         return inputs if how[-1] else None, weights.to(ctx.dtype), None, None
 
     @staticmethod
@@ -113,14 +113,14 @@ class Convolution(Function):
         """Of a crew."""
         from fedcover.training.engines.triton_kernels import convolve
 
-        x, weight = _stacked(info, in_dims, x, weight)
+        x, weight = _batch_dim_first(info, in_dims, x, weight)
         high, wide = ((n + 2 * padding - weight.shape[-1]) // stride + 1 for n in x.shape[-2:])
-        weight_GTIO = taps(weight).to(x.dtype).contiguous()
-        made = convolve(_last(x), weight_GTIO, stride, padding, (high, wide), back=False)
+        weight_GTIO = to_taps(weight).to(x.dtype).contiguous()
+        made = convolve(_channels_last(x), weight_GTIO, stride, padding, (high, wide), back=False)
         return (made.movedim(-1, 2), weight_GTIO), (0, 0)
 
 
-class ConvolutionBack(Function):
+class StackedConv2dBackward(Function):
     """The gradients of a convolution's input and weight, the latter in float32 or wider."""
 
     generate_vmap_rule = False
@@ -147,18 +147,18 @@ class ConvolutionBack(Function):
         """Of a crew."""
         from fedcover.training.engines.triton_kernels import convolve, weigh
 
-        back, x, weight_GTIO = _stacked(info, in_dims, back, x, weight_TIO)
-        back_last = _last(back)
+        back, x, weight_GTIO = _batch_dim_first(info, in_dims, back, x, weight_TIO)
+        back_last = _channels_last(back)
         if inputs:
             gradient = convolve(back_last, weight_GTIO, stride, padding, (x.shape[-2], x.shape[-1]), back=True)
             gradient = gradient.movedim(-1, 2)
         else:
             gradient = x.new_empty(info.batch_size)
-        weights = weigh(_last(x), back_last, round(weight_GTIO.shape[1] ** 0.5), stride, padding)
+        weights = weigh(_channels_last(x), back_last, round(weight_GTIO.shape[1] ** 0.5), stride, padding)
         return (gradient, from_taps(weights)), (0, 0)
 
 
-class Norm(Function):
+class StackedBatchNorm(Function):
     """Batch norm by the batch's own statistics."""
 
     generate_vmap_rule = False
@@ -183,7 +183,7 @@ class Norm(Function):
     @staticmethod
     def backward(ctx: Any, back: Tensor, *_: Any) -> tuple[Any, ...]:
         """Gradients of input, weight and bias."""
-        return (*NormBack.apply(back, *ctx.saved_tensors), None)  # type: ignore[no-untyped-call]
+        return (*StackedBatchNormBackward.apply(back, *ctx.saved_tensors), None)  # type: ignore[no-untyped-call]
 
     @staticmethod
     def vmap(
@@ -192,12 +192,12 @@ class Norm(Function):
         """Of a crew."""
         from fedcover.training.engines.triton_kernels import normalise
 
-        x, weight, bias = _stacked(info, in_dims, x, weight, bias)
-        made, mean, scale = normalise(_last(x), weight.contiguous(), bias.contiguous(), epsilon)
+        x, weight, bias = _batch_dim_first(info, in_dims, x, weight, bias)
+        made, mean, scale = normalise(_channels_last(x), weight.contiguous(), bias.contiguous(), epsilon)
         return (made.movedim(-1, 2), mean, scale), (0, 0, 0)
 
 
-class NormBack(Function):
+class StackedBatchNormBackward(Function):
     """The gradients of a batch norm's input, weight and bias."""
 
     generate_vmap_rule = False
@@ -223,12 +223,12 @@ class NormBack(Function):
         """Of a crew."""
         from fedcover.training.engines.triton_kernels import normalise_back
 
-        back, x, weight, mean, scale = _stacked(info, in_dims, back, x, weight, mean, scale)
-        made, own, bias = normalise_back(_last(back), _last(x), weight.contiguous(), mean, scale)
+        back, x, weight, mean, scale = _batch_dim_first(info, in_dims, back, x, weight, mean, scale)
+        made, own, bias = normalise_back(_channels_last(back), _channels_last(x), weight.contiguous(), mean, scale)
         return (made.movedim(-1, 2), own.to(weight.dtype), bias.to(weight.dtype)), (0, 0, 0)
 
 
-def _stacked(info: Any, in_dims: Sequence[Any], *tensors: Tensor) -> list[Tensor]:
+def _batch_dim_first(info: Any, in_dims: Sequence[Any], *tensors: Tensor) -> list[Tensor]:
     """Tensors with the crew's axis first; what all clients share is there once for each."""
     return [
         tensor.expand(info.batch_size, *tensor.shape) if at is None else tensor.movedim(at, 0)
@@ -236,15 +236,15 @@ def _stacked(info: Any, in_dims: Sequence[Any], *tensors: Tensor) -> list[Tensor
     ]
 
 
-def _last(x_GBCHW: Tensor) -> Tensor:
+def _channels_last(x_GBCHW: Tensor) -> Tensor:
     """The same with its channels last, also in memory."""
     return x_GBCHW.movedim(2, -1).contiguous()
 
 
-def taps(weight: Tensor) -> Tensor:
+def to_taps(weight: Tensor) -> Tensor:
     """Weights [..., output, input, row, column] as [..., tap, input, output].
 
-    >>> taps(torch.zeros(8, 3, 5, 5)).shape
+    >>> to_taps(torch.zeros(8, 3, 5, 5)).shape
     torch.Size([25, 3, 8])
     """
     return weight.movedim((-2, -1, -3, -4), (-4, -3, -2, -1)).flatten(-4, -3)
@@ -254,7 +254,7 @@ def from_taps(weight_TIO: Tensor) -> Tensor:
     """The way back.
 
     >>> weight = torch.rand(8, 3, 5, 5)
-    >>> torch.equal(from_taps(taps(weight)), weight)
+    >>> torch.equal(from_taps(to_taps(weight)), weight)
     True
     """
     *lead, number, inputs, outputs = weight_TIO.shape

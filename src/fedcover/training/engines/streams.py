@@ -8,13 +8,22 @@ same without streams and graphs, which is not fast, but can be tested anywhere.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from fedcover.training.engines.buffers import Answer, Arrival, Job, arrivals
-from fedcover.training.engines.runners import Place, Pool, captured, drive, plainly, pool_of, say, without_divergence
+from fedcover.training.engines.buffers import ClientInputs, ClientJob, JobResult, client_inputs
+from fedcover.training.engines.runners import (
+    RunnerCache,
+    StepRunner,
+    cuda_graph_backend,
+    eager_backend,
+    get_runner_cache,
+    raise_on_divergence,
+    run_steps,
+    warn_once,
+)
 from fedcover.training.engines.sequential import sequential
-from fedcover.training.engines.sgd_step import Unfit
+from fedcover.training.engines.sgd_step import UnsupportedByEngine
 from fedcover.types import Assignment, Client, Reduction, State, Task, Update
 
-AT_ONCE = 16
+MAX_STREAMS = 16
 """Clients that train at the same time: more streams do not fill a GPU further, and each needs memory of its own."""
 
 
@@ -22,35 +31,35 @@ def streams(
     task: Task, state: State, work: Sequence[tuple[Client, Reduction]], lr: float, *, precision: str = "fp32"
 ) -> Iterator[Update]:
     """Train clients side by side, each in a place of its own; those that cannot, one after another."""
-    jobs = [Job(Assignment(task, state, *each), lr) for each in work]
+    jobs = [ClientJob(Assignment(task, state, *each), lr) for each in work]
     done = 0
     try:
-        for update in without_divergence(side_by_side(jobs, pool_of(task), precision)):
+        for update in raise_on_divergence(train_on_streams(jobs, get_runner_cache(task), precision)):
             yield update
             done += 1
-    except Unfit as reason:
-        say(f"{reason}, so clients are trained one after another")
+    except UnsupportedByEngine as reason:
+        warn_once(f"{reason}, so clients are trained one after another")
         yield from sequential(task, state, work[done:], lr, precision=precision)
 
 
-def side_by_side(jobs: Sequence[Job], pool: Pool, precision: str) -> Iterator[Answer]:
+def train_on_streams(jobs: Sequence[ClientJob], cache: RunnerCache, precision: str) -> Iterator[JobResult]:
     """What comes of jobs, as many at a time as fill a GPU."""
-    for start in range(0, len(jobs), AT_ONCE):
-        places = placed(pool, list(arrivals(jobs[start : start + AT_ONCE])), precision)
-        drive(places)
-        for place in places:
-            yield from place.answers()
+    for start in range(0, len(jobs), MAX_STREAMS):
+        runners = load_client_runners(cache, list(client_inputs(jobs[start : start + MAX_STREAMS])), precision)
+        run_steps(runners)
+        for runner in runners:
+            yield from runner.results()
 
 
-def placed(pool: Pool, clients: Sequence[Arrival], precision: str) -> list[Place]:
+def load_client_runners(cache: RunnerCache, clients: Sequence[ClientInputs], precision: str) -> list[StepRunner]:
     """A place of its own for each client."""
     seen: Counter[object] = Counter()
-    places = []
+    runners = []
     for client in clients:
-        shape = client.shape(rows=1 << (client.rows - 1).bit_length())
-        make = captured if next(iter(client.params.values())).is_cuda else plainly
-        place = pool.place([client], shape, None, seen[shape], make, precision)
-        place.load([client])
-        places.append(place)
-        seen[shape] += 1
-    return places
+        signature = client.signature(rows=1 << (client.rows - 1).bit_length())
+        backend = cuda_graph_backend if next(iter(client.params.values())).is_cuda else eager_backend
+        runner = cache.runner([client], signature, None, seen[signature], backend, precision)
+        runner.load([client])
+        runners.append(runner)
+        seen[signature] += 1
+    return runners

@@ -170,7 +170,7 @@ def _norm_sums(
 
 
 @triton.jit
-def _norm_back(
+def _norm_backward(
     x, back, out, mean, scale, weight, sums, products, weight_out, bias_out, pixels, channels,
     CHUNKS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -199,7 +199,7 @@ def _norm_back(
 # ── how they are called ─────────────────────────────────────────────────────────────────────────────────
 
 
-def power(number: int, least: int, most: int) -> int:
+def clamped_power_of_2(number: int, least: int, most: int) -> int:
     """The power of two that holds a number, within limits."""
     return max(least, min(most, 1 << (number - 1).bit_length()))
 
@@ -212,7 +212,7 @@ def convolve(
     fan_out = weight_GTIO.shape[2 if back else 3]
     y = x_GBHWC.new_empty(clients, images, *size, fan_out)
     pixels = images * size[0] * size[1]
-    block_n, block_k = power(fan_out, 16, 128), power(fan_in, 16, 64)
+    block_n, block_k = clamped_power_of_2(fan_out, 16, 128), clamped_power_of_2(fan_in, 16, 64)
     few = triton.cdiv(pixels, 128) * triton.cdiv(fan_out, block_n) * clients < PROGRAMS
     block_m = 64 if few else 128
     grid = triton.cdiv(pixels, block_m), triton.cdiv(fan_out, block_n), clients
@@ -232,7 +232,7 @@ def weigh(x_GBHWC: Tensor, back_GBHWC: Tensor, side: int, stride: int, padding: 
     pixels = images * size[0] * size[1]
     large = max(side * side * clients * (fan_in // 128) * (fan_out // 128), pixels // 16) >= PROGRAMS
     most = 128 if large and min(fan_in, fan_out) >= 128 else 64
-    block_i, block_o = power(fan_in, 16, most), power(fan_out, 16, most)
+    block_i, block_o = clamped_power_of_2(fan_in, 16, most), clamped_power_of_2(fan_out, 16, most)
     tiles_in, tiles_out = triton.cdiv(fan_in, block_i), triton.cdiv(fan_out, block_o)
     tiles = side * side * tiles_in * tiles_out
     parts = max(1, min(CHUNKS, 4 * PROGRAMS // (tiles * clients), triton.cdiv(pixels, 256)))
@@ -279,7 +279,7 @@ def normalise_back(
         x_GBHWC, back_GBHWC, mean_GC, scale_GC, sums, products, pixels, channels, share,
         BLOCK_P=block_p, BLOCK_C=block_c,
     )  # fmt: skip
-    _norm_back[triton.cdiv(pixels, block_p), tiles, clients](
+    _norm_backward[triton.cdiv(pixels, block_p), tiles, clients](
         x_GBHWC, back_GBHWC, out, mean_GC, scale_GC, weight_GC, sums, products, weight, bias, pixels, channels,
         CHUNKS=CHUNKS, BLOCK_P=block_p, BLOCK_C=block_c,
     )  # fmt: skip
@@ -288,7 +288,7 @@ def normalise_back(
 
 def _chunks(pixels: int, channels: int) -> tuple[int, int, int]:
     """Pixels of a chunk, channels of a tile and pixels that are looked at together."""
-    block_c = power(channels, 8, 64)
+    block_c = clamped_power_of_2(channels, 8, 64)
     return triton.cdiv(pixels, CHUNKS), block_c, 4096 // block_c
 
 

@@ -8,7 +8,7 @@ from fedcover.training.recipes.fedprox import plain, prox
 from fedcover.training.recipes.fiarse import fiarse
 from fedcover.training.recipes.fjord import fjord
 from fedcover.training.recipes.hermes import hermes
-from fedcover.training.recipes.label_masking import own_labels as own_labels
+from fedcover.training.recipes.label_masking import mask_absent_labels as mask_absent_labels
 from fedcover.training.recipes.prunefl import prunefl
 from fedcover.types import Recipe
 

@@ -7,7 +7,7 @@ from fedcover.submodels.reductions import Slices
 from fedcover.types import Assignment, Params
 
 
-def own_statistics(assignment: Assignment) -> Params:
+def client_norm_statistics(assignment: Assignment) -> Params:
     """Copies of the client's running norm statistics, if those are tracked.
 
     A forward pass that is given them beside the parameters writes into the copies and not into the client's module.
@@ -17,7 +17,7 @@ def own_statistics(assignment: Assignment) -> Params:
     return {name: tensor.clone() for name, tensor in assignment.reduction.extract(known).items()}
 
 
-def own_units(assignment: Assignment) -> Params:
+def client_units(assignment: Assignment) -> Params:
     """The units of every group that the client holds: all of them where its part is not cut along units."""
     reduction, groups = assignment.reduction, assignment.task.model.groups
     if isinstance(reduction, Slices):

@@ -45,14 +45,14 @@ def depthfl(*, exits: str = "all", distil: float = 1.0) -> Recipe:
         idle = [name for names in held[:-1] for name in names]  # they must not dilute those of shallower clients
         return Outcome(params, bits={name: torch.zeros_like(params[name], dtype=torch.bool) for name in idle})
 
-    return Recipe(loss, finish=finish, exits=True, model=_with_named_exits if exits == "last" else _unchanged)
+    return Recipe(loss, finish=finish, exits=True, model=_require_named_exits if exits == "last" else _identity)
 
 
-def _unchanged(model: Model) -> Model:
+def _identity(model: Model) -> Model:
     return model
 
 
-def _with_named_exits(model: Model) -> Model:
+def _require_named_exits(model: Model) -> Model:
     """The same model; refused if nobody can tell which parameters belong to which exit."""
     if not model.exits:
         raise InvalidValue(

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedcover.errors import InvalidValue
-from fedcover.submodels.unit_groups import told_apart
+from fedcover.submodels.unit_groups import separate_buffers
 from fedcover.training.recipes.fedprox import cross_entropy
 from fedcover.types import Assignment, Carry, Cut, Forward, Model, Outcome, Params, Recipe, UnitGroup
 
-START, THRESHOLD = 2.0**-7, 2.0**-8
+INITIAL_SCORE, SCORE_THRESHOLD = 2.0**-7, 2.0**-8
 """Every weight is used at first. A vote is worth START, so that half of the votes reach the threshold, exactly."""
 
 
@@ -28,14 +28,16 @@ def fedmask() -> Recipe:
     """
 
     def finish(assignment: Assignment, forward: Forward, params: Params, carry: Carry) -> Outcome:
-        return Outcome({name: START * (scores >= THRESHOLD).to(scores.dtype) for name, scores in params.items()})
+        return Outcome(
+            {name: INITIAL_SCORE * (scores >= SCORE_THRESHOLD).to(scores.dtype) for name, scores in params.items()}
+        )
 
-    return Recipe(cross_entropy, finish=finish, model=with_scores)
+    return Recipe(cross_entropy, finish=finish, model=replace_weights_with_scores)
 
 
-def used(frozen: Tensor, scores: Tensor) -> Tensor:
+def apply_scores(frozen: Tensor, scores: Tensor) -> Tensor:
     """The weight where its score reaches the threshold, else 0; its derivative by the score is the weight itself."""
-    bits = (scores >= THRESHOLD).to(scores.dtype)
+    bits = (scores >= SCORE_THRESHOLD).to(scores.dtype)
     return frozen * (bits + scores - scores.detach())
 
 
@@ -46,7 +48,7 @@ class MaskedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Use the weights that the scores choose."""
-        return F.linear(input, used(self.frozen, self.weight), self.bias)
+        return F.linear(input, apply_scores(self.frozen, self.weight), self.bias)
 
 
 class MaskedConv2d(nn.Conv2d):
@@ -56,23 +58,23 @@ class MaskedConv2d(nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:
         """Use the weights that the scores choose."""
-        output: Tensor = self._conv_forward(input, used(self.frozen, self.weight), self.bias)
+        output: Tensor = self._conv_forward(input, apply_scores(self.frozen, self.weight), self.bias)
         return output
 
 
-MASKED: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: MaskedLinear, nn.Conv2d: MaskedConv2d}
+MASKED_LAYERS: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: MaskedLinear, nn.Conv2d: MaskedConv2d}
 
 
-def with_scores(model: Model) -> Model:
+def replace_weights_with_scores(model: Model) -> Model:
     """The same network with scores in the place of its weights; whatever else it could learn is frozen too."""
     module = copy.deepcopy(model.module)
     frozen: set[str] = set()
     for path, layer in list(module.named_modules()):
         for name, parameter in list(layer.named_parameters(recurse=False)):
-            if type(layer) in MASKED and name == "weight":
+            if type(layer) in MASKED_LAYERS and name == "weight":
                 layer.register_buffer("frozen", parameter.detach().clone())
-                parameter.data = torch.full_like(parameter, START)
-                layer.__class__ = MASKED[type(layer)]
+                parameter.data = torch.full_like(parameter, INITIAL_SCORE)
+                layer.__class__ = MASKED_LAYERS[type(layer)]
                 frozen.add(f"{path}.weight")
             elif parameter.ndim > 1:
                 raise InvalidValue(f"recipe fedmask cannot mask {path}.{name}, a weight of a {type(layer).__name__}")
@@ -82,14 +84,14 @@ def with_scores(model: Model) -> Model:
     return replace(
         model,
         module=module,
-        groups=told_apart(
-            [_with_frozen(g, frozen) for g in model.groups], {name for name, _ in module.named_parameters()}
+        groups=separate_buffers(
+            [_add_frozen_cuts(g, frozen) for g in model.groups], {name for name, _ in module.named_parameters()}
         ),
         classifier=tuple(name for name in model.classifier if name in frozen),
     )
 
 
-def _with_frozen(group: UnitGroup, frozen: set[str]) -> UnitGroup:
+def _add_frozen_cuts(group: UnitGroup, frozen: set[str]) -> UnitGroup:
     """The group with every cut of a weight repeated for its frozen values."""
 
     def both(cut: Cut) -> tuple[Cut, ...]:

@@ -16,7 +16,7 @@ from fedcover.training.recipes.fedprox import cross_entropy
 from fedcover.types import Assignment, Batch, Carry, Forward, Params, Recipe
 
 
-class _Important(torch.autograd.Function):
+class _ImportanceMask(torch.autograd.Function):
     """w where |w| >= tau, else 0; the derivative on what is kept is 1 + 2 tau / (|w| + tau)^2 * |w|."""
 
     generate_vmap_rule = True
@@ -37,7 +37,7 @@ class _Important(torch.autograd.Function):
         return torch.where(size >= threshold, gradient * surrogate, 0.0), None
 
 
-def _plainly_kept(weight: Tensor, threshold: Tensor) -> Tensor:
+def _hard_threshold(weight: Tensor, threshold: Tensor) -> Tensor:
     """w where |w| >= tau, else 0; the derivative on what is kept is 1."""
     return torch.where(weight.abs() >= threshold, weight, 0.0)
 
@@ -55,19 +55,19 @@ def fiarse(*, scope: str = "model", surrogate: bool = True) -> Recipe:
         if isinstance(assignment.reduction, Slices):
             raise InvalidValue("recipe fiarse trains within masks, and this policy gives slices: use policy magnitude")
         masks = assignment.reduction.gradient_mask()
-        least = {name: _least(params[name][bits]) for name, bits in masks.items()}
+        least = {name: _min_magnitude(params[name][bits]) for name, bits in masks.items()}
         if scope == "model" and least:
             least = dict.fromkeys(least, torch.stack(list(least.values())).min())
         return least
 
     def loss(forward: Forward, params: Params, batch: Batch, carry: Carry) -> Tensor:
-        apply: Callable[[Tensor, Tensor], Tensor] = _Important.apply if surrogate else _plainly_kept
+        apply: Callable[[Tensor, Tensor], Tensor] = _ImportanceMask.apply if surrogate else _hard_threshold
         chosen = {name: apply(params[name], threshold) for name, threshold in carry.items()}
         return cross_entropy(forward, {**params, **chosen}, batch, carry)
 
     return Recipe(loss, start)
 
 
-def _least(kept: Tensor) -> Tensor:
+def _min_magnitude(kept: Tensor) -> Tensor:
     """The smallest magnitude; infinite where nothing is kept."""
     return kept.abs().min() if len(kept) else torch.full((), torch.inf, dtype=kept.dtype, device=kept.device)

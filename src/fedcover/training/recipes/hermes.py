@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fedcover.errors import InvalidValue
-from fedcover.submodels.reductions import Slices, width_within
-from fedcover.submodels.unit_groups import positions, units_kept
-from fedcover.training.recipes.base import own_statistics
+from fedcover.submodels.reductions import Slices, width_for_budget
+from fedcover.submodels.unit_groups import num_units_kept, unit_positions
+from fedcover.training.recipes.base import client_norm_statistics
 from fedcover.training.recipes.fedprox import cross_entropy
 from fedcover.types import Assignment, Batch, Carry, Forward, Outcome, Params, Recipe, UnitGroup
 
@@ -28,60 +28,60 @@ def hermes(*, step: float = 0.2, good_enough: float = 0.5) -> Recipe:
         groups = assignment.task.model.groups
         if any(p.shape != assignment.state.params[name].shape for name, p in params.items()):
             raise InvalidValue("recipe hermes prunes at the client, so it needs the policy 'full'")
-        return _bits(groups, _kept(assignment), params)
+        return _unit_mask(groups, _kept_units(assignment), params)
 
     def loss(forward: Forward, params: Params, batch: Batch, carry: Carry) -> Tensor:
-        return cross_entropy(forward, _masked(params, carry), batch, carry)
+        return cross_entropy(forward, _apply_mask(params, carry), batch, carry)
 
     def finish(assignment: Assignment, forward: Forward, params: Params, carry: Carry) -> Outcome:
-        kept, trained = _kept(assignment), _masked(params, carry)
+        kept, trained = _kept_units(assignment), _apply_mask(params, carry)
         shard = assignment.task.source.shard(assignment.client.id)
         with torch.no_grad():
-            answers = forward({**trained, **own_statistics(assignment)}, shard.samples.x[shard.index]).argmax(1)
+            answers = forward({**trained, **client_norm_statistics(assignment)}, shard.samples.x[shard.index]).argmax(1)
         if float((answers == shard.samples.y[shard.index]).double().mean()) >= good_enough:
-            goal = _width(assignment)
-            kept = {g.name: _shrunk(g, kept[g.name], goal, step, trained) for g in assignment.task.model.groups}
+            goal = _target_width(assignment)
+            kept = {g.name: _prune_units(g, kept[g.name], goal, step, trained) for g in assignment.task.model.groups}
         return Outcome(trained, bits=carry, private={f"units.{name}": units for name, units in kept.items()})
 
     return Recipe(loss, start, finish=finish, chooses=True)
 
 
-def _kept(assignment: Assignment) -> dict[str, Tensor]:
+def _kept_units(assignment: Assignment) -> dict[str, Tensor]:
     """The units that the client's own mask keeps: all of them at first."""
     everything = {g.name: torch.ones(g.size, dtype=torch.bool) for g in assignment.task.model.groups}
     return {name: assignment.private.get(f"units.{name}", units).cpu() for name, units in everything.items()}
 
 
-def _width(assignment: Assignment) -> float:
+def _target_width(assignment: Assignment) -> float:
     """The share of every group's units that fits the client's capacity."""
     task, capacity = assignment.task, assignment.client.capacity
     if task.measure == "width":
         return capacity
-    return width_within(task.model.groups, assignment.state.params, capacity)
+    return width_for_budget(task.model.groups, assignment.state.params, capacity)
 
 
-def _masked(params: Params, bits: dict[str, Tensor]) -> Params:
+def _apply_mask(params: Params, bits: dict[str, Tensor]) -> Params:
     return {name: p * bits[name] if name in bits else p for name, p in params.items()}
 
 
-def _bits(groups: tuple[UnitGroup, ...], kept: dict[str, Tensor], params: Params) -> dict[str, Tensor]:
+def _unit_mask(groups: tuple[UnitGroup, ...], kept: dict[str, Tensor], params: Params) -> dict[str, Tensor]:
     """The client's own mask over the tensors that its groups cut."""
     units = {name: mask.nonzero().flatten() for name, mask in kept.items()}
     cut = {cut.tensor: params[cut.tensor] for g in groups for cut in g.cuts if cut.tensor in params}
     return Slices(groups, units).mask(cut)
 
 
-def _shrunk(group: UnitGroup, kept: Tensor, goal: float, step: float, params: Params) -> Tensor:
+def _prune_units(group: UnitGroup, kept: Tensor, goal: float, step: float, params: Params) -> Tensor:
     """The group's units after one more pruning: the shortest of those left go, never below the goal."""
     if group.nested:  # its units come in order, so none can go by its length
         return kept
     # a capacity that has grown since (they may belong to slots) brings nothing back
     before = int(kept.sum())
-    left = min(before, max(units_kept(group.size, goal), int(before * (1 - step) + 1e-9)))
+    left = min(before, max(num_units_kept(group.size, goal), int(before * (1 - step) + 1e-9)))
     lengths = torch.zeros(group.size, dtype=torch.float64)
     for cut in group.cuts:
         if cut.tensor in params and cut.axis is not None:
-            places = positions(cut, torch.arange(group.size))
+            places = unit_positions(cut, torch.arange(group.size))
             squares = params[cut.tensor].detach().double().cpu() ** 2
             other = tuple(axis for axis in range(squares.ndim) if axis != cut.axis)
             along = squares.sum(other) if other else squares

@@ -11,22 +11,22 @@ from torch import Tensor
 from fedcover.errors import unknown
 from fedcover.types import Assignment, Batch, Carry, Forward, Outcome, Params, Recipe
 
-ABSENT = {"free": None, "zero": 0.0, "ignore": -1e9}
+ABSENT_LABELS = {"free": None, "zero": 0.0, "ignore": -1e9}
 """What the logits of labels that a client lacks become in its loss: unchanged, 0 (HeteroFL), or so low that they add
 nothing; not minus infinity, because a distillation term multiplies it by a probability of 0."""
 
 
-def own_labels(recipe: Recipe, *, absent: str = "free", rows: bool = False) -> Recipe:
+def mask_absent_labels(recipe: Recipe, *, absent: str = "free", rows: bool = False) -> Recipe:
     """A recipe whose loss and whose classifier rows keep to the labels that the client holds.
 
     With `absent` "zero" each absent label still adds e^0 to the softmax, as in the original code; with "ignore" it adds
     nothing. With `rows` the classifier's rows of absent labels do not count as trained.
     """
-    if absent not in ABSENT:
-        raise unknown("absent_labels", absent, ABSENT)
+    if absent not in ABSENT_LABELS:
+        raise unknown("absent_labels", absent, ABSENT_LABELS)
     if absent == "free" and not rows:
         return recipe
-    fill = ABSENT[absent]
+    fill = ABSENT_LABELS[absent]
 
     def start(assignment: Assignment, params: Params) -> Carry:
         device = next(iter(params.values())).device

@@ -7,14 +7,14 @@ Jiang, Wang, Valls, Ko, Lee, Leung, Tassiulas: Model pruning enables efficient f
 import torch
 
 from fedcover.errors import InvalidValue
-from fedcover.policies.prunefl import EVERY, last_round
-from fedcover.submodels.partial_params import here
-from fedcover.submodels.reductions import dense
+from fedcover.policies.prunefl import RECONFIGURE_EVERY, last_answered_round
+from fedcover.submodels.partial_params import local_params
+from fedcover.submodels.reductions import without_masks
 from fedcover.training.recipes.fedprox import cross_entropy
 from fedcover.types import Assignment, Carry, Forward, Outcome, Params, Recipe
 
 
-def prunefl(*, every: int = EVERY) -> Recipe:
+def prunefl(*, every: int = RECONFIGURE_EVERY) -> Recipe:
     """Plain SGD that also reports squared gradients, summed over the rounds since the last re-configuration.
 
     Of each round it takes the mean over the local steps. `every` must be that of the policy. `trained_in` says in which
@@ -27,9 +27,9 @@ def prunefl(*, every: int = EVERY) -> Recipe:
         measured, round = assignment.state.measured, assignment.state.round
         bits, prunable = assignment.reduction.gradient_mask(), assignment.task.model.prunable
         trained_in = {name: torch.full_like(params[name], round + 1) * bits.get(name, 1) for name in prunable}
-        since = last_round({kind: here(tensors) for kind, tensors in measured.items()})
+        since = last_answered_round({kind: local_params(tensors) for kind, tensors in measured.items()})
         if since is not None and since // every == round // every:
-            earlier = dense(assignment.reduction).extract(measured["squared_gradient"])
+            earlier = without_masks(assignment.reduction).extract(measured["squared_gradient"])
         else:
             earlier = {name: torch.zeros_like(p) for name, p in params.items()}
         return earlier, {name: torch.zeros_like(p) for name, p in params.items()}, trained_in
