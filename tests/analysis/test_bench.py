@@ -10,7 +10,7 @@ import pytest
 import torch
 from benchmarks.flower_memory import growth, hold_more, install_probe, minimum_by_round, read_probe, trend, verdict
 
-from fedcover.analysis.bench import Measurement, baseline, ours, page
+from fedcover.analysis.bench import Measurement, baseline, page
 from fedcover.analysis.bench.runner import time_interleaved
 from fedcover.cli import measuring
 from fedcover.runs.setup import Machine
@@ -51,7 +51,7 @@ def test_our_own_steps_are_measured_alike(monkeypatch, together):
     # what is compiled is tested elsewhere
     monkeypatch.setattr(import_module("fedcover.training.engines.batched"), "inductor_backend", eager_backend)
     machine = Machine("streams", "cpu", threads=1).resolved()
-    found = ours.step_seconds("mlp", machine, clients=2, together=together, repeats=2)
+    found = runner.step_seconds("mlp", machine, clients=2, together=together, repeats=2)
     assert len(found) == 2
     assert all(second > 0 for second in found)
 

@@ -226,7 +226,14 @@ def test_momentum_never_drifts_more_than_its_simple_bound(count, momentum):
 
 
 def facts(**changes):
-    fields = {"lr": 0.01, "inverse_coverage": (0.5, 0.25), "pruned_energy": (0.0, 3.0), "gamma": 2, "energy": 12.0, "gradient": 1.0}
+    fields = {
+        "lr": 0.01,
+        "inverse_coverage": (0.5, 0.25),
+        "pruned_energy": (0.0, 3.0),
+        "gamma": 2,
+        "energy": 12.0,
+        "gradient": 1.0,
+    }
     return RoundQuantities(**{**fields, **changes})
 
 

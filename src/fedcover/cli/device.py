@@ -10,8 +10,7 @@ from cyclopts import Parameter
 from fedcover.analysis.device_capacity import propose
 from fedcover.cli import console
 from fedcover.cli.live_view import read_run_view, render, watch_live
-from fedcover.cli.options import Data, Device, Json, Threads, Whole, app
-from fedcover.cli.wanted import load_experiment
+from fedcover.cli.options import Data, Device, Json, Threads, Whole, app, load_experiment
 from fedcover.errors import InvalidValue
 from fedcover.flower.node_data import MOST_LABELS, load_standalone_node_data
 from fedcover.runs.setup import Machine, Overrides, prepare

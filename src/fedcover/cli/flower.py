@@ -13,9 +13,8 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 
 from fedcover.cli import conclusions, console
-from fedcover.cli.options import Data, Device, Json, Overwrite, Threads, Whole, app
+from fedcover.cli.options import Data, Device, Json, Overwrite, Threads, Whole, app, load_experiment
 from fedcover.cli.trust import Trust, is_trusted
-from fedcover.cli.wanted import load_experiment
 from fedcover.errors import InvalidValue, RunError
 from fedcover.flower import require
 from fedcover.flower.app_template import RunConfig, write_app

@@ -13,9 +13,8 @@ from fedcover.analysis.audit import audit_codename
 from fedcover.analysis.plan_report import plan_report
 from fedcover.analysis.plan_report import plot as draw_plan
 from fedcover.cli import conclusions, console
-from fedcover.cli.options import Data, Json, MaybeWhole, Whole, app
+from fedcover.cli.options import Data, Json, MaybeWhole, Whole, add_working_folder_to_path, app
 from fedcover.cli.trust import Trust, is_trusted
-from fedcover.cli.wanted import add_working_folder_to_path
 from fedcover.data import datasets
 from fedcover.data.client_data import RemoteData, SyntheticData
 from fedcover.data.partition import PARTITIONS

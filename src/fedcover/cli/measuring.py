@@ -12,9 +12,8 @@ from fedcover.analysis.bench import MAX_SPREAD_RATIO, page
 from fedcover.analysis.bench import bench as measure
 from fedcover.cli import conclusions, console
 from fedcover.cli.interruption import resume_hint_when_stopped, this_command
-from fedcover.cli.options import Data, Device, Json, Overwrite, ParallelRuns, Precision, Whole, app
+from fedcover.cli.options import Data, Device, Json, Overwrite, ParallelRuns, Precision, Whole, app, load_experiment
 from fedcover.cli.variations import choices_of
-from fedcover.cli.wanted import load_experiment
 from fedcover.errors import InvalidValue
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.launch import torchrun_rank

@@ -8,8 +8,7 @@ from cyclopts import Parameter
 
 from fedcover.analysis import history
 from fedcover.analysis.report import report as write_report
-from fedcover.analysis.report.collect import collect_runs, damage_notes, read_runs
-from fedcover.analysis.report.grouping import group_runs
+from fedcover.analysis.report.collect import collect_runs, damage_notes, group_runs, read_runs
 from fedcover.cli import console
 from fedcover.cli.options import app
 from fedcover.errors import InvalidValue

@@ -29,9 +29,9 @@ from fedcover.cli.options import (
     Threads,
     Whole,
     app,
+    load_experiment,
 )
 from fedcover.cli.trust import Trust, is_trusted
-from fedcover.cli.wanted import load_experiment
 from fedcover.errors import InvalidValue, unknown
 from fedcover.runs import plotting
 from fedcover.runs.api import RoundCallback, Run, load

@@ -7,7 +7,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from fedcover.cli import console
-from fedcover.cli.wanted import add_working_folder_to_path
+from fedcover.cli.options import add_working_folder_to_path
 from fedcover.runs import trust
 from fedcover.runs.run_folder import Folder
 

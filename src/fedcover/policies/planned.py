@@ -8,8 +8,7 @@ from torch import Tensor
 from fedcover.errors import InvalidValue, unknown
 from fedcover.policies.base import prunable_budget, prunable_weights, width
 from fedcover.policies.planner.multi_group import PlanTarget, conflict_colouring, is_exact, plan_round, unit_energies
-from fedcover.policies.planner.objective import PlanObjective
-from fedcover.policies.planner.single_group import BudgetedGroup, RunLengthPlan
+from fedcover.policies.planner.single_group import BudgetedGroup, PlanObjective, RunLengthPlan
 from fedcover.policies.replication import copy_reductions, copy_transform, num_copies
 from fedcover.submodels.coverage import energy
 from fedcover.submodels.reductions import Masks, Slices

@@ -1,6 +1,10 @@
 """Taking a model away: a safetensors file that says how to build the module again, or an ONNX file."""
 
+import copy
+import importlib.util
 import json
+import logging
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -13,14 +17,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from fedcover.errors import InvalidValue, RunError, unknown
-from fedcover.host.disk import check_regular, write_atomically
+from fedcover.host.disk import check_not_linked, check_regular, write_atomically
 from fedcover.models import params_and_buffers
 from fedcover.models.meta_device import NotBuildableOnMeta, build_on_meta
 from fedcover.runs import trust
 from fedcover.runs.api import Run
 from fedcover.runs.components import as_model, build_model, build_recipe, cuts
 from fedcover.runs.experiment import Experiment
-from fedcover.runs.onnx_export import export_onnx
 from fedcover.runs.session import shapes_by_name
 from fedcover.submodels.build import load_tensors, meta_submodel
 from fedcover.submodels.encoding import decode, encode
@@ -172,3 +175,31 @@ def _experiment(path: str | Path, header: _Header, *, given: bool) -> Experiment
         return Experiment(**kept, policy=policy)
     except InvalidValue as error:
         raise RunError(f"{path} is no model exported by fedcover: {error}") from error
+
+
+def export_onnx(module: nn.Module, example: Tensor | tuple[Any, ...], path: str | Path) -> Path:
+    """Write a module (a client's sub-model, or the whole) as one ONNX file, as it is evaluated.
+
+    The length of the first axis of each input may differ from the example's wherever the module allows it. Needs the
+    packages `onnx` and `onnxscript`.
+    """
+    check_not_linked(Path(path))
+    missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
+    if missing:
+        names = " and ".join(missing)
+        raise InvalidValue(f"writing ONNX needs {names}; in a checkout of fedcover: pip install '.[onnx]'")
+    given = example if isinstance(example, tuple) else (example,)
+    batch = tuple({0: torch.export.Dim.AUTO} if isinstance(each, Tensor) and each.ndim else None for each in given)
+    talk = logging.getLogger("torch.onnx")
+    level = talk.level
+    try:
+        talk.setLevel(logging.ERROR)  # it reports every extension that is not installed
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # deprecations inside torch
+            quiet = copy.deepcopy(module).eval()
+            program = torch.onnx.export(quiet, given, dynamo=True, verbose=False, dynamic_shapes=batch)
+    finally:
+        talk.setLevel(level)
+    assert program is not None
+    program.save(str(path), external_data=False)
+    return Path(path)

@@ -7,8 +7,50 @@ the largest weight with which it counts for any parameter it holds: 1/Gamma_(n) 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from fedcover.theory.steps import LocalSteps
+import numpy as np
+
+
+@dataclass(frozen=True)
+class LocalSteps:
+    """T local steps of SGD with momentum mu that starts afresh in every round.
+
+    >>> LocalSteps(300).total, LocalSteps(3, momentum=0.5).shares.tolist()
+    (300.0, [1.75, 1.5, 1.0])
+    """
+
+    count: int
+    momentum: float = 0.0
+
+    @cached_property
+    def shares(self) -> np.ndarray:
+        """c_j: how much gradient j counts in the end."""
+        left_T = np.arange(self.count, 0, -1)
+        return np.asarray((1 - self.momentum**left_T) / (1 - self.momentum))
+
+    @property
+    def total(self) -> float:
+        """S, the sum of all c_j: T without momentum."""
+        return float(self.shares.sum())
+
+    @property
+    def squares(self) -> float:
+        """The sum of c_j^2, over S: 1 without momentum."""
+        return float((self.shares**2).sum()) / self.total
+
+    @cached_property
+    def drift(self) -> float:
+        """How far T steps of unit length lead away at most: the mean of squared distances, weighted by c_j / S.
+
+        Before gradient j is taken, at most S_(j-1) has been walked, the total of j - 1 steps. Without momentum this is
+        (T-1)(2T-1)/6.
+
+        >>> LocalSteps(10).drift == 9 * 19 / 6
+        True
+        """
+        walked_T = np.concatenate([[0.0], np.cumsum(self.shares[::-1])[:-1]])
+        return float((self.shares * walked_T**2).sum()) / self.total
 
 
 @dataclass(frozen=True, slots=True)

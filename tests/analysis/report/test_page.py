@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 import fedcover as fc
+from fedcover.analysis.report.collect import group_runs
 from fedcover.analysis.report.downsample import MAX_ENDS, MAX_POINTS, points_for
-from fedcover.analysis.report.grouping import group_runs
 from fedcover.analysis.report.load import find_runs, read_run
 from fedcover.analysis.report.page import asset
 from fedcover.errors import InvalidValue, RunError

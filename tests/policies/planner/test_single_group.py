@@ -11,8 +11,14 @@ from hypothesis import strategies as st
 
 from fedcover.errors import InvalidValue
 from fedcover.policies.planner import single_group
-from fedcover.policies.planner.objective import PlanObjective
-from fedcover.policies.planner.single_group import BudgetedGroup, RunLengthPlan, best_gamma, frontier, plan
+from fedcover.policies.planner.single_group import (
+    BudgetedGroup,
+    PlanObjective,
+    RunLengthPlan,
+    best_gamma,
+    frontier,
+    plan,
+)
 
 BASE = 6
 """Column sums of up to five clients are digits below six, so that a vector of them is one number."""

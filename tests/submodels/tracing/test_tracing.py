@@ -14,7 +14,7 @@ from torch import nn
 import fedcover as fc
 from fedcover.errors import InvalidValue
 from fedcover.models import MODELS, params_and_buffers
-from fedcover.runs.onnx_export import export_onnx
+from fedcover.runs.export import export_onnx
 from fedcover.submodels.build import load_tensors, submodel
 from fedcover.submodels.reductions import Slices, drawn
 from fedcover.submodels.tracing import trace

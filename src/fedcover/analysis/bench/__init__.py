@@ -1,7 +1,6 @@
 """How fast, measured: our engines beside the plain eager loop and beside floors, as ratios of one run."""
 
 from fedcover.analysis.bench import baseline as baseline
-from fedcover.analysis.bench import ours as ours
 from fedcover.analysis.bench.runner import MAX_SPREAD_RATIO as MAX_SPREAD_RATIO
 from fedcover.analysis.bench.runner import Measurement as Measurement
 from fedcover.analysis.bench.runner import bench as bench

@@ -10,9 +10,131 @@ from typing import Any
 
 import torch
 
-from fedcover.analysis.bench import baseline, ours
-from fedcover.runs.setup import Machine
+from fedcover.analysis.bench import baseline
+from fedcover.analysis.bench.baseline import BATCH, BENCH_MODELS, CLIENTS, random_batches
+from fedcover.host import scratch
+from fedcover.runs.api import run
+from fedcover.runs.experiment import Experiment
+from fedcover.runs.machine import engine_for
+from fedcover.runs.setup import Machine, Overrides, prepare
+from fedcover.server.round import RoundReport, Setup, initial_state, start_round
+from fedcover.training.engines.batched import group_into_stacks, load_stack_runners
+from fedcover.training.engines.buffers import ClientJob, client_inputs
+from fedcover.training.engines.runners import RunnerCache, run_steps
+from fedcover.training.engines.streams import load_client_runners
+from fedcover.types import Assignment, Dataset, Samples
 from fedcover.version import __version__
+
+EPOCHS = 5
+
+
+STEPS = 10
+"""Steps of each repetition, made without waiting in between, as in a round."""
+
+
+def bench_experiment(
+    name: str, *, clients: int, fleet: str, policy: str, samples: int, epochs: int, test: int
+) -> Experiment:
+    """An experiment on random data in the shape of MNIST or CIFAR."""
+    model, shape, classes = BENCH_MODELS[name]
+    return Experiment(
+        dataset=f"synthetic(shape={shape}, classes={classes}, samples={samples}, test_size={test})",
+        model=model, fleet=fleet, policy=policy, assignment="slot", clients=max(100, clients), active=clients,
+        rounds=1000, epochs=epochs, batch_size=BATCH,
+    )  # fmt: skip
+
+
+def step_seconds(
+    name: str,
+    machine: Machine,
+    *,
+    clients: int = CLIENTS,
+    fleet: str = "1x1.0",
+    policy: str = "full",
+    together: bool | None = False,
+    repeats: int = 10,
+) -> list[float]:
+    """Seconds of one step of all clients: each in a lane of its own, or `together` in crews; None: as a run would."""
+    wanted = bench_experiment(
+        name, clients=clients, fleet=fleet, policy=policy, samples=STEPS * BATCH, epochs=1, test=10
+    )
+    setup = prepare(wanted, machine)
+    if together is None:
+        together = engine_for(setup, machine.engine, machine.device) == "batched"
+    wait: Callable[[], None] = torch.cuda.synchronize if machine.device.startswith("cuda") else lambda: None
+    with machine.applied():
+        cache, jobs = RunnerCache(), _jobs(setup)
+        if together:
+            runners = load_stack_runners(group_into_stacks(jobs, cache)[0], cache, machine.precision)
+        else:
+            runners = load_client_runners(cache, list(client_inputs(jobs)), machine.precision)
+        found = []
+        for _ in range(repeats + 1):
+            for runner in runners:
+                runner.load(runner.step_buffers.clients)
+            wait()
+            start = time.perf_counter()
+            run_steps(runners)
+            wait()
+            found.append((time.perf_counter() - start) / STEPS)
+    return found[1:]
+
+
+def training(name: str, machine: Machine, *, fleet: str, policy: str, samples: int) -> Callable[[], None]:
+    """What the clients of a round do, by the machine's engine; their images are in memory, as the plain loop's are."""
+    wanted = bench_experiment(
+        name, clients=CLIENTS, fleet=fleet, policy=policy, samples=samples, epochs=EPOCHS, test=10
+    )
+    wanted = wanted.model_copy(update={"dataset": "digits"})
+    images = random_images(name, machine.device, samples * wanted.clients, test=10)
+    setup = prepare(wanted, machine, parts=Overrides(dataset=images))
+    state = initial_state(setup)
+    work = start_round(setup, state).work
+
+    def train() -> None:
+        for _ in setup.engine(setup.task, state, work, setup.lr(0)):
+            pass
+
+    return train
+
+
+def _jobs(setup: Setup) -> list[ClientJob]:
+    state = initial_state(setup)
+    return [ClientJob(Assignment(setup.task, state, *each), setup.lr(0)) for each in start_round(setup, state).work]
+
+
+def round_seconds(
+    name: str, machine: Machine, *, fleet: str, policy: str, samples: int, test: int = 10_000, rounds: int = 3
+) -> list[dict[str, float]]:
+    """Where the time of whole rounds of a run into a folder goes, phase by phase; `files` is whatever no phase owns.
+
+    The first round, which prepares, and the last, which measures more, are left out.
+    """
+    wanted = bench_experiment(
+        name, clients=CLIENTS, fleet=fleet, policy=policy, samples=samples, epochs=EPOCHS, test=10
+    )
+    wanted = wanted.model_copy(update={"dataset": "digits", "rounds": rounds + 2})
+    images = random_images(name, machine.device, samples * wanted.clients, test)
+    found, ends = [], []
+
+    def watch(report: RoundReport) -> None:
+        ends.append(time.perf_counter())
+        found.append(dict(report.metrics["seconds"]))
+
+    with scratch.folder("bench") as folder:
+        run(wanted, folder / "run", machine=machine, dataset=images, watch=watch)
+    for phases, before, end in zip(found[1:], ends, ends[1:], strict=False):
+        phases["files"] = end - before - sum(phases.values())
+    return found[1:-1]
+
+
+def random_images(name: str, device: str, train: int, test: int) -> Dataset:
+    """Random images in the shape of a job's, all in memory."""
+    x_N, y_N = (batches[0] for batches in random_batches(name, device, 1, train + test))
+    return Dataset(
+        "random", Samples(x_N[:train], y_N[:train]), Samples(x_N[train:], y_N[train:]), BENCH_MODELS[name][2]
+    )
+
 
 WIDTHS = (1.0, 0.5, 0.25)
 LOCKSTEP = (100, 450, 1350)
@@ -61,14 +183,14 @@ def bench(device: str) -> Iterator[Measurement]:
 
 def _cpu(machine: Machine) -> Iterator[Measurement]:
     """What ten clients do in a round, each contender in turn, so that all see the same moods of the machine."""
-    steps = ours.EPOCHS * 60
+    steps = EPOCHS * 60
     alike: dict[str, Any] = {"fleet": "1x1.0", "policy": "full"}
     mixed: dict[str, Any] = {"fleet": "4x1.0 + 6x0.5", "policy": "prefix"}
     works = {
         "plain eager loop": baseline.eager_clients(steps=steps),
         "floor, the two large products alone": baseline.matmul_floor(steps=steps),
-        "batched": ours.training("mlp", machine, samples=600, **alike),
-        "batched, 4x1 + 6x0.5": ours.training("mlp", machine, samples=600, **mixed),
+        "batched": training("mlp", machine, samples=600, **alike),
+        "batched, 4x1 + 6x0.5": training("mlp", machine, samples=600, **mixed),
     }
     found = time_interleaved(works, repeats=10)
     loop, floor = (median(found[name]) * 1e3 / steps for name in list(works)[:2])
@@ -99,23 +221,23 @@ def _convolutions(name: str, device: str) -> Iterator[Measurement]:
         big = baseline.one_big_batch_step(name, device, precision=precision)
         bound = measurement(f"{name} {precision}: bound, one batch of all", big)
         yield bound
-        seconds = ours.step_seconds(name, machine)
+        seconds = step_seconds(name, machine)
         yield measurement(
             f"{name} {precision}: streams", seconds, than_the_loop=loop.median_ms, of_the_bound=bound.median_ms
         )
-        crew = ours.step_seconds(name, machine, together=True)
+        crew = step_seconds(name, machine, together=True)
         yield measurement(
             f"{name} {precision}: batched", crew, than_the_loop=loop.median_ms, of_the_bound=bound.median_ms
         )
     whole = 0.0
     for width in WIDTHS:
-        seconds = ours.step_seconds(name, machine, fleet=f"1x{width}", policy="prefix", together=True)
+        seconds = step_seconds(name, machine, fleet=f"1x{width}", policy="prefix", together=True)
         found = measurement(f"{name} bf16: batched, all clients {width} wide", seconds)
         whole = whole or found.median_ms
         yield Measurement(found.what, found.milliseconds, (("of full width's time", found.median_ms / whole),))
     usual = replace(machine, engine="auto")
     for fleet, policy in (("1x1.0", "full"), ("4x1.0 + 3x0.5 + 3x0.25", "rolling(spread=true)")):
-        step = median(ours.step_seconds(name, usual, fleet=fleet, policy=policy, together=None))
+        step = median(step_seconds(name, usual, fleet=fleet, policy=policy, together=None))
         yield from _rounds(name, usual, fleet, policy, 500, step)
 
 
@@ -123,11 +245,11 @@ def _rounds(
     name: str, machine: Machine, fleet: str, policy: str, samples: int, step: float | None = None
 ) -> Iterator[Measurement]:
     """Whole rounds, and the share of each phase; of training also that of its steps alone, if one of them is known."""
-    rounds = ours.round_seconds(name, machine, fleet=fleet, policy=policy, samples=samples)
+    rounds = round_seconds(name, machine, fleet=fleet, policy=policy, samples=samples)
     totals = [sum(phases.values()) for phases in rounds]
     shares = tuple((phase, median([r[phase] / t for r, t in zip(rounds, totals, strict=True)])) for phase in rounds[0])
     if step is not None:
-        shares += (("steps alone", step * ours.EPOCHS * samples / baseline.BATCH / median(totals)),)
+        shares += (("steps alone", step * EPOCHS * samples / baseline.BATCH / median(totals)),)
     what = f"{name} {machine.precision}, {fleet} {policy}: a whole round, and its phases' shares"
     yield Measurement(what, tuple(1e3 * total for total in totals), shares)
 
@@ -138,7 +260,7 @@ def _lockstep(device: str) -> Iterator[Measurement]:
         loop = measurement("mlp: plain eager loop, 10 clients", baseline.eager_step("mlp", device, repeats=20))
     yield loop
     for clients in (10, *LOCKSTEP):
-        seconds = ours.step_seconds("mlp", machine, clients=clients, together=True)
+        seconds = step_seconds("mlp", machine, clients=clients, together=True)
         found = measurement(f"mlp tf32: {clients} clients in lockstep", seconds)
         rate = clients * baseline.BATCH / found.median_ms / 1e3
         yield Measurement(found.what, found.milliseconds, (("million images/s", rate),))

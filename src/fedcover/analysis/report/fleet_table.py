@@ -6,8 +6,7 @@ from statistics import fmean
 from typing import Any
 
 from fedcover.analysis.report.downsample import compact_number
-from fedcover.analysis.report.load import MetricsLine, RunRecord
-from fedcover.analysis.report.ordering import natural_key
+from fedcover.analysis.report.load import MetricsLine, RunRecord, natural_key
 from fedcover.analysis.report.settings import devices_by_capacity
 from fedcover.runs.metrics_log import EVENTS, event_subject
 

@@ -2,17 +2,30 @@
 
 import json
 import math
+import re
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedcover.analysis.report.ordering import natural_key
 from fedcover.analysis.report.settings import check_settings
 from fedcover.errors import RunError
 from fedcover.host import disk
 from fedcover.runs.metrics_log import count_unanswered, is_complete_line, read_events, read_lines, read_raw_lines
+
+NUMBER = re.compile(r"((?:(?<!\w)-)?\d+(?:\.\d+)?(?:e[-+]?\d+)?)")
+
+
+def natural_key(text: str) -> tuple[str | float, ...]:
+    """A key to sort texts by.
+
+    >>> sorted(["lr 0.1", "lr 0.02", "lr 1e-05", "run10", "run9"], key=natural_key)
+    ['lr 1e-05', 'lr 0.02', 'lr 0.1', 'run9', 'run10']
+    """
+    # words and numbers take turns, so that like is always compared with like
+    return tuple(float(part) if place % 2 else part for place, part in enumerate(NUMBER.split(text)))
+
 
 MetricsLine = dict[str, Any]
 

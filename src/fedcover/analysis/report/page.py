@@ -13,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from fedcover.analysis.report.collect import CollectedRuns, collect_runs
+from fedcover.analysis.report.collect import CollectedRuns, RunGroup, collect_runs, group_runs, setting_text
 from fedcover.analysis.report.downsample import (
     compact_number,
     downsample_columns,
@@ -24,9 +24,7 @@ from fedcover.analysis.report.downsample import (
     sample_ends,
 )
 from fedcover.analysis.report.fleet_table import fleet_table, task_outcomes
-from fedcover.analysis.report.grouping import RunGroup, group_runs, setting_text
-from fedcover.analysis.report.load import UNCOMPARED_SETTINGS, MetricsLine, RunRecord
-from fedcover.analysis.report.ordering import natural_key
+from fedcover.analysis.report.load import UNCOMPARED_SETTINGS, MetricsLine, RunRecord, natural_key
 from fedcover.errors import InvalidValue
 from fedcover.host.disk import write_atomically
 from fedcover.runs.metrics_log import resume_command, summarise

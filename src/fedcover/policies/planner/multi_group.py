@@ -16,8 +16,15 @@ import torch
 from torch import Tensor
 
 from fedcover.errors import InvalidValue
-from fedcover.policies.planner.objective import PlanObjective, required_coverage
-from fedcover.policies.planner.single_group import GOLDEN, Allocation, BudgetedGroup, RunLengthPlan, best_gamma
+from fedcover.policies.planner.single_group import (
+    GOLDEN,
+    Allocation,
+    BudgetedGroup,
+    PlanObjective,
+    RunLengthPlan,
+    best_gamma,
+    required_coverage,
+)
 from fedcover.submodels.reductions import Slices
 from fedcover.submodels.unit_groups import cuts_by_tensor
 from fedcover.types import Params, Reduction, UnitGroup

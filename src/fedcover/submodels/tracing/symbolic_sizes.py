@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedcover.submodels.tracing.atoms import UnionFind
+from fedcover.submodels.tracing.unit_labels import UnionFind
 
 Arithmetic = Callable[["TrackedInt", int], Any]
 
