@@ -26,8 +26,9 @@ from fedcover.paper.results import provenance
 from fedcover.paper.statistics import SIGNIFICANCE_LEVEL
 from fedcover.runs import checkpoints
 from fedcover.runs.experiment import Experiment
+from fedcover.runs.machine import Machine
 from fedcover.runs.run_folder import Folder
-from fedcover.runs.setup import Machine, Overrides, prepare
+from fedcover.runs.setup import Overrides, prepare
 from fedcover.types import State, UnitGroup
 
 FOLDER = RESULTS / "coverage_comparison"

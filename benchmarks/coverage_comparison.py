@@ -31,11 +31,13 @@ from fedcover.paper.reproduce import group_by_shape, print_progress, run_experim
 from fedcover.paper.results import Finished, provenance
 from fedcover.runs import checkpoints
 from fedcover.runs.experiment import Experiment
+from fedcover.runs.machine import Machine
 from fedcover.runs.metrics_log import summarise
 from fedcover.runs.run_folder import Folder
-from fedcover.runs.setup import Machine, Overrides, prepare
+from fedcover.runs.setup import Overrides, prepare
 from fedcover.server.evaluation import evaluate
-from fedcover.server.round import Setup, evaluate_common_and_single
+from fedcover.server.round_metrics import evaluate_common_and_single
+from fedcover.server.round_setup import Setup
 from fedcover.submodels.coverage import covered_only
 from fedcover.types import Dataset, State
 

@@ -8,8 +8,11 @@ import torch
 
 from fedcover.rng import generator
 from fedcover.runs.experiment import Experiment
-from fedcover.runs.setup import Machine, prepare
-from fedcover.server.round import Setup, cohort_of, initial_state
+from fedcover.runs.machine import Machine
+from fedcover.runs.setup import prepare
+from fedcover.server.cohort import cohort_of
+from fedcover.server.round import initial_state
+from fedcover.server.round_setup import Setup
 
 CLIENTS, ACTIVE, EPOCHS, BATCH, LR, MOMENTUM = 100, 10, 5, 10, 0.01, 0.5
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from fedcover.runs.experiment import Experiment
-from fedcover.runs.setup import Machine
+from fedcover.runs.machine import Machine
 from fedcover.runs.sweep import choose_num_processes, sweep
 
 POLICIES = ("prefix", "rolling", "magnitude", "random", 'regions(codename="1111223344")')

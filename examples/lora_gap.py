@@ -5,7 +5,7 @@ Run it from the root of the repository: python -m examples.lora_gap
 
 import fedcover as fc
 from fedcover.models.lora import factors_of, product_gap
-from fedcover.server.round import cohort_of, view_of
+from fedcover.server.cohort import cohort_of, view_of
 from fedcover.training.local_sgd import train_client
 
 

@@ -12,7 +12,7 @@ from fedcover.analysis.report.page import SCRIPTS
 from tests.helpers.repository import ROOT
 
 SOURCE = ROOT / "src" / "fedcover"
-FOUNDATION = ["version", "errors", "types", "tensors", "rng", "registry", "fleet"]
+FOUNDATION = ["version", "errors", "types", "tensors", "rng", "registry", "fleet", "log"]
 ROOMS = [
     "host", "data", "models", "submodels", "policies", "training", "server", "runs", "theory", "analysis", "paper",
     "flower", "cli",

@@ -8,7 +8,8 @@ import pytest
 
 from fedcover import cli
 from fedcover.models.norms import NORMS
-from fedcover.server.aggregation import OVER, RULES, SERVERS, UNCOVERED, WEIGHTS
+from fedcover.server.aggregation import OVER, RULES, UNCOVERED, WEIGHTS
+from fedcover.server.optimizers import SERVERS
 from fedcover.training.recipes import RECIPES
 from fedcover.training.recipes.label_masking import ABSENT_LABELS
 from tests.helpers.documents import BLOCKS, COMMANDS, PAGE

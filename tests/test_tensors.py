@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 from fedcover import tensors
 from fedcover.runs import checkpoints
 from fedcover.runs.experiment import Experiment
-from fedcover.runs.setup import Machine, Overrides, prepare
+from fedcover.runs.machine import Machine
+from fedcover.runs.setup import Overrides, prepare
 from fedcover.server import sharded_round
 from fedcover.server.aggregation import OVER, WeightedSums, coverage_mean, mean_from_sums
 from fedcover.server.round import initial_state, run_round
 from fedcover.submodels.reductions import Masks, Slices, TrainedSubset
 from fedcover.tensors import FlatParams, concat, named_shapes
 from fedcover.training.engines.batched import batched
-from fedcover.training.engines.runners import eager_backend
+from fedcover.training.engines.compilation import eager_backend
 from fedcover.training.recipes.fedprox import cross_entropy
 from fedcover.types import Cut, Model, Outcome, Recipe, UnitGroup
 from tests.helpers.cutting import kept_units, layouts

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fedcover.runs.api import run as run
     from fedcover.runs.experiment import Experiment as Experiment
     from fedcover.runs.export import load_part as load_part
-    from fedcover.runs.setup import Machine as Machine
+    from fedcover.runs.machine import Machine as Machine
     from fedcover.runs.sweep import sweep as sweep
     from fedcover.submodels.reductions import Masks as Masks
     from fedcover.submodels.reductions import Slices as Slices
@@ -48,7 +48,7 @@ _HOME = {
     "Experiment": "runs.experiment",
     "FedcoverError": "errors",
     "InvalidValue": "errors",
-    "Machine": "runs.setup",
+    "Machine": "runs.machine",
     "Masks": "submodels.reductions",
     "Model": "types",
     "Run": "runs.api",

@@ -10,11 +10,11 @@ import pytest
 import torch
 from benchmarks.flower_memory import growth, hold_more, install_probe, minimum_by_round, read_probe, trend, verdict
 
-from fedcover.analysis.bench import Measurement, baseline, page
+from fedcover.analysis.bench import Measurement, baseline, page, runner
 from fedcover.analysis.bench.runner import time_interleaved
-from fedcover.cli import measuring
-from fedcover.runs.setup import Machine
-from fedcover.training.engines.runners import eager_backend
+from fedcover.cli import bench as bench_command
+from fedcover.runs.machine import Machine
+from fedcover.training.engines.compilation import eager_backend
 
 SMALL = {"clients": 2, "batch": 2}
 
@@ -63,8 +63,8 @@ def test_bench_tells_when_figures_are_not_steady(capsys, monkeypatch):
         Measurement("nor this", (2.0, 1.0)),
     ]
     for some, said in ((figures, "2 of 3 figures vary more than 1.5-fold"), (figures[:1], "")):
-        monkeypatch.setattr(measuring, "measure", lambda device, some=some: some)
-        measuring.bench(device="cpu")
+        monkeypatch.setattr(bench_command, "measure", lambda device, some=some: some)
+        bench_command.bench(device="cpu")
         err = capsys.readouterr().err
         assert said in err
         assert bool(said) == bool(err)

@@ -17,7 +17,8 @@ from fedcover.analysis.device_capacity import (
 )
 from fedcover.errors import InvalidValue
 from fedcover.runs.experiment import Experiment
-from fedcover.runs.setup import Machine, prepare
+from fedcover.runs.machine import Machine
+from fedcover.runs.setup import prepare
 from fedcover.submodels.cost import memory_to_train
 from tests.helpers.command_line import refused
 from tests.helpers.worlds import world

@@ -12,7 +12,8 @@ from benchmarks import assembled_or_small as trial
 from fedcover.analysis.plan_report import fleet_view
 from fedcover.policies import POLICIES
 from fedcover.runs.experiment import Experiment
-from fedcover.runs.setup import Machine, prepare
+from fedcover.runs.machine import Machine
+from fedcover.runs.setup import prepare
 from fedcover.server.round import initial_state
 from fedcover.submodels import coverage
 

@@ -13,7 +13,8 @@ from benchmarks import coverage_comparison as comparison
 from fedcover.analysis.plan_report import fleet_view
 from fedcover.errors import InvalidValue, RunError
 from fedcover.runs.experiment import Experiment
-from fedcover.runs.setup import Machine, prepare
+from fedcover.runs.machine import Machine
+from fedcover.runs.setup import prepare
 from fedcover.server.evaluation import evaluate
 from fedcover.server.round import initial_state, run_round
 from fedcover.submodels import coverage

@@ -20,7 +20,7 @@ from fedcover import cli
 from fedcover.cli import console, inspect, run
 from fedcover.runs.checkpoints import found
 from fedcover.runs.experiment import parse_change
-from fedcover.training.engines import runners
+from fedcover.training.engines import compilation
 from tests.helpers.command_line import changed, refused
 from tests.helpers.runs import TINY, tiny
 
@@ -38,7 +38,7 @@ def test_a_number_that_must_be_whole_is_not_rounded(words, fedcover):
 
 
 def test_compiling_is_told(fedcover, monkeypatch):
-    monkeypatch.setattr(runners, "_compile", lambda step, leaves, options: step)
+    monkeypatch.setattr(compilation, "_compile", lambda step, leaves, options: step)
     told = []
     for name in ("one", "two"):  # no more often by a command that comes later in the same process
         code, _, err = fedcover("run", *changed(rounds=1, name=name), "--engine", "batched", "--processes", 1)

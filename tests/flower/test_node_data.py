@@ -17,7 +17,8 @@ from fedcover.errors import InvalidValue
 from fedcover.flower.node_data import MOST_LABELS, MOST_SAMPLES, describe_node_data, load_node_data, parse_data_info
 from fedcover.flower.nodes import DataRequirements, NodeInfo, NodeRegistry, clients_of, partition_of
 from fedcover.runs.experiment import Experiment
-from fedcover.runs.setup import Machine, Overrides, prepare
+from fedcover.runs.machine import Machine
+from fedcover.runs.setup import Overrides, prepare
 from tests.helpers.command_line import refused
 from tests.helpers.own_rows import NODES, written
 

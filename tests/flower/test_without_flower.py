@@ -37,11 +37,12 @@ from fedcover.host.orphans import descendants
 from fedcover.models import MODELS
 from fedcover.runs.api import run
 from fedcover.runs.experiment import Experiment
+from fedcover.runs.machine import Machine
 from fedcover.runs.metrics_log import count_unanswered
 from fedcover.runs.run_folder import Folder
-from fedcover.runs.setup import Machine
+from fedcover.server.cohort import cohort_of, view_of
 from fedcover.server.npy_codec import ArraySpec, InvalidReply
-from fedcover.server.round import RoundReport, cohort_of, view_of
+from fedcover.server.round import RoundReport
 from fedcover.submodels.reductions import Masks, drawn, windows
 from fedcover.training.engines import ENGINES
 from tests.helpers.worlds import world

@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from fedcover.models import Scaler
 from fedcover.rng import generator
-from fedcover.server.round import Setup
+from fedcover.server.round_setup import Setup
 from fedcover.types import Client, Reduction, State
 
 

@@ -18,7 +18,7 @@ from fedcover.runs.launch import join_process_group
 from fedcover.server.round import run_round
 from fedcover.server.sharded_round import shard_setup
 from fedcover.training.engines.batched import batched
-from fedcover.training.engines.runners import eager_backend
+from fedcover.training.engines.compilation import eager_backend
 from fedcover.training.engines.sequential import sequential
 from tests.helpers.worlds import world
 

@@ -17,7 +17,8 @@ from torch.func import functional_call
 from fedcover.fleet import drops_out
 from fedcover.models.norms import use_batch_statistics
 from fedcover.rng import generator
-from fedcover.server.round import Setup, cohort_of, view_of
+from fedcover.server.cohort import cohort_of, view_of
+from fedcover.server.round_setup import Setup
 from fedcover.submodels.build import submodel
 from fedcover.submodels.reductions import Slices
 from fedcover.types import Client, Reduction, State

@@ -5,8 +5,10 @@ from dataclasses import replace
 import torch
 
 from fedcover.runs.experiment import Experiment
-from fedcover.runs.setup import Machine, prepare
-from fedcover.server.round import Setup, initial_state
+from fedcover.runs.machine import Machine
+from fedcover.runs.setup import prepare
+from fedcover.server.round import initial_state
+from fedcover.server.round_setup import Setup
 from fedcover.types import Samples, Shard, State
 
 SMALL_MODELS = {

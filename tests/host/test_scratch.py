@@ -9,7 +9,7 @@ import time
 import pytest
 
 from fedcover.host import locks, scratch
-from fedcover.runs.sweep import MPS, mps_environment
+from fedcover.runs.mps import MPS, mps_environment
 
 
 @pytest.fixture

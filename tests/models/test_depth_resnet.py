@@ -6,7 +6,8 @@ from torch.nn import functional as F
 
 import fedcover as fc
 from fedcover.models.depth_resnet import depth_resnet
-from fedcover.server.round import cohort_of, run_round, view_of
+from fedcover.server.cohort import cohort_of, view_of
+from fedcover.server.round import run_round
 from fedcover.submodels.build import submodel
 from fedcover.submodels.reductions import windows
 from fedcover.training.local_sgd import train_client

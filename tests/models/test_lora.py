@@ -3,7 +3,8 @@
 import torch
 
 from fedcover.models.lora import factors_of, product_gap
-from fedcover.server.round import cohort_of, run_round, view_of
+from fedcover.server.cohort import cohort_of, view_of
+from fedcover.server.round import run_round
 from fedcover.training.local_sgd import train_client
 from tests.helpers.worlds import same, world
 

@@ -6,8 +6,9 @@ from torch import nn
 
 import fedcover
 from fedcover.models.norms import NORMS, calibrate, running, statistics_key, use_batch_statistics
+from fedcover.server.cohort import cohort_of, view_of
 from fedcover.server.evaluation import FULL_REDUCTION, eval_model, logits
-from fedcover.server.round import aggregate, cohort_of, run_round, view_of
+from fedcover.server.round import aggregate, run_round
 from fedcover.training.local_sgd import train_client
 from tests.helpers.worlds import same, world
 

@@ -10,7 +10,8 @@ from fedcover.errors import InvalidValue
 from fedcover.paper.explain import explain, settings
 from fedcover.paper.public_code import SWITCHES, public_code
 from fedcover.policies.paper_regions import regions
-from fedcover.server.round import cohort_of, run_round, view_of
+from fedcover.server.cohort import cohort_of, view_of
+from fedcover.server.round import run_round
 from tests.helpers.worlds import same, world
 
 CODENAME = "147567"

@@ -30,7 +30,7 @@ from fedcover.paper.statistics import (
 from fedcover.paper.svg_chart import Series, chart
 from fedcover.runs import sweep
 from fedcover.runs.experiment import Experiment
-from fedcover.runs.setup import Machine
+from fedcover.runs.machine import Machine
 from tests.helpers.command_line import refused
 from tests.helpers.repository import ROOT
 

@@ -11,7 +11,7 @@ from fedcover.models import MODELS, params_and_buffers
 from fedcover.policies import POLICIES
 from fedcover.policies.base import fits
 from fedcover.registry import options_of
-from fedcover.server.round import cohort_of, view_of
+from fedcover.server.cohort import cohort_of, view_of
 from fedcover.submodels import unit_groups
 from fedcover.submodels.build import submodel
 from fedcover.submodels.encoding import decode, encode

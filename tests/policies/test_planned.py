@@ -22,8 +22,10 @@ from fedcover.policies.planner.multi_group import (
     unit_energies,
 )
 from fedcover.runs.experiment import Experiment
-from fedcover.runs.setup import Machine, prepare
-from fedcover.server.round import cohort_of, initial_state, run_round, view_of
+from fedcover.runs.machine import Machine
+from fedcover.runs.setup import prepare
+from fedcover.server.cohort import cohort_of, view_of
+from fedcover.server.round import initial_state, run_round
 from fedcover.submodels import coverage
 from fedcover.submodels.reductions import Slices
 from fedcover.types import Cut, UnitGroup

@@ -7,7 +7,8 @@ import torch
 
 from fedcover.errors import InvalidValue
 from fedcover.policies.prunefl import Reconfiguration, prunefl, reconfigure
-from fedcover.server.round import cohort_of, run_round, view_of
+from fedcover.server.cohort import cohort_of, view_of
+from fedcover.server.round import run_round
 from tests.helpers import twins
 from tests.helpers.worlds import same, world
 

@@ -13,9 +13,11 @@ from fedcover.analysis.plan_report import fleet_view
 from fedcover.errors import InvalidValue
 from fedcover.policies import POLICIES
 from fedcover.policies.replication import copy_transform, num_copies
-from fedcover.runs.setup import Machine, Overrides, prepare
+from fedcover.runs.machine import Machine
+from fedcover.runs.setup import Overrides, prepare
+from fedcover.server.cohort import cohort_of, view_of
 from fedcover.server.evaluation import evaluate
-from fedcover.server.round import cohort_of, initial_state, view_of
+from fedcover.server.round import initial_state
 from fedcover.submodels import coverage
 from fedcover.submodels.reductions import windows
 from fedcover.training.engines import ENGINES

@@ -217,7 +217,7 @@ def test_an_exported_model_does_not_follow_a_link(format, folder, secret, tmp_pa
 
 def test_events_are_not_added_to_a_linked_file(folder, secret):
     pytest.importorskip("flwr")
-    from fedcover.flower.engine import EventLog
+    from fedcover.flower.events import EventLog
 
     link(folder / "events.jsonl", secret)
     with pytest.raises(RunError, match=r"events\.jsonl cannot be read: it is a symbolic link"):

@@ -179,7 +179,7 @@ def test_no_more_processes_are_started_than_a_round_has_clients(tmp_path, caplog
 
 
 def test_auto_takes_one_process_for_a_short_run_and_one_per_core_for_a_long_one(monkeypatch):
-    monkeypatch.setattr("fedcover.runs.setup.physical_cores", lambda: 2)
+    monkeypatch.setattr("fedcover.runs.machine.physical_cores", lambda: 2)
     chosen = []
     for rounds in (2, 100_000):
         experiment = fc.Experiment(**{**FIELDS, "rounds": rounds})

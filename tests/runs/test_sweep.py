@@ -11,8 +11,9 @@ import fedcover as fc
 from fedcover.cli.variations import choices_of
 from fedcover.errors import FedcoverError, InvalidValue
 from fedcover.runs.api import load
-from fedcover.runs.sweep import MPS, QUEUES, choose_num_processes, expand_choices, mps_environment, sweep
-from fedcover.training.engines.runners import eager_backend
+from fedcover.runs.mps import MPS, QUEUES, mps_environment
+from fedcover.runs.sweep import choose_num_processes, expand_choices, sweep
+from fedcover.training.engines.compilation import eager_backend
 
 BASE = {"clients": 20, "active": 4, "rounds": 3, "epochs": 1, "model": "mlp(hidden=[8])", "assignment": "slot"}
 FIGURES = ("accuracy", "loss", "train_loss", "gamma_round", "histogram", "delta2_mean")

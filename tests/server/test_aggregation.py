@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from fedcover.errors import InvalidValue
 from fedcover.fleet import drops_out
-from fedcover.server.aggregation import SERVERS, AggregatedTensor, coverage_mean, median, server_none, trimmed_mean
-from fedcover.server.round import cohort_of, run_round
+from fedcover.server.aggregation import coverage_mean, median, trimmed_mean
+from fedcover.server.cohort import cohort_of
+from fedcover.server.optimizers import SERVERS, AggregatedTensor, server_none
+from fedcover.server.round import run_round
 from fedcover.submodels.reductions import Masks, windows
 from fedcover.training.local_sgd import train_client
 from fedcover.types import Cut, UnitGroup

@@ -8,9 +8,11 @@ import torch
 
 from fedcover.models.norms import calibrate
 from fedcover.runs.experiment import Experiment
-from fedcover.runs.setup import Machine, prepare
+from fedcover.runs.machine import Machine
+from fedcover.runs.setup import prepare
+from fedcover.server.cohort import cohort_of, view_of
 from fedcover.server.evaluation import FULL_REDUCTION, eval_model, evaluate, local_accuracy, logits, score
-from fedcover.server.round import cohort_of, initial_state, view_of
+from fedcover.server.round import initial_state
 from fedcover.submodels.build import load_tensors, submodel
 from fedcover.submodels.reductions import windows
 from fedcover.types import Samples

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedcover.server.aggregation import RULES, coverage_mean, median
+from fedcover.server.cohort import cohort_of, view_of
 from fedcover.server.evaluation import evaluate
-from fedcover.server.round import cohort_of, run_round, view_of
+from fedcover.server.round import run_round
 from fedcover.submodels.reductions import Masks, Slices
 from fedcover.training.local_sgd import train_client
 from fedcover.types import Cut, Samples, UnitGroup

@@ -4,7 +4,8 @@ import pytest
 
 from fedcover.fleet import drops_out
 from fedcover.policies import POLICIES
-from fedcover.server.round import cohort_of, run_round, view_of
+from fedcover.server.cohort import cohort_of, view_of
+from fedcover.server.round import run_round
 from tests.helpers.reference import reference_round
 from tests.helpers.worlds import same, world
 

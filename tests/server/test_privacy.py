@@ -19,9 +19,10 @@ from fedcover.errors import InvalidValue, RunError
 from fedcover.runs.checkpoints import found, read
 from fedcover.runs.experiment import read_experiment
 from fedcover.server.aggregation import change, clip_update, coverage_mean, global_norm
+from fedcover.server.cohort import cohort_of, view_of
 from fedcover.server.grid_noise import keyed_stream
 from fedcover.server.privacy import Gaussian, NoiseGrid, gaussian, most_turns, private_mean
-from fedcover.server.round import aggregate, cohort_of, run_round, view_of
+from fedcover.server.round import aggregate, run_round
 from fedcover.submodels.coverage import count
 from fedcover.submodels.reductions import Masks, TrainedSubset
 from fedcover.training.local_sgd import train_client

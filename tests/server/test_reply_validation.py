@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedcover.server.cohort import cohort_of, view_of
 from fedcover.server.npy_codec import NUMPY, ArraySpec, InvalidReply, RawArray, as_array, decode_array, safe_repr
 from fedcover.server.reply_validation import (
     LATE_ROUNDS_KEPT,
@@ -26,7 +27,7 @@ from fedcover.server.reply_validation import (
     pending_task,
     validate_reply,
 )
-from fedcover.server.round import aggregate, cohort_of, view_of
+from fedcover.server.round import aggregate
 from fedcover.submodels.coverage import count
 from fedcover.submodels.reductions import TrainedSubset
 from fedcover.training.local_sgd import train_client

@@ -10,8 +10,9 @@ from torch.distributed import FileStore
 
 from fedcover.policies import POLICIES
 from fedcover.runs.launch import join_process_group
-from fedcover.server.collectives import ProcessGroup, num_useful_processes, physical_cores, shard_by_cost
-from fedcover.server.round import cohort_of, view_of
+from fedcover.runs.machine import num_useful_processes, physical_cores
+from fedcover.server.cohort import cohort_of, view_of
+from fedcover.server.collectives import ProcessGroup, shard_by_cost
 from fedcover.server.sharded_round import training_cost
 from fedcover.training.recipes import RECIPES
 from fedcover.types import Assignment
@@ -160,5 +161,5 @@ class TestShares:
         }
         monkeypatch.setattr("os.sched_getaffinity", lambda pid: allowed, raising=False)
         all_files = {**files, "/sys/fs/cgroup/cpu.max": quota}
-        monkeypatch.setattr("fedcover.server.collectives._read", all_files.__getitem__)
+        monkeypatch.setattr("fedcover.runs.machine._read", all_files.__getitem__)
         assert physical_cores() == cores

@@ -16,7 +16,8 @@ from fedcover.errors import InvalidValue, RunError
 from fedcover.flower import server
 from fedcover.flower.app_template import RunConfig
 from fedcover.flower.client import experiment_app
-from fedcover.flower.engine import EventLog, FlowerEngine, RoundOptions
+from fedcover.flower.engine import FlowerEngine, RoundOptions
+from fedcover.flower.events import EventLog
 from fedcover.flower.node_data import data_requirements
 from fedcover.flower.nodes import DataRequirements, NodeRegistry
 from fedcover.flower.payloads import pack_arrays, unpack_arrays

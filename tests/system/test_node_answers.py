@@ -10,12 +10,12 @@ from flwr.supercore.task_identity import TaskIdentity
 from torch import nn
 
 import fedcover as fc
-from fedcover.flower import client_training, engine, transport
+from fedcover.flower import client_training, engine, events, transport
 from fedcover.flower.messages import ClientTask, TaskRequest
 from fedcover.flower.nodes import NodeInfo, NodeRegistry, partition_of
 from fedcover.flower.payloads import encode_reduction, gather_kept, pack_arrays, prefix_names
 from fedcover.flower.transport import FailedReply
-from fedcover.server.round import cohort_of
+from fedcover.server.cohort import cohort_of
 from fedcover.submodels.reductions import Masks
 from tests.helpers.worlds import world
 
@@ -118,7 +118,7 @@ def test_a_node_that_does_not_answer_loses_its_place(monkeypatch):
     work = [(client, Masks({})) for client in cohort_of(setup, 0)]
     scripted = Scripted(silent=[8])
     options = engine.RoundOptions("", setup.clients, deadline=1.0)
-    train = engine.FlowerEngine(scripted, NodeRegistry(), options, engine.EventLog(None))
+    train = engine.FlowerEngine(scripted, NodeRegistry(), options, events.EventLog(None))
     assert {partition_of(client.id, setup.clients, 2) for client, _ in work} == {0, 1}
     train(setup.task, state, work, 0.1)
     train(setup.task, state, work, 0.1)

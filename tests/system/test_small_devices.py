@@ -14,7 +14,8 @@ from fedcover.analysis.audit import audit
 from fedcover.flower.client_training import build_payload
 from fedcover.flower.local_federation import run_local_federation
 from fedcover.flower.payloads import encode_reduction, pack_arrays
-from fedcover.runs.setup import Machine, prepare
+from fedcover.runs.machine import Machine
+from fedcover.runs.setup import prepare
 from fedcover.server.reply_validation import pack_update
 from fedcover.server.round import initial_state
 from fedcover.submodels.reductions import windows

@@ -16,7 +16,9 @@ from typing import cast
 import torch
 
 from fedcover.errors import InvalidValue
-from fedcover.server.round import Setup, client_of, initial_state
+from fedcover.server.cohort import client_of
+from fedcover.server.round import initial_state
+from fedcover.server.round_setup import Setup
 from fedcover.submodels.cost import memory_to_train
 from fedcover.submodels.reductions import Slices, width_for_budget, windows
 from fedcover.training.local_sgd import train_client

@@ -5,16 +5,17 @@ import sys
 
 from cyclopts import CycloptsError
 
+from fedcover.cli import bench as bench
 from fedcover.cli import certify as certify
 from fedcover.cli import console
 from fedcover.cli import data as data
 from fedcover.cli import device as device
 from fedcover.cli import flower as flower
 from fedcover.cli import inspect as inspect
-from fedcover.cli import measuring as measuring
 from fedcover.cli import report as report
 from fedcover.cli import reproduce as reproduce
 from fedcover.cli import run as run
+from fedcover.cli import sweep as sweep
 from fedcover.cli.options import app
 from fedcover.errors import FedcoverError, InvalidValue, RunError
 from fedcover.host.disk import reason

@@ -13,7 +13,8 @@ from fedcover.cli.live_view import read_run_view, render, watch_live
 from fedcover.cli.options import Data, Device, Json, Threads, Whole, app, load_experiment
 from fedcover.errors import InvalidValue
 from fedcover.flower.node_data import MOST_LABELS, load_standalone_node_data
-from fedcover.runs.setup import Machine, Overrides, prepare
+from fedcover.runs.machine import Machine
+from fedcover.runs.setup import Overrides, prepare
 
 
 @app.command

@@ -25,9 +25,10 @@ from fedcover.flower.nodes import clients_of, partition_of
 from fedcover.flower.user_modules import modules_of
 from fedcover.host import scratch, signals
 from fedcover.runs.experiment import Experiment
+from fedcover.runs.machine import Machine, check_device
 from fedcover.runs.metrics_log import count_unanswered, most_common_failure, read_events, summarise
 from fedcover.runs.run_folder import Folder
-from fedcover.runs.setup import Machine, check_device, prepare
+from fedcover.runs.setup import prepare
 from fedcover.runs.trust import custom_functions
 from fedcover.types import Source
 

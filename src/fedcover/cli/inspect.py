@@ -27,11 +27,12 @@ from fedcover.registry import options_of
 from fedcover.runs.api import load
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.presets import PRESETS
-from fedcover.server.aggregation import RULES, SERVERS
+from fedcover.server.aggregation import RULES
+from fedcover.server.optimizers import SERVERS
 from fedcover.server.privacy import PRIVACY
 from fedcover.training.engines import ENGINES
-from fedcover.training.local_sgd import SCHEDULES
 from fedcover.training.recipes import RECIPES
+from fedcover.training.schedules import SCHEDULES
 
 TABLES: dict[str, dict[str, Callable[..., Any]]] = {
     "policies": dict(POLICIES),

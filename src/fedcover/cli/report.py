@@ -1,6 +1,5 @@
 """Commands that show results: report, history."""
 
-import logging
 from pathlib import Path
 from typing import Annotated
 
@@ -13,12 +12,11 @@ from fedcover.cli import console
 from fedcover.cli.options import app
 from fedcover.errors import InvalidValue
 from fedcover.host.disk import write_atomically
+from fedcover.log import log
 from fedcover.runs import plotting
 
 Folders = Annotated[list[Path], Parameter(help="Run folders, or folders with run folders below them.")]
 Output = Annotated[Path | None, Parameter(name=["--output", "-o"], help="The file to write; else it is printed.")]
-
-log = logging.getLogger("fedcover")
 
 
 @app.command

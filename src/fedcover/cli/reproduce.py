@@ -17,7 +17,7 @@ from fedcover.paper.reproduce import DOCS, ReproductionRequest, orphan_warnings,
 from fedcover.paper.reproduce import reproduce as run_missing
 from fedcover.paper.results import find_results
 from fedcover.paper.store import load
-from fedcover.runs.setup import Machine
+from fedcover.runs.machine import Machine
 
 
 @app.command

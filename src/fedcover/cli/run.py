@@ -41,8 +41,8 @@ from fedcover.runs.experiment import Experiment
 from fedcover.runs.export import FORMATS
 from fedcover.runs.export import export as export_part
 from fedcover.runs.launch import torchrun_rank, torchrun_size
+from fedcover.runs.machine import Machine
 from fedcover.runs.run_folder import Folder
-from fedcover.runs.setup import Machine
 from fedcover.server.round import RoundReport
 
 

@@ -3,7 +3,6 @@
 Torch is imported only where tensors come in, so that an introduction is quick.
 """
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from flwr.clientapp import ClientApp
 from fedcover.errors import FedcoverError, InvalidValue
 from fedcover.flower.messages import COLUMN, COLUMNS, ROWS
 from fedcover.flower.nodes import read_node_config
+from fedcover.log import log
 from fedcover.version import __version__
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from fedcover.types import Model
 
-log = logging.getLogger("fedcover")
 TrainFn = Callable[["nn.Module", Mapping[str, Any], Context], Mapping[str, float]]
 """Trains a client's sub-model in place; gives at least `num-examples` and `loss`."""
 EvaluateFn = Callable[["nn.Module", Mapping[str, Any], Context], Mapping[str, float]]

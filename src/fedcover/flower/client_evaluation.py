@@ -1,6 +1,5 @@
 """Evaluation on the nodes of an app of one's own: each gets its part of the model, ready to use, and tells figures."""
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -24,13 +23,13 @@ from fedcover.flower.payloads import (
     scatter_kept,
     unpack_sections,
 )
+from fedcover.log import log
 from fedcover.models.meta_device import build_on_meta_or_cpu
 from fedcover.models.norms import calibrate, running
 from fedcover.submodels.build import load_tensors, submodel
 from fedcover.submodels.unit_groups import groups_to_json
 from fedcover.types import Client, Model, Params, Reduction
 
-log = logging.getLogger("fedcover")
 FIGURES, FAILED, COUNT = "figures", "failed", "num-examples"
 MOST_FIGURES = 100
 """How many figures one node may tell."""

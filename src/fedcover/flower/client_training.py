@@ -1,6 +1,5 @@
 """What a node does with its orders: the same local training as everywhere else, one client after another."""
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -27,11 +26,13 @@ from fedcover.flower.payloads import (
     unpack_arrays,
     unpack_sections,
 )
+from fedcover.log import log
 from fedcover.models.meta_device import build_on_meta_or_cpu
 from fedcover.models.norms import running, statistics_key
 from fedcover.runs.components import build_meta_model
 from fedcover.runs.experiment import Experiment
-from fedcover.runs.setup import Machine, Overrides, prepare
+from fedcover.runs.machine import Machine
+from fedcover.runs.setup import Overrides, prepare
 from fedcover.server.npy_codec import InvalidReply
 from fedcover.server.reply_validation import pack_update
 from fedcover.submodels.build import submodel
@@ -43,8 +44,6 @@ from fedcover.version import __version__
 
 PRIVATE = "private"
 ONLY_A_PART = "a node holds its part of the model only: assignment.reduction.extract(assignment.state.params) gives it"
-
-log = logging.getLogger("fedcover")
 
 
 def train_clients(message: Message, context: Context) -> Message:

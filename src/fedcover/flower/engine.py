@@ -1,77 +1,31 @@
 """Flower as an engine: the clients of a round are trained by the nodes that hold them. The rest is as everywhere."""
 
-import json
-import logging
-import os
-import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from fedcover.data.client_data import ClientDataInfo
-from fedcover.errors import InvalidValue, RunError, printable
+from fedcover.errors import InvalidValue, printable
 from fedcover.flower.client_training import build_payload
+from fedcover.flower.events import EventLog
 from fedcover.flower.messages import ClientResult, ClientTask, TaskRequest, read_results, request_message
-from fedcover.flower.nodes import NodeInfo, NodeRegistry, partition_of
+from fedcover.flower.nodes import NodeRegistry, partition_of
 from fedcover.flower.payloads import encode_reduction, unpack_arrays
+from fedcover.flower.registration import register_new_nodes
 from fedcover.flower.transport import GRACE, FailedReply, Transport
-from fedcover.host.disk import append
 from fedcover.models.norms import statistics_key
-from fedcover.runs.metrics_log import MEMBERSHIP_EVENTS, UNANSWERED, WARNED, read_raw_lines
-from fedcover.runs.run_folder import Folder
+from fedcover.runs.metrics_log import UNANSWERED
 from fedcover.server.npy_codec import InvalidReply
 from fedcover.server.reply_validation import PendingTask, RawReply, Rejection, TaskLedger, pending_task
-from fedcover.server.round import Setup
+from fedcover.server.round_setup import Setup
 from fedcover.submodels.unit_groups import groups_to_json
 from fedcover.types import Assignment, Client, Reduction, State, Task, Update
-from fedcover.version import __version__
 
-log = logging.getLogger("fedcover")
 ClientParts = Sequence[tuple[Client, Reduction]]
-QUERY_TIMEOUT, MAX_QUERIES = 60.0, 3
-"""Seconds that a node has to introduce itself, and how often it is asked before a round goes on without it for good."""
-
-
-@dataclass(frozen=True)
-class EventLog:
-    """What became of whom, one line each in `events.jsonl` of the run folder.
-
-    What happens before there is a folder is kept in `pending_lines`, if that is given, and written with the first line after.
-    """
-
-    path: Path | None
-    pending_lines: list[str] | None = None
-
-    def __post_init__(self) -> None:
-        """After a full disk the last line may be half one: what comes next must not be written behind it."""
-        if self.path and not all(line.endswith(b"\n") for line in read_raw_lines(self.path)[-1:]):
-            self._append("\n")
-
-    def write(self, round: int, event: str, node: int | None, client: int | None, why: str = "") -> None:
-        """Add an event."""
-        if event in MEMBERSHIP_EVENTS:
-            log.info("round %d: node %s %s: %s", round + 1, node, event, why)
-        elif event != "answered":
-            whose = "a node" if client is None else f"client {client}"
-            of = "no node" if node is None else f"node {node}"
-            log.warning("round %d: %s (%s) %s: %s", round + 1, whose, of, event, why)  # people count from 1
-        record = {"round": round, "time": time.time(), "event": event, "node": node, "client": client, "why": why}
-        line, before = json.dumps(record) + "\n", self.pending_lines if self.pending_lines is not None else []
-        if self.path is None:
-            before.append(line)
-        else:
-            self._append("".join([*before, line]))
-            before.clear()
-
-    def _append(self, text: str) -> None:
-        assert self.path is not None
-        with Folder(self.path.parent).explain_write_errors(self.path) as path:
-            append(path, text.encode(), durable=False)
 
 
 @dataclass(frozen=True)
@@ -242,100 +196,3 @@ def validate_result(answer: ClientResult, ledger: TaskLedger) -> Update | str:
         return str(error)
     found = ledger.receive(RawReply(answer.nonce, answer.client, arrays, {"loss": answer.loss}))
     return f"{found.reason}: {found.detail}" if isinstance(found, Rejection) else found
-
-
-def register_new_nodes(transport: Transport, node_registry: NodeRegistry, event_log: EventLog, round: int) -> None:
-    """Ask nodes that nobody knows yet who they are."""
-    connected_nodes = transport.connected_nodes()
-    nodes_to_query = [
-        node for node in node_registry.nodes_to_query(connected_nodes) if node_registry.num_queries[node] < MAX_QUERIES
-    ]
-    if nodes_to_query:
-        _query_nodes(transport, node_registry, event_log, round, nodes_to_query)
-        connected_nodes = transport.connected_nodes()
-    node_registry.reassign_vacant_partitions(connected_nodes)
-    for move, who in node_registry.moves(connected_nodes):
-        holds = "" if who.capacity is None else f", capacity {who.capacity:g}"
-        event_log.write(round, move, who.node, None, f"{who.partition}{holds}")
-
-
-def _query_nodes(
-    transport: Transport, node_registry: NodeRegistry, event_log: EventLog, round: int, nodes_to_query: Sequence[int]
-) -> None:
-    node_registry.num_queries.update(nodes_to_query)
-    for node, said in transport.query_node_info(
-        nodes_to_query, timeout=QUERY_TIMEOUT, rows=node_registry.requirements is not None
-    ).items():
-        why = (
-            said.why
-            if isinstance(said, FailedReply)
-            else _try_register(said, node_registry, transport.connected_nodes())
-        )
-        if why:
-            if not isinstance(said, FailedReply):
-                transport.notify_rejected(node, why)
-                why = f"{said.partition}: {why}"
-            event = said.event if isinstance(said, FailedReply) else "rejected"
-            if event == "rejected":
-                node_registry.rejected_nodes.add(node)
-            event_log.write(round, event, node, None, why)
-        elif (
-            isinstance(said, NodeInfo)
-            and node_registry.requirements
-            and (doubt := node_registry.requirements.doubt(said.scale))
-        ):
-            event_log.write(round, WARNED, node, None, f"{said.partition}: {doubt}")
-
-
-def _try_register(said: NodeInfo, node_registry: NodeRegistry, connected_nodes: Collection[int]) -> str:
-    """Why a node that introduced itself cannot take part; nothing if it now does."""
-    if said.version != __version__:
-        return f"the node has fedcover {said.version!a:.40}, the server {__version__}"
-    others = dict(node_registry.node_info)
-    try:
-        node_registry.add(said, connected_nodes)
-    except InvalidValue as error:
-        return str(error)
-    partition_id = node_registry.node_info[said.node].partition_id
-    first = next((known.node for known in others.values() if known.partition_id == partition_id), None)
-    if first not in (None, said.node) and first in connected_nodes:
-        log.warning(
-            "nodes %d and %d both claim partition %d: the first keeps it while it answers, with the capacity that it "
-            "declares", first, said.node, partition_id,
-        )  # fmt: skip
-    return ""
-
-
-def wait_for_nodes(
-    transport: Transport, node_registry: NodeRegistry, event_log: EventLog, *, nodes: int, timeout: float
-) -> None:
-    """Wait until a node answers for every place, or until patience runs out; complain if nobody has come."""
-    node_registry.num_partitions = nodes or None
-    end = time.monotonic() + timeout
-    while True:
-        register_new_nodes(transport, node_registry, event_log, 0)
-        if (
-            node_registry.num_partitions
-            and len(node_registry.node_of_partition(transport.connected_nodes())) == node_registry.num_partitions
-        ):
-            return
-        if time.monotonic() > end:
-            break
-        time.sleep(0.5)
-    found = len(node_registry.node_of_partition(transport.connected_nodes()))
-    if not found:
-        raise RunError(
-            f"no SuperNode that can take part has come in {timeout:g} s: each needs fedcover {__version__} and "
-            "--node-config 'partition-id=K num-partitions=N', or, in a run with --nodes N, neither"
-        )
-    log.warning(
-        "after %g s nodes answer for %d of %s places; going on with these", timeout, found, node_registry.num_partitions
-    )
-
-
-def log_to_stderr() -> None:
-    """Show what is logged where Flower's own log goes."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("fedcover: %(message)s"))
-    log.addHandler(handler)
-    log.setLevel(os.environ.get("FEDCOVER_LOG", "INFO"))

@@ -10,7 +10,6 @@ from here, unless the node here has ended in order, which empties the file.
 
 import fcntl
 import hashlib
-import logging
 import os
 import time
 from contextlib import suppress
@@ -23,7 +22,8 @@ from flwr.proto.fleet_pb2 import DeactivateNodeRequest
 from flwr.supercore.utils import get_flwr_home
 from flwr.supernode.fleet_http_client import FleetHttpClient
 
-log = logging.getLogger("fedcover")
+from fedcover.log import log
+
 SILENCE = HEARTBEAT_PATIENCE * HEARTBEAT_DEFAULT_INTERVAL
 """Seconds without a sign of life after which Flower takes a node for gone."""
 

@@ -1,6 +1,5 @@
 """The server's side: an ordinary run, whose engine is Flower, inside Flower's ServerApp."""
 
-import logging
 from collections.abc import Generator
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,20 +12,22 @@ from fedcover import registry
 from fedcover.errors import FedcoverError, InvalidValue, RunError
 from fedcover.fleet import Fleet
 from fedcover.flower.app_template import RunConfig
-from fedcover.flower.engine import EventLog, FlowerEngine, RoundOptions, log_to_stderr, wait_for_nodes
+from fedcover.flower.engine import FlowerEngine, RoundOptions
+from fedcover.flower.events import EventLog, log_to_stderr
 from fedcover.flower.memory import reserve, tidy
 from fedcover.flower.node_data import data_requirements
 from fedcover.flower.nodes import NodeRegistry, declared_fleet
+from fedcover.flower.registration import wait_for_nodes
 from fedcover.flower.sudden_ends import reported
 from fedcover.flower.transport import Transport
+from fedcover.log import log
 from fedcover.runs.api import Run, resume, run
 from fedcover.runs.experiment import Experiment
+from fedcover.runs.machine import Machine
 from fedcover.runs.metrics_log import UNANSWERED, most_common_failure, read_events
 from fedcover.runs.run_folder import Folder
-from fedcover.runs.setup import Machine, build_source
+from fedcover.runs.setup import build_source
 from fedcover.server.round import RoundReport
-
-log = logging.getLogger("fedcover")
 
 
 def experiment_app() -> ServerApp:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
@@ -21,27 +20,30 @@ from fedcover import registry
 from fedcover.errors import InvalidValue, RunError, unknown
 from fedcover.flower.bounded_grid import DAY, BoundedGrid
 from fedcover.flower.client_evaluation import aggregate_metrics, evaluation_message
-from fedcover.flower.engine import EventLog, register_new_nodes, validate_result
+from fedcover.flower.engine import validate_result
+from fedcover.flower.events import EventLog
 from fedcover.flower.messages import ClientTask, TaskRequest, read_results, request_message
 from fedcover.flower.node_data import MOST_SAMPLES
 from fedcover.flower.nodes import NodeRegistry
 from fedcover.flower.payloads import encode_reduction, gather_kept, pack_arrays, prefix_names
+from fedcover.flower.registration import register_new_nodes
 from fedcover.flower.sampling import Sampling
 from fedcover.flower.transport import Transport
+from fedcover.log import log
 from fedcover.models import params_and_buffers
 from fedcover.models.norms import calibrate, running
 from fedcover.policies import POLICIES
 from fedcover.runs import checkpoints
-from fedcover.server.aggregation import SERVERS, WEIGHTS, apply_server_step
+from fedcover.server.aggregation import WEIGHTS
 from fedcover.server.contracts import build_rule, checked_server
 from fedcover.server.evaluation import FULL_REDUCTION
+from fedcover.server.optimizers import SERVERS, apply_server_step
 from fedcover.server.reply_validation import PendingTask, TaskLedger
 from fedcover.submodels import coverage as cov
 from fedcover.submodels import unit_groups
 from fedcover.submodels.build import submodel
 from fedcover.types import Client, Coverage, Model, Params, Policy, State, Update, View
 
-log = logging.getLogger("fedcover")
 MEASURES = ("width", "parameters")
 """What a capacity may be a share of."""
 

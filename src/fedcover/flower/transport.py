@@ -5,7 +5,6 @@ size before its content, for which it needs parts of Flower 1.41 that are not pu
 """
 
 import json
-import logging
 import re
 import threading
 import time
@@ -36,8 +35,8 @@ from fedcover.flower.input_scales import InputScale
 from fedcover.flower.messages import COLUMNS, QUERY, ROWS
 from fedcover.flower.node_data import parse_data_info
 from fedcover.flower.nodes import NO_PARTITION, NodeInfo
+from fedcover.log import log
 
-log = logging.getLogger("fedcover")
 LISTING = 4 * 2**20
 """Most bytes of the list of a reply's pieces, which holds no tensors."""
 MAX_ENVELOPE_BYTES = 64 * 2**10

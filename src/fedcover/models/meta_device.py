@@ -4,7 +4,6 @@ Values come from the server: those of parameters and of running norm statistics.
 cannot be built without values, is `NotBuildableOnMeta`, and its device must build all of it before it takes its part.
 """
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +13,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedcover.errors import InvalidValue
+from fedcover.log import log
 from fedcover.types import Model
 
-log = logging.getLogger("fedcover")
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 

@@ -20,7 +20,7 @@ from fedcover.paper.evidence import Evidence
 from fedcover.paper.results import Finished
 from fedcover.runs.api import RoundCallback
 from fedcover.runs.experiment import Experiment
-from fedcover.runs.setup import Machine
+from fedcover.runs.machine import Machine
 from fedcover.runs.sweep import sweep
 from fedcover.server.round import RoundReport
 

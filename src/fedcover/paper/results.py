@@ -14,9 +14,10 @@ from fedcover.paper.cells import RATE, RATES, Cell, cell_id
 from fedcover.paper.claims import DATASETS
 from fedcover.paper.store import StoredResults
 from fedcover.runs.experiment import Experiment
+from fedcover.runs.machine import Machine
 from fedcover.runs.manifest import manifest
 from fedcover.runs.metrics_log import Metrics, summarise
-from fedcover.runs.setup import Machine, Overrides
+from fedcover.runs.setup import Overrides
 
 COSTS = ("gamma_min", "delta2_mean", "parameters", "multiply_adds", "bytes_down", "bytes_up", "rounds", "seconds")
 LAST_ROUNDS = 5

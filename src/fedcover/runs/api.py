@@ -20,21 +20,16 @@ from fedcover.runs import checkpoints, plotting
 from fedcover.runs.checks import check_data_is_local
 from fedcover.runs.experiment import Experiment, read_experiment
 from fedcover.runs.launch import WorkerJob, launch_workers, limit_processes
+from fedcover.runs.machine import Machine
 from fedcover.runs.metrics_log import Metrics, summarise
 from fedcover.runs.released_rounds import figures, warn_of_removable_noise
 from fedcover.runs.run_folder import Folder
 from fedcover.runs.session import RunSession, check_same_model, load_latest
-from fedcover.runs.setup import Machine, Overrides, prepare
+from fedcover.runs.setup import Overrides, prepare
+from fedcover.server.cohort import cohort_of, reduction_for_capacity, view_of
 from fedcover.server.evaluation import FULL_REDUCTION, eval_model
-from fedcover.server.round import (
-    RoundReport,
-    Setup,
-    cohort_of,
-    initial_state,
-    reduction_for_capacity,
-    run_round,
-    view_of,
-)
+from fedcover.server.round import RoundReport, initial_state, run_round
+from fedcover.server.round_setup import Setup
 from fedcover.types import Dataset, Engine, Model, Policy, Reduction, State
 
 RoundCallback = Callable[[RoundReport], None]

@@ -1,6 +1,5 @@
 """What a run is refused for before it begins: data, models and recipes that would fail, or go wrong, later on."""
 
-import logging
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +9,7 @@ from torch.nn.parameter import is_lazy
 from fedcover import registry, rng
 from fedcover.data.client_data import REMOTE_DATA_MESSAGE
 from fedcover.errors import InvalidValue
+from fedcover.log import log
 from fedcover.models import Scaler
 from fedcover.models.norms import has_batch_norm, use_batch_statistics
 from fedcover.policies.prunefl import RECONFIGURE_EVERY
@@ -19,8 +19,6 @@ from fedcover.server.privacy import Gaussian
 from fedcover.submodels.build import submodel
 from fedcover.submodels.reductions import Masks, parameters_at_width
 from fedcover.types import Dataset, Engine, Model, Params, Recipe, Samples, Source
-
-log = logging.getLogger("fedcover")
 
 EVEN = 0.015
 """How much more of the parameters than of the width goes without saying: biases of the last layer, rounded widths."""

@@ -23,12 +23,13 @@ from fedcover.models.norms import NORMS
 from fedcover.policies import POLICIES
 from fedcover.policies.paper_regions import check_codename, codename_capacities
 from fedcover.runs import presets, trust
-from fedcover.server.aggregation import RULES, SERVERS, UNCOVERED, WEIGHTS
+from fedcover.server.aggregation import RULES, UNCOVERED, WEIGHTS
 from fedcover.server.evaluation import MODES
+from fedcover.server.optimizers import SERVERS
 from fedcover.server.privacy import PRIVACY, check_clip
-from fedcover.training.local_sgd import SCHEDULES
 from fedcover.training.recipes import RECIPES
 from fedcover.training.recipes.label_masking import ABSENT_LABELS
+from fedcover.training.schedules import SCHEDULES
 
 MAX_INT, MAX_FLOAT = 1_000_000_000, 1e30
 """Beyond these, numbers are typing errors, and torch would stumble over them."""

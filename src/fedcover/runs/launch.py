@@ -26,9 +26,11 @@ from fedcover.errors import FedcoverError, InvalidValue, RunError
 from fedcover.host import scratch, signals
 from fedcover.host.orphans import lifeline_arguments
 from fedcover.runs.experiment import Experiment
-from fedcover.runs.setup import Machine, Overrides, prepare
+from fedcover.runs.machine import Machine
+from fedcover.runs.setup import Overrides, prepare
 from fedcover.server.collectives import ProcessGroup
-from fedcover.server.round import Setup, run_round
+from fedcover.server.round import run_round
+from fedcover.server.round_setup import Setup
 from fedcover.server.sharded_round import shard_setup, without_values
 from fedcover.types import State
 

@@ -14,17 +14,19 @@ from torch import nn
 
 from fedcover.data import datasets
 from fedcover.errors import InvalidValue, TrainingDiverged
+from fedcover.log import warn_once
 from fedcover.runs.experiment import Experiment
-from fedcover.runs.machine import engine_for, has_small_steps
+from fedcover.runs.machine import Machine, engine_for, has_small_steps
 from fedcover.runs.metrics_log import Metrics
 from fedcover.runs.run_folder import Folder
 from fedcover.runs.session import RunSession, load_latest
-from fedcover.runs.setup import Machine, Overrides, prepare
-from fedcover.server.round import PendingRound, RoundReport, Setup, finish_round, initial_state, start_round
+from fedcover.runs.setup import Overrides, prepare
+from fedcover.server.round import PendingRound, RoundReport, finish_round, initial_state, start_round
+from fedcover.server.round_setup import Setup
 from fedcover.training.engines.batched import train_stacked
 from fedcover.training.engines.buffers import ClientJob, JobResult
 from fedcover.training.engines.fingerprint import fingerprint
-from fedcover.training.engines.runners import RunnerCache, warn_once
+from fedcover.training.engines.runners import RunnerCache
 from fedcover.training.engines.sgd_step import UnsupportedByEngine
 from fedcover.training.engines.streams import MAX_STREAMS, train_on_streams
 from fedcover.types import Assignment, Dataset, Update

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from fedcover.runs.experiment import Experiment
-from fedcover.runs.setup import Machine, Overrides
+from fedcover.runs.machine import Machine
+from fedcover.runs.setup import Overrides
 from fedcover.server import grid_noise
 from fedcover.version import __version__
 

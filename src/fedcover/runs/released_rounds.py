@@ -5,18 +5,16 @@ it, and only then what else tells of the round. So whatever a kill leaves, nothi
 again.
 """
 
-import logging
 from collections import Counter
 from typing import Any
 
 from fedcover.errors import RunError
+from fedcover.log import log
 from fedcover.runs import checkpoints
 from fedcover.runs.metrics_log import Metrics, is_complete_line, read_lines
 from fedcover.runs.run_folder import Folder
 from fedcover.server.grid_noise import NOISE_SOURCE
 from fedcover.types import State
-
-log = logging.getLogger("fedcover")
 
 
 def write_round(folder: Folder, line: dict[str, Any], state: State) -> None:

@@ -17,9 +17,10 @@ from fedcover.host import disk, locks
 from fedcover.host.disk import write_atomically
 from fedcover.runs import checkpoints, trust
 from fedcover.runs.experiment import MAX_INT, Experiment, parse_fields
+from fedcover.runs.machine import Machine
 from fedcover.runs.manifest import manifest, override_names
 from fedcover.runs.metrics_log import Metrics, is_complete_line, read_lines, resume_command, summarise
-from fedcover.runs.setup import Machine, Overrides
+from fedcover.runs.setup import Overrides
 from fedcover.types import State
 
 _FILES = ("summary.json", "metrics.jsonl", "events.jsonl", "manifest.json", "experiment.toml")

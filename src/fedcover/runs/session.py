@@ -17,7 +17,8 @@ from fedcover.runs import checkpoints, released_rounds
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.metrics_log import Metrics
 from fedcover.runs.run_folder import Folder
-from fedcover.server.round import RoundReport, Setup, initial_state
+from fedcover.server.round import RoundReport, initial_state
+from fedcover.server.round_setup import Setup
 from fedcover.types import Params, State
 
 

@@ -1,22 +1,18 @@
 """From a description to the things themselves: data on the device, the model, and all that a round needs."""
 
-import os
-import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from fedcover import registry
 from fedcover.data import datasets
 from fedcover.data.client_data import ClientDataInfo, PartitionedData, RemoteData, SyntheticData
 from fedcover.data.partition import PARTITIONS
-from fedcover.errors import InvalidValue, unknown
+from fedcover.errors import InvalidValue
 from fedcover.models import params_and_buffers
 from fedcover.models.meta_device import is_on_meta
 from fedcover.policies import POLICIES, growth_of
@@ -30,101 +26,15 @@ from fedcover.runs.checks import (
 )
 from fedcover.runs.components import as_model, build, build_model, build_recipe, cuts, look_up
 from fedcover.runs.experiment import MAX_FLOAT, Experiment
-from fedcover.runs.machine import engine_for, has_small_steps, model_multiply_adds
-from fedcover.server.aggregation import SERVERS
-from fedcover.server.collectives import num_useful_processes, physical_cores
+from fedcover.runs.machine import Machine, engine_for
 from fedcover.server.contracts import build_rule, checked_server
+from fedcover.server.optimizers import SERVERS
 from fedcover.server.privacy import PRIVACY
-from fedcover.server.round import Setup, cohort_of
+from fedcover.server.round_setup import Setup
 from fedcover.submodels import unit_groups
-from fedcover.training.engines import ENGINES, PRECISIONS
-from fedcover.training.engines.runners import warn_once
-from fedcover.training.local_sgd import SCHEDULES
+from fedcover.training.engines import ENGINES
+from fedcover.training.schedules import SCHEDULES
 from fedcover.types import Dataset, Engine, LocalTraining, Model, Policy, Source, Task
-
-MAX_THREADS = 1024
-STEP_SECONDS, MULTIPLY_ADDS_PER_SECOND = 2e-4, 1e10
-"""What a local step takes at least, and per multiply-add of forward and backward: roughly, to see if processes pay.
-
-The MLP of the MNIST job comes out at 0.7 ms a step; one core of an AMD EPYC took 0.17 (batched) to 0.6 (sequential).
-"""
-
-
-def check_device(name: str) -> None:
-    """Refuse what is no device on any computer."""
-    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", name):
-        raise unknown("device", name, ["auto", "cpu", "cuda", "cuda:1"])
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """How a run is computed, never what: it may change the last digits, so a resumed run must keep it."""
-
-    engine: str = "auto"
-    device: str = "auto"
-    threads: int | None = None
-    deterministic: bool = False
-    precision: str = "fp32"
-    processes: int | str = 1
-
-    def resolved(self) -> "Machine":
-        """The same with what this computer decides: the device. Which engine pays depends on the run (`for_setup`)."""
-        device = self.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        check_device(device)
-        if device.startswith("cuda") and not torch.cuda.is_available():
-            raise InvalidValue("device is 'cuda', but this computer has no CUDA device that torch can use; use 'cpu'")
-        if self.engine not in ("auto", *ENGINES):
-            raise unknown("engine", self.engine, ["auto", *ENGINES])
-        if self.precision not in PRECISIONS:
-            raise unknown("precision", self.precision, PRECISIONS)
-        if self.precision == "tf32" and not device.startswith("cuda"):
-            raise InvalidValue("precision is 'tf32', which only CUDA devices know; use 'fp32' or 'bf16'")
-        if self.engine == "streams" and device == "cpu":
-            warn_once("there is no GPU in use, so streams neither overlaps nor captures steps and is not fast")
-        if self.threads is not None and not 1 <= self.threads <= MAX_THREADS:
-            raise InvalidValue(f"threads must be in 1..{MAX_THREADS}; got {self.threads}")
-        if self.processes != "auto" and not (isinstance(self.processes, int) and 1 <= self.processes <= MAX_THREADS):
-            raise InvalidValue(f"processes must be 'auto' or in 1..{MAX_THREADS}; got {self.processes!r}")
-        return replace(self, device=device)
-
-    def for_setup(self, setup: Setup) -> "Machine":
-        """The same with engine, processes and threads decided: those that pay; one thread, unless a step is big."""
-        work, local = model_multiply_adds(setup), setup.task.local
-        processes = self.processes
-        if isinstance(processes, str):
-            cores = torch.cuda.device_count() if self.device.startswith("cuda") else physical_cores()
-            samples = sum(client.samples for client in cohort_of(setup, 0)) * local.epochs * setup.rounds
-            step = STEP_SECONDS + 3 * work * local.batch_size / MULTIPLY_ADDS_PER_SECOND
-            enough = num_useful_processes(samples / local.batch_size * step, setup.active, cores)
-            processes = 1 if setup.clip_updates is not None else enough
-        elif processes > 1 and setup.clip_updates is not None:
-            raise InvalidValue(
-                f"processes must be 1 with clip_updates, which looks at updates as a whole; got {processes}"
-            )
-        threads = self.threads or (1 if has_small_steps(setup) else max(1, torch.get_num_threads() // processes))
-        return replace(self, threads=threads, processes=processes, engine=engine_for(setup, self.engine, self.device))
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Compute in this way for a while: so many threads, and on CUDA, if asked, only deterministic kernels."""
-        threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-        cudnn, tf32 = torch.backends.cudnn, self.precision != "fp32"
-        before = cudnn.allow_tf32, torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("high" if tf32 else "highest")
-        cudnn.allow_tf32 = tf32
-        if self.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses
-            torch.use_deterministic_algorithms(True)
-        torch.set_num_threads(self.threads or threads)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
-            torch.use_deterministic_algorithms(strict)
-            cudnn.allow_tf32 = before[0]
-            torch.set_float32_matmul_precision(before[1])
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
@@ -23,16 +23,16 @@ import torch
 
 from fedcover import errors
 from fedcover.errors import FedcoverError, InvalidValue, RunError
-from fedcover.host import scratch, signals
+from fedcover.host import signals
 from fedcover.host.orphans import lifeline_arguments
 from fedcover.runs import presets
 from fedcover.runs.checks import check_data_is_local
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.launch import importable, stop_process, worker_command, worker_environment
 from fedcover.runs.lockstep import Finished, SweepCallback, lockstep_key, run_in_lockstep
-from fedcover.runs.machine import has_small_steps
-from fedcover.runs.setup import Machine, prepare
-from fedcover.server.collectives import physical_cores
+from fedcover.runs.machine import Machine, has_small_steps, physical_cores
+from fedcover.runs.mps import MPS, mps_environment
+from fedcover.runs.setup import prepare
 from fedcover.server.round import RoundReport
 
 MIN_EPOCHS_FOR_PROCESSES = {"cpu": 2_000, "cuda": 100_000}
@@ -46,13 +46,6 @@ Choices = Mapping[str | tuple[str, ...], Sequence[Any]]
 
 LONGEST_SETTING = 80
 """Characters of a setting's name: with a seed it must be a name of a run."""
-MPS = "nvidia-cuda-mps-control"
-QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-QUEUES_OF_ALL = 64
-"""Hardware queues that processes share under MPS: who does not ask gets few, and its clients' streams wait in line.
-
-On an H200 a `streams` step of ten clients took 9.2 ms so, and 3.1 with 32 asked for; 116 of all could be had, 128 not.
-"""
 
 
 def expand_choices(experiment: Experiment, choices: Choices, seeds: int) -> list[Experiment]:
@@ -185,33 +178,6 @@ def _sweep_in_processes(
                 place, *outcome = heard["finished"]
                 yield Finished(experiments[place], *outcome)
             left -= "ended" in heard
-
-
-@contextmanager
-def mps_environment(processes: int) -> Iterator[Mapping[str, str]]:
-    """The environment of processes whose kernels may run at the same time, by a server of NVIDIA's, if it is there.
-
-    Without it, or if one is running already, the environment as it is.
-    """
-    place = "CUDA_MPS_PIPE_DIRECTORY"
-    if place in os.environ or not which(MPS):
-        yield os.environ
-        return
-    for left in scratch.abandoned("mps"):  # a killed sweep has left its server running
-        _say_quit({**os.environ, place: str(left)})
-    with scratch.folder("mps") as folder:
-        queues = str(min(32, max(2, QUEUES_OF_ALL // processes)))
-        shared = {QUEUES: queues, **os.environ, place: str(folder), "CUDA_MPS_LOG_DIRECTORY": str(folder)}
-        started = subprocess.run([MPS, "-d"], env=shared, capture_output=True, check=False).returncode == 0
-        try:
-            yield shared if started else os.environ
-        finally:
-            if started:
-                _say_quit(shared)
-
-
-def _say_quit(environment: Mapping[str, str]) -> None:
-    subprocess.run([MPS], input=b"quit", env=environment, capture_output=True, check=False)
 
 
 def _start(task: str, environment: Mapping[str, str], said: "SimpleQueue[dict[str, Any]]", ending: ExitStack) -> None:

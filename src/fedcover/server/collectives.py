@@ -1,12 +1,10 @@
 """The processes that share a run's clients: who trains which, and the few things that they tell each other."""
 
-import os
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import ceil
 from pathlib import Path
 from typing import TypeVar
 
@@ -115,37 +113,3 @@ def shard_by_cost(costs: Sequence[float], ranks: int) -> list[list[int]]:
         shares[least].append(place)
         loads[least] += costs[place]
     return [sorted(places) for places in shares]
-
-
-def num_useful_processes(seconds: float, clients: int, cores: int, *, start: float = 5.0) -> int:
-    """As many processes as make a run of so many seconds shorter, if each takes `start` seconds to begin.
-
-    No more than cores, and no more than make the round's longest share shorter: ten clients on eight cores take as long
-    as on five.
-
-    >>> [num_useful_processes(seconds, clients=10, cores=8) for seconds in (8, 600)]
-    [1, 5]
-    """
-    longest = ceil(clients / cores)
-    useful = ceil(clients / longest)
-    saved = seconds * (1 - longest / clients)
-    return useful if saved > 2 * start else 1
-
-
-def physical_cores() -> int:
-    """The cores that this process may use: hyper-threads count once, and a container's limit counts."""
-    try:
-        allowed = os.sched_getaffinity(0)
-    except AttributeError:  # not Linux
-        return os.cpu_count() or 1
-    siblings = {_read(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in allowed}
-    quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
-    limit = int(quota) // int(period) if quota.isdigit() and period.isdigit() else len(siblings)
-    return max(1, min(len(siblings), limit))
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""

@@ -14,7 +14,8 @@ from torch import Tensor
 from fedcover import registry
 from fedcover.errors import InvalidValue, TrainingDiverged
 from fedcover.registry import is_import_path
-from fedcover.server.aggregation import RULES, AggregatedTensor, OptimizerState, ServerStep, WeightedUpdate
+from fedcover.server.aggregation import RULES, WeightedUpdate
+from fedcover.server.optimizers import AggregatedTensor, OptimizerState, ServerStep
 from fedcover.types import Assignment, Batch, Carry, Forward, Outcome, Params, Recipe, Rule
 
 

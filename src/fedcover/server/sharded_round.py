@@ -13,7 +13,7 @@ import torch
 from fedcover.errors import RunError
 from fedcover.server.aggregation import WeightedUpdate, coverage_mean, mean_from_sums, weighted_sums
 from fedcover.server.collectives import ProcessGroup, is_remote, shard_by_cost
-from fedcover.server.round import Setup
+from fedcover.server.round_setup import Setup
 from fedcover.submodels.build import without_parameters
 from fedcover.submodels.reductions import TrainedSubset, without_masks
 from fedcover.tensors import FlatParams

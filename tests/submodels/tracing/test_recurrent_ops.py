@@ -9,12 +9,12 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import fedcover as fc
+from fedcover import log
 from fedcover.models import params_and_buffers
 from fedcover.submodels.build import load_tensors, submodel
 from fedcover.submodels.reductions import drawn, windows
 from fedcover.submodels.tracing import trace
 from fedcover.submodels.unit_groups import check_groups
-from fedcover.training.engines import runners
 from fedcover.types import Cut
 from tests.helpers.idioms import Written
 
@@ -204,7 +204,7 @@ def test_a_fleet_of_unequal_devices_trains_a_recurrent_model(policy):
 
 
 def test_the_batched_engine_says_that_clients_are_trained_one_after_another(caplog, monkeypatch):
-    monkeypatch.setattr(runners, "_WARNED", set())
+    monkeypatch.setattr(log, "_WARNED", set())
     experiment = fc.Experiment(fleet="1x1.0 + 1x0.5", policy="rolling", clients=20, active=4, rounds=1, epochs=1)
     model = Rows()
     with caplog.at_level(logging.WARNING):

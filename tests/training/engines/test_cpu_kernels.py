@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fedcover.training.engines import cpu_kernels, runners
+from fedcover import log
+from fedcover.training.engines import cpu_kernels
 from fedcover.training.engines.batched import batched
 from tests.helpers.engines import RECIPES, TORCH_WARNS, agree
 from tests.helpers.worlds import world
@@ -143,7 +144,7 @@ def test_without_kernels_the_step_stays_as_it_is_and_the_log_says_so(used, monke
         raise OSError("no room")
 
     monkeypatch.setattr(cpu_kernels, "build_kernels", fail)
-    monkeypatch.setattr(runners, "_WARNED", set())
+    monkeypatch.setattr(log, "_WARNED", set())
     agree(*world("mlp", policy="full"), batched)
     assert set(used) == {(0, 0)}
     assert [r.message for r in caplog.records] == [

@@ -16,11 +16,13 @@ import torch
 from torch import nn
 
 import fedcover as fc
+from fedcover.log import _WARNED
 from fedcover.runs.setup import Overrides, prepare
 from fedcover.server.round import initial_state, run_round
-from fedcover.training.engines import ragged, runners
+from fedcover.training.engines import compilation, ragged
 from fedcover.training.engines.batched import batched
-from fedcover.training.engines.runners import _WARNED, eager_backend, get_runner_cache, run_steps
+from fedcover.training.engines.compilation import eager_backend
+from fedcover.training.engines.runners import get_runner_cache, run_steps
 from fedcover.training.engines.sequential import sequential
 from fedcover.training.engines.sgd_step import _ForeachCast
 from fedcover.training.engines.streams import streams
@@ -237,7 +239,7 @@ fc.run(fc.Experiment(**fields), machine=fc.Machine(engine="batched", device="cpu
 
 
 def test_a_step_that_cannot_have_a_wrapper_in_cpp_is_compiled_with_one_in_python(monkeypatch, caplog):
-    compile_step, tried = runners._compile, []
+    compile_step, tried = compilation._compile, []
 
     def only_in_python(step, leaves, options):
         tried.append(dict(options))
@@ -245,7 +247,7 @@ def test_a_step_that_cannot_have_a_wrapper_in_cpp_is_compiled_with_one_in_python
             raise NotImplementedError("an operation that C++ cannot call")
         return compile_step(step, leaves, options)
 
-    monkeypatch.setattr(runners, "_compile", only_in_python)
+    monkeypatch.setattr(compilation, "_compile", only_in_python)
     agree(*world("mlp", policy="magnitude", fleet="1x0.5", clients=6, active=2, epochs=1), batched)
     assert [bool(options) for options in tried] == [True, False]
     assert "cannot be compiled" not in caplog.text

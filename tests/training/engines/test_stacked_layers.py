@@ -13,7 +13,7 @@ from torch.func import grad, vmap
 
 from fedcover.training.engines import stacked_layers
 from fedcover.training.engines.batched import batched
-from fedcover.training.engines.runners import eager_backend
+from fedcover.training.engines.compilation import eager_backend
 from fedcover.training.engines.stacked_layers import StackedLayers
 from tests.helpers import crew_twin
 from tests.helpers.engines import agree

@@ -15,9 +15,10 @@ from fedcover.analysis.bench.baseline import BATCH, BENCH_MODELS, CLIENTS, rando
 from fedcover.host import scratch
 from fedcover.runs.api import run
 from fedcover.runs.experiment import Experiment
-from fedcover.runs.machine import engine_for
-from fedcover.runs.setup import Machine, Overrides, prepare
-from fedcover.server.round import RoundReport, Setup, initial_state, start_round
+from fedcover.runs.machine import Machine, engine_for
+from fedcover.runs.setup import Overrides, prepare
+from fedcover.server.round import RoundReport, initial_state, start_round
+from fedcover.server.round_setup import Setup
 from fedcover.training.engines.batched import group_into_stacks, load_stack_runners
 from fedcover.training.engines.buffers import ClientJob, client_inputs
 from fedcover.training.engines.runners import RunnerCache, run_steps

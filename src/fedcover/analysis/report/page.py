@@ -2,7 +2,6 @@
 
 import html
 import json
-import logging
 import math
 import re
 import shlex
@@ -27,6 +26,7 @@ from fedcover.analysis.report.fleet_table import fleet_table, task_outcomes
 from fedcover.analysis.report.load import UNCOMPARED_SETTINGS, MetricsLine, RunRecord, natural_key
 from fedcover.errors import InvalidValue
 from fedcover.host.disk import write_atomically
+from fedcover.log import log
 from fedcover.runs.metrics_log import resume_command, summarise
 from fedcover.version import __version__
 
@@ -36,7 +36,6 @@ SCRIPTS = (
 )  # fmt: skip
 """In the order of reading; a later one may use what stands above."""
 
-log = logging.getLogger("fedcover")
 
 Ends = dict[str, frozenset[int]]
 MAX_ENTRIES = 50

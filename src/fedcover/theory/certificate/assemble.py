@@ -10,8 +10,9 @@ from torch import nn
 from fedcover.errors import InvalidValue, RunError
 from fedcover.host.disk import write_atomically
 from fedcover.runs.checks import check_data_is_local
+from fedcover.runs.machine import Machine
 from fedcover.runs.run_folder import Folder
-from fedcover.runs.setup import Machine, Overrides, prepare
+from fedcover.runs.setup import Overrides, prepare
 from fedcover.theory import Bound
 from fedcover.theory.certificate.constants import LogFn, Measurements, measure_run
 from fedcover.theory.certificate.replay import ReplayedRound

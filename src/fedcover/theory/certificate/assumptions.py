@@ -9,7 +9,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from fedcover.models.norms import has_batch_norm
 from fedcover.policies import POLICIES
 from fedcover.runs.experiment import Experiment
-from fedcover.server.round import Setup, cohort_of, initial_state, view_of
+from fedcover.server.cohort import cohort_of, view_of
+from fedcover.server.round import initial_state
+from fedcover.server.round_setup import Setup
 from fedcover.theory import Constants
 from fedcover.theory.certificate.replay import ReplayedRound
 

@@ -10,7 +10,9 @@ from torch import Tensor
 from fedcover.errors import RunError
 from fedcover.runs import checkpoints
 from fedcover.runs.run_folder import Folder
-from fedcover.server.round import Setup, cohort_of, initial_state
+from fedcover.server.cohort import cohort_of
+from fedcover.server.round import initial_state
+from fedcover.server.round_setup import Setup
 from fedcover.theory import BOUNDS, Bound, Constants, LocalSteps
 from fedcover.theory.certificate.assumptions import ReplayedRun, violated_assumptions
 from fedcover.theory.certificate.global_loss import GlobalLoss, build_global_loss, squared_norm

@@ -18,7 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fedcover.models.norms import has_batch_norm, use_batch_statistics
 from fedcover.rng import generator
 from fedcover.server.aggregation import WEIGHTS
-from fedcover.server.round import Setup, client_of
+from fedcover.server.cohort import client_of
+from fedcover.server.round_setup import Setup
 from fedcover.types import Params, Samples
 
 FLOAT64_MAX_PARAMS = 200_000

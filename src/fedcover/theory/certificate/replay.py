@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from fedcover.server.aggregation import WEIGHTS
-from fedcover.server.round import Setup, aggregate, start_round
+from fedcover.server.round import aggregate, start_round
+from fedcover.server.round_setup import Setup
 from fedcover.submodels import coverage as cov
 from fedcover.theory import RoundQuantities
 from fedcover.theory.certificate.global_loss import GlobalLoss, LossEvaluation, squared_norm

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from fedcover.errors import InvalidValue
 from fedcover.training.engines.batched import batched
-from fedcover.training.engines.runners import PRECISIONS as PRECISIONS
+from fedcover.training.engines.compilation import PRECISIONS as PRECISIONS
 from fedcover.training.engines.sequential import sequential
 from fedcover.training.engines.streams import streams
 from fedcover.types import Client, Reduction, State, Task, Update

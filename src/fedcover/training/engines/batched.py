@@ -12,21 +12,12 @@ from dataclasses import replace
 
 from torch import nn
 
+from fedcover.log import warn_once
 from fedcover.models.norms import statistics_key
 from fedcover.training.engines.buffers import ClientInputs, ClientJob, JobResult, StepSignature, client_inputs
+from fedcover.training.engines.compilation import CompileFailed, StepBackend, cuda_graph_backend, inductor_backend
 from fedcover.training.engines.ragged import train_ragged
-from fedcover.training.engines.runners import (
-    CompileFailed,
-    RunnerCache,
-    StepBackend,
-    StepRunner,
-    cuda_graph_backend,
-    get_runner_cache,
-    inductor_backend,
-    raise_on_divergence,
-    run_steps,
-    warn_once,
-)
+from fedcover.training.engines.runners import RunnerCache, StepRunner, get_runner_cache, raise_on_divergence, run_steps
 from fedcover.training.engines.sequential import sequential
 from fedcover.training.engines.sgd_step import UnsupportedByEngine
 from fedcover.training.engines.streams import streams, train_on_streams

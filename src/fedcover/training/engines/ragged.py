@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from fedcover.training.engines.buffers import ClientInputs, JobResult, StepBuffers, client_buffers
-from fedcover.training.engines.runners import StepRunner, on_stream, precision_context, reraise_as_unsupported
+from fedcover.training.engines.compilation import on_stream, precision_context, reraise_as_unsupported
+from fedcover.training.engines.runners import StepRunner
 from fedcover.training.engines.sgd_step import BatchSchedule, StepTensors, tree_leaves, tree_map
 
 

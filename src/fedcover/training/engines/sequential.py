@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from fedcover.training.engines.runners import precision_context
+from fedcover.training.engines.compilation import precision_context
 from fedcover.training.local_sgd import train_client
 from fedcover.types import Client, Reduction, State, Task, Update
 

@@ -8,17 +8,10 @@ same without streams and graphs, which is not fast, but can be tested anywhere.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from fedcover.log import warn_once
 from fedcover.training.engines.buffers import ClientInputs, ClientJob, JobResult, client_inputs
-from fedcover.training.engines.runners import (
-    RunnerCache,
-    StepRunner,
-    cuda_graph_backend,
-    eager_backend,
-    get_runner_cache,
-    raise_on_divergence,
-    run_steps,
-    warn_once,
-)
+from fedcover.training.engines.compilation import cuda_graph_backend, eager_backend
+from fedcover.training.engines.runners import RunnerCache, StepRunner, get_runner_cache, raise_on_divergence, run_steps
 from fedcover.training.engines.sequential import sequential
 from fedcover.training.engines.sgd_step import UnsupportedByEngine
 from fedcover.types import Assignment, Client, Reduction, State, Task, Update

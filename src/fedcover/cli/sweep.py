@@ -1,15 +1,12 @@
-"""Commands about speed: bench and sweep."""
+"""fedcover sweep: many runs, and a table over seeds."""
 
 import json as js
-from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Annotated
 
 from cyclopts import Parameter
 
-from fedcover.analysis.bench import MAX_SPREAD_RATIO, page
-from fedcover.analysis.bench import bench as measure
 from fedcover.cli import conclusions, console
 from fedcover.cli.interruption import resume_hint_when_stopped, this_command
 from fedcover.cli.options import Data, Device, Json, Overwrite, ParallelRuns, Precision, Whole, app, load_experiment
@@ -17,40 +14,11 @@ from fedcover.cli.variations import choices_of
 from fedcover.errors import InvalidValue
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.launch import torchrun_rank
+from fedcover.runs.machine import Machine
 from fedcover.runs.run_folder import Folder
-from fedcover.runs.setup import Machine
 from fedcover.runs.sweep import expand_choices
 from fedcover.runs.sweep import sweep as run_sweep
 from fedcover.server.round import RoundReport
-
-
-@app.command
-def bench(
-    *,
-    device: Device = "auto",
-    out: Annotated[Path | None, Parameter(help="Write the table to this Markdown file.")] = None,
-    json: Json = False,
-) -> None:
-    """Measure our engines, the plain eager loop and the floor on this computer, as ratios of one run."""
-    chosen = Machine(device=device).resolved().device
-    if out and (out.is_dir() or not out.parent.is_dir()):
-        raise InvalidValue(f"out must be a file in a folder that exists; got {str(out)!r}")
-    found = []
-    for figure in measure(chosen):
-        found.append(figure)
-        if not json:
-            ratios = ", ".join(f"{name} {value:.2f}" for name, value in figure.ratios)
-            print(f"{figure.what:65} {figure.median_ms:9.3f} ms  {ratios}", flush=True)
-    wide = sum(figure.unsteady for figure in found)
-    if wide:
-        console.notify(
-            f"{wide} of {len(found)} figures vary more than {MAX_SPREAD_RATIO}-fold between repetitions; if the computer is "
-            "not idle, measure again when it is"
-        )
-    if json:
-        print(js.dumps([asdict(figure) for figure in found], indent=2))
-    if out:
-        out.write_text(page(found, chosen))
 
 
 @app.command
