@@ -70,19 +70,32 @@ def run(wanted: Iterable[tuple[Cell, int]], folder: Path, machine: Machine) -> N
     if not todo:
         return
     for done in run_experiments(
-        [_experiment(*each) for each in todo], machine, show_progress=print_progress, runs=folder / "runs"
+        [_experiment(*each) for each in todo],
+        machine,
+        show_progress=print_progress,
+        runs=folder / "runs",
     ):
         cell, seed = of[done.experiment.name]
         own = folder / "runs" / done.experiment.name
         line = {"seed": seed, "lr": done.experiment.lr, **measure(done, cell.measured, own)}
-        sheets.add(folder, cell, "tuning" if seed == TUNING_SEED else "runs", line, provenance(done))
-        print(f"{own.name}: test {line['test']:.4f}, validation {line['validation']:.4f}", file=sys.stderr, flush=True)
+        sheets.add(
+            folder, cell, "tuning" if seed == TUNING_SEED else "runs", line, provenance(done)
+        )
+        print(
+            f"{own.name}: test {line['test']:.4f}, validation {line['validation']:.4f}",
+            file=sys.stderr,
+            flush=True,
+        )
         if cell.id != PREFIX.id:
             shutil.rmtree(own)
 
 
 def _known(folder: Path, cell: Cell, seed: int) -> bool:
-    return any(line["seed"] == seed for part in ("tuning", "runs") for line in sheets.read(folder, cell)[part])
+    return any(
+        line["seed"] == seed
+        for part in ("tuning", "runs")
+        for line in sheets.read(folder, cell)[part]
+    )
 
 
 def _experiment(cell: Cell, seed: int) -> Experiment:
@@ -101,7 +114,9 @@ def start_from_prefix(name: str, seed: int, folder: Path, machine: Machine) -> N
     prefix = Folder(folder / "runs" / _experiment(PREFIX, seed).name).read()
     kept = {file.round: file for file in checkpoints.found(prefix.kept)}
     state = checkpoints.read(kept[candidate.start], prefix.experiment.digest, "cpu")
-    groups = prepare(experiment, Machine(device="cpu", engine="sequential").resolved()).task.model.groups
+    groups = prepare(
+        experiment, Machine(device="cpu", engine="sequential").resolved()
+    ).task.model.groups
     with own.created(experiment, replace(machine, processes=1), Overrides(), None):
         for line in prefix.metrics(candidate.start):
             own.append(line)
@@ -111,7 +126,11 @@ def start_from_prefix(name: str, seed: int, folder: Path, machine: Machine) -> N
 def choose(folder: Path, machine: Machine, first: Sequence[int]) -> None:
     """Prefix for the seeds that are needed, then every candidate with the seed that is not judged."""
     early = [name for name, candidate in CANDIDATES.items() if not candidate.start]
-    run([*((PREFIX, s) for s in first), *((cell_of(name), TUNING_SEED) for name in early)], folder, machine)
+    run(
+        [*((PREFIX, s) for s in first), *((cell_of(name), TUNING_SEED) for name in early)],
+        folder,
+        machine,
+    )
     for name in CANDIDATES:
         start_from_prefix(name, TUNING_SEED, folder, machine)
     run([(cell_of(name), TUNING_SEED) for name in CANDIDATES], folder, machine)
@@ -120,7 +139,10 @@ def choose(folder: Path, machine: Machine, first: Sequence[int]) -> None:
 def best(folder: Path) -> str:
     """The candidate that is best on validation data."""
     tried = {name: sheets.read(folder, cell_of(name))["tuning"] for name in CANDIDATES}
-    return max((name for name in tried if tried[name]), key=lambda name: float(tried[name][0]["validation"]))
+    return max(
+        (name for name in tried if tried[name]),
+        key=lambda name: float(tried[name][0]["validation"]),
+    )
 
 
 def judge(folder: Path, machine: Machine, seeds: Sequence[int]) -> None:
@@ -142,14 +164,24 @@ def table(folder: Path) -> str:
             rows.append(f"| {name} | {line['validation']:.4f} | {line['test']:.4f} |")
     for line in prefix["tuning"]:
         rows.append(f"| the half-width model inside prefix | - | {line['single']:.4f} |")
-    text = ["# Is a fleet's full model worth having?", "", "Plan: benchmarks/plans/assembled_or_small.md.", ""]
+    text = [
+        "# Is a fleet's full model worth having?",
+        "",
+        "Plan: benchmarks/plans/assembled_or_small.md.",
+        "",
+    ]
     text += [f"Seed {TUNING_SEED}, which only chooses:", "", *rows, ""]
     if not any(sheet["tuning"] for name, sheet in tuned.items() if name != "prefix"):
         return "\n".join(text)
     name = best(folder)
     assembled = {line["seed"]: line["test"] for line in tuned[name]["runs"]}
     small = {line["seed"]: line["single"] for line in prefix["runs"] if line["seed"] in assembled}
-    text += [f"Chosen: `{name}`. Judged:", "", "| seed | assembled | half-width model inside prefix |", "|---|---|---|"]
+    text += [
+        f"Chosen: `{name}`. Judged:",
+        "",
+        "| seed | assembled | half-width model inside prefix |",
+        "|---|---|---|",
+    ]
     text += [f"| {seed} | {assembled[seed]:.4f} | {small[seed]:.4f} |" for seed in sorted(small)]
     for found in paired_contrast(name, assembled, small):
         text += [
@@ -170,7 +202,10 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=FOLDER)
     chosen = parser.parse_args()
-    machine = replace(Machine(device=chosen.device, precision=chosen.precision).resolved(), processes=chosen.workers)
+    machine = replace(
+        Machine(device=chosen.device, precision=chosen.precision).resolved(),
+        processes=chosen.workers,
+    )
     if chosen.what == "choose":
         choose(chosen.folder, machine, (TUNING_SEED, *JUDGED))
     elif chosen.what == "judge":

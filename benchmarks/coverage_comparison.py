@@ -61,15 +61,25 @@ class Job:
         return self.cell.experiment(self.seed, self.lr)
 
 
-def run_wave(wave: Sequence[Cell], folder: Path, machine: Machine, rates: tuple[float, ...]) -> None:
+def run_wave(
+    wave: Sequence[Cell], folder: Path, machine: Machine, rates: tuple[float, ...]
+) -> None:
     """Run what cells lack: first to choose their learning rates, then to be judged."""
     _run(
-        [Job(c, "tuning", TUNING_SEED, lr) for c in wave for lr in sheets.untried_rates(folder, c, rates)],
+        [
+            Job(c, "tuning", TUNING_SEED, lr)
+            for c in wave
+            for lr in sheets.untried_rates(folder, c, rates)
+        ],
         folder,
         machine,
     )
     chosen = [(cell, sheets.choose_rate(folder, cell)) for cell in wave]
-    _run([Job(c, "runs", seed, lr) for c, lr in chosen for seed in sheets.missing_seeds(folder, c)], folder, machine)
+    _run(
+        [Job(c, "runs", seed, lr) for c, lr in chosen for seed in sheets.missing_seeds(folder, c)],
+        folder,
+        machine,
+    )
 
 
 def _run(jobs: Sequence[Job], folder: Path, machine: Machine) -> None:
@@ -78,12 +88,18 @@ def _run(jobs: Sequence[Job], folder: Path, machine: Machine) -> None:
     kept: list[Path] = []
     try:
         for group in group_by_shape(job.experiment for job in jobs):
-            for done in run_experiments(group, machine, show_progress=print_progress, runs=folder / "runs"):
+            for done in run_experiments(
+                group, machine, show_progress=print_progress, runs=folder / "runs"
+            ):
                 job, own = by_name[done.experiment.name], folder / "runs" / done.experiment.name
                 line = {"seed": job.seed, "lr": job.lr, **measure(done, job.cell.measured, own)}
                 sheets.add(folder, job.cell, job.part, line, provenance(done))
                 kept.append(own)
-                print(f"{len(kept)}/{len(jobs)}  {own.name}: {line['test']:.4f}", file=sys.stderr, flush=True)
+                print(
+                    f"{len(kept)}/{len(jobs)}  {own.name}: {line['test']:.4f}",
+                    file=sys.stderr,
+                    flush=True,
+                )
     finally:
         for own in kept:
             shutil.rmtree(own)
@@ -95,11 +111,18 @@ def measure(done: Finished, rounds: Sequence[int], folder: Path) -> dict[str, An
     curve = [round(line["validation_accuracy"], 4) for line in done.metrics]
     known = {"curve": curve, "seconds": round(seconds, 1)}
     if done.diverged:
-        return {**dict.fromkeys(("test", "validation", "single", "whole"), GUESSING), "diverged": True, **known}
+        return {
+            **dict.fromkeys(("test", "validation", "single", "whole"), GUESSING),
+            "diverged": True,
+            **known,
+        }
     parts = Overrides(dataset=_dataset(done.experiment.dataset, done.machine.device))
     setup = prepare(done.experiment, done.machine, parts=parts)
     files = {file.round: file for file in checkpoints.found(Folder(folder).kept)}
-    states = (checkpoints.read(files[number], done.experiment.digest, done.machine.device) for number in rounds)
+    states = (
+        checkpoints.read(files[number], done.experiment.digest, done.machine.device)
+        for number in rounds
+    )
     scores = [_scores(setup, state) for state in states]
     summary = summarise(done.metrics)
     return {
@@ -131,7 +154,9 @@ def _dataset(name: str, device: str) -> Dataset:
     return replace(loaded, train=loaded.train.to(device), test=loaded.test.to(device))
 
 
-def each(job: Callable[[Sequence[Cell]], None], works: Sequence[Sequence[Cell]], workers: int) -> Iterator[None]:
+def each(
+    job: Callable[[Sequence[Cell]], None], works: Sequence[Sequence[Cell]], workers: int
+) -> Iterator[None]:
     """Do works here, or in fresh processes (a CUDA context does not survive a fork)."""
     if workers == 1:
         yield from map(job, works)
@@ -143,26 +168,40 @@ def each(job: Callable[[Sequence[Cell]], None], works: Sequence[Sequence[Cell]],
 def main(arguments: list[str] | None = None) -> None:
     """Run what is missing, then write the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["grid", "factorial", "width", "longer"])
-    parser.add_argument("--quick", action="store_true", help="short cells on digits, into a folder of their own")
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=["grid", "factorial", "width", "longer"]
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="short cells on digits, into a folder of their own"
+    )
     parser.add_argument("--table", action="store_true", help="run nothing")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", default="fp32")
-    parser.add_argument("--workers", type=int, default=1, help="processes that cells are dealt out to")
+    parser.add_argument(
+        "--workers", type=int, default=1, help="processes that cells are dealt out to"
+    )
     parser.add_argument("--only", default="", help="only cells whose name contains this")
     parser.add_argument("--folder", type=Path)
     chosen = parser.parse_args(arguments)
-    folder = chosen.folder or RESULTS / ("coverage_comparison-quick" if chosen.quick else "coverage_comparison")
+    folder = chosen.folder or RESULTS / (
+        "coverage_comparison-quick" if chosen.quick else "coverage_comparison"
+    )
     if not chosen.table:
         machine = Machine(device=chosen.device, precision=chosen.precision).resolved()
         together = machine.device.startswith("cuda")
         processes = chosen.workers if chosen.workers > 1 else "auto"
         machine = replace(machine, processes=processes) if together else replace(machine, threads=1)
-        job = partial(run_wave, folder=folder, machine=machine, rates=RATES[1:2] if chosen.quick else RATES)
-        for wave in quick() if chosen.quick else (wave for part in chosen.parts for wave in PARTS[part]()):
+        job = partial(
+            run_wave, folder=folder, machine=machine, rates=RATES[1:2] if chosen.quick else RATES
+        )
+        for wave in (
+            quick() if chosen.quick else (wave for part in chosen.parts for wave in PARTS[part]())
+        ):
             wanted = [cell for cell in wave if chosen.only in cell.id]
             for _ in each(
-                job, [wanted] if together else [[cell] for cell in wanted], 1 if together else chosen.workers
+                job,
+                [wanted] if together else [[cell] for cell in wanted],
+                1 if together else chosen.workers,
             ):
                 pass
     folder.mkdir(parents=True, exist_ok=True)

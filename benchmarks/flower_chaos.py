@@ -77,7 +77,9 @@ class Secured(LocalFederation):
 
     def prepare(self) -> None:
         """Make certificates with that page's commands, and tell the administrator's machine where the SuperLink is."""
-        found = re.search(r"^```bash\n(openssl .*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+        found = re.search(
+            r"^```bash\n(openssl .*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE
+        )
         assert found is not None
         self.folder.mkdir(parents=True, exist_ok=True)
         self.finish("bash", "-e", "-c", found[1])
@@ -91,7 +93,9 @@ class Secured(LocalFederation):
         told = {**self.environment("admin"), "SERVER": "127.0.0.1"}
         done = subprocess.run(command, cwd=self.folder, env=told, capture_output=True, check=False)
         if done.returncode:
-            raise SystemExit(f"{' '.join(command)[:60]} has failed: {done.stdout!r} {done.stderr!r}")
+            raise SystemExit(
+                f"{' '.join(command)[:60]} has failed: {done.stdout!r} {done.stderr!r}"
+            )
 
     def start_superlink(self, *, wait: bool = True) -> subprocess.Popen[bytes]:
         """Start the SuperLink, and wait until it listens."""
@@ -151,7 +155,9 @@ class Chaos:
         for node in range(self.nodes):
             self.federation.register(f"node-{node}")
             config = {"partition-id": node, "num-partitions": self.nodes}
-            self._serve(f"node-{node}", partial(self.federation.start_supernode, f"node-{node}", config))
+            self._serve(
+                f"node-{node}", partial(self.federation.start_supernode, f"node-{node}", config)
+            )
         self._serve("admin", self._run)
 
     def _serve(self, name: str, start: Callable[[], subprocess.Popen[bytes]]) -> None:
@@ -182,9 +188,14 @@ class Chaos:
 
     def kill(self, kind: str, draw: random.Random) -> None:
         """Kill a node or the SuperLink with all that it has started, or the server alone, once one is there."""
-        names = {"node": [name for name in self.services if name.startswith("node-")], "superlink": ["superlink"]}
+        names = {
+            "node": [name for name in self.services if name.startswith("node-")],
+            "superlink": ["superlink"],
+        }
         name = draw.choice(names.get(kind, ["server"]))
-        there = self.servers if kind == "server" else lambda: self.services[name].process.poll() is None
+        there = (
+            self.servers if kind == "server" else lambda: self.services[name].process.poll() is None
+        )
         if not self.until(lambda: bool(there())):
             return
         for pid in self.servers() if kind == "server" else []:
@@ -195,7 +206,9 @@ class Chaos:
 
     def gaps(self) -> Iterator[dict[str, Any]]:
         """The time before every round but the first, and what was killed in it or in the gap before."""
-        for number, (start, end) in enumerate(zip(self.rounds, self.rounds[1:], strict=False), start=1):
+        for number, (start, end) in enumerate(
+            zip(self.rounds, self.rounds[1:], strict=False), start=1
+        ):
             before = self.rounds[max(0, number - 2)]
             yield {
                 "round": number,
@@ -214,14 +227,19 @@ def chaos(minutes: float, nodes: int, seed: int, place: Path) -> dict[str, objec
         name="chaos", model="mlp(hidden=[48])", fleet="1x1.0 + 1x0.5", policy="rolling", clients=4 * nodes,
         active=4 * nodes, rounds=ENOUGH, epochs=1,
     )  # fmt: skip
-    wanted = [kind for kind, often in KILLS.items() for _ in range(max(1, round(often * minutes / 15)))]
+    wanted = [
+        kind for kind, often in KILLS.items() for _ in range(max(1, round(often * minutes / 15)))
+    ]
     draw.shuffle(wanted)
     share = 60 * minutes / len(wanted)
     at = Chaos(Secured(place), nodes, experiment)
     try:
         at.start()
         at.until(lambda: bool(at.rounds))
-        at.begun, at.rounds = time.monotonic(), [0.0]  # the first round waits for nodes to come for the first time
+        at.begun, at.rounds = (
+            time.monotonic(),
+            [0.0],
+        )  # the first round waits for nodes to come for the first time
         for number, kind in enumerate(wanted):
             due = at.begun + share * (number + draw.random())
             at.until(lambda due=due: time.monotonic() > due)
@@ -239,7 +257,11 @@ def measured(at: Chaos) -> dict[str, object]:
     lines = read_lines(at.folder / "metrics.jsonl")
     told = {(e["round"], e["client"]): e["event"] for e in read_events(at.folder / "events.jsonl")
             if e["client"] is not None}  # fmt: skip
-    asked = [(line["round"], int(client)) for line in lines for client in [*line["clients"], *line["dropped"]]]
+    asked = [
+        (line["round"], int(client))
+        for line in lines
+        for client in [*line["clients"], *line["dropped"]]
+    ]
     gaps = list(at.gaps())
     return {
         **environment_info(),
@@ -270,7 +292,9 @@ if __name__ == "__main__":
     parser.add_argument("--minutes", type=float, default=15.0)
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--logs", type=Path, help="a folder, not yet there, that keeps the run and all logs")
+    parser.add_argument(
+        "--logs", type=Path, help="a folder, not yet there, that keeps the run and all logs"
+    )
     given = parser.parse_args()
     settings = (given.minutes, given.nodes, given.seed)
     if given.logs:

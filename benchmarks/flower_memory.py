@@ -52,7 +52,8 @@ def environment_info() -> dict[str, object]:
     return {
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{os.cpu_count()} cores, {platform.system()}, load {os.getloadavg()[1]:.1f}",
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in ("torch", "flwr")},
+        "versions": {"python": platform.python_version()}
+        | {name: version(name) for name in ("torch", "flwr")},
     }
 
 
@@ -79,7 +80,9 @@ def sizes(pids: Mapping[str, int]) -> Sizes:
     found: Sizes = {}
     for name, pid in pids.items():
         try:
-            own = re.findall(r"(?:RssAnon|VmSwap):\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+            own = re.findall(
+                r"(?:RssAnon|VmSwap):\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text()
+            )
         except OSError:
             continue
         if own:
@@ -94,7 +97,9 @@ def install_probe(folder: Path) -> Path:
     return folder
 
 
-def read_probe(folder: Path, pids: Mapping[str, int], ends: Sequence[float]) -> dict[str, dict[str, Any]]:
+def read_probe(
+    folder: Path, pids: Mapping[str, int], ends: Sequence[float]
+) -> dict[str, dict[str, Any]]:
     """What processes have held at least between two ends of rounds: in between they hold nothing of either.
 
     Those that hardly ever look for garbage tell too little.
@@ -133,7 +138,10 @@ def trend(figures: Sequence[float], unit: str = "kib") -> dict[str, Any]:
     off, last = round((rounds * (rounds - 1) * (2 * rounds + 5) / 18) ** 0.5), len(slopes) - 1
     upper = min(last, len(slopes) // 2 + off)
     low, high = slopes[last - upper], slopes[upper]  # as far from the one end as from the other
-    return {f"{unit}_per_round": round(median(slopes), 1), "between": [round(low, 1), round(high, 1)]}
+    return {
+        f"{unit}_per_round": round(median(slopes), 1),
+        "between": [round(low, 1), round(high, 1)],
+    }
 
 
 def growth(figures: Sequence[float], unit: str = "kib") -> dict[str, Any]:
@@ -156,11 +164,18 @@ def verdict(grown: Mapping[str, dict[str, Any]]) -> dict[str, object]:
     return {
         "rise": [name for name, found in grown.items() if found["rises"]],
         "grow": [name for name, found in grown.items() if found["grows"]],
-        "kib_per_round_at_most": max(found["second_half"]["between"][1] for found in grown.values()),
+        "kib_per_round_at_most": max(
+            found["second_half"]["between"][1] for found in grown.values()
+        ),
         "percent_at_most": max(found["percent"] for found in grown.values()),
     }
 
 
 def hold_more(holds: Mapping[str, Mapping[str, dict[str, Any]]]) -> list[str]:
     """Who holds more and more, and of what."""
-    return [f"{name}: {kind}" for name, kinds in holds.items() for kind, found in kinds.items() if found["rises"]]
+    return [
+        f"{name}: {kind}"
+        for name, kinds in holds.items()
+        for kind, found in kinds.items()
+        if found["rises"]
+    ]

@@ -61,14 +61,21 @@ def soak(rounds: int, clients: int, nodes: int, place: Path) -> dict[str, object
         (place / "log.txt").open("wb") as log,
     ):
         app = write_app(
-            place / "app", RunConfig(wanted.to_toml(), str(folder), device="cpu", nodes=nodes, deadline=600.0)
+            place / "app",
+            RunConfig(wanted.to_toml(), str(folder), device="cpu", nodes=nodes, deadline=600.0),
         )
         process = federation.submit(app, log)
         while process.poll() is None:
-            done = (folder / "metrics.jsonl").read_bytes().count(b"\n") if (folder / "metrics.jsonl").exists() else 0
+            done = (
+                (folder / "metrics.jsonl").read_bytes().count(b"\n")
+                if (folder / "metrics.jsonl").exists()
+                else 0
+            )
             pids |= long_lived_processes(federation)
             look = sizes(pids)
-            if done > len(memory):  # this look is of the next round already; after the last one the server ends
+            if done > len(
+                memory
+            ):  # this look is of the next round already; after the last one the server ends
                 memory.append(median_sizes(looks or [look]))
                 ends.append(time.time())
                 looks = []
@@ -87,13 +94,17 @@ def soak(rounds: int, clients: int, nodes: int, place: Path) -> dict[str, object
         "nodes": nodes,
         "updates_asked": rounds * clients,
         "updates_used": sum(event["event"] == "answered" for event in events),
-        "updates_rejected_late_lost": [sum(line[k] for line in lines) for k in ("rejected", "late", "lost")],
+        "updates_rejected_late_lost": [
+            sum(line[k] for line in lines) for k in ("rejected", "late", "lost")
+        ],
         "seconds_per_round_median": round(median(seconds), 2),
         "seconds_per_round": [round(s, 1) for s in seconds],
         "seconds_alone_per_round": round(alone, 3),
         "flowers_part": round(1 - alone / (os.cpu_count() or 1) / median(seconds), 3),
         "ours": verdict({name: found for name, found in grown.items() if name.endswith(OURS)}),
-        "flowers": verdict({name: found for name, found in grown.items() if not name.endswith(OURS)}),
+        "flowers": verdict(
+            {name: found for name, found in grown.items() if not name.endswith(OURS)}
+        ),
         "together": growth([sum(look[name] for name in lived) for look in memory]),
         "hold_more": hold_more(held),
         "holds": held,

@@ -21,7 +21,13 @@ from fedcover.flower.app_template import RunConfig, write_app
 from fedcover.flower.local_federation import LocalFederation, free_port
 from fedcover.runs.metrics_log import read_lines
 
-CARRYING = ("pull-messages", "pull-object", "push-messages", "push-object", "confirm-message-received")
+CARRYING = (
+    "pull-messages",
+    "pull-object",
+    "push-messages",
+    "push-object",
+    "confirm-message-received",
+)
 _REQUEST = re.compile(rb"(?:POST|GET) (\S+) HTTP/1")
 
 
@@ -54,9 +60,13 @@ class Proxy:
                 continue
             path = [""]  # of the request that is under way on this connection
             for source, sink, outgoing in ((near, far, True), (far, near, False)):
-                threading.Thread(target=self._pass_on, args=(source, sink, outgoing, path), daemon=True).start()
+                threading.Thread(
+                    target=self._pass_on, args=(source, sink, outgoing, path), daemon=True
+                ).start()
 
-    def _pass_on(self, source: socket.socket, sink: socket.socket, outgoing: bool, path: list[str]) -> None:
+    def _pass_on(
+        self, source: socket.socket, sink: socket.socket, outgoing: bool, path: list[str]
+    ) -> None:
         with suppress(OSError):  # an abrupt end, of either side
             while data := source.recv(2**16):
                 if outgoing and (found := _REQUEST.match(data)):
@@ -90,11 +100,27 @@ def measure(place: Path, rounds: int = 4) -> dict[str, object]:
     try:
         federation.start_superlink()
         for number, proxy in enumerate(proxies):
-            arguments = ["--superlink", f"127.0.0.1:{proxy.port}", "--host", "127.0.0.1", "--port", str(free_port())]
+            arguments = [
+                "--superlink",
+                f"127.0.0.1:{proxy.port}",
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(free_port()),
+            ]
             config = f"partition-id={number} num-partitions=2"
-            federation.start(f"node-{number}", "flower-supernode", "--insecure", *arguments, "--node-config", config)
+            federation.start(
+                f"node-{number}",
+                "flower-supernode",
+                "--insecure",
+                *arguments,
+                "--node-config",
+                config,
+            )
         with (place / "log.txt").open("wb") as log:
-            settings = RunConfig(wanted.to_toml(), str(folder), device="cpu", nodes=2, deadline=600.0)
+            settings = RunConfig(
+                wanted.to_toml(), str(folder), device="cpu", nodes=2, deadline=600.0
+            )
             process = federation.submit(write_app(place / "app", settings), log)
             while process.poll() is None:
                 path = folder / "metrics.jsonl"
@@ -106,13 +132,19 @@ def measure(place: Path, rounds: int = 4) -> dict[str, object]:
         federation.stop()
         for proxy in proxies:
             proxy.close()
-    moved = [[after - before for before, after in zip(*pair, strict=True)] for pair in pairwise(marks)]
+    moved = [
+        [after - before for before, after in zip(*pair, strict=True)] for pair in pairwise(marks)
+    ]
     lines = read_lines(folder / "metrics.jsonl")
     full, quarter = (median(column) for column in zip(*moved, strict=True))
     return {
-        "bytes_per_round": {"full width": [m[0] for m in moved], "quarter width": [m[1] for m in moved]},
+        "bytes_per_round": {
+            "full width": [m[0] for m in moved],
+            "quarter width": [m[1] for m in moved],
+        },
         "quarter_of_full": round(quarter / full, 4),
-        "bytes_of_parameters_and_masks_per_round_both_clients": lines[-1]["bytes_down"] + lines[-1]["bytes_up"],
+        "bytes_of_parameters_and_masks_per_round_both_clients": lines[-1]["bytes_down"]
+        + lines[-1]["bytes_up"],
         "all_bytes_by_path": [dict(proxy.counted.most_common()) for proxy in proxies],
     }
 

@@ -53,7 +53,9 @@ def mnist_job(rounds: int, dataset: str = "mnist", data: str | Path | None = Non
         test_y=source.test.y.numpy(),
         rows_CN=np.stack([shard.index.numpy() for shard in shards]),
         cohorts_RA=np.array(cohorts),
-        orders_RAEN=np.stack([[_orders(setup, r, client) for client in cohort] for r, cohort in enumerate(cohorts)]),
+        orders_RAEN=np.stack(
+            [[_orders(setup, r, client) for client in cohort] for r, cohort in enumerate(cohorts)]
+        ),
         weights={name: tensor.numpy() for name, tensor in initial_state(setup).params.items()},
     )
 
@@ -61,7 +63,9 @@ def mnist_job(rounds: int, dataset: str = "mnist", data: str | Path | None = Non
 def _orders(setup: Setup, round: int, client: int) -> np.ndarray:
     rows = len(setup.task.source.shard(client).index)
     draws = [generator(setup.task.seed, "shuffle", round, client, epoch) for epoch in range(EPOCHS)]
-    return np.stack([torch.randperm(rows, generator=draw).numpy() for draw in draws]).astype(np.int32)
+    return np.stack([torch.randperm(rows, generator=draw).numpy() for draw in draws]).astype(
+        np.int32
+    )
 
 
 def save(job: Job, path: Path) -> None:

@@ -35,12 +35,19 @@ def settings(runs: int, rounds: int, dataset: str) -> list[Experiment]:
     ]  # fmt: skip
 
 
-def measure(experiments: Sequence[Experiment], machine: Machine, data: str | None, samples: int) -> str:
+def measure(
+    experiments: Sequence[Experiment], machine: Machine, data: str | None, samples: int
+) -> str:
     """A row: processes, seconds, images a second in all and once everything has started, accuracies."""
     ends: list[float] = []
     start = time.perf_counter()
     done = list(
-        sweep(experiments, machine=machine, data=data, watch=lambda e, report: ends.append(time.perf_counter()))
+        sweep(
+            experiments,
+            machine=machine,
+            data=data,
+            watch=lambda e, report: ends.append(time.perf_counter()),
+        )
     )
     seconds = time.perf_counter() - start
     images = samples * ACTIVE * EPOCHS
@@ -56,17 +63,23 @@ def measure(experiments: Sequence[Experiment], machine: Machine, data: str | Non
 
 def main() -> None:
     """Measure each number of processes in turn, and keep the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--processes", nargs="+", default=["auto", "1"])
     parser.add_argument("--dataset", default="mnist")
-    parser.add_argument("--samples", type=int, default=600, help="rows of each client in that data set")
+    parser.add_argument(
+        "--samples", type=int, default=600, help="rows of each client in that data set"
+    )
     parser.add_argument("--precision", default="tf32" if torch.cuda.is_available() else "fp32")
     parser.add_argument("--data")
     parser.add_argument("--output", type=Path)
     asked = parser.parse_args()
-    hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
+    hardware = (
+        torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
+    )
     lines = [
         f"# A sweep of {asked.runs} {asked.dataset} runs of {asked.rounds} rounds on {hardware}",
         "",
@@ -77,7 +90,9 @@ def main() -> None:
         "|---|---|---|---|---|",
     ]
     for word in asked.processes:
-        machine = Machine(precision=asked.precision, processes=int(word) if word.isdecimal() else word)
+        machine = Machine(
+            precision=asked.precision, processes=int(word) if word.isdecimal() else word
+        )
         experiments = settings(asked.runs, asked.rounds, asked.dataset)
         lines.append(measure(experiments, machine, asked.data, asked.samples))
         print("\n".join(lines), flush=True)

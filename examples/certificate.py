@@ -26,7 +26,13 @@ for name, fields in FLEETS.items():
         found = fc.certify(folder)
     bound, last = found["bounds"]["reshuffled"], found["last"]
     accuracy = run.summary["accuracy_common"]  # what nobody trains is struck from the model
-    print(f"{name}: {found['kind']}, coverage {found['coverage']['gamma']}, accuracy {accuracy:.3f}")
+    print(
+        f"{name}: {found['kind']}, coverage {found['coverage']['gamma']}, accuracy {accuracy:.3f}"
+    )
     print(f"  mean squared gradient {bound['left']:.3g}; Theorem R: at most {bound['value']:.3g}")
-    print(f"  best round: loss above the optimum at most {last['best_round_above_at_most']:.3g} by Theorem R")
-    print(f"  last round: {last['above']:.2g}; at most {last['above_at_most']:.2g} by its measured gradient")
+    print(
+        f"  best round: loss above the optimum at most {last['best_round_above_at_most']:.3g} by Theorem R"
+    )
+    print(
+        f"  last round: {last['above']:.2g}; at most {last['above_at_most']:.2g} by its measured gradient"
+    )

@@ -36,4 +36,6 @@ if __name__ == "__main__":
     counts = results[0][0].state.coverage.window[-1]["hidden1.down.weight"].amin(1).tolist()
     print(f"clients that trained each rank in the last round: {counts}")
     for run, gap in results:
-        print(f"accuracy {run.accuracy:.3f}; product of mean factors against mean of products: {100 * gap:.2f} % apart")
+        print(
+            f"accuracy {run.accuracy:.3f}; product of mean factors against mean of products: {100 * gap:.2f} % apart"
+        )

@@ -17,7 +17,9 @@ def rings(samples: int = 2000, owners: int = 20) -> fc.Dataset:
     x = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1)
     owner = (angle / (2 * torch.pi) * owners).long().clamp(max=owners - 1)
     test = samples // 5
-    return fc.from_tensors((x[test:], y[test:]), (x[:test], y[:test]), owner=owner[test:], name="rings")
+    return fc.from_tensors(
+        (x[test:], y[test:]), (x[:test], y[:test]), owner=owner[test:], name="rings"
+    )
 
 
 if __name__ == "__main__":

@@ -30,7 +30,9 @@ def two_branches(shape: tuple[int, ...], classes: int, norm: str, *, width: int 
     return TwoBranches(shape[0] * shape[1] * shape[2], classes, width)
 
 
-def two_branches_declared(shape: tuple[int, ...], classes: int, norm: str, *, width: int = 32) -> fc.Model:
+def two_branches_declared(
+    shape: tuple[int, ...], classes: int, norm: str, *, width: int = 32
+) -> fc.Model:
     """The same with its groups declared by hand, for modules that tracing refuses."""
     groups = tuple(
         fc.UnitGroup(
@@ -44,13 +46,23 @@ def two_branches_declared(shape: tuple[int, ...], classes: int, norm: str, *, wi
         )
         for name, start in (("left", 0), ("right", width))
     )
-    return fc.Model(two_branches(shape, classes, norm, width=width), groups, prunable=("left.weight", "right.weight"))
+    return fc.Model(
+        two_branches(shape, classes, norm, width=width),
+        groups,
+        prunable=("left.weight", "right.weight"),
+    )
 
 
 if __name__ == "__main__":
     for builder in ("two_branches(width=24)", "two_branches_declared(width=24)"):
         experiment = fc.Experiment(
-            model=f"examples.your_model:{builder}", fleet="1x1.0 + 1x0.5", policy="rolling", clients=20, rounds=10
+            model=f"examples.your_model:{builder}",
+            fleet="1x1.0 + 1x0.5",
+            policy="rolling",
+            clients=20,
+            rounds=10,
         )
         run = fc.run(experiment)
-        print(f"{builder}: accuracy {run.accuracy:.3f}; a half-sized device gets {run.submodel(0.5)}")
+        print(
+            f"{builder}: accuracy {run.accuracy:.3f}; a half-sized device gets {run.submodel(0.5)}"
+        )

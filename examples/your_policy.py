@@ -11,7 +11,10 @@ import fedcover as fc
 @fc.per_client
 def alternating(view: fc.View, client: fc.Client) -> fc.Slices:
     """Odd clients train the first units of every group, even clients the last ones."""
-    start = {group.name: 0 if client.id % 2 else -round(client.capacity * group.size) for group in view.groups}
+    start = {
+        group.name: 0 if client.id % 2 else -round(client.capacity * group.size)
+        for group in view.groups
+    }
     return fc.windows(view.groups, client.capacity, start)
 
 

@@ -24,7 +24,9 @@ def smoothed(*, amount: float = 0.1) -> Recipe:
     return Recipe(loss)
 
 
-def agreed(old: Params, parts: Iterable[tuple[Reduction, Params, float]], *, clients: int = 2) -> Params:
+def agreed(
+    old: Params, parts: Iterable[tuple[Reduction, Params, float]], *, clients: int = 2
+) -> Params:
     """The coverage mean, but entries that fewer than `clients` clients trained keep their value."""
     listed = list(parts)
     masks = [reduction.mask(old) for reduction, _, _ in listed]
@@ -36,6 +38,12 @@ def agreed(old: Params, parts: Iterable[tuple[Reduction, Params, float]], *, cli
 if __name__ == "__main__":
     torch.set_num_threads(1)
     shared = {"fleet": "1x1.0 + 1x0.5", "policy": "rolling", "clients": 20, "rounds": 10}
-    mine = {"recipe": "examples.your_recipe:smoothed(amount=0.05)", "rule": "examples.your_recipe:agreed(clients=2)"}
-    for name, experiment in {"plain": fc.Experiment(**shared), "mine": fc.Experiment(**shared, **mine)}.items():
+    mine = {
+        "recipe": "examples.your_recipe:smoothed(amount=0.05)",
+        "rule": "examples.your_recipe:agreed(clients=2)",
+    }
+    for name, experiment in {
+        "plain": fc.Experiment(**shared),
+        "mine": fc.Experiment(**shared, **mine),
+    }.items():
         print(f"{name:6} accuracy {fc.run(experiment).accuracy:.3f}")

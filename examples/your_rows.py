@@ -31,11 +31,22 @@ def write(folder: Path) -> None:
     data = rings()
     owners = data.owner
     assert owners is not None
-    some = {"train_x": data.train.x[:50], "train_y": data.train.y[:50], "test_x": data.test.x, "test_y": data.test.y}
-    save_file({name: rows.contiguous() for name, rows in some.items()}, folder / "server.safetensors")
+    some = {
+        "train_x": data.train.x[:50],
+        "train_y": data.train.y[:50],
+        "test_x": data.test.x,
+        "test_y": data.test.y,
+    }
+    save_file(
+        {name: rows.contiguous() for name, rows in some.items()}, folder / "server.safetensors"
+    )
     for place in range(2):
         mine = owners // 10 == place
-        rows = {"train_x": data.train.x[mine], "train_y": data.train.y[mine], "train_owner": owners[mine]}
+        rows = {
+            "train_x": data.train.x[mine],
+            "train_y": data.train.y[mine],
+            "train_owner": owners[mine],
+        }
         save_file(rows, folder / f"node-{place}.safetensors")  # or np.savez
     (folder / "experiment.toml").write_text(EXPERIMENT)
 
@@ -44,6 +55,18 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as place:
         write(Path(place))
         # on machines of their own each node has its file's path in --node-config (docs/deploy.md)
-        up = [sys.executable, "-m", "fedcover", "flower", "up", "--nodes", "2", "--rows", "node-{}.safetensors"]
-        done = subprocess.run([*up, "--json", "experiment.toml"], cwd=place, stdout=subprocess.PIPE, check=True)
+        up = [
+            sys.executable,
+            "-m",
+            "fedcover",
+            "flower",
+            "up",
+            "--nodes",
+            "2",
+            "--rows",
+            "node-{}.safetensors",
+        ]
+        done = subprocess.run(
+            [*up, "--json", "experiment.toml"], cwd=place, stdout=subprocess.PIPE, check=True
+        )
         print(f"accuracy {json.loads(done.stdout)['accuracy']:.3f}")

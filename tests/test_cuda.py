@@ -35,16 +35,36 @@ SETTINGS = {
     "fjord": {"policy": "prefix", "recipe": "fjord"},
     "prunefl": {"policy": "prunefl(every=1)", "recipe": "prunefl(every=1)"},
     "trimmed": {"policy": "prefix", "rule": "trimmed_mean(share=0.2)"},
-    "heterofl": {"policy": "prefix", "absent_labels": "zero", "label_rows": True, "scaler": True, "clip": 1.0},
+    "heterofl": {
+        "policy": "prefix",
+        "absent_labels": "zero",
+        "label_rows": True,
+        "scaler": True,
+        "clip": 1.0,
+    },
     "fiarse": {"policy": "magnitude(scope='model')", "recipe": "fiarse", "momentum": 0},
-    "fiarse without surrogate": {"policy": "magnitude", "recipe": "fiarse(scope='layer', surrogate=false)"},
+    "fiarse without surrogate": {
+        "policy": "magnitude",
+        "recipe": "fiarse(scope='layer', surrogate=false)",
+    },
     "recurrent": {"dataset": "characters", "model": "lstm(embedding=4, hidden=8)", "clients": 400},
-    "language": {"dataset": "characters", "model": "transformer(width=16, blocks=1, hidden=16)", "clients": 400},
+    "language": {
+        "dataset": "characters",
+        "model": "transformer(width=16, blocks=1, hidden=16)",
+        "clients": 400,
+    },
 }
 
 
 def experiment(fields, rounds):
-    defaults = {"fleet": "1x1.0 + 1x0.5", "clients": 20, "active": 4, "epochs": 1, "rounds": rounds, "lr": 0.02}
+    defaults = {
+        "fleet": "1x1.0 + 1x0.5",
+        "clients": 20,
+        "active": 4,
+        "epochs": 1,
+        "rounds": rounds,
+        "lr": 0.02,
+    }
     return fc.Experiment(**{**defaults, **fields})
 
 
@@ -57,7 +77,9 @@ def exact_matmuls():
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # attention under vmap
+@pytest.mark.filterwarnings(
+    "ignore:There is a performance drop:UserWarning"
+)  # attention under vmap
 @pytest.mark.parametrize("engine", ["streams", "batched"])
 @pytest.mark.parametrize("fields", SETTINGS.values(), ids=SETTINGS.keys())
 def test_two_rounds_equal_the_reference_on_the_cpu(fields, engine):
@@ -78,17 +100,27 @@ CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 @pytest.mark.parametrize("dtype", CLOSE)
-@pytest.mark.parametrize(("clients", "images", "inputs", "outputs", "size", "side", "stride", "padding"), SHAPES)
-def test_kernels_of_a_crew_equal_their_slow_twin(clients, images, inputs, outputs, size, side, stride, padding, dtype):
+@pytest.mark.parametrize(
+    ("clients", "images", "inputs", "outputs", "size", "side", "stride", "padding"), SHAPES
+)
+def test_kernels_of_a_crew_equal_their_slow_twin(
+    clients, images, inputs, outputs, size, side, stride, padding, dtype
+):
     crew_kernels = pytest.importorskip("fedcover.training.engines.triton_kernels")
     torch.manual_seed(0)
 
     def drawn(*shape):
         return torch.randn(*shape, device="cuda").to(dtype)
 
-    x, weight = drawn(clients, images, size, size, inputs), drawn(clients, side * side, inputs, outputs)
+    x, weight = (
+        drawn(clients, images, size, size, inputs),
+        drawn(clients, side * side, inputs, outputs),
+    )
     out = (size + 2 * padding - side) // stride + 1
-    back, scale, shift = drawn(clients, images, out, out, outputs), *torch.rand(2, clients, inputs, device="cuda")
+    back, scale, shift = (
+        drawn(clients, images, out, out, outputs),
+        *torch.rand(2, clients, inputs, device="cuda"),
+    )
     _, mean, spread = crew_twin.normalise(x.double(), scale.double(), shift.double(), 1e-5)
     calls = {
         "convolve": ((x, weight, stride, padding, (out, out)), {"back": False}),
@@ -122,7 +154,12 @@ def test_images_are_trained_in_crews_by_default():
 
 def test_captured_steps_are_used_again_when_widths_change_every_round(caplog):
     """Capacities of devices: other widths in every cohort, and nothing is captured once every width was seen."""
-    fields = {**SETTINGS["images"], "assignment": "device", "fleet": "1x1.0 + 1x0.5 + 1x0.25", "active": 6}
+    fields = {
+        **SETTINGS["images"],
+        "assignment": "device",
+        "fleet": "1x1.0 + 1x0.5 + 1x0.25",
+        "active": 6,
+    }
     result = fc.run(experiment(fields, 12), machine=fc.Machine("streams", "cuda"))
     runners = get_runner_cache(result.setup.task).runners
     assert len({place.step_buffers.signature for place in runners.values()}) == 3
@@ -134,7 +171,9 @@ def test_captured_steps_are_used_again_when_widths_change_every_round(caplog):
 @pytest.mark.parametrize("precision", ["tf32", "bf16"])
 def test_smaller_formats_stay_near_float32(engine, precision):
     fine, coarse = (
-        fc.run(experiment(SETTINGS["images"], 1), machine=fc.Machine(engine, "cuda", precision=p)).state.params
+        fc.run(
+            experiment(SETTINGS["images"], 1), machine=fc.Machine(engine, "cuda", precision=p)
+        ).state.params
         for p in ("fp32", precision)
     )
     assert all(coarse[name].dtype == torch.float32 for name in coarse)
@@ -142,12 +181,18 @@ def test_smaller_formats_stay_near_float32(engine, precision):
     assert 0 < distance < 0.05
 
 
-@pytest.mark.parametrize("name", ["prefix", "images"])  # crews; and large steps, run after run through the same graphs
+@pytest.mark.parametrize(
+    "name", ["prefix", "images"]
+)  # crews; and large steps, run after run through the same graphs
 def test_a_sweep_in_lockstep_equals_its_runs(name):
     base = experiment({**SETTINGS[name], "assignment": "slot"}, 2)
-    for run in fc.sweep(expand_choices(base, {"lr": [0.02, 0.01]}, seeds=2), machine=fc.Machine(device="cuda")):
+    for run in fc.sweep(
+        expand_choices(base, {"lr": [0.02, 0.01]}, seeds=2), machine=fc.Machine(device="cuda")
+    ):
         alone = fc.run(run.experiment, machine=fc.Machine("sequential", "cpu")).metrics
-        assert [line["loss"] for line in run.metrics] == pytest.approx([line["loss"] for line in alone], rel=1e-3)
+        assert [line["loss"] for line in run.metrics] == pytest.approx(
+            [line["loss"] for line in alone], rel=1e-3
+        )
 
 
 @pytest.mark.parametrize("name", ["prefix", "images", "magnitude"])
@@ -182,7 +227,10 @@ def test_what_cannot_be_written_beside_the_next_round_stops_the_run(tmp_path, mo
     monkeypatch.undo()
     resumed = fc.resume(tmp_path / "stopped")
     assert [line["round"] for line in resumed.metrics] == [0, 1, 2, 3]
-    same(resumed.state.params, fc.run(experiment(SETTINGS["prefix"], 4), machine=machine).state.params)
+    same(
+        resumed.state.params,
+        fc.run(experiment(SETTINGS["prefix"], 4), machine=machine).state.params,
+    )
 
 
 def test_private_noise_is_the_same_whole_numbers_as_on_the_cpu():
@@ -193,7 +241,10 @@ def test_private_noise_is_the_same_whole_numbers_as_on_the_cpu():
     for device in ("cpu", "cuda"):
         here = {name: tensor.to(device) for name, tensor in old.items()}
         held = [Masks({"w": mask.bits["w"].to(device)}) for mask in masks]
-        parts = [(mask, {n: t * (1 + i) for n, t in mask.extract(here).items()}) for i, mask in enumerate(held)]
+        parts = [
+            (mask, {n: t * (1 + i) for n, t in mask.extract(here).items()})
+            for i, mask in enumerate(held)
+        ]
         stream = keyed_stream(bytes(32))
         answers.append(private_mean(here, parts, clip=50.0, noise=1.7, stream=stream)["w"].cpu())
     torch.testing.assert_close(answers[1], answers[0], rtol=0, atol=1e-6)
@@ -201,8 +252,14 @@ def test_private_noise_is_the_same_whole_numbers_as_on_the_cpu():
 
 
 def test_a_private_run_draws_other_noise_each_time():
-    fields = {"policy": "rolling", "clip_updates": 0.5, "privacy": "gaussian(noise=2.0, delta=1e-4)"}
-    left, right = (fc.run(experiment(fields, 2), machine=fc.Machine(device="cuda")) for _ in range(2))
+    fields = {
+        "policy": "rolling",
+        "clip_updates": 0.5,
+        "privacy": "gaussian(noise=2.0, delta=1e-4)",
+    }
+    left, right = (
+        fc.run(experiment(fields, 2), machine=fc.Machine(device="cuda")) for _ in range(2)
+    )
     assert left.summary["epsilon"] == right.summary["epsilon"] > 0
     moved = [left.state.params[name] - right.state.params[name] for name in left.state.params]
     assert float(torch.cat([tensor.flatten() for tensor in moved]).std()) > 0.01

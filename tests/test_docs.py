@@ -18,7 +18,9 @@ def blocks(language):
 
 
 def test_every_field_is_documented_with_its_default():
-    documented = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", FIELDS.split("## A run folder")[0], re.MULTILINE))
+    documented = dict(
+        re.findall(r"^\| `(\w+)` \| ([^|]+) \|", FIELDS.split("## A run folder")[0], re.MULTILINE)
+    )
     assert documented.keys() == Experiment.model_fields.keys()
     defaults = Experiment().model_dump(mode="json")
     for name, text in documented.items():
@@ -31,7 +33,14 @@ def test_every_field_is_documented_with_its_default():
 
 def test_every_figure_is_documented():
     run = fc.run(fc.Experiment(clients=20, active=4, rounds=1, epochs=1, validation=0.1))
-    for name in {*run.summary, *run.metrics[0]} - {"round", "rounds", "lr", "train_loss", "clients", "dropped"}:
+    for name in {*run.summary, *run.metrics[0]} - {
+        "round",
+        "rounds",
+        "lr",
+        "train_loss",
+        "clients",
+        "dropped",
+    }:
         assert f"`{name}`" in FIELDS or name == "validation_loss", name
 
 
@@ -63,19 +72,36 @@ def test_the_python_of_the_page_on_own_parts_runs(capsys):
 def test_the_parts_of_that_page_work_by_name(named, tmp_path, monkeypatch):
     page = (ROOT / "docs" / "own-parts.md").read_text()
     functions = page.split("With these functions")[0]
-    (tmp_path / "page_parts.py").write_text("\n".join(re.findall(r"```python\n(.*?)```", functions, re.DOTALL)))
+    (tmp_path / "page_parts.py").write_text(
+        "\n".join(re.findall(r"```python\n(.*?)```", functions, re.DOTALL))
+    )
     monkeypatch.syspath_prepend(tmp_path)
     fields = {field: f"page_parts:{name}" for field, name in named.items()}
-    shared = {"fleet": "1x1.0 + 1x0.5", "policy": "rolling", "clients": 20, "rounds": 5, "epochs": 2}
+    shared = {
+        "fleet": "1x1.0 + 1x0.5",
+        "policy": "rolling",
+        "clients": 20,
+        "rounds": 5,
+        "epochs": 2,
+    }
     assert fc.run(fc.Experiment(**shared, **fields)).accuracy > 0.5
 
 
 def test_nobody_is_told_to_install_from_an_index_that_lacks_the_package():
-    told = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md"), *ROOT.glob("src/**/*.py")]
+    told = [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("examples/**/*.md"),
+        *ROOT.glob("src/**/*.py"),
+    ]
     told += ROOT.glob("examples/**/*.ipynb")
     wrong = re.compile(r"""pip install (--\S+ )*\\?["']?fedcover(?!\[\w+\] @)""")
     assert [path.name for path in told if wrong.search(path.read_text())] == []
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    named = {name for path in told for name in re.findall(r"pip install '\.\[(\w+)\]'", path.read_text())}
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    named = {
+        name for path in told for name in re.findall(r"pip install '\.\[(\w+)\]'", path.read_text())
+    }
     assert named
     assert named <= extras.keys()

@@ -9,10 +9,20 @@ import pytest
 
 from tests.helpers.repository import ROOT
 
-EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py") if path.name != "__init__.py")
+EXAMPLES = sorted(
+    path.stem for path in (ROOT / "examples").glob("*.py") if path.name != "__init__.py"
+)
 
 
-LONG = ("certificate", "lora_gap", "your_data", "your_model", "your_policy", "your_recipe", "your_rows")
+LONG = (
+    "certificate",
+    "lora_gap",
+    "your_data",
+    "your_model",
+    "your_policy",
+    "your_recipe",
+    "your_rows",
+)
 """Examples that take long; they are run with the system tests."""
 
 
@@ -21,13 +31,18 @@ FLOWER = ("your_rows",)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.system] if name in LONG else []) for name in EXAMPLES]
+    "name",
+    [pytest.param(name, marks=[pytest.mark.system] if name in LONG else []) for name in EXAMPLES],
 )
 def test_an_example_runs_and_learns(name):
     done = subprocess.run(
         [sys.executable, "-m", f"examples.{name}"],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONWARNINGS": "default" if name in FLOWER else "error"},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT / "src"),
+            "PYTHONWARNINGS": "default" if name in FLOWER else "error",
+        },
         capture_output=True,
         text=True,
         check=False,

@@ -77,7 +77,9 @@ def test_a_scaled_fleet_has_its_size_and_its_mixture(fleet, clients):
     found = dict(zip(scaled.capacities, scaled.counts, strict=True))
     total = sum(distinct.counts)
     for count, capacity in zip(distinct.counts, distinct.capacities, strict=True):
-        assert abs(found.get(capacity, 0) * total - count * clients) < total  # within one device, exactly
+        assert (
+            abs(found.get(capacity, 0) * total - count * clients) < total
+        )  # within one device, exactly
     assert all(scaled.counts)
     assert list(scaled.capacities) == [c for c in distinct.capacities if c in found]
 
@@ -139,7 +141,9 @@ def test_a_cohort_is_drawn_without_repetition(clients, data):
 
 
 def test_cohorts_differ_between_rounds_and_seeds():
-    cohorts = {tuple(sample_cohort(100, 10, seed, round)) for seed in range(5) for round in range(20)}
+    cohorts = {
+        tuple(sample_cohort(100, 10, seed, round)) for seed in range(5) for round in range(20)
+    }
     assert len(cohorts) == 100
 
 
@@ -157,12 +161,18 @@ def test_a_million_clients_need_no_list_of_a_million():
     assert max(cohort) > 10**5
     fleet = Fleet.parse("1x1 + 1x0.5").scaled(10**6)
     assert fleet.counts == (500_000, 500_000)
-    assert (fleet.capacity(499_999), fleet.capacity(500_000), fleet.capacity(999_999)) == (1.0, 0.5, 0.5)
+    assert (fleet.capacity(499_999), fleet.capacity(500_000), fleet.capacity(999_999)) == (
+        1.0,
+        0.5,
+        0.5,
+    )
 
 
 @pytest.mark.parametrize("probability", [0.1, 0.5, 0.9])
 def test_drop_outs_are_as_frequent_as_asked(probability):
-    times = sum(drops_out(client, probability, 0, round) for client in range(50) for round in range(60))
+    times = sum(
+        drops_out(client, probability, 0, round) for client in range(50) for round in range(60)
+    )
     assert abs(times / 3000 - probability) < 0.04  # more than four standard deviations
 
 

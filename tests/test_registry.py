@@ -80,13 +80,18 @@ HOSTILE = [
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_text_is_refused_in_one_line(text):
-    with pytest.raises(InvalidValue, match=r"^policy must look like name or name\(option=value") as caught:
+    with pytest.raises(
+        InvalidValue, match=r"^policy must look like name or name\(option=value"
+    ) as caught:
         parse("policy", text)
     assert "\n" not in str(caught.value)
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.text(max_size=30) | st.text("fx()[]{}=,'\"-1.*#:+ \n\\", max_size=20).map(lambda inside: f"f({inside})"))
+@given(
+    st.text(max_size=30)
+    | st.text("fx()[]{}=,'\"-1.*#:+ \n\\", max_size=20).map(lambda inside: f"f({inside})")
+)
 def test_any_text_is_read_or_refused(text):
     try:
         found = parse("policy", text)
@@ -97,7 +102,12 @@ def test_any_text_is_read_or_refused(text):
 
 
 def test_options_are_bound():
-    assert look_up("policy", parse("policy", "window(spread=true, at=[1, 2])"), TABLE)("v") == ("v", True, 0.5, [1, 2])
+    assert look_up("policy", parse("policy", "window(spread=true, at=[1, 2])"), TABLE)("v") == (
+        "v",
+        True,
+        0.5,
+        [1, 2],
+    )
     assert look_up("policy", Spec("window"), TABLE)("v") == ("v", False, 0.5, None)
 
 
@@ -112,8 +122,14 @@ def test_unknown_names_list_the_known_ones():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("window(spred=true)", "policy window has no option 'spred'; its options are: spread, share, at"),
-        ("window(view=1)", "policy window has no option 'view'; its options are: spread, share, at"),
+        (
+            "window(spred=true)",
+            "policy window has no option 'spred'; its options are: spread, share, at",
+        ),
+        (
+            "window(view=1)",
+            "policy window has no option 'view'; its options are: spread, share, at",
+        ),
         ("needs", "policy needs needs the option 'limit': needs(limit=...)"),
         ("needs(limit='two')", "policy needs: limit: input should be a valid integer.*got 'two'"),
         ("needs(limit=[2])", r"policy needs: limit: input should be a valid integer.*got \[2\]"),
@@ -166,7 +182,10 @@ def test_functions_are_imported_by_their_path():
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("no_such_module:f", "^policy 'no_such_module:f' cannot be imported: No module named 'no_such_module'$"),
+        (
+            "no_such_module:f",
+            "^policy 'no_such_module:f' cannot be imported: No module named 'no_such_module'$",
+        ),
         ("own_things:f", "^policy 'own_things:f' cannot be imported: .*no attribute 'f'$"),
         ("own_things:number", "^policy 'own_things:number' must be a function; it is a int$"),
         ("builtins:dict", "^policy 'builtins:dict' must be a Python function"),
@@ -190,7 +209,11 @@ def test_paths_that_lead_nowhere(path, message):
 
 @pytest.mark.usefixtures("own_module")
 def test_a_function_of_other_arguments_is_told_which_it_must_take():
-    with pytest.raises(InvalidValue, match=r"^model .* positional arguments \(shape, classes, norm\), and"):
+    with pytest.raises(
+        InvalidValue, match=r"^model .* positional arguments \(shape, classes, norm\), and"
+    ):
         look_up("model", Spec("own_things:nothing"), {})
-    with pytest.raises(InvalidValue, match=r"^recipe .* must take no positional argument, only options behind a \*"):
+    with pytest.raises(
+        InvalidValue, match=r"^recipe .* must take no positional argument, only options behind a \*"
+    ):
         look_up("recipe", Spec("own_things:build"), {})

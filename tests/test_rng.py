@@ -17,7 +17,9 @@ def draws(seed, *address):
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 5), addresses, st.integers(0, 5), addresses)
-def test_the_draw_is_a_function_of_the_address_and_of_nothing_less(seed, address, other_seed, other):
+def test_the_draw_is_a_function_of_the_address_and_of_nothing_less(
+    seed, address, other_seed, other
+):
     same = (seed, *map(str, address)) == (other_seed, *map(str, other))
     assert (draws(seed, *address) == draws(other_seed, *other)) == same
 

@@ -28,29 +28,73 @@ WRITE = os.environ.get("FEDCOVER_WRITE_GOLDEN") == "1"
 EXPERIMENTS = {
     "defaults": {},
     "prefix": {"fleet": "4x1.0 + 6x0.5", "policy": "prefix", "rounds": 3},
-    "rolling": {"fleet": "4x1.0 + 6x0.5", "policy": "rolling(spread=true)", "partition": "labels(limit=2)"},
+    "rolling": {
+        "fleet": "4x1.0 + 6x0.5",
+        "policy": "rolling(spread=true)",
+        "partition": "labels(limit=2)",
+    },
     "magnitude": {"fleet": "4x1.0 + 6x0.5", "policy": "magnitude", "capacity": "parameters"},
     "planned": {"fleet": "4x1.0 + 6x0.75", "policy": "planned(gamma=7)", "seed": 4},
-    "fjord": {"fleet": "5x1.0 + 5x0.25", "policy": "prefix", "recipe": "fjord", "model": "mlp(hidden=[64])"},
+    "fjord": {
+        "fleet": "5x1.0 + 5x0.25",
+        "policy": "prefix",
+        "recipe": "fjord",
+        "model": "mlp(hidden=[64])",
+    },
     "hermes": {"fleet": "5x1.0 + 5x0.5", "policy": "full", "recipe": "hermes"},
     "private": {"clip_updates": 1.0, "privacy": "gaussian(noise=4.0)", "norm": "group"},
-    "characters": {"dataset": "characters", "model": "transformer", "policy": "random", "fleet": "1x0.5"},
-    "adaptive": {"server": "adam", "schedule": "cosine", "rule": "coverage_mean", "dataset": "digits"},
+    "characters": {
+        "dataset": "characters",
+        "model": "transformer",
+        "policy": "random",
+        "fleet": "1x0.5",
+    },
+    "adaptive": {
+        "server": "adam",
+        "schedule": "cosine",
+        "rule": "coverage_mean",
+        "dataset": "digits",
+    },
 }
 """Ten experiments whose digests are fixed."""
 
-SMALL = {"dataset": "digits", "model": "mlp(hidden=[32, 16])", "clients": 12, "active": 4, "rounds": 3, "epochs": 1}
+SMALL = {
+    "dataset": "digits",
+    "model": "mlp(hidden=[32, 16])",
+    "clients": 12,
+    "active": 4,
+    "rounds": 3,
+    "epochs": 1,
+}
 RUNS = {
     "prefix, sequential": (SMALL | {"fleet": "2x1.0 + 2x0.5", "policy": "prefix"}, "sequential"),
     "rolling, sequential": (SMALL | {"fleet": "2x1.0 + 2x0.5", "policy": "rolling"}, "sequential"),
     "random, sequential": (SMALL | {"fleet": "2x1.0 + 2x0.5", "policy": "random"}, "sequential"),
-    "magnitude, sequential": (SMALL | {"fleet": "2x1.0 + 2x0.5", "policy": "magnitude"}, "sequential"),
-    "planned copies, sequential": (SMALL | {"fleet": "2x0.5 + 2x0.25", "policy": "planned"}, "sequential"),
-    "prunefl, sequential": (SMALL | {"fleet": "1x0.5", "policy": "prunefl", "recipe": "prunefl"}, "sequential"),
-    "fjord, sequential": (SMALL | {"fleet": "2x1.0 + 2x0.5", "policy": "prefix", "recipe": "fjord"}, "sequential"),
-    "hermes, sequential": (SMALL | {"fleet": "1x1.0", "policy": "full", "recipe": "hermes"}, "sequential"),
+    "magnitude, sequential": (
+        SMALL | {"fleet": "2x1.0 + 2x0.5", "policy": "magnitude"},
+        "sequential",
+    ),
+    "planned copies, sequential": (
+        SMALL | {"fleet": "2x0.5 + 2x0.25", "policy": "planned"},
+        "sequential",
+    ),
+    "prunefl, sequential": (
+        SMALL | {"fleet": "1x0.5", "policy": "prunefl", "recipe": "prunefl"},
+        "sequential",
+    ),
+    "fjord, sequential": (
+        SMALL | {"fleet": "2x1.0 + 2x0.5", "policy": "prefix", "recipe": "fjord"},
+        "sequential",
+    ),
+    "hermes, sequential": (
+        SMALL | {"fleet": "1x1.0", "policy": "full", "recipe": "hermes"},
+        "sequential",
+    ),
     "prefix, batched": (SMALL | {"fleet": "2x1.0 + 2x0.5", "policy": "prefix"}, "batched"),
-    "fiarse, batched": (SMALL | {"fleet": "2x1.0 + 2x0.5", "policy": "magnitude", "recipe": "fiarse"}, "batched"),
+    "fiarse, batched": (
+        SMALL | {"fleet": "2x1.0 + 2x0.5", "policy": "magnitude", "recipe": "fiarse"},
+        "batched",
+    ),
 }
 """Ten runs whose bits are fixed, on a computer like the one that recorded them."""
 
@@ -91,7 +135,11 @@ def test_public_names_and_signatures():
     now = {}
     for name in fc.__all__:
         value = getattr(fc, name)
-        now[name] = parameters_of(value) if callable(value) and not isinstance(value, type) else type(value).__name__
+        now[name] = (
+            parameters_of(value)
+            if callable(value) and not isinstance(value, type)
+            else type(value).__name__
+        )
         if isinstance(value, type):
             now[name] = {m: "member" for m in dir(value) if not m.startswith("_")}
     assert_holds(golden("names", plain(now)), plain(now))
@@ -107,7 +155,9 @@ def options_by_command(program, prefix=""):
         if command.default_command:
             arguments = command.assemble_argument_collection()
             options[f"{prefix}{name}"] = {
-                " ".join(argument.names): "required" if argument.required else str(argument.field_info.default)
+                " ".join(argument.names): "required"
+                if argument.required
+                else str(argument.field_info.default)
                 for argument in arguments
             }
         options |= options_by_command(command, f"{prefix}{name} ")
@@ -148,13 +198,21 @@ def keys_of(value):
         return {key: keys_of(entry) for key, entry in value.items()}
     if isinstance(value, list):
         return [keys_of(value[0])] if value else []
-    return "number" if isinstance(value, int | float) and not isinstance(value, bool) else type(value).__name__
+    return (
+        "number"
+        if isinstance(value, int | float) and not isinstance(value, bool)
+        else type(value).__name__
+    )
 
 
 def command_line(*words, folder):
     """A command in a process of its own: exit code, output."""
     done = subprocess.run(
-        [sys.executable, "-m", "fedcover", *words], cwd=folder, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "fedcover", *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return done.returncode, done.stdout, done.stderr
 
@@ -163,10 +221,19 @@ def command_line(*words, folder):
 def run_folder(tmp_path_factory):
     """A short run made on the command line."""
     folder = tmp_path_factory.mktemp("surface")
-    sets = [f"--set={key}={value}" for key, value in (SMALL | {"fleet": "2x1.0 + 2x0.5", "policy": "prefix"}).items()]
+    sets = [
+        f"--set={key}={value}"
+        for key, value in (SMALL | {"fleet": "2x1.0 + 2x0.5", "policy": "prefix"}).items()
+    ]
     (folder / "experiment.toml").write_text("keep_rounds = [1]\n")
     code, out, err = command_line(
-        "run", "experiment.toml", *sets, "--set=name=small", "--engine=sequential", "--json", folder=folder
+        "run",
+        "experiment.toml",
+        *sets,
+        "--set=name=small",
+        "--engine=sequential",
+        "--json",
+        folder=folder,
     )
     assert code == 0, err
     (folder / "run.json").write_text(out)
@@ -205,7 +272,15 @@ JSON_COMMANDS = {
     "certify": ["certify", "runs/small", "--json"],
     "export": ["export", "runs/small", "--capacity", "0.5", "--json"],
     "explain": ["explain", "1111444477", "--rounds", "1", "--json"],
-    "sweep": ["sweep", "experiment.toml", "--vary", "lr=0.01|0.1", "--set=name=tried", "--set=rounds=1", "--json"],
+    "sweep": [
+        "sweep",
+        "experiment.toml",
+        "--vary",
+        "lr=0.01|0.1",
+        "--set=name=tried",
+        "--set=rounds=1",
+        "--json",
+    ],
     "reproduce": [
         "reproduce",
         "mnist-pruning",
@@ -263,7 +338,12 @@ def processor():
 
 def fingerprint():
     """What bits depend on besides the code."""
-    return [torch.__version__, torch.backends.cpu.get_cpu_capability(), platform.machine(), processor()]
+    return [
+        torch.__version__,
+        torch.backends.cpu.get_cpu_capability(),
+        platform.machine(),
+        processor(),
+    ]
 
 
 def bits_of(run):
@@ -294,7 +374,9 @@ print(json.dumps(bits))
 def bits():
     """The bits of all runs, from one fresh process: compiled steps depend on what was compiled before."""
     root = ROOT
-    done = subprocess.run([sys.executable, "-c", RUN_ALL], cwd=root, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_ALL], cwd=root, capture_output=True, text=True, check=True
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 

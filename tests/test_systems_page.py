@@ -16,7 +16,14 @@ from tests.helpers.documents import BLOCKS, COMMANDS, PAGE
 
 pytestmark = pytest.mark.usefixtures("only_the_cpu")
 
-ENOUGH = {"heterofl": 0.5, "fedrolex": 0.5, "fedmask": 0.6, "depthfl": 0.5, "inclusivefl": 0.5, "language": 0.15}
+ENOUGH = {
+    "heterofl": 0.5,
+    "fedrolex": 0.5,
+    "fedmask": 0.6,
+    "depthfl": 0.5,
+    "inclusivefl": 0.5,
+    "language": 0.15,
+}
 """The accuracy that a command must reach; chance is 0.1. All others must reach 0.8."""
 
 
@@ -37,8 +44,19 @@ def test_the_page_has_a_command_for_every_system():
     run_by_some = {word for words in COMMANDS.values() for word in words}
     for field, table in {"recipe": RECIPES, "rule": RULES, "server": SERVERS}.items():
         for name in set(table) - {"plain", "none", "coverage_mean"}:
-            assert any(re.match(rf"{field}={name}\b", word) for word in run_by_some), f"no command runs {field}={name}"
-    for policy in ("prefix", "rolling", "random", "full", "homogeneous", "exclude", "prunefl", "magnitude"):
+            assert any(re.match(rf"{field}={name}\b", word) for word in run_by_some), (
+                f"no command runs {field}={name}"
+            )
+    for policy in (
+        "prefix",
+        "rolling",
+        "random",
+        "full",
+        "homogeneous",
+        "exclude",
+        "prunefl",
+        "magnitude",
+    ):
         assert any(re.match(rf"policy={policy}\b", word) for word in run_by_some), policy
 
 

@@ -38,19 +38,34 @@ def agree(slab, plain):
 
 
 @settings(max_examples=100, deadline=None)
-@given(layouts(), st.data(), st.sampled_from(["slices", "whole", "masks", "within"]), st.sampled_from([1.0, 0.5, -3.0]))
+@given(
+    layouts(),
+    st.data(),
+    st.sampled_from(["slices", "whole", "masks", "within"]),
+    st.sampled_from([1.0, 0.5, -3.0]),
+)
 def test_adding_into_a_slab(layout, data, kind, scale):
-    slices = Slices(layout.groups, {n: torch.tensor(u) for n, u in data.draw(kept_units(layout.groups)).items()})
+    slices = Slices(
+        layout.groups, {n: torch.tensor(u) for n, u in data.draw(kept_units(layout.groups)).items()}
+    )
     bits = {name: torch.rand_like(t) > 0.5 for name, t in list(layout.params.items())[:1]}
-    some = {name: torch.rand_like(t) > 0.5 for name, t in list(slices.extract(layout.params).items())[:1]}
-    reduction = {"slices": slices, "whole": Masks({}), "masks": Masks(bits), "within": TrainedSubset(slices, some)}[
-        kind
-    ]
+    some = {
+        name: torch.rand_like(t) > 0.5
+        for name, t in list(slices.extract(layout.params).items())[:1]
+    }
+    reduction = {
+        "slices": slices,
+        "whole": Masks({}),
+        "masks": Masks(bits),
+        "within": TrainedSubset(slices, some),
+    }[kind]
     values = {name: torch.randn_like(t) for name, t in reduction.extract(layout.params).items()}
     plain, slab = {name: t.clone() for name, t in layout.params.items()}, slab_of(layout.params)
     for names in (list(values), list(values)[:1], None):  # all of them, a few, only counting
         for target in (plain, slab):
-            reduction.add_into(target, None if names is None else {n: values[n] for n in names}, scale)
+            reduction.add_into(
+                target, None if names is None else {n: values[n] for n in names}, scale
+            )
         agree(slab, plain)
     assert torch.equal(slab.flat, concat(slab.values()))
 
@@ -58,7 +73,9 @@ def test_adding_into_a_slab(layout, data, kind, scale):
 @settings(max_examples=100, deadline=None)
 @given(layouts(), st.data())
 def test_extracting_from_a_slab(layout, data):
-    part = Slices(layout.groups, {n: torch.tensor(u) for n, u in data.draw(kept_units(layout.groups)).items()})
+    part = Slices(
+        layout.groups, {n: torch.tensor(u) for n, u in data.draw(kept_units(layout.groups)).items()}
+    )
     found = part.extract(slab_of(layout.params))
     agree(found, part.extract(layout.params))
     assert torch.equal(found.flat, concat(found.values()))
@@ -67,7 +84,10 @@ def test_extracting_from_a_slab(layout, data):
 def test_extracting_what_is_absent_or_whole():
     slab = slab_of({"w": torch.arange(8.0).view(4, 2), "head": torch.ones(3)})
     groups = (UnitGroup("g", 4, (Cut("w", 0), Cut("head", None, unit=3))),)
-    agree(Slices(groups, {"g": torch.tensor([0, 2])}).extract(slab), {"w": torch.tensor([[0.0, 1.0], [4.0, 5.0]])})
+    agree(
+        Slices(groups, {"g": torch.tensor([0, 2])}).extract(slab),
+        {"w": torch.tensor([[0.0, 1.0], [4.0, 5.0]])},
+    )
     agree(Slices(groups, {"g": torch.arange(4)}).extract(slab), dict(slab))
 
 
@@ -93,7 +113,9 @@ def descended(assignment, forward, params, carry):
     """A `finish` that takes one more step."""
     shard = assignment.task.source.shard(assignment.client.id)
     x, y = shard.samples.x[shard.index], shard.samples.y[shard.index]
-    gradient = torch.func.grad(lambda p: torch.nn.functional.cross_entropy(forward(p, x), y))(params)
+    gradient = torch.func.grad(lambda p: torch.nn.functional.cross_entropy(forward(p, x), y))(
+        params
+    )
     return Outcome({name: p - 0.1 * gradient[name] for name, p in params.items()})
 
 
@@ -144,9 +166,14 @@ def test_the_tensors_of_a_slab_are_not_replaced():
 
 
 def test_what_clients_keep_and_send_is_no_larger_than_it_is():
-    recipe = Recipe(cross_entropy, finish=lambda a, f, params, c: Outcome(params, private={"b": params["head.bias"]}))
+    recipe = Recipe(
+        cross_entropy,
+        finish=lambda a, f, params, c: Outcome(params, private={"b": params["head.bias"]}),
+    )
     state = one_round(recipe, "streams")
-    assert {t.untyped_storage().nbytes() for kept in state.private.values() for t in kept.values()} == {40}
+    assert {
+        t.untyped_storage().nbytes() for kept in state.private.values() for t in kept.values()
+    } == {40}
     crew = FlatParams(torch.randn(50, 60)[3], [("w", (5, 10)), ("b", (10,))])
     assert len(pickle.dumps(sharded_round._to_device(crew, "cpu"))) < 2_000
 
@@ -192,7 +219,9 @@ def test_rounds_on_slabs_equal_rounds_on_tensors(monkeypatch, fields):
             epochs=1, lr=0.1, rounds=3, calibration=50, **known,
         )  # fmt: skip
         setup = prepare(experiment, Machine(device="cpu").resolved())
-        setup = replace(setup, engine=partial(batched, backend=eager_backend)) if in_crews else setup
+        setup = (
+            replace(setup, engine=partial(batched, backend=eager_backend)) if in_crews else setup
+        )
         state, lines = initial_state(setup), []
         for _ in range(3):
             state, report = run_round(setup, state)
@@ -235,10 +264,14 @@ def test_the_mean_of_slabs(over):
     draw = torch.Generator().manual_seed(0)
     old = {"w": torch.randn(3, 4, generator=draw), "b": torch.randn(5, generator=draw)}
     total = {name: torch.randn(t.shape, generator=draw).double() for name, t in old.items()}
-    weight = {name: torch.randint(0, 3, t.shape, generator=draw).double() for name, t in old.items()}
+    weight = {
+        name: torch.randint(0, 3, t.shape, generator=draw).double() for name, t in old.items()
+    }
     total_weight = torch.tensor(4.0, dtype=torch.float64)
     plain = mean_from_sums(old, WeightedSums(total, weight, total_weight), over)
-    slab = mean_from_sums(slab_of(old), WeightedSums(slab_of(total), slab_of(weight), total_weight), over)
+    slab = mean_from_sums(
+        slab_of(old), WeightedSums(slab_of(total), slab_of(weight), total_weight), over
+    )
     assert isinstance(slab, FlatParams)
     agree(slab, plain)
 
@@ -257,12 +290,18 @@ class Scaled(torch.nn.Module):
 
 @pytest.mark.parametrize("engine", ["sequential", "streams", "batched"])
 def test_a_parameter_may_be_a_single_number_and_groups_lists(tmp_path, engine):
-    groups = [UnitGroup("hidden", 8, [Cut("hidden.weight", 0), Cut("hidden.bias", 0), Cut("head.weight", 1)])]
+    groups = [
+        UnitGroup(
+            "hidden", 8, [Cut("hidden.weight", 0), Cut("hidden.bias", 0), Cut("head.weight", 1)]
+        )
+    ]
     experiment = Experiment(
         dataset="digits", fleet="1x1 + 1x0.5", clients=6, active=6, epochs=1, lr=0.1, rounds=1, calibration=50,
     )  # fmt: skip
     setup = prepare(
-        experiment, Machine(device="cpu", engine=engine).resolved(), parts=Overrides(model=Model(Scaled(), groups))
+        experiment,
+        Machine(device="cpu", engine=engine).resolved(),
+        parts=Overrides(model=Model(Scaled(), groups)),
     )
     state, _ = run_round(setup, initial_state(setup))
     checkpoints.save(tmp_path, state, "this")
@@ -287,8 +326,15 @@ def test_what_goes_in_pieces_equals_what_is_done_at_once(size):
 def test_a_mean_of_large_tensors_equals_that_of_their_rows(over):
     groups = (UnitGroup("g", 1100, (Cut("w", 0),)),)
     old = {"w": torch.randn(1100, 1000)}
-    reductions = [Masks({}), Masks({"w": torch.rand(1100, 1000) > 0.5}), Slices(groups, {"g": torch.arange(500)})]
-    parts = [(r, {n: v + torch.randn(v.shape) for n, v in r.extract(old).items()}, 3.0) for r in reductions]
+    reductions = [
+        Masks({}),
+        Masks({"w": torch.rand(1100, 1000) > 0.5}),
+        Slices(groups, {"g": torch.arange(500)}),
+    ]
+    parts = [
+        (r, {n: v + torch.randn(v.shape) for n, v in r.extract(old).items()}, 3.0)
+        for r in reductions
+    ]
     made = coverage_mean(old, parts, over=over)["w"]
     for row in (0, 499, 500, 1099):
         few = {"w": old["w"][row : row + 1]}
@@ -296,5 +342,7 @@ def test_a_mean_of_large_tensors_equals_that_of_their_rows(over):
         there = torch.arange(int(row < 500))
         masks = Masks({"w": reductions[1].bits["w"][row : row + 1]})
         small = [Masks({}), masks, Slices(kept, {"g": there})]
-        mine = [(r, {"w": v["w"][row : row + 1]}, s) for r, (_, v, s) in zip(small, parts, strict=True)]
+        mine = [
+            (r, {"w": v["w"][row : row + 1]}, s) for r, (_, v, s) in zip(small, parts, strict=True)
+        ]
         assert torch.equal(coverage_mean(few, mine, over=over)["w"][0], made[row])

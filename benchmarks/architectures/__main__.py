@@ -58,11 +58,23 @@ def run(file: Path, only: Sequence[str], limit: float) -> None:
     todo = [each for each in architectures() if (each.library, each.family) not in done]
     todo = [each for each in todo if not only or each.family in only]
     for number, each in enumerate(todo, 1):
-        row = {"library": each.library, "family": each.family, "model": each.model, "options": dict(each.options)}
-        row |= {"date": datetime.now(UTC).date().isoformat(), **versions(each.library), **tried(each, limit)}
+        row = {
+            "library": each.library,
+            "family": each.family,
+            "model": each.model,
+            "options": dict(each.options),
+        }
+        row |= {
+            "date": datetime.now(UTC).date().isoformat(),
+            **versions(each.library),
+            **tried(each, limit),
+        }
         with file.open("a") as out:
             out.write(json.dumps(row) + "\n")
-        print(f"{number}/{len(todo)} {each.family}: {row['outcome']} {row.get('reason', '')}"[:200], flush=True)
+        print(
+            f"{number}/{len(todo)} {each.family}: {row['outcome']} {row.get('reason', '')}"[:200],
+            flush=True,
+        )
 
 
 def versions(library: str) -> dict[str, str]:
@@ -80,7 +92,9 @@ if __name__ == "__main__":
     parser.add_argument("--file", type=Path, default=RESULTS)
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--limit", type=float, default=LIMIT)
-    parser.add_argument("--docs", action="store_true", help="write the table of docs/tracing.md and run nothing")
+    parser.add_argument(
+        "--docs", action="store_true", help="write the table of docs/tracing.md and run nothing"
+    )
     given = parser.parse_args()
     if given.docs:
         DOCUMENT.write_text(written(DOCUMENT.read_text(), rows_in(given.file)))

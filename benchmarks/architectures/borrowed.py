@@ -22,7 +22,10 @@ MODULES = (
 
 Interpolation = Enum(
     "InterpolationMode",
-    {name: name.lower() for name in ("NEAREST", "NEAREST_EXACT", "BILINEAR", "BICUBIC", "BOX", "HAMMING", "LANCZOS")},
+    {
+        name: name.lower()
+        for name in ("NEAREST", "NEAREST_EXACT", "BILINEAR", "BICUBIC", "BOX", "HAMMING", "LANCZOS")
+    },
 )
 
 
@@ -42,7 +45,11 @@ class Borrowed(types.ModuleType):
 
 def import_timm() -> Any:
     """Import timm, with torchvision where it is installed, elsewhere with its names alone, for this import alone."""
-    if "timm" in sys.modules or "torchvision" in sys.modules or find_spec("torchvision") is not None:
+    if (
+        "timm" in sys.modules
+        or "torchvision" in sys.modules
+        or find_spec("torchvision") is not None
+    ):
         return import_module("timm")
     for name in MODULES:
         sys.modules[name] = Borrowed(name)

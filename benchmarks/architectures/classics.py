@@ -38,28 +38,51 @@ class Fire(nn.Module):
     def __init__(self, fan_in: int, squeeze: int, expand: int) -> None:
         super().__init__()
         self.squeeze, self.activation = nn.Conv2d(fan_in, squeeze, 1), nn.ReLU(inplace=True)
-        self.expand1x1, self.expand3x3 = nn.Conv2d(squeeze, expand, 1), nn.Conv2d(squeeze, expand, 3, padding=1)
+        self.expand1x1, self.expand3x3 = (
+            nn.Conv2d(squeeze, expand, 1),
+            nn.Conv2d(squeeze, expand, 3, padding=1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Squeeze and expand."""
         x = self.activation(self.squeeze(x))
-        return torch.cat([self.activation(self.expand1x1(x)), self.activation(self.expand3x3(x))], 1)
+        return torch.cat(
+            [self.activation(self.expand1x1(x)), self.activation(self.expand3x3(x))], 1
+        )
 
 
 def squeezenet() -> nn.Module:
     """Give SqueezeNet 1.1."""
-    fires = [Fire(64, 16, 64), Fire(128, 16, 64), nn.MaxPool2d(3, 2, ceil_mode=True), Fire(128, 32, 128)]
-    fires += [Fire(256, 32, 128), nn.MaxPool2d(3, 2, ceil_mode=True), Fire(256, 48, 192), Fire(384, 48, 192)]
+    fires = [
+        Fire(64, 16, 64),
+        Fire(128, 16, 64),
+        nn.MaxPool2d(3, 2, ceil_mode=True),
+        Fire(128, 32, 128),
+    ]
+    fires += [
+        Fire(256, 32, 128),
+        nn.MaxPool2d(3, 2, ceil_mode=True),
+        Fire(256, 48, 192),
+        Fire(384, 48, 192),
+    ]
     fires += [Fire(384, 64, 256), Fire(512, 64, 256)]
     stem = [nn.Conv2d(3, 64, 3, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, ceil_mode=True)]
-    head = [nn.Dropout(), nn.Conv2d(512, 10, 1), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d((1, 1)), nn.Flatten()]
+    head = [
+        nn.Dropout(),
+        nn.Conv2d(512, 10, 1),
+        nn.ReLU(inplace=True),
+        nn.AdaptiveAvgPool2d((1, 1)),
+        nn.Flatten(),
+    ]
     return nn.Sequential(*stem, *fires, *head)
 
 
 class Inception(nn.Module):
     """Four branches side by side, concatenated."""
 
-    def __init__(self, fan_in: int, one: int, three: tuple[int, int], five: tuple[int, int], pool: int) -> None:
+    def __init__(
+        self, fan_in: int, one: int, three: tuple[int, int], five: tuple[int, int], pool: int
+    ) -> None:
         super().__init__()
         self.branch1 = _block(fan_in, one, 1)
         self.branch2 = nn.Sequential(_block(fan_in, three[0], 1), _block(*three, 3))
@@ -95,7 +118,9 @@ class Shuffled(nn.Module):
         if stride > 1:
             self.branch1 = nn.Sequential(_depthwise(fan_in, stride), _block(fan_in, half, 1))
         inner = fan_in if stride > 1 else half
-        self.branch2 = nn.Sequential(_block(inner, half, 1), _depthwise(half, stride), _block(half, half, 1))
+        self.branch2 = nn.Sequential(
+            _block(inner, half, 1), _depthwise(half, stride), _block(half, half, 1)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Change a half and shuffle."""
@@ -105,7 +130,11 @@ class Shuffled(nn.Module):
         else:
             out = torch.cat((self.branch1(x), self.branch2(x)), dim=1)
         batch, channels, height, width = out.size()
-        return out.view(batch, 2, channels // 2, height, width).transpose(1, 2).reshape(batch, -1, height, width)
+        return (
+            out.view(batch, 2, channels // 2, height, width)
+            .transpose(1, 2)
+            .reshape(batch, -1, height, width)
+        )
 
 
 def _depthwise(width: int, stride: int) -> nn.Sequential:
@@ -117,10 +146,18 @@ def shufflenet() -> nn.Module:
     """Give ShuffleNetV2 x0.5."""
     layers, channels = [_block(3, 24, 3, 2), nn.MaxPool2d(3, 2, 1)], 24
     for width, repeats in ((48, 4), (96, 8), (192, 4)):
-        layers += [Shuffled(channels if i == 0 else width, width, 2 if i == 0 else 1) for i in range(repeats)]
+        layers += [
+            Shuffled(channels if i == 0 else width, width, 2 if i == 0 else 1)
+            for i in range(repeats)
+        ]
         channels = width
     head = [_block(192, 1024, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1024, 10)]
     return nn.Sequential(*layers, *head)
 
 
-CLASSICS = {"alexnet": AlexNet, "googlenet": googlenet, "shufflenetv2": shufflenet, "squeezenet": squeezenet}
+CLASSICS = {
+    "alexnet": AlexNet,
+    "googlenet": googlenet,
+    "shufflenetv2": shufflenet,
+    "squeezenet": squeezenet,
+}

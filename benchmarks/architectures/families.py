@@ -132,7 +132,12 @@ SMALLER: Mapping[str, Mapping[str, Any]] = {
 }
 """How models that are larger are built smaller, where timm has options for it: fewer blocks, or narrower."""
 
-WIDTHS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+WIDTHS = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+}
 TEXT = {"vocab_size": VOCABULARY, "max_position_embeddings": 32, **WIDTHS}
 SHARED_KEYS = {**TEXT, "num_key_value_heads": 2}
 EMBEDDED = {**TEXT, "embedding_size": 16}
@@ -176,9 +181,15 @@ class Architecture:
 
 def architectures() -> list[Architecture]:
     """All of them."""
-    listed = [Architecture("timm", family, model, SMALLER.get(family, {})) for family, model in TIMM.items()]
+    listed = [
+        Architecture("timm", family, model, SMALLER.get(family, {}))
+        for family, model in TIMM.items()
+    ]
     listed += [Architecture("torchvision", family, family) for family in CLASSICS]
-    listed += [Architecture("transformers", name, task, options) for name, (task, options) in TRANSFORMERS.items()]
+    listed += [
+        Architecture("transformers", name, task, options)
+        for name, (task, options) in TRANSFORMERS.items()
+    ]
     return listed
 
 

@@ -5,7 +5,10 @@ from pathlib import Path
 from typing import Any
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "tracing.md"
-MARKS = "<!-- architectures: written by `python -m benchmarks.architectures --docs` -->\n", "<!-- end -->\n"
+MARKS = (
+    "<!-- architectures: written by `python -m benchmarks.architectures --docs` -->\n",
+    "<!-- end -->\n",
+)
 PLAIN = 1e-9
 """Up to what difference plain zeros count as the same."""
 
@@ -36,9 +39,14 @@ def _summary(rows: Sequence[Row], done: Sequence[Row]) -> str:
     alike = sum(row["difference"] <= PLAIN for row in done)
     dates = dict.fromkeys(sorted({row["date"] for row in rows}))
     ours = rows[0]["fedcover"]
-    others = [f"{share_cut(rows, name)[0]} of {share_cut(rows, name)[1]} of {name}" for name in _others(rows)]
+    others = [
+        f"{share_cut(rows, name)[0]} of {share_cut(rows, name)[1]} of {name}"
+        for name in _others(rows)
+    ]
     used = ", ".join(
-        f"{name} {_version(rows, name)}" for name in ("torch", "timm", *_others(rows)) if _version(rows, name)
+        f"{name} {_version(rows, name)}"
+        for name in ("torch", "timm", *_others(rows))
+        if _version(rows, name)
     )
     heavy = [f"{row['family']} {row['half']:.0%}" for row in done if row["half"] > HEAVY]
     more = f" Much stays whole in {', '.join(heavy)}." if heavy else ""
@@ -62,7 +70,9 @@ def _version(rows: Sequence[Row], name: str) -> str:
 
 def _cut(rows: Sequence[Row]) -> list[str]:
     lines = ["| cut | model | groups | parameters at width 0.5 |", "|---|---|---|---|"]
-    return lines + [f"| {_name(row)} | {_model(row)} | {row['groups']} | {row['half']:.0%} |" for row in rows]
+    return lines + [
+        f"| {_name(row)} | {_model(row)} | {row['groups']} | {row['half']:.0%} |" for row in rows
+    ]
 
 
 def _reasons(title: str, rows: Sequence[Row]) -> list[str]:
@@ -83,7 +93,12 @@ def _model(row: Row) -> str:
 
 
 def _why(row: Row) -> str:
-    return row["reason"].partition("; keep its units whole")[0].partition("; keep th")[0].replace("|", "\\|")[:240]
+    return (
+        row["reason"]
+        .partition("; keep its units whole")[0]
+        .partition("; keep th")[0]
+        .replace("|", "\\|")[:240]
+    )
 
 
 def written(text: str, rows: Sequence[Row]) -> str:

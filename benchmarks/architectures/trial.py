@@ -26,7 +26,11 @@ def attempt(architecture: Architecture) -> dict[str, Any]:
     module.train()
     row = {"parameters": sum(weight.numel() for weight in module.parameters())}
     if row["parameters"] > LARGEST:
-        return {**row, "outcome": "large", "reason": f"{row['parameters'] / 1e6:.0f} million parameters: not tried"}
+        return {
+            **row,
+            "outcome": "large",
+            "reason": f"{row['parameters'] / 1e6:.0f} million parameters: not tried",
+        }
     try:
         groups = fc.trace(module, example)
     except fc.InvalidValue as error:
@@ -52,26 +56,38 @@ def compare(module: nn.Module, example: Tensor, groups: tuple[fc.UnitGroup, ...]
     small = submodel(module, half, {})
     values = params_and_buffers(module)
     mask = half.mask(values)
-    masked = load_tensors(module, {name: torch.where(mask[name], value, 0) for name, value in values.items()})
+    masked = load_tensors(
+        module, {name: torch.where(mask[name], value, 0) for name, value in values.items()}
+    )
     given = example.double() if example.is_floating_point() else example
     with torch.no_grad():
         mine, theirs = outputs(small.eval(), given), outputs(masked, given)
     assert [each.shape for each in mine] == [each.shape for each in theirs]
-    size = {name: sum(w.numel() for w in net.parameters()) for name, net in (("half", small), ("whole", masked))}
+    size = {
+        name: sum(w.numel() for w in net.parameters())
+        for name, net in (("half", small), ("whole", masked))
+    }
     scale = max(1.0, *(float(each.abs().max()) for each in theirs))
     return {
         "half": round(size["half"] / size["whole"], 3),
-        "difference": max(float((a - b).abs().max()) for a, b in zip(mine, theirs, strict=True)) / scale,
+        "difference": max(float((a - b).abs().max()) for a, b in zip(mine, theirs, strict=True))
+        / scale,
     }
 
 
 def outputs(module: nn.Module, example: Tensor) -> list[Tensor]:
     """All tensors of real numbers that a model gives."""
-    return [each for each in tree_flatten(module(example))[0] if isinstance(each, Tensor) and each.is_floating_point()]
+    return [
+        each
+        for each in tree_flatten(module(example))[0]
+        if isinstance(each, Tensor) and each.is_floating_point()
+    ]
 
 
 def _sentence(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split()).removeprefix("InvalidValue: tracing: ")[:600]
+    return " ".join(f"{type(error).__name__}: {error}".split()).removeprefix(
+        "InvalidValue: tracing: "
+    )[:600]
 
 
 def _since(start: float) -> float:

@@ -14,7 +14,12 @@ from fedcover.paper.wording import markdown_table
 POINT = 0.005
 """Half a percentage point: the difference that matters."""
 
-TARGETS = {("digits", "iid"): 0.85, ("mnist", "iid"): 0.90, ("digits", "labels2"): 0.60, ("mnist", "labels2"): 0.60}
+TARGETS = {
+    ("digits", "iid"): 0.85,
+    ("mnist", "iid"): 0.90,
+    ("digits", "labels2"): 0.60,
+    ("mnist", "labels2"): 0.60,
+}
 PLANNED = ("planned-most", "planned-pruning", "planned-pruning-most", "mean")
 Values = Mapping[int, float]
 
@@ -36,12 +41,17 @@ class Results:
     def mean(self, *cells: str, figure: str = "test") -> Values:
         """The mean over cells by seed, for seeds that all of them have."""
         each = [self.values(cell, figure) for cell in cells]
-        return {seed: fmean(v[seed] for v in each) for seed in sorted(set.intersection(*map(set, each)))}
+        return {
+            seed: fmean(v[seed] for v in each) for seed in sorted(set.intersection(*map(set, each)))
+        }
 
     def rounds_to(self, cell: str, target: float) -> Values:
         """After how many rounds the validation accuracy first reached a target; one more than all if never."""
         return {
-            line["seed"]: next((i for i, seen in enumerate(line["curve"], 1) if seen >= target), len(line["curve"]) + 1)
+            line["seed"]: next(
+                (i for i, seen in enumerate(line["curve"], 1) if seen >= target),
+                len(line["curve"]) + 1,
+            )
             for line in self.cells.get(cell, {"runs": []})["runs"]
         }
 
@@ -53,17 +63,25 @@ def markdown(folder: Path, *, quick: bool = False) -> str:
     about = "The plan, with all settings and what counts as what: [plan](../../plans/coverage_comparison.md).\n"
     if quick:
         about = "A trial of the machinery with a few short runs on digits. **Nothing can be concluded from it.**\n"
-    seconds = sum(line["seconds"] for cell in results.cells.values() for line in [*cell["tuning"], *cell["runs"]])
+    seconds = sum(
+        line["seconds"]
+        for cell in results.cells.values()
+        for line in [*cell["tuning"], *cell["runs"]]
+    )
     runs = sum(len(cell["tuning"]) + len(cell["runs"]) for cell in results.cells.values())
     makers = sorted({_maker(made) for cell in results.cells.values() for made in cell["made"]})
-    about += f"\n{len(results.cells)} cells, {runs} runs, {seconds:,.0f} seconds in rounds; made on\n\n"
+    about += (
+        f"\n{len(results.cells)} cells, {runs} runs, {seconds:,.0f} seconds in rounds; made on\n\n"
+    )
     about += "".join(f"- {maker}\n" for maker in makers)
     parts = (_grid, _factorial, _width, _longer, _cifar)
     return title + about + "".join(part(results) for part in parts)
 
 
 def _maker(made: Mapping[str, Any]) -> str:
-    computer = f"{made['hardware']} ({made['device']}), torch {made['torch']}, engine {made['engine']}"
+    computer = (
+        f"{made['hardware']} ({made['device']}), torch {made['torch']}, engine {made['engine']}"
+    )
     return f"{computer}, {made['precision']}, fedcover {made['fedcover']}, commit {made['commit']}, {made['source']}"
 
 
@@ -101,7 +119,16 @@ def _accuracies(results: Results, names: Mapping[str, str]) -> str:
                 first.get("gamma_min", "-"), f"{first.get('noise', math.nan):.3f}",
                 f"{first.get('parameters', math.nan):,.0f}", f"{results.cells[cell]['lr']:g}",
             ])  # fmt: skip
-    head = ["policy", "accuracy", "sd", "largest device's part", "coverage", "noise", "parameters", "learning rate"]
+    head = [
+        "policy",
+        "accuracy",
+        "sd",
+        "largest device's part",
+        "coverage",
+        "noise",
+        "parameters",
+        "learning rate",
+    ]
     return f"\n{markdown_table(head, rows)}\n" if rows else ""
 
 
@@ -120,7 +147,11 @@ def _grid(results: Results) -> str:
 
         text += _contrasts(
             f"Primary: planned minus, mean of {len(there)} settings",
-            [c for rival in RIVALS for c in paired_contrast(rival, over_all("planned"), over_all(rival))],
+            [
+                c
+                for rival in RIVALS
+                for c in paired_contrast(rival, over_all("planned"), over_all(rival))
+            ],
         )
         text += _contrasts("Secondary: the planner's variants", _variants(over_all))
         for setting in there:
@@ -128,11 +159,20 @@ def _grid(results: Results) -> str:
             text += _accuracies(results, {policy: f"{setting}-{policy}" for policy in policies})
             own = [results.values(f"{setting}-{policy}") for policy in ("planned", *RIVALS)]
             pairs = zip(RIVALS, own[1:], strict=True)
-            text += _contrasts("planned minus", [c for rival, v in pairs for c in paired_contrast(rival, own[0], v)])
+            text += _contrasts(
+                "planned minus",
+                [c for rival, v in pairs for c in paired_contrast(rival, own[0], v)],
+            )
             if fleet in ("halves", "mixed"):
                 single = results.values(f"{setting}-prefix", "single")
-                each = [c for p in policies for c in paired_contrast(p, results.values(f"{setting}-{p}"), single)]
-                text += _contrasts("minus the part that the largest device holds under prefix", each)
+                each = [
+                    c
+                    for p in policies
+                    for c in paired_contrast(p, results.values(f"{setting}-{p}"), single)
+                ]
+                text += _contrasts(
+                    "minus the part that the largest device holds under prefix", each
+                )
     return f"\n## Part 1: policies against each other\n{text}" if text else ""
 
 
@@ -143,7 +183,9 @@ def _variants(over_all: Callable[[str], Values]) -> list[Contrast]:
         ("planned-pruning-most", "planned-pruning"),
         ("planned", "mean"),
     ]
-    return [c for a, b in pairs for c in paired_contrast(f"{a} minus {b}", over_all(a), over_all(b))]
+    return [
+        c for a, b in pairs for c in paired_contrast(f"{a} minus {b}", over_all(a), over_all(b))
+    ]
 
 
 def _effects(results: Results, name: str, gammas: Sequence[int]) -> dict[str, Values]:
@@ -155,15 +197,24 @@ def _effects(results: Results, name: str, gammas: Sequence[int]) -> dict[str, Va
     ends = (gammas[0], gammas[-1])
     sides = {
         "noise 1.8 minus 1.0": (mean(gammas, [1.8]), mean(gammas, [1.0])),
-        f"coverage {ends[1]} minus {ends[0]}": (mean(ends[1:], [1.0, 1.8]), mean(ends[:1], [1.0, 1.8])),
+        f"coverage {ends[1]} minus {ends[0]}": (
+            mean(ends[1:], [1.0, 1.8]),
+            mean(ends[:1], [1.0, 1.8]),
+        ),
     }
-    high, low = ({s: v - mean(ends[:1], [x])[s] for s, v in mean(ends[1:], [x]).items()} for x in (1.8, 1.0))
+    high, low = (
+        {s: v - mean(ends[:1], [x])[s] for s, v in mean(ends[1:], [x]).items()} for x in (1.8, 1.0)
+    )
     sides["coverage effect at noise 1.8 minus at 1.0"] = (high, low)
     return {name: {s: a[s] - b[s] for s in a if s in b} for name, (a, b) in sides.items()}
 
 
 def _as_contrasts(effects: Mapping[str, Values]) -> list[Contrast]:
-    return [c for name, values in effects.items() for c in paired_contrast(name, values, dict.fromkeys(values, 0.0))]
+    return [
+        c
+        for name, values in effects.items()
+        for c in paired_contrast(name, values, dict.fromkeys(values, 0.0))
+    ]
 
 
 def _factorial(results: Results) -> str:
@@ -172,7 +223,9 @@ def _factorial(results: Results) -> str:
         for split in SPLITS:
             name = f"factorial/{kind}-{split}"
             cells = {"full": f"{name}-full"} | {
-                f"Gamma {g}, noise {noise}": f"{name}-{g}-{noise}" for g in (4, 6, 8) for noise in (1.0, 1.8)
+                f"Gamma {g}, noise {noise}": f"{name}-{g}-{noise}"
+                for g in (4, 6, 8)
+                for noise in (1.0, 1.8)
             }
             if not all(cell in results.cells for cell in cells.values()):
                 continue
@@ -186,7 +239,11 @@ def _factorial(results: Results) -> str:
                 ))
             ]  # fmt: skip
             text += _contrasts(
-                f"Rounds until validation accuracy {target} (fewer is sooner)", sooner, 0.0, 1, ("later", "sooner")
+                f"Rounds until validation accuracy {target} (fewer is sooner)",
+                sooner,
+                0.0,
+                1,
+                ("later", "sooner"),
             )
     return f"\n## Part 2: noise x coverage at equal capacity\n{text}" if text else ""
 
@@ -195,19 +252,28 @@ def _width(results: Results) -> str:
     text = ""
     for kind in DATA:
         names = {units: f"width/{kind}-{units}" for units in WIDTHS}
-        corners = {units: [f"{name}-{g}-{noise}" for g, noise in CORNERS] for units, name in names.items()}
+        corners = {
+            units: [f"{name}-{g}-{noise}" for g, noise in CORNERS] for units, name in names.items()
+        }
         if not all(cell in results.cells for cells in corners.values() for cell in cells):
             continue
         by_width: dict[str, dict[int, Values]] = {"loss": {}}
         for units, name in names.items():
-            text += _accuracies(results, {f"{units} units, full": f"{name}-full"} | {c: c for c in corners[units]})
+            text += _accuracies(
+                results, {f"{units} units, full": f"{name}-full"} | {c: c for c in corners[units]}
+            )
             full, cut = results.values(f"{name}-full"), results.mean(*corners[units])
             by_width["loss"][units] = {seed: full[seed] - cut[seed] for seed in cut}
             for effect, values in list(_effects(results, name, (4, 8)).items())[:2]:
                 by_width.setdefault(effect, {})[units] = values
-        slopes = {f"{effect}: slope per doubling": slope(found) for effect, found in by_width.items()}
+        slopes = {
+            f"{effect}: slope per doubling": slope(found) for effect, found in by_width.items()
+        }
         text += _contrasts(
-            f"{kind}: how the effects change with width", _as_contrasts(slopes), POINT / 2, words=("rises", "falls")
+            f"{kind}: how the effects change with width",
+            _as_contrasts(slopes),
+            POINT / 2,
+            words=("rises", "falls"),
         )
     return f"\n## Part 3: width\n{text}" if text else ""
 
@@ -222,7 +288,10 @@ def slope(by_width: Mapping[int, Values]) -> Values:
     middle = fmean(x.values())
     square = sum((place - middle) ** 2 for place in x.values())
     seeds = sorted(set.intersection(*(set(values) for values in by_width.values())))
-    return {s: sum((x[u] - middle) * values[s] for u, values in by_width.items()) / square for s in seeds}
+    return {
+        s: sum((x[u] - middle) * values[s] for u, values in by_width.items()) / square
+        for s in seeds
+    }
 
 
 def _longer(results: Results) -> str:
@@ -230,14 +299,24 @@ def _longer(results: Results) -> str:
     for kind in DATA:
         short = f"factorial/{kind}-iid"
         gaps = {}
-        for setting, name in {"30x2": short, "120x2": f"longer/{kind}-120x2", "30x8": f"longer/{kind}-30x8"}.items():
+        for setting, name in {
+            "30x2": short,
+            "120x2": f"longer/{kind}-120x2",
+            "30x8": f"longer/{kind}-30x8",
+        }.items():
             full, cut = results.values(f"{name}-full"), results.values(f"{name}-4-1.8")
             gaps[setting] = {seed: full[seed] - cut[seed] for seed in full if seed in cut}
         if not all(gaps.values()):
             continue
-        means = ", ".join(f"{setting} {100 * fmean(gap.values()):.2f} pp" for setting, gap in gaps.items())
+        means = ", ".join(
+            f"{setting} {100 * fmean(gap.values()):.2f} pp" for setting, gap in gaps.items()
+        )
         text += f"\n{kind}, gap to full (rounds x epochs): {means}.\n"
-        changes = [c for s in ("120x2", "30x8") for c in paired_contrast(f"gap {s} minus 30x2", gaps[s], gaps["30x2"])]
+        changes = [
+            c
+            for s in ("120x2", "30x8")
+            for c in paired_contrast(f"gap {s} minus 30x2", gaps[s], gaps["30x2"])
+        ]
         text += _contrasts(f"{kind}: does the gap shrink?", changes, words=("grows", "shrinks"))
     return f"\n## Part 4: more rounds, more epochs\n{text}" if text else ""
 
@@ -247,7 +326,8 @@ def _cifar(results: Results) -> str:
     text = _accuracies(results, {policy: f"cifar/{policy}" for policy in policies})
     own = results.values("cifar/planned")
     text += _contrasts(
-        "planned minus", [c for r in RIVALS for c in paired_contrast(r, own, results.values(f"cifar/{r}"))]
+        "planned minus",
+        [c for r in RIVALS for c in paired_contrast(r, own, results.values(f"cifar/{r}"))],
     )
     single = results.values("cifar/prefix", "single")
     each = [c for p in policies for c in paired_contrast(p, results.values(f"cifar/{p}"), single)]

@@ -21,7 +21,10 @@ def star(view: View) -> list[Slices]:
 
 def twins(view: View) -> list[Slices]:
     """The first half of the model for every other device, the second half for the rest."""
-    return [_quarters(view, client, (0, 1) if client.slot % 2 == 0 else (2, 3)) for client in view.cohort]
+    return [
+        _quarters(view, client, (0, 1) if client.slot % 2 == 0 else (2, 3))
+        for client in view.cohort
+    ]
 
 
 def _quarters(view: View, client: Client, which: Sequence[int]) -> Slices:
@@ -42,11 +45,15 @@ def _quarter(group: UnitGroup, number: int) -> Tensor:
 def copy_first_half(groups: Sequence[UnitGroup], state: State) -> State:
     """The first half of a model copied into its second half; nothing leads from one to the other."""
     first, second = (
-        Slices(groups, {g.name: torch.cat([_quarter(g, number) for number in half]) for g in groups})
+        Slices(
+            groups, {g.name: torch.cat([_quarter(g, number) for number in half]) for g in groups}
+        )
         for half in ((0, 1), (2, 3))
     )
     copy = first.extract(state.params)
-    shared = {name: tensor for name, tensor in state.params.items() if copy[name].shape == tensor.shape}
+    shared = {
+        name: tensor for name, tensor in state.params.items() if copy[name].shape == tensor.shape
+    }
     params: Params = {name: torch.zeros_like(tensor) for name, tensor in state.params.items()}
     for half in (first, second):
         half.add_into(params, copy, 1.0)

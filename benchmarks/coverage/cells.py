@@ -74,12 +74,19 @@ Wave = list[Cell]
 """Cells that may run at once."""
 
 
-def grid(data: Mapping[str, dict[str, Any]] = DATA, fleets: Mapping[str, str] = FLEETS) -> Iterator[Wave]:
+def grid(
+    data: Mapping[str, dict[str, Any]] = DATA, fleets: Mapping[str, str] = FLEETS
+) -> Iterator[Wave]:
     """Part 1: policies against each other at equal parameters."""
     wave = []
-    for (kind, own), (split, partition), (name, fleet) in product(data.items(), SPLITS.items(), fleets.items()):
+    for (kind, own), (split, partition), (name, fleet) in product(
+        data.items(), SPLITS.items(), fleets.items()
+    ):
         fields = {**SHARED, **own, "partition": partition, "fleet": fleet, "capacity": "parameters"}
-        wave += [Cell(f"grid/{kind}-{split}-{name}-{policy}", changed) for policy, changed in _line_up(fields)]
+        wave += [
+            Cell(f"grid/{kind}-{split}-{name}-{policy}", changed)
+            for policy, changed in _line_up(fields)
+        ]
     yield wave
 
 
@@ -91,7 +98,9 @@ def _line_up(fields: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     most = largest_gamma(fields, "pruning")
     yield "planned-pruning-most", {**fields, "policy": f"planned(kind='pruning', gamma={most})"}
     fleet = Experiment(**fields).scaled_fleet
-    mean = sum(n * c for n, c in zip(fleet.counts, fleet.capacities, strict=True)) / sum(fleet.counts)
+    mean = sum(n * c for n, c in zip(fleet.counts, fleet.capacities, strict=True)) / sum(
+        fleet.counts
+    )
     yield "mean", {**fields, "policy": "homogeneous", "fleet": f"10x{mean:.6f}"}
 
 
@@ -101,14 +110,26 @@ def factorial(data: Mapping[str, dict[str, Any]] = DATA) -> Iterator[Wave]:
         f"{kind}-{split}": {**SHARED, **own, "partition": partition, "fleet": FLEETS["medium"]}
         for (kind, own), (split, partition) in product(data.items(), SPLITS.items())
     }
-    yield [Cell(f"factorial/{name}-full", {**fields, "policy": "full"}) for name, fields in settings.items()]
-    yield [cell for name, fields in settings.items() for cell in _designs(f"factorial/{name}", fields, DESIGNS)]
+    yield [
+        Cell(f"factorial/{name}-full", {**fields, "policy": "full"})
+        for name, fields in settings.items()
+    ]
+    yield [
+        cell
+        for name, fields in settings.items()
+        for cell in _designs(f"factorial/{name}", fields, DESIGNS)
+    ]
 
 
 def width(data: Mapping[str, dict[str, Any]] = DATA) -> Iterator[Wave]:
     """Part 3: the corners of the factorial for narrow and wide networks."""
     settings = {
-        f"width/{kind}-{units}": {**SHARED, **own, "fleet": FLEETS["medium"], "model": f"mlp(hidden=[{units}])"}
+        f"width/{kind}-{units}": {
+            **SHARED,
+            **own,
+            "fleet": FLEETS["medium"],
+            "model": f"mlp(hidden=[{units}])",
+        }
         for (kind, own), units in product(data.items(), WIDTHS)
     }
     yield [Cell(f"{name}-full", {**fields, "policy": "full"}) for name, fields in settings.items()]
@@ -132,7 +153,11 @@ def _designs(
 ) -> list[Cell]:
     policy = "benchmarks.coverage.designs:designed"
     return [
-        Cell(f"{name}-{g}-{noise}", {**fields, "policy": f"{policy}(gamma={g}, noise={noise})"}, rate or f"{name}-full")
+        Cell(
+            f"{name}-{g}-{noise}",
+            {**fields, "policy": f"{policy}(gamma={g}, noise={noise})"},
+            rate or f"{name}-full",
+        )
         for g, noise in pairs
     ]
 
@@ -142,7 +167,10 @@ def cifar() -> Iterator[Wave]:
     fields = {**SHARED, **CIFAR}
     line_up = {name: {**fields, "policy": policy} for name, policy in POLICY_OF.items()}
     line_up["magnitude"] |= {"capacity": "parameters", "fleet": _equal_parameters(fields)}
-    line_up["planned-most"] = {**fields, "policy": f"planned(gamma={largest_gamma(fields, 'subnet')})"}
+    line_up["planned-most"] = {
+        **fields,
+        "policy": f"planned(gamma={largest_gamma(fields, 'subnet')})",
+    }
     line_up["planned-covered"] = {**fields, "policy": "planned(copies=false)"}
     for seed in SEEDS:
         yield [Cell(f"cifar/{name}", own, seeds=(seed,)) for name, own in line_up.items()]
@@ -160,7 +188,9 @@ def _equal_parameters(fields: dict[str, Any]) -> str:
     total = sum(tensor.numel() for tensor in view.params.values())
     parts = POLICIES["prefix"](view)
     shares = [sum(part.sizes(view.params).values()) / total for part in parts if part is not None]
-    return " + ".join(f"{shares.count(share)}x{share:.9f}" for share in sorted(set(shares), reverse=True))
+    return " + ".join(
+        f"{shares.count(share)}x{share:.9f}" for share in sorted(set(shares), reverse=True)
+    )
 
 
 PARTS = {"grid": grid, "factorial": factorial, "width": width, "longer": longer, "cifar": cifar}
@@ -173,6 +203,11 @@ def quick() -> Iterator[Wave]:
     for part in (grid(digits, fleets), factorial(digits), width(digits), longer(digits)):
         for wave in part:
             yield [
-                Cell(c.id, {**c.fields, "rounds": 4 if c.fields["rounds"] == 30 else 6, "epochs": 1}, c.rate_of, (0, 1))
+                Cell(
+                    c.id,
+                    {**c.fields, "rounds": 4 if c.fields["rounds"] == 30 else 6, "epochs": 1},
+                    c.rate_of,
+                    (0, 1),
+                )
                 for c in wave
             ]

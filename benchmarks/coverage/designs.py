@@ -25,7 +25,9 @@ def designed(view: View, *, gamma: int, noise: float) -> list[Masks]:
     groups, _, _ = budgeted_groups(view, "pruning")
     held = {}
     for name, group in groups.items():
-        jitter_U = torch.rand(group.units, generator=generator(view.seed, "design", name)).to(group.energies_U.device)
+        jitter_U = torch.rand(group.units, generator=generator(view.seed, "design", name)).to(
+            group.energies_U.device
+        )
         held[name] = _with_noise(group, jitter_U, gamma, noise, view.round * GOLDEN).matrix()
     return [
         Masks({name: held_NU[n].view_as(view.params[name]) for name, held_NU in held.items()})
@@ -33,7 +35,9 @@ def designed(view: View, *, gamma: int, noise: float) -> list[Masks]:
     ]
 
 
-def _with_noise(group: BudgetedGroup, jitter_U: Tensor, gamma: int, noise: float, phase: float) -> RunLengthPlan:
+def _with_noise(
+    group: BudgetedGroup, jitter_U: Tensor, gamma: int, noise: float, phase: float
+) -> RunLengthPlan:
     """Bisect how far the ranking is turned over until the plan lacks the wanted energy, or as nearly as it can be."""
     low, high = 0.0, 1.0
     nearest, best = math.inf, None
@@ -48,7 +52,9 @@ def _with_noise(group: BudgetedGroup, jitter_U: Tensor, gamma: int, noise: float
             break
         low, high = (middle, high) if lacking < noise else (low, middle)
     if best is None or abs(nearest - noise) > AT_MOST * noise:
-        raise InvalidValue(f"no ranking has noise {noise:g} at coverage {gamma}; the nearest has {nearest:.4g}")
+        raise InvalidValue(
+            f"no ranking has noise {noise:g} at coverage {gamma}; the nearest has {nearest:.4g}"
+        )
     return best
 
 

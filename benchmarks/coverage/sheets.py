@@ -18,7 +18,14 @@ def read(folder: Path, cell: Cell) -> Sheet:
     """What is known of a cell; nothing but its settings at first."""
     path = _path(folder, cell.id)
     if not path.exists():
-        return {"id": cell.id, "fields": dict(cell.fields), "lr": None, "made": [], "tuning": [], "runs": []}
+        return {
+            "id": cell.id,
+            "fields": dict(cell.fields),
+            "lr": None,
+            "made": [],
+            "tuning": [],
+            "runs": [],
+        }
     sheet: Sheet = json.loads(path.read_text())
     if sheet["fields"] != dict(cell.fields):
         raise RunError(f"{path} was made with other settings: move it away")
@@ -60,13 +67,19 @@ def _rate(folder: Path, cell: Cell, sheet: Sheet) -> float:
     other = _path(folder, cell.rate_of)
     known = json.loads(other.read_text())["lr"] if other.exists() else None
     if known is None:
-        raise RunError(f"{cell.id} has the learning rate of {cell.rate_of}, which is not chosen yet: run that first")
+        raise RunError(
+            f"{cell.id} has the learning rate of {cell.rate_of}, which is not chosen yet: run that first"
+        )
     return float(known)
 
 
 def missing_seeds(folder: Path, cell: Cell) -> list[int]:
     """The seeds that are still to be run."""
-    return [seed for seed in cell.seeds if seed not in [line["seed"] for line in read(folder, cell)["runs"]]]
+    return [
+        seed
+        for seed in cell.seeds
+        if seed not in [line["seed"] for line in read(folder, cell)["runs"]]
+    ]
 
 
 def _path(folder: Path, id: str) -> Path:

@@ -21,7 +21,9 @@ class Contrast:
     @property
     def half_width(self) -> float:
         """Half of the 95 % interval."""
-        return quantile(1 - SIGNIFICANCE_LEVEL, self.seeds - 1) * self.spread / math.sqrt(self.seeds)
+        return (
+            quantile(1 - SIGNIFICANCE_LEVEL, self.seeds - 1) * self.spread / math.sqrt(self.seeds)
+        )
 
     def verdict(self, least: float, words: tuple[str, str] = ("helps", "hurts")) -> str:
         """In the plan's words, for more and for less; `least` is the difference that matters."""
@@ -32,7 +34,9 @@ class Contrast:
         return "undecided"
 
 
-def paired_contrast(name: str, first: Mapping[int, float], second: Mapping[int, float]) -> list[Contrast]:
+def paired_contrast(
+    name: str, first: Mapping[int, float], second: Mapping[int, float]
+) -> list[Contrast]:
     """First minus second as a list: empty where fewer than two seeds have both."""
     found = paired_difference(first, second)
     if found is None or found.spread is None or found.p is None:
@@ -49,7 +53,11 @@ def quantile(probability: float, freedom: int) -> float:
     low, high = 0.0, 1e6
     for _ in range(200):
         middle = (low + high) / 2
-        low, high = (middle, high) if 1 - two_sided_p_value(middle, freedom) < probability else (low, middle)
+        low, high = (
+            (middle, high)
+            if 1 - two_sided_p_value(middle, freedom) < probability
+            else (low, middle)
+        )
     return high
 
 

@@ -20,8 +20,12 @@ class Job:
 
     def __init__(self, path):
         arrays = np.load(path)
-        self.train_x, self.test_x = (torch.from_numpy(arrays[name]) for name in ("train_x", "test_x"))
-        self.train_y, self.test_y = (torch.from_numpy(arrays[name]) for name in ("train_y", "test_y"))
+        self.train_x, self.test_x = (
+            torch.from_numpy(arrays[name]) for name in ("train_x", "test_x")
+        )
+        self.train_y, self.test_y = (
+            torch.from_numpy(arrays[name]) for name in ("train_y", "test_y")
+        )
         self.rows_CN, self.cohorts_RA = arrays["rows_CN"], arrays["cohorts_RA"]
         self.orders_RAEN = arrays["orders_RAEN"]
         self.weights = {name: arrays[name] for name in arrays.files if name.startswith("weights/")}

@@ -6,7 +6,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 os.environ["PYTHONPATH"] = str(Path(__file__).parent.resolve())  # for the actors
-os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+os.environ |= {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "OMP_NUM_THREADS": "1",
+}
 
 from common import Watch, accuracy
 from flower_client import app, job_of

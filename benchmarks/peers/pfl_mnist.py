@@ -72,7 +72,9 @@ class Clock(TrainingProcessCallback):
 
     def on_train_begin(self, *, model):
         """The clock starts when training does."""
-        self.evaluation.on_train_begin(model=model)  # from which pfl learns that it may share the evaluation
+        self.evaluation.on_train_begin(
+            model=model
+        )  # from which pfl learns that it may share the evaluation
         self.watch = Watch()
         return Metrics()
 
@@ -98,11 +100,16 @@ test = Dataset(raw_data=(job.test_x, job.test_y))
 clock = Clock(CentralEvaluationCallback(test, NNEvalHyperParams(local_batch_size=10_000)))
 FederatedAveraging().run(
     algorithm_params=NNAlgorithmParams(
-        central_num_iterations=rounds, evaluation_frequency=10**9, train_cohort_size=active, val_cohort_size=0
+        central_num_iterations=rounds,
+        evaluation_frequency=10**9,
+        train_cohort_size=active,
+        val_cohort_size=0,
     ),
     backend=SimulatedBackend(training_data=training, val_data=training, postprocessors=[]),
     model=model,
-    model_train_params=NNTrainHyperParams(local_num_epochs=EPOCHS, local_learning_rate=LR, local_batch_size=BATCH),
+    model_train_params=NNTrainHyperParams(
+        local_num_epochs=EPOCHS, local_learning_rate=LR, local_batch_size=BATCH
+    ),
     callbacks=[clock],
 )
 if os.environ.get("RANK", "0") == "0":

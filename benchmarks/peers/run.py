@@ -42,12 +42,21 @@ def environment(name: str, folder: Path) -> str:
     return str(python)
 
 
-def contenders(folder: Path, job: Path, rounds: int, dataset: str) -> dict[str, Callable[[], list[str]]]:
+def contenders(
+    folder: Path, job: Path, rounds: int, dataset: str
+) -> dict[str, Callable[[], list[str]]]:
     """How the command of each is made, without the file for its result."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
     def fedcover(engine: str, processes: int) -> list[str]:
-        return [sys.executable, str(HERE / "fedcover_mnist.py"), engine, str(processes), str(rounds), dataset]
+        return [
+            sys.executable,
+            str(HERE / "fedcover_mnist.py"),
+            engine,
+            str(processes),
+            str(rounds),
+            dataset,
+        ]
 
     return {
         "fedcover batched, 2 processes": lambda: fedcover("batched", 2),
@@ -68,9 +77,17 @@ def measure(command: list[str], folder: Path, data: str | None) -> dict[str, lis
     """Run one contender alone, one thread a process; its seconds and accuracies, round by round."""
     result = folder / "result.json"
     result.unlink(missing_ok=True)
-    own = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **({"FEDCOVER_DATA": data} if data else {})}
+    own = {
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        **({"FEDCOVER_DATA": data} if data else {}),
+    }
     done = subprocess.run(
-        [*command, str(result)], env={**os.environ, **own}, cwd=folder, capture_output=True, text=True
+        [*command, str(result)],
+        env={**os.environ, **own},
+        cwd=folder,
+        capture_output=True,
+        text=True,
     )
     if done.returncode or not result.exists():
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
@@ -84,7 +101,9 @@ def table(runs: dict[str, list[dict[str, list[float]]]]) -> str:
         "| who | s per round | spread | samples/s | first round, s | accuracy | times the fastest |",
         "|---|---|---|---|---|---|---|",
     ]
-    middles = {who: median(s for run in found for s in run["seconds"][1:]) for who, found in runs.items()}
+    middles = {
+        who: median(s for run in found for s in run["seconds"][1:]) for who, found in runs.items()
+    }
     for who, found in sorted(runs.items(), key=lambda item: middles[item[0]]):
         each = [median(run["seconds"][1:]) for run in found]
         first = median(run["seconds"][0] for run in found)
@@ -120,14 +139,20 @@ def report(runs: dict[str, list[dict[str, list[float]]]], rounds: int, repeats: 
 
 def main(say: Callable[[str], None] = print) -> None:
     """Run everybody in turn, and keep the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--data", help="folder of the data sets; else $FEDCOVER_DATA")
     parser.add_argument("--dataset", default="mnist")
-    parser.add_argument("--environments", type=Path, default=Path.home() / ".cache" / "fedcover-peers")
+    parser.add_argument(
+        "--environments", type=Path, default=Path.home() / ".cache" / "fedcover-peers"
+    )
     parser.add_argument("--only", nargs="*", help="words of the contenders to run")
-    parser.add_argument("--output", type=Path, help="where the table goes; else results/peers_<hardware>_<date>.md")
+    parser.add_argument(
+        "--output", type=Path, help="where the table goes; else results/peers_<hardware>_<date>.md"
+    )
     asked = parser.parse_args()
     runs: dict[str, list[dict[str, list[float]]]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -135,11 +160,15 @@ def main(say: Callable[[str], None] = print) -> None:
         save(mnist_job(asked.rounds, asked.dataset, asked.data), job)
         everybody = contenders(asked.environments.resolve(), job, asked.rounds, asked.dataset)
         words = asked.only or [""]
-        wanted = {who: make() for who, make in everybody.items() if any(word in who for word in words)}
+        wanted = {
+            who: make() for who, make in everybody.items() if any(word in who for word in words)
+        }
         for repeat in range(asked.repeats):
             for who, command in wanted.items():
                 runs.setdefault(who, []).append(measure(command, Path(folder), asked.data))
-                say(f"{repeat + 1}/{asked.repeats}  {who}: {median(runs[who][-1]['seconds'][1:]):.3f} s per round")
+                say(
+                    f"{repeat + 1}/{asked.repeats}  {who}: {median(runs[who][-1]['seconds'][1:]):.3f} s per round"
+                )
     page = report(runs, asked.rounds, asked.repeats)
     say("\n" + page)
     short = "".join(c if c.isalnum() else "-" for c in hardware().split("@")[0]).strip("-").lower()

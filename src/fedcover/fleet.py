@@ -29,7 +29,9 @@ class Fleet:
         Fleet(counts=(4, 6), capacities=(1.0, 0.75))
         """
         matches = [_TERM.fullmatch(term.strip()) for term in text.split("+")]
-        wrong = InvalidValue(f"fleet must look like '4x1.0 + 6x0.75' (how many x capacity in (0, 1]); got {text!r}")
+        wrong = InvalidValue(
+            f"fleet must look like '4x1.0 + 6x0.75' (how many x capacity in (0, 1]); got {text!r}"
+        )
         terms = []
         for match in matches:
             if match is None:
@@ -43,7 +45,9 @@ class Fleet:
         return cls(tuple(c for c, _ in terms), tuple(v for _, v in terms))
 
     def __str__(self) -> str:
-        shares = [np.format_float_positional(capacity, trim="-") for capacity in self.capacities]  # all digits
+        shares = [
+            np.format_float_positional(capacity, trim="-") for capacity in self.capacities
+        ]  # all digits
         return " + ".join(f"{n}x{share}" for n, share in zip(self.counts, shares, strict=True))
 
     @property
@@ -62,10 +66,14 @@ class Fleet:
         kinds: dict[float, list[int]] = {}
         for place, capacity in enumerate(self.capacities):
             kinds.setdefault(capacity, []).append(place)
-        totals = _apportion(clients, [sum(self.counts[place] for place in alike) for alike in kinds.values()])
+        totals = _apportion(
+            clients, [sum(self.counts[place] for place in alike) for alike in kinds.values()]
+        )
         counts = [0] * len(self.counts)
         for alike, total in zip(kinds.values(), totals, strict=True):
-            for place, count in zip(alike, _apportion(total, [self.counts[p] for p in alike]), strict=True):
+            for place, count in zip(
+                alike, _apportion(total, [self.counts[p] for p in alike]), strict=True
+            ):
                 counts[place] = count
         present = [(n, c) for n, c in zip(counts, self.capacities, strict=True) if n]
         return Fleet(tuple(n for n, _ in present), tuple(c for _, c in present))

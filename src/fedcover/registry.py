@@ -56,7 +56,9 @@ def parse(field: str, text: str) -> Spec:
             raise ValueError
         return Spec(name.strip(), _options(inside))
     except (ValueError, SyntaxError, RecursionError, MemoryError):
-        raise InvalidValue(f"{field} must look like name or name(option=value, ...); got {text!r}") from None
+        raise InvalidValue(
+            f"{field} must look like name or name(option=value, ...); got {text!r}"
+        ) from None
 
 
 def _options(inside: str) -> dict[str, Any]:
@@ -113,11 +115,19 @@ def look_up(field: str, spec: Spec, table: Mapping[str, Callable[..., Any]]) -> 
     for option in spec.options:
         if option not in allowed:
             listed = ", ".join(allowed) or "none"
-            raise InvalidValue(f"{field} {spec.name} has no option {option!r}; its options are: {listed}")
-    missing = [name for name, p in allowed.items() if p.default is p.empty and name not in spec.options]
+            raise InvalidValue(
+                f"{field} {spec.name} has no option {option!r}; its options are: {listed}"
+            )
+    missing = [
+        name for name, p in allowed.items() if p.default is p.empty and name not in spec.options
+    ]
     if missing:
-        raise InvalidValue(f"{field} {spec.name} needs the option {missing[0]!r}: {spec.name}({missing[0]}=...)")
-    return partial(function, **{name: _validate_option(field, spec, allowed[name]) for name in spec.options})
+        raise InvalidValue(
+            f"{field} {spec.name} needs the option {missing[0]!r}: {spec.name}({missing[0]}=...)"
+        )
+    return partial(
+        function, **{name: _validate_option(field, spec, allowed[name]) for name in spec.options}
+    )
 
 
 def _validate_option(field: str, spec: Spec, option: inspect.Parameter) -> Any:
@@ -161,16 +171,24 @@ def _import_function(field: str, path: str) -> Callable[..., Any]:
     try:
         function = getattr(importlib.import_module(module), name)
     except Exception as error:  # a user's module may fail in any way
-        raise InvalidValue(f"{field} {path!r} cannot be imported: {error or type(error).__name__}") from error
+        raise InvalidValue(
+            f"{field} {path!r} cannot be imported: {error or type(error).__name__}"
+        ) from error
     if not callable(function):
-        raise InvalidValue(f"{field} {path!r} must be a function; it is a {type(function).__name__}")
+        raise InvalidValue(
+            f"{field} {path!r} must be a function; it is a {type(function).__name__}"
+        )
     try:
         inspect.signature(function)
         if field in POSITIONAL_ARGUMENTS and not hasattr(function, "__wrapped__"):
-            needed = {name: None for name, p in options_of(function).items() if p.default is p.empty}
+            needed = {
+                name: None for name, p in options_of(function).items() if p.default is p.empty
+            }
             inspect.signature(function).bind(*POSITIONAL_ARGUMENTS[field], **needed)
     except ValueError:
-        raise InvalidValue(f"{field} {path!r} must be a Python function; its parameters cannot be read") from None
+        raise InvalidValue(
+            f"{field} {path!r} must be a Python function; its parameters cannot be read"
+        ) from None
     except TypeError as error:
         raise InvalidValue(f"{field} {path!r} {_signature_rule(field)}: {error}") from None
     return function  # type: ignore[no-any-return]

@@ -40,9 +40,13 @@ class FlatParams(Params):
         return FlatParams(flat, named_shapes(self))
 
     def _raise_read_only(self, *_: object, **__: object) -> Any:
-        raise TypeError("the tensors of a slab are parts of one; make a dict of it to replace some of them")
+        raise TypeError(
+            "the tensors of a slab are parts of one; make a dict of it to replace some of them"
+        )
 
-    __setitem__ = __delitem__ = __ior__ = pop = popitem = setdefault = update = clear = _raise_read_only
+    __setitem__ = __delitem__ = __ior__ = pop = popitem = setdefault = update = clear = (
+        _raise_read_only
+    )
 
 
 def named_shapes(tensors: Mapping[str, Tensor]) -> NamedShapes:
@@ -65,7 +69,9 @@ def flat_copy(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     if isinstance(tensors, FlatParams):
         return tensors.flat.to(dtype, copy=True)
     entries = [tensor.numel() for tensor in tensors.values()]
-    made = torch.empty(sum(entries), dtype=dtype, device=next((t.device for t in tensors.values()), None))
+    made = torch.empty(
+        sum(entries), dtype=dtype, device=next((t.device for t in tensors.values()), None)
+    )
     for room, tensor in zip(torch.split(made, entries), tensors.values(), strict=True):
         room.copy_(tensor.reshape(-1))
     return made
@@ -91,11 +97,16 @@ def map_elementwise(function: Callable[..., Tensor], *trees: Params) -> Params:
     return map_elementwise_named(in_pieces(lambda *tensors: {"": function(*tensors)}), *trees)[""]
 
 
-def map_elementwise_named(function: Callable[..., Mapping[str, Tensor]], *trees: Params) -> dict[str, Params]:
+def map_elementwise_named(
+    function: Callable[..., Mapping[str, Tensor]], *trees: Params
+) -> dict[str, Params]:
     """The same for a function with several named results; it is given whole tensors, unless it goes `in_pieces`."""
     slabs = [tree for tree in trees if isinstance(tree, FlatParams)]
     if len(slabs) == len(trees) and all(list(slab) == list(slabs[0]) for slab in slabs):
-        return {key: slabs[0].like(made) for key, made in function(*(slab.flat for slab in slabs)).items()}
+        return {
+            key: slabs[0].like(made)
+            for key, made in function(*(slab.flat for slab in slabs)).items()
+        }
     found: dict[str, Params] = {}
     for name in trees[0]:
         for key, made in function(*(tree[name] for tree in trees)).items():
@@ -112,7 +123,9 @@ def in_pieces(function: Callable[..., Mapping[str, Tensor]]) -> Callable[..., Ma
     def piecewise(*tensors: Tensor) -> Mapping[str, Tensor]:
         first = tensors[0]
         piece = PIECE[first.device.type]
-        if first.numel() <= piece or any(t.shape != first.shape or not t.is_contiguous() for t in tensors):
+        if first.numel() <= piece or any(
+            t.shape != first.shape or not t.is_contiguous() for t in tensors
+        ):
             return function(*tensors)
         results: dict[str, Tensor] = {}
         for start in range(0, first.numel(), piece):
@@ -141,7 +154,8 @@ def zeros(like: Mapping[str, Tensor], dtype: torch.dtype) -> Params:
     if _on_gpu(like):
         entries = sum(tensor.numel() for tensor in like.values())
         return FlatParams(
-            torch.zeros(entries, dtype=dtype, device=next(iter(like.values())).device), named_shapes(like)
+            torch.zeros(entries, dtype=dtype, device=next(iter(like.values())).device),
+            named_shapes(like),
         )
     return {name: torch.zeros_like(tensor, dtype=dtype) for name, tensor in like.items()}
 

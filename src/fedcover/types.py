@@ -261,7 +261,9 @@ class Recipe:
     loss: Callable[[Forward, Params, Batch, Carry], Tensor]
     start: Callable[["Assignment", Params], Carry] = lambda assignment, params: ()
     observe: Callable[[Carry, Params], Carry] = lambda carry, gradients: carry
-    finish: Callable[["Assignment", Forward, Params, Carry], Outcome] = lambda _, forward, params, __: Outcome(params)
+    finish: Callable[["Assignment", Forward, Params, Carry], Outcome] = (
+        lambda _, forward, params, __: Outcome(params)
+    )
     model: Callable[[Model], Model] = lambda model: model
     exits: bool = False
     measures: Mapping[str, str] = field(default_factory=dict)

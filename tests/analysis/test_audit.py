@@ -13,7 +13,11 @@ from tests.helpers.paper_tables import PRUNING, SUBNET
 def test_the_pruning_table(digits):
     parameters, multiply_adds, gamma, gamma_printed = PRUNING[digits]
     found = audit_codename(digits, "pruning")
-    assert (found["parameters"], found["multiply_adds"], found["gamma_min"]) == (parameters, multiply_adds, gamma)
+    assert (found["parameters"], found["multiply_adds"], found["gamma_min"]) == (
+        parameters,
+        multiply_adds,
+        gamma,
+    )
     assert min(found["coverage"].values()) == gamma
     printed = audit_codename(digits, "pruning", "printed")
     assert (printed["parameters"], printed["multiply_adds"]) == (parameters, multiply_adds)
@@ -24,7 +28,11 @@ def test_the_pruning_table(digits):
 def test_the_sub_network_table(digits):
     parameters, multiply_adds, gamma = SUBNET[digits]
     found = audit_codename(digits, "subnet")
-    assert (found["parameters"], found["multiply_adds"], found["gamma_min"]) == (parameters, multiply_adds, gamma)
+    assert (found["parameters"], found["multiply_adds"], found["gamma_min"]) == (
+        parameters,
+        multiply_adds,
+        gamma,
+    )
     assert min(found["coverage"].values()) == gamma
 
 
@@ -66,7 +74,9 @@ CASES = {
 @pytest.mark.parametrize("model", CASES)
 def test_audits_of_fleets(model, policy):
     spec, dataset = CASES[model]
-    found = audit(Experiment(model=spec, dataset=dataset, fleet="1x1.0 + 2x0.5 + 3x0.25", policy=policy))
+    found = audit(
+        Experiment(model=spec, dataset=dataset, fleet="1x1.0 + 2x0.5 + 3x0.25", policy=policy)
+    )
     rows = found["capacities"]
     assert [(row["capacity"], row["devices"]) for row in rows] == [(1.0, 1), (0.5, 2), (0.25, 3)]
     for key in ("parameters", "multiply_adds", "bytes_up"):
@@ -86,7 +96,11 @@ def test_audits_of_fleets(model, policy):
 def test_capacity_in_parameters_is_never_exceeded():
     for policy in ("prefix", "magnitude"):
         fleet = "1x0.75 + 1x0.5 + 1x0.4"
-        found = audit(Experiment(model="mlp", dataset="mnist", fleet=fleet, policy=policy, capacity="parameters"))
+        found = audit(
+            Experiment(
+                model="mlp", dataset="mnist", fleet=fleet, policy=policy, capacity="parameters"
+            )
+        )
         for row in found["capacities"]:
             budget = row["capacity"] * 159_010
             assert budget - 795 < row["parameters"] <= budget  # one more unit would be too much
@@ -96,13 +110,16 @@ def test_without_a_large_device_something_is_uncovered():
     found = audit(Experiment(model="mlp", dataset="mnist", fleet="6x0.5", policy="prefix"))
     assert found["gamma_min"] == 0
     assert found["histogram"] == {"0": 100 * 795, "6": 100 * 795 + 10}
-    spread = audit(Experiment(model="mlp", dataset="mnist", fleet="6x0.5", policy="rolling(spread=true)"))
+    spread = audit(
+        Experiment(model="mlp", dataset="mnist", fleet="6x0.5", policy="rolling(spread=true)")
+    )
     assert spread["gamma_min"] == 3
 
 
 def test_the_batch_is_the_experiments_own():
     small, large = (
-        audit(Experiment(model="mlp", dataset="mnist", batch_size=size))["capacities"][0]["memory"] for size in (10, 20)
+        audit(Experiment(model="mlp", dataset="mnist", batch_size=size))["capacities"][0]["memory"]
+        for size in (10, 20)
     )
     assert large > small
 
@@ -113,7 +130,10 @@ def test_only_data_of_known_shape_can_be_audited():
 
 
 def test_a_data_file_of_your_own_can_be_audited(tmp_path):
-    rows = {"train_x": np.zeros((8, 3, 5, 5), np.float32), "test_x": np.zeros((2, 3, 5, 5), np.float32)}
+    rows = {
+        "train_x": np.zeros((8, 3, 5, 5), np.float32),
+        "test_x": np.zeros((2, 3, 5, 5), np.float32),
+    }
     np.savez(tmp_path / "mine.npz", **rows, train_y=np.arange(8) % 4, test_y=np.array([0, 1]))
     found = audit(Experiment(dataset=str(tmp_path / "mine.npz"), fleet="1x1", policy="prefix"))
     assert found["parameters"] == 75 * 200 + 200 + 200 * 4 + 4
@@ -121,6 +141,11 @@ def test_a_data_file_of_your_own_can_be_audited(tmp_path):
 
 def test_an_audit_of_planned_tells_of_what_a_run_trains():
     fields = {"dataset": "digits", "model": "mlp(hidden=[8, 8])", "fleet": "2x0.5"}
-    first = {policy: audit(Experiment(**fields, policy=policy))["histogram"] for policy in ("planned", "prefix")}
+    first = {
+        policy: audit(Experiment(**fields, policy=policy))["histogram"]
+        for policy in ("planned", "prefix")
+    }
     assert first["planned"] == first["prefix"]
-    assert audit(Experiment(**fields, policy="planned(copies=false)"))["histogram"] != first["prefix"]
+    assert (
+        audit(Experiment(**fields, policy="planned(copies=false)"))["histogram"] != first["prefix"]
+    )

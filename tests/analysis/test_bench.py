@@ -8,7 +8,15 @@ from importlib import import_module
 
 import pytest
 import torch
-from benchmarks.flower_memory import growth, hold_more, install_probe, minimum_by_round, read_probe, trend, verdict
+from benchmarks.flower_memory import (
+    growth,
+    hold_more,
+    install_probe,
+    minimum_by_round,
+    read_probe,
+    trend,
+    verdict,
+)
 
 from fedcover.analysis.bench import Measurement, baseline, page, runner
 from fedcover.analysis.bench.runner import time_interleaved
@@ -30,10 +38,17 @@ def test_every_function_gives_the_seconds_of_each_repetition():
 
 def test_pieces_of_work_are_measured_by_turns():
     done = []
-    works = {"loop": baseline.eager_clients(steps=1, **SMALL), "floor": baseline.matmul_floor(steps=1, **SMALL)}
+    works = {
+        "loop": baseline.eager_clients(steps=1, **SMALL),
+        "floor": baseline.matmul_floor(steps=1, **SMALL),
+    }
     works["mine"] = lambda: done.append("mine")
     found = time_interleaved(works, repeats=2)
-    assert {name: len(seconds) for name, seconds in found.items()} == {"loop": 2, "floor": 2, "mine": 2}
+    assert {name: len(seconds) for name, seconds in found.items()} == {
+        "loop": 2,
+        "floor": 2,
+        "mine": 2,
+    }
     assert len(done) == 3  # the first does not count
 
 
@@ -42,14 +57,18 @@ def test_the_loop_learns():
     module = baseline.training_model("mlp", "cpu")
     x_N, y_N = (batches[0] for batches in baseline.random_batches("mlp", "cpu", 1, 40))
     start = module.state_dict()
-    baseline.train_eager_client(module, start, x_N, y_N, [torch.randperm(40) for _ in range(30)], 10)
+    baseline.train_eager_client(
+        module, start, x_N, y_N, [torch.randperm(40) for _ in range(30)], 10
+    )
     assert baseline.accuracy(module, x_N, y_N) > 0.9
 
 
 @pytest.mark.parametrize("together", [False, True])
 def test_our_own_steps_are_measured_alike(monkeypatch, together):
     # what is compiled is tested elsewhere
-    monkeypatch.setattr(import_module("fedcover.training.engines.batched"), "inductor_backend", eager_backend)
+    monkeypatch.setattr(
+        import_module("fedcover.training.engines.batched"), "inductor_backend", eager_backend
+    )
     machine = Machine("streams", "cpu", threads=1).resolved()
     found = runner.step_seconds("mlp", machine, clients=2, together=together, repeats=2)
     assert len(found) == 2
@@ -103,7 +122,9 @@ def test_memory_that_is_kept_is_told_from_memory_that_comes_and_goes():
     drift = growth([*start, *(10000.0 + n for n in range(46))])  # a page now and then
     assert (drift["rises"], drift["grows"]) == (True, False)
     assert growth([*start, *(10000.0 + 2 * n for n in range(46))])["grows"]
-    dips = [-5000 * (n % 6 == 2) for n in range(16)]  # memory that the allocator gives back for a while
+    dips = [
+        -5000 * (n % 6 == 2) for n in range(16)
+    ]  # memory that the allocator gives back for a while
     assert growth([*start, *(1000 + 20 * n + dips[n] for n in range(16))])["grows"]
     assert not growth([*start, *(1000 + noise[n] + dips[n] for n in range(16))])["grows"]
 
@@ -118,13 +139,17 @@ def test_who_tells_too_little_is_left_out(tmp_path):
     for pid, often in ((1, 1), (2, 7)):
         lines = (f"{n + 0.5} {100 + n} {2000 - n}\n" for n in range(0, 20, often))
         (tmp_path / f"held-{pid}.txt").write_text("".join(lines))
-    found = read_probe(tmp_path, {"often": 1, "seldom": 2, "never": 3}, [n + 1.0 for n in range(20)])
+    found = read_probe(
+        tmp_path, {"often": 1, "seldom": 2, "never": 3}, [n + 1.0 for n in range(20)]
+    )
     assert list(found) == ["often"]
     assert found["often"]["pieces"]["pieces_per_round"] == 1
     assert hold_more(found) == ["often: pieces"]
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc tells what it has given out")
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="only glibc tells what it has given out"
+)
 def test_a_long_lived_process_tells_what_it_holds(tmp_path):
     """After every look for garbage; any other process tells nothing."""
     folder = install_probe(tmp_path / "telling")

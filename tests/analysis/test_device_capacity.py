@@ -29,7 +29,9 @@ def quiet(sentence):
 
 
 def setup_of(**fields):
-    return prepare(Experiment(**{"clients": 20, "active": 4, **fields}), Machine(device="cpu").resolved())
+    return prepare(
+        Experiment(**{"clients": 20, "active": 4, **fields}), Machine(device="cpu").resolved()
+    )
 
 
 def test_with_memory_and_time_to_spare_it_is_the_whole_model():
@@ -62,7 +64,9 @@ def test_the_largest_capacity_that_fits_is_proposed(measure):
         assert [trial.memory for trial in found.trials] == [
             needed[share] for share in CANDIDATE_CAPACITIES if share >= wanted
         ]
-        assert [trial.step_seconds for trial in found.trials[:-1]] == [None] * (len(found.trials) - 1)
+        assert [trial.step_seconds for trial in found.trials[:-1]] == [None] * (
+            len(found.trials) - 1
+        )
 
 
 def test_a_capacity_in_parameters_is_never_exceeded():
@@ -70,7 +74,10 @@ def test_a_capacity_in_parameters_is_never_exceeded():
     full = sum(p.numel() for p in setup.task.model.module.parameters())
     for share in CANDIDATE_CAPACITIES:
         part = slices_for_capacity(setup, share)
-        assert sum(part.sizes(dict(setup.task.model.module.named_parameters())).values()) <= share * full
+        assert (
+            sum(part.sizes(dict(setup.task.model.module.named_parameters())).values())
+            <= share * full
+        )
     assert slices_for_capacity(setup, 1e-9) is None
 
 
@@ -93,10 +100,14 @@ def test_it_is_measured_by_training():
         sizes.append((sum(p.numel() for p in params.values()), len(batch.x)))
         return loss(forward, params, batch, carry)
 
-    watched = replace(setup, task=replace(setup.task, recipe=replace(setup.task.recipe, loss=counted)))
+    watched = replace(
+        setup, task=replace(setup.task, recipe=replace(setup.task.recipe, loss=counted))
+    )
     found = propose(watched, memory=10**12, tell=quiet)
     assert sizes == [(found.trials[0].parameters, 10)] * STEPS * (1 + REPEATS)
-    assert all(torch.equal(before[name], p) for name, p in setup.task.model.module.named_parameters())
+    assert all(
+        torch.equal(before[name], p) for name, p in setup.task.model.module.named_parameters()
+    )
 
 
 @pytest.mark.parametrize("model", ["cnn", "depth_resnet", "transformer", "lstm", "lora"])
@@ -105,7 +116,9 @@ def test_any_model(model):
     assert propose(setup, memory=10**12, tell=quiet).capacity == 1.0
 
 
-@pytest.mark.parametrize(("memory", "seconds"), [(0, None), (-5, None), (None, 0), (None, -1), (None, float("nan"))])
+@pytest.mark.parametrize(
+    ("memory", "seconds"), [(0, None), (-5, None), (None, 0), (None, -1), (None, float("nan"))]
+)
 def test_wrong_limits(memory, seconds):
     with pytest.raises(InvalidValue, match=r"^(memory|seconds) must be "):
         propose(setup_of(), memory=memory, seconds=seconds, tell=quiet)
@@ -141,4 +154,8 @@ def test_the_command(fedcover, tmp_path):
     assert found["capacity"] == found["trials"][-1]["capacity"] < 1
     assert "no capacity fits this device" in fedcover(*words, "0.00001")[1]
     for amount in ("0", "-5", "nan", "inf"):
-        refused(fedcover(*words, amount), 2, f"memory must be a number of megabytes above 0; got {amount}")
+        refused(
+            fedcover(*words, amount),
+            2,
+            f"memory must be a number of megabytes above 0; got {amount}",
+        )

@@ -55,7 +55,9 @@ def test_it_is_json_with_the_promised_names():
 def test_where_groups_meet_both_clocks_and_the_distance_are_told():
     found = report("4x0.5 + 6x0.25", model="mlp(hidden=[16, 16])", kind="subnet")
     assert not found["exact"]
-    assert found["upper_bound"] == found["gamma_max"] == 1  # 4/4 + 6/16 of the weights between the layers
+    assert (
+        found["upper_bound"] == found["gamma_max"] == 1
+    )  # 4/4 + 6/16 of the weights between the layers
     assert found["limited_by"] == "hidden2.weight"
     assert found["distance"] == 1 - found["chosen"]["gamma"]
     windows = [point["gamma_window"] for point in found["frontier"]]
@@ -66,7 +68,9 @@ def test_where_groups_meet_both_clocks_and_the_distance_are_told():
 
 
 def test_weights_of_a_run_may_be_given():
-    experiment = Experiment(dataset="digits", model="mlp(hidden=[16])", fleet="2x1 + 2x0.5", window=1)
+    experiment = Experiment(
+        dataset="digits", model="mlp(hidden=[16])", fleet="2x1 + 2x0.5", window=1
+    )
     fresh = plan_report(experiment)
     weights = {name: tensor.clone() for name, tensor in fleet_view(experiment).params.items()}
     weights["hidden1.weight"][0] *= 100
@@ -78,7 +82,10 @@ def test_weights_of_a_run_may_be_given():
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"gamma": 9}, "^gamma must be at most 8 .*room for 136 units of 'hidden1', which has 16.*; got 9"),
+        (
+            {"gamma": 9},
+            "^gamma must be at most 8 .*room for 136 units of 'hidden1', which has 16.*; got 9",
+        ),
         ({"tolerate": 8}, "tolerate must be at most 7: 8 drop-outs need coverage 9"),
         ({"window": 0}, "window must be at least 1; got 0"),
         ({"kind": "units"}, "kind must be one of subnet, pruning; got 'units'"),
@@ -132,12 +139,17 @@ def test_a_plot_is_drawn(tmp_path, model):
 
 def test_the_report_says_who_holds_which_units():
     found = plan_report(
-        Experiment(dataset="digits", model="mlp(hidden=[16])", fleet="2x1.0 + 2x0.5"), gamma=3, window=1
+        Experiment(dataset="digits", model="mlp(hidden=[16])", fleet="2x1.0 + 2x0.5"),
+        gamma=3,
+        window=1,
     )
     held = [
-        {u for first, last in line["holds"]["hidden1"] for u in range(first, last + 1)} for line in found["assignment"]
+        {u for first, last in line["holds"]["hidden1"] for u in range(first, last + 1)}
+        for line in found["assignment"]
     ]
     assert [len(units) for units in held] == [16, 16, 8, 8]
     assert all(sum(unit in units for units in held) >= 3 for unit in range(16))
-    weights = plan_report(Experiment(dataset="digits", fleet="1x1.0 + 1x0.5"), kind="pruning", window=1)["assignment"]
+    weights = plan_report(
+        Experiment(dataset="digits", fleet="1x1.0 + 1x0.5"), kind="pruning", window=1
+    )["assignment"]
     assert [line["holds"]["hidden1.weight"] for line in weights] == [12_800, 6_400]

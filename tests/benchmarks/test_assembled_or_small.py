@@ -25,7 +25,11 @@ DIGITS = {
 
 @pytest.fixture(scope="module")
 def setup():
-    fields = {**DIGITS, "dataset": "synthetic(shape=(3, 8, 8), samples=20, test_size=40)", "validation": 0.0}
+    fields = {
+        **DIGITS,
+        "dataset": "synthetic(shape=(3, 8, 8), samples=20, test_size=40)",
+        "validation": 0.0,
+    }
     return prepare(Experiment(**{**fields, "model": "wide_resnet(depth=10, widen=1)"}), MACHINE)
 
 
@@ -53,8 +57,12 @@ def test_a_doubled_model_answers_twice_what_its_first_half_did(setup):
     half = twins(replace(fleet_view(Experiment(**DIGITS)), groups=groups))[0]
     small = {n: torch.zeros_like(t) for n, t in state.params.items()}
     half.add_into(small, half.extract(state.params), 1.0)
-    one, two = (logits_of(setup, params) for params in (small, copy_first_half(groups, state).params))
-    bias = state.params[next(n for n in state.params if n.endswith("bias") and state.params[n].shape == (10,))]
+    one, two = (
+        logits_of(setup, params) for params in (small, copy_first_half(groups, state).params)
+    )
+    bias = state.params[
+        next(n for n in state.params if n.endswith("bias") and state.params[n].shape == (10,))
+    ]
     torch.testing.assert_close(two - bias, 2 * (one - bias), rtol=1e-4, atol=1e-4)
 
 
@@ -71,7 +79,9 @@ def test_nothing_leads_out_of_an_opened_quarter(setup):
 
 
 def logits_of(setup, params):
-    return torch.func.functional_call(setup.task.model.module.train(), params, (setup.task.source.test.x[:8],))
+    return torch.func.functional_call(
+        setup.task.model.module.train(), params, (setup.task.source.test.x[:8],)
+    )
 
 
 def test_the_whole_course_on_digits(tmp_path, monkeypatch):

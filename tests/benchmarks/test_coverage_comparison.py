@@ -34,7 +34,9 @@ def test_a_design_has_its_coverage_its_noise_and_its_capacity(view, gamma, noise
     assert coverage.minimum(counts) == gamma
     weight = view.params["hidden1.weight"]
     masks = [part.mask(view.params)["hidden1.weight"] for part in parts]
-    lacking = sum(float(weight[~mask].square().sum()) for mask in masks) / float(weight.square().sum())
+    lacking = sum(float(weight[~mask].square().sum()) for mask in masks) / float(
+        weight.square().sum()
+    )
     assert lacking == pytest.approx(noise, rel=TOLERANCE * 1.01)
     shares = [float(mask.double().mean()) for mask in masks]
     assert shares == pytest.approx([client.capacity for client in view.cohort])
@@ -45,14 +47,18 @@ def test_an_impossible_noise_is_refused(view):
         designed(view, gamma=8, noise=9.0)
 
 
-@pytest.mark.parametrize(("freedom", "t"), [(1, 12.706205), (2, 4.302653), (4, 2.776445), (10, 2.228139)])
+@pytest.mark.parametrize(
+    ("freedom", "t"), [(1, 12.706205), (2, 4.302653), (4, 2.776445), (10, 2.228139)]
+)
 def test_quantiles_are_those_of_the_tables(freedom, t):
     assert quantile(0.95, freedom) == pytest.approx(t, abs=1e-6)
 
 
 def contrast(*differences):
     """What differences of seeds 0, 1, ... say."""
-    (found,) = paired_contrast("a", dict(enumerate(differences)), dict.fromkeys(range(len(differences)), 0.0))
+    (found,) = paired_contrast(
+        "a", dict(enumerate(differences)), dict.fromkeys(range(len(differences)), 0.0)
+    )
     return found
 
 
@@ -89,11 +95,20 @@ def test_the_plan_counts_its_runs_rightly():
         for name, waves in cells.PARTS.items()
     }
     assert per_part == {"grid": 1760, "factorial": 152, "width": 168, "longer": 40, "cifar": 45}
-    ids = [(cell.id, cell.seeds) for waves in cells.PARTS.values() for wave in waves() for cell in wave]
+    ids = [
+        (cell.id, cell.seeds) for waves in cells.PARTS.values() for wave in waves() for cell in wave
+    ]
     assert len(set(ids)) == len(ids)
 
 
-FIELDS = {**cells.SHARED, **cells.DATA["digits"], "fleet": MEDIUM, "policy": "prefix", "rounds": 3, "epochs": 1}
+FIELDS = {
+    **cells.SHARED,
+    **cells.DATA["digits"],
+    "fleet": MEDIUM,
+    "policy": "prefix",
+    "rounds": 3,
+    "epochs": 1,
+}
 MACHINE = Machine(device="cpu", threads=1).resolved()
 
 
@@ -113,7 +128,9 @@ def test_what_is_there_is_not_run_again_and_changed_settings_are_refused(tmp_pat
     assert (second["runs"][0], second["tuning"]) == (first["runs"][0], first["tuning"])
     assert [line["seed"] for line in second["runs"]] == [0, 1]
     assert second["lr"] == max(second["tuning"], key=lambda line: line["validation"])["lr"]
-    assert {"engine", "hardware", "torch", "commit", "source", "precision"} <= second["made"][0].keys()
+    assert {"engine", "hardware", "torch", "commit", "source", "precision"} <= second["made"][
+        0
+    ].keys()
     assert [line["made"] for line in second["runs"]] == [0, 0]
     assert list((tmp_path / "runs").iterdir()) == []
     with pytest.raises(RunError, match="other settings"):
@@ -131,11 +148,21 @@ def test_figures_are_those_of_a_run_alone(tmp_path):
     state, scores = initial_state(setup), []
     for _ in range(3):
         state, report = run_round(setup, state)
-        common = replace(state, params={n: p * state.coverage.ever[n] for n, p in state.params.items()})
+        common = replace(
+            state, params={n: p * state.coverage.ever[n] for n, p in state.params.items()}
+        )
         source = setup.task.source
-        scores.append([evaluate(setup.task, common, rows).accuracy for rows in (source.test, source.validation)])
+        scores.append(
+            [
+                evaluate(setup.task, common, rows).accuracy
+                for rows in (source.test, source.validation)
+            ]
+        )
     test, validation = (sum(column) / 3 for column in zip(*scores, strict=True))
-    assert (line["test"], line["validation"]) == (pytest.approx(test, abs=2e-3), pytest.approx(validation, abs=6e-3))
+    assert (line["test"], line["validation"]) == (
+        pytest.approx(test, abs=2e-3),
+        pytest.approx(validation, abs=6e-3),
+    )
     assert line["gamma_min"] == 0
     assert line["parameters"] == report.metrics["parameters"]
     assert line["test"] != line["whole"]
@@ -186,7 +213,9 @@ def test_a_run_that_diverges_counts_as_guessing(tmp_path):
 
 def test_a_rate_of_another_cell_must_be_there(tmp_path):
     follower = replace(cell("factorial/y"), rate_of="grid/x")
-    with pytest.raises(RunError, match=r"factorial/y has the learning rate of grid/x, .*: run that first"):
+    with pytest.raises(
+        RunError, match=r"factorial/y has the learning rate of grid/x, .*: run that first"
+    ):
         comparison.run_wave([follower], tmp_path, MACHINE, (0.1,))
     comparison.run_wave([cell(lr=0.07)], tmp_path, MACHINE, ())
     comparison.run_wave([follower], tmp_path, MACHINE, ())

@@ -28,7 +28,12 @@ pytestmark = pytest.mark.usefixtures("only_the_cpu")
 
 
 @pytest.mark.parametrize(
-    "words", [("run", "--threads", "1.5"), ("run", "--processes", "1.5"), ("sweep", "e.toml", "--seeds", "0.9")]
+    "words",
+    [
+        ("run", "--threads", "1.5"),
+        ("run", "--processes", "1.5"),
+        ("sweep", "e.toml", "--seeds", "0.9"),
+    ],
 )
 def test_a_number_that_must_be_whole_is_not_rounded(words, fedcover):
     refused(fedcover(*words), 2, f"{words[-2]}: must be a whole number; got '{words[-1]}'")
@@ -41,10 +46,16 @@ def test_compiling_is_told(fedcover, monkeypatch):
     monkeypatch.setattr(compilation, "_compile", lambda step, leaves, options: step)
     told = []
     for name in ("one", "two"):  # no more often by a command that comes later in the same process
-        code, _, err = fedcover("run", *changed(rounds=1, name=name), "--engine", "batched", "--processes", 1)
+        code, _, err = fedcover(
+            "run", *changed(rounds=1, name=name), "--engine", "batched", "--processes", 1
+        )
         assert code == 0, err
         told.append(
-            re.findall(r"^engine: compiling, once, the step of \d+ clients with [\d,]+ parameters each$", err, re.M)
+            re.findall(
+                r"^engine: compiling, once, the step of \d+ clients with [\d,]+ parameters each$",
+                err,
+                re.M,
+            )
         )
     assert told[0]
     assert told[0] == told[1]
@@ -58,7 +69,10 @@ def test_run_prints_a_table_and_plain_progress(fedcover, tmp_path):
     assert "runs/mine" in out
     progress = err.splitlines()
     assert len(progress) == 2
-    assert re.fullmatch(r"mine  round 2/2  accuracy 0\.\d{3}  coverage \d+ \(window \d+\)  0:00:00 left", progress[1])
+    assert re.fullmatch(
+        r"mine  round 2/2  accuracy 0\.\d{3}  coverage \d+ \(window \d+\)  0:00:00 left",
+        progress[1],
+    )
     assert fc.load(tmp_path / "runs" / "mine").experiment == tiny(rounds=2, seed=3, name="mine")
 
 
@@ -68,7 +82,9 @@ def test_run_resume_and_export_as_json(fedcover, tmp_path):
     summary = json.loads(out)
     folder = Path(summary["folder"])
     assert folder == Path("a[/b] :smile:/run")
-    assert {k: v for k, v in summary.items() if k != "folder"} == json.loads((folder / "summary.json").read_text())
+    assert {k: v for k, v in summary.items() if k != "folder"} == json.loads(
+        (folder / "summary.json").read_text()
+    )
     code, out, err = fedcover("resume", folder, "--json")
     assert (code, json.loads(out), err) == (0, summary, "")
     code, out, err = fedcover("resume", folder)
@@ -98,7 +114,9 @@ def test_progress_is_a_bar_on_a_terminal(monkeypatch, tmp_path, capsys):
     reader = threading.Thread(target=listen)
     reader.start()
     monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setattr(sys, "argv", ["fedcover", "run", "--json", "--runs", str(tmp_path), *changed()])
+    monkeypatch.setattr(
+        sys, "argv", ["fedcover", "run", "--json", "--runs", str(tmp_path), *changed()]
+    )
     with os.fdopen(slave, "w") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)
         with pytest.raises(SystemExit) as leaving:
@@ -125,7 +143,9 @@ def test_demo_runs_every_policy_into_a_folder(fedcover, tmp_path):
     assert len(err.splitlines()) == 10
     assert out.splitlines()[-1].endswith(" shown/report.html")
     assert {path.name for path in (tmp_path / "shown").iterdir()} == {*names, "report.html"}
-    refused(fedcover("demo", "--rounds", 2, "--folder", "shown"), 1, "shown/prefix holds a run already")
+    refused(
+        fedcover("demo", "--rounds", 2, "--folder", "shown"), 1, "shown/prefix holds a run already"
+    )
     code, out, _ = fedcover("demo", "--rounds", 1, "--json")
     told = json.loads(out)
     assert (code, list(told)) == (0, names)
@@ -137,10 +157,15 @@ def test_run_errors_leave_with_one(fedcover, tmp_path):
     code, out, err = fedcover("run", *changed(lr=1e6, rounds=4))
     assert (code, out) == (1, "")
     assert re.fullmatch(
-        r"fedcover: training diverged in round 2 \(counted from 0\) at client \d+: .*", err.splitlines()[-1]
+        r"fedcover: training diverged in round 2 \(counted from 0\) at client \d+: .*",
+        err.splitlines()[-1],
     )
     refused(fedcover("run", *changed()), 1, "runs/run holds a run already.*--overwrite")
-    refused(fedcover("run", "--runs", "runs/run/metrics.jsonl", *changed()), 1, "metrics.jsonl/run: Not a directory")
+    refused(
+        fedcover("run", "--runs", "runs/run/metrics.jsonl", *changed()),
+        1,
+        "metrics.jsonl/run: Not a directory",
+    )
     refused(fedcover("resume", "nowhere"), 1, "nowhere is no run folder: it has no experiment.toml")
     refused(fedcover("resume", "n" * 300), 1, "is no run folder")
     refused(fedcover("export", "nowhere"), 1, "nowhere is no run folder")
@@ -156,9 +181,18 @@ def test_runs_are_overwritten_by_a_flag(fedcover, tmp_path):
     assert fedcover("run", *changed(), "--overwrite")[0] == 0
     assert json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())["rounds"] == 2
     fedcover("sweep", *changed(name="s"), "--vary", "lr=0.1|0.05")
-    refused(fedcover("sweep", *changed(name="s", rounds=1), "--vary", "lr=0.1"), 2, "holds another experiment")
-    assert fedcover("sweep", *changed(name="s", rounds=1), "--vary", "lr=0.1", "--overwrite")[0] == 0
-    rounds = [json.loads(path.read_text())["rounds"] for path in sorted(tmp_path.glob("runs/s-*/summary.json"))]
+    refused(
+        fedcover("sweep", *changed(name="s", rounds=1), "--vary", "lr=0.1"),
+        2,
+        "holds another experiment",
+    )
+    assert (
+        fedcover("sweep", *changed(name="s", rounds=1), "--vary", "lr=0.1", "--overwrite")[0] == 0
+    )
+    rounds = [
+        json.loads(path.read_text())["rounds"]
+        for path in sorted(tmp_path.glob("runs/s-*/summary.json"))
+    ]
     assert rounds == [2, 1]
 
 
@@ -171,10 +205,18 @@ def test_resume_tells_of_a_damaged_checkpoint_and_of_force(fedcover, tmp_path):
     assert json.loads(out)["rounds"] == 2
     assert f"checkpoints/{newest.name} is damaged" in err.splitlines()[0]
     assert err.splitlines()[0].endswith("going on from the older checkpoint of round 1")
-    refused(fedcover("resume", "runs/run", "--threads", 2), 1, "would change threads 1 to 2, .*--force")
+    refused(
+        fedcover("resume", "runs/run", "--threads", 2), 1, "would change threads 1 to 2, .*--force"
+    )
     assert fedcover("resume", "runs/run", "--threads", 2, "--force", "--json")[0] == 0
-    refused(fedcover("export", "runs/run", "--capacity", 0), 2, r"capacity must be in \(0, 1\]; got 0")
-    refused(fedcover("export", "runs/run", "-o", "no/x"), 1, "cannot write no/x: No such file or directory")
+    refused(
+        fedcover("export", "runs/run", "--capacity", 0), 2, r"capacity must be in \(0, 1\]; got 0"
+    )
+    refused(
+        fedcover("export", "runs/run", "-o", "no/x"),
+        1,
+        "cannot write no/x: No such file or directory",
+    )
 
 
 def test_ctrl_c_in_a_demo_is_no_traceback(fedcover, monkeypatch):
@@ -229,7 +271,17 @@ def closed_form(codename: str, kind: str) -> dict:
 
 @pytest.mark.parametrize("kind", ["pruning", "subnet"])
 @pytest.mark.parametrize(
-    "codename", ["1111111111", "1111223344", "1111234567", "1234556677", "1444777777", "2233445677", "7", "5674"]
+    "codename",
+    [
+        "1111111111",
+        "1111223344",
+        "1111234567",
+        "1234556677",
+        "1444777777",
+        "2233445677",
+        "7",
+        "5674",
+    ],
 )
 def test_audit_of_a_codename_equals_the_closed_form(fedcover, codename, kind):
     code, out, err = fedcover("audit", codename, "--kind", kind, "--json")
@@ -253,8 +305,15 @@ def test_the_paper_s_own_figures(fedcover):
     }  # fmt: skip
     for codename, (parameters, multiply_adds, gamma) in printed.items():
         told = json.loads(fedcover("audit", codename, "--json")[1])
-        assert (told["parameters"], told["multiply_adds"], told["gamma_min"]) == (parameters, multiply_adds, gamma)
-    assert json.loads(fedcover("audit", "1234556677", "--p5", "printed", "--json")[1])["gamma_min"] == 3
+        assert (told["parameters"], told["multiply_adds"], told["gamma_min"]) == (
+            parameters,
+            multiply_adds,
+            gamma,
+        )
+    assert (
+        json.loads(fedcover("audit", "1234556677", "--p5", "printed", "--json")[1])["gamma_min"]
+        == 3
+    )
 
 
 def test_audit_of_a_fleet(fedcover):
@@ -262,7 +321,10 @@ def test_audit_of_a_fleet(fedcover):
                               "--json")  # fmt: skip
     told = json.loads(out)
     assert (code, err, told["gamma_min"]) == (0, "", 3)
-    assert [row["parameters"] for row in told["capacities"]] == [64 * 8 + 8 + 80 + 10, 64 * 4 + 4 + 40 + 10]
+    assert [row["parameters"] for row in told["capacities"]] == [
+        64 * 8 + 8 + 80 + 10,
+        64 * 4 + 4 + 40 + 10,
+    ]
     code, out, err = fedcover("audit", "--fleet", "3x1.0 + 2x0.5")
     assert (code, err) == (0, "")
     assert "every parameter is trained by at least 3 clients" in out
@@ -325,7 +387,11 @@ WRONG = {
     ("run", "--set", "rounds=many"): "rounds: .*; got 'many'",
     ("run", "--set", "rounds=0"): "rounds: .* greater than or equal to 1; got 0",
     ("run", "--set", "policy=rollin"): "policy must be one of .*, full, .*; got 'rollin'",
-    ("run", "--set", "policy=rolling(spred=true)"): "policy rolling has no option 'spred'; its options are: spread",
+    (
+        "run",
+        "--set",
+        "policy=rolling(spred=true)",
+    ): "policy rolling has no option 'spred'; its options are: spread",
     ("run", "--set", "name=../up"): "name: .*; got '../up'",
     ("run", "--set", "dataset=digit"): "dataset must be one of digits, .*; got 'digit'",
     ("run", "missing.toml"): "experiment missing.toml cannot be read: No such file or directory",
@@ -348,7 +414,12 @@ WRONG = {
     ("demo", "--seed", "-1"): "seed: .*; got -1",
     ("list", "animals"): "list must be one of policies, .*; got 'animals'",
     ("audit", "1238"): "codename must consist of digits 1 to 7, one per slot; got '1238'",
-    ("audit", "1", "--fleet", "2x1"): "a codename brings its own fleet and policy: leave --fleet out",
+    (
+        "audit",
+        "1",
+        "--fleet",
+        "2x1",
+    ): "a codename brings its own fleet and policy: leave --fleet out",
     ("audit", "1", "--capacity", "width"): "a codename brings its own .*: leave --capacity out",
     ("audit", "--kind", "pruning", "--p5", "code"): "about a codename: leave --kind and --p5 out",
     ("audit", "paper", "--kind", "pruning"): "the paper's own tables: leave --kind out",
@@ -389,7 +460,11 @@ def test_nasty_values_never_show_a_traceback(fedcover, field):
     outcomes = set()
     for value in NASTY:
         code, out, err = fedcover(
-            "run", "--json", "--runs", f"runs{len(outcomes)}", *changed(**{"rounds": 1, field: value})
+            "run",
+            "--json",
+            "--runs",
+            f"runs{len(outcomes)}",
+            *changed(**{"rounds": 1, field: value}),
         )
         assert code in (0, 1, 2)
         if code:
@@ -401,7 +476,9 @@ def test_nasty_values_never_show_a_traceback(fedcover, field):
     assert 2 in outcomes
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     field=st.sampled_from(sorted(set(fc.Experiment.model_fields) - {"rounds", "epochs"})),
     value=st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20),
@@ -415,7 +492,9 @@ def test_any_text_is_a_value_or_a_sentence(field, value):
     assert fc.Experiment.from_toml(experiment.to_toml()) == experiment
 
 
-@pytest.mark.parametrize("words", [["run"], ["sweep", "--seeds", 1], ["capacity"]], ids=lambda words: words[0])
+@pytest.mark.parametrize(
+    "words", [["run"], ["sweep", "--seeds", 1], ["capacity"]], ids=lambda words: words[0]
+)
 def test_what_an_experiment_names_may_lie_beside_it(fedcover, tmp_path, monkeypatch, words):
     """Data and functions are found from wherever the command is given, and by every command alike."""
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -424,7 +503,9 @@ def test_what_an_experiment_names_may_lie_beside_it(fedcover, tmp_path, monkeypa
     beside.mkdir()
     rows = {"train_x": np.random.default_rng(0).random((80, 4)), "train_y": np.arange(80) % 2}
     np.savez(beside / "mine.npz", **rows, test_x=rows["train_x"], test_y=rows["train_y"])
-    (beside / "lying_beside.py").write_text("from fedcover.policies import POLICIES\npick = POLICIES['prefix']\n")
+    (beside / "lying_beside.py").write_text(
+        "from fedcover.policies import POLICIES\npick = POLICIES['prefix']\n"
+    )
     (beside / "experiment.toml").write_text(
         'dataset = "mine.npz"\nmodel = "mlp(hidden=[4])"\npolicy = "lying_beside:pick"\nclients = 4\nactive = 2\n'
         "rounds = 1\nepochs = 1\n"
@@ -442,7 +523,13 @@ def test_certify_prints_bounds_and_what_does_not_apply(fedcover):
     code, out, err = fedcover("certify", "runs/kept", "--steps", 2)
     assert code == 0, err
     assert "estimate, no proof (vacuous); 1 of 2 rounds replayed" in out
-    for text in ("Theorem 1 as printed", "Theorem R", "exceeded by a factor of", "Lemma 3", "epochs are shuffled"):
+    for text in (
+        "Theorem 1 as printed",
+        "Theorem R",
+        "exceeded by a factor of",
+        "Lemma 3",
+        "epochs are shuffled",
+    ):
         assert text in out
     assert "replaying round 0 (1 of 1)" in err
     code, out, _ = fedcover("certify", "runs/kept", "--steps", 2, "--json")
@@ -453,7 +540,11 @@ def test_certify_prints_bounds_and_what_does_not_apply(fedcover):
 
 def test_certify_says_how_to_keep_rounds(fedcover):
     assert fedcover("run", *changed(name="bare"))[0] == 0
-    refused(fedcover("certify", "runs/bare"), 1, "keeps no round that could be replayed; run it again with keep_rounds")
+    refused(
+        fedcover("certify", "runs/bare"),
+        1,
+        "keeps no round that could be replayed; run it again with keep_rounds",
+    )
 
 
 def test_a_sweep_runs_every_combination_into_its_own_folder(fedcover, tmp_path, monkeypatch):
@@ -472,8 +563,12 @@ def test_a_sweep_runs_every_combination_into_its_own_folder(fedcover, tmp_path, 
     assert code == 0, err
     rows = json.loads(out)
     assert len(rows) == 4
-    assert all(f"  {Path(row['folder']).name}  accuracy " in err for row in rows)  # the progress names the runs
-    assert all((tmp_path / "all" / Path(row["folder"]).name / "summary.json").is_file() for row in rows)
+    assert all(
+        f"  {Path(row['folder']).name}  accuracy " in err for row in rows
+    )  # the progress names the runs
+    assert all(
+        (tmp_path / "all" / Path(row["folder"]).name / "summary.json").is_file() for row in rows
+    )
     code, out, _ = fedcover(*wanted)  # all there: nothing is run again
     assert code == 0
     prefix = [row["accuracy"] for row in rows if "policy-prefix" in row["folder"]]
@@ -512,7 +607,9 @@ def test_every_command_ends_with_what_it_has_found(fedcover, words, sentence):
 
 
 def test_a_smoke_run_names_the_data_that_it_runs(fedcover):
-    code, out, _ = fedcover("reproduce", "mnist-pruning", "--quick", "--only", "cell=mnist-iid-pruning-1111223344")
+    code, out, _ = fedcover(
+        "reproduce", "mnist-pruning", "--quick", "--only", "cell=mnist-iid-pruning-1111223344"
+    )
     assert code == 0
     assert "digits-as-mnist-iid-pruning-1111223344" in out
     assert "claimed" not in out

@@ -72,7 +72,9 @@ def test_an_in_process_run_is_shown(folder, watch):
         cells = [cell.strip() for cell in row.strip("│").split("│")]
         assert cells[0] == str(line["round"] + 1)
         assert cells[5:-1] == [str(len(line["clients"])), str(len(line["dropped"]))]
-    assert not re.search("rejected|late|lost", out)  # a column for what never was would take the others' room
+    assert not re.search(
+        "rejected|late|lost", out
+    )  # a column for what never was would take the others' room
     assert watch(folder) == out  # a pipe gets one picture, too
 
 
@@ -81,7 +83,10 @@ def test_who_was_rejected_and_why(folder, watch):
     gone = next(line for line in lines if len(line["dropped"]) >= 2)
     first, second = gone["dropped"][:2]
     events = [event(gone["round"], "answered", int(client)) for client in gone["clients"]]
-    events += [event(gone["round"], "rejected", first, "not finite: params/w"), event(gone["round"], "late", second)]
+    events += [
+        event(gone["round"], "rejected", first, "not finite: params/w"),
+        event(gone["round"], "late", second),
+    ]
     write(folder, events)
     out = watch(folder, "--once")
     assert re.search(rf"{gone['round'] + 1} │ rejected │ {first} .*│ not finite: params/w", out)
@@ -100,7 +105,10 @@ def test_a_round_in_progress(folder, watch):
     (folder / "summary.json").unlink()
     text = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_bytes(text[0] + text[1][:-7])
-    write(folder, [event(1, "answered", 3), event(1, "answered", 4), event(1, "lost", 5, "no heartbeat")])
+    write(
+        folder,
+        [event(1, "answered", 3), event(1, "answered", 4), event(1, "lost", 5, "no heartbeat")],
+    )
     with (folder / ".lock").open("w") as lock:  # as a process at work holds it
         fcntl.flock(lock, fcntl.LOCK_EX)
         out = watch(folder, "--once")
@@ -118,7 +126,15 @@ def test_before_the_first_round(folder, watch):
 
 def test_a_client_that_is_asked_again_counts_once(folder):
     # a round that was interrupted and run again
-    write(folder, [event(0, "lost", 1), event(0, "late", 2), event(0, "answered", 1, node=2), event(0, "late", 2)])
+    write(
+        folder,
+        [
+            event(0, "lost", 1),
+            event(0, "late", 2),
+            event(0, "answered", 1, node=2),
+            event(0, "late", 2),
+        ],
+    )
     seen = read_run_view(folder)
     assert {kind: len(found) for kind, found in seen.clients(0).items()} == {
         "answered": 1, "rejected": 0, "late": 1, "lost": 0,
@@ -131,7 +147,10 @@ def test_a_node_is_no_client(folder, watch):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     gone = next(line for line in lines if line["dropped"])
     refused = event(gone["round"], "rejected", None, "capacity must be in (0, 1]", node=9)
-    write(folder, [*(event(gone["round"], "answered", int(client)) for client in gone["clients"]), refused])
+    write(
+        folder,
+        [*(event(gone["round"], "answered", int(client)) for client in gone["clients"]), refused],
+    )
     found = json.loads(watch(folder, "--json"))
     row = found["history"][gone["round"]]
     assert (row["rejected"], row["silent"]) == (0, len(gone["dropped"]))
@@ -164,8 +183,16 @@ class Counted(list):
 def test_events_are_gone_through_as_often_however_many_rounds_there_are(folder, shown):
     seen, times = read_run_view(folder), []
     for rounds in (4, 40):
-        events = Counted(event(round, "answered", client) for round in range(rounds) for client in range(3))
-        shown(replace(seen, lines=[{**seen.lines[0], "round": round} for round in range(rounds)], events=events))
+        events = Counted(
+            event(round, "answered", client) for round in range(rounds) for client in range(3)
+        )
+        shown(
+            replace(
+                seen,
+                lines=[{**seen.lines[0], "round": round} for round in range(rounds)],
+                events=events,
+            )
+        )
         times.append(events.times)
     assert times[0] == times[1] <= 4
 
@@ -184,7 +211,9 @@ half = st.binary(max_size=60) | st.sampled_from(
 )
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(half, half)
 def test_half_written_and_damaged_lines_are_none(folder, tail, more):
     good = event(0, "rejected", 1, "why")
@@ -199,7 +228,14 @@ def test_half_written_and_damaged_lines_are_none(folder, tail, more):
 
 
 @pytest.mark.parametrize(
-    "damage", ['"accuracy": "high"', '"accuracy": NaN', '"clients": 3', '"seconds": {"policy": "long"}', '"dropped": 1']
+    "damage",
+    [
+        '"accuracy": "high"',
+        '"accuracy": NaN',
+        '"clients": 3',
+        '"seconds": {"policy": "long"}',
+        '"dropped": 1',
+    ],
 )
 def test_a_figure_of_another_kind_is_none(folder, watch, damage):
     metrics = folder / "metrics.jsonl"
@@ -210,7 +246,9 @@ def test_a_figure_of_another_kind_is_none(folder, watch, damage):
 def test_rounds_that_the_run_does_not_have_are_not_shown(folder, watch):
     metrics = folder / "metrics.jsonl"
     first = read_lines(metrics)[0]
-    foreign = [{**first, "round": round} for round in (ROUNDS, -1, True, 0)]  # and one that is told of again
+    foreign = [
+        {**first, "round": round} for round in (ROUNDS, -1, True, 0)
+    ]  # and one that is told of again
     before = watch(folder, "--once")
     metrics.write_text(metrics.read_text() + "".join(json.dumps(line) + "\n" for line in foreign))
     assert watch(folder, "--once") == before
@@ -224,7 +262,9 @@ def test_a_folder_in_the_place_of_a_file(folder, fedcover):
 
 def test_a_folder_without_a_run(fedcover, tmp_path):
     refused(fedcover("watch", tmp_path / "nosuch", "--once"), 1, "is no run folder")
-    refused(fedcover("watch", tmp_path, "--every", "0"), 2, "every must be in 0.1..3600 seconds; got 0")
+    refused(
+        fedcover("watch", tmp_path, "--every", "0"), 2, "every must be in 0.1..3600 seconds; got 0"
+    )
 
 
 def test_a_flat_curve():
@@ -234,7 +274,9 @@ def test_a_flat_curve():
 def on_a_terminal(*args):
     """A process whose output is a terminal, and a thread that collects what it shows."""
     ours, theirs = pty.openpty()
-    process = subprocess.Popen([sys.executable, "-m", "fedcover", "watch", *args], stdout=theirs, stderr=theirs)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fedcover", "watch", *args], stdout=theirs, stderr=theirs
+    )
     os.close(theirs)
     shown, something = [], threading.Event()
 
@@ -290,7 +332,11 @@ def test_a_run_that_is_going_on(tmp_path):
         tmp_path / "mine",
         watch=lambda report: seen.append(read_run_view(tmp_path / "mine")),
     )
-    assert [(len(each.lines), each.finished) for each in seen] == [(1, False), (2, False), (3, False)]
+    assert [(len(each.lines), each.finished) for each in seen] == [
+        (1, False),
+        (2, False),
+        (3, False),
+    ]
     assert all(each.running for each in seen)
     assert read_run_view(tmp_path / "mine").finished
     assert not read_run_view(tmp_path / "mine").running
@@ -303,5 +349,7 @@ def test_a_run_that_was_stopped(tmp_path, watch):
     with pytest.raises(KeyboardInterrupt):
         fc.run(tiny(rounds=3, name="mine"), tmp_path / "mine", watch=stop)
     said = " ".join(watch(tmp_path / "mine", "--once").split())
-    assert said.startswith(f"mine round 1 of 3 stopped; go on with 'fedcover resume {tmp_path / 'mine'}'")
+    assert said.startswith(
+        f"mine round 1 of 3 stopped; go on with 'fedcover resume {tmp_path / 'mine'}'"
+    )
     assert not json.loads(watch(tmp_path / "mine", "--json"))["running"]

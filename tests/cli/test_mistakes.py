@@ -23,7 +23,11 @@ def refused(message, *, parts=None, **fields):
 
 @pytest.mark.parametrize("partition", ["labels(limit=1)", "dirichlet(alpha=0.1)", "owner"])
 def test_synthetic_data_is_not_partitioned(partition):
-    refused("partition: synthetic data is made for each client", dataset="synthetic", partition=partition)
+    refused(
+        "partition: synthetic data is made for each client",
+        dataset="synthetic",
+        partition=partition,
+    )
 
 
 def test_a_policy_of_ones_own_must_not_exceed_a_capacity():
@@ -50,12 +54,27 @@ def test_small_devices_do_not_vanish_from_a_fleet():
         ({"dataset": "characters"}, "model .* cannot take data 'characters'"),
         ({"recipe": "depthfl"}, "needs a model with exits, such as depth_resnet"),
         ({"model": "depth_resnet(width=4, stages=2, blocks=1)"}, "exits need the recipe depthfl"),
-        ({"recipe": "hermes", "policy": "prefix", "fleet": "1x0.5"}, "recipe hermes .* needs the policy 'full'"),
-        ({"dataset": "synthetic(samples=1000000000000)"}, "samples, sizes and shape must stay under"),
-        ({"dataset": "characters", "partition": "labels(limit=2)"}, "needs one label for each sample"),
+        (
+            {"recipe": "hermes", "policy": "prefix", "fleet": "1x0.5"},
+            "recipe hermes .* needs the policy 'full'",
+        ),
+        (
+            {"dataset": "synthetic(samples=1000000000000)"},
+            "samples, sizes and shape must stay under",
+        ),
+        (
+            {"dataset": "characters", "partition": "labels(limit=2)"},
+            "needs one label for each sample",
+        ),
         ({"recipe": "os:getcwd"}, "must make a fedcover Recipe; got str"),
-        ({"recipe": "tests.cli.test_mistakes:broken"}, "recipe .*broken' cannot be built: division by zero"),
-        ({"server": "tests.cli.test_mistakes:broken"}, "server .*broken' cannot be built: division by zero"),
+        (
+            {"recipe": "tests.cli.test_mistakes:broken"},
+            "recipe .*broken' cannot be built: division by zero",
+        ),
+        (
+            {"server": "tests.cli.test_mistakes:broken"},
+            "server .*broken' cannot be built: division by zero",
+        ),
     ],
     ids=lambda part: str(part)[:40],
 )
@@ -66,18 +85,28 @@ def test_names_that_do_not_fit_together_are_refused(fields, message):
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 7)), r"logits of shape \(2, 10\)"),
+        (
+            nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 7)),
+            r"logits of shape \(2, 10\)",
+        ),
         (nn.Sequential(nn.Flatten(), nn.Linear(63, 16), nn.ReLU(), nn.Linear(16, 10)), "cannot"),
     ],
 )
 def test_a_model_of_ones_own_must_answer_the_question(module, message):
-    groups = (fc.UnitGroup("hidden", 16, (fc.Cut("1.weight", 0), fc.Cut("1.bias", 0), fc.Cut("3.weight", 1))),)
+    groups = (
+        fc.UnitGroup(
+            "hidden", 16, (fc.Cut("1.weight", 0), fc.Cut("1.bias", 0), fc.Cut("3.weight", 1))
+        ),
+    )
     refused(message, parts={"model": fc.Model(module, groups)})
 
 
 @pytest.mark.parametrize("answer", [{}, 5, "part"])
 def test_a_policy_must_give_reductions(answer):
-    refused("policy must give a Slices, a Masks or None", parts={"policy": lambda view: [answer] * len(view.cohort)})
+    refused(
+        "policy must give a Slices, a Masks or None",
+        parts={"policy": lambda view: [answer] * len(view.cohort)},
+    )
     refused("policy must give 4 reductions", parts={"policy": lambda view: []})
 
 
@@ -97,18 +126,25 @@ class Alternating:
 
 
 def test_a_class_is_no_policy_but_an_object_of_it_is():
-    refused(r"policy must be .* got the class Alternating: give an object of it", parts={"policy": Alternating})
+    refused(
+        r"policy must be .* got the class Alternating: give an object of it",
+        parts={"policy": Alternating},
+    )
     refused("policy must be a function here .* got 0", parts={"policy": 0})
     assert fc.run(fc.Experiment(**TINY), policy=Alternating()).gamma_min == 0
 
 
 @pytest.mark.parametrize("wrong", [3, "print", Alternating], ids=str)
 def test_a_watcher_must_be_a_function(wrong, tmp_path):
-    with pytest.raises(fc.InvalidValue, match="watch must be a function of a round's report, or None; got"):
+    with pytest.raises(
+        fc.InvalidValue, match="watch must be a function of a round's report, or None; got"
+    ):
         fc.run(fc.Experiment(**TINY), tmp_path / "run", watch=wrong)
     assert not (tmp_path / "run").exists()
     fc.run(fc.Experiment(**TINY), tmp_path / "run")
-    with pytest.raises(fc.InvalidValue, match="watch must be a function of a round's report, or None; got"):
+    with pytest.raises(
+        fc.InvalidValue, match="watch must be a function of a round's report, or None; got"
+    ):
         fc.resume(tmp_path / "run", watch=wrong)
 
 
@@ -153,15 +189,24 @@ class Writing(nn.Module):
     [
         (Frozen, r"first\.weight has requires_grad = False \(1 such\); make it a buffer"),
         (Writing, "writes to its input"),
-        (lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(10)), "1.weight is lazy and has no shape yet"),
-        (lambda: nn.Sequential(nn.Flatten(), nn.LazyBatchNorm1d(affine=False)), "1.running_mean is lazy"),
+        (
+            lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(10)),
+            "1.weight is lazy and has no shape yet",
+        ),
+        (
+            lambda: nn.Sequential(nn.Flatten(), nn.LazyBatchNorm1d(affine=False)),
+            "1.running_mean is lazy",
+        ),
         (lambda: fc.Model(nn.LazyLinear(10), ()), "weight is lazy and has no shape yet"),
         (lambda: fc.Model(nn.Linear(64, 10, dtype=torch.cfloat), ()), "weight is torch.complex64"),
     ],
 )
 def test_a_module_that_would_be_trained_wrongly_is_refused(module, sentence):
     with pytest.raises(fc.InvalidValue, match=sentence):
-        fc.run(fc.Experiment(rounds=1), model=made if isinstance(made := module(), fc.Model) else fc.Model(made, ()))
+        fc.run(
+            fc.Experiment(rounds=1),
+            model=made if isinstance(made := module(), fc.Model) else fc.Model(made, ()),
+        )
 
 
 def test_processes_and_clipping_are_refused_before_there_is_a_folder(tmp_path):
@@ -174,13 +219,16 @@ def test_processes_and_clipping_are_refused_before_there_is_a_folder(tmp_path):
 @pytest.mark.parametrize("dataset", ["digits", (torch.zeros(4, 2), torch.zeros(4))])
 def test_a_data_set_of_another_type_is_refused_with_a_sentence(dataset):
     with pytest.raises(
-        fc.InvalidValue, match=rf"^dataset must be a fedcover Dataset .*; got {type(dataset).__name__}$"
+        fc.InvalidValue,
+        match=rf"^dataset must be a fedcover Dataset .*; got {type(dataset).__name__}$",
     ):
         fc.run(fc.Experiment(rounds=1), dataset=dataset)
 
 
 def test_an_experiment_of_another_type_is_refused_with_a_sentence():
-    with pytest.raises(fc.InvalidValue, match=r"^experiment must be an Experiment or a path; got dict$"):
+    with pytest.raises(
+        fc.InvalidValue, match=r"^experiment must be an Experiment or a path; got dict$"
+    ):
         fc.run({"rounds": 1})
 
 
@@ -191,7 +239,9 @@ def test_the_cure_for_a_model_in_float64_is_one_that_works():
     cure = r"give module.float\(\), or x.double\(\) in a Dataset made by hand \(from_tensors and files make float32"
     refused(cure, parts={"dataset": single, "model": model}, policy="rolling", fleet="1x0.5")
     double = replace(single, train=replace(single.train, x=x), test=replace(single.test, x=x))
-    run = fc.run(fc.Experiment(**TINY, policy="rolling", fleet="1x0.5"), dataset=double, model=model)
+    run = fc.run(
+        fc.Experiment(**TINY, policy="rolling", fleet="1x0.5"), dataset=double, model=model
+    )
     assert {p.dtype for p in run.model().parameters()} == {torch.float64}
 
 

@@ -38,7 +38,9 @@ def test_csv_and_json_hold_the_same_rows(fedcover, tmp_path):
     listed = json.loads(fedcover("history", "runs", "--json")[1])
     assert len(table) == len(listed) == 12
     for left, right in zip(table, listed, strict=True):
-        assert {key: value for key, value in left.items() if value != ""} == {k: str(v) for k, v in right.items()}
+        assert {key: value for key, value in left.items() if value != ""} == {
+            k: str(v) for k, v in right.items()
+        }
     assert [row["round"] for row in listed[:6]] == [0, 1, 2, 3, 4, 5]
     assert [round for round, row in enumerate(listed[:6]) if "accuracy" in row] == [2, 5]
     assert (listed[6]["run"], listed[6]["seed"], listed[6]["clients"]) == ("r1", 1, 10)
@@ -56,7 +58,10 @@ def test_a_history_is_a_table_a_file_or_refused(fedcover, tmp_path):
 
 
 def test_a_history_names_what_is_damaged(fedcover, tmp_path):
-    torn, nameless = made_up_run(tmp_path / "runs" / "torn"), made_up_run(tmp_path / "runs" / "nameless")
+    torn, nameless = (
+        made_up_run(tmp_path / "runs" / "torn"),
+        made_up_run(tmp_path / "runs" / "nameless"),
+    )
     assert fedcover("history", "runs", "--csv")[2] == ""
     (nameless / "experiment.toml").unlink()
     lines = (torn / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -92,7 +97,9 @@ def test_a_run_is_plotted_as_a_figure_and_as_files(tmp_path):
     assert struct.unpack(">II", (tmp_path / "run.png").read_bytes()[16:24]) == (1500, 960)
     run.plot(tmp_path / "run.svg")
     assert ElementTree.parse(tmp_path / "run.svg").getroot().tag.endswith("svg")
-    with pytest.raises(InvalidValue, match=r"must be a file that ends in one of .*svg.*; got '.*run\.xyz'"):
+    with pytest.raises(
+        InvalidValue, match=r"must be a file that ends in one of .*svg.*; got '.*run\.xyz'"
+    ):
         run.plot(tmp_path / "run.xyz")
     with pytest.raises(FedcoverError, match="cannot write"):
         run.plot(tmp_path / "not" / "there.png")
@@ -109,20 +116,27 @@ def test_seeds_become_a_band_and_what_was_not_measured_is_said(tmp_path):
     assert empty.axes[0].texts[0].get_text() == "not measured yet"
 
 
-def test_without_matplotlib_or_with_a_strange_ending_nothing_is_trained(fedcover, tmp_path, monkeypatch):
+def test_without_matplotlib_or_with_a_strange_ending_nothing_is_trained(
+    fedcover, tmp_path, monkeypatch
+):
     with monkeypatch.context() as patched:
         for part in ("figure", "backend_bases"):
             patched.setitem(sys.modules, f"matplotlib.{part}", None)
         refused(fedcover("run", *changed(), "--plot", "a.png"), 1, r"pip install '\.\[plot\]'")
     pytest.importorskip("matplotlib")
-    refused(fedcover("run", *changed(), "--plot", "a.xyz"), 2, "plot must be a file that ends in one of")
+    refused(
+        fedcover("run", *changed(), "--plot", "a.xyz"), 2, "plot must be a file that ends in one of"
+    )
     assert not (tmp_path / "runs").exists()
 
 
 def test_the_commands_plot(fedcover, tmp_path):
     pytest.importorskip("matplotlib")
     assert fedcover("run", *changed(rounds=1), "--plot", "a.svg")[0] == 0
-    assert fedcover("report", "runs", "--out", "page.html", "--plot", "b.png", "--title", "Mine")[0] == 0
+    assert (
+        fedcover("report", "runs", "--out", "page.html", "--plot", "b.png", "--title", "Mine")[0]
+        == 0
+    )
     assert all((tmp_path / name).stat().st_size > 1000 for name in ("a.svg", "b.png", "page.html"))
     assert "<title>Mine</title>" in (tmp_path / "page.html").read_text()
 
@@ -165,12 +179,16 @@ def test_tensorboard_reads_what_is_logged(fedcover, tmp_path):
     pytest.importorskip("tensorboard")
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     assert fedcover("run", *changed(name="logged"), "--tensorboard")[0] == 0
-    events = accumulator.EventAccumulator(str(tmp_path / "runs" / "logged" / "tensorboard")).Reload()
+    events = accumulator.EventAccumulator(
+        str(tmp_path / "runs" / "logged" / "tensorboard")
+    ).Reload()
     lines = read_lines(tmp_path / "runs" / "logged" / "metrics.jsonl")
     told = events.Scalars("score/accuracy")
     assert [event.step for event in told] == [1, 2]
     assert [event.value for event in told] == pytest.approx([line["accuracy"] for line in lines])
-    assert {"coverage/gamma_round", "cost/bytes_up", "seconds/training"} <= set(events.Tags()["scalars"])
+    assert {"coverage/gamma_round", "cost/bytes_up", "seconds/training"} <= set(
+        events.Tags()["scalars"]
+    )
 
 
 def test_without_tensorboard_it_says_what_to_install(fedcover, tmp_path, monkeypatch):

@@ -17,7 +17,9 @@ def augmented(x, draw, name="crop-flip"):
 
 def images(batch=6, channels=3, height=5, width=7):
     """Every pixel of every image has its own value, and none is zero."""
-    return torch.arange(1.0, 1 + batch * channels * height * width).view(batch, channels, height, width)
+    return torch.arange(1.0, 1 + batch * channels * height * width).view(
+        batch, channels, height, width
+    )
 
 
 def crop(image, down, right, mirrored):
@@ -61,7 +63,9 @@ def test_all_crops_and_both_sides_occur():
     downs, rights, sides = zip(*(places[i] for i in alike.int().argmax(1).tolist()), strict=True)
     assert set(downs) == set(rights) == set(range(2 * PADDING + 1))
     assert 150 < sum(sides) < 250
-    assert len(set(zip(downs, rights, strict=True))) > 70  # rows and columns are drawn apart: 81 pairs
+    assert (
+        len(set(zip(downs, rights, strict=True))) > 70
+    )  # rows and columns are drawn apart: 81 pairs
 
 
 def test_the_draw_belongs_to_the_generator():

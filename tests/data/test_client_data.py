@@ -59,8 +59,12 @@ def test_a_partitioned_source_shares_one_copy_of_the_rows(digits):
 
 def test_validation_rows_are_nobodys_training_rows(digits):
     rest, validation = hold_out(digits, 0.2, seed=3)
-    source = PartitionedData(rest, iid(rest, 7, 0), seed=0, validation=validation, calibration_size=5)
-    assert len(source.validation) + sum(len(source.shard(c).index) for c in range(7)) == len(digits.train)
+    source = PartitionedData(
+        rest, iid(rest, 7, 0), seed=0, validation=validation, calibration_size=5
+    )
+    assert len(source.validation) + sum(len(source.shard(c).index) for c in range(7)) == len(
+        digits.train
+    )
     assert len(source.calibration) == 5
 
 
@@ -71,7 +75,9 @@ def test_a_calibration_larger_than_the_data_is_all_of_it(digits):
 
 def test_a_partition_of_other_rows_is_refused(digits):
     rest, _ = hold_out(digits, 0.5, seed=0)
-    with pytest.raises(InvalidValue, match="partition must be of the 1437 training rows of digits; got 719"):
+    with pytest.raises(
+        InvalidValue, match="partition must be of the 1437 training rows of digits; got 719"
+    ):
         PartitionedData(digits, iid(rest, 2, 0), seed=0)
 
 
@@ -111,7 +117,9 @@ def test_synthetic_sets_are_apart_and_normalised():
     assert not torch.equal(source.test.x[:50], source.validation.x)
     assert abs(float(source.test.x.std()) - 1) < 0.1
     assert SyntheticData(5, seed=0).validation is None
-    assert not torch.equal(source.test.x, SyntheticData(5, seed=1, shape=(3, 4, 4), test_size=400).test.x)
+    assert not torch.equal(
+        source.test.x, SyntheticData(5, seed=1, shape=(3, 4, 4), test_size=400).test.x
+    )
 
 
 def test_a_small_network_learns_synthetic_data():
@@ -122,7 +130,9 @@ def test_a_small_network_learns_synthetic_data():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
     for _ in range(100):
-        steps = torch.autograd.grad(nn.functional.cross_entropy(model(x), y), list(model.parameters()))
+        steps = torch.autograd.grad(
+            nn.functional.cross_entropy(model(x), y), list(model.parameters())
+        )
         for weight, step in zip(model.parameters(), steps, strict=True):
             weight.data -= 0.5 * step
     accuracy = (model(source.test.x).argmax(1) == source.test.y).float().mean()

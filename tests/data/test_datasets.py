@@ -40,7 +40,9 @@ def small_files(name):
     for path in [file.path for download in DOWNLOADS[name] for file in download.files]:
         if name == "mnist":
             shape = (6, 28, 28) if "images" in path else (6,)
-            arrays[path] = random.integers(0, 256 if "images" in path else 10, shape, dtype=np.uint8)
+            arrays[path] = random.integers(
+                0, 256 if "images" in path else 10, shape, dtype=np.uint8
+            )
             files[path] = idx(arrays[path])
         else:
             label_bytes, classes = (1, 10) if name == "cifar10" else (2, 100)
@@ -69,10 +71,14 @@ def publish(name, site, web):
     if name == "mnist":
         for path, content in files.items():
             (web / Path(path).name).write_bytes(content)
-        table = tuple(Download(f"{site}/{Path(file.path).name}", file.md5, (file,)) for file in made)
+        table = tuple(
+            Download(f"{site}/{Path(file.path).name}", file.md5, (file,)) for file in made
+        )
     else:
         (web / "all.tar.gz").write_bytes(packed(files))
-        table = (Download(f"{site}/all.tar.gz", md5((web / "all.tar.gz").read_bytes()), tuple(made)),)
+        table = (
+            Download(f"{site}/all.tar.gz", md5((web / "all.tar.gz").read_bytes()), tuple(made)),
+        )
     return table, arrays
 
 
@@ -101,7 +107,9 @@ def web(tmp_path, monkeypatch):
 def offline(monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     for name, published in DOWNLOADS.items():
-        monkeypatch.setitem(DOWNLOADS, name, tuple(Download(NOBODY, d.md5, d.files) for d in published))
+        monkeypatch.setitem(
+            DOWNLOADS, name, tuple(Download(NOBODY, d.md5, d.files) for d in published)
+        )
 
 
 # ── known by name ───────────────────────────────────────────────────────────────────────────────────────
@@ -147,7 +155,9 @@ def test_a_data_set_is_downloaded_once_checked_and_read(name, web, tmp_path, mon
         train = [made for path, made in arrays.items() if "test" not in path]
         labels = np.concatenate([some for some, _ in train])
         moments = {"cifar10": (0.4914, 0.2470), "cifar100": (0.5071, 0.2673)}[name]
-        expected = (np.concatenate([some for _, some in train])[:, :1] / 255 - moments[0]) / moments[1]
+        expected = (
+            np.concatenate([some for _, some in train])[:, :1] / 255 - moments[0]
+        ) / moments[1]
     assert loaded.train.y.tolist() == labels.tolist()
     torch.testing.assert_close(loaded.train.x[:, :1], torch.from_numpy(expected).float())
     assert loaded.classes == (100 if name == "cifar100" else 10)
@@ -188,7 +198,9 @@ def test_an_archive_without_the_files_is_refused(content, web, tmp_path, monkeyp
 
 def test_a_page_that_is_not_found_is_one_sentence(web, tmp_path, monkeypatch):
     site, _ = web
-    monkeypatch.setitem(DOWNLOADS, "cifar100", (Download(f"{site}/gone.tar.gz", "0", (PublishedFile("a/b", "0"),)),))
+    monkeypatch.setitem(
+        DOWNLOADS, "cifar100", (Download(f"{site}/gone.tar.gz", "0", (PublishedFile("a/b", "0"),)),)
+    )
     with pytest.raises(DataError, match=r"cifar100 needs a/b, .* \(HTTPError\)"):
         datasets.load("cifar100", tmp_path)
 
@@ -222,7 +234,9 @@ def test_an_altered_file_is_named_with_both_digests(use, name, offline, tmp_path
         use(name, tmp_path)
     for part in (str(tmp_path / files[0].path), md5(b"altered"), files[0].md5):
         assert part in str(caught.value)
-    assert [result.expected for result in datasets.check(name, tmp_path)] == [file.md5 for file in files]
+    assert [result.expected for result in datasets.check(name, tmp_path)] == [
+        file.md5 for file in files
+    ]
     assert {result.actual for result in datasets.check(name, tmp_path)} == {md5(b"altered")}
 
 
@@ -244,7 +258,9 @@ def test_the_data_folder_is_given_or_set_or_the_cache(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("use", [datasets.load, datasets.get, datasets.check])
 def test_an_unknown_name_lists_the_known_ones(use, tmp_path):
-    with pytest.raises(InvalidValue, match=r"dataset must be one of digits, .*, mnist, .*; got 'emnist'"):
+    with pytest.raises(
+        InvalidValue, match=r"dataset must be one of digits, .*, mnist, .*; got 'emnist'"
+    ):
         use("emnist", tmp_path)
 
 
@@ -274,7 +290,9 @@ def save_safetensors(path, arrays):
     save_file({key: torch.from_numpy(array) for key, array in arrays.items()}, path)
 
 
-@pytest.mark.parametrize(("suffix", "save"), [(".npz", save_npz), (".safetensors", save_safetensors)])
+@pytest.mark.parametrize(
+    ("suffix", "save"), [(".npz", save_npz), (".safetensors", save_safetensors)]
+)
 def test_your_own_file(suffix, save, tmp_path):
     arrays = good(train_owner=np.array([5, 5, 8, 8, 9, 9], dtype=np.int32))
     path = tmp_path / f"mine{suffix}"
@@ -288,7 +306,9 @@ def test_your_own_file(suffix, save, tmp_path):
 
 
 def test_labels_that_are_missing_must_be_spoken_of(tmp_path):
-    missing = good(train_y=np.array([0, 4, 2, 0, 4, 2]), test_y=np.array([1, 4, 0]), classes=np.array(6))
+    missing = good(
+        train_y=np.array([0, 4, 2, 0, 4, 2]), test_y=np.array([1, 4, 0]), classes=np.array(6)
+    )
     save_npz(tmp_path / "mine.npz", missing)
     assert datasets.from_file(tmp_path / "mine.npz").classes == 6
     x, y = torch.rand(2, 3), torch.tensor([0, 2])
@@ -302,7 +322,9 @@ def test_labels_that_are_missing_must_be_spoken_of(tmp_path):
 def test_bytes_are_scaled_and_foreign_byte_orders_understood():
     pixels = np.array([[0, 51], [102, 255]], dtype=np.uint8)
     y = np.array([0, 1], dtype=">i2")
-    loaded = datasets.from_tensors((pixels, y), (torch.from_numpy(pixels), torch.tensor([1, 0])), name="mine")
+    loaded = datasets.from_tensors(
+        (pixels, y), (torch.from_numpy(pixels), torch.tensor([1, 0])), name="mine"
+    )
     torch.testing.assert_close(loaded.train.x, torch.tensor([[0.0, 0.2], [0.4, 1.0]]))
     assert torch.equal(loaded.train.x, loaded.test.x)
     assert loaded.train.y.tolist() == [0, 1]
@@ -312,7 +334,10 @@ def test_bytes_are_scaled_and_foreign_byte_orders_understood():
 
 WRONG = [
     ({"train_x": None}, "must have an array train_x; got train_y, test_x, test_y"),
-    ({"train_owners": np.zeros(6, int)}, "must be one of .*train_owner, classes; got 'train_owners'"),
+    (
+        {"train_owners": np.zeros(6, int)},
+        "must be one of .*train_owner, classes; got 'train_owners'",
+    ),
     ({"train_y": np.array([0, 1])}, "train_y must be as long as train_x, 6 rows; got 2"),
     ({"test_y": np.array([0, 1])}, "test_y must be as long as test_x, 3 rows; got 2"),
     ({"train_owner": np.array([0, 1])}, "train_owner must be as long as train_x, 6 rows; got 2"),
@@ -326,18 +351,36 @@ WRONG = [
         r"train_y must hold every label from 0 to 2000, or classes=2001 must "
         r"say that some are missing; got 3 labels: 0, 1000, 2000$",
     ),
-    ({"train_y": np.array([1, 2, 3, 4, 5, 9])}, r"every label from 0 to 9, .* got 6 labels: 1, 2, 3, 4, 5, \.\.\., 9$"),
+    (
+        {"train_y": np.array([1, 2, 3, 4, 5, 9])},
+        r"every label from 0 to 9, .* got 6 labels: 1, 2, 3, 4, 5, \.\.\., 9$",
+    ),
     ({"classes": np.array(2)}, "train_y must hold labels from 0 to 1; got 2"),
     ({"classes": np.array([3, 4])}, r"classes must be one whole number; got shape \(2,\)"),
     ({"classes": np.array(2.5)}, "classes must hold one whole number .* got torch.float64"),
-    ({"train_x": np.full((6, 2, 3), np.nan)}, r"train_x must be finite in float32; got nan \(36 in all\)"),
+    (
+        {"train_x": np.full((6, 2, 3), np.nan)},
+        r"train_x must be finite in float32; got nan \(36 in all\)",
+    ),
     ({"test_x": np.full((3, 2, 3), 1e300)}, "test_x must be finite in float32; got inf"),
     ({"train_x": np.zeros((0, 2, 3))}, r"train_x must have rows, .* got shape \(0, 2, 3\)"),
     ({"test_x": np.float32(3)}, r"test_x must have rows, .* got shape \(\)"),
-    ({"test_x": np.zeros((3, 2, 4))}, r"test_x must have rows of the shape .* \(2, 3\); got \(2, 4\)"),
-    ({"train_x": np.zeros((6, 2, 3), int)}, "train_x must hold floating or uint8 inputs.* got torch.int64"),
-    ({"train_x": np.zeros(6)}, r"train_x must hold .* row by row; got torch.float64 of shape \(6,\)"),
-    ({"train_x": np.full((6, 2), "a")}, "train_x must be a torch tensor or a NumPy array .* got <U1"),
+    (
+        {"test_x": np.zeros((3, 2, 4))},
+        r"test_x must have rows of the shape .* \(2, 3\); got \(2, 4\)",
+    ),
+    (
+        {"train_x": np.zeros((6, 2, 3), int)},
+        "train_x must hold floating or uint8 inputs.* got torch.int64",
+    ),
+    (
+        {"train_x": np.zeros(6)},
+        r"train_x must hold .* row by row; got torch.float64 of shape \(6,\)",
+    ),
+    (
+        {"train_x": np.full((6, 2), "a")},
+        "train_x must be a torch tensor or a NumPy array .* got <U1",
+    ),
 ]
 
 
@@ -349,7 +392,9 @@ def test_what_is_wrong_with_your_own_data_is_said(changed, says, tmp_path):
 
 
 def test_a_list_is_no_tensor():
-    with pytest.raises(InvalidValue, match=r"train_x must be a torch tensor or a NumPy array .* got list"):
+    with pytest.raises(
+        InvalidValue, match=r"train_x must be a torch tensor or a NumPy array .* got list"
+    ):
         datasets.from_tensors(([[1.0]], [0]), ([[1.0]], [0]))
 
 
@@ -398,7 +443,9 @@ def test_a_held_out_share_keeps_rows_and_owners_together():
     whole = datasets.from_tensors((x, y), (x, y), owner=torch.arange(40))
     rest, validation = datasets.hold_out(whole, 0.25, seed=1)
     assert (len(rest.train), len(validation)) == (30, 10)
-    assert sorted([*rest.train.x.flatten().tolist(), *validation.x.flatten().tolist()]) == list(range(40))
+    assert sorted([*rest.train.x.flatten().tolist(), *validation.x.flatten().tolist()]) == list(
+        range(40)
+    )
     assert rest.owner.tolist() == rest.train.x.flatten().tolist()
     assert (rest.train.x.flatten() % 4).tolist() == rest.train.y.tolist()
     copy = replace(whole, train=Samples(whole.train.x.clone(), whole.train.y))
@@ -437,8 +484,12 @@ def test_the_publishers_files(name, shape, tested, each):
     assert loaded.train.x.shape == shape
     assert len(loaded.test) == tested
     assert int(loaded.train.y.bincount(minlength=loaded.classes).min()) == each
-    torch.testing.assert_close(loaded.train.x.mean((0, 2, 3)), torch.zeros(shape[1]), atol=1e-3, rtol=0)
-    torch.testing.assert_close(loaded.train.x.std((0, 2, 3)), torch.ones(shape[1]), atol=1e-3, rtol=0)
+    torch.testing.assert_close(
+        loaded.train.x.mean((0, 2, 3)), torch.zeros(shape[1]), atol=1e-3, rtol=0
+    )
+    torch.testing.assert_close(
+        loaded.train.x.std((0, 2, 3)), torch.ones(shape[1]), atol=1e-3, rtol=0
+    )
 
 
 def test_runs_of_one_seed_share_what_is_held_out():

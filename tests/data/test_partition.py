@@ -85,7 +85,9 @@ def test_iid_shares_differ_by_one_row_at_most(case):
 
 
 @quick
-@given(st.integers(2, 10), st.integers(1, 10), st.integers(1, 6), st.integers(1, 9), st.integers(0, 99))
+@given(
+    st.integers(2, 10), st.integers(1, 10), st.integers(1, 6), st.integers(1, 9), st.integers(0, 99)
+)
 def test_balanced_labels_give_equal_shares(classes, limit, laps, per_ticket, seed):
     """Where every label can print the same number of tickets, shares differ by one row at most."""
     limit = min(limit, classes)
@@ -123,7 +125,9 @@ OPTIONS = {"iid": {}, "labels": {"limit": 3}, "dirichlet": {"alpha": 0.5}, "owne
 @pytest.mark.parametrize("name", PARTITIONS)
 def test_the_seed_and_nothing_else_decides(name):
     dataset = data([30] * 10, owners=torch.arange(300) % 15)
-    first, again, other = (PARTITIONS[name](dataset, 15, seed, **OPTIONS[name]) for seed in (0, 0, 1))
+    first, again, other = (
+        PARTITIONS[name](dataset, 15, seed, **OPTIONS[name]) for seed in (0, 0, 1)
+    )
     assert_whole(dataset, first, 15)
     assert same(first, again)
     assert same(first, other) == (name == "owner")
@@ -150,13 +154,23 @@ def test_owners_keep_their_rows():
         ("labels", 5, {"limit": 0}, "limit must be .* between 1 and .* 4; got 0"),
         ("labels", 5, {"limit": 5}, "limit must be .* between 1 and .* 4; got 5"),
         ("labels", 5, {"limit": 1.5}, "limit must be a whole number .* got 1.5"),
-        ("labels", 3, {"limit": 1}, "limit must be at least 2 so that 3 clients take all 4 labels; got 1"),
+        (
+            "labels",
+            3,
+            {"limit": 1},
+            "limit must be at least 2 so that 3 clients take all 4 labels; got 1",
+        ),
         ("dirichlet", 41, {"alpha": 1.0}, "clients must be .* got 41"),
         ("dirichlet", 5, {"alpha": 0.0}, "alpha must be a finite number greater than 0; got 0.0"),
         ("dirichlet", 5, {"alpha": float("inf")}, "alpha must be .* got inf"),
         ("dirichlet", 5, {"alpha": float("nan")}, "alpha must be .* got nan"),
         ("dirichlet", 5, {"alpha": "small"}, "alpha must be .* got 'small'"),
-        ("owner", 5, {}, "partition owner needs a dataset that says whose each row is; got made up"),
+        (
+            "owner",
+            5,
+            {},
+            "partition owner needs a dataset that says whose each row is; got made up",
+        ),
     ],
 )
 def test_the_impossible_is_refused_in_one_sentence(partition, clients, options, says):

@@ -14,7 +14,13 @@ from fedcover.data.client_data import ClientDataInfo, RemoteData
 from fedcover.data.datasets import rows_from_file
 from fedcover.data.partition import node_partition
 from fedcover.errors import InvalidValue
-from fedcover.flower.node_data import MOST_LABELS, MOST_SAMPLES, describe_node_data, load_node_data, parse_data_info
+from fedcover.flower.node_data import (
+    MOST_LABELS,
+    MOST_SAMPLES,
+    describe_node_data,
+    load_node_data,
+    parse_data_info,
+)
 from fedcover.flower.nodes import DataRequirements, NodeInfo, NodeRegistry, clients_of, partition_of
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.machine import Machine
@@ -30,7 +36,9 @@ def test_the_clients_of_a_place_are_those_whose_place_it_is(clients, num_partiti
     for partition_id in range(num_partitions):
         mine = clients_of(partition_id, clients, num_partitions)
         assert list(mine) == [
-            client for client in range(clients) if partition_of(client, clients, num_partitions) == partition_id
+            client
+            for client in range(clients)
+            if partition_of(client, clients, num_partitions) == partition_id
         ]
 
 
@@ -51,19 +59,36 @@ def test_a_node_has_the_rows_that_its_clients_have_in_one_file(tmp_path):
 
 def test_what_a_node_tells_is_what_it_has(tmp_path):
     files = written(tmp_path)
-    together = prepare(files.in_one_process(files.experiment()), Machine(device="cpu").resolved()).task.source
-    found = [holding for path in files.nodes for holding in parse_data_info(describe_node_data(str(path)))]
-    assert found == [ClientDataInfo(together.count(c), together.labels(c), (1, 8, 8)) for c in range(5)]
+    together = prepare(
+        files.in_one_process(files.experiment()), Machine(device="cpu").resolved()
+    ).task.source
+    found = [
+        holding
+        for path in files.nodes
+        for holding in parse_data_info(describe_node_data(str(path)))
+    ]
+    assert found == [
+        ClientDataInfo(together.count(c), together.labels(c), (1, 8, 8)) for c in range(5)
+    ]
     assert len({holding.samples for holding in found}) > 1
     assert len({holding.labels for holding in found}) > 1
 
 
-@given(st.dictionaries(st.integers(0, 4), st.lists(st.integers(0, 40), min_size=1, max_size=5), min_size=1))
+@given(
+    st.dictionaries(
+        st.integers(0, 4), st.lists(st.integers(0, 40), min_size=1, max_size=5), min_size=1
+    )
+)
 def test_labels_travel_bit_by_bit(tmp_path_factory, known):
     path = tmp_path_factory.mktemp("rows") / "mine.npz"
-    owner, y = (np.array(column) for column in zip(*[(o, label) for o in known for label in known[o]], strict=True))
+    owner, y = (
+        np.array(column)
+        for column in zip(*[(o, label) for o in known for label in known[o]], strict=True)
+    )
     np.savez(path, train_x=np.zeros((len(y), 2), np.float32), train_y=y, train_owner=owner)
-    expected = [ClientDataInfo(len(known[o]), tuple(sorted(set(known[o]))), (2,)) for o in sorted(known)]
+    expected = [
+        ClientDataInfo(len(known[o]), tuple(sorted(set(known[o]))), (2,)) for o in sorted(known)
+    ]
     assert list(parse_data_info(describe_node_data(str(path)))) == expected
 
 
@@ -90,7 +115,11 @@ def test_what_makes_no_sense_is_not_believed(wrong):
 @pytest.mark.parametrize("clients", [134, 100_000])
 def test_what_a_node_tells_is_refused_in_at_most_twice_its_bytes(clients):
     """Few clients with all the labels that there can be, or very many, where two are wanted."""
-    told = {"samples": counts(*[1] * clients), "labels": b"\xff" * (2**20 // clients * clients), "shape": [4]}
+    told = {
+        "samples": counts(*[1] * clients),
+        "labels": b"\xff" * (2**20 // clients * clients),
+        "shape": [4],
+    }
     node_registry = NodeRegistry(requirements=DataRequirements(3, 2, (4,)))
     tracemalloc.start()
     try:
@@ -103,7 +132,9 @@ def test_what_a_node_tells_is_refused_in_at_most_twice_its_bytes(clients):
 
 
 def test_rows_of_no_owner_are_of_one(tmp_path):
-    np.savez(tmp_path / "mine.npz", train_x=np.zeros((3, 4), np.float32), train_y=np.array([2, 0, 2]))
+    np.savez(
+        tmp_path / "mine.npz", train_x=np.zeros((3, 4), np.float32), train_y=np.array([2, 0, 2])
+    )
     samples, owner = rows_from_file(tmp_path / "mine.npz")
     assert samples.x.shape == (3, 4)
     assert owner.tolist() == [0, 0, 0]
@@ -126,13 +157,21 @@ def test_a_file_of_rows_that_will_not_do_is_refused(tmp_path):
     np.savez(path, train_x=x, train_y=np.arange(3), train_owner=np.arange(3))
     given = Experiment(partition="nodes", clients=4, active=4)
     for mine, wanted, why in (
-        (range(3), DataRequirements(4, 2, (4,)), r"mine\.npz: train_y must be labels 0 to 1, as the server has; got 2"),
+        (
+            range(3),
+            DataRequirements(4, 2, (4,)),
+            r"mine\.npz: train_y must be labels 0 to 1, as the server has; got 2",
+        ),
         (
             range(3),
             DataRequirements(4, 3, (2, 2)),
             r"mine\.npz: train_x must have rows of shape \(2, 2\), .* got \(4,\)",
         ),
-        (range(2), DataRequirements(4, 3, (4,)), r"mine\.npz: rows must be of 2 owners, .* of the 4 clients .* got 3"),
+        (
+            range(2),
+            DataRequirements(4, 3, (4,)),
+            r"mine\.npz: rows must be of 2 owners, .* of the 4 clients .* got 3",
+        ),
     ):
         with pytest.raises(InvalidValue, match=why):
             load_node_data(str(path), given, mine, wanted)
@@ -152,26 +191,37 @@ def test_a_node_must_tell_of_the_rows_of_each_of_its_clients():
             (ClientDataInfo(5, (0,), (5,)),) * 2,
             r"train_x must have rows of shape \(4,\), as the server has; got \(5,\)",
         ),
-        ((some, ClientDataInfo(5, (0, 2), (4,))), r"train_y must be labels 0 to 1, as the server has; got 2"),
+        (
+            (some, ClientDataInfo(5, (0, 2), (4,))),
+            r"train_y must be labels 0 to 1, as the server has; got 2",
+        ),
     ):
         with pytest.raises(InvalidValue, match=why):
             node_registry.add(NodeInfo(7, 0, 2, None, "v", told))
     assert not node_registry.node_info
     node_registry.add(NodeInfo(7, 0, 2, None, "v", (some, other)))
     assert node_registry.holdings == {0: some, 1: other}
-    node_registry.add(NodeInfo(8, 0, 2, None, "v", (other, other)))  # another one for a place that is held
+    node_registry.add(
+        NodeInfo(8, 0, 2, None, "v", (other, other))
+    )  # another one for a place that is held
     assert node_registry.holdings == {0: some, 1: other}
     node_registry.silent |= {7, 8}
-    node_registry.add(NodeInfo(9, 0, 2, None, "v", (other, some)))  # it has come in the place of one that is silent
+    node_registry.add(
+        NodeInfo(9, 0, 2, None, "v", (other, some))
+    )  # it has come in the place of one that is silent
     node_registry.add(NodeInfo(10, 1, 2, None, "v", (some,)))
     assert node_registry.holdings == {0: other, 1: some, 2: some}
-    NodeRegistry().add(NodeInfo(7, 0, 2, None, "v"))  # where rows are not on nodes, none need be told of
+    NodeRegistry().add(
+        NodeInfo(7, 0, 2, None, "v")
+    )  # where rows are not on nodes, none need be told of
 
 
 def test_the_server_knows_of_rows_elsewhere_what_it_was_told(tmp_path):
     files, told = written(tmp_path), {}
     engine = type("Reaching", (), {"holdings": told})()
-    setup = prepare(files.experiment(), Machine(device="cpu").resolved(), parts=Overrides(engine=engine))
+    setup = prepare(
+        files.experiment(), Machine(device="cpu").resolved(), parts=Overrides(engine=engine)
+    )
     source = setup.task.source
     assert isinstance(source, RemoteData)
     assert (source.count(1), source.labels(1)) == (0, ())
@@ -187,7 +237,9 @@ def test_in_one_process_rows_on_nodes_are_refused(tmp_path):
     wanted, machine = files.experiment(rounds=1, keep_rounds=(0,)), Machine("sequential", "cpu")
     (tmp_path / "done").mkdir()
     fc.run(files.in_one_process(wanted), tmp_path / "done", machine=machine)
-    (tmp_path / "done" / "experiment.toml").write_text(wanted.to_toml())  # as a run on nodes leaves it
+    (tmp_path / "done" / "experiment.toml").write_text(
+        wanted.to_toml()
+    )  # as a run on nodes leaves it
     for refused_here in (
         lambda: fc.run(wanted, tmp_path / "run", machine=machine),
         lambda: list(fc.sweep([wanted], tmp_path / "runs", machine=machine)),
@@ -204,9 +256,13 @@ def test_up_looks_at_the_rows_of_its_nodes_first(tmp_path):
     files = written(tmp_path)
     wanted, pattern = files.experiment(), str(tmp_path / "node-{}.npz")
     source = prepare(wanted, Machine(device="cpu").resolved()).task.source
-    assert node_data_configs(wanted, pattern, 2, source) == [{"rows": str(path)} for path in files.nodes]
+    assert node_data_configs(wanted, pattern, 2, source) == [
+        {"rows": str(path)} for path in files.nodes
+    ]
     assert node_data_configs(files.in_one_process(wanted), "", 2, source) == [{}, {}]
-    with pytest.raises(InvalidValue, match="rows are for partition 'nodes'; this experiment has 'owner'"):
+    with pytest.raises(
+        InvalidValue, match="rows are for partition 'nodes'; this experiment has 'owner'"
+    ):
         node_data_configs(files.in_one_process(wanted), pattern, 2, source)
     for wrong in ("", str(files.nodes[0])):
         with pytest.raises(InvalidValue, match=r"rows must name each node's file, with \{\}"):
@@ -228,11 +284,23 @@ def test_a_node_measures_its_capacity_on_its_own_rows(fedcover, tmp_path):
     assert "1,810" in said
     assert "a model for 10 labels\n" in noted
     refused(fedcover(*measure), 2, "--rows FILE is needed: the experiment has partition 'nodes'")
-    refused(fedcover(*measure, "--classes", 3, "--set", "partition=iid"), 2, "--classes goes with --rows")
+    refused(
+        fedcover(*measure, "--classes", 3, "--set", "partition=iid"),
+        2,
+        "--classes goes with --rows",
+    )
     wrong = fedcover(*measure, "--rows", files.nodes[0], "--set", "partition=iid")
     refused(wrong, 2, "--rows is for partition 'nodes'; this experiment has 'iid'")
-    refused(fedcover(*measure, "--rows", files.nodes[0], "--classes", 0), 2, "--classes must be in 1..65536; got 0")
-    refused(fedcover(*measure, "--rows", files.nodes[0], "--classes", 3), 2, "labels 0 to 2, as the server has; got 5")
+    refused(
+        fedcover(*measure, "--rows", files.nodes[0], "--classes", 0),
+        2,
+        "--classes must be in 1..65536; got 0",
+    )
+    refused(
+        fedcover(*measure, "--rows", files.nodes[0], "--classes", 3),
+        2,
+        "labels 0 to 2, as the server has; got 5",
+    )
 
 
 def test_labels_and_images_of_the_server_are_not_needed_on_a_node(tmp_path):
@@ -244,4 +312,6 @@ def test_labels_and_images_of_the_server_are_not_needed_on_a_node(tmp_path):
     shapes = {name: tuple(p.shape) for name, p in setup.task.model.module.named_parameters()}
     there = prepare(files.experiment(), machine).task.model.module
     assert shapes == {name: tuple(p.shape) for name, p in there.named_parameters()}
-    assert torch.equal(next(iter(setup.task.model.module.parameters())), next(iter(there.parameters())))
+    assert torch.equal(
+        next(iter(setup.task.model.module.parameters())), next(iter(there.parameters()))
+    )

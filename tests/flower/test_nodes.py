@@ -12,7 +12,13 @@ from fedcover.errors import InvalidValue
 from fedcover.flower import nodes as node_places
 from fedcover.flower.input_scales import InputScale
 from fedcover.flower.node_data import scale_of
-from fedcover.flower.nodes import NodeInfo, NodeRegistry, declared_fleet, partition_of, read_node_config
+from fedcover.flower.nodes import (
+    NodeInfo,
+    NodeRegistry,
+    declared_fleet,
+    partition_of,
+    read_node_config,
+)
 from fedcover.runs.experiment import Experiment
 
 
@@ -26,7 +32,10 @@ def test_every_place_holds_neighbours_and_nearly_the_same_number(clients, num_pa
 
 
 def test_nodes_say_who_they_are_or_what_is_wrong():
-    assert read_node_config(7, {"partition-id": 1, "num-partitions": 2, "capacity": 1}, "v").capacity == 1.0
+    assert (
+        read_node_config(7, {"partition-id": 1, "num-partitions": 2, "capacity": 1}, "v").capacity
+        == 1.0
+    )
     assert read_node_config(7, {}, "v").partition == "no partition"
     for wrong in (
         {"num-partitions": 2},
@@ -88,7 +97,9 @@ def test_a_node_that_holds_too_little_for_a_run_that_has_begun_is_refused():
     node_registry.add(NodeInfo(7, 0, 2, 0.25, "v"))
     node_registry.add(NodeInfo(8, 1, 2, None, "v"))  # it does not say what it holds
     node_registry.add(NodeInfo(9, 1, 2, 1.0, "v"))
-    with pytest.raises(InvalidValue, match=r"at least 1, as the clients of partition 1 .* got 0\.5"):
+    with pytest.raises(
+        InvalidValue, match=r"at least 1, as the clients of partition 1 .* got 0\.5"
+    ):
         node_registry.add(NodeInfo(10, 1, 2, 0.5, "v"))
     assert set(node_registry.node_info) == {7, 8, 9}
 
@@ -119,7 +130,9 @@ def test_a_spare_node_takes_the_place_of_one_that_is_gone_or_silent():
     node_registry.silent.add(8)
     node_registry.reassign_vacant_partitions({8, 9, 10})
     assert node_registry.node_of_partition({8, 9, 10}) == {0: 9, 1: 10}
-    node_registry.add(NodeInfo(11, 0, 2, None, "v"), {8, 9, 10, 11})  # one that names a place is never moved
+    node_registry.add(
+        NodeInfo(11, 0, 2, None, "v"), {8, 9, 10, 11}
+    )  # one that names a place is never moved
     node_registry.reassign_vacant_partitions({8, 11})
     assert node_registry.node_of_partition({8, 11}) == {0: 11, 1: 8}
 
@@ -138,7 +151,9 @@ def test_where_nodes_must_name_their_place():
     with pytest.raises(InvalidValue, match="how many nodes share the clients"):
         NodeRegistry().add(anywhere(7))
     with pytest.raises(InvalidValue, match="its clients are the same whenever it comes"):
-        NodeRegistry(num_partitions=2, requirements=node_places.DataRequirements(4, 2, (3,))).add(anywhere(7))
+        NodeRegistry(num_partitions=2, requirements=node_places.DataRequirements(4, 2, (3,))).add(
+            anywhere(7)
+        )
     unlimited = NodeRegistry(unlimited=True)
     for node in (7, 8, 9):
         unlimited.add(anywhere(node), {7, 8, 9})
@@ -153,11 +168,17 @@ def test_the_fleet_is_what_the_nodes_declare():
     known = [wanted.scaled_fleet.capacity(client) for client in range(8)]
     said_so = [NodeInfo(n, n, 2, config["capacity"], "v") for n, config in enumerate(configs)]
     assert declared_fleet(said_so, 8, known) == "4x1.0 + 4x0.5"
-    assert all("capacity" not in config for config in node_configs(wanted, 1))  # one node with two kinds
+    assert all(
+        "capacity" not in config for config in node_configs(wanted, 1)
+    )  # one node with two kinds
 
 
 def test_of_two_nodes_that_claim_one_place_the_first_counts_for_everything():
-    claims = [NodeInfo(7, 0, 2, 1.0, "v"), NodeInfo(8, 1, 2, 0.5, "v"), NodeInfo(9, 0, 2, 0.25, "v")]
+    claims = [
+        NodeInfo(7, 0, 2, 1.0, "v"),
+        NodeInfo(8, 1, 2, 0.5, "v"),
+        NodeInfo(9, 0, 2, 0.25, "v"),
+    ]
     node_registry = NodeRegistry()
     for claim in claims:
         node_registry.add(claim)

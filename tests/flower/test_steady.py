@@ -37,9 +37,14 @@ steady.main()
 
 
 def test_without_flower_its_programs_cannot_be_run():
-    hidden = "import sys; sys.modules['flwr'] = None; from fedcover.flower import steady; steady.main()"
+    hidden = (
+        "import sys; sys.modules['flwr'] = None; from fedcover.flower import steady; steady.main()"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", hidden, "flower-superlink"], capture_output=True, text=True, check=False
+        [sys.executable, "-c", hidden, "flower-superlink"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     told = "fedcover: this needs Flower; in a checkout of fedcover: pip install '.[flower]'\n"
     assert (done.returncode, done.stderr) == (1, told)
@@ -47,7 +52,10 @@ def test_without_flower_its_programs_cannot_be_run():
 
 def test_only_programs_of_flower_are_run_so():
     done = subprocess.run(
-        [sys.executable, "-m", "fedcover.flower.steady", "ls"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "fedcover.flower.steady", "ls"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 1
     told, usage = done.stderr.splitlines()
@@ -61,7 +69,11 @@ def test_only_programs_of_flower_are_run_so():
     ("program", "before", "after"),
     [
         ("flower-supernode", "", "glibc.malloc.mmap_threshold=1048576"),
-        ("flower-supernode", "glibc.malloc.mmap_threshold=4096", "glibc.malloc.mmap_threshold=4096"),
+        (
+            "flower-supernode",
+            "glibc.malloc.mmap_threshold=4096",
+            "glibc.malloc.mmap_threshold=4096",
+        ),
         ("flower-superlink", "", NO_CACHES),
     ],
 )
@@ -79,20 +91,28 @@ sys.argv = ["steady", {program!r}]
 steady.main()
 """
     environment = {**os.environ, "GLIBC_TUNABLES": before}
-    assert subprocess.check_output([sys.executable, "-c", script], text=True, env=environment).strip() == after
+    assert (
+        subprocess.check_output([sys.executable, "-c", script], text=True, env=environment).strip()
+        == after
+    )
 
 
 def without_and_with(call, script, environment=None):
     """What a script prints without a call, and with it."""
     return [
         subprocess.check_output(
-            [sys.executable, "-c", script.replace("CALL", said)], timeout=120, env=environment, text=True
+            [sys.executable, "-c", script.replace("CALL", said)],
+            timeout=120,
+            env=environment,
+            text=True,
         )
         for said in ("", call)
     ]
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc gives every thread its heap")
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="only glibc gives every thread its heap"
+)
 def test_one_heap_for_all_threads():
     """Threads that need memory at the same time take it from the same heap."""
     heaps = """
@@ -122,7 +142,9 @@ print(os.read(reading, 65536).count(b"<heap nr="))
     assert called == 1 < alone
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc raises its limit by itself")
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="only glibc raises its limit by itself"
+)
 def test_large_pieces_stay_out_of_the_heap():
     """However large a piece has been freed before, the next large one has pages of its own."""
     apart = """
@@ -179,11 +201,15 @@ with contextlib.ExitStack() as stack:
 """
     alone, kept = ([int(word) for word in told.split()] for told in without_and_with(
         "stack.enter_context(reserve())", peaks))  # fmt: skip
-    assert kept[0] < 1000 < alone[0]  # Python asks by the megabyte, the list itself by a tenth of that
+    assert (
+        kept[0] < 1000 < alone[0]
+    )  # Python asks by the megabyte, the list itself by a tenth of that
     assert kept[1] < 300 < alone[1]
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc gives every thread a cache")
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="only glibc gives every thread a cache"
+)
 @pytest.mark.parametrize("given", [None, "glibc.malloc.check=0"])
 def test_freed_memory_is_in_no_threads_cache(given):
     """What has been freed counts as free at once, in this program only, and the user's own settings stay."""
@@ -206,6 +232,12 @@ print(library.mallinfo2().used - before > 6000, os.environ.get(TUNABLES, ""))
     environment = {key: value for key, value in os.environ.items() if key != "GLIBC_TUNABLES"}
     if given:
         environment["GLIBC_TUNABLES"] = given
-    assert without_and_with("no_caches()", freed, environment) == [f"False {given or ''}\n", f"True {given or ''}\n"]
+    assert without_and_with("no_caches()", freed, environment) == [
+        f"False {given or ''}\n",
+        f"True {given or ''}\n",
+    ]
     inherited = ":".join([*([given] if given else []), NO_CACHES])
-    assert without_and_with("no_caches(inherited=True)", freed, environment)[1] == f"True {inherited}\n"
+    assert (
+        without_and_with("no_caches(inherited=True)", freed, environment)[1]
+        == f"True {inherited}\n"
+    )

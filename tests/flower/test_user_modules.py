@@ -42,7 +42,11 @@ def test_named_modules_travel_with_the_local_files_that_they_import(beside):
     )
     (beside / "secret.json").write_text("{}")
     wanted = Experiment(policy="ways_own:halves", clients=4, active=2)
-    assert sorted(modules_of(wanted, [beside])) == ["deeper_own.py", "helpers_own.py", "ways_own.py"]
+    assert sorted(modules_of(wanted, [beside])) == [
+        "deeper_own.py",
+        "helpers_own.py",
+        "ways_own.py",
+    ]
     assert modules_of(Experiment(), [beside]) == {}
 
 
@@ -59,7 +63,12 @@ def test_packages_travel_with_what_they_import_with_dots(beside):
     )
     files = modules_of(Experiment(policy="pack_own.ways:halves", clients=4, active=2), [beside])
     inner = [f"pack_own/inner/{name}.py" for name in ("__init__", "constants", "more")]
-    assert sorted(files) == ["pack_own/__init__.py", *inner, "pack_own/sibling.py", "pack_own/ways.py"]
+    assert sorted(files) == [
+        "pack_own/__init__.py",
+        *inner,
+        "pack_own/sibling.py",
+        "pack_own/ways.py",
+    ]
     assert files["pack_own/sibling.py"] == b"y = 2\n"
 
 
@@ -73,13 +82,17 @@ def test_modules_from_elsewhere_and_of_the_installation_stay(beside, tmp_path):
 
 def test_what_flower_would_not_carry_is_refused(beside):
     written(beside, test_ways_own=POLICY, ways_large=POLICY + f"x = '{'x' * LARGEST}'\n")
-    with pytest.raises(InvalidValue, match=r"test_ways_own\.py: Flower leaves files named test_\*\.py out"):
+    with pytest.raises(
+        InvalidValue, match=r"test_ways_own\.py: Flower leaves files named test_\*\.py out"
+    ):
         modules_of(Experiment(policy="test_ways_own:halves", clients=4, active=2), [beside])
     deep = Path(*"abcdefgh")
     (beside / "deep_own" / deep).mkdir(parents=True)
     (beside / "deep_own" / deep / "ways.py").write_text(POLICY)
     with pytest.raises(InvalidValue, match="may be 7 folders deep; got 9"):
-        modules_of(Experiment(policy="deep_own.a.b.c.d.e.f.g.h.ways:halves", clients=4, active=2), [beside])
+        modules_of(
+            Experiment(policy="deep_own.a.b.c.d.e.f.g.h.ways:halves", clients=4, active=2), [beside]
+        )
     with pytest.raises(InvalidValue, match="at most 8,388,608 bytes to travel"):
         modules_of(Experiment(policy="ways_large:halves", clients=4, active=2), [beside])
 
@@ -92,5 +105,7 @@ def test_flower_carries_the_modules_of_an_app(tmp_path):
     app = write_app(tmp_path / "app", RunConfig(Experiment().to_toml(), "runs/x"), files)
     bundle = build.build_fab_from_disk(app)
     with zipfile.ZipFile(io.BytesIO(bundle)) as archive:
-        carried = {name: archive.read(name) for name in archive.namelist() if name.startswith("modules/")}
+        carried = {
+            name: archive.read(name) for name in archive.namelist() if name.startswith("modules/")
+        }
     assert carried == {f"modules/{path}": content for path, content in files.items()}

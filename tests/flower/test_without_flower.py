@@ -50,8 +50,12 @@ from tests.helpers.worlds import world
 CUT = {
     "windows": lambda m: windows(m.groups, 0.5, {g.name: 3 for g in m.groups}),
     "draw": lambda m: drawn(m.groups, 0.5, key=7),
-    "mask": lambda m: Masks({n: torch.rand_like(m.module.get_parameter(n)) > 0.5 for n in m.prunable}),
-    "mask of some": lambda m: Masks({m.prunable[-1]: torch.rand_like(m.module.get_parameter(m.prunable[-1])) > 0.5}),
+    "mask": lambda m: Masks(
+        {n: torch.rand_like(m.module.get_parameter(n)) > 0.5 for n in m.prunable}
+    ),
+    "mask of some": lambda m: Masks(
+        {m.prunable[-1]: torch.rand_like(m.module.get_parameter(m.prunable[-1])) > 0.5}
+    ),
     "whole": lambda m: Masks({}),
 }
 
@@ -76,7 +80,9 @@ def test_a_part_that_travels_is_the_same_bits(name, cut):
     assert len(payload) < 4 * numbers + 250 * len(sent) + 8  # nothing but the part, and names
 
 
-@pytest.mark.parametrize("policy", ["prefix", "rolling(spread=true)", "random", "magnitude", "planned"])
+@pytest.mark.parametrize(
+    "policy", ["prefix", "rolling(spread=true)", "random", "magnitude", "planned"]
+)
 def test_the_encoding_gives_back_what_the_policy_gave(policy):
     setup, state = world("mlp", policy=policy)
     for part in setup.policy(view_of(setup, state, cohort_of(setup, 0))):
@@ -105,7 +111,9 @@ def test_any_bytes_are_read_or_refused(content):
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_a_damaged_parcel_is_read_or_refused(data):
-    payload = bytearray(pack_arrays({"params/w": np.arange(5, dtype=np.float32), "params/b": np.zeros(2)}))
+    payload = bytearray(
+        pack_arrays({"params/w": np.arange(5, dtype=np.float32), "params/b": np.zeros(2)})
+    )
     for _ in range(data.draw(st.integers(1, 8))):
         payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
     with suppress(InvalidValue):
@@ -117,7 +125,9 @@ INDICES = {
     "lists in lists": lambda n: b"[" * n,
     "empty lists": lambda n: b"[" + b"[], " * (n // 4),
     "rows": lambda n: b"[" + b", ".join(b'["%d", "a", [], 0]' % i for i in range(n // 24)) + b"]",
-    "rows of a name that is wanted": lambda n: b"[" + b", ".join([b'["w", "float32", [1], 0]'] * (n // 27)) + b"]",
+    "rows of a name that is wanted": lambda n: (
+        b"[" + b", ".join([b'["w", "float32", [1], 0]'] * (n // 27)) + b"]"
+    ),
     "a shape": lambda n: b'[["w", "float32", [' + b", ".join([b"1"] * (n // 3)) + b"], 0]]",
     "a name": lambda n: b'[["' + b"w" * n + b'", "float32", [], 0]]',
     "quotes": lambda n: b'[["' + b"\\u0041" * (n // 6) + b'", "float32", [], 0]]',
@@ -132,7 +142,9 @@ def test_an_index_is_refused_in_little_more_than_its_bytes(kind, size, times, mo
     payload = len(index).to_bytes(8, "little") + index
     assert 0.7 * size < len(payload) < size + 100
     with pytest.raises((InvalidValue, InvalidReply)):
-        unpack_arrays(payload, {"w"})  # once before: what is imported and remembered for good does not count
+        unpack_arrays(
+            payload, {"w"}
+        )  # once before: what is imported and remembered for good does not count
     tracemalloc.start()
     try:
         with pytest.raises((InvalidValue, InvalidReply)):
@@ -155,12 +167,16 @@ def test_what_is_bundled_is_there_again(shapes):
 def test_a_parcel_must_hold_what_is_wanted():
     payload = pack_arrays({"params/w": np.zeros(3, np.float32)})
     with pytest.raises(InvalidValue, match="other tensors"):
-        unpack_sections(payload, {"params": {"w": ArraySpec((3,), "float32"), "b": ArraySpec((1,), "float32")}})
+        unpack_sections(
+            payload, {"params": {"w": ArraySpec((3,), "float32"), "b": ArraySpec((1,), "float32")}}
+        )
 
 
 def test_the_app_of_an_experiment_reads_back(tmp_path):
     told = RunConfig(
-        Experiment(policy='regions(codename="1122")', active=4).to_toml(), '/some \U0001f331\n"where"', nodes=3
+        Experiment(policy='regions(codename="1122")', active=4).to_toml(),
+        '/some \U0001f331\n"where"',
+        nodes=3,
     )
     project = tomllib.loads((write_app(tmp_path, told) / "pyproject.toml").read_text())
     assert RunConfig.read(project["tool"]["flwr"]["app"]["config"]) == told
@@ -170,7 +186,10 @@ def test_the_app_of_an_experiment_reads_back(tmp_path):
 def test_a_superlink_that_flower_does_not_know_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
     for name in ("fleet", None):
-        with pytest.raises(InvalidValue, match=rf"connection must be one of \(none yet\); got {name!r}: .*superlink\."):
+        with pytest.raises(
+            InvalidValue,
+            match=rf"connection must be one of \(none yet\); got {name!r}: .*superlink\.",
+        ):
             check_connection(name)
     (tmp_path / "config.toml").write_text(  # as Flower writes it: its default simulates
         '[superlink]\ndefault = "local"\n'
@@ -179,7 +198,9 @@ def test_a_superlink_that_flower_does_not_know_is_refused(tmp_path, monkeypatch)
     for name in ("local", None):
         with pytest.raises(InvalidValue, match=r"connection must be one of supergrid; got 'local'"):
             check_connection(name)
-    (tmp_path / "config.toml").write_text('[superlink]\ndefault = "fleet"\n[superlink.fleet]\naddress = "here:1"\n')
+    (tmp_path / "config.toml").write_text(
+        '[superlink]\ndefault = "fleet"\n[superlink.fleet]\naddress = "here:1"\n'
+    )
     check_connection("fleet")
     check_connection(None)
     for unknown in ("local", "default"):
@@ -199,7 +220,8 @@ def test_the_last_sentence_of_a_log_is_what_a_user_sees(tmp_path):
     log.write_text("INFO : hello\nfedcover: stopped: cannot write x: No space left\nINFO : bye\n")
     assert failure_message(log) == "cannot write x: No space left"
     log.write_text(
-        log.read_text() + "fedcover: round 2: client 3 rejected: its node says: 'fedcover: stopped: a lie'\n"
+        log.read_text()
+        + "fedcover: round 2: client 3 rejected: its node says: 'fedcover: stopped: a lie'\n"
     )
     assert failure_message(log) == "cannot write x: No space left"
     log.write_text("Traceback: oh\n")
@@ -224,15 +246,26 @@ def test_rounds_that_are_run_again_are_shown_again(tmp_path, monkeypatch):
     metrics, log = tmp_path / "metrics.jsonl", tmp_path / "log.txt"
 
     def done(*rounds):
-        return lambda: metrics.write_text("".join(json.dumps({"round": round}) + "\n" for round in rounds))
+        return lambda: metrics.write_text(
+            "".join(json.dumps({"round": round}) + "\n" for round in rounds)
+        )
 
     log.write_text("")
     done(*range(9))()
     finish = partial((tmp_path / "summary.json").write_text, "{}")
     seen = []
-    cut_and_run_again = [done(*range(5)), done(*range(6)), done(*range(8)), done(*range(9)), done(*range(10))]
+    cut_and_run_again = [
+        done(*range(5)),
+        done(*range(6)),
+        done(*range(8)),
+        done(*range(9)),
+        done(*range(10)),
+    ]
     follow_run(
-        Played(lambda: None, *cut_and_run_again, finish), tmp_path, log, lambda report: seen.append(report.round)
+        Played(lambda: None, *cut_and_run_again, finish),
+        tmp_path,
+        log,
+        lambda report: seen.append(report.round),
     )
     assert seen == [5, 6, 7, 8, 9]
 
@@ -265,7 +298,9 @@ def test_only_the_server_says_that_a_run_has_finished(capfd):
 
     streamed("hello\nfedcover: finished: runs/x")
     with pytest.raises(RunError, match="its log is above"):
-        streamed("fedcover: round 1: client 3 rejected: its node says: 'fedcover: finished: runs/x'")
+        streamed(
+            "fedcover: round 1: client 3 rejected: its node says: 'fedcover: finished: runs/x'"
+        )
     with pytest.raises(RunError, match=r"^no room$"):
         streamed("fedcover: stopped: no room\nTraceback")
     shown = capfd.readouterr().out
@@ -284,7 +319,9 @@ signal.signal(signal.SIGTERM, stop)
 try: stream_log([sys.executable, "-c", {script!r}], {{}})
 except KeyboardInterrupt: sys.exit(130)
 """
-    with subprocess.Popen([sys.executable, "-c", reader], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", reader], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"
         family = descendants([process.pid])
@@ -298,7 +335,9 @@ def test_functions_beside_the_file_are_found(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(commands, "require", lambda: None)  # these refusals need no Flower
     (tmp_path / "beside_flower.py").write_text("def alternating(view):\n    return {}\n")
-    (tmp_path / "own.toml").write_text('policy = "beside_flower:alternating"\nclients = 4\nactive = 2\n')
+    (tmp_path / "own.toml").write_text(
+        'policy = "beside_flower:alternating"\nclients = 4\nactive = 2\n'
+    )
     with pytest.raises(InvalidValue, match="nodes must be in"):
         commands.up(tmp_path / "own.toml", nodes=99)
     with pytest.raises(InvalidValue, match="nodes must be in"):
@@ -307,13 +346,20 @@ def test_functions_beside_the_file_are_found(tmp_path, monkeypatch):
 
 def test_what_cannot_go_well_is_refused_before_anything_is_started(tmp_path, monkeypatch):
     monkeypatch.setattr(commands, "require", lambda: None)
-    monkeypatch.setattr(commands, "run_local_federation", lambda *given: pytest.fail("a federation is started"))
+    monkeypatch.setattr(
+        commands, "run_local_federation", lambda *given: pytest.fail("a federation is started")
+    )
     wanted = Experiment(clients=4, active=2, rounds=1, epochs=1)
     (tmp_path / "own.toml").write_text(wanted.to_toml())
-    with pytest.raises(InvalidValue, match="device must be one of auto, cpu, cuda, cuda:1; got 'gpu'"):
+    with pytest.raises(
+        InvalidValue, match="device must be one of auto, cpu, cuda, cuda:1; got 'gpu'"
+    ):
         commands.run(tmp_path / "own.toml", device="gpu")
     run(wanted, tmp_path / "run", machine=Machine("flower", "cpu"), engine=ENGINES["sequential"])
-    with Folder(tmp_path / "run").opened(), pytest.raises(RunError, match="run is in use by another process"):
+    with (
+        Folder(tmp_path / "run").opened(),
+        pytest.raises(RunError, match="run is in use by another process"),
+    ):
         commands.up(tmp_path / "run")
 
 

@@ -10,9 +10,15 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 DRIVER = shutil.which("chromedriver")
-MISSING = None if CHROMIUM and DRIVER else "needs chromium and chromedriver (Debian: chromium, chromium-driver)"
+MISSING = (
+    None
+    if CHROMIUM and DRIVER
+    else "needs chromium and chromedriver (Debian: chromium, chromium-driver)"
+)
 
 
 class Browser:
@@ -26,7 +32,9 @@ class Browser:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        self.driver = subprocess.Popen([DRIVER, f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.driver = subprocess.Popen(
+            [DRIVER, f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         self.base = f"http://127.0.0.1:{port}"
         for _ in range(200):
             try:
@@ -34,7 +42,13 @@ class Browser:
                 break
             except OSError:
                 time.sleep(0.05)
-        arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", self.size]
+        arguments = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            self.size,
+        ]
         wanted = {
             "browserName": "chrome",
             "goog:chromeOptions": {"binary": CHROMIUM, "args": arguments},
@@ -61,7 +75,9 @@ class Browser:
 
     def _ask(self, method, path, body=None):
         data = None if method in ("GET", "DELETE") else json.dumps(body or {}).encode()
-        request = urllib.request.Request(self.base + path, data, {"Content-Type": "application/json"}, method=method)
+        request = urllib.request.Request(
+            self.base + path, data, {"Content-Type": "application/json"}, method=method
+        )
         try:
             with urllib.request.urlopen(request, timeout=60) as answer:
                 return json.load(answer)["value"]
@@ -73,7 +89,9 @@ class Browser:
 
     def scheme(self, name):
         """What the system prefers: light or dark."""
-        self.devtools("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
+        self.devtools(
+            "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}]
+        )
 
     def open(self, path):
         self._ask("POST", "/url", {"url": Path(path).resolve().as_uri()})
@@ -93,7 +111,9 @@ class Browser:
     def press(self, *keys):
         """Press keys one after another, on whatever has the focus."""
         actions = [{"type": kind, "value": key} for key in keys for kind in ("keyDown", "keyUp")]
-        self._ask("POST", "/actions", {"actions": [{"type": "key", "id": "keys", "actions": actions}]})
+        self._ask(
+            "POST", "/actions", {"actions": [{"type": "key", "id": "keys", "actions": actions}]}
+        )
 
     def complaints(self):
         """What the console has been told since the last time: errors and warnings."""

@@ -6,7 +6,11 @@ from tests.helpers.runs import TINY
 
 
 def changed(**fields: object) -> list[str]:
-    return [word for key, value in {**TINY, "rounds": 2, **fields}.items() for word in ("--set", f"{key}={value}")]
+    return [
+        word
+        for key, value in {**TINY, "rounds": 2, **fields}.items()
+        for word in ("--set", f"{key}={value}")
+    ]
 
 
 def refused(answer: tuple[int, str, str], code: int, sentence: str) -> None:

@@ -48,7 +48,9 @@ def normalise_back(back_GBHWC, x_GBHWC, weight_GC, mean_GC, scale_GC):
     found = []
     epsilon = (scale_GC**-2 - torch.var(x_GBHWC, (1, 2, 3), correction=0)).mean().item()
     for back, x, weight in zip(back_GBHWC, x_GBHWC, weight_GC, strict=True):
-        leaves = [tensor.detach().requires_grad_() for tensor in (x, weight, torch.zeros_like(weight))]
+        leaves = [
+            tensor.detach().requires_grad_() for tensor in (x, weight, torch.zeros_like(weight))
+        ]
         with torch.enable_grad():
             y = F.batch_norm(first(leaves[0]), None, None, leaves[1], leaves[2], True, 0.1, epsilon)
             found.append(torch.autograd.grad(y, leaves, first(back)))

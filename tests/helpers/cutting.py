@@ -22,9 +22,15 @@ class Layout:
         masks = {}
         for name, tensor in self.params.items():
             mask = torch.zeros(tensor.shape, dtype=torch.bool)
-            for place in torch.cartesian_prod(*map(torch.arange, tensor.shape)).view(-1, tensor.ndim).tolist():
+            for place in (
+                torch.cartesian_prod(*map(torch.arange, tensor.shape))
+                .view(-1, tensor.ndim)
+                .tolist()
+            ):
                 owners = [self.owners[name][axis][i] for axis, i in enumerate(place)]
-                mask[tuple(place)] = all(owner is None or owner[1] in kept[owner[0]] for owner in owners)
+                mask[tuple(place)] = all(
+                    owner is None or owner[1] in kept[owner[0]] for owner in owners
+                )
             masks[name] = mask
         return masks
 
@@ -46,10 +52,14 @@ def layouts(draw: st.DrawFn) -> Layout:
                     continue
                 per_unit = draw(st.integers(1, 2))
                 cuts[piece].append(Cut(name, axis, len(place), per_unit))
-                place += [(f"g{piece}", unit) for unit in range(sizes[piece]) for _ in range(per_unit)]
+                place += [
+                    (f"g{piece}", unit) for unit in range(sizes[piece]) for _ in range(per_unit)
+                ]
             owners[name].append(place)
             shape.append(len(place))
-        params[name] = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+        params[name] = torch.randn(
+            shape, dtype=torch.float64, generator=torch.Generator().manual_seed(number)
+        )
     groups = tuple(UnitGroup(f"g{i}", size, tuple(cuts[i])) for i, size in enumerate(sizes))
     return Layout(groups, params, owners)
 
@@ -58,6 +68,8 @@ def layouts(draw: st.DrawFn) -> Layout:
 def kept_units(draw: st.DrawFn, groups: tuple[UnitGroup, ...]) -> dict[str, list[int]]:
     """For every group a sorted set of units that is not empty."""
     return {
-        group.name: sorted(draw(st.sets(st.integers(0, group.size - 1), min_size=1, max_size=group.size)))
+        group.name: sorted(
+            draw(st.sets(st.integers(0, group.size - 1), min_size=1, max_size=group.size))
+        )
         for group in groups
     }

@@ -18,12 +18,19 @@ def small_disk(place: Path, size: int) -> Iterator[Path]:
     """An empty disk of so many bytes; the test is skipped where none can be had."""
     place.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", place]
-    if not shutil.which("mount") or subprocess.run(command, check=False, capture_output=True).returncode:
-        pytest.skip("a small disk can be mounted only by root, on Linux, where the container allows it")
+    if (
+        not shutil.which("mount")
+        or subprocess.run(command, check=False, capture_output=True).returncode
+    ):
+        pytest.skip(
+            "a small disk can be mounted only by root, on Linux, where the container allows it"
+        )
     try:
         yield place
     finally:
-        subprocess.run(["umount", "-l", place], check=True)  # at once, even if a killed process is still about to end
+        subprocess.run(
+            ["umount", "-l", place], check=True
+        )  # at once, even if a killed process is still about to end
 
 
 def fill(disk: Path, spare: int = 0) -> Path:

@@ -8,7 +8,9 @@ from fedcover.server.round import run_round
 from fedcover.training.engines.sequential import sequential
 from tests.helpers.worlds import same
 
-TORCH_WARNS = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # of itself, while it compiles
+TORCH_WARNS = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning:torch"
+)  # of itself, while it compiles
 
 
 SKEWED = {"dataset": "synthetic(shape=(1, 3, 4), classes=5, samples=7, test_size=50, skew=0.8)"}

@@ -18,14 +18,21 @@ class Configured(nn.Module):
     def __init__(self, settings):
         super().__init__()
         self.settings = settings
-        self.qkv, self.out = nn.Linear(settings.width, 3 * settings.width), nn.Linear(settings.width, settings.width)
+        self.qkv, self.out = (
+            nn.Linear(settings.width, 3 * settings.width),
+            nn.Linear(settings.width, settings.width),
+        )
 
     def forward(self, x):
         B, T, C = x.shape
         heads = self.settings.heads
         parts = self.qkv(x).split(self.settings.width, -1)
-        q, k, v = (part.view(B, T, heads, self.settings.width // heads).transpose(1, 2) for part in parts)
-        return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, T, C))
+        q, k, v = (
+            part.view(B, T, heads, self.settings.width // heads).transpose(1, 2) for part in parts
+        )
+        return x + self.out(
+            F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, T, C)
+        )
 
 
 class Written(nn.Module):
@@ -58,12 +65,18 @@ REFUSED = {
         r"'softmax' in the model \(Written\).*mixes",
     ),
     "largest unit": (
-        lambda: Written(lambda m, x: m.a(x).amax(-1, True) * m.b(x), a=nn.Linear(5, 6), b=nn.Linear(5, 2)),
+        lambda: Written(
+            lambda m, x: m.a(x).amax(-1, True) * m.b(x), a=nn.Linear(5, 6), b=nn.Linear(5, 2)
+        ),
         X,
         "'amax'.*reduces",
     ),
     "sigmoid summed over units": (
-        lambda: Written(lambda m, x: m.a(x).sigmoid().sum(-1, True) * m.b(x), a=nn.Linear(5, 6), b=nn.Linear(5, 2)),
+        lambda: Written(
+            lambda m, x: m.a(x).sigmoid().sum(-1, True) * m.b(x),
+            a=nn.Linear(5, 6),
+            b=nn.Linear(5, 2),
+        ),
         X,
         "cutting 'a'.*'sum' in the model",
     ),
@@ -73,7 +86,10 @@ REFUSED = {
         "cutting 'a'.*'randn_like'",
     ),
     "recurrent layer that reads units along time": (
-        lambda: Written(lambda m, x: m.b(m.r(m.a(x).transpose(1, 2))[0]), **two(r=nn.LSTM(4, 6, batch_first=True))),
+        lambda: Written(
+            lambda m, x: m.b(m.r(m.a(x).transpose(1, 2))[0]),
+            **two(r=nn.LSTM(4, 6, batch_first=True)),
+        ),
         SEQUENCE,
         r"'lstm' in module 'r' \(LSTM\): units lie along another axis.*whole=\('a',\)",
     ),
@@ -89,7 +105,10 @@ REFUSED = {
     ),
     "permuted units": (
         lambda: Written(
-            lambda m, x: m.c(m.b(m.a(x)) + m.a(x).flip(-1)), a=nn.Linear(5, 6), b=nn.Linear(6, 6), c=nn.Linear(6, 2)
+            lambda m, x: m.c(m.b(m.a(x)) + m.a(x).flip(-1)),
+            a=nn.Linear(5, 6),
+            b=nn.Linear(6, 6),
+            c=nn.Linear(6, 2),
         ),
         X,
         "another order",
@@ -173,7 +192,9 @@ ACCEPTED = {
     ),
     "unfolded and folded again": (
         lambda: Written(
-            lambda m, x: m.b(F.fold(F.unfold(m.a(x), 3, padding=1, stride=2), 8, 3, padding=1, stride=2)),
+            lambda m, x: m.b(
+                F.fold(F.unfold(m.a(x), 3, padding=1, stride=2), 8, 3, padding=1, stride=2)
+            ),
             a=nn.Conv2d(3, 6, 1),
             b=nn.Conv2d(6, 2, 1),
         ),
@@ -192,7 +213,10 @@ ACCEPTED = {
     ),
     "positions that are looked up as one-hot": (
         lambda: Written(
-            lambda m, x: m.b(m.a(x) + F.one_hot(torch.arange(x.shape[1]), num_classes=m.most).to(m.table) @ m.table),
+            lambda m, x: m.b(
+                m.a(x)
+                + F.one_hot(torch.arange(x.shape[1]), num_classes=m.most).to(m.table) @ m.table
+            ),
             **two(table=nn.Parameter(torch.randn(9, 6)), most=9),
         ),
         SEQUENCE,
@@ -203,52 +227,93 @@ ACCEPTED = {
         SEQUENCE,
         {"a": 6},
     ),
-    "sigmoid into a layer that is cut": (lambda: Written(lambda m, x: m.b(m.a(x).sigmoid()), **two()), X, {"a": 6}),
-    "softmax of the outputs": (lambda: Written(lambda m, x: m.b(m.a(x).relu()).softmax(-1), **two()), X, {"a": 6}),
+    "sigmoid into a layer that is cut": (
+        lambda: Written(lambda m, x: m.b(m.a(x).sigmoid()), **two()),
+        X,
+        {"a": 6},
+    ),
+    "softmax of the outputs": (
+        lambda: Written(lambda m, x: m.b(m.a(x).relu()).softmax(-1), **two()),
+        X,
+        {"a": 6},
+    ),
     "mean over units": (
-        lambda: Written(lambda m, x: m.a(x).mean(-1, True) * m.b(x), a=nn.Linear(5, 6), b=nn.Linear(5, 2)),
+        lambda: Written(
+            lambda m, x: m.a(x).mean(-1, True) * m.b(x), a=nn.Linear(5, 6), b=nn.Linear(5, 2)
+        ),
         X,
         {"a": 6},
     ),
     "a norm by hand": (
         lambda: Written(
-            lambda m, x: m.b((y := m.a(x)) - y.mean(-1, keepdim=True) / (y.std(-1, keepdim=True) + 1e-6)), **two()
+            lambda m, x: m.b(
+                (y := m.a(x)) - y.mean(-1, keepdim=True) / (y.std(-1, keepdim=True) + 1e-6)
+            ),
+            **two(),
         ),
         X,
         {"a": 6},
     ),
-    "gates": (lambda: Written(lambda m, x: m.b(F.glu(m.a(x))), a=nn.Linear(5, 8), b=nn.Linear(4, 2)), X, {"a": 4}),
+    "gates": (
+        lambda: Written(lambda m, x: m.b(F.glu(m.a(x))), a=nn.Linear(5, 8), b=nn.Linear(4, 2)),
+        X,
+        {"a": 4},
+    ),
     "halves": (
-        lambda: Written(lambda m, x: m.b(torch.maximum(*m.a(x).chunk(2, 1))), a=nn.Linear(5, 8), b=nn.Linear(4, 2)),
+        lambda: Written(
+            lambda m, x: m.b(torch.maximum(*m.a(x).chunk(2, 1))),
+            a=nn.Linear(5, 8),
+            b=nn.Linear(4, 2),
+        ),
         X,
         {"a": 4},
     ),
     "a written size": (
-        lambda: Written(lambda m, x: m.b(m.a(x).view(3, 2, 3).sum(1)), a=nn.Linear(5, 6), b=nn.Linear(3, 2)),
+        lambda: Written(
+            lambda m, x: m.b(m.a(x).view(3, 2, 3).sum(1)), a=nn.Linear(5, 6), b=nn.Linear(3, 2)
+        ),
         X,
         {},
     ),
     "a free size": (
-        lambda: Written(lambda m, x: m.b(m.a(x).view(3, 2, -1).sum(1)), a=nn.Linear(5, 6), b=nn.Linear(3, 2)),
+        lambda: Written(
+            lambda m, x: m.b(m.a(x).view(3, 2, -1).sum(1)), a=nn.Linear(5, 6), b=nn.Linear(3, 2)
+        ),
         X,
         {"a": 3},
     ),
-    "a slice": (lambda: Written(lambda m, x: m.b(m.a(x)[:, 2:]), a=nn.Linear(5, 8), b=nn.Linear(6, 2)), X, {"a": 6}),
-    "picked units": (lambda: Written(lambda m, x: m.b(m.a(x)[:, [0, 2]]), a=nn.Linear(5, 8), b=nn.Linear(2, 2)), X, {}),
+    "a slice": (
+        lambda: Written(lambda m, x: m.b(m.a(x)[:, 2:]), a=nn.Linear(5, 8), b=nn.Linear(6, 2)),
+        X,
+        {"a": 6},
+    ),
+    "picked units": (
+        lambda: Written(lambda m, x: m.b(m.a(x)[:, [0, 2]]), a=nn.Linear(5, 8), b=nn.Linear(2, 2)),
+        X,
+        {},
+    ),
     "a table of places": (
-        lambda: Written(lambda m, x: m.b(m.a(x) + m.p[:, : x.shape[1]]), **two(p=nn.Parameter(torch.randn(1, 9, 6)))),
+        lambda: Written(
+            lambda m, x: m.b(m.a(x) + m.p[:, : x.shape[1]]),
+            **two(p=nn.Parameter(torch.randn(1, 9, 6))),
+        ),
         SEQUENCE,
         {"a": 6},
     ),
     "weights without layers": (
         lambda: Written(
-            lambda m, x: (x @ m.v).relu() @ m.w, v=nn.Parameter(torch.randn(5, 6)), w=nn.Parameter(torch.randn(6, 2))
+            lambda m, x: (x @ m.v).relu() @ m.w,
+            v=nn.Parameter(torch.randn(5, 6)),
+            w=nn.Parameter(torch.randn(6, 2)),
         ),
         X,
         {"v": 6},
     ),
     "a start of its own size": (
-        lambda: Written(lambda m, x: m.b(m.a(x) + m.c(torch.zeros(len(x), m.size))), **two(c=nn.Linear(6, 6), size=6)),
+        lambda: Written(
+            lambda m, x: m.b(m.a(x) + m.c(torch.zeros(len(x), m.size))),
+            **two(c=nn.Linear(6, 6), size=6),
+        ),
         X,
         {"a": 6, "c": 6},
     ),
@@ -278,7 +343,9 @@ ACCEPTED = {
         {"0": 3},
     ),
     "unflattened channels": (
-        lambda: nn.Sequential(nn.Linear(5, 24), nn.Unflatten(1, (6, 2, 2)), nn.ConvTranspose2d(6, 2, 2)),
+        lambda: nn.Sequential(
+            nn.Linear(5, 24), nn.Unflatten(1, (6, 2, 2)), nn.ConvTranspose2d(6, 2, 2)
+        ),
         X,
         {"0": 6},
     ),
@@ -294,12 +361,16 @@ ACCEPTED = {
         {"0": 4, "2": 6},
     ),
     "a layer norm without weights": (
-        lambda: nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8, elementwise_affine=False), nn.Linear(8, 2)),
+        lambda: nn.Sequential(
+            nn.Linear(5, 8), nn.LayerNorm(8, elementwise_affine=False), nn.Linear(8, 2)
+        ),
         X,
         {"0": 8},
     ),
     "a grouped transposed convolution": (
-        lambda: nn.Sequential(nn.Conv2d(3, 6, 1), nn.ConvTranspose2d(6, 12, 2, groups=3), nn.Conv2d(12, 2, 1)),
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 6, 1), nn.ConvTranspose2d(6, 12, 2, groups=3), nn.Conv2d(12, 2, 1)
+        ),
         PICTURE,
         {"0": 3},
     ),
@@ -320,7 +391,9 @@ ACCEPTED = {
         {"a": 4, "c": 6, "m.out_proj": 8},
     ),
     "attention by einsum": (
-        lambda: Written(by_einsum, **{key: nn.Linear(5, 8) for key in "qkv"}, o=nn.Linear(8, 2), heads=4),
+        lambda: Written(
+            by_einsum, **{key: nn.Linear(5, 8) for key in "qkv"}, o=nn.Linear(8, 2), heads=4
+        ),
         SEQUENCE,
         {"q": 4},
     ),
@@ -330,7 +403,9 @@ ACCEPTED = {
         {"a": 6},
     ),
     "several outputs": (
-        lambda: Written(lambda m, x: {"one": m.b(m.a(x)), "two": [m.c(m.a(x))]}, **two(c=nn.Linear(6, 3))),
+        lambda: Written(
+            lambda m, x: {"one": m.b(m.a(x)), "two": [m.c(m.a(x))]}, **two(c=nn.Linear(6, 3))
+        ),
         X,
         {"a": 6},
     ),
@@ -341,7 +416,9 @@ ACCEPTED = {
     ),
     "log sigmoid": (lambda: Written(lambda m, x: m.b(F.logsigmoid(m.a(x))), **two()), X, {"a": 6}),
     "weight norm of linear layers": (
-        lambda: nn.Sequential(normed(nn.Linear(5, 6, bias=False)), nn.ReLU(), normed(nn.Linear(6, 2, bias=False))),
+        lambda: nn.Sequential(
+            normed(nn.Linear(5, 6, bias=False)), nn.ReLU(), normed(nn.Linear(6, 2, bias=False))
+        ),
         X,
         {"0": 6},
     ),
@@ -356,7 +433,9 @@ ACCEPTED = {
         {"0": 6, "1": 5, "2": 4},
     ),
     "standardised weights": (
-        lambda: nn.Sequential(Standardised(3, 6, 3), nn.ReLU(), Standardised(6, 5, 3), nn.Conv2d(5, 2, 1)),
+        lambda: nn.Sequential(
+            Standardised(3, 6, 3), nn.ReLU(), Standardised(6, 5, 3), nn.Conv2d(5, 2, 1)
+        ),
         PICTURE,
         {"0": 6, "2": 5},
     ),

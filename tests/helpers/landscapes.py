@@ -51,11 +51,17 @@ def random_problem(seed, *, equal_data, noisy=True, weighted=False):
     root = torch.randn(count, size, size, generator=g, dtype=torch.float64)
     hessian = root @ root.mT if number(0, 1) else root + root.mT
     centre = torch.randn(count, size, generator=g, dtype=torch.float64)
-    noise = torch.randn(clients, steps, size, generator=g, dtype=torch.float64) * noisy * number(0, 3)
+    noise = (
+        torch.randn(clients, steps, size, generator=g, dtype=torch.float64) * noisy * number(0, 3)
+    )
     mask = torch.rand(clients, size, generator=g) < 0.6
     theta = torch.randn(size, generator=g, dtype=torch.float64) * number(1, 3)
     momentum = (0.0, 0.5, 0.9)[number(0, 2)]
-    weight = torch.rand(clients, generator=g, dtype=torch.float64) + 0.1 if weighted else torch.ones(clients)
+    weight = (
+        torch.rand(clients, generator=g, dtype=torch.float64) + 0.1
+        if weighted
+        else torch.ones(clients)
+    )
     return Problem(
         hessian.expand(clients, -1, -1), centre.expand(clients, -1), noise, mask, theta, 1.0,
         LocalSteps(steps, momentum), weight.double(),
@@ -99,7 +105,9 @@ def one_round(problem):
         velocity = torch.zeros_like(theta)
         path, taken = [], []
         for t in range(steps):
-            g = (gradient_at(problem, n, theta) + signs_SNT[:, n, t, None] * problem.noise_NTP[n, t]) * m
+            g = (
+                gradient_at(problem, n, theta) + signs_SNT[:, n, t, None] * problem.noise_NTP[n, t]
+            ) * m
             path.append(theta)
             taken.append(g)
             velocity = problem.steps.momentum * velocity + g
@@ -128,7 +136,9 @@ def masks_say(problem, full_gradient):
                for n in range(len(problem.mask_NP))]  # fmt: skip
     pruned_energy = (problem.theta_P * ~problem.mask_NP).square().sum(1).tolist()
     counts = problem.mask_NP.sum(0)
-    mean = sum(problem.shares[n] * gradient_at(problem, n, problem.theta_P) for n in range(len(largest)))
+    mean = sum(
+        problem.shares[n] * gradient_at(problem, n, problem.theta_P) for n in range(len(largest))
+    )
     return RoundQuantities(
         lr=problem.lr, inverse_coverage=tuple(largest), pruned_energy=tuple(pruned_energy), gamma=int(counts[counts > 0].min()),
         energy=float(problem.theta_P.square().sum()), gradient=float(full_gradient[problem.covered].square().sum()),

@@ -16,9 +16,13 @@ from fedcover.server.round_setup import Setup
 from fedcover.types import Client, Reduction, State
 
 
-def reference_round(setup: Setup, state: State, work: list[tuple[Client, Reduction]]) -> dict[str, Tensor]:
+def reference_round(
+    setup: Setup, state: State, work: list[tuple[Client, Reduction]]
+) -> dict[str, Tensor]:
     """The global parameters after one round in which these clients train their masks."""
-    trained = [(client, *train_masked(setup, state, client, reduction)) for client, reduction in work]
+    trained = [
+        (client, *train_masked(setup, state, client, reduction)) for client, reduction in work
+    ]
     new: dict[str, Tensor] = {}
     for name, old in state.params.items():
         entries = []
@@ -46,7 +50,8 @@ def train_masked(
     shard = task.source.shard(client.id)
     for epoch in range(local.epochs):
         order = torch.randperm(
-            len(shard.index), generator=generator(task.seed, "shuffle", state.round, client.id, epoch)
+            len(shard.index),
+            generator=generator(task.seed, "shuffle", state.round, client.id, epoch),
         )
         for start in range(0, len(order), local.batch_size):
             rows = shard.index[order[start : start + local.batch_size]]
@@ -57,7 +62,10 @@ def train_masked(
             gradient = {name: g * masks[name] for name, g in zip(leaves, gradients, strict=True)}
             if local.clip is not None:
                 length = sum(g.square().sum() for g in gradient.values()) ** 0.5
-                gradient = {name: g * min(1.0, local.clip / float(length + 1e-6)) for name, g in gradient.items()}
+                gradient = {
+                    name: g * min(1.0, local.clip / float(length + 1e-6))
+                    for name, g in gradient.items()
+                }
             for name in params:
                 step = gradient[name] + local.weight_decay * params[name]
                 velocity[name] = local.momentum * velocity[name] + step
@@ -73,7 +81,9 @@ def dense_module(module: nn.Module, masks: dict[str, Tensor], scaler: bool) -> n
             layer.running_mean = layer.running_var = layer.num_batches_tracked = None
             layer.track_running_stats = False
         if scaler and isinstance(layer, Scaler):
-            rows = masks[layer.of].flatten(1).any(1) if masks[layer.of].ndim > 1 else masks[layer.of]
+            rows = (
+                masks[layer.of].flatten(1).any(1) if masks[layer.of].ndim > 1 else masks[layer.of]
+            )
             layer.factor = len(rows) / int(rows.sum())
     return dense
 

@@ -9,7 +9,9 @@ from tests.helpers.made_up import made_up_run, on_flower
 
 
 def data_of(path):
-    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', path.read_text())[1])
+    return json.loads(
+        re.search(r'<script type="application/json" id="data">(.*?)</script>', path.read_text())[1]
+    )
 
 
 def report(tmp_path, *folders):
@@ -32,7 +34,9 @@ def attacked(folder):
         )
     (folder / "experiment.toml").write_text(toml)
     (folder / "manifest.json").write_text(json.dumps({"commit": ATTACK, "custom": [ATTACK]}))
-    (folder / "certificate.json").write_text(json.dumps({"kind": ATTACK, ATTACK: [{ATTACK: ATTACK}]}))
+    (folder / "certificate.json").write_text(
+        json.dumps({"kind": ATTACK, ATTACK: [{ATTACK: ATTACK}]})
+    )
     lines = read_lines(folder / "metrics.jsonl")
     for line in lines:
         line["pictures"]["layers"] = {ATTACK: [3, 3], "b": [2, 2]}

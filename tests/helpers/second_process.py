@@ -40,7 +40,9 @@ def tensors_of(state):
 
 def digest(state):
     """A number for every bit of a state."""
-    content = {name: tensor.contiguous().numpy().tobytes() for name, tensor in tensors_of(state).items()}
+    content = {
+        name: tensor.contiguous().numpy().tobytes() for name, tensor in tensors_of(state).items()
+    }
     return hashlib.sha256(repr(sorted(content.items())).encode()).hexdigest()
 
 
@@ -78,4 +80,6 @@ def main():
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # as the product's own processes end: threads of the network may not survive an orderly exit
+    os._exit(
+        0
+    )  # as the product's own processes end: threads of the network may not survive an orderly exit

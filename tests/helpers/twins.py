@@ -43,14 +43,17 @@ def working(setup: Setup, state: State) -> list[tuple[Client, Reduction]]:
     return [
         (client, part)
         for client, part in sorted(planned, key=lambda pair: pair[0].id)
-        if part is not None and not drops_out(client.id, setup.drop_out, setup.task.seed, state.round)
+        if part is not None
+        and not drops_out(client.id, setup.drop_out, setup.task.seed, state.round)
     ]
 
 
 def slow_round(setup: Setup, state: State, twin) -> tuple[Tensors, list[tuple[Client, Slow]]]:
     """The global parameters after a round, by loops, and what every client made."""
     made = [(client, twin(setup, state, client, part)) for client, part in working(setup, state)]
-    weigh = {"uniform": lambda client: 1.0, "samples": lambda client: float(client.samples)}[setup.weights]
+    weigh = {"uniform": lambda client: 1.0, "samples": lambda client: float(client.samples)}[
+        setup.weights
+    ]
     parts = [(slow.params, slow.counts, weigh(client)) for client, slow in made]
     return combined(state.params, parts, weighted_mean), made
 
@@ -101,7 +104,9 @@ def trimmed(share):
 # ── local training ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def steps_of(setup: Setup, state: State, client: Client, start: Tensors, held: Tensors, gradient_of) -> Tensors:
+def steps_of(
+    setup: Setup, state: State, client: Client, start: Tensors, held: Tensors, gradient_of
+) -> Tensors:
     """T epochs of SGD on dense tensors; `gradient_of(step, params, x, y)` says what a step goes down."""
     task, local = setup.task, setup.task.local
     params, velocity = dict(start), {name: torch.zeros_like(p) for name, p in start.items()}
@@ -122,14 +127,18 @@ def steps_of(setup: Setup, state: State, client: Client, start: Tensors, held: T
 
 def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
     """The mean over samples of log(sum of e^z) - z of the right label."""
-    losses = [torch.log(z.exp().sum()) - z[label] for z, label in zip(logits, y.tolist(), strict=True)]
+    losses = [
+        torch.log(z.exp().sum()) - z[label] for z, label in zip(logits, y.tolist(), strict=True)
+    ]
     return torch.stack(losses).mean()
 
 
 def gradients(module, params: Tensors, x: Tensor, loss_of) -> Tensors:
     """The derivative of a loss of the logits by every parameter."""
     leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
-    found = torch.autograd.grad(loss_of(functional_call(module, leaves, (x,))), list(leaves.values()))
+    found = torch.autograd.grad(
+        loss_of(functional_call(module, leaves, (x,))), list(leaves.values())
+    )
     return dict(zip(leaves, found, strict=True))
 
 
@@ -160,7 +169,10 @@ def prox(mu: float):
 
     def twin(setup, state, client, part) -> Slow:
         held = part.mask(state.params)
-        module, sent = dense_module(setup.task.model.module, held, False), cut_to(held, state.params)
+        module, sent = (
+            dense_module(setup.task.model.module, held, False),
+            cut_to(held, state.params),
+        )
 
         def gradient_of(step, params, x, y):
             found = gradients(module, params, x, lambda z: cross_entropy(z, y))
@@ -177,7 +189,9 @@ def mask_absent_labels(absent: str, rows: bool):
     def twin(setup, state, client, part) -> Slow:
         held = part.mask(state.params)
         module = dense_module(setup.task.model.module, held, setup.task.scaler)
-        lacking = [label for label in range(setup.task.source.classes) if label not in client.labels]
+        lacking = [
+            label for label in range(setup.task.source.classes) if label not in client.labels
+        ]
 
         def loss_of(logits, y):
             total = 0.0
@@ -212,11 +226,15 @@ def fjord(widths: tuple[float, ...], distil: float = 0.0):
     def twin(setup, state, client, part) -> Slow:
         model, local = setup.task.model, setup.task.local
         held = part.mask(state.params)
-        levels = [width for width in sorted(widths) if width <= client.capacity + 1e-9] or [client.capacity]
+        levels = [width for width in sorted(widths) if width <= client.capacity + 1e-9] or [
+            client.capacity
+        ]
         inner = [_prefix(model.groups, level) for level in levels]
         rows = len(setup.task.source.shard(client.id).index)
         draw = generator(setup.task.seed, "fjord", state.round, client.id)
-        drawn = torch.randint(len(levels), (local.epochs * math.ceil(rows / local.batch_size),), generator=draw)
+        drawn = torch.randint(
+            len(levels), (local.epochs * math.ceil(rows / local.batch_size),), generator=draw
+        )
 
         def small_model(params, slices):
             small = use_batch_statistics(submodel(model.module, slices, params)).train()
@@ -252,7 +270,9 @@ def fjord(widths: tuple[float, ...], distil: float = 0.0):
 
 
 def _prefix(groups, width: float) -> Slices:
-    return Slices(groups, {g.name: torch.arange(max(1, math.floor(width * g.size + 1e-9))) for g in groups})
+    return Slices(
+        groups, {g.name: torch.arange(max(1, math.floor(width * g.size + 1e-9))) for g in groups}
+    )
 
 
 def running_statistics(setup: Setup, state: State, client: Client, writes) -> Tensors:
@@ -265,7 +285,11 @@ def running_statistics(setup: Setup, state: State, client: Client, writes) -> Te
         return {name: torch.zeros_like(p) for name, p in params.items()}
 
     steps_of(setup, state, client, state.params, state.params, gradient_of)
-    return {name: t for name, t in module.named_buffers() if name.endswith(("running_mean", "running_var"))}
+    return {
+        name: t
+        for name, t in module.named_buffers()
+        if name.endswith(("running_mean", "running_var"))
+    }
 
 
 # ── Hermes, FedMask, FIARSE ─────────────────────────────────────────────────────────────────────────────
@@ -289,7 +313,8 @@ def hermes(step: float, good_enough: float):
         )  # fmt: skip
         shard = setup.task.source.shard(client.id)
         right = (
-            functional_call(module, params, (shard.samples.x[shard.index],)).argmax(1) == shard.samples.y[shard.index]
+            functional_call(module, params, (shard.samples.x[shard.index],)).argmax(1)
+            == shard.samples.y[shard.index]
         )
         if right.double().mean() >= good_enough:
             kept[client.id] = _after_pruning(model.groups, params, mine, client.capacity, step)
@@ -311,12 +336,18 @@ def _owned(groups, params):
 def _after_pruning(groups, params, mine, capacity, step):
     length = {(group.name, unit): 0.0 for group in groups for unit in range(group.size)}
     for group, cut, unit, place in _owned(groups, params):
-        length[group.name, unit] += float((params[cut.tensor].index_select(cut.axis, torch.tensor(place)) ** 2).sum())
+        length[group.name, unit] += float(
+            (params[cut.tensor].index_select(cut.axis, torch.tensor(place)) ** 2).sum()
+        )
     after = {}
     for group in groups:
-        longest_first = sorted(mine[group.name], key=lambda unit, name=group.name: -length[name, unit])
+        longest_first = sorted(
+            mine[group.name], key=lambda unit, name=group.name: -length[name, unit]
+        )
         goal = max(1, math.floor(capacity * group.size + 1e-9))
-        after[group.name] = sorted(longest_first[: max(goal, math.floor(len(mine[group.name]) * (1 - step) + 1e-9))])
+        after[group.name] = sorted(
+            longest_first[: max(goal, math.floor(len(mine[group.name]) * (1 - step) + 1e-9))]
+        )
     return after
 
 
@@ -326,16 +357,24 @@ def fedmask(original, start: float, threshold: float):
 
     def twin(setup, state, client, part) -> Slow:
         held = part.mask(state.params)
-        shape = {name: held.get(name, torch.ones_like(p, dtype=torch.bool)) for name, p in weights.items()}
+        shape = {
+            name: held.get(name, torch.ones_like(p, dtype=torch.bool))
+            for name, p in weights.items()
+        }
         module = dense_module(original, shape, False)
 
         def gradient_of(step, scores, x, y):
-            used = {n: w * (scores[n] >= threshold) if n in scores else w for n, w in weights.items()}
+            used = {
+                n: w * (scores[n] >= threshold) if n in scores else w for n, w in weights.items()
+            }
             found = gradients(module, used, x, lambda z: cross_entropy(z, y))
             return {name: found[name] * weights[name] for name in scores}
 
         scores = steps_of(setup, state, client, cut_to(held, state.params), held, gradient_of)
-        return Slow({name: torch.where(s >= threshold, start, 0.0).double() for name, s in scores.items()}, held)
+        return Slow(
+            {name: torch.where(s >= threshold, start, 0.0).double() for name, s in scores.items()},
+            held,
+        )
 
     return twin
 
@@ -345,16 +384,32 @@ def fiarse(scope: str, surrogate: bool = True):
 
     def twin(setup, state, client, part) -> Slow:
         held, prunable = part.mask(state.params), setup.task.model.prunable
-        module, start = dense_module(setup.task.model.module, held, False), cut_to(held, state.params)
-        layers = {name: float(start[name][held[name]].abs().min()) for name in prunable if held[name].any()}
-        tau = {name: layers.get(name, math.inf) if scope == "layer" else min(layers.values()) for name in prunable}
+        module, start = (
+            dense_module(setup.task.model.module, held, False),
+            cut_to(held, state.params),
+        )
+        layers = {
+            name: float(start[name][held[name]].abs().min())
+            for name in prunable
+            if held[name].any()
+        }
+        tau = {
+            name: layers.get(name, math.inf) if scope == "layer" else min(layers.values())
+            for name in prunable
+        }
 
         def gradient_of(step, params, x, y):
             mask = {name: params[name].abs() >= tau[name] for name in prunable}
             used = {name: p * mask[name] if name in prunable else p for name, p in params.items()}
             found = gradients(module, used, x, lambda z: cross_entropy(z, y))
             for name in prunable:
-                slope = params[name].sign() * 2 * tau[name] / (params[name].abs() + tau[name]) ** 2 * surrogate
+                slope = (
+                    params[name].sign()
+                    * 2
+                    * tau[name]
+                    / (params[name].abs() + tau[name]) ** 2
+                    * surrogate
+                )
                 found[name] = found[name] * torch.where(mask[name], 1 + params[name] * slope, 0.0)
             return found
 

@@ -13,16 +13,28 @@ from fedcover.types import Samples, Shard, State
 
 SMALL_MODELS = {
     "mlp": ("mlp(hidden=[8, 6])", "synthetic(shape=(1, 3, 4), classes=3, samples=7, test_size=50)"),
-    "cnn": ("cnn(channels=[4, 6], hidden=8)", "synthetic(shape=(1, 8, 8), classes=3, samples=7, test_size=50)"),
-    "wide_resnet": ("wide_resnet(depth=10, widen=1)", "synthetic(shape=(3, 8, 8), classes=3, samples=7, test_size=50)"),
-    "preact_resnet18": ("preact_resnet18(width=4)", "synthetic(shape=(3, 16, 16), classes=3, samples=7, test_size=50)"),
+    "cnn": (
+        "cnn(channels=[4, 6], hidden=8)",
+        "synthetic(shape=(1, 8, 8), classes=3, samples=7, test_size=50)",
+    ),
+    "wide_resnet": (
+        "wide_resnet(depth=10, widen=1)",
+        "synthetic(shape=(3, 8, 8), classes=3, samples=7, test_size=50)",
+    ),
+    "preact_resnet18": (
+        "preact_resnet18(width=4)",
+        "synthetic(shape=(3, 16, 16), classes=3, samples=7, test_size=50)",
+    ),
     "depth_resnet": (
         "depth_resnet(width=4, stages=4, blocks=1)",
         "synthetic(shape=(3, 16, 16), classes=3, samples=7, test_size=50)",
     ),
     "transformer": ("transformer(width=8, heads=4, blocks=1, hidden=8)", "characters"),
     "lstm": ("lstm(embedding=4, hidden=6)", "characters"),
-    "lora": ("lora(hidden=[8], rank=4)", "synthetic(shape=(1, 3, 4), classes=3, samples=7, test_size=50)"),
+    "lora": (
+        "lora(hidden=[8], rank=4)",
+        "synthetic(shape=(1, 3, 4), classes=3, samples=7, test_size=50)",
+    ),
     "softmax": ("softmax", "synthetic(shape=(1, 3, 4), classes=3, samples=7, test_size=50)"),
 }
 """Every model of the table in a size for tests, with data of its shape."""
@@ -69,10 +81,16 @@ def world(model: str = "mlp", /, **fields: object) -> tuple[Setup, State]:
     return setup, initial_state(setup)
 
 
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], tolerance: float = 0.0) -> None:
+def same(
+    left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], tolerance: float = 0.0
+) -> None:
     """Check that two sets of tensors agree, by name and value."""
     assert left.keys() == right.keys()
     for name in left:
         torch.testing.assert_close(
-            left[name], right[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            left[name],
+            right[name],
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda m, n=name: f"{n}: {m}",
         )

@@ -17,7 +17,11 @@ class VGG(nn.Module):
             if width == "pool":
                 layers.append(nn.MaxPool2d(2))
             else:
-                layers += [nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
+                layers += [
+                    nn.Conv2d(channels, width, 3, padding=1),
+                    nn.BatchNorm2d(width),
+                    nn.ReLU(inplace=True),
+                ]
                 channels = width
         self.features = nn.Sequential(*layers)
         self.avgpool = nn.AdaptiveAvgPool2d((2, 2))
@@ -42,7 +46,9 @@ class Bottleneck(nn.Module):
         self.conv3, self.bn3 = nn.Conv2d(width, out, 1, bias=False), nn.BatchNorm2d(out)
         self.relu, self.downsample = nn.ReLU(inplace=True), None
         if stride != 1 or fan_in != out:
-            self.downsample = nn.Sequential(nn.Conv2d(fan_in, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+            self.downsample = nn.Sequential(
+                nn.Conv2d(fan_in, out, 1, stride, bias=False), nn.BatchNorm2d(out)
+            )
 
     def forward(self, x):
         identity = x if self.downsample is None else self.downsample(x)
@@ -60,7 +66,9 @@ class ResNet(nn.Module):
         super().__init__()
         self.conv1, self.bn1 = nn.Conv2d(3, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6)
         self.relu, self.maxpool = nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)
-        self.layer1 = nn.Sequential(Bottleneck(6, 4, groups=groups), Bottleneck(8, 4, groups=groups))
+        self.layer1 = nn.Sequential(
+            Bottleneck(6, 4, groups=groups), Bottleneck(8, 4, groups=groups)
+        )
         self.layer2 = nn.Sequential(Bottleneck(8, 8, 2, groups), Bottleneck(16, 8, groups=groups))
         self.avgpool, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(16, 5)
 
@@ -127,7 +135,11 @@ class ViTBlock(nn.Module):
 
     def __init__(self, dim, heads):
         super().__init__()
-        self.norm1, self.attn, self.norm2 = nn.LayerNorm(dim), Attention(dim, heads), nn.LayerNorm(dim)
+        self.norm1, self.attn, self.norm2 = (
+            nn.LayerNorm(dim),
+            Attention(dim, heads),
+            nn.LayerNorm(dim),
+        )
         self.mlp = nn.Sequential(nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim))
         self.gamma = nn.Parameter(0.1 * torch.ones(dim))
 
@@ -169,7 +181,9 @@ class CausalSelfAttention(nn.Module):
         k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
         q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
         v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0, is_causal=True)
+        y = F.scaled_dot_product_attention(
+            q, k, v, dropout_p=self.dropout if self.training else 0, is_causal=True
+        )
         return self.c_proj(y.transpose(1, 2).contiguous().view(B, T, C))
 
 
@@ -180,7 +194,9 @@ class FreeAttention(nn.Module):
         super().__init__()
         self.qkv, self.proj = nn.Linear(n_embd, 3 * n_embd), nn.Linear(n_embd, n_embd)
         self.num_heads = num_heads
-        self.register_buffer("mask", torch.tril(torch.ones(8, 8)).view(1, 1, 8, 8), persistent=False)
+        self.register_buffer(
+            "mask", torch.tril(torch.ones(8, 8)).view(1, 1, 8, 8), persistent=False
+        )
 
     def forward(self, x):
         B, T, _ = x.shape
@@ -197,7 +213,11 @@ class GPTBlock(nn.Module):
 
     def __init__(self, n_embd, n_head, attention):
         super().__init__()
-        self.ln_1, self.attn, self.ln_2 = nn.LayerNorm(n_embd), attention(n_embd, n_head), nn.LayerNorm(n_embd)
+        self.ln_1, self.attn, self.ln_2 = (
+            nn.LayerNorm(n_embd),
+            attention(n_embd, n_head),
+            nn.LayerNorm(n_embd),
+        )
         self.c_fc, self.c_proj = nn.Linear(n_embd, 4 * n_embd), nn.Linear(4 * n_embd, n_embd)
 
     def forward(self, x):
@@ -254,7 +274,9 @@ class Llama(nn.Module):
     def rotate(self, x):
         angles = torch.outer(torch.arange(x.shape[2]).to(x), torch.tensor([1.0, 0.1]).to(x))
         a, b = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
-        return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], dim=-1)
+        return torch.cat(
+            [a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], dim=-1
+        )
 
     def repeat(self, x):
         b, h, t, d = x.shape
@@ -281,7 +303,8 @@ class Encoder(nn.Module):
         super().__init__()
         self.embed = nn.Linear(5, dim)
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(dim, heads, 16, batch_first=True, norm_first=first) for first in (True, False)
+            nn.TransformerEncoderLayer(dim, heads, 16, batch_first=True, norm_first=first)
+            for first in (True, False)
         )
         self.head = nn.Linear(dim, 4)
 
@@ -298,7 +321,9 @@ class UNet(nn.Module):
     def __init__(self):
         super().__init__()
         self.down1 = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(4, 8), nn.SiLU())
-        self.down2 = nn.Sequential(nn.Conv2d(8, 12, 3, 2, 1), nn.InstanceNorm2d(12), nn.LeakyReLU(0.1))
+        self.down2 = nn.Sequential(
+            nn.Conv2d(8, 12, 3, 2, 1), nn.InstanceNorm2d(12), nn.LeakyReLU(0.1)
+        )
         self.up = nn.ConvTranspose2d(12, 6, 2, 2)
         self.mix = nn.Sequential(nn.Conv2d(14, 10, 3, padding=1), nn.PReLU(10), nn.Dropout2d(0.1))
         self.near, self.out = nn.Upsample(scale_factor=1.0), nn.Conv2d(10, 2, 1)
@@ -315,7 +340,11 @@ class ConvNeXt(nn.Module):
     def __init__(self, dim=8):
         super().__init__()
         self.stem, self.dw = nn.Conv2d(3, dim, 2, 2), nn.Conv2d(dim, dim, 3, padding=1, groups=dim)
-        self.norm, self.pw1, self.pw2 = nn.LayerNorm(dim), nn.Linear(dim, 3 * dim), nn.Linear(3 * dim, dim)
+        self.norm, self.pw1, self.pw2 = (
+            nn.LayerNorm(dim),
+            nn.Linear(dim, 3 * dim),
+            nn.Linear(3 * dim, dim),
+        )
         self.gamma = nn.Parameter(0.1 * torch.ones(dim))
         self.squeeze, self.excite = nn.Conv2d(dim, 4, 1), nn.Conv2d(4, dim, 1)
         self.head = nn.Linear(dim, 5)

@@ -50,7 +50,9 @@ def test_a_program_of_somebody_elses_ends_with_the_parent(tmp_path):
     )
     program = ["-P", "-m", "fedcover.host.orphans", "theirs:main", "one", "two"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    with subprocess.Popen([sys.executable, "-c", PARENT, *program], stdout=subprocess.PIPE, env=environment) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, *program], stdout=subprocess.PIPE, env=environment
+    ) as parent:
         assert parent.stdout.readline() == b"['one', 'two']\n"
         family = descendants([parent.pid])
         parent.kill()
@@ -63,6 +65,8 @@ def test_a_process_that_is_not_tied_goes_on(monkeypatch):
         end_with_parent()
         assert LIFELINE_VARIABLE not in os.environ
     without = "import sys; sys.argv = ['x']; from fedcover.host.orphans import main; main()"
-    done = subprocess.run([sys.executable, "-c", without], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", without], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1
     assert done.stderr.startswith("usage: python -P -m fedcover.host.orphans")

@@ -34,7 +34,9 @@ with scratch.folder("run") as place:
 
 def killed(number=signal.SIGKILL):
     """The folder of a process that was killed some time ago."""
-    with subprocess.Popen([sys.executable, "-c", HOLDING], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDING], stdout=subprocess.PIPE, text=True
+    ) as process:
         path = process.stdout.readline().strip()
         assert scratch.abandoned("run") == []  # it lives
         process.send_signal(number)
@@ -76,7 +78,9 @@ def test_one_that_is_kept_stays(place):
 def test_the_server_of_a_killed_sweep_is_told_to_quit(place, tmp_path, monkeypatch):
     server = tmp_path / "bin" / MPS
     server.parent.mkdir()
-    server.write_text(f'#!/bin/sh\necho "$CUDA_MPS_PIPE_DIRECTORY $(test "$1" || cat)" >> {tmp_path}/said\n')
+    server.write_text(
+        f'#!/bin/sh\necho "$CUDA_MPS_PIPE_DIRECTORY $(test "$1" || cat)" >> {tmp_path}/said\n'
+    )
     server.chmod(0o755)
     monkeypatch.setenv("PATH", f"{server.parent}:/bin:/usr/bin")
     left = place / "fedcover-mps-left"

@@ -97,7 +97,13 @@ def test_a_sweep_that_is_killed_keeps_the_rounds_of_every_run(tmp_path, processe
 def test_processes_end_with_the_one_that_has_started_them(tmp_path, what, monkeypatch):
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
-    words = [what, *settings({**LONG, "name": "s"}), "--processes", "2", *(SWEEP if what == "sweep" else [])]
+    words = [
+        what,
+        *settings({**LONG, "name": "s"}),
+        "--processes",
+        "2",
+        *(SWEEP if what == "sweep" else []),
+    ]
     name = "s-lr-0.1-seed-0" if what == "sweep" else "s"
     folder = tmp_path / "runs" / name
     with started(*words, cwd=tmp_path) as process:
@@ -116,7 +122,9 @@ def test_processes_end_with_the_one_that_has_started_them(tmp_path, what, monkey
         _, err = process.communicate(timeout=60)
     assert process.returncode == 143
     assert "Traceback" not in err
-    assert not list((tmp_path / "temporary").glob("fedcover-*"))  # neither of the one nor of the other
+    assert not list(
+        (tmp_path / "temporary").glob("fedcover-*")
+    )  # neither of the one nor of the other
 
 
 TURNING = """
@@ -164,10 +172,15 @@ finally:
 
 def test_a_program_of_ones_own_ends_by_the_signal_with_its_rounds_kept(tmp_path):
     script = [sys.executable, "-c", SCRIPT.format(fields=LONG)]
-    with subprocess.Popen(script, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        script, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         until(lambda: lines(tmp_path / "run") >= 2, process)
         process.terminate()
-        assert process.communicate(timeout=60) == ("", "")  # as ever: it does not go on with what comes after
+        assert process.communicate(timeout=60) == (
+            "",
+            "",
+        )  # as ever: it does not go on with what comes after
     assert process.returncode == -signal.SIGTERM
     assert fc.load(tmp_path / "run").state.round >= lines(tmp_path / "run") - 1 > 0
 
@@ -204,7 +217,9 @@ def test_who_is_not_to_hear_hang_ups_does_not(tmp_path):
     folder = tmp_path / "runs" / "run"
     nohup = {"preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)}
     fields = {**TINY, "clients": 100, "rounds": 40, "checkpoint_every": 1000}
-    with started("run", "--runs", folder.parent, *settings(fields), "--processes", "1", **nohup) as process:
+    with started(
+        "run", "--runs", folder.parent, *settings(fields), "--processes", "1", **nohup
+    ) as process:
         until(lambda: lines(folder) >= 2, process)
         process.send_signal(signal.SIGHUP)
         process.communicate(timeout=60)

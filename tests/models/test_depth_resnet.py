@@ -23,14 +23,18 @@ def test_a_shallow_part_is_the_first_stages_and_ends_at_its_own_exit():
     assert whole(x).shape == (4, 4, 3)
     torch.testing.assert_close(half(x), whole(x)[:2])
     torch.testing.assert_close(half.eval()(x), half.stages[1](half.stages[0](half.stem(x))[0])[1])
-    assert not [name for name, _ in half.named_parameters() if name.startswith(("stages.2", "stages.3"))]
+    assert not [
+        name for name, _ in half.named_parameters() if name.startswith(("stages.2", "stages.3"))
+    ]
 
 
 def test_every_tensor_is_averaged_over_the_clients_deep_enough():
     setup, state = world("depth_resnet", policy="prefix", rounds=1, epochs=1)
     cohort = cohort_of(setup, 0)
     work = list(zip(cohort, setup.policy(view_of(setup, state, cohort)), strict=True))
-    trained = [train_client(setup.task, state, client, part, setup.lr(0)).params for client, part in work]
+    trained = [
+        train_client(setup.task, state, client, part, setup.lr(0)).params for client, part in work
+    ]
     after, report = run_round(setup, state)
     expected = {}
     for name, old in state.params.items():
@@ -58,20 +62,34 @@ def test_the_loss_is_that_of_the_definition():
 
 
 def test_inclusive_learning_trains_only_the_last_exit():
-    setup, state = world("depth_resnet", recipe="depthfl(exits='last')", fleet="1x0.5", policy="prefix")
+    setup, state = world(
+        "depth_resnet", recipe="depthfl(exits='last')", fleet="1x0.5", policy="prefix"
+    )
     after, _ = run_round(setup, state)
     for name in ("stages.0.exit.weight", "stages.3.exit.weight"):
         assert torch.equal(after.params[name], state.params[name])
-    assert not torch.equal(after.params["stages.1.exit.weight"], state.params["stages.1.exit.weight"])
+    assert not torch.equal(
+        after.params["stages.1.exit.weight"], state.params["stages.1.exit.weight"]
+    )
 
 
 def mixed_depths(**fields):
     """A round of InclusiveFL with clients of both depths, and what the shallow ones trained."""
-    fields = {"recipe": "depthfl(exits='last')", "fleet": "1x1.0 + 1x0.5", "policy": "prefix", "active": 4, **fields}
+    fields = {
+        "recipe": "depthfl(exits='last')",
+        "fleet": "1x1.0 + 1x0.5",
+        "policy": "prefix",
+        "active": 4,
+        **fields,
+    }
     setup, state = world("depth_resnet", **fields)
     cohort = cohort_of(setup, 0)
     work = list(zip(cohort, setup.policy(view_of(setup, state, cohort)), strict=True))
-    shallow = [train_client(setup.task, state, c, part, setup.lr(0)).params for c, part in work if c.capacity == 0.5]
+    shallow = [
+        train_client(setup.task, state, c, part, setup.lr(0)).params
+        for c, part in work
+        if c.capacity == 0.5
+    ]
     assert 0 < len(shallow) < len(cohort)
     after, _ = run_round(setup, state)
     return state, after, shallow
@@ -83,7 +101,11 @@ def mixed_depths(**fields):
 def test_an_exit_that_learns_nothing_does_not_dilute_shallower_clients(leaf, norm, weight_decay):
     _, after, shallow = mixed_depths(norm=norm, weight_decay=weight_decay)
     name = f"stages.1.{leaf}"
-    same({name: after.params[name]}, {name: torch.stack([params[name] for params in shallow]).mean(0)}, 1e-12)
+    same(
+        {name: after.params[name]},
+        {name: torch.stack([params[name] for params in shallow]).mean(0)},
+        1e-12,
+    )
     assert torch.unique(after.coverage.window[-1][name]).tolist() == [len(shallow)]
 
 
@@ -97,7 +119,9 @@ def test_weight_decay_does_not_shrink_an_exit_that_nobody_trains(leaf):
 def test_a_model_that_does_not_name_its_exits_is_refused_where_only_the_last_learns():
     known = depth_resnet((1, 8, 8), 10, "batch", width=4, stages=2, blocks=1)
     unnamed = fc.Model(known.module, known.groups, classifier=known.classifier)
-    experiment = fc.Experiment(recipe="depthfl(exits='last')", policy="prefix", fleet="1x0.5", rounds=1)
+    experiment = fc.Experiment(
+        recipe="depthfl(exits='last')", policy="prefix", fleet="1x0.5", rounds=1
+    )
     with pytest.raises(fc.InvalidValue, match=r"names the parameters of each exit.*exits=\(\("):
         fc.run(experiment, model=unnamed)
 

@@ -14,7 +14,8 @@ def test_every_rank_is_counted_and_averaged_over_the_clients_that_hold_it():
     cohort = cohort_of(setup, 0)
     parts = setup.policy(view_of(setup, state, cohort))
     trained = [
-        train_client(setup.task, state, c, part, setup.lr(0)).params for c, part in zip(cohort, parts, strict=True)
+        train_client(setup.task, state, c, part, setup.lr(0)).params
+        for c, part in zip(cohort, parts, strict=True)
     ]
     after, _ = run_round(setup, state)
     large = sum(client.capacity == 1.0 for client in cohort)
@@ -23,8 +24,16 @@ def test_every_rank_is_counted_and_averaged_over_the_clients_that_hold_it():
     assert counts["hidden1.down.weight"].amin(1).tolist() == [6, 6, large, large]
     assert counts["hidden1.up.weight"].amin(0).tolist() == [6, 6, large, large]
     for rank in range(4):
-        held = [params["hidden1.down.weight"][rank] for params in trained if len(params["hidden1.down.weight"]) > rank]
-        same({"rank": after.params["hidden1.down.weight"][rank]}, {"rank": torch.stack(held).mean(0)}, 1e-12)
+        held = [
+            params["hidden1.down.weight"][rank]
+            for params in trained
+            if len(params["hidden1.down.weight"]) > rank
+        ]
+        same(
+            {"rank": after.params["hidden1.down.weight"][rank]},
+            {"rank": torch.stack(held).mean(0)},
+            1e-12,
+        )
 
 
 def test_the_frozen_layers_never_move():

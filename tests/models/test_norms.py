@@ -71,11 +71,14 @@ def test_tracked_statistics_are_means_over_those_who_cover_them(policy):
             total[name][masks[name]] += update.buffers[name]
             times[name] += masks[name]
     expected = {
-        name: torch.where(times[name] > 0, total[name] / times[name].clamp(min=1), known[name]) for name in known
+        name: torch.where(times[name] > 0, total[name] / times[name].clamp(min=1), known[name])
+        for name in known
     }
     same(after["all"], expected, 1e-12)
     if policy == "prefix":  # the second half of the channels is nobody's
-        assert torch.equal(after["all"]["norm.running_var"][32:], torch.ones(32, dtype=torch.float64))
+        assert torch.equal(
+            after["all"]["norm.running_var"][32:], torch.ones(32, dtype=torch.float64)
+        )
     assert not torch.equal(after["all"]["norm.running_var"][:16], known["norm.running_var"][:16])
 
 
@@ -101,9 +104,16 @@ def test_sets_of_different_widths_stay_apart():
     assert not torch.equal(after.statistics["0.5"][name], state.statistics["0.5"][name])
     expected = sum(update.buffers[name] for update in halves) / 2
     torch.testing.assert_close(after.statistics["0.5"][name][:8], expected, rtol=0, atol=1e-12)
-    poisoned = {**state.statistics, "1": {n: t * torch.nan for n, t in state.statistics["1"].items()}}
+    poisoned = {
+        **state.statistics,
+        "1": {n: t * torch.nan for n, t in state.statistics["1"].items()},
+    }
     again = train_client(
-        setup.task, type(state)(0, state.params, poisoned), halves[0].client, halves[0].sent, setup.lr(0)
+        setup.task,
+        type(state)(0, state.params, poisoned),
+        halves[0].client,
+        halves[0].sent,
+        setup.lr(0),
     )
     same(again.buffers, halves[0].buffers)
     whole = eval_model(setup.task, after, FULL_REDUCTION, 1.0)
@@ -129,7 +139,9 @@ def test_calibration_is_what_the_norms_see():
     seen = {}
     for path, layer in module.named_modules():
         if isinstance(layer, nn.BatchNorm2d):
-            layer.register_forward_hook(lambda _, inputs, __, path=path: seen.update({path: inputs[0]}))
+            layer.register_forward_hook(
+                lambda _, inputs, __, path=path: seen.update({path: inputs[0]})
+            )
             layer.train()
     with torch.no_grad():
         module(setup.task.source.calibration)
@@ -141,13 +153,17 @@ def test_calibration_is_what_the_norms_see():
 
 
 def test_calibration_forgets_and_restores():
-    net = nn.Sequential(nn.BatchNorm1d(2, momentum=0.3), nn.Dropout(0.9), nn.BatchNorm1d(2, momentum=0.01)).train()
+    net = nn.Sequential(
+        nn.BatchNorm1d(2, momentum=0.3), nn.Dropout(0.9), nn.BatchNorm1d(2, momentum=0.01)
+    ).train()
     x = torch.randn(400, 2)
     first = {name: t.clone() for name, t in running(calibrate(net, x)).items()}
     for layer in (net[0], net[2]):
         layer.running_mean.fill_(1e6)
     assert calibrate(net.train(), x) is net
-    assert all(torch.equal(t, first[name]) for name, t in running(net).items())  # no dropout, nothing remembered
+    assert all(
+        torch.equal(t, first[name]) for name, t in running(net).items()
+    )  # no dropout, nothing remembered
     assert (net[0].momentum, net[2].momentum) == (0.3, 0.01)
     assert not any(layer.training for layer in net.modules())
     torch.testing.assert_close(net[0].running_mean, x.mean(0))
@@ -177,7 +193,9 @@ def test_evaluation_depends_on_neither_batch_nor_order(norm):
         expected = logits(model, test.x, 50)
         for batch in (1, 7, 49):
             torch.testing.assert_close(logits(model, test.x, batch), expected, rtol=0, atol=1e-10)
-        torch.testing.assert_close(logits(model, test.x[order], 7), expected[order], rtol=0, atol=1e-10)
+        torch.testing.assert_close(
+            logits(model, test.x[order], 7), expected[order], rtol=0, atol=1e-10
+        )
 
 
 def test_batch_compatible_evaluation_depends_on_both():
@@ -201,6 +219,10 @@ def test_runs_with_every_norm(norm):
     )
     assert all(bool(t.isfinite().all()) for t in run.state.params.values())
     for model in (run.model(), run.submodel(0.5)):
-        norms = [layer for layer in model.modules() if isinstance(layer, nn.BatchNorm2d | nn.GroupNorm)]
-        assert {type(layer) for layer in norms} == {nn.GroupNorm if norm == "group" else nn.BatchNorm2d}
+        norms = [
+            layer for layer in model.modules() if isinstance(layer, nn.BatchNorm2d | nn.GroupNorm)
+        ]
+        assert {type(layer) for layer in norms} == {
+            nn.GroupNorm if norm == "group" else nn.BatchNorm2d
+        }
         assert bool(model(torch.randn(1, 3, 8, 8)).isfinite().all())  # one sample is enough

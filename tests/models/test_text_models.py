@@ -37,7 +37,15 @@ def test_it_learns_under_every_kind_of_sub_network(policy):
 
 def test_a_half_sized_part_has_half_of_the_heads_and_of_the_stream():
     run = fc.run(
-        fc.Experiment(dataset="characters", clients=700, active=1, rounds=1, epochs=1, model=SMALL, policy="prefix")
+        fc.Experiment(
+            dataset="characters",
+            clients=700,
+            active=1,
+            rounds=1,
+            epochs=1,
+            model=SMALL,
+            policy="prefix",
+        )
     )
     part = run.submodel(0.5)
     assert part.characters.weight.shape == (128, 16)
@@ -48,10 +56,15 @@ def test_a_half_sized_part_has_half_of_the_heads_and_of_the_stream():
 def counting(rows=300, length=9, symbols=7, every=True):
     """A text whose next symbol is one or two more than the last, the same step throughout a line."""
     draws = torch.Generator().manual_seed(0)
-    first, step = torch.randint(symbols, (rows, 1), generator=draws), torch.randint(1, 3, (rows, 1), generator=draws)
+    first, step = (
+        torch.randint(symbols, (rows, 1), generator=draws),
+        torch.randint(1, 3, (rows, 1), generator=draws),
+    )
     line = (first + step * torch.arange(length + 1)) % symbols
     samples = fc.Samples(line[:, :-1], line[:, 1:] if every else line[:, -1])
-    train, test = (fc.Samples(samples.x[part], samples.y[part]) for part in (slice(0, 200), slice(200, None)))
+    train, test = (
+        fc.Samples(samples.x[part], samples.y[part]) for part in (slice(0, 200), slice(200, None))
+    )
     return fc.Dataset("counting", train, test, classes=symbols)
 
 
@@ -59,9 +72,19 @@ def counting(rows=300, length=9, symbols=7, every=True):
 @pytest.mark.parametrize("labels", ["every", "last"])
 def test_a_recurrent_model_learns_text_made_on_the_spot(labels, policy):
     """By guessing it would be right in a seventh; the last symbol alone tells a half."""
-    fields = {"clients": 10, "active": 5, "rounds": 6, "epochs": 4, "lr": 1.0, "clip": 1.0, "window": 2}
+    fields = {
+        "clients": 10,
+        "active": 5,
+        "rounds": 6,
+        "epochs": 4,
+        "lr": 1.0,
+        "clip": 1.0,
+        "window": 2,
+    }
     model = f"lstm(embedding=6, hidden=24, layers=1, labels={labels})"
-    experiment = fc.Experiment(model=model, policy=policy, fleet="1x1.0 + 1x0.5", batch_size=5, **fields)
+    experiment = fc.Experiment(
+        model=model, policy=policy, fleet="1x1.0 + 1x0.5", batch_size=5, **fields
+    )
     run = fc.run(experiment, dataset=counting(every=labels == "every"))
     assert run.summary["accuracy"] > 0.6
     part = run.submodel(0.5)
@@ -70,13 +93,17 @@ def test_a_recurrent_model_learns_text_made_on_the_spot(labels, policy):
 
 def test_inputs_may_be_other_symbols_than_labels():
     data = counting()
-    few = fc.Dataset("parity", *(fc.Samples(s.x, s.y[:, -1] % 2) for s in (data.train, data.test)), classes=2)
+    few = fc.Dataset(
+        "parity", *(fc.Samples(s.x, s.y[:, -1] % 2) for s in (data.train, data.test)), classes=2
+    )
     model = "lstm(hidden=8, labels=last, vocabulary=7)"
     run = fc.run(fc.Experiment(model=model, clients=10, active=2, rounds=1, epochs=1), dataset=few)
     assert run.model().embedding.weight.shape == (7, 8)
 
 
-@pytest.mark.parametrize("options", ["hidden=0", "embedding=-1", "layers=0", "vocabulary=0", "labels=first"])
+@pytest.mark.parametrize(
+    "options", ["hidden=0", "embedding=-1", "layers=0", "vocabulary=0", "labels=first"]
+)
 def test_a_recurrent_model_refuses_what_makes_no_sense(options):
     with pytest.raises(InvalidValue, match=f"^model lstm: {options.partition('=')[0]} must be"):
         fc.run(fc.Experiment(model=f"lstm({options})", dataset="characters", clients=700))

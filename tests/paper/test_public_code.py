@@ -19,7 +19,9 @@ CODENAME = "147567"
 
 def place(policy):
     fleet = "1x1 + 1x0.75 + 4x0.5"
-    setup, state = world("mlp", policy=f"regions(codename={CODENAME!r})", active=6, fleet=fleet, assignment="slot")
+    setup, state = world(
+        "mlp", policy=f"regions(codename={CODENAME!r})", active=6, fleet=fleet, assignment="slot"
+    )
     return replace(setup, policy=partial(policy, codename=CODENAME)), state
 
 
@@ -45,7 +47,9 @@ def test_argsort_is_no_ranking():
     view.params["hidden1.weight"] = weight
     removed = {}
     for argsort in (False, True):
-        bits = public_code(view, codename=CODENAME, argsort=argsort)[1].mask(view.params)["hidden1.weight"]
+        bits = public_code(view, codename=CODENAME, argsort=argsort)[1].mask(view.params)[
+            "hidden1.weight"
+        ]
         removed[argsort] = float((weight[~bits] ** 2).sum() / (weight**2).sum())
         assert int((~bits).sum()) == weight.numel() // 4
     assert removed[False] == pytest.approx(1 / 64, rel=0.05)
@@ -70,7 +74,9 @@ def test_a_leak_changes_only_where_reduced_clients_start_in_round_0():
         kept = parts[1].mask(state.params)["hidden1.weight"]
         start = parts[1].extract(state.params)["hidden1.weight"]
         assert torch.equal(start[kept], expected["hidden1.weight"][kept])
-        assert torch.equal(parts[0].extract(state.params)["head.weight"], state.params["head.weight"])
+        assert torch.equal(
+            parts[0].extract(state.params)["head.weight"], state.params["head.weight"]
+        )
 
 
 @pytest.mark.system

@@ -63,7 +63,14 @@ def test_every_row_of_an_appendix_table_has_its_cells(kind):
 
 def test_a_cell_is_the_paper_s_experiment():
     ran = BY_ID["mnist-L2-pruning-1111223344"].with_seed(2)
-    assert (ran.clients, ran.active, ran.rounds, ran.epochs, ran.batch_size, ran.momentum) == (100, 10, 100, 5, 10, 0.5)
+    assert (ran.clients, ran.active, ran.rounds, ran.epochs, ran.batch_size, ran.momentum) == (
+        100,
+        10,
+        100,
+        5,
+        10,
+        0.5,
+    )
     assert (ran.partition, ran.assignment, ran.seed, ran.lr) == ("labels(limit=2)", "slot", 2, 0.01)
     assert BY_ID["cifar100-L50-full"].experiment.model == "wide_resnet(widen=8)"
     assert BY_ID["mnist-dirichlet-full"].experiment.partition == "dirichlet(alpha=0.1)"
@@ -90,7 +97,9 @@ def test_the_second_rate_is_for_the_full_and_medium_rows():
 
 
 def test_filters_hold_together_and_seeds_come_first():
-    found = select_cells(EVERY, ["table1"], 2, {"dataset": ["mnist"], "column": ["iid", "L5"], "row": ["main"]})
+    found = select_cells(
+        EVERY, ["table1"], 2, {"dataset": ["mnist"], "column": ["iid", "L5"], "row": ["main"]}
+    )
     assert len(found) == 2 * 2 * 20
     assert [seed for _, seed in found] == [0] * 40 + [1] * 40
     assert {cell.column for cell, _ in found} == {"iid", "L5"}
@@ -102,7 +111,11 @@ def test_filters_hold_together_and_seeds_come_first():
     [
         (["table2"], {}, "reproduce must be one of mnist-pruning, .*; got 'table2'"),
         (["table1"], {"colour": ["red"]}, f"only must be one of {', '.join(AXES)}; got 'colour'"),
-        (["table1"], {"dataset": ["emnist"]}, "only dataset must be one of cifar10, cifar100, mnist; got 'emnist'"),
+        (
+            ["table1"],
+            {"dataset": ["emnist"]},
+            "only dataset must be one of cifar10, cifar100, mnist; got 'emnist'",
+        ),
     ],
 )
 def test_filters_that_make_no_sense(sets, only, sentence):
@@ -186,11 +199,15 @@ def test_after_ctrl_c_runs_on_their_way_go_on_where_they_were(tmp_path):
         reproduce.reproduce(request, machine=Machine(device="cpu"), show_progress=show_progress)
     assert not list(tmp_path.glob("*.jsonl"))
     assert reproduce.orphan_warnings(request) == []  # what lies there belongs to runs
-    new_results = reproduce.reproduce(request, machine=Machine(device="cpu"), show_progress=show_progress)
+    new_results = reproduce.reproduce(
+        request, machine=Machine(device="cpu"), show_progress=show_progress
+    )
     assert seen == [0, 1]
     assert [path.name for path in tmp_path.iterdir()] == ["digits.jsonl"]
     assert [result["curve"]["round"] for result in new_results] == [[1, 2], [1, 2]]
-    assert sorted(new_results, key=lambda result: result["cell"]) == read_lines(tmp_path / "digits.jsonl")
+    assert sorted(new_results, key=lambda result: result["cell"]) == read_lines(
+        tmp_path / "digits.jsonl"
+    )
 
 
 def test_files_that_no_cell_is_read_from_are_named(fedcover, tmp_path):
@@ -198,9 +215,16 @@ def test_files_that_no_cell_is_read_from_are_named(fedcover, tmp_path):
     (tmp_path / "found" / "more").mkdir()
     (tmp_path / "found" / "more" / "mnist-iid-full_1.json").write_text("{}")
     code, _, err = fedcover("reproduce", "docs", "--out", "found", "--docs", "docs")
-    assert (code, err) == (0, "found/more/mnist-iid-full_1.json belongs to no cell and seed; it is left out\n")
+    assert (code, err) == (
+        0,
+        "found/more/mnist-iid-full_1.json belongs to no cell and seed; it is left out\n",
+    )
     (tmp_path / "file").touch()
-    refused(fedcover("reproduce", "docs", "--out", "found", "--docs", "file"), 2, "docs must be a folder; got 'file'")
+    refused(
+        fedcover("reproduce", "docs", "--out", "found", "--docs", "file"),
+        2,
+        "docs must be a folder; got 'file'",
+    )
 
 
 @pytest.mark.parametrize(
@@ -217,7 +241,8 @@ def test_files_that_no_cell_is_read_from_are_named(fedcover, tmp_path):
 def test_every_sort_of_cell_goes_through(tmp_path, id):
     sets = tuple(BY_ID[id].sets)
     (kept,) = reproduce.reproduce(
-        ReproductionRequest(sets[:1], {"cell": [id]}, smoke=True, out=tmp_path), machine=Machine(device="cpu")
+        ReproductionRequest(sets[:1], {"cell": [id]}, smoke=True, out=tmp_path),
+        machine=Machine(device="cpu"),
     )
     assert 0 <= kept["last"] <= kept["best"] <= 1
     assert kept["diverged"] is None
@@ -266,7 +291,9 @@ for name in ("rich", "cyclopts", "pooch", "matplotlib"):
 from fedcover.paper.reproduce import main
 main(["table1", "quick=true", "cell=mnist-iid-full", "device=cpu", f"out={sys.argv[1]}"])
 """
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["digits.jsonl"]
 
@@ -292,10 +319,22 @@ def test_words_that_make_no_sense(words, sentence):
         (("table2",), "reproduce must be one of mnist-pruning, .*, docs; got 'table2'"),
         (("table1", "--only", "dataset"), "only must look like axis=value,value .*; got 'dataset'"),
         (("table1", "--seeds", "0"), "seeds must be at least 1; got 0"),
-        (("docs", "--quick"), "docs is written from all results: leave --only, --quick and --seeds out"),
-        (("figures", "--quick", "--docs", "d"), "a smoke run writes nothing into docs: leave --docs or --quick out"),
-        (("docs", "--seeds", "1"), "docs is written from all results: leave --only, --quick and --seeds out"),
-        (("docs", "--out", "nowhere"), "out must be a folder with results of cells .*; got 'nowhere'"),
+        (
+            ("docs", "--quick"),
+            "docs is written from all results: leave --only, --quick and --seeds out",
+        ),
+        (
+            ("figures", "--quick", "--docs", "d"),
+            "a smoke run writes nothing into docs: leave --docs or --quick out",
+        ),
+        (
+            ("docs", "--seeds", "1"),
+            "docs is written from all results: leave --only, --quick and --seeds out",
+        ),
+        (
+            ("docs", "--out", "nowhere"),
+            "out must be a folder with results of cells .*; got 'nowhere'",
+        ),
     ],
 )
 def test_commands_that_make_no_sense(fedcover, words, sentence):
@@ -312,7 +351,11 @@ def write_result(folder, id, seed, accuracy, *, validation=None, local=None):
         "gamma_round": 6, "gamma_window": 6, "delta2_mean": 0.1, "parameters": 10.0, "multiply_adds": 10.0,
         "bytes_down": 1, "bytes_up": 1, "seconds": {"training": 1.0}, "loss": 1 - accuracy,
     }  # fmt: skip
-    scores = {"accuracy": accuracy, "accuracy_common": accuracy, "accuracy_local": local or accuracy}
+    scores = {
+        "accuracy": accuracy,
+        "accuracy_common": accuracy,
+        "accuracy_local": local or accuracy,
+    }
     held_out = {} if validation is None else {"validation_accuracy": validation}
     metrics = [
         {"round": 0, **line, **{name: value / 2 for name, value in scores.items()}, **held_out},
@@ -350,23 +393,32 @@ def test_a_result_of_another_experiment_is_named_and_not_replaced(tmp_path):
 
 @pytest.mark.parametrize(
     ("figure", "value"),
-    [("last", 9.9), ("last", "x"), ("best", float("nan")), ("local", -1), ("curve", {"round": [1]})],
+    [
+        ("last", 9.9),
+        ("last", "x"),
+        ("best", float("nan")),
+        ("local", -1),
+        ("curve", {"round": [1]}),
+    ],
 )
 def test_figures_that_cannot_be_are_named(tmp_path, figure, value):
     cell = BY_ID["mnist-iid-full"]
     write_result(tmp_path, cell.id, 0, 0.9)
     change_result(tmp_path, cell, 0, **{figure: value})
-    with pytest.raises(RunError, match=r"mnist\.jsonl, line 1 \(mnist-iid-full, seed 0\), is no result of a cell: .*"):
+    with pytest.raises(
+        RunError,
+        match=r"mnist\.jsonl, line 1 \(mnist-iid-full, seed 0\), is no result of a cell: .*",
+    ):
         results.find_result(store.load(tmp_path), cell, 0)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"experiment": 3}', '{"cell": "x", "seed": "0"}', "\xff"])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"experiment": 3}', '{"cell": "x", "seed": "0"}', "\xff"]
+)
 def test_a_damaged_line_is_named(tmp_path, content):
     path = write_result(tmp_path, "mnist-iid-full", 0, 0.9)
     path.write_bytes(path.read_bytes() + content.encode("latin-1") + b"\n")
-    sentence = (
-        r"mnist\.jsonl(, line 2, is no result of a cell: .*; remove it to run the cell again| cannot be read: .*)"
-    )
+    sentence = r"mnist\.jsonl(, line 2, is no result of a cell: .*; remove it to run the cell again| cannot be read: .*)"
     with pytest.raises(RunError, match=sentence):
         store.load(tmp_path)
 
@@ -374,7 +426,10 @@ def test_a_damaged_line_is_named(tmp_path, content):
 def test_a_result_that_is_there_twice_is_named(tmp_path):
     path = write_result(tmp_path, "mnist-iid-full", 0, 0.9)
     path.write_text(2 * path.read_text())
-    with pytest.raises(RunError, match=r"line 2 \(mnist-iid-full, seed 0\), repeats line 1 of .*; remove one of them"):
+    with pytest.raises(
+        RunError,
+        match=r"line 2 \(mnist-iid-full, seed 0\), repeats line 1 of .*; remove one of them",
+    ):
         store.load(tmp_path)
 
 
@@ -388,7 +443,9 @@ def test_results_are_sorted_whatever_the_order_of_writing(tmp_path):
     assert [line["last"] for line in read_lines(tmp_path / "mnist.jsonl")] == [0.9, 0.5, 0.9]
 
 
-@pytest.mark.parametrize(("scores", "best"), [((0.8, 0.9, 0.95, 0.5), 0.1), ((0.9, 0.8, 0.7, 0.1), None)])
+@pytest.mark.parametrize(
+    ("scores", "best"), [((0.8, 0.9, 0.95, 0.5), 0.1), ((0.9, 0.8, 0.7, 0.1), None)]
+)
 def test_the_second_rate_is_the_best_on_held_out_rows(tmp_path, scores, best):
     for rate, score in list(zip(RATES, scores, strict=True))[:-1]:
         write_result(tmp_path, f"mnist-iid-full-rate{rate:g}", 1000, 0.1, validation=score)
@@ -405,7 +462,15 @@ def test_the_source_has_a_name_that_lasts():
 
 # ── noise ───────────────────────────────────────────────────────────────────────────────────────────────
 
-QUANTILES = {1: 12.706205, 2: 4.302653, 3: 3.182446, 4: 2.776445, 5: 2.570582, 10: 2.228139, 29: 2.045230}
+QUANTILES = {
+    1: 12.706205,
+    2: 4.302653,
+    3: 3.182446,
+    4: 2.776445,
+    5: 2.570582,
+    10: 2.228139,
+    29: 2.045230,
+}
 
 
 @pytest.mark.parametrize(("freedom", "quantile"), QUANTILES.items())
@@ -416,9 +481,15 @@ def test_students_t_has_the_tabulated_quantiles(freedom, quantile):
 @given(st.floats(-50, 50), st.integers(1, 40))
 def test_the_chance_is_symmetric_and_falls_with_distance(t, freedom):
     assert two_sided_p_value(t, freedom) == two_sided_p_value(-t, freedom)
-    assert 0 <= two_sided_p_value(abs(t) + 1, freedom) <= two_sided_p_value(t, freedom) + 1e-12 <= 1 + 1e-12
     assert (
-        two_sided_p_value(abs(t) + 1, freedom) < two_sided_p_value(t, freedom) or two_sided_p_value(t, freedom) < 1e-12
+        0
+        <= two_sided_p_value(abs(t) + 1, freedom)
+        <= two_sided_p_value(t, freedom) + 1e-12
+        <= 1 + 1e-12
+    )
+    assert (
+        two_sided_p_value(abs(t) + 1, freedom) < two_sided_p_value(t, freedom)
+        or two_sided_p_value(t, freedom) < 1e-12
     )
 
 
@@ -455,7 +526,9 @@ def test_the_committed_document_is_what_would_be_generated():
 
 def test_every_committed_result_belongs_to_a_cell_as_it_now_is():
     evidence = Evidence(ROOT / "results" / "reproduction")
-    results_of_cells = {(run["cell"], run["seed"]) for runs in evidence.results.values() for run in runs}
+    results_of_cells = {
+        (run["cell"], run["seed"]) for runs in evidence.results.values() for run in runs
+    }
     assert results_of_cells == set(evidence.records)
     assert evidence.orphan_results() == []
 
@@ -475,8 +548,14 @@ def test_the_document_tells_claims_results_and_what_was_not_run(tmp_path):
     assert "More than 5 points away: MNIST IID, MNIST L=2." in text
     assert "- MNIST: 4 of 60 cells of the main table have runs." in text
     assert "- CIFAR-10: 0 of 48 cells of the main table have runs.\n" in text
-    assert "| 1111111111 | 98.045 | 98.00 | one seed | 93.59 | 93.60 ± 0.00 | higher | 93.82 | 90.00 ± 0.00 |" in text
-    assert "1 of 60 comparisons have runs. The optimised design is: 1 higher, 0 lower, 0 not decided." in text
+    assert (
+        "| 1111111111 | 98.045 | 98.00 | one seed | 93.59 | 93.60 ± 0.00 | higher | 93.82 | 90.00 ± 0.00 |"
+        in text
+    )
+    assert (
+        "1 of 60 comparisons have runs. The optimised design is: 1 higher, 0 lower, 0 not decided."
+        in text
+    )
     both = "6 / 6 | 0.100 / 0.100 | +0.88 | +1.00 ± 0.00 | 3 | 0.000 | higher | +0.75 ± 0.00 | 2.0 / 2.0"
     assert f"| {both} |" in text
     assert "not run" in text
@@ -486,16 +565,25 @@ def test_the_document_tells_claims_results_and_what_was_not_run(tmp_path):
 
 def test_rounds_to_a_target(tmp_path):
     for seed in range(2):
-        write_result(tmp_path, "mnist-iid-full", seed, 0.8 + 0.1 * seed)  # half of it after the first round
+        write_result(
+            tmp_path, "mnist-iid-full", seed, 0.8 + 0.1 * seed
+        )  # half of it after the first round
     evidence = Evidence(tmp_path)
-    assert evidence.rounds_to("mnist-iid-full", 40) == 2  # of fewer rounds than a mean is of there is one mean
+    assert (
+        evidence.rounds_to("mnist-iid-full", 40) == 2
+    )  # of fewer rounds than a mean is of there is one mean
     assert evidence.rounds_to("mnist-iid-full", 60) == 2  # the means of both seeds are 60 and 67.5
     assert evidence.rounds_to("mnist-iid-full", 65) is None
     write_result(tmp_path, "mnist-L2-full", 0, 0.9)
     curve = {"round": list(range(1, 9)), "accuracy": [0.9, 0.1, 0.1, 0.1, 0.2, 0.5, 0.6, 0.9]}
     change_result(tmp_path, BY_ID["mnist-L2-full"], 0, curve=curve)
     evidence = Evidence(tmp_path)
-    assert [evidence.rounds_to("mnist-L2-full", target) for target in (20, 29, 40, 90)] == [5, 7, 8, None]
+    assert [evidence.rounds_to("mnist-L2-full", target) for target in (20, 29, 40, 90)] == [
+        5,
+        7,
+        8,
+        None,
+    ]
 
 
 def test_many_lines_have_no_bands():
@@ -518,11 +606,16 @@ def test_the_document_counts_from_what_source_runs_were_made(tmp_path):
 def test_the_ranking_at_the_second_rate(tmp_path):
     for rate, score in zip(RATES, (0.8, 0.9, 0.95, 0.5), strict=True):
         write_result(tmp_path, f"mnist-iid-full-rate{rate:g}", 1000, 0.1, validation=score)
-    assert comparisons.second_rate_block(Evidence(tmp_path)) == "No comparison at a second learning rate has runs."
+    assert (
+        comparisons.second_rate_block(Evidence(tmp_path))
+        == "No comparison at a second learning rate has runs."
+    )
     for design, accuracy in (("1111444444", 0.97), ("1111223344", 0.96)):
         write_result(tmp_path, f"mnist-iid-pruning-{design}-lr0.1", 0, accuracy)
     found = comparisons.second_rate_block(Evidence(tmp_path))
-    assert "0 higher, 0 lower, 0 not decided, 1 with one seed, no verdict (0 above, 1 below)." in found
+    assert (
+        "0 higher, 0 lower, 0 not decided, 1 with one seed, no verdict (0 above, 1 below)." in found
+    )
     assert "| -1.00 | 1 |  | one seed | -0.75 |" in found
 
 
@@ -537,7 +630,9 @@ def test_the_commands_write_document_and_figures(fedcover, tmp_path):
         *(f"pages/reproduction/{name}-iid.svg" for name in ("medium", "pruning", "subnet")),
     ]
     drawn = (tmp_path / "pages" / "reproduction" / "medium-iid.svg").read_text()
-    assert drawn.count("<polyline") == 3  # the loss of a model that is trained in part only is not shown
+    assert (
+        drawn.count("<polyline") == 3
+    )  # the loss of a model that is trained in part only is not shown
     assert drawn.count("homogeneous-0.5") == 1
 
 

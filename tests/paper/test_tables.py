@@ -24,7 +24,11 @@ def test_the_printed_tables_have_their_rows_and_columns():
     assert len(main_rows()) == 16
     assert len(codename_rows("pruning")) == 15
     assert len(codename_rows("subnet")) == 10
-    assert all(set(row.accuracy[data]) == set(columns) for row in main_rows() for data, columns in COLUMNS.items())
+    assert all(
+        set(row.accuracy[data]) == set(columns)
+        for row in main_rows()
+        for data, columns in COLUMNS.items()
+    )
     assert claimed_accuracy("cifar100", "L20", "high", "subnet-optimised") == 22.40
     assert claimed_accuracy("mnist", "L2", "medium", "pruning-optimised") == 95.48
     assert claimed_accuracy("mnist", "dirichlet", "full", "full") is None
@@ -52,7 +56,11 @@ def test_what_is_measured_equals_the_closed_form_in_every_row(audited):
 
 
 def test_exactly_the_inconsistent_cells_are_marked(audited):
-    wrong = {(row["table"], row["codename"]): set(row["wrong"]) for row in audited["rows"] if row["wrong"]}
+    wrong = {
+        (row["table"], row["codename"]): set(row["wrong"])
+        for row in audited["rows"]
+        if row["wrong"]
+    }
     every = {"parameters", "multiply_adds", "gamma", "parameter_share", "multiply_add_share"}
     assert wrong == {("pruning", "1444777777"): every, ("subnet", "1111144447"): {"gamma"}}
 
@@ -85,7 +93,9 @@ def test_the_command_and_its_exit_code(fedcover, monkeypatch):
     code, out, err = fedcover("audit", "paper")
     assert (code, err) == (0, "")
     pruning, subnet = out.partition("wrong in print")[0].split("worked out anew")[1:]
-    assert [sum(line.startswith("│ ") for line in table.splitlines()) for table in (pruning, subnet)] == [15, 10]
+    assert [
+        sum(line.startswith("│ ") for line in table.splitlines()) for table in (pruning, subnet)
+    ] == [15, 10]
     assert "our figures equal the closed form in all rows" in out
     monkeypatch.setattr(tables, "measured_metrics", lambda *_: CodenameMetrics(1.0, 1.0, 1))
     code, out, err = fedcover("audit", "paper", "--json")
@@ -103,7 +113,9 @@ def test_every_row_of_the_main_table_has_its_designs():
         assert len(designs(dataset)) == (20 if dataset == "mnist" else 16)
 
 
-@pytest.mark.parametrize("row", [r for r in main_rows() if codenames(r.level, r.setting)], ids=lambda r: r.level)
+@pytest.mark.parametrize(
+    "row", [r for r in main_rows() if codenames(r.level, r.setting)], ids=lambda r: r.level
+)
 def test_one_codename_of_every_row_has_the_printed_coverage(row):
     names = codenames(row.level, row.setting)
     assert closed_form(names[0], "pruning").gamma == row.gamma
@@ -113,8 +125,13 @@ def test_one_codename_of_every_row_has_the_printed_coverage(row):
 
 @pytest.mark.parametrize("level", ["low", "medium", "high"])
 def test_greedy_and_optimised_have_equal_capacities(level):
-    pairs = zip(codenames(level, "pruning-greedy"), codenames(level, "pruning-optimised"), strict=True)
-    assert all(sorted(codename_capacities(plain)) == sorted(codename_capacities(better)) for plain, better in pairs)
+    pairs = zip(
+        codenames(level, "pruning-greedy"), codenames(level, "pruning-optimised"), strict=True
+    )
+    assert all(
+        sorted(codename_capacities(plain)) == sorted(codename_capacities(better))
+        for plain, better in pairs
+    )
     by_setting = {d.setting: d for d in designs("cifar10") if d.level == level}
     for kind in ("pruning-greedy", "subnet-static"):
         other = kind.replace("greedy", "optimised").replace("static", "optimised")
@@ -122,24 +139,30 @@ def test_greedy_and_optimised_have_equal_capacities(level):
 
 
 @pytest.mark.parametrize(
-    ("level", "coverage"), {"low": (6, 8, 6, 6), "medium": (4, 7, 4, 5), "high": (3, 5, 3, 3)}.items()
+    ("level", "coverage"),
+    {"low": (6, 8, 6, 6), "medium": (4, 7, 4, 5), "high": (3, 5, 3, 3)}.items(),
 )
 def test_what_the_resnet_designs_cover(level, coverage):
     """Weights of sub-networks are covered where both of their channels are: less often than the channels."""
     found = [
-        audit(Experiment(dataset="cifar10", model="wide_resnet(depth=10, widen=1)", **design.fields))["gamma_min"]
+        audit(
+            Experiment(dataset="cifar10", model="wide_resnet(depth=10, widen=1)", **design.fields)
+        )["gamma_min"]
         for design in designs("cifar10")
         if design.level == level and design.setting != "homogeneous"
     ]
     assert tuple(found) == coverage
-    optimised = next(d for d in designs("cifar10") if (d.level, d.setting) == (level, "pruning-optimised"))
+    optimised = next(
+        d for d in designs("cifar10") if (d.level, d.setting) == (level, "pruning-optimised")
+    )
     assert aimed_coverage(optimised) == coverage[1]
 
 
 def test_the_slots_hold_what_their_devices_can():
     for fleet, slots in RESNET_FLEETS.values():
         expected = [
-            float(Experiment(fleet=fleet, active=10, assignment="slot").scaled_fleet.capacity(i)) for i in range(10)
+            float(Experiment(fleet=fleet, active=10, assignment="slot").scaled_fleet.capacity(i))
+            for i in range(10)
         ]
         assert [len(word) / 4 for word in slots.split()] == expected
 
@@ -147,7 +170,10 @@ def test_the_slots_hold_what_their_devices_can():
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ("slots='1234 15'", "slots must be words of the digits 1 to 4, each at most once in a word; got '1234 15'"),
+        (
+            "slots='1234 15'",
+            "slots must be words of the digits 1 to 4, each at most once in a word; got '1234 15'",
+        ),
         ("slots='1234 11'", "slots must be words"),
         ("slots='1234'", "slots must name one word for each of 2 clients; got 1"),
         ("slots='12 34', kind='x'", "kind must be one of pruning, subnet; got 'x'"),

@@ -87,7 +87,9 @@ class TestEveryPolicy:
     def test_capacity_one_is_the_whole_model(self, name, view):
         if name == "regions":
             pytest.skip("a codename brings its own capacities")
-        view = replace(view, levels=(1.0,), cohort=tuple(replace(c, capacity=1.0) for c in view.cohort))
+        view = replace(
+            view, levels=(1.0,), cohort=tuple(replace(c, capacity=1.0) for c in view.cohort)
+        )
         for reduction in called(name, view):
             assert all(bool(mask.all()) for mask in reduction.mask(view.params).values())
 
@@ -125,16 +127,24 @@ class TestEveryModel:
         if any(group.nested for group in setup.task.model.groups):
             pytest.skip("a part of less depth ends at another exit than the whole")
         module = setup.task.model.module.eval()
-        reduction = windows(setup.task.model.groups, share, {g.name: 1 for g in setup.task.model.groups})
+        reduction = windows(
+            setup.task.model.groups, share, {g.name: 1 for g in setup.task.model.groups}
+        )
         sliced = submodel(module, reduction, state.params).eval()
-        masked = submodel(module, Masks({}), {k: t * reduction.mask(state.params)[k] for k, t in state.params.items()})
+        masked = submodel(
+            module,
+            Masks({}),
+            {k: t * reduction.mask(state.params)[k] for k, t in state.params.items()},
+        )
         x = setup.task.source.test.x[:5]
         with_masked_moments(masked.eval(), reduction.mask(state.params))
         torch.testing.assert_close(sliced(x), masked(x), rtol=1e-9, atol=1e-9)
 
     def test_a_half_sized_part_is_really_smaller(self, name):
         setup, state = world(name)
-        half = submodel(setup.task.model.module, windows(setup.task.model.groups, 0.5), state.params)
+        half = submodel(
+            setup.task.model.module, windows(setup.task.model.groups, 0.5), state.params
+        )
         whole = sum(p.numel() for p in state.params.values())
         assert sum(p.numel() for p in half.parameters()) < 0.75 * whole
 
@@ -142,7 +152,9 @@ class TestEveryModel:
         same(world(name)[1].params, world(name)[1].params)
         assert any(
             not torch.equal(a, b)
-            for a, b in zip(world(name)[1].params.values(), world(name, seed=1)[1].params.values(), strict=True)
+            for a, b in zip(
+                world(name)[1].params.values(), world(name, seed=1)[1].params.values(), strict=True
+            )
         )
 
 

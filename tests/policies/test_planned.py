@@ -42,7 +42,11 @@ def view_of_fleet(fleet, model="mlp(hidden=[8])", **fields):
     view = fleet_view(Experiment(dataset="digits", model=model, fleet=fleet, **fields))
     random = torch.Generator().manual_seed(3)
     return replace(
-        view, params={n: torch.randn(t.shape, generator=random, dtype=torch.float64) for n, t in view.params.items()}
+        view,
+        params={
+            n: torch.randn(t.shape, generator=random, dtype=torch.float64)
+            for n, t in view.params.items()
+        },
     )
 
 
@@ -77,12 +81,16 @@ def test_never_noisier_than_the_codename_of_equal_capacity_and_coverage(codename
 def test_the_papers_fleets_reach_their_largest_coverage(fleet, largest, kind):
     view = view_of_fleet(fleet)
     assert gamma(view, planned(view, kind=kind, gamma=largest)) == largest
-    with pytest.raises(InvalidValue, match=f"gamma must be at most {largest} .*; got {largest + 1}"):
+    with pytest.raises(
+        InvalidValue, match=f"gamma must be at most {largest} .*; got {largest + 1}"
+    ):
         planned(view, kind=kind, gamma=largest + 1)
 
 
 @pytest.mark.parametrize("kind", ["pruning", "subnet"])
-@pytest.mark.parametrize("fleet", ["2x1 + 3x0.5", "5x0.5", "1x0.75 + 2x0.5 + 3x0.25", "6x0.4", "3x1"])
+@pytest.mark.parametrize(
+    "fleet", ["2x1 + 3x0.5", "5x0.5", "1x0.75 + 2x0.5 + 3x0.25", "6x0.4", "3x1"]
+)
 def test_any_drop_outs_leave_every_parameter_covered(fleet, kind):
     view = view_of_fleet(fleet)
     groups, _, _ = budgeted_groups(view, kind)
@@ -127,7 +135,9 @@ def test_where_groups_meet_a_window_survives_any_drop_outs(model, fleet, tolerat
     for gone in combinations(range(len(view.cohort)), tolerate):
         left = [part for parts in rounds for n, part in enumerate(parts) if n not in gone]
         assert gamma(view, left) >= 1
-    for parts in rounds:  # biases and norms lie on one axis: they are covered in every round, unless few can hold all
+    for parts in (
+        rounds
+    ):  # biases and norms lie on one axis: they are covered in every round, unless few can hold all
         counts = coverage.count(view.params, parts)
         flat = [int(count.min()) for name, count in counts.items() if count.ndim == 1]
         assert min(flat) >= tolerate + 1 or fleet == "1x0.5 + 1x0.25"
@@ -159,7 +169,9 @@ def test_groups_that_meet_differ_in_colour():
     assert all(found[names[0]] != found[names[1]] for names in meeting.values() if len(names) == 2)
 
 
-@pytest.mark.parametrize(("model", "exact"), [("mlp(hidden=[8])", True), ("mlp(hidden=[8, 6])", False), ("cnn", False)])
+@pytest.mark.parametrize(
+    ("model", "exact"), [("mlp(hidden=[8])", True), ("mlp(hidden=[8, 6])", False), ("cnn", False)]
+)
 def test_one_hidden_layer_is_exact(model, exact):
     assert is_exact(view_of_fleet("1x1", model=model).groups) == exact
 
@@ -168,11 +180,14 @@ def test_the_energy_of_a_unit_is_what_leaves_with_it():
     view = view_of_fleet("1x1")
     (group,) = view.groups
     expected = [
-        coverage.energy(view.params) - coverage.energy(Slices(view.groups, {group.name: others}).extract(view.params))
+        coverage.energy(view.params)
+        - coverage.energy(Slices(view.groups, {group.name: others}).extract(view.params))
         for u in range(group.size)
         for others in [torch.tensor([v for v in range(group.size) if v != u])]
     ]
-    torch.testing.assert_close(unit_energies(view.groups, view.params)[group.name], torch.tensor(expected).double())
+    torch.testing.assert_close(
+        unit_energies(view.groups, view.params)[group.name], torch.tensor(expected).double()
+    )
 
 
 @pytest.mark.parametrize("model", ["mlp", "cnn", "wide_resnet", "preact_resnet18", "depth_resnet"])
@@ -181,7 +196,9 @@ def test_the_quick_tally_equals_counting_part_by_part(model, policy):
     setup, state = world(model)
     view = view_of(setup, state, cohort_of(setup, 0))
     parts = POLICIES[policy](view)
-    counts, kept = count_and_energy(view.groups, energy_on_cut_axes(view.groups, view.params), parts)
+    counts, kept = count_and_energy(
+        view.groups, energy_on_cut_axes(view.groups, view.params), parts
+    )
     for name, count in coverage.count(view.params, parts).items():
         assert torch.equal(counts[name].expand(count.shape), count.int()), name
     expected = [coverage.energy(part.extract(view.params)) for part in parts]
@@ -217,7 +234,10 @@ def test_a_group_too_large_for_a_round_is_covered_over_some():
 
 def test_shared_units_change_hands_from_round_to_round():
     view = view_of_fleet("6x0.5")
-    kept = {tuple(planned(replace(view, round=round), gamma=3)[0].kept["hidden1"].tolist()) for round in range(5)}
+    kept = {
+        tuple(planned(replace(view, round=round), gamma=3)[0].kept["hidden1"].tolist())
+        for round in range(5)
+    }
     assert len(kept) > 2
 
 

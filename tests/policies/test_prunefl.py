@@ -12,7 +12,12 @@ from fedcover.server.round import run_round
 from tests.helpers import twins
 from tests.helpers.worlds import same, world
 
-FIELDS = {"fleet": "3x1.0 + 3x0.5", "policy": "prunefl(every=2)", "recipe": "prunefl(every=2)", "uncovered": "zero"}
+FIELDS = {
+    "fleet": "3x1.0 + 3x0.5",
+    "policy": "prunefl(every=2)",
+    "recipe": "prunefl(every=2)",
+    "uncovered": "zero",
+}
 
 
 def by_definition(view, kept, greedy):
@@ -31,7 +36,9 @@ def by_definition(view, kept, greedy):
     for name in view.prunable:
         seconds = view.uses[name] + greedy.traffic
         sizes, held = view.params[name].abs().flatten().tolist(), kept[name].flatten().tolist()
-        mine = sorted((i for i, bit in enumerate(held) if bit), key=lambda i, sizes=sizes: -sizes[i])
+        mine = sorted(
+            (i for i, bit in enumerate(held) if bit), key=lambda i, sizes=sizes: -sizes[i]
+        )
         staying = set(mine[: len(mine) - int(len(mine) * greedy.share)])
         for i, square in enumerate(squares[name].flatten().tolist()):
             if i in staying:
@@ -52,9 +59,16 @@ def random_view(seed, model="cnn"):
     """A view with measurements of very different sizes, and a mask that is in force."""
     setup, state = world(model, **FIELDS)
     draw = torch.Generator().manual_seed(seed)
-    squares = {n: torch.rand(p.shape, generator=draw, dtype=p.dtype) ** 4 for n, p in state.params.items()}
-    kept = {n: torch.rand(state.params[n].shape, generator=draw) < 0.5 for n in setup.task.model.prunable}
-    view = view_of(setup, replace(state, measured={"squared_gradient": squares}), cohort_of(setup, 0))
+    squares = {
+        n: torch.rand(p.shape, generator=draw, dtype=p.dtype) ** 4 for n, p in state.params.items()
+    }
+    kept = {
+        n: torch.rand(state.params[n].shape, generator=draw) < 0.5
+        for n in setup.task.model.prunable
+    }
+    view = view_of(
+        setup, replace(state, measured={"squared_gradient": squares}), cohort_of(setup, 0)
+    )
     return view, kept
 
 
@@ -64,7 +78,11 @@ def random_view(seed, model="cnn"):
 def test_the_greedy_choice_equals_its_definition(model, seed, share):
     view, kept = random_view(seed, model)
     sizes = {name: view.params[name].numel() for name in view.prunable}
-    for overhead, traffic, budget in [(0.1, 6.0, 10**6), (2.0, 0.0, 10**6), (0.1, 6.0, sum(sizes.values()) * 6 // 10)]:
+    for overhead, traffic, budget in [
+        (0.1, 6.0, 10**6),
+        (2.0, 0.0, 10**6),
+        (0.1, 6.0, sum(sizes.values()) * 6 // 10),
+    ]:
         greedy = Reconfiguration(share, overhead, traffic, budget)
         same(reconfigure(view, kept, greedy), by_definition(view, kept, greedy))
 
@@ -81,7 +99,10 @@ def test_the_greedy_choice_takes_some_and_leaves_some():
 
 def test_weights_that_are_multiplied_more_often_must_be_worth_more():
     view, kept = random_view(2)
-    even = {**view.measured["squared_gradient"], **{n: torch.ones_like(view.params[n]) for n in view.prunable}}
+    even = {
+        **view.measured["squared_gradient"],
+        **{n: torch.ones_like(view.params[n]) for n in view.prunable},
+    }
     view = replace(view, measured={"squared_gradient": even})
     assert view.uses["conv2.weight"] > view.uses["hidden.weight"]
     greedy = Reconfiguration(1.0, 0.1, 0.0, view.params["hidden.weight"].numel())
@@ -94,7 +115,9 @@ def test_clients_measure_squared_gradients_of_pruned_weights_too():
     setup, state = world("mlp", weight_decay=0.05, momentum=0.9, **FIELDS)
     for q in range(4):
         expected, made = twins.slow_round(setup, state, twins.plain)
-        earlier = state.measured["squared_gradient"] if q % 2 else None  # sums begin anew every two rounds
+        earlier = (
+            state.measured["squared_gradient"] if q % 2 else None
+        )  # sums begin anew every two rounds
         state, _ = run_round(setup, state)
         same({n: state.params[n][c > 0] for n, c in state.coverage.window[-1].items()},
              {n: expected[n][c > 0] for n, c in state.coverage.window[-1].items()}, 1e-9)  # fmt: skip
@@ -125,23 +148,31 @@ def test_the_mask_is_common_and_changes_only_when_it_is_due():
         assert sum(int(bits.sum()) for bits in masks[-1].values()) <= budget
         if state.round in (2, 4, 6):
             share = 0.3 * 0.5 ** (state.round / 10_000)
-            same(masks[-1], by_definition(view, masks[-2], Reconfiguration(share, 0.1, 6.0, budget)))
+            same(
+                masks[-1], by_definition(view, masks[-2], Reconfiguration(share, 0.1, 6.0, budget))
+            )
         state, report = run_round(setup, state)
         for name, bits in masks[-1].items():
             assert not state.params[name][~bits].any()
-        assert report.metrics["histogram"]["6"] == sum(int(bits.sum()) for bits in masks[-1].values()) + sum(
-            p.numel() for n, p in state.params.items() if n not in masks[-1]
-        )
+        assert report.metrics["histogram"]["6"] == sum(
+            int(bits.sum()) for bits in masks[-1].values()
+        ) + sum(p.numel() for n, p in state.params.items() if n not in masks[-1])
     for q in range(1, 8):
         alike = all(torch.equal(masks[q][name], masks[q - 1][name]) for name in masks[q])
         assert alike == (q % 2 == 1), q
 
 
-@pytest.mark.parametrize(("initial", "due", "share"), [(0, 4, 0.2), (4, 4, 0.8), (6, 4, 0.8), (2, 6, 0.2), (2, 4, 0.4)])
-def test_the_share_of_candidates_is_halved_every_half_life_after_the_initial_rounds(initial, due, share):
+@pytest.mark.parametrize(
+    ("initial", "due", "share"), [(0, 4, 0.2), (4, 4, 0.8), (6, 4, 0.8), (2, 6, 0.2), (2, 4, 0.4)]
+)
+def test_the_share_of_candidates_is_halved_every_half_life_after_the_initial_rounds(
+    initial, due, share
+):
     """With a half-life of two rounds, 0.8 becomes 0.4 two rounds after the initial ones and 0.2 four rounds after."""
     view, kept = random_view(3, "mlp")
-    masked = {name: bits.double() * due for name, bits in kept.items()}  # the mask of the rounds before the choice
+    masked = {
+        name: bits.double() * due for name, bits in kept.items()
+    }  # the mask of the rounds before the choice
     view = replace(view, round=due, measured={**view.measured, "trained_in": masked}, levels=(1.0,))
     options = {"every": 2, "initial": initial, "share": 0.8, "half_life": 2.0}
     mask = next(part for part in prunefl(view, **options) if part is not None)
@@ -164,7 +195,12 @@ def test_a_candidate_joins_only_if_it_beats_the_ratio_of_what_is_kept():
     kept = [True, True, False, False]
     assert by_hand([6.0, 2.0, 2.7, 0.0], kept, 0.0, 4) == [1, 1, 1, 0]
     assert by_hand([6.0, 2.0, 2.6, 0.0], kept, 0.0, 4) == [1, 1, 0, 0]
-    assert by_hand([6.0, 3.0, 3.0, 0.0], kept, 0.0, 4) == [1, 1, 0, 0]  # 3/2 equals 9/6, and is not more
+    assert by_hand([6.0, 3.0, 3.0, 0.0], kept, 0.0, 4) == [
+        1,
+        1,
+        0,
+        0,
+    ]  # 3/2 equals 9/6, and is not more
 
 
 def test_nothing_joins_when_what_stays_fills_the_budget():
@@ -209,7 +245,15 @@ def test_without_measurements_the_largest_weights_are_kept():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"every": 0}, {"share": 0.0}, {"share": 1.1}, {"half_life": 0.0}, {"overhead": 0.0}, {"traffic": -1.0}]
+    "wrong",
+    [
+        {"every": 0},
+        {"share": 0.0},
+        {"share": 1.1},
+        {"half_life": 0.0},
+        {"overhead": 0.0},
+        {"traffic": -1.0},
+    ],
 )
 def test_wrong_options_are_refused(wrong):
     view, _ = random_view(0, "mlp")
@@ -217,7 +261,9 @@ def test_wrong_options_are_refused(wrong):
         prunefl(view, **wrong)
 
 
-@pytest.mark.parametrize("right", [{"share": 1.0}, {"half_life": 0.5}, {"traffic": 0.0}, {"traffic": 0.5}])
+@pytest.mark.parametrize(
+    "right", [{"share": 1.0}, {"half_life": 0.5}, {"traffic": 0.0}, {"traffic": 0.5}]
+)
 def test_options_at_their_limits_are_taken(right):
     view, _ = random_view(0, "mlp")
     assert len(prunefl(replace(view, measured={}), **right)) == len(view.cohort)
@@ -229,7 +275,9 @@ def test_gradients_are_measured_under_policies_that_cut_units_too(policy):
     for _ in range(3):  # the second round goes on with what the first has measured
         before, (state, _) = state, run_round(setup, state)
     squares = state.measured["squared_gradient"]
-    assert {name: t.shape for name, t in squares.items()} == {name: t.shape for name, t in state.params.items()}
+    assert {name: t.shape for name, t in squares.items()} == {
+        name: t.shape for name, t in state.params.items()
+    }
     assert all(bool((squares[name] >= 0).all()) for name in squares)
     assert sum(float(t.sum()) for t in squares.values()) > sum(
         float(t.sum()) for t in before.measured["squared_gradient"].values()

@@ -19,7 +19,10 @@ PARAMS = {"first.weight": torch.zeros(5, 3), "second.weight": torch.zeros(4, 5)}
 
 def view_at(round_number: int, *capacities: float, seed: int = 0, params: Params = PARAMS) -> View:
     """A view of one round: two groups of five and four units, one client for each capacity."""
-    clients = tuple(Client(i, capacity, slot=i, samples=10, labels=(0,)) for i, capacity in enumerate(capacities))
+    clients = tuple(
+        Client(i, capacity, slot=i, samples=10, labels=(0,))
+        for i, capacity in enumerate(capacities)
+    )
     return View(
         round=round_number,
         params=params,
@@ -33,7 +36,9 @@ def view_at(round_number: int, *capacities: float, seed: int = 0, params: Params
     )
 
 
-def windows_of(policy: str, view: View, **options: object) -> list[tuple[list[int], list[int]] | None]:
+def windows_of(
+    policy: str, view: View, **options: object
+) -> list[tuple[list[int], list[int]] | None]:
     """The units of both groups that a policy gives to each client."""
     parts = POLICIES[policy](view, **options)
     return [part and (part.kept["hidden"].tolist(), part.kept["next"].tolist()) for part in parts]
@@ -140,7 +145,10 @@ def test_magnitude_keeps_the_largest_sizes_not_the_largest_values():
         "first.weight": [[1, 0, 0], [0, 0, 0]],
         "second.weight": [[1, 1], [0, 0]],
     }
-    assert masks_of("magnitude", 0.3) == {"first.weight": [[1, 0, 0], [0, 0, 0]], "second.weight": [[0, 1], [0, 0]]}
+    assert masks_of("magnitude", 0.3) == {
+        "first.weight": [[1, 0, 0], [0, 0, 0]],
+        "second.weight": [[0, 1], [0, 0]],
+    }
 
 
 @pytest.mark.parametrize(
@@ -172,7 +180,9 @@ def test_regions_of_units_are_quarters_in_order():
 
 
 def test_regions_need_a_cohort_of_as_many_clients_as_digits():
-    with pytest.raises(InvalidValue, match="codename 123 needs a cohort of 3 clients; this one has 2"):
+    with pytest.raises(
+        InvalidValue, match="codename 123 needs a cohort of 3 clients; this one has 2"
+    ):
         POLICIES["regions"](view_at(0, 1.0, 1.0), codename="123")
 
 
@@ -187,7 +197,16 @@ def kept_units(view: View, hidden: object, following: object = (0,)) -> Slices:
 
 @pytest.mark.parametrize(
     "units",
-    [[0, 0], [1, 0], [0, 5], [-1, 0], [0.0, 1.0], [[0, 1]], torch.zeros(0, dtype=torch.int64), torch.tensor(0)],
+    [
+        [0, 0],
+        [1, 0],
+        [0, 5],
+        [-1, 0],
+        [0.0, 1.0],
+        [[0, 1]],
+        torch.zeros(0, dtype=torch.int64),
+        torch.tensor(0),
+    ],
     ids=str,
 )
 def test_units_must_be_numbers_in_order_each_once(units):
@@ -199,7 +218,9 @@ def test_units_must_be_numbers_in_order_each_once(units):
 
 def test_parts_behind_a_client_that_sits_out_are_checked_too():
     view = view_at(0, 1.0, 0.5)
-    with pytest.raises(InvalidValue, match=r"policy gives client 1 more than its capacity of 0\.5 holds"):
+    with pytest.raises(
+        InvalidValue, match=r"policy gives client 1 more than its capacity of 0\.5 holds"
+    ):
         check_reductions(view, [None, kept_units(view, [0, 1, 2])])
 
 
@@ -217,12 +238,18 @@ def test_quarters_of_a_small_group_are_at_least_one_unit():
     quarters = [torch.arange((r - 1) * 3 // 4, r * 3 // 4).tolist() for r in (1, 2, 3, 4)]
     assert quarters == [[], [0], [1], [2]]
     one = UnitGroup("next", 1, (Cut("second.weight", 0),))
-    (part,) = POLICIES["regions"](replace(view_at(0, 1.0), groups=(one,)), codename="7", kind="subnet")
+    (part,) = POLICIES["regions"](
+        replace(view_at(0, 1.0), groups=(one,)), codename="7", kind="subnet"
+    )
     assert part.kept["next"].tolist() == [0]
-    (part,) = POLICIES["regions"](replace(view_at(0, 1.0), groups=(three,)), codename="5", kind="subnet")
+    (part,) = POLICIES["regions"](
+        replace(view_at(0, 1.0), groups=(three,)), codename="5", kind="subnet"
+    )
     assert part.kept["next"].tolist() == [2]
     stages = replace(three, nested=True)
-    (part,) = POLICIES["regions"](replace(view_at(0, 1.0), groups=(stages,)), codename="6", kind="subnet")
+    (part,) = POLICIES["regions"](
+        replace(view_at(0, 1.0), groups=(stages,)), codename="6", kind="subnet"
+    )
     assert part.kept["next"].tolist() == [0]
 
 
@@ -232,12 +259,18 @@ def test_a_share_of_all_parameters_leaves_what_is_never_pruned_out_of_the_budget
     view = replace(view_at(0, 0.4, params=params), groups=(), measure="parameters")
     (mask,) = POLICIES["magnitude"](view, scope="model")
     assert sum(int(bits.sum()) for bits in mask.bits.values()) == 1
-    with pytest.raises(InvalidValue, match=r"capacity must be at least 0\.4000 to prune this model .* got 0\.39"):
-        POLICIES["magnitude"](replace(view_at(0, 0.39, params=params), groups=(), measure="parameters"))
+    with pytest.raises(
+        InvalidValue, match=r"capacity must be at least 0\.4000 to prune this model .* got 0\.39"
+    ):
+        POLICIES["magnitude"](
+            replace(view_at(0, 0.39, params=params), groups=(), measure="parameters")
+        )
 
 
 def test_a_scope_that_magnitude_does_not_know_is_refused():
-    with pytest.raises(InvalidValue, match=r"^policy magnitude: scope must be one of layer, model; got 'stage'$"):
+    with pytest.raises(
+        InvalidValue, match=r"^policy magnitude: scope must be one of layer, model; got 'stage'$"
+    ):
         masks_of("magnitude", 0.5, scope="stage")
 
 

@@ -43,12 +43,22 @@ def test_what_is_shipped_is_what_won_the_trial():
     view = replace(fleet_view(described), rounds=described.rounds)
     for policy, round in (("prefix", 0), ("prefix", 59), (twins, 60), (twins, 99)):
         wanted = (POLICIES[policy] if isinstance(policy, str) else policy)(view)
-        for mine, theirs in zip(POLICIES["planned"](replace(view, round=round)), wanted, strict=True):
+        for mine, theirs in zip(
+            POLICIES["planned"](replace(view, round=round)), wanted, strict=True
+        ):
             same(mine.kept, theirs.kept)
-    assert [copy_transform(replace(view, round=round)) is None for round in (0, 59, 61, 99)] == [True] * 4
-    setup = prepare(experiment(dataset="synthetic", model="wide_resnet(depth=28, widen=2)"), Machine().resolved())
+    assert [copy_transform(replace(view, round=round)) is None for round in (0, 59, 61, 99)] == [
+        True
+    ] * 4
+    setup = prepare(
+        experiment(dataset="synthetic", model="wide_resnet(depth=28, widen=2)"),
+        Machine().resolved(),
+    )
     state = initial_state(setup)
-    same(copy_transform(replace(view, round=60))(state.params), copy_first_half(view.groups, state).params)
+    same(
+        copy_transform(replace(view, round=60))(state.params),
+        copy_first_half(view.groups, state).params,
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,7 +68,10 @@ def test_what_is_shipped_is_what_won_the_trial():
         ({"fleet": "1x0.25"}, 4),
         ({"fleet": "1x0.3 + 1x0.1"}, 3),
         ({"fleet": "1x0.6 + 1x0.25"}, 1),
-        ({"fleet": "1x0.25", "capacity": "parameters"}, 2),  # a quarter of the parameters is half of the width
+        (
+            {"fleet": "1x0.25", "capacity": "parameters"},
+            2,
+        ),  # a quarter of the parameters is half of the width
         ({"model": "mlp(hidden=[8])", "dataset": "digits"}, 1),
         ({"model": "mlp(hidden=[8, 8])", "dataset": "digits"}, 2),
     ],
@@ -76,13 +89,17 @@ def test_as_many_copies_as_fit_where_groups_meet(changes, copies):
     assert (copy_transform(view) is None) == (copies == 1)
 
 
-@pytest.mark.parametrize("wish", ["planned(copies=false)", "planned(gamma=1)", "planned(tolerate=1)"])
+@pytest.mark.parametrize(
+    "wish", ["planned(copies=false)", "planned(gamma=1)", "planned(tolerate=1)"]
+)
 def test_a_wish_is_answered_by_coverage_not_by_copies(wish):
     run = fc.run(experiment(policy=wish, fleet="1x0.5", rounds=2))
     nested = fc.run(experiment(policy="prefix", fleet="1x0.5", rounds=2))
     assert run.setup.growth(view_at(60)) is None
     assert fc.run(experiment(fleet="1x0.5", rounds=2)).setup.growth(view_at(60)) is not None
-    covered = [sum(int(t.sum()) for t in each.state.coverage.ever.values()) for each in (run, nested)]
+    covered = [
+        sum(int(t.sum()) for t in each.state.coverage.ever.values()) for each in (run, nested)
+    ]
     assert covered[0] > covered[1]
 
 
@@ -90,16 +107,24 @@ def test_the_whole_model_answers_as_before_when_it_is_copied():
     """After three of five rounds the assembled model is as good as the half-width model that prefix has by then."""
     copied = fc.run(experiment())
     nested = fc.run(experiment(policy="prefix", rounds=3))
-    common = replace(nested.state, params=coverage.covered_only(nested.state.params, nested.state.coverage))
+    common = replace(
+        nested.state, params=coverage.covered_only(nested.state.params, nested.state.coverage)
+    )
     known = evaluate(nested.setup.task, common, nested.setup.task.source.test)
     assert copied.metrics[2]["accuracy"] == pytest.approx(known.accuracy, abs=0.011)
     assert copied.metrics[1]["train_loss"] == nested.metrics[1]["train_loss"]
     between = copied.state.params["stages.1.0.conv2.weight"][:16, 16:]
-    assert float(between.abs().sum()) == 0 < float(nested.state.params["stages.1.0.conv2.weight"][:16, 16:].abs().sum())
+    assert (
+        float(between.abs().sum())
+        == 0
+        < float(nested.state.params["stages.1.0.conv2.weight"][:16, 16:].abs().sum())
+    )
 
 
 def test_what_belongs_to_the_parameters_is_copied_with_them():
-    state = fc.run(experiment(norm="tracked", server="momentum", rounds=4), engine=idle_from(3)).state
+    state = fc.run(
+        experiment(norm="tracked", server="momentum", rounds=4), engine=idle_from(3)
+    ).state
     for tensors in (state.params, state.server["velocity"], state.statistics["all"]):
         for name, tensor in tensors.items():
             half = len(tensor) // 2
@@ -153,13 +178,17 @@ def test_however_few_devices_there_are_every_unit_of_every_copy_is_trained_in_tu
     for round in range(60, 64):
         seen += POLICIES["planned"](replace(view, round=round, cohort=view.cohort[:active]))
     for group in view.groups:
-        assert {int(unit) for part in seen for unit in part.kept[group.name]} == set(range(group.size))
+        assert {int(unit) for part in seen for unit in part.kept[group.name]} == set(
+            range(group.size)
+        )
 
 
 def test_a_device_larger_than_any_of_the_fleet_holds_the_first_copy_and_some_of_the_next():
     run = fc.run(experiment(fleet="1x0.5", rounds=3, active=1))
     held = run.part(0.75).kept
-    assert all(held[g.name].tolist() == list(range(3 * g.size // 4)) for g in run.setup.task.model.groups)
+    assert all(
+        held[g.name].tolist() == list(range(3 * g.size // 4)) for g in run.setup.task.model.groups
+    )
 
 
 class Stream(nn.Module):
@@ -167,14 +196,20 @@ class Stream(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.up, self.between, self.down, self.head = (nn.Linear(*s) for s in ((12, 16), (16, 16), (16, 12), (12, 5)))
+        self.up, self.between, self.down, self.head = (
+            nn.Linear(*s) for s in ((12, 16), (16, 16), (16, 12), (12, 5))
+        )
 
     def forward(self, x):
-        return self.head(torch.relu(x + self.down(torch.relu(self.between(torch.relu(self.up(x)))))))
+        return self.head(
+            torch.relu(x + self.down(torch.relu(self.between(torch.relu(self.up(x))))))
+        )
 
 
 def test_no_copies_where_they_would_meet_in_a_stream_that_is_never_cut():
-    plain = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 5))
+    plain = nn.Sequential(
+        nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 5)
+    )
     data = "synthetic(shape=(12,), classes=5, samples=20, test_size=40)"
     for model, copied in ((Stream(), False), (plain, True)):
         setup = fc.run(experiment(dataset=data, fleet="1x0.5", rounds=1), model=model).setup
@@ -183,11 +218,20 @@ def test_no_copies_where_they_would_meet_in_a_stream_that_is_never_cut():
 
 
 def test_a_certificate_says_that_copying_is_outside_the_theorems(tmp_path):
-    small = {"dataset": "digits", "model": "mlp(hidden=[4, 4])", "fleet": "1x0.5", "rounds": 3, "keep_rounds": (0,)}
+    small = {
+        "dataset": "digits",
+        "model": "mlp(hidden=[4, 4])",
+        "fleet": "1x0.5",
+        "rounds": 3,
+        "keep_rounds": (0,),
+    }
     for policy, said in (("planned", True), ("planned(copies=false)", False)):
         fc.run(experiment(**small, policy=policy), tmp_path / policy)
         outside = fc.certify(tmp_path / policy)["bounds"]["sharper"]["outside"]
-        assert any("changes the model between rounds, before round 2" in each for each in outside) == said
+        assert (
+            any("changes the model between rounds, before round 2" in each for each in outside)
+            == said
+        )
 
 
 def test_options_are_checked_although_copies_do_not_use_them():
@@ -210,10 +254,16 @@ class WithShortcut(nn.Module):
 def test_what_every_copy_shares_is_there_once():
     """A device's part is what it was before the copying, however its classifier mixes cut and uncut inputs."""
     fields = {"dataset": "digits", "model": "mlp", "rounds": 10}
-    setup = prepare(experiment(**fields), Machine().resolved(), parts=Overrides(model=WithShortcut()))
+    setup = prepare(
+        experiment(**fields), Machine().resolved(), parts=Overrides(model=WithShortcut())
+    )
     state = replace(initial_state(setup), round=6)
     view = view_of(setup, state, cohort_of(setup, 6))
     after = copy_transform(view)(state.params)
     assert torch.equal(after["head.weight"][:, 16:], state.params["head.weight"][:, 16:])
-    [mine] = [part for part, client in zip(setup.policy(view), view.cohort, strict=True) if client.slot == 0]
+    [mine] = [
+        part
+        for part, client in zip(setup.policy(view), view.cohort, strict=True)
+        if client.slot == 0
+    ]
     same(mine.extract(after), windows(view.groups, 0.5).extract(state.params))

@@ -33,7 +33,10 @@ def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) 
 
 def half_then_whole(view: fc.View) -> list[fc.Slices]:
     """A policy of one's own: windows that grow in the second round."""
-    return [fc.windows(view.groups, client.capacity * (0.5 if view.round < 1 else 1.0)) for client in view.cohort]
+    return [
+        fc.windows(view.groups, client.capacity * (0.5 if view.round < 1 else 1.0))
+        for client in view.cohort
+    ]
 
 
 def small_dataset() -> fc.Dataset:
@@ -82,7 +85,8 @@ def test_the_figures_of_a_run_in_a_folder_are_not_kept_in_memory_too(tmp_path):
         course = RunSession(tiny(), before.setup, before.state, before.metrics, folder)
         next_line = {**before.metrics[0], "round": 1, "accuracy": 0.5}
         course.record_round(
-            replace(before.state, round=2), RoundReport(1, {k: v for k, v in next_line.items() if k != "round"})
+            replace(before.state, round=2),
+            RoundReport(1, {k: v for k, v in next_line.items() if k != "round"}),
         )
         assert course.metrics_in_memory == []
         assert course.metrics == [*before.metrics, next_line]
@@ -104,7 +108,9 @@ def test_two_runs_in_one_process_do_not_touch_each_other():
 
 def test_one_run_inside_another_changes_neither():
     inner = []
-    outer = fc.run(tiny(rounds=2), watch=lambda report: inner.append(fc.run(tiny(rounds=2, seed=5))))
+    outer = fc.run(
+        tiny(rounds=2), watch=lambda report: inner.append(fc.run(tiny(rounds=2, seed=5)))
+    )
     assert figures(outer) == figures(fc.run(tiny(rounds=2)))
     assert figures(inner[0]) == figures(inner[1]) == figures(fc.run(tiny(rounds=2, seed=5)))
 
@@ -120,7 +126,11 @@ def test_a_run_leaves_the_global_random_state_and_the_threads_alone():
     before, threads = torch.get_rng_state(), torch.get_num_threads()
     numpy_before = np.random.get_state()[1].copy()
     seen = []
-    fc.run(tiny(rounds=2), machine=fc.Machine(threads=2), watch=lambda report: seen.append(torch.get_num_threads()))
+    fc.run(
+        tiny(rounds=2),
+        machine=fc.Machine(threads=2),
+        watch=lambda report: seen.append(torch.get_num_threads()),
+    )
     assert seen == [2, 2]
     assert torch.get_num_threads() == threads
     with pytest.raises(fc.FedcoverError, match="diverged"):
@@ -145,7 +155,15 @@ def test_the_experiment_and_the_manifest_read_back(finished):
     assert manifest["torch"] == torch.__version__
     assert manifest["numpy"] == np.__version__
     assert manifest["experiment"] == tiny().digest
-    assert manifest.keys() >= {"commit", "device", "python", "system", "hardware", "created", "custom"}
+    assert manifest.keys() >= {
+        "commit",
+        "device",
+        "python",
+        "system",
+        "hardware",
+        "created",
+        "custom",
+    }
 
 
 def test_metrics_have_one_line_a_round_with_every_figure(finished):
@@ -158,8 +176,17 @@ def test_metrics_have_one_line_a_round_with_every_figure(finished):
         assert sum(line["histogram"].values()) == 64 * 16 + 16 + 160 + 10
         assert len(line["clients"]) == 4
         assert {client["capacity"] for client in line["clients"].values()} <= {1.0, 0.5}
-        assert all((client["delta2"] == 0) == (client["capacity"] == 1) for client in line["clients"].values())
-        assert line["seconds"].keys() == {"policy", "training", "aggregation", "measuring", "evaluation"}
+        assert all(
+            (client["delta2"] == 0) == (client["capacity"] == 1)
+            for client in line["clients"].values()
+        )
+        assert line["seconds"].keys() == {
+            "policy",
+            "training",
+            "aggregation",
+            "measuring",
+            "evaluation",
+        }
         assert line["bytes_down"] > line["bytes_up"] == 4 * 4 * line["parameters"]
         assert 0 < line["multiply_adds"] < line["parameters"]
 
@@ -175,7 +202,11 @@ def test_the_summary_follows_from_the_metrics(finished):
     assert summary["seconds"] > 0
     assert "accuracy_best" not in summary
     run = fc.load(finished)
-    assert (run.accuracy, run.gamma_min, run.summary) == (summary["accuracy"], summary["gamma_min"], summary)
+    assert (run.accuracy, run.gamma_min, run.summary) == (
+        summary["accuracy"],
+        summary["gamma_min"],
+        summary,
+    )
 
 
 def test_the_best_round_is_chosen_on_validation_data():
@@ -211,14 +242,23 @@ def test_what_was_fetched_of_a_state_before_is_used_again_and_nothing_else():
     assert len(again.coverage.window) == len(alone.coverage.window) == 2
     for old, new in zip(again.coverage.window, alone.coverage.window, strict=True):
         same(old, new)
-    assert all(again.coverage.window[0][name] is before.coverage.window[0][name] for name in again.params)
+    assert all(
+        again.coverage.window[0][name] is before.coverage.window[0][name] for name in again.params
+    )
 
 
 def test_all_that_a_state_holds_is_read_again(tmp_path):
     state, _ = run_round(*world("mlp", policy="rolling"))
     kinds = {
-        kind: {key: {name: torch.full((2,), place + 0.5) for place, name in enumerate(["b/x", "a.y"])} for key in keys}
-        for kind, keys in {"statistics": ["1.0", "0.5"], "measured": ["heat"], "server": ["momentum"]}.items()
+        kind: {
+            key: {name: torch.full((2,), place + 0.5) for place, name in enumerate(["b/x", "a.y"])}
+            for key in keys
+        }
+        for kind, keys in {
+            "statistics": ["1.0", "0.5"],
+            "measured": ["heat"],
+            "server": ["momentum"],
+        }.items()
     }
     private = {12: {"units": torch.tensor([True, False])}, 3: {"units": torch.tensor([False])}}
     whole = replace(state, round=7, private=private, **kinds)
@@ -239,7 +279,9 @@ def test_all_that_a_state_holds_is_read_again(tmp_path):
 
 def test_a_state_before_any_round_is_read_again(tmp_path):
     _, state = world("mlp", policy="rolling")
-    state = replace(state, params={**state.params, "a/name": torch.ones(2), "a/longer/name": torch.ones(1)})
+    state = replace(
+        state, params={**state.params, "a/name": torch.ones(2), "a/longer/name": torch.ones(1)}
+    )
     checkpoints.save(tmp_path, state, "an experiment")
     again, _ = checkpoints.newest(tmp_path, "an experiment", "cpu")
     same(again.params, state.params)
@@ -249,7 +291,9 @@ def test_a_state_before_any_round_is_read_again(tmp_path):
 
 def test_a_server_may_remember_one_tensor_under_two_names(tmp_path):
     setup, state = world("mlp", policy="rolling")
-    twice = replace(setup, server=lambda tensor, memory: (tensor.new, dict.fromkeys("ab", tensor.old * 2)))
+    twice = replace(
+        setup, server=lambda tensor, memory: (tensor.new, dict.fromkeys("ab", tensor.old * 2))
+    )
     after, _ = run_round(twice, state)
     checkpoints.save(tmp_path, after, "an experiment")
     again, _ = checkpoints.newest(tmp_path, "an experiment", "cpu")
@@ -263,7 +307,10 @@ def test_as_many_checkpoints_are_left_as_are_kept(tmp_path):
         path = checkpoints.save(tmp_path, replace(state, round=round), "an experiment", keep=3)
     assert [file.round for file in found(tmp_path)] == [4, 3, 2]
     path.write_bytes(path.read_bytes() + b"x")
-    with pytest.raises(RunError, match=rf"^checkpoint {path} is damaged: its digest is \w+, not {path.name[13:29]}$"):
+    with pytest.raises(
+        RunError,
+        match=rf"^checkpoint {path} is damaged: its digest is \w+, not {path.name[13:29]}$",
+    ):
         checkpoints.read(found(tmp_path)[0], "an experiment", "cpu")
 
 
@@ -275,7 +322,9 @@ def test_a_checkpoint_must_say_in_which_order_its_tensors_are(tmp_path, order):
     content = safetensors.torch.save({"params/w": torch.ones(2)}, metadata={"fedcover": about})
     path = tmp_path / f"round-000000.{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
     path.write_bytes(content)
-    with pytest.raises(RunError, match=rf"^checkpoint {path} does not say in which order its tensors are$"):
+    with pytest.raises(
+        RunError, match=rf"^checkpoint {path} does not say in which order its tensors are$"
+    ):
         checkpoints.newest(tmp_path, "an experiment", "cpu")
 
 
@@ -303,7 +352,9 @@ def test_every_damaged_checkpoint_is_told_of(tmp_path):
     _, state = world("mlp", policy="rolling")
     for round in (3, 4):
         checkpoints.save(tmp_path, replace(state, round=round), "an experiment")
-    with pytest.raises(RunError, match=r"-000004\..*: 'an experiment'; checkpoint .*-000003\..*: 'an experiment'$"):
+    with pytest.raises(
+        RunError, match=r"-000004\..*: 'an experiment'; checkpoint .*-000003\..*: 'an experiment'$"
+    ):
         checkpoints.newest(tmp_path, "another", "cpu")
 
 
@@ -323,7 +374,9 @@ def test_a_checkpoint_that_is_set_aside_is_none_any_more(tmp_path):
     content = path.read_bytes()
     checkpoints.set_aside(path)
     assert found(tmp_path) == []
-    assert [(left.name, left.read_bytes()) for left in tmp_path.iterdir()] == [(f"{path.name}.unusable", content)]
+    assert [(left.name, left.read_bytes()) for left in tmp_path.iterdir()] == [
+        (f"{path.name}.unusable", content)
+    ]
     with pytest.raises(RunError, match=rf"^cannot rename {path}: No such file or directory$"):
         checkpoints.set_aside(path)
 
@@ -361,7 +414,9 @@ def test_the_manifest_tells_when_a_run_went_on_in_another_way(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        fc.run(tiny(rounds=4), tmp_path / "run", machine=fc.Machine("sequential", "cpu", 1), watch=stop)
+        fc.run(
+            tiny(rounds=4), tmp_path / "run", machine=fc.Machine("sequential", "cpu", 1), watch=stop
+        )
     with pytest.raises(KeyboardInterrupt):
         fc.resume(tmp_path / "run", machine=fc.Machine(threads=2), force=True, watch=stop)
     fc.resume(tmp_path / "run")  # as it went on last, without a word
@@ -371,7 +426,9 @@ def test_the_manifest_tells_when_a_run_went_on_in_another_way(tmp_path):
         fc.resume(tmp_path / "run", machine=fc.Machine(threads=1))
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"\xff", b'{"engine": 1}', b'{"engine": "sequential"}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{}", b"\xff", b'{"engine": 1}', b'{"engine": "sequential"}']
+)
 def test_a_damaged_manifest_is_refused_by_name(copied, content):
     (copied / "manifest.json").write_bytes(content)
     with pytest.raises(RunError, match=r"manifest\.json"):
@@ -414,7 +471,9 @@ def test_python_parts_must_be_given_again(tmp_path):
 
 def test_a_checkpoint_with_a_tensor_for_each_count_can_still_be_resumed(tmp_path, monkeypatch):
     whole = fc.run(tiny(rounds=4), tmp_path / "whole")
-    monkeypatch.setattr(checkpoints, "_is_counted", lambda part: False)  # as they were written at first
+    monkeypatch.setattr(
+        checkpoints, "_is_counted", lambda part: False
+    )  # as they were written at first
 
     def stop(report):
         if report.round == 1:
@@ -423,11 +482,16 @@ def test_a_checkpoint_with_a_tensor_for_each_count_can_still_be_resumed(tmp_path
     with pytest.raises(KeyboardInterrupt):
         fc.run(tiny(rounds=4), tmp_path / "run", watch=stop)
     monkeypatch.undo()
-    assert any(name.count("/") == 2 for name in safetensors.torch.load(last_checkpoint(tmp_path / "run")[1]))
+    assert any(
+        name.count("/") == 2
+        for name in safetensors.torch.load(last_checkpoint(tmp_path / "run")[1])
+    )
     assert figures(fc.resume(tmp_path / "run")) == figures(whole)
 
 
-@pytest.mark.parametrize("fields", [{}, {"policy": "random", "drop_out": 0.3}, {"norm": "tracked", **RESNET}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"policy": "random", "drop_out": 0.3}, {"norm": "tracked", **RESNET}]
+)
 def test_replay_repeats_a_kept_round_exactly(tmp_path, fields):
     experiment = tiny(**fields)
     fc.run(replace_rounds(experiment, (0, 1, 2)), tmp_path / "run")
@@ -438,7 +502,9 @@ def test_replay_repeats_a_kept_round_exactly(tmp_path, fields):
         assert {key: value for key, value in repeated.items() if key != "seconds"} == line
         kept = next(file for file in found(tmp_path / "run" / "kept") if file.round == round + 1)
         stored = safetensors.torch.load_file(kept.path)
-        assert_equal({f"params/{name}": t for name, t in state.params.items()}, _part(stored, "params/"))
+        assert_equal(
+            {f"params/{name}": t for name, t in state.params.items()}, _part(stored, "params/")
+        )
         assert torch.equal(flatten(state.coverage.ever), stored["ever"])
 
 
@@ -465,7 +531,10 @@ EXPORTED = {
     "random": {"policy": "random"},
     "magnitude": {"policy": "magnitude"},
     "pruned regions": {"policy": "regions(codename='1177')", "fleet": "2x1 + 2x0.5"},
-    "regions of units": {"policy": "regions(codename='1155', kind='subnet')", "fleet": "2x1 + 2x0.5"},
+    "regions of units": {
+        "policy": "regions(codename='1155', kind='subnet')",
+        "fleet": "2x1 + 2x0.5",
+    },
     "batch norm": RESNET,
     "tracked norm": {"norm": "tracked", **RESNET},
     "width norm": {"norm": "per-width", **RESNET},
@@ -485,7 +554,9 @@ def test_an_exported_part_answers_like_the_run_s(tmp_path, fields):
             wanted = run.submodel(capacity)(test_x)
             assert torch.equal(loaded(test_x), wanted)
         assert told["stored"] == sum(p.numel() for p in loaded.parameters())
-        assert told["parameters"] <= told["stored"] <= sum(p.numel() for p in run.model().parameters())
+        assert (
+            told["parameters"] <= told["stored"] <= sum(p.numel() for p in run.model().parameters())
+        )
         if capacity == 1:
             assert torch.equal(run.model()(test_x), wanted)
         else:
@@ -498,7 +569,9 @@ def test_what_cannot_be_exported_is_refused(tmp_path, finished):
         with pytest.raises(InvalidValue, match=r"capacity must be in \(0, 1\]; got"):
             export(run, capacity, tmp_path / "x")
     full = fc.run(tiny(policy="full", rounds=1))
-    with pytest.raises(InvalidValue, match=r"no part for a device of capacity 0\.5: its policy 'full'"):
+    with pytest.raises(
+        InvalidValue, match=r"no part for a device of capacity 0\.5: its policy 'full'"
+    ):
         full.submodel(0.5)
     with pytest.raises(RunError, match=r"cannot write .*No such file"):
         export(run, 1.0, tmp_path / "no" / "x")
@@ -521,11 +594,16 @@ def test_the_part_of_a_model_made_in_python_needs_that_model(tmp_path):
     model, path = own_model(), tmp_path / "part"
     run = fc.run(tiny(rounds=1), dataset=small_dataset(), model=model)
     export(run, 0.5, path)
-    with pytest.raises(RunError, match=r"does not hold a part of model 'mlp\(hidden=\[16\]\)' \(if it was made in"):
+    with pytest.raises(
+        RunError, match=r"does not hold a part of model 'mlp\(hidden=\[16\]\)' \(if it was made in"
+    ):
         fc.load_part(path)
     with pytest.raises(RunError, match="does not hold a part of the given model"):
         fc.load_part(
-            path, model=replace(own_model(), module=nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)))
+            path,
+            model=replace(
+                own_model(), module=nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
+            ),
         )
     x = run.setup.task.source.test.x
     assert torch.equal(fc.load_part(path, model=model)(x), run.submodel(0.5)(x))

@@ -39,10 +39,22 @@ def prepared(own=None, **fields):
         (net(nn.BatchNorm1d(16)), {"norm": "group"}, "norm is 'group', but model"),
         (net(), {"scaler": True}, "scaler needs a model with places for it"),
         (None, {"model": "softmax", "scaler": True}, "model 'softmax' has none"),
-        (fc.Model(net(), ()), {"label_rows": True}, "label_rows needs a model whose last layer is known"),
+        (
+            fc.Model(net(), ()),
+            {"label_rows": True},
+            "label_rows needs a model whose last layer is known",
+        ),
         (fc.Model(net(), ()), {"policy": "magnitude"}, "names none"),
-        (None, {"policy": "prunefl(every=2)", "recipe": "prunefl(every=3)"}, "same every; got 2 and 3"),
-        (None, {"policy": "rolling", "recipe": "fiarse", "fleet": "1x0.5"}, "recipe fiarse trains within masks"),
+        (
+            None,
+            {"policy": "prunefl(every=2)", "recipe": "prunefl(every=3)"},
+            "same every; got 2 and 3",
+        ),
+        (
+            None,
+            {"policy": "rolling", "recipe": "fiarse", "fleet": "1x0.5"},
+            "recipe fiarse trains within masks",
+        ),
         (None, {"policy": "exclude(below=0)"}, "policy exclude: below must be in"),
     ],
 )
@@ -83,7 +95,9 @@ class Tempered(nn.Module):
 def test_a_scalar_parameter_is_trained_and_rows_that_are_no_labels_are_no_classifier():
     setup = prepared(Tempered())
     assert setup.task.model.classifier == ("last.weight", "last.bias")
-    run = fc.run(fc.Experiment(**SMALL, policy="prefix", fleet="1x0.5"), model=Tempered(), machine=HERE)
+    run = fc.run(
+        fc.Experiment(**SMALL, policy="prefix", fleet="1x0.5"), model=Tempered(), machine=HERE
+    )
     assert run.model().temperature.item() != 1.0
 
 
@@ -102,19 +116,24 @@ def test_a_module_that_cannot_be_cut_is_trained_whole_where_nothing_is_to_be_cut
     module = Recurrent()
     run = fc.run(fc.Experiment(**SMALL, lr=0.1), tmp_path / "run", model=module, machine=HERE)
     assert run.gamma_min == 4
-    assert run.metrics[-1]["multiply_adds"] == 8 * 4 * 16 * (8 + 16) + 160  # eight steps of four gates, and the head
+    assert (
+        run.metrics[-1]["multiply_adds"] == 8 * 4 * 16 * (8 + 16) + 160
+    )  # eight steps of four gates, and the head
     assert not torch.equal(run.model().reader.weight_hh_l0, module.reader.weight_hh_l0)
     export(run, 1.0, tmp_path / "part.safetensors")
     part = fc.load_part(tmp_path / "part.safetensors", model=Recurrent())
     assert torch.equal(part.reader.weight_hh_l0, run.model().reader.weight_hh_l0)
     with pytest.raises(
-        InvalidValue, match=r"'softmax'.*fc\.Model\(module, fc\.trace\(module, example, whole=\('reader',"
+        InvalidValue,
+        match=r"'softmax'.*fc\.Model\(module, fc\.trace\(module, example, whole=\('reader',",
     ):
         prepared(Recurrent(), policy="rolling")
 
 
 def test_buffers_that_change_are_named(caplog):
-    first = nn.Sequential(nn.Flatten(), spectral_norm(nn.Linear(64, 16)), nn.ReLU(), nn.Linear(16, 10))
+    first = nn.Sequential(
+        nn.Flatten(), spectral_norm(nn.Linear(64, 16)), nn.ReLU(), nn.Linear(16, 10)
+    )
     prepared(fc.Model(first, ()))
     assert "changes while the model computes; such buffers are not averaged" in caplog.text
     caplog.clear()
@@ -166,13 +185,25 @@ UNITS = torch.arange(4)
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        (lambda view: Slices(view.groups, {"hidden1": torch.tensor([3, 16])}), "no units in order, of 0..15"),
+        (
+            lambda view: Slices(view.groups, {"hidden1": torch.tensor([3, 16])}),
+            "no units in order, of 0..15",
+        ),
         (lambda view: Slices(view.groups, {"hidden1": torch.tensor([-1, 2])}), "no units in order"),
         (lambda view: Slices(view.groups, {"hidden1": torch.tensor([2, 1])}), "no units in order"),
         (lambda view: Slices(view.groups, {"hidden1": (0, 1)}), "no units in order"),
-        (lambda view: Slices(view.groups, {"hidden1": torch.zeros(0, dtype=torch.int64)}), "no units in order"),
-        (lambda view: Slices(view.groups, {"hidden1": torch.ones(16, dtype=torch.bool)}), "no units in order"),
-        (lambda view: Slices(view.groups, {"other": UNITS}), r"the groups \['other'\]; this model has"),
+        (
+            lambda view: Slices(view.groups, {"hidden1": torch.zeros(0, dtype=torch.int64)}),
+            "no units in order",
+        ),
+        (
+            lambda view: Slices(view.groups, {"hidden1": torch.ones(16, dtype=torch.bool)}),
+            "no units in order",
+        ),
+        (
+            lambda view: Slices(view.groups, {"other": UNITS}),
+            r"the groups \['other'\]; this model has",
+        ),
         (lambda view: Masks({"nowhere": UNITS.bool()}), "'nowhere', which is no tensor"),
         (lambda view: Masks({"hidden1.weight": torch.ones(2, 2).bool()}), "booleans of shape"),
         (lambda view: Masks({"hidden1.weight": torch.ones(16, 64)}), "booleans of shape"),
@@ -183,7 +214,11 @@ def test_parts_that_are_none_of_the_model_are_named(made, said):
         return [made(view) for _ in view.cohort]
 
     with pytest.raises(InvalidValue, match=said):
-        fc.run(fc.Experiment(**SMALL, model="mlp(hidden=[16])", fleet="1x0.5"), policy=policy, machine=HERE)
+        fc.run(
+            fc.Experiment(**SMALL, model="mlp(hidden=[16])", fleet="1x0.5"),
+            policy=policy,
+            machine=HERE,
+        )
 
 
 def test_a_policy_that_gives_no_list_is_named():
@@ -198,9 +233,9 @@ class Precise(nn.Module):
 
     def __init__(self, dtype):
         super().__init__()
-        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 10)).to(
-            dtype
-        )
+        self.body = nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 10)
+        ).to(dtype)
 
     def forward(self, x):
         self.shown.append(len(x))
@@ -209,13 +244,17 @@ class Precise(nn.Module):
 
 def digits_in(dtype):
     digits = load("digits")
-    return fc.Dataset("mine", *(fc.Samples(part.x.to(dtype), part.y) for part in (digits.train, digits.test)), 10)
+    return fc.Dataset(
+        "mine", *(fc.Samples(part.x.to(dtype), part.y) for part in (digits.train, digits.test)), 10
+    )
 
 
 @pytest.mark.parametrize("policy", ["prefix", "rolling", "random", "magnitude", "planned"])
 def test_data_in_float64_trains_a_module_in_float64_under_policies_that_cut(policy):
     experiment = fc.Experiment(**SMALL, policy=policy, fleet="1x1.0 + 1x0.5", window=2)
-    run = fc.run(experiment, model=Precise(torch.float64), dataset=digits_in(torch.float64), machine=HERE)
+    run = fc.run(
+        experiment, model=Precise(torch.float64), dataset=digits_in(torch.float64), machine=HERE
+    )
     assert {tensor.dtype for tensor in run.state.params.values()} == {torch.float64}
 
 
@@ -223,7 +262,11 @@ def test_data_in_float64_trains_a_module_in_float64_under_policies_that_cut(poli
 def test_data_of_another_type_than_the_module_is_refused_with_the_cure(policy):
     cure = r"; the data is float64 and the parameters are float32: give module\.double\(\), or x\.float\(\)$"
     with pytest.raises(InvalidValue, match=cure):
-        fc.run(fc.Experiment(**SMALL, policy=policy), model=Precise(torch.float32), dataset=digits_in(torch.float64))
+        fc.run(
+            fc.Experiment(**SMALL, policy=policy),
+            model=Precise(torch.float32),
+            dataset=digits_in(torch.float64),
+        )
 
 
 def test_what_was_given_in_python_is_called_by_its_own_name():
@@ -233,20 +276,36 @@ def test_what_was_given_in_python_is_called_by_its_own_name():
         prepared(fc.Model(wrong, ()))
     said = r"^model Sequential \(given in Python\) cannot take data 'mine' \(given in Python\): "
     with pytest.raises(InvalidValue, match=said):
-        fc.run(fc.Experiment(**SMALL), model=fc.Model(wrong, ()), dataset=digits_in(torch.float32), machine=HERE)
-    with pytest.raises(InvalidValue, match=r"^model 'mlp' cannot take data 'mine' \(given in Python\): "):
+        fc.run(
+            fc.Experiment(**SMALL),
+            model=fc.Model(wrong, ()),
+            dataset=digits_in(torch.float32),
+            machine=HERE,
+        )
+    with pytest.raises(
+        InvalidValue, match=r"^model 'mlp' cannot take data 'mine' \(given in Python\): "
+    ):
         fc.run(fc.Experiment(**SMALL, model="mlp"), dataset=digits_in(torch.float64), machine=HERE)
-    with pytest.raises(InvalidValue, match=r"^scaler needs .* model Sequential \(given in Python\) has none$"):
+    with pytest.raises(
+        InvalidValue, match=r"^scaler needs .* model Sequential \(given in Python\) has none$"
+    ):
         prepared(fc.Model(net(), ()), scaler=True)
 
 
 def test_where_parts_cannot_be_cut_it_is_said_how_much_devices_hold(caplog):
-    stiff = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.GroupNorm(1, 32), nn.Linear(32, 64), nn.Linear(64, 10))
-    share = (64 * 32 + 32 + 64 + 32 * 32 + 32 + 32 * 10 + 10) / (64 * 32 + 32 + 64 + 32 * 64 + 64 + 64 * 10 + 10)
+    stiff = nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 32), nn.GroupNorm(1, 32), nn.Linear(32, 64), nn.Linear(64, 10)
+    )
+    share = (64 * 32 + 32 + 64 + 32 * 32 + 32 + 32 * 10 + 10) / (
+        64 * 32 + 32 + 64 + 32 * 64 + 64 + 64 * 10 + 10
+    )
     with caplog.at_level(logging.WARNING):
         prepared(stiff, policy="rolling", fleet="1x1.0 + 1x0.5")
     (line,) = [record.getMessage() for record in caplog.records]
-    assert f"a device holds more of its parameters: {100 * share:.1f} % at 0.5; with capacity = 'parameters'" in line
+    assert (
+        f"a device holds more of its parameters: {100 * share:.1f} % at 0.5; with capacity = 'parameters'"
+        in line
+    )
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         prepared(net(), policy="rolling", fleet="1x1.0 + 1x0.5")
@@ -271,9 +330,18 @@ def test_a_policy_sees_no_cut_of_a_tensor_that_it_does_not_see(own, fields):
         return [windows(view.groups, 0.5)] * len(view.cohort)
 
     seen = set()
-    data = {"dataset": "synthetic(shape=(3, 8, 8), classes=3, samples=7, test_size=50)"} if "norm" in fields else {}
+    data = (
+        {"dataset": "synthetic(shape=(3, 8, 8), classes=3, samples=7, test_size=50)"}
+        if "norm" in fields
+        else {}
+    )
     data = data if own is None else {}
-    run = fc.run(fc.Experiment(**SMALL, **fields, **data, fleet="1x0.5"), model=own, policy=half, machine=HERE)
+    run = fc.run(
+        fc.Experiment(**SMALL, **fields, **data, fleet="1x0.5"),
+        model=own,
+        policy=half,
+        machine=HERE,
+    )
     assert seen
     assert run.state.round == 1
     if fields.get("norm") == "tracked":
@@ -285,7 +353,10 @@ def test_a_policy_may_cut_the_groups_that_tracing_gave():
     model = fc.Model(module, fc.trace(module, torch.randn(4, 1, 8, 8)))
     experiment = fc.Experiment(**SMALL, fleet="1x0.5")
     run = fc.run(
-        experiment, model=model, machine=HERE, policy=lambda view: [windows(model.groups, 0.5)] * len(view.cohort)
+        experiment,
+        model=model,
+        machine=HERE,
+        policy=lambda view: [windows(model.groups, 0.5)] * len(view.cohort),
     )
     assert run.submodel(0.5)[2].running_mean.shape == (8,)
 

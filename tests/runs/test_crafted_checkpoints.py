@@ -57,7 +57,9 @@ def crafted(folder, change):
     digest = hashlib.sha256(content).hexdigest()[:16]
     for old in (folder / "checkpoints").iterdir():
         old.unlink()
-    (folder / "checkpoints" / f"round-{about['round']:06d}.{digest}.safetensors").write_bytes(content)
+    (folder / "checkpoints" / f"round-{about['round']:06d}.{digest}.safetensors").write_bytes(
+        content
+    )
 
 
 def name_of(values, prefix):
@@ -87,13 +89,28 @@ CHANGES = {
     "no parameters": (without_parameters, "no state of a run"),
     "counts of another size": (put("ever", torch.zeros(5, dtype=torch.bool)), "no state of a run"),
     "one count": (put("ever", torch.tensor(True)), "no state of a run"),
-    "no client": (lambda values, about: values.update({"private/x/w": torch.zeros(1)}), "no state of a run"),
+    "no client": (
+        lambda values, about: values.update({"private/x/w": torch.zeros(1)}),
+        "no state of a run",
+    ),
     "parameters of bits": (converted("params/", torch.bool), "not torch.float32"),
     "complex counts": (converted("ever", torch.complex64), "counts are not"),
-    "server state of another shape": (put("server/", torch.zeros(1)), "server state 'velocity' is not"),
-    "unknown measurements": (lambda values, about: values.update({"measured/a/w": torch.zeros(1)}), "'a' are not"),
-    "unknown statistics": (lambda values, about: values.update({"statistics/a/w": torch.zeros(1)}), "'a' is not"),
-    "too many rounds": (lambda values, about: about.update(round=10**9), "round is 1000000000, and the experiment"),
+    "server state of another shape": (
+        put("server/", torch.zeros(1)),
+        "server state 'velocity' is not",
+    ),
+    "unknown measurements": (
+        lambda values, about: values.update({"measured/a/w": torch.zeros(1)}),
+        "'a' are not",
+    ),
+    "unknown statistics": (
+        lambda values, about: values.update({"statistics/a/w": torch.zeros(1)}),
+        "'a' is not",
+    ),
+    "too many rounds": (
+        lambda values, about: about.update(round=10**9),
+        "round is 1000000000, and the experiment",
+    ),
 }
 
 
@@ -108,9 +125,18 @@ def test_a_checkpoint_that_no_run_has_written_is_refused(change, sentence, go_on
 @pytest.mark.parametrize("field", ["experiment", "round"])
 def test_what_a_checkpoint_says_reaches_no_terminal_as_it_is(field, folder):
     path = max((folder / "checkpoints").iterdir())
-    crafted(folder, lambda values, about: about.update(experiment="\x1b[2J" * 1000) if field == "experiment" else None)
+    crafted(
+        folder,
+        lambda values, about: (
+            about.update(experiment="\x1b[2J" * 1000) if field == "experiment" else None
+        ),
+    )
     if field == "round":
-        content = next((folder / "checkpoints").iterdir()).read_bytes().replace(b'\\"round\\": 2', b'\\"round\\": []')
+        content = (
+            next((folder / "checkpoints").iterdir())
+            .read_bytes()
+            .replace(b'\\"round\\": 2', b'\\"round\\": []')
+        )
         content = (int.from_bytes(content[:8], "little") + 1).to_bytes(8, "little") + content[8:]
         next((folder / "checkpoints").iterdir()).unlink()
         digest = hashlib.sha256(content).hexdigest()[:16]
@@ -137,7 +163,9 @@ def part(tmp_path):
     return tmp_path / "part.safetensors"
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.bool, torch.complex64, torch.float16, torch.float64], ids=str
+)
 def test_a_model_of_numbers_of_another_type_is_refused(dtype, part):
     content = part.read_bytes()
     about = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
@@ -158,6 +186,8 @@ def test_a_file_that_names_a_huge_model_takes_no_memory(model, units, part):
     with_header(part, model=model, **({"reduction": units} if units else {}))
     if not model.startswith(("mlp", "wide")):
         with_header(part, shape=[64], integers=True)
-    ended = subprocess.run([sys.executable, "-c", LIMITED, part], capture_output=True, text=True, timeout=100)
+    ended = subprocess.run(
+        [sys.executable, "-c", LIMITED, part], capture_output=True, text=True, timeout=100
+    )
     assert "RunError" in ended.stderr.splitlines()[-1], ended.stderr
     assert int(ended.stdout) < 256 * 2**10

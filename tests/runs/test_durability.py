@@ -43,7 +43,9 @@ def record(monkeypatch):
         fsync(handle)
         about = os.fstat(handle)
         made.steps.append(
-            ("folder", about.st_ino) if stat.S_ISDIR(about.st_mode) else ("file", about.st_ino, about.st_size)
+            ("folder", about.st_ino)
+            if stat.S_ISDIR(about.st_mode)
+            else ("file", about.st_ino, about.st_size)
         )
 
     def seen_replace(source, target, **given):
@@ -82,7 +84,9 @@ def test_every_file_of_a_run_is_on_disk_as_long_as_it_is(folder, record):
 
 
 def test_a_folder_is_on_disk_before_the_next_file_is_put_in_place(folder, record):
-    numbers = {folder / inner: (folder / inner).stat().st_ino for inner in ("", "checkpoints", "kept")}
+    numbers = {
+        folder / inner: (folder / inner).stat().st_ino for inner in ("", "checkpoints", "kept")
+    }
     for place, step in enumerate(record.steps):
         if step[0] == "put":
             assert record.steps[place + 1] == ("folder", numbers[step[1].parent]), step
@@ -100,10 +104,16 @@ def test_the_figures_of_a_round_are_on_disk_before_its_checkpoint(folder, record
 
 def test_a_kept_state_is_written_before_the_checkpoint_of_its_round(folder, record):
     """Who goes on from that checkpoint does not come to the beginning of the round again."""
-    put = [(path.parent.name, path.name[:12]) for path in record.put() if path.suffix == ".safetensors"]
+    put = [
+        (path.parent.name, path.name[:12]) for path in record.put() if path.suffix == ".safetensors"
+    ]
     assert put == [
         ("kept", "round-000000"),
-        *((place, f"round-{round:06d}") for round in (1, 2, 3) for place in ("kept", "checkpoints")),
+        *(
+            (place, f"round-{round:06d}")
+            for round in (1, 2, 3)
+            for place in ("kept", "checkpoints")
+        ),
     ]
 
 
@@ -123,4 +133,6 @@ def test_after_a_crash_at_any_file_put_in_place_no_kept_state_is_lost(tmp_path, 
     for image in images:
         fc.resume(image, complain=pytest.fail)
         assert_same_end(image, folder)
-        assert [file.path.name for file in found(image / "kept")] == [file.path.name for file in found(folder / "kept")]
+        assert [file.path.name for file in found(image / "kept")] == [
+            file.path.name for file in found(folder / "kept")
+        ]

@@ -16,7 +16,9 @@ positive = st.floats(min_value=1e-300, max_value=1e30)
 share = st.floats(0, 1, exclude_max=True)
 
 FIELDS = {
-    "name": st.text(string.ascii_letters + string.digits + "._-", max_size=20).map(lambda s: f"a{s}"),
+    "name": st.text(string.ascii_letters + string.digits + "._-", max_size=20).map(
+        lambda s: f"a{s}"
+    ),
     "seed": st.integers(0, 2**63 - 1),
     "dataset": st.text(plain, max_size=20),
     "partition": st.sampled_from(["iid", "labels(limit=2)", "dirichlet(alpha=0.5)", "owner"]),
@@ -31,10 +33,14 @@ FIELDS = {
     "assignment": st.sampled_from(["device", "slot"]),
     "capacity": st.sampled_from(["width", "parameters"]),
     "drop_out": share,
-    "model": st.sampled_from(["mlp", "mlp(hidden=[8, 6])", "wide_resnet(depth=10)", "fedcover.models:cnn"]),
+    "model": st.sampled_from(
+        ["mlp", "mlp(hidden=[8, 6])", "wide_resnet(depth=10)", "fedcover.models:cnn"]
+    ),
     "norm": st.sampled_from(["batch", "tracked", "per-width", "group"]),
     "scaler": st.booleans(),
-    "policy": st.sampled_from(["full", "rolling(spread=true)", "magnitude(scope='model')", "random"]),
+    "policy": st.sampled_from(
+        ["full", "rolling(spread=true)", "magnitude(scope='model')", "random"]
+    ),
     "recipe": st.sampled_from(["plain", "prox", "fjord"]),
     "absent_labels": st.sampled_from(sorted(ABSENT_LABELS)),
     "label_rows": st.booleans(),
@@ -69,7 +75,9 @@ def test_the_fields_above_are_all():
 @given(st.fixed_dictionaries({}, optional=FIELDS))
 def test_toml_out_and_in_again(fields):
     if fields.get("assignment") == "slot":
-        fields.setdefault("active", 30)  # among ten slots a kind of device may find no place, which is refused
+        fields.setdefault(
+            "active", 30
+        )  # among ten slots a kind of device may find no place, which is refused
     experiment = Experiment(**fields)
     text = experiment.to_toml()
     again = Experiment.from_toml(text)
@@ -81,7 +89,9 @@ def test_toml_out_and_in_again(fields):
             assert getattr(again, key) == value
 
 
-@pytest.mark.parametrize("dataset", ["\x7f", "\U0001f600.npz", "données.npz", 'a"b\\c', "a\nb\t\x00\x1f", "\u2028"])
+@pytest.mark.parametrize(
+    "dataset", ["\x7f", "\U0001f600.npz", "données.npz", 'a"b\\c', "a\nb\t\x00\x1f", "\u2028"]
+)
 def test_odd_names_of_data_survive(dataset):
     experiment = Experiment(dataset=dataset)
     assert Experiment.from_toml(experiment.to_toml()).dataset == dataset
@@ -136,14 +146,18 @@ WRONG = [
 
 
 def test_a_cohort_that_is_too_large_by_default_is_said_to_be_the_default():
-    with pytest.raises(InvalidValue, match=r"^active must be at most clients \(4\); got 10, the default$"):
+    with pytest.raises(
+        InvalidValue, match=r"^active must be at most clients \(4\); got 10, the default$"
+    ):
         Experiment(clients=4)
     with pytest.raises(InvalidValue, match=r"^active must be at most clients \(4\); got 5$"):
         Experiment(clients=4, active=5)
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "what"), WRONG, ids=lambda part: str(part)[:20].encode("unicode_escape").decode()
+    ("field", "value", "what"),
+    WRONG,
+    ids=lambda part: str(part)[:20].encode("unicode_escape").decode(),
 )
 def test_one_sentence_names_field_value_and_what_is_allowed(field, value, what):
     with pytest.raises(InvalidValue) as caught:
@@ -160,13 +174,29 @@ def test_one_sentence_names_field_value_and_what_is_allowed(field, value, what):
     ("field", "value", "sentence"),
     [
         ("policy", "rolling(x=1)", "policy rolling has no option 'x'; its options are: spread"),
-        ("policy", "regions", r"policy regions needs the option 'codename': regions\(codename=...\)"),
-        ("policy", "homogeneous(share='x')", "policy homogeneous: share: input should be a valid number.*; got 'x'"),
+        (
+            "policy",
+            "regions",
+            r"policy regions needs the option 'codename': regions\(codename=...\)",
+        ),
+        (
+            "policy",
+            "homogeneous(share='x')",
+            "policy homogeneous: share: input should be a valid number.*; got 'x'",
+        ),
         ("model", "mlp(hidden=3)", "model mlp: hidden: .*; got 3"),
-        ("model", "wide_resnet(depth='x')", "model wide_resnet: depth: input should be a valid integer.*; got 'x'"),
+        (
+            "model",
+            "wide_resnet(depth='x')",
+            "model wide_resnet: depth: input should be a valid integer.*; got 'x'",
+        ),
         ("model", "nosuch:f", "model 'nosuch:f' cannot be imported: No module named 'nosuch'"),
         ("partition", "labels", r"partition labels needs the option 'limit': labels\(limit=...\)"),
-        ("partition", "labels(limit='x')", "partition labels: limit: input should be a valid integer.*; got 'x'"),
+        (
+            "partition",
+            "labels(limit='x')",
+            "partition labels: limit: input should be a valid integer.*; got 'x'",
+        ),
         ("schedule", "steps(at=5)", "schedule steps: at: input should be a valid list; got 5"),
     ],
 )
@@ -214,13 +244,20 @@ def test_a_codename_brings_its_fleet():
     assert (found.fleet, found.assignment, found.active) == ("4x1 + 2x0.75 + 1x0.5", "slot", 7)
     assert found.scaled_fleet.counts == (4, 2, 1)
     assert Experiment.from_toml(found.to_toml()) == found
-    assert Experiment(policy=policy, fleet="4x1.0 + 2x3/4 + 1x.5", assignment="slot", active=7) == found
+    assert (
+        Experiment(policy=policy, fleet="4x1.0 + 2x3/4 + 1x.5", assignment="slot", active=7)
+        == found
+    )
     assert Experiment(policy="regions(codename='1414')").fleet == "1x1 + 1x0.75 + 1x1 + 1x0.75"
 
 
-@pytest.mark.parametrize(("field", "value"), [("fleet", "7x1.0"), ("assignment", "device"), ("active", 10)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("fleet", "7x1.0"), ("assignment", "device"), ("active", 10)]
+)
 def test_what_contradicts_a_codename_is_refused(field, value):
-    with pytest.raises(InvalidValue, match=f"^{field} follows from the codename .*: leave it out; got"):
+    with pytest.raises(
+        InvalidValue, match=f"^{field} follows from the codename .*: leave it out; got"
+    ):
         Experiment(policy="regions(codename='1111447')", **{field: value})
 
 
@@ -243,14 +280,18 @@ def test_wrong_codenames(options, message):
 def test_the_fleet_has_as_many_places_as_clients_or_slots():
     by_device = Experiment(fleet="1x1.0 + 1x0.5", clients=30, active=4)
     assert by_device.scaled_fleet.counts == (15, 15)
-    assert Experiment(fleet="1x1.0 + 1x0.5", clients=30, active=4, assignment="slot").scaled_fleet.counts == (2, 2)
+    assert Experiment(
+        fleet="1x1.0 + 1x0.5", clients=30, active=4, assignment="slot"
+    ).scaled_fleet.counts == (2, 2)
 
 
 def test_changes_come_before_checks():
     assert Experiment.from_toml("rounds = 0\nlr = 0.5", {"rounds": 3}).rounds == 3
 
 
-@pytest.mark.parametrize("text", ["rounds", "= 1", "a = [1", "x = 1\nx = 2", "a = " + "[" * 3000, "a = " + "9" * 5000])
+@pytest.mark.parametrize(
+    "text", ["rounds", "= 1", "a = [1", "x = 1\nx = 2", "a = " + "[" * 3000, "a = " + "9" * 5000]
+)
 def test_text_that_is_no_toml(text, tmp_path):
     with pytest.raises(InvalidValue, match=r"^the experiment is not valid TOML: "):
         Experiment.from_toml(text)
@@ -264,7 +305,9 @@ def test_an_experiment_is_named_after_its_file(tmp_path):
     path = tmp_path / "first.toml"
     path.write_text("rounds = 7")
     assert read_experiment(path) == Experiment(name="first", rounds=7)
-    assert read_experiment(path, {"name": "second", "rounds": 8}) == Experiment(name="second", rounds=8)
+    assert read_experiment(path, {"name": "second", "rounds": 8}) == Experiment(
+        name="second", rounds=8
+    )
     path.write_text("name = 'own'")
     assert read_experiment(path).name == "own"
 

@@ -98,7 +98,13 @@ def test_a_run_killed_at_any_step_of_its_writing_goes_on_bit_for_bit(tmp_path):
     experiment = tiny(rounds=3, keep_rounds=(0, 2, 3), policy="random", drop_out=0.2, clients=100)
     fc.run(experiment, tmp_path / "whole")
     (tmp_path / "experiment.toml").write_text(experiment.to_toml())
-    script = [sys.executable, "-c", KILLED_AT_EVERY_STEP, tmp_path / "experiment.toml", tmp_path / "killed"]
+    script = [
+        sys.executable,
+        "-c",
+        KILLED_AT_EVERY_STEP,
+        tmp_path / "experiment.toml",
+        tmp_path / "killed",
+    ]
     subprocess.run(script, check=True, timeout=120)
     folders = sorted((tmp_path / "killed").iterdir())
     begun = [folder for folder in folders if (folder / "experiment.toml").exists()]
@@ -111,7 +117,9 @@ def test_a_run_killed_at_any_step_of_its_writing_goes_on_bit_for_bit(tmp_path):
         else:  # nothing to go on from: the same command simply works
             fc.run(experiment, folder)
         assert_same_end(folder, tmp_path / "whole")
-        left = files(folder) - files(tmp_path / "whole")  # one more old checkpoint, if that was not yet removed
+        left = files(folder) - files(
+            tmp_path / "whole"
+        )  # one more old checkpoint, if that was not yet removed
         assert left <= {found(folder / "checkpoints")[-1].path.relative_to(folder)}
         assert files(folder) >= files(tmp_path / "whole")
 
@@ -139,7 +147,9 @@ def test_a_killed_command_is_resumed_bit_for_bit(tmp_path, every):
 
 
 def test_ctrl_c_while_the_packages_are_imported_leaves_quietly(tmp_path):
-    (tmp_path / "torch.py").write_text("import time; print('importing', flush=True); time.sleep(60)")
+    (tmp_path / "torch.py").write_text(
+        "import time; print('importing', flush=True); time.sleep(60)"
+    )
     process = command("list", "engines", cwd=tmp_path)
     assert process.stdout.readline() == "importing\n"
     process.send_signal(signal.SIGINT)
@@ -155,7 +165,9 @@ def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(tmp_path):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, "")
-    assert err.splitlines()[-1] == f"stopped; go on with: fedcover resume {shlex.quote(str(folder))}"
+    assert (
+        err.splitlines()[-1] == f"stopped; go on with: fedcover resume {shlex.quote(str(folder))}"
+    )
     assert "Traceback" not in err
     assert 0 < found(folder / "checkpoints")[0].round <= lines(folder) < 25
     fc.run(fc.Experiment(**fields), tmp_path / "whole")
@@ -176,12 +188,16 @@ CASES = {
 
 @pytest.mark.parametrize("fields", CASES.values(), ids=CASES.keys())
 def test_from_every_round_the_end_is_the_same(tmp_path, fields):
-    for folder in images(tmp_path / "run", partial(fc.run, tiny(**fields), tmp_path / "run")).values():
+    for folder in images(
+        tmp_path / "run", partial(fc.run, tiny(**fields), tmp_path / "run")
+    ).values():
         fc.resume(folder)
         assert_same_end(folder, tmp_path / "run")
 
 
-@pytest.mark.parametrize("torn", [b'{"round": 3, "lr": 0.0', b"\x00\x00\x00", b"\xff\xfe{", b"{}", b"7", b""])
+@pytest.mark.parametrize(
+    "torn", [b'{"round": 3, "lr": 0.0', b"\x00\x00\x00", b"\xff\xfe{", b"{}", b"7", b""]
+)
 def test_a_torn_last_line_is_forgotten(stopped, whole, torn):
     with (stopped / "metrics.jsonl").open("ab") as file:
         file.write(torn)
@@ -213,7 +229,9 @@ def test_a_line_that_lacks_figures_is_left_out(stopped, damage):
 def test_a_finished_run_without_any_figures_says_what_is_left_of_it(stopped):
     fc.resume(stopped)
     (stopped / "metrics.jsonl").write_bytes(b"")
-    with pytest.raises(RunError, match=r"lost the figures of all \d+ rounds.*the model is whole: fedcover export"):
+    with pytest.raises(
+        RunError, match=r"lost the figures of all \d+ rounds.*the model is whole: fedcover export"
+    ):
         fc.resume(stopped)
 
 
@@ -224,7 +242,11 @@ def flipped(content: bytes) -> bytes:
     return content[:-3] + bytes([content[-3] ^ 1]) + content[-2:]
 
 
-DAMAGES = {"flipped": flipped, "truncated": lambda content: content[:700], "empty": lambda content: b""}
+DAMAGES = {
+    "flipped": flipped,
+    "truncated": lambda content: content[:700],
+    "empty": lambda content: b"",
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
@@ -263,7 +285,9 @@ def test_if_all_checkpoints_are_damaged_that_is_said_and_nothing_is_removed(stop
         file.path.write_bytes(flipped(file.path.read_bytes()))
     before = {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()}
     for act in (fc.resume, fc.load):
-        with pytest.raises(RunError, match=r"round-000003.*is damaged.*; .*round-000002.*is damaged"):
+        with pytest.raises(
+            RunError, match=r"round-000003.*is damaged.*; .*round-000002.*is damaged"
+        ):
             act(stopped)
     assert {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()} == before
 
@@ -322,7 +346,10 @@ def test_metrics_that_cannot_be_written_are_written_later(whole, tmp_path):
     longer, fields = tmp_path / "longer", {"rounds": 20, "window": 1}
     fc.run(tiny(**fields), longer)
     assert (longer / "metrics.jsonl").stat().st_size > newest
-    with files_of_at_most(newest), pytest.raises(RunError, match=r"metrics\.jsonl: File too large; the checkpoint of"):
+    with (
+        files_of_at_most(newest),
+        pytest.raises(RunError, match=r"metrics\.jsonl: File too large; the checkpoint of"),
+    ):
         fc.run(tiny(**fields), folder)
     fc.resume(folder)
     assert_same_end(folder, longer)
@@ -330,7 +357,10 @@ def test_metrics_that_cannot_be_written_are_written_later(whole, tmp_path):
 
 def test_a_full_disk(whole, tmp_path):
     with small_disk(tmp_path / "disk", 40 * 1024) as disk:
-        with pytest.raises(RunError, match=r"No space left on device; the checkpoint of round \d is whole; mend that"):
+        with pytest.raises(
+            RunError,
+            match=r"No space left on device; the checkpoint of round \d is whole; mend that",
+        ):
             fc.run(tiny(), disk / "run")
         state = fc.load(disk / "run").state
         assert 1 <= state.round < 4
@@ -361,7 +391,8 @@ def test_places_where_no_run_can_be_made(tmp_path, whole):
     with pytest.raises(RunError, match=r"is no run folder"):
         fc.resume(tmp_path / ("a" * 300))
     with pytest.raises(
-        RunError, match=r"holds a run already: go on with 'fedcover resume .*whole', or choose another name"
+        RunError,
+        match=r"holds a run already: go on with 'fedcover resume .*whole', or choose another name",
     ):
         fc.run(tiny(), whole)
     (whole / "experiment.toml").unlink()  # whose figures are these?
@@ -432,7 +463,8 @@ def test_a_folder_in_use_is_left_alone(tmp_path, whole):
 
 def test_a_run_that_diverges_names_round_and_client_and_can_be_read(tmp_path):
     with pytest.raises(
-        fc.FedcoverError, match=r"diverged in round 2 \(counted from 0\) at client \d+.*learning rate 1e\+06"
+        fc.FedcoverError,
+        match=r"diverged in round 2 \(counted from 0\) at client \d+.*learning rate 1e\+06",
     ):
         fc.run(tiny(lr=1e6), tmp_path / "run")
     assert fc.load(tmp_path / "run").state.round == lines(tmp_path / "run") == 2
@@ -440,10 +472,14 @@ def test_a_run_that_diverges_names_round_and_client_and_can_be_read(tmp_path):
     with pytest.raises(fc.FedcoverError, match="diverged in round 2"):
         fc.resume(tmp_path / "run")
     assert last_checkpoint(tmp_path / "run") == before
-    assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["round"] == 1
+    assert (
+        json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["round"] == 1
+    )
 
 
-def test_ctrl_c_just_before_files_are_written_loses_no_line_and_no_kept_state(tmp_path, whole, monkeypatch):
+def test_ctrl_c_just_before_files_are_written_loses_no_line_and_no_kept_state(
+    tmp_path, whole, monkeypatch
+):
     writer, left = session._writer, [2]
 
     def interrupted():
@@ -492,7 +528,10 @@ target = Path(sys.argv[1])
 experiment = fc.Experiment.from_toml((target / "experiment.toml").read_text())
 machine = fc.Machine("sequential", "cpu", threads=1)
 """
-    alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # GNU's OpenMP does not survive a fork once it has threads
+    alone = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+    }  # GNU's OpenMP does not survive a fork once it has threads
     line = [sys.executable, "-c", begin + script, str(tmp_path)]
     done = subprocess.run(line, timeout=60, capture_output=True, env=alone)
     assert done.returncode == 0, done.stderr

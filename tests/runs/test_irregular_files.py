@@ -80,12 +80,17 @@ KINDS = (link, pipe, device)
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_page_of_all_runs_leaves_out_a_run_with_such_a_file(kind, name, tmp_path, secret, caplog):
+def test_the_page_of_all_runs_leaves_out_a_run_with_such_a_file(
+    kind, name, tmp_path, secret, caplog
+):
     made_up_run(tmp_path / "runs" / "whole")
     kind(on_flower(made_up_run(tmp_path / "runs" / "odd")) / name, secret)
     page = fc.report(tmp_path / "runs", tmp_path / "report.html").read_text()
     assert "secret-of-elsewhere" not in page
-    assert "a run is left out: " in caplog.text or "odd is left out: it has no experiment.toml" in caplog.text
+    assert (
+        "a run is left out: " in caplog.text
+        or "odd is left out: it has no experiment.toml" in caplog.text
+    )
     assert str(Path("odd") / name) in caplog.text or name == "experiment.toml"
 
 
@@ -93,7 +98,11 @@ def test_the_page_of_all_runs_leaves_out_a_run_with_such_a_file(kind, name, tmp_
 @pytest.mark.parametrize("kind", KINDS)
 def test_commands_refuse_metrics_that_are_no_file(words, kind, folder, secret, fedcover):
     kind(folder / "metrics.jsonl", secret)
-    refused(fedcover(*words, folder), 1, "metrics.jsonl cannot be read: it is (a symbolic link|no regular file)")
+    refused(
+        fedcover(*words, folder),
+        1,
+        "metrics.jsonl cannot be read: it is (a symbolic link|no regular file)",
+    )
 
 
 @pytest.mark.parametrize("words", [("watch", "--once"), ("resume",), ("export",)])
@@ -110,7 +119,9 @@ def test_an_experiment_that_one_starts_may_be_a_link(tmp_path, secret):
 
 def test_events_of_nodes_that_are_no_file_are_not_waited_for(folder, secret, fedcover):
     pipe(folder / "events.jsonl", secret)
-    refused(fedcover("watch", folder, "--once"), 1, "events.jsonl cannot be read: it is no regular file")
+    refused(
+        fedcover("watch", folder, "--once"), 1, "events.jsonl cannot be read: it is no regular file"
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -167,7 +178,9 @@ def test_nothing_is_removed_or_written_in_a_linked_folder(inner, folder, tmp_pat
     assert sorted(elsewhere.iterdir()) == before
 
 
-@pytest.mark.parametrize("name", ["summary.json", "certificate.json", "manifest.json", "metrics.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["summary.json", "certificate.json", "manifest.json", "metrics.jsonl"]
+)
 def test_what_is_written_beside_a_file_does_not_follow_a_link_either(name, folder, secret):
     link(folder / f".{name}.{os.getpid()}", secret)
     disk.write_atomically(folder / name, b"{}")
@@ -180,9 +193,13 @@ def test_a_summary_that_is_a_link_is_not_written(folder, secret):
         fc.resume(folder)
 
 
-@pytest.mark.parametrize("words", [("history", "--csv", "-o", "out"), ("history", "--json", "-o", "out")])
+@pytest.mark.parametrize(
+    "words", [("history", "--csv", "-o", "out"), ("history", "--json", "-o", "out")]
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_file_to_write_that_is_something_else_is_left_alone(words, kind, folder, secret, fedcover, tmp_path):
+def test_a_file_to_write_that_is_something_else_is_left_alone(
+    words, kind, folder, secret, fedcover, tmp_path
+):
     kind(tmp_path / "out", secret)
     refused(fedcover(*words, folder), 1, "cannot write out: it is")
     assert not (tmp_path / "out").is_file() or (tmp_path / "out").is_symlink()

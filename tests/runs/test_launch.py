@@ -15,10 +15,25 @@ from fedcover.errors import RunError
 from fedcover.runs.setup import prepare
 from tests.helpers.worlds import same
 
-FIELDS = {"fleet": "1x1.0 + 1x0.5", "policy": "prefix", "clients": 20, "active": 4, "rounds": 4, "epochs": 1}
+FIELDS = {
+    "fleet": "1x1.0 + 1x0.5",
+    "policy": "prefix",
+    "clients": 20,
+    "active": 4,
+    "rounds": 4,
+    "epochs": 1,
+}
 OPTIONS = [text for name, value in FIELDS.items() for text in ("--set", f"{name}={value}")]
 FEDCOVER = [sys.executable, "-m", "fedcover"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "fedcover"]
+TORCHRUN = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node=2",
+    "-m",
+    "fedcover",
+]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +68,17 @@ def test_a_run_goes_on_in_more_processes_and_ends_like_one_in_one(tmp_path, alon
 
 
 def test_torchrun_writes_one_run_and_one_table_and_it_goes_on_in_one_process(tmp_path, alone):
-    done = command(*TORCHRUN, "run", *OPTIONS, "--set", "name=b", "--set", "checkpoint_every=2", "--json", cwd=tmp_path)
+    done = command(
+        *TORCHRUN,
+        "run",
+        *OPTIONS,
+        "--set",
+        "name=b",
+        "--set",
+        "checkpoint_every=2",
+        "--json",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
     assert summary["accuracy"] == pytest.approx(alone.accuracy)
@@ -130,7 +155,11 @@ def test_a_process_that_is_killed_ends_the_run_with_one_sentence(tmp_path):
 def other_processes():
     """The children of this process that take part in a run."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return [int(pid) for pid in children if b"fedcover.runs.launch" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [
+        int(pid)
+        for pid in children
+        if b"fedcover.runs.launch" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
 
 
 def height_of_the_other(hidden):
@@ -140,7 +169,9 @@ def height_of_the_other(hidden):
     def look(report):
         if report.round == 1:  # after the third round it may have ended
             status = Path(f"/proc/{other_processes()[0]}/status").read_text().splitlines()
-            heights.append(1024 * int(next(line for line in status if line.startswith("VmHWM")).split()[1]))
+            heights.append(
+                1024 * int(next(line for line in status if line.startswith("VmHWM")).split()[1])
+            )
 
     wanted = fc.Experiment(**{**FIELDS, "model": f"mlp(hidden={hidden})", "rounds": 3})
     fc.run(wanted, machine=fc.Machine("sequential", "cpu", processes=2), watch=look)
@@ -155,7 +186,9 @@ def test_a_process_needs_memory_for_few_copies_of_the_model():
 
 
 def test_what_other_processes_cannot_import_is_refused(tmp_path):
-    with pytest.raises(fc.InvalidValue, match="reaches other processes only if it lies in a module"):
+    with pytest.raises(
+        fc.InvalidValue, match="reaches other processes only if it lies in a module"
+    ):
         fc.run(
             fc.Experiment(**FIELDS), machine=fc.Machine(processes=2),
             policy=lambda view: [fc.Masks({}) for _ in view.cohort],

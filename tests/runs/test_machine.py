@@ -13,7 +13,10 @@ CASES = {
     "a width for each": ({"policy": "prefix", "fleet": "1x1.0 + 1x0.5"}, "batched"),
     "no images": ({"model": "mlp"}, "streams"),
     "another norm": ({"model": "wide_resnet(depth=10, widen=1)", "norm": "group"}, "streams"),
-    "tracked statistics": ({"model": "wide_resnet(depth=10, widen=1)", "norm": "tracked"}, "streams"),
+    "tracked statistics": (
+        {"model": "wide_resnet(depth=10, widen=1)", "norm": "tracked"},
+        "streams",
+    ),
     "unequal clients": ({"partition": "dirichlet(alpha=0.5)"}, "streams"),
     "large steps": ({"batch_size": 1_000_000}, "streams"),
 }
@@ -39,7 +42,10 @@ def test_without_triton_there_are_no_crews_of_images(monkeypatch):
 
 
 def test_on_a_cpu_long_runs_are_compiled():
-    assert [engine_for(setup(rounds=rounds), "auto", "cpu") for rounds in (1, 10_000)] == ["sequential", "batched"]
+    assert [engine_for(setup(rounds=rounds), "auto", "cpu") for rounds in (1, 10_000)] == [
+        "sequential",
+        "batched",
+    ]
 
 
 def test_what_is_asked_for_is_used():

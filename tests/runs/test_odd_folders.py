@@ -75,14 +75,21 @@ def test_an_odd_file_costs_no_other_run(name, text, tmp_path):
 
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.floats() | st.integers() | st.sampled_from([10**400, -(10**400), 2**63]) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.floats()
+    | st.integers()
+    | st.sampled_from([10**400, -(10**400), 2**63])
+    | st.text(),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(), inner, max_size=2),
     max_leaves=4,
 )
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_whatever_a_line_says_the_page_is_made(data, tmp_path):
     folder = tmp_path / "run"
     shutil.rmtree(folder, ignore_errors=True)
@@ -129,12 +136,16 @@ def hostile(tmp_path):
     toml = (folder / "experiment.toml").read_text()
     (folder / "experiment.toml").write_text(toml.replace('name = "run"', f'name = "=1+1{ESCAPES}"'))
     lines = read_lines(folder / "metrics.jsonl")
-    text = "".join(json.dumps({**line, "@SUM(1)": 1, "\x1b[2J": -2.5, "\t=1": 3}) + "\n" for line in lines)
+    text = "".join(
+        json.dumps({**line, "@SUM(1)": 1, "\x1b[2J": -2.5, "\t=1": 3}) + "\n" for line in lines
+    )
     (folder / "metrics.jsonl").write_text(text)
     return folder
 
 
-@pytest.mark.parametrize("words", [("history",), ("history", "--csv"), ("history", "--json"), ("watch", "--once")])
+@pytest.mark.parametrize(
+    "words", [("history",), ("history", "--csv"), ("history", "--json"), ("watch", "--once")]
+)
 def test_nothing_that_a_terminal_obeys_is_shown(words, hostile, fedcover):
     code, out, err = fedcover(*words, hostile)
     assert code == 0, err
@@ -161,15 +172,28 @@ def test_nothing_that_a_spreadsheet_computes_is_written(hostile, fedcover):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 @pytest.mark.parametrize(
-    "words", [("list", "policies"), ("list", "policies", "--json"), ("history", "run"), ("history", "--csv", "run")]
+    "words",
+    [
+        ("list", "policies"),
+        ("list", "policies", "--json"),
+        ("history", "run"),
+        ("history", "--csv", "run"),
+    ],
 )
 def test_output_that_cannot_be_written_is_one_sentence(words, tmp_path):
     made_up_run(tmp_path / "run")
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "fedcover", *words], cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-m", "fedcover", *words],
+            cwd=tmp_path,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
         )
-    assert (done.returncode, done.stderr) == (1, "fedcover: cannot write the output: No space left on device\n")
+    assert (done.returncode, done.stderr) == (
+        1,
+        "fedcover: cannot write the output: No space left on device\n",
+    )
 
 
 # ── rounds ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -184,7 +208,9 @@ def whole(tmp_path):
 def test_a_round_that_is_told_of_twice_is_counted_once(whole, tmp_path):
     wanted = fc.load(whole).summary
     lines = (whole / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    (whole / "metrics.jsonl").write_bytes(b"".join([lines[0], lines[2], lines[0], lines[3], *lines[1:]]))
+    (whole / "metrics.jsonl").write_bytes(
+        b"".join([lines[0], lines[2], lines[0], lines[3], *lines[1:]])
+    )
     run = fc.load(whole)
     assert [line["round"] for line in run.metrics] == [0, 1, 2, 3]
     assert run.summary == wanted

@@ -26,7 +26,14 @@ from fedcover.server.round import start_round as rounds_ask
 from fedcover.submodels.reductions import Masks
 from fedcover.types import Samples, Update
 
-SMALL = {"clients": 20, "active": 4, "rounds": 2, "epochs": 1, "fleet": "1x1.0 + 1x0.5", "policy": "prefix"}
+SMALL = {
+    "clients": 20,
+    "active": 4,
+    "rounds": 2,
+    "epochs": 1,
+    "fleet": "1x1.0 + 1x0.5",
+    "policy": "prefix",
+}
 HERE = fc.Machine("sequential", "cpu", 1)
 
 
@@ -36,23 +43,30 @@ def ran(folder=None, **given):
 
 
 def net(*layers, hidden=16):
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, hidden), *layers, nn.ReLU(), nn.Linear(hidden, 10))
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, hidden), *layers, nn.ReLU(), nn.Linear(hidden, 10)
+    )
 
 
 # ── folders ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
-    ("fields", "error"), [({"policy": "planned(gamma=9)"}, InvalidValue), ({"lr": 1e25}, TrainingDiverged)]
+    ("fields", "error"),
+    [({"policy": "planned(gamma=9)"}, InvalidValue), ({"lr": 1e25}, TrainingDiverged)],
 )
 def test_a_run_that_fails_at_once_takes_away_only_what_it_brought(tmp_path, fields, error):
     """A folder may hold other things, say other runs: they are none of this one's business."""
     ran(tmp_path / "runs" / "good")
     (tmp_path / "runs" / "notes.txt").write_text("mine")
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*") if path.is_file()}
+    before = {
+        path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*") if path.is_file()
+    }
     with pytest.raises(error):
         ran(tmp_path / "runs", **fields)
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*") if path.is_file()} == before
+    assert {
+        path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*") if path.is_file()
+    } == before
     with pytest.raises(error):
         ran(tmp_path / "new", **fields)
     assert not (tmp_path / "new").exists()
@@ -62,10 +76,14 @@ def test_a_run_that_fails_at_once_takes_away_only_what_it_brought(tmp_path, fiel
 
 
 @pytest.mark.parametrize("hidden", [8, 32])
-@pytest.mark.parametrize("again", [fc.load, fc.resume, lambda folder, model: fc.replay(folder, 0, model=model)])
+@pytest.mark.parametrize(
+    "again", [fc.load, fc.resume, lambda folder, model: fc.replay(folder, 0, model=model)]
+)
 def test_a_run_does_not_go_on_with_another_module(tmp_path, again, hidden):
     ran(tmp_path / "run", model=net(), keep_rounds=[0])
-    with pytest.raises(RunError, match=r"another model: its '1\.weight' has the shape \(16, 64\), not"):
+    with pytest.raises(
+        RunError, match=r"another model: its '1\.weight' has the shape \(16, 64\), not"
+    ):
         again(tmp_path / "run", model=net(hidden=hidden))
 
 
@@ -73,13 +91,19 @@ def test_a_builder_that_was_changed_since_is_not_taken_for_the_same(tmp_path, mo
     """A model named in the experiment is code, which may have a layer more than when the run was made."""
     monkeypatch.setattr(sys.modules[__name__], "build", lambda *_: net(), raising=False)
     ran(tmp_path / "run", model=f"{__name__}:build()", policy="full")
-    monkeypatch.setattr(sys.modules[__name__], "build", lambda *_: net(nn.Linear(16, 16)), raising=False)
+    monkeypatch.setattr(
+        sys.modules[__name__], "build", lambda *_: net(nn.Linear(16, 16)), raising=False
+    )
     with pytest.raises(RunError, match=r"was made with another model: its '3\.weight' "):
         fc.load(tmp_path / "run")
 
 
 @pytest.mark.parametrize(
-    "norm", [nn.BatchNorm1d(16, track_running_stats=False), nn.BatchNorm1d(16, affine=False, track_running_stats=False)]
+    "norm",
+    [
+        nn.BatchNorm1d(16, track_running_stats=False),
+        nn.BatchNorm1d(16, affine=False, track_running_stats=False),
+    ],
 )
 def test_batch_norms_that_keep_no_statistics_are_calibrated_too(norm):
     """HeteroFL's own setting: in evaluation such a layer would take the statistics of the test batch."""
@@ -104,7 +128,9 @@ def masks_of(*names):
     return policy
 
 
-@pytest.mark.parametrize("names", [["hidden1.weight"], ["hidden2.weight", "head.bias"], ["head.bias"]])
+@pytest.mark.parametrize(
+    "names", [["hidden1.weight"], ["hidden2.weight", "head.bias"], ["head.bias"]]
+)
 def test_a_part_with_masks_of_any_tensors_can_be_taken_away(tmp_path, names):
     run = ran(model="mlp(hidden=[20, 20])", policy=masks_of(*names), fleet="1x1")
     export(run, 1.0, tmp_path / "part.safetensors")
@@ -116,7 +142,9 @@ def test_a_part_of_a_module_that_the_recipe_has_changed_can_be_read_again(tmp_pa
     run = ran(model=net(), recipe="fedmask", policy="full")
     export(run, 1.0, tmp_path / "part.safetensors")
     x = run.setup.task.source.test.x
-    assert torch.equal(load_part(tmp_path / "part.safetensors", model=net())(x), run.submodel(1.0)(x))
+    assert torch.equal(
+        load_part(tmp_path / "part.safetensors", model=net())(x), run.submodel(1.0)(x)
+    )
 
 
 # ── policies ────────────────────────────────────────────────────────────────────────────────────────────
@@ -124,7 +152,10 @@ def test_a_part_of_a_module_that_the_recipe_has_changed_can_be_read_again(tmp_pa
 
 def test_units_that_stand_on_each_other_must_be_the_first_ones():
     def last_stage(view):
-        kept = {g.name: torch.tensor([g.size - 1]) if g.nested else torch.arange(g.size) for g in view.groups}
+        kept = {
+            g.name: torch.tensor([g.size - 1]) if g.nested else torch.arange(g.size)
+            for g in view.groups
+        }
         return [fc.Slices(view.groups, kept)] * len(view.cohort)
 
     with pytest.raises(InvalidValue, match=r"stand on each other.*must be the first"):
@@ -143,13 +174,25 @@ GOOD = {"train_x": X, "train_y": Y, "test_x": X, "test_y": Y}
     [
         ({"train_y": Y.int()}, "train.y must be int64"),
         ({"test_y": Y.float()}, "test.y must be int64"),
-        ({"train_y": Y[:-1]}, "train.y must have a label for each of the 40 rows of train.x; got 39"),
+        (
+            {"train_y": Y[:-1]},
+            "train.y must have a label for each of the 40 rows of train.x; got 39",
+        ),
         ({"train_y": Y + 1}, "train.y must be labels 0 to 9; got 10"),
         ({"test_y": Y - 1}, "test.y must be labels 0 to 9; got -1"),
-        ({"test_x": X[:, :60]}, r"test.x must have rows of the shape of train.x's, \(64,\); got \(60,\)"),
-        ({"test_x": X.double()}, "test.x must have the type of train.x, torch.float32; got torch.float64"),
+        (
+            {"test_x": X[:, :60]},
+            r"test.x must have rows of the shape of train.x's, \(64,\); got \(60,\)",
+        ),
+        (
+            {"test_x": X.double()},
+            "test.x must have the type of train.x, torch.float32; got torch.float64",
+        ),
         ({"test_x": X[:0], "test_y": Y[:0]}, "test.x must have rows"),
-        ({"owner": torch.zeros(3, dtype=torch.int64)}, "owner must have an entry for each of the 40 rows"),
+        (
+            {"owner": torch.zeros(3, dtype=torch.int64)},
+            "owner must have an entry for each of the 40 rows",
+        ),
     ],
 )
 def test_a_data_set_made_by_hand_is_looked_at_before_anything_is_trained(changes, said):
@@ -177,7 +220,12 @@ def test_rows_held_out_are_those_that_are_there_now():
 
 def test_a_private_round_is_not_run_again(tmp_path):
     """Its noise would be drawn anew, and the mean over many replays would have none."""
-    private = {"privacy": "gaussian(noise=4.0)", "clip_updates": 0.1, "policy": "full", "fleet": "1x1"}
+    private = {
+        "privacy": "gaussian(noise=4.0)",
+        "clip_updates": 0.1,
+        "policy": "full",
+        "fleet": "1x1",
+    }
     ran(tmp_path / "run", keep_rounds=[0], **private)
     with pytest.raises(InvalidValue, match=r"privacy: .*cannot be run again"):
         fc.replay(tmp_path / "run", 0)
@@ -232,7 +280,9 @@ def test_a_client_cannot_widen_the_mask_of_all():
 
     def answered(arrays):
         asked = pending_task("nonce", task, state, client, part)
-        return validate_reply(RawReply("nonce", client.id, unpack_arrays(pack_arrays(arrays)), {"loss": 1.0}), asked)
+        return validate_reply(
+            RawReply("nonce", client.id, unpack_arrays(pack_arrays(arrays)), {"loss": 1.0}), asked
+        )
 
     honest = pack_update(update)
     assert isinstance(answered(honest), Update)

@@ -13,9 +13,20 @@ from fedcover.runs.presets import PRESETS, SYSTEM
 from fedcover.runs.sweep import expand_choices
 from tests.helpers.documents import COMMANDS
 
-SMALL = {"clients": 10, "active": 2, "rounds": 1, "epochs": 1, "batch_size": 64, "fleet": "1x1.0 + 1x0.5"}
+SMALL = {
+    "clients": 10,
+    "active": 2,
+    "rounds": 1,
+    "epochs": 1,
+    "batch_size": 64,
+    "fleet": "1x1.0 + 1x0.5",
+}
 SMALLEST = {
-    name: {"model": "depth_resnet(width=4, stages=2, blocks=1)" if "model" in preset.fields else "mlp(hidden=[8])"}
+    name: {
+        "model": "depth_resnet(width=4, stages=2, blocks=1)"
+        if "model" in preset.fields
+        else "mlp(hidden=[8])"
+    }
     for name, preset in PRESETS.items()
 }
 ON_THE_PAGE = {
@@ -49,7 +60,9 @@ def test_a_preset_switches_on_what_the_command_of_its_system_does(name, command)
     changes = dict(parse_change(word) for word in COMMANDS[command] if "=" in word)
     on_the_page, by_name = fc.Experiment(**changes), fc.Experiment(preset=name)
     for field in SYSTEM.keys() - {"norm"}:
-        one, other = (str(getattr(each, field)).partition("(")[0] for each in (on_the_page, by_name))
+        one, other = (
+            str(getattr(each, field)).partition("(")[0] for each in (on_the_page, by_name)
+        )
         assert one == other, field
 
 
@@ -80,7 +93,10 @@ def test_presets_can_be_varied():
 @pytest.mark.parametrize(
     ("preset", "sentence"),
     [
-        ("heteroflx", "preset must be one of heterofl, .*; got 'heteroflx' .did you mean 'heterofl'?"),
+        (
+            "heteroflx",
+            "preset must be one of heterofl, .*; got 'heteroflx' .did you mean 'heterofl'?",
+        ),
         (3, "preset must be one of heterofl, .*; got 3"),
         (["heterofl"], "preset must be one of"),
     ],
@@ -116,6 +132,8 @@ def test_presets_are_listed_with_what_each_sets(monkeypatch, capsys):
 
 def test_a_preset_runs_from_the_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    sets = " ".join(f"--set '{key}={value}'" for key, value in (SMALL | {"model": "mlp(hidden=[8])"}).items())
+    sets = " ".join(
+        f"--set '{key}={value}'" for key, value in (SMALL | {"model": "mlp(hidden=[8])"}).items()
+    )
     command_line(f"fedcover run --set preset=fedrolex {sets} --json", monkeypatch, capsys)
     assert fc.load(tmp_path / "runs" / "fedrolex").experiment.policy == "rolling"

@@ -15,7 +15,14 @@ from fedcover.runs.mps import MPS, QUEUES, mps_environment
 from fedcover.runs.sweep import choose_num_processes, expand_choices, sweep
 from fedcover.training.engines.compilation import eager_backend
 
-BASE = {"clients": 20, "active": 4, "rounds": 3, "epochs": 1, "model": "mlp(hidden=[8])", "assignment": "slot"}
+BASE = {
+    "clients": 20,
+    "active": 4,
+    "rounds": 3,
+    "epochs": 1,
+    "model": "mlp(hidden=[8])",
+    "assignment": "slot",
+}
 FIGURES = ("accuracy", "loss", "train_loss", "gamma_round", "histogram", "delta2_mean")
 
 
@@ -37,7 +44,9 @@ CREWS = fc.Machine(engine="batched")
 @pytest.fixture
 def uncompiled(monkeypatch):
     """What is compiled is tested elsewhere, and takes long."""
-    monkeypatch.setattr(import_module("fedcover.training.engines.batched"), "inductor_backend", eager_backend)
+    monkeypatch.setattr(
+        import_module("fedcover.training.engines.batched"), "inductor_backend", eager_backend
+    )
 
 
 @pytest.mark.parametrize("partition", ["iid", "dirichlet(alpha=0.3)"])
@@ -47,7 +56,10 @@ def test_every_run_is_what_it_would_be_alone(machine, partition, uncompiled):
     found = {run.experiment.name: run.metrics for run in sweep(wanted, machine=machine)}
     assert list(found) == [e.name for e in wanted]
     for experiment in wanted:
-        alike(found[experiment.name], fc.run(experiment, machine=fc.Machine(engine="sequential")).metrics)
+        alike(
+            found[experiment.name],
+            fc.run(experiment, machine=fc.Machine(engine="sequential")).metrics,
+        )
 
 
 class Shuffled(nn.Module):
@@ -66,7 +78,9 @@ def shuffled(shape, classes, norm):
 
 
 def test_a_run_never_trains_with_the_module_of_another(uncompiled):
-    base = fc.Experiment(**{**BASE, "model": "tests.runs.test_sweep:shuffled"}, policy="full", fleet="1x1")
+    base = fc.Experiment(
+        **{**BASE, "model": "tests.runs.test_sweep:shuffled"}, policy="full", fleet="1x1"
+    )
     for run in sweep(expand_choices(base, {}, seeds=3), machine=CREWS):
         alike(run.metrics, fc.run(run.experiment, machine=fc.Machine(engine="sequential")).metrics)
 
@@ -82,14 +96,22 @@ def test_crews_reach_over_runs(monkeypatch, uncompiled):
         load_crew(self, clients)
 
     monkeypatch.setattr(buffers.StepBuffers, "load", counting)
-    list(sweep(expand_choices(fc.Experiment(**BASE, policy="full", fleet="1x1"), {}, seeds=5), machine=CREWS))
+    list(
+        sweep(
+            expand_choices(fc.Experiment(**BASE, policy="full", fleet="1x1"), {}, seeds=5),
+            machine=CREWS,
+        )
+    )
     assert max(sizes) >= 10  # five runs of four clients, of which not all have equally many rows
 
 
 def test_runs_of_different_length_and_models_go_side_by_side():
     wanted = [
         fc.Experiment(
-            **{**BASE, "rounds": rounds, "model": model}, name=f"{model[:3]}{rounds}", policy="full", fleet="1x1"
+            **{**BASE, "rounds": rounds, "model": model},
+            name=f"{model[:3]}{rounds}",
+            policy="full",
+            fleet="1x1",
         )
         for rounds in (1, 3)
         for model in ("mlp(hidden=[8])", "cnn(channels=[2, 2], hidden=4)")
@@ -109,7 +131,9 @@ def test_one_run_that_diverges_leaves_the_others_alone(partition, uncompiled):
 
 
 def test_what_cannot_run_together_runs_alone(uncompiled):
-    base = fc.Experiment(**{**BASE, "model": "mlp(hidden=[8], dropout=0.5)"}, policy="full", fleet="1x1")
+    base = fc.Experiment(
+        **{**BASE, "model": "mlp(hidden=[8], dropout=0.5)"}, policy="full", fleet="1x1"
+    )
     for run in sweep(expand_choices(base, {}, seeds=2), machine=CREWS):
         alike(run.metrics, fc.run(run.experiment, machine=fc.Machine(engine="sequential")).metrics)
 
@@ -128,7 +152,9 @@ def test_a_sweep_that_was_stopped_goes_on(tmp_path):
     for run in sweep(wanted, tmp_path):
         alike(run.metrics, whole[run.experiment.name])
         assert load(tmp_path / run.experiment.name).state.round == 3
-    again = {run.experiment.name: run.metrics for run in sweep(wanted, tmp_path)}  # all there, nothing is run
+    again = {
+        run.experiment.name: run.metrics for run in sweep(wanted, tmp_path)
+    }  # all there, nothing is run
     assert again.keys() == whole.keys()
 
 
@@ -203,14 +229,22 @@ def test_fields_that_are_tied_are_not_combined():
     assert [(e.policy, e.norm, e.lr) for e in expand_choices(base, choices, seeds=1)] == [
         ("prefix", "batch", 0.1), ("prefix", "batch", 0.2), ("rolling", "group", 0.1), ("rolling", "group", 0.2)
     ]  # fmt: skip
-    assert expand_choices(base, choices, seeds=1)[0].name == "t-policy-prefix-norm-batch-lr-0.1-seed-0"
+    assert (
+        expand_choices(base, choices, seeds=1)[0].name == "t-policy-prefix-norm-batch-lr-0.1-seed-0"
+    )
 
 
 @pytest.mark.parametrize(
     ("texts", "message"),
     [
-        (["policy=prefix,norm=batch|policy=rolling"], "must give all of policy, norm in each setting; got 'policy=rol"),
-        (["policy=prefix,norm=batch|rolling"], "must give all of policy, norm in each setting; got 'rolling'"),
+        (
+            ["policy=prefix,norm=batch|policy=rolling"],
+            "must give all of policy, norm in each setting; got 'policy=rol",
+        ),
+        (
+            ["policy=prefix,norm=batch|rolling"],
+            "must give all of policy, norm in each setting; got 'rolling'",
+        ),
         (["lr=0.1,norm=batch|lr=0.2,norm=group", "norm=batch"], "name each field once"),
         (["lr=0.1,seed=1|lr=0.2,seed=2"], "vary must not be of seed"),
         (["lr=0.1,norm=batch|lr=0.1,norm=batch"], "name each value of lr, norm once"),
@@ -235,7 +269,12 @@ def test_a_sweep_may_be_dealt_out_to_processes(tmp_path):
     rounds = []
     found = {
         run.experiment.name: run.metrics
-        for run in sweep(wanted, tmp_path, machine=TWO, watch=lambda e, report: rounds.append((e.name, report.round)))
+        for run in sweep(
+            wanted,
+            tmp_path,
+            machine=TWO,
+            watch=lambda e, report: rounds.append((e.name, report.round)),
+        )
     }
     assert sorted(rounds) == sorted((e.name, round) for e in wanted for round in range(3))
     for run in sweep(wanted):

@@ -73,7 +73,9 @@ BUILDERS = {
 
 @pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS.keys())
 def test_what_a_folder_names_is_called_only_if_it_is_trusted(build, theirs):
-    with pytest.raises(RunError, match=f"^{re.escape(f'{theirs} {NAMED}')}--trust, or trust=True in Python$"):
+    with pytest.raises(
+        RunError, match=f"^{re.escape(f'{theirs} {NAMED}')}--trust, or trust=True in Python$"
+    ):
         build(theirs)
     assert not was_imported(theirs)
     build(theirs, trust=True)
@@ -85,7 +87,14 @@ def test_no_field_of_a_folder_names_what_is_called(field, tmp_path):
     fc.run(tiny(rounds=1), tmp_path / "run")
     path = tmp_path / "run" / "experiment.toml"
     value = json.dumps(f"pty:spawn(argv=['touch', '{tmp_path}/called'])")
-    path.write_text(re.sub(rf"^{field} = .*$", lambda line: f"{field} = {value}", path.read_text(), flags=re.MULTILINE))
+    path.write_text(
+        re.sub(
+            rf"^{field} = .*$",
+            lambda line: f"{field} = {value}",
+            path.read_text(),
+            flags=re.MULTILINE,
+        )
+    )
     for build in BUILDERS.values():
         with pytest.raises(RunError, match=f"imported and called as its {field}"):
             build(tmp_path / "run")
@@ -117,7 +126,13 @@ def test_the_same_function_with_other_options_is_another_call(tmp_path, theirs):
 
 
 @pytest.mark.parametrize(
-    "words", [("resume",), ("export",), ("certify",), ("plan", "--fleet", "1x1.0", "--dataset", "digits", "--weights")]
+    "words",
+    [
+        ("resume",),
+        ("export",),
+        ("certify",),
+        ("plan", "--fleet", "1x1.0", "--dataset", "digits", "--weights"),
+    ],
 )
 def test_commands_that_build_the_model_want_to_be_told(words, theirs, fedcover):
     refused(fedcover(*words, theirs), 1, NAMED + "--trust")
@@ -130,14 +145,20 @@ def test_commands_with_the_flag(theirs, fedcover):
     assert fedcover("resume", theirs, "--trust")[0] == 0
 
 
-@pytest.mark.parametrize("words", [("watch", "--once"), ("watch", "--json"), ("report",), ("history", "--csv")])
+@pytest.mark.parametrize(
+    "words", [("watch", "--once"), ("watch", "--json"), ("report",), ("history", "--csv")]
+)
 def test_looking_imports_nothing(words, theirs, fedcover, monkeypatch):
     monkeypatch.chdir(theirs.parent)
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(theirs.parent))])
+    monkeypatch.setattr(
+        sys, "path", [entry for entry in sys.path if entry not in ("", str(theirs.parent))]
+    )
     code, _, err = fedcover(*words, theirs)
     assert code == 0, err
     assert not was_imported(theirs)
-    assert "" not in sys.path  # else whatever is imported later may come from the folder that is looked at
+    assert (
+        "" not in sys.path
+    )  # else whatever is imported later may come from the folder that is looked at
 
 
 def test_what_a_command_says_of_a_folder_from_elsewhere_does_not_trust_it(theirs):
@@ -200,14 +221,19 @@ def test_a_model_does_not_say_what_is_called_to_build_it(part, tmp_path):
     with pytest.raises(RunError):
         fc.load_part(part)
     with_header(part, shape=[64])
-    with pytest.raises(RunError, match="would have 'pty:spawn' called as its model, which a file may not say: build"):
+    with pytest.raises(
+        RunError,
+        match="would have 'pty:spawn' called as its model, which a file may not say: build",
+    ):
         fc.load_part(part)
     assert not (tmp_path / "called").exists()
 
 
 def test_a_recipe_of_one_s_own_is_not_called_either(part):
     with_header(part, recipe="theirs:recipe")
-    with pytest.raises(RunError, match=r"would have 'theirs:recipe' called as its recipe.*model=\.\.\.\)$"):
+    with pytest.raises(
+        RunError, match=r"would have 'theirs:recipe' called as its recipe.*model=\.\.\.\)$"
+    ):
         fc.load_part(part)
 
 
@@ -220,7 +246,9 @@ def test_what_a_model_does_not_need_is_not_looked_at(field, part):
 
 
 def test_a_module_that_is_given_takes_the_place_of_a_function(theirs):
-    path = with_header(theirs.parent / "part.safetensors", model="theirs:build", recipe="theirs:recipe")
+    path = with_header(
+        theirs.parent / "part.safetensors", model="theirs:build", recipe="theirs:recipe"
+    )
     module = fc.run(tiny(rounds=1)).model()
     assert isinstance(fc.load_part(path, model=module), torch.nn.Module)
     assert not was_imported(theirs)

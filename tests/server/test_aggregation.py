@@ -23,7 +23,10 @@ GROUP = (UnitGroup("hidden", 5, (Cut("w", 0), Cut("b", 0), Cut("v", 1))),)
 SHAPES = {"w": (5, 2), "b": (5,), "v": (2, 5)}
 RULES = {
     "mean": (coverage_mean, twins.weighted_mean),
-    "over clients": (lambda old, parts: coverage_mean(old, parts, over="clients"), twins.mean_of_changes),
+    "over clients": (
+        lambda old, parts: coverage_mean(old, parts, over="clients"),
+        twins.mean_of_changes,
+    ),
     "over moved": (lambda old, parts: coverage_mean(old, parts, over="moved"), twins.mean_of_moved),
     "median": (median, twins.middle_value),
     "trimmed 0": (lambda old, parts: trimmed_mean(old, parts, share=0), twins.trimmed(0)),
@@ -36,17 +39,26 @@ RULES = {
 def random_parts(seed, clients, unstructured):
     """Old tensors and clients with units or bits of their own, some values unchanged; NaN where nothing may be read."""
     draw = torch.Generator().manual_seed(seed)
-    old = {n: torch.randn(shape, generator=draw, dtype=torch.float64) for n, shape in SHAPES.items()}
+    old = {
+        n: torch.randn(shape, generator=draw, dtype=torch.float64) for n, shape in SHAPES.items()
+    }
     parts = []
     for _ in range(clients):
         if unstructured:
-            held = Masks({"w": torch.rand(5, 2, generator=draw) < 0.5, "v": torch.rand(2, 5, generator=draw) < 0.5})
+            held = Masks(
+                {
+                    "w": torch.rand(5, 2, generator=draw) < 0.5,
+                    "v": torch.rand(2, 5, generator=draw) < 0.5,
+                }
+            )
         else:
             start = {"hidden": int(torch.randint(5, (1,), generator=draw))}
             held = windows(GROUP, float(torch.rand(1, generator=draw)), start)
         sent = held.extract(old)
         moved = {n: torch.rand(t.shape, generator=draw) < 0.7 for n, t in sent.items()}
-        values = {n: t + torch.randint(-2, 3, t.shape, generator=draw) * moved[n] for n, t in sent.items()}
+        values = {
+            n: t + torch.randint(-2, 3, t.shape, generator=draw) * moved[n] for n, t in sent.items()
+        }
         if unstructured:
             values = {n: torch.where(held.mask(old)[n], t, torch.nan) for n, t in values.items()}
         parts.append((held, values, float(torch.randint(1, 9, (1,), generator=draw))))
@@ -60,7 +72,9 @@ def in_full(old, part):
     for name, tensor in old.items():
         full[name] = torch.zeros_like(tensor)
         full[name][masks[name]] = (
-            values[name].flatten() if values[name].shape != tensor.shape else values[name][masks[name]]
+            values[name].flatten()
+            if values[name].shape != tensor.shape
+            else values[name][masks[name]]
         )
     return full, masks, weight
 
@@ -77,10 +91,15 @@ def test_every_rule_equals_a_loop(name, seed, clients, unstructured):
 
 @given(seed=st.integers(0, 10**6), clients=st.integers(1, 6))
 @settings(max_examples=30, deadline=None)
-def test_averaging_values_or_changes_is_the_same_where_the_denominator_is_the_coverage(seed, clients):
+def test_averaging_values_or_changes_is_the_same_where_the_denominator_is_the_coverage(
+    seed, clients
+):
     old, parts = random_parts(seed, clients, False)
     zero = {name: torch.zeros_like(tensor) for name, tensor in old.items()}
-    changes = [(held, {n: v - held.extract(old)[n] for n, v in values.items()}, w) for held, values, w in parts]
+    changes = [
+        (held, {n: v - held.extract(old)[n] for n, v in values.items()}, w)
+        for held, values, w in parts
+    ]
     moved = coverage_mean(zero, changes)
     same(coverage_mean(old, parts), {name: old[name] + moved[name] for name in old}, 1e-12)
 
@@ -92,13 +111,17 @@ def test_rules_differ_where_they_should():
     torch.testing.assert_close(results.pop("trimmed 0.1"), results["trimmed 0"])
     torch.testing.assert_close(results.pop("trimmed 0.49"), results["median"])
     for name, result in results.items():
-        assert not any(result.allclose(other) for key, other in results.items() if key != name), name
+        assert not any(result.allclose(other) for key, other in results.items() if key != name), (
+            name
+        )
 
 
 def test_a_trimmed_mean_always_keeps_somebody():
     values = [{"w": torch.tensor([float(v)])} for v in (1, 3)]
     for share in (0.49, 0.4999999999):
-        new = trimmed_mean({"w": torch.zeros(1)}, [(Masks({}), v, 1.0) for v in values], share=share)
+        new = trimmed_mean(
+            {"w": torch.zeros(1)}, [(Masks({}), v, 1.0) for v in values], share=share
+        )
         assert new["w"].tolist() == [2.0]
     with pytest.raises(InvalidValue, match="share must be in"):
         trimmed_mean({}, [], share=0.5)
@@ -121,10 +144,16 @@ def test_whole_rounds_by_every_rule(rule, slow, weights):
     fields = {"dataset": "digits", "partition": "dirichlet(alpha=0.5)", "batch_size": 50}
     setup, state = world("mlp", policy="rolling", rule=rule, weights=weights, epochs=1, **fields)
     for _ in range(2):
-        made = [(c, r, train_client(setup.task, state, c, r, setup.lr(0))) for c, r in twins.working(setup, state)]
+        made = [
+            (c, r, train_client(setup.task, state, c, r, setup.lr(0)))
+            for c, r in twins.working(setup, state)
+        ]
         assert len({client.samples for client, _, _ in made}) > 1
         parts = [
-            (*in_full(state.params, (part, update.params, 1.0))[:2], client.samples if weights == "samples" else 1)
+            (
+                *in_full(state.params, (part, update.params, 1.0))[:2],
+                client.samples if weights == "samples" else 1,
+            )
             for client, part, update in made
         ]
         expected = twins.combined(state.params, parts, slow)
@@ -197,7 +226,10 @@ def test_server_optimisers_equal_loops_and_move_only_what_is_covered(server, by_
         before, (state, _) = state, run_round(setup, state)
         for name, counts in averaged.coverage.window[-1].items():
             for i, covered in enumerate(counts.flatten().tolist()):
-                old, now = float(before.params[name].flatten()[i]), float(state.params[name].flatten()[i])
+                old, now = (
+                    float(before.params[name].flatten()[i]),
+                    float(state.params[name].flatten()[i]),
+                )
                 if covered:
                     new = float(averaged.params[name].flatten()[i])
                     expected, memory[name, i] = by_hand(memory.get((name, i), {}), old, new)
@@ -230,10 +262,14 @@ def test_wrong_server_options_are_refused(name, wrong):
         SERVERS[name](**wrong)
 
 
-@pytest.mark.parametrize(("name", "right"), [("momentum", {"beta": 0}), ("adam", {"beta1": 0}), ("adam", {"beta2": 0})])
+@pytest.mark.parametrize(
+    ("name", "right"), [("momentum", {"beta": 0}), ("adam", {"beta1": 0}), ("adam", {"beta2": 0})]
+)
 def test_a_server_optimiser_may_forget_at_once(name, right):
     old, new = torch.zeros(3), torch.ones(3)
-    moved, _ = SERVERS[name](**right)(AggregatedTensor(old, new, torch.tensor([True, True, False])), {})
+    moved, _ = SERVERS[name](**right)(
+        AggregatedTensor(old, new, torch.tensor([True, True, False])), {}
+    )
     assert (moved[:2] > 0).all()
     assert moved[2] == new[2]
 
@@ -241,7 +277,9 @@ def test_a_server_optimiser_may_forget_at_once(name, right):
 # ── baselines ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(("policy", "least", "share"), [("exclude", 1.0, 1.0), ("exclude(below=0.5)", 0.5, 0.5)])
+@pytest.mark.parametrize(
+    ("policy", "least", "share"), [("exclude", 1.0, 1.0), ("exclude(below=0.5)", 0.5, 0.5)]
+)
 def test_exclude_lets_weak_clients_sit_out(policy, least, share):
     setup, state = world("mlp", policy=policy)
     cohort = cohort_of(setup, 0)

@@ -85,11 +85,20 @@ def cross_entropy(forward, params, batch, carry):
 
 
 WRONG_LOSSES = {
-    "one for each row": (lambda f, p, b, c: F.cross_entropy(f(p, b.x), b.y, reduction="none"), "got float32 of shape"),
+    "one for each row": (
+        lambda f, p, b, c: F.cross_entropy(f(p, b.x), b.y, reduction="none"),
+        "got float32 of shape",
+    ),
     "None": (lambda f, p, b, c: None, "loss must give one number, a floating tensor; got None"),
-    "no tensor": (lambda f, p, b, c: 1.0, "loss must give one number, a floating tensor; got a float"),
+    "no tensor": (
+        lambda f, p, b, c: 1.0,
+        "loss must give one number, a floating tensor; got a float",
+    ),
     "whole numbers": (lambda f, p, b, c: (f(p, b.x).argmax(1) != b.y).sum(), "got int64 of shape"),
-    "no gradient": (lambda f, p, b, c: cross_entropy(f, p, b, c).detach(), "loss must depend on the parameters"),
+    "no gradient": (
+        lambda f, p, b, c: cross_entropy(f, p, b, c).detach(),
+        "loss must depend on the parameters",
+    ),
 }
 
 
@@ -103,23 +112,46 @@ def test_a_loss_that_is_no_number_to_go_down_is_refused(ran, loss, said, engine)
 WRONG_ENDS = {
     "None": (lambda p: None, "must give a fedcover Outcome; got None"),
     "parameters": (lambda p: p, "must give a fedcover Outcome; got a"),
-    "a tensor missing": (lambda p: Outcome({n: t for n, t in p.items() if n != HEAD}), f"must give '{HEAD}', "),
-    "the whole model's shapes": (lambda p: Outcome({**p, HEAD: torch.zeros(10, 9)}), r"got float32 of shape \(10, 9\)"),
+    "a tensor missing": (
+        lambda p: Outcome({n: t for n, t in p.items() if n != HEAD}),
+        f"must give '{HEAD}', ",
+    ),
+    "the whole model's shapes": (
+        lambda p: Outcome({**p, HEAD: torch.zeros(10, 9)}),
+        r"got float32 of shape \(10, 9\)",
+    ),
     "another type": (lambda p: Outcome({**p, HEAD: p[HEAD].half()}), "got float16"),
     "NaN": (lambda p: Outcome({**p, HEAD: p[HEAD] / 0 * 0}), f"gives NaN or infinity in '{HEAD}'"),
-    "bits of numbers": (lambda p: Outcome(p, bits={HEAD: p[HEAD]}), f"bits must give '{HEAD}' as bool"),
-    "bits of no tensor": (lambda p: Outcome(p, bits={"no": p[HEAD].bool()}), "bits gives 'no', and there is no such"),
+    "bits of numbers": (
+        lambda p: Outcome(p, bits={HEAD: p[HEAD]}),
+        f"bits must give '{HEAD}' as bool",
+    ),
+    "bits of no tensor": (
+        lambda p: Outcome(p, bits={"no": p[HEAD].bool()}),
+        "bits gives 'no', and there is no such",
+    ),
     "bits in a list": (lambda p: Outcome(p, bits=[True]), "bits must be given by name; got a list"),
-    "measured in other shapes": (lambda p: Outcome(p, measured={"far": {HEAD: torch.ones(3)}}), "measured 'far' must"),
-    "measured as one": (lambda p: Outcome(p, measured={"far": p[HEAD]}), "measured 'far' must be given by name"),
-    "a private number": (lambda p: Outcome(p, private={"seen": 3}), "private 'seen' must be a tensor; got a int"),
+    "measured in other shapes": (
+        lambda p: Outcome(p, measured={"far": {HEAD: torch.ones(3)}}),
+        "measured 'far' must",
+    ),
+    "measured as one": (
+        lambda p: Outcome(p, measured={"far": p[HEAD]}),
+        "measured 'far' must be given by name",
+    ),
+    "a private number": (
+        lambda p: Outcome(p, private={"seen": 3}),
+        "private 'seen' must be a tensor; got a int",
+    ),
 }
 
 
 @pytest.mark.parametrize("engine", ["sequential", "streams"])
 @pytest.mark.parametrize(("end", "said"), WRONG_ENDS.values(), ids=WRONG_ENDS)
 def test_an_end_that_is_none_of_the_clients_part_is_refused(ran, end, said, engine):
-    made = Recipe(cross_entropy, finish=lambda a, f, params, c: end(dict(params)), measures={"far": "all"})
+    made = Recipe(
+        cross_entropy, finish=lambda a, f, params, c: end(dict(params)), measures={"far": "all"}
+    )
     with pytest.raises(InvalidValue, match=f"recipe '{NAME}': finish.*{said}"):
         ran("recipe", lambda: made, engine)
 
@@ -136,7 +168,9 @@ def test_losses_are_told_apart_where_clients_train_side_by_side():
     def gradients(loss):
         checked = checked_recipe("own:recipe", Recipe(loss))
         batch = Batch(torch.ones(1), torch.zeros(1, dtype=torch.int64), step)
-        return vmap(grad(lambda w_2: checked.loss(lambda p, x: p["w"], {"w": w_2}, batch, ())))(weights_C2)
+        return vmap(grad(lambda w_2: checked.loss(lambda p, x: p["w"], {"w": w_2}, batch, ())))(
+            weights_C2
+        )
 
     assert torch.equal(gradients(lambda f, p, b, c: p["w"].square().sum()), 2 * weights_C2)
     with pytest.raises(InvalidValue, match="must depend on the parameters"):
@@ -168,7 +202,10 @@ def test_a_server_step_that_gives_no_model_is_refused(ran, step, error, said):
 
 
 def test_a_server_that_makes_no_step_is_refused(ran):
-    with pytest.raises(InvalidValue, match=f"server '{NAME}' must make a function of a tensor and a memory; got None"):
+    with pytest.raises(
+        InvalidValue,
+        match=f"server '{NAME}' must make a function of a tensor and a memory; got None",
+    ):
         ran("server", lambda: None)
 
 
@@ -184,7 +221,10 @@ def test_a_server_step_that_writes_into_what_it_is_given_changes_nothing_else(ra
 
 def test_a_run_of_a_sweep_whose_server_step_diverges_ends_alone(monkeypatch):
     server = named(monkeypatch, lambda: lambda t, m: (t.new / 0, {}))
-    wanted = [fc.Experiment(**SMALL, name="far", server=server), fc.Experiment(**SMALL, name="near")]
+    wanted = [
+        fc.Experiment(**SMALL, name="far", server=server),
+        fc.Experiment(**SMALL, name="near"),
+    ]
     found = {run.experiment.name: run for run in fc.sweep(wanted, machine=HERE)}
     assert "NaN or infinite" in found["far"].diverged
     assert not found["near"].diverged
@@ -200,5 +240,7 @@ def test_a_part_that_cuts_nothing_is_no_small_part(ran):
         bare = tuple(fc.UnitGroup(group.name, group.size, ()) for group in view.groups)
         return [windows(bare, client.capacity) for client in view.cohort]
 
-    with pytest.raises(InvalidValue, match=r"policy gives client \d+ a part of other groups than view.groups"):
+    with pytest.raises(
+        InvalidValue, match=r"policy gives client \d+ a part of other groups than view.groups"
+    ):
         ran("policy", policy)

@@ -11,7 +11,14 @@ from fedcover.runs.experiment import Experiment
 from fedcover.runs.machine import Machine
 from fedcover.runs.setup import prepare
 from fedcover.server.cohort import cohort_of, view_of
-from fedcover.server.evaluation import FULL_REDUCTION, eval_model, evaluate, local_accuracy, logits, score
+from fedcover.server.evaluation import (
+    FULL_REDUCTION,
+    eval_model,
+    evaluate,
+    local_accuracy,
+    logits,
+    score,
+)
 from fedcover.server.round import initial_state
 from fedcover.submodels.build import load_tensors, submodel
 from fedcover.submodels.reductions import windows
@@ -19,7 +26,9 @@ from fedcover.types import Samples
 
 
 def test_a_score_by_hand():
-    logits_BK = torch.tensor([[math.log(3.0), 0.0], [0.0, math.log(3.0)], [math.log(3.0), 0.0], [0.0, math.log(3.0)]])
+    logits_BK = torch.tensor(
+        [[math.log(3.0), 0.0], [0.0, math.log(3.0)], [math.log(3.0), 0.0], [0.0, math.log(3.0)]]
+    )
     found = score(logits_BK, torch.tensor([0, 1, 1, 1]))
     assert found.accuracy == 0.75
     assert found.loss == pytest.approx((3 * math.log(4 / 3) + math.log(4)) / 4)
@@ -73,8 +82,12 @@ def test_local_accuracy_asks_each_client_about_its_labels(policy):
     assert len({u.client.samples for u in updates}) > 1
     assert any(len(u.client.labels) < 10 for u in updates)
     own, trained = local_accuracy(setup.task, state, updates)
-    assert own == pytest.approx(slow_local_accuracy(setup, state, updates, as_trained=False), abs=1e-9)
-    assert trained == pytest.approx(slow_local_accuracy(setup, state, updates, as_trained=True), abs=1e-9)
+    assert own == pytest.approx(
+        slow_local_accuracy(setup, state, updates, as_trained=False), abs=1e-9
+    )
+    assert trained == pytest.approx(
+        slow_local_accuracy(setup, state, updates, as_trained=True), abs=1e-9
+    )
     assert trained > own  # the state is still the first one
 
 
@@ -83,15 +96,21 @@ def test_local_accuracy_with_norms():
     setup, state = uneven("wide_resnet(depth=10, widen=1)", dataset=data, partition="iid")
     updates = updates_of(setup, state)
     own, trained = local_accuracy(setup.task, state, updates)
-    assert own == pytest.approx(slow_local_accuracy(setup, state, updates, as_trained=False), abs=1e-9)
-    assert trained == pytest.approx(slow_local_accuracy(setup, state, updates, as_trained=True), abs=1e-9)
+    assert own == pytest.approx(
+        slow_local_accuracy(setup, state, updates, as_trained=False), abs=1e-9
+    )
+    assert trained == pytest.approx(
+        slow_local_accuracy(setup, state, updates, as_trained=True), abs=1e-9
+    )
 
 
 def test_clients_without_test_samples_do_not_count():
     setup, state = uneven()
     updates = updates_of(setup, state)
     stranger = replace(updates[0], client=replace(updates[0].client, labels=(77,), samples=10**6))
-    assert local_accuracy(setup.task, state, [*updates, stranger]) == local_accuracy(setup.task, state, updates)
+    assert local_accuracy(setup.task, state, [*updates, stranger]) == local_accuracy(
+        setup.task, state, updates
+    )
 
 
 def test_the_score_of_a_part_is_the_score_of_its_module():
@@ -116,5 +135,7 @@ def test_evaluation_reads_the_state_and_changes_nothing():
     other = replace(state, params={name: -t for name, t in state.params.items()})
     assert evaluate(setup.task, other, few).loss != found.loss
     assert all(torch.equal(t, before[name]) for name, t in state.params.items())
-    assert all(torch.equal(t, module[name]) for name, t in setup.task.model.module.state_dict().items())
+    assert all(
+        torch.equal(t, module[name]) for name, t in setup.task.model.module.state_dict().items()
+    )
     assert not eval_model(setup.task, state, FULL_REDUCTION, 1.0).training

@@ -16,7 +16,13 @@ import torch
 import fedcover
 from fedcover.errors import InvalidValue
 from fedcover.server import grid_noise
-from fedcover.server.grid_noise import accepted_trials, fresh_stream, keyed_stream, rounded_normal, whole_parts
+from fedcover.server.grid_noise import (
+    accepted_trials,
+    fresh_stream,
+    keyed_stream,
+    rounded_normal,
+    whole_parts,
+)
 
 SOURCE = Path(fedcover.__file__).parent
 
@@ -92,7 +98,9 @@ def test_no_seed_repeats_or_changes_it():
 def test_privacy_knows_no_other_randomness():
     for name in ("server/privacy.py", "server/grid_noise.py"):
         text = (SOURCE / name).read_text()
-        assert not re.search(r"Generator|manual_seed|randn|default_rng|np\.random|secrets|import random", text)
+        assert not re.search(
+            r"Generator|manual_seed|randn|default_rng|np\.random|secrets|import random", text
+        )
     assert "fresh_generator" not in "".join(path.read_text() for path in SOURCE.rglob("*.py"))
 
 
@@ -114,7 +122,9 @@ def test_it_is_a_rounded_normal_number():
     seen = Counter(((drawn - 1) // 2).tolist())
     for step in range(-12, 12):
         share = below((step + 1) / 2**bits) - below(step / 2**bits)
-        assert seen[step] / len(drawn) == pytest.approx(share, abs=6 * math.sqrt(share / len(drawn)))
+        assert seen[step] / len(drawn) == pytest.approx(
+            share, abs=6 * math.sqrt(share / len(drawn))
+        )
     beyond = sum(times for step, times in seen.items() if not -12 <= step < 12)
     assert beyond / len(drawn) == pytest.approx(2 * below(-3), rel=0.15)
     assert max(seen) < 2**bits * 7
@@ -162,7 +172,9 @@ def slow_trial(k_word, x_word, u_word, bits, spare):
         where = (Decimal(k_word << 64 | spare) + Decimal("0.5")) / 2**128 * sum(weights)
         k = next(k for k in range(40) if sum(weights[: k + 1]) > where)
         x = (Decimal(x_word >> 1) + Decimal("0.5")) / 2**63
-        if (Decimal(u_word << 64 | spare) + Decimal("0.5")) / 2**128 >= (-x * (2 * k + x) / 2).exp():
+        if (Decimal(u_word << 64 | spare) + Decimal("0.5")) / 2**128 >= (
+            -x * (2 * k + x) / 2
+        ).exp():
             return None
         magnitude = 2 * int((k + x) * 2**bits) + 1
         return -magnitude if x_word & 1 else magnitude
@@ -185,7 +197,9 @@ def test_boundaries_are_met_exactly(spare):
         weights = [(Decimal(-k * k) / 2).exp() for k in range(40)]
         edges = [int(sum(weights[: k + 1]) / sum(weights) * 2**64) for k in range(6)]
     words = [word for edge in edges for word in (edge - 1, edge, edge + 1)] + [0, 2**64 - 1]
-    found = whole_parts(np.array(words, np.uint64), lambda size: spare.to_bytes(8, "little")).tolist()
+    found = whole_parts(
+        np.array(words, np.uint64), lambda size: spare.to_bytes(8, "little")
+    ).tolist()
     slow = []
     for word in words:
         with localcontext(prec=80):

@@ -16,12 +16,18 @@ from fedcover.training.local_sgd import train_client
 from fedcover.types import Cut, Samples, UnitGroup
 from tests.helpers.worlds import same, world
 
-GROUPS = (UnitGroup("a", 4, (Cut("w", 0), Cut("b", 0))), UnitGroup("c", 3, (Cut("w", 1, per_unit=2),)))
+GROUPS = (
+    UnitGroup("a", 4, (Cut("w", 0), Cut("b", 0))),
+    UnitGroup("c", 3, (Cut("w", 1, per_unit=2),)),
+)
 SHAPES = {"w": (4, 6), "b": (4,), "free": (2,)}
 
 
 def tensors(draw):
-    return {name: torch.randn(shape, generator=draw, dtype=torch.float64) for name, shape in SHAPES.items()}
+    return {
+        name: torch.randn(shape, generator=draw, dtype=torch.float64)
+        for name, shape in SHAPES.items()
+    }
 
 
 def some_reduction(draw):
@@ -68,7 +74,11 @@ class TestEveryRule:
         draw = torch.Generator().manual_seed(0)
         old, sent = tensors(draw), [tensors(draw) for _ in range(4)]
         new = rule(old, [(Masks({}), values, 1.0) for values in sent])
-        same(new, {name: torch.stack([values[name] for values in sent]).mean(0) for name in old}, 1e-12)
+        same(
+            new,
+            {name: torch.stack([values[name] for values in sent]).mean(0) for name in old},
+            1e-12,
+        )
 
     def test_with_no_client_nothing_changes(self, rule):
         old = tensors(torch.Generator().manual_seed(0))
@@ -89,7 +99,11 @@ class TestEveryRule:
         masks = [Masks({"w": torch.rand(4, 6, generator=draw) < 0.5}) for _ in range(3)]
         clean = [(mask, mask.extract(tensors(draw)), 1.0) for mask in masks]
         poisoned = [
-            (mask, {n: torch.where(mask.mask(old)[n], t, torch.nan) for n, t in values.items()}, weight)
+            (
+                mask,
+                {n: torch.where(mask.mask(old)[n], t, torch.nan) for n, t in values.items()},
+                weight,
+            )
             for mask, values, weight in clean
         ]
         same(rule(old, poisoned), rule(old, clean))
@@ -102,7 +116,11 @@ def test_the_coverage_mean_equals_its_formula_entry_by_entry(seed, clients):
     old, parts = tensors(draw), parts_of(draw, clients)
     expected = {name: tensor.clone() for name, tensor in old.items()}
     for name, tensor in old.items():
-        for place in torch.cartesian_prod(*[torch.arange(n) for n in tensor.shape]).view(-1, tensor.ndim).tolist():
+        for place in (
+            torch.cartesian_prod(*[torch.arange(n) for n in tensor.shape])
+            .view(-1, tensor.ndim)
+            .tolist()
+        ):
             total = weight = 0.0
             for reduction, values, scale in parts:
                 mask = reduction.mask(old)[name]
@@ -122,7 +140,9 @@ def _rank(mask, axis, index):
 
 
 def test_a_cut_weight_stays_cut_through_momentum_and_decay():
-    setup, state = world("mlp", policy="magnitude", momentum=0.9, weight_decay=0.1, fleet="1x0.5", clients=6)
+    setup, state = world(
+        "mlp", policy="magnitude", momentum=0.9, weight_decay=0.1, fleet="1x0.5", clients=6
+    )
     cohort = cohort_of(setup, 0)
     client, mask = cohort[0], setup.policy(view_of(setup, state, cohort))[0]
     update = train_client(setup.task, state, client, mask, lr=0.1)
@@ -135,7 +155,9 @@ def test_a_cut_weight_stays_cut_through_momentum_and_decay():
 def test_a_run_does_not_depend_on_the_order_in_which_clients_answer():
     setup, state = world("mlp", policy="random")
     engine = setup.engine
-    backwards = replace(setup, engine=lambda task, state, work, lr: engine(task, state, work[::-1], lr))
+    backwards = replace(
+        setup, engine=lambda task, state, work, lr: engine(task, state, work[::-1], lr)
+    )
     forward, _ = run_round(setup, state)
     backward, _ = run_round(backwards, state)
     same(forward.params, backward.params)

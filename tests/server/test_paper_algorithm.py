@@ -34,7 +34,12 @@ def setting(policy):
     """A codename brings its own fleet."""
     if not policy.startswith("regions"):
         return {"policy": policy}
-    return {"policy": policy, "fleet": "1x1 + 1x0.75 + 1x0.5 + 1x0.75 + 2x0.5", "assignment": "slot", "active": 6}
+    return {
+        "policy": policy,
+        "fleet": "1x1 + 1x0.75 + 1x0.5 + 1x0.75 + 2x0.5",
+        "assignment": "slot",
+        "active": 6,
+    }
 
 
 @pytest.mark.parametrize("policy", NAMED.values(), ids=NAMED.keys())
@@ -47,7 +52,12 @@ def test_every_policy_equals_the_reference(model, policy):
 @pytest.mark.parametrize("norm", ["batch", "group"])
 @pytest.mark.parametrize("model", ["wide_resnet", "preact_resnet18"])
 def test_residual_networks_with_norms_equal_the_reference(model, norm, policy):
-    agree(*world(model, norm=norm, policy=policy, epochs=1, clients=4, active=3, fleet="1x1.0 + 2x0.5"), rounds=1)
+    agree(
+        *world(
+            model, norm=norm, policy=policy, epochs=1, clients=4, active=3, fleet="1x1.0 + 2x0.5"
+        ),
+        rounds=1,
+    )
 
 
 @pytest.mark.parametrize("policy", ["prefix", "rolling", "random", "magnitude"])

@@ -38,7 +38,9 @@ STORED = [
     (16.0, 5, 1e-06, 1.1965273336464937),
     (100.0, 1000, 1e-10, 3.9841919906294443),
 ]
-vectors = st.lists(st.tuples(st.floats(-50, 50), st.floats(-50, 50), st.booleans()), min_size=1, max_size=6)
+vectors = st.lists(
+    st.tuples(st.floats(-50, 50), st.floats(-50, 50), st.booleans()), min_size=1, max_size=6
+)
 
 
 # ── clipping ────────────────────────────────────────────────────────────────────────────────────────────
@@ -47,7 +49,9 @@ vectors = st.lists(st.tuples(st.floats(-50, 50), st.floats(-50, 50), st.booleans
 @settings(max_examples=200, deadline=None)
 @given(vectors, st.floats(0.01, 100), st.booleans())
 def test_an_update_is_shortened_on_its_own_entries(entries, limit, own):
-    old, new, held = (torch.tensor(column, dtype=torch.float64) for column in zip(*entries, strict=True))
+    old, new, held = (
+        torch.tensor(column, dtype=torch.float64) for column in zip(*entries, strict=True)
+    )
     bits = {"w": held.bool()}
     trained = TrainedSubset(Masks({}), bits) if own else Masks(bits)
     before, after = {"w": old}, clip_update({"w": old}, trained, {"w": new}, limit)
@@ -64,7 +68,9 @@ def round_of(**fields):
     setup, state = world(**fields)
     cohort = cohort_of(setup, 0)
     parts = setup.policy(view_of(setup, state, cohort))
-    updates = [train_client(setup.task, state, c, r, 0.1) for c, r in zip(cohort, parts, strict=True)]
+    updates = [
+        train_client(setup.task, state, c, r, 0.1) for c, r in zip(cohort, parts, strict=True)
+    ]
     return setup, state, updates
 
 
@@ -101,7 +107,9 @@ def test_the_noise_has_the_scale_of_the_coverage_count():
     size, clients, clip, noise = 200_000, 4, 0.3, 1.7
     old = {"w": torch.ones(size, dtype=torch.float64)}
     masks = [Masks({"w": torch.arange(size) % 5 > client}) for client in range(clients)]
-    parts = [(mask, mask.extract(old)) for mask in masks]  # nobody moves anything: what is left is the noise
+    parts = [
+        (mask, mask.extract(old)) for mask in masks
+    ]  # nobody moves anything: what is left is the noise
     new = private_mean(old, parts, clip=clip, noise=noise, stream=keyed_stream(bytes(32)))
     counts = count(old, masks)["w"]
     assert sorted(set(counts.tolist())) == [0, 1, 2, 3, 4]
@@ -120,8 +128,12 @@ def test_the_noise_has_the_scale_of_the_coverage_count():
 @given(vectors, st.floats(0.01, 10), st.data())
 def test_no_client_moves_the_sum_by_more_than_twice_the_limit(entries, clip, data):
     """The sensitivity: whatever a client answers, the same noise gives a sum within 2 C."""
-    old, new, bits = (torch.tensor(column, dtype=torch.float64) for column in zip(*entries, strict=True))
-    other = torch.tensor(data.draw(st.lists(st.floats(-1e6, 1e6), min_size=len(old), max_size=len(old))))
+    old, new, bits = (
+        torch.tensor(column, dtype=torch.float64) for column in zip(*entries, strict=True)
+    )
+    other = torch.tensor(
+        data.draw(st.lists(st.floats(-1e6, 1e6), min_size=len(old), max_size=len(old)))
+    )
     mine, whole = Masks({"w": bits.bool()}), Masks({})
     means = [
         private_mean({"w": old}, [(whole, {"w": old + 1}), (mine, {"w": answer})], clip=clip, noise=1.0,
@@ -142,10 +154,15 @@ def test_but_for_the_noise_it_is_the_coverage_mean():
     parts = [(u.trained, {n: t.double() for n, t in u.params.items()}) for u in updates]
     still = [(u.trained, u.trained.extract(old)) for u in updates]
     answer, quiet = (
-        private_mean(old, given, clip=1e3, noise=0.01, stream=keyed_stream(bytes(32))) for given in (parts, still)
+        private_mean(old, given, clip=1e3, noise=0.01, stream=keyed_stream(bytes(32)))
+        for given in (parts, still)
     )
     wanted = coverage_mean(old, [(u.trained, u.params, 1.0) for u in updates])
-    same(difference(answer, quiet), difference(wanted, old), tolerance=len(updates) * NoiseGrid(1e3, 0.01).step)
+    same(
+        difference(answer, quiet),
+        difference(wanted, old),
+        tolerance=len(updates) * NoiseGrid(1e3, 0.01).step,
+    )
 
 
 def test_sums_and_counts_are_whole_numbers_whatever_the_model_is_kept_in():
@@ -153,7 +170,9 @@ def test_sums_and_counts_are_whole_numbers_whatever_the_model_is_kept_in():
     old = {"w": torch.zeros(3, dtype=torch.float16)}
     mask = Masks({"w": torch.tensor([True, True, False])})
     moved = {"w": torch.tensor([0.5, -0.25, 0.0], dtype=torch.float16)}
-    new = private_mean(old, [(mask, moved)] * 3000, clip=1.0, noise=0.01, stream=keyed_stream(bytes(32)))
+    new = private_mean(
+        old, [(mask, moved)] * 3000, clip=1.0, noise=0.01, stream=keyed_stream(bytes(32))
+    )
     torch.testing.assert_close(
         new["w"].double(), torch.tensor([0.5, -0.25, 0.0], dtype=torch.float64), rtol=0, atol=1e-3
     )
@@ -165,26 +184,41 @@ def test_the_whole_update_is_clipped_not_each_tensor(noise):
     old = {name: torch.zeros(9, 1000, dtype=torch.float64) for name in "abcd"}
     loud = {name: tensor + 3 / math.sqrt(tensor.numel()) for name, tensor in old.items()}
     means = [
-        private_mean(old, [(Masks({}), given)], clip=2.0, noise=noise, stream=keyed_stream(bytes(32)))
+        private_mean(
+            old, [(Masks({}), given)], clip=2.0, noise=noise, stream=keyed_stream(bytes(32))
+        )
         for given in (loud, old)
     ]
     assert global_norm(difference(*means)) == pytest.approx(2.0, rel=1e-3)
     steps = NoiseGrid(2.0, noise).steps(loud)
-    assert sum(int(tensor.square().sum()) for tensor in steps.values()) <= NoiseGrid(2.0, noise).max_square_sum
+    assert (
+        sum(int(tensor.square().sum()) for tensor in steps.values())
+        <= NoiseGrid(2.0, noise).max_square_sum
+    )
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.floats(-1e30, 1e30), min_size=1, max_size=6), st.floats(1e-30, 1e30), st.floats(0.01, 1e6))
+@given(
+    st.lists(st.floats(-1e30, 1e30), min_size=1, max_size=6),
+    st.floats(1e-30, 1e30),
+    st.floats(0.01, 1e6),
+)
 def test_no_rounding_makes_an_update_longer_than_the_limit(entries, clip, noise):
     """In whole numbers: the sum of squares is at most (C in steps)^2, and no step is lost on the way to the model."""
     grid = NoiseGrid(clip, noise)
     steps = grid.steps({"w": torch.tensor(entries, dtype=torch.float64)})["w"].tolist()
-    assert sum(step**2 for step in steps) <= grid.max_square_sum <= (Fraction(2) ** grid.bits / Fraction(noise)) ** 2
+    assert (
+        sum(step**2 for step in steps)
+        <= grid.max_square_sum
+        <= (Fraction(2) ** grid.bits / Fraction(noise)) ** 2
+    )
     assert 2**60 <= grid.max_square_sum <= 2**62
     assert grid.step * 2.0**grid.bits == noise * clip
     if grid.step * 2**30 > math.hypot(*entries):
         there = torch.tensor(steps, dtype=torch.float64) * grid.step
-        torch.testing.assert_close(there, torch.tensor(entries, dtype=torch.float64), rtol=1e-9, atol=grid.step)
+        torch.testing.assert_close(
+            there, torch.tensor(entries, dtype=torch.float64), rtol=1e-9, atol=grid.step
+        )
 
 
 def test_an_update_of_one_number_is_shortened_to_the_limit_itself():
@@ -195,7 +229,9 @@ def test_an_update_of_one_number_is_shortened_to_the_limit_itself():
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, 1e200])
 def test_an_update_without_a_length_counts_as_none(odd):
-    assert NoiseGrid(1.0, 1.0).steps({"w": torch.tensor([odd, 1.0], dtype=torch.float64)})["w"].tolist() == [0, 0]
+    assert NoiseGrid(1.0, 1.0).steps({"w": torch.tensor([odd, 1.0], dtype=torch.float64)})[
+        "w"
+    ].tolist() == [0, 0]
     old, loud = {"w": torch.zeros(2)}, {"w": torch.tensor([odd, 1.0], dtype=torch.float64)}
     means = [
         private_mean(old, [(Masks({}), part)], clip=1.0, noise=1.0, stream=keyed_stream(bytes(32)))
@@ -206,7 +242,9 @@ def test_an_update_without_a_length_counts_as_none(odd):
 
 def test_a_key_of_noise_serves_one_round():
     """Not the experiment's seed, nor any other: whoever knows that could subtract the noise."""
-    setup, state, updates = round_of(policy="rolling", privacy="gaussian(noise=1.0)", clip_updates=1.0)
+    setup, state, updates = round_of(
+        policy="rolling", privacy="gaussian(noise=1.0)", clip_updates=1.0
+    )
     left, right = aggregate(setup, state, updates), aggregate(setup, state, updates)
     assert all(not torch.equal(left.params[name], right.params[name]) for name in left.params)
     fixed = replace(setup, noise=lambda: keyed_stream(bytes(32)))
@@ -221,7 +259,9 @@ def test_epsilon_is_the_librarys():
     pytest.importorskip("dp_accounting")
     from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
 
-    for noise, turns, delta in product((0.01, 0.5, 2.0, 8.0, 40.0), (1, 18, 1000, 10**6), (1e-15, 1e-10, 1e-5)):
+    for noise, turns, delta in product(
+        (0.01, 0.5, 2.0, 8.0, 40.0), (1, 18, 1000, 10**6), (1e-15, 1e-10, 1e-5)
+    ):
         wanted = get_epsilon_gaussian(noise / 2 / math.sqrt(turns), delta)
         assert Gaussian(noise, delta).epsilon(turns) == pytest.approx(wanted, rel=1e-7)
     assert Gaussian(1.0, 1e-5).epsilon(0) == 0
@@ -234,7 +274,9 @@ def test_epsilon_is_that_of_privacy_loss_distributions():
     from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
 
     for noise, turns, delta in [(2.0, 4, 1e-5), (8.0, 20, 1e-6), (40.0, 50, 1e-5)]:
-        composed = from_gaussian_mechanism(noise / 2, value_discretization_interval=1e-3).self_compose(turns)
+        composed = from_gaussian_mechanism(
+            noise / 2, value_discretization_interval=1e-3
+        ).self_compose(turns)
         mine = Gaussian(noise, delta).epsilon(turns)
         assert mine <= composed.get_epsilon_for_delta(delta) <= mine * 1.01 + 1e-3
 
@@ -246,12 +288,15 @@ def test_epsilon_is_what_the_library_once_said(noise, turns, delta, epsilon):
 
 
 @pytest.mark.parametrize(
-    ("noise", "turns", "delta"), [(0.3, 1, 1e-6), (2.0, 18, 1e-6), (50.0, 7, 1e-6), (8.0, 1, 0.097), (8.0, 1, 0.09)]
+    ("noise", "turns", "delta"),
+    [(0.3, 1, 1e-6), (2.0, 18, 1e-6), (50.0, 7, 1e-6), (8.0, 1, 0.097), (8.0, 1, 0.09)],
 )
 def test_at_epsilon_delta_is_what_the_formula_says(noise, turns, delta):
     """With noise 8 and one turn delta is 0.0995 at epsilon 0, so the last two epsilons are small, but not 0."""
     mu = 2 * math.sqrt(turns) / noise
-    assert delta_of_gaussian(Gaussian(noise, delta).epsilon(turns), mu) == pytest.approx(delta, rel=1e-6)
+    assert delta_of_gaussian(Gaussian(noise, delta).epsilon(turns), mu) == pytest.approx(
+        delta, rel=1e-6
+    )
 
 
 def delta_of_gaussian(epsilon, mu):
@@ -266,7 +311,9 @@ def delta_of_gaussian(epsilon, mu):
 def test_turns_are_those_of_the_busiest_client():
     setup, _ = world()
     cohorts = [[client.id for client in cohort_of(setup, round)] for round in range(setup.rounds)]
-    assert [setup.turns(round) for round in (2, 0, 1)] == [list(most_turns(cohorts))[round] for round in (2, 0, 1)]
+    assert [setup.turns(round) for round in (2, 0, 1)] == [
+        list(most_turns(cohorts))[round] for round in (2, 0, 1)
+    ]
     for round in range(setup.rounds):
         asked = [client for cohort in cohorts[: round + 1] for client in cohort]
         assert setup.turns(round) == max(asked.count(client) for client in asked)
@@ -340,10 +387,14 @@ def test_a_private_run_without_its_checkpoints_does_not_start_again(ended, lost,
     assert before == {path: path.read_bytes() for path in ended.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("harm", [lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:-1])])
+@pytest.mark.parametrize(
+    "harm", [lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:-1])]
+)
 def test_a_private_run_does_not_go_on_from_an_older_checkpoint(ended, harm):
     harm(checkpoints_of(ended)[-1])
-    with pytest.raises(RunError, match="tells of 3 rounds, but its newest whole checkpoint is of round 2"):
+    with pytest.raises(
+        RunError, match="tells of 3 rounds, but its newest whole checkpoint is of round 2"
+    ):
         fc.resume(ended)
 
 
@@ -356,7 +407,9 @@ def test_a_line_that_is_half_written_makes_epsilon_no_smaller(go_on, left, tmp_p
     fc.run(fc.Experiment(**{**PRIVATE, "clients": 2, "active": 2}), ended)
     spent = fc.load(ended).summary["epsilon"]
     lines = (ended / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    (ended / "metrics.jsonl").write_bytes(b"".join(lines[:-1]) + lines[-1][: int(left * len(lines[-1]))])
+    (ended / "metrics.jsonl").write_bytes(
+        b"".join(lines[:-1]) + lines[-1][: int(left * len(lines[-1]))]
+    )
     assert go_on(ended).summary["epsilon"] == spent
     if go_on is fc.resume:
         assert json.loads((ended / "summary.json").read_text())["epsilon"] == spent
@@ -378,7 +431,9 @@ def test_a_private_run_is_not_overwritten(ended):
 
 
 def test_a_private_run_does_not_begin_beside_models_of_another(ended):
-    without(ended, "checkpoints", "metrics.jsonl", "summary.json", "experiment.toml", "manifest.json")
+    without(
+        ended, "checkpoints", "metrics.jsonl", "summary.json", "experiment.toml", "manifest.json"
+    )
     with pytest.raises(RunError, match="kept holds models of another run"):
         fc.run(fc.Experiment(**PRIVATE), ended)
 
@@ -407,8 +462,12 @@ def test_a_private_run_of_an_earlier_version_is_not_gone_on_with(ended, caplog):
     assert sentence in caplog.text
 
 
-@pytest.mark.parametrize("moment", range(65))  # all that a whole run does to its files, and one more
-def test_wherever_a_private_run_is_stopped_it_releases_each_round_once(tmp_path, monkeypatch, moment):
+@pytest.mark.parametrize(
+    "moment", range(65)
+)  # all that a whole run does to its files, and one more
+def test_wherever_a_private_run_is_stopped_it_releases_each_round_once(
+    tmp_path, monkeypatch, moment
+):
     """Stopped at any file operation: what is on disk of a round is never run again, nor lost."""
     pytest.importorskip("cryptography")
     experiment, folder = fc.Experiment(**PRIVATE, keep_rounds=(0, 1, 2, 3)), tmp_path / "run"
@@ -465,9 +524,18 @@ def test_without_privacy_no_epsilon_is_told():
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"clip_updates": None}, "clip_updates must be a length to which updates are clipped with privacy; got None"),
-        ({"rule": "median"}, "rule must be coverage_mean without options with privacy; got 'median'"),
-        ({"rule": "coverage_mean(over=clients)"}, "rule must be coverage_mean without options with privacy; got "),
+        (
+            {"clip_updates": None},
+            "clip_updates must be a length to which updates are clipped with privacy; got None",
+        ),
+        (
+            {"rule": "median"},
+            "rule must be coverage_mean without options with privacy; got 'median'",
+        ),
+        (
+            {"rule": "coverage_mean(over=clients)"},
+            "rule must be coverage_mean without options with privacy; got ",
+        ),
         ({"weights": "samples"}, "weights must be uniform with privacy; got 'samples'"),
         ({"label_rows": True}, r"label_rows must be false .* with privacy; got True"),
         ({"privacy": "gaussian"}, "privacy gaussian needs the option 'noise'"),
@@ -480,9 +548,13 @@ def test_what_is_not_private_is_refused(fields, sentence):
 
 @pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, 1e300, 1e-300])
 def test_noise_must_be_noise(value):
-    with pytest.raises(InvalidValue, match=r"^privacy gaussian: noise must be in \[0.01, 1e\+06\]; got "):
+    with pytest.raises(
+        InvalidValue, match=r"^privacy gaussian: noise must be in \[0.01, 1e\+06\]; got "
+    ):
         gaussian(noise=value)
-    with pytest.raises(InvalidValue, match=r"^privacy gaussian: delta must be in \[1e-15, 1\); got "):
+    with pytest.raises(
+        InvalidValue, match=r"^privacy gaussian: delta must be in \[1e-15, 1\); got "
+    ):
         gaussian(noise=1.0, delta=value)
 
 
@@ -496,10 +568,22 @@ def test_delta_is_a_chance_that_is_neither_certain_nor_too_small_to_tell(delta):
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"privacy": "gaussian(noise=1e300)"}, r"^privacy gaussian: noise must be in .*; got 1e\+300$"),
-        ({"privacy": "gaussian(noise=1e-300)"}, r"^privacy gaussian: noise must be in .*; got 1e-300$"),
-        ({"privacy": "gaussian(noise=1, delta=0)"}, r"^privacy gaussian: delta must be in .*; got 0$"),
-        ({"clip_updates": 1e-300}, r"^clip_updates must be in \[1e-30, 1e\+30\] with privacy; got 1e-300$"),
+        (
+            {"privacy": "gaussian(noise=1e300)"},
+            r"^privacy gaussian: noise must be in .*; got 1e\+300$",
+        ),
+        (
+            {"privacy": "gaussian(noise=1e-300)"},
+            r"^privacy gaussian: noise must be in .*; got 1e-300$",
+        ),
+        (
+            {"privacy": "gaussian(noise=1, delta=0)"},
+            r"^privacy gaussian: delta must be in .*; got 0$",
+        ),
+        (
+            {"clip_updates": 1e-300},
+            r"^clip_updates must be in \[1e-30, 1e\+30\] with privacy; got 1e-300$",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused_at_the_door(fields, sentence):
@@ -522,10 +606,22 @@ def test_the_least_and_the_most_noise_can_be_accounted_for(noise):
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"model": "wide_resnet(depth=10, widen=1)"}, "privacy: batch norm of model .* use norm = 'group'"),
-        ({"policy": "prunefl", "recipe": "prunefl"}, "privacy: what clients measure under recipe 'prunefl'"),
-        ({"privacy": "gaussian(noise=1.0, delta=0.5)"}, r"privacy: delta must be below 1 / clients .* got 0\.5"),
-        ({"privacy": "fedcover.training.recipes:plain"}, "must make a fedcover Gaussian; got Recipe"),
+        (
+            {"model": "wide_resnet(depth=10, widen=1)"},
+            "privacy: batch norm of model .* use norm = 'group'",
+        ),
+        (
+            {"policy": "prunefl", "recipe": "prunefl"},
+            "privacy: what clients measure under recipe 'prunefl'",
+        ),
+        (
+            {"privacy": "gaussian(noise=1.0, delta=0.5)"},
+            r"privacy: delta must be below 1 / clients .* got 0\.5",
+        ),
+        (
+            {"privacy": "fedcover.training.recipes:plain"},
+            "must make a fedcover Gaussian; got Recipe",
+        ),
         ({"recipe": "hermes"}, "privacy: with this recipe a client chooses what it trains"),
     ],
 )
@@ -540,7 +636,13 @@ def test_what_would_pass_the_noise_is_refused(fields, sentence, tmp_path):
 def test_group_norms_are_private(tmp_path):
     pytest.importorskip("cryptography")
     data = "synthetic(shape=(3, 8, 8), classes=3, samples=7, test_size=50)"
-    model = {"dataset": data, "model": "wide_resnet(depth=10, widen=1)", "norm": "group", "rounds": 1, "active": 2}
+    model = {
+        "dataset": data,
+        "model": "wide_resnet(depth=10, widen=1)",
+        "norm": "group",
+        "rounds": 1,
+        "active": 2,
+    }
     assert fc.run(fc.Experiment(**{**PRIVATE, **model})).summary["epsilon"] > 0
 
 
@@ -553,5 +655,8 @@ def test_a_missing_library_is_named(monkeypatch):
 def test_an_undeclared_measurement_is_refused():
     setup, state, _ = round_of(policy="prunefl", recipe="prunefl")
     careless = replace(setup.task, recipe=replace(setup.task.recipe, measures={}))
-    with pytest.raises(InvalidValue, match=r"^recipe measures 'squared_gradient', which its `measures` do not name$"):
+    with pytest.raises(
+        InvalidValue,
+        match=r"^recipe measures 'squared_gradient', which its `measures` do not name$",
+    ):
         run_round(replace(setup, task=careless), state)

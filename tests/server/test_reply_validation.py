@@ -15,7 +15,15 @@ import pytest
 import torch
 
 from fedcover.server.cohort import cohort_of, view_of
-from fedcover.server.npy_codec import NUMPY, ArraySpec, InvalidReply, RawArray, as_array, decode_array, safe_repr
+from fedcover.server.npy_codec import (
+    NUMPY,
+    ArraySpec,
+    InvalidReply,
+    RawArray,
+    as_array,
+    decode_array,
+    safe_repr,
+)
 from fedcover.server.reply_validation import (
     LATE_ROUNDS_KEPT,
     NORM_LIMIT,
@@ -64,7 +72,12 @@ def stored(array, **declared):
     """An array as Flower would carry it."""
     file = io.BytesIO()
     np.save(file, array, allow_pickle=array.dtype == object)
-    honest = {"dtype": str(array.dtype), "shape": array.shape, "stype": NUMPY, "data": memoryview(file.getvalue())}
+    honest = {
+        "dtype": str(array.dtype),
+        "shape": array.shape,
+        "stype": NUMPY,
+        "data": memoryview(file.getvalue()),
+    }
     return RawArray(**{**honest, **declared})
 
 
@@ -102,7 +115,12 @@ def test_what_a_client_sends_is_what_arrives(name, slot):
     assert got.measured.keys() == update.measured.keys()
     for kind in got.measured:
         same(got.measured[kind], update.measured[kind])
-    assert (got.client, got.sent, got.private, got.loss) == (update.client, update.sent, {}, update.loss)
+    assert (got.client, got.sent, got.private, got.loss) == (
+        update.client,
+        update.sent,
+        {},
+        update.loss,
+    )
     held = count(state.params, [update.sent])
     mine, theirs = count(state.params, [got.trained]), count(state.params, [update.trained])
     same(mine, {n: torch.minimum(theirs[n], held[n]) for n in theirs})
@@ -204,7 +222,10 @@ def test_what_a_client_says_it_trained_is_what_counts(name):
     held, masks = asked.reduction.mask(state.params), asked.reduction.gradient_mask()
     chosen = {n: (torch.arange(t.numel()) % 3 == 0).view(t.shape) for n, t in asked.start.items()}
     raw = honest(asked, replace(update, trained=TrainedSubset(asked.reduction, chosen)))
-    same(validate_reply(raw, asked).trained.mask(state.params), {n: bits & held[n] for n, bits in chosen.items()})
+    same(
+        validate_reply(raw, asked).trained.mask(state.params),
+        {n: bits & held[n] for n, bits in chosen.items()},
+    )
     assert bool(masks) == (name == "own bits in masks")
 
 
@@ -215,7 +236,9 @@ def test_what_a_recipe_measures_is_asked_for(which):
     asked = pending_task("a nonce", task, state, given.client, given.reduction, allow_bits=False)
     names = state.params if which == "all" else task.model.prunable
     kinds = {name: name.split("/")[0] for name in asked.wanted}
-    assert {n for n, kind in kinds.items() if kind == "measured"} == {f"measured/heat/{n}" for n in names}
+    assert {n for n, kind in kinds.items() if kind == "measured"} == {
+        f"measured/heat/{n}" for n in names
+    }
     assert set(kinds.values()) == {"params", "measured"}
     assert asked.nonce == "a nonce"
 
@@ -224,7 +247,10 @@ def test_the_largest_number_is_allowed():
     _, _, asked, update = asked_and_trained("slices")
     largest = float(np.finfo(np.float32).max)
     for loss in (largest, -largest, 0, 7):
-        assert validate_reply(replace(honest(asked, update), metrics={"loss": loss}), asked).loss == loss
+        assert (
+            validate_reply(replace(honest(asked, update), metrics={"loss": loss}), asked).loss
+            == loss
+        )
 
 
 def test_a_rejection_says_what_is_wrong():
@@ -237,13 +263,21 @@ def test_a_rejection_says_what_is_wrong():
         "'params/nosuch'": with_array(raw, "params/nosuch", stored(np.zeros(1))),
         "expected loss, effort": replace(raw, metrics={}),
         "effort is 'much'": replace(raw, metrics={"loss": 0.5, "effort": "much"}),
-        f"{name} is stored as 'torch.tensor'": with_array(raw, name, replace(raw.arrays[name], stype="torch.tensor")),
-        f"{name} declares 'int8', not float64": with_array(raw, name, replace(raw.arrays[name], dtype="int8")),
-        f"{name} declares (3, 'x'), not {shape}": with_array(raw, name, replace(raw.arrays[name], shape=(3, "x"))),
+        f"{name} is stored as 'torch.tensor'": with_array(
+            raw, name, replace(raw.arrays[name], stype="torch.tensor")
+        ),
+        f"{name} declares 'int8', not float64": with_array(
+            raw, name, replace(raw.arrays[name], dtype="int8")
+        ),
+        f"{name} declares (3, 'x'), not {shape}": with_array(
+            raw, name, replace(raw.arrays[name], shape=(3, "x"))
+        ),
         f"{name} is stored as b\"'shape': (2,), }}\", not {shape}": with_array(
             raw, name, stored(np.zeros(2), shape=shape)
         ),
-        f"{name} is no .npy file of version 1.0": with_array(raw, name, replace(raw.arrays[name], data=b"x")),
+        f"{name} is no .npy file of version 1.0": with_array(
+            raw, name, replace(raw.arrays[name], data=b"x")
+        ),
         f"params/{name.removeprefix('params/')}": changed(raw, name, np.inf),
         "params moved by 1e+09; at most 1e+06 is believed": changed(raw, name, 1e9),
     }
@@ -256,7 +290,9 @@ def test_bytes_that_are_scattered_in_memory_are_refused():
     twice = bytearray(2 * whole.nbytes)
     twice[::2] = whole
     with pytest.raises(InvalidReply, match=r"^damaged array: w is scattered in memory$"):
-        decode_array("w", stored(np.ones(3), data=memoryview(twice)[::2]), ArraySpec((3,), "float64"))
+        decode_array(
+            "w", stored(np.ones(3), data=memoryview(twice)[::2]), ArraySpec((3,), "float64")
+        )
 
 
 @pytest.mark.parametrize(
@@ -275,7 +311,9 @@ def test_a_header_must_be_what_numpy_writes(old, new, reason):
     data = bytes(stored(np.ones(3)).data)
     assert old in data
     raw = stored(np.ones(3), data=data.replace(old, new, 1))
-    with pytest.raises(InvalidReply, match=f"^{reason}: w ") if reason else contextlib.nullcontext():
+    with (
+        pytest.raises(InvalidReply, match=f"^{reason}: w ") if reason else contextlib.nullcontext()
+    ):
         decode_array("w", raw, ArraySpec((3,), "float64"))
 
 
@@ -283,7 +321,10 @@ def test_what_is_sent_is_in_the_order_of_c():
     """Whatever the order in memory: NumPy would say in the header that it is another one."""
     turned = torch.arange(6.0).view(2, 3).T
     assert as_array(turned).flags.c_contiguous
-    same({"w": decode_array("w", stored(as_array(turned)), ArraySpec((3, 2), "float32"))}, {"w": turned})
+    same(
+        {"w": decode_array("w", stored(as_array(turned)), ArraySpec((3, 2), "float32"))},
+        {"w": turned},
+    )
 
 
 def test_an_array_without_numbers_is_one():
@@ -302,7 +343,9 @@ def test_a_client_that_may_not_choose_sends_no_bits():
     plain = replace(asked, allow_bits=False)
     assert isinstance(validate_reply(honest(plain, update), plain), Update)
     name = first(honest(asked, update)).replace("params", "bits")
-    raw = with_array(honest(asked, update), name, stored(np.zeros(asked.wanted[name].shape, np.uint8)))
+    raw = with_array(
+        honest(asked, update), name, stored(np.zeros(asked.wanted[name].shape, np.uint8))
+    )
     assert isinstance(validate_reply(raw, asked), Update)
     assert validate_reply(raw, plain).reason == "extra array"
 
@@ -326,7 +369,9 @@ def test_the_table_is_complete():
 def test_the_document_lists_every_reason():
     text = (ROOT / "docs" / "security.md").read_text()
     table = text.partition("| reason | meaning |\n|---|---|\n")[2].partition("\n\n")[0]
-    assert table.splitlines() == [f"| {reason} | {meaning} |" for reason, meaning in REJECTION_REASONS.items()]
+    assert table.splitlines() == [
+        f"| {reason} | {meaning} |" for reason, meaning in REJECTION_REASONS.items()
+    ]
 
 
 def test_a_nonce_is_good_for_one_reply():
@@ -346,7 +391,13 @@ def test_a_nonce_is_good_for_one_reply():
         assert found.reason == "unknown nonce"
         assert found.detail.isprintable()
         assert len(found.detail) < 250
-    for wrong in (asked.client.id + 1, None, str(asked.client.id), 1.5, True):  # another client's nonce
+    for wrong in (
+        asked.client.id + 1,
+        None,
+        str(asked.client.id),
+        1.5,
+        True,
+    ):  # another client's nonce
         assert ledger.receive(replace(raws[2], client=wrong)).reason == "unknown nonce"
     assert isinstance(ledger.receive(raws[2]), Update)  # and that has not used it up
     assert [task.nonce for task in ledger.close()] == [tasks[3].nonce]
@@ -439,7 +490,10 @@ def test_a_nonce_that_was_never_given_is_unknown(change):
     ledger = TaskLedger()
     given = [ledger.issue(lambda nonce: replace(asked, nonce=nonce)) for _ in range(10)]
     ledger.close()
-    assert ledger.receive(honest(replace(given[4], nonce=change(given[4].nonce)), update)).reason == "unknown nonce"
+    assert (
+        ledger.receive(honest(replace(given[4], nonce=change(given[4].nonce)), update)).reason
+        == "unknown nonce"
+    )
     other = TaskLedger()
     assert other.receive(honest(given[0], update)).reason == "unknown nonce"
 
@@ -448,18 +502,49 @@ def test_nothing_is_unpickled_but_from_our_own_child_processes():
     """The pipe between a run and the processes that it starts itself is neither the wire nor the disk."""
     root = ROOT / "src" / "fedcover"
     for path in root.rglob("*.py"):
-        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        calls = [
+            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
+        ]
         for call in calls:
             name = ast.unparse(call.func)
             if name in ("np.load", "np.save", "numpy.load"):
-                assert any(k.arg == "allow_pickle" and ast.unparse(k.value) == "False" for k in call.keywords), path
-            opens = name.split(".")[0] in ("pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal")
-            assert path.name == "launch.py" or not (opens or name in ("torch.load", "torch.save")), (path, name)
+                assert any(
+                    k.arg == "allow_pickle" and ast.unparse(k.value) == "False"
+                    for k in call.keywords
+                ), path
+            opens = name.split(".")[0] in (
+                "pickle",
+                "cloudpickle",
+                "dill",
+                "joblib",
+                "shelve",
+                "marshal",
+            )
+            assert path.name == "launch.py" or not (
+                opens or name in ("torch.load", "torch.save")
+            ), (path, name)
 
 
 # ── the fuzz ────────────────────────────────────────────────────────────────────────────────────────────
 
-ODD = (None, True, -1, 0, 7, 2**70, 1.5, float("nan"), "", "x" * 300, "\x1b[2J\n", b"\x80\x05.", (), (3, -3), [2], {})
+ODD = (
+    None,
+    True,
+    -1,
+    0,
+    7,
+    2**70,
+    1.5,
+    float("nan"),
+    "",
+    "x" * 300,
+    "\x1b[2J\n",
+    b"\x80\x05.",
+    (),
+    (3, -3),
+    [2],
+    {},
+)
 SPECIAL = (np.nan, np.inf, -np.inf, 1e30, -1e30, 0.0, 5e-324)
 
 
@@ -493,7 +578,11 @@ def damaged_bytes(raw, asked, chance):
 
 def odd_field(raw, asked, chance):
     name, field = some(raw, chance), chance.choice(["dtype", "shape", "stype", "data"])
-    return raw if name is None else with_array(raw, name, replace(raw.arrays[name], **{field: chance.choice(ODD)}))
+    return (
+        raw
+        if name is None
+        else with_array(raw, name, replace(raw.arrays[name], **{field: chance.choice(ODD)}))
+    )
 
 
 def special_numbers(raw, asked, chance):
@@ -501,7 +590,11 @@ def special_numbers(raw, asked, chance):
     wanted = asked.wanted.get(name)
     if wanted is None or not wanted.shape or 0 in wanted.shape:
         return raw
-    array = np.random.default_rng(chance.randrange(2**32)).normal(size=wanted.shape).astype(wanted.dtype)
+    array = (
+        np.random.default_rng(chance.randrange(2**32))
+        .normal(size=wanted.shape)
+        .astype(wanted.dtype)
+    )
     array.flat[chance.randrange(array.size)] = 255 if wanted.bits else chance.choice(SPECIAL)
     return with_array(raw, name, stored(array))
 
@@ -527,7 +620,9 @@ def swapped(raw, asked, chance):
 def renamed(raw, asked, chance):
     name = some(raw, chance)
     other = chance.choice([*asked.wanted, *(odd for odd in ODD if odd.__hash__)])
-    return replace(raw, arrays={other if n == name else n: array for n, array in raw.arrays.items()})
+    return replace(
+        raw, arrays={other if n == name else n: array for n, array in raw.arrays.items()}
+    )
 
 
 def gone(raw, asked, chance):
@@ -537,7 +632,9 @@ def gone(raw, asked, chance):
 
 def odd_metrics(raw, asked, chance):
     odd = chance.choice(ODD)
-    return replace(raw, metrics=chance.choice([{"loss": odd}, {"loss": 1.0, "more": odd}, odd, {7: odd}]))
+    return replace(
+        raw, metrics=chance.choice([{"loss": odd}, {"loss": 1.0, "more": odd}, odd, {7: odd}])
+    )
 
 
 def reversed_order(raw, asked, chance):
@@ -555,7 +652,9 @@ def harmless(setup, state, asked, update):
     known = asked.reduction.extract(asked.statistics)
     assert {n: t.shape for n, t in update.buffers.items()} == {n: t.shape for n, t in known.items()}
     everything = [update.params, update.buffers, *update.measured.values()]
-    assert all(bool(tensor.isfinite().all()) for tensors in everything for tensor in tensors.values())
+    assert all(
+        bool(tensor.isfinite().all()) for tensors in everything for tensor in tensors.values()
+    )
     after = aggregate(setup, state, [update])
     held = asked.reduction.mask(state.params)
     for name, tensor in after.params.items():

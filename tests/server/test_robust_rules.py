@@ -12,10 +12,16 @@ SETTINGS = settings(max_examples=200, deadline=None)
 
 def entries(data, clients, size):
     bits = data.draw(
-        st.lists(st.lists(st.booleans(), min_size=size, max_size=size), min_size=clients, max_size=clients)
+        st.lists(
+            st.lists(st.booleans(), min_size=size, max_size=size),
+            min_size=clients,
+            max_size=clients,
+        )
     )
     held_CS = torch.tensor(bits, dtype=torch.bool)
-    honest_CS = torch.randn(clients, size, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 999))))
+    honest_CS = torch.randn(
+        clients, size, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 999)))
+    )
     return held_CS, honest_CS.double()
 
 
@@ -27,17 +33,29 @@ def between(found_S, honest_CS, held_CS, safe_S):
 
 
 @SETTINGS
-@given(st.data(), st.integers(1, 12), st.integers(0, 4), st.sampled_from([0.1, 0.2, 0.34, 0.49]), st.floats(-1e6, 1e6))
-def test_few_liars_among_those_who_train_an_entry_move_it_only_between_honest_values(data, clients, liars, share, lie):
+@given(
+    st.data(),
+    st.integers(1, 12),
+    st.integers(0, 4),
+    st.sampled_from([0.1, 0.2, 0.34, 0.49]),
+    st.floats(-1e6, 1e6),
+)
+def test_few_liars_among_those_who_train_an_entry_move_it_only_between_honest_values(
+    data, clients, liars, share, lie
+):
     held_CS, honest_CS = entries(data, clients + liars, 5)
     values_CS = honest_CS.clone()
     values_CS[clients:] = lie
-    parts = [(Masks({"w": held}), {"w": v}, 1.0) for held, v in zip(held_CS, values_CS, strict=True)]
+    parts = [
+        (Masks({"w": held}), {"w": v}, 1.0) for held, v in zip(held_CS, values_CS, strict=True)
+    ]
     count_S, lying_S = held_CS.sum(0), held_CS[clients:].sum(0)
     old = {"w": torch.zeros(5, dtype=torch.float64)}
     allowed_S = torch.minimum((count_S * share + 1e-9).floor(), (count_S - 1) // 2)
     safe_S = (lying_S <= allowed_S) & (count_S > 0)
-    assert between(trimmed_mean(old, parts, share=share)["w"], honest_CS[:clients], held_CS[:clients], safe_S)
+    assert between(
+        trimmed_mean(old, parts, share=share)["w"], honest_CS[:clients], held_CS[:clients], safe_S
+    )
     few_S = (2 * lying_S < count_S) & (count_S > 0)
     assert between(median(old, parts)["w"], honest_CS[:clients], held_CS[:clients], few_S)
 

@@ -44,7 +44,9 @@ def agree(ranks, model="mlp", engine="sequential", **fields):
         assert left.keys() == right.keys()
         for name in left.keys() - {"seconds", "clients"}:
             assert left[name] == (
-                pytest.approx(right[name], rel=1e-10) if isinstance(right[name], float) else right[name]
+                pytest.approx(right[name], rel=1e-10)
+                if isinstance(right[name], float)
+                else right[name]
             )
         assert left["clients"].keys() == right["clients"].keys()
         for client, about in right["clients"].items():
@@ -52,12 +54,18 @@ def agree(ranks, model="mlp", engine="sequential", **fields):
     return found[-1][0]
 
 
-OPTIONS = {"regions": "regions(codename='147256')", "prunefl": "prunefl(every=1)", "planned": "planned(gamma=1)"}
+OPTIONS = {
+    "regions": "regions(codename='147256')",
+    "prunefl": "prunefl(every=1)",
+    "planned": "planned(gamma=1)",
+}
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_every_policy(both, policy):
-    fleet = {"prunefl": "1x0.5", "regions": "1x1 + 1x0.75 + 1x0.5 + 1x0.75 + 2x0.5"}.get(policy, "3x1.0 + 3x0.5")
+    fleet = {"prunefl": "1x0.5", "regions": "1x1 + 1x0.75 + 1x0.5 + 1x0.75 + 2x0.5"}.get(
+        policy, "3x1.0 + 3x0.5"
+    )
     agree(both, policy=OPTIONS.get(policy, policy), fleet=fleet, assignment="slot")
 
 
@@ -74,7 +82,13 @@ def test_every_recipe(both, recipe):
 
 
 @pytest.mark.parametrize(
-    "rule", ["coverage_mean(over=clients)", "coverage_mean(over=moved)", "trimmed_mean(share=0.2)", "median"]
+    "rule",
+    [
+        "coverage_mean(over=clients)",
+        "coverage_mean(over=moved)",
+        "trimmed_mean(share=0.2)",
+        "median",
+    ],
 )
 def test_every_rule(both, rule):
     agree(both, policy="random", rule=rule, weights="samples")
@@ -127,14 +141,19 @@ class TestShares:
             cohort = cohort_of(setup, 0)
             parts = setup.policy(view_of(setup, state, cohort))
             prices = {
-                client.capacity: training_cost(Assignment(setup.task, state, client, part), setup.uses)
+                client.capacity: training_cost(
+                    Assignment(setup.task, state, client, part), setup.uses
+                )
                 for client, part in zip(cohort, parts, strict=True)
             }
             assert (prices[0.25] < prices[0.5] < prices[1.0]) == cheaper
 
     @given(number=st.integers(0, 100), size=st.integers(1, 8))
     def test_rows_are_shared_without_gap_or_overlap(self, number, size):
-        shares = [list(range(number))[ProcessGroup(rank, size).local_slice(number)] for rank in range(size)]
+        shares = [
+            list(range(number))[ProcessGroup(rank, size).local_slice(number)]
+            for rank in range(size)
+        ]
         assert [row for local_slice in shares for row in local_slice] == list(range(number))
 
     def test_processes_are_started_only_where_they_pay(self):

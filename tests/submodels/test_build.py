@@ -21,7 +21,9 @@ SMALL = [
     ("preact_resnet18", {"width": 8}, "batch"),
     ("preact_resnet18", {"width": 8}, "group"),
 ]
-models = pytest.mark.parametrize(("name", "options", "norm"), SMALL, ids=lambda part: str(part)[:12])
+models = pytest.mark.parametrize(
+    ("name", "options", "norm"), SMALL, ids=lambda part: str(part)[:12]
+)
 
 
 def build(name, options, norm) -> Model:
@@ -33,7 +35,12 @@ def parts(model):
     for share in (0.05, 0.25, 0.5, 0.75, 1.0):
         yield windows(model.groups, share, {group.name: 3 for group in model.groups})
         yield drawn(model.groups, share, key=1)
-    yield Masks({name: torch.rand(params_and_buffers(model.module)[name].shape) < 0.5 for name in model.prunable})
+    yield Masks(
+        {
+            name: torch.rand(params_and_buffers(model.module)[name].shape) < 0.5
+            for name in model.prunable
+        }
+    )
     yield Masks({})
 
 
@@ -62,10 +69,17 @@ def test_layers_are_told_their_size(name, options, norm):
             if isinstance(layer, nn.Conv2d):
                 assert (layer.out_channels, layer.in_channels) == tuple(layer.weight.shape[:2])
             if isinstance(layer, nn.BatchNorm2d):
-                assert layer.num_features == len(layer.weight) == len(layer.running_mean) == len(layer.running_var)
+                assert (
+                    layer.num_features
+                    == len(layer.weight)
+                    == len(layer.running_mean)
+                    == len(layer.running_var)
+                )
             if isinstance(layer, nn.GroupNorm):
                 assert layer.num_channels == len(layer.weight)
-                assert layer.num_channels / layer.num_groups == whole.num_channels / whole.num_groups
+                assert (
+                    layer.num_channels / layer.num_groups == whole.num_channels / whole.num_groups
+                )
 
 
 @models
@@ -94,7 +108,9 @@ def test_a_sub_model_is_saved_and_loaded_like_any_module(name, options, norm):
     reduction = windows(model.groups, 0.5)
     part = submodel(model.module, reduction, {}).eval()
     other = submodel(
-        build(name, options, norm).module, reduction, {n: t + 1 for n, t in params_and_buffers(model.module).items()}
+        build(name, options, norm).module,
+        reduction,
+        {n: t + 1 for n, t in params_and_buffers(model.module).items()},
     )
     other.load_state_dict(part.state_dict())
     x = torch.randn(2, *SHAPE)
@@ -109,7 +125,9 @@ def test_a_skeleton_has_shapes_and_no_values(name, options, norm):
     hollow = meta_submodel(model.module, reduction)
     assert all(t.is_meta for t in params_and_buffers(hollow).values())
     expected = reduction.extract(params_and_buffers(model.module))
-    assert {n: t.shape for n, t in params_and_buffers(hollow).items()} == {n: t.shape for n, t in expected.items()}
+    assert {n: t.shape for n, t in params_and_buffers(hollow).items()} == {
+        n: t.shape for n, t in expected.items()
+    }
     assert not any(t.is_meta for t in params_and_buffers(model.module).values())
 
 
@@ -133,18 +151,27 @@ def test_the_scaler_makes_up_for_the_width(name, options, norm):
 def test_a_norm_group_is_never_broken_up():
     module = nn.Sequential(nn.Conv2d(3, 8, 1), nn.GroupNorm(2, 8))
     cuts = (Cut("0.weight", 0), Cut("0.bias", 0), Cut("1.weight", 0), Cut("1.bias", 0))
-    with pytest.raises(InvalidValue, match=r"^layer '1': 2 norm groups over 8 channels cannot keep 3; .*Cut.per_unit"):
+    with pytest.raises(
+        InvalidValue,
+        match=r"^layer '1': 2 norm groups over 8 channels cannot keep 3; .*Cut.per_unit",
+    ):
         meta_submodel(module, Slices((UnitGroup("c", 8, cuts),), {"c": torch.tensor([0, 1, 2])}))
     whole = tuple(Cut(cut.tensor, 0, per_unit=4) for cut in cuts)
     part = submodel(module, Slices((UnitGroup("c", 2, whole),), {"c": torch.tensor([1])}), {})
     x = torch.randn(2, 3, 4, 4)
-    torch.testing.assert_close(part(x), module(x)[:, 4:])  # the kept half computes what it did in the whole
+    torch.testing.assert_close(
+        part(x), module(x)[:, 4:]
+    )  # the kept half computes what it did in the whole
 
 
 def test_grouped_convolutions_are_refused_only_where_they_are_cut():
     module = nn.Sequential(nn.Conv2d(4, 8, 3, groups=2))
-    with pytest.raises(InvalidValue, match=r"^layer '0': a grouped convolution cannot be cut; groups is 2$"):
-        meta_submodel(module, windows((UnitGroup("c", 8, (Cut("0.weight", 0), Cut("0.bias", 0))),), 0.5))
+    with pytest.raises(
+        InvalidValue, match=r"^layer '0': a grouped convolution cannot be cut; groups is 2$"
+    ):
+        meta_submodel(
+            module, windows((UnitGroup("c", 8, (Cut("0.weight", 0), Cut("0.bias", 0))),), 0.5)
+        )
     part = submodel(module, Masks({}), {})
     x = torch.randn(2, 4, 5, 5)
     assert torch.equal(part(x), module(x))
@@ -166,16 +193,24 @@ def test_layers_of_other_dimensions_are_told_too(convolution, norm, shape):
 def test_a_norm_without_scale_is_told_by_its_statistics():
     module = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8, affine=False))
     names = ["0.weight", "0.bias", "1.running_mean", "1.running_var"]
-    part = submodel(module, windows((UnitGroup("c", 8, tuple(Cut(n, 0) for n in names)),), 0.25), {})
+    part = submodel(
+        module, windows((UnitGroup("c", 8, tuple(Cut(n, 0) for n in names)),), 0.25), {}
+    )
     assert part[1].num_features == 2
-    submodel(nn.Sequential(nn.BatchNorm2d(8, affine=False, track_running_stats=False)), Masks({}), {})
+    submodel(
+        nn.Sequential(nn.BatchNorm2d(8, affine=False, track_running_stats=False)), Masks({}), {}
+    )
 
 
 def test_frozen_weights_stay_frozen():
     module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     module[0].weight.requires_grad_(False)
     part = submodel(
-        module, windows((UnitGroup("h", 4, (Cut("0.weight", 0), Cut("0.bias", 0), Cut("1.weight", 1))),), 0.5), {}
+        module,
+        windows(
+            (UnitGroup("h", 4, (Cut("0.weight", 0), Cut("0.bias", 0), Cut("1.weight", 1))),), 0.5
+        ),
+        {},
     )
     assert {n: p.requires_grad for n, p in part.named_parameters()} == {
         "0.weight": False, "0.bias": True, "1.weight": True, "1.bias": True,

@@ -33,25 +33,37 @@ def test_sub_networks_of_the_mlp(hidden):
 def test_the_cnn_by_hand():
     model = cnn(MNIST, 10, "batch")
     whole = paid(model, Masks({}), MNIST)
-    assert whole.parameters == (9 * 32 + 32) + (9 * 32 * 64 + 64) + (64 * 49 * 128 + 128) + (128 * 10 + 10)
+    assert whole.parameters == (9 * 32 + 32) + (9 * 32 * 64 + 64) + (64 * 49 * 128 + 128) + (
+        128 * 10 + 10
+    )
     assert whole.multiply_adds == 784 * 9 * 32 + 196 * 9 * 32 * 64 + 64 * 49 * 128 + 1280
     half = paid(model, windows(model.groups, 0.5), MNIST)
-    assert half.parameters == (9 * 16 + 16) + (9 * 16 * 32 + 32) + (32 * 49 * 64 + 64) + (64 * 10 + 10)
+    assert half.parameters == (9 * 16 + 16) + (9 * 16 * 32 + 32) + (32 * 49 * 64 + 64) + (
+        64 * 10 + 10
+    )
     assert half.multiply_adds == 784 * 9 * 16 + 196 * 9 * 16 * 32 + 32 * 49 * 64 + 640
 
 
 def test_a_strided_convolution_by_hand():
     module = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), nn.Flatten(), nn.Linear(4 * 3 * 3, 2))
     assert uses_of_weights(module, (3, 8, 8)) == {"0.weight": 9, "2.weight": 1}
-    group = UnitGroup("c", 4, (Cut("0.weight", 0), Cut("0.bias", 0), Cut("2.weight", 1, per_unit=9)))
-    found = paid(Model(module, (group,), ()), Slices((group,), {"c": torch.tensor([0, 3])}), (3, 8, 8))
+    group = UnitGroup(
+        "c", 4, (Cut("0.weight", 0), Cut("0.bias", 0), Cut("2.weight", 1, per_unit=9))
+    )
+    found = paid(
+        Model(module, (group,), ()), Slices((group,), {"c": torch.tensor([0, 3])}), (3, 8, 8)
+    )
     assert found.parameters == 2 * 27 + 2 + 2 * 18 + 2
     assert found.multiply_adds == 2 * 27 * 9 + 2 * 18
-    assert found.bytes_down == 4 * found.parameters + 9  # units 3 and 0 are neighbours round the end
+    assert (
+        found.bytes_down == 4 * found.parameters + 9
+    )  # units 3 and 0 are neighbours round the end
 
 
 def test_a_grouped_convolution_multiplies_each_weight_once_a_place():
-    assert uses_of_weights(nn.Sequential(nn.Conv2d(4, 8, 1, groups=4)), (4, 5, 6)) == {"0.weight": 30}
+    assert uses_of_weights(nn.Sequential(nn.Conv2d(4, 8, 1, groups=4)), (4, 5, 6)) == {
+        "0.weight": 30
+    }
 
 
 class Twice(nn.Module):
@@ -140,8 +152,14 @@ def test_memory_grows_with_batch_and_width(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_masks_save_no_memory(name):
     model = MODELS[name]
-    nothing = Masks({n: torch.zeros(params_of(model)[n].shape, dtype=torch.bool) for n in model.prunable})
-    assert memory(model, nothing) == memory(model, Masks({})) == memory(model, windows(model.groups, 1.0))
+    nothing = Masks(
+        {n: torch.zeros(params_of(model)[n].shape, dtype=torch.bool) for n in model.prunable}
+    )
+    assert (
+        memory(model, nothing)
+        == memory(model, Masks({}))
+        == memory(model, windows(model.groups, 1.0))
+    )
 
 
 def test_memory_of_an_mlp_by_hand():
@@ -168,5 +186,8 @@ class Odd(nn.Module):
 
 def test_an_odd_module_is_counted_with_values():
     module = Odd()
-    assert uses_of_weights(module, MNIST) == {"first.parametrizations.weight.original1": 1, "head.weight": 1}
+    assert uses_of_weights(module, MNIST) == {
+        "first.parametrizations.weight.original1": 1,
+        "head.weight": 1,
+    }
     assert not module.first._forward_hooks  # it was counted on a copy

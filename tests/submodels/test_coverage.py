@@ -18,7 +18,9 @@ SETTINGS = settings(max_examples=60, deadline=None)
 
 def some_reductions(data, layout):
     kept = [data.draw(kept_units(layout.groups)) for _ in range(data.draw(st.integers(1, 4)))]
-    return [Slices(layout.groups, {n: torch.tensor(u) for n, u in units.items()}) for units in kept], kept
+    return [
+        Slices(layout.groups, {n: torch.tensor(u) for n, u in units.items()}) for units in kept
+    ], kept
 
 
 @SETTINGS
@@ -58,17 +60,26 @@ def test_a_window_forgets_and_ever_does_not():
     for round, trained in enumerate([1, 2, 0, 1, 0]):
         unit = torch.zeros(4, dtype=torch.bool)
         unit[trained] = True
-        known = cov.record(known, cov.count(params, [Masks({"w": unit}), Masks({"w": unit})]), window=2)
+        known = cov.record(
+            known, cov.count(params, [Masks({"w": unit}), Masks({"w": unit})]), window=2
+        )
         assert len(known.window) == min(round + 1, 2)
     assert cov.over_window(known)["w"].tolist() == [2, 2, 0, 0]  # the last two rounds
     assert known.window[-1]["w"].tolist() == [2, 0, 0, 0]  # newest last
     assert known.ever["w"].tolist() == [True, True, True, False]
-    assert cov.covered_only({"w": torch.tensor([1.0, -2, 3, torch.nan])}, known)["w"].tolist() == [1, -2, 3, 0]
+    assert cov.covered_only({"w": torch.tensor([1.0, -2, 3, torch.nan])}, known)["w"].tolist() == [
+        1,
+        -2,
+        3,
+        0,
+    ]
 
 
 def test_recording_leaves_the_past_as_it_was():
     params = {"w": torch.zeros(2)}
-    first = cov.record(Coverage((), {}), cov.count(params, [Masks({"w": torch.tensor([True, False])})]), 3)
+    first = cov.record(
+        Coverage((), {}), cov.count(params, [Masks({"w": torch.tensor([True, False])})]), 3
+    )
     cov.record(first, cov.count(params, [Masks({})]), 3)
     assert first.ever["w"].tolist() == [True, False]
     assert len(first.window) == 1
@@ -89,7 +100,9 @@ def test_noise_is_the_energy_that_is_gone(layout, data):
     total = cov.energy(layout.params)
     gone = sum(float(t[~layout.mask(kept[0])[n]].square().sum()) for n, t in layout.params.items())
     assert total == pytest.approx(sum(float(t.square().sum()) for t in layout.params.values()))
-    nothing = Masks({name: torch.zeros(t.shape, dtype=torch.bool) for name, t in layout.params.items()})
+    nothing = Masks(
+        {name: torch.zeros(t.shape, dtype=torch.bool) for name, t in layout.params.items()}
+    )
     found = cov.delta2(layout.params, [reductions[0], windows(layout.groups, 1.0), nothing])
     assert found == [pytest.approx(gone / total, abs=1e-12), 0.0, 1.0]
 
@@ -101,7 +114,9 @@ def test_noise_in_float32_is_exactly_nothing_for_the_whole_model():
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.sampled_from([-2.0, -1.0, 0.0, 0.5, 1.0, 3.0]), min_size=2, max_size=7), st.data())
+@given(
+    st.lists(st.sampled_from([-2.0, -1.0, 0.0, 0.5, 1.0, 3.0]), min_size=2, max_size=7), st.data()
+)
 def test_the_largest_weights_have_the_least_noise_of_all_masks_of_their_size(weights, data):
     params = {"w": torch.tensor(weights)}
     size = data.draw(st.integers(1, len(weights)))

@@ -61,7 +61,11 @@ def test_a_picture_can_be_read_again_and_none_and_all_are_exact(values):
 def test_strips_of_slices_say_what_their_masks_say(shape):
     groups = (UnitGroup("out", shape[0], (Cut("w", 0),)), UnitGroup("in", shape[1], (Cut("w", 1),)))
     layers = {"w": torch.zeros(shape)}
-    for part in (windows(groups, 0.5), windows(groups, 0.3, {"out": shape[0] - 1}), drawn(groups, 0.6, key=3)):
+    for part in (
+        windows(groups, 0.5),
+        windows(groups, 0.3, {"out": shape[0] - 1}),
+        drawn(groups, 0.6, key=3),
+    ):
         (text,) = map_of_part(part, layers)
         expected = shrink(part.mask(layers)["w"].float()).numpy()
         assert np.abs(read(text, shape) - expected).max() <= 2 / 16 + 1e-6
@@ -74,7 +78,9 @@ def test_masks_and_what_was_trained_within_them_are_drawn_too():
     layers = {"w": torch.zeros(24, 24)}
     assert map_of_part(Masks({"w": bits}), layers) == ["9z9z9q0z0z0q"]
     assert map_of_part(Masks({}), layers) == ["9"]
-    assert map_of_part(TrainedSubset(Masks({}), {"w": torch.zeros(24, 24, dtype=torch.bool)}), layers) == ["0"]
+    assert map_of_part(
+        TrainedSubset(Masks({}), {"w": torch.zeros(24, 24, dtype=torch.bool)}), layers
+    ) == ["0"]
 
 
 def test_a_cut_along_a_third_axis_is_averaged():
@@ -97,7 +103,9 @@ def test_every_round_of_every_model_has_pictures(name):
         missed = read(found["missed"][place], shape)
         assert (missed.max() > 0) == bool((counts[layer] == 0).any())
         expected = shrink(counts[layer].float() / len(found["clients"]))
-        assert np.abs(read(found["trained"][place], shape) - expected.numpy()).max() <= 1 / 16 + 1e-6
+        assert (
+            np.abs(read(found["trained"][place], shape) - expected.numpy()).max() <= 1 / 16 + 1e-6
+        )
 
 
 def updates(number, part):
@@ -117,7 +125,12 @@ def test_of_a_large_cohort_a_few_clients_of_every_capacity_are_shown():
 
 def test_nobody_answered():
     found = round_coverage_maps(coverage.count({"w": torch.zeros(3, 3)}, []), [])
-    assert (found["clients"], found["parts"], found["trained"], found["missed"]) == ({}, [], ["0"], ["9"])
+    assert (found["clients"], found["parts"], found["trained"], found["missed"]) == (
+        {},
+        [],
+        ["0"],
+        ["9"],
+    )
 
 
 def test_of_a_very_deep_model_the_largest_layers_are_shown():
@@ -125,5 +138,7 @@ def test_of_a_very_deep_model_the_largest_layers_are_shown():
     shown = mapped_layers(deep)
     assert len(shown) == MAX_MAPPED_LAYERS
     assert list(shown) == [name for name in deep if name in shown]
-    assert min(t.numel() for t in shown.values()) >= max(t.numel() for n, t in deep.items() if n not in shown)
+    assert min(t.numel() for t in shown.values()) >= max(
+        t.numel() for n, t in deep.items() if n not in shown
+    )
     assert list(mapped_layers({"bias": torch.zeros(3)})) == ["bias"]

@@ -70,7 +70,9 @@ shapes = st.lists(st.lists(st.integers(1, 5), max_size=3).map(tuple), min_size=1
 def test_masks_are_one_bit_a_weight(shapes, data):
     prunable = {f"w{i}": torch.empty(shape) for i, shape in enumerate(shapes)}
     bits = {
-        name: torch.tensor(data.draw(st.lists(st.booleans(), min_size=t.numel(), max_size=t.numel()))).view(t.shape)
+        name: torch.tensor(
+            data.draw(st.lists(st.booleans(), min_size=t.numel(), max_size=t.numel()))
+        ).view(t.shape)
         for name, t in reversed(prunable.items())
     }
     sent = encode(Masks(bits))
@@ -156,7 +158,10 @@ def test_a_flipped_bit_is_refused_or_still_usable(sent):
         (b"", r"must begin with one of D, W, U, M; got b''$"),
         (b"X123", r"must begin with one of D, W, U, M; got b'X'$"),
         (b"W" + bytes(16), "a window of 0 units from 0 does not fit a group of 5"),
-        (b"W" + b"\x05\0\0\0\x01\0\0\0" * 2, "a window of 1 units from 5 does not fit a group of 5"),
+        (
+            b"W" + b"\x05\0\0\0\x01\0\0\0" * 2,
+            "a window of 1 units from 5 does not fit a group of 5",
+        ),
         (b"U" + bytes(4), "a group keeps none of its units"),
         (b"D" + b"\0\0\0\0\0\0\xf0\x7f" + bytes(8), "share must be in 0..1; got inf"),
         (b"D" + b"\0\0\0\0\0\0\xf8\x7f" + bytes(8), "share must be in 0..1; got nan"),

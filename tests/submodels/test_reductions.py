@@ -7,7 +7,14 @@ from hypothesis import strategies as st
 
 from fedcover.errors import InvalidValue
 from fedcover.models import MODELS
-from fedcover.submodels.reductions import Masks, Slices, drawn, parameters_at_width, width_for_budget, windows
+from fedcover.submodels.reductions import (
+    Masks,
+    Slices,
+    drawn,
+    parameters_at_width,
+    width_for_budget,
+    windows,
+)
 from fedcover.submodels.unit_groups import num_units_kept
 from fedcover.types import Cut, UnitGroup
 from tests.helpers.cutting import kept_units, layouts
@@ -37,7 +44,9 @@ def test_extract_is_indexing_by_the_mask(layout, data):
         assert part[name].numel() == reduction.sizes(layout.params)[name] == int(masks[name].sum())
         assert part[name].ndim == tensor.ndim
         assert part[name].is_contiguous()
-        other_axes = [tuple(a for a in range(tensor.ndim) if a != axis) for axis in range(tensor.ndim)]
+        other_axes = [
+            tuple(a for a in range(tensor.ndim) if a != axis) for axis in range(tensor.ndim)
+        ]
         assert part[name].shape == tuple(int(masks[name].any(axes).sum()) if axes else int(masks[name].sum())
                                          for axes in other_axes)  # fmt: skip
     assert reduction.gradient_mask() == {}
@@ -68,7 +77,9 @@ def test_what_is_put_back_is_what_was_taken(layout, data):
     back = {name: torch.zeros_like(tensor) for name, tensor in layout.params.items()}
     reduction.add_into(back, reduction.extract(layout.params), 1.0)
     masks = reduction.mask(layout.params)
-    equal(back, {name: torch.where(masks[name], tensor, 0) for name, tensor in layout.params.items()})
+    equal(
+        back, {name: torch.where(masks[name], tensor, 0) for name, tensor in layout.params.items()}
+    )
 
 
 @SETTINGS
@@ -93,7 +104,9 @@ def test_extracted_parts_are_copies_or_are_never_written_through():
 
 def test_fused_projections_are_cut_head_by_head():
     """Queries, keys and values of four heads of width 2 in one matrix, and the output projection."""
-    group = UnitGroup("heads", 4, (*(Cut("qkv", 0, start, 2) for start in (0, 8, 16)), Cut("out", 1, per_unit=2)))
+    group = UnitGroup(
+        "heads", 4, (*(Cut("qkv", 0, start, 2) for start in (0, 8, 16)), Cut("out", 1, per_unit=2))
+    )
     params = {"qkv": torch.arange(24 * 3).view(24, 3), "out": torch.arange(5 * 8).view(5, 8)}
     part = Slices((group,), {"heads": torch.tensor([1, 3])}).extract(params)
     rows = [2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23]
@@ -121,7 +134,10 @@ def test_masks_are_the_dense_formula_too(layout, data):
         for name, t in layout.params.items() if data.draw(st.booleans())
     }  # fmt: skip
     reduction = Masks(bits)
-    whole = {name: bits.get(name, torch.ones(t.shape, dtype=torch.bool)) for name, t in layout.params.items()}
+    whole = {
+        name: bits.get(name, torch.ones(t.shape, dtype=torch.bool))
+        for name, t in layout.params.items()
+    }
     equal(reduction.mask(layout.params), whole)
     assert reduction.sizes(layout.params) == {name: int(mask.sum()) for name, mask in whole.items()}
     poisoned = {name: torch.where(whole[name], t, torch.nan) for name, t in layout.params.items()}
@@ -180,7 +196,9 @@ def test_a_key_that_cannot_travel_is_refused(key):
 @given(layouts(), st.floats(0, 1))
 def test_parameters_at_a_share_are_those_that_are_there(layout, share):
     part = windows(layout.groups, share).extract(layout.params)
-    assert parameters_at_width(layout.groups, layout.params, share) == sum(t.numel() for t in part.values())
+    assert parameters_at_width(layout.groups, layout.params, share) == sum(
+        t.numel() for t in part.values()
+    )
 
 
 @SETTINGS
@@ -194,7 +212,9 @@ def test_width_within_is_the_largest_share_that_fits(layout, budget):
     shares = {units / group.size for group in layout.groups for units in range(1, group.size + 1)}
     fitting = [share for share in sorted(shares) if fits(share)]
     if not fitting:
-        with pytest.raises(InvalidValue, match=r"^capacity must be at least [01]\.\d{4} for this model"):
+        with pytest.raises(
+            InvalidValue, match=r"^capacity must be at least [01]\.\d{4} for this model"
+        ):
             width_for_budget(layout.groups, layout.params, budget)
         return
     assert width_for_budget(layout.groups, layout.params, budget) == fitting[-1]
@@ -208,7 +228,9 @@ def test_width_within_on_real_models(name):
     for budget in (0.1, 0.25, 0.37, 0.5, 0.75, 1.0):
         share = width_for_budget(model.groups, params, budget)
         assert parameters_at_width(model.groups, params, share) <= budget * full
-        larger = [u / g.size for g in model.groups for u in range(1, g.size + 1) if u / g.size > share]
+        larger = [
+            u / g.size for g in model.groups for u in range(1, g.size + 1) if u / g.size > share
+        ]
         assert not larger or parameters_at_width(model.groups, params, min(larger)) > budget * full
     assert share == 1.0
 

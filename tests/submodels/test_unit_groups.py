@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 
 from fedcover.errors import InvalidValue
 from fedcover.models import MODELS, params_and_buffers
-from fedcover.submodels.unit_groups import check_groups, cuts_by_tensor, num_units_kept, unit_positions
+from fedcover.submodels.unit_groups import (
+    check_groups,
+    cuts_by_tensor,
+    num_units_kept,
+    unit_positions,
+)
 from fedcover.types import Cut, UnitGroup
 from tests.helpers.cutting import layouts
 
@@ -41,7 +46,9 @@ def test_a_share_outside_zero_to_one_is_refused(share):
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 5), st.integers(1, 4), st.lists(st.integers(0, 9), max_size=6))
 def test_positions_are_those_of_the_definition(start, per_unit, units):
-    found = unit_positions(Cut("w", 0, start, per_unit), torch.tensor(units, dtype=torch.int64)).tolist()
+    found = unit_positions(
+        Cut("w", 0, start, per_unit), torch.tensor(units, dtype=torch.int64)
+    ).tolist()
     assert found == [start + u * per_unit + i for u in units for i in range(per_unit)]
 
 
@@ -54,20 +61,38 @@ def test_cuts_are_gathered_by_tensor():
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ([UnitGroup("g", 6, (Cut("v", 0),))], "^group 'g', cut of 'v': the model has no such tensor$"),
-        ([UnitGroup("g", 4, (Cut("w", 2),))], r"^group 'g', cut of 'w': axis must be in 0..1; got 2$"),
+        (
+            [UnitGroup("g", 6, (Cut("v", 0),))],
+            "^group 'g', cut of 'v': the model has no such tensor$",
+        ),
+        (
+            [UnitGroup("g", 4, (Cut("w", 2),))],
+            r"^group 'g', cut of 'w': axis must be in 0..1; got 2$",
+        ),
         ([UnitGroup("g", 4, (Cut("w", -1),))], r"axis must be in 0..1; got -1$"),
         ([UnitGroup("g", 7, (Cut("w", 0),))], "units end at 7 but axis 0 has length 6$"),
         ([UnitGroup("g", 6, (Cut("w", 0, start=1),))], "units end at 7 but axis 0 has length 6$"),
-        ([UnitGroup("g", 3, (Cut("w", 1, per_unit=2),))], "units end at 6 but axis 1 has length 4$"),
+        (
+            [UnitGroup("g", 3, (Cut("w", 1, per_unit=2),))],
+            "units end at 6 but axis 1 has length 4$",
+        ),
         ([UnitGroup("g", 2, (Cut("w", 0, start=-1),))], "^group 'g', cut of 'w'"),
         ([UnitGroup("g", 2, (Cut("w", 0, per_unit=0),))], "^group 'g', cut of 'w'"),
         ([UnitGroup("g", 0, ())], "^group 'g': size must be at least 1; got 0$"),
         ([UnitGroup("g", -2, (Cut("w", 0),))], "^group 'g': size must be at least 1; got -2$"),
         ([UnitGroup("g", 4, (Cut("w", 0), Cut("w", 0, start=3, per_unit=1)))], "units end at 7"),
-        ([UnitGroup("g", 3, (Cut("w", 0), Cut("w", 0, start=2)))], "part of axis 0 belongs to another group already$"),
-        ([UnitGroup("g", 3, (Cut("w", 0),)), UnitGroup("h", 4, (Cut("w", 0, 2),))], "^group 'h'.*part of axis 0"),
-        ([UnitGroup("g", 3, ()), UnitGroup("g", 2, ())], "^group 'g': another group has the same name$"),
+        (
+            [UnitGroup("g", 3, (Cut("w", 0), Cut("w", 0, start=2)))],
+            "part of axis 0 belongs to another group already$",
+        ),
+        (
+            [UnitGroup("g", 3, (Cut("w", 0),)), UnitGroup("h", 4, (Cut("w", 0, 2),))],
+            "^group 'h'.*part of axis 0",
+        ),
+        (
+            [UnitGroup("g", 3, ()), UnitGroup("g", 2, ())],
+            "^group 'g': another group has the same name$",
+        ),
     ],
 )
 def test_groups_that_do_not_fit_are_refused(groups, message):
@@ -76,7 +101,10 @@ def test_groups_that_do_not_fit_are_refused(groups, message):
 
 
 def test_neighbours_and_crossing_cuts_are_no_conflict():
-    left, right = UnitGroup("l", 3, (Cut("w", 0), Cut("b", 0))), UnitGroup("r", 3, (Cut("w", 0, 3), Cut("b", 0, 3)))
+    left, right = (
+        UnitGroup("l", 3, (Cut("w", 0), Cut("b", 0))),
+        UnitGroup("r", 3, (Cut("w", 0, 3), Cut("b", 0, 3))),
+    )
     across = UnitGroup("a", 2, (Cut("w", 1, per_unit=2),))
     check_groups([left, right, across], TENSORS)
 

@@ -43,18 +43,24 @@ def attack(kind, answer, before):
     from fedcover.flower.payloads import pack_arrays, unpack_arrays
 
     def changed(change):
-        arrays = {name: np.load(_file(raw.data)) for name, raw in unpack_arrays(answer.payload).items()}
+        arrays = {
+            name: np.load(_file(raw.data)) for name, raw in unpack_arrays(answer.payload).items()
+        }
         return replace(answer, payload=pack_arrays(change(arrays)))
 
     def all_to(value):
-        return changed(lambda arrays: {name: np.full_like(array, value) for name, array in arrays.items()})
+        return changed(
+            lambda arrays: {name: np.full_like(array, value) for name, array in arrays.items()}
+        )
 
     return {
         "honest": lambda: answer,
         "not a number": lambda: all_to(np.nan),
         "infinity": lambda: all_to(np.inf),
         "absurd norm": lambda: all_to(1e12),
-        "wrong shape": lambda: changed(lambda all: {name: array.reshape(-1)[:-1] for name, array in all.items()}),
+        "wrong shape": lambda: changed(
+            lambda all: {name: array.reshape(-1)[:-1] for name, array in all.items()}
+        ),
         "missing array": lambda: changed(lambda all: dict(list(all.items())[1:])),
         "extra array": lambda: changed(lambda all: {**all, "params/more": np.zeros(3, np.float32)}),
         "larger mask": lambda: changed(
@@ -65,7 +71,9 @@ def attack(kind, answer, before):
         "pickled": lambda: replace(answer, payload=_framed(answer.payload)),
         "garbage": lambda: replace(answer, payload=b"\xff" * 1000),
         "other client": lambda: replace(answer, client=answer.client + 1000),
-        "oversized": lambda: replace(answer, payload=np.arange(HUGE // 4, dtype=np.int32).tobytes()),
+        "oversized": lambda: replace(
+            answer, payload=np.arange(HUGE // 4, dtype=np.int32).tobytes()
+        ),
         "repeated": lambda: replace(answer, payload=bytes(HUGE)),
     }[kind]()
 
@@ -81,7 +89,9 @@ def _framed(payload):
     (length,) = struct.unpack("<Q", payload[:8])
     index = json.loads(payload[8 : 8 + length])
     stored = [pickle.dumps({"evil": True}) for _ in index]
-    head = json.dumps([[n, d, s, len(p)] for (n, d, s, _), p in zip(index, stored, strict=True)]).encode()
+    head = json.dumps(
+        [[n, d, s, len(p)] for (n, d, s, _), p in zip(index, stored, strict=True)]
+    ).encode()
     return struct.pack("<Q", len(head)) + head + b"".join(stored)
 
 
@@ -107,7 +117,9 @@ def install():
             return Message(RecordDict({}), reply_to=message)
         if ROUNDS[round] == "one each":
             before = pickle.loads(memory.read_bytes())
-            return honest(message, [attack(*three) for three in zip(EACH, answers, before, strict=True)])
+            return honest(
+                message, [attack(*three) for three in zip(EACH, answers, before, strict=True)]
+            )
         if ROUNDS[round] == "repeated":  # one small piece, named ten thousand times
             import flwr.app.message.array
 

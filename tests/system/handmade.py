@@ -4,7 +4,11 @@ import threading
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.proto.message_pb2 import ObjectTree
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree, iterate_object_tree
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    get_object_tree,
+    iterate_object_tree,
+)
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents, pull_objects
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.supernode.fleet_http_connection import http_request_response
@@ -22,7 +26,16 @@ class HandMade(threading.Thread):
 
     def run(self) -> None:
         TaskIdentity._task_id, TaskIdentity._run_id = 1, 1  # messages are made inside tasks only
-        with http_request_response(self.address, True) as (me, receive, send, _, _, pull, push, confirm):
+        with http_request_response(self.address, True) as (
+            me,
+            receive,
+            send,
+            _,
+            _,
+            pull,
+            push,
+            confirm,
+        ):
             TaskIdentity._node_id = me
             while not self.over.wait(0.2):
                 if (got := receive()) is None:
@@ -30,7 +43,11 @@ class HandMade(threading.Thread):
                 message = _inflated(*got, pull)
                 confirm(message.metadata.run_id, message.metadata.message_id)
                 context = Context(message.metadata.run_id, me, self.config, RecordDict(), {})
-                attack = self.attacks[int(message.metadata.group_id)] if message.metadata.group_id else _whole
+                attack = (
+                    self.attacks[int(message.metadata.group_id)]
+                    if message.metadata.group_id
+                    else _whole
+                )
                 reply, tree, left_out = attack(message, context)
                 reply.metadata.__dict__["_message_id"] = tree.object_id
                 wanted, session = send(reply, tree, 0.1)
@@ -80,7 +97,9 @@ def all_report(message, context):
 def oversized(message, context):
     """A reply of a hundred megabytes, where a few kilobytes were asked for."""
     content = bytes(range(256)) * 400_000
-    report = ConfigRecord({"clients": [1], "nonces": ["x"], "losses": [0.5], "samples": [1], "errors": [""]})
+    report = ConfigRecord(
+        {"clients": [1], "nonces": ["x"], "losses": [0.5], "samples": [1], "errors": [""]}
+    )
     answers = ArrayRecord({"1": Array("uint8", (len(content),), "fedcover.bundle", content)})
     reply = Message(RecordDict({"report": report, "answers": answers}), reply_to=message)
     return reply, get_object_tree(reply), set()

@@ -69,15 +69,22 @@ class Submitted:
 
     def rounds(self, count: int) -> list[dict]:
         """Wait until so many rounds are done."""
-        return wait_for(lambda: len(self.lines()) >= count and self.lines(), f"{count} rounds: {self.text[-3000:]}")
+        return wait_for(
+            lambda: len(self.lines()) >= count and self.lines(),
+            f"{count} rounds: {self.text[-3000:]}",
+        )
 
     def events(self, kind: str) -> list[dict]:
         return [line for line in self.lines("events.jsonl") if line["event"] == kind]
 
 
-def submit(federation: LocalFederation, wanted: fc.Experiment, folder: Path, **settings: object) -> Submitted:
+def submit(
+    federation: LocalFederation, wanted: fc.Experiment, folder: Path, **settings: object
+) -> Submitted:
     """Submit an experiment, or go on with it."""
-    told = RunConfig(wanted.to_toml(), str(folder), **{"deadline": 120.0, "device": "cpu", **settings})
+    told = RunConfig(
+        wanted.to_toml(), str(folder), **{"deadline": 120.0, "device": "cpu", **settings}
+    )
     place = federation.folder / f"app-{time.monotonic_ns()}"
     log = place.with_suffix(".txt")
     with log.open("wb") as out:

@@ -15,7 +15,13 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fedcover.flower.client_training import train_clients
 from fedcover.flower.memory import tidy
-from fedcover.flower.messages import ClientResult, ClientTask, TaskRequest, read_results, request_message
+from fedcover.flower.messages import (
+    ClientResult,
+    ClientTask,
+    TaskRequest,
+    read_results,
+    request_message,
+)
 from fedcover.types import Client
 
 
@@ -30,9 +36,13 @@ def message_from(folder: Path) -> Message:
     TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
     told = json.loads((folder / "order.json").read_text())
     client = Client(told["client"], told["capacity"], 0, 0, ())
-    client_task = ClientTask(client.id, client.capacity, 0, bytes.fromhex(told["encoded"]), 0, "nonce")
+    client_task = ClientTask(
+        client.id, client.capacity, 0, bytes.fromhex(told["encoded"]), 0, "nonce"
+    )
     payload = (folder / "parcel").read_bytes()
-    return request_message(7, TaskRequest(0, 0.01, 1, told["experiment"], (client_task,), (payload,)), ttl=60.0)
+    return request_message(
+        7, TaskRequest(0, 0.01, 1, told["experiment"], (client_task,), (payload,)), ttl=60.0
+    )
 
 
 def answered(message: Message) -> ClientResult:
@@ -49,10 +59,14 @@ def main(first: str, folder: str, room: str) -> None:
     message = message_from(Path(folder))
     if int(room):
         resource.setrlimit(resource.RLIMIT_AS, (before[1] + int(room),) * 2)
-    Path("/proc/self/clear_refs").write_text("5")  # from now on the highest value is looked for anew
+    Path("/proc/self/clear_refs").write_text(
+        "5"
+    )  # from now on the highest value is looked for anew
     answer = answered(message)
     digest = hashlib.sha256(answer.payload).hexdigest()
-    print(json.dumps({"rise": resident("VmHWM") - before[0], "digest": digest, "error": answer.error}))
+    print(
+        json.dumps({"rise": resident("VmHWM") - before[0], "digest": digest, "error": answer.error})
+    )
 
 
 if __name__ == "__main__":

@@ -37,7 +37,9 @@ def test_a_sample_is_cut_and_equal_to_the_mask(name):
     assert row["difference"] <= PLAIN or name in AVERAGING
 
 
-@pytest.mark.skipif(find_spec("timm") is None, reason="timm is not installed (make architectures installs it)")
+@pytest.mark.skipif(
+    find_spec("timm") is None, reason="timm is not installed (make architectures installs it)"
+)
 def test_every_family_of_timm_is_listed():
     timm = import_timm()
     families = {name for name in timm.list_modules() if timm.list_models(module=name)}

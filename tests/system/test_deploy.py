@@ -28,7 +28,10 @@ def test_tls_and_authentication_end_to_end(tmp_path):
     )  # fmt: skip
     family: set[int] = set()
     try:
-        wait_for(lambda: family.update(descendants([script.pid])) or script.poll() is not None, "the script's end")
+        wait_for(
+            lambda: family.update(descendants([script.pid])) or script.poll() is not None,
+            "the script's end",
+        )
         said, _ = script.communicate(timeout=PATIENCE)
     finally:
         for pid in alive(family):
@@ -36,7 +39,9 @@ def test_tls_and_authentication_end_to_end(tmp_path):
     assert "the stranger was refused" in said, said
     refusal = (tmp_path / "stranger.log").read_text()
     assert "[code: 2004]" in refusal, refusal  # by the SuperLink, and not for another reason
-    assert len((tmp_path / "runs" / "experiment" / "metrics.jsonl").read_text().splitlines()) == 2, said
+    assert (
+        len((tmp_path / "runs" / "experiment" / "metrics.jsonl").read_text().splitlines()) == 2
+    ), said
     recorded = (tmp_path / "runs" / "experiment" / "experiment.toml").read_text()
     assert 'fleet = "4x1 + 4x0.5"' in recorded  # as the nodes declared
     assert "2/2" in said or "finished" in said, said
@@ -49,8 +54,14 @@ def environment(folder: Path) -> dict[str, str]:
 
 def test_flwr_run_accepts_the_example(tmp_path):
     """A Flower App of one's own, with our strategy and our client app."""
-    configs = [{"partition-id": place, "num-partitions": 2, "capacity": [1.0, 0.5][place]} for place in range(2)]
-    with run_local_federation(tmp_path / "flower", configs) as federation, (tmp_path / "log.txt").open("wb") as out:
+    configs = [
+        {"partition-id": place, "num-partitions": 2, "capacity": [1.0, 0.5][place]}
+        for place in range(2)
+    ]
+    with (
+        run_local_federation(tmp_path / "flower", configs) as federation,
+        (tmp_path / "log.txt").open("wb") as out,
+    ):
         federation.submit(ROOT / "examples" / "flower_app", out).wait(PATIENCE)
     said = (tmp_path / "log.txt").read_text()
     accuracy = re.search(r"covered: accuracy ([0-9.]+)", said)
@@ -64,10 +75,14 @@ def test_an_app_of_ones_own_reads_no_more_than_it_asked_for(tmp_path):
     from tests.system.handmade import HandMade, oversized
 
     with (
-        run_local_federation(tmp_path / "flower", [{"partition-id": 0, "num-partitions": 2}]) as federation,
+        run_local_federation(
+            tmp_path / "flower", [{"partition-id": 0, "num-partitions": 2}]
+        ) as federation,
         (tmp_path / "log.txt").open("wb") as out,
     ):
-        evil = HandMade(federation.address, {"partition-id": 1, "num-partitions": 2}, [oversized] * 3)
+        evil = HandMade(
+            federation.address, {"partition-id": 1, "num-partitions": 2}, [oversized] * 3
+        )
         evil.start()
         time.sleep(5)  # so that it is there when the first round begins
         try:

@@ -11,9 +11,13 @@ from fedcover.flower.forgetting import REMEMBERED
 def test_a_node_forgets_tasks_that_have_ended_and_no_other(monkeypatch):
     """A task is known while it runs, however many have come and gone since."""
     states = []
-    monkeypatch.setattr(nodestate_factory, "InMemoryNodeState", nodestate_factory.InMemoryNodeState)  # is put back
     monkeypatch.setattr(
-        forgetting, "flower_supernode", lambda: states.append(NodeStateFactory(ObjectStoreFactory()).state())
+        nodestate_factory, "InMemoryNodeState", nodestate_factory.InMemoryNodeState
+    )  # is put back
+    monkeypatch.setattr(
+        forgetting,
+        "flower_supernode",
+        lambda: states.append(NodeStateFactory(ObjectStoreFactory()).state()),
     )
     forgetting.main()
     [state] = states

@@ -19,7 +19,10 @@ def test_a_full_disk_at_the_server(tmp_path):
         run_local_federation(home_on(disk, tmp_path / "flower"), configs) as federation,
     ):
         folder = disk / "run"
-        for done, spare, torn in ((1, 0, r"events\.jsonl"), (2, 8 * PAGE, r"checkpoints/round-\S+")):
+        for done, spare, torn in (
+            (1, 0, r"events\.jsonl"),
+            (2, 8 * PAGE, r"checkpoints/round-\S+"),
+        ):
             run = submit(federation, wanted, folder, nodes=2, resume=done > 1)
             run.rounds(done)
             wait_for(lambda newest=right[done - 1]: newest in checkpoints(folder), "a checkpoint")
@@ -35,14 +38,21 @@ def test_a_full_disk_at_the_server(tmp_path):
         assert [line["round"] for line in again.rounds(4)] == [0, 1, 2, 3]
         assert checkpoints(folder) == right[-2:]
         events = read_lines(folder / "events.jsonl")
-        of_clients = {(event["round"], event["client"]) for event in events if event["client"] is not None}
+        of_clients = {
+            (event["round"], event["client"]) for event in events if event["client"] is not None
+        }
         assert of_clients == {(round, client) for round in range(4) for client in range(40)}
 
 
 def every_checkpoint(wanted, folder):
     """The names of all checkpoints that an undisturbed run writes, old ones that it removes included."""
     seen = set()
-    fc.run(wanted, folder, machine=fc.Machine("sequential", "cpu"), watch=lambda _: seen.update(checkpoints(folder)))
+    fc.run(
+        wanted,
+        folder,
+        machine=fc.Machine("sequential", "cpu"),
+        watch=lambda _: seen.update(checkpoints(folder)),
+    )
     return sorted(seen)
 
 

@@ -8,22 +8,36 @@ from pathlib import Path
 from fedcover.flower.local_federation import run_local_federation
 from fedcover.training.engines.sequential import sequential
 from tests.system.compromised import EACH, HUGE, ROUNDS, WHY
-from tests.system.harness import checkpoints, children, experiment, fair_deadline, reference, submit, wait_for
+from tests.system.harness import (
+    checkpoints,
+    children,
+    experiment,
+    fair_deadline,
+    reference,
+    submit,
+    wait_for,
+)
 
 
 def test_a_compromised_node_is_rejected_answer_by_answer(tmp_path, monkeypatch):
     """One honest answer among twelve wrong ones counts; of messages that are wrong as a whole none does."""
     nodes, here = 2, len(EACH)
-    wanted = experiment(policy="rolling", clients=nodes * here, active=nodes * here, rounds=len(ROUNDS))
+    wanted = experiment(
+        policy="rolling", clients=nodes * here, active=nodes * here, rounds=len(ROUNDS)
+    )
     evil = tmp_path / "evil"
     evil.mkdir()
     shutil.copy(Path(__file__).parent / "compromised.py", evil / "sitecustomize.py")
-    with run_local_federation(tmp_path / "flower", [{"partition-id": 0, "num-partitions": nodes}]) as federation:
+    with run_local_federation(
+        tmp_path / "flower", [{"partition-id": 0, "num-partitions": nodes}]
+    ) as federation:
         monkeypatch.setenv("COMPROMISED", str(tmp_path / "memory"))
         federation.python_path = [str(evil)]
         federation.start_supernode("supernode-evil", {"partition-id": 1, "num-partitions": nodes})
         run = submit(federation, wanted, tmp_path / "run", nodes=nodes, deadline=600.0)
-        (server,) = wait_for(lambda: children(federation, "superlink", "flwr-serverapp"), "the server")
+        (server,) = wait_for(
+            lambda: children(federation, "superlink", "flwr-serverapp"), "the server"
+        )
         peak = 0
         while run.process.poll() is None:
             peak = max(peak, high_water(server))
@@ -36,10 +50,15 @@ def test_a_compromised_node_is_rejected_answer_by_answer(tmp_path, monkeypatch):
     assert "not asked for" in told[1, None]
     assert (1, 2 * here - 1) not in told
     for round, kind in enumerate(ROUNDS[2:], 2):
-        assert all(WHY[kind] in told[round, client] for client in range(here, 2 * here)), (kind, told)
+        assert all(WHY[kind] in told[round, client] for client in range(here, 2 * here)), (
+            kind,
+            told,
+        )
     for why in WHY.values():
         assert why in run.text  # for whoever looks at the log
-    assert peak < HUGE + 300_000_000  # the reply was never taken in beside what a server needs anyway
+    assert (
+        peak < HUGE + 300_000_000
+    )  # the reply was never taken in beside what a server needs anyway
 
     def only_honest(task, state, work, lr):
         honest = {0: range(2 * here), 1: [*range(here), 2 * here - 1]}.get(state.round, range(here))
@@ -63,7 +82,9 @@ def test_a_node_cannot_hold_up_the_others(tmp_path):
     from tests.system.handmade import HandMade, all_report, half_sent, long_list
 
     wanted = experiment(policy="rolling", clients=4, active=4, rounds=3)
-    with run_local_federation(tmp_path / "flower", [{"partition-id": 0, "num-partitions": 2}]) as federation:
+    with run_local_federation(
+        tmp_path / "flower", [{"partition-id": 0, "num-partitions": 2}]
+    ) as federation:
         deadline = fair_deadline(federation, tmp_path / "before")
         attacks = [half_sent, long_list, all_report]
         evil = HandMade(federation.address, {"partition-id": 1, "num-partitions": 2}, attacks)
@@ -73,7 +94,9 @@ def test_a_node_cannot_hold_up_the_others(tmp_path):
         finally:
             evil.stop()
     lines = run.rounds(3)
-    assert [sorted(map(int, line["clients"])) for line in lines] == [[0, 1]] * 3, run.lines("events.jsonl")
+    assert [sorted(map(int, line["clients"])) for line in lines] == [[0, 1]] * 3, run.lines(
+        "events.jsonl"
+    )
     assert [(line["late"], line["rejected"]) for line in lines] == [(2, 0), (0, 2), (0, 2)]
     told = [{event["why"] for event in run.lines("events.jsonl") if event["client"] == 2 and event["round"] == n}
             for n in range(3)]  # fmt: skip

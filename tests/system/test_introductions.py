@@ -12,7 +12,13 @@ from flwr.supercore.task_identity import TaskIdentity
 from fedcover.data.client_data import ClientDataInfo
 from fedcover.flower.client import _answer_query
 from fedcover.flower.messages import QUERY
-from fedcover.flower.transport import MAX_DATA_INFO_BYTES, TooLarge, _decode, _parse_node_info, _PartialReply
+from fedcover.flower.transport import (
+    MAX_DATA_INFO_BYTES,
+    TooLarge,
+    _decode,
+    _parse_node_info,
+    _PartialReply,
+)
 from fedcover.version import __version__
 
 
@@ -21,7 +27,9 @@ def asked(monkeypatch):
     """The question of who a node is."""
     for name in ("task_id", "run_id", "node_id"):
         monkeypatch.setattr(TaskIdentity, f"_{name}", 1, raising=False)
-    return Message(RecordDict({"hello": ConfigRecord()}), dst_node_id=7, message_type=QUERY, ttl=60.0)
+    return Message(
+        RecordDict({"hello": ConfigRecord()}), dst_node_id=7, message_type=QUERY, ttl=60.0
+    )
 
 
 def arriving(reply):
@@ -35,7 +43,10 @@ def test_what_a_node_tells_of_its_rows_arrives(asked, tmp_path):
     config = {"partition-id": 0, "num-partitions": 2, "rows": str(tmp_path / "mine.npz")}
     reply = _answer_query(asked, SimpleNamespace(node_id=7, node_config=config))
     found = _parse_node_info(7, _decode(arriving(reply)))
-    assert list(found.holdings) == [ClientDataInfo(3, (0, 9), (4,)), ClientDataInfo(2, (0, 2), (4,))]
+    assert list(found.holdings) == [
+        ClientDataInfo(3, (0, 9), (4,)),
+        ClientDataInfo(2, (0, 2), (4,)),
+    ]
 
 
 FLOODS = {
@@ -47,7 +58,14 @@ FLOODS = {
 
 @pytest.mark.parametrize("kind", FLOODS)
 def test_an_introduction_that_is_too_much_is_refused_in_twice_its_bytes(asked, kind):
-    hello = {"error": "", "version": __version__, "place": 0, "places": 2, "capacity": 1.0, **FLOODS[kind]}
+    hello = {
+        "error": "",
+        "version": __version__,
+        "place": 0,
+        "places": 2,
+        "capacity": 1.0,
+        **FLOODS[kind],
+    }
     arrived = arriving(Message(RecordDict({"hello": ConfigRecord(hello)}), reply_to=asked))
     size = sum(map(len, arrived.contents.values()))
     assert size > 1_000_000

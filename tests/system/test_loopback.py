@@ -67,7 +67,10 @@ class Loopback:
 
         hello = RecordDict({"hello": ConfigRecord()})
         return {
-            n: _parse_node_info(n, self._call(n, Message(hello, dst_node_id=n, message_type="query"))) for n in nodes
+            n: _parse_node_info(
+                n, self._call(n, Message(hello, dst_node_id=n, message_type="query"))
+            )
+            for n in nodes
         }
 
     def notify_rejected(self, node, why):
@@ -105,7 +108,12 @@ def test_two_sides_make_the_same_bits(tmp_path, world):
     wanted = experiment(**fields) if "fleet" not in fields or fields["fleet"] else fc.Experiment(
         **{**{"clients": 8, "rounds": 3, "epochs": 1}, **{k: v for k, v in fields.items() if v is not None}}
     )  # fmt: skip
-    fc.run(wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=engine(wanted, tmp_path / "run"))
+    fc.run(
+        wanted,
+        tmp_path / "run",
+        machine=fc.Machine("flower", "cpu"),
+        engine=engine(wanted, tmp_path / "run"),
+    )
     expected = reference(wanted, tmp_path / "here")
     if world == "private masks":
         same_but_private(tmp_path / "run", tmp_path / "here")
@@ -131,7 +139,9 @@ def test_rows_that_stay_on_nodes_make_the_same_bits(tmp_path):
         for place, path in enumerate(files.nodes)
     }
     machine = fc.Machine("flower", "cpu")
-    there = fc.run(wanted, tmp_path / "run", machine=machine, engine=on_nodes(nodes, wanted, tmp_path / "run"))
+    there = fc.run(
+        wanted, tmp_path / "run", machine=machine, engine=on_nodes(nodes, wanted, tmp_path / "run")
+    )
     here = fc.run(files.in_one_process(wanted), machine=fc.Machine("sequential", "cpu"))
     assert there.state.params.keys() == here.state.params.keys()
     assert all(tensor.equal(here.state.params[name]) for name, tensor in there.state.params.items())
@@ -165,7 +175,9 @@ def test_a_client_counts_as_its_node_says_from_the_round_on_in_which_it_comes(tm
     watched.holdings = made.holdings
     fc.run(wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=watched)
     assert [update.client.id for update in updates] == [3, 4]
-    assert [update.client.samples for update in updates] == [made.holdings[client].samples for client in (3, 4)]
+    assert [update.client.samples for update in updates] == [
+        made.holdings[client].samples for client in (3, 4)
+    ]
     assert all(update.client.samples > 0 for update in updates)
 
 
@@ -174,15 +186,22 @@ def test_a_client_counts_as_its_node_says_from_the_round_on_in_which_it_comes(tm
     [
         (None, "each needs its own, --node-config"),
         ("none.npz", "rows must be a file that exists"),
-        ("node-1.npz", "partition 0 of 2: rows must be of 3 owners, as many as this node has of the 5 clients"),
+        (
+            "node-1.npz",
+            "partition 0 of 2: rows must be of 3 owners, as many as this node has of the 5 clients",
+        ),
     ],
 )
 def test_a_node_without_the_rows_it_needs_is_told_what_is_wrong(tmp_path, rows, why):
     wanted = written(tmp_path).experiment(rounds=1)
     given = {"rows": str(tmp_path / rows)} if rows else {}
-    made = on_nodes({7: {"partition-id": 0, "num-partitions": 2, **given}}, wanted, tmp_path / "run")
+    made = on_nodes(
+        {7: {"partition-id": 0, "num-partitions": 2, **given}}, wanted, tmp_path / "run"
+    )
     fc.run(wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=made)
-    assert [why in line["why"] for line in read_lines(made.event_log.path) if line["client"] is None] == [True]
+    assert [
+        why in line["why"] for line in read_lines(made.event_log.path) if line["client"] is None
+    ] == [True]
 
 
 def scaled_nodes(tmp_path, factors, **config):
@@ -195,13 +214,17 @@ def scaled_nodes(tmp_path, factors, **config):
         nodes[7 + place] = {"partition-id": place, "num-partitions": 2, "rows": str(path), **config}
     wanted = files.experiment(rounds=1)
     made = on_nodes(nodes, wanted, tmp_path / "run")
-    made.node_registry.requirements = data_requirements(build_source(wanted, "cpu", None), wanted.clients)
+    made.node_registry.requirements = data_requirements(
+        build_source(wanted, "cpu", None), wanted.clients
+    )
     return wanted, made
 
 
 def test_a_node_whose_inputs_are_scaled_differently_is_warned_of_and_taken(tmp_path, caplog):
     wanted, made = scaled_nodes(tmp_path, (1, 255))
-    (line,) = fc.run(wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=made).metrics
+    (line,) = fc.run(
+        wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=made
+    ).metrics
     assert len(line["clients"]) == 5  # never refused for it
     (told,) = [e for e in read_lines(tmp_path / "run" / "events.jsonl") if e["event"] == "warned"]
     assert (told["node"], told["client"]) == (8, None)
@@ -219,11 +242,16 @@ def test_a_node_whose_inputs_are_scaled_differently_is_warned_of_and_taken(tmp_p
 def test_a_node_need_not_tell_how_its_inputs_are_scaled(tmp_path):
     wanted, made = scaled_nodes(tmp_path, (255, 255), **{"tell-scale": False})
     fc.run(wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=made)
-    assert {e["event"] for e in read_lines(tmp_path / "run" / "events.jsonl")} == {"came", "answered"}
+    assert {e["event"] for e in read_lines(tmp_path / "run" / "events.jsonl")} == {
+        "came",
+        "answered",
+    }
     assert all(known.scale is None for known in made.node_registry.node_info.values())
     wanted, made = scaled_nodes(tmp_path, (1, 1), **{"tell-scale": "no"})
     fc.run(wanted, tmp_path / "other", machine=fc.Machine("flower", "cpu"), engine=made)
-    (first, *_) = [e for e in read_lines(tmp_path / "run" / "events.jsonl") if e["event"] == "rejected"]
+    (first, *_) = [
+        e for e in read_lines(tmp_path / "run" / "events.jsonl") if e["event"] == "rejected"
+    ]
     assert "tell-scale in --node-config must be true or false; got 'no'" in first["why"]
 
 
@@ -239,21 +267,32 @@ def test_wrong_answers_are_rejected_by_name(tmp_path):
         if node != 8:
             return reply
         kind, answers = kinds[read_request(message).round], read_results(reply)
-        sent = [attack(kind, answer, before.setdefault(answer.client, answer)) for answer in answers]
+        sent = [
+            attack(kind, answer, before.setdefault(answer.client, answer)) for answer in answers
+        ]
         return result_message(message, sent)
 
     run = fc.run(
-        wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=engine(wanted, tmp_path / "run", spoil)
+        wanted,
+        tmp_path / "run",
+        machine=fc.Machine("flower", "cpu"),
+        engine=engine(wanted, tmp_path / "run", spoil),
     )
-    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    events = [
+        json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    ]
     for round, kind in enumerate(kinds[1:], 1):
-        told = {line["why"] for line in events if line["round"] == round and line["event"] == "rejected"}
+        told = {
+            line["why"] for line in events if line["round"] == round and line["event"] == "rejected"
+        }
         assert any(WHY[kind] in why for why in told), (kind, told)
         assert run.metrics[round]["rejected"] >= 2
         assert sorted(run.metrics[round]["dropped"]) == [2, 3]
 
     def only_honest(task, state, work, lr):
-        return sequential(task, state, [(c, r) for c, r in work if c.id < 2 or state.round == 0], lr)
+        return sequential(
+            task, state, [(c, r) for c, r in work if c.id < 2 or state.round == 0], lr
+        )
 
     assert checkpoints(tmp_path / "run") == reference(wanted, tmp_path / "here", only_honest)
 
@@ -269,12 +308,20 @@ def test_a_flood_of_answers_is_told_of_once(tmp_path):
         return result_message(message, [*answers, *flood]) if node == 8 else reply
 
     run = fc.run(
-        wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=engine(wanted, tmp_path / "run", spoil)
+        wanted,
+        tmp_path / "run",
+        machine=fc.Machine("flower", "cpu"),
+        engine=engine(wanted, tmp_path / "run", spoil),
     )
     events = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
     assert sum('"came"' not in event for event in events) == 5
-    assert any("2000 answers for clients that this node was not asked for" in line for line in events)
-    assert (run.metrics[0]["rejected"], run.metrics[0]["dropped"]) == (0, [])  # every client answered
+    assert any(
+        "2000 answers for clients that this node was not asked for" in line for line in events
+    )
+    assert (run.metrics[0]["rejected"], run.metrics[0]["dropped"]) == (
+        0,
+        [],
+    )  # every client answered
 
 
 def with_bits(answer):
@@ -282,23 +329,36 @@ def with_bits(answer):
     arrays = {name: np.load(_file(raw.data)) for name, raw in unpack_arrays(answer.payload).items()}
     name = next(iter(arrays))
     chosen = np.zeros(-(-arrays[name].size // 8), np.uint8)
-    return replace(answer, payload=pack_arrays({**arrays, name.replace("params/", "bits/"): chosen}))
+    return replace(
+        answer, payload=pack_arrays({**arrays, name.replace("params/", "bits/"): chosen})
+    )
 
 
 def test_bits_cannot_stop_a_private_run(tmp_path):
     """Where a client's choice would show its data, no client has a choice."""
     pytest.importorskip("cryptography")
-    wanted = experiment(clients=4, active=4, rounds=2, privacy="gaussian(noise=1.0)", clip_updates=1.0)
+    wanted = experiment(
+        clients=4, active=4, rounds=2, privacy="gaussian(noise=1.0)", clip_updates=1.0
+    )
 
     def spoil(node, message, reply):
         from fedcover.flower.messages import read_results, result_message
 
-        return result_message(message, [with_bits(answer) for answer in read_results(reply)]) if node == 8 else reply
+        return (
+            result_message(message, [with_bits(answer) for answer in read_results(reply)])
+            if node == 8
+            else reply
+        )
 
     run = fc.run(
-        wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=engine(wanted, tmp_path / "run", spoil)
+        wanted,
+        tmp_path / "run",
+        machine=fc.Machine("flower", "cpu"),
+        engine=engine(wanted, tmp_path / "run", spoil),
     )
-    assert [(line["rejected"], sorted(line["dropped"])) for line in run.metrics] == [(2, [2, 3])] * 2
+    assert [(line["rejected"], sorted(line["dropped"])) for line in run.metrics] == [
+        (2, [2, 3])
+    ] * 2
     assert (tmp_path / "run" / "events.jsonl").read_text().count("extra array") == 4
 
 
@@ -326,11 +386,21 @@ def test_a_run_that_is_gone_on_with_is_not_changed(tmp_path):
     wanted = experiment(policy="prefix", rounds=2, name="mine")
     with pytest.raises(RunError, match="run is no run folder"):
         experiment_to_resume(tmp_path / "run", wanted)
-    fc.run(wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=engine(wanted, tmp_path / "run"))
+    fc.run(
+        wanted,
+        tmp_path / "run",
+        machine=fc.Machine("flower", "cpu"),
+        engine=engine(wanted, tmp_path / "run"),
+    )
     assert (
-        experiment_to_resume(tmp_path / "run", experiment(policy="prefix", rounds=2, fleet="1x0.25")) == wanted
+        experiment_to_resume(
+            tmp_path / "run", experiment(policy="prefix", rounds=2, fleet="1x0.25")
+        )
+        == wanted
     )  # nodes declare it
-    with pytest.raises(InvalidValue, match=r"cannot be changed: rounds = 9 \(was 2\), lr = 5\.0 \(was 0\."):
+    with pytest.raises(
+        InvalidValue, match=r"cannot be changed: rounds = 9 \(was 2\), lr = 5\.0 \(was 0\."
+    ):
         experiment_to_resume(tmp_path / "run", experiment(policy="prefix", rounds=9, lr=5.0))
     again = RunConfig(wanted.to_toml(), str(tmp_path / "run"))
     with pytest.raises(RunError, match=r"holds a run already: go on with it \(--resume\)"):
@@ -360,22 +430,37 @@ def place(number, **config):
     "own", [{}, {"norm": "per-width", "model": "wide_resnet(depth=10, widen=1)", "dataset": SMALL}]
 )
 def test_cohorts_are_drawn_among_the_nodes_that_are_there(tmp_path, own):
-    wanted = experiment(**{**own, "policy": "prefix", "rounds": 6, "clients": 8, "active": 3, "fleet": "1x1.0"})
+    wanted = experiment(
+        **{**own, "policy": "prefix", "rounds": 6, "clients": 8, "active": 3, "fleet": "1x1.0"}
+    )
     changes = {1: {8: place(1, capacity=0.25)}, 3: {7: None}, 4: {7: place(0)}}
     folder = tmp_path / "run"
     lines = in_open_fleet(wanted, folder, {7: place(0)}, changes).metrics
-    assert all(len(line["clients"]) == 3 and line["lost"] == 0 for line in lines)  # nobody is asked who is not there
+    assert all(
+        len(line["clients"]) == 3 and line["lost"] == 0 for line in lines
+    )  # nobody is asked who is not there
     assert all(int(client) < 4 for line in lines[:2] for client in line["clients"])
     assert all(int(client) >= 4 for client in lines[4]["clients"])
-    told = {(int(client) >= 4, of["capacity"]) for line in lines for client, of in line["clients"].items()}
+    told = {
+        (int(client) >= 4, of["capacity"])
+        for line in lines
+        for client, of in line["clients"].items()
+    }
     assert told == {(False, 1.0), (True, 0.25)}
     moved = [(e["round"], e["event"], e["node"], e["why"]) for e in read_lines(folder / "events.jsonl")
              if e["event"] in ("came", "left")]  # fmt: skip
     late = "partition 1 of 2, capacity 0.25"
     first = "partition 0 of 2"
-    assert moved == [(0, "came", 7, first), (2, "came", 8, late), (4, "left", 7, first), (5, "came", 7, first)]
+    assert moved == [
+        (0, "came", 7, first),
+        (2, "came", 8, late),
+        (4, "left", 7, first),
+        (5, "came", 7, first),
+    ]
     alone = fc.run(wanted, machine=fc.Machine("sequential", "cpu")).metrics
-    assert set(lines[5]["clients"]) == set(alone[5]["clients"])  # all are there: who is drawn is as ever
+    assert set(lines[5]["clients"]) == set(
+        alone[5]["clients"]
+    )  # all are there: who is drawn is as ever
     with pytest.raises(RunError, match=r"round 1 cannot be replayed: nodes were missing"):
         _check_same_cohort(prepare(wanted, fc.Machine("sequential", "cpu")), lines[0], 0)
 
@@ -390,7 +475,9 @@ def test_a_node_that_is_known_and_comes_back_with_less_is_asked_again(tmp_path):
     """Between two looks, so that nobody saw it leave: its refusal is what tells."""
     wanted = experiment(policy="homogeneous", rounds=3, clients=4, active=4, fleet="1x1.0")
     changes = {0: {8: place(1, capacity=0.5)}}
-    lines = in_open_fleet(wanted, tmp_path / "run", {7: place(0), 8: place(1, capacity=1.0)}, changes).metrics
+    lines = in_open_fleet(
+        wanted, tmp_path / "run", {7: place(0), 8: place(1, capacity=1.0)}, changes
+    ).metrics
     assert [line["rejected"] for line in lines] == [0, 2, 0]
     assert {of["capacity"] for of in lines[2]["clients"].values()} == {1.0, 0.5}
 
@@ -398,7 +485,12 @@ def test_a_node_that_is_known_and_comes_back_with_less_is_asked_again(tmp_path):
 def test_a_fleet_is_closed_where_capacities_or_turns_are_counted_beforehand():
     assert is_open(fc.Experiment())
     assert not is_open(fc.Experiment(assignment="slot"))
-    private = {"privacy": "gaussian(noise=4.0, delta=1e-5)", "clip_updates": 0.5, "norm": "group", "model": "mlp"}
+    private = {
+        "privacy": "gaussian(noise=4.0, delta=1e-5)",
+        "clip_updates": 0.5,
+        "norm": "group",
+        "model": "mlp",
+    }
     assert not is_open(fc.Experiment(**private))
     assert not is_open(fc.Experiment(policy='regions(codename="1122")', active=4))
 
@@ -422,16 +514,24 @@ def test_whoever_fails_is_told_of_and_left_out(tmp_path):
         return FailedReply("late", "no answer in 60 s") if node == 8 else reply
 
     run = fc.run(
-        wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=engine(wanted, tmp_path / "run", spoil)
+        wanted,
+        tmp_path / "run",
+        machine=fc.Machine("flower", "cpu"),
+        engine=engine(wanted, tmp_path / "run", spoil),
     )
-    assert [(line["late"], sorted(line["dropped"])) for line in run.metrics] == [(4, [4, 5, 6, 7])] * 2
+    assert [(line["late"], sorted(line["dropped"])) for line in run.metrics] == [
+        (4, [4, 5, 6, 7])
+    ] * 2
 
 
 def test_a_run_that_waits_for_its_nodes_has_not_stopped(tmp_path, monkeypatch):
     """Whoever watches its folder meanwhile sees that somebody is at work there."""
     wanted = experiment(policy="prefix", rounds=2, name="mine")
     done = fc.run(
-        wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=engine(wanted, tmp_path / "run")
+        wanted,
+        tmp_path / "run",
+        machine=fc.Machine("flower", "cpu"),
+        engine=engine(wanted, tmp_path / "run"),
     )
     assert not read_run_view(tmp_path / "run").running
     seen = []
@@ -449,12 +549,18 @@ def test_a_run_that_waits_for_its_nodes_has_not_stopped(tmp_path, monkeypatch):
     assert seen == [True]
 
 
-@pytest.mark.parametrize("policy", ["planned", "planned(tolerate=1)", "rolling", "magnitude", "random", "exclude"])
+@pytest.mark.parametrize(
+    "policy", ["planned", "planned(tolerate=1)", "rolling", "magnitude", "random", "exclude"]
+)
 def test_policies_go_on_with_half_of_the_fleet(tmp_path, policy):
-    wanted = experiment(policy=policy, rounds=3, clients=4, active=4, fleet="1x1.0 + 1x0.75 + 2x0.5")
+    wanted = experiment(
+        policy=policy, rounds=3, clients=4, active=4, fleet="1x1.0 + 1x0.75 + 2x0.5"
+    )
     changes = {0: {7: None}, 1: {7: place(0, capacity=0.25)}}
     lines = in_open_fleet(wanted, tmp_path / "run", {7: place(0), 8: place(1)}, changes).metrics
-    few = 4 if "tolerate" in policy else 2  # two cannot hold everything twice, so that round is of all four
+    few = (
+        4 if "tolerate" in policy else 2
+    )  # two cannot hold everything twice, so that round is of all four
     assert [len(line["clients"]) + len(line["dropped"]) for line in lines] == [4, few, 4]
     assert [line["lost"] for line in lines] == [0, few - 2, 0]
     assert [line["rejected"] for line in lines] == [0, 0, 2 if "tolerate" in policy else 0]

@@ -42,9 +42,17 @@ def test_own_policy_recipe_rule_and_model_travel_with_the_run(tmp_path):
     (mine / "nets" / "sizes.py").write_text("HIDDEN = 24\n")
     (mine / "ways.py").write_text(WAYS)
     (mine / "shares.py").write_text("most = 0.5\n")
-    own = {"policy": "ways:window", "recipe": "ways:recipe", "rule": "ways:rule", "rounds": 1, "name": "own"}
+    own = {
+        "policy": "ways:window",
+        "recipe": "ways:recipe",
+        "rule": "ways:rule",
+        "rounds": 1,
+        "name": "own",
+    }
     fields = {**own, "clients": 4, "active": 4, "epochs": 1, "model": "nets:mobile"}
-    (mine / "own.toml").write_text("".join(f"{k} = {v!r}\n".replace("'", '"') for k, v in fields.items()))
+    (mine / "own.toml").write_text(
+        "".join(f"{k} = {v!r}\n".replace("'", '"') for k, v in fields.items())
+    )
     configs = [{"partition-id": place, "num-partitions": 2} for place in range(2)]
     with run_local_federation(tmp_path / "flower", configs) as federation:
         home = federation.home("admin")

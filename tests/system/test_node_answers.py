@@ -42,7 +42,12 @@ def test_a_node_says_why_it_cannot_train(monkeypatch, there, train, said):
     encoded, wire = encode_reduction(Masks({}), server)
     payload = pack_arrays(prefix_names({"params": gather_kept(wire, wire.extract(params))}))
     orders = TaskRequest(
-        0, 0.1, 1, "", tuple(ClientTask(n, 1.0, 0, encoded, 0, f"nonce{n}") for n in range(2)), (payload,)
+        0,
+        0.1,
+        1,
+        "",
+        tuple(ClientTask(n, 1.0, 0, encoded, 0, f"nonce{n}") for n in range(2)),
+        (payload,),
     )
     monkeypatch.setattr(client_training, "read_request", lambda message: orders)
     monkeypatch.setattr(client_training, "result_message", lambda message, answers: answers)
@@ -90,7 +95,10 @@ class Restarting:
         tasks = [kind for to, kind in self.sent if to == node]
         if node == 8 and tasks == ["train", "query"]:
             self.replies[id] = message
-        if node == 7 and tasks == ["train", "query"]:  # its answer to the task comes before that to what came later
+        if node == 7 and tasks == [
+            "train",
+            "query",
+        ]:  # its answer to the task comes before that to what came later
             self.replies |= {"m0": message, id: message}
         return [id]
 
@@ -100,14 +108,23 @@ def test_a_node_that_was_restarted_under_its_key_does_not_hold_up_the_round(monk
     monkeypatch.setattr(transport, "POLL", 0.02)
     for name in ("_task_id", "_run_id", "_node_id"):
         monkeypatch.setattr(TaskIdentity, name, 1)
-    monkeypatch.setattr(transport.Transport, "_reply", lambda self, asked, *_: self._grid.replies.get(asked))
+    monkeypatch.setattr(
+        transport.Transport, "_reply", lambda self, asked, *_: self._grid.replies.get(asked)
+    )
     grid = Restarting()
-    messages = {node: Message(RecordDict(), dst_node_id=node, message_type="train", ttl=60.0) for node in (7, 8, 9)}
-    found = transport.Transport(grid).send_and_wait(messages, timeout=1.0, max_bytes=dict.fromkeys(messages, 0))
+    messages = {
+        node: Message(RecordDict(), dst_node_id=node, message_type="train", ttl=60.0)
+        for node in (7, 8, 9)
+    }
+    found = transport.Transport(grid).send_and_wait(
+        messages, timeout=1.0, max_bytes=dict.fromkeys(messages, 0)
+    )
     assert isinstance(found[7], Message)
     assert found[8] == FailedReply("lost", transport.RESTARTED)
     assert found[9] == FailedReply("late", "no answer in 1 s")
-    assert Counter(grid.sent) == Counter([(node, kind) for node in (7, 8, 9) for kind in ("train", "query")])
+    assert Counter(grid.sent) == Counter(
+        [(node, kind) for node in (7, 8, 9) for kind in ("train", "query")]
+    )
 
 
 def test_a_node_that_does_not_answer_loses_its_place(monkeypatch):

@@ -7,14 +7,23 @@ from tests.system.harness import children, experiment, fair_deadline, submit, wa
 def test_a_node_that_is_killed_and_comes_back(tmp_path):
     """The round ends by our deadline; with tolerate=1 nothing goes uncovered; a new node takes the old one's place."""
     wanted = experiment(
-        clients=3, active=3, fleet="1x0.75", policy="planned(tolerate=1)", model="mlp(hidden=[16])", rounds=5, epochs=2
+        clients=3,
+        active=3,
+        fleet="1x0.75",
+        policy="planned(tolerate=1)",
+        model="mlp(hidden=[16])",
+        rounds=5,
+        epochs=2,
     )
     configs = [{"partition-id": place, "num-partitions": 3} for place in range(3)]
     with run_local_federation(tmp_path / "flower", configs) as federation:
         deadline = fair_deadline(federation, tmp_path / "before")
         run = submit(federation, wanted, tmp_path / "run", nodes=3, deadline=deadline)
         run.rounds(1)
-        wait_for(lambda: children(federation, "supernode-1", "flwr-clientapp"), "the node works on a round")
+        wait_for(
+            lambda: children(federation, "supernode-1", "flwr-clientapp"),
+            "the node works on a round",
+        )
         federation.kill("supernode-1")
         hit = len(run.lines())
         run.rounds(hit + 1)
@@ -62,6 +71,10 @@ def test_a_node_that_cannot_take_part_says_why(tmp_path):
     with run_local_federation(tmp_path / "flower", configs) as federation:
         submit(federation, experiment(rounds=100), tmp_path / "run", nodes=1)
         told = "the server does not take this node: num-partitions must be 1, as elsewhere; got 2"
-        assert wait_for(lambda: told in federation.log("supernode-1").read_text(), "the server's objection")
+        assert wait_for(
+            lambda: told in federation.log("supernode-1").read_text(), "the server's objection"
+        )
         known = "this node cannot take part: capacity in --node-config must be in (0, 1]; got 7.0"
-        assert wait_for(lambda: known in federation.log("supernode-2").read_text(), "what is wrong by itself")
+        assert wait_for(
+            lambda: known in federation.log("supernode-2").read_text(), "what is wrong by itself"
+        )

@@ -37,19 +37,40 @@ HOLLOW = {
     "stages": ("depth_resnet", {"policy": "prefix", "recipe": "depthfl(exits='last')"}),
     "masks": ("mlp", {"policy": "magnitude", "recipe": "fiarse"}),
     "statistics of every width": ("wide_resnet", {"policy": "rolling", "norm": "per-width"}),
-    "statistics of all": ("preact_resnet18", {"policy": "prefix", "norm": "tracked", "scaler": True}),
+    "statistics of all": (
+        "preact_resnet18",
+        {"policy": "prefix", "norm": "tracked", "scaler": True},
+    ),
     "batch statistics": ("wide_resnet", {"policy": "prefix"}),
-    "widths of a batch": ("wide_resnet", {"policy": "prefix", "norm": "tracked", "recipe": "fjord(distil=0.5)"}),
+    "widths of a batch": (
+        "wide_resnet",
+        {"policy": "prefix", "norm": "tracked", "recipe": "fjord(distil=0.5)"},
+    ),
     "measured by clients": ("mlp", {"policy": "prunefl", "recipe": "prunefl"}),
     "measured, in slices": ("mlp", {"policy": "prefix", "recipe": "prunefl"}),
     "pruned by clients": ("mlp", {"policy": "full", "recipe": "hermes(good_enough=0.0)"}),
-    "near what was sent": ("mlp", {"policy": "prefix", "recipe": "prox", "momentum": 0.0, "clip": 0.1}),
+    "near what was sent": (
+        "mlp",
+        {"policy": "prefix", "recipe": "prox", "momentum": 0.0, "clip": 0.1},
+    ),
     "own labels": ("mlp", {"policy": "prefix", "absent_labels": "zero", "label_rows": True}),
-    "a model of one's own": ("mlp", {"policy": "prefix", "model": "tests.system.test_node_parts:by_hand"}),
+    "a model of one's own": (
+        "mlp",
+        {"policy": "prefix", "model": "tests.system.test_node_parts:by_hand"},
+    ),
     "a bare module": ("mlp", {"policy": "rolling", "model": "tests.system.test_node_parts:traced"}),
-    "a bare module, not cut": ("mlp", {"policy": "full", "model": "tests.system.test_node_parts:traced"}),
-    "a bare module, masked": ("mlp", {"policy": "magnitude", "model": "tests.system.test_node_parts:traced"}),
-    "a bare module with norms": ("cnn", {"policy": "prefix", "model": "tests.system.test_node_parts:normed"}),
+    "a bare module, not cut": (
+        "mlp",
+        {"policy": "full", "model": "tests.system.test_node_parts:traced"},
+    ),
+    "a bare module, masked": (
+        "mlp",
+        {"policy": "magnitude", "model": "tests.system.test_node_parts:traced"},
+    ),
+    "a bare module with norms": (
+        "cnn",
+        {"policy": "prefix", "model": "tests.system.test_node_parts:normed"},
+    ),
     "norms of a bare module": (
         "cnn",
         {"policy": "prefix", "norm": "tracked", "model": "tests.system.test_node_parts:normed"},
@@ -65,7 +86,12 @@ def by_hand(shape, classes, norm):
 
 class Buffered(nn.Sequential):
     def __init__(self, shape, classes):
-        super().__init__(nn.Flatten(), nn.Linear(shape[0] * shape[1] * shape[2], 6), nn.ReLU(), nn.Linear(6, classes))
+        super().__init__(
+            nn.Flatten(),
+            nn.Linear(shape[0] * shape[1] * shape[2], 6),
+            nn.ReLU(),
+            nn.Linear(6, classes),
+        )
 
 
 def traced(shape, classes, norm):
@@ -124,19 +150,33 @@ WHOLE = {
     "softmax": ({"model": "softmax"}, "its buffer features.place is not among what a node is sent"),
     "lora": ({"model": "lora(hidden=[8], rank=4)"}, "its buffer"),
     "fedmask": ({"recipe": "fedmask"}, "its buffer"),
-    "buffered": ({"model": f"{MINE}:buffered"}, "its buffer offset is not among what a node is sent"),
+    "buffered": (
+        {"model": f"{MINE}:buffered"},
+        "its buffer offset is not among what a node is sent",
+    ),
     "attribute": ({"model": f"{MINE}:with_attribute"}, "it keeps a tensor in its attribute kept"),
     "looking": ({"model": f"{MINE}:looking"}, "it looks at values while it is built"),
     "drawing": ({"model": f"{MINE}:drawing"}, "it draws numbers of its own while it is built"),
-    "placed": ({"model": f"{MINE}:placed"}, "its parameter 1.weight says itself on which device it is made"),
+    "placed": (
+        {"model": f"{MINE}:placed"},
+        "its parameter 1.weight says itself on which device it is made",
+    ),
 }
 """Models that a node must build with their values, and why."""
 
 
 def experiment(model="mlp", /, **fields):
     spec, dataset = SMALL_MODELS[model]
-    small = {"model": spec, "dataset": dataset, "fleet": "2x1.0 + 2x0.5 + 2x0.25", "clients": 6, "active": 6}
-    return fc.Experiment(**{**small, "rounds": 4, "epochs": 2, "batch_size": 3, "calibration": 40, **fields})
+    small = {
+        "model": spec,
+        "dataset": dataset,
+        "fleet": "2x1.0 + 2x0.5 + 2x0.25",
+        "clients": 6,
+        "active": 6,
+    }
+    return fc.Experiment(
+        **{**small, "rounds": 4, "epochs": 2, "batch_size": 3, "calibration": 40, **fields}
+    )
 
 
 def asked(setup, state, wanted):
@@ -145,8 +185,14 @@ def asked(setup, state, wanted):
     for client, reduction in start_round(setup, state).work:
         encoded, wire = encode_reduction(reduction, setup.task.model)
         payloads.append(build_payload(setup.task, state, client, wire))
-        orders.append(ClientTask(client.id, client.capacity, client.slot, encoded, len(orders), f"nonce{client.id}"))
-        expected.append(pack_arrays(pack_update(train_client(setup.task, state, client, wire, 0.05))))
+        orders.append(
+            ClientTask(
+                client.id, client.capacity, client.slot, encoded, len(orders), f"nonce{client.id}"
+            )
+        )
+        expected.append(
+            pack_arrays(pack_update(train_client(setup.task, state, client, wire, 0.05)))
+        )
     unit_groups = groups_to_json(setup.task.model.groups) if is_import_path(wanted.model) else ""
     given = state.round, 0.05, 1, wanted.to_toml(), tuple(orders), tuple(payloads)
     return TaskRequest(*given, groups=unit_groups), expected
@@ -163,7 +209,9 @@ def answers(monkeypatch):
         monkeypatch.setattr(
             client_training,
             "train_client",
-            lambda task, state, *rest: seen.append((task, state)) or train_client(task, state, *rest),
+            lambda task, state, *rest: (
+                seen.append((task, state)) or train_client(task, state, *rest)
+            ),
         )
         context = SimpleNamespace(node_config={}, node_id=7, state=RecordDict())
         return client_training.train_clients(SimpleNamespace(content={}), context), seen
@@ -183,10 +231,14 @@ def world(wanted, rounds=1):
 def test_a_node_answers_as_a_simulation_does(answers, caplog, case):
     name, fields = HOLLOW[case]
     wanted = experiment(name, **fields)
-    setup, state = world(wanted, rounds=0 if "hermes" in str(fields) else 1)  # what clients keep stays on their nodes
+    setup, state = world(
+        wanted, rounds=0 if "hermes" in str(fields) else 1
+    )  # what clients keep stays on their nodes
     orders, expected = asked(setup, state, wanted)
     found, seen = answers(orders)
-    assert [(answer.error, answer.payload) for answer in found] == [("", payload) for payload in expected]
+    assert [(answer.error, answer.payload) for answer in found] == [
+        ("", payload) for payload in expected
+    ]
     assert "builds all of" not in caplog.text
     masked = wanted.policy in ("magnitude", "prunefl")
     for task, given in seen:
@@ -201,7 +253,9 @@ def test_a_model_that_needs_its_values_says_so(answers, caplog, case):
     setup, state = world(wanted)
     orders, expected = asked(setup, state, wanted)
     found, seen = answers(orders)
-    assert [(answer.error, answer.payload) for answer in found] == [("", payload) for payload in expected]
+    assert [(answer.error, answer.payload) for answer in found] == [
+        ("", payload) for payload in expected
+    ]
     assert caplog.text.count("this device builds all of model") == 1
     assert why in caplog.text
     assert not any(is_on_meta(task.model.module) for task, _ in seen)
@@ -211,7 +265,9 @@ def test_a_builder_that_gives_one_module_again_is_refused():
     kept = []
 
     def build():
-        kept or kept.append(fc.Model(nn.Linear(2, 2).requires_grad_(bool(torch.ones(1, device="cpu"))), ()))
+        kept or kept.append(
+            fc.Model(nn.Linear(2, 2).requires_grad_(bool(torch.ones(1, device="cpu"))), ())
+        )
         kept[0].module.register_buffer("more", torch.zeros(1))
         return kept[0]
 
@@ -226,7 +282,9 @@ def peeking():
         return {name: params[name].sum() - assignment.state.params[name].sum() for name in params}
 
     def loss(forward, params, batch, carry):
-        return cross_entropy(forward, params, batch, carry) + torch.stack(list(carry.values())).sum()
+        return (
+            cross_entropy(forward, params, batch, carry) + torch.stack(list(carry.values())).sum()
+        )
 
     return Recipe(loss, start)
 
@@ -236,7 +294,9 @@ def test_a_recipe_that_wants_more_than_the_part_is_told_how_to_take_it(answers):
     orders, _ = asked(*world(wanted, rounds=0), wanted)
     found, _ = answers(orders)
     assert all("a node holds its part of the model only" in answer.error for answer in found)
-    assert all("assignment.reduction.extract(assignment.state.params)" in answer.error for answer in found)
+    assert all(
+        "assignment.reduction.extract(assignment.state.params)" in answer.error for answer in found
+    )
 
 
 def test_another_part_than_the_own_is_refused():
@@ -277,8 +337,12 @@ def test_a_function_of_ones_own_trains_the_part(monkeypatch, caplog, build):
                 parameter += 1
         return {"num-examples": 1, "loss": 0.0}
 
-    answers = client_training.train_module(SimpleNamespace(content={}), SimpleNamespace(node_config={}), train, build)
-    more = pack_arrays({f"params/{name}": tensor.numpy() + 1 for name, tensor in wire.extract(params).items()})
+    answers = client_training.train_module(
+        SimpleNamespace(content={}), SimpleNamespace(node_config={}), train, build
+    )
+    more = pack_arrays(
+        {f"params/{name}": tensor.numpy() + 1 for name, tensor in wire.extract(params).items()}
+    )
     assert [(answer.error, answer.payload) for answer in answers] == [("", more)] * 2
     assert ("builds all of" in caplog.text) == (build is BUILDERS["with a buffer"])
 
@@ -294,4 +358,8 @@ def test_a_parcel_is_what_numpy_would_store():
     for array in arrays.values():
         np.save(stored, array)
     assert payload.endswith(stored.getvalue())
-    assert {name: array.shape for name, array in unpack_arrays(payload).items()} == {"a": [2, 3], "b": [], "c": [0, 2]}
+    assert {name: array.shape for name, array in unpack_arrays(payload).items()} == {
+        "a": [2, 3],
+        "b": [],
+        "c": [0, 2],
+    }

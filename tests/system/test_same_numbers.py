@@ -2,7 +2,14 @@
 
 import pytest
 
-from tests.system.harness import WORLDS, checkpoints, experiment, reference, same_but_private, submit
+from tests.system.harness import (
+    WORLDS,
+    checkpoints,
+    experiment,
+    reference,
+    same_but_private,
+    submit,
+)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -11,7 +18,10 @@ def test_three_rounds_are_the_same_bits(pair, tmp_path, world):
     before = messages(pair)
     run = submit(pair, wanted, tmp_path / "run", nodes=2).finish()
     lines = run.rounds(3)
-    assert [now - then for now, then in zip(messages(pair), before, strict=True)] == [3, 3]  # one a node and round
+    assert [now - then for now, then in zip(messages(pair), before, strict=True)] == [
+        3,
+        3,
+    ]  # one a node and round
     assert [(line["rejected"], line["late"], line["lost"]) for line in lines] == [(0, 0, 0)] * 3
     expected = reference(wanted, tmp_path / "here")
     if world == "private masks":  # which stay on the nodes, so a checkpoint here has more in it

@@ -7,7 +7,15 @@ from pathlib import Path
 
 from fedcover.flower.sudden_ends import KILLED
 from fedcover.host.orphans import descendants
-from tests.system.harness import alive, checkpoints, children, experiment, reference, submit, wait_for
+from tests.system.harness import (
+    alive,
+    checkpoints,
+    children,
+    experiment,
+    reference,
+    submit,
+    wait_for,
+)
 
 
 def test_a_server_that_is_killed_goes_on_from_its_folder(pair, tmp_path):
@@ -70,7 +78,10 @@ class files_limited:  # noqa: N801
     """No file of the server may grow beyond a size: much like a full disk, and it needs no rights."""
 
     def __init__(self, federation, size):
-        self.pids = [federation.processes["superlink"].pid, *children(federation, "superlink", "flower-superexec")]
+        self.pids = [
+            federation.processes["superlink"].pid,
+            *children(federation, "superlink", "flower-superexec"),
+        ]
         self.size = size
 
     def __enter__(self):
@@ -79,4 +90,6 @@ class files_limited:  # noqa: N801
 
     def __exit__(self, *_):
         for pid in self.pids:
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            resource.prlimit(
+                pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+            )

@@ -30,7 +30,12 @@ ROOM = 60_000_000
 
 def experiment(hidden):
     return fc.Experiment(
-        model=f"mlp(hidden={hidden})", clients=20, active=20, epochs=1, fleet="1x1.0 + 1x0.5 + 2x0.25", policy="prefix"
+        model=f"mlp(hidden={hidden})",
+        clients=20,
+        active=20,
+        epochs=1,
+        fleet="1x1.0 + 1x0.5 + 2x0.25",
+        policy="prefix",
     )
 
 
@@ -44,7 +49,12 @@ def write(folder, wanted, shares):
         place = folder / f"{share}"
         place.mkdir(parents=True)
         (place / "parcel").write_bytes(build_payload(setup.task, state, client, wire))
-        order = {"client": 0, "capacity": share, "encoded": encoded.hex(), "experiment": wanted.to_toml()}
+        order = {
+            "client": 0,
+            "capacity": share,
+            "encoded": encoded.hex(),
+            "experiment": wanted.to_toml(),
+        }
         (place / "order.json").write_text(json.dumps(order))
         if share < 0.5:
             update = train_client(setup.task, state, client, wire, 0.01)
@@ -62,7 +72,14 @@ def work(tmp_path_factory):
 def node(folder, share, room=0):
     """What a node says that does a client's work."""
     first, second = folder / "tiny" / "1.0", folder / "large" / f"{share}"
-    command = [sys.executable, "-m", "tests.system.small_device", str(first), str(second), str(room)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.system.small_device",
+        str(first),
+        str(second),
+        str(room),
+    ]
     said = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert said.returncode == 0, said.stderr
     return json.loads(said.stdout)
@@ -103,14 +120,24 @@ except Exception as error:
 
 @pytest.mark.parametrize("room", [5_000_000, 100_000_000])
 def test_a_device_that_cannot_hold_torch_says_that_it_has_too_little_memory(room):
-    said = subprocess.run([sys.executable, "-c", LOADING, str(room)], capture_output=True, text=True, timeout=300)
-    assert said.stdout.startswith("MemoryError this device has too little memory to load torch: "), said
+    said = subprocess.run(
+        [sys.executable, "-c", LOADING, str(room)], capture_output=True, text=True, timeout=300
+    )
+    assert said.stdout.startswith(
+        "MemoryError this device has too little memory to load torch: "
+    ), said
 
 
 def highest(federation, hidden, share, folder):
     """The most memory, in bytes, that a process had which Flower started for a message of a run of one client."""
     wanted = fc.Experiment(
-        model=f"mlp(hidden={hidden})", clients=1, active=1, epochs=1, rounds=1, fleet=f"1x{share}", policy="prefix"
+        model=f"mlp(hidden={hidden})",
+        clients=1,
+        active=1,
+        epochs=1,
+        rounds=1,
+        fleet=f"1x{share}",
+        policy="prefix",
     )
     most, run = 0, submit(federation, wanted, folder, wait=5.0, deadline=300.0)
     while run.process.poll() is None:
@@ -119,15 +146,24 @@ def highest(federation, hidden, share, folder):
                 lines = Path(f"/proc/{pid}/status").read_text().splitlines()
             except OSError:
                 continue
-            most = max([most, *(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))])
+            most = max(
+                [most, *(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))]
+            )
         time.sleep(0.05)
     assert len(run.lines()) == 1, run.text[-2000:]
     return most
 
 
-def test_the_whole_process_of_a_message_takes_what_the_audit_says_and_no_copies_of_the_message(tmp_path):
-    with run_local_federation(tmp_path / "flower", [{"partition-id": 0, "num-partitions": 1}]) as federation:
+def test_the_whole_process_of_a_message_takes_what_the_audit_says_and_no_copies_of_the_message(
+    tmp_path,
+):
+    with run_local_federation(
+        tmp_path / "flower", [{"partition-id": 0, "num-partitions": 1}]
+    ) as federation:
         tiny = highest(federation, [10], 1.0, tmp_path / "tiny")
-        rises = {share: highest(federation, [5000, 5000], share, tmp_path / f"{share}") - tiny for share in SHARES}
+        rises = {
+            share: highest(federation, [5000, 5000], share, tmp_path / f"{share}") - tiny
+            for share in SHARES
+        }
     for row in audit(experiment([5000, 5000]))["capacities"]:
         assert rises[row["capacity"]] == pytest.approx(row["memory"], rel=0.15), rises

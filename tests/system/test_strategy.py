@@ -26,7 +26,13 @@ from fedcover.flower.messages import (
     result_message,
 )
 from fedcover.flower.nodes import NodeInfo
-from fedcover.flower.payloads import encode_reduction, gather_kept, pack_arrays, prefix_names, unpack_arrays
+from fedcover.flower.payloads import (
+    encode_reduction,
+    gather_kept,
+    pack_arrays,
+    prefix_names,
+    unpack_arrays,
+)
 from fedcover.flower.transport import FailedReply, TooLarge, Transport, _decode, _PartialReply
 from fedcover.models.norms import calibrate
 from fedcover.server.reply_validation import PendingTask, pack_update
@@ -65,7 +71,9 @@ def test_a_calibration_file_that_is_none_is_named(tmp_path, content):
     path = tmp_path / "inputs.npy"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(InvalidValue, match=r"calibration must be an \.npy file of inputs; .*inputs\.npy"):
+    with pytest.raises(
+        InvalidValue, match=r"calibration must be an \.npy file of inputs; .*inputs\.npy"
+    ):
         CoverageStrategy(with_norms(), calibration=path)
 
 
@@ -109,7 +117,9 @@ def ordered(model: fc.Model, capacity: float) -> Message:
     params = {name: p.detach() for name, p in model.module.named_parameters()}
     payload = pack_arrays(prefix_names({"params": gather_kept(wire, wire.extract(params))}))
     client_task = ClientTask(3, capacity, 0, encoded, 0, "nonce")
-    message = request_message(7, TaskRequest(2, 0.1, 1, "", (client_task,), (payload,), {"lr": 0.5}), ttl=60.0)
+    message = request_message(
+        7, TaskRequest(2, 0.1, 1, "", (client_task,), (payload,), {"lr": 0.5}), ttl=60.0
+    )
     message.metadata.__dict__["_message_id"] = "1"
     return message
 
@@ -127,8 +137,16 @@ def test_a_users_function_trains_a_module_of_the_nodes_own_size():
             module[0].weight.fill_(1.0)
         return {"num-examples": 5, "loss": 0.25}
 
-    (answer,) = read_results(client_app(train, with_norms)(ordered(with_norms(), 0.5), context(capacity=0.5)))
-    assert (answer.client, answer.nonce, answer.samples, answer.loss, answer.error) == (3, "nonce", 5, 0.25, "")
+    (answer,) = read_results(
+        client_app(train, with_norms)(ordered(with_norms(), 0.5), context(capacity=0.5))
+    )
+    assert (answer.client, answer.nonce, answer.samples, answer.loss, answer.error) == (
+        3,
+        "nonce",
+        5,
+        0.25,
+        "",
+    )
     assert seen == {"lr": 0.5, "round": 2, "server-round": 3, "capacity": 0.5, "units": 2}
 
 
@@ -142,7 +160,12 @@ def test_a_node_trains_no_more_than_it_declares():
 def test_orders_travel_as_they_are():
     message = ordered(with_norms(), 0.5)
     request = read_request(message)
-    assert (request.round, request.lr, request.threads, dict(request.extra_config)) == (2, 0.1, 1, {"lr": 0.5})
+    assert (request.round, request.lr, request.threads, dict(request.extra_config)) == (
+        2,
+        0.1,
+        1,
+        {"lr": 0.5},
+    )
     assert request.client_tasks[0].nonce == "nonce"
 
 
@@ -158,7 +181,9 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_reply_that_is_none_is_refused(wrong):
-    reply = result_message(ordered(with_norms(), 0.5), [ClientResult(3, "nonce", 0.5, 1, b"parcel")])
+    reply = result_message(
+        ordered(with_norms(), 0.5), [ClientResult(3, "nonce", 0.5, 1, b"parcel")]
+    )
     assert read_results(reply) == [ClientResult(3, "nonce", 0.5, 1, b"parcel")]
     WRONG[wrong](reply.content)
     with pytest.raises(InvalidValue):
@@ -202,10 +227,16 @@ def damaged(content, others, chance):
     if kind < 0.6:
         changed = bytearray(content)
         for _ in range(chance.choice([1, 2, 8])):
-            changed[chance.randrange(min(len(content), chance.choice([40, 10_000])))] = chance.randrange(256)
+            changed[chance.randrange(min(len(content), chance.choice([40, 10_000])))] = (
+                chance.randrange(256)
+            )
         return bytes(changed)
     if kind < 0.8:
-        return content[:where] + chance.choice([b"", b"[", b"0,0,0", b"-1", b"9" * 5000, b'{"a":1}']) + content[where:]
+        return (
+            content[:where]
+            + chance.choice([b"", b"[", b"0,0,0", b"-1", b"9" * 5000, b'{"a":1}'])
+            + content[where:]
+        )
     return content[:where] + content[where + chance.randrange(1, 30) :]
 
 
@@ -217,7 +248,9 @@ def test_a_reply_of_records_only_or_of_one_tensor_many_times_is_too_large():
         _decode(_PartialReply(many.object_id, [], 4096, 256, pieces(many)))
     fine = Message(RecordDict({"report": ConfigRecord({"x": [1] * 1000})}), reply_to=message)
     assert isinstance(_decode(_PartialReply(fine.object_id, [], 4096, 256, pieces(fine))), Message)
-    disguised = {many.object_id: b"ArrayChunk " + b"," * 200_000 + b" 1\x00x"}  # a head that is long itself
+    disguised = {
+        many.object_id: b"ArrayChunk " + b"," * 200_000 + b" 1\x00x"
+    }  # a head that is long itself
     with pytest.raises(TooLarge, match="not tensors"):
         _decode(_PartialReply(many.object_id, [], 4096, 256, disguised))
 
@@ -227,11 +260,19 @@ def pieces(message):
 
 
 def test_a_flood_of_answers_is_one_rejection(caplog):
-    strategy, message = CoverageStrategy(with_norms(), calibration=torch.randn(9, 1, 4, 4)), ordered(with_norms(), 0.5)
+    strategy, message = (
+        CoverageStrategy(with_norms(), calibration=torch.randn(9, 1, 4, 4)),
+        ordered(with_norms(), 0.5),
+    )
     strategy._sent = strategy._params(strategy.initial_arrays())
     flood = result_message(message, [ClientResult(n, "x", 0.5, 1, b"", "oh") for n in range(500)])
     arrays, figures = strategy.aggregate_train(1, [flood])
-    assert (arrays, figures["rejected"], figures["answered"], len(caplog.records)) == (None, 1, 0, 1)
+    assert (arrays, figures["rejected"], figures["answered"], len(caplog.records)) == (
+        None,
+        1,
+        0,
+        1,
+    )
 
 
 def answering(strategy, samples):
@@ -246,9 +287,13 @@ def answering(strategy, samples):
     return result_message(ordered(model, 0.5), [answer])
 
 
-@pytest.mark.parametrize(("samples", "believed"), [(0, 0), (1, 1), (10**9, 1), (10**9 + 1, 0), (2**63 - 1, 0)])
+@pytest.mark.parametrize(
+    ("samples", "believed"), [(0, 0), (1, 1), (10**9, 1), (10**9 + 1, 0), (2**63 - 1, 0)]
+)
 def test_a_node_claims_at_most_a_billion_samples(samples, believed, caplog):
-    strategy = CoverageStrategy(with_norms(), weights="samples", calibration=torch.randn(9, 1, 4, 4))
+    strategy = CoverageStrategy(
+        with_norms(), weights="samples", calibration=torch.randn(9, 1, 4, 4)
+    )
     _, figures = strategy.aggregate_train(1, [answering(strategy, samples)])
     assert (figures["answered"], figures["rejected"]) == (believed, 1 - believed)
     assert believed or f"num-examples must be in 1..1000000000; got {samples}" in caplog.text
@@ -268,7 +313,11 @@ def fleet(monkeypatch):
 
     def build(app, capacities):
         nodes = {
-            7 + place: {"partition-id": place, "num-partitions": len(capacities), "capacity": capacity}
+            7 + place: {
+                "partition-id": place,
+                "num-partitions": len(capacities),
+                "capacity": capacity,
+            }
             for place, capacity in enumerate(capacities)
         }
         asked = []
@@ -282,7 +331,10 @@ def fleet(monkeypatch):
             return replies
 
         def query_node_info(transport, nodes_to_query, *, timeout, rows):
-            told = {node: (config["partition-id"], len(nodes), config["capacity"]) for node, config in nodes.items()}
+            told = {
+                node: (config["partition-id"], len(nodes), config["capacity"])
+                for node, config in nodes.items()
+            }
             return {node: NodeInfo(node, *told[node], fc.__version__) for node in nodes_to_query}
 
         monkeypatch.setattr(Transport, "connected_nodes", lambda transport: set(nodes))
@@ -303,7 +355,9 @@ def test_a_share_of_the_nodes_trains_and_it_changes(fleet):
 
     def who(sampling):
         asked.clear()
-        CoverageStrategy(with_norms(), sampling=sampling, calibration=inputs).start(None, num_rounds=6)
+        CoverageStrategy(with_norms(), sampling=sampling, calibration=inputs).start(
+            None, num_rounds=6
+        )
         return [nodes for nodes, _ in asked if nodes]
 
     half = who(Sampling(fraction_train=0.5))
@@ -328,9 +382,15 @@ def test_nodes_evaluate_the_parts_that_they_hold(fleet):
 
     asked = fleet(client_app(trains, with_norms, evaluate), [1.0, 0.5])
     inputs, built = torch.randn(50, 1, 4, 4), with_norms()
-    strategy = CoverageStrategy(built, "prefix", sampling=Sampling(fraction_evaluate=1.0), calibration=inputs)
+    strategy = CoverageStrategy(
+        built, "prefix", sampling=Sampling(fraction_evaluate=1.0), calibration=inputs
+    )
     found = strategy.start(None, num_rounds=2, evaluate_config=ConfigRecord({"what": "test"}))
-    assert dict(found.evaluate_metrics_clientapp[2]) == {"num-examples": 4, "nodes": 2, "accuracy": 0.75}
+    assert dict(found.evaluate_metrics_clientapp[2]) == {
+        "num-examples": 4,
+        "nodes": 2,
+        "accuracy": 0.75,
+    }
     assert [set(limits.values()) == {0} for _, limits in asked] == [False, True, False, True]
     assert [seen[place][0].out_channels for place in (0, 1)] == [4, 2]
     whole = strategy.ready(found.arrays)
@@ -352,7 +412,9 @@ def test_nodes_evaluate_the_parts_that_they_hold(fleet):
 def test_an_evaluation_that_fails_is_told_of(fleet, caplog, evaluate, said):
     fleet(client_app(trains, with_norms, evaluate), [1.0])
     inputs = torch.randn(9, 1, 4, 4)
-    strategy = CoverageStrategy(with_norms(), sampling=Sampling(fraction_evaluate=1.0), calibration=inputs)
+    strategy = CoverageStrategy(
+        with_norms(), sampling=Sampling(fraction_evaluate=1.0), calibration=inputs
+    )
     assert strategy.start(None, num_rounds=1).evaluate_metrics_clientapp == {}
     assert "round 1: evaluation rejected" in caplog.text
     assert said in caplog.text
@@ -392,7 +454,9 @@ def test_a_node_that_does_not_answer_loses_its_place_in_an_app_too(monkeypatch):
     silent = {7}
 
     def send_and_wait(transport, sent, *, timeout, max_bytes):
-        return {node: FailedReply("late", "no answer") if node in silent else answered for node in sent}
+        return {
+            node: FailedReply("late", "no answer") if node in silent else answered for node in sent
+        }
 
     monkeypatch.setattr(Transport, "send_and_wait", send_and_wait)
     strategy = CoverageStrategy(with_norms(), calibration=torch.randn(9, 1, 4, 4))
@@ -400,7 +464,9 @@ def test_a_node_that_does_not_answer_loses_its_place_in_an_app_too(monkeypatch):
         strategy._node_registry.add(NodeInfo(node, 3, 4, 0.5, fc.__version__))
 
     def start(self, grid, *args, **kwargs):
-        assert [bool(reply.has_error()) for reply in grid.send_and_receive([message])] == [7 in silent]
+        assert [bool(reply.has_error()) for reply in grid.send_and_receive([message])] == [
+            7 in silent
+        ]
 
     monkeypatch.setattr(Strategy, "start", start)
     strategy.start(None)

@@ -18,7 +18,17 @@ from tests.system.harness import PATIENCE, alive, checkpoints, experiment, refer
 def up(folder, *arguments):
     """`fedcover flower up` as a process, with a folder of its own for what is temporary."""
     (folder / "tmp").mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "fedcover", "flower", "up", "--nodes", "2", "--runs", str(folder / "runs")]
+    command = [
+        sys.executable,
+        "-m",
+        "fedcover",
+        "flower",
+        "up",
+        "--nodes",
+        "2",
+        "--runs",
+        str(folder / "runs"),
+    ]
     environment = {**os.environ, "TMPDIR": str(folder / "tmp")}
     with (folder / "log.txt").open("wb") as log:
         return subprocess.Popen(
@@ -28,11 +38,15 @@ def up(folder, *arguments):
 
 
 @pytest.mark.parametrize(
-    "stopped", [[signal.SIGHUP], [signal.SIGTERM], [signal.SIGINT] * 2], ids=["hang-up", "kill", "Ctrl-C twice"]
+    "stopped",
+    [[signal.SIGHUP], [signal.SIGTERM], [signal.SIGINT] * 2],
+    ids=["hang-up", "kill", "Ctrl-C twice"],
 )
 def test_up_leaves_nothing_behind(tmp_path, stopped):
     """After a closed terminal, a kill, or an impatient user, neither processes nor files are left."""
-    (tmp_path / "mine.toml").write_text(experiment(policy="prefix", rounds=30, name="mine").to_toml())
+    (tmp_path / "mine.toml").write_text(
+        experiment(policy="prefix", rounds=30, name="mine").to_toml()
+    )
     process = up(tmp_path, tmp_path / "mine.toml")
     metrics = tmp_path / "runs" / "mine" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.read_bytes(), "a round")
@@ -49,7 +63,9 @@ def test_up_leaves_nothing_behind(tmp_path, stopped):
 
 def test_after_a_kill_that_leaves_no_time_everything_ends_within_ten_seconds(tmp_path):
     """SuperLink, SuperNodes, executors, the server app, client apps and `flwr run` notice that `up` is gone."""
-    (tmp_path / "mine.toml").write_text(experiment(policy="prefix", rounds=30, name="mine").to_toml())
+    (tmp_path / "mine.toml").write_text(
+        experiment(policy="prefix", rounds=30, name="mine").to_toml()
+    )
     process = up(tmp_path, tmp_path / "mine.toml")
     metrics = tmp_path / "runs" / "mine" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.read_bytes(), "a round")
@@ -69,12 +85,17 @@ def test_what_every_node_would_refuse_is_refused_by_the_server(tmp_path):
     (tmp_path / "mine.toml").write_text(wanted.to_toml())
     process = up(tmp_path, tmp_path / "mine.toml")
     assert process.wait(PATIENCE) == 1
-    assert "recipe hermes prunes at the client, so it needs the policy 'full'" in (tmp_path / "log.txt").read_text()
+    assert (
+        "recipe hermes prunes at the client, so it needs the policy 'full'"
+        in (tmp_path / "log.txt").read_text()
+    )
     assert not (tmp_path / "runs" / "mine" / "metrics.jsonl").exists()
 
 
 def test_what_can_be_seen_here_is_refused_before_anything_is_started(tmp_path):
-    (tmp_path / "mine.toml").write_text(experiment(partition="labels(limit=99)", name="mine").to_toml())
+    (tmp_path / "mine.toml").write_text(
+        experiment(partition="labels(limit=99)", name="mine").to_toml()
+    )
     assert up(tmp_path, tmp_path / "mine.toml").wait(PATIENCE) == 2
     told = (tmp_path / "log.txt").read_text()
     assert "limit must be a whole number between 1 and the number of labels, 10; got 99" in told
@@ -82,7 +103,9 @@ def test_what_can_be_seen_here_is_refused_before_anything_is_started(tmp_path):
 
 
 def test_a_run_in_which_nobody_ever_answers_has_failed(tmp_path):
-    (tmp_path / "mine.toml").write_text(experiment(policy="prefix", rounds=2, name="mine").to_toml())
+    (tmp_path / "mine.toml").write_text(
+        experiment(policy="prefix", rounds=2, name="mine").to_toml()
+    )
     process = up(tmp_path, tmp_path / "mine.toml", "--deadline", "0.2")
     assert process.wait(PATIENCE) == 1
     told = (tmp_path / "log.txt").read_text()
@@ -105,11 +128,15 @@ def test_up_on_rows_that_stay_on_nodes(tmp_path):
 
 def test_a_server_that_is_killed_is_missed(tmp_path):
     """Up says what has happened and how to go on, and does not wait for Flower to notice."""
-    (tmp_path / "mine.toml").write_text(experiment(policy="prefix", rounds=30, name="mine").to_toml())
+    (tmp_path / "mine.toml").write_text(
+        experiment(policy="prefix", rounds=30, name="mine").to_toml()
+    )
     process = up(tmp_path, tmp_path / "mine.toml")
     metrics = tmp_path / "runs" / "mine" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.read_bytes(), "a round")
-    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants([process.pid])}
+    commands = {
+        pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants([process.pid])
+    }
     (server,) = (pid for pid, command in commands.items() if b"flwr-serverapp" in command)
     os.kill(server, signal.SIGKILL)
     assert process.wait(PATIENCE) == 1
@@ -124,13 +151,18 @@ def test_up_runs_to_the_end_and_cleans_up(tmp_path):
     (tmp_path / "mine.toml").write_text(wanted.to_toml())
     folder = tmp_path / "runs" / "mine"
     first = up(tmp_path, tmp_path / "mine.toml")
-    wait_for(lambda: (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").read_bytes(), "a round")
+    wait_for(
+        lambda: (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").read_bytes(),
+        "a round",
+    )
     first.send_signal(signal.SIGINT)
     assert first.wait(120) == 130
     assert not (folder / "summary.json").exists()
     refused = up(tmp_path, tmp_path / "mine.toml")
     assert refused.wait(120) == 1
-    assert f"go on with 'fedcover flower up --nodes N {folder}'" in (tmp_path / "log.txt").read_text()
+    assert (
+        f"go on with 'fedcover flower up --nodes N {folder}'" in (tmp_path / "log.txt").read_text()
+    )
     again = up(tmp_path, folder)
     wait_for(lambda: len(descendants([again.pid])) >= 6, "its processes")
     family = descendants([again.pid])

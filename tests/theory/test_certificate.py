@@ -46,7 +46,9 @@ class TestSoftmaxRegression:
         assert found["coverage"]["gamma"] == found["coverage"]["gamma_union"] == 2
         start = found["constants"]["F_0"]["value"] - found["last"]["F_optimum"]
         assert 0 <= found["last"]["above"] <= found["last"]["above_at_most"]
-        assert found["last"]["above"] < 0.02 * start  # the neighbourhood of the optimum, not the optimum
+        assert (
+            found["last"]["above"] < 0.02 * start
+        )  # the neighbourhood of the optimum, not the optimum
         assert json.loads((tmp_path / "run" / "certificate.json").read_text()) == found
 
     def test_without_noise_it_reaches_the_optimum_itself(self, tmp_path):
@@ -68,13 +70,24 @@ class TestSoftmaxRegression:
         head = torch.zeros(3, 3, dtype=torch.float64)  # two features and the bias
         ones = torch.cat([x, torch.ones(len(x), 1, dtype=torch.float64)], 1)
         for _ in range(4000):
-            slope = (torch.softmax(ones @ head.T, 1) - torch.eye(3, dtype=torch.float64)[y]).T @ ones / len(x)
+            slope = (
+                (torch.softmax(ones @ head.T, 1) - torch.eye(3, dtype=torch.float64)[y]).T
+                @ ones
+                / len(x)
+            )
             head -= 0.5 * (slope + 0.5 * head)
         least = torch.nn.functional.cross_entropy(ones @ head.T, y) + 0.25 * head.square().sum()
         assert found["last"]["F_optimum"] == pytest.approx(float(least), abs=1e-9)
 
     def test_mini_batches_and_many_local_steps_are_certified_too(self, tmp_path):
-        fields = {**SOFTMAX, "batch_size": 5, "epochs": 2, "lr": 0.02, "rounds": 5, "keep_rounds": range(5)}
+        fields = {
+            **SOFTMAX,
+            "batch_size": 5,
+            "epochs": 2,
+            "lr": 0.02,
+            "rounds": 5,
+            "keep_rounds": range(5),
+        }
         found = certified(tmp_path / "run", fleet="2x1.0 + 4x0.75", policy="magnitude", **fields)
         bound = found["bounds"]["reshuffled"]
         assert bound["genuine"]
@@ -87,7 +100,9 @@ class TestSoftmaxRegression:
         assert "shuffled" in " ".join(found["bounds"]["sharper"]["outside"])
 
     def test_it_is_an_estimate_if_rounds_are_missing(self, tmp_path):
-        found = certified(tmp_path / "run", fleet="1x1.0", policy="full", **{**SOFTMAX, "keep_rounds": [0, 12]})
+        found = certified(
+            tmp_path / "run", fleet="1x1.0", policy="full", **{**SOFTMAX, "keep_rounds": [0, 12]}
+        )
         assert found["kind"] == "estimate"
         assert found["replayed"] == [0, 12]
         assert "2 of 25 rounds" in found["notes"][0]
@@ -142,7 +157,13 @@ class TestThreeParameters:
 )  # fmt: skip
 def test_theorem_r_on_random_softmax_problems(seed, share, momentum, batch_size, decay):
     """One replayed round in float64 with random masks: measured is below the bound, with the loss after it as least."""
-    fields = {"momentum": momentum, "batch_size": batch_size, "weight_decay": decay, "epochs": 2, "seed": seed}
+    fields = {
+        "momentum": momentum,
+        "batch_size": batch_size,
+        "weight_decay": decay,
+        "epochs": 2,
+        "seed": seed,
+    }
     setup, state = world("softmax", active=3, clients=5, fleet="1x1.0", **fields)
     global_loss = build_global_loss(setup, 10)
     draw = torch.Generator().manual_seed(seed)
@@ -155,7 +176,9 @@ def test_theorem_r_on_random_softmax_problems(seed, share, momentum, batch_size,
     steps = LocalSteps(2 * -(-7 // batch_size), momentum)
     lr = share / (known.smoothness * steps.total)
     setup = replace(setup, policy=lambda view: chosen, lr=lambda round: lr)
-    everything = {name: torch.ones_like(tensor, dtype=torch.bool) for name, tensor in state.params.items()}
+    everything = {
+        name: torch.ones_like(tensor, dtype=torch.bool) for name, tensor in state.params.items()
+    }
     seen = replay_round(setup, state, global_loss, everything, num_probes=2)
     after, _ = run_round(setup, state)
     constants = Constants(
@@ -172,7 +195,9 @@ def test_theorem_r_on_random_softmax_problems(seed, share, momentum, batch_size,
     assert max(path.split_error for path in seen.paths) < 1e-12
 
 
-@pytest.mark.parametrize("name", sorted(set(SMALL_MODELS) - {"depth_resnet", "preact_resnet18", "transformer", "lstm"}))
+@pytest.mark.parametrize(
+    "name", sorted(set(SMALL_MODELS) - {"depth_resnet", "preact_resnet18", "transformer", "lstm"})
+)
 def test_every_model_can_be_certified(name, tmp_path):
     model, dataset = SMALL_MODELS[name]
     fields = {
@@ -195,9 +220,18 @@ def test_what_lies_outside_the_assumptions_is_said(tmp_path):
         clients=4, active=2, rounds=3, epochs=3, batch_size=3, keep_rounds=[0, 2],
     )  # fmt: skip
     said = " ".join(found["bounds"]["printed_one"]["outside"])
-    for words in ("recipe prox, clipping", "server momentum", "dropout", "momentum 0.9", "schedule cosine", "shuffled"):
+    for words in (
+        "recipe prox, clipping",
+        "server momentum",
+        "dropout",
+        "momentum 0.9",
+        "schedule cosine",
+        "shuffled",
+    ):
         assert words in said
-    assert "capacity belongs to the device" in " ".join(found["bounds"]["partial_participation"]["outside"])
+    assert "capacity belongs to the device" in " ".join(
+        found["bounds"]["partial_participation"]["outside"]
+    )
     sharper = found["bounds"]["sharper"]
     assert not sharper["applies"]
     assert sharper["vacuous"]
@@ -210,14 +244,19 @@ BRIEF = {**SOFTMAX, "rounds": 4, "keep_rounds": range(4)}
 def all_outside(found, words):
     """Whether every theorem says in these words why it does not apply, so that nothing is certified."""
     bounds = found["bounds"].values()
-    return found["kind"] == "estimate" and all(words in " ".join(bound["outside"]) for bound in bounds)
+    return found["kind"] == "estimate" and all(
+        words in " ".join(bound["outside"]) for bound in bounds
+    )
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"clip_updates": 1e-6}, "the server does more than average: clip_updates 1e-06"),
-        ({"clip_updates": 0.01, "privacy": "gaussian(noise=5.0)"}, "clip_updates 0.01, privacy gaussian(noise=5.0)"),
+        (
+            {"clip_updates": 0.01, "privacy": "gaussian(noise=5.0)"},
+            "clip_updates 0.01, privacy gaussian(noise=5.0)",
+        ),
     ],
 )
 def test_no_theorem_applies_to_updates_that_are_shortened_or_noised(fields, words, tmp_path):
@@ -263,11 +302,23 @@ class TestRoundsWithoutAnswers:
         draw = torch.Generator().manual_seed(0)
         x = torch.nn.functional.normalize(torch.randn(20, 5, generator=draw))
         rows = (x.repeat(4, 1), (x[:, 0] > 0).long().repeat(4))
-        parts = {"dataset": fc.from_tensors(rows, rows, owner=torch.arange(4).repeat_interleave(20))}
-        fields = {"partition": "owner", "clients": 4, "weight_decay": 0.001, "lr": 0.45, "drop_out": 0.9}
+        parts = {
+            "dataset": fc.from_tensors(rows, rows, owner=torch.arange(4).repeat_interleave(20))
+        }
+        fields = {
+            "partition": "owner",
+            "clients": 4,
+            "weight_decay": 0.001,
+            "lr": 0.45,
+            "drop_out": 0.9,
+        }
         wide = {"rounds": 60, "keep_rounds": range(60), "checkpoint_every": 60}
         found = certified(tmp_path / "run", parts, **{**SPARSE, **fields, **wide})
-        assert all(bound["left"] <= bound["value"] for bound in found["bounds"].values() if bound["applies"])
+        assert all(
+            bound["left"] <= bound["value"]
+            for bound in found["bounds"].values()
+            if bound["applies"]
+        )
         assert found["bounds"]["sharper"]["applies"]
 
     def test_nothing_is_missing_if_all_rounds_were_kept(self, tmp_path):
@@ -275,7 +326,9 @@ class TestRoundsWithoutAnswers:
         assert found["kind"] == "certificate"
         assert found["constants"]["G_step"]["kind"] == "exact"
         assert "keep all" not in " ".join(found["notes"])
-        assert f"in {20 - len(found['replayed'])} of 20 rounds nobody trained" in " ".join(found["notes"])
+        assert f"in {20 - len(found['replayed'])} of 20 rounds nobody trained" in " ".join(
+            found["notes"]
+        )
 
     def test_rounds_that_were_not_kept_are_missing_only_if_somebody_trained(self, tmp_path):
         found = certified(tmp_path / "run", **{**SPARSE, "keep_rounds": range(15)})
@@ -306,7 +359,9 @@ class TestThoseWhoDidNotAnswer:
 
 
 def test_theorem_r_promises_nothing_of_a_run_that_it_does_not_know(tmp_path):
-    found = certified(tmp_path / "run", **{**SOFTMAX, "rounds": 2, "keep_rounds": range(2), "clip_updates": 1e-3})
+    found = certified(
+        tmp_path / "run", **{**SOFTMAX, "rounds": 2, "keep_rounds": range(2), "clip_updates": 1e-3}
+    )
     assert found["last"]["above"] > 0
     assert found["last"]["best_round_above_at_most"] is None
 
@@ -330,7 +385,9 @@ class TestWhoseMasksTheyAre:
         assert not found["bounds"]["partial_participation"]["genuine"]
         assert found["bounds"]["reshuffled"]["genuine"]  # it holds for any masks
 
-    @pytest.mark.parametrize("policy", [POLICIES["prefix"], partial(POLICIES["rolling"], spread=True)])
+    @pytest.mark.parametrize(
+        "policy", [POLICIES["prefix"], partial(POLICIES["rolling"], spread=True)]
+    )
     def test_one_of_ours_given_in_python_is_known(self, policy, tmp_path):
         found = certified(tmp_path / "run", {"policy": policy}, **DRAWN)
         assert found["bounds"]["partial_participation"]["genuine"]
@@ -342,9 +399,13 @@ class TestWhoseMasksTheyAre:
 
 def test_a_run_without_kept_rounds_is_told_what_to_do(tmp_path):
     fields = {"clients": 4, "active": 2, "epochs": 1}
-    with pytest.raises(RunError, match=r"run it again with keep_rounds, such as --set 'keep_rounds=\[0, 1\]'"):
+    with pytest.raises(
+        RunError, match=r"run it again with keep_rounds, such as --set 'keep_rounds=\[0, 1\]'"
+    ):
         certified(tmp_path / "run", rounds=2, **fields)
-    with pytest.raises(RunError, match="keeps no round that could be replayed"):  # after the last there is none
+    with pytest.raises(
+        RunError, match="keeps no round that could be replayed"
+    ):  # after the last there is none
         certified(tmp_path / "other", rounds=2, keep_rounds=[2], **fields)
     with pytest.raises(InvalidValue, match="steps must be at least 1; got 0"):
         fc.certify(tmp_path / "run", steps=0)
@@ -367,19 +428,31 @@ def test_f_is_what_all_clients_minimise_together():
     y = torch.cat([shard.samples.y[shard.index] for shard in shards])
     params = {name: p.clone().requires_grad_() for name, p in state.params.items()}
     logits = torch.func.functional_call(setup.task.model.module, params, (x,))
-    loss = torch.nn.functional.cross_entropy(logits, y) + 0.15 * sum(p.square().sum() for p in params.values())
+    loss = torch.nn.functional.cross_entropy(logits, y) + 0.15 * sum(
+        p.square().sum() for p in params.values()
+    )
     loss.backward()
     full = global_loss.evaluate(state.params, keep=[3])
     assert full.value == pytest.approx(float(loss.detach()))
     assert squared_norm({name: full.gradient[name] - p.grad for name, p in params.items()}) < 1e-20
     client_gradients = global_loss.loss_and_gradient(state.params, global_loss.rows(3))[1]
     assert (
-        squared_norm({name: full.client_gradients[3][name] - client_gradients[name] for name in client_gradients})
+        squared_norm(
+            {
+                name: full.client_gradients[3][name] - client_gradients[name]
+                for name in client_gradients
+            }
+        )
         < 1e-20
     )
-    each = [global_loss.loss_and_gradient(state.params, global_loss.rows(client))[1] for client in range(setup.clients)]
+    each = [
+        global_loss.loss_and_gradient(state.params, global_loss.rows(client))[1]
+        for client in range(setup.clients)
+    ]
     mean = {name: torch.stack([g[name] for g in each]).mean(0) for name in client_gradients}
-    zeta = sum(squared_norm({name: g[name] - mean[name] for name in client_gradients}) for g in each) / len(each)
+    zeta = sum(
+        squared_norm({name: g[name] - mean[name] for name in client_gradients}) for g in each
+    ) / len(each)
     assert float(sum(t.sum() for t in full.dissimilarity.values())) == pytest.approx(zeta)
 
 
@@ -409,6 +482,16 @@ def test_attention_has_a_curvature_too():
 def test_the_solver_s_lower_bound_is_below_the_optimum():
     root = torch.randn(4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     hessian = root @ root.T + 0.1 * torch.eye(4, dtype=torch.float64)
-    found = minimise(lambda x: (float(x @ hessian @ x / 2 + x.sum()), hessian @ x + 1), torch.zeros(4).double(), 0.1, 3)
-    exact = -float(torch.ones(4, dtype=torch.float64) @ torch.linalg.solve(hessian, torch.ones(4).double())) / 2
+    found = minimise(
+        lambda x: (float(x @ hessian @ x / 2 + x.sum()), hessian @ x + 1),
+        torch.zeros(4).double(),
+        0.1,
+        3,
+    )
+    exact = (
+        -float(
+            torch.ones(4, dtype=torch.float64) @ torch.linalg.solve(hessian, torch.ones(4).double())
+        )
+        / 2
+    )
     assert found.least <= exact <= found.value

@@ -33,7 +33,9 @@ def judged(name, problem):
     """The bound of one round of a problem, whose objective is the mean over its clients."""
     after_SP, _, gradients = one_round(problem)
     F = objective(problem)
-    full = torch.stack([gradient_at(problem, n, problem.theta_P) for n in range(len(problem.mask_NP))]).mean(0)
+    full = torch.stack(
+        [gradient_at(problem, n, problem.theta_P) for n in range(len(problem.mask_NP))]
+    ).mean(0)
     known = constants(problem, float(F(problem.theta_P)), float(F(after_SP).mean()), gradients)
     return BOUNDS[name](known, [masks_say(problem, full)])
 
@@ -77,7 +79,9 @@ def test_partial_participation(seed, share):
     everybody = with_rate(everybody, share, 1 / 8)
     count = len(everybody.mask_NP)
     places = min(2, count)
-    seats = replace(everybody, mask_NP=everybody.mask_NP[:places], weight_N=everybody.weight_N[:places])
+    seats = replace(
+        everybody, mask_NP=everybody.mask_NP[:places], weight_N=everybody.weight_N[:places]
+    )
     assume(seats.covered.any())
     F = objective(everybody)
     each = torch.stack([gradient_at(everybody, n, everybody.theta_P) for n in range(count)])
@@ -112,7 +116,9 @@ def test_theorem_r_holds_surely_for_any_batches_in_any_order(seed, share, weight
     clients, size = base.mask_NP.shape
     g = torch.Generator().manual_seed(seed + 1)
     counts = torch.randint(1, base.steps.count + 1, (clients,), generator=g).tolist()
-    counts[0] = base.steps.count  # clients may make different numbers of steps; S is that of the most
+    counts[0] = (
+        base.steps.count
+    )  # clients may make different numbers of steps; S is that of the most
     root = torch.randn(clients, base.steps.count, size, size, generator=g, dtype=torch.float64)
     hessian_NTPP = root + root.mT
     centre_NTP = torch.randn(clients, base.steps.count, size, generator=g, dtype=torch.float64)
@@ -128,7 +134,9 @@ def test_theorem_r_holds_surely_for_any_batches_in_any_order(seed, share, weight
     def slope(n, t, theta):
         return hessian_NTPP[n, t] @ (theta - centre_NTP[n, t])
 
-    full = torch.stack([slope(n, t, base.theta_P) for n in range(clients) for t in range(base.steps.count)]).mean(0)
+    full = torch.stack(
+        [slope(n, t, base.theta_P) for n in range(clients) for t in range(base.steps.count)]
+    ).mean(0)
     ends, pulled, squares = [], torch.zeros(size, dtype=torch.float64), []
     for n in range(clients):
         m = base.mask_NP[n].double()
@@ -205,7 +213,9 @@ class TestTheConstantsAreNeeded:
         plain, biased = judged("sharper", problem), judged("sharper_biased", problem)
         assert plain.left > plain.value  # the theorem for equal data does not hold here
         assert biased.left <= biased.value
-        assert biased.value == pytest.approx(biased.left)  # reached: a smaller bias term would be wrong
+        assert biased.value == pytest.approx(
+            biased.left
+        )  # reached: a smaller bias term would be wrong
 
 
 def test_lemma_one_as_printed_fails_for_five_steps():
@@ -273,7 +283,9 @@ class TestTheFormulas:
     def test_the_paper_s_own_setting_is_violated_thirty_times(self):
         """MNIST: learning rate 0.01, five epochs of 60 steps, 100 rounds; T counts steps, not epochs."""
         known = replace(KNOWN, smoothness=1.0, steps=LocalSteps(300))
-        one, two = (BOUNDS[name](known, [facts()]).conditions for name in ("printed_one", "printed_two"))
+        one, two = (
+            BOUNDS[name](known, [facts()]).conditions for name in ("printed_one", "printed_two")
+        )
         assert [round(c.factor, 1) for c in (*one, two[1])] == [18.0, 30.0, 1.7]
 
     def test_a_schedule_counts_rounds_by_their_learning_rate(self):

@@ -30,4 +30,6 @@ def main(grid: Grid, context: Context) -> None:
         train_config=ConfigRecord({"lr": float(config["lr"])}),
         evaluate_fn=evaluate,
     )
-    print(f"covered: accuracy {result.evaluate_metrics_serverapp[int(config['num-server-rounds'])]['accuracy']:.3f}")
+    print(
+        f"covered: accuracy {result.evaluate_metrics_serverapp[int(config['num-server-rounds'])]['accuracy']:.3f}"
+    )

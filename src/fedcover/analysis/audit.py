@@ -40,7 +40,9 @@ def audit(experiment: Experiment) -> dict[str, Any]:
     params = {name: p.detach() for name, p in model.module.named_parameters()}
     fleet = Fleet.parse(experiment.fleet)
     if sum(fleet.counts) > MAX_AUDIT_DEVICES:
-        raise InvalidValue(f"fleet: an audit takes at most {MAX_AUDIT_DEVICES:,} devices; got {sum(fleet.counts):,}")
+        raise InvalidValue(
+            f"fleet: an audit takes at most {MAX_AUDIT_DEVICES:,} devices; got {sum(fleet.counts):,}"
+        )
     cohort = tuple(Client(i, fleet.capacity(i), i, 1, ()) for i in range(sum(fleet.counts)))
     policy, uses = build_policy(experiment), uses_of_weights(model.module, shape, dtype)
     view = View(0, params, model.groups, model.prunable, cohort, fleet.levels, experiment.capacity,
@@ -49,7 +51,9 @@ def audit(experiment: Experiment) -> dict[str, Any]:
     held = [(client, part) for client, part in zip(cohort, policy(view), strict=True) if part]
     costs = [cost(part, params, uses) for _, part in held]
     counts = coverage.count(params, [part for _, part in held])
-    by_level = {level: [part for client, part in held if client.capacity == level] for level in fleet.levels}
+    by_level = {
+        level: [part for client, part in held if client.capacity == level] for level in fleet.levels
+    }
     return {
         "model": experiment.model,
         "policy": experiment.policy,
@@ -62,7 +66,9 @@ def audit(experiment: Experiment) -> dict[str, Any]:
                 "capacity": level,
                 "devices": len(alike),
                 **asdict(cost(alike[0], params, uses)),
-                "memory": memory_to_train(model, alike[0], shape, batch_size=experiment.batch_size, dtype=dtype),
+                "memory": memory_to_train(
+                    model, alike[0], shape, batch_size=experiment.batch_size, dtype=dtype
+                ),
                 "delta2": fmean(coverage.delta2(params, alike)),
             }
             for level, alike in by_level.items()
@@ -86,7 +92,9 @@ def dataset_shape(dataset: str) -> tuple[tuple[int, ...], int, torch.dtype]:
 def codename(digits: str, kind: str, p5: str = "code", **fields: Any) -> Experiment:
     """The experiment that a codename of the paper stands for; other `fields` as for any experiment."""
     policy = f"regions(codename={digits!r}, kind={kind!r}, p5={p5!r})"
-    return Experiment(**{"dataset": "mnist", "clients": max(100, len(digits)), **fields, "policy": policy})
+    return Experiment(
+        **{"dataset": "mnist", "clients": max(100, len(digits)), **fields, "policy": policy}
+    )
 
 
 def audit_codename(digits: str, kind: str, p5: str = "code", **fields: Any) -> dict[str, Any]:

@@ -59,7 +59,9 @@ class Proposal:
         return asdict(self)
 
 
-def propose(setup: Setup, *, memory: int | None = None, seconds: float | None = None, tell: LogFn = print) -> Proposal:
+def propose(
+    setup: Setup, *, memory: int | None = None, seconds: float | None = None, tell: LogFn = print
+) -> Proposal:
     """Try capacities from the whole model downwards until one fits into the memory, and the time if one is given.
 
     `memory` are bytes (what is free on the device, if not given), `seconds` the longest local training of one round.
@@ -97,20 +99,29 @@ def slices_for_capacity(setup: Setup, share: float) -> Slices | None:
     if setup.capacity == "width":
         return windows(model.groups, share)
     try:
-        return windows(model.groups, width_for_budget(model.groups, dict(model.module.named_parameters()), share))
+        return windows(
+            model.groups,
+            width_for_budget(model.groups, dict(model.module.named_parameters()), share),
+        )
     except InvalidValue:
         return None
 
 
 def _memory(setup: Setup, part: Slices) -> int:
     x, local = setup.task.source.test.x, setup.task.local
-    return memory_to_train(setup.task.model, part, x.shape[1:], batch_size=local.batch_size, dtype=x.dtype)
+    return memory_to_train(
+        setup.task.model, part, x.shape[1:], batch_size=local.batch_size, dtype=x.dtype
+    )
 
 
 def _steps(setup: Setup) -> int:
     """Local steps of a round, for a client with as many rows as the first few that have any have on average."""
     local = setup.task.local
-    rows = [count for client in range(min(10, setup.clients)) if (count := setup.task.source.count(client))]
+    rows = [
+        count
+        for client in range(min(10, setup.clients))
+        if (count := setup.task.source.count(client))
+    ]
     return local.epochs * max(1, -(-round(fmean(rows)) // local.batch_size))
 
 
@@ -167,7 +178,9 @@ def free_host_memory(system: Path = Path("/")) -> int:
 def _available(system: Path) -> int | None:
     """What Linux thinks can be used without swapping."""
     try:
-        match = re.search(r"^MemAvailable:\s*(\d+) kB", (system / "proc/meminfo").read_text(), re.MULTILINE)
+        match = re.search(
+            r"^MemAvailable:\s*(\d+) kB", (system / "proc/meminfo").read_text(), re.MULTILINE
+        )
     except OSError:
         return None
     return 1024 * int(match[1]) if match else None

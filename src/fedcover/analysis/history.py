@@ -28,7 +28,11 @@ def metric_rows(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
 
 def _figures(line: dict[str, Any]) -> dict[str, Any]:
     numbers = {key: value for key, value in line.items() if isinstance(value, int | float)}
-    return {**numbers, "clients": len(line.get("clients", {})), "seconds": sum(line.get("seconds", {}).values())}
+    return {
+        **numbers,
+        "clients": len(line.get("clients", {})),
+        "seconds": sum(line.get("seconds", {}).values()),
+    }
 
 
 def as_csv(found: Sequence[dict[str, Any]]) -> str:
@@ -67,7 +71,9 @@ def as_json(found: Sequence[dict[str, Any]]) -> str:
     >>> as_json([{"loss": float("nan")}]).split()
     ['[', '{', '"loss":', 'null', '}', ']']
     """
-    finite = [{key: None if _endless(value) else value for key, value in row.items()} for row in found]
+    finite = [
+        {key: None if _endless(value) else value for key, value in row.items()} for row in found
+    ]
     return json.dumps(finite, indent=1, allow_nan=False)
 
 

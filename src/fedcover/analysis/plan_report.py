@@ -90,7 +90,9 @@ def plan_report(
     for name, other in baseline_policies(view, kind).items():
         try:
             policies[name] = measure_policy(other, view, rounds).line()
-        except InvalidValue:  # a device too small for this kind of part: there is nothing to compare with
+        except (
+            InvalidValue
+        ):  # a device too small for this kind of part: there is nothing to compare with
             continue
     made = exact_frontier(view, kind) if exact else achieved_frontier(view, rounds)
     return {
@@ -123,7 +125,9 @@ def held_units(part: Reduction) -> dict[str, Any]:
     for name, kept in part.kept.items():
         ends = [*(kept.diff() != 1).nonzero().flatten().tolist(), len(kept) - 1]
         starts = [0, *(end + 1 for end in ends[:-1])]
-        held[name] = [(int(kept[start]), int(kept[end])) for start, end in zip(starts, ends, strict=True)]
+        held[name] = [
+            (int(kept[start]), int(kept[end])) for start, end in zip(starts, ends, strict=True)
+        ]
     return held
 
 
@@ -133,11 +137,17 @@ def fleet_view(experiment: Experiment, params: Params | None = None) -> View:
     model = build_model(experiment, shape, classes, dtype)
     fleet = Fleet.parse(experiment.fleet)
     if sum(fleet.counts) > MAX_PLAN_DEVICES:
-        raise InvalidValue(f"fleet: a plan takes at most {MAX_PLAN_DEVICES:,} devices; got {sum(fleet.counts):,}")
+        raise InvalidValue(
+            f"fleet: a plan takes at most {MAX_PLAN_DEVICES:,} devices; got {sum(fleet.counts):,}"
+        )
     cohort = tuple(Client(i, fleet.capacity(i), i, 1, ()) for i in range(sum(fleet.counts)))
     own = {name: p.detach() for name, p in model.module.named_parameters()}
-    if params is not None and {n: t.shape for n, t in params.items()} != {n: t.shape for n, t in own.items()}:
-        raise InvalidValue(f"the weights do not belong to model {experiment.model!r}: names or shapes differ")
+    if params is not None and {n: t.shape for n, t in params.items()} != {
+        n: t.shape for n, t in own.items()
+    }:
+        raise InvalidValue(
+            f"the weights do not belong to model {experiment.model!r}: names or shapes differ"
+        )
     own = own if params is None else dict(params)
     return View(0, own, model.groups, model.prunable, cohort, fleet.levels, experiment.capacity,
                 Coverage((), {}), experiment.seed, uses=uses_of_weights(model.module, shape, dtype),
@@ -151,7 +161,9 @@ def baseline_policies(view: View, kind: str) -> dict[str, PolicyFunction]:
         "rolling": POLICIES["rolling"],
         "rolling spread": partial(POLICIES["rolling"], spread=True),
         "random": POLICIES["random"],
-        "greedy": POLICIES["magnitude"] if kind == "pruning" else partial(planned, kind=kind, gamma=0),
+        "greedy": POLICIES["magnitude"]
+        if kind == "pruning"
+        else partial(planned, kind=kind, gamma=0),
     }
     digits = codename_of_capacities([client.capacity for client in view.cohort])
     if digits and view.measure == "width":
@@ -168,11 +180,16 @@ def codename_of_capacities(shares: Sequence[float]) -> str | None:
     if set(shares) - set(DIGITS_OF_CAPACITY):
         return None
     held = Counter(shares)
-    digits = {share: iter(sorted(islice(cycle(DIGITS_OF_CAPACITY[share]), n))) for share, n in held.items()}
+    digits = {
+        share: iter(sorted(islice(cycle(DIGITS_OF_CAPACITY[share]), n)))
+        for share, n in held.items()
+    }
     return "".join(next(digits[share]) for share in shares)
 
 
-def reductions_by_round(choice: PolicyFunction, view: View, rounds: int) -> Iterator[list[Reduction]]:
+def reductions_by_round(
+    choice: PolicyFunction, view: View, rounds: int
+) -> Iterator[list[Reduction]]:
     """The parts that a policy gives in some rounds with the same weights and clients."""
     for round in range(rounds):
         yield [part for part in choice(replace(view, round=round)) if part is not None]
@@ -183,7 +200,9 @@ def count_and_noise(view: View, parts: Sequence[Reduction]) -> tuple[Params, lis
     slices = [part for part in parts if isinstance(part, Slices)]
     if len(slices) == len(parts):
         total = coverage.energy(view.params)
-        counts, kept_N = count_and_energy(view.groups, energy_on_cut_axes(view.groups, view.params), slices)
+        counts, kept_N = count_and_energy(
+            view.groups, energy_on_cut_axes(view.groups, view.params), slices
+        )
         return counts, [_lost(float(kept), total) for kept in kept_N]
     return coverage.count(view.params, parts), coverage.delta2(view.params, parts)
 
@@ -214,8 +233,15 @@ def rounds_to_cover(choice: PolicyFunction, view: View, rounds: int, clients: in
     for done, parts in enumerate(reductions_by_round(choice, view, rounds), start=1):
         entries = small if all(isinstance(part, Slices) for part in parts) else view.params
         masks = [part.mask(entries) for part in parts]
-        ever = [{n: old[n] | new[n] for n in new} for old, new in zip(ever, masks, strict=True)] if ever else masks
-        if all(int(torch.stack([mask[name] for mask in ever]).sum(0).min()) >= clients for name in entries):
+        ever = (
+            [{n: old[n] | new[n] for n in new} for old, new in zip(ever, masks, strict=True)]
+            if ever
+            else masks
+        )
+        if all(
+            int(torch.stack([mask[name] for mask in ever]).sum(0).min()) >= clients
+            for name in entries
+        ):
             return done
     return None
 
@@ -244,9 +270,13 @@ def exact_frontier(view: View, kind: str) -> list[dict[str, Any]]:
 def achieved_frontier(view: View, rounds: int) -> list[dict[str, Any]]:
     """Where groups meet: what every parameter gets when every unit is held so many times (`units`)."""
     groups, stacked, _ = budgeted_groups(view, "subnet")
-    most = min((group.gamma_max for name, group in groups.items() if name not in stacked), default=0)
+    most = min(
+        (group.gamma_max for name, group in groups.items() if name not in stacked), default=0
+    )
     if stacked:
-        most = min(most, *(int((groups[name].budgets_N == groups[name].units).sum()) for name in stacked))
+        most = min(
+            most, *(int((groups[name].budgets_N == groups[name].units).sum()) for name in stacked)
+        )
     return [
         {"units": units, **measure_policy(partial(planned, gamma=units), view, rounds).line()}
         for units in range(most + 1)
@@ -257,19 +287,39 @@ def plot(report: Mapping[str, Any], path: str | Path) -> None:
     """Draw the frontier with the policies as points, in colours and shapes that differ for every eye."""
     figure = new_figure(8, 4.5)
     axes = figure.add_subplot()
-    clock, meaning = ("gamma", "in a round") if report["exact"] else ("gamma_window", f"in {report['window']} rounds")
+    clock, meaning = (
+        ("gamma", "in a round")
+        if report["exact"]
+        else ("gamma_window", f"in {report['window']} rounds")
+    )
     points = report["frontier"]
     label = "least noise (exact)" if report["exact"] else "every unit held 0, 1, 2, ... times"
-    axes.plot([p[clock] for p in points], [p["noise"] for p in points], ".-", color="0.55", label=label, zorder=1)
-    for place, (name, seen) in enumerate(report["policies"].items()):  # hollow, ever smaller: none hides another
-        style = {"edgecolors": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)]}
+    axes.plot(
+        [p[clock] for p in points],
+        [p["noise"] for p in points],
+        ".-",
+        color="0.55",
+        label=label,
+        zorder=1,
+    )
+    for place, (name, seen) in enumerate(
+        report["policies"].items()
+    ):  # hollow, ever smaller: none hides another
+        style = {
+            "edgecolors": COLOURS[place % len(COLOURS)],
+            "marker": MARKERS[place % len(MARKERS)],
+        }
         size = 30 * (len(report["policies"]) - place) + 30
-        axes.scatter(seen[clock], seen["noise"], s=size, label=name, facecolors="none", linewidths=2, **style)
+        axes.scatter(
+            seen[clock], seen["noise"], s=size, label=name, facecolors="none", linewidths=2, **style
+        )
     axes.set_xlabel(f"coverage: fewest times that any parameter is trained {meaning}")
     axes.set_ylabel("noise: energy cut away, summed over clients")
     axes.set_title(f"{report['model']}, {report['kind']}, fleet {report['fleet']}", fontsize=10)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.margins(0.08)
     axes.grid(alpha=0.3)
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9, labelspacing=1.0)
+    axes.legend(
+        loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9, labelspacing=1.0
+    )
     save(figure, path)

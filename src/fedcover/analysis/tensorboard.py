@@ -17,13 +17,17 @@ from fedcover.server.round import RoundReport
 def tensorboard_writer(folder: Path) -> Iterator[Callable[[RoundReport], None]]:
     """A function that writes every number of a round it is told of into event files, under the rounds done by then."""
     if find_spec("tensorboard") is None:
-        raise FedcoverError("logging for TensorBoard needs it; in a checkout of fedcover: pip install '.[tensorboard]'")
+        raise FedcoverError(
+            "logging for TensorBoard needs it; in a checkout of fedcover: pip install '.[tensorboard]'"
+        )
     check_not_linked(folder)
     make = import_module("torch.utils.tensorboard").SummaryWriter
     writers: list[Any] = []
 
     def write(report: RoundReport) -> None:
-        if not writers:  # not before there is something to write: a run that is refused leaves nothing behind
+        if (
+            not writers
+        ):  # not before there is something to write: a run that is refused leaves nothing behind
             writers.append(make(log_dir=str(folder), purge_step=report.round + 1))
         for name, value in scalars(report.metrics).items():
             writers[0].add_scalar(name, value, report.round + 1)
@@ -43,10 +47,18 @@ def scalars(metrics: dict[str, Any]) -> dict[str, float]:
     {'score/accuracy': 0.5, 'coverage/gamma_round': 2, 'seconds/policy': 0.1}
     """
     named = {f"seconds/{phase}": value for phase, value in metrics.get("seconds", {}).items()}
-    plain = {f"{_heading(key)}/{key}": v for key, v in metrics.items() if isinstance(v, int | float)}
+    plain = {
+        f"{_heading(key)}/{key}": v for key, v in metrics.items() if isinstance(v, int | float)
+    }
     return {name: value for name, value in {**plain, **named}.items() if math.isfinite(value)}
 
 
 def _heading(figure: str) -> str:
-    headings = {"gamma": "coverage", "delta2": "coverage", "bytes": "cost", "parameters": "cost", "multiply": "cost"}
+    headings = {
+        "gamma": "coverage",
+        "delta2": "coverage",
+        "bytes": "cost",
+        "parameters": "cost",
+        "multiply": "cost",
+    }
     return headings.get(figure.partition("_")[0], "score")

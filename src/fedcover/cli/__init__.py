@@ -25,7 +25,10 @@ from fedcover.runs.launch import torchrun_rank
 
 def main() -> None:
     """Parse the command line; what is wrong is said in one sentence: exit code 2 for input, 1 for the rest."""
-    if torchrun_rank() and sys.argv[1:2] in (["run"], ["resume"]):  # the first process reads the arguments
+    if torchrun_rank() and sys.argv[1:2] in (
+        ["run"],
+        ["resume"],
+    ):  # the first process reads the arguments
         return take_part()
     try:
         with console.show_log():
@@ -38,7 +41,9 @@ def main() -> None:
         _leave(error, 1)
     except CycloptsError as error:
         _leave(error, 2)
-    except BrokenPipeError:  # whoever read the output has gone; Python would complain again when it closes it
+    except (
+        BrokenPipeError
+    ):  # whoever read the output has gone; Python would complain again when it closes it
         _discard_output()
         sys.exit(1)
     except OSError as error:

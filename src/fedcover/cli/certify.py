@@ -15,8 +15,12 @@ from fedcover.theory.certificate import certify as certify_run
 def certify(
     run: Annotated[Path, Parameter(help="A run folder that keeps some rounds (keep_rounds).")],
     *,
-    steps: Annotated[int, Parameter(help="Local steps of every client at which its path is looked at.")] = 5,
-    clients: Annotated[int, Parameter(help="At most so many clients make up the full gradient.")] = 200,
+    steps: Annotated[
+        int, Parameter(help="Local steps of every client at which its path is looked at.")
+    ] = 5,
+    clients: Annotated[
+        int, Parameter(help="At most so many clients make up the full gradient.")
+    ] = 200,
     device: Device = "cpu",
     data: Data = None,
     trust: Trust = False,
@@ -24,7 +28,13 @@ def certify(
 ) -> None:
     """The convergence theorems against a run's measured gradients: constants, bounds term by term, what fails."""
     found = certify_run(
-        run, steps=steps, clients=clients, device=device, data=data, tell=console.notify, trust=is_trusted(run, trust)
+        run,
+        steps=steps,
+        clients=clients,
+        device=device,
+        data=data,
+        tell=console.notify,
+        trust=is_trusted(run, trust),
     )
     if json:
         return console.show_json(found)
@@ -36,7 +46,10 @@ def _show(found: dict[str, Any]) -> None:
     word = "certificate" if found["kind"] == "certificate" else "estimate, no proof"
     word += "" if any(_promises(bound) for bound in found["bounds"].values()) else " (vacuous)"
     print(f"{found['run']}: {word}; {len(found['replayed'])} of {found['rounds']} rounds replayed")
-    constants = [[name, known["value"], known["kind"], known["how"]] for name, known in found["constants"].items()]
+    constants = [
+        [name, known["value"], known["kind"], known["how"]]
+        for name, known in found["constants"].items()
+    ]
     console.table("constants", ["name", "value", "kind", "how"], constants)
     covered, left, bias = found["coverage"], found["left"], found["bias"]
     least, most = covered["gamma_client"]
@@ -52,7 +65,9 @@ def _show(found: dict[str, Any]) -> None:
     for bound in found["bounds"].values():
         words = ["vacuous"] if bound["vacuous"] else []
         words += (
-            ["outside the assumptions"] if not bound["applies"] else ["holds" if bound["genuine"] else "would hold"]
+            ["outside the assumptions"]
+            if not bound["applies"]
+            else ["holds" if bound["genuine"] else "would hold"]
         )
         terms = "  ".join(f"{name} {value:.3g}" for name, value in bound["terms"].items())
         rows.append([bound["name"], bound["value"], bound["ratio"], ", ".join(words), terms])
@@ -69,7 +84,9 @@ def _show(found: dict[str, Any]) -> None:
         "gap": "Lemma 2",
         "noise": "Lemma 3",
     }
-    console.table("lemmas, measured / bound", ["lemma", "ratio"], [[names[k], v] for k, v in lemmas.items()])
+    console.table(
+        "lemmas, measured / bound", ["lemma", "ratio"], [[names[k], v] for k, v in lemmas.items()]
+    )
     last = found["last"]
     if "above" in last:
         best = last["best_round_above_at_most"]

@@ -14,7 +14,11 @@ def of_run(summary: Mapping[str, Any]) -> str:
     'after 1 round nothing was evaluated; in at least one round some parameter was trained by nobody'
     """
     accuracy = summary["accuracy"]
-    right = "nothing was evaluated" if accuracy is None else f"{100 * accuracy:.1f} % of the test set is right"
+    right = (
+        "nothing was evaluated"
+        if accuracy is None
+        else f"{100 * accuracy:.1f} % of the test set is right"
+    )
     return f"after {_many(summary['rounds'], 'round')} {right}; {_covered(summary['gamma_min'])}"
 
 
@@ -43,7 +47,9 @@ def of_sweep(settings: Mapping[str, Sequence[float | None]]) -> str:
         told += f"; then {others[0]} with {means[others[0]]:.4f}"
     every = [run for runs in settings.values() for run in runs]
     if lost := every.count(None):
-        told += f"; {lost} of {_many(len(every), 'run')} {'has' if lost == 1 else 'have'} no accuracy"
+        told += (
+            f"; {lost} of {_many(len(every), 'run')} {'has' if lost == 1 else 'have'} no accuracy"
+        )
     return told
 
 
@@ -61,7 +67,11 @@ def of_cells(rows: Sequence[Mapping[str, Any]], smoke: bool) -> str:
     if smoke:
         many = f"{whole} of {cells} ran through with digits and a small model"
         return f"a smoke run: {many}; its accuracy says nothing about the paper"
-    apart = [row["last"] - row["claimed"] for row in rows if row["claimed"] is not None and row["last"] is not None]
+    apart = [
+        row["last"] - row["claimed"]
+        for row in rows
+        if row["claimed"] is not None and row["last"] is not None
+    ]
     told = f"{whole} of {cells} {'has' if whole == 1 else 'have'} all {'its' if whole == 1 else 'their'} runs"
     if not apart:
         return f"{told}; there is no accuracy yet beside one that the paper claims"
@@ -88,7 +98,9 @@ def of_certificate(found: Mapping[str, Any]) -> str:
     'no theorem tells anything about this run; outside of its assumptions: 1 of 2; no better than the first model: 1'
     """
     bounds, measured = list(found["bounds"].values()), found["left"]["mean"]
-    telling = sorted((b for b in bounds if b["applies"] and not b["vacuous"]), key=lambda b: b["value"])
+    telling = sorted(
+        (b for b in bounds if b["applies"] and not b["vacuous"]), key=lambda b: b["value"]
+    )
     if proved := [bound for bound in telling if bound["genuine"]]:
         name, value = proved[0]["name"], proved[0]["value"]
         return (

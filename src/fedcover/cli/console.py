@@ -98,7 +98,10 @@ def _figures(metrics: dict[str, Any]) -> str:
 
 def as_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
     """A table with numbers to the right; where there is little room, words are broken and numbers are not."""
-    numbers = [all(isinstance(row[place], int | float | None) for row in rows) for place in range(len(columns))]
+    numbers = [
+        all(isinstance(row[place], int | float | None) for row in rows)
+        for place in range(len(columns))
+    ]
     texts = [[_text(cell) for cell in row] for row in rows]
     cells = [[row[place] for row in texts] for place in range(len(columns))]
     widths = _widths(columns, cells, numbers, output().width)
@@ -118,7 +121,9 @@ def _widths(
 ) -> Sequence[int]:
     """Widths that cut no number: headings on one line if there is room, else word by word, else broken anywhere."""
     bodies = [
-        _longest(texts) if number or place == 0 else min(LONGEST_WORD, _longest(" ".join(texts).split()))
+        _longest(texts)
+        if number or place == 0
+        else min(LONGEST_WORD, _longest(" ".join(texts).split()))
         for place, (texts, number) in enumerate(zip(cells, numbers, strict=True))
     ]
     borders = 3 * len(columns) + 1
@@ -126,7 +131,9 @@ def _widths(
         widths = list(map(max, heads, bodies))
         if sum(widths) + borders <= room:
             return widths
-    for _ in range(room - borders - sum(bodies)):  # what is left goes where a heading is broken most often
+    for _ in range(
+        room - borders - sum(bodies)
+    ):  # what is left goes where a heading is broken most often
         narrowest = max(range(len(columns)), key=lambda place: heads[place] / bodies[place])
         bodies[narrowest] += 1
     return bodies

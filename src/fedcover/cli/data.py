@@ -25,11 +25,23 @@ def check(name: str, *, data: Data = None, json: Json = False) -> None:
     """Compare a data set's files with their publisher's digests."""
     results = datasets.check(name, datasets.data_folder(data))
     if json:
-        console.show_json([{"path": str(r.path), "ok": r.ok, "got": r.actual, "expected": r.expected} for r in results])
+        console.show_json(
+            [
+                {"path": str(r.path), "ok": r.ok, "got": r.actual, "expected": r.expected}
+                for r in results
+            ]
+        )
     else:
-        rows = [[str(r.path), "ok" if r.ok else "WRONG", r.actual or "missing", r.expected] for r in results]
+        rows = [
+            [str(r.path), "ok" if r.ok else "WRONG", r.actual or "missing", r.expected]
+            for r in results
+        ]
         console.table(name, ["file", "", "digest", "expected"], rows)
         wrong = sum(not result.ok for result in results)
-        print(f"{wrong} of {len(results)} files are missing or wrong" if wrong else f"{name} is as it was published")
+        print(
+            f"{wrong} of {len(results)} files are missing or wrong"
+            if wrong
+            else f"{name} is as it was published"
+        )
     if not all(result.ok for result in results):
         sys.exit(1)

@@ -38,7 +38,10 @@ def experiments(rounds: int, seed: int) -> list[Experiment]:
 
 
 def demo(
-    folder: Path, rounds: int, seed: int, show_progress: Callable[[str, int], AbstractContextManager[RoundCallback]]
+    folder: Path,
+    rounds: int,
+    seed: int,
+    show_progress: Callable[[str, int], AbstractContextManager[RoundCallback]],
 ) -> list[Run]:
     """Run the line-up into one folder."""
     results = []

@@ -21,7 +21,9 @@ from fedcover.runs.setup import Overrides, prepare
 def watch(
     folder: Path,
     *,
-    once: Annotated[bool, Parameter(help="Print one picture and leave; so does a pipe.", negative="")] = False,
+    once: Annotated[
+        bool, Parameter(help="Print one picture and leave; so does a pipe.", negative="")
+    ] = False,
     every: Annotated[float, Parameter(help="Seconds between pictures.")] = 1.0,
     json: Json = False,
 ) -> None:
@@ -56,14 +58,22 @@ def _check_rows(partition: str, rows: str, classes: int | None) -> None:
 
 @app.command
 def capacity(
-    experiment: Annotated[Path | None, Parameter(help="A TOML file; without it, the defaults.")] = None,
+    experiment: Annotated[
+        Path | None, Parameter(help="A TOML file; without it, the defaults.")
+    ] = None,
     *,
-    set: Annotated[tuple[str, ...], Parameter(help="key=value, overrides the file; may be repeated.")] = (),
-    memory: Annotated[float | None, Parameter(help="Megabytes that training may take; else what is free.")] = None,
+    set: Annotated[
+        tuple[str, ...], Parameter(help="key=value, overrides the file; may be repeated.")
+    ] = (),
+    memory: Annotated[
+        float | None, Parameter(help="Megabytes that training may take; else what is free.")
+    ] = None,
     seconds: Annotated[float | None, Parameter(help="Longest local training of one round.")] = None,
     data: Data = None,
     rows: Annotated[str, Parameter(help="With partition 'nodes': this node's file of rows.")] = "",
-    classes: Annotated[Whole | None, Parameter(help="With --rows: how many labels there are on all nodes.")] = None,
+    classes: Annotated[
+        Whole | None, Parameter(help="With --rows: how many labels there are on all nodes.")
+    ] = None,
     device: Device = "auto",
     threads: Threads = None,
     json: Json = False,
@@ -74,7 +84,11 @@ def capacity(
     wanted = load_experiment(experiment, set)
     machine = Machine(device=device, threads=threads).resolved()
     _check_rows(wanted.partition, rows, classes)
-    own = Overrides(source=load_standalone_node_data(rows, wanted, classes, machine.device)) if rows else None
+    own = (
+        Overrides(source=load_standalone_node_data(rows, wanted, classes, machine.device))
+        if rows
+        else None
+    )
     if own and own.source:
         as_here = "" if classes else ", as these rows have; if others have more: --classes"
         console.notify(
@@ -87,8 +101,18 @@ def capacity(
     if json:
         return console.show_json(found.as_dict())
     columns = ["capacity", "parameters", "memory", "step_seconds", "round_seconds"]
-    heads = ["capacity", "parameters", "memory (bytes)", "seconds a step", "seconds a round", "fits"]
-    table = [[*(getattr(trial, column) for column in columns), "yes" if trial.fits else "no"] for trial in found.trials]
+    heads = [
+        "capacity",
+        "parameters",
+        "memory (bytes)",
+        "seconds a step",
+        "seconds a round",
+        "fits",
+    ]
+    table = [
+        [*(getattr(trial, column) for column in columns), "yes" if trial.fits else "no"]
+        for trial in found.trials
+    ]
     console.table(f"{wanted.model} on this device, {found.memory_free:,} bytes free", heads, table)
     if found.capacity is None:
         print("no capacity fits this device")

@@ -36,19 +36,27 @@ flower_app = App(name="flower", help="The same experiment on Flower's SuperLink 
 app.command(flower_app)
 
 Set = Annotated[tuple[str, ...], Parameter(help="key=value, overrides the file; may be repeated.")]
-Deadline = Annotated[float, Parameter(help="Seconds after which a round ends without those who have not answered.")]
-Wait = Annotated[float, Parameter(help="Seconds to wait for all SuperNodes before the first round.")]
+Deadline = Annotated[
+    float, Parameter(help="Seconds after which a round ends without those who have not answered.")
+]
+Wait = Annotated[
+    float, Parameter(help="Seconds to wait for all SuperNodes before the first round.")
+]
 
 
 @flower_app.command
 def up(
-    experiment: Annotated[Path, Parameter(help="A TOML file, or the folder of a run to go on with.")],
+    experiment: Annotated[
+        Path, Parameter(help="A TOML file, or the folder of a run to go on with.")
+    ],
     *,
     nodes: Annotated[Whole, Parameter(help="How many SuperNodes to start on this machine.")] = 2,
     set: Set = (),
     runs: Annotated[Path, Parameter(help="Where run folders are made.")] = Path("runs"),
     data: Data = None,
-    rows: Annotated[str, Parameter(help="With partition 'nodes', each node's file: 'node-{}.npz', from 0 on.")] = "",
+    rows: Annotated[
+        str, Parameter(help="With partition 'nodes', each node's file: 'node-{}.npz', from 0 on.")
+    ] = "",
     device: Device = "cpu",
     threads: Threads = None,
     deadline: Deadline = 300.0,
@@ -66,7 +74,9 @@ def up(
     folder = (experiment if again else runs / wanted.name).resolve()
     _check_folder(Folder(folder), again, overwrite)
     known = data or (Folder(folder).data if again else None)
-    setup = prepare(wanted, Machine("sequential", "cpu").resolved(), data=known)  # what the server would refuse
+    setup = prepare(
+        wanted, Machine("sequential", "cpu").resolved(), data=known
+    )  # what the server would refuse
     mine = node_data_configs(wanted, rows, nodes, setup.task.source)
     told = {"data": str(Path(known).resolve())} if known else {}
     settings = _run_config(
@@ -84,15 +94,22 @@ def up(
     try:
         with scratch.folder("flower") as place, _keep_logs_on_failure(place, folder, again_by):
             log = place / "run.txt"
-            with run_local_federation(place, configs, [*beside, os.getcwd()]) as federation, log.open("wb") as out:
+            with (
+                run_local_federation(place, configs, [*beside, os.getcwd()]) as federation,
+                log.open("wb") as out,
+            ):
                 some = "1 SuperNode" if nodes == 1 else f"{nodes} SuperNodes"
-                console.notify(f"SuperLink on {federation.address} and {some}; their logs are below {place}")
+                console.notify(
+                    f"SuperLink on {federation.address} and {some}; their logs are below {place}"
+                )
                 with console.show_progress(wanted.name, wanted.rounds) as watch:
                     submitted = federation.submit(write_app(place / "app", settings), out)
                     follow_run(submitted, folder, log, watch, federation.serverapp_is_running)
     except KeyboardInterrupt as error:
         begun = (folder / "experiment.toml").exists()
-        console.notify(f"stopped; go on with: {again_by}" if begun else "stopped before the run began")
+        console.notify(
+            f"stopped; go on with: {again_by}" if begun else "stopped before the run began"
+        )
         sys.exit(signals.exit_code(error))
     _show(folder, json)
 
@@ -111,16 +128,28 @@ def _keep_logs_on_failure(place: Path, folder: Path, again_by: str) -> Iterator[
 
 @flower_app.command
 def run(
-    experiment: Annotated[Path, Parameter(help="A TOML file, or the folder of a run to go on with.")],
-    connection: Annotated[str | None, Parameter(help="A SuperLink of Flower's config.toml; else its default.")] = None,
+    experiment: Annotated[
+        Path, Parameter(help="A TOML file, or the folder of a run to go on with.")
+    ],
+    connection: Annotated[
+        str | None, Parameter(help="A SuperLink of Flower's config.toml; else its default.")
+    ] = None,
     *,
     set: Set = (),
-    runs: Annotated[Path, Parameter(help="Where run folders are made, on the SuperLink's machine.")] = Path("runs"),
-    resume: Annotated[bool, Parameter(help="Go on with the run of this name on the SuperLink.", negative="")] = False,
-    data: Annotated[str, Parameter(help="Folder of the data sets on the SuperLink's machine.")] = "",
+    runs: Annotated[
+        Path, Parameter(help="Where run folders are made, on the SuperLink's machine.")
+    ] = Path("runs"),
+    resume: Annotated[
+        bool, Parameter(help="Go on with the run of this name on the SuperLink.", negative="")
+    ] = False,
+    data: Annotated[
+        str, Parameter(help="Folder of the data sets on the SuperLink's machine.")
+    ] = "",
     device: Device = "cpu",
     threads: Threads = None,
-    nodes: Annotated[Whole, Parameter(help="How many SuperNodes share the clients; else as the first one says.")] = 0,
+    nodes: Annotated[
+        Whole, Parameter(help="How many SuperNodes share the clients; else as the first one says.")
+    ] = 0,
     deadline: Deadline = 300.0,
     wait: Wait = 120.0,
     trust: Trust = False,
@@ -129,7 +158,9 @@ def run(
     """Submit an experiment to a federation that is already there, and show its log."""
     require()
     if nodes < 0:
-        raise InvalidValue(f"nodes must be at least 1, or 0 for as many as the first node says; got {nodes}")
+        raise InvalidValue(
+            f"nodes must be at least 1, or 0 for as many as the first node says; got {nodes}"
+        )
     wanted, again = _load_or_resume(experiment, set, trust)
     if nodes > wanted.clients:
         raise InvalidValue(f"nodes must be in 1..clients ({wanted.clients}), or 0; got {nodes}")
@@ -151,7 +182,9 @@ def run(
         try:
             stream_log(command, {**os.environ, **FLOWER_ENVIRONMENT})
         except KeyboardInterrupt as error:
-            console.notify("the run goes on without you: 'flwr list' shows it, 'flwr log' its log, 'flwr stop' ends it")
+            console.notify(
+                "the run goes on without you: 'flwr list' shows it, 'flwr log' its log, 'flwr stop' ends it"
+            )
             sys.exit(signals.exit_code(error))
 
 
@@ -168,8 +201,14 @@ def check_connection(name: str | None) -> None:
     except ValueError:
         return  # Flower says what is wrong with it
     links = known if isinstance(known, dict) else {}
-    addresses = {key: str(value.get("address", "")) for key, value in links.items() if isinstance(value, dict)}
-    names = [key for key, address in addresses.items() if address and not address.startswith(":")]  # as in :local:
+    addresses = {
+        key: str(value.get("address", ""))
+        for key, value in links.items()
+        if isinstance(value, dict)
+    }
+    names = [
+        key for key, address in addresses.items() if address and not address.startswith(":")
+    ]  # as in :local:
     if (wanted := name or links.get("default")) not in names:
         raise InvalidValue(
             f"connection must be one of {', '.join(names) or '(none yet)'}; got {wanted!r}: write its address into "
@@ -186,16 +225,24 @@ def node_configs(wanted: Experiment, nodes: int) -> list[dict[str, object]]:
         )
     return [
         {"partition-id": place, "num-partitions": nodes}
-        | ({"capacity": mine[0]} if len(frozenset(mine)) == 1 and wanted.assignment == "device" else {})
+        | (
+            {"capacity": mine[0]}
+            if len(frozenset(mine)) == 1 and wanted.assignment == "device"
+            else {}
+        )
         for place, mine in enumerate(held)
     ]
 
 
-def node_data_configs(wanted: Experiment, pattern: str, nodes: int, source: Source) -> list[dict[str, object]]:
+def node_data_configs(
+    wanted: Experiment, pattern: str, nodes: int, source: Source
+) -> list[dict[str, object]]:
     """The file that each local node is told of, where clients' rows are on nodes."""
     if wanted.partition != "nodes":
         if pattern:
-            raise InvalidValue(f"rows are for partition 'nodes'; this experiment has {wanted.partition!r}")
+            raise InvalidValue(
+                f"rows are for partition 'nodes'; this experiment has {wanted.partition!r}"
+            )
         return [{} for _ in range(nodes)]
     if "{}" not in pattern:
         raise InvalidValue(
@@ -206,7 +253,10 @@ def node_data_configs(wanted: Experiment, pattern: str, nodes: int, source: Sour
     for place, file in enumerate(files):
         # refused here rather than by the server
         load_node_data(
-            str(file), wanted, clients_of(place, wanted.clients, nodes), data_requirements(source, wanted.clients)
+            str(file),
+            wanted,
+            clients_of(place, wanted.clients, nodes),
+            data_requirements(source, wanted.clients),
         )
     return [{"rows": str(file)} for file in files]
 
@@ -227,14 +277,18 @@ def _handle_signal(number: int, frame: object) -> None:
     raise signals.Stopped(number)
 
 
-def _load_or_resume(experiment: Path, changes: tuple[str, ...], trust: bool) -> tuple[Experiment, bool]:
+def _load_or_resume(
+    experiment: Path, changes: tuple[str, ...], trust: bool
+) -> tuple[Experiment, bool]:
     """The experiment of a TOML file, or of a run folder to go on with."""
     if experiment.is_dir():
         if changes:
             raise InvalidValue("--set cannot change a run that is gone on with")
         found = Folder(experiment, is_trusted(experiment, trust)).read()
         if found.manifest.get("engine") != "flower":
-            raise InvalidValue(f"{experiment} was not run on Flower: go on with 'fedcover resume {experiment}'")
+            raise InvalidValue(
+                f"{experiment} was not run on Flower: go on with 'fedcover resume {experiment}'"
+            )
         return found.experiment, True
     return load_experiment(experiment, changes), False
 
@@ -252,7 +306,9 @@ def _check_folder(folder: Folder, again: bool, overwrite: bool) -> None:
 
 def _check_overwrite(overwrite: bool, again: bool) -> None:
     if overwrite and again:
-        raise InvalidValue("--overwrite begins anew, and this goes on with a run: leave one of them out")
+        raise InvalidValue(
+            "--overwrite begins anew, and this goes on with a run: leave one of them out"
+        )
 
 
 def _run_config(wanted: Experiment, **fields: Any) -> RunConfig:

@@ -52,7 +52,11 @@ FILLED_IN_OPTIONS = ("seed", "device", "precision", "make")
 
 
 @app.command(name="list")
-def list_(kind: Annotated[str, Parameter(help=f"{', '.join([*TABLES, 'presets'])}.")], *, json: Json = False) -> None:
+def list_(
+    kind: Annotated[str, Parameter(help=f"{', '.join([*TABLES, 'presets'])}.")],
+    *,
+    json: Json = False,
+) -> None:
     """What there is of one kind, with options and a line about each."""
     if kind == "presets":
         return _list_presets(json)
@@ -72,18 +76,28 @@ def list_(kind: Annotated[str, Parameter(help=f"{', '.join([*TABLES, 'presets'])
     ]
     if json:
         return console.show_json(entries)
-    rows = [[e["name"], ", ".join(f"{k}={v!r}" for k, v in e["options"].items()), e["about"]] for e in entries]
+    rows = [
+        [e["name"], ", ".join(f"{k}={v!r}" for k, v in e["options"].items()), e["about"]]
+        for e in entries
+    ]
     console.table(kind, ["name", "options", "about"], rows)
     return None
 
 
 def _list_presets(json: bool) -> None:
     """The named systems, and in which fields each differs from the defaults."""
-    entries = [{"name": name, "sets": dict(preset.changed), "about": preset.about} for name, preset in PRESETS.items()]
+    entries = [
+        {"name": name, "sets": dict(preset.changed), "about": preset.about}
+        for name, preset in PRESETS.items()
+    ]
     if json:
         return console.show_json(entries)
     rows = [
-        [name, preset.about, ", ".join(f"{field} = {value}" for field, value in preset.changed.items())]
+        [
+            name,
+            preset.about,
+            ", ".join(f"{field} = {value}" for field, value in preset.changed.items()),
+        ]
         for name, preset in PRESETS.items()
     ]
     console.table("presets", ["name", "about", "sets"], rows)
@@ -100,21 +114,33 @@ AUDIT_DEFAULTS = {
 @app.command
 def audit(
     codename: Annotated[
-        str | None, Parameter(help="Digits 1 to 7, one per slot, as in the paper; or 'paper': both of its tables.")
+        str | None,
+        Parameter(
+            help="Digits 1 to 7, one per slot, as in the paper; or 'paper': both of its tables."
+        ),
     ] = None,
     *,
-    kind: Annotated[str | None, Parameter(help="With a codename: pruning (by default) or subnet.")] = None,
-    p5: Annotated[
-        str | None, Parameter(help="With a codename: P5 as in the paper's code (by default), or as printed.")
+    kind: Annotated[
+        str | None, Parameter(help="With a codename: pruning (by default) or subnet.")
     ] = None,
-    fleet: Annotated[str | None, Parameter(help='Without a codename, such as "4x1.0 + 6x0.5".')] = None,
+    p5: Annotated[
+        str | None,
+        Parameter(help="With a codename: P5 as in the paper's code (by default), or as printed."),
+    ] = None,
+    fleet: Annotated[
+        str | None, Parameter(help='Without a codename, such as "4x1.0 + 6x0.5".')
+    ] = None,
     policy: Annotated[str | None, Parameter(help="Without a codename; prefix by default.")] = None,
     capacity: Annotated[
         str | None,
-        Parameter(help="Without a codename: what a capacity is a share of, width (by default) or parameters."),
+        Parameter(
+            help="Without a codename: what a capacity is a share of, width (by default) or parameters."
+        ),
     ] = None,
     model: Annotated[str | None, Parameter(help="mlp by default.")] = None,
-    dataset: Annotated[str | None, Parameter(help="Whose input shape and classes to take; mnist by default.")] = None,
+    dataset: Annotated[
+        str | None, Parameter(help="Whose input shape and classes to take; mnist by default.")
+    ] = None,
     batch_size: Annotated[MaybeWhole, Parameter(help="10 by default.")] = None,
     json: Json = False,
 ) -> None:
@@ -129,7 +155,11 @@ def audit(
     if codename == "paper":
         return _audit_paper(json)
     found = _run_audit(codename, {**AUDIT_DEFAULTS, **given})
-    return console.show_json(found) if json else _show_audit(found, codename, {**AUDIT_DEFAULTS, **given})
+    return (
+        console.show_json(found)
+        if json
+        else _show_audit(found, codename, {**AUDIT_DEFAULTS, **given})
+    )
 
 
 def _check_ignored_options(codename: str | None, given: dict[str, Any]) -> None:
@@ -147,17 +177,36 @@ def _run_audit(codename: str | None, chosen: dict[str, Any]) -> dict[str, Any]:
     fields = {name: chosen[name] for name in ("model", "dataset", "batch_size")}
     if codename is not None:
         return audit_codename(codename, chosen["kind"], chosen["p5"], **fields)
-    return audit_fleet(Experiment(**fields, **{name: chosen[name] for name in ("fleet", "policy", "capacity")}))
+    return audit_fleet(
+        Experiment(**fields, **{name: chosen[name] for name in ("fleet", "policy", "capacity")})
+    )
 
 
 def _show_audit(found: dict[str, Any], codename: str | None, chosen: dict[str, Any]) -> None:
-    columns = ["capacity", "devices", "parameters", "multiply_adds", "memory", "bytes_down", "bytes_up", "delta2"]
+    columns = [
+        "capacity",
+        "devices",
+        "parameters",
+        "multiply_adds",
+        "memory",
+        "bytes_down",
+        "bytes_up",
+        "delta2",
+    ]
     title = f"{found['model']} on {chosen['dataset']}, {codename or found['policy']}, batches of {chosen['batch_size']}"
-    heads = ["memory (bytes)" if column == "memory" else column.replace("_", " ") for column in columns]
-    console.table(title, heads, [[row[column] for column in columns] for row in found["capacities"]])
+    heads = [
+        "memory (bytes)" if column == "memory" else column.replace("_", " ") for column in columns
+    ]
+    console.table(
+        title, heads, [[row[column] for column in columns] for row in found["capacities"]]
+    )
     covered = ", ".join(f"{region} {n}" for region, n in found.get("coverage", {}).items())
     least = found["gamma_min"]
-    trained = f"every parameter is trained by at least {least} clients" if least else "some are trained by nobody"
+    trained = (
+        f"every parameter is trained by at least {least} clients"
+        if least
+        else "some are trained by nobody"
+    )
     print(
         f"mean per client: {found['parameters']:,.0f} parameters, {found['multiply_adds']:,.0f} multiply-adds; "
         + (f"{trained} ({covered})" if covered else trained)
@@ -182,15 +231,23 @@ def _audit_paper(json: bool) -> None:
 def _show_tables(rows: list[dict[str, Any]]) -> None:
     """The paper's figures beside ours, table by table, and which of them are wrong in print."""
     figures = ("parameters", "multiply_adds", "gamma")
-    heads = ["codename", *(f"{name.replace('_', ' ')} {of}" for name in figures for of in ("paper", "ours"))]
+    heads = [
+        "codename",
+        *(f"{name.replace('_', ' ')} {of}" for name in figures for of in ("paper", "ours")),
+    ]
     for kind in dict.fromkeys(row["table"] for row in rows):
         cells = [
-            [row["codename"], *(row[of][name] for name in figures for of in ("printed", "measured"))]
+            [
+                row["codename"],
+                *(row[of][name] for name in figures for of in ("printed", "measured")),
+            ]
             for row in rows
             if row["table"] == kind
         ]
         console.table(f"the paper's appendix table of {kind}, worked out anew", heads, cells)
-    wrong = [[row["codename"], row["table"], ", ".join(row["wrong"])] for row in rows if row["wrong"]]
+    wrong = [
+        [row["codename"], row["table"], ", ".join(row["wrong"])] for row in rows if row["wrong"]
+    ]
     console.table("wrong in print", ["codename", "table", "figures"], wrong)
 
 
@@ -200,22 +257,38 @@ def plan(
     fleet: Annotated[str, Parameter(help='Devices and what they hold, such as "4x1.0 + 6x0.75".')],
     model: str = "mlp",
     dataset: Annotated[str, Parameter(help="Whose input shape and classes to take.")] = "mnist",
-    kind: Annotated[str, Parameter(help="What is planned: subnet (units) or pruning (single weights).")] = "subnet",
+    kind: Annotated[
+        str, Parameter(help="What is planned: subnet (units) or pruning (single weights).")
+    ] = "subnet",
     gamma: Annotated[MaybeWhole, Parameter(help="Coverage that every unit must have.")] = None,
-    tolerate: Annotated[Whole, Parameter(help="Clients that may vanish: coverage of one more.")] = 0,
+    tolerate: Annotated[
+        Whole, Parameter(help="Clients that may vanish: coverage of one more.")
+    ] = 0,
     window: Annotated[Whole, Parameter(help="Rounds over which coverage is counted, too.")] = 10,
-    capacity: Annotated[str, Parameter(help="What a capacity is a share of: width or parameters.")] = "width",
-    weights: Annotated[Path | None, Parameter(help="A run folder: plan for its current weights.")] = None,
-    plot: Annotated[Path | None, Parameter(help="Draw the frontier into this file (needs fedcover[plot]).")] = None,
+    capacity: Annotated[
+        str, Parameter(help="What a capacity is a share of: width or parameters.")
+    ] = "width",
+    weights: Annotated[
+        Path | None, Parameter(help="A run folder: plan for its current weights.")
+    ] = None,
+    plot: Annotated[
+        Path | None, Parameter(help="Draw the frontier into this file (needs fedcover[plot]).")
+    ] = None,
     data: Data = None,
     trust: Trust = False,
     json: Json = False,
 ) -> None:
     """What can this fleet cover, at what noise; the plan that is chosen, and what other policies would give."""
     add_working_folder_to_path()
-    current = None if weights is None else load(weights, data=data, trust=is_trusted(weights, trust)).state.params
+    current = (
+        None
+        if weights is None
+        else load(weights, data=data, trust=is_trusted(weights, trust)).state.params
+    )
     experiment = Experiment(dataset=dataset, model=model, fleet=fleet, capacity=capacity)
-    found = plan_report(experiment, gamma=gamma, tolerate=tolerate, window=window, kind=kind, params=current)
+    found = plan_report(
+        experiment, gamma=gamma, tolerate=tolerate, window=window, kind=kind, params=current
+    )
     if plot is not None:
         draw_plan(found, plot)
     if json:
@@ -230,7 +303,10 @@ def _show_plan(found: dict[str, Any], window: int, tolerate: int) -> None:
     name = "frontier (exact)" if found["exact"] else "every unit held so often"
     console.table(name, clocks, [[point[c] for c in clocks] for point in found["frontier"]])
     columns = ["policy", "coverage", f"over {window} rounds", "noise (sum over devices)"]
-    rows = [[name, seen["gamma"], seen["gamma_window"], seen["noise"]] for name, seen in found["policies"].items()]
+    rows = [
+        [name, seen["gamma"], seen["gamma_window"], seen["noise"]]
+        for name, seen in found["policies"].items()
+    ]
     console.table("side by side", columns, rows)
     alike: dict[tuple[object, ...], int] = {}
     for line in found["assignment"]:
@@ -240,11 +316,15 @@ def _show_plan(found: dict[str, Any], window: int, tolerate: int) -> None:
     console.table("the plan", ["devices", "capacity", "parameters", "noise"], rows)
     print("which units each device holds: --json, assignment, holds")
     chosen, limit = found["chosen"], f"at most {found['upper_bound']} ({found['limited_by']})"
-    print(f"chosen: coverage {chosen['gamma']} in a round ({limit} is possible), noise {chosen['noise']:.4g}")
+    print(
+        f"chosen: coverage {chosen['gamma']} in a round ({limit} is possible), noise {chosen['noise']:.4g}"
+    )
     if not found["exact"]:
         done = found["rounds_to_cover"]
         when = f"after {done} rounds" if done else f"not within {window} rounds"
-        print(f"units are held {chosen['units']} times a round; {tolerate + 1} clients have had every parameter {when}")
+        print(
+            f"units are held {chosen['units']} times a round; {tolerate + 1} clients have had every parameter {when}"
+        )
     if found["copies"] > 1:
         print(
             f"no device holds the whole model: a run with policy planned trains the largest device's model and makes "
@@ -254,13 +334,17 @@ def _show_plan(found: dict[str, Any], window: int, tolerate: int) -> None:
 
 @app.command
 def explain(
-    codename: Annotated[str, Parameter(help="Digits 1 to 7, one per slot, as in the paper.")] = "1111444477",
+    codename: Annotated[
+        str, Parameter(help="Digits 1 to 7, one per slot, as in the paper.")
+    ] = "1111444477",
     *,
     dataset: str = "digits",
     rounds: Whole = 20,
     clients: Whole = 100,
     seeds: Whole = 3,
-    switch: Annotated[tuple[str, ...], Parameter(help="Only these departures; may be repeated.")] = (),
+    switch: Annotated[
+        tuple[str, ...], Parameter(help="Only these departures; may be repeated.")
+    ] = (),
     data: Data = None,
     json: Json = False,
 ) -> None:

@@ -23,7 +23,9 @@ from fedcover.runs.run_folder import Folder
 ROUNDS_SHOWN, FAILURES_SHOWN, CURVE = 10, 8, 60
 _BARS = "▁▂▃▄▅▆▇█"
 _SHOWN: dict[str, type | UnionType] = {
-    **dict.fromkeys(("accuracy", "train_loss", "gamma_round", "gamma_window", "epsilon"), int | float),
+    **dict.fromkeys(
+        ("accuracy", "train_loss", "gamma_round", "gamma_window", "epsilon"), int | float
+    ),
     **dict.fromkeys(("clients", "dropped"), dict | list),
 }
 """What is shown of a round; a figure of another kind was not written by a run, and is none."""
@@ -71,7 +73,9 @@ class RunView:
         """The accuracy of the last evaluation, and coverage and privacy after the last round; None if not measured."""
         last = self.lines[-1] if self.lines else {}
         known = [line for line in self.lines if "accuracy" in line]
-        figures = {figure: last.get(figure) for figure in ("gamma_round", "gamma_window", "epsilon")}
+        figures = {
+            figure: last.get(figure) for figure in ("gamma_round", "gamma_window", "epsilon")
+        }
         return {"accuracy": known[-1]["accuracy"] if known else None, **figures}
 
     def summary(self) -> dict[str, Any]:
@@ -94,9 +98,16 @@ class RunView:
 
     def row(self, line: Line) -> dict[str, Any]:
         """One finished round in a few numbers; whoever is missing without an event has simply not answered."""
-        became = {kind: len(events) for kind, events in self.clients(line["round"]).items() if kind != "answered"}
+        became = {
+            kind: len(events)
+            for kind, events in self.clients(line["round"]).items()
+            if kind != "answered"
+        }
         missing = len(line.get("dropped", ())) - sum(became.values())
-        figures = {name: line.get(name) for name in ("accuracy", "train_loss", "gamma_round", "gamma_window")}
+        figures = {
+            name: line.get(name)
+            for name in ("accuracy", "train_loss", "gamma_round", "gamma_window")
+        }
         return {
             "round": line["round"],
             **figures,
@@ -136,30 +147,63 @@ def render(seen: RunView) -> Group:
     parts = [Text(line) for line in _heading(seen)]
     rows = [seen.row(line) for line in seen.lines[-ROUNDS_SHOWN:]]
     rows = [{**row, "round": row["round"] + 1} for row in rows]  # people count from 1, files from 0
-    missing = [why for why in (*UNANSWERED, "silent") if any(row[why] for row in rows)]  # else there is no room for all
-    columns = ["round", "accuracy", "train_loss", "gamma_round", "gamma_window", "answered", *missing]
+    missing = [
+        why for why in (*UNANSWERED, "silent") if any(row[why] for row in rows)
+    ]  # else there is no room for all
+    columns = [
+        "round",
+        "accuracy",
+        "train_loss",
+        "gamma_round",
+        "gamma_window",
+        "answered",
+        *missing,
+    ]
     heads = {"gamma_round": "coverage", "gamma_window": "over window", "train_loss": "train loss"}
     shown = [*columns, "seconds"]
-    tables = [as_table("", [heads.get(c, c) for c in shown], [[row[c] for c in shown] for row in rows])] if rows else []
-    nodes = [event for event in seen.failures if event.get("client") is None]  # one is the cause of much of the rest
+    tables = (
+        [as_table("", [heads.get(c, c) for c in shown], [[row[c] for c in shown] for row in rows])]
+        if rows
+        else []
+    )
+    nodes = [
+        event for event in seen.failures if event.get("client") is None
+    ]  # one is the cause of much of the rest
     clients = [event for event in seen.failures if event.get("client") is not None]
     tables += _failure_tables("warnings", ["node", "why"], seen.warnings)
     tables += _failure_tables("nodes that were not taken", ["event", "node", "why"], nodes)
-    tables += _failure_tables("that did not answer as asked", ["event", "client", "node", "why"], clients)
+    tables += _failure_tables(
+        "that did not answer as asked", ["event", "client", "node", "why"], clients
+    )
     return Group(*parts, *tables)
 
 
 def _failure_tables(what: str, words: list[str], events: list[Line]) -> list[Table]:
     """The last of some events, each a row; no table if there are none."""
-    cells = [[e["round"] + 1, *(_plain(e.get(word)) for word in words)] for e in events[-FAILURES_SHOWN:]]
-    return [as_table(f"the last of {len(events)} {what}", ["round", *words], cells)] if events else []
+    cells = [
+        [e["round"] + 1, *(_plain(e.get(word)) for word in words)] for e in events[-FAILURES_SHOWN:]
+    ]
+    return (
+        [as_table(f"the last of {len(events)} {what}", ["round", *words], cells)] if events else []
+    )
 
 
 def _heading(seen: RunView) -> Iterator[str]:
     done, now = seen.lines[-1]["round"] + 1 if seen.lines else 0, seen.newest()
-    how = "   finished" if seen.finished else "" if seen.running else f"   stopped; go on with {seen.resume_hint}"
+    how = (
+        "   finished"
+        if seen.finished
+        else ""
+        if seen.running
+        else f"   stopped; go on with {seen.resume_hint}"
+    )
     yield f"{seen.name}   round {done} of {seen.rounds}{how}"
-    figures = {"accuracy": "accuracy", "gamma_round": "coverage", "gamma_window": "over window", "epsilon": "epsilon"}
+    figures = {
+        "accuracy": "accuracy",
+        "gamma_round": "coverage",
+        "gamma_window": "over window",
+        "epsilon": "epsilon",
+    }
     known = [f"{word} {now[name]:.4g}" for name, word in figures.items() if now[name] is not None]
     if known:
         yield "   ".join(known)
@@ -168,7 +212,9 @@ def _heading(seen: RunView) -> Iterator[str]:
         yield f"accuracy {min(curve):.3f} {sparkline(curve)} {max(curve):.3f}"
     present = {kind: len(events) for kind, events in seen.clients(done).items() if events}
     if present and not seen.finished:
-        yield f"round {done + 1} so far: " + ", ".join(f"{count} {kind}" for kind, count in present.items())
+        yield f"round {done + 1} so far: " + ", ".join(
+            f"{count} {kind}" for kind, count in present.items()
+        )
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -202,5 +248,7 @@ def _stamps(path: Path) -> list[tuple[str, int, int]]:
     """What changes when anything is written that is shown."""
     names = ("metrics.jsonl", "events.jsonl", "summary.json")
     return [
-        (name, s.st_size, s.st_mtime_ns) for name in names if (path / name).exists() and (s := (path / name).stat())
+        (name, s.st_size, s.st_mtime_ns)
+        for name in names
+        if (path / name).exists() and (s := (path / name).stat())
     ]

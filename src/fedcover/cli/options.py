@@ -34,26 +34,49 @@ Whole = Annotated[int, Parameter(converter=whole)]
 MaybeWhole = Annotated[int | None, Parameter(converter=whole)]
 WholeOrAuto = Annotated[int | Literal["auto"], Parameter(converter=whole_or_auto)]
 Json = Annotated[bool, Parameter(help="Print JSON instead of a table.", negative="")]
-Overwrite = Annotated[bool, Parameter(help="Begin anew where there is a run already: that one is lost.", negative="")]
-Data = Annotated[Path | None, Parameter(help="Folder of the data sets; else $FEDCOVER_DATA, else a cache folder.")]
+Overwrite = Annotated[
+    bool, Parameter(help="Begin anew where there is a run already: that one is lost.", negative="")
+]
+Data = Annotated[
+    Path | None,
+    Parameter(help="Folder of the data sets; else $FEDCOVER_DATA, else a cache folder."),
+]
 Device = Annotated[str, Parameter(help="auto, cpu or cuda.")]
-EngineName = Annotated[str, Parameter(name="--engine", help="auto or a name from 'fedcover list engines'.")]
-Deterministic = Annotated[bool, Parameter(help="On CUDA, only kernels that repeat bit for bit.", negative="")]
-Precision = Annotated[str, Parameter(help="fp32, tf32 or bf16: what steps compute in; weights stay in float32.")]
+EngineName = Annotated[
+    str, Parameter(name="--engine", help="auto or a name from 'fedcover list engines'.")
+]
+Deterministic = Annotated[
+    bool, Parameter(help="On CUDA, only kernels that repeat bit for bit.", negative="")
+]
+Precision = Annotated[
+    str, Parameter(help="fp32, tf32 or bf16: what steps compute in; weights stay in float32.")
+]
 ParallelRuns = Annotated[
     WholeOrAuto,
-    Parameter(help="Processes that the runs are dealt out to: a number, or auto, as many as pay (1 for few rounds)."),
+    Parameter(
+        help="Processes that the runs are dealt out to: a number, or auto, as many as pay (1 for few rounds)."
+    ),
 ]
 Processes = Annotated[
     WholeOrAuto,
-    Parameter(help="Processes that share a round's clients: a number, or auto, as many as pay. See also torchrun."),
+    Parameter(
+        help="Processes that share a round's clients: a number, or auto, as many as pay. See also torchrun."
+    ),
 ]
-Threads = Annotated[MaybeWhole, Parameter(help="CPU threads; by default as many as the model is worth.")]
+Threads = Annotated[
+    MaybeWhole, Parameter(help="CPU threads; by default as many as the model is worth.")
+]
 Plot = Annotated[
-    Path | None, Parameter(help="Draw the curves into this file: .png, .svg, .pdf (needs fedcover[plot]).")
+    Path | None,
+    Parameter(help="Draw the curves into this file: .png, .svg, .pdf (needs fedcover[plot])."),
 ]
 TensorBoard = Annotated[
-    bool, Parameter(name="--tensorboard", help="Log into the run folder (needs fedcover[tensorboard]).", negative="")
+    bool,
+    Parameter(
+        name="--tensorboard",
+        help="Log into the run folder (needs fedcover[tensorboard]).",
+        negative="",
+    ),
 ]
 
 

@@ -15,8 +15,12 @@ from fedcover.host.disk import write_atomically
 from fedcover.log import log
 from fedcover.runs import plotting
 
-Folders = Annotated[list[Path], Parameter(help="Run folders, or folders with run folders below them.")]
-Output = Annotated[Path | None, Parameter(name=["--output", "-o"], help="The file to write; else it is printed.")]
+Folders = Annotated[
+    list[Path], Parameter(help="Run folders, or folders with run folders below them.")
+]
+Output = Annotated[
+    Path | None, Parameter(name=["--output", "-o"], help="The file to write; else it is printed.")
+]
 
 
 @app.command
@@ -24,9 +28,13 @@ def report(
     runs: Folders,
     /,
     *,
-    out: Annotated[Path, Parameter(name=["--out", "-o"], help="The page to write.")] = Path("report.html"),
+    out: Annotated[Path, Parameter(name=["--out", "-o"], help="The page to write.")] = Path(
+        "report.html"
+    ),
     title: Annotated[str | None, Parameter(help="What stands on top of the page.")] = None,
-    plot: Annotated[Path | None, Parameter(help="Draw curves into this file, too (needs fedcover[plot]).")] = None,
+    plot: Annotated[
+        Path | None, Parameter(help="Draw curves into this file, too (needs fedcover[plot]).")
+    ] = None,
 ) -> None:
     """One self-contained page about runs: curves, cost, who trained what, the fleet, and how to repeat it all."""
     if plot is not None:
@@ -40,7 +48,9 @@ def report(
 def draw_runs(runs: list[Path], path: Path) -> None:
     """Draw the curves of runs into a file; those that differ only in the seed become one line with a band."""
     records = collect_runs(runs).records
-    lines = {each.label: [records[place].lines for place in each.runs] for each in group_runs(records)}
+    lines = {
+        each.label: [records[place].lines for place in each.runs] for each in group_runs(records)
+    }
     plotting.save(plotting.draw(lines), path)
 
 
@@ -49,7 +59,9 @@ def history_(
     runs: Folders,
     /,
     *,
-    csv: Annotated[bool, Parameter(help="One row a run and round, every figure a column.", negative="")] = False,
+    csv: Annotated[
+        bool, Parameter(help="One row a run and round, every figure a column.", negative="")
+    ] = False,
     json: Annotated[bool, Parameter(help="The same rows as a JSON list.", negative="")] = False,
     output: Output = None,
 ) -> None:
@@ -67,6 +79,17 @@ def history_(
         if output is None:
             return print(text, end="")
         return write_atomically(output, text.encode())
-    columns = ["run", "round", "accuracy", "loss", "train_loss", "gamma_round", "gamma_window", "delta2_mean"]
-    console.table("every round", columns, [[row.get(column) for column in columns] for row in found])
+    columns = [
+        "run",
+        "round",
+        "accuracy",
+        "loss",
+        "train_loss",
+        "gamma_round",
+        "gamma_window",
+        "delta2_mean",
+    ]
+    console.table(
+        "every round", columns, [[row.get(column) for column in columns] for row in found]
+    )
     return print(f"rounds: {len(found)}, runs: {len({row['run'] for row in found})}")

@@ -7,7 +7,17 @@ from cyclopts import Parameter
 
 from fedcover.cli import conclusions, console
 from fedcover.cli.interruption import resume_hint_when_stopped, this_command
-from fedcover.cli.options import Data, Device, EngineName, Json, MaybeWhole, ParallelRuns, Precision, Threads, app
+from fedcover.cli.options import (
+    Data,
+    Device,
+    EngineName,
+    Json,
+    MaybeWhole,
+    ParallelRuns,
+    Precision,
+    Threads,
+    app,
+)
 from fedcover.errors import InvalidValue, unknown
 from fedcover.paper import document
 from fedcover.paper.cells import SETS
@@ -22,14 +32,26 @@ from fedcover.runs.machine import Machine
 
 @app.command
 def reproduce(
-    what: Annotated[str, Parameter(help="mnist-pruning, mnist-subnet, table1, figures, rates or docs.")],
+    what: Annotated[
+        str, Parameter(help="mnist-pruning, mnist-subnet, table1, figures, rates or docs.")
+    ],
     /,
     *,
-    only: Annotated[tuple[str, ...], Parameter(help="axis=value,value; may be repeated, then all must hold.")] = (),
-    seeds: Annotated[MaybeWhole, Parameter(help="How many, from 0 on; by default 3, or 1 with --quick.")] = None,
-    quick: Annotated[bool, Parameter(help="A smoke run: digits, small models, two rounds.", negative="")] = False,
-    out: Annotated[Path | None, Parameter(help="Folder of the results, one file for each data set.")] = None,
-    docs: Annotated[Path | None, Parameter(help="Where docs and figures are written; by default docs.")] = None,
+    only: Annotated[
+        tuple[str, ...], Parameter(help="axis=value,value; may be repeated, then all must hold.")
+    ] = (),
+    seeds: Annotated[
+        MaybeWhole, Parameter(help="How many, from 0 on; by default 3, or 1 with --quick.")
+    ] = None,
+    quick: Annotated[
+        bool, Parameter(help="A smoke run: digits, small models, two rounds.", negative="")
+    ] = False,
+    out: Annotated[
+        Path | None, Parameter(help="Folder of the results, one file for each data set.")
+    ] = None,
+    docs: Annotated[
+        Path | None, Parameter(help="Where docs and figures are written; by default docs.")
+    ] = None,
     data: Data = None,
     device: Device = "auto",
     engine: EngineName = "auto",
@@ -42,16 +64,26 @@ def reproduce(
     if what not in (*SETS, "docs"):
         raise unknown("reproduce", what, [*SETS, "docs"])
     if what == "docs" and (only or quick or seeds):
-        raise InvalidValue("docs is written from all results: leave --only, --quick and --seeds out")
+        raise InvalidValue(
+            "docs is written from all results: leave --only, --quick and --seeds out"
+        )
     if quick and docs is not None:
         raise InvalidValue("a smoke run writes nothing into docs: leave --docs or --quick out")
     pages = docs or DOCS
-    request = ReproductionRequest(() if what == "docs" else (what,), parse_only(only), seeds, quick, out)
+    request = ReproductionRequest(
+        () if what == "docs" else (what,), parse_only(only), seeds, quick, out
+    )
     written: list[Path] = []
     if request.sets:
         machine = Machine(engine, device, threads, precision=precision, processes=processes)
         with resume_hint_when_stopped(lambda: _resume_hint(request.folder)):
-            run_missing(request, machine=machine, data=data, show_progress=console.show_progress, tell=console.notify)
+            run_missing(
+                request,
+                machine=machine,
+                data=data,
+                show_progress=console.show_progress,
+                tell=console.notify,
+            )
     if what == "docs":
         written = document.write(request.folder, pages)
         for line in orphan_warnings(request):
@@ -76,16 +108,30 @@ def _show(request: ReproductionRequest, written: list[Path], json: bool) -> None
         seeds = cell.seeds(request.seed_count)
         runs = find_results(records, cell, seeds)
         scores = [100 * run["last"] for run in runs if run["last"] is not None]
-        claim = None if request.smoke else claimed_accuracy(cell.dataset, cell.column, cell.level, cell.setting)
+        claim = (
+            None
+            if request.smoke
+            else claimed_accuracy(cell.dataset, cell.column, cell.level, cell.setting)
+        )
         mean = sum(scores) / len(scores) if scores else None
-        rows.append({"cell": cell.id, "runs": len(runs), "wanted": len(seeds), "claimed": claim, "last": mean})
+        rows.append(
+            {
+                "cell": cell.id,
+                "runs": len(runs),
+                "wanted": len(seeds),
+                "claimed": claim,
+                "last": mean,
+            }
+        )
     if json:
         return console.show_json({"cells": rows, "written": [str(path) for path in written]})
     if rows:
         heads = ["cell", "runs", *([] if request.smoke else ["claimed"]), "last"]
         kind = "a smoke run with digits and small models" if request.smoke else "results"
         console.table(
-            f"{kind} in {request.folder}, accuracy in percent", heads, [[row[h] for h in heads] for row in rows]
+            f"{kind} in {request.folder}, accuracy in percent",
+            heads,
+            [[row[h] for h in heads] for row in rows],
         )
     for path in written:
         print(path)

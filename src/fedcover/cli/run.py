@@ -48,9 +48,13 @@ from fedcover.server.round import RoundReport
 
 @app.command
 def run(
-    experiment: Annotated[Path | None, Parameter(help="A TOML file; without it, the defaults.")] = None,
+    experiment: Annotated[
+        Path | None, Parameter(help="A TOML file; without it, the defaults.")
+    ] = None,
     *,
-    set: Annotated[tuple[str, ...], Parameter(help="key=value, overrides the file; may be repeated.")] = (),
+    set: Annotated[
+        tuple[str, ...], Parameter(help="key=value, overrides the file; may be repeated.")
+    ] = (),
     runs: Annotated[Path, Parameter(help="Where run folders are made.")] = Path("runs"),
     data: Data = None,
     device: Device = "auto",
@@ -74,7 +78,9 @@ def run(
         resume_hint_when_stopped(lambda: _resume_hint(folder)),
         _progress_and_tensorboard(wanted, folder, tensorboard) as watch,
     ):
-        result = run_experiment(wanted, folder, machine=machine, data=data, watch=watch, overwrite=overwrite)
+        result = run_experiment(
+            wanted, folder, machine=machine, data=data, watch=watch, overwrite=overwrite
+        )
     _show_result(result, plot, json)
 
 
@@ -108,7 +114,13 @@ def resume(
         _progress_and_tensorboard(wanted, folder, tensorboard) as watch,
     ):
         result = resume_run(
-            folder, machine=machine, force=force, data=data, watch=watch, complain=console.notify, trust=trusted
+            folder,
+            machine=machine,
+            force=force,
+            data=data,
+            watch=watch,
+            complain=console.notify,
+            trust=trusted,
         )
     _show_result(result, plot, json)
 
@@ -117,9 +129,15 @@ def resume(
 def export(
     folder: Path,
     *,
-    capacity: Annotated[float, Parameter(help="The device's capacity; 1 is the whole model.")] = 1.0,
-    output: Annotated[Path | None, Parameter(name=["--output", "-o"], help="The file to write.")] = None,
-    format: Annotated[str, Parameter(help="safetensors, or onnx (needs fedcover[onnx]).")] = "safetensors",
+    capacity: Annotated[
+        float, Parameter(help="The device's capacity; 1 is the whole model.")
+    ] = 1.0,
+    output: Annotated[
+        Path | None, Parameter(name=["--output", "-o"], help="The file to write.")
+    ] = None,
+    format: Annotated[
+        str, Parameter(help="safetensors, or onnx (needs fedcover[onnx]).")
+    ] = "safetensors",
     data: Data = None,
     trust: Trust = False,
     json: Json = False,
@@ -128,7 +146,9 @@ def export(
     if format not in FORMATS:
         raise unknown("format", format, FORMATS)
     path = output or folder / f"model-{capacity:g}.{format}"
-    written = export_part(load(folder, data=data, trust=is_trusted(folder, trust)), capacity, path, format)
+    written = export_part(
+        load(folder, data=data, trust=is_trusted(folder, trust)), capacity, path, format
+    )
     if json:
         return console.show_json(written)
     hint = f"; load it with fedcover.load_part({str(path)!r})" if format == "safetensors" else ""
@@ -139,7 +159,9 @@ def export(
 @app.command
 def demo(
     *,
-    folder: Annotated[Path | None, Parameter(help="Where to keep the runs; else runs/demo-1, -2, ...")] = None,
+    folder: Annotated[
+        Path | None, Parameter(help="Where to keep the runs; else runs/demo-1, -2, ...")
+    ] = None,
     rounds: Whole = 30,
     seed: Whole = 0,
     json: Json = False,
@@ -147,14 +169,18 @@ def demo(
     """Five policies side by side on a fleet in which no device holds the whole model; offline, under a minute."""
     if rounds < 1:
         raise InvalidValue(f"rounds must be at least 1; got {rounds}")
-    chosen = folder or next(p for n in range(1, sys.maxsize) if not (p := Path(f"runs/demo-{n}")).exists())
+    chosen = folder or next(
+        p for n in range(1, sys.maxsize) if not (p := Path(f"runs/demo-{n}")).exists()
+    )
     so_far = f"stopped; the runs so far are in {chosen}; 'fedcover demo' begins anew"
     with resume_hint_when_stopped(lambda: so_far):
         results = run_demo(chosen, rounds, seed, console.show_progress)
     page = report([run.folder for run in results if run.folder], chosen / "report.html")
     if json:
         console.notify(f"the report is {page}")
-        return console.show_json({run.experiment.name: {**run.summary, "folder": str(run.folder)} for run in results})
+        return console.show_json(
+            {run.experiment.name: {**run.summary, "folder": str(run.folder)} for run in results}
+        )
     columns = [
         "policy",
         "accuracy",
@@ -165,7 +191,14 @@ def demo(
         "parameters",
         "MB moved",
     ]
-    names = ["accuracy", "accuracy_single", "gamma_min", "gamma_window", "delta2_mean", "parameters"]
+    names = [
+        "accuracy",
+        "accuracy_single",
+        "gamma_min",
+        "gamma_window",
+        "delta2_mean",
+        "parameters",
+    ]
     rows = [
         [run.experiment.name, *(run.summary[n] for n in names),
          (run.summary["bytes_down"] + run.summary["bytes_up"]) / 1e6]
@@ -202,7 +235,9 @@ def _resume_hint(folder: Path) -> str:
 
 
 @contextmanager
-def _progress_and_tensorboard(wanted: Experiment, folder: Path, tensorboard: bool) -> Iterator[RoundCallback]:
+def _progress_and_tensorboard(
+    wanted: Experiment, folder: Path, tensorboard: bool
+) -> Iterator[RoundCallback]:
     """Show progress, and write for TensorBoard if that is wanted."""
     with ExitStack() as stack:
         watches = [stack.enter_context(console.show_progress(wanted.name, wanted.rounds))]

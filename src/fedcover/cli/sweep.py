@@ -9,7 +9,17 @@ from cyclopts import Parameter
 
 from fedcover.cli import conclusions, console
 from fedcover.cli.interruption import resume_hint_when_stopped, this_command
-from fedcover.cli.options import Data, Device, Json, Overwrite, ParallelRuns, Precision, Whole, app, load_experiment
+from fedcover.cli.options import (
+    Data,
+    Device,
+    Json,
+    Overwrite,
+    ParallelRuns,
+    Precision,
+    Whole,
+    app,
+    load_experiment,
+)
 from fedcover.cli.variations import choices_of
 from fedcover.errors import InvalidValue
 from fedcover.runs.experiment import Experiment
@@ -23,14 +33,21 @@ from fedcover.server.round import RoundReport
 
 @app.command
 def sweep(
-    experiment: Annotated[Path | None, Parameter(help="A TOML file; without it, the defaults.")] = None,
+    experiment: Annotated[
+        Path | None, Parameter(help="A TOML file; without it, the defaults.")
+    ] = None,
     *,
     vary: Annotated[
-        tuple[str, ...], Parameter(help="key=value|value, or a=1,b=2|a=3,b=4 together; several are combined.")
+        tuple[str, ...],
+        Parameter(help="key=value|value, or a=1,b=2|a=3,b=4 together; several are combined."),
     ] = (),
-    set: Annotated[tuple[str, ...], Parameter(help="key=value, overrides the file; may be repeated.")] = (),
+    set: Annotated[
+        tuple[str, ...], Parameter(help="key=value, overrides the file; may be repeated.")
+    ] = (),
     seeds: Annotated[Whole, Parameter(help="Every setting with so many seeds.")] = 1,
-    runs: Annotated[Path, Parameter(help="Where run folders are made, one for each run.")] = Path("runs"),
+    runs: Annotated[Path, Parameter(help="Where run folders are made, one for each run.")] = Path(
+        "runs"
+    ),
     data: Data = None,
     device: Device = "auto",
     precision: Precision = "fp32",
@@ -58,9 +75,17 @@ def sweep(
             for done in sorted(ended, key=lambda done: wanted.index(done.experiment)):
                 last = next((line for line in reversed(done.metrics) if "accuracy" in line), {})
                 folder = str(runs / done.experiment.name)
-                table.append({"folder": folder, "accuracy": last.get("accuracy"), "diverged": done.diverged or None})
+                table.append(
+                    {
+                        "folder": folder,
+                        "accuracy": last.get("accuracy"),
+                        "diverged": done.diverged or None,
+                    }
+                )
                 setting = done.experiment.name.removesuffix(f"-seed-{done.experiment.seed}")
-                found.setdefault(setting, []).append(None if done.diverged else last.get("accuracy"))
+                found.setdefault(setting, []).append(
+                    None if done.diverged else last.get("accuracy")
+                )
     if json:
         print(js.dumps(table, indent=2))
         return
@@ -71,7 +96,9 @@ def sweep(
         )
     if seeds > 1:
         columns = ["setting", "mean accuracy", "standard deviation", "seeds"]
-        console.table("over the seeds", columns, [_over_seeds(setting, found[setting]) for setting in found])
+        console.table(
+            "over the seeds", columns, [_over_seeds(setting, found[setting]) for setting in found]
+        )
     print(conclusions.of_sweep(found))
 
 
@@ -79,5 +106,7 @@ def _over_seeds(setting: str, accuracies: list[float | None]) -> list[object]:
     """A row of what all seeds of a setting say; seeds that diverged or were not evaluated are left out, and counted."""
     known = [accuracy for accuracy in accuracies if accuracy is not None]
     spread = stdev(known) if len(known) > 1 else None
-    number = str(len(known)) if len(known) == len(accuracies) else f"{len(known)} of {len(accuracies)}"
+    number = (
+        str(len(known)) if len(known) == len(accuracies) else f"{len(known)} of {len(accuracies)}"
+    )
     return [setting, fmean(known) if known else None, spread, number]

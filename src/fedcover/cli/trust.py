@@ -12,7 +12,12 @@ from fedcover.runs import trust
 from fedcover.runs.run_folder import Folder
 
 Trust = Annotated[
-    bool, Parameter(name="--trust", help="Import and call the functions of its own that the run names.", negative="")
+    bool,
+    Parameter(
+        name="--trust",
+        help="Import and call the functions of its own that the run names.",
+        negative="",
+    ),
 ]
 
 

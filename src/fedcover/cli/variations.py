@@ -35,11 +35,16 @@ def _choice(text: str) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
         raise InvalidValue(f"vary must look like key=value|value, or a=1,b=2|a=3,b=4; got {text!r}")
     if len(_assignments(first)) == 1 and not any(_is_assignment(each) for each in rest):
         return (key,), [(parse_change(f"{key}={value}")[1],) for value in (value, *rest)]
-    settings = [dict(map(parse_change, filter(_is_assignment, _assignments(each)))) for each in (first, *rest)]
+    settings = [
+        dict(map(parse_change, filter(_is_assignment, _assignments(each))))
+        for each in (first, *rest)
+    ]
     keys = tuple(settings[0])
     for each, setting in zip((first, *rest), settings, strict=True):
         if setting.keys() != settings[0].keys():
-            raise InvalidValue(f"vary must give all of {', '.join(keys)} in each setting; got {each!r}")
+            raise InvalidValue(
+                f"vary must give all of {', '.join(keys)} in each setting; got {each!r}"
+            )
     return keys, [tuple(setting[key] for key in keys) for setting in settings]
 
 

@@ -47,7 +47,9 @@ def crop_flip(x_BCHW: Tensor, drawn_B3: Tensor) -> Tensor:
     torch.Size([2, 3, 8, 8])
     """
     if x_BCHW.ndim != 4:
-        raise InvalidValue(f"augment crop-flip needs images (channels, height, width); got {tuple(x_BCHW.shape[1:])}")
+        raise InvalidValue(
+            f"augment crop-flip needs images (channels, height, width); got {tuple(x_BCHW.shape[1:])}"
+        )
     batch, _, height, width = x_BCHW.shape
     device = x_BCHW.device
     padded = F.pad(x_BCHW, (PADDING,) * 4)
@@ -55,7 +57,9 @@ def crop_flip(x_BCHW: Tensor, drawn_B3: Tensor) -> Tensor:
     along_W = torch.arange(width, device=device)
     column_BW = drawn_B3[:, 1:2] + torch.where(drawn_B3[:, 2:] > 0, width - 1 - along_W, along_W)
     which_B = torch.arange(batch, device=device)
-    return padded[which_B[:, None, None], :, row_BH[:, :, None], column_BW[:, None, :]].permute(0, 3, 1, 2)
+    return padded[which_B[:, None, None], :, row_BH[:, :, None], column_BW[:, None, :]].permute(
+        0, 3, 1, 2
+    )
 
 
 AUGMENTATIONS: dict[str, Augmentation] = {

@@ -46,7 +46,10 @@ class PartitionedData:
         self._train = dataset.train.to(device)
         self._partition = Partition(partition.order.to(device), partition.bounds.cpu())
         # a GPU would be asked for the labels of each client of a round, one after another
-        self._cpu_rows = dataset.train.y.cpu(), Partition(partition.order.cpu(), partition.bounds.cpu())
+        self._cpu_rows = (
+            dataset.train.y.cpu(),
+            Partition(partition.order.cpu(), partition.bounds.cpu()),
+        )
         chosen = torch.randperm(rows, generator=generator(seed, "calibration"))[:calibration_size]
         self.calibration: Tensor = self._train.x[chosen.to(device)]
 
@@ -91,10 +94,14 @@ class SyntheticData:
         calibration_size: int = 1000,
         device: torch.device | str = "cpu",
     ) -> None:
-        _check_at_least(1, clients=clients, classes=classes, samples=samples, shape=min(shape, default=0))
+        _check_at_least(
+            1, clients=clients, classes=classes, samples=samples, shape=min(shape, default=0)
+        )
         _check_at_least(1, test_size=test_size, calibration_size=calibration_size)
         _check_at_least(0, validation_size=validation_size, noise=noise, skew=skew)
-        if (samples + test_size + validation_size + calibration_size) * math.prod(shape) > _MAX_ELEMENTS:
+        if (samples + test_size + validation_size + calibration_size) * math.prod(
+            shape
+        ) > _MAX_ELEMENTS:
             raise InvalidValue(
                 f"samples, sizes and shape must stay under {_MAX_ELEMENTS:,} numbers; got {samples} samples"
             )
@@ -106,7 +113,9 @@ class SyntheticData:
         random = generator(seed, "synthetic", "prototypes")
         self._prototypes = torch.randn((classes, *shape), generator=random)
         self.test = self._global_samples("test", test_size)
-        self.validation = self._global_samples("validation", validation_size) if validation_size else None
+        self.validation = (
+            self._global_samples("validation", validation_size) if validation_size else None
+        )
         self.calibration: Tensor = self._global_samples("calibration", calibration_size).x
 
     def count(self, client: int) -> int:
@@ -117,7 +126,9 @@ class SyntheticData:
     def shard(self, client: int) -> Shard:
         """The training rows of one client: all of the samples that come with it."""
         random = wide_generator(self._seed, "synthetic", "noise", client)
-        noise = random.standard_normal((self._samples, *self._prototypes.shape[1:]), dtype=np.float32)
+        noise = random.standard_normal(
+            (self._samples, *self._prototypes.shape[1:]), dtype=np.float32
+        )
         samples = self._around_prototypes(self._labels(client), torch.from_numpy(noise))
         return Shard(samples, torch.arange(self._samples, device=self._device))
 
@@ -134,14 +145,18 @@ class SyntheticData:
         random = wide_generator(self._seed, "synthetic", "labels", client)
         favourite = random.integers(self.classes)
         favoured = random.random(self._samples) < self._skew
-        return torch.from_numpy(np.where(favoured, favourite, random.integers(self.classes, size=self._samples)))
+        return torch.from_numpy(
+            np.where(favoured, favourite, random.integers(self.classes, size=self._samples))
+        )
 
     def _global_samples(self, kind: str, size: int) -> Samples:
         """Samples that belong to no client."""
         random = generator(self._seed, "synthetic", "labels", kind, 0)
         y = torch.randint(self.classes, (size,), generator=random)
         random = generator(self._seed, "synthetic", "noise", kind, 0)
-        return self._around_prototypes(y, torch.randn((size, *self._prototypes.shape[1:]), generator=random))
+        return self._around_prototypes(
+            y, torch.randn((size, *self._prototypes.shape[1:]), generator=random)
+        )
 
     def _around_prototypes(self, y: Tensor, noise: Tensor) -> Samples:
         x = (self._prototypes[y] + self._noise * noise) / math.hypot(1, self._noise)

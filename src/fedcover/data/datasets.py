@@ -31,7 +31,17 @@ from fedcover.errors import InvalidValue, unknown
 from fedcover.rng import generator
 from fedcover.types import Dataset, Samples
 
-__all__ = ["DATASETS", "check", "data_folder", "from_file", "from_tensors", "get", "hold_out", "load", "rows_from_file"]
+__all__ = [
+    "DATASETS",
+    "check",
+    "data_folder",
+    "from_file",
+    "from_tensors",
+    "get",
+    "hold_out",
+    "load",
+    "rows_from_file",
+]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -67,7 +77,8 @@ def digits(_folder: Path | None = None) -> Dataset:
     tested_N = np.zeros(len(labels_N), dtype=bool)
     tested_N[by_label_N[::5]] = True
     train, test = (
-        _samples("digits", images_NHW[rows, None], labels_N[rows], white=16) for rows in (~tested_N, tested_N)
+        _samples("digits", images_NHW[rows, None], labels_N[rows], white=16)
+        for rows in (~tested_N, tested_N)
     )
     return Dataset("digits", train, test, classes=10)
 
@@ -100,11 +111,16 @@ def characters(_folder: Path | None = None) -> Dataset:
     """
     pieces, owners = [], []
     for owner, (_, text) in enumerate(sorted(topics.items())):
-        codes = torch.frombuffer(bytearray(text.encode("ascii", "replace")), dtype=torch.uint8).long()
+        codes = torch.frombuffer(
+            bytearray(text.encode("ascii", "replace")), dtype=torch.uint8
+        ).long()
         whole = codes[: (len(codes) - 1) // _SEQUENCE_LENGTH * _SEQUENCE_LENGTH + 1]
         if len(whole) > _SEQUENCE_LENGTH:
             pieces.append(
-                torch.stack([whole[:-1].view(-1, _SEQUENCE_LENGTH), whole[1:].view(-1, _SEQUENCE_LENGTH)], dim=1)
+                torch.stack(
+                    [whole[:-1].view(-1, _SEQUENCE_LENGTH), whole[1:].view(-1, _SEQUENCE_LENGTH)],
+                    dim=1,
+                )
             )
             owners.append(torch.full((len(pieces[-1]),), owner))
     x_N2T, owner_N = torch.cat(pieces), torch.unique(torch.cat(owners), return_inverse=True)[1]
@@ -160,7 +176,9 @@ def _cifar(name: str, folder: Path, *, label_bytes: int, classes: int) -> Datase
     files = read(name, folder)
 
     def part(raw: Iterable[bytes]) -> Samples:
-        records_NB = np.frombuffer(b"".join(raw), dtype=np.uint8).reshape(-1, label_bytes + 3 * 32 * 32)
+        records_NB = np.frombuffer(b"".join(raw), dtype=np.uint8).reshape(
+            -1, label_bytes + 3 * 32 * 32
+        )
         pixels_NCHW = records_NB[:, label_bytes:].reshape(-1, 3, 32, 32)
         return _samples(name, pixels_NCHW, records_NB[:, label_bytes - 1])
 
@@ -201,7 +219,9 @@ def from_tensors(
     classes = infer_num_classes(train_y, classes)
     for field, labels in (("train_y", train_y), ("test_y", test_y)):
         if int(labels.max()) >= classes:
-            raise InvalidValue(f"{field} must hold labels from 0 to {classes - 1}; got {int(labels.max())}")
+            raise InvalidValue(
+                f"{field} must hold labels from 0 to {classes - 1}; got {int(labels.max())}"
+            )
     owners = None if owner is None else integer_tensor("train_owner", owner)
     if owners is not None:
         check_length("train_owner", owners, "train_x", train_x)
@@ -214,14 +234,20 @@ def from_file(path: str | Path) -> Dataset:
     train_x, train_y, test_x, test_y = (arrays[key] for key in _NEEDED)
     classes = integer_value("classes", arrays["classes"]) if "classes" in arrays else None
     owner = arrays.get("train_owner")
-    return from_tensors((train_x, train_y), (test_x, test_y), owner=owner, classes=classes, name=Path(path).stem)
+    return from_tensors(
+        (train_x, train_y), (test_x, test_y), owner=owner, classes=classes, name=Path(path).stem
+    )
 
 
 def rows_from_file(path: str | Path) -> tuple[Samples, Tensor]:
     """Training rows and whose each is: a file with train_x, train_y and perhaps train_owner (else all are of one)."""
     arrays = read_arrays("rows", Path(path).absolute(), _NEEDED[:2])
     x, y = input_tensor("train_x", arrays["train_x"]), integer_tensor("train_y", arrays["train_y"])
-    owner = integer_tensor("train_owner", arrays["train_owner"]) if "train_owner" in arrays else torch.zeros_like(y)
+    owner = (
+        integer_tensor("train_owner", arrays["train_owner"])
+        if "train_owner" in arrays
+        else torch.zeros_like(y)
+    )
     check_length("train_y", y, "train_x", x)
     check_length("train_owner", owner, "train_x", x)
     return Samples(x, y), owner
@@ -231,7 +257,9 @@ def rows_from_file(path: str | Path) -> tuple[Samples, Tensor]:
 
 
 MAX_CACHED_SPLITS = 8
-_SPLIT_CACHE: MutableMapping[Tensor, dict[tuple[int, int, int], tuple[Tensor, Tensor]]] = WeakTensorKeyDictionary()
+_SPLIT_CACHE: MutableMapping[Tensor, dict[tuple[int, int, int], tuple[Tensor, Tensor]]] = (
+    WeakTensorKeyDictionary()
+)
 """Inputs that were split last, by their tensor: runs of one seed share the two parts, instead of a copy each."""
 
 
@@ -243,7 +271,9 @@ def hold_out(dataset: Dataset, share: float, seed: int) -> tuple[Dataset, Sample
     (1293, 144)
     """
     if not 0 <= share < 1:
-        raise InvalidValue(f"validation must be a share of the training samples in [0, 1); got {share}")
+        raise InvalidValue(
+            f"validation must be a share of the training samples in [0, 1); got {share}"
+        )
     if share == 0:
         return dataset, None
     rows = len(dataset.train)
@@ -260,6 +290,10 @@ def hold_out(dataset: Dataset, share: float, seed: int) -> tuple[Dataset, Sample
         known[split] = dataset.train.x[kept], dataset.train.x[out]
     (x, x_out), y, owner = known[split], dataset.train.y, dataset.owner
     rest = Dataset(
-        dataset.name, Samples(x, y[kept]), dataset.test, dataset.classes, None if owner is None else owner[kept]
+        dataset.name,
+        Samples(x, y[kept]),
+        dataset.test,
+        dataset.classes,
+        None if owner is None else owner[kept],
     )
     return rest, Samples(x_out, y[out])

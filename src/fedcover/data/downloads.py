@@ -49,12 +49,19 @@ class FileCheck:
 
 def _single_files(site: str, folder: str, digests: dict[str, str]) -> tuple[Download, ...]:
     return tuple(
-        Download(f"{site}/{name}", md5, (PublishedFile(f"{folder}/{name}", md5),)) for name, md5 in digests.items()
+        Download(f"{site}/{name}", md5, (PublishedFile(f"{folder}/{name}", md5),))
+        for name, md5 in digests.items()
     )
 
 
 def _archive(url: str, md5: str, folder: str, digests: dict[str, str]) -> tuple[Download, ...]:
-    return (Download(url, md5, tuple(PublishedFile(f"{folder}/{name}", digest) for name, digest in digests.items())),)
+    return (
+        Download(
+            url,
+            md5,
+            tuple(PublishedFile(f"{folder}/{name}", digest) for name, digest in digests.items()),
+        ),
+    )
 
 
 DOWNLOADS: dict[str, tuple[Download, ...]] = {
@@ -87,7 +94,10 @@ DOWNLOADS: dict[str, tuple[Download, ...]] = {
         "https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",
         "03b5dce01913d631647c71ecec9e9cb8",
         "cifar-100-binary",
-        {"train.bin": "6172c7755cfe09b2fe270c85cebc1b15", "test.bin": "4499cfba6c016c1be1438163640a0898"},
+        {
+            "train.bin": "6172c7755cfe09b2fe270c85cebc1b15",
+            "test.bin": "4499cfba6c016c1be1438163640a0898",
+        },
     ),
 }
 """Every data set that is known by name, and what its publisher offers for download."""
@@ -256,6 +266,11 @@ def _progress(label: str) -> Iterator[_Bar]:
     console = Console(stderr=True)
     if not console.is_terminal:
         console.print(f"downloading {label}", highlight=False)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         yield _Bar(progress, progress.add_task(label, total=None))

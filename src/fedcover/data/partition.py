@@ -49,7 +49,9 @@ class Partition:
 def _partition(client_N: Ints, clients: int) -> Partition:
     """The partition in which row n belongs to client client_N[n]."""
     bounds = np.concatenate([[0], np.cumsum(np.bincount(client_N, minlength=clients))])
-    return Partition(torch.from_numpy(np.argsort(client_N, kind="stable")), torch.from_numpy(bounds))
+    return Partition(
+        torch.from_numpy(np.argsort(client_N, kind="stable")), torch.from_numpy(bounds)
+    )
 
 
 def _check(field: str, value: int, most: int, things: str) -> None:
@@ -72,10 +74,14 @@ def iid(dataset: Dataset, clients: int, seed: int) -> Partition:
 def owner(dataset: Dataset, clients: int, seed: int) -> Partition:
     """Every row to its owner, as the data set names them: client c is the c-th owner."""
     if dataset.owner is None:
-        raise InvalidValue(f"partition owner needs a dataset that says whose each row is; got {dataset.name}")
+        raise InvalidValue(
+            f"partition owner needs a dataset that says whose each row is; got {dataset.name}"
+        )
     owners, client_N = np.unique(dataset.owner.numpy(force=True), return_inverse=True)
     if len(client_N) != len(dataset.train):
-        raise InvalidValue(f"owner must be as long as train, {len(dataset.train)}; got {len(client_N)}")
+        raise InvalidValue(
+            f"owner must be as long as train, {len(dataset.train)}; got {len(client_N)}"
+        )
     if len(owners) != clients:
         raise InvalidValue(f"clients must be the number of owners, {len(owners)}; got {clients}")
     return _partition(client_N.astype(np.int64), clients)
@@ -165,7 +171,9 @@ def labels(dataset: Dataset, clients: int, seed: int, *, limit: int) -> Partitio
     hand_CD = _deal_labels(_clients_per_label(count_K, clients, limit), clients)
     _swap_labels(random, hand_CD)
     client_N = np.empty(len(dataset.train), dtype=np.int64)
-    for some, holders in zip(rows, _distribute_rows(random, count_K, random.permutation(hand_CD)), strict=True):
+    for some, holders in zip(
+        rows, _distribute_rows(random, count_K, random.permutation(hand_CD)), strict=True
+    ):
         client_N[some] = holders
     return _partition(client_N, clients)
 
@@ -216,13 +224,22 @@ def _distribute_rows(random: np.random.Generator, count_K: Ints, hand_CD: Ints) 
     seat_T = np.argsort(hand_CD, axis=None, kind="stable")[np.count_nonzero(hand_CD == _NO_LABEL) :]
     tickets_K = np.bincount(hand_CD.flat[seat_T], minlength=len(count_K))
     holders = np.split(seat_T // hand_CD.shape[1], np.cumsum(tickets_K)[:-1])
-    poured = [_water_fill(np.zeros(t, dtype=np.int64), int(c)) for t, c in zip(tickets_K, count_K, strict=True)]
+    poured = [
+        _water_fill(np.zeros(t, dtype=np.int64), int(c))
+        for t, c in zip(tickets_K, count_K, strict=True)
+    ]
     total_C = np.zeros(len(hand_CD), dtype=np.int64)
     for who, amount in zip(holders, poured, strict=True):
         total_C[who] += amount
-    free = np.flatnonzero((tickets_K > 1) & (count_K > tickets_K))  # the other labels have no choice
+    free = np.flatnonzero(
+        (tickets_K > 1) & (count_K > tickets_K)
+    )  # the other labels have no choice
     unevenness = [int((total_C**2).sum())]
-    while np.ptp(total_C) > 1 and len(unevenness) < _SWEEPS and unevenness[-1] not in unevenness[:-_PATIENCE]:
+    while (
+        np.ptp(total_C) > 1
+        and len(unevenness) < _SWEEPS
+        and unevenness[-1] not in unevenness[:-_PATIENCE]
+    ):
         for label in free:
             # In a new order each time: a surplus row then wanders until it meets a client that lacks one.
             turn = random.permutation(len(holders[label]))

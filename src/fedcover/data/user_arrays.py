@@ -31,7 +31,9 @@ def read_arrays(field: str, path: Path, needed: Iterable[str]) -> Mapping[str, A
         raise DataError(f"{path} cannot be read as a {path.suffix} file: {error}") from error
     for key in needed:
         if key not in arrays:
-            raise InvalidValue(f"{field} {path} must have an array {key}; got {', '.join(arrays) or 'none'}")
+            raise InvalidValue(
+                f"{field} {path} must have an array {key}; got {', '.join(arrays) or 'none'}"
+            )
     for key in arrays:
         if key not in _ALLOWED:
             raise unknown(f"an array in {field} {path}", key, _ALLOWED)
@@ -61,9 +63,13 @@ def _as_tensor(field: str, value: Array) -> Tensor:
         tensor = torch.from_numpy(value.astype(value.dtype.newbyteorder("="), order="C"))
     else:
         kind = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
-        raise InvalidValue(f"{field} must be a torch tensor or a NumPy array of numbers; got {kind}")
+        raise InvalidValue(
+            f"{field} must be a torch tensor or a NumPy array of numbers; got {kind}"
+        )
     if tensor.ndim == 0 or tensor.numel() == 0:
-        raise InvalidValue(f"{field} must have rows, and no empty axis; got shape {tuple(tensor.shape)}")
+        raise InvalidValue(
+            f"{field} must have rows, and no empty axis; got shape {tuple(tensor.shape)}"
+        )
     return tensor
 
 
@@ -77,7 +83,9 @@ def input_tensor(field: str, value: Array) -> Tensor:
     scaled = x.float().div(255) if x.dtype == torch.uint8 else x.float()
     if not bool(torch.isfinite(scaled).all()):
         wrong = scaled[~torch.isfinite(scaled)]
-        raise InvalidValue(f"{field} must be finite in float32; got {wrong[0].item()} ({len(wrong)} in all)")
+        raise InvalidValue(
+            f"{field} must be finite in float32; got {wrong[0].item()} ({len(wrong)} in all)"
+        )
     return scaled
 
 
@@ -85,7 +93,9 @@ def integer_tensor(field: str, value: Array) -> Tensor:
     """Labels or owners: one whole number for each row, none of them negative."""
     y = _as_tensor(field, value)
     if y.ndim != 1 or y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
-        raise InvalidValue(f"{field} must hold one whole number for each row; got {y.dtype} of shape {tuple(y.shape)}")
+        raise InvalidValue(
+            f"{field} must hold one whole number for each row; got {y.dtype} of shape {tuple(y.shape)}"
+        )
     if int(y.long().min()) < 0:
         raise InvalidValue(f"{field} must not be negative; got {int(y.long().min())}")
     return y.long()
@@ -102,7 +112,9 @@ def integer_value(field: str, value: Array) -> int:
 def check_length(field: str, value: Tensor, other: str, input_tensor: Tensor) -> None:
     """Refuse what is not as long as its inputs."""
     if len(value) != len(input_tensor):
-        raise InvalidValue(f"{field} must be as long as {other}, {len(input_tensor)} rows; got {len(value)}")
+        raise InvalidValue(
+            f"{field} must be as long as {other}, {len(input_tensor)} rows; got {len(value)}"
+        )
 
 
 def infer_num_classes(labels: Tensor, given: int | None) -> int:
@@ -114,7 +126,9 @@ def infer_num_classes(labels: Tensor, given: int | None) -> int:
     occurring = torch.unique(labels).tolist()
     highest: int = occurring[-1]
     if len(occurring) <= highest:
-        shown = ", ".join(map(str, occurring[:5])) + (f", ..., {highest}" if len(occurring) > 5 else "")
+        shown = ", ".join(map(str, occurring[:5])) + (
+            f", ..., {highest}" if len(occurring) > 5 else ""
+        )
         raise InvalidValue(
             f"train_y must hold every label from 0 to {highest}, or classes={highest + 1} must say that some are "
             f"missing; got {len(occurring)} labels: {shown}"

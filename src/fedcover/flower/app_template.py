@@ -48,7 +48,10 @@ app = experiment_app()
 _FILES = {
     "LICENSE": "Apache-2.0, as fedcover itself.\n",
     "fedcover_experiment/__init__.py": '"""An experiment of fedcover."""\n',
-    **{f"fedcover_experiment/{side}_app.py": _MODULE.format(side=side) for side in ("server", "client")},
+    **{
+        f"fedcover_experiment/{side}_app.py": _MODULE.format(side=side)
+        for side in ("server", "client")
+    },
 }
 
 
@@ -71,10 +74,14 @@ class RunConfig:
     def read(cls, config: Mapping[str, Any]) -> "RunConfig":
         """From Flower's run config, in which a whole number may stand for any."""
         fields: dict[str, Any] = {name: config[name] for name in cls.__dataclass_fields__}
-        return cls(**{**fields, "deadline": float(fields["deadline"]), "wait": float(fields["wait"])})
+        return cls(
+            **{**fields, "deadline": float(fields["deadline"]), "wait": float(fields["wait"])}
+        )
 
 
-def write_app(folder: Path, settings: RunConfig, modules: Mapping[str, bytes] = MappingProxyType({})) -> Path:
+def write_app(
+    folder: Path, settings: RunConfig, modules: Mapping[str, bytes] = MappingProxyType({})
+) -> Path:
     """Write the Flower App of a run into a folder; `flwr run` accepts it.
 
     Args:
@@ -83,7 +90,10 @@ def write_app(folder: Path, settings: RunConfig, modules: Mapping[str, bytes] = 
         modules: The user's own modules that travel with it: the content of each file by its path.
     """
     # a JSON string, number or boolean is also TOML, but for the pairs in which JSON escapes rare signs
-    config = "".join(f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in asdict(settings).items())
+    config = "".join(
+        f"{name} = {json.dumps(value, ensure_ascii=False)}\n"
+        for name, value in asdict(settings).items()
+    )
     texts = {**_FILES, "pyproject.toml": _PROJECT.format(flower=FLOWER, config=config)}
     own = {f"{MODULES}/{path}": content for path, content in modules.items()}
     for name, content in {**{name: text.encode() for name, text in texts.items()}, **own}.items():

@@ -24,12 +24,18 @@ class BoundedGrid:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.grid, name)
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
         """Send each node its message; a node without a usable reply is told of by an error."""
         sent = {message.metadata.dst_node_id: message for message in messages}
         if any(TASK not in message.content.config_records for message in sent.values()):
-            return self.grid.send_and_receive(sent.values(), timeout=timeout)  # of an app of one's own
-        replies = Transport(self.grid).send_and_wait(sent, timeout=timeout or DAY, max_bytes=self.max_bytes)
+            return self.grid.send_and_receive(
+                sent.values(), timeout=timeout
+            )  # of an app of one's own
+        replies = Transport(self.grid).send_and_wait(
+            sent, timeout=timeout or DAY, max_bytes=self.max_bytes
+        )
         failed = {node for node, reply in replies.items() if isinstance(reply, FailedReply)}
         self.silent.update(failed)
         self.silent.difference_update(replies.keys() - failed)

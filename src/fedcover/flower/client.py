@@ -28,7 +28,9 @@ EvaluateFn = Callable[["nn.Module", Mapping[str, Any], Context], Mapping[str, fl
 
 
 def client_app(
-    train_fn: TrainFn, model: "Callable[[], nn.Module | Model]", evaluate_fn: EvaluateFn | None = None
+    train_fn: TrainFn,
+    model: "Callable[[], nn.Module | Model]",
+    evaluate_fn: EvaluateFn | None = None,
 ) -> ClientApp:
     """A ClientApp whose nodes train the part of a model that `CoverageStrategy` sends them.
 
@@ -75,7 +77,9 @@ def _room_for_torch() -> Iterator[None]:
     try:
         yield
     except (ImportError, OSError, MemoryError) as error:
-        if not isinstance(error, MemoryError) and not any(sign in str(error).lower() for sign in _NO_ROOM):
+        if not isinstance(error, MemoryError) and not any(
+            sign in str(error).lower() for sign in _NO_ROOM
+        ):
             raise
         raise MemoryError(f"this device has too little memory to load torch: {error}") from error
 
@@ -103,7 +107,10 @@ def _answer_query(message: Message, context: Context) -> Message:
     if refused := message.content.config_records.get("refused"):
         from fedcover.errors import printable
 
-        log.error("fedcover: the server does not take this node: %s", printable(str(refused["why"]))[:1000])
+        log.error(
+            "fedcover: the server does not take this node: %s",
+            printable(str(refused["why"]))[:1000],
+        )
         return Message(RecordDict(), reply_to=message)
     content = RecordDict()
     try:

@@ -11,7 +11,13 @@ from torch import Tensor, nn
 
 from fedcover.errors import FedcoverError, InvalidValue, printable
 from fedcover.flower.client_training import whole_model
-from fedcover.flower.messages import EVALUATE, ClientTask, TaskRequest, read_request, request_message
+from fedcover.flower.messages import (
+    EVALUATE,
+    ClientTask,
+    TaskRequest,
+    read_request,
+    request_message,
+)
 from fedcover.flower.node_data import MOST_SAMPLES
 from fedcover.flower.payloads import (
     decode_reduction,
@@ -47,7 +53,9 @@ def evaluation_message(
     client_task = ClientTask(client.id, client.capacity, client.slot, encoded, 0, "")
     payloads = (pack_arrays(prefix_names(sent)),)
     unit_groups = groups_to_json(model.groups)
-    request = TaskRequest(round, 0.0, torch.get_num_threads(), "", (client_task,), payloads, dict(config), unit_groups)
+    request = TaskRequest(
+        round, 0.0, torch.get_num_threads(), "", (client_task,), payloads, dict(config), unit_groups
+    )
     return request_message(node, request, ttl=ttl, kind=EVALUATE)
 
 
@@ -64,7 +72,9 @@ def evaluate_module(
         request = read_request(message)
         (client_task,) = request.client_tasks
         module = _load_submodel(
-            client_task, request, build_on_meta_or_cpu(partial(whole_model, build, request.groups), "model")
+            client_task,
+            request,
+            build_on_meta_or_cpu(partial(whole_model, build, request.groups), "model"),
         )
         config = {
             **request.extra_config,
@@ -92,11 +102,15 @@ def _load_submodel(client_task: ClientTask, request: TaskRequest, model: Model) 
     if known:
         wanted["statistics"] = expected_part(reduction, known)
     found = unpack_sections(request.payloads[client_task.payload_index], wanted)
-    module = submodel(model.module, reduction, scatter_kept(reduction, found["params"], params, "cpu"))
+    module = submodel(
+        model.module, reduction, scatter_kept(reduction, found["params"], params, "cpu")
+    )
     return load_tensors(module, found["statistics"]) if known else module
 
 
-def aggregate_metrics(replies: Iterable[Message], tell: Callable[[str], None]) -> MetricRecord | None:
+def aggregate_metrics(
+    replies: Iterable[Message], tell: Callable[[str], None]
+) -> MetricRecord | None:
     """Every figure averaged over the nodes that tell it, by their numbers of examples; None if nobody answered.
 
     `tell` hears why an answer does not count.
@@ -117,11 +131,16 @@ def weighted_mean_metrics(told: Sequence[Mapping[str, float]]) -> dict[str, int 
     >>> weighted_mean_metrics([{"num-examples": 1, "accuracy": 1.0}, {"num-examples": 3, "accuracy": 0.0}])
     {'num-examples': 4, 'nodes': 2, 'accuracy': 0.25}
     """
-    mean: dict[str, int | float] = {COUNT: int(sum(each[COUNT] for each in told)), "nodes": len(told)}
+    mean: dict[str, int | float] = {
+        COUNT: int(sum(each[COUNT] for each in told)),
+        "nodes": len(told),
+    }
     names = {name: None for each in told for name in each if name not in mean}
     for name in names:
         having = [each for each in told if name in each]
-        mean[name] = math.fsum(each[COUNT] * each[name] for each in having) / sum(each[COUNT] for each in having)
+        mean[name] = math.fsum(each[COUNT] * each[name] for each in having) / sum(
+            each[COUNT] for each in having
+        )
     return mean
 
 
@@ -143,4 +162,8 @@ def _metrics_violation(told: Mapping[str, Any]) -> str:
     if type(count) is not int or not 1 <= count <= MOST_SAMPLES:
         return f"{COUNT} (a count in 1..{MOST_SAMPLES}) and numbers"
     numbers = all(type(value) in (int, float) and abs(value) < 1e300 for value in told.values())
-    return "" if numbers and len(told) <= MOST_FIGURES else f"at most {MOST_FIGURES} finite numbers, by name"
+    return (
+        ""
+        if numbers and len(told) <= MOST_FIGURES
+        else f"at most {MOST_FIGURES} finite numbers, by name"
+    )

@@ -13,7 +13,14 @@ from torch import nn
 
 from fedcover.errors import FedcoverError, InvalidValue
 from fedcover.flower.memory import own_pages
-from fedcover.flower.messages import ClientResult, ClientTask, SharedPayloads, TaskRequest, read_request, result_message
+from fedcover.flower.messages import (
+    ClientResult,
+    ClientTask,
+    SharedPayloads,
+    TaskRequest,
+    read_request,
+    result_message,
+)
 from fedcover.flower.node_data import load_node_data
 from fedcover.flower.nodes import DataRequirements, clients_of, read_node_config
 from fedcover.flower.payloads import (
@@ -53,10 +60,14 @@ def train_clients(message: Message, context: Context) -> Message:
     request = replace(request, payloads=())  # which would keep them
     own_pages()
     try:
-        machine = Machine("sequential", str(context.node_config.get("device", "cpu")), request.threads).resolved()
+        machine = Machine(
+            "sequential", str(context.node_config.get("device", "cpu")), request.threads
+        ).resolved()
         task = _task(request, machine, context.node_id, context.node_config)
     except FedcoverError as error:
-        return result_message(message, [_failed_result(client_task, error) for client_task in request.client_tasks])
+        return result_message(
+            message, [_failed_result(client_task, error) for client_task in request.client_tasks]
+        )
     answers = []
     with machine.applied():
         for client_task in request.client_tasks:
@@ -64,7 +75,9 @@ def train_clients(message: Message, context: Context) -> Message:
                 _run_client_task(
                     client_task,
                     context,
-                    lambda client_task: _train_client_task(client_task, request, payloads, task, context),
+                    lambda client_task: _train_client_task(
+                        client_task, request, payloads, task, context
+                    ),
                 )
             )
     return result_message(message, answers)
@@ -73,13 +86,19 @@ def train_clients(message: Message, context: Context) -> Message:
 def _task(request: TaskRequest, machine: Machine, node: int, config: Mapping[str, Any]) -> Task:
     """The experiment as this node sees it: with its own rows, where those of the clients are on nodes."""
     experiment = Experiment.from_toml(request.experiment)
-    build = partial(build_meta_model, known=groups_from_json(request.groups) if request.groups else None)
+    build = partial(
+        build_meta_model, known=groups_from_json(request.groups) if request.groups else None
+    )
     if experiment.partition != "nodes":
         data = config.get("data")
-        return prepare(experiment, machine, data=str(data) if data else None, parts=Overrides(build=build)).task
+        return prepare(
+            experiment, machine, data=str(data) if data else None, parts=Overrides(build=build)
+        ).task
     me = read_node_config(node, config, __version__)
     mine = clients_of(me.partition_id, experiment.clients, me.num_partitions)
-    wanted = DataRequirements(experiment.clients, request.extra_config["classes"], tuple(request.extra_config["shape"]))
+    wanted = DataRequirements(
+        experiment.clients, request.extra_config["classes"], tuple(request.extra_config["shape"])
+    )
     rows = load_node_data(str(config.get("rows", "")), experiment, mine, wanted, machine.device)
     return prepare(experiment, machine, parts=Overrides(source=rows, build=build)).task
 
@@ -97,7 +116,9 @@ def _run_client_task(
         return work(client_task)
     except (FedcoverError, InvalidReply) as error:
         return _failed_result(client_task, error)
-    except Exception as error:  # of a model, recipe or training function that somebody has brought along
+    except (
+        Exception
+    ) as error:  # of a model, recipe or training function that somebody has brought along
         log.exception("training client %d has failed", client_task.client)
         return _failed_result(client_task, error)
 
@@ -111,7 +132,11 @@ def _failed_result(client_task: ClientTask, error: Exception) -> ClientResult:
 
 
 def _train_client_task(
-    client_task: ClientTask, request: TaskRequest, payloads: SharedPayloads, task: Task, context: Context
+    client_task: ClientTask,
+    request: TaskRequest,
+    payloads: SharedPayloads,
+    task: Task,
+    context: Context,
 ) -> ClientResult:
     source = task.source
     client = Client(
@@ -125,13 +150,24 @@ def _train_client_task(
     mine = _private(context, client_task.client)
     device = task.source.test.x.device
     state = partial(
-        state_from_payload, task=task, client=client, reduction=reduction, round=request.round, private=mine
+        state_from_payload,
+        task=task,
+        client=client,
+        reduction=reduction,
+        round=request.round,
+        private=mine,
     )
-    update = train_client(task, state(payloads.pop_for(client_task), device=device), client, reduction, request.lr)
+    update = train_client(
+        task, state(payloads.pop_for(client_task), device=device), client, reduction, request.lr
+    )
     if update.private:
         _keep_private(context, client_task.client, update.private)
     return ClientResult(
-        client_task.client, client_task.nonce, update.loss, client.samples, pack_arrays(pack_update(update))
+        client_task.client,
+        client_task.nonce,
+        update.loss,
+        client.samples,
+        pack_arrays(pack_update(update)),
     )
 
 
@@ -139,14 +175,23 @@ def build_payload(task: Task, state: State, client: Client, reduction: Reduction
     """What a client is sent: its part of the parameters, of its width's statistics and of what was measured."""
     known = state.statistics.get(statistics_key(task.norm, client.capacity) or "", {})
     measured = {
-        f"measured-{kind}": without_masks(reduction).extract(tensors) for kind, tensors in state.measured.items()
+        f"measured-{kind}": without_masks(reduction).extract(tensors)
+        for kind, tensors in state.measured.items()
     }
     part = gather_kept(reduction, reduction.extract(state.params))
-    return pack_arrays(prefix_names({"params": part, "statistics": reduction.extract(known), **measured}))
+    return pack_arrays(
+        prefix_names({"params": part, "statistics": reduction.extract(known), **measured})
+    )
 
 
 def state_from_payload(
-    payload: bytes, task: Task, client: Client, reduction: Reduction, round: int, private: Params, device: torch.device
+    payload: bytes,
+    task: Task,
+    client: Client,
+    reduction: Reduction,
+    round: int,
+    private: Params,
+    device: torch.device,
 ) -> State:
     """The part of the server's state that a client knows: as a `PartialParams`, unless its part is masked, not cut."""
     module = task.model.module
@@ -154,10 +199,13 @@ def state_from_payload(
     key = statistics_key(task.norm, client.capacity)
     known = running(module) if key else {}
     names = [tuple(name.split("/", 1)) for name in unpack_arrays(payload)]
-    kinds = dict.fromkeys(head.removeprefix("measured-") for head, _ in names if head.startswith("measured-"))
+    kinds = dict.fromkeys(
+        head.removeprefix("measured-") for head, _ in names if head.startswith("measured-")
+    )
     whole = without_masks(reduction)
     of_kind = {
-        kind: {n: params[n] for head, n in names if head == f"measured-{kind}" and n in params} for kind in kinds
+        kind: {n: params[n] for head, n in names if head == f"measured-{kind}" and n in params}
+        for kind in kinds
     }
     wanted = {
         "params": expected_part(reduction, params),
@@ -169,7 +217,10 @@ def state_from_payload(
         round,
         scatter_kept(reduction, found["params"], params, device),
         {key: scatter_kept(reduction, found["statistics"], known, device)} if key else {},
-        measured={k: scatter_kept(whole, found[f"measured-{k}"], tensors, device) for k, tensors in of_kind.items()},
+        measured={
+            k: scatter_kept(whole, found[f"measured-{k}"], tensors, device)
+            for k, tensors in of_kind.items()
+        },
         private={client.id: {name: tensor.to(device) for name, tensor in private.items()}},
     )
 
@@ -190,7 +241,9 @@ def train_module(
 
     def work(client_task: ClientTask) -> ClientResult:
         reduction = decode_reduction(client_task.encoded, model)
-        part = unpack_sections(payloads.pop_for(client_task), {"params": expected_part(reduction, params)})["params"]
+        part = unpack_sections(
+            payloads.pop_for(client_task), {"params": expected_part(reduction, params)}
+        )["params"]
         module = submodel(model.module, reduction, scatter_kept(reduction, part, params, "cpu"))
         config = {
             **request.extra_config,
@@ -201,16 +254,23 @@ def train_module(
         told = train_fn(module, config, context)
         samples, loss = told.get("num-examples"), told.get("loss")
         if type(samples) is not int or samples < 1 or type(loss) not in (int, float):
-            raise InvalidValue(f"train_fn must give num-examples (a count) and loss (a number); got {dict(told)}")
+            raise InvalidValue(
+                f"train_fn must give num-examples (a count) and loss (a number); got {dict(told)}"
+            )
         client = Client(client_task.client, client_task.capacity, client_task.slot, samples, ())
         trained = {name: p.detach() for name, p in module.named_parameters()}
         update = Update(client, reduction, reduction, trained, {}, {}, {}, float(loss or 0.0))
         return ClientResult(
-            client_task.client, client_task.nonce, update.loss, samples, pack_arrays(pack_update(update))
+            client_task.client,
+            client_task.nonce,
+            update.loss,
+            samples,
+            pack_arrays(pack_update(update)),
         )
 
     return result_message(
-        message, [_run_client_task(client_task, context, work) for client_task in request.client_tasks]
+        message,
+        [_run_client_task(client_task, context, work) for client_task in request.client_tasks],
     )
 
 
@@ -220,7 +280,9 @@ def whole_model(build: Callable[[], nn.Module | Model], groups: str) -> Model:
     if isinstance(built, nn.Module):
         return Model(built, groups_from_json(groups))
     if not isinstance(built, Model):
-        raise InvalidValue(f"model must build an nn.Module or a fedcover Model; got {type(built).__name__}")
+        raise InvalidValue(
+            f"model must build an nn.Module or a fedcover Model; got {type(built).__name__}"
+        )
     return built
 
 
@@ -232,7 +294,9 @@ def _private(context: Context, client: int) -> Params:
 
 
 def _keep_private(context: Context, client: int, private: Params) -> None:
-    content = safetensors.torch.save({name: tensor.contiguous().cpu() for name, tensor in private.items()})
+    content = safetensors.torch.save(
+        {name: tensor.contiguous().cpu() for name, tensor in private.items()}
+    )
     records = context.state.array_records
     record = records[PRIVATE] if PRIVATE in records else ArrayRecord()
     record[str(client)] = Array("uint8", (len(content),), "safetensors", content)

@@ -12,7 +12,13 @@ from fedcover.data.client_data import ClientDataInfo
 from fedcover.errors import InvalidValue, printable
 from fedcover.flower.client_training import build_payload
 from fedcover.flower.events import EventLog
-from fedcover.flower.messages import ClientResult, ClientTask, TaskRequest, read_results, request_message
+from fedcover.flower.messages import (
+    ClientResult,
+    ClientTask,
+    TaskRequest,
+    read_results,
+    request_message,
+)
 from fedcover.flower.nodes import NodeRegistry, partition_of
 from fedcover.flower.payloads import encode_reduction, unpack_arrays
 from fedcover.flower.registration import register_new_nodes
@@ -20,7 +26,13 @@ from fedcover.flower.transport import GRACE, FailedReply, Transport
 from fedcover.models.norms import statistics_key
 from fedcover.runs.metrics_log import UNANSWERED
 from fedcover.server.npy_codec import InvalidReply
-from fedcover.server.reply_validation import PendingTask, RawReply, Rejection, TaskLedger, pending_task
+from fedcover.server.reply_validation import (
+    PendingTask,
+    RawReply,
+    Rejection,
+    TaskLedger,
+    pending_task,
+)
 from fedcover.server.round_setup import Setup
 from fedcover.submodels.unit_groups import groups_to_json
 from fedcover.types import Assignment, Client, Reduction, State, Task, Update
@@ -83,7 +95,9 @@ class FlowerEngine:
             request, asked[node] = self._build_request(task, state, mine, lr)
             messages[node] = request_message(node, request, ttl=self.options.deadline + GRACE)
         max_bytes = {node: sum(a.byte_limit for a in mine.values()) for node, mine in asked.items()}
-        replies = self.transport.send_and_wait(messages, timeout=self.options.deadline, max_bytes=max_bytes)
+        replies = self.transport.send_and_wait(
+            messages, timeout=self.options.deadline, max_bytes=max_bytes
+        )
         updates: list[Update] = []
         for node, reply in replies.items():
             if isinstance(reply, FailedReply):
@@ -105,7 +119,10 @@ class FlowerEngine:
         if self.node_registry.requirements is None:
             return work
         source = task.source
-        return [(replace(c, samples=source.count(c.id), labels=source.labels(c.id)), part) for c, part in work]
+        return [
+            (replace(c, samples=source.count(c.id), labels=source.labels(c.id)), part)
+            for c, part in work
+        ]
 
     def _group_by_node(self, round: int, work: ClientParts) -> dict[int, ClientParts]:
         """The work of each node that is there; clients without one are lost for this round."""
@@ -113,7 +130,9 @@ class FlowerEngine:
         num_partitions = self.node_registry.num_partitions or 1
         shared: dict[int, list[tuple[Client, Reduction]]] = {}
         for client, reduction in work:
-            node = node_of_partition.get(partition_of(client.id, self.options.clients, num_partitions))
+            node = node_of_partition.get(
+                partition_of(client.id, self.options.clients, num_partitions)
+            )
             if node is None:
                 self._record_event(round, "lost", None, client.id, "no node holds this client")
             else:
@@ -135,20 +154,36 @@ class FlowerEngine:
             if key not in payloads:
                 payloads[key] = build_payload(task, state, client, wire)
             make = partial(
-                pending_task, task=task, state=state, client=client, reduction=wire, allow_bits=not self.options.private
+                pending_task,
+                task=task,
+                state=state,
+                client=client,
+                reduction=wire,
+                allow_bits=not self.options.private,
             )
             asked[client.id] = self.ledger.issue(make)
             payload_index = payload_indices.setdefault(key, len(payload_indices))
             client_tasks.append(
-                ClientTask(client.id, client.capacity, client.slot, encoded, payload_index, asked[client.id].nonce)
+                ClientTask(
+                    client.id,
+                    client.capacity,
+                    client.slot,
+                    encoded,
+                    payload_index,
+                    asked[client.id].nonce,
+                )
             )
         told = state.round, lr, torch.get_num_threads(), self.options.experiment
         source = task.source
         extra_config = {"classes": source.classes, "shape": list(source.test.x.shape[1:])}
         unit_groups = groups_to_json(task.model.groups) if self.options.own_model else ""
-        return TaskRequest(*told, tuple(client_tasks), tuple(payloads.values()), extra_config, unit_groups), asked
+        return TaskRequest(
+            *told, tuple(client_tasks), tuple(payloads.values()), extra_config, unit_groups
+        ), asked
 
-    def _accept_updates(self, round: int, node: int, asked: dict[int, PendingTask], reply: Any) -> Iterable[Update]:
+    def _accept_updates(
+        self, round: int, node: int, asked: dict[int, PendingTask], reply: Any
+    ) -> Iterable[Update]:
         """The updates of a reply that are what was asked for; the others are told of."""
         try:
             answers = read_results(reply)
@@ -164,16 +199,24 @@ class FlowerEngine:
             why = f"{len(answers) - len(mine)} answers for clients that this node was not asked for, or twice for one"
             self._record_event(round, "rejected", node, None, why)
         for client in asked:
-            found = validate_result(mine[client], self.ledger) if client in mine else "its node did not answer for it"
+            found = (
+                validate_result(mine[client], self.ledger)
+                if client in mine
+                else "its node did not answer for it"
+            )
             if client in mine and mine[client].error:
-                self.node_registry.to_be_queried.add(node)  # it may have come back with less than it had
+                self.node_registry.to_be_queried.add(
+                    node
+                )  # it may have come back with less than it had
             if isinstance(found, str):
                 self._record_event(round, "rejected", node, client, found)
             else:
                 self._record_event(round, "answered", node, client)
                 yield found
 
-    def _record_event(self, round: int, event: str, node: int | None, client: int | None, why: str = "") -> None:
+    def _record_event(
+        self, round: int, event: str, node: int | None, client: int | None, why: str = ""
+    ) -> None:
         if client is not None:  # what a node did beside is told of, but no client's task
             self.outcome_counts[event] += 1
         self.event_log.write(round, event, node, client, why)
@@ -181,8 +224,12 @@ class FlowerEngine:
 
 def _try_recipe(task: Task, state: State, work: ClientParts) -> None:
     """Let the recipe refuse here, as it would in one process, what every node would refuse."""
-    for client, reduction in {id(reduction): (client, reduction) for client, reduction in work}.values():
-        task.recipe.start(Assignment(task, state, client, reduction), dict(reduction.extract(state.params)))
+    for client, reduction in {
+        id(reduction): (client, reduction) for client, reduction in work
+    }.values():
+        task.recipe.start(
+            Assignment(task, state, client, reduction), dict(reduction.extract(state.params))
+        )
 
 
 def validate_result(answer: ClientResult, ledger: TaskLedger) -> Update | str:

@@ -28,16 +28,30 @@ class EventLog:
         if self.path and not all(line.endswith(b"\n") for line in read_raw_lines(self.path)[-1:]):
             self._append("\n")
 
-    def write(self, round: int, event: str, node: int | None, client: int | None, why: str = "") -> None:
+    def write(
+        self, round: int, event: str, node: int | None, client: int | None, why: str = ""
+    ) -> None:
         """Add an event."""
         if event in MEMBERSHIP_EVENTS:
             log.info("round %d: node %s %s: %s", round + 1, node, event, why)
         elif event != "answered":
             whose = "a node" if client is None else f"client {client}"
             of = "no node" if node is None else f"node {node}"
-            log.warning("round %d: %s (%s) %s: %s", round + 1, whose, of, event, why)  # people count from 1
-        record = {"round": round, "time": time.time(), "event": event, "node": node, "client": client, "why": why}
-        line, before = json.dumps(record) + "\n", self.pending_lines if self.pending_lines is not None else []
+            log.warning(
+                "round %d: %s (%s) %s: %s", round + 1, whose, of, event, why
+            )  # people count from 1
+        record = {
+            "round": round,
+            "time": time.time(),
+            "event": event,
+            "node": node,
+            "client": client,
+            "why": why,
+        }
+        line, before = (
+            json.dumps(record) + "\n",
+            self.pending_lines if self.pending_lines is not None else [],
+        )
         if self.path is None:
             before.append(line)
         else:

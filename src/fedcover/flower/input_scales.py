@@ -41,7 +41,11 @@ class InputScale:
         """As a node tells it; None if it tells nothing, refused if that makes no sense."""
         if told is None:
             return None
-        if not isinstance(told, Sequence) or len(told) != 4 or not all(type(number) is float for number in told):
+        if (
+            not isinstance(told, Sequence)
+            or len(told) != 4
+            or not all(type(number) is float for number in told)
+        ):
             raise ValueError("no scale")
         found = cls.coarse(told)  # a node may tell more digits than it should; nobody needs them
         if found.low > found.high or found.spread < 0:

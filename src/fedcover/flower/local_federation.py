@@ -49,7 +49,9 @@ class LocalFederation:
         """Start the SuperLink and wait until it listens."""
         arguments = ["--insecure", "--host", "127.0.0.1", "--port", str(self.port)]
         arguments += ["--disable-runtime-dependency-installation"]
-        started = self.start("superlink", sys.executable, *STEADY_LAUNCHER, "flower-superlink", *arguments)
+        started = self.start(
+            "superlink", sys.executable, *STEADY_LAUNCHER, "flower-superlink", *arguments
+        )
         self.wait_until_listening("superlink", self.port)
         return started
 
@@ -87,7 +89,10 @@ class LocalFederation:
     def environment(self, name: str) -> dict[str, str]:
         """What a process is told: Flower without calls home, and where the user's own modules are."""
         known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        paths = [*self.python_path, *(os.path.abspath(path) for path in known if path)]  # it runs in another folder
+        paths = [
+            *self.python_path,
+            *(os.path.abspath(path) for path in known if path),
+        ]  # it runs in another folder
         beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         return {
             **os.environ, **FLOWER_ENVIRONMENT, "FLWR_HOME": str(self.home(name)), "PATH": beside,
@@ -167,7 +172,9 @@ def run_local_federation(
 def _command(pid: int) -> bytes:
     """How a process was called; nothing if it has just ended."""
     if not Path("/proc/self/cmdline").exists():
-        asked = subprocess.run(["ps", "-p", str(pid), "-o", "command="], capture_output=True, check=False)
+        asked = subprocess.run(
+            ["ps", "-p", str(pid), "-o", "command="], capture_output=True, check=False
+        )
         return asked.stdout
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -198,5 +205,7 @@ def _toml(value: object) -> str:
         return str(value)
     quote = next((sign for sign in "'\"" if sign not in value), None)
     if quote is None:
-        raise InvalidValue(f"Flower takes no text with both kinds of quotes in a node's configuration; got {value!r}")
+        raise InvalidValue(
+            f"Flower takes no text with both kinds of quotes in a node's configuration; got {value!r}"
+        )
     return f"{quote}{value}{quote}"

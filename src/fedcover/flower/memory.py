@@ -29,7 +29,9 @@ def tidy() -> None:
     Python's cache of attributes is emptied too: of names that C code makes anew for every lookup it keeps up to one in
     each of its 4,096 places, so that it fills for hundreds of messages.
     """
-    empty_caches = getattr(sys, "_clear_internal_caches", None) or sys._clear_type_cache  # the first since Python 3.13
+    empty_caches = (
+        getattr(sys, "_clear_internal_caches", None) or sys._clear_type_cache
+    )  # the first since Python 3.13
     empty_caches()
     gc.collect()
     if (library := _library()) is not None:

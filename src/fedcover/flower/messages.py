@@ -72,9 +72,15 @@ def request_message(node: int, request: TaskRequest, *, ttl: float, kind: str = 
             "parcels": [client_task.payload_index for client_task in request.client_tasks],
         }
     )
-    parts = ArrayRecord({str(place): _array(payload) for place, payload in enumerate(request.payloads)})
-    content = RecordDict({TASK: task, PARTS: parts, EXTRA_CONFIG: ConfigRecord(dict(request.extra_config))})
-    return Message(content, dst_node_id=node, message_type=kind, ttl=ttl, group_id=str(request.round))
+    parts = ArrayRecord(
+        {str(place): _array(payload) for place, payload in enumerate(request.payloads)}
+    )
+    content = RecordDict(
+        {TASK: task, PARTS: parts, EXTRA_CONFIG: ConfigRecord(dict(request.extra_config))}
+    )
+    return Message(
+        content, dst_node_id=node, message_type=kind, ttl=ttl, group_id=str(request.round)
+    )
 
 
 def read_request(message: Message) -> TaskRequest:
@@ -133,17 +139,25 @@ def read_results(reply: Message) -> list[ClientResult]:
     try:
         report: Any = reply.content.config_records[REPORT]
         payloads = reply.content.array_records[ANSWERS]
-        columns = [list(report[column]) for column in ("clients", "nonces", "losses", "samples", "errors")]
+        columns = [
+            list(report[column]) for column in ("clients", "nonces", "losses", "samples", "errors")
+        ]
         rows = list(zip(*columns, strict=True))
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidValue(f"the reply lacks what a reply must have: {error}") from error
-    if any(type(v) is not kind for row in rows for v, kind in zip(row, (int, str, float, int, str), strict=True)):
+    if any(
+        type(v) is not kind
+        for row in rows
+        for v, kind in zip(row, (int, str, float, int, str), strict=True)
+    ):
         raise InvalidValue("the reply's report has values of wrong types")
     answered = [str(client) for client, *_, error in rows if not error]
     if sorted(payloads) != sorted(answered):
         raise InvalidValue("the reply's arrays are not one for each client that answered")
     return [
-        ClientResult(client, nonce, loss, samples, b"" if error else _parcel(payloads[str(client)]), error)
+        ClientResult(
+            client, nonce, loss, samples, b"" if error else _parcel(payloads[str(client)]), error
+        )
         for client, nonce, loss, samples, error in rows
     ]
 

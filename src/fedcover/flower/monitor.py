@@ -41,13 +41,17 @@ def follow_run(
         for line in lines:
             if line["round"] > known:
                 watch(RoundReport(line["round"], line))
-        known = _last_round(lines)  # lower than before once the server has cut off the rounds that it runs again
+        known = _last_round(
+            lines
+        )  # lower than before once the server has cut off the rounds that it runs again
         if ended:
             break
         now = time.monotonic()
         if served():
             begun, last_seen = True, now
-        elif begun and now - last_seen > ENDING and _stamp(summary) == before and not _said_why(log):
+        elif (
+            begun and now - last_seen > ENDING and _stamp(summary) == before and not _said_why(log)
+        ):
             raise RunError(KILLED)
         time.sleep(0.3)
     if _stamp(summary) in (None, before) or _STOPPED.search(log.read_text(errors="replace")):
@@ -85,7 +89,9 @@ def stream_log(command: list[str], environment: dict[str, str]) -> None:
         try:
             for each in streaming.stdout:
                 line = each.decode(errors="replace")
-                finished = finished or line.startswith(FINISHED)  # a node may have said so, too, further on
+                finished = finished or line.startswith(
+                    FINISHED
+                )  # a node may have said so, too, further on
                 if said_why := _STOPPED.match(line):
                     stopped, why = True, said_why[1]
                 if not stopped:
@@ -101,4 +107,8 @@ def failure_message(log: Path) -> str:
     """The sentence with which the server stopped, or the end of its log."""
     text = log.read_text(errors="replace")
     sentences = _STOPPED.findall(text)
-    return sentences[-1] if sentences else f"the run on Flower did not finish; its log ends so:\n{text[-2000:].strip()}"
+    return (
+        sentences[-1]
+        if sentences
+        else f"the run on Flower did not finish; its log ends so:\n{text[-2000:].strip()}"
+    )

@@ -60,7 +60,9 @@ def data_info_of(samples: Samples, owner: Tensor) -> tuple[ClientDataInfo, ...]:
     (ClientDataInfo(samples=3, labels=(0, 2), shape=(8,)),)
     """
     if int(samples.y.max()) >= MOST_LABELS:
-        raise InvalidValue(f"train_y must be labels below {MOST_LABELS}; got {int(samples.y.max())}")
+        raise InvalidValue(
+            f"train_y must be labels below {MOST_LABELS}; got {int(samples.y.max())}"
+        )
     shape = tuple(samples.x.shape[1:])
     each = (samples.y[owner == one] for one in torch.unique(owner))
     return tuple(ClientDataInfo(len(y), tuple(torch.unique(y).tolist()), shape) for y in each)
@@ -109,11 +111,17 @@ def parse_data_info(told: Mapping[str, Any]) -> Sequence[ClientDataInfo]:
 
 def data_requirements(source: Source, clients: int) -> DataRequirements:
     """What nodes' rows must be like, by what the server tests on."""
-    return DataRequirements(clients, source.classes, tuple(source.test.x.shape[1:]), scale_of(source.test.x))
+    return DataRequirements(
+        clients, source.classes, tuple(source.test.x.shape[1:]), scale_of(source.test.x)
+    )
 
 
 def load_node_data(
-    path: str, experiment: Experiment, mine: range, requirements: DataRequirements, device: str = "cpu"
+    path: str,
+    experiment: Experiment,
+    mine: range,
+    requirements: DataRequirements,
+    device: str = "cpu",
 ) -> PartitionedData:
     """The rows of some of an experiment's clients, to train on; what is tested is tested elsewhere."""
     samples, owner = rows_from_file(path)
@@ -124,9 +132,13 @@ def load_node_data(
     return PartitionedData(dataset, split, seed=experiment.seed, device=device)
 
 
-def load_standalone_node_data(path: str, experiment: Experiment, classes: int | None, device: str) -> PartitionedData:
+def load_standalone_node_data(
+    path: str, experiment: Experiment, classes: int | None, device: str
+) -> PartitionedData:
     """The rows of a file for the first of an experiment's clients, whatever the server would have them be."""
     found = data_info_of(*rows_from_file(path))
     most = 1 + max(max(holding.labels) for holding in found)
-    requirements = DataRequirements(len(found), most if classes is None else classes, found[0].shape)
+    requirements = DataRequirements(
+        len(found), most if classes is None else classes, found[0].shape
+    )
     return load_node_data(path, experiment, range(len(found)), requirements, device)

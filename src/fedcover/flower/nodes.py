@@ -72,7 +72,9 @@ def read_node_config(node: int, config: Mapping[str, Any], version: str) -> Node
     capacity = config.get("capacity")
     if capacity is not None and (not isinstance(capacity, int | float) or not 0 < capacity <= 1):
         raise InvalidValue(f"capacity in --node-config must be in (0, 1]; got {capacity!r}")
-    return NodeInfo(node, partition_id, num_partitions, None if capacity is None else float(capacity), version)
+    return NodeInfo(
+        node, partition_id, num_partitions, None if capacity is None else float(capacity), version
+    )
 
 
 def partition_of(client: int, clients: int, num_partitions: int) -> int:
@@ -90,11 +92,15 @@ def clients_of(partition_id: int, clients: int, num_partitions: int) -> range:
     >>> clients_of(1, 5, 2)
     range(3, 5)
     """
-    first, end = (-(-border * clients // num_partitions) for border in (partition_id, partition_id + 1))
+    first, end = (
+        -(-border * clients // num_partitions) for border in (partition_id, partition_id + 1)
+    )
     return range(first, end)
 
 
-def declared_fleet(introductions: Iterable[NodeInfo], clients: int, fallback: Sequence[float]) -> str:
+def declared_fleet(
+    introductions: Iterable[NodeInfo], clients: int, fallback: Sequence[float]
+) -> str:
     """The fleet that the nodes declare; a client whose node declares nothing has the capacity of the fallback.
 
     Of several nodes that claim one place the first counts, as it does for who answers.
@@ -105,13 +111,23 @@ def declared_fleet(introductions: Iterable[NodeInfo], clients: int, fallback: Se
     first: dict[int, NodeInfo] = {}
     for known in introductions:
         first.setdefault(known.partition_id, known)
-    said = {partition_id: known.capacity for partition_id, known in first.items() if known.capacity is not None}
+    said = {
+        partition_id: known.capacity
+        for partition_id, known in first.items()
+        if known.capacity is not None
+    }
     num_partitions = next((first[partition_id].num_partitions for partition_id in said), 1)
     capacities = [
-        said.get(partition_of(client, clients, num_partitions), fallback[client]) for client in range(clients)
+        said.get(partition_of(client, clients, num_partitions), fallback[client])
+        for client in range(clients)
     ]
-    alike = [(len(list(group)), np.format_float_positional(share, trim="0")) for share, group in groupby(capacities)]
-    return " + ".join(f"{count}x{share}" for count, share in alike)  # no exponents: a fleet is not written with them
+    alike = [
+        (len(list(group)), np.format_float_positional(share, trim="0"))
+        for share, group in groupby(capacities)
+    ]
+    return " + ".join(
+        f"{count}x{share}" for count, share in alike
+    )  # no exponents: a fleet is not written with them
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +199,9 @@ class NodeRegistry:
 
     def nodes_to_query(self, connected_nodes: Collection[int]) -> list[int]:
         """The nodes of those that are present that must say who they are: new ones, and such as may have changed."""
-        settled = (self.connected_before & self.node_info.keys() - self.to_be_queried) | self.rejected_nodes
+        settled = (
+            self.connected_before & self.node_info.keys() - self.to_be_queried
+        ) | self.rejected_nodes
         return sorted(set(connected_nodes) - settled)
 
     def moves(self, connected_nodes: Collection[int]) -> Iterator[tuple[str, NodeInfo]]:
@@ -193,7 +211,9 @@ class NodeRegistry:
                 yield ("came" if node in connected_nodes else "left"), introduced
         self.connected_before = self.node_info.keys() & set(connected_nodes)
 
-    def members(self, connected_nodes: Collection[int], fallback: Sequence[float]) -> dict[int, float]:
+    def members(
+        self, connected_nodes: Collection[int], fallback: Sequence[float]
+    ) -> dict[int, float]:
         """The clients whose node is present, with the capacity that it declares; else that of the fallback.
 
         >>> node_registry = NodeRegistry(num_partitions=2, node_info={7: NodeInfo(7, 1, 2, 0.25, "1")})
@@ -230,11 +250,15 @@ class NodeRegistry:
             self._note_rows(
                 introduced,
                 self.requirements,
-                clients_of(introduced.partition_id, self.requirements.clients, introduced.num_partitions),
+                clients_of(
+                    introduced.partition_id, self.requirements.clients, introduced.num_partitions
+                ),
             )
         self.node_info[introduced.node] = introduced
         self.to_be_queried.discard(introduced.node)
-        self.num_queries[introduced.node] = 0  # it answers, so it may be asked again when it has been away
+        self.num_queries[introduced.node] = (
+            0  # it answers, so it may be asked again when it has been away
+        )
 
     def _with_partition(self, introduced: NodeInfo, connected_nodes: Collection[int]) -> NodeInfo:
         """The same node with a place of its own."""
@@ -250,30 +274,44 @@ class NodeRegistry:
         self.movable.add(introduced.node)
         before = self.node_info.get(introduced.node)
         partition_id = (
-            self._least_claimed_partition(introduced, connected_nodes) if before is None else before.partition_id
+            self._least_claimed_partition(introduced, connected_nodes)
+            if before is None
+            else before.partition_id
         )
-        return replace(introduced, partition_id=partition_id, num_partitions=self.num_partitions or 0)
+        return replace(
+            introduced, partition_id=partition_id, num_partitions=self.num_partitions or 0
+        )
 
-    def _least_claimed_partition(self, introduced: NodeInfo, connected_nodes: Collection[int]) -> int:
+    def _least_claimed_partition(
+        self, introduced: NodeInfo, connected_nodes: Collection[int]
+    ) -> int:
         claims = Counter(
             known.partition_id
             for node, known in self.node_info.items()
             if node in connected_nodes and node not in self.silent
         )
         num_partitions = range(self.num_partitions or len(self.node_info) + 1)
-        fitting = [partition_id for partition_id in num_partitions if self._fits(introduced, partition_id)]
-        return min(fitting or num_partitions, key=lambda partition_id: (claims[partition_id], partition_id))
+        fitting = [
+            partition_id for partition_id in num_partitions if self._fits(introduced, partition_id)
+        ]
+        return min(
+            fitting or num_partitions, key=lambda partition_id: (claims[partition_id], partition_id)
+        )
 
     def reassign_vacant_partitions(self, connected_nodes: Collection[int]) -> None:
         """Give places that nobody answers for to movable nodes that have nothing to answer for."""
         node_of_partition = self.node_of_partition(connected_nodes)
         busy = set(node_of_partition.values())
         spare = [
-            node for node in self.node_info if node in connected_nodes and node in self.movable - self.silent - busy
+            node
+            for node in self.node_info
+            if node in connected_nodes and node in self.movable - self.silent - busy
         ]
         for partition_id in range(self.num_partitions or 0):
             if node_of_partition.get(partition_id) in self.silent | {None}:
-                node = next((node for node in spare if self._fits(self.node_info[node], partition_id)), None)
+                node = next(
+                    (node for node in spare if self._fits(self.node_info[node], partition_id)), None
+                )
                 if node is not None:
                     spare.remove(node)
                     self.node_info[node] = replace(self.node_info[node], partition_id=partition_id)
@@ -297,6 +335,8 @@ class NodeRegistry:
         here = set(connected_nodes)
         candidates = [node for node in self.node_info if node in here]
         node_of_partition: dict[int, int] = {}
-        for node in sorted(candidates, key=lambda node: node in self.silent):  # stable: else by order of claims
+        for node in sorted(
+            candidates, key=lambda node: node in self.silent
+        ):  # stable: else by order of claims
             node_of_partition.setdefault(self.node_info[node].partition_id, node)
         return node_of_partition

@@ -41,7 +41,9 @@ def encode_reduction(reduction: Reduction, model: Model) -> tuple[bytes, Reducti
     if isinstance(reduction, Masks):
         odd = set(reduction.bits) - set(prunable)
         if odd:
-            raise InvalidValue(f"a mask can travel only for prunable weights ({list(prunable)}); got {sorted(odd)}")
+            raise InvalidValue(
+                f"a mask can travel only for prunable weights ({list(prunable)}); got {sorted(odd)}"
+            )
         whole = {name: torch.ones_like(p, dtype=torch.bool) for name, p in prunable.items()}
         reduction = Masks({**whole, **reduction.bits})
     encoded = encode(reduction)
@@ -50,7 +52,9 @@ def encode_reduction(reduction: Reduction, model: Model) -> tuple[bytes, Reducti
 
 def decode_reduction(encoded: bytes, model: Model) -> Reduction:
     """The reduction that `encode_reduction` wrote, for the same model."""
-    return decode(encoded, model.groups, {name: model.module.get_parameter(name) for name in model.prunable})
+    return decode(
+        encoded, model.groups, {name: model.module.get_parameter(name) for name in model.prunable}
+    )
 
 
 def pack_arrays(arrays: Mapping[str, np.ndarray]) -> bytes:
@@ -60,13 +64,17 @@ def pack_arrays(arrays: Mapping[str, np.ndarray]) -> bytes:
     {'w': [2]}
     """
     if too_long := [name for name in arrays if len(json.dumps(name)) > 4000]:
-        raise InvalidValue(f"names of tensors that travel must be shorter than 4,000 signs; got {too_long[0]:.40}...")
+        raise InvalidValue(
+            f"names of tensors that travel must be shorter than 4,000 signs; got {too_long[0]:.40}..."
+        )
     index: list[list[object]] = []
     pieces: list[bytes | memoryview] = []
     for name, array in arrays.items():
         file = io.BytesIO()
         numbers = np.ascontiguousarray(array).reshape(array.shape)
-        np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(numbers))
+        np.lib.format.write_array_header_1_0(
+            file, np.lib.format.header_data_from_array_1_0(numbers)
+        )
         pieces += [file.getvalue(), numbers.reshape(-1).view(np.uint8).data]
         index.append([name, str(array.dtype), list(array.shape), len(pieces[-2]) + numbers.nbytes])
     head = json.dumps(index).encode()
@@ -107,26 +115,44 @@ def _rows(payload: bytes, start: int, end: int) -> Iterator[tuple[str, str, list
         try:
             name = json.loads(row[2])
         except ValueError as error:
-            raise InvalidValue(f"the parcel's index cannot be read at byte {place - start}") from error
-        yield name, row[3].decode(), [int(size) for size in row[4].split(b", ") if size], int(row[5])
+            raise InvalidValue(
+                f"the parcel's index cannot be read at byte {place - start}"
+            ) from error
+        yield (
+            name,
+            row[3].decode(),
+            [int(size) for size in row[4].split(b", ") if size],
+            int(row[5]),
+        )
         place, before = row.end(), b", "
 
 
-def unpack_sections(payload: bytes, wanted: Mapping[str, Mapping[str, ArraySpec]]) -> dict[str, Params]:
+def unpack_sections(
+    payload: bytes, wanted: Mapping[str, Mapping[str, ArraySpec]]
+) -> dict[str, Params]:
     """The tensors of a parcel under each heading, which must be in type and shape as those that are wanted."""
     names = {f"{kind}/{name}" for kind, tensors in wanted.items() for name in tensors}
     arrays = unpack_arrays(payload)
     if names != set(arrays):
-        raise InvalidValue(f"the parcel must hold other tensors; unlike here: {sorted(names ^ set(arrays))[:5]}")
+        raise InvalidValue(
+            f"the parcel must hold other tensors; unlike here: {sorted(names ^ set(arrays))[:5]}"
+        )
     return {
-        kind: {name: decode_array(name, arrays[f"{kind}/{name}"], each) for name, each in tensors.items()}
+        kind: {
+            name: decode_array(name, arrays[f"{kind}/{name}"], each)
+            for name, each in tensors.items()
+        }
         for kind, tensors in wanted.items()
     }
 
 
 def prefix_names(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, np.ndarray]:
     """Tensors as arrays, named after their heading and themselves."""
-    return {f"{kind}/{name}": as_array(t) for kind, tensors in parts.items() for name, t in tensors.items()}
+    return {
+        f"{kind}/{name}": as_array(t)
+        for kind, tensors in parts.items()
+        for name, t in tensors.items()
+    }
 
 
 def gather_kept(reduction: Reduction, part: Mapping[str, Tensor]) -> Params:
@@ -143,13 +169,17 @@ def expected_part(reduction: Reduction, whole: Mapping[str, Tensor]) -> dict[str
     return {name: array_spec(tensor, masks.get(name)) for name, tensor in part.items()}
 
 
-def scatter_kept(reduction: Reduction, part: Params, whole: Mapping[str, Tensor], device: torch.device | str) -> Params:
+def scatter_kept(
+    reduction: Reduction, part: Params, whole: Mapping[str, Tensor], device: torch.device | str
+) -> Params:
     """Tensors of which `gather_kept` has taken a part: the part, or, of masked ones, full tensors with zeros elsewhere.
 
     Extracting the part from them gives the same bits again; of `whole` only shapes are read.
     """
     if isinstance(reduction, Slices):
-        return PartialParams(whole, {name: tensor.to(device) for name, tensor in part.items()}, reduction)
+        return PartialParams(
+            whole, {name: tensor.to(device) for name, tensor in part.items()}, reduction
+        )
     masks = reduction.gradient_mask()
     full = {name: _spread(t, masks[name].cpu()) if name in masks else t for name, t in part.items()}
     return {name: tensor.to(device) for name, tensor in full.items()}

@@ -15,11 +15,15 @@ QUERY_TIMEOUT, MAX_QUERIES = 60.0, 3
 """Seconds that a node has to introduce itself, and how often it is asked before a round goes on without it for good."""
 
 
-def register_new_nodes(transport: Transport, node_registry: NodeRegistry, event_log: EventLog, round: int) -> None:
+def register_new_nodes(
+    transport: Transport, node_registry: NodeRegistry, event_log: EventLog, round: int
+) -> None:
     """Ask nodes that nobody knows yet who they are."""
     connected_nodes = transport.connected_nodes()
     nodes_to_query = [
-        node for node in node_registry.nodes_to_query(connected_nodes) if node_registry.num_queries[node] < MAX_QUERIES
+        node
+        for node in node_registry.nodes_to_query(connected_nodes)
+        if node_registry.num_queries[node] < MAX_QUERIES
     ]
     if nodes_to_query:
         _query_nodes(transport, node_registry, event_log, round, nodes_to_query)
@@ -31,7 +35,11 @@ def register_new_nodes(transport: Transport, node_registry: NodeRegistry, event_
 
 
 def _query_nodes(
-    transport: Transport, node_registry: NodeRegistry, event_log: EventLog, round: int, nodes_to_query: Sequence[int]
+    transport: Transport,
+    node_registry: NodeRegistry,
+    event_log: EventLog,
+    round: int,
+    nodes_to_query: Sequence[int],
 ) -> None:
     node_registry.num_queries.update(nodes_to_query)
     for node, said in transport.query_node_info(
@@ -58,7 +66,9 @@ def _query_nodes(
             event_log.write(round, WARNED, node, None, f"{said.partition}: {doubt}")
 
 
-def _try_register(said: NodeInfo, node_registry: NodeRegistry, connected_nodes: Collection[int]) -> str:
+def _try_register(
+    said: NodeInfo, node_registry: NodeRegistry, connected_nodes: Collection[int]
+) -> str:
     """Why a node that introduced itself cannot take part; nothing if it now does."""
     if said.version != __version__:
         return f"the node has fedcover {said.version!a:.40}, the server {__version__}"
@@ -68,7 +78,9 @@ def _try_register(said: NodeInfo, node_registry: NodeRegistry, connected_nodes: 
     except InvalidValue as error:
         return str(error)
     partition_id = node_registry.node_info[said.node].partition_id
-    first = next((known.node for known in others.values() if known.partition_id == partition_id), None)
+    first = next(
+        (known.node for known in others.values() if known.partition_id == partition_id), None
+    )
     if first not in (None, said.node) and first in connected_nodes:
         log.warning(
             "nodes %d and %d both claim partition %d: the first keeps it while it answers, with the capacity that it "
@@ -78,7 +90,12 @@ def _try_register(said: NodeInfo, node_registry: NodeRegistry, connected_nodes: 
 
 
 def wait_for_nodes(
-    transport: Transport, node_registry: NodeRegistry, event_log: EventLog, *, nodes: int, timeout: float
+    transport: Transport,
+    node_registry: NodeRegistry,
+    event_log: EventLog,
+    *,
+    nodes: int,
+    timeout: float,
 ) -> None:
     """Wait until a node answers for every place, or until patience runs out; complain if nobody has come."""
     node_registry.num_partitions = nodes or None
@@ -87,7 +104,8 @@ def wait_for_nodes(
         register_new_nodes(transport, node_registry, event_log, 0)
         if (
             node_registry.num_partitions
-            and len(node_registry.node_of_partition(transport.connected_nodes())) == node_registry.num_partitions
+            and len(node_registry.node_of_partition(transport.connected_nodes()))
+            == node_registry.num_partitions
         ):
             return
         if time.monotonic() > end:
@@ -100,5 +118,8 @@ def wait_for_nodes(
             "--node-config 'partition-id=K num-partitions=N', or, in a run with --nodes N, neither"
         )
     log.warning(
-        "after %g s nodes answer for %d of %s places; going on with these", timeout, found, node_registry.num_partitions
+        "after %g s nodes answer for %d of %s places; going on with these",
+        timeout,
+        found,
+        node_registry.num_partitions,
     )

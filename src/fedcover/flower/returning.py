@@ -33,7 +33,9 @@ class LastSign:
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a+")
-        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends, however it does
+        fcntl.flock(
+            self._file, fcntl.LOCK_EX | fcntl.LOCK_NB
+        )  # until this process ends, however it does
 
     def node(self) -> int | None:
         """The number of the node that was here within the last minute."""
@@ -100,6 +102,8 @@ class ReturningClient(FleetHttpClient):
         try:
             get_flwr_home().mkdir(parents=True, exist_ok=True)
             return LastSign(get_flwr_home() / f"fedcover-node-{name}.txt")
-        except OSError as error:  # another node with this key is alive, or nothing can be written there
+        except (
+            OSError
+        ) as error:  # another node with this key is alive, or nothing can be written there
             log.debug("no last sign of life: %s", error)
             return None

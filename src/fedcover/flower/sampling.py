@@ -47,16 +47,24 @@ class Sampling:
         >>> Sampling(fraction_train=0.5, min_train_nodes=3).to_train(range(4), seed=0, round=0)
         [0, 1, 3]
         """
-        return _drawn(partition_ids, self.fraction_train, self.min_train_nodes, seed, "train", round)
+        return _drawn(
+            partition_ids, self.fraction_train, self.min_train_nodes, seed, "train", round
+        )
 
     def to_evaluate(self, partition_ids: Sequence[int], seed: int, round: int) -> list[int]:
         """The places that evaluate after a round, in order; none if nobody is to."""
         if self.fraction_evaluate == 0:
             return []
-        return _drawn(partition_ids, self.fraction_evaluate, self.min_evaluate_nodes, seed, "evaluate", round)
+        return _drawn(
+            partition_ids, self.fraction_evaluate, self.min_evaluate_nodes, seed, "evaluate", round
+        )
 
 
-def _drawn(partition_ids: Sequence[int], fraction: float, least: int, seed: int, kind: str, round: int) -> list[int]:
+def _drawn(
+    partition_ids: Sequence[int], fraction: float, least: int, seed: int, kind: str, round: int
+) -> list[int]:
     count = min(len(partition_ids), max(int(fraction * len(partition_ids)), least))
-    drawn = numpy_generator(seed, "nodes", kind, round).choice(len(partition_ids), size=count, replace=False)
+    drawn = numpy_generator(seed, "nodes", kind, round).choice(
+        len(partition_ids), size=count, replace=False
+    )
     return [partition_ids[index] for index in sorted(drawn.tolist())]

@@ -71,16 +71,24 @@ def serve(grid: Grid, settings: RunConfig) -> Run:
         )
     wanted = None
     if experiment.partition == "nodes":
-        wanted = data_requirements(build_source(experiment, "cpu", settings.data or None), experiment.clients)
+        wanted = data_requirements(
+            build_source(experiment, "cpu", settings.data or None), experiment.clients
+        )
     transport, node_registry = Transport(grid), NodeRegistry(requirements=wanted)
     fleet_is_open = is_open(experiment)
     if again and not fleet_is_open:
         node_registry.capacities = capacities(experiment)
     pending_lines: list[str] = []
     if not again or not (folder / "summary.json").exists():  # else nothing is left for nodes to do
-        with Folder(folder).opened() if again else nullcontext():  # who watches it sees that it has not stopped
+        with (
+            Folder(folder).opened() if again else nullcontext()
+        ):  # who watches it sees that it has not stopped
             wait_for_nodes(
-                transport, node_registry, EventLog(None, pending_lines), nodes=settings.nodes, timeout=settings.wait
+                transport,
+                node_registry,
+                EventLog(None, pending_lines),
+                nodes=settings.nodes,
+                timeout=settings.wait,
             )
     if not again:
         experiment = with_declared_capacities(experiment, node_registry)
@@ -89,13 +97,24 @@ def serve(grid: Grid, settings: RunConfig) -> Run:
         experiment.to_toml(), experiment.clients, settings.deadline, experiment.privacy != "none", fleet_is_open,
         own_model=registry.is_import_path(experiment.model),
     )  # fmt: skip
-    engine = FlowerEngine(transport, node_registry, options, EventLog(folder / "events.jsonl", pending_lines))
+    engine = FlowerEngine(
+        transport, node_registry, options, EventLog(folder / "events.jsonl", pending_lines)
+    )
     machine = Machine("flower", settings.device, settings.threads or None)
     conclusions = _after_rounds()
     next(conclusions)
     watch = conclusions.send
-    common: dict[str, Any] = {"machine": machine, "data": settings.data or None, "watch": watch, "engine": engine}
-    return resume(folder, complain=log.warning, **common) if again else run(experiment, folder, **common)
+    common: dict[str, Any] = {
+        "machine": machine,
+        "data": settings.data or None,
+        "watch": watch,
+        "engine": engine,
+    }
+    return (
+        resume(folder, complain=log.warning, **common)
+        if again
+        else run(experiment, folder, **common)
+    )
 
 
 def experiment_to_resume(folder: Path, asked: Experiment) -> Experiment:
@@ -105,7 +124,9 @@ def experiment_to_resume(folder: Path, asked: Experiment) -> Experiment:
         raise InvalidValue("a run that is gone on with cannot be changed: it names other functions")
     experiment = found.experiment
     known, wanted = experiment.model_dump(), asked.model_dump()
-    other = [name for name in known if name not in ("name", "fleet") and known[name] != wanted[name]]
+    other = [
+        name for name in known if name not in ("name", "fleet") and known[name] != wanted[name]
+    ]
     if other:
         told = ", ".join(f"{name} = {wanted[name]!r} (was {known[name]!r})" for name in other)
         raise InvalidValue(f"a run that is gone on with cannot be changed: {told}")
@@ -117,7 +138,10 @@ def is_open(experiment: Experiment) -> bool:
 
     Not where turns are counted beforehand (privacy), nor where capacities belong to slots or come with a codename.
     """
-    own = experiment.privacy != "none" or registry.parse("policy", experiment.policy).name == "regions"
+    own = (
+        experiment.privacy != "none"
+        or registry.parse("policy", experiment.policy).name == "regions"
+    )
     return experiment.assignment == "device" and not own
 
 
@@ -138,7 +162,9 @@ def with_declared_capacities(experiment: Experiment, node_registry: NodeRegistry
             "capacities belong to slots in this experiment (assignment = 'slot'), so nodes must not declare any"
         )
     known = capacities(experiment)
-    declared = Fleet.parse(declared_fleet(node_registry.node_info.values(), experiment.clients, known))
+    declared = Fleet.parse(
+        declared_fleet(node_registry.node_info.values(), experiment.clients, known)
+    )
     if all(declared.capacity(client) == capacity for client, capacity in enumerate(known)):
         return experiment
     return Experiment(**{**experiment.model_dump(), "fleet": str(declared)})

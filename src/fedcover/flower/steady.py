@@ -23,7 +23,9 @@ PROGRAMS = {
 LASTING = ("flower-superlink",)
 """Those that start programs which live as long as a run: its server. What a SuperNode starts trains, and ends."""
 
-USAGE = f"usage: python -m fedcover.flower.steady {{{','.join(PROGRAMS)}}} [the program's own options]"
+USAGE = (
+    f"usage: python -m fedcover.flower.steady {{{','.join(PROGRAMS)}}} [the program's own options]"
+)
 
 PAUSE = 2.0
 """Seconds between two looks."""
@@ -43,7 +45,9 @@ def main() -> None:
     one_heap()
     end_with_parent()  # not before: it starts a thread
     try:
-        program = resolve_name(PROGRAMS[sys.argv[0]])  # not before: importing it starts a thread already
+        program = resolve_name(
+            PROGRAMS[sys.argv[0]]
+        )  # not before: importing it starts a thread already
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "flwr":
             raise

@@ -78,35 +78,64 @@ class CoverageStrategy(Strategy):
     ) -> None:
         if not isinstance(model, Model):
             like = "fc.Model(module, fc.trace(module, example))"
-            raise InvalidValue(f"model must be a fedcover Model, such as {like}; got {type(model).__name__}")
+            raise InvalidValue(
+                f"model must be a fedcover Model, such as {like}; got {type(model).__name__}"
+            )
         unit_groups.check_groups(model.groups, params_and_buffers(model.module))
-        model = replace(model, groups=unit_groups.separate_buffers(model.groups, dict(model.module.named_parameters())))
+        model = replace(
+            model,
+            groups=unit_groups.separate_buffers(
+                model.groups, dict(model.module.named_parameters())
+            ),
+        )
         if weights not in WEIGHTS:
             raise unknown("weights", weights, WEIGHTS)
         if capacity not in MEASURES:
             raise unknown("capacity", capacity, MEASURES)
         for name, value, least in (("window", window, 1), ("seed", seed, 0)):
             if not isinstance(value, int) or value < least:
-                raise InvalidValue(f"{name} must be a whole number of at least {least}; got {value!r}")
+                raise InvalidValue(
+                    f"{name} must be a whole number of at least {least}; got {value!r}"
+                )
         self.model, self.capacity, self.window, self.seed = model, capacity, window, seed
         if isinstance(policy, str):
             policy = registry.look_up("policy", registry.parse("policy", policy), POLICIES)
         self.policy = policy
         self.rule = build_rule(rule)
-        self.server = checked_server(server, registry.look_up("server", registry.parse("server", server), SERVERS)())
+        self.server = checked_server(
+            server, registry.look_up("server", registry.parse("server", server), SERVERS)()
+        )
         self.sampling = sampling or Sampling()
         self.folder = None if folder is None else Path(folder)
         self.weight = WEIGHTS[weights]
-        self.calibration = _inputs(calibration) if isinstance(calibration, str | Path) else calibration
+        self.calibration = (
+            _inputs(calibration) if isinstance(calibration, str | Path) else calibration
+        )
         self.coverage = Coverage((), {})
-        self._node_registry, self._ledger, self._event_log = NodeRegistry(unlimited=True), TaskLedger(), EventLog(None)
+        self._node_registry, self._ledger, self._event_log = (
+            NodeRegistry(unlimited=True),
+            TaskLedger(),
+            EventLog(None),
+        )
         self._sent: Params = {}
         self._max_bytes: dict[int, int] = {}
         self._server_state: dict[str, Params] = {}
         self._rounds_done = 0  # rounds that were done when this start began
-        named = policy if isinstance(policy, str) else getattr(policy, "__qualname__", type(policy).__name__)
-        told = {"policy": named, "rule": rule, "server": server, "weights": weights, "capacity": capacity}
-        self._identity = _digest({**told, "window": window, "seed": seed, **asdict(self.sampling)}, self._whole())
+        named = (
+            policy
+            if isinstance(policy, str)
+            else getattr(policy, "__qualname__", type(policy).__name__)
+        )
+        told = {
+            "policy": named,
+            "rule": rule,
+            "server": server,
+            "weights": weights,
+            "capacity": capacity,
+        }
+        self._identity = _digest(
+            {**told, "window": window, "seed": seed, **asdict(self.sampling)}, self._whole()
+        )
         if running(model.module) and calibration is None and self.sampling.fraction_evaluate:
             raise InvalidValue(f"fraction_evaluate: {_NO_CALIBRATION}")
         if running(model.module) and calibration is None:
@@ -142,9 +171,13 @@ class CoverageStrategy(Strategy):
         arrays, self._rounds_done = self._load_checkpoint(arrays)
         done = self._rounds_done
         bounded: Any = BoundedGrid(grid, self._max_bytes, self._node_registry.silent)
-        shifted = None if evaluate_fn is None else lambda round, arrays: evaluate_fn(round + done, arrays)
+        shifted = (
+            None if evaluate_fn is None else lambda round, arrays: evaluate_fn(round + done, arrays)
+        )
         left = max(0, num_rounds - done)
-        result = super().start(bounded, arrays, left, timeout, train_config, evaluate_config, shifted)
+        result = super().start(
+            bounded, arrays, left, timeout, train_config, evaluate_config, shifted
+        )
         self._rounds_done = 0
         return _renumbered(result, arrays, done) if done else result
 
@@ -194,7 +227,9 @@ class CoverageStrategy(Strategy):
                 )
             time.sleep(0.5)
 
-    def _cohort(self, partition_ids: Sequence[int], node_of_partition: dict[int, int]) -> tuple[Client, ...]:
+    def _cohort(
+        self, partition_ids: Sequence[int], node_of_partition: dict[int, int]
+    ) -> tuple[Client, ...]:
         return tuple(
             Client(partition_id, self._capacity(node_of_partition[partition_id]), slot, 1, ())
             for slot, partition_id in enumerate(partition_ids)
@@ -216,7 +251,9 @@ class CoverageStrategy(Strategy):
                 log.warning("round %d: rejected: %s", self._rounds_done + server_round, found)
             else:
                 updates.append(found)
-        updates.sort(key=lambda update: update.client.id)  # so that nothing depends on who answers first
+        updates.sort(
+            key=lambda update: update.client.id
+        )  # so that nothing depends on who answers first
         counts = cov.count(self._sent, [update.trained for update in updates])
         self.coverage = cov.record(self.coverage, counts, self.window)
         figures: dict[str, Any] = {
@@ -227,16 +264,25 @@ class CoverageStrategy(Strategy):
         }
         new = self._sent
         if updates:
-            mean = self.rule(self._sent, [(u.trained, u.params, self.weight(u.client)) for u in updates])
+            mean = self.rule(
+                self._sent, [(u.trained, u.params, self.weight(u.client)) for u in updates]
+            )
             new, self._server_state = apply_server_step(
                 self.server, self._sent, mean, counts, self._server_state, "keep"
             )
         if self.folder is not None:
-            checkpoint = State(self._rounds_done + server_round, new, coverage=self.coverage, server=self._server_state)
+            checkpoint = State(
+                self._rounds_done + server_round,
+                new,
+                coverage=self.coverage,
+                server=self._server_state,
+            )
             checkpoints.save(self.folder, checkpoint, self._identity)
         if not updates:
             return None, MetricRecord(figures)
-        return _record(new), MetricRecord({**figures, "loss": fmean(update.loss for update in updates)})
+        return _record(new), MetricRecord(
+            {**figures, "loss": fmean(update.loss for update in updates)}
+        )
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -249,24 +295,42 @@ class CoverageStrategy(Strategy):
             return []
         cohort, params = self._cohort(partition_ids, node_of_partition), self._params(arrays)
         parts = self.policy(replace(self._view(round, cohort, node_of_partition), params=params))
-        self._max_bytes.update(dict.fromkeys(node_of_partition.values(), 0))  # figures are no tensors
+        self._max_bytes.update(
+            dict.fromkeys(node_of_partition.values(), 0)
+        )  # figures are no tensors
         calibration = self.calibration if running(self.model.module) else None
         return [
             evaluation_message(
-                node_of_partition[client.id], round, client, part, self.model, params, calibration, config, ttl=DAY
+                node_of_partition[client.id],
+                round,
+                client,
+                part,
+                self.model,
+                params,
+                calibration,
+                config,
+                ttl=DAY,
             )
             for client, part in zip(cohort, parts, strict=True)
             if part is not None
         ]
 
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
         """Every figure averaged over the nodes that evaluated, by their numbers of examples."""
         round = self._rounds_done + server_round
-        return aggregate_metrics(replies, lambda why: log.warning("round %d: evaluation rejected: %s", round, why))
+        return aggregate_metrics(
+            replies, lambda why: log.warning("round %d: evaluation rejected: %s", round, why)
+        )
 
     def summary(self) -> None:
         """Say what the strategy does."""
-        log.info("coverage strategy: %s, %d parameters", self.policy, sum(t.numel() for t in self._whole().values()))
+        log.info(
+            "coverage strategy: %s, %d parameters",
+            self.policy,
+            sum(t.numel() for t in self._whole().values()),
+        )
 
     def _whole(self) -> Params:
         return {name: p.detach() for name, p in self.model.module.named_parameters()}
@@ -274,14 +338,20 @@ class CoverageStrategy(Strategy):
     def _params(self, arrays: ArrayRecord) -> Params:
         return {name: torch.from_numpy(np.array(arrays[name].numpy())) for name in self._whole()}
 
-    def _view(self, round: int, cohort: tuple[Client, ...], node_of_partition: dict[int, int]) -> View:
-        levels = tuple(sorted({self._capacity(node) for node in node_of_partition.values()}, reverse=True))
+    def _view(
+        self, round: int, cohort: tuple[Client, ...], node_of_partition: dict[int, int]
+    ) -> View:
+        levels = tuple(
+            sorted({self._capacity(node) for node in node_of_partition.values()}, reverse=True)
+        )
         return View(
             round, self._sent, self.model.groups, self.model.prunable, cohort, levels, self.capacity, self.coverage,
             self.seed,
         )  # fmt: skip
 
-    def _message(self, node: int, round: int, client: Client, part: Any, config: ConfigRecord) -> Message:
+    def _message(
+        self, node: int, round: int, client: Client, part: Any, config: ConfigRecord
+    ) -> Message:
         encoded, wire = encode_reduction(part, self.model)
         payload = pack_arrays(prefix_names({"params": gather_kept(wire, wire.extract(self._sent))}))
         asked = self._ledger.issue(lambda nonce: PendingTask(nonce, client, wire, self._sent))
@@ -289,7 +359,14 @@ class CoverageStrategy(Strategy):
         client_task = ClientTask(client.id, client.capacity, client.slot, encoded, 0, asked.nonce)
         groups_json = unit_groups.groups_to_json(self.model.groups)
         request = TaskRequest(
-            round, 0.0, torch.get_num_threads(), "", (client_task,), (payload,), dict(config), groups_json
+            round,
+            0.0,
+            torch.get_num_threads(),
+            "",
+            (client_task,),
+            (payload,),
+            dict(config),
+            groups_json,
         )
         return request_message(node, request, ttl=DAY)
 
@@ -322,7 +399,9 @@ def _inputs(path: str | Path) -> Tensor:
     try:
         return torch.from_numpy(np.load(path, allow_pickle=False))
     except (OSError, ValueError, TypeError) as error:
-        raise InvalidValue(f"calibration must be an .npy file of inputs; {str(path)!r}: {error}") from error
+        raise InvalidValue(
+            f"calibration must be an .npy file of inputs; {str(path)!r}: {error}"
+        ) from error
 
 
 def _record(params: Params) -> ArrayRecord:
@@ -337,7 +416,15 @@ def _digest(settings: dict[str, Any], params: Params) -> str:
 
 def _renumbered(result: Result, arrays: ArrayRecord, done: int) -> Result:
     """A result whose rounds are counted from the beginning of the run."""
-    for kind in ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp"):
-        setattr(result, kind, {round + done: figures for round, figures in getattr(result, kind).items()})
+    for kind in (
+        "train_metrics_clientapp",
+        "evaluate_metrics_clientapp",
+        "evaluate_metrics_serverapp",
+    ):
+        setattr(
+            result,
+            kind,
+            {round + done: figures for round, figures in getattr(result, kind).items()},
+        )
     result.arrays = result.arrays or arrays
     return result

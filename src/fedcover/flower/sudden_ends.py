@@ -44,7 +44,9 @@ def reported(grid: Any) -> Iterator[None]:
 
 
 def _say(pipe: IO[bytes], words: bytes) -> None:
-    with suppress(BrokenPipeError):  # without a reporter the run goes on, and Flower notices in its own time
+    with suppress(
+        BrokenPipeError
+    ):  # without a reporter the run goes on, and Flower notices in its own time
         pipe.write(words)
 
 
@@ -62,7 +64,10 @@ def report(address: str, insecure: bool, token: str, run: int, certificates: str
     from flwr.proto.log_pb2 import PushLogsRequest
     from flwr.proto.node_pb2 import Node
     from flwr.proto.runtime_pb2 import PushTaskOutputRequest
-    from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor, RuntimeVersionHttpInterceptor
+    from flwr.supercore.interceptors import (
+        RuntimeTokenHttpInterceptor,
+        RuntimeVersionHttpInterceptor,
+    )
     from flwr.supercore.runtime import RuntimeHttpClient
 
     client = RuntimeHttpClient.from_server_address(
@@ -70,7 +75,11 @@ def report(address: str, insecure: bool, token: str, run: int, certificates: str
         [RuntimeVersionHttpInterceptor(component_name="flwr-serverapp"), RuntimeTokenHttpInterceptor(token=token)],
     )  # fmt: skip
     try:
-        client.PushLogs(PushLogsRequest(node=Node(node_id=0), run_id=run, logs=[f"fedcover: stopped: {KILLED}\n"]))
+        client.PushLogs(
+            PushLogsRequest(
+                node=Node(node_id=0), run_id=run, logs=[f"fedcover: stopped: {KILLED}\n"]
+            )
+        )
         client.PushTaskOutput(PushTaskOutputRequest(sub_status=SubStatus.FAILED, details=KILLED))
     except httpx.HTTPError as error:  # the SuperLink has ended, too, or has ended the run itself
         sys.exit(f"fedcover: the SuperLink was not told that its server was killed: {error}")

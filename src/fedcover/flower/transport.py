@@ -95,16 +95,23 @@ class Transport:
         told = RecordDict({"refused": ConfigRecord({"why": why})})
         self._grid.push_messages([Message(told, dst_node_id=node, message_type=QUERY, ttl=HEARING)])
 
-    def query_node_info(self, nodes: Sequence[int], *, timeout: float, rows: bool) -> dict[int, NodeInfo | FailedReply]:
+    def query_node_info(
+        self, nodes: Sequence[int], *, timeout: float, rows: bool
+    ) -> dict[int, NodeInfo | FailedReply]:
         """Ask nodes to introduce themselves, and to tell of their clients' rows where these are on nodes."""
         messages = {
             node: Message(
-                RecordDict({"hello": ConfigRecord()}), dst_node_id=node, message_type=QUERY, ttl=timeout + GRACE
+                RecordDict({"hello": ConfigRecord()}),
+                dst_node_id=node,
+                message_type=QUERY,
+                ttl=timeout + GRACE,
             )
             for node in nodes
         }
         replies = self.send_and_wait(
-            messages, timeout=timeout, max_bytes=dict.fromkeys(nodes, MAX_DATA_INFO_BYTES if rows else 0)
+            messages,
+            timeout=timeout,
+            max_bytes=dict.fromkeys(nodes, MAX_DATA_INFO_BYTES if rows else 0),
         )
         return {
             node: reply if isinstance(reply, FailedReply) else _parse_node_info(node, reply)
@@ -122,19 +129,26 @@ class Transport:
         waiting: dict[str, int] = {}
         arriving: dict[str, _PartialReply] = {}
         found: dict[int, Message | FailedReply] = {}
-        for node, message in messages.items():  # one by one: together they may be too much for one request
+        for (
+            node,
+            message,
+        ) in messages.items():  # one by one: together they may be too much for one request
             taken = [id for id in self._grid.push_messages([message]) if id]
             if taken:
                 waiting[taken[0]] = node
             else:
-                found[node] = FailedReply("lost", "the SuperLink did not take the message: the node has gone")
+                found[node] = FailedReply(
+                    "lost", "the SuperLink did not take the message: the node has gone"
+                )
         look_around = time.monotonic() + LOOK_AROUND
         probes = _Probes(time.monotonic() + PROBE, end)
         while waiting and time.monotonic() < end:
             idle = self._idle(probes, waiting.values())
             for asked, node in list(waiting.items()):
                 bare = messages[node].metadata.message_type == QUERY
-                reply = self._reply(asked, arriving, max_bytes[node], end, 0 if bare else max_bytes[node] // 16)
+                reply = self._reply(
+                    asked, arriving, max_bytes[node], end, 0 if bare else max_bytes[node] // 16
+                )
                 if reply is None and node in idle and asked not in arriving:
                     reply = FailedReply("lost", RESTARTED)
                 if reply is not None:
@@ -147,7 +161,9 @@ class Transport:
                 time.sleep(POLL)
         in_part = ": a part of its reply has come"
         late = {
-            node: FailedReply("late", f"no answer in {timeout:g} s{in_part if asked in arriving else ''}")
+            node: FailedReply(
+                "late", f"no answer in {timeout:g} s{in_part if asked in arriving else ''}"
+            )
             for asked, node in waiting.items()
         }
         return found | late
@@ -158,7 +174,9 @@ class Transport:
         A SuperNode takes its messages one after another, and gives its answer to one before it takes the next. So who
         answers a later message has lost the earlier one: it was killed, and has come back under its key.
         """
-        if not hasattr(self._inner, "_runtime_client"):  # Flower's simulation takes messages as they come
+        if not hasattr(
+            self._inner, "_runtime_client"
+        ):  # Flower's simulation takes messages as they come
             return set()
         if time.monotonic() > probes.due:
             probes.due = time.monotonic() + PROBE
@@ -175,24 +193,37 @@ class Transport:
             reply = self._reply(asked, probes.arriving, 0, probes.end, 0)
             if reply is not None:
                 del probes.out[node]
-            if isinstance(reply, Message) or (isinstance(reply, FailedReply) and reply.event == "rejected"):
+            if isinstance(reply, Message) or (
+                isinstance(reply, FailedReply) and reply.event == "rejected"
+            ):
                 idle.add(node)
         return idle
 
     def _reply(
-        self, asked: str, arriving: dict[str, "_PartialReply"], max_bytes: int, end: float, records: int
+        self,
+        asked: str,
+        arriving: dict[str, "_PartialReply"],
+        max_bytes: int,
+        end: float,
+        records: int,
     ) -> Message | FailedReply | None:
         """The reply to a message, if it is complete; what has come of it so far is kept in `arriving`.
 
         Asked for one by one: Flower tells of a reply only once, so a list that is refused for the length of one node's
         part would lose the others'. And in turns: a node that sends slowly, or only half, must not hold up the rest.
         """
-        if not hasattr(self._inner, "_runtime_client"):  # Flower's simulation, where all is one process
-            return next((_reply_or_failure(message) for message in self._grid.pull_messages([asked])), None)
+        if not hasattr(
+            self._inner, "_runtime_client"
+        ):  # Flower's simulation, where all is one process
+            return next(
+                (_reply_or_failure(message) for message in self._grid.pull_messages([asked])), None
+            )
         try:
             if asked not in arriving and (begun := self._poll(asked, max_bytes, records)):
                 arriving[asked] = begun
-            if asked not in arriving or not self._download(arriving[asked], min(end, time.monotonic() + TURN)):
+            if asked not in arriving or not self._download(
+                arriving[asked], min(end, time.monotonic() + TURN)
+            ):
                 return None
             reply = _decode(arriving[asked])
         except TooLarge as error:
@@ -200,7 +231,10 @@ class Transport:
         except ObjectPullError:
             reply = FailedReply("late", "its reply did not arrive as a whole")
         except httpx.HTTPStatusError as error:
-            reply = FailedReply("lost", f"the SuperLink does not hand out its reply: HTTP {error.response.status_code}")
+            reply = FailedReply(
+                "lost",
+                f"the SuperLink does not hand out its reply: HTTP {error.response.status_code}",
+            )
         if asked in arriving:
             self._confirm(arriving.pop(asked).id)  # Flower may forget it now
         return reply
@@ -231,7 +265,9 @@ class Transport:
 
     def _confirm(self, id: str) -> None:
         grid = self._inner
-        request = ConfirmMessageReceivedRequest(node=grid.node, run_id=grid.run.run_id, message_object_id=id)
+        request = ConfirmMessageReceivedRequest(
+            node=grid.node, run_id=grid.run.run_id, message_object_id=id
+        )
         grid._runtime_client.ConfirmMessageReceived(request)
 
 
@@ -286,7 +322,9 @@ def _inflate(arrived: _PartialReply) -> Message:
             continue
         around += len(content)
         if around > MAX_ENVELOPE_BYTES + arrived.records:
-            raise TooLarge(f"more than {MAX_ENVELOPE_BYTES + arrived.records} bytes that are not tensors")
+            raise TooLarge(
+                f"more than {MAX_ENVELOPE_BYTES + arrived.records} bytes that are not tensors"
+            )
         kind, pieces, _ = get_object_head_values_from_object_content(content)
         if kind == "Array":
             named = json.loads(get_object_body(content, Array))["arraychunk_ids"]
@@ -310,7 +348,9 @@ def _limit_response_size(client: Any, limit: int) -> Iterator[None]:
         if threading.get_ident() != mine:
             return
         size = response.headers.get("content-length")
-        if size is None or int(size) > limit + 1024:  # an envelope of its own comes with every piece
+        if (
+            size is None or int(size) > limit + 1024
+        ):  # an envelope of its own comes with every piece
             response.close()
             raise TooLarge(f"{size or 'unknown'} bytes where at most {limit} were left")
 
@@ -326,7 +366,9 @@ def _limit_response_size(client: Any, limit: int) -> Iterator[None]:
 def _reply_or_failure(reply: Message) -> Message | FailedReply:
     if not reply.has_error():
         return reply
-    return FailedReply("lost", f"error {reply.error.code}: '{printable(str(reply.error.reason)[:300])}'")
+    return FailedReply(
+        "lost", f"error {reply.error.code}: '{printable(str(reply.error.reason)[:300])}'"
+    )
 
 
 def _parse_node_info(node: int, reply: Message) -> NodeInfo | FailedReply:
@@ -340,9 +382,16 @@ def _parse_node_info(node: int, reply: Message) -> NodeInfo | FailedReply:
         wrong = (
             type(partition_id) is not int
             or type(num_partitions) is not int
-            or not (0 <= partition_id < num_partitions or (partition_id, num_partitions) == NO_PARTITION)
+            or not (
+                0 <= partition_id < num_partitions or (partition_id, num_partitions) == NO_PARTITION
+            )
         )
-        if wrong or type(capacity) is not float or not 0 <= capacity <= 1 or type(version) is not str:
+        if (
+            wrong
+            or type(capacity) is not float
+            or not 0 <= capacity <= 1
+            or type(version) is not str
+        ):
             return FailedReply("rejected", "its introduction makes no sense")
         rows: Any = reply.content.array_records.get(ROWS, {})
         told = {name: rows[name].data for name in COLUMNS if rows}

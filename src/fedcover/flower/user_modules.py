@@ -33,7 +33,10 @@ def modules_of(experiment: Experiment, folders: Sequence[Path]) -> dict[str, byt
     Raises:
         InvalidValue: If Flower would not carry a file, or there are too many bytes.
     """
-    names = (registry.parse(field, str(getattr(experiment, field))).name for field in registry.POSITIONAL_ARGUMENTS)
+    names = (
+        registry.parse(field, str(getattr(experiment, field))).name
+        for field in registry.POSITIONAL_ARGUMENTS
+    )
     waiting = [name.partition(":")[0] for name in names if ":" in name]
     homes = _ModuleFinder(folders)
     files: dict[str, Path] = {}
@@ -86,7 +89,9 @@ class _ModuleFinder:
             return None
         if found is None:
             return None
-        places = [found.origin] if found.has_location else list(found.submodule_search_locations or [])
+        places = (
+            [found.origin] if found.has_location else list(found.submodule_search_locations or [])
+        )
         here = {Path(place).resolve() for place in places if place}
         for folder in self._folders:
             if here & {folder / f"{name}.py", folder / name / "__init__.py", folder / name}:
@@ -109,7 +114,10 @@ def imported_by(source: bytes, package: str) -> list[str]:
         if isinstance(node, ast.Import):
             modules += [name.name for name in node.names]
         elif isinstance(node, ast.ImportFrom) and (origin := _origin(node, package)):
-            modules += [origin, *(f"{origin}.{name.name}" for name in node.names if name.name != "*")]
+            modules += [
+                origin,
+                *(f"{origin}.{name.name}" for name in node.names if name.name != "*"),
+            ]
     return modules
 
 

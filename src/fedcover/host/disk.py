@@ -12,7 +12,9 @@ from typing import IO
 
 from fedcover.errors import RunError
 
-_SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe without another end is opened, or refused, at once
+_SAFELY = (
+    os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+)  # a pipe without another end is opened, or refused, at once
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> IO[bytes]:
@@ -27,7 +29,9 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> IO[bytes]:
         handle = os.open(path, flags | _SAFELY, 0o666)
     except OSError as error:
         if path.is_symlink():
-            raise OSError(errno.ELOOP, "it is a symbolic link, which is not followed", str(path)) from error
+            raise OSError(
+                errno.ELOOP, "it is a symbolic link, which is not followed", str(path)
+            ) from error
         raise
     mode = os.fstat(handle).st_mode
     if not stat.S_ISREG(mode):
@@ -35,7 +39,11 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> IO[bytes]:
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    modes = {os.O_RDONLY: "rb", os.O_WRONLY: "ab" if flags & os.O_APPEND else "wb", os.O_RDWR: "r+b"}
+    modes = {
+        os.O_RDONLY: "rb",
+        os.O_WRONLY: "ab" if flags & os.O_APPEND else "wb",
+        os.O_RDWR: "r+b",
+    }
     return os.fdopen(handle, modes[flags & os.O_ACCMODE])
 
 

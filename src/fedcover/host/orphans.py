@@ -48,7 +48,9 @@ def lifeline_arguments(environment: Mapping[str, str]) -> dict[str, Any]:
 
 def end_with_parent() -> None:
     """Watch the parent, if it has tied this process to itself; its end ends this process and all its descendants."""
-    number = os.environ.pop(LIFELINE_VARIABLE, "")  # not for the children of this process: they do not inherit the pipe
+    number = os.environ.pop(
+        LIFELINE_VARIABLE, ""
+    )  # not for the children of this process: they do not inherit the pipe
     if not number.isdecimal():
         return
     read_end = int(number)
@@ -105,14 +107,18 @@ def _parents() -> dict[int, int]:
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has just ended
-            parents[int(stat.parent.name)] = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
+            parents[int(stat.parent.name)] = int(
+                stat.read_text(errors="replace").rpartition(")")[2].split()[1]
+            )
     return parents
 
 
 def main() -> None:
     """Call the function that the first argument names, with the other arguments as its own, while the parent lives."""
     if len(sys.argv) < 2:
-        sys.exit("usage: python -P -m fedcover.host.orphans module:function [the program's own options]")
+        sys.exit(
+            "usage: python -P -m fedcover.host.orphans module:function [the program's own options]"
+        )
     end_with_parent()
     sys.argv = sys.argv[1:]
     resolve_name(sys.argv[0])()

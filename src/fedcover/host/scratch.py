@@ -42,7 +42,11 @@ def keep(path: Path) -> None:
 
 def abandoned(kind: str) -> list[Path]:
     """Return this user's folders of a kind whose processes have ended without removing them."""
-    return [path for path in Path(tempfile.gettempdir()).glob(f"{_prefix(kind)}*") if _is_abandoned(path)]
+    return [
+        path
+        for path in Path(tempfile.gettempdir()).glob(f"{_prefix(kind)}*")
+        if _is_abandoned(path)
+    ]
 
 
 def _is_abandoned(path: Path) -> bool:

@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+)
 """What asks a program to stop; who uses `nohup` has SIGHUP ignored, and is left that."""
 
 AGAIN = 2.0
@@ -105,7 +107,11 @@ def silence_closed_terminal() -> None:
 
 def _ours() -> list[int]:
     """The signals that nobody else has a handler for."""
-    return [n for n in SIGNALS if signal.getsignal(n) in (signal.SIG_DFL, signal.default_int_handler, _leave)]
+    return [
+        n
+        for n in SIGNALS
+        if signal.getsignal(n) in (signal.SIG_DFL, signal.default_int_handler, _leave)
+    ]
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -14,7 +14,9 @@ from fedcover.types import Cut, Model, UnitGroup
 class Stage(nn.Module):
     """Blocks of one width, and the exit that classifies what they say."""
 
-    def __init__(self, path: str, fan_in: int, width: int, blocks: int, classes: int, norm: str) -> None:
+    def __init__(
+        self, path: str, fan_in: int, width: int, blocks: int, classes: int, norm: str
+    ) -> None:
         super().__init__()
         make = norm_factory(norm)
         strides = [1 if fan_in == width else 2, *[1] * (blocks - 1)]
@@ -33,7 +35,9 @@ class Stage(nn.Module):
 class DepthResNet(nn.Module):
     """Stages one after another; a client's part ends after the last stage that it holds."""
 
-    def __init__(self, channels: int, classes: int, widths: Sequence[int], blocks: int, norm: str) -> None:
+    def __init__(
+        self, channels: int, classes: int, widths: Sequence[int], blocks: int, norm: str
+    ) -> None:
         super().__init__()
         self.stem = nn.Conv2d(channels, widths[0], 3, padding=1, bias=False)
         fan_ins = [widths[0], *widths[:-1]]
@@ -55,11 +59,19 @@ class DepthResNet(nn.Module):
 
 
 def depth_resnet(
-    shape: Sequence[int], classes: int, norm: str, *, width: int = 64, stages: int = 4, blocks: int = 2
+    shape: Sequence[int],
+    classes: int,
+    norm: str,
+    *,
+    width: int = 64,
+    stages: int = 4,
+    blocks: int = 2,
 ) -> Model:
     """A pre-activation ResNet whose units are its stages (DepthFL's kind of sub-model): use the recipe `depthfl`."""
     if len(shape) != 3:
-        raise InvalidValue(f"a ResNet needs images (channels, height, width); the data has shape {tuple(shape)}")
+        raise InvalidValue(
+            f"a ResNet needs images (channels, height, width); the data has shape {tuple(shape)}"
+        )
     if stages < 1 or blocks < 1 or width < 1:
         raise InvalidValue("model depth_resnet: width, stages and blocks must be at least 1")
     check_layer_count("depth_resnet", stages=stages, blocks=blocks)
@@ -67,7 +79,9 @@ def depth_resnet(
     staged = [name for name in params_and_buffers(net) if name.startswith("stages.")]
     cuts = tuple(Cut(name, None, unit=int(name.split(".")[1])) for name in staged)
     convolutions = [n for n, m in net.named_modules() if isinstance(m, nn.Conv2d) and n != "stem"]
-    classifier = tuple(f"stages.{i}.exit.{leaf}" for i in range(stages) for leaf in ("weight", "bias"))
+    classifier = tuple(
+        f"stages.{i}.exit.{leaf}" for i in range(stages) for leaf in ("weight", "bias")
+    )
     return Model(
         module=net,
         groups=(UnitGroup("stages", stages, cuts, nested=True),),
@@ -79,4 +93,6 @@ def depth_resnet(
 
 def _exit_parameters(path: str, stage: nn.Module) -> tuple[str, ...]:
     """The parameters of a stage that only its own exit uses: all but those of its blocks."""
-    return tuple(f"{path}.{name}" for name, _ in stage.named_parameters() if not name.startswith("blocks."))
+    return tuple(
+        f"{path}.{name}" for name, _ in stage.named_parameters() if not name.startswith("blocks.")
+    )

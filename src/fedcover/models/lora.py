@@ -34,7 +34,9 @@ class LowRank(nn.Module):
         return nn.functional.linear(x, self.weight, self.bias) + correction
 
 
-def lora(shape: Sequence[int], classes: int, norm: str, *, hidden: Sequence[int] = (200,), rank: int = 8) -> Model:
+def lora(
+    shape: Sequence[int], classes: int, norm: str, *, hidden: Sequence[int] = (200,), rank: int = 8
+) -> Model:
     """A multi-layer perceptron whose linear layers are frozen and adapted; the units of a group are ranks."""
     if rank < 1:
         raise InvalidValue(f"model lora: rank must be at least 1; got {rank}")
@@ -43,7 +45,9 @@ def lora(shape: Sequence[int], classes: int, norm: str, *, hidden: Sequence[int]
     for name, layer in list(module.named_children()):
         if isinstance(layer, nn.Linear):
             setattr(module, name, LowRank(layer, rank))
-            groups.append(UnitGroup(name, rank, (Cut(f"{name}.down.weight", 0), Cut(f"{name}.up.weight", 1))))
+            groups.append(
+                UnitGroup(name, rank, (Cut(f"{name}.down.weight", 0), Cut(f"{name}.up.weight", 1)))
+            )
     return Model(module, tuple(groups))
 
 

@@ -15,7 +15,9 @@ LABEL_POSITIONS = ("every", "last")
 class TextLSTM(nn.Module):
     """Characters (or words) in, logits out: of each position, labels on axis 1, or of the last one only."""
 
-    def __init__(self, vocabulary: int, classes: int, embedding: int, hidden: int, layers: int, every: bool) -> None:
+    def __init__(
+        self, vocabulary: int, classes: int, embedding: int, hidden: int, layers: int, every: bool
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, embedding)
         self.lstm = nn.LSTM(embedding, hidden, layers, batch_first=True)
@@ -51,7 +53,9 @@ def lstm(
     """
     check_norm_unused("lstm", norm)
     if len(shape) != 1:
-        raise InvalidValue(f"model lstm needs sequences (length,); the data has shape {tuple(shape)}")
+        raise InvalidValue(
+            f"model lstm needs sequences (length,); the data has shape {tuple(shape)}"
+        )
     symbols = classes if vocabulary is None else vocabulary
     sizes = {"embedding": embedding, "hidden": hidden, "layers": layers, "vocabulary": symbols}
     for name, size in sizes.items():
@@ -62,10 +66,14 @@ def lstm(
         raise InvalidValue(f"model lstm: labels must be 'every' or 'last'; got {labels!r}")
     net = TextLSTM(symbols, classes, embedding, hidden, layers, labels == "every")
     groups = (
-        UnitGroup("embedding", embedding, (Cut("embedding.weight", 1), Cut("lstm.weight_ih_l0", 1))),
+        UnitGroup(
+            "embedding", embedding, (Cut("embedding.weight", 1), Cut("lstm.weight_ih_l0", 1))
+        ),
         UnitGroup("lstm", hidden, (*_unit(hidden, layers), Cut("head.weight", 1))),
     )
-    prunable = tuple(f"lstm.weight_{kind}_l{layer}" for layer in range(layers) for kind in ("ih", "hh"))
+    prunable = tuple(
+        f"lstm.weight_{kind}_l{layer}" for layer in range(layers) for kind in ("ih", "hh")
+    )
     return Model(net, groups, prunable, CLASSIFIER)
 
 

@@ -28,7 +28,9 @@ class _DrawDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     drew_values = False
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Compute as always."""
         result = operation(*args, **(kwargs or {}))
         drawn = torch.Tag.nondeterministic_seeded in operation.tags
@@ -54,7 +56,9 @@ def build_on_meta(build: Callable[[], Model]) -> Model:
         raise NotBuildableOnMeta(
             f"it looks at values while it is built ({type(error).__name__}: {why:.200})"
         ) from error
-    if draws.drew_values:  # which would not be the same numbers, since those before it were not drawn
+    if (
+        draws.drew_values
+    ):  # which would not be the same numbers, since those before it were not drawn
         raise NotBuildableOnMeta("it draws numbers of its own while it is built")
     for name, parameter in built.module.named_parameters():
         if parameter.device.type != "meta":
@@ -72,7 +76,9 @@ def build_on_meta_or_cpu(build: Callable[[], Model], name: str) -> Model:
         log.warning("this device builds all of %s before it takes its part: %s", name, why)
     built = build()
     if is_on_meta(built.module):
-        raise InvalidValue(f"{name} must be built anew whenever it is asked for; got one that was built before")
+        raise InvalidValue(
+            f"{name} must be built anew whenever it is asked for; got one that was built before"
+        )
     return built
 
 
@@ -86,7 +92,9 @@ def _check_layer(path: str, layer: nn.Module) -> None:
     statistics = isinstance(layer, _BatchNorm) and layer.momentum is not None
     for leaf, buffer in layer._buffers.items():
         if buffer is not None and not (statistics and leaf in _STATISTICS):
-            raise NotBuildableOnMeta(f"its buffer {path}{'.' if path else ''}{leaf} is not among what a node is sent")
+            raise NotBuildableOnMeta(
+                f"its buffer {path}{'.' if path else ''}{leaf} is not among what a node is sent"
+            )
     for name, value in vars(layer).items():
         if name not in ("_parameters", "_buffers", "_modules") and _holds_tensor(value):
             raise NotBuildableOnMeta(

@@ -14,7 +14,12 @@ CLASSIFIER = ("head.weight", "head.bias")
 
 
 def mlp(
-    shape: Sequence[int], classes: int, norm: str, *, hidden: Sequence[int] = (200,), dropout: float = 0.0
+    shape: Sequence[int],
+    classes: int,
+    norm: str,
+    *,
+    hidden: Sequence[int] = (200,),
+    dropout: float = 0.0,
 ) -> Model:
     """A multi-layer perceptron; 784-200-10 has the paper's 159,010 parameters.
 
@@ -47,7 +52,12 @@ def mlp(
 
 
 def cnn(
-    shape: Sequence[int], classes: int, norm: str, *, channels: Sequence[int] = (32, 64), hidden: int = 128
+    shape: Sequence[int],
+    classes: int,
+    norm: str,
+    *,
+    channels: Sequence[int] = (32, 64),
+    hidden: int = 128,
 ) -> Model:
     """Convolutions with pooling, flattened into a linear layer: one channel owns many of its inputs.
 
@@ -57,12 +67,18 @@ def cnn(
     """
     check_norm_unused("cnn", norm)
     if len(shape) != 3:
-        raise InvalidValue(f"model cnn needs images (channels, height, width); the data has shape {tuple(shape)}")
+        raise InvalidValue(
+            f"model cnn needs images (channels, height, width); the data has shape {tuple(shape)}"
+        )
     if not channels or min(channels) < 1 or hidden < 1:
-        raise InvalidValue(f"model cnn: channels and hidden must be positive; got {list(channels)} and {hidden}")
+        raise InvalidValue(
+            f"model cnn: channels and hidden must be positive; got {list(channels)} and {hidden}"
+        )
     check_layer_count("cnn", **{"the length of channels": len(channels)})
     if min(shape[1:]) >> len(channels) < 1:
-        raise InvalidValue(f"model cnn: {len(channels)} poolings leave nothing of an image of {tuple(shape)}")
+        raise InvalidValue(
+            f"model cnn: {len(channels)} poolings leave nothing of an image of {tuple(shape)}"
+        )
     layers: list[tuple[str, nn.Module]] = []
     groups: list[UnitGroup] = []
     names = [f"conv{i}" for i in range(1, len(channels) + 1)] + ["hidden"]
@@ -99,4 +115,6 @@ def cnn(
 def check_norm_unused(name: str, norm: str) -> None:
     """Complain about a choice of norm for a model that has none to choose."""
     if norm != "batch":
-        raise InvalidValue(f"model {name} has no norm layers, so norm must be left at 'batch'; got {norm!r}")
+        raise InvalidValue(
+            f"model {name} has no norm layers, so norm must be left at 'batch'; got {norm!r}"
+        )

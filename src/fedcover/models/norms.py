@@ -66,7 +66,9 @@ def with_running_statistics(module: nn.Module) -> nn.Module:
     for _, layer in _batch_norms(copy):
         if layer.running_mean is None:
             like = next(layer.parameters(recurse=False), torch.empty(0))
-            layer.running_mean = torch.zeros(layer.num_features, device=like.device, dtype=like.dtype)
+            layer.running_mean = torch.zeros(
+                layer.num_features, device=like.device, dtype=like.dtype
+            )
             layer.running_var = torch.ones(layer.num_features, device=like.device, dtype=like.dtype)
             layer.num_batches_tracked = torch.tensor(0, device=like.device)
             layer.track_running_stats = True
@@ -84,8 +86,12 @@ def calibrate(module: nn.Module, inputs: Tensor) -> nn.Module:
     momenta = [layer.momentum for layer in layers]
     if layers:
         # equal batches: they count the same, so a short last one would count too much
-        for number, batch in enumerate(torch.tensor_split(inputs, ceil(len(inputs) / CALIBRATION_BATCH))):
-            for layer in layers:  # a plain average; None would mean the same, but asks the device how many there were
+        for number, batch in enumerate(
+            torch.tensor_split(inputs, ceil(len(inputs) / CALIBRATION_BATCH))
+        ):
+            for layer in (
+                layers
+            ):  # a plain average; None would mean the same, but asks the device how many there were
                 layer.momentum = 1.0 / (number + 1)
             try:
                 module(batch)
@@ -99,4 +105,6 @@ def calibrate(module: nn.Module, inputs: Tensor) -> nn.Module:
 
 
 def _batch_norms(module: nn.Module) -> list[tuple[str, _BatchNorm]]:
-    return [(path, layer) for path, layer in module.named_modules() if isinstance(layer, _BatchNorm)]
+    return [
+        (path, layer) for path, layer in module.named_modules() if isinstance(layer, _BatchNorm)
+    ]

@@ -16,7 +16,9 @@ CHANNELS_PER_NORM_GROUP = 4
 class PreactBlock(nn.Module):
     """Norm, ReLU, convolution, twice; the shortcut is the identity, or a 1x1 convolution of the first ReLU."""
 
-    def __init__(self, path: str, fan_in: int, width: int, stride: int, norm: Callable[[int], nn.Module]) -> None:
+    def __init__(
+        self, path: str, fan_in: int, width: int, stride: int, norm: Callable[[int], nn.Module]
+    ) -> None:
         super().__init__()
         self.scaler1, self.norm1 = Scaler(f"{path}.norm1.weight"), norm(fan_in)
         self.conv1 = nn.Conv2d(fan_in, width, 3, stride=stride, padding=1, bias=False)
@@ -88,17 +90,28 @@ def _batch_norm(width: int) -> nn.Module:
 
 def _group_norm(width: int) -> nn.Module:
     if width % CHANNELS_PER_NORM_GROUP:
-        raise InvalidValue(f"norm group needs widths divisible by {CHANNELS_PER_NORM_GROUP}; got {width}")
+        raise InvalidValue(
+            f"norm group needs widths divisible by {CHANNELS_PER_NORM_GROUP}; got {width}"
+        )
     return nn.GroupNorm(width // CHANNELS_PER_NORM_GROUP, width)
 
 
-def _preact(shape: Sequence[int], classes: int, norm: str, stem: int, widths: Sequence[int], blocks: int) -> Model:
+def _preact(
+    shape: Sequence[int], classes: int, norm: str, stem: int, widths: Sequence[int], blocks: int
+) -> Model:
     if len(shape) != 3:
-        raise InvalidValue(f"a ResNet needs images (channels, height, width); the data has shape {tuple(shape)}")
+        raise InvalidValue(
+            f"a ResNet needs images (channels, height, width); the data has shape {tuple(shape)}"
+        )
     per_unit = CHANNELS_PER_NORM_GROUP if norm == "group" else 1
     net = PreactResNet(shape[0], classes, stem, widths, blocks, norm_factory(norm))
     convolutions = [n for n, m in net.named_modules() if isinstance(m, nn.Conv2d) and n != "stem"]
-    return Model(net, _preact_groups(net, per_unit), tuple(f"{name}.weight" for name in convolutions), CLASSIFIER)
+    return Model(
+        net,
+        _preact_groups(net, per_unit),
+        tuple(f"{name}.weight" for name in convolutions),
+        CLASSIFIER,
+    )
 
 
 def _preact_groups(net: PreactResNet, per_unit: int) -> tuple[UnitGroup, ...]:
@@ -121,9 +134,17 @@ def _preact_groups(net: PreactResNet, per_unit: int) -> tuple[UnitGroup, ...]:
         cuts += [*norm(f"{path}.norm1"), cut(f"{path}.conv1.weight", 1)]
         if block.shortcut is not None:  # the stream ends here, and a new one begins
             close(stream, width, [*cuts, cut(f"{path}.shortcut.weight", 1)])
-            stream, width, cuts = f"{path}.out", block.conv2.out_channels, [cut(f"{path}.shortcut.weight", 0)]
+            stream, width, cuts = (
+                f"{path}.out",
+                block.conv2.out_channels,
+                [cut(f"{path}.shortcut.weight", 0)],
+            )
         cuts.append(cut(f"{path}.conv2.weight", 0))
-        inside = [cut(f"{path}.conv1.weight", 0), *norm(f"{path}.norm2"), cut(f"{path}.conv2.weight", 1)]
+        inside = [
+            cut(f"{path}.conv1.weight", 0),
+            *norm(f"{path}.norm2"),
+            cut(f"{path}.conv2.weight", 1),
+        ]
         close(f"{path}.inside", block.conv1.out_channels, inside)
     close(stream, width, [*cuts, *norm("norm"), cut("head.weight", 1)])
     return tuple(groups)
@@ -136,7 +157,9 @@ def _norm_tensors(net: nn.Module, path: str) -> list[str]:
     return [f"{path}.{name}" for name, tensor in tensors if tensor.ndim == 1]
 
 
-def wide_resnet(shape: Sequence[int], classes: int, norm: str, *, depth: int = 28, widen: int = 2) -> Model:
+def wide_resnet(
+    shape: Sequence[int], classes: int, norm: str, *, depth: int = 28, widen: int = 2
+) -> Model:
     """A wide residual network (Zagoruyko and Komodakis, 2016); 28x2 is the paper's CIFAR-10 model.
 
     >>> sum(p.numel() for p in wide_resnet((3, 32, 32), 10, "batch").module.parameters())

@@ -32,7 +32,9 @@ class AppendZeroLogit(nn.Module):
         return torch.cat([logits_BK, torch.zeros_like(logits_BK[:, :1])], dim=1)
 
 
-def softmax(shape: Sequence[int], classes: int, norm: str, *, bias: bool = True, pinned: bool = False) -> Model:
+def softmax(
+    shape: Sequence[int], classes: int, norm: str, *, bias: bool = True, pinned: bool = False
+) -> Model:
     """Softmax regression on the inputs themselves; a unit is an input feature. `weight_decay` makes it strongly convex.
 
     With `pinned` the last class has no weights of its own: three features and two classes make three parameters.

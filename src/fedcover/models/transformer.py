@@ -24,7 +24,10 @@ class Attention(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         """What every position takes from those before it."""
         batch, length, _ = x_BTD.shape
-        qkv_BTHE = [part.view(batch, length, -1, self.head_width) for part in self.qkv(x_BTD).chunk(3, dim=-1)]
+        qkv_BTHE = [
+            part.view(batch, length, -1, self.head_width)
+            for part in self.qkv(x_BTD).chunk(3, dim=-1)
+        ]
         query, key, value = (part.transpose(1, 2) for part in qkv_BTHE)
         seen_BHTE = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         mixed: Tensor = self.out(seen_BHTE.transpose(1, 2).flatten(2))
@@ -54,7 +57,9 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Characters in, logits of the next character at every position out, labels on axis 1."""
 
-    def __init__(self, length: int, vocabulary: int, width: int, heads: int, blocks: int, hidden: int) -> None:
+    def __init__(
+        self, length: int, vocabulary: int, width: int, heads: int, blocks: int, hidden: int
+    ) -> None:
         super().__init__()
         self.characters, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Block(width, width // heads, hidden) for _ in range(blocks))
@@ -85,10 +90,14 @@ def transformer(
     """
     check_norm_unused("transformer", norm)
     if len(shape) != 1:
-        raise InvalidValue(f"model transformer needs sequences (length,); the data has shape {tuple(shape)}")
+        raise InvalidValue(
+            f"model transformer needs sequences (length,); the data has shape {tuple(shape)}"
+        )
     check_layer_count("transformer", heads=heads, blocks=blocks)
     if width % heads:
-        raise InvalidValue(f"model transformer: width must be divisible by heads ({heads}); got {width}")
+        raise InvalidValue(
+            f"model transformer: width must be divisible by heads ({heads}); got {width}"
+        )
     net = Transformer(shape[0], classes, width, heads, blocks, hidden)
     each = width // heads
     stream = [Cut("characters.weight", 1), Cut("places.weight", 1)]
@@ -97,17 +106,34 @@ def transformer(
         path = f"blocks.{i}"
         stream += [Cut(f"{path}.norm{n}.{leaf}", 0) for n in (1, 2) for leaf in ("weight", "bias")]
         stream += [Cut(f"{path}.attention.qkv.weight", 1), Cut(f"{path}.up.weight", 1)]
-        stream += [Cut(f"{path}.{out}.{leaf}", 0) for out in ("attention.out", "down") for leaf in ("weight", "bias")]
+        stream += [
+            Cut(f"{path}.{out}.{leaf}", 0)
+            for out in ("attention.out", "down")
+            for leaf in ("weight", "bias")
+        ]
         qkv = [
             Cut(f"{path}.attention.qkv.{leaf}", 0, start=third * width, per_unit=each)
             for leaf in ("weight", "bias")
             for third in range(3)
         ]
-        groups.append(UnitGroup(f"{path}.heads", heads, (*qkv, Cut(f"{path}.attention.out.weight", 1, per_unit=each))))
+        groups.append(
+            UnitGroup(
+                f"{path}.heads",
+                heads,
+                (*qkv, Cut(f"{path}.attention.out.weight", 1, per_unit=each)),
+            )
+        )
         up = (Cut(f"{path}.up.weight", 0), Cut(f"{path}.up.bias", 0), Cut(f"{path}.down.weight", 1))
         groups.append(UnitGroup(f"{path}.hidden", hidden, up))
     stream += [Cut("norm.weight", 0), Cut("norm.bias", 0), Cut("head.weight", 1)]
     prunable = tuple(
-        f"blocks.{i}.{leaf}.weight" for i in range(blocks) for leaf in ("attention.qkv", "attention.out", "up", "down")
+        f"blocks.{i}.{leaf}.weight"
+        for i in range(blocks)
+        for leaf in ("attention.qkv", "attention.out", "up", "down")
     )
-    return Model(net, (UnitGroup("stream", width, tuple(stream)), *groups), prunable, ("head.weight", "head.bias"))
+    return Model(
+        net,
+        (UnitGroup("stream", width, tuple(stream)), *groups),
+        prunable,
+        ("head.weight", "head.bias"),
+    )

@@ -11,7 +11,11 @@ from fedcover.runs.experiment import Experiment
 
 SETS = ("mnist-pruning", "mnist-subnet", "table1", "figures", "rates")
 ROWS = ("main", "appendix", "planned", "public-code", "second-rate", "dirichlet", "rates")
-MODEL_OF_DATASET = {"mnist": "mlp", "cifar10": "wide_resnet(widen=2)", "cifar100": "wide_resnet(widen=8)"}
+MODEL_OF_DATASET = {
+    "mnist": "mlp",
+    "cifar10": "wide_resnet(widen=2)",
+    "cifar100": "wide_resnet(widen=8)",
+}
 DIRICHLET_ALPHA = {"mnist": 0.1, "cifar10": 0.1, "cifar100": 0.5}
 """The Dirichlet concentrations that the paper calls equivalent to its label limits."""
 
@@ -84,7 +88,9 @@ def cell_id(dataset: str, column: str, design: str, suffix: str = "") -> str:
 
 def _base(dataset: str, column: str) -> dict[str, object]:
     """What all cells of a column share; everything else has the experiment's defaults, which are the paper's."""
-    partition = {"iid": "iid", "dirichlet": f"dirichlet(alpha={DIRICHLET_ALPHA[dataset]:g})"}.get(column)
+    partition = {"iid": "iid", "dirichlet": f"dirichlet(alpha={DIRICHLET_ALPHA[dataset]:g})"}.get(
+        column
+    )
     return {
         "dataset": dataset,
         "model": MODEL_OF_DATASET[dataset],
@@ -94,11 +100,27 @@ def _base(dataset: str, column: str) -> dict[str, object]:
 
 
 def _cell(
-    dataset: str, column: str, design: Design, row: str, sets: Iterable[str], suffix: str = "", **fields: object
+    dataset: str,
+    column: str,
+    design: Design,
+    row: str,
+    sets: Iterable[str],
+    suffix: str = "",
+    **fields: object,
 ) -> Cell:
     experiment = Experiment(**{**_base(dataset, column), **design.fields, **fields})
     id = cell_id(dataset, column, design.name, suffix)
-    return Cell(id, dataset, column, design.level, design.setting, row, design.name, experiment, frozenset(sets))
+    return Cell(
+        id,
+        dataset,
+        column,
+        design.level,
+        design.setting,
+        row,
+        design.name,
+        experiment,
+        frozenset(sets),
+    )
 
 
 def _main() -> list[Cell]:
@@ -156,7 +178,15 @@ def _public_code() -> list[Cell]:
 
 def _second_rate(rates: Mapping[str, float]) -> list[Cell]:
     return [
-        _cell(dataset, column, design, "second-rate", ["table1"], f"lr{rates[dataset]:g}", lr=rates[dataset])
+        _cell(
+            dataset,
+            column,
+            design,
+            "second-rate",
+            ["table1"],
+            f"lr{rates[dataset]:g}",
+            lr=rates[dataset],
+        )
         for dataset in DATASETS
         if dataset in rates
         for column in COLUMNS[dataset]
@@ -170,7 +200,8 @@ def _dirichlet() -> list[Cell]:
         _cell(dataset, "dirichlet", design, "dirichlet", ["table1"])
         for dataset in DATASETS
         for design in designs(dataset)
-        if (design.level, design.setting) in {("full", "full"), *(("medium", s) for s in SETTINGS[1:3])}
+        if (design.level, design.setting)
+        in {("full", "full"), *(("medium", s) for s in SETTINGS[1:3])}
     ]
 
 
@@ -212,7 +243,11 @@ def select_cells(
 
 
 def _value(cell: Cell, seed: int, axis: str) -> str:
-    return str({"seed": seed, "cell": cell.id}.get(axis) if axis in ("seed", "cell") else getattr(cell, axis))
+    return str(
+        {"seed": seed, "cell": cell.id}.get(axis)
+        if axis in ("seed", "cell")
+        else getattr(cell, axis)
+    )
 
 
 # ── the smoke run ───────────────────────────────────────────────────────────────────────────────────────

@@ -72,7 +72,10 @@ def main_rows() -> tuple[MainRow, ...]:
             row["level"],
             row["setting"],
             row["gamma"],
-            {dataset: dict(zip(columns, row[dataset], strict=True)) for dataset, columns in COLUMNS.items()},
+            {
+                dataset: dict(zip(columns, row[dataset], strict=True))
+                for dataset, columns in COLUMNS.items()
+            },
         )
         for row in _claims_toml()["main"]
     )

@@ -30,12 +30,16 @@ class Comparison:
     def cells(self) -> tuple[str, str]:
         """The optimised cell and the greedy one."""
         place = self.dataset, self.column
-        return cell_id(*place, self.optimised.name, self.suffix), cell_id(*place, self.greedy.name, self.suffix)
+        return cell_id(*place, self.optimised.name, self.suffix), cell_id(
+            *place, self.greedy.name, self.suffix
+        )
 
     @property
     def claim(self) -> float | None:
         """The printed difference in points."""
-        better = claimed_accuracy(self.dataset, self.column, self.optimised.level, self.optimised.setting)
+        better = claimed_accuracy(
+            self.dataset, self.column, self.optimised.level, self.optimised.setting
+        )
         worse = claimed_accuracy(self.dataset, self.column, self.greedy.level, self.greedy.setting)
         return None if better is None or worse is None else better - worse
 
@@ -92,7 +96,11 @@ def with_results(evidence: Evidence, places: Sequence[Comparison]) -> ComparedPl
 def at_second_rates(evidence: Evidence) -> list[Comparison]:
     """The places of the medium level at the second learning rates that were chosen."""
     rates = evidence.rates
-    medium = [where for where in comparisons() if where.greedy.level == "medium" and where.dataset in rates]
+    medium = [
+        where
+        for where in comparisons()
+        if where.greedy.level == "medium" and where.dataset in rates
+    ]
     return [replace(where, suffix=f"lr{rates[where.dataset]:g}") for where in medium]
 
 
@@ -100,7 +108,11 @@ def count_verdicts(known: ComparedPlaces) -> str:
     """How often each verdict fell; of single seeds, which way they point."""
     verdicts = Counter(found.verdict for _, found in known)
     single = [found.mean for _, found in known if found.p is None]
-    ways = f" ({sum(mean > 0 for mean in single)} above, {sum(mean < 0 for mean in single)} below)" if single else ""
+    ways = (
+        f" ({sum(mean > 0 for mean in single)} above, {sum(mean < 0 for mean in single)} below)"
+        if single
+        else ""
+    )
     text = ", ".join(f"{verdicts[word]} {word}" for word in ("higher", "lower", "not decided"))
     return text + (f", {len(single)} with one seed, no verdict{ways}" if single else "")
 
@@ -114,13 +126,27 @@ def _places(evidence: Evidence, known: ComparedPlaces) -> str:
         ]
         for where, found in known
     ]  # fmt: skip
-    heads = ["data", "column", "level", "optimised", "greedy", "Γ", "δ²", "claimed difference", "ours", "seeds", "p"]
+    heads = [
+        "data",
+        "column",
+        "level",
+        "optimised",
+        "greedy",
+        "Γ",
+        "δ²",
+        "claimed difference",
+        "ours",
+        "seeds",
+        "p",
+    ]
     return markdown_table([*heads, "optimised is", "last ten rounds", "rounds to target"], rows)
 
 
 def _both(where: Comparison, figure: Callable[[str], float | None], form: str) -> str:
     """A figure of the optimised cell / of the greedy one."""
-    return " / ".join("" if (value := figure(id)) is None else format(value, form) for id in where.cells)
+    return " / ".join(
+        "" if (value := figure(id)) is None else format(value, form) for id in where.cells
+    )
 
 
 def _tails(evidence: Evidence, where: Comparison) -> str:
@@ -130,7 +156,9 @@ def _tails(evidence: Evidence, where: Comparison) -> str:
 
 def _speed(evidence: Evidence, where: Comparison) -> str:
     """Rounds until the target, optimised / greedy: 95 % of what the full model ends with in the same column."""
-    full = evidence.seed_statistics(cell_id(where.dataset, where.column, "full", where.suffix), "tail")
+    full = evidence.seed_statistics(
+        cell_id(where.dataset, where.column, "full", where.suffix), "tail"
+    )
     if full is None:
         return ""
     rounds = [evidence.rounds_to(id, TARGET * full.mean) for id in where.cells]
@@ -140,7 +168,12 @@ def _speed(evidence: Evidence, where: Comparison) -> str:
 def difference(found: PairedDifference) -> list[object]:
     """A paired difference in words."""
     spread = f" ± {found.spread:.2f}" if found.spread is not None else ""
-    return [f"{found.mean:+.2f}{spread}", found.seeds, "" if found.p is None else f"{found.p:.3f}", found.verdict]
+    return [
+        f"{found.mean:+.2f}{spread}",
+        found.seeds,
+        "" if found.p is None else f"{found.p:.3f}",
+        found.verdict,
+    ]
 
 
 def _pooled(evidence: Evidence, known: ComparedPlaces) -> str:
@@ -154,11 +187,32 @@ def _pooled(evidence: Evidence, known: ComparedPlaces) -> str:
         most = max(len(evidence.of(where.cells[0])) for where in some)
         full = [where for where in some if all(len(evidence.of(id)) == most for id in where.cells)]
         for figure, name in (("last", "last"), ("tail", "last ten rounds")):
-            better, worse = (_mean_by_seed(evidence, [w.cells[side] for w in full], figure) for side in (0, 1))
+            better, worse = (
+                _mean_by_seed(evidence, [w.cells[side] for w in full], figure) for side in (0, 1)
+            )
             found = paired_difference(better, worse)
             if found:
-                rows.append([DISPLAY_NAMES[dataset], kind, column_name(column), len(full), name, *difference(found)])
-    heads = ["data", "kind", "column", "places", "of", "mean difference", "seeds", "p", "optimised is"]
+                rows.append(
+                    [
+                        DISPLAY_NAMES[dataset],
+                        kind,
+                        column_name(column),
+                        len(full),
+                        name,
+                        *difference(found),
+                    ]
+                )
+    heads = [
+        "data",
+        "kind",
+        "column",
+        "places",
+        "of",
+        "mean difference",
+        "seeds",
+        "p",
+        "optimised is",
+    ]
     return f"Pooled over levels, by column and over all columns:\n\n{markdown_table(heads, rows)}"
 
 

@@ -36,7 +36,14 @@ def designs(dataset: str) -> tuple[Design, ...]:
     """The rows of the main table for a data set; the MLP's high level has two fleets."""
     full = Design("full", "full", "full", {"policy": "full", "fleet": "1x1.0"})
     make = _mlp_designs if dataset == "mnist" else _resnet_designs
-    return (full, *(design for level in LEVELS[1:] for design in [*make(level), _homogeneous(dataset, level)]))
+    return (
+        full,
+        *(
+            design
+            for level in LEVELS[1:]
+            for design in [*make(level), _homogeneous(dataset, level)]
+        ),
+    )
 
 
 def _mlp_designs(level: str) -> list[Design]:
@@ -51,7 +58,9 @@ def codename_design(level: str, setting: str, kind: str, name: str) -> Design:
     """The design that a codename stands for; of ones only, it is the full model."""
     if set(name) == {"1"}:
         return designs("mnist")[0]
-    return Design(level, setting, f"{kind}-{name}", {"policy": f"regions(codename='{name}', kind='{kind}')"})
+    return Design(
+        level, setting, f"{kind}-{name}", {"policy": f"regions(codename='{name}', kind='{kind}')"}
+    )
 
 
 def _resnet_designs(level: str) -> list[Design]:
@@ -63,7 +72,12 @@ def _resnet_designs(level: str) -> list[Design]:
         "subnet-optimised": f"fedcover.paper.quarters:quarters(slots='{slots}', kind='subnet')",
     }
     return [
-        Design(level, setting, f"{level}-{setting}", {"policy": policy, "fleet": fleet, "assignment": "slot"})
+        Design(
+            level,
+            setting,
+            f"{level}-{setting}",
+            {"policy": policy, "fleet": fleet, "assignment": "slot"},
+        )
         for setting, policy in policies.items()
     ]
 
@@ -81,7 +95,9 @@ def planned_designs(dataset: str) -> tuple[Design, ...]:
         kind, _, manner = design.setting.partition("-")
         if manner != "optimised":
             continue
-        wish = f", gamma={aimed_coverage(design)}" if dataset == "mnist" or kind == "pruning" else ""
+        wish = (
+            f", gamma={aimed_coverage(design)}" if dataset == "mnist" or kind == "pruning" else ""
+        )
         fields = {
             "policy": f"planned(kind='{kind}'{wish})",
             "fleet": Experiment(**design.fields).fleet,
@@ -94,4 +110,8 @@ def planned_designs(dataset: str) -> tuple[Design, ...]:
 def aimed_coverage(design: Design) -> int:
     """How often an optimised design holds every region: its coverage, were every parameter in a single region."""
     slots = re.search(r"slots='([^']*)'", str(design.fields["policy"]))
-    return slot_coverage(slots[1]) if slots else min(region_coverage(design.name.partition("-")[2]).values())
+    return (
+        slot_coverage(slots[1])
+        if slots
+        else min(region_coverage(design.name.partition("-")[2]).values())
+    )

@@ -10,7 +10,14 @@ from fedcover.errors import InvalidValue
 from fedcover.host.disk import write_atomically
 from fedcover.paper import comparisons
 from fedcover.paper.cells import ROWS, SETS, cell_id
-from fedcover.paper.claims import COLUMNS, DATASETS, CodenameRow, claimed_accuracy, codename_rows, main_rows
+from fedcover.paper.claims import (
+    COLUMNS,
+    DATASETS,
+    CodenameRow,
+    claimed_accuracy,
+    codename_rows,
+    main_rows,
+)
 from fedcover.paper.designs import Design, designs
 from fedcover.paper.document_extra import obtained, other_rows, public_code, rates
 from fedcover.paper.evidence import Evidence
@@ -34,7 +41,9 @@ FAR = 5.0
 def write(results: Path, docs: Path) -> list[Path]:
     """Write the document and its figures; what has no results yet says so."""
     if not any(results.glob("*.jsonl")):
-        raise InvalidValue(f"out must be a folder with results of cells (.jsonl); got {str(results)!r}")
+        raise InvalidValue(
+            f"out must be a folder with results of cells (.jsonl); got {str(results)!r}"
+        )
     if docs.exists() and not docs.is_dir():
         raise InvalidValue(f"docs must be a folder; got {str(docs)!r}")
     evidence = Evidence(results)
@@ -69,12 +78,22 @@ def progress(evidence: Evidence) -> str:
     rows = []
     for dataset in DATASETS:
         for row in ROWS:
-            of = [cell for cell in evidence.cells.values() if (cell.dataset, cell.row) == (dataset, row)]
+            of = [
+                cell
+                for cell in evidence.cells.values()
+                if (cell.dataset, cell.row) == (dataset, row)
+            ]
             if of:
                 done = [len(evidence.results[cell.id]) for cell in of]
                 need = len(of[0].seeds(3))
                 rows.append(
-                    [DISPLAY_NAMES[dataset], row, len(of), sum(n > 0 for n in done), sum(n >= need for n in done)]
+                    [
+                        DISPLAY_NAMES[dataset],
+                        row,
+                        len(of),
+                        sum(n > 0 for n in done),
+                        sum(n >= need for n in done),
+                    ]
                 )
     return markdown_table(["data", "rows", "cells", "with a run", "with all seeds"], rows)
 
@@ -87,7 +106,9 @@ def main_tables(evidence: Evidence) -> str:
     for dataset in DATASETS:
         for column in COLUMNS[dataset]:
             rows = [_main_row(evidence, dataset, column, design) for design in designs(dataset)]
-            parts.append(f"### {DISPLAY_NAMES[dataset]}, {column_name(column)}\n\n{markdown_table(heads, rows)}")
+            parts.append(
+                f"### {DISPLAY_NAMES[dataset]}, {column_name(column)}\n\n{markdown_table(heads, rows)}"
+            )
     return "\n\n".join(parts)
 
 
@@ -96,7 +117,10 @@ def baselines(evidence: Evidence) -> str:
     rows, far = [], []
     for dataset in DATASETS:
         for column in COLUMNS[dataset]:
-            id, claim = cell_id(dataset, column, "full"), claimed_accuracy(dataset, column, "full", "full")
+            id, claim = (
+                cell_id(dataset, column, "full"),
+                claimed_accuracy(dataset, column, "full", "full"),
+            )
             tail, swing = evidence.seed_statistics(id, "tail"), evidence.swing(id)
             if tail is None or claim is None or swing is None:
                 continue
@@ -112,14 +136,26 @@ def summary_block(evidence: Evidence) -> str:
     """What the results say about the paper's claim, in a few lines."""
     lines = []
     for dataset in DATASETS:
-        ids = [cell_id(dataset, column, design.name) for column in COLUMNS[dataset] for design in designs(dataset)]
+        ids = [
+            cell_id(dataset, column, design.name)
+            for column in COLUMNS[dataset]
+            for design in designs(dataset)
+        ]
         run = f"{sum(bool(evidence.results[id]) for id in ids)} of {len(ids)} cells of the main table have runs"
         of_dataset = [where for where in comparisons.comparisons() if where.dataset == dataset]
         known = comparisons.with_results(evidence, of_dataset)
-        ranked = f" Optimised against greedy at equal capacity: {comparisons.count_verdicts(known)}." if known else ""
+        ranked = (
+            f" Optimised against greedy at equal capacity: {comparisons.count_verdicts(known)}."
+            if known
+            else ""
+        )
         lines.append(f"- {DISPLAY_NAMES[dataset]}: {run}.{ranked}")
         for column in COLUMNS[dataset]:
-            of = [cell_id(dataset, column, d.name) for d in designs(dataset) if d.setting != "homogeneous"]
+            of = [
+                cell_id(dataset, column, d.name)
+                for d in designs(dataset)
+                if d.setting != "homogeneous"
+            ]
             ends = [found.mean for id in of if (found := evidence.seed_statistics(id)) is not None]
             if ends:
                 most = f"between {min(ends):.2f} and {max(ends):.2f}"
@@ -134,7 +170,10 @@ def verdicts(evidence: Evidence) -> str:
     rows = []
     for dataset in DATASETS:
         counts = Counter(
-            verdict(claimed_accuracy(dataset, column, design.level, design.setting), evidence.seed_statistics(id))
+            verdict(
+                claimed_accuracy(dataset, column, design.level, design.setting),
+                evidence.seed_statistics(id),
+            )
             or ("diverged" if evidence.diverged(id) else "not run")
             for column in COLUMNS[dataset]
             for design in designs(dataset)
@@ -147,7 +186,9 @@ def verdicts(evidence: Evidence) -> str:
 def _main_row(evidence: Evidence, dataset: str, column: str, design: Design) -> list[object]:
     id = cell_id(dataset, column, design.name)
     claim = claimed_accuracy(dataset, column, design.level, design.setting)
-    printed = next(r.gamma for r in main_rows() if (r.level, r.setting) == (design.level, design.setting))
+    printed = next(
+        r.gamma for r in main_rows() if (r.level, r.setting) == (design.level, design.setting)
+    )
     ours = "" if design.setting == "homogeneous" else evidence.gamma(id)
     name = design.name if dataset == "mnist" else ""
     return [
@@ -160,9 +201,15 @@ def appendix_table(kind: str) -> Callable[[Evidence], str]:
     """One of the appendix tables, with global and local accuracy."""
 
     def block(evidence: Evidence) -> str:
-        columns = [head for name in ("IID", "L=2 global", "L=2 local") for head in (f"{name} claimed", "ours", "")]
+        columns = [
+            head
+            for name in ("IID", "L=2 global", "L=2 local")
+            for head in (f"{name} claimed", "ours", "")
+        ]
         heads = ["codename", *columns, "seeds (IID, L=2)"]
-        return markdown_table(heads, [_appendix_row(evidence, kind, row) for row in codename_rows(kind)])
+        return markdown_table(
+            heads, [_appendix_row(evidence, kind, row) for row in codename_rows(kind)]
+        )
 
     return block
 
@@ -170,9 +217,17 @@ def appendix_table(kind: str) -> Callable[[Evidence], str]:
 def _appendix_row(evidence: Evidence, kind: str, row: CodenameRow) -> list[object]:
     design = "full" if set(row.codename) == {"1"} else f"{kind}-{row.codename}"
     iid, skewed = (cell_id("mnist", column, design) for column in ("iid", "L2"))
-    places = [(row.iid, iid, "last"), (row.non_iid_global, skewed, "last"), (row.non_iid_local, skewed, "local")]
+    places = [
+        (row.iid, iid, "last"),
+        (row.non_iid_global, skewed, "last"),
+        (row.non_iid_local, skewed, "local"),
+    ]
     found = [(claim, evidence.seed_statistics(id, figure)) for claim, id, figure in places]
-    cells = [text for claim, obtained in found for text in (claim, spread(obtained), verdict(claim, obtained))]
+    cells = [
+        text
+        for claim, obtained in found
+        for text in (claim, spread(obtained), verdict(claim, obtained))
+    ]
     return [row.codename, *cells, f"{len(evidence.of(iid))}, {len(evidence.of(skewed))}"]
 
 
@@ -216,7 +271,9 @@ def _panels(evidence: Evidence) -> dict[str, list[tuple[str, list[Series]]]]:
     """What each figure shows, for those that have any run."""
     found = {}
     for name, (_, column, of) in FIGURES.items():
-        runs = {evidence.cells[id].design: evidence.results[id] for id in _lines(evidence, column, of)}
+        runs = {
+            evidence.cells[id].design: evidence.results[id] for id in _lines(evidence, column, of)
+        }
         panels = [(label, _series(runs, label)) for label in ("loss", "accuracy")]
         if all(lines for _, lines in panels):
             found[name] = panels
@@ -231,7 +288,11 @@ def _lines(evidence: Evidence, column: str, of: str) -> list[str]:
         if cell.dataset == "mnist"
         and cell.column == column
         and cell.row in ("main", "appendix")
-        and (of in cell.sets if of in SETS else cell.row == "main" and cell.level in ("full", "medium"))
+        and (
+            of in cell.sets
+            if of in SETS
+            else cell.row == "main" and cell.level in ("full", "medium")
+        )
     ]
 
 
@@ -241,7 +302,13 @@ def _series(lines: Mapping[str, Sequence[Mapping[str, Any]]], label: str) -> lis
         curves = [run["curve"] for run in runs if not run["diverged"] and run["curve"].get(label)]
         if curves:
             rounds = [int(r) for r in curves[0]["round"]]
-            made.append(Series(name, rounds, [curve[label] for curve in curves if len(curve["round"]) == len(rounds)]))
+            made.append(
+                Series(
+                    name,
+                    rounds,
+                    [curve[label] for curve in curves if len(curve["round"]) == len(rounds)],
+                )
+            )
     return made
 
 
@@ -249,7 +316,9 @@ def figure_links(evidence: Evidence) -> str:
     """The figures where they are, and a word where they are not."""
     there = _panels(evidence)
     return "\n\n".join(
-        f"![{title}: loss and accuracy by round](reproduction/{name}.svg)" if name in there else f"{title}: not run."
+        f"![{title}: loss and accuracy by round](reproduction/{name}.svg)"
+        if name in there
+        else f"{title}: not run."
         for name, (title, _, _) in FIGURES.items()
     )
 

@@ -25,7 +25,11 @@ def other_rows(row: str) -> Callable[[Evidence], str]:
 
     def block(evidence: Evidence) -> str:
         rows = [_other_row(evidence, cell) for cell in evidence.cells.values() if cell.row == row]
-        return markdown_table(HEADS, rows) if rows else "None yet: the learning rates have not been tried."
+        return (
+            markdown_table(HEADS, rows)
+            if rows
+            else "None yet: the learning rates have not been tried."
+        )
 
     return block
 
@@ -37,7 +41,16 @@ def _other_row(evidence: Evidence, cell: Cell) -> list[object]:
     name = cell.design if cell.design.startswith(cell.level) else f"{cell.level}, {cell.design}"
     last, _, best, seeds, _ = obtained(evidence, cell.id, None)
     beside = spread(evidence.seed_statistics(partner))
-    return [DISPLAY_NAMES[cell.dataset], column_name(cell.column), name, last, best, seeds, beside, change]
+    return [
+        DISPLAY_NAMES[cell.dataset],
+        column_name(cell.column),
+        name,
+        last,
+        best,
+        seeds,
+        beside,
+        change,
+    ]
 
 
 def public_code(evidence: Evidence) -> str:
@@ -45,7 +58,9 @@ def public_code(evidence: Evidence) -> str:
     cells = [cell for cell in evidence.cells.values() if cell.row == "public-code"]
     heads = [*HEADS, "printed"]
     decided = [cell for cell in cells if _decided(evidence, cell)]
-    nearer = sum(_away(evidence, cell.id, cell) < _away(evidence, _partner(cell), cell) for cell in decided)
+    nearer = sum(
+        _away(evidence, cell.id, cell) < _away(evidence, _partner(cell), cell) for cell in decided
+    )
     return (
         f"{markdown_table(heads, [[*_other_row(evidence, cell), f'{_printed_accuracy(cell):.2f}'] for cell in cells])}\n\n"
         f"Of the {len(decided)} places where the two differ by more than noise, the departures are nearer to "
@@ -83,7 +98,11 @@ def rates(evidence: Evidence) -> str:
     for dataset in DATASETS:
         rate_scores = evidence.rate_scores(dataset)
         cells = ["not run" if score is None else f"{score:.2f}" for score in rate_scores.values()]
-        best = evidence.rates.get(dataset, RATE) if None not in rate_scores.values() else "not chosen yet"
+        best = (
+            evidence.rates.get(dataset, RATE)
+            if None not in rate_scores.values()
+            else "not chosen yet"
+        )
         rows.append([DISPLAY_NAMES[dataset], *cells, best])
     heads = ["data", *(f"{rate:g}" for rate in evidence.rate_scores("mnist")), "chosen"]
     return markdown_table(heads, rows)

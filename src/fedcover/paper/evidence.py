@@ -10,7 +10,12 @@ from typing import Any
 
 from fedcover.paper import results, store
 from fedcover.paper.cells import RATES, Cell, cell_id, cells, smoke_cell
-from fedcover.paper.statistics import PairedDifference, SeedStatistics, paired_difference, seed_statistics
+from fedcover.paper.statistics import (
+    PairedDifference,
+    SeedStatistics,
+    paired_difference,
+    seed_statistics,
+)
 from fedcover.paper.store import StoredResults
 
 MAX_SEEDS = 10
@@ -48,11 +53,18 @@ class Evidence:
     @cached_property
     def results(self) -> dict[str, list[Mapping[str, Any]]]:
         """Of every cell, what its seeds have given."""
-        return {id: results.find_results(self.records, cell, cell.seeds(MAX_SEEDS)) for id, cell in self.cells.items()}
+        return {
+            id: results.find_results(self.records, cell, cell.seeds(MAX_SEEDS))
+            for id, cell in self.cells.items()
+        }
 
     def of(self, id: str, figure: str = "last") -> dict[int, float]:
         """An accuracy in percent by seed; runs that diverged have none."""
-        seen = {run["seed"]: _figure(run, figure) for run in self.results.get(id, []) if not run["diverged"]}
+        seen = {
+            run["seed"]: _figure(run, figure)
+            for run in self.results.get(id, [])
+            if not run["diverged"]
+        }
         return {seed: 100 * value for seed, value in seen.items() if value is not None}
 
     def seed_statistics(self, id: str, figure: str = "last") -> SeedStatistics | None:
@@ -70,12 +82,17 @@ class Evidence:
 
     def noise(self, id: str) -> float | None:
         """The mean reduction noise delta^2 of a cell."""
-        seen = [run["delta2_mean"] for run in self.results.get(id, []) if run["delta2_mean"] is not None]
+        seen = [
+            run["delta2_mean"] for run in self.results.get(id, []) if run["delta2_mean"] is not None
+        ]
         return fmean(seen) if seen else None
 
     def gamma(self, id: str) -> int | None:
         """The fewest clients that trained any parameter in any round, over all seeds."""
-        return min((run["gamma_min"] for run in self.results.get(id, []) if run["gamma_min"] is not None), default=None)
+        return min(
+            (run["gamma_min"] for run in self.results.get(id, []) if run["gamma_min"] is not None),
+            default=None,
+        )
 
     def difference(self, first: str, second: str, figure: str = "last") -> PairedDifference | None:
         """One cell minus another, seed by seed."""
@@ -87,7 +104,11 @@ class Evidence:
         for run in self.results.get(id, []):
             rounds, scores = run["curve"]["round"], run["curve"]["accuracy"]
             ends = range(min(SMOOTHING_ROUNDS, len(scores)), len(scores) + 1)
-            reached = [rounds[n - 1] for n in ends if 100 * fmean(scores[max(0, n - SMOOTHING_ROUNDS) : n]) >= percent]
+            reached = [
+                rounds[n - 1]
+                for n in ends
+                if 100 * fmean(scores[max(0, n - SMOOTHING_ROUNDS) : n]) >= percent
+            ]
             if not reached:
                 return None
             first.append(reached[0])
@@ -95,8 +116,13 @@ class Evidence:
 
     def rate_scores(self, dataset: str) -> dict[float, float | None]:
         """Validation accuracy in percent of the learning rates that were tried."""
-        runs = {rate: self.results[cell_id(dataset, "iid", "full", f"rate{rate:g}")] for rate in RATES}
-        return {rate: 100 * results.validation_score(found[0]) if found else None for rate, found in runs.items()}
+        runs = {
+            rate: self.results[cell_id(dataset, "iid", "full", f"rate{rate:g}")] for rate in RATES
+        }
+        return {
+            rate: 100 * results.validation_score(found[0]) if found else None
+            for rate, found in runs.items()
+        }
 
     def machines(self) -> list[tuple[str, int, float]]:
         """With what runs were made: hardware and software, how many runs, how many seconds."""
@@ -111,11 +137,16 @@ class Evidence:
     def states(self) -> Counter[str]:
         """From what source runs were made: a commit, a commit with changes, or a copy without git."""
         made = [run["made"]["commit"] for found in self.results.values() for run in found]
-        return Counter("copy" if not commit else "changed" if "dirty" in commit else "commit" for commit in made)
+        return Counter(
+            "copy" if not commit else "changed" if "dirty" in commit else "commit"
+            for commit in made
+        )
 
     def orphan_results(self) -> list[str]:
         """List results that belong to no cell and seed, and other JSON files in the folder."""
-        claimed = {(cell.id, seed) for cell in self.cells.values() for seed in cell.seeds(MAX_SEEDS)}
+        claimed = {
+            (cell.id, seed) for cell in self.cells.values() for seed in cell.seeds(MAX_SEEDS)
+        }
         lines = [str(record) for key, record in self.records.items() if key not in claimed]
         return lines + [str(path) for path in store.other_files(self.folder)]
 
@@ -124,7 +155,9 @@ def tail(run: Mapping[str, Any]) -> list[float]:
     """The accuracies of the last rounds, as far as they were looked at."""
     curve = run["curve"]
     return [
-        score for r, score in zip(curve["round"], curve["accuracy"], strict=True) if r > run["rounds"] - TAIL_ROUNDS
+        score
+        for r, score in zip(curve["round"], curve["accuracy"], strict=True)
+        if r > run["rounds"] - TAIL_ROUNDS
     ]
 
 

@@ -74,7 +74,16 @@ def _run(
     )
     leaked = None
     if "leak" in switches:
-        before = _run(previous, [s for s in switches if s != "leak"], seed, dataset, rounds, clients, previous, data)
+        before = _run(
+            previous,
+            [s for s in switches if s != "leak"],
+            seed,
+            dataset,
+            rounds,
+            clients,
+            previous,
+            data,
+        )
         leaked = before.state.params
     policy = partial(
         public_code,

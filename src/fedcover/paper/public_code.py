@@ -35,7 +35,9 @@ class LooseMasks:
 
     def extract(self, params: Mapping[str, Tensor]) -> Params:
         """What the client's network starts from."""
-        return self.start.extract({name: self.leaked.get(name, tensor) for name, tensor in params.items()})
+        return self.start.extract(
+            {name: self.leaked.get(name, tensor) for name, tensor in params.items()}
+        )
 
     def add_into(self, target: Params, values: Params | None, scale: float) -> None:
         """Only the mask is uploaded."""
@@ -65,13 +67,20 @@ def public_code(
 ) -> Sequence[Reduction]:
     """The pruning policy of a codename with some of the public code's departures; with none it is `regions`."""
     if len(view.cohort) != len(codename):
-        raise InvalidValue(f"codename {codename} needs a cohort of {len(codename)}; this one has {len(view.cohort)}")
+        raise InvalidValue(
+            f"codename {codename} needs a cohort of {len(codename)}; this one has {len(view.cohort)}"
+        )
     rank = _argsort_as_rank if argsort else quarter_by_magnitude
     quarters = {name: rank(view.params[name]) for name in view.prunable}
 
     def mask(digit: str) -> Masks:
         kept = torch.tensor(regions_of_digit(digit))
-        return Masks({name: torch.isin(quarter, kept.to(quarter.device)) for name, quarter in quarters.items()})
+        return Masks(
+            {
+                name: torch.isin(quarter, kept.to(quarter.device))
+                for name, quarter in quarters.items()
+            }
+        )
 
     def part(digit: str) -> Reduction:
         start = mask("5") if wrong_net and digit in "67" else mask(digit)

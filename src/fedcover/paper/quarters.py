@@ -13,10 +13,16 @@ def quarters(view: View, *, slots: str, kind: str = "pruning") -> Sequence[Reduc
         raise unknown("kind", kind, CODENAME_KINDS)
     words = slots.split()
     if any(not word or set(word) - set("1234") or len(set(word)) < len(word) for word in words):
-        raise InvalidValue(f"slots must be words of the digits 1 to 4, each at most once in a word; got {slots!r}")
+        raise InvalidValue(
+            f"slots must be words of the digits 1 to 4, each at most once in a word; got {slots!r}"
+        )
     if len(words) != len(view.cohort):
-        raise InvalidValue(f"slots must name one word for each of {len(view.cohort)} clients; got {len(words)}")
-    return region_reductions(view, [tuple(sorted(int(digit) for digit in word)) for word in words], kind)
+        raise InvalidValue(
+            f"slots must name one word for each of {len(view.cohort)} clients; got {len(words)}"
+        )
+    return region_reductions(
+        view, [tuple(sorted(int(digit) for digit in word)) for word in words], kind
+    )
 
 
 def slot_coverage(slots: str) -> int:

@@ -70,7 +70,8 @@ class ReproductionRequest:
 def orphan_warnings(request: ReproductionRequest) -> list[str]:
     """Return a line about each result or file that no cell is read from."""
     return [
-        f"{entry} belongs to no cell and seed; it is left out" for entry in Evidence(request.folder).orphan_results()
+        f"{entry} belongs to no cell and seed; it is left out"
+        for entry in Evidence(request.folder).orphan_results()
     ]
 
 
@@ -87,7 +88,11 @@ def print_progress(title: str, rounds: int) -> Iterator[RoundCallback]:
     def show(report: RoundReport) -> None:
         if (report.round + 1) % 10 == 0 or report.round + 1 == rounds:
             accuracy = report.metrics.get("accuracy")
-            print(f"{title}  round {report.round + 1}/{rounds}  accuracy {accuracy}", file=sys.stderr, flush=True)
+            print(
+                f"{title}  round {report.round + 1}/{rounds}  accuracy {accuracy}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     yield show
 
@@ -116,7 +121,16 @@ def group_by_shape(experiments: Iterable[Experiment]) -> list[list[Experiment]]:
     """Those of one shape together: same data, model, rounds and local training, so that they could run in step."""
     alike: dict[tuple[object, ...], list[Experiment]] = {}
     for e in experiments:
-        shape = (e.dataset, e.model, e.validation, e.clients, e.active, e.rounds, e.epochs, e.batch_size)
+        shape = (
+            e.dataset,
+            e.model,
+            e.validation,
+            e.clients,
+            e.active,
+            e.rounds,
+            e.epochs,
+            e.batch_size,
+        )
         alike.setdefault(shape, []).append(e)
     return list(alike.values())
 
@@ -148,7 +162,9 @@ def reproduce(
             result = results.to_result(cell, finished)
             store.write(request.folder, cell, result)
             new_results.append(result)
-            shutil.rmtree(unfinished / finished.experiment.name, ignore_errors=True)  # the result is safe without it
+            shutil.rmtree(
+                unfinished / finished.experiment.name, ignore_errors=True
+            )  # the result is safe without it
             tell(f"{len(new_results)}/{len(todo)}  {finished.experiment.name}")
     if unfinished.is_dir() and not any(unfinished.iterdir()):
         unfinished.rmdir()
@@ -168,7 +184,9 @@ def parse_only(texts: Sequence[str]) -> dict[str, list[str]]:
     for text in texts:
         axis, equals, values = text.partition("=")
         if not equals or axis not in AXES:
-            raise InvalidValue(f"only must look like axis=value,value with an axis of {', '.join(AXES)}; got {text!r}")
+            raise InvalidValue(
+                f"only must look like axis=value,value with an axis of {', '.join(AXES)}; got {text!r}"
+            )
         found.setdefault(axis, []).extend(values.split(","))
     return found
 
@@ -203,8 +221,18 @@ def main(words: Sequence[str]) -> None:
     if request.sets:
         count = options["processes"]
         processes = int(count) if count.isdecimal() else count
-        machine = Machine(options["engine"], options["device"], precision=options["precision"], processes=processes)
-        reproduce(request, machine=machine, data=options["data"] or None, tell=lambda line: print(line, flush=True))
+        machine = Machine(
+            options["engine"],
+            options["device"],
+            precision=options["precision"],
+            processes=processes,
+        )
+        reproduce(
+            request,
+            machine=machine,
+            data=options["data"] or None,
+            tell=lambda line: print(line, flush=True),
+        )
     if "docs" in sets:
         for path in document.write(request.folder, DOCS):
             print(path)

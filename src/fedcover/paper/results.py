@@ -19,7 +19,16 @@ from fedcover.runs.manifest import manifest
 from fedcover.runs.metrics_log import Metrics, summarise
 from fedcover.runs.setup import Overrides
 
-COSTS = ("gamma_min", "delta2_mean", "parameters", "multiply_adds", "bytes_down", "bytes_up", "rounds", "seconds")
+COSTS = (
+    "gamma_min",
+    "delta2_mean",
+    "parameters",
+    "multiply_adds",
+    "bytes_down",
+    "bytes_up",
+    "rounds",
+    "seconds",
+)
 LAST_ROUNDS = 5
 """The second learning rate is the one with the best mean validation accuracy over so many last rounds."""
 
@@ -63,7 +72,10 @@ def to_result(cell: Cell, run: Finished) -> dict[str, Any]:
 def provenance(run: Finished) -> dict[str, Any]:
     """With what a run was made: versions, commit, computer, engine and source."""
     known = manifest(run.experiment, run.machine, Overrides(), None)
-    return {**{k: v for k, v in known.items() if k not in _OMITTED_MANIFEST_KEYS}, "source": source_digest()}
+    return {
+        **{k: v for k, v in known.items() if k not in _OMITTED_MANIFEST_KEYS},
+        "source": source_digest(),
+    }
 
 
 def _curve(score: str, scored: Metrics) -> dict[str, list[Any]]:
@@ -113,17 +125,27 @@ def find_result(records: StoredResults, cell: Cell, seed: int) -> Mapping[str, A
     try:
         _check(record.result)
     except (ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{record} is no result of a cell: {error}; remove it to run the cell again") from error
+        raise RunError(
+            f"{record} is no result of a cell: {error}; remove it to run the cell again"
+        ) from error
     # a field that a newer version adds does not matter as long as the cell leaves it at its default
     stored = {**_defaults(), **record.result["experiment"]}
     expected = experiment_fields(cell.with_seed(seed))
-    other = [f"{key} is {stored[key]!r}, not {value!r}" for key, value in expected.items() if stored[key] != value]
+    other = [
+        f"{key} is {stored[key]!r}, not {value!r}"
+        for key, value in expected.items()
+        if stored[key] != value
+    ]
     if other:
-        raise RunError(f"{record} is of another experiment ({'; '.join(other)}); move it away to run the cell again")
+        raise RunError(
+            f"{record} is of another experiment ({'; '.join(other)}); move it away to run the cell again"
+        )
     return record.result
 
 
-def find_results(records: StoredResults, cell: Cell, seeds: Iterable[int]) -> list[Mapping[str, Any]]:
+def find_results(
+    records: StoredResults, cell: Cell, seeds: Iterable[int]
+) -> list[Mapping[str, Any]]:
     """Return the results of a cell with some seeds, as far as there are any."""
     return [result for seed in seeds if (result := find_result(records, cell, seed)) is not None]
 
@@ -133,7 +155,9 @@ def _check(result: Mapping[str, Any]) -> None:
     if not isinstance(result["experiment"], dict):
         raise TypeError("experiment must be an object")
     curve = result["curve"]
-    shares = {name: [result[name]] for name in ("last", "best", "local", "trained")} | {"curve": curve["accuracy"]}
+    shares = {name: [result[name]] for name in ("last", "best", "local", "trained")} | {
+        "curve": curve["accuracy"]
+    }
     for name, values in shares.items():
         for value in values:
             if value is not None and not (isinstance(value, int | float) and 0 <= value <= 1):

@@ -45,7 +45,11 @@ def seed_statistics(values: Sequence[float]) -> SeedStatistics | None:
     >>> seed_statistics([1.0, 2.0, 3.0])
     SeedStatistics(mean=2.0, spread=1.0, seeds=3)
     """
-    return SeedStatistics(fmean(values), stdev(values) if len(values) > 1 else None, len(values)) if values else None
+    return (
+        SeedStatistics(fmean(values), stdev(values) if len(values) > 1 else None, len(values))
+        if values
+        else None
+    )
 
 
 def against_claim(claim: float, found: SeedStatistics) -> str:
@@ -62,7 +66,9 @@ def against_claim(claim: float, found: SeedStatistics) -> str:
     return "higher" if found.mean > claim else "lower"
 
 
-def paired_difference(first: Mapping[int, float], second: Mapping[int, float]) -> PairedDifference | None:
+def paired_difference(
+    first: Mapping[int, float], second: Mapping[int, float]
+) -> PairedDifference | None:
     """First minus second over the seeds that both have; None where they share none.
 
     >>> paired_difference({0: 2.0, 1: 3.0, 2: 2.0}, {0: 1.0, 1: 2.0, 2: 1.0}).verdict
@@ -73,7 +79,9 @@ def paired_difference(first: Mapping[int, float], second: Mapping[int, float]) -
     if found is None or found.spread is None:
         return PairedDifference(found.mean, None, found.seeds, None) if found else None
     ratio = _ratio(found.mean, found.spread / math.sqrt(found.seeds))
-    return PairedDifference(found.mean, found.spread, found.seeds, two_sided_p_value(ratio, found.seeds - 1))
+    return PairedDifference(
+        found.mean, found.spread, found.seeds, two_sided_p_value(ratio, found.seeds - 1)
+    )
 
 
 def _ratio(difference: float, error: float) -> float:

@@ -51,7 +51,9 @@ def load(folder: Path) -> StoredResults:
         for record in _read_lines(path):
             first = records.setdefault(record.key, record)
             if first is not record:
-                raise RunError(f"{record} repeats line {first.line} of {first.path}; remove one of them")
+                raise RunError(
+                    f"{record} repeats line {first.line} of {first.path}; remove one of them"
+                )
     return records
 
 
@@ -60,7 +62,9 @@ def write(folder: Path, cell: Cell, result: Mapping[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = path_of(folder, cell)
     with _locked(folder):
-        records = {record.key: record.result for record in _read_lines(path)} if path.exists() else {}
+        records = (
+            {record.key: record.result for record in _read_lines(path)} if path.exists() else {}
+        )
         records[result["cell"], result["seed"]] = result
         write_atomically(path, "".join(_to_line(records[key]) for key in sorted(records)).encode())
     return path
@@ -87,7 +91,11 @@ def _read_lines(path: Path) -> Iterator[StoredResult]:
 
 
 def _checked_keys(result: Any) -> Mapping[str, Any]:
-    if not isinstance(result, dict) or not isinstance(result["cell"], str) or type(result["seed"]) is not int:
+    if (
+        not isinstance(result, dict)
+        or not isinstance(result["cell"], str)
+        or type(result["seed"]) is not int
+    ):
         raise TypeError("it must be an object with a cell and a seed")
     return result
 

@@ -68,22 +68,36 @@ def _panel(left: int, label: str, lines: Sequence[Series], names: Sequence[str])
 
     def points(series: Series, of: Callable[[Sequence[float]], float]) -> list[str]:
         by_round = zip(*series.values, strict=True)
-        return [f"{x(round):.1f},{y(of(seeds)):.1f}" for round, seeds in zip(series.rounds, by_round, strict=True)]
+        return [
+            f"{x(round):.1f},{y(of(seeds)):.1f}"
+            for round, seeds in zip(series.rounds, by_round, strict=True)
+        ]
 
     frame = f'x="{left}" y="{TOP}" width="{WIDTH}" height="{HEIGHT}"'
-    parts = [f'<clipPath id="{label}"><rect {frame}/></clipPath>', f'<rect {frame} fill="none" stroke="#999"/>']
+    parts = [
+        f'<clipPath id="{label}"><rect {frame}/></clipPath>',
+        f'<rect {frame} fill="none" stroke="#999"/>',
+    ]
     for value in ticks(low, high):
-        parts.append(f'<text x="{left - 4}" y="{y(value) + 4:.1f}" text-anchor="end">{value:g}</text>')
+        parts.append(
+            f'<text x="{left - 4}" y="{y(value) + 4:.1f}" text-anchor="end">{value:g}</text>'
+        )
     for round in ticks(0, last):
-        parts.append(f'<text x="{x(round):.1f}" y="{TOP + HEIGHT + 16}" text-anchor="middle">{round:g}</text>')
-    parts.append(f'<text x="{left + WIDTH / 2}" y="{TOP + HEIGHT + 34}" text-anchor="middle">round</text>')
+        parts.append(
+            f'<text x="{x(round):.1f}" y="{TOP + HEIGHT + 16}" text-anchor="middle">{round:g}</text>'
+        )
+    parts.append(
+        f'<text x="{left + WIDTH / 2}" y="{TOP + HEIGHT + 34}" text-anchor="middle">round</text>'
+    )
     parts.append(f'<text x="{left + 6}" y="{TOP + 16}" font-weight="bold">{label}</text>')
     parts.append(f'<g clip-path="url(#{label})">')
     for series in lines:
         place = names.index(series.name)
         if len(series.values) > 1 and len(names) <= MAX_BANDS:
             band = " ".join([*points(series, max), *reversed(points(series, min))])
-            parts.append(f'<polygon points="{band}" fill="{COLOURS[place % len(COLOURS)]}" opacity="0.15"/>')
+            parts.append(
+                f'<polygon points="{band}" fill="{COLOURS[place % len(COLOURS)]}" opacity="0.15"/>'
+            )
         parts.append(f'<polyline points="{" ".join(points(series, fmean))}" {_stroke(place)}/>')
     return [*parts, "</g>"]
 

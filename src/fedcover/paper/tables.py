@@ -39,7 +39,9 @@ def closed_form(codename: str, kind: str, p5: str = "code") -> CodenameMetrics:
     else:
         weights = mean_share * HIDDEN * (INPUTS + CLASSES)
         parameters = weights + mean_share * HIDDEN + CLASSES
-    return CodenameMetrics(round(parameters, 6), round(weights, 6), min(region_coverage(codename, p5).values()))
+    return CodenameMetrics(
+        round(parameters, 6), round(weights, 6), min(region_coverage(codename, p5).values())
+    )
 
 
 def measured_metrics(codename: str, kind: str, p5: str = "code") -> CodenameMetrics:
@@ -110,7 +112,10 @@ def _cut_off_shares() -> list[str]:
         for kind in CODENAME_KINDS
         for row in codename_rows(kind)
     ]
-    exact = [(printed, right.parameters / closed_form("1", kind).parameters) for printed, right, kind in rows]
+    exact = [
+        (printed, right.parameters / closed_form("1", kind).parameters)
+        for printed, right, kind in rows
+    ]
     cut = sum(printed == int(100 * share) / 100 != round(share, 2) for printed, share in exact)
     return [f"{cut} of {len(exact)} shares of parameters are cut off after two digits, not rounded"]
 
@@ -132,8 +137,13 @@ def _repeated_accuracies() -> list[str]:
 
 def _same_run_twice() -> list[str]:
     """FedAvg is the same run in both tables, so its accuracies should agree."""
-    first, second = (next(r for r in codename_rows(kind) if set(r.codename) == {"1"}) for kind in CODENAME_KINDS)
-    values = [f"{a} / {b} / {c}" for a, b, c in ((r.iid, r.non_iid_global, r.non_iid_local) for r in (first, second))]
+    first, second = (
+        next(r for r in codename_rows(kind) if set(r.codename) == {"1"}) for kind in CODENAME_KINDS
+    )
+    values = [
+        f"{a} / {b} / {c}"
+        for a, b, c in ((r.iid, r.non_iid_global, r.non_iid_local) for r in (first, second))
+    ]
     return [
         f"{first.codename} is one run, but its accuracies are {values[0]} in one table and {values[1]} in the other"
     ]
@@ -154,7 +164,11 @@ def _against(level: str, setting: str, column: str, printed: float) -> list[str]
     if setting == "homogeneous":
         return []
     names = ("1111111111",) if level == "full" else codenames(level, setting)
-    tables = CODENAME_KINDS if level == "full" else tuple(k for k in CODENAME_KINDS if setting.startswith(k))
+    tables = (
+        CODENAME_KINDS
+        if level == "full"
+        else tuple(k for k in CODENAME_KINDS if setting.startswith(k))
+    )
     known = {
         f"{row.codename} ({kind})": getattr(row, _APPENDIX_COLUMNS[column])
         for kind in tables
@@ -163,10 +177,15 @@ def _against(level: str, setting: str, column: str, printed: float) -> list[str]
     }
     if printed in known.values():
         return []
-    listed = ", ".join(f"{value} for {name}" for name, value in known.items()) or f"no row {' or '.join(names)}"
+    listed = (
+        ", ".join(f"{value} for {name}" for name, value in known.items())
+        or f"no row {' or '.join(names)}"
+    )
     elsewhere = _places_of(printed)
     found = f", and {printed} as {', '.join(elsewhere)}" if elsewhere else ""
-    return [f"main table, {level}, {setting}, {column}: {printed}; the appendix has {listed}{found}"]
+    return [
+        f"main table, {level}, {setting}, {column}: {printed}; the appendix has {listed}{found}"
+    ]
 
 
 def _places_of(value: float) -> list[str]:

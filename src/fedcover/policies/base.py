@@ -83,7 +83,10 @@ def fits(view: View, capacity: float, reduction: Reduction) -> bool:
     """Whether a device of some capacity can hold a reduction."""
     if isinstance(reduction, Slices):
         share = width(view, capacity)
-        return all(len(reduction.kept[group.name]) <= num_units_kept(group.size, share) for group in view.groups)
+        return all(
+            len(reduction.kept[group.name]) <= num_units_kept(group.size, share)
+            for group in view.groups
+        )
     kept = reduction.sizes({name: view.params[name] for name in view.prunable})
     return sum(kept.values()) <= prunable_budget(view, capacity)
 
@@ -91,18 +94,26 @@ def fits(view: View, capacity: float, reduction: Reduction) -> bool:
 def check_reductions(view: View, parts: Sequence[Reduction | None]) -> None:
     """Refuse what a policy of a user's own must not give: too few parts, no parts at all, more than a device holds."""
     if not isinstance(parts, Sequence):
-        raise InvalidValue(f"policy must give a list of {len(view.cohort)} reductions; got {type(parts).__name__}")
+        raise InvalidValue(
+            f"policy must give a list of {len(view.cohort)} reductions; got {type(parts).__name__}"
+        )
     if len(parts) != len(view.cohort):
-        raise InvalidValue(f"policy must give {len(view.cohort)} reductions, one for each client; got {len(parts)}")
+        raise InvalidValue(
+            f"policy must give {len(view.cohort)} reductions, one for each client; got {len(parts)}"
+        )
     for client, part in zip(view.cohort, parts, strict=True):
         if part is None:
             continue
         if not hasattr(part, "extract"):
-            raise InvalidValue(f"policy must give a Slices, a Masks or None to client {client.id}; got {part!r:.80}")
+            raise InvalidValue(
+                f"policy must give a Slices, a Masks or None to client {client.id}; got {part!r:.80}"
+            )
         if wrong := _find_violation(view, part):
             raise InvalidValue(f"policy gives client {client.id} {wrong}")
         if not fits(view, client.capacity, part):
-            raise InvalidValue(f"policy gives client {client.id} more than its capacity of {client.capacity:g} holds")
+            raise InvalidValue(
+                f"policy gives client {client.id} more than its capacity of {client.capacity:g} holds"
+            )
 
 
 def _find_violation(view: View, part: Reduction) -> str | None:
@@ -115,15 +126,29 @@ def _find_violation(view: View, part: Reduction) -> str | None:
             return f"units of the groups {sorted(part.kept)}; this model has {sorted(sizes)}"
         wrong = [n for n, kept in part.kept.items() if not _are_units(kept, sizes[n])]
         if wrong:
-            return f"in group {wrong[0]!r} no units in order, of 0..{sizes[wrong[0]] - 1} (int64, 1-D)"
-        nested = [g.name for g in view.groups if g.nested and part.kept[g.name][-1] >= len(part.kept[g.name])]
-        return f"units of {nested[0]!r}, which stand on each other, that must be the first ones" if nested else None
+            return (
+                f"in group {wrong[0]!r} no units in order, of 0..{sizes[wrong[0]] - 1} (int64, 1-D)"
+            )
+        nested = [
+            g.name
+            for g in view.groups
+            if g.nested and part.kept[g.name][-1] >= len(part.kept[g.name])
+        ]
+        return (
+            f"units of {nested[0]!r}, which stand on each other, that must be the first ones"
+            if nested
+            else None
+        )
     if isinstance(part, Masks):
         for name, bits in part.bits.items():
             if name not in view.params:
                 return f"a mask of {name!r}, which is no tensor of this model"
             shape = tuple(view.params[name].shape)
-            if not isinstance(bits, Tensor) or bits.dtype != torch.bool or tuple(bits.shape) != shape:
+            if (
+                not isinstance(bits, Tensor)
+                or bits.dtype != torch.bool
+                or tuple(bits.shape) != shape
+            ):
                 return f"a mask of {name!r} that is no tensor of booleans of shape {shape}"
     return None
 
@@ -134,13 +159,19 @@ def _are_units(kept: object, size: int) -> bool:
     return bool(kept[0] >= 0 and kept[-1] < size and (kept[1:] > kept[:-1]).all())
 
 
-def deduplicate(parts: Iterable[Reduction | None], recent: dict[bytes, Slices]) -> list[Reduction | None]:
+def deduplicate(
+    parts: Iterable[Reduction | None], recent: dict[bytes, Slices]
+) -> list[Reduction | None]:
     """The same parts; equal slices become one object, so that whatever is done with it is done once.
 
     `recent` holds those of the round before, and holds those of this round afterwards.
     """
     listed = list(parts)
-    codes = {key: encode(part) for key, part in {id(part): part for part in listed}.items() if isinstance(part, Slices)}
+    codes = {
+        key: encode(part)
+        for key, part in {id(part): part for part in listed}.items()
+        if isinstance(part, Slices)
+    }
     now: dict[bytes, Slices] = {}
     for part in listed:
         if isinstance(part, Slices):

@@ -31,7 +31,9 @@ CODENAME_KINDS = ("pruning", "subnet")
 P5_VARIANTS = ("code", "printed")
 
 
-def regions(view: View, *, codename: str, kind: str = "pruning", p5: str = "code") -> Sequence[Reduction]:
+def regions(
+    view: View, *, codename: str, kind: str = "pruning", p5: str = "code"
+) -> Sequence[Reduction]:
     """Give the k-th client of the cohort the k-th digit's policy."""
     check_codename(codename, kind, p5)
     if len(view.cohort) != len(codename):
@@ -50,9 +52,13 @@ def region_reductions(view: View, kept: Sequence[tuple[int, ...]], kind: str) ->
     """One reduction per slot, which keeps the named regions of the current weights; equal ones are shared."""
     made: dict[tuple[int, ...], Reduction]
     if kind == "pruning":
-        quarters = {name: quarter_by_magnitude(view.params[name]) for name in prunable_weights(view)}
+        quarters = {
+            name: quarter_by_magnitude(view.params[name]) for name in prunable_weights(view)
+        }
         made = {
-            some: Masks({n: torch.isin(q, torch.tensor(some, device=q.device)) for n, q in quarters.items()})
+            some: Masks(
+                {n: torch.isin(q, torch.tensor(some, device=q.device)) for n, q in quarters.items()}
+            )
             for some in set(kept)
         }
     else:
@@ -75,13 +81,17 @@ def region_coverage(codename: str, p5: str = "code") -> dict[str, int]:
     >>> region_coverage("1111223344")
     {'S1': 10, 'S2': 8, 'S3': 8, 'S4': 8}
     """
-    return {f"S{r}": sum(r in regions_of_digit(digit, p5) for digit in codename) for r in (1, 2, 3, 4)}
+    return {
+        f"S{r}": sum(r in regions_of_digit(digit, p5) for digit in codename) for r in (1, 2, 3, 4)
+    }
 
 
 def check_codename(codename: str, kind: str, p5: str = "code") -> None:
     """Refuse what is no codename."""
     if not codename or set(codename) - set(REGIONS_OF_DIGIT):
-        raise InvalidValue(f"codename must consist of digits 1 to 7, one per slot; got {codename!r}")
+        raise InvalidValue(
+            f"codename must consist of digits 1 to 7, one per slot; got {codename!r}"
+        )
     if kind not in CODENAME_KINDS:
         raise unknown("kind", kind, CODENAME_KINDS)
     if p5 not in P5_VARIANTS:
@@ -105,7 +115,9 @@ def quarter_by_magnitude(weight: Tensor) -> Tensor:
 def _subnet(groups: tuple[UnitGroup, ...], kept: tuple[int, ...]) -> Slices:
     def units(group: UnitGroup) -> Tensor:
         quarters = [torch.arange((r - 1) * group.size // 4, r * group.size // 4) for r in kept]
-        chosen = torch.cat(quarters) if sum(map(len, quarters)) else torch.zeros(1, dtype=torch.int64)
+        chosen = (
+            torch.cat(quarters) if sum(map(len, quarters)) else torch.zeros(1, dtype=torch.int64)
+        )
         return torch.arange(len(chosen)) if group.nested else chosen
 
     return Slices(groups, {group.name: units(group) for group in groups})

@@ -7,7 +7,13 @@ from torch import Tensor
 
 from fedcover.errors import InvalidValue, unknown
 from fedcover.policies.base import prunable_budget, prunable_weights, width
-from fedcover.policies.planner.multi_group import PlanTarget, conflict_colouring, is_exact, plan_round, unit_energies
+from fedcover.policies.planner.multi_group import (
+    PlanTarget,
+    conflict_colouring,
+    is_exact,
+    plan_round,
+    unit_energies,
+)
 from fedcover.policies.planner.single_group import BudgetedGroup, PlanObjective, RunLengthPlan
 from fedcover.policies.replication import copy_reductions, copy_transform, num_copies
 from fedcover.submodels.coverage import energy
@@ -42,12 +48,21 @@ def planned(
     target = PlanTarget(gamma, tolerate, share, PlanObjective(variance, drift))
     if copies and _has_no_target(kind, gamma, tolerate) and num_copies(view) > 1:
         return copy_reductions(view)
-    places = sorted(range(len(view.cohort)), key=lambda i: (-view.cohort[i].capacity, view.cohort[i].id))
-    clients = [view.cohort[place] for place in places]  # not as drawn: arcs must keep their owners over the rounds
+    places = sorted(
+        range(len(view.cohort)), key=lambda i: (-view.cohort[i].capacity, view.cohort[i].id)
+    )
+    clients = [
+        view.cohort[place] for place in places
+    ]  # not as drawn: arcs must keep their owners over the rounds
     groups, stacked, exact = budgeted_groups(view, kind, clients)
     try:
         plans = plan_round(
-            groups, None if exact else conflict_colouring(view.groups), energy(view.params), target, view.round, stacked
+            groups,
+            None if exact else conflict_colouring(view.groups),
+            energy(view.params),
+            target,
+            view.round,
+            stacked,
         )
     except InvalidValue as error:
         raise InvalidValue(f"policy planned, round {view.round}: {error}") from None
@@ -84,7 +99,10 @@ def budgeted_groups(
     if kind == "subnet":
         widths = {capacity: width(view, capacity) for capacity in set(shares)}
         weights = unit_energies(view.groups, view.params)
-        budgets = {g.name: np.array([num_units_kept(g.size, widths[c]) for c in shares]) for g in view.groups}
+        budgets = {
+            g.name: np.array([num_units_kept(g.size, widths[c]) for c in shares])
+            for g in view.groups
+        }
         stacked = [group.name for group in view.groups if group.nested]
         return (
             {g.name: BudgetedGroup(weights[g.name], budgets[g.name]) for g in view.groups},
@@ -94,14 +112,23 @@ def budgeted_groups(
     layers = {name: weight.flatten() for name, weight in prunable_weights(view).items()}
     prunable = sum(layer.numel() for layer in layers.values())
     kept = {capacity: prunable_budget(view, capacity) / prunable for capacity in set(shares)}
-    budgets = {n: np.array([int(kept[c] * layer.numel() + 1e-9) for c in shares]) for n, layer in layers.items()}
-    return {name: BudgetedGroup(layer.square(), budgets[name]) for name, layer in layers.items()}, [], True
+    budgets = {
+        n: np.array([int(kept[c] * layer.numel() + 1e-9) for c in shares])
+        for n, layer in layers.items()
+    }
+    return (
+        {name: BudgetedGroup(layer.square(), budgets[name]) for name, layer in layers.items()},
+        [],
+        True,
+    )
 
 
 def _slices(view: View, plans: Mapping[str, RunLengthPlan], clients: int) -> list[Reduction]:
     held = {name: runs.matrix() for name, runs in plans.items()}
     return [
-        Slices(view.groups, {name: held_NU[n].nonzero().flatten() for name, held_NU in held.items()})
+        Slices(
+            view.groups, {name: held_NU[n].nonzero().flatten() for name, held_NU in held.items()}
+        )
         for n in range(clients)
     ]
 

@@ -90,28 +90,46 @@ def reconfigure(view: View, kept: Params, greedy: Reconfiguration) -> Params:
     for name in view.prunable:
         weight, held = view.params[name], kept[name]
         staying = int(held.sum()) - int(int(held.sum()) * greedy.share)
-        order = torch.where(held, weight.abs(), -1.0).flatten().argsort(descending=True, stable=True)
-        certain.append(torch.zeros_like(order, dtype=torch.bool).index_fill_(0, order[:staying], True))
+        order = (
+            torch.where(held, weight.abs(), -1.0).flatten().argsort(descending=True, stable=True)
+        )
+        certain.append(
+            torch.zeros_like(order, dtype=torch.bool).index_fill_(0, order[:staying], True)
+        )
         gain.append(measured[name].double().flatten())
         seconds = view.uses.get(name, 1) + greedy.traffic
-        time.append(torch.full((weight.numel(),), seconds, dtype=torch.float64, device=weight.device))
+        time.append(
+            torch.full((weight.numel(),), seconds, dtype=torch.float64, device=weight.device)
+        )
     sure, gains, times = torch.cat(certain), torch.cat(gain), torch.cat(time)
     ratio = gains / times
-    order = torch.where(sure, -torch.inf, ratio).argsort(descending=True, stable=True)[: int((~sure).sum())]
-    never_pruned = sum(float(squares.sum()) for name, squares in measured.items() if name not in view.prunable)
+    order = torch.where(sure, -torch.inf, ratio).argsort(descending=True, stable=True)[
+        : int((~sure).sum())
+    ]
+    never_pruned = sum(
+        float(squares.sum()) for name, squares in measured.items() if name not in view.prunable
+    )
     # the running ratio before each candidate joins: everything that is kept so far, over its time and the overhead
     gained = never_pruned + gains[sure].sum() + gains[order].cumsum(0) - gains[order]
-    spent = greedy.overhead * times.sum() + times[sure].sum() + times[order].cumsum(0) - times[order]
-    worth = (ratio[order] > gained / spent).long().cumprod(0).bool()  # stop at the first that is not worth it
+    spent = (
+        greedy.overhead * times.sum() + times[sure].sum() + times[order].cumsum(0) - times[order]
+    )
+    worth = (
+        (ratio[order] > gained / spent).long().cumprod(0).bool()
+    )  # stop at the first that is not worth it
     joined = order[worth][: max(0, greedy.budget - int(sure.sum()))]
     chosen = sure.clone().index_fill_(0, joined, True)
     parts = torch.split(chosen, [view.params[name].numel() for name in view.prunable])
-    return {name: part.view_as(view.params[name]) for name, part in zip(view.prunable, parts, strict=True)}
+    return {
+        name: part.view_as(view.params[name])
+        for name, part in zip(view.prunable, parts, strict=True)
+    }
 
 
 def _largest(view: View, budget: int) -> dict[str, Tensor]:
     total = sum(view.params[name].numel() for name in view.prunable)
     return {
-        name: rank_by_magnitude(view.params[name]) < int(budget / total * view.params[name].numel() + 1e-9)
+        name: rank_by_magnitude(view.params[name])
+        < int(budget / total * view.params[name].numel() + 1e-9)
         for name in view.prunable
     }

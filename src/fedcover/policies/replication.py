@@ -50,7 +50,9 @@ def copy_reductions(view: View) -> list[Slices]:
     devices = Counter(client.capacity for client in view.cohort)
     # devices of a capacity take turns, which go on in the next round: a copy must not miss them because they are few
     turns = {capacity: itertools.count(view.round * there) for capacity, there in devices.items()}
-    copies = {capacity: num_copies(view) if capacity <= max(view.levels) else 1 for capacity in devices}
+    copies = {
+        capacity: num_copies(view) if capacity <= max(view.levels) else 1 for capacity in devices
+    }
     return [_part(view, c, next(turns[c.capacity]) % copies[c.capacity]) for c in view.cohort]
 
 
@@ -60,14 +62,19 @@ def copy_transform(view: View) -> Callable[[Params], Params] | None:
         return None
     sizes = {group.name: _largest(view, group) for group in view.groups}
     rooms = [
-        Slices(view.groups, {name: torch.arange(copy * size, (copy + 1) * size) for name, size in sizes.items()})
+        Slices(
+            view.groups,
+            {name: torch.arange(copy * size, (copy + 1) * size) for name, size in sizes.items()},
+        )
         for copy in range(num_copies(view))
     ]
 
     def copied(tensors: Params) -> Params:
         first = rooms[0].extract(tensors)
         once = {name: torch.ones_like(tensor) for name, tensor in first.items()}
-        whole, holders = ({name: torch.zeros_like(t) for name, t in tensors.items()} for _ in range(2))
+        whole, holders = (
+            {name: torch.zeros_like(t) for name, t in tensors.items()} for _ in range(2)
+        )
         for room in rooms:
             room.add_into(whole, first, 1)
             room.add_into(holders, once, 1)
@@ -79,8 +86,14 @@ def copy_transform(view: View) -> Callable[[Params], Params] | None:
 
 def _copies_interfere(view: View) -> bool:
     """Whether copies would add up in a layer before the classifier: what follows would not be what one of them says."""
-    axes = {name: {cut.axis for _, cut in meeting} for name, meeting in cuts_by_tensor(view.groups).items()}
-    return any(0 not in axes[name] and name not in view.classifier for name in axes.keys() & view.uses.keys())
+    axes = {
+        name: {cut.axis for _, cut in meeting}
+        for name, meeting in cuts_by_tensor(view.groups).items()
+    }
+    return any(
+        0 not in axes[name] and name not in view.classifier
+        for name in axes.keys() & view.uses.keys()
+    )
 
 
 def _copy_round(rounds: int) -> int:

@@ -33,7 +33,9 @@ def exclude(view: View, capacity: float, *, below: float | None = None) -> Slice
     """
     least = max(view.levels) if below is None else below
     if not 0 < least <= max(view.levels):
-        raise InvalidValue(f"policy exclude: below must be in (0, {max(view.levels):g}], the largest; got {below}")
+        raise InvalidValue(
+            f"policy exclude: below must be in (0, {max(view.levels):g}], the largest; got {below}"
+        )
     return windows(view.groups, width(view, least)) if capacity >= least else None
 
 
@@ -57,4 +59,6 @@ def rolling(view: View, client: Client, *, spread: bool = False) -> Slices:
 @per_client
 def random(view: View, client: Client) -> Slices:
     """A uniform random set of units, one draw per coupled group, client and round (Federated Dropout)."""
-    return drawn(view.groups, width(view, client.capacity), key(view.seed, "random", view.round, client.id))
+    return drawn(
+        view.groups, width(view, client.capacity), key(view.seed, "random", view.round, client.id)
+    )

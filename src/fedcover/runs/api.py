@@ -46,7 +46,9 @@ class Run:
     folder: Path | None = None
 
     def __repr__(self) -> str:
-        figures = f", accuracy={self.accuracy:.4f}, gamma_min={self.gamma_min}" if self._evaluated else ""
+        figures = (
+            f", accuracy={self.accuracy:.4f}, gamma_min={self.gamma_min}" if self._evaluated else ""
+        )
         return f"Run({self.experiment.name!r}, rounds={len(self.metrics)}{figures})"
 
     @property
@@ -63,7 +65,9 @@ class Run:
         """Accuracy of the global model on the test set when it was last evaluated."""
         accuracy = self.summary["accuracy"]
         if accuracy is None:
-            raise RunError(f"the model has not been evaluated in its {self.state.round} rounds: see evaluate_every")
+            raise RunError(
+                f"the model has not been evaluated in its {self.state.round} rounds: see evaluate_every"
+            )
         return float(accuracy)
 
     @property
@@ -129,7 +133,9 @@ def run(
     if isinstance(experiment, str | Path):
         experiment = read_experiment(Path(experiment))
     if not isinstance(experiment, Experiment):
-        raise InvalidValue(f"experiment must be an Experiment or a path; got {type(experiment).__name__}")
+        raise InvalidValue(
+            f"experiment must be an Experiment or a path; got {type(experiment).__name__}"
+        )
     check_data_is_local(experiment, engine)
     chosen = (machine or Machine()).resolved()
     setup = prepare(experiment, chosen, data=data, parts=parts)
@@ -169,7 +175,9 @@ def resume(
         found.check_overrides(parts)
         with chosen.applied():
             setup = prepare(found.experiment, chosen, data=data or found.data, parts=parts)
-            course = RunSession(found.experiment, setup, *load_latest(found, setup, chosen.device, complain), found)
+            course = RunSession(
+                found.experiment, setup, *load_latest(found, setup, chosen.device, complain), found
+            )
             if course.running:
                 check_data_is_local(found.experiment, engine)
             chosen = limit_processes(chosen, setup)
@@ -216,7 +224,9 @@ def replay(
     found.check_overrides(parts)
     check_data_is_local(found.experiment)
     if found.experiment.privacy != "none":
-        raise InvalidValue("privacy: a private round cannot be run again: its noise would be drawn anew, uncounted")
+        raise InvalidValue(
+            "privacy: a private round cannot be run again: its noise would be drawn anew, uncounted"
+        )
     kept = {file.round: file for file in checkpoints.found(found.kept)}
     if round not in kept:
         listed = ", ".join(map(str, sorted(kept))) or "none (set keep_rounds)"
@@ -235,7 +245,9 @@ def replay(
 
 def _check_watch(watch: object) -> None:
     if isinstance(watch, type) or not (watch is None or callable(watch)):
-        raise InvalidValue(f"watch must be a function of a round's report, or None; got {watch!r:.80}")
+        raise InvalidValue(
+            f"watch must be a function of a round's report, or None; got {watch!r:.80}"
+        )
 
 
 def _run_rounds(job: WorkerJob, course: RunSession, watch: RoundCallback | None) -> Run:

@@ -49,13 +49,20 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def save(
-    folder: Path, state: State, experiment: str, *, keep: int | None = KEPT, line: dict[str, Any] | None = None
+    folder: Path,
+    state: State,
+    experiment: str,
+    *,
+    keep: int | None = KEPT,
+    line: dict[str, Any] | None = None,
 ) -> Path:
     """Write a state, and a line of figures if one is to be as safe; afterwards remove all but the `keep` newest."""
     named = _flat(state)
     # the format sorts tensors, but sums over all of them must keep their order; it shuffles entries of its header,
     # but equal states must have equal digests: so there is one entry
-    about = {"experiment": experiment, "round": state.round, "order": list(named)} | ({"line": line} if line else {})
+    about = {"experiment": experiment, "round": state.round, "order": list(named)} | (
+        {"line": line} if line else {}
+    )
     content = safetensors.torch.save(named, metadata={"fedcover": json.dumps(about)})
     digest = hashlib.sha256(content).hexdigest()[:16]
     path = folder / f"round-{state.round:06d}.{digest}.safetensors"
@@ -92,10 +99,14 @@ def found(folder: Path) -> list[CheckpointFile]:
 def read(file: CheckpointFile, experiment: str, device: torch.device | str) -> State:
     """The state in a checkpoint, refused if the file is damaged or belongs to another experiment."""
     try:
-        content = read_bytes(file.path)  # all of it: a tensor mapped from a file would die with the file
+        content = read_bytes(
+            file.path
+        )  # all of it: a tensor mapped from a file would die with the file
         digest = hashlib.sha256(content).hexdigest()[:16]
         if digest != file.digest:
-            raise RunError(f"checkpoint {file.path} is damaged: its digest is {digest}, not {file.digest}")
+            raise RunError(
+                f"checkpoint {file.path} is damaged: its digest is {digest}, not {file.digest}"
+            )
         values = safetensors.torch.load(content)
         about = _about(content)
         belongs, round, order = about.get("experiment"), about.get("round"), about.get("order")
@@ -104,13 +115,17 @@ def read(file: CheckpointFile, experiment: str, device: torch.device | str) -> S
     if belongs != experiment:
         raise RunError(f"checkpoint {file.path} belongs to another experiment: {belongs!r:.80}")
     if round != file.round:
-        raise RunError(f"checkpoint {file.path} holds round {round!r:.80}, not {file.round} as its name says")
+        raise RunError(
+            f"checkpoint {file.path} holds round {round!r:.80}, not {file.round} as its name says"
+        )
     if not isinstance(order, list) or sorted(map(str, order)) != sorted(values):
         raise RunError(f"checkpoint {file.path} does not say in which order its tensors are")
     try:
         return _unflat({name: values[name].to(device) for name in order}, round)
     except (KeyError, ValueError, RuntimeError) as error:
-        raise RunError(f"checkpoint {file.path} holds tensors that are no state of a run") from error
+        raise RunError(
+            f"checkpoint {file.path} holds tensors that are no state of a run"
+        ) from error
 
 
 def _about(content: bytes) -> dict[str, Any]:
@@ -120,7 +135,9 @@ def _about(content: bytes) -> dict[str, Any]:
     return about
 
 
-def newest(folder: Path, experiment: str, device: torch.device | str) -> tuple[State, dict[Path, str]]:
+def newest(
+    folder: Path, experiment: str, device: torch.device | str
+) -> tuple[State, dict[Path, str]]:
     """The newest state that is whole, and a sentence for each newer file that is not."""
     complaints: dict[Path, str] = {}
     for file in found(folder):
@@ -146,7 +163,9 @@ def _flat(state: State) -> dict[str, Tensor]:
     """
     named: dict[str, Tensor] = {}
     for part, values in _parts(state):
-        named |= {part: flatten(values)} if _is_counted(part) and values else _named([(part, values)])
+        named |= (
+            {part: flatten(values)} if _is_counted(part) and values else _named([(part, values)])
+        )
     return _apart(on_cpu(named))
 
 
@@ -184,14 +203,24 @@ def on_cpu(tensors: Params) -> Params:
     there = {name: t for name, t in tensors.items() if t.is_cuda}
     for kind in {t.dtype: None for t in there.values()}:
         alike = {name: t for name, t in there.items() if t.dtype == kind}
-        pieces = torch.cat([t.flatten() for t in alike.values()]).cpu().split([t.numel() for t in alike.values()])  # type: ignore[no-untyped-call]
-        found |= {n: piece.view(t.shape).clone() for (n, t), piece in zip(alike.items(), pieces, strict=True)}
+        joined = torch.cat([t.flatten() for t in alike.values()]).cpu()
+        sizes = [t.numel() for t in alike.values()]
+        pieces = joined.split(sizes)  # type: ignore[no-untyped-call]
+        found |= {
+            n: piece.view(t.shape).clone()
+            for (n, t), piece in zip(alike.items(), pieces, strict=True)
+        }
     return {name: found[name] for name in tensors}
 
 
 def _unflat(named: dict[str, Tensor], round: int) -> State:
     parts: dict[str, Params] = {}
-    for name, tensor in named.items():  # parameters come first; earlier versions named counts like them, one by one
+    for (
+        name,
+        tensor,
+    ) in (
+        named.items()
+    ):  # parameters come first; earlier versions named counts like them, one by one
         if _is_counted(name):
             parts[name] = FlatParams(tensor, named_shapes(parts["params"]))
         else:
@@ -209,7 +238,11 @@ def _state_from_parts(parts: Iterable[tuple[str, Params]], round: int) -> State:
     known = dict(parts)
 
     def by_key(kind: str) -> dict[str, Params]:
-        return {part.split("/", 1)[1]: values for part, values in known.items() if part.startswith(f"{kind}/")}
+        return {
+            part.split("/", 1)[1]: values
+            for part, values in known.items()
+            if part.startswith(f"{kind}/")
+        }
 
     return State(
         round=round,

@@ -45,7 +45,9 @@ def display_names(experiment: Experiment, model: object, dataset: Dataset | None
         )
     module = model.module if isinstance(model, Model) else model
     return Names(
-        model=repr(experiment.model) if module is None else f"{type(module).__name__} (given in Python)",
+        model=repr(experiment.model)
+        if module is None
+        else f"{type(module).__name__} (given in Python)",
         data=repr(experiment.dataset) if dataset is None else f"{dataset.name!r} (given in Python)",
     )
 
@@ -54,7 +56,9 @@ def check_parameters(module: nn.Module) -> None:
     """Refuse parameters that cannot be cut or averaged."""
     for name, p in [*module.named_parameters(), *module.named_buffers()]:
         if is_lazy(p):
-            raise InvalidValue(f"model: {name} is lazy and has no shape yet; send a batch through the model first")
+            raise InvalidValue(
+                f"model: {name} is lazy and has no shape yet; send a batch through the model first"
+            )
         if p.is_complex() and isinstance(p, nn.Parameter):
             raise InvalidValue(f"model: parameters must be real numbers, but {name} is {p.dtype}")
 
@@ -70,12 +74,22 @@ def dtype_hint(module: nn.Module, data: torch.dtype) -> str:
         return ""
     has, wants = (str(each).removeprefix("torch.") for each in (data, *own))
     casts = {"float64": "double", "float32": "float", "float16": "half", "bfloat16": "bfloat16"}
-    cure = f": give module.{casts[has]}(), or x.{casts[wants]}()" if {has, wants} <= casts.keys() else ""
-    kept = " in a Dataset made by hand (from_tensors and files make float32 of it)" if cure and has == "float32" else ""
+    cure = (
+        f": give module.{casts[has]}(), or x.{casts[wants]}()"
+        if {has, wants} <= casts.keys()
+        else ""
+    )
+    kept = (
+        " in a Dataset made by hand (from_tensors and files make float32 of it)"
+        if cure and has == "float32"
+        else ""
+    )
     return f"; the data is {has} and the parameters are {wants}{cure}{kept}"
 
 
-def check_outputs(experiment: Experiment, names: Names, model: Model, source: Source, recipe: Recipe) -> None:
+def check_outputs(
+    experiment: Experiment, names: Names, model: Model, source: Source, recipe: Recipe
+) -> None:
     """Try the model on two samples: it must take the data, and say one logit for each label."""
     two = Samples(source.test.x[:2].clone(), source.test.y[:2])
     untouched = two.x._version
@@ -87,26 +101,40 @@ def check_outputs(experiment: Experiment, names: Names, model: Model, source: So
     except Exception as error:
         why = (str(error).splitlines() or [type(error).__name__])[0]
         hint = dtype_hint(model.module, two.x.dtype)
-        raise InvalidValue(f"model {names.model} cannot take data {names.data}: {why}{hint}") from error
+        raise InvalidValue(
+            f"model {names.model} cannot take data {names.data}: {why}{hint}"
+        ) from error
     _warn_of_changed_buffers(trial, buffers)
     if two.x._version != untouched:
-        raise InvalidValue(f"model {names.model} writes to its input, which is the data set: use no x.sub_() on it")
+        raise InvalidValue(
+            f"model {names.model} writes to its input, which is the data set: use no x.sub_() on it"
+        )
     wanted = (len(two), source.classes, *two.y.shape[1:])
     got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
     if recipe.exits and len(got) == len(wanted) + 1 and got[1:] == wanted:
         return
     if recipe.exits:
-        raise InvalidValue(f"recipe {experiment.recipe!r} needs a model with exits, such as depth_resnet; got {got}")
+        raise InvalidValue(
+            f"recipe {experiment.recipe!r} needs a model with exits, such as depth_resnet; got {got}"
+        )
     if got != wanted:
         raise InvalidValue(
             f"model {names.model} must answer {len(two)} samples with logits of shape {wanted}; got {got}"
-            + (" (exits need the recipe depthfl)" if isinstance(got, tuple) and got[1:] == wanted else "")
+            + (
+                " (exits need the recipe depthfl)"
+                if isinstance(got, tuple) and got[1:] == wanted
+                else ""
+            )
         )
 
 
 def _warn_of_changed_buffers(trial: nn.Module, before: Params) -> None:
     """Say which buffers a model has changed; norm statistics are none here, as a trial keeps none."""
-    changed = [name for name, b in trial.named_buffers() if name not in before or not torch.equal(b, before[name])]
+    changed = [
+        name
+        for name, b in trial.named_buffers()
+        if name not in before or not torch.equal(b, before[name])
+    ]
     if changed:
         log.warning(
             "model: %s changes while the model computes; such buffers are not averaged: each client, and the global "
@@ -114,13 +142,19 @@ def _warn_of_changed_buffers(trial: nn.Module, before: Params) -> None:
         )  # fmt: skip
 
 
-def check_settings_apply(experiment: Experiment, names: Names, model: Model, recipe: Recipe) -> None:
+def check_settings_apply(
+    experiment: Experiment, names: Names, model: Model, recipe: Recipe
+) -> None:
     """Refuse settings that would silently change nothing, or something else, with this model or recipe."""
     name, norm, normed = names.model, experiment.norm, has_batch_norm(model.module)
     if norm in ("tracked", "per-width") and not normed:
-        raise InvalidValue(f"norm {norm!r} keeps statistics of batch norms, and model {name} has none: use 'batch'")
+        raise InvalidValue(
+            f"norm {norm!r} keeps statistics of batch norms, and model {name} has none: use 'batch'"
+        )
     if norm == "group" and normed:
-        raise InvalidValue(f"norm is 'group', but model {name} has batch norms: one of your own must be built without")
+        raise InvalidValue(
+            f"norm is 'group', but model {name} has batch norms: one of your own must be built without"
+        )
     if experiment.scaler and not any(isinstance(layer, Scaler) for layer in model.module.modules()):
         raise InvalidValue(
             f"scaler needs a model with places for it (mlp, cnn, the ResNets; in one of your own "
@@ -143,8 +177,16 @@ def _warn_of_uncut_parts(experiment: Experiment, names: Names, model: Model) -> 
     params = dict(model.module.named_parameters())
     whole = sum(p.numel() for p in params.values())
     levels = experiment.scaled_fleet.levels if model.groups else ()
-    held = {level: parameters_at_width(model.groups, params, level) / whole for level in levels if level < 1}
-    more = [f"{100 * share:.1f} % at {level:g}" for level, share in sorted(held.items()) if share > level + EVEN]
+    held = {
+        level: parameters_at_width(model.groups, params, level) / whole
+        for level in levels
+        if level < 1
+    }
+    more = [
+        f"{100 * share:.1f} % at {level:g}"
+        for level, share in sorted(held.items())
+        if share > level + EVEN
+    ]
     if more:
         log.warning(
             "fleet: capacity is a share of width, and parts of model %s cannot be cut, so a device holds more of its "
@@ -154,10 +196,14 @@ def _warn_of_uncut_parts(experiment: Experiment, names: Names, model: Model) -> 
 
 def _check_prunefl(policy: registry.Spec, named: registry.Spec, recipe: Recipe) -> None:
     if "squared_gradient" not in recipe.measures:
-        log.warning("policy prunefl keeps its first masks: without recipe prunefl nobody measures what it chooses by")
+        log.warning(
+            "policy prunefl keeps its first masks: without recipe prunefl nobody measures what it chooses by"
+        )
     every, measured = (each.options.get("every", RECONFIGURE_EVERY) for each in (policy, named))
     if named.name == "prunefl" and every != measured:
-        raise InvalidValue(f"policy prunefl and recipe prunefl must have the same every; got {every} and {measured}")
+        raise InvalidValue(
+            f"policy prunefl and recipe prunefl must have the same every; got {every} and {measured}"
+        )
 
 
 def check_trainable(model: Model) -> None:
@@ -170,7 +216,9 @@ def check_trainable(model: Model) -> None:
         )
 
 
-def check_privacy(experiment: Experiment, names: Names, privacy: object, model: Model, recipe: Recipe) -> None:
+def check_privacy(
+    experiment: Experiment, names: Names, privacy: object, model: Model, recipe: Recipe
+) -> None:
     """Refuse what would carry clients' data past the noise: norm statistics, and what clients measure."""
     require_stream()
     if not isinstance(privacy, Gaussian):
@@ -188,9 +236,13 @@ def check_privacy(experiment: Experiment, names: Names, privacy: object, model: 
             "noise; use norm = 'group', or a model without norm layers"
         )
     if recipe.measures:
-        raise InvalidValue(f"privacy: what clients measure under recipe {experiment.recipe!r} carries no noise")
+        raise InvalidValue(
+            f"privacy: what clients measure under recipe {experiment.recipe!r} carries no noise"
+        )
     if recipe.chooses:
-        raise InvalidValue("privacy: with this recipe a client chooses what it trains, and that would show its data")
+        raise InvalidValue(
+            "privacy: with this recipe a client chooses what it trains, and that would show its data"
+        )
 
 
 def check_data_is_local(experiment: Experiment, engine: Engine | None = None) -> None:
@@ -206,16 +258,24 @@ def check_dataset(dataset: Dataset) -> None:
         wanted, got = tuple(train.x.shape[1:]), tuple(test.x.shape[1:])
         raise InvalidValue(f"test.x must have rows of the shape of train.x's, {wanted}; got {got}")
     if test.x.dtype != train.x.dtype:
-        raise InvalidValue(f"test.x must have the type of train.x, {train.x.dtype}; got {test.x.dtype}")
+        raise InvalidValue(
+            f"test.x must have the type of train.x, {train.x.dtype}; got {test.x.dtype}"
+        )
     for name, (x, y) in {"train": (train.x, train.y), "test": (test.x, test.y)}.items():
         if not len(x):
             raise InvalidValue(f"{name}.x must have rows; got none")
         if y.dtype != torch.int64:
             raise InvalidValue(f"{name}.y must be int64; got {y.dtype}")
         if len(y) != len(x):
-            raise InvalidValue(f"{name}.y must have a label for each of the {len(x)} rows of {name}.x; got {len(y)}")
+            raise InvalidValue(
+                f"{name}.y must have a label for each of the {len(x)} rows of {name}.x; got {len(y)}"
+            )
         for extreme in (int(y.min()), int(y.max())):
             if not 0 <= extreme < dataset.classes:
-                raise InvalidValue(f"{name}.y must be labels 0 to {dataset.classes - 1}; got {extreme}")
+                raise InvalidValue(
+                    f"{name}.y must be labels 0 to {dataset.classes - 1}; got {extreme}"
+                )
     if dataset.owner is not None and len(dataset.owner) != len(train.x):
-        raise InvalidValue(f"owner must have an entry for each of the {len(train.x)} rows; got {len(dataset.owner)}")
+        raise InvalidValue(
+            f"owner must have an entry for each of the {len(train.x)} rows; got {len(dataset.owner)}"
+        )

@@ -55,7 +55,9 @@ def build_model(
     """
     with rng.seeded(experiment.seed, "init"):
         built = build("model", experiment.model, MODELS, shape, classes, experiment.norm)
-    return build_recipe(experiment).model(as_model(built, shape, classes, dtype, cut=cuts(experiment), known=known))
+    return build_recipe(experiment).model(
+        as_model(built, shape, classes, dtype, cut=cuts(experiment), known=known)
+    )
 
 
 def build_meta_model(
@@ -92,18 +94,32 @@ def as_model(
     """
     module = built.module if isinstance(built, Model) else built
     if not isinstance(module, nn.Module):
-        raise InvalidValue(f"model must be an nn.Module or a fedcover Model; got {type(built).__name__}")
+        raise InvalidValue(
+            f"model must be an nn.Module or a fedcover Model; got {type(built).__name__}"
+        )
     check_parameters(module)
     module = with_running_statistics(module)
     params = dict(module.named_parameters())
     if isinstance(built, Model):
-        return replace(built, module=module, groups=unit_groups.separate_buffers(built.groups, params))
+        return replace(
+            built, module=module, groups=unit_groups.separate_buffers(built.groups, params)
+        )
     if is_on_meta(module):
         if known is None:
-            raise NotBuildableOnMeta("its groups are found by tracing, which computes with its values")
+            raise NotBuildableOnMeta(
+                "its groups are found by tracing, which computes with its values"
+            )
         return _traced(module, known, classes)
-    draw, size, floats = rng.generator(0, "example"), (EXAMPLE_ROWS, *shape), dtype.is_floating_point
-    example = torch.randn(size, generator=draw).to(dtype) if floats else torch.randint(classes, size, generator=draw)
+    draw, size, floats = (
+        rng.generator(0, "example"),
+        (EXAMPLE_ROWS, *shape),
+        dtype.is_floating_point,
+    )
+    example = (
+        torch.randn(size, generator=draw).to(dtype)
+        if floats
+        else torch.randint(classes, size, generator=draw)
+    )
     try:
         found = trace(module, example)
     except InvalidValue as error:
@@ -118,14 +134,18 @@ def _traced(module: nn.Module, declared: Sequence[UnitGroup], classes: int) -> M
     params = dict(module.named_parameters())
     along = {(each.tensor, each.axis) for group in declared for each in group.cuts}
     weights = {name: p for name, p in params.items() if p.ndim > 1}
-    prunable = tuple(n for n, p in weights.items() if (n, 0) in along and (p.ndim == 2 or (n, 1) in along))
+    prunable = tuple(
+        n for n, p in weights.items() if (n, 0) in along and (p.ndim == 2 or (n, 1) in along)
+    )
     classifier = tuple(
         name
         for name, p in params.items()
         if p.ndim
         and p.shape[0] == classes
         and (name, 0) not in along
-        and isinstance(module.get_submodule(name.rpartition(".")[0]), nn.Linear | nn.modules.conv._ConvNd)
+        and isinstance(
+            module.get_submodule(name.rpartition(".")[0]), nn.Linear | nn.modules.conv._ConvNd
+        )
     )
     return Model(module, unit_groups.separate_buffers(declared, params), prunable, classifier)
 
@@ -139,5 +159,7 @@ def build_recipe(experiment: Experiment) -> Recipe:
 def _recipe(name: str, absent: str, rows: bool) -> Recipe:
     recipe = build("recipe", name, RECIPES)
     if not isinstance(recipe, Recipe):
-        raise InvalidValue(f"recipe {name!r} must make a fedcover Recipe; got {type(recipe).__name__}")
+        raise InvalidValue(
+            f"recipe {name!r} must make a fedcover Recipe; got {type(recipe).__name__}"
+        )
     return mask_absent_labels(checked_recipe(name, recipe), absent=absent, rows=rows)

@@ -119,7 +119,9 @@ class Experiment(BaseModel):
     @field_validator("name", mode="before")
     @classmethod
     def _number_as_name(cls, value: Any) -> Any:
-        return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+        return (
+            str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+        )
 
     @field_validator("fleet")
     @classmethod
@@ -134,7 +136,11 @@ class Experiment(BaseModel):
         if policy.name != "regions" or "codename" not in policy.options:
             return data
         codename = str(policy.options["codename"])
-        check_codename(codename, str(policy.options.get("kind", "pruning")), str(policy.options.get("p5", "code")))
+        check_codename(
+            codename,
+            str(policy.options.get("kind", "pruning")),
+            str(policy.options.get("p5", "code")),
+        )
         kinds = [(len(list(run)), share) for share, run in groupby(codename_capacities(codename))]
         fleet = " + ".join(f"{count}x{share:g}" for count, share in kinds)
         if isinstance(data.get("fleet"), str):
@@ -142,7 +148,9 @@ class Experiment(BaseModel):
         implied = {"fleet": fleet, "assignment": "slot", "active": len(codename)}
         for key, value in implied.items():
             if data.get(key, value) != value:
-                raise ValueError(f"{key} follows from the codename ({value!r}): leave it out; got {data[key]!r}")
+                raise ValueError(
+                    f"{key} follows from the codename ({value!r}): leave it out; got {data[key]!r}"
+                )
         return {**data, **implied}
 
     @model_validator(mode="before")
@@ -160,8 +168,12 @@ class Experiment(BaseModel):
         for key, table in _SPECS.items():
             registry.look_up(key, registry.parse(key, getattr(self, key)), table)
         if self.active > self.clients:
-            default = ", the default" if self.active == Experiment.model_fields["active"].default else ""
-            raise ValueError(f"active must be at most clients ({self.clients}); got {self.active}{default}")
+            default = (
+                ", the default" if self.active == Experiment.model_fields["active"].default else ""
+            )
+            raise ValueError(
+                f"active must be at most clients ({self.clients}); got {self.active}{default}"
+            )
         gone = set(Fleet.parse(self.fleet).levels) - set(self.scaled_fleet.levels)
         if gone:
             places = "clients" if self.assignment == "device" else "slots"
@@ -171,7 +183,9 @@ class Experiment(BaseModel):
             )
         self._check_privacy()
         if any(not 0 <= round <= self.rounds for round in self.keep_rounds):
-            raise ValueError(f"keep_rounds must lie in 0..rounds ({self.rounds}); got {list(self.keep_rounds)}")
+            raise ValueError(
+                f"keep_rounds must lie in 0..rounds ({self.rounds}); got {list(self.keep_rounds)}"
+            )
         return self
 
     def _check_privacy(self) -> None:
@@ -182,14 +196,19 @@ class Experiment(BaseModel):
         if named.name in PRIVACY:
             registry.look_up("privacy", named, PRIVACY)()  # it refuses its own options
         needs = {
-            "clip_updates": (self.clip_updates is not None, "a length to which updates are clipped"),
+            "clip_updates": (
+                self.clip_updates is not None,
+                "a length to which updates are clipped",
+            ),
             "rule": (self.rule == "coverage_mean", "coverage_mean without options"),
             "weights": (self.weights == "uniform", "uniform"),
             "label_rows": (not self.label_rows, "false (it shows which labels a client has)"),
         }
         for field, (met, wanted) in needs.items():
             if not met:
-                raise ValueError(f"{field} must be {wanted} with privacy; got {getattr(self, field)!r}")
+                raise ValueError(
+                    f"{field} must be {wanted} with privacy; got {getattr(self, field)!r}"
+                )
         check_clip(self.clip_updates or 0.0)
 
     @property
@@ -212,7 +231,9 @@ class Experiment(BaseModel):
         """
         fields = self.model_dump(mode="json", exclude_none=True)
         # a JSON string, number, boolean or list of numbers is also TOML (but for surrogates and one control character)
-        lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in fields.items()]
+        lines = [
+            f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in fields.items()
+        ]
         return "".join(lines).replace("\x7f", "\\u007f")
 
     @classmethod

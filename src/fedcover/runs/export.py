@@ -105,24 +105,39 @@ def load_part(path: str | Path, *, model: Model | nn.Module | None = None) -> nn
         except InvalidValue as error:
             raise RunError(f"{path} is no model exported by fedcover: {error}") from error
     else:
-        whole = build_recipe(experiment).model(as_model(model, shape, classes, dtype, cut=cuts(experiment)))
+        whole = build_recipe(experiment).model(
+            as_model(model, shape, classes, dtype, cut=cuts(experiment))
+        )
     params = dict(whole.module.named_parameters())
     try:
-        masked = {name: params[name] for name in (whole.prunable if header.masked is None else header.masked)}
+        masked = {
+            name: params[name]
+            for name in (whole.prunable if header.masked is None else header.masked)
+        }
         _check_group_sizes(whole, values)
-        part = meta_submodel(whole.module, decode(bytes.fromhex(header.reduction), whole.groups, masked))
+        part = meta_submodel(
+            whole.module, decode(bytes.fromhex(header.reduction), whole.groups, masked)
+        )
         wanted = params_and_buffers(part)
         fitting = shapes_by_name(wanted) == shapes_by_name(values)
-        fitting = fitting and all(values[name].dtype == tensor.dtype for name, tensor in wanted.items())
+        fitting = fitting and all(
+            values[name].dtype == tensor.dtype for name, tensor in wanted.items()
+        )
     except (InvalidValue, KeyError):  # a reduction of another model
         fitting = False
     if not fitting:
-        other = "the given model" if model else f"model {experiment.model!r} (if it was made in Python, give it again)"
+        other = (
+            "the given model"
+            if model
+            else f"model {experiment.model!r} (if it was made in Python, give it again)"
+        )
         raise RunError(f"{path} does not hold a part of {other}")
     return load_tensors(part, values).eval()
 
 
-def _build_on_meta(experiment: Experiment, shape: tuple[int, ...], classes: int, dtype: torch.dtype) -> Model:
+def _build_on_meta(
+    experiment: Experiment, shape: tuple[int, ...], classes: int, dtype: torch.dtype
+) -> Model:
     """The model that the whole run had; a file of a few bytes may name one that fills the memory."""
     build = partial(build_model, experiment, shape, classes, dtype)
     try:
@@ -153,7 +168,9 @@ def _read(path: str | Path) -> tuple[_Header, dict[str, Tensor]]:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "header"
-        raise RunError(f"{path} is no model exported by fedcover: its header's {where}: {first['msg']}") from error
+        raise RunError(
+            f"{path} is no model exported by fedcover: its header's {where}: {first['msg']}"
+        ) from error
 
 
 def _experiment(path: str | Path, header: _Header, *, given: bool) -> Experiment:
@@ -162,7 +179,11 @@ def _experiment(path: str | Path, header: _Header, *, given: bool) -> Experiment
     A module that is given takes the place of both the model and what a recipe of the user's own made of it.
     """
     fields = {name: header.experiment[name] for name in _OF_THE_MODEL if name in header.experiment}
-    own = {name: text for name, text in trust.custom_functions(fields).items() if not trust.all_trusted({name: text})}
+    own = {
+        name: text
+        for name, text in trust.custom_functions(fields).items()
+        if not trust.all_trusted({name: text})
+    }
     if own and not given:
         field, text = next(iter(own.items()))
         raise RunError(
@@ -170,7 +191,9 @@ def _experiment(path: str | Path, header: _Header, *, given: bool) -> Experiment
             f"and give it, as in fedcover.load_part({str(path)!r}, model=...)"
         )
     kept = {name: value for name, value in fields.items() if name not in own}
-    policy = "full" if header.experiment.get("policy") == "full" else "prefix"  # only whether anything was cut
+    policy = (
+        "full" if header.experiment.get("policy") == "full" else "prefix"
+    )  # only whether anything was cut
     try:
         return Experiment(**kept, policy=policy)
     except InvalidValue as error:
@@ -187,9 +210,14 @@ def export_onnx(module: nn.Module, example: Tensor | tuple[Any, ...], path: str 
     missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
     if missing:
         names = " and ".join(missing)
-        raise InvalidValue(f"writing ONNX needs {names}; in a checkout of fedcover: pip install '.[onnx]'")
+        raise InvalidValue(
+            f"writing ONNX needs {names}; in a checkout of fedcover: pip install '.[onnx]'"
+        )
     given = example if isinstance(example, tuple) else (example,)
-    batch = tuple({0: torch.export.Dim.AUTO} if isinstance(each, Tensor) and each.ndim else None for each in given)
+    batch = tuple(
+        {0: torch.export.Dim.AUTO} if isinstance(each, Tensor) and each.ndim else None
+        for each in given
+    )
     talk = logging.getLogger("torch.onnx")
     level = talk.level
     try:
@@ -197,7 +225,9 @@ def export_onnx(module: nn.Module, example: Tensor | tuple[Any, ...], path: str 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecations inside torch
             quiet = copy.deepcopy(module).eval()
-            program = torch.onnx.export(quiet, given, dynamo=True, verbose=False, dynamic_shapes=batch)
+            program = torch.onnx.export(
+                quiet, given, dynamo=True, verbose=False, dynamic_shapes=batch
+            )
     finally:
         talk.setLevel(level)
     assert program is not None

@@ -54,7 +54,11 @@ class WorkerJob:
 
 def torchrun_rank() -> int | None:
     """This process's rank if torchrun has started it."""
-    return int(os.environ["RANK"]) if {"RANK", "WORLD_SIZE", "MASTER_PORT"} <= os.environ.keys() else None
+    return (
+        int(os.environ["RANK"])
+        if {"RANK", "WORLD_SIZE", "MASTER_PORT"} <= os.environ.keys()
+        else None
+    )
 
 
 def torchrun_size() -> int:
@@ -134,9 +138,13 @@ def _start_workers(size: int) -> Iterator[FileStore | None]:
                 worker_command("fedcover.runs.launch"),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                **lifeline_arguments({**worker_environment(os.environ), _PLACE: f"{rank} {size} {folder}"}),
+                **lifeline_arguments(
+                    {**worker_environment(os.environ), _PLACE: f"{rank} {size} {folder}"}
+                ),
             )
-            ending.push(lambda kind, error, trace, child=child: stop_process(child, done=kind is None))
+            ending.push(
+                lambda kind, error, trace, child=child: stop_process(child, done=kind is None)
+            )
             children.append(child)
         while not store.check([f"here/{rank}" for rank in range(1, size)]):
             if any(child.poll() is not None for child in children):
@@ -149,14 +157,19 @@ def _start_workers(size: int) -> Iterator[FileStore | None]:
 
 def worker_command(module: str) -> list[str]:
     """The command of a process that calls a module's `main` and ends with this process; see `orphans.tied`."""
-    first = "from fedcover.host import orphans, signals; orphans.end_with_parent(); signals.quietly()"
+    first = (
+        "from fedcover.host import orphans, signals; orphans.end_with_parent(); signals.quietly()"
+    )
     return [sys.executable, "-c", f"{first}; from {module} import main; main()"]
 
 
 def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment of a process that is to import this very fedcover."""
     home = str(Path(__file__).parents[2])
-    return {**environment, "PYTHONPATH": os.pathsep.join([home, *filter(None, [environment.get("PYTHONPATH")])])}
+    return {
+        **environment,
+        "PYTHONPATH": os.pathsep.join([home, *filter(None, [environment.get("PYTHONPATH")])]),
+    }
 
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -183,13 +196,21 @@ def _torchrun() -> Iterator[FileStore | None]:
 def join_process_group(rank: int, size: int, store: FileStore | None) -> Iterator[ProcessGroup]:
     """Meet the other processes, and part from them at the end, however it comes."""
     beside = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    nccl = torch.cuda.is_available() and dist.is_nccl_available() and beside <= torch.cuda.device_count()
+    nccl = (
+        torch.cuda.is_available()
+        and dist.is_nccl_available()
+        and beside <= torch.cuda.device_count()
+    )
     backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
-    place: dict[str, Any] = {} if store is None else {"store": store, "rank": rank, "world_size": size}
+    place: dict[str, Any] = (
+        {} if store is None else {"store": store, "rank": rank, "world_size": size}
+    )
     try:
         dist.init_process_group(backend, timeout=PATIENCE, **place)
     except (RuntimeError, ValueError) as error:
-        raise RunError(f"the {size} processes of this run cannot reach each other: {error}") from error
+        raise RunError(
+            f"the {size} processes of this run cannot reach each other: {error}"
+        ) from error
     try:
         yield ProcessGroup(rank, size)
     finally:
@@ -215,14 +236,18 @@ def _prepared(ranks: ProcessGroup) -> tuple[WorkerJob, Setup, State]:
     def get_ready() -> None:
         sys.path.extend(folder for folder in folders if folder not in sys.path)
         devices = {}
-        if device == "cuda":  # every process of a machine takes a device of its own, as far as there are
+        if (
+            device == "cuda"
+        ):  # every process of a machine takes a device of its own, as far as there are
             own = int(os.environ.get("LOCAL_RANK", ranks.rank)) % torch.cuda.device_count()
             torch.cuda.set_device(own)
             devices = {"cuda:0": f"cuda:{own}"}
         job, state = _unpacked(content, devices)
         with job.machine.applied():
             setup = prepare(job.experiment, job.machine, data=job.data, parts=job.parts)
-        ready.append((replace(job, parts=Overrides()), without_values(shard_setup(setup, ranks)), state))
+        ready.append(
+            (replace(job, parts=Overrides()), without_values(shard_setup(setup, ranks)), state)
+        )
 
     ranks.all_gather(get_ready)
     return ready[0]
@@ -230,7 +255,9 @@ def _prepared(ranks: ProcessGroup) -> tuple[WorkerJob, Setup, State]:
 
 def _unpacked(content: bytes, devices: dict[str, str]) -> tuple[WorkerJob, State]:
     try:  # any object may be in it: it comes from the first process of this very run
-        told: tuple[WorkerJob, State] = torch.load(io.BytesIO(content), map_location=devices, weights_only=False)
+        told: tuple[WorkerJob, State] = torch.load(
+            io.BytesIO(content), map_location=devices, weights_only=False
+        )
     except (AttributeError, ImportError) as error:
         raise InvalidValue(_unknown_there(error)) from error
     return told
@@ -255,8 +282,13 @@ def main() -> None:
     except FedcoverError:
         code = 1
     except Exception as error:
-        print(f"fedcover: process {rank + 1} of {size}: {type(error).__name__}: {error}", file=sys.stderr)
+        print(
+            f"fedcover: process {rank + 1} of {size}: {type(error).__name__}: {error}",
+            file=sys.stderr,
+        )
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # nothing is left to save, and threads of the network may not survive an orderly exit
+    os._exit(
+        code
+    )  # nothing is left to save, and threads of the network may not survive an orderly exit

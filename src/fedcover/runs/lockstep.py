@@ -21,7 +21,13 @@ from fedcover.runs.metrics_log import Metrics
 from fedcover.runs.run_folder import Folder
 from fedcover.runs.session import RunSession, load_latest
 from fedcover.runs.setup import Overrides, prepare
-from fedcover.server.round import PendingRound, RoundReport, finish_round, initial_state, start_round
+from fedcover.server.round import (
+    PendingRound,
+    RoundReport,
+    finish_round,
+    initial_state,
+    start_round,
+)
 from fedcover.server.round_setup import Setup
 from fedcover.training.engines.batched import train_stacked
 from fedcover.training.engines.buffers import ClientJob, JobResult
@@ -78,13 +84,19 @@ def run_in_lockstep(
 
 
 def _finished(course: RunSession, machine: Machine) -> Finished:
-    return Finished(course.experiment, course.metrics, course.diverged, _engine_of(course.setup, machine))
+    return Finished(
+        course.experiment, course.metrics, course.diverged, _engine_of(course.setup, machine)
+    )
 
 
 def _engine_of(setup: Setup, machine: Machine) -> str:
     """The engine that comes nearest to what is done here, for the manifest."""
     alone = engine_for(setup, machine.engine, machine.device)
-    return "batched" if has_small_steps(setup) and (alone, machine.device) != ("sequential", "cpu") else alone
+    return (
+        "batched"
+        if has_small_steps(setup) and (alone, machine.device) != ("sequential", "cpu")
+        else alone
+    )
 
 
 def _at_once(setup: Setup, machine: Machine) -> int:
@@ -105,7 +117,13 @@ def _machine_for(machine: Machine, setup: Setup) -> Machine:
 
 def lockstep_key(experiment: Experiment) -> object:
     """What runs must have in common to take steps together; whatever else differs is sorted out by shape."""
-    return experiment.dataset, experiment.model, experiment.norm, experiment.scaler, experiment.active
+    return (
+        experiment.dataset,
+        experiment.model,
+        experiment.norm,
+        experiment.scaler,
+        experiment.active,
+    )
 
 
 def _open_session(
@@ -120,7 +138,9 @@ def _open_session(
     name = experiment.dataset
     if name.partition("(")[0] != "synthetic" and ":" not in name and name not in shared:
         loaded = datasets.load(name, data)
-        shared[name] = replace(loaded, train=loaded.train.to(machine.device), test=loaded.test.to(machine.device))
+        shared[name] = replace(
+            loaded, train=loaded.train.to(machine.device), test=loaded.test.to(machine.device)
+        )
     setup = prepare(experiment, machine, data=data, parts=Overrides(dataset=shared.get(name)))
     if runs is None:
         return RunSession(experiment, setup, initial_state(setup), [])
@@ -130,11 +150,16 @@ def _open_session(
         folder.opened()
         if known
         else folder.created(
-            experiment, replace(_machine_for(machine, setup), engine=_engine_of(setup, machine)), Overrides(), data
+            experiment,
+            replace(_machine_for(machine, setup), engine=_engine_of(setup, machine)),
+            Overrides(),
+            data,
         )
     )
     if folder.names_other_functions(experiment) or folder.experiment.digest != experiment.digest:
-        raise InvalidValue(f"{folder.path} holds another experiment; choose another name or folder of runs")
+        raise InvalidValue(
+            f"{folder.path} holds another experiment; choose another name or folder of runs"
+        )
     folder.check_same_machine(machine)
     state, metrics = load_latest(folder, setup, machine.device, warn_once)
     course = RunSession(experiment, setup, state, metrics, folder)
@@ -143,7 +168,11 @@ def _open_session(
 
 
 def _run_sessions(
-    courses: Sequence[RunSession], family: object, cache: RunnerCache, machine: Machine, watch: SweepCallback | None
+    courses: Sequence[RunSession],
+    family: object,
+    cache: RunnerCache,
+    machine: Machine,
+    watch: SweepCallback | None,
 ) -> Iterator[Finished]:
     """Rounds of all runs, side by side, until the last has ended."""
     for course in courses:
@@ -174,14 +203,21 @@ def _run_sessions(
 
 
 def _train_cohorts(
-    courses: Sequence[RunSession], asked: Sequence[PendingRound], family: object, cache: RunnerCache, machine: Machine
+    courses: Sequence[RunSession],
+    asked: Sequence[PendingRound],
+    family: object,
+    cache: RunnerCache,
+    machine: Machine,
 ) -> list[list[Update] | TrainingDiverged]:
     """What the clients of each run send back: in crews over all runs where that can be, else run by run."""
     jobs: list[list[ClientJob]] = []
     for e, question in zip(courses, asked, strict=True):
         task, kind = e.setup.task, (family, _kind(e.setup.task.model.module))
         jobs.append(
-            [ClientJob(Assignment(task, e.state, *each), e.setup.lr(e.state.round), kind) for each in question.work]
+            [
+                ClientJob(Assignment(task, e.state, *each), e.setup.lr(e.state.round), kind)
+                for each in question.work
+            ]
         )
     everybody = [job for own in jobs for job in own]
     try:
@@ -196,7 +232,9 @@ def _train_cohorts(
         left = [(j.assignment.client, j.assignment.reduction) for j in own if id(j) in lonely]
         found: list[Update | TrainingDiverged] = [made[id(job)] for job in own if id(job) in made]
         try:
-            found += course.setup.engine(course.setup.task, course.state, left, course.setup.lr(course.state.round))
+            found += course.setup.engine(
+                course.setup.task, course.state, left, course.setup.lr(course.state.round)
+            )
         except TrainingDiverged as error:
             found.append(error)
         errors = [answer for answer in found if isinstance(answer, TrainingDiverged)]
@@ -221,7 +259,11 @@ def _train_together(
     """
     alone, small = engine_for(setup, machine.engine, machine.device), has_small_steps(setup)
     if machine.device == "cpu":
-        return train_stacked(jobs, cache, machine.precision) if small and alone == "batched" else ([], jobs)
+        return (
+            train_stacked(jobs, cache, machine.precision)
+            if small and alone == "batched"
+            else ([], jobs)
+        )
     if small or alone == "batched":
         return train_stacked(jobs, cache, machine.precision)
     return list(train_on_streams(jobs, cache, machine.precision)), []

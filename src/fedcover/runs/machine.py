@@ -55,8 +55,13 @@ def engine_for(setup: Setup, engine: str, device: str) -> str:
 def _suits_stacking(setup: Setup) -> bool:
     """Whether a GPU is better filled by a layer of all clients at once than by all clients one layer each."""
     task = setup.task
-    known = stacked_layers.has_stacked_kernels(task.model.module) and statistics_key(task.norm, 1.0) is None
-    alike = len(set(_rows(setup))) <= 2  # a crew takes equally many steps, and each number is captured for itself
+    known = (
+        stacked_layers.has_stacked_kernels(task.model.module)
+        and statistics_key(task.norm, 1.0) is None
+    )
+    alike = (
+        len(set(_rows(setup))) <= 2
+    )  # a crew takes equally many steps, and each number is captured for itself
     return known and alike and model_multiply_adds(setup) * task.local.batch_size < LARGE_STEP
 
 
@@ -99,19 +104,29 @@ class Machine:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         check_device(device)
         if device.startswith("cuda") and not torch.cuda.is_available():
-            raise InvalidValue("device is 'cuda', but this computer has no CUDA device that torch can use; use 'cpu'")
+            raise InvalidValue(
+                "device is 'cuda', but this computer has no CUDA device that torch can use; use 'cpu'"
+            )
         if self.engine not in ("auto", *ENGINES):
             raise unknown("engine", self.engine, ["auto", *ENGINES])
         if self.precision not in PRECISIONS:
             raise unknown("precision", self.precision, PRECISIONS)
         if self.precision == "tf32" and not device.startswith("cuda"):
-            raise InvalidValue("precision is 'tf32', which only CUDA devices know; use 'fp32' or 'bf16'")
+            raise InvalidValue(
+                "precision is 'tf32', which only CUDA devices know; use 'fp32' or 'bf16'"
+            )
         if self.engine == "streams" and device == "cpu":
-            warn_once("there is no GPU in use, so streams neither overlaps nor captures steps and is not fast")
+            warn_once(
+                "there is no GPU in use, so streams neither overlaps nor captures steps and is not fast"
+            )
         if self.threads is not None and not 1 <= self.threads <= MAX_THREADS:
             raise InvalidValue(f"threads must be in 1..{MAX_THREADS}; got {self.threads}")
-        if self.processes != "auto" and not (isinstance(self.processes, int) and 1 <= self.processes <= MAX_THREADS):
-            raise InvalidValue(f"processes must be 'auto' or in 1..{MAX_THREADS}; got {self.processes!r}")
+        if self.processes != "auto" and not (
+            isinstance(self.processes, int) and 1 <= self.processes <= MAX_THREADS
+        ):
+            raise InvalidValue(
+                f"processes must be 'auto' or in 1..{MAX_THREADS}; got {self.processes!r}"
+            )
         return replace(self, device=device)
 
     def for_setup(self, setup: Setup) -> "Machine":
@@ -119,8 +134,12 @@ class Machine:
         work, local = model_multiply_adds(setup), setup.task.local
         processes = self.processes
         if isinstance(processes, str):
-            cores = torch.cuda.device_count() if self.device.startswith("cuda") else physical_cores()
-            samples = sum(client.samples for client in cohort_of(setup, 0)) * local.epochs * setup.rounds
+            cores = (
+                torch.cuda.device_count() if self.device.startswith("cuda") else physical_cores()
+            )
+            samples = (
+                sum(client.samples for client in cohort_of(setup, 0)) * local.epochs * setup.rounds
+            )
             step = STEP_SECONDS + 3 * work * local.batch_size / MULTIPLY_ADDS_PER_SECOND
             enough = num_useful_processes(samples / local.batch_size * step, setup.active, cores)
             processes = 1 if setup.clip_updates is not None else enough
@@ -128,8 +147,15 @@ class Machine:
             raise InvalidValue(
                 f"processes must be 1 with clip_updates, which looks at updates as a whole; got {processes}"
             )
-        threads = self.threads or (1 if has_small_steps(setup) else max(1, torch.get_num_threads() // processes))
-        return replace(self, threads=threads, processes=processes, engine=engine_for(setup, self.engine, self.device))
+        threads = self.threads or (
+            1 if has_small_steps(setup) else max(1, torch.get_num_threads() // processes)
+        )
+        return replace(
+            self,
+            threads=threads,
+            processes=processes,
+            engine=engine_for(setup, self.engine, self.device),
+        )
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -173,7 +199,10 @@ def physical_cores() -> int:
         allowed = os.sched_getaffinity(0)
     except AttributeError:  # not Linux
         return os.cpu_count() or 1
-    siblings = {_read(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in allowed}
+    siblings = {
+        _read(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu)
+        for cpu in allowed
+    }
     quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
     limit = int(quota) // int(period) if quota.isdigit() and period.isdigit() else len(siblings)
     return max(1, min(len(siblings), limit))

@@ -17,7 +17,9 @@ from fedcover.server import grid_noise
 from fedcover.version import __version__
 
 
-def manifest(experiment: Experiment, machine: Machine, parts: Overrides, data: str | Path | None) -> dict[str, Any]:
+def manifest(
+    experiment: Experiment, machine: Machine, parts: Overrides, data: str | Path | None
+) -> dict[str, Any]:
     """With what a run is made: versions, commit, computer, and how it is computed."""
     cuda = machine.device.startswith("cuda")
     return {
@@ -28,7 +30,9 @@ def manifest(experiment: Experiment, machine: Machine, parts: Overrides, data: s
         "data": str(Path(data).expanduser().resolve()) if data else None,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         **asdict(machine),
-        "hardware": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
+        "hardware": torch.cuda.get_device_name()
+        if cuda
+        else platform.processor() or platform.machine(),
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -53,7 +53,9 @@ def read_raw_lines(path: Path) -> list[bytes]:
     except FileNotFoundError:
         return []
     except IsADirectoryError as error:
-        raise RunError(f"{path} is a folder, where a file with a line for each round should be") from error
+        raise RunError(
+            f"{path} is a folder, where a file with a line for each round should be"
+        ) from error
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror}") from error
 
@@ -64,7 +66,9 @@ def read_events(path: Path) -> Metrics:
     for event in read_lines(path):
         if event.get("event") in (*EVENTS, WARNED):
             key = event["round"], event_subject(event), event["event"] == WARNED
-            last.pop(key, None)  # a round that is run again after a stop tells anew, and in the order of that
+            last.pop(
+                key, None
+            )  # a round that is run again after a stop tells anew, and in the order of that
             last[key] = event
     return list(last.values())
 
@@ -75,7 +79,9 @@ def event_subject(event: Mapping[str, Any]) -> str:
     >>> event_subject({"client": 3, "node": 7}), event_subject({"client": None, "node": 7})
     ('client 3', 'node 7')
     """
-    return f"node {event.get('node')}" if event.get("client") is None else f"client {event['client']}"
+    return (
+        f"node {event.get('node')}" if event.get("client") is None else f"client {event['client']}"
+    )
 
 
 def resume_command(engine: str, folder: Path) -> str:
@@ -114,7 +120,11 @@ def is_complete_line(line: Mapping[str, Any]) -> bool:
     >>> is_complete_line({"round": 2})
     False
     """
-    clients, seconds, pictures = line.get("clients", {}), line.get("seconds"), line.get("pictures") or _NO_PICTURES
+    clients, seconds, pictures = (
+        line.get("clients", {}),
+        line.get("seconds"),
+        line.get("pictures") or _NO_PICTURES,
+    )
     return (
         0 <= line["round"] < _MOST
         and all(name in line for name in _OF_ANSWERS)
@@ -123,7 +133,9 @@ def is_complete_line(line: Mapping[str, Any]) -> bool:
         and _numbers(line.get(name) for name in _NEEDED)
         and _numbers(line[name] for name in _OPTIONAL if name in line)
         and not any(line[name] < 0 or line[name] > 1 for name in _SHARES if name in line)
-        and _numbers(line[name] for name in (*_OF_ANSWERS, "train_loss") if line.get(name) is not None)
+        and _numbers(
+            line[name] for name in (*_OF_ANSWERS, "train_loss") if line.get(name) is not None
+        )
         and (isinstance(seconds, dict) and _numbers(seconds.values()))
         and (isinstance(clients, dict) and all(_is_client(told) for told in clients.values()))
         and (isinstance(pictures, dict) and _are_pictures(pictures, clients))
@@ -144,7 +156,9 @@ def is_number(value: object) -> bool:
 
 
 def _is_client(told: object) -> bool:
-    return isinstance(told, dict) and _numbers(told.get(name) for name in ("capacity", "delta2", "loss"))
+    return isinstance(told, dict) and _numbers(
+        told.get(name) for name in ("capacity", "delta2", "loss")
+    )
 
 
 def _are_pictures(pictures: Mapping[str, Any], clients: Mapping[str, Any]) -> bool:
@@ -173,7 +187,13 @@ def summarise(metrics: Metrics) -> dict[str, Any]:
         "bytes_down": sum(line["bytes_down"] for line in metrics),
         "bytes_up": sum(line["bytes_up"] for line in metrics),
     }
-    for name in ("epsilon", "accuracy_common", "accuracy_single", "accuracy_local", "accuracy_trained"):
+    for name in (
+        "epsilon",
+        "accuracy_common",
+        "accuracy_single",
+        "accuracy_local",
+        "accuracy_trained",
+    ):
         if name in last:
             summary[name] = last[name]
     if validated := [line for line in evaluated if "validation_accuracy" in line]:

@@ -35,8 +35,16 @@ def mps_environment(processes: int) -> Iterator[Mapping[str, str]]:
         _say_quit({**os.environ, place: str(left)})
     with scratch.folder("mps") as folder:
         queues = str(min(32, max(2, QUEUES_OF_ALL // processes)))
-        shared = {QUEUES: queues, **os.environ, place: str(folder), "CUDA_MPS_LOG_DIRECTORY": str(folder)}
-        started = subprocess.run([MPS, "-d"], env=shared, capture_output=True, check=False).returncode == 0
+        shared = {
+            QUEUES: queues,
+            **os.environ,
+            place: str(folder),
+            "CUDA_MPS_LOG_DIRECTORY": str(folder),
+        }
+        started = (
+            subprocess.run([MPS, "-d"], env=shared, capture_output=True, check=False).returncode
+            == 0
+        )
         try:
             yield shared if started else os.environ
         finally:

@@ -31,14 +31,18 @@ def check_plot_path(path: str | Path) -> None:
     """Complain now, not after hours of training, if a plot could not be written as the file's name says."""
     known = sorted(_matplotlib("backend_bases").FigureCanvasBase.get_supported_filetypes())
     if Path(path).suffix.lstrip(".").lower() not in known:
-        raise InvalidValue(f"plot must be a file that ends in one of {', '.join(known)}; got {str(path)!r}")
+        raise InvalidValue(
+            f"plot must be a file that ends in one of {', '.join(known)}; got {str(path)!r}"
+        )
 
 
 def _matplotlib(part: str) -> Any:
     try:
         return import_module(f"matplotlib.{part}")
     except ImportError:
-        raise FedcoverError("a plot needs matplotlib; in a checkout of fedcover: pip install '.[plot]'") from None
+        raise FedcoverError(
+            "a plot needs matplotlib; in a checkout of fedcover: pip install '.[plot]'"
+        ) from None
 
 
 def save(figure: Any, path: str | Path) -> None:
@@ -63,10 +67,19 @@ def draw(histories: Mapping[str, Sequence[Metrics]]) -> Any:
         axes.set_xlabel("rounds", fontsize=9)
         axes.grid(alpha=0.3)
         if not axes.lines:
-            axes.text(0.5, 0.5, "not measured yet", ha="center", transform=axes.transAxes, color="0.4")
+            axes.text(
+                0.5, 0.5, "not measured yet", ha="center", transform=axes.transAxes, color="0.4"
+            )
     handles, labels = figure.axes[-1].get_legend_handles_labels()
     if len(labels) > 1:
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False, fontsize=9)
+        figure.legend(
+            handles,
+            labels,
+            loc="outside lower center",
+            ncols=min(4, len(labels)),
+            frameon=False,
+            fontsize=9,
+        )
     return figure
 
 
@@ -84,8 +97,17 @@ def _line(axes: Any, name: str, label: str, runs: Sequence[Metrics], place: int)
     if any(len(values) > 1 for values in met.values()):
         low, high = [min(met[r]) for r in rounds], [max(met[r]) for r in rounds]
         axes.fill_between(rounds, low, high, color=colour, alpha=0.15, linewidth=0)
-    style = {"color": colour, "linestyle": DASHES[place % len(DASHES)], "marker": MARKERS[place % len(MARKERS)]}
+    style = {
+        "color": colour,
+        "linestyle": DASHES[place % len(DASHES)],
+        "marker": MARKERS[place % len(MARKERS)],
+    }
     every = max(1, len(rounds) // 6)
     axes.plot(
-        rounds, [fmean(met[r]) for r in rounds], markevery=(place % every, every), markersize=5, label=label, **style
+        rounds,
+        [fmean(met[r]) for r in rounds],
+        markevery=(place % every, every),
+        markersize=5,
+        label=label,
+        **style,
     )

@@ -36,7 +36,9 @@ def check_resumable(folder: Folder, state: State) -> None:
             "under another name, and add the epsilon of both"
         )
     twice = [
-        round for round, times in Counter(file.round for file in checkpoints.found(folder.kept)).items() if times > 1
+        round
+        for round, times in Counter(file.round for file in checkpoints.found(folder.kept)).items()
+        if times > 1
     ]
     if twice:
         raise RunError(
@@ -63,7 +65,9 @@ def noise_problem(folder: Folder) -> str:
 def finish_last_round(folder: Folder, state: State) -> None:
     """Write what a kill may have left out of the last round, once the run is where its newest checkpoint is."""
     folder.keep(state)
-    known = folder.truncate_metrics(state.round)  # what is added to a line that is half written would be lost with it
+    known = folder.truncate_metrics(
+        state.round
+    )  # what is added to a line that is half written would be lost with it
     for line in figures(folder, state)[len(known) :]:
         folder.append(line)
 
@@ -73,14 +77,25 @@ def figures(folder: Folder, state: State) -> Metrics:
     known = folder.metrics(state.round)
     if not state.round or (known and known[-1]["round"] == state.round - 1):
         return known
-    line = next((file.line() for file in checkpoints.found(folder.checkpoints) if file.round == state.round), None)
+    line = next(
+        (
+            file.line()
+            for file in checkpoints.found(folder.checkpoints)
+            if file.round == state.round
+        ),
+        None,
+    )
     last = line is not None and type(line.get("round")) is int and line["round"] == state.round - 1
     return [*known, line] if line and last and is_complete_line(line) else known
 
 
 def _rounds(folder: Folder) -> set[int]:
     """How many rounds were done when each thing in a folder was written."""
-    files = {file.round for place in (folder.checkpoints, folder.kept) for file in checkpoints.found(place)}
+    files = {
+        file.round
+        for place in (folder.checkpoints, folder.kept)
+        for file in checkpoints.found(place)
+    }
     lines = {line["round"] + 1 for line in read_lines(folder.path / "metrics.jsonl")}
     ended = {folder.planned_rounds} if (folder.path / "summary.json").exists() else set()
     return files | lines | ended

@@ -19,12 +19,25 @@ from fedcover.runs import checkpoints, trust
 from fedcover.runs.experiment import MAX_INT, Experiment, parse_fields
 from fedcover.runs.machine import Machine
 from fedcover.runs.manifest import manifest, override_names
-from fedcover.runs.metrics_log import Metrics, is_complete_line, read_lines, resume_command, summarise
+from fedcover.runs.metrics_log import (
+    Metrics,
+    is_complete_line,
+    read_lines,
+    resume_command,
+    summarise,
+)
 from fedcover.runs.setup import Overrides
 from fedcover.types import State
 
 _FILES = ("summary.json", "metrics.jsonl", "events.jsonl", "manifest.json", "experiment.toml")
-_MUST_MATCH = {"engine": str, "device": str, "threads": int, "deterministic": bool, "precision": str, "torch": str}
+_MUST_MATCH = {
+    "engine": str,
+    "device": str,
+    "threads": int,
+    "deterministic": bool,
+    "precision": str,
+    "torch": str,
+}
 
 
 @dataclass(frozen=True)
@@ -66,12 +79,16 @@ class Folder:
         """How many rounds the run is to have, by its file alone."""
         rounds = self.fields.get("rounds", Experiment.model_fields["rounds"].default)
         if type(rounds) is not int or not 1 <= rounds <= MAX_INT:
-            raise InvalidValue(f"{self.path / 'experiment.toml'}: rounds must be in 1..{MAX_INT}; got {rounds!r}")
+            raise InvalidValue(
+                f"{self.path / 'experiment.toml'}: rounds must be in 1..{MAX_INT}; got {rounds!r}"
+            )
         return rounds
 
     def names_other_functions(self, experiment: Experiment) -> bool:
         """Whether the run cannot be of this experiment, as it names functions of its own; they are not imported."""
-        return trust.custom_functions(self.fields) != trust.custom_functions(experiment.model_dump())
+        return trust.custom_functions(self.fields) != trust.custom_functions(
+            experiment.model_dump()
+        )
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
@@ -79,10 +96,14 @@ class Folder:
         try:
             read: dict[str, Any] = json.loads(disk.read_bytes(self.path / "manifest.json"))
         except (OSError, ValueError) as error:
-            raise RunError(f"{self.path / 'manifest.json'} cannot be read: {disk.reason(error)}") from error
+            raise RunError(
+                f"{self.path / 'manifest.json'} cannot be read: {disk.reason(error)}"
+            ) from error
         for key, kind in _MUST_MATCH.items():
             if not isinstance(read, dict) or not isinstance(read.get(key), kind):
-                raise RunError(f"{self.path / 'manifest.json'} is no manifest of a run: it does not say its {key}")
+                raise RunError(
+                    f"{self.path / 'manifest.json'} is no manifest of a run: it does not say its {key}"
+                )
         return read
 
     @contextlib.contextmanager
@@ -110,7 +131,9 @@ class Folder:
             if not overwrite:
                 self.check_no_run()  # another process may have been faster
             self._clear()
-            write_atomically(self.path / "manifest.json", _json(manifest(experiment, machine, parts, data)))
+            write_atomically(
+                self.path / "manifest.json", _json(manifest(experiment, machine, parts, data))
+            )
             write_atomically(self.path / "experiment.toml", experiment.to_toml().encode())
             try:
                 yield self
@@ -126,7 +149,9 @@ class Folder:
             return
         for name in set(os.listdir(self.path)) - before:
             path = self.path / name
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(
+                missing_ok=True
+            )
 
     @contextlib.contextmanager
     def opened(self) -> Iterator["Folder"]:
@@ -137,7 +162,9 @@ class Folder:
 
     def read(self) -> "Folder":
         """Look at a run; complains if there is none."""
-        if not os.path.isfile(self.path / "experiment.toml"):  # unlike Path.is_file, False for any path at all
+        if not os.path.isfile(
+            self.path / "experiment.toml"
+        ):  # unlike Path.is_file, False for any path at all
             raise RunError(f"{self.path} is no run folder: it has no experiment.toml")
         return self
 
@@ -145,9 +172,13 @@ class Folder:
         """Complain if the folder holds a run already."""
         if self.has_run():
             other = "choose another name (--set name=...), or lose it by --overwrite"
-            raise RunError(f"{self.path} holds a run already: go on with {self.resume_hint()}, or {other}")
+            raise RunError(
+                f"{self.path} holds a run already: go on with {self.resume_hint()}, or {other}"
+            )
         if os.path.isdir(self.path) and any(state.round for state in checkpoints.found(self.kept)):
-            raise RunError(f"{self.kept} holds models of another run: choose another name (--set name=...)")
+            raise RunError(
+                f"{self.kept} holds models of another run: choose another name (--set name=...)"
+            )
 
     def has_run(self) -> bool:
         """Whether a round was finished here; what ended before that has left nothing to lose."""
@@ -198,7 +229,10 @@ class Folder:
         now = {**asdict(machine), "torch": torch.__version__}
         if any(self.latest_manifest.get(key) != value for key, value in now.items()):
             resumed = [*self.manifest.get("resumed", []), {"round": round, **now}]
-            self.__dict__["manifest"] = {**self.manifest, "resumed": resumed}  # what was read of it before
+            self.__dict__["manifest"] = {
+                **self.manifest,
+                "resumed": resumed,
+            }  # what was read of it before
             with self.explain_write_errors(self.path / "manifest.json") as path:
                 write_atomically(path, _json(self.manifest))
 
@@ -211,7 +245,9 @@ class Folder:
             if self.latest_manifest[k] != getattr(machine, k)
         ]
         if other:
-            raise InvalidValue(f"{self.path} was run with {', '.join(other)}; choose another name or folder of runs")
+            raise InvalidValue(
+                f"{self.path} was run with {', '.join(other)}; choose another name or folder of runs"
+            )
 
     def machine(self, wanted: Machine | None, *, force: bool = False) -> Machine:
         """The machine settings to go on with: those it was run with last, unless a change is forced."""
@@ -225,10 +261,16 @@ class Folder:
             asked.deterministic or then.deterministic,
             asked.precision if asked.precision != "fp32" else then.precision,
             # sums over other processes differ in the last digit at most, so their number may change
-            asked.processes if wanted and wanted.processes != "auto" else self.latest_manifest.get("processes", 1),
+            asked.processes
+            if wanted and wanted.processes != "auto"
+            else self.latest_manifest.get("processes", 1),
         ).resolved()
         current = {**asdict(now), "torch": torch.__version__}
-        changed = [f"{key} {known[key]} to {current[key]}" for key in _MUST_MATCH if known[key] != current[key]]
+        changed = [
+            f"{key} {known[key]} to {current[key]}"
+            for key in _MUST_MATCH
+            if known[key] != current[key]
+        ]
         if changed and not force:
             raise RunError(
                 f"going on with {self.path} would change {', '.join(changed)}, so it would not end like an "
@@ -296,9 +338,15 @@ class Folder:
         try:
             yield path
         except (OSError, RunError) as error:
-            wrong = error if isinstance(error, RunError) else f"cannot write {path}: {error.strerror}"
+            wrong = (
+                error if isinstance(error, RunError) else f"cannot write {path}: {error.strerror}"
+            )
             older = checkpoints.found(self.checkpoints)
-            last = f"the checkpoint of round {older[0].round} is whole" if older else "there is no checkpoint yet"
+            last = (
+                f"the checkpoint of round {older[0].round} is whole"
+                if older
+                else "there is no checkpoint yet"
+            )
             raise RunError(f"{wrong}; {last}; mend that, then {self.resume_hint()}") from error
 
     def resume_hint(self) -> str:

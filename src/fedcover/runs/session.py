@@ -77,9 +77,7 @@ class RunSession:
             self._writing = _writer().submit(self._write, *written)
         except RuntimeError:  # the main thread has ended, so no other is lent any more
             self._write(*written)
-        self.state = (
-            after  # not before: `checkpoint_on_exit` would write a state whose line and kept state nobody writes
-        )
+        self.state = after  # not before: `checkpoint_on_exit` would write a state whose line and kept state nobody writes
         if not on_gpu or self.setup.privacy:
             self._wait()
 
@@ -111,7 +109,9 @@ class RunSession:
             self.saved = state.round
             return
         folder.append(line)
-        folder.keep(state)  # before the checkpoint: a run that goes on from that would not come here again
+        folder.keep(
+            state
+        )  # before the checkpoint: a run that goes on from that would not come here again
         if due:
             self._save(folder, state)
 
@@ -126,19 +126,30 @@ def _writer() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="fedcover-files")
 
 
-os.register_at_fork(after_in_child=_writer.cache_clear)  # a forked process has the executor, but not its thread
+os.register_at_fork(
+    after_in_child=_writer.cache_clear
+)  # a forked process has the executor, but not its thread
 
 
 def check_same_model(folder: Folder, setup: Setup, state: State) -> None:
     """Complain if a state is of another model than the one here: a module, or the code that builds one, may change."""
-    there, here = shapes_by_name(state.params), shapes_by_name(dict(setup.task.model.module.named_parameters()))
+    there, here = (
+        shapes_by_name(state.params),
+        shapes_by_name(dict(setup.task.model.module.named_parameters())),
+    )
     for name in [*there, *here]:
         if there.get(name) != here.get(name):
-            told = f"has the shape {there[name]}, not {here.get(name, 'there')}" if name in there else "is missing"
+            told = (
+                f"has the shape {there[name]}, not {here.get(name, 'there')}"
+                if name in there
+                else "is missing"
+            )
             raise RunError(f"{folder.path} was made with another model: its {name!r} {told}")
     complaint = state_mismatch(setup, state)
     if complaint:
-        raise RunError(f"{folder.path} was not written by this experiment: its checkpoint's {complaint}")
+        raise RunError(
+            f"{folder.path} was not written by this experiment: its checkpoint's {complaint}"
+        )
 
 
 def state_mismatch(setup: Setup, state: State) -> str:
@@ -153,7 +164,10 @@ def state_mismatch(setup: Setup, state: State) -> str:
     for key, measured in state.measured.items():
         if not shapes_by_name(measured).items() <= params.items():
             return f"measurements {key!r} are not of this model's parameters"
-    for kind, trees, shapes in (("statistics", state.statistics, statistics), ("server state", state.server, params)):
+    for kind, trees, shapes in (
+        ("statistics", state.statistics, statistics),
+        ("server state", state.server, params),
+    ):
         for key, tensors in trees.items():
             if shapes_by_name(tensors) != shapes:
                 return f"{kind} {key!r} is not of this model"
@@ -161,7 +175,9 @@ def state_mismatch(setup: Setup, state: State) -> str:
         (state.coverage.ever, (torch.bool,))
     ]
     for counts, dtypes in counted:
-        if counts and (shapes_by_name(counts) != params or any(t.dtype not in dtypes for t in counts.values())):
+        if counts and (
+            shapes_by_name(counts) != params or any(t.dtype not in dtypes for t in counts.values())
+        ):
             return "counts are not of this model's parameters"
     return ""
 
@@ -171,7 +187,9 @@ def shapes_by_name(params: Params) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in params.items()}
 
 
-def load_latest(folder: Folder, setup: Setup, device: str, complain: Callable[[str], None]) -> tuple[State, Metrics]:
+def load_latest(
+    folder: Folder, setup: Setup, device: str, complain: Callable[[str], None]
+) -> tuple[State, Metrics]:
     """The newest whole state of a run folder (the first one, if there is none yet) and the figures up to it."""
     if not checkpoints.found(folder.checkpoints):  # stopped before the first round was done
         state = initial_state(setup)
@@ -196,5 +214,7 @@ def load_latest(folder: Folder, setup: Setup, device: str, complain: Callable[[s
             f"to run; the model is whole: fedcover export {shlex.quote(str(folder.path))}"
         )
     if lost:
-        complain(f"{folder.path / 'metrics.jsonl'} lacks the rounds {lost}; the summary will lack them too")
+        complain(
+            f"{folder.path / 'metrics.jsonl'} lacks the rounds {lost}; the summary will lack them too"
+        )
     return state, metrics

@@ -50,12 +50,18 @@ class Overrides:
 
 
 def prepare(
-    experiment: Experiment, machine: Machine, *, data: str | Path | None = None, parts: Overrides | None = None
+    experiment: Experiment,
+    machine: Machine,
+    *,
+    data: str | Path | None = None,
+    parts: Overrides | None = None,
 ) -> Setup:
     """Everything that stays the same from round to round."""
     own = parts or Overrides()
     names = display_names(experiment, own.model, own.dataset)
-    told = getattr(own.engine, "holdings", {})  # an engine that reaches other machines knows what they hold
+    told = getattr(
+        own.engine, "holdings", {}
+    )  # an engine that reaches other machines knows what they hold
     source = own.source or build_source(experiment, machine.device, data, own.dataset, told)
     shape = tuple(source.test.x.shape[1:])
     recipe = build_recipe(experiment)
@@ -74,7 +80,9 @@ def prepare(
     privacy = build("privacy", experiment.privacy, PRIVACY)
     if privacy is not None:
         check_privacy(experiment, names, privacy, model, recipe)
-    local = LocalTraining(**{name: getattr(experiment, name) for name in LocalTraining.__dataclass_fields__})
+    local = LocalTraining(
+        **{name: getattr(experiment, name) for name in LocalTraining.__dataclass_fields__}
+    )
     switches = {name: getattr(experiment, name) for name in ("norm", "scaler", "seed")}
     policy = build_policy(experiment) if own.policy is None else _own_policy(own.policy)
     setup = Setup(
@@ -96,13 +104,17 @@ def prepare(
             )
         },
     )  # fmt: skip
-    named = partial(ENGINES[engine_for(setup, machine.engine, machine.device)], precision=machine.precision)
+    named = partial(
+        ENGINES[engine_for(setup, machine.engine, machine.device)], precision=machine.precision
+    )
     return replace(setup, engine=own.engine or named)
 
 
 def _own_policy(policy: Policy) -> Policy:
     if not callable(policy):
-        raise InvalidValue(f"policy must be a function here (name it in the experiment instead); got {policy!r:.80}")
+        raise InvalidValue(
+            f"policy must be a function here (name it in the experiment instead); got {policy!r:.80}"
+        )
     if isinstance(policy, type):
         raise InvalidValue(
             f"policy must be a function of a view, or an object that can be called with one; got the class "
@@ -132,19 +144,30 @@ def build_source(
                 f"unequal labels use synthetic(skew=0.8)); got {experiment.partition!r}"
             )
         if experiment.validation:
-            raise InvalidValue("validation: synthetic data is made, not split; use synthetic(validation_size=...)")
-        make = registry.look_up("dataset", registry.parse("dataset", wanted), {"synthetic": SyntheticData})
+            raise InvalidValue(
+                "validation: synthetic data is made, not split; use synthetic(validation_size=...)"
+            )
+        make = registry.look_up(
+            "dataset", registry.parse("dataset", wanted), {"synthetic": SyntheticData}
+        )
         size = experiment.calibration
-        made: Source = make(experiment.clients, seed=experiment.seed, calibration_size=size, device=device)
+        made: Source = make(
+            experiment.clients, seed=experiment.seed, calibration_size=size, device=device
+        )
         return made
     if data is not None and not Path(data).expanduser().is_dir():
         raise InvalidValue(f"data must be a folder that exists; got {str(data)!r}")
     if dataset is None:
         dataset = build("dataset", wanted, {}) if ":" in wanted else datasets.load(wanted, data)
     if not isinstance(dataset, Dataset):
-        raise InvalidValue(f"dataset {wanted!r} must make a fedcover Dataset; got {type(dataset).__name__}")
+        raise InvalidValue(
+            f"dataset {wanted!r} must make a fedcover Dataset; got {type(dataset).__name__}"
+        )
     check_dataset(dataset)
-    if dataset.train.y.ndim > 1 and experiment.partition.partition("(")[0] in ("labels", "dirichlet"):
+    if dataset.train.y.ndim > 1 and experiment.partition.partition("(")[0] in (
+        "labels",
+        "dirichlet",
+    ):
         raise InvalidValue(
             f"partition {experiment.partition!r} needs one label for each sample; this data has sequences"
         )
@@ -160,11 +183,18 @@ def build_source(
 
 
 def _learning_rate(experiment: Experiment) -> "partial[float]":
-    return partial(_scheduled, look_up("schedule", experiment.schedule, SCHEDULES), experiment.lr, experiment.rounds)
+    return partial(
+        _scheduled,
+        look_up("schedule", experiment.schedule, SCHEDULES),
+        experiment.lr,
+        experiment.rounds,
+    )
 
 
 def _scheduled(schedule: Any, lr: float, rounds: int, round: int) -> float:
     rate = lr * float(schedule(round, rounds))
     if not 0 <= rate <= MAX_FLOAT:
-        raise InvalidValue(f"schedule: the learning rate of round {round} must be in 0..{MAX_FLOAT:g}; got {rate:g}")
+        raise InvalidValue(
+            f"schedule: the learning rate of round {round} must be in 0..{MAX_FLOAT:g}; got {rate:g}"
+        )
     return rate

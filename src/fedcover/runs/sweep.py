@@ -66,7 +66,9 @@ def expand_choices(experiment: Experiment, choices: Choices, seeds: int) -> list
         for seed in range(experiment.seed, experiment.seed + seeds):
             name = f"{_setting(experiment.name, changes)}-seed-{seed}"
             given = experiment.model_dump(exclude_unset=True)
-            made.append(Experiment(**presets.changed(given, {**changes, "seed": seed, "name": name})))
+            made.append(
+                Experiment(**presets.changed(given, {**changes, "seed": seed, "name": name}))
+            )
     return made
 
 
@@ -74,11 +76,18 @@ def _settings_of(keys: str | tuple[str, ...], values: Sequence[Any]) -> list[dic
     """What each value of a choice changes, if the choice is one that a sweep can have."""
     fields = (keys,) if isinstance(keys, str) else keys
     for key in {"seed", "name"} & set(fields):
-        raise InvalidValue(f"vary must not be of {key}: seeds are varied by seeds, names are made from the rest")
+        raise InvalidValue(
+            f"vary must not be of {key}: seeds are varied by seeds, names are made from the rest"
+        )
     if len({str(value) for value in values}) < len(values):
-        shown = " | ".join(str(value) if isinstance(keys, str) else ", ".join(map(str, value)) for value in values)
+        shown = " | ".join(
+            str(value) if isinstance(keys, str) else ", ".join(map(str, value)) for value in values
+        )
         raise InvalidValue(f"vary must name each value of {', '.join(fields)} once; got {shown}")
-    return [dict(zip(fields, (value,) if isinstance(keys, str) else value, strict=True)) for value in values]
+    return [
+        dict(zip(fields, (value,) if isinstance(keys, str) else value, strict=True))
+        for value in values
+    ]
 
 
 def _setting(name: str, changes: Mapping[str, object]) -> str:
@@ -119,7 +128,9 @@ def sweep(
         )
 
 
-def choose_num_processes(experiments: Sequence[Experiment], machine: Machine, data: str | Path | None = None) -> int:
+def choose_num_processes(
+    experiments: Sequence[Experiment], machine: Machine, data: str | Path | None = None
+) -> int:
     """Among how many processes a sweep is dealt out: as many as asked for, or as pay, but no more than runs."""
     if isinstance(machine.processes, int):
         return max(1, min(machine.processes, len(experiments)))
@@ -131,7 +142,8 @@ def choose_num_processes(experiments: Sequence[Experiment], machine: Machine, da
     # one process fills a GPU if steps are large, and cannot share it well without NVIDIA's server
     here = Machine(device="cpu").resolved()
     small = all(
-        has_small_steps(prepare(e, here, data=data)) for e in {lockstep_key(e): e for e in experiments}.values()
+        has_small_steps(prepare(e, here, data=data))
+        for e in {lockstep_key(e): e for e in experiments}.values()
     )
     return min(physical_cores(), PROCESSES_PER_GPU, len(experiments)) if small and which(MPS) else 1
 
@@ -143,7 +155,9 @@ def assign_to_processes(experiments: Sequence[Experiment], size: int) -> list[li
     [[0, 1], [2, 3]]
     """
     families = list(dict.fromkeys(lockstep_key(e) for e in experiments))
-    order = sorted(range(len(experiments)), key=lambda place: families.index(lockstep_key(experiments[place])))
+    order = sorted(
+        range(len(experiments)), key=lambda place: families.index(lockstep_key(experiments[place]))
+    )
     return [order[first::size] for first in range(size)]
 
 
@@ -157,7 +171,11 @@ def _sweep_in_processes(
 ) -> Iterator[Finished]:
     said: SimpleQueue[dict[str, Any]] = SimpleQueue()
     with ExitStack() as ending:
-        environment = ending.enter_context(mps_environment(size)) if machine.device.startswith("cuda") else os.environ
+        environment = (
+            ending.enter_context(mps_environment(size))
+            if machine.device.startswith("cuda")
+            else os.environ
+        )
         for rank, places in enumerate(assign_to_processes(experiments, size)):
             task = {
                 "path": importable(), "rank": rank, "places": places, "machine": asdict(machine),
@@ -180,7 +198,12 @@ def _sweep_in_processes(
             left -= "ended" in heard
 
 
-def _start(task: str, environment: Mapping[str, str], said: "SimpleQueue[dict[str, Any]]", ending: ExitStack) -> None:
+def _start(
+    task: str,
+    environment: Mapping[str, str],
+    said: "SimpleQueue[dict[str, Any]]",
+    ending: ExitStack,
+) -> None:
     """Start a process that runs its share; it ends with this one, and what it says is put into a queue."""
     child = subprocess.Popen(
         worker_command("fedcover.runs.sweep"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -201,7 +224,11 @@ def _start(task: str, environment: Mapping[str, str], said: "SimpleQueue[dict[st
                 if line.endswith("\n"):  # who is killed may have said half a line
                     said.put(json.loads(line))
         code = child.wait()
-        said.put({"ended": True} if code == 0 else {"error": ["RunError", f"a process of the sweep ended with {code}"]})
+        said.put(
+            {"ended": True}
+            if code == 0
+            else {"error": ["RunError", f"a process of the sweep ended with {code}"]}
+        )
 
     threading.Thread(target=listen, daemon=True).start()
 

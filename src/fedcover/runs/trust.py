@@ -21,7 +21,9 @@ def custom_functions(fields: Mapping[str, Any]) -> dict[str, str]:
     >>> custom_functions({"policy": "mine:policy(spread=true)", "model": "mlp", "rounds": 3})
     {'policy': 'mine:policy(spread=true)'}
     """
-    texts = {field: fields[field] for field in POSITIONAL_ARGUMENTS if isinstance(fields.get(field), str)}
+    texts = {
+        field: fields[field] for field in POSITIONAL_ARGUMENTS if isinstance(fields.get(field), str)
+    }
     return {field: text for field, text in texts.items() if is_import_path(text)}
 
 

@@ -29,7 +29,9 @@ class WeightedSums:
     total_weight: Tensor
 
 
-def coverage_mean(old: Params, parts: Iterable[WeightedUpdate], *, over: str = "coverage") -> Params:
+def coverage_mean(
+    old: Params, parts: Iterable[WeightedUpdate], *, over: str = "coverage"
+) -> Params:
     """Each entry becomes the weighted mean over the clients that trained it; entries nobody trained stay.
 
     Summed in float64, in the order given; what stands outside a client's reduction is never read. With `over="clients"`
@@ -39,7 +41,9 @@ def coverage_mean(old: Params, parts: Iterable[WeightedUpdate], *, over: str = "
     return mean_from_sums(old, weighted_sums(old, parts, over), over)
 
 
-def weighted_sums(old: Params, parts: Iterable[WeightedUpdate], over: str = "coverage") -> WeightedSums:
+def weighted_sums(
+    old: Params, parts: Iterable[WeightedUpdate], over: str = "coverage"
+) -> WeightedSums:
     """The sums of which `coverage_mean` is made; those of several processes add up."""
     if over not in OVER:
         raise unknown("rule coverage_mean: over", over, OVER)
@@ -50,11 +54,16 @@ def weighted_sums(old: Params, parts: Iterable[WeightedUpdate], over: str = "cov
         if over == "moved":
             sent = reduction.extract({name: old[name] for name in values})
             moved = {name: value != sent[name] for name, value in values.items()}
-            reduction.add_into(total, {name: torch.where(moved[name], v, 0) for name, v in values.items()}, scale)
+            reduction.add_into(
+                total, {name: torch.where(moved[name], v, 0) for name, v in values.items()}, scale
+            )
             reduction.add_into(weight, {name: bits.double() for name, bits in moved.items()}, scale)
         else:
             reduction.add_into(total, values, scale)
-            shared[id(reduction)] = reduction, shared.get(id(reduction), (reduction, 0.0))[1] + scale
+            shared[id(reduction)] = (
+                reduction,
+                shared.get(id(reduction), (reduction, 0.0))[1] + scale,
+            )
         total_weight += scale
     for reduction, scale in shared.values():
         reduction.add_into(weight, None, scale)
@@ -81,9 +90,13 @@ def trimmed_mean(old: Params, parts: Iterable[WeightedUpdate], *, share: float =
 
     def middle(values_CS: Tensor, held_CS: Tensor) -> Tensor:
         count_S = held_CS.sum(0)
-        cut_S = torch.minimum((count_S * share + 1e-9).floor(), (count_S - 1) // 2)  # one or two always stay
+        cut_S = torch.minimum(
+            (count_S * share + 1e-9).floor(), (count_S - 1) // 2
+        )  # one or two always stay
         ordered_CS = torch.where(held_CS, values_CS, torch.inf).sort(0).values
-        place_C1 = torch.arange(len(values_CS), device=values_CS.device).view(-1, *[1] * (values_CS.ndim - 1))
+        place_C1 = torch.arange(len(values_CS), device=values_CS.device).view(
+            -1, *[1] * (values_CS.ndim - 1)
+        )
         inside_CS = (place_C1 >= cut_S) & (place_C1 < count_S - cut_S)
         return torch.where(inside_CS, ordered_CS, 0).sum(0) / inside_CS.sum(0)
 
@@ -97,7 +110,10 @@ def median(old: Params, parts: Iterable[WeightedUpdate]) -> Params:
         ordered_CS = torch.where(held_CS, values_CS, torch.inf).sort(0).values
         count_S = held_CS.sum(0)
         low_1S, high_1S = ((count_S - 1).clamp_min(0) // 2)[None], (count_S // 2)[None]
-        pair = [ordered_CS.gather(0, place.clamp(max=len(values_CS) - 1))[0] for place in (low_1S, high_1S)]
+        pair = [
+            ordered_CS.gather(0, place.clamp(max=len(values_CS) - 1))[0]
+            for place in (low_1S, high_1S)
+        ]
         return (pair[0] + pair[1]) / 2
 
     return reduce_stacked(middle, old, list(parts))
@@ -158,7 +174,11 @@ def clip_update(old: Params, trained: Reduction, values: Params, limit: float) -
     return {name: tensor.to(values[name].dtype) for name, tensor in part.items()}
 
 
-RULES: dict[str, Rule] = {"coverage_mean": coverage_mean, "trimmed_mean": trimmed_mean, "median": median}
+RULES: dict[str, Rule] = {
+    "coverage_mean": coverage_mean,
+    "trimmed_mean": trimmed_mean,
+    "median": median,
+}
 
 WEIGHTS: dict[str, Callable[[Client], float]] = {
     "uniform": lambda client: 1.0,
@@ -166,7 +186,10 @@ WEIGHTS: dict[str, Callable[[Client], float]] = {
 }
 """How much a client counts: all the same, as in the paper, or by its number of samples."""
 
-UNCOVERED: dict[str, Callable[[Tensor], Tensor]] = {"keep": lambda tensor: tensor, "zero": torch.zeros_like}
+UNCOVERED: dict[str, Callable[[Tensor], Tensor]] = {
+    "keep": lambda tensor: tensor,
+    "zero": torch.zeros_like,
+}
 """What an entry that nobody trained becomes: its old value, or zero as in some public codes."""
 
 

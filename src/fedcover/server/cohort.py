@@ -8,7 +8,9 @@ from fedcover.server.round_setup import Setup
 from fedcover.types import Client, Reduction, State, View
 
 
-def cohort_of(setup: Setup, round: int, members: Mapping[int, float] | None = None) -> tuple[Client, ...]:
+def cohort_of(
+    setup: Setup, round: int, members: Mapping[int, float] | None = None
+) -> tuple[Client, ...]:
     """The clients of a round with the capacity they have in it.
 
     Where devices come and go it is drawn among `members`, the clients that are there, with their capacities.
@@ -58,5 +60,7 @@ def reduction_for_capacity(setup: Setup, state: State, capacity: float) -> Reduc
     slot = next((c.slot for c in cohort if c.capacity == capacity), 0)
     device = replace(cohort[slot], capacity=capacity)
     view = view_of(setup, state, cohort)
-    asking = replace(view, cohort=(*cohort[:slot], device, *cohort[slot + 1 :]))  # it does not change the fleet
+    asking = replace(
+        view, cohort=(*cohort[:slot], device, *cohort[slot + 1 :])
+    )  # it does not change the fleet
     return setup.policy(asking)[slot]

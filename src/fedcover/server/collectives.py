@@ -57,7 +57,9 @@ class ProcessGroup:
             own = error
         heard: list[tuple[T, FedcoverError | None]] = [None] * self.size  # type: ignore[list-item]
         with self._connected():
-            dist.all_gather_object(heard, (made, None if own is None else self._portable_error(own)))
+            dist.all_gather_object(
+                heard, (made, None if own is None else self._portable_error(own))
+            )
         failures = [failure for _, failure in heard if failure is not None]
         if own or failures:
             raise own or failures[0]
@@ -86,7 +88,9 @@ class ProcessGroup:
         try:
             yield
         except RuntimeError as error:  # of the network
-            time.sleep(SETTLING)  # Ctrl-C ends all processes: if this one was asked to stop too, it ends here
+            time.sleep(
+                SETTLING
+            )  # Ctrl-C ends all processes: if this one was asked to stop too, it ends here
             raise RunError(
                 f"process {self.rank + 1} of {self.size} has lost the others: one of them was ended"
             ) from error

@@ -40,22 +40,32 @@ def checked_server(name: str, step: ServerStep) -> ServerStep:
     """The same server optimiser; one of a user's own must give a tensor and, by names that stay, what it remembers."""
     who = f"server {name!r}"
     if not callable(step):
-        raise InvalidValue(f"{who} must make a function of a tensor and a memory; got {describe_value(step)}")
+        raise InvalidValue(
+            f"{who} must make a function of a tensor and a memory; got {describe_value(step)}"
+        )
     if not is_import_path(name):
         return step
     slots: list[set[str]] = []  # the names of the first answer
 
     def checked(tensor: AggregatedTensor, memory: OptimizerState) -> tuple[Tensor, OptimizerState]:
         kept = {slot: known.clone() for slot, known in memory.items()}
-        answer = step(AggregatedTensor(tensor.old.clone(), tensor.new.clone(), tensor.where.clone()), kept)
+        answer = step(
+            AggregatedTensor(tensor.old.clone(), tensor.new.clone(), tensor.where.clone()), kept
+        )
         if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], dict)):
-            raise InvalidValue(f"{who} must give a tensor and a dict of tensors; got {describe_value(answer)}")
+            raise InvalidValue(
+                f"{who} must give a tensor and a dict of tensors; got {describe_value(answer)}"
+            )
         moved, after = answer
         wanted = set(memory) or (slots or [set(after)])[0]
         slots[:] = [wanted]
         if set(after) != wanted or "" in after:
-            raise InvalidValue(f"{who} must remember {sorted(wanted)} of every tensor; got {sorted(map(str, after))}")
-        check_tensors(who, {"tensor": moved, **after}, dict.fromkeys(("tensor", *after), tensor.old))
+            raise InvalidValue(
+                f"{who} must remember {sorted(wanted)} of every tensor; got {sorted(map(str, after))}"
+            )
+        check_tensors(
+            who, {"tensor": moved, **after}, dict.fromkeys(("tensor", *after), tensor.old)
+        )
         if not all(bool(values.isfinite().all()) for values in (moved, *after.values())):
             raise TrainingDiverged(f"{who} makes the model NaN or infinite; try a smaller step")
         return moved, after
@@ -72,9 +82,13 @@ def checked_recipe(name: str, recipe: Recipe) -> Recipe:
     def loss(forward: Forward, params: Params, batch: Batch, carry: Carry) -> Tensor:
         value = recipe.loss(forward, params, batch, carry)
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.numel() != 1:
-            raise InvalidValue(f"{who}: loss must give one number, a floating tensor; got {describe_value(value)}")
+            raise InvalidValue(
+                f"{who}: loss must give one number, a floating tensor; got {describe_value(value)}"
+            )
         if torch.is_grad_enabled() and not value.requires_grad:
-            raise InvalidValue(f"{who}: loss must depend on the parameters; this one has no gradient")
+            raise InvalidValue(
+                f"{who}: loss must depend on the parameters; this one has no gradient"
+            )
         return value
 
     def finish(assignment: Assignment, forward: Forward, params: Params, carry: Carry) -> Outcome:
@@ -95,11 +109,17 @@ def _check_outcome(who: str, outcome: object, assignment: Assignment, params: Pa
     check_tensors(f"{who}: bits", bits, wanted)
     for kind, tensors in _by_name(f"{who}: measured", outcome.measured).items():
         known = _by_name(f"{who}: measured {kind!r}", tensors)
-        check_tensors(f"{who}: measured {kind!r}", known, {name: params[name] for name in known if name in params})
+        check_tensors(
+            f"{who}: measured {kind!r}",
+            known,
+            {name: params[name] for name in known if name in params},
+        )
         check_finite(f"{who}: measured {kind!r}", known)
     for name, tensor in _by_name(f"{who}: private", outcome.private).items():
         if not isinstance(tensor, Tensor):
-            raise InvalidValue(f"{who}: private {name!r} must be a tensor; got {describe_value(tensor)}")
+            raise InvalidValue(
+                f"{who}: private {name!r} must be a tensor; got {describe_value(tensor)}"
+            )
 
 
 def _by_name(who: str, given: object) -> Mapping[str, Any]:
@@ -114,13 +134,19 @@ def check_tensors(who: str, given: object, wanted: Mapping[str, Tensor]) -> None
         raise InvalidValue(f"{who} must give tensors by name; got {describe_value(given)}")
     extra = [name for name in given if name not in wanted]
     if extra:
-        raise InvalidValue(f"{who} gives {extra[0]!r}, and there is no such tensor; expected {_some(wanted)}")
+        raise InvalidValue(
+            f"{who} gives {extra[0]!r}, and there is no such tensor; expected {_some(wanted)}"
+        )
     for name, like in wanted.items():
         if name not in given:
-            raise InvalidValue(f"{who} must give {name!r}, {describe_value(like)}; got nothing of that name")
+            raise InvalidValue(
+                f"{who} must give {name!r}, {describe_value(like)}; got nothing of that name"
+            )
         tensor = given[name]
         if not isinstance(tensor, Tensor) or describe_value(tensor) != describe_value(like):
-            raise InvalidValue(f"{who} must give {name!r} as {describe_value(like)}; got {describe_value(tensor)}")
+            raise InvalidValue(
+                f"{who} must give {name!r} as {describe_value(like)}; got {describe_value(tensor)}"
+            )
 
 
 def check_finite(who: str, tensors: Mapping[str, Tensor]) -> None:

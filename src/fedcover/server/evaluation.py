@@ -48,7 +48,9 @@ class Score:
         return float(loss / number)
 
 
-def eval_model(task: Task, state: State, reduction: Reduction, capacity: float, mode: str = "calibrated") -> nn.Module:
+def eval_model(
+    task: Task, state: State, reduction: Reduction, capacity: float, mode: str = "calibrated"
+) -> nn.Module:
     """A client's part of the global model with the norm statistics it is evaluated with.
 
     `batch-compat` normalises with the test batch's own statistics, as several public codes do; its accuracy
@@ -93,9 +95,13 @@ def reset_module_state(kept: nn.Module, first: nn.Module) -> None:
         if isinstance(origin, _BatchNorm):
             continue
         for name, buffer in origin.named_buffers(recurse=False):
-            part._buffers[name] = buffer.clone()  # not copied into: it may be a view that cannot be written
+            part._buffers[name] = (
+                buffer.clone()
+            )  # not copied into: it may be a view that cannot be written
         if not type(origin).__module__.startswith("torch."):
-            vars(part).update({n: v for n, v in vars(origin).items() if isinstance(v, _PLAIN) and n != "training"})
+            vars(part).update(
+                {n: v for n, v in vars(origin).items() if isinstance(v, _PLAIN) and n != "training"}
+            )
 
 
 _PLAIN = (int, float, str, bool, type(None))
@@ -125,7 +131,11 @@ def score(logits_BK: Tensor, y_B: Tensor, ranks: ProcessGroup = SINGLE_PROCESS) 
     """Accuracy and loss of given logits, of which every process has some."""
     right = (logits_BK.argmax(1) == y_B).double().sum()
     sums_3 = torch.stack(
-        [right, F.cross_entropy(logits_BK.double(), y_B, reduction="sum"), right.new_full((), y_B.numel())]
+        [
+            right,
+            F.cross_entropy(logits_BK.double(), y_B, reduction="sum"),
+            right.new_full((), y_B.numel()),
+        ]
     )
     ranks.total([sums_3])
     return Score(sums_3)
@@ -145,7 +155,11 @@ def evaluate(
     if mode == "batch-compat":  # depends on the batches, so every process looks at all of them
         compatible = eval_model(task, state, reduction, capacity, mode)
         return score(logits(compatible, samples.x, COMPAT_BATCH), samples.y)
-    model = _full_model(task, state) if reduction is FULL_REDUCTION else eval_model(task, state, reduction, capacity)
+    model = (
+        _full_model(task, state)
+        if reduction is FULL_REDUCTION
+        else eval_model(task, state, reduction, capacity)
+    )
     local_slice = ranks.local_slice(len(samples))
     return score(logits(model, samples.x[local_slice]), samples.y[local_slice], ranks)
 

@@ -37,7 +37,9 @@ _FRACTION = 63
 def require_stream() -> None:
     """Complain if the library that makes the stream is not there."""
     if importlib.util.find_spec("cryptography") is None:
-        raise InvalidValue("privacy needs cryptography; in a checkout of fedcover: pip install '.[privacy]'")
+        raise InvalidValue(
+            "privacy needs cryptography; in a checkout of fedcover: pip install '.[privacy]'"
+        )
 
 
 def fresh_stream() -> ByteStream:
@@ -69,7 +71,9 @@ def rounded_normal(count: int, bits: int, stream: ByteStream) -> Numbers:
     done = 0
     while done < count:
         size = min(CHUNK, (count - done) * 3 // 2 + 8)
-        kept = accepted_trials(_words(3 * size, stream).reshape(3, size), bits, stream)[: count - done]
+        kept = accepted_trials(_words(3 * size, stream).reshape(3, size), bits, stream)[
+            : count - done
+        ]
         drawn[done : done + len(kept)] = kept
         done += len(kept)
     return drawn

@@ -30,7 +30,11 @@ class RawArray:
     @property
     def bytes(self) -> int | None:
         """How many bytes it has; None where it has no bytes at all."""
-        return memoryview(self.data).nbytes if isinstance(self.data, bytes | bytearray | memoryview) else None
+        return (
+            memoryview(self.data).nbytes
+            if isinstance(self.data, bytes | bytearray | memoryview)
+            else None
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,9 @@ def decode_array(name: str, array: RawArray, wanted: ArraySpec) -> Tensor:
     if array.stype != NUMPY:
         raise InvalidReply("pickled", f"{name} is stored as {safe_repr(array.stype)}")
     if not isinstance(array.dtype, str) or array.dtype != wanted.dtype:
-        raise InvalidReply("wrong dtype", f"{name} declares {safe_repr(array.dtype)}, not {wanted.dtype}")
+        raise InvalidReply(
+            "wrong dtype", f"{name} declares {safe_repr(array.dtype)}, not {wanted.dtype}"
+        )
     shape = tuple(array.shape) if isinstance(array.shape, list | tuple) else None
     if shape is None or any(type(length) is not int for length in shape) or shape != wanted.shape:
         _wrong_shape(name, wanted, f"declares {safe_repr(shape)}", shape)
@@ -90,7 +96,9 @@ def decode_array(name: str, array: RawArray, wanted: ArraySpec) -> Tensor:
         raise InvalidReply("damaged array", f"{name} is scattered in memory")
     stored = np.dtype(wanted.dtype).newbyteorder("<")
     numbers = _numbers(name, data.cast("B"), wanted, stored.str)
-    return torch.from_numpy(np.frombuffer(numbers, stored).astype(wanted.dtype).reshape(wanted.shape))
+    return torch.from_numpy(
+        np.frombuffer(numbers, stored).astype(wanted.dtype).reshape(wanted.shape)
+    )
 
 
 def _numbers(name: str, data: memoryview, wanted: ArraySpec, stored: str) -> memoryview:
@@ -106,21 +114,34 @@ def _numbers(name: str, data: memoryview, wanted: ArraySpec, stored: str) -> mem
     if header.startswith((b"{'descr': '|O'", b"{'descr': 'O'")):
         raise InvalidReply("pickled", f"{name} holds Python objects")
     if not header.startswith(kind):
-        raise InvalidReply("wrong dtype", f"{name} is stored as {safe_repr(header)}, not {stored} in C order")
+        raise InvalidReply(
+            "wrong dtype", f"{name} is stored as {safe_repr(header)}, not {stored} in C order"
+        )
     if header != kind + f"'shape': {wanted.shape}, }}".encode():
         _wrong_shape(name, wanted, f"is stored as {safe_repr(header[len(kind) :])}", None)
     numbers = data[10 + length :]
     if numbers.nbytes != wanted.bytes:
-        raise InvalidReply("damaged array", f"{name} has {numbers.nbytes} bytes of numbers, not {wanted.bytes}")
+        raise InvalidReply(
+            "damaged array", f"{name} has {numbers.nbytes} bytes of numbers, not {wanted.bytes}"
+        )
     return numbers
 
 
-def _wrong_shape(name: str, wanted: ArraySpec, what: str, shape: tuple[Any, ...] | None) -> NoReturn:
+def _wrong_shape(
+    name: str, wanted: ArraySpec, what: str, shape: tuple[Any, ...] | None
+) -> NoReturn:
     """Bits for more entries than the client holds claim more than its capacity."""
     if not wanted.bits:
         raise InvalidReply("wrong shape", f"{name} {what}, not {wanted.shape}")
-    over = shape is not None and len(shape) == 1 and type(shape[0]) is int and shape[0] > wanted.shape[0]
-    raise InvalidReply("mask over capacity" if over else "mask malformed", f"{name} {what}, not {wanted.shape}")
+    over = (
+        shape is not None
+        and len(shape) == 1
+        and type(shape[0]) is int
+        and shape[0] > wanted.shape[0]
+    )
+    raise InvalidReply(
+        "mask over capacity" if over else "mask malformed", f"{name} {what}, not {wanted.shape}"
+    )
 
 
 def safe_repr(value: object) -> str:
@@ -133,7 +154,11 @@ def safe_repr(value: object) -> str:
         text = ascii(value[:50])
     elif isinstance(value, tuple):
         text = f"({', '.join(safe_repr(part) for part in value[:8])}{', ...' if len(value) > 8 else ''})"
-    elif value is None or type(value) in (bool, float) or (type(value) is int and value.bit_length() < 200):
+    elif (
+        value is None
+        or type(value) in (bool, float)
+        or (type(value) is int and value.bit_length() < 200)
+    ):
         text = str(value)
     else:
         text = f"a {type(value).__name__}"

@@ -33,13 +33,20 @@ class ElementwiseStep:
 
     step: ServerStep
 
-    def __call__(self, tensor: AggregatedTensor, memory: OptimizerState) -> tuple[Tensor, OptimizerState]:
+    def __call__(
+        self, tensor: AggregatedTensor, memory: OptimizerState
+    ) -> tuple[Tensor, OptimizerState]:
         """The step."""
         return self.step(tensor, memory)
 
 
 def apply_server_step(
-    step: ServerStep, old: Params, averaged: Params, counts: Params, memory: Mapping[str, Params], uncovered: str
+    step: ServerStep,
+    old: Params,
+    averaged: Params,
+    counts: Params,
+    memory: Mapping[str, Params],
+    uncovered: str,
 ) -> tuple[Params, dict[str, Params]]:
     """What a server optimiser makes of a rule's result where covered, what becomes of the rest, and what it remembers.
 
@@ -48,7 +55,9 @@ def apply_server_step(
 
     def one(before: Tensor, new: Tensor, count: Tensor, *known: Tensor) -> dict[str, Tensor]:
         where = count > 0
-        moved, after = step(AggregatedTensor(before, new, where), dict(zip(memory, known, strict=True)))
+        moved, after = step(
+            AggregatedTensor(before, new, where), dict(zip(memory, known, strict=True))
+        )
         return {"": torch.where(where, moved, UNCOVERED[uncovered](before)), **after}
 
     trees = (old, averaged, counts, *memory.values())
@@ -67,17 +76,23 @@ def server_none() -> ServerStep:
 def server_momentum(*, lr: float = 1.0, beta: float = 0.9) -> ServerStep:
     """Momentum on the server (FedAvgM, Hsu, Qi, Brown 2019); an entry's momentum moves only when it is covered."""
     if not (lr > 0 and 0 <= beta < 1):
-        raise InvalidValue(f"server momentum: lr must be above 0 and beta in [0, 1); got {lr:g} and {beta:g}")
+        raise InvalidValue(
+            f"server momentum: lr must be above 0 and beta in [0, 1); got {lr:g} and {beta:g}"
+        )
 
     def step(tensor: AggregatedTensor, memory: OptimizerState) -> tuple[Tensor, OptimizerState]:
         before = memory.get("velocity", torch.zeros_like(tensor.old))
         velocity = torch.where(tensor.where, beta * before + (tensor.new - tensor.old), before)
-        return torch.where(tensor.where, tensor.old + lr * velocity, tensor.new), {"velocity": velocity}
+        return torch.where(tensor.where, tensor.old + lr * velocity, tensor.new), {
+            "velocity": velocity
+        }
 
     return ElementwiseStep(step)
 
 
-def server_adam(*, lr: float = 0.01, beta1: float = 0.9, beta2: float = 0.99, tau: float = 1e-3) -> ServerStep:
+def server_adam(
+    *, lr: float = 0.01, beta1: float = 0.9, beta2: float = 0.99, tau: float = 1e-3
+) -> ServerStep:
     """FedAdam (Reddi et al., ICLR 2021); an entry's moments move only when it is covered."""
     if not (lr > 0 and tau > 0 and 0 <= beta1 < 1 and 0 <= beta2 < 1):
         raise InvalidValue(

@@ -41,7 +41,9 @@ class Gaussian:
                 f"privacy gaussian: noise must be in [{LEAST_NOISE:g}, {MOST_NOISE:g}]; got {self.noise:g}"
             )
         if not LEAST_DELTA <= self.delta < 1:
-            raise InvalidValue(f"privacy gaussian: delta must be in [{LEAST_DELTA:g}, 1); got {self.delta:g}")
+            raise InvalidValue(
+                f"privacy gaussian: delta must be in [{LEAST_DELTA:g}, 1); got {self.delta:g}"
+            )
 
     def epsilon(self, turns: int) -> float:
         """Epsilon, exactly, for a client that has taken part `turns` times.
@@ -106,7 +108,9 @@ PRIVACY: dict[str, Callable[..., Gaussian | None]] = {"none": no_privacy, "gauss
 def check_clip(clip: float) -> None:
     """Refuse a length that is not far from where floating point ends: the steps of its grid would have no size."""
     if not LEAST_CLIP <= clip <= MOST_CLIP:
-        raise InvalidValue(f"clip_updates must be in [{LEAST_CLIP:g}, {MOST_CLIP:g}] with privacy; got {clip:g}")
+        raise InvalidValue(
+            f"clip_updates must be in [{LEAST_CLIP:g}, {MOST_CLIP:g}] with privacy; got {clip:g}"
+        )
 
 
 @dataclass(frozen=True)
@@ -139,17 +143,27 @@ class NoiseGrid:
         """
         far = global_norm(moved)
         if not math.isfinite(far):
-            return {name: torch.zeros_like(tensor, dtype=torch.int64) for name, tensor in moved.items()}
+            return {
+                name: torch.zeros_like(tensor, dtype=torch.int64) for name, tensor in moved.items()
+            }
         scale = min(1.0, self.clip / far if far else 1.0) / self.step
         while True:
-            found = {name: (tensor.double() * scale).trunc().to(torch.int64) for name, tensor in moved.items()}
+            found = {
+                name: (tensor.double() * scale).trunc().to(torch.int64)
+                for name, tensor in moved.items()
+            }
             if sum(int(tensor.square().sum()) for tensor in found.values()) <= self.max_square_sum:
                 return found
             scale *= 1 - 2.0**-20  # the length was rounded down
 
 
 def private_mean(
-    old: Params, parts: Sequence[tuple[Reduction, Params]], *, clip: float, noise: float, stream: ByteStream
+    old: Params,
+    parts: Sequence[tuple[Reduction, Params]],
+    *,
+    clip: float,
+    noise: float,
+    stream: ByteStream,
 ) -> Params:
     """Each entry moves by the noised sum of the clipped updates, divided by the number of clients that hold it."""
     grid = NoiseGrid(clip, noise)
@@ -165,7 +179,9 @@ def private_mean(
         # from here on nothing is secret any more: what is made of the noised sum is as private as that
         noised = 2 * total[name] + drawn.view(tensor.shape).to(tensor.device)
         mean = noised.double() * (grid.step / 2) / counts[name]
-        new[name] = torch.where(counts[name] > 0, tensor.double() + mean, tensor.double()).to(tensor.dtype)
+        new[name] = torch.where(counts[name] > 0, tensor.double() + mean, tensor.double()).to(
+            tensor.dtype
+        )
     return new
 
 

@@ -97,13 +97,24 @@ class PendingTask:
     def wanted(self) -> dict[str, ArraySpec]:
         """Every array that may come, by name; only bits may be left out."""
         masks, part = self.reduction.gradient_mask(), self.start
-        plain = {f"params/{name}": array_spec(tensor, masks.get(name)) for name, tensor in part.items()}
-        plain |= {f"buffers/{n}": array_spec(t) for n, t in self.reduction.extract(self.statistics).items()}
+        plain = {
+            f"params/{name}": array_spec(tensor, masks.get(name)) for name, tensor in part.items()
+        }
+        plain |= {
+            f"buffers/{n}": array_spec(t)
+            for n, t in self.reduction.extract(self.statistics).items()
+        }
         whole = without_masks(self.reduction).extract(self.params)
         for kind, names in self.measures.items():
-            plain |= {f"measured/{kind}/{name}": array_spec(whole[name]) for name in names if name in whole}
+            plain |= {
+                f"measured/{kind}/{name}": array_spec(whole[name])
+                for name in names
+                if name in whole
+            }
         chosen = part if self.allow_bits else {}
-        return plain | {f"bits/{n}": ArraySpec((-(-t.numel() // 8),), "uint8", True) for n, t in chosen.items()}
+        return plain | {
+            f"bits/{n}": ArraySpec((-(-t.numel() // 8),), "uint8", True) for n, t in chosen.items()
+        }
 
     @cached_property
     def byte_limit(self) -> int:
@@ -121,14 +132,28 @@ class Rejection:
 
 
 def pending_task(
-    nonce: str, task: Task, state: State, client: Client, reduction: Reduction, *, allow_bits: bool = True
+    nonce: str,
+    task: Task,
+    state: State,
+    client: Client,
+    reduction: Reduction,
+    *,
+    allow_bits: bool = True,
 ) -> PendingTask:
     """What is asked of a client that is sent its part of the model."""
     known = state.statistics.get(statistics_key(task.norm, client.capacity) or "", {})
-    scope = {"all": tuple(state.params), "prunable": task.model.prunable, "round": task.model.prunable}
+    scope = {
+        "all": tuple(state.params),
+        "prunable": task.model.prunable,
+        "round": task.model.prunable,
+    }
     measures = {kind: scope[which] for kind, which in task.recipe.measures.items()}
-    marks = {kind: state.round + 1 for kind, which in task.recipe.measures.items() if which == "round"}
-    return PendingTask(nonce, client, reduction, state.params, known, measures, allow_bits=allow_bits, marks=marks)
+    marks = {
+        kind: state.round + 1 for kind, which in task.recipe.measures.items() if which == "round"
+    }
+    return PendingTask(
+        nonce, client, reduction, state.params, known, measures, allow_bits=allow_bits, marks=marks
+    )
 
 
 def pack_update(update: Update) -> dict[str, np.ndarray]:
@@ -137,7 +162,10 @@ def pack_update(update: Update) -> dict[str, np.ndarray]:
     What is private stays with the client.
     """
     masks = update.sent.gradient_mask()
-    arrays = {f"params/{name}": as_array(t[masks[name]] if name in masks else t) for name, t in update.params.items()}
+    arrays = {
+        f"params/{name}": as_array(t[masks[name]] if name in masks else t)
+        for name, t in update.params.items()
+    }
     arrays |= {f"buffers/{name}": as_array(tensor) for name, tensor in update.buffers.items()}
     for kind, tensors in update.measured.items():
         arrays |= {f"measured/{kind}/{name}": as_array(tensor) for name, tensor in tensors.items()}
@@ -199,7 +227,9 @@ class TaskLedger:
         if asked is None or type(raw.client) is not int or raw.client != asked.client.id:
             reason = self._reason(raw.nonce) if isinstance(raw.nonce, str) else "unknown nonce"
             claimed = raw.client if type(raw.client) is int else None
-            return Rejection(claimed, reason, f"nonce {safe_repr(raw.nonce)} of client {safe_repr(raw.client)}")
+            return Rejection(
+                claimed, reason, f"nonce {safe_repr(raw.nonce)} of client {safe_repr(raw.client)}"
+            )
         del self._open[asked.nonce]
         return validate_reply(raw, asked)
 
@@ -217,7 +247,9 @@ class TaskLedger:
         if any(nonce in late for late in self._late):
             return "late"
         number = int(nonce[:16], 16) if re.fullmatch("[0-9a-f]{48}", nonce) else 0
-        ours = 0 < number <= self._given and hmac.compare_digest(nonce, nonce_of(number, self._secret))
+        ours = 0 < number <= self._given and hmac.compare_digest(
+            nonce, nonce_of(number, self._secret)
+        )
         return "replayed nonce" if ours else "unknown nonce"
 
 
@@ -236,11 +268,15 @@ def _checked(raw: RawReply, asked: PendingTask) -> Update:
     _check_finite({"params": params, "buffers": buffers, **measured})
     _check_marks(measured, asked)
     _check_norms(asked, params, buffers)
-    bits = {name: _decode_bits(name, packed, asked) for name, packed in _under("bits/", arrays).items()}
+    bits = {
+        name: _decode_bits(name, packed, asked) for name, packed in _under("bits/", arrays).items()
+    }
     trained = TrainedSubset(asked.reduction, bits) if bits else asked.reduction
     device = {name: tensor.device for name, tensor in asked.params.items()}
     params = {name: tensor.to(device[name]) for name, tensor in params.items()}
-    return Update(asked.client, asked.reduction, trained, params, buffers, measured, {}, metrics["loss"])
+    return Update(
+        asked.client, asked.reduction, trained, params, buffers, measured, {}, metrics["loss"]
+    )
 
 
 def _check_marks(measured: Mapping[str, Params], asked: PendingTask) -> None:
@@ -248,22 +284,29 @@ def _check_marks(measured: Mapping[str, Params], asked: PendingTask) -> None:
     masks = asked.reduction.gradient_mask()
     for kind, mark in asked.marks.items():
         for name, tensor in measured[kind].items():
-            if not torch.equal(tensor, torch.full_like(tensor, mark) * masks.get(name, torch.tensor(1)).cpu()):
+            if not torch.equal(
+                tensor, torch.full_like(tensor, mark) * masks.get(name, torch.tensor(1)).cpu()
+            ):
                 raise InvalidReply(
-                    "mask over capacity", f"measured/{kind}/{name} is not {mark} in the mask and 0 elsewhere"
+                    "mask over capacity",
+                    f"measured/{kind}/{name} is not {mark} in the mask and 0 elsewhere",
                 )
 
 
 def _check_sizes(arrays: Mapping[Any, RawArray], asked: PendingTask) -> None:
     """Before anything else, and without looking into a single byte."""
-    if not isinstance(arrays, Mapping) or not all(isinstance(array, RawArray) for array in arrays.values()):
+    if not isinstance(arrays, Mapping) or not all(
+        isinstance(array, RawArray) for array in arrays.values()
+    ):
         raise InvalidReply("damaged array", "the reply has no arrays by name")
     sizes = [array.bytes for array in arrays.values()]
     known = [size for size in sizes if size is not None]
     if len(known) < len(sizes):
         raise InvalidReply("damaged array", "an array has no bytes")
     if sum(known) > asked.byte_limit:
-        raise InvalidReply("too large", f"{sum(known)} bytes; at most {asked.byte_limit} are possible")
+        raise InvalidReply(
+            "too large", f"{sum(known)} bytes; at most {asked.byte_limit} are possible"
+        )
 
 
 def _check_metrics(given: Mapping[Any, Any], names: tuple[str, ...]) -> dict[str, float]:
@@ -286,14 +329,20 @@ def _check_names(arrays: Mapping[Any, RawArray], asked: PendingTask) -> None:
 
 
 def _under(prefix: str, arrays: Mapping[str, Tensor]) -> Params:
-    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): array
+        for name, array in arrays.items()
+        if name.startswith(prefix)
+    }
 
 
 def _scatter_masked(values: Params, asked: PendingTask) -> Params:
     """The parameters in the client's shapes, with zeros where weights are cut."""
     masks = {name: mask.cpu() for name, mask in asked.reduction.gradient_mask().items()}
     return {
-        name: torch.zeros(masks[name].shape, dtype=tensor.dtype).masked_scatter_(masks[name], tensor)
+        name: torch.zeros(masks[name].shape, dtype=tensor.dtype).masked_scatter_(
+            masks[name], tensor
+        )
         if name in masks
         else tensor
         for name, tensor in values.items()
@@ -313,17 +362,23 @@ def _check_norms(asked: PendingTask, params: Params, buffers: Params) -> None:
     """How far the client has moved everything from what it was given."""
     known = asked.reduction.extract(asked.statistics)
     for kind, new, old in (("params", params, asked.start), ("buffers", buffers, known)):
-        squares = [float((t.double() - old[name].double().cpu()).square().sum()) for name, t in new.items()]
+        squares = [
+            float((t.double() - old[name].double().cpu()).square().sum()) for name, t in new.items()
+        ]
         length = math.sqrt(sum(squares))
         if not length <= NORM_LIMIT:
-            raise InvalidReply("absurd norm", f"{kind} moved by {length:.3g}; at most {NORM_LIMIT:g} is believed")
+            raise InvalidReply(
+                "absurd norm", f"{kind} moved by {length:.3g}; at most {NORM_LIMIT:g} is believed"
+            )
 
 
 def _decode_bits(name: str, packed: Tensor, asked: PendingTask) -> Tensor:
     part = asked.start[name]
     unpacked = np.unpackbits(packed.numpy())
     if unpacked[part.numel() :].any():
-        raise InvalidReply("mask malformed", f"bits/{name} sets bits beyond its {part.numel()} entries")
+        raise InvalidReply(
+            "mask malformed", f"bits/{name} sets bits beyond its {part.numel()} entries"
+        )
     bits = torch.from_numpy(unpacked[: part.numel()].astype(bool)).view(part.shape)
     masks = asked.reduction.gradient_mask()
     if name in masks and bool((bits & ~masks[name].cpu()).any()):

@@ -40,7 +40,11 @@ def initial_state(setup: Setup) -> State:
 def _initial_statistics(setup: Setup, capacities: Iterable[float]) -> dict[str, Params]:
     """The model's own statistics for every width that has some, in the order of the capacities."""
     keys = dict.fromkeys(statistics_key(setup.task.norm, capacity) for capacity in capacities)
-    return {key: {n: t.clone() for n, t in running(setup.task.model.module).items()} for key in keys if key}
+    return {
+        key: {n: t.clone() for n, t in running(setup.task.model.module).items()}
+        for key in keys
+        if key
+    }
 
 
 def _with_widths(setup: Setup, state: State, cohort: tuple[Client, ...]) -> State:
@@ -80,7 +84,9 @@ def start_round(setup: Setup, state: State) -> PendingRound:
         except InvalidValue:
             if members is None:
                 raise
-            view = view_of(setup, state, cohort_of(setup, state.round))  # too few are there for what is wanted
+            view = view_of(
+                setup, state, cohort_of(setup, state.round)
+            )  # too few are there for what is wanted
             given = setup.policy(view)
         if setup.check_capacity:
             check_reductions(view, given)
@@ -88,7 +94,8 @@ def start_round(setup: Setup, state: State) -> PendingRound:
     work = [
         (client, reduction)
         for client, reduction in zip(view.cohort, planned, strict=True)
-        if reduction is not None and not drops_out(client.id, setup.drop_out, setup.task.seed, state.round)
+        if reduction is not None
+        and not drops_out(client.id, setup.drop_out, setup.task.seed, state.round)
     ]
     return PendingRound(view.cohort, work, clock)
 
@@ -110,7 +117,9 @@ def finish_round(
         for prefix, score in scores.items():
             metrics |= {f"{prefix}accuracy": score.accuracy, f"{prefix}loss": score.loss}
         metrics |= _other_scores(setup, after, updates)
-    metrics |= getattr(setup.engine, "round_metrics", dict)()  # an engine that reaches other machines tells who failed
+    metrics |= getattr(
+        setup.engine, "round_metrics", dict
+    )()  # an engine that reaches other machines tells who failed
     return after, RoundReport(state.round, {**metrics, "seconds": clock.seconds})
 
 
@@ -118,11 +127,15 @@ def aggregate(setup: Setup, state: State, updates: Sequence[Update]) -> State:
     """The state after a round in which these updates came back."""
     if not updates:  # nobody answered, so not even `uncovered` has a say
         nothing = cov.count(state.params, [])
-        return replace(state, round=state.round + 1, coverage=cov.record(state.coverage, nothing, setup.window))
+        return replace(
+            state, round=state.round + 1, coverage=cov.record(state.coverage, nothing, setup.window)
+        )
     weight = WEIGHTS[setup.weights]
     counts = cov.count(state.params, [update.trained for update in updates])
     averaged = _combine_updates(setup, state.params, updates)
-    params, server = apply_server_step(setup.server, state.params, averaged, counts, state.server, setup.uncovered)
+    params, server = apply_server_step(
+        setup.server, state.params, averaged, counts, state.server, setup.uncovered
+    )
     statistics = {
         key: setup.mean(
             known,
@@ -137,7 +150,13 @@ def aggregate(setup: Setup, state: State, updates: Sequence[Update]) -> State:
     private = {**state.private, **{u.client.id: u.private for u in updates if u.private}}
     coverage = cov.record(state.coverage, counts, setup.window)
     return State(
-        state.round + 1, params, statistics, coverage, _average_measurements(setup, state, updates), server, private
+        state.round + 1,
+        params,
+        statistics,
+        coverage,
+        _average_measurements(setup, state, updates),
+        server,
+        private,
     )
 
 
@@ -156,18 +175,28 @@ def _combine_updates(setup: Setup, old: Params, updates: Sequence[Update]) -> Pa
     limit, weight = setup.clip_updates, WEIGHTS[setup.weights]
     if setup.privacy is not None and limit is not None:
         if any(isinstance(u.trained, TrainedSubset) for u in updates):
-            raise InvalidValue("privacy: with this recipe a client says what of its part it trained, past the noise")
+            raise InvalidValue(
+                "privacy: with this recipe a client says what of its part it trained, past the noise"
+            )
         parts = [(u.trained, u.params) for u in updates]
         return private_mean(old, parts, clip=limit, noise=setup.privacy.noise, stream=setup.noise())
-    values = [u.params if limit is None else clip_update(old, u.trained, u.params, limit) for u in updates]
-    return setup.rule(old, [(u.trained, v, weight(u.client)) for u, v in zip(updates, values, strict=True)])
+    values = [
+        u.params if limit is None else clip_update(old, u.trained, u.params, limit) for u in updates
+    ]
+    return setup.rule(
+        old, [(u.trained, v, weight(u.client)) for u, v in zip(updates, values, strict=True)]
+    )
 
 
-def _average_measurements(setup: Setup, state: State, updates: Sequence[Update]) -> dict[str, Params]:
+def _average_measurements(
+    setup: Setup, state: State, updates: Sequence[Update]
+) -> dict[str, Params]:
     """What clients measured, averaged over those who measured it; what nobody measured anew stays."""
     found = dict(state.measured)
     for kind in {kind: None for update in updates for kind in update.measured}:
-        parts = [(without_masks(u.sent), u.measured[kind], 1.0) for u in updates if kind in u.measured]
+        parts = [
+            (without_masks(u.sent), u.measured[kind], 1.0) for u in updates if kind in u.measured
+        ]
         names = parts[0][1]
         known = found.get(kind) or {name: torch.zeros_like(state.params[name]) for name in names}
         found[kind] = setup.mean(known, parts)

@@ -25,7 +25,9 @@ def round_metrics(
         key = id(u.sent), id(u.trained)
         prices[key] = prices.get(key) or cost(u.sent, params, uses, u.trained)
     paid = [prices[id(u.sent), id(u.trained)] for u in updates]
-    drawn = round_coverage_maps(counts, updates)  # what needs a GPU least comes first: it may still be evaluating
+    drawn = round_coverage_maps(
+        counts, updates
+    )  # what needs a GPU least comes first: it may still be evaluating
     delta2 = cov.delta2(params, [u.sent for u in updates])
     return {
         "gamma_round": cov.minimum(counts),
@@ -50,7 +52,9 @@ def _round_metrics(
     """What is known of a round without a test set."""
     limited: dict[str, float] = {}
     if (limit := setup.clip_updates) is not None:
-        limited["clipped"] = sum(global_norm(change(before.params, u.trained, u.params)) > limit for u in updates)
+        limited["clipped"] = sum(
+            global_norm(change(before.params, u.trained, u.params)) > limit for u in updates
+        )
     if setup.privacy is not None:
         limited["epsilon"] = setup.privacy.epsilon(setup.turns(before.round))
     answered = {u.client.id for u in updates}
@@ -68,7 +72,9 @@ def _scores(setup: Setup, state: State) -> dict[str, Score]:
     if state.round != setup.rounds and state.round % setup.evaluate_every:
         return {}
     source = setup.task.source
-    sets = {"": source.test} | ({"validation_": source.validation} if source.validation is not None else {})
+    sets = {"": source.test} | (
+        {"validation_": source.validation} if source.validation is not None else {}
+    )
     return {
         prefix: evaluate(setup.task, state, samples, mode=setup.evaluation, ranks=setup.ranks)
         for prefix, samples in sets.items()
@@ -77,7 +83,9 @@ def _scores(setup: Setup, state: State) -> dict[str, Score]:
 
 def _other_scores(setup: Setup, state: State, updates: Sequence[Update]) -> dict[str, float]:
     """The scores of other models that are due after this round; the last round always has all of them."""
-    if state.round != setup.rounds and not (setup.local_every and state.round % setup.local_every == 0):
+    if state.round != setup.rounds and not (
+        setup.local_every and state.round % setup.local_every == 0
+    ):
         return {}
     scores = evaluate_common_and_single(setup, state)
     local = local_accuracy(setup.task, state, updates, setup.ranks)

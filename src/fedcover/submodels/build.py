@@ -53,11 +53,15 @@ def submodel(
     `values` are full-sized tensors by name (such as a run's global parameters); what is not among them is taken
     from the module itself. A `PartialParams` gives its tensors away: they become the parameters, without a copy.
     """
-    own = {name: tensor for name, tensor in params_and_buffers(module).items() if name not in values}
+    own = {
+        name: tensor for name, tensor in params_and_buffers(module).items() if name not in values
+    }
     given = values if isinstance(values, PartialParams) else dict(values)
     part = {**reduction.extract(own), **reduction.extract(given)}
     return load_tensors(
-        meta_submodel(module, reduction, scaler=scaler), part, copied=not isinstance(values, PartialParams)
+        meta_submodel(module, reduction, scaler=scaler),
+        part,
+        copied=not isinstance(values, PartialParams),
     )
 
 
@@ -74,15 +78,22 @@ def _copy_to_meta(module: nn.Module) -> nn.Module:
 
 def _parameters_without_values(module: nn.Module) -> dict[int, Any]:
     """What `deepcopy` shall take for each parameter."""
-    return {id(w): nn.Parameter(torch.empty_like(w, device="meta"), w.requires_grad) for w in module.parameters()}
+    return {
+        id(w): nn.Parameter(torch.empty_like(w, device="meta"), w.requires_grad)
+        for w in module.parameters()
+    }
 
 
-def load_tensors(module: nn.Module, values: Mapping[str, Tensor], *, copied: bool = True) -> nn.Module:
+def load_tensors(
+    module: nn.Module, values: Mapping[str, Tensor], *, copied: bool = True
+) -> nn.Module:
     """Put tensors into a module, whatever shapes were there (changes the module, returns it).
 
     Buffers are always copies, because a module writes to them.
     """
-    homes: dict[int, list[tuple[dict[str, Any], str]]] = defaultdict(list)  # a tied tensor has several
+    homes: dict[int, list[tuple[dict[str, Any], str]]] = defaultdict(
+        list
+    )  # a tied tensor has several
     for layer in module.modules():
         tables: tuple[dict[str, Any], ...] = (layer._parameters, layer._buffers)
         for table in tables:
@@ -155,7 +166,9 @@ def _resize_transposed_convolution(path: str, layer: Any) -> None:
 def _set_channels(path: str, layer: Any, out_channels: int, in_channels: int) -> None:
     """Of a grouped convolution whole groups are cut; then both sides shrink alike, and a `Count` lowers `groups`."""
     if layer.groups != 1 and out_channels * layer.in_channels != in_channels * layer.out_channels:
-        raise InvalidValue(f"layer {path!r}: a grouped convolution cannot be cut; groups is {layer.groups}")
+        raise InvalidValue(
+            f"layer {path!r}: a grouped convolution cannot be cut; groups is {layer.groups}"
+        )
     layer.out_channels, layer.in_channels = out_channels, in_channels
 
 
@@ -184,7 +197,9 @@ def _resize_embedding(path: str, layer: Any) -> None:
 
 
 def _resize_attention(path: str, layer: Any) -> None:
-    inside = len(layer.q_proj_weight) if layer.in_proj_weight is None else len(layer.in_proj_weight) // 3
+    inside = (
+        len(layer.q_proj_weight) if layer.in_proj_weight is None else len(layer.in_proj_weight) // 3
+    )
     if inside % layer.head_dim:
         raise InvalidValue(
             f"layer {path!r}: attention keeps or cuts whole heads of {layer.head_dim} features; got {inside} features"

@@ -30,7 +30,9 @@ class Cost:
     bytes_up: int
 
 
-def uses_of_weights(module: nn.Module, shape: Sequence[int], dtype: torch.dtype | None = None) -> dict[str, int]:
+def uses_of_weights(
+    module: nn.Module, shape: Sequence[int], dtype: torch.dtype | None = None
+) -> dict[str, int]:
     """How many times each weight of a linear, convolutional or recurrent layer is multiplied for one sample.
 
     `dtype` is that of the inputs, if it is not that of the weights (characters are integers). What attention multiplies
@@ -56,10 +58,16 @@ def uses_of_weights(module: nn.Module, shape: Sequence[int], dtype: torch.dtype 
             uses[name] = uses.get(name, 0) + _steps(layer, inputs[0])
 
     def count(copy: nn.Module) -> None:
-        names = {id(weight): name for name, weight in copy.named_parameters()}  # a tied weight has one name
+        names = {
+            id(weight): name for name, weight in copy.named_parameters()
+        }  # a tied weight has one name
         for layer in copy.modules():
             if isinstance(layer, nn.RNNBase | nn.RNNCellBase):
-                matrices[layer] = [names[id(weight)] for weight in layer.parameters(recurse=False) if weight.ndim == 2]
+                matrices[layer] = [
+                    names[id(weight)]
+                    for weight in layer.parameters(recurse=False)
+                    if weight.ndim == 2
+                ]
                 layer.register_forward_hook(remember_steps)
             if isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
                 name = names.get(id(_trainable_weight(layer)))
@@ -71,7 +79,9 @@ def uses_of_weights(module: nn.Module, shape: Sequence[int], dtype: torch.dtype 
 
     try:
         count(meta_submodel(module, Masks({})))  # no values, so it costs nothing
-    except Exception:  # a model may look at values, or make tensors of its own, which are somewhere else
+    except (
+        Exception
+    ):  # a model may look at values, or make tensors of its own, which are somewhere else
         uses.clear()
         count(deepcopy(module))
     return uses
@@ -93,7 +103,10 @@ def _trainable_weight(layer: nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) -> T
 
 
 def cost(
-    reduction: Reduction, params: Mapping[str, Tensor], uses: Mapping[str, int], trained: Reduction | None = None
+    reduction: Reduction,
+    params: Mapping[str, Tensor],
+    uses: Mapping[str, int],
+    trained: Reduction | None = None,
 ) -> Cost:
     """The cost of a reduction of a model with these parameters and uses of its weights.
 
@@ -102,7 +115,11 @@ def cost(
     """
     sizes = reduction.sizes(params)
     back = reduction if trained is None else trained
-    chosen = sum(-(-bits.numel() // 8) for bits in back.bits.values()) if isinstance(back, TrainedSubset) else 0
+    chosen = (
+        sum(-(-bits.numel() // 8) for bits in back.bits.values())
+        if isinstance(back, TrainedSubset)
+        else 0
+    )
     parameters = sum(sizes.values())
     return Cost(
         parameters=parameters,

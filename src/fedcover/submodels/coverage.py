@@ -46,14 +46,19 @@ def histogram(counts: Mapping[str, Tensor]) -> dict[int, int]:
 def record(coverage: Coverage, counts: Params, window: int) -> Coverage:
     """The coverage after one more round of which only the last `window` are remembered one by one."""
     now = map_elementwise(lambda entries: entries > 0, counts)
-    ever = map_elementwise(torch.bitwise_or, flatten_if_cuda(coverage.ever), now) if coverage.ever else now
+    ever = (
+        map_elementwise(torch.bitwise_or, flatten_if_cuda(coverage.ever), now)
+        if coverage.ever
+        else now
+    )
     return Coverage((*coverage.window, counts)[-window:], ever)
 
 
 def over_window(coverage: Coverage) -> Params:
     """How often each parameter was trained over the rounds of the window."""
     return map_elementwise(
-        lambda *counts: torch.stack(counts).sum(0, dtype=torch.int32), *map(flatten_if_cuda, coverage.window)
+        lambda *counts: torch.stack(counts).sum(0, dtype=torch.int32),
+        *map(flatten_if_cuda, coverage.window),
     )
 
 

@@ -74,7 +74,9 @@ def map_of_part(part: Reduction, layers: Mapping[str, Tensor]) -> list[str]:
     return [strips[name] or drawn[name] for name in layers]
 
 
-def _strips(part: Slices, name: str, shape: torch.Size, known: dict[tuple[int, int], str]) -> str | None:
+def _strips(
+    part: Slices, name: str, shape: torch.Size, known: dict[tuple[int, int], str]
+) -> str | None:
     """The picture of a sliced tensor, from what is kept along its axes; None if that is more than rows and columns.
 
     What is kept along an axis is one object in all tensors of a part, so it is drawn once: `known`.
@@ -83,7 +85,8 @@ def _strips(part: Slices, name: str, shape: torch.Size, known: dict[tuple[int, i
         return "0"
     region = part.region(name, shape)
     if any(
-        not isinstance(kept, slice) or kept != slice(0, full) for kept, full in zip(region[2:], shape[2:], strict=True)
+        not isinstance(kept, slice) or kept != slice(0, full)
+        for kept, full in zip(region[2:], shape[2:], strict=True)
     ):
         return None
     strips = []
@@ -126,7 +129,9 @@ def encode_pixels(pixels: Iterable[float]) -> str:
     >>> encode_pixels([1, 1, 0.5, 0, 0, 0]), encode_pixels([1, 1])
     ('9a50b', '9')
     """
-    text = "".join("0" if share <= 0 else "9" if share >= 1 else _BETWEEN[int(8 * share)] for share in pixels)
+    text = "".join(
+        "0" if share <= 0 else "9" if share >= 1 else _BETWEEN[int(8 * share)] for share in pixels
+    )
     if set(text) in ({"0"}, {"9"}):
         return text[0]
     return _RUN.sub(lambda run: run[1] + chr(ord("a") + len(run[0]) - 2), text)
@@ -136,4 +141,6 @@ def _select_updates(updates: Sequence[Update]) -> list[Update]:
     ordered = sorted(updates, key=lambda update: (-update.client.capacity, update.client.id))
     if len(ordered) <= MAX_MAPPED_CLIENTS:
         return ordered
-    return [ordered[place * len(ordered) // MAX_MAPPED_CLIENTS] for place in range(MAX_MAPPED_CLIENTS)]
+    return [
+        ordered[place * len(ordered) // MAX_MAPPED_CLIENTS] for place in range(MAX_MAPPED_CLIENTS)
+    ]

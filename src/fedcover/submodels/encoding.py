@@ -32,10 +32,14 @@ def encode(reduction: Reduction) -> bytes:
     spans = [_window(kept, size) for kept, size in units]
     if all(spans):
         return _WINDOWS + b"".join(struct.pack("<II", *span) for span in spans if span)
-    return _UNITS + _pack_bits([torch.zeros(size, dtype=torch.bool).index_fill_(0, kept, True) for kept, size in units])
+    return _UNITS + _pack_bits(
+        [torch.zeros(size, dtype=torch.bool).index_fill_(0, kept, True) for kept, size in units]
+    )
 
 
-def decode(encoded: bytes, groups: tuple[UnitGroup, ...], prunable: Mapping[str, Tensor]) -> Reduction:
+def decode(
+    encoded: bytes, groups: tuple[UnitGroup, ...], prunable: Mapping[str, Tensor]
+) -> Reduction:
     """The reduction that `encode` wrote; of `prunable` (the model's prunable tensors) only shapes are read.
 
     >>> from fedcover.submodels.reductions import windows
@@ -49,15 +53,24 @@ def decode(encoded: bytes, groups: tuple[UnitGroup, ...], prunable: Mapping[str,
             return drawn(groups, *struct.unpack("<dQ", body))
         if tag == _WINDOWS:
             spans = zip(groups, struct.iter_unpack("<II", body), strict=True)
-            return Slices(groups, {g.name: _window_units(first, length, g.size) for g, (first, length) in spans})
+            return Slices(
+                groups,
+                {g.name: _window_units(first, length, g.size) for g, (first, length) in spans},
+            )
         if tag == _UNITS:
             bits = zip(groups, _unpack_bits(body, [(g.size,) for g in groups]), strict=True)
             return Slices(groups, {g.name: _kept_units(kept) for g, kept in bits})
         if tag == _MASKS:
             names = sorted(prunable) if body else []
-            return Masks(dict(zip(names, _unpack_bits(body, [prunable[n].shape for n in names]), strict=True)))
+            return Masks(
+                dict(
+                    zip(names, _unpack_bits(body, [prunable[n].shape for n in names]), strict=True)
+                )
+            )
     except (struct.error, ValueError) as error:
-        raise InvalidValue(f"reduction cannot be decoded from {len(encoded)} bytes: {error}") from error
+        raise InvalidValue(
+            f"reduction cannot be decoded from {len(encoded)} bytes: {error}"
+        ) from error
     raise InvalidValue(f"reduction must begin with one of D, W, U, M; got {tag!r}")
 
 
@@ -95,6 +108,8 @@ def _unpack_bits(body: bytes, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     parts, start = [], 0
     for shape, length in zip(shapes, lengths, strict=True):
         raw = np.frombuffer(body[start : start + length], dtype=np.uint8)
-        parts.append(torch.from_numpy(np.unpackbits(raw, count=prod(shape)).astype(bool)).view(tuple(shape)))
+        parts.append(
+            torch.from_numpy(np.unpackbits(raw, count=prod(shape)).astype(bool)).view(tuple(shape))
+        )
         start += length
     return parts

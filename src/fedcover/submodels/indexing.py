@@ -80,7 +80,11 @@ def flat_index(slab: FlatParams, regions: Mapping[str, Region]) -> FlatIndex:
     [1, 3, 4, 5]
     """
     tensors = named_shapes(slab)
-    shapes = [(name, tuple(map(length, regions[name], shape))) for name, shape in tensors if name in regions]
+    shapes = [
+        (name, tuple(map(length, regions[name], shape)))
+        for name, shape in tensors
+        if name in regions
+    ]
     if shapes == tensors:
         return FlatIndex(shapes, None)
     kind = np.dtype(np.int32 if slab.flat.numel() < 2**31 else np.int64)
@@ -120,5 +124,7 @@ def _grid(listed: Sequence[tuple[int, Tensor]], view: Tensor) -> Region:
     grid: list[Index] = [slice(None)] * view.ndim
     for axis in range(first, last + 1):
         part = named.get(axis, torch.arange(view.shape[axis], device=view.device))
-        grid[axis] = part.to(view.device).view([-1 if a == axis else 1 for a in range(first, last + 1)])
+        grid[axis] = part.to(view.device).view(
+            [-1 if a == axis else 1 for a in range(first, last + 1)]
+        )
     return tuple(grid)

@@ -16,13 +16,17 @@ class PartialParams(Params):
     """
 
     def __init__(self, whole: Mapping[str, Tensor], part: Params, reduction: Reduction) -> None:
-        super().__init__({name: torch.empty_like(tensor, device="meta") for name, tensor in whole.items()})
+        super().__init__(
+            {name: torch.empty_like(tensor, device="meta") for name, tensor in whole.items()}
+        )
         self.part, self.reduction = part, reduction
 
     def extract_for(self, reduction: Reduction) -> Params:
         """The part; refused for any other reduction, of which there may be less here than it asks for."""
         if reduction is not self.reduction:
-            raise InvalidValue("a device holds its own part of the model only, and another part was asked for")
+            raise InvalidValue(
+                "a device holds its own part of the model only, and another part was asked for"
+            )
         return dict(self.part)
 
 

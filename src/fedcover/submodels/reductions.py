@@ -75,11 +75,16 @@ class Slices:
         if key not in self._region_cache:
             if device is None:
                 meeting = self._cuts.get(name, ())
-                cuts = [[(group, cut) for group, cut in meeting if cut.axis == axis] for axis in range(len(shape))]
+                cuts = [
+                    [(group, cut) for group, cut in meeting if cut.axis == axis]
+                    for axis in range(len(shape))
+                ]
                 self._region_cache[key] = tuple(map(self._kept_index, cuts, shape))
             else:
                 here = self.region(name, shape)
-                self._region_cache[key] = tuple(part.to(device) if isinstance(part, Tensor) else part for part in here)
+                self._region_cache[key] = tuple(
+                    part.to(device) if isinstance(part, Tensor) else part for part in here
+                )
         return self._region_cache[key]
 
     def _kept_index(self, cuts: Sequence[tuple[UnitGroup, Cut]], length: int) -> Index:
@@ -100,7 +105,11 @@ class Slices:
             return params.extract_for(self)
         if isinstance(params, FlatParams):
             there = self._flat_index(params)
-            return params if there.offsets is None else FlatParams(params.flat[there.offsets], there.shapes)
+            return (
+                params
+                if there.offsets is None
+                else FlatParams(params.flat[there.offsets], there.shapes)
+            )
         return {
             name: take_region(tensor, self.region(name, tensor.shape, tensor.device))
             for name, tensor in params.items()
@@ -112,25 +121,34 @@ class Slices:
         own = target.keys() - self.absent
         if isinstance(target, FlatParams) and own and (values is None or values.keys() == own):
             offsets = self._flat_index(target).offsets
-            added = target.flat.new_ones(()) if values is None else _flatten_in_order(values, target)
+            added = (
+                target.flat.new_ones(()) if values is None else _flatten_in_order(values, target)
+            )
             if offsets is None:
                 target.flat.add_(added, alpha=scale)
             else:
-                target.flat.index_add_(0, offsets, added.to(target.flat.dtype).expand(len(offsets)), alpha=scale)
+                target.flat.index_add_(
+                    0, offsets, added.to(target.flat.dtype).expand(len(offsets)), alpha=scale
+                )
             return
         for name in target if values is None else values:
             if name in self.absent:
                 continue
             whole = target[name]
             add_to_region(
-                whole, self.region(name, whole.shape, whole.device), None if values is None else values[name], scale
+                whole,
+                self.region(name, whole.shape, whole.device),
+                None if values is None else values[name],
+                scale,
             )
 
     def _flat_index(self, slab: FlatParams) -> FlatIndex:
         """Where this part lies in a slab of all tensors."""
         key = (slab.flat.device, *slab)
         if key not in self._flat_cache:
-            regions = {n: self.region(n, shape) for n, shape in named_shapes(slab) if n not in self.absent}
+            regions = {
+                n: self.region(n, shape) for n, shape in named_shapes(slab) if n not in self.absent
+            }
             self._flat_cache[key] = flat_index(slab, regions)
         return self._flat_cache[key]
 
@@ -148,7 +166,10 @@ class Slices:
         """How many entries of each tensor the client holds."""
         held = {name: t.shape for name, t in params.items() if name not in self.absent}
         sizes = {
-            name: prod(length(part, full) for part, full in zip(self.region(name, shape), shape, strict=True))
+            name: prod(
+                length(part, full)
+                for part, full in zip(self.region(name, shape), shape, strict=True)
+            )
             for name, shape in held.items()
         }
         return {name: sizes.get(name, 0) for name in params}
@@ -166,12 +187,22 @@ class Masks:
 
     def _apply_mask(self, name: str, tensor: Tensor) -> Tensor:
         # where, not a product: whatever stands outside the mask, even NaN, must not be read
-        return torch.where(self.bits[name].to(tensor.device), tensor, 0) if name in self.bits else tensor
+        return (
+            torch.where(self.bits[name].to(tensor.device), tensor, 0)
+            if name in self.bits
+            else tensor
+        )
 
     def add_into(self, target: Params, values: Params | None, scale: float) -> None:
         """Add `scale * values` (or `scale` itself) to the kept entries of `target`, in place."""
-        if isinstance(target, FlatParams) and not self.bits and (values is None or values.keys() == target.keys()):
-            target.flat.add_(1 if values is None else _flatten_in_order(values, target), alpha=scale)
+        if (
+            isinstance(target, FlatParams)
+            and not self.bits
+            and (values is None or values.keys() == target.keys())
+        ):
+            target.flat.add_(
+                1 if values is None else _flatten_in_order(values, target), alpha=scale
+            )
             return
         for name in target if values is None else values:
             if values is not None:
@@ -184,7 +215,9 @@ class Masks:
     def mask(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """True where the client holds the entry."""
         return {
-            name: self.bits[name] if name in self.bits else torch.ones_like(tensor, dtype=torch.bool)
+            name: self.bits[name]
+            if name in self.bits
+            else torch.ones_like(tensor, dtype=torch.bool)
             for name, tensor in params.items()
         }
 
@@ -195,7 +228,8 @@ class Masks:
     def sizes(self, params: Mapping[str, Tensor]) -> dict[str, int]:
         """How many entries of each tensor the client holds."""
         return {
-            name: int(self.bits[name].sum()) if name in self.bits else tensor.numel() for name, tensor in params.items()
+            name: int(self.bits[name].sum()) if name in self.bits else tensor.numel()
+            for name, tensor in params.items()
         }
 
 
@@ -208,7 +242,10 @@ class TrainedSubset:
 
     def extract(self, params: Mapping[str, Tensor]) -> Params:
         """The client's part with zeros where it trained nothing."""
-        return {name: self._apply_mask(name, tensor) for name, tensor in self.base.extract(params).items()}
+        return {
+            name: self._apply_mask(name, tensor)
+            for name, tensor in self.base.extract(params).items()
+        }
 
     def _apply_mask(self, name: str, part: Tensor) -> Tensor:
         return torch.where(self.bits[name].to(part.device), part, 0) if name in self.bits else part
@@ -219,9 +256,13 @@ class TrainedSubset:
             return self.base.add_into(
                 target, {name: self._apply_mask(name, part) for name, part in values.items()}, scale
             )
-        named = {name: self.bits[name].to(target[name].dtype) for name in target if name in self.bits}
+        named = {
+            name: self.bits[name].to(target[name].dtype) for name in target if name in self.bits
+        }
         self.base.add_into(target, named, scale)
-        self.base.add_into({name: tensor for name, tensor in target.items() if name not in named}, None, scale)
+        self.base.add_into(
+            {name: tensor for name, tensor in target.items() if name not in named}, None, scale
+        )
         return None
 
     def mask(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -237,7 +278,10 @@ class TrainedSubset:
     def sizes(self, params: Mapping[str, Tensor]) -> dict[str, int]:
         """How many entries of each tensor the client trained."""
         held = self.base.sizes(params)
-        return {name: int(self.bits[name].sum()) if name in self.bits else size for name, size in held.items()}
+        return {
+            name: int(self.bits[name].sum()) if name in self.bits else size
+            for name, size in held.items()
+        }
 
 
 def distinct(reductions: Iterable[Reduction]) -> list[tuple[Reduction, int]]:
@@ -257,7 +301,9 @@ def without_masks(reduction: Reduction) -> Reduction:
     return reduction if isinstance(reduction, Slices) else Masks({})
 
 
-def windows(groups: tuple[UnitGroup, ...], share: float, start: Mapping[str, int] | None = None) -> Slices:
+def windows(
+    groups: tuple[UnitGroup, ...], share: float, start: Mapping[str, int] | None = None
+) -> Slices:
     """A run of neighbouring units of each group, from `start` on and round the end; from 0 without it.
 
     >>> g = (UnitGroup("hidden", 4, ()),)
@@ -299,12 +345,18 @@ def drawn(groups: tuple[UnitGroup, ...], share: float, key: int) -> Slices:
         number = num_units_kept(group.size, share)
         if group.nested:
             return torch.arange(number)
-        return torch.randperm(group.size, generator=generator(key, "units", group.name))[:number].sort().values
+        return (
+            torch.randperm(group.size, generator=generator(key, "units", group.name))[:number]
+            .sort()
+            .values
+        )
 
     return Slices(groups, {group.name: kept(group) for group in groups}, draw=(share, key))
 
 
-def parameters_at_width(groups: tuple[UnitGroup, ...], params: Mapping[str, Tensor], share: float) -> int:
+def parameters_at_width(
+    groups: tuple[UnitGroup, ...], params: Mapping[str, Tensor], share: float
+) -> int:
     """How many parameters a model has when every group keeps `share` of its units."""
     lost: dict[tuple[str, int], int] = {}
     absent = windows(groups, share).absent
@@ -322,7 +374,9 @@ def parameters_at_width(groups: tuple[UnitGroup, ...], params: Mapping[str, Tens
     )
 
 
-def width_for_budget(groups: tuple[UnitGroup, ...], params: Mapping[str, Tensor], budget: float) -> float:
+def width_for_budget(
+    groups: tuple[UnitGroup, ...], params: Mapping[str, Tensor], budget: float
+) -> float:
     """The largest width share, common to all groups, whose sub-model has at most `budget` of the parameters.
 
     >>> from fedcover.types import Cut
@@ -331,7 +385,9 @@ def width_for_budget(groups: tuple[UnitGroup, ...], params: Mapping[str, Tensor]
     0.5
     """
     allowed = budget * parameters_at_width(groups, params, 1.0)
-    shares = sorted({1.0} | {units / group.size for group in groups for units in range(1, group.size + 1)})
+    shares = sorted(
+        {1.0} | {units / group.size for group in groups for units in range(1, group.size + 1)}
+    )
     low, high = 0, len(shares)
     while low < high:  # the first share that does not fit; size grows with the share
         middle = (low + high) // 2
@@ -340,7 +396,9 @@ def width_for_budget(groups: tuple[UnitGroup, ...], params: Mapping[str, Tensor]
     if low == 0:
         least = parameters_at_width(groups, params, 0) / parameters_at_width(groups, params, 1.0)
         least = ceil(10_000 * least) / 10_000  # rounded up, so that the advice can be followed
-        raise InvalidValue(f"capacity must be at least {least:.4f} for this model (one unit per group); got {budget:g}")
+        raise InvalidValue(
+            f"capacity must be at least {least:.4f} for this model (one unit per group); got {budget:g}"
+        )
     return shares[low - 1]
 
 

@@ -56,7 +56,9 @@ def separate_buffers(groups: Sequence[UnitGroup], params: Container[str]) -> tup
     def apart(group: UnitGroup) -> UnitGroup:
         every = (*group.cuts, *group.buffers)
         cuts = tuple(cut for cut in every if cut.tensor in params)
-        return replace(group, cuts=cuts, buffers=tuple(cut for cut in every if cut.tensor not in params))
+        return replace(
+            group, cuts=cuts, buffers=tuple(cut for cut in every if cut.tensor not in params)
+        )
 
     return tuple(map(apart, groups))
 
@@ -98,14 +100,22 @@ def check_groups(groups: Sequence[UnitGroup], tensors: Mapping[str, Tensor]) -> 
             shape = tensors[cut.tensor].shape
             if cut.axis is None:
                 if cut.unit not in range(group.size):
-                    raise InvalidValue(f"{where}: unit must be in 0..{group.size - 1}; got {cut.unit}")
+                    raise InvalidValue(
+                        f"{where}: unit must be in 0..{group.size - 1}; got {cut.unit}"
+                    )
                 continue
             if not 0 <= cut.axis < len(shape):
                 raise InvalidValue(f"{where}: axis must be in 0..{len(shape) - 1}; got {cut.axis}")
             end = cut.start + group.size * cut.per_unit
             if cut.start < 0 or cut.per_unit < 1 or end > shape[cut.axis]:
-                raise InvalidValue(f"{where}: units end at {end} but axis {cut.axis} has length {shape[cut.axis]}")
-            taken = claimed.setdefault((cut.tensor, cut.axis), torch.zeros(shape[cut.axis], dtype=torch.bool))
+                raise InvalidValue(
+                    f"{where}: units end at {end} but axis {cut.axis} has length {shape[cut.axis]}"
+                )
+            taken = claimed.setdefault(
+                (cut.tensor, cut.axis), torch.zeros(shape[cut.axis], dtype=torch.bool)
+            )
             if taken[cut.start : end].any():
-                raise InvalidValue(f"{where}: part of axis {cut.axis} belongs to another group already")
+                raise InvalidValue(
+                    f"{where}: part of axis {cut.axis} belongs to another group already"
+                )
             taken[cut.start : end] = True

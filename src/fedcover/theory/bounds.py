@@ -43,7 +43,12 @@ def printed_one(known: Constants, rounds: Sequence[RoundQuantities]) -> Bound:
         "start": 4 * known.start / root,
         "variance": 6 * known.smoothness * clients * known.variance / gamma**2 / (steps * root),
         "drift": 2 * squared * clients * known.gradient / gamma / known.rounds,
-        "noise": 3 * squared * delta * clients / gamma * lr_weighted_mean(rounds, lambda r: r.energy),
+        "noise": 3
+        * squared
+        * delta
+        * clients
+        / gamma
+        * lr_weighted_mean(rounds, lambda r: r.energy),
     }
     lr = largest_lr(rounds)
     conditions = (
@@ -61,8 +66,18 @@ def printed_two(known: Constants, rounds: Sequence[RoundQuantities]) -> Bound:
     terms = {
         "start": 4 * known.start / root,
         "variance in G_1": 6 * known.smoothness * regions * known.variance / root,
-        "variance in V_0": 6 * known.smoothness * clients * known.variance / gamma**2 / math.sqrt(known.rounds),
-        "noise": 3 * squared * delta * clients / gamma * lr_weighted_mean(rounds, lambda r: r.energy),
+        "variance in V_0": 6
+        * known.smoothness
+        * clients
+        * known.variance
+        / gamma**2
+        / math.sqrt(known.rounds),
+        "noise": 3
+        * squared
+        * delta
+        * clients
+        / gamma
+        * lr_weighted_mean(rounds, lambda r: r.energy),
     }
     lr = largest_lr(rounds)
     conditions = (
@@ -83,19 +98,27 @@ def corrected_two(known: Constants, rounds: Sequence[RoundQuantities]) -> Bound:
 
 
 def _corrected(
-    name: str, known: Constants, rounds: Sequence[RoundQuantities], averaging: Callable[[RoundQuantities], float]
+    name: str,
+    known: Constants,
+    rounds: Sequence[RoundQuantities],
+    averaging: Callable[[RoundQuantities], float],
 ) -> Bound:
     length, steps = known.smoothness, known.steps.count
     terms = {
         "start": 4 * (known.start - known.least) / (steps * known.lr_sum),
-        "variance": 6 * length * known.variance * lr_weighted_mean(rounds, lambda r: r.lr * averaging(r)),
+        "variance": 6
+        * length
+        * known.variance
+        * lr_weighted_mean(rounds, lambda r: r.lr * averaging(r)),
         "drift": length**2
         * steps**2
         * known.gradient
         * lr_weighted_mean(rounds, lambda r: r.lr**2 * r.clients / r.gamma),
         "noise": 3 * length**2 * lr_weighted_mean(rounds, lambda r: sum(r.pruned_energy) / r.gamma),
     }
-    condition = Condition("learning rate <= 1/(6 L T)", 1 / (6 * length * steps), largest_lr(rounds))
+    condition = Condition(
+        "learning rate <= 1/(6 L T)", 1 / (6 * length * steps), largest_lr(rounds)
+    )
     return Bound(name, terms, (condition,), left_side(rounds))
 
 
@@ -108,7 +131,9 @@ def sharper_biased(known: Constants, rounds: Sequence[RoundQuantities]) -> Bound
     """Theorem 1' where clients' data differ: a bias joins the gap, which no step size removes."""
     bound = _sharper("Theorem 1' with data bias", known, rounds)
     own = {"smoothness": known.smoothness, "gradient": known.gradient}
-    bias = lr_weighted_mean(rounds, lambda r: _squared_increase(sum(gradient_gap(known, r, **own)), r.bias))
+    bias = lr_weighted_mean(
+        rounds, lambda r: _squared_increase(sum(gradient_gap(known, r, **own)), r.bias)
+    )
     return replace(bound, terms={**bound.terms, "bias": bias})
 
 
@@ -117,10 +142,15 @@ def _sharper(name: str, known: Constants, rounds: Sequence[RoundQuantities]) -> 
     variance = known.variance * known.steps.squares
     terms = {
         "start": 2 * (known.start - known.least) / (total * known.lr_sum),
-        "variance": 2 * length * variance * lr_weighted_mean(rounds, lambda r: r.lr * squared_inverse(r)),
+        "variance": 2
+        * length
+        * variance
+        * lr_weighted_mean(rounds, lambda r: r.lr * squared_inverse(r)),
         **_gaps(known, rounds, smoothness=length, gradient=known.gradient),
     }
-    condition = Condition("learning rate <= 1/(2 L S)", 1 / (2 * length * total), largest_lr(rounds))
+    condition = Condition(
+        "learning rate <= 1/(2 L S)", 1 / (2 * length * total), largest_lr(rounds)
+    )
     return Bound(name, terms, (condition,), left_side(rounds))
 
 
@@ -131,11 +161,17 @@ def partial_participation(known: Constants, rounds: Sequence[RoundQuantities]) -
     gaps = _gaps(known, rounds, smoothness=length, gradient=known.gradient)
     terms = {
         "start": 8 / 3 * (known.start - known.least) / (total * known.lr_sum),
-        "variance": 16 / 3 * length * variance * lr_weighted_mean(rounds, lambda r: r.lr * squared_inverse(r)),
+        "variance": 16
+        / 3
+        * length
+        * variance
+        * lr_weighted_mean(rounds, lambda r: r.lr * squared_inverse(r)),
         **{name: 2 * term for name, term in gaps.items()},
         "sampling": 8 / 3 * length * total * lr_weighted_mean(rounds, lambda r: r.lr * r.spread),
     }
-    condition = Condition("learning rate <= 1/(8 L S)", 1 / (8 * length * total), largest_lr(rounds))
+    condition = Condition(
+        "learning rate <= 1/(8 L S)", 1 / (8 * length * total), largest_lr(rounds)
+    )
     return Bound("Partial participation", terms, (condition,), left_side(rounds))
 
 
@@ -146,9 +182,13 @@ def reshuffled(known: Constants, rounds: Sequence[RoundQuantities]) -> Bound:
     terms = {
         "start": 2 * (known.start - known.least) / (total * known.lr_sum),
         **_gaps(known, rounds, **own),
-        "offset": lr_weighted_mean(rounds, lambda r: _squared_increase(sum(gradient_gap(known, r, **own)), r.offset)),
+        "offset": lr_weighted_mean(
+            rounds, lambda r: _squared_increase(sum(gradient_gap(known, r, **own)), r.offset)
+        ),
     }
-    condition = Condition("learning rate <= 1/(L S)", 1 / (known.smoothness * total), largest_lr(rounds))
+    condition = Condition(
+        "learning rate <= 1/(L S)", 1 / (known.smoothness * total), largest_lr(rounds)
+    )
     return Bound("Theorem R (reshuffled epochs, surely)", terms, (condition,), left_side(rounds))
 
 

@@ -33,7 +33,13 @@ class ConvexConstants:
 
 
 def convex_constants(
-    clients: list[Tensor], start: Tensor, *, bias: bool, decay: float, batch_size: int, decay_contracts: bool
+    clients: list[Tensor],
+    start: Tensor,
+    *,
+    bias: bool,
+    decay: float,
+    batch_size: int,
+    decay_contracts: bool,
 ) -> ConvexConstants:
     """From the clients' inputs (one tensor of rows each) and the first weights, the bias as their last column.
 
@@ -77,7 +83,9 @@ class Optimum:
     """The squared gradient that is left at the point."""
 
 
-def minimise(loss: Callable[[Tensor], tuple[float, Tensor]], start: Tensor, decay: float, limit: int = 2000) -> Optimum:
+def minimise(
+    loss: Callable[[Tensor], tuple[float, Tensor]], start: Tensor, decay: float, limit: int = 2000
+) -> Optimum:
     """L-BFGS until the gradient has vanished; strong convexity turns what is left of it into a lower bound.
 
     >>> found = minimise(lambda x: (float((x**2).sum()), 2 * x), torch.ones(2, dtype=torch.float64), decay=2.0)

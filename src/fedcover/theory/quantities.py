@@ -144,10 +144,14 @@ class Bound:
     @property
     def applies(self) -> bool:
         """Whether all conditions and assumptions are met."""
-        return all(condition.holds for condition in self.conditions) and not self.violated_assumptions
+        return (
+            all(condition.holds for condition in self.conditions) and not self.violated_assumptions
+        )
 
 
-def lr_weighted_mean(rounds: Sequence[RoundQuantities], figure: Callable[[RoundQuantities], float]) -> float:
+def lr_weighted_mean(
+    rounds: Sequence[RoundQuantities], figure: Callable[[RoundQuantities], float]
+) -> float:
     """The mean over rounds in which a round counts as much as its learning rate; the plain mean if that is constant."""
     total = sum(r.lr for r in rounds)
     return sum(r.lr * figure(r) for r in rounds) / total
@@ -158,8 +162,12 @@ def squared_inverse(r: RoundQuantities) -> float:
     return sum(share**2 for share in r.inverse_coverage)
 
 
-def gradient_gap(known: Constants, r: RoundQuantities, *, smoothness: float, gradient: float) -> tuple[float, float]:
+def gradient_gap(
+    known: Constants, r: RoundQuantities, *, smoothness: float, gradient: float
+) -> tuple[float, float]:
     """Lemma 2: how far the clients' mean gradient can be from the one at the global model, by drift and by cutting."""
     drift = smoothness**2 * r.lr**2 * gradient * known.steps.drift * sum(r.inverse_coverage)
-    cut = smoothness**2 * sum(share * d for share, d in zip(r.inverse_coverage, r.pruned_energy, strict=True))
+    cut = smoothness**2 * sum(
+        share * d for share, d in zip(r.inverse_coverage, r.pruned_energy, strict=True)
+    )
     return drift, cut

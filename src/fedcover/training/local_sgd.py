@@ -30,7 +30,9 @@ from fedcover.types import (
 )
 
 
-def train_client(task: Task, state: State, client: Client, reduction: Reduction, lr: float) -> Update:
+def train_client(
+    task: Task, state: State, client: Client, reduction: Reduction, lr: float
+) -> Update:
     """Send a client its part of the model, train it there by the task's recipe, and bring back what it made of it."""
     assignment = Assignment(task, state, client, reduction)
     part = client_module(assignment)
@@ -41,7 +43,9 @@ def train_client(task: Task, state: State, client: Client, reduction: Reduction,
         return functional_call(part, dict(values), (x,))  # type: ignore[no-any-return]
 
     try:
-        with seeded(task.seed, "forward", state.round, client.id):  # a model may draw in its forward pass: dropout
+        with seeded(
+            task.seed, "forward", state.round, client.id
+        ):  # a model may draw in its forward pass: dropout
             params, carry, loss = train(assignment, forward, params, carry, lr)
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
@@ -84,8 +88,12 @@ def build_update(assignment: Assignment, part: nn.Module, outcome: Outcome, loss
     trained = TrainedSubset(reduction, outcome.bits) if outcome.bits else reduction
     kept = statistics_key(task.norm, client.capacity)
     buffers = {name: tensor.clone() for name, tensor in running(part).items()} if kept else {}
-    private = {name: tensor.clone() for name, tensor in outcome.private.items()}  # it must not keep others' in memory
-    return Update(client, reduction, trained, outcome.params, buffers, outcome.measured, private, loss)
+    private = {
+        name: tensor.clone() for name, tensor in outcome.private.items()
+    }  # it must not keep others' in memory
+    return Update(
+        client, reduction, trained, outcome.params, buffers, outcome.measured, private, loss
+    )
 
 
 def train(
@@ -104,23 +112,33 @@ def train(
     losses: list[Tensor] = []
     step = torch.zeros((), dtype=torch.int64, device=shard.index.device)
     for epoch in range(local.epochs):
-        order_N, drawn_NK = (plan.to(step.device) for plan in draw_row_order(assignment, len(shard.index), epoch))
+        order_N, drawn_NK = (
+            plan.to(step.device) for plan in draw_row_order(assignment, len(shard.index), epoch)
+        )
         losses = []
         for places_B in torch.split(order_N, local.batch_size):
             rows_B = shard.index[places_B]
             x = augment.apply(shard.samples.x[rows_B], drawn_NK[places_B])
             batch = Batch(x, shard.samples.y[rows_B], step)
             loss = task.recipe.loss(forward, weights, batch, carry)
-            gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True, materialize_grads=True)
+            gradients = torch.autograd.grad(
+                loss, list(weights.values()), allow_unused=True, materialize_grads=True
+            )
             with torch.no_grad():
                 gradient = dict(zip(weights, gradients, strict=True))
                 carry = task.recipe.observe(carry, gradient)
-                gradient = {name: g * masks[name] if name in masks else g for name, g in gradient.items()}
+                gradient = {
+                    name: g * masks[name] if name in masks else g for name, g in gradient.items()
+                }
                 sgd_update(weights, gradient, velocity, local, lr)
             del gradient, gradients  # the next ones need their memory
             losses.append(loss.detach())
             step = step + 1
-    return {name: p.detach() for name, p in weights.items()}, carry, float(torch.stack(losses).mean())
+    return (
+        {name: p.detach() for name, p in weights.items()},
+        carry,
+        float(torch.stack(losses).mean()),
+    )
 
 
 def draw_row_order(assignment: Assignment, rows: int, epoch: int) -> tuple[Tensor, Tensor]:
@@ -132,13 +150,21 @@ def draw_row_order(assignment: Assignment, rows: int, epoch: int) -> tuple[Tenso
     return order_N, draw(rows, generator(task.seed, "augment", *address))
 
 
-def sgd_update(weights: Params, gradient: Params, velocity: Params, local: LocalTraining, lr: float) -> None:
+def sgd_update(
+    weights: Params, gradient: Params, velocity: Params, local: LocalTraining, lr: float
+) -> None:
     """One step of SGD in place: clip, decay, momentum."""
     if local.clip is not None:
-        length = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradient.values()]))
+        length = torch.linalg.vector_norm(
+            torch.stack([torch.linalg.vector_norm(g) for g in gradient.values()])
+        )
         scale = (local.clip / (length + 1e-6)).clamp(max=1.0)
         gradient = {name: g * scale for name, g in gradient.items()}
     for name, weight in weights.items():
-        change = gradient[name].add(weight, alpha=local.weight_decay) if local.weight_decay else gradient[name]
+        change = (
+            gradient[name].add(weight, alpha=local.weight_decay)
+            if local.weight_decay
+            else gradient[name]
+        )
         velocity[name].mul_(local.momentum).add_(change)
         weight.sub_(velocity[name], alpha=lr)

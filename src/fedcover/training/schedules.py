@@ -27,4 +27,8 @@ def steps(round: int, rounds: int, *, at: list[int], factor: float = 0.1) -> flo
     return float(factor ** sum(round >= milestone for milestone in at))
 
 
-SCHEDULES: dict[str, Callable[..., float]] = {"constant": constant, "cosine": cosine, "steps": steps}
+SCHEDULES: dict[str, Callable[..., float]] = {
+    "constant": constant,
+    "cosine": cosine,
+    "steps": steps,
+}

@@ -29,14 +29,20 @@ from tests.helpers.report_pages import ATTACK, attacked, data_of, report
 
 
 def labels(*folders):
-    return {made.label: len(made.runs) for made in group_runs([read_run(folder) for folder in folders])}
+    return {
+        made.label: len(made.runs) for made in group_runs([read_run(folder) for folder in folders])
+    }
 
 
 # ── what belongs together ───────────────────────────────────────────────────────────────────────────────
 
 
 def test_runs_that_differ_only_in_the_seed_are_one_group(tmp_path):
-    made = [made_up_run(tmp_path / f"{p}-{s}", policy=p, seed=s) for p in ("prefix", "rolling") for s in (0, 1, 2)]
+    made = [
+        made_up_run(tmp_path / f"{p}-{s}", policy=p, seed=s)
+        for p in ("prefix", "rolling")
+        for s in (0, 1, 2)
+    ]
     data = report(tmp_path, *made)
     assert [(g["label"], g["runs"], g["settings"]) for g in data["groups"]] == [
         ("prefix", [0, 1, 2], {"policy": "prefix"}),
@@ -48,7 +54,10 @@ def test_groups_are_called_after_what_differs_or_after_their_runs_where_that_is_
     a = made_up_run(tmp_path / "a", lr=0.1)
     assert labels(a) == {"a": 1}
     assert labels(a, made_up_run(tmp_path / "b", lr=0.2)) == {"lr 0.1": 1, "lr 0.2": 1}
-    assert labels(a, made_up_run(tmp_path / "c", lr=0.2, policy="prefix")) == {"full, lr 0.1": 1, "prefix, lr 0.2": 1}
+    assert labels(a, made_up_run(tmp_path / "c", lr=0.2, policy="prefix")) == {
+        "full, lr 0.1": 1,
+        "prefix, lr 0.2": 1,
+    }
     long = "synthetic(shape=(1, 8, 8), classes=10, samples=5, test_size=200)"
     both = [made_up_run(tmp_path / f"far-{seed}", dataset=long, seed=seed) for seed in (0, 1)]
     assert labels(a, *both) == {"a": 1, "far": 2}
@@ -62,9 +71,20 @@ def test_groups_are_called_after_what_differs_or_after_their_runs_where_that_is_
 def test_runs_and_values_stand_in_natural_order(tmp_path):
     rates = (0.011, 0.1, 0.02, 1e-05, 10.0, 2.0)
     for place, rate in enumerate(rates):
-        made_up_run(tmp_path / "runs" / f"r{place + 8}", lr=rate, policy="prefix" if place % 2 else "rolling")
+        made_up_run(
+            tmp_path / "runs" / f"r{place + 8}",
+            lr=rate,
+            policy="prefix" if place % 2 else "rolling",
+        )
     data = report(tmp_path, tmp_path / "runs")
-    assert [Path(run["folder"]).name for run in data["runs"]] == ["r8", "r9", "r10", "r11", "r12", "r13"]
+    assert [Path(run["folder"]).name for run in data["runs"]] == [
+        "r8",
+        "r9",
+        "r10",
+        "r11",
+        "r12",
+        "r13",
+    ]
     assert data["values"] == {
         "policy": ["prefix", "rolling"],
         "lr": ["1e-05", "0.011", "0.02", "0.1", "2.0", "10.0"],
@@ -102,7 +122,14 @@ def test_the_spread_on_the_page_is_that_of_a_sweep():
 
 
 def test_a_real_run_with_its_pictures_fleet_and_commands(tmp_path):
-    fields = {"clients": 20, "active": 4, "rounds": 2, "epochs": 1, "fleet": "1x1.0 + 3x0.5", "policy": "rolling"}
+    fields = {
+        "clients": 20,
+        "active": 4,
+        "rounds": 2,
+        "epochs": 1,
+        "fleet": "1x1.0 + 3x0.5",
+        "policy": "rolling",
+    }
     machine = fc.Machine("sequential", "cpu", threads=1, precision="bf16")
     fc.run(fc.Experiment(name="real", **fields), tmp_path / "real", machine=machine)
     (run,) = report(tmp_path, tmp_path / "real")["runs"]
@@ -131,25 +158,43 @@ def test_a_run_on_real_devices_tells_who_did_not_answer_and_is_repeated_on_flowe
 def test_of_a_round_that_was_run_again_the_last_answers_count(tmp_path):
     folder = on_flower(made_up_run(tmp_path / "run", done=3))
     path = folder / "events.jsonl"
-    again = [{"round": 2, "event": "answered", "node": 1, "client": client, "why": ""} for client in (2, 4)]
+    again = [
+        {"round": 2, "event": "answered", "node": 1, "client": client, "why": ""}
+        for client in (2, 4)
+    ]
     path.write_text(path.read_text() + "".join(json.dumps(event) + "\n" for event in again))
     (entry,) = report(tmp_path, folder)["runs"]
     assert entry["answers"]["counts"] == {"answered": 4, "rejected": 2, "late": 1}
-    assert [(cause["times"], cause["rounds"]) for cause in entry["answers"]["causes"]] == [(2, "1 to 2"), (1, "2")]
+    assert [(cause["times"], cause["rounds"]) for cause in entry["answers"]["causes"]] == [
+        (2, "1 to 2"),
+        (1, "2"),
+    ]
 
 
 def test_values_of_the_manifest_stay_values_in_the_commands(tmp_path):
     folder = made_up_run(tmp_path / "run")
-    (folder / "manifest.json").write_text(json.dumps({"engine": "$(id)", "device": "cpu; rm -rf ~", "threads": 2}))
+    (folder / "manifest.json").write_text(
+        json.dumps({"engine": "$(id)", "device": "cpu; rm -rf ~", "threads": 2})
+    )
     (command,) = report(tmp_path, folder)["runs"][0]["commands"]
-    assert shlex.split(command)[3:] == ["--engine", "$(id)", "--device", "cpu; rm -rf ~", "--threads", "2"]
+    assert shlex.split(command)[3:] == [
+        "--engine",
+        "$(id)",
+        "--device",
+        "cpu; rm -rf ~",
+        "--threads",
+        "2",
+    ]
     assert "'cpu; rm -rf ~'" in command
     assert "'$(id)'" in command
 
 
 def test_thousands_of_causes_do_not_fill_the_page(tmp_path):
     folder = made_up_run(tmp_path / "run")
-    events = [{"round": 0, "event": "lost", "node": 1, "client": n, "why": f"{n} " * 500} for n in range(2_000)]
+    events = [
+        {"round": 0, "event": "lost", "node": 1, "client": n, "why": f"{n} " * 500}
+        for n in range(2_000)
+    ]
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     (entry,) = report(tmp_path, folder)["runs"]
     assert entry["answers"]["counts"] == {"lost": 2_000}
@@ -176,7 +221,9 @@ def test_a_run_in_one_process_has_no_answers_to_tell_of(tmp_path):
 def test_runs_that_have_not_begun_or_not_been_evaluated_or_not_ended(tmp_path):
     nothing = made_up_run(tmp_path / "nothing", done=0)
     blind = made_up_run(tmp_path / "blind", done=3, evaluate_every=5, rounds=10)
-    (blind / "metrics.jsonl").write_text((blind / "metrics.jsonl").read_text() + '{"round": 3, "accur')  # torn
+    (blind / "metrics.jsonl").write_text(
+        (blind / "metrics.jsonl").read_text() + '{"round": 3, "accur'
+    )  # torn
     data = report(tmp_path, nothing, blind)
     assert [(run["done"], run["rounds"]) for run in data["runs"]] == [(0, 6), (3, 10)]
     assert data["runs"][0]["totals"] == {}
@@ -192,7 +239,9 @@ def test_what_is_not_finite_is_said_and_never_written_as_a_number(tmp_path):
     for line in lines[3:]:
         line |= {"loss": float("nan"), "train_loss": float("inf"), "delta2_mean": float("nan")}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "certificate.json").write_text('{"kind": "estimate", "bound": Infinity, "terms": [{"value": NaN}]}')
+    (folder / "certificate.json").write_text(
+        '{"kind": "estimate", "bound": Infinity, "terms": [{"value": NaN}]}'
+    )
     (run,) = report(tmp_path, folder)["runs"]
     assert run["notFinite"] == 4
     assert run["scores"]["loss"][3:] == [None] * 3
@@ -202,7 +251,9 @@ def test_what_is_not_finite_is_said_and_never_written_as_a_number(tmp_path):
 def test_runs_of_an_older_version_have_no_pictures(tmp_path):
     folder = made_up_run(tmp_path / "old")
     lines = read_lines(folder / "metrics.jsonl")
-    (folder / "metrics.jsonl").write_text("".join(json.dumps({**x, "pictures": None}) + "\n" for x in lines))
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps({**x, "pictures": None}) + "\n" for x in lines)
+    )
     (folder / "manifest.json").unlink()
     assert report(tmp_path, folder)["runs"][0]["pictures"] is None
 
@@ -240,7 +291,10 @@ def test_a_copy_of_a_run_is_no_further_seed(tmp_path, caplog):
     (whole / "metrics.jsonl").write_text((tmp_path / "again" / "metrics.jsonl").read_text())
     other = made_up_run(tmp_path / "runs" / "c", seed=1)
     data = report(tmp_path, tmp_path / "runs")
-    assert [run["folder"] for run in data["runs"]] == [str(whole), str(other)]  # the one with most rounds
+    assert [run["folder"] for run in data["runs"]] == [
+        str(whole),
+        str(other),
+    ]  # the one with most rounds
     assert [g["runs"] for g in data["groups"]] == [[0, 1]]
     assert data["notes"] == [f"{short} is left out: the same experiment and seed as {whole}"]
     assert caplog.messages == data["notes"]
@@ -254,7 +308,9 @@ def test_a_damaged_run_is_named(tmp_path, caplog):
     (nameless / "experiment.toml").unlink()
     lines = (torn / "metrics.jsonl").read_text().splitlines(keepends=True)
     (torn / "metrics.jsonl").write_text("".join([*lines[:-1], "#garbage\n"]))
-    (whole / "metrics.jsonl").write_text((whole / "metrics.jsonl").read_text() + '{"round": 6, "accur')  # being written
+    (whole / "metrics.jsonl").write_text(
+        (whole / "metrics.jsonl").read_text() + '{"round": 6, "accur'
+    )  # being written
     data = report(tmp_path, runs)
     assert data["notes"] == [
         f"{nameless} is left out: it has no experiment.toml",
@@ -275,7 +331,10 @@ def test_a_run_that_cannot_be_read_costs_no_other(tmp_path, caplog):
         ["a run is left out", f"{path} cannot be read"] for path in paths
     ]
     assert caplog.messages == data["notes"]
-    with pytest.raises(RunError, match=r"cannot be read: rounds must be a whole number in 1\.\.1000000000; got 'many'"):
+    with pytest.raises(
+        RunError,
+        match=r"cannot be read: rounds must be a whole number in 1\.\.1000000000; got 'many'",
+    ):
         fc.report(runs / "wordy", tmp_path / "report.html")
 
 
@@ -305,7 +364,9 @@ def test_a_run_without_a_whole_line_is_named(tmp_path):
     folder = made_up_run(tmp_path / "run")
     (folder / "metrics.jsonl").write_text('{"round": 0}\n{"round": 1}\n')
     data = report(tmp_path, folder)
-    assert data["notes"] == [f"{folder / 'metrics.jsonl'} is damaged: 2 lines left out, 0 rounds can be read"]
+    assert data["notes"] == [
+        f"{folder / 'metrics.jsonl'} is damaged: 2 lines left out, 0 rounds can be read"
+    ]
     assert data["runs"][0]["totals"] == {}
 
 
@@ -326,8 +387,12 @@ def test_fifty_long_runs_stay_under_three_megabytes(tmp_path):
         folder = tmp_path / f"run{number}"
         if number < 2:
             by_round = {str(n): {"trained": n / 7, "whole": n / 3, "F": n / 9} for n in range(200)}
-            made.append(made_up_run(folder, rounds=200, lr=0.001 + number, layers=4, noisy=number == 0))
-            (folder / "certificate.json").write_text(json.dumps({"kind": "estimate", "by_round": by_round}))
+            made.append(
+                made_up_run(folder, rounds=200, lr=0.001 + number, layers=4, noisy=number == 0)
+            )
+            (folder / "certificate.json").write_text(
+                json.dumps({"kind": "estimate", "by_round": by_round})
+            )
         else:
             made.append(clone(made[number % 2], folder, number))
     path = fc.report(made, tmp_path / "report.html")
@@ -348,7 +413,9 @@ def clone(source, folder, number):
     for name in ("metrics.jsonl", "manifest.json", "certificate.json"):
         (folder / name).hardlink_to(source / name)
     toml = (source / "experiment.toml").read_text()
-    (folder / "experiment.toml").write_text(re.sub(r"^lr = .*$", f"lr = {number / 100}", toml, flags=re.MULTILINE))
+    (folder / "experiment.toml").write_text(
+        re.sub(r"^lr = .*$", f"lr = {number / 100}", toml, flags=re.MULTILINE)
+    )
     return folder
 
 
@@ -377,14 +444,22 @@ def test_thinning_shows_the_last_round_of_a_run_that_stopped(tmp_path):
     a, b = report(tmp_path, early, later)["runs"]
     assert a["every"]["round"] == [1, 24]
     assert a["every"]["gamma_round"] == [5, 0]
-    assert b["every"]["round"] == [1, 24, 25, 50, 57]  # so that no mean is one of a single seed without need
+    assert b["every"]["round"] == [
+        1,
+        24,
+        25,
+        50,
+        57,
+    ]  # so that no mean is one of a single seed without need
     assert (a["scores"]["round"][-1], b["scores"]["round"][-1]) == (24, 56)
     assert 24 in b["scores"]["round"]
 
 
 def test_many_seeds_that_stopped_anywhere_do_not_fill_the_page(tmp_path):
     for seed in range(40):
-        made_up_run(tmp_path / "runs" / str(seed), rounds=10_000, done=30 + seed, layers=1, seed=seed)
+        made_up_run(
+            tmp_path / "runs" / str(seed), rounds=10_000, done=30 + seed, layers=1, seed=seed
+        )
     for run in report(tmp_path, tmp_path / "runs")["runs"]:
         assert run["every"]["round"][-1] == run["done"]
         assert len(run["every"]["round"]) <= MAX_ENDS + 3
@@ -416,9 +491,13 @@ def test_nothing_that_a_run_says_becomes_markup(tmp_path):
 
 def test_the_page_asks_no_network_for_anything(tmp_path):
     text = fc.report(made_up_run(tmp_path / "run"), tmp_path / "report.html").read_text()
-    assert set(re.findall(r"https?://[^\"' )]+", text)) == {"http://www.w3.org/2000/svg"}  # a name, not an address
+    assert set(re.findall(r"https?://[^\"' )]+", text)) == {
+        "http://www.w3.org/2000/svg"
+    }  # a name, not an address
     assert "default-src 'none'" in text
-    for script in re.findall(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|fetch\(|import\(", text):
+    for script in re.findall(
+        r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|fetch\(|import\(", text
+    ):
         pytest.fail(f"the page uses {script}")
 
 
@@ -431,7 +510,9 @@ for name in ("torch", "numpy", "pydantic", "rich", "cyclopts", "matplotlib"):
 import fedcover
 print(fedcover.report({str(folder)!r}, {str(tmp_path / "report.html")!r}))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().endswith("report.html")
 
@@ -440,9 +521,21 @@ print(fedcover.report({str(folder)!r}, {str(tmp_path / "report.html")!r}))
 
 BLIND = {
     "nobody": np.eye(3),
-    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
-    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]],
-    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.3039]],
+    "protanopia": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+    "deuteranopia": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.01182, 0.04294, 0.968881],
+    ],
+    "tritanopia": [
+        [1.255528, -0.076749, -0.178779],
+        [-0.078411, 0.930809, 0.147602],
+        [0.004733, 0.691367, 0.3039],
+    ],
 }
 """What linear red, green and blue become for colour-blind eyes (Machado, Oliveira, Fernandes 2009, severity 1)."""
 
@@ -454,7 +547,11 @@ def linear(colour):
 
 def lab(rgb):
     to_xyz = np.array(
-        [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.072175], [0.0193339, 0.119192, 0.9503041]]
+        [
+            [0.4124564, 0.3575761, 0.1804375],
+            [0.2126729, 0.7151522, 0.072175],
+            [0.0193339, 0.119192, 0.9503041],
+        ]
     )
     ratio = (to_xyz @ rgb) / to_xyz.sum(1)
     f = np.where(ratio > 216 / 24389, np.cbrt(ratio), (24389 / 27 * ratio + 16) / 116)
@@ -462,7 +559,9 @@ def lab(rgb):
 
 
 def contrast(a, b):
-    bright, dark = sorted((float(linear(c) @ [0.2126, 0.7152, 0.0722]) for c in (a, b)), reverse=True)
+    bright, dark = sorted(
+        (float(linear(c) @ [0.2126, 0.7152, 0.0722]) for c in (a, b)), reverse=True
+    )
     return (bright + 0.05) / (dark + 0.05)
 
 
@@ -475,7 +574,9 @@ def colours(name):
 @pytest.mark.parametrize("eyes", BLIND)
 def test_lines_can_be_told_apart_by_all_eyes(theme, eyes):
     seen = [lab(np.clip(BLIND[eyes] @ linear(colours(f"c{n}")[theme]), 0, 1)) for n in range(8)]
-    assert min(np.linalg.norm(a - b) for a, b in combinations(seen, 2)) > 20  # two or three is just noticeable
+    assert (
+        min(np.linalg.norm(a - b) for a, b in combinations(seen, 2)) > 20
+    )  # two or three is just noticeable
 
 
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])

@@ -23,7 +23,13 @@ CERTIFICATE = {
     "bound": float("inf"),
     "replayed": list(range(100)),
     "constants": {"L": {"value": 17.25, "how": "by hand"}, "G": {"value": 1.5, "how": "seen"}},
-    "bounds": {"one": {"name": "Theorem 1", "terms": {"start": 1.5}, "conditions": [{"name": "rate", "holds": False}]}},
+    "bounds": {
+        "one": {
+            "name": "Theorem 1",
+            "terms": {"start": 1.5},
+            "conditions": [{"name": "rate", "holds": False}],
+        }
+    },
 }
 
 
@@ -47,7 +53,10 @@ def compared(tmp_path_factory):
         for seed in (0, 1):
             made_up_run(folder / f"{policy}-{seed}", policy=policy, seed=seed, layers=3)
     slow = made_up_run(folder / "slow", policy="magnitude", done=2)
-    lines = [{k: v for k, v in x.items() if k not in ("accuracy", "loss")} for x in read_lines(slow / "metrics.jsonl")]
+    lines = [
+        {k: v for k, v in x.items() if k not in ("accuracy", "loss")}
+        for x in read_lines(slow / "metrics.jsonl")
+    ]
     (slow / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     lost = made_up_run(folder / "lost", policy="full", layers=3)
     lines = [{**line, "loss": float("nan")} for line in read_lines(lost / "metrics.jsonl")]
@@ -70,7 +79,9 @@ def curves(browser, plot="accuracy"):
 
 
 def rows(browser):
-    return browser.run("return [...document.querySelectorAll('#runs ~ .card tbody th')].map(e => e.textContent.trim())")
+    return browser.run(
+        "return [...document.querySelectorAll('#runs ~ .card tbody th')].map(e => e.textContent.trim())"
+    )
 
 
 def click(browser, selector, text=None):
@@ -91,14 +102,19 @@ def test_every_plot_is_drawn(page):
         assert page.run(f"return {drawing}.width > 300 && {drawing}.height > 200")
         assert "NaN" not in page.run(f"return document.querySelector('#{plot}').innerHTML")
     assert len(rows(page)) == 5
-    assert "no finite loss from round 1" in page.run("return document.querySelector('#runs ~ .card').textContent")
+    assert "no finite loss from round 1" in page.run(
+        "return document.querySelector('#runs ~ .card').textContent"
+    )
     assert "2 of 6 rounds" in page.run("return document.querySelector('#runs ~ .card').textContent")
 
 
 def test_accuracy_stands_beside_its_sample_standard_deviation(page, compared):
     data = json.loads(compared.read_text().split('id="data">')[1].split("</script>")[0])
     text = page.run("return document.querySelector('#runs ~ .card').textContent")
-    groups = [[data["runs"][place]["totals"]["accuracy"] for place in each["runs"]] for each in data["groups"]]
+    groups = [
+        [data["runs"][place]["totals"]["accuracy"] for place in each["runs"]]
+        for each in data["groups"]
+    ]
     for accuracies in groups:
         assert len(accuracies) < 2 or f" ± {100 * stdev(accuracies):.1f}" in text
 
@@ -118,7 +134,14 @@ def test_marks_of_an_axis_reach_around_the_lines(page):
 def test_rows_of_the_table_do_not_wrap_at_an_ordinary_width(browser, tmp_path):
     for policy in ("full", "rolling(spread=true)"):
         for seed in (0, 1):
-            made_up_run(tmp_path / "runs" / f"{policy[:4]}{seed}", 7, policy=policy, seed=seed, rounds=8, layers=1)
+            made_up_run(
+                tmp_path / "runs" / f"{policy[:4]}{seed}",
+                7,
+                policy=policy,
+                seed=seed,
+                rounds=8,
+                layers=1,
+            )
     browser.open(fc.report(tmp_path / "runs", tmp_path / "report.html"))
     high = "return [...document.querySelectorAll('#runs ~ .card tbody tr')].map(e => e.getBoundingClientRect().height)"
     short, long = browser.run(high)
@@ -126,7 +149,9 @@ def test_rows_of_the_table_do_not_wrap_at_an_ordinary_width(browser, tmp_path):
     lines = """return [...document.querySelectorAll('.run span, .state')].map(e => {
       const range = document.createRange(); range.selectNodeContents(e); return range.getClientRects().length })"""
     assert set(browser.run(lines)) == {1}
-    assert browser.run("const box = document.querySelector('#runs ~ .card'); return box.scrollWidth <= box.clientWidth")
+    assert browser.run(
+        "const box = document.querySelector('#runs ~ .card'); return box.scrollWidth <= box.clientWidth"
+    )
 
 
 def test_the_pictures_are_drawn_and_follow_the_round(page):
@@ -139,10 +164,14 @@ def test_the_pictures_are_drawn_and_follow_the_round(page):
     before = page.run(labels)
     page.run("document.querySelector('#coverage input[type=range]').focus()")
     page.press(LEFT)
-    assert page.run("return document.querySelector('#coverage output').textContent") == "round 5 of 6"
+    assert (
+        page.run("return document.querySelector('#coverage output').textContent") == "round 5 of 6"
+    )
     assert page.run(labels) != before
     page.press(HOME)
-    assert page.run("return document.querySelector('#coverage output').textContent") == "round 1 of 6"
+    assert (
+        page.run("return document.querySelector('#coverage output').textContent") == "round 1 of 6"
+    )
     click(page, "#coverage button", "Play")
     page.wait("return document.querySelector('#coverage output').textContent === 'round 6 of 6'")
 
@@ -175,14 +204,18 @@ def test_filters_that_no_run_passes_are_named_as_the_reason(page):
         assert "Nothing to draw yet" not in said
     click(page, "button", "Show all")
     page.run("for (const button of document.querySelectorAll('.legend button')) button.click()")
-    assert "Every run is hidden" in page.run("return document.querySelector('#accuracy').textContent")
+    assert "Every run is hidden" in page.run(
+        "return document.querySelector('#accuracy').textContent"
+    )
 
 
 def test_one_of_many_values_can_be_taken_by_keyboard(page):
     page.run("document.querySelector('[data-setting=policy] select').focus()")
     page.press(*"rand")
     assert rows(page) == ["random"]
-    chips = "return [...document.querySelectorAll('[data-setting=policy] input')].map(e => e.checked)"
+    chips = (
+        "return [...document.querySelectorAll('[data-setting=policy] input')].map(e => e.checked)"
+    )
     assert page.run(chips) == [False, False, False, True, False]
     click(page, "[data-setting=policy] input")  # a further one
     assert page.run("return document.querySelector('[data-setting=policy] select').value") == "some"
@@ -190,13 +223,17 @@ def test_one_of_many_values_can_be_taken_by_keyboard(page):
     click(page, "button", "Show all")
     assert page.run("return document.querySelector('[data-setting=policy] select').value") == "all"
     assert len(rows(page)) == 5
-    assert "“only” takes one of them" in page.run("return document.querySelector('.filters').textContent")
+    assert "“only” takes one of them" in page.run(
+        "return document.querySelector('.filters').textContent"
+    )
 
 
 def test_names_sort_as_people_count(browser, tmp_path):
     made = [made_up_run(tmp_path / f"r{rate}", lr=rate, layers=1) for rate in (0.011, 0.1, 0.02)]
     browser.open(fc.report(made, tmp_path / "report.html"))
-    chips = "return [...document.querySelectorAll('[data-setting=lr] .chip')].map(e => e.textContent)"
+    chips = (
+        "return [...document.querySelectorAll('[data-setting=lr] .chip')].map(e => e.textContent)"
+    )
     assert browser.run(chips) == ["0.011", "0.02", "0.1"]
     assert rows(browser) == ["lr 0.011", "lr 0.02", "lr 0.1"]
     for wanted in (["lr 0.011", "lr 0.02", "lr 0.1"], ["lr 0.1", "lr 0.02", "lr 0.011"]):
@@ -207,8 +244,12 @@ def test_names_sort_as_people_count(browser, tmp_path):
 def test_seeds_can_be_looked_at_one_by_one_and_against_what_was_paid(page):
     click(page, "#single")
     assert curves(page) == 7
-    page.run("const s = document.querySelector('#axis'); s.value = 'moved'; s.dispatchEvent(new Event('change'))")
-    assert "megabytes moved" in page.run("return document.querySelector('#accuracy svg').textContent")
+    page.run(
+        "const s = document.querySelector('#axis'); s.value = 'moved'; s.dispatchEvent(new Event('change'))"
+    )
+    assert "megabytes moved" in page.run(
+        "return document.querySelector('#accuracy svg').textContent"
+    )
 
 
 def test_columns_sort_and_tables_stand_behind_plots(page):
@@ -227,7 +268,11 @@ def test_the_keyboard_reaches_everything(page):
     page.run("document.activeElement.blur(); window.scrollTo(0, 0)")
     for _ in range(80):
         page.press(TAB)
-        stops.add(page.run("const e = document.activeElement; return e.ariaLabel || e.textContent || e.id"))
+        stops.add(
+            page.run(
+                "const e = document.activeElement; return e.ariaLabel || e.textContent || e.id"
+            )
+        )
     assert page.run("return getComputedStyle(document.activeElement).outlineStyle") != "none"
     for wanted in (
         "Theme: auto",
@@ -246,12 +291,16 @@ def test_the_keyboard_reaches_everything(page):
 def test_plots_can_be_read_with_arrow_keys(page):
     page.run("document.querySelector('#accuracy .plot').focus()")
     page.press(RIGHT, RIGHT)
-    said = page.run("return document.querySelector('#accuracy .plot').getAttribute('aria-valuetext')")
+    said = page.run(
+        "return document.querySelector('#accuracy .plot').getAttribute('aria-valuetext')"
+    )
     assert said.startswith("round 2: ")
     assert "prefix" in said
     assert page.run("return !document.querySelector('#accuracy .tip').hidden")
     page.press(END)
-    assert "round 6: " in page.run("return document.querySelector('#accuracy .plot').getAttribute('aria-valuetext')")
+    assert "round 6: " in page.run(
+        "return document.querySelector('#accuracy .plot').getAttribute('aria-valuetext')"
+    )
     page.press(ESCAPE)
     assert page.run("return document.querySelector('#accuracy .tip').hidden")
 
@@ -266,7 +315,9 @@ def test_the_legend_hides_lines_by_keyboard(page):
 
 
 def test_one_run_in_detail(page):
-    page.run("const s = document.querySelector('#which'); s.value = '0'; s.dispatchEvent(new Event('change'))")
+    page.run(
+        "const s = document.querySelector('#which'); s.value = '0'; s.dispatchEvent(new Event('change'))"
+    )
     assert "lost" in page.run("return document.querySelector('#experiment pre').textContent")
     certificate = page.run("return document.querySelector('#certificate').textContent")
     for said in (
@@ -282,8 +333,12 @@ def test_one_run_in_detail(page):
     ):
         assert said in certificate, said
     assert page.run("return document.querySelectorAll('#fleet tbody tr').length") == 2
-    assert "fedcover run experiment.toml" in page.run("return document.querySelector('#experiment').textContent")
-    assert page.run("return document.querySelectorAll('#experiment mark').length") == 1  # the policy
+    assert "fedcover run experiment.toml" in page.run(
+        "return document.querySelector('#experiment').textContent"
+    )
+    assert (
+        page.run("return document.querySelectorAll('#experiment mark').length") == 1
+    )  # the policy
     click(page, "#runs ~ .card tbody button")
     assert page.run("return document.querySelector('#which').selectedIndex") == 0
 
@@ -291,8 +346,16 @@ def test_one_run_in_detail(page):
 def test_answers_of_real_devices_stand_in_a_table(browser, tmp_path):
     browser.open(fc.report(on_flower(made_up_run(tmp_path / "run")), tmp_path / "report.html"))
     cells = "return [...document.querySelectorAll('#answers tbody tr:first-child > *')].map(e => e.textContent)"
-    assert browser.run(cells) == ["1 to 6", "rejected", "6", "client 4", "12 of 500 numbers are not finite"]
-    assert "6 answered, 6 rejected, 1 late" in browser.run("return document.querySelector('#answers p').textContent")
+    assert browser.run(cells) == [
+        "1 to 6",
+        "rejected",
+        "6",
+        "client 4",
+        "12 of 500 numbers are not finite",
+    ]
+    assert "6 answered, 6 rejected, 1 late" in browser.run(
+        "return document.querySelector('#answers p').textContent"
+    )
     assert browser.complaints() == []
 
 
@@ -323,7 +386,9 @@ def test_it_fits_a_phone(phone, compared):
 def test_bars_of_the_fleet_are_as_long_as_its_shares_on_a_phone(phone, tmp_path):
     made_up_run(tmp_path / "run", fleet="4x1.0 + 6x0.5")
     phone.open(fc.report(tmp_path / "run", tmp_path / "report.html"))
-    few, many = phone.run("return [...document.querySelectorAll('.meter i')].map(e => e.getBoundingClientRect().width)")
+    few, many = phone.run(
+        "return [...document.querySelectorAll('.meter i')].map(e => e.getBoundingClientRect().width)"
+    )
     assert few / many == pytest.approx(4 / 6, abs=0.01)
 
 
@@ -332,7 +397,9 @@ def test_a_phone_shows_the_accuracy_and_says_that_tables_scroll(phone, compared)
     cells = """const box = document.querySelector('#runs ~ .card');
       return [...box.querySelectorAll('tbody td:nth-child(2)')].map(e =>
         [e.textContent, e.getBoundingClientRect().right <= box.getBoundingClientRect().right])"""
-    assert [("%" in text, seen) for text, seen in phone.run(cells)].count((True, True)) == 4  # one has none yet
+    assert [("%" in text, seen) for text, seen in phone.run(cells)].count(
+        (True, True)
+    ) == 4  # one has none yet
     hint = "return getComputedStyle(document.querySelector('#runs ~ .card'), '::after').content.includes('scroll')"
     phone.wait(hint)
     phone.run("document.querySelector('#runs ~ .card').scrollLeft = 9999")
@@ -360,14 +427,20 @@ def test_what_is_left_out_is_said_on_the_page(browser, tmp_path):
     made_up_run(tmp_path / "runs" / "a")
     shutil.copytree(tmp_path / "runs" / "a", tmp_path / "runs" / "b")
     browser.open(fc.report(tmp_path / "runs", tmp_path / "report.html"))
-    assert browser.run("return document.querySelector('#notes').textContent").endswith(f"as {tmp_path / 'runs' / 'a'}")
-    assert browser.run("return document.querySelector('#runs ~ .card tbody').textContent.includes('seed 0')")
+    assert browser.run("return document.querySelector('#notes').textContent").endswith(
+        f"as {tmp_path / 'runs' / 'a'}"
+    )
+    assert browser.run(
+        "return document.querySelector('#runs ~ .card tbody').textContent.includes('seed 0')"
+    )
 
 
 def test_a_run_without_a_round(browser, tmp_path):
     browser.open(fc.report(made_up_run(tmp_path / "new", done=0), tmp_path / "report.html"))
     assert "no round done yet" in browser.run("return document.body.textContent")
-    assert "Nothing to draw yet" in browser.run("return document.querySelector('#accuracy').textContent")
+    assert "Nothing to draw yet" in browser.run(
+        "return document.querySelector('#accuracy').textContent"
+    )
     assert browser.complaints() == []
 
 
@@ -375,12 +448,17 @@ def test_seeds_without_a_round_are_counted_in_no_mean(browser, tmp_path):
     for seed, done in enumerate((6, 6, 0)):
         made_up_run(tmp_path / "runs" / str(seed), seed=seed, done=done)
     browser.open(fc.report(tmp_path / "runs", tmp_path / "report.html"))
-    assert browser.run("return document.querySelector('#runs ~ .card tbody').textContent.includes('2 of 3 seeds')")
+    assert browser.run(
+        "return document.querySelector('#runs ~ .card tbody').textContent.includes('2 of 3 seeds')"
+    )
     assert browser.complaints() == []
 
 
 def test_fifty_groups_and_a_thousand_rounds_still_draw(browser, tmp_path):
-    made = [made_up_run(tmp_path / f"r{n}", rounds=1000 if n == 0 else 20, lr=0.01 + n, layers=1) for n in range(50)]
+    made = [
+        made_up_run(tmp_path / f"r{n}", rounds=1000 if n == 0 else 20, lr=0.01 + n, layers=1)
+        for n in range(50)
+    ]
     browser.open(fc.report(made, tmp_path / "report.html"))
     assert curves(browser) == 50
     assert browser.run("return document.body.textContent.includes('Long runs are thinned')")

@@ -63,14 +63,22 @@ def test_every_small_fleet_equals_brute_force(units):
     random = np.random.default_rng(units)
     seen = 0
     for budgets, sums in fleets(units, 5):
-        check((random.choice([0.0, 1.0, random.random()], units) * random.integers(1, 3)).tolist(), budgets, sums)
+        check(
+            (random.choice([0.0, 1.0, random.random()], units) * random.integers(1, 3)).tolist(),
+            budgets,
+            sums,
+        )
         seen += 1
     assert seen == comb(units + 6, 5) - 1, "all of them, up to the order of clients"
 
 
 small = st.integers(1, 6).flatmap(
     lambda units: st.tuples(
-        st.lists(st.one_of(st.sampled_from([0.0, 1.0, 2.0]), st.floats(0, 10)), min_size=units, max_size=units),
+        st.lists(
+            st.one_of(st.sampled_from([0.0, 1.0, 2.0]), st.floats(0, 10)),
+            min_size=units,
+            max_size=units,
+        ),
         st.lists(st.integers(0, units), min_size=1, max_size=5),
     )
 )
@@ -124,14 +132,16 @@ def test_the_mean_over_all_turns_is_what_a_client_is_said_to_lose():
     group = BudgetedGroup.of([5.0, 4, 3, 3, 2, 1, 1, 0.5], [3, 4, 6])
     allocation = group.allocation(1)
     turns = [
-        allocation.assign_units(group.order, i / allocation.num_shared + 1e-9) for i in range(allocation.num_shared)
+        allocation.assign_units(group.order, i / allocation.num_shared + 1e-9)
+        for i in range(allocation.num_shared)
     ]
     lost = torch.stack([(~runs.matrix()).double() @ group.energies_U for runs in turns]).mean(0)
     np.testing.assert_allclose(allocation.pruned_energy(group.tail_energy), lost.numpy())
 
 
 @pytest.mark.parametrize(
-    ("fleet", "largest"), [([4] * 6 + [3] * 4, 9), ([4] * 4 + [3] * 6, 8), ([4] + [3] * 3 + [2] * 6, 6)]
+    ("fleet", "largest"),
+    [([4] * 6 + [3] * 4, 9), ([4] * 4 + [3] * 6, 8), ([4] + [3] * 3 + [2] * 6, 6)],
 )
 def test_the_papers_fleets_reach_more_than_its_designs(fleet, largest):
     energies = torch.linspace(1, 2, 200).square()
@@ -200,7 +210,10 @@ def test_a_million_units_and_a_thousand_clients_are_few_runs():
     ("wrong", "sentence"),
     [
         ({"gamma": 3}, r"gamma must be at most 2 \(room for 8 units over 4 units\); got 3"),
-        ({"tolerate": 2}, r"tolerate must be at most 1: 2 drop-outs need coverage 3, .* largest feasible is 2"),
+        (
+            {"tolerate": 2},
+            r"tolerate must be at most 1: 2 drop-outs need coverage 3, .* largest feasible is 2",
+        ),
         ({"gamma": -1}, "gamma must be at least 0; got -1"),
         ({"tolerate": -1}, "tolerate must be at least 0; got -1"),
         ({"budgets": [5, 3]}, r"budgets must be whole numbers in 0\.\.4"),
@@ -211,7 +224,10 @@ def test_a_million_units_and_a_thousand_clients_are_few_runs():
         ({"energies": []}, "energies must be"),
         ({"energies": "abc"}, "energies must be a list .*; got 'abc'"),
         ({"energies": None}, "energies must be a list .*; got None"),
-        ({"budgets": [1.0, 2.0]}, r"budgets must be whole numbers .* \(of an integer type\).*; got \[1.0, 2.0\]"),
+        (
+            {"budgets": [1.0, 2.0]},
+            r"budgets must be whole numbers .* \(of an integer type\).*; got \[1.0, 2.0\]",
+        ),
         ({"gamma": 0.5}, "gamma must be a whole number from 0 on; got 0.5"),
         ({"gamma": "1"}, "gamma must be a whole number from 0 on; got '1'"),
         ({"tolerate": True}, "tolerate must be a whole number from 0 on; got True"),

@@ -8,7 +8,9 @@ ROWS = rows_in(RESULTS)
 
 
 def test_every_architecture_has_one_row():
-    assert sorted((row["library"], row["family"], row["model"], str(row["options"])) for row in ROWS) == sorted(
+    assert sorted(
+        (row["library"], row["family"], row["model"], str(row["options"])) for row in ROWS
+    ) == sorted(
         (each.library, each.family, each.model, str(dict(each.options))) for each in architectures()
     )
     assert {row["outcome"] for row in ROWS} <= {"cut", "whole", "unable", "late", "broken", "large"}
@@ -35,11 +37,21 @@ def test_the_document_shows_the_table():
 
 
 def test_late_and_broken_families_count_as_not_cut():
-    row = {"library": "timm", "family": "a", "model": "a_tiny", "options": {}, "date": "2026-01-01", "fedcover": "0"}
+    row = {
+        "library": "timm",
+        "family": "a",
+        "model": "a_tiny",
+        "options": {},
+        "date": "2026-01-01",
+        "fedcover": "0",
+    }
     cut = {**row, "outcome": "cut", "groups": 3, "half": 0.25, "difference": 0.0}
     rows = [
         cut,
-        *({**row, "outcome": name, "reason": "so|so"} for name in ("late", "broken", "large", "whole", "unable")),
+        *(
+            {**row, "outcome": name, "reason": "so|so"}
+            for name in ("late", "broken", "large", "whole", "unable")
+        ),
     ]
     assert share_cut(rows) == (1, 5)
     text = page(rows)

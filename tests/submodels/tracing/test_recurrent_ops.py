@@ -36,7 +36,9 @@ FORMS = {
     "no-bias": {"bias": False, "num_layers": 2},
 }
 
-pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:LSTM with projections is not supported with oneDNN:UserWarning"
+)
 
 
 def reader(layer, form):
@@ -46,7 +48,9 @@ def reader(layer, form):
         torch.manual_seed(0)
         r = make(7, 6, **options, **FORMS[form])
         width = (r.proj_size or 6) * (2 if r.bidirectional else 1)
-        return Written(lambda m, x: m.b(m.r(m.a(x))[0]), a=nn.Linear(5, 7), r=r, b=nn.Linear(width, 2))
+        return Written(
+            lambda m, x: m.b(m.r(m.a(x))[0]), a=nn.Linear(5, 7), r=r, b=nn.Linear(width, 2)
+        )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -58,26 +62,35 @@ def test_part_trained_equals_mask_trained(layer, form):
     x = torch.randn(3, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     groups = trace(module, x)
     check_groups(groups, params_and_buffers(module))
-    assert [(group.name, group.size) for group in groups] == [("a", 7), ("r", module.r.proj_size or 6)]
+    assert [(group.name, group.size) for group in groups] == [
+        ("a", 7),
+        ("r", module.r.proj_size or 6),
+    ]
     reduction = drawn(groups, 0.5, key=4)
     masks = reduction.mask(params_and_buffers(module))
     part = submodel(module, reduction, {})
     dense = submodel(
-        module, drawn(groups, 1.0, key=0), {n: t * masks[n] for n, t in params_and_buffers(module).items()}
+        module,
+        drawn(groups, 1.0, key=0),
+        {n: t * masks[n] for n, t in params_and_buffers(module).items()},
     )
     assert not all(bool(mask.all()) for mask in masks.values())
     for net in (part, dense):
         optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9, weight_decay=0.01)
         for step in range(3):
             optimizer.zero_grad()
-            (net(x) * torch.randn(3, 4, 2, generator=torch.Generator().manual_seed(step))).mean().backward()
+            (
+                net(x) * torch.randn(3, 4, 2, generator=torch.Generator().manual_seed(step))
+            ).mean().backward()
             for key, weight in net.named_parameters() if net is dense else ():
                 weight.grad *= masks[key]
             optimizer.step()
     whole = {name: torch.zeros_like(tensor) for name, tensor in params_and_buffers(module).items()}
     reduction.add_into(whole, params_and_buffers(part), 1.0)
     for name, tensor in params_and_buffers(dense).items():
-        torch.testing.assert_close(whole[name], tensor, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            whole[name], tensor, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
+        )
     torch.testing.assert_close(load_tensors(dense, whole)(x), part(x), rtol=1e-9, atol=1e-12)
 
 
@@ -85,7 +98,9 @@ def test_a_unit_is_one_row_of_every_gate_and_a_column_of_what_comes_back():
     module = Written(lambda m, x: m.b(m.r(x)[0]), r=nn.LSTM(5, 6), b=nn.Linear(6, 2))
     gates = [0, 6, 12, 18]
     rows = [
-        Cut(f"r.{name}_l0", 0, start) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh") for start in gates
+        Cut(f"r.{name}_l0", 0, start)
+        for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        for start in gates
     ]
     (group,) = trace(module, torch.randn(3, 4, 5))
     assert group.size == 6
@@ -106,7 +121,10 @@ def test_a_part_of_a_projection_always_has_more_hidden_units_than_features():
 def test_a_part_is_an_ordinary_layer_that_is_saved_and_loaded():
     module = reader("lstm", "two-layers")
     reduction = windows(trace(module, torch.randn(3, 4, 5)), 0.5)
-    part, other = (submodel(module, reduction, values) for values in ({}, {"r.weight_hh_l0": torch.zeros(24, 6)}))
+    part, other = (
+        submodel(module, reduction, values)
+        for values in ({}, {"r.weight_hh_l0": torch.zeros(24, 6)})
+    )
     assert (part.r.input_size, part.r.hidden_size, part.r.num_layers) == (3, 3, 2)
     other.load_state_dict(part.state_dict())
     x = torch.randn(3, 4, 5)
@@ -123,7 +141,9 @@ def both_ends(m, x):
 
 
 def padded(m, x):
-    read = pack_padded_sequence(m.a(x), torch.tensor([2, 4, 3]), batch_first=True, enforce_sorted=False)
+    read = pack_padded_sequence(
+        m.a(x), torch.tensor([2, 4, 3]), batch_first=True, enforce_sorted=False
+    )
     return m.b(pad_packed_sequence(m.r(read)[0], batch_first=True)[0])
 
 
@@ -195,7 +215,14 @@ class Rows(nn.Module):
 @pytest.mark.parametrize("policy", ["rolling", "random", "planned", "magnitude"])
 def test_a_fleet_of_unequal_devices_trains_a_recurrent_model(policy):
     experiment = fc.Experiment(
-        fleet="1x1.0 + 1x0.5", policy=policy, clients=20, active=4, rounds=3, epochs=2, lr=0.2, window=2
+        fleet="1x1.0 + 1x0.5",
+        policy=policy,
+        clients=20,
+        active=4,
+        rounds=3,
+        epochs=2,
+        lr=0.2,
+        window=2,
     )
     run = fc.run(experiment, model=Rows())
     assert run.accuracy > 0.3
@@ -205,10 +232,20 @@ def test_a_fleet_of_unequal_devices_trains_a_recurrent_model(policy):
 
 def test_the_batched_engine_says_that_clients_are_trained_one_after_another(caplog, monkeypatch):
     monkeypatch.setattr(log, "_WARNED", set())
-    experiment = fc.Experiment(fleet="1x1.0 + 1x0.5", policy="rolling", clients=20, active=4, rounds=1, epochs=1)
+    experiment = fc.Experiment(
+        fleet="1x1.0 + 1x0.5", policy="rolling", clients=20, active=4, rounds=1, epochs=1
+    )
     model = Rows()
     with caplog.at_level(logging.WARNING):
-        fast = fc.run(experiment, model=copy.deepcopy(model), machine=fc.Machine(engine="batched", device="cpu"))
+        fast = fc.run(
+            experiment,
+            model=copy.deepcopy(model),
+            machine=fc.Machine(engine="batched", device="cpu"),
+        )
     assert "recurrent layers, which torch computes for one client at a time" in caplog.text
-    slow = fc.run(experiment, model=copy.deepcopy(model), machine=fc.Machine(engine="sequential", device="cpu"))
+    slow = fc.run(
+        experiment,
+        model=copy.deepcopy(model),
+        machine=fc.Machine(engine="sequential", device="cpu"),
+    )
     assert fast.summary["accuracy"] == slow.summary["accuracy"]

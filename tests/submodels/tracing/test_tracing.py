@@ -34,7 +34,9 @@ DECLARED = {
     "wide_resnet": [(IMAGE, norm, {"depth": 10, "widen": 1}) for norm in ("batch", "group")],
     "preact_resnet18": [(IMAGE, norm, {"width": 8}) for norm in ("batch", "group")],
     "transformer": [((6,), "batch", {"width": 8, "heads": 4, "blocks": 2, "hidden": 8})],
-    "lstm": [((6,), "batch", {"hidden": 8, **more}) for more in ({}, {"labels": "last"}, {"layers": 3})],
+    "lstm": [
+        ((6,), "batch", {"hidden": 8, **more}) for more in ({}, {"labels": "last"}, {"layers": 3})
+    ],
     "lora": [((5,), "batch", {"hidden": [8], "rank": 4})],
 }
 """Models of ours whose groups are widths, in a size for tests."""
@@ -76,15 +78,29 @@ class TestOurModels:
     def test_the_groups_are_those_that_are_declared(self, name):
         for shape, norm, options in DECLARED[name]:
             model = MODELS[name](shape, 5, norm, **options)
-            example = torch.randint(5, (3, *shape)) if name in ("transformer", "lstm") else torch.randn(3, *shape)
-            assert places(trace(model.module, example, whole=FROZEN.get(name, ()))) == places(model.groups)
+            example = (
+                torch.randint(5, (3, *shape))
+                if name in ("transformer", "lstm")
+                else torch.randn(3, *shape)
+            )
+            assert places(trace(model.module, example, whole=FROZEN.get(name, ()))) == places(
+                model.groups
+            )
 
     def test_a_model_that_is_cut_in_depth_can_also_be_cut_in_width(self):
         model = MODELS["depth_resnet"](IMAGE, 5, "batch", width=4, stages=2, blocks=1)
-        assert all(cut.axis is not None for group in trace(model.module, torch.randn(3, *IMAGE)) for cut in group.cuts)
+        assert all(
+            cut.axis is not None
+            for group in trace(model.module, torch.randn(3, *IMAGE))
+            for cut in group.cuts
+        )
 
     def test_every_model_of_the_table_is_here(self):
-        assert set(MODELS) == {*DECLARED, "depth_resnet", "softmax"}  # softmax has no hidden units: it cuts its inputs
+        assert set(MODELS) == {
+            *DECLARED,
+            "depth_resnet",
+            "softmax",
+        }  # softmax has no hidden units: it cuts its inputs
 
 
 FOUND = {
@@ -130,7 +146,13 @@ FOUND = {
         ("blocks.1.mlp.0", 24),
     ],
     "gpt": [("wte", 3), ("h.0.c_fc", 48), ("h.1.c_fc", 48)],
-    "gpt_free": [("wte", 12), ("h.0.attn.qkv", 3), ("h.0.c_fc", 48), ("h.1.attn.qkv", 3), ("h.1.c_fc", 48)],
+    "gpt_free": [
+        ("wte", 12),
+        ("h.0.attn.qkv", 3),
+        ("h.0.c_fc", 48),
+        ("h.1.attn.qkv", 3),
+        ("h.1.c_fc", 48),
+    ],
     "llama": [("tok", 16), ("wq", 2), ("w1", 24)],
     "encoder": [("embed", 3), ("layers.0.linear1", 16), ("layers.1.linear1", 16)],
     "unet": [("down1.0", 4), ("down2.0", 12), ("up", 6), ("mix.0", 10)],
@@ -159,7 +181,9 @@ class TestTheZoo:
             at = int(torch.randint(len(group.cuts), (), generator=draw))
             if ".running_" in group.cuts[at].tensor:
                 at = 0
-            broken = UnitGroup(group.name, group.size, group.cuts[:at] + group.cuts[at + 1 :], counts=group.counts)
+            broken = UnitGroup(
+                group.name, group.size, group.cuts[:at] + group.cuts[at + 1 :], counts=group.counts
+            )
             others = tuple(broken if other is group else other for other in traced(name))
             with pytest.raises(InvalidValue, match=re.escape(repr(group.name))):
                 verify_groups(module, (example,), others, notes)
@@ -197,12 +221,15 @@ class MaskedLayerNorm(nn.Module):
 def masked(module, masks):
     """The dense model with zeros where units are cut, and layer norms that know it."""
     dense = load_tensors(
-        copy.deepcopy(module), {n: torch.where(masks[n], t, 0) for n, t in params_and_buffers(module).items()}
+        copy.deepcopy(module),
+        {n: torch.where(masks[n], t, 0) for n, t in params_and_buffers(module).items()},
     )
     for path, layer in list(dense.named_modules()):
         if isinstance(layer, nn.LayerNorm):
             parent, _, leaf = path.rpartition(".")
-            setattr(dense.get_submodule(parent), leaf, MaskedLayerNorm(layer, masks[f"{path}.weight"]))
+            setattr(
+                dense.get_submodule(parent), leaf, MaskedLayerNorm(layer, masks[f"{path}.weight"])
+            )
     return dense
 
 
@@ -222,21 +249,30 @@ def test_sliced_training_equals_masked_dense_training(name, traced):
     module = without_dropout(module).double().train()
     example = example.double() if example.is_floating_point() else example
     reduction = drawn(traced(name), 0.5, key=5)
-    part, dense = submodel(module, reduction, {}), masked(module, reduction.mask(params_and_buffers(module)))
+    part, dense = (
+        submodel(module, reduction, {}),
+        masked(module, reduction.mask(params_and_buffers(module))),
+    )
     masks = reduction.mask(dict(module.named_parameters()))
     for net in (part, dense):
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
         for step in range(3):
             optimizer.zero_grad()
             out = net(example)
-            direction = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(step))
+            direction = torch.randn(
+                out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(step)
+            )
             (out * direction).mean().backward()
             for key, weight in net.named_parameters() if net is dense else ():
                 weight.grad *= masks[key]
             optimizer.step()
-    trained = reduction.extract({key: t for key, t in params_and_buffers(dense).items() if not key.endswith(".kept")})
+    trained = reduction.extract(
+        {key: t for key, t in params_and_buffers(dense).items() if not key.endswith(".kept")}
+    )
     for key, tensor in params_and_buffers(part).items():
-        torch.testing.assert_close(tensor, trained[key], rtol=1e-8, atol=1e-9, msg=lambda m, k=key: f"{k}: {m}")
+        torch.testing.assert_close(
+            tensor, trained[key], rtol=1e-8, atol=1e-9, msg=lambda m, k=key: f"{k}: {m}"
+        )
     torch.testing.assert_close(part.eval()(example), dense.eval()(example), rtol=1e-8, atol=1e-9)
 
 
@@ -250,7 +286,9 @@ class TestNumbers:
         part = self.half("vit", traced)
         assert (part.blocks[0].attn.num_heads, part.blocks[0].attn.head_dim) == (1, 4)
         assert part.blocks[0].attn.qkv.weight.shape == (12, 6)
-        (count,) = next(group for group in traced("vit") if group.name == "blocks.1.attn.qkv").counts
+        (count,) = next(
+            group for group in traced("vit") if group.name == "blocks.1.attn.qkv"
+        ).counts
         assert count == Count("blocks.1.attn.num_heads", 1)
 
     def test_heads_and_stream_go_together_where_the_code_says_so(self, traced):
@@ -260,13 +298,22 @@ class TestNumbers:
 
     def test_torch_layers_are_told(self, traced):
         attention = self.half("encoder", traced).layers[0].self_attn
-        assert (attention.embed_dim, attention.num_heads, attention.head_dim, attention.kdim) == (4, 1, 4, 4)
+        assert (attention.embed_dim, attention.num_heads, attention.head_dim, attention.kdim) == (
+            4,
+            1,
+            4,
+            4,
+        )
         net = self.half("convnext", traced)
         assert (net.dw.groups, net.dw.in_channels, net.dw.out_channels) == (4, 4, 4)
         assert net.norm.normalized_shape == (4,)
         net = self.half("unet", traced)
         assert (net.up.in_channels, net.up.out_channels, net.mix[1].num_parameters) == (6, 3, 5)
-        assert (net.down1[1].num_groups, net.down1[1].num_channels, net.down2[1].num_features) == (2, 4, 6)
+        assert (net.down1[1].num_groups, net.down1[1].num_channels, net.down2[1].num_features) == (
+            2,
+            4,
+            6,
+        )
         assert self.half("llama", traced).norm3.normalized_shape == (8,)
 
     def test_queries_follow_the_keys_that_they_share(self, traced):
@@ -275,7 +322,9 @@ class TestNumbers:
 
     def test_a_shared_configuration_is_counted_once(self):
         settings = Settings()
-        module = nn.Sequential(nn.Linear(5, 8), Configured(settings), Configured(settings), nn.Linear(8, 2))
+        module = nn.Sequential(
+            nn.Linear(5, 8), Configured(settings), Configured(settings), nn.Linear(8, 2)
+        )
         groups = trace(module, torch.randn(3, 4, 5))
         part = submodel(module, drawn(groups, 0.5, key=0), {})
         assert vars(settings) == {"heads": 4, "width": 8}
@@ -316,22 +365,35 @@ class TestManners:
         trace(module, example)
         assert torch.equal(torch.get_rng_state(), state)
         assert torch.equal(example, kept)
-        assert all(torch.equal(tensor, before.state_dict()[key]) for key, tensor in module.state_dict().items())
-        assert (module.training, type(module.h[0].attn.n_head), len(module._forward_hooks)) == (False, int, hooks)
+        assert all(
+            torch.equal(tensor, before.state_dict()[key])
+            for key, tensor in module.state_dict().items()
+        )
+        assert (module.training, type(module.h[0].attn.n_head), len(module._forward_hooks)) == (
+            False,
+            int,
+            hooks,
+        )
 
     def test_it_answers_alike_every_time(self, traced):
         assert trace(*zoo("unet")) == traced("unet")
 
     def test_parts_are_kept_whole_on_demand(self):
-        module = nn.Sequential(nn.Linear(5, 6), nn.Softmax(-1), nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 2))
+        module = nn.Sequential(
+            nn.Linear(5, 6), nn.Softmax(-1), nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 2)
+        )
         assert [group.name for group in trace(module, torch.randn(3, 5), whole=("0",))] == ["2"]
         with pytest.raises(InvalidValue, match=r"^whole must be one of 0, 2; got '9'$"):
             trace(module, torch.randn(3, 5), whole=("9",))
 
-    def test_a_call_that_cannot_be_followed_is_not_said_to_be_the_modules_mistake(self, monkeypatch):
+    def test_a_call_that_cannot_be_followed_is_not_said_to_be_the_modules_mistake(
+        self, monkeypatch
+    ):
         monkeypatch.setitem(SIZE_CONSTRAINTS, "chunk", lambda labels, args, kwargs, out: args[9])
         make, shape, _ = ACCEPTED["halves"]
-        with pytest.raises(InvalidValue, match=r"^tracing: fedcover cannot follow operation 'chunk' in the model"):
+        with pytest.raises(
+            InvalidValue, match=r"^tracing: fedcover cannot follow operation 'chunk' in the model"
+        ):
             trace(make(), torch.randn(shape))
 
     def test_layers_with_weight_norm_are_told_their_sizes(self):
@@ -345,7 +407,9 @@ class TestManners:
         make, shape, _ = REFUSED["recurrent layer that reads units along time"]
         assert [group.name for group in trace(make(), torch.randn(shape), whole=("a",))] == ["r"]
         vit, example = zoo("vit")
-        assert all(not g.name.startswith("blocks.0") for g in trace(vit, example, whole=("blocks.0",)))
+        assert all(
+            not g.name.startswith("blocks.0") for g in trace(vit, example, whole=("blocks.0",))
+        )
 
     def test_other_precisions_are_proved_in_float64(self):
         module = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 2)).bfloat16()
@@ -354,9 +418,15 @@ class TestManners:
     def alike(self, difference):
         """A batch norm of two rows that hardly differ, and these rows."""
         module = nn.Sequential(
-            nn.Linear(50, 64), nn.Tanh(), nn.Linear(64, 6), nn.BatchNorm1d(6, eps=1e-30), nn.Linear(6, 2)
+            nn.Linear(50, 64),
+            nn.Tanh(),
+            nn.Linear(64, 6),
+            nn.BatchNorm1d(6, eps=1e-30),
+            nn.Linear(6, 2),
         )
-        return module.double(), torch.randn(1, 50).double() + difference * torch.randn(2, 50).double()
+        return module.double(), torch.randn(1, 50).double() + difference * torch.randn(
+            2, 50
+        ).double()
 
     def test_rounding_is_no_reason_to_refuse(self):
         assert [group.size for group in trace(*self.alike(1e-3))] == [64, 6]
@@ -367,16 +437,26 @@ class TestManners:
         for at in range(len(first.cuts)):
             broken = UnitGroup(first.name, first.size, first.cuts[:at] + first.cuts[at + 1 :])
             with pytest.raises(InvalidValue, match=r"cutting '0'"):
-                verify_groups(module, (example,), (broken, second), record_trace(module, (example,)))
+                verify_groups(
+                    module, (example,), (broken, second), record_trace(module, (example,))
+                )
 
     def test_where_rounding_is_all_there_is_more_rows_are_asked_for(self):
-        with pytest.raises(InvalidValue, match=r"^tracing: rounding alone changes .* give an example of more rows$"):
+        with pytest.raises(
+            InvalidValue, match=r"^tracing: rounding alone changes .* give an example of more rows$"
+        ):
             trace(*self.alike(1e-9))
 
     def test_several_inputs(self):
-        module = Written(lambda m, x, y: m.b(torch.cat([m.a(x), y], 1)), a=nn.Linear(5, 6), b=nn.Linear(8, 2))
+        module = Written(
+            lambda m, x, y: m.b(torch.cat([m.a(x), y], 1)), a=nn.Linear(5, 6), b=nn.Linear(8, 2)
+        )
         (group,) = trace(module, (torch.randn(3, 5), torch.randn(3, 2)))
-        assert [(cut.tensor, cut.start) for cut in group.cuts] == [("a.weight", 0), ("a.bias", 0), ("b.weight", 0)]
+        assert [(cut.tensor, cut.start) for cut in group.cuts] == [
+            ("a.weight", 0),
+            ("a.bias", 0),
+            ("b.weight", 0),
+        ]
 
 
 @given(seed=st.integers(0, 10_000))
@@ -388,7 +468,10 @@ def test_random_networks_are_cut_or_refused_never_wrong(seed):
     example = torch.randn(4, 6, generator=draw)
     groups = trace(module, example)
     assert groups
-    kept = {g.name: torch.randperm(g.size, generator=draw)[: max(1, g.size // 2)].sort().values for g in groups}
+    kept = {
+        g.name: torch.randperm(g.size, generator=draw)[: max(1, g.size // 2)].sort().values
+        for g in groups
+    }
     assert submodel(module, Slices(groups, kept), {})(example).shape == (4, 3)
 
 
@@ -400,7 +483,9 @@ class Chain(nn.Module):
         self.kinds, self.layers, width = kinds, nn.ModuleList([nn.Linear(6, 8)]), 8
         for kind in kinds:
             out = width + 4 if kind == 2 else width
-            self.layers.append(nn.Linear(width, 4 if kind == 2 else 2 * width if kind == 3 else width))
+            self.layers.append(
+                nn.Linear(width, 4 if kind == 2 else 2 * width if kind == 3 else width)
+            )
             self.layers.append(nn.BatchNorm1d(out) if kind != 4 else nn.LayerNorm(out))
             width = out
         self.head = nn.Linear(width, 3)
@@ -426,7 +511,9 @@ def test_a_traced_model_trains_in_a_federation():
         nn.Linear(216, 10),
     )  # fmt: skip
     model = Model(module, trace(module, torch.randn(2, 1, 8, 8)))
-    experiment = fc.Experiment(fleet="1x1.0 + 1x0.5", policy="rolling", clients=20, active=4, rounds=2, epochs=1)
+    experiment = fc.Experiment(
+        fleet="1x1.0 + 1x0.5", policy="rolling", clients=20, active=4, rounds=2, epochs=1
+    )
     run = fc.run(experiment, model=model)
     assert run.submodel(0.5)[3].groups == 3
     assert run.accuracy > 0.1
@@ -451,7 +538,9 @@ def test_a_sub_model_becomes_an_onnx_file(name, traced, tmp_path):
 
 def test_without_the_packages_onnx_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InvalidValue, match=r"^writing ONNX needs onnx and onnxscript; .*: pip install"):
+    with pytest.raises(
+        InvalidValue, match=r"^writing ONNX needs onnx and onnxscript; .*: pip install"
+    ):
         export_onnx(nn.Linear(2, 2), torch.randn(1, 2), tmp_path / "no.onnx")
 
 

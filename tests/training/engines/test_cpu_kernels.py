@@ -16,7 +16,9 @@ from tests.helpers.worlds import world
 
 CLOSE = {torch.float32: 1e-4, torch.float64: 1e-12}
 SIZES = {"clients": st.integers(1, 3), "rows": st.integers(1, 17), "outputs": st.integers(1, 33)}
-INPUTS = st.one_of(st.integers(1, 40), st.sampled_from([111, 112, 113, 224, 300]))  # around whole vectors and stripes
+INPUTS = st.one_of(
+    st.integers(1, 40), st.sampled_from([111, 112, 113, 224, 300])
+)  # around whole vectors and stripes
 
 
 def drawn(seed, dtype, *shapes, strange=()):
@@ -74,7 +76,9 @@ def _used(any_size, monkeypatch):
 
     def given_back(graph, leaves, options):
         names = [str(node.target) for node in graph.graph.nodes]
-        used.append(tuple(names.count(f"fedcover.{name}.default") for name in ("linear", "descend_")))
+        used.append(
+            tuple(names.count(f"fedcover.{name}.default") for name in ("linear", "descend_"))
+        )
         return graph
 
     monkeypatch.setattr("torch._inductor.compile", given_back)
@@ -108,7 +112,9 @@ def test_a_compiled_step_with_own_products_equals_sequential(any_size, caplog):
     assert not [record for record in caplog.records if record.name == "fedcover"]
 
 
-@pytest.mark.parametrize("between", [lambda back, x: None, lambda back, x: back.add_(1), lambda back, x: x[0].zero_()])
+@pytest.mark.parametrize(
+    "between", [lambda back, x: None, lambda back, x: back.add_(1), lambda back, x: x[0].zero_()]
+)
 def test_a_product_whose_factors_change_before_the_descent_stays_where_it_is(between, used):
     """Two layers that multiply each other have each other's weights in their gradients."""
 

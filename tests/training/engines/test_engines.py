@@ -44,21 +44,29 @@ def _nothing_said_yet():
     _WARNED.clear()
 
 
-@pytest.mark.parametrize("policy", ["full", "prefix", "rolling(spread=true)", "random", "magnitude", "planned"])
+@pytest.mark.parametrize(
+    "policy", ["full", "prefix", "rolling(spread=true)", "random", "magnitude", "planned"]
+)
 @pytest.mark.parametrize("model", ["mlp", "cnn"])
 def test_every_kind_of_reduction_equals_sequential(model, policy, fast):
     agree(*world(model, policy=policy), fast)
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # attention under vmap
-@pytest.mark.parametrize("model", ["wide_resnet", "preact_resnet18", "lora", "depth_resnet", "transformer", "lstm"])
+@pytest.mark.filterwarnings(
+    "ignore:There is a performance drop:UserWarning"
+)  # attention under vmap
+@pytest.mark.parametrize(
+    "model", ["wide_resnet", "preact_resnet18", "lora", "depth_resnet", "transformer", "lstm"]
+)
 @pytest.mark.parametrize("norm", ["batch", "group"])
 def test_other_models_equal_sequential(model, norm, fast, caplog):
     if norm == "group" and model in ("lora", "transformer", "lstm"):
         pytest.skip("has no norms to choose")
     fields = {"clients": 400} if model in ("transformer", "lstm") else {}
     agree(*world(model, policy="prefix", norm=norm, epochs=1, assignment="slot", **fields), fast)
-    assert model in ("transformer", "lstm") or not caplog.records  # speakers have unequal numbers of lines
+    assert (
+        model in ("transformer", "lstm") or not caplog.records
+    )  # speakers have unequal numbers of lines
 
 
 @pytest.mark.parametrize(
@@ -112,20 +120,37 @@ def test_a_recipe_that_decides_by_values_is_never_silently_wrong(fast, caplog):
 
 def test_a_recipe_that_remembers_more_than_tensors_says_so(fast, caplog):
     setup, state = world("mlp", policy="full")
-    recipe = replace(setup.task.recipe, start=lambda assignment, params: {"client": assignment.client.id})
+    recipe = replace(
+        setup.task.recipe, start=lambda assignment, params: {"client": assignment.client.id}
+    )
     agree(replace(setup, task=replace(setup.task, recipe=recipe)), state, fast)
     assert "remembers a int" in caplog.text
 
 
-UNEQUAL = {"dataset": "digits", "partition": "dirichlet(alpha=0.3)", "clients": 60, "active": 8, "batch_size": 10}
+UNEQUAL = {
+    "dataset": "digits",
+    "partition": "dirichlet(alpha=0.3)",
+    "clients": 60,
+    "active": 8,
+    "batch_size": 10,
+}
 SMALL = {"model": "mlp(hidden=[6])", "fleet": "1x1.0 + 1x0.5"}
 SEATED = {
     "sliced": {**SMALL, "policy": "prefix"},
     "masked": {**SMALL, "policy": "magnitude"},
     "whole": {**SMALL, "policy": "full", "fleet": "1x1.0"},
     "clipped": {**SMALL, "policy": "rolling", "clip": 0.1, "weight_decay": 0.01, "momentum": 0.5},
-    "images": {"model": "cnn(channels=[4, 6], hidden=8)", "fleet": "1x1.0 + 1x0.5", "policy": "prefix"},
-    "norms": {"model": "wide_resnet(depth=10, widen=1)", "fleet": "1x0.5", "policy": "prefix", "augment": "crop-flip"},
+    "images": {
+        "model": "cnn(channels=[4, 6], hidden=8)",
+        "fleet": "1x1.0 + 1x0.5",
+        "policy": "prefix",
+    },
+    "norms": {
+        "model": "wide_resnet(depth=10, widen=1)",
+        "fleet": "1x0.5",
+        "policy": "prefix",
+        "augment": "crop-flip",
+    },
     "hermes": {**SMALL, "policy": "full", "fleet": "1x1.0", "recipe": "hermes"},
     "prunefl": {**SMALL, "policy": "prunefl(every=1)", "recipe": "prunefl(every=1)"},
     "fedmask": {**SMALL, "policy": "full", "fleet": "1x1.0", "recipe": "fedmask"},
@@ -147,13 +172,17 @@ def test_clients_with_unequal_rows_take_turns_in_the_seats_of_a_crew(monkeypatch
         seen.append((runner.step_buffers, [client.rows for client in clients]))
         return ragged.train_ragged(runner, clients)
 
-    monkeypatch.setattr(sys.modules["fedcover.training.engines.batched"], "train_ragged", train_ragged)
+    monkeypatch.setattr(
+        sys.modules["fedcover.training.engines.batched"], "train_ragged", train_ragged
+    )
     setup, state = world("mlp", **{**UNEQUAL, **SEATED["whole"]})
     for _ in range(3):
         state, _ = run_round(replace(setup, engine=UNCOMPILED), state)
     assert [len(rows) for _, rows in seen] == [8, 8, 8]
     for step_buffers, rows in seen:
-        useful = sum(n // 10 for n in rows) / (max(rows) // 10)  # with so many, all are busy until the longest is done
+        useful = sum(n // 10 for n in rows) / (
+            max(rows) // 10
+        )  # with so many, all are busy until the longest is done
         assert step_buffers.stack_size in (1, 2, 4)
         assert step_buffers.stack_size <= useful + 1 < 2 * step_buffers.stack_size + 1
     assert not caplog.records
@@ -166,7 +195,9 @@ def test_a_compiled_crew_of_unequal_clients_equals_sequential():
 
 def test_places_are_used_again_when_capacities_move_between_devices():
     """With capacities that belong to devices the widths of a cohort change every round; the places stay few."""
-    setup, state = world("mlp", policy="prefix", assignment="device", clients=30, rounds=8, epochs=1)
+    setup, state = world(
+        "mlp", policy="prefix", assignment="device", clients=30, rounds=8, epochs=1
+    )
     setup = replace(setup, engine=streams)
     for _ in range(8):
         state, _ = run_round(setup, state)
@@ -190,20 +221,26 @@ def test_crews_are_put_together_from_sizes_that_are_known(monkeypatch):
     monkeypatch.setattr(module, "MAX_STACK_SIZES", 1)
     setup, state = world("mlp", policy="full", fleet="1x1", drop_out=0.3, rounds=6)
     agree(setup, state, UNCOMPILED, rounds=6)
-    crews = {runner.step_buffers.stack_size for runner in get_runner_cache(setup.task).runners.values()}
+    crews = {
+        runner.step_buffers.stack_size for runner in get_runner_cache(setup.task).runners.values()
+    }
     assert len(crews) == 1
 
 
 @TORCH_WARNS
-@pytest.mark.parametrize("engine", [sequential, UNCOMPILED, streams], ids=["sequential", "batched", "streams"])
+@pytest.mark.parametrize(
+    "engine", [sequential, UNCOMPILED, streams], ids=["sequential", "batched", "streams"]
+)
 def test_bf16_computes_in_bf16_and_keeps_float32(engine):
     """Near float32, not equal to it, and what comes back is float32."""
-    wanted = fc.Experiment(policy="prefix", fleet="1x1 + 1x0.5", clients=20, active=4, rounds=1, epochs=1)
+    wanted = fc.Experiment(
+        policy="prefix", fleet="1x1 + 1x0.5", clients=20, active=4, rounds=1, epochs=1
+    )
     setup = prepare(wanted, fc.Machine("sequential", "cpu").resolved())
     run = {
-        precision: run_round(replace(setup, engine=partial(engine, precision=precision)), initial_state(setup))[
-            0
-        ].params
+        precision: run_round(
+            replace(setup, engine=partial(engine, precision=precision)), initial_state(setup)
+        )[0].params
         for precision in ("fp32", "bf16")
     }
     distance = max(float((run["fp32"][n] - run["bf16"][n]).abs().max()) for n in run["fp32"])
@@ -232,13 +269,21 @@ import fedcover as fc
 fields = dict(model="mlp(hidden=[32])", clients=4, active=2, rounds=1, epochs=1)
 fc.run(fc.Experiment(**fields), machine=fc.Machine(engine="batched", device="cpu", threads=1))
 """
-    words = [sys.executable, "-W", "error", "-c", f"import logging\nlogging.basicConfig(level='INFO')\n{program}"]
+    words = [
+        sys.executable,
+        "-W",
+        "error",
+        "-c",
+        f"import logging\nlogging.basicConfig(level='INFO')\n{program}",
+    ]
     log = subprocess.run(words, capture_output=True, text=True, check=True).stderr
     assert "compiling, once" in log
     assert "cannot be compiled" not in log
 
 
-def test_a_step_that_cannot_have_a_wrapper_in_cpp_is_compiled_with_one_in_python(monkeypatch, caplog):
+def test_a_step_that_cannot_have_a_wrapper_in_cpp_is_compiled_with_one_in_python(
+    monkeypatch, caplog
+):
     compile_step, tried = compilation._compile, []
 
     def only_in_python(step, leaves, options):
@@ -262,10 +307,15 @@ print(runs[0].summary["loss"] == runs[1].summary["loss"])
 """
     without = {"CXX": "no-such-compiler", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env={**os.environ, **without}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env={**os.environ, **without}, capture_output=True, text=True, check=False
+    )
     assert done.stdout == "True\n", done.stderr
     (said,) = [line for line in done.stderr.splitlines() if line.startswith("engine:")]
-    assert re.fullmatch(r"engine: the step cannot be compiled \(\w+\), so clients are trained one after another", said)
+    assert re.fullmatch(
+        r"engine: the step cannot be compiled \(\w+\), so clients are trained one after another",
+        said,
+    )
 
 
 class Remembering(nn.Module):
@@ -366,7 +416,9 @@ HELD = {
 def test_what_a_model_changes_inside_of_what_it_holds_is_seen(held, fast, caplog):
     wanted = fc.Experiment(policy="full", clients=20, active=3, rounds=2, epochs=1)
     setup = prepare(
-        wanted, fc.Machine("sequential", "cpu").resolved(), parts=Overrides(model=fc.Model(Holding(held()), ()))
+        wanted,
+        fc.Machine("sequential", "cpu").resolved(),
+        parts=Overrides(model=fc.Model(Holding(held()), ())),
     )
     agree(setup, initial_state(setup), fast)
     assert "so clients are trained one after another" in caplog.text
@@ -390,17 +442,29 @@ def test_which_layer_is_shared_is_seen_and_what_a_model_only_holds_does_no_harm(
     for name in ("first", "second"):
         model.module.again = getattr(model.module, name)
         wanted = fc.Experiment(policy="full", clients=24, active=3, rounds=1, epochs=1, lr=0.1)
-        setup = prepare(wanted, fc.Machine("sequential", "cpu").resolved(), parts=Overrides(model=model))
-        slow, quick = (run_round(replace(setup, engine=e), initial_state(setup))[0] for e in (sequential, fast))
+        setup = prepare(
+            wanted, fc.Machine("sequential", "cpu").resolved(), parts=Overrides(model=model)
+        )
+        slow, quick = (
+            run_round(replace(setup, engine=e), initial_state(setup))[0] for e in (sequential, fast)
+        )
         same(quick.params, slow.params, 1e-5)
     assert not caplog.records
 
 
 def test_a_rest_that_no_step_can_take_is_said_as_sequential_says_it():
     """A single row has no batch statistics; the crew had only tried whole batches."""
-    module = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 10))
-    wanted = fc.Experiment(policy="full", partition="dirichlet(alpha=0.3)", clients=60, active=30, rounds=1, epochs=1)
-    setup = prepare(wanted, fc.Machine("sequential", "cpu").resolved(), parts=Overrides(model=fc.Model(module, ())))
+    module = nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 10)
+    )
+    wanted = fc.Experiment(
+        policy="full", partition="dirichlet(alpha=0.3)", clients=60, active=30, rounds=1, epochs=1
+    )
+    setup = prepare(
+        wanted,
+        fc.Machine("sequential", "cpu").resolved(),
+        parts=Overrides(model=fc.Model(module, ())),
+    )
     for engine in (sequential, UNCOMPILED):
         with pytest.raises(fc.InvalidValue, match=r"leaves client \d+ a batch of one sample"):
             run_round(replace(setup, engine=engine), initial_state(setup))
@@ -424,7 +488,9 @@ def test_a_model_that_is_set_otherwise_between_runs_is_another(fast):
     for model.module.temperature in (1.0, 5.0):
         for scaler in (False, True):
             wanted = fc.Experiment(policy="full", clients=20, active=3, rounds=2, epochs=1)
-            setup = prepare(wanted, fc.Machine("sequential", "cpu").resolved(), parts=Overrides(model=model))
+            setup = prepare(
+                wanted, fc.Machine("sequential", "cpu").resolved(), parts=Overrides(model=model)
+            )
             setup = replace(setup, task=replace(setup.task, scaler=scaler))
             agree(setup, initial_state(setup), fast)
 
@@ -438,7 +504,9 @@ def _weighted(weight, **fields):
 
 REMEMBERED = {
     "swapped": _weighted(
-        lambda c: c[0], start=lambda a, p: (torch.tensor(1.0), torch.tensor(3.0)), observe=lambda c, g: (c[1], c[0])
+        lambda c: c[0],
+        start=lambda a, p: (torch.tensor(1.0), torch.tensor(3.0)),
+        observe=lambda c, g: (c[1], c[0]),
     ),
     "handed on": _weighted(
         lambda c: 1 + c["before"].abs().mean(),
@@ -451,7 +519,9 @@ REMEMBERED = {
         observe=lambda c, g: {"v": c["u"] * 0, "u": c["u"] * 0.9},
     ),
     "of another type": _weighted(
-        lambda c: 1 + c, start=lambda a, p: torch.zeros((), dtype=torch.int64), observe=lambda c, g: c + 0.5
+        lambda c: 1 + c,
+        start=lambda a, p: torch.zeros((), dtype=torch.int64),
+        observe=lambda c, g: c + 0.5,
     ),
     "under other names": _weighted(
         lambda c: c["up"] if "up" in c else 0.1 * c["down"],
@@ -475,13 +545,18 @@ def test_what_recipes_remember_equals_sequential_if_compiled(how):
 
 def test_many_shapes_are_not_all_compiled(monkeypatch, caplog):
     monkeypatch.setattr(sys.modules["fedcover.training.engines.batched"], "MAX_SIGNATURES", 1)
-    agree(*world("mlp", policy="prefix", fleet="1x1.0 + 1x0.5", clients=8, active=8, epochs=1), UNCOMPILED)
+    agree(
+        *world("mlp", policy="prefix", fleet="1x1.0 + 1x0.5", clients=8, active=8, epochs=1),
+        UNCOMPILED,
+    )
     assert "there are more than 1 shapes of clients" in caplog.text
 
 
 def test_weights_turned_to_bf16_in_one_go_equal_those_turned_one_by_one():
     draw = torch.Generator().manual_seed(0)
-    weights = [torch.randn(size, generator=draw).requires_grad_() for size in ((3, 4), (5,), (2, 3, 2, 2))]
+    weights = [
+        torch.randn(size, generator=draw).requires_grad_() for size in ((3, 4), (5,), (2, 3, 2, 2))
+    ]
     weights.append(torch.ones(2).requires_grad_())  # which the loss does not look at
     found = []
     for turned in (_ForeachCast.apply(*weights), [weight.bfloat16() for weight in weights]):

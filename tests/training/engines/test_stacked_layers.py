@@ -56,7 +56,10 @@ def asked(monkeypatch):
 @pytest.mark.parametrize("policy", ["prefix", "magnitude", "rolling(spread=true)"])
 def test_rounds_equal_sequential(policy, asked, monkeypatch):
     monkeypatch.setattr(stacked_layers, "uses_stacked_kernels", lambda *_: True)
-    agree(*world("wide_resnet", policy=policy, epochs=1, assignment="slot"), partial(batched, backend=eager_backend))
+    agree(
+        *world("wide_resnet", policy=policy, epochs=1, assignment="slot"),
+        partial(batched, backend=eager_backend),
+    )
     assert all(asked.values())
 
 
@@ -65,13 +68,17 @@ def test_a_layer_of_a_crew_has_the_gradients_of_its_clients(layer):
     layer = layer.double()
     torch.manual_seed(0)
     x = torch.rand(4, 2, 3, 7, 7, dtype=torch.double)
-    params = {name: torch.rand(4, *p.shape, dtype=torch.double) for name, p in layer.named_parameters()}
+    params = {
+        name: torch.rand(4, *p.shape, dtype=torch.double) for name, p in layer.named_parameters()
+    }
 
     def loss(params, x):
         return torch.func.functional_call(layer, params, (x,)).sin().square().sum()
 
     both = grad(loss, argnums=(0, 1))
-    wanted = [both({name: p[client] for name, p in params.items()}, x[client]) for client in range(4)]
+    wanted = [
+        both({name: p[client] for name, p in params.items()}, x[client]) for client in range(4)
+    ]
     with StackedLayers():
         weights, inputs = vmap(both)(params, x)
     same({"x": inputs}, {"x": torch.stack([each[1] for each in wanted])}, 1e-10)
@@ -107,7 +114,12 @@ def test_a_norm_of_a_single_value_is_refused_as_torch_does():
 @pytest.mark.parametrize(
     ("module", "usable"),
     [
-        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4, 2)), True),
+        (
+            nn.Sequential(
+                nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4, 2)
+            ),
+            True,
+        ),
         (nn.Sequential(nn.Linear(4, 2)), False),
         (nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)), False),
         (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv1d(3, 4, 3)), False),

@@ -14,7 +14,11 @@ from fedcover.submodels.reductions import Masks, Slices, width_for_budget, windo
 from fedcover.submodels.unit_groups import num_units_kept
 from fedcover.training.local_sgd import train_client
 from fedcover.training.recipes import RECIPES, mask_absent_labels
-from fedcover.training.recipes.fedmask import INITIAL_SCORE, SCORE_THRESHOLD, replace_weights_with_scores
+from fedcover.training.recipes.fedmask import (
+    INITIAL_SCORE,
+    SCORE_THRESHOLD,
+    replace_weights_with_scores,
+)
 from fedcover.training.recipes.fiarse import _ImportanceMask
 from fedcover.training.recipes.fjord import client_widths
 from fedcover.types import Assignment, Batch
@@ -36,7 +40,10 @@ def agree(setup, state, twin, rounds=2, tolerance=1e-9):
 
 
 def updates_of(setup, state):
-    return [train_client(setup.task, state, c, r, setup.lr(state.round)) for c, r in twins.working(setup, state)]
+    return [
+        train_client(setup.task, state, c, r, setup.lr(state.round))
+        for c, r in twins.working(setup, state)
+    ]
 
 
 # ── FedProx, labels ─────────────────────────────────────────────────────────────────────────────────────
@@ -55,24 +62,39 @@ def test_prox_without_weight_is_plain():
     same(run_round(*left)[0].params, run_round(*right)[0].params)
 
 
-SKEWED = {"dataset": "synthetic(shape=(1, 3, 4), classes=5, samples=7, test_size=50, skew=0.8)", "seed": 3}
+SKEWED = {
+    "dataset": "synthetic(shape=(1, 3, 4), classes=5, samples=7, test_size=50, skew=0.8)",
+    "seed": 3,
+}
 
 
 @pytest.mark.parametrize("absent", ["free", "zero", "ignore"])
 @pytest.mark.parametrize("rows", [False, True])
 def test_labels_equal_their_twin(absent, rows):
-    setup, state = world("mlp", policy="prefix", absent_labels=absent, label_rows=rows, scaler=True, **SKEWED, **ROUGH)
+    setup, state = world(
+        "mlp",
+        policy="prefix",
+        absent_labels=absent,
+        label_rows=rows,
+        scaler=True,
+        **SKEWED,
+        **ROUGH,
+    )
     assert any(len(c.labels) < 5 for c, _ in twins.working(setup, state))
     agree(setup, state, twins.mask_absent_labels(absent, rows))
 
 
-@pytest.mark.parametrize(("absent", "third"), [("free", math.exp(3)), ("zero", 1.0), ("ignore", 0.0)])
+@pytest.mark.parametrize(
+    ("absent", "third"), [("free", math.exp(3)), ("zero", 1.0), ("ignore", 0.0)]
+)
 def test_absent_labels_by_hand(absent, third):
     """Logits 2, 1, 3, of which the client lacks the last label; the right one is the first."""
     setup, state = world("mlp", absent_labels=absent, label_rows=True)
     client, part = twins.working(setup, state)[0]
     recipe = setup.task.recipe
-    carry = recipe.start(Assignment(setup.task, state, replace(client, labels=(0, 1)), part), state.params)
+    carry = recipe.start(
+        Assignment(setup.task, state, replace(client, labels=(0, 1)), part), state.params
+    )
     batch = Batch(torch.zeros(1), torch.tensor([0]), torch.tensor(0))
     loss = recipe.loss(lambda params, x: torch.tensor([[2.0, 1.0, 3.0]]), {}, batch, carry)
     assert float(loss) == pytest.approx(math.log(math.exp(2) + math.exp(1) + third) - 2, abs=1e-6)
@@ -80,26 +102,36 @@ def test_absent_labels_by_hand(absent, third):
 
 def test_rows_of_labels_belong_to_their_holders():
     """A classifier row is the mean over those who hold the label, and stays where nobody does."""
-    setup, state = world("mlp", label_rows=True, dataset=SKEWED["dataset"].replace("skew=0.8", "skew=1.0"), seed=1)
+    setup, state = world(
+        "mlp", label_rows=True, dataset=SKEWED["dataset"].replace("skew=0.8", "skew=1.0"), seed=1
+    )
     made = updates_of(setup, state)
     after, report = run_round(setup, state)
     taught = {label: [u for u in made if label in u.client.labels] for label in range(5)}
-    assert {bool(holders) for holders in taught.values()} == {True, False}  # some label is held, some is not
+    assert {bool(holders) for holders in taught.values()} == {
+        True,
+        False,
+    }  # some label is held, some is not
     for label, holders in taught.items():
         if not holders:
-            assert torch.equal(after.params["head.weight"][label], state.params["head.weight"][label])
+            assert torch.equal(
+                after.params["head.weight"][label], state.params["head.weight"][label]
+            )
             assert torch.equal(after.params["head.bias"][label], state.params["head.bias"][label])
         else:
             mean = sum(u.params["head.bias"][label] for u in holders) / len(holders)
             torch.testing.assert_close(after.params["head.bias"][label], mean)
     assert report.metrics["gamma_round"] == 0
     assert torch.equal(
-        after.coverage.window[-1]["head.bias"].long(), torch.tensor([len(taught[label]) for label in range(5)])
+        after.coverage.window[-1]["head.bias"].long(),
+        torch.tensor([len(taught[label]) for label in range(5)]),
     )
 
 
 def test_ignored_labels_and_distillation_stay_finite():
-    setup, state = world("mlp", policy="prefix", recipe="fjord(distil=1.0)", absent_labels="ignore", **SKEWED)
+    setup, state = world(
+        "mlp", policy="prefix", recipe="fjord(distil=1.0)", absent_labels="ignore", **SKEWED
+    )
     after, _ = run_round(setup, state)
     assert all(bool(p.isfinite().all()) for p in after.params.values())
 
@@ -121,14 +153,20 @@ def test_labels_of_a_sequence_stand_before_its_places():
 @pytest.mark.parametrize("model", ["mlp", "cnn"])
 def test_fjord_equals_its_twin(model, distil):
     setup, state = world(
-        model, policy="prefix", recipe=f"fjord(widths=[0.25, 0.5, 1.0], distil={distil})", weights="samples", **ROUGH
+        model,
+        policy="prefix",
+        recipe=f"fjord(widths=[0.25, 0.5, 1.0], distil={distil})",
+        weights="samples",
+        **ROUGH,
     )
     agree(setup, state, twins.fjord((0.25, 0.5, 1.0), distil))
 
 
 @pytest.mark.parametrize("norm", ["batch", "group"])
 def test_fjord_on_a_network_with_norms_equals_its_twin(norm):
-    setup, state = world("wide_resnet", policy="prefix", recipe="fjord(widths=[0.25, 0.5, 1.0])", norm=norm, **SMALL)
+    setup, state = world(
+        "wide_resnet", policy="prefix", recipe="fjord(widths=[0.25, 0.5, 1.0])", norm=norm, **SMALL
+    )
     agree(setup, state, twins.fjord((0.25, 0.5, 1.0)), rounds=1)
 
 
@@ -150,7 +188,9 @@ def test_what_fjord_never_runs_does_not_count():
 
 
 def test_fjord_draws_every_width_up_to_the_client_s_own_equally_often():
-    setup, state = world("mlp", policy="prefix", recipe="fjord", fleet="1x0.6", epochs=900, active=1)
+    setup, state = world(
+        "mlp", policy="prefix", recipe="fjord", fleet="1x0.6", epochs=900, active=1
+    )
     client, part = twins.working(setup, state)[0]
     assignment = Assignment(setup.task, state, client, part)
     assert client_widths(assignment, (0.2, 0.4, 0.6, 0.8, 1.0)) == [0.2, 0.4, 0.6]
@@ -159,28 +199,44 @@ def test_fjord_draws_every_width_up_to_the_client_s_own_equally_often():
     assert len(schedule) == 900 * 3  # seven rows in batches of three
     assert found.keys() == {0, 1, 2}
     assert all(abs(count - 900) < 4 * (2700 * 2 / 9) ** 0.5 for count in found.values())
-    other = setup.task.recipe.start(replace(assignment, client=replace(client, id=client.id + 1)), state.params)[1]
+    other = setup.task.recipe.start(
+        replace(assignment, client=replace(client, id=client.id + 1)), state.params
+    )[1]
     assert not torch.equal(schedule, other)
 
 
 def test_fjord_knows_the_width_behind_a_share_of_the_parameters():
-    setup, state = world("cnn", policy="prefix", recipe="fjord", capacity="parameters", fleet="1x0.3", active=1)
+    setup, state = world(
+        "cnn", policy="prefix", recipe="fjord", capacity="parameters", fleet="1x0.3", active=1
+    )
     client, part = twins.working(setup, state)[0]
     assert [len(part.kept[g.name]) / g.size for g in setup.task.model.groups] == [0.5, 0.5, 0.5]
-    assert client_widths(Assignment(setup.task, state, client, part), (0.2, 0.4, 0.5, 0.6)) == [0.2, 0.4, 0.5]
+    assert client_widths(Assignment(setup.task, state, client, part), (0.2, 0.4, 0.5, 0.6)) == [
+        0.2,
+        0.4,
+        0.5,
+    ]
 
 
 @pytest.mark.parametrize("distil", [0.0, 1.0])
 def test_fjord_s_running_statistics_are_those_of_the_widest_part(distil):
     """Only steps of the client's own width may write: with lr 0 they can be repeated by hand."""
-    fields = {"policy": "prefix", "norm": "per-width", "recipe": f"fjord(widths=[0.5, 1.0], distil={distil})"}
+    fields = {
+        "policy": "prefix",
+        "norm": "per-width",
+        "recipe": f"fjord(widths=[0.5, 1.0], distil={distil})",
+    }
     setup, state = world("wide_resnet", **{**SMALL, **fields, "epochs": 3, "lr": 1e-300})
-    before = {key: {n: t.clone() for n, t in tensors.items()} for key, tensors in state.statistics.items()}
+    before = {
+        key: {n: t.clone() for n, t in tensors.items()} for key, tensors in state.statistics.items()
+    }
     client, part = next((c, r) for c, r in twins.working(setup, state) if c.capacity == 1.0)
     update = train_client(setup.task, state, client, part, 1e-300)
     schedule = setup.task.recipe.start(Assignment(setup.task, state, client, part), state.params)[1]
     assert {0, 1} == set(schedule.tolist())
-    expected = twins.running_statistics(setup, state, client, lambda step: distil or int(schedule[step]) == 1)
+    expected = twins.running_statistics(
+        setup, state, client, lambda step: distil or int(schedule[step]) == 1
+    )
     same(update.buffers, expected, 1e-12)
     for key, tensors in before.items():  # and the server's own are not written to
         same(state.statistics[key], tensors)
@@ -191,7 +247,9 @@ def test_fjord_s_running_statistics_are_those_of_the_widest_part(distil):
 
 @pytest.mark.parametrize("model", ["mlp", "cnn"])
 def test_hermes_equals_its_twin(model):
-    setup, state = world(model, recipe="hermes(step=0.3, good_enough=0.4)", clients=6, rounds=4, **ROUGH)
+    setup, state = world(
+        model, recipe="hermes(step=0.3, good_enough=0.4)", clients=6, rounds=4, **ROUGH
+    )
     twin = twins.hermes(0.3, 0.4)
     state = agree(setup, state, twin, rounds=4)
     units = {id: {n.removeprefix("units."): t.nonzero().flatten().tolist() for n, t in kept.items()}
@@ -208,13 +266,20 @@ def test_hermes_on_a_network_with_norms_equals_its_twin():
 @pytest.mark.parametrize("assignment", ["device", "slot"])
 def test_hermes_shrinks_to_the_capacity_and_never_grows(assignment):
     setup, state = world(
-        "mlp", recipe="hermes(step=0.4, good_enough=0.0)", clients=6, rounds=8, epochs=1, assignment=assignment
+        "mlp",
+        recipe="hermes(step=0.4, good_enough=0.0)",
+        clients=6,
+        rounds=8,
+        epochs=1,
+        assignment=assignment,
     )
     for _ in range(8):
         before, (state, report) = state, run_round(setup, state)
         for id, now in state.private.items():
             for name, units in now.items():
-                assert not (units & ~before.private.get(id, {}).get(name, torch.ones_like(units))).any()
+                assert not (
+                    units & ~before.private.get(id, {}).get(name, torch.ones_like(units))
+                ).any()
         assert report.metrics["gamma_round"] >= 0
     if assignment == "device":
         for client, _ in twins.working(setup, state):
@@ -225,20 +290,30 @@ def test_hermes_shrinks_to_the_capacity_and_never_grows(assignment):
 
 def test_hermes_with_capacities_in_parameters_ends_within_them():
     setup, state = world(
-        "mlp", recipe="hermes(step=0.9, good_enough=0.0)", capacity="parameters", fleet="1x0.5", clients=6
+        "mlp",
+        recipe="hermes(step=0.9, good_enough=0.0)",
+        capacity="parameters",
+        fleet="1x0.5",
+        clients=6,
     )
     for _ in range(3):
         state, _ = run_round(setup, state)
     groups = setup.task.model.groups
-    kept = {group.name: state.private[0][f"units.{group.name}"].nonzero().flatten() for group in groups}
+    kept = {
+        group.name: state.private[0][f"units.{group.name}"].nonzero().flatten() for group in groups
+    }
     held = sum(Slices(groups, kept).sizes(state.params).values())
     assert held <= 0.5 * sum(p.numel() for p in state.params.values())
     share = width_for_budget(groups, state.params, 0.5)
-    assert {name: len(units) for name, units in kept.items()} == {g.name: num_units_kept(g.size, share) for g in groups}
+    assert {name: len(units) for name, units in kept.items()} == {
+        g.name: num_units_kept(g.size, share) for g in groups
+    }
 
 
 def test_hermes_counts_only_what_is_kept():
-    setup, state = world("mlp", recipe="hermes(step=0.5, good_enough=0.0)", fleet="1x0.25", clients=6, rounds=3)
+    setup, state = world(
+        "mlp", recipe="hermes(step=0.5, good_enough=0.0)", fleet="1x0.25", clients=6, rounds=3
+    )
     state, first = run_round(setup, state)
     assert first.metrics["gamma_round"] == 6  # everybody trains all of it and prunes afterwards
     _, second = run_round(setup, state)
@@ -261,18 +336,25 @@ def test_measuring_hermes_leaves_the_running_statistics_alone():
 @pytest.mark.parametrize("policy", ["full", "prefix", "random"])
 @pytest.mark.parametrize("model", ["mlp", "cnn"])
 def test_fedmask_equals_its_twin(model, policy):
-    setup, state = world(model, policy=policy, recipe="fedmask", lr=2.0, momentum=0.9, weight_decay=0.001)
+    setup, state = world(
+        model, policy=policy, recipe="fedmask", lr=2.0, momentum=0.9, weight_decay=0.001
+    )
     original = world(model)[0].task.model.module
     after = agree(setup, state, twins.fedmask(original, INITIAL_SCORE, SCORE_THRESHOLD))
     off = sum(int((scores < SCORE_THRESHOLD).sum()) for scores in after.params.values())
-    assert 0 < off < sum(scores.numel() for scores in after.params.values())  # something has been learned
+    assert (
+        0 < off < sum(scores.numel() for scores in after.params.values())
+    )  # something has been learned
 
 
 @pytest.mark.parametrize("policy", ["full", "prefix"])
 def test_fedmask_on_a_network_with_norms_equals_its_twin(policy):
     setup, state = world("wide_resnet", policy=policy, recipe="fedmask", lr=5.0, **SMALL)
     agree(
-        setup, state, twins.fedmask(world("wide_resnet")[0].task.model.module, INITIAL_SCORE, SCORE_THRESHOLD), rounds=1
+        setup,
+        state,
+        twins.fedmask(world("wide_resnet")[0].task.model.module, INITIAL_SCORE, SCORE_THRESHOLD),
+        rounds=1,
     )
 
 
@@ -283,8 +365,15 @@ def test_fedmask_freezes_every_weight_and_keeps_the_groups(model):
     weights = {name: p for name, p in plain.module.named_parameters() if p.ndim > 1}
     assert state.params.keys() == weights.keys()
     assert [g.size for g in setup.task.model.groups] == [g.size for g in plain.groups]
-    frozen = {name: t.clone() for name, t in setup.task.model.module.named_buffers() if "running" not in name}
-    same({n.replace("frozen", "weight"): t for n, t in frozen.items() if "frozen" in n}, dict(weights))
+    frozen = {
+        name: t.clone()
+        for name, t in setup.task.model.module.named_buffers()
+        if "running" not in name
+    }
+    same(
+        {n.replace("frozen", "weight"): t for n, t in frozen.items() if "frozen" in n},
+        dict(weights),
+    )
     after, _ = run_round(setup, state)
     assert any(not torch.equal(p, state.params[name]) for name, p in after.params.items())
     same({n: t for n, t in setup.task.model.module.named_buffers() if n in frozen}, frozen)
@@ -311,13 +400,17 @@ def test_fedmask_refuses_weights_that_it_cannot_mask():
 @pytest.mark.parametrize("scope", ["model", "layer"])
 @pytest.mark.parametrize("model", ["mlp", "cnn"])
 def test_fiarse_equals_its_twin(model, scope):
-    setup, state = world(model, policy=f"magnitude(scope='{scope}')", recipe=f"fiarse(scope='{scope}')", **ROUGH)
+    setup, state = world(
+        model, policy=f"magnitude(scope='{scope}')", recipe=f"fiarse(scope='{scope}')", **ROUGH
+    )
     agree(setup, state, twins.fiarse(scope))
 
 
 def test_fiarse_without_the_surrogate_equals_its_twin():
     """The public code's mask is boolean, so its surrogate never acts."""
-    setup, state = world("mlp", policy="magnitude(scope='model')", recipe="fiarse(surrogate=false)", **ROUGH)
+    setup, state = world(
+        "mlp", policy="magnitude(scope='model')", recipe="fiarse(surrogate=false)", **ROUGH
+    )
     agree(setup, state, twins.fiarse("model", surrogate=False))
     with pytest.raises(AssertionError):
         agree(setup, state, twins.fiarse("model"))
@@ -338,7 +431,9 @@ def test_fiarse_s_derivative_by_hand():
 
 
 def test_weights_leave_fiarse_s_mask_and_none_enters():
-    setup, state = world("mlp", policy="magnitude(scope='model')", recipe="fiarse", fleet="1x0.5", momentum=0, lr=0.5)
+    setup, state = world(
+        "mlp", policy="magnitude(scope='model')", recipe="fiarse", fleet="1x0.5", momentum=0, lr=0.5
+    )
     left = 0
     for u in updates_of(setup, state):
         assert isinstance(u.sent, Masks)
@@ -357,7 +452,12 @@ def test_weights_leave_fiarse_s_mask_and_none_enters():
     [
         {"recipe": "hermes(step=0.5, good_enough=0.0)"},
         {"recipe": "fedmask", "lr": 1.0, "policy": "prefix"},
-        {"recipe": "prunefl(every=2)", "policy": "prunefl(every=2)", "fleet": "1x0.5", "uncovered": "zero"},
+        {
+            "recipe": "prunefl(every=2)",
+            "policy": "prunefl(every=2)",
+            "fleet": "1x0.5",
+            "uncovered": "zero",
+        },
         {"server": "adam", "policy": "rolling"},
         {"server": "momentum", "policy": "rolling"},
         {"recipe": "fjord", "policy": "prefix"},
@@ -365,7 +465,14 @@ def test_weights_leave_fiarse_s_mask_and_none_enters():
     ids=["hermes", "fedmask", "prunefl", "adam", "momentum", "fjord"],
 )
 def test_a_resumed_run_ends_like_one_that_never_stopped(fields, tmp_path):
-    base = {"fleet": "1x1.0 + 1x0.5", "clients": 8, "active": 4, "rounds": 5, "epochs": 1, "model": "mlp(hidden=[8])"}
+    base = {
+        "fleet": "1x1.0 + 1x0.5",
+        "clients": 8,
+        "active": 4,
+        "rounds": 5,
+        "epochs": 1,
+        "model": "mlp(hidden=[8])",
+    }
     experiment = fc.Experiment(**{**base, **fields})
     whole = fc.run(experiment)
 

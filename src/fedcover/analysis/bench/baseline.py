@@ -43,11 +43,19 @@ def seconds(work: Callable[[], object], repeats: int, device: str, *, warm: int 
 
 
 def eager_step(
-    name: str, device: str = "cpu", *, clients: int = CLIENTS, batch: int = BATCH, bf16: bool = False, repeats: int = 5
+    name: str,
+    device: str = "cpu",
+    *,
+    clients: int = CLIENTS,
+    batch: int = BATCH,
+    bf16: bool = False,
+    repeats: int = 5,
 ) -> list[float]:
     """One mini-batch for each client, one client after another: autograd and `torch.optim.SGD`, as public codes do."""
     modules = [training_model(name, device) for _ in range(clients)]
-    optimisers = [torch.optim.SGD(module.parameters(), lr=LR, momentum=MOMENTUM) for module in modules]
+    optimisers = [
+        torch.optim.SGD(module.parameters(), lr=LR, momentum=MOMENTUM) for module in modules
+    ]
     x_CB, y_CB = random_batches(name, device, clients, batch)
 
     def step() -> None:
@@ -71,7 +79,12 @@ def eager_clients(*, clients: int = CLIENTS, steps: int, batch: int = BATCH) -> 
 
 
 def train_eager_client(
-    module: nn.Module, start: dict[str, Tensor], x_N: Tensor, y_N: Tensor, orders: list[Tensor], batch: int
+    module: nn.Module,
+    start: dict[str, Tensor],
+    x_N: Tensor,
+    y_N: Tensor,
+    orders: list[Tensor],
+    batch: int,
 ) -> dict[str, Tensor]:
     """A client's epochs from the given weights, its rows sliced by hand; gives the trained tensors."""
     module.load_state_dict(start)
@@ -83,7 +96,13 @@ def train_eager_client(
     return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
 
 
-def sgd_step(module: nn.Module, optimiser: torch.optim.Optimizer, x_B: Tensor, y_B: Tensor, bf16: bool = False) -> None:
+def sgd_step(
+    module: nn.Module,
+    optimiser: torch.optim.Optimizer,
+    x_B: Tensor,
+    y_B: Tensor,
+    bf16: bool = False,
+) -> None:
     """One step of one client."""
     optimiser.zero_grad()
     with torch.autocast(x_B.device.type, torch.bfloat16, enabled=bf16):
@@ -119,7 +138,12 @@ def matmul_floor(*, clients: int = CLIENTS, steps: int, batch: int = BATCH) -> C
 
 
 def one_big_batch_step(
-    name: str, device: str = "cuda", *, images: int = CLIENTS * BATCH, precision: str = "tf32", repeats: int = 30
+    name: str,
+    device: str = "cuda",
+    *,
+    images: int = CLIENTS * BATCH,
+    precision: str = "tf32",
+    repeats: int = 30,
 ) -> list[float]:
     """One model with one batch of all clients' images, channels-last, in one CUDA graph (eager without CUDA)."""
     with allowing_tf32(precision in ("tf32", "bf16")):
@@ -131,7 +155,9 @@ def one_big_batch_step(
 
         def step() -> None:
             params: list[Tensor] = list(module.parameters())
-            with torch.autocast(x_B.device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False):
+            with torch.autocast(
+                x_B.device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False
+            ):
                 logits_BK = module(x_B)
             gradients = torch.autograd.grad(F.cross_entropy(logits_BK.float(), y_B), params)
             with torch.no_grad():
@@ -139,7 +165,9 @@ def one_big_batch_step(
                 torch._foreach_add_(velocity, list(gradients))
                 torch._foreach_add_(params, velocity, alpha=-LR)
 
-        return seconds(capture_graph(step) if device.startswith("cuda") else step, repeats, device, warm=5)
+        return seconds(
+            capture_graph(step) if device.startswith("cuda") else step, repeats, device, warm=5
+        )
 
 
 def capture_graph(step: Callable[[], None]) -> Callable[[], None]:

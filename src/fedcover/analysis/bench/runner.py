@@ -62,11 +62,15 @@ def step_seconds(
     setup = prepare(wanted, machine)
     if together is None:
         together = engine_for(setup, machine.engine, machine.device) == "batched"
-    wait: Callable[[], None] = torch.cuda.synchronize if machine.device.startswith("cuda") else lambda: None
+    wait: Callable[[], None] = (
+        torch.cuda.synchronize if machine.device.startswith("cuda") else lambda: None
+    )
     with machine.applied():
         cache, jobs = RunnerCache(), _jobs(setup)
         if together:
-            runners = load_stack_runners(group_into_stacks(jobs, cache)[0], cache, machine.precision)
+            runners = load_stack_runners(
+                group_into_stacks(jobs, cache)[0], cache, machine.precision
+            )
         else:
             runners = load_client_runners(cache, list(client_inputs(jobs)), machine.precision)
         found = []
@@ -81,7 +85,9 @@ def step_seconds(
     return found[1:]
 
 
-def training(name: str, machine: Machine, *, fleet: str, policy: str, samples: int) -> Callable[[], None]:
+def training(
+    name: str, machine: Machine, *, fleet: str, policy: str, samples: int
+) -> Callable[[], None]:
     """What the clients of a round do, by the machine's engine; their images are in memory, as the plain loop's are."""
     wanted = bench_experiment(
         name, clients=CLIENTS, fleet=fleet, policy=policy, samples=samples, epochs=EPOCHS, test=10
@@ -101,11 +107,21 @@ def training(name: str, machine: Machine, *, fleet: str, policy: str, samples: i
 
 def _jobs(setup: Setup) -> list[ClientJob]:
     state = initial_state(setup)
-    return [ClientJob(Assignment(setup.task, state, *each), setup.lr(0)) for each in start_round(setup, state).work]
+    return [
+        ClientJob(Assignment(setup.task, state, *each), setup.lr(0))
+        for each in start_round(setup, state).work
+    ]
 
 
 def round_seconds(
-    name: str, machine: Machine, *, fleet: str, policy: str, samples: int, test: int = 10_000, rounds: int = 3
+    name: str,
+    machine: Machine,
+    *,
+    fleet: str,
+    policy: str,
+    samples: int,
+    test: int = 10_000,
+    rounds: int = 3,
 ) -> list[dict[str, float]]:
     """Where the time of whole rounds of a run into a folder goes, phase by phase; `files` is whatever no phase owns.
 
@@ -133,7 +149,10 @@ def random_images(name: str, device: str, train: int, test: int) -> Dataset:
     """Random images in the shape of a job's, all in memory."""
     x_N, y_N = (batches[0] for batches in random_batches(name, device, 1, train + test))
     return Dataset(
-        "random", Samples(x_N[:train], y_N[:train]), Samples(x_N[train:], y_N[train:]), BENCH_MODELS[name][2]
+        "random",
+        Samples(x_N[:train], y_N[:train]),
+        Samples(x_N[train:], y_N[train:]),
+        BENCH_MODELS[name][2],
     )
 
 
@@ -166,7 +185,9 @@ def measurement(what: str, seconds: Sequence[float], **against: float) -> Measur
     """A figure, and how many times faster (or, below 1, slower) it is than some others in milliseconds."""
     found = tuple(1e3 * second for second in seconds)
     return Measurement(
-        what, found, tuple((name.replace("_", " "), other / median(found)) for name, other in against.items())
+        what,
+        found,
+        tuple((name.replace("_", " "), other / median(found)) for name, other in against.items()),
     )
 
 
@@ -196,8 +217,12 @@ def _cpu(machine: Machine) -> Iterator[Measurement]:
     found = time_interleaved(works, repeats=10)
     loop, floor = (median(found[name]) * 1e3 / steps for name in list(works)[:2])
     for name, seconds in found.items():
-        against = {"than_the_loop": loop, "of_the_floor": floor} if name.startswith("batched") else {}
-        yield measurement(f"mlp, 10 clients: {name}", [second / steps for second in seconds], **against)
+        against = (
+            {"than_the_loop": loop, "of_the_floor": floor} if name.startswith("batched") else {}
+        )
+        yield measurement(
+            f"mlp, 10 clients: {name}", [second / steps for second in seconds], **against
+        )
     yield from _rounds("mlp", machine, "1x1.0", "full", 600)
 
 
@@ -224,18 +249,26 @@ def _convolutions(name: str, device: str) -> Iterator[Measurement]:
         yield bound
         seconds = step_seconds(name, machine)
         yield measurement(
-            f"{name} {precision}: streams", seconds, than_the_loop=loop.median_ms, of_the_bound=bound.median_ms
+            f"{name} {precision}: streams",
+            seconds,
+            than_the_loop=loop.median_ms,
+            of_the_bound=bound.median_ms,
         )
         crew = step_seconds(name, machine, together=True)
         yield measurement(
-            f"{name} {precision}: batched", crew, than_the_loop=loop.median_ms, of_the_bound=bound.median_ms
+            f"{name} {precision}: batched",
+            crew,
+            than_the_loop=loop.median_ms,
+            of_the_bound=bound.median_ms,
         )
     whole = 0.0
     for width in WIDTHS:
         seconds = step_seconds(name, machine, fleet=f"1x{width}", policy="prefix", together=True)
         found = measurement(f"{name} bf16: batched, all clients {width} wide", seconds)
         whole = whole or found.median_ms
-        yield Measurement(found.what, found.milliseconds, (("of full width's time", found.median_ms / whole),))
+        yield Measurement(
+            found.what, found.milliseconds, (("of full width's time", found.median_ms / whole),)
+        )
     usual = replace(machine, engine="auto")
     for fleet, policy in (("1x1.0", "full"), ("4x1.0 + 3x0.5 + 3x0.25", "rolling(spread=true)")):
         step = median(step_seconds(name, usual, fleet=fleet, policy=policy, together=None))
@@ -248,7 +281,10 @@ def _rounds(
     """Whole rounds, and the share of each phase; of training also that of its steps alone, if one of them is known."""
     rounds = round_seconds(name, machine, fleet=fleet, policy=policy, samples=samples)
     totals = [sum(phases.values()) for phases in rounds]
-    shares = tuple((phase, median([r[phase] / t for r, t in zip(rounds, totals, strict=True)])) for phase in rounds[0])
+    shares = tuple(
+        (phase, median([r[phase] / t for r, t in zip(rounds, totals, strict=True)]))
+        for phase in rounds[0]
+    )
     if step is not None:
         shares += (("steps alone", step * EPOCHS * samples / baseline.BATCH / median(totals)),)
     what = f"{name} {machine.precision}, {fleet} {policy}: a whole round, and its phases' shares"
@@ -258,7 +294,9 @@ def _rounds(
 def _lockstep(device: str) -> Iterator[Measurement]:
     machine = Machine("batched", device, precision="tf32").resolved()
     with machine.applied():
-        loop = measurement("mlp: plain eager loop, 10 clients", baseline.eager_step("mlp", device, repeats=20))
+        loop = measurement(
+            "mlp: plain eager loop, 10 clients", baseline.eager_step("mlp", device, repeats=20)
+        )
     yield loop
     for clients in (10, *LOCKSTEP):
         seconds = step_seconds("mlp", machine, clients=clients, together=True)
@@ -268,10 +306,17 @@ def _lockstep(device: str) -> Iterator[Measurement]:
 
 
 def page(
-    lines: Sequence[Measurement], device: str, *, today: Callable[[], datetime] = lambda: datetime.now(UTC)
+    lines: Sequence[Measurement],
+    device: str,
+    *,
+    today: Callable[[], datetime] = lambda: datetime.now(UTC),
 ) -> str:
     """The figures as a Markdown page with hardware, versions and date."""
-    hardware = torch.cuda.get_device_name() if device.startswith("cuda") else f"{platform.machine()} CPU, one thread"
+    hardware = (
+        torch.cuda.get_device_name()
+        if device.startswith("cuda")
+        else f"{platform.machine()} CPU, one thread"
+    )
     rows = [
         f"| {x.what} | {x.median_ms:.3f} | {min(x.milliseconds):.3f} to {max(x.milliseconds):.3f} "
         f"| {len(x.milliseconds)} | {', '.join(f'{name} {value:.3f}' for name, value in x.ratios)} |"

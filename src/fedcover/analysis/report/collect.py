@@ -38,10 +38,14 @@ def group_runs(records: Sequence[RunRecord]) -> list[RunGroup]:
     firsts = [records[places[0]] for places in members]
     names = differing_settings(firsts)
     labels = _unique(
-        [_label(record, names) for record in firsts], [_common_name(records, places) for places in members], firsts
+        [_label(record, names) for record in firsts],
+        [_common_name(records, places) for places in members],
+        firsts,
     )
     groups = [
-        RunGroup(label, {name: setting_text(record.settings.get(name)) for name in names}, tuple(places))
+        RunGroup(
+            label, {name: setting_text(record.settings.get(name)) for name in names}, tuple(places)
+        )
         for label, record, places in zip(labels, firsts, members, strict=True)
     ]
     return sorted(groups, key=lambda each: natural_key(each.label))
@@ -49,8 +53,14 @@ def group_runs(records: Sequence[RunRecord]) -> list[RunGroup]:
 
 def differing_settings(records: Sequence[RunRecord]) -> list[str]:
     """The settings that are not the same in all runs, in the order in which experiments list them."""
-    names = dict.fromkeys(name for record in records for name in record.settings if name not in UNCOMPARED_SETTINGS)
-    return [name for name in names if len({setting_text(record.settings.get(name)) for record in records}) > 1]
+    names = dict.fromkeys(
+        name for record in records for name in record.settings if name not in UNCOMPARED_SETTINGS
+    )
+    return [
+        name
+        for name in names
+        if len({setting_text(record.settings.get(name)) for record in records}) > 1
+    ]
 
 
 def setting_text(value: Any) -> str:
@@ -64,9 +74,13 @@ def setting_text(value: Any) -> str:
 
 def experiment_key(record: RunRecord) -> str:
     """What runs of one experiment have in common, whatever their seed."""
-    same = {name: value for name, value in record.settings.items() if name not in UNCOMPARED_SETTINGS}
+    same = {
+        name: value for name, value in record.settings.items() if name not in UNCOMPARED_SETTINGS
+    }
     # what was made in Python is known by the name of its run only
-    return json.dumps([same, [*record.custom, record.name] if record.custom else []], sort_keys=True, default=str)
+    return json.dumps(
+        [same, [*record.custom, record.name] if record.custom else []], sort_keys=True, default=str
+    )
 
 
 def _split_ambiguous(records: Sequence[RunRecord], places: list[int]) -> list[list[int]]:
@@ -80,7 +94,13 @@ def _split_ambiguous(records: Sequence[RunRecord], places: list[int]) -> list[li
 def _label(record: RunRecord, names: Sequence[str]) -> str | None:
     """The settings that differ, if they can be said in a few words."""
     values = [setting_text(record.settings.get(name)) for name in names]
-    spoken = {"policy", "model", "dataset", "recipe", "partition"}  # their values speak for themselves
+    spoken = {
+        "policy",
+        "model",
+        "dataset",
+        "recipe",
+        "partition",
+    }  # their values speak for themselves
     said = ", ".join(
         v if n in spoken or (len(names) == 1 and not v[:1].isdigit()) else f"{n} {v}"
         for n, v in zip(names, values, strict=True)
@@ -99,7 +119,9 @@ def _without_seed(record: RunRecord) -> str:
     return record.name.removesuffix(f"-seed-{record.settings.get('seed', 0)}") or record.name
 
 
-def _unique(said: Sequence[str | None], named: Sequence[str], firsts: Sequence[RunRecord]) -> list[str]:
+def _unique(
+    said: Sequence[str | None], named: Sequence[str], firsts: Sequence[RunRecord]
+) -> list[str]:
     """Labels from settings where all can be said, else names, with the folder behind those that would be equal."""
     labels = [label for label in said if label is not None] if None not in said else list(named)
     return [
@@ -145,7 +167,10 @@ def read_runs(named: Sequence[str | Path]) -> CollectedRuns:
 
 def damage_notes(named: Sequence[str | Path], records: Iterable[RunRecord]) -> list[str]:
     """What cannot be read of the runs below some folders: whole runs, or lines of them."""
-    nameless = [f"{folder} is left out: it has no experiment.toml" for folder in folders_without_experiment(named)]
+    nameless = [
+        f"{folder} is left out: it has no experiment.toml"
+        for folder in folders_without_experiment(named)
+    ]
     return nameless + [_cut(record) for record in records if record.damaged_lines]
 
 
@@ -159,6 +184,11 @@ def _duplicate_runs(records: Sequence[RunRecord]) -> dict[int, int]:
     alike: dict[tuple[str, object], list[int]] = {}
     for place, record in enumerate(records):
         if not record.differs_beyond_settings:
-            alike.setdefault((experiment_key(record), record.settings.get("seed")), []).append(place)
-    longest = [(places, max(places, key=lambda place: len(records[place].lines))) for places in alike.values()]
+            alike.setdefault((experiment_key(record), record.settings.get("seed")), []).append(
+                place
+            )
+    longest = [
+        (places, max(places, key=lambda place: len(records[place].lines)))
+        for places in alike.values()
+    ]
     return {place: used for places, used in longest for place in places if place != used}

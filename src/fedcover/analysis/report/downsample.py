@@ -24,7 +24,9 @@ def points_for(runs: int) -> int:
     >>> points_for(1), points_for(50)
     (400, 142)
     """
-    return max(20, min(MAX_POINTS, CURVES_MAX_BYTES // (runs * CURVE_COLUMNS * CHARACTERS_PER_VALUE)))
+    return max(
+        20, min(MAX_POINTS, CURVES_MAX_BYTES // (runs * CURVE_COLUMNS * CHARACTERS_PER_VALUE))
+    )
 
 
 def evenly_spaced(number: int, most: int) -> list[int]:
@@ -35,7 +37,9 @@ def evenly_spaced(number: int, most: int) -> list[int]:
     """
     if number <= most:
         return list(range(number))
-    return [place * (number - 1) // (most - 1) for place in range(most)] if most > 1 else [number - 1]
+    return (
+        [place * (number - 1) // (most - 1) for place in range(most)] if most > 1 else [number - 1]
+    )
 
 
 def sample_ends(rounds: Iterable[int]) -> frozenset[int]:
@@ -76,7 +80,8 @@ def downsample_columns(
     starts = [0, *(place + 1 for place in chosen)][: len(chosen)]
     return {
         name: [
-            compact_number(keep.get(name, last_value)(column[a : b + 1])) for a, b in zip(starts, chosen, strict=True)
+            compact_number(keep.get(name, last_value)(column[a : b + 1]))
+            for a, b in zip(starts, chosen, strict=True)
         ]
         for name, column in columns.items()
     }
@@ -101,7 +106,10 @@ def pack_coverage_maps(lines: Sequence[MetricsLine], runs: int) -> str | None:
     frames = [
         {
             "round": line["round"] + 1,
-            "capacities": {client: line["clients"][client]["capacity"] for client in line["pictures"]["clients"]},
+            "capacities": {
+                client: line["clients"][client]["capacity"]
+                for client in line["pictures"]["clients"]
+            },
             "answered": len(line["clients"]),
             **line["pictures"],
         }
@@ -110,8 +118,13 @@ def pack_coverage_maps(lines: Sequence[MetricsLine], runs: int) -> str | None:
     ]
     if not frames:
         return None
-    budget, sample = min(RUN_MAPS_MAX_BYTES, MAPS_MAX_BYTES // runs), evenly_spaced(len(frames), SIZE_PROBE_ROUNDS)
-    most = min(len(frames), len(sample) * budget // len(_packed([frames[place] for place in sample])))
+    budget, sample = (
+        min(RUN_MAPS_MAX_BYTES, MAPS_MAX_BYTES // runs),
+        evenly_spaced(len(frames), SIZE_PROBE_ROUNDS),
+    )
+    most = min(
+        len(frames), len(sample) * budget // len(_packed([frames[place] for place in sample]))
+    )
     while most:
         packed = _packed([frames[place] for place in evenly_spaced(len(frames), most)])
         if len(packed) <= budget:
@@ -128,5 +141,7 @@ def _hoist_layers(frames: list[dict[str, Any]]) -> dict[str, Any]:
     """The layers are the same in every round, so they are told once."""
     return {
         "layers": frames[0]["layers"],
-        "frames": [{key: value for key, value in frame.items() if key != "layers"} for frame in frames],
+        "frames": [
+            {key: value for key, value in frame.items() if key != "layers"} for frame in frames
+        ],
     }

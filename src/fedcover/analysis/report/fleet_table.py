@@ -28,7 +28,9 @@ def fleet_table(record: RunRecord) -> list[dict[str, Any]]:
             "clients": len({client for client, _ in met}),
             "updates": len(met),
             "delta2": compact_number(fmean(told["delta2"] for _, told in met)) if met else None,
-            "loss": compact_number(fmean(told["loss"] for _, told in met[-len(met) // 4 :])) if met else None,
+            "loss": compact_number(fmean(told["loss"] for _, told in met[-len(met) // 4 :]))
+            if met
+            else None,
         }
         for capacity, met in sorted(seen.items(), reverse=True)
     ]

@@ -12,7 +12,13 @@ from typing import Any
 from fedcover.analysis.report.settings import check_settings
 from fedcover.errors import RunError
 from fedcover.host import disk
-from fedcover.runs.metrics_log import count_unanswered, is_complete_line, read_events, read_lines, read_raw_lines
+from fedcover.runs.metrics_log import (
+    count_unanswered,
+    is_complete_line,
+    read_events,
+    read_lines,
+    read_raw_lines,
+)
 
 NUMBER = re.compile(r"((?:(?<!\w)-)?\d+(?:\.\d+)?(?:e[-+]?\d+)?)")
 
@@ -24,7 +30,9 @@ def natural_key(text: str) -> tuple[str | float, ...]:
     ['lr 1e-05', 'lr 0.02', 'lr 0.1', 'run9', 'run10']
     """
     # words and numbers take turns, so that like is always compared with like
-    return tuple(float(part) if place % 2 else part for place, part in enumerate(NUMBER.split(text)))
+    return tuple(
+        float(part) if place % 2 else part for place, part in enumerate(NUMBER.split(text))
+    )
 
 
 MetricsLine = dict[str, Any]
@@ -85,7 +93,9 @@ def find_runs(paths: Iterable[str | Path]) -> list[Path]:
     for path in map(Path, paths):
         here = [path] if (path / "experiment.toml").is_file() else _below(path)
         if not here:
-            raise RunError(f"{path} is no run folder, and there is none below it: no experiment.toml")
+            raise RunError(
+                f"{path} is no run folder, and there is none below it: no experiment.toml"
+            )
         found.update(dict.fromkeys(here))
     if not found:
         raise RunError("there is no run to show: name at least one run folder")
@@ -93,7 +103,10 @@ def find_runs(paths: Iterable[str | Path]) -> list[Path]:
 
 
 def _below(path: Path) -> list[Path]:
-    return sorted((file.parent for file in path.rglob("experiment.toml")), key=lambda folder: natural_key(str(folder)))
+    return sorted(
+        (file.parent for file in path.rglob("experiment.toml")),
+        key=lambda folder: natural_key(str(folder)),
+    )
 
 
 def folders_without_experiment(paths: Iterable[str | Path]) -> list[Path]:
@@ -116,7 +129,11 @@ def read_run(folder: Path) -> RunRecord:
         folder / "metrics.jsonl"
     )  # before reading: lines that a run adds meanwhile are no damage
     last = settings.get("rounds", math.inf)
-    read = [line for line in read_lines(folder / "metrics.jsonl") if is_complete_line(line) and line["round"] < last]
+    read = [
+        line
+        for line in read_lines(folder / "metrics.jsonl")
+        if is_complete_line(line) and line["round"] < last
+    ]
     lines = {line["round"]: line for line in read}
     return RunRecord(
         folder, toml, settings, manifest or {}, [lines[round] for round in sorted(lines)], certificate,

@@ -12,7 +12,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from fedcover.analysis.report.collect import CollectedRuns, RunGroup, collect_runs, group_runs, setting_text
+from fedcover.analysis.report.collect import (
+    CollectedRuns,
+    RunGroup,
+    collect_runs,
+    group_runs,
+    setting_text,
+)
 from fedcover.analysis.report.downsample import (
     compact_number,
     downsample_columns,
@@ -45,7 +51,10 @@ MAX_DEPTH = 20
 
 
 def report(
-    runs: str | Path | Iterable[str | Path], out: str | Path = "report.html", *, title: str | None = None
+    runs: str | Path | Iterable[str | Path],
+    out: str | Path = "report.html",
+    *,
+    title: str | None = None,
 ) -> Path:
     """Write one self-contained HTML page about run folders (or all that lie below a folder); needs no network to open.
 
@@ -56,7 +65,9 @@ def report(
     path = Path(out)
     if path.suffix.lower() not in (".html", ".htm"):
         raise InvalidValue(f"out must be an .html file; got {str(out)!r}")
-    write_atomically(path, page(gathered, title or _title(gathered.records)).encode("utf-8", "replace"))
+    write_atomically(
+        path, page(gathered, title or _title(gathered.records)).encode("utf-8", "replace")
+    )
     for note in gathered.notes:
         log.warning("%s", note)
     return path
@@ -96,22 +107,32 @@ def page_data(gathered: CollectedRuns, title: str) -> dict[str, Any]:
     records = gathered.records
     groups = group_runs(records)
     ends = {
-        place: found for g in groups for found in [last_rounds_of([records[n] for n in g.runs])] for place in g.runs
+        place: found
+        for g in groups
+        for found in [last_rounds_of([records[n] for n in g.runs])]
+        for place in g.runs
     }
     return {
         "title": title,
         "version": __version__,
         "made": datetime.now(UTC).isoformat(timespec="minutes"),
         "notes": gathered.notes,
-        "groups": [{"label": g.label, "settings": g.settings, "runs": list(g.runs)} for g in groups],
+        "groups": [
+            {"label": g.label, "settings": g.settings, "runs": list(g.runs)} for g in groups
+        ],
         "values": values(groups),
-        "runs": [run_entry(record, ends[place], len(records)) for place, record in enumerate(records)],
+        "runs": [
+            run_entry(record, ends[place], len(records)) for place, record in enumerate(records)
+        ],
     }
 
 
 def values(groups: Sequence[RunGroup]) -> dict[str, list[str]]:
     """The values of every setting in which groups differ, in natural order."""
-    return {name: sorted({each.settings[name] for each in groups}, key=natural_key) for name in groups[0].settings}
+    return {
+        name: sorted({each.settings[name] for each in groups}, key=natural_key)
+        for name in groups[0].settings
+    }
 
 
 def run_entry(record: RunRecord, ends: Ends, runs: int) -> dict[str, Any]:
@@ -124,7 +145,9 @@ def run_entry(record: RunRecord, ends: Ends, runs: int) -> dict[str, Any]:
         "done": len(record.lines),
         "notFinite": record.not_finite,
         "settings": {
-            name: setting_text(value) for name, value in record.settings.items() if name not in UNCOMPARED_SETTINGS
+            name: setting_text(value)
+            for name, value in record.settings.items()
+            if name not in UNCOMPARED_SETTINGS
         },
         **curves(record, ends, points_for(runs)),
         "totals": totals(record.lines),
@@ -132,7 +155,9 @@ def run_entry(record: RunRecord, ends: Ends, runs: int) -> dict[str, Any]:
         "answers": task_outcomes(record.events),
         "toml": record.toml,
         "manifest": {
-            key: setting_text(simplify(value)) for key, value in record.manifest.items() if value not in (None, [])
+            key: setting_text(simplify(value))
+            for key, value in record.manifest.items()
+            if value not in (None, [])
         },
         "custom": record.custom,
         "commands": commands(record),
@@ -144,7 +169,10 @@ def run_entry(record: RunRecord, ends: Ends, runs: int) -> dict[str, Any]:
 def last_rounds_of(seeds: Sequence[RunRecord]) -> Ends:
     """The last rounds, counted from 1, that the runs of one group have, of those with an evaluation and of all."""
     parts = {"scores": [_scored(seed) for seed in seeds], "every": [seed.lines for seed in seeds]}
-    return {part: sample_ends(lines[-1]["round"] + 1 for lines in found if lines) for part, found in parts.items()}
+    return {
+        part: sample_ends(lines[-1]["round"] + 1 for lines in found if lines)
+        for part, found in parts.items()
+    }
 
 
 def curves(record: RunRecord, ends: Ends, most: int) -> dict[str, Any]:
@@ -161,10 +189,16 @@ def curves(record: RunRecord, ends: Ends, most: int) -> dict[str, Any]:
             "round": [line["round"] + 1 for line in some],
             "moved": [paid[line["round"]][0] for line in some],
             "seconds": [paid[line["round"]][1] for line in some],
-            **{name: values for name, values in found.items() if any(value is not None for value in values)},
+            **{
+                name: values
+                for name, values in found.items()
+                if any(value is not None for value in values)
+            },
         }
 
-    scores = columns(("accuracy", "loss", "validation_accuracy", "validation_loss"), _scored(record))
+    scores = columns(
+        ("accuracy", "loss", "validation_accuracy", "validation_loss"), _scored(record)
+    )
     every = columns(("train_loss", "gamma_round", "gamma_window", "delta2_mean"), lines)
     minima = {"gamma_round": lowest, "gamma_window": lowest}
     evaluations = -(-record.rounds // int(record.settings.get("evaluate_every", 1)))
@@ -192,7 +226,9 @@ def commands(record: RunRecord) -> list[str]:
     """How to run it again, and how to go on with it."""
     machine, engine = record.manifest, str(record.manifest.get("engine"))
     keys = ("engine", "device", "threads", "precision", "processes")
-    options = [f"--{key} {shlex.quote(str(machine[key]))}" for key in keys if machine.get(key) is not None]
+    options = [
+        f"--{key} {shlex.quote(str(machine[key]))}" for key in keys if machine.get(key) is not None
+    ]
     options += ["--deterministic"] if machine.get("deterministic") else []
     options += ["--data FOLDER"] if machine.get("data") else []
     again = " ".join(["fedcover run experiment.toml", *options])
@@ -214,11 +250,21 @@ def simplify(value: Any, depth: int = 0) -> Any:
         entries = [list(value.items())[place] for place in evenly_spaced(len(value), MAX_ENTRIES)]
         return {str(key): simplify(entry, depth + 1) for key, entry in entries}
     if isinstance(value, list):
-        return [simplify(value[place], depth + 1) for place in evenly_spaced(len(value), MAX_ENTRIES)]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else compact_number(value)
+        return [
+            simplify(value[place], depth + 1) for place in evenly_spaced(len(value), MAX_ENTRIES)
+        ]
+    return (
+        str(value)
+        if isinstance(value, float) and not math.isfinite(value)
+        else compact_number(value)
+    )
 
 
 def _title(records: Sequence[RunRecord]) -> str:
-    datasets = list(dict.fromkeys(setting_text(record.settings.get("dataset")) for record in records))
+    datasets = list(
+        dict.fromkeys(setting_text(record.settings.get("dataset")) for record in records)
+    )
     what = f"{len(records)} runs" if len(records) > 1 else records[0].name
-    return f"{what} on {datasets[0]}" if len(datasets) == 1 else f"{what} on {len(datasets)} data sets"
+    return (
+        f"{what} on {datasets[0]}" if len(datasets) == 1 else f"{what} on {len(datasets)} data sets"
+    )

@@ -19,7 +19,9 @@ def check_settings(where: object, settings: Mapping[str, Any]) -> None:
     """
     for name, value in settings.items():
         if not _is_plain(value) and not (isinstance(value, list) and all(map(_is_plain, value))):
-            raise RunError(f"{where} cannot be read: {name!r:.100} must be a text, a number, a truth value or a list")
+            raise RunError(
+                f"{where} cannot be read: {name!r:.100} must be a text, a number, a truth value or a list"
+            )
     for name, (least, most) in INTEGER_RANGES.items():
         value = settings.get(name, least)
         if type(value) is not int or not least <= value <= most:
@@ -27,12 +29,16 @@ def check_settings(where: object, settings: Mapping[str, Any]) -> None:
             raise RunError(f"{where} cannot be read: {must}; got {value!r:.100}")
     fleet = settings.get("fleet", "1x1.0")
     if not _is_fleet(fleet):
-        raise RunError(f"{where} cannot be read: fleet must look like '4x1.0 + 6x0.5'; got {fleet!r:.100}")
+        raise RunError(
+            f"{where} cannot be read: fleet must look like '4x1.0 + 6x0.5'; got {fleet!r:.100}"
+        )
 
 
 def _is_fleet(value: object) -> bool:
     try:
-        return isinstance(value, str) and all(0 < capacity <= 1 for capacity in devices_by_capacity(value))
+        return isinstance(value, str) and all(
+            0 < capacity <= 1 for capacity in devices_by_capacity(value)
+        )
     except ValueError:
         return False
 

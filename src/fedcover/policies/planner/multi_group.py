@@ -70,7 +70,9 @@ def unit_energies(groups: Sequence[UnitGroup], params: Mapping[str, Tensor]) -> 
                 continue
             other = [axis for axis in range(squares.ndim) if axis != cut.axis]
             along = squares.sum(other, dtype=torch.float64) if other else squares.double()
-            owned = along[cut.start : cut.start + group.size * cut.per_unit].view(group.size, cut.per_unit)
+            owned = along[cut.start : cut.start + group.size * cut.per_unit].view(
+                group.size, cut.per_unit
+            )
             energies[group.name] += owned.sum(1).cpu()
     return energies
 
@@ -91,7 +93,12 @@ def conflict_colouring(groups: Sequence[UnitGroup]) -> dict[str, int]:
     meetings = [{group.name for group, _ in meeting} for meeting in cuts_by_tensor(groups).values()]
     found: dict[str, int] = {}
     for group in groups:
-        taken = {found.get(name) for names in meetings if group.name in names for name in names - {group.name}}
+        taken = {
+            found.get(name)
+            for names in meetings
+            if group.name in names
+            for name in names - {group.name}
+        }
         found[group.name] = next(colour for colour in count() if colour not in taken)
     return found
 
@@ -107,10 +114,14 @@ def phase_shifts(cycle: int, num_colours: int) -> tuple[tuple[int, ...], ...]:
     (((0, 0), (0, 1), (0, 2)), 5)
     """
     if all(gcd(cycle, gap) == 1 for gap in range(1, num_colours)):
-        return tuple(tuple(colour * step % cycle for colour in range(num_colours)) for step in range(cycle))
+        return tuple(
+            tuple(colour * step % cycle for colour in range(num_colours)) for step in range(cycle)
+        )
 
     def met(shifts: tuple[int, ...]) -> set[tuple[int, int, int]]:
-        return {(a, b, (shifts[b] - shifts[a]) % cycle) for a, b in combinations(range(num_colours), 2)}
+        return {
+            (a, b, (shifts[b] - shifts[a]) % cycle) for a, b in combinations(range(num_colours), 2)
+        }
 
     candidates = [(0, *rest) for rest in product(range(cycle), repeat=num_colours - 1)]
     missing = set().union(*map(met, candidates))
@@ -132,7 +143,8 @@ def phase(round: int, colour: int, cycle: int, num_colours: int) -> float:
     """
     cycles, step = divmod(round, len(phase_shifts(cycle, num_colours)))
     return (
-        phase_shifts(cycle, num_colours)[step][colour] / cycle + cycles * (GOLDEN + colour * (2**0.5 - 1) / cycle)
+        phase_shifts(cycle, num_colours)[step][colour] / cycle
+        + cycles * (GOLDEN + colour * (2**0.5 - 1) / cycle)
     ) % 1
 
 
@@ -140,15 +152,26 @@ def cycle_length(profiles: Sequence[Allocation], num_colours: int) -> int:
     """How many steps a circle has: one over the arc that a unit sees on average."""
     if num_colours < 2:
         return 1
-    arcs = [allocation.rest_N / allocation.num_shared for allocation in profiles if allocation.num_shared]
-    wanted = max((ceil(arc_N.sum() / np.square(arc_N).sum() - 1e-9) for arc_N in arcs if arc_N.any()), default=1)
+    arcs = [
+        allocation.rest_N / allocation.num_shared
+        for allocation in profiles
+        if allocation.num_shared
+    ]
+    wanted = max(
+        (ceil(arc_N.sum() / np.square(arc_N).sum() - 1e-9) for arc_N in arcs if arc_N.any()),
+        default=1,
+    )
     if wanted ** (num_colours - 1) < MAX_SHIFTS:
         return wanted
     return next(n for n in count(wanted) if all(gcd(n, gap) == 1 for gap in range(1, num_colours)))
 
 
 def target_coverage(
-    groups: Mapping[str, BudgetedGroup], stacked: Sequence[str], total: float, target: PlanTarget, exact: bool
+    groups: Mapping[str, BudgetedGroup],
+    stacked: Sequence[str],
+    total: float,
+    target: PlanTarget,
+    exact: bool,
 ) -> int:
     """The coverage of every unit that a wish amounts to, common to all groups; 0 if a round cannot cover them.
 
@@ -187,20 +210,34 @@ def plan_round(
     together = 1
     if gamma == 0 and target.gamma is None:
         together = max(
-            (ceil(g.units / (int(g.budgets_N.sum()) * target.share)) for g in _groups_with_budget(free)), default=1
+            (
+                ceil(g.units / (int(g.budgets_N.sum()) * target.share))
+                for g in _groups_with_budget(free)
+            ),
+            default=1,
         )
-        free = {name: BudgetedGroup(g.energies_U, np.tile(g.budgets_N, together)) for name, g in free.items()}
+        free = {
+            name: BudgetedGroup(g.energies_U, np.tile(g.budgets_N, together))
+            for name, g in free.items()
+        }
         gamma = min([1, *(group.gamma_max for group in free.values())])
     profiles = {name: group.allocation(gamma) for name, group in free.items()}
     colour_of = colour_of or dict.fromkeys(groups, 0)
     num_colours = 1 + max(colour_of.values())
     cycle = cycle_length(list(profiles.values()), num_colours)
     made = {
-        name: allocation.assign_units(free[name].order, phase(round // together, colour_of[name], cycle, num_colours))
+        name: allocation.assign_units(
+            free[name].order, phase(round // together, colour_of[name], cycle, num_colours)
+        )
         for name, allocation in profiles.items()
     }
-    first = {name: groups[name].allocation(0).assign_units(torch.arange(groups[name].units)) for name in stacked}
-    return {name: _client_columns(runs, round % together, together) for name, runs in made.items()} | first
+    first = {
+        name: groups[name].allocation(0).assign_units(torch.arange(groups[name].units))
+        for name in stacked
+    }
+    return {
+        name: _client_columns(runs, round % together, together) for name, runs in made.items()
+    } | first
 
 
 def _groups_with_budget(groups: Mapping[str, BudgetedGroup]) -> list[BudgetedGroup]:
@@ -209,13 +246,19 @@ def _groups_with_budget(groups: Mapping[str, BudgetedGroup]) -> list[BudgetedGro
 
 def _client_columns(runs: RunLengthPlan, which: int, parts: int) -> RunLengthPlan:
     clients = runs.columns_RN.shape[1] // parts
-    return RunLengthPlan(runs.order_U, runs.lengths_R, runs.columns_RN[:, which * clients : (which + 1) * clients])
+    return RunLengthPlan(
+        runs.order_U, runs.lengths_R, runs.columns_RN[:, which * clients : (which + 1) * clients]
+    )
 
 
-def coverage_upper_bound(params: Mapping[str, Tensor], reductions: Sequence[Reduction]) -> tuple[int, str]:
+def coverage_upper_bound(
+    params: Mapping[str, Tensor], reductions: Sequence[Reduction]
+) -> tuple[int, str]:
     """The coverage that no arrangement of parts of these sizes can exceed, and the tensor that limits it."""
     held = [reduction.sizes(params) for reduction in reductions]
-    bounds = {name: sum(sizes[name] for sizes in held) // max(1, t.numel()) for name, t in params.items()}
+    bounds = {
+        name: sum(sizes[name] for sizes in held) // max(1, t.numel()) for name, t in params.items()
+    }
     scarce = min(bounds, key=lambda name: bounds[name])
     return bounds[scarce], scarce
 
@@ -233,7 +276,10 @@ def count_and_energy(
     for name, tensor in squares.items():
         present_N, along = places[name]
         letters = "abcdefgh"[: tensor.ndim]
-        factors = [torch.ones(len(parts), tensor.shape[axis]) if m is None else m for axis, m in enumerate(along)]
+        factors = [
+            torch.ones(len(parts), tensor.shape[axis]) if m is None else m
+            for axis, m in enumerate(along)
+        ]
         rule = ",".join(["n", *(f"n{letter}" for letter in letters)])
         counts[name] = torch.einsum(f"{rule}->{letters}", present_N, *factors).round().int()
         doubles = [factor.double() for factor in (present_N, *factors)]
@@ -275,5 +321,7 @@ def energy_on_cut_axes(groups: Sequence[UnitGroup], params: Mapping[str, Tensor]
         cut = {place.axis for _, place in meeting.get(name, ()) if place.axis is not None}
         whole = [axis for axis in range(tensor.ndim) if axis not in cut]
         squares = tensor.square()
-        small[name] = squares.sum(whole, keepdim=True, dtype=torch.float64) if whole else squares.double()
+        small[name] = (
+            squares.sum(whole, keepdim=True, dtype=torch.float64) if whole else squares.double()
+        )
     return small

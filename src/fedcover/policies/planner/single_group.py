@@ -38,7 +38,13 @@ class PlanObjective:
 
     @classmethod
     def of(
-        cls, *, lr: float, steps: int, smoothness: float = 1.0, gradient: float = 1.0, variance: float = 1.0
+        cls,
+        *,
+        lr: float,
+        steps: int,
+        smoothness: float = 1.0,
+        gradient: float = 1.0,
+        variance: float = 1.0,
     ) -> "PlanObjective":
         """From the theorem's gamma, T, L, G and sigma^2, the last two over L^2 ||theta||^2.
 
@@ -68,7 +74,9 @@ def required_coverage(gamma: int | None, tolerate: int, largest: int, why: str) 
             f"tolerate must be {allowed}: {tolerate} drop-outs need coverage {tolerate + 1}, "
             f"and the largest feasible is {largest} ({why}); got {tolerate}"
         )
-    return None if gamma is None and not tolerate else max(gamma or 0, tolerate + 1 if tolerate else 0)
+    return (
+        None if gamma is None and not tolerate else max(gamma or 0, tolerate + 1 if tolerate else 0)
+    )
 
 
 MAX_MATRIX_ENTRIES = 10**8
@@ -148,8 +156,12 @@ class Allocation:
         places = [*heads_N.tolist(), self.num_nested, self.units - self.num_shared]
         tail_energy = after_U1[torch.tensor(places, device=after_U1.device)].cpu().numpy()
         nested_N = tail_energy[: len(heads_N)] - tail_energy[-2]
-        between_N = (1 - self._holds_between) * (tail_energy[-2] - tail_energy[-1]) if self.between else 0.0
-        return np.asarray(nested_N + between_N + (1 - self.rest_N / max(1, self.num_shared)) * tail_energy[-1])
+        between_N = (
+            (1 - self._holds_between) * (tail_energy[-2] - tail_energy[-1]) if self.between else 0.0
+        )
+        return np.asarray(
+            nested_N + between_N + (1 - self.rest_N / max(1, self.num_shared)) * tail_energy[-1]
+        )
 
     def inverse_coverage(self) -> np.ndarray:
         """1/Gamma_n of every client: the least coverage of what it holds itself; 0 where it holds nothing."""
@@ -161,14 +173,18 @@ class Allocation:
 
     def assign_units(self, order_U: Tensor, phase: float = 0.0) -> RunLengthPlan:
         """Give the ranked units to the clients; `phase` (a share of the circle) says where the shared part begins."""
-        levels = sorted({int(k) for k in self.budgets_N if 0 < k < self.num_nested} | ({self.num_nested} - {0}))
+        levels = sorted(
+            {int(k) for k in self.budgets_N if 0 < k < self.num_nested} | ({self.num_nested} - {0})
+        )
         columns = [self.budgets_N >= level for level in levels]
         lengths = np.diff([0, *levels]).tolist()
         if self.between:
             columns, lengths = [*columns, self._holds_between > 0], [*lengths, 1]
         if self.num_shared:
             # client after client takes an arc of the circle; together they go round it Gamma times
-            start_N = (int(phase % 1 * self.num_shared) + np.cumsum(self.rest_N) - self.rest_N) % self.num_shared
+            start_N = (
+                int(phase % 1 * self.num_shared) + np.cumsum(self.rest_N) - self.rest_N
+            ) % self.num_shared
             points = np.unique([0, *start_N])
             columns += list((points[:, None] - start_N) % self.num_shared < self.rest_N)
             lengths += np.diff([*points, self.num_shared]).tolist()
@@ -182,7 +198,9 @@ def _spread_units(rest: Tensor, units: int) -> Tensor:
 
     Not by energy: a unit must keep its place on the circle from round to round, or windows would not cover it.
     """
-    stride = next(s for s in range(max(1, round(GOLDEN * units)), 2 * units + 1) if gcd(s, units) == 1)
+    stride = next(
+        s for s in range(max(1, round(GOLDEN * units)), 2 * units + 1) if gcd(s, units) == 1
+    )
     wanted_U = torch.zeros(units, dtype=torch.bool, device=rest.device)
     wanted_U[rest] = True
     spread_U = torch.arange(units, device=rest.device) * stride % units
@@ -204,7 +222,11 @@ class BudgetedGroup:
         except (TypeError, ValueError, RuntimeError):  # whatever torch makes of something else
             energies_U = torch.empty(0, 0)
         units = energies_U.numel()
-        if energies_U.ndim != 1 or not units or not bool((energies_U.isfinite() & (energies_U >= 0)).all()):
+        if (
+            energies_U.ndim != 1
+            or not units
+            or not bool((energies_U.isfinite() & (energies_U >= 0)).all())
+        ):
             raise InvalidValue(
                 f"energies must be a list of finite numbers from 0 on, one per unit, at least one; got {energies!r:.80}"
             )
@@ -251,7 +273,9 @@ class BudgetedGroup:
                 else f"gamma must be at least 0; got {gamma}"
             )
 
-        def starves(heads: int) -> bool:  # whether nesting so many units leaves too little room for the others
+        def starves(
+            heads: int,
+        ) -> bool:  # whether nesting so many units leaves too little room for the others
             return int(np.minimum(budgets_N, heads).sum()) > places - gamma * (units - heads)
 
         first = bisect_left(range(units), True, key=starves)
@@ -271,7 +295,9 @@ def best_gamma(groups: Sequence[BudgetedGroup], total: float, bound: PlanObjecti
 
     def value(gamma: int) -> float:
         profiles = [(group.allocation(gamma), group.tail_energy) for group in groups]
-        removed_N = np.sum([allocation.pruned_energy(after_U1) for allocation, after_U1 in profiles], axis=0)
+        removed_N = np.sum(
+            [allocation.pruned_energy(after_U1) for allocation, after_U1 in profiles], axis=0
+        )
         inverse_N = np.max([allocation.inverse_coverage() for allocation, _ in profiles], axis=0)
         return bound(removed_N / (total or 1.0), inverse_N)
 
@@ -288,11 +314,17 @@ def frontier(energies: Numbers, budgets: Counts) -> tuple[float, ...]:
     group = BudgetedGroup.of(energies, budgets)
     total = float(group.tail_energy[0]) or 1.0
     profiles = (group.allocation(gamma) for gamma in range(group.gamma_max + 1))
-    return tuple(float(allocation.pruned_energy(group.tail_energy).sum()) / total for allocation in profiles)
+    return tuple(
+        float(allocation.pruned_energy(group.tail_energy).sum()) / total for allocation in profiles
+    )
 
 
 def plan(
-    energies: Numbers, budgets: Counts, gamma: int | None = None, tolerate: int = 0, bound: PlanObjective | None = None
+    energies: Numbers,
+    budgets: Counts,
+    gamma: int | None = None,
+    tolerate: int = 0,
+    bound: PlanObjective | None = None,
 ) -> np.ndarray | RunLengthPlan:
     """Who holds which unit: the least noise with every unit held by at least `gamma` and `tolerate + 1` clients.
 
@@ -305,6 +337,14 @@ def plan(
     group = BudgetedGroup.of(energies, budgets)
     why = f"room for {int(group.budgets_N.sum())} units over {group.units} units"
     wish = required_coverage(gamma, tolerate, group.gamma_max, why)
-    chosen = best_gamma([group], float(group.tail_energy[0]), bound or PlanObjective()) if wish is None else wish
+    chosen = (
+        best_gamma([group], float(group.tail_energy[0]), bound or PlanObjective())
+        if wish is None
+        else wish
+    )
     made = group.allocation(chosen).assign_units(group.order)
-    return made if made.columns_RN.shape[1] * group.units > MAX_MATRIX_ENTRIES else made.matrix().cpu().numpy()
+    return (
+        made
+        if made.columns_RN.shape[1] * group.units > MAX_MATRIX_ENTRIES
+        else made.matrix().cpu().numpy()
+    )

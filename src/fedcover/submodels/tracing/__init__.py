@@ -33,7 +33,9 @@ def trace(
     try:
         module = copy.deepcopy(module).cpu()
     except Exception as error:
-        raise InvalidValue(f"tracing: the model ({type(module).__name__}) cannot be copied: {error}") from error
+        raise InvalidValue(
+            f"tracing: the model ({type(module).__name__}) cannot be copied: {error}"
+        ) from error
     first, *others = _attempts(module, inputs, whole)
     for reading in others:
         try:
@@ -62,7 +64,9 @@ class TraceAttempt:
         return sum(group.size * cut.per_unit for group in self.groups for cut in group.cuts)
 
 
-def _attempts(module: nn.Module, inputs: tuple[Any, ...], whole: Collection[str]) -> list[TraceAttempt]:
+def _attempts(
+    module: nn.Module, inputs: tuple[Any, ...], whole: Collection[str]
+) -> list[TraceAttempt]:
     """Watch a module and read its groups; once more with numbers as constants that turned out to be, if that cuts more.
 
     So registers before an attention, or parts over which a softmax runs, stay whole, and what lies beside them is cut.
@@ -70,7 +74,11 @@ def _attempts(module: nn.Module, inputs: tuple[Any, ...], whole: Collection[str]
     first = _attempt(record_trace(module, inputs), whole)
     if first.constant:
         second = _attempt(record_trace(module, inputs, first.constant), whole)
-        if second.groups and second.error is None and (first.error or second.num_positions > first.num_positions):
+        if (
+            second.groups
+            and second.error is None
+            and (first.error or second.num_positions > first.num_positions)
+        ):
             return [first, second]
     return [first]
 
@@ -91,11 +99,16 @@ def _attempt(notes: TraceRecord, whole: Collection[str]) -> TraceAttempt:
             names.append(owners[root])
     why = InvalidValue(f"tracing: {message}; keep its units whole: {whole_hint(names)}")
     return TraceAttempt(
-        notes, (), why, constant | _sizes_counting(notes, {root for each in refused.values() for root in each})
+        notes,
+        (),
+        why,
+        constant | _sizes_counting(notes, {root for each in refused.values() for root in each}),
     )
 
 
-def _blocking_ops(notes: TraceRecord, owners: Mapping[int, str], whole: Collection[str]) -> dict[str, list[int]]:
+def _blocking_ops(
+    notes: TraceRecord, owners: Mapping[int, str], whole: Collection[str]
+) -> dict[str, list[int]]:
     """What operations without a cut version need whole although it could be cut, by their sentences."""
     refused: dict[str, list[int]] = {}
     for objection in notes.labels.uncuttable_ops:
@@ -108,6 +121,9 @@ def _blocking_ops(notes: TraceRecord, owners: Mapping[int, str], whole: Collecti
 def _sizes_counting(notes: TraceRecord, roots: Collection[int]) -> frozenset[str]:
     """The module's own numbers that count some of these units."""
     counted_atoms = {
-        name: notes.labels.atoms.roots(number.counted_atoms).tolist() for name, number in notes.tracked_sizes.items()
+        name: notes.labels.atoms.roots(number.counted_atoms).tolist()
+        for name, number in notes.tracked_sizes.items()
     }
-    return frozenset(name for name, those in counted_atoms.items() if not set(roots).isdisjoint(those))
+    return frozenset(
+        name for name, those in counted_atoms.items() if not set(roots).isdisjoint(those)
+    )

@@ -4,8 +4,25 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-TRANSPOSED = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
-ATTENTION = ("query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias")
+TRANSPOSED = (
+    "input",
+    "weight",
+    "bias",
+    "stride",
+    "padding",
+    "output_padding",
+    "groups",
+    "dilation",
+)
+ATTENTION = (
+    "query",
+    "key",
+    "value",
+    "embed_dim_to_check",
+    "num_heads",
+    "in_proj_weight",
+    "in_proj_bias",
+)
 
 LEADING_PARAMETERS: Mapping[str, Sequence[str]] = {
     "unflatten": ("input", "dim", "sizes"),

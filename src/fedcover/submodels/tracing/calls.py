@@ -50,7 +50,12 @@ def op_name(func: OpOverload) -> str:
 def bind_arguments(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments under the names that the operation's schema gives them, defaults included."""
     arguments = {argument.name: argument.default_value for argument in func._schema.arguments}
-    arguments.update({argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)})
+    arguments.update(
+        {
+            argument.name: value
+            for argument, value in zip(func._schema.arguments, args, strict=False)
+        }
+    )
     return {**arguments, **kwargs}
 
 
@@ -58,4 +63,6 @@ def tensors_in(value: Any) -> list[Tensor]:
     """The tensors of a value, of a list of values, or of nothing."""
     if isinstance(value, Tensor):
         return [value]
-    return [t for each in value for t in tensors_in(each)] if isinstance(value, list | tuple) else []
+    return (
+        [t for each in value for t in tensors_in(each)] if isinstance(value, list | tuple) else []
+    )

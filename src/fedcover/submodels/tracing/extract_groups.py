@@ -17,7 +17,9 @@ TensorAxis = tuple[str, int]
 NO_AXIS = -1
 
 
-def extract_unit_groups(notes: TraceRecord, whole: Collection[str]) -> tuple[tuple[UnitGroup, ...], dict[int, str]]:
+def extract_unit_groups(
+    notes: TraceRecord, whole: Collection[str]
+) -> tuple[tuple[UnitGroup, ...], dict[int, str]]:
     """The groups that may be cut, and the name of the group to which each class of atoms belongs.
 
     Units form one group if they appear the same number of times in the same places.
@@ -72,14 +74,18 @@ def _axes_and_sizes(notes: TraceRecord) -> Mapping[TensorAxis, Tensor]:
         (place for place in notes.labels.axes if place[0] in use_order),
         key=lambda place: (use_order[place[0]], place[1]),
     )
-    tracked_sizes = {(name, NO_AXIS): number.counted_atoms for name, number in notes.tracked_sizes.items()}
+    tracked_sizes = {
+        (name, NO_AXIS): number.counted_atoms for name, number in notes.tracked_sizes.items()
+    }
     return {place: notes.labels.axes[place] for place in axes} | tracked_sizes
 
 
 def _name(tensor: str, taken: set[str]) -> str:
     """The path of the layer that makes a group's units."""
     path = tensor.rpartition(".")[0].partition(".parametrizations.")[0] or tensor
-    return next(name for name in chain([path], (f"{path}.{i}" for i in count(2))) if name not in taken)
+    return next(
+        name for name in chain([path], (f"{path}.{i}" for i in count(2))) if name not in taken
+    )
 
 
 def _group(name: str, units: list[dict[TensorAxis, list[int]]]) -> UnitGroup:

@@ -22,7 +22,11 @@ class Float64Mode(TorchFunctionMode):
         self.recorded: list[Tensor] | None = None
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Call a function, or what stands for it, and remember what came out if that is asked for."""
         self.last_function, given = func.__name__, dict(kwargs or {})
@@ -66,25 +70,33 @@ def _mean(x: Tensor, axes: list[int], present: Tensor) -> Tensor:
     return torch.where(shown, x, 0).sum(axes, keepdim=True) / number
 
 
-def masked_mean(x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], present: Tensor) -> Tensor:
+def masked_mean(
+    x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], present: Tensor
+) -> Tensor:
     """The mean over what is there."""
     given = {**dict(zip(("dim", "keepdim"), args, strict=False)), **kwargs}
     axes = _axes(x, given.get("dim"))
     return _drop_reduced_axes(_mean(x, axes, present), axes, given)
 
 
-def masked_var(x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], present: Tensor) -> Tensor:
+def masked_var(
+    x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], present: Tensor
+) -> Tensor:
     """The variance of what is there."""
     given = {**dict(zip(("dim", "unbiased", "keepdim"), args, strict=False)), **kwargs}
     axes = _axes(x, given.get("dim"))
     number = present.expand(x.shape).sum(axes, keepdim=True)
     spread = _mean((x - _mean(x, axes, present)).square(), axes, present)
     return _drop_reduced_axes(
-        spread * number / (number - given.get("correction", int(given.get("unbiased", True)))), axes, given
+        spread * number / (number - given.get("correction", int(given.get("unbiased", True)))),
+        axes,
+        given,
     )
 
 
-def masked_std(x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], present: Tensor) -> Tensor:
+def masked_std(
+    x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], present: Tensor
+) -> Tensor:
     """The standard deviation of what is there."""
     return masked_var(x, args, kwargs, present).sqrt()
 
@@ -97,25 +109,36 @@ def _drop_reduced_axes(x: Tensor, axes: Sequence[int], given: Mapping[str, Any])
     return x if given.get("keepdim", False) else x.squeeze(tuple(axes))
 
 
-def masked_layer_norm(x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], present: Tensor) -> Tensor:
+def masked_layer_norm(
+    x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], present: Tensor
+) -> Tensor:
     """Layer norm with the moments of what is there."""
-    given = {**dict(zip(("normalized_shape", "weight", "bias", "eps"), args, strict=False)), **kwargs}
+    given = {
+        **dict(zip(("normalized_shape", "weight", "bias", "eps"), args, strict=False)),
+        **kwargs,
+    }
     axes = list(range(x.ndim - len(given["normalized_shape"]), x.ndim))
     centred = x - _mean(x, axes, present)
     out = centred * torch.rsqrt(_mean(centred.square(), axes, present) + given.get("eps", 1e-5))
     return torch.where(present, _affine(out, given.get("weight"), given.get("bias")), 0)
 
 
-def masked_rms_norm(x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], present: Tensor) -> Tensor:
+def masked_rms_norm(
+    x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], present: Tensor
+) -> Tensor:
     """RMS norm with the second moment of what is there."""
     given = {**dict(zip(("normalized_shape", "weight", "eps"), args, strict=False)), **kwargs}
     axes = list(range(x.ndim - len(given["normalized_shape"]), x.ndim))
     eps = given.get("eps")
-    scale = torch.rsqrt(_mean(x.square(), axes, present) + (torch.finfo(x.dtype).eps if eps is None else eps))
+    scale = torch.rsqrt(
+        _mean(x.square(), axes, present) + (torch.finfo(x.dtype).eps if eps is None else eps)
+    )
     return torch.where(present, _affine(x * scale, given.get("weight"), None), 0)
 
 
-def masked_batch_norm(x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], present: Tensor) -> Tensor:
+def masked_batch_norm(
+    x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], present: Tensor
+) -> Tensor:
     """Standardise weights by the moments of what is there; with running statistics channels are independent."""
     names = ("running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -125,11 +148,16 @@ def masked_batch_norm(x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any],
     centred = x - _mean(x, axes, present)
     out = centred * torch.rsqrt(_mean(centred.square(), axes, present) + given.get("eps", 1e-5))
     shape = [-1 if axis == 1 else 1 for axis in range(x.ndim)]
-    weight, bias = (None if each is None else each.view(shape) for each in (given.get("weight"), given.get("bias")))
+    weight, bias = (
+        None if each is None else each.view(shape)
+        for each in (given.get("weight"), given.get("bias"))
+    )
     return torch.where(present, _affine(out, weight, bias), 0)
 
 
-def masked_weight_norm(v: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], present: Tensor) -> Tensor:
+def masked_weight_norm(
+    v: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], present: Tensor
+) -> Tensor:
     """Give directions their lengths; a row that is cut has no direction and stays zero."""
     given = {**dict(zip(("g", "dim"), args, strict=False)), **kwargs}
     kept_axis = given.get("dim", 0)

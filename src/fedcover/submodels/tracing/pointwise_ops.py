@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 
 from fedcover.submodels.tracing.calls import OpCall, tensors_in
-from fedcover.submodels.tracing.unit_labels import Field, UnitLabels, field_along, thin, varying_axes, with_leading_axes
+from fedcover.submodels.tracing.unit_labels import (
+    Field,
+    UnitLabels,
+    field_along,
+    thin,
+    varying_axes,
+    with_leading_axes,
+)
 
 
 def _names(text: str) -> frozenset[str]:
@@ -34,7 +41,9 @@ AXIS_MIXING_OPS = _names(
 )
 """Operations that mix the elements along `dim`, so that no unit along it can be cut."""
 
-REDUCTION_OPS = _names("mean amax amin max min var std var_mean std_mean prod logsumexp argmax argmin all any median")
+REDUCTION_OPS = _names(
+    "mean amax amin max min var std var_mean std_mean prod logsumexp argmax argmin all any median"
+)
 AVERAGING_OPS = _names("mean var std")
 """Reductions that have a masked twin: over units that are cut, they run over those that are kept."""
 
@@ -98,7 +107,10 @@ def concatenation(labels: UnitLabels, call: OpCall) -> None:
     )
     on_axis = [labels.simplify(f for f in each if axis in varying_axes(f)) for each in fields]
     for i in range(max(map(len, on_axis))):
-        pieces = [each[i] if i < len(each) else torch.zeros((1,) * out.ndim, dtype=torch.int64) for each in on_axis]
+        pieces = [
+            each[i] if i < len(each) else torch.zeros((1,) * out.ndim, dtype=torch.int64)
+            for each in on_axis
+        ]
         whole = [p.expand(s) for p, s in zip(pieces, shapes, strict=True)]
         found.append(thin(torch.cat(whole, axis)))
     labels.set_fields(out, found)
@@ -154,7 +166,8 @@ def pooling(labels: UnitLabels, call: OpCall) -> None:
         if varying_axes(field) and varying_axes(field) <= inner:
             labels.atoms.fix(field)  # a table of positions that is stretched
     labels.add_uncuttable(
-        call.explain("units lie along space"), [f for f in labels.of(source) if varying_axes(f) & inner]
+        call.explain("units lie along space"),
+        [f for f in labels.of(source) if varying_axes(f) & inner],
     )
     for out in call.outputs:
         labels.set_fields(out, [f for f in labels.of(source) if not varying_axes(f) & inner])
@@ -170,7 +183,9 @@ def padding(labels: UnitLabels, call: OpCall) -> None:
     found = []
     for field in labels.of(source):
         own = [
-            pads[2 * i + side] if axis in varying_axes(field) else 0 for i, axis in enumerate(axes) for side in (0, 1)
+            pads[2 * i + side] if axis in varying_axes(field) else 0
+            for i, axis in enumerate(axes)
+            for side in (0, 1)
         ]
         if call.name != "constant_pad_nd" and any(own):
             labels.add_uncuttable(call.explain("it repeats units of an axis that is cut"), [field])
@@ -182,12 +197,17 @@ def indexing(labels: UnitLabels, call: OpCall) -> None:
     """An axis from which places are picked by number must stay whole."""
     source: Tensor = call.arguments["self"]
     listed = call.get("indices")
-    axes = {i for i, each in enumerate(listed) if each is not None} if listed else {call.get("dim", 0) % source.ndim}
+    axes = (
+        {i for i, each in enumerate(listed) if each is not None}
+        if listed
+        else {call.get("dim", 0) % source.ndim}
+    )
     for field in labels.of(source):
         if varying_axes(field) & axes:
             labels.atoms.fix(field)
     results = [
-        call.func(**{**call.arguments, "self": field.expand(source.shape).contiguous()}) for field in labels.of(source)
+        call.func(**{**call.arguments, "self": field.expand(source.shape).contiguous()})
+        for field in labels.of(source)
     ]
     labels.set_fields(call.out, results)
 
@@ -206,9 +226,13 @@ def unfold(labels: UnitLabels, call: OpCall) -> None:
     source: Tensor = call.arguments["self"]
     channel, patch = source.ndim - 3, prod(call.arguments["kernel_size"])
     fields = labels.of(source)
-    labels.add_uncuttable(_off_channel_message(call), [field for field in fields if varying_axes(field) != {channel}])
+    labels.add_uncuttable(
+        _off_channel_message(call), [field for field in fields if varying_axes(field) != {channel}]
+    )
     kept = [field for field in fields if varying_axes(field) == {channel}]
-    labels.set_fields(call.out, [field.flatten(channel + 1).repeat_interleave(patch, channel) for field in kept])
+    labels.set_fields(
+        call.out, [field.flatten(channel + 1).repeat_interleave(patch, channel) for field in kept]
+    )
 
 
 def fold(labels: UnitLabels, call: OpCall) -> None:
@@ -216,7 +240,9 @@ def fold(labels: UnitLabels, call: OpCall) -> None:
     source: Tensor = call.arguments["self"]
     channel, patch = source.ndim - 2, prod(call.arguments["kernel_size"])
     fields = labels.of(source)
-    labels.add_uncuttable(_off_channel_message(call), [field for field in fields if varying_axes(field) != {channel}])
+    labels.add_uncuttable(
+        _off_channel_message(call), [field for field in fields if varying_axes(field) != {channel}]
+    )
     parts = [field.view(-1, patch) for field in fields if varying_axes(field) == {channel}]
     for part in parts:
         labels.atoms.tie(part, part[:, :1])
@@ -230,7 +256,9 @@ def _off_channel_message(call: OpCall) -> str:
 def unsupported(labels: UnitLabels, call: OpCall) -> None:
     """What is not known cannot be cut."""
     for tensor in call.tensors:
-        labels.add_uncuttable(call.explain("fedcover does not know how it is cut"), labels.of(tensor))
+        labels.add_uncuttable(
+            call.explain("fedcover does not know how it is cut"), labels.of(tensor)
+        )
     for out in call.outputs:
         if not any(out is tensor for tensor in call.tensors):
             labels.set_fields(out, [])
@@ -244,7 +272,9 @@ OP_RULES: dict[str, Callable[[UnitLabels, OpCall], None]] = {
     **dict.fromkeys(SUM_OPS, reduce_sum),
     **dict.fromkeys(POOLING_OPS, pooling),
     **dict.fromkeys(("cat", "concat", "concatenate", "stack"), concatenation),
-    **dict.fromkeys(("constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d"), padding),
+    **dict.fromkeys(
+        ("constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d"), padding
+    ),
     **dict.fromkeys(("replication_pad1d", "replication_pad2d", "replication_pad3d"), padding),
     **dict.fromkeys(("index", "index_select", "gather", "take_along_dim"), indexing),
     **dict.fromkeys(("copy", "_prelu_kernel", "hardswish"), elementwise),

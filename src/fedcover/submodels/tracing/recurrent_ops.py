@@ -47,7 +47,9 @@ def recurrent_cell(labels: UnitLabels, call: OpCall) -> None:
     arguments = call.arguments
     biases = [arguments[name] for name in ("b_ih", "b_hh") if arguments[name] is not None]
     weights = DirectionWeights(arguments["w_ih"], arguments["w_hh"], biases, None)
-    hidden = _axis_atoms(labels, call, weights.weight_hh, 0).view(GATES[call.name.removesuffix("_cell")], -1)[0]
+    hidden = _axis_atoms(labels, call, weights.weight_hh, 0).view(
+        GATES[call.name.removesuffix("_cell")], -1
+    )[0]
     _tie(labels, call, weights, _feature_atoms(labels, call, arguments["input"]), hidden, hidden)
     _tie_initial_state(labels, call, hidden, hidden)
     for out in call.outputs:
@@ -55,7 +57,12 @@ def recurrent_cell(labels: UnitLabels, call: OpCall) -> None:
 
 
 def _tie(
-    labels: UnitLabels, call: OpCall, weights: DirectionWeights, reads: Tensor, hidden: Tensor, said: Tensor
+    labels: UnitLabels,
+    call: OpCall,
+    weights: DirectionWeights,
+    reads: Tensor,
+    hidden: Tensor,
+    said: Tensor,
 ) -> None:
     """Tie the weights of one direction of one layer to what it reads, to its hidden units and to what it says."""
     for rows in (weights.weight_ih, weights.weight_hh, *weights.biases):
@@ -84,7 +91,9 @@ def _weights(call: OpCall) -> Iterator[DirectionWeights]:
     each = len(listed) // layers
     for first in range(0, len(listed), each):
         own = listed[first : first + each]
-        yield DirectionWeights(own[0], own[1], own[2 : 2 + biases], own[2 + biases] if each > 2 + biases else None)
+        yield DirectionWeights(
+            own[0], own[1], own[2 : 2 + biases], own[2 + biases] if each > 2 + biases else None
+        )
 
 
 def _hidden_and_output_units(labels: UnitLabels, call: OpCall) -> tuple[Tensor, Tensor]:
@@ -111,7 +120,9 @@ def _axis_atoms(labels: UnitLabels, call: OpCall, tensor: Tensor, axis: int) -> 
         if varying_axes(field) == {axis}:
             atoms = field.flatten()
         elif len(varying_axes(field)) > 1:
-            labels.add_uncuttable(call.explain("its weights are cut along several axes at once"), [field])
+            labels.add_uncuttable(
+                call.explain("its weights are cut along several axes at once"), [field]
+            )
     return atoms
 
 
@@ -120,7 +131,9 @@ def _feature_atoms(labels: UnitLabels, call: OpCall, tensor: Tensor) -> Tensor:
     last = tensor.ndim - 1
     for field in labels.of(tensor):
         if varying_axes(field) - {last}:
-            labels.add_uncuttable(call.explain("units lie along another axis than the features"), [field])
+            labels.add_uncuttable(
+                call.explain("units lie along another axis than the features"), [field]
+            )
     return _axis_atoms(labels, call, tensor, last)
 
 

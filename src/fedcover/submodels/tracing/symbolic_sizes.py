@@ -74,7 +74,9 @@ class TrackedInt(int):
 
     @untracked
     def __radd__(self, other: int) -> Any:
-        return self._like(other) + self if isinstance(other, int) and other >= 0 else other + int(self)
+        return (
+            self._like(other) + self if isinstance(other, int) and other >= 0 else other + int(self)
+        )
 
     @untracked
     def __sub__(self, other: int) -> Any:
@@ -95,7 +97,9 @@ class TrackedInt(int):
 
     @untracked
     def __rmul__(self, other: int) -> Any:
-        return self._like(other) * self if isinstance(other, int) and other >= 0 else other * int(self)
+        return (
+            self._like(other) * self if isinstance(other, int) and other >= 0 else other * int(self)
+        )
 
     @untracked
     def __floordiv__(self, other: int) -> Any:
@@ -103,14 +107,20 @@ class TrackedInt(int):
             return int(self) // other
         parts = self.counted_atoms.view(int(other), -1)
         if isinstance(other, TrackedInt) and not other.constant:
-            self.atoms.tie(parts, other.counted_atoms[:, None])  # so many wholes, each of a size that stays
+            self.atoms.tie(
+                parts, other.counted_atoms[:, None]
+            )  # so many wholes, each of a size that stays
             return self._from_atoms(torch.zeros(parts.shape[1], dtype=torch.int64))
         self.atoms.tie(parts, parts[:1])  # a fixed number of equal parts
         return self._from_atoms(parts[0])
 
     @untracked
     def __rfloordiv__(self, other: int) -> Any:
-        return self._like(other) // self if isinstance(other, int) and other >= 0 else other // int(self)
+        return (
+            self._like(other) // self
+            if isinstance(other, int) and other >= 0
+            else other // int(self)
+        )
 
     def __deepcopy__(self, memo: object) -> "TrackedInt":
         return self
@@ -127,5 +137,9 @@ def to_plain_ints(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(to_plain_ints(each) for each in value)
     if isinstance(value, slice):
-        return slice(to_plain_ints(value.start), to_plain_ints(value.stop), to_plain_ints(value.step))
-    return {key: to_plain_ints(each) for key, each in value.items()} if type(value) is dict else value
+        return slice(
+            to_plain_ints(value.start), to_plain_ints(value.stop), to_plain_ints(value.step)
+        )
+    return (
+        {key: to_plain_ints(each) for key, each in value.items()} if type(value) is dict else value
+    )

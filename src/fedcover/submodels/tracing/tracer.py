@@ -20,7 +20,11 @@ from fedcover.submodels.build import size_follows_tensors
 from fedcover.submodels.tracing.arguments import normalize_arguments
 from fedcover.submodels.tracing.calls import OpCall, bind_arguments, tensors_in
 from fedcover.submodels.tracing.masked_ops import MASKED_OPS
-from fedcover.submodels.tracing.size_constraints import BUILTIN_LAYER_CONSTRAINTS, SIZE_CONSTRAINTS, constrain_shape
+from fedcover.submodels.tracing.size_constraints import (
+    BUILTIN_LAYER_CONSTRAINTS,
+    SIZE_CONSTRAINTS,
+    constrain_shape,
+)
 from fedcover.submodels.tracing.symbolic_sizes import TrackedInt, to_plain_ints
 from fedcover.submodels.tracing.unit_labels import Field, UnitLabels
 from fedcover.submodels.tracing.weighted_ops import has_rule, propagate
@@ -79,7 +83,11 @@ class ModuleStack:
 
     def __str__(self) -> str:
         layer = self.root.get_submodule(self.path)
-        return f"module {self.path!r} ({type(layer).__name__})" if self.path else f"the model ({type(layer).__name__})"
+        return (
+            f"module {self.path!r} ({type(layer).__name__})"
+            if self.path
+            else f"the model ({type(layer).__name__})"
+        )
 
 
 @contextmanager
@@ -104,7 +112,11 @@ class OperationTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.labels, self.module_stack = labels, module_stack
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: OpOverload,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run an operation and follow it; one without a rule is taken apart where torch knows how."""
         if self.labels.atoms.tracking_paused:
@@ -131,7 +143,11 @@ class FunctionTracer(TorchFunctionMode):
         self.notes, self.module_stack = notes, module_stack
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Call a function with plain numbers; sizes that come out remember their axis."""
         arguments = dict(kwargs or {})
@@ -148,11 +164,16 @@ class FunctionTracer(TorchFunctionMode):
 
     def _follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
         """Keep what the call promises about sizes; what came out of it, sizes as numbers."""
-        labels, layer = self.notes.labels, self.module_stack.root.get_submodule(self.module_stack.path)
+        labels, layer = (
+            self.notes.labels,
+            self.module_stack.root.get_submodule(self.module_stack.path),
+        )
         if isinstance(out, torch.Size):
             return torch.Size([_length(labels, args[0], axis) for axis in range(len(out))])
         if name == "size" and isinstance(out, int):
-            return _length(labels, args[0], int(args[1] if len(args) > 1 else kwargs["dim"]) % args[0].ndim)
+            return _length(
+                labels, args[0], int(args[1] if len(args) > 1 else kwargs["dim"]) % args[0].ndim
+            )
         promise = BUILTIN_LAYER_CONSTRAINTS.get(name) or (
             None if size_follows_tensors(layer) else SIZE_CONSTRAINTS.get(name)
         )
@@ -162,7 +183,9 @@ class FunctionTracer(TorchFunctionMode):
         if name == "instance_norm" and isinstance(channels, TrackedInt):
             constrain_shape(labels, out, [None, channels, *[None] * (out.ndim - 2)])
         if isinstance(out, Tensor):
-            self.notes.traced_ops.append(TracedOp(name, str(self.module_stack), out.shape, labels.of(out)))
+            self.notes.traced_ops.append(
+                TracedOp(name, str(self.module_stack), out.shape, labels.of(out))
+            )
         return out
 
 
@@ -174,13 +197,18 @@ def _length(labels: UnitLabels, tensor: Tensor, axis: int) -> TrackedInt:
     return TrackedInt.of(labels.atoms, torch.zeros(tensor.shape[axis], dtype=torch.int64))
 
 
-def record_trace(module: nn.Module, example: tuple[Any, ...], constant: Collection[str] = ()) -> TraceRecord:
+def record_trace(
+    module: nn.Module, example: tuple[Any, ...], constant: Collection[str] = ()
+) -> TraceRecord:
     """Run a copy of a module on an example and note what belongs together; its inputs and outputs are fixed.
 
     The module's own numbers that are `constant` count nothing that could be cut.
     """
     notes = TraceRecord()
-    with torch.inference_mode(), seeded(0, "trace"):  # plain tensors that keep their identity through views
+    with (
+        torch.inference_mode(),
+        seeded(0, "trace"),
+    ):  # plain tensors that keep their identity through views
         twin = copy.deepcopy(module).train()
         for name, tensor in [*twin.named_parameters(), *twin.named_buffers()]:
             notes.labels.register(name, tensor)
@@ -189,11 +217,15 @@ def record_trace(module: nn.Module, example: tuple[Any, ...], constant: Collecti
         module_stack = ModuleStack(twin)
         try:
             with FunctionTracer(notes, module_stack), OperationTracer(notes.labels, module_stack):
-                out = twin(*[each.clone() if isinstance(each, Tensor) else each for each in example])
+                out = twin(
+                    *[each.clone() if isinstance(each, Tensor) else each for each in example]
+                )
         except InvalidValue:
             raise
         except Exception as error:
-            raise InvalidValue(f"tracing: {module_stack} cannot run on the example: {error}") from error
+            raise InvalidValue(
+                f"tracing: {module_stack} cannot run on the example: {error}"
+            ) from error
         for each in tree_flatten(out)[0]:
             for found in notes.labels.of(each) if isinstance(each, Tensor) else ():
                 notes.labels.atoms.fix(found)
@@ -205,23 +237,31 @@ def _track_sizes(module: nn.Module, notes: TraceRecord, constant: Collection[str
     seen: set[int] = set()
     for path, layer in module.named_modules():
         for key, value in list(vars(layer).items()):
-            if not key.startswith("_") and (key in COUNT_ATTRIBUTES or not size_follows_tensors(layer)):
+            if not key.startswith("_") and (
+                key in COUNT_ATTRIBUTES or not size_follows_tensors(layer)
+            ):
                 _track_size(vars(layer), key, f"{path}.{key}" if path else key, notes, constant)
-                if _is_plain_object(value) and id(value) not in seen:  # a configuration, which modules may share
+                if (
+                    _is_plain_object(value) and id(value) not in seen
+                ):  # a configuration, which modules may share
                     seen.add(id(value))
                     for inner in list(vars(value)):
                         location = f"{path}.{key}.{inner}" if path else f"{key}.{inner}"
                         _track_size(vars(value), inner, location, notes, constant)
 
 
-def _track_size(home: dict[str, Any], key: str, location: str, notes: TraceRecord, constant: Collection[str]) -> None:
+def _track_size(
+    home: dict[str, Any], key: str, location: str, notes: TraceRecord, constant: Collection[str]
+) -> None:
     atoms, value = notes.labels.atoms, home[key]
     if _is_size(value) and location not in constant:
         home[key] = notes.tracked_sizes[location] = TrackedInt.of(atoms, atoms.new(value))
     elif type(value) in (list, tuple) and value and all(map(_is_size, value)):
         sizes = {f"{location}.{i}": each for i, each in enumerate(value)}
         tracked_sizes = {
-            name: TrackedInt.of(atoms, atoms.new(each)) for name, each in sizes.items() if name not in constant
+            name: TrackedInt.of(atoms, atoms.new(each))
+            for name, each in sizes.items()
+            if name not in constant
         }
         home[key] = type(value)(tracked_sizes.get(name, each) for name, each in sizes.items())
         notes.tracked_sizes.update(tracked_sizes)
@@ -232,4 +272,8 @@ def _is_size(value: object) -> bool:
 
 
 def _is_plain_object(value: object) -> bool:
-    return hasattr(value, "__dict__") and not isinstance(value, nn.Module | Tensor | type) and not callable(value)
+    return (
+        hasattr(value, "__dict__")
+        and not isinstance(value, nn.Module | Tensor | type)
+        and not callable(value)
+    )

@@ -115,8 +115,12 @@ class UnitLabels:
 
     def new_fields(self, tensor: Tensor) -> dict[int, Tensor]:
         """Give a tensor one new field per axis; an axis of length 1 cannot be cut."""
-        atoms = {axis: self.atoms.new(length) for axis, length in enumerate(tensor.shape) if length > 1}
-        self._fields[tensor] = [field_along(each, axis, tensor.ndim) for axis, each in atoms.items()]
+        atoms = {
+            axis: self.atoms.new(length) for axis, length in enumerate(tensor.shape) if length > 1
+        }
+        self._fields[tensor] = [
+            field_along(each, axis, tensor.ndim) for axis, each in atoms.items()
+        ]
         return atoms
 
     def of(self, tensor: Tensor) -> list[Field]:
@@ -144,7 +148,9 @@ class UnitLabels:
         """Couple tensors that meet element by element (they broadcast); the fields of the result."""
         rank = max((len(shape) for shape, _ in operands), default=0)
         shapes = [(1,) * (rank - len(shape)) + tuple(shape) for shape, _ in operands]
-        fields = [self.simplify(with_leading_axes(field, rank) for field in each) for _, each in operands]
+        fields = [
+            self.simplify(with_leading_axes(field, rank) for field in each) for _, each in operands
+        ]
         for i, mine in enumerate(fields):
             for theirs in fields[i + 1 :]:
                 for f in mine:

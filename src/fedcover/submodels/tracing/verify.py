@@ -54,7 +54,10 @@ class ModelResult:
 
     def named_results(self) -> Params:
         """All that is compared, by name."""
-        return {**self.gradients_and_buffers, **{f"output {i}": tensor for i, tensor in enumerate(self.outputs)}}
+        return {
+            **self.gradients_and_buffers,
+            **{f"output {i}": tensor for i, tensor in enumerate(self.outputs)},
+        }
 
 
 def verify_groups(
@@ -65,10 +68,17 @@ def verify_groups(
         return
     dense = copy.deepcopy(module).double()
     case = VerificationCase(
-        dense, tuple(map(_double, example)), {**params_and_buffers(dense), **_random_weights(dense)}, groups, notes
+        dense,
+        tuple(map(_double, example)),
+        {**params_and_buffers(dense), **_random_weights(dense)},
+        groups,
+        notes,
     )
     for draw in range(max(DRAWS, len(groups).bit_length())):
-        kept = {group.name: _random_units(group.size, draw, i >> draw & 1) for i, group in enumerate(groups)}
+        kept = {
+            group.name: _random_units(group.size, draw, i >> draw & 1)
+            for i, group in enumerate(groups)
+        }
         found = _difference(case, kept)
         if found is None:
             continue
@@ -111,7 +121,9 @@ def _random_weights(module: nn.Module) -> Params:
     def drawn(weight: Tensor) -> Tensor:
         if weight.ndim < 2:
             return torch.rand(weight.shape, generator=draws, dtype=torch.float64) + 0.5
-        return torch.randn(weight.shape, generator=draws, dtype=torch.float64) / sqrt(weight[0].numel())
+        return torch.randn(weight.shape, generator=draws, dtype=torch.float64) / sqrt(
+            weight[0].numel()
+        )
 
     return {name: drawn(weight) for name, weight in module.named_parameters()}
 
@@ -127,10 +139,14 @@ def _difference(case: VerificationCase, kept: dict[str, Tensor]) -> str | None:
     try:
         sliced = _forward_backward(case, small, modes)
     except Exception as error:
-        last_function = next((mode.last_function for mode in reversed(modes) if mode.last_function), "")
+        last_function = next(
+            (mode.last_function for mode in reversed(modes) if mode.last_function), ""
+        )
         return f"operation {last_function!r} in {module_stack} fails on the sliced model ({error})"
     masked = _masked_model(case, slices)
-    whole = _forward_backward(case, masked, (_masked_mode(case, slices), _masked_mode(case, slices)))
+    whole = _forward_backward(
+        case, masked, (_masked_mode(case, slices), _masked_mode(case, slices))
+    )
     mine, theirs = (
         sliced.named_results(),
         ModelResult(whole.outputs, slices.extract(whole.gradients_and_buffers)).named_results(),
@@ -142,7 +158,11 @@ def _difference(case: VerificationCase, kept: dict[str, Tensor]) -> str | None:
     if not wrong:
         return None
     step = _first_mismatching_op(case, slices)
-    return f"{step} gives another result" if step else f"the gradient or statistic {wrong[0]!r} differs"
+    return (
+        f"{step} gives another result"
+        if step
+        else f"the gradient or statistic {wrong[0]!r} differs"
+    )
 
 
 def _rounding_error(case: VerificationCase, slices: Slices, whole: ModelResult) -> dict[str, float]:
@@ -154,13 +174,16 @@ def _rounding_error(case: VerificationCase, slices: Slices, whole: ModelResult) 
     for number in range(PERTURBATIONS):
         draws = generator(0, "proof", "shake", number)
         moved = {
-            name: tensor * (1 + PERTURBATION * torch.randn(tensor.shape, generator=draws, dtype=torch.float64))
+            name: tensor
+            * (1 + PERTURBATION * torch.randn(tensor.shape, generator=draws, dtype=torch.float64))
             for name, tensor in case.values.items()
             if tensor.is_floating_point()
         }
         shaken = replace(case, values={**case.values, **moved})
         other = _forward_backward(
-            shaken, _masked_model(shaken, slices), (_masked_mode(case, slices), _masked_mode(case, slices))
+            shaken,
+            _masked_model(shaken, slices),
+            (_masked_mode(case, slices), _masked_mode(case, slices)),
         ).named_results()
         for name, tensor in whole.named_results().items():
             blur[name] = max(blur[name], ROUNDING_MARGIN * _distance(tensor, other[name]))
@@ -191,16 +214,22 @@ def _masked_mode(case: VerificationCase, slices: Slices) -> MaskedMode:
     return MaskedMode([_present(case, fields, gone) for fields in case.notes.averaged_fields])
 
 
-def _forward_backward(case: VerificationCase, module: nn.Module, modes: tuple[Float64Mode, Float64Mode]) -> ModelResult:
+def _forward_backward(
+    case: VerificationCase, module: nn.Module, modes: tuple[Float64Mode, Float64Mode]
+) -> ModelResult:
     """Run a model forward and backward while training, then forward as it is evaluated."""
     outputs = _forward(module.train(), case.inputs, modes[0])
     draws = generator(0, "proof", "direction")
     directions = [torch.randn(o.shape, generator=draws, dtype=torch.float64) for o in outputs]
-    loss = sum(((o * d).sum() for o, d in zip(outputs, directions, strict=True)), torch.zeros((), dtype=torch.float64))
+    loss = sum(
+        ((o * d).sum() for o, d in zip(outputs, directions, strict=True)),
+        torch.zeros((), dtype=torch.float64),
+    )
     weights = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
     slopes = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
     gradients_and_buffers = {
-        n: torch.zeros_like(w) if s is None else s for (n, w), s in zip(weights.items(), slopes, strict=True)
+        n: torch.zeros_like(w) if s is None else s
+        for (n, w), s in zip(weights.items(), slopes, strict=True)
     }
     outputs = outputs + _forward(module.eval(), case.inputs, modes[1])
     return ModelResult(outputs, gradients_and_buffers | dict(module.named_buffers()))
@@ -212,7 +241,11 @@ def _forward(module: nn.Module, inputs: tuple[Any, ...], mode: Float64Mode) -> l
             layer.dropout = 0.0
     with seeded(0, "proof"), mode:
         out = module(*[each.clone() if isinstance(each, Tensor) else each for each in inputs])
-    return [each for each in tree_flatten(out)[0] if isinstance(each, Tensor) and each.is_floating_point()]
+    return [
+        each
+        for each in tree_flatten(out)[0]
+        if isinstance(each, Tensor) and each.is_floating_point()
+    ]
 
 
 def _first_mismatching_op(case: VerificationCase, slices: Slices) -> TracedOp | None:
@@ -228,7 +261,10 @@ def _first_mismatching_op(case: VerificationCase, slices: Slices) -> TracedOp | 
     gone = _cut_atoms(case, slices)
     for step, small, large in zip(case.notes.traced_ops, recorded[0], recorded[1], strict=False):
         present = _present(case, step.fields, gone)
-        if not _close(small.flatten(), large.flatten() if present is None else large[present.expand(step.shape)]):
+        if not _close(
+            small.flatten(),
+            large.flatten() if present is None else large[present.expand(step.shape)],
+        ):
             return step
     return None
 
@@ -258,7 +294,11 @@ def _present(case: VerificationCase, fields: Sequence[Field], gone: Tensor) -> T
 
 
 def _scale(tensor: Tensor) -> float:
-    return max(1.0, float(tensor.detach().double().nan_to_num().abs().max())) if tensor.numel() else 1.0
+    return (
+        max(1.0, float(tensor.detach().double().nan_to_num().abs().max()))
+        if tensor.numel()
+        else 1.0
+    )
 
 
 def _close(left: Tensor | None, right: Tensor, blur: float = 0.0) -> bool:
@@ -266,4 +306,6 @@ def _close(left: Tensor | None, right: Tensor, blur: float = 0.0) -> bool:
     if left is None or left.shape != right.shape:
         return False
     left, right = left.detach().double(), right.detach().double()
-    return torch.allclose(left, right, rtol=TOLERANCE, atol=max(TOLERANCE * _scale(right), blur), equal_nan=True)
+    return torch.allclose(
+        left, right, rtol=TOLERANCE, atol=max(TOLERANCE * _scale(right), blur), equal_nan=True
+    )

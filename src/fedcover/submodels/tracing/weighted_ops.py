@@ -33,18 +33,28 @@ def contract(labels: UnitLabels, operands: Sequence[tuple[Operand, str]], out: s
     joint: list[Operand] = []
     for (shape, fields), names in operands:
         sizes = dict(zip(names, shape, strict=True))
-        joint.append(([sizes.get(letter, 1) for letter in letters], [spread(field, names) for field in fields]))
+        joint.append(
+            (
+                [sizes.get(letter, 1) for letter in letters],
+                [spread(field, names) for field in fields],
+            )
+        )
     gone = [axis for axis, letter in enumerate(letters) if letter not in out]
     kept = labels.reduce_sum(labels.broadcast_fields(joint), gone)
     order = [letters.index(letter) for letter in out] + gone
-    return [field.permute(order).flatten(len(out)).squeeze(-1) if gone else field.permute(order) for field in kept]
+    return [
+        field.permute(order).flatten(len(out)).squeeze(-1) if gone else field.permute(order)
+        for field in kept
+    ]
 
 
 def _operand(labels: UnitLabels, tensor: Tensor) -> Operand:
     return tensor.shape, labels.of(tensor)
 
 
-def _add_bias(labels: UnitLabels, call: OpCall, fields: list[Field], bias: Tensor | None, axis: int = -1) -> None:
+def _add_bias(
+    labels: UnitLabels, call: OpCall, fields: list[Field], bias: Tensor | None, axis: int = -1
+) -> None:
     """Give the result its fields after adding what shifts each unit."""
     out: Tensor = call.out
     operands: list[Operand] = [(out.shape, fields)]
@@ -64,7 +74,11 @@ def linear(labels: UnitLabels, call: OpCall) -> None:
     """Units of the input meet the weight's columns; its rows are new units."""
     source, weight = call.arguments["input"], call.arguments["weight"]
     lead = ascii_uppercase[: source.ndim - 1]
-    fields = contract(labels, [(_operand(labels, source), f"{lead}i"), (_operand(labels, weight), "oi")], f"{lead}o")
+    fields = contract(
+        labels,
+        [(_operand(labels, source), f"{lead}i"), (_operand(labels, weight), "oi")],
+        f"{lead}o",
+    )
     _add_bias(labels, call, fields, call.get("bias"))
 
 
@@ -81,7 +95,9 @@ def matmul(labels: UnitLabels, call: OpCall) -> None:
     out = lead + ("i" if "i" in a else "") + ("j" if "j" in b else "")
     fields = contract(labels, [(_operand(labels, left), a), (_operand(labels, right), b)], out)
     operands: list[Operand] = [(call.out.shape, fields)]
-    operands += [_operand(labels, t) for t in call.tensors[:-2]]  # addmm and baddbmm add a first tensor
+    operands += [
+        _operand(labels, t) for t in call.tensors[:-2]
+    ]  # addmm and baddbmm add a first tensor
     labels.set_fields(call.out, labels.broadcast_fields(operands))
 
 
@@ -98,7 +114,9 @@ def attention(labels: UnitLabels, call: OpCall) -> None:
         fields = labels.of(tensor)
         if repeats > 1 and tensor is not query:
             shape[-3] *= repeats
-            fields = [f.repeat_interleave(repeats, f.ndim - 3) if f.shape[-3] > 1 else f for f in fields]
+            fields = [
+                f.repeat_interleave(repeats, f.ndim - 3) if f.shape[-3] > 1 else f for f in fields
+            ]
         return shape, fields
 
     scores = contract(labels, [(heads(query), f"{lead}qe"), (heads(key), f"{lead}ke")], f"{lead}qk")
@@ -108,15 +126,22 @@ def attention(labels: UnitLabels, call: OpCall) -> None:
         met = met[0], labels.broadcast_fields([met, _operand(labels, mask)])
     inner = labels.simplify(met[1])
     mixed = [f for f in inner if varying_axes(f) & {f.ndim - 1}]
-    labels.add_uncuttable(call.explain("keys that are cut would still take part in the softmax"), mixed)
-    labels.set_fields(call.out, contract(labels, [(met, f"{lead}qk"), (heads(value), f"{lead}ke")], f"{lead}qe"))
+    labels.add_uncuttable(
+        call.explain("keys that are cut would still take part in the softmax"), mixed
+    )
+    labels.set_fields(
+        call.out, contract(labels, [(met, f"{lead}qk"), (heads(value), f"{lead}ke")], f"{lead}qe")
+    )
 
 
 def convolution(labels: UnitLabels, call: OpCall) -> None:
     """Channels meet the kernel's; of a grouped convolution whole groups are kept or cut."""
     source: Tensor = call.arguments["input"]
     weight: Tensor = call.arguments["weight"]
-    groups, transposed = call.get("groups", 1), "transpose" in call.name or bool(call.get("transposed"))
+    groups, transposed = (
+        call.get("groups", 1),
+        "transpose" in call.name or bool(call.get("transposed")),
+    )
     space = weight.ndim - 2
     channel = source.ndim - space - 1
     fields = labels.of(source)
@@ -125,7 +150,9 @@ def convolution(labels: UnitLabels, call: OpCall) -> None:
     mixed = [f for f in stray if not any(f is other for other in apart)]
     labels.add_uncuttable(call.explain("units lie along another axis than the channels"), mixed)
     channels = [f.flatten() for f in fields if varying_axes(f) == {channel}]
-    kernel = [(varying_axes(f).pop(), f.flatten()) for f in labels.of(weight) if len(varying_axes(f)) == 1]
+    kernel = [
+        (varying_axes(f).pop(), f.flatten()) for f in labels.of(weight) if len(varying_axes(f)) == 1
+    ]
     for axis, field in kernel:
         if axis > (groups == 1):  # space; with several groups, also the channels inside one
             labels.atoms.fix(field)
@@ -135,7 +162,9 @@ def convolution(labels: UnitLabels, call: OpCall) -> None:
     shape = (groups, weight.shape[0] // groups, weight.shape[1])
     spread = [_kernel_field(axis, field, shape) for axis, field in kernel]
     data = [field.view(groups, width // groups) for field in channels]
-    found = contract(labels, [(((groups, width // groups), data), "gi"), ((shape, spread), ins)], "go")
+    found = contract(
+        labels, [(((groups, width // groups), data), "gi"), ((shape, spread), ins)], "go"
+    )
     rows = [field.expand(groups, outs // groups).reshape(-1) for field in found]
     found = [field_along(row, channel, source.ndim) for row in rows] + apart
     _add_bias(labels, call, found, call.get("bias"), channel)
@@ -145,8 +174,16 @@ def _is_pointwise_along(call: OpCall, weight: Tensor, axes: set[int], channel: i
     """Whether a convolution takes the places along some axes one by one: its kernel has length 1 there, and no step."""
     kernel = [weight.shape[2 + axis - channel - 1] if axis > channel else 0 for axis in axes]
     arguments = {name: call.get(name) for name in ("stride", "padding")}
-    step, margin = ({value} if not isinstance(value, list | tuple) else set(value) for value in arguments.values())
-    return set(kernel) == {1} and step == {1} and margin <= {0, "valid"} and "transpose" not in call.name
+    step, margin = (
+        {value} if not isinstance(value, list | tuple) else set(value)
+        for value in arguments.values()
+    )
+    return (
+        set(kernel) == {1}
+        and step == {1}
+        and margin <= {0, "valid"}
+        and "transpose" not in call.name
+    )
 
 
 def _kernel_field(axis: int, field: Field, shape: tuple[int, int, int]) -> Field:
@@ -160,7 +197,9 @@ def embedding(labels: UnitLabels, call: OpCall) -> None:
     for field in labels.of(weight):
         if 0 in varying_axes(field):
             labels.atoms.fix(field)
-    labels.add_uncuttable(call.explain("the numbers to look up are cut"), labels.of(call.arguments["indices"]))
+    labels.add_uncuttable(
+        call.explain("the numbers to look up are cut"), labels.of(call.arguments["indices"])
+    )
     labels.set_fields(out, [with_leading_axes(field, out.ndim) for field in labels.of(weight)])
 
 
@@ -172,7 +211,9 @@ def channel_norm(labels: UnitLabels, call: OpCall) -> None:
         if of_weights and 1 not in varying_axes(field):
             continue  # the moments of what is there, as in a layer norm
         if varying_axes(field) != {1}:
-            labels.add_uncuttable(call.explain("units lie along another axis than the channels"), [field])
+            labels.add_uncuttable(
+                call.explain("units lie along another axis than the channels"), [field]
+            )
         elif "num_groups" in call.arguments:
             groups = field.view(call.arguments["num_groups"], -1)
             labels.atoms.tie(groups, groups[:, :1])
@@ -210,7 +251,9 @@ OP_RULES: dict[str, Callable[[UnitLabels, OpCall], None]] = {
     **pointwise_ops.OP_RULES,
     **recurrent_ops.OP_RULES,
     "linear": linear,
-    **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot", "addmm", "addmv", "addbmm", "baddbmm"), matmul),
+    **dict.fromkeys(
+        ("matmul", "mm", "bmm", "mv", "dot", "addmm", "addmv", "addbmm", "baddbmm"), matmul
+    ),
     "scaled_dot_product_attention": attention,
     **{f"conv{n}d": convolution for n in (1, 2, 3)},
     **{f"conv_transpose{n}d": convolution for n in (1, 2, 3)},
@@ -240,4 +283,6 @@ def creates_tensor(func: OpOverload, takes: bool) -> bool:
 
 def has_rule(func: OpOverload, takes: bool) -> bool:
     """Whether there is a rule for an operation; without one it is taken apart into smaller ones."""
-    return torch.Tag.pointwise in func.tags or creates_tensor(func, takes) or op_name(func) in OP_RULES
+    return (
+        torch.Tag.pointwise in func.tags or creates_tensor(func, takes) or op_name(func) in OP_RULES
+    )

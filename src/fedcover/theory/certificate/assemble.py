@@ -107,7 +107,9 @@ def certificate_to_dict(name: str, seen: Measurements) -> dict[str, Any]:
 
 
 def _bound(key: str, bound: Bound, seen: Measurements) -> dict[str, Any]:
-    constants = [seen.constants[name].kind for name in CONSTANTS_OF_BOUND.get(key, DEFAULT_CONSTANTS)]
+    constants = [
+        seen.constants[name].kind for name in CONSTANTS_OF_BOUND.get(key, DEFAULT_CONSTANTS)
+    ]
     proved = seen.complete and "estimate" not in constants
     return {
         "name": bound.name,
@@ -116,7 +118,13 @@ def _bound(key: str, bound: Bound, seen: Measurements) -> dict[str, Any]:
         "left": bound.left,
         "ratio": bound.left / bound.value if bound.value else None,
         "conditions": [
-            {"name": c.name, "allowed": c.allowed, "actual": c.actual, "violated": max(1.0, c.factor), "holds": c.holds}
+            {
+                "name": c.name,
+                "allowed": c.allowed,
+                "actual": c.actual,
+                "violated": max(1.0, c.factor),
+                "holds": c.holds,
+            }
             for c in bound.conditions
         ],
         "outside": list(bound.violated_assumptions),
@@ -131,11 +139,18 @@ def _lemmas(seen: Measurements) -> dict[str, Any]:
     known = seen.case.known
     rounds = seen.case.rounds
     paths = [(r.quantities.lr, path) for r in rounds for path in r.paths]
-    drift = [path.squared_drift / limit for lr, path in paths if (limit := lr**2 * known.gradient * path.steps.drift)]
-    second = [
-        sum(gradient_gap(known, r.quantities, smoothness=known.smoothness, gradient=known.gradient)) for r in rounds
+    drift = [
+        path.squared_drift / limit
+        for lr, path in paths
+        if (limit := lr**2 * known.gradient * path.steps.drift)
     ]
-    third = [known.variance * _probe_variance_factor(r) * squared_inverse(r.quantities) for r in rounds]
+    second = [
+        sum(gradient_gap(known, r.quantities, smoothness=known.smoothness, gradient=known.gradient))
+        for r in rounds
+    ]
+    third = [
+        known.variance * _probe_variance_factor(r) * squared_inverse(r.quantities) for r in rounds
+    ]
     return {
         "split_error": max(path.split_error for _, path in paths),
         "drift": max(drift, default=None),
@@ -146,7 +161,9 @@ def _lemmas(seen: Measurements) -> dict[str, Any]:
 
 def _probe_variance_factor(r: ReplayedRound) -> float:
     """The sum of c_j^2 over the squared sum of c_j, over the steps that were looked at; the largest of any client."""
-    return max(sum(c * c for c in path.probe_weights) / sum(path.probe_weights) ** 2 for path in r.paths)
+    return max(
+        sum(c * c for c in path.probe_weights) / sum(path.probe_weights) ** 2 for path in r.paths
+    )
 
 
 def _ratio(measured: list[float], limit: list[float]) -> float | None:
@@ -155,7 +172,11 @@ def _ratio(measured: list[float], limit: list[float]) -> float | None:
 
 def _last(seen: Measurements) -> dict[str, Any]:
     """The newest model; with a known optimum also how far it is, and how far it may be."""
-    found: dict[str, Any] = {"round": seen.last.round, "F": seen.last.value, "gradient": seen.last.gradient}
+    found: dict[str, Any] = {
+        "round": seen.last.round,
+        "F": seen.last.value,
+        "gradient": seen.last.gradient,
+    }
     if seen.convex and seen.convex.optimum:
         decay, theorem = seen.case.experiment.weight_decay, seen.bounds["reshuffled"]
         found |= {
@@ -172,12 +193,18 @@ def _notes(seen: Measurements) -> list[str]:
     counted = seen.case.known.rounds
     notes = []
     if not seen.complete:
-        notes.append(f"means over {len(seen.case.rounds)} of {counted} rounds: keep all of them for exact ones")
+        notes.append(
+            f"means over {len(seen.case.rounds)} of {counted} rounds: keep all of them for exact ones"
+        )
     if counted < seen.rounds_done:
         notes.append(
             f"in {seen.rounds_done - counted} of {seen.rounds_done} rounds nobody trained: the theorems are about the others"
         )
     if not seen.convex:
-        notes.append("L is a lower estimate along the trajectory; a network with ReLU has no such constant")
-    notes.append("all bounds but Theorem R hold in expectation over batches (and cohorts); a run is one draw")
+        notes.append(
+            "L is a lower estimate along the trajectory; a network with ReLU has no such constant"
+        )
+    notes.append(
+        "all bounds but Theorem R hold in expectation over batches (and cohorts); a run is one draw"
+    )
     return notes

@@ -48,12 +48,18 @@ class ReplayedRun:
     @property
     def shuffled(self) -> bool:
         """Whether a client's batch is less than all its rows, so that an epoch draws without putting back."""
-        return any(path.client.samples > self.experiment.batch_size for r in self.rounds for path in r.paths)
+        return any(
+            path.client.samples > self.experiment.batch_size
+            for r in self.rounds
+            for path in r.paths
+        )
 
     @property
     def heterogeneous(self) -> bool:
         """Whether clients' data differ."""
-        return any(r.dissimilarity > RELATIVE_TOLERANCE * max(r.gradient, 1e-12) for r in self.rounds)
+        return any(
+            r.dissimilarity > RELATIVE_TOLERANCE * max(r.gradient, 1e-12) for r in self.rounds
+        )
 
 
 AssumptionCheck = Callable[[ReplayedRun], str | None]
@@ -77,7 +83,11 @@ def local_steps(case: ReplayedRun) -> str | None:
 def precision(case: ReplayedRun) -> str | None:
     """A step follows the gradient itself, to the rounding of float32."""
     less = [name for name in case.precisions if name != "fp32"]
-    return f"local steps were computed in {' and '.join(less)}: not along gradients of F_n in float32" if less else None
+    return (
+        f"local steps were computed in {' and '.join(less)}: not along gradients of F_n in float32"
+        if less
+        else None
+    )
 
 
 def server(case: ReplayedRun) -> str | None:
@@ -102,7 +112,11 @@ def norms(case: ReplayedRun) -> str | None:
 def no_dropout(case: ReplayedRun) -> str | None:
     """The model is a function of its parameters."""
     layers = case.setup.task.model.module.modules()
-    return "dropout draws in the forward pass" if any(isinstance(m, _DropoutNd) and m.p for m in layers) else None
+    return (
+        "dropout draws in the forward pass"
+        if any(isinstance(m, _DropoutNd) and m.p for m in layers)
+        else None
+    )
 
 
 def uncovered_kept(case: ReplayedRun) -> str | None:
@@ -127,13 +141,19 @@ def momentum(case: ReplayedRun) -> str | None:
 
 def schedule(case: ReplayedRun) -> str | None:
     """The paper's learning rate is constant."""
-    return None if case.experiment.schedule == "constant" else f"schedule {case.experiment.schedule}"
+    return (
+        None if case.experiment.schedule == "constant" else f"schedule {case.experiment.schedule}"
+    )
 
 
 def full_coverage(case: ReplayedRun) -> str | None:
     """Every parameter is covered in every round."""
     rounds = [r.number for r in case.rounds if r.gamma == 0]
-    return f"parameters of the union model that no client trains in round {rounds[0]}" if rounds else None
+    return (
+        f"parameters of the union model that no client trains in round {rounds[0]}"
+        if rounds
+        else None
+    )
 
 
 def minimum_lr_one(case: ReplayedRun) -> str | None:
@@ -141,7 +161,9 @@ def minimum_lr_one(case: ReplayedRun) -> str | None:
     wanted = 1 / (case.known.steps.count * case.known.rounds**0.5)
     lr = max(r.quantities.lr for r in case.rounds)
     return (
-        None if lr >= wanted * (1 - 1e-9) else "learning rate below 1/(T sqrt(Q)): the printed first term is too small"
+        None
+        if lr >= wanted * (1 - 1e-9)
+        else "learning rate below 1/(T sqrt(Q)): the printed first term is too small"
     )
 
 
@@ -149,7 +171,11 @@ def minimum_lr_two(case: ReplayedRun) -> str | None:
     """The same for Theorem 2."""
     wanted = 1 / (case.known.steps.count * case.known.rounds) ** 0.5
     lr = max(r.quantities.lr for r in case.rounds)
-    return None if lr >= wanted * (1 - 1e-9) else "learning rate below 1/sqrt(T Q): the printed first term is too small"
+    return (
+        None
+        if lr >= wanted * (1 - 1e-9)
+        else "learning rate below 1/sqrt(T Q): the printed first term is too small"
+    )
 
 
 def equal_steps(case: ReplayedRun) -> str | None:
@@ -181,7 +207,9 @@ def unbiased(case: ReplayedRun) -> str | None:
 def uniform(case: ReplayedRun) -> str | None:
     """All clients count the same."""
     same = len({path.client.samples for r in case.rounds for path in r.paths}) == 1
-    return None if case.experiment.weights == "uniform" or same else "clients count by their samples"
+    return (
+        None if case.experiment.weights == "uniform" or same else "clients count by their samples"
+    )
 
 
 def masks_by_slot(case: ReplayedRun) -> str | None:
@@ -220,7 +248,13 @@ CHECKS_OF_BOUND: dict[str, tuple[AssumptionCheck, ...]] = {
     "corrected_two": (*COMMON_CHECKS, momentum, equal_steps, with_replacement, uniform, unbiased),
     "sharper": (*COMMON_CHECKS, equal_steps, with_replacement, equal_data),
     "sharper_biased": (*COMMON_CHECKS, equal_steps, with_replacement),
-    "partial_participation": (*COMMON_CHECKS, equal_steps, with_replacement, uniform, masks_by_slot),
+    "partial_participation": (
+        *COMMON_CHECKS,
+        equal_steps,
+        with_replacement,
+        uniform,
+        masks_by_slot,
+    ),
     "reshuffled": COMMON_CHECKS,
 }
 """What every theorem assumes of a run."""

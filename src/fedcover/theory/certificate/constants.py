@@ -68,14 +68,18 @@ def _check_same_cohort(setup: Setup, line: Mapping[str, Any], round: int) -> Non
     asked = {str(client.id): client.capacity for client in cohort_of(setup, round)}
     told = {client: figures["capacity"] for client, figures in line.get("clients", {}).items()}
     missing = asked.keys() - told.keys() - set(map(str, line.get("dropped", ())))
-    if line and (missing or any(asked.get(client) != capacity for client, capacity in told.items())):
+    if line and (
+        missing or any(asked.get(client) != capacity for client, capacity in told.items())
+    ):
         raise RunError(
             f"round {round + 1} cannot be replayed: nodes were missing or had other capacities than the experiment's "
             "fleet, so other clients took part than it draws"
         )
 
 
-def measure_run(found: Folder, setup: Setup, num_probes: int, clients: int, device: str, tell: LogFn) -> Measurements:
+def measure_run(
+    found: Folder, setup: Setup, num_probes: int, clients: int, device: str, tell: LogFn
+) -> Measurements:
     """Replay the kept rounds; every client's path is looked at in so many steps, F over so many clients."""
     digest = found.experiment.digest
     newest, _ = checkpoints.newest(found.checkpoints, digest, device)
@@ -86,20 +90,26 @@ def measure_run(found: Folder, setup: Setup, num_probes: int, clients: int, devi
     tell(f"F at the first model, over {len(global_loss.client_weights)} of {setup.clients} clients")
     start = global_loss.evaluate(first)
     rounds: list[ReplayedRound] = []
-    persistent_bias = {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in first.items()}
+    persistent_bias = {
+        name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in first.items()
+    }
     lines = {line["round"]: line for line in found.metrics(newest.round)}
     dropped = {round: line.get("dropped", ()) for round, line in lines.items()}
     for place, file in enumerate(kept):
         tell(f"replaying round {file.round} ({place + 1} of {len(kept)})")
         state = checkpoints.read(file, digest, device)
         _check_same_cohort(setup, lines.get(file.round, {}), file.round)
-        again = replay_round(setup, state, global_loss, trained, num_probes, dropped.get(file.round, ()))
+        again = replay_round(
+            setup, state, global_loss, trained, num_probes, dropped.get(file.round, ())
+        )
         if again:
             for name, tensor in again.bias.items():
                 persistent_bias[name] += tensor
             rounds.append(replace(again, bias={}))  # of many rounds, one vector is enough
     if not rounds:
-        raise RunError(f"in the kept rounds of {found.path} no client answered, so there is nothing to certify")
+        raise RunError(
+            f"in the kept rounds of {found.path} no client answered, so there is nothing to certify"
+        )
     convex = None
     if is_softmax(setup.task.model.module) and len(global_loss.client_weights) == setup.clients:
         tell("the optimum")
@@ -107,12 +117,16 @@ def measure_run(found: Folder, setup: Setup, num_probes: int, clients: int, devi
     tell("the Hessian's largest eigenvalue")
     curvature = global_loss.curvature(zero_untrained(newest.params, trained), found.experiment.seed)
     counted = _counted_rounds(found, kept, rounds, newest.round)
-    known = _constants(setup, rounds, start.value, curvature, len(rounds) == len(counted), global_loss, convex)
+    known = _constants(
+        setup, rounds, start.value, curvature, len(rounds) == len(counted), global_loss, convex
+    )
     constants = _to_constants(known, setup, rounds, counted)
     case = ReplayedRun(found.experiment, setup, constants, rounds, _precisions(found))
     quantities = [r.quantities for r in rounds]
     bounds = {
-        name: replace(made(constants, quantities), violated_assumptions=violated_assumptions(name, case))
+        name: replace(
+            made(constants, quantities), violated_assumptions=violated_assumptions(name, case)
+        )
         for name, made in BOUNDS.items()
     }
     return Measurements(
@@ -124,7 +138,10 @@ def measure_run(found: Folder, setup: Setup, num_probes: int, clients: int, devi
 
 def _kept(found: Folder, before: int) -> list[checkpoints.CheckpointFile]:
     """The kept states from which a round was trained, in order."""
-    kept = sorted((file for file in checkpoints.found(found.kept) if file.round < before), key=lambda file: file.round)
+    kept = sorted(
+        (file for file in checkpoints.found(found.kept) if file.round < before),
+        key=lambda file: file.round,
+    )
     if kept:
         return kept
     every = list(range(0, found.experiment.rounds, max(1, found.experiment.rounds // 10)))
@@ -135,13 +152,18 @@ def _kept(found: Folder, before: int) -> list[checkpoints.CheckpointFile]:
 
 
 def _counted_rounds(
-    found: Folder, kept: Sequence[checkpoints.CheckpointFile], rounds: Sequence[ReplayedRound], rounds_done: int
+    found: Folder,
+    kept: Sequence[checkpoints.CheckpointFile],
+    rounds: Sequence[ReplayedRound],
+    rounds_done: int,
 ) -> list[int]:
     """The rounds of the theorems: those in which somebody trained. Of rounds that were not kept, the run's lines tell.
 
     A round without any update leaves the model as it is, so F falls in the others alone.
     """
-    empty = {line["round"] for line in found.metrics(rounds_done) if line.get("train_loss", 0.0) is None}
+    empty = {
+        line["round"] for line in found.metrics(rounds_done) if line.get("train_loss", 0.0) is None
+    }
     not_kept = set(range(rounds_done)) - {file.round for file in kept}
     return sorted({r.number for r in rounds} | (not_kept - empty))
 
@@ -153,13 +175,22 @@ def _precisions(found: Folder) -> tuple[str, ...]:
 
 
 def _last(
-    global_loss: GlobalLoss, round: int, newest: Params, trained: Mapping[str, Tensor], convex: SoftmaxSolution | None
+    global_loss: GlobalLoss,
+    round: int,
+    newest: Params,
+    trained: Mapping[str, Tensor],
+    convex: SoftmaxSolution | None,
 ) -> LastModel:
     params = zero_untrained(newest, trained)
     full = global_loss.evaluate(params)
     away = None
     if convex and convex.optimum:
-        away = squared_norm({name: params[name].double() - best for name, best in convex.optimum.items()}) ** 0.5
+        away = (
+            squared_norm(
+                {name: params[name].double() - best for name, best in convex.optimum.items()}
+            )
+            ** 0.5
+        )
     return LastModel(round, full.value, squared_norm(full.gradient, trained), away)
 
 
@@ -200,13 +231,23 @@ def _proved_constants(convex: SoftmaxSolution, seen: dict[str, Estimate]) -> dic
     convex_constants = convex.convex_constants
     made = {
         "L": Estimate(
-            convex_constants.smoothness, "proved", "decay + half the largest eigenvalue of a client's second moments"
+            convex_constants.smoothness,
+            "proved",
+            "decay + half the largest eigenvalue of a client's second moments",
         ),
         "L_batch": Estimate(
-            convex_constants.batch_smoothness, "proved", "the same for batches: decay + half the largest squared length"
+            convex_constants.batch_smoothness,
+            "proved",
+            "the same for batches: decay + half the largest squared length",
         ),
-        "sigma2": Estimate(convex_constants.variance, "proved", "2 max|x|^2 / batch size; 0 if a batch is everything"),
-        "F_least": Estimate(convex.least, "proved", "loss at the optimum less |gradient|^2/(2 decay) there"),
+        "sigma2": Estimate(
+            convex_constants.variance,
+            "proved",
+            "2 max|x|^2 / batch size; 0 if a batch is everything",
+        ),
+        "F_least": Estimate(
+            convex.least, "proved", "loss at the optimum less |gradient|^2/(2 decay) there"
+        ),
     }
     limits = {
         "G": convex_constants.gradient,
@@ -217,15 +258,22 @@ def _proved_constants(convex: SoftmaxSolution, seen: dict[str, Estimate]) -> dic
         known = seen[name]
         if known.kind != "exact" and limit < float("inf"):
             made[name] = Estimate(limit, "proved", "from the lengths of the inputs")
-    if "G" in made and seen["G_step"].kind == "exact":  # a mean over batches is at most the largest of them
+    if (
+        "G" in made and seen["G_step"].kind == "exact"
+    ):  # a mean over batches is at most the largest of them
         made["G"] = (
-            made["G"] if convex_constants.variance else Estimate(seen["G_step"].value, "exact", seen["G_step"].how)
+            made["G"]
+            if convex_constants.variance
+            else Estimate(seen["G_step"].value, "exact", seen["G_step"].how)
         )
     return made
 
 
 def _to_constants(
-    known: dict[str, Estimate], setup: Setup, rounds: Sequence[ReplayedRound], counted: Sequence[int]
+    known: dict[str, Estimate],
+    setup: Setup,
+    rounds: Sequence[ReplayedRound],
+    counted: Sequence[int],
 ) -> Constants:
     count = max(path.steps.count for r in rounds for path in r.paths)
     return Constants(

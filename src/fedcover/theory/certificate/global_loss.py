@@ -52,15 +52,21 @@ class GlobalLoss:
     dtype: torch.dtype
 
     @torch.enable_grad()
-    def loss_and_gradient(self, theta: Params, rows: Samples, chunk: int | None = None) -> tuple[float, Params]:
+    def loss_and_gradient(
+        self, theta: Params, rows: Samples, chunk: int | None = None
+    ) -> tuple[float, Params]:
         """The mean cross-entropy of some rows, plus decay, and its gradient."""
-        values = {name: tensor.detach().to(self.dtype).requires_grad_() for name, tensor in theta.items()}
+        values = {
+            name: tensor.detach().to(self.dtype).requires_grad_() for name, tensor in theta.items()
+        }
         gradient = {name: torch.zeros_like(tensor) for name, tensor in values.items()}
         total = 0.0
         size = chunk or self.chunk
         for x, y in zip(torch.split(rows.x, size), torch.split(rows.y, size), strict=True):
             loss = self._loss(values, x, y) * (len(y) / len(rows))
-            parts = torch.autograd.grad(loss, list(values.values()), allow_unused=True, materialize_grads=True)
+            parts = torch.autograd.grad(
+                loss, list(values.values()), allow_unused=True, materialize_grads=True
+            )
             for sum_P, part_P in zip(gradient.values(), parts, strict=True):
                 sum_P += part_P
             total += float(loss.detach())
@@ -89,7 +95,9 @@ class GlobalLoss:
             if client in wanted:
                 client_gradients[client] = its
         count = len(self.client_weights)
-        dissimilarity = {n: (squares[n] / count - (sums[n] / count) ** 2).clamp_min(0) for n in theta}
+        dissimilarity = {
+            n: (squares[n] / count - (sums[n] / count) ** 2).clamp_min(0) for n in theta
+        }
         return LossEvaluation(value, gradient, client_gradients, dissimilarity)
 
     @sdpa_kernel(SDPBackend.MATH)  # the fused ones cannot be differentiated twice
@@ -107,11 +115,21 @@ class GlobalLoss:
             length = _norm(vector)
             vector = [v / length for v in vector]
             product = [torch.zeros_like(v) for v in values]
-            for some_x, some_y in zip(torch.split(x, self.chunk), torch.split(y, self.chunk), strict=True):
-                loss = self._loss(dict(zip(theta, values, strict=True)), some_x, some_y) * (len(some_y) / len(y))
-                slope = torch.autograd.grad(loss, values, create_graph=True, allow_unused=True, materialize_grads=True)
-                pull = torch.stack([(s * v).sum() for s, v in zip(slope, vector, strict=True)]).sum()
-                parts_P = torch.autograd.grad(pull, values, allow_unused=True, materialize_grads=True)
+            for some_x, some_y in zip(
+                torch.split(x, self.chunk), torch.split(y, self.chunk), strict=True
+            ):
+                loss = self._loss(dict(zip(theta, values, strict=True)), some_x, some_y) * (
+                    len(some_y) / len(y)
+                )
+                slope = torch.autograd.grad(
+                    loss, values, create_graph=True, allow_unused=True, materialize_grads=True
+                )
+                pull = torch.stack(
+                    [(s * v).sum() for s, v in zip(slope, vector, strict=True)]
+                ).sum()
+                parts_P = torch.autograd.grad(
+                    pull, values, allow_unused=True, materialize_grads=True
+                )
                 product = [p + part for p, part in zip(product, parts_P, strict=True)]
             found = _norm(product)
             if not found:
@@ -146,7 +164,9 @@ def build_global_loss(setup: Setup, most: int) -> GlobalLoss:
 
 def squared_norm(tensors: Mapping[str, Tensor], where: Mapping[str, Tensor] | None = None) -> float:
     """The squared length of tensors together, or of their entries at some places."""
-    parts = (t.detach() if where is None else t.detach()[where[name]] for name, t in tensors.items())
+    parts = (
+        t.detach() if where is None else t.detach()[where[name]] for name, t in tensors.items()
+    )
     return float(sum(part.double().square().sum() for part in parts))
 
 

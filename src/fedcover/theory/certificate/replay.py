@@ -51,7 +51,11 @@ def replay_round(
     `trained` says which parameters are trained at any time; who was `dropped` in the run is so again.
     """
     theta = zero_untrained(state.params, trained)
-    work = [(client, part) for client, part in start_round(setup, state).work if client.id not in dropped]
+    work = [
+        (client, part)
+        for client, part in start_round(setup, state).work
+        if client.id not in dropped
+    ]
     if not work:
         return None
     full = global_loss.evaluate(theta, keep=[client.id for client, _ in work])
@@ -60,15 +64,29 @@ def replay_round(
         id: global_loss.loss_and_gradient(theta, global_loss.rows(id))[1] for id in absent
     }
     size, rows = setup.task.local.batch_size, [client.samples for client, _ in work]
-    uneven = any(count % size for count in rows if count > size) or len({-(-count // size) for count in rows}) > 1
-    watcher = TrajectoryProbe(global_loss, theta, client_gradients, num_probes, uneven or setup.task.local.momentum > 0)
+    uneven = (
+        any(count % size for count in rows if count > size)
+        or len({-(-count // size) for count in rows}) > 1
+    )
+    watcher = TrajectoryProbe(
+        global_loss, theta, client_gradients, num_probes, uneven or setup.task.local.momentum > 0
+    )
     lr = setup.lr(state.round)
     seen = [watcher.train(setup.task, state, client, reduction, lr) for client, reduction in work]
-    updates = sorted((update for update, _ in seen), key=lambda update: update.client.id)  # as a round adds them up
+    updates = sorted(
+        (update for update, _ in seen), key=lambda update: update.client.id
+    )  # as a round adds them up
     moved = zero_untrained(aggregate(setup, state, updates).params, trained)
     paths = [path for _, path in seen]
     return _measure_round(
-        setup, state, theta, moved, replace(full, client_gradients=client_gradients), global_loss, paths, trained
+        setup,
+        state,
+        theta,
+        moved,
+        replace(full, client_gradients=client_gradients),
+        global_loss,
+        paths,
+        trained,
     )
 
 
@@ -89,14 +107,17 @@ def _measure_round(
     covered = {name: tensor > 0 for name, tensor in counts.items()}
     held = [path.reduction.mask(theta) for path in paths]
     inverse_coverage = [
-        weight(path.client) / min(float(total[name][bits].min()) for name, bits in mask.items() if bool(bits.any()))
+        weight(path.client)
+        / min(float(total[name][bits].min()) for name, bits in mask.items() if bool(bits.any()))
         for path, mask in zip(paths, held, strict=True)
     ]
 
     def averaged(vectors: list[Params]) -> Params:
         return _coverage_mean(vectors, paths, total, [weight(path.client) for path in paths])
 
-    bias = averaged([path.reduction.extract(full.client_gradients[path.client.id]) for path in paths])
+    bias = averaged(
+        [path.reduction.extract(full.client_gradients[path.client.id]) for path in paths]
+    )
     most = max(path.steps.total for path in paths)
     batch_gradient = (
         averaged([{n: t / most for n, t in path.batch_gradient.items()} for path in paths])
@@ -104,11 +125,19 @@ def _measure_round(
         else bias
     )
     spread = {
-        name: zeta_P / counts[name].clamp_min(1) * (setup.clients - counts[name].double()) / max(1, setup.clients - 1)
+        name: zeta_P
+        / counts[name].clamp_min(1)
+        * (setup.clients - counts[name].double())
+        / max(1, setup.clients - 1)
         for name, zeta_P in full.dissimilarity.items()
     }
-    gradient_gap, noise = averaged([path.gradient_gap for path in paths]), averaged([path.noise for path in paths])
-    for path in paths:  # a certificate may look at many rounds, and a path's vectors are as large as a model
+    gradient_gap, noise = (
+        averaged([path.gradient_gap for path in paths]),
+        averaged([path.noise for path in paths]),
+    )
+    for path in (
+        paths
+    ):  # a certificate may look at many rounds, and a path's vectors are as large as a model
         path.gradient_gap, path.noise, path.batch_gradient = {}, {}, {}
     change = {name: (after[name].double() - theta[name].double()) for name in theta}
     quantities = RoundQuantities(
@@ -133,29 +162,40 @@ def _measure_round(
     )  # fmt: skip
 
 
-def _coverage_mean(vectors: list[Params], paths: list[ClientTrajectory], total: Params, weights: list[float]) -> Params:
+def _coverage_mean(
+    vectors: list[Params], paths: list[ClientTrajectory], total: Params, weights: list[float]
+) -> Params:
     """The weighted mean over the clients that hold each parameter, zero where nobody does."""
     found = {name: torch.zeros_like(tensor) for name, tensor in total.items()}
     for vector, path, weight in zip(vectors, paths, weights, strict=True):
         path.reduction.add_into(found, {n: t.double() for n, t in vector.items()}, weight)
-    return {name: torch.where(total[name] > 0, tensor / total[name], 0) for name, tensor in found.items()}
+    return {
+        name: torch.where(total[name] > 0, tensor / total[name], 0)
+        for name, tensor in found.items()
+    }
 
 
 def _smallest_count(counts: Params, where: Mapping[str, Tensor]) -> int:
     """The smallest count at some places."""
-    return min(int(tensor[where[name]].min()) for name, tensor in counts.items() if bool(where[name].any()))
+    return min(
+        int(tensor[where[name]].min()) for name, tensor in counts.items() if bool(where[name].any())
+    )
 
 
 def _squared_distance(left: Params, right: Params, where: Mapping[str, Tensor]) -> float:
     return squared_norm({name: left[name] - right[name] for name in left}, where)
 
 
-def _curvature(global_loss: GlobalLoss, theta: Params, after: Params, change: Params, full: LossEvaluation) -> float:
+def _curvature(
+    global_loss: GlobalLoss, theta: Params, after: Params, change: Params, full: LossEvaluation
+) -> float:
     """Twice what F rose above its tangent, over the squared way; only where that is no mere rounding."""
     way = squared_norm(change)
     if way <= 1e-10 * max(squared_norm(theta), 1e-30):
         return 0.0
-    slope = float(sum((full.gradient[name].double() * tensor).sum() for name, tensor in change.items()))
+    slope = float(
+        sum((full.gradient[name].double() * tensor).sum() for name, tensor in change.items())
+    )
     above = global_loss.evaluate(after).value - full.value - slope
     rounding = 1e-12 if global_loss.dtype == torch.float64 else 1e-5
     return 2 * above / way if abs(above) > rounding * abs(full.value) else 0.0

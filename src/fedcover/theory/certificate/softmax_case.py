@@ -34,7 +34,11 @@ def solve_softmax(
 ) -> SoftmaxSolution:
     """Constants and optimum over the parameters that are ever trained."""
     bias = "head.bias" in first
-    weights = torch.cat([first["head.weight"], first["head.bias"][:, None]], 1) if bias else first["head.weight"]
+    weights = (
+        torch.cat([first["head.weight"], first["head.bias"][:, None]], 1)
+        if bias
+        else first["head.weight"]
+    )
     decay = experiment.weight_decay
     decay_contracts = experiment.momentum == 0 and experiment.lr * decay <= 1
     known = convex_constants(
@@ -48,7 +52,9 @@ def solve_softmax(
 
     def loss(flat: Tensor) -> tuple[float, Tensor]:
         full = global_loss.evaluate(_shaped(flat, shapes))
-        return full.value, torch.where(free, torch.cat([full.gradient[name].flatten().double() for name in first]), 0)
+        return full.value, torch.where(
+            free, torch.cat([full.gradient[name].flatten().double() for name in first]), 0
+        )
 
     start = torch.zeros(len(free), dtype=torch.float64, device=free.device)
     found = minimise(loss, start, decay)
@@ -57,4 +63,6 @@ def solve_softmax(
 
 def _shaped(flat: Tensor, shapes: Mapping[str, torch.Size]) -> Params:
     parts = torch.split(flat, [shape.numel() for shape in shapes.values()])
-    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+    return {
+        name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)
+    }

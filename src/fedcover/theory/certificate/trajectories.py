@@ -10,7 +10,19 @@ from fedcover.theory import LocalSteps
 from fedcover.theory.certificate.global_loss import GlobalLoss, squared_norm
 from fedcover.training.local_sgd import train_client
 from fedcover.training.recipes.fedprox import cross_entropy
-from fedcover.types import Batch, Carry, Client, Forward, Params, Recipe, Reduction, Samples, State, Task, Update
+from fedcover.types import (
+    Batch,
+    Carry,
+    Client,
+    Forward,
+    Params,
+    Recipe,
+    Reduction,
+    Samples,
+    State,
+    Task,
+    Update,
+)
 
 StepHook = Callable[[Forward, Params, Params, Batch], None]
 """What is done at every step: the client's model, its parameters, the gradient it will step along, the batch."""
@@ -60,10 +72,15 @@ class TrajectoryProbe:
         count = task.local.epochs * -(-len(rows) // task.local.batch_size)
         held = reduction.mask(self.model)
         pruned_energy = squared_norm(self.model, {name: ~bits for name, bits in held.items()})
-        path = ClientTrajectory(client, reduction, LocalSteps(count, task.local.momentum), pruned_energy)
+        path = ClientTrajectory(
+            client, reduction, LocalSteps(count, task.local.momentum), pruned_energy
+        )
         start: Params = {}
         local_gradient = reduction.extract(self.client_gradients[client.id])
-        places = {round(k * (count - 1) / max(1, self.num_probes - 1)) for k in range(min(self.num_probes, count))}
+        places = {
+            round(k * (count - 1) / max(1, self.num_probes - 1))
+            for k in range(min(self.num_probes, count))
+        }
         masks = reduction.gradient_mask()
 
         def step_hook(forward: Forward, params: Params, gradient: Params, batch: Batch) -> None:
@@ -80,20 +97,30 @@ class TrajectoryProbe:
             if near or self.every_batch:
                 self._record_batch(path, taken, batch, moved, share)
             if near:
-                with torch.random.fork_rng(devices=[]):  # a model with dropout draws; the path must not notice
+                with torch.random.fork_rng(
+                    devices=[]
+                ):  # a model with dropout draws; the path must not notice
                     means = _batch_moments(forward, params, rows, task, masks)
                 self._record_client(path, means, taken, params, local_gradient, moved, share)
 
         update = train_client(
-            replace(task, recipe=with_step_hook(task.recipe, step_hook)), state, client, reduction, lr
+            replace(task, recipe=with_step_hook(task.recipe, step_hook)),
+            state,
+            client,
+            reduction,
+            lr,
         )
         _sums_to_means(path)
         return update, path
 
-    def _record_batch(self, path: ClientTrajectory, taken: Params, batch: Batch, moved: float, share: float) -> None:
+    def _record_batch(
+        self, path: ClientTrajectory, taken: Params, batch: Batch, moved: float, share: float
+    ) -> None:
         """The same batch at the global model."""
         rows = Samples(batch.x, batch.y)
-        there = path.reduction.extract(self.global_loss.loss_and_gradient(self.model, rows, chunk=len(rows))[1])
+        there = path.reduction.extract(
+            self.global_loss.loss_and_gradient(self.model, rows, chunk=len(rows))[1]
+        )
         distance = moved + path.pruned_energy
         if distance:
             apart = squared_norm({name: taken[name] - there[name] for name in taken})
@@ -145,7 +172,9 @@ def _batch_moments(
         with torch.enable_grad():
             values = {name: p.detach().requires_grad_() for name, p in params.items()}
             loss = cross_entropy(forward, values, Batch(x, y, torch.tensor(0)), ())
-            parts = torch.autograd.grad(loss, list(values.values()), allow_unused=True, materialize_grads=True)
+            parts = torch.autograd.grad(
+                loss, list(values.values()), allow_unused=True, materialize_grads=True
+            )
         gradient = {
             name: (g * masks[name] if name in masks else g) + task.local.weight_decay * params[name]
             for (name, g) in zip(values, parts, strict=True)

@@ -11,7 +11,12 @@ from fedcover.types import Client, Reduction, State, Task, Update
 
 
 def flower(
-    task: Task, state: State, work: Sequence[tuple[Client, Reduction]], lr: float, *, precision: str = "fp32"
+    task: Task,
+    state: State,
+    work: Sequence[tuple[Client, Reduction]],
+    lr: float,
+    *,
+    precision: str = "fp32",
 ) -> Iterable[Update]:
     """On the nodes of a Flower federation; `fedcover flower` puts the connection in its place."""
     raise InvalidValue(

@@ -14,10 +14,27 @@ from torch import nn
 
 from fedcover.log import warn_once
 from fedcover.models.norms import statistics_key
-from fedcover.training.engines.buffers import ClientInputs, ClientJob, JobResult, StepSignature, client_inputs
-from fedcover.training.engines.compilation import CompileFailed, StepBackend, cuda_graph_backend, inductor_backend
+from fedcover.training.engines.buffers import (
+    ClientInputs,
+    ClientJob,
+    JobResult,
+    StepSignature,
+    client_inputs,
+)
+from fedcover.training.engines.compilation import (
+    CompileFailed,
+    StepBackend,
+    cuda_graph_backend,
+    inductor_backend,
+)
 from fedcover.training.engines.ragged import train_ragged
-from fedcover.training.engines.runners import RunnerCache, StepRunner, get_runner_cache, raise_on_divergence, run_steps
+from fedcover.training.engines.runners import (
+    RunnerCache,
+    StepRunner,
+    get_runner_cache,
+    raise_on_divergence,
+    run_steps,
+)
 from fedcover.training.engines.sequential import sequential
 from fedcover.training.engines.sgd_step import UnsupportedByEngine
 from fedcover.training.engines.streams import streams, train_on_streams
@@ -66,7 +83,10 @@ def batched(
 
 
 def train_stacked(
-    jobs: Sequence[ClientJob], cache: RunnerCache, precision: str, backend: StepBackend | None = None
+    jobs: Sequence[ClientJob],
+    cache: RunnerCache,
+    precision: str,
+    backend: StepBackend | None = None,
 ) -> tuple[list[JobResult], list[ClientJob]]:
     """What comes of the clients that can form crews, and the jobs of those that cannot."""
     if cache.compile_error:
@@ -86,7 +106,12 @@ def train_stacked(
             results += [result for runner in runners for result in runner.results()]
         for signature, ragged_stack in ragged_stacks:
             runner = cache.runner(
-                ragged_stack, signature, ragged_stack_size(ragged_stack), 0, backend or inductor_backend, precision
+                ragged_stack,
+                signature,
+                ragged_stack_size(ragged_stack),
+                0,
+                backend or inductor_backend,
+                precision,
             )
             results += train_ragged(runner, ragged_stack)
     except UnsupportedByEngine as reason:
@@ -107,19 +132,33 @@ def group_into_stacks(
     """
     if any(statistics_key(job.assignment.task.norm, 1.0) for job in jobs):
         raise UnsupportedByEngine("norm statistics are tracked for each client")
-    if any(isinstance(layer, nn.RNNBase) for job in jobs[:1] for layer in job.assignment.task.model.module.modules()):
-        raise UnsupportedByEngine("the model has recurrent layers, which torch computes for one client at a time")
+    if any(
+        isinstance(layer, nn.RNNBase)
+        for job in jobs[:1]
+        for layer in job.assignment.task.model.module.modules()
+    ):
+        raise UnsupportedByEngine(
+            "the model has recurrent layers, which torch computes for one client at a time"
+        )
     parts: dict[tuple[StepSignature, float], list[ClientInputs]] = defaultdict(list)
     for client in client_inputs(jobs):
         parts[client.signature(rows=0), client.job.lr].append(client)
     on_gpu = _on_gpu(jobs)
     alike: dict[tuple[StepSignature, float], list[ClientInputs]] = defaultdict(list)
     for (part, lr), clients in parts.items():
-        room = None if on_gpu or _fits_uniform_stacks(clients) else _row_capacity(part, clients, cache)
+        room = (
+            None if on_gpu or _fits_uniform_stacks(clients) else _row_capacity(part, clients, cache)
+        )
         for client in clients:
             alike[client.signature(room or client.rows), lr].append(client)
-    few = alike if on_gpu else _limit_signatures(alike, cache, len({id(job.assignment.task) for job in jobs}))
-    found: list[ClientStack] = [[client] for key, clients in alike.items() if key not in few for client in clients]
+    few = (
+        alike
+        if on_gpu
+        else _limit_signatures(alike, cache, len({id(job.assignment.task) for job in jobs}))
+    )
+    found: list[ClientStack] = [
+        [client] for key, clients in alike.items() if key not in few for client in clients
+    ]
     ragged_stacks: list[RaggedStack] = []
     for (signature, _), clients in few.items():
         if len({client.rows for client in clients}) > 1:
@@ -148,7 +187,11 @@ def _row_capacity(part: StepSignature, clients: Sequence[ClientInputs], cache: R
         for runner in cache.runners.values()
         if runner.step_buffers.stack_size == stack_size
     ]
-    fitting = [signature.rows for signature in known if signature.rows >= rows and replace(signature, rows=0) == part]
+    fitting = [
+        signature.rows
+        for signature in known
+        if signature.rows >= rows and replace(signature, rows=0) == part
+    ]
     return min(fitting, default=2 << (rows - 1).bit_length())
 
 
@@ -156,7 +199,10 @@ def _limit_signatures(
     alike: Mapping[tuple[StepSignature, float], list[ClientInputs]], cache: RunnerCache, runs: int
 ) -> dict[tuple[StepSignature, float], list[ClientInputs]]:
     """Clients of shapes that are known, and of new ones as long as these are few: each takes seconds to compile."""
-    known, most = {runner.step_buffers.signature for runner in cache.runners.values()}, runs * MAX_SIGNATURES
+    known, most = (
+        {runner.step_buffers.signature for runner in cache.runners.values()},
+        runs * MAX_SIGNATURES,
+    )
     few: dict[tuple[StepSignature, float], list[ClientInputs]] = {}
     for (signature, lr), clients in alike.items():
         if signature in known or len(known) < most:
@@ -205,15 +251,22 @@ def concurrent_stacks(stacks: Sequence[ClientStack]) -> Iterator[Sequence[Client
 
 
 def load_stack_runners(
-    stacks: Sequence[ClientStack], cache: RunnerCache, precision: str, backend: StepBackend | None = None
+    stacks: Sequence[ClientStack],
+    cache: RunnerCache,
+    precision: str,
+    backend: StepBackend | None = None,
 ) -> list[StepRunner]:
     """Crews in their places, ready to train."""
     seen: Counter[object] = Counter()
     runners = []
     for stack in stacks:
         signature = stack[0].signature(stack[0].rows)
-        fast = backend or (cuda_graph_backend if _device_type(stack[0]) == "cuda" else inductor_backend)
-        runner = cache.runner(stack, signature, len(stack), seen[signature, len(stack)], fast, precision)
+        fast = backend or (
+            cuda_graph_backend if _device_type(stack[0]) == "cuda" else inductor_backend
+        )
+        runner = cache.runner(
+            stack, signature, len(stack), seen[signature, len(stack)], fast, precision
+        )
         seen[signature, len(stack)] += 1
         runner.load(stack)
         runners.append(runner)

@@ -30,7 +30,12 @@ from fedcover.training.engines.sgd_step import (
     tree_spec,
 )
 from fedcover.training.engines.stacked_layers import from_taps, to_taps
-from fedcover.training.local_sgd import build_update, check_divergence, client_module, draw_row_order
+from fedcover.training.local_sgd import (
+    build_update,
+    check_divergence,
+    client_module,
+    draw_row_order,
+)
 from fedcover.types import Assignment, Carry, LocalTraining, Params, Recipe, Shard, Update
 
 
@@ -81,7 +86,9 @@ class ClientInputs:
         """The order of the client's rows in each epoch, and what is drawn to augment them, in that order."""
         a = self.job.assignment
         made = [draw_row_order(a, self.rows, epoch) for epoch in range(a.task.local.epochs)]
-        return torch.stack([order for order, _ in made]), torch.stack([drawn[order] for order, drawn in made])
+        return torch.stack([order for order, _ in made]), torch.stack(
+            [drawn[order] for order, drawn in made]
+        )
 
     def signature(self, rows: int) -> StepSignature:
         """The shape of the lane that this client needs, with room for so many rows."""
@@ -108,7 +115,9 @@ def client_inputs(jobs: Iterable[ClientJob]) -> Iterator[ClientInputs]:
         if key not in cut:
             cut[key] = a.reduction.extract(a.state.params)
         carry = a.task.recipe.start(a, dict(cut[key]))
-        yield ClientInputs(job, cut[key], a.reduction.gradient_mask(), carry, a.task.source.shard(a.client.id))
+        yield ClientInputs(
+            job, cut[key], a.reduction.gradient_mask(), carry, a.task.source.shard(a.client.id)
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -151,10 +160,14 @@ class StepBuffers:
             return
         same = all(flat_params is slabs[0] for flat_params in slabs)
         flat_CP = (
-            slabs[0].flat.expand(len(slabs), -1) if same else torch.stack([flat_params.flat for flat_params in slabs])
+            slabs[0].flat.expand(len(slabs), -1)
+            if same
+            else torch.stack([flat_params.flat for flat_params in slabs])
         )
         values = unflatten(flat_CP, self.signature.param_shapes)
-        torch._foreach_copy_(list(self.tensors.params.values()), [values[name] for name in self.tensors.params])
+        torch._foreach_copy_(
+            list(self.tensors.params.values()), [values[name] for name in self.tensors.params]
+        )
 
     def _copy_values(self, room: Tensor, values: Sequence[Tensor]) -> None:
         if self.stack_size and any(value is not values[0] for value in values):
@@ -182,13 +195,19 @@ class StepBuffers:
                     out=room.view(-1, *room.shape[2:]),
                 )
                 continue
-            values = [each[client.shard.index] for each, client in zip(samples, clients, strict=True)]
+            values = [
+                each[client.shard.index] for each, client in zip(samples, clients, strict=True)
+            ]
             self._copy_values(room if self.stack_size else room[:rows], values)
 
     def _load_schedules(self, clients: Sequence[ClientInputs]) -> None:
         batch, rows = self.signature.local.batch_size, clients[0].rows
-        plans: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}  # runs of one seed draw the same
-        for key, client in zip(keys := [_shuffle_key(c.job.assignment) for c in clients], clients, strict=True):
+        plans: dict[
+            tuple[int, int, int], tuple[Tensor, Tensor]
+        ] = {}  # runs of one seed draw the same
+        for key, client in zip(
+            keys := [_shuffle_key(c.job.assignment) for c in clients], clients, strict=True
+        ):
             if key not in plans:
                 plans[key] = client.row_orders()
         order_CEN, drawn_CENK = (torch.stack([plans[key][kind] for key in keys]) for kind in (0, 1))
@@ -217,7 +236,9 @@ class StepBuffers:
             most = local.epochs * (self.signature.rows // size if size == local.batch_size else 1)
             empty = torch.zeros(1, dtype=torch.int64, device=self.tensors.step.device)
             self.schedules[size] = BatchSchedule(
-                empty.new_zeros((most, *each, size)), empty.new_zeros((most, *each, size, draws)), cursor=empty
+                empty.new_zeros((most, *each, size)),
+                empty.new_zeros((most, *each, size, draws)),
+                cursor=empty,
             )
         return self.schedules[size]
 
@@ -230,24 +251,41 @@ class StepBuffers:
         """The batch sizes of the steps that the clients in the lane make, in order."""
         rows, local = self.clients[0].rows, self.signature.local
         rest = rows % local.batch_size
-        return ([local.batch_size] * (rows // local.batch_size) + [rest] * (rest > 0)) * local.epochs
+        return (
+            [local.batch_size] * (rows // local.batch_size) + [rest] * (rest > 0)
+        ) * local.epochs
 
     def results(self) -> Iterator[JobResult]:
         """What comes of the clients in the lane."""
         steps = len(self.batch_sizes())
-        losses = self.tensors.losses_T[steps - steps // self.signature.local.epochs : steps].mean(0).view(-1).tolist()
+        losses = (
+            self.tensors.losses_T[steps - steps // self.signature.local.epochs : steps]
+            .mean(0)
+            .view(-1)
+            .tolist()
+        )
         if self.flat_params is None:
-            flat_CP = torch.cat([p.reshape(len(p), p[0].numel()) for p in self.tensors.params.values()], 1)
+            flat_CP = torch.cat(
+                [p.reshape(len(p), p[0].numel()) for p in self.tensors.params.values()], 1
+            )
         else:
             flat_CP = self.flat_params[None].clone()
-        finite = torch.stack(torch.aminmax(flat_CP, dim=1)).isfinite().all(0).tolist()  # no copy, NaN comes through
+        finite = (
+            torch.stack(torch.aminmax(flat_CP, dim=1)).isfinite().all(0).tolist()
+        )  # no copy, NaN comes through
         carry = tree_map(torch.clone, self.tensors.carry)
         for place, client in enumerate(self.clients):
             kept = (self._client_slice(tree, place) for tree in (carry, self.tensors.buffers))
             yield self.result(client, flat_CP[place], finite[place], losses[place], *kept)
 
     def result(
-        self, client: ClientInputs, flat_P: Tensor, finite: bool, loss: float, carry: Carry, buffers: Params
+        self,
+        client: ClientInputs,
+        flat_P: Tensor,
+        finite: bool,
+        loss: float,
+        carry: Carry,
+        buffers: Params,
     ) -> JobResult:
         """What comes of one client: of its trained parameters, side by side, and whatever else is its own."""
         a = client.job.assignment
@@ -266,7 +304,9 @@ class StepBuffers:
             return self.step.functional_forward(buffers, values, x)
 
         outcome = a.task.recipe.finish(a, forward, dict(own), carry)
-        if outcome.params.keys() == own.keys() and all(outcome.params[name] is own[name] for name in own):
+        if outcome.params.keys() == own.keys() and all(
+            outcome.params[name] is own[name] for name in own
+        ):
             outcome = replace(outcome, params=own)  # still side by side
         return client.job, build_update(a, self.module, outcome, loss)
 
@@ -300,11 +340,15 @@ def allocate_buffers(
     def room(*sizes: int, dtype: torch.dtype = signature.dtype) -> Tensor:
         return torch.zeros((*lead, *sizes), dtype=dtype, device=device)
 
-    own = stack_size is not None and stacked_layers.uses_stacked_kernels(module, device, signature.dtype)
+    own = stack_size is not None and stacked_layers.uses_stacked_kernels(
+        module, device, signature.dtype
+    )
 
     def param_tensors() -> tuple[Params, Tensor | None]:
         if stack_size is not None:
-            return {name: _kernel_layout(room(*size), own) for name, size in signature.param_shapes}, None
+            return {
+                name: _kernel_layout(room(*size), own) for name, size in signature.param_shapes
+            }, None
         flat_params = room(sum(prod(size) for _, size in signature.param_shapes))
         return unflatten(flat_params, signature.param_shapes, last), flat_params
 
@@ -316,7 +360,9 @@ def allocate_buffers(
         params=params,
         velocity=param_tensors()[0],
         masks={name: torch.zeros_like(params[name]) for name in signature.masked},
-        buffers={name: room(*b.shape, dtype=b.dtype) for name, b in module.named_buffers()} if stack_size else {},
+        buffers={name: room(*b.shape, dtype=b.dtype) for name, b in module.named_buffers()}
+        if stack_size
+        else {},
         carry=empty_carry(),
         observed=empty_carry() if observes_gradients(signature.recipe) else (),
         x=room(signature.rows, *like.shard.samples.x.shape[1:], dtype=like.shard.samples.x.dtype),
@@ -342,17 +388,27 @@ def _kernel_layout(room: Tensor, own: bool) -> Tensor:
 
 def _autocast_params(module: nn.Module) -> tuple[str, ...]:
     """The parameters of a module's products and convolutions, which autocast turns into bf16."""
-    layers = [(path, layer) for path, layer in module.named_modules() if isinstance(layer, (nn.Linear, _ConvNd))]
+    layers = [
+        (path, layer)
+        for path, layer in module.named_modules()
+        if isinstance(layer, (nn.Linear, _ConvNd))
+    ]
     return tuple(
-        f"{path}.{name}".lstrip(".") for path, layer in layers for name, _ in layer.named_parameters(recurse=False)
+        f"{path}.{name}".lstrip(".")
+        for path, layer in layers
+        for name, _ in layer.named_parameters(recurse=False)
     )
 
 
 def _functional_forward(module: nn.Module) -> FunctionalForward:
-    def functional_forward(buffers: Mapping[str, Tensor], values: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    def functional_forward(
+        buffers: Mapping[str, Tensor], values: Mapping[str, Tensor], x: Tensor
+    ) -> Tensor:
         given = {**buffers, **values}
         logits: Tensor = functional_call(module, given, (x,))
-        if any(given[name] is not tensor for name, tensor in buffers.items()):  # where torch leaves what it finds after
+        if any(
+            given[name] is not tensor for name, tensor in buffers.items()
+        ):  # where torch leaves what it finds after
             raise UnsupportedByEngine(
                 "the model puts new tensors in the place of its buffers, which a step in place would miss"
             )

@@ -54,13 +54,19 @@ def cudnn_benchmark() -> AbstractContextManager[Any]:
     """Let cuDNN try its kernels and take the fastest, unless runs must repeat bit for bit."""
     try_all = not torch.are_deterministic_algorithms_enabled()
     return torch.backends.cudnn.flags(
-        enabled=True, benchmark=try_all, deterministic=not try_all, allow_tf32=torch.backends.cudnn.allow_tf32
+        enabled=True,
+        benchmark=try_all,
+        deterministic=not try_all,
+        allow_tf32=torch.backends.cudnn.allow_tf32,
     )
 
 
 def _check_replayable(step_buffers: StepBuffers, size: int) -> None:
     """Make one step as it stands; whatever goes wrong, any random draw and any trace in Python makes the lane unfit."""
-    before, remembered = _random_state(step_buffers.tensors.x.device), fingerprint(step_buffers.module)
+    before, remembered = (
+        _random_state(step_buffers.tensors.x.device),
+        fingerprint(step_buffers.module),
+    )
     step_buffers.rewind(size)
     with reraise_as_unsupported():
         step_buffers.step(step_buffers.tensors, step_buffers.schedules[size])
@@ -68,7 +74,9 @@ def _check_replayable(step_buffers: StepBuffers, size: int) -> None:
         raise UnsupportedByEngine("the model draws random numbers for each client (dropout)")
     try:
         now = fingerprint(step_buffers.module)
-    except UnsupportedByEngine:  # it has kept something of the step that cannot be looked at outside
+    except (
+        UnsupportedByEngine
+    ):  # it has kept something of the step that cannot be looked at outside
         now = b""
     if remembered != now:
         raise UnsupportedByEngine(
@@ -85,7 +93,9 @@ def reraise_as_unsupported() -> Iterator[None]:
         raise
     except Exception as error:
         why = (str(error).splitlines() or [""])[0]
-        raise UnsupportedByEngine(f"its step cannot be replayed ({type(error).__name__}: {why:.100})") from error
+        raise UnsupportedByEngine(
+            f"its step cannot be replayed ({type(error).__name__}: {why:.100})"
+        ) from error
 
 
 def _random_state(device: torch.device) -> tuple[object, ...]:
@@ -131,7 +141,9 @@ def inductor_backend(step_buffers: StepBuffers, size: int) -> Callable[[], None]
             fast = _compile(step, leaves, wrapper)
             step_buffers.rewind(size)
             fast(*leaves)
-        except Exception as error:  # the step itself has been tried; tracing and compiling may fail in any way
+        except (
+            Exception
+        ) as error:  # the step itself has been tried; tracing and compiling may fail in any way
             failed = type(error).__name__
         else:
             break
@@ -147,15 +159,21 @@ def inductor_backend(step_buffers: StepBuffers, size: int) -> Callable[[], None]
     return step_and_update_carry
 
 
-def _compile(step: Callable[..., tuple[()]], leaves: Sequence[Tensor], options: dict[str, Any]) -> Callable[..., Any]:
-    with warnings.catch_warnings(action="ignore"):  # the compiler's own, which a user may have made errors
+def _compile(
+    step: Callable[..., tuple[()]], leaves: Sequence[Tensor], options: dict[str, Any]
+) -> Callable[..., Any]:
+    with warnings.catch_warnings(
+        action="ignore"
+    ):  # the compiler's own, which a user may have made errors
         return _compile_graph(step, leaves, options)
 
 
 def _compile_graph(
     step: Callable[..., tuple[()]], leaves: Sequence[Tensor], options: dict[str, Any]
 ) -> Callable[..., Any]:
-    from torch._inductor import compile as inductor  # takes a second to import, so not for those who do not compile
+    from torch._inductor import (
+        compile as inductor,
+    )  # takes a second to import, so not for those who do not compile
 
     graph = make_fx(step)(*leaves)
     failed = ""
@@ -164,7 +182,9 @@ def _compile_graph(
         graph.recompile()
     except Exception as error:  # building them may fail in any way
         failed = type(error).__name__
-    for node in graph.graph.nodes:  # what tracing noted of its tensors is in the way of a wrapper in C++
+    for (
+        node
+    ) in graph.graph.nodes:  # what tracing noted of its tensors is in the way of a wrapper in C++
         node.meta.clear()
     fast: Callable[..., Any] = inductor(graph, list(leaves), options)
     if failed:  # said now: without any compiler it would be the lesser half of the truth
@@ -188,5 +208,7 @@ def cuda_graph_backend(step_buffers: StepBuffers, size: int) -> Callable[[], Non
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
             step_buffers.step(step_buffers.tensors, step_buffers.schedules[size])
     except RuntimeError as error:
-        raise UnsupportedByEngine(f"its step cannot be captured ({str(error).splitlines()[0]:.100})") from error
+        raise UnsupportedByEngine(
+            f"its step cannot be captured ({str(error).splitlines()[0]:.100})"
+        ) from error
     return graph.replay

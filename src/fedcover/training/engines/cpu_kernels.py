@@ -23,7 +23,12 @@ MIN_INPUTS, MIN_OUTPUTS, CPU_CAPABILITIES = 512, 25, ("AVX2", "AVX512")
 """Of a layer, and what a processor can: from these on the kernels were measured to be faster than torch's."""
 
 _aten = torch.ops.aten
-_VIEW_OPS = (_aten.transpose.int, _aten.view.default, _aten._unsafe_view.default, _aten.expand.default)
+_VIEW_OPS = (
+    _aten.transpose.int,
+    _aten.view.default,
+    _aten._unsafe_view.default,
+    _aten.expand.default,
+)
 _SGD_UPDATE_OPS = (_aten.mul_.Tensor, _aten.add_.Tensor, _aten.mul.Tensor, _aten.sub_.Tensor)
 
 
@@ -44,25 +49,43 @@ def build_kernels() -> None:
 
     source = Path(__file__).with_name("cpu_kernels.cpp").read_text()
     CppCodeCache.load_async(source, extra_flags=("-ffp-contract=fast",))()
-    torch.library.register_fake("fedcover::linear", lambda x, weight: x.new_empty(*x.shape[:2], weight.shape[1]))
+    torch.library.register_fake(
+        "fedcover::linear", lambda x, weight: x.new_empty(*x.shape[:2], weight.shape[1])
+    )
     torch.library.register_fake("fedcover::descend_", lambda *_: None)
 
 
 def use_custom_kernels(graph: Graph) -> None:
     """Put the kernels into a traced step wherever they fit; if they cannot be built this raises and changes nothing."""
-    if torch.get_num_threads() > 1 or torch.backends.cpu.get_cpu_capability() not in CPU_CAPABILITIES:
+    if (
+        torch.get_num_threads() > 1
+        or torch.backends.cpu.get_cpu_capability() not in CPU_CAPABILITIES
+    ):
         return  # torch's products use all threads
-    layers = [node for node in graph.nodes if node.target is _aten.bmm.default and _is_layer(*_fake_tensors(node.args))]
+    layers = [
+        node
+        for node in graph.nodes
+        if node.target is _aten.bmm.default and _is_layer(*_fake_tensors(node.args))
+    ]
     written = _mutated_tensors(graph.nodes)
     descents = [
-        found for node in graph.nodes if (found := _match_sgd_update(node)) and not written & _input_tensors(found)
+        found
+        for node in graph.nodes
+        if (found := _match_sgd_update(node)) and not written & _input_tensors(found)
     ]
     if layers or descents:
         build_kernels()
     for product, scaled, moved, change, last in descents:
         with graph.inserting_before(last):
             back = graph.call_function(_aten.transpose.int, (product.args[0], 1, 2))
-            arguments = last.args[0], scaled.args[0], back, product.args[1], change.args[1], scaled.args[1]
+            arguments = (
+                last.args[0],
+                scaled.args[0],
+                back,
+                product.args[1],
+                change.args[1],
+                scaled.args[1],
+            )
             graph.call_function(torch.ops.fedcover.descend_.default, arguments)
         for node in (last, change, moved, scaled):
             graph.erase_node(node)
@@ -98,10 +121,14 @@ def _match_sgd_update(last: Node) -> SGDUpdateNodes | None:
     """The descent that ends here, if it follows nothing but a large product."""
     change, moved, scaled = last.prev, last.prev.prev, last.prev.prev.prev
     steps = scaled, moved, change, last
-    if tuple(node.target for node in steps) != _SGD_UPDATE_OPS or any(node.kwargs for node in steps):
+    if tuple(node.target for node in steps) != _SGD_UPDATE_OPS or any(
+        node.kwargs for node in steps
+    ):
         return None
     momentum, rate = scaled.args[1], change.args[1]
-    if (moved.args[0], change.args[0], last.args[1]) != (scaled, moved, change) or not isinstance(momentum, float):
+    if (moved.args[0], change.args[0], last.args[1]) != (scaled, moved, change) or not isinstance(
+        momentum, float
+    ):
         return None
     if not isinstance(rate, Node) or _fake_tensors([rate])[0].ndim:
         return None
@@ -137,7 +164,8 @@ def _mutated_tensors(nodes: Iterable[Node]) -> set[Node]:
 def _view_base(node: Any) -> Node:
     """The tensor that a node is a view of, or the node itself."""
     while node.target in (*_VIEW_OPS, operator.getitem) or (
-        isinstance(node.target, OpOverload) and any(made.alias_info for made in node.target._schema.returns)
+        isinstance(node.target, OpOverload)
+        and any(made.alias_info for made in node.target._schema.returns)
     ):
         node = node.args[0]
     return node  # type: ignore[no-any-return]

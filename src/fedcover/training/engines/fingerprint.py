@@ -18,7 +18,14 @@ from fedcover.training.engines.sgd_step import UnsupportedByEngine
 
 _MODULE_DICTS = ("_parameters", "_buffers", "_modules")
 _PRIMITIVES = (int, float, str, bool, type(None))
-_IDENTITY_TYPES = (type, FunctionType, BuiltinFunctionType, MethodDescriptorType, ModuleType, ReferenceType)
+_IDENTITY_TYPES = (
+    type,
+    FunctionType,
+    BuiltinFunctionType,
+    MethodDescriptorType,
+    ModuleType,
+    ReferenceType,
+)
 """What is told apart by which object it is, not by what is in it."""
 
 
@@ -62,9 +69,15 @@ class _FingerprintPickler(pickle.Pickler):
                   for name, each in held[kind].items()]  # fmt: skip
         others = {}
         for name, value in held.items():
-            if name == "training" or name in _MODULE_DICTS or (isinstance(value, dict) and not value):
+            if (
+                name == "training"
+                or name in _MODULE_DICTS
+                or (isinstance(value, dict) and not value)
+            ):
                 continue  # torch gives every module some fifteen empty dicts for hooks
-            if isinstance(value, _PRIMITIVES) or (type(value) is tuple and all(type(each) is int for each in value)):
+            if isinstance(value, _PRIMITIVES) or (
+                type(value) is tuple and all(type(each) is int for each in value)
+            ):
                 simple.append(f"{name} {type(value).__name__} {value!r}")
             else:
                 others[name] = value

@@ -13,7 +13,13 @@ import torch
 from torch import nn
 
 from fedcover.errors import TrainingDiverged
-from fedcover.training.engines.buffers import ClientInputs, JobResult, StepBuffers, StepSignature, allocate_buffers
+from fedcover.training.engines.buffers import (
+    ClientInputs,
+    JobResult,
+    StepBuffers,
+    StepSignature,
+    allocate_buffers,
+)
 from fedcover.training.engines.compilation import (
     StepBackend,
     _check_replayable,
@@ -57,7 +63,10 @@ class StepRunner:
         """Make steps of these batch sizes fast, if they are not; whether that has spoilt what is in the lane."""
         new = [size for size in dict.fromkeys(sizes) if size not in self.steps]
         for size in new:
-            with precision_context(self.precision, self.step_buffers.tensors.x.device), cudnn_benchmark():
+            with (
+                precision_context(self.precision, self.step_buffers.tensors.x.device),
+                cudnn_benchmark(),
+            ):
                 _check_replayable(self.step_buffers, size)
                 self.steps[size] = self.backend(self.step_buffers, size)
         return bool(new)
@@ -65,7 +74,10 @@ class StepRunner:
     def run_step(self, step: int) -> None:
         """Make a step, if the clients here have so many."""
         if step < len(self.batch_sizes):
-            with on_stream(self.stream), precision_context(self.precision, self.step_buffers.tensors.x.device):
+            with (
+                on_stream(self.stream),
+                precision_context(self.precision, self.step_buffers.tensors.x.device),
+            ):
                 self.steps[self.batch_sizes[step]]()
 
     def results(self) -> list[JobResult]:
@@ -118,7 +130,11 @@ class RunnerCache:
             self._evict_runners(device)
             stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
             step_buffers = allocate_buffers(
-                signature, clients[0], stack_size, bf16=precision == "bf16", fused=backend is not inductor_backend
+                signature,
+                clients[0],
+                stack_size,
+                bf16=precision == "bf16",
+                fused=backend is not inductor_backend,
             )
             self.runners[key] = StepRunner(
                 step_buffers, backend, "fp32" if step_buffers.step.bf16 else precision, stream

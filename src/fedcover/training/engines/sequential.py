@@ -8,7 +8,12 @@ from fedcover.types import Client, Reduction, State, Task, Update
 
 
 def sequential(
-    task: Task, state: State, work: Sequence[tuple[Client, Reduction]], lr: float, *, precision: str = "fp32"
+    task: Task,
+    state: State,
+    work: Sequence[tuple[Client, Reduction]],
+    lr: float,
+    *,
+    precision: str = "fp32",
 ) -> Iterator[Update]:
     """Train the clients in the given order."""
     device = next(iter(state.params.values())).device

@@ -95,7 +95,9 @@ class SGDStep:
         )
         loss = loss.detach().to(tensors.losses_T.dtype)
         if self.stacked:
-            tensors.losses_T.index_put_((tensors.step, torch.arange(len(loss), device=loss.device)), loss)
+            tensors.losses_T.index_put_(
+                (tensors.step, torch.arange(len(loss), device=loss.device)), loss
+            )
         else:
             tensors.losses_T.index_copy_(0, tensors.step.view(1), loss[None])
         with torch.no_grad():
@@ -106,17 +108,25 @@ class SGDStep:
         tensors.step.add_(1)
         schedule.cursor.add_(1)
 
-    def _client_gradients(self, tensors: StepTensors, rows_B: Tensor, drawn_BK: Tensor) -> tuple[Params, Tensor]:
+    def _client_gradients(
+        self, tensors: StepTensors, rows_B: Tensor, drawn_BK: Tensor
+    ) -> tuple[Params, Tensor]:
         x = AUGMENTATIONS[self.local.augment].apply(tensors.x[rows_B], drawn_BK)
         if self.channels_last:
             x = x.contiguous(memory_format=torch.channels_last)
         with torch.enable_grad():
             leaves = {name: p.detach().requires_grad_() for name, p in tensors.params.items()}
-            loss = self._loss(leaves, tensors.buffers, tensors.carry, x, tensors.y[rows_B], tensors.step)
-            found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+            loss = self._loss(
+                leaves, tensors.buffers, tensors.carry, x, tensors.y[rows_B], tensors.step
+            )
+            found = torch.autograd.grad(
+                loss, list(leaves.values()), allow_unused=True, materialize_grads=True
+            )
         return dict(zip(leaves, found, strict=True)), loss
 
-    def _stacked_gradients(self, tensors: StepTensors, rows_CB: Tensor, drawn_CBK: Tensor) -> tuple[Params, Tensor]:
+    def _stacked_gradients(
+        self, tensors: StepTensors, rows_CB: Tensor, drawn_CBK: Tensor
+    ) -> tuple[Params, Tensor]:
         clients_C1 = torch.arange(len(rows_CB), device=rows_CB.device)[:, None]
         x_CB, y_CB = tensors.x[clients_C1, rows_CB], tensors.y[clients_C1, rows_CB]
         if self.local.augment != "none":
@@ -128,25 +138,41 @@ class SGDStep:
             )
         return found
 
-    def _loss(self, params: Params, buffers: Params, carry: Carry, x: Tensor, y: Tensor, step: Tensor) -> Tensor:
+    def _loss(
+        self, params: Params, buffers: Params, carry: Carry, x: Tensor, y: Tensor, step: Tensor
+    ) -> Tensor:
         def forward(values: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
             if self.bf16:
                 weights = values if self.stacked_kernels else _to_bf16(values)
-                return self.functional_forward(_to_bf16(buffers), weights, _to_bf16({"": inputs})[""]).float()
+                return self.functional_forward(
+                    _to_bf16(buffers), weights, _to_bf16({"": inputs})[""]
+                ).float()
             names = [name for name in self.cast_params if name in values]
             turned = _ForeachCast.apply(*(values[name] for name in names)) if names else ()  # type: ignore[no-untyped-call]
-            return self.functional_forward(buffers, {**values, **dict(zip(names, turned, strict=True))}, inputs)
+            return self.functional_forward(
+                buffers, {**values, **dict(zip(names, turned, strict=True))}, inputs
+            )
 
         return self.recipe.loss(forward, params, Batch(x, y, step), carry)
 
     def _sgd_update(self, tensors: StepTensors, gradients: Params) -> None:
         """`training.descend`, for one client or a crew, with a learning rate that is a tensor."""
         lead, local = int(self.stacked), self.local
-        gradients = {name: g * tensors.masks[name] if name in tensors.masks else g for name, g in gradients.items()}
+        gradients = {
+            name: g * tensors.masks[name] if name in tensors.masks else g
+            for name, g in gradients.items()
+        }
         if local.clip is not None:
-            length = torch.stack([g.flatten(lead).square().sum(-1) for g in gradients.values()]).sum(0).sqrt()
+            length = (
+                torch.stack([g.flatten(lead).square().sum(-1) for g in gradients.values()])
+                .sum(0)
+                .sqrt()
+            )
             scale = (local.clip / (length + 1e-6)).clamp(max=1.0)
-            gradients = {name: g * scale.view(*scale.shape, *[1] * (g.ndim - lead)) for name, g in gradients.items()}
+            gradients = {
+                name: g * scale.view(*scale.shape, *[1] * (g.ndim - lead))
+                for name, g in gradients.items()
+            }
         if self.fused:
             names = list(tensors.params)
             sgd(
@@ -158,14 +184,22 @@ class SGDStep:
             )  # fmt: skip
             return
         for name, weight in tensors.params.items():
-            change = gradients[name] + local.weight_decay * weight if local.weight_decay else gradients[name]
+            change = (
+                gradients[name] + local.weight_decay * weight
+                if local.weight_decay
+                else gradients[name]
+            )
             tensors.velocity[name].mul_(local.momentum).add_(change)
             weight.sub_(tensors.velocity[name] * tensors.lr)
 
 
 def _match_memory_format(weight: Tensor, gradient: Tensor) -> Tensor:
     """The gradient in its weight's memory format, which the fused step wants."""
-    return gradient if gradient.stride() == weight.stride() else torch.empty_like(weight).copy_(gradient)
+    return (
+        gradient
+        if gradient.stride() == weight.stride()
+        else torch.empty_like(weight).copy_(gradient)
+    )
 
 
 def _to_bf16(tensors: Mapping[str, Tensor]) -> Params:
@@ -227,7 +261,10 @@ def tree_map(function: Callable[..., Tensor], first: Carry, *others: Carry) -> C
     if isinstance(first, Tensor):
         return function(first, *others)
     if isinstance(first, dict):
-        made = {n: tree_map(function, first[n], *(other[n] for other in others)) for n in sorted(first, key=str)}
+        made = {
+            n: tree_map(function, first[n], *(other[n] for other in others))
+            for n in sorted(first, key=str)
+        }
         return {name: made[name] for name in first}
     return tuple(tree_map(function, *parts) for parts in zip(first, *others, strict=True))
 
@@ -235,7 +272,9 @@ def tree_map(function: Callable[..., Tensor], first: Carry, *others: Carry) -> C
 def tree_copy_(room: Carry, values: Carry) -> None:
     """Put the tensors of a tree into those of another of the same form."""
     if tree_spec(room) != tree_spec(values):
-        raise UnsupportedByEngine("what the recipe remembers does not keep its names, shapes and types")
+        raise UnsupportedByEngine(
+            "what the recipe remembers does not keep its names, shapes and types"
+        )
     for old, new in zip(tree_leaves(room), tree_leaves(values), strict=True):
         old.copy_(new)
 

@@ -21,8 +21,14 @@ SUPPORTED_LAYERS = (nn.Conv2d, nn.BatchNorm2d, nn.Linear)
 
 def has_stacked_kernels(module: nn.Module) -> bool:
     """Whether Triton is there, and a model has convolutions but no parameters of layers that are not known here."""
-    own = [layer for layer in module.modules() if next(layer.parameters(recurse=False), None) is not None]
-    known = any(isinstance(layer, nn.Conv2d) for layer in own) and all(type(layer) in SUPPORTED_LAYERS for layer in own)
+    own = [
+        layer
+        for layer in module.modules()
+        if next(layer.parameters(recurse=False), None) is not None
+    ]
+    known = any(isinstance(layer, nn.Conv2d) for layer in own) and all(
+        type(layer) in SUPPORTED_LAYERS for layer in own
+    )
     return known and find_spec("triton") is not None
 
 
@@ -46,9 +52,19 @@ def _conv2d(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
     groups: int = 1,
 ) -> Tensor:  # fmt: skip
-    how = [_pair(stride), _pair(0 if isinstance(padding, str) else padding), tuple(weight.shape[-2:])]
+    how = [
+        _pair(stride),
+        _pair(0 if isinstance(padding, str) else padding),
+        tuple(weight.shape[-2:]),
+    ]
     square = all(down == across for down, across in how)
-    if not square or isinstance(padding, str) or _pair(dilation) != (1, 1) or groups != 1 or x.ndim != 4:
+    if (
+        not square
+        or isinstance(padding, str)
+        or _pair(dilation) != (1, 1)
+        or groups != 1
+        or x.ndim != 4
+    ):
         narrow = None if bias is None else bias.to(x.dtype)
         return F.conv2d(x, weight.to(x.dtype), narrow, stride, padding, dilation, groups)
     made: Tensor = StackedConv2d.apply(x, weight, how[0][0], how[1][0])[0]  # type: ignore[no-untyped-call]
@@ -59,8 +75,17 @@ def _batch_norm(
     x: Tensor, running_mean: Any, running_var: Any, weight: Tensor | None = None, bias: Tensor | None = None,
     training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
 ) -> Tensor | None:  # fmt: skip
-    single = x.ndim == 4 and x.numel() == x.shape[1]  # of which there is no statistic: torch refuses it
-    if not training or running_mean is not None or weight is None or bias is None or x.ndim != 4 or single:
+    single = (
+        x.ndim == 4 and x.numel() == x.shape[1]
+    )  # of which there is no statistic: torch refuses it
+    if (
+        not training
+        or running_mean is not None
+        or weight is None
+        or bias is None
+        or x.ndim != 4
+        or single
+    ):
         return None
     made: tuple[Tensor, ...] = StackedBatchNorm.apply(x, weight, bias, eps)  # type: ignore[no-untyped-call]
     return made[0]
@@ -142,7 +167,14 @@ class StackedConv2dBackward(Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: Any, back: Tensor, x: Tensor, weight_TIO: Tensor, stride: int, padding: int, inputs: bool
+        info: Any,
+        in_dims: Any,
+        back: Tensor,
+        x: Tensor,
+        weight_TIO: Tensor,
+        stride: int,
+        padding: int,
+        inputs: bool,
     ) -> tuple[tuple[Tensor, Tensor], Any]:
         """Of a crew."""
         from fedcover.training.engines.triton_kernels import convolve, weigh
@@ -150,11 +182,15 @@ class StackedConv2dBackward(Function):
         back, x, weight_GTIO = _batch_dim_first(info, in_dims, back, x, weight_TIO)
         back_last = _channels_last(back)
         if inputs:
-            gradient = convolve(back_last, weight_GTIO, stride, padding, (x.shape[-2], x.shape[-1]), back=True)
+            gradient = convolve(
+                back_last, weight_GTIO, stride, padding, (x.shape[-2], x.shape[-1]), back=True
+            )
             gradient = gradient.movedim(-1, 2)
         else:
             gradient = x.new_empty(info.batch_size)
-        weights = weigh(_channels_last(x), back_last, round(weight_GTIO.shape[1] ** 0.5), stride, padding)
+        weights = weigh(
+            _channels_last(x), back_last, round(weight_GTIO.shape[1] ** 0.5), stride, padding
+        )
         return (gradient, from_taps(weights)), (0, 0)
 
 
@@ -164,7 +200,9 @@ class StackedBatchNorm(Function):
     generate_vmap_rule = False
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        x: Tensor, weight: Tensor, bias: Tensor, epsilon: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Of one client."""
         wide = x.float() if x.dtype == torch.bfloat16 else x
         variance, mean = torch.var_mean(wide, (0, 2, 3), correction=0)
@@ -193,7 +231,9 @@ class StackedBatchNorm(Function):
         from fedcover.training.engines.triton_kernels import normalise
 
         x, weight, bias = _batch_dim_first(info, in_dims, x, weight, bias)
-        made, mean, scale = normalise(_channels_last(x), weight.contiguous(), bias.contiguous(), epsilon)
+        made, mean, scale = normalise(
+            _channels_last(x), weight.contiguous(), bias.contiguous(), epsilon
+        )
         return (made.movedim(-1, 2), mean, scale), (0, 0, 0)
 
 
@@ -203,14 +243,20 @@ class StackedBatchNormBackward(Function):
     generate_vmap_rule = False
 
     @staticmethod
-    def forward(back: Tensor, x: Tensor, weight: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        back: Tensor, x: Tensor, weight: Tensor, mean: Tensor, scale: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Of one client."""
         slope = back.to(mean.dtype)
         value = (x.to(mean.dtype) - mean[:, None, None]) * scale[:, None, None]
         bias, own = slope.sum((0, 2, 3)), (slope * value).sum((0, 2, 3))
         number = x.numel() // x.shape[1]
         made = slope - (bias / number)[:, None, None] - value * (own / number)[:, None, None]
-        return (made * (weight * scale)[:, None, None]).to(x.dtype), own.to(weight.dtype), bias.to(weight.dtype)
+        return (
+            (made * (weight * scale)[:, None, None]).to(x.dtype),
+            own.to(weight.dtype),
+            bias.to(weight.dtype),
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -218,13 +264,21 @@ class StackedBatchNormBackward(Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: Any, back: Tensor, x: Tensor, weight: Tensor, mean: Tensor, scale: Tensor
+        info: Any,
+        in_dims: Any,
+        back: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        mean: Tensor,
+        scale: Tensor,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Any]:
         """Of a crew."""
         from fedcover.training.engines.triton_kernels import normalise_back
 
         back, x, weight, mean, scale = _batch_dim_first(info, in_dims, back, x, weight, mean, scale)
-        made, own, bias = normalise_back(_channels_last(back), _channels_last(x), weight.contiguous(), mean, scale)
+        made, own, bias = normalise_back(
+            _channels_last(back), _channels_last(x), weight.contiguous(), mean, scale
+        )
         return (made.movedim(-1, 2), own.to(weight.dtype), bias.to(weight.dtype)), (0, 0, 0)
 
 
@@ -259,4 +313,6 @@ def from_taps(weight_TIO: Tensor) -> Tensor:
     """
     *lead, number, inputs, outputs = weight_TIO.shape
     side = round(number**0.5)
-    return weight_TIO.view(*lead, side, side, inputs, outputs).movedim((-4, -3, -2, -1), (-2, -1, -3, -4))
+    return weight_TIO.view(*lead, side, side, inputs, outputs).movedim(
+        (-4, -3, -2, -1), (-2, -1, -3, -4)
+    )

@@ -45,13 +45,17 @@ def _convolve(
             there = up > -1
         there = there & (m < pixels) & (up >= 0) & (up < height) & (left >= 0) & (left < width)
         at = ((image * height + up) * width + left) * fan_in
-        a = tl.load(x + at[:, None] + k[None, :], mask=there[:, None] & (k < fan_in)[None, :], other=0.0)
+        a = tl.load(
+            x + at[:, None] + k[None, :], mask=there[:, None] & (k < fan_in)[None, :], other=0.0
+        )
         at_k = tap * fan_in * fan_out + k * w_in
         known = (k < fan_in)[:, None] & (n < fan_out)[None, :]
         b = tl.load(weight + at_k[:, None] + (n * w_out)[None, :], mask=known, other=0.0)
         total = tl.dot(a, b, total, input_precision="ieee" if EXACT else "tf32")
     at = client * pixels * fan_out + m[:, None] * fan_out + n[None, :]
-    tl.store(y + at, total.to(y.dtype.element_ty), mask=(m < pixels)[:, None] & (n < fan_out)[None, :])
+    tl.store(
+        y + at, total.to(y.dtype.element_ty), mask=(m < pixels)[:, None] & (n < fan_out)[None, :]
+    )
 
 
 @triton.jit
@@ -77,8 +81,14 @@ def _weigh(
         left = (place % out_width) * STRIDE - PADDING + tap % SIDE
         there = (p < pixels) & (up >= 0) & (up < height) & (left >= 0) & (left < width)
         at = ((image * height + up) * width + left) * fan_in
-        a = tl.load(x + at[:, None] + i[None, :], mask=there[:, None] & (i < fan_in)[None, :], other=0.0)
-        b = tl.load(back + (p * fan_out)[:, None] + o[None, :], mask=there[:, None] & (o < fan_out)[None, :], other=0.0)
+        a = tl.load(
+            x + at[:, None] + i[None, :], mask=there[:, None] & (i < fan_in)[None, :], other=0.0
+        )
+        b = tl.load(
+            back + (p * fan_out)[:, None] + o[None, :],
+            mask=there[:, None] & (o < fan_out)[None, :],
+            other=0.0,
+        )
         total = tl.dot(tl.trans(a), b, total, input_precision="ieee" if EXACT else "tf32")
     clients = tl.num_programs(2)
     first = ((part * clients + client) * SIDE * SIDE + tap) * fan_in * fan_out
@@ -100,8 +110,12 @@ def _moments(
     for start in range(chunk * share, tl.minimum(chunk * share + share, pixels), BLOCK_P):
         p = start + tl.arange(0, BLOCK_P)
         here = ((p < pixels) & (p < chunk * share + share))[:, None] & (c < channels)[None, :]
-        value = tl.load(x + (p * channels)[:, None] + c[None, :], mask=here, other=0.0).to(tl.float32)
-        number = tl.minimum(BLOCK_P, tl.minimum(pixels, chunk * share + share) - start).to(tl.float32)
+        value = tl.load(x + (p * channels)[:, None] + c[None, :], mask=here, other=0.0).to(
+            tl.float32
+        )
+        number = tl.minimum(BLOCK_P, tl.minimum(pixels, chunk * share + share) - start).to(
+            tl.float32
+        )
         own = tl.sum(value, 0) / number
         off = tl.where(here, value - own[None, :], 0.0)
         gap, both = own - mean, seen + number
@@ -190,9 +204,13 @@ def _norm_backward(
     slope_of = tl.load(weight + known, mask=c < channels, other=0.0).to(tl.float32) * times
     here = (p < pixels)[:, None] & (c < channels)[None, :]
     at = client * pixels * channels + (p * channels)[:, None] + c[None, :]
-    value = (tl.load(x + at, mask=here, other=0.0).to(tl.float32) - middle[None, :]) * times[None, :]
+    value = (tl.load(x + at, mask=here, other=0.0).to(tl.float32) - middle[None, :]) * times[
+        None, :
+    ]
     slope = tl.load(back + at, mask=here, other=0.0).to(tl.float32)
-    made = (slope - (total / pixels)[None, :] - value * (product / pixels)[None, :]) * slope_of[None, :]
+    made = (slope - (total / pixels)[None, :] - value * (product / pixels)[None, :]) * slope_of[
+        None, :
+    ]
     tl.store(out + at, made.to(out.dtype.element_ty), mask=here)
 
 
@@ -205,7 +223,13 @@ def clamped_power_of_2(number: int, least: int, most: int) -> int:
 
 
 def convolve(
-    x_GBHWC: Tensor, weight_GTIO: Tensor, stride: int, padding: int, size: tuple[int, int], *, back: bool
+    x_GBHWC: Tensor,
+    weight_GTIO: Tensor,
+    stride: int,
+    padding: int,
+    size: tuple[int, int],
+    *,
+    back: bool,
 ) -> Tensor:
     """A layer's output; or, `back`, the gradient of its input of some size from that of its output."""
     clients, images, height, width, fan_in = x_GBHWC.shape
@@ -230,14 +254,18 @@ def weigh(x_GBHWC: Tensor, back_GBHWC: Tensor, side: int, stride: int, padding: 
     clients, images, height, width, fan_in = x_GBHWC.shape
     *size, fan_out = back_GBHWC.shape[2:]
     pixels = images * size[0] * size[1]
-    large = max(side * side * clients * (fan_in // 128) * (fan_out // 128), pixels // 16) >= PROGRAMS
+    large = (
+        max(side * side * clients * (fan_in // 128) * (fan_out // 128), pixels // 16) >= PROGRAMS
+    )
     most = 128 if large and min(fan_in, fan_out) >= 128 else 64
     block_i, block_o = clamped_power_of_2(fan_in, 16, most), clamped_power_of_2(fan_out, 16, most)
     tiles_in, tiles_out = triton.cdiv(fan_in, block_i), triton.cdiv(fan_out, block_o)
     tiles = side * side * tiles_in * tiles_out
     parts = max(1, min(CHUNKS, 4 * PROGRAMS // (tiles * clients), triton.cdiv(pixels, 256)))
     share = triton.cdiv(triton.cdiv(pixels, parts), 64) * 64
-    found = torch.empty(parts, clients, side * side, fan_in, fan_out, dtype=torch.float32, device=x_GBHWC.device)
+    found = torch.empty(
+        parts, clients, side * side, fan_in, fan_out, dtype=torch.float32, device=x_GBHWC.device
+    )
     _weigh[tiles, parts, clients](
         x_GBHWC, back_GBHWC, found, pixels, height, width, *size, fan_in, fan_out, x_GBHWC.stride(0),
         back_GBHWC.stride(0), share, tiles_in, tiles_out,
@@ -247,7 +275,9 @@ def weigh(x_GBHWC: Tensor, back_GBHWC: Tensor, side: int, stride: int, padding: 
     return found[0] if parts == 1 else found.sum(0)
 
 
-def normalise(x_GBHWC: Tensor, weight_GC: Tensor, bias_GC: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
+def normalise(
+    x_GBHWC: Tensor, weight_GC: Tensor, bias_GC: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Batch norm by the batch's own statistics; also its mean and its scale."""
     clients, channels = weight_GC.shape
     pixels = x_GBHWC[0].numel() // channels
@@ -256,7 +286,9 @@ def normalise(x_GBHWC: Tensor, weight_GC: Tensor, bias_GC: Tensor, epsilon: floa
     means, squares = x_GBHWC.new_empty(2, clients, CHUNKS, channels, dtype=torch.float32)
     mean, scale = x_GBHWC.new_empty(2, clients, channels, dtype=torch.float32)
     y = torch.empty_like(x_GBHWC)
-    _moments[CHUNKS, tiles, clients](x_GBHWC, means, squares, pixels, channels, share, BLOCK_P=block_p, BLOCK_C=block_c)
+    _moments[CHUNKS, tiles, clients](
+        x_GBHWC, means, squares, pixels, channels, share, BLOCK_P=block_p, BLOCK_C=block_c
+    )
     _normalise[triton.cdiv(pixels, block_p), tiles, clients](
         x_GBHWC, y, means, squares, weight_GC, bias_GC, mean, scale, pixels, channels, share, epsilon,
         CHUNKS=CHUNKS, BLOCK_P=block_p, BLOCK_C=block_c,

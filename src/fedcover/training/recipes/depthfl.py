@@ -31,7 +31,9 @@ def depthfl(*, exits: str = "all", distil: float = 1.0) -> Recipe:
             return own
         log_EBK = logits_EBK.log_softmax(-1)
         taught = [
-            F.kl_div(log_EBK[learner], log_EBK[teacher].detach(), reduction="batchmean", log_target=True)
+            F.kl_div(
+                log_EBK[learner], log_EBK[teacher].detach(), reduction="batchmean", log_target=True
+            )
             for learner in range(count)
             for teacher in range(count)
             if learner != teacher
@@ -41,11 +43,22 @@ def depthfl(*, exits: str = "all", distil: float = 1.0) -> Recipe:
     def finish(assignment: Assignment, forward: Forward, params: Params, carry: Carry) -> Outcome:
         if exits == "all":
             return Outcome(params)
-        held = [names for names in assignment.task.model.exits if all(name in params for name in names)]
-        idle = [name for names in held[:-1] for name in names]  # they must not dilute those of shallower clients
-        return Outcome(params, bits={name: torch.zeros_like(params[name], dtype=torch.bool) for name in idle})
+        held = [
+            names for names in assignment.task.model.exits if all(name in params for name in names)
+        ]
+        idle = [
+            name for names in held[:-1] for name in names
+        ]  # they must not dilute those of shallower clients
+        return Outcome(
+            params, bits={name: torch.zeros_like(params[name], dtype=torch.bool) for name in idle}
+        )
 
-    return Recipe(loss, finish=finish, exits=True, model=_require_named_exits if exits == "last" else _identity)
+    return Recipe(
+        loss,
+        finish=finish,
+        exits=True,
+        model=_require_named_exits if exits == "last" else _identity,
+    )
 
 
 def _identity(model: Model) -> Model:

@@ -14,7 +14,17 @@ from torch.nn import functional as F
 from fedcover.errors import InvalidValue
 from fedcover.submodels.unit_groups import separate_buffers
 from fedcover.training.recipes.fedprox import cross_entropy
-from fedcover.types import Assignment, Carry, Cut, Forward, Model, Outcome, Params, Recipe, UnitGroup
+from fedcover.types import (
+    Assignment,
+    Carry,
+    Cut,
+    Forward,
+    Model,
+    Outcome,
+    Params,
+    Recipe,
+    UnitGroup,
+)
 
 INITIAL_SCORE, SCORE_THRESHOLD = 2.0**-7, 2.0**-8
 """Every weight is used at first. A vote is worth START, so that half of the votes reach the threshold, exactly."""
@@ -29,7 +39,10 @@ def fedmask() -> Recipe:
 
     def finish(assignment: Assignment, forward: Forward, params: Params, carry: Carry) -> Outcome:
         return Outcome(
-            {name: INITIAL_SCORE * (scores >= SCORE_THRESHOLD).to(scores.dtype) for name, scores in params.items()}
+            {
+                name: INITIAL_SCORE * (scores >= SCORE_THRESHOLD).to(scores.dtype)
+                for name, scores in params.items()
+            }
         )
 
     return Recipe(cross_entropy, finish=finish, model=replace_weights_with_scores)
@@ -58,11 +71,16 @@ class MaskedConv2d(nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:
         """Use the weights that the scores choose."""
-        output: Tensor = self._conv_forward(input, apply_scores(self.frozen, self.weight), self.bias)
+        output: Tensor = self._conv_forward(
+            input, apply_scores(self.frozen, self.weight), self.bias
+        )
         return output
 
 
-MASKED_LAYERS: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: MaskedLinear, nn.Conv2d: MaskedConv2d}
+MASKED_LAYERS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: MaskedLinear,
+    nn.Conv2d: MaskedConv2d,
+}
 
 
 def replace_weights_with_scores(model: Model) -> Model:
@@ -77,7 +95,9 @@ def replace_weights_with_scores(model: Model) -> Model:
                 layer.__class__ = MASKED_LAYERS[type(layer)]
                 frozen.add(f"{path}.weight")
             elif parameter.ndim > 1:
-                raise InvalidValue(f"recipe fedmask cannot mask {path}.{name}, a weight of a {type(layer).__name__}")
+                raise InvalidValue(
+                    f"recipe fedmask cannot mask {path}.{name}, a weight of a {type(layer).__name__}"
+                )
             else:
                 delattr(layer, name)
                 layer.register_buffer(name, parameter.detach().clone())
@@ -85,7 +105,8 @@ def replace_weights_with_scores(model: Model) -> Model:
         model,
         module=module,
         groups=separate_buffers(
-            [_add_frozen_cuts(g, frozen) for g in model.groups], {name for name, _ in module.named_parameters()}
+            [_add_frozen_cuts(g, frozen) for g in model.groups],
+            {name for name, _ in module.named_parameters()},
         ),
         classifier=tuple(name for name in model.classifier if name in frozen),
     )

@@ -30,7 +30,9 @@ def prox(*, mu: float = 0.01) -> Recipe:
         return {name: p.detach().clone() for name, p in params.items()}
 
     def loss(forward: Forward, params: Params, batch: Batch, carry: Carry) -> Tensor:
-        distance = torch.stack([((params[name] - sent) ** 2).sum() for name, sent in carry.items()]).sum()
+        distance = torch.stack(
+            [((params[name] - sent) ** 2).sum() for name, sent in carry.items()]
+        ).sum()
         return cross_entropy(forward, params, batch, carry) + mu / 2 * distance
 
     return Recipe(loss, start)

@@ -53,7 +53,9 @@ def fiarse(*, scope: str = "model", surrogate: bool = True) -> Recipe:
 
     def start(assignment: Assignment, params: Params) -> Carry:
         if isinstance(assignment.reduction, Slices):
-            raise InvalidValue("recipe fiarse trains within masks, and this policy gives slices: use policy magnitude")
+            raise InvalidValue(
+                "recipe fiarse trains within masks, and this policy gives slices: use policy magnitude"
+            )
         masks = assignment.reduction.gradient_mask()
         least = {name: _min_magnitude(params[name][bits]) for name, bits in masks.items()}
         if scope == "model" and least:
@@ -61,7 +63,9 @@ def fiarse(*, scope: str = "model", surrogate: bool = True) -> Recipe:
         return least
 
     def loss(forward: Forward, params: Params, batch: Batch, carry: Carry) -> Tensor:
-        apply: Callable[[Tensor, Tensor], Tensor] = _ImportanceMask.apply if surrogate else _hard_threshold
+        apply: Callable[[Tensor, Tensor], Tensor] = (
+            _ImportanceMask.apply if surrogate else _hard_threshold
+        )
         chosen = {name: apply(params[name], threshold) for name, threshold in carry.items()}
         return cross_entropy(forward, {**params, **chosen}, batch, carry)
 
@@ -70,4 +74,8 @@ def fiarse(*, scope: str = "model", surrogate: bool = True) -> Recipe:
 
 def _min_magnitude(kept: Tensor) -> Tensor:
     """The smallest magnitude; infinite where nothing is kept."""
-    return kept.abs().min() if len(kept) else torch.full((), torch.inf, dtype=kept.dtype, device=kept.device)
+    return (
+        kept.abs().min()
+        if len(kept)
+        else torch.full((), torch.inf, dtype=kept.dtype, device=kept.device)
+    )

@@ -30,10 +30,16 @@ def fjord(*, widths: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8, 1.0), distil: floa
 
     def start(assignment: Assignment, params: Params) -> Carry:
         levels = client_widths(assignment, widths)
-        draw = generator(assignment.task.seed, "fjord", assignment.state.round, assignment.client.id)
+        draw = generator(
+            assignment.task.seed, "fjord", assignment.state.round, assignment.client.id
+        )
         schedule = torch.randint(len(levels), (assignment.steps,), generator=draw)
         schedule = schedule.to(next(iter(params.values())).device)
-        return nested_masks(assignment, params, levels), schedule, client_norm_statistics(assignment)
+        return (
+            nested_masks(assignment, params, levels),
+            schedule,
+            client_norm_statistics(assignment),
+        )
 
     def loss(forward: Forward, params: Params, batch: Batch, carry: Carry) -> Tensor:
         masks, schedule, statistics = carry
@@ -63,7 +69,9 @@ def client_widths(assignment: Assignment, widths: tuple[float, ...]) -> list[flo
     units = client_units(assignment)
     groups = assignment.task.model.groups
     own = assignment.client.capacity
-    if any(num_units_kept(group.size, own) != len(units[group.name]) for group in groups):  # a share of the parameters
+    if any(
+        num_units_kept(group.size, own) != len(units[group.name]) for group in groups
+    ):  # a share of the parameters
         own = max(len(units[group.name]) / group.size for group in groups)
     return sorted(width for width in set(widths) if width <= own + 1e-9) or [own]
 
@@ -74,17 +82,23 @@ def nested_masks(assignment: Assignment, params: Params, levels: list[float]) ->
     cut = dict.fromkeys(c.tensor for g in groups for c in g.cuts if c.tensor in params)
     own = Slices(groups, units)
     parts = [
-        Slices(groups, {g.name: units[g.name][: num_units_kept(g.size, level)] for g in groups}) for level in levels
+        Slices(groups, {g.name: units[g.name][: num_units_kept(g.size, level)] for g in groups})
+        for level in levels
     ]
 
     def mask(part: Slices, name: str) -> Tensor:
         if name in part.absent:
             return torch.zeros_like(params[name])
         shape = assignment.state.params[name].shape
-        return overlap_mask(own.region(name, shape), part.region(name, shape), shape).to(params[name])
+        return overlap_mask(own.region(name, shape), part.region(name, shape), shape).to(
+            params[name]
+        )
 
     return {name: torch.stack([mask(part, name) for part in parts]) for name in cut}
 
 
 def _apply_level_mask(params: Params, masks: Params, level_1: Tensor) -> Params:
-    return {name: p * masks[name].index_select(0, level_1)[0] if name in masks else p for name, p in params.items()}
+    return {
+        name: p * masks[name].index_select(0, level_1)[0] if name in masks else p
+        for name, p in params.items()
+    }

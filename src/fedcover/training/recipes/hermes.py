@@ -37,19 +37,31 @@ def hermes(*, step: float = 0.2, good_enough: float = 0.5) -> Recipe:
         kept, trained = _kept_units(assignment), _apply_mask(params, carry)
         shard = assignment.task.source.shard(assignment.client.id)
         with torch.no_grad():
-            answers = forward({**trained, **client_norm_statistics(assignment)}, shard.samples.x[shard.index]).argmax(1)
+            answers = forward(
+                {**trained, **client_norm_statistics(assignment)}, shard.samples.x[shard.index]
+            ).argmax(1)
         if float((answers == shard.samples.y[shard.index]).double().mean()) >= good_enough:
             goal = _target_width(assignment)
-            kept = {g.name: _prune_units(g, kept[g.name], goal, step, trained) for g in assignment.task.model.groups}
-        return Outcome(trained, bits=carry, private={f"units.{name}": units for name, units in kept.items()})
+            kept = {
+                g.name: _prune_units(g, kept[g.name], goal, step, trained)
+                for g in assignment.task.model.groups
+            }
+        return Outcome(
+            trained, bits=carry, private={f"units.{name}": units for name, units in kept.items()}
+        )
 
     return Recipe(loss, start, finish=finish, chooses=True)
 
 
 def _kept_units(assignment: Assignment) -> dict[str, Tensor]:
     """The units that the client's own mask keeps: all of them at first."""
-    everything = {g.name: torch.ones(g.size, dtype=torch.bool) for g in assignment.task.model.groups}
-    return {name: assignment.private.get(f"units.{name}", units).cpu() for name, units in everything.items()}
+    everything = {
+        g.name: torch.ones(g.size, dtype=torch.bool) for g in assignment.task.model.groups
+    }
+    return {
+        name: assignment.private.get(f"units.{name}", units).cpu()
+        for name, units in everything.items()
+    }
 
 
 def _target_width(assignment: Assignment) -> float:
@@ -64,14 +76,18 @@ def _apply_mask(params: Params, bits: dict[str, Tensor]) -> Params:
     return {name: p * bits[name] if name in bits else p for name, p in params.items()}
 
 
-def _unit_mask(groups: tuple[UnitGroup, ...], kept: dict[str, Tensor], params: Params) -> dict[str, Tensor]:
+def _unit_mask(
+    groups: tuple[UnitGroup, ...], kept: dict[str, Tensor], params: Params
+) -> dict[str, Tensor]:
     """The client's own mask over the tensors that its groups cut."""
     units = {name: mask.nonzero().flatten() for name, mask in kept.items()}
     cut = {cut.tensor: params[cut.tensor] for g in groups for cut in g.cuts if cut.tensor in params}
     return Slices(groups, units).mask(cut)
 
 
-def _prune_units(group: UnitGroup, kept: Tensor, goal: float, step: float, params: Params) -> Tensor:
+def _prune_units(
+    group: UnitGroup, kept: Tensor, goal: float, step: float, params: Params
+) -> Tensor:
     """The group's units after one more pruning: the shortest of those left go, never below the goal."""
     if group.nested:  # its units come in order, so none can go by its length
         return kept

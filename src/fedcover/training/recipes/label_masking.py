@@ -39,7 +39,9 @@ def mask_absent_labels(recipe: Recipe, *, absent: str = "free", rows: bool = Fal
 
         def filled(values: Params, x: Tensor) -> Tensor:
             logits = forward(values, x)
-            by_label = held.view(-1, *[1] * (batch.y.ndim - 1))  # places of a sequence come after the labels
+            by_label = held.view(
+                -1, *[1] * (batch.y.ndim - 1)
+            )  # places of a sequence come after the labels
             return logits if fill is None else torch.where(by_label, logits, fill)
 
         return recipe.loss(filled, params, batch, inner)  # type: ignore[arg-type]
@@ -52,9 +54,18 @@ def mask_absent_labels(recipe: Recipe, *, absent: str = "free", rows: bool = Fal
         outcome = recipe.finish(assignment, forward, params, inner)
         classifier = assignment.task.model.classifier if rows else ()
         bits = dict(outcome.bits)
-        for name in (name for name in classifier if name in params):  # an exit may be out of the client's reach
+        for name in (
+            name for name in classifier if name in params
+        ):  # an exit may be out of the client's reach
             taught = held.view(-1, *[1] * (params[name].ndim - 1)).expand_as(params[name])
             bits[name] = bits[name] & taught if name in bits else taught
         return replace(outcome, bits=bits)
 
-    return replace(recipe, loss=loss, start=start, observe=observe, finish=finish, chooses=recipe.chooses or rows)
+    return replace(
+        recipe,
+        loss=loss,
+        start=start,
+        observe=observe,
+        finish=finish,
+        chooses=recipe.chooses or rows,
+    )

@@ -26,8 +26,12 @@ def prunefl(*, every: int = RECONFIGURE_EVERY) -> Recipe:
     def start(assignment: Assignment, params: Params) -> Carry:
         measured, round = assignment.state.measured, assignment.state.round
         bits, prunable = assignment.reduction.gradient_mask(), assignment.task.model.prunable
-        trained_in = {name: torch.full_like(params[name], round + 1) * bits.get(name, 1) for name in prunable}
-        since = last_answered_round({kind: local_params(tensors) for kind, tensors in measured.items()})
+        trained_in = {
+            name: torch.full_like(params[name], round + 1) * bits.get(name, 1) for name in prunable
+        }
+        since = last_answered_round(
+            {kind: local_params(tensors) for kind, tensors in measured.items()}
+        )
         if since is not None and since // every == round // every:
             earlier = without_masks(assignment.reduction).extract(measured["squared_gradient"])
         else:
@@ -36,7 +40,11 @@ def prunefl(*, every: int = RECONFIGURE_EVERY) -> Recipe:
 
     def observe(carry: Carry, gradients: Params) -> Carry:
         earlier, sums, trained_in = carry
-        return earlier, {name: total + gradients[name] ** 2 for name, total in sums.items()}, trained_in
+        return (
+            earlier,
+            {name: total + gradients[name] ** 2 for name, total in sums.items()},
+            trained_in,
+        )
 
     def finish(assignment: Assignment, forward: Forward, params: Params, carry: Carry) -> Outcome:
         earlier, sums, trained_in = carry
