@@ -1,7 +1,17 @@
-"""The story in one function: sample a cohort, reduce the model, train, aggregate, evaluate."""
+"""One communication round, from sampling clients to measuring the new global model.
+
+A round has three parts, and `run_round` is all of them:
+
+1. `start_round` samples a cohort and lets the policy assign each client its sub-model.
+2. The engine trains each client on its sub-model and returns one `Update` per client.
+3. `finish_round` aggregates the updates into the next `State`, then evaluates and measures it.
+
+Callers that train in their own way (several runs side by side, say) call the two halves themselves.
+Nothing here keeps state between rounds: a `Setup` stays the same, and a `State` is never changed.
+"""
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,202 +26,262 @@ from fedcover.server.aggregation import WEIGHTS, clip_update
 from fedcover.server.cohort import cohort_of, view_of
 from fedcover.server.optimizers import apply_server_step
 from fedcover.server.privacy import private_mean
-from fedcover.server.round_metrics import _other_scores, _round_metrics, _scores
+from fedcover.server.round_metrics import measure_round, score_global_model, score_other_models
 from fedcover.server.round_setup import Setup
 from fedcover.submodels import coverage as cov
 from fedcover.submodels.reductions import TrainedSubset, without_masks
-from fedcover.types import Client, Params, Reduction, State, Update
-
-
-@dataclass(frozen=True)
-class RoundReport:
-    """What is known after a round: one line of metrics.jsonl."""
-
-    round: int
-    metrics: dict[str, Any] = field(default_factory=dict)
-
-
-def initial_state(setup: Setup) -> State:
-    """Before the first round: the model's own initial weights, nothing covered."""
-    params = {name: p.detach().clone() for name, p in setup.task.model.module.named_parameters()}
-    return State(0, params, _initial_statistics(setup, setup.fleet.levels))
-
-
-def _initial_statistics(setup: Setup, capacities: Iterable[float]) -> dict[str, Params]:
-    """The model's own statistics for every width that has some, in the order of the capacities."""
-    keys = dict.fromkeys(statistics_key(setup.task.norm, capacity) for capacity in capacities)
-    return {
-        key: {n: t.clone() for n, t in running(setup.task.model.module).items()}
-        for key in keys
-        if key
-    }
-
-
-def _with_widths(setup: Setup, state: State, cohort: tuple[Client, ...]) -> State:
-    """The state with statistics for every width of the cohort: a width that is new starts with the model's own."""
-    fresh = _initial_statistics(setup, (client.capacity for client in cohort))
-    missing = {key: values for key, values in fresh.items() if key not in state.statistics}
-    return replace(state, statistics=state.statistics | missing) if missing else state
-
-
-def run_round(setup: Setup, state: State) -> tuple[State, RoundReport]:
-    """One communication round; the report tells of the state after it."""
-    asked = start_round(setup, state)
-    state = _with_widths(setup, state, asked.cohort)
-    with asked.clock("training"):
-        updates = list(setup.engine(setup.task, state, asked.work, setup.lr(state.round)))
-    return finish_round(setup, state, asked, updates)
-
-
-@dataclass(frozen=True)
-class PendingRound:
-    """The first half of a round: who takes part, what each is given, and the time it took."""
-
-    cohort: tuple[Client, ...]
-    work: Sequence[tuple[Client, Reduction]]
-    clock: "Clock"
-
-
-def start_round(setup: Setup, state: State) -> PendingRound:
-    """Choose a cohort, and give each of its clients its part of the model."""
-    clock = Clock()
-    # an engine that reaches other machines knows which clients are there; None where all always are
-    members = getattr(setup.engine, "members", lambda setup, round: None)(setup, state.round)
-    with clock("policy"):
-        try:
-            view = view_of(setup, state, cohort_of(setup, state.round, members))
-            given = setup.policy(view)
-        except InvalidValue:
-            if members is None:
-                raise
-            view = view_of(
-                setup, state, cohort_of(setup, state.round)
-            )  # too few are there for what is wanted
-            given = setup.policy(view)
-        if setup.check_capacity:
-            check_reductions(view, given)
-        planned = deduplicate(given, setup.reduction_cache)
-    work = [
-        (client, reduction)
-        for client, reduction in zip(view.cohort, planned, strict=True)
-        if reduction is not None
-        and not drops_out(client.id, setup.drop_out, setup.task.seed, state.round)
-    ]
-    return PendingRound(view.cohort, work, clock)
-
-
-def finish_round(
-    setup: Setup, state: State, asked: PendingRound, answers: Sequence[Update]
-) -> tuple[State, RoundReport]:
-    """The second half of a round: make one model of what came back, and measure it."""
-    clock = asked.clock
-    # sums are made in the order of client ids, so that nothing depends on who answers first
-    updates = sorted(answers, key=lambda update: update.client.id)
-    with clock("aggregation"):
-        after = apply_growth(setup, aggregate(setup, state, updates), asked.cohort)
-    with clock("evaluation"):
-        scores = _scores(setup, after)
-    with clock("measuring"):  # while a GPU evaluates
-        metrics = _round_metrics(setup, state, after, asked.cohort, updates)
-    with clock("evaluation"):
-        for prefix, score in scores.items():
-            metrics |= {f"{prefix}accuracy": score.accuracy, f"{prefix}loss": score.loss}
-        metrics |= _other_scores(setup, after, updates)
-    metrics |= getattr(
-        setup.engine, "round_metrics", dict
-    )()  # an engine that reaches other machines tells who failed
-    return after, RoundReport(state.round, {**metrics, "seconds": clock.seconds})
-
-
-def aggregate(setup: Setup, state: State, updates: Sequence[Update]) -> State:
-    """The state after a round in which these updates came back."""
-    if not updates:  # nobody answered, so not even `uncovered` has a say
-        nothing = cov.count(state.params, [])
-        return replace(
-            state, round=state.round + 1, coverage=cov.record(state.coverage, nothing, setup.window)
-        )
-    weight = WEIGHTS[setup.weights]
-    counts = cov.count(state.params, [update.trained for update in updates])
-    averaged = _combine_updates(setup, state.params, updates)
-    params, server = apply_server_step(
-        setup.server, state.params, averaged, counts, state.server, setup.uncovered
-    )
-    statistics = {
-        key: setup.mean(
-            known,
-            [
-                (u.sent, u.buffers, weight(u.client))
-                for u in updates
-                if statistics_key(setup.task.norm, u.client.capacity) == key
-            ],
-        )
-        for key, known in state.statistics.items()
-    }
-    private = {**state.private, **{u.client.id: u.private for u in updates if u.private}}
-    coverage = cov.record(state.coverage, counts, setup.window)
-    return State(
-        state.round + 1,
-        params,
-        statistics,
-        coverage,
-        _average_measurements(setup, state, updates),
-        server,
-        private,
-    )
-
-
-def apply_growth(setup: Setup, state: State, cohort: tuple[Client, ...]) -> State:
-    """The state as the next round begins: with its model changed, and all that belongs to it, where that is due."""
-    change = setup.growth(view_of(setup, state, cohort)) if setup.growth else None
-    if change is None:
-        return state
-    statistics = {key: change(known) for key, known in state.statistics.items()}
-    server = {slot: change(known) for slot, known in state.server.items()}
-    return replace(state, params=change(state.params), statistics=statistics, server=server)
-
-
-def _combine_updates(setup: Setup, old: Params, updates: Sequence[Update]) -> Params:
-    """What the rule makes of the updates, shortened where there is a limit; noised where that is asked for."""
-    limit, weight = setup.clip_updates, WEIGHTS[setup.weights]
-    if setup.privacy is not None and limit is not None:
-        if any(isinstance(u.trained, TrainedSubset) for u in updates):
-            raise InvalidValue(
-                "privacy: with this recipe a client says what of its part it trained, past the noise"
-            )
-        parts = [(u.trained, u.params) for u in updates]
-        return private_mean(old, parts, clip=limit, noise=setup.privacy.noise, stream=setup.noise())
-    values = [
-        u.params if limit is None else clip_update(old, u.trained, u.params, limit) for u in updates
-    ]
-    return setup.rule(
-        old, [(u.trained, v, weight(u.client)) for u, v in zip(updates, values, strict=True)]
-    )
-
-
-def _average_measurements(
-    setup: Setup, state: State, updates: Sequence[Update]
-) -> dict[str, Params]:
-    """What clients measured, averaged over those who measured it; what nobody measured anew stays."""
-    found = dict(state.measured)
-    for kind in {kind: None for update in updates for kind in update.measured}:
-        parts = [
-            (without_masks(u.sent), u.measured[kind], 1.0) for u in updates if kind in u.measured
-        ]
-        names = parts[0][1]
-        known = found.get(kind) or {name: torch.zeros_like(state.params[name]) for name in names}
-        found[kind] = setup.mean(known, parts)
-    return found
+from fedcover.types import Client, Params, Reduction, State, Update, View
 
 
 class Clock:
-    """Seconds spent in each named phase."""
+    """Measure the seconds spent in each phase of a round."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Add the time of a block to a phase."""
+        """Add the duration of a `with` block to a phase."""
         start = time.perf_counter()
         yield
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """The metrics of one round: a line of metrics.jsonl."""
+
+    round: int
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PendingRound:
+    """A round whose clients have been chosen but have not trained yet.
+
+    `cohort` are all sampled clients. `work` leaves out those without a sub-model and those that
+    drop out.
+    """
+
+    cohort: tuple[Client, ...]
+    work: Sequence[tuple[Client, Reduction]]
+    clock: Clock
+
+
+def initial_state(setup: Setup) -> State:
+    """Return the state before the first round: the model's initial weights, nothing covered."""
+    named_parameters = setup.task.model.module.named_parameters()
+    params = {name: parameter.detach().clone() for name, parameter in named_parameters}
+    return State(0, params, _initial_statistics(setup, setup.fleet.levels))
+
+
+def run_round(setup: Setup, state: State) -> tuple[State, RoundReport]:
+    """Run one communication round.
+
+    Args:
+        setup: what is the same in every round.
+        state: the run after the previous round.
+
+    Returns:
+        The state after this round, and the metrics of the round.
+    """
+    pending = start_round(setup, state)
+    state = _with_statistics_for(setup, state, pending.cohort)
+    with pending.clock("training"):
+        updates = list(setup.engine(setup.task, state, pending.work, setup.lr(state.round)))
+    return finish_round(setup, state, pending, updates)
+
+
+# ── before training ─────────────────────────────────────────────────────────────────────────────
+
+
+def start_round(setup: Setup, state: State) -> PendingRound:
+    """Sample a cohort and assign each of its clients a sub-model."""
+    clock = Clock()
+    connected = _connected_clients(setup, state.round)
+    with clock("policy"):
+        view, reductions = _assign_submodels(setup, state, connected)
+        if setup.check_capacity:
+            check_reductions(view, reductions)
+        assigned = deduplicate(reductions, setup.reduction_cache)
+    work = [
+        (client, reduction)
+        for client, reduction in zip(view.cohort, assigned, strict=True)
+        if reduction is not None and not _drops_out(setup, client, state.round)
+    ]
+    return PendingRound(view.cohort, work, clock)
+
+
+def _connected_clients(setup: Setup, round: int) -> Mapping[int, float] | None:
+    """Return the connected clients with their capacities; None if all clients always take part.
+
+    Only an engine that reaches other machines has `members`.
+    """
+    members = getattr(setup.engine, "members", None)
+    return None if members is None else members(setup, round)
+
+
+def _assign_submodels(
+    setup: Setup, state: State, connected: Mapping[int, float] | None
+) -> tuple[View, Sequence[Reduction | None]]:
+    """Sample a cohort and ask the policy for one sub-model per client."""
+    try:
+        view = view_of(setup, state, cohort_of(setup, state.round, connected))
+        return view, setup.policy(view)
+    except InvalidValue:
+        if connected is None:
+            raise
+    # Too few clients are connected for this policy. Sample from the whole fleet instead: those that
+    # are not connected will not answer.
+    view = view_of(setup, state, cohort_of(setup, state.round))
+    return view, setup.policy(view)
+
+
+def _drops_out(setup: Setup, client: Client, round: int) -> bool:
+    return drops_out(client.id, setup.drop_out, setup.task.seed, round)
+
+
+def _initial_statistics(setup: Setup, capacities: Iterable[float]) -> dict[str, Params]:
+    """Copy the model's own norm statistics for every width among these capacities that has some."""
+    keys = dict.fromkeys(statistics_key(setup.task.norm, capacity) for capacity in capacities)
+    module = setup.task.model.module
+    return {
+        key: {name: tensor.clone() for name, tensor in running(module).items()}
+        for key in keys
+        if key
+    }
+
+
+def _with_statistics_for(setup: Setup, state: State, cohort: tuple[Client, ...]) -> State:
+    """Add norm statistics to the state for widths that occur in the cohort for the first time."""
+    initial = _initial_statistics(setup, (client.capacity for client in cohort))
+    missing = {key: values for key, values in initial.items() if key not in state.statistics}
+    return replace(state, statistics=state.statistics | missing) if missing else state
+
+
+# ── after training ──────────────────────────────────────────────────────────────────────────────
+
+
+def finish_round(
+    setup: Setup, state: State, pending: PendingRound, updates: Sequence[Update]
+) -> tuple[State, RoundReport]:
+    """Aggregate the updates of a round, and evaluate and measure the new global model."""
+    clock = pending.clock
+    # Floating-point sums depend on their order, so never sum in the order of arrival.
+    ordered = sorted(updates, key=lambda update: update.client.id)
+    with clock("aggregation"):
+        new_state = apply_growth(setup, aggregate(setup, state, ordered), pending.cohort)
+    with clock("evaluation"):
+        scores = score_global_model(setup, new_state)
+    # Scores are read below, so that a GPU can evaluate while the CPU measures.
+    with clock("measuring"):
+        metrics = measure_round(setup, state, new_state, pending.cohort, ordered)
+    with clock("evaluation"):
+        for prefix, score in scores.items():
+            metrics[f"{prefix}accuracy"] = score.accuracy
+            metrics[f"{prefix}loss"] = score.loss
+        metrics |= score_other_models(setup, new_state, ordered)
+    # An engine that reaches other machines reports which of them failed.
+    engine_metrics = getattr(setup.engine, "round_metrics", dict)
+    metrics |= engine_metrics()
+    metrics["seconds"] = clock.seconds
+    return new_state, RoundReport(state.round, metrics)
+
+
+def aggregate(setup: Setup, state: State, updates: Sequence[Update]) -> State:
+    """Return the state after a round in which these clients answered."""
+    if not updates:
+        return _advance_without_updates(setup, state)
+    counts = cov.count(state.params, [update.trained for update in updates])
+    averaged = _combine_updates(setup, state.params, updates)
+    params, server = apply_server_step(
+        setup.server, state.params, averaged, counts, state.server, setup.uncovered
+    )
+    new_private = {update.client.id: update.private for update in updates if update.private}
+    return State(
+        round=state.round + 1,
+        params=params,
+        statistics=_average_statistics(setup, state, updates),
+        coverage=cov.record(state.coverage, counts, setup.window),
+        measured=_average_measurements(setup, state, updates),
+        server=server,
+        private=state.private | new_private,
+    )
+
+
+def _advance_without_updates(setup: Setup, state: State) -> State:
+    """Return the state after a round without answers: all weights stay, even if uncovered."""
+    no_coverage = cov.count(state.params, [])
+    coverage = cov.record(state.coverage, no_coverage, setup.window)
+    return replace(state, round=state.round + 1, coverage=coverage)
+
+
+def _combine_updates(setup: Setup, old: Params, updates: Sequence[Update]) -> Params:
+    """Apply the aggregation rule; clip the updates and add noise where the setup asks for it."""
+    limit = setup.clip_updates
+    if setup.privacy is not None and limit is not None:
+        return _combine_privately(setup, old, updates, limit, setup.privacy.noise)
+    weight = WEIGHTS[setup.weights]
+    parts = []
+    for update in updates:
+        values = update.params
+        if limit is not None:
+            values = clip_update(old, update.trained, values, limit)
+        parts.append((update.trained, values, weight(update.client)))
+    return setup.rule(old, parts)
+
+
+def _combine_privately(
+    setup: Setup, old: Params, updates: Sequence[Update], limit: float, noise: float
+) -> Params:
+    if any(isinstance(update.trained, TrainedSubset) for update in updates):
+        raise InvalidValue(
+            "privacy: this recipe reports which entries were trained; "
+            "that report is not covered by the noise"
+        )
+    parts = [(update.trained, update.params) for update in updates]
+    return private_mean(old, parts, clip=limit, noise=noise, stream=setup.noise())
+
+
+def _average_statistics(setup: Setup, state: State, updates: Sequence[Update]) -> dict[str, Params]:
+    """Average the running norm statistics of the clients, for each width by itself."""
+    weight = WEIGHTS[setup.weights]
+    averaged = {}
+    for key, old in state.statistics.items():
+        parts = [
+            (update.sent, update.buffers, weight(update.client))
+            for update in updates
+            if statistics_key(setup.task.norm, update.client.capacity) == key
+        ]
+        averaged[key] = setup.mean(old, parts)
+    return averaged
+
+
+def _average_measurements(
+    setup: Setup, state: State, updates: Sequence[Update]
+) -> dict[str, Params]:
+    """Average each kind of measurement over the clients that report it; keep the other kinds."""
+    averaged = dict(state.measured)
+    kinds = dict.fromkeys(kind for update in updates for kind in update.measured)
+    for kind in kinds:
+        parts = [
+            (without_masks(update.sent), update.measured[kind], 1.0)
+            for update in updates
+            if kind in update.measured
+        ]
+        names = parts[0][1]
+        old = averaged.get(kind) or {name: torch.zeros_like(state.params[name]) for name in names}
+        averaged[kind] = setup.mean(old, parts)
+    return averaged
+
+
+def apply_growth(setup: Setup, state: State, cohort: tuple[Client, ...]) -> State:
+    """Change the model, and all tensors that belong to it, where the policy's growth step asks."""
+    if setup.growth is None:
+        return state
+    transform = setup.growth(view_of(setup, state, cohort))
+    if transform is None:
+        return state
+    statistics = {key: transform(tensors) for key, tensors in state.statistics.items()}
+    server = {slot: transform(tensors) for slot, tensors in state.server.items()}
+    return replace(state, params=transform(state.params), statistics=statistics, server=server)

@@ -1,4 +1,4 @@
-"""What a round's reductions say, whatever was learnt with them: coverage, noise, cost, pictures."""
+"""The metrics of a round: coverage, noise, cost, coverage maps and test scores."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,92 +15,128 @@ from fedcover.submodels.coverage_maps import round_coverage_maps
 from fedcover.types import Client, Coverage, Params, State, Update
 
 
-def round_metrics(
+def measure_round(
+    setup: Setup, before: State, after: State, cohort: tuple[Client, ...], updates: Sequence[Update]
+) -> dict[str, Any]:
+    """Return all metrics of a round that need no test set."""
+    answered = {update.client.id for update in updates}
+    metrics = {
+        "lr": setup.lr(before.round),
+        "train_loss": _mean([update.loss for update in updates]),
+        "dropped": [client.id for client in cohort if client.id not in answered],
+        **submodel_metrics(before.params, after.coverage, updates, setup.uses),
+    }
+    limit = setup.clip_updates
+    if limit is not None:
+        metrics["clipped"] = sum(
+            global_norm(change(before.params, update.trained, update.params)) > limit
+            for update in updates
+        )
+    if setup.privacy is not None:
+        metrics["epsilon"] = setup.privacy.epsilon(setup.turns(before.round))
+    return metrics
+
+
+def submodel_metrics(
     params: Params, coverage: Coverage, updates: Sequence[Update], uses: Mapping[str, int]
 ) -> dict[str, Any]:
-    """The figures of a round: `params` before it, `coverage` after it."""
+    """Return what the clients' sub-models say about a round: coverage, noise, cost and maps.
+
+    Args:
+        params: the global model before the round.
+        coverage: the coverage after the round.
+        updates: the answers of the round, by client id.
+        uses: how often each weight is multiplied for one sample.
+    """
     counts = coverage.window[-1]
-    prices: dict[tuple[int, int], Cost] = {}
-    for u in updates:
-        key = id(u.sent), id(u.trained)
-        prices[key] = prices.get(key) or cost(u.sent, params, uses, u.trained)
-    paid = [prices[id(u.sent), id(u.trained)] for u in updates]
-    drawn = round_coverage_maps(
-        counts, updates
-    )  # what needs a GPU least comes first: it may still be evaluating
-    delta2 = cov.delta2(params, [u.sent for u in updates])
+    costs = _costs(params, updates, uses)
+    # A GPU may still be evaluating: begin with what needs it least.
+    maps = round_coverage_maps(counts, updates)
+    delta2_by_client = cov.delta2(params, [update.sent for update in updates])
+    clients = {
+        str(update.client.id): {
+            "capacity": update.client.capacity,
+            "delta2": delta2,
+            "loss": update.loss,
+        }
+        for update, delta2 in zip(updates, delta2_by_client, strict=True)
+    }
+    histogram = cov.histogram(counts)
     return {
         "gamma_round": cov.minimum(counts),
         "gamma_window": cov.minimum(cov.over_window(coverage)),
-        "histogram": {str(k): v for k, v in cov.histogram(counts).items()},
-        "clients": {
-            str(u.client.id): {"capacity": u.client.capacity, "delta2": noise, "loss": u.loss}
-            for u, noise in zip(updates, delta2, strict=True)
-        },
-        "delta2_mean": fmean(delta2) if updates else None,
-        "parameters": fmean(c.parameters for c in paid) if paid else None,
-        "multiply_adds": fmean(c.multiply_adds for c in paid) if paid else None,
-        "bytes_down": sum(c.bytes_down for c in paid),
-        "bytes_up": sum(c.bytes_up for c in paid),
-        "pictures": drawn,
+        "histogram": {str(count): entries for count, entries in histogram.items()},
+        "clients": clients,
+        "delta2_mean": _mean(delta2_by_client),
+        "parameters": _mean([cost.parameters for cost in costs]),
+        "multiply_adds": _mean([cost.multiply_adds for cost in costs]),
+        "bytes_down": sum(cost.bytes_down for cost in costs),
+        "bytes_up": sum(cost.bytes_up for cost in costs),
+        "pictures": maps,
     }
 
 
-def _round_metrics(
-    setup: Setup, before: State, after: State, cohort: tuple[Client, ...], updates: Sequence[Update]
-) -> dict[str, Any]:
-    """What is known of a round without a test set."""
-    limited: dict[str, float] = {}
-    if (limit := setup.clip_updates) is not None:
-        limited["clipped"] = sum(
-            global_norm(change(before.params, u.trained, u.params)) > limit for u in updates
-        )
-    if setup.privacy is not None:
-        limited["epsilon"] = setup.privacy.epsilon(setup.turns(before.round))
-    answered = {u.client.id for u in updates}
-    return {
-        "lr": setup.lr(before.round),
-        "train_loss": fmean(u.loss for u in updates) if updates else None,
-        "dropped": [c.id for c in cohort if c.id not in answered],
-        **round_metrics(before.params, after.coverage, updates, setup.uses),
-        **limited,
-    }
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None
 
 
-def _scores(setup: Setup, state: State) -> dict[str, Score]:
-    """The scores of the global model that are due after this round, by the prefix of their names."""
-    if state.round != setup.rounds and state.round % setup.evaluate_every:
+def _costs(params: Params, updates: Sequence[Update], uses: Mapping[str, int]) -> list[Cost]:
+    """Return the cost of each update; clients that share a sub-model share the calculation."""
+    costs: dict[tuple[int, int], Cost] = {}
+    for update in updates:
+        key = id(update.sent), id(update.trained)
+        if key not in costs:
+            costs[key] = cost(update.sent, params, uses, update.trained)
+    return [costs[id(update.sent), id(update.trained)] for update in updates]
+
+
+def score_global_model(setup: Setup, state: State) -> dict[str, Score]:
+    """Score the global model on the test and validation samples if an evaluation is due.
+
+    Returns:
+        The scores by prefix of their metrics' names: empty for the test samples.
+    """
+    is_last_round = state.round == setup.rounds
+    if not is_last_round and state.round % setup.evaluate_every:
         return {}
     source = setup.task.source
-    sets = {"": source.test} | (
-        {"validation_": source.validation} if source.validation is not None else {}
-    )
+    samples_by_prefix = {"": source.test}
+    if source.validation is not None:
+        samples_by_prefix["validation_"] = source.validation
     return {
         prefix: evaluate(setup.task, state, samples, mode=setup.evaluation, ranks=setup.ranks)
-        for prefix, samples in sets.items()
+        for prefix, samples in samples_by_prefix.items()
     }
 
 
-def _other_scores(setup: Setup, state: State, updates: Sequence[Update]) -> dict[str, float]:
-    """The scores of other models that are due after this round; the last round always has all of them."""
-    if state.round != setup.rounds and not (
-        setup.local_every and state.round % setup.local_every == 0
-    ):
+def score_other_models(setup: Setup, state: State, updates: Sequence[Update]) -> dict[str, float]:
+    """Score the common, single-device and local models in the rounds in which these are due.
+
+    They are due every `local_every` rounds and after the last round.
+    """
+    is_last_round = state.round == setup.rounds
+    is_due = setup.local_every is not None and state.round % setup.local_every == 0
+    if not is_last_round and not is_due:
         return {}
     scores = evaluate_common_and_single(setup, state)
-    local = local_accuracy(setup.task, state, updates, setup.ranks)
-    return scores | ({"accuracy_local": local[0], "accuracy_trained": local[1]} if local else {})
+    local_scores = local_accuracy(setup.task, state, updates, setup.ranks)
+    if local_scores is not None:
+        scores["accuracy_local"], scores["accuracy_trained"] = local_scores
+    return scores
 
 
 def evaluate_common_and_single(setup: Setup, state: State) -> dict[str, float]:
-    """The largest common model (never-covered weights at zero) and the largest that a single device holds."""
+    """Score the common model and the largest sub-model that a single device can hold.
+
+    The common model is the global model with weights that no client ever trained set to zero.
+    """
     test = setup.task.source.test
-    common = replace(state, params=cov.covered_only(state.params, state.coverage))
+    options: dict[str, Any] = {"mode": setup.evaluation, "ranks": setup.ranks}
     capacity = max(setup.fleet.levels)
+    common = replace(state, params=cov.covered_only(state.params, state.coverage))
     part = reduction_for_capacity(setup, state, capacity)
-    how: dict[str, Any] = {"mode": setup.evaluation, "ranks": setup.ranks}
-    scores = {"accuracy_common": evaluate(setup.task, common, test, **how).accuracy}
+    scores = {"accuracy_common": evaluate(setup.task, common, test, **options).accuracy}
     if part is not None:
-        single = evaluate(setup.task, state, test, reduction=part, capacity=capacity, **how)
+        single = evaluate(setup.task, state, test, reduction=part, capacity=capacity, **options)
         scores["accuracy_single"] = single.accuracy
     return scores
