@@ -1,0 +1,49 @@
+"""Define the data types and function signatures that all other modules share."""
+
+from fedcover.types.data import Dataset, Samples, Shard, Source
+from fedcover.types.model import Count, Cut, Model, Params, Reduction, UnitGroup
+from fedcover.types.rounds import Client, Coverage, GrowthStep, Policy, View
+from fedcover.types.training import (
+    Assignment,
+    Batch,
+    Carry,
+    Engine,
+    Forward,
+    LocalTraining,
+    Outcome,
+    Recipe,
+    Rule,
+    State,
+    Task,
+    Update,
+)
+
+__all__ = [
+    "Assignment",
+    "Batch",
+    "Carry",
+    "Client",
+    "Count",
+    "Coverage",
+    "Cut",
+    "Dataset",
+    "Engine",
+    "Forward",
+    "GrowthStep",
+    "LocalTraining",
+    "Model",
+    "Outcome",
+    "Params",
+    "Policy",
+    "Recipe",
+    "Reduction",
+    "Rule",
+    "Samples",
+    "Shard",
+    "Source",
+    "State",
+    "Task",
+    "UnitGroup",
+    "Update",
+    "View",
+]

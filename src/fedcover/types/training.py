@@ -1,0 +1,192 @@
+"""Define local training, the state of a run, and the engines and rules that work on them."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from fedcover.types.data import Source
+from fedcover.types.model import Model, Params, Reduction
+from fedcover.types.rounds import Client, Coverage
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTraining:
+    """Configure how a client trains its sub-model: epochs of SGD on its own rows."""
+
+    epochs: int = 5
+    batch_size: int = 10
+    lr: float = 0.01
+    momentum: float = 0.5
+    weight_decay: float = 0.0
+    clip: float | None = None
+    augment: str = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Hold the input of one local step; `step`, a 0-d tensor, counts the steps of this round."""
+
+    x: Tensor
+    y: Tensor
+    step: Tensor
+
+
+Forward = Callable[[Mapping[str, Tensor], Tensor], Tensor]
+"""The client's sub-model as a function of its parameters and a batch of inputs."""
+
+Carry = Any
+"""What a recipe remembers while a client trains: a tree (tuples and dicts) of tensors only.
+
+Engines stack the trees of several clients.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Hold what a recipe returns at the end of local training.
+
+    Attributes:
+        params: The trained parameters.
+        bits: Masks of the entries that count as trained, in the client's own shapes. All entries
+            of a tensor without a mask count.
+        measured: Tensors by kind and name, which the server averages for later rounds.
+        private: Tensors that stay on the client.
+    """
+
+    params: Params
+    bits: Mapping[str, Tensor] = field(default_factory=dict)
+    measured: dict[str, Params] = field(default_factory=dict)
+    private: Params = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recipe:
+    """Define local training as pure functions, of which only the loss is required.
+
+    `loss` and `observe` must not branch on the values of tensors: engines capture a step once and
+    replay it for other clients.
+
+    Attributes:
+        loss: The loss of one batch.
+        start: Create the carry from the assignment and the parameters that were sent.
+        observe: Update the carry with the gradients of a step, before they are masked.
+        finish: Create the outcome from the trained parameters.
+        model: Transform the global model before the first round.
+        exits: Whether the model returns the stacked logits of several exits.
+        measures: What clients measure, and of which tensors: `all`, `prunable` or `round` (the
+            number of the round, from 1, at the entries inside the mask; 0 elsewhere).
+        chooses: Whether the trained entries depend on client data. Such a recipe cannot be combined
+            with differential privacy.
+    """
+
+    loss: Callable[[Forward, Params, Batch, Carry], Tensor]
+    start: Callable[["Assignment", Params], Carry] = lambda assignment, params: ()
+    observe: Callable[[Carry, Params], Carry] = lambda carry, gradients: carry
+    finish: Callable[["Assignment", Forward, Params, Carry], Outcome] = (
+        lambda _, forward, params, __: Outcome(params)
+    )
+    model: Callable[[Model], Model] = lambda model: model
+    exits: bool = False
+    measures: Mapping[str, str] = field(default_factory=dict)
+    chooses: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Hold the part of the local training setup that all clients of a round share."""
+
+    model: Model
+    source: Source
+    local: LocalTraining
+    recipe: Recipe
+    measure: str
+    norm: str
+    scaler: bool
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Hold what a client returns.
+
+    Attributes:
+        client: The client.
+        sent: The part of the model that the client received.
+        trained: The part of the model that the client counts as trained.
+        params: The trained parameters.
+        buffers: The norm statistics after training.
+        measured: What the client measured, by kind and tensor.
+        private: Tensors that stay on the client.
+        loss: The mean training loss of the last epoch.
+    """
+
+    client: Client
+    sent: Reduction
+    trained: Reduction
+    params: Params
+    buffers: Params
+    measured: dict[str, Params]
+    private: Params
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Hold the complete state of a run after `round` rounds.
+
+    Attributes:
+        round: The number of completed rounds.
+        params: The global parameters.
+        statistics: Running norm statistics, by width where they are tracked per width.
+        coverage: How often each parameter was trained.
+        measured: What clients measured last, by kind and tensor.
+        server: The tensors of the server optimiser.
+        private: The tensors that each client keeps, by client.
+    """
+
+    round: int
+    params: Params
+    statistics: dict[str, Params] = field(default_factory=dict)
+    coverage: Coverage = field(default_factory=lambda: Coverage((), {}))
+    measured: dict[str, Params] = field(default_factory=dict)
+    server: dict[str, Params] = field(default_factory=dict)
+    private: dict[int, Params] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Hold what a client receives for a round."""
+
+    task: Task
+    state: State
+    client: Client
+    reduction: Reduction
+
+    @property
+    def private(self) -> Params:
+        """Return the tensors that the client kept in earlier rounds."""
+        return self.state.private.get(self.client.id, {})
+
+    @property
+    def steps(self) -> int:
+        """Return the number of local steps of the client."""
+        steps_per_epoch = -(-self.client.samples // self.task.local.batch_size)
+        return self.task.local.epochs * steps_per_epoch
+
+
+class Engine(Protocol):
+    """Train clients; engines differ in speed only, and all agree with `sequential`."""
+
+    def __call__(
+        self, task: Task, state: State, work: Sequence[tuple[Client, Reduction]], lr: float
+    ) -> Iterable[Update]:
+        """Train the given clients, starting from the given state."""
+
+
+class Rule(Protocol):
+    """Combine the clients' tensors into new global ones, independently of the architecture."""
+
+    def __call__(self, old: Params, parts: Iterable[tuple[Reduction, Params, float]]) -> Params:
+        """Return the new tensors; each part comes with its weight."""
