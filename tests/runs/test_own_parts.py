@@ -20,7 +20,8 @@ from fedcover.runs.run_folder import Folder
 from fedcover.runs.setup import prepare
 from fedcover.runs.sweep import expand_choices
 from fedcover.server.evaluation import evaluate
-from fedcover.server.reply_validation import RawReply, pack_update, pending_task, validate_reply
+from fedcover.server.reply_format import RawReply, pack_update, pending_task
+from fedcover.server.reply_validation import validate_reply
 from fedcover.server.round import initial_state
 from fedcover.server.round import start_round as rounds_ask
 from fedcover.submodels.reductions import Masks

@@ -24,18 +24,15 @@ from fedcover.server.npy_codec import (
     decode_array,
     safe_repr,
 )
+from fedcover.server.reply_format import RawReply, pack_update, pending_task
 from fedcover.server.reply_validation import (
-    LATE_ROUNDS_KEPT,
     NORM_LIMIT,
     REJECTION_REASONS,
-    RawReply,
     Rejection,
-    TaskLedger,
-    pack_update,
-    pending_task,
     validate_reply,
 )
 from fedcover.server.round import aggregate
+from fedcover.server.task_ledger import LATE_ROUNDS_KEPT, TaskLedger
 from fedcover.submodels.coverage import count
 from fedcover.submodels.reductions import TrainedSubset
 from fedcover.training.local_sgd import train_client
@@ -133,7 +130,7 @@ def _hostile(raw, asked):
     array = numbers(raw, name)
     prefix = raw.arrays[name]
     objects = stored(np.array([{}], dtype=object), dtype=prefix.dtype, shape=prefix.shape)
-    bits = np.full(asked.wanted[name.replace("params", "bits")].shape, 255, np.uint8)
+    bits = np.full(asked.expected_arrays[name.replace("params", "bits")].shape, 255, np.uint8)
     bit_name = f"bits/{next(iter(masks), name.removeprefix('params/'))}"
     found = {
         "too large": [with_array(raw, name, replace(prefix, data=bytes(asked.byte_limit + 1)))],
@@ -197,7 +194,7 @@ def test_every_reason_has_its_reply(name):
 def test_bits_beyond_the_end_are_refused():
     _, _, asked, update = asked_and_trained("slices")
     name = next(n for n, t in asked.start.items() if t.numel() % 8)
-    bits = np.zeros(asked.wanted[f"bits/{name}"].shape, np.uint8)
+    bits = np.zeros(asked.expected_arrays[f"bits/{name}"].shape, np.uint8)
     bits[-1] = 1
     found = validate_reply(with_array(honest(asked, update), f"bits/{name}", stored(bits)), asked)
     assert (found.reason, found.client) == ("mask malformed", asked.client.id)
@@ -235,7 +232,7 @@ def test_what_a_recipe_measures_is_asked_for(which):
     task = replace(setup.task, recipe=replace(setup.task.recipe, measures={"heat": which}))
     asked = pending_task("a nonce", task, state, given.client, given.reduction, allow_bits=False)
     names = state.params if which == "all" else task.model.prunable
-    kinds = {name: name.split("/")[0] for name in asked.wanted}
+    kinds = {name: name.split("/")[0] for name in asked.expected_arrays}
     assert {n for n, kind in kinds.items() if kind == "measured"} == {
         f"measured/heat/{n}" for n in names
     }
@@ -279,7 +276,7 @@ def test_a_rejection_says_what_is_wrong():
             raw, name, replace(raw.arrays[name], data=b"x")
         ),
         f"params/{name.removeprefix('params/')}": changed(raw, name, np.inf),
-        "params moved by 1e+09; at most 1e+06 is believed": changed(raw, name, 1e9),
+        "params moved by 1e+09; at most 1e+06 is accepted": changed(raw, name, 1e9),
     }
     for detail, reply in wrong.items():
         assert validate_reply(reply, asked).detail == detail
@@ -344,7 +341,7 @@ def test_a_client_that_may_not_choose_sends_no_bits():
     assert isinstance(validate_reply(honest(plain, update), plain), Update)
     name = first(honest(asked, update)).replace("params", "bits")
     raw = with_array(
-        honest(asked, update), name, stored(np.zeros(asked.wanted[name].shape, np.uint8))
+        honest(asked, update), name, stored(np.zeros(asked.expected_arrays[name].shape, np.uint8))
     )
     assert isinstance(validate_reply(raw, asked), Update)
     assert validate_reply(raw, plain).reason == "extra array"
@@ -456,12 +453,12 @@ def test_the_names_of_a_task_are_told_while_it_is_out():
     _, _, asked, update = asked_and_trained("slices")
     ledger = TaskLedger()
     task = ledger.issue(lambda nonce: replace(asked, nonce=nonce))
-    names = ledger.names(task.nonce)
+    names = ledger.expected_names(task.nonce)
     assert "params/head.weight" in names
     assert "params/nosuch" not in names
-    assert all(ledger.names(nonce) is None for nonce in ("gone", None, 7, ["x"]))
+    assert all(ledger.expected_names(nonce) is None for nonce in ("gone", None, 7, ["x"]))
     ledger.receive(honest(task, update))
-    assert ledger.names(task.nonce) is None
+    assert ledger.expected_names(task.nonce) is None
 
 
 def test_the_ledger_does_not_grow():
@@ -474,11 +471,14 @@ def test_the_ledger_does_not_grow():
         missed = ledger.issue(lambda nonce: replace(asked, nonce=nonce))
         ledger.close()
         assert ledger.receive(honest(missed, update)).reason == "late"
-    held = sys.getsizeof(ledger._open) + sum(map(sys.getsizeof, ledger._late))
+    held = sys.getsizeof(ledger._pending) + sum(map(sys.getsizeof, ledger._late_nonces_by_round))
     for _ in range(3 * LATE_ROUNDS_KEPT):
         ledger.issue(lambda nonce: replace(asked, nonce=nonce))
         ledger.close()
-    assert sys.getsizeof(ledger._open) + sum(map(sys.getsizeof, ledger._late)) == held
+    assert (
+        sys.getsizeof(ledger._pending) + sum(map(sys.getsizeof, ledger._late_nonces_by_round))
+        == held
+    )
     for known in (earliest, missed):  # its seal is ours, and it is not open
         assert ledger.receive(honest(known, update)).reason == "replayed nonce"
 
@@ -587,7 +587,7 @@ def odd_field(raw, asked, chance):
 
 def special_numbers(raw, asked, chance):
     name = some(raw, chance)
-    wanted = asked.wanted.get(name)
+    wanted = asked.expected_arrays.get(name)
     if wanted is None or not wanted.shape or 0 in wanted.shape:
         return raw
     array = (
@@ -600,14 +600,14 @@ def special_numbers(raw, asked, chance):
 
 
 def other_bits(raw, asked, chance):
-    name = chance.choice([name for name, wanted in asked.wanted.items() if wanted.bits])
-    size = max(0, asked.wanted[name].shape[0] + chance.choice([0, 0, 0, 0, 1, -1, 40]))
+    name = chance.choice([name for name, wanted in asked.expected_arrays.items() if wanted.bits])
+    size = max(0, asked.expected_arrays[name].shape[0] + chance.choice([0, 0, 0, 0, 1, -1, 40]))
     return with_array(raw, name, stored(np.frombuffer(chance.randbytes(size), np.uint8)))
 
 
 def no_bits_at_all(raw, asked, chance):
-    name = chance.choice([name for name, wanted in asked.wanted.items() if wanted.bits])
-    return with_array(raw, name, stored(np.zeros(asked.wanted[name].shape, np.uint8)))
+    name = chance.choice([name for name, wanted in asked.expected_arrays.items() if wanted.bits])
+    return with_array(raw, name, stored(np.zeros(asked.expected_arrays[name].shape, np.uint8)))
 
 
 def swapped(raw, asked, chance):
@@ -619,7 +619,7 @@ def swapped(raw, asked, chance):
 
 def renamed(raw, asked, chance):
     name = some(raw, chance)
-    other = chance.choice([*asked.wanted, *(odd for odd in ODD if odd.__hash__)])
+    other = chance.choice([*asked.expected_arrays, *(odd for odd in ODD if odd.__hash__)])
     return replace(
         raw, arrays={other if n == name else n: array for n, array in raw.arrays.items()}
     )

@@ -19,7 +19,7 @@ from fedcover.models.meta_device import build_on_meta_or_cpu, is_on_meta
 from fedcover.registry import is_import_path
 from fedcover.runs.machine import Machine
 from fedcover.runs.setup import prepare
-from fedcover.server.reply_validation import pack_update
+from fedcover.server.reply_format import pack_update
 from fedcover.server.round import initial_state, run_round, start_round
 from fedcover.submodels.partial_params import PartialParams
 from fedcover.submodels.reductions import windows

@@ -16,7 +16,7 @@ from fedcover.flower.local_federation import run_local_federation
 from fedcover.flower.payloads import encode_reduction, pack_arrays
 from fedcover.runs.machine import Machine
 from fedcover.runs.setup import prepare
-from fedcover.server.reply_validation import pack_update
+from fedcover.server.reply_format import pack_update
 from fedcover.server.round import initial_state
 from fedcover.submodels.reductions import windows
 from fedcover.training.local_sgd import train_client

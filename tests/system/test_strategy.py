@@ -35,7 +35,7 @@ from fedcover.flower.payloads import (
 )
 from fedcover.flower.transport import FailedReply, TooLarge, Transport, _decode, _PartialReply
 from fedcover.models.norms import calibrate
-from fedcover.server.reply_validation import PendingTask, pack_update
+from fedcover.server.reply_format import PendingTask, pack_update
 from fedcover.submodels.build import submodel
 from fedcover.submodels.reductions import windows
 from fedcover.types import Client, Update

@@ -41,7 +41,7 @@ from fedcover.runs.experiment import Experiment
 from fedcover.runs.machine import Machine
 from fedcover.runs.setup import Overrides, prepare
 from fedcover.server.npy_codec import InvalidReply
-from fedcover.server.reply_validation import pack_update
+from fedcover.server.reply_format import pack_update
 from fedcover.submodels.build import submodel
 from fedcover.submodels.reductions import without_masks
 from fedcover.submodels.unit_groups import groups_from_json

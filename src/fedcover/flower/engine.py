@@ -26,14 +26,10 @@ from fedcover.flower.transport import GRACE, FailedReply, Transport
 from fedcover.models.norms import statistics_key
 from fedcover.runs.metrics_log import UNANSWERED
 from fedcover.server.npy_codec import InvalidReply
-from fedcover.server.reply_validation import (
-    PendingTask,
-    RawReply,
-    Rejection,
-    TaskLedger,
-    pending_task,
-)
+from fedcover.server.reply_format import PendingTask, RawReply, pending_task
+from fedcover.server.reply_validation import Rejection
 from fedcover.server.round_setup import Setup
+from fedcover.server.task_ledger import TaskLedger
 from fedcover.submodels.unit_groups import groups_to_json
 from fedcover.types import Assignment, Client, Reduction, State, Task, Update
 
@@ -236,7 +232,7 @@ def validate_result(answer: ClientResult, ledger: TaskLedger) -> Update | str:
     """The update in one client's answer, or why it is not believed."""
     if answer.error:
         return f"its node says: '{printable(answer.error)[:300]}'"
-    names = ledger.names(answer.nonce)
+    names = ledger.expected_names(answer.nonce)
     try:
         arrays = {} if names is None else unpack_arrays(answer.payload, names)
     except (InvalidValue, InvalidReply) as error:

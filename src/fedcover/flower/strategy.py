@@ -38,7 +38,8 @@ from fedcover.server.aggregation import WEIGHTS
 from fedcover.server.contracts import build_rule, checked_server
 from fedcover.server.evaluation import FULL_REDUCTION
 from fedcover.server.optimizers import SERVERS, apply_server_step
-from fedcover.server.reply_validation import PendingTask, TaskLedger
+from fedcover.server.reply_format import PendingTask
+from fedcover.server.task_ledger import TaskLedger
 from fedcover.submodels import coverage as cov
 from fedcover.submodels import unit_groups
 from fedcover.submodels.build import submodel
