@@ -56,7 +56,6 @@ class CoverageStrategy(Strategy):
     the same whenever it comes; its app is `client_app`. The policy and the rule are those of an experiment.
     `weights` is "uniform", or "samples" for what nodes say they have. `calibration` are inputs on which norm statistics
     are computed, or the .npy file that holds them.
-
     `server` is an experiment's server optimiser ("momentum(beta=0.9)", "adam(lr=0.01)"). `sampling` says which share of
     the nodes trains in a round, and which evaluates after it. With a `folder` the model is kept there after every
     round, and `start` goes on from the last one that it holds.
