@@ -49,11 +49,42 @@ def test_the_experiment_of_the_readme_is_valid():
     assert Experiment(**tomllib.loads(text)).policy == "rolling(spread=true)"
 
 
-def test_the_python_of_the_readme_runs():
+def run_page(path):
+    """Run the Python of a page from top to bottom; return its names and the output that it shows."""
+    page = path.read_text()
     names: dict[str, object] = {}
-    for text in blocks("python"):
-        exec(compile(text, "README.md", "exec"), names)
-    assert names["run"].accuracy > 0.8
+    for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(compile(text, path.name, "exec"), names)
+    shown = re.findall(r"```python\n[^`]*print\([^`]*```\n\n```\n(.*?)```", page, re.DOTALL)
+    return names, "".join(shown)
+
+
+def assert_same_output(printed, shown):
+    """The same words; the same numbers, but for the last digits of accuracies."""
+    assert len(printed.split()) == len(shown.split())
+    for word, expected in zip(printed.split(), shown.split(), strict=True):
+        if re.fullmatch(r"0\.\d+[,;]?", expected):
+            assert float(word.strip(",;")) == pytest.approx(float(expected.strip(",;")), abs=0.05)
+        else:
+            assert word == expected
+
+
+def test_the_python_of_the_readme_prints_what_it_shows(capsys):
+    names, shown = run_page(ROOT / "README.md")
+    assert names["run"].accuracy > 0.9
+    assert_same_output(capsys.readouterr().out, shown)
+
+
+@pytest.mark.parametrize("page", ["tutorial", "coverage", "data"])
+def test_the_python_of_a_page_prints_what_it_shows(page, capsys, tmp_path, monkeypatch):
+    if page != "data":
+        pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    _, shown = run_page(ROOT / "docs" / f"{page}.md")
+    assert_same_output(capsys.readouterr().out, shown)
+    if page == "tutorial":
+        assert (tmp_path / "rolling.svg").is_file()
+        assert (tmp_path / "report.html").is_file()
 
 
 def test_the_python_of_the_page_on_own_parts_runs(capsys):
