@@ -7,7 +7,7 @@ from typing import Any
 
 from fedcover.analysis.plan_report import fleet_view
 from fedcover.policies import POLICIES
-from fedcover.policies.planned import budgeted_groups
+from fedcover.policies.planned import plan_problem
 from fedcover.runs.experiment import Experiment
 
 SEEDS = (0, 1, 2, 3, 4)
@@ -178,7 +178,7 @@ def cifar() -> Iterator[Wave]:
 
 def largest_gamma(fields: dict[str, Any], kind: str) -> int:
     """The largest coverage of every unit, or weight, that the fleet has room for."""
-    groups, _, _ = budgeted_groups(fleet_view(Experiment(**fields)), kind)
+    groups, _, _ = plan_problem(fleet_view(Experiment(**fields)), kind)
     return min(group.gamma_max for group in groups.values())
 
 

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from fedcover.errors import InvalidValue
 from fedcover.policies.magnitude import rank_by_magnitude
-from fedcover.policies.planned import budgeted_groups
-from fedcover.policies.planner.single_group import GOLDEN, BudgetedGroup, RunLengthPlan
+from fedcover.policies.planned import plan_problem
+from fedcover.policies.planner.allocation import GOLDEN, RunLengthPlan
+from fedcover.policies.planner.single_group import BudgetedGroup
 from fedcover.rng import generator
 from fedcover.submodels.reductions import Masks
 from fedcover.types import View
@@ -22,7 +23,7 @@ def designed(view: View, *, gamma: int, noise: float) -> list[Masks]:
 
     The planner's construction for that coverage, fed with a ranking between heaviest first and lightest first.
     """
-    groups, _, _ = budgeted_groups(view, "pruning")
+    groups, _, _ = plan_problem(view, "pruning")
     held = {}
     for name, group in groups.items():
         jitter_U = torch.rand(group.units, generator=generator(view.seed, "design", name)).to(

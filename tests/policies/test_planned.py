@@ -12,15 +12,14 @@ from fedcover.errors import InvalidValue
 from fedcover.policies import POLICIES
 from fedcover.policies.base import fits
 from fedcover.policies.paper_regions import codename_capacities, region_coverage
-from fedcover.policies.planned import budgeted_groups, planned
+from fedcover.policies.planned import plan_problem, planned
 from fedcover.policies.planner.multi_group import (
     conflict_colouring,
-    count_and_energy,
-    energy_on_cut_axes,
     is_exact,
     phase_shifts,
     unit_energies,
 )
+from fedcover.policies.planner.plan_metrics import count_and_energy, energy_on_cut_axes
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.machine import Machine
 from fedcover.runs.setup import prepare
@@ -93,7 +92,7 @@ def test_the_papers_fleets_reach_their_largest_coverage(fleet, largest, kind):
 )
 def test_any_drop_outs_leave_every_parameter_covered(fleet, kind):
     view = view_of_fleet(fleet)
-    groups, _, _ = budgeted_groups(view, kind)
+    groups, _, _ = plan_problem(view, kind)
     largest = min(group.gamma_max for group in groups.values())
     for tolerate in range(1, len(view.cohort)):
         if tolerate >= largest:
@@ -214,7 +213,7 @@ def test_units_that_stand_on_each_other_are_kept_from_the_first():
         assert fits(view, client.capacity, part)
         for group in stacked:
             assert part.kept[group.name].tolist() == list(range(len(part.kept[group.name])))
-    with pytest.raises(InvalidValue, match="stand on each other"):
+    with pytest.raises(InvalidValue, match="which is nested"):
         planned(view, tolerate=3)
 
 

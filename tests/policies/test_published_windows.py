@@ -211,7 +211,7 @@ def kept_units(view: View, hidden: object, following: object = (0,)) -> Slices:
 )
 def test_units_must_be_numbers_in_order_each_once(units):
     view = view_at(0, 1.0)
-    with pytest.raises(InvalidValue, match=r"in group 'hidden' no units in order, of 0\.\.4"):
+    with pytest.raises(InvalidValue, match=r"invalid units in group 'hidden': .* values in 0\.\.4"):
         check_reductions(view, [kept_units(view, units)])
     check_reductions(view, [kept_units(view, [0, 1, 4])])
 
@@ -228,7 +228,7 @@ def test_units_that_stand_on_each_other_are_the_first():
     nested = replace(HIDDEN, nested=True)
     view = replace(view_at(0, 1.0), groups=(nested, NEXT))
     check_reductions(view, [kept_units(view, [0, 1, 2])])
-    with pytest.raises(InvalidValue, match="units of 'hidden', which stand on each other"):
+    with pytest.raises(InvalidValue, match="units of 'hidden' that are not its first ones"):
         check_reductions(view, [kept_units(view, [0, 1, 3])])
 
 

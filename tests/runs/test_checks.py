@@ -187,18 +187,24 @@ UNITS = torch.arange(4)
     [
         (
             lambda view: Slices(view.groups, {"hidden1": torch.tensor([3, 16])}),
-            "no units in order, of 0..15",
+            "values in 0..15",
         ),
-        (lambda view: Slices(view.groups, {"hidden1": torch.tensor([-1, 2])}), "no units in order"),
-        (lambda view: Slices(view.groups, {"hidden1": torch.tensor([2, 1])}), "no units in order"),
-        (lambda view: Slices(view.groups, {"hidden1": (0, 1)}), "no units in order"),
+        (
+            lambda view: Slices(view.groups, {"hidden1": torch.tensor([-1, 2])}),
+            "invalid units in group",
+        ),
+        (
+            lambda view: Slices(view.groups, {"hidden1": torch.tensor([2, 1])}),
+            "invalid units in group",
+        ),
+        (lambda view: Slices(view.groups, {"hidden1": (0, 1)}), "invalid units in group"),
         (
             lambda view: Slices(view.groups, {"hidden1": torch.zeros(0, dtype=torch.int64)}),
-            "no units in order",
+            "invalid units in group",
         ),
         (
             lambda view: Slices(view.groups, {"hidden1": torch.ones(16, dtype=torch.bool)}),
-            "no units in order",
+            "invalid units in group",
         ),
         (
             lambda view: Slices(view.groups, {"other": UNITS}),

@@ -159,7 +159,7 @@ def test_units_that_stand_on_each_other_must_be_the_first_ones():
         }
         return [fc.Slices(view.groups, kept)] * len(view.cohort)
 
-    with pytest.raises(InvalidValue, match=r"stand on each other.*must be the first"):
+    with pytest.raises(InvalidValue, match=r"not its first ones, but that group is nested"):
         ran(model="depth_resnet", recipe="depthfl", policy=last_stage, fleet="1x1")
 
 

@@ -17,14 +17,12 @@ from fedcover.analysis.audit import dataset_shape
 from fedcover.errors import InvalidValue, unknown
 from fedcover.fleet import Fleet
 from fedcover.policies import POLICIES
-from fedcover.policies.planned import PLAN_KINDS, budgeted_groups, planned
-from fedcover.policies.planner.multi_group import (
-    PlanTarget,
+from fedcover.policies.planned import PLAN_KINDS, plan_problem, planned
+from fedcover.policies.planner.multi_group import PlanTarget, is_exact, target_coverage
+from fedcover.policies.planner.plan_metrics import (
     count_and_energy,
     coverage_upper_bound,
     energy_on_cut_axes,
-    is_exact,
-    target_coverage,
 )
 from fedcover.policies.planner.single_group import BudgetedGroup
 from fedcover.policies.replication import num_copies
@@ -248,13 +246,13 @@ def rounds_to_cover(choice: PolicyFunction, view: View, rounds: int, clients: in
 
 def planned_coverage(view: View, kind: str, target: PlanTarget) -> int:
     """The coverage of every unit that the planned policy aims at in a round."""
-    groups, stacked, exact = budgeted_groups(view, kind)
+    groups, stacked, exact = plan_problem(view, kind)
     return target_coverage(groups, stacked, coverage.energy(view.params), target, exact)
 
 
 def exact_frontier(view: View, kind: str) -> list[dict[str, Any]]:
     """Gamma and the least noise, exactly, over all groups together: absolute energies, divided once."""
-    groups, _, _ = budgeted_groups(view, kind)
+    groups, _, _ = plan_problem(view, kind)
     total = coverage.energy(view.params) or 1.0
     largest = min(group.gamma_max for group in groups.values())
 
@@ -269,7 +267,7 @@ def exact_frontier(view: View, kind: str) -> list[dict[str, Any]]:
 
 def achieved_frontier(view: View, rounds: int) -> list[dict[str, Any]]:
     """Where groups meet: what every parameter gets when every unit is held so many times (`units`)."""
-    groups, stacked, _ = budgeted_groups(view, "subnet")
+    groups, stacked, _ = plan_problem(view, "subnet")
     most = min(
         (group.gamma_max for name, group in groups.items() if name not in stacked), default=0
     )

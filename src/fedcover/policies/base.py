@@ -1,4 +1,4 @@
-"""What policies share: lifting a function of one client to a cohort, what a capacity allows, equal parts as one."""
+"""Shared parts of all policies: decorators, capacity limits, and checks of what a policy returns."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
@@ -18,9 +18,15 @@ Options = ParamSpec("Options")
 
 
 def per_client(choose: Callable[Concatenate[View, Client, Options], Reduction | None]) -> Policy:
-    """Turn a function that gives one client its reduction into a policy for the whole cohort.
+    """Turn a function of one client into a policy for the whole cohort.
 
-    Keyword-only parameters of the function become options of the policy: `mine(far=true)`.
+    Args:
+        choose: A function of the view and one client that returns the client's reduction. It
+            returns None if the client sits out. Its keyword-only parameters become options of
+            the policy, as in `mine(far=true)`.
+
+    Returns:
+        A policy that calls `choose` for every client of the cohort.
     """
 
     @wraps(choose)
@@ -31,23 +37,25 @@ def per_client(choose: Callable[Concatenate[View, Client, Options], Reduction | 
 
 
 def per_capacity(choose: Callable[Concatenate[View, float, Options], Reduction | None]) -> Policy:
-    """The same for policies that treat all clients of one capacity alike: their part is made once and shared."""
+    """Turn a function of a capacity into a policy; clients of equal capacity share a reduction."""
 
     @wraps(choose)
     def policy(view: View, **options: Any) -> list[Reduction | None]:
-        capacities = dict.fromkeys(client.capacity for client in view.cohort)
-        made = {capacity: choose(view, capacity, **options) for capacity in capacities}  # type: ignore[call-arg]
-        return [made[client.capacity] for client in view.cohort]
+        reductions: dict[float, Reduction | None] = {}
+        for client in view.cohort:
+            if client.capacity not in reductions:
+                reductions[client.capacity] = choose(view, client.capacity, **options)  # type: ignore[call-arg]
+        return [reductions[client.capacity] for client in view.cohort]
 
     return policy
 
 
 def width(view: View, capacity: float) -> float:
-    """The share of every group's units that fits a capacity under the view's measure."""
+    """Return the share of every group's units that fits a capacity under the view's measure."""
     if not view.groups and capacity < 1:
         raise InvalidValue(
-            f"this model has no units to cut, so a device of capacity {capacity:g} can hold no part of it "
-            "(docs/tracing.md lists what is left whole, and why)"
+            f"this model has no units to cut, so a device of capacity {capacity:g} can hold no "
+            "part of it (docs/tracing.md lists what is left whole, and why)"
         )
     if view.measure == "width":
         return capacity
@@ -55,17 +63,25 @@ def width(view: View, capacity: float) -> float:
 
 
 def prunable_weights(view: View) -> Params:
-    """The weights that pruning may touch; a model without any would be given whole to every device."""
+    """Return the weights that pruning may remove.
+
+    A model without any is an error: every device would receive all of it.
+    """
     if not view.prunable:
         raise InvalidValue(
-            "pruning needs a model that names prunable weights, and this one names none: fc.Model(module, groups, "
-            "prunable=('hidden.weight', ...)), or a model given as a bare nn.Module, whose are found"
+            "pruning needs a model that names prunable weights, and this one names none: "
+            "fc.Model(module, groups, prunable=('hidden.weight', ...)), or a model given as a "
+            "bare nn.Module, whose are found"
         )
     return {name: view.params[name] for name in view.prunable}
 
 
 def prunable_budget(view: View, capacity: float) -> int:
-    """How many of the prunable weights fit a capacity: a share of them, or what the parameter budget leaves."""
+    """Return how many prunable weights fit a capacity under the view's measure.
+
+    Under `width` the capacity is a share of the prunable weights. Under `parameters` it is a share
+    of all parameters, from which those that are never pruned are subtracted.
+    """
     prunable = sum(weight.numel() for weight in prunable_weights(view).values())
     if view.measure == "width":
         return int(capacity * prunable + 1e-9)
@@ -74,25 +90,31 @@ def prunable_budget(view: View, capacity: float) -> int:
     if budget < 1:
         least = ceil(10_000 * (total - prunable + 1) / total) / 10_000
         raise InvalidValue(
-            f"capacity must be at least {least:.4f} to prune this model (the rest is never pruned); got {capacity:g}"
+            f"capacity must be at least {least:.4f} to prune this model "
+            f"(the rest is never pruned); got {capacity:g}"
         )
     return budget
 
 
 def fits(view: View, capacity: float, reduction: Reduction) -> bool:
-    """Whether a device of some capacity can hold a reduction."""
+    """Return whether a device of this capacity can hold a reduction."""
     if isinstance(reduction, Slices):
         share = width(view, capacity)
         return all(
             len(reduction.kept[group.name]) <= num_units_kept(group.size, share)
             for group in view.groups
         )
-    kept = reduction.sizes({name: view.params[name] for name in view.prunable})
-    return sum(kept.values()) <= prunable_budget(view, capacity)
+    sizes = reduction.sizes({name: view.params[name] for name in view.prunable})
+    return sum(sizes.values()) <= prunable_budget(view, capacity)
 
 
 def check_reductions(view: View, parts: Sequence[Reduction | None]) -> None:
-    """Refuse what a policy of a user's own must not give: too few parts, no parts at all, more than a device holds."""
+    """Check what a user-defined policy returned.
+
+    Raises:
+        InvalidValue: If there is not one entry per client, or if a reduction is invalid for this
+            model or exceeds its client's capacity.
+    """
     if not isinstance(parts, Sequence):
         raise InvalidValue(
             f"policy must give a list of {len(view.cohort)} reductions; got {type(parts).__name__}"
@@ -102,80 +124,91 @@ def check_reductions(view: View, parts: Sequence[Reduction | None]) -> None:
             f"policy must give {len(view.cohort)} reductions, one for each client; got {len(parts)}"
         )
     for client, part in zip(view.cohort, parts, strict=True):
-        if part is None:
-            continue
-        if not hasattr(part, "extract"):
-            raise InvalidValue(
-                f"policy must give a Slices, a Masks or None to client {client.id}; got {part!r:.80}"
-            )
-        if wrong := _find_violation(view, part):
-            raise InvalidValue(f"policy gives client {client.id} {wrong}")
-        if not fits(view, client.capacity, part):
-            raise InvalidValue(
-                f"policy gives client {client.id} more than its capacity of {client.capacity:g} holds"
-            )
+        if part is not None:
+            _check_reduction(view, client, part)
 
 
-def _find_violation(view: View, part: Reduction) -> str | None:
-    """What makes a part none of this model, in words."""
-    if isinstance(part, Slices):
-        sizes = {group.name: group.size for group in view.groups}
-        if part.groups != view.groups and separate_buffers(part.groups, view.params) != view.groups:
-            return "a part of other groups than view.groups, which say what is cut"
-        if part.kept.keys() != sizes.keys():
-            return f"units of the groups {sorted(part.kept)}; this model has {sorted(sizes)}"
-        wrong = [n for n, kept in part.kept.items() if not _are_units(kept, sizes[n])]
-        if wrong:
-            return (
-                f"in group {wrong[0]!r} no units in order, of 0..{sizes[wrong[0]] - 1} (int64, 1-D)"
-            )
-        nested = [
-            g.name
-            for g in view.groups
-            if g.nested and part.kept[g.name][-1] >= len(part.kept[g.name])
-        ]
-        return (
-            f"units of {nested[0]!r}, which stand on each other, that must be the first ones"
-            if nested
-            else None
+def _check_reduction(view: View, client: Client, reduction: Reduction) -> None:
+    if not hasattr(reduction, "extract"):
+        raise InvalidValue(
+            "policy must give a Slices, a Masks or None "
+            f"to client {client.id}; got {reduction!r:.80}"
         )
-    if isinstance(part, Masks):
-        for name, bits in part.bits.items():
-            if name not in view.params:
-                return f"a mask of {name!r}, which is no tensor of this model"
-            shape = tuple(view.params[name].shape)
-            if (
-                not isinstance(bits, Tensor)
-                or bits.dtype != torch.bool
-                or tuple(bits.shape) != shape
-            ):
-                return f"a mask of {name!r} that is no tensor of booleans of shape {shape}"
+    violation = None
+    if isinstance(reduction, Slices):
+        violation = _slices_violation(view, reduction)
+    elif isinstance(reduction, Masks):
+        violation = _masks_violation(view, reduction)
+    if violation:
+        raise InvalidValue(f"policy gives client {client.id} {violation}")
+    if not fits(view, client.capacity, reduction):
+        raise InvalidValue(
+            f"policy gives client {client.id} more than its capacity of {client.capacity:g} holds"
+        )
+
+
+def _slices_violation(view: View, slices: Slices) -> str | None:
+    """Describe why slices are not valid for this model; return None if they are."""
+    sizes = {group.name: group.size for group in view.groups}
+    if slices.groups != view.groups and separate_buffers(slices.groups, view.params) != view.groups:
+        return "a part of other groups than view.groups, which say what is cut"
+    if slices.kept.keys() != sizes.keys():
+        return f"units of the groups {sorted(slices.kept)}; this model has {sorted(sizes)}"
+    for name, units in slices.kept.items():
+        if not _are_sorted_units(units, sizes[name]):
+            return (
+                f"invalid units in group {name!r}: expected a sorted 1-D int64 tensor "
+                f"of values in 0..{sizes[name] - 1}"
+            )
+    for group in view.groups:
+        units = slices.kept[group.name]
+        if group.nested and units[-1] >= len(units):
+            return f"units of {group.name!r} that are not its first ones, but that group is nested"
     return None
 
 
-def _are_units(kept: object, size: int) -> bool:
-    if not isinstance(kept, Tensor) or kept.dtype != torch.int64 or kept.ndim != 1 or not len(kept):
+def _masks_violation(view: View, masks: Masks) -> str | None:
+    """Describe why masks are not valid for this model; return None if they are."""
+    for name, bits in masks.bits.items():
+        if name not in view.params:
+            return f"a mask of {name!r}, which is no tensor of this model"
+        shape = tuple(view.params[name].shape)
+        is_boolean = isinstance(bits, Tensor) and bits.dtype == torch.bool
+        if not is_boolean or tuple(bits.shape) != shape:
+            return f"a mask of {name!r} that is no tensor of booleans of shape {shape}"
+    return None
+
+
+def _are_sorted_units(units: object, size: int) -> bool:
+    if not isinstance(units, Tensor) or units.dtype != torch.int64 or units.ndim != 1:
         return False
-    return bool(kept[0] >= 0 and kept[-1] < size and (kept[1:] > kept[:-1]).all())
+    if not len(units):
+        return False
+    return bool(units[0] >= 0 and units[-1] < size and (units[1:] > units[:-1]).all())
 
 
 def deduplicate(
     parts: Iterable[Reduction | None], recent: dict[bytes, Slices]
 ) -> list[Reduction | None]:
-    """The same parts; equal slices become one object, so that whatever is done with it is done once.
+    """Replace equal slices by one shared object, so that work on them is done once.
 
-    `recent` holds those of the round before, and holds those of this round afterwards.
+    `recent` holds the slices of the previous round by their encoding. They are reused where
+    possible, and `recent` is updated to the slices of this round.
     """
-    listed = list(parts)
-    codes = {
-        key: encode(part)
-        for key, part in {id(part): part for part in listed}.items()
-        if isinstance(part, Slices)
-    }
-    now: dict[bytes, Slices] = {}
-    for part in listed:
+    reductions = list(parts)
+    # a policy may already share objects: encode each object only once
+    slices_by_id = {id(part): part for part in reductions if isinstance(part, Slices)}
+    codes = {key: encode(part) for key, part in slices_by_id.items()}
+    current: dict[bytes, Slices] = {}
+    unique: list[Reduction | None] = []
+    for part in reductions:
         if isinstance(part, Slices):
-            now.setdefault(codes[id(part)], recent.get(codes[id(part)], part))
+            code = codes[id(part)]
+            if code not in current:
+                current[code] = recent.get(code, part)
+            unique.append(current[code])
+        else:
+            unique.append(part)
     recent.clear()
-    recent.update(now)
-    return [now[codes[id(part)]] if isinstance(part, Slices) else part for part in listed]
+    recent.update(current)
+    return unique

@@ -1,4 +1,4 @@
-"""Greedy weight pruning: every client keeps the largest weights of the current global model."""
+"""Magnitude pruning: every client keeps the largest weights of the current global model."""
 
 from collections.abc import Sequence
 
@@ -14,9 +14,9 @@ SCOPES = ("layer", "model")
 
 
 def magnitude(view: View, *, scope: str = "layer") -> Sequence[Masks]:
-    """Keep the weights of largest magnitude: the same share of every prunable layer, or the largest anywhere.
+    """Keep the largest weights: the same share of each prunable layer, or the largest overall.
 
-    Ties are broken by position, so that a mask has exactly its size.
+    Ties are broken by position, so that every mask has exactly its size.
     """
     if scope not in SCOPES:
         raise unknown("policy magnitude: scope", scope, SCOPES)
@@ -26,16 +26,16 @@ def magnitude(view: View, *, scope: str = "layer") -> Sequence[Masks]:
     masks: dict[float, Masks] = {}  # clients of equal capacity share one mask
     for capacity in {client.capacity for client in view.cohort}:
         budget = prunable_budget(view, capacity)
-        kept = {
-            name: int(budget / prunable * rank.numel() + 1e-9) if scope == "layer" else budget
-            for name, rank in ranks.items()
-        }
-        masks[capacity] = Masks({name: rank < kept[name] for name, rank in ranks.items()})
+        bits: dict[str, Tensor] = {}
+        for name, rank in ranks.items():
+            layer_budget = int(budget / prunable * rank.numel() + 1e-9)
+            bits[name] = rank < (layer_budget if scope == "layer" else budget)
+        masks[capacity] = Masks(bits)
     return [masks[client.capacity] for client in view.cohort]
 
 
 def rank_by_magnitude(weight: Tensor) -> Tensor:
-    """The place of every entry when sorted by magnitude, largest first (a rank, not an argsort).
+    """Return the rank of every entry by magnitude, 0 for the largest (a rank, not an argsort).
 
     >>> rank_by_magnitude(torch.tensor([1.0, -3.0, 2.0])).tolist()
     [2, 0, 1]
@@ -52,5 +52,8 @@ def _ranks_by_layer(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _ranks_together(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     rank = rank_by_magnitude(torch.cat([weight.flatten() for weight in weights.values()]))
-    parts = torch.split(rank, [weight.numel() for weight in weights.values()])
-    return {name: part.view_as(weights[name]) for name, part in zip(weights, parts, strict=True)}
+    layer_ranks = torch.split(rank, [weight.numel() for weight in weights.values()])
+    return {
+        name: layer_rank.view_as(weights[name])
+        for name, layer_rank in zip(weights, layer_ranks, strict=True)
+    }

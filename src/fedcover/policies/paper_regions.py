@@ -1,7 +1,8 @@
-"""The paper's designs: four regions S1-S4, seven policies P1-P7, and codenames that give one to every slot.
+"""The paper's designs: four regions S1-S4, seven policies P1-P7, and codenames with one per slot.
 
-Zhou, Lan, Venkataramani, Ding: Every Parameter Matters (NeurIPS 2023), appendix. Pruning: S1 holds the largest
-quarter of each prunable layer's weights, S4 the smallest. Sub-networks: quarters of every group's units, in order.
+Zhou, Lan, Venkataramani, Ding: Every Parameter Matters (NeurIPS 2023), appendix. With pruning, S1 is
+the largest quarter of each prunable layer's weights and S4 the smallest. With sub-networks, the
+regions are the quarters of every group's units, in order.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,10 @@ REGIONS_OF_DIGIT = {
     "6": (1, 3),
     "7": (1, 2),
 }
-"""What each policy keeps. P5 is {S1, S4}, as in the paper's code and in every coverage figure of its table."""
+"""The regions that each policy keeps.
+
+P5 is {S1, S4}, as in the paper's code and in every coverage number of its table.
+"""
 
 PRINTED_P5 = (2, 3)
 CODENAME_KINDS = ("pruning", "subnet")
@@ -34,40 +38,41 @@ P5_VARIANTS = ("code", "printed")
 def regions(
     view: View, *, codename: str, kind: str = "pruning", p5: str = "code"
 ) -> Sequence[Reduction]:
-    """Give the k-th client of the cohort the k-th digit's policy."""
+    """Give the k-th client of the cohort the policy of the codename's k-th digit."""
     check_codename(codename, kind, p5)
     if len(view.cohort) != len(codename):
         raise InvalidValue(
-            f"codename {codename} needs a cohort of {len(codename)} clients; this one has {len(view.cohort)}"
+            f"codename {codename} needs a cohort of {len(codename)} clients; "
+            f"this one has {len(view.cohort)}"
         )
     return reductions(view, codename, kind, p5)
 
 
 def reductions(view: View, codename: str, kind: str, p5: str = "code") -> list[Reduction]:
-    """One reduction per digit; equal digits share one."""
+    """Return one reduction per digit; equal digits share one."""
     return region_reductions(view, [regions_of_digit(digit, p5) for digit in codename], kind)
 
 
-def region_reductions(view: View, kept: Sequence[tuple[int, ...]], kind: str) -> list[Reduction]:
-    """One reduction per slot, which keeps the named regions of the current weights; equal ones are shared."""
-    made: dict[tuple[int, ...], Reduction]
+def region_reductions(
+    view: View, regions_by_slot: Sequence[tuple[int, ...]], kind: str
+) -> list[Reduction]:
+    """Return one reduction per slot that keeps the slot's regions of the current weights.
+
+    Slots with the same regions share one reduction.
+    """
+    reduction_of: dict[tuple[int, ...], Reduction]
     if kind == "pruning":
         quarters = {
             name: quarter_by_magnitude(view.params[name]) for name in prunable_weights(view)
         }
-        made = {
-            some: Masks(
-                {n: torch.isin(q, torch.tensor(some, device=q.device)) for n, q in quarters.items()}
-            )
-            for some in set(kept)
-        }
+        reduction_of = {kept: _keep_quarters(quarters, kept) for kept in set(regions_by_slot)}
     else:
-        made = {some: _subnet(view.groups, some) for some in set(kept)}
-    return [made[some] for some in kept]
+        reduction_of = {kept: _keep_units(view.groups, kept) for kept in set(regions_by_slot)}
+    return [reduction_of[kept] for kept in regions_by_slot]
 
 
 def regions_of_digit(digit: str, p5: str = "code") -> tuple[int, ...]:
-    """The regions that a policy keeps.
+    """Return the regions that a digit's policy keeps.
 
     >>> regions_of_digit("5"), regions_of_digit("5", "printed")
     ((1, 4), (2, 3))
@@ -76,18 +81,19 @@ def regions_of_digit(digit: str, p5: str = "code") -> tuple[int, ...]:
 
 
 def region_coverage(codename: str, p5: str = "code") -> dict[str, int]:
-    """How many slots of a codename train each region: the closed form.
+    """Return how many slots of a codename train each region, in closed form.
 
     >>> region_coverage("1111223344")
     {'S1': 10, 'S2': 8, 'S3': 8, 'S4': 8}
     """
+    regions_by_slot = [regions_of_digit(digit, p5) for digit in codename]
     return {
-        f"S{r}": sum(r in regions_of_digit(digit, p5) for digit in codename) for r in (1, 2, 3, 4)
+        f"S{region}": sum(region in kept for kept in regions_by_slot) for region in (1, 2, 3, 4)
     }
 
 
 def check_codename(codename: str, kind: str, p5: str = "code") -> None:
-    """Refuse what is no codename."""
+    """Raise `InvalidValue` for an invalid codename, kind, or variant of P5."""
     if not codename or set(codename) - set(REGIONS_OF_DIGIT):
         raise InvalidValue(
             f"codename must consist of digits 1 to 7, one per slot; got {codename!r}"
@@ -99,7 +105,7 @@ def check_codename(codename: str, kind: str, p5: str = "code") -> None:
 
 
 def codename_capacities(codename: str) -> tuple[float, ...]:
-    """The share that every slot of a codename holds.
+    """Return the share of the model that every slot of a codename holds.
 
     >>> codename_capacities("147")
     (1.0, 0.75, 0.5)
@@ -108,16 +114,28 @@ def codename_capacities(codename: str) -> tuple[float, ...]:
 
 
 def quarter_by_magnitude(weight: Tensor) -> Tensor:
-    """1 for the largest quarter of the weights, ... 4 for the smallest."""
+    """Return the quarter of every weight: 1 for the largest weights, 4 for the smallest."""
     return rank_by_magnitude(weight) * 4 // weight.numel() + 1
 
 
-def _subnet(groups: tuple[UnitGroup, ...], kept: tuple[int, ...]) -> Slices:
-    def units(group: UnitGroup) -> Tensor:
-        quarters = [torch.arange((r - 1) * group.size // 4, r * group.size // 4) for r in kept]
-        chosen = (
-            torch.cat(quarters) if sum(map(len, quarters)) else torch.zeros(1, dtype=torch.int64)
-        )
-        return torch.arange(len(chosen)) if group.nested else chosen
+def _keep_quarters(quarters: dict[str, Tensor], kept: tuple[int, ...]) -> Masks:
+    bits: dict[str, Tensor] = {}
+    for name, quarter in quarters.items():
+        bits[name] = torch.isin(quarter, torch.tensor(kept, device=quarter.device))
+    return Masks(bits)
 
-    return Slices(groups, {group.name: units(group) for group in groups})
+
+def _keep_units(groups: tuple[UnitGroup, ...], kept: tuple[int, ...]) -> Slices:
+    return Slices(groups, {group.name: _units_in_quarters(group, kept) for group in groups})
+
+
+def _units_in_quarters(group: UnitGroup, kept: tuple[int, ...]) -> Tensor:
+    """Return the units in the kept quarters of a group, at least one."""
+    quarters = [torch.arange((r - 1) * group.size // 4, r * group.size // 4) for r in kept]
+    if any(len(quarter) for quarter in quarters):
+        units = torch.cat(quarters)
+    else:  # quarters of a group of fewer than four units can be empty
+        units = torch.zeros(1, dtype=torch.int64)
+    if group.nested:  # only the first units can be kept
+        return torch.arange(len(units))
+    return units

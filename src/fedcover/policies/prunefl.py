@@ -1,7 +1,7 @@
-"""One common mask for all clients, re-configured by squared gradient per unit of time.
+"""PruneFL: one mask for all clients, reconfigured by squared gradient per unit of time.
 
-Jiang, Wang, Valls, Ko, Lee, Leung, Tassiulas: Model pruning enables efficient federated learning on edge devices
-(TNNLS 2022). Clients measure the squared gradients: use it with the recipe `prunefl`.
+Jiang, Wang, Valls, Ko, Lee, Leung, Tassiulas: Model pruning enables efficient federated learning on
+edge devices (TNNLS 2022). Clients measure the squared gradients, so use it with the recipe `prunefl`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,17 @@ from fedcover.submodels.reductions import Masks
 from fedcover.types import Params, View
 
 RECONFIGURE_EVERY = 50
-"""Rounds between two re-configurations, unless somebody says otherwise."""
+"""Default number of rounds between two reconfigurations."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reconfiguration:
-    """What a re-configuration goes by: the share of candidates, and times in multiply-adds of one sample."""
+    """Settings of one reconfiguration.
+
+    `share` is the share of kept weights that become candidates for removal. `overhead` is the time
+    of a round without any weights, relative to the whole model's. `traffic` is the time to send one
+    weight, in multiply-adds of one sample. `budget` is the largest number of weights in the mask.
+    """
 
     share: float
     overhead: float
@@ -40,35 +45,38 @@ def prunefl(
     overhead: float = 0.1,
     traffic: float = 6.0,
 ) -> Sequence[Masks | None]:
-    """The same mask for everybody, within the smallest device's capacity; chosen anew every `every` rounds.
+    """Give all clients one mask within the smallest capacity, reconfigured every `every` rounds.
 
-    It begins with the largest weights; for the first `initial` rounds only the strongest client of a cohort trains.
-    Then the smallest `share` of each layer's kept weights (halved every `half_life` rounds) and all pruned weights are
-    candidates, which return in the order of squared gradient per time while that beats the average of what is kept. A
-    weight takes its multiply-adds and `traffic`; a round without any takes `overhead` times the whole model's time.
-    Where nothing is measured, because the recipe is not `prunefl`, the mask always is that of the largest weights.
+    The first mask keeps the largest weights. In the first `initial` rounds only the strongest
+    client of a cohort trains. In a reconfiguration, the smallest `share` of each layer's kept
+    weights (halved every `half_life` rounds) and all pruned weights are candidates. They are added
+    in the order of squared gradient per time, as long as this exceeds the average of what is kept.
+    The time of a weight is its multiply-adds plus `traffic`; a round without any weights takes
+    `overhead` times the whole model's time. If nothing is measured, because the recipe is not
+    `prunefl`, the mask stays that of the largest weights.
     """
     if every < 1 or initial < 0 or not 0 < share <= 1:
         raise InvalidValue(
-            f"policy prunefl: every must be at least 1, initial at least 0 and share in (0, 1]; "
+            "policy prunefl: every must be at least 1, initial at least 0 and share in (0, 1]; "
             f"got {every}, {initial} and {share}"
         )
     if half_life <= 0 or overhead <= 0 or traffic < 0:
         raise InvalidValue(
-            f"policy prunefl: half_life and overhead must be above 0 and traffic at least 0; "
+            "policy prunefl: half_life and overhead must be above 0 and traffic at least 0; "
             f"got {half_life:g}, {overhead:g} and {traffic:g}"
         )
     budget = prunable_budget(view, min(view.levels))
-    # not the round itself: a new mask must stay the same until somebody has answered with it
-    due = view.round // every * every
-    last = last_answered_round(view.measured)
-    if last is None:
-        mask = _largest(view, budget)
+    # not the round itself: a new mask must stay the same until a client has answered with it
+    due_round = view.round // every * every
+    last_round = last_answered_round(view.measured)
+    if last_round is None:
+        mask = _largest_weights(view, budget)
     else:
         mask = {name: view.measured["trained_in"][name] > 0 for name in view.prunable}
-        if last < due:
-            shrinking = share * 0.5 ** (max(0, due - initial) / half_life)
-            mask = reconfigure(view, mask, Reconfiguration(shrinking, overhead, traffic, budget))
+        if last_round < due_round:
+            current_share = share * 0.5 ** (max(0, due_round - initial) / half_life)
+            settings = Reconfiguration(current_share, overhead, traffic, budget)
+            mask = reconfigure(view, mask, settings)
     common = Masks(mask)
     if view.round >= initial:
         return [common] * len(view.cohort)
@@ -77,59 +85,69 @@ def prunefl(
 
 
 def last_answered_round(measured: Mapping[str, Params]) -> int | None:
-    """The last round in which any client answered, as its `trained_in` says; None before the first."""
+    """Return the last round in which a client answered, read from `trained_in`; None if none did."""
     if not measured.get("trained_in"):
         return None
     return round(max(float(tensor.max()) for tensor in measured["trained_in"].values())) - 1
 
 
-def reconfigure(view: View, kept: Params, greedy: Reconfiguration) -> Params:
-    """Certain weights stay; candidates are taken in order while their ratio exceeds the running ratio."""
-    certain, gain, time = [], [], []
+def reconfigure(view: View, kept: Params, settings: Reconfiguration) -> Params:
+    """Return a new mask: keep the certain weights and add candidates greedily.
+
+    Candidates are added by gain per time, until one does not exceed the ratio of all kept so far.
+    """
     measured = view.measured["squared_gradient"]
-    for name in view.prunable:
-        weight, held = view.params[name], kept[name]
-        staying = int(held.sum()) - int(int(held.sum()) * greedy.share)
-        order = (
-            torch.where(held, weight.abs(), -1.0).flatten().argsort(descending=True, stable=True)
-        )
-        certain.append(
-            torch.zeros_like(order, dtype=torch.bool).index_fill_(0, order[:staying], True)
-        )
-        gain.append(measured[name].double().flatten())
-        seconds = view.uses.get(name, 1) + greedy.traffic
-        time.append(
-            torch.full((weight.numel(),), seconds, dtype=torch.float64, device=weight.device)
-        )
-    sure, gains, times = torch.cat(certain), torch.cat(gain), torch.cat(time)
-    ratio = gains / times
-    order = torch.where(sure, -torch.inf, ratio).argsort(descending=True, stable=True)[
-        : int((~sure).sum())
-    ]
+    certain = torch.cat(
+        [_certain_weights(view.params[name], kept[name], settings.share) for name in view.prunable]
+    )
+    gains = torch.cat([measured[name].double().flatten() for name in view.prunable])
+    times = torch.cat([_time_per_weight(view, name, settings.traffic) for name in view.prunable])
+    ratios = gains / times
+    num_candidates = int((~certain).sum())
+    candidates = torch.where(certain, -torch.inf, ratios).argsort(descending=True, stable=True)
+    candidates = candidates[:num_candidates]
+
+    # the ratio of everything that is kept before each candidate joins, overhead included
     never_pruned = sum(
         float(squares.sum()) for name, squares in measured.items() if name not in view.prunable
     )
-    # the running ratio before each candidate joins: everything that is kept so far, over its time and the overhead
-    gained = never_pruned + gains[sure].sum() + gains[order].cumsum(0) - gains[order]
-    spent = (
-        greedy.overhead * times.sum() + times[sure].sum() + times[order].cumsum(0) - times[order]
-    )
-    worth = (
-        (ratio[order] > gained / spent).long().cumprod(0).bool()
-    )  # stop at the first that is not worth it
-    joined = order[worth][: max(0, greedy.budget - int(sure.sum()))]
-    chosen = sure.clone().index_fill_(0, joined, True)
-    parts = torch.split(chosen, [view.params[name].numel() for name in view.prunable])
+    gain_before = never_pruned + gains[certain].sum() + gains[candidates].cumsum(0)
+    gain_before = gain_before - gains[candidates]
+    time_before = settings.overhead * times.sum() + times[certain].sum()
+    time_before = time_before + times[candidates].cumsum(0) - times[candidates]
+    exceeds = ratios[candidates] > gain_before / time_before
+    worthwhile = exceeds.long().cumprod(0).bool()  # stop at the first that does not exceed it
+
+    num_free = max(0, settings.budget - int(certain.sum()))
+    added = candidates[worthwhile][:num_free]
+    chosen = certain.clone().index_fill_(0, added, True)
+    layers = torch.split(chosen, [view.params[name].numel() for name in view.prunable])
     return {
-        name: part.view_as(view.params[name])
-        for name, part in zip(view.prunable, parts, strict=True)
+        name: layer.view_as(view.params[name])
+        for name, layer in zip(view.prunable, layers, strict=True)
     }
 
 
-def _largest(view: View, budget: int) -> dict[str, Tensor]:
+def _certain_weights(weight: Tensor, kept: Tensor, share: float) -> Tensor:
+    """Return a flat mask of the kept weights without the smallest `share` of them."""
+    num_kept = int(kept.sum())
+    num_certain = num_kept - int(num_kept * share)
+    magnitudes = torch.where(kept, weight.abs(), -1.0).flatten()
+    order = magnitudes.argsort(descending=True, stable=True)
+    return torch.zeros_like(order, dtype=torch.bool).index_fill_(0, order[:num_certain], True)
+
+
+def _time_per_weight(view: View, name: str, traffic: float) -> Tensor:
+    weight = view.params[name]
+    time = view.uses.get(name, 1) + traffic
+    return torch.full((weight.numel(),), time, dtype=torch.float64, device=weight.device)
+
+
+def _largest_weights(view: View, budget: int) -> dict[str, Tensor]:
     total = sum(view.params[name].numel() for name in view.prunable)
-    return {
-        name: rank_by_magnitude(view.params[name])
-        < int(budget / total * view.params[name].numel() + 1e-9)
-        for name in view.prunable
-    }
+    mask: dict[str, Tensor] = {}
+    for name in view.prunable:
+        weight = view.params[name]
+        layer_budget = int(budget / total * weight.numel() + 1e-9)
+        mask[name] = rank_by_magnitude(weight) < layer_budget
+    return mask

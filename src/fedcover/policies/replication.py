@@ -1,8 +1,9 @@
-"""Copies: where no device holds the whole model, what the largest one holds is trained first and then copied.
+"""Train a small model first and then copy it, where no device can hold the whole model.
 
-Until some share of the rounds is over, everybody trains first units, as under `prefix`. Then the model of the largest
-device is copied as often as it fits side by side, nothing leading from one copy to another: the classifier adds up
-equal copies. From then on every copy is trained by its share of the devices: the whole becomes an ensemble.
+For the first share of the rounds every client trains the first units, as under `prefix`. Then the
+model of the largest device is copied as often as it fits into the whole one. No weight leads from
+one copy to another, and the classifier adds up equal copies. In the remaining rounds every copy is
+trained by its own share of the devices, so the whole model becomes an ensemble.
 """
 
 import itertools
@@ -24,75 +25,87 @@ COPY_AFTER = 0.6
 
 
 def num_copies(view: View) -> int:
-    """How many copies of what the largest device holds fit into the model; 1 where copies make no sense.
+    """Return how often the largest device's model fits into the whole one; 1 for no copies.
 
-    Only where groups meet: else sub-networks that share units add up, and the planner's own plans are exact. And only
-    where copies meet nowhere but in the classifier: a sum of them in a stream that is never cut would be too large.
+    Copies are made only if tensors are cut along two axes: otherwise sub-networks that share units
+    add up, and the planner's own plans are exact. The copies must also be independent up to the
+    classifier, because their sum in a stream that is never cut would be too large.
     """
     if view.rounds is None or is_exact(view.groups):
         return 1
-    if any(group.nested or any(cut.axis is None for cut in group.cuts) for group in view.groups):
-        return 1
+    for group in view.groups:
+        if group.nested or any(cut.axis is None for cut in group.cuts):
+            return 1
     if _copies_interfere(view):
         return 1
-    return min(group.size // _largest(view, group) for group in view.groups)
+    return min(group.size // _copy_size(view, group) for group in view.groups)
 
 
 def copies_made(view: View) -> bool:
-    """Whether copies have been made before this round."""
+    """Return whether copies were made before this round."""
     return view.rounds is not None and view.round >= _copy_round(view.rounds)
 
 
 def copy_reductions(view: View) -> list[Slices]:
-    """What every device of a cohort trains: first units, and once copies are made those of its own copy."""
+    """Return what every client trains: the first units, or the units of its copy once there are copies."""
     if not copies_made(view):
-        return [_part(view, client, 0) for client in view.cohort]
-    devices = Counter(client.capacity for client in view.cohort)
-    # devices of a capacity take turns, which go on in the next round: a copy must not miss them because they are few
-    turns = {capacity: itertools.count(view.round * there) for capacity, there in devices.items()}
-    copies = {
-        capacity: num_copies(view) if capacity <= max(view.levels) else 1 for capacity in devices
+        return [_units_of_copy(view, client, 0) for client in view.cohort]
+    clients_by_capacity = Counter(client.capacity for client in view.cohort)
+    # Clients of one capacity take the copies in turn, and the turns continue in the next round.
+    # Otherwise a cohort with few of them would always miss the last copies.
+    turns = {
+        capacity: itertools.count(view.round * clients)
+        for capacity, clients in clients_by_capacity.items()
     }
-    return [_part(view, c, next(turns[c.capacity]) % copies[c.capacity]) for c in view.cohort]
+    copies = num_copies(view)
+    reductions: list[Slices] = []
+    for client in view.cohort:
+        turn = next(turns[client.capacity])
+        choices = copies if client.capacity <= max(view.levels) else 1
+        reductions.append(_units_of_copy(view, client, turn % choices))
+    return reductions
 
 
 def copy_transform(view: View) -> Callable[[Params], Params] | None:
-    """How tensors change before the view's round: they are copied where that is due, else None."""
-    if num_copies(view) < 2 or view.rounds is None or view.round != _copy_round(view.rounds):
+    """Return the function that copies the model's tensors before this round; None in most rounds."""
+    copies = num_copies(view)
+    if copies < 2 or view.rounds is None or view.round != _copy_round(view.rounds):
         return None
-    sizes = {group.name: _largest(view, group) for group in view.groups}
-    rooms = [
-        Slices(
-            view.groups,
-            {name: torch.arange(copy * size, (copy + 1) * size) for name, size in sizes.items()},
-        )
-        for copy in range(num_copies(view))
+    sizes = {group.name: _copy_size(view, group) for group in view.groups}
+    slices_by_copy = [
+        Slices(view.groups, {name: _copy_range(copy, size) for name, size in sizes.items()})
+        for copy in range(copies)
     ]
 
-    def copied(tensors: Params) -> Params:
-        first = rooms[0].extract(tensors)
-        once = {name: torch.ones_like(tensor) for name, tensor in first.items()}
-        whole, holders = (
-            {name: torch.zeros_like(t) for name, t in tensors.items()} for _ in range(2)
-        )
-        for room in rooms:
-            room.add_into(whole, first, 1)
-            room.add_into(holders, once, 1)
-        # what no group cuts, tensors or rows and columns of them, is there once, and shared
-        return {name: whole[name] / holders[name].clamp(min=1) for name in tensors}
+    def transform(tensors: Params) -> Params:
+        first = slices_by_copy[0].extract(tensors)
+        ones = {name: torch.ones_like(tensor) for name, tensor in first.items()}
+        total = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        counts = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        for slices in slices_by_copy:
+            slices.add_into(total, first, 1)
+            slices.add_into(counts, ones, 1)
+        # tensors, rows and columns that no group cuts belong to all copies: divide their sum
+        return {name: total[name] / counts[name].clamp(min=1) for name in tensors}
 
-    return copied
+    return transform
+
+
+def _copy_range(copy: int, size: int) -> Tensor:
+    return torch.arange(copy * size, (copy + 1) * size)
 
 
 def _copies_interfere(view: View) -> bool:
-    """Whether copies would add up in a layer before the classifier: what follows would not be what one of them says."""
-    axes = {
-        name: {cut.axis for _, cut in meeting}
-        for name, meeting in cuts_by_tensor(view.groups).items()
+    """Return whether copies would add up in a layer before the classifier.
+
+    What follows such a layer would receive a sum of copies instead of one of them.
+    """
+    axes_by_tensor = {
+        name: {cut.axis for _, cut in cuts} for name, cuts in cuts_by_tensor(view.groups).items()
     }
     return any(
-        0 not in axes[name] and name not in view.classifier
-        for name in axes.keys() & view.uses.keys()
+        0 not in axes_by_tensor[name] and name not in view.classifier
+        for name in axes_by_tensor.keys() & view.uses.keys()
     )
 
 
@@ -100,14 +113,15 @@ def _copy_round(rounds: int) -> int:
     return ceil(COPY_AFTER * rounds - 1e-9)
 
 
-def _largest(view: View, group: UnitGroup) -> int:
+def _copy_size(view: View, group: UnitGroup) -> int:
+    """Return how many units of a group the largest device can hold."""
     return num_units_kept(group.size, width(view, max(view.levels)))
 
 
-def _part(view: View, client: Client, copy: int) -> Slices:
+def _units_of_copy(view: View, client: Client, copy: int) -> Slices:
     share = width(view, client.capacity)
-
-    def kept(group: UnitGroup) -> Tensor:
-        return copy * _largest(view, group) + torch.arange(num_units_kept(group.size, share))
-
-    return Slices(view.groups, {group.name: kept(group) for group in view.groups})
+    kept: dict[str, Tensor] = {}
+    for group in view.groups:
+        start = copy * _copy_size(view, group)
+        kept[group.name] = start + torch.arange(num_units_kept(group.size, share))
+    return Slices(view.groups, kept)

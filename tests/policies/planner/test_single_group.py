@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from fedcover.errors import InvalidValue
 from fedcover.policies.planner import single_group
+from fedcover.policies.planner.allocation import RunLengthPlan
 from fedcover.policies.planner.single_group import (
     BudgetedGroup,
     PlanObjective,
-    RunLengthPlan,
     best_gamma,
     frontier,
     plan,

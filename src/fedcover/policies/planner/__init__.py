@@ -1,1 +1,1 @@
-"""Exact plans of who trains what."""
+"""Exact plans of which client trains which units."""
