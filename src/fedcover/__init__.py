@@ -1,4 +1,4 @@
-"""Federated learning for fleets of unequal devices: every client trains the part of one model it can hold.
+"""Federated learning over unequal devices: each client trains the part of a model that fits it.
 
 >>> import fedcover as fc
 >>> fc.Experiment(fleet="4x1.0 + 6x0.75", policy="rolling").policy
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from fedcover.submodels.reductions import Masks as Masks
     from fedcover.submodels.reductions import Slices as Slices
     from fedcover.submodels.reductions import drawn as drawn
+    from fedcover.submodels.reductions import random_slices as random_slices
+    from fedcover.submodels.reductions import window_slices as window_slices
     from fedcover.submodels.reductions import windows as windows
     from fedcover.submodels.tracing import trace as trace
     from fedcover.theory.certificate import certify as certify
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
     from fedcover.types import UnitGroup as UnitGroup
     from fedcover.types import View as View
 
-_HOME = {
+_MODULE_OF = {
     "Client": "types",
     "Cut": "types",
     "Dataset": "types",
@@ -64,23 +66,25 @@ _HOME = {
     "load_part": "runs.export",
     "per_client": "policies",
     "plan": "policies.planner.single_group",
+    "random_slices": "submodels.reductions",
     "replay": "runs.api",
     "report": "analysis.report",
     "resume": "runs.api",
     "run": "runs.api",
     "sweep": "runs.sweep",
     "trace": "submodels.tracing",
+    "window_slices": "submodels.reductions",
     "windows": "submodels.reductions",
 }
-"""Where each public name lives; imported on first use, so that `import fedcover` is quick."""
+"""The module of each public name, imported on first use so that `import fedcover` is fast."""
 
-__all__ = sorted([*_HOME, "__version__"])
+__all__ = sorted([*_MODULE_OF, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'fedcover' has no attribute {name!r}")
-    return getattr(import_module(f"fedcover.{_HOME[name]}"), name)
+    return getattr(import_module(f"fedcover.{_MODULE_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:

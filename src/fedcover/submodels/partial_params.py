@@ -1,4 +1,4 @@
-"""Tensors of which a device holds only its part: the shapes of all of it, the values of what it was sent."""
+"""Parameters on a device that holds only its part: full shapes, but only the values it was sent."""
 
 from collections.abc import Mapping
 
@@ -10,9 +10,9 @@ from fedcover.types import Params, Reduction
 
 
 class PartialParams(Params):
-    """Tensors by name in full shapes, without values (on the `meta` device), and the part that a device holds of them.
+    """Hold tensors in full shapes without values (on the `meta` device), and a part with values.
 
-    What a reduction extracts from them is that part, without a copy, if it is the reduction that the part was cut by.
+    Extracting with the reduction that cut the part returns the part itself, without a copy.
     """
 
     def __init__(self, whole: Mapping[str, Tensor], part: Params, reduction: Reduction) -> None:
@@ -22,7 +22,7 @@ class PartialParams(Params):
         self.part, self.reduction = part, reduction
 
     def extract_for(self, reduction: Reduction) -> Params:
-        """The part; refused for any other reduction, of which there may be less here than it asks for."""
+        """Return the part; raise for another reduction, whose values may not be here."""
         if reduction is not self.reduction:
             raise InvalidValue(
                 "a device holds its own part of the model only, and another part was asked for"
@@ -30,15 +30,15 @@ class PartialParams(Params):
         return dict(self.part)
 
 
-def merge_params(some: Params, others: Params) -> Params:
-    """All tensors of both; of portions of one reduction a portion again."""
-    if not others:
-        return some
-    if isinstance(some, PartialParams) and isinstance(others, PartialParams):
-        return PartialParams({**some, **others}, {**some.part, **others.part}, some.reduction)
-    return {**some, **others}
+def merge_params(first: Params, second: Params) -> Params:
+    """Combine two sets of tensors; two partial sets of one reduction give a partial set."""
+    if not second:
+        return first
+    if isinstance(first, PartialParams) and isinstance(second, PartialParams):
+        return PartialParams({**first, **second}, {**first.part, **second.part}, first.reduction)
+    return {**first, **second}
 
 
 def local_params(tensors: Params) -> Params:
-    """What a device has of tensors: the part of a portion, else all."""
+    """Return the tensors that have values on this device."""
     return tensors.part if isinstance(tensors, PartialParams) else tensors
