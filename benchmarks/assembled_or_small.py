@@ -112,8 +112,8 @@ def start_from_prefix(name: str, seed: int, folder: Path, machine: Machine) -> N
     if candidate.change is None or own.path.exists() or _known(folder, cell, seed):
         return
     prefix = Folder(folder / "runs" / _experiment(PREFIX, seed).name).read()
-    kept = {file.round: file for file in checkpoints.found(prefix.kept)}
-    state = checkpoints.read(kept[candidate.start], prefix.experiment.digest, "cpu")
+    kept = {file.round: file for file in checkpoints.list_checkpoints(prefix.kept)}
+    state = checkpoints.load_checkpoint(kept[candidate.start], prefix.experiment.digest, "cpu")
     groups = prepare(
         experiment, Machine(device="cpu", engine="sequential").resolved()
     ).task.model.groups

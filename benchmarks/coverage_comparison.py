@@ -117,10 +117,10 @@ def measure(done: Finished, rounds: Sequence[int], folder: Path) -> dict[str, An
             **known,
         }
     parts = Overrides(dataset=_dataset(done.experiment.dataset, done.machine.device))
-    setup = prepare(done.experiment, done.machine, parts=parts)
-    files = {file.round: file for file in checkpoints.found(Folder(folder).kept)}
+    setup = prepare(done.experiment, done.machine, overrides=parts)
+    files = {file.round: file for file in checkpoints.list_checkpoints(Folder(folder).kept)}
     states = (
-        checkpoints.read(files[number], done.experiment.digest, done.machine.device)
+        checkpoints.load_checkpoint(files[number], done.experiment.digest, done.machine.device)
         for number in rounds
     )
     scores = [_scores(setup, state) for state in states]

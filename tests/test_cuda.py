@@ -6,7 +6,7 @@ import torch
 import fedcover as fc
 from fedcover.errors import RunError
 from fedcover.runs import checkpoints
-from fedcover.runs.checkpoints import found
+from fedcover.runs.checkpoints import list_checkpoints
 from fedcover.runs.sweep import expand_choices
 from fedcover.server.grid_noise import keyed_stream
 from fedcover.server.privacy import private_mean
@@ -208,20 +208,23 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(name, tmp_path):
         fc.run(experiment(SETTINGS[name], 4), tmp_path / "stopped", machine=machine, watch=stop)
     resumed = fc.resume(tmp_path / "stopped")
     same(resumed.state.params, whole.state.params)
-    last = [found(tmp_path / folder / "checkpoints")[0].digest for folder in ("whole", "stopped")]
+    last = [
+        list_checkpoints(tmp_path / folder / "checkpoints")[0].digest
+        for folder in ("whole", "stopped")
+    ]
     assert last[0] == last[1]
 
 
 def test_what_cannot_be_written_beside_the_next_round_stops_the_run(tmp_path, monkeypatch):
     machine = fc.Machine(device="cuda", deterministic=True)
-    save = checkpoints.save
+    save = checkpoints.save_checkpoint
 
     def full(folder, state, *others, **more):
         if state.round == 2:
             raise RunError("the disk is full")
         return save(folder, state, *others, **more)
 
-    monkeypatch.setattr(checkpoints, "save", full)
+    monkeypatch.setattr(checkpoints, "save_checkpoint", full)
     with pytest.raises(RunError, match="the disk is full; the checkpoint of round 1 is whole"):
         fc.run(experiment(SETTINGS["prefix"], 4), tmp_path / "stopped", machine=machine)
     monkeypatch.undo()

@@ -301,11 +301,11 @@ def test_a_parameter_may_be_a_single_number_and_groups_lists(tmp_path, engine):
     setup = prepare(
         experiment,
         Machine(device="cpu", engine=engine).resolved(),
-        parts=Overrides(model=Model(Scaled(), groups)),
+        overrides=Overrides(model=Model(Scaled(), groups)),
     )
     state, _ = run_round(setup, initial_state(setup))
-    checkpoints.save(tmp_path, state, "this")
-    again, _ = checkpoints.newest(tmp_path, "this", "cpu")
+    checkpoints.save_checkpoint(tmp_path, state, "this")
+    again, _ = checkpoints.load_newest(tmp_path, "this", "cpu")
     assert again.params["scale"].item() == state.params["scale"].item() != 1.0
     assert again.coverage.ever["scale"].shape == ()
 

@@ -18,8 +18,8 @@ from rich.console import Console
 import fedcover as fc
 from fedcover import cli
 from fedcover.cli import console, inspect, run
-from fedcover.runs.checkpoints import found
-from fedcover.runs.experiment import parse_change
+from fedcover.runs.checkpoints import list_checkpoints
+from fedcover.runs.toml_fields import parse_change
 from fedcover.training.engines import compilation
 from tests.helpers.command_line import changed, refused
 from tests.helpers.runs import TINY, tiny
@@ -170,7 +170,7 @@ def test_run_errors_leave_with_one(fedcover, tmp_path):
     refused(fedcover("resume", "n" * 300), 1, "is no run folder")
     refused(fedcover("export", "nowhere"), 1, "nowhere is no run folder")
     fedcover("run", *changed(name="whole"))
-    for file in found(tmp_path / "runs" / "whole" / "checkpoints"):
+    for file in list_checkpoints(tmp_path / "runs" / "whole" / "checkpoints"):
         file.path.write_bytes(b"")
     refused(fedcover("resume", "runs/whole"), 1, "is damaged")
     refused(fedcover("export", "runs/whole"), 1, "is damaged")
@@ -198,7 +198,7 @@ def test_runs_are_overwritten_by_a_flag(fedcover, tmp_path):
 
 def test_resume_tells_of_a_damaged_checkpoint_and_of_force(fedcover, tmp_path):
     fedcover("run", *changed())
-    newest = found(tmp_path / "runs" / "run" / "checkpoints")[0].path
+    newest = list_checkpoints(tmp_path / "runs" / "run" / "checkpoints")[0].path
     newest.write_bytes(b"")
     code, out, err = fedcover("resume", "runs/run", "--json")
     assert code == 0

@@ -24,7 +24,7 @@ def refused(message, *, parts=None, **fields):
 @pytest.mark.parametrize("partition", ["labels(limit=1)", "dirichlet(alpha=0.1)", "owner"])
 def test_synthetic_data_is_not_partitioned(partition):
     refused(
-        "partition: synthetic data is made for each client",
+        "partition: synthetic data is generated for each client",
         dataset="synthetic",
         partition=partition,
     )

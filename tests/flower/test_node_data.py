@@ -220,7 +220,7 @@ def test_the_server_knows_of_rows_elsewhere_what_it_was_told(tmp_path):
     files, told = written(tmp_path), {}
     engine = type("Reaching", (), {"holdings": told})()
     setup = prepare(
-        files.experiment(), Machine(device="cpu").resolved(), parts=Overrides(engine=engine)
+        files.experiment(), Machine(device="cpu").resolved(), overrides=Overrides(engine=engine)
     )
     source = setup.task.source
     assert isinstance(source, RemoteData)
@@ -308,7 +308,9 @@ def test_labels_and_images_of_the_server_are_not_needed_on_a_node(tmp_path):
     files = written(tmp_path)
     rows = load_node_data(str(files.nodes[1]), files.experiment(), clients_of(1, 5, 2), WANTED)
     machine = Machine(device="cpu").resolved()
-    setup = prepare(files.experiment(dataset="nowhere.npz"), machine, parts=Overrides(source=rows))
+    setup = prepare(
+        files.experiment(dataset="nowhere.npz"), machine, overrides=Overrides(source=rows)
+    )
     shapes = {name: tuple(p.shape) for name, p in setup.task.model.module.named_parameters()}
     there = prepare(files.experiment(), machine).task.model.module
     assert shapes == {name: tuple(p.shape) for name, p in there.named_parameters()}

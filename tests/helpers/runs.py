@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import fedcover as fc
-from fedcover.runs.checkpoints import found
+from fedcover.runs.checkpoints import list_checkpoints
 
 TINY = {
     "fleet": "1x1.0 + 1x0.5", "policy": "prefix", "clients": 20, "active": 4, "rounds": 4, "epochs": 1,
@@ -33,7 +33,7 @@ def figures(run: fc.Run | Path) -> list[dict]:
 
 def last_checkpoint(folder: Path) -> tuple[str, bytes]:
     """Name and content of the newest state."""
-    newest = found(folder / "checkpoints")[0].path
+    newest = list_checkpoints(folder / "checkpoints")[0].path
     return newest.name, newest.read_bytes()
 
 

@@ -12,7 +12,7 @@ import pytest
 import fedcover as fc
 from fedcover.host import signals
 from fedcover.host.orphans import descendants
-from fedcover.runs.checkpoints import found
+from fedcover.runs.checkpoints import list_checkpoints
 from tests.helpers.processes import command, lines, running, settings, waited_for
 from tests.helpers.runs import TINY
 
@@ -51,7 +51,7 @@ def test_a_run_that_is_stopped_keeps_its_rounds_and_says_how_to_go_on(tmp_path, 
     assert (process.returncode, out) == (128 + number, "")
     assert err.splitlines()[-1] == f"stopped; go on with: fedcover resume {folder}"
     assert "Traceback" not in err
-    done = found(folder / "checkpoints")[0].round
+    done = list_checkpoints(folder / "checkpoints")[0].round
     assert 0 < done <= lines(folder) <= done + 1  # a line more, if that round was being written
 
 
@@ -89,7 +89,7 @@ def test_a_sweep_that_is_killed_keeps_the_rounds_of_every_run(tmp_path, processe
     again = shlex.join(["fedcover", *map(str, words)])
     assert err.splitlines()[-1] == f"stopped; go on with: {again}"
     assert "Traceback" not in err
-    assert all(found(folder / "checkpoints") for folder in going)
+    assert all(list_checkpoints(folder / "checkpoints") for folder in going)
 
 
 @linux

@@ -255,7 +255,7 @@ def test_what_every_copy_shares_is_there_once():
     """A device's part is what it was before the copying, however its classifier mixes cut and uncut inputs."""
     fields = {"dataset": "digits", "model": "mlp", "rounds": 10}
     setup = prepare(
-        experiment(**fields), Machine().resolved(), parts=Overrides(model=WithShortcut())
+        experiment(**fields), Machine().resolved(), overrides=Overrides(model=WithShortcut())
     )
     state = replace(initial_state(setup), round=6)
     view = view_of(setup, state, cohort_of(setup, 6))

@@ -16,7 +16,7 @@ from torch import nn
 import fedcover as fc
 from fedcover.errors import InvalidValue, RunError
 from fedcover.runs import checkpoints
-from fedcover.runs.checkpoints import copy_to_cpu, found
+from fedcover.runs.checkpoints import copy_to_cpu, list_checkpoints
 from fedcover.runs.export import export
 from fedcover.runs.run_folder import Folder
 from fedcover.runs.session import RunSession
@@ -226,7 +226,7 @@ def test_rounds_in_which_nobody_answers_are_runs_too(tmp_path):
 
 
 def test_only_the_two_newest_checkpoints_stay_and_nothing_is_left_beside_them(finished):
-    assert [file.round for file in found(finished / "checkpoints")] == [4, 3]
+    assert [file.round for file in list_checkpoints(finished / "checkpoints")] == [4, 3]
     assert len(list((finished / "checkpoints").iterdir())) == 2
 
 
@@ -262,8 +262,8 @@ def test_all_that_a_state_holds_is_read_again(tmp_path):
     }
     private = {12: {"units": torch.tensor([True, False])}, 3: {"units": torch.tensor([False])}}
     whole = replace(state, round=7, private=private, **kinds)
-    checkpoints.save(tmp_path, whole, "an experiment")
-    again, complaints = checkpoints.newest(tmp_path, "an experiment", "cpu")
+    checkpoints.save_checkpoint(tmp_path, whole, "an experiment")
+    again, complaints = checkpoints.load_newest(tmp_path, "an experiment", "cpu")
     assert not complaints
     for there in (again, copy_to_cpu(whole)):
         assert there.round == 7
@@ -282,8 +282,8 @@ def test_a_state_before_any_round_is_read_again(tmp_path):
     state = replace(
         state, params={**state.params, "a/name": torch.ones(2), "a/longer/name": torch.ones(1)}
     )
-    checkpoints.save(tmp_path, state, "an experiment")
-    again, _ = checkpoints.newest(tmp_path, "an experiment", "cpu")
+    checkpoints.save_checkpoint(tmp_path, state, "an experiment")
+    again, _ = checkpoints.load_newest(tmp_path, "an experiment", "cpu")
     same(again.params, state.params)
     assert list(again.params) == list(state.params)
     assert (again.round, again.coverage.window, again.coverage.ever) == (0, (), {})
@@ -295,8 +295,8 @@ def test_a_server_may_remember_one_tensor_under_two_names(tmp_path):
         setup, server=lambda tensor, memory: (tensor.new, dict.fromkeys("ab", tensor.old * 2))
     )
     after, _ = run_round(twice, state)
-    checkpoints.save(tmp_path, after, "an experiment")
-    again, _ = checkpoints.newest(tmp_path, "an experiment", "cpu")
+    checkpoints.save_checkpoint(tmp_path, after, "an experiment")
+    again, _ = checkpoints.load_newest(tmp_path, "an experiment", "cpu")
     for name in "ab":
         same(again.server[name], after.server[name])
 
@@ -304,14 +304,16 @@ def test_a_server_may_remember_one_tensor_under_two_names(tmp_path):
 def test_as_many_checkpoints_are_left_as_are_kept(tmp_path):
     _, state = world("mlp", policy="rolling")
     for round in range(5):
-        path = checkpoints.save(tmp_path, replace(state, round=round), "an experiment", keep=3)
-    assert [file.round for file in found(tmp_path)] == [4, 3, 2]
+        path = checkpoints.save_checkpoint(
+            tmp_path, replace(state, round=round), "an experiment", keep=3
+        )
+    assert [file.round for file in list_checkpoints(tmp_path)] == [4, 3, 2]
     path.write_bytes(path.read_bytes() + b"x")
     with pytest.raises(
         RunError,
         match=rf"^checkpoint {path} is damaged: its digest is \w+, not {path.name[13:29]}$",
     ):
-        checkpoints.read(found(tmp_path)[0], "an experiment", "cpu")
+        checkpoints.load_checkpoint(list_checkpoints(tmp_path)[0], "an experiment", "cpu")
 
 
 @pytest.mark.parametrize(
@@ -325,7 +327,7 @@ def test_a_checkpoint_must_say_in_which_order_its_tensors_are(tmp_path, order):
     with pytest.raises(
         RunError, match=rf"^checkpoint {path} does not say in which order its tensors are$"
     ):
-        checkpoints.newest(tmp_path, "an experiment", "cpu")
+        checkpoints.load_newest(tmp_path, "an experiment", "cpu")
 
 
 @pytest.mark.parametrize("metadata", [None, {"made": "elsewhere"}])
@@ -333,9 +335,9 @@ def test_tensors_from_elsewhere_are_no_checkpoint(tmp_path, metadata):
     content = safetensors.torch.save({"params/w": torch.ones(2)}, metadata=metadata)
     path = tmp_path / f"round-000000.{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
     path.write_bytes(content)
-    assert found(tmp_path)[0].line() is None
+    assert list_checkpoints(tmp_path)[0].line() is None
     with pytest.raises(RunError, match=rf"^checkpoint {path} belongs to another experiment: None$"):
-        checkpoints.newest(tmp_path, "an experiment", "cpu")
+        checkpoints.load_newest(tmp_path, "an experiment", "cpu")
 
 
 def test_only_what_is_half_written_is_swept_away(tmp_path):
@@ -348,32 +350,32 @@ def test_only_what_is_half_written_is_swept_away(tmp_path):
 
 def test_every_damaged_checkpoint_is_told_of(tmp_path):
     with pytest.raises(RunError, match=f"^there is no checkpoint in {tmp_path}$"):
-        checkpoints.newest(tmp_path, "an experiment", "cpu")
+        checkpoints.load_newest(tmp_path, "an experiment", "cpu")
     _, state = world("mlp", policy="rolling")
     for round in (3, 4):
-        checkpoints.save(tmp_path, replace(state, round=round), "an experiment")
+        checkpoints.save_checkpoint(tmp_path, replace(state, round=round), "an experiment")
     with pytest.raises(
         RunError, match=r"-000004\..*: 'an experiment'; checkpoint .*-000003\..*: 'an experiment'$"
     ):
-        checkpoints.newest(tmp_path, "another", "cpu")
+        checkpoints.load_newest(tmp_path, "another", "cpu")
 
 
 def test_a_line_of_figures_is_kept_with_its_state(tmp_path):
     _, state = world("mlp", policy="rolling")
     for line in ({"round": 0, "loss": 0.5}, None):
-        checkpoints.save(tmp_path, state, "an experiment", line=line)
-        assert [file.line() for file in found(tmp_path)] == [line]
-        found(tmp_path)[0].path.unlink()
-    checkpoints.save(tmp_path, state, "an experiment", line=["no line"])
-    assert [file.line() for file in found(tmp_path)] == [None]
+        checkpoints.save_checkpoint(tmp_path, state, "an experiment", line=line)
+        assert [file.line() for file in list_checkpoints(tmp_path)] == [line]
+        list_checkpoints(tmp_path)[0].path.unlink()
+    checkpoints.save_checkpoint(tmp_path, state, "an experiment", line=["no line"])
+    assert [file.line() for file in list_checkpoints(tmp_path)] == [None]
 
 
 def test_a_checkpoint_that_is_set_aside_is_none_any_more(tmp_path):
     _, state = world("mlp", policy="rolling")
-    path = checkpoints.save(tmp_path, state, "an experiment")
+    path = checkpoints.save_checkpoint(tmp_path, state, "an experiment")
     content = path.read_bytes()
     checkpoints.set_aside(path)
-    assert found(tmp_path) == []
+    assert list_checkpoints(tmp_path) == []
     assert [(left.name, left.read_bytes()) for left in tmp_path.iterdir()] == [
         (f"{path.name}.unusable", content)
     ]
@@ -500,7 +502,9 @@ def test_replay_repeats_a_kept_round_exactly(tmp_path, fields):
         line = figures(tmp_path / "run")[round]
         repeated = json.loads(json.dumps({"round": report.round, **report.metrics}))
         assert {key: value for key, value in repeated.items() if key != "seconds"} == line
-        kept = next(file for file in found(tmp_path / "run" / "kept") if file.round == round + 1)
+        kept = next(
+            file for file in list_checkpoints(tmp_path / "run" / "kept") if file.round == round + 1
+        )
         stored = safetensors.torch.load_file(kept.path)
         assert_equal(
             {f"params/{name}": t for name, t in state.params.items()}, _part(stored, "params/")
@@ -585,7 +589,7 @@ def test_what_is_no_export_is_refused(tmp_path, finished):
     for path in (garbage, tmp_path / "missing", tmp_path, tmp_path / ("x" * 300)):
         with pytest.raises(RunError, match="cannot be read"):
             fc.load_part(path)
-    for path in (plain, found(finished / "checkpoints")[0].path):
+    for path in (plain, list_checkpoints(finished / "checkpoints")[0].path):
         with pytest.raises(RunError, match="is no model exported by fedcover"):
             fc.load_part(path)
 

@@ -25,7 +25,9 @@ def net(*layers):
 
 
 def prepared(own=None, **fields):
-    return prepare(fc.Experiment(**SMALL, **fields), HERE.resolved(), parts=Overrides(model=own))
+    return prepare(
+        fc.Experiment(**SMALL, **fields), HERE.resolved(), overrides=Overrides(model=own)
+    )
 
 
 # ── settings that a model or recipe knows nothing of ────────────────────────────────────────────────────

@@ -10,7 +10,7 @@ import pytest
 
 import fedcover as fc
 from fedcover.host import disk
-from fedcover.runs.checkpoints import found
+from fedcover.runs.checkpoints import list_checkpoints
 from tests.helpers.runs import assert_same_end, tiny
 
 pytestmark = pytest.mark.usefixtures("only_the_cpu")
@@ -133,6 +133,6 @@ def test_after_a_crash_at_any_file_put_in_place_no_kept_state_is_lost(tmp_path, 
     for image in images:
         fc.resume(image, complain=pytest.fail)
         assert_same_end(image, folder)
-        assert [file.path.name for file in found(image / "kept")] == [
-            file.path.name for file in found(folder / "kept")
+        assert [file.path.name for file in list_checkpoints(image / "kept")] == [
+            file.path.name for file in list_checkpoints(folder / "kept")
         ]

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedcover.errors import InvalidValue
-from fedcover.runs.experiment import Experiment, parse_change, read_experiment
+from fedcover.runs.experiment import Experiment, read_experiment
+from fedcover.runs.toml_fields import parse_change
 from fedcover.training.recipes.label_masking import ABSENT_LABELS
 
 NAN, INF = float("nan"), float("inf")

@@ -21,7 +21,7 @@ import pytest
 import fedcover as fc
 from fedcover.errors import RunError
 from fedcover.runs import session
-from fedcover.runs.checkpoints import found
+from fedcover.runs.checkpoints import list_checkpoints
 from tests.helpers.disks import small_disk
 from tests.helpers.processes import command, lines, settings
 from tests.helpers.runs import RESNET, TINY, assert_same_end, figures, last_checkpoint, tiny
@@ -110,7 +110,7 @@ def test_a_run_killed_at_any_step_of_its_writing_goes_on_bit_for_bit(tmp_path):
     begun = [folder for folder in folders if (folder / "experiment.toml").exists()]
     assert len(begun) > 25
     assert len({lines(folder) for folder in begun}) == 4
-    assert any(lines(folder) > len(found(folder / "checkpoints")) for folder in begun)
+    assert any(lines(folder) > len(list_checkpoints(folder / "checkpoints")) for folder in begun)
     for folder in folders:
         if folder in begun:
             fc.resume(folder)
@@ -120,7 +120,7 @@ def test_a_run_killed_at_any_step_of_its_writing_goes_on_bit_for_bit(tmp_path):
         left = files(folder) - files(
             tmp_path / "whole"
         )  # one more old checkpoint, if that was not yet removed
-        assert left <= {found(folder / "checkpoints")[-1].path.relative_to(folder)}
+        assert left <= {list_checkpoints(folder / "checkpoints")[-1].path.relative_to(folder)}
         assert files(folder) >= files(tmp_path / "whole")
 
 
@@ -136,7 +136,10 @@ def test_a_killed_command_is_resumed_bit_for_bit(tmp_path, every):
     if every == 1:  # as soon as a line is there: most likely before its checkpoint is
         wait_until(lambda: lines(folder) >= 5, process)
     else:
-        wait_until(lambda: any(file.round >= 6 for file in found(folder / "checkpoints")), process)
+        wait_until(
+            lambda: any(file.round >= 6 for file in list_checkpoints(folder / "checkpoints")),
+            process,
+        )
     process.kill()
     process.communicate()
     assert process.returncode == -signal.SIGKILL
@@ -169,7 +172,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(tmp_path):
         err.splitlines()[-1] == f"stopped; go on with: fedcover resume {shlex.quote(str(folder))}"
     )
     assert "Traceback" not in err
-    assert 0 < found(folder / "checkpoints")[0].round <= lines(folder) < 25
+    assert 0 < list_checkpoints(folder / "checkpoints")[0].round <= lines(folder) < 25
     fc.run(fc.Experiment(**fields), tmp_path / "whole")
     fc.resume(folder)
     assert_same_end(folder, tmp_path / "whole")
@@ -230,7 +233,7 @@ def test_a_finished_run_without_any_figures_says_what_is_left_of_it(stopped):
     fc.resume(stopped)
     (stopped / "metrics.jsonl").write_bytes(b"")
     with pytest.raises(
-        RunError, match=r"lost the figures of all \d+ rounds.*the model is whole: fedcover export"
+        RunError, match=r"lost the metrics of all \d+ rounds.*the model is intact: fedcover export"
     ):
         fc.resume(stopped)
 
@@ -251,7 +254,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
 def test_a_damaged_newest_checkpoint_is_named_and_the_older_one_taken(stopped, whole, damage):
-    newest = found(stopped / "checkpoints")[0].path
+    newest = list_checkpoints(stopped / "checkpoints")[0].path
     newest.write_bytes(damage(newest.read_bytes()))
     assert fc.load(stopped).state.round == 2
     said = []
@@ -269,11 +272,11 @@ def test_a_damaged_checkpoint_never_pushes_a_whole_one_out(tmp_path):
     experiment, folder = tiny(rounds=8, checkpoint_every=3), tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
         fc.run(experiment, folder, watch=stop)
-    assert [file.round for file in found(folder / "checkpoints")] == [4, 3]
-    found(folder / "checkpoints")[0].path.write_bytes(b"")
+    assert [file.round for file in list_checkpoints(folder / "checkpoints")] == [4, 3]
+    list_checkpoints(folder / "checkpoints")[0].path.write_bytes(b"")
     said = []
     again = images(folder, partial(fc.resume, folder, complain=said.append))[6]
-    found(again / "checkpoints")[0].path.write_bytes(b"")
+    list_checkpoints(again / "checkpoints")[0].path.write_bytes(b"")
     fc.resume(again, complain=said.append)
     assert ["round-000004" in said[0], "round-000006" in said[1]] == [True, True]
     assert said[1].endswith("going on from the older checkpoint of round 3")
@@ -281,7 +284,7 @@ def test_a_damaged_checkpoint_never_pushes_a_whole_one_out(tmp_path):
 
 
 def test_if_all_checkpoints_are_damaged_that_is_said_and_nothing_is_removed(stopped):
-    for file in found(stopped / "checkpoints"):
+    for file in list_checkpoints(stopped / "checkpoints"):
         file.path.write_bytes(flipped(file.path.read_bytes()))
     before = {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()}
     for act in (fc.resume, fc.load):
@@ -298,10 +301,10 @@ def test_a_checkpoint_of_another_experiment_is_refused(stopped, whole, tmp_path)
     with pytest.raises(RunError, match="belongs to another experiment"):
         fc.resume(changed.parent)
     fc.run(tiny(lr=0.02, rounds=8), tmp_path / "other")
-    foreign = found(tmp_path / "other" / "checkpoints")[0].path
+    foreign = list_checkpoints(tmp_path / "other" / "checkpoints")[0].path
     shutil.copy(foreign, stopped / "checkpoints")
     alone = shutil.copytree(stopped, tmp_path / "alone")
-    for file in found(alone / "checkpoints")[1:]:
+    for file in list_checkpoints(alone / "checkpoints")[1:]:
         file.path.unlink()
     with pytest.raises(RunError, match=r"round-000008.* belongs to another experiment"):
         fc.resume(alone)
@@ -325,7 +328,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_older_ones_whole(whole, tmp_path):
-    newest, older = (file.path.stat().st_size for file in found(whole / "checkpoints"))
+    newest, older = (file.path.stat().st_size for file in list_checkpoints(whole / "checkpoints"))
     folder = tmp_path / "run"
     with files_of_at_most((newest + older) // 2), pytest.raises(RunError) as caught:
         fc.run(tiny(), folder)
@@ -342,7 +345,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_older_ones_whole(whole, 
 
 def test_metrics_that_cannot_be_written_are_written_later(whole, tmp_path):
     folder = tmp_path / "run"
-    newest = max(file.path.stat().st_size for file in found(whole / "checkpoints"))
+    newest = max(file.path.stat().st_size for file in list_checkpoints(whole / "checkpoints"))
     longer, fields = tmp_path / "longer", {"rounds": 20, "window": 1}
     fc.run(tiny(**fields), longer)
     assert (longer / "metrics.jsonl").stat().st_size > newest
@@ -496,7 +499,7 @@ def test_ctrl_c_just_before_files_are_written_loses_no_line_and_no_kept_state(
     fc.resume(tmp_path / "run", complain=complaints.append)
     assert complaints == []
     assert figures(tmp_path / "run") == figures(whole)
-    assert [file.round for file in found(tmp_path / "run" / "kept")] == [3]
+    assert [file.round for file in list_checkpoints(tmp_path / "run" / "kept")] == [3]
 
 
 IN_A_FORKED_PROCESS = """

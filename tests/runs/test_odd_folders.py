@@ -19,7 +19,7 @@ from fedcover.analysis.report.collect import collect_runs
 from fedcover.analysis.report.page import page
 from fedcover.cli.live_view import read_run_view, render
 from fedcover.errors import RunError
-from fedcover.runs.checkpoints import found
+from fedcover.runs.checkpoints import list_checkpoints
 from fedcover.runs.metrics_log import read_lines
 from fedcover.runs.run_folder import Folder
 from tests.helpers.command_line import refused
@@ -238,19 +238,19 @@ def renamed(file, round):
 def test_the_round_of_a_checkpoint_is_that_of_its_content(round, whole, tmp_path):
     stopped = tmp_path / "stopped"
     fc.run(tiny(rounds=4), stopped)
-    newest, older = found(stopped / "checkpoints")
+    newest, older = list_checkpoints(stopped / "checkpoints")
     newest.path.unlink()
     path = renamed(older, round)
     with pytest.raises(RunError, match=f"{path.name} holds round 3, not {round} as its name says"):
         fc.resume(stopped)
-    renamed(found(stopped / "checkpoints")[0], 3)
+    renamed(list_checkpoints(stopped / "checkpoints")[0], 3)
     fc.resume(stopped)
     assert_same_end(stopped, whole)
 
 
 def test_a_kept_state_under_another_name_is_not_replayed(tmp_path):
     fc.run(tiny(rounds=3, keep_rounds=[1]), tmp_path / "run")
-    renamed(found(Folder(tmp_path / "run").kept)[0], 2)
+    renamed(list_checkpoints(Folder(tmp_path / "run").kept)[0], 2)
     with pytest.raises(RunError, match="holds round 1, not 2 as its name says"):
         fc.replay(tmp_path / "run", 2)
 

@@ -8,9 +8,10 @@ import pytest
 
 import fedcover as fc
 from fedcover import cli
-from fedcover.runs.experiment import parse_change, read_experiment
+from fedcover.runs.experiment import read_experiment
 from fedcover.runs.presets import PRESETS, SYSTEM
 from fedcover.runs.sweep import expand_choices
+from fedcover.runs.toml_fields import parse_change
 from tests.helpers.documents import COMMANDS
 
 SMALL = {

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import fedcover as fc
 from fedcover.errors import InvalidValue, RunError
-from fedcover.runs.checkpoints import found, read
+from fedcover.runs.checkpoints import list_checkpoints, load_checkpoint
 from fedcover.runs.experiment import read_experiment
 from fedcover.server.aggregation import change, clip_update, coverage_mean, global_norm
 from fedcover.server.cohort import cohort_of, view_of
@@ -506,8 +506,8 @@ def test_wherever_a_private_run_is_stopped_it_releases_each_round_once(
 def models_of(folder):
     """Every model in a run folder, with its round: one model for each round, however often it is there."""
     digest = read_experiment(folder / "experiment.toml").digest
-    files = [file for place in ("checkpoints", "kept") for file in found(folder / place)]
-    return {(file.round, bits_of(read(file, digest, "cpu"))) for file in files}
+    files = [file for place in ("checkpoints", "kept") for file in list_checkpoints(folder / place)]
+    return {(file.round, bits_of(load_checkpoint(file, digest, "cpu"))) for file in files}
 
 
 def bits_of(state):

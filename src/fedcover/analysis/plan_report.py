@@ -28,7 +28,7 @@ from fedcover.policies.planner.single_group import BudgetedGroup
 from fedcover.policies.replication import num_copies
 from fedcover.runs.components import build_model
 from fedcover.runs.experiment import Experiment
-from fedcover.runs.plotting import COLOURS, MARKERS, new_figure, save
+from fedcover.runs.plotting import COLOURS, MARKERS, new_figure, save_figure
 from fedcover.submodels import coverage
 from fedcover.submodels.cost import uses_of_weights
 from fedcover.submodels.reductions import Slices
@@ -320,4 +320,4 @@ def plot(report: Mapping[str, Any], path: str | Path) -> None:
     axes.legend(
         loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9, labelspacing=1.0
     )
-    save(figure, path)
+    save_figure(figure, path)

@@ -94,7 +94,7 @@ def capacity(
         console.notify(
             f"rows of shape {tuple(own.source.test.x.shape[1:])}, and a model for {own.source.classes} labels{as_here}"
         )
-    setup = prepare(wanted, machine, data=data, parts=own)
+    setup = prepare(wanted, machine, data=data, overrides=own)
     with machine.for_setup(setup).applied():
         limit = None if memory is None else int(memory * 1e6)
         found = propose(setup, memory=limit, seconds=seconds, tell=console.notify)

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Parameter, Token
 
-from fedcover.runs.experiment import Experiment, parse_change, read_experiment
+from fedcover.runs.experiment import Experiment, read_experiment
+from fedcover.runs.toml_fields import parse_change
 from fedcover.version import __version__
 
 app = App(

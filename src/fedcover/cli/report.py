@@ -51,7 +51,7 @@ def draw_runs(runs: list[Path], path: Path) -> None:
     lines = {
         each.label: [records[place].lines for place in each.runs] for each in group_runs(records)
     }
-    plotting.save(plotting.draw(lines), path)
+    plotting.save_figure(plotting.draw(lines), path)
 
 
 @app.command(name="history")

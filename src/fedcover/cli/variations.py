@@ -5,8 +5,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fedcover.errors import InvalidValue
-from fedcover.runs.experiment import Experiment, parse_change
+from fedcover.runs.experiment import Experiment
 from fedcover.runs.sweep import Choices
+from fedcover.runs.toml_fields import parse_change
 
 FIELDS = {*Experiment.model_fields, "preset"}
 

@@ -92,7 +92,7 @@ def _task(request: TaskRequest, machine: Machine, node: int, config: Mapping[str
     if experiment.partition != "nodes":
         data = config.get("data")
         return prepare(
-            experiment, machine, data=str(data) if data else None, parts=Overrides(build=build)
+            experiment, machine, data=str(data) if data else None, overrides=Overrides(build=build)
         ).task
     me = read_node_config(node, config, __version__)
     mine = clients_of(me.partition_id, experiment.clients, me.num_partitions)
@@ -100,7 +100,7 @@ def _task(request: TaskRequest, machine: Machine, node: int, config: Mapping[str
         experiment.clients, request.extra_config["classes"], tuple(request.extra_config["shape"])
     )
     rows = load_node_data(str(config.get("rows", "")), experiment, mine, wanted, machine.device)
-    return prepare(experiment, machine, parts=Overrides(source=rows, build=build)).task
+    return prepare(experiment, machine, overrides=Overrides(source=rows, build=build)).task
 
 
 def _run_client_task(

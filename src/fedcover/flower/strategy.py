@@ -186,9 +186,9 @@ class CoverageStrategy(Strategy):
         if self.folder is None:
             return arrays, 0
         self.folder.mkdir(parents=True, exist_ok=True)
-        if not checkpoints.found(self.folder):
+        if not checkpoints.list_checkpoints(self.folder):
             return arrays, 0
-        state, complaints = checkpoints.newest(self.folder, self._identity, "cpu")
+        state, complaints = checkpoints.load_newest(self.folder, self._identity, "cpu")
         for complaint in complaints.values():
             log.warning("%s", complaint)
         self.coverage, self._server_state = state.coverage, dict(state.server)
@@ -277,7 +277,7 @@ class CoverageStrategy(Strategy):
                 coverage=self.coverage,
                 server=self._server_state,
             )
-            checkpoints.save(self.folder, checkpoint, self._identity)
+            checkpoints.save_checkpoint(self.folder, checkpoint, self._identity)
         if not updates:
             return None, MetricRecord(figures)
         return _record(new), MetricRecord(

@@ -15,7 +15,7 @@ from fedcover.paper.claims import DATASETS
 from fedcover.paper.store import StoredResults
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.machine import Machine
-from fedcover.runs.manifest import manifest
+from fedcover.runs.manifest import build_manifest
 from fedcover.runs.metrics_log import Metrics, summarise
 from fedcover.runs.setup import Overrides
 
@@ -71,7 +71,7 @@ def to_result(cell: Cell, run: Finished) -> dict[str, Any]:
 
 def provenance(run: Finished) -> dict[str, Any]:
     """With what a run was made: versions, commit, computer, engine and source."""
-    known = manifest(run.experiment, run.machine, Overrides(), None)
+    known = build_manifest(run.experiment, run.machine, Overrides(), None)
     return {
         **{k: v for k, v in known.items() if k not in _OMITTED_MANIFEST_KEYS},
         "source": source_digest(),

@@ -1,9 +1,14 @@
-"""Run folders: what was run, how it went, and everything needed to go on, replay or take the model away.
+"""Run an experiment, resume it, load it, or replay one of its rounds.
+
+A run may have a folder, which holds everything needed to resume or replay it:
 
 runs/<name>/
-    experiment.toml   the experiment, resolved          manifest.json   versions, commit, engine, device, threads
-    metrics.jsonl     one line a round                  summary.json    the result in a few numbers
-    checkpoints/      the two newest states             kept/           the states of the rounds in `keep_rounds`
+    experiment.toml   the experiment, every field written out
+    manifest.json     versions, commit, engine, device, threads
+    metrics.jsonl     one line for each round
+    summary.json      the result in a few numbers
+    checkpoints/      the two newest states
+    kept/             the states of the rounds in `keep_rounds`
 """
 
 from collections.abc import Callable
@@ -22,7 +27,7 @@ from fedcover.runs.experiment import Experiment, read_experiment
 from fedcover.runs.launch import WorkerJob, launch_workers, limit_processes
 from fedcover.runs.machine import Machine
 from fedcover.runs.metrics_log import Metrics, summarise
-from fedcover.runs.released_rounds import figures, warn_of_removable_noise
+from fedcover.runs.released_rounds import all_metrics, warn_of_removable_noise
 from fedcover.runs.run_folder import Folder
 from fedcover.runs.session import RunSession, check_same_model, load_latest
 from fedcover.runs.setup import Overrides, prepare
@@ -37,7 +42,15 @@ RoundCallback = Callable[[RoundReport], None]
 
 @dataclass(frozen=True, repr=False)
 class Run:
-    """A finished (or stopped) run: its experiment, its figures, and the model it has made."""
+    """A finished or stopped run: its experiment, its metrics and its trained model.
+
+    Attributes:
+        experiment: What was run.
+        setup: The objects that the experiment names: data, model, policy, rule, engine.
+        state: The state after the last round, with the global model's parameters.
+        metrics: One line for each round, as in metrics.jsonl.
+        folder: The run folder, or None if the run was only in memory.
+    """
 
     experiment: Experiment
     setup: Setup = field(repr=False)
@@ -46,10 +59,10 @@ class Run:
     folder: Path | None = None
 
     def __repr__(self) -> str:
-        figures = (
-            f", accuracy={self.accuracy:.4f}, gamma_min={self.gamma_min}" if self._evaluated else ""
-        )
-        return f"Run({self.experiment.name!r}, rounds={len(self.metrics)}{figures})"
+        results = ""
+        if self._evaluated:
+            results = f", accuracy={self.accuracy:.4f}, gamma_min={self.gamma_min}"
+        return f"Run({self.experiment.name!r}, rounds={len(self.metrics)}{results})"
 
     @property
     def _evaluated(self) -> bool:
@@ -57,53 +70,101 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The result in a few numbers, as in summary.json."""
+        """The result in a few numbers, as in summary.json.
+
+        Raises:
+            RunError: If no round has finished.
+        """
         return summarise(self.metrics)
 
     @property
     def accuracy(self) -> float:
-        """Accuracy of the global model on the test set when it was last evaluated."""
+        """The test accuracy of the global model at its last evaluation.
+
+        Raises:
+            RunError: If the model has not been evaluated yet.
+        """
         accuracy = self.summary["accuracy"]
         if accuracy is None:
             raise RunError(
-                f"the model has not been evaluated in its {self.state.round} rounds: see evaluate_every"
+                f"the model has not been evaluated in its {self.state.round} rounds: "
+                "see evaluate_every"
             )
         return float(accuracy)
 
     @property
     def gamma_min(self) -> int:
-        """The fewest clients that trained any parameter in any round."""
+        """The smallest number of clients that trained any one parameter in any round.
+
+        Raises:
+            RunError: If no round has finished.
+        """
         return int(self.summary["gamma_min"])
 
     def model(self) -> nn.Module:
-        """The trained global model, ready to use."""
+        """Return the trained global model, ready to use.
+
+        Returns:
+            A module in evaluation mode.
+        """
         return eval_model(self.setup.task, self.state, FULL_REDUCTION, 1.0)
 
     def submodel(self, capacity: float) -> nn.Module:
-        """The part of the trained model that a device of some capacity holds, ready to use."""
+        """Return the part of the trained model that a device of some capacity holds.
+
+        Args:
+            capacity: The device's capacity, in (0, 1].
+
+        Returns:
+            A module in evaluation mode.
+
+        Raises:
+            InvalidValue: If the capacity is out of range, or the policy has no part for it.
+        """
         return eval_model(self.setup.task, self.state, self.part(capacity), capacity)
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """The run's curves as a matplotlib figure, written to a file (.png, .svg, .pdf) if one is named."""
+        """Draw the run's curves.
+
+        Args:
+            path: A file to write the figure to, such as a .png, .svg or .pdf.
+
+        Returns:
+            The matplotlib figure.
+
+        Raises:
+            FedcoverError: If matplotlib is missing or the file cannot be written.
+            InvalidValue: If matplotlib cannot write that kind of file.
+        """
         figure = plotting.draw({self.experiment.name: [self.metrics]})
         if path is not None:
-            plotting.save(figure, path)
+            plotting.save_figure(figure, path)
         return figure
 
     def part(self, capacity: float) -> Reduction:
-        """The reduction that the run's policy gives a device of some capacity."""
+        """Return the reduction that the policy assigns to a device of some capacity.
+
+        Args:
+            capacity: The device's capacity, in (0, 1].
+
+        Returns:
+            The reduction, which says what of the model such a device holds.
+
+        Raises:
+            InvalidValue: If the capacity is out of range, or the policy has no part for it.
+        """
         if not isinstance(capacity, int | float) or not 0 < capacity <= 1:
             raise InvalidValue(f"capacity must be in (0, 1]; got {capacity!r:.80}")
         if capacity == 1:
             return FULL_REDUCTION
-        part = reduction_for_capacity(self.setup, self.state, capacity)
+        reduction = reduction_for_capacity(self.setup, self.state, capacity)
         view = view_of(self.setup, self.state, cohort_of(self.setup, self.state.round))
-        if part is None or not fits(view, capacity, part):
+        if reduction is None or not fits(view, capacity, reduction):
             raise InvalidValue(
                 f"this run trains no part for a device of capacity {capacity:g}: its policy "
                 f"{self.experiment.policy!r} gives it none, or more than it can hold"
             )
-        return part
+        return reduction
 
 
 def run(
@@ -119,16 +180,36 @@ def run(
     watch: RoundCallback | None = None,
     overwrite: bool = False,
 ) -> Run:
-    """Run an experiment (or the one in a TOML file), in memory or into a new run folder.
+    """Run an experiment, in memory or into a new run folder.
 
-    `dataset`, `model`, `policy` and `engine` made in Python replace what the experiment and machine name; `watch` sees
-    every round. With `overwrite` a run that is in the folder is lost.
+    Args:
+        experiment: The experiment, or the path of a TOML file that describes it.
+        folder: The run folder to create; without one, nothing is written.
+        machine: Device, engine, threads and processes; chosen automatically by default.
+        data: The folder that holds data sets.
+        dataset: A data set made in Python, instead of the one that the experiment names.
+        model: A model made in Python, instead of the one that the experiment names.
+        policy: A policy made in Python, instead of the one that the experiment names.
+        engine: An engine made in Python, instead of the machine's.
+        watch: A function that is called with the report of every round.
+        overwrite: Replace a run that is already in the folder.
 
-    >>> result = run(Experiment(fleet="1x1.0 + 1x0.5", policy="prefix", clients=20, active=4, rounds=2, epochs=1))
+    Returns:
+        The finished run.
+
+    Raises:
+        InvalidValue: If the experiment, the machine or an object made in Python is invalid.
+        RunError: If the folder already holds a run, or a file cannot be written.
+        TrainingDiverged: If the training loss is no longer finite.
+
+    >>> experiment = Experiment(
+    ...     fleet="1x1.0 + 1x0.5", policy="prefix", clients=20, active=4, rounds=2, epochs=1
+    ... )
+    >>> result = run(experiment)
     >>> result.gamma_min >= 0, result.state.round
     (True, 2)
     """
-    parts = Overrides(dataset, model, policy, engine)
+    overrides = Overrides(dataset, model, policy, engine)
     _check_watch(watch)
     if isinstance(experiment, str | Path):
         experiment = read_experiment(Path(experiment))
@@ -137,17 +218,19 @@ def run(
             f"experiment must be an Experiment or a path; got {type(experiment).__name__}"
         )
     check_data_is_local(experiment, engine)
-    chosen = (machine or Machine()).resolved()
-    setup = prepare(experiment, chosen, data=data, parts=parts)
-    chosen = limit_processes(chosen.for_setup(setup), setup)
-    with chosen.applied():
-        job = WorkerJob(experiment, chosen, data, parts, setup.rounds)
+    machine = (machine or Machine()).resolved()
+    setup = prepare(experiment, machine, data=data, overrides=overrides)
+    machine = limit_processes(machine.for_setup(setup), setup)
+    with machine.applied():
+        job = WorkerJob(experiment, machine, data, overrides, setup.rounds)
         if folder is None:
-            return _run_rounds(job, RunSession(experiment, setup, initial_state(setup), []), watch)
-        with Folder(Path(folder)).created(experiment, chosen, parts, data, overwrite) as made:
-            course = RunSession(experiment, setup, initial_state(setup), [], made)
-            made.keep(course.state)
-            return _run_rounds(job, course, watch)
+            session = RunSession(experiment, setup, initial_state(setup), [])
+            return _run_rounds(job, session, watch)
+        new_folder = Folder(Path(folder))
+        with new_folder.created(experiment, machine, overrides, data, overwrite):
+            session = RunSession(experiment, setup, initial_state(setup), [], new_folder)
+            new_folder.keep(session.state)
+            return _run_rounds(job, session, watch)
 
 
 def resume(
@@ -164,26 +247,52 @@ def resume(
     complain: Callable[[str], None] = print,
     trust: bool = False,
 ) -> Run:
-    """Go on where a run folder stops; ends like a run that was never interrupted.
+    """Resume an interrupted run; the result is identical to an uninterrupted one.
 
-    A function of some module that the folder names is called only if this process has named it before, or with `trust`.
+    Args:
+        folder: The run folder.
+        machine: Device, engine, threads and processes; by default those of the run so far.
+        force: Allow a machine that would change the result in the last digits.
+        data: The folder that holds data sets; by default the one used so far.
+        dataset: The data set, if the run was started with one made in Python.
+        model: The model, if the run was started with one made in Python.
+        policy: The policy, if the run was started with one made in Python.
+        engine: An engine made in Python, instead of the machine's.
+        watch: A function that is called with the report of every round.
+        complain: A function that is called with a sentence about each damaged file.
+        trust: Allow calling functions that the folder names but this process has not.
+
+    Returns:
+        The finished run.
+
+    Raises:
+        InvalidValue: If the machine or an object made in Python is invalid.
+        RunError: If the folder holds no usable run, or needs `force`, `trust` or an object
+            made in Python.
+        TrainingDiverged: If the training loss is no longer finite.
     """
-    parts = Overrides(dataset, model, policy, engine)
+    overrides = Overrides(dataset, model, policy, engine)
     _check_watch(watch)
-    with Folder(Path(folder), trust).opened() as found:
-        chosen = found.machine(machine, force=force)
-        found.check_overrides(parts)
-        with chosen.applied():
-            setup = prepare(found.experiment, chosen, data=data or found.data, parts=parts)
-            course = RunSession(
-                found.experiment, setup, *load_latest(found, setup, chosen.device, complain), found
+    with Folder(Path(folder), trust).opened() as run_folder:
+        machine = run_folder.machine(machine, force=force)
+        run_folder.check_overrides(overrides)
+        experiment = run_folder.experiment
+        data = data or run_folder.data
+        with machine.applied():
+            setup = prepare(experiment, machine, data=data, overrides=overrides)
+            # the session alone holds the state, so that it is freed after its round
+            session = RunSession(
+                experiment,
+                setup,
+                *load_latest(run_folder, setup, machine.device, complain),
+                run_folder,
             )
-            if course.running:
-                check_data_is_local(found.experiment, engine)
-            chosen = limit_processes(chosen, setup)
-            found.record_machine(chosen, course.state.round)
-            job = WorkerJob(found.experiment, chosen, data or found.data, parts, setup.rounds)
-            return _run_rounds(job, course, watch)
+            if session.running:
+                check_data_is_local(experiment, engine)
+            machine = limit_processes(machine, setup)
+            run_folder.record_machine(machine, session.state.round)
+            job = WorkerJob(experiment, machine, data, overrides, setup.rounds)
+            return _run_rounds(job, session, watch)
 
 
 def load(
@@ -196,16 +305,35 @@ def load(
     policy: Policy | None = None,
     trust: bool = False,
 ) -> Run:
-    """A run folder's newest state and figures, without running anything; `trust` as in `resume`."""
-    parts = Overrides(dataset, model, policy)
-    found = Folder(Path(folder), trust).read()
-    found.check_overrides(parts)
+    """Load the newest state and the metrics of a run folder, without training.
+
+    Args:
+        folder: The run folder.
+        device: The device to load the model and the data to.
+        data: The folder that holds data sets; by default the one used by the run.
+        dataset: The data set, if the run was started with one made in Python.
+        model: The model, if the run was started with one made in Python.
+        policy: The policy, if the run was started with one made in Python.
+        trust: Allow calling functions that the folder names but this process has not.
+
+    Returns:
+        The run as far as it has come.
+
+    Raises:
+        InvalidValue: If the device or an object made in Python is invalid.
+        RunError: If the folder holds no usable run, or needs `trust` or an object made in
+            Python.
+    """
+    overrides = Overrides(dataset, model, policy)
+    run_folder = Folder(Path(folder), trust).read()
+    run_folder.check_overrides(overrides)
+    experiment = run_folder.experiment
     machine = Machine(device=device).resolved()
-    setup = prepare(found.experiment, machine, data=data or found.data, parts=parts)
-    state, _ = checkpoints.newest(found.checkpoints, found.experiment.digest, machine.device)
-    check_same_model(found, setup, state)
-    warn_of_removable_noise(found)
-    return Run(found.experiment, setup, state, figures(found, state), found.path)
+    setup = prepare(experiment, machine, data=data or run_folder.data, overrides=overrides)
+    state, _ = checkpoints.load_newest(run_folder.checkpoints, experiment.digest, machine.device)
+    check_same_model(run_folder, setup, state)
+    warn_of_removable_noise(run_folder)
+    return Run(experiment, setup, state, all_metrics(run_folder, state), run_folder.path)
 
 
 def replay(
@@ -218,29 +346,51 @@ def replay(
     policy: Policy | None = None,
     trust: bool = False,
 ) -> tuple[State, RoundReport]:
-    """Run a kept round again, exactly: its state was kept, and all its randomness has an address."""
-    parts = Overrides(dataset, model, policy)
-    found = Folder(Path(folder), trust).read()
-    found.check_overrides(parts)
-    check_data_is_local(found.experiment)
-    if found.experiment.privacy != "none":
+    """Run a round again from its kept state; the result is identical.
+
+    Args:
+        folder: The run folder.
+        round: A round listed in the experiment's `keep_rounds`.
+        data: The folder that holds data sets; by default the one used by the run.
+        dataset: The data set, if the run was started with one made in Python.
+        model: The model, if the run was started with one made in Python.
+        policy: The policy, if the run was started with one made in Python.
+        trust: Allow calling functions that the folder names but this process has not.
+
+    Returns:
+        The state after the round, and the round's report.
+
+    Raises:
+        InvalidValue: If the run is private, or an object made in Python is invalid.
+        RunError: If the folder does not keep the state of that round, is not usable, or needs
+            `trust` or an object made in Python.
+        TrainingDiverged: If the training loss is no longer finite.
+    """
+    overrides = Overrides(dataset, model, policy)
+    run_folder = Folder(Path(folder), trust).read()
+    run_folder.check_overrides(overrides)
+    experiment = run_folder.experiment
+    check_data_is_local(experiment)
+    if experiment.privacy != "none":
         raise InvalidValue(
             "privacy: a private round cannot be run again: its noise would be drawn anew, uncounted"
         )
-    kept = {file.round: file for file in checkpoints.found(found.kept)}
-    if round not in kept:
-        listed = ", ".join(map(str, sorted(kept))) or "none (set keep_rounds)"
-        raise RunError(f"{found.path} keeps no state of round {round}; kept rounds: {listed}")
-    chosen = found.machine(None)
-    with chosen.applied():
-        setup = prepare(found.experiment, chosen, data=data or found.data, parts=parts)
-        state = checkpoints.read(kept[round], found.experiment.digest, chosen.device)
-        check_same_model(found, setup, state)
-        chosen = limit_processes(chosen, setup)
-        with launch_workers(
-            WorkerJob(found.experiment, chosen, data or found.data, parts, round + 1), setup, state
-        ) as team:
-            return run_round(team, state)
+    files = {file.round: file for file in checkpoints.list_checkpoints(run_folder.kept)}
+    if round not in files:
+        kept_rounds = ", ".join(map(str, sorted(files))) or "none (set keep_rounds)"
+        raise RunError(
+            f"{run_folder.path} keeps no state of round {round}; kept rounds: {kept_rounds}"
+        )
+    machine = run_folder.machine(None)
+    data = data or run_folder.data
+    with machine.applied():
+        setup = prepare(experiment, machine, data=data, overrides=overrides)
+        state = checkpoints.load_checkpoint(files[round], experiment.digest, machine.device)
+        check_same_model(run_folder, setup, state)
+        machine = limit_processes(machine, setup)
+        job = WorkerJob(experiment, machine, data, overrides, round + 1)
+        with launch_workers(job, setup, state) as shared_setup:
+            return run_round(shared_setup, state)
 
 
 def _check_watch(watch: object) -> None:
@@ -250,18 +400,21 @@ def _check_watch(watch: object) -> None:
         )
 
 
-def _run_rounds(job: WorkerJob, course: RunSession, watch: RoundCallback | None) -> Run:
-    """Rounds up to the last one; only the course has the state, so that none is kept longer than its round."""
+def _run_rounds(job: WorkerJob, session: RunSession, watch: RoundCallback | None) -> Run:
+    """Run the remaining rounds.
+
+    Only the session holds the state, so that its memory is freed when the round ends.
+    """
     with (
         signals.raise_on_signals(),
-        course.checkpoint_on_exit(),
-        launch_workers(job, course.setup, course.state) as team,
+        session.checkpoint_on_exit(),
+        launch_workers(job, session.setup, session.state) as shared_setup,
     ):
-        while course.running:
-            after, report = run_round(team, course.state)
-            course.record_round(after, report)
+        while session.running:
+            next_state, report = run_round(shared_setup, session.state)
+            session.record_round(next_state, report)
             if watch:
                 watch(report)
-    course.finish()
-    folder = course.folder.path if course.folder else None
-    return Run(course.experiment, course.setup, course.state, course.metrics, folder)
+    session.finish()
+    folder = session.folder.path if session.folder else None
+    return Run(session.experiment, session.setup, session.state, session.metrics, folder)

@@ -48,7 +48,7 @@ def remove_leftovers(folder: Path) -> None:
             beside.unlink(missing_ok=True)
 
 
-def save(
+def save_checkpoint(
     folder: Path,
     state: State,
     experiment: str,
@@ -74,7 +74,7 @@ def save(
 
 def thin_out(folder: Path, keep: int = KEPT) -> None:
     """Remove all checkpoints but the newest; a kill may have left one more."""
-    for old in found(folder)[keep:]:
+    for old in list_checkpoints(folder)[keep:]:
         old.path.unlink(missing_ok=True)
 
 
@@ -88,7 +88,7 @@ def copy_to_cpu(state: State, before: tuple[State, State] | None = None) -> Stat
     return _state_from_parts(parts, state.round)
 
 
-def found(folder: Path) -> list[CheckpointFile]:
+def list_checkpoints(folder: Path) -> list[CheckpointFile]:
     """The checkpoints of a folder, newest first."""
     check_not_linked(folder)
     matches = [(path, _NAME.fullmatch(path.name)) for path in folder.glob("round-*.safetensors")]
@@ -96,7 +96,7 @@ def found(folder: Path) -> list[CheckpointFile]:
     return sorted(files, key=lambda file: file.round, reverse=True)
 
 
-def read(file: CheckpointFile, experiment: str, device: torch.device | str) -> State:
+def load_checkpoint(file: CheckpointFile, experiment: str, device: torch.device | str) -> State:
     """The state in a checkpoint, refused if the file is damaged or belongs to another experiment."""
     try:
         content = read_bytes(
@@ -135,14 +135,14 @@ def _about(content: bytes) -> dict[str, Any]:
     return about
 
 
-def newest(
+def load_newest(
     folder: Path, experiment: str, device: torch.device | str
 ) -> tuple[State, dict[Path, str]]:
     """The newest state that is whole, and a sentence for each newer file that is not."""
     complaints: dict[Path, str] = {}
-    for file in found(folder):
+    for file in list_checkpoints(folder):
         try:
-            return read(file, experiment, device), complaints
+            return load_checkpoint(file, experiment, device), complaints
         except RunError as error:
             complaints[file.path] = str(error)
     raise RunError("; ".join(complaints.values()) or f"there is no checkpoint in {folder}")

@@ -1,9 +1,7 @@
-"""A frozen, validated description of one run; TOML in and out."""
+"""The description of one run: validated, immutable, readable from TOML and written to it."""
 
 import hashlib
 import json
-import re
-import tomllib
 from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
@@ -17,12 +15,11 @@ from fedcover.data.client_data import RemoteData
 from fedcover.data.partition import PARTITIONS
 from fedcover.errors import InvalidValue, unknown
 from fedcover.fleet import Fleet
-from fedcover.host import disk
 from fedcover.models import MODELS
 from fedcover.models.norms import NORMS
 from fedcover.policies import POLICIES
 from fedcover.policies.paper_regions import check_codename, codename_capacities
-from fedcover.runs import presets, trust
+from fedcover.runs import presets, toml_fields, trust
 from fedcover.server.aggregation import RULES, UNCOVERED, WEIGHTS
 from fedcover.server.evaluation import MODES
 from fedcover.server.optimizers import SERVERS
@@ -32,7 +29,7 @@ from fedcover.training.recipes.label_masking import ABSENT_LABELS
 from fedcover.training.schedules import SCHEDULES
 
 MAX_INT, MAX_FLOAT = 1_000_000_000, 1e30
-"""Beyond these, numbers are typing errors, and torch would stumble over them."""
+"""Larger numbers are typing errors, and torch could not handle them."""
 
 _NAMES: dict[str, Any] = {
     "weights": WEIGHTS,
@@ -42,6 +39,8 @@ _NAMES: dict[str, Any] = {
     "evaluation": MODES,
     "augment": AUGMENTATIONS,
 }
+"""Fields that hold a plain name, and the names they allow."""
+
 _SPECS: dict[str, Any] = {
     "policy": POLICIES,
     "model": MODELS,
@@ -52,11 +51,62 @@ _SPECS: dict[str, Any] = {
     "server": SERVERS,
     "privacy": PRIVACY,
 }
+"""Fields that hold a name with options, such as `rolling(spread=true)`, and their tables."""
+
 _NOT_IDENTITY = {"name", "checkpoint_every", "keep_rounds"}
+"""Fields that do not change what is computed."""
 
 
 class Experiment(BaseModel):
-    """One run, described completely; the defaults are the paper's. A `preset` stands for the fields of a named system.
+    """One run, described completely; the defaults are the paper's.
+
+    `preset` names a system whose fields are filled in: `Experiment(preset="heterofl")`.
+    docs/experiment.md describes every field in detail.
+
+    Args:
+        name: Name of the run folder.
+        seed: Seed of all randomness.
+        dataset: A data set's name, a file, or `package.module:function`.
+        partition: How the rows are divided among the clients.
+        validation: Share of the training rows held out for validation.
+        calibration: Training rows that norm statistics are computed on for evaluation.
+        augment: Augmentation of the training images.
+        clients: Number of registered clients.
+        active: Number of clients in a round.
+        fleet: How many devices of which capacity, such as `4x1.0 + 6x0.75`.
+        assignment: Whether a capacity belongs to a device or to a slot of the cohort.
+        capacity: Whether a capacity is a share of the width or of the parameters.
+        drop_out: Probability that a client of the cohort never answers.
+        model: A model's name with options, or `package.module:function`.
+        norm: Kind of norm layers and their statistics.
+        scaler: Whether to use HeteroFL's scaler.
+        policy: Which part of the model each client trains.
+        recipe: What a local step is.
+        absent_labels: What happens to the logits of labels that a client lacks.
+        label_rows: Whether classifier rows of absent labels count as not trained.
+        rule: How updates are aggregated.
+        weights: How much a client counts in the aggregation.
+        uncovered: What becomes of parameters that no client trained.
+        server: Optimiser of the server.
+        clip_updates: Largest norm of a client's update.
+        privacy: Mechanism of client-level differential privacy.
+        rounds: Number of rounds.
+        epochs: Local epochs in a round.
+        batch_size: Local batch size.
+        lr: Learning rate.
+        schedule: Learning rate schedule, by round.
+        momentum: Local momentum, reset in every round.
+        weight_decay: Local weight decay.
+        clip: Largest norm of a gradient.
+        window: Rounds over which `gamma_window` counts.
+        evaluation: Which norm statistics the evaluation uses.
+        evaluate_every: Rounds between evaluations of the global model.
+        local_every: Rounds between evaluations of the clients' own models.
+        checkpoint_every: Rounds between checkpoints.
+        keep_rounds: Rounds whose initial state is kept for good.
+
+    Raises:
+        InvalidValue: If a field is unknown or its value is not allowed.
 
     >>> Experiment(dataset="digits", fleet="5x0.5 + 5x0.25", policy="rolling(spread=true)").rounds
     100
@@ -114,73 +164,59 @@ class Experiment(BaseModel):
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            raise InvalidValue(_sentence(error)) from None
+            raise InvalidValue(_first_error(error)) from None
 
     @field_validator("name", mode="before")
     @classmethod
-    def _number_as_name(cls, value: Any) -> Any:
-        return (
-            str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
-        )
+    def _name_to_text(cls, value: Any) -> Any:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return str(value) if is_number else value
 
     @field_validator("fleet")
     @classmethod
-    def _readable_fleet(cls, value: str) -> str:
+    def _normalize_fleet(cls, value: str) -> str:
         return str(Fleet.parse(value))
 
     @model_validator(mode="before")
     @classmethod
-    def _fleet_of_codename(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """A codename says what every slot holds, so it brings its own fleet."""
+    def _fill_in_codename(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """Fill in the fleet of a codename, which says what every slot holds."""
         policy = registry.parse("policy", str(data.get("policy", "full")))
         if policy.name != "regions" or "codename" not in policy.options:
             return data
         codename = str(policy.options["codename"])
-        check_codename(
-            codename,
-            str(policy.options.get("kind", "pruning")),
-            str(policy.options.get("p5", "code")),
-        )
-        kinds = [(len(list(run)), share) for share, run in groupby(codename_capacities(codename))]
-        fleet = " + ".join(f"{count}x{share:g}" for count, share in kinds)
+        kind, p5 = policy.options.get("kind", "pruning"), policy.options.get("p5", "code")
+        check_codename(codename, str(kind), str(p5))
         if isinstance(data.get("fleet"), str):
             data = {**data, "fleet": str(Fleet.parse(data["fleet"]))}
-        implied = {"fleet": fleet, "assignment": "slot", "active": len(codename)}
-        for key, value in implied.items():
-            if data.get(key, value) != value:
+        implied = {
+            "fleet": _fleet_of_codename(codename),
+            "assignment": "slot",
+            "active": len(codename),
+        }
+        for field, value in implied.items():
+            if data.get(field, value) != value:
                 raise ValueError(
-                    f"{key} follows from the codename ({value!r}): leave it out; got {data[key]!r}"
+                    f"{field} follows from the codename ({value!r}): leave it out; "
+                    f"got {data[field]!r}"
                 )
         return {**data, **implied}
 
     @model_validator(mode="before")
     @classmethod
-    def _fields_of_preset(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """A preset is its fields from here on; of the before-validators the last one goes first."""
+    def _fill_in_preset(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """Fill in the fields of a preset; pydantic runs the last before-validator first."""
         return presets.expand_preset(data)
 
     @model_validator(mode="after")
-    def _known_and_consistent(self) -> "Experiment":
+    def _check_consistency(self) -> "Experiment":
         trust.trust_fields(self.__dict__)
-        for key, table in _NAMES.items():
-            if getattr(self, key) not in table:
-                raise unknown(key, getattr(self, key), table)
-        for key, table in _SPECS.items():
-            registry.look_up(key, registry.parse(key, getattr(self, key)), table)
-        if self.active > self.clients:
-            default = (
-                ", the default" if self.active == Experiment.model_fields["active"].default else ""
-            )
-            raise ValueError(
-                f"active must be at most clients ({self.clients}); got {self.active}{default}"
-            )
-        gone = set(Fleet.parse(self.fleet).levels) - set(self.scaled_fleet.levels)
-        if gone:
-            places = "clients" if self.assignment == "device" else "slots"
-            raise ValueError(
-                f"fleet: with {sum(self.scaled_fleet.counts)} {places} no device of capacity {min(gone):g} is left; "
-                f"got {self.fleet!r}"
-            )
+        for field, table in _NAMES.items():
+            if getattr(self, field) not in table:
+                raise unknown(field, getattr(self, field), table)
+        for field, table in _SPECS.items():
+            registry.look_up(field, registry.parse(field, getattr(self, field)), table)
+        self._check_clients()
         self._check_privacy()
         if any(not 0 <= round <= self.rounds for round in self.keep_rounds):
             raise ValueError(
@@ -188,13 +224,29 @@ class Experiment(BaseModel):
             )
         return self
 
+    def _check_clients(self) -> None:
+        """Check that there are enough clients for a cohort and for every kind of device."""
+        if self.active > self.clients:
+            is_default = self.active == Experiment.model_fields["active"].default
+            raise ValueError(
+                f"active must be at most clients ({self.clients}); "
+                f"got {self.active}{', the default' if is_default else ''}"
+            )
+        missing = set(Fleet.parse(self.fleet).levels) - set(self.scaled_fleet.levels)
+        if missing:
+            members = "clients" if self.assignment == "device" else "slots"
+            raise ValueError(
+                f"fleet: with {sum(self.scaled_fleet.counts)} {members} no device of capacity "
+                f"{min(missing):g} is left; got {self.fleet!r}"
+            )
+
     def _check_privacy(self) -> None:
-        """Noise is calibrated to clipped updates that all count the same in a plain mean; nothing else is private."""
-        named = registry.parse("privacy", self.privacy)
-        if named.name == "none":
+        """Check what privacy needs: the noise fits clipped updates in an unweighted mean."""
+        spec = registry.parse("privacy", self.privacy)
+        if spec.name == "none":
             return
-        if named.name in PRIVACY:
-            registry.look_up("privacy", named, PRIVACY)()  # it refuses its own options
+        if spec.name in PRIVACY:
+            registry.look_up("privacy", spec, PRIVACY)()  # raises if its options are invalid
         needs = {
             "clip_updates": (
                 self.clip_updates is not None,
@@ -204,33 +256,39 @@ class Experiment(BaseModel):
             "weights": (self.weights == "uniform", "uniform"),
             "label_rows": (not self.label_rows, "false (it shows which labels a client has)"),
         }
-        for field, (met, wanted) in needs.items():
-            if not met:
+        for field, (satisfied, requirement) in needs.items():
+            if not satisfied:
                 raise ValueError(
-                    f"{field} must be {wanted} with privacy; got {getattr(self, field)!r}"
+                    f"{field} must be {requirement} with privacy; got {getattr(self, field)!r}"
                 )
         check_clip(self.clip_updates or 0.0)
 
     @property
     def digest(self) -> str:
-        """Sixteen digits that two experiments share only if they compute the same thing."""
+        """Sixteen hex digits that two experiments share only if they compute the same."""
         identity = self.model_dump(mode="json", exclude=_NOT_IDENTITY)
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def scaled_fleet(self) -> Fleet:
-        """The fleet with as many devices as there are clients, or slots."""
-        places = self.clients if self.assignment == "device" else self.active
-        return Fleet.parse(self.fleet).scaled(places)
+        """The fleet with one device for each client, or for each slot of the cohort."""
+        return Fleet.parse(self.fleet).scaled(
+            self.clients if self.assignment == "device" else self.active
+        )
 
     def to_toml(self) -> str:
-        """The experiment as TOML, every field written out.
+        """Return the experiment as TOML, with every field written out.
 
-        >>> Experiment.from_toml(Experiment(policy="prefix").to_toml()) == Experiment(policy="prefix")
+        Returns:
+            A text that `from_toml` reads.
+
+        >>> experiment = Experiment(policy="prefix")
+        >>> Experiment.from_toml(experiment.to_toml()) == experiment
         True
         """
         fields = self.model_dump(mode="json", exclude_none=True)
-        # a JSON string, number, boolean or list of numbers is also TOML (but for surrogates and one control character)
+        # JSON strings, numbers, booleans and lists of numbers are also valid TOML, except for
+        # surrogates and one control character
         lines = [
             f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in fields.items()
         ]
@@ -238,70 +296,41 @@ class Experiment(BaseModel):
 
     @classmethod
     def from_toml(cls, text: str, changes: Mapping[str, Any] | None = None) -> "Experiment":
-        """Read an experiment; `changes` replace fields before anything is checked."""
-        return cls(**presets.changed(_fields(text), changes or {}))
+        """Read an experiment from a TOML text.
 
+        Args:
+            text: The TOML text.
+            changes: Values that replace fields before anything is checked.
 
-def _fields(text: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidValue(f"the experiment is not valid TOML: {error}") from error
+        Returns:
+            The experiment.
 
-
-def named_after(text: str) -> str:
-    """The nearest name that a run can have.
-
-    >>> named_after("my exp (2)"), named_after("€")
-    ('my-exp-2', 'run')
-    """
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:100] or "run"
+        Raises:
+            InvalidValue: If the text is not TOML, or a field is not allowed.
+        """
+        return cls(**presets.apply_changes(toml_fields.parse_toml(text), changes or {}))
 
 
 def read_experiment(path: Path, changes: Mapping[str, Any] | None = None) -> Experiment:
-    """The experiment in a TOML file; functions that it names are imported."""
-    return Experiment(**presets.changed(read_fields(path), changes or {}))
+    """Read the experiment in a TOML file; `changes` replace fields before the checks.
 
-
-def read_fields(path: Path) -> dict[str, Any]:
-    """The fields in a TOML file, named after the file unless it says otherwise; nothing is checked or imported."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidValue(f"experiment {path} cannot be read: {disk.reason(error)}") from error
-    return parse_fields(text, path.stem)
-
-
-def parse_fields(text: str, name: str) -> dict[str, Any]:
-    """The fields in the text of a TOML file; without a name among them, that of the file."""
-    return {"name": named_after(name), **_fields(text)}
-
-
-def parse_change(text: str) -> tuple[str, Any]:
-    """One `--set key=value`; the value is read as TOML where that makes sense, else as a string.
-
-    >>> parse_change("rounds=50"), parse_change("policy=rolling(spread=true)"), parse_change("scaler=true")
-    (('rounds', 50), ('policy', 'rolling(spread=true)'), ('scaler', True))
+    The functions that it names are imported.
     """
-    key, equals, value = text.partition("=")
-    if not equals or not key.strip():
-        raise InvalidValue(f"--set must look like key=value; got {text!r}")
-    try:
-        read = tomllib.loads(f"value = {value}")
-    except (ValueError, RecursionError):
-        read = {}
-    if len(read) == 1 and isinstance(read["value"], bool | int | float | str | list):
-        return key.strip(), read["value"]
-    return key.strip(), value.strip()
+    return Experiment(**presets.apply_changes(toml_fields.read_fields(path), changes or {}))
 
 
-def _sentence(error: ValidationError) -> str:
-    """The first thing that is wrong, in one sentence that names field, value and what is allowed."""
-    first = error.errors()[0]
-    field = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
+def _fleet_of_codename(codename: str) -> str:
+    runs = groupby(codename_capacities(codename))
+    return " + ".join(f"{len(list(run))}x{capacity:g}" for capacity, run in runs)
+
+
+def _first_error(error: ValidationError) -> str:
+    """Describe the first mistake in one sentence: the field, the rule and the value."""
+    details = error.errors()[0]
+    field = ".".join(str(part) for part in details["loc"])
+    if details["type"] == "extra_forbidden":
         return str(unknown("an experiment's field", field, [*Experiment.model_fields, "preset"]))
-    message = str(first["msg"]).removeprefix("Value error, ")
-    if not field or first["type"] == "value_error":
+    message = str(details["msg"]).removeprefix("Value error, ")
+    if not field or details["type"] == "value_error":
         return message
-    return f"{field}: {message[0].lower()}{message[1:]}; got {first['input']!r}"
+    return f"{field}: {message[0].lower()}{message[1:]}; got {details['input']!r}"

@@ -48,7 +48,7 @@ class WorkerJob:
     experiment: Experiment
     machine: Machine
     data: str | Path | None
-    parts: Overrides
+    overrides: Overrides
     until: int
 
 
@@ -244,9 +244,9 @@ def _prepared(ranks: ProcessGroup) -> tuple[WorkerJob, Setup, State]:
             devices = {"cuda:0": f"cuda:{own}"}
         job, state = _unpacked(content, devices)
         with job.machine.applied():
-            setup = prepare(job.experiment, job.machine, data=job.data, parts=job.parts)
+            setup = prepare(job.experiment, job.machine, data=job.data, overrides=job.overrides)
         ready.append(
-            (replace(job, parts=Overrides()), without_values(shard_setup(setup, ranks)), state)
+            (replace(job, overrides=Overrides()), without_values(shard_setup(setup, ranks)), state)
         )
 
     ranks.all_gather(get_ready)

@@ -141,7 +141,7 @@ def _open_session(
         shared[name] = replace(
             loaded, train=loaded.train.to(machine.device), test=loaded.test.to(machine.device)
         )
-    setup = prepare(experiment, machine, data=data, parts=Overrides(dataset=shared.get(name)))
+    setup = prepare(experiment, machine, data=data, overrides=Overrides(dataset=shared.get(name)))
     if runs is None:
         return RunSession(experiment, setup, initial_state(setup), [])
     folder = Folder(runs / experiment.name)

@@ -1,4 +1,4 @@
-"""Which engine pays for a run: it depends on how much work a step is, how many there are, and on the device."""
+"""How a run is computed: device, engine, threads and processes, chosen where left open."""
 
 import os
 import re
@@ -18,77 +18,90 @@ from fedcover.server.round_setup import Setup
 from fedcover.training.engines import ENGINES, PRECISIONS, stacked_layers
 
 WORTH_COMPILING = 100_000
-"""Steps of all clients in a run from which on compiling them (10 to 40 seconds, once) saves more than it takes."""
+"""Steps of all clients in a run from which on compiling them pays; it takes 10 to 40 seconds."""
 
 SMALL_STEP = 100_000_000
-"""Multiply-adds of a forward pass below which two threads of one process wait for each other more than they work."""
+"""Multiply-adds of a forward pass below which a second thread waits more than it works."""
 
 LARGE_STEP = 10_000_000_000
-"""Multiply-adds of a client's forward pass from which on torch's convolutions fill a GPU by themselves.
+"""Multiply-adds of a client's forward pass from which on torch's convolutions fill a GPU.
 
-Measured on an H200: at 2 billion (WRN28-2, ten images) crews were 1.6 times faster, at 34 (WRN28-8) they were not.
+Measured on an H200: at 2 billion (WRN28-2, ten images) stacking clients was 1.6 times faster, at
+34 billion (WRN28-8) it was not.
+"""
+
+MAX_THREADS = 1024
+
+STEP_SECONDS, MULTIPLY_ADDS_PER_SECOND = 2e-4, 1e10
+"""Least time of a local step, and its speed: a rough estimate, to see if processes pay.
+
+The MLP of the MNIST job comes out at 0.7 ms a step; one core of an AMD EPYC took 0.17 (batched)
+to 0.6 (sequential).
 """
 
 
 def model_multiply_adds(setup: Setup) -> int:
-    """Those of the whole model, for one sample."""
+    """Return the multiply-adds of the whole model for one sample."""
     sizes = {name: p.numel() for name, p in setup.task.model.module.named_parameters()}
     return sum(sizes.get(name, 0) * times for name, times in setup.uses.items())
 
 
 def has_small_steps(setup: Setup) -> bool:
-    """Whether a step of one client is too little work to keep a processor busy."""
+    """Return whether one client's step is too little work to keep a processor busy."""
     return model_multiply_adds(setup) * setup.task.local.batch_size < SMALL_STEP
 
 
 def engine_for(setup: Setup, engine: str, device: str) -> str:
-    """The engine of a run: the one asked for, or instead of `auto` what pays on its device."""
+    """Return the engine of a run: the requested one, or for `auto` the fastest on the device."""
     if engine != "auto":
         return engine
     if device.startswith("cuda"):
         return "batched" if _suits_stacking(setup) else "streams"
-    local, rows = setup.task.local, _rows(setup)
-    steps = setup.rounds * setup.active * local.epochs * sum(rows) / len(rows) / local.batch_size
+    local = setup.task.local
+    row_counts = _sample_row_counts(setup)
+    client_epochs = setup.rounds * setup.active * local.epochs
+    steps = client_epochs * sum(row_counts) / len(row_counts) / local.batch_size
     return "batched" if steps >= WORTH_COMPILING else "sequential"
 
 
 def _suits_stacking(setup: Setup) -> bool:
-    """Whether a GPU is better filled by a layer of all clients at once than by all clients one layer each."""
+    """Return whether stacking all clients' layers fills a GPU better than streams do."""
     task = setup.task
-    known = (
-        stacked_layers.has_stacked_kernels(task.model.module)
-        and statistics_key(task.norm, 1.0) is None
-    )
-    alike = (
-        len(set(_rows(setup))) <= 2
-    )  # a crew takes equally many steps, and each number is captured for itself
-    return known and alike and model_multiply_adds(setup) * task.local.batch_size < LARGE_STEP
+    if not stacked_layers.has_stacked_kernels(task.model.module):
+        return False
+    if statistics_key(task.norm, 1.0) is not None:
+        return False
+    # stacked clients take equally many steps, and each such number needs its own capture
+    if len(set(_sample_row_counts(setup))) > 2:
+        return False
+    return model_multiply_adds(setup) * task.local.batch_size < LARGE_STEP
 
 
-def _rows(setup: Setup) -> list[int]:
-    """How many samples some of the clients have."""
+def _sample_row_counts(setup: Setup) -> list[int]:
+    """Return how many rows each of the first ten clients has."""
     return [setup.task.source.count(client) for client in range(min(setup.clients, 10))]
 
 
-MAX_THREADS = 1024
-
-
-STEP_SECONDS, MULTIPLY_ADDS_PER_SECOND = 2e-4, 1e10
-"""What a local step takes at least, and per multiply-add of forward and backward: roughly, to see if processes pay.
-
-The MLP of the MNIST job comes out at 0.7 ms a step; one core of an AMD EPYC took 0.17 (batched) to 0.6 (sequential).
-"""
-
-
 def check_device(name: str) -> None:
-    """Refuse what is no device on any computer."""
+    """Check that a name is that of a device."""
     if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", name):
         raise unknown("device", name, ["auto", "cpu", "cuda", "cuda:1"])
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """How a run is computed, never what: it may change the last digits, so a resumed run must keep it."""
+    """How a run is computed, never what is computed.
+
+    Other settings may change the result in the last digits, so a resumed run must keep them.
+
+    Args:
+        engine: `sequential`, `batched`, `streams`, or `auto` for the fastest.
+        device: `cpu`, `cuda`, `cuda:1`, or `auto` for a GPU if there is one.
+        threads: Threads of torch; by default 1 for small models, otherwise all cores.
+        deterministic: Whether to use only deterministic CUDA kernels.
+        precision: `fp32`, `tf32` or `bf16`.
+        processes: Number of worker processes, or `auto` for the fastest.
+    """
 
     engine: str = "auto"
     device: str = "auto"
@@ -98,15 +111,27 @@ class Machine:
     processes: int | str = 1
 
     def resolved(self) -> "Machine":
-        """The same with what this computer decides: the device. Which engine pays depends on the run (`for_setup`)."""
+        """Check the settings and choose the device.
+
+        Returns:
+            The same machine with its device chosen; `for_setup` chooses the rest.
+
+        Raises:
+            InvalidValue: If a setting is not allowed, or the device does not exist here.
+        """
         device = self.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         check_device(device)
         if device.startswith("cuda") and not torch.cuda.is_available():
             raise InvalidValue(
-                "device is 'cuda', but this computer has no CUDA device that torch can use; use 'cpu'"
+                "device is 'cuda', but this computer has no CUDA device that torch can use; "
+                "use 'cpu'"
             )
+        self._check_settings(device)
+        return replace(self, device=device)
+
+    def _check_settings(self, device: str) -> None:
         if self.engine not in ("auto", *ENGINES):
             raise unknown("engine", self.engine, ["auto", *ENGINES])
         if self.precision not in PRECISIONS:
@@ -117,95 +142,125 @@ class Machine:
             )
         if self.engine == "streams" and device == "cpu":
             warn_once(
-                "there is no GPU in use, so streams neither overlaps nor captures steps and is not fast"
+                "there is no GPU in use, so streams neither overlaps nor captures steps "
+                "and is not fast"
             )
         if self.threads is not None and not 1 <= self.threads <= MAX_THREADS:
             raise InvalidValue(f"threads must be in 1..{MAX_THREADS}; got {self.threads}")
-        if self.processes != "auto" and not (
-            isinstance(self.processes, int) and 1 <= self.processes <= MAX_THREADS
-        ):
+        if self.processes == "auto":
+            return
+        if not isinstance(self.processes, int) or not 1 <= self.processes <= MAX_THREADS:
             raise InvalidValue(
                 f"processes must be 'auto' or in 1..{MAX_THREADS}; got {self.processes!r}"
             )
-        return replace(self, device=device)
 
     def for_setup(self, setup: Setup) -> "Machine":
-        """The same with engine, processes and threads decided: those that pay; one thread, unless a step is big."""
-        work, local = model_multiply_adds(setup), setup.task.local
-        processes = self.processes
-        if isinstance(processes, str):
-            cores = (
-                torch.cuda.device_count() if self.device.startswith("cuda") else physical_cores()
-            )
-            samples = (
-                sum(client.samples for client in cohort_of(setup, 0)) * local.epochs * setup.rounds
-            )
-            step = STEP_SECONDS + 3 * work * local.batch_size / MULTIPLY_ADDS_PER_SECOND
-            enough = num_useful_processes(samples / local.batch_size * step, setup.active, cores)
-            processes = 1 if setup.clip_updates is not None else enough
-        elif processes > 1 and setup.clip_updates is not None:
-            raise InvalidValue(
-                f"processes must be 1 with clip_updates, which looks at updates as a whole; got {processes}"
-            )
-        threads = self.threads or (
-            1 if has_small_steps(setup) else max(1, torch.get_num_threads() // processes)
-        )
-        return replace(
-            self,
-            threads=threads,
-            processes=processes,
-            engine=engine_for(setup, self.engine, self.device),
-        )
+        """Choose engine, processes and threads for a run.
+
+        Args:
+            setup: The setup of the run.
+
+        Returns:
+            The same machine with no setting left open.
+
+        Raises:
+            InvalidValue: If several processes are requested together with `clip_updates`.
+        """
+        processes = self._processes_for(setup)
+        threads = self.threads
+        if not threads:
+            cores_per_process = max(1, torch.get_num_threads() // processes)
+            threads = 1 if has_small_steps(setup) else cores_per_process
+        engine = engine_for(setup, self.engine, self.device)
+        return replace(self, threads=threads, processes=processes, engine=engine)
+
+    def _processes_for(self, setup: Setup) -> int:
+        """Return the number of processes: the requested one, or for `auto` the fastest."""
+        if isinstance(self.processes, int):
+            if self.processes > 1 and setup.clip_updates is not None:
+                raise InvalidValue(
+                    "processes must be 1 with clip_updates, which looks at updates as a whole; "
+                    f"got {self.processes}"
+                )
+            return self.processes
+        if setup.clip_updates is not None:
+            return 1
+        if self.device.startswith("cuda"):
+            cores = torch.cuda.device_count()
+        else:
+            cores = physical_cores()
+        return num_useful_processes(_estimated_seconds(setup), setup.active, cores)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Compute in this way for a while: so many threads, and on CUDA, if asked, only deterministic kernels."""
-        threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-        cudnn, tf32 = torch.backends.cudnn, self.precision != "fp32"
-        before = cudnn.allow_tf32, torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("high" if tf32 else "highest")
-        cudnn.allow_tf32 = tf32
+        """Apply threads, precision and determinism to torch inside a `with` block."""
+        cudnn = torch.backends.cudnn
+        old_threads = torch.get_num_threads()
+        old_deterministic = torch.are_deterministic_algorithms_enabled()
+        old_cudnn_tf32 = cudnn.allow_tf32
+        old_matmul_precision = torch.get_float32_matmul_precision()
+        use_tf32 = self.precision != "fp32"
+        torch.set_float32_matmul_precision("high" if use_tf32 else "highest")
+        cudnn.allow_tf32 = use_tf32
         if self.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses
+            # cuBLAS fails in deterministic mode without this workspace
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
-        torch.set_num_threads(self.threads or threads)
+        torch.set_num_threads(self.threads or old_threads)
         try:
             yield
         finally:
-            torch.set_num_threads(threads)
-            torch.use_deterministic_algorithms(strict)
-            cudnn.allow_tf32 = before[0]
-            torch.set_float32_matmul_precision(before[1])
+            torch.set_num_threads(old_threads)
+            torch.use_deterministic_algorithms(old_deterministic)
+            cudnn.allow_tf32 = old_cudnn_tf32
+            torch.set_float32_matmul_precision(old_matmul_precision)
+
+
+def _estimated_seconds(setup: Setup) -> float:
+    """Estimate how long a run takes in one process."""
+    local = setup.task.local
+    cohort = cohort_of(setup, 0)
+    samples = sum(client.samples for client in cohort) * local.epochs * setup.rounds
+    # a backward pass takes twice the work of a forward pass
+    multiply_adds = 3 * model_multiply_adds(setup) * local.batch_size
+    step_seconds = STEP_SECONDS + multiply_adds / MULTIPLY_ADDS_PER_SECOND
+    return samples / local.batch_size * step_seconds
 
 
 def num_useful_processes(seconds: float, clients: int, cores: int, *, start: float = 5.0) -> int:
-    """As many processes as make a run of so many seconds shorter, if each takes `start` seconds to begin.
+    """Return how many processes shorten a run that takes some seconds in one.
 
-    No more than cores, and no more than make the round's longest share shorter: ten clients on eight cores take as long
-    as on five.
+    Each process takes `start` seconds to begin. More processes than cores do not help, nor do
+    more than shorten the longest share of a round: ten clients on eight cores take as long as
+    on five.
 
     >>> [num_useful_processes(seconds, clients=10, cores=8) for seconds in (8, 600)]
     [1, 5]
     """
-    longest = ceil(clients / cores)
-    useful = ceil(clients / longest)
-    saved = seconds * (1 - longest / clients)
-    return useful if saved > 2 * start else 1
+    longest_share = ceil(clients / cores)
+    processes = ceil(clients / longest_share)
+    saved_seconds = seconds * (1 - longest_share / clients)
+    return processes if saved_seconds > 2 * start else 1
 
 
 def physical_cores() -> int:
-    """The cores that this process may use: hyper-threads count once, and a container's limit counts."""
+    """Return the cores that this process may use.
+
+    Hyper-threads count once, and a container's limit counts.
+    """
     try:
-        allowed = os.sched_getaffinity(0)
+        cpus = os.sched_getaffinity(0)
     except AttributeError:  # not Linux
         return os.cpu_count() or 1
-    siblings = {
-        _read(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu)
-        for cpu in allowed
-    }
+    cores = set()
+    for cpu in cpus:
+        siblings = _read(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        cores.add(siblings or str(cpu))
+    limit = len(cores)
     quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
-    limit = int(quota) // int(period) if quota.isdigit() and period.isdigit() else len(siblings)
-    return max(1, min(len(siblings), limit))
+    if quota.isdigit() and period.isdigit():
+        limit = int(quota) // int(period)
+    return max(1, min(len(cores), limit))
 
 
 def _read(path: str) -> str:

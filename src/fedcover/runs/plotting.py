@@ -45,7 +45,7 @@ def _matplotlib(part: str) -> Any:
         ) from None
 
 
-def save(figure: Any, path: str | Path) -> None:
+def save_figure(figure: Any, path: str | Path) -> None:
     """Write a figure as a file of the kind that its name says."""
     check_plot_path(path)
     try:

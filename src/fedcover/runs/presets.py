@@ -86,10 +86,10 @@ def expand_preset(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": fields["preset"], **preset_fields(fields["preset"]), **own}
 
 
-def changed(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def apply_changes(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """The fields with changes; a preset among these takes the place of all that the fields say of the system.
 
-    >>> changed({"policy": "full", "lr": 0.1}, {"preset": "feddropout"})
+    >>> apply_changes({"policy": "full", "lr": 0.1}, {"preset": "feddropout"})
     {'lr': 0.1, 'preset': 'feddropout'}
     """
     replaced = {"preset", *preset_fields(changes["preset"])} if "preset" in changes else set()

@@ -37,7 +37,9 @@ def check_resumable(folder: Folder, state: State) -> None:
         )
     twice = [
         round
-        for round, times in Counter(file.round for file in checkpoints.found(folder.kept)).items()
+        for round, times in Counter(
+            file.round for file in checkpoints.list_checkpoints(folder.kept)
+        ).items()
         if times > 1
     ]
     if twice:
@@ -68,11 +70,11 @@ def finish_last_round(folder: Folder, state: State) -> None:
     known = folder.truncate_metrics(
         state.round
     )  # what is added to a line that is half written would be lost with it
-    for line in figures(folder, state)[len(known) :]:
+    for line in all_metrics(folder, state)[len(known) :]:
         folder.append(line)
 
 
-def figures(folder: Folder, state: State) -> Metrics:
+def all_metrics(folder: Folder, state: State) -> Metrics:
     """The figures up to a state, also those that only its checkpoint has: without them epsilon is too small."""
     known = folder.metrics(state.round)
     if not state.round or (known and known[-1]["round"] == state.round - 1):
@@ -80,7 +82,7 @@ def figures(folder: Folder, state: State) -> Metrics:
     line = next(
         (
             file.line()
-            for file in checkpoints.found(folder.checkpoints)
+            for file in checkpoints.list_checkpoints(folder.checkpoints)
             if file.round == state.round
         ),
         None,
@@ -94,7 +96,7 @@ def _rounds(folder: Folder) -> set[int]:
     files = {
         file.round
         for place in (folder.checkpoints, folder.kept)
-        for file in checkpoints.found(place)
+        for file in checkpoints.list_checkpoints(place)
     }
     lines = {line["round"] + 1 for line in read_lines(folder.path / "metrics.jsonl")}
     ended = {folder.planned_rounds} if (folder.path / "summary.json").exists() else set()

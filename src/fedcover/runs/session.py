@@ -1,4 +1,4 @@
-"""A run on its way: its state, its figures, and its folder, in which the last complete round is safe."""
+"""A run in progress: its state and metrics, saved so that the last finished round survives."""
 
 import os
 import shlex
@@ -21,13 +21,15 @@ from fedcover.server.round import RoundReport, initial_state
 from fedcover.server.round_setup import Setup
 from fedcover.types import Params, State
 
+_COUNT_DTYPES = (torch.uint8, torch.int32)
+
 
 @dataclass(slots=True, eq=False)
 class RunSession:
-    """Where a run is between its first round and its last; without a folder it is only remembered.
+    """A run between its first round and its last, in a folder or only in memory.
 
-    Files are written by a thread of their own. On a GPU, which leaves the processor to it, the next round begins
-    meanwhile; else the run waits for them.
+    A separate thread writes the files. On a GPU the next round begins meanwhile. On a CPU the
+    run waits for the files, because the thread would compete for the processor.
     """
 
     experiment: Experiment
@@ -36,185 +38,233 @@ class RunSession:
     metrics_in_memory: Metrics
     folder: Folder | None = None
     diverged: str = ""
-    saved: int = field(init=False)
-    _writing: Future[None] | None = field(init=False, default=None)
+    saved_round: int = field(init=False)
+    _pending_write: Future[None] | None = field(init=False, default=None)
     _cpu_copy: tuple[State, State] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.saved = self.state.round
+        self.saved_round = self.state.round
         if self.folder:
-            self.metrics_in_memory = []  # they are in its folder: a run of many rounds and clients must not grow in memory
+            # the folder has them: memory must not grow with the rounds
+            self.metrics_in_memory = []
 
     @property
     def metrics(self) -> Metrics:
-        """The figures of the rounds that are done."""
+        """The metrics of the finished rounds."""
         self._wait()
         return self.folder.metrics(self.state.round) if self.folder else self.metrics_in_memory
 
     @property
     def running(self) -> bool:
-        """Whether there are rounds to come."""
+        """Whether any rounds remain."""
         return not self.diverged and self.state.round < self.setup.rounds
 
-    def record_round(self, after: State, report: RoundReport) -> None:
-        """Note a round that is done."""
+    def record_round(self, next_state: State, report: RoundReport) -> None:
+        """Record a finished round: its metrics, and its state when a checkpoint is due."""
         line = {"round": report.round, **report.metrics}
         self._wait()
         if self.folder is None:
             self.metrics_in_memory.append(line)
-            self.state = after
+            self.state = next_state
             return
-        # with privacy always: a round that is run again would release noise that nobody counts
-        every = 1 if self.setup.privacy else self.experiment.checkpoint_every
-        due = after.round % every == 0 or after.round == self.setup.rounds
-        on_gpu = any(tensor.is_cuda for tensor in after.params.values())
-        fetch = on_gpu and (due or self.folder.keeps(after.round))
-        # fetched here: another thread must not disturb what is captured meanwhile
-        kept = checkpoints.copy_to_cpu(after, self._cpu_copy) if fetch else after
-        self._cpu_copy = (after, kept) if fetch else self._cpu_copy
-        written = self.folder, line, kept, due
-        try:
-            self._writing = _writer().submit(self._write, *written)
-        except RuntimeError:  # the main thread has ended, so no other is lent any more
-            self._write(*written)
-        self.state = after  # not before: `checkpoint_on_exit` would write a state whose line and kept state nobody writes
+        due = self._checkpoint_due(next_state.round)
+        on_gpu = any(tensor.is_cuda for tensor in next_state.params.values())
+        saved_state = next_state
+        if on_gpu and (due or self.folder.keeps(next_state.round)):
+            # copied in this thread: another one must not disturb a CUDA graph capture
+            saved_state = checkpoints.copy_to_cpu(next_state, self._cpu_copy)
+            self._cpu_copy = (next_state, saved_state)
+        self._submit_write(self.folder, line, saved_state, due)
+        # only now: `checkpoint_on_exit` must not save a state whose write was never submitted
+        self.state = next_state
         if not on_gpu or self.setup.privacy:
             self._wait()
 
     def finish(self) -> None:
-        """The last round is done."""
+        """Write the summary after the last round."""
         if self.folder:
             self.folder.finish(self.metrics)
 
     @contextmanager
     def checkpoint_on_exit(self) -> Iterator[None]:
-        """Whatever stops what is done here, the last complete round is on disk."""
+        """Save the last finished round if the block ends early, for any reason."""
         try:
             yield
             self._wait()
         except BaseException:
-            self._wait()  # if nothing can be written, that is what must be told
-            if self.folder and self.state.round > self.saved:
+            self._wait()  # an error in writing is more important than the one that ends the run
+            if self.folder and self.state.round > self.saved_round:
                 self._save(self.folder, self.state)
             raise
 
+    def _checkpoint_due(self, round: int) -> bool:
+        """Return whether the state at the beginning of a round is to be saved.
+
+        A private run saves every round: running one again would release noise uncounted.
+        """
+        every = 1 if self.setup.privacy else self.experiment.checkpoint_every
+        return round % every == 0 or round == self.setup.rounds
+
+    def _submit_write(self, folder: Folder, line: dict[str, Any], state: State, due: bool) -> None:
+        """Let the writer thread write the files of a round."""
+        try:
+            self._pending_write = _writer().submit(self._write, folder, line, state, due)
+        except RuntimeError:  # after the main thread has ended, no other can be started
+            self._write(folder, line, state, due)
+
     def _wait(self) -> None:
-        """Until the files of the round before are on disk; what went wrong there is raised here, again and again."""
-        if self._writing:
-            self._writing.result()
+        """Wait for the files of the previous round; raise its error, every time."""
+        if self._pending_write:
+            self._pending_write.result()
 
     def _write(self, folder: Folder, line: dict[str, Any], state: State, due: bool) -> None:
         if self.setup.privacy:
             released_rounds.write_round(folder, line, state)
-            self.saved = state.round
+            self.saved_round = state.round
             return
         folder.append(line)
-        folder.keep(
-            state
-        )  # before the checkpoint: a run that goes on from that would not come here again
+        # before the checkpoint: a run resumed from that would not come back to this round
+        folder.keep(state)
         if due:
             self._save(folder, state)
 
     def _save(self, folder: Folder, state: State) -> None:
         folder.checkpoint(state)
-        self.saved = state.round
+        self.saved_round = state.round
 
 
 @cache
 def _writer() -> ThreadPoolExecutor:
-    """The thread that writes the files of this process's runs."""
+    """Return the thread that writes the files of all runs in this process."""
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="fedcover-files")
 
 
-os.register_at_fork(
-    after_in_child=_writer.cache_clear
-)  # a forked process has the executor, but not its thread
+# a forked process inherits the executor, but not its thread
+os.register_at_fork(after_in_child=_writer.cache_clear)
 
 
 def check_same_model(folder: Folder, setup: Setup, state: State) -> None:
-    """Complain if a state is of another model than the one here: a module, or the code that builds one, may change."""
-    there, here = (
-        shapes_by_name(state.params),
-        shapes_by_name(dict(setup.task.model.module.named_parameters())),
-    )
-    for name in [*there, *here]:
-        if there.get(name) != here.get(name):
-            told = (
-                f"has the shape {there[name]}, not {here.get(name, 'there')}"
-                if name in there
-                else "is missing"
-            )
-            raise RunError(f"{folder.path} was made with another model: its {name!r} {told}")
-    complaint = state_mismatch(setup, state)
-    if complaint:
+    """Raise if a state belongs to another model: the code that builds one may have changed."""
+    saved_shapes = shapes_by_name(state.params)
+    current_shapes = shapes_by_name(dict(setup.task.model.module.named_parameters()))
+    for name in [*saved_shapes, *current_shapes]:
+        saved, current = saved_shapes.get(name), current_shapes.get(name)
+        if saved == current:
+            continue
+        if saved is None:
+            difference = "is missing"
+        elif current is None:
+            difference = f"has the shape {saved}, not there"
+        else:
+            difference = f"has the shape {saved}, not {current}"
+        raise RunError(f"{folder.path} was made with another model: its {name!r} {difference}")
+    mismatch = state_mismatch(setup, state)
+    if mismatch:
         raise RunError(
-            f"{folder.path} was not written by this experiment: its checkpoint's {complaint}"
+            f"{folder.path} was not written by this experiment: its checkpoint's {mismatch}"
         )
 
 
 def state_mismatch(setup: Setup, state: State) -> str:
-    """What of a state, whose parameters have the model's shapes, no run of this experiment could have written."""
+    """Describe what in a state no run of this experiment could have written, or return "".
+
+    The parameters must already have the shapes of the model.
+    """
     module = setup.task.model.module
     if state.round > setup.rounds:
         return f"round is {state.round}, and the experiment has {setup.rounds}"
     for name, tensor in module.named_parameters():
         if state.params[name].dtype != tensor.dtype:
             return f"parameter {name!r} is of {state.params[name].dtype}, not {tensor.dtype}"
-    params, statistics = shapes_by_name(state.params), shapes_by_name(running(module))
+    return _mismatch_of_extras(state, module) or _mismatch_of_counts(state)
+
+
+def _mismatch_of_extras(state: State, module: torch.nn.Module) -> str:
+    """Describe measurements, statistics or server state that do not fit the model."""
+    param_shapes = shapes_by_name(state.params)
     for key, measured in state.measured.items():
-        if not shapes_by_name(measured).items() <= params.items():
+        if not shapes_by_name(measured).items() <= param_shapes.items():
             return f"measurements {key!r} are not of this model's parameters"
-    for kind, trees, shapes in (
-        ("statistics", state.statistics, statistics),
-        ("server state", state.server, params),
-    ):
-        for key, tensors in trees.items():
-            if shapes_by_name(tensors) != shapes:
-                return f"{kind} {key!r} is not of this model"
-    counted = [(counts, (torch.uint8, torch.int32)) for counts in state.coverage.window] + [
-        (state.coverage.ever, (torch.bool,))
+    for key, statistics in state.statistics.items():
+        if shapes_by_name(statistics) != shapes_by_name(running(module)):
+            return f"statistics {key!r} is not of this model"
+    for key, slots in state.server.items():
+        if shapes_by_name(slots) != param_shapes:
+            return f"server state {key!r} is not of this model"
+    return ""
+
+
+def _mismatch_of_counts(state: State) -> str:
+    """Describe coverage counts that do not fit the parameters."""
+    param_shapes = shapes_by_name(state.params)
+    dtypes_of_counts: list[tuple[Params, tuple[torch.dtype, ...]]] = [
+        (counts, _COUNT_DTYPES) for counts in state.coverage.window
     ]
-    for counts, dtypes in counted:
-        if counts and (
-            shapes_by_name(counts) != params or any(t.dtype not in dtypes for t in counts.values())
-        ):
+    dtypes_of_counts.append((state.coverage.ever, (torch.bool,)))
+    for counts, dtypes in dtypes_of_counts:
+        if not counts:
+            continue
+        wrong_dtype = any(tensor.dtype not in dtypes for tensor in counts.values())
+        if wrong_dtype or shapes_by_name(counts) != param_shapes:
             return "counts are not of this model's parameters"
     return ""
 
 
 def shapes_by_name(params: Params) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor, by name."""
+    """Return the shape of every tensor, by name."""
     return {name: tuple(tensor.shape) for name, tensor in params.items()}
 
 
 def load_latest(
     folder: Folder, setup: Setup, device: str, complain: Callable[[str], None]
 ) -> tuple[State, Metrics]:
-    """The newest whole state of a run folder (the first one, if there is none yet) and the figures up to it."""
-    if not checkpoints.found(folder.checkpoints):  # stopped before the first round was done
+    """Return the newest intact state of a run folder, and the metrics up to it.
+
+    A run that was stopped before its first checkpoint starts from the initial state.
+    """
+    if checkpoints.list_checkpoints(folder.checkpoints):
+        state = _load_newest_state(folder, setup, device, complain)
+    else:
         state = initial_state(setup)
         if setup.privacy:
             released_rounds.check_resumable(folder, state)
         folder.keep(state)
-    else:
-        state, complaints = checkpoints.newest(folder.checkpoints, folder.experiment.digest, device)
-        check_same_model(folder, setup, state)
-        if setup.privacy:
-            released_rounds.check_resumable(folder, state)
-            released_rounds.finish_last_round(folder, state)
-        for path, complaint in complaints.items():
-            complain(f"{complaint}; going on from the older checkpoint of round {state.round}")
-            checkpoints.set_aside(path)
     checkpoints.thin_out(folder.checkpoints)
     metrics = folder.truncate_metrics(state.round)
+    _report_lost_rounds(folder, setup, state, metrics, complain)
+    return state, metrics
+
+
+def _load_newest_state(
+    folder: Folder, setup: Setup, device: str, complain: Callable[[str], None]
+) -> State:
+    """Load the newest intact checkpoint, and set damaged newer ones aside."""
+    digest = folder.experiment.digest
+    state, damages = checkpoints.load_newest(folder.checkpoints, digest, device)
+    check_same_model(folder, setup, state)
+    if setup.privacy:
+        released_rounds.check_resumable(folder, state)
+        released_rounds.finish_last_round(folder, state)
+    for path, damage in damages.items():
+        complain(f"{damage}; going on from the older checkpoint of round {state.round}")
+        checkpoints.set_aside(path)
+    return state
+
+
+def _report_lost_rounds(
+    folder: Folder,
+    setup: Setup,
+    state: State,
+    metrics: Metrics,
+    complain: Callable[[str], None],
+) -> None:
+    """Complain about rounds without metrics; raise if none are left to summarise."""
     lost = sorted(set(range(state.round)) - {line["round"] for line in metrics})
+    path = folder.path / "metrics.jsonl"
     if lost and not metrics and state.round == setup.rounds:
         raise RunError(
-            f"{folder.path / 'metrics.jsonl'} has lost the figures of all {state.round} rounds, and there is none left "
-            f"to run; the model is whole: fedcover export {shlex.quote(str(folder.path))}"
+            f"{path} has lost the metrics of all {state.round} rounds, and there is none left to "
+            f"run; the model is intact: fedcover export {shlex.quote(str(folder.path))}"
         )
     if lost:
-        complain(
-            f"{folder.path / 'metrics.jsonl'} lacks the rounds {lost}; the summary will lack them too"
-        )
-    return state, metrics
+        complain(f"{path} lacks the rounds {lost}; the summary will lack them too")

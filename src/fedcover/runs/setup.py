@@ -1,4 +1,4 @@
-"""From a description to the things themselves: data on the device, the model, and all that a round needs."""
+"""Build everything that a round needs from an experiment: data, model, policy, rule and engine."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -17,6 +17,7 @@ from fedcover.models import params_and_buffers
 from fedcover.models.meta_device import is_on_meta
 from fedcover.policies import POLICIES, growth_of
 from fedcover.runs.checks import (
+    Names,
     check_dataset,
     check_outputs,
     check_privacy,
@@ -34,12 +35,21 @@ from fedcover.server.round_setup import Setup
 from fedcover.submodels import unit_groups
 from fedcover.training.engines import ENGINES
 from fedcover.training.schedules import SCHEDULES
-from fedcover.types import Dataset, Engine, LocalTraining, Model, Policy, Source, Task
+from fedcover.types import Dataset, Engine, LocalTraining, Model, Policy, Recipe, Source, Task
+
+_COPIED_FIELDS = (
+    "clients", "active", "assignment", "capacity", "drop_out", "weights", "uncovered", "rounds",
+    "window", "evaluate_every", "local_every", "evaluation", "clip_updates",
+)  # fmt: skip
+"""Fields that a `Setup` takes from the experiment as they are."""
+
+_ONE_LABEL_PARTITIONS = ("labels", "dirichlet")
+"""Partitions that need exactly one label for each sample."""
 
 
 @dataclass(frozen=True)
 class Overrides:
-    """Things made in Python that replace what an experiment only names."""
+    """Objects made in Python that replace what an experiment only names."""
 
     dataset: Dataset | None = None
     model: Model | nn.Module | None = None
@@ -54,78 +64,115 @@ def prepare(
     machine: Machine,
     *,
     data: str | Path | None = None,
-    parts: Overrides | None = None,
+    overrides: Overrides | None = None,
 ) -> Setup:
-    """Everything that stays the same from round to round."""
-    own = parts or Overrides()
-    names = display_names(experiment, own.model, own.dataset)
-    told = getattr(
-        own.engine, "holdings", {}
-    )  # an engine that reaches other machines knows what they hold
-    source = own.source or build_source(experiment, machine.device, data, own.dataset, told)
-    shape = tuple(source.test.x.shape[1:])
+    """Build the setup of a run: everything that stays the same from round to round.
+
+    The engine is chosen last, because the choice depends on the model and the data.
+    """
+    overrides = overrides or Overrides()
+    names = display_names(experiment, overrides.model, overrides.dataset)
+    source = overrides.source or _build_run_source(experiment, machine, data, overrides)
     recipe = build_recipe(experiment)
-    dtype = source.test.x.dtype
-    if own.model is None:
-        model = (own.build or build_model)(experiment, shape, source.classes, dtype)
-    else:
-        cut = own.policy is not None or cuts(experiment)
-        model = recipe.model(as_model(own.model, shape, source.classes, dtype, cut=cut))
+    model = _build_run_model(experiment, overrides, source, recipe)
     unit_groups.check_groups(model.groups, params_and_buffers(model.module))
     if not is_on_meta(model.module):
         model.module.to(machine.device)
         check_outputs(experiment, names, model, source, recipe)
     check_trainable(model)
     check_settings_apply(experiment, names, model, recipe)
+    setup = _assemble(experiment, overrides, names, model, source, recipe)
+    if overrides.engine is not None:
+        return replace(setup, engine=overrides.engine)
+    engine = ENGINES[engine_for(setup, machine.engine, machine.device)]
+    return replace(setup, engine=partial(engine, precision=machine.precision))
+
+
+def _assemble(
+    experiment: Experiment,
+    overrides: Overrides,
+    names: Names,
+    model: Model,
+    source: Source,
+    recipe: Recipe,
+) -> Setup:
+    """Put the setup together, with the sequential engine until one is chosen."""
     privacy = build("privacy", experiment.privacy, PRIVACY)
     if privacy is not None:
         check_privacy(experiment, names, privacy, model, recipe)
-    local = LocalTraining(
-        **{name: getattr(experiment, name) for name in LocalTraining.__dataclass_fields__}
-    )
-    switches = {name: getattr(experiment, name) for name in ("norm", "scaler", "seed")}
-    policy = build_policy(experiment) if own.policy is None else _own_policy(own.policy)
-    setup = Setup(
-        task=Task(model, source, local, recipe, measure=experiment.capacity, **switches),
+    if overrides.policy is None:
+        policy = build_policy(experiment)
+    else:
+        policy = _check_policy(overrides.policy)
+    return Setup(
+        task=_build_task(experiment, model, source, recipe),
         fleet=experiment.scaled_fleet,
         policy=policy,
         growth=growth_of(policy),
-        check_capacity=own.policy is not None or ":" in experiment.policy,
+        check_capacity=overrides.policy is not None or ":" in experiment.policy,
         engine=ENGINES["sequential"],
         rule=build_rule(experiment.rule),
         server=checked_server(experiment.server, build("server", experiment.server, SERVERS)),
         privacy=privacy,
         lr=_learning_rate(experiment),
-        **{
-            name: getattr(experiment, name)
-            for name in (
-                "clients", "active", "assignment", "capacity", "drop_out", "weights", "uncovered", "rounds", "window",
-                "evaluate_every", "local_every", "evaluation", "clip_updates",
-            )
-        },
-    )  # fmt: skip
-    named = partial(
-        ENGINES[engine_for(setup, machine.engine, machine.device)], precision=machine.precision
+        **{field: getattr(experiment, field) for field in _COPIED_FIELDS},
     )
-    return replace(setup, engine=own.engine or named)
 
 
-def _own_policy(policy: Policy) -> Policy:
+def _build_task(experiment: Experiment, model: Model, source: Source, recipe: Recipe) -> Task:
+    fields = LocalTraining.__dataclass_fields__
+    local = LocalTraining(**{field: getattr(experiment, field) for field in fields})
+    return Task(
+        model,
+        source,
+        local,
+        recipe,
+        measure=experiment.capacity,
+        norm=experiment.norm,
+        scaler=experiment.scaler,
+        seed=experiment.seed,
+    )
+
+
+def _build_run_model(
+    experiment: Experiment, overrides: Overrides, source: Source, recipe: Recipe
+) -> Model:
+    """Build the experiment's model, or adapt the one given in Python."""
+    shape = tuple(source.test.x.shape[1:])
+    dtype = source.test.x.dtype
+    if overrides.model is None:
+        builder = overrides.build or build_model
+        return builder(experiment, shape, source.classes, dtype)
+    cut = overrides.policy is not None or cuts(experiment)
+    return recipe.model(as_model(overrides.model, shape, source.classes, dtype, cut=cut))
+
+
+def _check_policy(policy: Policy) -> Policy:
+    """Return a policy given in Python, or raise if it cannot be called with a view."""
     if not callable(policy):
         raise InvalidValue(
-            f"policy must be a function here (name it in the experiment instead); got {policy!r:.80}"
+            "policy must be a function here (name it in the experiment instead); "
+            f"got {policy!r:.80}"
         )
     if isinstance(policy, type):
         raise InvalidValue(
-            f"policy must be a function of a view, or an object that can be called with one; got the class "
-            f"{policy.__name__}: give an object of it, such as {policy.__name__}(...)"
+            "policy must be a function of a view, or an object that can be called with one; got "
+            f"the class {policy.__name__}: give an object of it, such as {policy.__name__}(...)"
         )
     return policy
 
 
 def build_policy(experiment: Experiment) -> Policy:
-    """The experiment's policy with its options bound."""
+    """Return the experiment's policy with its options bound."""
     return look_up("policy", experiment.policy, POLICIES)  # type: ignore[no-any-return]
+
+
+def _build_run_source(
+    experiment: Experiment, machine: Machine, data: str | Path | None, overrides: Overrides
+) -> Source:
+    """Build the clients' data; an engine that reaches other machines knows what they hold."""
+    client_info = getattr(overrides.engine, "holdings", {})
+    return build_source(experiment, machine.device, data, overrides.dataset, client_info)
 
 
 def build_source(
@@ -133,68 +180,89 @@ def build_source(
     device: str,
     data: str | Path | None,
     dataset: Dataset | None = None,
-    told: Mapping[int, ClientDataInfo] | None = None,
+    client_info: Mapping[int, ClientDataInfo] | None = None,
 ) -> Source:
-    """The clients' data: made on demand, a data set that is partitioned, or rows of which other machines tell."""
-    wanted = experiment.dataset
-    if dataset is None and wanted.partition("(")[0] == "synthetic":
-        if experiment.partition != "iid":
-            raise InvalidValue(
-                f"partition: synthetic data is made for each client, not shared out, so it must be left at 'iid' (for "
-                f"unequal labels use synthetic(skew=0.8)); got {experiment.partition!r}"
-            )
-        if experiment.validation:
-            raise InvalidValue(
-                "validation: synthetic data is made, not split; use synthetic(validation_size=...)"
-            )
-        make = registry.look_up(
-            "dataset", registry.parse("dataset", wanted), {"synthetic": SyntheticData}
-        )
-        size = experiment.calibration
-        made: Source = make(
-            experiment.clients, seed=experiment.seed, calibration_size=size, device=device
-        )
-        return made
+    """Build the clients' data: synthetic, a partitioned data set, or rows on other machines.
+
+    `client_info` describes the rows that other machines hold.
+    """
+    if dataset is None and experiment.dataset.partition("(")[0] == "synthetic":
+        return _build_synthetic_source(experiment, device)
     if data is not None and not Path(data).expanduser().is_dir():
         raise InvalidValue(f"data must be a folder that exists; got {str(data)!r}")
     if dataset is None:
-        dataset = build("dataset", wanted, {}) if ":" in wanted else datasets.load(wanted, data)
+        dataset = _load_dataset(experiment, data)
+    check_dataset(dataset)
+    partition_name = experiment.partition.partition("(")[0]
+    if dataset.train.y.ndim > 1 and partition_name in _ONE_LABEL_PARTITIONS:
+        raise InvalidValue(
+            f"partition {experiment.partition!r} needs one label for each sample; "
+            "this data has sequences"
+        )
+    dataset, validation = datasets.hold_out(dataset, experiment.validation, experiment.seed)
+    remote = experiment.partition == "nodes"
+    # with remote rows, the local data set is one single share: it only evaluates
+    partition, clients = ("iid", 1) if remote else (experiment.partition, experiment.clients)
+    split = build("partition", partition, PARTITIONS, dataset, clients, experiment.seed)
+    local_data = PartitionedData(
+        dataset,
+        split,
+        seed=experiment.seed,
+        validation=validation,
+        calibration_size=experiment.calibration,
+        device=device,
+    )
+    if remote:
+        client_info = {} if client_info is None else client_info  # the engine may fill it later
+        return RemoteData(local_data, experiment.clients, client_info)
+    return local_data
+
+
+def _build_synthetic_source(experiment: Experiment, device: str) -> Source:
+    """Build data that is generated for each client on demand."""
+    if experiment.partition != "iid":
+        raise InvalidValue(
+            "partition: synthetic data is generated for each client, not partitioned, so it must "
+            "be left at 'iid' (for unequal labels use synthetic(skew=0.8)); "
+            f"got {experiment.partition!r}"
+        )
+    if experiment.validation:
+        raise InvalidValue(
+            "validation: synthetic data is generated, not split; use synthetic(validation_size=...)"
+        )
+    spec = registry.parse("dataset", experiment.dataset)
+    make_source = registry.look_up("dataset", spec, {"synthetic": SyntheticData})
+    source: Source = make_source(
+        experiment.clients,
+        seed=experiment.seed,
+        calibration_size=experiment.calibration,
+        device=device,
+    )
+    return source
+
+
+def _load_dataset(experiment: Experiment, data: str | Path | None) -> Dataset:
+    """Load the data set that the experiment names, from the folder `data` if given."""
+    name = experiment.dataset
+    dataset = build("dataset", name, {}) if ":" in name else datasets.load(name, data)
     if not isinstance(dataset, Dataset):
         raise InvalidValue(
-            f"dataset {wanted!r} must make a fedcover Dataset; got {type(dataset).__name__}"
+            f"dataset {name!r} must make a fedcover Dataset; got {type(dataset).__name__}"
         )
-    check_dataset(dataset)
-    if dataset.train.y.ndim > 1 and experiment.partition.partition("(")[0] in (
-        "labels",
-        "dirichlet",
-    ):
-        raise InvalidValue(
-            f"partition {experiment.partition!r} needs one label for each sample; this data has sequences"
-        )
-    dataset, held_out = datasets.hold_out(dataset, experiment.validation, experiment.seed)
-    remote = experiment.partition == "nodes"
-    how, clients = ("iid", 1) if remote else (experiment.partition, experiment.clients)
-    split = build("partition", how, PARTITIONS, dataset, clients, experiment.seed)
-    here = PartitionedData(
-        dataset, split, seed=experiment.seed, validation=held_out,
-        calibration_size=experiment.calibration, device=device,
-    )  # fmt: skip
-    return RemoteData(here, experiment.clients, {} if told is None else told) if remote else here
+    return dataset
 
 
 def _learning_rate(experiment: Experiment) -> "partial[float]":
-    return partial(
-        _scheduled,
-        look_up("schedule", experiment.schedule, SCHEDULES),
-        experiment.lr,
-        experiment.rounds,
-    )
+    """Return the learning rate as a function of the round."""
+    schedule = look_up("schedule", experiment.schedule, SCHEDULES)
+    return partial(_scheduled_lr, schedule, experiment.lr, experiment.rounds)
 
 
-def _scheduled(schedule: Any, lr: float, rounds: int, round: int) -> float:
+def _scheduled_lr(schedule: Any, lr: float, rounds: int, round: int) -> float:
     rate = lr * float(schedule(round, rounds))
     if not 0 <= rate <= MAX_FLOAT:
         raise InvalidValue(
-            f"schedule: the learning rate of round {round} must be in 0..{MAX_FLOAT:g}; got {rate:g}"
+            f"schedule: the learning rate of round {round} must be in 0..{MAX_FLOAT:g}; "
+            f"got {rate:g}"
         )
     return rate

@@ -67,7 +67,7 @@ def expand_choices(experiment: Experiment, choices: Choices, seeds: int) -> list
             name = f"{_setting(experiment.name, changes)}-seed-{seed}"
             given = experiment.model_dump(exclude_unset=True)
             made.append(
-                Experiment(**presets.changed(given, {**changes, "seed": seed, "name": name}))
+                Experiment(**presets.apply_changes(given, {**changes, "seed": seed, "name": name}))
             )
     return made
 

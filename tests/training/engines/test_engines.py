@@ -418,7 +418,7 @@ def test_what_a_model_changes_inside_of_what_it_holds_is_seen(held, fast, caplog
     setup = prepare(
         wanted,
         fc.Machine("sequential", "cpu").resolved(),
-        parts=Overrides(model=fc.Model(Holding(held()), ())),
+        overrides=Overrides(model=fc.Model(Holding(held()), ())),
     )
     agree(setup, initial_state(setup), fast)
     assert "so clients are trained one after another" in caplog.text
@@ -443,7 +443,7 @@ def test_which_layer_is_shared_is_seen_and_what_a_model_only_holds_does_no_harm(
         model.module.again = getattr(model.module, name)
         wanted = fc.Experiment(policy="full", clients=24, active=3, rounds=1, epochs=1, lr=0.1)
         setup = prepare(
-            wanted, fc.Machine("sequential", "cpu").resolved(), parts=Overrides(model=model)
+            wanted, fc.Machine("sequential", "cpu").resolved(), overrides=Overrides(model=model)
         )
         slow, quick = (
             run_round(replace(setup, engine=e), initial_state(setup))[0] for e in (sequential, fast)
@@ -463,7 +463,7 @@ def test_a_rest_that_no_step_can_take_is_said_as_sequential_says_it():
     setup = prepare(
         wanted,
         fc.Machine("sequential", "cpu").resolved(),
-        parts=Overrides(model=fc.Model(module, ())),
+        overrides=Overrides(model=fc.Model(module, ())),
     )
     for engine in (sequential, UNCOMPILED):
         with pytest.raises(fc.InvalidValue, match=r"leaves client \d+ a batch of one sample"):
@@ -489,7 +489,7 @@ def test_a_model_that_is_set_otherwise_between_runs_is_another(fast):
         for scaler in (False, True):
             wanted = fc.Experiment(policy="full", clients=20, active=3, rounds=2, epochs=1)
             setup = prepare(
-                wanted, fc.Machine("sequential", "cpu").resolved(), parts=Overrides(model=model)
+                wanted, fc.Machine("sequential", "cpu").resolved(), overrides=Overrides(model=model)
             )
             setup = replace(setup, task=replace(setup.task, scaler=scaler))
             agree(setup, initial_state(setup), fast)

@@ -94,7 +94,7 @@ def training(
     )
     wanted = wanted.model_copy(update={"dataset": "digits"})
     images = random_images(name, machine.device, samples * wanted.clients, test=10)
-    setup = prepare(wanted, machine, parts=Overrides(dataset=images))
+    setup = prepare(wanted, machine, overrides=Overrides(dataset=images))
     state = initial_state(setup)
     work = start_round(setup, state).work
 

@@ -46,7 +46,7 @@ def certify(
     found.check_overrides(parts)
     check_data_is_local(found.experiment)
     machine = Machine(engine="sequential", device=device).resolved()
-    setup = prepare(found.experiment, machine, data=data or found.data, parts=parts)
+    setup = prepare(found.experiment, machine, data=data or found.data, overrides=parts)
     if setup.task.recipe.exits:
         raise RunError(
             f"{found.path} trains a model with several exits (recipe depthfl); its loss is not that of the theory"

@@ -82,7 +82,7 @@ def measure_run(
 ) -> Measurements:
     """Replay the kept rounds; every client's path is looked at in so many steps, F over so many clients."""
     digest = found.experiment.digest
-    newest, _ = checkpoints.newest(found.checkpoints, digest, device)
+    newest, _ = checkpoints.load_newest(found.checkpoints, digest, device)
     kept = _kept(found, newest.round)
     trained = newest.coverage.ever
     global_loss = build_global_loss(setup, clients)
@@ -97,7 +97,7 @@ def measure_run(
     dropped = {round: line.get("dropped", ()) for round, line in lines.items()}
     for place, file in enumerate(kept):
         tell(f"replaying round {file.round} ({place + 1} of {len(kept)})")
-        state = checkpoints.read(file, digest, device)
+        state = checkpoints.load_checkpoint(file, digest, device)
         _check_same_cohort(setup, lines.get(file.round, {}), file.round)
         again = replay_round(
             setup, state, global_loss, trained, num_probes, dropped.get(file.round, ())
@@ -139,7 +139,7 @@ def measure_run(
 def _kept(found: Folder, before: int) -> list[checkpoints.CheckpointFile]:
     """The kept states from which a round was trained, in order."""
     kept = sorted(
-        (file for file in checkpoints.found(found.kept) if file.round < before),
+        (file for file in checkpoints.list_checkpoints(found.kept) if file.round < before),
         key=lambda file: file.round,
     )
     if kept:
