@@ -21,7 +21,8 @@ from fedcover.flower.node_data import (
     load_node_data,
     parse_data_info,
 )
-from fedcover.flower.nodes import DataRequirements, NodeInfo, NodeRegistry, clients_of, partition_of
+from fedcover.flower.node_registry import NodeRegistry
+from fedcover.flower.nodes import DataRequirements, NodeInfo, clients_of, partition_of
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.machine import Machine
 from fedcover.runs.setup import Overrides, prepare

@@ -12,13 +12,8 @@ from fedcover.errors import InvalidValue
 from fedcover.flower import nodes as node_places
 from fedcover.flower.input_scales import InputScale
 from fedcover.flower.node_data import scale_of
-from fedcover.flower.nodes import (
-    NodeInfo,
-    NodeRegistry,
-    declared_fleet,
-    partition_of,
-    read_node_config,
-)
+from fedcover.flower.node_registry import NodeRegistry
+from fedcover.flower.nodes import NodeInfo, declared_fleet, partition_of, read_node_config
 from fedcover.runs.experiment import Experiment
 
 

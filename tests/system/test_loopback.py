@@ -19,7 +19,8 @@ from fedcover.flower.client import experiment_app
 from fedcover.flower.engine import FlowerEngine, RoundOptions
 from fedcover.flower.events import EventLog
 from fedcover.flower.node_data import data_requirements
-from fedcover.flower.nodes import DataRequirements, NodeRegistry
+from fedcover.flower.node_registry import NodeRegistry
+from fedcover.flower.nodes import DataRequirements
 from fedcover.flower.payloads import pack_arrays, unpack_arrays
 from fedcover.flower.server import capacities, experiment_to_resume, is_open, serve
 from fedcover.flower.transport import FailedReply, _parse_node_info

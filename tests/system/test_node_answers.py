@@ -12,7 +12,8 @@ from torch import nn
 import fedcover as fc
 from fedcover.flower import client_training, engine, events, transport
 from fedcover.flower.messages import ClientTask, TaskRequest
-from fedcover.flower.nodes import NodeInfo, NodeRegistry, partition_of
+from fedcover.flower.node_registry import NodeRegistry
+from fedcover.flower.nodes import NodeInfo, partition_of
 from fedcover.flower.payloads import encode_reduction, gather_kept, pack_arrays, prefix_names
 from fedcover.flower.transport import FailedReply
 from fedcover.server.cohort import cohort_of

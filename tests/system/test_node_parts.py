@@ -12,9 +12,9 @@ from torch import nn
 import fedcover as fc
 from fedcover.errors import InvalidValue
 from fedcover.flower import client_training
-from fedcover.flower.client_training import build_payload
 from fedcover.flower.messages import ClientTask, TaskRequest
 from fedcover.flower.payloads import encode_reduction, pack_arrays, prefix_names, unpack_arrays
+from fedcover.flower.state_payload import build_payload
 from fedcover.models.meta_device import build_on_meta_or_cpu, is_on_meta
 from fedcover.registry import is_import_path
 from fedcover.runs.machine import Machine

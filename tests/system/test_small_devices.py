@@ -11,9 +11,9 @@ import pytest
 
 import fedcover as fc
 from fedcover.analysis.audit import audit
-from fedcover.flower.client_training import build_payload
 from fedcover.flower.local_federation import run_local_federation
 from fedcover.flower.payloads import encode_reduction, pack_arrays
+from fedcover.flower.state_payload import build_payload
 from fedcover.runs.machine import Machine
 from fedcover.runs.setup import prepare
 from fedcover.server.reply_format import pack_update
@@ -105,9 +105,9 @@ import resource, sys
 from flwr.app import Context, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 from fedcover.flower.client import experiment_app
-from fedcover.flower.messages import Orders, to_node
+from fedcover.flower.messages import TaskRequest, request_message
 TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
-app, message = experiment_app(), to_node(7, Orders(0, 0.01, 1, "", (), ()), ttl=60.0)
+app, message = experiment_app(), request_message(7, TaskRequest(0, 0.01, 1, "", (), ()), ttl=60.0)
 pages = int(open("/proc/self/statm").read().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + int(sys.argv[1]),) * 2)
 try:

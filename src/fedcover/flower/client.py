@@ -11,7 +11,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordD
 from flwr.clientapp import ClientApp
 
 from fedcover.errors import FedcoverError, InvalidValue
-from fedcover.flower.messages import COLUMN, COLUMNS, ROWS
+from fedcover.flower.messages import DATA_INFO, DATA_INFO_ARRAYS, DATA_INFO_STYPE
 from fedcover.flower.nodes import read_node_config
 from fedcover.log import log
 from fedcover.version import __version__
@@ -124,7 +124,9 @@ def _answer_query(message: Message, context: Context) -> Message:
             from fedcover.flower.node_data import describe_node_data
 
             told = describe_node_data(str(rows), scale=_tells_scale(context.node_config))
-            content[ROWS] = ArrayRecord({name: _array(told.pop(name)) for name in COLUMNS})
+            content[DATA_INFO] = ArrayRecord(
+                {name: _array(told.pop(name)) for name in DATA_INFO_ARRAYS}
+            )
             hello |= told
     except FedcoverError as error:
         log.error("fedcover: this node cannot take part: %s", error)
@@ -134,4 +136,4 @@ def _answer_query(message: Message, context: Context) -> Message:
 
 
 def _array(column: bytes) -> Array:
-    return Array("uint8", (len(column),), COLUMN, column)
+    return Array("uint8", (len(column),), DATA_INFO_STYPE, column)

@@ -10,7 +10,6 @@ import torch
 
 from fedcover.data.client_data import ClientDataInfo
 from fedcover.errors import InvalidValue, printable
-from fedcover.flower.client_training import build_payload
 from fedcover.flower.events import EventLog
 from fedcover.flower.messages import (
     ClientResult,
@@ -19,9 +18,11 @@ from fedcover.flower.messages import (
     read_results,
     request_message,
 )
-from fedcover.flower.nodes import NodeRegistry, partition_of
+from fedcover.flower.node_registry import NodeRegistry
+from fedcover.flower.nodes import partition_of
 from fedcover.flower.payloads import encode_reduction, unpack_arrays
 from fedcover.flower.registration import register_new_nodes
+from fedcover.flower.state_payload import build_payload
 from fedcover.flower.transport import GRACE, FailedReply, Transport
 from fedcover.models.norms import statistics_key
 from fedcover.runs.metrics_log import UNANSWERED

@@ -1,4 +1,4 @@
-"""The messages themselves: one to each node with the work of all its clients, one back with all their answers."""
+"""The messages of a round: one request to each node, one reply with the results of its clients."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,14 +11,17 @@ from fedcover.errors import InvalidValue
 
 TASK, PARTS, REPORT, ANSWERS, EXTRA_CONFIG = "task", "parts", "report", "answers", "own"
 PAYLOAD_STYPE = "fedcover.bundle"
-ROWS, COLUMN, COLUMNS = "rows", "fedcover.column", ("samples", "labels")
-"""Where an introduction tells of clients' rows, how, and what: as bytes, because Python makes no more of them."""
+DATA_INFO, DATA_INFO_STYPE = "rows", "fedcover.column"
+DATA_INFO_ARRAYS = ("samples", "labels")
+"""How a node describes its clients' rows: as bytes, since Python objects take more memory."""
 TRAIN, QUERY, EVALUATE = "train", "query", "evaluate"
+
+_REPORT_COLUMNS = {"clients": int, "nonces": str, "losses": float, "samples": int, "errors": str}
 
 
 @dataclass(frozen=True, slots=True)
 class ClientTask:
-    """One client's work as it travels: who it is, how its part is cut, and which of the message's parcels it gets."""
+    """The work of one client: who it is, how its part is cut, and the index of its payload."""
 
     client: int
     capacity: float
@@ -40,12 +43,12 @@ class TaskRequest:
     payloads: tuple[bytes, ...]
     extra_config: Mapping[str, Any] = field(default_factory=dict)
     groups: str = ""
-    """The groups of a module of a user's own, which a node cannot trace without its values."""
+    """The unit groups of a user's module; a node cannot trace it without values."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientResult:
-    """What comes back of one client: its tensors in a parcel, or why there are none."""
+    """The result of one client: a payload of tensors, or the error that prevented it."""
 
     client: int
     nonce: str
@@ -56,7 +59,8 @@ class ClientResult:
 
 
 def request_message(node: int, request: TaskRequest, *, ttl: float, kind: str = TRAIN) -> Message:
-    """The message with a node's work; without the node's answer in `ttl` seconds Flower forgets it."""
+    """Build the message with a node's work; Flower drops it after `ttl` seconds without a reply."""
+    client_tasks = request.client_tasks
     task = ConfigRecord(
         {
             "round": request.round,
@@ -64,109 +68,112 @@ def request_message(node: int, request: TaskRequest, *, ttl: float, kind: str = 
             "threads": request.threads,
             "experiment": request.experiment,
             "groups": request.groups,
-            "clients": [client_task.client for client_task in request.client_tasks],
-            "nonces": [client_task.nonce for client_task in request.client_tasks],
-            "capacities": [client_task.capacity for client_task in request.client_tasks],
-            "slots": [client_task.slot for client_task in request.client_tasks],
-            "encodings": [client_task.encoded for client_task in request.client_tasks],
-            "parcels": [client_task.payload_index for client_task in request.client_tasks],
+            "clients": [client_task.client for client_task in client_tasks],
+            "nonces": [client_task.nonce for client_task in client_tasks],
+            "capacities": [client_task.capacity for client_task in client_tasks],
+            "slots": [client_task.slot for client_task in client_tasks],
+            "encodings": [client_task.encoded for client_task in client_tasks],
+            "parcels": [client_task.payload_index for client_task in client_tasks],
         }
     )
-    parts = ArrayRecord(
-        {str(place): _array(payload) for place, payload in enumerate(request.payloads)}
-    )
+    payloads = {str(index): _to_array(payload) for index, payload in enumerate(request.payloads)}
     content = RecordDict(
-        {TASK: task, PARTS: parts, EXTRA_CONFIG: ConfigRecord(dict(request.extra_config))}
+        {
+            TASK: task,
+            PARTS: ArrayRecord(payloads),
+            EXTRA_CONFIG: ConfigRecord(dict(request.extra_config)),
+        }
     )
-    return Message(
-        content, dst_node_id=node, message_type=kind, ttl=ttl, group_id=str(request.round)
-    )
+    group = str(request.round)
+    return Message(content, dst_node_id=node, message_type=kind, ttl=ttl, group_id=group)
 
 
 def read_request(message: Message) -> TaskRequest:
-    """The work that `request_message` wrote; without parcels where these have been taken out."""
+    """Read the work that `request_message` wrote; without payloads if they have been removed."""
     content = message.content
     task: Any = content.config_records[TASK]
-    parts: Mapping[str, Array] = content.array_records.get(PARTS, {})
+    arrays: Mapping[str, Array] = content.array_records.get(PARTS, {})
     columns = ("clients", "capacities", "slots", "encodings", "parcels", "nonces")
     rows = zip(*(task[column] for column in columns), strict=True)
-    payloads = tuple(parts[str(place)].data for place in range(len(parts)))
     return TaskRequest(
-        task["round"], task["lr"], task["threads"], task["experiment"],
-        tuple(ClientTask(*row) for row in rows), payloads, dict(content.config_records[EXTRA_CONFIG]),
-        task.get("groups", ""),
-    )  # fmt: skip
+        round=task["round"],
+        lr=task["lr"],
+        threads=task["threads"],
+        experiment=task["experiment"],
+        client_tasks=tuple(ClientTask(*row) for row in rows),
+        payloads=tuple(arrays[str(index)].data for index in range(len(arrays))),
+        extra_config=dict(content.config_records[EXTRA_CONFIG]),
+        groups=task.get("groups", ""),
+    )
 
 
 class SharedPayloads:
-    """The parcels of a message, each kept until the last of the clients that share it has been given it.
+    """The payloads of a message, each kept until the last client that shares it has taken it.
 
-    They are taken out of the message, so that a node has one copy of what it is sent, and no longer than it needs it.
+    They are removed from the message, so that a node holds one copy, and only while it needs it.
     """
 
     def __init__(self, message: Message, request: TaskRequest) -> None:
         message.content.pop(PARTS, None)
-        self._contents = dict(enumerate(request.payloads))
-        self._waiting = Counter(client_task.payload_index for client_task in request.client_tasks)
+        self._payloads = dict(enumerate(request.payloads))
+        self._num_waiting = Counter(task.payload_index for task in request.client_tasks)
 
     def pop_for(self, client_task: ClientTask) -> bytes:
-        """A client's parcel, to which nothing else refers once it was the last client's."""
-        self._waiting[client_task.payload_index] -= 1
-        return (
-            self._contents[client_task.payload_index]
-            if self._waiting[client_task.payload_index]
-            else self._contents.pop(client_task.payload_index)
-        )
+        """Return a client's payload, and drop it here if no other client waits for it."""
+        index = client_task.payload_index
+        self._num_waiting[index] -= 1
+        return self._payloads[index] if self._num_waiting[index] else self._payloads.pop(index)
 
 
-def result_message(message: Message, answers: Sequence[ClientResult]) -> Message:
-    """The reply with the answers of all of a node's clients."""
+def result_message(message: Message, results: Sequence[ClientResult]) -> Message:
+    """Build the reply with the results of all of a node's clients."""
     report = ConfigRecord(
         {
-            "clients": [answer.client for answer in answers],
-            "nonces": [answer.nonce for answer in answers],
-            "losses": [float(answer.loss) for answer in answers],
-            "samples": [answer.samples for answer in answers],
-            "errors": [answer.error for answer in answers],
+            "clients": [result.client for result in results],
+            "nonces": [result.nonce for result in results],
+            "losses": [float(result.loss) for result in results],
+            "samples": [result.samples for result in results],
+            "errors": [result.error for result in results],
         }
     )
-    payloads = ArrayRecord({str(a.client): _array(a.payload) for a in answers if not a.error})
+    payloads = ArrayRecord(
+        {str(result.client): _to_array(result.payload) for result in results if not result.error}
+    )
     return Message(RecordDict({REPORT: report, ANSWERS: payloads}), reply_to=message)
 
 
 def read_results(reply: Message) -> list[ClientResult]:
-    """The answers in a reply, of which nothing is believed yet but that it has the form of one."""
+    """Read the results in a reply; only its form is checked here.
+
+    Raises:
+        InvalidValue: If the reply is not of the form that `result_message` writes.
+    """
     try:
         report: Any = reply.content.config_records[REPORT]
         payloads = reply.content.array_records[ANSWERS]
-        columns = [
-            list(report[column]) for column in ("clients", "nonces", "losses", "samples", "errors")
-        ]
+        columns = [list(report[column]) for column in _REPORT_COLUMNS]
         rows = list(zip(*columns, strict=True))
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidValue(f"the reply lacks what a reply must have: {error}") from error
-    if any(
-        type(v) is not kind
-        for row in rows
-        for v, kind in zip(row, (int, str, float, int, str), strict=True)
-    ):
-        raise InvalidValue("the reply's report has values of wrong types")
-    answered = [str(client) for client, *_, error in rows if not error]
-    if sorted(payloads) != sorted(answered):
+    for row in rows:
+        for value, column_type in zip(row, _REPORT_COLUMNS.values(), strict=True):
+            if type(value) is not column_type:
+                raise InvalidValue("the reply's report has values of wrong types")
+    successful = [str(client) for client, *_, why in rows if not why]
+    if sorted(payloads) != sorted(successful):
         raise InvalidValue("the reply's arrays are not one for each client that answered")
-    return [
-        ClientResult(
-            client, nonce, loss, samples, b"" if error else _parcel(payloads[str(client)]), error
-        )
-        for client, nonce, loss, samples, error in rows
-    ]
+    results = []
+    for client, nonce, loss, samples, why in rows:
+        payload = b"" if why else _from_array(payloads[str(client)])
+        results.append(ClientResult(client, nonce, loss, samples, payload, why))
+    return results
 
 
-def _array(payload: bytes) -> Array:
+def _to_array(payload: bytes) -> Array:
     return Array("uint8", (len(payload),), PAYLOAD_STYPE, payload)
 
 
-def _parcel(array: Array) -> bytes:
+def _from_array(array: Array) -> bytes:
     if array.stype != PAYLOAD_STYPE:
         raise InvalidValue(f"tensors must travel as {PAYLOAD_STYPE}; got {array.stype!r:.40}")
     return array.data

@@ -1,24 +1,27 @@
-"""Nodes introduce themselves before they get work."""
+"""Ask new nodes who they are before they get work."""
 
 import time
 from collections.abc import Collection, Sequence
 
 from fedcover.errors import InvalidValue, RunError
 from fedcover.flower.events import EventLog
-from fedcover.flower.nodes import NodeInfo, NodeRegistry
+from fedcover.flower.node_registry import NodeRegistry
+from fedcover.flower.nodes import NodeInfo
 from fedcover.flower.transport import FailedReply, Transport
 from fedcover.log import log
 from fedcover.runs.metrics_log import WARNED
 from fedcover.version import __version__
 
 QUERY_TIMEOUT, MAX_QUERIES = 60.0, 3
-"""Seconds that a node has to introduce itself, and how often it is asked before a round goes on without it for good."""
+"""The seconds that a node has to introduce itself, and how often it is asked in all."""
+_PAUSE = 0.5
+"""Seconds between two looks for new nodes."""
 
 
 def register_new_nodes(
     transport: Transport, node_registry: NodeRegistry, event_log: EventLog, round: int
 ) -> None:
-    """Ask nodes that nobody knows yet who they are."""
+    """Query nodes that are not registered yet; record who joined and who left."""
     connected_nodes = transport.connected_nodes()
     nodes_to_query = [
         node
@@ -29,9 +32,9 @@ def register_new_nodes(
         _query_nodes(transport, node_registry, event_log, round, nodes_to_query)
         connected_nodes = transport.connected_nodes()
     node_registry.reassign_vacant_partitions(connected_nodes)
-    for move, who in node_registry.moves(connected_nodes):
-        holds = "" if who.capacity is None else f", capacity {who.capacity:g}"
-        event_log.write(round, move, who.node, None, f"{who.partition}{holds}")
+    for event, info in node_registry.moves(connected_nodes):
+        capacity = "" if info.capacity is None else f", capacity {info.capacity:g}"
+        event_log.write(round, event, info.node, None, f"{info.partition}{capacity}")
 
 
 def _query_nodes(
@@ -41,51 +44,61 @@ def _query_nodes(
     round: int,
     nodes_to_query: Sequence[int],
 ) -> None:
+    """Ask nodes who they are, and register those that fit."""
     node_registry.num_queries.update(nodes_to_query)
-    for node, said in transport.query_node_info(
+    replies = transport.query_node_info(
         nodes_to_query, timeout=QUERY_TIMEOUT, rows=node_registry.requirements is not None
-    ).items():
-        why = (
-            said.why
-            if isinstance(said, FailedReply)
-            else _try_register(said, node_registry, transport.connected_nodes())
-        )
-        if why:
-            if not isinstance(said, FailedReply):
-                transport.notify_rejected(node, why)
-                why = f"{said.partition}: {why}"
-            event = said.event if isinstance(said, FailedReply) else "rejected"
-            if event == "rejected":
+    )
+    for node, reply in replies.items():
+        if isinstance(reply, FailedReply):
+            if reply.event == "rejected":
                 node_registry.rejected_nodes.add(node)
-            event_log.write(round, event, node, None, why)
-        elif (
-            isinstance(said, NodeInfo)
-            and node_registry.requirements
-            and (doubt := node_registry.requirements.doubt(said.scale))
-        ):
-            event_log.write(round, WARNED, node, None, f"{said.partition}: {doubt}")
+            event_log.write(round, reply.event, node, None, reply.why)
+            continue
+        why = _try_register(reply, node_registry, transport.connected_nodes())
+        if why:
+            transport.notify_rejected(node, why)
+            node_registry.rejected_nodes.add(node)
+            event_log.write(round, "rejected", node, None, f"{reply.partition}: {why}")
+        elif doubt := _scale_doubt(reply, node_registry):
+            event_log.write(round, WARNED, node, None, f"{reply.partition}: {doubt}")
+
+
+def _scale_doubt(info: NodeInfo, node_registry: NodeRegistry) -> str:
+    """Return why a node's inputs may be scaled differently, or an empty string."""
+    if node_registry.requirements is None:
+        return ""
+    return node_registry.requirements.doubt(info.scale)
 
 
 def _try_register(
-    said: NodeInfo, node_registry: NodeRegistry, connected_nodes: Collection[int]
+    info: NodeInfo, node_registry: NodeRegistry, connected_nodes: Collection[int]
 ) -> str:
-    """Why a node that introduced itself cannot take part; nothing if it now does."""
-    if said.version != __version__:
-        return f"the node has fedcover {said.version!a:.40}, the server {__version__}"
-    others = dict(node_registry.node_info)
+    """Register a node; return why it cannot take part, or an empty string."""
+    if info.version != __version__:
+        return f"the node has fedcover {info.version!a:.40}, the server {__version__}"
+    earlier_nodes = dict(node_registry.node_info)
     try:
-        node_registry.add(said, connected_nodes)
+        node_registry.add(info, connected_nodes)
     except InvalidValue as error:
         return str(error)
-    partition_id = node_registry.node_info[said.node].partition_id
-    first = next(
-        (known.node for known in others.values() if known.partition_id == partition_id), None
+    partition_id = node_registry.node_info[info.node].partition_id
+    first_claim = next(
+        (
+            earlier.node
+            for earlier in earlier_nodes.values()
+            if earlier.partition_id == partition_id
+        ),
+        None,
     )
-    if first not in (None, said.node) and first in connected_nodes:
+    if first_claim not in (None, info.node) and first_claim in connected_nodes:
         log.warning(
-            "nodes %d and %d both claim partition %d: the first keeps it while it answers, with the capacity that it "
-            "declares", first, said.node, partition_id,
-        )  # fmt: skip
+            "nodes %d and %d both claim partition %d: the first keeps it while it answers, "
+            "with the capacity that it declares",
+            first_claim,
+            info.node,
+            partition_id,
+        )
     return ""
 
 
@@ -97,29 +110,64 @@ def wait_for_nodes(
     nodes: int,
     timeout: float,
 ) -> None:
-    """Wait until a node answers for every place, or until patience runs out; complain if nobody has come."""
+    """Wait until a node answers for every partition, or until the time is up.
+
+    Raises:
+        RunError: If no node that can take part has connected by then.
+    """
     node_registry.num_partitions = nodes or None
-    end = time.monotonic() + timeout
+    deadline = time.monotonic() + timeout
     while True:
         register_new_nodes(transport, node_registry, event_log, 0)
-        if (
-            node_registry.num_partitions
-            and len(node_registry.node_of_partition(transport.connected_nodes()))
-            == node_registry.num_partitions
-        ):
+        num_partitions = node_registry.num_partitions
+        if num_partitions and _num_answering(transport, node_registry) == num_partitions:
             return
-        if time.monotonic() > end:
+        if time.monotonic() > deadline:
             break
-        time.sleep(0.5)
-    found = len(node_registry.node_of_partition(transport.connected_nodes()))
-    if not found:
+        time.sleep(_PAUSE)
+    num_answering = _num_answering(transport, node_registry)
+    if not num_answering:
         raise RunError(
-            f"no SuperNode that can take part has come in {timeout:g} s: each needs fedcover {__version__} and "
-            "--node-config 'partition-id=K num-partitions=N', or, in a run with --nodes N, neither"
+            f"no SuperNode that can take part has connected in {timeout:g} s: "
+            f"each needs fedcover {__version__} and --node-config "
+            "'partition-id=K num-partitions=N', or, in a run with --nodes N, neither"
         )
     log.warning(
-        "after %g s nodes answer for %d of %s places; going on with these",
+        "after %g s nodes answer for %d of %s partitions; continuing with these",
         timeout,
-        found,
+        num_answering,
         node_registry.num_partitions,
     )
+
+
+def _num_answering(transport: Transport, node_registry: NodeRegistry) -> int:
+    """Return the number of partitions that a connected node answers for."""
+    return len(node_registry.node_of_partition(transport.connected_nodes()))
+
+
+def wait_for_minimum_nodes(
+    transport: Transport,
+    node_registry: NodeRegistry,
+    event_log: EventLog,
+    round: int,
+    *,
+    minimum: int,
+    timeout: float,
+) -> dict[int, int]:
+    """Wait for a minimum number of nodes; return the node that answers for each partition.
+
+    Raises:
+        RunError: If fewer have connected when the time is up.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        register_new_nodes(transport, node_registry, event_log, round)
+        node_of_partition = node_registry.node_of_partition(transport.connected_nodes())
+        if len(node_of_partition) >= minimum:
+            return node_of_partition
+        if time.monotonic() > deadline:
+            raise RunError(
+                f"{len(node_of_partition)} SuperNodes that can take part are connected after "
+                f"{timeout:g} s; min_available_nodes is {minimum}"
+            )
+        time.sleep(_PAUSE)

@@ -16,7 +16,8 @@ from fedcover.flower.engine import FlowerEngine, RoundOptions
 from fedcover.flower.events import EventLog, log_to_stderr
 from fedcover.flower.memory import reserve, tidy
 from fedcover.flower.node_data import data_requirements
-from fedcover.flower.nodes import NodeRegistry, declared_fleet
+from fedcover.flower.node_registry import NodeRegistry
+from fedcover.flower.nodes import declared_fleet
 from fedcover.flower.registration import wait_for_nodes
 from fedcover.flower.sudden_ends import reported
 from fedcover.flower.transport import Transport

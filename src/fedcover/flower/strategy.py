@@ -1,36 +1,42 @@
-"""For a Flower App of your own: a strategy that gives every node the part of the model that it can hold."""
+"""A Flower strategy that sends every node the part of the model that fits its capacity."""
 
-import hashlib
-import json
-import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import numpy as np
-import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
 
 from fedcover import registry
-from fedcover.errors import InvalidValue, RunError, unknown
+from fedcover.errors import InvalidValue
 from fedcover.flower.bounded_grid import DAY, BoundedGrid
-from fedcover.flower.client_evaluation import aggregate_metrics, evaluation_message
-from fedcover.flower.engine import validate_result
 from fedcover.flower.events import EventLog
-from fedcover.flower.messages import ClientTask, TaskRequest, read_results, request_message
-from fedcover.flower.node_data import MOST_SAMPLES
-from fedcover.flower.nodes import NodeRegistry
-from fedcover.flower.payloads import encode_reduction, gather_kept, pack_arrays, prefix_names
-from fedcover.flower.registration import register_new_nodes
+from fedcover.flower.node_registry import NodeRegistry
+from fedcover.flower.registration import wait_for_minimum_nodes
 from fedcover.flower.sampling import Sampling
+from fedcover.flower.strategy_evaluation import aggregate_metrics, evaluation_message
+from fedcover.flower.strategy_options import (
+    NEEDS_CALIBRATION,
+    check_choices,
+    load_calibration,
+    prepare_model,
+    settings_digest,
+)
+from fedcover.flower.strategy_training import (
+    count_all_rounds,
+    module_params,
+    params_from_record,
+    params_to_record,
+    read_updates,
+    renumber_rounds,
+    training_message,
+)
 from fedcover.flower.transport import Transport
 from fedcover.log import log
-from fedcover.models import params_and_buffers
 from fedcover.models.norms import calibrate, running
 from fedcover.policies import POLICIES
 from fedcover.runs import checkpoints
@@ -38,27 +44,34 @@ from fedcover.server.aggregation import WEIGHTS
 from fedcover.server.contracts import build_rule, checked_server
 from fedcover.server.evaluation import FULL_REDUCTION
 from fedcover.server.optimizers import SERVERS, apply_server_step
-from fedcover.server.reply_format import PendingTask
 from fedcover.server.task_ledger import TaskLedger
 from fedcover.submodels import coverage as cov
-from fedcover.submodels import unit_groups
 from fedcover.submodels.build import submodel
 from fedcover.types import Client, Coverage, Model, Params, Policy, State, Update, View
 
-MEASURES = ("width", "parameters")
-"""What a capacity may be a share of."""
-
 
 class CoverageStrategy(Strategy):
-    """Every node trains the part of one model that fits the capacity it declares; what was trained is averaged.
+    """Train one model on nodes that hold only parts of it, and average what they trained.
 
-    A node is started with `--node-config "capacity=0.5"`, and `partition-id=K num-partitions=N` if its place must be
-    the same whenever it comes; its app is `client_app`. The policy and the rule are those of an experiment.
-    `weights` is "uniform", or "samples" for what nodes say they have. `calibration` are inputs on which norm statistics
-    are computed, or the .npy file that holds them.
-    `server` is an experiment's server optimiser ("momentum(beta=0.9)", "adam(lr=0.01)"). `sampling` says which share of
-    the nodes trains in a round, and which evaluates after it. With a `folder` the model is kept there after every
-    round, and `start` goes on from the last one that it holds.
+    Start each node with `--node-config "capacity=0.5"`; its app is `client_app`.
+    Add `partition-id=K num-partitions=N` if a node must keep its partition when it reconnects.
+
+    Args:
+        model: The module and its unit groups; `fc.Model(module, fc.trace(module, example))`.
+        policy: Chooses the part for each node: the name of an experiment's policy, or a function.
+        rule: How an experiment combines the updates of a round.
+        server: The server optimizer: "none", "momentum(beta=0.9)", "adam(lr=0.01)", ...
+        sampling: How many nodes train in a round, and how many evaluate after it.
+        folder: Where to save the model after every round; `start` resumes from the last one there.
+        weights: "uniform", or "samples" to weigh nodes by the samples that they report.
+        capacity: What a capacity is a share of: "width" or "parameters".
+        window: The number of rounds over which coverage is counted.
+        seed: The seed of all random choices of the server.
+        calibration: Inputs on which norm statistics are computed, or the .npy file that holds them.
+
+    Raises:
+        InvalidValue: If an argument is not allowed, or a model that needs calibration has none
+            although nodes evaluate it.
     """
 
     def __init__(
@@ -76,81 +89,63 @@ class CoverageStrategy(Strategy):
         seed: int = 0,
         calibration: Tensor | str | Path | None = None,
     ) -> None:
-        if not isinstance(model, Model):
-            like = "fc.Model(module, fc.trace(module, example))"
-            raise InvalidValue(
-                f"model must be a fedcover Model, such as {like}; got {type(model).__name__}"
-            )
-        unit_groups.check_groups(model.groups, params_and_buffers(model.module))
-        model = replace(
-            model,
-            groups=unit_groups.separate_buffers(
-                model.groups, dict(model.module.named_parameters())
-            ),
-        )
-        if weights not in WEIGHTS:
-            raise unknown("weights", weights, WEIGHTS)
-        if capacity not in MEASURES:
-            raise unknown("capacity", capacity, MEASURES)
-        for name, value, least in (("window", window, 1), ("seed", seed, 0)):
-            if not isinstance(value, int) or value < least:
-                raise InvalidValue(
-                    f"{name} must be a whole number of at least {least}; got {value!r}"
-                )
-        self.model, self.capacity, self.window, self.seed = model, capacity, window, seed
+        self.model = prepare_model(model)
+        check_choices(weights, capacity, window, seed)
+        self.capacity, self.window, self.seed = capacity, window, seed
         if isinstance(policy, str):
             policy = registry.look_up("policy", registry.parse("policy", policy), POLICIES)
         self.policy = policy
         self.rule = build_rule(rule)
-        self.server = checked_server(
-            server, registry.look_up("server", registry.parse("server", server), SERVERS)()
-        )
+        optimizer = registry.look_up("server", registry.parse("server", server), SERVERS)()
+        self.server = checked_server(server, optimizer)
         self.sampling = sampling or Sampling()
         self.folder = None if folder is None else Path(folder)
         self.weight = WEIGHTS[weights]
-        self.calibration = (
-            _inputs(calibration) if isinstance(calibration, str | Path) else calibration
-        )
+        self.calibration = load_calibration(calibration)
         self.coverage = Coverage((), {})
-        self._node_registry, self._ledger, self._event_log = (
-            NodeRegistry(unlimited=True),
-            TaskLedger(),
-            EventLog(None),
-        )
+        self._node_registry = NodeRegistry(unlimited=True)
+        self._ledger = TaskLedger()
+        self._event_log = EventLog(None)
         self._sent: Params = {}
         self._max_bytes: dict[int, int] = {}
         self._server_state: dict[str, Params] = {}
-        self._rounds_done = 0  # rounds that were done when this start began
-        named = (
-            policy
-            if isinstance(policy, str)
-            else getattr(policy, "__qualname__", type(policy).__name__)
-        )
-        told = {
-            "policy": named,
+        self._rounds_done = 0  # before the current call of `start`
+        settings = {
+            "policy": getattr(policy, "__qualname__", type(policy).__name__),
             "rule": rule,
             "server": server,
             "weights": weights,
             "capacity": capacity,
+            "window": window,
+            "seed": seed,
+            **asdict(self.sampling),
         }
-        self._identity = _digest(
-            {**told, "window": window, "seed": seed, **asdict(self.sampling)}, self._whole()
-        )
-        if running(model.module) and calibration is None and self.sampling.fraction_evaluate:
-            raise InvalidValue(f"fraction_evaluate: {_NO_CALIBRATION}")
-        if running(model.module) and calibration is None:
-            log.warning(_NO_CALIBRATION)
+        self._identity = settings_digest(settings, self._initial_params())
+        if self._lacks_calibration():
+            if self.sampling.fraction_evaluate:
+                raise InvalidValue(f"fraction_evaluate: {NEEDS_CALIBRATION}")
+            log.warning(NEEDS_CALIBRATION)
 
     def initial_arrays(self) -> ArrayRecord:
-        """The model's parameters as they are, to start from."""
-        return _record({name: p.detach() for name, p in self.model.module.named_parameters()})
+        """Return the parameters that the model has now, to start from."""
+        return params_to_record(self._initial_params())
 
     def ready(self, arrays: ArrayRecord) -> nn.Module:
-        """The global model with norm statistics of the calibration inputs: ready to use, or to be evaluated."""
-        if running(self.model.module) and self.calibration is None:
-            raise InvalidValue(_NO_CALIBRATION)
-        whole = submodel(self.model.module, FULL_REDUCTION, self._params(arrays))
-        return whole.eval() if self.calibration is None else calibrate(whole, self.calibration)
+        """Build the global model for inference, with norm statistics of the calibration inputs.
+
+        Args:
+            arrays: The parameters, such as `result.arrays`.
+
+        Returns:
+            A new module in evaluation mode.
+
+        Raises:
+            InvalidValue: If the model needs calibration inputs and the strategy has none.
+        """
+        if self._lacks_calibration():
+            raise InvalidValue(NEEDS_CALIBRATION)
+        module = submodel(self.model.module, FULL_REDUCTION, self._params(arrays))
+        return module.eval() if self.calibration is None else calibrate(module, self.calibration)
 
     def start(
         self,
@@ -162,27 +157,139 @@ class CoverageStrategy(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
-        """Run the rounds, as every strategy of Flower does; of a reply no more is read than was asked for.
+        """Run the rounds, as every strategy of Flower does, with a limit on the size of replies.
 
-        Without `initial_arrays` the model starts as it is. Where `folder` holds rounds already the run goes on after
-        them, up to `num_rounds` in all; the result tells of the rounds that were run now, by their own numbers.
+        If `folder` already holds rounds, the run resumes after them.
+
+        Args:
+            grid: The grid of the ServerApp.
+            initial_arrays: The parameters to start from; by default those of the model.
+            num_rounds: The number of rounds in all, including those in `folder`.
+            timeout: The seconds that nodes have for a round.
+            train_config: What every node gets for training.
+            evaluate_config: What every node gets for evaluation.
+            evaluate_fn: Evaluates the global model on the server after each round.
+
+        Returns:
+            The metrics of the rounds of this call, under their own numbers, and the parameters.
+
+        Raises:
+            RunError: If too few nodes connect, or the folder belongs to another experiment.
         """
         arrays = self.initial_arrays() if initial_arrays is None else initial_arrays
         arrays, self._rounds_done = self._load_checkpoint(arrays)
-        done = self._rounds_done
-        bounded: Any = BoundedGrid(grid, self._max_bytes, self._node_registry.silent)
-        shifted = (
-            None if evaluate_fn is None else lambda round, arrays: evaluate_fn(round + done, arrays)
-        )
-        left = max(0, num_rounds - done)
+        rounds_done = self._rounds_done
+        bounded_grid: Any = BoundedGrid(grid, self._max_bytes, self._node_registry.silent)
         result = super().start(
-            bounded, arrays, left, timeout, train_config, evaluate_config, shifted
+            bounded_grid,
+            arrays,
+            max(0, num_rounds - rounds_done),
+            timeout,
+            train_config,
+            evaluate_config,
+            None if evaluate_fn is None else count_all_rounds(evaluate_fn, rounds_done),
         )
         self._rounds_done = 0
-        return _renumbered(result, arrays, done) if done else result
+        if rounds_done:
+            result = renumber_rounds(result, rounds_done)
+            result.arrays = result.arrays or arrays
+        return result
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Return one message for each node that trains in the round, with its part of the model."""
+        round = self._rounds_done + server_round - 1
+        node_of_partition = wait_for_minimum_nodes(
+            Transport(grid),
+            self._node_registry,
+            self._event_log,
+            round,
+            minimum=self.sampling.min_available_nodes,
+            timeout=self.sampling.wait,
+        )
+        partition_ids = self.sampling.to_train(sorted(node_of_partition), self.seed, round)
+        cohort = self._build_cohort(partition_ids, node_of_partition)
+        self._ledger.close()
+        self._sent = self._params(arrays)
+        parts = self.policy(self._build_view(round, cohort, node_of_partition, self._sent))
+        messages = []  # not a generator: Flower iterates twice
+        for client, part in zip(cohort, parts, strict=True):
+            if part is not None:
+                node = node_of_partition[client.id]
+                message, self._max_bytes[node] = training_message(
+                    node, round, client, part, self.model, self._sent, self._ledger, config, ttl=DAY
+                )
+                messages.append(message)
+        return messages
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Average every parameter over the nodes that trained it; reject invalid replies."""
+        round = self._rounds_done + server_round
+        rejections: list[str] = []
+        updates = read_updates(replies, self._ledger, rejections.append)
+        for why in rejections:
+            log.warning("round %d: rejected: %s", round, why)
+        counts = cov.count(self._sent, [update.trained for update in updates])
+        self.coverage = cov.record(self.coverage, counts, self.window)
+        params = self._aggregate(updates, counts)
+        if self.folder is not None:
+            state = State(round, params, coverage=self.coverage, server=self._server_state)
+            checkpoints.save_checkpoint(self.folder, state, self._identity)
+        metrics: dict[str, Any] = {
+            "answered": len(updates),
+            "rejected": len(rejections),
+            "gamma_round": cov.minimum(counts),
+            "gamma_window": cov.minimum(cov.over_window(self.coverage)),
+        }
+        if not updates:
+            return None, MetricRecord(metrics)
+        metrics["loss"] = fmean(update.loss for update in updates)
+        return params_to_record(params), MetricRecord(metrics)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Return one message for each node that evaluates, with its part of the model."""
+        round = self._rounds_done + server_round - 1
+        node_of_partition = self._node_registry.node_of_partition(Transport(grid).connected_nodes())
+        partition_ids = self.sampling.to_evaluate(sorted(node_of_partition), self.seed, round)
+        if not partition_ids:
+            return []
+        cohort, params = self._build_cohort(partition_ids, node_of_partition), self._params(arrays)
+        parts = self.policy(self._build_view(round, cohort, node_of_partition, params))
+        # evaluation returns metrics, no tensors
+        self._max_bytes.update(dict.fromkeys(node_of_partition.values(), 0))
+        calibration = self.calibration if running(self.model.module) else None
+        messages = []
+        for client, part in zip(cohort, parts, strict=True):
+            if part is not None:
+                node = node_of_partition[client.id]
+                messages.append(
+                    evaluation_message(
+                        node, round, client, part, self.model, params, calibration, config, ttl=DAY
+                    )
+                )
+        return messages
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Average every metric over the nodes that evaluated, weighted by their examples."""
+        round = self._rounds_done + server_round
+        return aggregate_metrics(
+            replies, lambda why: log.warning("round %d: evaluation rejected: %s", round, why)
+        )
+
+    def summary(self) -> None:
+        """Log the policy and the size of the model."""
+        num_parameters = sum(tensor.numel() for tensor in self._initial_params().values())
+        log.info("coverage strategy: %s, %d parameters", self.policy, num_parameters)
 
     def _load_checkpoint(self, arrays: ArrayRecord) -> tuple[ArrayRecord, int]:
-        """What to start from, and how many rounds are done: of the folder, if it holds any."""
+        """Return the parameters to start from, and how many rounds the folder holds."""
         if self.folder is None:
             return arrays, 0
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -192,239 +299,49 @@ class CoverageStrategy(Strategy):
         for complaint in complaints.values():
             log.warning("%s", complaint)
         self.coverage, self._server_state = state.coverage, dict(state.server)
-        log.info("going on after round %d, from %s", state.round, self.folder)
-        return _record(state.params), state.round
+        log.info("resuming after round %d, from %s", state.round, self.folder)
+        return params_to_record(state.params), state.round
 
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """One message for each node that takes part in the round, with its part of the model."""
-        round = self._rounds_done + server_round - 1
-        node_of_partition = self._wait_for_nodes(Transport(grid), round)
-        partition_ids = self.sampling.to_train(sorted(node_of_partition), self.seed, round)
-        cohort = self._cohort(partition_ids, node_of_partition)
-        self._ledger.close()
-        self._sent = self._params(arrays)
-        parts = self.policy(self._view(round, cohort, node_of_partition))
-        return [  # a list: Flower goes through it twice
-            self._message(node_of_partition[client.id], round, client, part, config)
-            for client, part in zip(cohort, parts, strict=True)
-            if part is not None
-        ]
-
-    def _wait_for_nodes(self, transport: Transport, round: int) -> dict[int, int]:
-        """The node that answers for each place, once as many are there as there must be."""
-        end = time.monotonic() + self.sampling.wait
-        while True:
-            register_new_nodes(transport, self._node_registry, self._event_log, round)
-            node_of_partition = self._node_registry.node_of_partition(transport.connected_nodes())
-            if len(node_of_partition) >= self.sampling.min_available_nodes:
-                return node_of_partition
-            if time.monotonic() > end:
-                raise RunError(
-                    f"{len(node_of_partition)} SuperNodes that can take part are there after "
-                    f"{self.sampling.wait:g} s; min_available_nodes is {self.sampling.min_available_nodes}"
-                )
-            time.sleep(0.5)
-
-    def _cohort(
+    def _build_cohort(
         self, partition_ids: Sequence[int], node_of_partition: dict[int, int]
     ) -> tuple[Client, ...]:
-        return tuple(
-            Client(partition_id, self._capacity(node_of_partition[partition_id]), slot, 1, ())
-            for slot, partition_id in enumerate(partition_ids)
-        )
+        clients = []
+        for slot, partition_id in enumerate(partition_ids):
+            capacity = self._node_registry.capacity_of(node_of_partition[partition_id])
+            clients.append(Client(partition_id, capacity, slot, 1, ()))
+        return tuple(clients)
 
-    def _capacity(self, node: int) -> float:
-        return self._node_registry.node_info[node].capacity or 1.0
-
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """The mean of every parameter over the nodes that trained it; what is not as asked for is rejected."""
-        updates: list[Update] = []
-        rejected = 0
-        for reply in replies:
-            found = self._read(reply)
-            if isinstance(found, str):
-                rejected += 1
-                log.warning("round %d: rejected: %s", self._rounds_done + server_round, found)
-            else:
-                updates.append(found)
-        updates.sort(
-            key=lambda update: update.client.id
-        )  # so that nothing depends on who answers first
-        counts = cov.count(self._sent, [update.trained for update in updates])
-        self.coverage = cov.record(self.coverage, counts, self.window)
-        figures: dict[str, Any] = {
-            "answered": len(updates),
-            "rejected": rejected,
-            "gamma_round": cov.minimum(counts),
-            "gamma_window": cov.minimum(cov.over_window(self.coverage)),
-        }
-        new = self._sent
-        if updates:
-            mean = self.rule(
-                self._sent, [(u.trained, u.params, self.weight(u.client)) for u in updates]
-            )
-            new, self._server_state = apply_server_step(
-                self.server, self._sent, mean, counts, self._server_state, "keep"
-            )
-        if self.folder is not None:
-            checkpoint = State(
-                self._rounds_done + server_round,
-                new,
-                coverage=self.coverage,
-                server=self._server_state,
-            )
-            checkpoints.save_checkpoint(self.folder, checkpoint, self._identity)
-        if not updates:
-            return None, MetricRecord(figures)
-        return _record(new), MetricRecord(
-            {**figures, "loss": fmean(update.loss for update in updates)}
-        )
-
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """One message for each node that evaluates: the part that the policy gives it for this round, ready to use."""
-        round = self._rounds_done + server_round - 1
-        node_of_partition = self._node_registry.node_of_partition(Transport(grid).connected_nodes())
-        partition_ids = self.sampling.to_evaluate(sorted(node_of_partition), self.seed, round)
-        if not partition_ids:
-            return []
-        cohort, params = self._cohort(partition_ids, node_of_partition), self._params(arrays)
-        parts = self.policy(replace(self._view(round, cohort, node_of_partition), params=params))
-        self._max_bytes.update(
-            dict.fromkeys(node_of_partition.values(), 0)
-        )  # figures are no tensors
-        calibration = self.calibration if running(self.model.module) else None
-        return [
-            evaluation_message(
-                node_of_partition[client.id],
-                round,
-                client,
-                part,
-                self.model,
-                params,
-                calibration,
-                config,
-                ttl=DAY,
-            )
-            for client, part in zip(cohort, parts, strict=True)
-            if part is not None
-        ]
-
-    def aggregate_evaluate(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> MetricRecord | None:
-        """Every figure averaged over the nodes that evaluated, by their numbers of examples."""
-        round = self._rounds_done + server_round
-        return aggregate_metrics(
-            replies, lambda why: log.warning("round %d: evaluation rejected: %s", round, why)
-        )
-
-    def summary(self) -> None:
-        """Say what the strategy does."""
-        log.info(
-            "coverage strategy: %s, %d parameters",
-            self.policy,
-            sum(t.numel() for t in self._whole().values()),
-        )
-
-    def _whole(self) -> Params:
-        return {name: p.detach() for name, p in self.model.module.named_parameters()}
-
-    def _params(self, arrays: ArrayRecord) -> Params:
-        return {name: torch.from_numpy(np.array(arrays[name].numpy())) for name in self._whole()}
-
-    def _view(
-        self, round: int, cohort: tuple[Client, ...], node_of_partition: dict[int, int]
+    def _build_view(
+        self,
+        round: int,
+        cohort: tuple[Client, ...],
+        node_of_partition: dict[int, int],
+        params: Params,
     ) -> View:
-        levels = tuple(
-            sorted({self._capacity(node) for node in node_of_partition.values()}, reverse=True)
-        )
+        """Return what a policy may know when it chooses the parts of a round."""
+        capacities = {self._node_registry.capacity_of(node) for node in node_of_partition.values()}
+        levels = tuple(sorted(capacities, reverse=True))
         return View(
-            round, self._sent, self.model.groups, self.model.prunable, cohort, levels, self.capacity, self.coverage,
-            self.seed,
+            round, params, self.model.groups, self.model.prunable, cohort, levels, self.capacity,
+            self.coverage, self.seed,
         )  # fmt: skip
 
-    def _message(
-        self, node: int, round: int, client: Client, part: Any, config: ConfigRecord
-    ) -> Message:
-        encoded, wire = encode_reduction(part, self.model)
-        payload = pack_arrays(prefix_names({"params": gather_kept(wire, wire.extract(self._sent))}))
-        asked = self._ledger.issue(lambda nonce: PendingTask(nonce, client, wire, self._sent))
-        self._max_bytes[node] = asked.byte_limit
-        client_task = ClientTask(client.id, client.capacity, client.slot, encoded, 0, asked.nonce)
-        groups_json = unit_groups.groups_to_json(self.model.groups)
-        request = TaskRequest(
-            round,
-            0.0,
-            torch.get_num_threads(),
-            "",
-            (client_task,),
-            (payload,),
-            dict(config),
-            groups_json,
+    def _aggregate(self, updates: Sequence[Update], counts: Params) -> Params:
+        """Return the new parameters; without updates those that were sent."""
+        if not updates:
+            return self._sent
+        contributions = [(u.trained, u.params, self.weight(u.client)) for u in updates]
+        mean = self.rule(self._sent, contributions)
+        params, self._server_state = apply_server_step(
+            self.server, self._sent, mean, counts, self._server_state, "keep"
         )
-        return request_message(node, request, ttl=DAY)
+        return params
 
-    def _read(self, reply: Message) -> Update | str:
-        """The update in a node's reply, or why it is not believed."""
-        if reply.has_error():
-            return f"error {reply.error.code}: {str(reply.error.reason)[:300]!a}"
-        try:
-            answers = read_results(reply)
-        except InvalidValue as error:
-            return str(error)
-        if len(answers) != 1:
-            return f"{len(answers)} answers, where one was asked for"
-        found = validate_result(answers[0], self._ledger)
-        if isinstance(found, str):
-            return found
-        samples = answers[0].samples
-        if not 1 <= samples <= MOST_SAMPLES:
-            return f"num-examples must be in 1..{MOST_SAMPLES}; got {samples}"
-        return replace(found, client=replace(found.client, samples=samples))
+    def _lacks_calibration(self) -> bool:
+        return bool(running(self.model.module)) and self.calibration is None
 
+    def _initial_params(self) -> Params:
+        return module_params(self.model.module)
 
-_NO_CALIBRATION = (
-    "this model has norm layers whose statistics no client sends: give CoverageStrategy(calibration=...) some hundred "
-    "inputs (a tensor, or an .npy file), on which the server computes them, or use group norms"
-)
-
-
-def _inputs(path: str | Path) -> Tensor:
-    try:
-        return torch.from_numpy(np.load(path, allow_pickle=False))
-    except (OSError, ValueError, TypeError) as error:
-        raise InvalidValue(
-            f"calibration must be an .npy file of inputs; {str(path)!r}: {error}"
-        ) from error
-
-
-def _record(params: Params) -> ArrayRecord:
-    return ArrayRecord({name: Array(tensor.cpu().numpy()) for name, tensor in params.items()})
-
-
-def _digest(settings: dict[str, Any], params: Params) -> str:
-    """What a kept round must have been made with."""
-    about = {**settings, "shapes": {name: list(tensor.shape) for name, tensor in params.items()}}
-    return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
-
-
-def _renumbered(result: Result, arrays: ArrayRecord, done: int) -> Result:
-    """A result whose rounds are counted from the beginning of the run."""
-    for kind in (
-        "train_metrics_clientapp",
-        "evaluate_metrics_clientapp",
-        "evaluate_metrics_serverapp",
-    ):
-        setattr(
-            result,
-            kind,
-            {round + done: figures for round, figures in getattr(result, kind).items()},
-        )
-    result.arrays = result.arrays or arrays
-    return result
+    def _params(self, arrays: ArrayRecord) -> Params:
+        return params_from_record(arrays, self._initial_params())

@@ -32,7 +32,7 @@ from flwr.supercore.inflatable.inflatable_utils import (
 
 from fedcover.errors import InvalidValue, printable
 from fedcover.flower.input_scales import InputScale
-from fedcover.flower.messages import COLUMNS, QUERY, ROWS
+from fedcover.flower.messages import DATA_INFO, DATA_INFO_ARRAYS, QUERY
 from fedcover.flower.node_data import parse_data_info
 from fedcover.flower.nodes import NO_PARTITION, NodeInfo
 from fedcover.log import log
@@ -393,8 +393,8 @@ def _parse_node_info(node: int, reply: Message) -> NodeInfo | FailedReply:
             or type(version) is not str
         ):
             return FailedReply("rejected", "its introduction makes no sense")
-        rows: Any = reply.content.array_records.get(ROWS, {})
-        told = {name: rows[name].data for name in COLUMNS if rows}
+        rows: Any = reply.content.array_records.get(DATA_INFO, {})
+        told = {name: rows[name].data for name in DATA_INFO_ARRAYS if rows}
         holdings, scale = (
             parse_data_info({**told, "shape": said["shape"]} if told else {}),
             InputScale.read(said.get("scale")),
