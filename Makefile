@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-system architectures soak chaos lint clean
+.PHONY: help demo test test-system architectures soak chaos lint docs clean
 
 help:
 	@echo "make demo   five policies side by side, offline, under a minute"
@@ -14,6 +14,7 @@ help:
 	@echo "make architectures  trace the families of timm, torchvision and transformers; half an hour"
 	@echo "make soak   200,000 hostile replies, and 64 clients over 4 SuperNodes; half an hour"
 	@echo "make chaos  nodes, servers and SuperLinks of a federation are killed 18 times; a quarter of an hour"
+	@echo "make docs   build the documentation into site/"
 	@echo "make clean  remove .venv and caches"
 
 # torch first and pinned: whatever asks for torch later is then content with what is there
@@ -30,6 +31,10 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 $(VENV)/.installed-flower: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,flower]"
+	touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
 	touch $@
 
 # timm asks for torchvision, of which its models need nothing: it comes without what it asks for
@@ -56,6 +61,9 @@ architectures: $(VENV)/.installed-architectures
 	$(BIN)/python -m benchmarks.architectures
 	$(BIN)/python -m benchmarks.architectures --docs
 
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 soak: $(VENV)/.installed-flower
 	mkdir -p benchmarks/results
 	FEDCOVER_FUZZ=200000 $(BIN)/python -m pytest -s tests/server/test_reply_validation.py -k harmless | tee benchmarks/results/fuzz-replies.txt
@@ -68,4 +76,4 @@ chaos: $(VENV)/.installed-flower
 	$(BIN)/python -m benchmarks.flower_chaos | tee benchmarks/results/flower-chaos.json
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis
