@@ -1,1 +1,1 @@
-"""Sub-models: how a model is cut into units, sliced or masked, sent and counted."""
+"""Cut models into sub-models: find units, slice or mask them, encode and count the parts."""

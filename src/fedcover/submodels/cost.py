@@ -1,8 +1,9 @@
-"""What a reduction costs a device: parameters, multiply-adds, memory to train, bytes up and down."""
+"""Compute what a part of a model costs a device: parameters, multiply-adds, memory, traffic."""
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,14 +16,22 @@ from fedcover.submodels.reductions import Masks, TrainedSubset
 from fedcover.types import Model, Reduction
 
 BYTES_PER_WEIGHT = 4
-"""Weights travel and train in float32."""
+"""Weights are float32, in training and in messages."""
+
 WEIGHT_COPIES = 4
-"""Tensors as large as its part that a client holds in a step: weights as sent and as trained, gradients, momentum."""
+"""Tensors as large as the part in a training step: weights sent, weights, gradients, momentum."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one client pays in one round (multiply-adds: one forward pass of one sample)."""
+    """Hold the cost of one client in one round.
+
+    Attributes:
+        parameters: The number of parameters in the client's part.
+        multiply_adds: Multiply-adds of one forward pass of one sample.
+        bytes_down: Bytes sent to the client.
+        bytes_up: Bytes sent by the client.
+    """
 
     parameters: int
     multiply_adds: int
@@ -33,73 +42,80 @@ class Cost:
 def uses_of_weights(
     module: nn.Module, shape: Sequence[int], dtype: torch.dtype | None = None
 ) -> dict[str, int]:
-    """How many times each weight of a linear, convolutional or recurrent layer is multiplied for one sample.
+    """Count how often each weight is multiplied for one sample.
 
-    `dtype` is that of the inputs, if it is not that of the weights (characters are integers). What attention multiplies
-    is not a weight and does not count.
+    Weights of linear, convolutional and recurrent layers count. Products inside attention involve
+    no weights and do not count.
+
+    Args:
+        module: The model.
+        shape: The shape of one sample.
+        dtype: The type of the inputs, if not that of the weights (characters are integers).
+
+    Returns:
+        The number of uses by parameter name.
 
     >>> from fedcover.models import cnn
     >>> uses_of_weights(cnn((1, 28, 28), 10, "batch").module, (1, 28, 28))
     {'conv1.weight': 784, 'conv2.weight': 196, 'hidden.weight': 1, 'head.weight': 1}
     """
-    uses: dict[str, int] = {}
-    matrices: dict[nn.Module, list[str]] = {}
-
-    def remember(name: str) -> Any:
-        def hook(layer: nn.Module, inputs: object, output: Tensor) -> None:
-            assert isinstance(layer.weight, Tensor)
-            # a layer that is called twice multiplies twice
-            uses[name] = uses.get(name, 0) + output.numel() // layer.weight.shape[0]
-
-        return hook
-
-    def remember_steps(layer: nn.Module, inputs: tuple[Any, ...], output: object) -> None:
-        for name in matrices[layer]:
-            uses[name] = uses.get(name, 0) + _steps(layer, inputs[0])
-
-    def count(copy: nn.Module) -> None:
-        names = {
-            id(weight): name for name, weight in copy.named_parameters()
-        }  # a tied weight has one name
-        for layer in copy.modules():
-            if isinstance(layer, nn.RNNBase | nn.RNNCellBase):
-                matrices[layer] = [
-                    names[id(weight)]
-                    for weight in layer.parameters(recurse=False)
-                    if weight.ndim == 2
-                ]
-                layer.register_forward_hook(remember_steps)
-            if isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
-                name = names.get(id(_trainable_weight(layer)))
-                if name is not None:
-                    layer.register_forward_hook(remember(name))
-        weight = next(copy.parameters())
-        with torch.no_grad():
-            copy.eval()(torch.zeros((1, *shape), device=weight.device, dtype=dtype or weight.dtype))
-
     try:
-        count(meta_submodel(module, Masks({})))  # no values, so it costs nothing
-    except (
-        Exception
-    ):  # a model may look at values, or make tensors of its own, which are somewhere else
-        uses.clear()
-        count(deepcopy(module))
+        return _count_uses(meta_submodel(module, Masks({})), shape, dtype)  # without values: cheap
+    except Exception:
+        # A model may look at values, or create tensors of its own on another device.
+        return _count_uses(deepcopy(module), shape, dtype)
+
+
+def _count_uses(
+    module: nn.Module, shape: Sequence[int], dtype: torch.dtype | None
+) -> dict[str, int]:
+    """Run one sample through a module and count the uses of its weights; adds hooks to it."""
+    uses: dict[str, int] = {}
+
+    def add_uses(name: str, number: int) -> None:
+        uses[name] = uses.get(name, 0) + number  # a layer that is called twice multiplies twice
+
+    def count_layer(name: str, layer: nn.Module, inputs: object, output: Tensor) -> None:
+        assert isinstance(layer.weight, Tensor)
+        add_uses(name, output.numel() // layer.weight.shape[0])
+
+    def count_recurrent_layer(
+        names: Sequence[str], layer: nn.Module, inputs: tuple[Any, ...], output: object
+    ) -> None:
+        for name in names:
+            add_uses(name, _num_steps(layer, inputs[0]))
+
+    names = {id(weight): name for name, weight in module.named_parameters()}  # tied: one name
+    for layer in module.modules():
+        if isinstance(layer, nn.RNNBase | nn.RNNCellBase):
+            matrices = [w for w in layer.parameters(recurse=False) if w.ndim == 2]
+            matrix_names = [names[id(weight)] for weight in matrices]
+            layer.register_forward_hook(partial(count_recurrent_layer, matrix_names))
+        elif isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            name = names.get(id(_trainable_weight(layer)))
+            if name is not None:
+                layer.register_forward_hook(partial(count_layer, name))
+    weight = next(module.parameters())
+    sample = torch.zeros((1, *shape), device=weight.device, dtype=dtype or weight.dtype)
+    with torch.no_grad():
+        module.eval()(sample)
     return uses
 
 
-def _steps(layer: nn.Module, x: Tensor) -> int:
-    """How often a recurrent layer multiplies by each of its matrices for one sequence."""
+def _num_steps(layer: nn.Module, x: Tensor) -> int:
+    """Return how often a recurrent layer multiplies by each of its matrices for one sequence."""
     if isinstance(layer, nn.RNNCellBase):
         return 1
-    return x.shape[1 if layer.batch_first and x.ndim == 3 else 0]
+    time_axis = 1 if layer.batch_first and x.ndim == 3 else 0
+    return x.shape[time_axis]
 
 
 def _trainable_weight(layer: nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) -> Tensor:
-    """What is learned of a layer's weight: itself, or what it is made of that has its shape (weight norm: v, not g)."""
+    """Return the parameter behind a layer's weight that has its shape (weight norm: v, not g)."""
     if not parametrize.is_parametrized(layer, "weight"):
         return layer.weight
-    made_of = layer.parametrizations.weight.parameters()  # type: ignore[union-attr]
-    return next((p for p in made_of if p.shape == layer.weight.shape), layer.weight)
+    originals = layer.parametrizations.weight.parameters()  # type: ignore[union-attr]
+    return next((p for p in originals if p.shape == layer.weight.shape), layer.weight)
 
 
 def cost(
@@ -108,24 +124,31 @@ def cost(
     uses: Mapping[str, int],
     trained: Reduction | None = None,
 ) -> Cost:
-    """The cost of a reduction of a model with these parameters and uses of its weights.
+    """Compute the cost of a part of a model.
 
-    The mask travels down with the sub-model; the server knows it, so it need not come back, unless the client chose
-    itself what of it it `trained`: then one bit per entry says so.
+    The description of the part is sent to the client. The client sends none back, unless it chose
+    itself what it trained; then it sends one bit per entry.
+
+    Args:
+        reduction: The part that is sent to the client.
+        params: The parameters of the model; only their shapes are read.
+        uses: How often each weight is multiplied, from `uses_of_weights`.
+        trained: What the client trained, if not the whole part.
+
+    Returns:
+        The cost of one round.
     """
     sizes = reduction.sizes(params)
-    back = reduction if trained is None else trained
-    chosen = (
-        sum(-(-bits.numel() // 8) for bits in back.bits.values())
-        if isinstance(back, TrainedSubset)
-        else 0
-    )
-    parameters = sum(sizes.values())
+    num_parameters = sum(sizes.values())
+    returned = reduction if trained is None else trained
+    mask_bytes = 0
+    if isinstance(returned, TrainedSubset):
+        mask_bytes = sum(-(-bits.numel() // 8) for bits in returned.bits.values())
     return Cost(
-        parameters=parameters,
+        parameters=num_parameters,
         multiply_adds=sum(sizes.get(name, 0) * times for name, times in uses.items()),
-        bytes_down=BYTES_PER_WEIGHT * parameters + len(encode(reduction)),
-        bytes_up=BYTES_PER_WEIGHT * sum(back.sizes(params).values()) + chosen,
+        bytes_down=BYTES_PER_WEIGHT * num_parameters + len(encode(reduction)),
+        bytes_up=BYTES_PER_WEIGHT * sum(returned.sizes(params).values()) + mask_bytes,
     )
 
 
@@ -137,27 +160,39 @@ def memory_to_train(
     batch_size: int,
     dtype: torch.dtype = torch.float32,
 ) -> int:
-    """Bytes a device needs for a training step: weights as sent and trained, gradients, momentum, what backward keeps.
+    """Compute the bytes that a device needs for a training step.
 
-    Counted on a sub-model without values, so it costs nothing; masks save no memory, slices do. Python, torch, the data
-    and what a recipe remembers of a client's part (`prox`: as much again as its weights) come on top.
+    This covers the weights as sent and as trained, gradients, momentum and saved activations. It is
+    measured on a sub-model without values, so it costs nothing. Masks save no memory; slices do.
+    Python, torch, the data and what a recipe remembers come on top (`prox`: another copy of the
+    weights).
+
+    Args:
+        model: The whole model.
+        reduction: The client's part.
+        shape: The shape of one sample.
+        batch_size: The number of samples per step.
+        dtype: The type of the inputs.
+
+    Returns:
+        The number of bytes.
     """
     part = meta_submodel(model.module, reduction).train()
-    weights = sum(p.numel() for p in part.parameters())
-    own = {p.untyped_storage()._cdata for p in part.parameters()}
-    kept: dict[int, Tensor] = {}
+    num_weights = sum(p.numel() for p in part.parameters())
+    weight_storages = {p.untyped_storage()._cdata for p in part.parameters()}
+    saved_tensors: dict[int, Tensor] = {}
 
-    def keep(tensor: Tensor) -> Tensor:
-        place = tensor.untyped_storage()._cdata
-        if place not in own:
-            kept[place] = tensor
+    def save(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()._cdata
+        if storage not in weight_storages:
+            saved_tensors[storage] = tensor
         return tensor
 
     x = torch.zeros((batch_size, *shape), device="meta", dtype=dtype)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         logits = part(x)
         labels = torch.zeros((len(logits), *logits.shape[2:]), dtype=torch.int64, device="meta")
         loss = nn.functional.cross_entropy(logits, labels)
-    activations = sum(t.untyped_storage().nbytes() for t in kept.values())
-    del loss
-    return BYTES_PER_WEIGHT * weights * WEIGHT_COPIES + activations
+    activation_bytes = sum(t.untyped_storage().nbytes() for t in saved_tensors.values())
+    del loss  # the graph, and with it the saved tensors, must live until they are counted
+    return BYTES_PER_WEIGHT * num_weights * WEIGHT_COPIES + activation_bytes

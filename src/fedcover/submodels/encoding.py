@@ -1,4 +1,4 @@
-"""How a reduction travels: a few bytes for windows and draws, one bit per unit or weight for the rest."""
+"""Encode reductions for transport: a few bytes for windows and random draws, bits otherwise."""
 
 import struct
 from collections.abc import Mapping, Sequence
@@ -9,64 +9,71 @@ import torch
 from torch import Tensor
 
 from fedcover.errors import InvalidValue
-from fedcover.submodels.reductions import Masks, Slices, circular_range, drawn
+from fedcover.submodels.reductions import Masks, Slices, circular_range, random_slices
 from fedcover.types import Reduction, UnitGroup
 
 _DRAW, _WINDOWS, _UNITS, _MASKS = b"D", b"W", b"U", b"M"
 
 
 def encode(reduction: Reduction) -> bytes:
-    """Two numbers for a draw, two per group for windows, else one bit per unit or per prunable weight.
+    """Encode a reduction.
 
-    >>> from fedcover.submodels.reductions import windows
-    >>> len(encode(windows((UnitGroup("hidden", 1000, ()),), 0.5)))
+    A random draw takes two numbers and a window takes two numbers per group. Other slices take one
+    bit per unit, and masks one bit per prunable weight.
+
+    >>> from fedcover.submodels.reductions import window_slices
+    >>> len(encode(window_slices((UnitGroup("hidden", 1000, ()),), 0.5)))
     9
     """
     if not isinstance(reduction, Slices):
         masks = reduction.gradient_mask()
         bits = [masks[name] for name in sorted(masks)]
-        return _MASKS + (b"" if all(bool(tensor.all()) for tensor in bits) else _pack_bits(bits))
+        keeps_everything = all(bool(tensor.all()) for tensor in bits)
+        return _MASKS + (b"" if keeps_everything else _pack_bits(bits))
     if reduction.draw is not None:
         return _DRAW + struct.pack("<dQ", *reduction.draw)
-    units = [(reduction.kept[group.name], group.size) for group in reduction.groups]
-    spans = [_window(kept, size) for kept, size in units]
-    if all(spans):
-        return _WINDOWS + b"".join(struct.pack("<II", *span) for span in spans if span)
-    return _UNITS + _pack_bits(
-        [torch.zeros(size, dtype=torch.bool).index_fill_(0, kept, True) for kept, size in units]
-    )
+    units_and_sizes = [(reduction.kept[group.name], group.size) for group in reduction.groups]
+    windows = [_as_window(units, size) for units, size in units_and_sizes]
+    if all(windows):
+        return _WINDOWS + b"".join(struct.pack("<II", *window) for window in windows if window)
+    bits = [
+        torch.zeros(size, dtype=torch.bool).index_fill_(0, units, True)
+        for units, size in units_and_sizes
+    ]
+    return _UNITS + _pack_bits(bits)
 
 
 def decode(
     encoded: bytes, groups: tuple[UnitGroup, ...], prunable: Mapping[str, Tensor]
 ) -> Reduction:
-    """The reduction that `encode` wrote; of `prunable` (the model's prunable tensors) only shapes are read.
+    """Decode a reduction that `encode` wrote.
 
-    >>> from fedcover.submodels.reductions import windows
+    Args:
+        encoded: The bytes.
+        groups: The unit groups of the model.
+        prunable: The prunable tensors of the model; only their shapes are read.
+
+    Returns:
+        The reduction.
+
+    Raises:
+        InvalidValue: If the bytes do not describe a reduction of this model.
+
+    >>> from fedcover.submodels.reductions import window_slices
     >>> g = (UnitGroup("hidden", 8, ()),)
-    >>> decode(encode(windows(g, 0.5, {"hidden": 6})), g, {}).kept["hidden"].tolist()
+    >>> decode(encode(window_slices(g, 0.5, {"hidden": 6})), g, {}).kept["hidden"].tolist()
     [0, 1, 6, 7]
     """
     tag, body = encoded[:1], encoded[1:]
     try:
         if tag == _DRAW:
-            return drawn(groups, *struct.unpack("<dQ", body))
+            return random_slices(groups, *struct.unpack("<dQ", body))
         if tag == _WINDOWS:
-            spans = zip(groups, struct.iter_unpack("<II", body), strict=True)
-            return Slices(
-                groups,
-                {g.name: _window_units(first, length, g.size) for g, (first, length) in spans},
-            )
+            return _decode_windows(body, groups)
         if tag == _UNITS:
-            bits = zip(groups, _unpack_bits(body, [(g.size,) for g in groups]), strict=True)
-            return Slices(groups, {g.name: _kept_units(kept) for g, kept in bits})
+            return _decode_units(body, groups)
         if tag == _MASKS:
-            names = sorted(prunable) if body else []
-            return Masks(
-                dict(
-                    zip(names, _unpack_bits(body, [prunable[n].shape for n in names]), strict=True)
-                )
-            )
+            return _decode_masks(body, prunable)
     except (struct.error, ValueError) as error:
         raise InvalidValue(
             f"reduction cannot be decoded from {len(encoded)} bytes: {error}"
@@ -74,14 +81,35 @@ def decode(
     raise InvalidValue(f"reduction must begin with one of D, W, U, M; got {tag!r}")
 
 
-def _window(kept: Tensor, size: int) -> tuple[int, int] | None:
-    """(first, length) if the sorted units are neighbours on the circle of the group, else None."""
-    units = kept.numpy()
-    gaps = np.flatnonzero(np.diff(units) != 1)
+def _decode_windows(body: bytes, groups: tuple[UnitGroup, ...]) -> Slices:
+    kept = {}
+    for group, (first, length) in zip(groups, struct.iter_unpack("<II", body), strict=True):
+        kept[group.name] = _window_units(first, length, group.size)
+    return Slices(groups, kept)
+
+
+def _decode_units(body: bytes, groups: tuple[UnitGroup, ...]) -> Slices:
+    bits_of_groups = _unpack_bits(body, [(group.size,) for group in groups])
+    kept = {}
+    for group, bits in zip(groups, bits_of_groups, strict=True):
+        kept[group.name] = _kept_units(bits)
+    return Slices(groups, kept)
+
+
+def _decode_masks(body: bytes, prunable: Mapping[str, Tensor]) -> Masks:
+    names = sorted(prunable) if body else []
+    bits = _unpack_bits(body, [prunable[name].shape for name in names])
+    return Masks(dict(zip(names, bits, strict=True)))
+
+
+def _as_window(units: Tensor, size: int) -> tuple[int, int] | None:
+    """Return (first, length) if sorted units are consecutive modulo the group's size."""
+    sorted_units = units.numpy()
+    gaps = np.flatnonzero(np.diff(sorted_units) != 1)
     if not len(gaps):
-        return int(units[0]), len(units)
-    if len(gaps) == 1 and units[0] == 0 and units[-1] == size - 1:
-        return int(units[gaps[0] + 1]), len(units)
+        return int(sorted_units[0]), len(sorted_units)
+    if len(gaps) == 1 and sorted_units[0] == 0 and sorted_units[-1] == size - 1:
+        return int(sorted_units[gaps[0] + 1]), len(sorted_units)
     return None
 
 
@@ -105,11 +133,11 @@ def _unpack_bits(body: bytes, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     lengths = [(prod(shape) + 7) // 8 for shape in shapes]
     if sum(lengths) != len(body):
         raise ValueError(f"{sum(lengths)} bytes of bits expected, {len(body)} given")
-    parts, start = [], 0
+    tensors = []
+    start = 0
     for shape, length in zip(shapes, lengths, strict=True):
-        raw = np.frombuffer(body[start : start + length], dtype=np.uint8)
-        parts.append(
-            torch.from_numpy(np.unpackbits(raw, count=prod(shape)).astype(bool)).view(tuple(shape))
-        )
+        packed = np.frombuffer(body[start : start + length], dtype=np.uint8)
+        bits = np.unpackbits(packed, count=prod(shape)).astype(bool)
+        tensors.append(torch.from_numpy(bits).view(tuple(shape)))
         start += length
-    return parts
+    return tensors
