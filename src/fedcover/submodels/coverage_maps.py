@@ -1,10 +1,11 @@
 """Draw who trained what in a round as tiny text images, small enough for metrics.jsonl.
 
-There is one image per layer and part. An image shrinks a weight tensor to at most 12 x 12 pixels: the
-first axis down, the second across, the others averaged. A pixel is a digit for the share of selected
-weights: 0 is exactly none, 9 exactly all, 1 to 8 are between. A letter repeats the digit before it
-(`a` once, `b` twice, ...). A single digit fills the whole image. Two strips with a slash between
-them, `rows/columns`, stand for the image of their products, which is what slicing leaves of a matrix.
+There is one image per layer and part. An image shrinks a weight tensor to at most 12 x 12 pixels:
+the first axis down, the second across, the others averaged. A pixel is a digit for the share of
+selected weights: 0 is exactly none, 9 exactly all, 1 to 8 are between. A letter repeats the digit
+before it (`a` once, `b` twice, ...). A single digit fills the whole image. Two strips with a slash
+between them, `rows/columns`, stand for the image of their products. That is what slicing leaves of
+a matrix.
 """
 
 import re
