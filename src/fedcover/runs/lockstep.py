@@ -30,11 +30,11 @@ from fedcover.server.round import (
 )
 from fedcover.server.round_setup import Setup
 from fedcover.training.engines.batched import train_stacked
-from fedcover.training.engines.buffers import ClientJob, JobResult
+from fedcover.training.engines.client_inputs import ClientJob, JobResult
 from fedcover.training.engines.fingerprint import fingerprint
 from fedcover.training.engines.runners import RunnerCache
-from fedcover.training.engines.sgd_step import UnsupportedByEngine
 from fedcover.training.engines.streams import MAX_STREAMS, train_on_streams
+from fedcover.training.engines.unsupported import UnsupportedByEngine
 from fedcover.types import Assignment, Dataset, Update
 
 CLIENTS_AT_ONCE = {"cpu": 100, "cuda": 1500}

@@ -19,7 +19,7 @@ import fedcover as fc
 from fedcover.log import _WARNED
 from fedcover.runs.setup import Overrides, prepare
 from fedcover.server.round import initial_state, run_round
-from fedcover.training.engines import compilation, ragged
+from fedcover.training.engines import compilation, grouping, ragged
 from fedcover.training.engines.batched import batched
 from fedcover.training.engines.compilation import eager_backend
 from fedcover.training.engines.runners import get_runner_cache, run_steps
@@ -217,8 +217,7 @@ def test_a_pool_does_not_grow_without_end(monkeypatch):
 
 
 def test_crews_are_put_together_from_sizes_that_are_known(monkeypatch):
-    module = sys.modules["fedcover.training.engines.batched"]  # the function of that name hides it
-    monkeypatch.setattr(module, "MAX_STACK_SIZES", 1)
+    monkeypatch.setattr(grouping, "MAX_STACK_SIZES", 1)
     setup, state = world("mlp", policy="full", fleet="1x1", drop_out=0.3, rounds=6)
     agree(setup, state, UNCOMPILED, rounds=6)
     crews = {
@@ -357,8 +356,8 @@ class Remembering(nn.Module):
 
 
 REMEMBERING = {
-    "counter": "changes what it holds in Python", "kept": "changes what it holds in Python",
-    "listed": "changes what it holds in Python", "reassigned": "new tensors in the place of its buffers",
+    "counter": "changes its Python state in forward", "kept": "changes its Python state in forward",
+    "listed": "changes its Python state in forward", "reassigned": "replaces its buffers by new tensors",
     "pythons_dice": "draws random numbers", "numpys_dice": "draws random numbers",
 }  # fmt: skip
 
@@ -544,7 +543,7 @@ def test_what_recipes_remember_equals_sequential_if_compiled(how):
 
 
 def test_many_shapes_are_not_all_compiled(monkeypatch, caplog):
-    monkeypatch.setattr(sys.modules["fedcover.training.engines.batched"], "MAX_SIGNATURES", 1)
+    monkeypatch.setattr(grouping, "MAX_SIGNATURES", 1)
     agree(
         *world("mlp", policy="prefix", fleet="1x1.0 + 1x0.5", clients=8, active=8, epochs=1),
         UNCOMPILED,

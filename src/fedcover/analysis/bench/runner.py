@@ -19,8 +19,9 @@ from fedcover.runs.machine import Machine, engine_for
 from fedcover.runs.setup import Overrides, prepare
 from fedcover.server.round import RoundReport, initial_state, start_round
 from fedcover.server.round_setup import Setup
-from fedcover.training.engines.batched import group_into_stacks, load_stack_runners
-from fedcover.training.engines.buffers import ClientJob, client_inputs
+from fedcover.training.engines.batched import load_stack_runners
+from fedcover.training.engines.client_inputs import ClientJob, client_inputs
+from fedcover.training.engines.grouping import group_into_stacks
 from fedcover.training.engines.runners import RunnerCache, run_steps
 from fedcover.training.engines.streams import load_client_runners
 from fedcover.types import Assignment, Dataset, Samples

@@ -1,4 +1,19 @@
-"""Engines: how the clients of a round are trained. All of them agree with `sequential`."""
+"""Engines: the ways to train the clients of one round. All give the results of `sequential`.
+
+The fast engines, `batched` and `streams`, rest on three concepts:
+
+1. The tensors of a step (`step_tensors`): allocated once for all clients of equal shapes
+   (`allocation`); each client's values (`client_inputs`) are copied in and out (`buffers`).
+2. The step (`sgd_step`): a function that reads and writes these tensors only. `compilation`
+   prepares it: eager, compiled, or captured as a CUDA graph. `stacked_layers`, `triton_kernels`
+   and `cpu_kernels` replace slow operations in it.
+3. The cache of prepared steps (`runners`): keeps tensors and steps from round to round, unless
+   the model changes (`fingerprint`).
+
+Two more modules serve `batched`: `grouping` chooses who is stacked, and `ragged` trains clients
+with different numbers of samples. What an engine cannot train raises `UnsupportedByEngine`
+(`unsupported`), and `sequential` takes over.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -18,10 +33,14 @@ def flower(
     *,
     precision: str = "fp32",
 ) -> Iterable[Update]:
-    """On the nodes of a Flower federation; `fedcover flower` puts the connection in its place."""
+    """Stand in for the nodes of a Flower federation; `fedcover flower` provides the real engine.
+
+    Raises:
+        InvalidValue: Always.
+    """
     raise InvalidValue(
-        "engine 'flower' trains on SuperNodes: start, or go on with the run, by 'fedcover flower up' or 'fedcover "
-        "flower run' (or go on in this process with --engine sequential --force)"
+        "engine 'flower' trains on SuperNodes: start or resume the run with 'fedcover flower up' "
+        "or 'fedcover flower run' (or resume it in this process with --engine sequential --force)"
     )
 
 

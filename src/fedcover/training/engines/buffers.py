@@ -1,130 +1,43 @@
-"""Lanes: room for clients of one shape, in which one client or a crew trains at a time and others follow.
+"""Preallocated step tensors: copy clients in, read their results out.
 
-The tensors of a lane stay where they are from round to round, so that whatever was prepared for its steps (a compiled
-function, a captured CUDA graph) serves every client that comes.
+The tensors outlive a round. What was prepared for them (a compiled function, a captured CUDA
+graph) then trains every later client with the same signature.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.nn.modules.conv import _ConvNd
 
 from fedcover.errors import TrainingDiverged
-from fedcover.models.norms import statistics_key
 from fedcover.tensors import FlatParams, unflatten
-from fedcover.training.engines import stacked_layers
-from fedcover.training.engines.sgd_step import (
-    BatchSchedule,
-    FunctionalForward,
-    SGDStep,
-    StepTensors,
-    TreeSpec,
-    UnsupportedByEngine,
-    observes_gradients,
-    tree_leaves,
-    tree_map,
-    tree_spec,
+from fedcover.training.engines.client_inputs import (
+    ClientInputs,
+    JobResult,
+    StepSignature,
+    client_buffers,
 )
-from fedcover.training.engines.stacked_layers import from_taps, to_taps
-from fedcover.training.local_sgd import (
-    build_update,
-    check_divergence,
-    client_module,
-    draw_row_order,
-)
-from fedcover.types import Assignment, Carry, LocalTraining, Params, Recipe, Shard, Update
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ClientJob:
-    """A client's work in a round and its learning rate; jobs of one `family`, of the same modules, may share lanes."""
-
-    assignment: Assignment
-    lr: float
-    family: object = None
-
-
-JobResult = tuple[ClientJob, Update | TrainingDiverged]
-"""What comes of a job."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepSignature:
-    """What clients must have in common to take turns in a lane: what a step does, and the sizes of its tensors."""
-
-    family: object
-    recipe: Recipe
-    local: LocalTraining
-    param_shapes: tuple[tuple[str, tuple[int, ...]], ...]
-    masked: tuple[str, ...]
-    carry_spec: TreeSpec
-    sample: tuple[int, ...]
-    rows: int
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ClientInputs:
-    """A client on its way into a lane: its part of the model, what its recipe remembers, and its samples."""
-
-    job: ClientJob
-    params: Params
-    masks: Mapping[str, Tensor]
-    carry: Carry
-    shard: Shard
-
-    @property
-    def rows(self) -> int:
-        """How many samples the client has."""
-        return len(self.shard.index)
-
-    def row_orders(self) -> tuple[Tensor, Tensor]:
-        """The order of the client's rows in each epoch, and what is drawn to augment them, in that order."""
-        a = self.job.assignment
-        made = [draw_row_order(a, self.rows, epoch) for epoch in range(a.task.local.epochs)]
-        return torch.stack([order for order, _ in made]), torch.stack(
-            [drawn[order] for order, drawn in made]
-        )
-
-    def signature(self, rows: int) -> StepSignature:
-        """The shape of the lane that this client needs, with room for so many rows."""
-        task = self.job.assignment.task
-        return StepSignature(
-            family=self.job.family,
-            recipe=task.recipe,
-            local=task.local,
-            param_shapes=tuple((name, tuple(p.shape)) for name, p in self.params.items()),
-            masked=tuple(self.masks),
-            carry_spec=tree_spec(self.carry),
-            sample=tuple(self.shard.samples.x.shape[1:]),
-            rows=rows,
-            dtype=next(iter(self.params.values())).dtype,
-        )
-
-
-def client_inputs(jobs: Iterable[ClientJob]) -> Iterator[ClientInputs]:
-    """What clients bring along; those with the same part of the same model share its tensors."""
-    cut: dict[tuple[int, int], Params] = {}
-    for job in jobs:
-        a = job.assignment
-        key = id(a.state), id(a.reduction)
-        if key not in cut:
-            cut[key] = a.reduction.extract(a.state.params)
-        carry = a.task.recipe.start(a, dict(cut[key]))
-        yield ClientInputs(
-            job, cut[key], a.reduction.gradient_mask(), carry, a.task.source.shard(a.client.id)
-        )
+from fedcover.training.engines.sgd_step import SGDStep
+from fedcover.training.engines.step_tensors import BatchSchedule, StepTensors
+from fedcover.training.engines.trees import tree_leaves, tree_map
+from fedcover.training.local_sgd import build_update, check_divergence
+from fedcover.types import Carry, Outcome, Params
 
 
 @dataclass(slots=True, eq=False)
 class StepBuffers:
-    """Where clients of one shape train; `crew` says how many at once, None that they come alone and unstacked.
+    """Step tensors for clients of one signature, and the step that trains on them.
 
-    The parameters of a lone client lie side by side in its `flat_params`.
+    Attributes:
+        signature: What the clients have in common.
+        stack_size: How many clients train at once; None for one unstacked client.
+        module: The sub-model.
+        step: The training step.
+        tensors: Where the step reads and writes.
+        flat_params: The parameters of an unstacked client as one tensor; None for a stack.
+        schedules: The batch schedule of each batch size.
+        clients: The clients that are loaded.
     """
 
     signature: StepSignature
@@ -136,88 +49,92 @@ class StepBuffers:
     schedules: dict[int, BatchSchedule] = field(default_factory=dict)
     clients: Sequence[ClientInputs] = ()
 
+    # ── copying clients in ──────────────────────────────────────────────────────────────────────
+
     def load(self, clients: Sequence[ClientInputs]) -> None:
-        """Let clients in, in the place of those who were here before."""
+        """Replace the loaded clients by others of the same signature."""
         self.clients = clients
         tensors = self.tensors
         self._load_params([client.params for client in clients])
         torch._foreach_zero_(list(tensors.velocity.values()))
-        for name, room in tensors.masks.items():
-            self._copy_values(room, [client.masks[name] for client in clients])
-        for place, room in enumerate(tree_leaves(tensors.carry)):
-            self._copy_values(room, [tree_leaves(client.carry)[place] for client in clients])
+        for name, mask in tensors.masks.items():
+            self._copy_values(mask, [client.masks[name] for client in clients])
+        for position, leaf in enumerate(tree_leaves(tensors.carry)):
+            self._copy_values(leaf, [tree_leaves(client.carry)[position] for client in clients])
         tensors.lr.fill_(clients[0].job.lr)
         self._load_buffers(clients)
         self._load_samples(clients)
         tensors.step.zero_()
         self._load_schedules(clients)
 
-    def _load_params(self, given: Sequence[Params]) -> None:
-        slabs = [params for params in given if isinstance(params, FlatParams)]
-        if not self.stack_size or len(slabs) < len(given):
-            for name, room in self.tensors.params.items():
-                self._copy_values(room, [params[name] for params in given])
+    def _load_params(self, params_by_client: Sequence[Params]) -> None:
+        flat_by_client = [
+            params.flat for params in params_by_client if isinstance(params, FlatParams)
+        ]
+        if not self.stack_size or len(flat_by_client) < len(params_by_client):
+            for name, target in self.tensors.params.items():
+                self._copy_values(target, [params[name] for params in params_by_client])
             return
-        same = all(flat_params is slabs[0] for flat_params in slabs)
-        flat_CP = (
-            slabs[0].flat.expand(len(slabs), -1)
-            if same
-            else torch.stack([flat_params.flat for flat_params in slabs])
-        )
-        values = unflatten(flat_CP, self.signature.param_shapes)
-        torch._foreach_copy_(
-            list(self.tensors.params.values()), [values[name] for name in self.tensors.params]
-        )
+        if all(flat is flat_by_client[0] for flat in flat_by_client):
+            flat_CP = flat_by_client[0].expand(len(flat_by_client), -1)
+        else:
+            flat_CP = torch.stack(flat_by_client)
+        source = unflatten(flat_CP, self.signature.param_shapes)
+        targets = list(self.tensors.params.values())
+        torch._foreach_copy_(targets, [source[name] for name in self.tensors.params])
 
-    def _copy_values(self, room: Tensor, values: Sequence[Tensor]) -> None:
+    def _copy_values(self, target: Tensor, values: Sequence[Tensor]) -> None:
         if self.stack_size and any(value is not values[0] for value in values):
-            room.copy_(torch.stack([value.to(room.device) for value in values]))
-        else:  # also where a crew begins with the same values
-            room.copy_(values[0])
+            target.copy_(torch.stack([value.to(target.device) for value in values]))
+        else:  # broadcasts if stacked clients share the value
+            target.copy_(values[0])
 
     def _load_buffers(self, clients: Sequence[ClientInputs]) -> None:
-        """Running statistics and frozen weights are each client's own."""
-        rooms = self.tensors.buffers if self.stack_size else dict(self.module.named_buffers())
-        if rooms:
-            own = [client_buffers(client.job.assignment) for client in clients]
-            for name, room in rooms.items():
-                self._copy_values(room, [buffers[name] for buffers in own])
+        """Copy each client's own running statistics and frozen weights."""
+        targets = self.tensors.buffers if self.stack_size else dict(self.module.named_buffers())
+        if not targets:
+            return
+        buffers_by_client = [client_buffers(client.job.assignment) for client in clients]
+        for name, target in targets.items():
+            self._copy_values(target, [buffers[name] for buffers in buffers_by_client])
 
     def _load_samples(self, clients: Sequence[ClientInputs]) -> None:
-        rows = clients[0].rows
-        for room, kind in ((self.tensors.x, "x"), (self.tensors.y, "y")):
-            samples = [getattr(client.shard.samples, kind) for client in clients]
-            if self.stack_size and len({id(each) for each in samples}) == 1:  # all in one go
-                torch.index_select(
-                    samples[0],
-                    0,
-                    torch.cat([c.shard.index for c in clients]).to(room.device),
-                    out=room.view(-1, *room.shape[2:]),
-                )
-                continue
-            values = [
-                each[client.shard.index] for each, client in zip(samples, clients, strict=True)
-            ]
-            self._copy_values(room if self.stack_size else room[:rows], values)
+        samples = [client.shard.samples for client in clients]
+        self._load_rows(self.tensors.x, [sample.x for sample in samples], clients)
+        self._load_rows(self.tensors.y, [sample.y for sample in samples], clients)
+
+    def _load_rows(
+        self, target: Tensor, sources: Sequence[Tensor], clients: Sequence[ClientInputs]
+    ) -> None:
+        """Copy each client's rows of its source."""
+        indices = [client.shard.index for client in clients]
+        shared = all(source is sources[0] for source in sources)
+        if self.stack_size and shared:
+            index = torch.cat(indices).to(target.device)
+            flat_target = target.view(-1, *target.shape[2:])
+            torch.index_select(sources[0], 0, index, out=flat_target)
+            return
+        rows = [source[index] for source, index in zip(sources, indices, strict=True)]
+        self._copy_values(target if self.stack_size else target[: clients[0].rows], rows)
 
     def _load_schedules(self, clients: Sequence[ClientInputs]) -> None:
-        batch, rows = self.signature.local.batch_size, clients[0].rows
-        plans: dict[
-            tuple[int, int, int], tuple[Tensor, Tensor]
-        ] = {}  # runs of one seed draw the same
-        for key, client in zip(
-            keys := [_shuffle_key(c.job.assignment) for c in clients], clients, strict=True
-        ):
-            if key not in plans:
-                plans[key] = client.row_orders()
-        order_CEN, drawn_CENK = (torch.stack([plans[key][kind] for key in keys]) for kind in (0, 1))
-        full = rows // batch * batch
-        for size, part in ((batch, slice(0, full)), (rows - full, slice(full, rows))):
-            if part.start < part.stop:
-                self._load_schedule(size, order_CEN[:, :, part], drawn_CENK[:, :, part])
+        """Copy the row orders: full batches in one schedule, the remainder in another."""
+        row_orders: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+        for client in clients:
+            if client.shuffle_key not in row_orders:  # runs with one seed draw the same order
+                row_orders[client.shuffle_key] = client.row_orders()
+        orders = [row_orders[client.shuffle_key] for client in clients]
+        order_CEN = torch.stack([order_EN for order_EN, _ in orders])
+        drawn_CENK = torch.stack([drawn_ENK for _, drawn_ENK in orders])
+        batch_size, rows = self.signature.local.batch_size, clients[0].rows
+        full = rows // batch_size * batch_size
+        if full:
+            self._load_schedule(batch_size, order_CEN[:, :, :full], drawn_CENK[:, :, :full])
+        if full < rows:
+            self._load_schedule(rows - full, order_CEN[:, :, full:], drawn_CENK[:, :, full:])
 
     def _load_schedule(self, size: int, order_CEN: Tensor, drawn_CENK: Tensor) -> None:
-        """The steps of one batch size: epoch after epoch, a crew side by side."""
+        """Copy the steps of one batch size: the epochs in sequence, the clients side by side."""
         clients, epochs, rows = order_CEN.shape
         steps = epochs * (rows // size)
         rows_TCB = order_CEN.reshape(clients, steps, size).transpose(0, 1)
@@ -230,53 +147,68 @@ class StepBuffers:
         schedule.cursor.zero_()
 
     def schedule(self, size: int, draws: int) -> BatchSchedule:
-        """Room for the steps of one batch size, with so many numbers drawn for each row."""
-        if size not in self.schedules:
-            local, each = self.signature.local, (self.stack_size,) if self.stack_size else ()
-            most = local.epochs * (self.signature.rows // size if size == local.batch_size else 1)
-            empty = torch.zeros(1, dtype=torch.int64, device=self.tensors.step.device)
-            self.schedules[size] = BatchSchedule(
-                empty.new_zeros((most, *each, size)),
-                empty.new_zeros((most, *each, size, draws)),
-                cursor=empty,
-            )
+        """Return the schedule of a batch size; allocate it with `draws` random numbers a row."""
+        if size in self.schedules:
+            return self.schedules[size]
+        local = self.signature.local
+        steps_per_epoch = self.signature.rows // size if size == local.batch_size else 1
+        max_steps = local.epochs * steps_per_epoch
+        clients = (self.stack_size,) if self.stack_size else ()
+        cursor = torch.zeros(1, dtype=torch.int64, device=self.tensors.step.device)
+        self.schedules[size] = BatchSchedule(
+            rows_TB=cursor.new_zeros((max_steps, *clients, size)),
+            drawn_TBK=cursor.new_zeros((max_steps, *clients, size, draws)),
+            cursor=cursor,
+        )
         return self.schedules[size]
 
     def rewind(self, size: int) -> None:
-        """Back to the first step of some batch size."""
+        """Go back to the first step of a batch size."""
         self.schedules[size].cursor.zero_()
         self.tensors.step.zero_()
 
     def batch_sizes(self) -> list[int]:
-        """The batch sizes of the steps that the clients in the lane make, in order."""
+        """Return the batch size of each step that the loaded clients take."""
         rows, local = self.clients[0].rows, self.signature.local
-        rest = rows % local.batch_size
-        return (
-            [local.batch_size] * (rows // local.batch_size) + [rest] * (rest > 0)
-        ) * local.epochs
+        full_batches, remainder = divmod(rows, local.batch_size)
+        epoch = [local.batch_size] * full_batches
+        if remainder:
+            epoch.append(remainder)
+        return epoch * local.epochs
+
+    # ── reading results out ─────────────────────────────────────────────────────────────────────
 
     def results(self) -> Iterator[JobResult]:
-        """What comes of the clients in the lane."""
-        steps = len(self.batch_sizes())
-        losses = (
-            self.tensors.losses_T[steps - steps // self.signature.local.epochs : steps]
-            .mean(0)
-            .view(-1)
-            .tolist()
-        )
-        if self.flat_params is None:
-            flat_CP = torch.cat(
-                [p.reshape(len(p), p[0].numel()) for p in self.tensors.params.values()], 1
-            )
-        else:
-            flat_CP = self.flat_params[None].clone()
-        finite = (
-            torch.stack(torch.aminmax(flat_CP, dim=1)).isfinite().all(0).tolist()
-        )  # no copy, NaN comes through
+        """Yield the result of each loaded client."""
+        losses = self._last_epoch_losses()
+        flat_CP = self._copy_flat_params()
+        # looking at the extremes copies nothing, and NaN passes through
+        extremes = torch.stack(torch.aminmax(flat_CP, dim=1))
+        finite = extremes.isfinite().all(0).tolist()
         carry = tree_map(torch.clone, self.tensors.carry)
-        for place, client in enumerate(self.clients):
-            kept = (self._client_slice(tree, place) for tree in (carry, self.tensors.buffers))
-            yield self.result(client, flat_CP[place], finite[place], losses[place], *kept)
+        for index, client in enumerate(self.clients):
+            client_carry = self._client_slice(carry, index)
+            buffers = self._client_slice(self.tensors.buffers, index)
+            yield self.result(
+                client, flat_CP[index], finite[index], losses[index], client_carry, buffers
+            )
+
+    def _last_epoch_losses(self) -> list[float]:
+        """Return each client's mean loss over the last epoch."""
+        steps = len(self.batch_sizes())
+        first = steps - steps // self.signature.local.epochs
+        losses: list[float] = self.tensors.losses_T[first:steps].mean(0).view(-1).tolist()
+        return losses
+
+    def _copy_flat_params(self) -> Tensor:
+        """Return a copy of the trained parameters, one row for each client."""
+        if self.flat_params is not None:
+            return self.flat_params[None].clone()
+        params = self.tensors.params.values()
+        return torch.cat([p.reshape(len(p), p[0].numel()) for p in params], 1)
+
+    def _client_slice(self, tree: Carry, index: int) -> Carry:
+        return tree_map(lambda stacked: stacked[index], tree) if self.stack_size else tree
 
     def result(
         self,
@@ -287,131 +219,44 @@ class StepBuffers:
         carry: Carry,
         buffers: Params,
     ) -> JobResult:
-        """What comes of one client: of its trained parameters, side by side, and whatever else is its own."""
-        a = client.job.assignment
+        """Build the result of one client.
+
+        Args:
+            client: The client.
+            flat_P: Its trained parameters, flattened and concatenated.
+            finite: Whether all of them are finite.
+            loss: The mean loss of the last epoch.
+            carry: What the recipe remembers.
+            buffers: The client's buffers.
+
+        Returns:
+            The job with its update. If training diverged, the error takes the update's place,
+            because the other clients here may belong to other runs.
+        """
+        assignment = client.job.assignment
         try:
-            check_divergence(a, finite, loss, client.job.lr)
-        except TrainingDiverged as error:  # others here may belong to another run
+            check_divergence(assignment, finite, loss, client.job.lr)
+        except TrainingDiverged as error:
             return client.job, error
-        last = self.step.channels_last
-        own = (
-            unflatten(flat_P, self.signature.param_shapes, last)
-            if last
-            else FlatParams(flat_P, self.signature.param_shapes)
-        )
+        params = self._unflatten(flat_P)
 
         def forward(values: Mapping[str, Tensor], x: Tensor) -> Tensor:
             return self.step.functional_forward(buffers, values, x)
 
-        outcome = a.task.recipe.finish(a, forward, dict(own), carry)
-        if outcome.params.keys() == own.keys() and all(
-            outcome.params[name] is own[name] for name in own
-        ):
-            outcome = replace(outcome, params=own)  # still side by side
-        return client.job, build_update(a, self.module, outcome, loss)
+        outcome = assignment.task.recipe.finish(assignment, forward, dict(params), carry)
+        if _has_params(outcome, params):
+            outcome = replace(outcome, params=params)  # keeps `FlatParams`, if they are
+        return client.job, build_update(assignment, self.module, outcome, loss)
 
-    def _client_slice(self, tree: Carry, place: int) -> Carry:
-        return tree_map(lambda stacked: stacked[place], tree) if self.stack_size else tree
-
-
-def _shuffle_key(assignment: Assignment) -> tuple[int, int, int]:
-    """What the order of a client's rows depends on, among clients of one shape."""
-    return assignment.task.seed, assignment.state.round, assignment.client.id
+    def _unflatten(self, flat_P: Tensor) -> Params:
+        shapes = self.signature.param_shapes
+        if self.step.channels_last:
+            return unflatten(flat_P, shapes, channels_last=True)
+        return FlatParams(flat_P, shapes)
 
 
-def client_buffers(assignment: Assignment) -> Params:
-    """A client's part of what a model keeps beside its parameters."""
-    task, state = assignment.task, assignment.state
-    key = statistics_key(task.norm, assignment.client.capacity)
-    known = state.statistics.get(key, {}) if key else {}
-    return assignment.reduction.extract({**dict(task.model.module.named_buffers()), **known})
-
-
-def allocate_buffers(
-    signature: StepSignature, like: ClientInputs, stack_size: int | None, *, bf16: bool, fused: bool
-) -> StepBuffers:
-    """An empty lane for clients of a shape, on the device of one of them."""
-    module = client_module(like.job.assignment)
-    lead = () if stack_size is None else (stack_size,)
-    device = next(iter(like.params.values())).device
-    # NVIDIA's convolutions want channels last, and would else turn every tensor round, every time
-    last = stack_size is None and device.type == "cuda" and len(signature.sample) == 3
-
-    def room(*sizes: int, dtype: torch.dtype = signature.dtype) -> Tensor:
-        return torch.zeros((*lead, *sizes), dtype=dtype, device=device)
-
-    own = stack_size is not None and stacked_layers.uses_stacked_kernels(
-        module, device, signature.dtype
-    )
-
-    def param_tensors() -> tuple[Params, Tensor | None]:
-        if stack_size is not None:
-            return {
-                name: _kernel_layout(room(*size), own) for name, size in signature.param_shapes
-            }, None
-        flat_params = room(sum(prod(size) for _, size in signature.param_shapes))
-        return unflatten(flat_params, signature.param_shapes, last), flat_params
-
-    def empty_carry() -> Carry:
-        return tree_map(lambda leaf: room(*leaf.shape, dtype=leaf.dtype), like.carry)
-
-    params, flat_params = param_tensors()
-    tensors = StepTensors(
-        params=params,
-        velocity=param_tensors()[0],
-        masks={name: torch.zeros_like(params[name]) for name in signature.masked},
-        buffers={name: room(*b.shape, dtype=b.dtype) for name, b in module.named_buffers()}
-        if stack_size
-        else {},
-        carry=empty_carry(),
-        observed=empty_carry() if observes_gradients(signature.recipe) else (),
-        x=room(signature.rows, *like.shard.samples.x.shape[1:], dtype=like.shard.samples.x.dtype),
-        y=room(signature.rows, *like.shard.samples.y.shape[1:], dtype=like.shard.samples.y.dtype),
-        lr=torch.zeros((), dtype=signature.dtype, device=device),
-        step=room(dtype=torch.int64),
-        losses_T=room(signature.local.epochs * -(-signature.rows // signature.local.batch_size))
-        .movedim(-1, 0)
-        .contiguous(),
-    )
-    step = SGDStep(
-        signature.recipe, signature.local, _functional_forward(module), stack_size is not None, last, fused=fused,
-        bf16=bf16 and stack_size is not None, cast_params=_autocast_params(module) if bf16 and stack_size is None else (),
-        stacked_kernels=own,
-    )  # fmt: skip
-    return StepBuffers(signature, stack_size, module, step, tensors, flat_params)
-
-
-def _kernel_layout(room: Tensor, own: bool) -> Tensor:
-    """Weights of convolutions as our own kernels take them; logically the same."""
-    return from_taps(to_taps(room).contiguous()) if own and room.ndim == 5 else room
-
-
-def _autocast_params(module: nn.Module) -> tuple[str, ...]:
-    """The parameters of a module's products and convolutions, which autocast turns into bf16."""
-    layers = [
-        (path, layer)
-        for path, layer in module.named_modules()
-        if isinstance(layer, (nn.Linear, _ConvNd))
-    ]
-    return tuple(
-        f"{path}.{name}".lstrip(".")
-        for path, layer in layers
-        for name, _ in layer.named_parameters(recurse=False)
-    )
-
-
-def _functional_forward(module: nn.Module) -> FunctionalForward:
-    def functional_forward(
-        buffers: Mapping[str, Tensor], values: Mapping[str, Tensor], x: Tensor
-    ) -> Tensor:
-        given = {**buffers, **values}
-        logits: Tensor = functional_call(module, given, (x,))
-        if any(
-            given[name] is not tensor for name, tensor in buffers.items()
-        ):  # where torch leaves what it finds after
-            raise UnsupportedByEngine(
-                "the model puts new tensors in the place of its buffers, which a step in place would miss"
-            )
-        return logits
-
-    return functional_forward
+def _has_params(outcome: Outcome, params: Params) -> bool:
+    """Return whether an outcome holds exactly these tensors."""
+    if outcome.params.keys() != params.keys():
+        return False
+    return all(outcome.params[name] is params[name] for name in params)

@@ -1,9 +1,13 @@
-"""Prepare a step: run it eagerly, compile it, or capture it as a CUDA graph."""
+"""Prepare a step so that it can be replayed: eagerly, compiled (CPU) or as a CUDA graph.
+
+Each way is a `StepBackend`. To add one, write a function with that signature and let
+`batched.load_stack_runners` or `streams.load_client_runners` choose it.
+"""
 
 import random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from math import prod
 from typing import Any
@@ -11,204 +15,234 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fedcover.log import log, warn_once
 from fedcover.training.engines.buffers import StepBuffers
 from fedcover.training.engines.cpu_kernels import use_custom_kernels
 from fedcover.training.engines.fingerprint import fingerprint
-from fedcover.training.engines.sgd_step import (
-    BatchSchedule,
-    StepTensors,
+from fedcover.training.engines.sgd_step import observes_gradients
+from fedcover.training.engines.step_tensors import BatchSchedule, StepTensors
+from fedcover.training.engines.trees import tree_leaves, tree_map
+from fedcover.training.engines.unsupported import (
+    CompileFailed,
     UnsupportedByEngine,
-    observes_gradients,
-    tree_leaves,
-    tree_map,
+    reraise_as_unsupported,
 )
 
 PRECISIONS = ("fp32", "tf32", "bf16")
-"""What the inside of a step is computed in. Parameters, momentum and sums stay in float32 (or wider) always."""
-
+"""What the model computes in. Parameters, momentum and sums are in float32 or wider always."""
 
 StepBackend = Callable[[StepBuffers, int], Callable[[], None]]
-"""From a lane and a batch size to a function that makes the next step; it may spoil what is in the lane."""
+"""Turn step buffers and a batch size into a function that does the next step.
+
+A backend may run steps while it prepares, so the buffers must be loaded again afterwards.
+"""
+
+_INDUCTOR_OPTIONS: tuple[dict[str, Any], ...] = (
+    {"cpp_wrapper": True, "size_asserts": False},  # faster to call, but not always possible
+    {},
+)
 
 
-class CompileFailed(UnsupportedByEngine):
-    """A step that the compiler does not take, or for which there is none: trying again would take seconds and fail."""
+# ── the context of a step ───────────────────────────────────────────────────────────────────────
 
 
 def on_stream(stream: Any) -> AbstractContextManager[Any]:
-    """Do what follows on a CUDA stream; on a CPU there is none, and asking torch for it takes longer than a kernel."""
+    """Make a CUDA stream current; do nothing if it is None.
+
+    On a CPU there is no stream, and asking torch for one takes longer than a kernel.
+    """
     return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def precision_context(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """Compute in bf16 where that is asked for; whether float32 means tf32 is the machine's setting."""
+    """Enable autocast for bf16. Whether float32 means tf32 is a setting of the machine."""
     if precision != "bf16":
         return nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False)
 
 
 def cudnn_benchmark() -> AbstractContextManager[Any]:
-    """Let cuDNN try its kernels and take the fastest, unless runs must repeat bit for bit."""
-    try_all = not torch.are_deterministic_algorithms_enabled()
+    """Let cuDNN measure its kernels and take the fastest, unless results must repeat exactly."""
+    benchmark = not torch.are_deterministic_algorithms_enabled()
     return torch.backends.cudnn.flags(
         enabled=True,
-        benchmark=try_all,
-        deterministic=not try_all,
+        benchmark=benchmark,
+        deterministic=not benchmark,
         allow_tf32=torch.backends.cudnn.allow_tf32,
     )
 
 
-def _check_replayable(step_buffers: StepBuffers, size: int) -> None:
-    """Make one step as it stands; whatever goes wrong, any random draw and any trace in Python makes the lane unfit."""
-    before, remembered = (
-        _random_state(step_buffers.tensors.x.device),
-        fingerprint(step_buffers.module),
-    )
+# ── whether a step can be replayed ──────────────────────────────────────────────────────────────
+
+
+def check_replayable(step_buffers: StepBuffers, size: int) -> None:
+    """Run one step eagerly and check that it leaves no trace outside the step tensors.
+
+    Raises:
+        UnsupportedByEngine: If the step fails, draws random numbers, or changes Python state.
+    """
+    device = step_buffers.tensors.x.device
+    random_state = _random_state(device)
+    model_state = fingerprint(step_buffers.module)
     step_buffers.rewind(size)
     with reraise_as_unsupported():
         step_buffers.step(step_buffers.tensors, step_buffers.schedules[size])
-    if before != _random_state(step_buffers.tensors.x.device):
+    if random_state != _random_state(device):
         raise UnsupportedByEngine("the model draws random numbers for each client (dropout)")
     try:
-        now = fingerprint(step_buffers.module)
-    except (
-        UnsupportedByEngine
-    ):  # it has kept something of the step that cannot be looked at outside
-        now = b""
-    if remembered != now:
+        unchanged = fingerprint(step_buffers.module) == model_state
+    except UnsupportedByEngine:  # the module kept an object of the step that has no fingerprint
+        unchanged = False
+    if not unchanged:
         raise UnsupportedByEngine(
-            "the model changes what it holds in Python while it computes, which a step in place would miss"
+            "the model changes its Python state in forward, which a replayed step would miss"
         )
 
 
-@contextmanager
-def reraise_as_unsupported() -> Iterator[None]:
-    """A step of an own module may raise anything; `sequential` will raise it again if it matters."""
-    try:
-        yield
-    except UnsupportedByEngine:
-        raise
-    except Exception as error:
-        why = (str(error).splitlines() or [""])[0]
-        raise UnsupportedByEngine(
-            f"its step cannot be replayed ({type(error).__name__}: {why:.100})"
-        ) from error
-
-
 def _random_state(device: torch.device) -> tuple[object, ...]:
-    """Where the generators stand that a model may draw from: torch's, Python's and NumPy's."""
-    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-    numpys = np.random.get_state(legacy=False)["state"]
-    return state.numpy().tobytes(), random.getstate(), numpys["key"].tobytes(), numpys["pos"]
+    """Return the states of all generators that a model may draw from."""
+    if device.type == "cuda":
+        torch_state = torch.cuda.get_rng_state(device)
+    else:
+        torch_state = torch.get_rng_state()
+    numpy_state = np.random.get_state(legacy=False)["state"]
+    return (
+        torch_state.numpy().tobytes(),
+        random.getstate(),
+        numpy_state["key"].tobytes(),
+        numpy_state["pos"],
+    )
+
+
+# ── backends ────────────────────────────────────────────────────────────────────────────────────
 
 
 def eager_backend(step_buffers: StepBuffers, size: int) -> Callable[[], None]:
-    """The step as it stands."""
+    """Return the step as it is."""
     return lambda: step_buffers.step(step_buffers.tensors, step_buffers.schedules[size])
 
 
 def inductor_backend(step_buffers: StepBuffers, size: int) -> Callable[[], None]:
-    """The step as one compiled function; a rest of a few rows is not worth compiling.
+    """Return the step as one function compiled for the CPU.
 
-    It is traced to a list of operations on the lane's tensors first, whatever Python a model and a recipe are made of.
-    The compiler gets that list itself, not through `torch.compile`, which would look at each call anew: these tensors
-    stay what they are.
+    The step is first traced to a list of tensor operations, so a model or a recipe may use any
+    Python. The compiler gets this list directly, not through `torch.compile`, whose guards would
+    check in every call that the tensors are still the same. They always are.
+
+    Only full batches are compiled: the few rows that remain are not worth the time.
     """
-    plain = eager_backend(step_buffers, size)
     if size != step_buffers.signature.local.batch_size:
-        return plain
-    tree = _field_values(step_buffers.tensors), _field_values(step_buffers.schedules[size])
-    leaves = tree_leaves(tree)
-    numbers = sum(prod(shape) for _, shape in step_buffers.signature.param_shapes)
-    log.info(
-        "engine: compiling, once, the step of %d clients with %s parameters each",
-        step_buffers.stack_size or 1,
-        f"{numbers:,}",
+        return eager_backend(step_buffers, size)
+    _log_compilation(step_buffers)
+    fields_of_step = (
+        _field_values(step_buffers.tensors),
+        _field_values(step_buffers.schedules[size]),
     )
+    leaves = tree_leaves(fields_of_step)
 
     def step(*inputs: Tensor) -> tuple[()]:
-        following = iter(inputs)
-        tensors, schedule = tree_map(lambda _: next(following), tree)
+        remaining = iter(inputs)
+        tensors, schedule = tree_map(lambda _: next(remaining), fields_of_step)
         step_buffers.step.compute(StepTensors(*tensors), BatchSchedule(*schedule))
         return ()
 
-    for wrapper in ({"cpp_wrapper": True, "size_asserts": False}, {}):
-        try:
-            step_buffers.rewind(size)
-            fast = _compile(step, leaves, wrapper)
-            step_buffers.rewind(size)
-            fast(*leaves)
-        except (
-            Exception
-        ) as error:  # the step itself has been tried; tracing and compiling may fail in any way
-            failed = type(error).__name__
-        else:
-            break
-    else:
-        raise CompileFailed(f"the step cannot be compiled ({failed})")
+    compiled = _compile_and_try(step_buffers, size, step, leaves)
     if not observes_gradients(step_buffers.signature.recipe):
-        return lambda: fast(*leaves)
+        return lambda: compiled(*leaves)
 
     def step_and_update_carry() -> None:
-        fast(*leaves)
+        compiled(*leaves)
         step_buffers.step.update_carry(step_buffers.tensors)
 
     return step_and_update_carry
 
 
-def _compile(
-    step: Callable[..., tuple[()]], leaves: Sequence[Tensor], options: dict[str, Any]
-) -> Callable[..., Any]:
-    with warnings.catch_warnings(
-        action="ignore"
-    ):  # the compiler's own, which a user may have made errors
-        return _compile_graph(step, leaves, options)
-
-
-def _compile_graph(
-    step: Callable[..., tuple[()]], leaves: Sequence[Tensor], options: dict[str, Any]
-) -> Callable[..., Any]:
-    from torch._inductor import (
-        compile as inductor,
-    )  # takes a second to import, so not for those who do not compile
-
-    graph = make_fx(step)(*leaves)
-    failed = ""
-    try:
-        use_custom_kernels(graph.graph)
-        graph.recompile()
-    except Exception as error:  # building them may fail in any way
-        failed = type(error).__name__
-    for (
-        node
-    ) in graph.graph.nodes:  # what tracing noted of its tensors is in the way of a wrapper in C++
-        node.meta.clear()
-    fast: Callable[..., Any] = inductor(graph, list(leaves), options)
-    if failed:  # said now: without any compiler it would be the lesser half of the truth
-        warn_once(f"kernels for small products cannot be built ({failed}), so torch's are used")
-    return fast
-
-
-def _field_values(record: StepTensors | BatchSchedule) -> tuple[Any, ...]:
-    return tuple(getattr(record, field.name) for field in fields(record))
-
-
 def cuda_graph_backend(step_buffers: StepBuffers, size: int) -> Callable[[], None]:
-    """The kernels of a step as a CUDA graph; its memory belongs to the lane and is not given back in between."""
+    """Return the replay of a CUDA graph of the step. The graph keeps its memory to itself."""
     step_buffers.rewind(size)
-    step_buffers.step(
-        step_buffers.tensors, step_buffers.schedules[size]
-    )  # once more: by now all workspaces and choices of kernels are made
+    # run it once more: `check_replayable` made cuDNN choose kernels and allocate workspaces
+    step_buffers.step(step_buffers.tensors, step_buffers.schedules[size])
     torch.cuda.current_stream().synchronize()
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
             step_buffers.step(step_buffers.tensors, step_buffers.schedules[size])
     except RuntimeError as error:
-        raise UnsupportedByEngine(
-            f"its step cannot be captured ({str(error).splitlines()[0]:.100})"
-        ) from error
+        first_line = str(error).splitlines()[0]
+        raise UnsupportedByEngine(f"its step cannot be captured ({first_line:.100})") from error
     return graph.replay
+
+
+# ── compiling ───────────────────────────────────────────────────────────────────────────────────
+
+
+def _log_compilation(step_buffers: StepBuffers) -> None:
+    num_params = sum(prod(shape) for _, shape in step_buffers.signature.param_shapes)
+    log.info(
+        "engine: compiling, once, the step of %d clients with %s parameters each",
+        step_buffers.stack_size or 1,
+        f"{num_params:,}",
+    )
+
+
+def _field_values(record: StepTensors | BatchSchedule) -> tuple[Any, ...]:
+    return tuple(getattr(record, field.name) for field in fields(record))
+
+
+def _compile_and_try(
+    step_buffers: StepBuffers,
+    size: int,
+    step: Callable[..., tuple[()]],
+    leaves: Sequence[Tensor],
+) -> Callable[..., Any]:
+    """Compile a step with the first options under which it runs."""
+    reason = ""
+    for options in _INDUCTOR_OPTIONS:
+        try:
+            step_buffers.rewind(size)
+            compiled = _compile(step, leaves, dict(options))
+            step_buffers.rewind(size)
+            compiled(*leaves)
+        except Exception as error:  # the step itself works: `check_replayable` has run it
+            reason = type(error).__name__
+        else:
+            return compiled
+    raise CompileFailed(f"the step cannot be compiled ({reason})")
+
+
+def _compile(
+    step: Callable[..., tuple[()]], leaves: Sequence[Tensor], options: dict[str, Any]
+) -> Callable[..., Any]:
+    # the compiler warns, and a user may have turned warnings into errors
+    with warnings.catch_warnings(action="ignore"):
+        return _compile_graph(step, leaves, options)
+
+
+def _compile_graph(
+    step: Callable[..., tuple[()]], leaves: Sequence[Tensor], options: dict[str, Any]
+) -> Callable[..., Any]:
+    from torch._inductor import compile as inductor  # takes a second to import
+
+    module = make_fx(step)(*leaves)
+    kernel_error = _insert_cpu_kernels(module)
+    for node in module.graph.nodes:  # the C++ wrapper rejects the tensors that tracing noted
+        node.meta.clear()
+    compiled: Callable[..., Any] = inductor(module, list(leaves), options)
+    if kernel_error:  # only now: without a compiler, the missing kernels are not the reason
+        warn_once(
+            f"kernels for small products cannot be built ({kernel_error}), so torch's are used"
+        )
+    return compiled
+
+
+def _insert_cpu_kernels(module: GraphModule) -> str:
+    """Use our own CPU kernels in a traced step; return what went wrong, if anything did."""
+    try:
+        use_custom_kernels(module.graph)
+        module.recompile()
+    except Exception as error:  # building C++ code may fail in any way
+        return type(error).__name__
+    return ""

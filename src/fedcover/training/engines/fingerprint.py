@@ -1,7 +1,8 @@
-"""What a module holds beside its parameters and buffers, so that it can be seen whether any of it has changed.
+"""Fingerprint the Python state of a module: all that it holds except parameters and buffers.
 
-A step that was made fast once replays what the module did then. A module that counts, draws or is set otherwise in
-Python would do something else the next time, which a replay does not know.
+A prepared step replays what the module did once. If a module counts, draws random numbers or is
+reconfigured in Python, it would do something else the next time, and the replay would miss that.
+Equal fingerprints before and after show that nothing has changed.
 """
 
 import hashlib
@@ -14,7 +15,7 @@ from weakref import ReferenceType
 import torch
 from torch import Tensor, nn
 
-from fedcover.training.engines.sgd_step import UnsupportedByEngine
+from fedcover.training.engines.unsupported import UnsupportedByEngine, summarize
 
 _MODULE_DICTS = ("_parameters", "_buffers", "_modules")
 _PRIMITIVES = (int, float, str, bool, type(None))
@@ -26,71 +27,91 @@ _IDENTITY_TYPES = (
     ModuleType,
     ReferenceType,
 )
-"""What is told apart by which object it is, not by what is in it."""
+"""Types whose objects are compared by identity, not by content."""
 
 
 def fingerprint(module: nn.Module) -> bytes:
-    """Equal for modules that hold the same beside the values of their parameters and buffers.
+    """Return a hash of the Python state of a module and its submodules.
 
     >>> layer = nn.ReLU()
     >>> before = fingerprint(layer)
     >>> layer.history = {"steps": [1]}
     >>> fingerprint(layer) == before
     False
+
+    Raises:
+        UnsupportedByEngine: If an object in the module cannot be pickled.
     """
-    held, parts = io.BytesIO(), list(module.named_modules())
-    prints = _FingerprintPickler(held, parts)
+    stream = io.BytesIO()
+    submodules = list(module.named_modules())
+    pickler = _FingerprintPickler(stream, submodules)
     try:
-        for path, part in parts:
-            prints.dump((path, type(part), *prints.state_of(part)))
-    except Exception as error:  # whatever a user's object does when it is looked at
-        why = (str(error).splitlines() or [""])[0]
+        for path, submodule in submodules:
+            pickler.dump((path, type(submodule), *pickler.python_state(submodule)))
+    except Exception as error:  # pickling runs a user's code, which may raise anything
         raise UnsupportedByEngine(
-            f"the model holds something that may change unseen ({type(error).__name__}: {why:.100})"
+            f"the model holds something that may change unseen ({summarize(error)})"
         ) from error
-    return hashlib.blake2b(held.getvalue()).digest()
+    return hashlib.blake2b(stream.getvalue()).digest()
 
 
 class _FingerprintPickler(pickle.Pickler):
-    """Writes objects down; nothing is ever read back from it."""
+    """A pickler whose output is only hashed, never loaded.
 
-    def __init__(self, file: io.BytesIO, parts: Sequence[tuple[str, nn.Module]]) -> None:
+    Submodules, parameters and buffers are written as their paths.
+    """
+
+    def __init__(self, file: io.BytesIO, submodules: Sequence[tuple[str, nn.Module]]) -> None:
         super().__init__(file)
-        self._known = {id(part): path for path, part in parts}
-        for path, part in parts:
-            for name, tensor in (*part._parameters.items(), *part._buffers.items()):
-                self._known.setdefault(id(tensor), f"{path}.{name}")
-        self._known.pop(id(None), None)  # what may be registered, too
+        self._paths = {id(submodule): path for path, submodule in submodules}
+        for path, submodule in submodules:
+            for name, tensor in (*submodule._parameters.items(), *submodule._buffers.items()):
+                self._paths.setdefault(id(tensor), f"{path}.{name}")
+        self._paths.pop(id(None), None)  # a parameter or buffer may be registered as None
 
-    def state_of(self, part: nn.Module) -> tuple[str, dict[str, object]]:
-        """What a part holds: in one text what is simple, the rest by name; it is asked for in every round."""
-        held = vars(part)
-        simple = [f"{kind} {name} {self._known.get(id(each))}" for kind in _MODULE_DICTS
-                  for name, each in held[kind].items()]  # fmt: skip
+    def python_state(self, submodule: nn.Module) -> tuple[str, dict[str, object]]:
+        """Return the simple attributes of a module as one text, and the others by name.
+
+        A text is cheap to pickle, and this is done in every round.
+        """
+        attributes = vars(submodule)
+        lines = []
+        for kind in _MODULE_DICTS:
+            for name, registered in attributes[kind].items():
+                lines.append(f"{kind} {name} {self._paths.get(id(registered))}")
         others = {}
-        for name, value in held.items():
-            if (
-                name == "training"
-                or name in _MODULE_DICTS
-                or (isinstance(value, dict) and not value)
-            ):
+        for name, value in attributes.items():
+            if name == "training" or name in _MODULE_DICTS:
+                continue
+            if isinstance(value, dict) and not value:
                 continue  # torch gives every module some fifteen empty dicts for hooks
-            if isinstance(value, _PRIMITIVES) or (
-                type(value) is tuple and all(type(each) is int for each in value)
-            ):
-                simple.append(f"{name} {type(value).__name__} {value!r}")
+            if _is_simple(value):
+                lines.append(f"{name} {type(value).__name__} {value!r}")
             else:
                 others[name] = value
-        return "\n".join(simple), others
+        return "\n".join(lines), others
 
     def persistent_id(self, obj: object) -> object:
-        if id(obj) in self._known:
-            return self._known[id(obj)]
-        if isinstance(obj, Tensor) and obj.is_meta:
-            return f"{obj.dtype} {tuple(obj.shape)}"
+        if id(obj) in self._paths:
+            return self._paths[id(obj)]
         if isinstance(obj, Tensor):
-            values = obj.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-            return f"{obj.dtype} {tuple(obj.shape)} {hashlib.blake2b(values).hexdigest()}"
+            return _describe_tensor(obj)
         if isinstance(obj, torch.Generator):
             return obj.get_state().numpy().tobytes()
         return id(obj) if isinstance(obj, _IDENTITY_TYPES) else None
+
+
+def _is_simple(value: object) -> bool:
+    """Return whether `repr` shows all that a value holds."""
+    if isinstance(value, _PRIMITIVES):
+        return True
+    return type(value) is tuple and all(type(entry) is int for entry in value)
+
+
+def _describe_tensor(tensor: Tensor) -> str:
+    """Return a tensor's dtype, shape and, unless it is a meta tensor, a hash of its values."""
+    kind = f"{tensor.dtype} {tuple(tensor.shape)}"
+    if tensor.is_meta:
+        return kind
+    values = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return f"{kind} {hashlib.blake2b(values).hexdigest()}"

@@ -1,7 +1,8 @@
-"""Clients with unequal numbers of samples in the seats of one crew: whoever has finished leaves its seat to the next.
+"""Train clients with different numbers of samples in the slots of one stack.
 
-Whole batches are steps of all seats together, made fast once for whoever sits there. What is left of an epoch has
-another size for each client, so that is a step of one seat by itself, as it stands.
+A full batch is one prepared step of all slots. The rows that remain at the end of an epoch differ
+from client to client, so they are an eager step of one slot. A client that has finished leaves its
+slot to the next one.
 """
 
 from collections import deque
@@ -11,19 +12,29 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from fedcover.training.engines.buffers import ClientInputs, JobResult, StepBuffers, client_buffers
-from fedcover.training.engines.compilation import (
-    on_stream,
-    precision_context,
-    reraise_as_unsupported,
-)
+from fedcover.training.engines.buffers import StepBuffers
+from fedcover.training.engines.client_inputs import ClientInputs, JobResult, client_buffers
+from fedcover.training.engines.compilation import on_stream, precision_context
 from fedcover.training.engines.runners import StepRunner
-from fedcover.training.engines.sgd_step import BatchSchedule, StepTensors, tree_leaves, tree_map
+from fedcover.training.engines.step_tensors import BatchSchedule, StepTensors
+from fedcover.training.engines.trees import tree_leaves, tree_map
+from fedcover.training.engines.unsupported import reraise_as_unsupported
+from fedcover.types import LocalTraining, Params
 
 
 @dataclass(slots=True, eq=False)
 class StackSlot:
-    """One client in a crew: which of its seats, in what order it goes through its rows, and how far it has come."""
+    """One client of a stack: its slot, its row order, and how far it has come.
+
+    Attributes:
+        step_buffers: The step tensors of the stack.
+        index: The slot's position along the axis of clients.
+        client: The client in the slot.
+        row_orders: The client's row order in each epoch, and the numbers that augment the rows.
+        tensors: The slot's part of the step tensors, as views.
+        epoch: The number of epochs done.
+        batches_done: The number of full batches done in this epoch.
+    """
 
     step_buffers: StepBuffers
     index: int
@@ -34,128 +45,155 @@ class StackSlot:
     batches_done: int = 0
 
     def __post_init__(self) -> None:
-        self.row_orders, self.tensors = (
-            self.client.row_orders(),
-            _slot_tensors(self.step_buffers, self.index),
-        )
+        self.row_orders = self.client.row_orders()
+        self.tensors = _slot_tensors(self.step_buffers.tensors, self.index)
         self.load()
 
     @property
+    def local(self) -> LocalTraining:
+        """The hyper-parameters of local training."""
+        return self.step_buffers.signature.local
+
+    @property
     def full_batches(self) -> int:
-        """How many whole batches an epoch has."""
-        return self.client.rows // self.step_buffers.signature.local.batch_size
+        """The number of full batches in an epoch."""
+        return self.client.rows // self.local.batch_size
 
     @property
     def steps_per_epoch(self) -> int:
-        """How many steps an epoch has."""
-        return -(-self.client.rows // self.step_buffers.signature.local.batch_size)
+        """The number of steps in an epoch, with that of the remaining rows."""
+        return -(-self.client.rows // self.local.batch_size)
+
+    @property
+    def at_epoch_end(self) -> bool:
+        """Whether all full batches of the epoch are done."""
+        return self.batches_done == self.full_batches
 
     @property
     def is_finished(self) -> bool:
-        """Whether the client has made all of its steps."""
-        return self.epoch == self.step_buffers.signature.local.epochs
+        """Whether the client has done all of its epochs."""
+        return self.epoch == self.local.epochs
 
     def load(self) -> None:
-        """Put what the client brings along in the place of whatever was in the seat."""
+        """Copy the client's inputs into the slot."""
         client, tensors = self.client, self.tensors
         buffers = client_buffers(client.job.assignment) if tensors.buffers else {}
-        for room, values in (
-            (tensors.params, client.params),
-            (tensors.masks, client.masks),
-            (tensors.buffers, buffers),
-        ):
-            for name, tensor in room.items():
-                tensor.copy_(values[name])
-        for tensor in tensors.velocity.values():
-            tensor.zero_()
-        for tensor, value in zip(
-            tree_leaves(tensors.carry), tree_leaves(client.carry), strict=True
-        ):
-            tensor.copy_(value)
-        tensors.x[: client.rows].copy_(client.shard.samples.x[client.shard.index])
-        tensors.y[: client.rows].copy_(client.shard.samples.y[client.shard.index])
+        _copy_named(tensors.params, client.params)
+        _copy_named(tensors.masks, dict(client.masks))
+        _copy_named(tensors.buffers, buffers)
+        for velocity in tensors.velocity.values():
+            velocity.zero_()
+        leaves = zip(tree_leaves(tensors.carry), tree_leaves(client.carry), strict=True)
+        for target, value in leaves:
+            target.copy_(value)
+        samples, index = client.shard.samples, client.shard.index
+        tensors.x[: client.rows].copy_(samples.x[index])
+        tensors.y[: client.rows].copy_(samples.y[index])
 
     def load_schedule(self, schedule: BatchSchedule, steps: int) -> None:
-        """Put the rows of the client's next steps where those of its crew are."""
-        size = self.step_buffers.signature.local.batch_size
-        part = slice(self.batches_done * size, (self.batches_done + steps) * size)
-        for room, order in zip(
-            (schedule.rows_TB, schedule.drawn_TBK), self.row_orders, strict=True
-        ):
-            room[:steps, self.index].copy_(
-                order[self.epoch, part].reshape(room[:steps, self.index].shape)
-            )
+        """Copy the rows of the client's next full batches into the stack's schedule."""
+        size = self.local.batch_size
+        rows = slice(self.batches_done * size, (self.batches_done + steps) * size)
+        order_EN, drawn_ENK = self.row_orders
+        for target, source in ((schedule.rows_TB, order_EN), (schedule.drawn_TBK, drawn_ENK)):
+            slot_target = target[:steps, self.index]
+            slot_target.copy_(source[self.epoch, rows].reshape(slot_target.shape))
 
     def finish_epoch(self) -> None:
-        """Make the step of what is left of the epoch, if anything is, and begin the next."""
+        """Train on the remaining rows of the epoch, if there are any, and begin the next epoch."""
         if self.steps_per_epoch > self.full_batches:
-            left = slice(self.full_batches * self.step_buffers.signature.local.batch_size, None)
-            rows_1B, drawn_1BK = (order[self.epoch, left][None] for order in self.row_orders)
-            step = replace(self.step_buffers.step, stacked=False)
-            with reraise_as_unsupported():  # this size was not tried before
-                step(
-                    self.tensors,
-                    BatchSchedule(rows_1B, drawn_1BK, cursor=torch.zeros(1, dtype=torch.int64)),
-                )
-        self.epoch, self.batches_done = self.epoch + 1, 0
+            self._run_remainder()
+        self.epoch += 1
+        self.batches_done = 0
+
+    def _run_remainder(self) -> None:
+        rows = slice(self.full_batches * self.local.batch_size, None)
+        order_EN, drawn_ENK = self.row_orders
+        schedule = BatchSchedule(
+            rows_TB=order_EN[self.epoch, rows][None],
+            drawn_TBK=drawn_ENK[self.epoch, rows][None],
+            cursor=torch.zeros(1, dtype=torch.int64),
+        )
+        step = replace(self.step_buffers.step, stacked=False)
+        with reraise_as_unsupported():  # this batch size has not been tried before
+            step(self.tensors, schedule)
 
     def result(self) -> JobResult:
-        """What comes of the client."""
+        """Return the client's result."""
         tensors = self.tensors
         flat_P = torch.cat([p.reshape(-1) for p in tensors.params.values()])
-        loss = float(
-            tensors.losses_T[
-                (self.epoch - 1) * self.steps_per_epoch : self.epoch * self.steps_per_epoch
-            ].mean()
+        last_epoch = slice(
+            (self.epoch - 1) * self.steps_per_epoch, self.epoch * self.steps_per_epoch
         )
-        kept = (tree_map(torch.clone, tree) for tree in (tensors.carry, tensors.buffers))
         return self.step_buffers.result(
-            self.client, flat_P, bool(flat_P.isfinite().all()), loss, *kept
+            self.client,
+            flat_P,
+            finite=bool(flat_P.isfinite().all()),
+            loss=float(tensors.losses_T[last_epoch].mean()),
+            carry=tree_map(torch.clone, tensors.carry),
+            buffers=tree_map(torch.clone, tensors.buffers),
         )
 
 
-def _slot_tensors(step_buffers: StepBuffers, slot: int) -> StepTensors:
-    """What a lane holds for one seat, as if its client were alone."""
-    stack = step_buffers.tensors
-    tensors = {
-        kind: {name: tensor[slot] for name, tensor in getattr(stack, kind).items()}
-        for kind in ("params", "velocity", "masks", "buffers")
-    }
-    carry, observed = (
-        tree_map(lambda stacked: stacked[slot], tree) for tree in (stack.carry, stack.observed)
+def _copy_named(targets: Params, values: Params) -> None:
+    for name, target in targets.items():
+        target.copy_(values[name])
+
+
+def _slot_tensors(stack: StepTensors, index: int) -> StepTensors:
+    """Return views of one slot, as if its client trained alone."""
+
+    def of_slot(stacked: Tensor) -> Tensor:
+        return stacked[index]
+
+    return StepTensors(
+        params=tree_map(of_slot, stack.params),
+        velocity=tree_map(of_slot, stack.velocity),
+        masks=tree_map(of_slot, stack.masks),
+        buffers=tree_map(of_slot, stack.buffers),
+        carry=tree_map(of_slot, stack.carry),
+        observed=tree_map(of_slot, stack.observed),
+        x=of_slot(stack.x),
+        y=of_slot(stack.y),
+        lr=stack.lr,
+        step=of_slot(stack.step),
+        losses_T=stack.losses_T[:, index],
     )
-    return StepTensors(**tensors, carry=carry, observed=observed, x=stack.x[slot], y=stack.y[slot], lr=stack.lr,
-                 step=stack.step[slot], losses_T=stack.losses_T[:, slot])  # fmt: skip
 
 
 def train_ragged(runner: StepRunner, clients: Sequence[ClientInputs]) -> list[JobResult]:
-    """What comes of clients that differ in their numbers of samples only, those with the most first."""
-    step_buffers, size = runner.step_buffers, runner.step_buffers.signature.local.batch_size
+    """Train clients that differ only in their number of samples, the largest first."""
+    step_buffers = runner.step_buffers
     waiting = deque(sorted(clients, key=lambda client: client.rows, reverse=True))
     step_buffers.tensors.lr.fill_(clients[0].job.lr)
+    device = step_buffers.tensors.x.device
+    with on_stream(runner.stream), precision_context(runner.precision, device):
+        num_slots = min(step_buffers.stack_size or 1, len(waiting))
+        slots = [StackSlot(step_buffers, index, waiting.popleft()) for index in range(num_slots)]
+        return _train_slots(runner, slots, waiting)
+
+
+def _train_slots(
+    runner: StepRunner, active_slots: list[StackSlot], waiting: deque[ClientInputs]
+) -> list[JobResult]:
+    """Train until no client is left; waiting clients take the slots of those that finish."""
+    step_buffers, batch_size = runner.step_buffers, runner.step_buffers.signature.local.batch_size
+    _, drawn_ENK = active_slots[0].row_orders
+    schedule = step_buffers.schedule(batch_size, drawn_ENK.shape[-1])
+    if runner.prepare_steps([batch_size]):
+        for slot in active_slots:
+            slot.load()
     results: list[JobResult] = []
-    with (
-        on_stream(runner.stream),
-        precision_context(runner.precision, step_buffers.tensors.x.device),
-    ):
-        active_slots = [
-            StackSlot(step_buffers, index, waiting.popleft())
-            for index in range(min(step_buffers.stack_size or 1, len(waiting)))
-        ]
-        schedule = step_buffers.schedule(size, active_slots[0].row_orders[1].shape[-1])
-        if runner.prepare_steps([size]):
-            for slot in active_slots:
-                slot.load()
-        while active_slots:
-            _run_full_batches(step_buffers, schedule, active_slots, runner.steps[size])
-            for slot in [slot for slot in active_slots if slot.batches_done == slot.full_batches]:
-                slot.finish_epoch()
-                if slot.is_finished:
-                    results.append(slot.result())
-                    active_slots.remove(slot)
-                    active_slots += (
-                        [StackSlot(step_buffers, slot.index, waiting.popleft())] if waiting else []
-                    )
+    while active_slots:
+        _run_full_batches(step_buffers, schedule, active_slots, runner.steps[batch_size])
+        for slot in [slot for slot in active_slots if slot.at_epoch_end]:
+            slot.finish_epoch()
+            if not slot.is_finished:
+                continue
+            results.append(slot.result())
+            active_slots.remove(slot)
+            if waiting:
+                active_slots.append(StackSlot(step_buffers, slot.index, waiting.popleft()))
     return results
 
 
@@ -165,16 +203,15 @@ def _run_full_batches(
     active_slots: Sequence[StackSlot],
     step: Callable[[], None],
 ) -> None:
-    """All seats at once through whole batches, until the first of them is at the end of an epoch."""
-    steps = min(slot.full_batches - slot.batches_done for slot in active_slots)
-    made = [0] * (
-        step_buffers.stack_size or 1
-    )  # whatever an empty seat does, it begins anew and nobody looks at it
+    """Run full batches of all slots until the first one reaches the end of its epoch."""
+    num_steps = min(slot.full_batches - slot.batches_done for slot in active_slots)
+    # an empty slot starts at 0 and trains too, but nobody reads its result
+    steps_done = [0] * (step_buffers.stack_size or 1)
     for slot in active_slots:
-        made[slot.index] = slot.epoch * slot.steps_per_epoch + slot.batches_done
-        slot.load_schedule(schedule, steps)
-        slot.batches_done += steps
-    step_buffers.tensors.step.copy_(torch.tensor(made))
+        steps_done[slot.index] = slot.epoch * slot.steps_per_epoch + slot.batches_done
+        slot.load_schedule(schedule, num_steps)
+        slot.batches_done += num_steps
+    step_buffers.tensors.step.copy_(torch.tensor(steps_done))
     schedule.cursor.zero_()
-    for _ in range(steps):
+    for _ in range(num_steps):
         step()

@@ -1,10 +1,8 @@
-"""Places where clients train, kept from round to round: a lane, its stream, and steps that were made fast once.
-
-`inductor_backend` is for the CPU: one function for a whole step. `cuda_graph_backend` is for CUDA: the kernels of a step as one graph.
-"""
+"""The cache of prepared steps: a runner trains clients, the cache keeps runners between rounds."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,16 +11,12 @@ import torch
 from torch import nn
 
 from fedcover.errors import TrainingDiverged
-from fedcover.training.engines.buffers import (
-    ClientInputs,
-    JobResult,
-    StepBuffers,
-    StepSignature,
-    allocate_buffers,
-)
+from fedcover.training.engines.allocation import allocate_buffers
+from fedcover.training.engines.buffers import StepBuffers
+from fedcover.training.engines.client_inputs import ClientInputs, JobResult, StepSignature
 from fedcover.training.engines.compilation import (
     StepBackend,
-    _check_replayable,
+    check_replayable,
     cudnn_benchmark,
     inductor_backend,
     on_stream,
@@ -32,15 +26,26 @@ from fedcover.training.engines.fingerprint import fingerprint
 from fedcover.types import Task, Update
 
 MAX_RUNNERS = 64
-"""Places that a pool keeps; the one that was used longest ago goes first."""
+"""The number of runners that a cache keeps; the least recently used is dropped first."""
 
 MIN_FREE_MEMORY = 0.15
-"""The share of a GPU's memory that must be free before a place is added; else places that wait for clients go."""
+"""The share of GPU memory that must be free before a runner is added; else old ones are dropped."""
 
 
 @dataclass(slots=True, eq=False)
 class StepRunner:
-    """A lane with its fast steps, one for each batch size; on CUDA everything in it happens on its own stream."""
+    """Step buffers with a prepared step for each batch size.
+
+    On CUDA a runner does all of its work on a stream of its own.
+
+    Attributes:
+        step_buffers: The tensors, and the step on them.
+        backend: How steps are prepared.
+        precision: What steps compute in.
+        stream: The CUDA stream, or None on a CPU.
+        steps: The prepared step of each batch size.
+        batch_sizes: The batch size of each step that the loaded clients take.
+    """
 
     step_buffers: StepBuffers
     backend: StepBackend
@@ -50,7 +55,7 @@ class StepRunner:
     batch_sizes: Sequence[int] = ()
 
     def load(self, clients: Sequence[ClientInputs]) -> None:
-        """Let clients in, and see to it that all of their steps can be made."""
+        """Load clients and prepare all steps that they need."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream())
         with on_stream(self.stream):
@@ -60,59 +65,77 @@ class StepRunner:
                 self.step_buffers.load(clients)
 
     def prepare_steps(self, sizes: Iterable[int]) -> bool:
-        """Make steps of these batch sizes fast, if they are not; whether that has spoilt what is in the lane."""
-        new = [size for size in dict.fromkeys(sizes) if size not in self.steps]
-        for size in new:
-            with (
-                precision_context(self.precision, self.step_buffers.tensors.x.device),
-                cudnn_benchmark(),
-            ):
-                _check_replayable(self.step_buffers, size)
+        """Prepare the steps of these batch sizes, unless they are prepared already.
+
+        Returns:
+            Whether a step was prepared. If so, the buffers must be loaded again.
+        """
+        new_sizes = [size for size in dict.fromkeys(sizes) if size not in self.steps]
+        for size in new_sizes:
+            with self._precision(), cudnn_benchmark():
+                check_replayable(self.step_buffers, size)
                 self.steps[size] = self.backend(self.step_buffers, size)
-        return bool(new)
+        return bool(new_sizes)
 
     def run_step(self, step: int) -> None:
-        """Make a step, if the clients here have so many."""
+        """Run one step; do nothing if the loaded clients have fewer steps."""
         if step < len(self.batch_sizes):
-            with (
-                on_stream(self.stream),
-                precision_context(self.precision, self.step_buffers.tensors.x.device),
-            ):
+            with on_stream(self.stream), self._precision():
                 self.steps[self.batch_sizes[step]]()
 
     def results(self) -> list[JobResult]:
-        """What comes of the clients here."""
+        """Return the result of each loaded client."""
         with on_stream(self.stream):
-            made = list(self.step_buffers.results())
+            results = list(self.step_buffers.results())
         if self.stream is not None:
             torch.cuda.current_stream().wait_stream(self.stream)
-        return made
+        return results
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        return precision_context(self.precision, self.step_buffers.tensors.x.device)
 
 
-# ── making steps fast ───────────────────────────────────────────────────────────────────────────────────
+def run_steps(runners: Sequence[StepRunner]) -> None:
+    """Run all steps of all runners, in turns, so that their streams overlap on a GPU."""
+    for step in range(max(len(runner.batch_sizes) for runner in runners)):
+        for runner in runners:
+            runner.run_step(step)
 
 
-# ── pools ───────────────────────────────────────────────────────────────────────────────────────────────
+def raise_on_divergence(results: Iterable[JobResult]) -> Iterator[Update]:
+    """Yield the updates; raise the error of the first client whose training diverged."""
+    for _, result in results:
+        if isinstance(result, TrainingDiverged):
+            raise result
+        yield result
 
 
 @dataclass(slots=True, eq=False)
 class RunnerCache:
-    """The places of one model, those used last at the end; and why its steps cannot be compiled, once that is known.
+    """The runners of one model, least recently used first.
 
-    `model_key` is what the model was when the first place was made; what was prepared for it serves no other.
+    Attributes:
+        model_key: Identifies the state of the model that the runners were made for.
+        runners: The runners by all that they depend on.
+        compile_error: Why the steps of this model cannot be compiled, once that is known.
     """
 
     model_key: object = None
     runners: OrderedDict[tuple[object, ...], StepRunner] = field(default_factory=OrderedDict)
     compile_error: str = ""
 
+    def signatures(self) -> set[StepSignature]:
+        """Return the signatures that there is a runner for."""
+        return {runner.step_buffers.signature for runner in self.runners.values()}
+
     def stack_sizes(self, signature: StepSignature) -> list[int]:
-        """The sizes of crews that there is a place for."""
-        return [
-            runner.step_buffers.stack_size
-            for runner in self.runners.values()
-            if runner.step_buffers.signature == signature and runner.step_buffers.stack_size
-        ]
+        """Return the stack sizes that there is a runner for."""
+        sizes = []
+        for runner in self.runners.values():
+            step_buffers = runner.step_buffers
+            if step_buffers.signature == signature and step_buffers.stack_size:
+                sizes.append(step_buffers.stack_size)
+        return sizes
 
     def runner(
         self,
@@ -123,64 +146,76 @@ class RunnerCache:
         backend: StepBackend,
         precision: str,
     ) -> StepRunner:
-        """The place for clients of a shape (the first, second, ... for as many at once), made if there is none."""
+        """Return a runner; create it if there is none.
+
+        Args:
+            clients: The clients to train. Their model and device are used to create the runner.
+            signature: What the clients have in common.
+            stack_size: How many clients train at once; None for one unstacked client.
+            number: 0 for the first runner of this signature and size, 1 for the second, ...
+            backend: How steps are prepared.
+            precision: What steps compute in.
+        """
         key = (signature, stack_size, number, backend, precision)
         if key not in self.runners:
-            device = next(iter(clients[0].params.values())).device
-            self._evict_runners(device)
-            stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-            step_buffers = allocate_buffers(
-                signature,
-                clients[0],
-                stack_size,
-                bf16=precision == "bf16",
-                fused=backend is not inductor_backend,
-            )
-            self.runners[key] = StepRunner(
-                step_buffers, backend, "fp32" if step_buffers.step.bf16 else precision, stream
+            self._evict_runners(clients[0].device)
+            self.runners[key] = _create_runner(
+                clients[0], signature, stack_size, backend, precision
             )
         self.runners.move_to_end(key)
         return self.runners[key]
 
     def drop_unprepared(self) -> None:
-        """Drop places whose steps could not be made: their modules may hold what is left of the trial."""
-        for key in [key for key, runner in self.runners.items() if not runner.steps]:
+        """Drop runners without a prepared step: a failed trial may have changed their modules."""
+        unprepared = [key for key, runner in self.runners.items() if not runner.steps]
+        for key in unprepared:
             del self.runners[key]
 
     def _evict_runners(self, device: torch.device) -> None:
-        def short() -> bool:
-            if device.type != "cuda":
-                return False
-            free, total = torch.cuda.mem_get_info(device)
-            idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-            return free + idle < MIN_FREE_MEMORY * total
-
-        while self.runners and (len(self.runners) >= MAX_RUNNERS or short()):
+        """Drop the least recently used runners until there is space for another one."""
+        while self.runners and (len(self.runners) >= MAX_RUNNERS or _memory_is_short(device)):
             self.runners.popitem(last=False)
+
+
+def _create_runner(
+    client: ClientInputs,
+    signature: StepSignature,
+    stack_size: int | None,
+    backend: StepBackend,
+    precision: str,
+) -> StepRunner:
+    stream = None
+    if client.device.type == "cuda":
+        stream = torch.cuda.Stream(client.device)  # type: ignore[no-untyped-call]
+    step_buffers = allocate_buffers(
+        signature,
+        client,
+        stack_size,
+        bf16=precision == "bf16",
+        fused=backend is not inductor_backend,
+    )
+    autocast = "fp32" if step_buffers.step.bf16 else precision
+    return StepRunner(step_buffers, backend, autocast, stream)
+
+
+def _memory_is_short(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    free, total = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + cached < MIN_FREE_MEMORY * total
 
 
 _RUNNER_CACHES: WeakKeyDictionary[nn.Module, RunnerCache] = WeakKeyDictionary()
 
 
 def get_runner_cache(task: Task) -> RunnerCache:
-    """The pool that belongs to a task's global model, for as long as it lives and is not changed in Python."""
+    """Return the cache of a task's model.
+
+    A cache lives as long as its model, and is replaced if the model's Python state changes.
+    """
     module = task.model.module
     model_key = fingerprint(module), task.norm, task.scaler
     if module not in _RUNNER_CACHES or _RUNNER_CACHES[module].model_key != model_key:
         _RUNNER_CACHES[module] = RunnerCache(model_key)
     return _RUNNER_CACHES[module]
-
-
-def run_steps(runners: Sequence[StepRunner]) -> None:
-    """All steps of all places, in turn, so that on a GPU their streams fill it together."""
-    for step in range(max(len(runner.batch_sizes) for runner in runners)):
-        for runner in runners:
-            runner.run_step(step)
-
-
-def raise_on_divergence(results: Iterable[JobResult]) -> Iterator[Update]:
-    """The updates; the first client that has diverged ends it."""
-    for _, result in results:
-        if isinstance(result, TrainingDiverged):
-            raise result
-        yield result

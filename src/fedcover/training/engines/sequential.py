@@ -1,4 +1,4 @@
-"""The reference engine: one client after another, each in a module of its own size."""
+"""The reference engine `sequential`: train one client after another, each in its own sub-model."""
 
 from collections.abc import Iterator, Sequence
 
@@ -15,7 +15,21 @@ def sequential(
     *,
     precision: str = "fp32",
 ) -> Iterator[Update]:
-    """Train the clients in the given order."""
+    """Train the clients in the given order.
+
+    Args:
+        task: What all clients have in common.
+        state: The global model.
+        work: The clients with their parts of the model.
+        lr: The learning rate.
+        precision: What steps compute in: "fp32", "tf32" or "bf16".
+
+    Yields:
+        One update for each client, in the given order.
+
+    Raises:
+        TrainingDiverged: If a loss or a weight is not finite.
+    """
     device = next(iter(state.params.values())).device
     for client, reduction in work:
         with precision_context(precision, device):

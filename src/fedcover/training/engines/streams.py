@@ -1,15 +1,21 @@
-"""Every client's own sub-model on its own CUDA stream, its steps captured once and replayed in every round.
+"""The engine `streams`: train each client's own sub-model on a CUDA stream of its own.
 
-Needs nothing of the model: any module, every client with its own shape. Clients of one shape take turns in the same
-places, so that capacities may change from round to round without anything being captured again. On a CPU it does the
-same without streams and graphs, which is not fast, but can be tested anywhere.
+The steps of a client are captured once and replayed in every round. Any module will do, and every
+client may have its own shape: clients of one shape share a runner in turns, so capacities may
+change from round to round without a new capture. On a CPU the engine works without streams and
+graphs; that is not fast, but can be tested anywhere. `MAX_STREAMS` may be changed freely.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from fedcover.log import warn_once
-from fedcover.training.engines.buffers import ClientInputs, ClientJob, JobResult, client_inputs
+from fedcover.training.engines.client_inputs import (
+    ClientInputs,
+    ClientJob,
+    JobResult,
+    client_inputs,
+)
 from fedcover.training.engines.compilation import cuda_graph_backend, eager_backend
 from fedcover.training.engines.runners import (
     RunnerCache,
@@ -19,11 +25,11 @@ from fedcover.training.engines.runners import (
     run_steps,
 )
 from fedcover.training.engines.sequential import sequential
-from fedcover.training.engines.sgd_step import UnsupportedByEngine
+from fedcover.training.engines.unsupported import UnsupportedByEngine
 from fedcover.types import Assignment, Client, Reduction, State, Task, Update
 
 MAX_STREAMS = 16
-"""Clients that train at the same time: more streams do not fill a GPU further, and each needs memory of its own."""
+"""Clients that train at once: more streams do not use a GPU better, and each needs memory."""
 
 
 def streams(
@@ -34,28 +40,40 @@ def streams(
     *,
     precision: str = "fp32",
 ) -> Iterator[Update]:
-    """Train clients side by side, each in a place of its own; those that cannot, one after another."""
-    jobs = [ClientJob(Assignment(task, state, *each), lr) for each in work]
-    done = 0
+    """Train clients side by side; train them one after another if their steps cannot be replayed.
+
+    Args:
+        task: What all clients have in common.
+        state: The global model.
+        work: The clients with their parts of the model.
+        lr: The learning rate.
+        precision: What steps compute in: "fp32", "tf32" or "bf16".
+
+    Yields:
+        One update for each client, in the given order.
+
+    Raises:
+        TrainingDiverged: If a loss or a weight is not finite.
+    """
+    jobs = [ClientJob(Assignment(task, state, client, reduction), lr) for client, reduction in work]
+    num_done = 0
     try:
-        for update in raise_on_divergence(
-            train_on_streams(jobs, get_runner_cache(task), precision)
-        ):
+        results = train_on_streams(jobs, get_runner_cache(task), precision)
+        for update in raise_on_divergence(results):
             yield update
-            done += 1
+            num_done += 1
     except UnsupportedByEngine as reason:
         warn_once(f"{reason}, so clients are trained one after another")
-        yield from sequential(task, state, work[done:], lr, precision=precision)
+        yield from sequential(task, state, work[num_done:], lr, precision=precision)
 
 
 def train_on_streams(
     jobs: Sequence[ClientJob], cache: RunnerCache, precision: str
 ) -> Iterator[JobResult]:
-    """What comes of jobs, as many at a time as fill a GPU."""
+    """Yield the results of jobs, trained `MAX_STREAMS` at a time."""
     for start in range(0, len(jobs), MAX_STREAMS):
-        runners = load_client_runners(
-            cache, list(client_inputs(jobs[start : start + MAX_STREAMS])), precision
-        )
+        clients = list(client_inputs(jobs[start : start + MAX_STREAMS]))
+        runners = load_client_runners(cache, clients, precision)
         run_steps(runners)
         for runner in runners:
             yield from runner.results()
@@ -64,16 +82,15 @@ def train_on_streams(
 def load_client_runners(
     cache: RunnerCache, clients: Sequence[ClientInputs], precision: str
 ) -> list[StepRunner]:
-    """A place of its own for each client."""
-    seen: Counter[object] = Counter()
+    """Return a runner for each client, with the client loaded and all steps prepared."""
     runners = []
+    uses: Counter[object] = Counter()
     for client in clients:
+        backend = cuda_graph_backend if client.device.type == "cuda" else eager_backend
+        # space for a power of two of rows, so that clients with similar numbers share a runner
         signature = client.signature(rows=1 << (client.rows - 1).bit_length())
-        backend = (
-            cuda_graph_backend if next(iter(client.params.values())).is_cuda else eager_backend
-        )
-        runner = cache.runner([client], signature, None, seen[signature], backend, precision)
+        runner = cache.runner([client], signature, None, uses[signature], backend, precision)
         runner.load([client])
         runners.append(runner)
-        seen[signature] += 1
+        uses[signature] += 1
     return runners
