@@ -12,13 +12,8 @@ from flwr.supercore.task_identity import TaskIdentity
 from fedcover.data.client_data import ClientDataInfo
 from fedcover.flower.client import _answer_query
 from fedcover.flower.messages import QUERY
-from fedcover.flower.transport import (
-    MAX_DATA_INFO_BYTES,
-    TooLarge,
-    _decode,
-    _parse_node_info,
-    _PartialReply,
-)
+from fedcover.flower.reply_download import PartialReply, TooLarge, decode_reply
+from fedcover.flower.transport import MAX_DATA_INFO_BYTES, _parse_node_info
 from fedcover.version import __version__
 
 
@@ -34,7 +29,7 @@ def asked(monkeypatch):
 
 def arriving(reply):
     contents = {id: piece.deflate() for id, piece in get_all_nested_objects(reply).items()}
-    return _PartialReply(reply.object_id, [], MAX_DATA_INFO_BYTES, 0, contents)
+    return PartialReply(reply.object_id, [], MAX_DATA_INFO_BYTES, 0, contents)
 
 
 def test_what_a_node_tells_of_its_rows_arrives(asked, tmp_path):
@@ -42,7 +37,7 @@ def test_what_a_node_tells_of_its_rows_arrives(asked, tmp_path):
     np.savez(tmp_path / "mine.npz", **rows, train_owner=np.array([1, 1, 1, 2, 2]))
     config = {"partition-id": 0, "num-partitions": 2, "rows": str(tmp_path / "mine.npz")}
     reply = _answer_query(asked, SimpleNamespace(node_id=7, node_config=config))
-    found = _parse_node_info(7, _decode(arriving(reply)))
+    found = _parse_node_info(7, decode_reply(arriving(reply)))
     assert list(found.holdings) == [
         ClientDataInfo(3, (0, 9), (4,)),
         ClientDataInfo(2, (0, 2), (4,)),
@@ -72,7 +67,7 @@ def test_an_introduction_that_is_too_much_is_refused_in_twice_its_bytes(asked, k
     tracemalloc.start()
     try:
         with pytest.raises(TooLarge, match="bytes that are not tensors"):
-            _decode(arrived)
+            decode_reply(arrived)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

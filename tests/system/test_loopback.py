@@ -22,8 +22,9 @@ from fedcover.flower.node_data import data_requirements
 from fedcover.flower.node_registry import NodeRegistry
 from fedcover.flower.nodes import DataRequirements
 from fedcover.flower.payloads import pack_arrays, unpack_arrays
+from fedcover.flower.reply_download import FailedReply
 from fedcover.flower.server import capacities, experiment_to_resume, is_open, serve
-from fedcover.flower.transport import FailedReply, _parse_node_info
+from fedcover.flower.transport import _parse_node_info
 from fedcover.runs.metrics_log import read_lines
 from fedcover.runs.setup import build_source, prepare
 from fedcover.theory.certificate.constants import _check_same_cohort

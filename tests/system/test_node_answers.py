@@ -15,7 +15,7 @@ from fedcover.flower.messages import ClientTask, TaskRequest
 from fedcover.flower.node_registry import NodeRegistry
 from fedcover.flower.nodes import NodeInfo, partition_of
 from fedcover.flower.payloads import encode_reduction, gather_kept, pack_arrays, prefix_names
-from fedcover.flower.transport import FailedReply
+from fedcover.flower.reply_download import FailedReply
 from fedcover.server.cohort import cohort_of
 from fedcover.submodels.reductions import Masks
 from tests.helpers.worlds import world
@@ -110,7 +110,7 @@ def test_a_node_that_was_restarted_under_its_key_does_not_hold_up_the_round(monk
     for name in ("_task_id", "_run_id", "_node_id"):
         monkeypatch.setattr(TaskIdentity, name, 1)
     monkeypatch.setattr(
-        transport.Transport, "_reply", lambda self, asked, *_: self._grid.replies.get(asked)
+        transport.Transport, "_receive_reply", lambda self, asked, *_: self._grid.replies.get(asked)
     )
     grid = Restarting()
     messages = {

@@ -33,7 +33,8 @@ from fedcover.flower.payloads import (
     prefix_names,
     unpack_arrays,
 )
-from fedcover.flower.transport import FailedReply, TooLarge, Transport, _decode, _PartialReply
+from fedcover.flower.reply_download import FailedReply, PartialReply, TooLarge, decode_reply
+from fedcover.flower.transport import Transport
 from fedcover.models.norms import calibrate
 from fedcover.server.reply_format import PendingTask, pack_update
 from fedcover.submodels.build import submodel
@@ -208,7 +209,7 @@ def test_any_pieces_of_a_reply_are_read_or_refused():
             name = chance.choice(list(contents))
             contents[name] = damaged(contents[name], whole, chance)
         try:
-            found = _decode(_PartialReply(reply.object_id, [], 4096, 256, contents))
+            found = decode_reply(PartialReply(reply.object_id, [], 4096, 256, contents))
             if isinstance(found, Message):
                 for answer in read_results(found):
                     unpack_arrays(answer.payload)
@@ -245,14 +246,16 @@ def test_a_reply_of_records_only_or_of_one_tensor_many_times_is_too_large():
     message = ordered(with_norms(), 0.5)
     many = Message(RecordDict({"report": ConfigRecord({"x": [1] * 100_000})}), reply_to=message)
     with pytest.raises(TooLarge, match="not tensors"):
-        _decode(_PartialReply(many.object_id, [], 4096, 256, pieces(many)))
+        decode_reply(PartialReply(many.object_id, [], 4096, 256, pieces(many)))
     fine = Message(RecordDict({"report": ConfigRecord({"x": [1] * 1000})}), reply_to=message)
-    assert isinstance(_decode(_PartialReply(fine.object_id, [], 4096, 256, pieces(fine))), Message)
+    assert isinstance(
+        decode_reply(PartialReply(fine.object_id, [], 4096, 256, pieces(fine))), Message
+    )
     disguised = {
         many.object_id: b"ArrayChunk " + b"," * 200_000 + b" 1\x00x"
     }  # a head that is long itself
     with pytest.raises(TooLarge, match="not tensors"):
-        _decode(_PartialReply(many.object_id, [], 4096, 256, disguised))
+        decode_reply(PartialReply(many.object_id, [], 4096, 256, disguised))
 
 
 def pieces(message):

@@ -8,7 +8,8 @@ from flwr.app import Error, Message
 from flwr.serverapp import Grid
 
 from fedcover.flower.messages import TASK
-from fedcover.flower.transport import FailedReply, Transport
+from fedcover.flower.reply_download import FailedReply
+from fedcover.flower.transport import Transport
 
 DAY = 86_400.0
 

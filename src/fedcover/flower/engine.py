@@ -22,8 +22,9 @@ from fedcover.flower.node_registry import NodeRegistry
 from fedcover.flower.nodes import partition_of
 from fedcover.flower.payloads import encode_reduction, unpack_arrays
 from fedcover.flower.registration import register_new_nodes
+from fedcover.flower.reply_download import FailedReply
 from fedcover.flower.state_payload import build_payload
-from fedcover.flower.transport import GRACE, FailedReply, Transport
+from fedcover.flower.transport import GRACE, Transport
 from fedcover.models.norms import statistics_key
 from fedcover.runs.metrics_log import UNANSWERED
 from fedcover.server.npy_codec import InvalidReply

@@ -7,7 +7,8 @@ from fedcover.errors import InvalidValue, RunError
 from fedcover.flower.events import EventLog
 from fedcover.flower.node_registry import NodeRegistry
 from fedcover.flower.nodes import NodeInfo
-from fedcover.flower.transport import FailedReply, Transport
+from fedcover.flower.reply_download import FailedReply
+from fedcover.flower.transport import Transport
 from fedcover.log import log
 from fedcover.runs.metrics_log import WARNED
 from fedcover.version import __version__
