@@ -7,8 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedcover.server.aggregation import RULES, coverage_mean, median
+from fedcover.registry import options_of
+from fedcover.server.aggregation import OVER, RULES, SUMMABLE_RULES, coverage_mean, median
 from fedcover.server.cohort import cohort_of, view_of
+from fedcover.server.contracts import build_rule
 from fedcover.server.evaluation import evaluate
 from fedcover.server.round import run_round
 from fedcover.submodels.reductions import Masks, Slices
@@ -44,6 +46,27 @@ def some_reduction(draw):
 def parts_of(draw, clients):
     reductions = [some_reduction(draw) for _ in range(clients)]
     return [(r, r.extract(tensors(draw)), 1.0 + i) for i, r in enumerate(reductions)]
+
+
+def test_a_rule_of_sums_has_the_options_of_the_rule_in_the_table():
+    for name, make in SUMMABLE_RULES.items():
+        assert options_of(make) == options_of(RULES[name])
+
+
+@pytest.mark.parametrize("over", OVER)
+@given(seed=st.integers(0, 10_000), clients=st.integers(0, 5))
+@settings(max_examples=20, deadline=None)
+def test_sums_of_two_processes_add_up_to_those_of_one(over, seed, clients):
+    draw = torch.Generator().manual_seed(seed)
+    old, parts = tensors(draw), parts_of(draw, clients)
+    rule = build_rule(f"coverage_mean(over={over})")
+    same(rule(old, parts), coverage_mean(old, parts, over=over))
+    sums = rule.sum_updates(old, parts[::2])
+    for tensor, other in zip(
+        sums.tensors(), rule.sum_updates(old, parts[1::2]).tensors(), strict=True
+    ):
+        tensor += other
+    same(rule.finish(old, sums), rule(old, parts), 1e-12)
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())

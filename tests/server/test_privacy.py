@@ -18,7 +18,8 @@ import fedcover as fc
 from fedcover.errors import InvalidValue, RunError
 from fedcover.runs.checkpoints import list_checkpoints, load_checkpoint
 from fedcover.runs.experiment import read_experiment
-from fedcover.server.aggregation import change, clip_update, coverage_mean, global_norm
+from fedcover.server.aggregation import coverage_mean
+from fedcover.server.clipping import change, clip_update, global_norm
 from fedcover.server.cohort import cohort_of, view_of
 from fedcover.server.grid_noise import keyed_stream
 from fedcover.server.privacy import Gaussian, NoiseGrid, gaussian, most_turns, private_mean

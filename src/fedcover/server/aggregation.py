@@ -1,12 +1,22 @@
-"""How the server makes one model of many parts: rules over tensors that know no architecture.
+"""Aggregation rules: how the server combines the clients' updates into one model.
 
-A rule sees, for every client, what it trained (a reduction), the values, and a weight. Apart from the rule: how long an
-update may be, how much a client counts, what becomes of entries that nobody trained, and the server's own optimiser.
+A rule is a function `rule(old, parts, *, options) -> new`. `old` are the global parameters. `parts` has
+one `WeightedUpdate` per client: the part of the model that it trained, its values in the shapes of
+that part, and its weight. A rule knows no architecture: it sees tensors by name.
+
+To add a rule, write such a function and add it to `RULES`. A rule that needs only sums over clients
+should also be in `SUMMABLE_RULES`: several processes then add up sums instead of exchanging all
+values. A rule outside of fedcover is used by its import path (`rule = "my.rules:mean"`).
+
+`WEIGHTS` and `UNCOVERED`, the choices for a client's weight and for uncovered entries, hold for all
+rules. Clipping and server optimisers are in modules of their own.
+
+Suffixes of tensors: C clients, S the shape of one parameter, 1 an axis of length one.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,161 +27,199 @@ from fedcover.types import Client, Params, Reduction, Rule
 
 WeightedUpdate = tuple[Reduction, Params, float]
 OVER = ("coverage", "clients", "moved")
-"""What the coverage mean divides by."""
+"""What the coverage mean can divide by."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightedSums:
-    """What a mean is made of: every entry's weighted sum and weight, in float64, and the weight of all clients."""
+    """Sums over clients, in float64: of each entry's weighted values, and of the weights.
+
+    `weight` counts, for each entry, only the clients that trained it; `total_weight` counts all.
+    """
 
     total: Params
     weight: Params
     total_weight: Tensor
 
+    def tensors(self) -> list[Tensor]:
+        """Return all sums; those of several processes add up tensor by tensor."""
+        return [*self.total.values(), *self.weight.values(), self.total_weight]
+
+
+@dataclass(frozen=True, slots=True)
+class SummableRule:
+    """A rule that needs nothing but sums over clients.
+
+    Processes that share the clients of a round each sum their own, add up the sums, and finish.
+    Any other rule needs the values of all clients in one place.
+    """
+
+    sum_updates: Callable[[Params, Iterable[WeightedUpdate]], WeightedSums]
+    finish: Callable[[Params, WeightedSums], Params]
+
+    def __call__(self, old: Params, parts: Iterable[WeightedUpdate]) -> Params:
+        """Apply the rule to the updates of all clients."""
+        return self.finish(old, self.sum_updates(old, parts))
+
+
+# ── the coverage mean ───────────────────────────────────────────────────────────────────────────
+
 
 def coverage_mean(
     old: Params, parts: Iterable[WeightedUpdate], *, over: str = "coverage"
 ) -> Params:
-    """Each entry becomes the weighted mean over the clients that trained it; entries nobody trained stay.
+    """Average each entry over the clients that trained it; untrained entries keep their value.
 
-    Summed in float64, in the order given; what stands outside a client's reduction is never read. With `over="clients"`
-    the sum of changes is divided by all clients' weight, so that seldom trained entries move less (zero-padding); with
-    `over="moved"` only clients that changed an entry count for it (the code of FIARSE).
+    Values are summed in float64, in the given order. Values outside a client's part are never read.
+
+    Args:
+        old: the global parameters.
+        parts: the clients' updates.
+        over: the denominator. `coverage`: the weight of the clients that trained the entry.
+            `clients`: all clients' weight, so that rarely trained entries move less (zero-padding).
+            `moved`: only clients that changed the entry count for it (as in the code of FIARSE).
+
+    Returns:
+        The new global parameters.
+
+    Raises:
+        InvalidValue: `over` is none of these.
     """
     return mean_from_sums(old, weighted_sums(old, parts, over), over)
+
+
+def summable_coverage_mean(*, over: str = "coverage") -> SummableRule:
+    """Return the coverage mean as a sum over clients and a division."""
+    return SummableRule(partial(weighted_sums, over=over), partial(mean_from_sums, over=over))
 
 
 def weighted_sums(
     old: Params, parts: Iterable[WeightedUpdate], over: str = "coverage"
 ) -> WeightedSums:
-    """The sums of which `coverage_mean` is made; those of several processes add up."""
+    """Sum the clients' values and weights: the first half of `coverage_mean`."""
     if over not in OVER:
         raise unknown("rule coverage_mean: over", over, OVER)
-    total, weight = zeros(old, torch.float64), zeros(old, torch.float64)
+    sums = WeightedSums(
+        zeros(old, torch.float64), zeros(old, torch.float64), torch.zeros((), dtype=torch.float64)
+    )
     total_weight = 0.0
-    shared: dict[int, tuple[Reduction, float]] = {}  # clients of one reduction weigh together
-    for reduction, values, scale in parts:
+    weight_by_reduction: dict[int, tuple[Reduction, float]] = {}
+    for reduction, values, weight in parts:
+        total_weight += weight
         if over == "moved":
-            sent = reduction.extract({name: old[name] for name in values})
-            moved = {name: value != sent[name] for name, value in values.items()}
-            reduction.add_into(
-                total, {name: torch.where(moved[name], v, 0) for name, v in values.items()}, scale
-            )
-            reduction.add_into(weight, {name: bits.double() for name, bits in moved.items()}, scale)
+            _add_moved_entries(sums, old, reduction, values, weight)
         else:
-            reduction.add_into(total, values, scale)
-            shared[id(reduction)] = (
-                reduction,
-                shared.get(id(reduction), (reduction, 0.0))[1] + scale,
-            )
-        total_weight += scale
-    for reduction, scale in shared.values():
-        reduction.add_into(weight, None, scale)
-    return WeightedSums(total, weight, torch.tensor(total_weight, dtype=torch.float64))
+            reduction.add_into(sums.total, values, weight)
+            # Clients with the same reduction add their weights in one go, below.
+            _, weight_before = weight_by_reduction.get(id(reduction), (reduction, 0.0))
+            weight_by_reduction[id(reduction)] = (reduction, weight_before + weight)
+    for reduction, weight in weight_by_reduction.values():
+        reduction.add_into(sums.weight, None, weight)
+    sums.total_weight.fill_(total_weight)
+    return sums
+
+
+def _add_moved_entries(
+    sums: WeightedSums, old: Params, reduction: Reduction, values: Params, weight: float
+) -> None:
+    """Add the entries that a client changed, with its weight."""
+    sent = reduction.extract({name: old[name] for name in values})
+    moved = {name: value != sent[name] for name, value in values.items()}
+    moved_values = {name: torch.where(moved[name], value, 0) for name, value in values.items()}
+    moved_counts = {name: entries.double() for name, entries in moved.items()}
+    reduction.add_into(sums.total, moved_values, weight)
+    reduction.add_into(sums.weight, moved_counts, weight)
 
 
 def mean_from_sums(old: Params, sums: WeightedSums, over: str = "coverage") -> Params:
-    """The second half of `coverage_mean`: divide, and keep what nobody trained."""
+    """Divide the sums, and keep entries that nobody trained: the second half of `coverage_mean`."""
     total_weight = float(sums.total_weight)
 
-    def mean_of_one(tensor: Tensor, total: Tensor, weight: Tensor) -> Tensor:
+    def mean_of_entries(tensor: Tensor, total: Tensor, weight: Tensor) -> Tensor:
         mean = total / weight
         if over == "clients" and total_weight:
             mean = tensor.double() + (mean - tensor.double()) * weight / total_weight
         return torch.where(weight > 0, mean, tensor.double()).to(tensor.dtype)
 
-    return map_elementwise(mean_of_one, flatten_if_cuda(old), sums.total, sums.weight)
+    return map_elementwise(mean_of_entries, flatten_if_cuda(old), sums.total, sums.weight)
+
+
+# ── robust rules ────────────────────────────────────────────────────────────────────────────────
 
 
 def trimmed_mean(old: Params, parts: Iterable[WeightedUpdate], *, share: float = 0.1) -> Params:
-    """Each entry's mean without the largest and smallest `share` of the values that clients gave for it; unweighted."""
+    """Average each entry without the largest and smallest `share` of its values; unweighted.
+
+    One or two values of an entry always remain.
+    """
     if not 0 <= share < 0.5:
         raise InvalidValue(f"rule trimmed_mean: share must be in [0, 0.5); got {share}")
 
-    def middle(values_CS: Tensor, held_CS: Tensor) -> Tensor:
-        count_S = held_CS.sum(0)
-        cut_S = torch.minimum(
-            (count_S * share + 1e-9).floor(), (count_S - 1) // 2
-        )  # one or two always stay
-        ordered_CS = torch.where(held_CS, values_CS, torch.inf).sort(0).values
-        place_C1 = torch.arange(len(values_CS), device=values_CS.device).view(
-            -1, *[1] * (values_CS.ndim - 1)
-        )
-        inside_CS = (place_C1 >= cut_S) & (place_C1 < count_S - cut_S)
-        return torch.where(inside_CS, ordered_CS, 0).sum(0) / inside_CS.sum(0)
+    def mean_of_middle(values_CS: Tensor, trained_CS: Tensor) -> Tensor:
+        count_S = trained_CS.sum(0)
+        share_S = (count_S * share + 1e-9).floor()  # 0.1 * 10 must not fall below 1
+        cut_S = torch.minimum(share_S, (count_S - 1) // 2)
+        sorted_CS = _sort_trained(values_CS, trained_CS)
+        rank_C = torch.arange(len(values_CS), device=values_CS.device)
+        rank_C1 = rank_C.view(-1, *[1] * (values_CS.ndim - 1))
+        inside_CS = (rank_C1 >= cut_S) & (rank_C1 < count_S - cut_S)
+        return torch.where(inside_CS, sorted_CS, 0).sum(0) / inside_CS.sum(0)
 
-    return reduce_stacked(middle, old, list(parts))
+    return reduce_stacked(mean_of_middle, old, list(parts))
 
 
 def median(old: Params, parts: Iterable[WeightedUpdate]) -> Params:
-    """Each entry's median over the clients that trained it; unweighted."""
+    """Take each entry's median over the clients that trained it; unweighted."""
 
-    def middle(values_CS: Tensor, held_CS: Tensor) -> Tensor:
-        ordered_CS = torch.where(held_CS, values_CS, torch.inf).sort(0).values
-        count_S = held_CS.sum(0)
-        low_1S, high_1S = ((count_S - 1).clamp_min(0) // 2)[None], (count_S // 2)[None]
-        pair = [
-            ordered_CS.gather(0, place.clamp(max=len(values_CS) - 1))[0]
-            for place in (low_1S, high_1S)
-        ]
-        return (pair[0] + pair[1]) / 2
+    def middle_value(values_CS: Tensor, trained_CS: Tensor) -> Tensor:
+        sorted_CS = _sort_trained(values_CS, trained_CS)
+        count_S = trained_CS.sum(0)
+        last_rank = len(values_CS) - 1
+        low_S = ((count_S - 1).clamp_min(0) // 2).clamp(max=last_rank)
+        high_S = (count_S // 2).clamp(max=last_rank)
+        low_value_S = sorted_CS.gather(0, low_S[None])[0]
+        high_value_S = sorted_CS.gather(0, high_S[None])[0]
+        return (low_value_S + high_value_S) / 2
 
-    return reduce_stacked(middle, old, list(parts))
+    return reduce_stacked(middle_value, old, list(parts))
+
+
+def _sort_trained(values_CS: Tensor, trained_CS: Tensor) -> Tensor:
+    """Sort each entry's values over the clients, those of clients that did not train it last."""
+    return torch.where(trained_CS, values_CS, torch.inf).sort(0).values
 
 
 def reduce_stacked(
-    one_tensor: Callable[[Tensor, Tensor], Tensor], old: Params, parts: Sequence[WeightedUpdate]
+    reduce_one: Callable[[Tensor, Tensor], Tensor], old: Params, parts: Sequence[WeightedUpdate]
 ) -> Params:
-    """Lift a function of all clients' values of one tensor (and who holds what) to a rule."""
+    """Make a rule of a function of one parameter.
+
+    Args:
+        reduce_one: gets all clients' values of a parameter, stacked in full shape, and a mask of
+            the entries that each client trained; returns the new values.
+        old: the global parameters.
+        parts: the clients' updates.
+
+    Returns:
+        The new global parameters; entries that nobody trained keep their value.
+    """
     if not parts:
         return dict(old)
     new: Params = {}
     for name, tensor in old.items():
-        values, held = [], []
+        values, masks = [], []
         for reduction, params, _ in parts:
-            target = zeros({name: tensor}, torch.float64)
-            reduction.add_into(target, {name: params[name]} if name in params else {}, 1.0)
-            values.append(target[name])
-            held.append(reduction.mask({name: tensor})[name])
-        held_CS = torch.stack(held)
-        found = one_tensor(torch.stack(values), held_CS)
-        new[name] = torch.where(held_CS.any(0), found, tensor.double()).to(tensor.dtype)
+            full = zeros({name: tensor}, torch.float64)
+            reduction.add_into(full, {name: params[name]} if name in params else {}, 1.0)
+            values.append(full[name])
+            masks.append(reduction.mask({name: tensor})[name])
+        trained_CS = torch.stack(masks)
+        reduced = reduce_one(torch.stack(values), trained_CS)
+        new[name] = torch.where(trained_CS.any(0), reduced, tensor.double()).to(tensor.dtype)
     return new
 
 
-def change(old: Params, trained: Reduction, values: Params) -> Params:
-    """How a client moved the entries that it trained, in the full shapes and in float64; zero elsewhere.
-
-    >>> from fedcover.submodels.reductions import Masks
-    >>> held = Masks({"w": torch.tensor([True, False])})
-    >>> change({"w": torch.tensor([1.0, 1.0])}, held, {"w": torch.tensor([1.5, 9.0])})["w"].tolist()
-    [0.5, 0.0]
-    """
-    moved = zeros(old, torch.float64)
-    trained.add_into(moved, values, 1.0)
-    trained.add_into(moved, trained.extract({name: old[name] for name in values}), -1.0)
-    return moved
-
-
-def global_norm(tensors: Params) -> float:
-    """The Euclidean length of all tensors together."""
-    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors.values()))
-
-
-def clip_update(old: Params, trained: Reduction, values: Params, limit: float) -> Params:
-    """A client's values with its whole update scaled to a length of at most `limit`; shorter ones stay bit for bit.
-
-    >>> from fedcover.submodels.reductions import Masks
-    >>> clip_update({"w": torch.zeros(2)}, Masks({}), {"w": torch.tensor([3.0, 4.0])}, 1.0)["w"].tolist()
-    [0.6000000238418579, 0.800000011920929]
-    """
-    moved = change(old, trained, values)
-    far = global_norm(moved)
-    if far <= limit:
-        return values
-    near = {name: old[name].double() + tensor * (limit / far) for name, tensor in moved.items()}
-    part = trained.extract({name: near[name] for name in values})
-    return {name: tensor.to(values[name].dtype) for name, tensor in part.items()}
+# ── the tables ──────────────────────────────────────────────────────────────────────────────────
 
 
 RULES: dict[str, Rule] = {
@@ -179,6 +227,10 @@ RULES: dict[str, Rule] = {
     "trimmed_mean": trimmed_mean,
     "median": median,
 }
+"""All rules, by the name that an experiment gives them."""
+
+SUMMABLE_RULES: dict[str, Callable[..., SummableRule]] = {"coverage_mean": summable_coverage_mean}
+"""Those of `RULES` that need only sums over clients, with the same options."""
 
 WEIGHTS: dict[str, Callable[[Client], float]] = {
     "uniform": lambda client: 1.0,
@@ -190,7 +242,4 @@ UNCOVERED: dict[str, Callable[[Tensor], Tensor]] = {
     "keep": lambda tensor: tensor,
     "zero": torch.zeros_like,
 }
-"""What an entry that nobody trained becomes: its old value, or zero as in some public codes."""
-
-
-# ── the server's own optimiser ──────────────────────────────────────────────────────────────────────────
+"""What an entry becomes that nobody trained: its old value, or zero as in some public code."""

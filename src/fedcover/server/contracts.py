@@ -1,6 +1,8 @@
-"""What rules, recipes and server optimisers of a user's own give back is checked, every time, in one sentence.
+"""Checks on the results of user-defined rules, recipes and server optimisers.
 
-Their code may do anything; what comes back must fit the model. Those of the tables are tested instead.
+Such code can do anything, so every result is compared with the model: names, shapes, types, devices
+and finite values. A violation raises `InvalidValue` with one sentence that names the code. fedcover's
+own rules, recipes and optimisers are tested instead, and run without these checks.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,160 +16,231 @@ from torch import Tensor
 from fedcover import registry
 from fedcover.errors import InvalidValue, TrainingDiverged
 from fedcover.registry import is_import_path
-from fedcover.server.aggregation import RULES, WeightedUpdate
+from fedcover.server.aggregation import RULES, SUMMABLE_RULES, WeightedUpdate
 from fedcover.server.optimizers import AggregatedTensor, OptimizerState, ServerStep
 from fedcover.types import Assignment, Batch, Carry, Forward, Outcome, Params, Recipe, Rule
 
+# ── rules ───────────────────────────────────────────────────────────────────────────────────────
+
 
 def build_rule(name: str) -> Rule:
-    """The rule of a specification; one of a user's own is given copies, so that the old model stays as it is."""
-    rule: Rule = registry.look_up("rule", registry.parse("rule", name), RULES)
-    if not is_import_path(name):
-        return rule
-    who = f"rule {name!r}"
+    """Return the rule of a specification such as `trimmed_mean(share=0.2)`.
+
+    A user-defined rule is checked. A rule that needs only sums is returned as a `SummableRule`.
+    """
+    spec = registry.parse("rule", name)
+    if spec.name in SUMMABLE_RULES:
+        make_rule = registry.look_up("rule", spec, SUMMABLE_RULES)
+        summable: Rule = make_rule()
+        return summable
+    rule: Rule = registry.look_up("rule", spec, RULES)
+    return _checked_rule(name, rule) if is_import_path(name) else rule
+
+
+def _checked_rule(name: str, rule: Rule) -> Rule:
+    """Check what a rule returns; give it copies, so that it cannot change the old model."""
+    subject = f"rule {name!r}"
 
     @wraps(rule.func if isinstance(rule, partial) else rule)
     def checked(old: Params, parts: Iterable[WeightedUpdate]) -> Params:
-        new = rule({key: tensor.clone() for key, tensor in old.items()}, parts)
-        check_tensors(who, new, old)
-        check_finite(who, new)
+        copies = {key: tensor.clone() for key, tensor in old.items()}
+        new = rule(copies, parts)
+        check_tensors(subject, new, old)
+        check_finite(subject, new)
         return new
 
     return checked
 
 
+# ── server optimisers ───────────────────────────────────────────────────────────────────────────
+
+
 def checked_server(name: str, step: ServerStep) -> ServerStep:
-    """The same server optimiser; one of a user's own must give a tensor and, by names that stay, what it remembers."""
-    who = f"server {name!r}"
+    """Return a server optimiser, checked if it is user-defined.
+
+    Its step must return a tensor and a dict of tensors. The names of the dict must never change.
+    """
     if not callable(step):
         raise InvalidValue(
-            f"{who} must make a function of a tensor and a memory; got {describe_value(step)}"
+            f"server {name!r} must make a function of a tensor and a memory; "
+            f"got {describe_value(step)}"
         )
-    if not is_import_path(name):
-        return step
-    slots: list[set[str]] = []  # the names of the first answer
+    return _CheckedStep(f"server {name!r}", step) if is_import_path(name) else step
 
-    def checked(tensor: AggregatedTensor, memory: OptimizerState) -> tuple[Tensor, OptimizerState]:
-        kept = {slot: known.clone() for slot, known in memory.items()}
-        answer = step(
-            AggregatedTensor(tensor.old.clone(), tensor.new.clone(), tensor.where.clone()), kept
-        )
-        if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], dict)):
-            raise InvalidValue(
-                f"{who} must give a tensor and a dict of tensors; got {describe_value(answer)}"
-            )
-        moved, after = answer
-        wanted = set(memory) or (slots or [set(after)])[0]
-        slots[:] = [wanted]
-        if set(after) != wanted or "" in after:
-            raise InvalidValue(
-                f"{who} must remember {sorted(wanted)} of every tensor; got {sorted(map(str, after))}"
-            )
-        check_tensors(
-            who, {"tensor": moved, **after}, dict.fromkeys(("tensor", *after), tensor.old)
-        )
-        if not all(bool(values.isfinite().all()) for values in (moved, *after.values())):
-            raise TrainingDiverged(f"{who} makes the model NaN or infinite; try a smaller step")
-        return moved, after
 
-    return checked
+class _CheckedStep:
+    """A user-defined step of a server optimiser that is checked at every call."""
+
+    def __init__(self, subject: str, step: ServerStep) -> None:
+        self._subject = subject
+        self._step = step
+        self._slots: set[str] | None = None  # the names in the optimiser's state
+
+    def __call__(
+        self, tensor: AggregatedTensor, memory: OptimizerState
+    ) -> tuple[Tensor, OptimizerState]:
+        """Call the step with copies and check its result."""
+        result = self._step(
+            AggregatedTensor(tensor.old.clone(), tensor.new.clone(), tensor.where.clone()),
+            {slot: values.clone() for slot, values in memory.items()},
+        )
+        moved, new_memory = self._unpack(result)
+        self._check_slots(memory, new_memory)
+        tensors = {"tensor": moved, **new_memory}
+        check_tensors(self._subject, tensors, dict.fromkeys(tensors, tensor.old))
+        if not all(bool(values.isfinite().all()) for values in (moved, *new_memory.values())):
+            raise TrainingDiverged(
+                f"{self._subject} makes the model NaN or infinite; try a smaller step"
+            )
+        return moved, new_memory
+
+    def _unpack(self, result: Any) -> tuple[Tensor, OptimizerState]:
+        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
+            return result
+        raise InvalidValue(
+            f"{self._subject} must give a tensor and a dict of tensors; "
+            f"got {describe_value(result)}"
+        )
+
+    def _check_slots(self, memory: OptimizerState, new_memory: OptimizerState) -> None:
+        expected = set(memory) or self._slots
+        if expected is None:
+            expected = set(new_memory)
+        self._slots = expected
+        if set(new_memory) != expected or "" in new_memory:
+            raise InvalidValue(
+                f"{self._subject} must remember {sorted(expected)} of every tensor; "
+                f"got {sorted(map(str, new_memory))}"
+            )
+
+
+# ── recipes ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def checked_recipe(name: str, recipe: Recipe) -> Recipe:
-    """The same recipe; of one of a user's own the loss must be one number and the end have the client's shapes."""
+    """Return a recipe, checked if it is user-defined.
+
+    Its loss must be one number, and its outcome must have the shapes of the client's part.
+    """
     if not is_import_path(name):
         return recipe
-    who = f"recipe {name!r}"
+    subject = f"recipe {name!r}"
 
     def loss(forward: Forward, params: Params, batch: Batch, carry: Carry) -> Tensor:
         value = recipe.loss(forward, params, batch, carry)
-        if not isinstance(value, Tensor) or not value.is_floating_point() or value.numel() != 1:
-            raise InvalidValue(
-                f"{who}: loss must give one number, a floating tensor; got {describe_value(value)}"
-            )
-        if torch.is_grad_enabled() and not value.requires_grad:
-            raise InvalidValue(
-                f"{who}: loss must depend on the parameters; this one has no gradient"
-            )
+        _check_loss(subject, value)
         return value
 
     def finish(assignment: Assignment, forward: Forward, params: Params, carry: Carry) -> Outcome:
         outcome = recipe.finish(assignment, forward, params, carry)
-        _check_outcome(f"{who}: finish", outcome, assignment, params)
+        _check_outcome(f"{subject}: finish", outcome, params)
         return outcome
 
     return replace(recipe, loss=loss, finish=finish)
 
 
-def _check_outcome(who: str, outcome: object, assignment: Assignment, params: Params) -> None:
-    if not isinstance(outcome, Outcome):
-        raise InvalidValue(f"{who} must give a fedcover Outcome; got {describe_value(outcome)}")
-    check_tensors(who, outcome.params, params)
-    check_finite(who, outcome.params)
-    bits = _by_name(f"{who}: bits", outcome.bits)
-    wanted = {name: params[name].bool() for name in bits if name in params}
-    check_tensors(f"{who}: bits", bits, wanted)
-    for kind, tensors in _by_name(f"{who}: measured", outcome.measured).items():
-        known = _by_name(f"{who}: measured {kind!r}", tensors)
-        check_tensors(
-            f"{who}: measured {kind!r}",
-            known,
-            {name: params[name] for name in known if name in params},
+def _check_loss(subject: str, value: object) -> None:
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.numel() != 1:
+        raise InvalidValue(
+            f"{subject}: loss must give one number, a floating tensor; got {describe_value(value)}"
         )
-        check_finite(f"{who}: measured {kind!r}", known)
-    for name, tensor in _by_name(f"{who}: private", outcome.private).items():
+    if torch.is_grad_enabled() and not value.requires_grad:
+        raise InvalidValue(
+            f"{subject}: loss must depend on the parameters; this one has no gradient"
+        )
+
+
+def _check_outcome(subject: str, outcome: object, params: Params) -> None:
+    if not isinstance(outcome, Outcome):
+        raise InvalidValue(f"{subject} must give a fedcover Outcome; got {describe_value(outcome)}")
+    check_tensors(subject, outcome.params, params)
+    check_finite(subject, outcome.params)
+    _check_bits(f"{subject}: bits", outcome.bits, params)
+    for kind, tensors in _checked_mapping(f"{subject}: measured", outcome.measured).items():
+        _check_measurement(f"{subject}: measured {kind!r}", tensors, params)
+    for name, tensor in _checked_mapping(f"{subject}: private", outcome.private).items():
         if not isinstance(tensor, Tensor):
             raise InvalidValue(
-                f"{who}: private {name!r} must be a tensor; got {describe_value(tensor)}"
+                f"{subject}: private {name!r} must be a tensor; got {describe_value(tensor)}"
             )
 
 
-def _by_name(who: str, given: object) -> Mapping[str, Any]:
-    if not isinstance(given, Mapping):
-        raise InvalidValue(f"{who} must be given by name; got {describe_value(given)}")
-    return given
+def _check_bits(subject: str, value: object, params: Params) -> None:
+    bits = _checked_mapping(subject, value)
+    expected = {name: params[name].bool() for name in bits if name in params}
+    check_tensors(subject, bits, expected)
 
 
-def check_tensors(who: str, given: object, wanted: Mapping[str, Tensor]) -> None:
-    """Refuse anything but tensors of exactly these names, shapes, types and devices."""
-    if not isinstance(given, Mapping):
-        raise InvalidValue(f"{who} must give tensors by name; got {describe_value(given)}")
-    extra = [name for name in given if name not in wanted]
-    if extra:
-        raise InvalidValue(
-            f"{who} gives {extra[0]!r}, and there is no such tensor; expected {_some(wanted)}"
-        )
-    for name, like in wanted.items():
-        if name not in given:
+def _check_measurement(subject: str, value: object, params: Params) -> None:
+    tensors = _checked_mapping(subject, value)
+    expected = {name: params[name] for name in tensors if name in params}
+    check_tensors(subject, tensors, expected)
+    check_finite(subject, tensors)
+
+
+def _checked_mapping(subject: str, value: object) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise InvalidValue(f"{subject} must be given by name; got {describe_value(value)}")
+    return value
+
+
+# ── tensors ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_tensors(subject: str, tensors: object, expected: Mapping[str, Tensor]) -> None:
+    """Raise unless these are tensors of exactly the expected names, shapes, types and devices.
+
+    Args:
+        subject: whose tensors they are, for the error.
+        tensors: the value to check.
+        expected: tensors like those expected.
+
+    Raises:
+        InvalidValue: the value is not a mapping, or a tensor is missing, extra or different.
+    """
+    if not isinstance(tensors, Mapping):
+        raise InvalidValue(f"{subject} must give tensors by name; got {describe_value(tensors)}")
+    for name in tensors:
+        if name not in expected:
             raise InvalidValue(
-                f"{who} must give {name!r}, {describe_value(like)}; got nothing of that name"
+                f"{subject} gives {name!r}, and there is no such tensor; "
+                f"expected {_first_names(expected)}"
             )
-        tensor = given[name]
-        if not isinstance(tensor, Tensor) or describe_value(tensor) != describe_value(like):
+    for name, like in expected.items():
+        description = describe_value(like)
+        if name not in tensors:
             raise InvalidValue(
-                f"{who} must give {name!r} as {describe_value(like)}; got {describe_value(tensor)}"
+                f"{subject} must give {name!r}, {description}; got nothing of that name"
+            )
+        tensor = tensors[name]
+        if not isinstance(tensor, Tensor) or describe_value(tensor) != description:
+            raise InvalidValue(
+                f"{subject} must give {name!r} as {description}; got {describe_value(tensor)}"
             )
 
 
-def check_finite(who: str, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse NaN and infinity, as in a client's reply."""
+def check_finite(subject: str, tensors: Mapping[str, Tensor]) -> None:
+    """Raise if a tensor holds NaN or infinity."""
     for name, tensor in tensors.items():
         if not bool(tensor.isfinite().all()):
-            raise InvalidValue(f"{who} gives NaN or infinity in {name!r}")
+            raise InvalidValue(f"{subject} gives NaN or infinity in {name!r}")
 
 
 def describe_value(value: object) -> str:
-    """A value in a sentence: a tensor by type and shape, anything else by its kind.
+    """Describe a value for an error: a tensor by type and shape, anything else by its type.
 
     >>> describe_value(torch.zeros(2, 3)), describe_value(None), describe_value([1])
     ('float32 of shape (2, 3)', 'None', 'a list')
     """
     if isinstance(value, Tensor):
-        place = "" if value.device.type == "cpu" else f" on {value.device}"
-        return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}{place}"
+        dtype = str(value.dtype).removeprefix("torch.")
+        device = "" if value.device.type == "cpu" else f" on {value.device}"
+        return f"{dtype} of shape {tuple(value.shape)}{device}"
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _some(names: Iterable[str]) -> str:
+def _first_names(names: Iterable[str]) -> str:
+    """List the first three names."""
     listed = list(names)
-    return ", ".join(map(repr, listed[:3])) + (", ..." if len(listed) > 3 else "")
+    shown = ", ".join(repr(name) for name in listed[:3])
+    return f"{shown}, ..." if len(listed) > 3 else shown

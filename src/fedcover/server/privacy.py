@@ -18,7 +18,7 @@ from itertools import accumulate, islice
 import torch
 
 from fedcover.errors import InvalidValue
-from fedcover.server.aggregation import change, global_norm
+from fedcover.server.clipping import change, global_norm
 from fedcover.server.grid_noise import ByteStream, rounded_normal
 from fedcover.types import Params, Reduction
 

@@ -22,7 +22,8 @@ from fedcover.errors import InvalidValue
 from fedcover.fleet import drops_out
 from fedcover.models.norms import running, statistics_key
 from fedcover.policies.base import check_reductions, deduplicate
-from fedcover.server.aggregation import WEIGHTS, clip_update
+from fedcover.server.aggregation import WEIGHTS
+from fedcover.server.clipping import clip_update
 from fedcover.server.cohort import cohort_of, view_of
 from fedcover.server.optimizers import apply_server_step
 from fedcover.server.privacy import private_mean

@@ -5,7 +5,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from fedcover.server.aggregation import change, global_norm
+from fedcover.server.clipping import change, global_norm
 from fedcover.server.cohort import reduction_for_capacity
 from fedcover.server.evaluation import Score, evaluate, local_accuracy
 from fedcover.server.round_setup import Setup

@@ -1,12 +1,12 @@
-"""What a round is run with."""
+"""Everything that stays the same from round to round."""
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from fedcover.fleet import Fleet, sample_cohort
-from fedcover.server.aggregation import coverage_mean
+from fedcover.server.aggregation import summable_coverage_mean
 from fedcover.server.collectives import SINGLE_PROCESS, ProcessGroup
 from fedcover.server.grid_noise import ByteStream, fresh_stream
 from fedcover.server.optimizers import ServerStep
@@ -18,7 +18,13 @@ from fedcover.types import Engine, GrowthStep, Policy, Rule, Task
 
 @dataclass(frozen=True)
 class Setup:
-    """Everything that stays the same from round to round, resolved from an experiment."""
+    """The objects and numbers of an experiment, resolved from its fields.
+
+    `task` is what local training needs. `rule` aggregates parameters; `mean` averages norm statistics
+    and measurements. `lr` is the learning rate of a round. `growth` changes the model between
+    rounds. `ranks` are the processes that share the run. `noise` opens a fresh stream of random bytes
+    for privacy. The other fields are those of `Experiment` with the same name.
+    """
 
     task: Task
     fleet: Fleet
@@ -40,27 +46,30 @@ class Setup:
     evaluate_every: int
     local_every: int | None
     evaluation: str
-    mean: Rule = coverage_mean
+    mean: Rule = field(default_factory=summable_coverage_mean)
     ranks: ProcessGroup = SINGLE_PROCESS
     clip_updates: float | None = None
     growth: GrowthStep | None = None
     privacy: Gaussian | None = None
     noise: Callable[[], ByteStream] = fresh_stream
 
+    def turns(self, round: int) -> int:
+        """Return how often the most often sampled client has been sampled after a round."""
+        turns_by_round, remaining = self._turns
+        missing = max(0, round + 1 - len(turns_by_round))
+        turns_by_round.extend(itertools.islice(remaining, missing))
+        return turns_by_round[round]
+
     @cached_property
     def _turns(self) -> tuple[list[int], Iterator[int]]:
-        known = self.clients, self.active, self.task.seed
-        return [], most_turns(sample_cohort(*known, round) for round in itertools.count())
-
-    def turns(self, round: int) -> int:
-        """How often the client that is asked most often has been asked by the end of a round."""
-        counted, coming = self._turns
-        counted.extend(itertools.islice(coming, max(0, round + 1 - len(counted))))
-        return counted[round]
+        """The results of `turns` so far, and an iterator over those of later rounds."""
+        clients, active, seed = self.clients, self.active, self.task.seed
+        cohorts = (sample_cohort(clients, active, seed, round) for round in itertools.count())
+        return [], most_turns(cohorts)
 
     @cached_property
     def reduction_cache(self) -> dict[bytes, Slices]:
-        """The parts of the last round by their codes: what was made of them serves again."""
+        """The slices of the last round by their encoding, so that equal ones are reused."""
         return {}
 
     @cached_property

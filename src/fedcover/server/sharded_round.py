@@ -1,17 +1,20 @@
-"""A round shared by several processes: each trains some of the clients, all end with the same state.
+"""A round shared by several processes: each trains some clients, all end with the same state.
 
-Rules that are made of sums add those up; any other rule is given what every client trained.
+`shard_setup` replaces the engine and the rules of a setup; the steps of a round stay the same. Values
+of updates stay in the process that trained them: other processes get an `UpdateHeader`, from which
+they make an `Update` of the right shapes without values ("meta" tensors, see `is_remote`).
+
+A `SummableRule` adds up the sums of all processes. For any other rule, all values are exchanged.
 """
 
 from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
 from fedcover.errors import RunError
-from fedcover.server.aggregation import WeightedUpdate, coverage_mean, mean_from_sums, weighted_sums
+from fedcover.server.aggregation import SummableRule, WeightedUpdate
 from fedcover.server.collectives import ProcessGroup, is_remote, shard_by_cost
 from fedcover.server.round_setup import Setup
 from fedcover.submodels.build import without_parameters
@@ -19,29 +22,24 @@ from fedcover.submodels.reductions import TrainedSubset, without_masks
 from fedcover.tensors import FlatParams
 from fedcover.types import Assignment, Client, Engine, Params, Reduction, Rule, State, Task, Update
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateHeader:
-    """What other processes are told of an update: all but the values that are only needed in sums."""
-
-    client: int
-    bits: Mapping[str, torch.Tensor]
-    params: Params
-    buffers: Params
-    measured: dict[str, Params]
-    private: Params
-    loss: float
+# ── the setup ───────────────────────────────────────────────────────────────────────────────────
 
 
 def shard_setup(setup: Setup, ranks: ProcessGroup) -> Setup:
-    """The same setup, its clients and test samples shared by these processes."""
+    """Share the clients and test samples of a setup between processes.
+
+    Raises:
+        RunError: updates are clipped, for which one process would need all of their values.
+    """
     if ranks.size == 1:
         return setup
-    if setup.clip_updates is not None:  # privacy clips too
+    if setup.clip_updates is not None:  # always set with privacy
         raise RunError(
-            "clip_updates looks at each update as a whole, which needs all of them in one process: use 1"
+            "clip_updates looks at each update as a whole, "
+            "which needs all of them in one process: use 1"
         )
     return replace(
         setup,
@@ -53,72 +51,94 @@ def shard_setup(setup: Setup, ranks: ProcessGroup) -> Setup:
 
 
 def without_values(setup: Setup) -> Setup:
-    """The same setup, its module without the initial values of its parameters: those of a round are in its state."""
-    model = setup.task.model
-    lean = replace(
-        setup,
-        task=replace(setup.task, model=replace(model, module=without_parameters(model.module))),
-    )
-    vars(lean)["uses"] = (
-        setup.uses
-    )  # what is cached: of some models it can only be counted with values
+    """Drop the initial values of the parameters from a setup: each round's are in its state."""
+    task = setup.task
+    module = without_parameters(task.model.module)
+    lean = replace(setup, task=replace(task, model=replace(task.model, module=module)))
+    # Some models can count their multiplications only with values, so keep the cached counts.
+    vars(lean)["uses"] = setup.uses
     return lean
 
 
+# ── training ────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateHeader:
+    """An update as other processes see it: without the values of `params`, `buffers`, `measured`.
+
+    These tensors are on the "meta" device: they have shapes and types only.
+    """
+
+    client: int
+    bits: Mapping[str, torch.Tensor]
+    params: Params
+    buffers: Params
+    measured: dict[str, Params]
+    private: Params
+    loss: float
+
+
 def shard_engine(engine: Engine, ranks: ProcessGroup, uses: Mapping[str, int]) -> Engine:
-    """An engine that trains this process's share; of all other updates it gives the shapes and what is said of them."""
+    """Make an engine train only this process's clients, and return headers of all other updates."""
 
     def train(
         task: Task, state: State, work: Sequence[tuple[Client, Reduction]], lr: float
     ) -> Iterator[Update]:
-        prices = [training_cost(Assignment(task, state, *each), uses) for each in work]
-        mine = [work[place] for place in shard_by_cost(prices, ranks.size)[ranks.rank]]
-        own: list[Update] = []
+        costs = [
+            training_cost(Assignment(task, state, client, reduction), uses)
+            for client, reduction in work
+        ]
+        local_work = [work[index] for index in shard_by_cost(costs, ranks.size)[ranks.rank]]
+        local_updates: list[Update] = []
 
-        def answers() -> tuple[object, list[UpdateHeader]]:
-            own.extend(engine(task, state, mine, lr))
-            return _fingerprint(state, prices), [_header_of(update) for update in own]
+        def train_local() -> tuple[object, list[UpdateHeader]]:
+            local_updates.extend(engine(task, state, local_work, lr))
+            return _fingerprint(state, costs), [_header_of(update) for update in local_updates]
 
-        heard = ranks.all_gather(answers)
-        if any(fingerprint != heard[0][0] for fingerprint, _ in heard):
+        answers = ranks.all_gather(train_local)
+        first_fingerprint, _ = answers[0]
+        if any(fingerprint != first_fingerprint for fingerprint, _ in answers):
             raise RunError(
-                f"the processes disagree about round {state.round}: do all run the same fedcover and data?"
+                f"the processes disagree about round {state.round}: "
+                "do all run the same fedcover and data?"
             )
-        yield from own
-        parts = {client.id: (client, reduction) for client, reduction in work}
+        yield from local_updates
+        work_by_client = {client.id: (client, reduction) for client, reduction in work}
         device = next(iter(state.params.values())).device
-        for rank, (_, told) in enumerate(heard):
+        for rank, (_, headers) in enumerate(answers):
             if rank != ranks.rank:
-                yield from (_update(*parts[each.client], each, device) for each in told)
+                for header in headers:
+                    client, reduction = work_by_client[header.client]
+                    yield _remote_update(client, reduction, header, device)
 
     return train
 
 
 def training_cost(assignment: Assignment, uses: Mapping[str, int]) -> int:
-    """What a client's round costs to compute: multiply-adds of its part (masks save none) times steps."""
+    """Estimate the cost of training a client: multiply-adds of one sample, times local steps.
+
+    Masks save nothing.
+    """
     sizes = without_masks(assignment.reduction).sizes(assignment.state.params)
-    return assignment.steps * max(
-        1, sum(sizes.get(name, 0) * times for name, times in uses.items())
-    )
+    multiply_adds = sum(sizes.get(name, 0) * times for name, times in uses.items())
+    return assignment.steps * max(1, multiply_adds)
 
 
-def _fingerprint(state: State, prices: Sequence[int]) -> object:
-    """A few numbers that differ if two processes began a round from different weights or with other clients."""
-    bits = [
-        tensor.contiguous().view(_BITS[tensor.element_size()]) for tensor in state.params.values()
-    ]
-    return (
-        state.round,
-        tuple(prices),
-        int(torch.stack([b.sum(dtype=torch.int64) for b in bits]).sum()),
-    )
+def _fingerprint(state: State, costs: Sequence[int]) -> object:
+    """Return values that differ if two processes began a round with other weights or clients."""
+    bit_sums = []
+    for tensor in state.params.values():
+        integers = tensor.contiguous().view(_INTEGER_OF_SIZE[tensor.element_size()])
+        bit_sums.append(integers.sum(dtype=torch.int64))
+    return state.round, tuple(costs), int(torch.stack(bit_sums).sum())
 
 
 def _header_of(update: Update) -> UpdateHeader:
-    trained = update.trained
+    bits = update.trained.bits if isinstance(update.trained, TrainedSubset) else {}
     return UpdateHeader(
         client=update.client.id,
-        bits=_to_device(trained.bits, "cpu") if isinstance(trained, TrainedSubset) else {},
+        bits=_to_device(bits, "cpu"),
         params=_to_device(update.params, "meta"),
         buffers=_to_device(update.buffers, "meta"),
         measured={kind: _to_device(values, "meta") for kind, values in update.measured.items()},
@@ -127,47 +147,70 @@ def _header_of(update: Update) -> UpdateHeader:
     )
 
 
-def _update(client: Client, sent: Reduction, told: UpdateHeader, device: torch.device) -> Update:
-    trained = TrainedSubset(sent, _to_device(told.bits, device)) if told.bits else sent
-    private = _to_device(told.private, device)
+def _remote_update(
+    client: Client, sent: Reduction, header: UpdateHeader, device: torch.device
+) -> Update:
+    trained = sent
+    if header.bits:
+        trained = TrainedSubset(sent, _to_device(header.bits, device))
     return Update(
-        client, sent, trained, told.params, told.buffers, told.measured, private, told.loss
+        client=client,
+        sent=sent,
+        trained=trained,
+        params=header.params,
+        buffers=header.buffers,
+        measured=header.measured,
+        private=_to_device(header.private, device),
+        loss=header.loss,
     )
 
 
+# ── aggregation ─────────────────────────────────────────────────────────────────────────────────
+
+
 def shard_rule(rule: Rule, ranks: ProcessGroup) -> Rule:
-    """The same rule over the updates of all processes."""
-    bare, options = (rule.func, rule.keywords) if isinstance(rule, partial) else (rule, {})
+    """Apply a rule to the updates of all processes."""
+    if isinstance(rule, SummableRule):
+        return _sum_over_processes(rule, ranks)
+    return _gather_values(rule, ranks)
+
+
+def _sum_over_processes(rule: SummableRule, ranks: ProcessGroup) -> Rule:
+    """Sum the updates of each process by itself, then add up the sums."""
 
     def summed(old: Params, parts: Iterable[WeightedUpdate]) -> Params:
-        sums = weighted_sums(old, [part for part in parts if not is_remote(part[1])], **options)
-        ranks.total([*sums.total.values(), *sums.weight.values(), sums.total_weight])
-        return mean_from_sums(old, sums, **options)
+        local_parts = [part for part in parts if not is_remote(part[1])]
+        sums = rule.sum_updates(old, local_parts)
+        ranks.total(sums.tensors())
+        return rule.finish(old, sums)
+
+    return summed
+
+
+def _gather_values(rule: Rule, ranks: ProcessGroup) -> Rule:
+    """Collect the values of all updates in every process."""
 
     def gathered(old: Params, parts: Iterable[WeightedUpdate]) -> Params:
         listed = list(parts)
-        here = {
-            place: values for place, (_, values, _) in enumerate(listed) if not is_remote(values)
+        local_values = {
+            index: values for index, (_, values, _) in enumerate(listed) if not is_remote(values)
         }
-        heard = ranks.all_gather(
-            lambda: {place: _to_device(values, "cpu") for place, values in here.items()}
+        answers = ranks.all_gather(
+            lambda: {index: _to_device(values, "cpu") for index, values in local_values.items()}
         )
-        everywhere = ChainMap(here, *heard)
+        values_by_index = ChainMap(local_values, *answers)
         device = next(iter(old.values())).device
-        return rule(
-            old,
-            [
-                (part, _to_device(everywhere[n], device), weight)
-                for n, (part, _, weight) in enumerate(listed)
-            ],
-        )
+        complete = [
+            (reduction, _to_device(values_by_index[index], device), weight)
+            for index, (reduction, _, weight) in enumerate(listed)
+        ]
+        return rule(old, complete)
 
-    return summed if bare is coverage_mean else gathered
+    return gathered
 
 
 def _to_device(params: Mapping[str, torch.Tensor], device: torch.device | str) -> Params:
-    if isinstance(
-        params, FlatParams
-    ):  # it travels as one tensor; each of its parts alone would take all of it along
+    if isinstance(params, FlatParams):
+        # Move the one tensor behind them: pickling its parts would copy all of it for each.
         return params.like(params.flat.to(device))
     return {name: tensor.to(device) for name, tensor in params.items()}
