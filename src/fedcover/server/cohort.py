@@ -1,4 +1,4 @@
-"""Who takes part in a round, and what a policy is shown."""
+"""Sampling of a round's clients, and the view of the round that a policy gets."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,25 +11,32 @@ from fedcover.types import Client, Reduction, State, View
 def cohort_of(
     setup: Setup, round: int, members: Mapping[int, float] | None = None
 ) -> tuple[Client, ...]:
-    """The clients of a round with the capacity they have in it.
+    """Sample the clients of a round.
 
-    Where devices come and go it is drawn among `members`, the clients that are there, with their capacities.
+    Args:
+        setup: what is the same in every round.
+        round: the round's number, from 0.
+        members: the connected clients with their capacities, where devices come and go. Sample among
+            these only; by default, among all clients.
     """
-    everyone = sorted(members) if members else range(setup.clients)
-    drawn = sample_cohort(len(everyone), min(setup.active, len(everyone)), setup.task.seed, round)
-    cohort = tuple(client_of(setup, everyone[index], slot) for slot, index in enumerate(drawn))
-    return tuple(replace(c, capacity=members[c.id]) for c in cohort) if members else cohort
+    candidates = sorted(members) if members else range(setup.clients)
+    size = min(setup.active, len(candidates))
+    sampled = sample_cohort(len(candidates), size, setup.task.seed, round)
+    cohort = tuple(client_of(setup, candidates[index], slot) for slot, index in enumerate(sampled))
+    if not members:
+        return cohort
+    return tuple(replace(client, capacity=members[client.id]) for client in cohort)
 
 
 def client_of(setup: Setup, id: int, slot: int) -> Client:
-    """One client in one slot of the cohort; its capacity belongs to the device or to the slot."""
+    """Describe a client in a slot of the cohort; its capacity is that of the device or the slot."""
     source = setup.task.source
     capacity = setup.fleet.capacity(id if setup.assignment == "device" else slot)
     return Client(id, capacity, slot, source.count(id), source.labels(id))
 
 
 def view_of(setup: Setup, state: State, cohort: tuple[Client, ...]) -> View:
-    """What the policy may see in a round."""
+    """Return all that a policy may see of a round."""
     return View(
         round=state.round,
         params=dict(state.params),
@@ -48,19 +55,24 @@ def view_of(setup: Setup, state: State, cohort: tuple[Client, ...]) -> View:
 
 
 def _levels(setup: Setup, cohort: tuple[Client, ...]) -> tuple[float, ...]:
-    """The capacities of the fleet, and of devices that have come with others since."""
-    known = setup.fleet.levels
-    others = {client.capacity for client in cohort}.difference(known)
-    return tuple(sorted({*known, *others}, reverse=True)) if others else known
+    """Return the fleet's capacities, and those of devices that joined with other ones."""
+    fleet_levels = setup.fleet.levels
+    new_levels = {client.capacity for client in cohort}.difference(fleet_levels)
+    if not new_levels:
+        return fleet_levels
+    return tuple(sorted({*fleet_levels, *new_levels}, reverse=True))
 
 
 def reduction_for_capacity(setup: Setup, state: State, capacity: float) -> Reduction | None:
-    """The part of the model, if any, that the policy would give a device of some capacity in the coming round."""
+    """Return the sub-model that the policy would give a device of some capacity in the next round.
+
+    Returns:
+        The sub-model; None if the policy would let the device sit out.
+    """
     cohort = cohort_of(setup, state.round)
-    slot = next((c.slot for c in cohort if c.capacity == capacity), 0)
+    slot = next((client.slot for client in cohort if client.capacity == capacity), 0)
     device = replace(cohort[slot], capacity=capacity)
+    # Replace the client only in the view, so that the fleet's levels stay the same.
     view = view_of(setup, state, cohort)
-    asking = replace(
-        view, cohort=(*cohort[:slot], device, *cohort[slot + 1 :])
-    )  # it does not change the fleet
-    return setup.policy(asking)[slot]
+    view = replace(view, cohort=(*cohort[:slot], device, *cohort[slot + 1 :]))
+    return setup.policy(view)[slot]

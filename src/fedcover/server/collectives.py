@@ -1,4 +1,4 @@
-"""The processes that share a run's clients: who trains which, and the few things that they tell each other."""
+"""Communication between the processes that share a run, and how they share its clients."""
 
 import time
 import traceback
@@ -15,82 +15,92 @@ from fedcover.errors import FedcoverError, RunError
 from fedcover.types import Params
 
 T = TypeVar("T")
-SETTLING = 0.5
-"""Seconds in which a Ctrl-C that ended another process has reached this one too."""
+INTERRUPT_DELAY = 0.5
+"""Seconds after which a Ctrl-C that ended another process has reached this one too."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessGroup:
-    """The processes of a run as one of them sees them; the first, rank 0, alone prints and writes.
+    """The processes of a run, as seen by one of them. Only rank 0 prints and writes files.
 
-    >>> SINGLE_PROCESS.all_gather(lambda: "something"), SINGLE_PROCESS.local_slice(10)
-    (['something'], slice(0, 10, None))
+    All methods but `local_slice` are collective: every process must call them in the same order.
+
+    >>> SINGLE_PROCESS.all_gather(lambda: "value"), SINGLE_PROCESS.local_slice(10)
+    (['value'], slice(0, 10, None))
     """
 
     rank: int = 0
     size: int = 1
 
-    def local_slice(self, number: int) -> slice:
-        """This process's share of so many rows.
+    def local_slice(self, rows: int) -> slice:
+        """Return this process's share of a number of rows.
 
         >>> ProcessGroup(1, 3).local_slice(10)
         slice(3, 6, None)
         """
-        return slice(self.rank * number // self.size, (self.rank + 1) * number // self.size)
+        return slice(self.rank * rows // self.size, (self.rank + 1) * rows // self.size)
 
     def total(self, tensors: Iterable[Tensor]) -> None:
-        """Turn each tensor into its sum over all processes, in place; bit for bit the same in all of them."""
+        """Replace each tensor, in place, by its sum over all processes.
+
+        All processes end with the same bits.
+        """
         if self.size > 1:
             with self._connected():
                 for pending in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
                     pending.wait()
 
     def all_gather(self, make: Callable[[], T]) -> list[T]:
-        """What every process makes, by rank; what goes wrong in one of them is raised in all."""
+        """Call `make` in every process and return all results, by rank.
+
+        Raises:
+            Exception: `make` failed here, or in another process (then as a FedcoverError).
+        """
         if self.size == 1:
             return [make()]
-        made: T | None = None
-        own: Exception | None = None
+        result: T | None = None
+        error: Exception | None = None
         try:
-            made = make()
-        except Exception as error:
-            own = error
-        heard: list[tuple[T, FedcoverError | None]] = [None] * self.size  # type: ignore[list-item]
+            result = make()
+        except Exception as raised:
+            error = raised
+        portable_error = None if error is None else self._portable_error(error)
+        answers: list[tuple[T, FedcoverError | None]] = [None] * self.size  # type: ignore[list-item]
         with self._connected():
-            dist.all_gather_object(
-                heard, (made, None if own is None else self._portable_error(own))
-            )
-        failures = [failure for _, failure in heard if failure is not None]
-        if own or failures:
-            raise own or failures[0]
-        return [thing for thing, _ in heard]
+            dist.all_gather_object(answers, (result, portable_error))
+        if error is not None:
+            raise error
+        for _, remote_error in answers:
+            if remote_error is not None:
+                raise remote_error
+        return [remote_result for remote_result, _ in answers]
 
-    def broadcast(self, thing: T) -> T:
-        """What the first process says."""
-        said = [thing]
+    def broadcast(self, value: T) -> T:
+        """Return the value of the first process, in every process."""
+        values = [value]
         if self.size > 1:
             with self._connected():
-                dist.broadcast_object_list(said, src=0)
-        return said[0]
+                dist.broadcast_object_list(values, src=0)
+        return values[0]
 
     def _portable_error(self, error: Exception) -> FedcoverError:
-        """An error as other processes hear of it: one of ours as it is, any other in one sentence."""
+        """Return an error that can be pickled; describe any but our own in one sentence."""
         if isinstance(error, FedcoverError):
             return error
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"{Path(last.filename).name}:{last.lineno}"
+        frame = traceback.extract_tb(error.__traceback__)[-1]
         return RunError(
-            f"process {self.rank + 1} of {self.size} failed at {place} with {type(error).__name__}: {error}"
+            f"process {self.rank + 1} of {self.size} failed at "
+            f"{Path(frame.filename).name}:{frame.lineno} with {type(error).__name__}: {error}"
         )
 
     @contextmanager
     def _connected(self) -> Iterator[None]:
+        """Turn an error of the network into a RunError."""
         try:
             yield
-        except RuntimeError as error:  # of the network
-            time.sleep(
-                SETTLING
-            )  # Ctrl-C ends all processes: if this one was asked to stop too, it ends here
+        except RuntimeError as error:
+            # Ctrl-C ends all processes. Wait, so that it can end this one without an error.
+            time.sleep(INTERRUPT_DELAY)
             raise RunError(
                 f"process {self.rank + 1} of {self.size} has lost the others: one of them was ended"
             ) from error
@@ -100,20 +110,26 @@ SINGLE_PROCESS = ProcessGroup()
 
 
 def is_remote(params: Params) -> bool:
-    """Whether these tensors are only the shapes of what another process holds."""
+    """Return whether another process holds the values, and these tensors are only shapes."""
     return any(tensor.is_meta for tensor in params.values())
 
 
 def shard_by_cost(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Which clients each process trains: the dearest first, each by the process that has the least to do so far.
+    """Distribute clients over processes so that all have about the same work.
+
+    The most expensive client comes first; each goes to the process with the least work so far.
+
+    Returns:
+        The indices of the clients of each process.
 
     >>> shard_by_cost([4, 2, 2, 1, 1], 2)
     [[0, 3], [1, 2, 4]]
     """
-    shares: list[list[int]] = [[] for _ in range(ranks)]
+    shards: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks
-    for place in sorted(range(len(costs)), key=lambda place: -costs[place]):
-        least = loads.index(min(loads))
-        shares[least].append(place)
-        loads[least] += costs[place]
-    return [sorted(places) for places in shares]
+    most_expensive_first = sorted(range(len(costs)), key=lambda index: -costs[index])
+    for index in most_expensive_first:
+        rank = loads.index(min(loads))
+        shards[rank].append(index)
+        loads[rank] += costs[index]
+    return [sorted(shard) for shard in shards]
