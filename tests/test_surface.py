@@ -170,7 +170,7 @@ def test_commands_and_their_options():
 
 
 def test_names_in_tables_and_their_options():
-    from fedcover.cli.inspect import TABLES
+    from fedcover.cli.list_names import TABLES
 
     now = {
         table: {

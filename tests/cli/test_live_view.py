@@ -120,7 +120,7 @@ def test_before_the_first_round(folder, watch):
     for name in ("metrics.jsonl", "summary.json"):
         (folder / name).unlink()
     said = " ".join(watch(folder, "--once").split())
-    assert said == f"mine round 0 of {ROUNDS} stopped; go on with 'fedcover resume {folder}'"
+    assert said == f"mine round 0 of {ROUNDS} stopped; resume with 'fedcover resume {folder}'"
     assert json.loads(watch(folder, "--json"))["accuracy"] is None
 
 
@@ -164,9 +164,9 @@ def test_a_node_that_was_not_taken_is_seen_however_many_clients_are_lost_for_it(
     lost = [event(0, "lost", client, "no node holds this client") for client in range(50)]
     write(folder, [event(0, "rejected", None, "num-partitions must be 2", node=9), *lost])
     said = watch(folder, "--once")
-    assert "the last of 1 nodes that were not taken" in said
+    assert "the last of 1 rejected nodes" in said
     assert "num-partitions must be 2" in said
-    assert "the last of 50 that did not answer as asked" in said
+    assert "the last of 50 failed client tasks" in said
 
 
 class Counted(list):
@@ -350,6 +350,6 @@ def test_a_run_that_was_stopped(tmp_path, watch):
         fc.run(tiny(rounds=3, name="mine"), tmp_path / "mine", watch=stop)
     said = " ".join(watch(tmp_path / "mine", "--once").split())
     assert said.startswith(
-        f"mine round 1 of 3 stopped; go on with 'fedcover resume {tmp_path / 'mine'}'"
+        f"mine round 1 of 3 stopped; resume with 'fedcover resume {tmp_path / 'mine'}'"
     )
     assert not json.loads(watch(tmp_path / "mine", "--json"))["running"]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fedcover as fc
-from fedcover.cli.flower import node_data_configs
+from fedcover.cli.local_nodes import node_data_configs
 from fedcover.data.client_data import ClientDataInfo, RemoteData
 from fedcover.data.datasets import rows_from_file
 from fedcover.data.partition import node_partition

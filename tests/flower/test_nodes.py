@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedcover.cli.flower import node_configs
+from fedcover.cli.local_nodes import node_configs
 from fedcover.data.datasets import load
 from fedcover.errors import InvalidValue
 from fedcover.flower import nodes as node_places

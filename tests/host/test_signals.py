@@ -49,7 +49,7 @@ def test_a_run_that_is_stopped_keeps_its_rounds_and_says_how_to_go_on(tmp_path, 
         process.send_signal(number)
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (128 + number, "")
-    assert err.splitlines()[-1] == f"stopped; go on with: fedcover resume {folder}"
+    assert err.splitlines()[-1] == f"stopped; resume with: fedcover resume {folder}"
     assert "Traceback" not in err
     done = list_checkpoints(folder / "checkpoints")[0].round
     assert 0 < done <= lines(folder) <= done + 1  # a line more, if that round was being written
@@ -65,7 +65,7 @@ def test_a_run_in_two_processes_stops_alike(tmp_path):
         _, err = process.communicate(timeout=60)
         assert waited_for(lambda: not running(family), 10)
     assert process.returncode == 143
-    assert err.splitlines()[-1] == f"stopped; go on with: fedcover resume {folder}"
+    assert err.splitlines()[-1] == f"stopped; resume with: fedcover resume {folder}"
     assert "Traceback" not in err
     assert fc.load(folder).state.round >= lines(folder) - 1 > 0
 
@@ -87,7 +87,7 @@ def test_a_sweep_that_is_killed_keeps_the_rounds_of_every_run(tmp_path, processe
         assert waited_for(lambda: not running(family), 10)
     assert (process.returncode, out) == (143, "")
     again = shlex.join(["fedcover", *map(str, words)])
-    assert err.splitlines()[-1] == f"stopped; go on with: {again}"
+    assert err.splitlines()[-1] == f"stopped; resume with: {again}"
     assert "Traceback" not in err
     assert all(list_checkpoints(folder / "checkpoints") for folder in going)
 

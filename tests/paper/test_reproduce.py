@@ -173,7 +173,7 @@ def test_after_ctrl_c_the_finished_cells_stay(fedcover, tmp_path, monkeypatch):
     wanted = ("reproduce", "mnist-subnet", "--quick", "--only", "cell=mnist-iid-full,mnist-L2-full")
     code, out, err = fedcover(*wanted)
     assert (code, out) == (130, "")
-    assert f"go on with: fedcover {' '.join(wanted)}" in err
+    assert f"resume with: fedcover {' '.join(wanted)}" in err
     assert len(read_lines(tmp_path / "runs" / "reproduction-quick" / "digits.jsonl")) == 1
     monkeypatch.setattr(reproduce, "sweep", real)
     assert fedcover(*wanted)[0] == 0

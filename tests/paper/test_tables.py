@@ -92,11 +92,11 @@ def test_what_agrees_is_not_listed(audited):
 def test_the_command_and_its_exit_code(fedcover, monkeypatch):
     code, out, err = fedcover("audit", "paper")
     assert (code, err) == (0, "")
-    pruning, subnet = out.partition("wrong in print")[0].split("worked out anew")[1:]
+    pruning, subnet = out.partition("misprints")[0].split("recomputed")[1:]
     assert [
         sum(line.startswith("│ ") for line in table.splitlines()) for table in (pruning, subnet)
     ] == [15, 10]
-    assert "our figures equal the closed form in all rows" in out
+    assert "our numbers equal the closed form in all rows" in out
     monkeypatch.setattr(tables, "measured_metrics", lambda *_: CodenameMetrics(1.0, 1.0, 1))
     code, out, err = fedcover("audit", "paper", "--json")
     assert (code, err) == (1, "")

@@ -169,7 +169,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(tmp_path):
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, "")
     assert (
-        err.splitlines()[-1] == f"stopped; go on with: fedcover resume {shlex.quote(str(folder))}"
+        err.splitlines()[-1] == f"stopped; resume with: fedcover resume {shlex.quote(str(folder))}"
     )
     assert "Traceback" not in err
     assert 0 < list_checkpoints(folder / "checkpoints")[0].round <= lines(folder) < 25

@@ -114,7 +114,7 @@ def test_ctrl_c_stops_all_processes_and_the_run_goes_on(tmp_path):
         os.killpg(running.pid, signal.SIGINT)
         _, rest = running.communicate(timeout=120)
     assert running.returncode == 130
-    assert "stopped; go on with: fedcover resume runs/d" in rest
+    assert "stopped; resume with: fedcover resume runs/d" in rest
     assert "Traceback" not in rest
     wait_for_nobody(running.pid)
     done = fc.load(tmp_path / "runs" / "d").state.round

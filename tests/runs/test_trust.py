@@ -176,7 +176,7 @@ def test_who_is_stopped_is_told_the_whole_command(theirs, fedcover, monkeypatch,
     fedcover("run", *changed(policy="theirs:policy", name="stopped", rounds=1))
     monkeypatch.setattr("fedcover.cli.run.resume_run", stop)
     code, _, err = fedcover("resume", "runs/stopped")
-    assert (code, err) == (130, "stopped; go on with: fedcover resume runs/stopped --trust\n")
+    assert (code, err) == (130, "stopped; resume with: fedcover resume runs/stopped --trust\n")
 
 
 def answered(words, answer, folder):
@@ -200,8 +200,8 @@ def answered(words, answer, folder):
 @pytest.mark.parametrize(("answer", "code"), [("y", 0), ("", 1)])
 def test_on_a_terminal_one_is_asked(answer, code, theirs):
     left, shown = answered(["export", "run"], answer, theirs.parent)
-    assert "run would have this imported and called: 'theirs:policy'" in shown
-    assert "do you trust where it comes from? [y/N]" in shown
+    assert "run wants to import and call: 'theirs:policy'" in shown
+    assert "do you trust the source of this folder? [y/N]" in shown
     assert left == code, shown
     assert was_imported(theirs) == (code == 0)
 

@@ -58,7 +58,7 @@ def test_up_leaves_nothing_behind(tmp_path, stopped):
     assert process.wait(120) == 128 + stopped[0]
     wait_for(lambda: not alive(family), "the end of all processes")
     assert list((tmp_path / "tmp").glob("fedcover-*")) == []
-    assert "go on with: fedcover flower up" in (tmp_path / "log.txt").read_text()
+    assert "resume with: fedcover flower up" in (tmp_path / "log.txt").read_text()
 
 
 def test_after_a_kill_that_leaves_no_time_everything_ends_within_ten_seconds(tmp_path):
@@ -142,7 +142,7 @@ def test_a_server_that_is_killed_is_missed(tmp_path):
     assert process.wait(PATIENCE) == 1
     told = " ".join((tmp_path / "log.txt").read_text().split())
     assert "the server's process has ended without a word" in told
-    assert "go on with: fedcover flower up --nodes 2" in told
+    assert "resume with: fedcover flower up --nodes 2" in told
 
 
 def test_up_runs_to_the_end_and_cleans_up(tmp_path):

@@ -1,4 +1,4 @@
-"""Commands about speed: bench and sweep."""
+"""The command that measures speed: bench."""
 
 import json as js
 from dataclasses import asdict
@@ -22,23 +22,23 @@ def bench(
     out: Annotated[Path | None, Parameter(help="Write the table to this Markdown file.")] = None,
     json: Json = False,
 ) -> None:
-    """Measure our engines, the plain eager loop and the floor on this computer, as ratios of one run."""
-    chosen = Machine(device=device).resolved().device
+    """Measure the engines, a plain eager loop and the lower limit, as ratios from one run."""
+    device_name = Machine(device=device).resolved().device
     if out and (out.is_dir() or not out.parent.is_dir()):
         raise InvalidValue(f"out must be a file in a folder that exists; got {str(out)!r}")
-    found = []
-    for figure in measure(chosen):
-        found.append(figure)
+    figures = []
+    for figure in measure(device_name):
+        figures.append(figure)
         if not json:
             ratios = ", ".join(f"{name} {value:.2f}" for name, value in figure.ratios)
             print(f"{figure.what:65} {figure.median_ms:9.3f} ms  {ratios}", flush=True)
-    wide = sum(figure.unsteady for figure in found)
-    if wide:
+    num_unsteady = sum(figure.unsteady for figure in figures)
+    if num_unsteady:
         console.notify(
-            f"{wide} of {len(found)} figures vary more than {MAX_SPREAD_RATIO}-fold between repetitions; if the computer is "
-            "not idle, measure again when it is"
+            f"{num_unsteady} of {len(figures)} timings vary more than {MAX_SPREAD_RATIO}-fold"
+            " between repetitions; if the computer is busy, measure again when it is idle"
         )
     if json:
-        print(js.dumps([asdict(figure) for figure in found], indent=2))
+        print(js.dumps([asdict(figure) for figure in figures], indent=2))
     if out:
-        out.write_text(page(found, chosen))
+        out.write_text(page(figures, device_name))

@@ -1,4 +1,4 @@
-"""What people see: progress on long work, tables at the end, one sentence when something is wrong."""
+"""What the user sees: progress bars, result tables, and error messages."""
 
 import json
 import logging
@@ -20,123 +20,149 @@ from fedcover.runs.metrics_log import UNANSWERED
 from fedcover.server.round import RoundReport
 
 LONGEST_WORD = 20
-"""What is longer, such as the name of a file, is broken rather than a heading."""
+"""Longer words, such as file names, are broken before a heading is."""
 
 errors = Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 def notify(sentence: str) -> None:
-    """Tell the user something, as it is and on one line, on the error stream."""
+    """Print a message on the error stream, without wrapping it."""
     errors.print("\n".join(map(printable, sentence.split("\n"))), soft_wrap=True)
 
 
-class _Lines(logging.Handler):
+class _NotifyHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        """Tell it to the user."""
+        """Print the message of a log record."""
         notify(record.getMessage())
 
 
 @contextmanager
 def show_log() -> Iterator[None]:
-    """Show what the library logs, a line each, above a bar that may be there."""
-    log, handler = logging.getLogger("fedcover"), _Lines()
-    before = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
+    """Print the library's log messages, one per line, above a progress bar if there is one."""
+    logger, handler = logging.getLogger("fedcover"), _NotifyHandler()
+    level_before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     try:
         yield
     finally:
-        log.removeHandler(handler)
-        log.setLevel(before)
+        logger.removeHandler(handler)
+        logger.setLevel(level_before)
 
 
 @contextmanager
 def show_progress(title: str, rounds: int, done: int = 0) -> Iterator[RoundCallback]:
-    """Show rounds as they end: a bar on a terminal, plain lines elsewhere; always on the error stream."""
+    """Show each finished round on the error stream.
+
+    On a terminal this is a progress bar; in a file or pipe it is one line per round.
+    """
     if not errors.is_terminal:
-        yield _plain(title, rounds)
+        yield _progress_lines(title, rounds)
         return
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[figures]}"),
+        TextColumn("{task.fields[metrics]}"),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=errors) as bar:
-        task = bar.add_task(title, total=rounds, completed=done, figures="")
-        latest: dict[str, Any] = {}
+        task = bar.add_task(title, total=rounds, completed=done, metrics="")
+        latest_metrics: dict[str, Any] = {}  # a round without evaluation keeps the last accuracy
 
         def show(report: RoundReport) -> None:
-            latest.update(report.metrics)
-            bar.update(task, completed=report.round + 1, figures=_figures(latest))
+            latest_metrics.update(report.metrics)
+            bar.update(task, completed=report.round + 1, metrics=_metrics_text(latest_metrics))
 
         yield show
 
 
-def _plain(title: str, rounds: int) -> RoundCallback:
-    started: list[tuple[float, int]] = []
+def _progress_lines(title: str, rounds: int) -> RoundCallback:
+    start: tuple[float, int] | None = None  # when the first round began, and its number
 
     def show(report: RoundReport) -> None:
+        nonlocal start
         now = time.monotonic()
-        started.append((now - sum(report.metrics["seconds"].values()), report.round))
-        since, first = started[0]
-        left = (now - since) / (report.round + 1 - first) * (rounds - report.round - 1)
-        time_left = timedelta(seconds=round(left))
-        line = f"{title}  round {report.round + 1}/{rounds}  {_figures(report.metrics)}  {time_left} left"
+        if start is None:
+            start = now - sum(report.metrics["seconds"].values()), report.round
+        start_time, first_round = start
+        done = report.round + 1
+        seconds_per_round = (now - start_time) / (done - first_round)
+        time_left = timedelta(seconds=round(seconds_per_round * (rounds - done)))
+        metrics = _metrics_text(report.metrics)
+        line = f"{title}  round {done}/{rounds}  {metrics}  {time_left} left"
         print(line, file=sys.stderr, flush=True)
 
     return show
 
 
-def _figures(metrics: dict[str, Any]) -> str:
-    run = f"{metrics['run']}  " if "run" in metrics else ""  # one of several
-    accuracy = f"accuracy {metrics['accuracy']:.3f}  " if "accuracy" in metrics else ""
-    missing = "".join(f"  {metrics[event]} {event}" for event in UNANSWERED if metrics.get(event))
-    return f"{run}{accuracy}coverage {metrics['gamma_round']} (window {metrics['gamma_window']}){missing}"
+def _metrics_text(metrics: dict[str, Any]) -> str:
+    parts = []
+    if "run" in metrics:  # one of several runs of a sweep
+        parts.append(metrics["run"])
+    if "accuracy" in metrics:
+        parts.append(f"accuracy {metrics['accuracy']:.3f}")
+    parts.append(f"coverage {metrics['gamma_round']} (window {metrics['gamma_window']})")
+    parts += [f"{metrics[event]} {event}" for event in UNANSWERED if metrics.get(event)]
+    return "  ".join(parts)
 
 
 def as_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
-    """A table with numbers to the right; where there is little room, words are broken and numbers are not."""
-    numbers = [
-        all(isinstance(row[place], int | float | None) for row in rows)
-        for place in range(len(columns))
+    """Return a table with numbers aligned to the right.
+
+    On a narrow terminal words are broken and numbers are not.
+    """
+    is_numeric = [
+        all(isinstance(row[index], int | float | None) for row in rows)
+        for index in range(len(columns))
     ]
     texts = [[_text(cell) for cell in row] for row in rows]
-    cells = [[row[place] for row in texts] for place in range(len(columns))]
-    widths = _widths(columns, cells, numbers, output().width)
-    made = Table(title=title, title_justify="left", title_style="bold")
-    for place, (column, number) in enumerate(zip(columns, numbers, strict=True)):
-        made.add_column(
-            column, justify="right" if number else "left", no_wrap=place == 0 and not number, overflow="fold",
-            width=widths[place] if number else None,
-        )  # fmt: skip
+    texts_by_column = [[row[index] for row in texts] for index in range(len(columns))]
+    widths = _widths(columns, texts_by_column, is_numeric, output().width)
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for index, column in enumerate(columns):
+        table.add_column(
+            column,
+            justify="right" if is_numeric[index] else "left",
+            no_wrap=index == 0 and not is_numeric[index],
+            overflow="fold",
+            width=widths[index] if is_numeric[index] else None,
+        )
     for row in texts:
-        made.add_row(*map(Text, row))
-    return made
+        table.add_row(*map(Text, row))
+    return table
 
 
 def _widths(
-    columns: Sequence[str], cells: Sequence[Sequence[str]], numbers: Sequence[bool], room: int
+    columns: Sequence[str],
+    texts_by_column: Sequence[Sequence[str]],
+    is_numeric: Sequence[bool],
+    available: int,
 ) -> Sequence[int]:
-    """Widths that cut no number: headings on one line if there is room, else word by word, else broken anywhere."""
-    bodies = [
-        _longest(texts)
-        if number or place == 0
-        else min(LONGEST_WORD, _longest(" ".join(texts).split()))
-        for place, (texts, number) in enumerate(zip(cells, numbers, strict=True))
-    ]
+    """Return column widths that cut no number.
+
+    Headings are on one line if possible, otherwise broken between words, otherwise anywhere.
+    """
+    body_widths = []
+    for index, texts in enumerate(texts_by_column):
+        if is_numeric[index] or index == 0:
+            body_widths.append(_longest(texts))
+        else:
+            body_widths.append(min(LONGEST_WORD, _longest(" ".join(texts).split())))
     borders = 3 * len(columns) + 1
-    for heads in ([len(name) for name in columns], [_longest(name.split()) for name in columns]):
-        widths = list(map(max, heads, bodies))
-        if sum(widths) + borders <= room:
+    one_line = [len(name) for name in columns]
+    longest_words = [_longest(name.split()) for name in columns]
+    for heading_widths in (one_line, longest_words):
+        widths = list(map(max, heading_widths, body_widths))
+        if sum(widths) + borders <= available:
             return widths
-    for _ in range(
-        room - borders - sum(bodies)
-    ):  # what is left goes where a heading is broken most often
-        narrowest = max(range(len(columns)), key=lambda place: heads[place] / bodies[place])
-        bodies[narrowest] += 1
-    return bodies
+    # Give each column left to the column whose heading is broken most often.
+    for _ in range(available - borders - sum(body_widths)):
+        most_broken = max(
+            range(len(columns)), key=lambda index: longest_words[index] / body_widths[index]
+        )
+        body_widths[most_broken] += 1
+    return body_widths
 
 
 def _longest(texts: Sequence[str]) -> int:
@@ -144,9 +170,9 @@ def _longest(texts: Sequence[str]) -> int:
 
 
 def output() -> Console:
-    """The output stream; a file or a pipe has no width that would justify cutting words."""
-    terminal = Console().is_terminal
-    return Console(highlight=False, markup=False, emoji=False, width=None if terminal else 200)
+    """Return the output stream. A file or a pipe has no width, so it gets a wide one."""
+    is_terminal = Console().is_terminal
+    return Console(highlight=False, markup=False, emoji=False, width=None if is_terminal else 200)
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

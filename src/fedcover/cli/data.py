@@ -8,13 +8,13 @@ from fedcover.cli import console
 from fedcover.cli.options import Data, Json, app
 from fedcover.data import datasets
 
-data_app = App(name="data", help="Get or check the data sets.")
+data_app = App(name="data", help="Download or check data sets.")
 app.command(data_app)
 
 
 @data_app.command
 def get(name: str, *, data: Data = None) -> None:
-    """Download a data set from its publisher, unless it is there, and check it."""
+    """Download a data set from its publisher, unless it is present, and check it."""
     folder = datasets.data_folder(data)
     datasets.get(name, folder)
     print(f"{name} is complete in {folder}")
@@ -22,26 +22,29 @@ def get(name: str, *, data: Data = None) -> None:
 
 @data_app.command
 def check(name: str, *, data: Data = None, json: Json = False) -> None:
-    """Compare a data set's files with their publisher's digests."""
+    """Compare the files of a data set with their published digests."""
     results = datasets.check(name, datasets.data_folder(data))
+    num_wrong = sum(not result.ok for result in results)
     if json:
-        console.show_json(
-            [
-                {"path": str(r.path), "ok": r.ok, "got": r.actual, "expected": r.expected}
-                for r in results
-            ]
-        )
-    else:
-        rows = [
-            [str(r.path), "ok" if r.ok else "WRONG", r.actual or "missing", r.expected]
-            for r in results
+        files = [
+            {
+                "path": str(result.path),
+                "ok": result.ok,
+                "got": result.actual,
+                "expected": result.expected,
+            }
+            for result in results
         ]
+        console.show_json(files)
+    else:
+        rows = []
+        for result in results:
+            status = "ok" if result.ok else "WRONG"
+            rows.append([str(result.path), status, result.actual or "missing", result.expected])
         console.table(name, ["file", "", "digest", "expected"], rows)
-        wrong = sum(not result.ok for result in results)
-        print(
-            f"{wrong} of {len(results)} files are missing or wrong"
-            if wrong
-            else f"{name} is as it was published"
-        )
-    if not all(result.ok for result in results):
+        if num_wrong:
+            print(f"{num_wrong} of {len(results)} files are missing or wrong")
+        else:
+            print(f"all files of {name} match their published digests")
+    if num_wrong:
         sys.exit(1)

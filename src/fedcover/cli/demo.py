@@ -1,4 +1,4 @@
-"""The main job in under a minute, offline: one small fleet, five ways to share the model out."""
+"""The demo: one small fleet, five ways to assign parts of the model. Offline, under a minute."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -12,15 +12,18 @@ FLEET = "5x0.5 + 5x0.25"
 
 DEMO_POLICIES = {
     "prefix": "nested sub-networks (HeteroFL)",
-    "rolling(spread=true)": "sub-networks that move every round (FedRolex), spread over the clients",
+    "rolling(spread=true)": "sub-networks that move every round (FedRolex), spread over clients",
     "magnitude": "greedy weight pruning",
-    "homogeneous": "everybody trains what the smallest device holds",
-    "full": "everybody trains everything: needs devices that this fleet has not",
+    "homogeneous": "every client trains what the smallest device can hold",
+    "full": "every client trains the full model: needs larger devices than this fleet has",
 }
 
 
 def experiments(rounds: int, seed: int) -> list[Experiment]:
-    """The five experiments, equal in everything but the policy; capacity is a share of the parameters."""
+    """Return the five experiments, which differ only in the policy.
+
+    A capacity is a share of the parameters.
+    """
     return [
         Experiment(
             name=policy.partition("(")[0],
@@ -43,7 +46,7 @@ def demo(
     seed: int,
     show_progress: Callable[[str, int], AbstractContextManager[RoundCallback]],
 ) -> list[Run]:
-    """Run the line-up into one folder."""
+    """Run the five experiments, each in its own folder below `folder`."""
     results = []
     for experiment in experiments(rounds, seed):
         with show_progress(f"{experiment.name:12}", rounds) as watch:

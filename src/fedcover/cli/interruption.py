@@ -1,4 +1,4 @@
-"""What is said when a command is stopped: how to go on."""
+"""What a command prints when it is stopped: how to resume."""
 
 import shlex
 import sys
@@ -11,20 +11,20 @@ from fedcover.host import signals
 
 
 @contextmanager
-def resume_hint_when_stopped(sentence: Callable[[], str]) -> Iterator[None]:
-    """Where a signal stops what is done here, say a sentence and leave with its exit code, 130 after Ctrl-C."""
+def resume_hint_when_stopped(hint: Callable[[], str]) -> Iterator[None]:
+    """Print a hint if a signal stops the block, and exit with its code (130 for Ctrl-C)."""
     try:
         yield
-    except FedcoverError:  # it tells what could not be kept
+    except FedcoverError:  # its message already names what could not be saved
         raise
     except (Exception, KeyboardInterrupt) as error:
         code = signals.exit_code(error)
         if code is None:
             raise
-        console.notify(sentence())
+        console.notify(hint())
         sys.exit(code)
 
 
 def this_command() -> str:
-    """The command as it was typed, for a shell, but without beginning anew."""
+    """Return the command line as typed, quoted for a shell, without `--overwrite`."""
     return shlex.join(["fedcover", *(word for word in sys.argv[1:] if word != "--overwrite")])

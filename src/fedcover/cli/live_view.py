@@ -1,4 +1,4 @@
-"""A run as it goes: rounds, accuracy, coverage, who answered and who did not, read from its folder and nothing else."""
+"""A live view of a run: rounds, accuracy, coverage and answers, read only from its folder."""
 
 import math
 import time
@@ -20,22 +20,27 @@ from fedcover.errors import printable
 from fedcover.runs.metrics_log import EVENTS, UNANSWERED, WARNED, is_number, read_events, read_lines
 from fedcover.runs.run_folder import Folder
 
-ROUNDS_SHOWN, FAILURES_SHOWN, CURVE = 10, 8, 60
+ROUNDS_SHOWN = 10
+FAILURES_SHOWN = 8
+CURVE_LENGTH = 60
+LONGEST_CELL = 300
 _BARS = "▁▂▃▄▅▆▇█"
-_SHOWN: dict[str, type | UnionType] = {
-    **dict.fromkeys(
-        ("accuracy", "train_loss", "gamma_round", "gamma_window", "epsilon"), int | float
-    ),
+
+_ROUND_METRICS = ("accuracy", "train_loss", "gamma_round", "gamma_window")
+_METRIC_TYPES: dict[str, type | UnionType] = {
+    **dict.fromkeys((*_ROUND_METRICS, "epsilon"), int | float),
     **dict.fromkeys(("clients", "dropped"), dict | list),
 }
-"""What is shown of a round; a figure of another kind was not written by a run, and is none."""
+"""The types of the metrics shown. A value of another type was not written by a run: skip it."""
+
+_HEADINGS = {"gamma_round": "coverage", "gamma_window": "over window", "train_loss": "train loss"}
 
 Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class RunView:
-    """What a run folder says at one moment."""
+    """The state of a run folder at one moment."""
 
     name: str
     rounds: int
@@ -47,41 +52,49 @@ class RunView:
 
     @cached_property
     def by_round(self) -> dict[int, list[Line]]:
-        """What became of the clients of each round; what nodes did beside is no client's."""
-        found: dict[int, list[Line]] = {}
+        """The events of clients, by round. Events of nodes are left out."""
+        events_by_round: dict[int, list[Line]] = {}
         for event in self.events:
             if event.get("client") is not None:
-                found.setdefault(event["round"], []).append(event)
-        return found
+                events_by_round.setdefault(event["round"], []).append(event)
+        return events_by_round
 
     def clients(self, round: int) -> dict[str, list[Line]]:
-        """What became of every client in one round, by what it was."""
-        mine = self.by_round.get(round, [])
-        return {kind: [event for event in mine if event["event"] == kind] for kind in EVENTS}
+        """Return the events of clients in one round, by kind of event."""
+        events_by_kind: dict[str, list[Line]] = {kind: [] for kind in EVENTS}
+        for event in self.by_round.get(round, []):
+            if event["event"] in events_by_kind:
+                events_by_kind[event["event"]].append(event)
+        return events_by_kind
 
     @cached_property
     def failures(self) -> list[Line]:
-        """Every task and every node that failed, oldest first."""
+        """The failures of tasks and nodes, oldest first."""
         return [event for event in self.events if event["event"] in UNANSWERED]
 
     @cached_property
     def warnings(self) -> list[Line]:
-        """What is told of nodes that were taken all the same, oldest first."""
+        """The warnings about nodes that were accepted, oldest first."""
         return [event for event in self.events if event["event"] == WARNED]
 
     def newest(self) -> dict[str, Any]:
-        """The accuracy of the last evaluation, and coverage and privacy after the last round; None if not measured."""
-        last = self.lines[-1] if self.lines else {}
-        known = [line for line in self.lines if "accuracy" in line]
-        figures = {
-            figure: last.get(figure) for figure in ("gamma_round", "gamma_window", "epsilon")
+        """Return the last measured accuracy, and coverage and privacy after the last round.
+
+        A metric that was not measured is None.
+        """
+        accuracies = [line["accuracy"] for line in self.lines if "accuracy" in line]
+        last_line = self.lines[-1] if self.lines else {}
+        return {
+            "accuracy": accuracies[-1] if accuracies else None,
+            "gamma_round": last_line.get("gamma_round"),
+            "gamma_window": last_line.get("gamma_window"),
+            "epsilon": last_line.get("epsilon"),
         }
-        return {"accuracy": known[-1]["accuracy"] if known else None, **figures}
 
     def summary(self) -> dict[str, Any]:
-        """The same as numbers and words, for other programs; what became of clients and of nodes is counted apart."""
-        clients = (event for mine in self.by_round.values() for event in mine)
-        nodes = (event for event in self.events if event.get("client") is None)
+        """Return the view as JSON. Events of clients and of nodes are counted separately."""
+        client_events = [event for events in self.by_round.values() for event in events]
+        node_events = [event for event in self.events if event.get("client") is None]
         return {
             "name": self.name,
             "round": len(self.lines),
@@ -90,135 +103,144 @@ class RunView:
             "running": self.running,
             **self.newest(),
             "history": [self.row(line) for line in self.lines],
-            "events": dict(Counter(str(event["event"]) for event in clients)),
-            "nodes": dict(Counter(str(event["event"]) for event in nodes)),
+            "events": dict(Counter(str(event["event"]) for event in client_events)),
+            "nodes": dict(Counter(str(event["event"]) for event in node_events)),
             "trouble": self.failures,
             "warnings": self.warnings,
         }
 
     def row(self, line: Line) -> dict[str, Any]:
-        """One finished round in a few numbers; whoever is missing without an event has simply not answered."""
-        became = {
-            kind: len(events)
-            for kind, events in self.clients(line["round"]).items()
-            if kind != "answered"
-        }
-        missing = len(line.get("dropped", ())) - sum(became.values())
-        figures = {
-            name: line.get(name)
-            for name in ("accuracy", "train_loss", "gamma_round", "gamma_window")
-        }
+        """Return one finished round in a few numbers.
+
+        A client that is missing without an event simply did not answer.
+        """
+        counts = {kind: len(events) for kind, events in self.clients(line["round"]).items()}
+        del counts["answered"]
+        num_silent = len(line.get("dropped", ())) - sum(counts.values())
         return {
             "round": line["round"],
-            **figures,
+            **{metric: line.get(metric) for metric in _ROUND_METRICS},
             "answered": len(line.get("clients", ())),
-            **became,
-            "silent": max(0, missing),
+            **counts,
+            "silent": max(0, num_silent),
             "seconds": sum(line["seconds"].values()) if "seconds" in line else None,
         }
 
 
 def read_run_view(path: Path) -> RunView:
-    """Read a run folder, whether its run is going on, has stopped, or is done; nothing that it names is imported."""
+    """Read a run folder. The run may be active, stopped or finished; nothing is imported."""
     folder = Folder(path).read()
-    planned = folder.planned_rounds
-    lines = {line["round"]: _trusted(line) for line in read_lines(path / "metrics.jsonl")}
-    rounds = [lines[round] for round in range(planned) if round in lines]
-    events = read_events(path / "events.jsonl")
-    finished = (path / "summary.json").exists()
-    name = printable(str(folder.fields["name"]))
-    return RunView(name, planned, rounds, events, finished, folder.in_use(), folder.resume_hint())
-
-
-def _trusted(line: Line) -> Line:
-    seconds = line.get("seconds")
-    timed = isinstance(seconds, dict) and all(map(is_number, seconds.values()))
-    return {
-        key: value
-        for key, value in line.items()
-        if (timed if key == "seconds" else isinstance(value, _SHOWN.get(key, object)))
-        and not (isinstance(value, int) and not is_number(value))
-        and not (key in _SHOWN and isinstance(value, float) and not math.isfinite(value))
-    }
-
-
-def render(seen: RunView) -> Group:
-    """What is shown of a run."""
-    parts = [Text(line) for line in _heading(seen)]
-    rows = [seen.row(line) for line in seen.lines[-ROUNDS_SHOWN:]]
-    rows = [{**row, "round": row["round"] + 1} for row in rows]  # people count from 1, files from 0
-    missing = [
-        why for why in (*UNANSWERED, "silent") if any(row[why] for row in rows)
-    ]  # else there is no room for all
-    columns = [
-        "round",
-        "accuracy",
-        "train_loss",
-        "gamma_round",
-        "gamma_window",
-        "answered",
-        *missing,
-    ]
-    heads = {"gamma_round": "coverage", "gamma_window": "over window", "train_loss": "train loss"}
-    shown = [*columns, "seconds"]
-    tables = (
-        [as_table("", [heads.get(c, c) for c in shown], [[row[c] for c in shown] for row in rows])]
-        if rows
-        else []
-    )
-    nodes = [
-        event for event in seen.failures if event.get("client") is None
-    ]  # one is the cause of much of the rest
-    clients = [event for event in seen.failures if event.get("client") is not None]
-    tables += _failure_tables("warnings", ["node", "why"], seen.warnings)
-    tables += _failure_tables("nodes that were not taken", ["event", "node", "why"], nodes)
-    tables += _failure_tables(
-        "that did not answer as asked", ["event", "client", "node", "why"], clients
-    )
-    return Group(*parts, *tables)
-
-
-def _failure_tables(what: str, words: list[str], events: list[Line]) -> list[Table]:
-    """The last of some events, each a row; no table if there are none."""
-    cells = [
-        [e["round"] + 1, *(_plain(e.get(word)) for word in words)] for e in events[-FAILURES_SHOWN:]
-    ]
-    return (
-        [as_table(f"the last of {len(events)} {what}", ["round", *words], cells)] if events else []
+    planned_rounds = folder.planned_rounds
+    lines = {line["round"]: _valid_entries(line) for line in read_lines(path / "metrics.jsonl")}
+    return RunView(
+        name=printable(str(folder.fields["name"])),
+        rounds=planned_rounds,
+        lines=[lines[round] for round in range(planned_rounds) if round in lines],
+        events=read_events(path / "events.jsonl"),
+        finished=(path / "summary.json").exists(),
+        running=folder.in_use(),
+        resume_hint=folder.resume_hint(),
     )
 
 
-def _heading(seen: RunView) -> Iterator[str]:
-    done, now = seen.lines[-1]["round"] + 1 if seen.lines else 0, seen.newest()
-    how = (
-        "   finished"
-        if seen.finished
-        else ""
-        if seen.running
-        else f"   stopped; go on with {seen.resume_hint}"
+def _valid_entries(line: Line) -> Line:
+    return {key: value for key, value in line.items() if _is_valid(key, value)}
+
+
+def _is_valid(key: str, value: object) -> bool:
+    """Check that a value is of the type that a run writes, and can be shown."""
+    if key == "seconds":
+        return isinstance(value, dict) and all(map(is_number, value.values()))
+    if isinstance(value, int) and not is_number(value):
+        return False
+    if key not in _METRIC_TYPES:
+        return True
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
+    return isinstance(value, _METRIC_TYPES[key])
+
+
+def render(view: RunView) -> Group:
+    """Return what is shown of a run: headings, recent rounds, warnings and failures."""
+    node_failures, client_failures = [], []
+    for event in view.failures:
+        if event.get("client") is None:
+            node_failures.append(event)
+        else:
+            client_failures.append(event)
+    # Failures of nodes have a table of their own: one of them may cause many of clients.
+    return Group(
+        *[Text(line) for line in _heading(view)],
+        *_round_table(view),
+        *_event_table("warnings", ["node", "why"], view.warnings),
+        *_event_table("rejected nodes", ["event", "node", "why"], node_failures),
+        *_event_table("failed client tasks", ["event", "client", "node", "why"], client_failures),
     )
-    yield f"{seen.name}   round {done} of {seen.rounds}{how}"
-    figures = {
+
+
+def _round_table(view: RunView) -> list[Table]:
+    """Return a table of the last rounds, or nothing before the first one."""
+    rows = [view.row(line) for line in view.lines[-ROUNDS_SHOWN:]]
+    if not rows:
+        return []
+    # There is no room for columns of zeros.
+    failures = [kind for kind in (*UNANSWERED, "silent") if any(row[kind] for row in rows)]
+    columns = ["round", *_ROUND_METRICS, "answered", *failures, "seconds"]
+    cells = []
+    for row in rows:
+        shown_row = {**row, "round": row["round"] + 1}  # files count from 0, people from 1
+        cells.append([shown_row[column] for column in columns])
+    return [as_table("", [_HEADINGS.get(column, column) for column in columns], cells)]
+
+
+def _event_table(what: str, columns: list[str], events: list[Line]) -> list[Table]:
+    """Return a table of the last events, or nothing if there are none."""
+    if not events:
+        return []
+    rows = []
+    for event in events[-FAILURES_SHOWN:]:
+        cells = [_safe_text(event.get(column)) for column in columns]
+        rows.append([event["round"] + 1, *cells])
+    return [as_table(f"the last of {len(events)} {what}", ["round", *columns], rows)]
+
+
+def _heading(view: RunView) -> Iterator[str]:
+    rounds_done = view.lines[-1]["round"] + 1 if view.lines else 0
+    yield f"{view.name}   round {rounds_done} of {view.rounds}{_state(view)}"
+    titles = {
         "accuracy": "accuracy",
         "gamma_round": "coverage",
         "gamma_window": "over window",
         "epsilon": "epsilon",
     }
-    known = [f"{word} {now[name]:.4g}" for name, word in figures.items() if now[name] is not None]
-    if known:
-        yield "   ".join(known)
-    curve = [line["accuracy"] for line in seen.lines if "accuracy" in line][-CURVE:]
+    newest = view.newest()
+    metrics = [
+        f"{title} {newest[metric]:.4g}"
+        for metric, title in titles.items()
+        if newest[metric] is not None
+    ]
+    if metrics:
+        yield "   ".join(metrics)
+    curve = [line["accuracy"] for line in view.lines if "accuracy" in line][-CURVE_LENGTH:]
     if len(curve) > 1:
         yield f"accuracy {min(curve):.3f} {sparkline(curve)} {max(curve):.3f}"
-    present = {kind: len(events) for kind, events in seen.clients(done).items() if events}
-    if present and not seen.finished:
-        yield f"round {done + 1} so far: " + ", ".join(
-            f"{count} {kind}" for kind, count in present.items()
-        )
+    counts = [
+        f"{len(events)} {kind}" for kind, events in view.clients(rounds_done).items() if events
+    ]
+    if counts and not view.finished:
+        yield f"round {rounds_done + 1} so far: {', '.join(counts)}"
+
+
+def _state(view: RunView) -> str:
+    if view.finished:
+        return "   finished"
+    if view.running:
+        return ""
+    return f"   stopped; resume with {view.resume_hint}"
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """A curve in one line of text.
+    """Return a curve as one line of text.
 
     >>> sparkline([0.0, 0.5, 1.0])
     '▁▅█'
@@ -228,27 +250,28 @@ def sparkline(values: Sequence[float]) -> str:
     return "".join(_BARS[round((value - low) * scale + 1e-9)] for value in values)
 
 
-def _plain(value: object) -> str:
-    """A word of an event without anything that a terminal would obey."""
-    return printable("-" if value is None else str(value))[:300]
+def _safe_text(value: object) -> str:
+    """Return a value of an event without characters that would control the terminal."""
+    return printable("-" if value is None else str(value))[:LONGEST_CELL]
 
 
 def watch_live(path: Path, every: float) -> None:
     """Show a run on the terminal until it is finished, or until Ctrl-C."""
-    seen, known = read_run_view(path), _stamps(path)
-    with Live(render(seen), console=output(), auto_refresh=False) as live:
-        while not seen.finished:
+    view, stamps = read_run_view(path), _file_stamps(path)
+    with Live(render(view), console=output(), auto_refresh=False) as live:
+        while not view.finished:
             time.sleep(every)
-            if known != (now := _stamps(path)) or seen.running != Folder(path).in_use():
-                seen, known = read_run_view(path), now
-                live.update(render(seen), refresh=True)
+            new_stamps = _file_stamps(path)
+            if new_stamps != stamps or Folder(path).in_use() != view.running:
+                view, stamps = read_run_view(path), new_stamps
+                live.update(render(view), refresh=True)
 
 
-def _stamps(path: Path) -> list[tuple[str, int, int]]:
-    """What changes when anything is written that is shown."""
-    names = ("metrics.jsonl", "events.jsonl", "summary.json")
-    return [
-        (name, s.st_size, s.st_mtime_ns)
-        for name in names
-        if (path / name).exists() and (s := (path / name).stat())
-    ]
+def _file_stamps(path: Path) -> list[tuple[str, int, int]]:
+    """Return sizes and times of the files shown; they change with every write."""
+    stamps = []
+    for name in ("metrics.jsonl", "events.jsonl", "summary.json"):
+        if (path / name).exists():
+            status = (path / name).stat()
+            stamps.append((name, status.st_size, status.st_mtime_ns))
+    return stamps

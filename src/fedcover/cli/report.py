@@ -15,11 +15,21 @@ from fedcover.host.disk import write_atomically
 from fedcover.log import log
 from fedcover.runs import plotting
 
-Folders = Annotated[
-    list[Path], Parameter(help="Run folders, or folders with run folders below them.")
-]
+Folders = Annotated[list[Path], Parameter(help="Run folders, or folders that contain them.")]
 Output = Annotated[
-    Path | None, Parameter(name=["--output", "-o"], help="The file to write; else it is printed.")
+    Path | None,
+    Parameter(name=["--output", "-o"], help="The file to write (default: print the rows)."),
+]
+
+HISTORY_COLUMNS = [
+    "run",
+    "round",
+    "accuracy",
+    "loss",
+    "train_loss",
+    "gamma_round",
+    "gamma_window",
+    "delta2_mean",
 ]
 
 
@@ -31,25 +41,28 @@ def report(
     out: Annotated[Path, Parameter(name=["--out", "-o"], help="The page to write.")] = Path(
         "report.html"
     ),
-    title: Annotated[str | None, Parameter(help="What stands on top of the page.")] = None,
+    title: Annotated[str | None, Parameter(help="Title of the page.")] = None,
     plot: Annotated[
-        Path | None, Parameter(help="Draw curves into this file, too (needs fedcover[plot]).")
+        Path | None, Parameter(help="Also plot the curves to this file (needs fedcover[plot]).")
     ] = None,
 ) -> None:
-    """One self-contained page about runs: curves, cost, who trained what, the fleet, and how to repeat it all."""
+    """Write one self-contained page about runs.
+
+    It shows the curves, the costs, what each client trained, the fleet, and how to repeat the runs.
+    """
     if plot is not None:
         plotting.check_plot_path(plot)
-    path = write_report(runs, out, title=title)
+    page = write_report(runs, out, title=title)
     if plot is not None:
         draw_runs(runs, plot)
-    print(f"{path}: {path.stat().st_size / 1e6:.2f} MB; open it in a browser, it needs no network")
+    print(f"{page}: {page.stat().st_size / 1e6:.2f} MB; open it in a browser, it works offline")
 
 
 def draw_runs(runs: list[Path], path: Path) -> None:
-    """Draw the curves of runs into a file; those that differ only in the seed become one line with a band."""
+    """Plot the curves of runs. Runs that differ only in the seed share one line with a band."""
     records = collect_runs(runs).records
     lines = {
-        each.label: [records[place].lines for place in each.runs] for each in group_runs(records)
+        group.label: [records[index].lines for index in group.runs] for group in group_runs(records)
     }
     plotting.save_figure(plotting.draw(lines), path)
 
@@ -60,36 +73,27 @@ def history_(
     /,
     *,
     csv: Annotated[
-        bool, Parameter(help="One row a run and round, every figure a column.", negative="")
+        bool,
+        Parameter(help="Print CSV: one row per run and round, one column per metric.", negative=""),
     ] = False,
-    json: Annotated[bool, Parameter(help="The same rows as a JSON list.", negative="")] = False,
+    json: Annotated[bool, Parameter(help="Print the same rows as JSON.", negative="")] = False,
     output: Output = None,
 ) -> None:
-    """The figures of every round, as a table, as CSV or as JSON."""
+    """Show the metrics of every round as a table, CSV or JSON."""
     if csv and json:
         raise InvalidValue("choose one of --csv and --json")
     if output is not None and not (csv or json):
         raise InvalidValue("output needs --csv or --json")
-    read = read_runs(runs)
-    for note in [*read.notes, *damage_notes(runs, read.records)]:
+    runs_read = read_runs(runs)
+    for note in [*runs_read.notes, *damage_notes(runs, runs_read.records)]:
         log.warning("%s", note)
-    found = history.metric_rows(read.records)
-    if csv or json:
-        text = history.as_csv(found) if csv else history.as_json(found) + "\n"
-        if output is None:
-            return print(text, end="")
-        return write_atomically(output, text.encode())
-    columns = [
-        "run",
-        "round",
-        "accuracy",
-        "loss",
-        "train_loss",
-        "gamma_round",
-        "gamma_window",
-        "delta2_mean",
-    ]
-    console.table(
-        "every round", columns, [[row.get(column) for column in columns] for row in found]
-    )
-    return print(f"rounds: {len(found)}, runs: {len({row['run'] for row in found})}")
+    rows = history.metric_rows(runs_read.records)
+    if not (csv or json):
+        cells = [[row.get(column) for column in HISTORY_COLUMNS] for row in rows]
+        console.table("every round", HISTORY_COLUMNS, cells)
+        num_runs = len({row["run"] for row in rows})
+        return print(f"rounds: {len(rows)}, runs: {num_runs}")
+    text = history.as_csv(rows) if csv else history.as_json(rows) + "\n"
+    if output is None:
+        return print(text, end="")
+    return write_atomically(output, text.encode())

@@ -1,7 +1,7 @@
-"""The command that repeats the paper's evidence: reproduce."""
+"""The command that repeats the paper's experiments: reproduce."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
@@ -20,13 +20,13 @@ from fedcover.cli.options import (
 )
 from fedcover.errors import InvalidValue, unknown
 from fedcover.paper import document
-from fedcover.paper.cells import SETS
+from fedcover.paper.cells import SETS, Cell
 from fedcover.paper.claims import claimed_accuracy
 from fedcover.paper.evidence import Evidence
 from fedcover.paper.reproduce import DOCS, ReproductionRequest, orphan_warnings, parse_only
 from fedcover.paper.reproduce import reproduce as run_missing
 from fedcover.paper.results import find_results
-from fedcover.paper.store import load
+from fedcover.paper.store import StoredResults, load
 from fedcover.runs.machine import Machine
 
 
@@ -38,19 +38,20 @@ def reproduce(
     /,
     *,
     only: Annotated[
-        tuple[str, ...], Parameter(help="axis=value,value; may be repeated, then all must hold.")
+        tuple[str, ...],
+        Parameter(help="axis=value,value: restrict the cells. Several restrictions must all hold."),
     ] = (),
     seeds: Annotated[
-        MaybeWhole, Parameter(help="How many, from 0 on; by default 3, or 1 with --quick.")
+        MaybeWhole, Parameter(help="Number of seeds (default: 3, or 1 with --quick).")
     ] = None,
     quick: Annotated[
         bool, Parameter(help="A smoke run: digits, small models, two rounds.", negative="")
     ] = False,
     out: Annotated[
-        Path | None, Parameter(help="Folder of the results, one file for each data set.")
+        Path | None, Parameter(help="Folder of the results, one file per data set.")
     ] = None,
     docs: Annotated[
-        Path | None, Parameter(help="Where docs and figures are written; by default docs.")
+        Path | None, Parameter(help="Folder for the document and figures (default: docs).")
     ] = None,
     data: Data = None,
     device: Device = "auto",
@@ -60,20 +61,11 @@ def reproduce(
     threads: Threads = None,
     json: Json = False,
 ) -> None:
-    """Run what is missing of the paper's tables, cell by cell; `docs` writes the document from what there is."""
-    if what not in (*SETS, "docs"):
-        raise unknown("reproduce", what, [*SETS, "docs"])
-    if what == "docs" and (only or quick or seeds):
-        raise InvalidValue(
-            "docs is written from all results: leave --only, --quick and --seeds out"
-        )
-    if quick and docs is not None:
-        raise InvalidValue("a smoke run writes nothing into docs: leave --docs or --quick out")
-    pages = docs or DOCS
-    request = ReproductionRequest(
-        () if what == "docs" else (what,), parse_only(only), seeds, quick, out
-    )
-    written: list[Path] = []
+    """Run the missing cells of the paper's tables; `docs` writes the document from the results."""
+    _check_options(what, only, seeds, quick, docs)
+    docs_folder = docs or DOCS
+    sets = () if what == "docs" else (what,)
+    request = ReproductionRequest(sets, parse_only(only), seeds, quick, out)
     if request.sets:
         machine = Machine(engine, device, threads, precision=precision, processes=processes)
         with resume_hint_when_stopped(lambda: _resume_hint(request.folder)):
@@ -84,55 +76,71 @@ def reproduce(
                 show_progress=console.show_progress,
                 tell=console.notify,
             )
+    written: list[Path] = []
     if what == "docs":
-        written = document.write(request.folder, pages)
+        written = document.write(request.folder, docs_folder)
         for line in orphan_warnings(request):
             console.notify(line)
-    if what == "figures":
-        written = document.write_figures(
-            Evidence(request.folder, quick), request.folder if quick else pages / "reproduction"
-        )
+    elif what == "figures":
+        figure_folder = request.folder if quick else docs_folder / "reproduction"
+        written = document.write_figures(Evidence(request.folder, quick), figure_folder)
     _show(request, written, json)
 
 
+def _check_options(
+    what: str, only: tuple[str, ...], seeds: int | None, quick: bool, docs: Path | None
+) -> None:
+    if what not in (*SETS, "docs"):
+        raise unknown("reproduce", what, [*SETS, "docs"])
+    if what == "docs" and (only or quick or seeds):
+        raise InvalidValue(
+            "docs is written from all results: leave --only, --quick and --seeds out"
+        )
+    if quick and docs is not None:
+        raise InvalidValue("a smoke run writes nothing into docs: leave --docs or --quick out")
+
+
 def _resume_hint(folder: Path) -> str:
-    there_is = f"what there is lies in {folder}" if folder.exists() else "no run has begun"
-    return f"stopped; {there_is}; go on with: {this_command()}"
+    state = f"finished runs are in {folder}" if folder.exists() else "no run has begun"
+    return f"stopped; {state}; resume with: {this_command()}"
 
 
 def _show(request: ReproductionRequest, written: list[Path], json: bool) -> None:
-    rows = []
-    by_cell = {cell.id: cell for cell, _ in request.jobs()}
-    records = load(request.folder)
-    for cell in by_cell.values():
-        seeds = cell.seeds(request.seed_count)
-        runs = find_results(records, cell, seeds)
-        scores = [100 * run["last"] for run in runs if run["last"] is not None]
-        claim = (
-            None
-            if request.smoke
-            else claimed_accuracy(cell.dataset, cell.column, cell.level, cell.setting)
-        )
-        mean = sum(scores) / len(scores) if scores else None
-        rows.append(
-            {
-                "cell": cell.id,
-                "runs": len(runs),
-                "wanted": len(seeds),
-                "claimed": claim,
-                "last": mean,
-            }
-        )
+    rows = _cell_rows(request)
     if json:
         return console.show_json({"cells": rows, "written": [str(path) for path in written]})
     if rows:
-        heads = ["cell", "runs", *([] if request.smoke else ["claimed"]), "last"]
+        columns = ["cell", "runs", "claimed", "last"]
+        if request.smoke:
+            columns.remove("claimed")
         kind = "a smoke run with digits and small models" if request.smoke else "results"
-        console.table(
-            f"{kind} in {request.folder}, accuracy in percent",
-            heads,
-            [[row[h] for h in heads] for row in rows],
-        )
+        title = f"{kind} in {request.folder}, accuracy in percent"
+        console.table(title, columns, [[row[column] for column in columns] for row in rows])
     for path in written:
         print(path)
-    return print(conclusions.of_cells(rows, request.smoke)) if rows else None
+    if rows:
+        print(conclusions.of_cells(rows, request.smoke))
+    return None
+
+
+def _cell_rows(request: ReproductionRequest) -> list[dict[str, Any]]:
+    cells = {cell.id: cell for cell, _ in request.jobs()}
+    records = load(request.folder)
+    return [_cell_row(request, cell, records) for cell in cells.values()]
+
+
+def _cell_row(request: ReproductionRequest, cell: Cell, records: StoredResults) -> dict[str, Any]:
+    """Return how many runs of a cell there are, its claimed accuracy, and its mean accuracy."""
+    seeds = cell.seeds(request.seed_count)
+    runs = find_results(records, cell, seeds)
+    accuracies = [100 * run["last"] for run in runs if run["last"] is not None]
+    claimed = None
+    if not request.smoke:
+        claimed = claimed_accuracy(cell.dataset, cell.column, cell.level, cell.setting)
+    return {
+        "cell": cell.id,
+        "runs": len(runs),
+        "wanted": len(seeds),
+        "claimed": claimed,
+        "last": sum(accuracies) / len(accuracies) if accuracies else None,
+    }

@@ -1,9 +1,10 @@
-"""fedcover sweep: many runs, and a table over seeds."""
+"""The command that runs many experiments: sweep."""
 
 import json as js
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
@@ -12,10 +13,13 @@ from fedcover.cli.interruption import resume_hint_when_stopped, this_command
 from fedcover.cli.options import (
     Data,
     Device,
+    ExperimentFile,
     Json,
     Overwrite,
     ParallelRuns,
     Precision,
+    Runs,
+    Set,
     Whole,
     app,
     load_experiment,
@@ -24,6 +28,7 @@ from fedcover.cli.variations import choices_of
 from fedcover.errors import InvalidValue
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.launch import torchrun_rank
+from fedcover.runs.lockstep import Finished
 from fedcover.runs.machine import Machine
 from fedcover.runs.run_folder import Folder
 from fedcover.runs.sweep import expand_choices
@@ -33,21 +38,18 @@ from fedcover.server.round import RoundReport
 
 @app.command
 def sweep(
-    experiment: Annotated[
-        Path | None, Parameter(help="A TOML file; without it, the defaults.")
-    ] = None,
+    experiment: ExperimentFile = None,
     *,
     vary: Annotated[
         tuple[str, ...],
-        Parameter(help="key=value|value, or a=1,b=2|a=3,b=4 together; several are combined."),
+        Parameter(
+            help="key=value|value, or a=1,b=2|a=3,b=4 for values that belong together. Several"
+            " are combined."
+        ),
     ] = (),
-    set: Annotated[
-        tuple[str, ...], Parameter(help="key=value, overrides the file; may be repeated.")
-    ] = (),
-    seeds: Annotated[Whole, Parameter(help="Every setting with so many seeds.")] = 1,
-    runs: Annotated[Path, Parameter(help="Where run folders are made, one for each run.")] = Path(
-        "runs"
-    ),
+    set: Set = (),
+    seeds: Annotated[Whole, Parameter(help="Number of seeds per setting.")] = 1,
+    runs: Runs = Path("runs"),
     data: Data = None,
     device: Device = "auto",
     precision: Precision = "fp32",
@@ -55,58 +57,78 @@ def sweep(
     overwrite: Overwrite = False,
     json: Json = False,
 ) -> None:
-    """Run settings x seeds in lockstep, each into its own folder; run it again to go on where it was stopped."""
+    """Run all settings with all seeds in lockstep, each in its own folder.
+
+    Repeat the command to resume an interrupted sweep.
+    """
     if torchrun_rank() is not None:
         raise InvalidValue("a sweep starts its processes itself: use --processes, not torchrun")
     base = load_experiment(experiment, set)
-    wanted = expand_choices(base, choices_of(vary), seeds)
+    experiments = expand_choices(base, choices_of(vary), seeds)
     machine = Machine(device=device, precision=precision, processes=processes)
-    for each in wanted if overwrite else []:
-        Folder(runs / each.name).clear()
-    table, found = [], dict[str, list[float | None]]()
-    with console.show_progress(f"sweep of {len(wanted)}", sum(e.rounds for e in wanted)) as watch:
-        count = iter(range(sum(e.rounds for e in wanted)))
-
-        def show(experiment: Experiment, report: RoundReport) -> None:
-            watch(RoundReport(next(count), {**report.metrics, "run": experiment.name}))
-
-        with resume_hint_when_stopped(lambda: f"stopped; go on with: {this_command()}"):
-            ended = run_sweep(wanted, runs, machine=machine, data=data, watch=show)
-            for done in sorted(ended, key=lambda done: wanted.index(done.experiment)):
-                last = next((line for line in reversed(done.metrics) if "accuracy" in line), {})
-                folder = str(runs / done.experiment.name)
-                table.append(
-                    {
-                        "folder": folder,
-                        "accuracy": last.get("accuracy"),
-                        "diverged": done.diverged or None,
-                    }
-                )
-                setting = done.experiment.name.removesuffix(f"-seed-{done.experiment.seed}")
-                found.setdefault(setting, []).append(
-                    None if done.diverged else last.get("accuracy")
-                )
+    if overwrite:
+        for config in experiments:
+            Folder(runs / config.name).clear()
+    with resume_hint_when_stopped(lambda: f"stopped; resume with: {this_command()}"):
+        finished = _run_all(experiments, runs, machine, data)
+    table = [_result(run, runs) for run in finished]
     if json:
         print(js.dumps(table, indent=2))
         return
     for row in table:
-        accuracy = row["accuracy"]
-        print(
-            f"{row['folder']:60} {row['diverged'] or (f'{accuracy:.4f}' if accuracy is not None else 'not evaluated')}"
-        )
+        print(f"{row['folder']:60} {_outcome(row)}")
+    accuracies: dict[str, list[float | None]] = {}
+    for run, row in zip(finished, table, strict=True):
+        setting = run.experiment.name.removesuffix(f"-seed-{run.experiment.seed}")
+        accuracy = None if run.diverged else row["accuracy"]
+        accuracies.setdefault(setting, []).append(accuracy)
     if seeds > 1:
         columns = ["setting", "mean accuracy", "standard deviation", "seeds"]
-        console.table(
-            "over the seeds", columns, [_over_seeds(setting, found[setting]) for setting in found]
-        )
-    print(conclusions.of_sweep(found))
+        rows = [_over_seeds(setting, values) for setting, values in accuracies.items()]
+        console.table("over the seeds", columns, rows)
+    print(conclusions.of_sweep(accuracies))
+
+
+def _run_all(
+    experiments: Sequence[Experiment], runs: Path, machine: Machine, data: Path | None
+) -> list[Finished]:
+    """Run the experiments with one progress bar, and return the runs in their order."""
+    total_rounds = sum(experiment.rounds for experiment in experiments)
+    with console.show_progress(f"sweep of {len(experiments)}", total_rounds) as watch:
+        rounds_done = 0
+
+        def show(experiment: Experiment, report: RoundReport) -> None:
+            nonlocal rounds_done
+            watch(RoundReport(rounds_done, {**report.metrics, "run": experiment.name}))
+            rounds_done += 1
+
+        finished = run_sweep(experiments, runs, machine=machine, data=data, watch=show)
+        return sorted(finished, key=lambda run: experiments.index(run.experiment))
+
+
+def _result(run: Finished, runs: Path) -> dict[str, Any]:
+    evaluated_rounds = [metrics for metrics in run.metrics if "accuracy" in metrics]
+    return {
+        "folder": str(runs / run.experiment.name),
+        "accuracy": evaluated_rounds[-1]["accuracy"] if evaluated_rounds else None,
+        "diverged": run.diverged or None,
+    }
+
+
+def _outcome(result: dict[str, Any]) -> str:
+    if result["diverged"]:
+        return str(result["diverged"])
+    if result["accuracy"] is None:
+        return "not evaluated"
+    return f"{result['accuracy']:.4f}"
 
 
 def _over_seeds(setting: str, accuracies: list[float | None]) -> list[object]:
-    """A row of what all seeds of a setting say; seeds that diverged or were not evaluated are left out, and counted."""
-    known = [accuracy for accuracy in accuracies if accuracy is not None]
-    spread = stdev(known) if len(known) > 1 else None
-    number = (
-        str(len(known)) if len(known) == len(accuracies) else f"{len(known)} of {len(accuracies)}"
-    )
-    return [setting, fmean(known) if known else None, spread, number]
+    """Return the mean and spread of a setting; seeds without an accuracy are only counted."""
+    evaluated = [accuracy for accuracy in accuracies if accuracy is not None]
+    mean = fmean(evaluated) if evaluated else None
+    deviation = stdev(evaluated) if len(evaluated) > 1 else None
+    seeds = str(len(evaluated))
+    if len(evaluated) < len(accuracies):
+        seeds += f" of {len(accuracies)}"
+    return [setting, mean, deviation, seeds]

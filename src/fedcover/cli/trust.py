@@ -1,4 +1,4 @@
-"""Whether functions that a run folder names are called: by a flag, or by what a person at the terminal answers."""
+"""Permission to call functions that a run folder names: by a flag, or by asking the user."""
 
 import sys
 from pathlib import Path
@@ -15,25 +15,31 @@ Trust = Annotated[
     bool,
     Parameter(
         name="--trust",
-        help="Import and call the functions of its own that the run names.",
+        help="Import and call the user-defined functions that the run names.",
         negative="",
     ),
 ]
 
 
 def is_trusted(folder: Path, flag: bool) -> bool:
-    """Whether what a run folder names may be called; modules are then looked for in the current folder, too."""
-    named = trust.custom_functions(Folder(folder).read().fields)
-    if not named or not (flag or _ask_user(folder, list(named.values()))):
+    """Decide whether the functions that a run folder names may be called.
+
+    If so, make modules in the working folder importable.
+    """
+    functions = trust.custom_functions(Folder(folder).read().fields)
+    if not functions:
+        return False
+    if not flag and not _ask_user(folder, list(functions.values())):
         return False
     add_working_folder_to_path()
     return True
 
 
-def _ask_user(folder: Path, texts: list[str]) -> bool:
-    """What a person says who is asked; where nobody can be asked, no."""
+def _ask_user(folder: Path, functions: list[str]) -> bool:
+    """Ask the user at the terminal. Without a terminal the answer is no."""
     if not (sys.stdin and sys.stdin.isatty() and console.errors.is_terminal):
         return False
-    console.notify(f"{folder} would have this imported and called: {', '.join(map(repr, texts))}")
-    console.errors.print("do you trust where it comes from? [y/N] ", end="")
+    names = ", ".join(map(repr, functions))
+    console.notify(f"{folder} wants to import and call: {names}")
+    console.errors.print("do you trust the source of this folder? [y/N] ", end="")
     return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -1,4 +1,4 @@
-"""What a sweep varies, as it is typed: one field, or several whose values belong together."""
+"""Parse what a sweep varies: one field, or several fields whose values belong together."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -13,51 +13,60 @@ FIELDS = {*Experiment.model_fields, "preset"}
 
 
 def choices_of(texts: Sequence[str]) -> Choices:
-    """The choices of several `--vary`; no field may be in two of them.
+    """Return the choices of several `--vary` options. Each field may be in one of them only.
 
     >>> choices_of(["lr=0.1|0.2"])
     {('lr',): [(0.1,), (0.2,)]}
     >>> choices_of(["policy=prefix,norm=batch|policy=rolling,norm=group"])
     {('policy', 'norm'): [('prefix', 'batch'), ('rolling', 'group')]}
     """
-    choices = [_choice(text) for text in texts]
-    for key, number in Counter(key for keys, _ in choices for key in keys).items():
+    choices = [_parse_choice(text) for text in texts]
+    num_uses = Counter(key for keys, _ in choices for key in keys)
+    for key, number in num_uses.items():
         if number > 1:
             raise InvalidValue(
-                f"vary must name each field once, with all its values: {key}=...|...; got {number} of {key}"
+                f"vary must name each field once, with all its values: {key}=...|...;"
+                f" got {number} of {key}"
             )
     return dict(choices)
 
 
-def _choice(text: str) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
-    first, *rest = _split(text, "|")
+def _parse_choice(text: str) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
+    """Return the fields of one option, and their values in each setting."""
+    first, *others = _split(text, "|")
     key, equals, value = first.partition("=")
     if not equals or not value:
         raise InvalidValue(f"vary must look like key=value|value, or a=1,b=2|a=3,b=4; got {text!r}")
-    if len(_assignments(first)) == 1 and not any(_is_assignment(each) for each in rest):
-        return (key,), [(parse_change(f"{key}={value}")[1],) for value in (value, *rest)]
-    settings = [
-        dict(map(parse_change, filter(_is_assignment, _assignments(each))))
-        for each in (first, *rest)
-    ]
-    keys = tuple(settings[0])
-    for each, setting in zip((first, *rest), settings, strict=True):
-        if setting.keys() != settings[0].keys():
+    has_one_field = len(_assignments(first)) == 1
+    if has_one_field and not any(_is_assignment(other) for other in others):
+        return (key,), [(parse_change(f"{key}={word}")[1],) for word in (value, *others)]
+    return _parse_settings([first, *others])
+
+
+def _parse_settings(texts: Sequence[str]) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
+    keys: tuple[str, ...] = ()
+    values: list[tuple[Any, ...]] = []
+    for text in texts:
+        assignments = [word for word in _assignments(text) if _is_assignment(word)]
+        setting = dict(parse_change(assignment) for assignment in assignments)
+        keys = keys or tuple(setting)
+        if setting.keys() != set(keys):
             raise InvalidValue(
-                f"vary must give all of {', '.join(keys)} in each setting; got {each!r}"
+                f"vary must give all of {', '.join(keys)} in each setting; got {text!r}"
             )
-    return keys, [tuple(setting[key] for key in keys) for setting in settings]
+        values.append(tuple(setting[key] for key in keys))
+    return keys, values
 
 
 def _assignments(text: str) -> list[str]:
-    """The parts of a setting; a comma may also be in a value."""
-    parts: list[str] = []
+    """Return the assignments of a setting. A comma may also be part of a value."""
+    assignments: list[str] = []
     for piece in _split(text, ","):
-        if parts and not _is_assignment(piece):
-            parts[-1] += f",{piece}"
+        if assignments and not _is_assignment(piece):
+            assignments[-1] += f",{piece}"
         else:
-            parts.append(piece)
-    return parts
+            assignments.append(piece)
+    return assignments
 
 
 def _is_assignment(text: str) -> bool:
@@ -65,17 +74,20 @@ def _is_assignment(text: str) -> bool:
     return bool(equals) and name.strip() in FIELDS
 
 
-def _split(text: str, sign: str) -> Iterator[str]:
-    """The pieces between signs that are in no bracket and no quotes."""
+def _split(text: str, separator: str) -> Iterator[str]:
+    """Yield the pieces between separators, except those inside brackets or quotes."""
     depth, quote, start = 0, "", 0
-    for place, character in enumerate(text):
+    for position, character in enumerate(text):
         if quote:
-            quote = "" if character == quote else quote
+            if character == quote:
+                quote = ""
         elif character in "\"'":
             quote = character
-        elif character == sign and not depth:
-            yield text[start:place]
-            start = place + 1
-        else:
-            depth += (character in "([{") - (character in ")]}")
+        elif character == separator and not depth:
+            yield text[start:position]
+            start = position + 1
+        elif character in "([{":
+            depth += 1
+        elif character in ")]}":
+            depth -= 1
     yield text[start:]

@@ -248,5 +248,5 @@ if __name__ == "__main__":
         sys.exit(f"fedcover: {error}")
     except KeyboardInterrupt as error:
         again = shlex.join(["python", "-m", "fedcover.paper.reproduce", *sys.argv[1:]])
-        print(f"stopped; what has ended is kept; go on with: {again}", file=sys.stderr)
+        print(f"stopped; what has ended is kept; resume with: {again}", file=sys.stderr)
         sys.exit(signals.exit_code(error))
