@@ -1,1 +1,1 @@
-"""The data that ships inside the package: see digits.LICENSE.md for where it comes from."""
+"""Load data sets and divide them among clients; digits.LICENSE.md names the source of `digits`."""

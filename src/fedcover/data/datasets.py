@@ -1,4 +1,4 @@
-"""Name -> tensors: data sets known by name, files of your own, tensors of your own.
+"""Load data sets: built-in ones by name, files, and tensors.
 
 Shapes: N rows, C channels, H height, W width.
 """
@@ -51,18 +51,22 @@ _MOMENTS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
     "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
 }
-"""Mean and standard deviation of the training pixels, channel by channel, on the scale 0 to 1."""
+"""Mean and standard deviation of each channel of the training pixels, on the scale 0 to 1."""
+
+_SEQUENCE_LENGTH = 64
+"""Characters per sample of `characters`."""
+
+_VOCABULARY = 128
+"""The number of different characters (ASCII)."""
 
 
-_SEQUENCE_LENGTH, _VOCABULARY = 64, 128
-"""Characters per sample of `characters`, and how many different ones there are (ASCII)."""
-
-
-# ── known by name ───────────────────────────────────────────────────────────────────────────────────────
+# ── built-in data sets ───────────────────────────────────────────────────────────────────────────
 
 
 def digits(_folder: Path | None = None) -> Dataset:
-    """1,797 handwritten digits of 8 x 8 pixels, which ship inside the package: 1,437 to train, 360 to test.
+    """Load 1,797 handwritten digits of 8 x 8 pixels that ship with the package.
+
+    1,437 of them are for training and 360 for testing.
 
     >>> data = digits()
     >>> data.train.x.shape, len(data.test)
@@ -71,62 +75,63 @@ def digits(_folder: Path | None = None) -> Dataset:
     packed = resources.files("fedcover.data").joinpath("digits.npz").read_bytes()
     with np.load(io.BytesIO(packed), allow_pickle=False) as stored:
         images_NHW, labels_N = stored["images"], stored["labels"]
-    # Every fifth row of a shuffled order sorted by label: each label loses a fifth of its rows, by chance.
+    # Every fifth row of a shuffled order sorted by label, so a random fifth of each label.
     shuffled_N = torch.randperm(len(labels_N), generator=generator(0, "digits", "split")).numpy()
     by_label_N = shuffled_N[np.argsort(labels_N[shuffled_N], kind="stable")]
-    tested_N = np.zeros(len(labels_N), dtype=bool)
-    tested_N[by_label_N[::5]] = True
+    is_test_N = np.zeros(len(labels_N), dtype=bool)
+    is_test_N[by_label_N[::5]] = True
     train, test = (
         _samples("digits", images_NHW[rows, None], labels_N[rows], white=16)
-        for rows in (~tested_N, tested_N)
+        for rows in (~is_test_N, is_test_N)
     )
     return Dataset("digits", train, test, classes=10)
 
 
 def mnist(folder: Path) -> Dataset:
-    """70,000 handwritten digits of 28 x 28 pixels, from the publisher's idx files."""
+    """Load 70,000 handwritten digits of 28 x 28 pixels from the publisher's idx files."""
     files = read("mnist", folder)
-    train, test = (
-        _samples("mnist", _idx(files[f"{part}-images-idx3-ubyte.gz"])[:, None],
-                 _idx(files[f"{part}-labels-idx1-ubyte.gz"]))
-        for part in ("train", "t10k")
-    )  # fmt: skip
-    return Dataset("mnist", train, test, classes=10)
+
+    def part(prefix: str) -> Samples:
+        images_NHW = _idx(files[f"{prefix}-images-idx3-ubyte.gz"])
+        labels_N = _idx(files[f"{prefix}-labels-idx1-ubyte.gz"])
+        return _samples("mnist", images_NHW[:, None], labels_N)
+
+    return Dataset("mnist", part("train"), part("t10k"), classes=10)
 
 
 def cifar10(folder: Path) -> Dataset:
-    """60,000 colour photographs of 32 x 32 pixels in 10 classes, from the publisher's binary version."""
+    """Load 60,000 colour photographs of 32 x 32 pixels in 10 classes."""
     return _cifar("cifar10", folder, label_bytes=1, classes=10)
 
 
 def cifar100(folder: Path) -> Dataset:
-    """60,000 colour photographs of 32 x 32 pixels in 100 classes (fine labels), from the binary version."""
+    """Load 60,000 colour photographs of 32 x 32 pixels in 100 classes (fine labels)."""
     return _cifar("cifar100", folder, label_bytes=2, classes=100)
 
 
 def characters(_folder: Path | None = None) -> Dataset:
-    """Python's own help topics, character by character, in pieces of 64; every topic is an owner.
+    """Split Python's help topics into samples of 64 characters; every topic is an owner.
 
-    The text comes with the interpreter, so another Python version has a slightly other data set.
+    The text ships with the interpreter, so it differs slightly between Python versions.
     """
-    pieces, owners = [], []
+    samples_by_topic, owners = [], []
     for owner, (_, text) in enumerate(sorted(topics.items())):
-        codes = torch.frombuffer(
-            bytearray(text.encode("ascii", "replace")), dtype=torch.uint8
-        ).long()
-        whole = codes[: (len(codes) - 1) // _SEQUENCE_LENGTH * _SEQUENCE_LENGTH + 1]
-        if len(whole) > _SEQUENCE_LENGTH:
-            pieces.append(
-                torch.stack(
-                    [whole[:-1].view(-1, _SEQUENCE_LENGTH), whole[1:].view(-1, _SEQUENCE_LENGTH)],
-                    dim=1,
-                )
-            )
-            owners.append(torch.full((len(pieces[-1]),), owner))
-    x_N2T, owner_N = torch.cat(pieces), torch.unique(torch.cat(owners), return_inverse=True)[1]
-    tested_N = torch.arange(len(x_N2T)) % 10 == 9
-    train, test = (Samples(x_N2T[rows, 0], x_N2T[rows, 1]) for rows in (~tested_N, tested_N))
-    return Dataset("characters", train, test, classes=_VOCABULARY, owner=owner_N[~tested_N])
+        ascii_text = bytearray(text.encode("ascii", "replace"))
+        codes = torch.frombuffer(ascii_text, dtype=torch.uint8).long()
+        num_samples = (len(codes) - 1) // _SEQUENCE_LENGTH
+        if num_samples > 0:
+            codes = codes[: num_samples * _SEQUENCE_LENGTH + 1]
+            x_NT = codes[:-1].view(-1, _SEQUENCE_LENGTH)
+            y_NT = codes[1:].view(-1, _SEQUENCE_LENGTH)
+            samples_by_topic.append(torch.stack([x_NT, y_NT], dim=1))
+            owners.append(torch.full((num_samples,), owner))
+    samples_N2T = torch.cat(samples_by_topic)
+    owner_N = torch.unique(torch.cat(owners), return_inverse=True)[1]
+    is_test_N = torch.arange(len(samples_N2T)) % 10 == 9
+    train, test = (
+        Samples(samples_N2T[rows, 0], samples_N2T[rows, 1]) for rows in (~is_test_N, is_test_N)
+    )
+    return Dataset("characters", train, test, classes=_VOCABULARY, owner=owner_N[~is_test_N])
 
 
 DATASETS: dict[str, Callable[[Path], Dataset]] = {
@@ -139,14 +144,14 @@ DATASETS: dict[str, Callable[[Path], Dataset]] = {
 
 
 def load(name: str, folder: str | Path | None = None) -> Dataset:
-    """The data set of that name, or the one in that .npz or .safetensors file.
+    """Load a data set by name, or from an .npz or .safetensors file.
 
     >>> load("digits").classes
     10
     >>> load("digit")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    fedcover.errors.InvalidValue: dataset must be one of digits, characters, ...; got 'digit' (did you mean 'digits'?)
+    fedcover.errors.InvalidValue: dataset must be one of digits, ... (did you mean 'digits'?)
     """
     if name in DATASETS:
         return DATASETS[name](data_folder(folder))
@@ -164,7 +169,7 @@ def _samples(name: str, pixels_NCHW: Bytes, labels_N: Bytes, white: int = 255) -
 
 
 def _idx(packed: bytes) -> Bytes:
-    """The idx format: two zero bytes, the type (8: bytes), the number of axes, their sizes, the data."""
+    """Parse the idx format: two zero bytes, type (8: bytes), number of axes, their sizes, data."""
     raw = gzip.decompress(packed)
     axes = raw[3]
     shape = np.frombuffer(raw, dtype=">i4", count=axes, offset=4)
@@ -172,13 +177,12 @@ def _idx(packed: bytes) -> Bytes:
 
 
 def _cifar(name: str, folder: Path, *, label_bytes: int, classes: int) -> Dataset:
-    """The CIFAR format, image after image: label bytes (fine last), then red, green and blue planes."""
+    """Read the binary CIFAR format: for each image label bytes (fine last), then RGB planes."""
     files = read(name, folder)
 
     def part(raw: Iterable[bytes]) -> Samples:
-        records_NB = np.frombuffer(b"".join(raw), dtype=np.uint8).reshape(
-            -1, label_bytes + 3 * 32 * 32
-        )
+        record_bytes = label_bytes + 3 * 32 * 32
+        records_NB = np.frombuffer(b"".join(raw), dtype=np.uint8).reshape(-1, record_bytes)
         pixels_NCHW = records_NB[:, label_bytes:].reshape(-1, 3, 32, 32)
         return _samples(name, pixels_NCHW, records_NB[:, label_bytes - 1])
 
@@ -187,7 +191,7 @@ def _cifar(name: str, folder: Path, *, label_bytes: int, classes: int) -> Datase
     return Dataset(name, train, test, classes)
 
 
-# ── your own ────────────────────────────────────────────────────────────────────────────────────────────
+# ── users' data ──────────────────────────────────────────────────────────────────────────────────
 
 _NEEDED = ("train_x", "train_y", "test_x", "test_y")
 
@@ -200,10 +204,23 @@ def from_tensors(
     classes: int | None = None,
     name: str = "tensors",
 ) -> Dataset:
-    """Your own inputs and labels, (x, y) pairs of tensors or arrays; `owner` says whose each row is.
+    """Create a data set from tensors or NumPy arrays.
 
-    Floating inputs keep their values (as float32); uint8 inputs are divided by 255. Labels are 0, 1, 2, ...; `classes`
-    says how many there are where the training rows lack some.
+    Floating inputs are converted to float32; uint8 inputs are divided by 255. Labels are 0, 1, 2,
+    and so on.
+
+    Args:
+        train: The training inputs and labels, (x, y).
+        test: The test inputs and labels, (x, y).
+        owner: The owner of each training row, as a non-negative integer.
+        classes: The number of classes; needed only if some labels are missing in the training rows.
+        name: The name shown in messages and stored with results.
+
+    Returns:
+        The data set.
+
+    Raises:
+        InvalidValue: If types, shapes, lengths or labels are wrong.
 
     >>> x, y = torch.rand(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
     >>> from_tensors((x, y), (x[:3], y[:3])).classes
@@ -214,8 +231,10 @@ def from_tensors(
     check_length("train_y", train_y, "train_x", train_x)
     check_length("test_y", test_y, "test_x", test_x)
     if train_x.shape[1:] != test_x.shape[1:]:
-        wanted, got = tuple(train_x.shape[1:]), tuple(test_x.shape[1:])
-        raise InvalidValue(f"test_x must have rows of the shape of train_x's, {wanted}; got {got}")
+        train_shape, test_shape = tuple(train_x.shape[1:]), tuple(test_x.shape[1:])
+        raise InvalidValue(
+            f"test_x must have rows of the shape of train_x's, {train_shape}; got {test_shape}"
+        )
     classes = infer_num_classes(train_y, classes)
     for field, labels in (("train_y", train_y), ("test_y", test_y)):
         if int(labels.max()) >= classes:
@@ -229,7 +248,21 @@ def from_tensors(
 
 
 def from_file(path: str | Path) -> Dataset:
-    """Your own .npz or .safetensors file with train_x, train_y, test_x, test_y and perhaps train_owner and classes."""
+    """Load a data set from an .npz or .safetensors file.
+
+    The file contains the arrays train_x, train_y, test_x and test_y, and optionally train_owner and
+    classes; see `from_tensors`.
+
+    Args:
+        path: The file. Its stem becomes the name of the data set.
+
+    Returns:
+        The data set.
+
+    Raises:
+        InvalidValue: If the file does not exist, or its arrays are wrong.
+        DataError: If the file cannot be read.
+    """
     arrays = read_arrays("dataset", Path(path), _NEEDED)
     train_x, train_y, test_x, test_y = (arrays[key] for key in _NEEDED)
     classes = integer_value("classes", arrays["classes"]) if "classes" in arrays else None
@@ -240,31 +273,47 @@ def from_file(path: str | Path) -> Dataset:
 
 
 def rows_from_file(path: str | Path) -> tuple[Samples, Tensor]:
-    """Training rows and whose each is: a file with train_x, train_y and perhaps train_owner (else all are of one)."""
+    """Load training rows and their owners from a file.
+
+    The file contains train_x and train_y, and optionally train_owner; without it there is one owner.
+    """
     arrays = read_arrays("rows", Path(path).absolute(), _NEEDED[:2])
     x, y = input_tensor("train_x", arrays["train_x"]), integer_tensor("train_y", arrays["train_y"])
-    owner = (
-        integer_tensor("train_owner", arrays["train_owner"])
-        if "train_owner" in arrays
-        else torch.zeros_like(y)
-    )
+    if "train_owner" in arrays:
+        owner = integer_tensor("train_owner", arrays["train_owner"])
+    else:
+        owner = torch.zeros_like(y)
     check_length("train_y", y, "train_x", x)
     check_length("train_owner", owner, "train_x", x)
     return Samples(x, y), owner
 
 
-# ── held out ────────────────────────────────────────────────────────────────────────────────────────────
-
+# ── validation split ─────────────────────────────────────────────────────────────────────────────
 
 MAX_CACHED_SPLITS = 8
 _SPLIT_CACHE: MutableMapping[Tensor, dict[tuple[int, int, int], tuple[Tensor, Tensor]]] = (
     WeakTensorKeyDictionary()
 )
-"""Inputs that were split last, by their tensor: runs of one seed share the two parts, instead of a copy each."""
+"""The last splits of each input tensor, so that runs with one seed share the two parts.
+
+A split is named by (number of validation rows, seed, version of the tensor).
+"""
 
 
 def hold_out(dataset: Dataset, share: float, seed: int) -> tuple[Dataset, Samples | None]:
-    """Set a random share of the training rows aside for validation; the data set keeps the others, in order.
+    """Split a random share of the training rows off for validation.
+
+    Args:
+        dataset: The data set.
+        share: The share of the training rows, in [0, 1).
+        seed: The seed of the draw.
+
+    Returns:
+        The data set with the other training rows, in order, and the validation samples (None if
+        the share is 0).
+
+    Raises:
+        InvalidValue: If the share is not allowed or leaves no row to train on.
 
     >>> rest, validation = hold_out(load("digits"), 0.1, seed=0)
     >>> len(rest.train), len(validation)
@@ -277,23 +326,33 @@ def hold_out(dataset: Dataset, share: float, seed: int) -> tuple[Dataset, Sample
     if share == 0:
         return dataset, None
     rows = len(dataset.train)
-    held = max(1, round(share * rows))
-    if held >= rows:
+    num_held_out = max(1, round(share * rows))
+    if num_held_out >= rows:
         raise InvalidValue(f"validation must leave samples to train on; got {share} of {rows}")
     order = torch.randperm(rows, generator=generator(seed, "validation"))
-    kept, out = order[held:].sort().values, order[:held].sort().values
-    known = _SPLIT_CACHE.setdefault(dataset.train.x, {})
-    split = held, seed, 0 if dataset.train.x.is_inference() else dataset.train.x._version
-    if split not in known:
-        while len(known) >= MAX_CACHED_SPLITS:
-            known.pop(next(iter(known)))
-        known[split] = dataset.train.x[kept], dataset.train.x[out]
-    (x, x_out), y, owner = known[split], dataset.train.y, dataset.owner
+    train_rows = order[num_held_out:].sort().values
+    validation_rows = order[:num_held_out].sort().values
+    train_x, validation_x = _split_inputs(dataset.train.x, seed, train_rows, validation_rows)
     rest = Dataset(
-        dataset.name,
-        Samples(x, y[kept]),
-        dataset.test,
-        dataset.classes,
-        None if owner is None else owner[kept],
+        name=dataset.name,
+        train=Samples(train_x, dataset.train.y[train_rows]),
+        test=dataset.test,
+        classes=dataset.classes,
+        owner=None if dataset.owner is None else dataset.owner[train_rows],
     )
-    return rest, Samples(x_out, y[out])
+    return rest, Samples(validation_x, dataset.train.y[validation_rows])
+
+
+def _split_inputs(
+    x: Tensor, seed: int, train_rows: Tensor, validation_rows: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Split inputs into training and validation inputs, or return them from the cache."""
+    splits = _SPLIT_CACHE.setdefault(x, {})
+    version = 0 if x.is_inference() else x._version  # inference tensors have no version
+    key = (len(validation_rows), seed, version)
+    if key not in splits:
+        while len(splits) >= MAX_CACHED_SPLITS:
+            oldest = next(iter(splits))
+            splits.pop(oldest)
+        splits[key] = x[train_rows], x[validation_rows]
+    return splits[key]

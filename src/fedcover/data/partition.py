@@ -1,6 +1,6 @@
-"""Labels -> who gets which rows: every training row goes to exactly one client, and no client goes empty.
+"""Assign training rows to clients: every row to exactly one client, and at least one row to each.
 
-Shapes: N rows, C clients, K labels that occur, D tickets in a client's hand.
+Shapes: N rows, C clients, K labels that occur, S label slots per client, A (client, label) pairs.
 """
 
 import heapq
@@ -20,23 +20,39 @@ from fedcover.types import Dataset
 Ints = npt.NDArray[np.int64]
 
 _NO_LABEL = -1
-_SWEEPS, _PATIENCE = 50, 5
+_MAX_SWEEPS = 50
+_PATIENCE = 5
+"""Sweeps end when the imbalance repeats one from at least this many sweeps before."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partition:
-    """Training rows client after client: client c has the rows order[bounds[c]:bounds[c + 1]]."""
+    """Hold the training rows, ordered by client.
+
+    Attributes:
+        order: The rows; client c has `order[bounds[c]:bounds[c + 1]]`.
+        bounds: The start of each client's rows, and the number of all rows.
+    """
 
     order: Tensor
     bounds: Tensor
 
     @property
     def clients(self) -> int:
-        """How many clients there are."""
+        """Return the number of clients."""
         return len(self.bounds) - 1
 
     def indices(self, client: int) -> Tensor:
-        """The rows of one client, in ascending order.
+        """Return the rows of one client, in ascending order.
+
+        Args:
+            client: The number of the client, starting at 0.
+
+        Returns:
+            The rows as an int64 tensor.
+
+        Raises:
+            InvalidValue: If there is no such client.
 
         >>> Partition(torch.tensor([0, 2, 1]), torch.tensor([0, 2, 3])).indices(0).tolist()
         [0, 2]
@@ -47,32 +63,33 @@ class Partition:
 
 
 def _partition(client_N: Ints, clients: int) -> Partition:
-    """The partition in which row n belongs to client client_N[n]."""
-    bounds = np.concatenate([[0], np.cumsum(np.bincount(client_N, minlength=clients))])
-    return Partition(
-        torch.from_numpy(np.argsort(client_N, kind="stable")), torch.from_numpy(bounds)
-    )
+    """Build the partition in which row n belongs to client `client_N[n]`."""
+    rows_per_client = np.bincount(client_N, minlength=clients)
+    bounds = np.concatenate([[0], np.cumsum(rows_per_client)])
+    order = np.argsort(client_N, kind="stable")
+    return Partition(torch.from_numpy(order), torch.from_numpy(bounds))
 
 
 def _check(field: str, value: int, most: int, things: str) -> None:
     if not isinstance(value, int) or not 1 <= value <= most:
         raise InvalidValue(
-            f"{field} must be a whole number between 1 and the number of {things}, {most}; got {value!r}"
+            f"{field} must be a whole number between 1 and the number of {things}, {most}; "
+            f"got {value!r}"
         )
 
 
-# ── without regard to labels ────────────────────────────────────────────────────────────────────────────
+# ── independent of labels ────────────────────────────────────────────────────────────────────────
 
 
 def iid(dataset: Dataset, clients: int, seed: int) -> Partition:
-    """Rows at random, in shares that differ by one row at most."""
+    """Assign rows at random; the clients' numbers of rows differ by at most one."""
     _check("clients", clients, len(dataset.train), "training samples")
-    turn_N = np.arange(len(dataset.train)) % clients
-    return _partition(numpy_generator(seed, "partition").permutation(turn_N), clients)
+    round_robin_N = np.arange(len(dataset.train)) % clients
+    return _partition(numpy_generator(seed, "partition").permutation(round_robin_N), clients)
 
 
 def owner(dataset: Dataset, clients: int, seed: int) -> Partition:
-    """Every row to its owner, as the data set names them: client c is the c-th owner."""
+    """Assign every row to its owner in the data set: client c is the c-th owner."""
     if dataset.owner is None:
         raise InvalidValue(
             f"partition owner needs a dataset that says whose each row is; got {dataset.name}"
@@ -87,40 +104,44 @@ def owner(dataset: Dataset, clients: int, seed: int) -> Partition:
     return _partition(client_N.astype(np.int64), clients)
 
 
-def node_partition(owner: Tensor, mine: Sequence[int], clients: int) -> Partition:
-    """The rows of one node, which holds a few of all clients: its k-th owner is the k-th of them, others have no rows.
+def node_partition(owner: Tensor, node_clients: Sequence[int], clients: int) -> Partition:
+    """Assign the rows of one node, which holds a few of all clients.
+
+    The k-th owner of the node's rows is the k-th of its clients. Other clients have no rows.
 
     >>> node_partition(torch.tensor([9, 7, 9]), [2, 3], 4).indices(3).tolist()
     [0, 2]
     """
-    _, place_N = np.unique(owner.numpy(force=True), return_inverse=True)
-    return _partition(np.array(mine, dtype=np.int64)[place_N], clients)
+    _, owner_index_N = np.unique(owner.numpy(force=True), return_inverse=True)
+    return _partition(np.array(node_clients, dtype=np.int64)[owner_index_N], clients)
 
 
-# ── label skew by Dirichlet proportions ─────────────────────────────────────────────────────────────────
+# ── label skew by Dirichlet proportions ──────────────────────────────────────────────────────────
 
 
 def dirichlet(dataset: Dataset, clients: int, seed: int, *, alpha: float) -> Partition:
-    """Each label's rows in proportions drawn from a Dirichlet distribution: small alpha, uneven shares.
+    """Divide each label's rows in proportions drawn from a Dirichlet distribution.
 
-    A client that would go empty takes one row from the client that has the most at that moment.
+    The smaller alpha, the more uneven the proportions. A client that would have no rows takes one
+    from the client that has the most at that moment.
     """
     _check("clients", clients, len(dataset.train), "training samples")
     if not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
         raise InvalidValue(f"alpha must be a finite number greater than 0; got {alpha!r}")
     random = numpy_generator(seed, "partition")
-    # Beyond 1e9 the proportions are equal to nine digits, and far beyond it NumPy's sum of them overflows.
+    # Beyond 1e9 the proportions are equal to nine digits; far beyond, NumPy's sum overflows.
     alpha_C = np.full(clients, min(alpha, 1e9))
     client_N = np.empty(len(dataset.train), dtype=np.int64)
     for rows in _rows_by_label(dataset, random):
-        cuts = np.rint(np.cumsum(random.dirichlet(alpha_C))[:-1] * len(rows)).astype(np.int64)
-        client_N[rows] = np.searchsorted(cuts, np.arange(len(rows)), side="right")
+        cumulative_shares = np.cumsum(random.dirichlet(alpha_C))[:-1]
+        boundaries = np.rint(cumulative_shares * len(rows)).astype(np.int64)
+        client_N[rows] = np.searchsorted(boundaries, np.arange(len(rows)), side="right")
     _fill_empty_clients(client_N, clients)
     return _partition(client_N, clients)
 
 
 def _rows_by_label(dataset: Dataset, random: np.random.Generator) -> list[Ints]:
-    """For each label that occurs, its rows in random order."""
+    """Return the rows of each label that occurs, in random order."""
     label_N = dataset.train.y.numpy(force=True)
     shuffled_N: Ints = random.permutation(len(label_N))
     by_label_N = shuffled_N[np.argsort(label_N[shuffled_N], kind="stable")]
@@ -129,144 +150,177 @@ def _rows_by_label(dataset: Dataset, random: np.random.Generator) -> list[Ints]:
 
 
 def _fill_empty_clients(client_N: Ints, clients: int) -> None:
+    """Give every client without rows one row of the largest client, in place."""
     size_C = np.bincount(client_N, minlength=clients)
-    hungry = np.flatnonzero(size_C == 0)
-    if len(hungry) == 0:
+    empty_clients = np.flatnonzero(size_C == 0)
+    if len(empty_clients) == 0:
         return
     rows = np.argsort(client_N, kind="stable")
     end_C = np.cumsum(size_C)
-    fullest = [(-int(size), client) for client, size in enumerate(size_C)]
-    heapq.heapify(fullest)
-    for client in hungry:
-        size, giver = fullest[0]
-        end_C[giver] -= 1
-        client_N[rows[end_C[giver]]] = client
-        heapq.heapreplace(fullest, (size + 1, giver))
+    by_size = [(-int(size), client) for client, size in enumerate(size_C)]
+    heapq.heapify(by_size)
+    for empty_client in empty_clients:
+        negative_size, largest_client = by_size[0]
+        end_C[largest_client] -= 1
+        client_N[rows[end_C[largest_client]]] = empty_client
+        heapq.heapreplace(by_size, (negative_size + 1, largest_client))
 
 
-# ── label skew by a limit ───────────────────────────────────────────────────────────────────────────────
+# ── label skew by a limit ────────────────────────────────────────────────────────────────────────
 
 
 def labels(dataset: Dataset, clients: int, seed: int, *, limit: int) -> Partition:
-    """At most `limit` labels for each client, never one more, in shares as equal as the labels allow.
+    """Assign at most `limit` labels to each client, with numbers of rows as equal as possible.
 
-    Every label prints tickets in proportion to its rows: `clients * limit` in all, at least one for each
-    label, at most one for each of its rows and for each client. The tickets are dealt label after label,
-    round and round the table: nobody gets two of a label, and hands differ by one ticket at most. Random
-    pairs of clients then swap tickets that the other lacks, until who holds what is chance. At last each
-    label in turn pours its rows over its holders as water finds its level, one row for each at least, again
-    and again until the shares are level or stop getting better.
+    The algorithm has four steps:
+
+    1. Choose how many clients share each label, in proportion to its rows: `clients * limit` in
+       all, at least one per label, at most one per row and per client.
+    2. Assign labels to clients round-robin. No client gets a label twice, and the numbers of labels
+       per client differ by at most one.
+    3. Swap labels between random pairs of clients to randomize the assignment.
+    4. Divide the rows of one label after another so that its clients' totals become as equal as
+       possible, with at least one row each. Repeat until the totals are equal or stop improving.
     """
     _check("clients", clients, len(dataset.train), "training samples")
     _check("limit", limit, dataset.classes, "labels")
     random = numpy_generator(seed, "partition")
-    rows = _rows_by_label(dataset, random)
-    if clients * limit < len(rows):
+    rows_by_label = _rows_by_label(dataset, random)
+    if clients * limit < len(rows_by_label):
         raise InvalidValue(
-            f"limit must be at least {math.ceil(len(rows) / clients)} so that {clients} clients take all "
-            f"{len(rows)} labels; got {limit}"
+            f"limit must be at least {math.ceil(len(rows_by_label) / clients)} so that {clients} "
+            f"clients take all {len(rows_by_label)} labels; got {limit}"
         )
-    random.shuffle(rows)  # where labels tie for a ticket, chance decides
-    count_K = np.array([len(some) for some in rows])
-    hand_CD = _deal_labels(_clients_per_label(count_K, clients, limit), clients)
-    _swap_labels(random, hand_CD)
+    random.shuffle(rows_by_label)  # so that ties between labels are broken at random
+    num_rows_K = np.array([len(rows) for rows in rows_by_label])
+    labels_CS = _assign_labels(_clients_per_label(num_rows_K, clients, limit), clients)
+    _swap_labels(random, labels_CS)
+    row_clients = _distribute_rows(random, num_rows_K, random.permutation(labels_CS))
     client_N = np.empty(len(dataset.train), dtype=np.int64)
-    for some, holders in zip(
-        rows, _distribute_rows(random, count_K, random.permutation(hand_CD)), strict=True
-    ):
-        client_N[some] = holders
+    for rows, clients_of_rows in zip(rows_by_label, row_clients, strict=True):
+        client_N[rows] = clients_of_rows
     return _partition(client_N, clients)
 
 
-def _clients_per_label(count_K: Ints, clients: int, limit: int) -> Ints:
-    """How many clients share each label: one rate times its rows, from 1 to the fewer of rows and clients."""
-    most_K = np.minimum(count_K, clients)
+def _clients_per_label(num_rows_K: Ints, clients: int, limit: int) -> Ints:
+    """Choose how many clients share each label, in proportion to its rows.
+
+    A bisection finds the proportion whose rounded numbers add up to the number of assignments.
+    """
+    most_K = np.minimum(num_rows_K, clients)
     total = min(clients * limit, int(most_K.sum()))
 
-    def at(rate: float) -> Ints:
-        near_K: Ints = np.rint(rate * count_K).astype(np.int64).clip(1, most_K)
-        return near_K
+    def rounded(proportion: float) -> Ints:
+        rounded_K: Ints = np.rint(proportion * num_rows_K).astype(np.int64).clip(1, most_K)
+        return rounded_K
 
-    low, high = 0.0, 2.0  # at(low) is one each, at(high) the most there can be
+    low, high = 0.0, 2.0  # rounded(low) is 1 everywhere, rounded(high) is the maximum
     for _ in range(100):
         middle = (low + high) / 2
-        low, high = (middle, high) if at(middle).sum() <= total else (low, middle)
-    tickets_K = at(low)
-    more_K = at(high) > tickets_K  # the labels that tie for what is left
-    tickets_K[np.flatnonzero(more_K)[: total - tickets_K.sum()]] += 1
-    return tickets_K
+        if rounded(middle).sum() <= total:
+            low = middle
+        else:
+            high = middle
+    num_clients_K = rounded(low)
+    tied_labels = np.flatnonzero(rounded(high) > num_clients_K)
+    num_missing = total - num_clients_K.sum()
+    num_clients_K[tied_labels[:num_missing]] += 1
+    return num_clients_K
 
 
-def _deal_labels(tickets_K: Ints, clients: int) -> Ints:
-    """Round and round the table: a label has no more tickets than there are clients, so no one gets two."""
-    hand_CD = np.full((clients, -(-int(tickets_K.sum()) // clients)), _NO_LABEL)
-    label_T = np.repeat(np.arange(len(tickets_K)), tickets_K)
-    seat_T = np.arange(len(label_T))
-    hand_CD[seat_T % clients, seat_T // clients] = label_T
-    return hand_CD
+def _assign_labels(num_clients_K: Ints, clients: int) -> Ints:
+    """Assign labels to clients round-robin.
+
+    No label is assigned more often than there are clients, so no client gets a label twice.
+    """
+    num_slots = -(-int(num_clients_K.sum()) // clients)
+    labels_CS = np.full((clients, num_slots), _NO_LABEL)
+    label_A = np.repeat(np.arange(len(num_clients_K)), num_clients_K)
+    position_A = np.arange(len(label_A))
+    labels_CS[position_A % clients, position_A // clients] = label_A
+    return labels_CS
 
 
-def _swap_labels(random: np.random.Generator, hand_CD: Ints) -> None:
-    """Random pairs of clients swap one ticket each, unless one of them has that label already."""
-    clients, width = hand_CD.shape
-    for _ in range(20 * width):
+def _swap_labels(random: np.random.Generator, labels_CS: Ints) -> None:
+    """Swap one label each between random pairs of clients, in place.
+
+    A pair does not swap if one of the two already has the other's label.
+    """
+    clients, num_slots = labels_CS.shape
+    for _ in range(20 * num_slots):
         left, right = random.permutation(clients)[: clients // 2 * 2].reshape(2, -1)
-        at_left, at_right = random.integers(width, size=(2, len(left)))
-        gives, takes = hand_CD[left, at_left], hand_CD[right, at_right]
-        known = (hand_CD[left] == takes[:, None]).any(1) | (hand_CD[right] == gives[:, None]).any(1)
-        fair = ~known & (gives != _NO_LABEL) & (takes != _NO_LABEL)
-        hand_CD[left[fair], at_left[fair]] = takes[fair]
-        hand_CD[right[fair], at_right[fair]] = gives[fair]
+        left_slot, right_slot = random.integers(num_slots, size=(2, len(left)))
+        left_label, right_label = labels_CS[left, left_slot], labels_CS[right, right_slot]
+        left_has_it = (labels_CS[left] == right_label[:, None]).any(1)
+        right_has_it = (labels_CS[right] == left_label[:, None]).any(1)
+        both_filled = (left_label != _NO_LABEL) & (right_label != _NO_LABEL)
+        swap = ~left_has_it & ~right_has_it & both_filled
+        labels_CS[left[swap], left_slot[swap]] = right_label[swap]
+        labels_CS[right[swap], right_slot[swap]] = left_label[swap]
 
 
-def _distribute_rows(random: np.random.Generator, count_K: Ints, hand_CD: Ints) -> list[Ints]:
-    """For each label, the client of each of its rows."""
-    seat_T = np.argsort(hand_CD, axis=None, kind="stable")[np.count_nonzero(hand_CD == _NO_LABEL) :]
-    tickets_K = np.bincount(hand_CD.flat[seat_T], minlength=len(count_K))
-    holders = np.split(seat_T // hand_CD.shape[1], np.cumsum(tickets_K)[:-1])
-    poured = [
-        _water_fill(np.zeros(t, dtype=np.int64), int(c))
-        for t, c in zip(tickets_K, count_K, strict=True)
+def _distribute_rows(random: np.random.Generator, num_rows_K: Ints, labels_CS: Ints) -> list[Ints]:
+    """Return for each label the client of each of its rows."""
+    num_empty_slots = np.count_nonzero(labels_CS == _NO_LABEL)
+    slots_by_label = np.argsort(labels_CS, axis=None, kind="stable")[num_empty_slots:]
+    num_clients_K = np.bincount(labels_CS.flat[slots_by_label], minlength=len(num_rows_K))
+    clients_by_slot = slots_by_label // labels_CS.shape[1]
+    clients_of_label = np.split(clients_by_slot, np.cumsum(num_clients_K)[:-1])
+    rows_of_label = [
+        _equalize_totals(np.zeros(num_clients, dtype=np.int64), int(num_rows))
+        for num_clients, num_rows in zip(num_clients_K, num_rows_K, strict=True)
     ]
-    total_C = np.zeros(len(hand_CD), dtype=np.int64)
-    for who, amount in zip(holders, poured, strict=True):
-        total_C[who] += amount
-    free = np.flatnonzero(
-        (tickets_K > 1) & (count_K > tickets_K)
-    )  # the other labels have no choice
-    unevenness = [int((total_C**2).sum())]
-    while (
-        np.ptp(total_C) > 1
-        and len(unevenness) < _SWEEPS
-        and unevenness[-1] not in unevenness[:-_PATIENCE]
-    ):
-        for label in free:
-            # In a new order each time: a surplus row then wanders until it meets a client that lacks one.
-            turn = random.permutation(len(holders[label]))
-            holders[label] = holders[label][turn]
-            others = total_C[holders[label]] - poured[label][turn]
-            poured[label] = _water_fill(others, int(count_K[label]))
-            total_C[holders[label]] = others + poured[label]
-        unevenness.append(int((total_C**2).sum()))
-    return [np.repeat(who, amount) for who, amount in zip(holders, poured, strict=True)]
+    total_C = np.zeros(len(labels_CS), dtype=np.int64)
+    for label_clients, rows in zip(clients_of_label, rows_of_label, strict=True):
+        total_C[label_clients] += rows
+    # The other labels can be divided in one way only.
+    divisible_labels = np.flatnonzero((num_clients_K > 1) & (num_rows_K > num_clients_K))
+    imbalances = [_sum_of_squares(total_C)]
+    while np.ptp(total_C) > 1 and _may_improve(imbalances):
+        for label in divisible_labels:
+            # The order is random, so that a surplus row moves on until a client lacks one.
+            order = random.permutation(len(clients_of_label[label]))
+            label_clients = clients_of_label[label][order]
+            other_rows = total_C[label_clients] - rows_of_label[label][order]
+            clients_of_label[label] = label_clients
+            rows_of_label[label] = _equalize_totals(other_rows, int(num_rows_K[label]))
+            total_C[label_clients] = other_rows + rows_of_label[label]
+        imbalances.append(_sum_of_squares(total_C))
+    return [
+        np.repeat(label_clients, rows)
+        for label_clients, rows in zip(clients_of_label, rows_of_label, strict=True)
+    ]
 
 
-def _water_fill(ground: Ints, rows: int) -> Ints:
-    """Pour rows where the ground is lowest: one for each place first, the rest until it stands level.
+def _may_improve(imbalances: list[int]) -> bool:
+    """Return whether more sweeps may help, judged by the imbalance after each sweep so far."""
+    is_stuck = imbalances[-1] in imbalances[:-_PATIENCE]
+    return len(imbalances) < _MAX_SWEEPS and not is_stuck
 
-    >>> _water_fill(np.array([5, 0, 2, 9]), 9).tolist()
+
+def _sum_of_squares(total_C: Ints) -> int:
+    return int((total_C**2).sum())
+
+
+def _equalize_totals(totals: Ints, rows: int) -> Ints:
+    """Distribute rows so that the totals become as equal as possible, at least one row each.
+
+    >>> _equalize_totals(np.array([5, 0, 2, 9]), 9).tolist()
     [1, 5, 2, 1]
     """
-    order = np.argsort(ground, kind="stable")
-    height = ground[order] + 1
-    below = np.cumsum(height)
-    rows_left = rows - len(ground)
-    wet = int(np.count_nonzero(np.arange(1, len(ground) + 1) * height - below <= rows_left))
-    level, extra = divmod(int(below[wet - 1]) + rows_left, wet)
-    poured = np.ones_like(ground)
-    poured[order[:wet]] = level - ground[order[:wet]]
-    poured[np.sort(order[:wet])[:extra]] += 1
-    return poured
+    ascending = np.argsort(totals, kind="stable")
+    sorted_totals = totals[ascending] + 1
+    cumulative = np.cumsum(sorted_totals)
+    rows_left = rows - len(totals)
+    # Raising the n lowest totals to the n-th one must not take more rows than there are.
+    rows_to_level = np.arange(1, len(totals) + 1) * sorted_totals - cumulative
+    num_raised = int(np.count_nonzero(rows_to_level <= rows_left))
+    raised = ascending[:num_raised]
+    level, remainder = divmod(int(cumulative[num_raised - 1]) + rows_left, num_raised)
+    added = np.ones_like(totals)
+    added[raised] = level - totals[raised]
+    added[np.sort(raised)[:remainder]] += 1
+    return added
 
 
 PARTITIONS: dict[str, Callable[..., Partition]] = {

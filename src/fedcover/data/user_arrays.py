@@ -1,4 +1,4 @@
-"""Arrays that users bring: read from their files, checked, and turned into tensors."""
+"""Read users' arrays from files, check them, and convert them to tensors."""
 
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
@@ -16,11 +16,24 @@ from fedcover.errors import DataError, InvalidValue, unknown
 Array = Tensor | npt.NDArray[np.generic]
 
 _ALLOWED = ("train_x", "train_y", "test_x", "test_y", "train_owner", "classes")
-"""The arrays that a file may hold."""
+"""The arrays that a file may contain."""
 
 
 def read_arrays(field: str, path: Path, needed: Iterable[str]) -> Mapping[str, Array]:
-    """The arrays in a file, by name; `field` is what errors call the file."""
+    """Read the arrays of a file.
+
+    Args:
+        field: The name of the file in error messages.
+        path: The file.
+        needed: The arrays that the file must contain.
+
+    Returns:
+        The arrays by name.
+
+    Raises:
+        InvalidValue: If the file does not exist, or an array is missing or has an unknown name.
+        DataError: If the file cannot be read.
+    """
     if path.suffix not in READERS:
         raise InvalidValue(f"{field} file must end in {' or '.join(READERS)}; got {str(path)!r}")
     if not path.is_file():
@@ -41,7 +54,7 @@ def read_arrays(field: str, path: Path, needed: Iterable[str]) -> Mapping[str, A
 
 
 def _read_npz(path: Path) -> Mapping[str, Array]:
-    # ZipFile first: np.load would take a .npy in disguise and give something that has no names.
+    # ZipFile rejects a .npy file with a wrong suffix, which np.load would read as one array.
     with zipfile.ZipFile(path), np.load(path, allow_pickle=False) as stored:
         return dict(stored)
 
@@ -74,27 +87,30 @@ def _as_tensor(field: str, value: Array) -> Tensor:
 
 
 def input_tensor(field: str, value: Array) -> Tensor:
-    """Inputs, row by row, as float32; bytes are divided by 255."""
+    """Convert inputs to float32; uint8 inputs are divided by 255."""
     x = _as_tensor(field, value)
     if x.ndim < 2 or not (x.is_floating_point() or x.dtype == torch.uint8):
         raise InvalidValue(
-            f"{field} must hold floating or uint8 inputs, row by row; got {x.dtype} of shape {tuple(x.shape)}"
+            f"{field} must hold floating or uint8 inputs, row by row; "
+            f"got {x.dtype} of shape {tuple(x.shape)}"
         )
     scaled = x.float().div(255) if x.dtype == torch.uint8 else x.float()
     if not bool(torch.isfinite(scaled).all()):
-        wrong = scaled[~torch.isfinite(scaled)]
+        non_finite = scaled[~torch.isfinite(scaled)]
         raise InvalidValue(
-            f"{field} must be finite in float32; got {wrong[0].item()} ({len(wrong)} in all)"
+            f"{field} must be finite in float32; "
+            f"got {non_finite[0].item()} ({len(non_finite)} in all)"
         )
     return scaled
 
 
 def integer_tensor(field: str, value: Array) -> Tensor:
-    """Labels or owners: one whole number for each row, none of them negative."""
+    """Convert labels or owners to int64: one non-negative integer per row."""
     y = _as_tensor(field, value)
     if y.ndim != 1 or y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
         raise InvalidValue(
-            f"{field} must hold one whole number for each row; got {y.dtype} of shape {tuple(y.shape)}"
+            f"{field} must hold one whole number for each row; "
+            f"got {y.dtype} of shape {tuple(y.shape)}"
         )
     if int(y.long().min()) < 0:
         raise InvalidValue(f"{field} must not be negative; got {int(y.long().min())}")
@@ -102,35 +118,35 @@ def integer_tensor(field: str, value: Array) -> Tensor:
 
 
 def integer_value(field: str, value: Array) -> int:
-    """An array that is just one whole number."""
+    """Convert an array with a single integer to an int."""
     numbers = integer_tensor(field, value.reshape(-1))
     if len(numbers) != 1:
         raise InvalidValue(f"{field} must be one whole number; got shape {tuple(value.shape)}")
     return int(numbers)
 
 
-def check_length(field: str, value: Tensor, other: str, input_tensor: Tensor) -> None:
-    """Refuse what is not as long as its inputs."""
-    if len(value) != len(input_tensor):
+def check_length(field: str, value: Tensor, input_field: str, inputs: Tensor) -> None:
+    """Raise `InvalidValue` if a tensor is not as long as the inputs."""
+    if len(value) != len(inputs):
         raise InvalidValue(
-            f"{field} must be as long as {other}, {len(input_tensor)} rows; got {len(value)}"
+            f"{field} must be as long as {input_field}, {len(inputs)} rows; got {len(value)}"
         )
 
 
-def infer_num_classes(labels: Tensor, given: int | None) -> int:
-    """How many classes there are: as many as are given, else as many as there are labels, if none is missing."""
-    if given is not None:
-        if type(given) is not int or given < 1:
-            raise InvalidValue(f"classes must be a whole number from 1 on; got {given!r}")
-        return given
+def infer_num_classes(labels: Tensor, classes: int | None) -> int:
+    """Return the number of classes: the given one, or that of the labels if none is missing."""
+    if classes is not None:
+        if type(classes) is not int or classes < 1:
+            raise InvalidValue(f"classes must be a whole number from 1 on; got {classes!r}")
+        return classes
     occurring = torch.unique(labels).tolist()
     highest: int = occurring[-1]
     if len(occurring) <= highest:
-        shown = ", ".join(map(str, occurring[:5])) + (
-            f", ..., {highest}" if len(occurring) > 5 else ""
-        )
+        shown = ", ".join(map(str, occurring[:5]))
+        if len(occurring) > 5:
+            shown += f", ..., {highest}"
         raise InvalidValue(
-            f"train_y must hold every label from 0 to {highest}, or classes={highest + 1} must say that some are "
-            f"missing; got {len(occurring)} labels: {shown}"
+            f"train_y must hold every label from 0 to {highest}, or classes={highest + 1} must say "
+            f"that some are missing; got {len(occurring)} labels: {shown}"
         )
     return highest + 1
