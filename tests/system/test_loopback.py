@@ -506,7 +506,7 @@ def test_a_node_that_comes_late_and_holds_too_little_is_refused(tmp_path, caplog
     assert [(line["lost"], sorted(line["dropped"])) for line in run.metrics] == [(2, [2, 3])] * 2
     (told,) = [e for e in read_lines(tmp_path / "run" / "events.jsonl") if e["event"] == "rejected"]
     assert "capacity must be at least 1, as the clients of partition 1" in told["why"]
-    assert "the server does not take this node: capacity must be at least 1" in caplog.text
+    assert "the server does not accept this node: capacity must be at least 1" in caplog.text
 
 
 def test_whoever_fails_is_told_of_and_left_out(tmp_path):

@@ -70,7 +70,7 @@ def test_a_node_that_cannot_take_part_says_why(tmp_path):
     ]
     with run_local_federation(tmp_path / "flower", configs) as federation:
         submit(federation, experiment(rounds=100), tmp_path / "run", nodes=1)
-        told = "the server does not take this node: num-partitions must be 1, as elsewhere; got 2"
+        told = "the server does not accept this node: num-partitions must be 1, as elsewhere; got 2"
         assert wait_for(
             lambda: told in federation.log("supernode-1").read_text(), "the server's objection"
         )

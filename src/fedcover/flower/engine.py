@@ -1,7 +1,7 @@
-"""Flower as an engine: the clients of a round are trained by the nodes that hold them. The rest is as everywhere."""
+"""Flower as an engine: the nodes train the clients of a round."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -36,14 +36,23 @@ from fedcover.submodels.unit_groups import groups_to_json
 from fedcover.types import Assignment, Client, Reduction, State, Task, Update
 
 ClientParts = Sequence[tuple[Client, Reduction]]
+"""The clients of a round, each with its part of the model."""
+PendingTasks = dict[int, PendingTask]
+"""The tasks of one node, by client."""
 
 
 @dataclass(frozen=True)
 class RoundOptions:
-    """What holds for every round: how long it may take, what every node is told, and whether updates are private.
+    """What is the same in every round.
 
-    In an `open_fleet` fleet cohorts are drawn among the clients whose nodes are there, with the capacities that they declare.
-    Nodes are sent the groups of an `own_model`, a module that a user has brought along.
+    Attributes:
+        experiment: The experiment as TOML, as nodes read it.
+        clients: The number of clients.
+        deadline: Seconds that nodes have for a round.
+        private: Whether updates are private; clients must not report which entries they trained.
+        open_fleet: Whether cohorts are drawn among the clients whose nodes are connected, with the
+            capacities that these declare.
+        own_model: Whether the model is a module of the user's; nodes are sent its unit groups.
     """
 
     experiment: str
@@ -56,7 +65,7 @@ class RoundOptions:
 
 @dataclass
 class FlowerEngine:
-    """Sends every node its clients' parts, waits until the deadline, and believes only what was asked for."""
+    """Send every node its clients' parts, wait until the deadline, and validate the replies."""
 
     transport: Transport
     node_registry: NodeRegistry
@@ -68,176 +77,196 @@ class FlowerEngine:
 
     @property
     def holdings(self) -> Mapping[int, ClientDataInfo]:
-        """What nodes say of clients' rows, where these are on nodes; it becomes more as nodes come."""
+        """Return what nodes report about their clients' rows; it grows as nodes register."""
         return self.node_registry.holdings
 
     def members(self, setup: Setup, round: int) -> Mapping[int, float] | None:
-        """The clients that can be asked in a round, with what they can hold; None where the fleet is closed."""
+        """Return the available clients with their capacities, or None if the fleet is closed."""
         register_new_nodes(self.transport, self.node_registry, self.event_log, round)
         if not self.options.open_fleet:
             return None
-        known = [setup.fleet.capacity(client) for client in range(setup.clients)]
-        return self.node_registry.members(self.transport.connected_nodes(), known)
+        capacities = [setup.fleet.capacity(client) for client in range(setup.clients)]
+        return self.node_registry.members(self.transport.connected_nodes(), capacities)
 
     def __call__(self, task: Task, state: State, work: ClientParts, lr: float) -> list[Update]:
-        """Train the given clients from the given state on their nodes."""
+        """Let the nodes train the given clients from the given state."""
         self.outcome_counts.clear()
         if not self.recipe_checked:
-            _try_recipe(task, state, work)
+            _check_recipe(task, state, work)
             self.recipe_checked = True
         register_new_nodes(self.transport, self.node_registry, self.event_log, state.round)
-        by_node = self._group_by_node(state.round, self._with_reported_data(task, work))
-        asked: dict[int, dict[int, PendingTask]] = {}
-        messages = {}
-        for node, mine in by_node.items():
-            request, asked[node] = self._build_request(task, state, mine, lr)
+        work_by_node = self._group_by_node(state.round, self._with_reported_data(task, work))
+        pending_by_node: dict[int, PendingTasks] = {}
+        messages, max_bytes = {}, {}
+        for node, node_work in work_by_node.items():
+            request, pending_tasks = self._build_request(task, state, node_work, lr)
             messages[node] = request_message(node, request, ttl=self.options.deadline + GRACE)
-        max_bytes = {node: sum(a.byte_limit for a in mine.values()) for node, mine in asked.items()}
+            max_bytes[node] = sum(pending.byte_limit for pending in pending_tasks.values())
+            pending_by_node[node] = pending_tasks
         replies = self.transport.send_and_wait(
             messages, timeout=self.options.deadline, max_bytes=max_bytes
         )
         updates: list[Update] = []
         for node, reply in replies.items():
+            pending_tasks = pending_by_node[node]
             if isinstance(reply, FailedReply):
                 self.node_registry.silent.add(node)
-                for client in asked[node]:
+                for client in pending_tasks:
                     self._record_event(state.round, reply.event, node, client, reply.why)
-                continue
-            self.node_registry.silent.discard(node)
-            updates += self._accept_updates(state.round, node, asked[node], reply)
+            else:
+                self.node_registry.silent.discard(node)
+                updates += self._accept_updates(state.round, node, pending_tasks, reply)
         self.ledger.close()
         return updates
 
     def round_metrics(self) -> dict[str, Any]:
-        """How many clients of the last round were rejected, late or lost."""
+        """Return how many clients of the last round were rejected, late or lost."""
         return {event: self.outcome_counts[event] for event in UNANSWERED}
 
     def _with_reported_data(self, task: Task, work: ClientParts) -> ClientParts:
-        """The clients as their nodes tell of them: one may have come since the cohort was chosen."""
+        """Update the clients' counts and labels; a node may have registered since the draw."""
         if self.node_registry.requirements is None:
             return work
         source = task.source
-        return [
-            (replace(c, samples=source.count(c.id), labels=source.labels(c.id)), part)
-            for c, part in work
-        ]
+        updated = []
+        for client, part in work:
+            samples, labels = source.count(client.id), source.labels(client.id)
+            updated.append((replace(client, samples=samples, labels=labels), part))
+        return updated
 
     def _group_by_node(self, round: int, work: ClientParts) -> dict[int, ClientParts]:
-        """The work of each node that is there; clients without one are lost for this round."""
+        """Return the work of each connected node; clients without one are lost for this round."""
         node_of_partition = self.node_registry.node_of_partition(self.transport.connected_nodes())
         num_partitions = self.node_registry.num_partitions or 1
-        shared: dict[int, list[tuple[Client, Reduction]]] = {}
+        work_by_node: dict[int, list[tuple[Client, Reduction]]] = {}
         for client, reduction in work:
-            node = node_of_partition.get(
-                partition_of(client.id, self.options.clients, num_partitions)
-            )
+            partition_id = partition_of(client.id, self.options.clients, num_partitions)
+            node = node_of_partition.get(partition_id)
             if node is None:
                 self._record_event(round, "lost", None, client.id, "no node holds this client")
             else:
-                shared.setdefault(node, []).append((client, reduction))
-        return dict(shared)
+                work_by_node.setdefault(node, []).append((client, reduction))
+        return dict(work_by_node)
 
     def _build_request(
         self, task: Task, state: State, work: ClientParts, lr: float
-    ) -> tuple[TaskRequest, dict[int, PendingTask]]:
-        """A node's message, in which clients of the same part share one parcel, and what must come back."""
+    ) -> tuple[TaskRequest, PendingTasks]:
+        """Build a node's request, and describe the results that it must return.
+
+        Clients with the same part share one payload.
+        """
         payloads: dict[object, bytes] = {}
         payload_indices: dict[object, int] = {}
-        decoded: dict[bytes, Reduction] = {}
-        client_tasks, asked = [], {}
-        for client, reduction in work:
-            encoded, wire = encode_reduction(reduction, task.model)
-            wire = decoded.setdefault(encoded, wire)
+        decoded_reductions: dict[bytes, Reduction] = {}
+        client_tasks: list[ClientTask] = []
+        pending_tasks: PendingTasks = {}
+        for client, part in work:
+            encoded, decoded = encode_reduction(part, task.model)
+            reduction = decoded_reductions.setdefault(encoded, decoded)
             key = (encoded, statistics_key(task.norm, client.capacity))
             if key not in payloads:
-                payloads[key] = build_payload(task, state, client, wire)
-            make = partial(
-                pending_task,
-                task=task,
-                state=state,
-                client=client,
-                reduction=wire,
-                allow_bits=not self.options.private,
+                payload_indices[key] = len(payloads)
+                payloads[key] = build_payload(task, state, client, reduction)
+            pending = self.ledger.issue(
+                partial(
+                    pending_task,
+                    task=task,
+                    state=state,
+                    client=client,
+                    reduction=reduction,
+                    allow_bits=not self.options.private,
+                )
             )
-            asked[client.id] = self.ledger.issue(make)
-            payload_index = payload_indices.setdefault(key, len(payload_indices))
+            pending_tasks[client.id] = pending
             client_tasks.append(
                 ClientTask(
                     client.id,
                     client.capacity,
                     client.slot,
                     encoded,
-                    payload_index,
-                    asked[client.id].nonce,
+                    payload_indices[key],
+                    pending.nonce,
                 )
             )
-        told = state.round, lr, torch.get_num_threads(), self.options.experiment
         source = task.source
-        extra_config = {"classes": source.classes, "shape": list(source.test.x.shape[1:])}
-        unit_groups = groups_to_json(task.model.groups) if self.options.own_model else ""
-        return TaskRequest(
-            *told, tuple(client_tasks), tuple(payloads.values()), extra_config, unit_groups
-        ), asked
+        request = TaskRequest(
+            round=state.round,
+            lr=lr,
+            threads=torch.get_num_threads(),
+            experiment=self.options.experiment,
+            client_tasks=tuple(client_tasks),
+            payloads=tuple(payloads.values()),
+            extra_config={"classes": source.classes, "shape": list(source.test.x.shape[1:])},
+            groups=groups_to_json(task.model.groups) if self.options.own_model else "",
+        )
+        return request, pending_tasks
 
     def _accept_updates(
-        self, round: int, node: int, asked: dict[int, PendingTask], reply: Any
-    ) -> Iterable[Update]:
-        """The updates of a reply that are what was asked for; the others are told of."""
+        self, round: int, node: int, pending_tasks: PendingTasks, reply: Any
+    ) -> list[Update]:
+        """Return the valid updates of a reply, and record what became of every client."""
         try:
-            answers = read_results(reply)
+            results = read_results(reply)
         except InvalidValue as error:
-            for client in asked:
+            for client in pending_tasks:
                 self._record_event(round, "rejected", node, client, str(error))
-            return
-        mine: dict[int, ClientResult] = {}
-        for answer in answers:
-            if answer.client in asked:
-                mine.setdefault(answer.client, answer)
-        if len(mine) < len(answers):  # told once, however many they are
-            why = f"{len(answers) - len(mine)} answers for clients that this node was not asked for, or twice for one"
-            self._record_event(round, "rejected", node, None, why)
-        for client in asked:
-            found = (
-                validate_result(mine[client], self.ledger)
-                if client in mine
-                else "its node did not answer for it"
+            return []
+        result_of_client: dict[int, ClientResult] = {}
+        for result in results:
+            if result.client in pending_tasks:
+                result_of_client.setdefault(result.client, result)
+        num_extra = len(results) - len(result_of_client)
+        if num_extra:  # one event, however many there are
+            why = (
+                f"{num_extra} answers for clients that this node was not asked for, "
+                "or twice for one"
             )
-            if client in mine and mine[client].error:
-                self.node_registry.to_be_queried.add(
-                    node
-                )  # it may have come back with less than it had
-            if isinstance(found, str):
-                self._record_event(round, "rejected", node, client, found)
+            self._record_event(round, "rejected", node, None, why)
+        updates = []
+        for client in pending_tasks:
+            update = self._accept_update(node, result_of_client.get(client))
+            if isinstance(update, str):
+                self._record_event(round, "rejected", node, client, update)
             else:
                 self._record_event(round, "answered", node, client)
-                yield found
+                updates.append(update)
+        return updates
+
+    def _accept_update(self, node: int, result: ClientResult | None) -> Update | str:
+        """Return the update of one client, or why there is none."""
+        if result is None:
+            return "its node did not answer for it"
+        if result.error:  # the node may have come back with less memory or data
+            self.node_registry.to_be_queried.add(node)
+        return validate_result(result, self.ledger)
 
     def _record_event(
         self, round: int, event: str, node: int | None, client: int | None, why: str = ""
     ) -> None:
-        if client is not None:  # what a node did beside is told of, but no client's task
+        if client is not None:  # events of a node alone are no outcomes of tasks
             self.outcome_counts[event] += 1
         self.event_log.write(round, event, node, client, why)
 
 
-def _try_recipe(task: Task, state: State, work: ClientParts) -> None:
-    """Let the recipe refuse here, as it would in one process, what every node would refuse."""
-    for client, reduction in {
-        id(reduction): (client, reduction) for client, reduction in work
-    }.values():
-        task.recipe.start(
-            Assignment(task, state, client, reduction), dict(reduction.extract(state.params))
-        )
+def _check_recipe(task: Task, state: State, work: ClientParts) -> None:
+    """Let the recipe raise here, as in one process, what it would raise on every node."""
+    distinct_parts = {id(reduction): (client, reduction) for client, reduction in work}
+    for client, reduction in distinct_parts.values():
+        params = dict(reduction.extract(state.params))
+        task.recipe.start(Assignment(task, state, client, reduction), params)
 
 
-def validate_result(answer: ClientResult, ledger: TaskLedger) -> Update | str:
-    """The update in one client's answer, or why it is not believed."""
-    if answer.error:
-        return f"its node says: '{printable(answer.error)[:300]}'"
-    names = ledger.expected_names(answer.nonce)
+def validate_result(result: ClientResult, ledger: TaskLedger) -> Update | str:
+    """Return the update in one client's result, or the reason to reject it."""
+    if result.error:
+        return f"its node says: '{printable(result.error)[:300]}'"
+    names = ledger.expected_names(result.nonce)
     try:
-        arrays = {} if names is None else unpack_arrays(answer.payload, names)
+        arrays = {} if names is None else unpack_arrays(result.payload, names)
     except (InvalidValue, InvalidReply) as error:
         return str(error)
-    found = ledger.receive(RawReply(answer.nonce, answer.client, arrays, {"loss": answer.loss}))
-    return f"{found.reason}: {found.detail}" if isinstance(found, Rejection) else found
+    raw = RawReply(result.nonce, result.client, arrays, {"loss": result.loss})
+    update = ledger.receive(raw)
+    if isinstance(update, Rejection):
+        return f"{update.reason}: {update.detail}"
+    return update
