@@ -1,4 +1,4 @@
-"""Where the clients' data comes from: a data set shared out, draws made when asked for, or other machines."""
+"""Provide the clients' data: a partitioned data set, synthetic draws, or other machines."""
 
 import math
 from collections.abc import Mapping
@@ -14,14 +14,16 @@ from fedcover.rng import generator, wide_generator
 from fedcover.types import Dataset, Samples, Shard, Source
 
 _MAX_ELEMENTS = 2_000_000_000
+
 REMOTE_DATA_MESSAGE = (
-    "partition 'nodes': every client's rows are on its node, so this needs Flower ('fedcover flower run' or 'up'); to "
-    "do it in one process put all rows into one file, with train_owner, and use partition 'owner'"
+    "partition 'nodes': every client's rows are on its node, so this needs Flower "
+    "('fedcover flower run' or 'up'); to do it in one process put all rows into one file, "
+    "with train_owner, and use partition 'owner'"
 )
 
 
 class PartitionedData:
-    """A data set whose training rows are shared out among clients, moved to the device once."""
+    """Provide a data set whose training rows are partitioned, moved to the device once."""
 
     def __init__(
         self,
@@ -36,7 +38,8 @@ class PartitionedData:
         rows = len(dataset.train)
         if len(partition.order) != rows:
             raise InvalidValue(
-                f"partition must be of the {rows} training rows of {dataset.name}; got {len(partition.order)}"
+                f"partition must be of the {rows} training rows of {dataset.name}; "
+                f"got {len(partition.order)}"
             )
         _check_at_least(1, calibration_size=calibration_size)
         self.clients = partition.clients
@@ -45,34 +48,47 @@ class PartitionedData:
         self.validation = None if validation is None else validation.to(device)
         self._train = dataset.train.to(device)
         self._partition = Partition(partition.order.to(device), partition.bounds.cpu())
-        # a GPU would be asked for the labels of each client of a round, one after another
-        self._cpu_rows = (
-            dataset.train.y.cpu(),
-            Partition(partition.order.cpu(), partition.bounds.cpu()),
-        )
-        chosen = torch.randperm(rows, generator=generator(seed, "calibration"))[:calibration_size]
-        self.calibration: Tensor = self._train.x[chosen.to(device)]
+        # Labels are read client by client; on a GPU each read would wait for the device.
+        self._cpu_labels = dataset.train.y.cpu()
+        self._cpu_partition = Partition(partition.order.cpu(), partition.bounds.cpu())
+        order = torch.randperm(rows, generator=generator(seed, "calibration"))
+        calibration_rows = order[:calibration_size]
+        self.calibration: Tensor = self._train.x[calibration_rows.to(device)]
 
     def count(self, client: int) -> int:
-        """How many training rows one client has."""
-        return len(self._cpu_rows[1].indices(client))
+        """Return the number of training rows of a client."""
+        return len(self._cpu_partition.indices(client))
 
     def shard(self, client: int) -> Shard:
-        """The training rows of one client, among those of all."""
+        """Return the training rows of a client, as indices into the rows of all clients."""
         return Shard(self._train, self._partition.indices(client))
 
     def labels(self, client: int) -> tuple[int, ...]:
-        """The distinct labels that one client holds, in order."""
-        labels, partition = self._cpu_rows
-        return _distinct_labels(labels[partition.indices(client)])
+        """Return the distinct labels of a client, in ascending order."""
+        return _distinct_labels(self._cpu_labels[self._cpu_partition.indices(client)])
 
 
 class SyntheticData:
-    """Clients whose data is drawn from their address on demand, so that a million of them cost nothing.
+    """Draw each client's data on demand, so that a million clients cost no memory.
 
-    A sample is the random prototype of its label plus `noise` times as much noise, scaled to unit variance.
-    A share `skew` of a client's samples has the client's favourite label, the others have any: 0 is iid, 1 is
-    one label for each client.
+    A sample is the random prototype of its label plus noise, scaled to unit variance.
+
+    Args:
+        clients: The number of clients.
+        seed: The seed of all draws.
+        shape: The shape of one sample.
+        classes: The number of classes.
+        samples: The number of training samples per client.
+        skew: The share of a client's samples that have its favourite label; the other labels are
+            uniform. 0 is iid, 1 is one label per client.
+        noise: The standard deviation of the noise, relative to that of the prototypes.
+        test_size: The number of test samples.
+        validation_size: The number of validation samples.
+        calibration_size: The number of calibration samples.
+        device: The device of the samples.
+
+    Raises:
+        InvalidValue: If a number is out of range.
 
     >>> source = SyntheticData(1_000_000, seed=0)
     >>> source.shard(999_999).samples.x.shape
@@ -99,11 +115,11 @@ class SyntheticData:
         )
         _check_at_least(1, test_size=test_size, calibration_size=calibration_size)
         _check_at_least(0, validation_size=validation_size, noise=noise, skew=skew)
-        if (samples + test_size + validation_size + calibration_size) * math.prod(
-            shape
-        ) > _MAX_ELEMENTS:
+        num_samples = samples + test_size + validation_size + calibration_size
+        if num_samples * math.prod(shape) > _MAX_ELEMENTS:
             raise InvalidValue(
-                f"samples, sizes and shape must stay under {_MAX_ELEMENTS:,} numbers; got {samples} samples"
+                f"samples, sizes and shape must stay under {_MAX_ELEMENTS:,} numbers; "
+                f"got {samples} samples"
             )
         if skew > 1:
             raise InvalidValue(f"skew must be between 0 and 1; got {skew}")
@@ -113,27 +129,26 @@ class SyntheticData:
         random = generator(seed, "synthetic", "prototypes")
         self._prototypes = torch.randn((classes, *shape), generator=random)
         self.test = self._global_samples("test", test_size)
-        self.validation = (
-            self._global_samples("validation", validation_size) if validation_size else None
-        )
+        self.validation = None
+        if validation_size:
+            self.validation = self._global_samples("validation", validation_size)
         self.calibration: Tensor = self._global_samples("calibration", calibration_size).x
 
     def count(self, client: int) -> int:
-        """How many training rows one client has: every one the same."""
+        """Return the number of training rows of a client, which is the same for all."""
         self._check(client)
         return self._samples
 
     def shard(self, client: int) -> Shard:
-        """The training rows of one client: all of the samples that come with it."""
+        """Draw the training rows of a client."""
         random = wide_generator(self._seed, "synthetic", "noise", client)
-        noise = random.standard_normal(
-            (self._samples, *self._prototypes.shape[1:]), dtype=np.float32
-        )
+        noise_shape = (self._samples, *self._prototypes.shape[1:])
+        noise = random.standard_normal(noise_shape, dtype=np.float32)
         samples = self._around_prototypes(self._labels(client), torch.from_numpy(noise))
         return Shard(samples, torch.arange(self._samples, device=self._device))
 
     def labels(self, client: int) -> tuple[int, ...]:
-        """The distinct labels that one client holds, in order."""
+        """Return the distinct labels of a client, in ascending order."""
         return _distinct_labels(self._labels(client))
 
     def _check(self, client: int) -> None:
@@ -144,19 +159,17 @@ class SyntheticData:
         self._check(client)
         random = wide_generator(self._seed, "synthetic", "labels", client)
         favourite = random.integers(self.classes)
-        favoured = random.random(self._samples) < self._skew
-        return torch.from_numpy(
-            np.where(favoured, favourite, random.integers(self.classes, size=self._samples))
-        )
+        is_favourite = random.random(self._samples) < self._skew
+        uniform_labels = random.integers(self.classes, size=self._samples)
+        return torch.from_numpy(np.where(is_favourite, favourite, uniform_labels))
 
     def _global_samples(self, kind: str, size: int) -> Samples:
-        """Samples that belong to no client."""
+        """Draw samples that belong to no client."""
         random = generator(self._seed, "synthetic", "labels", kind, 0)
         y = torch.randint(self.classes, (size,), generator=random)
         random = generator(self._seed, "synthetic", "noise", kind, 0)
-        return self._around_prototypes(
-            y, torch.randn((size, *self._prototypes.shape[1:]), generator=random)
-        )
+        noise = torch.randn((size, *self._prototypes.shape[1:]), generator=random)
+        return self._around_prototypes(y, noise)
 
     def _around_prototypes(self, y: Tensor, noise: Tensor) -> Samples:
         x = (self._prototypes[y] + self._noise * noise) / math.hypot(1, self._noise)
@@ -165,7 +178,7 @@ class SyntheticData:
 
 @dataclass(frozen=True, slots=True)
 class ClientDataInfo:
-    """What is known of a client's rows that are elsewhere: how many there are, of which labels and of which shape."""
+    """Describe a client's rows on another machine: their number, distinct labels and shape."""
 
     samples: int
     labels: tuple[int, ...]
@@ -174,9 +187,12 @@ class ClientDataInfo:
 
 @dataclass(frozen=True)
 class RemoteData:
-    """Every client's rows are on its own node of a real fleet and stay there; the data set is what the server tests on.
+    """Describe clients whose rows stay on their own nodes.
 
-    `client_info` is what the nodes say of their clients; of clients whose node has not come yet nothing is known.
+    Attributes:
+        server_data: The data on which the server evaluates.
+        clients: The number of clients.
+        client_info: What nodes reported about their clients; without clients of absent nodes.
     """
 
     server_data: Source
@@ -185,36 +201,36 @@ class RemoteData:
 
     @property
     def test(self) -> Samples:
-        """The common test set."""
+        """Return the common test set."""
         return self.server_data.test
 
     @property
     def validation(self) -> Samples | None:
-        """Rows that are held out here."""
+        """Return the validation rows on the server."""
         return self.server_data.validation
 
     @property
     def calibration(self) -> Tensor:
-        """Rows that are here, on which norm statistics are computed."""
+        """Return rows on the server on which norm statistics are computed."""
         return self.server_data.calibration
 
     @property
     def classes(self) -> int:
-        """How many labels there are."""
+        """Return the number of classes."""
         return self.server_data.classes
 
     def count(self, client: int) -> int:
-        """How many training rows one client says it has; none that are known of, if it is not there."""
+        """Return the reported number of training rows of a client; 0 if its node is absent."""
         return self.client_info[client].samples if client in self.client_info else 0
 
     def shard(self, client: int) -> Shard:
-        """Refused: the rows are not here."""
+        """Raise `InvalidValue`: the rows are on another machine."""
         raise InvalidValue(REMOTE_DATA_MESSAGE)
 
     def labels(self, client: int) -> tuple[int, ...]:
-        """The labels that one client says it holds, as far as there are such."""
-        known = self.client_info[client].labels if client in self.client_info else ()
-        return tuple(label for label in known if label < self.classes)
+        """Return the reported labels of a client, without labels that do not exist."""
+        reported = self.client_info[client].labels if client in self.client_info else ()
+        return tuple(label for label in reported if label < self.classes)
 
 
 def _check_at_least(least: int, **fields: float) -> None:

@@ -1,4 +1,4 @@
-"""What the publishers published: addresses and digests of files, fetched if absent, checked on every read."""
+"""Download published files if they are absent, and verify their digests on every read."""
 
 import gzip
 import hashlib
@@ -18,7 +18,7 @@ DATA_FOLDER_VARIABLE = "FEDCOVER_DATA"
 
 @dataclass(frozen=True, slots=True)
 class PublishedFile:
-    """A file as its publisher made it: where it lies under the data folder, and its digest."""
+    """Describe a published file: its path under the data folder, and its digest."""
 
     path: str
     md5: str
@@ -26,7 +26,7 @@ class PublishedFile:
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """One address and the files that come from it: itself, or the named members of a .tar.gz archive."""
+    """Describe a URL and its files: the download itself, or members of a .tar.gz archive."""
 
     url: str
     md5: str
@@ -35,7 +35,7 @@ class Download:
 
 @dataclass(frozen=True, slots=True)
 class FileCheck:
-    """What became of one file: its digest (None where it is absent) beside the publisher's."""
+    """Hold the digest of a file (None if it is absent) and the published digest."""
 
     path: Path
     actual: str | None
@@ -43,7 +43,7 @@ class FileCheck:
 
     @property
     def ok(self) -> bool:
-        """Whether the file is there and is the publisher's."""
+        """Return whether the file exists and is unaltered."""
         return self.actual == self.expected
 
 
@@ -55,13 +55,8 @@ def _single_files(site: str, folder: str, digests: dict[str, str]) -> tuple[Down
 
 
 def _archive(url: str, md5: str, folder: str, digests: dict[str, str]) -> tuple[Download, ...]:
-    return (
-        Download(
-            url,
-            md5,
-            tuple(PublishedFile(f"{folder}/{name}", digest) for name, digest in digests.items()),
-        ),
-    )
+    files = tuple(PublishedFile(f"{folder}/{name}", digest) for name, digest in digests.items())
+    return (Download(url, md5, files),)
 
 
 DOWNLOADS: dict[str, tuple[Download, ...]] = {
@@ -100,27 +95,27 @@ DOWNLOADS: dict[str, tuple[Download, ...]] = {
         },
     ),
 }
-"""Every data set that is known by name, and what its publisher offers for download."""
+"""The downloads of each built-in data set."""
 
 
-def data_folder(given: str | Path | None = None) -> Path:
-    """The folder of data files: the one given, else $FEDCOVER_DATA, else the user's cache folder.
+def data_folder(folder: str | Path | None = None) -> Path:
+    """Return the folder of data files: the argument, $FEDCOVER_DATA, or the user's cache folder.
 
     >>> data_folder("somewhere").name
     'somewhere'
     """
-    return Path(given or os.environ.get(DATA_FOLDER_VARIABLE) or "~/.cache/fedcover").expanduser()
+    path = folder or os.environ.get(DATA_FOLDER_VARIABLE) or "~/.cache/fedcover"
+    return Path(path).expanduser()
 
 
 def get(name: str, folder: Path) -> list[FileCheck]:
-    """Download what is absent of a data set, then check every file of it against its digest.
+    """Download the absent files of a data set, then verify all of its files.
 
     >>> get("digits", Path("unused"))
     []
     """
     for download in _downloads_of(name):
-        if not all((folder / file.path).exists() for file in download.files):
-            _fetch(name, download, folder)
+        _fetch_if_absent(name, download, folder)
     results = check(name, folder)
     for result in results:
         _raise_if_altered(result)
@@ -128,7 +123,7 @@ def get(name: str, folder: Path) -> list[FileCheck]:
 
 
 def check(name: str, folder: Path) -> list[FileCheck]:
-    """The digest of each file of a data set beside the publisher's; downloads nothing.
+    """Compare the digest of each file of a data set with the published one, without downloading.
 
     >>> [result.ok for result in check("cifar100", Path("nowhere"))]
     [False, False]
@@ -138,11 +133,14 @@ def check(name: str, folder: Path) -> list[FileCheck]:
 
 
 def read(name: str, folder: Path) -> dict[str, bytes]:
-    """The files of a data set by file name, in the order of `DOWNLOADS`: fetched if absent, verified."""
+    """Read the files of a data set, in the order of `DOWNLOADS`; download absent ones first.
+
+    Returns:
+        The verified contents by file name.
+    """
     contents = {}
     for download in _downloads_of(name):
-        if not all((folder / file.path).exists() for file in download.files):
-            _fetch(name, download, folder)
+        _fetch_if_absent(name, download, folder)
         for file in download.files:
             path = folder / file.path
             raw = _read_bytes(path)
@@ -175,53 +173,63 @@ def _check_file(path: Path, expected: str) -> FileCheck:
 def _raise_if_altered(result: FileCheck) -> None:
     if not result.ok:
         raise DataError(
-            f"{result.path} is truncated or altered: its md5 is {result.actual}, its publisher's is "
-            f"{result.expected}; delete it and it will be downloaded again"
+            f"{result.path} is truncated or altered: its md5 is {result.actual}, its publisher's "
+            f"is {result.expected}; delete it and it will be downloaded again"
         )
 
 
+def _fetch_if_absent(name: str, download: Download, folder: Path) -> None:
+    if not all((folder / file.path).exists() for file in download.files):
+        _fetch(name, download, folder)
+
+
 def _fetch(name: str, download: Download, folder: Path) -> None:
-    """Download to a temporary place, check, then move each wanted file to its own: never half a file."""
+    """Download to a temporary folder, verify, then move each file to its place.
+
+    An interrupted download therefore never leaves a partial file.
+    """
     absent = next(file for file in download.files if not (folder / file.path).exists())
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".download-", dir=folder) as work:
-            arrived = Path(work) / download.url.rpartition("/")[2]
-            _download(download.url, arrived)
-            _raise_if_download_altered(download, _check_file(arrived, download.md5))
-            for file, part in _extract_files(download, arrived):
-                (folder / file.path).parent.mkdir(exist_ok=True)
-                if not (folder / file.path).exists():
-                    os.replace(part, folder / file.path)
+            downloaded = Path(work) / download.url.rpartition("/")[2]
+            _download(download.url, downloaded)
+            _raise_if_download_altered(download, _check_file(downloaded, download.md5))
+            for file, extracted in _extract_files(download, downloaded):
+                target = folder / file.path
+                target.parent.mkdir(exist_ok=True)
+                if not target.exists():
+                    os.replace(extracted, target)
     except OSError as error:  # requests' errors are OSErrors too
         raise DataError(
             f"{name} needs {absent.path}, which is not in {folder} and could not be downloaded "
-            f"from {download.url} ({type(error).__name__}): put it there, or set ${DATA_FOLDER_VARIABLE} to its folder"
+            f"from {download.url} ({type(error).__name__}): put it there, "
+            f"or set ${DATA_FOLDER_VARIABLE} to its folder"
         ) from error
 
 
 def _raise_if_download_altered(download: Download, result: FileCheck) -> None:
     if not result.ok:
         raise DataError(
-            f"{result.path.name} came from {download.url} truncated or altered: its md5 is {result.actual}, "
-            f"its publisher's is {result.expected}; nothing of it was kept"
+            f"{result.path.name} came from {download.url} truncated or altered: its md5 is "
+            f"{result.actual}, its publisher's is {result.expected}; nothing of it was kept"
         )
 
 
-def _extract_files(download: Download, arrived: Path) -> Iterator[tuple[PublishedFile, Path]]:
-    """The wanted files inside what arrived; other members of an archive are never written."""
+def _extract_files(download: Download, downloaded: Path) -> Iterator[tuple[PublishedFile, Path]]:
+    """Extract the listed files of a download; other members of an archive are never written."""
     if not download.url.endswith(".tar.gz"):
-        yield download.files[0], arrived
+        yield download.files[0], downloaded
         return
     try:
-        with tarfile.open(arrived) as archive:
+        with tarfile.open(downloaded) as archive:
             for file in download.files:
                 member = archive.extractfile(file.path)
                 if member is None:
                     raise KeyError(file.path)
-                part = arrived.parent / Path(file.path).name
-                part.write_bytes(member.read())
-                yield file, part
+                extracted = downloaded.parent / Path(file.path).name
+                extracted.write_bytes(member.read())
+                yield file, extracted
     except (tarfile.TarError, gzip.BadGzipFile, EOFError, KeyError) as error:
         raise DataError(f"{download.url} is not the archive that was expected: {error}") from error
 
@@ -234,7 +242,7 @@ def _download(url: str, target: Path) -> None:
 
 
 class _Bar:
-    """The four things that pooch asks of a progress bar, shown by rich."""
+    """Adapt a rich progress bar to the interface that pooch expects."""
 
     def __init__(self, progress: Any, task: Any) -> None:
         self._progress, self._task = progress, task
@@ -259,7 +267,7 @@ class _Bar:
 
 @contextmanager
 def _progress(label: str) -> Iterator[_Bar]:
-    """A progress bar on a terminal; elsewhere (logs, notebooks' kernels, pipes) a single plain line."""
+    """Show a progress bar on a terminal, or print a single line elsewhere (logs, pipes)."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
