@@ -160,7 +160,7 @@ def test_the_tensors_of_a_slab_are_not_replaced():
     for change in (
         lambda: slab.update(w=torch.zeros(2)), lambda: slab.pop("w"), lambda: slab.__setitem__("w", torch.zeros(2))
     ):  # fmt: skip
-        with pytest.raises(TypeError, match="make a dict of it"):
+        with pytest.raises(TypeError, match="copy to a dict to replace them"):
             change()
     assert {**slab, "b": 1}.keys() == {"w", "b"}
 

@@ -1,6 +1,7 @@
-"""Tensors that lie side by side in one, so that what is done to all of them is done in one go.
+"""Dicts of named tensors that share one flat tensor.
 
-A GPU spends longer on starting the work for each of a model's many small tensors than on the work; a CPU does not.
+On a GPU, launching a kernel for each of a model's many small tensors takes longer than the work
+itself. With one flat tensor, an element-wise operation is a single kernel. A CPU gains nothing.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,14 +17,14 @@ NamedShapes = Sequence[tuple[str, tuple[int, ...]]]
 """Names and shapes of tensors, in their order."""
 
 PIECE = {"cpu": 1 << 20, "cuda": 1 << 24}
-"""Entries that a function of single entries is given at once: what a cache nearly holds, or what fills a GPU."""
+"""Entries that an element-wise function processes at once: nearly a CPU cache, or a full GPU."""
 
 
 class FlatParams(Params):
-    """Tensors by name that are the parts of one, `flat`; they may be filled, but not replaced.
+    """Named tensors that are views of one tensor, `flat`. Fill them, but do not replace them.
 
-    >>> slab = FlatParams(torch.arange(5), [("w", (2, 2)), ("b", (1,))])
-    >>> slab["w"].tolist(), slab["b"].tolist()
+    >>> params = FlatParams(torch.arange(5), [("w", (2, 2)), ("b", (1,))])
+    >>> params["w"].tolist(), params["b"].tolist()
     ([[0, 1], [2, 3]], [4])
     """
 
@@ -32,16 +33,16 @@ class FlatParams(Params):
         self.flat = flat
 
     def __reduce__(self) -> tuple[type["FlatParams"], tuple[Tensor, NamedShapes]]:
-        """A copy, or what is sent to another process, is one tensor again: each view would take all of it along."""
+        """Pickle and copy the flat tensor only; each view would bring a copy of all of it."""
         return FlatParams, (self.flat.clone(), named_shapes(self))
 
     def like(self, flat: Tensor) -> "FlatParams":
-        """Another one of the same names and shapes."""
+        """Return another flat tensor with the same names and shapes."""
         return FlatParams(flat, named_shapes(self))
 
     def _raise_read_only(self, *_: object, **__: object) -> Any:
         raise TypeError(
-            "the tensors of a slab are parts of one; make a dict of it to replace some of them"
+            "the tensors of FlatParams are views of one tensor; copy to a dict to replace them"
         )
 
     __setitem__ = __delitem__ = __ior__ = pop = popitem = setdefault = update = clear = (
@@ -50,46 +51,44 @@ class FlatParams(Params):
 
 
 def named_shapes(tensors: Mapping[str, Tensor]) -> NamedShapes:
-    """Names and shapes of some tensors."""
+    """Return the names and shapes of tensors."""
     return [(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
 
 
 def concat(tensors: Iterable[Tensor]) -> Tensor:
-    """The entries of tensors, one after another."""
+    """Flatten tensors and concatenate them."""
     return torch.cat([tensor.flatten() for tensor in tensors])
 
 
 def flatten(tensors: Mapping[str, Tensor]) -> Tensor:
-    """The entries of all tensors, one after another; of a slab they already lie so."""
+    """Return all entries as one tensor, without a copy for `FlatParams`."""
     return tensors.flat if isinstance(tensors, FlatParams) else concat(tensors.values())
 
 
 def flat_copy(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """The same as a tensor of its own, of some type, without another copy on the way."""
+    """Copy all entries into one new tensor of a given dtype, without an intermediate copy."""
     if isinstance(tensors, FlatParams):
         return tensors.flat.to(dtype, copy=True)
-    entries = [tensor.numel() for tensor in tensors.values()]
-    made = torch.empty(
-        sum(entries), dtype=dtype, device=next((t.device for t in tensors.values()), None)
-    )
-    for room, tensor in zip(torch.split(made, entries), tensors.values(), strict=True):
-        room.copy_(tensor.reshape(-1))
-    return made
+    sizes = [tensor.numel() for tensor in tensors.values()]
+    device = next((tensor.device for tensor in tensors.values()), None)
+    flat = torch.empty(sum(sizes), dtype=dtype, device=device)
+    for target, tensor in zip(torch.split(flat, sizes), tensors.values(), strict=True):
+        target.copy_(tensor.reshape(-1))
+    return flat
 
 
 def flatten_if_cuda(tensors: Params) -> Params:
-    """The same tensors, on a GPU as a slab if they are of one type."""
-    if (
-        isinstance(tensors, FlatParams)
-        or not _on_gpu(tensors)
-        or len({tensor.dtype for tensor in tensors.values()}) > 1
-    ):
+    """Return `FlatParams` for tensors of one dtype on a GPU, otherwise the tensors unchanged."""
+    if isinstance(tensors, FlatParams) or not _on_gpu(tensors):
+        return tensors
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    if len(dtypes) > 1:
         return tensors
     return FlatParams(concat(tensors.values()), named_shapes(tensors))
 
 
 def map_elementwise(function: Callable[..., Tensor], *trees: Params) -> Params:
-    """What a function of single entries makes of trees of tensors with the same names and shapes.
+    """Apply an element-wise function to dicts of tensors with the same names and shapes.
 
     >>> map_elementwise(torch.add, {"w": torch.ones(2)}, {"w": torch.ones(2)})
     {'w': tensor([2., 2.])}
@@ -100,81 +99,96 @@ def map_elementwise(function: Callable[..., Tensor], *trees: Params) -> Params:
 def map_elementwise_named(
     function: Callable[..., Mapping[str, Tensor]], *trees: Params
 ) -> dict[str, Params]:
-    """The same for a function with several named results; it is given whole tensors, unless it goes `in_pieces`."""
-    slabs = [tree for tree in trees if isinstance(tree, FlatParams)]
-    if len(slabs) == len(trees) and all(list(slab) == list(slabs[0]) for slab in slabs):
-        return {
-            key: slabs[0].like(made)
-            for key, made in function(*(slab.flat for slab in slabs)).items()
-        }
-    found: dict[str, Params] = {}
+    """Apply an element-wise function with several named results.
+
+    Args:
+        function: It gets one whole tensor of each dict, unless it is wrapped by `in_pieces`.
+        *trees: Dicts of tensors with the same names and shapes.
+
+    Returns:
+        A dict of tensors for each named result.
+    """
+    flat_trees = [tree for tree in trees if isinstance(tree, FlatParams)]
+    if len(flat_trees) == len(trees):
+        first = flat_trees[0]
+        if all(list(tree) == list(first) for tree in flat_trees):
+            flat_results = function(*(tree.flat for tree in flat_trees))
+            return {key: first.like(flat) for key, flat in flat_results.items()}
+    results: dict[str, Params] = {}
     for name in trees[0]:
-        for key, made in function(*(tree[name] for tree in trees)).items():
-            found.setdefault(key, {})[name] = made
-    return found
+        for key, tensor in function(*(tree[name] for tree in trees)).items():
+            results.setdefault(key, {})[name] = tensor
+    return results
 
 
 def in_pieces(function: Callable[..., Mapping[str, Tensor]]) -> Callable[..., Mapping[str, Tensor]]:
-    """The same function of single entries, called for a piece of large tensors after the other.
+    """Make an element-wise function process large tensors piece by piece.
 
-    What it makes on the way is then as large as a piece, not as the tensors: a mean in float64 has many such steps.
+    Its intermediate results are then as large as a piece, not as the tensors. A mean in float64,
+    for instance, has many of them.
     """
 
     def piecewise(*tensors: Tensor) -> Mapping[str, Tensor]:
         first = tensors[0]
-        piece = PIECE[first.device.type]
-        if first.numel() <= piece or any(
-            t.shape != first.shape or not t.is_contiguous() for t in tensors
-        ):
+        piece_size = PIECE[first.device.type]
+        if first.numel() <= piece_size:
+            return function(*tensors)
+        if any(t.shape != first.shape or not t.is_contiguous() for t in tensors):
             return function(*tensors)
         results: dict[str, Tensor] = {}
-        for start in range(0, first.numel(), piece):
-            place = slice(start, start + piece)
-            for key, made in function(*(tensor.view(-1)[place] for tensor in tensors)).items():
+        for start in range(0, first.numel(), piece_size):
+            piece = slice(start, start + piece_size)
+            pieces = [tensor.view(-1)[piece] for tensor in tensors]
+            for key, values in function(*pieces).items():
                 if key not in results:
-                    results[key] = made.new_empty(first.numel())
-                results[key][place] = made
+                    results[key] = values.new_empty(first.numel())
+                results[key][piece] = values
         return {key: result.view(first.shape) for key, result in results.items()}
 
     return piecewise
 
 
 def add_scaled(target: Tensor, values: Tensor, scale: float) -> None:
-    """Add `scale * values` to a tensor, in place; of another type they are turned into the tensor's in pieces."""
+    """Add `scale * values` to a tensor in place; convert another dtype piece by piece."""
     if values.dtype == target.dtype or target.is_cuda or not target.ndim:
         target.add_(values, alpha=scale)
         return
     rows = max(1, PIECE["cpu"] * len(target) // max(1, target.numel()))
-    for some, added in zip(torch.split(target, rows), torch.split(values, rows), strict=True):
-        some.add_(added, alpha=scale)
+    pieces = zip(torch.split(target, rows), torch.split(values, rows), strict=True)
+    for target_piece, values_piece in pieces:
+        target_piece.add_(values_piece, alpha=scale)
 
 
 def zeros(like: Mapping[str, Tensor], dtype: torch.dtype) -> Params:
-    """Zeros in the shapes of some tensors; on a GPU they are a slab."""
-    if _on_gpu(like):
-        entries = sum(tensor.numel() for tensor in like.values())
-        return FlatParams(
-            torch.zeros(entries, dtype=dtype, device=next(iter(like.values())).device),
-            named_shapes(like),
-        )
-    return {name: torch.zeros_like(tensor, dtype=dtype) for name, tensor in like.items()}
+    """Allocate zeros in the shapes of other tensors; on a GPU as `FlatParams`."""
+    if not _on_gpu(like):
+        return {name: torch.zeros_like(tensor, dtype=dtype) for name, tensor in like.items()}
+    entries = sum(tensor.numel() for tensor in like.values())
+    device = next(iter(like.values())).device
+    return FlatParams(torch.zeros(entries, dtype=dtype, device=device), named_shapes(like))
 
 
 def unflatten(flat: Tensor, shapes: NamedShapes, channels_last: bool = False) -> Params:
-    """The tensors that lie side by side along the last axis of one, by name.
+    """Split the last axis of a tensor into named views.
+
+    Args:
+        flat: The tensor; its other axes become leading axes of every view.
+        shapes: Names and shapes of the views.
+        channels_last: Whether views with four axes are in torch's channels-last format.
 
     >>> unflatten(torch.arange(5), [("w", (2, 2)), ("b", (1,))])["w"].tolist()
     [[0, 1], [2, 3]]
     """
     parts = torch.split(flat, [prod(shape) for _, shape in shapes], dim=-1)
-    lead = flat.shape[:-1]
-
-    def view(part: Tensor, shape: tuple[int, ...]) -> Tensor:
+    leading_axes = flat.shape[:-1]
+    views = {}
+    for (name, shape), part in zip(shapes, parts, strict=True):
         if channels_last and len(shape) == 4:
-            return part.view(shape[0], shape[2], shape[3], shape[1]).permute(0, 3, 1, 2)
-        return part.view((*lead, *shape))
-
-    return {name: view(part, shape) for (name, shape), part in zip(shapes, parts, strict=True)}
+            outputs, inputs, height, width = shape
+            views[name] = part.view(outputs, height, width, inputs).permute(0, 3, 1, 2)
+        else:
+            views[name] = part.view((*leading_axes, *shape))
+    return views
 
 
 def _on_gpu(tensors: Mapping[str, Tensor]) -> bool:

@@ -1,1 +1,1 @@
-"""Training on one client, and the engines that train many at once."""
+"""Local training: SGD on one client, recipes that change it, and engines that run it fast."""

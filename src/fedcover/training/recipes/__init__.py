@@ -1,4 +1,8 @@
-"""Recipes: what a local step is. Plain SGD, and the systems that change the loss or what becomes of the result."""
+"""Recipes: what a local training step computes. Each file implements one published method.
+
+A recipe is a `Recipe`: a loss and optional hooks. To add one, write a function that returns a
+`Recipe` and add it to `RECIPES`.
+"""
 
 from collections.abc import Callable
 

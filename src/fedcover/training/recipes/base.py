@@ -1,4 +1,4 @@
-"""What recipes share: what a client holds, and passes that leave no trace in its norm statistics."""
+"""Helpers that several recipes share."""
 
 import torch
 
@@ -8,17 +8,19 @@ from fedcover.types import Assignment, Params
 
 
 def client_norm_statistics(assignment: Assignment) -> Params:
-    """Copies of the client's running norm statistics, if those are tracked.
+    """Copy the client's running norm statistics, if they are tracked.
 
-    A forward pass that is given them beside the parameters writes into the copies and not into the client's module.
+    Pass the copies to a forward pass together with the parameters. The pass then updates the
+    copies, and leaves the statistics in the client's module alone.
     """
     key = statistics_key(assignment.task.norm, assignment.client.capacity)
-    known = assignment.state.statistics.get(key or "", {})
-    return {name: tensor.clone() for name, tensor in assignment.reduction.extract(known).items()}
+    statistics = assignment.state.statistics.get(key or "", {})
+    client_statistics = assignment.reduction.extract(statistics)
+    return {name: tensor.clone() for name, tensor in client_statistics.items()}
 
 
 def client_units(assignment: Assignment) -> Params:
-    """The units of every group that the client holds: all of them where its part is not cut along units."""
+    """Return the units of each group that the client holds; all, if its part is a mask."""
     reduction, groups = assignment.reduction, assignment.task.model.groups
     if isinstance(reduction, Slices):
         return {group.name: reduction.kept[group.name] for group in groups}

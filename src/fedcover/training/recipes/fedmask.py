@@ -1,7 +1,7 @@
-"""Learned masks: the weights stay as they were drawn, clients learn which of them to use, and vote.
+"""Learned masks: weights stay at their initial values; clients learn and vote which ones to use.
 
-Li, Sun, Zeng, Zhang, Li, Chen: FedMask, Joint computation and communication-efficient personalized federated
-learning via heterogeneous masking (SenSys 2021).
+Li, Sun, Zeng, Zhang, Li, Chen: FedMask, Joint computation and communication-efficient personalized
+federated learning via heterogeneous masking (SenSys 2021).
 """
 
 import copy
@@ -17,7 +17,6 @@ from fedcover.training.recipes.fedprox import cross_entropy
 from fedcover.types import (
     Assignment,
     Carry,
-    Cut,
     Forward,
     Model,
     Outcome,
@@ -27,29 +26,34 @@ from fedcover.types import (
 )
 
 INITIAL_SCORE, SCORE_THRESHOLD = 2.0**-7, 2.0**-8
-"""Every weight is used at first. A vote is worth START, so that half of the votes reach the threshold, exactly."""
+"""At first every weight is used.
+
+A vote is worth `INITIAL_SCORE`, so half of the votes reach the threshold exactly.
+"""
 
 
 def fedmask() -> Recipe:
-    """Freeze all weights and learn a score for each entry of every weight matrix; a client sends one bit of each.
+    """Freeze all weights and learn a score for each entry; a client sends one bit for each.
 
-    The server's mean over the clients that hold an entry is then the share of those that use it: the global model uses
-    what at least half of them use. Use it with any policy that cuts units; scores need a larger learning rate.
+    The server's mean over the clients that hold an entry is the share of those that use it. So
+    the global model uses what at least half of them use. Use the recipe with any policy that cuts
+    units. Scores need a larger learning rate than weights.
     """
 
     def finish(assignment: Assignment, forward: Forward, params: Params, carry: Carry) -> Outcome:
-        return Outcome(
-            {
-                name: INITIAL_SCORE * (scores >= SCORE_THRESHOLD).to(scores.dtype)
-                for name, scores in params.items()
-            }
-        )
+        votes = {}
+        for name, scores in params.items():
+            votes[name] = INITIAL_SCORE * (scores >= SCORE_THRESHOLD).to(scores.dtype)
+        return Outcome(votes)
 
     return Recipe(cross_entropy, finish=finish, model=replace_weights_with_scores)
 
 
 def apply_scores(frozen: Tensor, scores: Tensor) -> Tensor:
-    """The weight where its score reaches the threshold, else 0; its derivative by the score is the weight itself."""
+    """Return the weights whose scores reach the threshold, and 0 elsewhere.
+
+    The derivative by a score is the weight itself (straight-through).
+    """
     bits = (scores >= SCORE_THRESHOLD).to(scores.dtype)
     return frozen * (bits + scores - scores.detach())
 
@@ -60,7 +64,7 @@ class MaskedLinear(nn.Linear):
     frozen: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
-        """Use the weights that the scores choose."""
+        """Apply the layer with the weights that the scores choose."""
         return F.linear(input, apply_scores(self.frozen, self.weight), self.bias)
 
 
@@ -70,10 +74,9 @@ class MaskedConv2d(nn.Conv2d):
     frozen: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
-        """Use the weights that the scores choose."""
-        output: Tensor = self._conv_forward(
-            input, apply_scores(self.frozen, self.weight), self.bias
-        )
+        """Apply the layer with the weights that the scores choose."""
+        weight = apply_scores(self.frozen, self.weight)
+        output: Tensor = self._conv_forward(input, weight, self.bias)
         return output
 
 
@@ -84,39 +87,40 @@ MASKED_LAYERS: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def replace_weights_with_scores(model: Model) -> Model:
-    """The same network with scores in the place of its weights; whatever else it could learn is frozen too."""
+    """Return the network with scores as parameters; weights and all else become buffers."""
     module = copy.deepcopy(model.module)
-    frozen: set[str] = set()
+    frozen_weights: set[str] = set()
     for path, layer in list(module.named_modules()):
         for name, parameter in list(layer.named_parameters(recurse=False)):
             if type(layer) in MASKED_LAYERS and name == "weight":
                 layer.register_buffer("frozen", parameter.detach().clone())
                 parameter.data = torch.full_like(parameter, INITIAL_SCORE)
                 layer.__class__ = MASKED_LAYERS[type(layer)]
-                frozen.add(f"{path}.weight")
+                frozen_weights.add(f"{path}.weight")
             elif parameter.ndim > 1:
                 raise InvalidValue(
-                    f"recipe fedmask cannot mask {path}.{name}, a weight of a {type(layer).__name__}"
+                    f"recipe fedmask cannot mask {path}.{name}, a weight of a "
+                    f"{type(layer).__name__}"
                 )
             else:
                 delattr(layer, name)
                 layer.register_buffer(name, parameter.detach().clone())
+    groups = [_add_frozen_cuts(group, frozen_weights) for group in model.groups]
+    score_names = {name for name, _ in module.named_parameters()}
     return replace(
         model,
         module=module,
-        groups=separate_buffers(
-            [_add_frozen_cuts(g, frozen) for g in model.groups],
-            {name for name, _ in module.named_parameters()},
-        ),
-        classifier=tuple(name for name in model.classifier if name in frozen),
+        groups=separate_buffers(groups, score_names),
+        classifier=tuple(name for name in model.classifier if name in frozen_weights),
     )
 
 
-def _add_frozen_cuts(group: UnitGroup, frozen: set[str]) -> UnitGroup:
-    """The group with every cut of a weight repeated for its frozen values."""
-
-    def both(cut: Cut) -> tuple[Cut, ...]:
-        twin = replace(cut, tensor=cut.tensor.removesuffix("weight") + "frozen")
-        return (cut, twin) if cut.tensor in frozen else (cut,)
-
-    return replace(group, cuts=tuple(each for cut in group.cuts for each in both(cut)))
+def _add_frozen_cuts(group: UnitGroup, frozen_weights: set[str]) -> UnitGroup:
+    """Return the group with each cut of a weight repeated for its frozen values."""
+    cuts = []
+    for cut in group.cuts:
+        cuts.append(cut)
+        if cut.tensor in frozen_weights:
+            frozen_name = cut.tensor.removesuffix("weight") + "frozen"
+            cuts.append(replace(cut, tensor=frozen_name))
+    return replace(group, cuts=tuple(cuts))

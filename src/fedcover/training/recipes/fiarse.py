@@ -1,7 +1,7 @@
-"""Importance by threshold: a weight takes part only while it is large enough, and learns how large to be.
+"""Importance by threshold: a weight is used while it is large enough, and learns its size.
 
-Wu, Wang, Wang, Liu, Su, Gao: FIARSE, Model-heterogeneous federated learning via importance-aware submodel extraction
-(NeurIPS 2024).
+Wu, Wang, Wang, Liu, Su, Gao: FIARSE, Model-heterogeneous federated learning via importance-aware
+submodel extraction (NeurIPS 2024).
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from fedcover.types import Assignment, Batch, Carry, Forward, Params, Recipe
 
 
 class _ImportanceMask(torch.autograd.Function):
-    """w where |w| >= tau, else 0; the derivative on what is kept is 1 + 2 tau / (|w| + tau)^2 * |w|."""
+    """w where |w| >= tau, else 0; the derivative there is 1 + 2 tau / (|w| + tau)^2 * |w|."""
 
     generate_vmap_rule = True
 
@@ -38,44 +38,48 @@ class _ImportanceMask(torch.autograd.Function):
 
 
 def _hard_threshold(weight: Tensor, threshold: Tensor) -> Tensor:
-    """w where |w| >= tau, else 0; the derivative on what is kept is 1."""
+    """w where |w| >= tau, else 0; the derivative there is 1."""
     return torch.where(weight.abs() >= threshold, weight, 0.0)
 
 
 def fiarse(*, scope: str = "model", surrogate: bool = True) -> Recipe:
-    """Train through the threshold that cut the client's mask: weights may leave while training, none enters.
+    """Train through the threshold of the client's mask: weights may drop out, none comes back.
 
-    Use it with the policy `magnitude` of the same scope, whose cut-off is the threshold: one, or one for each layer.
-    `surrogate=False` leaves out the threshold's own derivative, as the authors' public code does.
+    Use it with the policy `magnitude` of the same scope, which provides the threshold.
+
+    Args:
+        scope: One threshold for the whole "model", or one for each "layer".
+        surrogate: Whether to use the derivative of the threshold. The authors' public code
+            does not.
     """
     if scope not in SCOPES:
         raise unknown("recipe fiarse: scope", scope, SCOPES)
+    apply_threshold: Callable[[Tensor, Tensor], Tensor] = (
+        _ImportanceMask.apply if surrogate else _hard_threshold
+    )
 
     def start(assignment: Assignment, params: Params) -> Carry:
         if isinstance(assignment.reduction, Slices):
             raise InvalidValue(
-                "recipe fiarse trains within masks, and this policy gives slices: use policy magnitude"
+                "recipe fiarse trains within masks, and this policy gives slices: "
+                "use policy magnitude"
             )
         masks = assignment.reduction.gradient_mask()
-        least = {name: _min_magnitude(params[name][bits]) for name, bits in masks.items()}
-        if scope == "model" and least:
-            least = dict.fromkeys(least, torch.stack(list(least.values())).min())
-        return least
+        thresholds = {name: _min_magnitude(params[name][bits]) for name, bits in masks.items()}
+        if scope == "model" and thresholds:
+            smallest = torch.stack(list(thresholds.values())).min()
+            thresholds = dict.fromkeys(thresholds, smallest)
+        return thresholds
 
     def loss(forward: Forward, params: Params, batch: Batch, carry: Carry) -> Tensor:
-        apply: Callable[[Tensor, Tensor], Tensor] = (
-            _ImportanceMask.apply if surrogate else _hard_threshold
-        )
-        chosen = {name: apply(params[name], threshold) for name, threshold in carry.items()}
-        return cross_entropy(forward, {**params, **chosen}, batch, carry)
+        used = {name: apply_threshold(params[name], threshold) for name, threshold in carry.items()}
+        return cross_entropy(forward, {**params, **used}, batch, carry)
 
     return Recipe(loss, start)
 
 
-def _min_magnitude(kept: Tensor) -> Tensor:
-    """The smallest magnitude; infinite where nothing is kept."""
-    return (
-        kept.abs().min()
-        if len(kept)
-        else torch.full((), torch.inf, dtype=kept.dtype, device=kept.device)
-    )
+def _min_magnitude(weights: Tensor) -> Tensor:
+    """Return the smallest magnitude, or infinity if there are no weights."""
+    if len(weights):
+        return weights.abs().min()
+    return torch.full((), torch.inf, dtype=weights.dtype, device=weights.device)

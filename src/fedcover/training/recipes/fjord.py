@@ -1,4 +1,4 @@
-"""Ordered dropout: every batch trains a nested part of the client's sub-model, of a width drawn anew.
+"""Ordered dropout: every batch trains a nested part of the client's sub-model, of random width.
 
 Horvath, Laskaridis, Almeida, Leontiadis, Venieris, Lane: FjORD (NeurIPS 2021).
 """
@@ -17,11 +17,16 @@ from fedcover.types import Assignment, Batch, Carry, Forward, Outcome, Params, R
 
 
 def fjord(*, widths: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8, 1.0), distil: float = 0.0) -> Recipe:
-    """A width per batch, uniform over those up to the client's own; with `distil`, its widest output teaches too.
+    """Draw a width for each batch, uniformly from those up to the client's own.
 
-    The drawn part is run as a mask inside the client's sub-model. Use it with the policy `prefix`. `distil` is the
-    weight of the distillation term (cross-entropy against the softmax of the widest part's output); 1 is the authors'.
-    Running norm statistics see only batches of the client's widest part; what is wider than that does not count.
+    The part of this width is a mask inside the client's sub-model. Use the recipe with the policy
+    `prefix`. Running norm statistics see only batches of the client's largest width. Units beyond
+    that width do not count as trained.
+
+    Args:
+        widths: The widths to draw from, in (0, 1].
+        distil: The weight, in [0, 1], of learning from the output of the client's largest width.
+            The authors use 1.
     """
     if not widths or any(not 0 < width <= 1 for width in widths):
         raise InvalidValue(f"recipe fjord: widths must lie in (0, 1]; got {list(widths)}")
@@ -30,75 +35,87 @@ def fjord(*, widths: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8, 1.0), distil: floa
 
     def start(assignment: Assignment, params: Params) -> Carry:
         levels = client_widths(assignment, widths)
-        draw = generator(
-            assignment.task.seed, "fjord", assignment.state.round, assignment.client.id
-        )
+        task, round, client = assignment.task, assignment.state.round, assignment.client
+        draw = generator(task.seed, "fjord", round, client.id)
         schedule = torch.randint(len(levels), (assignment.steps,), generator=draw)
         schedule = schedule.to(next(iter(params.values())).device)
-        return (
-            nested_masks(assignment, params, levels),
-            schedule,
-            client_norm_statistics(assignment),
-        )
+        masks = nested_masks(assignment, params, levels)
+        return masks, schedule, client_norm_statistics(assignment)
 
     def loss(forward: Forward, params: Params, batch: Batch, carry: Carry) -> Tensor:
         masks, schedule, statistics = carry
         level = schedule.gather(0, batch.step.view(1))
-        widest = torch.full_like(level, len(next(iter(masks.values()))) - 1) if masks else level
-        # statistics that are kept must not see a narrower part (whether it is one can then be asked)
-        aside = statistics if statistics and (distil or int(level) != int(widest)) else {}
-        logits_BK = forward({**_apply_level_mask(params, masks, level), **aside}, batch.x)
+        widest = _widest_level(masks, level)
+        # tracked statistics must see only the widest part, so narrower parts update copies
+        use_copies = statistics and (distil or int(level) != int(widest))
+        values = {**_apply_level_mask(params, masks, level), **(statistics if use_copies else {})}
+        logits_BK = forward(values, batch.x)
         if not distil:
             return F.cross_entropy(logits_BK, batch.y)
-        best_BK = forward(_apply_level_mask(params, masks, widest), batch.x)
-        taught = F.cross_entropy(logits_BK, best_BK.detach().softmax(1))
-        # the widest output learns from the labels, the drawn one from it and, if `distil` is below 1, from the labels
-        own = (1 - distil) * F.cross_entropy(logits_BK, batch.y) + distil * taught
-        return own + F.cross_entropy(best_BK, batch.y)
+        # the widest part learns from the labels; the drawn one from it and, if `distil` < 1, from
+        # the labels too
+        widest_logits_BK = forward(_apply_level_mask(params, masks, widest), batch.x)
+        teacher_BK = widest_logits_BK.detach().softmax(1)
+        distillation = F.cross_entropy(logits_BK, teacher_BK)
+        drawn_loss = (1 - distil) * F.cross_entropy(logits_BK, batch.y) + distil * distillation
+        return drawn_loss + F.cross_entropy(widest_logits_BK, batch.y)
 
     def finish(assignment: Assignment, forward: Forward, params: Params, carry: Carry) -> Outcome:
-        reached = {name: stack[-1].bool() for name, stack in carry[0].items()}
-        whole = all(bool(bits.all()) for bits in reached.values())
-        return Outcome(params, bits={} if whole else reached)
+        widest_masks = {name: masks[-1].bool() for name, masks in carry[0].items()}
+        all_trained = all(bool(bits.all()) for bits in widest_masks.values())
+        return Outcome(params, bits={} if all_trained else widest_masks)
 
     return Recipe(loss, start, finish=finish)
 
 
 def client_widths(assignment: Assignment, widths: tuple[float, ...]) -> list[float]:
-    """The widths up to the client's own, narrowest first; its own alone where all of them are wider."""
+    """Return the widths up to the client's own, ascending; its own if all are larger."""
     units = client_units(assignment)
     groups = assignment.task.model.groups
-    own = assignment.client.capacity
-    if any(
-        num_units_kept(group.size, own) != len(units[group.name]) for group in groups
-    ):  # a share of the parameters
-        own = max(len(units[group.name]) / group.size for group in groups)
-    return sorted(width for width in set(widths) if width <= own + 1e-9) or [own]
+    client_width = assignment.client.capacity
+    capacity_is_width = all(
+        num_units_kept(group.size, client_width) == len(units[group.name]) for group in groups
+    )
+    if not capacity_is_width:  # it is a share of the parameters
+        client_width = max(len(units[group.name]) / group.size for group in groups)
+    return sorted(width for width in set(widths) if width <= client_width + 1e-9) or [client_width]
 
 
 def nested_masks(assignment: Assignment, params: Params, levels: list[float]) -> Params:
-    """For every cut tensor, the masks of the levels, stacked, in the client's own shapes."""
+    """Return the masks of all levels, stacked, for each cut tensor in the client's own shapes."""
     groups, units = assignment.task.model.groups, client_units(assignment)
-    cut = dict.fromkeys(c.tensor for g in groups for c in g.cuts if c.tensor in params)
-    own = Slices(groups, units)
-    parts = [
-        Slices(groups, {g.name: units[g.name][: num_units_kept(g.size, level)] for g in groups})
-        for level in levels
-    ]
+    cut_tensors = dict.fromkeys(
+        cut.tensor for group in groups for cut in group.cuts if cut.tensor in params
+    )
+    client_part = Slices(groups, units)
+    level_parts = []
+    for level in levels:
+        level_units = {g.name: units[g.name][: num_units_kept(g.size, level)] for g in groups}
+        level_parts.append(Slices(groups, level_units))
 
-    def mask(part: Slices, name: str) -> Tensor:
-        if name in part.absent:
+    def mask(level_part: Slices, name: str) -> Tensor:
+        if name in level_part.absent:
             return torch.zeros_like(params[name])
         shape = assignment.state.params[name].shape
-        return overlap_mask(own.region(name, shape), part.region(name, shape), shape).to(
-            params[name]
+        overlap = overlap_mask(
+            client_part.region(name, shape), level_part.region(name, shape), shape
         )
+        return overlap.to(params[name])
 
-    return {name: torch.stack([mask(part, name) for part in parts]) for name in cut}
+    return {name: torch.stack([mask(part, name) for part in level_parts]) for name in cut_tensors}
+
+
+def _widest_level(masks: Params, level: Tensor) -> Tensor:
+    """Return the number of the last level, in the shape of another level."""
+    if not masks:
+        return level
+    return torch.full_like(level, len(next(iter(masks.values()))) - 1)
 
 
 def _apply_level_mask(params: Params, masks: Params, level_1: Tensor) -> Params:
-    return {
-        name: p * masks[name].index_select(0, level_1)[0] if name in masks else p
-        for name, p in params.items()
-    }
+    masked = {}
+    for name, weight in params.items():
+        if name in masks:
+            weight = weight * masks[name].index_select(0, level_1)[0]
+        masked[name] = weight
+    return masked

@@ -1,6 +1,7 @@
-"""Clients that know only some labels: their loss, and the classifier rows that they may teach.
+"""Clients that hold only some labels: mask their loss and the classifier rows that they train.
 
-Diao, Ding, Tarokh: HeteroFL (ICLR 2021), masked cross-entropy and label-split aggregation; used by FedRolex too.
+Diao, Ding, Tarokh: HeteroFL (ICLR 2021), masked cross-entropy and label-split aggregation. FedRolex
+uses both, too.
 """
 
 from dataclasses import replace
@@ -12,15 +13,20 @@ from fedcover.errors import unknown
 from fedcover.types import Assignment, Batch, Carry, Forward, Outcome, Params, Recipe
 
 ABSENT_LABELS = {"free": None, "zero": 0.0, "ignore": -1e9}
-"""What the logits of labels that a client lacks become in its loss: unchanged, 0 (HeteroFL), or so low that they add
-nothing; not minus infinity, because a distillation term multiplies it by a probability of 0."""
+"""What replaces the logits of labels that a client lacks: nothing, 0 (HeteroFL), or a number so low
+that they add nothing to the softmax. That is not minus infinity, because a distillation term
+multiplies it by a probability of 0."""
 
 
 def mask_absent_labels(recipe: Recipe, *, absent: str = "free", rows: bool = False) -> Recipe:
-    """A recipe whose loss and whose classifier rows keep to the labels that the client holds.
+    """Restrict a recipe's loss, and what counts as trained, to the labels that a client holds.
 
-    With `absent` "zero" each absent label still adds e^0 to the softmax, as in the original code; with "ignore" it adds
-    nothing. With `rows` the classifier's rows of absent labels do not count as trained.
+    Args:
+        recipe: The recipe.
+        absent: What the logits of absent labels become: "free" leaves them unchanged, "zero" sets
+            them to 0 (each still adds e^0 to the softmax, as in the original code), "ignore"
+            removes them from the softmax.
+        rows: Whether the classifier's rows of absent labels do not count as trained.
     """
     if absent not in ABSENT_LABELS:
         raise unknown("absent_labels", absent, ABSENT_LABELS)
@@ -30,42 +36,40 @@ def mask_absent_labels(recipe: Recipe, *, absent: str = "free", rows: bool = Fal
 
     def start(assignment: Assignment, params: Params) -> Carry:
         device = next(iter(params.values())).device
-        held = torch.zeros(assignment.task.source.classes, dtype=torch.bool, device=device)
-        held[list(assignment.client.labels)] = True
-        return recipe.start(assignment, params), held
+        has_label = torch.zeros(assignment.task.source.classes, dtype=torch.bool, device=device)
+        has_label[list(assignment.client.labels)] = True
+        return recipe.start(assignment, params), has_label
 
     def loss(forward: Forward, params: Params, batch: Batch, carry: Carry) -> Tensor:
-        inner, held = carry
+        inner_carry, has_label = carry
 
-        def filled(values: Params, x: Tensor) -> Tensor:
+        def masked_forward(values: Params, x: Tensor) -> Tensor:
             logits = forward(values, x)
-            by_label = held.view(
-                -1, *[1] * (batch.y.ndim - 1)
-            )  # places of a sequence come after the labels
+            # the positions of a sequence come after the labels
+            by_label = _expand_after(has_label, batch.y.ndim)
             return logits if fill is None else torch.where(by_label, logits, fill)
 
-        return recipe.loss(filled, params, batch, inner)  # type: ignore[arg-type]
+        return recipe.loss(masked_forward, params, batch, inner_carry)  # type: ignore[arg-type]
 
     def observe(carry: Carry, gradients: Params) -> Carry:
-        return recipe.observe(carry[0], gradients), carry[1]
+        inner_carry, has_label = carry
+        return recipe.observe(inner_carry, gradients), has_label
 
     def finish(assignment: Assignment, forward: Forward, params: Params, carry: Carry) -> Outcome:
-        inner, held = carry
-        outcome = recipe.finish(assignment, forward, params, inner)
-        classifier = assignment.task.model.classifier if rows else ()
+        inner_carry, has_label = carry
+        outcome = recipe.finish(assignment, forward, params, inner_carry)
         bits = dict(outcome.bits)
-        for name in (
-            name for name in classifier if name in params
-        ):  # an exit may be out of the client's reach
-            taught = held.view(-1, *[1] * (params[name].ndim - 1)).expand_as(params[name])
-            bits[name] = bits[name] & taught if name in bits else taught
+        for name in assignment.task.model.classifier if rows else ():
+            if name not in params:  # an exit beyond the client's depth
+                continue
+            trained = _expand_after(has_label, params[name].ndim).expand_as(params[name])
+            bits[name] = bits[name] & trained if name in bits else trained
         return replace(outcome, bits=bits)
 
-    return replace(
-        recipe,
-        loss=loss,
-        start=start,
-        observe=observe,
-        finish=finish,
-        chooses=recipe.chooses or rows,
-    )
+    chooses = recipe.chooses or rows
+    return replace(recipe, loss=loss, start=start, observe=observe, finish=finish, chooses=chooses)
+
+
+def _expand_after(vector: Tensor, ndim: int) -> Tensor:
+    """Return a view of a vector with trailing axes of size 1, `ndim` axes in total."""
+    return vector.view(-1, *[1] * (ndim - 1))
