@@ -1,4 +1,4 @@
-"""Shared parts of all policies: decorators, capacity limits, and checks of what a policy returns."""
+"""Helpers for policies: decorators, capacity limits, and checks of what a policy returns."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
@@ -44,7 +44,8 @@ def per_capacity(choose: Callable[Concatenate[View, float, Options], Reduction |
         reductions: dict[float, Reduction | None] = {}
         for client in view.cohort:
             if client.capacity not in reductions:
-                reductions[client.capacity] = choose(view, client.capacity, **options)  # type: ignore[call-arg]
+                reduction = choose(view, client.capacity, **options)  # type: ignore[call-arg]
+                reductions[client.capacity] = reduction
         return [reductions[client.capacity] for client in view.cohort]
 
     return policy

@@ -1,7 +1,7 @@
 """The paper's designs: four regions S1-S4, seven policies P1-P7, and codenames with one per slot.
 
-Zhou, Lan, Venkataramani, Ding: Every Parameter Matters (NeurIPS 2023), appendix. With pruning, S1 is
-the largest quarter of each prunable layer's weights and S4 the smallest. With sub-networks, the
+Zhou, Lan, Venkataramani, Ding: Every Parameter Matters (NeurIPS 2023), appendix. With pruning, S1
+is the largest quarter of each prunable layer's weights and S4 the smallest. With sub-networks, the
 regions are the quarters of every group's units, in order.
 """
 

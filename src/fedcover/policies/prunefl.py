@@ -1,7 +1,8 @@
 """PruneFL: one mask for all clients, reconfigured by squared gradient per unit of time.
 
-Jiang, Wang, Valls, Ko, Lee, Leung, Tassiulas: Model pruning enables efficient federated learning on
-edge devices (TNNLS 2022). Clients measure the squared gradients, so use it with the recipe `prunefl`.
+Jiang, Wang, Valls, Ko, Lee, Leung, Tassiulas: Model pruning enables efficient federated learning
+on edge devices (TNNLS 2022). Clients measure the squared gradients, so use this policy with the
+recipe `prunefl`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -85,7 +86,7 @@ def prunefl(
 
 
 def last_answered_round(measured: Mapping[str, Params]) -> int | None:
-    """Return the last round in which a client answered, read from `trained_in`; None if none did."""
+    """Return the last round in which a client answered (see `trained_in`); None if none did."""
     if not measured.get("trained_in"):
         return None
     return round(max(float(tensor.max()) for tensor in measured["trained_in"].values())) - 1

@@ -47,7 +47,7 @@ def copies_made(view: View) -> bool:
 
 
 def copy_reductions(view: View) -> list[Slices]:
-    """Return what every client trains: the first units, or the units of its copy once there are copies."""
+    """Return what every client trains: the first units, later the units of its copy."""
     if not copies_made(view):
         return [_units_of_copy(view, client, 0) for client in view.cohort]
     clients_by_capacity = Counter(client.capacity for client in view.cohort)
@@ -67,7 +67,7 @@ def copy_reductions(view: View) -> list[Slices]:
 
 
 def copy_transform(view: View) -> Callable[[Params], Params] | None:
-    """Return the function that copies the model's tensors before this round; None in most rounds."""
+    """Return the function that copies the model before this round; None in most rounds."""
     copies = num_copies(view)
     if copies < 2 or view.rounds is None or view.round != _copy_round(view.rounds):
         return None

@@ -1,4 +1,4 @@
-"""Any module: groups are found, equal to those we declare, proved, and sub-models stay ordinary modules."""
+"""Any module: groups are found, equal to those we declare, verified, and sub-models stay ordinary modules."""
 
 import copy
 import importlib.util
@@ -411,7 +411,7 @@ class TestManners:
             not g.name.startswith("blocks.0") for g in trace(vit, example, whole=("blocks.0",))
         )
 
-    def test_other_precisions_are_proved_in_float64(self):
+    def test_other_precisions_are_verified_in_float64(self):
         module = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 2)).bfloat16()
         assert [group.size for group in trace(module, torch.randn(3, 5).bfloat16())] == [6]
 

@@ -77,13 +77,13 @@ class Allocation:
 
     @property
     def _holds_between(self) -> np.ndarray:
-        """Return 1 for clients that hold the unit between the nested and the shared ones, else 0."""
+        """Return 1 for clients that hold the unit between nested and shared ones, 0 for others."""
         return np.asarray(np.maximum(0, self.budgets_N - self.num_nested) - self.rest_N)
 
     def pruned_energy(self, after_U1: Tensor) -> np.ndarray:
         """Return the energy that every client lacks.
 
-        It is a mean over all rotations of the shared part; the sum over clients is the same for all.
+        It is a mean over all rotations of the shared part; the clients' sum is the same in each.
 
         Args:
             after_U1: `after_U1[j]` is the energy of the units from rank j on.

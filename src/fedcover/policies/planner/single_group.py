@@ -1,4 +1,4 @@
-"""Optimal plans for one group: the most energy a fleet can keep with every unit covered Gamma times.
+"""Optimal plans for one group: keep the most energy with every unit covered Gamma times.
 
 Rank the units by energy. Then a best plan has three parts: heavy units are nested (every client
 keeps the heaviest it can hold), at most one unit is an exception, and the light rest is shared

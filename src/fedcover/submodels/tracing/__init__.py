@@ -1,4 +1,4 @@
-"""Any module: the groups in which its units can be cut, found by running it once and proved on the spot."""
+"""Find the unit groups of any module by running it once, and check them by cutting it."""
 
 import copy
 from collections.abc import Collection, Mapping
@@ -17,19 +17,32 @@ from fedcover.types import UnitGroup
 def trace(
     module: nn.Module, example: Tensor | tuple[Any, ...], *, whole: Collection[str] = ()
 ) -> tuple[UnitGroup, ...]:
-    """The groups in which a module's units can be cut, each proved: sliced equals masked, forward and backward.
+    """Find the groups in which a module's units can be cut.
 
-    The module runs on `example` (what it takes: a tensor, or a tuple of arguments) and is left as it was. An operation
-    that cannot be cut is refused by name; `whole` names groups (or parts of the module) that shall not be cut at all.
+    The groups are verified numerically: the sliced module must equal the masked one, forward and
+    backward. The module itself is not changed.
+
+    Args:
+        module: The module to trace.
+        example: An input of the module: a tensor, or a tuple of arguments.
+        whole: Names of groups, or of parts of the module, that must not be cut.
+
+    Returns:
+        The groups, in the order in which the module uses their tensors.
+
+    Raises:
+        InvalidValue: If the module cannot run on the example, or if an operation cannot be cut.
+            The message names the operation.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
     >>> for group in trace(net, torch.zeros(3, 1, 4, 4)):
-    ...     print(group.name, group.size, [(cut.tensor, cut.axis, cut.per_unit) for cut in group.cuts])
+    ...     cuts = [(cut.tensor, cut.axis, cut.per_unit) for cut in group.cuts]
+    ...     print(group.name, group.size, cuts)
     0 4 [('0.weight', 0, 1), ('0.bias', 0, 1), ('3.weight', 1, 4)]
     """
-    listed = example if isinstance(example, tuple) else (example,)
-    inputs = tuple(each.cpu() if isinstance(each, Tensor) else each for each in listed)
+    arguments = example if isinstance(example, tuple) else (example,)
+    inputs = tuple(value.cpu() if isinstance(value, Tensor) else value for value in arguments)
     try:
         module = copy.deepcopy(module).cpu()
     except Exception as error:
@@ -37,93 +50,92 @@ def trace(
             f"tracing: the model ({type(module).__name__}) cannot be copied: {error}"
         ) from error
     first, *others = _attempts(module, inputs, whole)
-    for reading in others:
+    for attempt in others:
         try:
-            verify_groups(module, inputs, reading.groups, reading.notes)
+            verify_groups(module, inputs, attempt.groups, attempt.record)
         except InvalidValue:
             continue
-        return reading.groups
+        return attempt.groups
     if first.error:
         raise first.error
-    verify_groups(module, inputs, first.groups, first.notes)
+    verify_groups(module, inputs, first.groups, first.record)
     return first.groups
 
 
 @dataclass(frozen=True)
 class TraceAttempt:
-    """What was seen, the groups in it, why they are refused, and the numbers that count nothing that can be cut."""
+    """The result of one attempt to trace a module.
 
-    notes: TraceRecord
+    `error` says why it has no groups. `constant` names the module's own numbers that cannot count
+    units that are cut.
+    """
+
+    record: TraceRecord
     groups: tuple[UnitGroup, ...]
     error: InvalidValue | None
     constant: frozenset[str]
 
     @property
     def num_positions(self) -> int:
-        """How many places of tensors belong to units."""
+        """Return how many indices along axes of tensors belong to units."""
         return sum(group.size * cut.per_unit for group in self.groups for cut in group.cuts)
 
 
 def _attempts(
     module: nn.Module, inputs: tuple[Any, ...], whole: Collection[str]
 ) -> list[TraceAttempt]:
-    """Watch a module and read its groups; once more with numbers as constants that turned out to be, if that cuts more.
+    """Trace a module; trace it again with constant numbers if that cuts more.
 
-    So registers before an attention, or parts over which a softmax runs, stay whole, and what lies beside them is cut.
+    The second attempt treats the numbers as constants that cannot count units. So registers before
+    an attention, or parts over which a softmax runs, stay whole, and the rest is cut.
     """
     first = _attempt(record_trace(module, inputs), whole)
-    if first.constant:
-        second = _attempt(record_trace(module, inputs, first.constant), whole)
-        if (
-            second.groups
-            and second.error is None
-            and (first.error or second.num_positions > first.num_positions)
-        ):
-            return [first, second]
+    if not first.constant:
+        return [first]
+    second = _attempt(record_trace(module, inputs, first.constant), whole)
+    if not second.groups or second.error is not None:
+        return [first]
+    if first.error or second.num_positions > first.num_positions:
+        return [first, second]
     return [first]
 
 
-def _attempt(notes: TraceRecord, whole: Collection[str]) -> TraceAttempt:
-    constant = frozenset(name for name, number in notes.tracked_sizes.items() if number.constant)
+def _attempt(record: TraceRecord, whole: Collection[str]) -> TraceAttempt:
+    constant = frozenset(name for name, size in record.tracked_sizes.items() if size.constant)
     try:
-        groups, owners = extract_unit_groups(notes, whole)
+        groups, group_of_root = extract_unit_groups(record, whole)
     except InvalidValue as error:
-        return TraceAttempt(notes, (), error, constant)
-    refused = _blocking_ops(notes, owners, whole)
-    if not refused:
-        return TraceAttempt(notes, groups, None, constant)
-    message, roots = next(iter(refused.items()))
+        return TraceAttempt(record, (), error, constant)
+    blocked_roots = _blocking_ops(record, group_of_root, whole)
+    if not blocked_roots:
+        return TraceAttempt(record, groups, None, constant)
+    message, roots = next(iter(blocked_roots.items()))
     names: list[str] = []
     for root in roots:
-        if not is_kept_whole(owners[root], names):
-            names.append(owners[root])
-    why = InvalidValue(f"tracing: {message}; keep its units whole: {whole_hint(names)}")
-    return TraceAttempt(
-        notes,
-        (),
-        why,
-        constant | _sizes_counting(notes, {root for each in refused.values() for root in each}),
-    )
+        if not is_kept_whole(group_of_root[root], names):
+            names.append(group_of_root[root])
+    refusal = InvalidValue(f"tracing: {message}; keep its units whole: {whole_hint(names)}")
+    all_roots = {root for roots in blocked_roots.values() for root in roots}
+    return TraceAttempt(record, (), refusal, constant | _sizes_counting(record, all_roots))
 
 
 def _blocking_ops(
-    notes: TraceRecord, owners: Mapping[int, str], whole: Collection[str]
+    record: TraceRecord, group_of_root: Mapping[int, str], whole: Collection[str]
 ) -> dict[str, list[int]]:
-    """What operations without a cut version need whole although it could be cut, by their sentences."""
-    refused: dict[str, list[int]] = {}
-    for objection in notes.labels.uncuttable_ops:
-        for root in notes.labels.atoms.roots(objection.atoms).tolist():
-            if root in owners and not is_kept_whole(owners[root], whole):
-                refused.setdefault(objection.message, []).append(root)
-    return refused
+    """Return the units that cannot be cut because of an operation, by the operation's message."""
+    blocked_roots: dict[str, list[int]] = {}
+    for op in record.labels.uncuttable_ops:
+        for root in record.labels.atoms.roots(op.atoms).tolist():
+            if root in group_of_root and not is_kept_whole(group_of_root[root], whole):
+                blocked_roots.setdefault(op.message, []).append(root)
+    return blocked_roots
 
 
-def _sizes_counting(notes: TraceRecord, roots: Collection[int]) -> frozenset[str]:
-    """The module's own numbers that count some of these units."""
-    counted_atoms = {
-        name: notes.labels.atoms.roots(number.counted_atoms).tolist()
-        for name, number in notes.tracked_sizes.items()
-    }
-    return frozenset(
-        name for name, those in counted_atoms.items() if not set(roots).isdisjoint(those)
-    )
+def _sizes_counting(record: TraceRecord, roots: set[int]) -> frozenset[str]:
+    """Return the names of the module's own numbers that count any of these units."""
+    names: set[str] = set()
+    for name, size in record.tracked_sizes.items():
+        counted_roots = record.labels.atoms.roots(size.counted_atoms).tolist()
+        if not roots.isdisjoint(counted_roots):
+            names.add(name)
+    return frozenset(names)

@@ -1,4 +1,4 @@
-"""Arguments that a module's code gives by name, put back into their places."""
+"""Turn arguments that a module passes by name into positional ones."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -44,28 +44,28 @@ LEADING_PARAMETERS: Mapping[str, Sequence[str]] = {
     **{f"conv{n}d": CONVOLUTION for n in (1, 2, 3)},
     **{f"conv_transpose{n}d": TRANSPOSED for n in (1, 2, 3)},
 }
-"""The first parameters of functions, in order, as far as their promises and twins read them."""
+"""The leading parameters of functions, as far as constraints and masked operations read them."""
 
 PARAMETER_ALIASES = {
     "input": ("self", "tensor"),
     "split_size_or_sections": ("split_size",),
 }
-"""Other names that torch gives to the same parameter."""
+"""Other names of the same parameter in torch."""
 
 
 def normalize_arguments(
     function: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Put the leading arguments of a call that are given by name into their places.
+    """Return positional and named arguments, with leading named arguments made positional.
 
     >>> normalize_arguments("conv1d", ("x",), {"weight": "w", "groups": 2})
     (('x', 'w'), {'groups': 2})
     """
-    placed, named = list(args), dict(kwargs)
-    for parameter in LEADING_PARAMETERS.get(function, ())[len(placed) :]:
-        names = (parameter, *PARAMETER_ALIASES.get(parameter, ()))
-        given = next((name for name in names if name in named), None)
-        if given is None:
+    positional, named = list(args), dict(kwargs)
+    for parameter in LEADING_PARAMETERS.get(function, ())[len(positional) :]:
+        aliases = (parameter, *PARAMETER_ALIASES.get(parameter, ()))
+        name = next((alias for alias in aliases if alias in named), None)
+        if name is None:
             break
-        placed.append(named.pop(given))
-    return tuple(placed), named
+        positional.append(named.pop(name))
+    return tuple(positional), named

@@ -10,7 +10,7 @@ from torch._ops import OpOverload
 
 @dataclass(frozen=True)
 class OpCall:
-    """An operation as it was called: who called it, with what, and what came out."""
+    """An operation with its arguments, its result, and the part of the module that called it."""
 
     func: OpOverload
     arguments: dict[str, Any]
@@ -19,50 +19,47 @@ class OpCall:
 
     @property
     def name(self) -> str:
-        """The operation's plain name, the same for its in-place form."""
+        """Return the operation's plain name, the same for its in-place form."""
         return op_name(self.func)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors among the arguments, in order."""
-        return [t for value in self.arguments.values() for t in tensors_in(value)]
+        """Return all tensors among the arguments, in order."""
+        return [tensor for value in self.arguments.values() for tensor in tensors_in(value)]
 
     @property
     def outputs(self) -> list[Tensor]:
-        """All tensors that came out."""
+        """Return all tensors in the result."""
         return tensors_in(self.out)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """An argument, or what it is if it was not given."""
+        """Return an argument, or a default if the operation has no such argument."""
         return self.arguments.get(name, default)
 
-    def explain(self, why: str) -> str:
-        """A sentence that names the operation and where it stands."""
-        return f"operation {self.name!r} in {self.location}: {why}"
+    def explain(self, reason: str) -> str:
+        """Return a message that names the operation and its location."""
+        return f"operation {self.name!r} in {self.location}: {reason}"
 
 
 def op_name(func: OpOverload) -> str:
-    """The name of an operation without its overload and the mark of being in-place."""
+    """Return an operation's name without its overload and its in-place suffix."""
     name: str = func._schema.name.partition("::")[2]
     return name if name.startswith("__") else name.rstrip("_")
 
 
 def bind_arguments(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments under the names that the operation's schema gives them, defaults included."""
-    arguments = {argument.name: argument.default_value for argument in func._schema.arguments}
-    arguments.update(
-        {
-            argument.name: value
-            for argument, value in zip(func._schema.arguments, args, strict=False)
-        }
-    )
+    """Return all arguments by their names in the operation's schema, defaults included."""
+    parameters = func._schema.arguments
+    arguments = {parameter.name: parameter.default_value for parameter in parameters}
+    for parameter, value in zip(parameters, args, strict=False):
+        arguments[parameter.name] = value
     return {**arguments, **kwargs}
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of a value, of a list of values, or of nothing."""
+    """Return the tensors in a value: itself, or those in a nested list or tuple."""
     if isinstance(value, Tensor):
         return [value]
-    return (
-        [t for each in value for t in tensors_in(each)] if isinstance(value, list | tuple) else []
-    )
+    if isinstance(value, list | tuple):
+        return [tensor for element in value for tensor in tensors_in(element)]
+    return []

@@ -1,4 +1,4 @@
-"""From coupled indices to unit groups: which units there are and where they lie in each tensor."""
+"""Turn coupled indices into unit groups with their cuts along the axes of tensors."""
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping
@@ -12,34 +12,39 @@ from fedcover.submodels.tracing.tracer import TraceRecord
 from fedcover.types import Count, Cut, UnitGroup
 
 TensorAxis = tuple[str, int]
-"""A tensor and one of its axes; for a number that counts units, its name and -1."""
+"""The name of a tensor and one of its axes. A number that counts units has the axis `NO_AXIS`."""
 
 NO_AXIS = -1
 
+UnitIndices = dict[TensorAxis, list[int]]
+"""The indices along each axis that belong to one unit."""
+
 
 def extract_unit_groups(
-    notes: TraceRecord, whole: Collection[str]
+    record: TraceRecord, whole: Collection[str]
 ) -> tuple[tuple[UnitGroup, ...], dict[int, str]]:
-    """The groups that may be cut, and the name of the group to which each class of atoms belongs.
+    """Return the groups that may be cut, and the group name of each class of coupled indices.
 
-    Units form one group if they appear the same number of times in the same places.
+    Units form one group if they have equally many indices along the same axes.
     """
-    units: dict[int, dict[TensorAxis, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for place, atoms in _axes_and_sizes(notes).items():
-        for index, root in enumerate(notes.labels.atoms.roots(atoms).tolist()):
+    units: dict[int, UnitIndices] = defaultdict(lambda: defaultdict(list))
+    for axis, atoms in _axes_and_sizes(record).items():
+        for index, root in enumerate(record.labels.atoms.roots(atoms).tolist()):
             if root:
-                units[root][place].append(index)
-    alike: dict[tuple[tuple[TensorAxis, int], ...], list[int]] = defaultdict(list)
-    for root, found in units.items():
-        alike[tuple((place, len(indices)) for place, indices in found.items())].append(root)
+                units[root][axis].append(index)
+    roots_by_shape: dict[tuple[tuple[TensorAxis, int], ...], list[int]] = defaultdict(list)
+    for root, indices_by_axis in units.items():
+        shape = tuple((axis, len(indices)) for axis, indices in indices_by_axis.items())
+        roots_by_shape[shape].append(root)
     groups: list[UnitGroup] = []
     names: dict[int, str] = {}
-    for roots in alike.values():
-        tensors = [place for place in units[roots[0]] if place[1] != NO_AXIS]
-        if len(roots) < 2 or not any(tensor in notes.parameters for tensor, _ in tensors):
-            continue  # one unit cannot be cut, and buffers and numbers alone are no units
-        roots.sort(key=lambda root: units[root][tensors[0]][0])
-        name = _name(tensors[0][0], set(names.values()))
+    for roots in roots_by_shape.values():
+        tensor_axes = [axis for axis in units[roots[0]] if axis[1] != NO_AXIS]
+        has_parameter = any(tensor in record.parameters for tensor, _ in tensor_axes)
+        if len(roots) < 2 or not has_parameter:
+            continue  # a single unit cannot be cut; buffers and numbers alone have no units
+        roots.sort(key=lambda root: units[root][tensor_axes[0]][0])
+        name = _group_name(tensor_axes[0][0], set(names.values()))
         names.update(dict.fromkeys(roots, name))
         if not is_kept_whole(name, whole):
             groups.append(_group(name, [units[root] for root in roots]))
@@ -50,7 +55,7 @@ def extract_unit_groups(
 
 
 def whole_hint(groups: Collection[str]) -> str:
-    """How to say that the units of some groups are not to be cut.
+    """Return the code that keeps the units of some groups whole.
 
     >>> whole_hint(["r"])
     "fc.Model(module, fc.trace(module, example, whole=('r',)))"
@@ -59,7 +64,7 @@ def whole_hint(groups: Collection[str]) -> str:
 
 
 def is_kept_whole(name: str, whole: Collection[str]) -> bool:
-    """Whether a group is named, or lies in a part of the module that is named.
+    """Return whether a group, or a part of the module that contains it, is named in `whole`.
 
     >>> is_kept_whole("blocks.0.mlp", ["blocks.0"]), is_kept_whole("blocks.01", ["blocks.0"])
     (True, False)
@@ -67,54 +72,57 @@ def is_kept_whole(name: str, whole: Collection[str]) -> bool:
     return any(f"{name}.".startswith(f"{path}.") for path in whole)
 
 
-def _axes_and_sizes(notes: TraceRecord) -> Mapping[TensorAxis, Tensor]:
-    """All cuttable axes in the order in which the module uses them, then the numbers."""
-    use_order = {name: i for i, name in enumerate(notes.labels.use_order)}
-    axes = sorted(
-        (place for place in notes.labels.axes if place[0] in use_order),
-        key=lambda place: (use_order[place[0]], place[1]),
-    )
-    tracked_sizes = {
-        (name, NO_AXIS): number.counted_atoms for name, number in notes.tracked_sizes.items()
-    }
-    return {place: notes.labels.axes[place] for place in axes} | tracked_sizes
+def _axes_and_sizes(record: TraceRecord) -> Mapping[TensorAxis, Tensor]:
+    """Return the atoms of all axes, in the order of their use, and then of the numbers."""
+    labels = record.labels
+    use_order = {name: i for i, name in enumerate(labels.use_order)}
+    axes = [axis for axis in labels.axes if axis[0] in use_order]
+    axes.sort(key=lambda axis: (use_order[axis[0]], axis[1]))
+    atoms_by_axis = {axis: labels.axes[axis] for axis in axes}
+    for name, size in record.tracked_sizes.items():
+        atoms_by_axis[name, NO_AXIS] = size.counted_atoms
+    return atoms_by_axis
 
 
-def _name(tensor: str, taken: set[str]) -> str:
-    """The path of the layer that makes a group's units."""
+def _group_name(tensor: str, used_names: set[str]) -> str:
+    """Return the path of the layer that computes a group's units, numbered if already used."""
     path = tensor.rpartition(".")[0].partition(".parametrizations.")[0] or tensor
-    return next(
-        name for name in chain([path], (f"{path}.{i}" for i in count(2))) if name not in taken
-    )
+    candidates = chain([path], (f"{path}.{i}" for i in count(2)))
+    return next(name for name in candidates if name not in used_names)
 
 
-def _group(name: str, units: list[dict[TensorAxis, list[int]]]) -> UnitGroup:
+def _group(name: str, units: list[UnitIndices]) -> UnitGroup:
     cuts: list[Cut] = []
     counts: list[Count] = []
-    for place in units[0]:
-        tensor, axis = place
-        where = torch.tensor([unit[place] for unit in units])
+    for tensor, axis in units[0]:
+        indices = torch.tensor([unit[tensor, axis] for unit in units])
         if axis == NO_AXIS:
-            counts.append(Count(tensor, where.shape[1]))
+            counts.append(Count(tensor, indices.shape[1]))
         else:
-            cuts += _cuts(name, tensor, axis, where)
+            cuts += _cuts(name, tensor, axis, indices)
     return UnitGroup(name, len(units), tuple(cuts), counts=tuple(counts))
 
 
-def _cuts(group: str, tensor: str, axis: int, where: Tensor) -> list[Cut]:
-    """The indices of units along an axis (unit by unit) as evenly laid runs.
+def _cuts(group: str, tensor: str, axis: int, indices: Tensor) -> list[Cut]:
+    """Describe the units' indices along an axis as runs of equal length, one unit after another.
 
-    >>> [(cut.start, cut.per_unit) for cut in _cuts("qkv", "qkv.weight", 0, torch.tensor([[0, 1, 4, 5], [2, 3, 6, 7]]))]
+    `indices` has a row for every unit.
+
+    >>> indices = torch.tensor([[0, 1, 4, 5], [2, 3, 6, 7]])
+    >>> [(cut.start, cut.per_unit) for cut in _cuts("qkv", "qkv.weight", 0, indices)]
     [(0, 2), (4, 2)]
     """
-    units, owned = where.shape
-    for run in (run for run in range(owned, 0, -1) if owned % run == 0):
-        blocks = where.view(units, -1, run)
+    units, per_unit = indices.shape
+    for run in range(per_unit, 0, -1):
+        if per_unit % run:
+            continue
+        blocks = indices.view(units, -1, run)
         starts = blocks[0, :, 0]
-        even = starts[None, :, None] + torch.arange(units)[:, None, None] * run + torch.arange(run)
-        if torch.equal(blocks, even):
+        offsets = torch.arange(units)[:, None, None] * run + torch.arange(run)
+        if torch.equal(blocks, starts[None, :, None] + offsets):
             return [Cut(tensor, axis, start, run) for start in starts.tolist()]
     raise InvalidValue(
-        f"tracing: the units of group {group!r} lie in another order along axis {axis} of {tensor!r} than elsewhere, "
-        f"so they cannot be cut evenly; keep them whole: {whole_hint([group])}"
+        f"tracing: the units of group {group!r} lie in another order along axis {axis} of "
+        f"{tensor!r} than elsewhere, so they cannot be cut evenly; "
+        f"keep them whole: {whole_hint([group])}"
     )

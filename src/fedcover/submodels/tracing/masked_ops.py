@@ -1,4 +1,8 @@
-"""How functions that average over units, or draw at random, run while sliced and masked models are compared."""
+"""Masked forms of averaging functions, and the modes that run sliced and masked models.
+
+A sliced model averages over the units it has. The masked model must do the same with the units that
+are kept, so its averages are replaced while it runs. Random functions are switched off in both.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,7 +18,7 @@ MaskedOp = Callable[[Tensor, Sequence[Any], Mapping[str, Any], Tensor], Tensor]
 
 
 class Float64Mode(TorchFunctionMode):
-    """Runs a module in float64 and without drop-out, whose draws depend on shapes."""
+    """Run a module in float64 and without dropout, whose random numbers depend on shapes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,14 +32,15 @@ class Float64Mode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call a function, or what stands for it, and remember what came out if that is asked for."""
-        self.last_function, given = func.__name__, dict(kwargs or {})
-        if "dropout_p" in given:
-            given["dropout_p"] = 0.0
+        """Call a function or its replacement, and record the result if `recorded` is a list."""
+        self.last_function = func.__name__
+        arguments = dict(kwargs or {})
+        if "dropout_p" in arguments:
+            arguments["dropout_p"] = 0.0
         if "dropout" in self.last_function:
-            out = args[0] if args else given["input"]
+            out = args[0] if args else arguments["input"]
         else:
-            out = self.call(func, args, given)
+            out = self.call(func, args, arguments)
         if isinstance(out, Tensor):
             out = out.double() if out.is_floating_point() else out
             if self.recorded is not None:
@@ -43,61 +48,68 @@ class Float64Mode(TorchFunctionMode):
         return out
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call any other function as it is."""
+        """Call any other function unchanged."""
         return func(*args, **kwargs)
 
 
 class MaskedMode(Float64Mode):
-    """Runs a masked model: averages over units are taken over those that are kept."""
+    """Run a masked model whose averages are over the units that are kept.
+
+    Args:
+        present: For each call of a function in `MASKED_OPS`, the mask of its input; None if nothing
+            of it is cut.
+    """
 
     def __init__(self, present: Sequence[Tensor | None]) -> None:
         super().__init__()
         self.present = iter(present)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function, or its masked twin where some of what it averages is cut."""
-        twin = MASKED_OPS.get(func.__name__)
-        present = next(self.present, None) if twin else None
-        if twin is None or present is None:
+        """Call a function, or its masked form if part of what it averages is cut."""
+        masked_op = MASKED_OPS.get(func.__name__)
+        present = next(self.present, None) if masked_op else None
+        if masked_op is None or present is None:
             return func(*args, **kwargs)
-        placed, named = normalize_arguments(func.__name__, args, kwargs)
-        return twin(placed[0], placed[1:], named, present)
+        positional, named = normalize_arguments(func.__name__, args, kwargs)
+        return masked_op(positional[0], positional[1:], named, present)
+
+
+def _bind(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return positional and named arguments by name."""
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _mean(x: Tensor, axes: list[int], present: Tensor) -> Tensor:
-    shown = present.expand(x.shape)
-    number = shown.sum(axes, keepdim=True).clamp(min=1)  # of nothing, the mean is nothing
-    return torch.where(shown, x, 0).sum(axes, keepdim=True) / number
+    mask = present.expand(x.shape)
+    number = mask.sum(axes, keepdim=True).clamp(min=1)  # the mean of nothing is zero
+    return torch.where(mask, x, 0).sum(axes, keepdim=True) / number
 
 
 def masked_mean(
     x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], present: Tensor
 ) -> Tensor:
-    """The mean over what is there."""
-    given = {**dict(zip(("dim", "keepdim"), args, strict=False)), **kwargs}
-    axes = _axes(x, given.get("dim"))
-    return _drop_reduced_axes(_mean(x, axes, present), axes, given)
+    """Return the mean over the elements that are present."""
+    arguments = _bind(("dim", "keepdim"), args, kwargs)
+    axes = _axes(x, arguments.get("dim"))
+    return _drop_reduced_axes(_mean(x, axes, present), axes, arguments)
 
 
 def masked_var(
     x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], present: Tensor
 ) -> Tensor:
-    """The variance of what is there."""
-    given = {**dict(zip(("dim", "unbiased", "keepdim"), args, strict=False)), **kwargs}
-    axes = _axes(x, given.get("dim"))
+    """Return the variance of the elements that are present."""
+    arguments = _bind(("dim", "unbiased", "keepdim"), args, kwargs)
+    axes = _axes(x, arguments.get("dim"))
     number = present.expand(x.shape).sum(axes, keepdim=True)
-    spread = _mean((x - _mean(x, axes, present)).square(), axes, present)
-    return _drop_reduced_axes(
-        spread * number / (number - given.get("correction", int(given.get("unbiased", True)))),
-        axes,
-        given,
-    )
+    variance = _mean((x - _mean(x, axes, present)).square(), axes, present)
+    correction = arguments.get("correction", int(arguments.get("unbiased", True)))
+    return _drop_reduced_axes(variance * number / (number - correction), axes, arguments)
 
 
 def masked_std(
     x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], present: Tensor
 ) -> Tensor:
-    """The standard deviation of what is there."""
+    """Return the standard deviation of the elements that are present."""
     return masked_var(x, args, kwargs, present).sqrt()
 
 
@@ -105,69 +117,74 @@ def _axes(x: Tensor, dim: Any) -> list[int]:
     return [dim] if isinstance(dim, int) else list(dim or range(x.ndim))
 
 
-def _drop_reduced_axes(x: Tensor, axes: Sequence[int], given: Mapping[str, Any]) -> Tensor:
-    return x if given.get("keepdim", False) else x.squeeze(tuple(axes))
+def _drop_reduced_axes(x: Tensor, axes: Sequence[int], arguments: Mapping[str, Any]) -> Tensor:
+    return x if arguments.get("keepdim", False) else x.squeeze(tuple(axes))
 
 
 def masked_layer_norm(
     x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], present: Tensor
 ) -> Tensor:
-    """Layer norm with the moments of what is there."""
-    given = {
-        **dict(zip(("normalized_shape", "weight", "bias", "eps"), args, strict=False)),
-        **kwargs,
-    }
-    axes = list(range(x.ndim - len(given["normalized_shape"]), x.ndim))
+    """Apply layer norm with the moments of the elements that are present."""
+    arguments = _bind(("normalized_shape", "weight", "bias", "eps"), args, kwargs)
+    axes = list(range(x.ndim - len(arguments["normalized_shape"]), x.ndim))
+    out = _standardize(x, axes, present, arguments.get("eps", 1e-5))
+    out = _affine(out, arguments.get("weight"), arguments.get("bias"))
+    return torch.where(present, out, 0)
+
+
+def _standardize(x: Tensor, axes: list[int], present: Tensor, eps: float) -> Tensor:
     centred = x - _mean(x, axes, present)
-    out = centred * torch.rsqrt(_mean(centred.square(), axes, present) + given.get("eps", 1e-5))
-    return torch.where(present, _affine(out, given.get("weight"), given.get("bias")), 0)
+    return centred * torch.rsqrt(_mean(centred.square(), axes, present) + eps)
 
 
 def masked_rms_norm(
     x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], present: Tensor
 ) -> Tensor:
-    """RMS norm with the second moment of what is there."""
-    given = {**dict(zip(("normalized_shape", "weight", "eps"), args, strict=False)), **kwargs}
-    axes = list(range(x.ndim - len(given["normalized_shape"]), x.ndim))
-    eps = given.get("eps")
-    scale = torch.rsqrt(
-        _mean(x.square(), axes, present) + (torch.finfo(x.dtype).eps if eps is None else eps)
-    )
-    return torch.where(present, _affine(x * scale, given.get("weight"), None), 0)
+    """Apply RMS norm with the second moment of the elements that are present."""
+    arguments = _bind(("normalized_shape", "weight", "eps"), args, kwargs)
+    axes = list(range(x.ndim - len(arguments["normalized_shape"]), x.ndim))
+    eps = arguments.get("eps")
+    if eps is None:
+        eps = torch.finfo(x.dtype).eps
+    scale = torch.rsqrt(_mean(x.square(), axes, present) + eps)
+    return torch.where(present, _affine(x * scale, arguments.get("weight"), None), 0)
 
 
 def masked_batch_norm(
     x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], present: Tensor
 ) -> Tensor:
-    """Standardise weights by the moments of what is there; with running statistics channels are independent."""
+    """Apply batch norm with the moments of the elements that are present.
+
+    Only weight standardisation needs this. With running statistics channels are independent, and
+    the ordinary function is called.
+    """
     names = ("running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    if given["running_mean"] is not None:
-        return F.batch_norm(x, **given)
+    arguments = _bind(names, args, kwargs)
+    if arguments["running_mean"] is not None:
+        return F.batch_norm(x, **arguments)
     axes = [axis for axis in range(x.ndim) if axis != 1]
-    centred = x - _mean(x, axes, present)
-    out = centred * torch.rsqrt(_mean(centred.square(), axes, present) + given.get("eps", 1e-5))
+    out = _standardize(x, axes, present, arguments.get("eps", 1e-5))
     shape = [-1 if axis == 1 else 1 for axis in range(x.ndim)]
-    weight, bias = (
-        None if each is None else each.view(shape)
-        for each in (given.get("weight"), given.get("bias"))
-    )
+    weight, bias = arguments.get("weight"), arguments.get("bias")
+    weight = None if weight is None else weight.view(shape)
+    bias = None if bias is None else bias.view(shape)
     return torch.where(present, _affine(out, weight, bias), 0)
 
 
 def masked_weight_norm(
     v: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], present: Tensor
 ) -> Tensor:
-    """Give directions their lengths; a row that is cut has no direction and stays zero."""
-    given = {**dict(zip(("g", "dim"), args, strict=False)), **kwargs}
-    kept_axis = given.get("dim", 0)
-    axes = [axis for axis in range(v.ndim) if axis != kept_axis % v.ndim or kept_axis == -1]
-    shown = present.expand(v.shape)
-    squares = torch.where(shown, v, 0).square().sum(axes, keepdim=True)
-    alone = shown.any(axes[0], keepdim=True)
+    """Apply weight norm; a row that is cut has no direction and stays zero."""
+    arguments = _bind(("g", "dim"), args, kwargs)
+    dim = arguments.get("dim", 0)
+    axes = [axis for axis in range(v.ndim) if axis != dim % v.ndim or dim == -1]
+    mask = present.expand(v.shape)
+    squares = torch.where(mask, v, 0).square().sum(axes, keepdim=True)
+    row_present = mask.any(axes[0], keepdim=True)
     for axis in axes[1:]:
-        alone = alone.any(axis, keepdim=True)
-    return torch.where(shown, v * given["g"] / torch.where(alone, squares, 1).sqrt(), 0)
+        row_present = row_present.any(axis, keepdim=True)
+    norms = torch.where(row_present, squares, 1).sqrt()
+    return torch.where(mask, v * arguments["g"] / norms, 0)
 
 
 def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -184,4 +201,4 @@ MASKED_OPS: dict[str, MaskedOp] = {
     "batch_norm": masked_batch_norm,
     "_weight_norm": masked_weight_norm,
 }
-"""Functions that average over units, and how they run where some of these are masked."""
+"""Functions that average over units, with their masked forms."""

@@ -1,4 +1,7 @@
-"""What the code of a module promises about sizes, each time it names one."""
+"""Constraints from the sizes in a module's code: a size that the code names limits what can be cut.
+
+Every constraint receives the labels, the positional and named arguments of a call, and its result.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,30 +14,31 @@ from fedcover.submodels.tracing.unit_labels import UnitLabels, field_along, vary
 
 SizeConstraint = Callable[[UnitLabels, Sequence[Any], Mapping[str, Any], Any], None]
 Size = int | None
-"""A size as the code writes it; None where it leaves the length to torch."""
+"""A size as the code gives it; None if torch infers it."""
 
 
 def constrain_shape(labels: UnitLabels, out: Tensor, sizes: Sequence[Size]) -> None:
-    """Let the axes of a tensor be as long as the code says.
+    """Constrain the axes of a tensor to the sizes in the code.
 
-    A length that is written as a plain number cannot change. Where several axes share their units, the outermost that
-    may change is the one that is cut, and the others stay whole inside it.
+    A length that is an ordinary int cannot change. If several axes share their units, the outermost
+    axis that may change is cut, and the others stay whole inside it.
     """
-    seen: set[int] = set()
+    tied_axes: set[int] = set()
     for field in labels.of(out):
         axes = sorted(varying_axes(field))
-        free = [axis for axis in axes if _is_variable(sizes[axis])]
-        if not free:
+        variable_axes = [axis for axis in axes if _is_variable(sizes[axis])]
+        if not variable_axes:
             labels.atoms.fix(field)
             continue
-        labels.collapse(field, [axis for axis in axes if axis != free[0]])
-        number = sizes[free[0]]
-        if isinstance(number, TrackedInt):
-            labels.atoms.tie(field, field_along(number.counted_atoms, free[0], out.ndim))
-            seen.add(free[0])
-    for axis, number in enumerate(sizes):
-        if isinstance(number, TrackedInt) and axis not in seen:
-            number.fix()
+        cut_axis = variable_axes[0]
+        labels.collapse(field, [axis for axis in axes if axis != cut_axis])
+        size = sizes[cut_axis]
+        if isinstance(size, TrackedInt):
+            labels.atoms.tie(field, field_along(size.counted_atoms, cut_axis, out.ndim))
+            tied_axes.add(cut_axis)
+    for axis, size in enumerate(sizes):
+        if isinstance(size, TrackedInt) and axis not in tied_axes:
+            size.fix()
 
 
 def _is_variable(size: Size) -> bool:
@@ -42,28 +46,30 @@ def _is_variable(size: Size) -> bool:
 
 
 def parse_sizes(values: Sequence[Any]) -> list[Size]:
-    """Sizes given one by one or as one list, -1 as "whatever it takes"."""
-    listed = values[0] if len(values) == 1 and isinstance(values[0], list | tuple) else values
-    return [None if size is None or int(size) == -1 else size for size in listed]
+    """Return sizes that are given one by one or as one list; -1 becomes None."""
+    is_one_list = len(values) == 1 and isinstance(values[0], list | tuple)
+    sizes = values[0] if is_one_list else values
+    return [None if size is None or int(size) == -1 else size for size in sizes]
 
 
 def constrain_view(
     labels: UnitLabels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> None:
-    """`view`, `reshape`, `expand`: sizes for every axis."""
-    given = args[1:] or [kwargs.get("size", kwargs.get("shape", ()))]
-    if given and not isinstance(given[0], torch.dtype):
-        constrain_shape(labels, out, parse_sizes(given))
+    """Constrain `view`, `reshape` and `expand`, which take a size for every axis."""
+    values = args[1:] or [kwargs.get("size", kwargs.get("shape", ()))]
+    if values and not isinstance(values[0], torch.dtype):
+        constrain_shape(labels, out, parse_sizes(values))
 
 
 def constrain_new(
     labels: UnitLabels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> None:
-    """`zeros` and the like: sizes for every axis of something new."""
-    values = [
-        value for value in (args or [kwargs.get("size", ())]) if not isinstance(value, Tensor)
-    ]
-    sizes = parse_sizes(values[:1] if values and isinstance(values[0], list | tuple) else values)
+    """Constrain `zeros` and similar functions, which take a size for every axis of a new tensor."""
+    arguments = args or [kwargs.get("size", ())]
+    values = [value for value in arguments if not isinstance(value, Tensor)]
+    if values and isinstance(values[0], list | tuple):
+        values = values[:1]
+    sizes = parse_sizes(values)
     if len(sizes) >= out.ndim:
         constrain_shape(labels, out, sizes[: out.ndim])
 
@@ -71,27 +77,25 @@ def constrain_new(
 def constrain_unflatten(
     labels: UnitLabels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> None:
-    """One axis laid out in several."""
-    source, axis, sizes = (
-        args[0],
-        _argument(args, kwargs, 1, "dim"),
-        _argument(args, kwargs, 2, "sizes"),
-    )
-    axis = int(axis) % source.ndim
-    inner = parse_sizes([sizes])
-    constrain_shape(labels, out, [None] * axis + inner + [None] * (out.ndim - axis - len(inner)))
+    """Constrain `unflatten`, which splits one axis into several."""
+    axis = int(_argument(args, kwargs, 1, "dim")) % args[0].ndim
+    sizes = parse_sizes([_argument(args, kwargs, 2, "sizes")])
+    num_after = out.ndim - axis - len(sizes)
+    constrain_shape(labels, out, [None] * axis + sizes + [None] * num_after)
 
 
 def constrain_chunk(
     labels: UnitLabels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> None:
-    """Equal parts stay equal: the first unit of each goes with the first of the others."""
+    """Keep equal parts equal: the first unit of each part is tied to the first of the others."""
     axis = int(_argument(args, kwargs, 2, "dim", 0)) % args[0].ndim
     for part in out[1:]:
         for first, field in zip(labels.of(out[0]), labels.of(part), strict=False):
-            if {axis} & (varying_axes(field) | varying_axes(first)):
-                whole = torch.zeros((), dtype=torch.int64) if part.shape != out[0].shape else first
-                labels.atoms.tie(field, whole)
+            if axis in varying_axes(field) | varying_axes(first):
+                if part.shape == out[0].shape:
+                    labels.atoms.tie(field, first)
+                else:
+                    labels.atoms.fix(field)
     if any(part.shape != out[0].shape for part in out):
         for field in labels.of(out[0]):
             if axis in varying_axes(field):
@@ -101,95 +105,94 @@ def constrain_chunk(
 def constrain_split(
     labels: UnitLabels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> None:
-    """Parts of given sizes."""
-    sizes = next(
-        (kwargs[key] for key in ("split_size_or_sections", "split_size") if key in kwargs), None
-    )
-    sizes = args[1] if sizes is None else sizes
+    """Constrain `split`, which takes the sizes of the parts."""
+    named_sizes = [
+        kwargs[name] for name in ("split_size_or_sections", "split_size") if name in kwargs
+    ]
+    sizes = named_sizes[0] if named_sizes else args[1]
     axis = int(_argument(args, kwargs, 2, "dim", 0)) % args[0].ndim
-    listed = sizes if isinstance(sizes, list | tuple) else [sizes] * len(out)
-    for part, size in zip(out, listed, strict=True):
-        number = (
-            TrackedInt.of(size.atoms, size.counted_atoms[: part.shape[axis]])
-            if isinstance(size, TrackedInt)
-            else size
-        )
-        constrain_shape(labels, part, [None] * axis + [number] + [None] * (part.ndim - axis - 1))
+    size_by_part = sizes if isinstance(sizes, list | tuple) else [sizes] * len(out)
+    for part, size in zip(out, size_by_part, strict=True):
+        if isinstance(size, TrackedInt):  # the last part may be shorter
+            size = TrackedInt.of(size.atoms, size.counted_atoms[: part.shape[axis]])
+        constrain_shape(labels, part, [None] * axis + [size] + [None] * (part.ndim - axis - 1))
 
 
 def constrain_unbind(
     labels: UnitLabels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> None:
-    """One tensor for each place of an axis: the code counts on their number."""
-    fix_positions(
-        labels, args[0], int(_argument(args, kwargs, 1, "dim", 0)) % args[0].ndim, slice(None)
-    )
+    """Keep the axis of `unbind` whole: the code relies on the number of tensors."""
+    axis = int(_argument(args, kwargs, 1, "dim", 0)) % args[0].ndim
+    fix_range(labels, args[0], axis, slice(None))
 
 
 def constrain_getitem(
     labels: UnitLabels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> None:
-    """Places and ranges named in square brackets."""
-    source, index = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
-    used = sum(
-        1 if not isinstance(each, Tensor) or each.dtype != torch.bool else each.ndim
-        for each in index
-    )
-    used -= sum(each is None or each is Ellipsis for each in index)
+    """Constrain indices and ranges in square brackets."""
+    source = args[0]
+    indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+    num_indexed_axes = sum(_num_axes_of_index(index) for index in indices)
     axis = 0
-    for each in index:
-        if each is None:
+    for index in indices:
+        if index is Ellipsis:
+            axis += source.ndim - num_indexed_axes
             continue
-        if each is Ellipsis:
-            axis += source.ndim - used
-            continue
-        if isinstance(each, int | slice):
-            _constrain_index(labels, source, axis, each)
-        axis += each.ndim if isinstance(each, Tensor) and each.dtype == torch.bool else 1
+        if isinstance(index, int | slice):
+            _constrain_index(labels, source, axis, index)
+        axis += _num_axes_of_index(index)
 
 
-def _constrain_index(labels: UnitLabels, source: Tensor, axis: int, index: Any) -> None:
+def _num_axes_of_index(index: Any) -> int:
+    """Return how many axes of the source an index refers to."""
+    if index is None or index is Ellipsis:
+        return 0
+    if isinstance(index, Tensor) and index.dtype == torch.bool:
+        return index.ndim
+    return 1
+
+
+def _constrain_index(labels: UnitLabels, source: Tensor, axis: int, index: int | slice) -> None:
     length = source.shape[axis]
     if labels.is_registered(source) and index != slice(None):
-        fix_positions(
-            labels, source, axis, slice(None)
-        )  # another input may need the rest of a table
+        fix_range(labels, source, axis, slice(None))  # another input may need the rest of a table
     elif isinstance(index, int):
-        fix_positions(
-            labels,
-            source,
-            axis,
-            slice(0, index + 1) if index >= 0 else slice(length + index, length),
-        )
+        fixed = slice(0, index + 1) if index >= 0 else slice(length + index, length)
+        fix_range(labels, source, axis, fixed)
     elif index.step not in (None, 1):
-        fix_positions(labels, source, axis, slice(None))
+        fix_range(labels, source, axis, slice(None))
     else:
-        for bound in (index.start, index.stop):
-            if isinstance(bound, TrackedInt) and not bound.constant and int(bound) <= length:
-                for field in labels.of(source):
-                    if axis in varying_axes(field):
-                        counted_atoms = field_along(bound.counted_atoms, axis, source.ndim)
-                        labels.atoms.tie(field.narrow(axis, 0, int(bound)), counted_atoms)
-            elif bound:
-                places = slice(0, int(bound)) if bound > 0 else slice(length + int(bound), length)
-                fix_positions(labels, source, axis, places)
+        _constrain_bound(labels, source, axis, index.start)
+        _constrain_bound(labels, source, axis, index.stop)
 
 
-def fix_positions(labels: UnitLabels, source: Tensor, axis: int, places: slice) -> None:
-    """Let the named places of an axis be always there."""
+def _constrain_bound(labels: UnitLabels, source: Tensor, axis: int, bound: Size) -> None:
+    """Constrain one bound of a range: it counts the units before it, or these must stay."""
+    length = source.shape[axis]
+    if isinstance(bound, TrackedInt) and not bound.constant and int(bound) <= length:
+        counted_field = field_along(bound.counted_atoms, axis, source.ndim)
+        for field in labels.of(source):
+            if axis in varying_axes(field):
+                labels.atoms.tie(field.narrow(axis, 0, int(bound)), counted_field)
+    elif bound:
+        fixed = slice(0, int(bound)) if bound > 0 else slice(length + int(bound), length)
+        fix_range(labels, source, axis, fixed)
+
+
+def fix_range(labels: UnitLabels, source: Tensor, axis: int, indices: slice) -> None:
+    """Mark a range of indices of an axis that must always be present."""
     for field in labels.of(source):
         if axis in varying_axes(field):
-            labels.atoms.fix(field.transpose(0, axis)[places])
+            labels.atoms.fix(field.transpose(0, axis)[indices])
 
 
 def constrain_narrow(
     labels: UnitLabels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> None:
-    """A range given by its start and length."""
-    axis, start, length = (
-        _argument(args, kwargs, i, name) for i, name in ((1, "dim"), (2, "start"), (3, "length"))
-    )
-    axis = int(axis) % args[0].ndim
+    """Constrain `narrow`, which takes a range by its start and length."""
+    axis = int(_argument(args, kwargs, 1, "dim")) % args[0].ndim
+    start = _argument(args, kwargs, 2, "start")
+    length = _argument(args, kwargs, 3, "length")
     if args[0].shape[axis] != int(length):
         _constrain_index(labels, args[0], axis, slice(start, start + length))
 
@@ -197,29 +200,29 @@ def constrain_narrow(
 def constrain_group_norm(
     labels: UnitLabels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> None:
-    """`group_norm` called as a function: its number of groups counts units."""
+    """Constrain the function `group_norm`: its number of groups counts units."""
     _constrain_groups(labels, args[0], 1, _argument(args, kwargs, 1, "num_groups"))
 
 
 def constrain_conv_groups(
     labels: UnitLabels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> None:
-    """The groups of a convolution, if there are several, are units that are counted."""
+    """Constrain the groups of a convolution, which are units if there are several."""
     groups = kwargs.get("groups", args[6] if len(args) > 6 else 1)
     if int(groups) > 1:
-        _constrain_groups(labels, out, out.ndim - args[1].ndim + 1, groups)
+        channel_axis = out.ndim - args[1].ndim + 1
+        _constrain_groups(labels, out, channel_axis, groups)
 
 
 def _constrain_groups(labels: UnitLabels, tensor: Tensor, axis: int, groups: int) -> None:
     for field in labels.of(tensor):
-        if varying_axes(field) == {axis}:
-            parts = field.view(int(groups), -1)
-            counted_atoms = (
-                groups.counted_atoms[:, None]
-                if isinstance(groups, TrackedInt)
-                else torch.zeros((), dtype=torch.int64)
-            )
-            labels.atoms.tie(parts, counted_atoms)
+        if varying_axes(field) != {axis}:
+            continue
+        parts = field.view(int(groups), -1)
+        if isinstance(groups, TrackedInt):
+            labels.atoms.tie(parts, groups.counted_atoms[:, None])
+        else:
+            labels.atoms.fix(parts)
     if isinstance(groups, TrackedInt) and not labels.of(tensor):
         groups.fix()
 
@@ -227,7 +230,7 @@ def _constrain_groups(labels: UnitLabels, tensor: Tensor, axis: int, groups: int
 def constrain_channel_shuffle(
     labels: UnitLabels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> None:
-    """`channel_shuffle` deals a fixed number of equal parts: the first units of all parts go together."""
+    """Tie the first units of all parts of `channel_shuffle`, whose number of parts is constant."""
     for field in labels.of(args[0]):
         parts = field.view(int(_argument(args, kwargs, 1, "groups")), -1)
         labels.atoms.tie(parts, parts[:1])
@@ -236,7 +239,7 @@ def constrain_channel_shuffle(
 def constrain_pixel_shuffle(
     labels: UnitLabels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> None:
-    """`pixel_shuffle` makes one channel of many: they are one unit."""
+    """Tie the channels that `pixel_shuffle` turns into one channel."""
     for field in labels.of(args[0]):
         if varying_axes(field) == {args[0].ndim - 3}:
             parts = field.view(-1, int(_argument(args, kwargs, 1, "upscale_factor")) ** 2)
@@ -246,7 +249,7 @@ def constrain_pixel_shuffle(
 def constrain_layer_norm(
     labels: UnitLabels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> None:
-    """`layer_norm` over the last axes, whose lengths the code names."""
+    """Constrain the last axes of `layer_norm`, whose lengths are in the code."""
     sizes = parse_sizes([_argument(args, kwargs, 1, "normalized_shape")])
     constrain_shape(labels, out, [None] * (out.ndim - len(sizes)) + sizes)
 
@@ -254,39 +257,42 @@ def constrain_layer_norm(
 def constrain_attention_heads(
     labels: UnitLabels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> None:
-    """`multi_head_attention_forward` is as wide inside as outside, so each head goes with a block of the embedding."""
-    query, count = args[0], int(args[4])
+    """Tie each head of `multi_head_attention_forward` to a block of the embedding.
+
+    torch requires that all heads together are as wide as the embedding.
+    """
+    query, num_heads = args[0], int(args[4])
     width = query.shape[-1]
-    inside = [kwargs.get(f"{name}_proj_weight") for name in "qkv"] + [args[5], args[6]]
-    fields = [f for f in labels.of(query) if varying_axes(f) == {query.ndim - 1}]
-    units = (
-        fields[0].view(count, -1)
-        if fields
-        else torch.zeros((count, width // count), dtype=torch.int64)
-    )
-    labels.atoms.tie(units, units[:, :1])
-    for tensor in inside:
-        for field in labels.of(tensor) if tensor is not None else ():
+    feature_fields = [f for f in labels.of(query) if varying_axes(f) == {query.ndim - 1}]
+    if feature_fields:
+        heads = feature_fields[0].view(num_heads, -1)
+    else:
+        heads = torch.zeros((num_heads, width // num_heads), dtype=torch.int64)
+    labels.atoms.tie(heads, heads[:, :1])
+    projections = [kwargs.get(f"{name}_proj_weight") for name in "qkv"] + [args[5], args[6]]
+    for tensor in projections:
+        if tensor is None:
+            continue
+        for field in labels.of(tensor):
             if varying_axes(field) == {0}:
-                labels.atoms.tie(field.view(-1, count, width // count), units)
-
-
-def _argument(
-    args: Sequence[Any], kwargs: Mapping[str, Any], place: int, name: str, default: Any = None
-) -> Any:
-    return args[place] if len(args) > place else kwargs.get(name, default)
+                labels.atoms.tie(field.view(-1, num_heads, width // num_heads), heads)
 
 
 def constrain_one_hot(
     labels: UnitLabels, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> None:
-    """`one_hot` marks one of as many places as the code says, whatever the others are for."""
-    constrain_shape(
-        labels, out, [None] * (out.ndim - 1) + [int(_argument(args, kwargs, 1, "num_classes", -1))]
-    )
-    number = _argument(args, kwargs, 1, "num_classes")
-    if isinstance(number, TrackedInt):
-        number.fix()
+    """Fix the length of the last axis of `one_hot`, the number of classes in the code."""
+    num_classes = int(_argument(args, kwargs, 1, "num_classes", -1))
+    constrain_shape(labels, out, [None] * (out.ndim - 1) + [num_classes])
+    size = _argument(args, kwargs, 1, "num_classes")
+    if isinstance(size, TrackedInt):
+        size.fix()
+
+
+def _argument(
+    args: Sequence[Any], kwargs: Mapping[str, Any], position: int, name: str, default: Any = None
+) -> Any:
+    return args[position] if len(args) > position else kwargs.get(name, default)
 
 
 SIZE_CONSTRAINTS: dict[str, SizeConstraint] = {
@@ -305,11 +311,17 @@ SIZE_CONSTRAINTS: dict[str, SizeConstraint] = {
     "pixel_shuffle": constrain_pixel_shuffle,
     **dict.fromkeys(("layer_norm", "rms_norm"), constrain_layer_norm),
 }
-"""Called by a module's own code; a layer that is told its size keeps its promises by itself."""
+"""Constraints of functions that a module's own code calls.
+
+A layer whose sizes follow its tensors needs none of these.
+"""
 
 BUILTIN_LAYER_CONSTRAINTS: dict[str, SizeConstraint] = {
     "multi_head_attention_forward": constrain_attention_heads,
     **{f"conv{n}d": constrain_conv_groups for n in (1, 2, 3)},
     **{f"conv_transpose{n}d": constrain_conv_groups for n in (1, 2, 3)},
 }
-"""Kept in torch's own layers too: their tensors do not say how many heads or groups of channels they have."""
+"""Constraints that torch's own layers need too.
+
+Their tensors do not show how many heads, or groups of channels, they have.
+"""

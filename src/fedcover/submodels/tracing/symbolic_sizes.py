@@ -1,7 +1,8 @@
-"""Sizes that remember where they come from: a module's own numbers and the lengths of axes.
+"""Integers that remember what they count: a module's own numbers and the lengths of axes.
 
-`view(B, T, self.num_heads, C // self.num_heads)` promises that an axis has as many entries as a number says. A number
-that counts units must therefore shrink with them, and a number that cannot shrink keeps its axis whole.
+`view(B, T, self.num_heads, C // self.num_heads)` promises that an axis has as many entries as a
+number says. A number that counts units must therefore shrink with them, and a number that cannot
+shrink keeps its axis whole.
 """
 
 from collections.abc import Callable
@@ -17,18 +18,21 @@ Arithmetic = Callable[["TrackedInt", int], Any]
 
 
 def untracked(operation: Arithmetic) -> Arithmetic:
-    """Let arithmetic with sizes go unnoticed by those who follow the module's operations."""
+    """Run arithmetic with sizes without tracing the tensor operations that it uses itself."""
 
     @wraps(operation)
-    def unnoticed(number: "TrackedInt", other: int) -> Any:
+    def wrapper(number: "TrackedInt", other: int) -> Any:
         with number.atoms.untracked():
             return operation(number, other)
 
-    return unnoticed
+    return wrapper
 
 
 class TrackedInt(int):
-    """A size with one atom for each thing that it counts; plain arithmetic keeps track of them.
+    """An integer with one atom for each thing that it counts; arithmetic keeps track of them.
+
+    A module computes sizes in plain Python, so a subclass of `int` with overloaded operators is the
+    only way to see where a size comes from. What cannot be tracked returns an ordinary int.
 
     >>> atoms = UnionFind()
     >>> heads = TrackedInt.of(atoms, atoms.new(4))
@@ -42,26 +46,25 @@ class TrackedInt(int):
 
     @classmethod
     def of(cls, atoms: UnionFind, counted_atoms: Tensor) -> "TrackedInt":
-        """The number of things that these atoms stand for."""
+        """Return the number of things that these atoms stand for."""
         number = cls(len(counted_atoms))
         number.atoms, number.counted_atoms = atoms, counted_atoms
         return number
 
     @property
     def constant(self) -> bool:
-        """Whether nothing that it counts can be cut."""
+        """Return whether nothing that it counts can be cut."""
         return not bool(self.atoms.roots(self.counted_atoms).any())
 
     def fix(self) -> None:
-        """Say that it stays what it is."""
+        """Mark the number as constant: nothing that it counts may be cut."""
         self.atoms.fix(self.counted_atoms)
 
-    def _like(self, other: int) -> "TrackedInt":
-        return (
-            other
-            if isinstance(other, TrackedInt)
-            else TrackedInt.of(self.atoms, torch.zeros(int(other), dtype=torch.int64))
-        )
+    def _tracked(self, other: int) -> "TrackedInt":
+        """Return another number with atoms; an ordinary int is constant."""
+        if isinstance(other, TrackedInt):
+            return other
+        return TrackedInt.of(self.atoms, torch.zeros(int(other), dtype=torch.int64))
 
     def _from_atoms(self, counted_atoms: Tensor) -> "TrackedInt":
         return TrackedInt.of(self.atoms, counted_atoms)
@@ -70,36 +73,36 @@ class TrackedInt(int):
     def __add__(self, other: int) -> Any:
         if not isinstance(other, int) or other < 0:
             return int(self) + other
-        return self._from_atoms(torch.cat([self.counted_atoms, self._like(other).counted_atoms]))
+        return self._from_atoms(torch.cat([self.counted_atoms, self._tracked(other).counted_atoms]))
 
     @untracked
     def __radd__(self, other: int) -> Any:
-        return (
-            self._like(other) + self if isinstance(other, int) and other >= 0 else other + int(self)
-        )
+        if not isinstance(other, int) or other < 0:
+            return other + int(self)
+        return self._tracked(other) + self
 
     @untracked
     def __sub__(self, other: int) -> Any:
         if not isinstance(other, int) or not 0 <= other <= self:
             return int(self) - other
-        self.atoms.tie(self.counted_atoms[: int(other)], self._like(other).counted_atoms)
+        self.atoms.tie(self.counted_atoms[: int(other)], self._tracked(other).counted_atoms)
         return self._from_atoms(self.counted_atoms[int(other) :])
 
     @untracked
     def __mul__(self, other: int) -> Any:
         if not isinstance(other, int) or other < 0:
             return int(self) * other
-        inner = self._like(other)
+        inner = self._tracked(other)
         if self.constant:
             return self._from_atoms(inner.counted_atoms.repeat(int(self)))
-        inner.fix()  # products are written in the order of the axes: many times something whole
+        inner.fix()  # a product follows the order of the axes: units first, then a constant
         return self._from_atoms(self.counted_atoms.repeat_interleave(int(inner)))
 
     @untracked
     def __rmul__(self, other: int) -> Any:
-        return (
-            self._like(other) * self if isinstance(other, int) and other >= 0 else other * int(self)
-        )
+        if not isinstance(other, int) or other < 0:
+            return other * int(self)
+        return self._tracked(other) * self
 
     @untracked
     def __floordiv__(self, other: int) -> Any:
@@ -107,20 +110,17 @@ class TrackedInt(int):
             return int(self) // other
         parts = self.counted_atoms.view(int(other), -1)
         if isinstance(other, TrackedInt) and not other.constant:
-            self.atoms.tie(
-                parts, other.counted_atoms[:, None]
-            )  # so many wholes, each of a size that stays
+            # the divisor counts units, so each part keeps its size
+            self.atoms.tie(parts, other.counted_atoms[:, None])
             return self._from_atoms(torch.zeros(parts.shape[1], dtype=torch.int64))
-        self.atoms.tie(parts, parts[:1])  # a fixed number of equal parts
+        self.atoms.tie(parts, parts[:1])  # a constant number of equal parts
         return self._from_atoms(parts[0])
 
     @untracked
     def __rfloordiv__(self, other: int) -> Any:
-        return (
-            self._like(other) // self
-            if isinstance(other, int) and other >= 0
-            else other // int(self)
-        )
+        if not isinstance(other, int) or other < 0:
+            return other // int(self)
+        return self._tracked(other) // self
 
     def __deepcopy__(self, memo: object) -> "TrackedInt":
         return self
@@ -129,17 +129,16 @@ class TrackedInt(int):
 
 
 def to_plain_ints(value: Any) -> Any:
-    """A value with every Number in it as an ordinary int."""
+    """Return a value with every `TrackedInt` in it replaced by an ordinary int."""
     if isinstance(value, TrackedInt):
         return int(value)
     if isinstance(value, torch.Size):
-        return torch.Size([int(each) for each in value])
-    if type(value) in (list, tuple):
-        return type(value)(to_plain_ints(each) for each in value)
+        return torch.Size([int(size) for size in value])
     if isinstance(value, slice):
-        return slice(
-            to_plain_ints(value.start), to_plain_ints(value.stop), to_plain_ints(value.step)
-        )
-    return (
-        {key: to_plain_ints(each) for key, each in value.items()} if type(value) is dict else value
-    )
+        bounds = (value.start, value.stop, value.step)
+        return slice(*(to_plain_ints(bound) for bound in bounds))
+    if type(value) in (list, tuple):
+        return type(value)(to_plain_ints(element) for element in value)
+    if type(value) is dict:
+        return {key: to_plain_ints(element) for key, element in value.items()}
+    return value

@@ -1,7 +1,7 @@
-"""Run a module once and note which units each of its tensors, numbers and outputs belongs to."""
+"""Run a module once and record which units its tensors, numbers and outputs depend on."""
 
 import copy
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,15 +30,15 @@ from fedcover.submodels.tracing.unit_labels import Field, UnitLabels
 from fedcover.submodels.tracing.weighted_ops import has_rule, propagate
 
 COUNT_ATTRIBUTES = ("groups",)
-"""Numbers of torch's layers that their tensors do not tell."""
+"""Attributes of torch's layers that count units but cannot be read from their tensors."""
 
 MAX_SIZE = 1 << 20
-"""A number beyond this counts no units."""
+"""Integers from here on are not treated as sizes."""
 
 
 @dataclass(frozen=True)
 class TracedOp:
-    """A function that the module's code called, where, and the fields of what came out."""
+    """A function that the module's code called, its location, and the fields of its result."""
 
     name: str
     location: str
@@ -51,7 +51,11 @@ class TracedOp:
 
 @dataclass
 class TraceRecord:
-    """What was seen while a module ran."""
+    """What was recorded while a module ran.
+
+    `tracked_sizes` are the module's own numbers by location. `averaged_fields` are the fields of
+    the inputs of averaging functions, in the order of the calls.
+    """
 
     labels: UnitLabels = field(default_factory=UnitLabels)
     parameters: set[str] = field(default_factory=set)
@@ -61,7 +65,7 @@ class TraceRecord:
 
 
 class ModuleStack:
-    """Where in a module the run is: the path of the innermost module that is at work."""
+    """The path of the innermost module that is currently running."""
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
@@ -78,34 +82,35 @@ class ModuleStack:
 
     @property
     def path(self) -> str:
-        """The path of the innermost module."""
+        """Return the path of the innermost module."""
         return self.stack[-1]
 
+    @property
+    def layer(self) -> nn.Module:
+        """Return the innermost module."""
+        return self.root.get_submodule(self.path)
+
     def __str__(self) -> str:
-        layer = self.root.get_submodule(self.path)
-        return (
-            f"module {self.path!r} ({type(layer).__name__})"
-            if self.path
-            else f"the model ({type(layer).__name__})"
-        )
+        kind = type(self.layer).__name__
+        return f"module {self.path!r} ({kind})" if self.path else f"the model ({kind})"
 
 
 @contextmanager
 def _raise_untraceable(operation: str, module_stack: ModuleStack) -> Iterator[None]:
-    """Refuse a call that cannot be followed: it is not the module that failed."""
+    """Report an error in a rule as a call that cannot be traced, not as the module's error."""
     try:
         yield
     except InvalidValue:
         raise
     except Exception as error:
         raise InvalidValue(
-            f"tracing: fedcover cannot follow operation {operation!r} in {module_stack} as it is called here "
-            f"({type(error).__name__}: {error})"
+            f"tracing: fedcover cannot follow operation {operation!r} in {module_stack} "
+            f"as it is called here ({type(error).__name__}: {error})"
         ) from error
 
 
 class OperationTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows every operation below the level of the module's code."""
+    """Trace every ATen operation, below the level of the module's code."""
 
     def __init__(self, labels: UnitLabels, module_stack: ModuleStack) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -118,12 +123,12 @@ class OperationTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operation and follow it; one without a rule is taken apart where torch knows how."""
+        """Run an operation and apply its rule; decompose it if there is no rule and torch can."""
         if self.labels.atoms.tracking_paused:
             return func(*args, **(kwargs or {}))
         arguments = bind_arguments(func, args, kwargs or {})
-        takes = any(tensors_in(value) for value in arguments.values())
-        if not has_rule(func, takes):
+        has_inputs = any(tensors_in(value) for value in arguments.values())
+        if not has_rule(func, has_inputs):
             with self:
                 out = func.decompose(*args, **(kwargs or {}))
             if out is not NotImplemented:
@@ -136,11 +141,11 @@ class OperationTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class FunctionTracer(TorchFunctionMode):
-    """Follows what the module's own code says about sizes."""
+    """Trace the sizes in the module's own code."""
 
-    def __init__(self, notes: TraceRecord, module_stack: ModuleStack) -> None:
+    def __init__(self, record: TraceRecord, module_stack: ModuleStack) -> None:
         super().__init__()
-        self.notes, self.module_stack = notes, module_stack
+        self.record, self.module_stack = record, module_stack
 
     def __torch_function__(
         self,
@@ -149,122 +154,131 @@ class FunctionTracer(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call a function with plain numbers; sizes that come out remember their axis."""
+        """Call a function with ordinary ints; sizes in its result are tracked."""
         arguments = dict(kwargs or {})
-        if self.notes.labels.atoms.tracking_paused:
+        atoms = self.record.labels.atoms
+        if atoms.tracking_paused:
             return func(*args, **arguments)
         name = func.__name__
         if name in MASKED_OPS:
-            with self.notes.labels.atoms.untracked():
+            with atoms.untracked():
                 source = normalize_arguments(name, args, arguments)[0][0]
-                self.notes.averaged_fields.append(self.notes.labels.of(source))
+                self.record.averaged_fields.append(self.record.labels.of(source))
         out = func(*to_plain_ints(args), **to_plain_ints(arguments))
-        with self.notes.labels.atoms.untracked(), _raise_untraceable(name, self.module_stack):
-            return self._follow(name, *normalize_arguments(name, args, arguments), out)
+        with atoms.untracked(), _raise_untraceable(name, self.module_stack):
+            return self._apply_constraints(name, *normalize_arguments(name, args, arguments), out)
 
-    def _follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
-        """Keep what the call promises about sizes; what came out of it, sizes as numbers."""
-        labels, layer = (
-            self.notes.labels,
-            self.module_stack.root.get_submodule(self.module_stack.path),
-        )
+    def _apply_constraints(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> Any:
+        """Apply the size constraints of a call and return its result, with sizes tracked."""
+        labels, layer = self.record.labels, self.module_stack.layer
         if isinstance(out, torch.Size):
-            return torch.Size([_length(labels, args[0], axis) for axis in range(len(out))])
+            return torch.Size([_axis_length(labels, args[0], axis) for axis in range(len(out))])
         if name == "size" and isinstance(out, int):
-            return _length(
-                labels, args[0], int(args[1] if len(args) > 1 else kwargs["dim"]) % args[0].ndim
-            )
-        promise = BUILTIN_LAYER_CONSTRAINTS.get(name) or (
-            None if size_follows_tensors(layer) else SIZE_CONSTRAINTS.get(name)
-        )
-        if promise is not None:
-            promise(labels, args, kwargs, out)
+            axis = args[1] if len(args) > 1 else kwargs["dim"]
+            return _axis_length(labels, args[0], int(axis % args[0].ndim))
+        constraint = BUILTIN_LAYER_CONSTRAINTS.get(name)
+        if constraint is None and not size_follows_tensors(layer):
+            constraint = SIZE_CONSTRAINTS.get(name)
+        if constraint is not None:
+            constraint(labels, args, kwargs, out)
         channels = vars(layer).get("num_features")
         if name == "instance_norm" and isinstance(channels, TrackedInt):
             constrain_shape(labels, out, [None, channels, *[None] * (out.ndim - 2)])
         if isinstance(out, Tensor):
-            self.notes.traced_ops.append(
-                TracedOp(name, str(self.module_stack), out.shape, labels.of(out))
-            )
+            location = str(self.module_stack)
+            self.record.traced_ops.append(TracedOp(name, location, out.shape, labels.of(out)))
         return out
 
 
-def _length(labels: UnitLabels, tensor: Tensor, axis: int) -> TrackedInt:
-    """The length of an axis, which shrinks with the units that lie along it."""
-    for found in labels.of(tensor):
-        if found.shape[axis] > 1 and found.numel() == found.shape[axis]:
-            return TrackedInt.of(labels.atoms, found.flatten())
-    return TrackedInt.of(labels.atoms, torch.zeros(tensor.shape[axis], dtype=torch.int64))
+def _axis_length(labels: UnitLabels, tensor: Tensor, axis: int) -> TrackedInt:
+    """Return the length of an axis, which shrinks with the units along it."""
+    length = tensor.shape[axis]
+    for unit_field in labels.of(tensor):
+        if unit_field.shape[axis] > 1 and unit_field.numel() == unit_field.shape[axis]:
+            return TrackedInt.of(labels.atoms, unit_field.flatten())
+    return TrackedInt.of(labels.atoms, torch.zeros(length, dtype=torch.int64))
 
 
 def record_trace(
     module: nn.Module, example: tuple[Any, ...], constant: Collection[str] = ()
 ) -> TraceRecord:
-    """Run a copy of a module on an example and note what belongs together; its inputs and outputs are fixed.
+    """Run a copy of a module on an example and record which indices are coupled.
 
-    The module's own numbers that are `constant` count nothing that could be cut.
+    The module's inputs and outputs cannot be cut. Its own numbers named in `constant` count nothing
+    that can be cut.
     """
-    notes = TraceRecord()
-    with (
-        torch.inference_mode(),
-        seeded(0, "trace"),
-    ):  # plain tensors that keep their identity through views
-        twin = copy.deepcopy(module).train()
-        for name, tensor in [*twin.named_parameters(), *twin.named_buffers()]:
-            notes.labels.register(name, tensor)
-        notes.parameters.update(name for name, _ in twin.named_parameters())
-        _track_sizes(twin, notes, constant)
-        module_stack = ModuleStack(twin)
+    record = TraceRecord()
+    # in inference mode tensors are plain, and keep their identity through views
+    with torch.inference_mode(), seeded(0, "trace"):
+        traced = copy.deepcopy(module).train()
+        for name, tensor in [*traced.named_parameters(), *traced.named_buffers()]:
+            record.labels.register(name, tensor)
+        record.parameters.update(name for name, _ in traced.named_parameters())
+        _track_sizes(traced, record, constant)
+        module_stack = ModuleStack(traced)
         try:
-            with FunctionTracer(notes, module_stack), OperationTracer(notes.labels, module_stack):
-                out = twin(
-                    *[each.clone() if isinstance(each, Tensor) else each for each in example]
-                )
+            with FunctionTracer(record, module_stack), OperationTracer(record.labels, module_stack):
+                out = traced(*copy_inputs(example))
         except InvalidValue:
             raise
         except Exception as error:
             raise InvalidValue(
                 f"tracing: {module_stack} cannot run on the example: {error}"
             ) from error
-        for each in tree_flatten(out)[0]:
-            for found in notes.labels.of(each) if isinstance(each, Tensor) else ():
-                notes.labels.atoms.fix(found)
-    return notes
+        for output in tree_flatten(out)[0]:
+            if isinstance(output, Tensor):
+                for output_field in record.labels.of(output):
+                    record.labels.atoms.fix(output_field)
+    return record
 
 
-def _track_sizes(module: nn.Module, notes: TraceRecord, constant: Collection[str]) -> None:
-    """Replace the sizes that modules keep for their own code by numbers that remember what they count."""
-    seen: set[int] = set()
+def copy_inputs(inputs: Iterable[Any]) -> list[Any]:
+    """Return the inputs with every tensor cloned, so that a module cannot change the originals."""
+    return [value.clone() if isinstance(value, Tensor) else value for value in inputs]
+
+
+def _track_sizes(module: nn.Module, record: TraceRecord, constant: Collection[str]) -> None:
+    """Replace the sizes that modules store for their own code by tracked integers."""
+    seen_objects: set[int] = set()
     for path, layer in module.named_modules():
+        follows_tensors = size_follows_tensors(layer)
         for key, value in list(vars(layer).items()):
-            if not key.startswith("_") and (
-                key in COUNT_ATTRIBUTES or not size_follows_tensors(layer)
-            ):
-                _track_size(vars(layer), key, f"{path}.{key}" if path else key, notes, constant)
-                if (
-                    _is_plain_object(value) and id(value) not in seen
-                ):  # a configuration, which modules may share
-                    seen.add(id(value))
-                    for inner in list(vars(value)):
-                        location = f"{path}.{key}.{inner}" if path else f"{key}.{inner}"
-                        _track_size(vars(value), inner, location, notes, constant)
+            if key.startswith("_") or (follows_tensors and key not in COUNT_ATTRIBUTES):
+                continue
+            location = f"{path}.{key}" if path else key
+            _track_size(vars(layer), key, location, record, constant)
+            # a configuration object may be shared by several modules
+            if _is_plain_object(value) and id(value) not in seen_objects:
+                seen_objects.add(id(value))
+                for name in list(vars(value)):
+                    _track_size(vars(value), name, f"{location}.{name}", record, constant)
 
 
 def _track_size(
-    home: dict[str, Any], key: str, location: str, notes: TraceRecord, constant: Collection[str]
+    attributes: dict[str, Any],
+    key: str,
+    location: str,
+    record: TraceRecord,
+    constant: Collection[str],
 ) -> None:
-    atoms, value = notes.labels.atoms, home[key]
+    """Replace one attribute, if it is a size or a sequence of sizes."""
+    atoms, value = record.labels.atoms, attributes[key]
     if _is_size(value) and location not in constant:
-        home[key] = notes.tracked_sizes[location] = TrackedInt.of(atoms, atoms.new(value))
+        size = TrackedInt.of(atoms, atoms.new(value))
+        attributes[key] = record.tracked_sizes[location] = size
     elif type(value) in (list, tuple) and value and all(map(_is_size, value)):
-        sizes = {f"{location}.{i}": each for i, each in enumerate(value)}
-        tracked_sizes = {
-            name: TrackedInt.of(atoms, atoms.new(each))
-            for name, each in sizes.items()
-            if name not in constant
-        }
-        home[key] = type(value)(tracked_sizes.get(name, each) for name, each in sizes.items())
-        notes.tracked_sizes.update(tracked_sizes)
+        sizes: list[int] = []
+        for i, element in enumerate(value):
+            name = f"{location}.{i}"
+            if name in constant:
+                sizes.append(element)
+            else:
+                size = TrackedInt.of(atoms, atoms.new(element))
+                record.tracked_sizes[name] = size
+                sizes.append(size)
+        attributes[key] = type(value)(sizes)
 
 
 def _is_size(value: object) -> bool:
@@ -272,8 +286,7 @@ def _is_size(value: object) -> bool:
 
 
 def _is_plain_object(value: object) -> bool:
-    return (
-        hasattr(value, "__dict__")
-        and not isinstance(value, nn.Module | Tensor | type)
-        and not callable(value)
-    )
+    """Return whether a value is an object with attributes, such as a model's configuration."""
+    if isinstance(value, nn.Module | Tensor | type) or callable(value):
+        return False
+    return hasattr(value, "__dict__")

@@ -1,8 +1,10 @@
-"""Which unit each element of each tensor belongs to, while a module runs.
+"""Track which unit each element of each tensor belongs to, while a module runs.
 
-A tensor carries fields. A field says, for every element, the atom on which it depends; an element is there if the
-atoms of all its fields are. A weight starts with one field per axis, an input has none: it is always there.
-Fields are stored thin: of length 1 along the axes on which they do not vary.
+Every index of a tensor's axis gets a number, its atom. Atoms that operations couple are merged into
+one class, which becomes a unit. A tensor has fields. A field gives, for every element, one atom
+that it depends on; an element is present if the atoms of all its fields are. A weight starts with
+one field per axis. An input has none: it is always present. Fields are stored thin, with length 1
+along the axes on which they do not vary.
 """
 
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
@@ -14,11 +16,11 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 FIXED = 0
-"""The atom of everything that is always there."""
+"""The atom of everything that is always present."""
 
 
 class UnionFind:
-    """Numbers for the indices of axes, merged class by class as operations couple them.
+    """Atoms in classes, which are merged as operations couple them.
 
     >>> atoms = UnionFind()
     >>> rows, columns = atoms.new(3), atoms.new(3)
@@ -34,7 +36,7 @@ class UnionFind:
 
     @contextmanager
     def untracked(self) -> Iterator[None]:
-        """Compute with atoms while a module is being followed, without following that too."""
+        """Compute with atoms, while a module is traced, without tracing that computation too."""
         before, self.tracking_paused = self.tracking_paused, True
         try:
             yield
@@ -42,41 +44,42 @@ class UnionFind:
             self.tracking_paused = before
 
     def new(self, number: int) -> Tensor:
-        """Atoms that are coupled to nothing yet."""
+        """Return new atoms that are not coupled to anything yet."""
         first = len(self._parent)
-        fresh = torch.arange(first, first + number)
-        self._parent = torch.cat([self._parent, fresh])
-        return fresh
+        atoms = torch.arange(first, first + number)
+        self._parent = torch.cat([self._parent, atoms])
+        return atoms
 
     def roots(self, atoms: Tensor) -> Tensor:
-        """The class of each atom, named by its smallest member."""
+        """Return the class of each atom, named by its smallest member."""
         return self._parent[atoms]
 
     def tie(self, left: Tensor, right: Tensor) -> None:
-        """Couple two sets of atoms index by index (they broadcast)."""
+        """Couple two sets of atoms element by element (they broadcast)."""
         left, right = self.roots(left), self.roots(right)
-        together = (left + 0 * right).flatten().tolist(), (right + 0 * left).flatten().tolist()
-        pairs = sorted({(a, b) for a, b in zip(*together, strict=True) if a != b})
+        left_roots = (left + 0 * right).flatten().tolist()
+        right_roots = (right + 0 * left).flatten().tolist()
+        pairs = sorted({(a, b) for a, b in zip(left_roots, right_roots, strict=True) if a != b})
         if not pairs:
             return
         parent: dict[int, int] = {}
 
-        def root(atom: int) -> int:
+        def find(atom: int) -> int:
             while atom in parent:
                 atom = parent[atom]
             return atom
 
         for a, b in pairs:
-            low, high = sorted((root(a), root(b)))
+            low, high = sorted((find(a), find(b)))
             if low != high:
-                parent[high] = low  # the smallest wins, so that 0 stays the root of what is fixed
-        moved = torch.tensor(list(parent))
-        target = torch.arange(len(self._parent))
-        target[moved] = torch.tensor([root(atom) for atom in parent])
-        self._parent = target[self._parent]
+                parent[high] = low  # the smallest wins, so that 0 stays the root of fixed atoms
+        merged = torch.tensor(list(parent))
+        new_root = torch.arange(len(self._parent))
+        new_root[merged] = torch.tensor([find(atom) for atom in parent])
+        self._parent = new_root[self._parent]
 
     def fix(self, atoms: Tensor) -> None:
-        """Say that these can never be cut."""
+        """Mark atoms that can never be cut."""
         self.tie(atoms, torch.zeros((), dtype=torch.int64))
 
 
@@ -86,14 +89,14 @@ Shape = Sequence[int]
 
 @dataclass(frozen=True)
 class UncuttableOp:
-    """An operation that has no cut version, and the atoms that must therefore turn out to be fixed."""
+    """An operation that has no cut version, and the atoms that must therefore not be cut."""
 
     message: str
     atoms: Tensor
 
 
 class UnitLabels:
-    """The fields of all tensors that are alive, and how operations tie them."""
+    """The fields of all live tensors, coupled as operations require."""
 
     def __init__(self) -> None:
         self.atoms = UnionFind()
@@ -104,106 +107,126 @@ class UnitLabels:
         self._names: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
 
     def register(self, name: str, tensor: Tensor) -> None:
-        """Let every axis of a module's tensor be cuttable until something says otherwise."""
+        """Add a tensor of the module; every axis can be cut until an operation prevents it."""
         self._names[tensor] = name
         for axis, atoms in self.new_fields(tensor).items():
             self.axes[name, axis] = atoms
 
     def is_registered(self, tensor: Tensor) -> bool:
-        """Whether a tensor is the module's own."""
+        """Return whether a tensor is the module's own."""
         return tensor in self._names
 
     def new_fields(self, tensor: Tensor) -> dict[int, Tensor]:
         """Give a tensor one new field per axis; an axis of length 1 cannot be cut."""
-        atoms = {
+        atoms_by_axis = {
             axis: self.atoms.new(length) for axis, length in enumerate(tensor.shape) if length > 1
         }
         self._fields[tensor] = [
-            field_along(each, axis, tensor.ndim) for axis, each in atoms.items()
+            field_along(atoms, axis, tensor.ndim) for axis, atoms in atoms_by_axis.items()
         ]
-        return atoms
+        return atoms_by_axis
 
     def of(self, tensor: Tensor) -> list[Field]:
-        """The fields of a tensor as they are known by now; none where all of it is fixed."""
+        """Return the current fields of a tensor; there are none if all of it is fixed."""
         if tensor in self._names and self._names[tensor] not in self.use_order:
             self.use_order.append(self._names[tensor])
         return self.simplify(self._fields.get(tensor, []))
 
     def set_fields(self, tensor: Tensor, fields: Iterable[Field]) -> None:
-        """Say what a new tensor's elements depend on."""
+        """Set the fields of a new tensor."""
         self._fields[tensor] = self.simplify(fields)
 
     def simplify(self, fields: Iterable[Field]) -> list[Field]:
-        """Fields by class, thin, without those that say nothing and without doubles."""
-        kept: list[Field] = []
+        """Return thin fields of roots, without duplicates and without fields that are all fixed."""
+        distinct: list[Field] = []
         for field in fields:
-            found = thin(self.atoms.roots(field))
-            if found.numel() == 1:
-                self.atoms.fix(found)  # one unit for all of a tensor: there is nothing to choose
-            elif not any(torch.equal(found, other) for other in kept):
-                kept.append(found)
-        return [field for field in kept if bool(field.any())]
+            roots = thin(self.atoms.roots(field))
+            if roots.numel() == 1:
+                self.atoms.fix(roots)  # one unit for all of a tensor: nothing can be cut
+            elif not any(torch.equal(roots, other) for other in distinct):
+                distinct.append(roots)
+        return [field for field in distinct if bool(field.any())]
 
     def broadcast_fields(self, operands: Sequence[tuple[Shape, Sequence[Field]]]) -> list[Field]:
-        """Couple tensors that meet element by element (they broadcast); the fields of the result."""
+        """Couple tensors that are combined element by element, with broadcasting.
+
+        Returns:
+            The fields of the result.
+        """
         rank = max((len(shape) for shape, _ in operands), default=0)
         shapes = [(1,) * (rank - len(shape)) + tuple(shape) for shape, _ in operands]
-        fields = [
-            self.simplify(with_leading_axes(field, rank) for field in each) for _, each in operands
+        fields_by_operand = [
+            self.simplify(with_leading_axes(field, rank) for field in fields)
+            for _, fields in operands
         ]
-        for i, mine in enumerate(fields):
-            for theirs in fields[i + 1 :]:
-                for f in mine:
-                    for g in theirs:
-                        if varying_axes(f) & varying_axes(g):
-                            self.atoms.tie(f, g)
-        fields = [self.simplify(each) for each in fields]
-        for i, mine in enumerate(fields):
-            for j, theirs in enumerate(fields):
-                for f in mine if i != j else ():
-                    alone = not any(varying_axes(f) & varying_axes(g) for g in theirs)
-                    if alone and any(shapes[j][axis] > 1 for axis in varying_axes(f)):
-                        self.atoms.fix(f)  # the other tensor is always there along this axis
-        return self.simplify(field for each in fields for field in each)
+        self._tie_along_shared_axes(fields_by_operand)
+        fields_by_operand = [self.simplify(fields) for fields in fields_by_operand]
+        self._fix_where_others_are_whole(shapes, fields_by_operand)
+        return self.simplify(field for fields in fields_by_operand for field in fields)
+
+    def _tie_along_shared_axes(self, fields_by_operand: Sequence[Sequence[Field]]) -> None:
+        for i, left_fields in enumerate(fields_by_operand):
+            for right_fields in fields_by_operand[i + 1 :]:
+                for left in left_fields:
+                    for right in right_fields:
+                        if varying_axes(left) & varying_axes(right):
+                            self.atoms.tie(left, right)
+
+    def _fix_where_others_are_whole(
+        self, shapes: Sequence[Shape], fields_by_operand: Sequence[Sequence[Field]]
+    ) -> None:
+        """Fix units along axes on which another operand has elements that are always present."""
+        for i, fields in enumerate(fields_by_operand):
+            for j, other_fields in enumerate(fields_by_operand):
+                if i == j:
+                    continue
+                for field in fields:
+                    axes = varying_axes(field)
+                    if any(axes & varying_axes(other) for other in other_fields):
+                        continue
+                    if any(shapes[j][axis] > 1 for axis in axes):
+                        self.atoms.fix(field)
 
     def reduce_sum(self, fields: Iterable[Field], axes: Iterable[int]) -> list[Field]:
-        """The fields of a sum over some axes (which stay, with length 1).
+        """Return the fields of a sum over some axes, which stay with length 1.
 
-        Units that lie along the summed axes alone are used up; what varies across them too is kept or cut whole.
+        Units along only the summed axes disappear in the sum. Units that also vary along other axes
+        are kept or cut whole.
         """
-        gone, kept = set(axes), []
+        summed_axes = set(axes)
+        remaining: list[Field] = []
         for field in self.simplify(fields):
-            if varying_axes(field) - gone:
-                self.collapse(field, gone)
-                kept.append(field)
-        return [thin_along(field, gone) for field in self.simplify(kept)]
+            if varying_axes(field) - summed_axes:
+                self.collapse(field, summed_axes)
+                remaining.append(field)
+        return [thin_along(field, summed_axes) for field in self.simplify(remaining)]
 
     def collapse(self, field: Field, axes: Iterable[int]) -> None:
-        """Let the units along some axes be kept or cut together."""
+        """Couple all units along some axes, so that they are kept or cut together."""
         self.atoms.tie(field, thin_along(field, axes))
 
     def add_uncuttable(self, message: str, fields: Iterable[Field]) -> None:
-        """Remember that an operation cannot be cut along these fields."""
+        """Record that an operation cannot be cut along these fields."""
         self.uncuttable_ops += [UncuttableOp(message, field.flatten()) for field in fields]
 
 
 def field_along(atoms: Tensor, axis: int, rank: int) -> Field:
-    """The field of a tensor whose units lie along one axis."""
-    return atoms.view([-1 if each == axis else 1 for each in range(rank)])
+    """Return the field of a tensor whose units are the indices of one axis."""
+    return atoms.view([-1 if i == axis else 1 for i in range(rank)])
 
 
 def with_leading_axes(field: Field, rank: int) -> Field:
-    """The same field with axes of length 1 in front, as broadcasting adds them."""
+    """Return the same field with axes of length 1 in front, as broadcasting adds them."""
     return field[(None,) * (rank - field.ndim)]
 
 
 def varying_axes(field: Field) -> set[int]:
-    """The axes along which a thin field varies."""
+    """Return the axes along which a thin field varies."""
     return {axis for axis, length in enumerate(field.shape) if length > 1}
 
 
 def thin(field: Field) -> Field:
-    """The field with length 1 along the axes on which it does not vary."""
+    """Return the field with length 1 along the axes on which it does not vary."""
     for axis, length in enumerate(field.shape):
         if length > 1 and bool((field == field.narrow(axis, 0, 1)).all()):
             field = field.narrow(axis, 0, 1)
@@ -211,7 +234,7 @@ def thin(field: Field) -> Field:
 
 
 def thin_along(field: Field, axes: Iterable[int]) -> Field:
-    """The field at the first place of some axes."""
+    """Return the field at the first index of some axes."""
     for axis in axes:
         field = field.narrow(axis, 0, 1)
     return field

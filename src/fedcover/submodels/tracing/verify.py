@@ -1,4 +1,8 @@
-"""The proof of traced groups: what is sliced says and learns what the masked whole says and learns."""
+"""Verify traced groups numerically: sliced and masked models must compute and learn the same.
+
+For several random choices of units, the sliced model is compared with the whole model in which the
+same units are masked: outputs, gradients and buffers. Everything is computed in float64.
+"""
 
 import copy
 from collections.abc import Sequence
@@ -17,183 +21,196 @@ from fedcover.submodels.build import load_tensors, submodel
 from fedcover.submodels.reductions import Slices
 from fedcover.submodels.tracing.extract_groups import whole_hint
 from fedcover.submodels.tracing.masked_ops import Float64Mode, MaskedMode
-from fedcover.submodels.tracing.tracer import ModuleStack, TracedOp, TraceRecord
+from fedcover.submodels.tracing.tracer import ModuleStack, TracedOp, TraceRecord, copy_inputs
 from fedcover.submodels.tracing.unit_labels import Field
 from fedcover.types import Params, UnitGroup
 
 DRAWS = 3
-"""How many random choices of units, drawn for all groups at once, a proof tries at least."""
+"""The least number of random choices of units, drawn for all groups at once, that are tried."""
 
 TOLERANCE = 1e-8
-"""What float64 may differ by, relative to the largest entry."""
+"""The difference that float64 may show, relative to the largest entry."""
 
-PERTURBATIONS, PERTURBATION, ROUNDING_MARGIN = 4, 1e-14, 10
-"""Where more differs: how often and how far weights are moved to see what rounding does; how much more may differ."""
+PERTURBATIONS = 4
+"""How often weights are perturbed to measure the effect of rounding, if results differ more."""
+
+PERTURBATION = 1e-14
+"""The relative size of these perturbations."""
+
+ROUNDING_MARGIN = 10
+"""The factor by which results may differ more than under the perturbations."""
 
 MAX_ROUNDING_ERROR = 1e-3
-"""Where rounding alone changes this much, nothing is compared any more."""
+"""The effect of rounding above which results cannot be compared."""
+
+SEED_NAME = "proof"
+"""The name of the random streams; another name would draw other units and weights."""
 
 
 @dataclass(frozen=True)
 class VerificationCase:
-    """A model in float64 with its inputs, values that hide nothing, and what was seen when it was traced."""
+    """A model in float64 with its inputs, generic values, groups, and the record of its trace."""
 
     module: nn.Module
     inputs: tuple[Any, ...]
     values: Params
     groups: tuple[UnitGroup, ...]
-    notes: TraceRecord
+    record: TraceRecord
 
 
 @dataclass(frozen=True)
 class ModelResult:
-    """What a model said, while training and when evaluated, and learned: gradients and statistics."""
+    """The outputs of a model in training and evaluation mode, with its gradients and buffers."""
 
     outputs: list[Tensor]
     gradients_and_buffers: Params
 
     def named_results(self) -> Params:
-        """All that is compared, by name."""
-        return {
-            **self.gradients_and_buffers,
-            **{f"output {i}": tensor for i, tensor in enumerate(self.outputs)},
-        }
+        """Return everything that is compared, by name."""
+        outputs = {f"output {i}": tensor for i, tensor in enumerate(self.outputs)}
+        return {**self.gradients_and_buffers, **outputs}
 
 
 def verify_groups(
-    module: nn.Module, example: tuple[Any, ...], groups: tuple[UnitGroup, ...], notes: TraceRecord
+    module: nn.Module, example: tuple[Any, ...], groups: tuple[UnitGroup, ...], record: TraceRecord
 ) -> None:
-    """Refuse groups for which a sliced model differs from the masked one, naming the group and the place."""
+    """Check that slicing the module along these groups equals masking it.
+
+    Raises:
+        InvalidValue: If they differ. The message names the group and the first operation that
+            differs.
+    """
     if not groups:
         return
-    dense = copy.deepcopy(module).double()
-    case = VerificationCase(
-        dense,
-        tuple(map(_double, example)),
-        {**params_and_buffers(dense), **_random_weights(dense)},
-        groups,
-        notes,
-    )
+    float64_module = copy.deepcopy(module).double()
+    values = {**params_and_buffers(float64_module), **_random_weights(float64_module)}
+    inputs = tuple(map(_to_double, example))
+    case = VerificationCase(float64_module, inputs, values, groups, record)
     for draw in range(max(DRAWS, len(groups).bit_length())):
         kept = {
-            group.name: _random_units(group.size, draw, i >> draw & 1)
+            group.name: _random_units(group.size, draw, complement=bool(i >> draw & 1))
             for i, group in enumerate(groups)
         }
-        found = _difference(case, kept)
-        if found is None:
-            continue
-        for group in groups:  # one by one, to name the culprit
-            alone = {g.name: kept[g.name] if g is group else torch.arange(g.size) for g in groups}
-            this = _difference(case, alone)
-            if this is not None:
-                raise _mismatch_error([group.name], this)
-        raise _mismatch_error([group.name for group in groups], found)
+        difference = _difference(case, kept)
+        if difference is not None:
+            _raise_mismatch(case, kept, difference)
 
 
-def _mismatch_error(names: Sequence[str], found: str) -> InvalidValue:
+def _raise_mismatch(case: VerificationCase, kept: dict[str, Tensor], difference: str) -> None:
+    """Raise an error for the first group that is wrong by itself, or for all groups together."""
+    for group in case.groups:
+        kept_alone = {other.name: torch.arange(other.size) for other in case.groups}
+        kept_alone[group.name] = kept[group.name]
+        difference_alone = _difference(case, kept_alone)
+        if difference_alone is not None:
+            raise _mismatch_error([group.name], difference_alone)
+    raise _mismatch_error([group.name for group in case.groups], difference)
+
+
+def _mismatch_error(names: Sequence[str], difference: str) -> InvalidValue:
     return InvalidValue(
-        f"tracing: cutting {', '.join(map(repr, names))} is not the same as masking it: {found}; "
-        f"keep these units whole: {whole_hint(names)}"
+        f"tracing: cutting {', '.join(map(repr, names))} is not the same as masking it: "
+        f"{difference}; keep these units whole: {whole_hint(names)}"
     )
 
 
-def _random_units(size: int, draw: int, others: int) -> Tensor:
-    """A random part of a group's units, never all, or just the others; not one unit, which has no spread, if possible.
+def _random_units(size: int, draw: int, *, complement: bool) -> Tensor:
+    """Return a random subset of a group's units, never all, or its complement.
 
-    Groups of the same size draw alike, but any two of them differ in some draw by having just the others: so a
-    coupling that was overlooked shows.
+    The subset has more than one unit where possible, because a single unit has no variance. Groups
+    of equal size draw the same subset, but any two groups differ in some draw by the complement.
+    So a coupling that the trace missed is noticed.
     """
-    draws = generator(0, "proof", size, draw)
+    random_stream = generator(0, SEED_NAME, size, draw)
     least = 1 + (size > 3)
-    number = least + int(torch.randint(size - 2 * least + 1, (), generator=draws))
-    order = torch.randperm(size, generator=draws)
-    return (order[number:] if others else order[:number]).sort().values
+    number = least + int(torch.randint(size - 2 * least + 1, (), generator=random_stream))
+    order = torch.randperm(size, generator=random_stream)
+    units = order[number:] if complement else order[:number]
+    return units.sort().values
 
 
-def _double(value: Any) -> Any:
+def _to_double(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _random_weights(module: nn.Module) -> Params:
-    """Weights without zeros and equal values, which would hide a difference, and of a size that passes signals on."""
-    draws = generator(0, "proof", "weights")
+    """Return weights without zeros and equal values, which would hide a difference.
 
-    def drawn(weight: Tensor) -> Tensor:
+    They are scaled so that signals pass through many layers.
+    """
+    random_stream = generator(0, SEED_NAME, "weights")
+    values: Params = {}
+    for name, weight in module.named_parameters():
         if weight.ndim < 2:
-            return torch.rand(weight.shape, generator=draws, dtype=torch.float64) + 0.5
-        return torch.randn(weight.shape, generator=draws, dtype=torch.float64) / sqrt(
-            weight[0].numel()
-        )
-
-    return {name: drawn(weight) for name, weight in module.named_parameters()}
+            noise = torch.rand(weight.shape, generator=random_stream, dtype=torch.float64)
+            values[name] = noise + 0.5
+        else:
+            noise = torch.randn(weight.shape, generator=random_stream, dtype=torch.float64)
+            values[name] = noise / sqrt(weight[0].numel())
+    return values
 
 
 def _difference(case: VerificationCase, kept: dict[str, Tensor]) -> str | None:
-    """Where sliced and masked differ, in words; None where they agree."""
+    """Describe where the sliced and the masked model differ; return None if they agree."""
     slices = Slices(case.groups, kept)
     try:
-        small = submodel(case.module, slices, case.values)
+        sliced_model = submodel(case.module, slices, case.values)
     except InvalidValue as error:
         return str(error)
-    module_stack, modes = ModuleStack(small), (Float64Mode(), Float64Mode())
+    module_stack, modes = ModuleStack(sliced_model), (Float64Mode(), Float64Mode())
     try:
-        sliced = _forward_backward(case, small, modes)
+        sliced = _forward_backward(case, sliced_model, modes).named_results()
     except Exception as error:
-        last_function = next(
-            (mode.last_function for mode in reversed(modes) if mode.last_function), ""
-        )
+        called = [mode.last_function for mode in modes if mode.last_function]
+        last_function = called[-1] if called else ""
         return f"operation {last_function!r} in {module_stack} fails on the sliced model ({error})"
-    masked = _masked_model(case, slices)
-    whole = _forward_backward(
-        case, masked, (_masked_mode(case, slices), _masked_mode(case, slices))
-    )
-    mine, theirs = (
-        sliced.named_results(),
-        ModelResult(whole.outputs, slices.extract(whole.gradients_and_buffers)).named_results(),
-    )
-    wrong = [name for name in theirs if not _close(mine.get(name), theirs[name])]
+    masked = _run_masked(case, slices)
+    expected = ModelResult(
+        masked.outputs, slices.extract(masked.gradients_and_buffers)
+    ).named_results()
+    wrong = [name for name in expected if not _close(sliced.get(name), expected[name])]
     if wrong:
-        blur = _rounding_error(case, slices, whole)
-        wrong = [name for name in wrong if not _close(mine.get(name), theirs[name], blur[name])]
+        errors = _rounding_errors(case, slices, masked)
+        wrong = [
+            name for name in wrong if not _close(sliced.get(name), expected[name], errors[name])
+        ]
     if not wrong:
         return None
-    step = _first_mismatching_op(case, slices)
-    return (
-        f"{step} gives another result"
-        if step
-        else f"the gradient or statistic {wrong[0]!r} differs"
-    )
+    op = _first_mismatching_op(case, slices)
+    if op is None:
+        return f"the gradient or statistic {wrong[0]!r} differs"
+    return f"{op} gives another result"
 
 
-def _rounding_error(case: VerificationCase, slices: Slices, whole: ModelResult) -> dict[str, float]:
-    """What rounding may change in each result: batch norm over two rows divides what is left of a difference by itself.
+def _rounding_errors(
+    case: VerificationCase, slices: Slices, masked: ModelResult
+) -> dict[str, float]:
+    """Measure how much rounding may change each result.
 
-    Measured, not estimated: the masked model a few times more, with weights that differ in the last digits.
+    Batch norm over two rows, for example, divides a small difference by itself. The masked model
+    runs a few more times with weights that differ in the last digits.
     """
-    blur = dict.fromkeys(whole.named_results(), 0.0)
-    for number in range(PERTURBATIONS):
-        draws = generator(0, "proof", "shake", number)
-        moved = {
-            name: tensor
-            * (1 + PERTURBATION * torch.randn(tensor.shape, generator=draws, dtype=torch.float64))
-            for name, tensor in case.values.items()
-            if tensor.is_floating_point()
-        }
-        shaken = replace(case, values={**case.values, **moved})
-        other = _forward_backward(
-            shaken,
-            _masked_model(shaken, slices),
-            (_masked_mode(case, slices), _masked_mode(case, slices)),
-        ).named_results()
-        for name, tensor in whole.named_results().items():
-            blur[name] = max(blur[name], ROUNDING_MARGIN * _distance(tensor, other[name]))
-    for name, tensor in whole.named_results().items():
-        if blur[name] > MAX_ROUNDING_ERROR * _scale(tensor):
+    results = masked.named_results()
+    errors = dict.fromkeys(results, 0.0)
+    for i in range(PERTURBATIONS):
+        random_stream = generator(0, SEED_NAME, "shake", i)
+        values = dict(case.values)
+        for name, tensor in case.values.items():
+            if tensor.is_floating_point():
+                noise = torch.randn(tensor.shape, generator=random_stream, dtype=torch.float64)
+                values[name] = tensor * (1 + PERTURBATION * noise)
+        perturbed = _run_masked(replace(case, values=values), slices).named_results()
+        for name, tensor in results.items():
+            error = ROUNDING_MARGIN * _distance(tensor, perturbed[name])
+            errors[name] = max(errors[name], error)
+    for name, tensor in results.items():
+        if errors[name] > MAX_ROUNDING_ERROR * _scale(tensor):
             raise InvalidValue(
-                f"tracing: rounding alone changes {name!r} too much on this example to compare sliced with masked "
-                "(batch norm over two values, for example): give an example of more rows"
+                f"tracing: rounding alone changes {name!r} too much on this example to compare "
+                "sliced with masked (batch norm over two values, for example): "
+                "give an example of more rows"
             )
-    return blur
+    return errors
 
 
 def _distance(left: Tensor, right: Tensor) -> float:
@@ -201,36 +218,39 @@ def _distance(left: Tensor, right: Tensor) -> float:
     return float(difference.nan_to_num().abs().max()) if difference.numel() else 0.0
 
 
+def _run_masked(case: VerificationCase, slices: Slices) -> ModelResult:
+    modes = (_masked_mode(case, slices), _masked_mode(case, slices))
+    return _forward_backward(case, _masked_model(case, slices), modes)
+
+
 def _masked_model(case: VerificationCase, slices: Slices) -> nn.Module:
-    """The whole model with zeros where units are cut."""
+    """Return the whole model with zeros where units are cut."""
     mask = slices.mask(case.values)
     values = {name: torch.where(mask[name], tensor, 0) for name, tensor in case.values.items()}
     return load_tensors(copy.deepcopy(case.module), values)
 
 
 def _masked_mode(case: VerificationCase, slices: Slices) -> MaskedMode:
-    """How the masked model runs: its averages know which units are there."""
-    gone = _cut_atoms(case, slices)
-    return MaskedMode([_present(case, fields, gone) for fields in case.notes.averaged_fields])
+    """Return a mode in which averages are over the units that are kept."""
+    cut_atoms = _cut_atoms(case, slices)
+    return MaskedMode([_present(case, fields, cut_atoms) for fields in case.record.averaged_fields])
 
 
 def _forward_backward(
     case: VerificationCase, module: nn.Module, modes: tuple[Float64Mode, Float64Mode]
 ) -> ModelResult:
-    """Run a model forward and backward while training, then forward as it is evaluated."""
+    """Run a model forward and backward in training mode, then forward in evaluation mode."""
     outputs = _forward(module.train(), case.inputs, modes[0])
-    draws = generator(0, "proof", "direction")
-    directions = [torch.randn(o.shape, generator=draws, dtype=torch.float64) for o in outputs]
-    loss = sum(
-        ((o * d).sum() for o, d in zip(outputs, directions, strict=True)),
-        torch.zeros((), dtype=torch.float64),
-    )
+    random_stream = generator(0, SEED_NAME, "direction")
+    loss = torch.zeros((), dtype=torch.float64)
+    for output in outputs:
+        direction = torch.randn(output.shape, generator=random_stream, dtype=torch.float64)
+        loss = loss + (output * direction).sum()
     weights = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
-    slopes = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
-    gradients_and_buffers = {
-        n: torch.zeros_like(w) if s is None else s
-        for (n, w), s in zip(weights.items(), slopes, strict=True)
-    }
+    gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+    gradients_and_buffers: Params = {}
+    for (name, weight), gradient in zip(weights.items(), gradients, strict=True):
+        gradients_and_buffers[name] = torch.zeros_like(weight) if gradient is None else gradient
     outputs = outputs + _forward(module.eval(), case.inputs, modes[1])
     return ModelResult(outputs, gradients_and_buffers | dict(module.named_buffers()))
 
@@ -239,52 +259,54 @@ def _forward(module: nn.Module, inputs: tuple[Any, ...], mode: Float64Mode) -> l
     for layer in module.modules():
         if isinstance(layer, nn.MultiheadAttention | nn.RNNBase):
             layer.dropout = 0.0
-    with seeded(0, "proof"), mode:
-        out = module(*[each.clone() if isinstance(each, Tensor) else each for each in inputs])
-    return [
-        each
-        for each in tree_flatten(out)[0]
-        if isinstance(each, Tensor) and each.is_floating_point()
-    ]
+    with seeded(0, SEED_NAME), mode:
+        out = module(*copy_inputs(inputs))
+    tensors = [output for output in tree_flatten(out)[0] if isinstance(output, Tensor)]
+    return [tensor for tensor in tensors if tensor.is_floating_point()]
 
 
 def _first_mismatching_op(case: VerificationCase, slices: Slices) -> TracedOp | None:
-    """The first operation of the model's code whose result differs between sliced and masked."""
-    recorded: list[list[Tensor]] = []
-    for module, mode in (
-        (submodel(case.module, slices, case.values), Float64Mode()),
-        (_masked_model(case, slices), _masked_mode(case, slices)),
+    """Return the first operation of the model's code whose sliced and masked results differ."""
+    sliced_results = _recorded_results(
+        case, submodel(case.module, slices, case.values), Float64Mode()
+    )
+    masked_results = _recorded_results(
+        case, _masked_model(case, slices), _masked_mode(case, slices)
+    )
+    cut_atoms = _cut_atoms(case, slices)
+    for op, sliced, masked in zip(
+        case.record.traced_ops, sliced_results, masked_results, strict=False
     ):
-        mode.recorded = []
-        _forward(module.train(), case.inputs, mode)
-        recorded.append([out.detach() for out in mode.recorded])
-    gone = _cut_atoms(case, slices)
-    for step, small, large in zip(case.notes.traced_ops, recorded[0], recorded[1], strict=False):
-        present = _present(case, step.fields, gone)
-        if not _close(
-            small.flatten(),
-            large.flatten() if present is None else large[present.expand(step.shape)],
-        ):
-            return step
+        present = _present(case, op.fields, cut_atoms)
+        kept = masked.flatten() if present is None else masked[present.expand(op.shape)]
+        if not _close(sliced.flatten(), kept):
+            return op
     return None
 
 
+def _recorded_results(case: VerificationCase, module: nn.Module, mode: Float64Mode) -> list[Tensor]:
+    mode.recorded = []
+    _forward(module.train(), case.inputs, mode)
+    return [result.detach() for result in mode.recorded]
+
+
 def _cut_atoms(case: VerificationCase, slices: Slices) -> Tensor:
-    """The classes of atoms that are cut."""
-    atoms, lost = case.notes.labels.atoms, []
+    """Return the classes of atoms that are cut."""
+    labels = case.record.labels
+    cut_atoms: list[Tensor] = []
     for group in slices.groups:
-        cut = next(cut for cut in group.cuts)
+        cut = group.cuts[0]
         assert cut.axis is not None
-        units = torch.ones(group.size, dtype=torch.bool)
-        units[slices.kept[group.name]] = False
-        first = cut.start + units.nonzero().flatten() * cut.per_unit
-        lost.append(atoms.roots(case.notes.labels.axes[cut.tensor, cut.axis])[first])
-    return torch.cat(lost)
+        is_cut = torch.ones(group.size, dtype=torch.bool)
+        is_cut[slices.kept[group.name]] = False
+        indices = cut.start + is_cut.nonzero().flatten() * cut.per_unit
+        cut_atoms.append(labels.atoms.roots(labels.axes[cut.tensor, cut.axis])[indices])
+    return torch.cat(cut_atoms)
 
 
-def _present(case: VerificationCase, fields: Sequence[Field], gone: Tensor) -> Tensor | None:
-    """Where a tensor with these fields is still there; None where all of it is."""
-    masks = [~torch.isin(case.notes.labels.atoms.roots(field), gone) for field in fields]
+def _present(case: VerificationCase, fields: Sequence[Field], cut_atoms: Tensor) -> Tensor | None:
+    """Return where a tensor with these fields is present; None if all of it is."""
+    masks = [~torch.isin(case.record.labels.atoms.roots(field), cut_atoms) for field in fields]
     if all(bool(mask.all()) for mask in masks):
         return None
     present = masks[0]
@@ -294,18 +316,15 @@ def _present(case: VerificationCase, fields: Sequence[Field], gone: Tensor) -> T
 
 
 def _scale(tensor: Tensor) -> float:
-    return (
-        max(1.0, float(tensor.detach().double().nan_to_num().abs().max()))
-        if tensor.numel()
-        else 1.0
-    )
+    if not tensor.numel():
+        return 1.0
+    return max(1.0, float(tensor.detach().double().nan_to_num().abs().max()))
 
 
-def _close(left: Tensor | None, right: Tensor, blur: float = 0.0) -> bool:
-    """Whether two tensors are the same but for rounding, and for what rounding is known to change."""
+def _close(left: Tensor | None, right: Tensor, rounding_error: float = 0.0) -> bool:
+    """Return whether two tensors are equal up to the tolerance and the known rounding error."""
     if left is None or left.shape != right.shape:
         return False
     left, right = left.detach().double(), right.detach().double()
-    return torch.allclose(
-        left, right, rtol=TOLERANCE, atol=max(TOLERANCE * _scale(right), blur), equal_nan=True
-    )
+    atol = max(TOLERANCE * _scale(right), rounding_error)
+    return torch.allclose(left, right, rtol=TOLERANCE, atol=atol, equal_nan=True)

@@ -19,33 +19,34 @@ from fedcover.submodels.tracing.unit_labels import (
 )
 
 Operand = tuple[Shape, Sequence[Field]]
+"""The shape and the fields of a tensor."""
 
 
 def contract(labels: UnitLabels, operands: Sequence[tuple[Operand, str]], out: str) -> list[Field]:
-    """The fields of a sum of products over the axes whose letters the result lacks, as in `einsum`."""
+    """Return the fields of a sum of products, as in `einsum`.
+
+    Every operand has one letter per axis. The sum is over the letters that `out` does not contain.
+    """
     letters = "".join(dict.fromkeys("".join(names for _, names in operands)))
 
-    def spread(tensor: Tensor, names: str) -> Tensor:
+    def align(field: Field, names: str) -> Field:
+        """Reorder the axes of a field as in `letters`, with length 1 for the letters it lacks."""
         order = [names.index(letter) for letter in letters if letter in names]
         index = tuple(slice(None) if letter in names else None for letter in letters)
-        return tensor.permute(order)[index]
+        return field.permute(order)[index]
 
-    joint: list[Operand] = []
+    aligned: list[Operand] = []
     for (shape, fields), names in operands:
-        sizes = dict(zip(names, shape, strict=True))
-        joint.append(
-            (
-                [sizes.get(letter, 1) for letter in letters],
-                [spread(field, names) for field in fields],
-            )
-        )
-    gone = [axis for axis, letter in enumerate(letters) if letter not in out]
-    kept = labels.reduce_sum(labels.broadcast_fields(joint), gone)
-    order = [letters.index(letter) for letter in out] + gone
-    return [
-        field.permute(order).flatten(len(out)).squeeze(-1) if gone else field.permute(order)
-        for field in kept
-    ]
+        length_of = dict(zip(names, shape, strict=True))
+        aligned_shape = [length_of.get(letter, 1) for letter in letters]
+        aligned.append((aligned_shape, [align(field, names) for field in fields]))
+    summed_axes = [axis for axis, letter in enumerate(letters) if letter not in out]
+    sums = labels.reduce_sum(labels.broadcast_fields(aligned), summed_axes)
+    out_axes = [letters.index(letter) for letter in out]
+    result = [field.permute(out_axes + summed_axes) for field in sums]
+    if summed_axes:  # these have length 1 by now
+        result = [field.flatten(len(out)).squeeze(-1) for field in result]
+    return result
 
 
 def _operand(labels: UnitLabels, tensor: Tensor) -> Operand:
@@ -55,7 +56,7 @@ def _operand(labels: UnitLabels, tensor: Tensor) -> Operand:
 def _add_bias(
     labels: UnitLabels, call: OpCall, fields: list[Field], bias: Tensor | None, axis: int = -1
 ) -> None:
-    """Give the result its fields after adding what shifts each unit."""
+    """Set the fields of the result after a bias, one number per unit, is added."""
     out: Tensor = call.out
     operands: list[Operand] = [(out.shape, fields)]
     if bias is not None:
@@ -64,156 +65,175 @@ def _add_bias(
 
 
 def _along_axis(labels: UnitLabels, vector: Tensor, axis: int, rank: int) -> Operand:
-    """A vector with one entry per channel, as it meets a tensor whose channels lie along an axis."""
+    """Return a vector with one entry per channel as an operand along the channel axis."""
     shape = [1] * rank
     shape[axis] = len(vector)
     return shape, [field_along(field, axis, rank) for field in labels.of(vector)]
 
 
 def linear(labels: UnitLabels, call: OpCall) -> None:
-    """Units of the input meet the weight's columns; its rows are new units."""
+    """Tie the units of the input to the weight's columns; its rows are new units."""
     source, weight = call.arguments["input"], call.arguments["weight"]
     lead = ascii_uppercase[: source.ndim - 1]
-    fields = contract(
-        labels,
-        [(_operand(labels, source), f"{lead}i"), (_operand(labels, weight), "oi")],
-        f"{lead}o",
-    )
+    operands = [(_operand(labels, source), f"{lead}i"), (_operand(labels, weight), "oi")]
+    fields = contract(labels, operands, f"{lead}o")
     _add_bias(labels, call, fields, call.get("bias"))
 
 
 def matmul(labels: UnitLabels, call: OpCall) -> None:
-    """Matrix products of any rank; leading axes meet element by element."""
+    """Multiply matrices of any rank; leading axes are combined element by element."""
     left, right = call.tensors[-2:]
-    rank = max(left.ndim, right.ndim) - 2
-    lead = ascii_uppercase[: max(0, rank)]
+    num_lead = max(0, max(left.ndim, right.ndim) - 2)
+    lead = ascii_uppercase[:num_lead]
 
-    def names(tensor: Tensor, last: str) -> str:
-        return lead[max(0, rank) - (tensor.ndim - 2) :] + last if tensor.ndim > 1 else "k"
+    def letters(tensor: Tensor, matrix_letters: str) -> str:
+        if tensor.ndim < 2:
+            return "k"
+        return lead[num_lead - (tensor.ndim - 2) :] + matrix_letters
 
-    a, b = names(left, "ik"), names(right, "kj")
-    out = lead + ("i" if "i" in a else "") + ("j" if "j" in b else "")
-    fields = contract(labels, [(_operand(labels, left), a), (_operand(labels, right), b)], out)
-    operands: list[Operand] = [(call.out.shape, fields)]
-    operands += [
-        _operand(labels, t) for t in call.tensors[:-2]
-    ]  # addmm and baddbmm add a first tensor
-    labels.set_fields(call.out, labels.broadcast_fields(operands))
+    left_letters, right_letters = letters(left, "ik"), letters(right, "kj")
+    out_letters = lead
+    out_letters += "i" if "i" in left_letters else ""
+    out_letters += "j" if "j" in right_letters else ""
+    operands = [(_operand(labels, left), left_letters), (_operand(labels, right), right_letters)]
+    fields = contract(labels, operands, out_letters)
+    # addmm and baddbmm add a first tensor
+    addends = [_operand(labels, tensor) for tensor in call.tensors[:-2]]
+    labels.set_fields(call.out, labels.broadcast_fields([(call.out.shape, fields), *addends]))
 
 
 def attention(labels: UnitLabels, call: OpCall) -> None:
-    """Heads are kept or cut whole: the scores of a head need all of its queries and keys."""
+    """Keep or cut whole heads: the scores of a head need all of its queries and keys."""
     query, key, value = (call.arguments[name] for name in ("query", "key", "value"))
     lead = ascii_uppercase[: query.ndim - 2]
-    repeats = query.shape[-3] // key.shape[-3] if call.get("enable_gqa") and query.ndim > 2 else 1
+    is_grouped = call.get("enable_gqa") and query.ndim > 2
+    repeats = query.shape[-3] // key.shape[-3] if is_grouped else 1
 
     def heads(tensor: Tensor) -> Operand:
-        shape, fields = list(tensor.shape), labels.of(tensor)
-        for field in fields:
+        """Return queries, keys or values with whole heads, repeated as in grouped attention."""
+        for field in labels.of(tensor):
             labels.collapse(field, [field.ndim - 1])
-        fields = labels.of(tensor)
+        shape, fields = list(tensor.shape), labels.of(tensor)
         if repeats > 1 and tensor is not query:
             shape[-3] *= repeats
             fields = [
-                f.repeat_interleave(repeats, f.ndim - 3) if f.shape[-3] > 1 else f for f in fields
+                field.repeat_interleave(repeats, field.ndim - 3) if field.shape[-3] > 1 else field
+                for field in fields
             ]
         return shape, fields
 
-    scores = contract(labels, [(heads(query), f"{lead}qe"), (heads(key), f"{lead}ke")], f"{lead}qk")
-    met: Operand = ((*query.shape[:-1], key.shape[-2]), scores)
+    query_and_key = [(heads(query), f"{lead}qe"), (heads(key), f"{lead}ke")]
+    scores = contract(labels, query_and_key, f"{lead}qk")
+    score_shape = (*query.shape[:-1], key.shape[-2])
     mask = call.get("attn_mask")
     if mask is not None:
-        met = met[0], labels.broadcast_fields([met, _operand(labels, mask)])
-    inner = labels.simplify(met[1])
-    mixed = [f for f in inner if varying_axes(f) & {f.ndim - 1}]
-    labels.add_uncuttable(
-        call.explain("keys that are cut would still take part in the softmax"), mixed
-    )
-    labels.set_fields(
-        call.out, contract(labels, [(met, f"{lead}qk"), (heads(value), f"{lead}ke")], f"{lead}qe")
-    )
+        scores = labels.broadcast_fields([(score_shape, scores), _operand(labels, mask)])
+    cut_keys = [f for f in labels.simplify(scores) if f.ndim - 1 in varying_axes(f)]
+    message = call.explain("keys that are cut would still take part in the softmax")
+    labels.add_uncuttable(message, cut_keys)
+    score_and_value = [((score_shape, scores), f"{lead}qk"), (heads(value), f"{lead}ke")]
+    labels.set_fields(call.out, contract(labels, score_and_value, f"{lead}qe"))
 
 
 def convolution(labels: UnitLabels, call: OpCall) -> None:
-    """Channels meet the kernel's; of a grouped convolution whole groups are kept or cut."""
+    """Tie input channels to the kernel's; a grouped convolution keeps or cuts whole groups."""
     source: Tensor = call.arguments["input"]
     weight: Tensor = call.arguments["weight"]
-    groups, transposed = (
-        call.get("groups", 1),
-        "transpose" in call.name or bool(call.get("transposed")),
-    )
-    space = weight.ndim - 2
-    channel = source.ndim - space - 1
-    fields = labels.of(source)
-    stray = [f for f in fields if varying_axes(f) - {channel}]
-    apart = [f for f in stray if _is_pointwise_along(call, weight, varying_axes(f), channel)]
-    mixed = [f for f in stray if not any(f is other for other in apart)]
-    labels.add_uncuttable(call.explain("units lie along another axis than the channels"), mixed)
-    channels = [f.flatten() for f in fields if varying_axes(f) == {channel}]
-    kernel = [
-        (varying_axes(f).pop(), f.flatten()) for f in labels.of(weight) if len(varying_axes(f)) == 1
-    ]
-    for axis, field in kernel:
-        if axis > (groups == 1):  # space; with several groups, also the channels inside one
-            labels.atoms.fix(field)
-    kernel = [(axis, field) for axis, field in kernel if axis <= (groups == 1)]
-    width = source.shape[channel]
-    ins, outs = ("goi", "gio")[transposed], call.out.shape[channel]
-    shape = (groups, weight.shape[0] // groups, weight.shape[1])
-    spread = [_kernel_field(axis, field, shape) for axis, field in kernel]
-    data = [field.view(groups, width // groups) for field in channels]
-    found = contract(
-        labels, [(((groups, width // groups), data), "gi"), ((shape, spread), ins)], "go"
-    )
-    rows = [field.expand(groups, outs // groups).reshape(-1) for field in found]
-    found = [field_along(row, channel, source.ndim) for row in rows] + apart
-    _add_bias(labels, call, found, call.get("bias"), channel)
+    groups = call.get("groups", 1)
+    transposed = "transpose" in call.name or bool(call.get("transposed"))
+    channel = source.ndim - (weight.ndim - 2) - 1
+
+    channel_atoms: list[Tensor] = []
+    passed_through: list[Field] = []
+    uncuttable: list[Field] = []
+    for field in labels.of(source):
+        axes = varying_axes(field)
+        if axes == {channel}:
+            channel_atoms.append(field.flatten())
+        if axes - {channel}:
+            pointwise = _is_pointwise_along(call, weight, axes, channel)
+            (passed_through if pointwise else uncuttable).append(field)
+    message = call.explain("units lie along another axis than the channels")
+    labels.add_uncuttable(message, uncuttable)
+
+    width, out_width = source.shape[channel], call.out.shape[channel]
+    kernel_shape = (groups, weight.shape[0] // groups, weight.shape[1])
+    kernel_fields = _kernel_fields(labels, weight, groups, kernel_shape)
+    input_fields = [atoms.view(groups, width // groups) for atoms in channel_atoms]
+    kernel_letters = "gio" if transposed else "goi"
+    input_operand: Operand = ((groups, width // groups), input_fields)
+    kernel_operand: Operand = (kernel_shape, kernel_fields)
+    out_fields = contract(labels, [(input_operand, "gi"), (kernel_operand, kernel_letters)], "go")
+    fields: list[Field] = []
+    for out_field in out_fields:
+        out_atoms = out_field.expand(groups, out_width // groups).reshape(-1)
+        fields.append(field_along(out_atoms, channel, source.ndim))
+    _add_bias(labels, call, fields + passed_through, call.get("bias"), channel)
+
+
+def _kernel_fields(
+    labels: UnitLabels, weight: Tensor, groups: int, shape: tuple[int, int, int]
+) -> list[Field]:
+    """Return a kernel's fields over (group, first axis within the group, second axis).
+
+    The kernel's spatial axes cannot be cut. With several groups, neither can its second axis, the
+    channels inside one group.
+    """
+    last_cut_axis = 1 if groups == 1 else 0
+    atoms_by_axis: list[tuple[int, Tensor]] = []
+    for field in labels.of(weight):
+        if len(varying_axes(field)) == 1:
+            atoms_by_axis.append((varying_axes(field).pop(), field.flatten()))
+    for axis, atoms in atoms_by_axis:
+        if axis > last_cut_axis:
+            labels.atoms.fix(atoms)
+    fields: list[Field] = []
+    for axis, atoms in atoms_by_axis:
+        if axis == 0:
+            fields.append(atoms.view(shape[0], shape[1], 1))
+        elif axis <= last_cut_axis:
+            fields.append(atoms.view(1, 1, shape[2]))
+    return fields
 
 
 def _is_pointwise_along(call: OpCall, weight: Tensor, axes: set[int], channel: int) -> bool:
-    """Whether a convolution takes the places along some axes one by one: its kernel has length 1 there, and no step."""
-    kernel = [weight.shape[2 + axis - channel - 1] if axis > channel else 0 for axis in axes]
-    arguments = {name: call.get(name) for name in ("stride", "padding")}
-    step, margin = (
-        {value} if not isinstance(value, list | tuple) else set(value)
-        for value in arguments.values()
-    )
-    return (
-        set(kernel) == {1}
-        and step == {1}
-        and margin <= {0, "valid"}
-        and "transpose" not in call.name
-    )
+    """Return whether a convolution handles the indices along some axes one by one.
+
+    Its kernel then has length 1 there, and it has neither a stride nor padding.
+    """
+    if "transpose" in call.name or any(axis <= channel for axis in axes):
+        return False
+    kernel_lengths = {weight.shape[2 + axis - channel - 1] for axis in axes}
+    strides, paddings = _values(call.get("stride")), _values(call.get("padding"))
+    return kernel_lengths == {1} and strides == {1} and paddings <= {0, "valid"}
 
 
-def _kernel_field(axis: int, field: Field, shape: tuple[int, int, int]) -> Field:
-    """A kernel's field over (convolution group, its first axis within the group, its second axis)."""
-    return field.view(shape[0], shape[1], 1) if axis == 0 else field.view(1, 1, shape[2])
+def _values(value: object) -> set[object]:
+    return set(value) if isinstance(value, list | tuple) else {value}
 
 
 def embedding(labels: UnitLabels, call: OpCall) -> None:
-    """A table's columns are units; its rows are looked up by number and stay."""
+    """Look up rows of a table: its columns are units, and its rows cannot be cut."""
     weight, out = call.arguments["weight"], call.outputs[0]
     for field in labels.of(weight):
         if 0 in varying_axes(field):
             labels.atoms.fix(field)
-    labels.add_uncuttable(
-        call.explain("the numbers to look up are cut"), labels.of(call.arguments["indices"])
-    )
+    message = call.explain("the numbers to look up are cut")
+    labels.add_uncuttable(message, labels.of(call.arguments["indices"]))
     labels.set_fields(out, [with_leading_axes(field, out.ndim) for field in labels.of(weight)])
 
 
 def channel_norm(labels: UnitLabels, call: OpCall) -> None:
-    """Statistics of each channel (batch, instance norm), or of whole groups of channels (group norm)."""
+    """Normalise each channel (batch, instance norm), or whole groups of channels (group norm)."""
     source = call.tensors[0]
-    of_weights = call.name == "batch_norm" and call.get("running_mean") is None
+    normalises_weights = call.name == "batch_norm" and call.get("running_mean") is None
     for field in labels.of(source):
-        if of_weights and 1 not in varying_axes(field):
-            continue  # the moments of what is there, as in a layer norm
-        if varying_axes(field) != {1}:
-            labels.add_uncuttable(
-                call.explain("units lie along another axis than the channels"), [field]
-            )
+        axes = varying_axes(field)
+        if normalises_weights and 1 not in axes:
+            continue  # the moments are over the units that are kept, as in a layer norm
+        if axes != {1}:
+            message = call.explain("units lie along another axis than the channels")
+            labels.add_uncuttable(message, [field])
         elif "num_groups" in call.arguments:
             groups = field.view(call.arguments["num_groups"], -1)
             labels.atoms.tie(groups, groups[:, :1])
@@ -225,23 +245,29 @@ def channel_norm(labels: UnitLabels, call: OpCall) -> None:
 
 
 def weight_norm(labels: UnitLabels, call: OpCall) -> None:
-    """The length of each direction is a sum over what is there; its unit has a length of its own."""
+    """Scale directions to lengths: a direction's norm sums over what is kept of it."""
     v, g = call.arguments["v"], call.arguments["g"]
-    axes = set(range(v.ndim)) - {call.get("dim", 0) % v.ndim}
-    lengths = labels.reduce_sum(labels.of(v), axes)
-    fields = labels.broadcast_fields([_operand(labels, v), _operand(labels, g), (g.shape, lengths)])
-    weight, length = call.outputs
+    summed_axes = set(range(v.ndim)) - {call.get("dim", 0) % v.ndim}
+    norm_fields = labels.reduce_sum(labels.of(v), summed_axes)
+    operands = [_operand(labels, v), _operand(labels, g), (g.shape, norm_fields)]
+    fields = labels.broadcast_fields(operands)
+    weight, norm = call.outputs
     labels.set_fields(weight, fields)
-    labels.set_fields(length, lengths)
+    labels.set_fields(norm, norm_fields)
 
 
 def layer_norm(labels: UnitLabels, call: OpCall) -> None:
-    """A norm across a cut axis takes its moments over the kept units; across part of a unit it needs it whole."""
+    """Normalise over the last axes, with moments over the units that are kept.
+
+    Units that also vary along other axes are kept or cut whole.
+    """
     source = call.tensors[0]
-    inner = set(range(source.ndim - len(call.arguments["normalized_shape"]), source.ndim))
+    num_normalised = len(call.arguments["normalized_shape"])
+    normalised_axes = set(range(source.ndim - num_normalised, source.ndim))
     for field in labels.of(source):
-        if varying_axes(field) & inner and varying_axes(field) - inner:
-            labels.collapse(field, inner)
+        axes = varying_axes(field)
+        if axes & normalised_axes and axes - normalised_axes:
+            labels.collapse(field, normalised_axes)
     fields = labels.broadcast_fields([_operand(labels, tensor) for tensor in call.tensors])
     for out in call.outputs:
         labels.set_fields(out, [field for field in fields if field.ndim == out.ndim])
@@ -266,23 +292,23 @@ OP_RULES: dict[str, Callable[[UnitLabels, OpCall], None]] = {
 
 
 def propagate(labels: UnitLabels, call: OpCall) -> None:
-    """Follow one operation; what is pointwise says so itself."""
+    """Apply the rule of one operation; torch marks the operations that are element-wise."""
     if torch.Tag.pointwise in call.func.tags:
         return pointwise_ops.elementwise(labels, call)
     if creates_tensor(call.func, bool(call.tensors)):
         for out in call.outputs:
-            labels.new_fields(out)  # made here: it takes the size of what it meets
+            labels.new_fields(out)  # a new tensor takes the size of what it is combined with
         return None
     return OP_RULES.get(call.name, pointwise_ops.unsupported)(labels, call)
 
 
-def creates_tensor(func: OpOverload, takes: bool) -> bool:
-    """Whether an operation makes a tensor of no other tensor's elements."""
-    return not takes or op_name(func).startswith("new_")
+def creates_tensor(func: OpOverload, has_inputs: bool) -> bool:
+    """Return whether an operation makes a tensor without using the elements of another one."""
+    return not has_inputs or op_name(func).startswith("new_")
 
 
-def has_rule(func: OpOverload, takes: bool) -> bool:
-    """Whether there is a rule for an operation; without one it is taken apart into smaller ones."""
-    return (
-        torch.Tag.pointwise in func.tags or creates_tensor(func, takes) or op_name(func) in OP_RULES
-    )
+def has_rule(func: OpOverload, has_inputs: bool) -> bool:
+    """Return whether an operation has a rule; otherwise it is decomposed into smaller ones."""
+    if torch.Tag.pointwise in func.tags or creates_tensor(func, has_inputs):
+        return True
+    return op_name(func) in OP_RULES
