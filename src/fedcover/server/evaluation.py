@@ -1,4 +1,7 @@
-"""How good a model is: accuracy and loss of the global model, of clients' parts of it, of what they trained."""
+"""Accuracy and loss of the global model, of clients' sub-models, and of the models they trained.
+
+Suffixes of tensors: B samples, K classes, a number the length of an axis.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,112 +18,52 @@ from fedcover.server.collectives import SINGLE_PROCESS, ProcessGroup, is_remote
 from fedcover.submodels.build import load_tensors, submodel
 from fedcover.submodels.encoding import encode
 from fedcover.submodels.reductions import Masks, Slices
-from fedcover.types import Reduction, Samples, State, Task, Update
+from fedcover.types import Params, Reduction, Samples, State, Task, Update
 
 MODES = ("calibrated", "batch-compat")
+"""Where norm statistics come from: training or calibration samples, or the test batch itself."""
 EVAL_BATCH_SIZE = {"cpu": 256, "cuda": 2048}
-"""How many samples go through a model at once: what a cache holds, or what fills a GPU."""
-
-MOST_KEPT = 1 << 20
-"""Parameters of the largest model that stays in memory between evaluations on a CPU: using it takes far longer."""
-
+"""How many samples go through a model at once: as many as fit a cache, or fill a GPU."""
 COMPAT_BATCH = 128
+"""The batch size of the mode `batch-compat`, whose scores depend on it."""
+MOST_KEPT = 1 << 20
+"""The largest model, in parameters, of which a CPU keeps a module for all evaluations.
+
+Larger models take far longer to evaluate than to build.
+"""
+
 FULL_REDUCTION = Masks({})
 """The reduction that cuts nothing."""
 
 
+# ── scores ──────────────────────────────────────────────────────────────────────────────────────
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Score:
-    """Accuracy in [0, 1] and mean cross-entropy, of sums that a GPU may still be making: who reads them waits."""
+    """Accuracy in [0, 1] and mean cross-entropy.
+
+    A GPU may still be computing the sums; reading a score waits for it.
+    """
 
     correct_loss_count_3: Tensor
 
     @property
     def accuracy(self) -> float:
-        """The share of right answers."""
-        right, _, number = self.correct_loss_count_3.tolist()
-        return float(right / number)
+        """The share of correct answers."""
+        correct, _, count = self.correct_loss_count_3.tolist()
+        return float(correct / count)
 
     @property
     def loss(self) -> float:
         """The mean cross-entropy."""
-        _, loss, number = self.correct_loss_count_3.tolist()
-        return float(loss / number)
-
-
-def eval_model(
-    task: Task, state: State, reduction: Reduction, capacity: float, mode: str = "calibrated"
-) -> nn.Module:
-    """A client's part of the global model with the norm statistics it is evaluated with.
-
-    `batch-compat` normalises with the test batch's own statistics, as several public codes do; its accuracy
-    depends on the test batch and serves only to compare with them.
-    """
-    known = state.statistics.get(statistics_key(task.norm, capacity) or "")
-    part = submodel(task.model.module, reduction, {**state.params, **(known or {})})
-    if mode == "batch-compat":
-        return use_batch_statistics(part).eval()
-    return part.eval() if known else calibrate(part, task.source.calibration)
-
-
-@dataclass(slots=True, eq=False)
-class EvalModule:
-    """The whole model in a module that is kept for evaluation: making one takes as long as using it."""
-
-    module: nn.Module
-    loaded_state: State | None = None
-
-    def eval_model(self, task: Task, state: State) -> nn.Module:
-        """The module with a state's parameters and the norm statistics that they are evaluated with."""
-        reset_module_state(self.module, task.model.module)
-        if self.loaded_state is state:  # as when test and validation follow each other
-            return self.module
-        self.loaded_state = None
-        known = state.statistics.get(statistics_key(task.norm, 1.0) or "")
-        room = params_and_buffers(self.module)
-        values = {**state.params, **(known or {})}
-        with torch.no_grad():
-            torch._foreach_copy_([room[name] for name in values], list(values.values()))
-        made = self.module.eval() if known else calibrate(self.module, task.source.calibration)
-        self.loaded_state = state
-        return made
-
-
-def reset_module_state(kept: nn.Module, first: nn.Module) -> None:
-    """Let a copy forget what it counted or remembered while it was used: no evaluation may depend on those before.
-
-    Norm statistics, which are set for every evaluation, are left alone; so is what lies deeper than plain values.
-    """
-    for part, origin in zip(kept.modules(), first.modules(), strict=True):
-        if isinstance(origin, _BatchNorm):
-            continue
-        for name, buffer in origin.named_buffers(recurse=False):
-            part._buffers[name] = (
-                buffer.clone()
-            )  # not copied into: it may be a view that cannot be written
-        if not type(origin).__module__.startswith("torch."):
-            vars(part).update(
-                {n: v for n, v in vars(origin).items() if isinstance(v, _PLAIN) and n != "training"}
-            )
-
-
-_PLAIN = (int, float, str, bool, type(None))
-_EVAL_MODULES: WeakKeyDictionary[nn.Module, EvalModule] = WeakKeyDictionary()
-
-
-def _full_model(task: Task, state: State) -> nn.Module:
-    module = task.model.module
-    entries = [tensor for tensor in state.params.values() if tensor.device.type == "cpu"]
-    if sum(tensor.numel() for tensor in entries) > MOST_KEPT:
-        return eval_model(task, state, FULL_REDUCTION, 1.0)
-    if module not in _EVAL_MODULES:
-        _EVAL_MODULES[module] = EvalModule(submodel(module, FULL_REDUCTION, state.params))
-    return _EVAL_MODULES[module].eval_model(task, state)
+        _, loss, count = self.correct_loss_count_3.tolist()
+        return float(loss / count)
 
 
 @torch.no_grad()
 def logits(module: nn.Module, x: Tensor, batch: int | None = None) -> Tensor:
-    """What a module says about every input."""
+    """Return the outputs of a module for all inputs, computed in batches."""
     if x.is_cuda and x.ndim == 4:
         module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     batch = batch or EVAL_BATCH_SIZE[x.device.type]
@@ -128,15 +71,11 @@ def logits(module: nn.Module, x: Tensor, batch: int | None = None) -> Tensor:
 
 
 def score(logits_BK: Tensor, y_B: Tensor, ranks: ProcessGroup = SINGLE_PROCESS) -> Score:
-    """Accuracy and loss of given logits, of which every process has some."""
-    right = (logits_BK.argmax(1) == y_B).double().sum()
-    sums_3 = torch.stack(
-        [
-            right,
-            F.cross_entropy(logits_BK.double(), y_B, reduction="sum"),
-            right.new_full((), y_B.numel()),
-        ]
-    )
+    """Return accuracy and loss of all processes' logits together."""
+    correct = (logits_BK.argmax(1) == y_B).double().sum()
+    loss = F.cross_entropy(logits_BK.double(), y_B, reduction="sum")
+    count = correct.new_full((), y_B.numel())
+    sums_3 = torch.stack([correct, loss, count])
     ranks.total([sums_3])
     return Score(sums_3)
 
@@ -151,53 +90,161 @@ def evaluate(
     capacity: float = 1.0,
     ranks: ProcessGroup = SINGLE_PROCESS,
 ) -> Score:
-    """The score of the global model, or of a client's part of it, on some samples; every process looks at a share."""
-    if mode == "batch-compat":  # depends on the batches, so every process looks at all of them
-        compatible = eval_model(task, state, reduction, capacity, mode)
-        return score(logits(compatible, samples.x, COMPAT_BATCH), samples.y)
-    model = (
-        _full_model(task, state)
-        if reduction is FULL_REDUCTION
-        else eval_model(task, state, reduction, capacity)
-    )
-    local_slice = ranks.local_slice(len(samples))
-    return score(logits(model, samples.x[local_slice]), samples.y[local_slice], ranks)
+    """Score the global model, or a client's part of it.
+
+    Args:
+        task: the model and what else training needs.
+        state: the parameters and norm statistics.
+        samples: the samples to score on.
+        mode: where norm statistics come from; one of `MODES`.
+        reduction: the part of the model; by default all of it.
+        capacity: the capacity whose norm statistics are used.
+        ranks: the processes that share the samples.
+    """
+    if mode == "batch-compat":
+        # The score depends on the batches, so every process evaluates all of them.
+        model = eval_model(task, state, reduction, capacity, mode)
+        return score(logits(model, samples.x, COMPAT_BATCH), samples.y)
+    if reduction is FULL_REDUCTION:
+        model = _full_model(task, state)
+    else:
+        model = eval_model(task, state, reduction, capacity)
+    local_rows = ranks.local_slice(len(samples))
+    return score(logits(model, samples.x[local_rows]), samples.y[local_rows], ranks)
 
 
 def local_accuracy(
     task: Task, state: State, updates: Sequence[Update], ranks: ProcessGroup = SINGLE_PROCESS
 ) -> tuple[float, float] | None:
-    """What the round's clients would see: on the test samples of their labels, weighted by their samples.
+    """Return the mean accuracy of the round's clients on test samples with their own labels.
 
-    First with their own part of the new global model, then with the model each had just trained. None where the test
-    set has none of their labels. Every process looks at the clients that it has trained.
+    Clients count by their numbers of samples. Every process evaluates the clients that it trained.
+
+    Returns:
+        The accuracy of each client's part of the new global model, and that of the model it had just
+        trained; None if the test set has none of the clients' labels.
     """
     test = task.source.test
-    answers: dict[object, Tensor] = {}  # clients with the same part share its answers
-    own = trained = weight = 0.0
+    predictions: dict[object, Tensor] = {}  # shared by clients with the same part
+    global_sum = trained_sum = weight = 0.0
     for update in updates:
         if is_remote(update.params):
             continue
         client, sent = update.client, update.sent
-        name = (encode(sent) if isinstance(sent, Slices) else id(sent), client.capacity)
-        if name not in answers:
-            part = eval_model(task, state, update.sent, client.capacity)
-            answers[name] = logits(part, test.x).argmax(1)
-        mine = torch.isin(test.y, torch.tensor(client.labels, device=test.y.device))
-        mine = mine if mine.ndim == 1 else mine.flatten(1).any(1)  # a sequence has many labels
-        if not bool(mine.any()):
+        key = (encode(sent) if isinstance(sent, Slices) else id(sent), client.capacity)
+        if key not in predictions:
+            part = eval_model(task, state, sent, client.capacity)
+            predictions[key] = logits(part, test.x).argmax(1)
+        own_rows = _rows_with_labels(test.y, client.labels)
+        if not bool(own_rows.any()):
             continue
-        own += client.samples * float((answers[name] == test.y)[mine].double().mean())
-        answer = logits(_as_trained(task, update), test.x[mine]).argmax(1)
-        trained += client.samples * float((answer == test.y[mine]).double().mean())
+        own_y = test.y[own_rows]
+        own_predictions = logits(_trained_model(task, update), test.x[own_rows]).argmax(1)
+        global_accuracy = float((predictions[key] == test.y)[own_rows].double().mean())
+        trained_accuracy = float((own_predictions == own_y).double().mean())
+        global_sum += client.samples * global_accuracy
+        trained_sum += client.samples * trained_accuracy
         weight += client.samples
-    sums_3 = torch.tensor([own, trained, weight], dtype=torch.float64)
+    sums_3 = torch.tensor([global_sum, trained_sum, weight], dtype=torch.float64)
     ranks.total([sums_3])
-    own, trained, weight = sums_3.tolist()
-    return (own / weight, trained / weight) if weight else None
+    global_sum, trained_sum, weight = sums_3.tolist()
+    return (global_sum / weight, trained_sum / weight) if weight else None
 
 
-def _as_trained(task: Task, update: Update) -> nn.Module:
+def _rows_with_labels(y: Tensor, labels: Sequence[int]) -> Tensor:
+    """Return True for each row with one of these labels; a sequence has several labels in a row."""
+    matches = torch.isin(y, torch.tensor(labels, device=y.device))
+    return matches if matches.ndim == 1 else matches.flatten(1).any(1)
+
+
+# ── the evaluated modules ───────────────────────────────────────────────────────────────────────
+
+
+def eval_model(
+    task: Task, state: State, reduction: Reduction, capacity: float, mode: str = "calibrated"
+) -> nn.Module:
+    """Build a client's part of the global model, with the norm statistics for its evaluation.
+
+    `batch-compat` normalises with the statistics of the test batch, as several public codes do. Its
+    accuracy depends on the test batch and serves only to compare with them.
+    """
+    statistics = _norm_statistics(task, state, capacity)
+    part = submodel(task.model.module, reduction, {**state.params, **statistics})
+    if mode == "batch-compat":
+        return use_batch_statistics(part).eval()
+    return part.eval() if statistics else calibrate(part, task.source.calibration)
+
+
+def _norm_statistics(task: Task, state: State, capacity: float) -> Params:
+    """Return the tracked norm statistics of some width; empty if none are tracked."""
+    key = statistics_key(task.norm, capacity)
+    return state.statistics.get(key, {}) if key else {}
+
+
+def _trained_model(task: Task, update: Update) -> nn.Module:
+    """Build the model that a client had at the end of its training."""
     part = submodel(task.model.module, update.sent, {})
     load_tensors(part, {**update.params, **update.buffers})
     return part.eval() if update.buffers else calibrate(part, task.source.calibration)
+
+
+@dataclass(slots=True, eq=False)
+class EvalModule:
+    """A module of the whole model that is reused: building one takes as long as evaluating it."""
+
+    module: nn.Module
+    loaded_state: State | None = None
+
+    def eval_model(self, task: Task, state: State) -> nn.Module:
+        """Return the module with a state's parameters and norm statistics."""
+        reset_module_state(self.module, task.model.module)
+        if self.loaded_state is state:  # the test set was just evaluated, now the validation set
+            return self.module
+        self.loaded_state = None  # in case calibration fails below
+        statistics = _norm_statistics(task, state, 1.0)
+        values = {**state.params, **statistics}
+        tensors = params_and_buffers(self.module)
+        with torch.no_grad():
+            torch._foreach_copy_([tensors[name] for name in values], list(values.values()))
+        if statistics:
+            module = self.module.eval()
+        else:
+            module = calibrate(self.module, task.source.calibration)
+        self.loaded_state = state
+        return module
+
+
+def reset_module_state(module: nn.Module, original: nn.Module) -> None:
+    """Undo what a copy of a module counted or remembered, so that evaluations are independent.
+
+    Norm statistics are left alone, as every evaluation sets them. So are attributes that are neither
+    buffers nor plain values.
+    """
+    for layer, original_layer in zip(module.modules(), original.modules(), strict=True):
+        if isinstance(original_layer, _BatchNorm):
+            continue
+        for name, buffer in original_layer.named_buffers(recurse=False):
+            # Replace instead of copying: the buffer may be a view that cannot be written to.
+            layer._buffers[name] = buffer.clone()
+        if not type(original_layer).__module__.startswith("torch."):
+            plain_values = {
+                name: value
+                for name, value in vars(original_layer).items()
+                if isinstance(value, _PLAIN) and name != "training"
+            }
+            vars(layer).update(plain_values)
+
+
+_PLAIN = (int, float, str, bool, type(None))
+_EVAL_MODULES: WeakKeyDictionary[nn.Module, EvalModule] = WeakKeyDictionary()
+
+
+def _full_model(task: Task, state: State) -> nn.Module:
+    """Return the whole model for evaluation; reuse its module unless it is large."""
+    module = task.model.module
+    cpu_params = [tensor for tensor in state.params.values() if tensor.device.type == "cpu"]
+    if sum(tensor.numel() for tensor in cpu_params) > MOST_KEPT:
+        return eval_model(task, state, FULL_REDUCTION, 1.0)
+    if module not in _EVAL_MODULES:
+        _EVAL_MODULES[module] = EvalModule(submodel(module, FULL_REDUCTION, state.params))
+    return _EVAL_MODULES[module].eval_model(task, state)

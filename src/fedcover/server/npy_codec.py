@@ -1,6 +1,7 @@
-"""One array off the wire: the bytes of an .npy file, believed only if they are exactly what was asked for.
+"""Decoding of one untrusted array: the bytes of an .npy file, accepted only if they are as expected.
 
-Type and shape are known beforehand, so the header is compared and not parsed; nothing is ever unpickled.
+The type and shape are known beforehand. So the header is compared with the one that NumPy would have
+written, and never parsed; nothing is unpickled.
 """
 
 import math
@@ -12,15 +13,28 @@ import torch
 from torch import Tensor
 
 NUMPY = "numpy.ndarray"
-"""The only way of storing that is read."""
+"""The only accepted way of storing an array."""
 HEADER = 4096
-"""Bytes beyond its numbers that a stored array may have."""
+"""An upper bound on the bytes of an .npy header."""
 _MAGIC = b"\x93NUMPY\x01\x00"
+
+
+class InvalidReply(Exception):
+    """A reply failed a check.
+
+    Args:
+        reason: a key of `reply_validation.REJECTION_REASONS`.
+        detail: what exactly is wrong; safe to print.
+    """
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason, self.detail = reason, detail
 
 
 @dataclass(frozen=True, slots=True)
 class RawArray:
-    """An array as it arrived: what its sender declares of it, and bytes that nobody has looked into."""
+    """An array as it arrived: what its sender declares, and bytes that nobody has looked at."""
 
     dtype: Any
     shape: Any
@@ -29,17 +43,18 @@ class RawArray:
 
     @property
     def bytes(self) -> int | None:
-        """How many bytes it has; None where it has no bytes at all."""
-        return (
-            memoryview(self.data).nbytes
-            if isinstance(self.data, bytes | bytearray | memoryview)
-            else None
-        )
+        """The number of bytes; None if the data is not bytes at all."""
+        if not isinstance(self.data, bytes | bytearray | memoryview):
+            return None
+        return memoryview(self.data).nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class ArraySpec:
-    """What an array must be: its shape, the type of its numbers, and whether these are bits (which may be left out)."""
+    """The shape and number type that an array must have.
+
+    `bits`: the array holds packed bits, one for each entry of a parameter. It may be left out.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -47,119 +62,123 @@ class ArraySpec:
 
     @property
     def bytes(self) -> int:
-        """How many bytes its numbers take."""
+        """The number of bytes of the array's numbers."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
-class InvalidReply(Exception):
-    """What is wrong with a reply: a reason from the table of `replies`, and a detail that is safe to print."""
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(f"{reason}: {detail}")
-        self.reason, self.detail = reason, detail
-
-
 def array_spec(tensor: Tensor, mask: Tensor | None = None) -> ArraySpec:
-    """What a tensor travels as: whole, or only the entries under a mask, in a row."""
+    """Return the array as which a tensor is sent: whole, or the entries under a mask in a row."""
     shape = tuple(tensor.shape) if mask is None else (int(mask.sum()),)
     return ArraySpec(shape, str(tensor.dtype).removeprefix("torch."))
 
 
 def as_array(tensor: Tensor) -> np.ndarray:
-    """A tensor as NumPy stores it: in C order."""
+    """Return a tensor as a NumPy array in C order."""
     return np.asarray(tensor.detach().cpu().numpy(), order="C")
 
 
-def decode_array(name: str, array: RawArray, wanted: ArraySpec) -> Tensor:
-    """The tensor in an array, if what it declares and what its bytes say are both exactly what is wanted.
+def decode_array(name: str, array: RawArray, spec: ArraySpec) -> Tensor:
+    """Return the tensor in an array if all that it declares and stores agrees with its spec.
 
-    >>> stored = np.lib.format.magic(1, 0) + b"\\x76\\x00{'descr': '<f4', 'fortran_order': False, 'shape': (1,), }"
+    Args:
+        name: the array's name, for errors.
+        array: the array as it arrived.
+        spec: the expected shape and type.
+
+    Raises:
+        InvalidReply: anything differs.
+
+    >>> header = "{'descr': '<f4', 'fortran_order': False, 'shape': (1,), }"
+    >>> stored = np.lib.format.magic(1, 0) + b"\\x76\\x00" + header.encode()
     >>> data = stored.ljust(127) + b"\\n" + np.float32(0.5).tobytes()
-    >>> decode_array("w", RawArray("float32", (1,), NUMPY, data), ArraySpec((1,), "float32"))
+    >>> spec = ArraySpec((1,), "float32")
+    >>> decode_array("w", RawArray("float32", (1,), NUMPY, data), spec)
     tensor([0.5000])
-    >>> decode_array("w", RawArray("float32", (1,), "cloudpickle", data), ArraySpec((1,), "float32"))
+    >>> decode_array("w", RawArray("float32", (1,), "cloudpickle", data), spec)
     Traceback (most recent call last):
     ...
     fedcover.server.npy_codec.InvalidReply: pickled: w is stored as 'cloudpickle'
     """
-    if array.stype != NUMPY:
-        raise InvalidReply("pickled", f"{name} is stored as {safe_repr(array.stype)}")
-    if not isinstance(array.dtype, str) or array.dtype != wanted.dtype:
-        raise InvalidReply(
-            "wrong dtype", f"{name} declares {safe_repr(array.dtype)}, not {wanted.dtype}"
-        )
-    shape = tuple(array.shape) if isinstance(array.shape, list | tuple) else None
-    if shape is None or any(type(length) is not int for length in shape) or shape != wanted.shape:
-        _wrong_shape(name, wanted, f"declares {safe_repr(shape)}", shape)
+    _check_declared(name, array, spec)
     data = memoryview(array.data)
     if not data.c_contiguous:
         raise InvalidReply("damaged array", f"{name} is scattered in memory")
-    stored = np.dtype(wanted.dtype).newbyteorder("<")
-    numbers = _numbers(name, data.cast("B"), wanted, stored.str)
-    return torch.from_numpy(
-        np.frombuffer(numbers, stored).astype(wanted.dtype).reshape(wanted.shape)
-    )
+    stored_dtype = np.dtype(spec.dtype).newbyteorder("<")
+    numbers = _stored_numbers(name, data.cast("B"), spec, stored_dtype.str)
+    decoded = np.frombuffer(numbers, stored_dtype).astype(spec.dtype).reshape(spec.shape)
+    return torch.from_numpy(decoded)
 
 
-def _numbers(name: str, data: memoryview, wanted: ArraySpec, stored: str) -> memoryview:
-    """The bytes after an .npy header, which must read as NumPy writes it for this very type and shape."""
-    head = bytes(data[:HEADER])
-    if head[:1] == b"\x80":
+def _check_declared(name: str, array: RawArray, spec: ArraySpec) -> None:
+    """Check the fields that the sender filled in."""
+    if array.stype != NUMPY:
+        raise InvalidReply("pickled", f"{name} is stored as {safe_repr(array.stype)}")
+    if not isinstance(array.dtype, str) or array.dtype != spec.dtype:
+        detail = f"{name} declares {safe_repr(array.dtype)}, not {spec.dtype}"
+        raise InvalidReply("wrong dtype", detail)
+    shape = tuple(array.shape) if isinstance(array.shape, list | tuple) else None
+    # Compare types too: True == 1 and 1.0 == 1.
+    if shape is None or any(type(length) is not int for length in shape) or shape != spec.shape:
+        _raise_wrong_shape(name, spec, f"declares {safe_repr(shape)}", shape)
+
+
+def _stored_numbers(name: str, data: memoryview, spec: ArraySpec, dtype: str) -> memoryview:
+    """Return the bytes after the header, which must be what NumPy writes for this type and shape."""
+    start = bytes(data[:HEADER])
+    if start[:1] == b"\x80":
         raise InvalidReply("pickled", f"{name} begins like a pickle")
-    length = int.from_bytes(head[8:10], "little")
-    if head[:8] != _MAGIC or 10 + length > len(head):
+    length = int.from_bytes(start[8:10], "little")
+    if start[:8] != _MAGIC or 10 + length > len(start):
         raise InvalidReply("damaged array", f"{name} is no .npy file of version 1.0")
-    header = head[10 : 10 + length].rstrip(b" \n")
-    kind = f"{{'descr': '{stored}', 'fortran_order': False, ".encode()
+    header = start[10 : 10 + length].rstrip(b" \n")
     if header.startswith((b"{'descr': '|O'", b"{'descr': 'O'")):
         raise InvalidReply("pickled", f"{name} holds Python objects")
-    if not header.startswith(kind):
-        raise InvalidReply(
-            "wrong dtype", f"{name} is stored as {safe_repr(header)}, not {stored} in C order"
-        )
-    if header != kind + f"'shape': {wanted.shape}, }}".encode():
-        _wrong_shape(name, wanted, f"is stored as {safe_repr(header[len(kind) :])}", None)
+    expected_dtype = f"{{'descr': '{dtype}', 'fortran_order': False, ".encode()
+    expected_shape = f"'shape': {spec.shape}, }}".encode()
+    if not header.startswith(expected_dtype):
+        detail = f"{name} is stored as {safe_repr(header)}, not {dtype} in C order"
+        raise InvalidReply("wrong dtype", detail)
+    if header != expected_dtype + expected_shape:
+        stored_shape = header.removeprefix(expected_dtype)
+        _raise_wrong_shape(name, spec, f"is stored as {safe_repr(stored_shape)}", None)
     numbers = data[10 + length :]
-    if numbers.nbytes != wanted.bytes:
-        raise InvalidReply(
-            "damaged array", f"{name} has {numbers.nbytes} bytes of numbers, not {wanted.bytes}"
-        )
+    if numbers.nbytes != spec.bytes:
+        detail = f"{name} has {numbers.nbytes} bytes of numbers, not {spec.bytes}"
+        raise InvalidReply("damaged array", detail)
     return numbers
 
 
-def _wrong_shape(
-    name: str, wanted: ArraySpec, what: str, shape: tuple[Any, ...] | None
+def _raise_wrong_shape(
+    name: str, spec: ArraySpec, finding: str, shape: tuple[Any, ...] | None
 ) -> NoReturn:
-    """Bits for more entries than the client holds claim more than its capacity."""
-    if not wanted.bits:
-        raise InvalidReply("wrong shape", f"{name} {what}, not {wanted.shape}")
-    over = (
-        shape is not None
-        and len(shape) == 1
-        and type(shape[0]) is int
-        and shape[0] > wanted.shape[0]
-    )
-    raise InvalidReply(
-        "mask over capacity" if over else "mask malformed", f"{name} {what}, not {wanted.shape}"
-    )
+    """Raise for a wrong shape; bits for too many entries claim more than the client's capacity."""
+    detail = f"{name} {finding}, not {spec.shape}"
+    if not spec.bits:
+        raise InvalidReply("wrong shape", detail)
+    is_row = shape is not None and len(shape) == 1 and type(shape[0]) is int
+    if is_row and shape is not None and shape[0] > spec.shape[0]:
+        raise InvalidReply("mask over capacity", detail)
+    raise InvalidReply("mask malformed", detail)
 
 
 def safe_repr(value: object) -> str:
-    """What a stranger sent, fit for a log: short, on one line, plain ASCII.
+    """Return an untrusted value as text for a log: short, on one line, plain ASCII.
 
     >>> safe_repr("two\\nlines")
     "'two\\\\nlines'"
     """
-    if isinstance(value, str | bytes):
-        text = ascii(value[:50])
-    elif isinstance(value, tuple):
-        text = f"({', '.join(safe_repr(part) for part in value[:8])}{', ...' if len(value) > 8 else ''})"
-    elif (
-        value is None
-        or type(value) in (bool, float)
-        or (type(value) is int and value.bit_length() < 200)
-    ):
-        text = str(value)
-    else:
-        text = f"a {type(value).__name__}"
+    text = _short_repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _short_repr(value: object) -> str:
+    if isinstance(value, str | bytes):
+        return ascii(value[:50])
+    if isinstance(value, tuple):
+        items = ", ".join(safe_repr(item) for item in value[:8])
+        return f"({items}, ...)" if len(value) > 8 else f"({items})"
+    if value is None or type(value) in (bool, float):
+        return str(value)
+    if type(value) is int and value.bit_length() < 200:
+        return str(value)
+    return f"a {type(value).__name__}"

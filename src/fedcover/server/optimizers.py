@@ -1,4 +1,9 @@
-"""Server optimisers: how the average of a round becomes the next model."""
+"""Server optimisers: how the server moves the model towards the aggregated parameters.
+
+An optimiser is a function of its options that returns a `ServerStep`. The step gets one parameter at a
+time, and the tensors that it returned for this parameter after the round before (its slots). The
+slots are part of a run's state and of its checkpoints. To add an optimiser, add it to `SERVERS`.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,7 +19,7 @@ from fedcover.types import Params
 
 @dataclass(frozen=True, slots=True)
 class AggregatedTensor:
-    """A tensor before and after the rule, and where anybody trained it."""
+    """A parameter before and after aggregation; `where` is True where some client trained it."""
 
     old: Tensor
     new: Tensor
@@ -22,22 +27,30 @@ class AggregatedTensor:
 
 
 OptimizerState = dict[str, Tensor]
-
+"""What an optimiser remembers of one parameter, by slot; empty in the first round."""
 
 ServerStep = Callable[[AggregatedTensor, OptimizerState], tuple[Tensor, OptimizerState]]
+"""Returns the new parameter and the new slots. The names of the slots must never change."""
 
 
 @dataclass(frozen=True, slots=True)
 class ElementwiseStep:
-    """A server step that treats every entry by itself, so that all tensors can go through it as one."""
+    """A server step that treats every entry by itself.
+
+    It can be applied to all parameters at once, or to a part of a large one.
+    """
 
     step: ServerStep
 
     def __call__(
         self, tensor: AggregatedTensor, memory: OptimizerState
     ) -> tuple[Tensor, OptimizerState]:
-        """The step."""
+        """Apply the step."""
         return self.step(tensor, memory)
+
+
+_PARAMS = ""
+"""Names the new parameter among the results of a step; no slot may have this name."""
 
 
 def apply_server_step(
@@ -48,44 +61,62 @@ def apply_server_step(
     memory: Mapping[str, Params],
     uncovered: str,
 ) -> tuple[Params, dict[str, Params]]:
-    """What a server optimiser makes of a rule's result where covered, what becomes of the rest, and what it remembers.
+    """Apply a server optimiser to all parameters.
 
-    `uncovered` names what an entry becomes that nobody trained.
+    Args:
+        step: the optimiser's step.
+        old: the parameters before the round.
+        averaged: the parameters that the aggregation rule returned.
+        counts: how many clients trained each entry.
+        memory: the optimiser's slots, each with one tensor per parameter.
+        uncovered: what becomes of entries that nobody trained; a key of `UNCOVERED`.
+
+    Returns:
+        The new parameters, and the new slots.
     """
 
-    def one(before: Tensor, new: Tensor, count: Tensor, *known: Tensor) -> dict[str, Tensor]:
+    def step_one(
+        old_tensor: Tensor, new_tensor: Tensor, count: Tensor, *slot_tensors: Tensor
+    ) -> dict[str, Tensor]:
         where = count > 0
-        moved, after = step(
-            AggregatedTensor(before, new, where), dict(zip(memory, known, strict=True))
-        )
-        return {"": torch.where(where, moved, UNCOVERED[uncovered](before)), **after}
+        slots = dict(zip(memory, slot_tensors, strict=True))
+        moved, new_slots = step(AggregatedTensor(old_tensor, new_tensor, where), slots)
+        return {
+            _PARAMS: torch.where(where, moved, UNCOVERED[uncovered](old_tensor)),
+            **new_slots,
+        }
 
-    trees = (old, averaged, counts, *memory.values())
+    trees = [old, averaged, counts, *memory.values()]
     if isinstance(step, ElementwiseStep):
-        made = map_elementwise_named(in_pieces(one), *map(flatten_if_cuda, trees))
-    else:  # a step of one's own may look at a whole tensor
-        made = map_elementwise_named(one, *map(dict, trees))
-    return made.pop(""), made
+        flat_trees = [flatten_if_cuda(tree) for tree in trees]
+        results = map_elementwise_named(in_pieces(step_one), *flat_trees)
+    else:  # a user-defined step may need whole parameters
+        results = map_elementwise_named(step_one, *[dict(tree) for tree in trees])
+    params = results.pop(_PARAMS)
+    return params, results
+
+
+# ── the optimisers ──────────────────────────────────────────────────────────────────────────────
 
 
 def server_none() -> ServerStep:
-    """The rule's result is the new model."""
+    """Use the aggregated parameters as the new model."""
     return ElementwiseStep(lambda tensor, memory: (tensor.new, {}))
 
 
 def server_momentum(*, lr: float = 1.0, beta: float = 0.9) -> ServerStep:
-    """Momentum on the server (FedAvgM, Hsu, Qi, Brown 2019); an entry's momentum moves only when it is covered."""
+    """Use momentum (FedAvgM, Hsu, Qi, Brown 2019); uncovered entries keep theirs."""
     if not (lr > 0 and 0 <= beta < 1):
         raise InvalidValue(
             f"server momentum: lr must be above 0 and beta in [0, 1); got {lr:g} and {beta:g}"
         )
 
     def step(tensor: AggregatedTensor, memory: OptimizerState) -> tuple[Tensor, OptimizerState]:
-        before = memory.get("velocity", torch.zeros_like(tensor.old))
-        velocity = torch.where(tensor.where, beta * before + (tensor.new - tensor.old), before)
-        return torch.where(tensor.where, tensor.old + lr * velocity, tensor.new), {
-            "velocity": velocity
-        }
+        old_velocity = memory.get("velocity", torch.zeros_like(tensor.old))
+        new_velocity = beta * old_velocity + (tensor.new - tensor.old)
+        velocity = torch.where(tensor.where, new_velocity, old_velocity)
+        moved = torch.where(tensor.where, tensor.old + lr * velocity, tensor.new)
+        return moved, {"velocity": velocity}
 
     return ElementwiseStep(step)
 
@@ -93,7 +124,7 @@ def server_momentum(*, lr: float = 1.0, beta: float = 0.9) -> ServerStep:
 def server_adam(
     *, lr: float = 0.01, beta1: float = 0.9, beta2: float = 0.99, tau: float = 1e-3
 ) -> ServerStep:
-    """FedAdam (Reddi et al., ICLR 2021); an entry's moments move only when it is covered."""
+    """Use FedAdam (Reddi et al., ICLR 2021); uncovered entries keep their moments."""
     if not (lr > 0 and tau > 0 and 0 <= beta1 < 1 and 0 <= beta2 < 1):
         raise InvalidValue(
             f"server adam: lr and tau must be above 0, beta1 and beta2 in [0, 1); "
@@ -117,3 +148,4 @@ SERVERS: dict[str, Callable[..., ServerStep]] = {
     "momentum": server_momentum,
     "adam": server_adam,
 }
+"""All server optimisers, by the name that an experiment gives them."""
