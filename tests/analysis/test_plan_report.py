@@ -6,7 +6,8 @@ import sys
 import numpy as np
 import pytest
 
-from fedcover.analysis.plan_report import codename_of_capacities, fleet_view, plan_report, plot
+from fedcover.analysis.plan_plot import plot
+from fedcover.analysis.plan_report import codename_of_capacities, fleet_view, plan_report
 from fedcover.errors import FedcoverError, InvalidValue
 from fedcover.runs.experiment import Experiment
 

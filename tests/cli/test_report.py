@@ -170,7 +170,7 @@ def test_report_says_what_it_leaves_out_and_plots_no_run_twice(fedcover, tmp_pat
     ]
     drawn = []
     monkeypatch.setattr(plotting, "draw", drawn.append)
-    monkeypatch.setattr(plotting, "save", lambda figure, path: None)
+    monkeypatch.setattr(plotting, "save_figure", lambda figure, path: None)
     draw_runs([tmp_path / "runs"], tmp_path / "a.png")
     assert [len(seeds) for seeds in drawn[0].values()] == [1]
 

@@ -1,4 +1,4 @@
-"""The figures of runs, round by round, as plain rows for spreadsheets, data frames and other programs."""
+"""The metrics of runs, round by round, as plain rows for spreadsheets and other programs."""
 
 import csv
 import io
@@ -10,23 +10,24 @@ from typing import Any
 from fedcover.analysis.report.load import RunRecord
 from fedcover.errors import printable
 
-_FORMULA = ("=", "+", "-", "@")
-"""Signs with which a formula begins; tabs and ends of lines are no printable signs."""
+_FORMULA_SIGNS = ("=", "+", "-", "@")
+"""Characters that begin a formula. `printable` removes tabs and line ends, which also can."""
 
 
 def metric_rows(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """One row a run and round (counted from 0, as in metrics.jsonl): every figure that is a number.
+    """Return one row per run and round (counted from 0), with every metric that is a number.
 
-    What was not measured in a round is not in its row; `seconds` is the sum over the phases.
+    A metric that was not measured is not in the row. `seconds` is the sum over all phases.
     """
-    return [
-        {"run": record.name, "seed": record.settings.get("seed", 0), **_figures(line)}
-        for record in records
-        for line in record.lines
-    ]
+    rows = []
+    for record in records:
+        for line in record.lines:
+            seed = record.settings.get("seed", 0)
+            rows.append({"run": record.name, "seed": seed, **_numbers(line)})
+    return rows
 
 
-def _figures(line: dict[str, Any]) -> dict[str, Any]:
+def _numbers(line: dict[str, Any]) -> dict[str, Any]:
     numbers = {key: value for key, value in line.items() if isinstance(value, int | float)}
     return {
         **numbers,
@@ -35,47 +36,46 @@ def _figures(line: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def as_csv(found: Sequence[dict[str, Any]]) -> str:
-    """Rows as CSV with a head line; what was not measured is empty, what is not finite says so (nan, inf).
+def as_csv(rows: Sequence[dict[str, Any]]) -> str:
+    """Return rows as CSV with a header.
 
-    A text that a spreadsheet would compute, or a terminal obey, is changed so that it is only a text.
+    A metric that was not measured is empty, and one that is not finite is nan or inf. Text that a
+    spreadsheet would compute, or that would control a terminal, is made harmless.
 
     >>> print(as_csv([{"run": "a", "round": 0}, {"run": "a", "round": 1, "accuracy": 0.5}]), end="")
     run,round,accuracy
     a,0,
     a,1,0.5
     """
-    columns = list(dict.fromkeys(key for row in found for key in row))
+    columns = list(dict.fromkeys(key for row in rows for key in row))
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([_as_text(column) for column in columns])
-    for row in found:
+    writer.writerow([_harmless(column) for column in columns])
+    for row in rows:
         cells = [row.get(column, "") for column in columns]
-        writer.writerow([_as_text(cell) if isinstance(cell, str) else cell for cell in cells])
+        writer.writerow([_harmless(cell) if isinstance(cell, str) else cell for cell in cells])
     return text.getvalue()
 
 
-def _as_text(cell: str) -> str:
-    r"""A text with a quote before what would begin a formula.
+def _harmless(cell: str) -> str:
+    r"""Put a quote before text that a spreadsheet would take for a formula.
 
-    >>> _as_text('=HYPERLINK("x")'), _as_text("-lr"), _as_text("a-1")
+    >>> _harmless('=HYPERLINK("x")'), _harmless("-lr"), _harmless("a-1")
     ('\'=HYPERLINK("x")', "'-lr", 'a-1')
     """
-    plain = printable(cell)
-    return f"'{plain}" if plain.lstrip().startswith(_FORMULA) else plain
+    text = printable(cell)
+    return f"'{text}" if text.lstrip().startswith(_FORMULA_SIGNS) else text
 
 
-def as_json(found: Sequence[dict[str, Any]]) -> str:
-    """Rows as a JSON list; what is not finite is null, since JSON has no word for it.
+def as_json(rows: Sequence[dict[str, Any]]) -> str:
+    """Return rows as a JSON list. A number that is not finite becomes null, as JSON has none.
 
     >>> as_json([{"loss": float("nan")}]).split()
     ['[', '{', '"loss":', 'null', '}', ']']
     """
-    finite = [
-        {key: None if _endless(value) else value for key, value in row.items()} for row in found
-    ]
-    return json.dumps(finite, indent=1, allow_nan=False)
+    json_rows = [{key: _finite_or_none(value) for key, value in row.items()} for row in rows]
+    return json.dumps(json_rows, indent=1, allow_nan=False)
 
 
-def _endless(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+def _finite_or_none(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

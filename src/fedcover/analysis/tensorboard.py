@@ -1,4 +1,4 @@
-"""The figures of every round for TensorBoard, written while a run goes on."""
+"""Write the metrics of every round for TensorBoard while a run is active."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -12,53 +12,60 @@ from fedcover.errors import FedcoverError
 from fedcover.host.disk import check_not_linked
 from fedcover.server.round import RoundReport
 
+HEADINGS = {
+    "gamma": "coverage",
+    "delta2": "coverage",
+    "bytes": "cost",
+    "parameters": "cost",
+    "multiply": "cost",
+}
+"""The group of a metric, by the first part of its name; all others are scores."""
+
 
 @contextmanager
 def tensorboard_writer(folder: Path) -> Iterator[Callable[[RoundReport], None]]:
-    """A function that writes every number of a round it is told of into event files, under the rounds done by then."""
+    """Give a function that writes the numbers of a round into event files.
+
+    The step of an event is the number of finished rounds.
+
+    Raises:
+        FedcoverError: if TensorBoard is not installed.
+    """
     if find_spec("tensorboard") is None:
         raise FedcoverError(
-            "logging for TensorBoard needs it; in a checkout of fedcover: pip install '.[tensorboard]'"
+            "TensorBoard is not installed; in a checkout of fedcover: pip install '.[tensorboard]'"
         )
     check_not_linked(folder)
-    make = import_module("torch.utils.tensorboard").SummaryWriter
-    writers: list[Any] = []
+    summary_writer = import_module("torch.utils.tensorboard").SummaryWriter
+    writer: Any = None
 
     def write(report: RoundReport) -> None:
-        if (
-            not writers
-        ):  # not before there is something to write: a run that is refused leaves nothing behind
-            writers.append(make(log_dir=str(folder), purge_step=report.round + 1))
+        nonlocal writer
+        step = report.round + 1
+        if writer is None:  # created late, so that a run that fails at once leaves no files
+            writer = summary_writer(log_dir=str(folder), purge_step=step)
         for name, value in scalars(report.metrics).items():
-            writers[0].add_scalar(name, value, report.round + 1)
-        writers[0].flush()
+            writer.add_scalar(name, value, step)
+        writer.flush()
 
     try:
         yield write
     finally:
-        for writer in writers:
+        if writer is not None:
             writer.close()
 
 
 def scalars(metrics: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a round by a name with its heading, as TensorBoard groups them.
+    """Return the finite numbers of a round, named heading/metric as TensorBoard groups them.
 
     >>> scalars({"accuracy": 0.5, "gamma_round": 2, "delta2_mean": None, "seconds": {"policy": 0.1}})
     {'score/accuracy': 0.5, 'coverage/gamma_round': 2, 'seconds/policy': 0.1}
     """
-    named = {f"seconds/{phase}": value for phase, value in metrics.get("seconds", {}).items()}
-    plain = {
-        f"{_heading(key)}/{key}": v for key, v in metrics.items() if isinstance(v, int | float)
-    }
-    return {name: value for name, value in {**plain, **named}.items() if math.isfinite(value)}
-
-
-def _heading(figure: str) -> str:
-    headings = {
-        "gamma": "coverage",
-        "delta2": "coverage",
-        "bytes": "cost",
-        "parameters": "cost",
-        "multiply": "cost",
-    }
-    return headings.get(figure.partition("_")[0], "score")
+    numbers: dict[str, float] = {}
+    for metric, value in metrics.items():
+        if isinstance(value, int | float):
+            heading = HEADINGS.get(metric.partition("_")[0], "score")
+            numbers[f"{heading}/{metric}"] = value
+    for phase, seconds in metrics.get("seconds", {}).items():
+        numbers[f"seconds/{phase}"] = seconds
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}

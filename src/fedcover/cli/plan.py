@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from fedcover.analysis.plan_plot import plot as draw_plan
 from fedcover.analysis.plan_report import plan_report
-from fedcover.analysis.plan_report import plot as draw_plan
 from fedcover.cli import conclusions, console
 from fedcover.cli.options import Data, Json, MaybeWhole, Whole, add_working_folder_to_path, app
 from fedcover.cli.trust import Trust, is_trusted
