@@ -1,10 +1,12 @@
-"""Client-level differential privacy for covered parameters: clip every update, add Gaussian noise to their sum.
+"""Client-level differential privacy: clip every update, and add Gaussian noise to their sum.
 
-Per round: S = sum of the clients' updates, each of length at most C over all the entries that the client holds.
-Released is S plus noise of standard deviation z * C on every covered entry; the model moves by that, divided by the
-number of clients that hold the entry. So the mean of an entry held by n clients has noise z * C / n, and an entry that
-nobody holds neither moves nor needs noise. S and the noise are whole numbers of steps of a grid, so that no rounding of
-floating-point numbers tells them apart. docs/security.md says what is guaranteed, and under what conditions.
+In each round, S is the sum of the clients' updates, each clipped to length C over all the entries
+that the client holds. The server releases S plus noise of standard deviation z * C on every covered
+entry. An entry then moves by the noised sum divided by the number n of clients that hold it, so its
+mean has noise z * C / n. An entry that nobody holds does not move and needs no noise.
+
+S and the noise are whole numbers of steps of a grid, so no floating-point rounding can reveal S.
+docs/security.md states the guarantee and its conditions.
 """
 
 import math
@@ -13,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from itertools import accumulate, islice
 
 import torch
 
@@ -23,14 +24,21 @@ from fedcover.server.grid_noise import ByteStream, rounded_normal
 from fedcover.types import Params, Reduction
 
 LEAST_NOISE, MOST_NOISE = 0.01, 1e6
-"""Less noise protects nobody, and more of it leaves nothing to learn: such numbers are typing errors."""
+"""Limits against typing errors: less noise protects nobody, more leaves nothing to learn."""
 LEAST_DELTA = 1e-15
 LEAST_CLIP, MOST_CLIP = 1e-30, 1e30
 
 
+# ── the privacy loss ────────────────────────────────────────────────────────────────────────────
+
+
 @dataclass(frozen=True, slots=True)
 class Gaussian:
-    """The Gaussian mechanism: noise of `noise` times the clipping length, and the delta at which epsilon is told."""
+    """The Gaussian mechanism.
+
+    `noise`: the standard deviation of the noise, as a multiple of the clipping length.
+    `delta`: the delta for which epsilon is reported.
+    """
 
     noise: float
     delta: float
@@ -38,7 +46,8 @@ class Gaussian:
     def __post_init__(self) -> None:
         if not LEAST_NOISE <= self.noise <= MOST_NOISE:
             raise InvalidValue(
-                f"privacy gaussian: noise must be in [{LEAST_NOISE:g}, {MOST_NOISE:g}]; got {self.noise:g}"
+                f"privacy gaussian: noise must be in [{LEAST_NOISE:g}, {MOST_NOISE:g}]; "
+                f"got {self.noise:g}"
             )
         if not LEAST_DELTA <= self.delta < 1:
             raise InvalidValue(
@@ -46,12 +55,12 @@ class Gaussian:
             )
 
     def epsilon(self, turns: int) -> float:
-        """Epsilon, exactly, for a client that has taken part `turns` times.
+        """Return the exact epsilon of a client that has taken part `turns` times.
 
-        Neighbours are fleets in which one client's data is replaced by any other: its clipped update then changes by up
-        to 2 C, so the noise is half as many times the sensitivity as it is times C. Turns are composed as they are:
-        who takes part follows from the seed, and the masks show it, so nothing is gained from sampling. Together they
-        are one Gaussian mechanism of sqrt(turns) times the sensitivity (Dong, Roth, Su 2022).
+        Two fleets are neighbours if they differ in the data of one client. Its clipped update then
+        differs by up to 2 C, so the noise is z / 2 times the sensitivity. There is no amplification by
+        sampling: who takes part follows from the seed, and the masks show it. `turns` rounds are
+        one Gaussian mechanism of sqrt(turns) times the sensitivity (Dong, Roth, Su 2022).
 
         >>> [round(Gaussian(noise=4.0, delta=1e-6).epsilon(turns), 3) for turns in (0, 1, 18)]
         [0.0, 2.254, 11.811]
@@ -59,28 +68,11 @@ class Gaussian:
         return gaussian_epsilon(2 * math.sqrt(turns) / self.noise, self.delta)
 
 
-def gaussian_delta(place: float, mu: float) -> float:
-    """Delta of a Gaussian mechanism at the epsilon mu * (place + mu / 2); mu is sensitivity / standard deviation.
-
-    Delta is Phi(mu/2 - epsilon/mu) - exp(epsilon) Phi(-mu/2 - epsilon/mu) (Balle, Wang 2018, theorem 8). Here both
-    terms have the factor exp(-place^2 / 2), so that nothing overflows.
-    """
-    density = math.exp(-place * place / 2) / math.sqrt(2 * math.pi)
-    return math.erfc(place / math.sqrt(2)) / 2 - density * tail_ratio(place + mu)
-
-
-def tail_ratio(x: float) -> float:
-    """The chance that a normal number is above x >= 0, divided by the density at x (Mills' ratio)."""
-    if x < 5:
-        return math.sqrt(math.pi / 2) * math.erfc(x / math.sqrt(2)) * math.exp(x * x / 2)
-    ratio = x
-    for n in range(60, 0, -1):  # Laplace's continued fraction
-        ratio = x + n / ratio
-    return 1 / ratio
-
-
 def gaussian_epsilon(mu: float, delta: float) -> float:
-    """The least epsilon at which a Gaussian mechanism has at most this delta."""
+    """Return the smallest epsilon for which a Gaussian mechanism has at most this delta.
+
+    `mu` is the sensitivity divided by the standard deviation of the noise.
+    """
     low, high = -mu / 2, 40.0
     if gaussian_delta(low, mu) <= delta:
         return 0.0
@@ -93,36 +85,83 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     return mu * (high + mu / 2)
 
 
+def gaussian_delta(t: float, mu: float) -> float:
+    """Return delta of a Gaussian mechanism at epsilon = mu * (t + mu / 2).
+
+    Delta is Phi(mu/2 - epsilon/mu) - exp(epsilon) Phi(-mu/2 - epsilon/mu) (Balle, Wang 2018, theorem
+    8). Here both terms have the factor exp(-t^2 / 2), so that nothing overflows.
+    """
+    density = math.exp(-t * t / 2) / math.sqrt(2 * math.pi)
+    return math.erfc(t / math.sqrt(2)) / 2 - density * tail_ratio(t + mu)
+
+
+def tail_ratio(x: float) -> float:
+    """Return the probability that a normal number exceeds x >= 0, divided by the density at x.
+
+    This is Mills' ratio.
+    """
+    if x < 5:
+        return math.sqrt(math.pi / 2) * math.erfc(x / math.sqrt(2)) * math.exp(x * x / 2)
+    ratio = x
+    for n in range(60, 0, -1):  # Laplace's continued fraction
+        ratio = x + n / ratio
+    return 1 / ratio
+
+
+def most_turns(cohorts: Iterable[Sequence[int]]) -> Iterator[int]:
+    """Yield, after each round, how often the most often sampled client has been sampled.
+
+    >>> list(most_turns([[1, 2], [3, 4], [2, 3], [2, 5]]))
+    [1, 1, 2, 3]
+    """
+    turns: Counter[int] = Counter()
+    most = 0
+    for cohort in cohorts:
+        turns.update(cohort)
+        most = max([most, *(turns[client] for client in cohort)])
+        yield most
+
+
+# ── the table ───────────────────────────────────────────────────────────────────────────────────
+
+
 def no_privacy() -> None:
-    """Updates are averaged as they are."""
+    """Average the updates as they are."""
 
 
 def gaussian(*, noise: float, delta: float = 1e-5) -> Gaussian:
-    """Add noise of `noise` times `clip_updates` to the sum of updates clipped to that; epsilon is told at `delta`."""
+    """Add noise of `noise` times `clip_updates` to the clipped sum; report epsilon at `delta`."""
     return Gaussian(noise, delta)
 
 
 PRIVACY: dict[str, Callable[..., Gaussian | None]] = {"none": no_privacy, "gaussian": gaussian}
+"""All privacy mechanisms, by the name that an experiment gives them."""
 
 
 def check_clip(clip: float) -> None:
-    """Refuse a length that is not far from where floating point ends: the steps of its grid would have no size."""
+    """Raise InvalidValue for a clipping length whose grid floating point cannot represent."""
     if not LEAST_CLIP <= clip <= MOST_CLIP:
         raise InvalidValue(
             f"clip_updates must be in [{LEAST_CLIP:g}, {MOST_CLIP:g}] with privacy; got {clip:g}"
         )
 
 
+# ── the private mean ────────────────────────────────────────────────────────────────────────────
+
+
 @dataclass(frozen=True)
 class NoiseGrid:
-    """The whole numbers in which updates and noise are counted: C is 2^30 to 2^31 steps, the noise 2^bits steps."""
+    """The grid in whose steps updates and noise are counted.
+
+    The clipping length is 2^30 to 2^31 steps; the standard deviation of the noise is 2^bits steps.
+    """
 
     clip: float
     noise: float
 
     @property
     def bits(self) -> int:
-        """The standard deviation of the noise is two to the power of this, in steps."""
+        """The logarithm of the standard deviation of the noise, in steps."""
         return 30 + math.frexp(self.noise)[1]
 
     @property
@@ -132,29 +171,33 @@ class NoiseGrid:
 
     @cached_property
     def max_square_sum(self) -> int:
-        """The most that the squares of a client's steps may sum to, exactly: (2^bits / noise)^2."""
-        most = Fraction(2**self.bits) / Fraction(self.noise)
-        return math.floor(most * most)
+        """The largest sum of squares of a client's steps, exactly: (2^bits / noise)^2."""
+        clip_in_steps = Fraction(2**self.bits) / Fraction(self.noise)
+        return math.floor(clip_in_steps * clip_in_steps)
 
-    def steps(self, moved: Params) -> Params:
-        """A client's update in steps, rounded towards zero; all its tensors together are no longer than C.
+    def steps(self, difference: Params) -> Params:
+        """Return a client's update in steps, clipped, each entry rounded towards zero.
 
-        The sum of squares is compared in whole numbers. An update without a finite length counts as none.
+        The clipped length is checked in whole numbers. An update whose length is not finite becomes
+        zero.
         """
-        far = global_norm(moved)
-        if not math.isfinite(far):
-            return {
-                name: torch.zeros_like(tensor, dtype=torch.int64) for name, tensor in moved.items()
-            }
-        scale = min(1.0, self.clip / far if far else 1.0) / self.step
+        length = global_norm(difference)
+        if not math.isfinite(length):
+            return _integer_zeros(difference)
+        scale = min(1.0, self.clip / length if length else 1.0) / self.step
         while True:
-            found = {
+            steps = {
                 name: (tensor.double() * scale).trunc().to(torch.int64)
-                for name, tensor in moved.items()
+                for name, tensor in difference.items()
             }
-            if sum(int(tensor.square().sum()) for tensor in found.values()) <= self.max_square_sum:
-                return found
-            scale *= 1 - 2.0**-20  # the length was rounded down
+            square_sum = sum(int(tensor.square().sum()) for tensor in steps.values())
+            if square_sum <= self.max_square_sum:
+                return steps
+            scale *= 1 - 2.0**-20  # the length was rounded down: clip a little more
+
+
+def _integer_zeros(like: Params) -> Params:
+    return {name: torch.zeros_like(tensor, dtype=torch.int64) for name, tensor in like.items()}
 
 
 def private_mean(
@@ -165,36 +208,32 @@ def private_mean(
     noise: float,
     stream: ByteStream,
 ) -> Params:
-    """Each entry moves by the noised sum of the clipped updates, divided by the number of clients that hold it."""
+    """Move each entry by the noised sum of the clipped updates, divided by its number of holders.
+
+    Args:
+        old: the global parameters.
+        parts: for each client, the part that it trained and its values.
+        clip: the clipping length.
+        noise: the standard deviation of the noise, as a multiple of `clip`.
+        stream: a fresh cryptographic stream, which nobody else may have.
+
+    Returns:
+        The new global parameters; entries that nobody holds keep their value.
+    """
     grid = NoiseGrid(clip, noise)
-    total = {name: torch.zeros_like(tensor, dtype=torch.int64) for name, tensor in old.items()}
+    total_steps = _integer_zeros(old)
     counts = {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in old.items()}
     for reduction, values in parts:
         for name, steps in grid.steps(change(old, reduction, values)).items():
-            total[name].add_(steps)
+            total_steps[name].add_(steps)
         reduction.add_into(counts, None, 1)
     new: Params = {}
     for name, tensor in old.items():
-        drawn = torch.from_numpy(rounded_normal(tensor.numel(), grid.bits, stream))
-        # from here on nothing is secret any more: what is made of the noised sum is as private as that
-        noised = 2 * total[name] + drawn.view(tensor.shape).to(tensor.device)
+        half_steps = torch.from_numpy(rounded_normal(tensor.numel(), grid.bits, stream))
+        noise_tensor = half_steps.view(tensor.shape).to(tensor.device)
+        # From here on nothing is secret: any function of the noised sum is as private as the sum.
+        noised = 2 * total_steps[name] + noise_tensor
         mean = noised.double() * (grid.step / 2) / counts[name]
-        new[name] = torch.where(counts[name] > 0, tensor.double() + mean, tensor.double()).to(
-            tensor.dtype
-        )
+        moved = torch.where(counts[name] > 0, tensor.double() + mean, tensor.double())
+        new[name] = moved.to(tensor.dtype)
     return new
-
-
-def most_turns(cohorts: Iterable[Sequence[int]]) -> Iterator[int]:
-    """After each round, how often the client that was asked most often has been asked.
-
-    >>> list(most_turns([[1, 2], [3, 4], [2, 3], [2, 5]]))
-    [1, 1, 2, 3]
-    """
-    turns: Counter[int] = Counter()
-
-    def most(known: int, cohort: Sequence[int]) -> int:
-        turns.update(cohort)
-        return max([known, *(turns[client] for client in cohort)])
-
-    return islice(accumulate(cohorts, most, initial=0), 1, None)
