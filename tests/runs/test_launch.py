@@ -158,7 +158,7 @@ def other_processes():
     return [
         int(pid)
         for pid in children
-        if b"fedcover.runs.launch" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"fedcover.runs.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
 
 

@@ -21,15 +21,15 @@ from fedcover.cli import sweep as sweep
 from fedcover.cli.options import app
 from fedcover.errors import FedcoverError, InvalidValue, RunError
 from fedcover.host.disk import reason
-from fedcover.runs.launch import main as run_worker
 from fedcover.runs.launch import torchrun_rank
+from fedcover.runs.worker import worker_main
 
 
 def main() -> None:
     """Run the command line. Exit with code 2 if the input is wrong, and 1 on other errors."""
     # Only the first process of torchrun reads the arguments; the others wait for work.
     if torchrun_rank() and sys.argv[1:2] in (["run"], ["resume"]):
-        return run_worker()
+        return worker_main()
     try:
         with console.show_log():
             app(sys.argv[1:], exit_on_error=False, print_error=False)

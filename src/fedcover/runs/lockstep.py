@@ -1,7 +1,7 @@
-"""Many runs in lockstep: settings and seeds of one kind of model take their steps together, as one large crew.
+"""Run many experiments in lockstep: the clients of all runs train together, as one large stack.
 
-Every run is what it would be alone (its own cohort, shuffles, model and folder); only the steps of all their clients
-are made at once. What cannot run together is run one after another.
+Every run gives the same result as alone, with its own cohort, shuffles, model and folder. Only the
+steps of the clients are computed together. Runs that do not fit together run one after another.
 """
 
 import time
@@ -38,7 +38,7 @@ from fedcover.training.engines.unsupported import UnsupportedByEngine
 from fedcover.types import Assignment, Dataset, Update
 
 CLIENTS_AT_ONCE = {"cpu": 100, "cuda": 1500}
-"""Clients of all runs that take a step together: what keeps the device busy, and no more."""
+"""Clients of all runs that take a step together: enough to keep the device busy."""
 
 LARGE_CLIENTS_AT_ONCE = {"streams": MAX_STREAMS, "batched": 32}
 """The same on a GPU where steps are large, by engine."""
@@ -48,7 +48,10 @@ SweepCallback = Callable[[Experiment, RoundReport], None]
 
 @dataclass(frozen=True)
 class Finished:
-    """A run of a sweep that has come to its end, or diverged: then `diverged` says where."""
+    """A run of a sweep that has finished or diverged.
+
+    `diverged` is the error message if it diverged. `engine` is the engine that trained it.
+    """
 
     experiment: Experiment
     metrics: Metrics = field(repr=False)
@@ -63,60 +66,30 @@ def run_in_lockstep(
     data: str | Path | None,
     watch: SweepCallback | None,
 ) -> Iterator[Finished]:
-    """Run experiments, as many at once as pay, and hand each over as it ends; with `runs`, each into its folder there.
+    """Run experiments and yield each when it ends; with `runs`, each gets a folder there.
 
-    What was stopped goes on where it was: finished folders are handed over as they are.
+    Interrupted runs are resumed, and finished ones are yielded unchanged.
     """
-    shared: dict[str, Dataset] = {}
-    waiting: dict[object, list[Experiment]] = {}
+    datasets_by_name: dict[str, Dataset] = {}
+    experiments_by_key: dict[object, list[Experiment]] = {}
     for experiment in experiments:
-        waiting.setdefault(lockstep_key(experiment), []).append(experiment)
-    for family, alike in waiting.items():
-        cache, left = RunnerCache(), list(alike)
-        while left:
+        experiments_by_key.setdefault(lockstep_key(experiment), []).append(experiment)
+    for family, waiting in experiments_by_key.items():
+        cache = RunnerCache()
+        while waiting:
             with machine.applied(), ExitStack() as folders:
-                courses = [_open_session(left.pop(0), machine, data, shared, runs, folders)]
-                for _ in range(min(len(left), _at_once(courses[0].setup, machine) - 1)):
-                    courses.append(_open_session(left.pop(0), machine, data, shared, runs, folders))
-                threads = _machine_for(machine, courses[0].setup).threads
+                opener = _SessionOpener(machine, data, datasets_by_name, runs, folders)
+                sessions = opener.open_batch(waiting)
+                threads = _single_process_machine(machine, sessions[0].setup).threads
                 with replace(machine, threads=threads).applied():
-                    yield from _run_sessions(courses, family, cache, machine, watch)
-
-
-def _finished(course: RunSession, machine: Machine) -> Finished:
-    return Finished(
-        course.experiment, course.metrics, course.diverged, _engine_of(course.setup, machine)
-    )
-
-
-def _engine_of(setup: Setup, machine: Machine) -> str:
-    """The engine that comes nearest to what is done here, for the manifest."""
-    alone = engine_for(setup, machine.engine, machine.device)
-    return (
-        "batched"
-        if has_small_steps(setup) and (alone, machine.device) != ("sequential", "cpu")
-        else alone
-    )
-
-
-def _at_once(setup: Setup, machine: Machine) -> int:
-    """How many runs go side by side: as many as keep the device busy together."""
-    if has_small_steps(setup):
-        most = CLIENTS_AT_ONCE[machine.device.partition(":")[0]]
-    elif machine.device == "cpu":
-        most = 1
-    else:
-        most = LARGE_CLIENTS_AT_ONCE.get(engine_for(setup, machine.engine, machine.device), 1)
-    return max(1, most // setup.active)
-
-
-def _machine_for(machine: Machine, setup: Setup) -> Machine:
-    """How a run is computed here: in this process, whatever other runs of the sweep do."""
-    return replace(machine, processes=1).for_setup(setup)
+                    yield from _run_sessions(sessions, family, cache, machine, watch)
 
 
 def lockstep_key(experiment: Experiment) -> object:
-    """What runs must have in common to take steps together; whatever else differs is sorted out by shape."""
+    """Return what runs must have in common to train together.
+
+    Other differences only change the shapes of tensors, which the engines group by themselves.
+    """
     return (
         experiment.dataset,
         experiment.model,
@@ -126,144 +99,233 @@ def lockstep_key(experiment: Experiment) -> object:
     )
 
 
-def _open_session(
-    experiment: Experiment,
-    machine: Machine,
-    data: str | Path | None,
-    shared: dict[str, Dataset],
-    runs: Path | None,
-    folders: ExitStack,
-) -> RunSession:
-    """A run at its beginning, or where its folder stops; data sets are read and moved to the device once."""
-    name = experiment.dataset
-    if name.partition("(")[0] != "synthetic" and ":" not in name and name not in shared:
-        loaded = datasets.load(name, data)
-        shared[name] = replace(
-            loaded, train=loaded.train.to(machine.device), test=loaded.test.to(machine.device)
-        )
-    setup = prepare(experiment, machine, data=data, overrides=Overrides(dataset=shared.get(name)))
-    if runs is None:
-        return RunSession(experiment, setup, initial_state(setup), [])
-    folder = Folder(runs / experiment.name)
-    known = (folder.path / "experiment.toml").exists()
-    folders.enter_context(
-        folder.opened()
-        if known
-        else folder.created(
-            experiment,
-            replace(_machine_for(machine, setup), engine=_engine_of(setup, machine)),
-            Overrides(),
-            data,
-        )
-    )
-    if folder.names_other_functions(experiment) or folder.experiment.digest != experiment.digest:
-        raise InvalidValue(
-            f"{folder.path} holds another experiment; choose another name or folder of runs"
-        )
-    folder.check_same_machine(machine)
-    state, metrics = load_latest(folder, setup, machine.device, warn_once)
-    course = RunSession(experiment, setup, state, metrics, folder)
-    folders.enter_context(course.checkpoint_on_exit())
-    return course
+# ── opening the runs ────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class _SessionOpener:
+    """Opens runs of a sweep; each data set is loaded and moved to the device once."""
+
+    machine: Machine
+    data: str | Path | None
+    datasets_by_name: dict[str, Dataset]
+    runs: Path | None
+    folders: ExitStack
+
+    def open_batch(self, waiting: list[Experiment]) -> list[RunSession]:
+        """Open as many waiting runs as keep the device busy, and remove them from the list."""
+        first = self.open_session(waiting.pop(0))
+        sessions = [first]
+        limit = _sessions_at_once(first.setup, self.machine)
+        while waiting and len(sessions) < limit:
+            sessions.append(self.open_session(waiting.pop(0)))
+        return sessions
+
+    def open_session(self, experiment: Experiment) -> RunSession:
+        """Open a run at its beginning, or where its folder ends."""
+        overrides = Overrides(dataset=self._shared_dataset(experiment.dataset))
+        setup = prepare(experiment, self.machine, data=self.data, overrides=overrides)
+        if self.runs is None:
+            return RunSession(experiment, setup, initial_state(setup), [])
+        folder = Folder(self.runs / experiment.name)
+        self._lock(folder, experiment, setup)
+        # other functions must be noticed first: `folder.experiment` would import them
+        other_functions = folder.names_other_functions(experiment)
+        if other_functions or folder.experiment.digest != experiment.digest:
+            raise InvalidValue(
+                f"{folder.path} holds another experiment; choose another name or folder of runs"
+            )
+        folder.check_same_machine(self.machine)
+        state, metrics = load_latest(folder, setup, self.machine.device, warn_once)
+        session = RunSession(experiment, setup, state, metrics, folder)
+        self.folders.enter_context(session.checkpoint_on_exit())
+        return session
+
+    def _lock(self, folder: Folder, experiment: Experiment, setup: Setup) -> None:
+        """Open the folder of a run, or create it, until `folders` is closed."""
+        if (folder.path / "experiment.toml").exists():
+            self.folders.enter_context(folder.opened())
+            return
+        machine = _single_process_machine(self.machine, setup)
+        machine = replace(machine, engine=_engine_of(setup, self.machine))
+        self.folders.enter_context(folder.created(experiment, machine, Overrides(), self.data))
+
+    def _shared_dataset(self, name: str) -> Dataset | None:
+        """Return a named data set on the device; None if every run must make its own."""
+        if name.partition("(")[0] == "synthetic" or ":" in name:
+            return None
+        if name not in self.datasets_by_name:
+            dataset = datasets.load(name, self.data)
+            device = self.machine.device
+            self.datasets_by_name[name] = replace(
+                dataset, train=dataset.train.to(device), test=dataset.test.to(device)
+            )
+        return self.datasets_by_name[name]
+
+
+def _engine_of(setup: Setup, machine: Machine) -> str:
+    """Return the engine that is most similar to training in lockstep, for the manifest."""
+    engine_alone = engine_for(setup, machine.engine, machine.device)
+    if has_small_steps(setup) and (engine_alone, machine.device) != ("sequential", "cpu"):
+        return "batched"
+    return engine_alone
+
+
+def _sessions_at_once(setup: Setup, machine: Machine) -> int:
+    """Return how many runs together keep the device busy."""
+    if has_small_steps(setup):
+        max_clients = CLIENTS_AT_ONCE[machine.device.partition(":")[0]]
+    elif machine.device == "cpu":
+        max_clients = 1
+    else:
+        engine = engine_for(setup, machine.engine, machine.device)
+        max_clients = LARGE_CLIENTS_AT_ONCE.get(engine, 1)
+    return max(1, max_clients // setup.active)
+
+
+def _single_process_machine(machine: Machine, setup: Setup) -> Machine:
+    """Return the machine for one run: within a sweep, a run uses this process only."""
+    return replace(machine, processes=1).for_setup(setup)
+
+
+# ── running their rounds ────────────────────────────────────────────────────────────────────────
 
 
 def _run_sessions(
-    courses: Sequence[RunSession],
+    sessions: Sequence[RunSession],
     family: object,
     cache: RunnerCache,
     machine: Machine,
     watch: SweepCallback | None,
 ) -> Iterator[Finished]:
-    """Rounds of all runs, side by side, until the last has ended."""
-    for course in courses:
-        if not course.running:
-            course.finish()  # it may have been stopped after its last round, before its summary was written
-            yield _finished(course, machine)
-    while running := [course for course in courses if course.running]:
-        asked = [start_round(course.setup, course.state) for course in running]
+    """Run the rounds of all runs in lockstep until the last run has ended."""
+    for session in sessions:
+        if not session.running:
+            session.finish()  # it may have been stopped before its summary was written
+            yield _finished(session, machine)
+    while running := [session for session in sessions if session.running]:
+        pending_rounds = [start_round(session.setup, session.state) for session in running]
         start = time.perf_counter()
-        trained = _train_cohorts(running, asked, family, cache, machine)
-        for question in asked:  # they trained together, so each bears its share
-            question.clock.seconds["training"] = (time.perf_counter() - start) / len(asked)
-        for course, question, updates in zip(running, asked, trained, strict=True):
-            try:
-                if isinstance(updates, TrainingDiverged):
-                    raise updates
-                after, report = finish_round(course.setup, course.state, question, updates)
-            except TrainingDiverged as error:
-                course.diverged = str(error)
-            else:
-                course.record_round(after, report)
-                if watch:
-                    watch(course.experiment, report)
-                if not course.running:
-                    course.finish()
-            if not course.running:
-                yield _finished(course, machine)
+        results = _train_cohorts(running, pending_rounds, family, cache, machine)
+        # they trained together, so each run accounts for an equal share of the time
+        seconds = (time.perf_counter() - start) / len(running)
+        for session, pending, updates in zip(running, pending_rounds, results, strict=True):
+            pending.clock.seconds["training"] = seconds
+            _finish_round(session, pending, updates, watch)
+            if not session.running:
+                yield _finished(session, machine)
+
+
+def _finish_round(
+    session: RunSession,
+    pending: PendingRound,
+    updates: list[Update] | TrainingDiverged,
+    watch: SweepCallback | None,
+) -> None:
+    """Aggregate and record the round of one run, unless it has diverged."""
+    try:
+        if isinstance(updates, TrainingDiverged):
+            raise updates
+        next_state, report = finish_round(session.setup, session.state, pending, updates)
+    except TrainingDiverged as error:
+        session.diverged = str(error)
+        return
+    session.record_round(next_state, report)
+    if watch:
+        watch(session.experiment, report)
+    if not session.running:
+        session.finish()
+
+
+def _finished(session: RunSession, machine: Machine) -> Finished:
+    engine = _engine_of(session.setup, machine)
+    return Finished(session.experiment, session.metrics, session.diverged, engine)
+
+
+# ── training the clients of all runs ────────────────────────────────────────────────────────────
 
 
 def _train_cohorts(
-    courses: Sequence[RunSession],
-    asked: Sequence[PendingRound],
+    sessions: Sequence[RunSession],
+    pending_rounds: Sequence[PendingRound],
     family: object,
     cache: RunnerCache,
     machine: Machine,
 ) -> list[list[Update] | TrainingDiverged]:
-    """What the clients of each run send back: in crews over all runs where that can be, else run by run."""
-    jobs: list[list[ClientJob]] = []
-    for e, question in zip(courses, asked, strict=True):
-        task, kind = e.setup.task, (family, _kind(e.setup.task.model.module))
-        jobs.append(
-            [
-                ClientJob(Assignment(task, e.state, *each), e.setup.lr(e.state.round), kind)
-                for each in question.work
-            ]
-        )
-    everybody = [job for own in jobs for job in own]
+    """Train the clients of all runs, together where possible; return each run's updates."""
+    jobs_by_session = [
+        _jobs_of(session, pending, family)
+        for session, pending in zip(sessions, pending_rounds, strict=True)
+    ]
+    all_jobs = [job for jobs in jobs_by_session for job in jobs]
     try:
-        answers, alone = _train_together(courses[0].setup, everybody, cache, machine)
+        results, remaining = _train_together(sessions[0].setup, all_jobs, cache, machine)
     except UnsupportedByEngine as reason:
         warn_once(f"{reason}, so the runs of the sweep are trained one after another")
-        answers, alone = [], everybody
-    made: dict[int, Update | TrainingDiverged] = {id(job): answer for job, answer in answers}
-    lonely = {id(job) for job in alone}
-    results: list[list[Update] | TrainingDiverged] = []
-    for course, own in zip(courses, jobs, strict=True):
-        left = [(j.assignment.client, j.assignment.reduction) for j in own if id(j) in lonely]
-        found: list[Update | TrainingDiverged] = [made[id(job)] for job in own if id(job) in made]
-        try:
-            found += course.setup.engine(
-                course.setup.task, course.state, left, course.setup.lr(course.state.round)
-            )
-        except TrainingDiverged as error:
-            found.append(error)
-        errors = [answer for answer in found if isinstance(answer, TrainingDiverged)]
-        results.append(errors[0] if errors else [u for u in found if isinstance(u, Update)])
-    return results
+        results, remaining = [], all_jobs
+    # jobs are compared by identity: equal jobs of two runs are different jobs
+    result_by_job = {id(job): result for job, result in results}
+    remaining_ids = {id(job) for job in remaining}
+    updates_by_session: list[list[Update] | TrainingDiverged] = []
+    for session, jobs in zip(sessions, jobs_by_session, strict=True):
+        done = [result_by_job[id(job)] for job in jobs if id(job) in result_by_job]
+        remaining_jobs = [job for job in jobs if id(job) in remaining_ids]
+        updates_by_session.append(_complete_cohort(session, done, remaining_jobs))
+    return updates_by_session
 
 
-def _kind(module: nn.Module) -> object:
-    """What the models of runs must have in common beside their shapes: an own one may draw more than its weights."""
+def _jobs_of(session: RunSession, pending: PendingRound, family: object) -> list[ClientJob]:
+    """Return what the clients of one run have to train in a round."""
+    task, state = session.setup.task, session.state
+    lr = session.setup.lr(state.round)
+    job_family = (family, _module_kind(task.model.module))
+    return [
+        ClientJob(Assignment(task, state, client, reduction), lr, job_family)
+        for client, reduction in pending.work
+    ]
+
+
+def _complete_cohort(
+    session: RunSession, results: list[Update | TrainingDiverged], jobs: Sequence[ClientJob]
+) -> list[Update] | TrainingDiverged:
+    """Train the remaining clients of a run with its own engine; return all of its updates.
+
+    If a client has diverged, return the first such error instead.
+    """
+    setup, state = session.setup, session.state
+    work = [(job.assignment.client, job.assignment.reduction) for job in jobs]
+    updates: list[Update] = []
+    for result in results:
+        if isinstance(result, TrainingDiverged):
+            return result
+        updates.append(result)
+    try:
+        updates.extend(setup.engine(setup.task, state, work, setup.lr(state.round)))
+    except TrainingDiverged as error:
+        return error
+    return updates
+
+
+def _module_kind(module: nn.Module) -> object:
+    """Return what modules must have in common, besides shapes, to share a compiled step."""
     try:
         return fingerprint(module)
-    except UnsupportedByEngine:  # its steps will not be made fast, so it has nothing to share
+    except UnsupportedByEngine:  # its steps cannot be compiled, so there is nothing to share
         return id(module)
 
 
 def _train_together(
     setup: Setup, jobs: Sequence[ClientJob], cache: RunnerCache, machine: Machine
 ) -> tuple[list[JobResult], Sequence[ClientJob]]:
-    """What comes of jobs of several runs that are done together, and those that are left to each run's own engine.
+    """Train the clients of several runs together; return results and the jobs not done.
 
-    Small steps are made in crews; on a GPU, larger ones as the engine does. On a CPU only compiled crews pay.
+    Small steps are stacked. On a GPU, larger ones are computed as the run's engine does. On a
+    CPU, only compiled stacks pay.
     """
-    alone, small = engine_for(setup, machine.engine, machine.device), has_small_steps(setup)
-    if machine.device == "cpu":
-        return (
-            train_stacked(jobs, cache, machine.precision)
-            if small and alone == "batched"
-            else ([], jobs)
-        )
-    if small or alone == "batched":
+    engine_alone = engine_for(setup, machine.engine, machine.device)
+    small = has_small_steps(setup)
+    if machine.device == "cpu" and not (small and engine_alone == "batched"):
+        return [], jobs
+    if small or engine_alone == "batched":
         return train_stacked(jobs, cache, machine.precision)
     return list(train_on_streams(jobs, cache, machine.precision)), []
