@@ -474,7 +474,7 @@ def test_python_parts_must_be_given_again(tmp_path):
 def test_a_checkpoint_with_a_tensor_for_each_count_can_still_be_resumed(tmp_path, monkeypatch):
     whole = fc.run(tiny(rounds=4), tmp_path / "whole")
     monkeypatch.setattr(
-        checkpoints, "_is_counted", lambda part: False
+        checkpoints, "_is_counts", lambda part: False
     )  # as they were written at first
 
     def stop(report):

@@ -382,7 +382,7 @@ def test_a_private_run_without_its_checkpoints_does_not_start_again(ended, lost,
     """Its rounds would be released twice, with other noise, and counted once."""
     without(ended, *lost)
     before = {path: path.read_bytes() for path in ended.rglob("*") if path.is_file()}
-    sentence = f"run is private and tells of {last} rounds, but its newest whole checkpoint is of round 0: .*new run"
+    sentence = f"run is private and has released {last} rounds, but its newest intact checkpoint is of round 0: .*new run"
     with pytest.raises(RunError, match=sentence):
         fc.resume(ended)
     assert before == {path: path.read_bytes() for path in ended.rglob("*") if path.is_file()}
@@ -394,7 +394,7 @@ def test_a_private_run_without_its_checkpoints_does_not_start_again(ended, lost,
 def test_a_private_run_does_not_go_on_from_an_older_checkpoint(ended, harm):
     harm(checkpoints_of(ended)[-1])
     with pytest.raises(
-        RunError, match="tells of 3 rounds, but its newest whole checkpoint is of round 2"
+        RunError, match="released 3 rounds, but its newest intact checkpoint is of round 2"
     ):
         fc.resume(ended)
 

@@ -81,7 +81,7 @@ def _build_task(
     """Prepare the experiment for this node, with its own rows if clients' data are on nodes."""
     experiment = Experiment.from_toml(request.experiment)
     unit_groups = groups_from_json(request.groups) if request.groups else None
-    build = partial(build_meta_model, known=unit_groups)
+    build = partial(build_meta_model, known_groups=unit_groups)
     if experiment.partition != "nodes":
         data = config.get("data")
         path = str(data) if data else None

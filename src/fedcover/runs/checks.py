@@ -1,4 +1,4 @@
-"""What a run is refused for before it begins: data, models and recipes that would fail, or go wrong, later on."""
+"""Checks before a run begins: data, models and recipes that would fail, or go wrong, later."""
 
 from dataclasses import dataclass
 
@@ -21,19 +21,24 @@ from fedcover.submodels.reductions import Masks, parameters_at_width
 from fedcover.types import Dataset, Engine, Model, Params, Recipe, Samples, Source
 
 EVEN = 0.015
-"""How much more of the parameters than of the width goes without saying: biases of the last layer, rounded widths."""
+"""How far the share of parameters may exceed the width without a warning.
+
+Biases of the last layer and rounded widths explain as much.
+"""
+
+_CAST_METHODS = {"float64": "double", "float32": "float", "float16": "half", "bfloat16": "bfloat16"}
 
 
 @dataclass(frozen=True)
 class Names:
-    """What to call the model and the data of a run in a sentence: as the experiment does, or as what was given."""
+    """How error messages call the model and the data of a run."""
 
     model: str
     data: str
 
 
 def display_names(experiment: Experiment, model: object, dataset: Dataset | None) -> Names:
-    """The names of a run's model and data; what was given in Python has the name of its class, or its own.
+    """Return how messages call a run's model and data: objects made in Python by their own names.
 
     >>> display_names(Experiment(dataset="digits"), nn.Linear(2, 2), None)
     Names(model='Linear (given in Python)', data="'digits'")
@@ -43,126 +48,189 @@ def display_names(experiment: Experiment, model: object, dataset: Dataset | None
             "dataset must be a fedcover Dataset here, as from_tensors and from_file make it "
             f"(or name it in the experiment instead); got {type(dataset).__name__}"
         )
-    module = model.module if isinstance(model, Model) else model
-    return Names(
-        model=repr(experiment.model)
-        if module is None
-        else f"{type(module).__name__} (given in Python)",
-        data=repr(experiment.dataset) if dataset is None else f"{dataset.name!r} (given in Python)",
-    )
+    model_name, data_name = repr(experiment.model), repr(experiment.dataset)
+    if model is not None:
+        module = model.module if isinstance(model, Model) else model
+        model_name = f"{type(module).__name__} (given in Python)"
+    if dataset is not None:
+        data_name = f"{dataset.name!r} (given in Python)"
+    return Names(model_name, data_name)
+
+
+# ── the data ────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_data_is_local(experiment: Experiment, engine: Engine | None = None) -> None:
+    """Raise if the rows are on nodes that the engine cannot reach."""
+    if experiment.partition == "nodes" and not hasattr(engine, "holdings"):
+        raise InvalidValue(REMOTE_DATA_MESSAGE)
+
+
+def check_dataset(dataset: Dataset) -> None:
+    """Check that the tensors of a data set fit together."""
+    train, test = dataset.train, dataset.test
+    if test.x.shape[1:] != train.x.shape[1:]:
+        train_shape, test_shape = tuple(train.x.shape[1:]), tuple(test.x.shape[1:])
+        raise InvalidValue(
+            f"test.x must have rows of the shape of train.x's, {train_shape}; got {test_shape}"
+        )
+    if test.x.dtype != train.x.dtype:
+        raise InvalidValue(
+            f"test.x must have the type of train.x, {train.x.dtype}; got {test.x.dtype}"
+        )
+    _check_samples("train", train, dataset.classes)
+    _check_samples("test", test, dataset.classes)
+    if dataset.owner is not None and len(dataset.owner) != len(train.x):
+        raise InvalidValue(
+            f"owner must have an entry for each of the {len(train.x)} rows; "
+            f"got {len(dataset.owner)}"
+        )
+
+
+def _check_samples(name: str, samples: Samples, classes: int) -> None:
+    """Check that every row has a valid label."""
+    x, y = samples.x, samples.y
+    if not len(x):
+        raise InvalidValue(f"{name}.x must have rows; got none")
+    if y.dtype != torch.int64:
+        raise InvalidValue(f"{name}.y must be int64; got {y.dtype}")
+    if len(y) != len(x):
+        raise InvalidValue(
+            f"{name}.y must have a label for each of the {len(x)} rows of {name}.x; got {len(y)}"
+        )
+    for label in (int(y.min()), int(y.max())):
+        if not 0 <= label < classes:
+            raise InvalidValue(f"{name}.y must be labels 0 to {classes - 1}; got {label}")
+
+
+# ── the model ───────────────────────────────────────────────────────────────────────────────────
 
 
 def check_parameters(module: nn.Module) -> None:
-    """Refuse parameters that cannot be cut or averaged."""
-    for name, p in [*module.named_parameters(), *module.named_buffers()]:
-        if is_lazy(p):
+    """Check that all parameters can be cut and averaged."""
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if is_lazy(tensor):
             raise InvalidValue(
                 f"model: {name} is lazy and has no shape yet; send a batch through the model first"
             )
-        if p.is_complex() and isinstance(p, nn.Parameter):
-            raise InvalidValue(f"model: parameters must be real numbers, but {name} is {p.dtype}")
+        if tensor.is_complex() and isinstance(tensor, nn.Parameter):
+            raise InvalidValue(
+                f"model: parameters must be real numbers, but {name} is {tensor.dtype}"
+            )
 
 
-def dtype_hint(module: nn.Module, data: torch.dtype) -> str:
-    """What to say of a model that has failed on data which is of another floating type than its parameters.
-
-    >>> dtype_hint(nn.Linear(2, 2), torch.float64)
-    '; the data is float64 and the parameters are float32: give module.double(), or x.float()'
-    """
-    own = {p.dtype for p in module.parameters()}
-    if not data.is_floating_point or len(own) != 1 or own == {data}:
-        return ""
-    has, wants = (str(each).removeprefix("torch.") for each in (data, *own))
-    casts = {"float64": "double", "float32": "float", "float16": "half", "bfloat16": "bfloat16"}
-    cure = (
-        f": give module.{casts[has]}(), or x.{casts[wants]}()"
-        if {has, wants} <= casts.keys()
-        else ""
-    )
-    kept = (
-        " in a Dataset made by hand (from_tensors and files make float32 of it)"
-        if cure and has == "float32"
-        else ""
-    )
-    return f"; the data is {has} and the parameters are {wants}{cure}{kept}"
+def check_trainable(model: Model) -> None:
+    """Check that no parameter is frozen: all of them would be trained and averaged."""
+    frozen = [name for name, p in model.module.named_parameters() if not p.requires_grad]
+    if frozen:
+        raise InvalidValue(
+            f"model: every parameter is trained, but {frozen[0]} has requires_grad = False "
+            f"({len(frozen)} such); make it a buffer (register_buffer), which is kept as it is"
+        )
 
 
 def check_outputs(
     experiment: Experiment, names: Names, model: Model, source: Source, recipe: Recipe
 ) -> None:
-    """Try the model on two samples: it must take the data, and say one logit for each label."""
-    two = Samples(source.test.x[:2].clone(), source.test.y[:2])
-    untouched = two.x._version
+    """Run the model on two samples: it must accept the data and return one logit per label."""
+    samples = Samples(source.test.x[:2].clone(), source.test.y[:2])
+    logits = _run_trial(names, model, samples)
+    expected = (len(samples), source.classes, *samples.y.shape[1:])
+    actual = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+    has_exits = isinstance(actual, tuple) and actual[1:] == expected
+    if recipe.exits:
+        if not has_exits:
+            raise InvalidValue(
+                f"recipe {experiment.recipe!r} needs a model with exits, such as depth_resnet; "
+                f"got {actual}"
+            )
+    elif actual != expected:
+        hint = " (exits need the recipe depthfl)" if has_exits else ""
+        raise InvalidValue(
+            f"model {names.model} must answer {len(samples)} samples with logits of shape "
+            f"{expected}; got {actual}{hint}"
+        )
+
+
+def _run_trial(names: Names, model: Model, samples: Samples) -> object:
+    """Return the output of a copy of the model, and check that it does not change its input."""
+    version = samples.x._version
     trial = use_batch_statistics(submodel(model.module, Masks({}), {})).train()
     buffers = {name: buffer.clone() for name, buffer in trial.named_buffers()}
     try:
         with torch.no_grad(), rng.seeded(0, "trial"):
-            logits = trial(two.x)
+            output = trial(samples.x)
     except Exception as error:
-        why = (str(error).splitlines() or [type(error).__name__])[0]
-        hint = dtype_hint(model.module, two.x.dtype)
+        cause = (str(error).splitlines() or [type(error).__name__])[0]
+        hint = dtype_hint(model.module, samples.x.dtype)
         raise InvalidValue(
-            f"model {names.model} cannot take data {names.data}: {why}{hint}"
+            f"model {names.model} cannot take data {names.data}: {cause}{hint}"
         ) from error
     _warn_of_changed_buffers(trial, buffers)
-    if two.x._version != untouched:
+    if samples.x._version != version:
         raise InvalidValue(
             f"model {names.model} writes to its input, which is the data set: use no x.sub_() on it"
         )
-    wanted = (len(two), source.classes, *two.y.shape[1:])
-    got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-    if recipe.exits and len(got) == len(wanted) + 1 and got[1:] == wanted:
-        return
-    if recipe.exits:
-        raise InvalidValue(
-            f"recipe {experiment.recipe!r} needs a model with exits, such as depth_resnet; got {got}"
-        )
-    if got != wanted:
-        raise InvalidValue(
-            f"model {names.model} must answer {len(two)} samples with logits of shape {wanted}; got {got}"
-            + (
-                " (exits need the recipe depthfl)"
-                if isinstance(got, tuple) and got[1:] == wanted
-                else ""
-            )
-        )
+    return output
+
+
+def dtype_hint(module: nn.Module, data_dtype: torch.dtype) -> str:
+    """Return a hint for a model that failed if its data has another floating type.
+
+    >>> dtype_hint(nn.Linear(2, 2), torch.float64)
+    '; the data is float64 and the parameters are float32: give module.double(), or x.float()'
+    """
+    dtypes = {parameter.dtype for parameter in module.parameters()}
+    if not data_dtype.is_floating_point or len(dtypes) != 1 or dtypes == {data_dtype}:
+        return ""
+    data_type = str(data_dtype).removeprefix("torch.")
+    param_type = str(*dtypes).removeprefix("torch.")
+    hint = f"; the data is {data_type} and the parameters are {param_type}"
+    if not {data_type, param_type} <= _CAST_METHODS.keys():
+        return hint
+    hint += f": give module.{_CAST_METHODS[data_type]}(), or x.{_CAST_METHODS[param_type]}()"
+    if data_type == "float32":
+        hint += " in a Dataset made by hand (from_tensors and files make float32 of it)"
+    return hint
 
 
 def _warn_of_changed_buffers(trial: nn.Module, before: Params) -> None:
-    """Say which buffers a model has changed; norm statistics are none here, as a trial keeps none."""
+    """Warn of buffers that the model has changed.
+
+    The trial model tracks no norm statistics, so those are not among them.
+    """
     changed = [
         name
-        for name, b in trial.named_buffers()
-        if name not in before or not torch.equal(b, before[name])
+        for name, buffer in trial.named_buffers()
+        if name not in before or not torch.equal(buffer, before[name])
     ]
     if changed:
         log.warning(
-            "model: %s changes while the model computes; such buffers are not averaged: each client, and the global "
-            "model, has the value that they began with", " and ".join(changed[:3])
-        )  # fmt: skip
+            "model: %s changes while the model computes; such buffers are not averaged: each "
+            "client, and the global model, has the value that they began with",
+            " and ".join(changed[:3]),
+        )
+
+
+# ── settings that depend on each other ──────────────────────────────────────────────────────────
 
 
 def check_settings_apply(
     experiment: Experiment, names: Names, model: Model, recipe: Recipe
 ) -> None:
-    """Refuse settings that would silently change nothing, or something else, with this model or recipe."""
-    name, norm, normed = names.model, experiment.norm, has_batch_norm(model.module)
-    if norm in ("tracked", "per-width") and not normed:
+    """Raise if a setting would have no effect, or another one, with this model or recipe."""
+    _check_norm(experiment, names, model)
+    layers = model.module.modules()
+    if experiment.scaler and not any(isinstance(layer, Scaler) for layer in layers):
         raise InvalidValue(
-            f"norm {norm!r} keeps statistics of batch norms, and model {name} has none: use 'batch'"
-        )
-    if norm == "group" and normed:
-        raise InvalidValue(
-            f"norm is 'group', but model {name} has batch norms: one of your own must be built without"
-        )
-    if experiment.scaler and not any(isinstance(layer, Scaler) for layer in model.module.modules()):
-        raise InvalidValue(
-            f"scaler needs a model with places for it (mlp, cnn, the ResNets; in one of your own "
-            f"fedcover.models.Scaler('layer.weight') behind a layer), and model {name} has none"
+            "scaler needs a model with places for it (mlp, cnn, the ResNets; in one of your own "
+            "fedcover.models.Scaler('layer.weight') behind a layer), and model "
+            f"{names.model} has none"
         )
     if experiment.label_rows and not model.classifier:
         raise InvalidValue(
-            f"label_rows needs a model whose last layer is known, and that of model {name} is not: name its tensors, "
+            "label_rows needs a model whose last layer is known, and that of model "
+            f"{names.model} is not: name its tensors, "
             "fc.Model(module, groups, classifier=('last.weight', 'last.bias'))"
         )
     policy = registry.parse("policy", experiment.policy)
@@ -172,68 +240,79 @@ def check_settings_apply(
         _check_prunefl(policy, registry.parse("recipe", experiment.recipe), recipe)
 
 
+def _check_norm(experiment: Experiment, names: Names, model: Model) -> None:
+    norm, has_norms = experiment.norm, has_batch_norm(model.module)
+    if norm in ("tracked", "per-width") and not has_norms:
+        raise InvalidValue(
+            f"norm {norm!r} keeps statistics of batch norms, and model {names.model} has none: "
+            "use 'batch'"
+        )
+    if norm == "group" and has_norms:
+        raise InvalidValue(
+            f"norm is 'group', but model {names.model} has batch norms: "
+            "one of your own must be built without"
+        )
+
+
 def _warn_of_uncut_parts(experiment: Experiment, names: Names, model: Model) -> None:
-    """Say once what devices hold of the parameters, where that is more than their width: parts may not be cuttable."""
+    """Warn if devices hold a larger share of the parameters than of the width.
+
+    That happens when parts of the model cannot be cut.
+    """
+    if not model.groups:
+        return
     params = dict(model.module.named_parameters())
-    whole = sum(p.numel() for p in params.values())
-    levels = experiment.scaled_fleet.levels if model.groups else ()
-    held = {
-        level: parameters_at_width(model.groups, params, level) / whole
-        for level in levels
-        if level < 1
-    }
-    more = [
-        f"{100 * share:.1f} % at {level:g}"
-        for level, share in sorted(held.items())
-        if share > level + EVEN
-    ]
-    if more:
+    total = sum(p.numel() for p in params.values())
+    larger_shares = []
+    for level in sorted({level for level in experiment.scaled_fleet.levels if level < 1}):
+        share = parameters_at_width(model.groups, params, level) / total
+        if share > level + EVEN:
+            larger_shares.append(f"{100 * share:.1f} % at {level:g}")
+    if larger_shares:
         log.warning(
-            "fleet: capacity is a share of width, and parts of model %s cannot be cut, so a device holds more of its "
-            "parameters: %s; with capacity = 'parameters' it is a share of these", names.model, ", ".join(more),
-        )  # fmt: skip
+            "fleet: capacity is a share of width, and parts of model %s cannot be cut, so a "
+            "device holds more of its parameters: %s; with capacity = 'parameters' it is a share "
+            "of these",
+            names.model,
+            ", ".join(larger_shares),
+        )
 
 
-def _check_prunefl(policy: registry.Spec, named: registry.Spec, recipe: Recipe) -> None:
+def _check_prunefl(policy: registry.Spec, recipe_spec: registry.Spec, recipe: Recipe) -> None:
+    """Check that policy and recipe prunefl fit together."""
     if "squared_gradient" not in recipe.measures:
         log.warning(
-            "policy prunefl keeps its first masks: without recipe prunefl nobody measures what it chooses by"
+            "policy prunefl keeps its first masks: without recipe prunefl nothing measures what "
+            "it chooses by"
         )
-    every, measured = (each.options.get("every", RECONFIGURE_EVERY) for each in (policy, named))
-    if named.name == "prunefl" and every != measured:
+    policy_every = policy.options.get("every", RECONFIGURE_EVERY)
+    recipe_every = recipe_spec.options.get("every", RECONFIGURE_EVERY)
+    if recipe_spec.name == "prunefl" and policy_every != recipe_every:
         raise InvalidValue(
-            f"policy prunefl and recipe prunefl must have the same every; got {every} and {measured}"
-        )
-
-
-def check_trainable(model: Model) -> None:
-    """Refuse parameters that their maker has frozen: all of them would be trained, and averaged."""
-    frozen = [name for name, p in model.module.named_parameters() if not p.requires_grad]
-    if frozen:
-        raise InvalidValue(
-            f"model: every parameter is trained, but {frozen[0]} has requires_grad = False ({len(frozen)} such); make "
-            "it a buffer (register_buffer), which is kept as it is"
+            "policy prunefl and recipe prunefl must have the same every; "
+            f"got {policy_every} and {recipe_every}"
         )
 
 
 def check_privacy(
     experiment: Experiment, names: Names, privacy: object, model: Model, recipe: Recipe
 ) -> None:
-    """Refuse what would carry clients' data past the noise: norm statistics, and what clients measure."""
+    """Raise if anything would reveal clients' data without noise: statistics or measurements."""
     require_stream()
     if not isinstance(privacy, Gaussian):
         raise InvalidValue(
-            f"privacy {experiment.privacy!r} must make a fedcover Gaussian; got {type(privacy).__name__}"
+            f"privacy {experiment.privacy!r} must make a fedcover Gaussian; "
+            f"got {type(privacy).__name__}"
         )
     if privacy.delta * experiment.clients >= 1:
         raise InvalidValue(
-            f"privacy: delta must be below 1 / clients ({1 / experiment.clients:.3g}), or it allows to publish one "
-            f"client's data as it is; got {privacy.delta:g}"
+            f"privacy: delta must be below 1 / clients ({1 / experiment.clients:.3g}), or it "
+            f"allows to publish one client's data as it is; got {privacy.delta:g}"
         )
     if has_batch_norm(model.module):
         raise InvalidValue(
-            f"privacy: batch norm of model {names.model} needs statistics of clients' data, which carry no "
-            "noise; use norm = 'group', or a model without norm layers"
+            f"privacy: batch norm of model {names.model} needs statistics of clients' data, which "
+            "carry no noise; use norm = 'group', or a model without norm layers"
         )
     if recipe.measures:
         raise InvalidValue(
@@ -241,41 +320,6 @@ def check_privacy(
         )
     if recipe.chooses:
         raise InvalidValue(
-            "privacy: with this recipe a client chooses what it trains, and that would show its data"
-        )
-
-
-def check_data_is_local(experiment: Experiment, engine: Engine | None = None) -> None:
-    """Refuse to train in this process where the rows are on nodes, unless an engine reaches these."""
-    if experiment.partition == "nodes" and not hasattr(engine, "holdings"):
-        raise InvalidValue(REMOTE_DATA_MESSAGE)
-
-
-def check_dataset(dataset: Dataset) -> None:
-    """Refuse a data set, made by hand, whose parts do not go together."""
-    train, test = dataset.train, dataset.test
-    if test.x.shape[1:] != train.x.shape[1:]:
-        wanted, got = tuple(train.x.shape[1:]), tuple(test.x.shape[1:])
-        raise InvalidValue(f"test.x must have rows of the shape of train.x's, {wanted}; got {got}")
-    if test.x.dtype != train.x.dtype:
-        raise InvalidValue(
-            f"test.x must have the type of train.x, {train.x.dtype}; got {test.x.dtype}"
-        )
-    for name, (x, y) in {"train": (train.x, train.y), "test": (test.x, test.y)}.items():
-        if not len(x):
-            raise InvalidValue(f"{name}.x must have rows; got none")
-        if y.dtype != torch.int64:
-            raise InvalidValue(f"{name}.y must be int64; got {y.dtype}")
-        if len(y) != len(x):
-            raise InvalidValue(
-                f"{name}.y must have a label for each of the {len(x)} rows of {name}.x; got {len(y)}"
-            )
-        for extreme in (int(y.min()), int(y.max())):
-            if not 0 <= extreme < dataset.classes:
-                raise InvalidValue(
-                    f"{name}.y must be labels 0 to {dataset.classes - 1}; got {extreme}"
-                )
-    if dataset.owner is not None and len(dataset.owner) != len(train.x):
-        raise InvalidValue(
-            f"owner must have an entry for each of the {len(train.x)} rows; got {len(dataset.owner)}"
+            "privacy: with this recipe a client chooses what it trains, "
+            "and that would show its data"
         )

@@ -1,4 +1,4 @@
-"""What an experiment's names stand for: functions of tables or of a user's own, the recipe, and the model."""
+"""Build what an experiment names: functions from tables or by import path, recipe and model."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,7 +6,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedcover import registry, rng
 from fedcover.errors import FedcoverError, InvalidValue
@@ -22,24 +22,27 @@ from fedcover.training.recipes import RECIPES, mask_absent_labels
 from fedcover.types import Model, Recipe, UnitGroup
 
 EXAMPLE_ROWS = 4
-"""Rows of the example on which a model is traced: of two, batch norm leaves hardly more than signs."""
+"""Rows of the example that a model is traced with; with two, batch norm leaves only signs."""
 
 
-def build(field: str, text: str, table: Any, *given: Any) -> Any:
-    """What a specification makes of what it is given; a user's function may fail in any way."""
+def build(field: str, text: str, table: Any, *arguments: Any) -> Any:
+    """Call what a specification names; a user's function may fail in any way."""
     make = look_up(field, text, table)
     try:
-        return make(*given)
+        return make(*arguments)
     except FedcoverError:
         raise
-    except Exception as error:  # or it wants more memory than there is
-        why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InvalidValue(f"{field} {text!r} cannot be built: {why}") from error
+    except Exception as error:  # also if there is not enough memory
+        cause = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InvalidValue(f"{field} {text!r} cannot be built: {cause}") from error
 
 
 def look_up(field: str, text: str, table: Any) -> Any:
-    """The function that a specification names, with its options bound."""
+    """Return the function that a specification names, with its options bound."""
     return registry.look_up(field, registry.parse(field, text), table)
+
+
+# ── the model ───────────────────────────────────────────────────────────────────────────────────
 
 
 def build_model(
@@ -47,17 +50,17 @@ def build_model(
     shape: tuple[int, ...],
     classes: int,
     dtype: torch.dtype = torch.float32,
-    known: Sequence[UnitGroup] | None = None,
+    known_groups: Sequence[UnitGroup] | None = None,
 ) -> Model:
-    """The experiment's model with the initial weights that belong to its seed; `dtype` is that of its inputs.
+    """Build the experiment's model with the initial weights of its seed.
 
-    `known` are the groups of a bare module that is built without values, and so cannot be traced.
+    `shape` and `dtype` are those of one input. `known_groups` are for a bare module on the meta
+    device, which cannot be traced.
     """
     with rng.seeded(experiment.seed, "init"):
         built = build("model", experiment.model, MODELS, shape, classes, experiment.norm)
-    return build_recipe(experiment).model(
-        as_model(built, shape, classes, dtype, cut=cuts(experiment), known=known)
-    )
+    model = as_model(built, shape, classes, dtype, cut=cuts(experiment), known_groups=known_groups)
+    return build_recipe(experiment).model(model)
 
 
 def build_meta_model(
@@ -66,15 +69,18 @@ def build_meta_model(
     classes: int,
     dtype: torch.dtype,
     *,
-    known: Sequence[UnitGroup] | None = None,
+    known_groups: Sequence[UnitGroup] | None = None,
 ) -> Model:
-    """The same model without values, for a device that never holds all of it; with them, if it cannot do without."""
-    whole = partial(build_model, experiment, shape, classes, dtype, known)
-    return build_on_meta_or_cpu(whole, f"model {experiment.model!r}")
+    """Build the same model without values, for a device that never holds all of it.
+
+    A model that cannot be built without values gets them.
+    """
+    builder = partial(build_model, experiment, shape, classes, dtype, known_groups)
+    return build_on_meta_or_cpu(builder, f"model {experiment.model!r}")
 
 
 def cuts(experiment: Experiment) -> bool:
-    """Whether the experiment's policy needs to know how the model can be cut."""
+    """Return whether the experiment's policy cuts the model."""
     return experiment.policy != "full"
 
 
@@ -85,12 +91,13 @@ def as_model(
     dtype: torch.dtype,
     *,
     cut: bool = True,
-    known: Sequence[UnitGroup] | None = None,
+    known_groups: Sequence[UnitGroup] | None = None,
 ) -> Model:
-    """A model whose groups are known: a bare module's are found by tracing, or `known` where it has no values.
+    """Return a model with unit groups; those of a bare module are found by tracing.
 
-    Of a traced module all weights may be pruned but those of the first convolution and of the last layer. A module that
-    cannot be traced has no units where none are to be `cut`; else it is refused.
+    In a traced module all weights may be pruned, except those of the first convolution and of
+    the last layer. If tracing fails, the model has no groups, and that is an error only with
+    `cut`. `known_groups` replace tracing for a module on the meta device.
     """
     module = built.module if isinstance(built, Model) else built
     if not isinstance(module, nn.Module):
@@ -99,64 +106,67 @@ def as_model(
         )
     check_parameters(module)
     module = with_running_statistics(module)
-    params = dict(module.named_parameters())
     if isinstance(built, Model):
-        return replace(
-            built, module=module, groups=unit_groups.separate_buffers(built.groups, params)
-        )
+        params = dict(module.named_parameters())
+        groups = unit_groups.separate_buffers(built.groups, params)
+        return replace(built, module=module, groups=groups)
     if is_on_meta(module):
-        if known is None:
+        if known_groups is None:
             raise NotBuildableOnMeta(
                 "its groups are found by tracing, which computes with its values"
             )
-        return _traced(module, known, classes)
-    draw, size, floats = (
-        rng.generator(0, "example"),
-        (EXAMPLE_ROWS, *shape),
-        dtype.is_floating_point,
-    )
-    example = (
-        torch.randn(size, generator=draw).to(dtype)
-        if floats
-        else torch.randint(classes, size, generator=draw)
-    )
+        return _with_groups(module, known_groups, classes)
+    traced_groups: Sequence[UnitGroup] = ()
     try:
-        found = trace(module, example)
+        traced_groups = trace(module, _example(shape, classes, dtype))
     except InvalidValue as error:
         if cut:
             raise InvalidValue(f"{error}{dtype_hint(module, dtype)}") from error
-        found = ()
-    return _traced(module, found, classes)
+    return _with_groups(module, traced_groups, classes)
 
 
-def _traced(module: nn.Module, declared: Sequence[UnitGroup], classes: int) -> Model:
-    """A bare module with its groups: which of its weights may be pruned, and which classify."""
+def _example(shape: tuple[int, ...], classes: int, dtype: torch.dtype) -> Tensor:
+    """Return a random input to trace a model with."""
+    generator = rng.generator(0, "example")
+    size = (EXAMPLE_ROWS, *shape)
+    if dtype.is_floating_point:
+        return torch.randn(size, generator=generator).to(dtype)
+    return torch.randint(classes, size, generator=generator)
+
+
+def _with_groups(module: nn.Module, groups: Sequence[UnitGroup], classes: int) -> Model:
+    """Return a bare module as a model, with the weights that may be pruned or that classify."""
     params = dict(module.named_parameters())
-    along = {(each.tensor, each.axis) for group in declared for each in group.cuts}
-    weights = {name: p for name, p in params.items() if p.ndim > 1}
-    prunable = tuple(
-        n for n, p in weights.items() if (n, 0) in along and (p.ndim == 2 or (n, 1) in along)
+    cut_axes = {(cut.tensor, cut.axis) for group in groups for cut in group.cuts}
+    prunable = []
+    for name, p in params.items():
+        outputs_cut = p.ndim > 1 and (name, 0) in cut_axes
+        if outputs_cut and (p.ndim == 2 or (name, 1) in cut_axes):
+            prunable.append(name)
+    classifier = []
+    for name, p in params.items():
+        one_row_per_class = p.ndim > 0 and p.shape[0] == classes and (name, 0) not in cut_axes
+        layer = module.get_submodule(name.rpartition(".")[0])
+        if one_row_per_class and isinstance(layer, nn.Linear | nn.modules.conv._ConvNd):
+            classifier.append(name)
+    return Model(
+        module,
+        unit_groups.separate_buffers(groups, params),
+        tuple(prunable),
+        tuple(classifier),
     )
-    classifier = tuple(
-        name
-        for name, p in params.items()
-        if p.ndim
-        and p.shape[0] == classes
-        and (name, 0) not in along
-        and isinstance(
-            module.get_submodule(name.rpartition(".")[0]), nn.Linear | nn.modules.conv._ConvNd
-        )
-    )
-    return Model(module, unit_groups.separate_buffers(declared, params), prunable, classifier)
+
+
+# ── the recipe ──────────────────────────────────────────────────────────────────────────────────
 
 
 def build_recipe(experiment: Experiment) -> Recipe:
-    """The experiment's local training, kept to the clients' own labels where that is asked for."""
-    return _recipe(experiment.recipe, experiment.absent_labels, experiment.label_rows)
+    """Build the experiment's recipe, with absent labels masked as it asks for."""
+    return _cached_recipe(experiment.recipe, experiment.absent_labels, experiment.label_rows)
 
 
-@cache  # runs that take their steps together must share the very functions
-def _recipe(name: str, absent: str, rows: bool) -> Recipe:
+@cache  # runs in lockstep must share the very same functions
+def _cached_recipe(name: str, absent: str, rows: bool) -> Recipe:
     recipe = build("recipe", name, RECIPES)
     if not isinstance(recipe, Recipe):
         raise InvalidValue(

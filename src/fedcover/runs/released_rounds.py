@@ -1,8 +1,8 @@
-"""What a private run has released: a round that any file tells of is never run again, as epsilon counts it once.
+"""What a private run has released: such a round never runs again, because epsilon counts it once.
 
-A round of a private run is written in another order than any other: the checkpoint first, with the line of figures in
-it, and only then what else tells of the round. So whatever a kill leaves, nothing is known of a round that must be run
-again.
+A private run writes the files of a round in a different order. The checkpoint comes first and
+contains the line of metrics. Only then do other files mention the round. So whatever a killed
+process leaves behind, nothing has been released of a round that will run again.
 """
 
 from collections import Counter
@@ -18,86 +18,88 @@ from fedcover.types import State
 
 
 def write_round(folder: Folder, line: dict[str, Any], state: State) -> None:
-    """Put a private round on disk."""
+    """Write the files of a private round."""
     folder.checkpoint(state, line)
     folder.keep(state)
     folder.append(line)
 
 
 def check_resumable(folder: Folder, state: State) -> None:
-    """Refuse to go on from a state if that would release a round again, or if the noise so far can be taken off."""
-    if complaint := noise_problem(folder):
-        raise RunError(f"{complaint}; begin a new run under another name")
-    last = max(_rounds(folder), default=0)
+    """Raise if resuming from a state would release a round twice, or the noise is removable."""
+    problem = noise_problem(folder)
+    if problem:
+        raise RunError(f"{problem}; begin a new run under another name")
+    last = max(_mentioned_rounds(folder), default=0)
     if last > state.round:
         raise RunError(
-            f"{folder.path} is private and tells of {last} rounds, but its newest whole checkpoint is of round "
-            f"{state.round}: rounds that are run again release models that epsilon does not count; begin a new run "
-            "under another name, and add the epsilon of both"
+            f"{folder.path} is private and has released {last} rounds, but its newest intact "
+            f"checkpoint is of round {state.round}: rounds that are run again release models that "
+            "epsilon does not count; begin a new run under another name, and add the epsilon of "
+            "both"
         )
-    twice = [
-        round
-        for round, times in Counter(
-            file.round for file in checkpoints.list_checkpoints(folder.kept)
-        ).items()
-        if times > 1
-    ]
-    if twice:
-        raise RunError(
-            f"{folder.kept} holds two models of round {twice[0]}, and epsilon counts one: this run is not private"
-        )
+    files_per_round = Counter(file.round for file in checkpoints.list_checkpoints(folder.kept))
+    for round, files in files_per_round.items():
+        if files > 1:
+            raise RunError(
+                f"{folder.kept} holds two models of round {round}, and epsilon counts one: "
+                "this run is not private"
+            )
 
 
 def warn_of_removable_noise(folder: Folder) -> None:
-    """Say that nothing in a folder is private, if it is of an earlier version."""
-    if complaint := noise_problem(folder):
-        log.warning("%s", complaint)
+    """Warn that a folder of an earlier version is not private."""
+    problem = noise_problem(folder)
+    if problem:
+        log.warning("%s", problem)
 
 
 def noise_problem(folder: Folder) -> str:
-    """What is wrong with the noise of a private run, if it is of an earlier version."""
+    """Describe what is wrong with the noise of an earlier version; "" if nothing is."""
     if folder.experiment.privacy == "none" or folder.manifest.get("noise") == NOISE_SOURCE:
         return ""
     return (
-        f"{folder.path} is a private run of an earlier version: its noise can be found and taken off, so nothing that "
-        "it has released is private, and its epsilon is not true"
+        f"{folder.path} is a private run of an earlier version: its noise can be found and taken "
+        "off, so nothing that it has released is private, and its epsilon is not true"
     )
 
 
 def finish_last_round(folder: Folder, state: State) -> None:
-    """Write what a kill may have left out of the last round, once the run is where its newest checkpoint is."""
+    """Write what a killed process left unwritten of the round of the newest checkpoint."""
     folder.keep(state)
-    known = folder.truncate_metrics(
-        state.round
-    )  # what is added to a line that is half written would be lost with it
-    for line in all_metrics(folder, state)[len(known) :]:
+    # first: a line appended to a half-written one would be lost with it
+    metrics = folder.truncate_metrics(state.round)
+    for line in all_metrics(folder, state)[len(metrics) :]:
         folder.append(line)
 
 
 def all_metrics(folder: Folder, state: State) -> Metrics:
-    """The figures up to a state, also those that only its checkpoint has: without them epsilon is too small."""
-    known = folder.metrics(state.round)
-    if not state.round or (known and known[-1]["round"] == state.round - 1):
-        return known
-    line = next(
-        (
-            file.line()
-            for file in checkpoints.list_checkpoints(folder.checkpoints)
-            if file.round == state.round
-        ),
-        None,
-    )
-    last = line is not None and type(line.get("round")) is int and line["round"] == state.round - 1
-    return [*known, line] if line and last and is_complete_line(line) else known
+    """Return the metrics up to a state, including a line that only its checkpoint has.
+
+    Without that line epsilon would be too small.
+    """
+    metrics = folder.metrics(state.round)
+    if not state.round or (metrics and metrics[-1]["round"] == state.round - 1):
+        return metrics
+    line = _line_in_checkpoint(folder, state.round)
+    if not line or type(line.get("round")) is not int or line["round"] != state.round - 1:
+        return metrics
+    return [*metrics, line] if is_complete_line(line) else metrics
 
 
-def _rounds(folder: Folder) -> set[int]:
-    """How many rounds were done when each thing in a folder was written."""
-    files = {
-        file.round
-        for place in (folder.checkpoints, folder.kept)
-        for file in checkpoints.list_checkpoints(place)
-    }
-    lines = {line["round"] + 1 for line in read_lines(folder.path / "metrics.jsonl")}
-    ended = {folder.planned_rounds} if (folder.path / "summary.json").exists() else set()
-    return files | lines | ended
+def _line_in_checkpoint(folder: Folder, round: int) -> dict[str, Any] | None:
+    """Return the line of metrics in the checkpoint after some rounds, if any."""
+    for file in checkpoints.list_checkpoints(folder.checkpoints):
+        if file.round == round:
+            return file.line()
+    return None
+
+
+def _mentioned_rounds(folder: Folder) -> set[int]:
+    """Return the round counts that any file in a folder mentions."""
+    rounds = set()
+    for states in (folder.checkpoints, folder.kept):
+        rounds |= {file.round for file in checkpoints.list_checkpoints(states)}
+    rounds |= {line["round"] + 1 for line in read_lines(folder.path / "metrics.jsonl")}
+    if (folder.path / "summary.json").exists():
+        rounds.add(folder.planned_rounds)
+    return rounds

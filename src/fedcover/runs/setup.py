@@ -37,12 +37,6 @@ from fedcover.training.engines import ENGINES
 from fedcover.training.schedules import SCHEDULES
 from fedcover.types import Dataset, Engine, LocalTraining, Model, Policy, Recipe, Source, Task
 
-_COPIED_FIELDS = (
-    "clients", "active", "assignment", "capacity", "drop_out", "weights", "uncovered", "rounds",
-    "window", "evaluate_every", "local_every", "evaluation", "clip_updates",
-)  # fmt: skip
-"""Fields that a `Setup` takes from the experiment as they are."""
-
 _ONE_LABEL_PARTITIONS = ("labels", "dirichlet")
 """Partitions that need exactly one label for each sample."""
 
@@ -115,13 +109,32 @@ def _assemble(
         server=checked_server(experiment.server, build("server", experiment.server, SERVERS)),
         privacy=privacy,
         lr=_learning_rate(experiment),
-        **{field: getattr(experiment, field) for field in _COPIED_FIELDS},
+        clients=experiment.clients,
+        active=experiment.active,
+        assignment=experiment.assignment,
+        capacity=experiment.capacity,
+        drop_out=experiment.drop_out,
+        weights=experiment.weights,
+        uncovered=experiment.uncovered,
+        rounds=experiment.rounds,
+        window=experiment.window,
+        evaluate_every=experiment.evaluate_every,
+        local_every=experiment.local_every,
+        evaluation=experiment.evaluation,
+        clip_updates=experiment.clip_updates,
     )
 
 
 def _build_task(experiment: Experiment, model: Model, source: Source, recipe: Recipe) -> Task:
-    fields = LocalTraining.__dataclass_fields__
-    local = LocalTraining(**{field: getattr(experiment, field) for field in fields})
+    local = LocalTraining(
+        epochs=experiment.epochs,
+        batch_size=experiment.batch_size,
+        lr=experiment.lr,
+        momentum=experiment.momentum,
+        weight_decay=experiment.weight_decay,
+        clip=experiment.clip,
+        augment=experiment.augment,
+    )
     return Task(
         model,
         source,
