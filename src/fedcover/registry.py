@@ -1,4 +1,7 @@
-"""One way to name a thing and its options in TOML, on the command line and in Python: `rolling(spread=true)`."""
+"""Parse names with options, such as `rolling(spread=true)`, and look up the named functions.
+
+The same notation is used in TOML, on the command line and in Python.
+"""
 
 import ast
 import importlib
@@ -25,28 +28,46 @@ POSITIONAL_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "privacy": (),
     "schedule": ("round", "rounds"),
 }
-"""The positional arguments of the function behind each field (the order counts, not the names); others are options."""
+"""The positional arguments of the function behind each field; all others are options.
+
+A user's function must take as many, in this order; their names are free.
+"""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A name from a table (or `package.module:function`) and the options it is called with."""
+    """Name a function and its options.
+
+    Attributes:
+        name: A name from a table, or `package.module:function`.
+        options: The keyword arguments of the call.
+    """
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def parse(field: str, text: str) -> Spec:
-    """Read a specification; `field` is named in the error if it makes no sense.
+    """Parse a specification.
+
+    Args:
+        field: The name of the field in error messages.
+        text: The specification, such as `rolling(spread=true)`.
+
+    Returns:
+        The name and its options.
+
+    Raises:
+        InvalidValue: If the text is malformed.
 
     >>> parse("policy", "rolling")
     Spec(name='rolling', options={})
     >>> parse("model", "mlp(hidden=[200, 100])").options
     {'hidden': [200, 100]}
-    >>> parse("policy", "rolling(spread)")
+    >>> parse("policy", "rolling(spread)")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    fedcover.errors.InvalidValue: policy must look like name or name(option=value, ...); got 'rolling(spread)'
+    fedcover.errors.InvalidValue: policy must look like name or name(option=value, ...); got ...
     """
     name, bracket, inside = text.strip().partition("(")
     if not bracket:
@@ -62,23 +83,24 @@ def parse(field: str, text: str) -> Spec:
 
 
 def _options(inside: str) -> dict[str, Any]:
-    with warnings.catch_warnings(action="ignore"):  # of odd literals, which are refused below
+    # Python warns about odd literals; they are rejected below.
+    with warnings.catch_warnings(action="ignore"):
         call = ast.parse(f"f({inside}", mode="eval").body
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
         raise ValueError
-    options = {word.arg: _literal(word.value) for word in call.keywords if word.arg}
-    if len(options) != len(call.keywords):  # given twice, or unpacked with **
+    options = {keyword.arg: _literal(keyword.value) for keyword in call.keywords if keyword.arg}
+    if len(options) != len(call.keywords):  # a repeated option, or one unpacked with **
         raise ValueError
     return options
 
 
 def _literal(node: ast.expr) -> Any:
-    """A number, word, string, boolean (as in TOML or Python), None, or a list or tuple of these."""
+    """Evaluate a number, word, string, boolean (TOML or Python), None, or a list or tuple."""
     match node:
-        case ast.Name(id="true" | "false" as word):
-            return word == "true"
-        case ast.Name(id=word):  # over=clients may be written without quotes
-            return word
+        case ast.Name(id="true" | "false" as name):
+            return name == "true"
+        case ast.Name(id=name):  # quotes are optional: over=clients
+            return name
         case ast.Constant(value=int() | float() | str() | None as value):
             return value
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
@@ -91,7 +113,7 @@ def _literal(node: ast.expr) -> Any:
 
 
 def is_import_path(text: str) -> bool:
-    """Whether a specification names a function of some module, a user's own, rather than one of a table.
+    """Return whether a specification names a user's function by its import path.
 
     >>> is_import_path("my.rules:mean(share=0.1)"), is_import_path("trimmed_mean(share=0.1)")
     (True, False)
@@ -100,7 +122,18 @@ def is_import_path(text: str) -> bool:
 
 
 def look_up(field: str, spec: Spec, table: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """The function that a specification names, with its options bound and checked against its signature.
+    """Find the function that a specification names, check its options and bind them.
+
+    Args:
+        field: The name of the field in error messages.
+        spec: The name and its options.
+        table: The built-in functions by name.
+
+    Returns:
+        The function with its options bound.
+
+    Raises:
+        InvalidValue: If the function is unknown or cannot be imported, or an option is wrong.
 
     >>> def window(view, *, spread=False): ...
     >>> look_up("policy", Spec("window", {"spred": True}), {"window": window})
@@ -114,30 +147,32 @@ def look_up(field: str, spec: Spec, table: Mapping[str, Callable[..., Any]]) -> 
     allowed = options_of(function)
     for option in spec.options:
         if option not in allowed:
-            listed = ", ".join(allowed) or "none"
+            names = ", ".join(allowed) or "none"
             raise InvalidValue(
-                f"{field} {spec.name} has no option {option!r}; its options are: {listed}"
+                f"{field} {spec.name} has no option {option!r}; its options are: {names}"
             )
-    missing = [
-        name for name, p in allowed.items() if p.default is p.empty and name not in spec.options
-    ]
-    if missing:
-        raise InvalidValue(
-            f"{field} {spec.name} needs the option {missing[0]!r}: {spec.name}({missing[0]}=...)"
-        )
-    return partial(
-        function, **{name: _validate_option(field, spec, allowed[name]) for name in spec.options}
-    )
+    for name in _required(allowed):
+        if name not in spec.options:
+            raise InvalidValue(
+                f"{field} {spec.name} needs the option {name!r}: {spec.name}({name}=...)"
+            )
+    options = {name: _validate_option(field, spec, allowed[name]) for name in spec.options}
+    return partial(function, **options)
+
+
+def _required(options: Mapping[str, inspect.Parameter]) -> list[str]:
+    """Return the names of the options without a default."""
+    return [name for name, option in options.items() if option.default is option.empty]
 
 
 def _validate_option(field: str, spec: Spec, option: inspect.Parameter) -> Any:
-    """The value given for an option, as the type that the function declares for it, if it declares one."""
+    """Convert the value of an option to the type that the function declares, if any."""
     value = spec.options[option.name]
     if option.annotation is option.empty or isinstance(option.annotation, str):
         return value
     try:
         return TypeAdapter(option.annotation).validate_python(value)
-    except PydanticUserError:  # a type of which pydantic knows nothing
+    except PydanticUserError:  # a type that pydantic does not support
         return value
     except ValidationError as error:
         message = error.errors()[0]["msg"]
@@ -147,7 +182,7 @@ def _validate_option(field: str, spec: Spec, option: inspect.Parameter) -> Any:
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The keyword-only parameters of a table's function: those are what a user may set.
+    """Return the keyword-only parameters of a function, which are its options.
 
     >>> def labels(dataset, clients, *, limit): ...
     >>> list(options_of(labels))
@@ -158,6 +193,7 @@ def options_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def _signature_rule(field: str) -> str:
+    """Describe the signature that a field requires, for error messages."""
     arguments = POSITIONAL_ARGUMENTS[field]
     if not arguments:
         return "must take no positional argument, only options behind a *"
@@ -178,17 +214,20 @@ def _import_function(field: str, path: str) -> Callable[..., Any]:
         raise InvalidValue(
             f"{field} {path!r} must be a function; it is a {type(function).__name__}"
         )
+    _check_signature(field, path, function)
+    return function  # type: ignore[no-any-return]
+
+
+def _check_signature(field: str, path: str, function: Callable[..., Any]) -> None:
+    """Raise `InvalidValue` unless a function can be called as its field requires."""
     try:
-        inspect.signature(function)
+        signature = inspect.signature(function)
         if field in POSITIONAL_ARGUMENTS and not hasattr(function, "__wrapped__"):
-            needed = {
-                name: None for name, p in options_of(function).items() if p.default is p.empty
-            }
-            inspect.signature(function).bind(*POSITIONAL_ARGUMENTS[field], **needed)
+            required_options = dict.fromkeys(_required(options_of(function)))
+            signature.bind(*POSITIONAL_ARGUMENTS[field], **required_options)
     except ValueError:
         raise InvalidValue(
             f"{field} {path!r} must be a Python function; its parameters cannot be read"
         ) from None
     except TypeError as error:
         raise InvalidValue(f"{field} {path!r} {_signature_rule(field)}: {error}") from None
-    return function  # type: ignore[no-any-return]

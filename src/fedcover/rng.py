@@ -1,4 +1,4 @@
-"""Randomness with an address: every draw says what it is for, so nothing depends on the order of calls."""
+"""Seed every random draw by its purpose (an address), so that the order of calls is irrelevant."""
 
 import hashlib
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ Address = str | int
 
 
 def key(seed: int, *address: Address) -> int:
-    """The 63-bit number that belongs to one address under one seed.
+    """Derive a 63-bit seed from a seed and an address.
 
     >>> key(0, "shuffle", 3, 17) == key(0, "shuffle", 3, 17)
     True
@@ -23,23 +23,25 @@ def key(seed: int, *address: Address) -> int:
 
 def _digest(seed: int, *address: Address, bits: int) -> int:
     text = "/".join([str(seed), *map(str, address)])
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=bits // 8).digest(), "big")
+    digest = hashlib.blake2b(text.encode(), digest_size=bits // 8).digest()
+    return int.from_bytes(digest, "big")
 
 
 def generator(seed: int, *address: Address) -> torch.Generator:
-    """A fresh CPU generator for one address; CPU on purpose, so that every device sees the same draws.
+    """Create a torch generator for an address, on the CPU so that draws do not depend on devices.
 
-    Of the key torch takes 32 bits, so of n addresses about n^2 / 2^33 pairs draw alike: no harm to shuffles of one
-    round. What must differ between very many addresses is drawn by `wide_generator`.
+    Torch uses 32 bits of a seed, so among n addresses about n^2 / 2^33 pairs draw alike. This does
+    no harm to the shuffles of one round. Use `wide_generator` for very many addresses.
 
-    >>> torch.equal(torch.rand(3, generator=generator(0, "a", 1)), torch.rand(3, generator=generator(0, "a", 1)))
+    >>> first, second = (torch.rand(3, generator=generator(0, "a", 1)) for _ in range(2))
+    >>> torch.equal(first, second)
     True
     """
     return torch.Generator().manual_seed(key(seed, *address))
 
 
 def numpy_generator(seed: int, *address: Address) -> np.random.Generator:
-    """The same address for NumPy, which has the distributions that torch lacks (Dirichlet, choice).
+    """Create a NumPy generator for an address, for draws that torch lacks (Dirichlet, choice).
 
     >>> int(numpy_generator(0, "cohort", 1).integers(100)) < 100
     True
@@ -48,9 +50,11 @@ def numpy_generator(seed: int, *address: Address) -> np.random.Generator:
 
 
 def wide_generator(seed: int, *address: Address) -> np.random.Generator:
-    """A NumPy generator for one address out of so many that 32 bits, or 63, would repeat: it takes 256.
+    """Create a NumPy generator with a 256-bit seed, for millions of addresses.
 
-    >>> float(wide_generator(0, "data", 1).random()) == float(wide_generator(0, "data", 1).random())
+    With so many addresses, seeds of 32 bits would repeat.
+
+    >>> wide_generator(0, "data", 1).random() == wide_generator(0, "data", 1).random()
     True
     """
     return np.random.Generator(np.random.PCG64(_digest(seed, *address, bits=256)))
@@ -58,7 +62,7 @@ def wide_generator(seed: int, *address: Address) -> np.random.Generator:
 
 @contextmanager
 def seeded(seed: int, *address: Address) -> Iterator[None]:
-    """Run code that insists on torch's global generator (weight initialisation) without leaving a trace.
+    """Seed torch's global generator inside a block (weight initialisation), then restore it.
 
     >>> with seeded(0, "init"):
     ...     a = torch.rand(1)
