@@ -35,13 +35,13 @@ TOGETHER = 10
 FILES = {
     "hurried.py": """
 import time, types
-from fedcover.flower import forgetting, steady
+from fedcover.flower import supernode, steady
 def main():
     from flwr.supernode import start_client_internal
     start_client_internal.time = types.SimpleNamespace(**vars(time) | {"sleep": lambda s: time.sleep(min(s, 0.05))})
-    forgetting.main()
+    supernode.main()
 if __name__ == "__main__":
-    steady.PROGRAMS["flower-supernode"] = "hurried:main"
+    steady.FLOWER_PROGRAMS["flower-supernode"] = "hurried:main"
     steady.main()
 """,
     "app/pyproject.toml": """

@@ -29,7 +29,7 @@ steady.PAUSE = 0.01
 made_up = types.ModuleType("made_up")
 made_up.node = node
 sys.modules["made_up"] = made_up
-steady.PROGRAMS["flower-supernode"] = "made_up:node"
+steady.FLOWER_PROGRAMS["flower-supernode"] = "made_up:node"
 sys.argv = ["steady", "flower-supernode"]
 steady.main()
 """
@@ -86,7 +86,7 @@ made_up = types.ModuleType("made_up")
 tell = "import os; print(os.environ['GLIBC_TUNABLES'])"
 made_up.show = lambda: subprocess.run([sys.executable, "-c", tell])
 sys.modules["made_up"] = made_up
-steady.PROGRAMS[{program!r}] = "made_up:show"
+steady.FLOWER_PROGRAMS[{program!r}] = "made_up:show"
 sys.argv = ["steady", {program!r}]
 steady.main()
 """
@@ -117,7 +117,7 @@ def test_one_heap_for_all_threads():
     """Threads that need memory at the same time take it from the same heap."""
     heaps = """
 import ctypes, os, threading
-from fedcover.flower.memory import one_heap
+from fedcover.flower.memory import share_one_heap
 library = ctypes.CDLL(None)
 library.fdopen.restype = ctypes.c_void_p
 library.malloc_info.argtypes = [ctypes.c_int, ctypes.c_void_p]
@@ -138,7 +138,7 @@ library.malloc_info(0, file)
 library.fflush(file)
 print(os.read(reading, 65536).count(b"<heap nr="))
 """
-    alone, called = map(int, without_and_with("one_heap()", heaps))
+    alone, called = map(int, without_and_with("share_one_heap()", heaps))
     assert called == 1 < alone
 
 
@@ -149,7 +149,7 @@ def test_large_pieces_stay_out_of_the_heap():
     """However large a piece has been freed before, the next large one has pages of its own."""
     apart = """
 import ctypes
-from fedcover.flower.memory import LARGE, one_heap
+from fedcover.flower.memory import HEAP_LIMIT, share_one_heap
 CALL
 class Info(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in "arena a b c apart d e used free f".split()]
@@ -158,25 +158,25 @@ library.mallinfo2.restype = Info
 bytes(2**22)
 before = library.mallinfo2().apart
 held = bytes(2**21)
-print(library.mallinfo2().apart - before > LARGE)
+print(library.mallinfo2().apart - before > HEAP_LIMIT)
 """
-    assert without_and_with("one_heap()", apart) == ["False\n", "True\n"]
+    assert without_and_with("share_one_heap()", apart) == ["False\n", "True\n"]
 
 
 def test_names_that_were_looked_up_are_not_kept():
     """Python's cache of attributes keeps a name that was made for one lookup until another one takes its place."""
     names = """
 import sys
-from fedcover.flower.memory import tidy
-tidy()
+from fedcover.flower.memory import release_memory
+release_memory()
 before = sys.getallocatedblocks()
 names = ["name" + str(number) for number in range(4000)]
-found = [hasattr(tidy, name) for name in names]
+found = [hasattr(release_memory, name) for name in names]
 del names, found
 CALL
 print(sys.getallocatedblocks() - before)
 """
-    alone, tidied = map(int, without_and_with("tidy()", names))
+    alone, tidied = map(int, without_and_with("release_memory()", names))
     assert tidied < 100 < 300 < alone
 
 
@@ -186,7 +186,7 @@ def test_a_peak_within_the_reserve_takes_no_pages():
     peaks = """
 import contextlib, random, re
 from pathlib import Path
-from fedcover.flower.memory import RESERVE, reserve
+from fedcover.flower.memory import RESERVE, memory_reserve
 def kib(name):
     return int(re.search(rf"{name}:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 some = random.Random(0)
@@ -200,7 +200,7 @@ with contextlib.ExitStack() as stack:
     print(kib("VmData") - asked, kib("RssAnon") - used)
 """
     alone, kept = ([int(word) for word in told.split()] for told in without_and_with(
-        "stack.enter_context(reserve())", peaks))  # fmt: skip
+        "stack.enter_context(memory_reserve())", peaks))  # fmt: skip
     assert (
         kept[0] < 1000 < alone[0]
     )  # Python asks by the megabyte, the list itself by a tenth of that
@@ -215,7 +215,7 @@ def test_freed_memory_is_in_no_threads_cache(given):
     """What has been freed counts as free at once, in this program only, and the user's own settings stay."""
     freed = """
 import ctypes, os
-from fedcover.flower.memory import TUNABLES, no_caches
+from fedcover.flower.memory import TUNABLES, disable_thread_caches
 CALL
 class Info(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in "arena a b c d e f used free g".split()]
@@ -232,12 +232,12 @@ print(library.mallinfo2().used - before > 6000, os.environ.get(TUNABLES, ""))
     environment = {key: value for key, value in os.environ.items() if key != "GLIBC_TUNABLES"}
     if given:
         environment["GLIBC_TUNABLES"] = given
-    assert without_and_with("no_caches()", freed, environment) == [
+    assert without_and_with("disable_thread_caches()", freed, environment) == [
         f"False {given or ''}\n",
         f"True {given or ''}\n",
     ]
     inherited = ":".join([*([given] if given else []), NO_CACHES])
     assert (
-        without_and_with("no_caches(inherited=True)", freed, environment)[1]
+        without_and_with("disable_thread_caches(inherited=True)", freed, environment)[1]
         == f"True {inherited}\n"
     )

@@ -9,7 +9,7 @@ from fedcover.flower.local_federation import run_local_federation
 
 HERE = Path(__file__).parent
 NEED_FLOWER = (
-    "test_forgetting.py", "test_node_answers.py", "test_node_parts.py", "handmade.py", "small_device.py",
+    "test_supernode.py", "test_node_answers.py", "test_node_parts.py", "handmade.py", "small_device.py",
     "test_introductions.py", "test_small_devices.py", "test_strategy.py", "test_loopback.py",
 )  # fmt: skip
 

@@ -14,7 +14,7 @@ from flwr.app import Context, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedcover.flower.client_training import train_clients
-from fedcover.flower.memory import tidy
+from fedcover.flower.memory import release_memory
 from fedcover.flower.messages import (
     ClientResult,
     ClientTask,
@@ -54,7 +54,7 @@ def answered(message: Message) -> ClientResult:
 def main(first: str, folder: str, room: str) -> None:
     """Work, the second time with room for so many bytes beyond what there is by then (0: without a limit)."""
     answered(message_from(Path(first)))
-    tidy()
+    release_memory()
     before = resident("VmRSS"), resident("VmSize")
     message = message_from(Path(folder))
     if int(room):

@@ -23,7 +23,7 @@ from fedcover.flower.node_registry import NodeRegistry
 from fedcover.flower.nodes import DataRequirements
 from fedcover.flower.payloads import pack_arrays, unpack_arrays
 from fedcover.flower.reply_download import FailedReply
-from fedcover.flower.server import capacities, experiment_to_resume, is_open, serve
+from fedcover.flower.server import experiment_to_resume, has_open_fleet, required_capacities, serve
 from fedcover.flower.transport import _parse_node_info
 from fedcover.runs.metrics_log import read_lines
 from fedcover.runs.setup import build_source, prepare
@@ -485,22 +485,22 @@ def test_a_node_that_is_known_and_comes_back_with_less_is_asked_again(tmp_path):
 
 
 def test_a_fleet_is_closed_where_capacities_or_turns_are_counted_beforehand():
-    assert is_open(fc.Experiment())
-    assert not is_open(fc.Experiment(assignment="slot"))
+    assert has_open_fleet(fc.Experiment())
+    assert not has_open_fleet(fc.Experiment(assignment="slot"))
     private = {
         "privacy": "gaussian(noise=4.0, delta=1e-5)",
         "clip_updates": 0.5,
         "norm": "group",
         "model": "mlp",
     }
-    assert not is_open(fc.Experiment(**private))
-    assert not is_open(fc.Experiment(policy='regions(codename="1122")', active=4))
+    assert not has_open_fleet(fc.Experiment(**private))
+    assert not has_open_fleet(fc.Experiment(policy='regions(codename="1122")', active=4))
 
 
 def test_a_node_that_comes_late_and_holds_too_little_is_refused(tmp_path, caplog):
     wanted = experiment(policy="prefix", rounds=2, clients=4, active=4, fleet="1x1.0")
     found = engine(wanted, tmp_path / "run")
-    found.node_registry.capacities = capacities(wanted)
+    found.node_registry.capacities = required_capacities(wanted)
     found.transport.nodes[8]["capacity"] = 0.25
     run = fc.run(wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=found)
     assert [(line["lost"], sorted(line["dropped"])) for line in run.metrics] == [(2, [2, 3])] * 2

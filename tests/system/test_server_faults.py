@@ -5,7 +5,7 @@ import resource
 import signal
 from pathlib import Path
 
-from fedcover.flower.sudden_ends import KILLED
+from fedcover.flower.crash_report import KILLED
 from fedcover.host.orphans import descendants
 from tests.system.harness import (
     alive,
@@ -40,7 +40,7 @@ def test_who_streams_the_run_is_told_that_the_server_was_killed(pair, tmp_path):
     run = submit(pair, experiment(policy="prefix", rounds=30), tmp_path / "run", nodes=2)
     run.rounds(1)
     (server,) = wait_for(lambda: children(pair, "superlink", "flwr-serverapp"), "a server")
-    reporters = [pid for pid in descendants([server]) if b"sudden_ends" in command_of(pid)]
+    reporters = [pid for pid in descendants([server]) if b"crash_report" in command_of(pid)]
     assert len(reporters) == 1
     os.kill(server, signal.SIGKILL)
     run.finish()

@@ -1,4 +1,4 @@
-"""What happens on the nodes, as lines of a run folder and of the log."""
+"""What happens to nodes and clients, as lines of a run folder and of the log."""
 
 import json
 import logging
@@ -15,16 +15,17 @@ from fedcover.runs.run_folder import Folder
 
 @dataclass(frozen=True)
 class EventLog:
-    """What became of whom, one line each in `events.jsonl` of the run folder.
+    """The events of a run, one line each in `events.jsonl` of its folder.
 
-    What happens before there is a folder is kept in `pending_lines`, if that is given, and written with the first line after.
+    Events from before there is a folder are collected in `pending_lines`, if given. They are
+    written together with the first event after that.
     """
 
     path: Path | None
     pending_lines: list[str] | None = None
 
     def __post_init__(self) -> None:
-        """After a full disk the last line may be half one: what comes next must not be written behind it."""
+        """Finish a line that a full disk has cut off, so that the next one starts on its own."""
         if self.path and not all(line.endswith(b"\n") for line in read_raw_lines(self.path)[-1:]):
             self._append("\n")
 
@@ -32,14 +33,7 @@ class EventLog:
         self, round: int, event: str, node: int | None, client: int | None, why: str = ""
     ) -> None:
         """Add an event."""
-        if event in MEMBERSHIP_EVENTS:
-            log.info("round %d: node %s %s: %s", round + 1, node, event, why)
-        elif event != "answered":
-            whose = "a node" if client is None else f"client {client}"
-            of = "no node" if node is None else f"node {node}"
-            log.warning(
-                "round %d: %s (%s) %s: %s", round + 1, whose, of, event, why
-            )  # people count from 1
+        _log_event(round, event, node, client, why)
         record = {
             "round": round,
             "time": time.time(),
@@ -48,15 +42,13 @@ class EventLog:
             "client": client,
             "why": why,
         }
-        line, before = (
-            json.dumps(record) + "\n",
-            self.pending_lines if self.pending_lines is not None else [],
-        )
+        pending_lines = self.pending_lines if self.pending_lines is not None else []
+        line = json.dumps(record) + "\n"
         if self.path is None:
-            before.append(line)
+            pending_lines.append(line)
         else:
-            self._append("".join([*before, line]))
-            before.clear()
+            self._append("".join([*pending_lines, line]))
+            pending_lines.clear()
 
     def _append(self, text: str) -> None:
         assert self.path is not None
@@ -64,8 +56,18 @@ class EventLog:
             append(path, text.encode(), durable=False)
 
 
+def _log_event(round: int, event: str, node: int | None, client: int | None, why: str) -> None:
+    """Log an event unless it is an ordinary answer; people count rounds from 1."""
+    if event in MEMBERSHIP_EVENTS:
+        log.info("round %d: node %s %s: %s", round + 1, node, event, why)
+    elif event != "answered":
+        client_name = "a node" if client is None else f"client {client}"
+        node_name = "no node" if node is None else f"node {node}"
+        log.warning("round %d: %s (%s) %s: %s", round + 1, client_name, node_name, event, why)
+
+
 def log_to_stderr() -> None:
-    """Show what is logged where Flower's own log goes."""
+    """Write our log to stderr, as Flower does with its own."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("fedcover: %(message)s"))
     log.addHandler(handler)

@@ -1,4 +1,4 @@
-"""Memory of the processes that live for a whole run, so that what a round has needed is free for the next one."""
+"""Keep the memory of long-lived processes level, by settings of Python and of glibc."""
 
 import ctypes
 import gc
@@ -8,99 +8,110 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 M_ARENA_MAX, M_MMAP_THRESHOLD = -8, -3
-"""What glibc's `mallopt` calls the number of heaps, and the size from which a piece gets pages of its own."""
-LARGE = 32 * 2**10
-"""Bytes from which the heap does not grow for a piece; glibc would raise its own limit with every large piece freed."""
-PIECE, RESERVE = 512, 4 * 2**20
-"""Bytes of the largest pieces that Python keeps in memory of its own, and how much of that to have before it is
-needed: a few times what the rounds of a run were seen to differ by."""
-TENSOR = 2**20
-"""Bytes from which a piece of a node's memory has pages of its own, which are free for others once it is freed."""
+"""Options of glibc's `mallopt`: the number of heaps, and the size of pieces with own pages."""
+HEAP_LIMIT = 32 * 2**10
+"""Bytes from which a piece gets pages of its own if the heap has no room.
+
+Without this setting glibc would raise its limit with every large piece that is freed.
+"""
+RESERVE_PIECE, RESERVE = 512, 4 * 2**20
+"""Bytes of the largest pieces in Python's own memory, and bytes of that memory to reserve.
+
+The reserve is a few times the difference that was measured between the rounds of a run.
+"""
+MAPPED_TENSOR = 2**20
+"""Bytes from which a tensor on a node has pages of its own, which are free once it is freed."""
 TUNABLES = "GLIBC_TUNABLES"
-LIMIT = "glibc.malloc.mmap_threshold"
+MMAP_SETTING = "glibc.malloc.mmap_threshold"
 NO_CACHES = "glibc.malloc.arena_max=1:glibc.malloc.tcache_count=0"
-"""Settings of glibc's, read when a program starts, without which every thread has a heap, and keeps up to seven freed
-pieces of each size for itself."""
+"""Settings that glibc reads when a program starts: one heap, and no caches of threads.
+
+Otherwise every thread keeps up to seven freed pieces of each size.
+"""
+_MEGABYTES_APART = 2**18 // RESERVE_PIECE
 
 
-def tidy() -> None:
-    """Look for garbage and give free pages back: messages hang in cycles, and the C library keeps pages until asked.
+def release_memory() -> None:
+    """Collect garbage, and return free pages to the system.
 
-    Python's cache of attributes is emptied too: of names that C code makes anew for every lookup it keeps up to one in
-    each of its 4,096 places, so that it fills for hundreds of messages.
+    Messages are parts of reference cycles, and the C library keeps free pages until asked.
+    Python's cache of attributes is emptied too. It keeps names that C code makes anew for every
+    lookup, up to one in each of its 4,096 entries, so it would grow for hundreds of messages.
     """
-    empty_caches = (
-        getattr(sys, "_clear_internal_caches", None) or sys._clear_type_cache
-    )  # the first since Python 3.13
-    empty_caches()
+    # the first function exists since Python 3.13
+    clear_caches = getattr(sys, "_clear_internal_caches", None) or sys._clear_type_cache
+    clear_caches()
     gc.collect()
-    if (library := _library()) is not None:
+    if (library := _load_glibc()) is not None:
         library.malloc_trim(0)
 
 
 @contextmanager
-def reserve() -> Iterator[None]:
-    """Have Python ask at once for the memory of its own that peaks will need, use all of it, and keep it.
+def memory_reserve() -> Iterator[None]:
+    """Let Python allocate at once the memory that peaks will need, and keep it.
 
-    It asks by the megabyte, and gives back only megabytes in which nothing is left. So whenever a peak is a bit higher
-    than all before it, which goes on for hundreds of rounds, pages of the last one are used for the first time, or
-    another one comes, and they stay, though nothing more is held. Peaks within the reserve change nothing.
+    Python allocates by the megabyte, and returns only megabytes that are empty. So whenever a
+    peak is a little higher than all before, new pages are used and stay in use, although nothing
+    more is alive. That goes on for hundreds of rounds. Peaks within the reserve change nothing.
     """
-    empty = sys.getsizeof(b"")
-    peak = [bytes(PIECE - empty) for _ in range(RESERVE // PIECE)]
-    _kept = peak[:: 2**18 // PIECE]  # some of every megabyte, which stays for their sake
+    piece_bytes = RESERVE_PIECE - sys.getsizeof(b"")
+    peak = [bytes(piece_bytes) for _ in range(RESERVE // RESERVE_PIECE)]
+    _kept_pieces = peak[::_MEGABYTES_APART]  # some in every megabyte, so that none is returned
     del peak
     yield
 
 
-def one_heap() -> None:
-    """Let all threads share one heap for small pieces; must be called before there are any threads.
+def share_one_heap() -> None:
+    """Let all threads share one heap; call it before any thread is started.
 
-    Else each keeps the most that it ever needed. Large pieces (tensors on their way) for which there is no room get
-    pages of their own, which go back at once; the heap does not become larger for them.
+    Otherwise each thread keeps the most memory that it ever needed. Large pieces that do not fit
+    into the heap get pages of their own, which are returned at once; the heap does not grow.
     """
-    if (library := _library()) is not None:
+    if (library := _load_glibc()) is not None:
         library.mallopt(M_ARENA_MAX, 1)
-        library.mallopt(M_MMAP_THRESHOLD, LARGE)
+        library.mallopt(M_MMAP_THRESHOLD, HEAP_LIMIT)
 
 
-def own_pages() -> None:
-    """Let every large tensor have pages of its own, so that a device never holds the memory of one that it has freed.
+def map_large_tensors() -> None:
+    """Give every large tensor pages of its own, so that freeing it returns its memory.
 
-    The heap would keep it, up to as much as is in use, for a tensor that fits the place.
+    The heap would keep the memory, up to as much as is in use, for a tensor of the same size.
     """
-    if (library := _library()) is not None:
-        library.mallopt(M_MMAP_THRESHOLD, TENSOR)
+    if (library := _load_glibc()) is not None:
+        library.mallopt(M_MMAP_THRESHOLD, MAPPED_TENSOR)
 
 
-def no_caches(*, inherited: bool = False) -> None:
-    """Start this program anew without the threads' caches, unless that has been done; must be the first thing it does.
+def disable_thread_caches(*, inherited: bool = False) -> None:
+    """Restart this program without caches of threads, unless that was done; call it first.
 
-    A cache fills for hundreds of rounds, and what is in it is in nobody's use. Programs that are started by this one
-    have theirs as usual, unless they inherit this.
+    The caches fill for hundreds of rounds with memory that nobody uses.
+
+    Args:
+        inherited: Whether programs that this one starts do without caches, too.
     """
-    given = os.environ.get(TUNABLES, "")
-    if given.endswith(NO_CACHES):
+    settings = os.environ.get(TUNABLES, "")
+    if settings.endswith(NO_CACHES):
         if not inherited:
-            os.environ[TUNABLES] = given.removesuffix(NO_CACHES).rstrip(":")
-    elif _library() is not None:
-        os.environ[TUNABLES] = f"{given}:{NO_CACHES}".lstrip(":")
+            os.environ[TUNABLES] = settings.removesuffix(NO_CACHES).rstrip(":")
+    elif _load_glibc() is not None:
+        os.environ[TUNABLES] = f"{settings}:{NO_CACHES}".lstrip(":")
         os.execv(sys.executable, sys.orig_argv)
 
 
-def own_pages_in_children() -> None:
-    """Let programs that this one starts give every large piece pages of its own, from their first message on.
+def map_large_tensors_in_children() -> None:
+    """Let programs that this one starts give large pieces pages of their own from the start.
 
-    `own_pages` comes too late for the process of a message: by then Flower has fetched the message through a heap that
-    keeps up to three times its bytes. Whoever has set this limit of glibc's keeps it.
+    `map_large_tensors` is too late for the process of a message. By then Flower has fetched the
+    message through a heap that keeps up to three times its bytes. A limit that the user has set
+    stays.
     """
-    given = os.environ.get(TUNABLES, "")
-    if _library() is not None and LIMIT not in given:
-        os.environ[TUNABLES] = f"{given}:{LIMIT}={TENSOR}".lstrip(":")
+    settings = os.environ.get(TUNABLES, "")
+    if _load_glibc() is not None and MMAP_SETTING not in settings:
+        os.environ[TUNABLES] = f"{settings}:{MMAP_SETTING}={MAPPED_TENSOR}".lstrip(":")
 
 
-def _library() -> ctypes.CDLL | None:
-    """The C library, where it is glibc."""
+def _load_glibc() -> ctypes.CDLL | None:
+    """Return the C library if it is glibc."""
     if sys.platform != "linux":
         return None
     library = ctypes.CDLL(None)

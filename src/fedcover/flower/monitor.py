@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fedcover.errors import RunError
-from fedcover.flower.sudden_ends import KILLED
+from fedcover.flower.crash_report import KILLED
 from fedcover.host.orphans import lifeline_arguments
 from fedcover.runs.metrics_log import Metrics, read_lines
 from fedcover.server.round import RoundReport

@@ -1,7 +1,7 @@
-"""The server's side: an ordinary run, whose engine is Flower, inside Flower's ServerApp."""
+"""The ServerApp of an experiment: an ordinary run whose engine is Flower."""
 
-from collections.abc import Generator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,14 @@ from fedcover import registry
 from fedcover.errors import FedcoverError, InvalidValue, RunError
 from fedcover.fleet import Fleet
 from fedcover.flower.app_template import RunConfig
+from fedcover.flower.crash_report import report_if_killed
 from fedcover.flower.engine import FlowerEngine, RoundOptions
 from fedcover.flower.events import EventLog, log_to_stderr
-from fedcover.flower.memory import reserve, tidy
+from fedcover.flower.memory import memory_reserve, release_memory
 from fedcover.flower.node_data import data_requirements
 from fedcover.flower.node_registry import NodeRegistry
 from fedcover.flower.nodes import declared_fleet
 from fedcover.flower.registration import wait_for_nodes
-from fedcover.flower.sudden_ends import reported
 from fedcover.flower.transport import Transport
 from fedcover.log import log
 from fedcover.runs.api import Run, resume, run
@@ -32,7 +32,14 @@ from fedcover.server.round import RoundReport
 
 
 def experiment_app() -> ServerApp:
-    """The ServerApp that runs an experiment, or goes on with it where its folder holds one already."""
+    """Build the ServerApp that runs an experiment, or resumes it.
+
+    Returns:
+        The app for a Flower project's `serverapp`.
+
+    Raises:
+        FedcoverError: When the run is started, if it cannot begin, or no client ever answered.
+    """
     app = ServerApp()
     app.main()(_main)
     return app
@@ -41,113 +48,132 @@ def experiment_app() -> ServerApp:
 def _main(grid: Grid, context: Context) -> None:
     log_to_stderr()
     try:
-        with reported(grid):
-            done = serve(grid, RunConfig.read(context.run_config))
-        if not any(line["clients"] for line in done.metrics):
+        with report_if_killed(grid):
+            finished = serve(grid, RunConfig.read(context.run_config))
+        if not any(line["clients"] for line in finished.metrics):
             raise RunError(
-                f"no client has answered in any round, so nothing was trained ({_reason(done.folder)}); "
-                f"mend that, then choose another name or remove {done.folder}"
+                "no client has answered in any round, so nothing was trained "
+                f"({_most_common_failure(finished.folder)}); "
+                f"mend that, then choose another name or remove {finished.folder}"
             )
-        log.info("finished: %s", done.folder)
+        log.info("finished: %s", finished.folder)
     except FedcoverError as error:
         log.error("stopped: %s", error)
         raise
 
 
-def _reason(folder: Path | None) -> str:
+def _most_common_failure(folder: Path | None) -> str:
     return most_common_failure(read_events(folder / "events.jsonl") if folder else [])
 
 
 def serve(grid: Grid, settings: RunConfig) -> Run:
-    """Run, or go on with, an experiment on the nodes behind a grid."""
-    folder, again = Path(settings.folder), settings.resume
+    """Run or resume an experiment on the nodes of a grid."""
+    folder = Path(settings.folder)
     experiment = Experiment.from_toml(settings.experiment)
-    if again:
+    if settings.resume:
         experiment = experiment_to_resume(folder, experiment)
-    elif settings.overwrite:
+    else:
+        _clear_for_new_run(folder, overwrite=settings.overwrite)
+    requirements = None
+    if experiment.partition == "nodes":
+        source = build_source(experiment, "cpu", settings.data or None)
+        requirements = data_requirements(source, experiment.clients)
+    transport, node_registry = Transport(grid), NodeRegistry(requirements=requirements)
+    open_fleet = has_open_fleet(experiment)
+    if settings.resume and not open_fleet:
+        node_registry.capacities = required_capacities(experiment)
+    pending_lines: list[str] = []
+    _wait_for_nodes(transport, node_registry, pending_lines, settings)
+    if not settings.resume:
+        experiment = with_declared_capacities(experiment, node_registry)
+        node_registry.capacities = () if open_fleet else required_capacities(experiment)
+    options = RoundOptions(
+        experiment.to_toml(),
+        experiment.clients,
+        settings.deadline,
+        private=experiment.privacy != "none",
+        open_fleet=open_fleet,
+        own_model=registry.is_import_path(experiment.model),
+    )
+    event_log = EventLog(folder / "events.jsonl", pending_lines)
+    engine = FlowerEngine(transport, node_registry, options, event_log)
+    with _watch_rounds() as watch:
+        arguments: dict[str, Any] = {
+            "machine": Machine("flower", settings.device, settings.threads or None),
+            "data": settings.data or None,
+            "watch": watch,
+            "engine": engine,
+        }
+        if settings.resume:
+            return resume(folder, complain=log.warning, **arguments)
+        return run(experiment, folder, **arguments)
+
+
+def _clear_for_new_run(folder: Path, *, overwrite: bool) -> None:
+    """Remove an earlier run from the folder, or raise if it must not be overwritten."""
+    if overwrite:
         Folder(folder).clear()
     elif Folder(folder).has_run():
         raise RunError(
-            f"{folder} holds a run already: go on with it (--resume), or choose another name, or --overwrite"
+            f"{folder} holds a run already: go on with it (--resume), or choose another name, "
+            "or --overwrite"
         )
-    wanted = None
-    if experiment.partition == "nodes":
-        wanted = data_requirements(
-            build_source(experiment, "cpu", settings.data or None), experiment.clients
-        )
-    transport, node_registry = Transport(grid), NodeRegistry(requirements=wanted)
-    fleet_is_open = is_open(experiment)
-    if again and not fleet_is_open:
-        node_registry.capacities = capacities(experiment)
-    pending_lines: list[str] = []
-    if not again or not (folder / "summary.json").exists():  # else nothing is left for nodes to do
-        with (
-            Folder(folder).opened() if again else nullcontext()
-        ):  # who watches it sees that it has not stopped
-            wait_for_nodes(
-                transport,
-                node_registry,
-                EventLog(None, pending_lines),
-                nodes=settings.nodes,
-                timeout=settings.wait,
-            )
-    if not again:
-        experiment = with_declared_capacities(experiment, node_registry)
-        node_registry.capacities = () if fleet_is_open else capacities(experiment)
-    options = RoundOptions(
-        experiment.to_toml(), experiment.clients, settings.deadline, experiment.privacy != "none", fleet_is_open,
-        own_model=registry.is_import_path(experiment.model),
-    )  # fmt: skip
-    engine = FlowerEngine(
-        transport, node_registry, options, EventLog(folder / "events.jsonl", pending_lines)
-    )
-    machine = Machine("flower", settings.device, settings.threads or None)
-    conclusions = _after_rounds()
-    next(conclusions)
-    watch = conclusions.send
-    common: dict[str, Any] = {
-        "machine": machine,
-        "data": settings.data or None,
-        "watch": watch,
-        "engine": engine,
-    }
-    return (
-        resume(folder, complain=log.warning, **common)
-        if again
-        else run(experiment, folder, **common)
-    )
 
 
-def experiment_to_resume(folder: Path, asked: Experiment) -> Experiment:
-    """The experiment of a run that is gone on with; nothing can be changed on the way but what nodes declare."""
-    found = Folder(folder).read()
-    if found.names_other_functions(asked):
-        raise InvalidValue("a run that is gone on with cannot be changed: it names other functions")
-    experiment = found.experiment
-    known, wanted = experiment.model_dump(), asked.model_dump()
-    other = [
-        name for name in known if name not in ("name", "fleet") and known[name] != wanted[name]
+def _wait_for_nodes(
+    transport: Transport,
+    node_registry: NodeRegistry,
+    pending_lines: list[str],
+    settings: RunConfig,
+) -> None:
+    """Wait for the nodes of a run, unless it is a resumed one with nothing left to do."""
+    folder = Path(settings.folder)
+    if settings.resume and (folder / "summary.json").exists():
+        return
+    # an open folder shows to others that the run is alive
+    with Folder(folder).opened() if settings.resume else nullcontext():
+        wait_for_nodes(
+            transport,
+            node_registry,
+            EventLog(None, pending_lines),
+            nodes=settings.nodes,
+            timeout=settings.wait,
+        )
+
+
+def experiment_to_resume(folder: Path, requested: Experiment) -> Experiment:
+    """Return the experiment of the run in a folder; check that the requested one is the same.
+
+    Its name may differ, and its fleet, which the nodes declare.
+    """
+    stored_run = Folder(folder).read()
+    if stored_run.names_other_functions(requested):
+        raise InvalidValue("a run that is resumed cannot be changed: it names other functions")
+    experiment = stored_run.experiment
+    stored_fields, requested_fields = experiment.model_dump(), requested.model_dump()
+    changes = [
+        f"{name} = {requested_fields[name]!r} (was {stored!r})"
+        for name, stored in stored_fields.items()
+        if name not in ("name", "fleet") and stored != requested_fields[name]
     ]
-    if other:
-        told = ", ".join(f"{name} = {wanted[name]!r} (was {known[name]!r})" for name in other)
-        raise InvalidValue(f"a run that is gone on with cannot be changed: {told}")
+    if changes:
+        raise InvalidValue(f"a run that is resumed cannot be changed: {', '.join(changes)}")
     return experiment
 
 
-def is_open(experiment: Experiment) -> bool:
-    """Whether nodes may come, leave and change capacity between rounds, and cohorts are drawn among those there.
+def has_open_fleet(experiment: Experiment) -> bool:
+    """Return whether nodes may join, leave and change capacity between rounds.
 
-    Not where turns are counted beforehand (privacy), nor where capacities belong to slots or come with a codename.
+    They may not if the rounds of each client are counted beforehand (privacy), if capacities
+    belong to slots, or if a codename gives them.
     """
-    own = (
-        experiment.privacy != "none"
-        or registry.parse("policy", experiment.policy).name == "regions"
-    )
-    return experiment.assignment == "device" and not own
+    uses_codename = registry.parse("policy", experiment.policy).name == "regions"
+    is_private = experiment.privacy != "none"
+    return experiment.assignment == "device" and not is_private and not uses_codename
 
 
-def capacities(experiment: Experiment) -> list[float]:
-    """What every client must be able to hold: its capacity, or the largest where capacities belong to slots."""
+def required_capacities(experiment: Experiment) -> list[float]:
+    """Return the capacity that each client needs; the largest one if they belong to slots."""
     fleet = experiment.scaled_fleet
     if experiment.assignment == "slot":
         return [max(fleet.capacities)] * experiment.clients
@@ -155,36 +181,44 @@ def capacities(experiment: Experiment) -> list[float]:
 
 
 def with_declared_capacities(experiment: Experiment, node_registry: NodeRegistry) -> Experiment:
-    """The experiment with the fleet that its nodes declare, so that its folder says what was run."""
-    if all(known.capacity is None for known in node_registry.node_info.values()):
+    """Return the experiment with the fleet that its nodes declare, for its folder to record."""
+    nodes = node_registry.node_info.values()
+    if all(info.capacity is None for info in nodes):
         return experiment
     if experiment.assignment == "slot":
         raise InvalidValue(
-            "capacities belong to slots in this experiment (assignment = 'slot'), so nodes must not declare any"
+            "capacities belong to slots in this experiment (assignment = 'slot'), "
+            "so nodes must not declare any"
         )
-    known = capacities(experiment)
-    declared = Fleet.parse(
-        declared_fleet(node_registry.node_info.values(), experiment.clients, known)
-    )
-    if all(declared.capacity(client) == capacity for client, capacity in enumerate(known)):
+    capacities = required_capacities(experiment)
+    declared = Fleet.parse(declared_fleet(nodes, experiment.clients, capacities))
+    if all(declared.capacity(client) == capacity for client, capacity in enumerate(capacities)):
         return experiment
     return Experiment(**{**experiment.model_dump(), "fleet": str(declared)})
 
 
-def _after_rounds() -> Generator[None, RoundReport, None]:
-    """What is done after each round; the first one imports and builds what all others use."""
-    _after_round((yield))
-    with reserve():
-        while True:
-            _after_round((yield))
+@contextmanager
+def _watch_rounds() -> Iterator[Callable[[RoundReport], None]]:
+    """Yield a function that logs each round and releases memory.
 
+    The memory reserve is allocated after the first round, which imports and builds what all
+    others use.
+    """
+    with ExitStack() as stack:
+        has_reserve = False
 
-def _after_round(report: RoundReport) -> None:
-    _log_round(report)
-    tidy()
+        def watch(report: RoundReport) -> None:
+            nonlocal has_reserve
+            _log_round(report)
+            release_memory()
+            if not has_reserve:
+                stack.enter_context(memory_reserve())
+                has_reserve = True
+
+        yield watch
 
 
 def _log_round(report: RoundReport) -> None:
-    figures = {name: report.metrics[name] for name in ("accuracy", "gamma_round", *UNANSWERED)
-               if name in report.metrics}  # fmt: skip
-    log.info("round %d: %s", report.round + 1, figures)
+    names = ("accuracy", "gamma_round", *UNANSWERED)
+    metrics = {name: report.metrics[name] for name in names if name in report.metrics}
+    log.info("round %d: %s", report.round + 1, metrics)

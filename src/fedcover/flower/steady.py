@@ -1,7 +1,10 @@
-"""`python -m fedcover.flower.steady flower-supernode ...`: a program of Flower's that does not grow while it runs.
+"""Run one of Flower's long-lived programs with level memory.
 
-What a message leaves behind hangs in cycles, and Python looks through old objects only once a quarter more of them has
-come together. All that Flower imports is old, so that takes some twenty rounds, and the heap is in pieces by then.
+Use it as `python -m fedcover.flower.steady flower-supernode ...`.
+
+Messages leave reference cycles behind, and Python looks through old objects only after their
+number has grown by a quarter. As all that Flower imports is old, that takes some twenty rounds,
+and by then the heap is fragmented.
 """
 
 import gc
@@ -11,57 +14,67 @@ import time
 from pkgutil import resolve_name
 
 from fedcover.errors import unknown
-from fedcover.flower.memory import no_caches, one_heap, own_pages_in_children, reserve, tidy
+from fedcover.flower.memory import (
+    disable_thread_caches,
+    map_large_tensors_in_children,
+    memory_reserve,
+    release_memory,
+    share_one_heap,
+)
 from fedcover.host.orphans import end_with_parent
 
-PROGRAMS = {
+FLOWER_PROGRAMS = {
     "flower-superlink": "flwr.superlink.cli:flower_superlink",
-    "flower-supernode": "fedcover.flower.forgetting:main",
+    "flower-supernode": "fedcover.flower.supernode:main",
 }
 """Flower's programs that live as long as a federation."""
 
-LASTING = ("flower-superlink",)
-"""Those that start programs which live as long as a run: its server. What a SuperNode starts trains, and ends."""
+STARTS_LONG_LIVED = ("flower-superlink",)
+"""The programs that start long-lived ones: the server of a run.
+
+A SuperNode starts short-lived processes, one for each message.
+"""
 
 USAGE = (
-    f"usage: python -m fedcover.flower.steady {{{','.join(PROGRAMS)}}} [the program's own options]"
+    f"usage: python -m fedcover.flower.steady {{{','.join(FLOWER_PROGRAMS)}}} "
+    "[the program's own options]"
 )
 
 PAUSE = 2.0
-"""Seconds between two looks."""
+"""Seconds between two releases of memory."""
 
 
 def main() -> None:
-    """Run the program that the first argument names, with the others, until it is ended."""
+    """Run the program that the first argument names, with the remaining arguments."""
     sys.argv = sys.argv[1:] or [""]
-    if sys.argv[0] in ("-h", "--help"):
+    name = sys.argv[0]
+    if name in ("-h", "--help"):
         print(USAGE)
         return
-    if sys.argv[0] not in PROGRAMS:
-        sys.exit(f"fedcover: {unknown('program', sys.argv[0], PROGRAMS)}\n{USAGE}")
-    no_caches(inherited=sys.argv[0] in LASTING)
-    if sys.argv[0] not in LASTING:
-        own_pages_in_children()
-    one_heap()
-    end_with_parent()  # not before: it starts a thread
+    if name not in FLOWER_PROGRAMS:
+        sys.exit(f"fedcover: {unknown('program', name, FLOWER_PROGRAMS)}\n{USAGE}")
+    starts_long_lived = name in STARTS_LONG_LIVED
+    disable_thread_caches(inherited=starts_long_lived)
+    if not starts_long_lived:
+        map_large_tensors_in_children()
+    share_one_heap()
+    end_with_parent()  # after the settings: it starts a thread
     try:
-        program = resolve_name(
-            PROGRAMS[sys.argv[0]]
-        )  # not before: importing it starts a thread already
+        program = resolve_name(FLOWER_PROGRAMS[name])  # this import starts a thread, too
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "flwr":
             raise
         sys.exit("fedcover: this needs Flower; in a checkout of fedcover: pip install '.[flower]'")
-    gc.freeze()  # what is imported stays for good; each look would go through all of it
-    threading.Thread(target=_stay_tidy, daemon=True).start()
+    gc.freeze()  # imported objects stay alive; no collection needs to visit them
+    threading.Thread(target=_release_memory_forever, daemon=True).start()
     program()
 
 
-def _stay_tidy() -> None:
-    time.sleep(PAUSE)  # what the program needs for its start is not to come out of the reserve
-    with reserve():
+def _release_memory_forever() -> None:
+    time.sleep(PAUSE)  # the start of the program must not use up the reserve
+    with memory_reserve():
         while True:
-            tidy()
+            release_memory()
             time.sleep(PAUSE)
 
 

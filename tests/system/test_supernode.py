@@ -4,8 +4,8 @@ from flwr.common.constant import Status, SubStatus
 from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.supernode.nodestate import NodeStateFactory, nodestate_factory
 
-from fedcover.flower import forgetting
-from fedcover.flower.forgetting import REMEMBERED
+from fedcover.flower import supernode
+from fedcover.flower.supernode import NUM_REMEMBERED
 
 
 def test_a_node_forgets_tasks_that_have_ended_and_no_other(monkeypatch):
@@ -15,11 +15,11 @@ def test_a_node_forgets_tasks_that_have_ended_and_no_other(monkeypatch):
         nodestate_factory, "InMemoryNodeState", nodestate_factory.InMemoryNodeState
     )  # is put back
     monkeypatch.setattr(
-        forgetting,
+        supernode,
         "flower_supernode",
         lambda: states.append(NodeStateFactory(ObjectStoreFactory()).state()),
     )
-    forgetting.main()
+    supernode.main()
     [state] = states
 
     def task(ends: bool) -> int:
@@ -29,9 +29,9 @@ def test_a_node_forgets_tasks_that_have_ended_and_no_other(monkeypatch):
         assert not ends or state.finish_task(made, SubStatus.COMPLETED, "")
         return made
 
-    running, ended = task(ends=False), [task(ends=True) for _ in range(3 * REMEMBERED)]
+    running, ended = task(ends=False), [task(ends=True) for _ in range(3 * NUM_REMEMBERED)]
     known = {found.task_id: found.status.status for found in state.get_tasks()}
     assert known.pop(running) == Status.RUNNING
     assert set(known.values()) == {Status.FINISHED}
-    assert set(known) == set(ended[-REMEMBERED - 1 :])  # the last one ended after the last look
+    assert set(known) == set(ended[-NUM_REMEMBERED - 1 :])  # the last one ended after the last look
     assert state.finish_task(running, SubStatus.COMPLETED, "")
