@@ -106,7 +106,9 @@ CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 def test_kernels_of_a_crew_equal_their_slow_twin(
     clients, images, inputs, outputs, size, side, stride, padding, dtype
 ):
-    crew_kernels = pytest.importorskip("fedcover.training.engines.triton_kernels")
+    triton_conv = pytest.importorskip("fedcover.training.engines.triton_conv")
+    triton_norm = pytest.importorskip("fedcover.training.engines.triton_norm")
+    kernels = {**vars(triton_conv), **vars(triton_norm)}
     torch.manual_seed(0)
 
     def drawn(*shape):
@@ -121,16 +123,17 @@ def test_kernels_of_a_crew_equal_their_slow_twin(
         drawn(clients, images, out, out, outputs),
         *torch.rand(2, clients, inputs, device="cuda"),
     )
-    _, mean, spread = crew_twin.normalise(x.double(), scale.double(), shift.double(), 1e-5)
+    _, mean, spread = crew_twin.batch_norm(x.double(), scale.double(), shift.double(), 1e-5)
     calls = {
-        "convolve": ((x, weight, stride, padding, (out, out)), {"back": False}),
-        "convolve back": ((back, weight, stride, padding, (size, size)), {"back": True}),
-        "weigh": ((x, back, side, stride, padding), {}),
-        "normalise": ((x, scale, shift, 1e-5), {}),
-        "normalise_back": ((drawn(*x.shape), x, scale, mean.float(), spread.float()), {}),
+        "convolve": ((x, weight, stride, padding, (out, out)), {"backward": False}),
+        "convolve back": ((back, weight, stride, padding, (size, size)), {"backward": True}),
+        "conv_weight_grad": ((x, back, side, stride, padding), {}),
+        "batch_norm": ((x, scale, shift, 1e-5), {}),
+        "batch_norm_backward": ((drawn(*x.shape), x, scale, mean.float(), spread.float()), {}),
     }
     for name, (given, how) in calls.items():
-        kernel, twin = (getattr(place, name.split()[0]) for place in (crew_kernels, crew_twin))
+        function = name.split()[0]
+        kernel, twin = kernels[function], getattr(crew_twin, function)
         made, again = kernel(*given, **how), kernel(*given, **how)
         wide = [value.double() if isinstance(value, torch.Tensor) else value for value in given]
         wanted = twin(*wide, **how)

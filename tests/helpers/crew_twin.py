@@ -1,10 +1,10 @@
-"""What `fedcover.training.engines.triton_kernels` computes, client by client in torch's own words: its slow twin."""
+"""What `engines.triton_conv` and `engines.triton_norm` compute, client by client in torch's own words: its slow twin."""
 
 import torch
 from torch.nn import functional as F
 from torch.nn.grad import conv2d_input, conv2d_weight
 
-from fedcover.training.engines.stacked_layers import from_taps, to_taps
+from fedcover.training.engines.stacked_functions import from_taps, to_taps
 
 
 def first(x_BHWC):
@@ -12,18 +12,18 @@ def first(x_BHWC):
     return x_BHWC.movedim(-1, 1)
 
 
-def convolve(x_GBHWC, weight_GTIO, stride, padding, size, *, back):
+def convolve(x_GBHWC, weight_GTIO, stride, padding, size, *, backward):
     made = []
     for x_BHWC, weight_TIO in zip(x_GBHWC, weight_GTIO, strict=True):
         x, weight = first(x_BHWC), from_taps(weight_TIO)
-        if back:
+        if backward:
             made.append(conv2d_input((len(x), weight.shape[1], *size), weight, x, stride, padding))
         else:
             made.append(F.conv2d(x, weight, None, stride, padding))
     return torch.stack(made).movedim(2, -1).contiguous()
 
 
-def weigh(x_GBHWC, back_GBHWC, side, stride, padding):
+def conv_weight_grad(x_GBHWC, back_GBHWC, side, stride, padding):
     made = []
     for x_BHWC, back_BHWC in zip(x_GBHWC, back_GBHWC, strict=True):
         shape = back_BHWC.shape[-1], x_BHWC.shape[-1], side, side
@@ -31,7 +31,7 @@ def weigh(x_GBHWC, back_GBHWC, side, stride, padding):
     return torch.stack(made)
 
 
-def normalise(x_GBHWC, weight_GC, bias_GC, epsilon):
+def batch_norm(x_GBHWC, weight_GC, bias_GC, epsilon):
     variance_GC, mean_GC = torch.var_mean(x_GBHWC, (1, 2, 3), correction=0)
     scale_GC = (variance_GC + epsilon).rsqrt()
     y = torch.stack(
@@ -43,7 +43,7 @@ def normalise(x_GBHWC, weight_GC, bias_GC, epsilon):
     return y.movedim(2, -1).contiguous(), mean_GC, scale_GC
 
 
-def normalise_back(back_GBHWC, x_GBHWC, weight_GC, mean_GC, scale_GC):
+def batch_norm_backward(back_GBHWC, x_GBHWC, weight_GC, mean_GC, scale_GC):
     """By torch's own gradients: the statistics are made again from the input."""
     found = []
     epsilon = (scale_GC**-2 - torch.var(x_GBHWC, (1, 2, 3), correction=0)).mean().item()

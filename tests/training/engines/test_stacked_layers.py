@@ -37,7 +37,7 @@ LAYERS = {
 @pytest.fixture(autouse=True)
 def asked(monkeypatch):
     """The twin in the kernels' place, and how often each of them was asked."""
-    seen = dict.fromkeys(("convolve", "weigh", "normalise", "normalise_back"), 0)
+    seen = dict.fromkeys(("convolve", "conv_weight_grad", "batch_norm", "batch_norm_backward"), 0)
 
     def counted(name):
         def call(*args, **kwargs):
@@ -46,10 +46,11 @@ def asked(monkeypatch):
 
         return call
 
-    stand_in = type(sys)("crew_kernels")
+    stand_in = type(sys)("stacked_kernels")
     for name in seen:
         setattr(stand_in, name, counted(name))
-    monkeypatch.setitem(sys.modules, "fedcover.training.engines.triton_kernels", stand_in)
+    for module in ("triton_conv", "triton_norm"):
+        monkeypatch.setitem(sys.modules, f"fedcover.training.engines.{module}", stand_in)
     return seen
 
 

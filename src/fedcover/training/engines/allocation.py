@@ -14,7 +14,7 @@ from fedcover.training.engines import stacked_layers
 from fedcover.training.engines.buffers import StepBuffers
 from fedcover.training.engines.client_inputs import ClientInputs, StepSignature
 from fedcover.training.engines.sgd_step import FunctionalForward, SGDStep, observes_gradients
-from fedcover.training.engines.stacked_layers import from_taps, to_taps
+from fedcover.training.engines.stacked_functions import from_taps, to_taps
 from fedcover.training.engines.step_tensors import StepTensors
 from fedcover.training.engines.trees import tree_map
 from fedcover.training.engines.unsupported import UnsupportedByEngine
