@@ -1,8 +1,8 @@
 """Aggregation rules: how the server combines the clients' updates into one model.
 
-A rule is a function `rule(old, parts, *, options) -> new`. `old` are the global parameters. `parts` has
-one `WeightedUpdate` per client: the part of the model that it trained, its values in the shapes of
-that part, and its weight. A rule knows no architecture: it sees tensors by name.
+A rule is a function `rule(old, parts, *, options) -> new`. `old` are the global parameters. `parts`
+has one `WeightedUpdate` per client: the part of the model that it trained, its values in the shapes
+of that part, and its weight. A rule knows no architecture: it sees tensors by name.
 
 To add a rule, write such a function and add it to `RULES`. A rule that needs only sums over clients
 should also be in `SUMMABLE_RULES`: several processes then add up sums instead of exchanging all

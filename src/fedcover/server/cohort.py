@@ -16,8 +16,8 @@ def cohort_of(
     Args:
         setup: what is the same in every round.
         round: the round's number, from 0.
-        members: the connected clients with their capacities, where devices come and go. Sample among
-            these only; by default, among all clients.
+        members: the connected clients with their capacities, where devices come and go. Only these
+            are sampled; by default, all clients are.
     """
     candidates = sorted(members) if members else range(setup.clients)
     size = min(setup.active, len(candidates))

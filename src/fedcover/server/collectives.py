@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -65,7 +65,7 @@ class ProcessGroup:
         except Exception as raised:
             error = raised
         portable_error = None if error is None else self._portable_error(error)
-        answers: list[tuple[T, FedcoverError | None]] = [None] * self.size  # type: ignore[list-item]
+        answers: list[Any] = [None] * self.size  # becomes pairs of a result and an error
         with self._connected():
             dist.all_gather_object(answers, (result, portable_error))
         if error is not None:

@@ -1,8 +1,8 @@
 """Checks on the results of user-defined rules, recipes and server optimisers.
 
 Such code can do anything, so every result is compared with the model: names, shapes, types, devices
-and finite values. A violation raises `InvalidValue` with one sentence that names the code. fedcover's
-own rules, recipes and optimisers are tested instead, and run without these checks.
+and finite values. A violation raises `InvalidValue` with one sentence that names the code.
+fedcover's own rules, recipes and optimisers are tested instead, and run without these checks.
 """
 
 from collections.abc import Iterable, Mapping

@@ -121,8 +121,8 @@ def local_accuracy(
     Clients count by their numbers of samples. Every process evaluates the clients that it trained.
 
     Returns:
-        The accuracy of each client's part of the new global model, and that of the model it had just
-        trained; None if the test set has none of the clients' labels.
+        The accuracy of each client's part of the new global model, and that of the model it had
+        just trained; None if the test set has none of the clients' labels.
     """
     test = task.source.test
     predictions: dict[object, Tensor] = {}  # shared by clients with the same part
@@ -217,8 +217,8 @@ class EvalModule:
 def reset_module_state(module: nn.Module, original: nn.Module) -> None:
     """Undo what a copy of a module counted or remembered, so that evaluations are independent.
 
-    Norm statistics are left alone, as every evaluation sets them. So are attributes that are neither
-    buffers nor plain values.
+    Norm statistics are left alone, as every evaluation sets them. So are attributes that are
+    neither buffers nor plain values.
     """
     for layer, original_layer in zip(module.modules(), original.modules(), strict=True):
         if isinstance(original_layer, _BatchNorm):

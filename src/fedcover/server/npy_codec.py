@@ -1,7 +1,7 @@
-"""Decoding of one untrusted array: the bytes of an .npy file, accepted only if they are as expected.
+"""Decoding of one untrusted array: the bytes of an .npy file, accepted only if as expected.
 
-The type and shape are known beforehand. So the header is compared with the one that NumPy would have
-written, and never parsed; nothing is unpickled.
+The type and shape are known beforehand. So the header is compared with the one that NumPy would
+have written, and never parsed; nothing is unpickled.
 """
 
 import math
@@ -123,7 +123,7 @@ def _check_declared(name: str, array: RawArray, spec: ArraySpec) -> None:
 
 
 def _stored_numbers(name: str, data: memoryview, spec: ArraySpec, dtype: str) -> memoryview:
-    """Return the bytes after the header, which must be what NumPy writes for this type and shape."""
+    """Return the bytes after the header, which must be NumPy's for this type and shape."""
     start = bytes(data[:HEADER])
     if start[:1] == b"\x80":
         raise InvalidReply("pickled", f"{name} begins like a pickle")

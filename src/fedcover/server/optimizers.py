@@ -1,8 +1,9 @@
 """Server optimisers: how the server moves the model towards the aggregated parameters.
 
-An optimiser is a function of its options that returns a `ServerStep`. The step gets one parameter at a
-time, and the tensors that it returned for this parameter after the round before (its slots). The
-slots are part of a run's state and of its checkpoints. To add an optimiser, add it to `SERVERS`.
+An optimiser is a function of its options that returns a `ServerStep`. The step gets one parameter
+at a time, and the tensors that it returned for this parameter after the round before (its slots).
+The slots are part of a run's state and of its checkpoints. To add an optimiser, add it to
+`SERVERS`.
 """
 
 from collections.abc import Callable, Mapping

@@ -58,8 +58,8 @@ class Gaussian:
         """Return the exact epsilon of a client that has taken part `turns` times.
 
         Two fleets are neighbours if they differ in the data of one client. Its clipped update then
-        differs by up to 2 C, so the noise is z / 2 times the sensitivity. There is no amplification by
-        sampling: who takes part follows from the seed, and the masks show it. `turns` rounds are
+        differs by up to 2 C, so the noise is z / 2 times the sensitivity. There is no amplification
+        by sampling: who takes part follows from the seed, and the masks show it. `turns` rounds are
         one Gaussian mechanism of sqrt(turns) times the sensitivity (Dong, Roth, Su 2022).
 
         >>> [round(Gaussian(noise=4.0, delta=1e-6).epsilon(turns), 3) for turns in (0, 1, 18)]
@@ -88,8 +88,8 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 def gaussian_delta(t: float, mu: float) -> float:
     """Return delta of a Gaussian mechanism at epsilon = mu * (t + mu / 2).
 
-    Delta is Phi(mu/2 - epsilon/mu) - exp(epsilon) Phi(-mu/2 - epsilon/mu) (Balle, Wang 2018, theorem
-    8). Here both terms have the factor exp(-t^2 / 2), so that nothing overflows.
+    Delta is Phi(mu/2 - epsilon/mu) - exp(epsilon) Phi(-mu/2 - epsilon/mu) (Balle, Wang 2018,
+    theorem 8). Here both terms have the factor exp(-t^2 / 2), so that nothing overflows.
     """
     density = math.exp(-t * t / 2) / math.sqrt(2 * math.pi)
     return math.erfc(t / math.sqrt(2)) / 2 - density * tail_ratio(t + mu)

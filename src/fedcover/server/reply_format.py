@@ -39,9 +39,9 @@ class PendingTask:
     """A task that was sent to a client and has not been answered yet.
 
     `params` and `statistics` are the global model's; `reduction` is the client's part of it.
-    `measures` names the parameters that each kind of measurement covers. `metrics` names the numbers
-    that a reply must have. With `allow_bits` the client may report which entries it trained.
-    A measurement in `marks` must equal the given number in the mask and 0 outside of it.
+    `measures` names the parameters that each kind of measurement covers. `metrics` names the
+    numbers that a reply must have. With `allow_bits` the client may report which entries it
+    trained. A measurement in `marks` must equal the given number in the mask and 0 outside of it.
     """
 
     nonce: str

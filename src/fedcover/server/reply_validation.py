@@ -3,9 +3,9 @@
 Names, shapes and types of all arrays are known before a reply arrives, so they are compared, never
 parsed. Nothing is unpickled. Cheap checks come first; see `_validate` for their order.
 
-A reply that fails a check becomes a `Rejection` with one of the reasons in `REJECTION_REASONS`.
-The checks raise `InvalidReply` internally; `validate_reply` never raises. Whether a reply belongs to
-a pending task at all is the concern of `task_ledger`.
+A reply that fails a check becomes a `Rejection` with one of the reasons in `REJECTION_REASONS`. The
+checks raise `InvalidReply` internally; `validate_reply` never raises. Whether a reply belongs to a
+pending task at all is the concern of `task_ledger`.
 """
 
 import math
@@ -52,7 +52,7 @@ MAX_METRIC = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """A rejected reply: the reason, one of `REJECTION_REASONS`, and details that are safe to log."""
+    """A rejected reply: a reason from `REJECTION_REASONS`, and a detail that is safe to log."""
 
     client: int | None
     reason: str

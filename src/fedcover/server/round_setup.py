@@ -20,10 +20,10 @@ from fedcover.types import Engine, GrowthStep, Policy, Rule, Task
 class Setup:
     """The objects and numbers of an experiment, resolved from its fields.
 
-    `task` is what local training needs. `rule` aggregates parameters; `mean` averages norm statistics
-    and measurements. `lr` is the learning rate of a round. `growth` changes the model between
-    rounds. `ranks` are the processes that share the run. `noise` opens a fresh stream of random bytes
-    for privacy. The other fields are those of `Experiment` with the same name.
+    `task` is what local training needs. `rule` aggregates parameters; `mean` averages norm
+    statistics and measurements. `lr` is the learning rate of a round. `growth` changes the model
+    between rounds. `ranks` are the processes that share the run. `noise` opens a fresh stream of
+    random bytes for privacy. The other fields are those of `Experiment` with the same name.
     """
 
     task: Task

@@ -1,8 +1,8 @@
 """A round shared by several processes: each trains some clients, all end with the same state.
 
-`shard_setup` replaces the engine and the rules of a setup; the steps of a round stay the same. Values
-of updates stay in the process that trained them: other processes get an `UpdateHeader`, from which
-they make an `Update` of the right shapes without values ("meta" tensors, see `is_remote`).
+`shard_setup` replaces the engine and the rules of a setup; the steps of a round stay the same.
+Values of updates stay in the process that trained them: other processes get an `UpdateHeader`, from
+which they make an `Update` of the right shapes without values ("meta" tensors, see `is_remote`).
 
 A `SummableRule` adds up the sums of all processes. For any other rule, all values are exchanged.
 """
