@@ -1,1 +1,1 @@
-"""The computer a run is on: its files, locks, signals and processes."""
+"""What fedcover needs of the operating system: files, locks, signals and processes."""

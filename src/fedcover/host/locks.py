@@ -1,4 +1,7 @@
-"""One process at a time in a folder: a lock that the system takes back when its process ends, however it ends."""
+"""A lock that lets only one process at a time work in a folder.
+
+The operating system releases it when the process ends, however it ends.
+"""
 
 import contextlib
 import fcntl
@@ -12,35 +15,40 @@ from fedcover.host.disk import open_regular
 
 LOCK_NAME = ".lock"
 TRIES = 5
-"""Who only looks whether a folder is in use holds its lock, too, but for a moment."""
+"""How often to try: `is_locked` in another process holds the lock for a moment, too."""
+RETRY_DELAY = 0.02
 
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Hold a folder's lock for this process alone."""
+    """Hold a folder's lock during a `with` block.
+
+    Raises:
+        RunError: another process holds the lock, or the lock file cannot be written.
+    """
     try:
         lock = open_regular(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise RunError(f"cannot write {folder / LOCK_NAME}: {error.strerror}") from error
     with lock:
-        for left in reversed(range(TRIES)):
+        for tries_left in reversed(range(TRIES)):
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except OSError:
-                if not left:
+                if not tries_left:
                     raise RunError(f"{folder} is in use by another process") from None
-                time.sleep(0.02)
+                time.sleep(RETRY_DELAY)
         yield
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process is at work in a folder, as far as this computer can tell."""
+    """Return whether a process of this computer holds a folder's lock."""
     try:
         with open_regular(folder / LOCK_NAME) as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # no lock file, something else in its place, or a file system without locks
+    except OSError:  # no lock file, not a regular file, or a file system without locks
         return False
     return False

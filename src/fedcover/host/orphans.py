@@ -1,12 +1,13 @@
-"""End a process when the process that started it ends, however that ended: `kill -9` leaves it no time to say so.
+"""End child processes when their parent ends, even if the parent was killed with `kill -9`.
 
-The parent holds the write end of a pipe, and its children the read end. The operating system closes the write end when
-the parent ends, so every child sees the end of the file. A child then ends all processes that it has started, too.
+The parent holds the write end of a pipe, its children the read end. When the parent ends, the
+operating system closes the write end, and every child sees the end of the file. A child then kills
+all processes that it has started, and itself.
 
-    subprocess.Popen([..., "-c", "..."], **tied(environment))    # in the parent
+    subprocess.Popen([...], **lifeline_arguments(os.environ))    # in the parent
     end_with_parent()                                            # at the start of the child
 
-`python -P -m fedcover.host.orphans module:function ...` runs a Python program of somebody else's so.
+`python -P -m fedcover.host.orphans module:function ...` runs any Python program in this way.
 """
 
 import os
@@ -22,20 +23,20 @@ from pkgutil import resolve_name
 from typing import Any
 
 LIFELINE_VARIABLE = "FEDCOVER_LIFELINE"
-"""The environment variable that names the read end of the pipe to a child."""
+"""The environment variable with the number of the read end of the pipe."""
 
 
 @cache
 def _read_end() -> int:
-    """Open this process's pipe and return its read end; the write end stays open until the process ends."""
-    read_end, _write_end = os.pipe()  # neither is inherited unless `pass_fds` names it
+    """Open a pipe and return its read end; the write end stays open until this process ends."""
+    read_end, _write_end = os.pipe()  # children inherit only what `pass_fds` names
     return read_end
 
 
 def lifeline_arguments(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the arguments of `subprocess.Popen` for a child that calls `end_with_parent`.
+    """Return arguments of `subprocess.Popen` for a child that calls `end_with_parent`.
 
-    Where Windows is the system, children are not tied: there they inherit no pipe.
+    On Windows, children inherit no pipe, so they outlive their parent.
 
     >>> lifeline_arguments({"PATH": "/bin"})["env"]["PATH"]
     '/bin'
@@ -47,10 +48,12 @@ def lifeline_arguments(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def end_with_parent() -> None:
-    """Watch the parent, if it has tied this process to itself; its end ends this process and all its descendants."""
-    number = os.environ.pop(
-        LIFELINE_VARIABLE, ""
-    )  # not for the children of this process: they do not inherit the pipe
+    """Kill this process and its descendants when the parent ends.
+
+    Does nothing if the parent did not use `lifeline_arguments`.
+    """
+    # Remove the variable: this process's own children do not inherit the pipe.
+    number = os.environ.pop(LIFELINE_VARIABLE, "")
     if not number.isdecimal():
         return
     read_end = int(number)
@@ -59,19 +62,19 @@ def end_with_parent() -> None:
 
 
 def _watch(read_end: int) -> None:
-    os.read(read_end, 1)  # nobody writes: it returns when the write end is closed
+    os.read(read_end, 1)  # nothing is ever written, so this returns when the parent has ended
     kill_descendants()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def kill_descendants() -> None:
-    """Kill all processes that this one has started, directly or not, whatever session they are in."""
-    me = os.getpid()
+    """Kill all processes that this one has started, directly or indirectly, in any session."""
     stopped: set[int] = set()
-    while new := descendants([me]) - stopped:
-        for pid in new:  # a stopped process starts no others meanwhile
+    # Stop all of them first, so that none can start another while they are being killed.
+    while running := descendants([os.getpid()]) - stopped:
+        for pid in running:
             send_signal(pid, signal.SIGSTOP)
-        stopped |= new
+        stopped |= running
     for pid in stopped:
         send_signal(pid, signal.SIGKILL)
 
@@ -83,38 +86,52 @@ def send_signal(pid: int, number: signal.Signals) -> None:
 
 
 def descendants(pids: Collection[int]) -> set[int]:
-    """Return all processes that were started by these, directly or not."""
+    """Return all processes that these have started, directly or indirectly."""
     children: dict[int, list[int]] = {}
     for pid, parent in _parents().items():
         children.setdefault(parent, []).append(pid)
-    family: set[int] = set()
-    left = list(pids)
-    while left:
-        new = [pid for pid in children.get(left.pop(), []) if pid not in family]
-        family.update(new)
-        left += new
-    return family
+    found: set[int] = set()
+    to_visit = list(pids)
+    while to_visit:
+        parent = to_visit.pop()
+        new_children = [pid for pid in children.get(parent, []) if pid not in found]
+        found.update(new_children)
+        to_visit += new_children
+    return found
 
 
 def _parents() -> dict[int, int]:
-    """Return the parent of every process; small containers have no `ps`, other systems no /proc."""
-    if not Path("/proc/self/stat").exists():
-        command = ["ps", "-A", "-o", "pid=,ppid="]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as listing:
-            assert listing.stdout is not None
-            pairs = [line.split() for line in listing.stdout]
-        return {int(pid): int(parent) for pid, parent in pairs if int(pid) != listing.pid}
+    """Return the parent of every process.
+
+    Small containers have no `ps`, and systems other than Linux have no /proc.
+    """
+    return _parents_from_proc() if Path("/proc/self/stat").exists() else _parents_from_ps()
+
+
+def _parents_from_proc() -> dict[int, int]:
     parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has just ended
-            parents[int(stat.parent.name)] = int(
-                stat.read_text(errors="replace").rpartition(")")[2].split()[1]
-            )
+    for stat_file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # the process has just ended
+            # The second field is the program's name in brackets, which may hold spaces.
+            _, _, fields = stat_file.read_text(errors="replace").rpartition(")")
+            _state, parent, *_ = fields.split()
+            parents[int(stat_file.parent.name)] = int(parent)
     return parents
 
 
+def _parents_from_ps() -> dict[int, int]:
+    command = ["ps", "-A", "-o", "pid=,ppid="]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as listing:
+        assert listing.stdout is not None
+        pairs = [line.split() for line in listing.stdout]
+    return {int(pid): int(parent) for pid, parent in pairs if int(pid) != listing.pid}
+
+
 def main() -> None:
-    """Call the function that the first argument names, with the other arguments as its own, while the parent lives."""
+    """Run a function of another program until it or the parent ends.
+
+    The first argument names the function; it finds the others in `sys.argv`.
+    """
     if len(sys.argv) < 2:
         sys.exit(
             "usage: python -P -m fedcover.host.orphans module:function [the program's own options]"

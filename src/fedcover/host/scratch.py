@@ -1,4 +1,4 @@
-"""Folders for a while, in the system's place for such; what a killed process has left is removed by the next."""
+"""Temporary folders that are removed even if their process is killed: by the next process."""
 
 import os
 import shutil
@@ -11,37 +11,37 @@ from pathlib import Path
 from fedcover.host import locks
 
 SETTLED = 1.0
-"""Seconds after which a folder that nobody holds is not one that somebody is just about to hold."""
+"""Seconds that a new folder may be without a lock: its process is about to lock it."""
 
 
 @contextmanager
 def folder(kind: str) -> Iterator[Path]:
-    """Make a folder of some kind and remove it at the end, and before that those of dead processes.
+    """Make a temporary folder for a `with` block; first remove those of dead processes.
 
-    >>> with folder("example") as place:
-    ...     place.is_dir()
+    >>> with folder("example") as path:
+    ...     path.is_dir()
     True
-    >>> place.exists()
+    >>> path.exists()
     False
     """
-    for left in abandoned(kind):
-        shutil.rmtree(left, ignore_errors=True)
+    for old_path in abandoned(kind):
+        shutil.rmtree(old_path, ignore_errors=True)
     path = Path(tempfile.mkdtemp(prefix=_prefix(kind)))
     with locks.lock_folder(path):
         try:
             yield path
         finally:
-            if (path / locks.LOCK_NAME).exists():
+            if (path / locks.LOCK_NAME).exists():  # otherwise `keep` was called
                 shutil.rmtree(path, ignore_errors=True)
 
 
 def keep(path: Path) -> None:
-    """Leave a folder to be looked at: neither its end nor another process removes it."""
+    """Keep a temporary folder: neither the end of its block nor another process removes it."""
     (path / locks.LOCK_NAME).unlink()
 
 
 def abandoned(kind: str) -> list[Path]:
-    """Return this user's folders of a kind whose processes have ended without removing them."""
+    """Return this user's temporary folders whose processes ended without removing them."""
     return [
         path
         for path in Path(tempfile.gettempdir()).glob(f"{_prefix(kind)}*")
@@ -52,8 +52,8 @@ def abandoned(kind: str) -> list[Path]:
 def _is_abandoned(path: Path) -> bool:
     with suppress(OSError):
         lock = (path / locks.LOCK_NAME).lstat()
-        settled = time.time() - lock.st_mtime > SETTLED
-        return lock.st_uid == os.getuid() and settled and not locks.is_locked(path)
+        is_settled = time.time() - lock.st_mtime > SETTLED
+        return lock.st_uid == os.getuid() and is_settled and not locks.is_locked(path)
     return False
 
 

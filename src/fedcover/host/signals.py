@@ -1,6 +1,7 @@
-"""Stop in order when the system asks for it: by Ctrl-C, by `kill`, by a terminal that is closed.
+"""Orderly stops: what happens on Ctrl-C, on `kill`, and when the terminal is closed.
 
-Only the standard library is needed, so that a program can prepare for it before it imports anything that takes long.
+This module needs only the standard library. So a program can install its handlers before it imports
+anything that takes long.
 """
 
 import os
@@ -15,17 +16,20 @@ from types import FrameType
 SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 )
-"""What asks a program to stop; who uses `nohup` has SIGHUP ignored, and is left that."""
+"""The signals that ask a program to stop. Under `nohup`, SIGHUP is ignored, and stays so."""
 
 AGAIN = 2.0
-"""Seconds in which further signals mean the same stop: a terminal, torchrun and a service manager send several."""
+"""Seconds in which more signals count as the same stop.
+
+A terminal, torchrun and a service manager may all send one.
+"""
 
 _last: list[int] = []
-"""The signal that has stopped what is done now: packages make other errors of an exception raised in them."""
+"""The signal that stopped the current block: a package may turn `Stopped` into another error."""
 
 
 class Stopped(KeyboardInterrupt):
-    """Raised wherever the program is when a signal asks it to stop.
+    """Raised in the main thread when a signal asks the program to stop.
 
     >>> Stopped(15).number
     15
@@ -37,7 +41,10 @@ class Stopped(KeyboardInterrupt):
 
 
 def exit_code(error: BaseException) -> int | None:
-    """The exit code of a program that was stopped: 128 and the signal; None if this error is no stop.
+    """Return the exit code of a program that was stopped: 128 plus the number of the signal.
+
+    Returns:
+        The exit code; None if the error was not caused by a stop.
 
     >>> exit_code(Stopped(15)), exit_code(KeyboardInterrupt()), exit_code(ValueError())
     (143, 130, None)
@@ -50,69 +57,70 @@ def exit_code(error: BaseException) -> int | None:
 
 
 def quietly() -> None:
-    """Let signals end the program at once and without a word: nothing is to be saved while it imports."""
-    for number in _ours():
-        signal.signal(number, _leave)
+    """Let signals end the program at once, without output: while it imports, nothing is lost."""
+    for number in _unhandled():
+        signal.signal(number, _exit_at_once)
 
 
 def ignore_signals() -> None:
-    """Ignore signals from now on: a program that is ending keeps its exit code, whoever presses Ctrl-C again."""
-    for number in _ours():
+    """Ignore signals from now on, so that a program that is ending keeps its exit code."""
+    for number in _unhandled():
         signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager
 def raise_on_signals() -> Iterator[None]:
-    """Let signals raise `Stopped` in the main thread for a while, so that what was begun is kept.
+    """Let signals raise `Stopped` during a `with` block, so that the block can save its work.
 
-    A handler of the program's own stays. Where a signal would have ended the program, it does so when all is kept.
+    Handlers of the program's own stay in place. A signal that would have ended the program does so
+    after the block.
     """
-    numbers = _ours() if threading.current_thread() is threading.main_thread() else []
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    numbers = _unhandled() if in_main_thread else []
     if not numbers:
         yield
         return
-    asked = 0.0
+    stopped_at = 0.0
 
     def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if not asked or time.monotonic() - asked > AGAIN:
-            asked = time.monotonic()
-            _last[:] = [number]
-            if number not in (signal.SIGINT, signal.SIGTERM):
-                silence_closed_terminal()
-            raise Stopped(number)
+        nonlocal stopped_at
+        if stopped_at and time.monotonic() - stopped_at <= AGAIN:
+            return
+        stopped_at = time.monotonic()
+        _last[:] = [number]
+        if number not in (signal.SIGINT, signal.SIGTERM):
+            silence_closed_terminal()
+        raise Stopped(number)
 
-    before = {number: signal.signal(number, stop) for number in numbers}
-    ending = 0
+    old_handlers = {number: signal.signal(number, stop) for number in numbers}
+    fatal_signal = None
     try:
         yield
     except Stopped as stopped:
-        ending = stopped.number if before.get(stopped.number) is signal.SIG_DFL else 0
+        if old_handlers.get(stopped.number) is signal.SIG_DFL:
+            fatal_signal = stopped.number
         raise
     finally:
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
         _last.clear()
-        if ending:
-            os.kill(os.getpid(), ending)
+        if fatal_signal is not None:
+            os.kill(os.getpid(), fatal_signal)
 
 
 def silence_closed_terminal() -> None:
-    """Say nothing more to a terminal that was closed: an error from it would end the cleaning up."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+    """Discard output to a terminal: after it was closed, writing would fail during the cleanup."""
+    null_device = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         if stat.S_ISCHR(os.fstat(stream).st_mode):
-            os.dup2(nowhere, stream)
+            os.dup2(null_device, stream)
 
 
-def _ours() -> list[int]:
-    """The signals that nobody else has a handler for."""
-    return [
-        n
-        for n in SIGNALS
-        if signal.getsignal(n) in (signal.SIG_DFL, signal.default_int_handler, _leave)
-    ]
+def _unhandled() -> list[int]:
+    """Return the signals for which the program has no handler of its own."""
+    default_handlers = (signal.SIG_DFL, signal.default_int_handler, _exit_at_once)
+    return [number for number in SIGNALS if signal.getsignal(number) in default_handlers]
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
+def _exit_at_once(number: int, frame: FrameType | None) -> None:
     os._exit(128 + number)

@@ -1,1 +1,1 @@
-"""The server's round: ask clients, check what comes back, average it, evaluate."""
+"""The server's part of a round: sample clients, validate and aggregate updates, evaluate."""
