@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from fedcover.errors import InvalidValue as InvalidValue
     from fedcover.policies import per_client as per_client
     from fedcover.policies.planner.single_group import plan as plan
-    from fedcover.runs.api import Run as Run
     from fedcover.runs.api import load as load
     from fedcover.runs.api import replay as replay
     from fedcover.runs.api import resume as resume
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from fedcover.runs.experiment import Experiment as Experiment
     from fedcover.runs.export import load_part as load_part
     from fedcover.runs.machine import Machine as Machine
+    from fedcover.runs.run_result import Run as Run
     from fedcover.runs.sweep import sweep as sweep
     from fedcover.submodels.reductions import Masks as Masks
     from fedcover.submodels.reductions import Slices as Slices
@@ -53,7 +53,7 @@ _MODULE_OF = {
     "Machine": "runs.machine",
     "Masks": "submodels.reductions",
     "Model": "types",
-    "Run": "runs.api",
+    "Run": "runs.run_result",
     "Samples": "types",
     "Slices": "submodels.reductions",
     "UnitGroup": "types",

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from fedcover.runs.api import RoundCallback, Run, run
+from fedcover.runs.api import RoundCallback, run
 from fedcover.runs.experiment import Experiment
+from fedcover.runs.run_result import Run
 
 FLEET = "5x0.5 + 5x0.25"
 """No device of this fleet holds more than half of the model."""

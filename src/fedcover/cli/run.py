@@ -32,13 +32,14 @@ from fedcover.cli.options import (
 from fedcover.cli.trust import Trust, is_trusted
 from fedcover.errors import InvalidValue, unknown
 from fedcover.runs import plotting
-from fedcover.runs.api import RoundCallback, Run, load
+from fedcover.runs.api import RoundCallback, load
 from fedcover.runs.api import resume as resume_run
 from fedcover.runs.api import run as run_experiment
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.export import FORMATS
 from fedcover.runs.export import export as export_part
 from fedcover.runs.run_folder import Folder
+from fedcover.runs.run_result import Run
 from fedcover.server.round import RoundReport
 
 

@@ -22,11 +22,12 @@ from fedcover.flower.nodes import declared_fleet
 from fedcover.flower.registration import wait_for_nodes
 from fedcover.flower.transport import Transport
 from fedcover.log import log
-from fedcover.runs.api import Run, resume, run
+from fedcover.runs.api import resume, run
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.machine import Machine
 from fedcover.runs.metrics_log import UNANSWERED, most_common_failure, read_events
 from fedcover.runs.run_folder import Folder
+from fedcover.runs.run_result import Run
 from fedcover.runs.setup import build_source
 from fedcover.server.round import RoundReport
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from fedcover.errors import unknown
 from fedcover.paper.public_code import SWITCHES, public_code
-from fedcover.runs.api import Run, run
+from fedcover.runs.api import run
 from fedcover.runs.experiment import Experiment
+from fedcover.runs.run_result import Run
 
 
 def settings(only: Sequence[str] = ()) -> dict[str, tuple[str, ...]]:

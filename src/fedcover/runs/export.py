@@ -21,9 +21,9 @@ from fedcover.host.disk import check_not_linked, check_regular, write_atomically
 from fedcover.models import params_and_buffers
 from fedcover.models.meta_device import NotBuildableOnMeta, build_on_meta
 from fedcover.runs import trust
-from fedcover.runs.api import Run
 from fedcover.runs.components import as_model, build_model, build_recipe, cuts
 from fedcover.runs.experiment import Experiment
+from fedcover.runs.run_result import Run
 from fedcover.runs.session import shapes_by_name
 from fedcover.submodels.build import load_tensors, meta_submodel
 from fedcover.submodels.encoding import decode, encode

@@ -1,4 +1,4 @@
-"""Curves of runs as a picture file or a matplotlib figure, in colours, dashes and marks that differ for every eye."""
+"""Draw the curves of runs with matplotlib, in distinct colours, dashes and markers."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,26 +19,27 @@ PANELS = {
     "gamma_round": "coverage in a round",
     "delta2_mean": "noise (energy cut away)",
 }
-"""What is drawn: figures of a round, and what they are called."""
+"""The metrics that are drawn, and their titles."""
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty matplotlib figure that belongs to no window."""
+    """Return an empty matplotlib figure without a window."""
     return _matplotlib("figure").Figure(figsize=(width, height), layout="constrained")
 
 
 def check_plot_path(path: str | Path) -> None:
-    """Complain now, not after hours of training, if a plot could not be written as the file's name says."""
-    known = sorted(_matplotlib("backend_bases").FigureCanvasBase.get_supported_filetypes())
-    if Path(path).suffix.lstrip(".").lower() not in known:
+    """Raise before hours of training if matplotlib cannot write that kind of file."""
+    canvas = _matplotlib("backend_bases").FigureCanvasBase
+    suffixes = sorted(canvas.get_supported_filetypes())
+    if Path(path).suffix.lstrip(".").lower() not in suffixes:
         raise InvalidValue(
-            f"plot must be a file that ends in one of {', '.join(known)}; got {str(path)!r}"
+            f"plot must be a file that ends in one of {', '.join(suffixes)}; got {str(path)!r}"
         )
 
 
-def _matplotlib(part: str) -> Any:
+def _matplotlib(module: str) -> Any:
     try:
-        return import_module(f"matplotlib.{part}")
+        return import_module(f"matplotlib.{module}")
     except ImportError:
         raise FedcoverError(
             "a plot needs matplotlib; in a checkout of fedcover: pip install '.[plot]'"
@@ -46,7 +47,7 @@ def _matplotlib(part: str) -> Any:
 
 
 def save_figure(figure: Any, path: str | Path) -> None:
-    """Write a figure as a file of the kind that its name says."""
+    """Write a figure to a file; its suffix decides the format."""
     check_plot_path(path)
     try:
         figure.savefig(path, dpi=150)
@@ -54,22 +55,27 @@ def save_figure(figure: Any, path: str | Path) -> None:
         raise FedcoverError(f"cannot write {path}: {error.strerror}") from error
 
 
-def draw(histories: Mapping[str, Sequence[Metrics]]) -> Any:
-    """A figure of accuracy, loss, coverage and noise over rounds; the runs of one label become a line with a band.
+def draw(runs_by_label: Mapping[str, Sequence[Metrics]]) -> Any:
+    """Draw accuracy, loss, coverage and noise over the rounds.
 
-    The line is their mean, the band goes from the lowest to the highest.
+    The runs of one label share a line, their mean. A band around it goes from the lowest to the
+    highest run.
     """
     figure = new_figure(10, 6.4)
-    for axes, (name, title) in zip(figure.subplots(2, 2).flat, PANELS.items(), strict=True):
-        for place, (label, runs) in enumerate(histories.items()):
-            _line(axes, name, label, runs, place)
+    for axes, (metric, title) in zip(figure.subplots(2, 2).flat, PANELS.items(), strict=True):
+        for index, (label, runs) in enumerate(runs_by_label.items()):
+            _draw_line(axes, metric, label, runs, index)
         axes.set_title(title, fontsize=10, loc="left")
         axes.set_xlabel("rounds", fontsize=9)
         axes.grid(alpha=0.3)
         if not axes.lines:
-            axes.text(
-                0.5, 0.5, "not measured yet", ha="center", transform=axes.transAxes, color="0.4"
-            )
+            centre = {"ha": "center", "transform": axes.transAxes}
+            axes.text(0.5, 0.5, "not measured yet", color="0.4", **centre)
+    _add_legend(figure)
+    return figure
+
+
+def _add_legend(figure: Any) -> None:
     handles, labels = figure.axes[-1].get_legend_handles_labels()
     if len(labels) > 1:
         figure.legend(
@@ -80,34 +86,38 @@ def draw(histories: Mapping[str, Sequence[Metrics]]) -> Any:
             frameon=False,
             fontsize=9,
         )
-    return figure
 
 
-def _line(axes: Any, name: str, label: str, runs: Sequence[Metrics], place: int) -> None:
-    met: dict[int, list[float]] = {}
-    for lines in runs:
-        for line in lines:
-            value = line.get(name)
-            if value is not None and math.isfinite(value):
-                met.setdefault(line["round"] + 1, []).append(value)
-    rounds = sorted(met)
+def _draw_line(axes: Any, metric: str, label: str, runs: Sequence[Metrics], index: int) -> None:
+    """Draw the line of one label; `index` decides its colour, dashes and marker."""
+    values_by_round = _values_by_round(metric, runs)
+    rounds = sorted(values_by_round)
     if not rounds:
         return
-    colour = COLOURS[place % len(COLOURS)]
-    if any(len(values) > 1 for values in met.values()):
-        low, high = [min(met[r]) for r in rounds], [max(met[r]) for r in rounds]
+    colour = COLOURS[index % len(COLOURS)]
+    if any(len(values) > 1 for values in values_by_round.values()):
+        low = [min(values_by_round[round]) for round in rounds]
+        high = [max(values_by_round[round]) for round in rounds]
         axes.fill_between(rounds, low, high, color=colour, alpha=0.15, linewidth=0)
-    style = {
-        "color": colour,
-        "linestyle": DASHES[place % len(DASHES)],
-        "marker": MARKERS[place % len(MARKERS)],
-    }
-    every = max(1, len(rounds) // 6)
+    marker_distance = max(1, len(rounds) // 6)
     axes.plot(
         rounds,
-        [fmean(met[r]) for r in rounds],
-        markevery=(place % every, every),
+        [fmean(values_by_round[round]) for round in rounds],
+        markevery=(index % marker_distance, marker_distance),
         markersize=5,
         label=label,
-        **style,
+        color=colour,
+        linestyle=DASHES[index % len(DASHES)],
+        marker=MARKERS[index % len(MARKERS)],
     )
+
+
+def _values_by_round(metric: str, runs: Sequence[Metrics]) -> dict[int, list[float]]:
+    """Return the finite values of a metric in all runs, by round counted from 1."""
+    values: dict[int, list[float]] = {}
+    for metrics in runs:
+        for line in metrics:
+            value = line.get(metric)
+            if value is not None and math.isfinite(value):
+                values.setdefault(line["round"] + 1, []).append(value)
+    return values
