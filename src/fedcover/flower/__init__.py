@@ -1,6 +1,7 @@
-"""The same rounds on Flower's SuperLink and SuperNodes; the only place that imports `flwr` (the extra `flower`).
+"""The same rounds on Flower's SuperLink and SuperNodes; needs the extra `flower`.
 
-In an app of your own: `CoverageStrategy`, with a `Sampling`, on the server, `client_app` on the nodes.
+Only this room imports `flwr`. In an app of your own, use `CoverageStrategy` with a `Sampling` on
+the server, and `client_app` on the nodes.
 """
 
 from importlib import import_module
@@ -14,18 +15,18 @@ if TYPE_CHECKING:
     from fedcover.flower.sampling import Sampling as Sampling
     from fedcover.flower.strategy import CoverageStrategy as CoverageStrategy
 
-_HOME = {"CoverageStrategy": "strategy", "Sampling": "sampling", "client_app": "client"}
+_MODULE_OF = {"CoverageStrategy": "strategy", "Sampling": "sampling", "client_app": "client"}
 __all__ = ["CoverageStrategy", "Sampling", "client_app"]
 
 
 def require() -> None:
-    """Complain if Flower is not installed."""
+    """Raise an InvalidValue if Flower is not installed."""
     if find_spec("flwr") is None:
         raise InvalidValue("this needs Flower; in a checkout of fedcover: pip install '.[flower]'")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'fedcover.flower' has no attribute {name!r}")
     require()
-    return getattr(import_module(f"fedcover.flower.{_HOME[name]}"), name)
+    return getattr(import_module(f"fedcover.flower.{_MODULE_OF[name]}"), name)

@@ -1,4 +1,4 @@
-"""A Flower App for an experiment: a folder of a few lines, since nodes and server have fedcover installed."""
+"""Write the Flower App of an experiment: a few lines, as all machines have fedcover."""
 
 import json
 from collections.abc import Mapping
@@ -35,8 +35,8 @@ clientapp = "fedcover_experiment.client_app:app"
 {config}"""
 
 MODULES = "modules"
-"""The folder of the app in which the user's own modules travel; Python looks there first."""
-_MODULE = f"""\
+"""The folder of the user's own modules in the app; Python searches it first."""
+_COMPONENT = f"""\
 import sys
 from pathlib import Path
 
@@ -48,16 +48,14 @@ app = experiment_app()
 _FILES = {
     "LICENSE": "Apache-2.0, as fedcover itself.\n",
     "fedcover_experiment/__init__.py": '"""An experiment of fedcover."""\n',
-    **{
-        f"fedcover_experiment/{side}_app.py": _MODULE.format(side=side)
-        for side in ("server", "client")
-    },
+    "fedcover_experiment/server_app.py": _COMPONENT.format(side="server"),
+    "fedcover_experiment/client_app.py": _COMPONENT.format(side="client"),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """What a run on Flower is started with, beside the experiment itself; all of it fits Flower's run config."""
+    """Flower's run config of an experiment, with the options of the run."""
 
     experiment: str
     folder: str
@@ -72,31 +70,35 @@ class RunConfig:
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> "RunConfig":
-        """From Flower's run config, in which a whole number may stand for any."""
+        """Read Flower's run config, in which a float may be written as a whole number."""
         fields: dict[str, Any] = {name: config[name] for name in cls.__dataclass_fields__}
-        return cls(
-            **{**fields, "deadline": float(fields["deadline"]), "wait": float(fields["wait"])}
-        )
+        fields["deadline"] = float(fields["deadline"])
+        fields["wait"] = float(fields["wait"])
+        return cls(**fields)
 
 
 def write_app(
     folder: Path, settings: RunConfig, modules: Mapping[str, bytes] = MappingProxyType({})
 ) -> Path:
-    """Write the Flower App of a run into a folder; `flwr run` accepts it.
+    """Write a Flower App that `flwr run` accepts.
 
     Args:
-        folder: Where the app is written.
-        settings: What the run is started with.
-        modules: The user's own modules that travel with it: the content of each file by its path.
+        folder: Where to write the app.
+        settings: The options of the run.
+        modules: The files of the user's own modules, by path.
+
+    Returns:
+        The folder.
     """
-    # a JSON string, number or boolean is also TOML, but for the pairs in which JSON escapes rare signs
+    # JSON strings, numbers and booleans are TOML, too, but not JSON's pairs of escapes
     config = "".join(
         f"{name} = {json.dumps(value, ensure_ascii=False)}\n"
         for name, value in asdict(settings).items()
     )
     texts = {**_FILES, "pyproject.toml": _PROJECT.format(flower=FLOWER, config=config)}
-    own = {f"{MODULES}/{path}": content for path, content in modules.items()}
-    for name, content in {**{name: text.encode() for name, text in texts.items()}, **own}.items():
+    contents = {name: text.encode() for name, text in texts.items()}
+    contents |= {f"{MODULES}/{path}": content for path, content in modules.items()}
+    for name, content in contents.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)

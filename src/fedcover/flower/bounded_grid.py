@@ -1,4 +1,4 @@
-"""Flower's grid for an app of one's own, which takes in no more of a reply than was asked for."""
+"""Flower's grid for a user's own app, with a limit on the size of replies."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,7 +16,13 @@ DAY = 86_400.0
 
 @dataclass(frozen=True)
 class BoundedGrid:
-    """A grid whose replies to our orders are fetched as those of an experiment: by size first, and in turns."""
+    """A grid that fetches the replies to our requests as `Transport` does.
+
+    Attributes:
+        grid: Flower's grid.
+        max_bytes: The most bytes of tensors in each node's reply.
+        silent: The nodes that did not answer last time.
+    """
 
     grid: Grid
     max_bytes: Mapping[int, int]
@@ -28,21 +34,21 @@ class BoundedGrid:
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """Send each node its message; a node without a usable reply is told of by an error."""
-        sent = {message.metadata.dst_node_id: message for message in messages}
-        if any(TASK not in message.content.config_records for message in sent.values()):
-            return self.grid.send_and_receive(
-                sent.values(), timeout=timeout
-            )  # of an app of one's own
+        """Send each node its message; a node without a usable reply is reported as an error."""
+        requests = {message.metadata.dst_node_id: message for message in messages}
+        if any(TASK not in request.content.config_records for request in requests.values()):
+            # messages of the user's own
+            return self.grid.send_and_receive(requests.values(), timeout=timeout)
         replies = Transport(self.grid).send_and_wait(
-            sent, timeout=timeout or DAY, max_bytes=self.max_bytes
+            requests, timeout=timeout or DAY, max_bytes=self.max_bytes
         )
-        failed = {node for node, reply in replies.items() if isinstance(reply, FailedReply)}
-        self.silent.update(failed)
-        self.silent.difference_update(replies.keys() - failed)
-        return [
-            Message(Error(0, f"{reply.event}: {reply.why}"), reply_to=sent[node])
-            if isinstance(reply, FailedReply)
-            else reply
-            for node, reply in replies.items()
-        ]
+        received = []
+        for node, reply in replies.items():
+            if isinstance(reply, FailedReply):
+                self.silent.add(node)
+                error = Error(0, f"{reply.event}: {reply.why}")
+                received.append(Message(error, reply_to=requests[node]))
+            else:
+                self.silent.discard(node)
+                received.append(reply)
+        return received

@@ -1,4 +1,4 @@
-"""Clients' rows that stay on their node: what it says of them, what the server reads from that, what it trains on."""
+"""Clients' rows that stay on their node: what the node reports, and what it trains on."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
@@ -18,116 +18,135 @@ from fedcover.runs.experiment import Experiment
 from fedcover.types import Dataset, Samples, Source
 
 MOST_LABELS, MOST_SAMPLES = 2**16, 10**9
-"""Beyond these a node does not tell of rows, and is not believed."""
-MOST_AXES = 64
+"""The most labels, and the most samples of a client, that a node may report."""
+MAX_AXES = 64
 _COUNT = np.dtype("<u4")
 
 
 def describe_node_data(path: str, *, scale: bool = True) -> dict[str, Any]:
-    """How many rows each of a node's clients has in a file, of which shape and, bit by bit, of which labels.
+    """Describe the rows in a file: each client's count and labels, and the shape of a row.
 
-    Unless told not to, also how the inputs of all of them together are scaled, in coarse numbers.
+    Labels are bit masks. With `scale`, also describe the scale of all inputs, in coarse numbers.
     """
     samples, owner = rows_from_file(path)
-    found = data_info_of(samples, owner)
-    known = scale_of(samples.x) if scale else None
-    about = {} if known is None else {"scale": list(astuple(known))}
-    labels = np.zeros((len(found), -(-(1 + max(max(one.labels) for one in found)) // 8) * 8), bool)
-    for row, one in enumerate(found):
-        labels[row, list(one.labels)] = True
-    samples_N = np.array([one.samples for one in found], _COUNT)
-    told = {"samples": samples_N.tobytes(), "labels": np.packbits(labels, axis=1).tobytes()}
-    return {**told, "shape": list(found[0].shape), **about}
+    holdings = data_info_of(samples, owner)
+    num_labels = 1 + max(max(holding.labels) for holding in holdings)
+    has_label = np.zeros((len(holdings), 8 * -(-num_labels // 8)), bool)
+    for row, holding in enumerate(holdings):
+        has_label[row, list(holding.labels)] = True
+    counts = np.array([holding.samples for holding in holdings], _COUNT)
+    description = {
+        "samples": counts.tobytes(),
+        "labels": np.packbits(has_label, axis=1).tobytes(),
+        "shape": list(holdings[0].shape),
+    }
+    input_scale = scale_of(samples.x) if scale else None
+    if input_scale is not None:
+        description["scale"] = list(astuple(input_scale))
+    return description
 
 
 def scale_of(x: Tensor) -> InputScale | None:
-    """How inputs are scaled; None if there are none.
+    """Return the scale of inputs; None if there are none.
 
     >>> scale_of(torch.tensor([[0.0, 16.0], [4.0, 4.0]]))
     InputScale(low=0.0, high=20.0, mean=6.0, spread=6.0)
     """
     if not x.numel():
         return None
-    spread, mean = torch.std_mean(x.float(), correction=0)
-    numbers = torch.stack([*torch.aminmax(x.float()), mean, spread])
-    return InputScale.coarse(numbers.tolist())
+    inputs = x.float()
+    spread, mean = torch.std_mean(inputs, correction=0)
+    return InputScale.coarse(torch.stack([*torch.aminmax(inputs), mean, spread]).tolist())
 
 
 def data_info_of(samples: Samples, owner: Tensor) -> tuple[ClientDataInfo, ...]:
-    """What there is to tell of rows, owner by owner.
+    """Describe the rows of each owner.
 
-    >>> data_info_of(Samples(torch.zeros(3, 8), torch.tensor([2, 0, 2])), torch.tensor([1, 1, 1]))
+    >>> samples = Samples(torch.zeros(3, 8), torch.tensor([2, 0, 2]))
+    >>> data_info_of(samples, torch.tensor([1, 1, 1]))
     (ClientDataInfo(samples=3, labels=(0, 2), shape=(8,)),)
     """
-    if int(samples.y.max()) >= MOST_LABELS:
-        raise InvalidValue(
-            f"train_y must be labels below {MOST_LABELS}; got {int(samples.y.max())}"
-        )
+    largest_label = int(samples.y.max())
+    if largest_label >= MOST_LABELS:
+        raise InvalidValue(f"train_y must be labels below {MOST_LABELS}; got {largest_label}")
     shape = tuple(samples.x.shape[1:])
-    each = (samples.y[owner == one] for one in torch.unique(owner))
-    return tuple(ClientDataInfo(len(y), tuple(torch.unique(y).tolist()), shape) for y in each)
+    holdings = []
+    for client in torch.unique(owner):
+        labels = samples.y[owner == client]
+        distinct_labels = tuple(torch.unique(labels).tolist())
+        holdings.append(ClientDataInfo(len(labels), distinct_labels, shape))
+    return tuple(holdings)
 
 
 class PackedDataInfo(Sequence[ClientDataInfo]):
-    """What a node says of its clients' rows, kept as it came: as objects it would be hundreds of times as large."""
+    """A node's description of its clients' rows, kept as bytes.
 
-    def __init__(self, samples_N: np.ndarray, bits_NB: np.ndarray, shape: tuple[int, ...]) -> None:
-        self._samples_N, self._bits_NB, self._shape = samples_N, bits_NB, shape
+    As Python objects it would take hundreds of times the memory.
+    """
+
+    def __init__(self, counts: np.ndarray, label_bits: np.ndarray, shape: tuple[int, ...]) -> None:
+        self._counts, self._label_bits, self._shape = counts, label_bits, shape
 
     def __len__(self) -> int:
-        """The number of clients."""
-        return len(self._samples_N)
+        """Return the number of clients."""
+        return len(self._counts)
 
-    def __getitem__(self, place: Any) -> Any:
-        """One client's."""
-        labels = np.flatnonzero(np.unpackbits(self._bits_NB[place]))
-        return ClientDataInfo(int(self._samples_N[place]), tuple(labels.tolist()), self._shape)
+    def __getitem__(self, index: Any) -> Any:
+        """Describe one client's rows."""
+        labels = np.flatnonzero(np.unpackbits(self._label_bits[index]))
+        return ClientDataInfo(int(self._counts[index]), tuple(labels.tolist()), self._shape)
 
 
-def parse_data_info(told: Mapping[str, Any]) -> Sequence[ClientDataInfo]:
-    """What `describe_node_data` says, as the server knows it; refused if it makes no sense.
+def parse_data_info(description: Mapping[str, Any]) -> Sequence[ClientDataInfo]:
+    """Read what `describe_node_data` returns; raise a ValueError if it makes no sense.
 
-    >>> told = {"samples": np.array([7], "<u4").tobytes(), "labels": np.packbits([1, 0, 1]).tobytes(), "shape": [8]}
-    >>> list(parse_data_info(told))
+    >>> counts, labels = np.array([7], "<u4").tobytes(), np.packbits([1, 0, 1]).tobytes()
+    >>> list(parse_data_info({"samples": counts, "labels": labels, "shape": [8]}))
     [ClientDataInfo(samples=7, labels=(0, 2), shape=(8,))]
     """
-    if "samples" not in told:
+    if "samples" not in description:
         return ()
-    samples, labels, shape = told["samples"], told["labels"], tuple(told["shape"])
-    if len(shape) > MOST_AXES or not all(type(size) is int and size > 0 for size in shape):
+    shape = tuple(description["shape"])
+    if len(shape) > MAX_AXES or not all(type(size) is int and size > 0 for size in shape):
         raise ValueError("no shape")
+    counts = _parse_counts(description["samples"])
+    labels = description["labels"]
+    if not isinstance(labels, bytes) or not labels or len(labels) % len(counts):
+        raise ValueError("no labels")
+    label_bits = np.frombuffer(labels, np.uint8).reshape(len(counts), -1)
+    if label_bits.shape[1] > MOST_LABELS // 8:
+        raise ValueError("too many labels")
+    return PackedDataInfo(counts, label_bits, shape)
+
+
+def _parse_counts(samples: object) -> np.ndarray:
+    """Return the number of rows of each client."""
     if not isinstance(samples, bytes) or not samples or len(samples) % _COUNT.itemsize:
         raise ValueError("no counts of rows")
-    samples_N = np.frombuffer(samples, _COUNT)
-    if not 1 <= samples_N.min() <= samples_N.max() <= MOST_SAMPLES:
+    counts = np.frombuffer(samples, _COUNT)
+    if not 1 <= counts.min() <= counts.max() <= MOST_SAMPLES:
         raise ValueError("no counts of rows")
-    if not isinstance(labels, bytes) or not labels or len(labels) % len(samples_N):
-        raise ValueError("no labels")
-    bits_NB = np.frombuffer(labels, np.uint8).reshape(len(samples_N), -1)
-    if bits_NB.shape[1] > MOST_LABELS // 8:
-        raise ValueError("too many labels")
-    return PackedDataInfo(samples_N, bits_NB, shape)
+    return counts
 
 
 def data_requirements(source: Source, clients: int) -> DataRequirements:
-    """What nodes' rows must be like, by what the server tests on."""
-    return DataRequirements(
-        clients, source.classes, tuple(source.test.x.shape[1:]), scale_of(source.test.x)
-    )
+    """Return what nodes' rows must be like, given the server's test data."""
+    inputs = source.test.x
+    return DataRequirements(clients, source.classes, tuple(inputs.shape[1:]), scale_of(inputs))
 
 
 def load_node_data(
     path: str,
     experiment: Experiment,
-    mine: range,
+    clients: range,
     requirements: DataRequirements,
     device: str = "cpu",
 ) -> PartitionedData:
-    """The rows of some of an experiment's clients, to train on; what is tested is tested elsewhere."""
+    """Load the training rows of some of an experiment's clients; the server has the test rows."""
     samples, owner = rows_from_file(path)
-    if violation := requirements.violation(data_info_of(samples, owner), mine):
+    if violation := requirements.violation(data_info_of(samples, owner), clients):
         raise InvalidValue(f"{path}: {violation}")
-    split = node_partition(owner, mine, experiment.clients)
+    split = node_partition(owner, clients, experiment.clients)
     dataset = Dataset("rows", samples, samples, requirements.classes, owner)
     return PartitionedData(dataset, split, seed=experiment.seed, device=device)
 
@@ -135,10 +154,10 @@ def load_node_data(
 def load_standalone_node_data(
     path: str, experiment: Experiment, classes: int | None, device: str
 ) -> PartitionedData:
-    """The rows of a file for the first of an experiment's clients, whatever the server would have them be."""
-    found = data_info_of(*rows_from_file(path))
-    most = 1 + max(max(holding.labels) for holding in found)
+    """Load the rows of a file for the first clients of an experiment, without a server's check."""
+    holdings = data_info_of(*rows_from_file(path))
+    num_labels = 1 + max(max(holding.labels) for holding in holdings)
     requirements = DataRequirements(
-        len(found), most if classes is None else classes, found[0].shape
+        len(holdings), num_labels if classes is None else classes, holdings[0].shape
     )
-    return load_node_data(path, experiment, range(len(found)), requirements, device)
+    return load_node_data(path, experiment, range(len(holdings)), requirements, device)

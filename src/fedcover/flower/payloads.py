@@ -1,4 +1,4 @@
-"""What travels between server and node, as bytes: all tensors of a client in one piece, without what is cut."""
+"""The tensors of a message as bytes: all of a client's in one payload, without what is cut."""
 
 import io
 import json
@@ -26,165 +26,186 @@ from fedcover.submodels.partial_params import PartialParams
 from fedcover.submodels.reductions import Masks, Slices
 from fedcover.types import Model, Params, Reduction
 
-LONGEST_INDEX = 4 * 2**20
-"""Bytes of names and shapes beyond which a parcel is not looked into."""
-_ROW = re.compile(  # possessive: to be able to go back, Python would keep 175 bytes for each sign of a name
+MAX_INDEX_BYTES = 4 * 2**20
+"""The most bytes of the index of a payload."""
+MAX_NAME_LENGTH = 4000
+"""The most characters of a tensor's name as JSON."""
+_INDEX_ROW = re.compile(  # possessive: to backtrack, Python would need 175 bytes per character
     rb'(\[|, )\[("(?:[^"\\]|\\.){0,4096}+"), "([a-z0-9_]{1,16})", '
     rb"\[((?:\d{1,19}(?:, \d{1,19}){0,63}+)?)\], (\d{1,15})\]"
 )
-_END = ord("]")
+_INDEX_END = ord("]")
 
 
 def encode_reduction(reduction: Reduction, model: Model) -> tuple[bytes, Reduction]:
-    """How a reduction travels, and what the node will read from that: both sides pack and unpack with the latter."""
-    prunable = {name: model.module.get_parameter(name) for name in model.prunable}
+    """Encode a reduction; also return it as the node will decode it.
+
+    Both sides must use the decoded one to pack and unpack tensors.
+    """
     if isinstance(reduction, Masks):
-        odd = set(reduction.bits) - set(prunable)
-        if odd:
+        prunable = {name: model.module.get_parameter(name) for name in model.prunable}
+        unprunable = set(reduction.bits) - set(prunable)
+        if unprunable:
             raise InvalidValue(
-                f"a mask can travel only for prunable weights ({list(prunable)}); got {sorted(odd)}"
+                f"a mask can travel only for prunable weights ({list(prunable)}); "
+                f"got {sorted(unprunable)}"
             )
-        whole = {name: torch.ones_like(p, dtype=torch.bool) for name, p in prunable.items()}
-        reduction = Masks({**whole, **reduction.bits})
+        full_masks = {name: torch.ones_like(p, dtype=torch.bool) for name, p in prunable.items()}
+        reduction = Masks({**full_masks, **reduction.bits})
     encoded = encode(reduction)
     return encoded, decode_reduction(encoded, model)
 
 
 def decode_reduction(encoded: bytes, model: Model) -> Reduction:
-    """The reduction that `encode_reduction` wrote, for the same model."""
-    return decode(
-        encoded, model.groups, {name: model.module.get_parameter(name) for name in model.prunable}
-    )
+    """Decode the reduction that `encode_reduction` wrote for the same model."""
+    prunable = {name: model.module.get_parameter(name) for name in model.prunable}
+    return decode(encoded, model.groups, prunable)
 
 
 def pack_arrays(arrays: Mapping[str, np.ndarray]) -> bytes:
-    """Named arrays in one piece: an index, then each as an .npy file; one object for Flower instead of hundreds.
+    """Pack named arrays into one payload: an index, then each array as an .npy file.
 
-    >>> {name: array.shape for name, array in unpack_arrays(pack_arrays({"w": np.zeros(2, np.float32)})).items()}
+    For Flower that is one object instead of hundreds.
+
+    >>> payload = pack_arrays({"w": np.zeros(2, np.float32)})
+    >>> {name: array.shape for name, array in unpack_arrays(payload).items()}
     {'w': [2]}
     """
-    if too_long := [name for name in arrays if len(json.dumps(name)) > 4000]:
-        raise InvalidValue(
-            f"names of tensors that travel must be shorter than 4,000 signs; got {too_long[0]:.40}..."
-        )
+    for name in arrays:
+        if len(json.dumps(name)) > MAX_NAME_LENGTH:
+            raise InvalidValue(
+                f"names of tensors that travel must be shorter than 4,000 signs; got {name:.40}..."
+            )
     index: list[list[object]] = []
     pieces: list[bytes | memoryview] = []
     for name, array in arrays.items():
-        file = io.BytesIO()
-        numbers = np.ascontiguousarray(array).reshape(array.shape)
-        np.lib.format.write_array_header_1_0(
-            file, np.lib.format.header_data_from_array_1_0(numbers)
-        )
-        pieces += [file.getvalue(), numbers.reshape(-1).view(np.uint8).data]
-        index.append([name, str(array.dtype), list(array.shape), len(pieces[-2]) + numbers.nbytes])
-    head = json.dumps(index).encode()
-    return b"".join([struct.pack("<Q", len(head)), head, *pieces])  # the only copy
+        contiguous = np.ascontiguousarray(array).reshape(array.shape)
+        header = _npy_header(contiguous)
+        pieces += [header, contiguous.reshape(-1).view(np.uint8).data]
+        num_bytes = len(header) + contiguous.nbytes
+        index.append([name, str(array.dtype), list(array.shape), num_bytes])
+    encoded_index = json.dumps(index).encode()
+    # the only copy of the numbers
+    return b"".join([struct.pack("<Q", len(encoded_index)), encoded_index, *pieces])
+
+
+def _npy_header(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
+    return file.getvalue()
 
 
 def unpack_arrays(payload: bytes, names: Container[str] | None = None) -> dict[str, RawArray]:
-    """The arrays of a parcel, not yet looked into; refused if the index is not one, or not of these bytes.
+    """Split a payload into its arrays, without decoding them.
 
-    It is read row by row, as `pack_arrays` writes it, and no further than to a name that is not among `names`: Python would
-    make many times its bytes of an index that a stranger wrote.
+    The index is read row by row, and only up to a name that is not among `names`. As Python
+    objects, an index that a stranger wrote could take many times its bytes.
+
+    Raises:
+        InvalidValue: If the index cannot be read, or does not describe the payload.
+        InvalidReply: If an array is not among `names`.
     """
-    (length,) = struct.unpack("<Q", payload[:8].ljust(8, b"\xff"))
-    if length > min(LONGEST_INDEX, len(payload) - 8):
-        raise InvalidValue("the parcel has no index")
-    content, arrays, place = memoryview(payload)[8 + length :], {}, 0
-    for name, dtype, shape, size in _rows(payload, 8, 8 + length):
+    (index_bytes,) = struct.unpack("<Q", payload[:8].ljust(8, b"\xff"))
+    if index_bytes > min(MAX_INDEX_BYTES, len(payload) - 8):
+        raise InvalidValue("the payload has no index")
+    content = memoryview(payload)[8 + index_bytes :]
+    arrays: dict[str, RawArray] = {}
+    offset = 0
+    for name, dtype, shape, num_bytes in _read_index(payload, 8, 8 + index_bytes):
         if names is not None and name not in names:
             raise InvalidReply("extra array", safe_repr(name))
         if name in arrays:
-            raise InvalidValue("the parcel's index names an array twice")
-        arrays[name] = RawArray(dtype, shape, NUMPY, content[place : place + size])
-        place += size
-    if place != len(content):
-        raise InvalidValue("the parcel's index does not add up to its bytes")
+            raise InvalidValue("the payload's index names an array twice")
+        arrays[name] = RawArray(dtype, shape, NUMPY, content[offset : offset + num_bytes])
+        offset += num_bytes
+    if offset != len(content):
+        raise InvalidValue("the payload's index does not add up to its bytes")
     return arrays
 
 
-def _rows(payload: bytes, start: int, end: int) -> Iterator[tuple[str, str, list[int], int]]:
-    """The rows of a parcel's index, one by one."""
+def _read_index(payload: bytes, start: int, end: int) -> Iterator[tuple[str, str, list[int], int]]:
+    """Yield name, type, shape and number of bytes of each array in a payload's index."""
     if payload[start : start + 3] == b"[]" and end == start + 2:
         return
-    place, before = start, b"["
-    while place != end - 1 or payload[place] != _END:
-        row = _ROW.match(payload, place, end)
-        if row is None or row[1] != before:
-            raise InvalidValue(f"the parcel's index cannot be read at byte {place - start}")
+    offset, separator = start, b"["
+    while offset != end - 1 or payload[offset] != _INDEX_END:
+        row = _INDEX_ROW.match(payload, offset, end)
+        if row is None or row[1] != separator:
+            raise InvalidValue(f"the payload's index cannot be read at byte {offset - start}")
         try:
             name = json.loads(row[2])
         except ValueError as error:
             raise InvalidValue(
-                f"the parcel's index cannot be read at byte {place - start}"
+                f"the payload's index cannot be read at byte {offset - start}"
             ) from error
-        yield (
-            name,
-            row[3].decode(),
-            [int(size) for size in row[4].split(b", ") if size],
-            int(row[5]),
-        )
-        place, before = row.end(), b", "
+        shape = [int(size) for size in row[4].split(b", ") if size]
+        yield name, row[3].decode(), shape, int(row[5])
+        offset, separator = row.end(), b", "
 
 
 def unpack_sections(
-    payload: bytes, wanted: Mapping[str, Mapping[str, ArraySpec]]
+    payload: bytes, expected: Mapping[str, Mapping[str, ArraySpec]]
 ) -> dict[str, Params]:
-    """The tensors of a parcel under each heading, which must be in type and shape as those that are wanted."""
-    names = {f"{kind}/{name}" for kind, tensors in wanted.items() for name in tensors}
+    """Decode the tensors of each section; types and shapes must be as expected."""
+    names = {f"{section}/{name}" for section, specs in expected.items() for name in specs}
     arrays = unpack_arrays(payload)
     if names != set(arrays):
-        raise InvalidValue(
-            f"the parcel must hold other tensors; unlike here: {sorted(names ^ set(arrays))[:5]}"
-        )
-    return {
-        kind: {
-            name: decode_array(name, arrays[f"{kind}/{name}"], each)
-            for name, each in tensors.items()
+        differences = sorted(names ^ set(arrays))[:5]
+        raise InvalidValue(f"the payload must hold other tensors; unlike here: {differences}")
+    sections: dict[str, Params] = {}
+    for section, specs in expected.items():
+        sections[section] = {
+            name: decode_array(name, arrays[f"{section}/{name}"], spec)
+            for name, spec in specs.items()
         }
-        for kind, tensors in wanted.items()
-    }
+    return sections
 
 
-def prefix_names(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, np.ndarray]:
-    """Tensors as arrays, named after their heading and themselves."""
+def prefix_names(sections: Mapping[str, Mapping[str, Tensor]]) -> dict[str, np.ndarray]:
+    """Return tensors as arrays, named after their section and themselves."""
     return {
-        f"{kind}/{name}": as_array(t)
-        for kind, tensors in parts.items()
-        for name, t in tensors.items()
+        f"{section}/{name}": as_array(tensor)
+        for section, tensors in sections.items()
+        for name, tensor in tensors.items()
     }
 
 
 def gather_kept(reduction: Reduction, part: Mapping[str, Tensor]) -> Params:
-    """A client's part without the holes of its mask: of a masked tensor the kept entries, in a row."""
+    """Return a client's part with only the kept entries of masked tensors, in a row."""
     masks = reduction.gradient_mask()
-    return {name: t[masks[name].to(t.device)] if name in masks else t for name, t in part.items()}
+    return {
+        name: tensor[masks[name].to(tensor.device)] if name in masks else tensor
+        for name, tensor in part.items()
+    }
 
 
-def expected_part(reduction: Reduction, whole: Mapping[str, Tensor]) -> dict[str, ArraySpec]:
-    """What `gather_kept` gives of a part of tensors, of which only shapes are read."""
+def expected_part(reduction: Reduction, full: Mapping[str, Tensor]) -> dict[str, ArraySpec]:
+    """Describe what `gather_kept` returns for full tensors; only their shapes are read."""
     masks = reduction.gradient_mask()
-    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in whole.items()}
+    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in full.items()}
     part = shapes if masks else reduction.extract(shapes)  # a mask cuts no shapes
     return {name: array_spec(tensor, masks.get(name)) for name, tensor in part.items()}
 
 
 def scatter_kept(
-    reduction: Reduction, part: Params, whole: Mapping[str, Tensor], device: torch.device | str
+    reduction: Reduction, part: Params, full: Mapping[str, Tensor], device: torch.device | str
 ) -> Params:
-    """Tensors of which `gather_kept` has taken a part: the part, or, of masked ones, full tensors with zeros elsewhere.
+    """Undo `gather_kept`: return the part, or masked tensors in full with zeros elsewhere.
 
-    Extracting the part from them gives the same bits again; of `whole` only shapes are read.
+    Extracting the part from the result returns the same bits. Only the shapes of `full` are read.
     """
     if isinstance(reduction, Slices):
-        return PartialParams(
-            whole, {name: tensor.to(device) for name, tensor in part.items()}, reduction
-        )
+        moved = {name: tensor.to(device) for name, tensor in part.items()}
+        return PartialParams(full, moved, reduction)
     masks = reduction.gradient_mask()
-    full = {name: _spread(t, masks[name].cpu()) if name in masks else t for name, t in part.items()}
-    return {name: tensor.to(device) for name, tensor in full.items()}
+    scattered = {}
+    for name, tensor in part.items():
+        if name in masks:
+            tensor = _scatter(tensor, masks[name].cpu())
+        scattered[name] = tensor
+    return {name: tensor.to(device) for name, tensor in scattered.items()}
 
 
-def _spread(entries: Tensor, mask: Tensor) -> Tensor:
-    """A full tensor with entries where a mask is true, in their order, and zeros elsewhere."""
+def _scatter(entries: Tensor, mask: Tensor) -> Tensor:
+    """Return a full tensor with the entries where the mask is true, and zeros elsewhere."""
     return torch.zeros(mask.shape, dtype=entries.dtype).masked_scatter_(mask, entries)

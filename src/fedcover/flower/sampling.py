@@ -1,4 +1,4 @@
-"""Which of the nodes that are there take part in a round of an app of one's own; words and meaning as in Flower."""
+"""How many of the connected nodes take part in a round, in the words of Flower."""
 
 import math
 from collections.abc import Sequence
@@ -10,15 +10,18 @@ from fedcover.rng import numpy_generator
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The share of the nodes that trains, and the share that evaluates, with the least numbers of each.
+    """The fractions of the nodes that train and evaluate, and the minimum numbers of each.
 
     Args:
-        fraction_train: The share of the nodes that trains in a round.
-        fraction_evaluate: The share of the nodes that evaluates after a round; 0 for none.
-        min_train_nodes: How many train at least, if so many are there.
-        min_evaluate_nodes: How many evaluate at least, if so many are there.
-        min_available_nodes: How many must be there before a round begins.
+        fraction_train: The fraction of the nodes that trains in a round.
+        fraction_evaluate: The fraction of the nodes that evaluates after a round; 0 for none.
+        min_train_nodes: The least number of nodes that train, if as many are connected.
+        min_evaluate_nodes: The least number of nodes that evaluate, if as many are connected.
+        min_available_nodes: How many nodes must be connected before a round begins.
         wait: Seconds to wait for these.
+
+    Raises:
+        InvalidValue: If a value is out of range.
     """
 
     fraction_train: float = 1.0
@@ -29,7 +32,7 @@ class Sampling:
     wait: float = 60.0
 
     def __post_init__(self) -> None:
-        """Refuse what makes no sense."""
+        """Check the values."""
         if not 0 < self.fraction_train <= 1:
             raise InvalidValue(f"fraction_train must be in (0, 1]; got {self.fraction_train}")
         if not 0 <= self.fraction_evaluate <= 1:
@@ -42,29 +45,46 @@ class Sampling:
             raise InvalidValue(f"wait must be a number of seconds of at least 0; got {self.wait}")
 
     def to_train(self, partition_ids: Sequence[int], seed: int, round: int) -> list[int]:
-        """The places that train in a round, in order.
+        """Draw the partitions that train in a round.
 
         >>> Sampling(fraction_train=0.5, min_train_nodes=3).to_train(range(4), seed=0, round=0)
         [0, 1, 3]
+
+        Args:
+            partition_ids: The partitions whose nodes are connected.
+            seed: The seed of the run.
+            round: The number of the round, from 0.
+
+        Returns:
+            The drawn partitions, in order.
         """
-        return _drawn(
-            partition_ids, self.fraction_train, self.min_train_nodes, seed, "train", round
-        )
+        count = _sample_size(len(partition_ids), self.fraction_train, self.min_train_nodes)
+        return _sample(partition_ids, count, seed, "train", round)
 
     def to_evaluate(self, partition_ids: Sequence[int], seed: int, round: int) -> list[int]:
-        """The places that evaluate after a round, in order; none if nobody is to."""
+        """Draw the partitions that evaluate after a round.
+
+        Args:
+            partition_ids: The partitions whose nodes are connected.
+            seed: The seed of the run.
+            round: The number of the round, from 0.
+
+        Returns:
+            The drawn partitions, in order; none if `fraction_evaluate` is 0.
+        """
         if self.fraction_evaluate == 0:
             return []
-        return _drawn(
-            partition_ids, self.fraction_evaluate, self.min_evaluate_nodes, seed, "evaluate", round
-        )
+        count = _sample_size(len(partition_ids), self.fraction_evaluate, self.min_evaluate_nodes)
+        return _sample(partition_ids, count, seed, "evaluate", round)
 
 
-def _drawn(
-    partition_ids: Sequence[int], fraction: float, least: int, seed: int, kind: str, round: int
+def _sample_size(available: int, fraction: float, minimum: int) -> int:
+    return min(available, max(int(fraction * available), minimum))
+
+
+def _sample(
+    partition_ids: Sequence[int], count: int, seed: int, purpose: str, round: int
 ) -> list[int]:
-    count = min(len(partition_ids), max(int(fraction * len(partition_ids)), least))
-    drawn = numpy_generator(seed, "nodes", kind, round).choice(
-        len(partition_ids), size=count, replace=False
-    )
-    return [partition_ids[index] for index in sorted(drawn.tolist())]
+    generator = numpy_generator(seed, "nodes", purpose, round)
+    indices = generator.choice(len(partition_ids), size=count, replace=False)
+    return [partition_ids[index] for index in sorted(indices.tolist())]
