@@ -18,8 +18,8 @@ from benchmarks.flower_memory import (
     verdict,
 )
 
-from fedcover.analysis.bench import Measurement, baseline, page, runner
-from fedcover.analysis.bench.runner import time_interleaved
+from fedcover.analysis.bench import Measurement, baseline, page, timing
+from fedcover.analysis.bench.timing import time_interleaved
 from fedcover.cli import bench as bench_command
 from fedcover.runs.machine import Machine
 from fedcover.training.engines.compilation import eager_backend
@@ -70,7 +70,7 @@ def test_our_own_steps_are_measured_alike(monkeypatch, together):
         import_module("fedcover.training.engines.batched"), "inductor_backend", eager_backend
     )
     machine = Machine("streams", "cpu", threads=1).resolved()
-    found = runner.step_seconds("mlp", machine, clients=2, together=together, repeats=2)
+    found = timing.step_seconds("mlp", machine, clients=2, together=together, repeats=2)
     assert len(found) == 2
     assert all(second > 0 for second in found)
 
@@ -81,7 +81,7 @@ def test_bench_tells_when_figures_are_not_steady(capsys, monkeypatch):
         Measurement("not so", (1.0, 1.6)),
         Measurement("nor this", (2.0, 1.0)),
     ]
-    for some, said in ((figures, "2 of 3 figures vary more than 1.5-fold"), (figures[:1], "")):
+    for some, said in ((figures, "2 of 3 timings vary more than 1.5-fold"), (figures[:1], "")):
         monkeypatch.setattr(bench_command, "measure", lambda device, some=some: some)
         bench_command.bench(device="cpu")
         err = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""How fast, measured: our engines beside the plain eager loop and beside floors, as ratios of one run."""
+"""Measure speed: the engines, a plain eager loop and lower limits, as ratios from one run."""
 
 from fedcover.analysis.bench import baseline as baseline
 from fedcover.analysis.bench.runner import MAX_SPREAD_RATIO as MAX_SPREAD_RATIO

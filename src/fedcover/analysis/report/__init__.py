@@ -1,4 +1,4 @@
-"""Run folders -> one page that opens anywhere; without torch, so that a laptop can make it."""
+"""Make one page from run folders. It needs no torch, so that any laptop can make it."""
 
 from fedcover.analysis.report.page import report as report
 

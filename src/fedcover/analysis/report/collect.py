@@ -1,4 +1,4 @@
-"""All runs that a page or a plot is about, each seed of an experiment once; and, in words, what had to be left out."""
+"""Collect runs for a page or a plot, group them by experiment, and note what is left out."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -18,11 +18,13 @@ from fedcover.analysis.report.load import (
 from fedcover.errors import RunError
 
 LONGEST_LABEL = 44
+SELF_EXPLANATORY = frozenset({"policy", "model", "dataset", "recipe", "partition"})
+"""Settings whose values are clear without their name."""
 
 
 @dataclass(frozen=True)
 class RunGroup:
-    """Runs of one experiment with different seeds, by their places in the list of runs."""
+    """Runs of one experiment with different seeds, as indices into the list of runs."""
 
     label: str
     settings: dict[str, str]
@@ -30,130 +32,140 @@ class RunGroup:
 
 
 def group_runs(records: Sequence[RunRecord]) -> list[RunGroup]:
-    """The groups in natural order, each labelled by the settings in which it differs from others."""
-    together: dict[str, list[int]] = {}
-    for place, record in enumerate(records):
-        together.setdefault(experiment_key(record), []).append(place)
-    members = [part for places in together.values() for part in _split_ambiguous(records, places)]
-    firsts = [records[places[0]] for places in members]
-    names = differing_settings(firsts)
-    labels = _unique(
-        [_label(record, names) for record in firsts],
-        [_common_name(records, places) for places in members],
-        firsts,
-    )
-    groups = [
-        RunGroup(
-            label, {name: setting_text(record.settings.get(name)) for name in names}, tuple(places)
-        )
-        for label, record, places in zip(labels, firsts, members, strict=True)
-    ]
-    return sorted(groups, key=lambda each: natural_key(each.label))
+    """Group runs by experiment, in natural order of the labels.
+
+    A label consists of the settings in which a group differs from others.
+    """
+    indices_by_experiment: dict[str, list[int]] = {}
+    for index, record in enumerate(records):
+        indices_by_experiment.setdefault(experiment_key(record), []).append(index)
+    members: list[list[int]] = []
+    for indices in indices_by_experiment.values():
+        members += _split_ambiguous(records, indices)
+    first_records = [records[indices[0]] for indices in members]
+    names = differing_settings(first_records)
+    labels = _labels(records, members, names)
+    groups = []
+    for label, record, indices in zip(labels, first_records, members, strict=True):
+        settings = {name: setting_text(record.settings.get(name)) for name in names}
+        groups.append(RunGroup(label, settings, tuple(indices)))
+    return sorted(groups, key=lambda group: natural_key(group.label))
 
 
 def differing_settings(records: Sequence[RunRecord]) -> list[str]:
-    """The settings that are not the same in all runs, in the order in which experiments list them."""
-    names = dict.fromkeys(
-        name for record in records for name in record.settings if name not in UNCOMPARED_SETTINGS
-    )
-    return [
-        name
-        for name in names
-        if len({setting_text(record.settings.get(name)) for record in records}) > 1
-    ]
+    """Return the settings that differ between runs, in the order of the experiments' files."""
+    differing = []
+    for name in dict.fromkeys(name for record in records for name in record.settings):
+        values = {setting_text(record.settings.get(name)) for record in records}
+        if name not in UNCOMPARED_SETTINGS and len(values) > 1:
+            differing.append(name)
+    return differing
 
 
 def setting_text(value: Any) -> str:
-    """A setting as people write it.
+    """Return a setting as people write it.
 
     >>> setting_text("prefix"), setting_text(True), setting_text(0.5), setting_text(None)
     ('prefix', 'true', '0.5', 'none')
     """
-    return value if isinstance(value, str) else "none" if value is None else json.dumps(value)
+    if isinstance(value, str):
+        return value
+    return "none" if value is None else json.dumps(value)
 
 
 def experiment_key(record: RunRecord) -> str:
-    """What runs of one experiment have in common, whatever their seed."""
-    same = {
+    """Return a key that is equal for runs of one experiment, whatever their seed."""
+    compared = {
         name: value for name, value in record.settings.items() if name not in UNCOMPARED_SETTINGS
     }
-    # what was made in Python is known by the name of its run only
-    return json.dumps(
-        [same, [*record.custom, record.name] if record.custom else []], sort_keys=True, default=str
-    )
+    # Objects that were passed in Python are identified only by the name of the run.
+    custom = [*record.custom, record.name] if record.custom else []
+    return json.dumps([compared, custom], sort_keys=True, default=str)
 
 
-def _split_ambiguous(records: Sequence[RunRecord], places: list[int]) -> list[list[int]]:
-    """Runs that share a seed, of which settings and seed do not tell all, are not taken for repetitions."""
-    seeds = {records[place].settings.get("seed") for place in places}
-    if any(records[place].differs_beyond_settings for place in places) and len(seeds) < len(places):
-        return [[place] for place in places]
-    return [places]
+def _split_ambiguous(records: Sequence[RunRecord], indices: list[int]) -> list[list[int]]:
+    """Split runs that share a seed but are not repetitions: settings do not determine them."""
+    seeds = {records[index].settings.get("seed") for index in indices}
+    has_repeated_seed = len(seeds) < len(indices)
+    if has_repeated_seed and any(records[index].differs_beyond_settings for index in indices):
+        return [[index] for index in indices]
+    return [indices]
 
 
-def _label(record: RunRecord, names: Sequence[str]) -> str | None:
-    """The settings that differ, if they can be said in a few words."""
-    values = [setting_text(record.settings.get(name)) for name in names]
-    spoken = {
-        "policy",
-        "model",
-        "dataset",
-        "recipe",
-        "partition",
-    }  # their values speak for themselves
-    said = ", ".join(
-        v if n in spoken or (len(names) == 1 and not v[:1].isdigit()) else f"{n} {v}"
-        for n, v in zip(names, values, strict=True)
-    )
-    return said if said and len(said) <= LONGEST_LABEL and not record.custom else None
+def _labels(
+    records: Sequence[RunRecord], members: Sequence[list[int]], names: Sequence[str]
+) -> list[str]:
+    """Return one label per group.
+
+    Labels are made of settings if that works for all groups, and of run names otherwise. Equal
+    labels are followed by the folder.
+    """
+    first_records = [records[indices[0]] for indices in members]
+    by_settings = [_label_by_settings(record, names) for record in first_records]
+    labels = [label for label in by_settings if label is not None]
+    if len(labels) < len(members):
+        labels = [_common_name(records, indices) for indices in members]
+    return [
+        f"{label} ({record.folder})" if labels.count(label) > 1 else label
+        for label, record in zip(labels, first_records, strict=True)
+    ]
 
 
-def _common_name(records: Sequence[RunRecord], places: Sequence[int]) -> str:
-    """What the names of a group's runs have in common at their beginning; the first one if that is nothing."""
-    names = [_without_seed(records[place]) for place in places]
+def _label_by_settings(record: RunRecord, names: Sequence[str]) -> str | None:
+    """Return the differing settings as a label, or None if they are too long or not enough."""
+    parts = []
+    for name in names:
+        value = setting_text(record.settings.get(name))
+        is_clear = name in SELF_EXPLANATORY or (len(names) == 1 and not value[:1].isdigit())
+        parts.append(value if is_clear else f"{name} {value}")
+    label = ", ".join(parts)
+    if not label or len(label) > LONGEST_LABEL or record.custom:
+        return None
+    return label
+
+
+def _common_name(records: Sequence[RunRecord], indices: Sequence[int]) -> str:
+    """Return the common beginning of the names of a group's runs, or else the first name."""
+    names = [_name_without_seed(records[index]) for index in indices]
     return commonprefix(names).rstrip("-_. ") or names[0]  # noqa: RUF071
 
 
-def _without_seed(record: RunRecord) -> str:
-    """The name of a run without what a sweep adds to it for the seed."""
+def _name_without_seed(record: RunRecord) -> str:
+    """Return the name of a run without the suffix that a sweep adds for the seed."""
     return record.name.removesuffix(f"-seed-{record.settings.get('seed', 0)}") or record.name
-
-
-def _unique(
-    said: Sequence[str | None], named: Sequence[str], firsts: Sequence[RunRecord]
-) -> list[str]:
-    """Labels from settings where all can be said, else names, with the folder behind those that would be equal."""
-    labels = [label for label in said if label is not None] if None not in said else list(named)
-    return [
-        f"{label} ({record.folder})" if labels.count(label) > 1 else label
-        for label, record in zip(labels, firsts, strict=True)
-    ]
 
 
 @dataclass(frozen=True)
 class CollectedRuns:
-    """Runs that can be compared, and one sentence for everything that is missing among them."""
+    """Runs that can be compared, and a sentence about each run or line that is left out."""
 
     records: list[RunRecord]
     notes: list[str]
 
 
 def collect_runs(paths: Iterable[str | Path]) -> CollectedRuns:
-    """Read the run folders that are named or lie below a named folder."""
-    named = list(paths)
-    read = read_runs(named)
-    records, again = read.records, _duplicate_runs(read.records)
-    kept = [record for place, record in enumerate(records) if place not in again]
-    notes = [*read.notes, *damage_notes(named, kept)]
-    notes += [
-        f"{records[place].folder} is left out: the same experiment and seed as {records[first].folder}"
-        for place, first in again.items()
-    ]
-    return CollectedRuns(kept, notes)
+    """Read the run folders among or below some paths, each experiment and seed once.
+
+    Raises:
+        RunError: if no run can be read.
+    """
+    named_paths = list(paths)
+    runs = read_runs(named_paths)
+    used_instead = _duplicate_runs(runs.records)
+    records = [record for index, record in enumerate(runs.records) if index not in used_instead]
+    notes = [*runs.notes, *damage_notes(named_paths, records)]
+    for index, used_index in used_instead.items():
+        folder, used_folder = runs.records[index].folder, runs.records[used_index].folder
+        notes.append(f"{folder} is left out: the same experiment and seed as {used_folder}")
+    return CollectedRuns(records, notes)
 
 
 def read_runs(named: Sequence[str | Path]) -> CollectedRuns:
-    """The runs below some folders, without those of which nothing can be read; of them there must be others."""
+    """Read the runs below some folders, and note those that cannot be read.
+
+    Raises:
+        RunError: if no run can be read.
+    """
     records, errors = [], []
     for folder in find_runs(named):
         try:
@@ -166,29 +178,35 @@ def read_runs(named: Sequence[str | Path]) -> CollectedRuns:
 
 
 def damage_notes(named: Sequence[str | Path], records: Iterable[RunRecord]) -> list[str]:
-    """What cannot be read of the runs below some folders: whole runs, or lines of them."""
-    nameless = [
+    """Return a note about each run without experiment.toml, and about damaged lines."""
+    notes = [
         f"{folder} is left out: it has no experiment.toml"
         for folder in folders_without_experiment(named)
     ]
-    return nameless + [_cut(record) for record in records if record.damaged_lines]
-
-
-def _cut(record: RunRecord) -> str:
-    lines = "1 line" if record.damaged_lines == 1 else f"{record.damaged_lines} lines"
-    return f"{record.folder / 'metrics.jsonl'} is damaged: {lines} left out, {len(record.lines)} rounds can be read"
+    for record in records:
+        if record.damaged_lines:
+            lines = "1 line" if record.damaged_lines == 1 else f"{record.damaged_lines} lines"
+            notes.append(
+                f"{record.folder / 'metrics.jsonl'} is damaged: {lines} left out,"
+                f" {len(record.lines)} rounds can be read"
+            )
+    return notes
 
 
 def _duplicate_runs(records: Sequence[RunRecord]) -> dict[int, int]:
-    """The places of runs whose experiment and seed another run has, each with the place of the one that is used."""
-    alike: dict[tuple[str, object], list[int]] = {}
-    for place, record in enumerate(records):
+    """Return the runs that repeat another one, each with the index of the run used instead.
+
+    The run with the most rounds is used.
+    """
+    repetitions: dict[tuple[str, object], list[int]] = {}
+    for index, record in enumerate(records):
         if not record.differs_beyond_settings:
-            alike.setdefault((experiment_key(record), record.settings.get("seed")), []).append(
-                place
-            )
-    longest = [
-        (places, max(places, key=lambda place: len(records[place].lines)))
-        for places in alike.values()
-    ]
-    return {place: used for places, used in longest for place in places if place != used}
+            key = experiment_key(record), record.settings.get("seed")
+            repetitions.setdefault(key, []).append(index)
+    used_instead = {}
+    for indices in repetitions.values():
+        longest = max(indices, key=lambda index: len(records[index].lines))
+        for index in indices:
+            if index != longest:
+                used_instead[index] = longest
+    return used_instead

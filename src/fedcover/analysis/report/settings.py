@@ -1,4 +1,4 @@
-"""Settings as a run's file says them, checked as far as a page needs them; the file may come from anybody."""
+"""Check the settings in a run's file, as far as a page needs them. The file is not trusted."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,27 +6,33 @@ from typing import Any
 from fedcover.errors import RunError
 
 INTEGER_RANGES = {"rounds": (1, 10**9), "evaluate_every": (1, 10**9), "seed": (0, 2**63 - 1)}
-"""Settings that are counted with: the least and the most that an experiment may say."""
+"""The smallest and largest value of the settings that the page computes with."""
 
 
 def check_settings(where: object, settings: Mapping[str, Any]) -> None:
-    """Complain about settings that no experiment has, in one sentence.
+    """Check that settings are those of an experiment.
 
-    >>> check_settings("run/experiment.toml", {"rounds": 0})
+    Raises:
+        RunError: names the setting and its value.
+
+    >>> check_settings("run/experiment.toml", {"rounds": 0})  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    fedcover.errors.RunError: run/experiment.toml cannot be read: rounds must be a whole number in 1..1000000000; got 0
+    fedcover.errors.RunError: run/experiment.toml cannot be read: rounds must be ...; got 0
     """
     for name, value in settings.items():
-        if not _is_plain(value) and not (isinstance(value, list) and all(map(_is_plain, value))):
+        if not _is_plain(value) and not _is_plain_list(value):
             raise RunError(
-                f"{where} cannot be read: {name!r:.100} must be a text, a number, a truth value or a list"
+                f"{where} cannot be read:"
+                f" {name!r:.100} must be a text, a number, a truth value or a list"
             )
     for name, (least, most) in INTEGER_RANGES.items():
         value = settings.get(name, least)
         if type(value) is not int or not least <= value <= most:
-            must = f"{name} must be a whole number in {least}..{most}"
-            raise RunError(f"{where} cannot be read: {must}; got {value!r:.100}")
+            raise RunError(
+                f"{where} cannot be read:"
+                f" {name} must be a whole number in {least}..{most}; got {value!r:.100}"
+            )
     fleet = settings.get("fleet", "1x1.0")
     if not _is_fleet(fleet):
         raise RunError(
@@ -35,10 +41,10 @@ def check_settings(where: object, settings: Mapping[str, Any]) -> None:
 
 
 def _is_fleet(value: object) -> bool:
+    if not isinstance(value, str):
+        return False
     try:
-        return isinstance(value, str) and all(
-            0 < capacity <= 1 for capacity in devices_by_capacity(value)
-        )
+        return all(0 < capacity <= 1 for capacity in devices_by_capacity(value))
     except ValueError:
         return False
 
@@ -47,8 +53,12 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, str | float) or (isinstance(value, int) and abs(value) < 2**64)
 
 
+def _is_plain_list(value: object) -> bool:
+    return isinstance(value, list) and all(map(_is_plain, value))
+
+
 def devices_by_capacity(fleet: str) -> dict[float, int]:
-    """Devices per capacity of a fleet as experiments write it out.
+    """Return the number of devices of each capacity.
 
     >>> devices_by_capacity("4x1 + 6x0.75")
     {1.0: 4, 0.75: 6}
