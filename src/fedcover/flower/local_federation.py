@@ -1,4 +1,4 @@
-"""A federation on this machine: a SuperLink and SuperNodes as processes, and nothing of them left afterwards."""
+"""A federation on this machine: a SuperLink and SuperNodes as processes that end with it."""
 
 import os
 import signal
@@ -21,14 +21,14 @@ FLOWER_ENVIRONMENT = {
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
 }
-"""No calls home, no packages installed behind anybody's back, and no second lost before each task."""
+"""No calls home, no installation of packages, and no wait of a second before each task."""
 CONNECTION = "fedcover"
 STEADY_LAUNCHER = ("-m", "fedcover.flower.steady")
-"""Runs a program of Flower's so that it does not let garbage lie."""
+"""Runs one of Flower's programs with level memory."""
 FLWR = (sys.executable, "-P", "-m", "fedcover.host.orphans", "flwr.cli.app:app")
-"""Runs Flower's command `flwr` so that it ends with the process that has started it."""
-STARTING, STOPPING = 60.0, 10.0
-"""Seconds that a process has to come up, and to end by itself."""
+"""Runs Flower's command `flwr` so that it ends with the process that started it."""
+START_TIMEOUT, STOP_TIMEOUT = 60.0, 10.0
+"""Seconds that a process has to start, and to end by itself."""
 
 
 @dataclass
@@ -42,77 +42,83 @@ class LocalFederation:
 
     @property
     def address(self) -> str:
-        """Where the SuperLink listens."""
+        """Return the address of the SuperLink."""
         return f"127.0.0.1:{self.port}"
 
     def start_superlink(self) -> subprocess.Popen[bytes]:
-        """Start the SuperLink and wait until it listens."""
-        arguments = ["--insecure", "--host", "127.0.0.1", "--port", str(self.port)]
-        arguments += ["--disable-runtime-dependency-installation"]
-        started = self.start(
-            "superlink", sys.executable, *STEADY_LAUNCHER, "flower-superlink", *arguments
+        """Start the SuperLink, and wait until it listens."""
+        options = ["--insecure", "--host", "127.0.0.1", "--port", str(self.port)]
+        options += ["--disable-runtime-dependency-installation"]
+        process = self.start(
+            "superlink", sys.executable, *STEADY_LAUNCHER, "flower-superlink", *options
         )
         self.wait_until_listening("superlink", self.port)
-        return started
+        return process
 
     def start_supernode(self, name: str, config: Mapping[str, object]) -> subprocess.Popen[bytes]:
         """Start a SuperNode with a configuration."""
-        told = " ".join(f"{key}={_toml(value)}" for key, value in config.items())
-        arguments = ["--superlink", self.address, "--host", "127.0.0.1", "--port", str(free_port())]
-        arguments += ["--insecure", "--node-config", told]
-        return self.start(name, sys.executable, *STEADY_LAUNCHER, "flower-supernode", *arguments)
+        node_config = " ".join(f"{key}={_quote(value)}" for key, value in config.items())
+        options = ["--superlink", self.address, "--host", "127.0.0.1", "--port", str(free_port())]
+        options += ["--insecure", "--node-config", node_config]
+        return self.start(name, sys.executable, *STEADY_LAUNCHER, "flower-supernode", *options)
 
     def start(self, name: str, program: str, *arguments: str) -> subprocess.Popen[bytes]:
-        """Start one of Flower's programs; what it says goes into its log."""
+        """Start one of Flower's programs with its output in its log."""
         with self.log(name).open("ab") as out:
-            started = subprocess.Popen(
-                [path_of(program), *arguments], stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                cwd=self.folder, start_new_session=True, **lifeline_arguments(self.environment(name)),
-            )  # fmt: skip
-        self.processes[name] = started
-        return started
+            return self._start_process(name, [program_path(program), *arguments], out)
 
     def submit(self, app: Path, out: IO[bytes]) -> subprocess.Popen[bytes]:
         """Run a Flower App on the federation; the process ends when the run does."""
-        home = self.home("submit")
-        (home / "config.toml").write_text(
-            f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\naddress = "{self.address}"\n'
-            "insecure = true\n"
+        (self.home("submit") / "config.toml").write_text(
+            f'[superlink]\ndefault = "{CONNECTION}"\n\n'
+            f'[superlink.{CONNECTION}]\naddress = "{self.address}"\ninsecure = true\n'
         )
-        started = subprocess.Popen(
-            [*FLWR, "run", str(app), CONNECTION, "--stream"], stdout=out, stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL, cwd=self.folder, start_new_session=True, **lifeline_arguments(self.environment("submit")),
-        )  # fmt: skip
-        self.processes["submit"] = started
-        return started
+        command = [*FLWR, "run", str(app), CONNECTION, "--stream"]
+        return self._start_process("submit", command, out)
+
+    def _start_process(
+        self, name: str, command: Sequence[str], out: IO[bytes]
+    ) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            cwd=self.folder,
+            start_new_session=True,
+            **lifeline_arguments(self.environment(name)),
+        )
+        self.processes[name] = process
+        return process
 
     def environment(self, name: str) -> dict[str, str]:
-        """What a process is told: Flower without calls home, and where the user's own modules are."""
-        known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        paths = [
-            *self.python_path,
-            *(os.path.abspath(path) for path in known if path),
-        ]  # it runs in another folder
-        beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        """Return the environment of a process, with the paths of the user's own modules."""
+        inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        # absolute, as the process runs in another folder
+        python_path = [*self.python_path, *(os.path.abspath(path) for path in inherited if path)]
+        search_path = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
         return {
-            **os.environ, **FLOWER_ENVIRONMENT, "FLWR_HOME": str(self.home(name)), "PATH": beside,
-            "PYTHONPATH": os.pathsep.join(paths),
-        }  # fmt: skip
+            **os.environ,
+            **FLOWER_ENVIRONMENT,
+            "FLWR_HOME": str(self.home(name)),
+            "PATH": os.pathsep.join(search_path),
+            "PYTHONPATH": os.pathsep.join(python_path),
+        }
 
     def home(self, name: str) -> Path:
-        """A process's own folder: two that unpack the same app into one would disturb each other."""
+        """Return a process's own folder, so that no two processes unpack an app into one place."""
         home = self.folder / name
         home.mkdir(parents=True, exist_ok=True)
         return home
 
     def log(self, name: str) -> Path:
-        """What a process says."""
+        """Return the path of a process's log."""
         return self.home(name) / "log.txt"
 
     def wait_until_listening(self, name: str, port: int) -> None:
-        """Wait until a process accepts connections."""
-        end = time.monotonic() + STARTING
-        while time.monotonic() < end:
+        """Wait until a process accepts connections; raise a RunError if it does not."""
+        deadline = time.monotonic() + START_TIMEOUT
+        while time.monotonic() < deadline:
             if self.processes[name].poll() is not None:
                 break
             with socket.socket() as probe:
@@ -123,31 +129,33 @@ class LocalFederation:
         raise RunError(f"{name} did not start: {self.log_tail(name)}")
 
     def log_tail(self, name: str) -> str:
-        """The end of a process's log."""
-        return self.log(name).read_text(errors="replace")[-1000:].strip() or "it said nothing"
+        """Return the end of a process's log."""
+        return self.log(name).read_text(errors="replace")[-1000:].strip() or "its log is empty"
 
     def serverapp_is_running(self) -> bool:
-        """Whether there is a process in which the SuperLink's run is made."""
-        commands = (_command(pid) for pid in descendants([self.processes["superlink"].pid]))
+        """Return whether the SuperLink has started the process of a run's server."""
+        commands = (_command_of(pid) for pid in descendants([self.processes["superlink"].pid]))
         return any(b"flwr-serverapp" in command for command in commands)
 
     def stop(self, *names: str) -> None:
-        """End processes and all that they have started, politely at first."""
-        chosen = [self.processes.pop(name) for name in names or list(self.processes)]
-        family = descendants([process.pid for process in chosen])
-        for process in chosen:
+        """End processes and all that they started: by SIGTERM first, then by SIGKILL."""
+        processes = [self.processes.pop(name) for name in names or list(self.processes)]
+        pids = {process.pid for process in processes}
+        children = descendants(list(pids))
+        for process in processes:
             send_signal(process.pid, signal.SIGTERM)
-        end = time.monotonic() + STOPPING
-        while time.monotonic() < end and not all(process.poll() is not None for process in chosen):
+        deadline = time.monotonic() + STOP_TIMEOUT
+        while time.monotonic() < deadline and any(p.poll() is None for p in processes):
             time.sleep(0.05)
-        family |= descendants(family | {process.pid for process in chosen})
-        for pid in family | {process.pid for process in chosen if process.poll() is None}:
+        children |= descendants(children | pids)
+        still_running = {process.pid for process in processes if process.poll() is None}
+        for pid in children | still_running:
             send_signal(pid, signal.SIGKILL)
-        for process in chosen:
+        for process in processes:
             process.wait()
 
     def kill(self, name: str) -> None:
-        """End a process and all that it has started at once, as a power cut would."""
+        """Kill a process and all that it started at once, as a power cut would."""
         process = self.processes.pop(name)
         for pid in descendants([process.pid]) | {process.pid}:
             send_signal(pid, signal.SIGKILL)
@@ -158,24 +166,22 @@ class LocalFederation:
 def run_local_federation(
     folder: Path, nodes: Sequence[Mapping[str, object]], python_path: Sequence[str] = ()
 ) -> Iterator[LocalFederation]:
-    """A SuperLink and a SuperNode for each configuration, stopped at the end, whatever happens."""
-    made = LocalFederation(folder, python_path)
+    """Start a SuperLink and a SuperNode for each configuration; stop them at the end."""
+    federation = LocalFederation(folder, python_path)
     try:
-        made.start_superlink()
-        for place, config in enumerate(nodes):
-            made.start_supernode(f"supernode-{place}", config)
-        yield made
+        federation.start_superlink()
+        for partition_id, config in enumerate(nodes):
+            federation.start_supernode(f"supernode-{partition_id}", config)
+        yield federation
     finally:
-        made.stop()
+        federation.stop()
 
 
-def _command(pid: int) -> bytes:
-    """How a process was called; nothing if it has just ended."""
+def _command_of(pid: int) -> bytes:
+    """Return the command line of a process; empty if it has just ended."""
     if not Path("/proc/self/cmdline").exists():
-        asked = subprocess.run(
-            ["ps", "-p", str(pid), "-o", "command="], capture_output=True, check=False
-        )
-        return asked.stdout
+        command = ["ps", "-p", str(pid), "-o", "command="]
+        return subprocess.run(command, capture_output=True, check=False).stdout
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -183,29 +189,29 @@ def _command(pid: int) -> bytes:
 
 
 def free_port() -> int:
-    """A port that nobody listens on at the moment."""
+    """Return a port that is free at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def path_of(name: str) -> str:
-    """One of Flower's programs: they stand beside the Python that runs this."""
-    beside = Path(sys.executable).parent / name
-    return str(beside) if beside.exists() else name
+def program_path(name: str) -> str:
+    """Return the path of one of Flower's programs, which are installed next to Python."""
+    path = Path(sys.executable).parent / name
+    return str(path) if path.exists() else name
 
 
-def _toml(value: object) -> str:
-    """A value of a node's configuration, in whichever quotes it does not hold: Flower knows no other way.
+def _quote(value: object) -> str:
+    """Quote a value of a node's configuration; Flower knows no escapes.
 
-    >>> print(_toml("here"), _toml('a "b" c'), _toml("it's"), _toml(2))
+    >>> print(_quote("here"), _quote('a "b" c'), _quote("it's"), _quote(2))
     'here' 'a "b" c' "it's" 2
     """
     if not isinstance(value, str):
         return str(value)
-    quote = next((sign for sign in "'\"" if sign not in value), None)
-    if quote is None:
-        raise InvalidValue(
-            f"Flower takes no text with both kinds of quotes in a node's configuration; got {value!r}"
-        )
-    return f"{quote}{value}{quote}"
+    for quote in ("'", '"'):
+        if quote not in value:
+            return f"{quote}{value}{quote}"
+    raise InvalidValue(
+        f"Flower takes no text with both kinds of quotes in a node's configuration; got {value!r}"
+    )

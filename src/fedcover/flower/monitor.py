@@ -1,4 +1,4 @@
-"""Follow a run on Flower from outside: its rounds as they end, and what went wrong if it did."""
+"""Follow a run on Flower from outside: its rounds as they end, and the reason if it fails."""
 
 import re
 import subprocess
@@ -15,8 +15,8 @@ from fedcover.server.round import RoundReport
 FINISHED = "fedcover: finished"
 _STOPPED = re.compile(r"^fedcover: stopped: (.*)", re.MULTILINE)
 
-ENDING = 15.0
-"""Seconds without a server after which its run has not ended as runs do; Flower itself waits for a minute."""
+MAX_SECONDS_WITHOUT_SERVER = 15.0
+"""Seconds without a server after which its run has failed; Flower itself waits for a minute."""
 
 
 def follow_run(
@@ -24,46 +24,57 @@ def follow_run(
     folder: Path,
     log: Path,
     watch: Callable[[RoundReport], None],
-    served: Callable[[], bool] = lambda: True,
+    server_is_running: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Show the rounds of a run until the process that streams its log ends; complain if the run did not finish.
+    """Report the rounds of a run until it ends.
 
-    `served` says whether the process that the rounds are made in is there.
+    Args:
+        process: Streams the log of the run, and ends when the run does.
+        folder: The folder of the run.
+        log: The file with the streamed log.
+        watch: Called with each new round.
+        server_is_running: Returns whether the server's process is there.
+
+    Raises:
+        RunError: If the run did not finish.
     """
     metrics = folder / "metrics.jsonl"
-    known = _last_round(read_lines(metrics))
+    last_round = _last_round(read_lines(metrics))
     summary = folder / "summary.json"
-    before = _stamp(summary)
-    begun, last_seen = False, 0.0
+    old_summary_time = _modified_time(summary)
+    last_seen: float | None = None
     while True:
-        ended = process.poll() is not None
+        has_ended = process.poll() is not None
         lines = read_lines(metrics)
         for line in lines:
-            if line["round"] > known:
+            if line["round"] > last_round:
                 watch(RoundReport(line["round"], line))
-        known = _last_round(
-            lines
-        )  # lower than before once the server has cut off the rounds that it runs again
-        if ended:
+        # may go back: a resumed run cuts off the rounds that it repeats
+        last_round = _last_round(lines)
+        if has_ended:
             break
         now = time.monotonic()
-        if served():
-            begun, last_seen = True, now
+        if server_is_running():
+            last_seen = now
         elif (
-            begun and now - last_seen > ENDING and _stamp(summary) == before and not _said_why(log)
+            last_seen is not None
+            and now - last_seen > MAX_SECONDS_WITHOUT_SERVER
+            and _modified_time(summary) == old_summary_time
+            and not _server_has_ended(log)
         ):
             raise RunError(KILLED)
         time.sleep(0.3)
-    if _stamp(summary) in (None, before) or _STOPPED.search(log.read_text(errors="replace")):
+    has_new_summary = _modified_time(summary) not in (None, old_summary_time)
+    if not has_new_summary or _STOPPED.search(log.read_text(errors="replace")):
         raise RunError(failure_message(log))
 
 
-def _stamp(path: Path) -> int | None:
+def _modified_time(path: Path) -> int | None:
     return path.stat().st_mtime_ns if path.exists() else None
 
 
-def _said_why(log: Path) -> bool:
-    """Whether the server has told how its run ended."""
+def _server_has_ended(log: Path) -> bool:
+    """Return whether the server has logged how its run ended."""
     text = log.read_text(errors="replace")
     return FINISHED in text or _STOPPED.search(text) is not None
 
@@ -73,11 +84,15 @@ def _last_round(lines: Metrics) -> int:
 
 
 def stream_log(command: list[str], environment: dict[str, str]) -> None:
-    """Show what a command that streams a run's log says, as it comes; complain if the run did not finish.
+    """Print the log of a run while a command streams it.
 
-    Once the server has said why it stops, that is the complaint; what Flower makes of it is not shown.
+    What Flower writes after the server's reason to stop is not printed.
+
+    Raises:
+        RunError: If the run did not finish; with the server's reason if it gave one.
     """
-    finished, stopped, why = False, False, "the run on Flower did not finish; its log is above"
+    has_finished = has_stopped = False
+    why = "the run on Flower did not finish; its log is above"
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -87,28 +102,25 @@ def stream_log(command: list[str], environment: dict[str, str]) -> None:
     ) as streaming:
         assert streaming.stdout is not None
         try:
-            for each in streaming.stdout:
-                line = each.decode(errors="replace")
-                finished = finished or line.startswith(
-                    FINISHED
-                )  # a node may have said so, too, further on
-                if said_why := _STOPPED.match(line):
-                    stopped, why = True, said_why[1]
-                if not stopped:
+            for content in streaming.stdout:
+                line = content.decode(errors="replace")
+                # only at the start of a line: a node may have logged it, too
+                has_finished = has_finished or line.startswith(FINISHED)
+                if stopped := _STOPPED.match(line):
+                    has_stopped, why = True, stopped[1]
+                if not has_stopped:
                     print(line, end="", flush=True)
         except BaseException:
-            streaming.terminate()  # it would stream on, with nobody to read it
+            streaming.terminate()  # or it would stream on, with nobody to read it
             raise
-    if not finished:
+    if not has_finished:
         raise RunError(why)
 
 
 def failure_message(log: Path) -> str:
-    """The sentence with which the server stopped, or the end of its log."""
+    """Return the server's last reason to stop, or the end of the log."""
     text = log.read_text(errors="replace")
-    sentences = _STOPPED.findall(text)
-    return (
-        sentences[-1]
-        if sentences
-        else f"the run on Flower did not finish; its log ends so:\n{text[-2000:].strip()}"
-    )
+    reasons = _STOPPED.findall(text)
+    if reasons:
+        return str(reasons[-1])
+    return f"the run on Flower did not finish; its log ends so:\n{text[-2000:].strip()}"
