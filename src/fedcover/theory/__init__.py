@@ -1,4 +1,4 @@
-"""The convergence theorems as pure functions: constants in, right-hand sides out, term by term."""
+"""The convergence theorems as pure functions: from constants to bounds, term by term."""
 
 from fedcover.theory.bounds import BOUNDS as BOUNDS
 from fedcover.theory.quantities import Bound as Bound

@@ -1,7 +1,12 @@
-"""The right-hand sides: the paper's theorems as printed and corrected, and sharper ones; docs/theory.md proves them.
+"""The bounds of the convergence theorems: as printed in the paper, corrected, and sharper.
 
-All bound the mean over rounds of the squared length of the full gradient (over the parameters that a round trains). All
-but the last hold in expectation over the batches; the last holds surely.
+Each function computes the right-hand side of one theorem, term by term. docs/theory.md has the
+proofs. All bound the mean, over rounds, of the squared length of the full gradient over the
+parameters that a round trains. All but `reshuffled` hold in expectation over the batches;
+`reshuffled` always holds.
+
+The letters of the theory: L smoothness, T local steps, S their weighted total (`LocalSteps.total`),
+Q rounds, N clients of a round, Gamma the least coverage, G the gradient bound, theta the model.
 """
 
 import math
@@ -20,133 +25,139 @@ from fedcover.theory.quantities import (
 
 
 def largest_lr(rounds: Sequence[RoundQuantities]) -> float:
-    """The largest learning rate of any round."""
+    """Return the largest learning rate of any round."""
     return max(r.lr for r in rounds)
 
 
 def left_side(rounds: Sequence[RoundQuantities]) -> float:
-    """What is bounded: the mean squared gradient, over the parameters that each round trains."""
+    """Return the bounded quantity: the mean squared gradient over each round's parameters."""
     return lr_weighted_mean(rounds, lambda r: r.gradient)
 
 
+# ── as printed ──────────────────────────────────────────────────────────────────────────────────
+
+
 def worst_case(rounds: Sequence[RoundQuantities]) -> tuple[int, int, float]:
-    """N, Gamma and delta^2 as the paper has them: the most clients, the least coverage, the largest share cut away."""
+    """Return N, Gamma and delta^2 of the paper.
+
+    These are the most clients, the least coverage, and the largest pruned share of the energy.
+    """
     shares = [max(r.pruned_energy, default=0.0) / r.energy if r.energy else 0.0 for r in rounds]
     return max(r.clients for r in rounds), min(r.gamma for r in rounds), max(shares)
 
 
-def printed_one(known: Constants, rounds: Sequence[RoundQuantities]) -> Bound:
+def printed_one(constants: Constants, rounds: Sequence[RoundQuantities]) -> Bound:
     """Theorem 1 as printed: G_0/sqrt(Q) + V_0/(T sqrt(Q)) + H_0/Q + I_0/Gamma * mean |theta|^2."""
-    clients, gamma, delta = worst_case(rounds)
-    squared, root, steps = known.smoothness**2, math.sqrt(known.rounds), known.steps.count
+    clients, gamma, _ = worst_case(rounds)
+    length, steps = constants.smoothness, constants.steps.count
+    root = math.sqrt(constants.rounds)
     terms = {
-        "start": 4 * known.start / root,
-        "variance": 6 * known.smoothness * clients * known.variance / gamma**2 / (steps * root),
-        "drift": 2 * squared * clients * known.gradient / gamma / known.rounds,
-        "noise": 3
-        * squared
-        * delta
-        * clients
-        / gamma
-        * lr_weighted_mean(rounds, lambda r: r.energy),
+        "start": 4 * constants.start / root,
+        "variance": 6 * length * clients * constants.variance / gamma**2 / (steps * root),
+        "drift": 2 * length**2 * clients * constants.gradient / gamma / constants.rounds,
+        "noise": _printed_noise(constants, rounds),
     }
     lr = largest_lr(rounds)
     conditions = (
-        Condition("learning rate <= 1/(6 L T)", 1 / (6 * known.smoothness * steps), lr),
+        Condition("learning rate <= 1/(6 L T)", 1 / (6 * length * steps), lr),
         Condition("learning rate <= 1/(T sqrt(Q))", 1 / (steps * root), lr),
     )
     return Bound("Theorem 1 as printed", terms, conditions, left_side(rounds))
 
 
-def printed_two(known: Constants, rounds: Sequence[RoundQuantities]) -> Bound:
-    """Theorem 2 as printed: G_1/sqrt(TQ) + V_0/sqrt(Q) + I_0/Gamma * mean |theta|^2, with K regions."""
-    clients, gamma, delta = worst_case(rounds)
-    squared, root = known.smoothness**2, math.sqrt(known.steps.count * known.rounds)
+def printed_two(constants: Constants, rounds: Sequence[RoundQuantities]) -> Bound:
+    """Theorem 2 as printed: G_1/sqrt(TQ) + V_0/sqrt(Q) + I_0/Gamma * mean |theta|^2.
+
+    K regions of parameters are trained by different sets of clients.
+    """
+    clients, gamma, _ = worst_case(rounds)
+    length, steps = constants.smoothness, constants.steps.count
+    root = math.sqrt(steps * constants.rounds)
     regions = max(r.regions for r in rounds)
+    variance_0 = 6 * length * clients * constants.variance / gamma**2
     terms = {
-        "start": 4 * known.start / root,
-        "variance in G_1": 6 * known.smoothness * regions * known.variance / root,
-        "variance in V_0": 6
-        * known.smoothness
-        * clients
-        * known.variance
-        / gamma**2
-        / math.sqrt(known.rounds),
-        "noise": 3
-        * squared
-        * delta
-        * clients
-        / gamma
-        * lr_weighted_mean(rounds, lambda r: r.energy),
+        "start": 4 * constants.start / root,
+        "variance in G_1": 6 * length * regions * constants.variance / root,
+        "variance in V_0": variance_0 / math.sqrt(constants.rounds),
+        "noise": _printed_noise(constants, rounds),
     }
     lr = largest_lr(rounds)
     conditions = (
-        Condition("learning rate <= 1/(6 L T)", 1 / (6 * known.smoothness * known.steps.count), lr),
+        Condition("learning rate <= 1/(6 L T)", 1 / (6 * length * steps), lr),
         Condition("learning rate <= 1/sqrt(T Q)", 1 / root, lr),
     )
     return Bound("Theorem 2 as printed", terms, conditions, left_side(rounds))
 
 
-def corrected_one(known: Constants, rounds: Sequence[RoundQuantities]) -> Bound:
-    """Theorem 1 by the paper's own route, with the constants that it gives, for any learning rate up to 1/(6LT)."""
-    return _corrected("Theorem 1 corrected", known, rounds, lambda r: r.clients / r.gamma**2)
+def _printed_noise(constants: Constants, rounds: Sequence[RoundQuantities]) -> float:
+    """Return the term I_0/Gamma * mean |theta|^2."""
+    clients, gamma, delta_squared = worst_case(rounds)
+    factor = 3 * constants.smoothness**2 * delta_squared * clients / gamma
+    return factor * lr_weighted_mean(rounds, lambda r: r.energy)
 
 
-def corrected_two(known: Constants, rounds: Sequence[RoundQuantities]) -> Bound:
-    """Theorem 2 by the same route: the variance of the whole averaged vector once, not once for every region."""
-    return _corrected("Theorem 2 corrected", known, rounds, squared_inverse)
+# ── corrected ───────────────────────────────────────────────────────────────────────────────────
+
+
+def corrected_one(constants: Constants, rounds: Sequence[RoundQuantities]) -> Bound:
+    """Theorem 1 with the constants that the paper's proof yields, for learning rates <= 1/(6LT)."""
+    return _corrected("Theorem 1 corrected", constants, rounds, lambda r: r.clients / r.gamma**2)
+
+
+def corrected_two(constants: Constants, rounds: Sequence[RoundQuantities]) -> Bound:
+    """Theorem 2 by the same proof: the variance counts once, not once for every region."""
+    return _corrected("Theorem 2 corrected", constants, rounds, squared_inverse)
 
 
 def _corrected(
     name: str,
-    known: Constants,
+    constants: Constants,
     rounds: Sequence[RoundQuantities],
-    averaging: Callable[[RoundQuantities], float],
+    variance_factor: Callable[[RoundQuantities], float],
 ) -> Bound:
-    length, steps = known.smoothness, known.steps.count
+    length, steps = constants.smoothness, constants.steps.count
+    mean_variance_factor = lr_weighted_mean(rounds, lambda r: r.lr * variance_factor(r))
+    mean_drift = lr_weighted_mean(rounds, lambda r: r.lr**2 * r.clients / r.gamma)
+    mean_noise = lr_weighted_mean(rounds, lambda r: sum(r.pruned_energy) / r.gamma)
     terms = {
-        "start": 4 * (known.start - known.least) / (steps * known.lr_sum),
-        "variance": 6
-        * length
-        * known.variance
-        * lr_weighted_mean(rounds, lambda r: r.lr * averaging(r)),
-        "drift": length**2
-        * steps**2
-        * known.gradient
-        * lr_weighted_mean(rounds, lambda r: r.lr**2 * r.clients / r.gamma),
-        "noise": 3 * length**2 * lr_weighted_mean(rounds, lambda r: sum(r.pruned_energy) / r.gamma),
+        "start": 4 * (constants.start - constants.least) / (steps * constants.lr_sum),
+        "variance": 6 * length * constants.variance * mean_variance_factor,
+        "drift": length**2 * steps**2 * constants.gradient * mean_drift,
+        "noise": 3 * length**2 * mean_noise,
     }
-    condition = Condition(
-        "learning rate <= 1/(6 L T)", 1 / (6 * length * steps), largest_lr(rounds)
-    )
+    allowed = 1 / (6 * length * steps)
+    condition = Condition("learning rate <= 1/(6 L T)", allowed, largest_lr(rounds))
     return Bound(name, terms, (condition,), left_side(rounds))
 
 
-def sharper(known: Constants, rounds: Sequence[RoundQuantities]) -> Bound:
-    """Theorem 1': clients with equal data; every client counts with its own coverage; momentum allowed."""
-    return _sharper("Theorem 1'", known, rounds)
+# ── sharper ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def sharper_biased(known: Constants, rounds: Sequence[RoundQuantities]) -> Bound:
-    """Theorem 1' where clients' data differ: a bias joins the gap, which no step size removes."""
-    bound = _sharper("Theorem 1' with data bias", known, rounds)
-    own = {"smoothness": known.smoothness, "gradient": known.gradient}
-    bias = lr_weighted_mean(
-        rounds, lambda r: _squared_increase(sum(gradient_gap(known, r, **own)), r.bias)
-    )
-    return replace(bound, terms={**bound.terms, "bias": bias})
+def sharper(constants: Constants, rounds: Sequence[RoundQuantities]) -> Bound:
+    """Theorem 1': equal data; every client counts with its own coverage; momentum allowed."""
+    return _sharper("Theorem 1'", constants, rounds)
 
 
-def _sharper(name: str, known: Constants, rounds: Sequence[RoundQuantities]) -> Bound:
-    length, total = known.smoothness, known.steps.total
-    variance = known.variance * known.steps.squares
+def sharper_biased(constants: Constants, rounds: Sequence[RoundQuantities]) -> Bound:
+    """Theorem 1' for clients with different data: adds a bias that no learning rate removes."""
+    bound = _sharper("Theorem 1' with data bias", constants, rounds)
+    length, gradient = constants.smoothness, constants.gradient
+
+    def bias_of(r: RoundQuantities) -> float:
+        gap = gradient_gap(constants, r, smoothness=length, gradient=gradient)
+        return _squared_increase(sum(gap), r.bias)
+
+    return replace(bound, terms={**bound.terms, "bias": lr_weighted_mean(rounds, bias_of)})
+
+
+def _sharper(name: str, constants: Constants, rounds: Sequence[RoundQuantities]) -> Bound:
+    length, total = constants.smoothness, constants.steps.total
+    variance = constants.variance * constants.steps.squares
+    mean_inverse = lr_weighted_mean(rounds, lambda r: r.lr * squared_inverse(r))
     terms = {
-        "start": 2 * (known.start - known.least) / (total * known.lr_sum),
-        "variance": 2
-        * length
-        * variance
-        * lr_weighted_mean(rounds, lambda r: r.lr * squared_inverse(r)),
-        **_gaps(known, rounds, smoothness=length, gradient=known.gradient),
+        "start": 2 * (constants.start - constants.least) / (total * constants.lr_sum),
+        "variance": 2 * length * variance * mean_inverse,
+        **_gaps(constants, rounds, smoothness=length, gradient=constants.gradient),
     }
     condition = Condition(
         "learning rate <= 1/(2 L S)", 1 / (2 * length * total), largest_lr(rounds)
@@ -154,20 +165,21 @@ def _sharper(name: str, known: Constants, rounds: Sequence[RoundQuantities]) -> 
     return Bound(name, terms, (condition,), left_side(rounds))
 
 
-def partial_participation(known: Constants, rounds: Sequence[RoundQuantities]) -> Bound:
-    """A uniform cohort out of M clients whose masks do not depend on who they are: the bias vanishes on average."""
-    length, total = known.smoothness, known.steps.total
-    variance = known.variance * known.steps.squares
-    gaps = _gaps(known, rounds, smoothness=length, gradient=known.gradient)
+def partial_participation(constants: Constants, rounds: Sequence[RoundQuantities]) -> Bound:
+    """A random cohort out of M clients whose masks do not depend on who they are.
+
+    The bias then vanishes on average.
+    """
+    length, total = constants.smoothness, constants.steps.total
+    variance = constants.variance * constants.steps.squares
+    mean_inverse = lr_weighted_mean(rounds, lambda r: r.lr * squared_inverse(r))
+    mean_spread = lr_weighted_mean(rounds, lambda r: r.lr * r.spread)
+    gaps = _gaps(constants, rounds, smoothness=length, gradient=constants.gradient)
     terms = {
-        "start": 8 / 3 * (known.start - known.least) / (total * known.lr_sum),
-        "variance": 16
-        / 3
-        * length
-        * variance
-        * lr_weighted_mean(rounds, lambda r: r.lr * squared_inverse(r)),
+        "start": 8 / 3 * (constants.start - constants.least) / (total * constants.lr_sum),
+        "variance": 16 / 3 * length * variance * mean_inverse,
         **{name: 2 * term for name, term in gaps.items()},
-        "sampling": 8 / 3 * length * total * lr_weighted_mean(rounds, lambda r: r.lr * r.spread),
+        "sampling": 8 / 3 * length * total * mean_spread,
     }
     condition = Condition(
         "learning rate <= 1/(8 L S)", 1 / (8 * length * total), largest_lr(rounds)
@@ -175,36 +187,42 @@ def partial_participation(known: Constants, rounds: Sequence[RoundQuantities]) -
     return Bound("Partial participation", terms, (condition,), left_side(rounds))
 
 
-def reshuffled(known: Constants, rounds: Sequence[RoundQuantities]) -> Bound:
-    """Theorem R: whatever batches were taken in whatever order; no expectation, no variance, half the condition."""
-    total = known.steps.total
-    own = {"smoothness": known.batch_smoothness, "gradient": known.step_gradient}
+def reshuffled(constants: Constants, rounds: Sequence[RoundQuantities]) -> Bound:
+    """Theorem R: for any batches in any order; no expectation, no variance, half the condition."""
+    total = constants.steps.total
+    length, gradient = constants.batch_smoothness, constants.step_gradient
+
+    def offset_of(r: RoundQuantities) -> float:
+        gap = gradient_gap(constants, r, smoothness=length, gradient=gradient)
+        return _squared_increase(sum(gap), r.offset)
+
     terms = {
-        "start": 2 * (known.start - known.least) / (total * known.lr_sum),
-        **_gaps(known, rounds, **own),
-        "offset": lr_weighted_mean(
-            rounds, lambda r: _squared_increase(sum(gradient_gap(known, r, **own)), r.offset)
-        ),
+        "start": 2 * (constants.start - constants.least) / (total * constants.lr_sum),
+        **_gaps(constants, rounds, smoothness=length, gradient=gradient),
+        "offset": lr_weighted_mean(rounds, offset_of),
     }
     condition = Condition(
-        "learning rate <= 1/(L S)", 1 / (known.smoothness * total), largest_lr(rounds)
+        "learning rate <= 1/(L S)", 1 / (constants.smoothness * total), largest_lr(rounds)
     )
     return Bound("Theorem R (reshuffled epochs, surely)", terms, (condition,), left_side(rounds))
 
 
 def _gaps(
-    known: Constants, rounds: Sequence[RoundQuantities], *, smoothness: float, gradient: float
+    constants: Constants, rounds: Sequence[RoundQuantities], *, smoothness: float, gradient: float
 ) -> dict[str, float]:
-    """Lemma 2's two parts, as means over the rounds."""
-    own = {"smoothness": smoothness, "gradient": gradient}
+    """Return the two parts of Lemma 2, as means over the rounds."""
+
+    def gap(r: RoundQuantities) -> tuple[float, float]:
+        return gradient_gap(constants, r, smoothness=smoothness, gradient=gradient)
+
     return {
-        "drift": lr_weighted_mean(rounds, lambda r: gradient_gap(known, r, **own)[0]),
-        "noise": lr_weighted_mean(rounds, lambda r: gradient_gap(known, r, **own)[1]),
+        "drift": lr_weighted_mean(rounds, lambda r: gap(r)[0]),
+        "noise": lr_weighted_mean(rounds, lambda r: gap(r)[1]),
     }
 
 
 def _squared_increase(first: float, second: float) -> float:
-    """What a second error adds to the square of a first: (a + b)^2 - a^2, from the squares of both."""
+    """Return (a + b)^2 - a^2 for the squares of a and b: what a second error adds to a first."""
     return second + 2 * math.sqrt(first * second)
 
 
@@ -218,3 +236,4 @@ BOUNDS: dict[str, Callable[[Constants, Sequence[RoundQuantities]], Bound]] = {
     "partial_participation": partial_participation,
     "reshuffled": reshuffled,
 }
+"""All bounds, by their keys in a certificate."""

@@ -1,7 +1,7 @@
-"""What the theorems speak of: constants of the problem, what the masks of a round say, and a bound in named terms.
+"""The quantities of the theorems: constants of the problem, measurements of a round, and a bound.
 
-A round's figures concern the parameters that some client holds in it; the others do not move. `inverse_coverage` of client n is
-the largest weight with which it counts for any parameter it holds: 1/Gamma_(n) if all clients count the same.
+The quantities of a round concern the parameters that some client holds in it; the others do not
+move. The suffix T of an array counts local steps.
 """
 
 import math
@@ -14,7 +14,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class LocalSteps:
-    """T local steps of SGD with momentum mu that starts afresh in every round.
+    """T local steps of SGD with momentum mu, which starts at zero in every round.
 
     >>> LocalSteps(300).total, LocalSteps(3, momentum=0.5).shares.tolist()
     (300.0, [1.75, 1.5, 1.0])
@@ -25,80 +25,89 @@ class LocalSteps:
 
     @cached_property
     def shares(self) -> np.ndarray:
-        """c_j: how much gradient j counts in the end."""
-        left_T = np.arange(self.count, 0, -1)
-        return np.asarray((1 - self.momentum**left_T) / (1 - self.momentum))
+        """c_j, the weight of gradient j in the sum of all steps."""
+        remaining_T = np.arange(self.count, 0, -1)
+        return np.asarray((1 - self.momentum**remaining_T) / (1 - self.momentum))
 
     @property
     def total(self) -> float:
-        """S, the sum of all c_j: T without momentum."""
+        """S, the sum of all c_j; T without momentum."""
         return float(self.shares.sum())
 
     @property
     def squares(self) -> float:
-        """The sum of c_j^2, over S: 1 without momentum."""
+        """The sum of c_j^2 divided by S; 1 without momentum."""
         return float((self.shares**2).sum()) / self.total
 
     @cached_property
     def drift(self) -> float:
-        """How far T steps of unit length lead away at most: the mean of squared distances, weighted by c_j / S.
+        """An upper bound of the mean squared distance from the start, for steps of unit length.
 
-        Before gradient j is taken, at most S_(j-1) has been walked, the total of j - 1 steps. Without momentum this is
-        (T-1)(2T-1)/6.
+        The mean is weighted by c_j / S. Before step j, the distance is at most S_(j-1), the total
+        of j - 1 steps. Without momentum the bound is (T-1)(2T-1)/6.
 
         >>> LocalSteps(10).drift == 9 * 19 / 6
         True
         """
-        walked_T = np.concatenate([[0.0], np.cumsum(self.shares[::-1])[:-1]])
-        return float((self.shares * walked_T**2).sum()) / self.total
+        distance_T = np.concatenate([[0.0], np.cumsum(self.shares[::-1])[:-1]])
+        return float((self.shares * distance_T**2).sum()) / self.total
 
 
 @dataclass(frozen=True, slots=True)
 class RoundQuantities:
-    """What one round's masks and gradients say."""
+    """The measurements of one round: its masks and gradients."""
 
     lr: float
     inverse_coverage: tuple[float, ...]
-    """For every client the largest weight of any parameter it holds."""
+    """For each client, the largest weight with which it counts for any parameter that it holds.
+
+    That is 1/Gamma_(n) if all clients count the same.
+    """
     pruned_energy: tuple[float, ...]
-    """d_n: the squared length of what every client's mask cuts away."""
+    """d_n: for each client, the squared length of the parameters that its mask cuts away."""
     gamma: int
     """The fewest clients that hold any of the round's parameters."""
     energy: float
     """The squared length of the global model."""
     gradient: float
-    """The squared length of the full gradient, over the parameters that the round trains: the left-hand side."""
+    """The bounded quantity: the squared length of the full gradient over the round's parameters."""
     bias: float = 0.0
-    """Squared distance between the mean of the clients' own gradients and the full one, at the global model."""
+    """The squared distance of the mean of the clients' gradients from the full gradient.
+
+    Both are taken at the global model.
+    """
     offset: float = 0.0
-    """The same for the gradients of the very batches, as often as they count in the end."""
+    """Like `bias`, for the gradients of the batches that the clients used, weighted by c_j."""
     spread: float = 0.0
-    """The sum over parameters of zeta_i^2/Gamma_i (M - Gamma_i)/(M - 1): a random cohort's expected squared bias."""
+    """The expected squared bias of a random cohort.
+
+    The sum over parameters of zeta_i^2/Gamma_i (M - Gamma_i)/(M - 1).
+    """
     regions: int = 1
-    """How many different sets of clients hold some parameter."""
+    """The number of different sets of clients that hold some parameter."""
 
     @property
     def clients(self) -> int:
-        """N, the clients of the round."""
+        """N, the number of clients of the round."""
         return len(self.inverse_coverage)
 
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """What is known of a whole run; `lr_sum` is the sum of all rounds' learning rates."""
+    """The constants of a whole run; `lr_sum` is the sum of all rounds' learning rates."""
 
     smoothness: float
-    """L of the clients' losses: for the descent and for the drift."""
+    """L of the clients' losses; used for the descent and for the drift."""
     batch_smoothness: float
-    """L of the loss of any batch, along the clients' paths."""
+    """L of the loss of any batch, along the clients' trajectories."""
     gradient: float
-    """G: the largest mean squared length of a masked batch gradient."""
+    """G: the largest mean squared length of a client's masked batch gradients."""
     step_gradient: float
-    """The largest squared length of any gradient that was stepped along."""
+    """The largest squared length of any gradient that was used for a step."""
     variance: float
-    """sigma^2: the largest variance of a batch gradient around its client's own gradient."""
+    """sigma^2: the largest variance of batch gradients around their client's gradient."""
     start: float
-    """F at the first model."""
+    """F at the initial model."""
     least: float
     """A lower bound of F."""
     steps: LocalSteps
@@ -108,7 +117,7 @@ class Constants:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A condition on the step size, and by which factor it is violated (at most 1: it holds)."""
+    """An upper limit of the learning rate."""
 
     name: str
     allowed: float
@@ -116,25 +125,28 @@ class Condition:
 
     @property
     def factor(self) -> float:
-        """How many times too large the step size is."""
+        """The learning rate as a multiple of the limit; at most 1 if the condition holds."""
         return self.actual / self.allowed if self.allowed else math.inf
 
     @property
     def holds(self) -> bool:
-        """Whether it is met, to rounding."""
+        """Whether the condition holds, up to rounding."""
         return self.factor <= 1 + 1e-9
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A right-hand side, term by term, with the conditions under which it is one."""
+    """The right-hand side of a theorem, term by term, and the conditions under which it is valid.
+
+    `left` is the bounded quantity.
+    """
 
     name: str
     terms: dict[str, float]
     conditions: tuple[Condition, ...]
     left: float
     violated_assumptions: tuple[str, ...] = field(default=())
-    """In which respects the run lies outside the theorem's assumptions."""
+    """One sentence for each assumption of the theorem that the run violates."""
 
     @property
     def value(self) -> float:
@@ -144,30 +156,35 @@ class Bound:
     @property
     def applies(self) -> bool:
         """Whether all conditions and assumptions are met."""
-        return (
-            all(condition.holds for condition in self.conditions) and not self.violated_assumptions
-        )
+        if self.violated_assumptions:
+            return False
+        return all(condition.holds for condition in self.conditions)
 
 
 def lr_weighted_mean(
-    rounds: Sequence[RoundQuantities], figure: Callable[[RoundQuantities], float]
+    rounds: Sequence[RoundQuantities], quantity: Callable[[RoundQuantities], float]
 ) -> float:
-    """The mean over rounds in which a round counts as much as its learning rate; the plain mean if that is constant."""
+    """Return the mean of a quantity over rounds, weighted by their learning rates."""
     total = sum(r.lr for r in rounds)
-    return sum(r.lr * figure(r) for r in rounds) / total
+    return sum(r.lr * quantity(r) for r in rounds) / total
 
 
 def squared_inverse(r: RoundQuantities) -> float:
-    """The sum over clients of 1/Gamma_(n)^2."""
-    return sum(share**2 for share in r.inverse_coverage)
+    """Return the sum over clients of 1/Gamma_(n)^2."""
+    return sum(inverse**2 for inverse in r.inverse_coverage)
 
 
 def gradient_gap(
-    known: Constants, r: RoundQuantities, *, smoothness: float, gradient: float
+    constants: Constants, r: RoundQuantities, *, smoothness: float, gradient: float
 ) -> tuple[float, float]:
-    """Lemma 2: how far the clients' mean gradient can be from the one at the global model, by drift and by cutting."""
-    drift = smoothness**2 * r.lr**2 * gradient * known.steps.drift * sum(r.inverse_coverage)
-    cut = smoothness**2 * sum(
-        share * d for share, d in zip(r.inverse_coverage, r.pruned_energy, strict=True)
+    """Bound the gap between the clients' mean gradient and the one at the global model (Lemma 2).
+
+    Returns:
+        The part of the squared gap that is due to drift, and the part that is due to pruning.
+    """
+    drift = smoothness**2 * r.lr**2 * gradient * constants.steps.drift * sum(r.inverse_coverage)
+    pruning = smoothness**2 * sum(
+        inverse * energy
+        for inverse, energy in zip(r.inverse_coverage, r.pruned_energy, strict=True)
     )
-    return drift, cut
+    return drift, pruning
