@@ -47,7 +47,7 @@ def test_own_products_equal_those_of_torch(seed, dtype, strange, clients, rows, 
     rate, momentum = torch.tensor(0.1, dtype=dtype), 0.5
     moved = velocity * momentum + torch.bmm(back.mT, x)
     lower = weight - moved * rate
-    torch.ops.fedcover.descend_(weight, velocity, back, x, rate, momentum)
+    torch.ops.fedcover.sgd_update_(weight, velocity, back, x, rate, momentum)
     same(velocity, moved, dtype)
     same(weight, lower, dtype)
 
@@ -77,7 +77,7 @@ def _used(any_size, monkeypatch):
     def given_back(graph, leaves, options):
         names = [str(node.target) for node in graph.graph.nodes]
         used.append(
-            tuple(names.count(f"fedcover.{name}.default") for name in ("linear", "descend_"))
+            tuple(names.count(f"fedcover.{name}.default") for name in ("linear", "sgd_update_"))
         )
         return graph
 
@@ -133,7 +133,7 @@ def test_a_product_whose_factors_change_before_the_descent_stays_where_it_is(bet
     traced(*own)
     for left, right in zip(own, plain, strict=True):
         same(left, right, torch.float64)
-    assert ("descend_" in traced.code) == (between(*tensors[2:4]) is None)
+    assert ("sgd_update_" in traced.code) == (between(*tensors[2:4]) is None)
 
 
 def test_steps_that_are_small_or_have_threads_keep_torchs_products(used, monkeypatch):
