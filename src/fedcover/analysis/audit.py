@@ -6,7 +6,6 @@ from statistics import fmean
 from typing import Any
 
 from fedcover.analysis.first_round import FirstRound, first_round
-from fedcover.policies import growth_of
 from fedcover.policies.paper_regions import region_coverage
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.setup import build_policy
@@ -26,7 +25,7 @@ def audit(experiment: Experiment) -> dict[str, Any]:
     setting = first_round(experiment, MAX_AUDIT_DEVICES, "an audit")
     policy = build_policy(experiment)
     view = setting.view
-    if growth_of(policy):
+    if policy.grow:
         view = replace(view, rounds=experiment.rounds)
     reductions: list[Reduction] = []
     reductions_by_capacity: dict[float, list[Reduction]] = {level: [] for level in view.levels}

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedcover.analysis.first_round import first_round
 from fedcover.errors import InvalidValue, unknown
 from fedcover.policies import POLICIES
-from fedcover.policies.planned import PLAN_KINDS, plan_problem, planned
+from fedcover.policies.planned import PLAN_KINDS, plan_problem, plan_reductions
 from fedcover.policies.planner.multi_group import PlanTarget, is_exact, target_coverage
 from fedcover.policies.planner.plan_metrics import (
     count_and_energy,
@@ -92,7 +92,7 @@ def plan_report(
         raise InvalidValue(f"window must be at least 1; got {rounds}")
     view = fleet_view(experiment, params)
     units = planned_coverage(view, kind, PlanTarget(gamma, tolerate))
-    policy = partial(planned, kind=kind, gamma=gamma, tolerate=tolerate)
+    policy = partial(plan_reductions, kind=kind, gamma=gamma, tolerate=tolerate)
     reductions = policy(view)
     chosen = measure_policy(policy, view, rounds)
     upper_bound, limiting_tensor = coverage_upper_bound(view.params, reductions)
@@ -186,7 +186,7 @@ def baseline_policies(view: View, kind: str) -> dict[str, PolicyFunction]:
 
     The paper's hand-made design is among them if its capacities are those of the fleet.
     """
-    least_noise = partial(planned, kind=kind, gamma=0)
+    least_noise = partial(plan_reductions, kind=kind, gamma=0)
     policies: dict[str, PolicyFunction] = {
         "prefix": POLICIES["prefix"],
         "rolling": POLICIES["rolling"],
@@ -338,6 +338,6 @@ def achieved_frontier(view: View, rounds: int) -> list[dict[str, Any]]:
         max_units = min(max_units, num_clients_with_all_units)
     points = []
     for units in range(max_units + 1):
-        policy = partial(planned, gamma=units)
+        policy = partial(plan_reductions, gamma=units)
         points.append({"units": units, **measure_policy(policy, view, rounds).line()})
     return points

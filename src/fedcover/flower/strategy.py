@@ -38,7 +38,7 @@ from fedcover.flower.strategy_training import (
 from fedcover.flower.transport import Transport
 from fedcover.log import log
 from fedcover.models.norms import calibrate, running
-from fedcover.policies import POLICIES
+from fedcover.policies import POLICIES, as_policy
 from fedcover.runs import checkpoints
 from fedcover.server.aggregation import WEIGHTS
 from fedcover.server.contracts import build_rule, checked_server
@@ -47,7 +47,7 @@ from fedcover.server.optimizers import SERVERS, apply_server_step
 from fedcover.server.task_ledger import TaskLedger
 from fedcover.submodels import coverage as cov
 from fedcover.submodels.build import submodel
-from fedcover.types import Client, Coverage, Model, Params, Policy, State, Update, View
+from fedcover.types import Client, Coverage, Model, Params, PolicyFunction, State, Update, View
 
 
 class CoverageStrategy(Strategy):
@@ -77,7 +77,7 @@ class CoverageStrategy(Strategy):
     def __init__(
         self,
         model: Model,
-        policy: str | Policy = "rolling",
+        policy: str | PolicyFunction = "rolling",
         *,
         rule: str = "coverage_mean",
         server: str = "none",
@@ -94,7 +94,7 @@ class CoverageStrategy(Strategy):
         self.capacity, self.window, self.seed = capacity, window, seed
         if isinstance(policy, str):
             policy = registry.look_up("policy", registry.parse("policy", policy), POLICIES)
-        self.policy = policy
+        self.policy = as_policy(policy)
         self.rule = build_rule(rule)
         optimizer = registry.look_up("server", registry.parse("server", server), SERVERS)()
         self.server = checked_server(server, optimizer)

@@ -1,31 +1,40 @@
-"""Policies: which part of the model each client of a cohort trains. One small file per published family."""
+"""Policies: which part of the model each client of a cohort trains.
 
-from collections.abc import Callable, Sequence
+Every published family of policies has a small module.
+"""
+
 from functools import partial
 
 from fedcover.policies.base import per_client as per_client
 from fedcover.policies.magnitude import magnitude
 from fedcover.policies.paper_regions import regions
-from fedcover.policies.planned import growth, planned
+from fedcover.policies.planned import planned
 from fedcover.policies.prunefl import prunefl
 from fedcover.policies.width import exclude, full, homogeneous, prefix, random, rolling
-from fedcover.types import GrowthStep, Policy, Reduction
+from fedcover.types import Policy, PolicyFunction
 
-POLICIES: dict[str, Callable[..., Sequence[Reduction | None]]] = {
-    "full": full,
-    "homogeneous": homogeneous,
-    "exclude": exclude,
-    "prefix": prefix,
-    "rolling": rolling,
-    "random": random,
-    "magnitude": magnitude,
-    "prunefl": prunefl,
-    "regions": regions,
+POLICIES: dict[str, Policy] = {
+    "full": Policy(full, name="full"),
+    "homogeneous": Policy(homogeneous, name="homogeneous"),
+    "exclude": Policy(exclude, name="exclude"),
+    "prefix": Policy(prefix, name="prefix"),
+    "rolling": Policy(rolling, name="rolling"),
+    "random": Policy(random, name="random"),
+    "magnitude": Policy(magnitude, name="magnitude"),
+    "prunefl": Policy(prunefl, name="prunefl"),
+    "regions": Policy(regions, name="regions"),
     "planned": planned,
 }
 
 
-def growth_of(policy: Policy) -> GrowthStep | None:
-    """How a policy changes the model between rounds, with the options that are bound to it; None if it does not."""
-    bare, options = (policy.func, policy.keywords) if isinstance(policy, partial) else (policy, {})
-    return partial(growth, **options) if bare is planned else None
+def as_policy(policy: PolicyFunction) -> Policy:
+    """Return a policy for any function of a view, with the options that are bound to it.
+
+    >>> as_policy(partial(POLICIES["rolling"], spread=True))
+    policy rolling
+    """
+    if isinstance(policy, Policy):
+        return policy
+    if isinstance(policy, partial) and isinstance(policy.func, Policy):
+        return policy.func.with_options(**policy.keywords)
+    return Policy(policy)

@@ -12,12 +12,14 @@ from fedcover.errors import InvalidValue
 from fedcover.submodels.encoding import encode
 from fedcover.submodels.reductions import Masks, Slices, width_for_budget
 from fedcover.submodels.unit_groups import num_units_kept, separate_buffers
-from fedcover.types import Client, Params, Policy, Reduction, View
+from fedcover.types import Client, Params, PolicyFunction, Reduction, View
 
 Options = ParamSpec("Options")
 
 
-def per_client(choose: Callable[Concatenate[View, Client, Options], Reduction | None]) -> Policy:
+def per_client(
+    choose: Callable[Concatenate[View, Client, Options], Reduction | None],
+) -> PolicyFunction:
     """Turn a function of one client into a policy for the whole cohort.
 
     Args:
@@ -36,7 +38,9 @@ def per_client(choose: Callable[Concatenate[View, Client, Options], Reduction | 
     return policy
 
 
-def per_capacity(choose: Callable[Concatenate[View, float, Options], Reduction | None]) -> Policy:
+def per_capacity(
+    choose: Callable[Concatenate[View, float, Options], Reduction | None],
+) -> PolicyFunction:
     """Turn a function of a capacity into a policy; clients of equal capacity share a reduction."""
 
     @wraps(choose)

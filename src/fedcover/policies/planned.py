@@ -21,12 +21,12 @@ from fedcover.policies.replication import copy_reductions, copy_transform, num_c
 from fedcover.submodels.coverage import energy
 from fedcover.submodels.reductions import Masks, Slices
 from fedcover.submodels.unit_groups import num_units_kept
-from fedcover.types import Client, Params, Reduction, View
+from fedcover.types import Client, Params, Policy, Reduction, View
 
 PLAN_KINDS = ("subnet", "pruning")
 
 
-def planned(
+def plan_reductions(
     view: View,
     *,
     kind: str = "subnet",
@@ -87,10 +87,13 @@ def growth(
     copies: bool = True,
     **others: object,
 ) -> Callable[[Params], Params] | None:
-    """Return how `planned`, with the same options, changes the model before a round."""
+    """Return how the policy, with the same options, changes the model before a round."""
     if copies and _has_no_target(kind, gamma, tolerate):
         return copy_transform(view)
     return None
+
+
+planned = Policy(plan_reductions, growth, name="planned")
 
 
 def _has_no_target(kind: str, gamma: int | None, tolerate: int) -> bool:

@@ -29,7 +29,7 @@ from fedcover.runs.run_result import Run
 from fedcover.runs.session import RunSession, check_same_model, load_latest
 from fedcover.runs.setup import Overrides, prepare
 from fedcover.server.round import RoundReport, initial_state, run_round
-from fedcover.types import Dataset, Engine, Model, Policy, State
+from fedcover.types import Dataset, Engine, Model, PolicyFunction, State
 
 RoundCallback = Callable[[RoundReport], None]
 
@@ -42,7 +42,7 @@ def run(
     data: str | Path | None = None,
     dataset: Dataset | None = None,
     model: Model | nn.Module | None = None,
-    policy: Policy | None = None,
+    policy: PolicyFunction | None = None,
     engine: Engine | None = None,
     watch: RoundCallback | None = None,
     overwrite: bool = False,
@@ -108,7 +108,7 @@ def resume(
     data: str | Path | None = None,
     dataset: Dataset | None = None,
     model: Model | nn.Module | None = None,
-    policy: Policy | None = None,
+    policy: PolicyFunction | None = None,
     engine: Engine | None = None,
     watch: RoundCallback | None = None,
     complain: Callable[[str], None] = print,
@@ -169,7 +169,7 @@ def load(
     data: str | Path | None = None,
     dataset: Dataset | None = None,
     model: Model | nn.Module | None = None,
-    policy: Policy | None = None,
+    policy: PolicyFunction | None = None,
     trust: bool = False,
 ) -> Run:
     """Load the newest state and the metrics of a run folder, without training.
@@ -210,7 +210,7 @@ def replay(
     data: str | Path | None = None,
     dataset: Dataset | None = None,
     model: Model | nn.Module | None = None,
-    policy: Policy | None = None,
+    policy: PolicyFunction | None = None,
     trust: bool = False,
 ) -> tuple[State, RoundReport]:
     """Run a round again from its kept state; the result is identical.

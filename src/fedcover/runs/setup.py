@@ -15,7 +15,7 @@ from fedcover.data.partition import PARTITIONS
 from fedcover.errors import InvalidValue
 from fedcover.models import params_and_buffers
 from fedcover.models.meta_device import is_on_meta
-from fedcover.policies import POLICIES, growth_of
+from fedcover.policies import POLICIES, as_policy
 from fedcover.runs.checks import (
     Names,
     check_dataset,
@@ -35,7 +35,17 @@ from fedcover.server.round_setup import Setup
 from fedcover.submodels import unit_groups
 from fedcover.training.engines import ENGINES
 from fedcover.training.schedules import SCHEDULES
-from fedcover.types import Dataset, Engine, LocalTraining, Model, Policy, Recipe, Source, Task
+from fedcover.types import (
+    Dataset,
+    Engine,
+    LocalTraining,
+    Model,
+    Policy,
+    PolicyFunction,
+    Recipe,
+    Source,
+    Task,
+)
 
 _ONE_LABEL_PARTITIONS = ("labels", "dirichlet")
 """Partitions that need exactly one label for each sample."""
@@ -47,7 +57,7 @@ class Overrides:
 
     dataset: Dataset | None = None
     model: Model | nn.Module | None = None
-    policy: Policy | None = None
+    policy: PolicyFunction | None = None
     engine: Engine | None = None
     source: Source | None = None
     build: Callable[..., Model] | None = None
@@ -102,7 +112,7 @@ def _assemble(
         task=_build_task(experiment, model, source, recipe),
         fleet=experiment.scaled_fleet,
         policy=policy,
-        growth=growth_of(policy),
+        growth=policy.grow,
         check_capacity=overrides.policy is not None or ":" in experiment.policy,
         engine=ENGINES["sequential"],
         rule=build_rule(experiment.rule),
@@ -160,7 +170,7 @@ def _build_run_model(
     return recipe.model(as_model(overrides.model, shape, source.classes, dtype, cut=cut))
 
 
-def _check_policy(policy: Policy) -> Policy:
+def _check_policy(policy: PolicyFunction) -> Policy:
     """Return a policy given in Python, or raise if it cannot be called with a view."""
     if not callable(policy):
         raise InvalidValue(
@@ -172,12 +182,12 @@ def _check_policy(policy: Policy) -> Policy:
             "policy must be a function of a view, or an object that can be called with one; got "
             f"the class {policy.__name__}: give an object of it, such as {policy.__name__}(...)"
         )
-    return policy
+    return as_policy(policy)
 
 
 def build_policy(experiment: Experiment) -> Policy:
     """Return the experiment's policy with its options bound."""
-    return look_up("policy", experiment.policy, POLICIES)  # type: ignore[no-any-return]
+    return as_policy(look_up("policy", experiment.policy, POLICIES))
 
 
 def _build_run_source(

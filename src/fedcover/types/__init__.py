@@ -2,7 +2,7 @@
 
 from fedcover.types.data import Dataset, Samples, Shard, Source
 from fedcover.types.model import Count, Cut, Model, Params, Reduction, UnitGroup
-from fedcover.types.rounds import Client, Coverage, GrowthStep, Policy, View
+from fedcover.types.rounds import Client, Coverage, GrowthStep, Policy, PolicyFunction, View
 from fedcover.types.training import (
     Assignment,
     Batch,
@@ -35,6 +35,7 @@ __all__ = [
     "Outcome",
     "Params",
     "Policy",
+    "PolicyFunction",
     "Recipe",
     "Reduction",
     "Rule",

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial, update_wrapper
+from typing import Any, Protocol
 
 from fedcover.types.model import Params, Reduction, UnitGroup
 
@@ -76,7 +77,7 @@ class View:
     rounds: int | None = None
 
 
-class Policy(Protocol):
+class PolicyFunction(Protocol):
     """Assign a reduction to every client of a cohort, or None to skip the client this round."""
 
     def __call__(self, view: View) -> Sequence[Reduction | None]:
@@ -88,3 +89,40 @@ GrowthStep = Callable[[View], Callable[[Params], Params] | None]
 
 The same function is applied to all state that has the shapes of the parameters.
 """
+
+
+class Policy:
+    """Decide what every client trains and, in some policies, how the model changes between rounds.
+
+    A function of a view is a policy too: `fedcover.policies.as_policy` turns it into this type. The
+    options and the description of a policy are those of its function.
+
+    Attributes:
+        assign: A function of a view, with options, that returns one reduction or None per client.
+        grow: The `GrowthStep` of the policy, with the same options; None if there is none.
+        name: The name of a built-in policy; None for any other.
+    """
+
+    def __init__(
+        self,
+        assign: Callable[..., Sequence[Reduction | None]],
+        grow: Callable[..., Callable[[Params], Params] | None] | None = None,
+        *,
+        name: str | None = None,
+    ) -> None:
+        self.assign, self.grow, self.name = assign, grow, name
+        update_wrapper(self, assign, updated=())
+        if name is not None:
+            self.__name__ = self.__qualname__ = name
+
+    def __call__(self, view: View, **options: Any) -> Sequence[Reduction | None]:
+        """Return one reduction or None per client, in the order of the cohort."""
+        return self.assign(view, **options)
+
+    def with_options(self, **options: Any) -> "Policy":
+        """Return the same policy with options bound in both of its functions."""
+        grow = None if self.grow is None else partial(self.grow, **options)
+        return Policy(partial(self.assign, **options), grow, name=self.name)
+
+    def __repr__(self) -> str:
+        return f"policy {self.name or getattr(self.assign, '__name__', self.assign)}"

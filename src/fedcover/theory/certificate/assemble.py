@@ -17,7 +17,7 @@ from fedcover.theory import Bound
 from fedcover.theory.certificate.constants import LogFn, Measurements, measure_run
 from fedcover.theory.certificate.replay import ReplayedRound
 from fedcover.theory.quantities import gradient_gap, squared_inverse
-from fedcover.types import Dataset, Model, Policy
+from fedcover.types import Dataset, Model, PolicyFunction
 
 
 def certify(
@@ -29,7 +29,7 @@ def certify(
     data: str | Path | None = None,
     dataset: Dataset | None = None,
     model: Model | nn.Module | None = None,
-    policy: Policy | None = None,
+    policy: PolicyFunction | None = None,
     tell: LogFn = lambda sentence: None,
     trust: bool = False,
 ) -> dict[str, Any]:

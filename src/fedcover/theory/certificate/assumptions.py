@@ -2,12 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from torch.nn.modules.dropout import _DropoutNd
 
 from fedcover.models.norms import has_batch_norm
-from fedcover.policies import POLICIES
 from fedcover.runs.experiment import Experiment
 from fedcover.server.cohort import cohort_of, view_of
 from fedcover.server.round import initial_state
@@ -35,10 +33,8 @@ class ReplayedRun:
 
     @property
     def policy(self) -> str | None:
-        """The name of the policy that gave the masks if it is one of ours, whether it was named or given in Python."""
-        given = self.setup.policy
-        bare = given.func if isinstance(given, partial) else given
-        return next((name for name, ours in POLICIES.items() if ours is bare), None)
+        """Return the name of the policy that gave the masks; None if it is not built in."""
+        return self.setup.policy.name
 
     @property
     def step_counts(self) -> set[int]:

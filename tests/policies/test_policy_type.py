@@ -1,0 +1,85 @@
+"""A policy is one function of a view, or two: one that assigns parts and one that changes the model."""
+
+from functools import partial
+from inspect import getdoc
+
+import pytest
+
+import fedcover as fc
+from fedcover.policies import POLICIES, as_policy
+from fedcover.policies.planned import planned
+from fedcover.registry import options_of
+from fedcover.types import Policy
+from tests.helpers.worlds import same
+
+BRIEF = {"fleet": "1x1.0 + 1x0.5", "clients": 4, "active": 2, "rounds": 2, "epochs": 1}
+COPIED = fc.Experiment(fleet="1x0.5", model="mlp(hidden=[8, 8])", clients=4, active=2, rounds=1)
+
+
+def halves(view, *, far=False):
+    """Every client trains half of the units."""
+    start = {group.name: group.size // 2 if far else 0 for group in view.groups}
+    return [fc.windows(view.groups, 0.5, start) for _ in view.cohort]
+
+
+def doubled(view, *, far=False):
+    """The model is doubled before the second round, unless the far half is trained."""
+    if view.round != 1 or far:
+        return None
+    return lambda tensors: {name: 2 * tensor for name, tensor in tensors.items()}
+
+
+OWN = Policy(halves, doubled)
+
+
+def run(policy, **fields):
+    return fc.run(fc.Experiment(**BRIEF, **fields), policy=policy)
+
+
+def test_a_function_is_a_policy_that_leaves_the_model_as_it_is():
+    policy = as_policy(halves)
+    assert (policy.assign, policy.grow, policy.name) == (halves, None, None)
+    assert as_policy(policy) is policy
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_of_the_table_describes_itself(name):
+    policy = POLICIES[name]
+    assert (policy.name, repr(policy)) == (name, f"policy {name}")
+    assert options_of(policy) == options_of(policy.assign)
+    assert getdoc(policy) == getdoc(policy.assign)
+
+
+def test_options_are_bound_in_both_functions():
+    far = as_policy(partial(OWN, far=True))
+    near = run(OWN)
+    assert near.setup.growth is doubled
+    same(run(OWN.with_options(far=True)).state.params, run(far).state.params)
+    same(run(far).state.params, run(partial(halves, far=True)).state.params)
+    with pytest.raises(AssertionError):
+        same(near.state.params, run(halves).state.params)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        None,
+        planned,
+        POLICIES["planned"],
+        partial(planned, share=0.5),
+        POLICIES["planned"].with_options(share=0.5),
+    ],
+    ids=str,
+)
+def test_the_planner_copies_however_it_is_given(policy):
+    experiment = COPIED if policy else replace_policy("planned")
+    assert fc.run(experiment, policy=policy).setup.growth is not None
+
+
+def test_the_planner_copies_when_it_is_named_by_its_path():
+    setup = fc.run(replace_policy("fedcover.policies.planned:planned")).setup
+    assert (setup.policy.name, setup.growth is not None) == ("planned", True)
+
+
+def replace_policy(policy):
+    return COPIED.model_copy(update={"policy": policy})
