@@ -1,4 +1,4 @@
-"""Plain PyTorch modules and the groups in which their units are cut.
+"""Build plain PyTorch modules together with the unit groups along which they are cut.
 
 A builder takes the shape of one input, the number of classes and the kind of norm, and returns a `Model`.
 """

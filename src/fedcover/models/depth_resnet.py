@@ -1,4 +1,4 @@
-"""A residual network with a classifier after every stage: devices differ in how many stages they hold."""
+"""Build a residual network with a classifier after every stage, to be cut by stages."""
 
 from collections.abc import Sequence
 
@@ -12,28 +12,32 @@ from fedcover.types import Cut, Model, UnitGroup
 
 
 class Stage(nn.Module):
-    """Blocks of one width, and the exit that classifies what they say."""
+    """Apply blocks of one width and classify their output."""
 
     def __init__(
         self, path: str, fan_in: int, width: int, blocks: int, classes: int, norm: str
     ) -> None:
         super().__init__()
-        make = norm_factory(norm)
-        strides = [1 if fan_in == width else 2, *[1] * (blocks - 1)]
-        self.blocks = nn.Sequential(*(
-            PreactBlock(f"{path}.blocks.{i}", fan_in if i == 0 else width, width, stride, make)
-            for i, stride in enumerate(strides)
-        ))  # fmt: skip
-        self.norm, self.relu, self.exit = make(width), nn.ReLU(), nn.Linear(width, classes)
+        make_norm = norm_factory(norm)
+        self.blocks = nn.Sequential()
+        for i in range(blocks):
+            is_first = i == 0
+            block_fan_in = fan_in if is_first else width
+            stride = 2 if is_first and fan_in != width else 1
+            block = PreactBlock(f"{path}.blocks.{i}", block_fan_in, width, stride, make_norm)
+            self.blocks.append(block)
+        self.norm = make_norm(width)
+        self.relu = nn.ReLU()
+        self.exit = nn.Linear(width, classes)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What goes on to the next stage, and the logits of this one."""
+        """Return the input of the next stage, and the logits of this stage."""
         x = self.blocks(x)
         return x, self.exit(self.relu(self.norm(x)).mean(dim=(2, 3)))
 
 
 class DepthResNet(nn.Module):
-    """Stages one after another; a client's part ends after the last stage that it holds."""
+    """Chain stages; a client's part ends after the last stage that it holds."""
 
     def __init__(
         self, channels: int, classes: int, widths: Sequence[int], blocks: int, norm: str
@@ -47,14 +51,14 @@ class DepthResNet(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """The logits of all exits while training, stacked; of the deepest one otherwise."""
+        """Return the stacked logits of all exits in training, otherwise those of the deepest."""
         x = self.stem(x)
         logits = []
         for stage in self.stages:
             if isinstance(stage.exit, nn.Identity):  # this stage is not in the client's part
                 break
-            x, found = stage(x)
-            logits.append(found)
+            x, stage_logits = stage(x)
+            logits.append(stage_logits)
         return torch.stack(logits) if self.training else logits[-1]
 
 
@@ -67,7 +71,24 @@ def depth_resnet(
     stages: int = 4,
     blocks: int = 2,
 ) -> Model:
-    """A pre-activation ResNet whose units are its stages (DepthFL's kind of sub-model): use the recipe `depthfl`."""
+    """Build a pre-activation ResNet whose units are its stages, as in DepthFL.
+
+    Use it with the recipe `depthfl`.
+
+    Args:
+        shape: The shape of one image (channels, height, width).
+        classes: The number of classes.
+        norm: The kind of norm layers.
+        width: The number of channels in the first stage; each stage doubles it.
+        stages: The number of stages.
+        blocks: The number of residual blocks per stage.
+
+    Returns:
+        The model with one nested group, the stages.
+
+    Raises:
+        InvalidValue: If an argument is out of range or the data are not images.
+    """
     if len(shape) != 3:
         raise InvalidValue(
             f"a ResNet needs images (channels, height, width); the data has shape {tuple(shape)}"
@@ -76,23 +97,27 @@ def depth_resnet(
         raise InvalidValue("model depth_resnet: width, stages and blocks must be at least 1")
     check_layer_count("depth_resnet", stages=stages, blocks=blocks)
     net = DepthResNet(shape[0], classes, [width * 2**i for i in range(stages)], blocks, norm)
-    staged = [name for name in params_and_buffers(net) if name.startswith("stages.")]
-    cuts = tuple(Cut(name, None, unit=int(name.split(".")[1])) for name in staged)
-    convolutions = [n for n, m in net.named_modules() if isinstance(m, nn.Conv2d) and n != "stem"]
+    stage_tensors = [name for name in params_and_buffers(net) if name.startswith("stages.")]
+    cuts = tuple(Cut(name, None, unit=int(name.split(".")[1])) for name in stage_tensors)
+    convolutions = [
+        name
+        for name, module in net.named_modules()
+        if isinstance(module, nn.Conv2d) and name != "stem"
+    ]
     classifier = tuple(
         f"stages.{i}.exit.{leaf}" for i in range(stages) for leaf in ("weight", "bias")
     )
     return Model(
         module=net,
         groups=(UnitGroup("stages", stages, cuts, nested=True),),
-        prunable=tuple(f"{c}.weight" for c in convolutions),
+        prunable=tuple(f"{name}.weight" for name in convolutions),
         classifier=classifier,
         exits=tuple(_exit_parameters(f"stages.{i}", stage) for i, stage in enumerate(net.stages)),
     )
 
 
 def _exit_parameters(path: str, stage: nn.Module) -> tuple[str, ...]:
-    """The parameters of a stage that only its own exit uses: all but those of its blocks."""
+    """Return the parameters that only the exit of a stage uses: all but those of its blocks."""
     return tuple(
         f"{path}.{name}" for name, _ in stage.named_parameters() if not name.startswith("blocks.")
     )

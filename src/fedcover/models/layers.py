@@ -1,17 +1,18 @@
-"""What models share: the scaler's place, and the tensors of a module by name."""
+"""Define what models share: the scaler, a limit on layers, and tensors by name."""
 
 from torch import Tensor, nn
 
 from fedcover.errors import InvalidValue
 
 MAX_LAYERS = 1000
-"""Deeper models are typing errors, or made up to keep whoever opens a file at work for ever."""
+"""Deeper models are typing errors, or files crafted to block the computer that opens them."""
 
 
 class Scaler(nn.Module):
-    """HeteroFL's scaler: divides by the width share while training, so that sub-models' activations match.
+    """Divide by the width share during training, so that sub-models' activations match (HeteroFL).
 
-    It stands in the model as the identity; a sub-model sets `factor` from the tensor named by `of`.
+    In the whole model the scaler is the identity. A sub-model sets `factor` from the tensor named
+    by `of`.
     """
 
     def __init__(self, of: str) -> None:
@@ -20,12 +21,12 @@ class Scaler(nn.Module):
         self.factor = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scale while training; the identity otherwise."""
+        """Scale during training; return the input otherwise."""
         return x * self.factor if self.training and self.factor != 1.0 else x
 
 
 def check_layer_count(model: str, **numbers: int) -> None:
-    """Complain about numbers of layers that no model has.
+    """Raise `InvalidValue` for a number of layers that no model has.
 
     >>> check_layer_count("wide_resnet", depth=10**9)
     Traceback (most recent call last):
@@ -38,5 +39,6 @@ def check_layer_count(model: str, **numbers: int) -> None:
 
 
 def params_and_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """All parameters and buffers of a module by name, detached."""
-    return {name: t.detach() for name, t in [*module.named_parameters(), *module.named_buffers()]}
+    """Return all parameters and buffers of a module by name, detached."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return {name: tensor.detach() for name, tensor in tensors}

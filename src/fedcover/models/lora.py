@@ -1,7 +1,7 @@
-"""Low-rank adapters: the network stays as it is, devices differ in the rank of what they learn.
+"""Build models with low-rank adapters: the network is frozen, and devices differ in rank.
 
-Hu et al.: LoRA (ICLR 2022). Ranks as units, averaged per rank over the clients that hold it: no zero-padding as in
-HetLoRA, which dilutes the high ranks.
+See Hu et al., LoRA (ICLR 2022). The units are ranks, and each rank is averaged over the clients that
+hold it. HetLoRA's zero-padding would dilute the high ranks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from fedcover.types import Cut, Model, UnitGroup
 
 
 class LowRank(nn.Module):
-    """A frozen linear layer plus the product of two learned factors, `up` (begins at zero) and `down`."""
+    """Add the product of two learned factors, `up` (initially zero) and `down`, to a frozen layer."""
 
     weight: Tensor
     bias: Tensor
@@ -29,7 +29,7 @@ class LowRank(nn.Module):
         nn.init.zeros_(self.up.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The frozen layer's answer and the learned correction."""
+        """Return the output of the frozen layer plus the learned correction."""
         correction: Tensor = self.up(self.down(x))
         return nn.functional.linear(x, self.weight, self.bias) + correction
 
@@ -37,7 +37,23 @@ class LowRank(nn.Module):
 def lora(
     shape: Sequence[int], classes: int, norm: str, *, hidden: Sequence[int] = (200,), rank: int = 8
 ) -> Model:
-    """A multi-layer perceptron whose linear layers are frozen and adapted; the units of a group are ranks."""
+    """Build a multi-layer perceptron whose linear layers are frozen and adapted.
+
+    The units of a group are the ranks of one layer.
+
+    Args:
+        shape: The shape of one sample.
+        classes: The number of classes.
+        norm: Must be left at its default, as there are no norm layers.
+        hidden: The widths of the hidden layers.
+        rank: The rank of every adapter.
+
+    Returns:
+        The model with one group per linear layer.
+
+    Raises:
+        InvalidValue: If an argument is out of range.
+    """
     if rank < 1:
         raise InvalidValue(f"model lora: rank must be at least 1; got {rank}")
     module = mlp(shape, classes, norm, hidden=hidden).module
@@ -45,17 +61,16 @@ def lora(
     for name, layer in list(module.named_children()):
         if isinstance(layer, nn.Linear):
             setattr(module, name, LowRank(layer, rank))
-            groups.append(
-                UnitGroup(name, rank, (Cut(f"{name}.down.weight", 0), Cut(f"{name}.up.weight", 1)))
-            )
+            cuts = (Cut(f"{name}.down.weight", 0), Cut(f"{name}.up.weight", 1))
+            groups.append(UnitGroup(name, rank, cuts))
     return Model(module, tuple(groups))
 
 
 def product_gap(factors: Sequence[tuple[Tensor, Tensor]]) -> float:
-    """How far the product of mean factors is from the mean of products, relative to the latter.
+    """Return the distance of the product of mean factors from the mean product, relative to it.
 
-    The server averages `up` and `down` apart, while what the clients learned are the products: the two agree only if
-    one factor is the same for all.
+    The server averages `up` and `down` separately, while the clients learned the products. The two
+    agree only if one factor is the same for all clients.
 
     >>> same = (torch.ones(3, 1), torch.ones(1, 2))
     >>> product_gap([same, same])
@@ -69,5 +84,5 @@ def product_gap(factors: Sequence[tuple[Tensor, Tensor]]) -> float:
 
 
 def factors_of(params: Mapping[str, Tensor], layer: str) -> tuple[Tensor, Tensor]:
-    """The learned factors of one adapted layer."""
+    """Return the learned factors of one adapted layer."""
     return params[f"{layer}.up.weight"], params[f"{layer}.down.weight"]

@@ -1,4 +1,4 @@
-"""A recurrent network over text: an embedding, layers of LSTM and a linear layer, as LEAF has it for Shakespeare."""
+"""Build a recurrent text model: embedding, LSTM layers and a linear layer, as in LEAF."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ LABEL_POSITIONS = ("every", "last")
 
 
 class TextLSTM(nn.Module):
-    """Characters (or words) in, logits out: of each position, labels on axis 1, or of the last one only."""
+    """Predict logits from characters (or words), at every position or at the last one only."""
 
     def __init__(
         self, vocabulary: int, classes: int, embedding: int, hidden: int, layers: int, every: bool
@@ -25,9 +25,9 @@ class TextLSTM(nn.Module):
         self.every = every
 
     def forward(self, x_BT: Tensor) -> Tensor:
-        """Logits [batch, classes, position], as cross-entropy wants them, or [batch, classes]."""
-        read_BTH: Tensor = self.lstm(self.embedding(x_BT))[0]
-        logits: Tensor = self.head(read_BTH if self.every else read_BTH[:, -1])
+        """Return logits [batch, classes, position] (for cross-entropy) or [batch, classes]."""
+        states_BTH: Tensor = self.lstm(self.embedding(x_BT))[0]
+        logits: Tensor = self.head(states_BTH if self.every else states_BTH[:, -1])
         return logits.transpose(1, 2) if self.every else logits
 
 
@@ -42,14 +42,32 @@ def lstm(
     labels: str = "every",
     vocabulary: int | None = None,
 ) -> Model:
-    """LEAF's reader of Shakespeare; groups: the embedding's columns, and hidden units with all their gates and layers.
+    """Build LEAF's Shakespeare model.
 
-    `labels`: whether a sample has one for `every` position or one for the `last`; `vocabulary`: how many different
-    inputs there are, as many as labels unless it is given.
+    One group holds the columns of the embedding. The other holds the hidden units with all their
+    gates and layers.
+
+    Args:
+        shape: The shape of one sample, (length,).
+        classes: The number of labels.
+        norm: Must be left at its default, as there are no norm layers.
+        embedding: The width of the embedding.
+        hidden: The number of hidden units per layer.
+        layers: The number of LSTM layers.
+        labels: `every` if a sample has a label per position, `last` if it has one label.
+        vocabulary: The number of different inputs; by default that of the labels.
+
+    Returns:
+        The model with its two groups.
+
+    Raises:
+        InvalidValue: If an argument is out of range or the data are not sequences.
 
     >>> model = lstm((80,), 80, "batch", labels="last")
-    >>> [(group.name, group.size) for group in model.groups], sum(p.numel() for p in model.module.parameters())
-    ([('embedding', 8), ('lstm', 256)], 819920)
+    >>> [(group.name, group.size) for group in model.groups]
+    [('embedding', 8), ('lstm', 256)]
+    >>> sum(p.numel() for p in model.module.parameters())
+    819920
     """
     check_norm_unused("lstm", norm)
     if len(shape) != 1:
@@ -65,11 +83,11 @@ def lstm(
     if labels not in LABEL_POSITIONS:
         raise InvalidValue(f"model lstm: labels must be 'every' or 'last'; got {labels!r}")
     net = TextLSTM(symbols, classes, embedding, hidden, layers, labels == "every")
+    embedding_cuts = (Cut("embedding.weight", 1), Cut("lstm.weight_ih_l0", 1))
+    hidden_cuts = (*_hidden_unit_cuts(hidden, layers), Cut("head.weight", 1))
     groups = (
-        UnitGroup(
-            "embedding", embedding, (Cut("embedding.weight", 1), Cut("lstm.weight_ih_l0", 1))
-        ),
-        UnitGroup("lstm", hidden, (*_unit(hidden, layers), Cut("head.weight", 1))),
+        UnitGroup("embedding", embedding, embedding_cuts),
+        UnitGroup("lstm", hidden, hidden_cuts),
     )
     prunable = tuple(
         f"lstm.weight_{kind}_l{layer}" for layer in range(layers) for kind in ("ih", "hh")
@@ -77,12 +95,13 @@ def lstm(
     return Model(net, groups, prunable, CLASSIFIER)
 
 
-def _unit(hidden: int, layers: int) -> list[Cut]:
-    """Where a hidden unit lies: in the rows of its four gates in each layer, and in what they and later layers read."""
+def _hidden_unit_cuts(hidden: int, layers: int) -> list[Cut]:
+    """Locate the hidden units: rows of the four gates in each layer, and columns that read them."""
     cuts: list[Cut] = []
     for layer in range(layers):
         for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
             cuts += [Cut(f"lstm.{name}_l{layer}", 0, start=gate * hidden) for gate in range(4)]
-        cuts += [Cut(f"lstm.weight_hh_l{layer}", 1)]
-        cuts += [Cut(f"lstm.weight_ih_l{layer}", 1)] if layer else []
+        cuts.append(Cut(f"lstm.weight_hh_l{layer}", 1))
+        if layer > 0:
+            cuts.append(Cut(f"lstm.weight_ih_l{layer}", 1))
     return cuts

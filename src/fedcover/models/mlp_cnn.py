@@ -1,4 +1,4 @@
-"""Networks without norms: a multi-layer perceptron, and convolutions flattened into a linear layer."""
+"""Build networks without norm layers: a multi-layer perceptron and a small convolutional one."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -21,7 +21,20 @@ def mlp(
     hidden: Sequence[int] = (200,),
     dropout: float = 0.0,
 ) -> Model:
-    """A multi-layer perceptron; 784-200-10 has the paper's 159,010 parameters.
+    """Build a multi-layer perceptron; 784-200-10 has the paper's 159,010 parameters.
+
+    Args:
+        shape: The shape of one sample.
+        classes: The number of classes.
+        norm: Must be left at its default, as there are no norm layers.
+        hidden: The widths of the hidden layers.
+        dropout: The probability of dropping a hidden unit.
+
+    Returns:
+        The model with one group per hidden layer.
+
+    Raises:
+        InvalidValue: If an argument is out of range.
 
     >>> sum(p.numel() for p in mlp((1, 28, 28), 10, "batch").module.parameters())
     159010
@@ -36,14 +49,14 @@ def mlp(
     groups: list[UnitGroup] = []
     names = [f"hidden{i}" for i in range(1, len(hidden) + 1)] + ["head"]
     fan_in = prod(shape)
-    for name, following, width in zip(names, names[1:], hidden, strict=False):
+    for name, next_name, width in zip(names, names[1:], hidden, strict=False):
         layers += [
             (name, nn.Linear(fan_in, width)),
             (f"{name}_scaler", Scaler(f"{name}.weight")),
             *([(f"{name}_dropout", nn.Dropout(dropout))] if dropout else []),
             (f"{name}_relu", nn.ReLU()),
         ]
-        cuts = (Cut(f"{name}.weight", 0), Cut(f"{name}.bias", 0), Cut(f"{following}.weight", 1))
+        cuts = (Cut(f"{name}.weight", 0), Cut(f"{name}.bias", 0), Cut(f"{next_name}.weight", 1))
         groups.append(UnitGroup(name, width, cuts))
         fan_in = width
     layers.append(("head", nn.Linear(fan_in, classes)))
@@ -59,7 +72,22 @@ def cnn(
     channels: Sequence[int] = (32, 64),
     hidden: int = 128,
 ) -> Model:
-    """Convolutions with pooling, flattened into a linear layer: one channel owns many of its inputs.
+    """Build convolutions with pooling, followed by two linear layers.
+
+    Each channel of the last convolution owns several inputs of the first linear layer.
+
+    Args:
+        shape: The shape of one image (channels, height, width).
+        classes: The number of classes.
+        norm: Must be left at its default, as there are no norm layers.
+        channels: The numbers of channels of the convolutions.
+        hidden: The width of the hidden linear layer.
+
+    Returns:
+        The model with one group per convolution and one for the hidden layer.
+
+    Raises:
+        InvalidValue: If an argument is out of range or the data are not images.
 
     >>> model = cnn((1, 28, 28), 10, "batch")
     >>> model.groups[1].cuts[-1].tensor, model.groups[1].cuts[-1].per_unit
@@ -83,7 +111,7 @@ def cnn(
     groups: list[UnitGroup] = []
     names = [f"conv{i}" for i in range(1, len(channels) + 1)] + ["hidden"]
     fan_in, height, width = shape
-    for name, following, size in zip(names, names[1:], channels, strict=False):
+    for name, next_name, size in zip(names, names[1:], channels, strict=False):
         layers += [
             (name, nn.Conv2d(fan_in, size, 3, padding=1)),
             (f"{name}_scaler", Scaler(f"{name}.weight")),
@@ -91,11 +119,11 @@ def cnn(
             (f"{name}_pool", nn.MaxPool2d(2)),
         ]
         height, width = height // 2, width // 2
-        owned = height * width if following == "hidden" else 1
+        inputs_per_channel = height * width if next_name == "hidden" else 1
         cuts = (
             Cut(f"{name}.weight", 0),
             Cut(f"{name}.bias", 0),
-            Cut(f"{following}.weight", 1, per_unit=owned),
+            Cut(f"{next_name}.weight", 1, per_unit=inputs_per_channel),
         )
         groups.append(UnitGroup(name, size, cuts))
         fan_in = size
@@ -113,7 +141,7 @@ def cnn(
 
 
 def check_norm_unused(name: str, norm: str) -> None:
-    """Complain about a choice of norm for a model that has none to choose."""
+    """Raise `InvalidValue` if a norm is chosen for a model without norm layers."""
     if norm != "batch":
         raise InvalidValue(
             f"model {name} has no norm layers, so norm must be left at 'batch'; got {norm!r}"

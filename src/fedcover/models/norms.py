@@ -1,4 +1,4 @@
-"""What happens to norm statistics: a batch's own while training, known ones while evaluating.
+"""Handle norm statistics: those of the batch in training, fixed ones in evaluation.
 
 | norm        | statistics in training       | statistics in evaluation                                        |
 |-------------|------------------------------|-----------------------------------------------------------------|
@@ -10,6 +10,7 @@
 
 from copy import deepcopy
 from math import ceil
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ CALIBRATION_BATCH = 500
 
 
 def statistics_key(norm: str, capacity: float) -> str | None:
-    """Which set of running statistics a model of some capacity uses; None where none are kept.
+    """Return the name of the running statistics for a capacity; None if there are none.
 
     >>> statistics_key("tracked", 0.5), statistics_key("per-width", 0.5), statistics_key("batch", 0.5)
     ('all', '0.5', None)
@@ -33,7 +34,7 @@ def statistics_key(norm: str, capacity: float) -> str | None:
 
 
 def running(module: nn.Module) -> Params:
-    """The running statistics of a module's batch norms, by name."""
+    """Return the running statistics of a module's batch norms by name."""
     return {
         f"{path}.{leaf}": getattr(layer, leaf).detach()
         for path, layer in _batch_norms(module)
@@ -43,12 +44,12 @@ def running(module: nn.Module) -> Params:
 
 
 def has_batch_norm(module: nn.Module) -> bool:
-    """Whether a module normalises by statistics over samples."""
+    """Return whether a module normalises by statistics over samples."""
     return bool(_batch_norms(module))
 
 
 def use_batch_statistics(module: nn.Module) -> nn.Module:
-    """Let batch norms neither read nor write running statistics (changes the module, returns it)."""
+    """Let batch norms neither read nor write running statistics; changes and returns the module."""
     for _, layer in _batch_norms(module):
         layer.running_mean = layer.running_var = layer.num_batches_tracked = None
         layer.track_running_stats = False
@@ -56,9 +57,11 @@ def use_batch_statistics(module: nn.Module) -> nn.Module:
 
 
 def with_running_statistics(module: nn.Module) -> nn.Module:
-    """The module, or a copy of it whose batch norms all have room for statistics, which evaluation fills.
+    """Return a module whose batch norms all have buffers for running statistics.
 
-    Without any they would take those of the test batch, and what a model says of one sample would depend on the others.
+    This is the module itself, or a copy if some buffers are missing. Evaluation fills them. Without
+    them, batch norms would use the statistics of the test batch, and the prediction for one sample
+    would depend on the others.
     """
     if all(layer.running_mean is not None for _, layer in _batch_norms(module)):
         return module
@@ -66,10 +69,9 @@ def with_running_statistics(module: nn.Module) -> nn.Module:
     for _, layer in _batch_norms(copy):
         if layer.running_mean is None:
             like = next(layer.parameters(recurse=False), torch.empty(0))
-            layer.running_mean = torch.zeros(
-                layer.num_features, device=like.device, dtype=like.dtype
-            )
-            layer.running_var = torch.ones(layer.num_features, device=like.device, dtype=like.dtype)
+            options: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
+            layer.running_mean = torch.zeros(layer.num_features, **options)
+            layer.running_var = torch.ones(layer.num_features, **options)
             layer.num_batches_tracked = torch.tensor(0, device=like.device)
             layer.track_running_stats = True
     return copy
@@ -77,7 +79,7 @@ def with_running_statistics(module: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def calibrate(module: nn.Module, inputs: Tensor) -> nn.Module:
-    """Give a module the statistics of the calibration inputs: plain averages over fixed batches."""
+    """Set the norm statistics to averages over batches of calibration inputs."""
     layers = [layer for _, layer in _batch_norms(module)]
     module.eval()
     for layer in layers:
@@ -85,19 +87,18 @@ def calibrate(module: nn.Module, inputs: Tensor) -> nn.Module:
         layer.train()
     momenta = [layer.momentum for layer in layers]
     if layers:
-        # equal batches: they count the same, so a short last one would count too much
-        for number, batch in enumerate(
-            torch.tensor_split(inputs, ceil(len(inputs) / CALIBRATION_BATCH))
-        ):
-            for layer in (
-                layers
-            ):  # a plain average; None would mean the same, but asks the device how many there were
+        # Batches of equal size: all count the same, so a short last one would count too much.
+        batches = torch.tensor_split(inputs, ceil(len(inputs) / CALIBRATION_BATCH))
+        for number, batch in enumerate(batches):
+            for layer in layers:
+                # A plain average. None would do the same, but reads a counter from the device.
                 layer.momentum = 1.0 / (number + 1)
             try:
                 module(batch)
             except ValueError as error:
                 raise InvalidValue(
-                    f"calibration: {len(batch)} rows are too few for the statistics of a norm layer; take more"
+                    f"calibration: {len(batch)} rows are too few for the statistics of a norm "
+                    "layer; take more"
                 ) from error
     for layer, momentum in zip(layers, momenta, strict=True):
         layer.momentum = momentum

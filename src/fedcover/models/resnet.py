@@ -1,4 +1,4 @@
-"""Pre-activation residual networks: the paper's wide ResNets, and the ResNet-18 of HeteroFL and FedRolex."""
+"""Build pre-activation ResNets: the paper's wide ones, and that of HeteroFL and FedRolex."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,19 +10,24 @@ from fedcover.models.mlp_cnn import CLASSIFIER
 from fedcover.types import Cut, Model, UnitGroup
 
 CHANNELS_PER_NORM_GROUP = 4
-"""With group norm, four channels share their statistics and form one unit, so a group is kept or cut whole."""
+"""Channels that share group-norm statistics; they form one unit, so groups stay whole."""
 
 
 class PreactBlock(nn.Module):
-    """Norm, ReLU, convolution, twice; the shortcut is the identity, or a 1x1 convolution of the first ReLU."""
+    """Apply norm, ReLU and convolution twice, and add a shortcut.
+
+    The shortcut is the identity, or a 1x1 convolution after the first ReLU.
+    """
 
     def __init__(
         self, path: str, fan_in: int, width: int, stride: int, norm: Callable[[int], nn.Module]
     ) -> None:
         super().__init__()
-        self.scaler1, self.norm1 = Scaler(f"{path}.norm1.weight"), norm(fan_in)
+        self.scaler1 = Scaler(f"{path}.norm1.weight")
+        self.norm1 = norm(fan_in)
         self.conv1 = nn.Conv2d(fan_in, width, 3, stride=stride, padding=1, bias=False)
-        self.scaler2, self.norm2 = Scaler(f"{path}.norm2.weight"), norm(width)
+        self.scaler2 = Scaler(f"{path}.norm2.weight")
+        self.norm2 = norm(width)
         self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
         self.relu = nn.ReLU()
         self.shortcut: nn.Module | None = None
@@ -30,15 +35,15 @@ class PreactBlock(nn.Module):
             self.shortcut = nn.Conv2d(fan_in, width, 1, stride=stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add the block's change to its input."""
-        active = self.relu(self.norm1(self.scaler1(x)))
-        change = self.conv2(self.relu(self.norm2(self.scaler2(self.conv1(active)))))
-        out: Tensor = change + (x if self.shortcut is None else self.shortcut(active))
+        """Return the output of the block."""
+        activated = self.relu(self.norm1(self.scaler1(x)))
+        residual = self.conv2(self.relu(self.norm2(self.scaler2(self.conv1(activated)))))
+        out: Tensor = residual + (x if self.shortcut is None else self.shortcut(activated))
         return out
 
 
 class PreactResNet(nn.Module):
-    """A stem, stages of pre-activation blocks, a last norm, global average pooling and a linear head."""
+    """Chain a stem, stages of blocks, a norm, global average pooling and a linear head."""
 
     def __init__(
         self,
@@ -60,7 +65,9 @@ class PreactResNet(nn.Module):
                 stage.append(PreactBlock(f"stages.{i}.{j}", fan_in, width, stride, norm))
                 fan_in = width
             self.stages.append(stage)
-        self.scaler, self.norm, self.relu = Scaler("norm.weight"), norm(fan_in), nn.ReLU()
+        self.scaler = Scaler("norm.weight")
+        self.norm = norm(fan_in)
+        self.relu = nn.ReLU()
         self.head = nn.Linear(fan_in, classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
@@ -68,7 +75,7 @@ class PreactResNet(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of a batch of images."""
+        """Return the logits of a batch of images."""
         x = self.stem(x)
         for stage in self.stages:
             assert isinstance(stage, nn.ModuleList)
@@ -80,7 +87,7 @@ class PreactResNet(nn.Module):
 
 
 def norm_factory(kind: str) -> Callable[[int], nn.Module]:
-    """How a norm layer over some channels is made."""
+    """Return the function that creates a norm layer for a number of channels."""
     return _group_norm if kind == "group" else _batch_norm
 
 
@@ -105,53 +112,57 @@ def _preact(
         )
     per_unit = CHANNELS_PER_NORM_GROUP if norm == "group" else 1
     net = PreactResNet(shape[0], classes, stem, widths, blocks, norm_factory(norm))
-    convolutions = [n for n, m in net.named_modules() if isinstance(m, nn.Conv2d) and n != "stem"]
-    return Model(
-        net,
-        _preact_groups(net, per_unit),
-        tuple(f"{name}.weight" for name in convolutions),
-        CLASSIFIER,
+    prunable = tuple(
+        f"{name}.weight"
+        for name, module in net.named_modules()
+        if isinstance(module, nn.Conv2d) and name != "stem"
     )
+    return Model(net, _preact_groups(net, per_unit), prunable, CLASSIFIER)
 
 
 def _preact_groups(net: PreactResNet, per_unit: int) -> tuple[UnitGroup, ...]:
-    """One group per residual stream (all that is added into it shares its channels) and one inside each block."""
+    """Return one group per residual stream and one inside each block.
+
+    All tensors that are added into one stream share its channels.
+    """
     groups: list[UnitGroup] = []
 
-    def close(name: str, width: int, cuts: list[Cut]) -> None:
-        groups.append(UnitGroup(name, width // per_unit, tuple(cuts)))
+    def add_group(name: str, channels: int, cuts: list[Cut]) -> None:
+        groups.append(UnitGroup(name, channels // per_unit, tuple(cuts)))
 
-    def norm(path: str) -> list[Cut]:
-        return [Cut(name, 0, per_unit=per_unit) for name in _norm_tensors(net, path)]
+    def norm_cuts(path: str) -> list[Cut]:
+        return [channel_cut(name, 0) for name in _norm_tensors(net, path)]
 
-    def cut(tensor: str, axis: int) -> Cut:
+    def channel_cut(tensor: str, axis: int) -> Cut:
         return Cut(tensor, axis, per_unit=per_unit)
 
-    stream, width, cuts = "stem", net.stem.out_channels, [cut("stem.weight", 0)]
+    stream = "stem"
+    stream_width = net.stem.out_channels
+    stream_cuts = [channel_cut("stem.weight", 0)]
     for path, block in net.named_modules():
         if not isinstance(block, PreactBlock):
             continue
-        cuts += [*norm(f"{path}.norm1"), cut(f"{path}.conv1.weight", 1)]
+        stream_cuts += [*norm_cuts(f"{path}.norm1"), channel_cut(f"{path}.conv1.weight", 1)]
         if block.shortcut is not None:  # the stream ends here, and a new one begins
-            close(stream, width, [*cuts, cut(f"{path}.shortcut.weight", 1)])
-            stream, width, cuts = (
-                f"{path}.out",
-                block.conv2.out_channels,
-                [cut(f"{path}.shortcut.weight", 0)],
-            )
-        cuts.append(cut(f"{path}.conv2.weight", 0))
-        inside = [
-            cut(f"{path}.conv1.weight", 0),
-            *norm(f"{path}.norm2"),
-            cut(f"{path}.conv2.weight", 1),
+            stream_cuts.append(channel_cut(f"{path}.shortcut.weight", 1))
+            add_group(stream, stream_width, stream_cuts)
+            stream = f"{path}.out"
+            stream_width = block.conv2.out_channels
+            stream_cuts = [channel_cut(f"{path}.shortcut.weight", 0)]
+        stream_cuts.append(channel_cut(f"{path}.conv2.weight", 0))
+        inner_cuts = [
+            channel_cut(f"{path}.conv1.weight", 0),
+            *norm_cuts(f"{path}.norm2"),
+            channel_cut(f"{path}.conv2.weight", 1),
         ]
-        close(f"{path}.inside", block.conv1.out_channels, inside)
-    close(stream, width, [*cuts, *norm("norm"), cut("head.weight", 1)])
+        add_group(f"{path}.inside", block.conv1.out_channels, inner_cuts)
+    stream_cuts += [*norm_cuts("norm"), channel_cut("head.weight", 1)]
+    add_group(stream, stream_width, stream_cuts)
     return tuple(groups)
 
 
 def _norm_tensors(net: nn.Module, path: str) -> list[str]:
-    """A norm's scale and shift, and its running statistics where it has any."""
+    """Return the names of a norm's scale, shift and running statistics."""
     module = net.get_submodule(path)
     tensors = [*module.named_parameters(), *module.named_buffers()]
     return [f"{path}.{name}" for name, tensor in tensors if tensor.ndim == 1]
@@ -160,7 +171,20 @@ def _norm_tensors(net: nn.Module, path: str) -> list[str]:
 def wide_resnet(
     shape: Sequence[int], classes: int, norm: str, *, depth: int = 28, widen: int = 2
 ) -> Model:
-    """A wide residual network (Zagoruyko and Komodakis, 2016); 28x2 is the paper's CIFAR-10 model.
+    """Build a wide ResNet (Zagoruyko and Komodakis, 2016); 28x2 is the paper's CIFAR-10 model.
+
+    Args:
+        shape: The shape of one image (channels, height, width).
+        classes: The number of classes.
+        norm: The kind of norm layers.
+        depth: The number of layers: 10, 16, 22, 28, ...
+        widen: The factor of the numbers of channels.
+
+    Returns:
+        The model with one group per residual stream and one per block.
+
+    Raises:
+        InvalidValue: If an argument is out of range or the data are not images.
 
     >>> sum(p.numel() for p in wide_resnet((3, 32, 32), 10, "batch").module.parameters())
     1467610
@@ -170,11 +194,26 @@ def wide_resnet(
     check_layer_count("wide_resnet", depth=depth)
     if widen < 1:
         raise InvalidValue(f"model wide_resnet: widen must be at least 1; got {widen}")
-    return _preact(shape, classes, norm, 16, [16 * widen, 32 * widen, 64 * widen], (depth - 4) // 6)
+    widths = [16 * widen, 32 * widen, 64 * widen]
+    return _preact(shape, classes, norm, stem=16, widths=widths, blocks=(depth - 4) // 6)
 
 
 def preact_resnet18(shape: Sequence[int], classes: int, norm: str, *, width: int = 64) -> Model:
-    """The pre-activation ResNet-18 for small images that HeteroFL and FedRolex use."""
+    """Build the pre-activation ResNet-18 for small images that HeteroFL and FedRolex use.
+
+    Args:
+        shape: The shape of one image (channels, height, width).
+        classes: The number of classes.
+        norm: The kind of norm layers.
+        width: The number of channels in the first stage; each stage doubles it.
+
+    Returns:
+        The model with one group per residual stream and one per block.
+
+    Raises:
+        InvalidValue: If an argument is out of range or the data are not images.
+    """
     if width < 1:
         raise InvalidValue(f"model preact_resnet18: width must be at least 1; got {width}")
-    return _preact(shape, classes, norm, width, [width, 2 * width, 4 * width, 8 * width], 2)
+    widths = [width, 2 * width, 4 * width, 8 * width]
+    return _preact(shape, classes, norm, stem=width, widths=widths, blocks=2)

@@ -1,4 +1,4 @@
-"""Softmax regression: the convex model, for which the theory's constants and the optimum are known exactly."""
+"""Build softmax regression, the convex model whose optimum and constants are known exactly."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from fedcover.types import Cut, Model, UnitGroup
 
 
 class FeatureSelector(nn.Module):
-    """The features that a device looks at: all of them, until its part is cut out."""
+    """Select the input features of a device: all of them in the whole model."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -20,26 +20,40 @@ class FeatureSelector(nn.Module):
         self.register_buffer("place", torch.arange(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        """One column for each feature that is there."""
+        """Return the selected features as columns."""
         return x.flatten(1).index_select(1, self.place)
 
 
 class AppendZeroLogit(nn.Module):
-    """Adds a last logit that is always 0: the same family of models with one class's weights fewer."""
+    """Append a logit that is always 0, which replaces the weights of the last class."""
 
     def forward(self, logits_BK: Tensor) -> Tensor:
-        """One more logit."""
+        """Return the logits with an additional zero."""
         return torch.cat([logits_BK, torch.zeros_like(logits_BK[:, :1])], dim=1)
 
 
 def softmax(
     shape: Sequence[int], classes: int, norm: str, *, bias: bool = True, pinned: bool = False
 ) -> Model:
-    """Softmax regression on the inputs themselves; a unit is an input feature. `weight_decay` makes it strongly convex.
+    """Build softmax regression on the inputs; a unit is an input feature.
 
-    With `pinned` the last class has no weights of its own: three features and two classes make three parameters.
+    Weight decay makes it strongly convex.
 
-    >>> sum(p.numel() for p in softmax((3,), 2, "batch", bias=False, pinned=True).module.parameters())
+    Args:
+        shape: The shape of one sample.
+        classes: The number of classes.
+        norm: Must be left at its default, as there are no norm layers.
+        bias: Whether the logits have biases.
+        pinned: Whether the logit of the last class is fixed to 0.
+
+    Returns:
+        The model with one group, the input features.
+
+    Raises:
+        InvalidValue: If `norm` is changed.
+
+    >>> model = softmax((3,), 2, "batch", bias=False, pinned=True)
+    >>> sum(p.numel() for p in model.module.parameters())
     3
     """
     check_norm_unused("softmax", norm)
@@ -47,8 +61,12 @@ def softmax(
     layers: list[tuple[str, nn.Module]] = [
         ("features", FeatureSelector(size)),
         ("head", nn.Linear(size, classes - pinned, bias=bias)),
-        *([("pinned", AppendZeroLogit())] if pinned else []),
     ]
+    if pinned:
+        layers.append(("pinned", AppendZeroLogit()))
     units = UnitGroup("features", size, (Cut("features.place", 0), Cut("head.weight", 1)))
-    taught = () if pinned else CLASSIFIER if bias else CLASSIFIER[:1]
-    return Model(nn.Sequential(OrderedDict(layers)), (units,), ("head.weight",), taught)
+    if pinned:
+        classifier: tuple[str, ...] = ()
+    else:
+        classifier = CLASSIFIER if bias else CLASSIFIER[:1]
+    return Model(nn.Sequential(OrderedDict(layers)), (units,), ("head.weight",), classifier)

@@ -1,4 +1,4 @@
-"""A small causal transformer over characters: heads, hidden units and the embedding itself can be cut."""
+"""Build a small causal transformer whose heads, hidden units and embedding can be cut."""
 
 from collections.abc import Sequence
 
@@ -8,12 +8,12 @@ from torch.nn import functional as F
 
 from fedcover.errors import InvalidValue
 from fedcover.models.layers import check_layer_count
-from fedcover.models.mlp_cnn import check_norm_unused
+from fedcover.models.mlp_cnn import CLASSIFIER, check_norm_unused
 from fedcover.types import Cut, Model, UnitGroup
 
 
 class Attention(nn.Module):
-    """Causal self-attention with fused queries, keys and values; the number of heads follows from their width."""
+    """Apply causal self-attention; the number of heads follows from the width of the tensors."""
 
     def __init__(self, width: int, head_width: int) -> None:
         super().__init__()
@@ -22,52 +22,54 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """What every position takes from those before it."""
+        """Return the attention output of every position."""
         batch, length, _ = x_BTD.shape
         qkv_BTHE = [
             part.view(batch, length, -1, self.head_width)
             for part in self.qkv(x_BTD).chunk(3, dim=-1)
         ]
         query, key, value = (part.transpose(1, 2) for part in qkv_BTHE)
-        seen_BHTE = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        mixed: Tensor = self.out(seen_BHTE.transpose(1, 2).flatten(2))
-        return mixed
+        attended_BHTE = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        out_BTD: Tensor = self.out(attended_BHTE.transpose(1, 2).flatten(2))
+        return out_BTD
 
 
 class Block(nn.Module):
-    """Attention and a two-layer network, each after a layer norm and added to the stream."""
+    """Add attention and a two-layer network, each after a layer norm, to the residual stream."""
 
     def __init__(self, width: int, head_width: int, hidden: int) -> None:
         super().__init__()
-        self.norm1, self.attention = nn.LayerNorm(width), Attention(width, head_width)
-        self.norm2, self.up, self.gelu, self.down = (
-            nn.LayerNorm(width),
-            nn.Linear(width, hidden),
-            nn.GELU(),
-            nn.Linear(hidden, width),
-        )
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = Attention(width, head_width)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.gelu = nn.GELU()
+        self.down = nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The stream after this block."""
+        """Return the stream after this block."""
         x = x + self.attention(self.norm1(x))
-        after: Tensor = x + self.down(self.gelu(self.up(self.norm2(x))))
-        return after
+        out: Tensor = x + self.down(self.gelu(self.up(self.norm2(x))))
+        return out
 
 
 class Transformer(nn.Module):
-    """Characters in, logits of the next character at every position out, labels on axis 1."""
+    """Predict the logits of the next character at every position."""
 
     def __init__(
         self, length: int, vocabulary: int, width: int, heads: int, blocks: int, hidden: int
     ) -> None:
         super().__init__()
-        self.characters, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.characters = nn.Embedding(vocabulary, width)
+        self.places = nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Block(width, width // heads, hidden) for _ in range(blocks))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary)
 
     def forward(self, x_BT: Tensor) -> Tensor:
-        """Logits [batch, vocabulary, position], as cross-entropy wants them."""
-        x = self.characters(x_BT) + self.places(torch.arange(x_BT.shape[1], device=x_BT.device))
+        """Return logits [batch, vocabulary, position], the layout for cross-entropy."""
+        positions_T = torch.arange(x_BT.shape[1], device=x_BT.device)
+        x = self.characters(x_BT) + self.places(positions_T)
         for block in self.blocks:
             x = block(x)
         logits: Tensor = self.head(self.norm(x)).transpose(1, 2)
@@ -84,9 +86,25 @@ def transformer(
     blocks: int = 2,
     hidden: int = 256,
 ) -> Model:
-    """A language model over characters; groups: the embedding stream, and heads and hidden units of every block.
+    """Build a language model over characters.
 
-    A layer norm over a cut stream is computed over the units that are kept.
+    The groups are the embedding stream, and the heads and hidden units of every block. A layer norm
+    over a cut stream is computed over the kept units.
+
+    Args:
+        shape: The shape of one sample, (length,).
+        classes: The number of characters.
+        norm: Must be left at its default, as the norm layers are fixed.
+        width: The width of the embedding stream.
+        heads: The number of attention heads per block.
+        blocks: The number of blocks.
+        hidden: The number of hidden units per block.
+
+    Returns:
+        The model with its groups.
+
+    Raises:
+        InvalidValue: If an argument is out of range or the data are not sequences.
     """
     check_norm_unused("transformer", norm)
     if len(shape) != 1:
@@ -99,41 +117,48 @@ def transformer(
             f"model transformer: width must be divisible by heads ({heads}); got {width}"
         )
     net = Transformer(shape[0], classes, width, heads, blocks, hidden)
-    each = width // heads
-    stream = [Cut("characters.weight", 1), Cut("places.weight", 1)]
-    groups = []
+    block_groups: list[UnitGroup] = []
     for i in range(blocks):
-        path = f"blocks.{i}"
-        stream += [Cut(f"{path}.norm{n}.{leaf}", 0) for n in (1, 2) for leaf in ("weight", "bias")]
-        stream += [Cut(f"{path}.attention.qkv.weight", 1), Cut(f"{path}.up.weight", 1)]
-        stream += [
-            Cut(f"{path}.{out}.{leaf}", 0)
-            for out in ("attention.out", "down")
-            for leaf in ("weight", "bias")
-        ]
-        qkv = [
-            Cut(f"{path}.attention.qkv.{leaf}", 0, start=third * width, per_unit=each)
-            for leaf in ("weight", "bias")
-            for third in range(3)
-        ]
-        groups.append(
-            UnitGroup(
-                f"{path}.heads",
-                heads,
-                (*qkv, Cut(f"{path}.attention.out.weight", 1, per_unit=each)),
-            )
-        )
-        up = (Cut(f"{path}.up.weight", 0), Cut(f"{path}.up.bias", 0), Cut(f"{path}.down.weight", 1))
-        groups.append(UnitGroup(f"{path}.hidden", hidden, up))
-    stream += [Cut("norm.weight", 0), Cut("norm.bias", 0), Cut("head.weight", 1)]
+        block_groups += _block_groups(f"blocks.{i}", width, heads, hidden)
+    stream = UnitGroup("stream", width, tuple(_stream_cuts(blocks)))
     prunable = tuple(
         f"blocks.{i}.{leaf}.weight"
         for i in range(blocks)
         for leaf in ("attention.qkv", "attention.out", "up", "down")
     )
-    return Model(
-        net,
-        (UnitGroup("stream", width, tuple(stream)), *groups),
-        prunable,
-        ("head.weight", "head.bias"),
+    return Model(net, (stream, *block_groups), prunable, CLASSIFIER)
+
+
+def _stream_cuts(blocks: int) -> list[Cut]:
+    """Locate the units of the embedding stream in all tensors."""
+    cuts = [Cut("characters.weight", 1), Cut("places.weight", 1)]
+    for i in range(blocks):
+        path = f"blocks.{i}"
+        for leaf in ("norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias"):
+            cuts.append(Cut(f"{path}.{leaf}", 0))
+        for leaf in ("attention.qkv.weight", "up.weight"):
+            cuts.append(Cut(f"{path}.{leaf}", 1))
+        for leaf in ("attention.out.weight", "attention.out.bias", "down.weight", "down.bias"):
+            cuts.append(Cut(f"{path}.{leaf}", 0))
+    cuts += [Cut("norm.weight", 0), Cut("norm.bias", 0), Cut("head.weight", 1)]
+    return cuts
+
+
+def _block_groups(path: str, width: int, heads: int, hidden: int) -> tuple[UnitGroup, UnitGroup]:
+    """Return the groups of a block's heads and hidden units."""
+    head_width = width // heads
+    head_cuts = []
+    for leaf in ("weight", "bias"):
+        for start in (0, width, 2 * width):  # queries, keys, values
+            cut = Cut(f"{path}.attention.qkv.{leaf}", 0, start=start, per_unit=head_width)
+            head_cuts.append(cut)
+    head_cuts.append(Cut(f"{path}.attention.out.weight", 1, per_unit=head_width))
+    hidden_cuts = (
+        Cut(f"{path}.up.weight", 0),
+        Cut(f"{path}.up.bias", 0),
+        Cut(f"{path}.down.weight", 1),
+    )
+    return (
+        UnitGroup(f"{path}.heads", heads, tuple(head_cuts)),
+        UnitGroup(f"{path}.hidden", hidden, hidden_cuts),
     )
