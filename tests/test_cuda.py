@@ -12,7 +12,7 @@ from fedcover.server.grid_noise import keyed_stream
 from fedcover.server.privacy import private_mean
 from fedcover.submodels.reductions import Masks
 from fedcover.training.engines.runners import get_runner_cache
-from tests.helpers import crew_twin
+from tests.helpers import kernel_twin
 from tests.helpers.worlds import same
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -123,7 +123,7 @@ def test_kernels_of_a_crew_equal_their_slow_twin(
         drawn(clients, images, out, out, outputs),
         *torch.rand(2, clients, inputs, device="cuda"),
     )
-    _, mean, spread = crew_twin.batch_norm(x.double(), scale.double(), shift.double(), 1e-5)
+    _, mean, spread = kernel_twin.batch_norm(x.double(), scale.double(), shift.double(), 1e-5)
     calls = {
         "convolve": ((x, weight, stride, padding, (out, out)), {"backward": False}),
         "convolve back": ((back, weight, stride, padding, (size, size)), {"backward": True}),
@@ -133,7 +133,7 @@ def test_kernels_of_a_crew_equal_their_slow_twin(
     }
     for name, (given, how) in calls.items():
         function = name.split()[0]
-        kernel, twin = kernels[function], getattr(crew_twin, function)
+        kernel, twin = kernels[function], getattr(kernel_twin, function)
         made, again = kernel(*given, **how), kernel(*given, **how)
         wide = [value.double() if isinstance(value, torch.Tensor) else value for value in given]
         wanted = twin(*wide, **how)

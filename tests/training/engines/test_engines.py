@@ -164,8 +164,8 @@ def test_clients_with_unequal_rows_equal_sequential(fields, fast):
     agree(*world("mlp", **{**UNEQUAL, **fields}), fast)
 
 
-def test_clients_with_unequal_rows_take_turns_in_the_seats_of_a_crew(monkeypatch, caplog):
-    """Nobody is left to train alone, the longest come first, and all rounds share the same few lanes."""
+def test_clients_with_unequal_rows_share_the_slots_of_a_stack(monkeypatch, caplog):
+    """No client trains alone, the longest come first, and all rounds share the same few runners."""
     seen = []
 
     def train_ragged(runner, clients):
@@ -189,7 +189,7 @@ def test_clients_with_unequal_rows_take_turns_in_the_seats_of_a_crew(monkeypatch
 
 
 @TORCH_WARNS
-def test_a_compiled_crew_of_unequal_clients_equals_sequential():
+def test_a_compiled_stack_of_unequal_clients_equals_sequential():
     agree(*world("mlp", **{**UNEQUAL, **SEATED["whole"], "epochs": 1, "active": 4}), batched)
 
 
@@ -209,21 +209,21 @@ def test_places_are_used_again_when_capacities_move_between_devices():
     assert sum(key not in before for key in cache.runners) <= 1
 
 
-def test_a_pool_does_not_grow_without_end(monkeypatch):
+def test_the_cache_of_runners_is_bounded(monkeypatch):
     monkeypatch.setattr("fedcover.training.engines.runners.MAX_RUNNERS", 3)
     setup, state = world("mlp", policy="prefix")
     agree(setup, state, streams, rounds=3)
     assert len(get_runner_cache(setup.task).runners) == 3
 
 
-def test_crews_are_put_together_from_sizes_that_are_known(monkeypatch):
+def test_later_stacks_use_only_compiled_sizes(monkeypatch):
     monkeypatch.setattr(grouping, "MAX_STACK_SIZES", 1)
     setup, state = world("mlp", policy="full", fleet="1x1", drop_out=0.3, rounds=6)
     agree(setup, state, UNCOMPILED, rounds=6)
-    crews = {
+    stack_sizes = {
         runner.step_buffers.stack_size for runner in get_runner_cache(setup.task).runners.values()
     }
-    assert len(crews) == 1
+    assert len(stack_sizes) == 1
 
 
 @TORCH_WARNS
@@ -452,7 +452,7 @@ def test_which_layer_is_shared_is_seen_and_what_a_model_only_holds_does_no_harm(
 
 
 def test_a_rest_that_no_step_can_take_is_said_as_sequential_says_it():
-    """A single row has no batch statistics; the crew had only tried whole batches."""
+    """A single row has no batch statistics; only full batches were tried before."""
     module = nn.Sequential(
         nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 10)
     )

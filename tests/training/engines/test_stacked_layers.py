@@ -1,6 +1,7 @@
-"""A crew's layers in one kernel each: the same rounds as `sequential`, here with the kernels' slow twin in their place.
+"""Stacked layers lead to the same rounds as `sequential`.
 
-The kernels themselves need a GPU: tests/test_cuda.py holds them against the same twin.
+Here a slow twin replaces the Triton kernels. tests/test_cuda.py compares the kernels with the twin
+on a GPU.
 """
 
 import sys
@@ -15,7 +16,7 @@ from fedcover.training.engines import stacked_layers
 from fedcover.training.engines.batched import batched
 from fedcover.training.engines.compilation import eager_backend
 from fedcover.training.engines.stacked_layers import StackedLayers
-from tests.helpers import crew_twin
+from tests.helpers import kernel_twin
 from tests.helpers.engines import agree
 from tests.helpers.worlds import same, world
 
@@ -42,7 +43,7 @@ def asked(monkeypatch):
     def counted(name):
         def call(*args, **kwargs):
             seen[name] += 1
-            return getattr(crew_twin, name)(*args, **kwargs)
+            return getattr(kernel_twin, name)(*args, **kwargs)
 
         return call
 
@@ -65,7 +66,7 @@ def test_rounds_equal_sequential(policy, asked, monkeypatch):
 
 
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS.keys())
-def test_a_layer_of_a_crew_has_the_gradients_of_its_clients(layer):
+def test_a_stacked_layer_has_the_gradients_of_its_clients(layer):
     layer = layer.double()
     torch.manual_seed(0)
     x = torch.rand(4, 2, 3, 7, 7, dtype=torch.double)

@@ -1,4 +1,6 @@
-// Products of small batches with large matrices, one for each stacked client. torch's are slow here.
+// Products of small batches with large matrices, one for each stacked client.
+//
+// torch's own products are slow for such sizes.
 //
 // Written with the vector types of GCC and Clang, so for any processor. NaN and infinities pass as
 // they do in torch: nothing is skipped, and nothing is assumed to be finite.

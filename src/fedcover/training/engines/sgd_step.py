@@ -154,7 +154,8 @@ class SGDStep:
         names = [name for name in self.cast_params if name in values]
         if not names:
             return {**values}
-        cast = _ForeachCast.apply(*(values[name] for name in names))  # type: ignore[no-untyped-call]
+        weights = [values[name] for name in names]
+        cast = _ForeachCast.apply(*weights)  # type: ignore[no-untyped-call]
         return {**values, **dict(zip(names, cast, strict=True))}
 
     def _sgd_update(self, tensors: StepTensors, gradients: Params) -> None:

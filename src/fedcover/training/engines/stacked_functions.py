@@ -17,7 +17,10 @@ from torch.nn import functional as F
 
 
 class StackedConv2d(Function):
-    """A convolution without bias. It also returns its weights as taps, in the dtype of the input."""
+    """A convolution without bias.
+
+    It also returns the weights that it used: as taps, in the dtype of the input.
+    """
 
     generate_vmap_rule = False
 
@@ -153,7 +156,10 @@ class StackedBatchNorm(Function):
     @staticmethod
     def backward(ctx: Any, y_grad: Tensor, *_: Any) -> tuple[Any, ...]:
         """Compute the gradients of input, weight and bias."""
-        return (*StackedBatchNormBackward.apply(y_grad, *ctx.saved_tensors), None)  # type: ignore[no-untyped-call]
+        gradients = StackedBatchNormBackward.apply(  # type: ignore[no-untyped-call]
+            y_grad, *ctx.saved_tensors
+        )
+        return (*gradients, None)
 
     @staticmethod
     def vmap(

@@ -1,7 +1,7 @@
 """Compute a layer of all stacked clients in one kernel, where torch would launch many or slow ones.
 
-`StackedLayers` is a mode: inside it, torch's `conv2d`, `batch_norm` and `linear` go to the functions
-below, and the first two have their own rule for `vmap` (`stacked_functions`). Calls that the
+`StackedLayers` is a mode: inside it, torch's `conv2d`, `batch_norm` and `linear` go to functions of
+this file, and the first two have their own rule for `vmap` (`stacked_functions`). Calls that the
 kernels do not support stay torch's. To support another layer, add a function to `_OVERRIDES` and,
 if it has parameters, its type to `SUPPORTED_LAYERS`.
 """
@@ -69,7 +69,10 @@ def _conv2d(
     if not _is_plain_convolution(x, weight, stride, padding, dilation, groups):
         cast_bias = None if bias is None else bias.to(x.dtype)
         return F.conv2d(x, weight.to(x.dtype), cast_bias, stride, padding, dilation, groups)
-    y: Tensor = StackedConv2d.apply(x, weight, _pair(stride)[0], _pair(padding)[0])[0]  # type: ignore[no-untyped-call]
+    y: Tensor
+    y, _ = StackedConv2d.apply(  # type: ignore[no-untyped-call]
+        x, weight, _pair(stride)[0], _pair(padding)[0]
+    )
     return y if bias is None else y + bias.to(x.dtype)[:, None, None]
 
 
@@ -98,8 +101,11 @@ def _batch_norm(
         return None
     if x.numel() == x.shape[1]:  # one value for each channel: torch raises the right error
         return None
-    outputs: tuple[Tensor, ...] = StackedBatchNorm.apply(x, weight, bias, eps)  # type: ignore[no-untyped-call]
-    return outputs[0]
+    y: Tensor
+    y, _, _ = StackedBatchNorm.apply(  # type: ignore[no-untyped-call]
+        x, weight, bias, eps
+    )
+    return y
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""What `engines.triton_conv` and `engines.triton_norm` compute, client by client in torch's own words: its slow twin."""
+"""The slow twin of `engines.triton_conv` and `engines.triton_norm`: torch, client by client."""
 
 import torch
 from torch.nn import functional as F
