@@ -76,7 +76,7 @@ def prunable_weights(view: View) -> Params:
         raise InvalidValue(
             "pruning needs a model that names prunable weights, and this one names none: "
             "fc.Model(module, groups, prunable=('hidden.weight', ...)), or a model given as a "
-            "bare nn.Module, whose are found"
+            "bare nn.Module, for which they are found"
         )
     return {name: view.params[name] for name in view.prunable}
 
