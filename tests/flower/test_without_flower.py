@@ -285,7 +285,7 @@ def test_a_server_that_has_gone_without_a_word_is_missed(tmp_path, monkeypatch):
     for honest in ([False] * 5, [True] * 5, [False, True, False]):
         with pytest.raises(RunError, match="did not finish"):
             watched(*honest)
-    with pytest.raises(RunError, match="the server's process has ended without a word"):
+    with pytest.raises(RunError, match="the server's process was killed"):
         watched(True, False, False, False)
     log.write_text("fedcover: stopped: no room\n")
     with pytest.raises(RunError, match="no room"):

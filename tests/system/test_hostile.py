@@ -100,6 +100,6 @@ def test_a_node_cannot_hold_up_the_others(tmp_path):
     assert [(line["late"], line["rejected"]) for line in lines] == [(2, 0), (0, 2), (0, 2)]
     told = [{event["why"] for event in run.lines("events.jsonl") if event["client"] == 2 and event["round"] == n}
             for n in range(3)]  # fmt: skip
-    half = "a part of its reply has come|did not arrive as a whole"  # by whether Flower has forgotten it meanwhile
+    half = "a part of its reply has arrived|did not arrive as a whole"  # by whether Flower has forgotten it meanwhile
     for whys, words in zip(told, (half, "too large", "not tensors"), strict=True):
         assert all(re.search(words, why) for why in whys), told

@@ -405,7 +405,7 @@ def test_a_run_that_is_gone_on_with_is_not_changed(tmp_path):
     ):
         experiment_to_resume(tmp_path / "run", experiment(policy="prefix", rounds=9, lr=5.0))
     again = RunConfig(wanted.to_toml(), str(tmp_path / "run"))
-    with pytest.raises(RunError, match=r"holds a run already: go on with it \(--resume\)"):
+    with pytest.raises(RunError, match=r"already holds a run: resume it \(--resume\)"):
         serve(None, again)
 
 

@@ -111,7 +111,7 @@ def test_a_run_in_which_nobody_ever_answers_has_failed(tmp_path):
     told = (tmp_path / "log.txt").read_text()
     assert "no client has answered in any round" in told
     assert " late" in told
-    assert "mend that, then choose another name or remove" in told
+    assert "fix that, then choose another name or remove" in told
 
 
 def test_up_on_rows_that_stay_on_nodes(tmp_path):
@@ -141,7 +141,7 @@ def test_a_server_that_is_killed_is_missed(tmp_path):
     os.kill(server, signal.SIGKILL)
     assert process.wait(PATIENCE) == 1
     told = " ".join((tmp_path / "log.txt").read_text().split())
-    assert "the server's process has ended without a word" in told
+    assert "the server's process was killed" in told
     assert "resume with: fedcover flower up --nodes 2" in told
 
 

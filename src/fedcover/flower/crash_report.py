@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from typing import IO, Any
 
 KILLED = (
-    "the server's process has ended without a word: somebody, or the system for lack of memory, "
-    "has killed it, or the machine could not go on"
+    "the server's process was killed: by somebody, by the system for lack of memory, "
+    "or because the machine failed"
 )
 REGULAR_END = b"in order\n"
 """What the server writes when it ends as it should, with a result or with an error."""
@@ -90,7 +90,9 @@ def report_killed(
         client.PushLogs(PushLogsRequest(node=Node(node_id=0), run_id=run, logs=log_lines))
         client.PushTaskOutput(PushTaskOutputRequest(sub_status=SubStatus.FAILED, details=KILLED))
     except httpx.HTTPError as error:  # the SuperLink has ended, or has ended the run itself
-        sys.exit(f"fedcover: the SuperLink was not told that its server was killed: {error}")
+        sys.exit(
+            f"fedcover: the SuperLink could not be notified that its server was killed: {error}"
+        )
     finally:
         client.close()
 

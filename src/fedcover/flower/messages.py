@@ -154,7 +154,7 @@ def read_results(reply: Message) -> list[ClientResult]:
         columns = [list(report[column]) for column in _REPORT_COLUMNS]
         rows = list(zip(*columns, strict=True))
     except (KeyError, TypeError, ValueError) as error:
-        raise InvalidValue(f"the reply lacks what a reply must have: {error}") from error
+        raise InvalidValue(f"the reply lacks a required field: {error}") from error
     for row in rows:
         for value, column_type in zip(row, _REPORT_COLUMNS.values(), strict=True):
             if type(value) is not column_type:

@@ -123,4 +123,4 @@ def failure_message(log: Path) -> str:
     reasons = _STOPPED.findall(text)
     if reasons:
         return str(reasons[-1])
-    return f"the run on Flower did not finish; its log ends so:\n{text[-2000:].strip()}"
+    return f"the run on Flower did not finish; the end of its log:\n{text[-2000:].strip()}"

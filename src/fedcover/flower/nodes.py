@@ -175,5 +175,5 @@ class DataRequirements:
             return ""
         return (
             f"its inputs seem to be scaled differently: {scale}; the server's are {self.scale}. "
-            "It is accepted all the same: numbers must mean the same everywhere"
+            "It is accepted, but numbers must mean the same everywhere"
         )

@@ -74,7 +74,7 @@ def pack_arrays(arrays: Mapping[str, np.ndarray]) -> bytes:
     for name in arrays:
         if len(json.dumps(name)) > MAX_NAME_LENGTH:
             raise InvalidValue(
-                f"names of tensors that travel must be shorter than 4,000 signs; got {name:.40}..."
+                f"names of tensors that travel must be shorter than 4,000 characters; got {name:.40}..."
             )
     index: list[list[object]] = []
     pieces: list[bytes | memoryview] = []

@@ -145,7 +145,7 @@ def _check_tensor_bytes(reply: PartialReply) -> None:
     max_bytes = reply.max_bytes + MAX_ENVELOPE_BYTES
     if array_bytes > max_bytes:
         raise TooLarge(
-            f"{array_bytes} bytes when put together, where at most {max_bytes} were asked for"
+            f"{array_bytes} bytes when put together, where at most {max_bytes} were expected"
         )
 
 

@@ -55,7 +55,7 @@ def _main(grid: Grid, context: Context) -> None:
             raise RunError(
                 "no client has answered in any round, so nothing was trained "
                 f"({_most_common_failure(finished.folder)}); "
-                f"mend that, then choose another name or remove {finished.folder}"
+                f"fix that, then choose another name or remove {finished.folder}"
             )
         log.info("finished: %s", finished.folder)
     except FedcoverError as error:
@@ -116,8 +116,8 @@ def _clear_for_new_run(folder: Path, *, overwrite: bool) -> None:
         Folder(folder).clear()
     elif Folder(folder).has_run():
         raise RunError(
-            f"{folder} holds a run already: go on with it (--resume), or choose another name, "
-            "or --overwrite"
+            f"{folder} already holds a run: resume it (--resume), choose another name, "
+            "or replace it (--overwrite)"
         )
 
 

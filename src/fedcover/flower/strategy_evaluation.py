@@ -93,7 +93,7 @@ def _read_metrics(reply: Message) -> dict[str, float] | str:
     if (failure := reply.content.config_records.get(EVALUATION_ERROR)) is not None:
         return f"its node says: '{printable(str(failure.get('why')))[:300]}'"
     if EVALUATION_METRICS not in reply.content.metric_records:
-        return "the reply lacks what a reply must have"
+        return "the reply has no metrics"
     metrics: dict[str, Any] = dict(reply.content.metric_records[EVALUATION_METRICS])
     violation = metrics_violation(metrics)
-    return f"its figures must be {violation}" if violation else metrics
+    return f"its metrics must be {violation}" if violation else metrics

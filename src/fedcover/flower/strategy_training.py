@@ -78,7 +78,7 @@ def _read_update(reply: Message, ledger: TaskLedger) -> Update | str:
     except InvalidValue as error:
         return str(error)
     if len(results) != 1:
-        return f"{len(results)} answers, where one was asked for"
+        return f"{len(results)} answers, where one was expected"
     update = validate_result(results[0], ledger)
     if isinstance(update, str):
         return update

@@ -125,7 +125,7 @@ class Transport:
             if pending:
                 time.sleep(POLL)
         for message_id, node in pending.items():
-            detail = ": a part of its reply has come" if message_id in partial_replies else ""
+            detail = ": a part of its reply has arrived" if message_id in partial_replies else ""
             replies[node] = FailedReply("late", f"no answer in {timeout:g} s{detail}")
         return replies
 
@@ -205,7 +205,7 @@ class Transport:
             reply = FailedReply("late", "its reply did not arrive as a whole")
         except httpx.HTTPStatusError as error:
             status = error.response.status_code
-            why = f"the SuperLink does not hand out its reply: HTTP {status}"
+            why = f"the SuperLink does not deliver its reply: HTTP {status}"
             reply = FailedReply("lost", why)
         if message_id in partial_replies:
             confirm_received(self._private_grid, partial_replies.pop(message_id).id)
@@ -238,7 +238,7 @@ def _parse_node_info(node: int, reply: Message) -> NodeInfo | FailedReply:
     try:
         hello: Any = reply.content.config_records["hello"]
         if hello["error"]:
-            return FailedReply("rejected", f"it says: {str(hello['error'])[:300]!a}")
+            return FailedReply("rejected", f"its node says: {str(hello['error'])[:300]!a}")
         partition_id, num_partitions = hello["place"], hello["places"]
         capacity, version = hello["capacity"], hello["version"]
         if (
@@ -247,7 +247,7 @@ def _parse_node_info(node: int, reply: Message) -> NodeInfo | FailedReply:
             or not 0 <= capacity <= 1
             or type(version) is not str
         ):
-            return FailedReply("rejected", "its introduction makes no sense")
+            return FailedReply("rejected", "its answer to the query is invalid")
         arrays: Any = reply.content.array_records.get(DATA_INFO, {})
         data_info: dict[str, Any] = {}
         if arrays:
@@ -256,7 +256,7 @@ def _parse_node_info(node: int, reply: Message) -> NodeInfo | FailedReply:
         holdings = parse_data_info(data_info)
         scale = InputScale.read(hello.get("scale"))
     except (KeyError, TypeError, ValueError):
-        return FailedReply("rejected", "its introduction lacks what one must have")
+        return FailedReply("rejected", "its answer to the query lacks a required field")
     return NodeInfo(node, partition_id, num_partitions, capacity or None, version, holdings, scale)
 
 
