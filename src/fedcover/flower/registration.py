@@ -8,6 +8,7 @@ from fedcover.flower.events import EventLog
 from fedcover.flower.node_registry import NodeRegistry
 from fedcover.flower.nodes import NodeInfo
 from fedcover.flower.reply_download import FailedReply
+from fedcover.flower.sampling import Sampling
 from fedcover.flower.transport import Transport
 from fedcover.log import log
 from fedcover.runs.metrics_log import WARNED
@@ -150,17 +151,16 @@ def wait_for_minimum_nodes(
     transport: Transport,
     node_registry: NodeRegistry,
     event_log: EventLog,
+    sampling: Sampling,
     round: int,
-    *,
-    minimum: int,
-    timeout: float,
 ) -> dict[int, int]:
-    """Wait for a minimum number of nodes; return the node that answers for each partition.
+    """Wait for the least number of nodes; return the node that answers for each partition.
 
     Raises:
         RunError: If fewer have connected when the time is up.
     """
-    deadline = time.monotonic() + timeout
+    minimum = sampling.min_available_nodes
+    deadline = time.monotonic() + sampling.wait
     while True:
         register_new_nodes(transport, node_registry, event_log, round)
         node_of_partition = node_registry.node_of_partition(transport.connected_nodes())
@@ -169,6 +169,6 @@ def wait_for_minimum_nodes(
         if time.monotonic() > deadline:
             raise RunError(
                 f"{len(node_of_partition)} SuperNodes that can take part are connected after "
-                f"{timeout:g} s; min_available_nodes is {minimum}"
+                f"{sampling.wait:g} s; min_available_nodes is {minimum}"
             )
         time.sleep(_PAUSE)

@@ -110,17 +110,17 @@ class CoverageStrategy(Strategy):
         self._max_bytes: dict[int, int] = {}
         self._server_state: dict[str, Params] = {}
         self._rounds_done = 0  # before the current call of `start`
-        settings = {
-            "policy": getattr(policy, "__qualname__", type(policy).__name__),
-            "rule": rule,
-            "server": server,
-            "weights": weights,
-            "capacity": capacity,
-            "window": window,
-            "seed": seed,
+        self._identity = settings_digest(
+            policy,
+            self._initial_params(),
+            rule=rule,
+            server=server,
+            weights=weights,
+            capacity=capacity,
+            window=window,
+            seed=seed,
             **asdict(self.sampling),
-        }
-        self._identity = settings_digest(settings, self._initial_params())
+        )
         if self._lacks_calibration():
             if self.sampling.fraction_evaluate:
                 raise InvalidValue(f"fraction_evaluate: {NEEDS_CALIBRATION}")
@@ -201,12 +201,7 @@ class CoverageStrategy(Strategy):
         """Return one message for each node that trains in the round, with its part of the model."""
         round = self._rounds_done + server_round - 1
         node_of_partition = wait_for_minimum_nodes(
-            Transport(grid),
-            self._node_registry,
-            self._event_log,
-            round,
-            minimum=self.sampling.min_available_nodes,
-            timeout=self.sampling.wait,
+            Transport(grid), self._node_registry, self._event_log, self.sampling, round
         )
         partition_ids = self.sampling.to_train(sorted(node_of_partition), self.seed, round)
         cohort = self._build_cohort(partition_ids, node_of_partition)
@@ -320,11 +315,17 @@ class CoverageStrategy(Strategy):
     ) -> View:
         """Return what a policy may know when it chooses the parts of a round."""
         capacities = {self._node_registry.capacity_of(node) for node in node_of_partition.values()}
-        levels = tuple(sorted(capacities, reverse=True))
         return View(
-            round, params, self.model.groups, self.model.prunable, cohort, levels, self.capacity,
-            self.coverage, self.seed,
-        )  # fmt: skip
+            round=round,
+            params=params,
+            groups=self.model.groups,
+            prunable=self.model.prunable,
+            cohort=cohort,
+            levels=tuple(sorted(capacities, reverse=True)),
+            measure=self.capacity,
+            coverage=self.coverage,
+            seed=self.seed,
+        )
 
     def _aggregate(self, updates: Sequence[Update], counts: Params) -> Params:
         """Return the new parameters; without updates those that were sent."""

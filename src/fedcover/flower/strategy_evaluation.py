@@ -24,9 +24,17 @@ from fedcover.types import Client, Model, Params, Reduction
 
 
 def evaluation_message(
-    node: int, round: int, client: Client, part: Reduction, model: Model, params: Params,
-    calibration: Tensor | None, config: Mapping[str, Any], *, ttl: float,
-) -> Message:  # fmt: skip
+    node: int,
+    round: int,
+    client: Client,
+    part: Reduction,
+    model: Model,
+    params: Params,
+    calibration: Tensor | None,
+    config: Mapping[str, Any],
+    *,
+    ttl: float,
+) -> Message:
     """Return the message with a node's part of the model and that part's norm statistics."""
     encoded, reduction = encode_reduction(part, model)
     sections = {"params": gather_kept(reduction, reduction.extract(params))}

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from fedcover.errors import InvalidValue, unknown
 from fedcover.models import params_and_buffers
 from fedcover.server.aggregation import WEIGHTS
 from fedcover.submodels import unit_groups
-from fedcover.types import Model, Params
+from fedcover.types import Model, Params, PolicyFunction
 
 MEASURES = ("width", "parameters")
 """What a capacity may be a share of."""
@@ -64,8 +63,9 @@ def load_calibration(calibration: Tensor | str | Path | None) -> Tensor | None:
         ) from error
 
 
-def settings_digest(settings: Mapping[str, Any], params: Params) -> str:
+def settings_digest(policy: PolicyFunction, params: Params, **settings: Any) -> str:
     """Return a digest of what a checkpoint must have been made with."""
+    policy_name = getattr(policy, "__qualname__", type(policy).__name__)
     shapes = {name: list(tensor.shape) for name, tensor in params.items()}
-    content = json.dumps({**settings, "shapes": shapes})
+    content = json.dumps({"policy": policy_name, **settings, "shapes": shapes})
     return hashlib.sha256(content.encode()).hexdigest()[:16]

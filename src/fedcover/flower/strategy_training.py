@@ -30,9 +30,17 @@ _METRICS_BY_ROUND = (
 
 
 def training_message(
-    node: int, round: int, client: Client, part: Reduction, model: Model, params: Params,
-    ledger: TaskLedger, config: Mapping[str, Any], *, ttl: float,
-) -> tuple[Message, int]:  # fmt: skip
+    node: int,
+    round: int,
+    client: Client,
+    part: Reduction,
+    model: Model,
+    params: Params,
+    ledger: TaskLedger,
+    config: Mapping[str, Any],
+    *,
+    ttl: float,
+) -> tuple[Message, int]:
     """Return the message with a node's part of the model, and the most bytes of its reply."""
     encoded, reduction = encode_reduction(part, model)
     tensors = gather_kept(reduction, reduction.extract(params))
