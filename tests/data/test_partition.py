@@ -169,7 +169,7 @@ def test_owners_keep_their_rows():
             "owner",
             5,
             {},
-            "partition owner needs a dataset that says whose each row is; got made up",
+            "partition owner needs a dataset with an owner for each row; got made up",
         ),
     ],
 )

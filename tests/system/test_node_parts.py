@@ -147,19 +147,19 @@ def placed(shape, classes, norm):
 
 MINE = "tests.system.test_node_parts"
 WHOLE = {
-    "softmax": ({"model": "softmax"}, "its buffer features.place is not among what a node is sent"),
+    "softmax": ({"model": "softmax"}, "its buffer features.place is not sent to nodes"),
     "lora": ({"model": "lora(hidden=[8], rank=4)"}, "its buffer"),
     "fedmask": ({"recipe": "fedmask"}, "its buffer"),
     "buffered": (
         {"model": f"{MINE}:buffered"},
-        "its buffer offset is not among what a node is sent",
+        "its buffer offset is not sent to nodes",
     ),
     "attribute": ({"model": f"{MINE}:with_attribute"}, "it keeps a tensor in its attribute kept"),
     "looking": ({"model": f"{MINE}:looking"}, "it looks at values while it is built"),
     "drawing": ({"model": f"{MINE}:drawing"}, "it draws numbers of its own while it is built"),
     "placed": (
         {"model": f"{MINE}:placed"},
-        "its parameter 1.weight says itself on which device it is made",
+        "its parameter 1.weight fixes the device on which it is created",
     ),
 }
 """Models that a node must build with their values, and why."""
@@ -271,7 +271,7 @@ def test_a_builder_that_gives_one_module_again_is_refused():
         kept[0].module.register_buffer("more", torch.zeros(1))
         return kept[0]
 
-    with pytest.raises(InvalidValue, match="must be built anew whenever it is asked for"):
+    with pytest.raises(InvalidValue, match="must be created anew in every call"):
         build_on_meta_or_cpu(build, "model 'kept'")
 
 

@@ -1,7 +1,7 @@
 """Augment image batches by random crops and flips.
 
-The random numbers are drawn on the CPU, so that they do not depend on the device, and are applied on
-the device.
+The random numbers are drawn on the CPU, so that they do not depend on the device, and are applied
+on the device.
 """
 
 from collections.abc import Callable

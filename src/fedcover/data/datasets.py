@@ -138,7 +138,8 @@ def from_file(path: str | Path) -> Dataset:
 def rows_from_file(path: str | Path) -> tuple[Samples, Tensor]:
     """Load training rows and their owners from a file.
 
-    The file contains train_x and train_y, and optionally train_owner; without it there is one owner.
+    The file contains train_x and train_y, and optionally train_owner. Without it there is one
+    owner.
     """
     arrays = read_arrays("rows", Path(path).absolute(), _NEEDED[:2])
     x, y = input_tensor("train_x", arrays["train_x"]), integer_tensor("train_y", arrays["train_y"])

@@ -92,7 +92,7 @@ def owner(dataset: Dataset, clients: int, seed: int) -> Partition:
     """Assign every row to its owner in the data set: client c is the c-th owner."""
     if dataset.owner is None:
         raise InvalidValue(
-            f"partition owner needs a dataset that says whose each row is; got {dataset.name}"
+            f"partition owner needs a dataset with an owner for each row; got {dataset.name}"
         )
     owners, client_N = np.unique(dataset.owner.numpy(force=True), return_inverse=True)
     if len(client_N) != len(dataset.train):

@@ -1,6 +1,7 @@
 """Build plain PyTorch modules together with the unit groups along which they are cut.
 
-A builder takes the shape of one input, the number of classes and the kind of norm, and returns a `Model`.
+A builder takes the shape of one input, the number of classes and the kind of norm, and returns a
+`Model`.
 """
 
 from collections.abc import Callable

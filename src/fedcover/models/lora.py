@@ -1,7 +1,7 @@
 """Build models with low-rank adapters: the network is frozen, and devices differ in rank.
 
-See Hu et al., LoRA (ICLR 2022). The units are ranks, and each rank is averaged over the clients that
-hold it. HetLoRA's zero-padding would dilute the high ranks.
+See Hu et al., LoRA (ICLR 2022). The units are ranks, and each rank is averaged over the clients
+that hold it. HetLoRA's zero-padding would dilute the high ranks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from fedcover.types import Cut, Model, UnitGroup
 
 
 class LowRank(nn.Module):
-    """Add the product of two learned factors, `up` (initially zero) and `down`, to a frozen layer."""
+    """Add the product of two learned factors, `up` (initially 0) and `down`, to a frozen layer."""
 
     weight: Tensor
     bias: Tensor

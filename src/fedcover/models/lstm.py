@@ -75,10 +75,7 @@ def lstm(
             f"model lstm needs sequences (length,); the data has shape {tuple(shape)}"
         )
     symbols = classes if vocabulary is None else vocabulary
-    sizes = {"embedding": embedding, "hidden": hidden, "layers": layers, "vocabulary": symbols}
-    for name, size in sizes.items():
-        if not isinstance(size, int) or size < 1:
-            raise InvalidValue(f"model lstm: {name} must be a positive integer; got {size!r}")
+    _check_sizes(embedding=embedding, hidden=hidden, layers=layers, vocabulary=symbols)
     check_layer_count("lstm", layers=layers)
     if labels not in LABEL_POSITIONS:
         raise InvalidValue(f"model lstm: labels must be 'every' or 'last'; got {labels!r}")
@@ -93,6 +90,12 @@ def lstm(
         f"lstm.weight_{kind}_l{layer}" for layer in range(layers) for kind in ("ih", "hh")
     )
     return Model(net, groups, prunable, CLASSIFIER)
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise InvalidValue(f"model lstm: {name} must be a positive integer; got {size!r}")
 
 
 def _hidden_unit_cuts(hidden: int, layers: int) -> list[Cut]:

@@ -74,7 +74,9 @@ def build_on_meta(build: Callable[[], Model]) -> Model:
         raise NotBuildableOnMeta("it draws numbers of its own while it is built")
     for name, parameter in model.module.named_parameters():
         if parameter.device.type != "meta":
-            raise NotBuildableOnMeta(f"its parameter {name} says itself on which device it is made")
+            raise NotBuildableOnMeta(
+                f"its parameter {name} fixes the device on which it is created"
+            )
     for path, layer in model.module.named_modules():
         _check_layer(path, layer)
     return model
@@ -89,7 +91,7 @@ def build_on_meta_or_cpu(build: Callable[[], Model], name: str) -> Model:
     model = build()
     if is_on_meta(model.module):
         raise InvalidValue(
-            f"{name} must be built anew whenever it is asked for; got one that was built before"
+            f"{name} must be created anew in every call; got one that was built before"
         )
     return model
 
@@ -105,13 +107,12 @@ def _check_layer(path: str, layer: nn.Module) -> None:
     for leaf, buffer in layer._buffers.items():
         if buffer is not None and not (sends_statistics and leaf in _STATISTICS):
             raise NotBuildableOnMeta(
-                f"its buffer {path}{'.' if path else ''}{leaf} is not among what a node is sent"
+                f"its buffer {path}{'.' if path else ''}{leaf} is not sent to nodes"
             )
     for name, value in vars(layer).items():
         if name not in ("_parameters", "_buffers", "_modules") and _holds_tensor(value):
             raise NotBuildableOnMeta(
-                f"{path or 'it'} keeps a tensor in its attribute {name}, "
-                "which is not what a node is sent"
+                f"{path or 'it'} keeps a tensor in its attribute {name}, which is not sent to nodes"
             )
     if isinstance(layer, _BatchNorm) and layer.running_mean is not None:
         for leaf in _STATISTICS:

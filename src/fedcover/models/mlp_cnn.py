@@ -94,19 +94,7 @@ def cnn(
     ('hidden.weight', 49)
     """
     check_norm_unused("cnn", norm)
-    if len(shape) != 3:
-        raise InvalidValue(
-            f"model cnn needs images (channels, height, width); the data has shape {tuple(shape)}"
-        )
-    if not channels or min(channels) < 1 or hidden < 1:
-        raise InvalidValue(
-            f"model cnn: channels and hidden must be positive; got {list(channels)} and {hidden}"
-        )
-    check_layer_count("cnn", **{"the length of channels": len(channels)})
-    if min(shape[1:]) >> len(channels) < 1:
-        raise InvalidValue(
-            f"model cnn: {len(channels)} poolings leave nothing of an image of {tuple(shape)}"
-        )
+    _check_cnn(shape, channels, hidden)
     layers: list[tuple[str, nn.Module]] = []
     groups: list[UnitGroup] = []
     names = [f"conv{i}" for i in range(1, len(channels) + 1)] + ["hidden"]
@@ -138,6 +126,22 @@ def cnn(
     groups.append(UnitGroup("hidden", hidden, hidden_cuts))
     prunable = tuple(f"{name}.weight" for name in names[1:])
     return Model(nn.Sequential(OrderedDict(layers)), tuple(groups), prunable, CLASSIFIER)
+
+
+def _check_cnn(shape: Sequence[int], channels: Sequence[int], hidden: int) -> None:
+    if len(shape) != 3:
+        raise InvalidValue(
+            f"model cnn needs images (channels, height, width); the data has shape {tuple(shape)}"
+        )
+    if not channels or min(channels) < 1 or hidden < 1:
+        raise InvalidValue(
+            f"model cnn: channels and hidden must be positive; got {list(channels)} and {hidden}"
+        )
+    check_layer_count("cnn", **{"the length of channels": len(channels)})
+    if min(shape[1:]) >> len(channels) < 1:
+        raise InvalidValue(
+            f"model cnn: {len(channels)} poolings leave nothing of an image of {tuple(shape)}"
+        )
 
 
 def check_norm_unused(name: str, norm: str) -> None:

@@ -1,11 +1,11 @@
 """Handle norm statistics: those of the batch in training, fixed ones in evaluation.
 
-| norm        | statistics in training       | statistics in evaluation                                        |
-|-------------|------------------------------|-----------------------------------------------------------------|
-| `batch`     | the batch's, not kept        | computed on the calibration set for the very model evaluated    |
-| `tracked`   | the batch's, running average | the running averages, averaged over the clients that cover them |
-| `per-width` | the same, one set per width  | the set of that width; computed on the calibration set if none  |
-| `group`     | each sample's own            | each sample's own                                               |
+| norm        | in training                  | in evaluation                                         |
+|-------------|------------------------------|-------------------------------------------------------|
+| `batch`     | the batch's, not kept        | computed on the calibration set for this model        |
+| `tracked`   | the batch's, running average | running averages, averaged over the covering clients  |
+| `per-width` | the same, one set per width  | the set of that width, or as with `batch` if none     |
+| `group`     | each sample's own            | each sample's own                                     |
 """
 
 from copy import deepcopy
@@ -27,8 +27,8 @@ CALIBRATION_BATCH = 500
 def statistics_key(norm: str, capacity: float) -> str | None:
     """Return the name of the running statistics for a capacity; None if there are none.
 
-    >>> statistics_key("tracked", 0.5), statistics_key("per-width", 0.5), statistics_key("batch", 0.5)
-    ('all', '0.5', None)
+    >>> [statistics_key(norm, 0.5) for norm in ("tracked", "per-width", "batch")]
+    ['all', '0.5', None]
     """
     return {"tracked": "all", "per-width": f"{capacity:.12g}"}.get(norm)
 
