@@ -261,7 +261,7 @@ def test_a_homogeneous_cell_counts_the_small_model_alone(id):
 
 def test_a_run_that_diverges_is_a_result(tmp_path, monkeypatch):
     def explode(experiments, **_):
-        return [sweep.Finished(e, [], "round 3, client 7: the loss is nan") for e in experiments]
+        return [sweep.FinishedRun(e, [], "round 3, client 7: the loss is nan") for e in experiments]
 
     monkeypatch.setattr(reproduce, "sweep", explode)
     request = ReproductionRequest(("table1",), {"cell": ["mnist-iid-full"]}, seeds=1, out=tmp_path)

@@ -28,7 +28,7 @@ from fedcover.cli.variations import choices_of
 from fedcover.errors import InvalidValue
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.launch import torchrun_rank
-from fedcover.runs.lockstep import Finished
+from fedcover.runs.lockstep import FinishedRun
 from fedcover.runs.machine import Machine
 from fedcover.runs.run_folder import Folder
 from fedcover.runs.sweep import expand_choices
@@ -91,7 +91,7 @@ def sweep(
 
 def _run_all(
     experiments: Sequence[Experiment], runs: Path, machine: Machine, data: Path | None
-) -> list[Finished]:
+) -> list[FinishedRun]:
     """Run the experiments with one progress bar, and return the runs in their order."""
     total_rounds = sum(experiment.rounds for experiment in experiments)
     with console.show_progress(f"sweep of {len(experiments)}", total_rounds) as watch:
@@ -106,7 +106,7 @@ def _run_all(
         return sorted(finished, key=lambda run: experiments.index(run.experiment))
 
 
-def _result(run: Finished, runs: Path) -> dict[str, Any]:
+def _result(run: FinishedRun, runs: Path) -> dict[str, Any]:
     evaluated_rounds = [metrics for metrics in run.metrics if "accuracy" in metrics]
     return {
         "folder": str(runs / run.experiment.name),

@@ -78,12 +78,7 @@ def run(
     """
     overrides = Overrides(dataset, model, policy, engine)
     _check_watch(watch)
-    if isinstance(experiment, str | Path):
-        experiment = read_experiment(Path(experiment))
-    if not isinstance(experiment, Experiment):
-        raise InvalidValue(
-            f"experiment must be an Experiment or a path; got {type(experiment).__name__}"
-        )
+    experiment = _as_experiment(experiment)
     check_data_is_local(experiment, engine)
     machine = (machine or Machine()).resolved()
     setup = prepare(experiment, machine, data=data, overrides=overrides)
@@ -258,6 +253,17 @@ def replay(
         job = WorkerJob(experiment, machine, data, overrides, round + 1)
         with launch_workers(job, setup, state) as shared_setup:
             return run_round(shared_setup, state)
+
+
+def _as_experiment(experiment: Experiment | str | Path) -> Experiment:
+    """Return the experiment itself, or the one in a TOML file."""
+    if isinstance(experiment, str | Path):
+        return read_experiment(Path(experiment))
+    if not isinstance(experiment, Experiment):
+        raise InvalidValue(
+            f"experiment must be an Experiment or a path; got {type(experiment).__name__}"
+        )
+    return experiment
 
 
 def _check_watch(watch: object) -> None:

@@ -38,7 +38,7 @@ class Names:
 
 
 def display_names(experiment: Experiment, model: object, dataset: Dataset | None) -> Names:
-    """Return how messages call a run's model and data: objects made in Python by their own names.
+    """Return how messages call the model and the data, including objects made in Python.
 
     >>> display_names(Experiment(dataset="digits"), nn.Linear(2, 2), None)
     Names(model='Linear (given in Python)', data="'digits'")

@@ -27,7 +27,7 @@ EXAMPLE_ROWS = 4
 
 def build(field: str, text: str, table: Any, *arguments: Any) -> Any:
     """Call what a specification names; a user's function may fail in any way."""
-    make = look_up(field, text, table)
+    make = look_up_spec(field, text, table)
     try:
         return make(*arguments)
     except FedcoverError:
@@ -37,7 +37,7 @@ def build(field: str, text: str, table: Any, *arguments: Any) -> Any:
         raise InvalidValue(f"{field} {text!r} cannot be built: {cause}") from error
 
 
-def look_up(field: str, text: str, table: Any) -> Any:
+def look_up_spec(field: str, text: str, table: Any) -> Any:
     """Return the function that a specification names, with its options bound."""
     return registry.look_up(field, registry.parse(field, text), table)
 

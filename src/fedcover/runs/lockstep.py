@@ -47,7 +47,7 @@ SweepCallback = Callable[[Experiment, RoundReport], None]
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedRun:
     """A run of a sweep that has finished or diverged.
 
     `diverged` is the error message if it diverged. `engine` is the engine that trained it.
@@ -65,7 +65,7 @@ def run_in_lockstep(
     machine: Machine,
     data: str | Path | None,
     watch: SweepCallback | None,
-) -> Iterator[Finished]:
+) -> Iterator[FinishedRun]:
     """Run experiments and yield each when it ends; with `runs`, each gets a folder there.
 
     Interrupted runs are resumed, and finished ones are yielded unchanged.
@@ -197,7 +197,7 @@ def _run_sessions(
     cache: RunnerCache,
     machine: Machine,
     watch: SweepCallback | None,
-) -> Iterator[Finished]:
+) -> Iterator[FinishedRun]:
     """Run the rounds of all runs in lockstep until the last run has ended."""
     for session in sessions:
         if not session.running:
@@ -237,9 +237,9 @@ def _finish_round(
         session.finish()
 
 
-def _finished(session: RunSession, machine: Machine) -> Finished:
+def _finished(session: RunSession, machine: Machine) -> FinishedRun:
     engine = _engine_of(session.setup, machine)
-    return Finished(session.experiment, session.metrics, session.diverged, engine)
+    return FinishedRun(session.experiment, session.metrics, session.diverged, engine)
 
 
 # ── training the clients of all runs ────────────────────────────────────────────────────────────

@@ -91,6 +91,11 @@ def read_events(path: Path) -> Metrics:
     return list(latest.values())
 
 
+def encode_line(line: Mapping[str, Any]) -> bytes:
+    """Return a line as it is written to metrics.jsonl."""
+    return (json.dumps(line) + "\n").encode()
+
+
 def event_subject(event: Mapping[str, Any]) -> str:
     """Return whom an event is about: a client, or a node if no client is named.
 

@@ -13,7 +13,7 @@ from typing import Any
 from fedcover.errors import InvalidValue, RunError, TrainingDiverged
 from fedcover.host import disk, locks
 from fedcover.host.disk import write_atomically
-from fedcover.runs import checkpoints, trust
+from fedcover.runs import checkpoints, metrics_log, trust
 from fedcover.runs.experiment import MAX_INT, Experiment
 from fedcover.runs.machine import Machine
 from fedcover.runs.manifest import (
@@ -24,13 +24,7 @@ from fedcover.runs.manifest import (
     override_names,
     read_manifest,
 )
-from fedcover.runs.metrics_log import (
-    Metrics,
-    is_complete_line,
-    read_lines,
-    resume_command,
-    summarise,
-)
+from fedcover.runs.metrics_log import Metrics
 from fedcover.runs.setup import Overrides
 from fedcover.runs.toml_fields import parse_fields
 from fedcover.types import State
@@ -175,9 +169,9 @@ class Folder:
         # unlike Path.is_dir, os.path.isdir is False for a path of any kind
         if not os.path.isdir(self.path):
             return False
-        results = (self.path / "metrics.jsonl", self.path / "summary.json")
-        if any(_has_content(path) for path in results):
-            return True
+        for path in (self.path / "metrics.jsonl", self.path / "summary.json"):
+            if os.path.lexists(path) and path.lstat().st_size > 0:
+                return True
         return bool(checkpoints.list_checkpoints(self.checkpoints))
 
     def _keeps_trained_states(self) -> bool:
@@ -198,10 +192,9 @@ class Folder:
                 f"{self.path} holds a private run, and what it has released counts whether it is "
                 "here or not: choose another name (--set name=...), and add the epsilon of both"
             )
-        newest_states = checkpoints.list_checkpoints(self.checkpoints)
-        kept_states = checkpoints.list_checkpoints(self.kept)
-        for file in [*newest_states, *kept_states]:
-            file.path.unlink(missing_ok=True)
+        for states in (self.checkpoints, self.kept):
+            for file in checkpoints.list_checkpoints(states):
+                file.path.unlink(missing_ok=True)
         for name in _FILES:
             (self.path / name).unlink(missing_ok=True)
 
@@ -280,18 +273,18 @@ class Folder:
     def append(self, line: dict[str, Any]) -> None:
         """Add the line of a round to metrics.jsonl and flush it to disk."""
         with self.explain_write_errors(self.path / "metrics.jsonl") as path:
-            disk.append(path, _to_json_line(line))
+            disk.append(path, metrics_log.encode_line(line))
 
     def metrics(self, rounds: int) -> Metrics:
         """Return the intact lines of the first rounds, the last one of each round."""
-        lines = read_lines(self.path / "metrics.jsonl")
-        by_round = {line["round"]: line for line in lines if is_complete_line(line)}
+        lines = metrics_log.read_lines(self.path / "metrics.jsonl")
+        by_round = {line["round"]: line for line in lines if metrics_log.is_complete_line(line)}
         return [by_round[round] for round in sorted(by_round) if round < rounds]
 
     def truncate_metrics(self, rounds: int) -> Metrics:
         """Remove the lines of rounds that will be run again; return the others."""
         metrics = self.metrics(rounds)
-        content = b"".join(_to_json_line(line) for line in metrics)
+        content = b"".join(map(metrics_log.encode_line, metrics))
         write_atomically(self.path / "metrics.jsonl", content)
         return metrics
 
@@ -314,7 +307,7 @@ class Folder:
     def finish(self, metrics: Metrics) -> None:
         """Write summary.json."""
         with self.explain_write_errors(self.path / "summary.json") as path:
-            write_atomically(path, _to_json(summarise(metrics)))
+            write_atomically(path, _to_json(metrics_log.summarise(metrics)))
 
     @contextlib.contextmanager
     def explain_write_errors(self, path: Path) -> Iterator[Path]:
@@ -337,16 +330,13 @@ class Folder:
             engine = self.manifest["engine"]
         except RunError:  # that command reports what is wrong with the manifest
             engine = ""
-        hint = f"'{resume_command(engine, self.path)}{self.trust_flag()}'"
+        hint = f"'{metrics_log.resume_command(engine, self.path)}{self.trust_flag()}'"
         if engine == "flower":
             hint += " (or 'flower run --resume' as it was started)"
         return hint
 
     def trust_flag(self) -> str:
-        """Return " --trust" if the run names functions that this process has named itself.
-
-        Nobody else is advised to trust them.
-        """
+        """Return " --trust" if the run names functions, and this process trusts all of them."""
         try:
             functions = trust.custom_functions(self.fields)
         except InvalidValue:  # that command reports what is wrong with the file
@@ -354,13 +344,5 @@ class Folder:
         return " --trust" if functions and trust.all_trusted(functions) else ""
 
 
-def _has_content(path: Path) -> bool:
-    return os.path.lexists(path) and path.lstat().st_size > 0
-
-
 def _to_json(value: dict[str, Any]) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
-
-
-def _to_json_line(value: dict[str, Any]) -> bytes:
-    return (json.dumps(value) + "\n").encode()

@@ -25,7 +25,7 @@ from fedcover.runs.checks import (
     check_trainable,
     display_names,
 )
-from fedcover.runs.components import as_model, build, build_model, build_recipe, cuts, look_up
+from fedcover.runs.components import as_model, build, build_model, build_recipe, cuts, look_up_spec
 from fedcover.runs.experiment import MAX_FLOAT, Experiment
 from fedcover.runs.machine import Machine, engine_for
 from fedcover.server.contracts import build_rule, checked_server
@@ -187,7 +187,7 @@ def _check_policy(policy: PolicyFunction) -> Policy:
 
 def build_policy(experiment: Experiment) -> Policy:
     """Return the experiment's policy with its options bound."""
-    return as_policy(look_up("policy", experiment.policy, POLICIES))
+    return as_policy(look_up_spec("policy", experiment.policy, POLICIES))
 
 
 def _build_run_source(
@@ -277,7 +277,7 @@ def _load_dataset(experiment: Experiment, data: str | Path | None) -> Dataset:
 
 def _learning_rate(experiment: Experiment) -> "partial[float]":
     """Return the learning rate as a function of the round."""
-    schedule = look_up("schedule", experiment.schedule, SCHEDULES)
+    schedule = look_up_spec("schedule", experiment.schedule, SCHEDULES)
     return partial(_scheduled_lr, schedule, experiment.lr, experiment.rounds)
 
 

@@ -14,7 +14,7 @@ from fedcover.errors import InvalidValue
 from fedcover.runs import presets
 from fedcover.runs.checks import check_data_is_local
 from fedcover.runs.experiment import Experiment
-from fedcover.runs.lockstep import Finished, SweepCallback, lockstep_key, run_in_lockstep
+from fedcover.runs.lockstep import FinishedRun, SweepCallback, lockstep_key, run_in_lockstep
 from fedcover.runs.machine import Machine, has_small_steps, physical_cores
 from fedcover.runs.mps import MPS
 from fedcover.runs.setup import prepare
@@ -40,7 +40,7 @@ def sweep(
     machine: Machine | None = None,
     data: str | Path | None = None,
     watch: SweepCallback | None = None,
-) -> Iterator[Finished]:
+) -> Iterator[FinishedRun]:
     """Run many experiments and yield each when it ends.
 
     A sweep that was interrupted is resumed: finished runs are yielded unchanged.

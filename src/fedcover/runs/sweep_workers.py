@@ -30,7 +30,7 @@ from fedcover.host import signals
 from fedcover.host.orphans import lifeline_arguments
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.launch import importable, stop_process, worker_command, worker_environment
-from fedcover.runs.lockstep import Finished, SweepCallback, lockstep_key, run_in_lockstep
+from fedcover.runs.lockstep import FinishedRun, SweepCallback, lockstep_key, run_in_lockstep
 from fedcover.runs.machine import Machine
 from fedcover.runs.mps import mps_environment
 from fedcover.server.round import RoundReport
@@ -46,7 +46,7 @@ def sweep_in_processes(
     machine: Machine,
     data: str | Path | None,
     watch: SweepCallback | None,
-) -> Iterator[Finished]:
+) -> Iterator[FinishedRun]:
     """Run experiments in several processes and yield each when it ends."""
     events: SimpleQueue[Event] = SimpleQueue()
     with ExitStack() as workers:
@@ -75,7 +75,7 @@ def sweep_in_processes(
                 watch(experiments[index], RoundReport(round, metrics))
             if "finished" in event:
                 index, *outcome = event["finished"]
-                yield Finished(experiments[index], *outcome)
+                yield FinishedRun(experiments[index], *outcome)
             if "ended" in event:
                 remaining -= 1
 
