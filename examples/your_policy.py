@@ -15,7 +15,7 @@ def alternating(view: fc.View, client: fc.Client) -> fc.Slices:
         group.name: 0 if client.id % 2 else -round(client.capacity * group.size)
         for group in view.groups
     }
-    return fc.windows(view.groups, client.capacity, start)
+    return fc.window_slices(view.groups, client.capacity, start)
 
 
 if __name__ == "__main__":
