@@ -1,4 +1,4 @@
-"""From a run folder to its certificate: the theorems' constants, both sides of every bound, and what does not apply."""
+"""From a run folder to its certificate: constants, both sides of every bound, and caveats."""
 
 import json
 from pathlib import Path
@@ -33,84 +33,118 @@ def certify(
     tell: LogFn = lambda sentence: None,
     trust: bool = False,
 ) -> dict[str, Any]:
-    """Replay the kept rounds of a run and compare its gradients with the theorems; also writes certificate.json.
+    """Compare the gradients of a run with the convergence theorems, and write certificate.json.
 
-    Every client's path is looked at in `steps` of its local steps, F over at most `clients` clients; all of them, and
-    all rounds kept, make exact what otherwise is estimated. `trust` as in `fedcover.resume`.
+    The kept rounds of the run are trained again. If all rounds are kept, `steps` covers all local
+    steps and `clients` all clients, then values that otherwise are estimated become exact.
+
+    Args:
+        folder: the run's folder.
+        steps: at how many local steps each client's trajectory is examined.
+        clients: over how many clients, at most, the common loss F is computed.
+        device: where to compute.
+        data: the folder with the data, if not the run's.
+        dataset: the data set, if the run was given one in Python.
+        model: the model, if the run was given one in Python.
+        policy: the policy, if the run was given one in Python.
+        tell: is called with a sentence about the progress.
+        trust: as in `fedcover.resume`.
+
+    Returns:
+        The content of certificate.json.
+
+    Raises:
+        InvalidValue: `steps` or `clients` is below 1.
+        RunError: the run keeps no round that can be replayed, or the theorems do not cover it.
     """
     for name, value in (("steps", steps), ("clients", clients)):
         if value < 1:
             raise InvalidValue(f"{name} must be at least 1; got {value}")
-    parts = Overrides(dataset, model, policy)
-    found = Folder(Path(folder), trust).read()
-    found.check_overrides(parts)
-    check_data_is_local(found.experiment)
+    overrides = Overrides(dataset, model, policy)
+    run_folder = Folder(Path(folder), trust).read()
+    run_folder.check_overrides(overrides)
+    check_data_is_local(run_folder.experiment)
     machine = Machine(engine="sequential", device=device).resolved()
-    setup = prepare(found.experiment, machine, data=data or found.data, overrides=parts)
+    setup = prepare(
+        run_folder.experiment, machine, data=data or run_folder.data, overrides=overrides
+    )
     if setup.task.recipe.exits:
         raise RunError(
-            f"{found.path} trains a model with several exits (recipe depthfl); its loss is not that of the theory"
+            f"{run_folder.path} trains a model with several exits (recipe depthfl); "
+            "its loss is not that of the theory"
         )
     with machine.for_setup(setup).applied():
-        seen = measure_run(found, setup, steps, clients, machine.device, tell)
-        made = certificate_to_dict(found.experiment.name, seen)
-    write_atomically(found.path / "certificate.json", (json.dumps(made, indent=2) + "\n").encode())
-    return made
+        measurements = measure_run(run_folder, setup, steps, clients, machine.device, tell)
+        certificate = certificate_to_dict(run_folder.experiment.name, measurements)
+    content = json.dumps(certificate, indent=2) + "\n"
+    write_atomically(run_folder.path / "certificate.json", content.encode())
+    return certificate
 
 
 CONSTANTS_OF_BOUND = {"reshuffled": ("L", "L_batch", "G_step", "F_0", "F_least")}
-"""The constants of a bound, where they are not the usual ones."""
-
+"""The constants that a bound depends on, where they are not `DEFAULT_CONSTANTS`."""
 
 DEFAULT_CONSTANTS = ("L", "G", "sigma2", "F_0", "F_least")
 
 
-def certificate_to_dict(name: str, seen: Measurements) -> dict[str, Any]:
-    """Everything, in the order in which one would read it."""
-    quantities = [r.quantities for r in seen.case.rounds]
-    never = {key: int((~bits).sum()) for key, bits in seen.trained.items()}
-    bounds = {key: _bound(key, bound, seen) for key, bound in seen.bounds.items()}
+def certificate_to_dict(name: str, measured: Measurements) -> dict[str, Any]:
+    """Return the certificate as it is stored in JSON."""
+    rounds = measured.run.rounds
+    bounds = {key: _bound(key, bound, measured) for key, bound in measured.bounds.items()}
     return {
         "run": name,
         "kind": "certificate" if any(bound["genuine"] for bound in bounds.values()) else "estimate",
-        "rounds": seen.rounds_done,
-        "replayed": [r.number for r in seen.case.rounds],
-        "local_steps": seen.case.known.steps.count,
+        "rounds": measured.rounds_done,
+        "replayed": [r.number for r in rounds],
+        "local_steps": measured.run.constants.steps.count,
         "constants": {
-            key: {"value": known.value, "kind": known.kind, "how": known.how} for key, known in seen.constants.items()
+            key: {"value": constant.value, "kind": constant.kind, "how": constant.how}
+            for key, constant in measured.constants.items()
         },
-        "coverage": {
-            "gamma": 0 if sum(never.values()) else min(r.gamma for r in seen.case.rounds),
-            "gamma_union": min(r.gamma for r in seen.case.rounds),
-            "never_trained": sum(never.values()),
-            "gamma_client": [min(1 / max(r.inverse_coverage) for r in quantities), max(1 / min(r.inverse_coverage) for r in quantities)],
-            "noise": fmean(fmean(r.pruned_energy) / r.energy if r.energy else 0.0 for r in quantities),
-        },
+        "coverage": _coverage(measured),
         "left": {
-            "mean": seen.bounds["sharper"].left,
-            "start": seen.start_gradient,
+            "mean": measured.bounds["sharper"].left,
+            "start": measured.start_gradient,
             "by_round": {
-                str(r.number): {"trained": r.quantities.gradient, "whole": r.gradient, "F": r.value, "gamma": r.gamma}
-                for r in seen.case.rounds
+                str(r.number): {
+                    "trained": r.quantities.gradient,
+                    "whole": r.gradient,
+                    "F": r.value,
+                    "gamma": r.gamma,
+                }
+                for r in rounds
             },
         },
         "bias": {
-            "mean": fmean(r.bias for r in quantities),
-            "lasting": seen.persistent_bias,
-            "sampled": fmean(r.spread for r in quantities),
+            "mean": fmean(r.quantities.bias for r in rounds),
+            "lasting": measured.persistent_bias,
+            "sampled": fmean(r.quantities.spread for r in rounds),
         },
         "bounds": bounds,
-        "lemmas": _lemmas(seen),
-        "last": _last(seen),
-        "notes": _notes(seen),
-    }  # fmt: skip
+        "lemmas": _lemmas(measured),
+        "last": _last(measured),
+        "notes": _notes(measured),
+    }
 
 
-def _bound(key: str, bound: Bound, seen: Measurements) -> dict[str, Any]:
-    constants = [
-        seen.constants[name].kind for name in CONSTANTS_OF_BOUND.get(key, DEFAULT_CONSTANTS)
-    ]
-    proved = seen.complete and "estimate" not in constants
+def _coverage(measured: Measurements) -> dict[str, Any]:
+    quantities = [r.quantities for r in measured.run.rounds]
+    never_trained = sum(int((~trained).sum()) for trained in measured.trained.values())
+    gamma_union = min(r.gamma for r in measured.run.rounds)
+    smallest_gamma = min(1 / max(q.inverse_coverage) for q in quantities)
+    largest_gamma = max(1 / min(q.inverse_coverage) for q in quantities)
+    return {
+        "gamma": 0 if never_trained else gamma_union,
+        "gamma_union": gamma_union,
+        "never_trained": never_trained,
+        "gamma_client": [smallest_gamma, largest_gamma],
+        "noise": fmean(fmean(q.pruned_energy) / q.energy if q.energy else 0.0 for q in quantities),
+    }
+
+
+def _bound(key: str, bound: Bound, measured: Measurements) -> dict[str, Any]:
+    names = CONSTANTS_OF_BOUND.get(key, DEFAULT_CONSTANTS)
+    has_estimates = any(measured.constants[name].kind == "estimate" for name in names)
     return {
         "name": bound.name,
         "value": bound.value,
@@ -119,88 +153,102 @@ def _bound(key: str, bound: Bound, seen: Measurements) -> dict[str, Any]:
         "ratio": bound.left / bound.value if bound.value else None,
         "conditions": [
             {
-                "name": c.name,
-                "allowed": c.allowed,
-                "actual": c.actual,
-                "violated": max(1.0, c.factor),
-                "holds": c.holds,
+                "name": condition.name,
+                "allowed": condition.allowed,
+                "actual": condition.actual,
+                "violated": max(1.0, condition.factor),
+                "holds": condition.holds,
             }
-            for c in bound.conditions
+            for condition in bound.conditions
         ],
         "outside": list(bound.violated_assumptions),
-        "vacuous": bound.value >= seen.start_gradient,
+        "vacuous": bound.value >= measured.start_gradient,
         "applies": bound.applies,
-        "genuine": bound.applies and proved,
+        "genuine": bound.applies and measured.complete and not has_estimates,
     }
 
 
-def _lemmas(seen: Measurements) -> dict[str, Any]:
-    """Measured over bound: the split of Lemma 1 (to rounding), its drift, Lemma 2 and Lemma 3."""
-    known = seen.case.known
-    rounds = seen.case.rounds
-    paths = [(r.quantities.lr, path) for r in rounds for path in r.paths]
-    drift = [
-        path.squared_drift / limit
-        for lr, path in paths
-        if (limit := lr**2 * known.gradient * path.steps.drift)
-    ]
-    second = [
-        sum(gradient_gap(known, r.quantities, smoothness=known.smoothness, gradient=known.gradient))
+def _lemmas(measured: Measurements) -> dict[str, Any]:
+    """Compare the two sides of each lemma: measured value divided by bound.
+
+    For Lemma 1 there is also the error of its split, which should be rounding only.
+    """
+    constants, rounds = measured.run.constants, measured.run.rounds
+    drift_ratios = []
+    for r in rounds:
+        for path in r.paths:
+            drift_bound = r.quantities.lr**2 * constants.gradient * path.steps.drift
+            if drift_bound:
+                drift_ratios.append(path.squared_drift / drift_bound)
+    gap_bounds = [
+        sum(
+            gradient_gap(
+                constants,
+                r.quantities,
+                smoothness=constants.smoothness,
+                gradient=constants.gradient,
+            )
+        )
         for r in rounds
     ]
-    third = [
-        known.variance * _probe_variance_factor(r) * squared_inverse(r.quantities) for r in rounds
+    noise_bounds = [
+        constants.variance * _probe_variance_factor(r) * squared_inverse(r.quantities)
+        for r in rounds
     ]
     return {
-        "split_error": max(path.split_error for _, path in paths),
-        "drift": max(drift, default=None),
-        "gap": _ratio([r.gradient_gap for r in rounds], second),
-        "noise": _ratio([r.noise for r in rounds], third),
+        "split_error": max(path.split_error for r in rounds for path in r.paths),
+        "drift": max(drift_ratios, default=None),
+        "gap": _ratio([r.gradient_gap for r in rounds], gap_bounds),
+        "noise": _ratio([r.noise for r in rounds], noise_bounds),
     }
 
 
 def _probe_variance_factor(r: ReplayedRound) -> float:
-    """The sum of c_j^2 over the squared sum of c_j, over the steps that were looked at; the largest of any client."""
+    """Return the largest sum of c_j^2 over the squared sum of c_j, among the round's clients.
+
+    The sums are over the steps that were examined.
+    """
     return max(
-        sum(c * c for c in path.probe_weights) / sum(path.probe_weights) ** 2 for path in r.paths
+        sum(weight * weight for weight in path.probe_weights) / sum(path.probe_weights) ** 2
+        for path in r.paths
     )
 
 
-def _ratio(measured: list[float], limit: list[float]) -> float | None:
-    return sum(measured) / sum(limit) if sum(limit) else None
+def _ratio(values: list[float], bounds: list[float]) -> float | None:
+    return sum(values) / sum(bounds) if sum(bounds) else None
 
 
-def _last(seen: Measurements) -> dict[str, Any]:
-    """The newest model; with a known optimum also how far it is, and how far it may be."""
-    found: dict[str, Any] = {
-        "round": seen.last.round,
-        "F": seen.last.value,
-        "gradient": seen.last.gradient,
-    }
-    if seen.convex and seen.convex.optimum:
-        decay, theorem = seen.case.experiment.weight_decay, seen.bounds["reshuffled"]
-        found |= {
-            "F_optimum": seen.convex.least,
-            "above": seen.last.value - seen.convex.least,
-            "above_at_most": seen.last.gradient / (2 * decay),
-            "distance": seen.last.distance,
+def _last(measured: Measurements) -> dict[str, Any]:
+    """Describe the newest model; with a known optimum, also its distance and the proved limits."""
+    last = measured.last
+    entry: dict[str, Any] = {"round": last.round, "F": last.value, "gradient": last.gradient}
+    if measured.convex and measured.convex.optimum:
+        decay = measured.run.experiment.weight_decay
+        theorem = measured.bounds["reshuffled"]
+        entry |= {
+            "F_optimum": measured.convex.least,
+            "above": last.value - measured.convex.least,
+            "above_at_most": last.gradient / (2 * decay),
+            "distance": last.distance,
             "best_round_above_at_most": theorem.value / (2 * decay) if theorem.applies else None,
         }
-    return found
+    return entry
 
 
-def _notes(seen: Measurements) -> list[str]:
-    counted = seen.case.known.rounds
+def _notes(measured: Measurements) -> list[str]:
+    num_rounds, num_replayed = measured.run.constants.rounds, len(measured.run.rounds)
     notes = []
-    if not seen.complete:
+    if not measured.complete:
         notes.append(
-            f"means over {len(seen.case.rounds)} of {counted} rounds: keep all of them for exact ones"
+            f"means over {num_replayed} of {num_rounds} rounds: keep all of them for exact ones"
         )
-    if counted < seen.rounds_done:
+    if num_rounds < measured.rounds_done:
+        empty_rounds = measured.rounds_done - num_rounds
         notes.append(
-            f"in {seen.rounds_done - counted} of {seen.rounds_done} rounds nobody trained: the theorems are about the others"
+            f"in {empty_rounds} of {measured.rounds_done} rounds nobody trained: "
+            "the theorems are about the others"
         )
-    if not seen.convex:
+    if not measured.convex:
         notes.append(
             "L is a lower estimate along the trajectory; a network with ReLU has no such constant"
         )

@@ -1,4 +1,8 @@
-"""In which respects a run lies outside a theorem's assumptions: one sentence each."""
+"""Which assumptions of a theorem a run violates: one sentence for each.
+
+Each check gets a `ReplayedRun`. It returns None if its assumption holds, otherwise a sentence. The
+docstring of a check states the assumption. `CHECKS_OF_BOUND` lists the checks of each theorem.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,36 +18,36 @@ from fedcover.theory import Constants
 from fedcover.theory.certificate.replay import ReplayedRound
 
 SLOT_POLICIES = ("full", "homogeneous", "prefix", "rolling", "random", "magnitude", "regions")
-"""Policies whose masks depend on a client's place in the cohort and its capacity, never on who it is."""
+"""Policies whose masks depend only on a client's slot in the cohort and on its capacity."""
 
 RELATIVE_TOLERANCE = 1e-9
-"""Below this share of the squared gradient a difference between clients' data is rounding."""
+"""Differences between clients below this share of the squared gradient are rounding errors."""
 
 
 @dataclass(frozen=True)
 class ReplayedRun:
-    """What the sentences are about."""
+    """A run, its replayed rounds, and the constants that were measured."""
 
     experiment: Experiment
     setup: Setup
-    known: Constants
+    constants: Constants
     rounds: Sequence[ReplayedRound]
     precisions: Sequence[str]
-    """Those in which the run was computed; its replay is in fp32."""
+    """The precisions in which the run was computed; its replay is in fp32."""
 
     @property
     def policy(self) -> str | None:
-        """Return the name of the policy that gave the masks; None if it is not built in."""
+        """The name of the policy; None if it is not built in."""
         return self.setup.policy.name
 
     @property
     def step_counts(self) -> set[int]:
-        """The numbers of local steps that clients made."""
+        """The different numbers of local steps that clients made."""
         return {path.steps.count for r in self.rounds for path in r.paths}
 
     @property
     def shuffled(self) -> bool:
-        """Whether a client's batch is less than all its rows, so that an epoch draws without putting back."""
+        """Whether some client has several batches, so that its epochs are shuffled."""
         return any(
             path.client.samples > self.experiment.batch_size
             for r in self.rounds
@@ -61,162 +65,176 @@ class ReplayedRun:
 AssumptionCheck = Callable[[ReplayedRun], str | None]
 
 
-def local_steps(case: ReplayedRun) -> str | None:
+def violated_assumptions(name: str, run: ReplayedRun) -> tuple[str, ...]:
+    """Return one sentence for each assumption of a bound that the run violates."""
+    sentences = (check(run) for check in CHECKS_OF_BOUND[name])
+    return tuple(sentence for sentence in sentences if sentence)
+
+
+# ── training and aggregation ────────────────────────────────────────────────────────────────────
+
+
+def local_steps(run: ReplayedRun) -> str | None:
     """A local step is SGD on the cross-entropy."""
-    own = case.experiment
-    changed = [
-        f"recipe {own.recipe}" if own.recipe != "plain" else "",
-        f"absent_labels {own.absent_labels}" if own.absent_labels != "free" else "",
-        "label_rows" if own.label_rows else "",
-        "the scaler" if own.scaler else "",
-        f"augment {own.augment}" if own.augment != "none" else "",
-        "clipping" if own.clip is not None else "",
+    experiment = run.experiment
+    changes = [
+        f"recipe {experiment.recipe}" if experiment.recipe != "plain" else "",
+        f"absent_labels {experiment.absent_labels}" if experiment.absent_labels != "free" else "",
+        "label_rows" if experiment.label_rows else "",
+        "the scaler" if experiment.scaler else "",
+        f"augment {experiment.augment}" if experiment.augment != "none" else "",
+        "clipping" if experiment.clip is not None else "",
     ]
-    named = [name for name in changed if name]
-    return f"local steps are not plain SGD on F_n: {', '.join(named)}" if named else None
+    listed = ", ".join(change for change in changes if change)
+    return f"local steps are not plain SGD on F_n: {listed}" if listed else None
 
 
-def precision(case: ReplayedRun) -> str | None:
-    """A step follows the gradient itself, to the rounding of float32."""
-    less = [name for name in case.precisions if name != "fp32"]
-    return (
-        f"local steps were computed in {' and '.join(less)}: not along gradients of F_n in float32"
-        if less
-        else None
-    )
+def precision(run: ReplayedRun) -> str | None:
+    """A step follows the gradient itself, up to the rounding of float32."""
+    lower = [name for name in run.precisions if name != "fp32"]
+    if not lower:
+        return None
+    listed = " and ".join(lower)
+    return f"local steps were computed in {listed}: not along gradients of F_n in float32"
 
 
-def server(case: ReplayedRun) -> str | None:
-    """The server takes the coverage mean of what clients send, as they send it."""
-    own = case.experiment
-    changed = [
-        f"rule {own.rule}" if own.rule != "coverage_mean" else "",
-        f"server {own.server}" if own.server != "none" else "",
-        f"clip_updates {own.clip_updates:g}" if own.clip_updates is not None else "",
-        f"privacy {own.privacy}" if case.setup.privacy is not None else "",
+def server(run: ReplayedRun) -> str | None:
+    """The server takes the coverage mean of the clients' updates, as they are."""
+    experiment = run.experiment
+    changes = [
+        f"rule {experiment.rule}" if experiment.rule != "coverage_mean" else "",
+        f"server {experiment.server}" if experiment.server != "none" else "",
+        f"clip_updates {experiment.clip_updates:g}" if experiment.clip_updates is not None else "",
+        f"privacy {experiment.privacy}" if run.setup.privacy is not None else "",
     ]
-    named = [name for name in changed if name]
-    return f"the server does more than average: {', '.join(named)}" if named else None
+    listed = ", ".join(change for change in changes if change)
+    return f"the server does more than average: {listed}" if listed else None
 
 
-def norms(case: ReplayedRun) -> str | None:
+def norms(run: ReplayedRun) -> str | None:
     """A loss is a mean over samples."""
-    normed = has_batch_norm(case.setup.task.model.module)
-    return "batch norm: the loss of a batch is no mean over its samples" if normed else None
+    if not has_batch_norm(run.setup.task.model.module):
+        return None
+    return "batch norm: the loss of a batch is no mean over its samples"
 
 
-def no_dropout(case: ReplayedRun) -> str | None:
-    """The model is a function of its parameters."""
-    layers = case.setup.task.model.module.modules()
-    return (
-        "dropout draws in the forward pass"
-        if any(isinstance(m, _DropoutNd) and m.p for m in layers)
-        else None
-    )
+def no_dropout(run: ReplayedRun) -> str | None:
+    """The model is a deterministic function of its parameters."""
+    layers = run.setup.task.model.module.modules()
+    has_dropout = any(isinstance(layer, _DropoutNd) and layer.p for layer in layers)
+    return "dropout draws in the forward pass" if has_dropout else None
 
 
-def uncovered_kept(case: ReplayedRun) -> str | None:
+def uncovered_kept(run: ReplayedRun) -> str | None:
     """A parameter that nobody trains in a round keeps its value."""
-    idle = case.experiment.uncovered == "zero" and any(r.gamma == 0 for r in case.rounds)
-    return "parameters that a round does not train are set to zero" if idle else None
+    if run.experiment.uncovered != "zero" or all(r.gamma > 0 for r in run.rounds):
+        return None
+    return "parameters that a round does not train are set to zero"
 
 
-def model_carried_over(case: ReplayedRun) -> str | None:
-    """A round begins with the model that the round before has ended with."""
-    setup, growth, state = case.setup, case.setup.growth, initial_state(case.setup)
+# ── the model and the schedule ──────────────────────────────────────────────────────────────────
+
+
+def model_carried_over(run: ReplayedRun) -> str | None:
+    """A round begins with the model with which the previous round ended."""
+    setup = run.setup
+    if setup.growth is None:
+        return None
+    state = initial_state(setup)
     for round in range(1, setup.rounds):
-        if growth and growth(view_of(setup, replace(state, round=round), cohort_of(setup, round))):
-            return f"policy {case.policy} changes the model between rounds, before round {round}"
+        view = view_of(setup, replace(state, round=round), cohort_of(setup, round))
+        if setup.growth(view):
+            return f"policy {run.policy} changes the model between rounds, before round {round}"
     return None
 
 
-def momentum(case: ReplayedRun) -> str | None:
+def momentum(run: ReplayedRun) -> str | None:
     """The paper's local steps have no momentum."""
-    return f"momentum {case.experiment.momentum:g}" if case.experiment.momentum else None
+    return f"momentum {run.experiment.momentum:g}" if run.experiment.momentum else None
 
 
-def schedule(case: ReplayedRun) -> str | None:
+def schedule(run: ReplayedRun) -> str | None:
     """The paper's learning rate is constant."""
-    return (
-        None if case.experiment.schedule == "constant" else f"schedule {case.experiment.schedule}"
-    )
+    schedule_name = run.experiment.schedule
+    return None if schedule_name == "constant" else f"schedule {schedule_name}"
 
 
-def full_coverage(case: ReplayedRun) -> str | None:
+def full_coverage(run: ReplayedRun) -> str | None:
     """Every parameter is covered in every round."""
-    rounds = [r.number for r in case.rounds if r.gamma == 0]
-    return (
-        f"parameters of the union model that no client trains in round {rounds[0]}"
-        if rounds
-        else None
-    )
+    for r in run.rounds:
+        if r.gamma == 0:
+            return f"parameters of the union model that no client trains in round {r.number}"
+    return None
 
 
-def minimum_lr_one(case: ReplayedRun) -> str | None:
-    """Theorem 1 as printed bounds its first term by 4F_0/sqrt(Q), which needs the learning rate to be that large."""
-    wanted = 1 / (case.known.steps.count * case.known.rounds**0.5)
-    lr = max(r.quantities.lr for r in case.rounds)
-    return (
-        None
-        if lr >= wanted * (1 - 1e-9)
-        else "learning rate below 1/(T sqrt(Q)): the printed first term is too small"
-    )
+def minimum_lr_one(run: ReplayedRun) -> str | None:
+    """The learning rate is large enough for the first term of Theorem 1, 4F_0/sqrt(Q)."""
+    minimum = 1 / (run.constants.steps.count * run.constants.rounds**0.5)
+    if max(r.quantities.lr for r in run.rounds) >= minimum * (1 - 1e-9):
+        return None
+    return "learning rate below 1/(T sqrt(Q)): the printed first term is too small"
 
 
-def minimum_lr_two(case: ReplayedRun) -> str | None:
-    """The same for Theorem 2."""
-    wanted = 1 / (case.known.steps.count * case.known.rounds) ** 0.5
-    lr = max(r.quantities.lr for r in case.rounds)
-    return (
-        None
-        if lr >= wanted * (1 - 1e-9)
-        else "learning rate below 1/sqrt(T Q): the printed first term is too small"
-    )
+def minimum_lr_two(run: ReplayedRun) -> str | None:
+    """The learning rate is large enough for the first term of Theorem 2 as printed."""
+    minimum = 1 / (run.constants.steps.count * run.constants.rounds) ** 0.5
+    if max(r.quantities.lr for r in run.rounds) >= minimum * (1 - 1e-9):
+        return None
+    return "learning rate below 1/sqrt(T Q): the printed first term is too small"
 
 
-def equal_steps(case: ReplayedRun) -> str | None:
+# ── the clients ─────────────────────────────────────────────────────────────────────────────────
+
+
+def equal_steps(run: ReplayedRun) -> str | None:
     """All clients make the same number of steps."""
-    counts = case.step_counts
+    counts = run.step_counts
     return f"clients make {min(counts)} to {max(counts)} local steps" if len(counts) > 1 else None
 
 
-def with_replacement(case: ReplayedRun) -> str | None:
+def with_replacement(run: ReplayedRun) -> str | None:
     """Every batch is drawn independently."""
-    return "epochs are shuffled: batches are not independent draws" if case.shuffled else None
+    return "epochs are shuffled: batches are not independent draws" if run.shuffled else None
 
 
-def equal_data(case: ReplayedRun) -> str | None:
+def equal_data(run: ReplayedRun) -> str | None:
     """All clients have the same loss."""
-    if not case.heterogeneous:
+    if not run.heterogeneous:
         return None
-    return f"clients' data differ: zeta^2 up to {max(r.dissimilarity for r in case.rounds):.3g}"
+    return f"clients' data differ: zeta^2 up to {max(r.dissimilarity for r in run.rounds):.3g}"
 
 
-def unbiased(case: ReplayedRun) -> str | None:
-    """Assumption 5: the clients that hold a parameter have together the gradient of all."""
-    bias = max(r.quantities.bias for r in case.rounds)
-    if bias <= RELATIVE_TOLERANCE * max(max(r.quantities.gradient for r in case.rounds), 1e-12):
+def unbiased(run: ReplayedRun) -> str | None:
+    """The holders of a parameter have, on average, the gradient of all clients (Assumption 5)."""
+    bias = max(r.quantities.bias for r in run.rounds)
+    gradient = max(r.quantities.gradient for r in run.rounds)
+    if bias <= RELATIVE_TOLERANCE * max(gradient, 1e-12):
         return None
     return f"the holders of a parameter are biased: squared bias up to {bias:.3g}"
 
 
-def uniform(case: ReplayedRun) -> str | None:
+def uniform(run: ReplayedRun) -> str | None:
     """All clients count the same."""
-    same = len({path.client.samples for r in case.rounds for path in r.paths}) == 1
-    return (
-        None if case.experiment.weights == "uniform" or same else "clients count by their samples"
-    )
-
-
-def masks_by_slot(case: ReplayedRun) -> str | None:
-    """Masks do not depend on who a client is."""
-    levels = case.setup.fleet.levels
-    by_device = case.experiment.assignment == "device" and len(levels) > 1
-    if by_device:
-        return "capacity belongs to the device, so that masks depend on who is drawn (assignment = 'slot' would not)"
-    if case.policy in SLOT_POLICIES:
+    sample_counts = {path.client.samples for r in run.rounds for path in r.paths}
+    if run.experiment.weights == "uniform" or len(sample_counts) == 1:
         return None
-    return f"{f'policy {case.policy}' if case.policy else 'a policy of your own'} may give masks by who a client is"
+    return "clients count by their samples"
+
+
+def masks_by_slot(run: ReplayedRun) -> str | None:
+    """Masks do not depend on who a client is."""
+    if run.experiment.assignment == "device" and len(run.setup.fleet.levels) > 1:
+        return (
+            "capacity belongs to the device, so that masks depend on who is drawn "
+            "(assignment = 'slot' would not)"
+        )
+    if run.policy in SLOT_POLICIES:
+        return None
+    policy = f"policy {run.policy}" if run.policy else "a policy of your own"
+    return f"{policy} may give masks by who a client is"
+
+
+# ── the assumptions of each bound ───────────────────────────────────────────────────────────────
 
 
 COMMON_CHECKS: tuple[AssumptionCheck, ...] = (
@@ -253,10 +271,4 @@ CHECKS_OF_BOUND: dict[str, tuple[AssumptionCheck, ...]] = {
     ),
     "reshuffled": COMMON_CHECKS,
 }
-"""What every theorem assumes of a run."""
-
-
-def violated_assumptions(name: str, case: ReplayedRun) -> tuple[str, ...]:
-    """The sentences that are true of this run and should not be."""
-    found = (sentence(case) for sentence in CHECKS_OF_BOUND[name])
-    return tuple(sentence for sentence in found if sentence)
+"""The assumptions of each bound."""

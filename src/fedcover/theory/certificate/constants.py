@@ -36,7 +36,7 @@ class Estimate:
 class Measurements:
     """All that was measured of a run, and the constants that follow from it."""
 
-    case: ReplayedRun
+    run: ReplayedRun
     constants: dict[str, Estimate]
     bounds: dict[str, Bound]
     trained: Mapping[str, Tensor]
@@ -50,7 +50,7 @@ class Measurements:
     @property
     def complete(self) -> bool:
         """Whether every round in which somebody trained was kept, so that means are over all of them."""
-        return len(self.case.rounds) == self.case.known.rounds
+        return len(self.run.rounds) == self.run.constants.rounds
 
 
 @dataclass(frozen=True)
