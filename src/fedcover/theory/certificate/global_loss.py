@@ -1,7 +1,7 @@
-"""F, what all clients minimise together, at the whole model: its value, its gradient, and every client's own.
+"""F, the loss that all clients minimise together: its value, gradient and curvature.
 
-F is the clients' mean cross-entropy, each client counting as in the run's aggregation, plus half the weight decay times
-the squared length of the parameters. Suffixes: P parameters.
+F is the weighted mean of the clients' cross-entropy plus half the weight decay times the squared
+length of the parameters. Clients have the weights of the run's aggregation.
 """
 
 import copy
@@ -23,16 +23,23 @@ from fedcover.server.round_setup import Setup
 from fedcover.types import Params, Samples
 
 FLOAT64_MAX_PARAMS = 200_000
-"""Up to so many parameters gradients of the whole model are computed in float64 on a CPU."""
+"""The largest model whose gradients are computed in float64 on a CPU."""
 
 CHUNK = 1024
+"""How many rows go through the model at once."""
 POWER_STEPS = 20
+"""The number of steps of the power iteration for the Hessian."""
 HESSIAN_ROWS = 1024
+"""The number of rows over which the Hessian is computed."""
 
 
 @dataclass(frozen=True)
 class LossEvaluation:
-    """F at one model: value, gradient, chosen clients' own gradients, and the variance between clients by parameter."""
+    """F at one model.
+
+    `client_gradients`: the gradients of chosen clients' own losses.
+    `dissimilarity`: the variance of the clients' gradients, for each parameter.
+    """
 
     value: float
     gradient: Params
@@ -42,7 +49,10 @@ class LossEvaluation:
 
 @dataclass(frozen=True)
 class GlobalLoss:
-    """F over some clients (all, unless they are too many), as a function of the whole model's parameters."""
+    """F over some or all clients, as a function of the global model's parameters.
+
+    `rows` returns a client's training samples. `chunk` rows go through the model at once.
+    """
 
     module: nn.Module
     rows: Callable[[int], Samples]
@@ -55,7 +65,7 @@ class GlobalLoss:
     def loss_and_gradient(
         self, theta: Params, rows: Samples, chunk: int | None = None
     ) -> tuple[float, Params]:
-        """The mean cross-entropy of some rows, plus decay, and its gradient."""
+        """Return the mean cross-entropy of some rows plus weight decay, and its gradient."""
         values = {
             name: tensor.detach().to(self.dtype).requires_grad_() for name, tensor in theta.items()
         }
@@ -67,8 +77,8 @@ class GlobalLoss:
             parts = torch.autograd.grad(
                 loss, list(values.values()), allow_unused=True, materialize_grads=True
             )
-            for sum_P, part_P in zip(gradient.values(), parts, strict=True):
-                sum_P += part_P
+            for total_gradient, part in zip(gradient.values(), parts, strict=True):
+                total_gradient += part
             total += float(loss.detach())
         with torch.no_grad():
             for name, tensor in values.items():
@@ -80,95 +90,124 @@ class GlobalLoss:
         return F.cross_entropy(functional_call(self.module, dict(values), (inputs,)), y)
 
     def evaluate(self, theta: Params, keep: Iterable[int] = ()) -> LossEvaluation:
-        """F at a model; the gradients of the clients in `keep` are kept."""
-        wanted, client_gradients = set(keep), {}
-        value, gradient = 0.0, {n: torch.zeros_like(t, dtype=self.dtype) for n, t in theta.items()}
-        sums = {n: torch.zeros_like(t, dtype=torch.float64) for n, t in theta.items()}
-        squares = {n: torch.zeros_like(t, dtype=torch.float64) for n, t in theta.items()}
-        for client, share in self.client_weights.items():
-            its_value, its = self.loss_and_gradient(theta, self.rows(client))
-            value += share * its_value
-            for name, tensor in its.items():
-                gradient[name].add_(tensor, alpha=share)
+        """Evaluate F at a model; keep the gradients of the clients in `keep`."""
+        kept_clients = set(keep)
+        client_gradients = {}
+        value = 0.0
+        gradient = _zeros(theta, self.dtype)
+        sums, squares = _zeros(theta, torch.float64), _zeros(theta, torch.float64)
+        for client, weight in self.client_weights.items():
+            client_value, client_gradient = self.loss_and_gradient(theta, self.rows(client))
+            value += weight * client_value
+            for name, tensor in client_gradient.items():
+                gradient[name].add_(tensor, alpha=weight)
                 sums[name] += tensor
                 squares[name] += tensor.double() ** 2
-            if client in wanted:
-                client_gradients[client] = its
+            if client in kept_clients:
+                client_gradients[client] = client_gradient
         count = len(self.client_weights)
-        dissimilarity = {
-            n: (squares[n] / count - (sums[n] / count) ** 2).clamp_min(0) for n in theta
-        }
+        dissimilarity = {}
+        for name in theta:
+            variance = squares[name] / count - (sums[name] / count) ** 2
+            dissimilarity[name] = variance.clamp_min(0)
         return LossEvaluation(value, gradient, client_gradients, dissimilarity)
 
-    @sdpa_kernel(SDPBackend.MATH)  # the fused ones cannot be differentiated twice
+    @sdpa_kernel(SDPBackend.MATH)  # the fused kernels cannot be differentiated twice
     def curvature(self, theta: Params, seed: int) -> float:
-        """The largest eigenvalue (by size) of F's Hessian on a sample of rows, by power iteration."""
-        each = max(1, HESSIAN_ROWS // len(self.client_weights))
-        parts = [self.rows(client) for client in self.client_weights]
-        x = torch.cat([part.x[:each] for part in parts])[:HESSIAN_ROWS]
-        y = torch.cat([part.y[:each] for part in parts])[:HESSIAN_ROWS]
-        values = [tensor.detach().to(self.dtype).requires_grad_() for tensor in theta.values()]
-        draw = generator(seed, "curvature")
-        vector = [torch.randn(v.shape, generator=draw).to(v.device, self.dtype) for v in values]
-        found = 0.0
+        """Return the largest absolute eigenvalue of the Hessian of F on a sample of rows.
+
+        It is computed by power iteration.
+        """
+        rows = self._sample_rows()
+        values = {
+            name: tensor.detach().to(self.dtype).requires_grad_() for name, tensor in theta.items()
+        }
+        random = generator(seed, "curvature")
+        vector = [
+            torch.randn(tensor.shape, generator=random).to(tensor.device, self.dtype)
+            for tensor in values.values()
+        ]
+        eigenvalue = 0.0
         for _ in range(POWER_STEPS):
             length = _norm(vector)
-            vector = [v / length for v in vector]
-            product = [torch.zeros_like(v) for v in values]
-            for some_x, some_y in zip(
-                torch.split(x, self.chunk), torch.split(y, self.chunk), strict=True
-            ):
-                loss = self._loss(dict(zip(theta, values, strict=True)), some_x, some_y) * (
-                    len(some_y) / len(y)
-                )
-                slope = torch.autograd.grad(
-                    loss, values, create_graph=True, allow_unused=True, materialize_grads=True
-                )
-                pull = torch.stack(
-                    [(s * v).sum() for s, v in zip(slope, vector, strict=True)]
-                ).sum()
-                parts_P = torch.autograd.grad(
-                    pull, values, allow_unused=True, materialize_grads=True
-                )
-                product = [p + part for p, part in zip(product, parts_P, strict=True)]
-            found = _norm(product)
-            if not found:
+            vector = [tensor / length for tensor in vector]
+            product = self._hessian_product(values, rows, vector)
+            eigenvalue = _norm(product)
+            if not eigenvalue:
                 break
             vector = product
-        return found + self.decay
+        return eigenvalue + self.decay
+
+    def _sample_rows(self) -> Samples:
+        """Return the first rows of each client, `HESSIAN_ROWS` in total."""
+        per_client = max(1, HESSIAN_ROWS // len(self.client_weights))
+        samples = [self.rows(client) for client in self.client_weights]
+        x = torch.cat([part.x[:per_client] for part in samples])[:HESSIAN_ROWS]
+        y = torch.cat([part.y[:per_client] for part in samples])[:HESSIAN_ROWS]
+        return Samples(x, y)
+
+    def _hessian_product(
+        self, values: Params, rows: Samples, vector: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Multiply the Hessian of the mean cross-entropy by a vector."""
+        tensors = list(values.values())
+        product = [torch.zeros_like(tensor) for tensor in tensors]
+        x_chunks, y_chunks = torch.split(rows.x, self.chunk), torch.split(rows.y, self.chunk)
+        for x, y in zip(x_chunks, y_chunks, strict=True):
+            loss = self._loss(values, x, y) * (len(y) / len(rows.y))
+            gradient = torch.autograd.grad(
+                loss, tensors, create_graph=True, allow_unused=True, materialize_grads=True
+            )
+            dot_products = [(g * v).sum() for g, v in zip(gradient, vector, strict=True)]
+            parts = torch.autograd.grad(
+                torch.stack(dot_products).sum(), tensors, allow_unused=True, materialize_grads=True
+            )
+            product = [total + part for total, part in zip(product, parts, strict=True)]
+        return product
 
 
 def build_global_loss(setup: Setup, most: int) -> GlobalLoss:
-    """The run's F; where there are more than `most` clients, over evenly spaced ones."""
+    """Return the F of a run; if there are more than `most` clients, over evenly spaced ones."""
     task = setup.task
-    ids = range(setup.clients)
-    chosen = ids if setup.clients <= most else [ids[k * setup.clients // most] for k in range(most)]
+    clients: Sequence[int] = range(setup.clients)
+    if setup.clients > most:
+        clients = [k * setup.clients // most for k in range(most)]
     weight = WEIGHTS[setup.weights]
-    weights = {id: weight(client_of(setup, id, 0)) for id in chosen}
+    weights = {client: weight(client_of(setup, client, 0)) for client in clients}
     total = sum(weights.values())
     module = use_batch_statistics(copy.deepcopy(task.model.module)).train()
     parameters = list(module.parameters())
-    size = sum(p.numel() for p in parameters)
-    precise = size <= FLOAT64_MAX_PARAMS and parameters[0].device.type == "cpu"
-    dtype = torch.float64 if precise else parameters[0].dtype
+    size = sum(parameter.numel() for parameter in parameters)
+    is_small = size <= FLOAT64_MAX_PARAMS and parameters[0].device.type == "cpu"
+    dtype = torch.float64 if is_small else parameters[0].dtype
 
     def rows(client: int) -> Samples:
         shard = task.source.shard(client)
         return Samples(shard.samples.x[shard.index], shard.samples.y[shard.index])
 
     return GlobalLoss(
-        module.to(dtype), rows, {id: w / total for id, w in weights.items()}, task.local.weight_decay,
-        task.local.batch_size if has_batch_norm(module) else CHUNK, dtype,
-    )  # fmt: skip
+        module=module.to(dtype),
+        rows=rows,
+        client_weights={client: weight / total for client, weight in weights.items()},
+        decay=task.local.weight_decay,
+        # Batch norm makes the loss depend on the batches, so use those of training.
+        chunk=task.local.batch_size if has_batch_norm(module) else CHUNK,
+        dtype=dtype,
+    )
 
 
 def squared_norm(tensors: Mapping[str, Tensor], where: Mapping[str, Tensor] | None = None) -> float:
-    """The squared length of tensors together, or of their entries at some places."""
+    """Return the squared length of all tensors, or only of the entries where a mask is True."""
     parts = (
-        t.detach() if where is None else t.detach()[where[name]] for name, t in tensors.items()
+        tensor.detach() if where is None else tensor.detach()[where[name]]
+        for name, tensor in tensors.items()
     )
     return float(sum(part.double().square().sum() for part in parts))
 
 
 def _norm(tensors: Sequence[Tensor]) -> float:
     return math.sqrt(sum(float(t.detach().double().square().sum()) for t in tensors))
+
+
+def _zeros(like: Params, dtype: torch.dtype) -> Params:
+    return {name: torch.zeros_like(tensor, dtype=dtype) for name, tensor in like.items()}

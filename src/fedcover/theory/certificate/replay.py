@@ -1,6 +1,6 @@
-"""A kept round, trained again and watched: what its masks and gradients say, in the theorems' words."""
+"""Replay of a kept round: train its clients again and measure the theorems' quantities."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -13,12 +13,12 @@ from fedcover.submodels import coverage as cov
 from fedcover.theory import RoundQuantities
 from fedcover.theory.certificate.global_loss import GlobalLoss, LossEvaluation, squared_norm
 from fedcover.theory.certificate.trajectories import ClientTrajectory, TrajectoryProbe
-from fedcover.types import Params, State
+from fedcover.types import Client, Params, State
 
 
 @dataclass(frozen=True)
 class ReplayedRound:
-    """One round as the theorems see it, and the lemmas' left-hand sides in it."""
+    """The quantities of a round, and the measured sides of the lemmas."""
 
     number: int
     quantities: RoundQuantities
@@ -27,15 +27,17 @@ class ReplayedRound:
     gradient: float
     """The squared length of the full gradient over all parameters that are ever trained."""
     dissimilarity: float
-    """zeta^2: the mean squared distance of a client's own gradient from the mean of all clients'."""
+    """zeta^2: the mean squared distance of a client's gradient from the mean of all."""
     gamma: int
     """The fewest clients that train any parameter of those that are ever trained."""
     gradient_gap: float
+    """The squared length of the mean gap of the clients' gradients (Lemma 2)."""
     noise: float
+    """The squared length of the mean noise of the clients' batches (Lemma 3)."""
     curvature: float
-    """Of F along the way that the global model went in this round; 0 where it hardly moved."""
+    """The curvature of F between the models before and after the round; 0 if it hardly moved."""
     bias: Params = field(repr=False)
-    """The mean of the holders' own gradients at the global model, less the full one."""
+    """The mean of the holders' gradients at the global model, minus the full gradient."""
 
 
 def replay_round(
@@ -46,139 +48,182 @@ def replay_round(
     num_probes: int,
     dropped: Collection[int] = (),
 ) -> ReplayedRound | None:
-    """Train a kept round again, watching every client; None if nobody answered in it.
+    """Train a kept round again and measure it.
 
-    `trained` says which parameters are trained at any time; who was `dropped` in the run is so again.
+    Args:
+        setup: the setup of the run.
+        state: the state before the round.
+        global_loss: F.
+        trained: True for each entry that some client trains in some round of the run.
+        num_probes: at how many local steps each trajectory is examined.
+        dropped: the clients that did not answer in the run.
+
+    Returns:
+        The measurements; None if no client answered.
     """
     theta = zero_untrained(state.params, trained)
-    work = [
-        (client, part)
-        for client, part in start_round(setup, state).work
-        if client.id not in dropped
-    ]
+    pending = start_round(setup, state)
+    work = [(client, part) for client, part in pending.work if client.id not in dropped]
     if not work:
         return None
-    full = global_loss.evaluate(theta, keep=[client.id for client, _ in work])
-    absent = [client.id for client, _ in work if client.id not in full.client_gradients]
-    client_gradients = full.client_gradients | {
-        id: global_loss.loss_and_gradient(theta, global_loss.rows(id))[1] for id in absent
-    }
-    size, rows = setup.task.local.batch_size, [client.samples for client, _ in work]
-    uneven = (
-        any(count % size for count in rows if count > size)
-        or len({-(-count // size) for count in rows}) > 1
-    )
-    watcher = TrajectoryProbe(
-        global_loss, theta, client_gradients, num_probes, uneven or setup.task.local.momentum > 0
+    clients = [client for client, _ in work]
+    full = _evaluate_with_clients(global_loss, theta, [client.id for client in clients])
+    probe = TrajectoryProbe(
+        global_loss,
+        theta,
+        full.client_gradients,
+        num_probes,
+        every_batch=_has_uneven_batches(clients, setup.task.local.batch_size)
+        or setup.task.local.momentum > 0,
     )
     lr = setup.lr(state.round)
-    seen = [watcher.train(setup.task, state, client, reduction, lr) for client, reduction in work]
-    updates = sorted(
-        (update for update, _ in seen), key=lambda update: update.client.id
-    )  # as a round adds them up
-    moved = zero_untrained(aggregate(setup, state, updates).params, trained)
-    paths = [path for _, path in seen]
-    return _measure_round(
-        setup,
-        state,
-        theta,
-        moved,
-        replace(full, client_gradients=client_gradients),
-        global_loss,
-        paths,
-        trained,
-    )
+    updates, paths = [], []
+    for client, reduction in work:
+        update, path = probe.train(setup.task, state, client, reduction, lr)
+        updates.append(update)
+        paths.append(path)
+    updates.sort(key=lambda update: update.client.id)  # the order in which a round sums them
+    after = zero_untrained(aggregate(setup, state, updates).params, trained)
+    return _measure_round(setup, state, theta, after, full, global_loss, paths, trained)
 
 
 def zero_untrained(params: Params, trained: Mapping[str, Tensor]) -> Params:
-    """The union of all local models: parameters that nobody ever trains are zero, as every client sees them."""
+    """Set entries to zero that no client ever trains: the union of all sub-models."""
     return {name: torch.where(trained[name], tensor, 0) for name, tensor in params.items()}
 
 
+def _evaluate_with_clients(
+    global_loss: GlobalLoss, theta: Params, clients: list[int]
+) -> LossEvaluation:
+    """Evaluate F, and the gradients of these clients even if they are not part of F."""
+    full = global_loss.evaluate(theta, keep=clients)
+    gradients = dict(full.client_gradients)
+    for client in clients:
+        if client not in gradients:
+            _, gradients[client] = global_loss.loss_and_gradient(theta, global_loss.rows(client))
+    return replace(full, client_gradients=gradients)
+
+
+def _has_uneven_batches(clients: list[Client], batch_size: int) -> bool:
+    """Return whether batches of one client differ in size, or clients in numbers of batches."""
+    sizes = [client.samples for client in clients]
+    has_remainder = any(size % batch_size for size in sizes if size > batch_size)
+    batch_counts = {-(-size // batch_size) for size in sizes}
+    return has_remainder or len(batch_counts) > 1
+
+
+# ── the quantities ──────────────────────────────────────────────────────────────────────────────
+
+
 def _measure_round(
-    setup: Setup, state: State, theta: Params, after: Params, full: LossEvaluation, global_loss: GlobalLoss, paths: list[ClientTrajectory],
+    setup: Setup,
+    state: State,
+    theta: Params,
+    after: Params,
+    full: LossEvaluation,
+    global_loss: GlobalLoss,
+    paths: list[ClientTrajectory],
     trained: Mapping[str, Tensor],
-) -> ReplayedRound:  # fmt: skip
+) -> ReplayedRound:
+    """Compute all quantities of a round from the models around it and the clients' trajectories."""
     weight = WEIGHTS[setup.weights]
+    weights = [weight(path.client) for path in paths]
     total = _zeros(theta)
-    for path in paths:
-        path.reduction.add_into(total, None, weight(path.client))
+    for path, client_weight in zip(paths, weights, strict=True):
+        path.reduction.add_into(total, None, client_weight)
     counts = cov.count(theta, [path.reduction for path in paths])
-    covered = {name: tensor > 0 for name, tensor in counts.items()}
-    held = [path.reduction.mask(theta) for path in paths]
-    inverse_coverage = [
-        weight(path.client)
-        / min(float(total[name][bits].min()) for name, bits in mask.items() if bool(bits.any()))
-        for path, mask in zip(paths, held, strict=True)
-    ]
+    covered = {name: count > 0 for name, count in counts.items()}
+    masks = [path.reduction.mask(theta) for path in paths]
 
-    def averaged(vectors: list[Params]) -> Params:
-        return _coverage_mean(vectors, paths, total, [weight(path.client) for path in paths])
+    def mean(vectors: list[Params]) -> Params:
+        return _coverage_mean(vectors, paths, total, weights)
 
-    bias = averaged(
-        [path.reduction.extract(full.client_gradients[path.client.id]) for path in paths]
-    )
-    most = max(path.steps.total for path in paths)
-    batch_gradient = (
-        averaged([{n: t / most for n, t in path.batch_gradient.items()} for path in paths])
-        if paths[0].batch_gradient
-        else bias
-    )
-    spread = {
-        name: zeta_P
-        / counts[name].clamp_min(1)
-        * (setup.clients - counts[name].double())
-        / max(1, setup.clients - 1)
-        for name, zeta_P in full.dissimilarity.items()
-    }
-    gradient_gap, noise = (
-        averaged([path.gradient_gap for path in paths]),
-        averaged([path.noise for path in paths]),
-    )
-    for path in (
-        paths
-    ):  # a certificate may look at many rounds, and a path's vectors are as large as a model
+    bias = mean([path.reduction.extract(full.client_gradients[path.client.id]) for path in paths])
+    batch_gradient = _mean_batch_gradient(paths, mean) if paths[0].batch_gradient else bias
+    gradient_gap = mean([path.gradient_gap for path in paths])
+    noise = mean([path.noise for path in paths])
+    # Drop the vectors: there may be many rounds, and each vector is as large as a model.
+    for path in paths:
         path.gradient_gap, path.noise, path.batch_gradient = {}, {}, {}
-    change = {name: (after[name].double() - theta[name].double()) for name in theta}
     quantities = RoundQuantities(
         lr=setup.lr(state.round),
-        inverse_coverage=tuple(inverse_coverage),
+        inverse_coverage=tuple(
+            client_weight / _smallest(total, mask)
+            for client_weight, mask in zip(weights, masks, strict=True)
+        ),
         pruned_energy=tuple(path.pruned_energy for path in paths),
-        gamma=_smallest_count(counts, covered),
+        gamma=int(_smallest(counts, covered)),
         energy=squared_norm(theta),
         gradient=squared_norm(full.gradient, covered),
         bias=_squared_distance(bias, full.gradient, covered),
         offset=_squared_distance(batch_gradient, full.gradient, covered),
-        spread=sum(float(tensor[covered[name]].sum()) for name, tensor in spread.items()),
-        regions=_count_regions(held),
+        spread=_sampling_spread(full.dissimilarity, counts, covered, setup.clients),
+        regions=_count_regions(masks),
     )
+    dissimilarity = sum(tensor[trained[name]].sum() for name, tensor in full.dissimilarity.items())
     return ReplayedRound(
-        number=state.round, quantities=quantities, paths=tuple(paths), value=full.value,
-        gradient=squared_norm(full.gradient, trained), gamma=_smallest_count(counts, trained),
-        dissimilarity=float(sum(tensor[trained[name]].sum() for name, tensor in full.dissimilarity.items())),
-        gradient_gap=squared_norm(gradient_gap), noise=squared_norm(noise),
-        curvature=_curvature(global_loss, theta, after, change, full),
-        bias={name: torch.where(covered[name], tensor - full.gradient[name], 0) for name, tensor in bias.items()},
-    )  # fmt: skip
+        number=state.round,
+        quantities=quantities,
+        paths=tuple(paths),
+        value=full.value,
+        gradient=squared_norm(full.gradient, trained),
+        gamma=int(_smallest(counts, trained)),
+        dissimilarity=float(dissimilarity),
+        gradient_gap=squared_norm(gradient_gap),
+        noise=squared_norm(noise),
+        curvature=_curvature(global_loss, theta, after, full),
+        bias={
+            name: torch.where(covered[name], tensor - full.gradient[name], 0)
+            for name, tensor in bias.items()
+        },
+    )
 
 
 def _coverage_mean(
     vectors: list[Params], paths: list[ClientTrajectory], total: Params, weights: list[float]
 ) -> Params:
-    """The weighted mean over the clients that hold each parameter, zero where nobody does."""
-    found = {name: torch.zeros_like(tensor) for name, tensor in total.items()}
+    """Return the weighted mean over the clients that hold each entry; zero if no client does."""
+    sums = _zeros(total)
     for vector, path, weight in zip(vectors, paths, weights, strict=True):
-        path.reduction.add_into(found, {n: t.double() for n, t in vector.items()}, weight)
+        doubles = {name: tensor.double() for name, tensor in vector.items()}
+        path.reduction.add_into(sums, doubles, weight)
     return {
-        name: torch.where(total[name] > 0, tensor / total[name], 0)
-        for name, tensor in found.items()
+        name: torch.where(total[name] > 0, tensor / total[name], 0) for name, tensor in sums.items()
     }
 
 
-def _smallest_count(counts: Params, where: Mapping[str, Tensor]) -> int:
-    """The smallest count at some places."""
+def _mean_batch_gradient(
+    paths: list[ClientTrajectory], mean: Callable[[list[Params]], Params]
+) -> Params:
+    """Return the clients' mean batch gradient at the global model, relative to the most steps."""
+    most_steps = max(path.steps.total for path in paths)
+    return mean(
+        [
+            {name: tensor / most_steps for name, tensor in path.batch_gradient.items()}
+            for path in paths
+        ]
+    )
+
+
+def _sampling_spread(
+    dissimilarity: Params, counts: Params, covered: Mapping[str, Tensor], num_clients: int
+) -> float:
+    """Return the expected squared bias of a random cohort; see `RoundQuantities.spread`."""
+    total = 0.0
+    for name, zeta in dissimilarity.items():
+        count = counts[name]
+        outside = num_clients - count.double()
+        spread = zeta / count.clamp_min(1) * outside / max(1, num_clients - 1)
+        total += float(spread[covered[name]].sum())
+    return total
+
+
+def _smallest(tensors: Params, where: Mapping[str, Tensor]) -> float:
+    """Return the smallest entry where a mask is True."""
     return min(
-        int(tensor[where[name]].min()) for name, tensor in counts.items() if bool(where[name].any())
+        float(tensor[where[name]].min())
+        for name, tensor in tensors.items()
+        if bool(where[name].any())
     )
 
 
@@ -187,30 +232,37 @@ def _squared_distance(left: Params, right: Params, where: Mapping[str, Tensor]) 
 
 
 def _curvature(
-    global_loss: GlobalLoss, theta: Params, after: Params, change: Params, full: LossEvaluation
+    global_loss: GlobalLoss, theta: Params, after: Params, full: LossEvaluation
 ) -> float:
-    """Twice what F rose above its tangent, over the squared way; only where that is no mere rounding."""
-    way = squared_norm(change)
-    if way <= 1e-10 * max(squared_norm(theta), 1e-30):
+    """Return the curvature of F between two models: twice its rise above the tangent, per distance.
+
+    Returns 0 if that cannot be told from rounding errors.
+    """
+    change = {name: after[name].double() - theta[name].double() for name in theta}
+    squared_distance = squared_norm(change)
+    if squared_distance <= 1e-10 * max(squared_norm(theta), 1e-30):
         return 0.0
     slope = float(
         sum((full.gradient[name].double() * tensor).sum() for name, tensor in change.items())
     )
-    above = global_loss.evaluate(after).value - full.value - slope
+    rise = global_loss.evaluate(after).value - full.value - slope
     rounding = 1e-12 if global_loss.dtype == torch.float64 else 1e-5
-    return 2 * above / way if abs(above) > rounding * abs(full.value) else 0.0
+    return 2 * rise / squared_distance if abs(rise) > rounding * abs(full.value) else 0.0
 
 
-def _count_regions(held: list[dict[str, Tensor]]) -> int:
-    """How many different sets of clients hold some parameter: each set has its own sum of random numbers."""
-    draw = torch.Generator().manual_seed(0)
-    marks = torch.randint(1, 2**52, (len(held),), generator=draw).tolist()
-    found: set[int] = set()
-    for name in held[0]:
-        sums = sum(mask[name].long() * mark for mask, mark in zip(held, marks, strict=True))
-        assert isinstance(sums, Tensor)
-        found |= set(torch.unique(sums).tolist())
-    return len(found - {0})
+def _count_regions(masks: list[dict[str, Tensor]]) -> int:
+    """Count the different sets of clients that hold some entry.
+
+    Each client gets a random number; sets are told apart by the sums of their numbers.
+    """
+    random = torch.Generator().manual_seed(0)
+    numbers = torch.randint(1, 2**52, (len(masks),), generator=random).tolist()
+    sums: set[int] = set()
+    for name in masks[0]:
+        total = sum(mask[name].long() * number for mask, number in zip(masks, numbers, strict=True))
+        assert isinstance(total, Tensor)
+        sums |= set(torch.unique(total).tolist())
+    return len(sums - {0})
 
 
 def _zeros(like: Params) -> Params:
