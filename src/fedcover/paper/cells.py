@@ -1,4 +1,4 @@
-"""Every number that is reproduced, as data: a cell is a place in the tables and its experiment."""
+"""Every number to reproduce, as data: a cell is an entry of a table and its experiment."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +23,10 @@ RATE = 0.01
 RATES = (0.01, 0.03, 0.1, 0.3)
 RATE_SEED = 1000
 RATE_ROUNDS = {"mnist": 100, "cifar10": 20, "cifar100": 20}
-"""The second learning rate: these are tried on rows held out from the training set, with a seed of their own."""
+"""Rounds for choosing the second learning rate.
+
+All rates are tried on rows held out from the training set, with a seed of their own.
+"""
 
 PUBLIC_CODE = (
     "1111111111", "1111114444", "1111444444", "1111223344", "1111234444", "1114556677", "1234556677", "1444777777",
@@ -33,7 +36,7 @@ _SWITCHES = "argsort=true, wrong_net=true, unmasked=true"
 
 @dataclass(frozen=True)
 class Cell:
-    """One number: its place (data set, column, level, setting, which row) and the experiment, at seed 0."""
+    """One number: its entry in the tables, and its experiment at seed 0."""
 
     id: str
     dataset: str
@@ -47,25 +50,27 @@ class Cell:
 
     @property
     def score(self) -> str:
-        """Which figure of a run counts: where a part of the model is never trained, it counts as absent."""
+        """The metric that counts. A part of the model that is never trained counts as absent."""
         return "accuracy_common" if self.setting == "homogeneous" else "accuracy"
 
     def seeds(self, count: int) -> tuple[int, ...]:
-        """The seeds that it is run with; those that choose a learning rate are not those that are reported."""
+        """Return the seeds of the cell. Learning rates are chosen with another seed than reported."""
         return (RATE_SEED,) if self.row == "rates" else tuple(range(count))
 
     def with_seed(self, seed: int) -> Experiment:
-        """The experiment with one seed."""
+        """Return the experiment with one seed."""
         return self.experiment.model_copy(update={"seed": seed, "name": f"{self.id}_{seed}"})
 
 
 def cells(second_rates: Mapping[str, float]) -> tuple[Cell, ...]:
-    """All cells, the most wanted first; `second_rates` are the data sets' other learning rates where they are known.
+    """Return all cells, the most important first.
+
+    `second_rates` are the other learning rates of the data sets, as far as they are known.
 
     >>> len({cell.id for cell in cells({})}) == len(cells({}))
     True
     """
-    found = [
+    all_cells = [
         *_main(),
         *_appendix(),
         *_rates(),
@@ -74,27 +79,33 @@ def cells(second_rates: Mapping[str, float]) -> tuple[Cell, ...]:
         *_second_rate(second_rates),
         *_dirichlet(),
     ]
-    merged: dict[str, Cell] = {}
-    for cell in found:
-        known = merged.setdefault(cell.id, cell)
-        merged[cell.id] = replace(known, sets=known.sets | cell.sets)
-    return tuple(merged.values())
+    cell_by_id: dict[str, Cell] = {}
+    for cell in all_cells:
+        first = cell_by_id.setdefault(cell.id, cell)
+        cell_by_id[cell.id] = replace(first, sets=first.sets | cell.sets)
+    return tuple(cell_by_id.values())
 
 
 def cell_id(dataset: str, column: str, design: str, suffix: str = "") -> str:
-    """The name under which a cell's results are kept."""
+    """Return the name under which a cell's results are stored."""
     return "-".join(word for word in (dataset, column, design, suffix) if word)
 
 
 def _base(dataset: str, column: str) -> dict[str, object]:
-    """What all cells of a column share; everything else has the experiment's defaults, which are the paper's."""
-    partition = {"iid": "iid", "dirichlet": f"dirichlet(alpha={DIRICHLET_ALPHA[dataset]:g})"}.get(
-        column
-    )
+    """Return the fields that the cells of a column share.
+
+    All other fields have the experiment's defaults, which are the paper's values.
+    """
+    if column == "iid":
+        partition = "iid"
+    elif column == "dirichlet":
+        partition = f"dirichlet(alpha={DIRICHLET_ALPHA[dataset]:g})"
+    else:
+        partition = f"labels(limit={column.removeprefix('L')})"
     return {
         "dataset": dataset,
         "model": MODEL_OF_DATASET[dataset],
-        "partition": partition or f"labels(limit={column.removeprefix('L')})",
+        "partition": partition,
         "lr": RATE,
     }
 
@@ -163,7 +174,7 @@ def _planned() -> list[Cell]:
 
 
 def _public_code() -> list[Cell]:
-    """The public code's departures all at once, but for `leak`, which is no property of a single run."""
+    """Return cells with all departures of the public code, except `leak`, which needs two runs."""
     return [
         _cell(
             "mnist", column, Design("appendix", "pruning", f"pruning-{name}", {}), "public-code", ["mnist-pruning"],
@@ -225,36 +236,34 @@ AXES = ("dataset", "column", "level", "setting", "row", "seed", "cell")
 def select_cells(
     of: Iterable[Cell], sets: Sequence[str], seeds: int, only: Mapping[str, Sequence[str]]
 ) -> list[tuple[Cell, int]]:
-    """The cells and seeds of some sets that a filter leaves: first every cell with the first seed, and so on."""
+    """Return the cells and seeds of some sets that pass a filter, sorted by seed."""
     for name in sets:
         if name not in SETS:
             raise unknown("reproduce", name, SETS)
     for axis in only:
         if axis not in AXES:
             raise unknown("only", axis, AXES)
-    wanted = [(cell, seed) for cell in of if cell.sets & set(sets) for seed in cell.seeds(seeds)]
+    selected = [(cell, seed) for cell in of if cell.sets & set(sets) for seed in cell.seeds(seeds)]
     for axis, values in only.items():
-        known = {_value(cell, seed, axis) for cell, seed in wanted}
+        existing_values = {_value(cell, seed, axis) for cell, seed in selected}
         for value in values:
-            if value not in known:
-                raise unknown(f"only {axis}", value, sorted(known))
-        wanted = [(cell, seed) for cell, seed in wanted if _value(cell, seed, axis) in values]
-    return sorted(wanted, key=lambda pair: pair[1])
+            if value not in existing_values:
+                raise unknown(f"only {axis}", value, sorted(existing_values))
+        selected = [(cell, seed) for cell, seed in selected if _value(cell, seed, axis) in values]
+    return sorted(selected, key=lambda pair: pair[1])
 
 
 def _value(cell: Cell, seed: int, axis: str) -> str:
-    return str(
-        {"seed": seed, "cell": cell.id}.get(axis)
-        if axis in ("seed", "cell")
-        else getattr(cell, axis)
-    )
+    if axis == "seed":
+        return str(seed)
+    return str(cell.id if axis == "cell" else getattr(cell, axis))
 
 
 # ── the smoke run ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def smoke_cell(cell: Cell) -> Cell:
-    """The same design at the size of a smoke run: its figures say nothing, but everything has been through."""
+    """Return the same design at the size of a smoke run, whose numbers mean nothing."""
     full = cell.experiment
     label = re.search(r"limit=(\d+)", full.partition)
     limit = {"50": "5", "20": "2"}.get(label[1], label[1]) if label else None

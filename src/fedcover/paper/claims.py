@@ -1,4 +1,4 @@
-"""What the paper prints, and which design each row of its main table stands for in our reading."""
+"""The paper's printed numbers, and the design that each row of its main table describes."""
 
 import tomllib
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ COLUMNS = {
     "cifar10": ("iid", "L5", "L2"),
     "cifar100": ("iid", "L50", "L20"),
 }
-"""The columns of the main table: independent data, then at most so many labels for each client."""
+"""The columns of the main table: IID data, then limits on the labels per client."""
 
 CODENAMES: dict[tuple[str, str], tuple[str, ...]] = {
     ("low", "greedy"): ("1111114444",),
@@ -26,12 +26,12 @@ CODENAMES: dict[tuple[str, str], tuple[str, ...]] = {
     ("high", "greedy"): ("1114777777", "1444777777"),
     ("high", "optimised"): ("1114556677", "1234556677"),
 }
-"""The MLP's designs by level. Two fleets fit what is printed of the high level, so there both are run."""
+"""The MLP's designs by level. Two fleets fit the printed high level, so both are run."""
 
 
 @dataclass(frozen=True)
 class MainRow:
-    """A row of the main table: its printed coverage, and its accuracies in percent by data set and column."""
+    """A row of the main table: coverage, and accuracies in percent by data set and column."""
 
     level: str
     setting: str
@@ -41,7 +41,7 @@ class MainRow:
 
 @dataclass(frozen=True)
 class CodenameRow:
-    """A row of an appendix table; shares are of the full model's, accuracies are in percent."""
+    """A row of an appendix table. Shares refer to the full model; accuracies are in percent."""
 
     codename: str
     devices: tuple[int, int, int]
@@ -62,7 +62,7 @@ def _claims_toml() -> dict[str, list[dict[str, Any]]]:
 
 @cache
 def main_rows() -> tuple[MainRow, ...]:
-    """The main table from top to bottom.
+    """Return the rows of the main table from top to bottom.
 
     >>> main_rows()[0].accuracy["mnist"]
     {'iid': 98.08, 'L5': 97.7, 'L2': 93.59}
@@ -83,7 +83,7 @@ def main_rows() -> tuple[MainRow, ...]:
 
 @cache
 def codename_rows(kind: str) -> tuple[CodenameRow, ...]:
-    """The appendix table of `pruning` or `subnet`.
+    """Return the rows of the appendix table of `pruning` or `subnet`.
 
     >>> codename_rows("subnet")[2].gamma
     6
@@ -96,7 +96,7 @@ def codename_rows(kind: str) -> tuple[CodenameRow, ...]:
 
 
 def claimed_accuracy(dataset: str, column: str, level: str, setting: str) -> float | None:
-    """What the main table prints in one place, in percent; None where it has no such place."""
+    """Return an accuracy of the main table in percent, or None if it has no such entry."""
     for row in main_rows():
         if (row.level, row.setting) == (level, setting):
             return row.accuracy[dataset].get(column)
@@ -104,7 +104,9 @@ def claimed_accuracy(dataset: str, column: str, level: str, setting: str) -> flo
 
 
 def codenames(level: str, setting: str) -> tuple[str, ...]:
-    """The codenames that a setting of the main table stands for with the MLP; none for homogeneous models.
+    """Return the codenames of a setting of the main table with the MLP.
+
+    Homogeneous models have none.
 
     >>> codenames("high", "subnet-static")
     ('1114777777', '1444777777')

@@ -1,4 +1,4 @@
-"""The rows of the main table as designs: who holds what at each level, for the MLP and for the ResNets."""
+"""The rows of the main table as designs: what each client holds at each level."""
 
 import re
 from collections.abc import Mapping
@@ -19,12 +19,15 @@ RESNET_FLEETS = {
     "medium": ("4x1.0 + 6x0.5", "1234 " * 4 + "14 23 13 24 12 34"),
     "high": ("3x1.0 + 1x0.5 + 6x0.25", "1234 " * 3 + "12 3 3 4 4 1 2"),
 }
-"""The ResNets' fleets, and the regions of every slot in the optimised rows: each region as often as it can be held."""
+"""The ResNets' fleets, and the regions of each slot in the optimised rows.
+
+Each region is held as often as the fleet allows.
+"""
 
 
 @dataclass(frozen=True)
 class Design:
-    """A setting of a level: how it is called, and what it changes in an experiment."""
+    """A setting of a level: its name, and the fields of the experiment that it changes."""
 
     level: str
     setting: str
@@ -33,17 +36,12 @@ class Design:
 
 
 def designs(dataset: str) -> tuple[Design, ...]:
-    """The rows of the main table for a data set; the MLP's high level has two fleets."""
-    full = Design("full", "full", "full", {"policy": "full", "fleet": "1x1.0"})
-    make = _mlp_designs if dataset == "mnist" else _resnet_designs
-    return (
-        full,
-        *(
-            design
-            for level in LEVELS[1:]
-            for design in [*make(level), _homogeneous(dataset, level)]
-        ),
-    )
+    """Return the rows of the main table for a data set; the MLP's high level has two fleets."""
+    rows = [Design("full", "full", "full", {"policy": "full", "fleet": "1x1.0"})]
+    for level in LEVELS[1:]:
+        rows += _mlp_designs(level) if dataset == "mnist" else _resnet_designs(level)
+        rows.append(_homogeneous(dataset, level))
+    return tuple(rows)
 
 
 def _mlp_designs(level: str) -> list[Design]:
@@ -55,12 +53,11 @@ def _mlp_designs(level: str) -> list[Design]:
 
 
 def codename_design(level: str, setting: str, kind: str, name: str) -> Design:
-    """The design that a codename stands for; of ones only, it is the full model."""
+    """Return the design of a codename. If all its digits are 1, it is the full model."""
     if set(name) == {"1"}:
         return designs("mnist")[0]
-    return Design(
-        level, setting, f"{kind}-{name}", {"policy": f"regions(codename='{name}', kind='{kind}')"}
-    )
+    policy = f"regions(codename='{name}', kind='{kind}')"
+    return Design(level, setting, f"{kind}-{name}", {"policy": policy})
 
 
 def _resnet_designs(level: str) -> list[Design]:
@@ -89,29 +86,34 @@ def _homogeneous(dataset: str, level: str) -> Design:
 
 
 def planned_designs(dataset: str) -> tuple[Design, ...]:
-    """Our planner with the optimised row's fleet and, where one round can give it, that row's coverage."""
-    found = []
+    """Return our planner's designs with the fleets of the optimised rows.
+
+    They have the coverage of the optimised row where one round can reach it.
+    """
+    planned = []
     for design in designs(dataset):
         kind, _, manner = design.setting.partition("-")
         if manner != "optimised":
             continue
-        wish = (
-            f", gamma={aimed_coverage(design)}" if dataset == "mnist" or kind == "pruning" else ""
-        )
+        gamma_option = ""
+        if dataset == "mnist" or kind == "pruning":
+            gamma_option = f", gamma={aimed_coverage(design)}"
         fields = {
-            "policy": f"planned(kind='{kind}'{wish})",
+            "policy": f"planned(kind='{kind}'{gamma_option})",
             "fleet": Experiment(**design.fields).fleet,
             "assignment": "slot",
         }
-        found.append(Design(design.level, f"{kind}-planned", f"{design.name}-planned", fields))
-    return tuple(found)
+        planned.append(Design(design.level, f"{kind}-planned", f"{design.name}-planned", fields))
+    return tuple(planned)
 
 
 def aimed_coverage(design: Design) -> int:
-    """How often an optimised design holds every region: its coverage, were every parameter in a single region."""
+    """Return how often an optimised design holds every region.
+
+    This is its coverage if every parameter belongs to a single region.
+    """
     slots = re.search(r"slots='([^']*)'", str(design.fields["policy"]))
-    return (
-        slot_coverage(slots[1])
-        if slots
-        else min(region_coverage(design.name.partition("-")[2]).values())
-    )
+    if slots:
+        return slot_coverage(slots[1])
+    codename = design.name.partition("-")[2]
+    return min(region_coverage(codename).values())

@@ -1,4 +1,4 @@
-"""docs/reproduction.md and its figures, made from the results and the paper's printed numbers and nothing else."""
+"""Write docs/reproduction.md and its figures from the results and the paper's numbers alone."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 from fedcover.errors import InvalidValue
 from fedcover.host.disk import write_atomically
 from fedcover.paper import comparisons
-from fedcover.paper.cells import ROWS, SETS, cell_id
+from fedcover.paper.cells import ROWS, SETS, Cell, cell_id
 from fedcover.paper.claims import (
     COLUMNS,
     DATASETS,
@@ -35,11 +35,11 @@ FIGURES = {
 }
 
 FAR = 5.0
-"""Points by which a full model may miss the printed one before its column is said to be another experiment."""
+"""Points by which a full model may differ from the printed one before its column is flagged."""
 
 
 def write(results: Path, docs: Path) -> list[Path]:
-    """Write the document and its figures; what has no results yet says so."""
+    """Write the document and its figures. Parts without results say so."""
     if not any(results.glob("*.jsonl")):
         raise InvalidValue(
             f"out must be a folder with results of cells (.jsonl); got {str(results)!r}"
@@ -53,17 +53,20 @@ def write(results: Path, docs: Path) -> list[Path]:
 
 
 def write_figures(evidence: Evidence, folder: Path) -> list[Path]:
-    """Write the curves that there are."""
-    drawn = draw_figures(evidence)
-    if drawn:
+    """Write the figures that have results."""
+    svg_by_name = draw_figures(evidence)
+    if svg_by_name:
         folder.mkdir(parents=True, exist_ok=True)
-    for name, svg in drawn.items():
-        write_atomically(folder / f"{name}.svg", svg.encode())
-    return [folder / f"{name}.svg" for name in drawn]
+    paths = []
+    for name, svg in svg_by_name.items():
+        path = folder / f"{name}.svg"
+        write_atomically(path, svg.encode())
+        paths.append(path)
+    return paths
 
 
 def render(evidence: Evidence) -> str:
-    """The document: prose from a template, every number from the results."""
+    """Return the document: prose from a template, every number from the results."""
     text = (files("fedcover.paper") / "reproduction.md").read_text(encoding="utf-8")
     for name, block in BLOCKS.items():
         text = text.replace(f"{{{{{name}}}}}", block(evidence))
@@ -74,32 +77,26 @@ def render(evidence: Evidence) -> str:
 
 
 def progress(evidence: Evidence) -> str:
-    """How much of what is planned has been run."""
+    """Return how many of the planned cells have been run."""
+    cells_by_row: dict[tuple[str, str], list[Cell]] = {
+        (dataset, row): [] for dataset in DATASETS for row in ROWS
+    }
+    for cell in evidence.cells.values():
+        cells_by_row[cell.dataset, cell.row].append(cell)
     rows = []
-    for dataset in DATASETS:
-        for row in ROWS:
-            of = [
-                cell
-                for cell in evidence.cells.values()
-                if (cell.dataset, cell.row) == (dataset, row)
-            ]
-            if of:
-                done = [len(evidence.results[cell.id]) for cell in of]
-                need = len(of[0].seeds(3))
-                rows.append(
-                    [
-                        DISPLAY_NAMES[dataset],
-                        row,
-                        len(of),
-                        sum(n > 0 for n in done),
-                        sum(n >= need for n in done),
-                    ]
-                )
+    for (dataset, row), cells in cells_by_row.items():
+        if not cells:
+            continue
+        num_runs = [len(evidence.results[cell.id]) for cell in cells]
+        num_seeds = len(cells[0].seeds(3))
+        with_a_run = sum(number > 0 for number in num_runs)
+        complete = sum(number >= num_seeds for number in num_runs)
+        rows.append([DISPLAY_NAMES[dataset], row, len(cells), with_a_run, complete])
     return markdown_table(["data", "rows", "cells", "with a run", "with all seeds"], rows)
 
 
 def main_tables(evidence: Evidence) -> str:
-    """The main table, one table for each data set and column."""
+    """Return the main table, split by data set and column."""
     lead = ["level", "setting", "design", "Γ printed", "Γ ours", "claimed"]
     heads = [*lead, "last", "last ten rounds", "best", "seeds", "against the claim"]
     parts = []
@@ -113,59 +110,74 @@ def main_tables(evidence: Evidence) -> str:
 
 
 def baselines(evidence: Evidence) -> str:
-    """The full model, of which nothing is cut, beside the printed one; and the columns where it is far away."""
-    rows, far = [], []
+    """Compare the full model with the printed one, and name the columns with a large difference."""
+    rows: list[list[object]] = []
+    far: list[str] = []
     for dataset in DATASETS:
         for column in COLUMNS[dataset]:
-            id, claim = (
-                cell_id(dataset, column, "full"),
-                claimed_accuracy(dataset, column, "full", "full"),
-            )
+            id = cell_id(dataset, column, "full")
+            claim = claimed_accuracy(dataset, column, "full", "full")
             tail, swing = evidence.seed_statistics(id, "tail"), evidence.swing(id)
             if tail is None or claim is None or swing is None:
                 continue
             name = f"{DISPLAY_NAMES[dataset]} {column_name(column)}"
-            rows.append([name, f"{claim:.2f}", spread(evidence.seed_statistics(id)), spread(tail), f"{swing:.2f}",
-                         f"{tail.mean - claim:+.2f}"])  # fmt: skip
-            far += [name] if abs(tail.mean - claim) > FAR else []
+            last = spread(evidence.seed_statistics(id))
+            difference = tail.mean - claim
+            rows.append(
+                [name, f"{claim:.2f}", last, spread(tail), f"{swing:.2f}", f"{difference:+.2f}"]
+            )
+            if abs(difference) > FAR:
+                far.append(name)
     heads = ["column", "claimed", "last", "last ten rounds", "swing", "last ten less claimed"]
     return f"{markdown_table(heads, rows)}\n\nMore than {FAR:g} points away: {', '.join(far) or 'none'}."
 
 
 def summary_block(evidence: Evidence) -> str:
-    """What the results say about the paper's claim, in a few lines."""
+    """Return what the results say about the paper's claim, in a few lines."""
     lines = []
     for dataset in DATASETS:
-        ids = [
-            cell_id(dataset, column, design.name)
-            for column in COLUMNS[dataset]
-            for design in designs(dataset)
-        ]
-        run = f"{sum(bool(evidence.results[id]) for id in ids)} of {len(ids)} cells of the main table have runs"
-        of_dataset = [where for where in comparisons.comparisons() if where.dataset == dataset]
-        known = comparisons.with_results(evidence, of_dataset)
-        ranked = (
-            f" Optimised against greedy at equal capacity: {comparisons.count_verdicts(known)}."
-            if known
-            else ""
-        )
-        lines.append(f"- {DISPLAY_NAMES[dataset]}: {run}.{ranked}")
+        lines.append(_dataset_summary(evidence, dataset))
         for column in COLUMNS[dataset]:
-            of = [
-                cell_id(dataset, column, d.name)
-                for d in designs(dataset)
-                if d.setting != "homogeneous"
-            ]
-            ends = [found.mean for id in of if (found := evidence.seed_statistics(id)) is not None]
-            if ends:
-                most = f"between {min(ends):.2f} and {max(ends):.2f}"
-                share = f"{len(ends)} of {len(of)} designs that are not homogeneous have runs"
-                lines.append(f"  - {column_name(column)}: {share}; they end {most}.")
+            lines += _column_summary(evidence, dataset, column)
     return "\n".join(lines)
 
 
+def _dataset_summary(evidence: Evidence, dataset: str) -> str:
+    ids = [
+        cell_id(dataset, column, design.name)
+        for column in COLUMNS[dataset]
+        for design in designs(dataset)
+    ]
+    with_runs = sum(bool(evidence.results[id]) for id in ids)
+    planned = [pair for pair in comparisons.comparisons() if pair.dataset == dataset]
+    compared = comparisons.with_results(evidence, planned)
+    line = (
+        f"- {DISPLAY_NAMES[dataset]}: {with_runs} of {len(ids)} cells of the main table have runs."
+    )
+    if compared:
+        verdict_counts = comparisons.count_verdicts(compared)
+        line += f" Optimised against greedy at equal capacity: {verdict_counts}."
+    return line
+
+
+def _column_summary(evidence: Evidence, dataset: str, column: str) -> list[str]:
+    """Return the range of the final accuracies of a column, or nothing without runs."""
+    ids = [
+        cell_id(dataset, column, design.name)
+        for design in designs(dataset)
+        if design.setting != "homogeneous"
+    ]
+    all_statistics = [evidence.seed_statistics(id) for id in ids]
+    means = [statistics.mean for statistics in all_statistics if statistics is not None]
+    if not means:
+        return []
+    share = f"{len(means)} of {len(ids)} designs that are not homogeneous have runs"
+    span = f"between {min(means):.2f} and {max(means):.2f}"
+    return [f"  - {column_name(column)}: {share}; they end {span}."]
+
+
 def verdicts(evidence: Evidence) -> str:
-    """How the main table's claims fared, counted."""
+    """Count how our results compare with the claims of the main table."""
     words = ("=", "higher", "lower", "one seed", "diverged", "not run")
     rows = []
     for dataset in DATASETS:
@@ -198,7 +210,7 @@ def _main_row(evidence: Evidence, dataset: str, column: str, design: Design) -> 
 
 
 def appendix_table(kind: str) -> Callable[[Evidence], str]:
-    """One of the appendix tables, with global and local accuracy."""
+    """Return the block of an appendix table, with global and local accuracy."""
 
     def block(evidence: Evidence) -> str:
         columns = [
@@ -232,7 +244,7 @@ def _appendix_row(evidence: Evidence, kind: str, row: CodenameRow) -> list[objec
 
 
 def audit_block(evidence: Evidence) -> str:
-    """What is wrong in the printed tables."""
+    """Return what is wrong in the printed tables."""
     found = audit_tables()
     wrong = [
         [row["table"], row["codename"], name.replace("_", " "), row["printed"][name],
@@ -247,7 +259,7 @@ def audit_block(evidence: Evidence) -> str:
 
 
 def provenance_table(evidence: Evidence) -> str:
-    """On what the results were made."""
+    """Return the computers and the source that the results were made with."""
     rows = [[name, runs, f"{seconds / 3600:.2f}"] for name, runs, seconds in evidence.machines()]
     if not rows:
         return "Nothing has been run yet."
@@ -263,12 +275,12 @@ def provenance_table(evidence: Evidence) -> str:
 
 
 def draw_figures(evidence: Evidence) -> dict[str, str]:
-    """The paper's figures as SVG, by name; those without any run are left out."""
+    """Return the paper's figures as SVG, by name. Figures without any run are left out."""
     return {name: chart(FIGURES[name][0], panels) for name, panels in _panels(evidence).items()}
 
 
 def _panels(evidence: Evidence) -> dict[str, list[tuple[str, list[Series]]]]:
-    """What each figure shows, for those that have any run."""
+    """Return the panels of each figure that has any run."""
     found = {}
     for name, (_, column, of) in FIGURES.items():
         runs = {
@@ -281,7 +293,7 @@ def _panels(evidence: Evidence) -> dict[str, list[tuple[str, list[Series]]]]:
 
 
 def _lines(evidence: Evidence, column: str, of: str) -> list[str]:
-    """The cells that a figure shows: the medium level of the main table, or an appendix table."""
+    """Return the cells of a figure: the main table's medium level, or an appendix table."""
     return [
         id
         for id, cell in evidence.cells.items()
@@ -297,30 +309,27 @@ def _lines(evidence: Evidence, column: str, of: str) -> list[str]:
 
 
 def _series(lines: Mapping[str, Sequence[Mapping[str, Any]]], label: str) -> list[Series]:
-    made = []
+    series = []
     for name, runs in lines.items():
         curves = [run["curve"] for run in runs if not run["diverged"] and run["curve"].get(label)]
-        if curves:
-            rounds = [int(r) for r in curves[0]["round"]]
-            made.append(
-                Series(
-                    name,
-                    rounds,
-                    [curve[label] for curve in curves if len(curve["round"]) == len(rounds)],
-                )
-            )
-    return made
+        if not curves:
+            continue
+        rounds = [int(round) for round in curves[0]["round"]]
+        values = [curve[label] for curve in curves if len(curve["round"]) == len(rounds)]
+        series.append(Series(name, rounds, values))
+    return series
 
 
 def figure_links(evidence: Evidence) -> str:
-    """The figures where they are, and a word where they are not."""
-    there = _panels(evidence)
-    return "\n\n".join(
-        f"![{title}: loss and accuracy by round](reproduction/{name}.svg)"
-        if name in there
-        else f"{title}: not run."
-        for name, (title, _, _) in FIGURES.items()
-    )
+    """Return a link to each figure, or a note that it has not been run."""
+    panels = _panels(evidence)
+    lines = []
+    for name, (title, _, _) in FIGURES.items():
+        if name in panels:
+            lines.append(f"![{title}: loss and accuracy by round](reproduction/{name}.svg)")
+        else:
+            lines.append(f"{title}: not run.")
+    return "\n\n".join(lines)
 
 
 BLOCKS: dict[str, Callable[[Evidence], str]] = {
@@ -342,4 +351,4 @@ BLOCKS: dict[str, Callable[[Evidence], str]] = {
     "figures": figure_links,
     "machines": provenance_table,
 }
-"""What the template's {{names}} stand for."""
+"""The block for each {{name}} in the template."""

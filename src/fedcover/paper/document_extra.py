@@ -1,4 +1,4 @@
-"""What stands in the document beside the paper's own rows: planned designs, the public code, other learning rates."""
+"""Rows of the document that the paper does not have: planned designs, public code, rates."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ HEADS = ["data", "column", "row", "last", "best", "seeds", "beside", "difference
 
 
 def obtained(evidence: Evidence, id: str, claim: float | None) -> list[object]:
-    """Last, mean of the last ten rounds, best, seeds and verdict of a cell."""
+    """Return last, mean of the last ten rounds, best, seeds and verdict of a cell."""
     last, tail, best = (evidence.seed_statistics(id, figure) for figure in ("last", "tail", "best"))
     lost = evidence.diverged(id)
     seeds = f"{last.seeds if last else 0}" + (f" ({lost} diverged)" if lost else "")
@@ -21,7 +21,7 @@ def obtained(evidence: Evidence, id: str, claim: float | None) -> list[object]:
 
 
 def other_rows(row: str) -> Callable[[Evidence], str]:
-    """Extra rows, each beside the row of the main table or of the appendix that it goes with."""
+    """Return the block of extra rows, each with the row of the paper it is compared with."""
 
     def block(evidence: Evidence) -> str:
         rows = [_other_row(evidence, cell) for cell in evidence.cells.values() if cell.row == row]
@@ -54,15 +54,16 @@ def _other_row(evidence: Evidence, cell: Cell) -> list[object]:
 
 
 def public_code(evidence: Evidence) -> str:
-    """The public code's departures beside the faithful algorithm and the printed accuracy: which of them is nearer?"""
+    """Compare the public code and the faithful algorithm with the printed accuracy."""
     cells = [cell for cell in evidence.cells.values() if cell.row == "public-code"]
     heads = [*HEADS, "printed"]
     decided = [cell for cell in cells if _decided(evidence, cell)]
     nearer = sum(
         _away(evidence, cell.id, cell) < _away(evidence, _partner(cell), cell) for cell in decided
     )
+    rows = [[*_other_row(evidence, cell), f"{_printed_accuracy(cell):.2f}"] for cell in cells]
     return (
-        f"{markdown_table(heads, [[*_other_row(evidence, cell), f'{_printed_accuracy(cell):.2f}'] for cell in cells])}\n\n"
+        f"{markdown_table(heads, rows)}\n\n"
         f"Of the {len(decided)} places where the two differ by more than noise, the departures are nearer to "
         f"the printed accuracy than the faithful algorithm in {nearer}."
     )
@@ -79,13 +80,13 @@ def _away(evidence: Evidence, id: str, cell: Cell) -> float:
 
 
 def _printed_accuracy(cell: Cell) -> float:
-    """What the appendix prints for the codename of a cell."""
+    """Return the accuracy that the appendix prints for the codename of a cell."""
     [row] = [row for row in codename_rows("pruning") if cell.design.endswith(row.codename)]
     return row.iid if cell.column == "iid" else row.non_iid_global
 
 
 def _partner(cell: Cell) -> str:
-    """The cell that an extra row is compared with: the same design as the paper runs it."""
+    """Return the cell that an extra row is compared with: the same design in the paper."""
     if cell.row == "dirichlet":
         return cell_id(cell.dataset, COLUMNS[cell.dataset][-1], cell.design)
     design = cell.design.removesuffix("-planned")
@@ -93,7 +94,7 @@ def _partner(cell: Cell) -> str:
 
 
 def rates(evidence: Evidence) -> str:
-    """The learning rates that were tried, and which one was chosen."""
+    """Return the learning rates that were tried, and the chosen one."""
     rows = []
     for dataset in DATASETS:
         rate_scores = evidence.rate_scores(dataset)

@@ -1,4 +1,4 @@
-"""All results that lie in a folder, by cell and seed, in percent."""
+"""All results in a folder, by cell and seed, in percent."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -19,18 +19,20 @@ from fedcover.paper.statistics import (
 from fedcover.paper.store import StoredResults
 
 MAX_SEEDS = 10
-"""Results of so many seeds are looked for."""
+"""Number of seeds whose results are looked up."""
 
 TAIL_ROUNDS = 10
-"""The rounds at the end whose mean is shown beside the last one."""
+"""Number of last rounds whose mean is shown next to the last accuracy."""
 
 SMOOTHING_ROUNDS = 5
-"""Rounds whose mean must reach a target: one lucky round is none."""
+"""Number of rounds whose mean must reach a target, so that a single lucky round does not count."""
+
+Result = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known so far; everything that is written about the reproduction is made from this."""
+    """The results so far. The whole document is made from them and the paper's numbers."""
 
     folder: Path
     smoke: bool = False
@@ -47,100 +49,105 @@ class Evidence:
 
     @cached_property
     def cells(self) -> dict[str, Cell]:
-        """Every cell by its name in the tables; of a smoke run, the small ones."""
+        """Every cell by its id in the tables; the small ones for a smoke run."""
         return {cell.id: smoke_cell(cell) if self.smoke else cell for cell in cells(self.rates)}
 
     @cached_property
-    def results(self) -> dict[str, list[Mapping[str, Any]]]:
-        """Of every cell, what its seeds have given."""
+    def results(self) -> dict[str, list[Result]]:
+        """The results of each cell, one per seed."""
         return {
             id: results.find_results(self.records, cell, cell.seeds(MAX_SEEDS))
             for id, cell in self.cells.items()
         }
 
+    def _completed(self, id: str) -> list[Result]:
+        """Return the results of a cell that did not diverge."""
+        return [result for result in self.results.get(id, []) if not result["diverged"]]
+
     def of(self, id: str, figure: str = "last") -> dict[int, float]:
-        """An accuracy in percent by seed; runs that diverged have none."""
-        seen = {
-            run["seed"]: _figure(run, figure)
-            for run in self.results.get(id, [])
-            if not run["diverged"]
-        }
-        return {seed: 100 * value for seed, value in seen.items() if value is not None}
+        """Return an accuracy in percent by seed; runs that diverged have none."""
+        percents = {}
+        for result in self._completed(id):
+            value = _accuracy(result, figure)
+            if value is not None:
+                percents[result["seed"]] = 100 * value
+        return percents
 
     def seed_statistics(self, id: str, figure: str = "last") -> SeedStatistics | None:
-        """Mean and spread of an accuracy over the seeds."""
+        """Return mean and spread of an accuracy over the seeds."""
         return seed_statistics(list(self.of(id, figure).values()))
 
     def diverged(self, id: str) -> int:
-        """How many seeds of a cell diverged."""
-        return sum(run["diverged"] is not None for run in self.results.get(id, []))
+        """Return the number of seeds of a cell that diverged."""
+        return sum(result["diverged"] is not None for result in self.results.get(id, []))
 
     def swing(self, id: str) -> float | None:
-        """How far the accuracy moves from round to round at the end: its standard deviation, mean over the seeds."""
-        ends = [tail(run) for run in self.results.get(id, []) if not run["diverged"]]
-        return fmean(100 * stdev(end) for end in ends) if ends and min(map(len, ends)) > 1 else None
+        """Return how much the accuracy varies over the last rounds, as mean over seeds.
+
+        The measure is the standard deviation in percent.
+        """
+        tails = [tail(result) for result in self._completed(id)]
+        if not tails or min(map(len, tails)) < 2:
+            return None
+        return fmean(100 * stdev(accuracies) for accuracies in tails)
 
     def noise(self, id: str) -> float | None:
-        """The mean reduction noise delta^2 of a cell."""
-        seen = [
-            run["delta2_mean"] for run in self.results.get(id, []) if run["delta2_mean"] is not None
-        ]
-        return fmean(seen) if seen else None
+        """Return the mean reduction noise delta^2 of a cell."""
+        noises = [result["delta2_mean"] for result in self.results.get(id, [])]
+        known_noises = [noise for noise in noises if noise is not None]
+        return fmean(known_noises) if known_noises else None
 
     def gamma(self, id: str) -> int | None:
-        """The fewest clients that trained any parameter in any round, over all seeds."""
-        return min(
-            (run["gamma_min"] for run in self.results.get(id, []) if run["gamma_min"] is not None),
-            default=None,
-        )
+        """Return the fewest clients that trained any parameter in any round, over all seeds."""
+        gammas = [result["gamma_min"] for result in self.results.get(id, [])]
+        return min((gamma for gamma in gammas if gamma is not None), default=None)
 
     def difference(self, first: str, second: str, figure: str = "last") -> PairedDifference | None:
-        """One cell minus another, seed by seed."""
+        """Return one cell minus another, seed by seed."""
         return paired_difference(self.of(first, figure), self.of(second, figure))
 
     def rounds_to(self, id: str, percent: float) -> float | None:
-        """Mean over seeds of the first round by which the mean of `SMOOTHING_ROUNDS` rounds was reached; None if it never was."""
-        first = []
-        for run in self.results.get(id, []):
-            rounds, scores = run["curve"]["round"], run["curve"]["accuracy"]
-            ends = range(min(SMOOTHING_ROUNDS, len(scores)), len(scores) + 1)
-            reached = [
-                rounds[n - 1]
-                for n in ends
-                if 100 * fmean(scores[max(0, n - SMOOTHING_ROUNDS) : n]) >= percent
-            ]
-            if not reached:
+        """Return after how many rounds the smoothed accuracy reached a target, as mean over seeds.
+
+        None means that some seed never reached it.
+        """
+        rounds = []
+        for result in self.results.get(id, []):
+            round = _first_round_at(result["curve"], percent)
+            if round is None:
                 return None
-            first.append(reached[0])
-        return fmean(first) if first else None
+            rounds.append(round)
+        return fmean(rounds) if rounds else None
 
     def rate_scores(self, dataset: str) -> dict[float, float | None]:
-        """Validation accuracy in percent of the learning rates that were tried."""
-        runs = {
-            rate: self.results[cell_id(dataset, "iid", "full", f"rate{rate:g}")] for rate in RATES
-        }
-        return {
-            rate: 100 * results.validation_score(found[0]) if found else None
-            for rate, found in runs.items()
-        }
+        """Return the validation accuracy in percent of each learning rate."""
+        scores: dict[float, float | None] = {}
+        for rate in RATES:
+            rate_results = self.results[cell_id(dataset, "iid", "full", f"rate{rate:g}")]
+            scores[rate] = None
+            if rate_results:
+                scores[rate] = 100 * results.validation_score(rate_results[0])
+        return scores
+
+    def _all_results(self) -> list[Result]:
+        return [result for cell_results in self.results.values() for result in cell_results]
 
     def machines(self) -> list[tuple[str, int, float]]:
-        """With what runs were made: hardware and software, how many runs, how many seconds."""
+        """Return hardware with software, the number of runs on it, and their seconds."""
         runs, seconds = Counter[str](), Counter[str]()
-        for run in (run for found in self.results.values() for run in found):
-            made = run["made"]
-            name = f"{made['hardware']}, torch {made['torch']}, engine {made['engine']}, {made['precision']}"
-            runs[name] += 1
-            seconds[name] += run["seconds"] or 0
-        return [(name, count, seconds[name]) for name, count in sorted(runs.items())]
+        for result in self._all_results():
+            made = result["made"]
+            machine = (
+                f"{made['hardware']}, torch {made['torch']},"
+                f" engine {made['engine']}, {made['precision']}"
+            )
+            runs[machine] += 1
+            seconds[machine] += result["seconds"] or 0
+        return [(machine, count, seconds[machine]) for machine, count in sorted(runs.items())]
 
     def states(self) -> Counter[str]:
-        """From what source runs were made: a commit, a commit with changes, or a copy without git."""
-        made = [run["made"]["commit"] for found in self.results.values() for run in found]
-        return Counter(
-            "copy" if not commit else "changed" if "dirty" in commit else "commit"
-            for commit in made
-        )
+        """Count the runs from a commit, from a changed commit, and from a copy without git."""
+        return Counter(_source_state(result["made"]["commit"]) for result in self._all_results())
 
     def orphan_results(self) -> list[str]:
         """List results that belong to no cell and seed, and other JSON files in the folder."""
@@ -151,18 +158,38 @@ class Evidence:
         return lines + [str(path) for path in store.other_files(self.folder)]
 
 
-def tail(run: Mapping[str, Any]) -> list[float]:
-    """The accuracies of the last rounds, as far as they were looked at."""
-    curve = run["curve"]
+def tail(result: Result) -> list[float]:
+    """Return the accuracies of the last rounds, as far as they were evaluated."""
+    curve = result["curve"]
+    first_round = result["rounds"] - TAIL_ROUNDS
     return [
-        score
-        for r, score in zip(curve["round"], curve["accuracy"], strict=True)
-        if r > run["rounds"] - TAIL_ROUNDS
+        accuracy
+        for round, accuracy in zip(curve["round"], curve["accuracy"], strict=True)
+        if round > first_round
     ]
 
 
-def _figure(run: Mapping[str, Any], figure: str) -> float | None:
-    if figure != "tail":
-        value: float | None = run[figure]
-        return value
-    return fmean(end) if (end := tail(run)) else None
+def _accuracy(result: Result, figure: str) -> float | None:
+    if figure == "tail":
+        accuracies = tail(result)
+        return fmean(accuracies) if accuracies else None
+    accuracy: float | None = result[figure]
+    return accuracy
+
+
+def _first_round_at(curve: Mapping[str, Any], percent: float) -> float | None:
+    """Return the first round at which the mean of the last few rounds reaches a target."""
+    rounds, accuracies = curve["round"], curve["accuracy"]
+    first_end = min(SMOOTHING_ROUNDS, len(accuracies))
+    for end in range(first_end, len(accuracies) + 1):
+        window = accuracies[max(0, end - SMOOTHING_ROUNDS) : end]
+        if 100 * fmean(window) >= percent:
+            round: float = rounds[end - 1]
+            return round
+    return None
+
+
+def _source_state(commit: str | None) -> str:
+    if not commit:
+        return "copy"
+    return "changed" if "dirty" in commit else "commit"

@@ -1,4 +1,4 @@
-"""How much each departure of the public code changes the result, against the faithful algorithm."""
+"""Measure how each departure of the public code changes the result of the algorithm."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,7 +14,7 @@ from fedcover.runs.run_result import Run
 
 
 def settings(only: Sequence[str] = ()) -> dict[str, tuple[str, ...]]:
-    """What is compared: nothing changed, every switch alone, and all of them."""
+    """Return the settings to compare: no switch, every switch alone, and all of them."""
     for name in only:
         if name not in SWITCHES:
             raise unknown("switch", name, SWITCHES)
@@ -34,7 +34,10 @@ def explain(
     data: str | Path | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> list[dict[str, Any]]:
-    """Run every setting with every seed; `previous` is the codename that ran before, for `leak`."""
+    """Run every setting with every seed, and return one row per setting.
+
+    `previous` is the codename that ran before, which the switch `leak` needs.
+    """
     rows = []
     for name, switches in settings(only).items():
         runs = []

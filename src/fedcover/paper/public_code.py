@@ -1,4 +1,4 @@
-"""The public implementation of the paper, explained: each of its departures from Algorithm 1 is one switch.
+"""The public implementation of the paper; each departure from Algorithm 1 is one switch.
 
 | switch         | what the public code does                                                                         |
 |----------------|---------------------------------------------------------------------------------------------------|
@@ -26,7 +26,7 @@ SWITCHES = ("argsort", "wrong_net", "unmasked", "leak", "zero", "dropout")
 
 @dataclass(frozen=True, eq=False)
 class LooseMasks:
-    """A mask as the public code handles it: what is trained, what it starts from, and whether gradients are masked."""
+    """A mask as the public code uses it: the trained part, the start, and gradient masking."""
 
     trained: Masks
     start: Masks
@@ -34,25 +34,25 @@ class LooseMasks:
     leaked: Mapping[str, Tensor] = field(default_factory=dict)
 
     def extract(self, params: Mapping[str, Tensor]) -> Params:
-        """What the client's network starts from."""
+        """Return the weights that the client starts from."""
         return self.start.extract(
             {name: self.leaked.get(name, tensor) for name, tensor in params.items()}
         )
 
     def add_into(self, target: Params, values: Params | None, scale: float) -> None:
-        """Only the mask is uploaded."""
+        """Add the uploaded entries, which are those of the mask."""
         self.trained.add_into(target, values, scale)
 
     def mask(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What counts as covered."""
+        """Return the entries that count as covered."""
         return self.trained.mask(params)
 
     def gradient_mask(self) -> Mapping[str, Tensor]:
-        """The mask of the network that is trained, or nothing."""
+        """Return the mask of the gradients, or nothing if they are not masked."""
         return self.start.bits if self.masked_gradients else {}
 
     def sizes(self, params: Mapping[str, Tensor]) -> dict[str, int]:
-        """What is uploaded."""
+        """Return the number of uploaded entries."""
         return self.trained.sizes(params)
 
 
@@ -65,7 +65,10 @@ def public_code(
     unmasked: bool = False,
     leaked: Params | None = None,
 ) -> Sequence[Reduction]:
-    """The pruning policy of a codename with some of the public code's departures; with none it is `regions`."""
+    """Apply the pruning policy of a codename with departures of the public code.
+
+    Without any departure it equals `regions`.
+    """
     if len(view.cohort) != len(codename):
         raise InvalidValue(
             f"codename {codename} needs a cohort of {len(codename)}; this one has {len(view.cohort)}"
@@ -87,12 +90,12 @@ def public_code(
         old = leaked if leaked and view.round == 0 and digit != "1" else {}
         return LooseMasks(mask(digit), start, not unmasked, old)
 
-    made = {digit: part(digit) for digit in set(codename)}
-    return [made[digit] for digit in codename]
+    parts = {digit: part(digit) for digit in set(codename)}
+    return [parts[digit] for digit in codename]
 
 
 def _argsort_as_rank(weight: Tensor) -> Tensor:
-    """The quarter that the public code gives every weight: the place it sorts from, taken for its rank."""
+    """Return the quarters of the public code, which takes the output of argsort for ranks."""
     places = weight.abs().flatten().argsort(stable=True)
     from_largest = weight.numel() - 1 - places
     return (from_largest * 4 // weight.numel() + 1).view_as(weight)

@@ -1,4 +1,4 @@
-"""Designs in the paper's manner for shares that its codenames cannot say: the regions of every slot, written out."""
+"""Designs in the style of the paper for shares that its codenames cannot express."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,10 @@ from fedcover.types import Reduction, View
 
 
 def quarters(view: View, *, slots: str, kind: str = "pruning") -> Sequence[Reduction]:
-    """Give the k-th client of the cohort the regions of the k-th word: "1234 12 34" is a whole model and two halves."""
+    """Give the k-th client of the cohort the regions of the k-th word.
+
+    For example, "1234 12 34" is one whole model and two halves.
+    """
     if kind not in CODENAME_KINDS:
         raise unknown("kind", kind, CODENAME_KINDS)
     words = slots.split()
@@ -26,7 +29,9 @@ def quarters(view: View, *, slots: str, kind: str = "pruning") -> Sequence[Reduc
 
 
 def slot_coverage(slots: str) -> int:
-    """The fewest slots that hold any region: coverage where every parameter lies in one region.
+    """Return the fewest slots that hold any region.
+
+    This is the coverage if every parameter belongs to one region.
 
     >>> slot_coverage("1234 1234 1234 1234 14 23 13 24 12 34")
     7

@@ -1,6 +1,7 @@
-"""Run what is missing of the paper's tables, cell by cell; also `python -m fedcover.paper.reproduce table1 seeds=1`.
+"""Run the missing cells of the paper's tables.
 
-This module needs no command-line packages, so that it runs where only torch, numpy, pydantic and safetensors are.
+Also a program: `python -m fedcover.paper.reproduce table1 seeds=1`. It needs no command-line
+packages, only torch, numpy, pydantic and safetensors.
 """
 
 import shlex
@@ -30,7 +31,7 @@ DOCS = Path("docs")
 SEEDS = 3
 UNFINISHED = "unfinished"
 CHECKPOINT_EVERY = 10
-"""Rounds of a stopped run that are run again at most; a checkpoint in every round would cost more than it saves."""
+"""Rounds between checkpoints. A checkpoint in every round would cost more than it saves."""
 
 ProgressFactory = Callable[[str, int], AbstractContextManager[RoundCallback]]
 CellSeed = tuple[Cell, int]
@@ -38,7 +39,7 @@ CellSeed = tuple[Cell, int]
 
 @dataclass(frozen=True)
 class ReproductionRequest:
-    """What is to be reproduced: which sets, which of their cells and seeds, at full size or as a smoke run."""
+    """What to reproduce: which sets, which cells and seeds, and whether as a smoke run."""
 
     sets: tuple[str, ...]
     only: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -52,19 +53,24 @@ class ReproductionRequest:
 
     @property
     def seed_count(self) -> int:
-        """How many seeds, from 0 on."""
+        """The number of seeds, which start at 0."""
         return self.seeds or (1 if self.smoke else SEEDS)
 
     @property
     def folder(self) -> Path:
-        """Where the results lie."""
+        """The folder of the results."""
         return self.out or (SMOKE_RESULTS if self.smoke else RESULTS)
 
     def jobs(self) -> list[CellSeed]:
-        """The cells and seeds that are wanted; the second learning rates are known only once the first was chosen."""
-        known = cells(results.second_rates(store.load(self.folder), cells({})))
-        wanted = select_cells(known, self.sets, self.seed_count, self.only)
-        return [(smoke_cell(cell), seed) for cell, seed in wanted] if self.smoke else wanted
+        """Return the selected cells and seeds.
+
+        Cells at a second learning rate exist only once the rates have been tried.
+        """
+        second_rates = results.second_rates(store.load(self.folder), cells({}))
+        selected = select_cells(cells(second_rates), self.sets, self.seed_count, self.only)
+        if self.smoke:
+            return [(smoke_cell(cell), seed) for cell, seed in selected]
+        return selected
 
 
 def orphan_warnings(request: ReproductionRequest) -> list[str]:
@@ -83,7 +89,7 @@ def missing_jobs(folder: Path, jobs: Sequence[CellSeed]) -> list[CellSeed]:
 
 @contextmanager
 def print_progress(title: str, rounds: int) -> Iterator[RoundCallback]:
-    """Progress without any package: a line for every tenth round."""
+    """Print a line for every tenth round and the last; this needs no package."""
 
     def show(report: RoundReport) -> None:
         if (report.round + 1) % 10 == 0 or report.round + 1 == rounds:
@@ -104,7 +110,7 @@ def run_experiments(
     show_progress: ProgressFactory = print_progress,
     runs: Path | None = None,
 ) -> Iterator[Finished]:
-    """Run experiments of one shape in lockstep, each into its folder below `runs`, and hand each over as it ends."""
+    """Run experiments of one shape in lockstep, and yield each as it ends."""
     title = f"{len(experiments)} runs, {experiments[0].name} first"
     with show_progress(title, experiments[0].rounds) as watch:
 
@@ -112,27 +118,30 @@ def run_experiments(
             if experiment is experiments[0]:
                 watch(report)
 
-        for done in sweep(experiments, runs=runs, machine=machine, data=data, watch=show):
-            how = replace(machine, engine=done.engine, processes=1)
-            yield Finished(done.experiment, done.metrics, how, done.diverged or None)
+        for run in sweep(experiments, runs=runs, machine=machine, data=data, watch=show):
+            used_machine = replace(machine, engine=run.engine, processes=1)
+            yield Finished(run.experiment, run.metrics, used_machine, run.diverged or None)
+
+
+SHAPE_FIELDS = (
+    "dataset",
+    "model",
+    "validation",
+    "clients",
+    "active",
+    "rounds",
+    "epochs",
+    "batch_size",
+)
 
 
 def group_by_shape(experiments: Iterable[Experiment]) -> list[list[Experiment]]:
-    """Those of one shape together: same data, model, rounds and local training, so that they could run in step."""
-    alike: dict[tuple[object, ...], list[Experiment]] = {}
-    for e in experiments:
-        shape = (
-            e.dataset,
-            e.model,
-            e.validation,
-            e.clients,
-            e.active,
-            e.rounds,
-            e.epochs,
-            e.batch_size,
-        )
-        alike.setdefault(shape, []).append(e)
-    return list(alike.values())
+    """Group experiments of equal data, model, rounds and local training: they can run in step."""
+    groups: dict[tuple[object, ...], list[Experiment]] = {}
+    for experiment in experiments:
+        shape = tuple(getattr(experiment, name) for name in SHAPE_FIELDS)
+        groups.setdefault(shape, []).append(experiment)
+    return list(groups.values())
 
 
 def reproduce(
@@ -143,93 +152,85 @@ def reproduce(
     show_progress: ProgressFactory = print_progress,
     tell: Callable[[str], None] = lambda line: None,
 ) -> list[dict[str, Any]]:
-    """Run every cell and seed that is wanted and missing, and return the new results.
+    """Run every requested cell and seed without a result, and return the new results.
 
-    Each result is on disk as soon as its run ends. Unfinished runs have folders of their own beside the results, from
-    which the same call resumes.
+    Each result is on disk as soon as its run ends. Unfinished runs have folders of their own below
+    the results, from which the same call resumes.
     """
-    chosen_machine = (machine or Machine()).resolved()
+    resolved_machine = (machine or Machine()).resolved()
     jobs = request.jobs()
-    todo = missing_jobs(request.folder, jobs)
-    tell(f"{len(todo)} of {len(jobs)} runs are missing in {request.folder}")
-    cell_of = {cell.with_seed(seed).name: cell for cell, seed in todo}
+    missing = missing_jobs(request.folder, jobs)
+    tell(f"{len(missing)} of {len(jobs)} runs are missing in {request.folder}")
+    cell_by_name = {cell.with_seed(seed).name: cell for cell, seed in missing}
     new_results = []
     unfinished = request.folder / UNFINISHED
-    for group in group_by_shape(cell.with_seed(seed) for cell, seed in todo):
-        rarely = [e.model_copy(update={"checkpoint_every": CHECKPOINT_EVERY}) for e in group]
-        for finished in run_experiments(rarely, chosen_machine, data, show_progress, unfinished):
-            cell = cell_of[finished.experiment.name]
+    for group in group_by_shape(cell.with_seed(seed) for cell, seed in missing):
+        experiments = [
+            experiment.model_copy(update={"checkpoint_every": CHECKPOINT_EVERY})
+            for experiment in group
+        ]
+        for finished in run_experiments(
+            experiments, resolved_machine, data, show_progress, unfinished
+        ):
+            name = finished.experiment.name
+            cell = cell_by_name[name]
             result = results.to_result(cell, finished)
             store.write(request.folder, cell, result)
             new_results.append(result)
-            shutil.rmtree(
-                unfinished / finished.experiment.name, ignore_errors=True
-            )  # the result is safe without it
-            tell(f"{len(new_results)}/{len(todo)}  {finished.experiment.name}")
+            # The result is stored, so the run folder is no longer needed.
+            shutil.rmtree(unfinished / name, ignore_errors=True)
+            tell(f"{len(new_results)}/{len(missing)}  {name}")
     if unfinished.is_dir() and not any(unfinished.iterdir()):
         unfinished.rmdir()
     return new_results
 
 
-# ── without a command line ──────────────────────────────────────────────────────────────────────────────
+# ── the program without command-line packages ───────────────────────────────────────────────────
+
+DEFAULT_OPTIONS = {
+    "seeds": "",
+    "quick": "false",
+    "out": "",
+    "data": "",
+    "device": "auto",
+    "engine": "auto",
+    "precision": "fp32",
+    "processes": "auto",
+}
 
 
 def parse_only(texts: Sequence[str]) -> dict[str, list[str]]:
-    """Filters such as dataset=mnist,cifar10; several filters must all hold.
+    """Parse filters such as dataset=mnist,cifar10. Several filters must all hold.
 
     >>> parse_only(["dataset=mnist,cifar10", "seed=0"])
     {'dataset': ['mnist', 'cifar10'], 'seed': ['0']}
     """
-    found: dict[str, list[str]] = {}
+    filters: dict[str, list[str]] = {}
     for text in texts:
         axis, equals, values = text.partition("=")
         if not equals or axis not in AXES:
             raise InvalidValue(
-                f"only must look like axis=value,value with an axis of {', '.join(AXES)}; got {text!r}"
+                f"only must look like axis=value,value with an axis of {', '.join(AXES)};"
+                f" got {text!r}"
             )
-        found.setdefault(axis, []).extend(values.split(","))
-    return found
+        filters.setdefault(axis, []).extend(values.split(","))
+    return filters
 
 
 def main(words: Sequence[str]) -> None:
-    """Sets by name, filters and options as key=value; `docs` writes the document from the results that are there."""
-    options = {
-        "seeds": "",
-        "quick": "false",
-        "out": "",
-        "data": "",
-        "device": "auto",
-        "engine": "auto",
-        "precision": "fp32",
-        "processes": "auto",
-    }
+    """Run sets by name, with filters and options as key=value; `docs` writes the document."""
     sets = [word for word in words if "=" not in word]
-    given = dict(word.split("=", 1) for word in words if "=" in word)
-    only = parse_only([f"{key}={value}" for key, value in given.items() if key not in options])
-    options |= {key: value for key, value in given.items() if key in options}
+    settings = dict(word.split("=", 1) for word in words if "=" in word)
+    filters = {key: value for key, value in settings.items() if key not in DEFAULT_OPTIONS}
+    only = parse_only([f"{key}={value}" for key, value in filters.items()])
+    options = {key: settings.get(key, default) for key, default in DEFAULT_OPTIONS.items()}
     if not sets:
         raise unknown("reproduce", "", [*SETS, "docs"])
-    out = Path(options["out"]) if options["out"] else None
-    if options["quick"] not in ("true", "false") or not (options["seeds"] or "1").isdecimal():
-        raise InvalidValue(
-            f"quick must be true or false and seeds a number; got {options['quick']}, {options['seeds']}"
-        )
-    seeds = int(options["seeds"]) if options["seeds"] else None
-    request = ReproductionRequest(
-        tuple(name for name in sets if name != "docs"), only, seeds, options["quick"] == "true", out
-    )
+    request = _parse_request(sets, only, options)
     if request.sets:
-        count = options["processes"]
-        processes = int(count) if count.isdecimal() else count
-        machine = Machine(
-            options["engine"],
-            options["device"],
-            precision=options["precision"],
-            processes=processes,
-        )
         reproduce(
             request,
-            machine=machine,
+            machine=_parse_machine(options),
             data=options["data"] or None,
             tell=lambda line: print(line, flush=True),
         )
@@ -240,6 +241,31 @@ def main(words: Sequence[str]) -> None:
             print(line, file=sys.stderr)
 
 
+def _parse_request(
+    sets: Sequence[str], only: dict[str, list[str]], options: Mapping[str, str]
+) -> ReproductionRequest:
+    quick, seeds = options["quick"], options["seeds"]
+    if quick not in ("true", "false") or not (seeds or "1").isdecimal():
+        raise InvalidValue(f"quick must be true or false and seeds a number; got {quick}, {seeds}")
+    return ReproductionRequest(
+        sets=tuple(name for name in sets if name != "docs"),
+        only=only,
+        seeds=int(seeds) if seeds else None,
+        smoke=quick == "true",
+        out=Path(options["out"]) if options["out"] else None,
+    )
+
+
+def _parse_machine(options: Mapping[str, str]) -> Machine:
+    count = options["processes"]
+    return Machine(
+        engine=options["engine"],
+        device=options["device"],
+        precision=options["precision"],
+        processes=int(count) if count.isdecimal() else count,
+    )
+
+
 if __name__ == "__main__":
     try:
         with signals.raise_on_signals():
@@ -247,6 +273,6 @@ if __name__ == "__main__":
     except FedcoverError as error:
         sys.exit(f"fedcover: {error}")
     except KeyboardInterrupt as error:
-        again = shlex.join(["python", "-m", "fedcover.paper.reproduce", *sys.argv[1:]])
-        print(f"stopped; what has ended is kept; resume with: {again}", file=sys.stderr)
+        command = shlex.join(["python", "-m", "fedcover.paper.reproduce", *sys.argv[1:]])
+        print(f"stopped; finished runs are kept; resume with: {command}", file=sys.stderr)
         sys.exit(signals.exit_code(error))

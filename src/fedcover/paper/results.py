@@ -30,7 +30,7 @@ COSTS = (
     "seconds",
 )
 LAST_ROUNDS = 5
-"""The second learning rate is the one with the best mean validation accuracy over so many last rounds."""
+"""Number of last rounds whose mean validation accuracy decides on the learning rate."""
 
 _RUN_ONLY_FIELDS = {"name", "checkpoint_every", "keep_rounds"}
 _OMITTED_MANIFEST_KEYS = {"data", "seed", "experiment", "custom", "system"}
@@ -38,7 +38,7 @@ _OMITTED_MANIFEST_KEYS = {"data", "seed", "experiment", "custom", "system"}
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that has ended: its experiment, its rounds, and why it ended early if it did."""
+    """A run that has ended: its experiment and metrics, and where it diverged if it did."""
 
     experiment: Experiment
     metrics: Metrics
@@ -47,47 +47,47 @@ class Finished:
 
 
 def to_result(cell: Cell, run: Finished) -> dict[str, Any]:
-    """What is kept of a run: last and best accuracy, local accuracy, costs, the curve, and how it was made."""
-    scored = [line for line in run.metrics if cell.score in line]
+    """Return what is stored of a run: accuracies, costs, the curve, and how it was made."""
+    evaluated = [line for line in run.metrics if cell.score in line]
     summary = summarise(run.metrics) if run.metrics else {}
-    best = max(scored, key=lambda line: float(line[cell.score]), default=None)
-    good = run.diverged is None
+    best = max(evaluated, key=lambda line: float(line[cell.score]), default=None)
+    last = evaluated[-1] if evaluated and run.diverged is None else None
     return {
         "cell": cell.id,
         "seed": run.experiment.seed,
         "score": cell.score,
-        "last": _rounded(scored[-1][cell.score]) if good and scored else None,
+        "last": _rounded(last[cell.score]) if last else None,
         "best": _rounded(best[cell.score]) if best else None,
         "best_round": best["round"] + 1 if best else None,
         "local": _rounded(summary.get("accuracy_local")),
         "trained": _rounded(summary.get("accuracy_trained")),
         "diverged": run.diverged,
         **{name: _rounded(summary.get(name)) for name in COSTS},
-        "curve": _curve(cell.score, scored),
+        "curve": _curve(cell.score, evaluated),
         "experiment": experiment_fields(run.experiment),
         "made": provenance(run),
     }
 
 
 def provenance(run: Finished) -> dict[str, Any]:
-    """With what a run was made: versions, commit, computer, engine and source."""
-    known = build_manifest(run.experiment, run.machine, Overrides(), None)
-    return {
-        **{k: v for k, v in known.items() if k not in _OMITTED_MANIFEST_KEYS},
-        "source": source_digest(),
+    """Return how a run was made: versions, commit, computer, engine and source."""
+    manifest = build_manifest(run.experiment, run.machine, Overrides(), None)
+    kept_entries = {
+        key: value for key, value in manifest.items() if key not in _OMITTED_MANIFEST_KEYS
     }
+    return {**kept_entries, "source": source_digest()}
 
 
-def _curve(score: str, scored: Metrics) -> dict[str, list[Any]]:
-    """The rounds done (counted from 1) and what was seen after each of them."""
-    names = {"accuracy": score, "validation": "validation_accuracy"}
-    if score == "accuracy":  # the loss is of the same model: all of it
-        names["loss"] = "loss"
-    present = {short: name for short, name in names.items() if all(name in line for line in scored)}
-    return {
-        "round": [line["round"] + 1 for line in scored],
-        **{short: [_rounded(line[name]) for line in scored] for short, name in present.items()},
-    }
+def _curve(score: str, lines: Metrics) -> dict[str, list[Any]]:
+    """Return the evaluated rounds, counted from 1, and the scores after each of them."""
+    metrics = {"accuracy": score, "validation": "validation_accuracy"}
+    if score == "accuracy":  # only then is the loss that of the same model
+        metrics["loss"] = "loss"
+    curve = {"round": [line["round"] + 1 for line in lines]}
+    for name, metric in metrics.items():
+        if all(metric in line for line in lines):
+            curve[name] = [_rounded(line[metric]) for line in lines]
+    return curve
 
 
 def _rounded(value: Any) -> Any:
@@ -95,7 +95,7 @@ def _rounded(value: Any) -> Any:
 
 
 def experiment_fields(experiment: Experiment) -> dict[str, Any]:
-    """Every field that matters for what is computed."""
+    """Return every field of an experiment that affects its result."""
     return experiment.model_dump(mode="json", exclude=_RUN_ONLY_FIELDS)
 
 
@@ -106,19 +106,23 @@ def _defaults() -> dict[str, Any]:
 
 @cache
 def source_digest() -> str:
-    """Twelve digits that name the package's own source, also where there is no git."""
-    code = hashlib.sha256()
-    home = Path(str(files("fedcover")))
-    for path in sorted(home.rglob("*.py")):
-        code.update(str(path.relative_to(home)).encode() + path.read_bytes())
-    return code.hexdigest()[:12]
+    """Return twelve digits that identify the package's source, even without git."""
+    digest = hashlib.sha256()
+    package = Path(str(files("fedcover")))
+    for path in sorted(package.rglob("*.py")):
+        digest.update(str(path.relative_to(package)).encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 # ── reading ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def find_result(records: StoredResults, cell: Cell, seed: int) -> Mapping[str, Any] | None:
-    """Return a cell's result, or None; a result of another experiment, or one that cannot be, is refused."""
+    """Return a cell's result, or None.
+
+    Raises:
+        RunError: if the result is invalid, or belongs to another experiment.
+    """
     record = records.get((cell.id, seed))
     if record is None:
         return None
@@ -128,17 +132,18 @@ def find_result(records: StoredResults, cell: Cell, seed: int) -> Mapping[str, A
         raise RunError(
             f"{record} is no result of a cell: {error}; remove it to run the cell again"
         ) from error
-    # a field that a newer version adds does not matter as long as the cell leaves it at its default
+    # A field that a newer version has added does not matter while the cell uses its default.
     stored = {**_defaults(), **record.result["experiment"]}
     expected = experiment_fields(cell.with_seed(seed))
-    other = [
+    differences = [
         f"{key} is {stored[key]!r}, not {value!r}"
         for key, value in expected.items()
         if stored[key] != value
     ]
-    if other:
+    if differences:
         raise RunError(
-            f"{record} is of another experiment ({'; '.join(other)}); move it away to run the cell again"
+            f"{record} is of another experiment ({'; '.join(differences)});"
+            " move it away to run the cell again"
         )
     return record.result
 
@@ -146,19 +151,19 @@ def find_result(records: StoredResults, cell: Cell, seed: int) -> Mapping[str, A
 def find_results(
     records: StoredResults, cell: Cell, seeds: Iterable[int]
 ) -> list[Mapping[str, Any]]:
-    """Return the results of a cell with some seeds, as far as there are any."""
-    return [result for seed in seeds if (result := find_result(records, cell, seed)) is not None]
+    """Return the results of a cell for those of the seeds that have one."""
+    candidates = [find_result(records, cell, seed) for seed in seeds]
+    return [result for result in candidates if result is not None]
 
 
 def _check(result: Mapping[str, Any]) -> None:
-    """Check that the figures of a result can be what they say they are."""
+    """Check that the values of a result are possible."""
     if not isinstance(result["experiment"], dict):
         raise TypeError("experiment must be an object")
     curve = result["curve"]
-    shares = {name: [result[name]] for name in ("last", "best", "local", "trained")} | {
-        "curve": curve["accuracy"]
-    }
-    for name, values in shares.items():
+    accuracies = {name: [result[name]] for name in ("last", "best", "local", "trained")}
+    accuracies["curve"] = curve["accuracy"]
+    for name, values in accuracies.items():
         for value in values:
             if value is not None and not (isinstance(value, int | float) and 0 <= value <= 1):
                 raise ValueError(f"{name} must be between 0 and 1; got {value!r}")
@@ -170,22 +175,33 @@ def _check(result: Mapping[str, Any]) -> None:
 
 
 def validation_score(result: Mapping[str, Any]) -> float:
-    """How good a learning rate was on held-out training rows: the mean over the last rounds, 0 where it diverged."""
-    seen = result["curve"].get("validation", [])
-    return fmean(seen[-LAST_ROUNDS:]) if seen and result["diverged"] is None else 0.0
+    """Return the mean accuracy on held-out training rows over the last rounds.
+
+    A run that diverged scores 0.
+    """
+    accuracies = result["curve"].get("validation", [])
+    if not accuracies or result["diverged"] is not None:
+        return 0.0
+    return fmean(accuracies[-LAST_ROUNDS:])
 
 
 def second_rates(records: StoredResults, of: Iterable[Cell]) -> dict[str, float]:
-    """For each data set whose rates were all tried, the best one, unless that is the first one anyway."""
-    tried = {cell.id: cell for cell in of if cell.row == "rates"}
-    chosen: dict[str, float] = {}
+    """Return the best learning rate of each data set whose rates were all tried.
+
+    A data set for which the first rate is the best is left out.
+    """
+    rate_cells = {cell.id: cell for cell in of if cell.row == "rates"}
+    best_rates: dict[str, float] = {}
     for dataset in DATASETS:
         scores = {}
         for rate in RATES:
-            cell = tried[cell_id(dataset, "iid", "full", f"rate{rate:g}")]
-            for result in find_results(records, cell, [cell.seeds(1)[0]]):
+            cell = rate_cells[cell_id(dataset, "iid", "full", f"rate{rate:g}")]
+            result = find_result(records, cell, cell.seeds(1)[0])
+            if result is not None:
                 scores[rate] = validation_score(result)
-        if len(scores) == len(RATES):
-            best = max(scores, key=lambda rate: scores[rate])
-            chosen |= {dataset: best} if best != RATE else {}
-    return chosen
+        if len(scores) < len(RATES):
+            continue
+        best_rate = max(scores, key=lambda rate: scores[rate])
+        if best_rate != RATE:
+            best_rates[dataset] = best_rate
+    return best_rates

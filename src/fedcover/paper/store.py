@@ -29,7 +29,7 @@ class StoredResult:
 
     @property
     def key(self) -> Key:
-        """Which cell and seed the result belongs to."""
+        """The cell and seed of the result."""
         return self.result["cell"], self.result["seed"]
 
     def __str__(self) -> str:
@@ -45,7 +45,11 @@ def path_of(folder: Path, cell: Cell) -> Path:
 
 
 def load(folder: Path) -> StoredResults:
-    """Read every result in a folder; a line that is no result, or repeats one, is named and refused."""
+    """Read every result in a folder.
+
+    Raises:
+        RunError: if a line is not a result, or repeats one.
+    """
     records: dict[Key, StoredResult] = {}
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         for record in _read_lines(path):
@@ -58,15 +62,19 @@ def load(folder: Path) -> StoredResults:
 
 
 def write(folder: Path, cell: Cell, result: Mapping[str, Any]) -> Path:
-    """Add a result to its file, in place of an older one of the same cell and seed; lines are sorted by key."""
+    """Add a result to its file, or replace that of the same cell and seed.
+
+    Lines are sorted by key.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = path_of(folder, cell)
     with _locked(folder):
-        records = (
-            {record.key: record.result for record in _read_lines(path)} if path.exists() else {}
-        )
-        records[result["cell"], result["seed"]] = result
-        write_atomically(path, "".join(_to_line(records[key]) for key in sorted(records)).encode())
+        results: dict[Key, Mapping[str, Any]] = {}
+        if path.exists():
+            results = {record.key: record.result for record in _read_lines(path)}
+        results[result["cell"], result["seed"]] = result
+        text = "".join(_to_line(results[key]) for key in sorted(results))
+        write_atomically(path, text.encode())
     return path
 
 
@@ -86,8 +94,10 @@ def _read_lines(path: Path) -> Iterator[StoredResult]:
         try:
             yield StoredResult(_checked_keys(json.loads(line)), path, number)
         except (ValueError, KeyError, TypeError) as error:
-            message = f"{path}, line {number}, is no result of a cell: {error}; remove it to run the cell again"
-            raise RunError(message) from error
+            raise RunError(
+                f"{path}, line {number}, is no result of a cell: {error};"
+                " remove it to run the cell again"
+            ) from error
 
 
 def _checked_keys(result: Any) -> Mapping[str, Any]:

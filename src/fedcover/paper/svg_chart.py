@@ -1,4 +1,4 @@
-"""Curves with seed bands as a small SVG file: the same results always give the same file."""
+"""Draw curves with seed bands as a small SVG file. Equal results give equal files."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,15 +9,15 @@ from statistics import fmean
 WIDTH, HEIGHT, LEFT, TOP, GAP, LEGEND = 380, 260, 52, 34, 70, 190
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#8c6d31")
 DASHES = ("", "6 3", "2 3")
-"""Eight colours that colour-blind readers tell apart, then the same again with dashes."""
+"""Eight colours that suit colour-blind readers; after that the same with dashes."""
 
 MAX_BANDS = 8
-"""With more lines than this, bands would lie over each other and hide them."""
+"""With more lines than this, bands would hide each other."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """One line: a value after each of some rounds, for every seed."""
+    """One line: for every seed, a value after each of some rounds."""
 
     name: str
     rounds: Sequence[int]
@@ -25,7 +25,10 @@ class Series:
 
 
 def chart(title: str, panels: Sequence[tuple[str, Sequence[Series]]]) -> str:
-    """Panels side by side over the rounds, with one legend; bands of a few lines span the lowest to highest seed."""
+    """Return panels over the rounds with one legend.
+
+    If there are few lines, bands span the lowest to the highest seed.
+    """
     names = list(dict.fromkeys(series.name for _, lines in panels for series in lines))
     width = LEFT + len(panels) * (WIDTH + GAP) + LEGEND
     height = max(TOP + HEIGHT + 44, TOP + 16 * len(names) + 20)
@@ -53,7 +56,7 @@ def _stroke(place: int) -> str:
 
 def _panel(left: int, label: str, lines: Sequence[Series], names: Sequence[str]) -> list[str]:
     values = sorted(value for series in lines for seed in series.values for value in seed)
-    # the first rounds lie far from the rest: a tenth of the points may leave the picture on that side
+    # The first rounds are far from the rest: a tenth of the points may be outside on that side.
     far = len(values) // 10
     low, high = (values[0], values[-1 - far]) if label == "loss" else (values[far], values[-1])
     margin = 0.05 * ((high - low) or 1.0)
@@ -103,7 +106,7 @@ def _panel(left: int, label: str, lines: Sequence[Series], names: Sequence[str])
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Round numbers between two others, four to ten of them.
+    """Return four to ten round numbers between two others.
 
     >>> ticks(0.508, 1.01)
     [0.6, 0.7, 0.8, 0.9, 1.0]

@@ -1,4 +1,4 @@
-"""The paper's printed tables against arithmetic: what every codename really costs and covers, and what contradicts."""
+"""Check the paper's printed tables: costs and coverage of codenames, and contradictions."""
 
 from collections import defaultdict
 from dataclasses import asdict, dataclass
@@ -16,7 +16,7 @@ _APPENDIX_COLUMNS = {"iid": "iid", "L2": "non_iid_global"}
 
 @dataclass(frozen=True)
 class CodenameMetrics:
-    """Mean parameters and multiply-adds of a codename's clients, and the fewest of them that hold any parameter."""
+    """Mean parameters and multiply-adds of a codename's clients, and its coverage."""
 
     parameters: float
     multiply_adds: float
@@ -24,7 +24,7 @@ class CodenameMetrics:
 
 
 def closed_form(codename: str, kind: str, p5: str = "code") -> CodenameMetrics:
-    """A codename worked out by hand for the perceptron 784-200-10, without any model.
+    """Compute the metrics of a codename by hand for the perceptron 784-200-10.
 
     Pruning removes quarters of the first layer's weights; a sub-network removes quarters of the hidden units.
 
@@ -45,13 +45,13 @@ def closed_form(codename: str, kind: str, p5: str = "code") -> CodenameMetrics:
 
 
 def measured_metrics(codename: str, kind: str, p5: str = "code") -> CodenameMetrics:
-    """The same, counted on the model's parameters after the policy has made its masks or slices."""
-    found = audit_codename(codename, kind, p5)
-    return CodenameMetrics(found["parameters"], found["multiply_adds"], found["gamma_min"])
+    """Count the same metrics on a model after the policy has made its masks or slices."""
+    report = audit_codename(codename, kind, p5)
+    return CodenameMetrics(report["parameters"], report["multiply_adds"], report["gamma_min"])
 
 
 def audit_tables() -> dict[str, Any]:
-    """Every codename of both tables: printed, measured, closed form; which cells are wrong; what else contradicts."""
+    """Return each codename as printed, measured and in closed form, with all contradictions."""
     rows = [_row(kind, printed) for kind in CODENAME_KINDS for printed in codename_rows(kind)]
     return {
         "rows": rows,
@@ -90,7 +90,7 @@ def _row(kind: str, printed: CodenameRow) -> dict[str, Any]:
 
 
 def _other_p5() -> list[str]:
-    """Rows whose coverage contradicts policy 5 as the text prints it, although it agrees with the code's."""
+    """Name rows whose coverage agrees with policy 5 of the code, but not with that of the text."""
     rows = codename_rows("pruning")
     broken = [
         row.codename
@@ -106,7 +106,7 @@ def _other_p5() -> list[str]:
 
 
 def _cut_off_shares() -> list[str]:
-    """Printed shares that are cut off after two digits where rounding gives another figure."""
+    """Count printed shares that are cut off where rounding gives another number."""
     rows = [
         (row.parameter_share, closed_form(row.codename, kind), kind)
         for kind in CODENAME_KINDS
@@ -121,7 +121,7 @@ def _cut_off_shares() -> list[str]:
 
 
 def _repeated_accuracies() -> list[str]:
-    """Different codenames of one table with the same two non-IID accuracies."""
+    """Name different codenames of one table with the same two non-IID accuracies."""
     found = []
     for kind in CODENAME_KINDS:
         alike: dict[tuple[float, float], list[str]] = defaultdict(list)
@@ -136,7 +136,7 @@ def _repeated_accuracies() -> list[str]:
 
 
 def _same_run_twice() -> list[str]:
-    """FedAvg is the same run in both tables, so its accuracies should agree."""
+    """Compare FedAvg in both tables: it is one run, so its accuracies should agree."""
     first, second = (
         next(r for r in codename_rows(kind) if set(r.codename) == {"1"}) for kind in CODENAME_KINDS
     )
@@ -150,7 +150,7 @@ def _same_run_twice() -> list[str]:
 
 
 def _main_against_appendix() -> list[str]:
-    """MNIST cells of the main table that differ from the appendix row of the design they stand for."""
+    """Name MNIST cells of the main table that differ from the appendix row of their design."""
     return list(
         chain.from_iterable(
             _against(row.level, row.setting, column, row.accuracy["mnist"][column])
@@ -189,7 +189,7 @@ def _against(level: str, setting: str, column: str, printed: float) -> list[str]
 
 
 def _places_of(value: float) -> list[str]:
-    """Where in the appendix an accuracy is printed."""
+    """Return where in the appendix an accuracy is printed."""
     columns = {"iid": "IID", "non_iid_global": "non-IID, global", "non_iid_local": "non-IID, local"}
     return [
         f"{row.codename} ({kind}, {name})"
