@@ -27,7 +27,7 @@ from fedcover.flower.server import experiment_to_resume, has_open_fleet, require
 from fedcover.flower.transport import _parse_node_info
 from fedcover.runs.metrics_log import read_lines
 from fedcover.runs.setup import build_source, prepare
-from fedcover.theory.certificate.constants import _check_same_cohort
+from fedcover.theory.certificate.measure import _check_same_cohort
 from fedcover.training.engines.sequential import sequential
 from tests.helpers.own_rows import written
 from tests.system.compromised import EACH, WHY, _file, attack

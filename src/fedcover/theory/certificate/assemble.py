@@ -14,7 +14,7 @@ from fedcover.runs.machine import Machine
 from fedcover.runs.run_folder import Folder
 from fedcover.runs.setup import Overrides, prepare
 from fedcover.theory import Bound
-from fedcover.theory.certificate.constants import LogFn, Measurements, measure_run
+from fedcover.theory.certificate.measure import LogFn, Measurements, measure_run
 from fedcover.theory.certificate.replay import ReplayedRound
 from fedcover.theory.quantities import gradient_gap, squared_inverse
 from fedcover.types import Dataset, Model, PolicyFunction
