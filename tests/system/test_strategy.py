@@ -433,9 +433,9 @@ def test_a_strategy_goes_on_from_its_folder_to_the_same_bits(fleet, tmp_path, se
         seen.append(round)
         return MetricRecord({"round": round})
 
-    def strategy(folder, **changes):
+    def strategy(folder, policy="rolling", **changes):
         chosen = {"server": server, "sampling": Sampling(fraction_train=0.5), **changes}
-        return CoverageStrategy(built, "rolling", calibration=inputs, folder=folder, **chosen)
+        return CoverageStrategy(built, policy, calibration=inputs, folder=folder, **chosen)
 
     whole = strategy(None).start(None, num_rounds=4)
     strategy(tmp_path / "run").start(None, num_rounds=2)
@@ -447,6 +447,8 @@ def test_a_strategy_goes_on_from_its_folder_to_the_same_bits(fleet, tmp_path, se
     assert (values(done), asked) == (values(whole), [])
     with pytest.raises(RunError, match="belongs to another experiment"):
         strategy(tmp_path / "run", weights="samples").start(None, num_rounds=5)
+    with pytest.raises(RunError, match="belongs to another experiment"):
+        strategy(tmp_path / "run", policy="prefix").start(None, num_rounds=5)
     plain = strategy(None, server="none").start(None, num_rounds=4)
     assert (values(plain) == values(whole)) == (server == "none")
 

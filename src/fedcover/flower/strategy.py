@@ -23,6 +23,7 @@ from fedcover.flower.strategy_options import (
     NEEDS_CALIBRATION,
     check_choices,
     load_calibration,
+    name_of_policy,
     prepare_model,
     settings_digest,
 )
@@ -92,6 +93,7 @@ class CoverageStrategy(Strategy):
         self.model = prepare_model(model)
         check_choices(weights, capacity, window, seed)
         self.capacity, self.window, self.seed = capacity, window, seed
+        self._policy_name = name_of_policy(policy)
         if isinstance(policy, str):
             policy = registry.look_up("policy", registry.parse("policy", policy), POLICIES)
         self.policy = as_policy(policy)
@@ -111,7 +113,7 @@ class CoverageStrategy(Strategy):
         self._server_state: dict[str, Params] = {}
         self._rounds_done = 0  # before the current call of `start`
         self._identity = settings_digest(
-            policy,
+            self._policy_name,
             self._initial_params(),
             rule=rule,
             server=server,
@@ -281,7 +283,7 @@ class CoverageStrategy(Strategy):
     def summary(self) -> None:
         """Log the policy and the size of the model."""
         num_parameters = sum(tensor.numel() for tensor in self._initial_params().values())
-        log.info("coverage strategy: %s, %d parameters", self.policy, num_parameters)
+        log.info("coverage strategy: %s, %d parameters", self._policy_name, num_parameters)
 
     def _load_checkpoint(self, arrays: ArrayRecord) -> tuple[ArrayRecord, int]:
         """Return the parameters to start from, and how many rounds the folder holds."""

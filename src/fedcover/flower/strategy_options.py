@@ -63,9 +63,15 @@ def load_calibration(calibration: Tensor | str | Path | None) -> Tensor | None:
         ) from error
 
 
-def settings_digest(policy: PolicyFunction, params: Params, **settings: Any) -> str:
+def name_of_policy(policy: str | PolicyFunction) -> str:
+    """Return the policy as a user writes it, or the name of the user's own function."""
+    if isinstance(policy, str):
+        return policy
+    return getattr(policy, "__qualname__", type(policy).__name__)
+
+
+def settings_digest(policy_name: str, params: Params, **settings: Any) -> str:
     """Return a digest of what a checkpoint must have been made with."""
-    policy_name = getattr(policy, "__qualname__", type(policy).__name__)
     shapes = {name: list(tensor.shape) for name, tensor in params.items()}
     content = json.dumps({"policy": policy_name, **settings, "shapes": shapes})
     return hashlib.sha256(content.encode()).hexdigest()[:16]
