@@ -14,7 +14,7 @@ from torch import nn
 
 from fedcover.data import datasets
 from fedcover.errors import InvalidValue, TrainingDiverged
-from fedcover.log import warn_once
+from fedcover.log import log, warn_once
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.machine import Machine, engine_for, has_small_steps
 from fedcover.runs.metrics_log import Metrics
@@ -136,7 +136,7 @@ class _SessionOpener:
                 f"{folder.path} holds another experiment; choose another name or folder of runs"
             )
         folder.check_same_machine(self.machine)
-        state, metrics = load_latest(folder, setup, self.machine.device, warn_once)
+        state, metrics = load_latest(folder, setup, self.machine.device, log.warning)
         session = RunSession(experiment, setup, state, metrics, folder)
         self.folders.enter_context(session.checkpoint_on_exit())
         return session

@@ -8,8 +8,9 @@ To add a rule, write such a function and add it to `RULES`. A rule that needs on
 should also be in `SUMMABLE_RULES`: several processes then add up sums instead of exchanging all
 values. A rule outside of fedcover is used by its import path (`rule = "my.rules:mean"`).
 
-`WEIGHTS` and `UNCOVERED`, the choices for a client's weight and for uncovered entries, hold for all
-rules. Clipping and server optimisers are in modules of their own.
+`UNCOVERED`, the choices for uncovered entries, holds for all rules. `WEIGHTS`, the choices for a
+client's weight, is for means: `trimmed_mean` and `median` count every client the same. Clipping and
+server optimisers are in modules of their own.
 
 Suffixes of tensors: C clients, S the shape of one parameter, 1 an axis of length one.
 """
