@@ -217,3 +217,20 @@ def test_a_function_of_other_arguments_is_told_which_it_must_take():
         InvalidValue, match=r"^recipe .* must take no positional argument, only options behind a \*"
     ):
         look_up("recipe", Spec("own_things:build"), {})
+
+
+@pytest.mark.parametrize(
+    ("field", "path"),
+    [
+        ("policy", "fedcover.policies.windows:prefix"),
+        ("recipe", "fedcover.recipes:plain"),
+        ("recipe", "fedcover.recipes.plain:prox"),
+        ("model", "fedcover.models.dense:mlp"),
+        ("rule", "fedcover.aggregation:median"),
+        ("server", "fedcover.aggregation:server_adam"),
+        ("partition", "fedcover.partition:iid"),
+        ("schedule", "fedcover.training:cosine"),
+    ],
+)
+def test_a_run_that_names_a_function_where_it_was_in_the_first_version_is_still_read(field, path):
+    assert look_up(field, parse(field, path), {}).func.__name__ == path.rpartition(":")[2]

@@ -6,6 +6,7 @@ The same notation is used in TOML, on the command line and in Python.
 import ast
 import importlib
 import inspect
+import types
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,30 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
 from fedcover.errors import InvalidValue, unknown
+
+MOVED_MODULES = {
+    "fedcover.aggregation": ("fedcover.server.aggregation", "fedcover.server.optimizers"),
+    "fedcover.datasets": ("fedcover.data.datasets",),
+    "fedcover.models.dense": ("fedcover.models.mlp_cnn",),
+    "fedcover.models.depth": ("fedcover.models.depth_resnet",),
+    "fedcover.models.recurrent": ("fedcover.models.lstm",),
+    "fedcover.models.residual": ("fedcover.models.resnet",),
+    "fedcover.partition": ("fedcover.data.partition",),
+    "fedcover.policies.regions": ("fedcover.policies.paper_regions",),
+    "fedcover.policies.windows": ("fedcover.policies.width",),
+    "fedcover.privacy": ("fedcover.server.privacy",),
+    "fedcover.recipes": ("fedcover.training.recipes",),
+    "fedcover.recipes.depthfl": ("fedcover.training.recipes.depthfl",),
+    "fedcover.recipes.fedmask": ("fedcover.training.recipes.fedmask",),
+    "fedcover.recipes.fiarse": ("fedcover.training.recipes.fiarse",),
+    "fedcover.recipes.fjord": ("fedcover.training.recipes.fjord",),
+    "fedcover.recipes.hermes": ("fedcover.training.recipes.hermes",),
+    "fedcover.recipes.plain": ("fedcover.training.recipes.fedprox",),
+    "fedcover.recipes.prunefl": ("fedcover.training.recipes.prunefl",),
+    "fedcover.sources": ("fedcover.data.client_data",),
+    "fedcover.training": ("fedcover.training.schedules",),
+}
+"""Modules of the first version, and where their functions are now: stored runs name them."""
 
 POSITIONAL_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "dataset": (),
@@ -200,12 +225,21 @@ def _signature_rule(field: str) -> str:
     return f"must take the positional arguments ({', '.join(arguments)}), and options behind a *"
 
 
+def _module_with(module: str, name: str) -> types.ModuleType:
+    """Import a module, or the one into which its function has moved since the first version."""
+    for new_module in MOVED_MODULES.get(module, ()):
+        imported = importlib.import_module(new_module)
+        if hasattr(imported, name):
+            return imported
+    return importlib.import_module(module)
+
+
 def _import_function(field: str, path: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
     if not all(part.isidentifier() for part in [*module.split("."), name]):
         raise InvalidValue(f"{field} must look like package.module:function; got {path!r}")
     try:
-        function = getattr(importlib.import_module(module), name)
+        function = getattr(_module_with(module, name), name)
     except Exception as error:  # a user's module may fail in any way
         raise InvalidValue(
             f"{field} {path!r} cannot be imported: {error or type(error).__name__}"
