@@ -245,3 +245,26 @@ def test_a_signal_while_the_interpreter_ends_leaves_the_exit_code_alone():
     done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "rolling" in done.stdout
+
+
+DROPPED = """
+import os, signal, time
+from fedcover.host.signals import raise_on_signals
+class Sends:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0)
+with raise_on_signals():
+    sends = Sends()
+    del sends
+    time.sleep(30)
+"""
+"""A signal that arrives in `__del__`, where Python drops what is raised."""
+
+
+def test_a_stop_that_arrives_in_a_del_method_is_raised_after_it():
+    done = subprocess.run(
+        [sys.executable, "-c", DROPPED], capture_output=True, text=True, timeout=20
+    )
+    assert done.stderr == ""
+    assert done.returncode == -signal.SIGTERM

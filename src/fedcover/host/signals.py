@@ -7,9 +7,10 @@ anything that takes long.
 import os
 import signal
 import stat
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -23,6 +24,9 @@ AGAIN = 2.0
 
 A terminal, torchrun and a service manager may all send one.
 """
+
+RETRY = 0.01
+"""Seconds until a stop is raised again after Python has dropped it. See `_raise_dropped_again`."""
 
 _last: list[int] = []
 """The signal that stopped the current block: a package may turn `Stopped` into another error."""
@@ -80,6 +84,7 @@ def raise_on_signals() -> Iterator[None]:
     if not numbers:
         yield
         return
+    main_thread = threading.get_ident()
     stopped_at = 0.0
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -92,10 +97,16 @@ def raise_on_signals() -> Iterator[None]:
             silence_closed_terminal()
         raise Stopped(number)
 
+    def retry(number: int) -> None:
+        nonlocal stopped_at
+        stopped_at = 0.0
+        signal.pthread_kill(main_thread, number)
+
     old_handlers = {number: signal.signal(number, stop) for number in numbers}
     fatal_signal = None
     try:
-        yield
+        with _raise_dropped_again(retry):
+            yield
     except Stopped as stopped:
         if old_handlers.get(stopped.number) is signal.SIG_DFL:
             fatal_signal = stopped.number
@@ -106,6 +117,30 @@ def raise_on_signals() -> Iterator[None]:
         _last.clear()
         if fatal_signal is not None:
             os.kill(os.getpid(), fatal_signal)
+
+
+@contextmanager
+def _raise_dropped_again(retry: Callable[[int], None]) -> Iterator[None]:
+    """Call `retry` shortly after a `Stopped` that Python has dropped.
+
+    Python drops what is raised in a `__del__` method or in the callback of a weak reference, and
+    prints a traceback. A signal that arrives there would neither stop the program nor be quiet.
+    """
+    old_hook = sys.unraisablehook
+
+    def hook(unraisable: "sys.UnraisableHookArgs") -> None:
+        if not isinstance(unraisable.exc_value, Stopped):
+            old_hook(unraisable)
+            return
+        timer = threading.Timer(RETRY, retry, [unraisable.exc_value.number])
+        timer.daemon = True
+        timer.start()
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = old_hook
 
 
 def silence_closed_terminal() -> None:
