@@ -127,7 +127,7 @@ def test_every_public_name_can_be_imported():
 
 
 def test_running_an_experiment_needs_no_command_line_packages():
-    """Only torch, numpy, pydantic and safetensors: the others may be absent."""
+    """Only torch, numpy, pydantic, safetensors and tomli_w: the others may be absent."""
     program = """
 import sys
 for name in ("rich", "cyclopts", "pooch", "flwr", "matplotlib"):

@@ -1,11 +1,12 @@
 """Write the Flower App of an experiment: a few lines, as all machines have fedcover."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+import tomli_w
 
 FLOWER = "1.41.0"
 """The version of Flower that this was tested with."""
@@ -90,12 +91,8 @@ def write_app(
     Returns:
         The folder.
     """
-    # JSON strings, numbers and booleans are TOML, too, but not JSON's pairs of escapes
-    config = "".join(
-        f"{name} = {json.dumps(value, ensure_ascii=False)}\n"
-        for name, value in asdict(settings).items()
-    )
-    texts = {**_FILES, "pyproject.toml": _PROJECT.format(flower=FLOWER, config=config)}
+    project = _PROJECT.format(flower=FLOWER, config=tomli_w.dumps(asdict(settings)))
+    texts = {**_FILES, "pyproject.toml": project}
     contents = {name: text.encode() for name, text in texts.items()}
     contents |= {f"{MODULES}/{path}": content for path, content in modules.items()}
     for name, content in contents.items():

@@ -1,6 +1,7 @@
 """A federation on this machine: a SuperLink and SuperNodes as processes that end with it."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,7 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from fedcover.errors import InvalidValue, RunError
+import tomli_w
+
+from fedcover.errors import RunError
 from fedcover.host.orphans import descendants, lifeline_arguments, send_signal
 
 FLOWER_ENVIRONMENT = {
@@ -23,6 +26,7 @@ FLOWER_ENVIRONMENT = {
 }
 """No calls home, no installation of packages, and no wait of a second before each task."""
 CONNECTION = "fedcover"
+_ESCAPE = re.compile(r"\\.")
 STEADY_LAUNCHER = ("-m", "fedcover.flower.steady")
 """Runs one of Flower's programs with level memory."""
 FLWR = (sys.executable, "-P", "-m", "fedcover.host.orphans", "flwr.cli.app:app")
@@ -57,9 +61,8 @@ class LocalFederation:
 
     def start_supernode(self, name: str, config: Mapping[str, object]) -> subprocess.Popen[bytes]:
         """Start a SuperNode with a configuration."""
-        node_config = " ".join(f"{key}={_quote(value)}" for key, value in config.items())
         options = ["--superlink", self.address, "--host", "127.0.0.1", "--port", str(free_port())]
-        options += ["--insecure", "--node-config", node_config]
+        options += ["--insecure", "--node-config", node_config_argument(config)]
         return self.start(name, sys.executable, *STEADY_LAUNCHER, "flower-supernode", *options)
 
     def start(self, name: str, program: str, *arguments: str) -> subprocess.Popen[bytes]:
@@ -69,10 +72,9 @@ class LocalFederation:
 
     def submit(self, app: Path, out: IO[bytes]) -> subprocess.Popen[bytes]:
         """Run a Flower App on the federation; the process ends when the run does."""
-        (self.home("submit") / "config.toml").write_text(
-            f'[superlink]\ndefault = "{CONNECTION}"\n\n'
-            f'[superlink.{CONNECTION}]\naddress = "{self.address}"\ninsecure = true\n'
-        )
+        connection = {"address": self.address, "insecure": True}
+        flower_config = {"superlink": {"default": CONNECTION, CONNECTION: connection}}
+        (self.home("submit") / "config.toml").write_text(tomli_w.dumps(flower_config))
         command = [*FLWR, "run", str(app), CONNECTION, "--stream"]
         return self._start_process("submit", command, out)
 
@@ -201,17 +203,17 @@ def program_path(name: str) -> str:
     return str(path) if path.exists() else name
 
 
-def _quote(value: object) -> str:
-    """Quote a value of a node's configuration; Flower knows no escapes.
+def node_config_argument(config: Mapping[str, object]) -> str:
+    """Return a node's configuration as one argument: `key=value` pairs with values as in TOML.
 
-    >>> print(_quote("here"), _quote('a "b" c'), _quote("it's"), _quote(2))
-    'here' 'a "b" c' "it's" 2
+    Flower ends a text at the next quote, even after a backslash: quotes are written as numbers.
+
+    >>> print(node_config_argument({"rows": 'my "own".npz', "partition-id": 2}))
+    rows="my \\u0022own\\u0022.npz" partition-id=2
     """
-    if not isinstance(value, str):
-        return str(value)
-    for quote in ("'", '"'):
-        if quote not in value:
-            return f"{quote}{value}{quote}"
-    raise InvalidValue(
-        f"Flower takes no text with both kinds of quotes in a node's configuration; got {value!r}"
-    )
+    pairs = tomli_w.dumps(config).rstrip("\n").split("\n")
+    return " ".join(_ESCAPE.sub(_number_quotes, pair).replace(" = ", "=", 1) for pair in pairs)
+
+
+def _number_quotes(escape: re.Match[str]) -> str:
+    return r"\u0022" if escape[0] == r"\"" else escape[0]

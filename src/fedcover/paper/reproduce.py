@@ -1,7 +1,7 @@
 """Run the missing cells of the paper's tables.
 
 Also a program: `python -m fedcover.paper.reproduce table1 seeds=1`. It needs no command-line
-packages, only torch, numpy, pydantic and safetensors.
+packages, only torch, numpy, pydantic, safetensors and tomli_w.
 """
 
 import shlex

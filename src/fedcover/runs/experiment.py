@@ -7,6 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
+import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from fedcover import registry
@@ -286,13 +287,7 @@ class Experiment(BaseModel):
         >>> Experiment.from_toml(experiment.to_toml()) == experiment
         True
         """
-        fields = self.model_dump(mode="json", exclude_none=True)
-        # JSON strings, numbers, booleans and lists of numbers are also valid TOML, except for
-        # surrogates and one control character
-        lines = [
-            f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in fields.items()
-        ]
-        return "".join(lines).replace("\x7f", "\\u007f")
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
 
     @classmethod
     def from_toml(cls, text: str, changes: Mapping[str, Any] | None = None) -> "Experiment":
