@@ -66,7 +66,7 @@ docs: $(VENV)/.installed-docs
 
 soak: $(VENV)/.installed-flower
 	mkdir -p benchmarks/results
-	FEDCOVER_FUZZ=200000 $(BIN)/python -m pytest -s tests/server/test_reply_validation.py -k harmless | tee benchmarks/results/fuzz-replies.txt
+	FEDCOVER_FUZZ=200000 $(BIN)/python -m pytest -s tests/server/test_reply_fuzz.py -k harmless | tee benchmarks/results/fuzz-replies.txt
 	$(BIN)/python benchmarks/flower_wire.py | tee benchmarks/results/flower-wire.json
 	$(BIN)/python -m benchmarks.flower_soak | tee benchmarks/results/flower-soak.json
 	$(BIN)/python -m benchmarks.flower_messages | tee benchmarks/results/flower-messages.json

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import torch
+
 import fedcover as fc
 from fedcover.runs.checkpoints import list_checkpoints
 
@@ -10,7 +12,6 @@ TINY = {
     "fleet": "1x1.0 + 1x0.5", "policy": "prefix", "clients": 20, "active": 4, "rounds": 4, "epochs": 1,
     "model": "mlp(hidden=[16])",
 }  # fmt: skip
-
 
 RESNET = {
     "model": "wide_resnet(depth=10, widen=1)", "assignment": "slot", "clients": 100, "active": 2, "rounds": 2,
@@ -41,3 +42,9 @@ def assert_same_end(folder: Path, other: Path) -> None:
     """Two run folders ended alike, bit for bit."""
     assert figures(folder) == figures(other)
     assert last_checkpoint(folder) == last_checkpoint(other)
+
+
+def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    """Check that two sets of tensors are equal, bit for bit."""
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in left)

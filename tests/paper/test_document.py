@@ -1,0 +1,141 @@
+"""The document on the reproduction, its tables and its figures."""
+
+import pytest
+
+from fedcover.paper import comparisons, document, store
+from fedcover.paper.cells import RATES
+from fedcover.paper.evidence import Evidence
+from fedcover.paper.svg_chart import Series, chart
+from tests.helpers.paper_results import BY_ID, change_result, write_result
+from tests.helpers.repository import ROOT
+
+pytestmark = pytest.mark.usefixtures("only_the_cpu")
+
+
+def test_the_committed_document_is_what_would_be_generated():
+    evidence = Evidence(ROOT / "results" / "reproduction")
+    assert (ROOT / "docs" / "reproduction.md").read_text() == document.render(evidence)
+    kept = {path.stem: path.read_text() for path in (ROOT / "docs" / "reproduction").glob("*.svg")}
+    assert kept == document.draw_figures(evidence)
+
+
+def test_every_committed_result_belongs_to_a_cell_as_it_now_is():
+    evidence = Evidence(ROOT / "results" / "reproduction")
+    results_of_cells = {
+        (run["cell"], run["seed"]) for runs in evidence.results.values() for run in runs
+    }
+    assert results_of_cells == set(evidence.records)
+    assert evidence.orphan_results() == []
+
+
+def test_the_document_tells_claims_results_and_what_was_not_run(tmp_path):
+    for seed in range(3):
+        write_result(tmp_path, "mnist-iid-pruning-1111444444", seed, 0.97 + 0.001 * seed)
+        write_result(tmp_path, "mnist-iid-pruning-1111223344", seed, 0.98 + 0.001 * seed)
+        write_result(tmp_path, "mnist-L2-full", seed, 0.936, local=0.9)
+    write_result(tmp_path, "mnist-iid-full", 0, 0.98)
+    text = document.render(Evidence(tmp_path))
+    assert "{{" not in text
+    greedy = "97.51 | 97.10 ± 0.10 | 72.82 ± 0.07 | 97.10 ± 0.10 | 3 | lower"  # 48.55 after the first of two rounds
+    assert f"| medium | pruning-greedy | pruning-1111444444 | 4 | 6 | {greedy} |" in text
+    assert "| full | full | full | 10 | 6 | 98.08 | 98.00 | 73.50 | 98.00 | 1 | one seed |" in text
+    assert "| MNIST IID | 98.08 | 98.00 | 73.50 | 34.65 | -24.58 |" in text
+    assert "More than 5 points away: MNIST IID, MNIST L=2." in text
+    assert "- MNIST: 4 of 60 cells of the main table have runs." in text
+    assert "- CIFAR-10: 0 of 48 cells of the main table have runs.\n" in text
+    assert (
+        "| 1111111111 | 98.045 | 98.00 | one seed | 93.59 | 93.60 ± 0.00 | higher | 93.82 | 90.00 ± 0.00 |"
+        in text
+    )
+    assert (
+        "1 of 60 comparisons have runs. The optimised design is: 1 higher, 0 lower, 0 not decided."
+        in text
+    )
+    both = "6 / 6 | 0.100 / 0.100 | +0.88 | +1.00 ± 0.00 | 3 | 0.000 | higher | +0.75 ± 0.00 | 2.0 / 2.0"
+    assert f"| {both} |" in text
+    assert "not run" in text
+    assert "MNIST, L=2, medium level: loss and accuracy" in text
+    assert "MNIST, L=2, fixed sub-networks: loss" in text  # FedAvg is in it
+
+
+def test_rounds_to_a_target(tmp_path):
+    for seed in range(2):
+        write_result(
+            tmp_path, "mnist-iid-full", seed, 0.8 + 0.1 * seed
+        )  # half of it after the first round
+    evidence = Evidence(tmp_path)
+    assert (
+        evidence.rounds_to("mnist-iid-full", 40) == 2
+    )  # of fewer rounds than a mean is of there is one mean
+    assert evidence.rounds_to("mnist-iid-full", 60) == 2  # the means of both seeds are 60 and 67.5
+    assert evidence.rounds_to("mnist-iid-full", 65) is None
+    write_result(tmp_path, "mnist-L2-full", 0, 0.9)
+    curve = {"round": list(range(1, 9)), "accuracy": [0.9, 0.1, 0.1, 0.1, 0.2, 0.5, 0.6, 0.9]}
+    change_result(tmp_path, BY_ID["mnist-L2-full"], 0, curve=curve)
+    evidence = Evidence(tmp_path)
+    assert [evidence.rounds_to("mnist-L2-full", target) for target in (20, 29, 40, 90)] == [
+        5,
+        7,
+        8,
+        None,
+    ]
+
+
+def test_many_lines_have_no_bands():
+    def drawn(number):
+        lines = [Series(f"line {n}", [1, 2], [[0.1, 0.2], [0.2, 0.3]]) for n in range(number)]
+        return chart("title", [("accuracy", lines)]).count("<polygon")
+
+    assert (drawn(8), drawn(9)) == (8, 0)
+
+
+def test_the_document_counts_from_what_source_runs_were_made(tmp_path):
+    for seed, commit in enumerate((None, "abc-dirty", "abc")):
+        write_result(tmp_path, "mnist-iid-full", seed, 0.9)
+        origin = store.load(tmp_path)["mnist-iid-full", seed].result["made"]
+        change_result(tmp_path, BY_ID["mnist-iid-full"], seed, made={**origin, "commit": commit})
+    source = "1 runs were made from a commit, 1 from one with changes beside it, 1 from a copy without git"
+    assert source in document.provenance_table(Evidence(tmp_path))
+
+
+def test_the_ranking_at_the_second_rate(tmp_path):
+    for rate, score in zip(RATES, (0.8, 0.9, 0.95, 0.5), strict=True):
+        write_result(tmp_path, f"mnist-iid-full-rate{rate:g}", 1000, 0.1, validation=score)
+    assert (
+        comparisons.second_rate_block(Evidence(tmp_path))
+        == "No comparison at a second learning rate has runs."
+    )
+    for design, accuracy in (("1111444444", 0.97), ("1111223344", 0.96)):
+        write_result(tmp_path, f"mnist-iid-pruning-{design}-lr0.1", 0, accuracy)
+    found = comparisons.second_rate_block(Evidence(tmp_path))
+    assert (
+        "0 higher, 0 lower, 0 not decided, 1 with one seed, no verdict (0 above, 1 below)." in found
+    )
+    assert "| -1.00 | 1 |  | one seed | -0.75 |" in found
+
+
+def test_the_commands_write_document_and_figures(fedcover, tmp_path):
+    for seed in range(2):
+        write_result(tmp_path / "mine", "mnist-iid-full", seed, 0.98)
+        write_result(tmp_path / "mine", "mnist-iid-homogeneous-0.5", seed, 0.9)
+    code, out, err = fedcover("reproduce", "docs", "--out", "mine", "--docs", "pages")
+    assert (code, err) == (0, "")
+    assert out.split() == [
+        "pages/reproduction.md",
+        *(f"pages/reproduction/{name}-iid.svg" for name in ("medium", "pruning", "subnet")),
+    ]
+    drawn = (tmp_path / "pages" / "reproduction" / "medium-iid.svg").read_text()
+    assert (
+        drawn.count("<polyline") == 3
+    )  # the loss of a model that is trained in part only is not shown
+    assert drawn.count("homogeneous-0.5") == 1
+
+
+def test_a_picture_repeats_itself_and_is_well_formed(tmp_path):
+    from xml.etree import ElementTree
+
+    write_result(tmp_path, "mnist-iid-full", 0, 0.98)
+    first, second = (document.draw_figures(Evidence(tmp_path)) for _ in range(2))
+    assert first == second
+    assert set(first) == {"medium-iid", "pruning-iid", "subnet-iid"}
+    assert all(ElementTree.fromstring(svg).tag.endswith("svg") for svg in first.values())

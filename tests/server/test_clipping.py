@@ -1,0 +1,58 @@
+"""Updates longer than the limit are scaled down to it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedcover.server.clipping import change, clip_update, global_norm
+from fedcover.server.round import aggregate, run_round
+from fedcover.submodels.coverage import count
+from fedcover.submodels.reductions import Masks, TrainedSubset
+from tests.helpers.private import round_of, vectors
+from tests.helpers.worlds import same, world
+
+
+@settings(max_examples=200, deadline=None)
+@given(vectors, st.floats(0.01, 100), st.booleans())
+def test_an_update_is_shortened_on_its_own_entries(entries, limit, own):
+    old, new, held = (
+        torch.tensor(column, dtype=torch.float64) for column in zip(*entries, strict=True)
+    )
+    bits = {"w": held.bool()}
+    trained = TrainedSubset(Masks({}), bits) if own else Masks(bits)
+    before, after = {"w": old}, clip_update({"w": old}, trained, {"w": new}, limit)
+    moved = change(before, trained, after)["w"]
+    wanted = torch.where(held.bool(), new - old, 0.0)
+    far = float(wanted.norm())
+    assert float(moved.norm()) <= limit * (1 + 1e-9) + 1e-12
+    torch.testing.assert_close(moved, wanted * min(1.0, limit / far) if far else wanted)
+    if far <= limit:
+        assert after["w"] is new  # bit for bit
+
+
+@pytest.mark.parametrize("policy", ["rolling", "random", "magnitude"])
+@pytest.mark.parametrize("rule", ["coverage_mean", "trimmed_mean", "median"])
+def test_a_client_moves_the_model_by_at_most_the_limit(policy, rule):
+    setup, state, updates = round_of(policy=policy, clip_updates=0.01, rule=rule)
+    loud = [replace(updates[0], params={n: t + 100 for n, t in updates[0].params.items()})]
+    after = aggregate(setup, state, loud)
+    moved = {name: after.params[name] - state.params[name] for name in state.params}
+    assert global_norm(moved) == pytest.approx(0.01)
+    outside = count(state.params, [updates[0].trained])
+    assert all(bool((moved[n][outside[n] == 0] == 0).all()) for n in moved)
+
+
+def test_a_limit_that_nobody_reaches_changes_nothing():
+    plain, state = world(policy="rolling")
+    limited, _ = world(policy="rolling", clip_updates=1e6)
+    (left, _), (right, report) = run_round(plain, state), run_round(limited, state)
+    same(left.params, right.params)
+    assert report.metrics["clipped"] == 0
+
+
+def test_shortened_clients_are_counted():
+    setup, state = world(policy="rolling", clip_updates=1e-9)
+    assert run_round(setup, state)[1].metrics["clipped"] == 6

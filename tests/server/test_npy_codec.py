@@ -1,0 +1,114 @@
+"""Arrays as bytes: only what NumPy itself would write is decoded, and nothing is unpickled."""
+
+import ast
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+
+from fedcover.server.npy_codec import ArraySpec, InvalidReply, as_array, decode_array, safe_repr
+from tests.helpers.replies import stored
+from tests.helpers.repository import ROOT
+from tests.helpers.worlds import same
+
+
+def test_bytes_that_are_scattered_in_memory_are_refused():
+    whole = stored(np.ones(3)).data
+    twice = bytearray(2 * whole.nbytes)
+    twice[::2] = whole
+    with pytest.raises(InvalidReply, match=r"^damaged array: w is scattered in memory$"):
+        decode_array(
+            "w", stored(np.ones(3), data=memoryview(twice)[::2]), ArraySpec((3,), "float64")
+        )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        (b" \n", b"X\n", "wrong shape"),
+        (b" \n", b"\t\n", "wrong shape"),
+        (b" \n", b"\n\n", None),
+        (b"'<f8'", b"'O'  ", "pickled"),
+        (b"'<f8'", b"'|O' ", "pickled"),
+        (b"'<f8'", b"'>f8'", "wrong dtype"),
+        (b"False", b"True ", "wrong dtype"),
+    ],
+)
+def test_a_header_must_be_what_numpy_writes(old, new, reason):
+    data = bytes(stored(np.ones(3)).data)
+    assert old in data
+    raw = stored(np.ones(3), data=data.replace(old, new, 1))
+    with (
+        pytest.raises(InvalidReply, match=f"^{reason}: w ") if reason else contextlib.nullcontext()
+    ):
+        decode_array("w", raw, ArraySpec((3,), "float64"))
+
+
+def test_what_is_sent_is_in_the_order_of_c():
+    """Whatever the order in memory: NumPy would say in the header that it is another one."""
+    turned = torch.arange(6.0).view(2, 3).T
+    assert as_array(turned).flags.c_contiguous
+    same(
+        {"w": decode_array("w", stored(as_array(turned)), ArraySpec((3, 2), "float32"))},
+        {"w": turned},
+    )
+
+
+def test_an_array_without_numbers_is_one():
+    assert decode_array("w", stored(np.ones((0, 4))), ArraySpec((0, 4), "float64")).shape == (0, 4)
+
+
+SHOWN = [
+    ("x" * 60, f"'{'x' * 50}'"),
+    (b"\x80\n", r"b'\x80\n'"),
+    ("\x1b[2Jé", r"'\x1b[2J\xe9'"),
+    ("é" * 20, "'" + r"\xe9" * 19 + "..."),
+    ((), "()"),
+    ((3, "a", None), "(3, 'a', None)"),
+    (tuple(range(8)), "(0, 1, 2, 3, 4, 5, 6, 7)"),
+    (tuple(range(9)), "(0, 1, 2, 3, 4, 5, 6, 7, ...)"),
+    (True, "True"),
+    (0.5, "0.5"),
+    (2**199 - 1, str(2**199 - 1)),
+    (2**199, "a int"),
+    ([1], "a list"),
+    ((["x"], (1, "y" * 70)), f"(a list, (1, '{'y' * 50}'))"),
+    (("x" * 30, "y" * 42), f"('{'x' * 30}', '{'y' * 42}')"),
+    (("x" * 30, "y" * 43), f"('{'x' * 30}', '{'y' * 41}..."),
+]
+
+
+@pytest.mark.parametrize(("value", "text"), SHOWN)
+def test_what_a_stranger_sent_is_shown_in_eighty_characters(value, text):
+    assert safe_repr(value) == text
+    assert len(text) <= 80
+    assert text.isascii()
+    assert text.isprintable()
+
+
+def test_nothing_is_unpickled_but_from_our_own_child_processes():
+    """The pipe between a run and the processes that it starts itself is neither the wire nor the disk."""
+    root = ROOT / "src" / "fedcover"
+    for path in root.rglob("*.py"):
+        calls = [
+            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
+        ]
+        for call in calls:
+            name = ast.unparse(call.func)
+            if name in ("np.load", "np.save", "numpy.load"):
+                assert any(
+                    k.arg == "allow_pickle" and ast.unparse(k.value) == "False"
+                    for k in call.keywords
+                ), path
+            opens = name.split(".")[0] in (
+                "pickle",
+                "cloudpickle",
+                "dill",
+                "joblib",
+                "shelve",
+                "marshal",
+            )
+            assert path.name in ("launch.py", "worker.py") or not (
+                opens or name in ("torch.load", "torch.save")
+            ), (path, name)

@@ -1,0 +1,109 @@
+"""The ledger of tasks: each nonce is good for one reply of one client."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+
+from fedcover.server.task_ledger import LATE_ROUNDS_KEPT, TaskLedger
+from fedcover.types import Update
+from tests.helpers.replies import asked_and_trained, honest
+
+
+def test_a_nonce_is_good_for_one_reply():
+    _, _, asked, update = asked_and_trained("slices")
+    ledger = TaskLedger()
+    tasks = [ledger.issue(lambda nonce: replace(asked, nonce=nonce)) for _ in range(4)]
+    assert len({task.nonce for task in tasks}) == 4
+    assert len({task.nonce[16:] for task in tasks}) == 4
+    assert all(len(bytes.fromhex(task.nonce[16:])) == 16 for task in tasks)
+    raws = [honest(task, update) for task in tasks]
+    assert isinstance(ledger.receive(raws[0]), Update)
+    assert ledger.receive(raws[0]).reason == "replayed nonce"
+    assert ledger.receive(replace(raws[1], metrics={})).reason == "malformed metrics"
+    assert ledger.receive(raws[1]).reason == "replayed nonce"  # a second try is none
+    for wrong in (None, 7, "", "00" * 16, b"x", ["x"], {}, "x" * 10**6, "\n"):
+        found = ledger.receive(replace(raws[2], nonce=wrong))
+        assert found.reason == "unknown nonce"
+        assert found.detail.isprintable()
+        assert len(found.detail) < 250
+    for wrong in (
+        asked.client.id + 1,
+        None,
+        str(asked.client.id),
+        1.5,
+        True,
+    ):  # another client's nonce
+        assert ledger.receive(replace(raws[2], client=wrong)).reason == "unknown nonce"
+    assert isinstance(ledger.receive(raws[2]), Update)  # and that has not used it up
+    assert [task.nonce for task in ledger.close()] == [tasks[3].nonce]
+    assert ledger.receive(raws[3]).reason == "late"
+    assert ledger.close() == ()
+
+
+def test_a_rejection_names_the_client_that_is_claimed_and_shows_what_came():
+    _, _, asked, update = asked_and_trained("slices")
+    ledger = TaskLedger()
+    raw = honest(ledger.issue(lambda nonce: replace(asked, nonce=nonce)), update)
+    found = ledger.receive(replace(raw, nonce="gone", client=41))
+    assert (found.client, found.detail) == (41, "nonce 'gone' of client 41")
+    found = ledger.receive(replace(raw, client="41"))
+    assert found.client is None
+    assert found.detail.endswith("of client '41'")
+
+
+def test_the_hundredth_nonce_is_known_again():
+    _, _, asked, update = asked_and_trained("slices")
+    ledger = TaskLedger()
+    tasks = [ledger.issue(lambda nonce: replace(asked, nonce=nonce)) for _ in range(100)]
+    assert isinstance(ledger.receive(honest(tasks[99], update)), Update)
+    assert ledger.receive(honest(tasks[99], update)).reason == "replayed nonce"
+
+
+def test_the_names_of_a_task_are_told_while_it_is_out():
+    _, _, asked, update = asked_and_trained("slices")
+    ledger = TaskLedger()
+    task = ledger.issue(lambda nonce: replace(asked, nonce=nonce))
+    names = ledger.expected_names(task.nonce)
+    assert "params/head.weight" in names
+    assert "params/nosuch" not in names
+    assert all(ledger.expected_names(nonce) is None for nonce in ("gone", None, 7, ["x"]))
+    ledger.receive(honest(task, update))
+    assert ledger.expected_names(task.nonce) is None
+
+
+def test_the_ledger_does_not_grow():
+    _, _, asked, update = asked_and_trained("slices")
+    ledger = TaskLedger()
+    earliest = ledger.issue(lambda nonce: replace(asked, nonce=nonce))
+    assert isinstance(ledger.receive(honest(earliest, update)), Update)
+    for _ in range(LATE_ROUNDS_KEPT):
+        assert ledger.receive(honest(earliest, update)).reason == "replayed nonce"
+        missed = ledger.issue(lambda nonce: replace(asked, nonce=nonce))
+        ledger.close()
+        assert ledger.receive(honest(missed, update)).reason == "late"
+    held = sys.getsizeof(ledger._pending) + sum(map(sys.getsizeof, ledger._late_nonces_by_round))
+    for _ in range(3 * LATE_ROUNDS_KEPT):
+        ledger.issue(lambda nonce: replace(asked, nonce=nonce))
+        ledger.close()
+    assert (
+        sys.getsizeof(ledger._pending) + sum(map(sys.getsizeof, ledger._late_nonces_by_round))
+        == held
+    )
+    for known in (earliest, missed):  # its seal is ours, and it is not open
+        assert ledger.receive(honest(known, update)).reason == "replayed nonce"
+
+
+@pytest.mark.parametrize("change", [str.upper, lambda n: n[:-1], lambda n: "0" + n, lambda n: f"{9:016x}{n[16:]}",
+                                    lambda n: n[::-1], lambda n: "é" * 48, lambda n: "٣" * 48])  # fmt: skip
+def test_a_nonce_that_was_never_given_is_unknown(change):
+    _, _, asked, update = asked_and_trained("slices")
+    ledger = TaskLedger()
+    given = [ledger.issue(lambda nonce: replace(asked, nonce=nonce)) for _ in range(10)]
+    ledger.close()
+    assert (
+        ledger.receive(honest(replace(given[4], nonce=change(given[4].nonce)), update)).reason
+        == "unknown nonce"
+    )
+    other = TaskLedger()
+    assert other.receive(honest(given[0], update)).reason == "unknown nonce"
