@@ -69,7 +69,6 @@ soak: $(VENV)/.installed-flower
 	FEDCOVER_FUZZ=200000 $(BIN)/python -m pytest -s tests/server/test_reply_fuzz.py -k harmless | tee benchmarks/results/fuzz-replies.txt
 	$(BIN)/python benchmarks/flower_wire.py | tee benchmarks/results/flower-wire.json
 	$(BIN)/python -m benchmarks.flower_soak | tee benchmarks/results/flower-soak.json
-	$(BIN)/python -m benchmarks.flower_messages | tee benchmarks/results/flower-messages.json
 
 chaos: $(VENV)/.installed-flower
 	mkdir -p benchmarks/results

@@ -32,7 +32,7 @@ from statistics import median
 from typing import Any
 
 import fedcover as fc
-from benchmarks.flower_memory import environment_info
+from benchmarks.environment import environment_info
 from fedcover.flower.local_federation import STEADY_LAUNCHER, LocalFederation, free_port
 from fedcover.host.orphans import descendants
 from fedcover.runs.metrics_log import EVENTS, read_events, read_lines

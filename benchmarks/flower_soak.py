@@ -1,93 +1,56 @@
-"""Load: 64 virtual clients over 4 SuperNodes for 50 rounds. Does memory grow, is an update lost, what is Flower's own?
+"""Load: 64 virtual clients over 4 SuperNodes for 50 rounds.
 
-Run by `make soak`; prints JSON. How memory is measured, and when a process is said to rise, is told in
-`flower_memory.py`; of the pages in each round the median of many looks is taken, as what a step needs comes and goes.
-`percent` is what has come to the size in round 5 by the end. Processes that run our code (the server) and Flower's own
-are told apart; `together` is the sum of all. `holds` is what the processes that look for garbage have between messages,
-`hold_more` those of them that have ever more, by the same rule.
+Run by `make soak`; prints JSON, and fails if the list `failures` in it is not empty: if an update
+was lost, our server grows, or a process of Flower's grows by more than 64 KiB a round from round 5
+on. `process_memory.py` says how memory is measured.
 
-Flower's own part of a round is its wall time less what the same clients take in one process, all cores of which the
-nodes share.
+Flower's part of a round is its wall time less the time of the same clients in one process. That
+time is divided by the number of cores, which all nodes share.
 """
 
 import argparse
 import json
 import os
+import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import fedcover as fc
-from benchmarks.flower_memory import (
-    SETTLED_ROUND,
-    Pids,
-    Sizes,
-    environment_info,
-    growth,
-    hold_more,
-    install_probe,
-    long_lived_processes,
-    median_sizes,
-    read_probe,
-    sizes,
-    verdict,
-)
+from benchmarks.environment import environment_info
+from benchmarks.process_memory import SETTLED_ROUND, MemoryLog, growth
 from fedcover.flower.app_template import RunConfig, write_app
 from fedcover.flower.local_federation import run_local_federation
 from fedcover.runs.metrics_log import read_lines
 
-OURS = "flwr-serverapp"
-"""The one program that lives through a run and runs our code; the nodes' part of it lives for one message."""
+OUR_PROGRAM = "flwr-serverapp"
+"""The only long-lived program that runs our code; on a node it runs for one message at a time."""
+FLOWER_LIMIT = 64
+"""KiB a round by which a process of Flower's may grow."""
 
 
-def soak(rounds: int, clients: int, nodes: int, place: Path) -> dict[str, object]:
+def soak(rounds: int, clients: int, nodes: int, place: Path) -> dict[str, Any]:
     """Run the load and measure it."""
-    wanted = fc.Experiment(
-        name="soak", model="mlp(hidden=[200])", fleet="1x1.0 + 1x0.5 + 2x0.25", policy="rolling", clients=clients,
-        active=clients, rounds=rounds, epochs=1,
-    )  # fmt: skip
-    started = time.perf_counter()
-    fc.run(wanted, machine=fc.Machine("sequential", "cpu", 1))
-    alone = (time.perf_counter() - started) / rounds
-    configs = [{"partition-id": place, "num-partitions": nodes} for place in range(nodes)]
-    memory: list[Sizes] = []
-    looks: list[Sizes] = []
-    ends: list[float] = []
-    pids: Pids = {}
-    folder, holds = place / "run", install_probe(place / "telling")
-    with (
-        run_local_federation(place / "flower", configs, [str(holds)]) as federation,
-        (place / "log.txt").open("wb") as log,
-    ):
-        app = write_app(
-            place / "app",
-            RunConfig(wanted.to_toml(), str(folder), device="cpu", nodes=nodes, deadline=600.0),
-        )
-        process = federation.submit(app, log)
-        while process.poll() is None:
-            done = (
-                (folder / "metrics.jsonl").read_bytes().count(b"\n")
-                if (folder / "metrics.jsonl").exists()
-                else 0
-            )
-            pids |= long_lived_processes(federation)
-            look = sizes(pids)
-            if done > len(
-                memory
-            ):  # this look is of the next round already; after the last one the server ends
-                memory.append(median_sizes(looks or [look]))
-                ends.append(time.time())
-                looks = []
-            looks.append(look)
-            time.sleep(0.5)
+    experiment = fc.Experiment(
+        name="soak",
+        model="mlp(hidden=[200])",
+        fleet="1x1.0 + 1x0.5 + 2x0.25",
+        policy="rolling",
+        clients=clients,
+        active=clients,
+        rounds=rounds,
+        epochs=1,
+    )
+    alone = seconds_alone(experiment) / rounds
+    folder = place / "run"
+    memory = run_on_flower(experiment, nodes, place, folder)
     lines = read_lines(folder / "metrics.jsonl")
     events = read_lines(folder / "events.jsonl")
     seconds = [sum(line["seconds"].values()) for line in lines]
-    lived = [name for name in memory[-1] if all(name in look for look in memory)]
-    grown = {name: growth([look[name] for look in memory]) for name in lived}
-    held = read_probe(holds, pids, ends)
-    return {
+    figures = {
         **environment_info(),
         "rounds": len(lines),
         "clients": clients,
@@ -95,32 +58,80 @@ def soak(rounds: int, clients: int, nodes: int, place: Path) -> dict[str, object
         "updates_asked": rounds * clients,
         "updates_used": sum(event["event"] == "answered" for event in events),
         "updates_rejected_late_lost": [
-            sum(line[k] for line in lines) for k in ("rejected", "late", "lost")
+            sum(line[key] for line in lines) for key in ("rejected", "late", "lost")
         ],
         "seconds_per_round_median": round(median(seconds), 2),
-        "seconds_per_round": [round(s, 1) for s in seconds],
+        "seconds_per_round": [round(second, 1) for second in seconds],
         "seconds_alone_per_round": round(alone, 3),
         "flowers_part": round(1 - alone / (os.cpu_count() or 1) / median(seconds), 3),
-        "ours": verdict({name: found for name, found in grown.items() if name.endswith(OURS)}),
-        "flowers": verdict(
-            {name: found for name, found in grown.items() if not name.endswith(OURS)}
+        "processes": len(memory.pids),
+        "memory": memory.growth_by_process(),
+        "together": growth(
+            [sum(sizes[name] for name in memory.survivors) for sizes in memory.rounds]
         ),
-        "together": growth([sum(look[name] for name in lived) for look in memory]),
-        "hold_more": hold_more(held),
-        "holds": held,
-        "memory": grown,
     }
+    return {"failures": list(failures(figures)), **figures}
 
 
-if __name__ == "__main__":
+def seconds_alone(experiment: fc.Experiment) -> float:
+    """Return the seconds that an experiment takes in one process."""
+    start = time.perf_counter()
+    fc.run(experiment, machine=fc.Machine("sequential", "cpu", 1))
+    return time.perf_counter() - start
+
+
+def run_on_flower(experiment: fc.Experiment, nodes: int, place: Path, folder: Path) -> MemoryLog:
+    """Run an experiment on a federation of its own; return the memory of its processes."""
+    configs = [{"partition-id": node, "num-partitions": nodes} for node in range(nodes)]
+    settings = RunConfig(
+        experiment.to_toml(), str(folder), device="cpu", nodes=nodes, deadline=600.0
+    )
+    metrics = folder / "metrics.jsonl"
+    memory = MemoryLog()
+    with (
+        run_local_federation(place / "flower", configs) as federation,
+        (place / "log.txt").open("wb") as log,
+    ):
+        process = federation.submit(write_app(place / "app", settings), log)
+        while process.poll() is None:
+            finished = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+            memory.sample(federation, finished)
+            time.sleep(0.5)
+    return memory
+
+
+def failures(figures: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is not as it should be."""
+    asked, used = figures["updates_asked"], figures["updates_used"]
+    if used != asked:
+        yield f"{asked - used} of {asked} updates were lost"
+    memory = figures["memory"]
+    if len(memory) != figures["processes"]:
+        yield f"{figures['processes'] - len(memory)} long-lived processes ended before the run"
+    for name, process in memory.items():
+        per_round = process["kib_per_round"]
+        if name.endswith(OUR_PROGRAM) and process["grows"]:
+            yield f"{name} grows by {per_round} KiB a round; it must not grow"
+        if not name.endswith(OUR_PROGRAM) and per_round > FLOWER_LIMIT:
+            yield f"{name} grows by {per_round} KiB a round; the limit is {FLOWER_LIMIT}"
+
+
+def main() -> None:
+    """Run the load of the arguments, print the figures, and fail if something is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--nodes", type=int, default=4)
-    given = parser.parse_args()
-    if given.rounds < 3 * SETTLED_ROUND:
-        parser.error(
-            f"--rounds must be at least {3 * SETTLED_ROUND}: a slope needs some rounds after the {SETTLED_ROUND}th"
-        )
+    arguments = parser.parse_args()
+    least = SETTLED_ROUND + 6
+    if arguments.rounds < least:
+        parser.error(f"--rounds must be at least {least}: slopes need rounds after {SETTLED_ROUND}")
     with tempfile.TemporaryDirectory(prefix="fedcover-soak-") as folder:
-        print(json.dumps(soak(given.rounds, given.clients, given.nodes, Path(folder)), indent=2))
+        figures = soak(arguments.rounds, arguments.clients, arguments.nodes, Path(folder))
+    print(json.dumps(figures, indent=2))
+    if figures["failures"]:
+        sys.exit("\n".join(figures["failures"]))
+
+
+if __name__ == "__main__":
+    main()

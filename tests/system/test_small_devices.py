@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -23,6 +24,8 @@ from fedcover.training.local_sgd import train_client
 from fedcover.types import Client
 from tests.system.harness import children, submit
 
+NODE_SETTINGS = {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1048576"}
+"""What docs/deploy.md says to set for a node."""
 SHARES = (1.0, 0.5, 0.25)
 ROOM = 60_000_000
 """Bytes: the whole model has 101 million, a quarter-width part 6.6 million; training holds four times as much."""
@@ -80,7 +83,9 @@ def node(folder, share, room=0):
         str(second),
         str(room),
     ]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    said = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env={**os.environ, **NODE_SETTINGS}
+    )
     assert said.returncode == 0, said.stderr
     return json.loads(said.stdout)
 

@@ -1,37 +1,36 @@
-"""A SuperNode's memory of its tasks, in Flower's own hands."""
+"""What `python -m fedcover.flower.steady flower-supernode` changes of Flower's SuperNode."""
 
-from flwr.common.constant import Status, SubStatus
-from flwr.supercore.object_store import ObjectStoreFactory
-from flwr.supernode.nodestate import NodeStateFactory, nodestate_factory
+import os
+import platform
+
+import pytest
+from flwr.supernode import fleet_http_connection
 
 from fedcover.flower import supernode
-from fedcover.flower.supernode import NUM_REMEMBERED
+from fedcover.flower.reconnection import ReconnectingClient
 
 
-def test_a_node_forgets_tasks_that_have_ended_and_no_other(monkeypatch):
-    """A task is known while it runs, however many have come and gone since."""
-    states = []
-    monkeypatch.setattr(
-        nodestate_factory, "InMemoryNodeState", nodestate_factory.InMemoryNodeState
-    )  # is put back
-    monkeypatch.setattr(
-        supernode,
-        "flower_supernode",
-        lambda: states.append(NodeStateFactory(ObjectStoreFactory()).state()),
-    )
+@pytest.fixture
+def started(monkeypatch):
+    """What is set when Flower's own program begins."""
+    seen = {}
+
+    def flower_supernode():
+        seen["client"] = fleet_http_connection.FleetHttpClient
+        seen["tunables"] = os.environ["GLIBC_TUNABLES"]
+
+    client = fleet_http_connection.FleetHttpClient
+    monkeypatch.setattr(fleet_http_connection, "FleetHttpClient", client)  # is put back
+    monkeypatch.setenv("GLIBC_TUNABLES", "")
+    monkeypatch.setattr(supernode, "flower_supernode", flower_supernode)
     supernode.main()
-    [state] = states
+    return seen
 
-    def task(ends: bool) -> int:
-        made = state.create_task("flwr-clientapp", run_id=1, fab_hash="x")
-        assert state.claim_task(made)
-        assert state.activate_task(made)
-        assert not ends or state.finish_task(made, SubStatus.COMPLETED, "")
-        return made
 
-    running, ended = task(ends=False), [task(ends=True) for _ in range(3 * NUM_REMEMBERED)]
-    known = {found.task_id: found.status.status for found in state.get_tasks()}
-    assert known.pop(running) == Status.RUNNING
-    assert set(known.values()) == {Status.FINISHED}
-    assert set(known) == set(ended[-NUM_REMEMBERED - 1 :])  # the last one ended after the last look
-    assert state.finish_task(running, SubStatus.COMPLETED, "")
+def test_a_killed_node_can_reconnect(started):
+    assert started["client"] is ReconnectingClient
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc's")
+def test_the_processes_of_messages_return_large_tensors(started):
+    assert "glibc.malloc.mmap_threshold=1048576" in started["tunables"]

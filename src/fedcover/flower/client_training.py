@@ -11,7 +11,6 @@ from flwr.app import Array, ArrayRecord, Context, Message
 from torch import nn
 
 from fedcover.errors import FedcoverError, InvalidValue
-from fedcover.flower.memory import map_large_tensors
 from fedcover.flower.messages import (
     ClientResult,
     ClientTask,
@@ -56,7 +55,6 @@ def train_clients(message: Message, context: Context) -> Message:
     request = read_request(message)
     payloads = SharedPayloads(message, request)
     request = replace(request, payloads=())  # or it would keep them alive
-    map_large_tensors()
     device = str(context.node_config.get("device", "cpu"))
     try:
         machine = Machine("sequential", device, request.threads).resolved()
@@ -182,7 +180,6 @@ def train_module(
     request = read_request(message)
     payloads = SharedPayloads(message, request)
     request = replace(request, payloads=())  # or it would keep them alive
-    map_large_tensors()
     model = build_on_meta_or_cpu(partial(whole_model, build, request.groups), "model")
     params = {name: p.detach() for name, p in model.module.named_parameters()}
 

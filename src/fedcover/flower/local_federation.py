@@ -28,7 +28,7 @@ FLOWER_ENVIRONMENT = {
 CONNECTION = "fedcover"
 _ESCAPE = re.compile(r"\\.")
 STEADY_LAUNCHER = ("-m", "fedcover.flower.steady")
-"""Runs one of Flower's programs with level memory."""
+"""Runs one of Flower's programs so that it ends with the process that started it."""
 FLWR = (sys.executable, "-P", "-m", "fedcover.host.orphans", "flwr.cli.app:app")
 """Runs Flower's command `flwr` so that it ends with the process that started it."""
 START_TIMEOUT, STOP_TIMEOUT = 60.0, 10.0

@@ -1,7 +1,6 @@
 """The ServerApp of an experiment: an ordinary run whose engine is Flower."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from fedcover.flower.app_template import RunConfig
 from fedcover.flower.crash_report import report_if_killed
 from fedcover.flower.engine import FlowerEngine, RoundOptions
 from fedcover.flower.events import EventLog, log_to_stderr
-from fedcover.flower.memory import memory_reserve, release_memory
+from fedcover.flower.memory import release_memory
 from fedcover.flower.node_data import data_requirements
 from fedcover.flower.node_registry import NodeRegistry
 from fedcover.flower.nodes import declared_fleet
@@ -98,16 +97,15 @@ def serve(grid: Grid, settings: RunConfig) -> Run:
     )
     event_log = EventLog(folder / "events.jsonl", pending_lines)
     engine = FlowerEngine(transport, node_registry, options, event_log)
-    with _watch_rounds() as watch:
-        arguments: dict[str, Any] = {
-            "machine": Machine("flower", settings.device, settings.threads or None),
-            "data": settings.data or None,
-            "watch": watch,
-            "engine": engine,
-        }
-        if settings.resume:
-            return resume(folder, complain=log.warning, **arguments)
-        return run(experiment, folder, **arguments)
+    arguments: dict[str, Any] = {
+        "machine": Machine("flower", settings.device, settings.threads or None),
+        "data": settings.data or None,
+        "watch": _watch_round,
+        "engine": engine,
+    }
+    if settings.resume:
+        return resume(folder, complain=log.warning, **arguments)
+    return run(experiment, folder, **arguments)
 
 
 def _clear_for_new_run(folder: Path, *, overwrite: bool) -> None:
@@ -198,28 +196,9 @@ def with_declared_capacities(experiment: Experiment, node_registry: NodeRegistry
     return Experiment(**{**experiment.model_dump(), "fleet": str(declared)})
 
 
-@contextmanager
-def _watch_rounds() -> Iterator[Callable[[RoundReport], None]]:
-    """Yield a function that logs each round and releases memory.
-
-    The memory reserve is allocated after the first round, which imports and builds what all
-    others use.
-    """
-    with ExitStack() as stack:
-        has_reserve = False
-
-        def watch(report: RoundReport) -> None:
-            nonlocal has_reserve
-            _log_round(report)
-            release_memory()
-            if not has_reserve:
-                stack.enter_context(memory_reserve())
-                has_reserve = True
-
-        yield watch
-
-
-def _log_round(report: RoundReport) -> None:
+def _watch_round(report: RoundReport) -> None:
+    """Log a round, and release the memory that it has used."""
     names = ("accuracy", "gamma_round", *UNANSWERED)
     metrics = {name: report.metrics[name] for name in names if name in report.metrics}
     log.info("round %d: %s", report.round + 1, metrics)
+    release_memory()
