@@ -11,6 +11,7 @@ HERE = Path(__file__).parent
 NEED_FLOWER = (
     "test_supernode.py", "test_node_answers.py", "test_node_parts.py", "handmade.py", "small_device.py",
     "test_introductions.py", "test_small_devices.py", "test_strategy.py", "test_loopback.py",
+    "test_node_task.py",
 )  # fmt: skip
 
 

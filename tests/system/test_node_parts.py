@@ -213,7 +213,7 @@ def answers(monkeypatch):
                 seen.append((task, state)) or train_client(task, state, *rest)
             ),
         )
-        context = SimpleNamespace(node_config={}, node_id=7, state=RecordDict())
+        context = SimpleNamespace(run_id=1, node_config={}, node_id=7, state=RecordDict())
         return client_training.train_clients(SimpleNamespace(content={}), context), seen
 
     return answer

@@ -1,7 +1,7 @@
 """The ClientApps of nodes: they report who they are, train or evaluate, and reply.
 
-Flower starts the app anew for every message. Torch is imported only for tensors, so that the
-answer to a query is quick.
+A SuperNode has a new process started for every message. Torch is imported only for tensors, so
+that the answer to a query is quick.
 """
 
 from collections.abc import Callable, Iterator, Mapping

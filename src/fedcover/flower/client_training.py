@@ -19,8 +19,7 @@ from fedcover.flower.messages import (
     read_request,
     result_message,
 )
-from fedcover.flower.node_data import load_node_data
-from fedcover.flower.nodes import DataRequirements, clients_of, read_node_config
+from fedcover.flower.node_task import LAST_TASK, TaskInputs
 from fedcover.flower.payloads import (
     decode_reduction,
     expected_part,
@@ -31,17 +30,13 @@ from fedcover.flower.payloads import (
 from fedcover.flower.state_payload import state_from_payload
 from fedcover.log import log
 from fedcover.models.meta_device import build_on_meta_or_cpu
-from fedcover.runs.components import build_meta_model
-from fedcover.runs.experiment import Experiment
 from fedcover.runs.machine import Machine
-from fedcover.runs.setup import Overrides, prepare
 from fedcover.server.npy_codec import InvalidReply
 from fedcover.server.reply_format import pack_update
 from fedcover.submodels.build import submodel
 from fedcover.submodels.unit_groups import groups_from_json
 from fedcover.training.local_sgd import train_client
 from fedcover.types import Client, Model, Params, Task, Update
-from fedcover.version import __version__
 
 PRIVATE = "private"
 ONLY_A_PART = (
@@ -58,7 +53,8 @@ def train_clients(message: Message, context: Context) -> Message:
     device = str(context.node_config.get("device", "cpu"))
     try:
         machine = Machine("sequential", device, request.threads).resolved()
-        task = _build_task(request, machine, context.node_id, context.node_config)
+        inputs = TaskInputs.of(request, machine, context)
+        task = LAST_TASK.take(inputs)
     except FedcoverError as error:
         failures = [_failed_result(client_task, error) for client_task in request.client_tasks]
         return result_message(message, failures)
@@ -70,29 +66,8 @@ def train_clients(message: Message, context: Context) -> Message:
         results = [
             _run_client_task(client_task, context, train) for client_task in request.client_tasks
         ]
+    LAST_TASK.put(inputs, task)
     return result_message(message, results)
-
-
-def _build_task(
-    request: TaskRequest, machine: Machine, node: int, config: Mapping[str, Any]
-) -> Task:
-    """Prepare the experiment for this node, with its own rows if clients' data are on nodes."""
-    experiment = Experiment.from_toml(request.experiment)
-    unit_groups = groups_from_json(request.groups) if request.groups else None
-    build = partial(build_meta_model, known_groups=unit_groups)
-    if experiment.partition != "nodes":
-        data = config.get("data")
-        path = str(data) if data else None
-        return prepare(experiment, machine, data=path, overrides=Overrides(build=build)).task
-    info = read_node_config(node, config, __version__)
-    clients = clients_of(info.partition_id, experiment.clients, info.num_partitions)
-    requirements = DataRequirements(
-        experiment.clients, request.extra_config["classes"], tuple(request.extra_config["shape"])
-    )
-    source = load_node_data(
-        str(config.get("rows", "")), experiment, clients, requirements, machine.device
-    )
-    return prepare(experiment, machine, overrides=Overrides(source=source, build=build)).task
 
 
 def _run_client_task(
