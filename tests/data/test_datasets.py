@@ -64,17 +64,16 @@ def test_no_file_and_no_network_is_one_sentence(use, name, file, offline, tmp_pa
 @pytest.mark.parametrize("name", ["mnist", "cifar10", "cifar100"])
 @pytest.mark.parametrize("use", [datasets.load, datasets.get])
 def test_an_altered_file_is_named_with_both_digests(use, name, offline, tmp_path):
-    files = [file for download in DOWNLOADS[name] for file in download.files]
-    for file in files:
-        (tmp_path / file.path).parent.mkdir(exist_ok=True)
-        (tmp_path / file.path).write_bytes(b"altered")
+    digests = {path: md5 for download in DOWNLOADS[name] for path, md5 in download.files.items()}
+    for path in digests:
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_bytes(b"altered")
     with pytest.raises(DataError) as caught:
         use(name, tmp_path)
-    for part in (str(tmp_path / files[0].path), ALTERED, files[0].md5):
+    first_path, first_digest = next(iter(digests.items()))
+    for part in (str(tmp_path / first_path), ALTERED, first_digest):
         assert part in str(caught.value)
-    assert [result.expected for result in datasets.check(name, tmp_path)] == [
-        file.md5 for file in files
-    ]
+    assert [result.expected for result in datasets.check(name, tmp_path)] == [*digests.values()]
     assert {result.actual for result in datasets.check(name, tmp_path)} == {ALTERED}
 
 

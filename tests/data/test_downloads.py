@@ -1,8 +1,10 @@
 """Data sets are downloaded from a publisher, checked and unpacked."""
 
+import errno
 import gzip
 import hashlib
 import io
+import os
 import tarfile
 import threading
 from functools import partial
@@ -10,11 +12,12 @@ from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
 
 import numpy as np
+import pooch
 import pytest
 import torch
 
 from fedcover.data import datasets
-from fedcover.data.downloads import DOWNLOADS, Download, PublishedFile
+from fedcover.data.downloads import DOWNLOADS, Download
 from fedcover.errors import DataError
 
 
@@ -31,7 +34,7 @@ def small_files(name):
     """A few random images in the publisher's own format, by path, with the arrays they were made from."""
     random = np.random.default_rng(0)
     files, arrays = {}, {}
-    for path in [file.path for download in DOWNLOADS[name] for file in download.files]:
+    for path in [path for download in DOWNLOADS[name] for path in download.files]:
         if name == "mnist":
             shape = (6, 28, 28) if "images" in path else (6,)
             arrays[path] = random.integers(
@@ -61,18 +64,17 @@ def packed(files):
 def publish(name, site, web):
     """Put a small edition of a data set on the web folder; what the table of publishers then says of it."""
     files, arrays = small_files(name)
-    made = [PublishedFile(path, md5(content)) for path, content in files.items()]
+    digests = {path: md5(content) for path, content in files.items()}
     if name == "mnist":
         for path, content in files.items():
             (web / Path(path).name).write_bytes(content)
         table = tuple(
-            Download(f"{site}/{Path(file.path).name}", file.md5, (file,)) for file in made
+            Download(f"{site}/{Path(path).name}", digest, {path: digest})
+            for path, digest in digests.items()
         )
     else:
         (web / "all.tar.gz").write_bytes(packed(files))
-        table = (
-            Download(f"{site}/all.tar.gz", md5((web / "all.tar.gz").read_bytes()), tuple(made)),
-        )
+        table = (Download(f"{site}/all.tar.gz", md5((web / "all.tar.gz").read_bytes()), digests),)
     return table, arrays
 
 
@@ -98,7 +100,8 @@ def web(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["mnist", "cifar10", "cifar100"])
-def test_a_data_set_is_downloaded_once_checked_and_read(name, web, tmp_path, monkeypatch, capfd):
+def test_a_data_set_is_downloaded_once_checked_and_read(name, web, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(pooch.get_logger(), "handlers", [caplog.handler])
     site, served = web
     table, arrays = publish(name, site, served)
     monkeypatch.setitem(DOWNLOADS, name, table)
@@ -109,7 +112,7 @@ def test_a_data_set_is_downloaded_once_checked_and_read(name, web, tmp_path, mon
     written = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     assert written == sorted(arrays)
     assert not (tmp_path / "escaped.txt").exists()
-    assert "downloading" in capfd.readouterr().err
+    assert f"Downloading data from '{site}/" in caplog.text
 
     for path in served.iterdir():
         path.unlink()
@@ -163,10 +166,47 @@ def test_an_archive_without_the_files_is_refused(content, web, tmp_path, monkeyp
         datasets.get("cifar100", tmp_path / "data")
 
 
+def test_a_download_that_breaks_off_is_not_kept(web, tmp_path, monkeypatch):
+    site, served = web
+    table, _ = publish("cifar100", site, served)
+    monkeypatch.setitem(DOWNLOADS, "cifar100", table)
+    whole = (served / "all.tar.gz").read_bytes()
+    monkeypatch.setattr(Quiet, "send_head", half_of(whole))
+    with pytest.raises(DataError, match=r"could not be downloaded from .* \(.*Error\)"):
+        datasets.load("cifar100", tmp_path / "data")
+    assert list((tmp_path / "data").iterdir()) == []
+
+
+def half_of(content):
+    """A reply that promises some content, and ends in the middle."""
+
+    def send_head(handler):
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(len(content)))
+        handler.end_headers()
+        return io.BytesIO(content[: len(content) // 2])
+
+    return send_head
+
+
+def test_a_full_disk_is_one_sentence(web, tmp_path, monkeypatch):
+    site, served = web
+    table, _ = publish("cifar100", site, served)
+    monkeypatch.setitem(DOWNLOADS, "cifar100", table)
+
+    def no_space(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", no_space)
+    with pytest.raises(DataError, match=r"cifar100 needs .* \(No space left on device\): put"):
+        datasets.load("cifar100", tmp_path / "data")
+    assert [*(tmp_path / "data").rglob("*.bin")] == []
+
+
 def test_a_page_that_is_not_found_is_one_sentence(web, tmp_path, monkeypatch):
     site, _ = web
     monkeypatch.setitem(
-        DOWNLOADS, "cifar100", (Download(f"{site}/gone.tar.gz", "0", (PublishedFile("a/b", "0"),)),)
+        DOWNLOADS, "cifar100", (Download(f"{site}/gone.tar.gz", "0", {"a/b": "0"}),)
     )
     with pytest.raises(DataError, match=r"cifar100 needs a/b, .* \(HTTPError\)"):
         datasets.load("cifar100", tmp_path)
