@@ -149,9 +149,9 @@ def _all(made):
 def test_images_are_trained_in_crews_by_default():
     task = fc.run(experiment(SETTINGS["images"], 1), machine=fc.Machine(device="cuda")).setup.task
     assert {
-        place.step_buffers.step.stacked_kernels
+        place.workspace.step.stacked_kernels
         for place in get_runner_cache(task).runners.values()
-        if place.step_buffers.stack_size
+        if place.workspace.stack_size
     } == {True}
 
 
@@ -165,7 +165,7 @@ def test_captured_steps_are_used_again_when_widths_change_every_round(caplog):
     }
     result = fc.run(experiment(fields, 12), machine=fc.Machine("streams", "cuda"))
     runners = get_runner_cache(result.setup.task).runners
-    assert len({place.step_buffers.signature for place in runners.values()}) == 3
+    assert len({place.workspace.signature for place in runners.values()}) == 3
     assert len(runners) <= 18
     assert not caplog.records
 

@@ -14,7 +14,7 @@ from fedcover.rng import generator
 from fedcover.submodels.reductions import Masks
 from fedcover.types import View
 
-TOLERANCE, AT_MOST = 0.02, 0.1
+TOLERANCE, MAX_DEVIATION = 0.02, 0.1
 """How far the total noise should be, and may be, from the wanted one, as a share of it: few weights, few values."""
 
 
@@ -52,7 +52,7 @@ def _with_noise(
         if abs(nearest - noise) <= TOLERANCE * noise:
             break
         low, high = (middle, high) if lacking < noise else (low, middle)
-    if best is None or abs(nearest - noise) > AT_MOST * noise:
+    if best is None or abs(nearest - noise) > MAX_DEVIATION * noise:
         raise InvalidValue(
             f"no ranking has noise {noise:g} at coverage {gamma}; the nearest has {nearest:.4g}"
         )

@@ -15,8 +15,8 @@ from fedcover.data.datasets import rows_from_file
 from fedcover.data.partition import node_partition
 from fedcover.errors import InvalidValue
 from fedcover.flower.node_data import (
-    MOST_LABELS,
-    MOST_SAMPLES,
+    MAX_LABELS,
+    MAX_SAMPLES,
     describe_node_data,
     load_node_data,
     parse_data_info,
@@ -100,9 +100,9 @@ def counts(*numbers):
 @pytest.mark.parametrize(
     "wrong",
     [
-        *({"samples": counts(count)} for count in (0, MOST_SAMPLES + 1, 2**32 - 1)), {"samples": counts(1, 2)},
+        *({"samples": counts(count)} for count in (0, MAX_SAMPLES + 1, 2**32 - 1)), {"samples": counts(1, 2)},
         {"samples": b""}, {"samples": b"123"}, {"samples": [3]}, {"samples": "3333"}, {"shape": [0]}, {"shape": [2.0]},
-        *({"labels": bits} for bits in (b"", bytes(MOST_LABELS // 8 + 1), "\x80", [b"\x80"])), {"shape": [1] * 100},
+        *({"labels": bits} for bits in (b"", bytes(MAX_LABELS // 8 + 1), "\x80", [b"\x80"])), {"shape": [1] * 100},
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_is_not_believed(wrong):
@@ -152,8 +152,8 @@ def test_a_file_of_rows_that_will_not_do_is_refused(tmp_path):
     np.savez(path, train_x=x, train_y=np.arange(3), train_owner=np.arange(2))
     with pytest.raises(InvalidValue, match="train_owner must be as long as train_x, 3 rows; got 2"):
         rows_from_file(path)
-    np.savez(path, train_x=x, train_y=np.array([0, 1, MOST_LABELS]))
-    with pytest.raises(InvalidValue, match=f"labels below {MOST_LABELS}; got {MOST_LABELS}"):
+    np.savez(path, train_x=x, train_y=np.array([0, 1, MAX_LABELS]))
+    with pytest.raises(InvalidValue, match=f"labels below {MAX_LABELS}; got {MAX_LABELS}"):
         describe_node_data(str(path))
     np.savez(path, train_x=x, train_y=np.arange(3), train_owner=np.arange(3))
     given = Experiment(partition="nodes", clients=4, active=4)
@@ -206,7 +206,7 @@ def test_a_node_must_tell_of_the_rows_of_each_of_its_clients():
         NodeInfo(8, 0, 2, None, "v", (other, other))
     )  # another one for a place that is held
     assert node_registry.holdings == {0: some, 1: other}
-    node_registry.silent |= {7, 8}
+    node_registry.unresponsive_nodes |= {7, 8}
     node_registry.add(
         NodeInfo(9, 0, 2, None, "v", (other, some))
     )  # it has come in the place of one that is silent

@@ -80,7 +80,7 @@ def test_a_place_belongs_to_the_first_that_answers_for_it():
         0: 7,
         1: 8,
     }  # a second claim takes nothing from a node that works
-    node_registry.silent.add(8)
+    node_registry.unresponsive_nodes.add(8)
     assert node_registry.node_of_partition({7, 8, 9}) == {0: 7, 1: 9}
     assert node_registry.node_of_partition({8}) == {1: 8}  # better silent than nobody
     with pytest.raises(InvalidValue, match="num-partitions"):
@@ -122,7 +122,7 @@ def test_a_spare_node_takes_the_place_of_one_that_is_gone_or_silent():
     assert node_registry.node_of_partition({7, 8, 9, 10}) == {0: 7, 1: 8}
     node_registry.reassign_vacant_partitions({8, 9, 10})
     assert node_registry.node_of_partition({8, 9, 10}) == {0: 9, 1: 8}
-    node_registry.silent.add(8)
+    node_registry.unresponsive_nodes.add(8)
     node_registry.reassign_vacant_partitions({8, 9, 10})
     assert node_registry.node_of_partition({8, 9, 10}) == {0: 9, 1: 10}
     node_registry.add(

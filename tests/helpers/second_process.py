@@ -61,21 +61,21 @@ def two_rounds(setup, state):
     return found
 
 
-def share_rounds(ranks, told):
+def share_rounds(process_group, told):
     """The rounds of a world in two processes, and whether both end with the same bits."""
-    model, engine, fields = ranks.broadcast(told)
+    model, engine, fields = process_group.broadcast(told)
     setup, state = setup_of(model, engine, fields)
-    found = two_rounds(shard_setup(setup, ranks), state)
-    return found, ranks.all_gather(lambda: digest(found[-1][0]))
+    found = two_rounds(shard_setup(setup, process_group), state)
+    return found, process_group.all_gather(lambda: digest(found[-1][0]))
 
 
 def main():
     """Take part until there is nothing more to do."""
     torch.set_num_threads(1)
-    with join_process_group(1, 2, FileStore(f"{sys.argv[1]}/store", 2)) as ranks:
-        while ranks.broadcast(None) == "go on":
+    with join_process_group(1, 2, FileStore(f"{sys.argv[1]}/store", 2)) as process_group:
+        while process_group.broadcast(None) == "go on":
             with suppress(FedcoverError):  # the first process fails in the same way
-                share_rounds(ranks, None)
+                share_rounds(process_group, None)
 
 
 if __name__ == "__main__":

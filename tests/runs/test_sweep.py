@@ -87,15 +87,15 @@ def test_a_run_never_trains_with_the_module_of_another(uncompiled):
 
 def test_crews_reach_over_runs(monkeypatch, uncompiled):
     sizes = []
-    from fedcover.training.engines import buffers
+    from fedcover.training.engines import workspace
 
-    load_crew = buffers.StepBuffers.load
+    load_clients = workspace.StepWorkspace.load
 
     def counting(self, clients):
         sizes.append(len(clients))
-        load_crew(self, clients)
+        load_clients(self, clients)
 
-    monkeypatch.setattr(buffers.StepBuffers, "load", counting)
+    monkeypatch.setattr(workspace.StepWorkspace, "load", counting)
     list(
         sweep(
             expand_choices(fc.Experiment(**BASE, policy="full", fleet="1x1"), {}, seeds=5),

@@ -21,7 +21,7 @@ from tests.helpers.worlds import same, world
 
 GROUP = (UnitGroup("hidden", 5, (Cut("w", 0), Cut("b", 0), Cut("v", 1))),)
 SHAPES = {"w": (5, 2), "b": (5,), "v": (2, 5)}
-RULES = {
+RULES_AND_TWINS = {
     "mean": (coverage_mean, twins.weighted_mean),
     "over clients": (
         lambda old, parts: coverage_mean(old, parts, over="clients"),
@@ -79,11 +79,11 @@ def in_full(old, part):
     return full, masks, weight
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", RULES_AND_TWINS)
 @given(seed=st.integers(0, 10**6), clients=st.integers(0, 7), unstructured=st.booleans())
 @settings(max_examples=40, deadline=None)
 def test_every_rule_equals_a_loop(name, seed, clients, unstructured):
-    fast, slow = RULES[name]
+    fast, slow = RULES_AND_TWINS[name]
     old, parts = random_parts(seed, clients, unstructured)
     expected = twins.combined(old, [in_full(old, part) for part in parts], slow)
     same(fast(old, iter(parts)), expected, 1e-12)
@@ -107,7 +107,7 @@ def test_averaging_values_or_changes_is_the_same_where_the_denominator_is_the_co
 def test_rules_differ_where_they_should():
     """Else the comparisons above would prove nothing. A tenth of seven is nobody; without 49 % there is the median."""
     old, parts = random_parts(5, 7, False)
-    results = {name: fast(old, parts)["v"] for name, (fast, _) in RULES.items()}
+    results = {name: fast(old, parts)["v"] for name, (fast, _) in RULES_AND_TWINS.items()}
     torch.testing.assert_close(results.pop("trimmed 0.1"), results["trimmed 0"])
     torch.testing.assert_close(results.pop("trimmed 0.49"), results["median"])
     for name, result in results.items():

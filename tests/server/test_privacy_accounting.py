@@ -7,7 +7,7 @@ import pytest
 
 from fedcover.errors import InvalidValue
 from fedcover.server.cohort import cohort_of
-from fedcover.server.privacy import Gaussian, gaussian, most_turns
+from fedcover.server.privacy import Gaussian, gaussian, max_participations
 from tests.helpers.worlds import world
 
 STORED = [
@@ -25,42 +25,42 @@ def test_epsilon_is_the_librarys():
     pytest.importorskip("dp_accounting")
     from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
 
-    for noise, turns, delta in product(
+    for noise, participations, delta in product(
         (0.01, 0.5, 2.0, 8.0, 40.0), (1, 18, 1000, 10**6), (1e-15, 1e-10, 1e-5)
     ):
-        wanted = get_epsilon_gaussian(noise / 2 / math.sqrt(turns), delta)
-        assert Gaussian(noise, delta).epsilon(turns) == pytest.approx(wanted, rel=1e-7)
+        wanted = get_epsilon_gaussian(noise / 2 / math.sqrt(participations), delta)
+        assert Gaussian(noise, delta).epsilon(participations) == pytest.approx(wanted, rel=1e-7)
     assert Gaussian(1.0, 1e-5).epsilon(0) == 0
     assert Gaussian(1e6, 1e-5).epsilon(1) == 0  # its delta is below that even at epsilon 0
 
 
 def test_epsilon_is_that_of_privacy_loss_distributions():
-    """Another way: the distribution of the privacy loss on a grid, composed turn by turn; it may only be above."""
+    """Another way: the distribution of the privacy loss on a grid, composed round by round; it may only be above."""
     pytest.importorskip("dp_accounting")
     from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
 
-    for noise, turns, delta in [(2.0, 4, 1e-5), (8.0, 20, 1e-6), (40.0, 50, 1e-5)]:
+    for noise, participations, delta in [(2.0, 4, 1e-5), (8.0, 20, 1e-6), (40.0, 50, 1e-5)]:
         composed = from_gaussian_mechanism(
             noise / 2, value_discretization_interval=1e-3
-        ).self_compose(turns)
-        mine = Gaussian(noise, delta).epsilon(turns)
+        ).self_compose(participations)
+        mine = Gaussian(noise, delta).epsilon(participations)
         assert mine <= composed.get_epsilon_for_delta(delta) <= mine * 1.01 + 1e-3
 
 
-@pytest.mark.parametrize(("noise", "turns", "delta", "epsilon"), STORED)
-def test_epsilon_is_what_the_library_once_said(noise, turns, delta, epsilon):
-    """get_epsilon_gaussian(noise / 2 / sqrt(turns), delta) of dp-accounting 0.6.0, for where that is not installed."""
-    assert Gaussian(noise, delta).epsilon(turns) == pytest.approx(epsilon, rel=1e-9)
+@pytest.mark.parametrize(("noise", "participations", "delta", "epsilon"), STORED)
+def test_epsilon_is_what_the_library_once_said(noise, participations, delta, epsilon):
+    """get_epsilon_gaussian(noise / 2 / sqrt(participations), delta) of dp-accounting 0.6.0, for where that is not installed."""
+    assert Gaussian(noise, delta).epsilon(participations) == pytest.approx(epsilon, rel=1e-9)
 
 
 @pytest.mark.parametrize(
-    ("noise", "turns", "delta"),
+    ("noise", "participations", "delta"),
     [(0.3, 1, 1e-6), (2.0, 18, 1e-6), (50.0, 7, 1e-6), (8.0, 1, 0.097), (8.0, 1, 0.09)],
 )
-def test_at_epsilon_delta_is_what_the_formula_says(noise, turns, delta):
-    """With noise 8 and one turn delta is 0.0995 at epsilon 0, so the last two epsilons are small, but not 0."""
-    mu = 2 * math.sqrt(turns) / noise
-    assert delta_of_gaussian(Gaussian(noise, delta).epsilon(turns), mu) == pytest.approx(
+def test_at_epsilon_delta_is_what_the_formula_says(noise, participations, delta):
+    """With noise 8 and one participation, delta is 0.0995 at epsilon 0, so the last two epsilons are small, but not 0."""
+    mu = 2 * math.sqrt(participations) / noise
+    assert delta_of_gaussian(Gaussian(noise, delta).epsilon(participations), mu) == pytest.approx(
         delta, rel=1e-6
     )
 
@@ -74,20 +74,20 @@ def delta_of_gaussian(epsilon, mu):
     return normal(mu / 2 - epsilon / mu) - math.exp(epsilon) * normal(-mu / 2 - epsilon / mu)
 
 
-def test_turns_are_those_of_the_busiest_client():
+def test_participations_are_those_of_the_busiest_client():
     setup, _ = world()
     cohorts = [[client.id for client in cohort_of(setup, round)] for round in range(setup.rounds)]
-    assert [setup.turns(round) for round in (2, 0, 1)] == [
-        list(most_turns(cohorts))[round] for round in (2, 0, 1)
+    assert [setup.max_participations(round) for round in (2, 0, 1)] == [
+        list(max_participations(cohorts))[round] for round in (2, 0, 1)
     ]
     for round in range(setup.rounds):
         asked = [client for cohort in cohorts[: round + 1] for client in cohort]
-        assert setup.turns(round) == max(asked.count(client) for client in asked)
+        assert setup.max_participations(round) == max(asked.count(client) for client in asked)
 
 
 def test_whoever_was_never_asked_has_taken_no_turn():
     """Everybody may drop out of a round."""
-    assert list(most_turns([[], [], [4], []])) == [0, 0, 1, 1]
+    assert list(max_participations([[], [], [4], []])) == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, 1e300, 1e-300])
@@ -111,6 +111,6 @@ def test_delta_is_a_chance_that_is_neither_certain_nor_too_small_to_tell(delta):
 
 @pytest.mark.parametrize("noise", [0.01, 1e6])
 def test_the_least_and_the_most_noise_can_be_accounted_for(noise):
-    spent = [Gaussian(noise, 1e-5).epsilon(turns) for turns in (1, 100, 10**6)]
+    spent = [Gaussian(noise, 1e-5).epsilon(participations) for participations in (1, 100, 10**6)]
     assert all(math.isfinite(epsilon) for epsilon in spent)
     assert spent == sorted(spent)

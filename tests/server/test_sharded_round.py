@@ -22,7 +22,7 @@ from tests.helpers.worlds import same, world
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory):
+def process_group(tmp_path_factory):
     """Two processes that share rounds: this one, and one that is started here."""
     folder = tmp_path_factory.mktemp("meeting")
     command = [sys.executable, "-m", "tests.helpers.second_process", str(folder)]
@@ -33,9 +33,9 @@ def both(tmp_path_factory):
     assert other.wait(timeout=60) == 0
 
 
-def agree(ranks, model="mlp", engine="sequential", **fields):
-    ranks.broadcast("go on")
-    found, digests = share_rounds(ranks, (model, engine, fields))
+def agree(process_group, model="mlp", engine="sequential", **fields):
+    process_group.broadcast("go on")
+    found, digests = share_rounds(process_group, (model, engine, fields))
     assert digests[0] == digests[1]
     expected = two_rounds(*setup_of(model, engine, fields))
     for (state, report), (wanted, said) in zip(found, expected, strict=True):
@@ -62,21 +62,23 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_every_policy(both, policy):
+def test_every_policy(process_group, policy):
     fleet = {"prunefl": "1x0.5", "regions": "1x1 + 1x0.75 + 1x0.5 + 1x0.75 + 2x0.5"}.get(
         policy, "3x1.0 + 3x0.5"
     )
-    agree(both, policy=OPTIONS.get(policy, policy), fleet=fleet, assignment="slot")
+    agree(process_group, policy=OPTIONS.get(policy, policy), fleet=fleet, assignment="slot")
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
-def test_every_recipe(both, recipe):
+def test_every_recipe(process_group, recipe):
     fields = {
         "prunefl": {"recipe": "prunefl(every=1)", "policy": "prunefl(every=1)", "fleet": "1x0.5"},
         "hermes": {"recipe": "hermes(step=0.5, good_enough=0.0)", "policy": "full"},
         "fiarse": {"recipe": "fiarse", "policy": "magnitude"},
     }.get(recipe, {"recipe": recipe, "policy": "prefix"})
-    state = agree(both, "depth_resnet" if recipe == "depthfl" else "mlp", epochs=1, **fields)
+    state = agree(
+        process_group, "depth_resnet" if recipe == "depthfl" else "mlp", epochs=1, **fields
+    )
     assert bool(state.private) == (recipe == "hermes")
     assert bool(state.measured) == (recipe == "prunefl")
 
@@ -90,13 +92,15 @@ def test_every_recipe(both, recipe):
         "median",
     ],
 )
-def test_every_rule(both, rule):
-    agree(both, policy="random", rule=rule, weights="samples")
+def test_every_rule(process_group, rule):
+    agree(process_group, policy="random", rule=rule, weights="samples")
 
 
 @pytest.mark.parametrize("norm", ["batch", "tracked", "per-width"])
-def test_norm_statistics(both, norm):
-    state = agree(both, "wide_resnet", policy="prefix", norm=norm, epochs=1, clients=6, active=3)
+def test_norm_statistics(process_group, norm):
+    state = agree(
+        process_group, "wide_resnet", policy="prefix", norm=norm, epochs=1, clients=6, active=3
+    )
     assert bool(state.statistics) == (norm != "batch")
 
 
@@ -113,24 +117,24 @@ def test_norm_statistics(both, norm):
     ],
     ids=lambda fields: "-".join(map(str, fields.values())),
 )
-def test_every_switch(both, fields):
-    agree(both, policy="rolling", **fields)
+def test_every_switch(process_group, fields):
+    agree(process_group, policy="rolling", **fields)
 
 
 @pytest.mark.parametrize("policy", ["prefix", "magnitude"])
-def test_the_batched_engine(both, policy):
-    agree(both, engine="batched", policy=policy)
+def test_the_batched_engine(process_group, policy):
+    agree(process_group, engine="batched", policy=policy)
 
 
 class TestShares:
     """Who trains which clients."""
 
-    @given(costs=st.lists(st.integers(1, 1000), max_size=30), ranks=st.integers(1, 8))
-    def test_every_client_has_one_process_and_none_has_much_more_to_do(self, costs, ranks):
-        shares = shard_by_cost(costs, ranks)
+    @given(costs=st.lists(st.integers(1, 1000), max_size=30), num_processes=st.integers(1, 8))
+    def test_every_client_has_one_process_and_none_has_much_more_to_do(self, costs, num_processes):
+        shares = shard_by_cost(costs, num_processes)
         assert sorted(place for places in shares for place in places) == list(range(len(costs)))
         loads = [sum(costs[place] for place in places) for places in shares]
-        assert max(loads) <= sum(costs) / ranks + max(costs, default=0)
+        assert max(loads) <= sum(costs) / num_processes + max(costs, default=0)
 
     def test_equal_clients_are_dealt_out_evenly(self):
         assert [len(places) for places in shard_by_cost([3.0] * 10, 4)] == [3, 3, 2, 2]

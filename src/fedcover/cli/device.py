@@ -22,7 +22,7 @@ from fedcover.cli.options import (
     load_experiment,
 )
 from fedcover.errors import InvalidValue
-from fedcover.flower.node_data import MOST_LABELS, load_standalone_node_data
+from fedcover.flower.node_data import MAX_LABELS, load_standalone_node_data
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.machine import Machine
 from fedcover.runs.setup import Overrides, prepare
@@ -111,8 +111,8 @@ def _check_rows(partition: str, rows: str, classes: int | None) -> None:
         raise InvalidValue(f"--rows is for partition 'nodes'; this experiment has {partition!r}")
     if classes is not None and not rows:
         raise InvalidValue("--classes goes with --rows, which is not given")
-    if classes is not None and not 1 <= classes <= MOST_LABELS:
-        raise InvalidValue(f"--classes must be in 1..{MOST_LABELS}; got {classes}")
+    if classes is not None and not 1 <= classes <= MAX_LABELS:
+        raise InvalidValue(f"--classes must be in 1..{MAX_LABELS}; got {classes}")
 
 
 def _local_rows(experiment: Experiment, rows: str, classes: int | None, device: str) -> Overrides:

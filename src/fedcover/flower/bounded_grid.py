@@ -21,12 +21,12 @@ class BoundedGrid:
     Attributes:
         grid: Flower's grid.
         max_bytes: The most bytes of tensors in each node's reply.
-        silent: The nodes that did not answer last time.
+        unresponsive_nodes: The nodes that did not answer last time.
     """
 
     grid: Grid
     max_bytes: Mapping[int, int]
-    silent: set[int]
+    unresponsive_nodes: set[int]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.grid, name)
@@ -45,10 +45,10 @@ class BoundedGrid:
         received = []
         for node, reply in replies.items():
             if isinstance(reply, FailedReply):
-                self.silent.add(node)
+                self.unresponsive_nodes.add(node)
                 error = Error(0, f"{reply.event}: {reply.why}")
                 received.append(Message(error, reply_to=requests[node]))
             else:
-                self.silent.discard(node)
+                self.unresponsive_nodes.discard(node)
                 received.append(reply)
         return received

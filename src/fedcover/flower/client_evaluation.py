@@ -11,7 +11,7 @@ from torch import nn
 from fedcover.errors import FedcoverError, InvalidValue
 from fedcover.flower.client_training import user_config, whole_model
 from fedcover.flower.messages import ClientTask, TaskRequest, read_request
-from fedcover.flower.node_data import MOST_SAMPLES
+from fedcover.flower.node_data import MAX_SAMPLES
 from fedcover.flower.payloads import (
     decode_reduction,
     expected_part,
@@ -77,8 +77,8 @@ def _load_submodel(client_task: ClientTask, request: TaskRequest, model: Model) 
 def metrics_violation(metrics: Mapping[str, Any]) -> str:
     """Return what is wrong with the metrics of a node, or an empty string."""
     num_examples = metrics.get(NUM_EXAMPLES)
-    if type(num_examples) is not int or not 1 <= num_examples <= MOST_SAMPLES:
-        return f"{NUM_EXAMPLES} (a count in 1..{MOST_SAMPLES}) and numbers"
+    if type(num_examples) is not int or not 1 <= num_examples <= MAX_SAMPLES:
+        return f"{NUM_EXAMPLES} (a count in 1..{MAX_SAMPLES}) and numbers"
     are_numbers = all(
         type(value) in (int, float) and abs(value) < 1e300 for value in metrics.values()
     )

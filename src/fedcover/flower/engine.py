@@ -110,11 +110,11 @@ class FlowerEngine:
         for node, reply in replies.items():
             pending_tasks = pending_by_node[node]
             if isinstance(reply, FailedReply):
-                self.node_registry.silent.add(node)
+                self.node_registry.unresponsive_nodes.add(node)
                 for client in pending_tasks:
                     self._record_event(state.round, reply.event, node, client, reply.why)
             else:
-                self.node_registry.silent.discard(node)
+                self.node_registry.unresponsive_nodes.discard(node)
                 updates += self._accept_updates(state.round, node, pending_tasks, reply)
         self.ledger.close()
         return updates

@@ -17,7 +17,7 @@ from fedcover.flower.nodes import DataRequirements
 from fedcover.runs.experiment import Experiment
 from fedcover.types import Dataset, Samples, Source
 
-MOST_LABELS, MOST_SAMPLES = 2**16, 10**9
+MAX_LABELS, MAX_SAMPLES = 2**16, 10**9
 """The most labels, and the most samples of a client, that a node may report."""
 MAX_AXES = 64
 _COUNT = np.dtype("<u4")
@@ -67,8 +67,8 @@ def data_info_of(samples: Samples, owner: Tensor) -> tuple[ClientDataInfo, ...]:
     (ClientDataInfo(samples=3, labels=(0, 2), shape=(8,)),)
     """
     largest_label = int(samples.y.max())
-    if largest_label >= MOST_LABELS:
-        raise InvalidValue(f"train_y must be labels below {MOST_LABELS}; got {largest_label}")
+    if largest_label >= MAX_LABELS:
+        raise InvalidValue(f"train_y must be labels below {MAX_LABELS}; got {largest_label}")
     shape = tuple(samples.x.shape[1:])
     holdings = []
     for client in torch.unique(owner):
@@ -114,7 +114,7 @@ def parse_data_info(description: Mapping[str, Any]) -> Sequence[ClientDataInfo]:
     if not isinstance(labels, bytes) or not labels or len(labels) % len(counts):
         raise ValueError("no labels")
     label_bits = np.frombuffer(labels, np.uint8).reshape(len(counts), -1)
-    if label_bits.shape[1] > MOST_LABELS // 8:
+    if label_bits.shape[1] > MAX_LABELS // 8:
         raise ValueError("too many labels")
     return PackedDataInfo(counts, label_bits, shape)
 
@@ -124,7 +124,7 @@ def _parse_counts(samples: object) -> np.ndarray:
     if not isinstance(samples, bytes) or not samples or len(samples) % _COUNT.itemsize:
         raise ValueError("no counts of rows")
     counts = np.frombuffer(samples, _COUNT)
-    if not 1 <= counts.min() <= counts.max() <= MOST_SAMPLES:
+    if not 1 <= counts.min() <= counts.max() <= MAX_SAMPLES:
         raise ValueError("no counts of rows")
     return counts
 

@@ -31,7 +31,7 @@ class NodeRegistry:
         node_info: The registered nodes.
         rejected_nodes: Nodes that cannot take part.
         num_queries: How often each node was queried since it last answered.
-        silent: Nodes that did not answer last time.
+        unresponsive_nodes: Nodes that did not answer last time.
         connected_before: The registered nodes that were connected at the last look.
         to_be_queried: Registered nodes that may have changed.
         unlimited: Whether there may be as many partitions as nodes.
@@ -45,7 +45,7 @@ class NodeRegistry:
     node_info: dict[int, NodeInfo] = field(default_factory=dict)
     rejected_nodes: set[int] = field(default_factory=set)
     num_queries: Counter[int] = field(default_factory=Counter)
-    silent: set[int] = field(default_factory=set)
+    unresponsive_nodes: set[int] = field(default_factory=set)
     connected_before: set[int] = field(default_factory=set)
     to_be_queried: set[int] = field(default_factory=set)
     unlimited: bool = False
@@ -89,7 +89,7 @@ class NodeRegistry:
         connected = set(connected_nodes)
         candidates = [node for node in self.node_info if node in connected]
         # stable: nodes that answer first, and among these the first claim
-        candidates.sort(key=lambda node: node in self.silent)
+        candidates.sort(key=lambda node: node in self.unresponsive_nodes)
         node_of_partition: dict[int, int] = {}
         for node in candidates:
             node_of_partition.setdefault(self.node_info[node].partition_id, node)
@@ -131,7 +131,9 @@ class NodeRegistry:
         if violation := requirements.violation(info.holdings, clients):
             raise InvalidValue(violation)
         claimed = {
-            other.partition_id for node, other in self.node_info.items() if node not in self.silent
+            other.partition_id
+            for node, other in self.node_info.items()
+            if node not in self.unresponsive_nodes
         }
         if info.partition_id not in claimed:
             self.holdings.update(zip(clients, info.holdings, strict=True))
@@ -161,7 +163,7 @@ class NodeRegistry:
         claims = Counter(
             other.partition_id
             for node, other in self.node_info.items()
-            if node in connected_nodes and node not in self.silent
+            if node in connected_nodes and node not in self.unresponsive_nodes
         )
         partition_ids = range(self.num_partitions or len(self.node_info) + 1)
         fitting = [id for id in partition_ids if self._fits(info, id)]
@@ -170,12 +172,12 @@ class NodeRegistry:
     def reassign_vacant_partitions(self, connected_nodes: Collection[int]) -> None:
         """Move spare nodes to partitions that nobody answers for."""
         node_of_partition = self.node_of_partition(connected_nodes)
-        movable = self.movable - self.silent - set(node_of_partition.values())
+        movable = self.movable - self.unresponsive_nodes - set(node_of_partition.values())
         spare_nodes = [
             node for node in self.node_info if node in connected_nodes and node in movable
         ]
         for partition_id in range(self.num_partitions or 0):
-            if node_of_partition.get(partition_id) not in self.silent | {None}:
+            if node_of_partition.get(partition_id) not in self.unresponsive_nodes | {None}:
                 continue
             for node in spare_nodes:
                 info = self.node_info[node]

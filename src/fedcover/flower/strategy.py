@@ -181,7 +181,9 @@ class CoverageStrategy(Strategy):
         arrays = self.initial_arrays() if initial_arrays is None else initial_arrays
         arrays, self._rounds_done = self._load_checkpoint(arrays)
         rounds_done = self._rounds_done
-        bounded_grid: Any = BoundedGrid(grid, self._max_bytes, self._node_registry.silent)
+        bounded_grid: Any = BoundedGrid(
+            grid, self._max_bytes, self._node_registry.unresponsive_nodes
+        )
         result = super().start(
             bounded_grid,
             arrays,

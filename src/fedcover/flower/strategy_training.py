@@ -13,7 +13,7 @@ from torch import nn
 from fedcover.errors import InvalidValue
 from fedcover.flower.engine import validate_result
 from fedcover.flower.messages import ClientTask, TaskRequest, read_results, request_message
-from fedcover.flower.node_data import MOST_SAMPLES
+from fedcover.flower.node_data import MAX_SAMPLES
 from fedcover.flower.payloads import encode_reduction, gather_kept, pack_arrays, prefix_names
 from fedcover.server.reply_format import PendingTask
 from fedcover.server.task_ledger import TaskLedger
@@ -91,8 +91,8 @@ def _read_update(reply: Message, ledger: TaskLedger) -> Update | str:
     if isinstance(update, str):
         return update
     samples = results[0].samples
-    if not 1 <= samples <= MOST_SAMPLES:
-        return f"num-examples must be in 1..{MOST_SAMPLES}; got {samples}"
+    if not 1 <= samples <= MAX_SAMPLES:
+        return f"num-examples must be in 1..{MAX_SAMPLES}; got {samples}"
     return replace(update, client=replace(update.client, samples=samples))
 
 

@@ -53,14 +53,14 @@ def copy_reductions(view: View) -> list[Slices]:
     clients_by_capacity = Counter(client.capacity for client in view.cohort)
     # Clients of one capacity take the copies in turn, and the turns continue in the next round.
     # Otherwise a cohort with few of them would always miss the last copies.
-    turns = {
+    starts = {
         capacity: itertools.count(view.round * clients)
         for capacity, clients in clients_by_capacity.items()
     }
     copies = num_copies(view)
     reductions: list[Slices] = []
     for client in view.cohort:
-        turn = next(turns[client.capacity])
+        turn = next(starts[client.capacity])
         choices = copies if client.capacity <= max(view.levels) else 1
         reductions.append(_units_of_copy(view, client, turn % choices))
     return reductions

@@ -59,7 +59,14 @@ def build_model(
     """
     with rng.seeded(experiment.seed, "init"):
         built = build("model", experiment.model, MODELS, shape, classes, experiment.norm)
-    model = as_model(built, shape, classes, dtype, cut=cuts(experiment), known_groups=known_groups)
+    model = as_model(
+        built,
+        shape,
+        classes,
+        dtype,
+        needs_groups=uses_submodels(experiment),
+        known_groups=known_groups,
+    )
     return build_recipe(experiment).model(model)
 
 
@@ -79,8 +86,8 @@ def build_meta_model(
     return build_on_meta_or_cpu(builder, f"model {experiment.model!r}")
 
 
-def cuts(experiment: Experiment) -> bool:
-    """Return whether the experiment's policy cuts the model."""
+def uses_submodels(experiment: Experiment) -> bool:
+    """Return whether the experiment's policy gives clients sub-models."""
     return experiment.policy != "full"
 
 
@@ -90,14 +97,14 @@ def as_model(
     classes: int,
     dtype: torch.dtype,
     *,
-    cut: bool = True,
+    needs_groups: bool = True,
     known_groups: Sequence[UnitGroup] | None = None,
 ) -> Model:
     """Return a model with unit groups; those of a bare module are found by tracing.
 
     In a traced module all weights may be pruned, except those of the first convolution and of
     the last layer. If tracing fails, the model has no groups, and that is an error only with
-    `cut`. `known_groups` replace tracing for a module on the meta device.
+    `needs_groups`. `known_groups` replace tracing for a module on the meta device.
     """
     module = built.module if isinstance(built, Model) else built
     if not isinstance(module, nn.Module):
@@ -120,7 +127,7 @@ def as_model(
     try:
         traced_groups = trace(module, _example(shape, classes, dtype))
     except InvalidValue as error:
-        if cut:
+        if needs_groups:
             raise InvalidValue(f"{error}{dtype_hint(module, dtype)}") from error
     return _with_groups(module, traced_groups, classes)
 

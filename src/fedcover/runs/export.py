@@ -21,7 +21,7 @@ from fedcover.host.disk import check_not_linked, check_regular, write_atomically
 from fedcover.models import params_and_buffers
 from fedcover.models.meta_device import NotBuildableOnMeta, build_on_meta
 from fedcover.runs import trust
-from fedcover.runs.components import as_model, build_model, build_recipe, cuts
+from fedcover.runs.components import as_model, build_model, build_recipe, uses_submodels
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.run_result import Run
 from fedcover.runs.session import shapes_by_name
@@ -33,7 +33,7 @@ from fedcover.types import Model, Reduction
 _MODEL_FIELDS = ("model", "norm", "recipe", "absent_labels", "label_rows", "seed")
 """The fields of an experiment that say how its module is built; the others are not read."""
 
-LEAST_UNITS = 2**20
+MIN_UNIT_LIMIT = 2**20
 """Any model may have this many units, even if a file has little of it left."""
 
 _Size = Annotated[int, Field(ge=1, le=2**40)]
@@ -221,7 +221,7 @@ def _build_whole(
     dtype = torch.int64 if header.integers else torch.float32
     shape, classes = tuple(header.shape), header.classes
     if model is not None:
-        adapted = as_model(model, shape, classes, dtype, cut=cuts(experiment))
+        adapted = as_model(model, shape, classes, dtype, needs_groups=uses_submodels(experiment))
         return build_recipe(experiment).model(adapted)
     try:
         return _build_on_meta(experiment, shape, classes, dtype)
@@ -254,7 +254,7 @@ def _check_group_sizes(whole: Model, tensors: Mapping[str, Tensor]) -> None:
     """Raise if the model has more units than a part with so few numbers can come from."""
     numbers = sum(tensor.numel() for tensor in tensors.values())
     units = sum(group.size for group in whole.groups)
-    if units > max(LEAST_UNITS, numbers):
+    if units > max(MIN_UNIT_LIMIT, numbers):
         raise InvalidValue(f"a model of {units} units has no part of {numbers} numbers")
 
 

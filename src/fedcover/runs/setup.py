@@ -25,7 +25,14 @@ from fedcover.runs.checks import (
     check_trainable,
     display_names,
 )
-from fedcover.runs.components import as_model, build, build_model, build_recipe, cuts, look_up_spec
+from fedcover.runs.components import (
+    as_model,
+    build,
+    build_model,
+    build_recipe,
+    look_up_spec,
+    uses_submodels,
+)
 from fedcover.runs.experiment import MAX_FLOAT, Experiment
 from fedcover.runs.machine import Machine, engine_for
 from fedcover.server.contracts import build_rule, checked_server
@@ -166,8 +173,10 @@ def _build_run_model(
     if overrides.model is None:
         builder = overrides.build or build_model
         return builder(experiment, shape, source.classes, dtype)
-    cut = overrides.policy is not None or cuts(experiment)
-    return recipe.model(as_model(overrides.model, shape, source.classes, dtype, cut=cut))
+    needs_groups = overrides.policy is not None or uses_submodels(experiment)
+    return recipe.model(
+        as_model(overrides.model, shape, source.classes, dtype, needs_groups=needs_groups)
+    )
 
 
 def _check_policy(policy: PolicyFunction) -> Policy:

@@ -114,7 +114,7 @@ def is_remote(params: Params) -> bool:
     return any(tensor.is_meta for tensor in params.values())
 
 
-def shard_by_cost(costs: Sequence[float], ranks: int) -> list[list[int]]:
+def shard_by_cost(costs: Sequence[float], num_processes: int) -> list[list[int]]:
     """Distribute clients over processes so that all have about the same work.
 
     The most expensive client comes first; each goes to the process with the least work so far.
@@ -125,8 +125,8 @@ def shard_by_cost(costs: Sequence[float], ranks: int) -> list[list[int]]:
     >>> shard_by_cost([4, 2, 2, 1, 1], 2)
     [[0, 3], [1, 2, 4]]
     """
-    shards: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [0.0] * ranks
+    shards: list[list[int]] = [[] for _ in range(num_processes)]
+    loads = [0.0] * num_processes
     most_expensive_first = sorted(range(len(costs)), key=lambda index: -costs[index])
     for index in most_expensive_first:
         rank = loads.index(min(loads))

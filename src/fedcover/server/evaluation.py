@@ -26,7 +26,7 @@ EVAL_BATCH_SIZE = {"cpu": 256, "cuda": 2048}
 """How many samples go through a model at once: as many as fit a cache, or fill a GPU."""
 COMPAT_BATCH = 128
 """The batch size of the mode `batch-compat`, whose scores depend on it."""
-MOST_KEPT = 1 << 20
+MAX_CACHED_ELEMENTS = 1 << 20
 """The largest model, in parameters, of which a CPU keeps a module for all evaluations.
 
 Larger models take far longer to evaluate than to build.
@@ -70,13 +70,13 @@ def logits(module: nn.Module, x: Tensor, batch: int | None = None) -> Tensor:
     return torch.cat([module(part) for part in torch.split(x, batch)])
 
 
-def score(logits_BK: Tensor, y_B: Tensor, ranks: ProcessGroup = SINGLE_PROCESS) -> Score:
+def score(logits_BK: Tensor, y_B: Tensor, process_group: ProcessGroup = SINGLE_PROCESS) -> Score:
     """Return accuracy and loss of all processes' logits together."""
     correct = (logits_BK.argmax(1) == y_B).double().sum()
     loss = F.cross_entropy(logits_BK.double(), y_B, reduction="sum")
     count = correct.new_full((), y_B.numel())
     sums_3 = torch.stack([correct, loss, count])
-    ranks.total([sums_3])
+    process_group.total([sums_3])
     return Score(sums_3)
 
 
@@ -88,7 +88,7 @@ def evaluate(
     mode: str = "calibrated",
     reduction: Reduction = FULL_REDUCTION,
     capacity: float = 1.0,
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Score:
     """Score the global model, or a client's part of it.
 
@@ -99,7 +99,7 @@ def evaluate(
         mode: where norm statistics come from; one of `MODES`.
         reduction: the part of the model; by default all of it.
         capacity: the capacity whose norm statistics are used.
-        ranks: the processes that share the samples.
+        process_group: the processes that share the samples.
     """
     if mode == "batch-compat":
         # The score depends on the batches, so every process evaluates all of them.
@@ -109,12 +109,15 @@ def evaluate(
         model = _full_model(task, state)
     else:
         model = eval_model(task, state, reduction, capacity)
-    local_rows = ranks.local_slice(len(samples))
-    return score(logits(model, samples.x[local_rows]), samples.y[local_rows], ranks)
+    local_rows = process_group.local_slice(len(samples))
+    return score(logits(model, samples.x[local_rows]), samples.y[local_rows], process_group)
 
 
 def local_accuracy(
-    task: Task, state: State, updates: Sequence[Update], ranks: ProcessGroup = SINGLE_PROCESS
+    task: Task,
+    state: State,
+    updates: Sequence[Update],
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> tuple[float, float] | None:
     """Return the mean accuracy of the round's clients on test samples with their own labels.
 
@@ -146,7 +149,7 @@ def local_accuracy(
         trained_sum += client.samples * trained_accuracy
         weight += client.samples
     sums_3 = torch.tensor([global_sum, trained_sum, weight], dtype=torch.float64)
-    ranks.total([sums_3])
+    process_group.total([sums_3])
     global_sum, trained_sum, weight = sums_3.tolist()
     return (global_sum / weight, trained_sum / weight) if weight else None
 
@@ -243,7 +246,7 @@ def _full_model(task: Task, state: State) -> nn.Module:
     """Return the whole model for evaluation; reuse its module unless it is large."""
     module = task.model.module
     cpu_params = [tensor for tensor in state.params.values() if tensor.device.type == "cpu"]
-    if sum(tensor.numel() for tensor in cpu_params) > MOST_KEPT:
+    if sum(tensor.numel() for tensor in cpu_params) > MAX_CACHED_ELEMENTS:
         return eval_model(task, state, FULL_REDUCTION, 1.0)
     if module not in _EVAL_MODULES:
         _EVAL_MODULES[module] = EvalModule(submodel(module, FULL_REDUCTION, state.params))

@@ -31,7 +31,7 @@ Numbers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 KEY_BYTES = 32
 NOISE_SOURCE = "aes-256-ctr, a key for each round"
 """How the manifest of a private run names the stream."""
-MOST_BITS = 52
+MAX_NOISE_BITS = 52
 """The finest grid, as the logarithm of its steps per standard deviation: noise fits in 64 bits."""
 CHUNK = 1 << 16
 """How many trials are computed at once."""
@@ -87,8 +87,8 @@ def rounded_normal(count: int, bits: int, stream: ByteStream) -> Numbers:
     >>> round(pstdev((noise / 2**31).tolist()), 2), bool((noise % 2 == 1).all())
     (1.0, True)
     """
-    if not 0 <= bits <= MOST_BITS:
-        raise InvalidValue(f"bits of noise must be in 0..{MOST_BITS}; got {bits}")
+    if not 0 <= bits <= MAX_NOISE_BITS:
+        raise InvalidValue(f"bits of noise must be in 0..{MAX_NOISE_BITS}; got {bits}")
     noise = np.empty(count, np.int64)
     filled = 0
     while filled < count:

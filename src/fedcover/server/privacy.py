@@ -23,10 +23,10 @@ from fedcover.server.clipping import change, global_norm
 from fedcover.server.grid_noise import ByteStream, rounded_normal
 from fedcover.types import Params, Reduction
 
-LEAST_NOISE, MOST_NOISE = 0.01, 1e6
+MIN_NOISE, MAX_NOISE = 0.01, 1e6
 """Limits against typing errors: less noise protects nobody, more leaves nothing to learn."""
-LEAST_DELTA = 1e-15
-LEAST_CLIP, MOST_CLIP = 1e-30, 1e30
+MIN_DELTA = 1e-15
+MIN_CLIP, MAX_CLIP = 1e-30, 1e30
 
 
 # ── the privacy loss ────────────────────────────────────────────────────────────────────────────
@@ -44,28 +44,29 @@ class Gaussian:
     delta: float
 
     def __post_init__(self) -> None:
-        if not LEAST_NOISE <= self.noise <= MOST_NOISE:
+        if not MIN_NOISE <= self.noise <= MAX_NOISE:
             raise InvalidValue(
-                f"privacy gaussian: noise must be in [{LEAST_NOISE:g}, {MOST_NOISE:g}]; "
+                f"privacy gaussian: noise must be in [{MIN_NOISE:g}, {MAX_NOISE:g}]; "
                 f"got {self.noise:g}"
             )
-        if not LEAST_DELTA <= self.delta < 1:
+        if not MIN_DELTA <= self.delta < 1:
             raise InvalidValue(
-                f"privacy gaussian: delta must be in [{LEAST_DELTA:g}, 1); got {self.delta:g}"
+                f"privacy gaussian: delta must be in [{MIN_DELTA:g}, 1); got {self.delta:g}"
             )
 
-    def epsilon(self, turns: int) -> float:
-        """Return the exact epsilon of a client that has taken part `turns` times.
+    def epsilon(self, participations: int) -> float:
+        """Return the exact epsilon of a client that has taken part that many times.
 
         Two fleets are neighbours if they differ in the data of one client. Its clipped update then
         differs by up to 2 C, so the noise is z / 2 times the sensitivity. There is no amplification
-        by sampling: who takes part follows from the seed, and the masks show it. `turns` rounds are
-        one Gaussian mechanism of sqrt(turns) times the sensitivity (Dong, Roth, Su 2022).
+        by sampling: who takes part follows from the seed, and the masks show it. After k
+        participations all rounds together are one Gaussian mechanism of sqrt(k) times the
+        sensitivity (Dong, Roth, Su 2022).
 
-        >>> [round(Gaussian(noise=4.0, delta=1e-6).epsilon(turns), 3) for turns in (0, 1, 18)]
+        >>> [round(Gaussian(noise=4.0, delta=1e-6).epsilon(k), 3) for k in (0, 1, 18)]
         [0.0, 2.254, 11.811]
         """
-        return gaussian_epsilon(2 * math.sqrt(turns) / self.noise, self.delta)
+        return gaussian_epsilon(2 * math.sqrt(participations) / self.noise, self.delta)
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
@@ -108,17 +109,17 @@ def tail_ratio(x: float) -> float:
     return 1 / ratio
 
 
-def most_turns(cohorts: Iterable[Sequence[int]]) -> Iterator[int]:
+def max_participations(cohorts: Iterable[Sequence[int]]) -> Iterator[int]:
     """Yield, after each round, how often the most often sampled client has been sampled.
 
-    >>> list(most_turns([[1, 2], [3, 4], [2, 3], [2, 5]]))
+    >>> list(max_participations([[1, 2], [3, 4], [2, 3], [2, 5]]))
     [1, 1, 2, 3]
     """
-    turns: Counter[int] = Counter()
+    participations: Counter[int] = Counter()
     most = 0
     for cohort in cohorts:
-        turns.update(cohort)
-        most = max([most, *(turns[client] for client in cohort)])
+        participations.update(cohort)
+        most = max([most, *(participations[client] for client in cohort)])
         yield most
 
 
@@ -140,9 +141,9 @@ PRIVACY: dict[str, Callable[..., Gaussian | None]] = {"none": no_privacy, "gauss
 
 def check_clip(clip: float) -> None:
     """Raise InvalidValue for a clipping length whose grid floating point cannot represent."""
-    if not LEAST_CLIP <= clip <= MOST_CLIP:
+    if not MIN_CLIP <= clip <= MAX_CLIP:
         raise InvalidValue(
-            f"clip_updates must be in [{LEAST_CLIP:g}, {MOST_CLIP:g}] with privacy; got {clip:g}"
+            f"clip_updates must be in [{MIN_CLIP:g}, {MAX_CLIP:g}] with privacy; got {clip:g}"
         )
 
 

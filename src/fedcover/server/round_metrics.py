@@ -33,7 +33,7 @@ def measure_round(
             for update in updates
         )
     if setup.privacy is not None:
-        metrics["epsilon"] = setup.privacy.epsilon(setup.turns(before.round))
+        metrics["epsilon"] = setup.privacy.epsilon(setup.max_participations(before.round))
     return metrics
 
 
@@ -104,7 +104,9 @@ def score_global_model(setup: Setup, state: State) -> dict[str, Score]:
     if source.validation is not None:
         samples_by_prefix["validation_"] = source.validation
     return {
-        prefix: evaluate(setup.task, state, samples, mode=setup.evaluation, ranks=setup.ranks)
+        prefix: evaluate(
+            setup.task, state, samples, mode=setup.evaluation, process_group=setup.process_group
+        )
         for prefix, samples in samples_by_prefix.items()
     }
 
@@ -119,7 +121,7 @@ def score_other_models(setup: Setup, state: State, updates: Sequence[Update]) ->
     if not is_last_round and not is_due:
         return {}
     scores = evaluate_common_and_single(setup, state)
-    local_scores = local_accuracy(setup.task, state, updates, setup.ranks)
+    local_scores = local_accuracy(setup.task, state, updates, setup.process_group)
     if local_scores is not None:
         scores["accuracy_local"], scores["accuracy_trained"] = local_scores
     return scores
@@ -131,7 +133,7 @@ def evaluate_common_and_single(setup: Setup, state: State) -> dict[str, float]:
     The common model is the global model with weights that no client ever trained set to zero.
     """
     test = setup.task.source.test
-    options: dict[str, Any] = {"mode": setup.evaluation, "ranks": setup.ranks}
+    options: dict[str, Any] = {"mode": setup.evaluation, "process_group": setup.process_group}
     capacity = max(setup.fleet.levels)
     common = replace(state, params=cov.covered_only(state.params, state.coverage))
     part = reduction_for_capacity(setup, state, capacity)

@@ -10,7 +10,7 @@ from fedcover.server.aggregation import summable_coverage_mean
 from fedcover.server.collectives import SINGLE_PROCESS, ProcessGroup
 from fedcover.server.grid_noise import ByteStream, fresh_stream
 from fedcover.server.optimizers import ServerStep
-from fedcover.server.privacy import Gaussian, most_turns
+from fedcover.server.privacy import Gaussian, max_participations
 from fedcover.submodels.cost import uses_of_weights
 from fedcover.submodels.reductions import Slices
 from fedcover.types import Engine, GrowthStep, Policy, Rule, Task
@@ -22,8 +22,8 @@ class Setup:
 
     `task` is what local training needs. `rule` aggregates parameters; `mean` averages norm
     statistics and measurements. `lr` is the learning rate of a round. `growth` changes the model
-    between rounds. `ranks` are the processes that share the run. `noise` opens a fresh stream of
-    random bytes for privacy. The other fields are those of `Experiment` with the same name.
+    between rounds. `process_group` is the processes that share the run. `noise` opens a fresh
+    stream of random bytes for privacy. The other fields are those of `Experiment` with the same name.
     """
 
     task: Task
@@ -47,25 +47,25 @@ class Setup:
     local_every: int | None
     evaluation: str
     mean: Rule = field(default_factory=summable_coverage_mean)
-    ranks: ProcessGroup = SINGLE_PROCESS
+    process_group: ProcessGroup = SINGLE_PROCESS
     clip_updates: float | None = None
     growth: GrowthStep | None = None
     privacy: Gaussian | None = None
     noise: Callable[[], ByteStream] = fresh_stream
 
-    def turns(self, round: int) -> int:
+    def max_participations(self, round: int) -> int:
         """Return how often the most often sampled client has been sampled after a round."""
-        turns_by_round, remaining = self._turns
-        missing = max(0, round + 1 - len(turns_by_round))
-        turns_by_round.extend(itertools.islice(remaining, missing))
-        return turns_by_round[round]
+        max_by_round, remaining = self._max_participations
+        missing = max(0, round + 1 - len(max_by_round))
+        max_by_round.extend(itertools.islice(remaining, missing))
+        return max_by_round[round]
 
     @cached_property
-    def _turns(self) -> tuple[list[int], Iterator[int]]:
-        """The results of `turns` so far, and an iterator over those of later rounds."""
+    def _max_participations(self) -> tuple[list[int], Iterator[int]]:
+        """What `max_participations` has returned so far, and an iterator over later rounds."""
         clients, active, seed = self.clients, self.active, self.task.seed
         cohorts = (sample_cohort(clients, active, seed, round) for round in itertools.count())
-        return [], most_turns(cohorts)
+        return [], max_participations(cohorts)
 
     @cached_property
     def reduction_cache(self) -> dict[bytes, Slices]:

@@ -28,13 +28,13 @@ _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 # ── the setup ───────────────────────────────────────────────────────────────────────────────────
 
 
-def shard_setup(setup: Setup, ranks: ProcessGroup) -> Setup:
+def shard_setup(setup: Setup, process_group: ProcessGroup) -> Setup:
     """Share the clients and test samples of a setup between processes.
 
     Raises:
         RunError: updates are clipped, for which one process would need all of their values.
     """
-    if ranks.size == 1:
+    if process_group.size == 1:
         return setup
     if setup.clip_updates is not None:  # always set with privacy
         raise RunError(
@@ -43,10 +43,10 @@ def shard_setup(setup: Setup, ranks: ProcessGroup) -> Setup:
         )
     return replace(
         setup,
-        engine=shard_engine(setup.engine, ranks, setup.uses),
-        rule=shard_rule(setup.rule, ranks),
-        mean=shard_rule(setup.mean, ranks),
-        ranks=ranks,
+        engine=shard_engine(setup.engine, process_group, setup.uses),
+        rule=shard_rule(setup.rule, process_group),
+        mean=shard_rule(setup.mean, process_group),
+        process_group=process_group,
     )
 
 
@@ -79,7 +79,7 @@ class UpdateHeader:
     loss: float
 
 
-def shard_engine(engine: Engine, ranks: ProcessGroup, uses: Mapping[str, int]) -> Engine:
+def shard_engine(engine: Engine, process_group: ProcessGroup, uses: Mapping[str, int]) -> Engine:
     """Make an engine train only this process's clients, and return headers of all other updates."""
 
     def train(
@@ -89,14 +89,16 @@ def shard_engine(engine: Engine, ranks: ProcessGroup, uses: Mapping[str, int]) -
             training_cost(Assignment(task, state, client, reduction), uses)
             for client, reduction in work
         ]
-        local_work = [work[index] for index in shard_by_cost(costs, ranks.size)[ranks.rank]]
+        local_work = [
+            work[index] for index in shard_by_cost(costs, process_group.size)[process_group.rank]
+        ]
         local_updates: list[Update] = []
 
         def train_local() -> tuple[object, list[UpdateHeader]]:
             local_updates.extend(engine(task, state, local_work, lr))
             return _fingerprint(state, costs), [_header_of(update) for update in local_updates]
 
-        answers = ranks.all_gather(train_local)
+        answers = process_group.all_gather(train_local)
         first_fingerprint, _ = answers[0]
         if any(fingerprint != first_fingerprint for fingerprint, _ in answers):
             raise RunError(
@@ -107,7 +109,7 @@ def shard_engine(engine: Engine, ranks: ProcessGroup, uses: Mapping[str, int]) -
         work_by_client = {client.id: (client, reduction) for client, reduction in work}
         device = next(iter(state.params.values())).device
         for rank, (_, headers) in enumerate(answers):
-            if rank != ranks.rank:
+            if rank != process_group.rank:
                 for header in headers:
                     client, reduction = work_by_client[header.client]
                     yield _remote_update(client, reduction, header, device)
@@ -168,26 +170,26 @@ def _remote_update(
 # ── aggregation ─────────────────────────────────────────────────────────────────────────────────
 
 
-def shard_rule(rule: Rule, ranks: ProcessGroup) -> Rule:
+def shard_rule(rule: Rule, process_group: ProcessGroup) -> Rule:
     """Apply a rule to the updates of all processes."""
     if isinstance(rule, SummableRule):
-        return _sum_over_processes(rule, ranks)
-    return _gather_values(rule, ranks)
+        return _sum_over_processes(rule, process_group)
+    return _gather_values(rule, process_group)
 
 
-def _sum_over_processes(rule: SummableRule, ranks: ProcessGroup) -> Rule:
+def _sum_over_processes(rule: SummableRule, process_group: ProcessGroup) -> Rule:
     """Sum the updates of each process by itself, then add up the sums."""
 
     def summed(old: Params, parts: Iterable[WeightedUpdate]) -> Params:
         local_parts = [part for part in parts if not is_remote(part[1])]
         sums = rule.sum_updates(old, local_parts)
-        ranks.total(sums.tensors())
+        process_group.total(sums.tensors())
         return rule.finish(old, sums)
 
     return summed
 
 
-def _gather_values(rule: Rule, ranks: ProcessGroup) -> Rule:
+def _gather_values(rule: Rule, process_group: ProcessGroup) -> Rule:
     """Collect the values of all updates in every process."""
 
     def gathered(old: Params, parts: Iterable[WeightedUpdate]) -> Params:
@@ -195,7 +197,7 @@ def _gather_values(rule: Rule, ranks: ProcessGroup) -> Rule:
         local_values = {
             index: values for index, (_, values, _) in enumerate(listed) if not is_remote(values)
         }
-        answers = ranks.all_gather(
+        answers = process_group.all_gather(
             lambda: {index: _to_device(values, "cpu") for index, values in local_values.items()}
         )
         values_by_index = ChainMap(local_values, *answers)

@@ -169,7 +169,7 @@ def test_clients_with_unequal_rows_share_the_slots_of_a_stack(monkeypatch, caplo
     seen = []
 
     def train_ragged(runner, clients):
-        seen.append((runner.step_buffers, [client.rows for client in clients]))
+        seen.append((runner.workspace, [client.rows for client in clients]))
         return ragged.train_ragged(runner, clients)
 
     monkeypatch.setattr(
@@ -179,12 +179,12 @@ def test_clients_with_unequal_rows_share_the_slots_of_a_stack(monkeypatch, caplo
     for _ in range(3):
         state, _ = run_round(replace(setup, engine=UNCOMPILED), state)
     assert [len(rows) for _, rows in seen] == [8, 8, 8]
-    for step_buffers, rows in seen:
+    for workspace, rows in seen:
         useful = sum(n // 10 for n in rows) / (
             max(rows) // 10
         )  # with so many, all are busy until the longest is done
-        assert step_buffers.stack_size in (1, 2, 4)
-        assert step_buffers.stack_size <= useful + 1 < 2 * step_buffers.stack_size + 1
+        assert workspace.stack_size in (1, 2, 4)
+        assert workspace.stack_size <= useful + 1 < 2 * workspace.stack_size + 1
     assert not caplog.records
 
 
@@ -202,7 +202,7 @@ def test_places_are_used_again_when_capacities_move_between_devices():
     for _ in range(8):
         state, _ = run_round(setup, state)
     cache = get_runner_cache(setup.task)
-    seen = {runner.step_buffers.signature for runner in cache.runners.values()}
+    seen = {runner.workspace.signature for runner in cache.runners.values()}
     assert len(seen) == 3  # one for each width
     before = list(cache.runners)
     run_round(setup, state)
@@ -221,7 +221,7 @@ def test_later_stacks_use_only_compiled_sizes(monkeypatch):
     setup, state = world("mlp", policy="full", fleet="1x1", drop_out=0.3, rounds=6)
     agree(setup, state, UNCOMPILED, rounds=6)
     stack_sizes = {
-        runner.step_buffers.stack_size for runner in get_runner_cache(setup.task).runners.values()
+        runner.workspace.stack_size for runner in get_runner_cache(setup.task).runners.values()
     }
     assert len(stack_sizes) == 1
 

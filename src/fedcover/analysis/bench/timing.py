@@ -80,7 +80,7 @@ def step_seconds(
         durations = []
         for _ in range(repeats + 1):
             for runner in runners:
-                runner.load(runner.step_buffers.clients)
+                runner.load(runner.workspace.clients)
             wait()
             start = time.perf_counter()
             run_steps(runners)

@@ -3,7 +3,7 @@
 The fast engines, `batched` and `streams`, rest on three concepts:
 
 1. The tensors of a step (`step_tensors`): allocated once for all clients of equal shapes
-   (`allocation`); each client's values (`client_inputs`) are copied in and out (`buffers`).
+   (`allocation`); each client's values (`client_inputs`) are copied in and out (`workspace`).
 2. The step (`sgd_step`): a function that reads and writes these tensors only. `compilation`
    prepares it: eager, compiled, or captured as a CUDA graph. `stacked_layers`, `triton_conv`,
    `triton_norm` and `cpu_kernels` replace slow operations in it.

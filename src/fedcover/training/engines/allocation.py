@@ -11,20 +11,20 @@ from torch.nn.modules.conv import _ConvNd
 
 from fedcover.tensors import unflatten
 from fedcover.training.engines import stacked_layers
-from fedcover.training.engines.buffers import StepBuffers
 from fedcover.training.engines.client_inputs import ClientInputs, StepSignature
 from fedcover.training.engines.sgd_step import FunctionalForward, SGDStep, observes_gradients
 from fedcover.training.engines.stacked_functions import from_taps, to_taps
 from fedcover.training.engines.step_tensors import StepTensors
 from fedcover.training.engines.trees import tree_map
 from fedcover.training.engines.unsupported import UnsupportedByEngine
+from fedcover.training.engines.workspace import StepWorkspace
 from fedcover.training.local_sgd import client_module
 from fedcover.types import Carry, Params
 
 
-def allocate_buffers(
+def allocate_workspace(
     signature: StepSignature, like: ClientInputs, stack_size: int | None, *, bf16: bool, fused: bool
-) -> StepBuffers:
+) -> StepWorkspace:
     """Allocate step tensors, all zero, on a client's device.
 
     Args:
@@ -56,12 +56,12 @@ def allocate_buffers(
         stacked_kernels=stacked_kernels,
     )
     tensors = allocator.step_tensors(params, module)
-    return StepBuffers(signature, stack_size, module, step, tensors, flat_params)
+    return StepWorkspace(signature, stack_size, module, step, tensors, flat_params)
 
 
 @dataclass(frozen=True, slots=True)
 class _Allocator:
-    """Allocates the tensors of one `StepBuffers`."""
+    """Allocates the tensors of one `StepWorkspace`."""
 
     signature: StepSignature
     like: ClientInputs

@@ -19,7 +19,6 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fedcover.log import log, warn_once
-from fedcover.training.engines.buffers import StepBuffers
 from fedcover.training.engines.cpu_kernels import use_custom_kernels
 from fedcover.training.engines.fingerprint import fingerprint
 from fedcover.training.engines.sgd_step import observes_gradients
@@ -30,14 +29,15 @@ from fedcover.training.engines.unsupported import (
     UnsupportedByEngine,
     reraise_as_unsupported,
 )
+from fedcover.training.engines.workspace import StepWorkspace
 
 PRECISIONS = ("fp32", "tf32", "bf16")
 """What the model computes in. Parameters, momentum and sums are in float32 or wider always."""
 
-StepBackend = Callable[[StepBuffers, int], Callable[[], None]]
-"""Turn step buffers and a batch size into a function that does the next step.
+StepBackend = Callable[[StepWorkspace, int], Callable[[], None]]
+"""Turn a workspace and a batch size into a function that does the next step.
 
-A backend may run steps while it prepares, so the buffers must be loaded again afterwards.
+A backend may run steps while it prepares, so the workspace must be loaded again afterwards.
 """
 
 _INDUCTOR_OPTIONS: tuple[dict[str, Any], ...] = (
@@ -78,22 +78,22 @@ def cudnn_benchmark() -> AbstractContextManager[Any]:
 # ── whether a step can be replayed ──────────────────────────────────────────────────────────────
 
 
-def check_replayable(step_buffers: StepBuffers, size: int) -> None:
+def check_replayable(workspace: StepWorkspace, size: int) -> None:
     """Run one step eagerly and check that it leaves no trace outside the step tensors.
 
     Raises:
         UnsupportedByEngine: If the step fails, draws random numbers, or changes Python state.
     """
-    device = step_buffers.tensors.x.device
+    device = workspace.tensors.x.device
     random_state = _random_state(device)
-    model_state = fingerprint(step_buffers.module)
-    step_buffers.rewind(size)
+    model_state = fingerprint(workspace.module)
+    workspace.rewind(size)
     with reraise_as_unsupported():
-        step_buffers.step(step_buffers.tensors, step_buffers.schedules[size])
+        workspace.step(workspace.tensors, workspace.schedules[size])
     if random_state != _random_state(device):
         raise UnsupportedByEngine("the model draws random numbers for each client (dropout)")
     try:
-        unchanged = fingerprint(step_buffers.module) == model_state
+        unchanged = fingerprint(workspace.module) == model_state
     except UnsupportedByEngine:  # the module kept an object of the step that has no fingerprint
         unchanged = False
     if not unchanged:
@@ -120,12 +120,12 @@ def _random_state(device: torch.device) -> tuple[object, ...]:
 # ── backends ────────────────────────────────────────────────────────────────────────────────────
 
 
-def eager_backend(step_buffers: StepBuffers, size: int) -> Callable[[], None]:
+def eager_backend(workspace: StepWorkspace, size: int) -> Callable[[], None]:
     """Return the step as it is."""
-    return lambda: step_buffers.step(step_buffers.tensors, step_buffers.schedules[size])
+    return lambda: workspace.step(workspace.tensors, workspace.schedules[size])
 
 
-def inductor_backend(step_buffers: StepBuffers, size: int) -> Callable[[], None]:
+def inductor_backend(workspace: StepWorkspace, size: int) -> Callable[[], None]:
     """Return the step as one function compiled for the CPU.
 
     The step is first traced to a list of tensor operations, so a model or a recipe may use any
@@ -134,42 +134,42 @@ def inductor_backend(step_buffers: StepBuffers, size: int) -> Callable[[], None]
 
     Only full batches are compiled: the few rows that remain are not worth the time.
     """
-    if size != step_buffers.signature.local.batch_size:
-        return eager_backend(step_buffers, size)
-    _log_compilation(step_buffers)
+    if size != workspace.signature.local.batch_size:
+        return eager_backend(workspace, size)
+    _log_compilation(workspace)
     fields_of_step = (
-        _field_values(step_buffers.tensors),
-        _field_values(step_buffers.schedules[size]),
+        _field_values(workspace.tensors),
+        _field_values(workspace.schedules[size]),
     )
     leaves = tree_leaves(fields_of_step)
 
     def step(*inputs: Tensor) -> tuple[()]:
         remaining = iter(inputs)
         tensors, schedule = tree_map(lambda _: next(remaining), fields_of_step)
-        step_buffers.step.compute(StepTensors(*tensors), BatchSchedule(*schedule))
+        workspace.step.compute(StepTensors(*tensors), BatchSchedule(*schedule))
         return ()
 
-    compiled = _compile_and_try(step_buffers, size, step, leaves)
-    if not observes_gradients(step_buffers.signature.recipe):
+    compiled = _compile_and_try(workspace, size, step, leaves)
+    if not observes_gradients(workspace.signature.recipe):
         return lambda: compiled(*leaves)
 
     def step_and_update_carry() -> None:
         compiled(*leaves)
-        step_buffers.step.update_carry(step_buffers.tensors)
+        workspace.step.update_carry(workspace.tensors)
 
     return step_and_update_carry
 
 
-def cuda_graph_backend(step_buffers: StepBuffers, size: int) -> Callable[[], None]:
+def cuda_graph_backend(workspace: StepWorkspace, size: int) -> Callable[[], None]:
     """Return the replay of a CUDA graph of the step. The graph keeps its memory to itself."""
-    step_buffers.rewind(size)
+    workspace.rewind(size)
     # run it once more: `check_replayable` made cuDNN choose kernels and allocate workspaces
-    step_buffers.step(step_buffers.tensors, step_buffers.schedules[size])
+    workspace.step(workspace.tensors, workspace.schedules[size])
     torch.cuda.current_stream().synchronize()
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-            step_buffers.step(step_buffers.tensors, step_buffers.schedules[size])
+            workspace.step(workspace.tensors, workspace.schedules[size])
     except RuntimeError as error:
         first_line = str(error).splitlines()[0]
         raise UnsupportedByEngine(f"its step cannot be captured ({first_line:.100})") from error
@@ -179,11 +179,11 @@ def cuda_graph_backend(step_buffers: StepBuffers, size: int) -> Callable[[], Non
 # ── compiling ───────────────────────────────────────────────────────────────────────────────────
 
 
-def _log_compilation(step_buffers: StepBuffers) -> None:
-    num_params = sum(prod(shape) for _, shape in step_buffers.signature.param_shapes)
+def _log_compilation(workspace: StepWorkspace) -> None:
+    num_params = sum(prod(shape) for _, shape in workspace.signature.param_shapes)
     log.info(
         "engine: compiling, once, the step of %d clients with %s parameters each",
-        step_buffers.stack_size or 1,
+        workspace.stack_size or 1,
         f"{num_params:,}",
     )
 
@@ -193,7 +193,7 @@ def _field_values(record: StepTensors | BatchSchedule) -> tuple[Any, ...]:
 
 
 def _compile_and_try(
-    step_buffers: StepBuffers,
+    workspace: StepWorkspace,
     size: int,
     step: Callable[..., tuple[()]],
     leaves: Sequence[Tensor],
@@ -202,9 +202,9 @@ def _compile_and_try(
     reason = ""
     for options in _INDUCTOR_OPTIONS:
         try:
-            step_buffers.rewind(size)
+            workspace.rewind(size)
             compiled = _compile(step, leaves, dict(options))
-            step_buffers.rewind(size)
+            workspace.rewind(size)
             compiled(*leaves)
         except Exception as error:  # the step itself works: `check_replayable` has run it
             reason = type(error).__name__

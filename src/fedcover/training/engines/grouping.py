@@ -129,8 +129,8 @@ def _row_capacity(part: StepSignature, clients: Sequence[ClientInputs], cache: R
     stack_size = ragged_stack_size(clients)
     capacities = []
     for runner in cache.runners.values():
-        signature = runner.step_buffers.signature
-        same_size = runner.step_buffers.stack_size == stack_size
+        signature = runner.workspace.signature
+        same_size = runner.workspace.stack_size == stack_size
         if same_size and signature.rows >= rows and replace(signature, rows=0) == part:
             capacities.append(signature.rows)
     return min(capacities, default=2 << (rows - 1).bit_length())

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from fedcover.training.engines.buffers import StepBuffers
 from fedcover.training.engines.client_inputs import ClientInputs, JobResult, client_buffers
 from fedcover.training.engines.compilation import on_stream, precision_context
 from fedcover.training.engines.runners import StepRunner
 from fedcover.training.engines.step_tensors import BatchSchedule, StepTensors
 from fedcover.training.engines.trees import tree_leaves, tree_map
 from fedcover.training.engines.unsupported import reraise_as_unsupported
+from fedcover.training.engines.workspace import StepWorkspace
 from fedcover.types import LocalTraining, Params
 
 
@@ -27,7 +27,7 @@ class StackSlot:
     """One client of a stack: its slot, its row order, and how far it has come.
 
     Attributes:
-        step_buffers: The step tensors of the stack.
+        workspace: The step tensors of the stack.
         index: The slot's position along the axis of clients.
         client: The client in the slot.
         row_orders: The client's row order in each epoch, and the numbers that augment the rows.
@@ -36,7 +36,7 @@ class StackSlot:
         batches_done: The number of full batches done in this epoch.
     """
 
-    step_buffers: StepBuffers
+    workspace: StepWorkspace
     index: int
     client: ClientInputs
     row_orders: tuple[Tensor, Tensor] = field(init=False)
@@ -46,13 +46,13 @@ class StackSlot:
 
     def __post_init__(self) -> None:
         self.row_orders = self.client.row_orders()
-        self.tensors = _slot_tensors(self.step_buffers.tensors, self.index)
+        self.tensors = _slot_tensors(self.workspace.tensors, self.index)
         self.load()
 
     @property
     def local(self) -> LocalTraining:
         """The hyper-parameters of local training."""
-        return self.step_buffers.signature.local
+        return self.workspace.signature.local
 
     @property
     def full_batches(self) -> int:
@@ -114,7 +114,7 @@ class StackSlot:
             drawn_TBK=drawn_ENK[self.epoch, rows][None],
             cursor=torch.zeros(1, dtype=torch.int64),
         )
-        step = replace(self.step_buffers.step, stacked=False)
+        step = replace(self.workspace.step, stacked=False)
         with reraise_as_unsupported():  # this batch size has not been tried before
             step(self.tensors, schedule)
 
@@ -125,7 +125,7 @@ class StackSlot:
         last_epoch = slice(
             (self.epoch - 1) * self.steps_per_epoch, self.epoch * self.steps_per_epoch
         )
-        return self.step_buffers.result(
+        return self.workspace.result(
             self.client,
             flat_P,
             finite=bool(flat_P.isfinite().all()),
@@ -163,13 +163,13 @@ def _slot_tensors(stack: StepTensors, index: int) -> StepTensors:
 
 def train_ragged(runner: StepRunner, clients: Sequence[ClientInputs]) -> list[JobResult]:
     """Train clients that differ only in their number of samples, the largest first."""
-    step_buffers = runner.step_buffers
+    workspace = runner.workspace
     waiting = deque(sorted(clients, key=lambda client: client.rows, reverse=True))
-    step_buffers.tensors.lr.fill_(clients[0].job.lr)
-    device = step_buffers.tensors.x.device
+    workspace.tensors.lr.fill_(clients[0].job.lr)
+    device = workspace.tensors.x.device
     with on_stream(runner.stream), precision_context(runner.precision, device):
-        num_slots = min(step_buffers.stack_size or 1, len(waiting))
-        slots = [StackSlot(step_buffers, index, waiting.popleft()) for index in range(num_slots)]
+        num_slots = min(workspace.stack_size or 1, len(waiting))
+        slots = [StackSlot(workspace, index, waiting.popleft()) for index in range(num_slots)]
         return _train_slots(runner, slots, waiting)
 
 
@@ -177,15 +177,15 @@ def _train_slots(
     runner: StepRunner, active_slots: list[StackSlot], waiting: deque[ClientInputs]
 ) -> list[JobResult]:
     """Train until no client is left; waiting clients take the slots of those that finish."""
-    step_buffers, batch_size = runner.step_buffers, runner.step_buffers.signature.local.batch_size
+    workspace, batch_size = runner.workspace, runner.workspace.signature.local.batch_size
     _, drawn_ENK = active_slots[0].row_orders
-    schedule = step_buffers.schedule(batch_size, drawn_ENK.shape[-1])
+    schedule = workspace.schedule(batch_size, drawn_ENK.shape[-1])
     if runner.prepare_steps([batch_size]):
         for slot in active_slots:
             slot.load()
     results: list[JobResult] = []
     while active_slots:
-        _run_full_batches(step_buffers, schedule, active_slots, runner.steps[batch_size])
+        _run_full_batches(workspace, schedule, active_slots, runner.steps[batch_size])
         for slot in [slot for slot in active_slots if slot.at_epoch_end]:
             slot.finish_epoch()
             if not slot.is_finished:
@@ -193,12 +193,12 @@ def _train_slots(
             results.append(slot.result())
             active_slots.remove(slot)
             if waiting:
-                active_slots.append(StackSlot(step_buffers, slot.index, waiting.popleft()))
+                active_slots.append(StackSlot(workspace, slot.index, waiting.popleft()))
     return results
 
 
 def _run_full_batches(
-    step_buffers: StepBuffers,
+    workspace: StepWorkspace,
     schedule: BatchSchedule,
     active_slots: Sequence[StackSlot],
     step: Callable[[], None],
@@ -206,12 +206,12 @@ def _run_full_batches(
     """Run full batches of all slots until the first one reaches the end of its epoch."""
     num_steps = min(slot.full_batches - slot.batches_done for slot in active_slots)
     # an empty slot starts at 0 and trains too, but nobody reads its result
-    steps_done = [0] * (step_buffers.stack_size or 1)
+    steps_done = [0] * (workspace.stack_size or 1)
     for slot in active_slots:
         steps_done[slot.index] = slot.epoch * slot.steps_per_epoch + slot.batches_done
         slot.load_schedule(schedule, num_steps)
         slot.batches_done += num_steps
-    step_buffers.tensors.step.copy_(torch.tensor(steps_done))
+    workspace.tensors.step.copy_(torch.tensor(steps_done))
     schedule.cursor.zero_()
     for _ in range(num_steps):
         step()

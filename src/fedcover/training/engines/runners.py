@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from fedcover.errors import TrainingDiverged
-from fedcover.training.engines.allocation import allocate_buffers
-from fedcover.training.engines.buffers import StepBuffers
+from fedcover.training.engines.allocation import allocate_workspace
 from fedcover.training.engines.client_inputs import ClientInputs, JobResult, StepSignature
 from fedcover.training.engines.compilation import (
     StepBackend,
@@ -23,6 +22,7 @@ from fedcover.training.engines.compilation import (
     precision_context,
 )
 from fedcover.training.engines.fingerprint import fingerprint
+from fedcover.training.engines.workspace import StepWorkspace
 from fedcover.types import Task, Update
 
 MAX_RUNNERS = 64
@@ -34,12 +34,12 @@ MIN_FREE_MEMORY = 0.15
 
 @dataclass(slots=True, eq=False)
 class StepRunner:
-    """Step buffers with a prepared step for each batch size.
+    """A workspace with a prepared step for each batch size.
 
     On CUDA a runner does all of its work on a stream of its own.
 
     Attributes:
-        step_buffers: The tensors, and the step on them.
+        workspace: The tensors, and the step on them.
         backend: How steps are prepared.
         precision: What steps compute in.
         stream: The CUDA stream, or None on a CPU.
@@ -47,7 +47,7 @@ class StepRunner:
         batch_sizes: The batch size of each step that the loaded clients take.
     """
 
-    step_buffers: StepBuffers
+    workspace: StepWorkspace
     backend: StepBackend
     precision: str
     stream: Any = None
@@ -59,22 +59,22 @@ class StepRunner:
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream())
         with on_stream(self.stream):
-            self.step_buffers.load(clients)
-            self.batch_sizes = self.step_buffers.batch_sizes()
+            self.workspace.load(clients)
+            self.batch_sizes = self.workspace.batch_sizes()
             if self.prepare_steps(self.batch_sizes):
-                self.step_buffers.load(clients)
+                self.workspace.load(clients)
 
     def prepare_steps(self, sizes: Iterable[int]) -> bool:
         """Prepare the steps of these batch sizes, unless they are prepared already.
 
         Returns:
-            Whether a step was prepared. If so, the buffers must be loaded again.
+            Whether a step was prepared. If so, the workspace must be loaded again.
         """
         new_sizes = [size for size in dict.fromkeys(sizes) if size not in self.steps]
         for size in new_sizes:
             with self._precision(), cudnn_benchmark():
-                check_replayable(self.step_buffers, size)
-                self.steps[size] = self.backend(self.step_buffers, size)
+                check_replayable(self.workspace, size)
+                self.steps[size] = self.backend(self.workspace, size)
         return bool(new_sizes)
 
     def run_step(self, step: int) -> None:
@@ -86,13 +86,13 @@ class StepRunner:
     def results(self) -> list[JobResult]:
         """Return the result of each loaded client."""
         with on_stream(self.stream):
-            results = list(self.step_buffers.results())
+            results = list(self.workspace.results())
         if self.stream is not None:
             torch.cuda.current_stream().wait_stream(self.stream)
         return results
 
     def _precision(self) -> AbstractContextManager[Any]:
-        return precision_context(self.precision, self.step_buffers.tensors.x.device)
+        return precision_context(self.precision, self.workspace.tensors.x.device)
 
 
 def run_steps(runners: Sequence[StepRunner]) -> None:
@@ -126,15 +126,15 @@ class RunnerCache:
 
     def signatures(self) -> set[StepSignature]:
         """Return the signatures that there is a runner for."""
-        return {runner.step_buffers.signature for runner in self.runners.values()}
+        return {runner.workspace.signature for runner in self.runners.values()}
 
     def stack_sizes(self, signature: StepSignature) -> list[int]:
         """Return the stack sizes that there is a runner for."""
         sizes = []
         for runner in self.runners.values():
-            step_buffers = runner.step_buffers
-            if step_buffers.signature == signature and step_buffers.stack_size:
-                sizes.append(step_buffers.stack_size)
+            workspace = runner.workspace
+            if workspace.signature == signature and workspace.stack_size:
+                sizes.append(workspace.stack_size)
         return sizes
 
     def runner(
@@ -187,15 +187,15 @@ def _create_runner(
     stream = None
     if client.device.type == "cuda":
         stream = torch.cuda.Stream(client.device)  # type: ignore[no-untyped-call]
-    step_buffers = allocate_buffers(
+    workspace = allocate_workspace(
         signature,
         client,
         stack_size,
         bf16=precision == "bf16",
         fused=backend is not inductor_backend,
     )
-    autocast = "fp32" if step_buffers.step.bf16 else precision
-    return StepRunner(step_buffers, backend, autocast, stream)
+    autocast = "fp32" if workspace.step.bf16 else precision
+    return StepRunner(workspace, backend, autocast, stream)
 
 
 def _memory_is_short(device: torch.device) -> bool:

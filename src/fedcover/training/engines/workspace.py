@@ -26,7 +26,7 @@ from fedcover.types import Carry, Outcome, Params
 
 
 @dataclass(slots=True, eq=False)
-class StepBuffers:
+class StepWorkspace:
     """Step tensors for clients of one signature, and the step that trains on them.
 
     Attributes:
