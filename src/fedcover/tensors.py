@@ -149,8 +149,9 @@ def in_pieces(function: Callable[..., Mapping[str, Tensor]]) -> Callable[..., Ma
 
 
 def add_scaled(target: Tensor, values: Tensor, scale: float) -> None:
-    """Add `scale * values` to a tensor in place; convert another dtype piece by piece."""
-    if values.dtype == target.dtype or target.is_cuda or not target.ndim:
+    """Add `scale * values` to a tensor in place; convert a large one piece by piece."""
+    same_dtype = values.dtype == target.dtype
+    if same_dtype or target.is_cuda or target.numel() <= PIECE["cpu"] or not target.ndim:
         target.add_(values, alpha=scale)
         return
     rows = max(1, PIECE["cpu"] * len(target) // max(1, target.numel()))
