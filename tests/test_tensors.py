@@ -23,7 +23,7 @@ from fedcover.tensors import FlatParams, concat, named_shapes
 from fedcover.training.engines.batched import batched
 from fedcover.training.engines.compilation import eager_backend
 from fedcover.training.recipes.fedprox import cross_entropy
-from fedcover.types import Cut, Model, Outcome, Recipe, UnitGroup
+from fedcover.types import Cut, Engine, Model, Outcome, Recipe, UnitGroup
 from tests.helpers.cutting import kept_units, layouts
 
 
@@ -220,7 +220,9 @@ def test_rounds_on_slabs_equal_rounds_on_tensors(monkeypatch, fields):
         )  # fmt: skip
         setup = prepare(experiment, Machine(device="cpu").resolved())
         setup = (
-            replace(setup, engine=partial(batched, backend=eager_backend)) if in_crews else setup
+            replace(setup, engine=Engine(partial(batched, backend=eager_backend)))
+            if in_crews
+            else setup
         )
         state, lines = initial_state(setup), []
         for _ in range(3):

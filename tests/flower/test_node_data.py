@@ -10,22 +10,24 @@ from hypothesis import strategies as st
 
 import fedcover as fc
 from fedcover.cli.local_nodes import node_data_configs
-from fedcover.data.client_data import ClientDataInfo, RemoteData
+from fedcover.data.client_data import ClientInfo, RemoteData
 from fedcover.data.datasets import rows_from_file
 from fedcover.data.partition import node_partition
 from fedcover.errors import InvalidValue
 from fedcover.flower.node_data import (
     MAX_LABELS,
     MAX_SAMPLES,
-    describe_node_data,
+    describe_client_info,
     load_node_data,
-    parse_data_info,
+    parse_client_info,
 )
 from fedcover.flower.node_registry import NodeRegistry
 from fedcover.flower.nodes import DataRequirements, NodeInfo, clients_of, partition_of
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.machine import Machine
 from fedcover.runs.setup import Overrides, prepare
+from fedcover.training.engines.sequential import sequential
+from fedcover.types import Engine
 from tests.helpers.command_line import refused
 from tests.helpers.own_rows import NODES, written
 
@@ -64,15 +66,11 @@ def test_what_a_node_tells_is_what_it_has(tmp_path):
         files.in_one_process(files.experiment()), Machine(device="cpu").resolved()
     ).task.source
     found = [
-        holding
-        for path in files.nodes
-        for holding in parse_data_info(describe_node_data(str(path)))
+        info for path in files.nodes for info in parse_client_info(describe_client_info(str(path)))
     ]
-    assert found == [
-        ClientDataInfo(together.count(c), together.labels(c), (1, 8, 8)) for c in range(5)
-    ]
-    assert len({holding.samples for holding in found}) > 1
-    assert len({holding.labels for holding in found}) > 1
+    assert found == [ClientInfo(together.count(c), together.labels(c), (1, 8, 8)) for c in range(5)]
+    assert len({info.samples for info in found}) > 1
+    assert len({info.labels for info in found}) > 1
 
 
 @given(
@@ -88,9 +86,9 @@ def test_labels_travel_bit_by_bit(tmp_path_factory, known):
     )
     np.savez(path, train_x=np.zeros((len(y), 2), np.float32), train_y=y, train_owner=owner)
     expected = [
-        ClientDataInfo(len(known[o]), tuple(sorted(set(known[o]))), (2,)) for o in sorted(known)
+        ClientInfo(len(known[o]), tuple(sorted(set(known[o]))), (2,)) for o in sorted(known)
     ]
-    assert list(parse_data_info(describe_node_data(str(path)))) == expected
+    assert list(parse_client_info(describe_client_info(str(path)))) == expected
 
 
 def counts(*numbers):
@@ -107,10 +105,10 @@ def counts(*numbers):
 )  # fmt: skip
 def test_what_makes_no_sense_is_not_believed(wrong):
     honest = {"samples": counts(3), "labels": b"\x80", "shape": [2]}
-    assert list(parse_data_info(honest)) == [ClientDataInfo(3, (0,), (2,))]
-    assert not parse_data_info({})
+    assert list(parse_client_info(honest)) == [ClientInfo(3, (0,), (2,))]
+    assert not parse_client_info({})
     with pytest.raises(ValueError, match=r"rows|labels|shape"):
-        parse_data_info({**honest, **wrong})
+        parse_client_info({**honest, **wrong})
 
 
 @pytest.mark.parametrize("clients", [134, 100_000])
@@ -125,7 +123,7 @@ def test_what_a_node_tells_is_refused_in_at_most_twice_its_bytes(clients):
     tracemalloc.start()
     try:
         with pytest.raises(InvalidValue, match="rows must be of 2 owners"):
-            node_registry.add(NodeInfo(7, 0, 2, None, "v", parse_data_info(told)))
+            node_registry.add(NodeInfo(7, 0, 2, None, "v", parse_client_info(told)))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -154,7 +152,7 @@ def test_a_file_of_rows_that_will_not_do_is_refused(tmp_path):
         rows_from_file(path)
     np.savez(path, train_x=x, train_y=np.array([0, 1, MAX_LABELS]))
     with pytest.raises(InvalidValue, match=f"labels below {MAX_LABELS}; got {MAX_LABELS}"):
-        describe_node_data(str(path))
+        describe_client_info(str(path))
     np.savez(path, train_x=x, train_y=np.arange(3), train_owner=np.arange(3))
     given = Experiment(partition="nodes", clients=4, active=4)
     for mine, wanted, why in (
@@ -182,18 +180,18 @@ def test_a_file_of_rows_that_will_not_do_is_refused(tmp_path):
 def test_a_node_must_tell_of_the_rows_of_each_of_its_clients():
     node_registry, some, other = (
         NodeRegistry(requirements=DataRequirements(3, 2, (4,))),
-        ClientDataInfo(5, (0,), (4,)),
-        ClientDataInfo(6, (1,), (4,)),
+        ClientInfo(5, (0,), (4,)),
+        ClientInfo(6, (1,), (4,)),
     )
     for told, why in (
         ((), r"rows=.*train_x, train_y"),
         ((some,), r"rows must be of 2 owners, as many as this node has of the 3 clients .* got 1"),
         (
-            (ClientDataInfo(5, (0,), (5,)),) * 2,
+            (ClientInfo(5, (0,), (5,)),) * 2,
             r"train_x must have rows of shape \(4,\), as the server has; got \(5,\)",
         ),
         (
-            (some, ClientDataInfo(5, (0, 2), (4,))),
+            (some, ClientInfo(5, (0, 2), (4,))),
             r"train_y must be labels 0 to 1, as the server has; got 2",
         ),
     ):
@@ -201,17 +199,17 @@ def test_a_node_must_tell_of_the_rows_of_each_of_its_clients():
             node_registry.add(NodeInfo(7, 0, 2, None, "v", told))
     assert not node_registry.node_info
     node_registry.add(NodeInfo(7, 0, 2, None, "v", (some, other)))
-    assert node_registry.holdings == {0: some, 1: other}
+    assert node_registry.client_info == {0: some, 1: other}
     node_registry.add(
         NodeInfo(8, 0, 2, None, "v", (other, other))
     )  # another one for a place that is held
-    assert node_registry.holdings == {0: some, 1: other}
+    assert node_registry.client_info == {0: some, 1: other}
     node_registry.unresponsive_nodes |= {7, 8}
     node_registry.add(
         NodeInfo(9, 0, 2, None, "v", (other, some))
     )  # it has come in the place of one that is silent
     node_registry.add(NodeInfo(10, 1, 2, None, "v", (some,)))
-    assert node_registry.holdings == {0: other, 1: some, 2: some}
+    assert node_registry.client_info == {0: other, 1: some, 2: some}
     NodeRegistry().add(
         NodeInfo(7, 0, 2, None, "v")
     )  # where rows are not on nodes, none need be told of
@@ -219,14 +217,14 @@ def test_a_node_must_tell_of_the_rows_of_each_of_its_clients():
 
 def test_the_server_knows_of_rows_elsewhere_what_it_was_told(tmp_path):
     files, told = written(tmp_path), {}
-    engine = type("Reaching", (), {"holdings": told})()
+    engine = Engine(sequential, client_info=told)
     setup = prepare(
         files.experiment(), Machine(device="cpu").resolved(), overrides=Overrides(engine=engine)
     )
     source = setup.task.source
     assert isinstance(source, RemoteData)
     assert (source.count(1), source.labels(1)) == (0, ())
-    told[1] = ClientDataInfo(7, (0, 3, 99), (1, 8, 8))  # a node has come since
+    told[1] = ClientInfo(7, (0, 3, 99), (1, 8, 8))  # a node has come since
     assert (source.count(1), source.labels(1)) == (7, (0, 3))  # there is no label 99
     assert len(source.test) == 360
     assert len(source.calibration) == 10

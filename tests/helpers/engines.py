@@ -6,6 +6,7 @@ import pytest
 
 from fedcover.server.round import run_round
 from fedcover.training.engines.sequential import sequential
+from fedcover.types import Engine
 from tests.helpers.worlds import same
 
 TORCH_WARNS = pytest.mark.filterwarnings(
@@ -20,8 +21,8 @@ def agree(setup, state, engine, rounds=2):
     """The same rounds, one of them after places have been used, so that what stays in them would show."""
     slow = fast = state
     for _ in range(rounds):
-        slow, left = run_round(replace(setup, engine=sequential), slow)
-        fast, right = run_round(replace(setup, engine=engine), fast)
+        slow, left = run_round(replace(setup, engine=Engine(sequential)), slow)
+        fast, right = run_round(replace(setup, engine=Engine(engine)), fast)
         same(fast.params, slow.params, 1e-8)
         for kind in ("statistics", "measured"):
             assert getattr(fast, kind).keys() == getattr(slow, kind).keys()

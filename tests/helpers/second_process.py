@@ -20,6 +20,7 @@ from fedcover.server.sharded_round import shard_setup
 from fedcover.training.engines.batched import batched
 from fedcover.training.engines.compilation import eager_backend
 from fedcover.training.engines.sequential import sequential
+from fedcover.types import Engine
 from tests.helpers.worlds import world
 
 ENGINES = {"sequential": sequential, "batched": partial(batched, backend=eager_backend)}
@@ -49,7 +50,7 @@ def digest(state):
 def setup_of(model, engine, fields):
     """The world of a test with one of the engines."""
     setup, state = world(model, **fields)
-    return replace(setup, engine=ENGINES[engine]), state
+    return replace(setup, engine=Engine(ENGINES[engine])), state
 
 
 def two_rounds(setup, state):

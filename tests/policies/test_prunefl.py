@@ -9,6 +9,7 @@ from fedcover.errors import InvalidValue
 from fedcover.policies.prunefl import Reconfiguration, prunefl, reconfigure
 from fedcover.server.cohort import cohort_of, view_of
 from fedcover.server.round import run_round
+from fedcover.types import Engine
 from tests.helpers import twins
 from tests.helpers.worlds import same, world
 
@@ -212,7 +213,7 @@ def test_nothing_joins_when_what_stays_fills_the_budget():
 def test_a_mask_survives_rounds_in_which_nobody_answers(silent):
     """Whether the silent round is one before a re-configuration, the very one, or one after it."""
     setup, state = world("mlp", lr=0.3, **{**FIELDS, "window": 1, "uncovered": "keep"})
-    nobody = replace(setup, engine=lambda task, state, work, lr: [])
+    nobody = replace(setup, engine=Engine(lambda task, state, work, lr: []))
     masks = []
     for q in range(4):
         masks.append(mask_of(setup, state))

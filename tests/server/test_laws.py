@@ -15,7 +15,7 @@ from fedcover.server.evaluation import evaluate
 from fedcover.server.round import run_round
 from fedcover.submodels.reductions import Masks, Slices
 from fedcover.training.local_sgd import train_client
-from fedcover.types import Cut, Samples, UnitGroup
+from fedcover.types import Cut, Engine, Samples, UnitGroup
 from tests.helpers.worlds import same, world
 
 GROUPS = (
@@ -179,7 +179,7 @@ def test_a_run_does_not_depend_on_the_order_in_which_clients_answer():
     setup, state = world("mlp", policy="random")
     engine = setup.engine
     backwards = replace(
-        setup, engine=lambda task, state, work, lr: engine(task, state, work[::-1], lr)
+        setup, engine=Engine(lambda task, state, work, lr: engine(task, state, work[::-1], lr))
     )
     forward, _ = run_round(setup, state)
     backward, _ = run_round(backwards, state)

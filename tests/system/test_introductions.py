@@ -9,11 +9,11 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.task_identity import TaskIdentity
 
-from fedcover.data.client_data import ClientDataInfo
+from fedcover.data.client_data import ClientInfo
 from fedcover.flower.client import _answer_query
 from fedcover.flower.messages import QUERY
 from fedcover.flower.reply_download import PartialReply, TooLarge, decode_reply
-from fedcover.flower.transport import MAX_DATA_INFO_BYTES, _parse_node_info
+from fedcover.flower.transport import MAX_CLIENT_INFO_BYTES, _parse_node_info
 from fedcover.version import __version__
 
 
@@ -29,7 +29,7 @@ def asked(monkeypatch):
 
 def arriving(reply):
     contents = {id: piece.deflate() for id, piece in get_all_nested_objects(reply).items()}
-    return PartialReply(reply.object_id, [], MAX_DATA_INFO_BYTES, 0, contents)
+    return PartialReply(reply.object_id, [], MAX_CLIENT_INFO_BYTES, 0, contents)
 
 
 def test_what_a_node_tells_of_its_rows_arrives(asked, tmp_path):
@@ -38,9 +38,9 @@ def test_what_a_node_tells_of_its_rows_arrives(asked, tmp_path):
     config = {"partition-id": 0, "num-partitions": 2, "rows": str(tmp_path / "mine.npz")}
     reply = _answer_query(asked, SimpleNamespace(node_id=7, node_config=config))
     found = _parse_node_info(7, decode_reply(arriving(reply)))
-    assert list(found.holdings) == [
-        ClientDataInfo(3, (0, 9), (4,)),
-        ClientDataInfo(2, (0, 2), (4,)),
+    assert list(found.client_info) == [
+        ClientInfo(3, (0, 9), (4,)),
+        ClientInfo(2, (0, 2), (4,)),
     ]
 
 

@@ -16,7 +16,7 @@ from fedcover.errors import InvalidValue, RunError
 from fedcover.flower import server
 from fedcover.flower.app_template import RunConfig
 from fedcover.flower.client import experiment_app
-from fedcover.flower.engine import FlowerEngine, RoundOptions
+from fedcover.flower.engine import NodeTraining, RoundOptions
 from fedcover.flower.events import EventLog
 from fedcover.flower.node_data import data_requirements
 from fedcover.flower.node_registry import NodeRegistry
@@ -64,7 +64,7 @@ class Loopback:
         state = self.states.setdefault(node, RecordDict())
         return experiment_app()(message, Context(1, node, self.nodes[node], state, {}))
 
-    def query_node_info(self, nodes, *, timeout, rows):
+    def query_node_info(self, nodes, *, timeout, client_info):
         from flwr.app import ConfigRecord, Message
 
         hello = RecordDict({"hello": ConfigRecord()})
@@ -97,11 +97,11 @@ def inside_a_task(monkeypatch):
         monkeypatch.setattr(TaskIdentity, name, 1)
 
 
-def engine(wanted: fc.Experiment, folder, spoil=None) -> FlowerEngine:
+def training(wanted: fc.Experiment, folder, spoil=None) -> NodeTraining:
     nodes = {7 + place: {"partition-id": place, "num-partitions": 2} for place in range(2)}
     events = EventLog(folder / "events.jsonl")
     options = RoundOptions(wanted.to_toml(), wanted.clients, 60.0, private=wanted.privacy != "none")
-    return FlowerEngine(Loopback(nodes, spoil), NodeRegistry(), options, events)
+    return NodeTraining(Loopback(nodes, spoil), NodeRegistry(), options, events)
 
 
 @pytest.mark.parametrize("world", [*WORLDS, *MORE])
@@ -114,7 +114,7 @@ def test_two_sides_make_the_same_bits(tmp_path, world):
         wanted,
         tmp_path / "run",
         machine=fc.Machine("flower", "cpu"),
-        engine=engine(wanted, tmp_path / "run"),
+        engine=training(wanted, tmp_path / "run").engine(),
     )
     expected = reference(wanted, tmp_path / "here")
     if world == "private masks":
@@ -124,12 +124,12 @@ def test_two_sides_make_the_same_bits(tmp_path, world):
 
 
 def on_nodes(nodes, wanted, folder):
-    """An engine for an experiment whose rows are on these nodes."""
+    """The training of an experiment whose rows are on these nodes."""
     options, node_registry = (
         RoundOptions(wanted.to_toml(), wanted.clients, 60.0),
         NodeRegistry(num_partitions=2, requirements=DataRequirements(5, 10, (1, 8, 8))),
     )
-    return FlowerEngine(Loopback(nodes), node_registry, options, EventLog(folder / "events.jsonl"))
+    return NodeTraining(Loopback(nodes), node_registry, options, EventLog(folder / "events.jsonl"))
 
 
 def test_rows_that_stay_on_nodes_make_the_same_bits(tmp_path):
@@ -142,7 +142,10 @@ def test_rows_that_stay_on_nodes_make_the_same_bits(tmp_path):
     }
     machine = fc.Machine("flower", "cpu")
     there = fc.run(
-        wanted, tmp_path / "run", machine=machine, engine=on_nodes(nodes, wanted, tmp_path / "run")
+        wanted,
+        tmp_path / "run",
+        machine=machine,
+        engine=on_nodes(nodes, wanted, tmp_path / "run").engine(),
     )
     here = fc.run(files.in_one_process(wanted), machine=fc.Machine("sequential", "cpu"))
     assert there.state.params.keys() == here.state.params.keys()
@@ -154,9 +157,13 @@ def test_rows_that_stay_on_nodes_make_the_same_bits(tmp_path):
 
     def watch(report):
         late.transport.nodes.update(nodes)
-        weighed.append({client: holding.samples for client, holding in late.holdings.items()})
+        weighed.append(
+            {client: info.samples for client, info in late.node_registry.client_info.items()}
+        )
 
-    lines = fc.run(wanted, tmp_path / "late", machine=machine, engine=late, watch=watch).metrics
+    lines = fc.run(
+        wanted, tmp_path / "late", machine=machine, engine=late.engine(), watch=watch
+    ).metrics
     assert [line["lost"] for line in lines] == [2, 0, 0]
     assert list(weighed[0]) == [0, 1, 2]
     assert weighed[1] == {client: here.setup.task.source.count(client) for client in range(5)}
@@ -174,11 +181,11 @@ def test_a_client_counts_as_its_node_says_from_the_round_on_in_which_it_comes(tm
         updates.extend(made(task, state, work, lr))
         return updates
 
-    watched.holdings = made.holdings
-    fc.run(wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=watched)
+    engine = replace(made.engine(), train=watched)
+    fc.run(wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=engine)
     assert [update.client.id for update in updates] == [3, 4]
     assert [update.client.samples for update in updates] == [
-        made.holdings[client].samples for client in (3, 4)
+        made.node_registry.client_info[client].samples for client in (3, 4)
     ]
     assert all(update.client.samples > 0 for update in updates)
 
@@ -200,7 +207,7 @@ def test_a_node_without_the_rows_it_needs_is_told_what_is_wrong(tmp_path, rows, 
     made = on_nodes(
         {7: {"partition-id": 0, "num-partitions": 2, **given}}, wanted, tmp_path / "run"
     )
-    fc.run(wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=made)
+    fc.run(wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=made.engine())
     assert [
         why in line["why"] for line in read_lines(made.event_log.path) if line["client"] is None
     ] == [True]
@@ -225,7 +232,7 @@ def scaled_nodes(tmp_path, factors, **config):
 def test_a_node_whose_inputs_are_scaled_differently_is_warned_of_and_taken(tmp_path, caplog):
     wanted, made = scaled_nodes(tmp_path, (1, 255))
     (line,) = fc.run(
-        wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=made
+        wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=made.engine()
     ).metrics
     assert len(line["clients"]) == 5  # never refused for it
     (told,) = [e for e in read_lines(tmp_path / "run" / "events.jsonl") if e["event"] == "warned"]
@@ -243,14 +250,14 @@ def test_a_node_whose_inputs_are_scaled_differently_is_warned_of_and_taken(tmp_p
 
 def test_a_node_need_not_tell_how_its_inputs_are_scaled(tmp_path):
     wanted, made = scaled_nodes(tmp_path, (255, 255), **{"tell-scale": False})
-    fc.run(wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=made)
+    fc.run(wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=made.engine())
     assert {e["event"] for e in read_lines(tmp_path / "run" / "events.jsonl")} == {
         "came",
         "answered",
     }
     assert all(known.scale is None for known in made.node_registry.node_info.values())
     wanted, made = scaled_nodes(tmp_path, (1, 1), **{"tell-scale": "no"})
-    fc.run(wanted, tmp_path / "other", machine=fc.Machine("flower", "cpu"), engine=made)
+    fc.run(wanted, tmp_path / "other", machine=fc.Machine("flower", "cpu"), engine=made.engine())
     (first, *_) = [
         e for e in read_lines(tmp_path / "run" / "events.jsonl") if e["event"] == "rejected"
     ]
@@ -278,7 +285,7 @@ def test_wrong_answers_are_rejected_by_name(tmp_path):
         wanted,
         tmp_path / "run",
         machine=fc.Machine("flower", "cpu"),
-        engine=engine(wanted, tmp_path / "run", spoil),
+        engine=training(wanted, tmp_path / "run", spoil).engine(),
     )
     events = [
         json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
@@ -313,7 +320,7 @@ def test_a_flood_of_answers_is_told_of_once(tmp_path):
         wanted,
         tmp_path / "run",
         machine=fc.Machine("flower", "cpu"),
-        engine=engine(wanted, tmp_path / "run", spoil),
+        engine=training(wanted, tmp_path / "run", spoil).engine(),
     )
     events = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
     assert sum('"came"' not in event for event in events) == 5
@@ -356,7 +363,7 @@ def test_bits_cannot_stop_a_private_run(tmp_path):
         wanted,
         tmp_path / "run",
         machine=fc.Machine("flower", "cpu"),
-        engine=engine(wanted, tmp_path / "run", spoil),
+        engine=training(wanted, tmp_path / "run", spoil).engine(),
     )
     assert [(line["rejected"], sorted(line["dropped"])) for line in run.metrics] == [
         (2, [2, 3])
@@ -392,7 +399,7 @@ def test_a_run_that_is_gone_on_with_is_not_changed(tmp_path):
         wanted,
         tmp_path / "run",
         machine=fc.Machine("flower", "cpu"),
-        engine=engine(wanted, tmp_path / "run"),
+        engine=training(wanted, tmp_path / "run").engine(),
     )
     assert (
         experiment_to_resume(
@@ -411,7 +418,7 @@ def test_a_run_that_is_gone_on_with_is_not_changed(tmp_path):
 
 def in_open_fleet(wanted, folder, nodes, changes):
     """A run on nodes some of which come, leave, or come back with another capacity after rounds."""
-    made = engine(wanted, folder)
+    made = training(wanted, folder)
     made.transport.nodes = dict(nodes)
     made.options = replace(made.options, open_fleet=True)
 
@@ -421,7 +428,9 @@ def in_open_fleet(wanted, folder, nodes, changes):
             if config:
                 made.transport.nodes[node] = config
 
-    return fc.run(wanted, folder, machine=fc.Machine("flower", "cpu"), engine=made, watch=watch)
+    return fc.run(
+        wanted, folder, machine=fc.Machine("flower", "cpu"), engine=made.engine(), watch=watch
+    )
 
 
 def place(number, **config):
@@ -499,10 +508,12 @@ def test_a_fleet_is_closed_where_capacities_or_turns_are_counted_beforehand():
 
 def test_a_node_that_comes_late_and_holds_too_little_is_refused(tmp_path, caplog):
     wanted = experiment(policy="prefix", rounds=2, clients=4, active=4, fleet="1x1.0")
-    found = engine(wanted, tmp_path / "run")
+    found = training(wanted, tmp_path / "run")
     found.node_registry.capacities = required_capacities(wanted)
     found.transport.nodes[8]["capacity"] = 0.25
-    run = fc.run(wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=found)
+    run = fc.run(
+        wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=found.engine()
+    )
     assert [(line["lost"], sorted(line["dropped"])) for line in run.metrics] == [(2, [2, 3])] * 2
     (told,) = [e for e in read_lines(tmp_path / "run" / "events.jsonl") if e["event"] == "rejected"]
     assert "capacity must be at least 1, as the clients of partition 1" in told["why"]
@@ -519,7 +530,7 @@ def test_whoever_fails_is_told_of_and_left_out(tmp_path):
         wanted,
         tmp_path / "run",
         machine=fc.Machine("flower", "cpu"),
-        engine=engine(wanted, tmp_path / "run", spoil),
+        engine=training(wanted, tmp_path / "run", spoil).engine(),
     )
     assert [(line["late"], sorted(line["dropped"])) for line in run.metrics] == [
         (4, [4, 5, 6, 7])
@@ -533,7 +544,7 @@ def test_a_run_that_waits_for_its_nodes_has_not_stopped(tmp_path, monkeypatch):
         wanted,
         tmp_path / "run",
         machine=fc.Machine("flower", "cpu"),
-        engine=engine(wanted, tmp_path / "run"),
+        engine=training(wanted, tmp_path / "run").engine(),
     )
     assert not read_run_view(tmp_path / "run").running
     seen = []

@@ -68,7 +68,7 @@ class Scripted:
     def connected_nodes(self):
         return {7, 8, 9}
 
-    def query_node_info(self, nodes, *, timeout, rows):
+    def query_node_info(self, nodes, *, timeout, client_info):
         places = {7: 0, 8: 1, 9: 1}
         return {node: NodeInfo(node, places[node], 2, None, fc.__version__) for node in nodes}
 
@@ -136,7 +136,7 @@ def test_a_node_that_does_not_answer_loses_its_place(monkeypatch):
     work = [(client, Masks({})) for client in cohort_of(setup, 0)]
     scripted = Scripted(silent=[8])
     options = engine.RoundOptions("", setup.clients, deadline=1.0)
-    train = engine.FlowerEngine(scripted, NodeRegistry(), options, events.EventLog(None))
+    train = engine.NodeTraining(scripted, NodeRegistry(), options, events.EventLog(None))
     assert {partition_of(client.id, setup.clients, 2) for client, _ in work} == {0, 1}
     train(setup.task, state, work, 0.1)
     train(setup.task, state, work, 0.1)

@@ -333,7 +333,7 @@ def fleet(monkeypatch):
                 replies[node] = app(message, Context(1, node, nodes[node], RecordDict(), {}))
             return replies
 
-        def query_node_info(transport, nodes_to_query, *, timeout, rows):
+        def query_node_info(transport, nodes_to_query, *, timeout, client_info):
             told = {
                 node: (config["partition-id"], len(nodes), config["capacity"])
                 for node, config in nodes.items()

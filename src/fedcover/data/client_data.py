@@ -11,7 +11,7 @@ from torch import Tensor
 from fedcover.data.partition import Partition
 from fedcover.errors import InvalidValue
 from fedcover.rng import generator, wide_generator
-from fedcover.types import Dataset, Samples, Shard, Source
+from fedcover.types import ClientInfo, Dataset, Samples, Shard, Source
 
 _MAX_ELEMENTS = 2_000_000_000
 
@@ -176,15 +176,6 @@ class SyntheticData:
         return Samples(x, y).to(self._device)
 
 
-@dataclass(frozen=True, slots=True)
-class ClientDataInfo:
-    """Describe a client's rows on another machine: their number, distinct labels and shape."""
-
-    samples: int
-    labels: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
 @dataclass(frozen=True)
 class RemoteData:
     """Describe clients whose rows stay on their own nodes.
@@ -197,7 +188,7 @@ class RemoteData:
 
     server_data: Source
     clients: int
-    client_info: Mapping[int, ClientDataInfo]
+    client_info: Mapping[int, ClientInfo]
 
     @property
     def test(self) -> Samples:

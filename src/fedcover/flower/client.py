@@ -12,7 +12,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordD
 from flwr.clientapp import ClientApp
 
 from fedcover.errors import FedcoverError, InvalidValue, printable
-from fedcover.flower.messages import DATA_INFO, DATA_INFO_ARRAYS, DATA_INFO_STYPE
+from fedcover.flower.messages import CLIENT_INFO, CLIENT_INFO_ARRAYS, CLIENT_INFO_STYPE
 from fedcover.flower.nodes import read_node_config
 from fedcover.log import log
 from fedcover.version import __version__
@@ -131,13 +131,13 @@ def _answer_query(message: Message, context: Context) -> Message:
         hello["place"], hello["places"] = info.partition_id, info.num_partitions
         hello["capacity"] = info.capacity or 0.0
         if rows := context.node_config.get("rows"):
-            from fedcover.flower.node_data import describe_node_data
+            from fedcover.flower.node_data import describe_client_info
 
             report_scale = _reports_scale(context.node_config)
-            data_info = describe_node_data(str(rows), scale=report_scale)
-            arrays = {name: _to_array(data_info.pop(name)) for name in DATA_INFO_ARRAYS}
-            content[DATA_INFO] = ArrayRecord(arrays)
-            hello |= data_info
+            description = describe_client_info(str(rows), scale=report_scale)
+            arrays = {name: _to_array(description.pop(name)) for name in CLIENT_INFO_ARRAYS}
+            content[CLIENT_INFO] = ArrayRecord(arrays)
+            hello |= description
     except FedcoverError as error:
         log.error("fedcover: this node cannot take part: %s", error)
         hello = {"error": str(error), "version": __version__}
@@ -154,4 +154,4 @@ def _reports_scale(config: Mapping[str, Any]) -> bool:
 
 
 def _to_array(content: bytes) -> Array:
-    return Array("uint8", (len(content),), DATA_INFO_STYPE, content)
+    return Array("uint8", (len(content),), CLIENT_INFO_STYPE, content)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from fedcover.data.client_data import ClientDataInfo
 from fedcover.errors import InvalidValue, printable
 from fedcover.flower.events import EventLog
 from fedcover.flower.messages import (
@@ -30,10 +29,9 @@ from fedcover.runs.metrics_log import UNANSWERED
 from fedcover.server.npy_codec import InvalidReply
 from fedcover.server.reply_format import PendingTask, RawReply, pending_task
 from fedcover.server.reply_validation import Rejection
-from fedcover.server.round_setup import Setup
 from fedcover.server.task_ledger import TaskLedger
 from fedcover.submodels.unit_groups import groups_to_json
-from fedcover.types import Assignment, Client, Reduction, State, Task, Update
+from fedcover.types import Assignment, Client, Engine, Reduction, State, Task, Update
 
 ClientParts = Sequence[tuple[Client, Reduction]]
 """The clients of a round, each with its part of the model."""
@@ -64,7 +62,7 @@ class RoundOptions:
 
 
 @dataclass
-class FlowerEngine:
+class NodeTraining:
     """Send every node its clients' parts, wait until the deadline, and validate the replies."""
 
     transport: Transport
@@ -75,18 +73,17 @@ class FlowerEngine:
     outcome_counts: Counter[str] = field(default_factory=Counter)
     recipe_checked: bool = False
 
-    @property
-    def holdings(self) -> Mapping[int, ClientDataInfo]:
-        """Return what nodes report about their clients' rows; it grows as nodes register."""
-        return self.node_registry.holdings
+    def engine(self) -> Engine:
+        """Return the engine of a run whose clients train on the nodes."""
+        return Engine(self, self.members, self.round_metrics, self.node_registry.client_info)
 
-    def members(self, setup: Setup, round: int) -> Mapping[int, float] | None:
+    def members(self, round: int) -> Mapping[int, float | None] | None:
         """Return the available clients with their capacities, or None if the fleet is closed."""
         register_new_nodes(self.transport, self.node_registry, self.event_log, round)
         if not self.options.open_fleet:
             return None
-        capacities = [setup.fleet.capacity(client) for client in range(setup.clients)]
-        return self.node_registry.members(self.transport.connected_nodes(), capacities)
+        connected_nodes = self.transport.connected_nodes()
+        return self.node_registry.members(connected_nodes, self.options.clients)
 
     def __call__(self, task: Task, state: State, work: ClientParts, lr: float) -> list[Update]:
         """Let the nodes train the given clients from the given state."""

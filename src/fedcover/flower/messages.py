@@ -11,8 +11,8 @@ from fedcover.errors import InvalidValue
 
 TASK, PARTS, REPORT, ANSWERS, EXTRA_CONFIG = "task", "parts", "report", "answers", "own"
 PAYLOAD_STYPE = "fedcover.bundle"
-DATA_INFO, DATA_INFO_STYPE = "rows", "fedcover.column"
-DATA_INFO_ARRAYS = ("samples", "labels")
+CLIENT_INFO, CLIENT_INFO_STYPE = "rows", "fedcover.column"
+CLIENT_INFO_ARRAYS = ("samples", "labels")
 """How a node describes its clients' rows: as bytes, since Python objects take more memory."""
 TRAIN, QUERY, EVALUATE = "train", "query", "evaluate"
 

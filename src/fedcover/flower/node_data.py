@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedcover.data.client_data import ClientDataInfo, PartitionedData
+from fedcover.data.client_data import PartitionedData
 from fedcover.data.datasets import rows_from_file
 from fedcover.data.partition import node_partition
 from fedcover.errors import InvalidValue
 from fedcover.flower.input_scales import InputScale
 from fedcover.flower.nodes import DataRequirements
 from fedcover.runs.experiment import Experiment
-from fedcover.types import Dataset, Samples, Source
+from fedcover.types import ClientInfo, Dataset, Samples, Source
 
 MAX_LABELS, MAX_SAMPLES = 2**16, 10**9
 """The most labels, and the most samples of a client, that a node may report."""
@@ -23,22 +23,22 @@ MAX_AXES = 64
 _COUNT = np.dtype("<u4")
 
 
-def describe_node_data(path: str, *, scale: bool = True) -> dict[str, Any]:
+def describe_client_info(path: str, *, scale: bool = True) -> dict[str, Any]:
     """Describe the rows in a file: each client's count and labels, and the shape of a row.
 
     Labels are bit masks. With `scale`, also describe the scale of all inputs, in coarse numbers.
     """
     samples, owner = rows_from_file(path)
-    holdings = data_info_of(samples, owner)
-    num_labels = 1 + max(max(holding.labels) for holding in holdings)
-    has_label = np.zeros((len(holdings), 8 * -(-num_labels // 8)), bool)
-    for row, holding in enumerate(holdings):
-        has_label[row, list(holding.labels)] = True
-    counts = np.array([holding.samples for holding in holdings], _COUNT)
+    client_info = client_info_of(samples, owner)
+    num_labels = 1 + max(max(info.labels) for info in client_info)
+    has_label = np.zeros((len(client_info), 8 * -(-num_labels // 8)), bool)
+    for row, info in enumerate(client_info):
+        has_label[row, list(info.labels)] = True
+    counts = np.array([info.samples for info in client_info], _COUNT)
     description = {
         "samples": counts.tobytes(),
         "labels": np.packbits(has_label, axis=1).tobytes(),
-        "shape": list(holdings[0].shape),
+        "shape": list(client_info[0].shape),
     }
     input_scale = scale_of(samples.x) if scale else None
     if input_scale is not None:
@@ -59,26 +59,26 @@ def scale_of(x: Tensor) -> InputScale | None:
     return InputScale.coarse(torch.stack([*torch.aminmax(inputs), mean, spread]).tolist())
 
 
-def data_info_of(samples: Samples, owner: Tensor) -> tuple[ClientDataInfo, ...]:
+def client_info_of(samples: Samples, owner: Tensor) -> tuple[ClientInfo, ...]:
     """Describe the rows of each owner.
 
     >>> samples = Samples(torch.zeros(3, 8), torch.tensor([2, 0, 2]))
-    >>> data_info_of(samples, torch.tensor([1, 1, 1]))
-    (ClientDataInfo(samples=3, labels=(0, 2), shape=(8,)),)
+    >>> client_info_of(samples, torch.tensor([1, 1, 1]))
+    (ClientInfo(samples=3, labels=(0, 2), shape=(8,)),)
     """
     largest_label = int(samples.y.max())
     if largest_label >= MAX_LABELS:
         raise InvalidValue(f"train_y must be labels below {MAX_LABELS}; got {largest_label}")
     shape = tuple(samples.x.shape[1:])
-    holdings = []
+    client_info = []
     for client in torch.unique(owner):
         labels = samples.y[owner == client]
         distinct_labels = tuple(torch.unique(labels).tolist())
-        holdings.append(ClientDataInfo(len(labels), distinct_labels, shape))
-    return tuple(holdings)
+        client_info.append(ClientInfo(len(labels), distinct_labels, shape))
+    return tuple(client_info)
 
 
-class PackedDataInfo(Sequence[ClientDataInfo]):
+class PackedClientInfo(Sequence[ClientInfo]):
     """A node's description of its clients' rows, kept as bytes.
 
     As Python objects it would take hundreds of times the memory.
@@ -94,15 +94,15 @@ class PackedDataInfo(Sequence[ClientDataInfo]):
     def __getitem__(self, index: Any) -> Any:
         """Describe one client's rows."""
         labels = np.flatnonzero(np.unpackbits(self._label_bits[index]))
-        return ClientDataInfo(int(self._counts[index]), tuple(labels.tolist()), self._shape)
+        return ClientInfo(int(self._counts[index]), tuple(labels.tolist()), self._shape)
 
 
-def parse_data_info(description: Mapping[str, Any]) -> Sequence[ClientDataInfo]:
-    """Read what `describe_node_data` returns; raise a ValueError if it makes no sense.
+def parse_client_info(description: Mapping[str, Any]) -> Sequence[ClientInfo]:
+    """Read what `describe_client_info` returns; raise a ValueError if it makes no sense.
 
     >>> counts, labels = np.array([7], "<u4").tobytes(), np.packbits([1, 0, 1]).tobytes()
-    >>> list(parse_data_info({"samples": counts, "labels": labels, "shape": [8]}))
-    [ClientDataInfo(samples=7, labels=(0, 2), shape=(8,))]
+    >>> list(parse_client_info({"samples": counts, "labels": labels, "shape": [8]}))
+    [ClientInfo(samples=7, labels=(0, 2), shape=(8,))]
     """
     if "samples" not in description:
         return ()
@@ -116,7 +116,7 @@ def parse_data_info(description: Mapping[str, Any]) -> Sequence[ClientDataInfo]:
     label_bits = np.frombuffer(labels, np.uint8).reshape(len(counts), -1)
     if label_bits.shape[1] > MAX_LABELS // 8:
         raise ValueError("too many labels")
-    return PackedDataInfo(counts, label_bits, shape)
+    return PackedClientInfo(counts, label_bits, shape)
 
 
 def _parse_counts(samples: object) -> np.ndarray:
@@ -144,7 +144,7 @@ def load_node_data(
 ) -> PartitionedData:
     """Load the training rows of some of an experiment's clients; the server has the test rows."""
     samples, owner = rows_from_file(path)
-    if violation := requirements.violation(data_info_of(samples, owner), clients):
+    if violation := requirements.violation(client_info_of(samples, owner), clients):
         raise InvalidValue(f"{path}: {violation}")
     split = node_partition(owner, clients, experiment.clients)
     dataset = Dataset("rows", samples, samples, requirements.classes, owner)
@@ -155,9 +155,9 @@ def load_standalone_node_data(
     path: str, experiment: Experiment, classes: int | None, device: str
 ) -> PartitionedData:
     """Load the rows of a file for the first clients of an experiment, without a server's check."""
-    holdings = data_info_of(*rows_from_file(path))
-    num_labels = 1 + max(max(holding.labels) for holding in holdings)
+    client_info = client_info_of(*rows_from_file(path))
+    num_labels = 1 + max(max(info.labels) for info in client_info)
     requirements = DataRequirements(
-        len(holdings), num_labels if classes is None else classes, holdings[0].shape
+        len(client_info), num_labels if classes is None else classes, client_info[0].shape
     )
-    return load_node_data(path, experiment, range(len(holdings)), requirements, device)
+    return load_node_data(path, experiment, range(len(client_info)), requirements, device)

@@ -9,7 +9,7 @@ from fedcover.errors import InvalidValue
 from fedcover.flower.nodes import DataRequirements, NodeInfo, clients_of
 
 if TYPE_CHECKING:  # it imports torch, which would delay the answer to a query
-    from fedcover.data.client_data import ClientDataInfo
+    from fedcover.types import ClientInfo
 
 
 @dataclass
@@ -27,7 +27,7 @@ class NodeRegistry:
         num_partitions: The number of partitions; None until it is known.
         capacities: The least capacity for each client, if clients must keep theirs.
         requirements: What clients' rows must be like, if their data are on nodes.
-        holdings: What is known about these rows, by client.
+        client_info: What is known about these rows, by client.
         node_info: The registered nodes.
         rejected_nodes: Nodes that cannot take part.
         num_queries: How often each node was queried since it last answered.
@@ -41,7 +41,7 @@ class NodeRegistry:
     num_partitions: int | None = None
     capacities: Sequence[float] = ()
     requirements: DataRequirements | None = None
-    holdings: dict[int, "ClientDataInfo"] = field(default_factory=dict)
+    client_info: dict[int, "ClientInfo"] = field(default_factory=dict)
     node_info: dict[int, NodeInfo] = field(default_factory=dict)
     rejected_nodes: set[int] = field(default_factory=set)
     num_queries: Counter[int] = field(default_factory=Counter)
@@ -64,20 +64,18 @@ class NodeRegistry:
                 yield ("came" if is_connected else "left"), info
         self.connected_before = self.node_info.keys() & set(connected_nodes)
 
-    def members(
-        self, connected_nodes: Collection[int], fallback: Sequence[float]
-    ) -> dict[int, float]:
-        """Return the capacities of the clients whose node is connected.
+    def members(self, connected_nodes: Collection[int], clients: int) -> dict[int, float | None]:
+        """Return the clients whose node is connected, each with the capacity that it declares.
 
         >>> registry = NodeRegistry(num_partitions=2, node_info={7: NodeInfo(7, 1, 2, 0.25, "1")})
-        >>> registry.members({7}, [1.0, 1.0, 1.0, 1.0])
+        >>> registry.members({7}, clients=4)
         {2: 0.25, 3: 0.25}
         """
-        capacities: dict[int, float] = {}
+        capacities: dict[int, float | None] = {}
         for partition_id, node in sorted(self.node_of_partition(connected_nodes).items()):
             declared = self.node_info[node].capacity
-            for client in clients_of(partition_id, len(fallback), self.num_partitions or 1):
-                capacities[client] = fallback[client] if declared is None else declared
+            for client in clients_of(partition_id, clients, self.num_partitions or 1):
+                capacities[client] = declared
         return capacities
 
     def capacity_of(self, node: int) -> float:
@@ -120,15 +118,15 @@ class NodeRegistry:
                 f"got {info.capacity:g} (a new run would accept it)"
             )
         if self.requirements is not None:
-            self._add_holdings(info, self.requirements)
+            self._add_client_info(info, self.requirements)
         self.node_info[info.node] = info
         self.to_be_queried.discard(info.node)
         self.num_queries[info.node] = 0  # so that it can be queried again after an absence
 
-    def _add_holdings(self, info: NodeInfo, requirements: DataRequirements) -> None:
+    def _add_client_info(self, info: NodeInfo, requirements: DataRequirements) -> None:
         """Check the rows of a node, and note them unless another node answers for them."""
         clients = clients_of(info.partition_id, requirements.clients, info.num_partitions)
-        if violation := requirements.violation(info.holdings, clients):
+        if violation := requirements.violation(info.client_info, clients):
             raise InvalidValue(violation)
         claimed = {
             other.partition_id
@@ -136,7 +134,7 @@ class NodeRegistry:
             if node not in self.unresponsive_nodes
         }
         if info.partition_id not in claimed:
-            self.holdings.update(zip(clients, info.holdings, strict=True))
+            self.client_info.update(zip(clients, info.client_info, strict=True))
 
     def _assign_partition(self, info: NodeInfo, connected_nodes: Collection[int]) -> NodeInfo:
         """Return the same node with a partition: its earlier one, or one with few claims."""

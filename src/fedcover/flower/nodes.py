@@ -11,7 +11,7 @@ from fedcover.errors import InvalidValue
 from fedcover.flower.input_scales import InputScale
 
 if TYPE_CHECKING:  # it imports torch, which would delay the answer to a query
-    from fedcover.data.client_data import ClientDataInfo
+    from fedcover.types import ClientInfo
 
 NO_PARTITION = (-1, 0)
 """The partition id and the number of partitions of a node whose configuration names neither."""
@@ -22,7 +22,7 @@ class NodeInfo:
     """What a node reports about itself.
 
     A node without a partition has `NO_PARTITION` until the registry assigns one.
-    `holdings` describe its clients' rows, if clients' data are on nodes; `scale` is that of
+    `client_info` describe its clients' rows, if clients' data are on nodes; `scale` is that of
     their inputs, if the node reports it.
     """
 
@@ -31,7 +31,7 @@ class NodeInfo:
     num_partitions: int
     capacity: float | None
     version: str
-    holdings: Sequence["ClientDataInfo"] = ()
+    client_info: Sequence["ClientInfo"] = ()
     scale: InputScale | None = None
 
     @property
@@ -142,26 +142,26 @@ class DataRequirements:
     shape: tuple[int, ...]
     scale: InputScale | None = None
 
-    def violation(self, holdings: Sequence["ClientDataInfo"], clients: range) -> str:
+    def violation(self, client_info: Sequence["ClientInfo"], clients: range) -> str:
         """Return why rows cannot be those of the given clients, or an empty string."""
-        if not holdings:
+        if not client_info:
             return (
                 "the rows of this experiment are on its nodes (partition 'nodes'): each needs its "
                 "own, --node-config 'rows=\"/path/of/file.npz\" ...', a file with train_x, "
                 "train_y and, for several clients, train_owner"
             )
-        if len(holdings) != len(clients):
+        if len(client_info) != len(clients):
             return (
                 f"rows must be of {len(clients)} owners, as many as this node has of the "
                 f"{self.clients} clients (train_owner says whose each is; without it all are of "
-                f"one); got {len(holdings)}"
+                f"one); got {len(client_info)}"
             )
-        if holdings[0].shape != self.shape:
+        if client_info[0].shape != self.shape:
             return (
                 f"train_x must have rows of shape {self.shape}, as the server has; "
-                f"got {holdings[0].shape}"
+                f"got {client_info[0].shape}"
             )
-        largest_label = max(max(holding.labels, default=0) for holding in holdings)
+        largest_label = max(max(info.labels, default=0) for info in client_info)
         if largest_label >= self.classes:
             return (
                 f"train_y must be labels 0 to {self.classes - 1}, as the server has; "

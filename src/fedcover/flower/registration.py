@@ -49,7 +49,7 @@ def _query_nodes(
     """Ask nodes who they are, and register those that fit."""
     node_registry.num_queries.update(nodes_to_query)
     replies = transport.query_node_info(
-        nodes_to_query, timeout=QUERY_TIMEOUT, rows=node_registry.requirements is not None
+        nodes_to_query, timeout=QUERY_TIMEOUT, client_info=node_registry.requirements is not None
     )
     for node, reply in replies.items():
         if isinstance(reply, FailedReply):

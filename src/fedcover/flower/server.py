@@ -12,7 +12,7 @@ from fedcover.errors import FedcoverError, InvalidValue, RunError
 from fedcover.fleet import Fleet
 from fedcover.flower.app_template import RunConfig
 from fedcover.flower.crash_report import report_if_killed
-from fedcover.flower.engine import FlowerEngine, RoundOptions
+from fedcover.flower.engine import NodeTraining, RoundOptions
 from fedcover.flower.events import EventLog, log_to_stderr
 from fedcover.flower.memory import release_memory
 from fedcover.flower.node_data import data_requirements
@@ -96,12 +96,12 @@ def serve(grid: Grid, settings: RunConfig) -> Run:
         own_model=registry.is_import_path(experiment.model),
     )
     event_log = EventLog(folder / "events.jsonl", pending_lines)
-    engine = FlowerEngine(transport, node_registry, options, event_log)
+    node_training = NodeTraining(transport, node_registry, options, event_log)
     arguments: dict[str, Any] = {
         "machine": Machine("flower", settings.device, settings.threads or None),
         "data": settings.data or None,
         "watch": _watch_round,
-        "engine": engine,
+        "engine": node_training.engine(),
     }
     if settings.resume:
         return resume(folder, complain=log.warning, **arguments)

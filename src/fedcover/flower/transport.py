@@ -15,8 +15,8 @@ from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectUnavailableError
 
 from fedcover.flower.input_scales import InputScale
-from fedcover.flower.messages import DATA_INFO, DATA_INFO_ARRAYS, QUERY
-from fedcover.flower.node_data import parse_data_info
+from fedcover.flower.messages import CLIENT_INFO, CLIENT_INFO_ARRAYS, QUERY
+from fedcover.flower.node_data import parse_client_info
 from fedcover.flower.nodes import NO_PARTITION, NodeInfo
 from fedcover.flower.reply_download import (
     FailedReply,
@@ -29,7 +29,7 @@ from fedcover.flower.reply_download import (
     reply_or_failure,
 )
 
-MAX_DATA_INFO_BYTES = 16 * 2**20
+MAX_CLIENT_INFO_BYTES = 16 * 2**20
 """The most bytes with which a node may describe its clients' rows."""
 GRACE = 10.0
 """Seconds that Flower keeps a message beyond our deadline, so that ours ends the round."""
@@ -75,11 +75,11 @@ class Transport:
         self._grid.push_messages([message])
 
     def query_node_info(
-        self, nodes: Sequence[int], *, timeout: float, rows: bool
+        self, nodes: Sequence[int], *, timeout: float, client_info: bool
     ) -> dict[int, NodeInfo | FailedReply]:
         """Ask nodes for their configuration, and for their clients' rows if these are on nodes."""
         queries = {node: _query(node, timeout) for node in nodes}
-        max_bytes = dict.fromkeys(nodes, MAX_DATA_INFO_BYTES if rows else 0)
+        max_bytes = dict.fromkeys(nodes, MAX_CLIENT_INFO_BYTES if client_info else 0)
         replies = self.send_and_wait(queries, timeout=timeout, max_bytes=max_bytes)
         return {
             node: reply if isinstance(reply, FailedReply) else _parse_node_info(node, reply)
@@ -248,16 +248,18 @@ def _parse_node_info(node: int, reply: Message) -> NodeInfo | FailedReply:
             or type(version) is not str
         ):
             return FailedReply("rejected", "its answer to the query is invalid")
-        arrays: Any = reply.content.array_records.get(DATA_INFO, {})
-        data_info: dict[str, Any] = {}
+        arrays: Any = reply.content.array_records.get(CLIENT_INFO, {})
+        description: dict[str, Any] = {}
         if arrays:
-            data_info = {name: arrays[name].data for name in DATA_INFO_ARRAYS}
-            data_info["shape"] = hello["shape"]
-        holdings = parse_data_info(data_info)
+            description = {name: arrays[name].data for name in CLIENT_INFO_ARRAYS}
+            description["shape"] = hello["shape"]
+        client_info = parse_client_info(description)
         scale = InputScale.read(hello.get("scale"))
     except (KeyError, TypeError, ValueError):
         return FailedReply("rejected", "its answer to the query lacks a required field")
-    return NodeInfo(node, partition_id, num_partitions, capacity or None, version, holdings, scale)
+    return NodeInfo(
+        node, partition_id, num_partitions, capacity or None, version, client_info, scale
+    )
 
 
 def _is_partition(partition_id: object, num_partitions: object) -> bool:

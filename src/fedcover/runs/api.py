@@ -29,7 +29,7 @@ from fedcover.runs.run_result import Run
 from fedcover.runs.session import RunSession, check_same_model, load_latest
 from fedcover.runs.setup import Overrides, prepare
 from fedcover.server.round import RoundReport, initial_state, run_round
-from fedcover.types import Dataset, Engine, Model, PolicyFunction, State
+from fedcover.types import Dataset, EngineFunction, Model, PolicyFunction, State
 
 RoundCallback = Callable[[RoundReport], None]
 
@@ -43,7 +43,7 @@ def run(
     dataset: Dataset | None = None,
     model: Model | nn.Module | None = None,
     policy: PolicyFunction | None = None,
-    engine: Engine | None = None,
+    engine: EngineFunction | None = None,
     watch: RoundCallback | None = None,
     overwrite: bool = False,
 ) -> Run:
@@ -104,7 +104,7 @@ def resume(
     dataset: Dataset | None = None,
     model: Model | nn.Module | None = None,
     policy: PolicyFunction | None = None,
-    engine: Engine | None = None,
+    engine: EngineFunction | None = None,
     watch: RoundCallback | None = None,
     complain: Callable[[str], None] = print,
     trust: bool = False,

@@ -18,7 +18,8 @@ from fedcover.server.grid_noise import require_stream
 from fedcover.server.privacy import Gaussian
 from fedcover.submodels.build import submodel
 from fedcover.submodels.reductions import Masks, parameters_at_width
-from fedcover.types import Dataset, Engine, Model, Params, Recipe, Samples, Source
+from fedcover.training.engines import as_engine
+from fedcover.types import Dataset, EngineFunction, Model, Params, Recipe, Samples, Source
 
 EVEN = 0.015
 """How far the share of parameters may exceed the width without a warning.
@@ -60,9 +61,10 @@ def display_names(experiment: Experiment, model: object, dataset: Dataset | None
 # ── the data ────────────────────────────────────────────────────────────────────────────────────
 
 
-def check_data_is_local(experiment: Experiment, engine: Engine | None = None) -> None:
+def check_data_is_local(experiment: Experiment, engine: EngineFunction | None = None) -> None:
     """Raise if the rows are on nodes that the engine cannot reach."""
-    if experiment.partition == "nodes" and not hasattr(engine, "holdings"):
+    reaches_nodes = engine is not None and as_engine(engine).client_info is not None
+    if experiment.partition == "nodes" and not reaches_nodes:
         raise InvalidValue(REMOTE_DATA_MESSAGE)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from fedcover import registry
 from fedcover.data import datasets
-from fedcover.data.client_data import ClientDataInfo, PartitionedData, RemoteData, SyntheticData
+from fedcover.data.client_data import PartitionedData, RemoteData, SyntheticData
 from fedcover.data.partition import PARTITIONS
 from fedcover.errors import InvalidValue
 from fedcover.models import params_and_buffers
@@ -40,11 +40,13 @@ from fedcover.server.optimizers import SERVERS
 from fedcover.server.privacy import PRIVACY
 from fedcover.server.round_setup import Setup
 from fedcover.submodels import unit_groups
-from fedcover.training.engines import ENGINES
+from fedcover.training.engines import ENGINES, as_engine
 from fedcover.training.schedules import SCHEDULES
 from fedcover.types import (
+    ClientInfo,
     Dataset,
     Engine,
+    EngineFunction,
     LocalTraining,
     Model,
     Policy,
@@ -65,7 +67,7 @@ class Overrides:
     dataset: Dataset | None = None
     model: Model | nn.Module | None = None
     policy: PolicyFunction | None = None
-    engine: Engine | None = None
+    engine: EngineFunction | None = None
     source: Source | None = None
     build: Callable[..., Model] | None = None
 
@@ -94,9 +96,9 @@ def prepare(
     check_settings_apply(experiment, names, model, recipe)
     setup = _assemble(experiment, overrides, names, model, source, recipe)
     if overrides.engine is not None:
-        return replace(setup, engine=overrides.engine)
+        return replace(setup, engine=as_engine(overrides.engine))
     engine = ENGINES[engine_for(setup, machine.engine, machine.device)]
-    return replace(setup, engine=partial(engine, precision=machine.precision))
+    return replace(setup, engine=Engine(partial(engine, precision=machine.precision)))
 
 
 def _assemble(
@@ -121,7 +123,7 @@ def _assemble(
         policy=policy,
         growth=policy.grow,
         check_capacity=overrides.policy is not None or ":" in experiment.policy,
-        engine=ENGINES["sequential"],
+        engine=Engine(ENGINES["sequential"]),
         rule=build_rule(experiment.rule),
         server=checked_server(experiment.server, build("server", experiment.server, SERVERS)),
         privacy=privacy,
@@ -203,7 +205,7 @@ def _build_run_source(
     experiment: Experiment, machine: Machine, data: str | Path | None, overrides: Overrides
 ) -> Source:
     """Build the clients' data; an engine that reaches other machines knows what they hold."""
-    client_info = getattr(overrides.engine, "holdings", {})
+    client_info = None if overrides.engine is None else as_engine(overrides.engine).client_info
     return build_source(experiment, machine.device, data, overrides.dataset, client_info)
 
 
@@ -212,7 +214,7 @@ def build_source(
     device: str,
     data: str | Path | None,
     dataset: Dataset | None = None,
-    client_info: Mapping[int, ClientDataInfo] | None = None,
+    client_info: Mapping[int, ClientInfo] | None = None,
 ) -> Source:
     """Build the clients' data: synthetic, a partitioned data set, or rows on other machines.
 
@@ -245,8 +247,9 @@ def build_source(
         device=device,
     )
     if remote:
-        client_info = {} if client_info is None else client_info  # the engine may fill it later
-        return RemoteData(local_data, experiment.clients, client_info)
+        return RemoteData(
+            local_data, experiment.clients, {} if client_info is None else client_info
+        )
     return local_data
 
 

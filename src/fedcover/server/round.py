@@ -116,10 +116,15 @@ def start_round(setup: Setup, state: State) -> PendingRound:
 def _connected_clients(setup: Setup, round: int) -> Mapping[int, float] | None:
     """Return the connected clients with their capacities; None if all clients always take part.
 
-    Only an engine that reaches other machines has `members`.
+    A device that declares no capacity has that of the fleet.
     """
-    members = getattr(setup.engine, "members", None)
-    return None if members is None else members(setup, round)
+    members = setup.engine.members(round)
+    if members is None:
+        return None
+    return {
+        client: setup.fleet.capacity(client) if capacity is None else capacity
+        for client, capacity in members.items()
+    }
 
 
 def _assign_submodels(
@@ -182,9 +187,7 @@ def finish_round(
             metrics[f"{prefix}accuracy"] = score.accuracy
             metrics[f"{prefix}loss"] = score.loss
         metrics |= score_other_models(setup, new_state, ordered)
-    # An engine that reaches other machines reports which of them failed.
-    engine_metrics = getattr(setup.engine, "round_metrics", dict)
-    metrics |= engine_metrics()
+    metrics |= setup.engine.round_metrics()
     metrics["seconds"] = clock.seconds
     return new_state, RoundReport(state.round, metrics)
 

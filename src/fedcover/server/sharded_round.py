@@ -20,7 +20,17 @@ from fedcover.server.round_setup import Setup
 from fedcover.submodels.build import without_parameters
 from fedcover.submodels.reductions import TrainedSubset, without_masks
 from fedcover.tensors import FlatParams
-from fedcover.types import Assignment, Client, Engine, Params, Reduction, Rule, State, Task, Update
+from fedcover.types import (
+    Assignment,
+    Client,
+    EngineFunction,
+    Params,
+    Reduction,
+    Rule,
+    State,
+    Task,
+    Update,
+)
 
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -41,9 +51,10 @@ def shard_setup(setup: Setup, process_group: ProcessGroup) -> Setup:
             "clip_updates looks at each update as a whole, "
             "which needs all of them in one process: use 1"
         )
+    train = shard_engine(setup.engine.train, process_group, setup.uses)
     return replace(
         setup,
-        engine=shard_engine(setup.engine, process_group, setup.uses),
+        engine=replace(setup.engine, train=train),
         rule=shard_rule(setup.rule, process_group),
         mean=shard_rule(setup.mean, process_group),
         process_group=process_group,
@@ -79,7 +90,9 @@ class UpdateHeader:
     loss: float
 
 
-def shard_engine(engine: Engine, process_group: ProcessGroup, uses: Mapping[str, int]) -> Engine:
+def shard_engine(
+    engine: EngineFunction, process_group: ProcessGroup, uses: Mapping[str, int]
+) -> EngineFunction:
     """Make an engine train only this process's clients, and return headers of all other updates."""
 
     def train(

@@ -1,6 +1,6 @@
 """Define the data types and function signatures that all other modules share."""
 
-from fedcover.types.data import Dataset, Samples, Shard, Source
+from fedcover.types.data import ClientInfo, Dataset, Samples, Shard, Source
 from fedcover.types.model import Count, Cut, Model, Params, Reduction, UnitGroup
 from fedcover.types.rounds import Client, Coverage, GrowthStep, Policy, PolicyFunction, View
 from fedcover.types.training import (
@@ -8,6 +8,7 @@ from fedcover.types.training import (
     Batch,
     Carry,
     Engine,
+    EngineFunction,
     Forward,
     LocalTraining,
     Outcome,
@@ -23,11 +24,13 @@ __all__ = [
     "Batch",
     "Carry",
     "Client",
+    "ClientInfo",
     "Count",
     "Coverage",
     "Cut",
     "Dataset",
     "Engine",
+    "EngineFunction",
     "Forward",
     "GrowthStep",
     "LocalTraining",

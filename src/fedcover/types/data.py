@@ -61,6 +61,15 @@ class Shard:
     index: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class ClientInfo:
+    """Describe a client's rows on another machine: their number, distinct labels and shape."""
+
+    samples: int
+    labels: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
 class Source(Protocol):
     """Provide the clients' data; only the clients of a round are asked for, so it may be lazy."""
 

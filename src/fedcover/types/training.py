@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from fedcover.types.data import Source
+from fedcover.types.data import ClientInfo, Source
 from fedcover.types.model import Model, Params, Reduction
 from fedcover.types.rounds import Client, Coverage
 
@@ -176,13 +176,41 @@ class Assignment:
         return self.task.local.epochs * steps_per_epoch
 
 
-class Engine(Protocol):
-    """Train clients; engines differ in speed only, and all agree with `sequential`."""
+class EngineFunction(Protocol):
+    """Train clients, starting from a state."""
+
+    def __call__(
+        self, task: Task, state: State, work: Sequence[tuple[Client, Reduction]], lr: float
+    ) -> Iterable[Update]:
+        """Return one update for each client that has been trained, in any order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """Train the clients of a round; engines differ in speed only, and all agree with `sequential`.
+
+    A plain function is an engine too: `fedcover.training.engines.as_engine` turns it into this
+    type. The defaults are those of an engine that trains all clients in this process.
+
+    Attributes:
+        train: Trains the given clients, starting from the given state.
+        members: Returns the clients that can be reached in a round, each with the capacity that
+            its device declares, or None where it declares none; None if all clients can be reached.
+        round_metrics: Returns what the engine adds to the metrics of the last round.
+        client_info: What other machines report about their clients' rows, by client. It grows as
+            they report. None if all rows are in this process.
+    """
+
+    train: EngineFunction
+    members: Callable[[int], Mapping[int, float | None] | None] = lambda round: None
+    round_metrics: Callable[[], Mapping[str, Any]] = dict
+    client_info: Mapping[int, ClientInfo] | None = None
 
     def __call__(
         self, task: Task, state: State, work: Sequence[tuple[Client, Reduction]], lr: float
     ) -> Iterable[Update]:
         """Train the given clients, starting from the given state."""
+        return self.train(task, state, work, lr)
 
 
 class Rule(Protocol):

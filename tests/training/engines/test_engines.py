@@ -26,7 +26,7 @@ from fedcover.training.engines.runners import get_runner_cache, run_steps
 from fedcover.training.engines.sequential import sequential
 from fedcover.training.engines.sgd_step import _ForeachCast
 from fedcover.training.engines.streams import streams
-from fedcover.types import Recipe
+from fedcover.types import Engine, Recipe
 from tests.helpers.engines import RECIPES, TORCH_WARNS, agree
 from tests.helpers.worlds import same, world
 
@@ -177,7 +177,7 @@ def test_clients_with_unequal_rows_share_the_slots_of_a_stack(monkeypatch, caplo
     )
     setup, state = world("mlp", **{**UNEQUAL, **SEATED["whole"]})
     for _ in range(3):
-        state, _ = run_round(replace(setup, engine=UNCOMPILED), state)
+        state, _ = run_round(replace(setup, engine=Engine(UNCOMPILED)), state)
     assert [len(rows) for _, rows in seen] == [8, 8, 8]
     for workspace, rows in seen:
         useful = sum(n // 10 for n in rows) / (
@@ -198,7 +198,7 @@ def test_places_are_used_again_when_capacities_move_between_devices():
     setup, state = world(
         "mlp", policy="prefix", assignment="device", clients=30, rounds=8, epochs=1
     )
-    setup = replace(setup, engine=streams)
+    setup = replace(setup, engine=Engine(streams))
     for _ in range(8):
         state, _ = run_round(setup, state)
     cache = get_runner_cache(setup.task)
@@ -238,7 +238,8 @@ def test_bf16_computes_in_bf16_and_keeps_float32(engine):
     setup = prepare(wanted, fc.Machine("sequential", "cpu").resolved())
     run = {
         precision: run_round(
-            replace(setup, engine=partial(engine, precision=precision)), initial_state(setup)
+            replace(setup, engine=Engine(partial(engine, precision=precision))),
+            initial_state(setup),
         )[0].params
         for precision in ("fp32", "bf16")
     }
@@ -445,7 +446,8 @@ def test_which_layer_is_shared_is_seen_and_what_a_model_only_holds_does_no_harm(
             wanted, fc.Machine("sequential", "cpu").resolved(), overrides=Overrides(model=model)
         )
         slow, quick = (
-            run_round(replace(setup, engine=e), initial_state(setup))[0] for e in (sequential, fast)
+            run_round(replace(setup, engine=Engine(e)), initial_state(setup))[0]
+            for e in (sequential, fast)
         )
         same(quick.params, slow.params, 1e-5)
     assert not caplog.records
@@ -466,7 +468,7 @@ def test_a_rest_that_no_step_can_take_is_said_as_sequential_says_it():
     )
     for engine in (sequential, UNCOMPILED):
         with pytest.raises(fc.InvalidValue, match=r"leaves client \d+ a batch of one sample"):
-            run_round(replace(setup, engine=engine), initial_state(setup))
+            run_round(replace(setup, engine=Engine(engine)), initial_state(setup))
 
 
 def test_what_one_recipe_cannot_do_is_no_verdict_on_another(monkeypatch):
@@ -476,7 +478,10 @@ def test_what_one_recipe_cannot_do_is_no_verdict_on_another(monkeypatch):
     monkeypatch.setattr(module, "run_steps", lambda runners: seen.append(1) or run_steps(runners))
     drawing = _weighted(lambda carry: random.uniform(1, 2))
     for recipe in (drawing, setup.task.recipe):
-        run_round(replace(setup, engine=UNCOMPILED, task=replace(setup.task, recipe=recipe)), state)
+        run_round(
+            replace(setup, engine=Engine(UNCOMPILED), task=replace(setup.task, recipe=recipe)),
+            state,
+        )
     assert seen
 
 

@@ -22,7 +22,7 @@ from fedcover.training.engines.batched import batched
 from fedcover.training.engines.compilation import PRECISIONS as PRECISIONS
 from fedcover.training.engines.sequential import sequential
 from fedcover.training.engines.streams import streams
-from fedcover.types import Client, Reduction, State, Task, Update
+from fedcover.types import Client, Engine, EngineFunction, Reduction, State, Task, Update
 
 
 def flower(
@@ -42,6 +42,11 @@ def flower(
         "engine 'flower' trains on SuperNodes: start or resume the run with 'fedcover flower up' "
         "or 'fedcover flower run' (or resume it in this process with --engine sequential --force)"
     )
+
+
+def as_engine(train: EngineFunction) -> Engine:
+    """Return an engine for any function that trains clients; an engine stays as it is."""
+    return train if isinstance(train, Engine) else Engine(train)
 
 
 ENGINES: dict[str, Callable[..., Iterable[Update]]] = {
