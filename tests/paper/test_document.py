@@ -1,11 +1,14 @@
 """The document on the reproduction, its tables and its figures."""
 
+import sys
+from xml.etree import ElementTree
+
 import pytest
 
-from fedcover.paper import comparisons, document, store
+from fedcover.paper import comparisons, document, figures, store
 from fedcover.paper.cells import RATES
 from fedcover.paper.evidence import Evidence
-from fedcover.paper.svg_chart import Series, chart
+from tests.helpers.command_line import refused
 from tests.helpers.paper_results import BY_ID, change_result, write_result
 from tests.helpers.repository import ROOT
 
@@ -15,8 +18,35 @@ pytestmark = pytest.mark.usefixtures("only_the_cpu")
 def test_the_committed_document_is_what_would_be_generated():
     evidence = Evidence(ROOT / "results" / "reproduction")
     assert (ROOT / "docs" / "reproduction.md").read_text() == document.render(evidence)
-    kept = {path.stem: path.read_text() for path in (ROOT / "docs" / "reproduction").glob("*.svg")}
-    assert kept == document.draw_figures(evidence)
+
+
+def test_the_committed_figures_show_what_would_be_drawn():
+    """Their bytes depend on the version of matplotlib, what they show does not."""
+    committed = {path.stem: path for path in (ROOT / "docs" / "reproduction").glob("*.svg")}
+    runs_by_figure = figures.runs_by_figure(Evidence(ROOT / "results" / "reproduction"))
+    assert set(committed) == set(runs_by_figure)
+    for name, runs in runs_by_figure.items():
+        svg = ElementTree.parse(committed[name])
+        digest = figures.data_digest(figures.FIGURES[name].title, runs)
+        assert texts(svg, "description") == [f"data {digest}"]
+        assert {design for design, metrics in runs.items() if metrics} <= {*texts(svg, "text")}
+
+
+def texts(svg, tag):
+    return [element.text for element in svg.iter() if element.tag.endswith(f"}}{tag}")]
+
+
+def test_other_results_have_another_digest(tmp_path):
+    write_result(tmp_path, "mnist-iid-full", 0, 0.98)
+    before = digest_of(tmp_path, "pruning-iid")
+    write_result(tmp_path, "mnist-iid-full", 1, 0.97)
+    assert digest_of(tmp_path, "pruning-iid") != before
+    assert digest_of(tmp_path, "subnet-iid") != digest_of(tmp_path, "pruning-iid")
+
+
+def digest_of(results, name):
+    runs = figures.runs_by_figure(Evidence(results))[name]
+    return figures.data_digest(figures.FIGURES[name].title, runs)
 
 
 def test_every_committed_result_belongs_to_a_cell_as_it_now_is():
@@ -82,11 +112,22 @@ def test_rounds_to_a_target(tmp_path):
 
 
 def test_many_lines_have_no_bands():
-    def drawn(number):
-        lines = [Series(f"line {n}", [1, 2], [[0.1, 0.2], [0.2, 0.3]]) for n in range(number)]
-        return chart("title", [("accuracy", lines)]).count("<polygon")
+    def bands(number):
+        runs = [[{"round": 0, "loss": 1.0, "accuracy": share}] for share in (0.1, 0.2)]
+        figure = figures.draw("title", {f"line {n}": runs for n in range(number)})
+        return [len(axes.collections) for axes in figure.axes]
 
-    assert (drawn(8), drawn(9)) == (8, 0)
+    assert (bands(8), bands(9)) == ([8, 8], [0, 0])
+
+
+def test_a_few_far_points_do_not_flatten_the_curves():
+    losses = [50.0, *[1.0] * 10, 0.5]
+    lines = [
+        {"round": n, "loss": loss, "accuracy": 1 / (1 + loss)} for n, loss in enumerate(losses)
+    ]
+    loss, accuracy = figures.draw("title", {"full": [lines]}).axes
+    assert loss.get_ylim() == pytest.approx((0.475, 1.025))
+    assert accuracy.get_ylim() == pytest.approx((0.5 - 1 / 120, 2 / 3 + 1 / 120))
 
 
 def test_the_document_counts_from_what_source_runs_were_made(tmp_path):
@@ -124,18 +165,31 @@ def test_the_commands_write_document_and_figures(fedcover, tmp_path):
         "pages/reproduction.md",
         *(f"pages/reproduction/{name}-iid.svg" for name in ("medium", "pruning", "subnet")),
     ]
-    drawn = (tmp_path / "pages" / "reproduction" / "medium-iid.svg").read_text()
-    assert (
-        drawn.count("<polyline") == 3
-    )  # the loss of a model that is trained in part only is not shown
-    assert drawn.count("homogeneous-0.5") == 1
+    drawn = ElementTree.parse(tmp_path / "pages" / "reproduction" / "medium-iid.svg")
+    assert texts(drawn, "text").count("homogeneous-0.5") == 1
+
+
+def test_the_loss_of_a_model_that_is_trained_in_part_only_is_not_shown(tmp_path):
+    for design in ("full", "homogeneous-0.5"):
+        write_result(tmp_path, f"mnist-iid-{design}", 0, 0.9)
+    runs = figures.runs_by_figure(Evidence(tmp_path))["medium-iid"]
+    lines_by_panel = [
+        [line.get_label() for line in axes.lines] for axes in figures.draw("title", runs).axes
+    ]
+    assert lines_by_panel == [["full"], ["full", "homogeneous-0.5"]]
+
+
+@pytest.mark.parametrize("what", ["docs", "figures"])
+def test_figures_need_matplotlib(fedcover, tmp_path, monkeypatch, what):
+    write_result(tmp_path / "mine", "mnist-iid-full", 0, 0.98)
+    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
+    refused(fedcover("reproduce", what, "--out", "mine"), 1, "a plot needs matplotlib")
+    assert not (tmp_path / "docs").exists()
 
 
 def test_a_picture_repeats_itself_and_is_well_formed(tmp_path):
-    from xml.etree import ElementTree
-
     write_result(tmp_path, "mnist-iid-full", 0, 0.98)
-    first, second = (document.draw_figures(Evidence(tmp_path)) for _ in range(2))
+    first, second = (figures.draw_figures(Evidence(tmp_path)) for _ in range(2))
     assert first == second
     assert set(first) == {"medium-iid", "pruning-iid", "subnet-iid"}
     assert all(ElementTree.fromstring(svg).tag.endswith("svg") for svg in first.values())

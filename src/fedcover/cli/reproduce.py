@@ -19,7 +19,7 @@ from fedcover.cli.options import (
     app,
 )
 from fedcover.errors import InvalidValue, unknown
-from fedcover.paper import document
+from fedcover.paper import document, figures
 from fedcover.paper.cells import SETS, Cell
 from fedcover.paper.claims import claimed_accuracy
 from fedcover.paper.evidence import Evidence
@@ -27,6 +27,7 @@ from fedcover.paper.reproduce import DOCS, ReproductionRequest, orphan_warnings,
 from fedcover.paper.reproduce import reproduce as run_missing
 from fedcover.paper.results import find_results
 from fedcover.paper.store import StoredResults, load
+from fedcover.runs import plotting
 from fedcover.runs.machine import Machine
 
 
@@ -63,6 +64,8 @@ def reproduce(
 ) -> None:
     """Run the missing cells of the paper's tables; `docs` writes the document from the results."""
     _check_options(what, only, seeds, quick, docs)
+    if what in ("docs", "figures"):
+        plotting.check_plot_path("figure.svg")
     docs_folder = docs or DOCS
     sets = () if what == "docs" else (what,)
     request = ReproductionRequest(sets, parse_only(only), seeds, quick, out)
@@ -83,7 +86,7 @@ def reproduce(
             console.notify(line)
     elif what == "figures":
         figure_folder = request.folder if quick else docs_folder / "reproduction"
-        written = document.write_figures(Evidence(request.folder, quick), figure_folder)
+        written = figures.write_figures(Evidence(request.folder, quick), figure_folder)
     _show(request, written, json)
 
 

@@ -1,15 +1,14 @@
 """Write docs/reproduction.md and its figures from the results and the paper's numbers alone."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from fedcover.errors import InvalidValue
 from fedcover.host.disk import write_atomically
 from fedcover.paper import comparisons
-from fedcover.paper.cells import ROWS, SETS, Cell, cell_id
+from fedcover.paper.cells import ROWS, Cell, cell_id
 from fedcover.paper.claims import (
     COLUMNS,
     DATASETS,
@@ -21,18 +20,9 @@ from fedcover.paper.claims import (
 from fedcover.paper.designs import Design, designs
 from fedcover.paper.document_extra import obtained, other_rows, public_code, rates
 from fedcover.paper.evidence import Evidence
-from fedcover.paper.svg_chart import Series, chart
+from fedcover.paper.figures import figure_links, write_figures
 from fedcover.paper.tables import audit_tables
 from fedcover.paper.wording import DISPLAY_NAMES, column_name, markdown_table, spread, verdict
-
-FIGURES = {
-    "medium-iid": ("MNIST, IID, medium level", "iid", "main"),
-    "medium-L2": ("MNIST, L=2, medium level", "L2", "main"),
-    "pruning-iid": ("MNIST, IID, weights pruning", "iid", "mnist-pruning"),
-    "pruning-L2": ("MNIST, L=2, weights pruning", "L2", "mnist-pruning"),
-    "subnet-iid": ("MNIST, IID, fixed sub-networks", "iid", "mnist-subnet"),
-    "subnet-L2": ("MNIST, L=2, fixed sub-networks", "L2", "mnist-subnet"),
-}
 
 FAR = 5.0
 """Points by which a full model may differ from the printed one before its column is flagged."""
@@ -48,21 +38,9 @@ def write(results: Path, docs: Path) -> list[Path]:
         raise InvalidValue(f"docs must be a folder; got {str(docs)!r}")
     evidence = Evidence(results)
     docs.mkdir(parents=True, exist_ok=True)
+    figures = write_figures(evidence, docs / "reproduction")
     write_atomically(docs / "reproduction.md", render(evidence).encode())
-    return [docs / "reproduction.md", *write_figures(evidence, docs / "reproduction")]
-
-
-def write_figures(evidence: Evidence, folder: Path) -> list[Path]:
-    """Write the figures that have results."""
-    svg_by_name = draw_figures(evidence)
-    if svg_by_name:
-        folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for name, svg in svg_by_name.items():
-        path = folder / f"{name}.svg"
-        write_atomically(path, svg.encode())
-        paths.append(path)
-    return paths
+    return [docs / "reproduction.md", *figures]
 
 
 def render(evidence: Evidence) -> str:
@@ -269,67 +247,6 @@ def provenance_table(evidence: Evidence) -> str:
         f"{states['copy']} from a copy without git; `made` in each file names the commit, and the source by digest."
     )
     return f"{markdown_table(['computer', 'runs', 'hours in rounds'], rows)}\n\n{source}"
-
-
-# ── figures ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def draw_figures(evidence: Evidence) -> dict[str, str]:
-    """Return the paper's figures as SVG, by name. Figures without any run are left out."""
-    return {name: chart(FIGURES[name][0], panels) for name, panels in _panels(evidence).items()}
-
-
-def _panels(evidence: Evidence) -> dict[str, list[tuple[str, list[Series]]]]:
-    """Return the panels of each figure that has any run."""
-    found = {}
-    for name, (_, column, of) in FIGURES.items():
-        runs = {
-            evidence.cells[id].design: evidence.results[id] for id in _lines(evidence, column, of)
-        }
-        panels = [(label, _series(runs, label)) for label in ("loss", "accuracy")]
-        if all(lines for _, lines in panels):
-            found[name] = panels
-    return found
-
-
-def _lines(evidence: Evidence, column: str, of: str) -> list[str]:
-    """Return the cells of a figure: the main table's medium level, or an appendix table."""
-    return [
-        id
-        for id, cell in evidence.cells.items()
-        if cell.dataset == "mnist"
-        and cell.column == column
-        and cell.row in ("main", "appendix")
-        and (
-            of in cell.sets
-            if of in SETS
-            else cell.row == "main" and cell.level in ("full", "medium")
-        )
-    ]
-
-
-def _series(lines: Mapping[str, Sequence[Mapping[str, Any]]], label: str) -> list[Series]:
-    series = []
-    for name, runs in lines.items():
-        curves = [run["curve"] for run in runs if not run["diverged"] and run["curve"].get(label)]
-        if not curves:
-            continue
-        rounds = [int(round) for round in curves[0]["round"]]
-        values = [curve[label] for curve in curves if len(curve["round"]) == len(rounds)]
-        series.append(Series(name, rounds, values))
-    return series
-
-
-def figure_links(evidence: Evidence) -> str:
-    """Return a link to each figure, or a note that it has not been run."""
-    panels = _panels(evidence)
-    lines = []
-    for name, (title, _, _) in FIGURES.items():
-        if name in panels:
-            lines.append(f"![{title}: loss and accuracy by round](reproduction/{name}.svg)")
-        else:
-            lines.append(f"{title}: not run.")
-    return "\n\n".join(lines)
 
 
 BLOCKS: dict[str, Callable[[Evidence], str]] = {

@@ -19,6 +19,7 @@ from fedcover.paper import document, results, store
 from fedcover.paper.cells import AXES, SETS, Cell, cells, select_cells, smoke_cell
 from fedcover.paper.evidence import Evidence
 from fedcover.paper.results import Finished
+from fedcover.runs import plotting
 from fedcover.runs.api import RoundCallback
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.machine import Machine
@@ -227,6 +228,8 @@ def main(words: Sequence[str]) -> None:
     if not sets:
         raise unknown("reproduce", "", [*SETS, "docs"])
     request = _parse_request(sets, only, options)
+    if "docs" in sets:
+        plotting.check_plot_path("figure.svg")
     if request.sets:
         reproduce(
             request,

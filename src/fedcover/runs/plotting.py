@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from io import BytesIO
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -13,6 +14,7 @@ from fedcover.runs.metrics_log import Metrics
 COLOURS = ("#003a6a", "#e76d1e", "#6f9158", "#ba5582", "#744900", "#3f3338", "#714cc9", "#4996d0")
 MARKERS = "osD^vph*"
 DASHES = ("-", "--", ":", "-.")
+_REPEATABLE_SVG = {"svg.hashsalt": "fedcover", "svg.fonttype": "none"}
 PANELS = {
     "accuracy": "accuracy (test)",
     "loss": "loss (test)",
@@ -24,12 +26,12 @@ PANELS = {
 
 def new_figure(width: float, height: float) -> Any:
     """Return an empty matplotlib figure without a window."""
-    return _matplotlib("figure").Figure(figsize=(width, height), layout="constrained")
+    return _matplotlib("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
 
 
 def check_plot_path(path: str | Path) -> None:
     """Raise before hours of training if matplotlib cannot write that kind of file."""
-    canvas = _matplotlib("backend_bases").FigureCanvasBase
+    canvas = _matplotlib("matplotlib.backend_bases").FigureCanvasBase
     suffixes = sorted(canvas.get_supported_filetypes())
     if Path(path).suffix.lstrip(".").lower() not in suffixes:
         raise InvalidValue(
@@ -39,7 +41,7 @@ def check_plot_path(path: str | Path) -> None:
 
 def _matplotlib(module: str) -> Any:
     try:
-        return import_module(f"matplotlib.{module}")
+        return import_module(module)
     except ImportError:
         raise FedcoverError(
             "a plot needs matplotlib; in a checkout of fedcover: pip install '.[plot]'"
@@ -55,6 +57,18 @@ def save_figure(figure: Any, path: str | Path) -> None:
         raise FedcoverError(f"cannot write {path}: {error.strerror}") from error
 
 
+def to_svg(figure: Any, description: str) -> bytes:
+    """Return a figure as SVG, with a description in its metadata.
+
+    The same figure gives the same bytes, as long as matplotlib is the same.
+    """
+    content = BytesIO()
+    with _matplotlib("matplotlib").rc_context(_REPEATABLE_SVG):
+        metadata = {"Date": None, "Creator": None, "Description": description}
+        figure.savefig(content, format="svg", metadata=metadata)
+    return content.getvalue()
+
+
 def draw(runs_by_label: Mapping[str, Sequence[Metrics]]) -> Any:
     """Draw accuracy, loss, coverage and noise over the rounds.
 
@@ -64,7 +78,7 @@ def draw(runs_by_label: Mapping[str, Sequence[Metrics]]) -> Any:
     figure = new_figure(10, 6.4)
     for axes, (metric, title) in zip(figure.subplots(2, 2).flat, PANELS.items(), strict=True):
         for index, (label, runs) in enumerate(runs_by_label.items()):
-            _draw_line(axes, metric, label, runs, index)
+            draw_line(axes, metric, label, runs, index)
         axes.set_title(title, fontsize=10, loc="left")
         axes.set_xlabel("rounds", fontsize=9)
         axes.grid(alpha=0.3)
@@ -88,14 +102,16 @@ def _add_legend(figure: Any) -> None:
         )
 
 
-def _draw_line(axes: Any, metric: str, label: str, runs: Sequence[Metrics], index: int) -> None:
+def draw_line(
+    axes: Any, metric: str, label: str, runs: Sequence[Metrics], index: int, *, band: bool = True
+) -> None:
     """Draw the line of one label; `index` decides its colour, dashes and marker."""
     values_by_round = _values_by_round(metric, runs)
     rounds = sorted(values_by_round)
     if not rounds:
         return
     colour = COLOURS[index % len(COLOURS)]
-    if any(len(values) > 1 for values in values_by_round.values()):
+    if band and any(len(values) > 1 for values in values_by_round.values()):
         low = [min(values_by_round[round]) for round in rounds]
         high = [max(values_by_round[round]) for round in rounds]
         axes.fill_between(rounds, low, high, color=colour, alpha=0.15, linewidth=0)
@@ -107,7 +123,7 @@ def _draw_line(axes: Any, metric: str, label: str, runs: Sequence[Metrics], inde
         markersize=5,
         label=label,
         color=colour,
-        linestyle=DASHES[index % len(DASHES)],
+        linestyle=DASHES[(index + index // len(COLOURS)) % len(DASHES)],
         marker=MARKERS[index % len(MARKERS)],
     )
 
