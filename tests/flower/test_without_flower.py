@@ -333,7 +333,9 @@ except KeyboardInterrupt: sys.exit(130)
 
 def test_functions_beside_the_file_are_found(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(commands, "require", lambda: None)  # these refusals need no Flower
+    monkeypatch.setattr(
+        commands, "require_supported", lambda: None
+    )  # these refusals need no Flower
     (tmp_path / "beside_flower.py").write_text("def alternating(view):\n    return {}\n")
     (tmp_path / "own.toml").write_text(
         'policy = "beside_flower:alternating"\nclients = 4\nactive = 2\n'
@@ -345,7 +347,7 @@ def test_functions_beside_the_file_are_found(tmp_path, monkeypatch):
 
 
 def test_what_cannot_go_well_is_refused_before_anything_is_started(tmp_path, monkeypatch):
-    monkeypatch.setattr(commands, "require", lambda: None)
+    monkeypatch.setattr(commands, "require_supported", lambda: None)
     monkeypatch.setattr(
         commands, "run_local_federation", lambda *given: pytest.fail("a federation is started")
     )

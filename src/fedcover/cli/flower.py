@@ -28,7 +28,7 @@ from fedcover.cli.options import (
 )
 from fedcover.cli.trust import Trust, is_trusted
 from fedcover.errors import InvalidValue, RunError
-from fedcover.flower import require
+from fedcover.flower import require_supported
 from fedcover.flower.app_template import RunConfig, write_app
 from fedcover.flower.local_federation import FLOWER_ENVIRONMENT, FLWR, run_local_federation
 from fedcover.flower.monitor import follow_run, stream_log
@@ -78,7 +78,7 @@ def up(
     json: Json = False,
 ) -> None:
     """Start a SuperLink and SuperNodes on this machine, run an experiment, and clean up."""
-    require()
+    require_supported()
     Machine(device=device, threads=threads).resolved()  # reports wrong values before nodes start
     config, resuming = _load_or_resume(experiment, set, trust)
     if not 1 <= nodes <= config.clients:
@@ -211,7 +211,7 @@ def run(
     overwrite: Overwrite = False,
 ) -> None:
     """Submit an experiment to an existing federation, and show its log."""
-    require()
+    require_supported()
     if nodes < 0:
         raise InvalidValue(
             f"nodes must be at least 1, or 0 for what the first node reports; got {nodes}"

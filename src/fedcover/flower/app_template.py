@@ -8,8 +8,7 @@ from typing import Any
 
 import tomli_w
 
-FLOWER = "1.41.0"
-"""The version of Flower that this was tested with."""
+from fedcover.flower import OLDEST, SUPPORTED
 
 _PROJECT = """\
 [build-system]
@@ -21,12 +20,12 @@ name = "fedcover-experiment"
 version = "1.0.0"
 description = "An experiment of fedcover."
 license = {{ file = "LICENSE" }}
-dependencies = ["flwr>={flower},<2"]
+dependencies = ["flwr{supported}"]
 
 [tool.flwr.app]
 publisher = "fedcover"
 fab-format-version = 1
-flwr-version-target = "{flower}"
+flwr-version-target = "{oldest}.0"
 
 [tool.flwr.app.components]
 serverapp = "fedcover_experiment.server_app:app"
@@ -91,7 +90,8 @@ def write_app(
     Returns:
         The folder.
     """
-    project = _PROJECT.format(flower=FLOWER, config=tomli_w.dumps(asdict(settings)))
+    config = tomli_w.dumps(asdict(settings))
+    project = _PROJECT.format(supported=SUPPORTED, oldest=OLDEST, config=config)
     texts = {**_FILES, "pyproject.toml": project}
     contents = {name: text.encode() for name, text in texts.items()}
     contents |= {f"{MODULES}/{path}": content for path, content in modules.items()}

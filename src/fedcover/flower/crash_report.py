@@ -2,7 +2,6 @@
 
 The server holds a pipe open that a small process reads from. A server that ends regularly writes a
 last line. If it is killed, the operating system closes the pipe, and the small process reports it.
-The address and the token of the SuperLink are not public in Flower 1.41; only this file needs them.
 """
 
 import json
@@ -10,7 +9,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import IO, Any
+from dataclasses import asdict
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flwr.serverapp import Grid
 
 KILLED = (
     "the server's process was killed: by somebody, by the system for lack of memory, "
@@ -21,18 +24,16 @@ REGULAR_END = b"in order\n"
 
 
 @contextmanager
-def report_if_killed(grid: Any) -> Iterator[None]:
+def report_if_killed(grid: "Grid") -> Iterator[None]:
     """Have the SuperLink notified if this process is killed within the block."""
-    if not hasattr(grid, "_token"):  # Flower's simulation has no SuperLink
+    # not at the top, because the process that waits should stay small
+    from fedcover.flower.private_api import SuperLinkAddress, superlink_of
+
+    superlink = superlink_of(grid)
+    if superlink is None:  # Flower's simulation has none
         yield
         return
-    superlink = {
-        "address": grid._addr,
-        "insecure": grid._insecure,
-        "token": grid._token,
-        "run": grid.run.run_id,
-        "certificates": None if grid._cert is None else grid._cert.decode(),
-    }
+    address = asdict(SuperLinkAddress.of(superlink))
     reporter = subprocess.Popen(
         [sys.executable, "-P", "-m", "fedcover.flower.crash_report"],
         stdin=subprocess.PIPE,
@@ -41,7 +42,7 @@ def report_if_killed(grid: Any) -> Iterator[None]:
     )
     assert reporter.stdin is not None
     with reporter:
-        _write(reporter.stdin, json.dumps(superlink).encode() + b"\n")
+        _write(reporter.stdin, json.dumps(address).encode() + b"\n")
         try:
             yield
         finally:
@@ -56,45 +57,23 @@ def _write(pipe: IO[bytes], content: bytes) -> None:
 
 def main() -> None:
     """Wait until the server ends, and report it unless that was regular."""
-    superlink, last_line = sys.stdin.buffer.readline(), sys.stdin.buffer.read()
-    if superlink.endswith(b"\n") and last_line != REGULAR_END:
-        report_killed(**json.loads(superlink))
+    address, last_line = sys.stdin.buffer.readline(), sys.stdin.buffer.read()
+    if address.endswith(b"\n") and last_line != REGULAR_END:
+        report_killed(**json.loads(address))
 
 
-def report_killed(
-    address: str, insecure: bool, token: str, run: int, certificates: str | None
-) -> None:
+def report_killed(**address: Any) -> None:
     """Mark the run as failed, and write the reason into its log."""
-    import httpx  # not before it is needed: this process should stay small
-    from flwr.common.constant import SubStatus
-    from flwr.proto.log_pb2 import PushLogsRequest
-    from flwr.proto.node_pb2 import Node
-    from flwr.proto.runtime_pb2 import PushTaskOutputRequest
-    from flwr.supercore.interceptors import (
-        RuntimeTokenHttpInterceptor,
-        RuntimeVersionHttpInterceptor,
-    )
-    from flwr.supercore.runtime import RuntimeHttpClient
+    import httpx  # not before it is needed
 
-    client = RuntimeHttpClient.from_server_address(
-        address,
-        insecure,
-        None if certificates is None else certificates.encode(),
-        [
-            RuntimeVersionHttpInterceptor(component_name="flwr-serverapp"),
-            RuntimeTokenHttpInterceptor(token=token),
-        ],
-    )
-    log_lines = [f"fedcover: stopped: {KILLED}\n"]
+    from fedcover.flower.private_api import SuperLinkAddress
+
     try:
-        client.PushLogs(PushLogsRequest(node=Node(node_id=0), run_id=run, logs=log_lines))
-        client.PushTaskOutput(PushTaskOutputRequest(sub_status=SubStatus.FAILED, details=KILLED))
+        SuperLinkAddress(**address).mark_failed(KILLED, [f"fedcover: stopped: {KILLED}\n"])
     except httpx.HTTPError as error:  # the SuperLink has ended, or has ended the run itself
         sys.exit(
             f"fedcover: the SuperLink could not be notified that its server was killed: {error}"
         )
-    finally:
-        client.close()
 
 
 if __name__ == "__main__":

@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL, HEARTBEAT_PATIENCE
-from flwr.proto.fleet_pb2 import DeactivateNodeRequest
-from flwr.supercore.utils import get_flwr_home
-from flwr.supernode.fleet_http_client import FleetHttpClient
 
+from fedcover.flower.private_api import (
+    MAX_SILENCE,
+    NodeConnection,
+    deactivate_request,
+    flower_home,
+    superlink_url,
+)
 from fedcover.log import log
-
-MAX_SILENCE = HEARTBEAT_PATIENCE * HEARTBEAT_DEFAULT_INTERVAL
-"""Seconds without a heartbeat after which Flower takes a node for disconnected."""
 
 
 class NodeFile:
@@ -56,7 +56,7 @@ class NodeFile:
         os.utime(self._file.fileno())
 
 
-class ReconnectingClient(FleetHttpClient):
+class ReconnectingClient(NodeConnection):
     """A SuperNode's connection to its SuperLink that can replace a node that was killed."""
 
     has_own_key = True
@@ -78,7 +78,7 @@ class ReconnectingClient(FleetHttpClient):
             if killed_node is None:
                 raise
             with suppress(httpx.HTTPStatusError):
-                super().DeactivateNode(DeactivateNodeRequest(node_id=killed_node))
+                super().DeactivateNode(deactivate_request(killed_node))
             response = super().ActivateNode(request)
         if self.node_file:
             self.node_file.write(response.node_id)
@@ -99,10 +99,10 @@ class ReconnectingClient(FleetHttpClient):
 
     def _open_node_file(self, public_key: bytes) -> NodeFile | None:
         """Open the file; None if another node holds it, or it cannot be written."""
-        name = hashlib.sha256(self._base_url.encode() + public_key).hexdigest()[:16]
+        name = hashlib.sha256(superlink_url(self).encode() + public_key).hexdigest()[:16]
         try:
-            get_flwr_home().mkdir(parents=True, exist_ok=True)
-            return NodeFile(get_flwr_home() / f"fedcover-node-{name}.txt")
+            flower_home().mkdir(parents=True, exist_ok=True)
+            return NodeFile(flower_home() / f"fedcover-node-{name}.txt")
         except OSError as error:
             log.debug("no file for the node's id: %s", error)
             return None

@@ -1,29 +1,24 @@
 """Fetch a reply piece by piece, and never more bytes of it than were asked for.
 
-Flower reads whatever a node sends. The functions here check the size of a reply before its
-content. For that they need parts of Flower 1.41 that are not public.
+Flower reads whatever a node sends. The functions here check the size of a reply before its content.
 """
 
-import json
-import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import httpx
-from flwr.app import Array, Message
-from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
-from flwr.proto.runtime_pb2 import PullAppMessagesRequest
-from flwr.supercore.inflatable.inflatable_object import (
-    get_object_body,
-    get_object_head_values_from_object_content,
-    iterate_object_tree,
-)
-from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+from flwr.app import Message
 
 from fedcover.errors import InvalidValue, printable
+from fedcover.flower.private_api import (
+    SuperLink,
+    build_object,
+    is_tensor_piece,
+    piece_kind,
+    tensor_pieces,
+)
 from fedcover.log import log
 
 MAX_LISTING_BYTES = 4 * 2**20
@@ -32,8 +27,6 @@ MAX_ENVELOPE_BYTES = 64 * 2**10
 """Bytes around a reply's tensors: its report, names and Flower's envelope."""
 _PIECE_OVERHEAD = 1024
 """Bytes that Flower sends along with every piece."""
-_TENSOR_PIECE = re.compile(rb"ArrayChunk  \d{1,12}\0")
-"""The beginning of a piece that only holds a part of a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,25 +65,21 @@ class PartialReply:
 
 
 def list_pieces(
-    client: Any, message_id: str, max_bytes: int, max_record_bytes: int
+    superlink: SuperLink, message_id: str, max_bytes: int, max_record_bytes: int
 ) -> PartialReply | None:
     """Return the reply that a node has begun to send, with its pieces but without content."""
-    with limit_response_size(client, MAX_LISTING_BYTES):
-        listing = client.PullMessages(PullAppMessagesRequest(message_ids=[message_id]))
-    for envelope, tree in zip(listing.messages_list, listing.message_object_trees, strict=True):
-        if envelope.metadata.reply_to_message_id == message_id:
-            pieces = dict.fromkeys(piece.object_id for piece in iterate_object_tree(tree))
-            reply_id = envelope.metadata.message_id
-            return PartialReply(reply_id, list(pieces), max_bytes, max_record_bytes)
-    return None
+    with limit_response_size(superlink, MAX_LISTING_BYTES):
+        listing = superlink.list_pieces(message_id)
+    if listing is None:
+        return None
+    reply_id, pieces = listing
+    return PartialReply(reply_id, pieces, max_bytes, max_record_bytes)
 
 
-def confirm_received(grid: Any, reply_id: str) -> None:
-    """Let Flower forget a reply."""
-    request = ConfirmMessageReceivedRequest(
-        node=grid.node, run_id=grid.run.run_id, message_object_id=reply_id
-    )
-    grid._runtime_client.ConfirmMessageReceived(request)
+def pull_piece(superlink: SuperLink, reply: PartialReply) -> None:
+    """Fetch the last missing piece of a reply."""
+    with limit_response_size(superlink, reply.bytes_left):
+        reply.add(superlink.pull_piece(reply.missing[-1]))
 
 
 def decode_reply(reply: PartialReply) -> Message | FailedReply:
@@ -120,7 +109,7 @@ def _inflate(reply: PartialReply) -> Message:
     """
     _check_record_bytes(reply)
     _check_tensor_bytes(reply)
-    message: Any = inflate_object_from_contents(reply.id, reply.contents)
+    message = build_object(reply.id, reply.contents)
     if not isinstance(message, Message):
         raise InvalidValue("the reply is no message")
     return message
@@ -138,10 +127,9 @@ def _check_tensor_bytes(reply: PartialReply) -> None:
     """Check the bytes of all arrays, which may share pieces."""
     array_bytes = 0
     for content in _records(reply):
-        kind, pieces, _ = get_object_head_values_from_object_content(content)
+        kind, _ = piece_kind(content)
         if kind == "Array":
-            indices = json.loads(get_object_body(content, Array))["arraychunk_ids"]
-            array_bytes += sum(len(reply.contents[pieces[index]]) for index in indices)
+            array_bytes += sum(len(reply.contents[piece]) for piece in tensor_pieces(content))
     max_bytes = reply.max_bytes + MAX_ENVELOPE_BYTES
     if array_bytes > max_bytes:
         raise TooLarge(
@@ -152,12 +140,12 @@ def _check_tensor_bytes(reply: PartialReply) -> None:
 def _records(reply: PartialReply) -> Iterator[bytes]:
     """Yield the pieces that are not parts of tensors."""
     for content in reply.contents.values():
-        if not _TENSOR_PIECE.match(content):
+        if not is_tensor_piece(content):
             yield content
 
 
 @contextmanager
-def limit_response_size(client: Any, limit: int) -> Iterator[None]:
+def limit_response_size(superlink: SuperLink, limit: int) -> Iterator[None]:
     """Refuse larger responses by their header, before the body is read."""
     this_thread = threading.get_ident()  # Flower sends heartbeats through the same client
 
@@ -169,10 +157,5 @@ def limit_response_size(client: Any, limit: int) -> Iterator[None]:
             response.close()
             raise TooLarge(f"{size or 'unknown'} bytes where at most {limit} were left")
 
-    hooks = client._client.event_hooks
-    response_hooks = hooks["response"]
-    client._client.event_hooks = {**hooks, "response": [*response_hooks, check_size]}
-    try:
+    with superlink.check_responses(check_size):
         yield
-    finally:
-        client._client.event_hooks = {**hooks, "response": response_hooks}

@@ -11,21 +11,19 @@ from typing import Any
 import httpx
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
-from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object_fn_protobuf
-from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectUnavailableError
 
 from fedcover.flower.input_scales import InputScale
 from fedcover.flower.messages import CLIENT_INFO, CLIENT_INFO_ARRAYS, QUERY
 from fedcover.flower.node_data import parse_client_info
 from fedcover.flower.nodes import NO_PARTITION, NodeInfo
+from fedcover.flower.private_api import PieceUnavailable, PullFailed, SuperLink, superlink_of
 from fedcover.flower.reply_download import (
     FailedReply,
     PartialReply,
     TooLarge,
-    confirm_received,
     decode_reply,
-    limit_response_size,
     list_pieces,
+    pull_piece,
     reply_or_failure,
 )
 
@@ -61,8 +59,7 @@ class Transport:
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
-        self._private_grid: Any = grid  # for what is not public
-        self._is_simulation = not hasattr(grid, "_runtime_client")
+        self._superlink = superlink_of(grid)
 
     def connected_nodes(self) -> set[int]:
         """Return the nodes that Flower takes for connected; it notices a loss within a minute."""
@@ -151,7 +148,7 @@ class Transport:
         A SuperNode handles messages one after another. So a node that answers a later query has
         lost the earlier message: it was killed, and has reconnected with its key.
         """
-        if self._is_simulation:  # it handles messages in any order
+        if self._superlink is None:  # the simulation handles messages in any order
             return set()
         if time.monotonic() > probes.next_time:
             probes.next_time = time.monotonic() + PROBE
@@ -184,47 +181,43 @@ class Transport:
         one node has made too long would lose the replies of the others. And they are fetched in
         turns: a node that sends slowly, or only a half, must not delay the rest.
         """
-        if self._is_simulation:  # all in one process
+        if self._superlink is None:  # the simulation is one process
             replies = self._grid.pull_messages([message_id])
             return next((reply_or_failure(reply) for reply in replies), None)
-        client = self._private_grid._runtime_client
         reply: Message | FailedReply
         try:
             if message_id not in partial_replies:
-                partial = list_pieces(client, message_id, max_bytes, max_record_bytes)
+                partial = list_pieces(self._superlink, message_id, max_bytes, max_record_bytes)
                 if partial is None:
                     return None
                 partial_replies[message_id] = partial
             turn_end = min(deadline, time.monotonic() + DOWNLOAD_TURN)
-            if not self._download(partial_replies[message_id], turn_end):
+            if not _download(self._superlink, partial_replies[message_id], turn_end):
                 return None
             reply = decode_reply(partial_replies[message_id])
         except TooLarge as error:
             reply = FailedReply("rejected", f"too large: {error}")
-        except ObjectPullError:
+        except PullFailed:
             reply = FailedReply("late", "its reply did not arrive as a whole")
         except httpx.HTTPStatusError as error:
             status = error.response.status_code
             why = f"the SuperLink does not deliver its reply: HTTP {status}"
             reply = FailedReply("lost", why)
         if message_id in partial_replies:
-            confirm_received(self._private_grid, partial_replies.pop(message_id).id)
+            self._superlink.confirm_received(partial_replies.pop(message_id).id)
         return reply
 
-    def _download(self, reply: PartialReply, turn_end: float) -> bool:
-        """Fetch pieces until the reply is complete; return False if that has to wait."""
-        grid = self._private_grid
-        client = grid._runtime_client
-        pull = make_pull_object_fn_protobuf(client.PullObject, grid.node, grid.run.run_id)
-        while reply.missing:
-            if time.monotonic() > turn_end:
-                return False
-            try:
-                with limit_response_size(client, reply.bytes_left):
-                    reply.add(bytes(pull(reply.missing[-1])))
-            except ObjectUnavailableError:
-                return False
-        return True
+
+def _download(superlink: SuperLink, reply: PartialReply, turn_end: float) -> bool:
+    """Fetch pieces until the reply is complete; return False if that has to wait."""
+    while reply.missing:
+        if time.monotonic() > turn_end:
+            return False
+        try:
+            pull_piece(superlink, reply)
+        except PieceUnavailable:
+            return False
+    return True
 
 
 def _query(node: int, timeout: float) -> Message:
