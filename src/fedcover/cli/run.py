@@ -61,10 +61,7 @@ def run(
         plotting.check_plot_path(plot)
     config = load_experiment(experiment, set)
     folder = runs / config.name
-    with (
-        resume_hint_when_stopped(lambda: _resume_hint(folder)),
-        _progress_and_tensorboard(config, folder, tensorboard) as watch,
-    ):
+    with _watch_training(config, folder, tensorboard) as watch:
         result = run_experiment(
             config,
             folder,
@@ -96,10 +93,7 @@ def resume(
         plotting.check_plot_path(plot)
     trusted = is_trusted(folder, trust)
     experiment = Folder(folder, trusted).read().experiment
-    with (
-        resume_hint_when_stopped(lambda: _resume_hint(folder)),
-        _progress_and_tensorboard(experiment, folder, tensorboard) as watch,
-    ):
+    with _watch_training(experiment, folder, tensorboard) as watch:
         result = resume_run(
             folder,
             machine=machine.machine(),
@@ -219,11 +213,11 @@ def _resume_hint(folder: Path) -> str:
 
 
 @contextmanager
-def _progress_and_tensorboard(
+def _watch_training(
     experiment: Experiment, folder: Path, tensorboard: bool
 ) -> Iterator[RoundCallback]:
-    """Show progress and, on request, write TensorBoard logs."""
-    with ExitStack() as stack:
+    """Show progress, on request write TensorBoard logs, and say how to resume when stopped."""
+    with resume_hint_when_stopped(lambda: _resume_hint(folder)), ExitStack() as stack:
         progress = console.show_progress(experiment.name, experiment.rounds)
         callbacks = [stack.enter_context(progress)]
         if tensorboard:

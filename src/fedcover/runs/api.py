@@ -187,8 +187,7 @@ def load(
             Python.
     """
     overrides = Overrides(dataset, model, policy)
-    run_folder = Folder(Path(folder), trust).read()
-    run_folder.check_overrides(overrides)
+    run_folder = _folder_of_run(folder, trust, overrides)
     experiment = run_folder.experiment
     machine = Machine(device=device).resolved()
     setup = prepare(experiment, machine, data=data or run_folder.data, overrides=overrides)
@@ -229,8 +228,7 @@ def replay(
         TrainingDiverged: If the training loss is no longer finite.
     """
     overrides = Overrides(dataset, model, policy)
-    run_folder = Folder(Path(folder), trust).read()
-    run_folder.check_overrides(overrides)
+    run_folder = _folder_of_run(folder, trust, overrides)
     experiment = run_folder.experiment
     check_data_is_local(experiment)
     if experiment.privacy != "none":
@@ -264,6 +262,13 @@ def _as_experiment(experiment: Experiment | str | Path) -> Experiment:
             f"experiment must be an Experiment or a path; got {type(experiment).__name__}"
         )
     return experiment
+
+
+def _folder_of_run(folder: str | Path, trust: bool, overrides: Overrides) -> Folder:
+    """Return the folder of a run, which needs no other overrides."""
+    run_folder = Folder(Path(folder), trust).read()
+    run_folder.check_overrides(overrides)
+    return run_folder
 
 
 def _check_watch(watch: object) -> None:

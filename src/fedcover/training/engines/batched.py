@@ -51,19 +51,8 @@ def batched(
 ) -> Iterator[Update]:
     """Train clients of equal shapes together, and the others one after another.
 
-    Args:
-        task: What all clients have in common.
-        state: The global model.
-        work: The clients with their parts of the model.
-        lr: The learning rate.
-        precision: What steps compute in: "fp32", "tf32" or "bf16".
-        backend: How steps are prepared (default: compiled on a CPU, a graph on CUDA).
-
-    Yields:
-        One update for each client, in any order.
-
-    Raises:
-        TrainingDiverged: If a loss or a weight is not finite.
+    Arguments, updates and errors are those of `sequential`, but the updates come in any order.
+    `backend` prepares the steps (default: compiled on a CPU, a graph on CUDA).
     """
     jobs = [ClientJob(Assignment(task, state, client, reduction), lr) for client, reduction in work]
     try:

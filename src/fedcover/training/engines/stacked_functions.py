@@ -66,10 +66,18 @@ class StackedConv2d(Function):
         return (_channels_first(y), weight_GTIO), (0, 0)
 
 
-class StackedConv2dBackward(Function):
-    """The gradients of a convolution's input and weight, the latter in float32 or wider."""
+class _Gradient(Function):
+    """A function that is not differentiated itself."""
 
     generate_vmap_rule = False
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Save nothing: there is no second derivative."""
+
+
+class StackedConv2dBackward(_Gradient):
+    """The gradients of a convolution's input and weight, the latter in float32 or wider."""
 
     @staticmethod
     def forward(
@@ -95,10 +103,6 @@ class StackedConv2dBackward(Function):
             [needs_x_grad, True, False],
         )
         return x_grad if needs_x_grad else x.new_empty(()), weight_grad
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Save nothing: there is no second derivative."""
 
     @staticmethod
     def vmap(
@@ -175,10 +179,8 @@ class StackedBatchNorm(Function):
         return (_channels_first(y), mean, scale), (0, 0, 0)
 
 
-class StackedBatchNormBackward(Function):
+class StackedBatchNormBackward(_Gradient):
     """The gradients of a batch norm's input, weight and bias."""
-
-    generate_vmap_rule = False
 
     @staticmethod
     def forward(
@@ -194,10 +196,6 @@ class StackedBatchNormBackward(Function):
         scale_term = normalised * _per_channel(weight_grad / count)
         x_grad = (wide_grad - mean_term - scale_term) * _per_channel(weight * scale)
         return x_grad.to(x.dtype), weight_grad.to(weight.dtype), bias_grad.to(weight.dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Save nothing: there is no second derivative."""
 
     @staticmethod
     def vmap(

@@ -42,18 +42,7 @@ def streams(
 ) -> Iterator[Update]:
     """Train clients side by side; train them one after another if their steps cannot be replayed.
 
-    Args:
-        task: What all clients have in common.
-        state: The global model.
-        work: The clients with their parts of the model.
-        lr: The learning rate.
-        precision: What steps compute in: "fp32", "tf32" or "bf16".
-
-    Yields:
-        One update for each client, in the given order.
-
-    Raises:
-        TrainingDiverged: If a loss or a weight is not finite.
+    Arguments, updates and errors are those of `sequential`.
     """
     jobs = [ClientJob(Assignment(task, state, client, reduction), lr) for client, reduction in work]
     num_done = 0
