@@ -42,3 +42,11 @@ def fedcover(monkeypatch, capsys, tmp_path):
         return code, *capsys.readouterr()
 
     return call
+
+
+@pytest.fixture
+def no_warnings_yet(monkeypatch):
+    """A log that has warned of nothing, so that what is said once is said again."""
+    from fedcover import log
+
+    monkeypatch.setattr(log, "_WARNED", set())

@@ -1,10 +1,13 @@
 """Two engines compared over the same rounds."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from fedcover.server.round import run_round
+from fedcover.training.engines.batched import batched
+from fedcover.training.engines.compilation import eager_backend
 from fedcover.training.engines.sequential import sequential
 from fedcover.types import Engine
 from tests.helpers.worlds import same
@@ -43,3 +46,44 @@ RECIPES = {
     "fiarse": {"recipe": "fiarse", "policy": "magnitude(scope=model)"},
     "labels": {"absent_labels": "zero", "label_rows": True, "policy": "prefix", **SKEWED},
 }
+
+UNCOMPILED = partial(batched, backend=eager_backend)
+"""The batched engine without a compiler."""
+
+
+UNEQUAL = {
+    "dataset": "digits",
+    "partition": "dirichlet(alpha=0.3)",
+    "clients": 60,
+    "active": 8,
+    "batch_size": 10,
+}
+"""Clients with unequal numbers of rows."""
+
+
+SMALL = {"model": "mlp(hidden=[6])", "fleet": "1x1.0 + 1x0.5"}
+
+
+SEATED = {
+    "sliced": {**SMALL, "policy": "prefix"},
+    "masked": {**SMALL, "policy": "magnitude"},
+    "whole": {**SMALL, "policy": "full", "fleet": "1x1.0"},
+    "clipped": {**SMALL, "policy": "rolling", "clip": 0.1, "weight_decay": 0.01, "momentum": 0.5},
+    "images": {
+        "model": "cnn(channels=[4, 6], hidden=8)",
+        "fleet": "1x1.0 + 1x0.5",
+        "policy": "prefix",
+    },
+    "norms": {
+        "model": "wide_resnet(depth=10, widen=1)",
+        "fleet": "1x0.5",
+        "policy": "prefix",
+        "augment": "crop-flip",
+    },
+    "hermes": {**SMALL, "policy": "full", "fleet": "1x1.0", "recipe": "hermes"},
+    "prunefl": {**SMALL, "policy": "prunefl(every=1)", "recipe": "prunefl(every=1)"},
+    "fedmask": {**SMALL, "policy": "full", "fleet": "1x1.0", "recipe": "fedmask"},
+    "fjord": {**SMALL, "policy": "prefix", "recipe": "fjord"},
+    "smallest": {**SMALL, "policy": "full", "fleet": "1x1.0", "clients": 400, "epochs": 1},
+}
+"""Experiments for which clients with unequal rows share the places of a stack."""

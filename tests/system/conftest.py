@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 NEED_FLOWER = (
     "test_supernode.py", "test_node_answers.py", "test_node_parts.py", "handmade.py", "small_device.py",
     "test_introductions.py", "test_small_devices.py", "test_strategy.py", "test_loopback.py",
-    "test_node_task.py",
+    "test_node_task.py", "test_open_fleet.py", "test_rows_on_nodes.py", "loopback.py",
 )  # fmt: skip
 
 
@@ -27,6 +27,15 @@ def pair(tmp_path_factory):
     configs = [{"partition-id": place, "num-partitions": 2} for place in range(2)]
     with run_local_federation(tmp_path_factory.mktemp("flower"), configs) as federation:
         yield federation
+
+
+@pytest.fixture
+def inside_a_task(monkeypatch):
+    """What Flower knows of its task in a client process, set in this one."""
+    from flwr.supercore.task_identity import TaskIdentity
+
+    for name in ("_task_id", "_run_id", "_node_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)
 
 
 def pytest_ignore_collect(collection_path):

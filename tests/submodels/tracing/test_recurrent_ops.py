@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import fedcover as fc
-from fedcover import log
 from fedcover.models import params_and_buffers
 from fedcover.submodels.build import load_tensors, submodel
 from fedcover.submodels.reductions import drawn, windows
@@ -230,8 +229,9 @@ def test_a_fleet_of_unequal_devices_trains_a_recurrent_model(policy):
         assert run.submodel(0.5).reader.hidden_size == 8
 
 
-def test_the_batched_engine_says_that_clients_are_trained_one_after_another(caplog, monkeypatch):
-    monkeypatch.setattr(log, "_WARNED", set())
+def test_the_batched_engine_says_that_clients_are_trained_one_after_another(
+    caplog, no_warnings_yet
+):
     experiment = fc.Experiment(
         fleet="1x1.0 + 1x0.5", policy="rolling", clients=20, active=4, rounds=1, epochs=1
     )

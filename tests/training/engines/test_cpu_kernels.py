@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fedcover import log
 from fedcover.training.engines import cpu_kernels
 from fedcover.training.engines.batched import batched
 from tests.helpers.engines import RECIPES, TORCH_WARNS, agree
@@ -136,10 +135,22 @@ def test_a_product_whose_factors_change_before_the_descent_stays_where_it_is(bet
     assert ("sgd_update_" in traced.code) == (between(*tensors[2:4]) is None)
 
 
-def test_steps_that_are_small_or_have_threads_keep_torchs_products(used, monkeypatch):
+@pytest.fixture
+def two_threads():
+    """Two threads of torch while a test runs."""
+    before = torch.get_num_threads()
     torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_steps_with_threads_keep_torchs_products(used):
     agree(*world("mlp", policy="full"), batched)
-    torch.set_num_threads(1)
+    assert set(used) == {(0, 0)}
+
+
+def test_steps_that_are_small_keep_torchs_products(used, monkeypatch):
     monkeypatch.setattr(cpu_kernels, "MIN_INPUTS", 512)
     agree(*world("mlp", policy="full"), batched)
     assert set(used) == {(0, 0)}
@@ -150,7 +161,6 @@ def test_without_kernels_the_step_stays_as_it_is_and_the_log_says_so(used, monke
         raise OSError("no room")
 
     monkeypatch.setattr(cpu_kernels, "build_kernels", fail)
-    monkeypatch.setattr(log, "_WARNED", set())
     agree(*world("mlp", policy="full"), batched)
     assert set(used) == {(0, 0)}
     assert [r.message for r in caplog.records] == [
