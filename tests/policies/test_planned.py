@@ -7,7 +7,8 @@ from itertools import combinations
 import pytest
 import torch
 
-from fedcover.analysis.plan_report import fleet_view, rounds_to_cover
+from fedcover.analysis.plan_report import fleet_view
+from fedcover.analysis.policy_coverage import rounds_to_cover
 from fedcover.errors import InvalidValue
 from fedcover.policies import POLICIES
 from fedcover.policies.base import fits

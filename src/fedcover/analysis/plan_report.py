@@ -1,55 +1,37 @@
 """Report what a fleet can cover: the frontier, the plan, and what other policies give."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import cycle
-from statistics import fmean
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fedcover.analysis.first_round import first_round
+from fedcover.analysis.frontier import achieved_frontier, exact_frontier, planned_coverage
+from fedcover.analysis.policy_coverage import (
+    count_and_noise,
+    measure_policy,
+    rounds_to_cover,
+)
 from fedcover.errors import InvalidValue, unknown
 from fedcover.policies import POLICIES
-from fedcover.policies.planned import PLAN_KINDS, plan_problem, plan_reductions
-from fedcover.policies.planner.multi_group import PlanTarget, is_exact, target_coverage
+from fedcover.policies.planned import PLAN_KINDS, plan_reductions
+from fedcover.policies.planner.multi_group import PlanTarget, is_exact
 from fedcover.policies.planner.plan_metrics import (
-    count_and_energy,
     coverage_upper_bound,
-    energy_on_cut_axes,
 )
-from fedcover.policies.planner.single_group import BudgetedGroup
 from fedcover.policies.replication import num_copies
 from fedcover.runs.experiment import Experiment
-from fedcover.submodels import coverage
 from fedcover.submodels.reductions import Slices
-from fedcover.types import Params, Reduction, View
+from fedcover.types import Params, PolicyFunction, Reduction, View
 
 DIGITS_OF_CAPACITY = {1.0: "1", 0.75: "432", 0.5: "765"}
 """The digits of the paper's codenames by capacity, in the order in which its designs use them."""
 
 MAX_PLAN_DEVICES = 1000
-
-PolicyFunction = Callable[[View], Sequence[Reduction | None]]
-
-
-@dataclass(frozen=True)
-class PolicyCoverage:
-    """The coverage of a policy over some rounds, and its mean noise.
-
-    Coverage is the fewest clients per parameter: in any round, and over all of them.
-    """
-
-    gamma: int
-    gamma_window: int
-    noise: float
-
-    def line(self) -> dict[str, Any]:
-        """Return a row of the report."""
-        return asdict(self)
 
 
 def plan_report(
@@ -87,9 +69,7 @@ def plan_report(
     """
     if kind not in PLAN_KINDS:
         raise unknown("kind", kind, PLAN_KINDS)
-    rounds = experiment.window if window is None else window
-    if rounds < 1:
-        raise InvalidValue(f"window must be at least 1; got {rounds}")
+    rounds = _checked_window(experiment.window if window is None else window)
     view = fleet_view(experiment, params)
     units = planned_coverage(view, kind, PlanTarget(gamma, tolerate))
     policy = partial(plan_reductions, kind=kind, gamma=gamma, tolerate=tolerate)
@@ -118,6 +98,12 @@ def plan_report(
         "copies": num_copies(replace(view, rounds=rounds)) if replicates else 1,
         "assignment": _assignment_rows(view, reductions),
     }
+
+
+def _checked_window(window: int) -> int:
+    if window < 1:
+        raise InvalidValue(f"window must be at least 1; got {window}")
+    return window
 
 
 def _baseline_coverage(view: View, kind: str, rounds: int) -> dict[str, dict[str, Any]]:
@@ -217,127 +203,3 @@ def codename_of_capacities(capacities: Sequence[float]) -> str | None:
         digits = sorted(next(digits_in_turn) for _ in range(capacities.count(capacity)))
         digits_by_capacity[capacity] = iter(digits)
     return "".join(next(digits_by_capacity[capacity]) for capacity in capacities)
-
-
-def reductions_by_round(
-    policy: PolicyFunction, view: View, rounds: int
-) -> Iterator[list[Reduction]]:
-    """Yield the reductions of each round, with the same weights and clients in all of them."""
-    for round in range(rounds):
-        reductions = policy(replace(view, round=round))
-        yield [reduction for reduction in reductions if reduction is not None]
-
-
-def count_and_noise(view: View, parts: Sequence[Reduction]) -> tuple[Params, list[float]]:
-    """Return how many parts hold each parameter, and the share of energy that each part lacks."""
-    slices = [part for part in parts if isinstance(part, Slices)]
-    if len(slices) < len(parts):
-        return coverage.count(view.params, parts), coverage.delta2(view.params, parts)
-    squares = energy_on_cut_axes(view.groups, view.params)
-    counts, kept_N = count_and_energy(view.groups, squares, slices)
-    total = coverage.energy(view.params)
-    return counts, [_lost_share(float(kept), total) for kept in kept_N]
-
-
-def _lost_share(kept: float, total: float) -> float:
-    """Return the share that is cut, with rounding errors set to zero."""
-    share = 1 - kept / total if total else 0.0
-    return share if share > 1e-9 else 0.0
-
-
-def measure_policy(policy: PolicyFunction, view: View, rounds: int) -> PolicyCoverage:
-    """Measure the coverage and the noise of a policy over some rounds."""
-    gammas, noises = [], []
-    total_counts: Params = {}
-    for reductions in reductions_by_round(policy, view, rounds):
-        counts, lost_shares = count_and_noise(view, reductions)
-        for name, count in counts.items():
-            total_counts[name] = count.int() + total_counts.get(name, 0)
-        gammas.append(coverage.minimum(counts))
-        noises.append(sum(lost_shares))
-    return PolicyCoverage(min(gammas), coverage.minimum(total_counts), fmean(noises))
-
-
-def rounds_to_cover(policy: PolicyFunction, view: View, rounds: int, clients: int) -> int | None:
-    """Return after how many rounds `clients` different clients have trained each parameter.
-
-    None means that it takes more than `rounds`.
-    """
-    smaller_params = _without_uncut_entries(view)
-    trained_by_client: list[dict[str, Tensor]] = []
-    for rounds_done, reductions in enumerate(reductions_by_round(policy, view, rounds), start=1):
-        all_slices = all(isinstance(reduction, Slices) for reduction in reductions)
-        params = smaller_params if all_slices else view.params
-        masks = [reduction.mask(params) for reduction in reductions]
-        trained_by_client = _union(trained_by_client, masks) if trained_by_client else masks
-        if _fewest_clients(trained_by_client, params) >= clients:
-            return rounds_done
-    return None
-
-
-def _without_uncut_entries(view: View) -> Params:
-    """Return one entry along each axis that no group cuts: slices treat all of them alike."""
-    energies = energy_on_cut_axes(view.groups, view.params)
-    return {
-        name: tensor[tuple(slice(0, size) for size in energies[name].shape)]
-        for name, tensor in view.params.items()
-    }
-
-
-def _union(
-    earlier: Sequence[dict[str, Tensor]], masks: Sequence[dict[str, Tensor]]
-) -> list[dict[str, Tensor]]:
-    return [
-        {name: earlier_mask[name] | mask[name] for name in mask}
-        for earlier_mask, mask in zip(earlier, masks, strict=True)
-    ]
-
-
-def _fewest_clients(masks: Sequence[dict[str, Tensor]], params: Params) -> int:
-    """Return the fewest clients whose masks contain any single parameter."""
-    counts = [torch.stack([mask[name] for mask in masks]).sum(0) for name in params]
-    return min(int(count.min()) for count in counts)
-
-
-def planned_coverage(view: View, kind: str, target: PlanTarget) -> int:
-    """Return the coverage of every unit in a round that the planned policy aims at."""
-    problem = plan_problem(view, kind)
-    energy = coverage.energy(view.params)
-    return target_coverage(problem.groups, problem.nested, energy, target, problem.exact)
-
-
-def exact_frontier(view: View, kind: str) -> list[dict[str, Any]]:
-    """Return the least noise of each coverage, exactly, over all groups together."""
-    groups = plan_problem(view, kind).groups
-    total_energy = coverage.energy(view.params) or 1.0
-    max_gamma = min(group.gamma_max for group in groups.values())
-    points = []
-    for gamma in range(max_gamma + 1):
-        pruned_energy = sum(_pruned_energy(group, gamma) for group in groups.values())
-        points.append({"gamma": gamma, "noise": pruned_energy / total_energy})
-    return points
-
-
-def _pruned_energy(group: BudgetedGroup, gamma: int) -> float:
-    return float(np.sum(group.allocation(gamma).pruned_energy(group.tail_energy)))
-
-
-def achieved_frontier(view: View, rounds: int) -> list[dict[str, Any]]:
-    """Return the coverage of parameters for each number of times (`units`) that units are held.
-
-    This is for models in which groups cut the same tensors, so that no exact frontier is known.
-    """
-    problem = plan_problem(view, "subnet")
-    limits = [
-        group.gamma_max for name, group in problem.groups.items() if name not in problem.nested
-    ]
-    max_units = min(limits, default=0)
-    for name in problem.nested:
-        group = problem.groups[name]
-        num_clients_with_all_units = int((group.budgets_N == group.units).sum())
-        max_units = min(max_units, num_clients_with_all_units)
-    points = []
-    for units in range(max_units + 1):
-        policy = partial(plan_reductions, gamma=units)
-        points.append({"units": units, **measure_policy(policy, view, rounds).line()})
-    return points
