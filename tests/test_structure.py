@@ -93,6 +93,11 @@ def test_only_one_room_knows_flower(path):
     )
 
 
+def test_only_one_module_imports_the_trees_of_torch_whose_module_is_private():
+    importers = [path.name for path in FILES if "torch.utils._pytree" in path.read_text()]
+    assert importers == ["tensors.py"]
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_files_and_functions_stay_small(path):
     text = path.read_text()

@@ -1,6 +1,7 @@
 """What is done to a slab in one go equals what is done tensor by tensor."""
 
 import copy
+import math
 import pickle
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,6 @@ from fedcover.runs import checkpoints
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.machine import Machine
 from fedcover.runs.setup import Overrides, prepare
-from fedcover.server import sharded_round
 from fedcover.server.aggregation import OVER, WeightedSums, coverage_mean, mean_from_sums
 from fedcover.server.round import initial_state, run_round
 from fedcover.submodels.reductions import Masks, Slices, TrainedSubset
@@ -175,7 +175,7 @@ def test_what_clients_keep_and_send_is_no_larger_than_it_is():
         t.untyped_storage().nbytes() for kept in state.private.values() for t in kept.values()
     } == {40}
     crew = FlatParams(torch.randn(50, 60)[3], [("w", (5, 10)), ("b", (10,))])
-    assert len(pickle.dumps(sharded_round._to_device(crew, "cpu"))) < 2_000
+    assert len(pickle.dumps(tensors.to_device(crew, "cpu"))) < 2_000
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda slab: pickle.loads(pickle.dumps(slab))])
@@ -348,3 +348,37 @@ def test_a_mean_of_large_tensors_equals_that_of_their_rows(over):
             (r, {"w": v["w"][row : row + 1]}, s) for r, (_, v, s) in zip(small, parts, strict=True)
         ]
         assert torch.equal(coverage_mean(few, mine, over=over)["w"][0], made[row])
+
+
+def test_the_norm_of_views_of_one_tensor_is_that_of_separate_tensors_bit_for_bit():
+    plain = {name: torch.randn(size) for name, size in (("a", (7, 9)), ("b", (30,)), ("c", ()))}
+    length = tensors.norm(slab_of(plain).values())
+    assert length == tensors.norm(plain.values())
+    assert length == pytest.approx(float(concat(plain.values()).double().norm()))
+
+
+def test_norms_are_summed_in_float64_and_do_not_hide_what_is_not_finite():
+    tiny = [torch.full((10_000,), 1e-3), torch.tensor(1e4)]
+    exact = 1e4**2 + 10_000 * float(tiny[0][0]) ** 2
+    assert tensors.squared_norm(tiny) == pytest.approx(exact, rel=1e-15)
+    assert tensors.norm([]) == 0
+    assert tensors.norm([torch.ones(2), torch.tensor(torch.inf)]) == float("inf")
+    assert math.isnan(tensors.norm([torch.tensor(torch.nan), torch.ones(2)]))
+
+
+def test_copies_and_zeros_have_memory_of_their_own():
+    slab = slab_of({"w": torch.ones(2, 3), "b": torch.ones(3)})
+    for result in (tensors.clone(slab), tensors.zeros_like(slab, torch.float64)):
+        assert named_shapes(result) == named_shapes(slab)
+        assert len({tensor.untyped_storage().data_ptr() for tensor in result.values()}) == 2
+        result["w"] = result["w"] + 1  # may be replaced, unlike the views
+    assert tensors.zeros_like(slab, torch.float64)["w"].dtype == torch.float64
+    assert tensors.zeros_like({"n": torch.ones(2, dtype=torch.int32)})["n"].dtype == torch.int32
+
+
+def test_tensors_move_together():
+    slab = slab_of({"w": torch.ones(2, 3), "b": torch.ones(3)})
+    moved = tensors.to_device(slab, "meta")
+    assert isinstance(moved, FlatParams)
+    assert tensors.device_of(moved).type == "meta"
+    assert tensors.device_of(tensors.to_device(dict(slab), "meta")).type == "meta"

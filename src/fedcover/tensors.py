@@ -1,15 +1,25 @@
-"""Dicts of named tensors that share one flat tensor.
+"""Dicts of named tensors, also as views of one flat tensor, and trees of tensors.
 
 On a GPU, launching a kernel for each of a model's many small tensors takes longer than the work
-itself. With one flat tensor, an element-wise operation is a single kernel. A CPU gains nothing.
+itself. With one flat tensor (`FlatParams`), an element-wise operation is a single kernel. A CPU
+gains nothing.
+
+A tree is made of dicts, tuples and lists, nested at will. Its functions are torch's own: their
+module is private by name, but `torch.func` is built on it. Import them from here only.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_leaves_with_path as tree_leaves_with_path
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_ as tree_map_
+from torch.utils._pytree import tree_structure as tree_structure
 
 from fedcover.types import Params
 
@@ -53,6 +63,51 @@ class FlatParams(Params):
 def named_shapes(tensors: Mapping[str, Tensor]) -> NamedShapes:
     """Return the names and shapes of tensors."""
     return [(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
+
+
+# ── one tensor after another ────────────────────────────────────────────────────────────────────
+
+
+def device_of(tensors: Mapping[str, Tensor]) -> torch.device:
+    """Return the device of the first tensor; all are expected to be on the same one."""
+    return next(iter(tensors.values())).device
+
+
+def to_device(tensors: Mapping[str, Tensor], device: torch.device | str) -> Params:
+    """Return the tensors on a device; `FlatParams` move as the one tensor behind them."""
+    if isinstance(tensors, FlatParams):
+        return tensors.like(tensors.flat.to(device))
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
+def clone(tensors: Mapping[str, Tensor]) -> Params:
+    """Copy each tensor by itself, so that no copy is a view of another's memory."""
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def zeros_like(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Params:
+    """Allocate zeros in the shapes of other tensors, and in their dtypes unless one is given."""
+    return {name: torch.zeros_like(tensor, dtype=dtype) for name, tensor in tensors.items()}
+
+
+def squared_norm(tensors: Iterable[Tensor]) -> float:
+    """Return the squared length of all tensors together, summed in float64.
+
+    The tensors' sums are added in the given order, so equal tensors have equal norms, bit for bit,
+    whether they are views of one flat tensor or not.
+
+    >>> squared_norm([torch.tensor([1.0, 2.0]), torch.tensor(2.0)])
+    9.0
+    """
+    return float(sum(tensor.detach().double().square().sum() for tensor in tensors))
+
+
+def norm(tensors: Iterable[Tensor]) -> float:
+    """Return the Euclidean length of all tensors together, summed in float64."""
+    return math.sqrt(squared_norm(tensors))
+
+
+# ── one flat tensor ─────────────────────────────────────────────────────────────────────────────
 
 
 def concat(tensors: Iterable[Tensor]) -> Tensor:
@@ -163,10 +218,10 @@ def add_scaled(target: Tensor, values: Tensor, scale: float) -> None:
 def zeros(like: Mapping[str, Tensor], dtype: torch.dtype) -> Params:
     """Allocate zeros in the shapes of other tensors; on a GPU as `FlatParams`."""
     if not _on_gpu(like):
-        return {name: torch.zeros_like(tensor, dtype=dtype) for name, tensor in like.items()}
+        return zeros_like(like, dtype)
     entries = sum(tensor.numel() for tensor in like.values())
-    device = next(iter(like.values())).device
-    return FlatParams(torch.zeros(entries, dtype=dtype, device=device), named_shapes(like))
+    flat = torch.zeros(entries, dtype=dtype, device=device_of(like))
+    return FlatParams(flat, named_shapes(like))
 
 
 def unflatten(flat: Tensor, shapes: NamedShapes, channels_last: bool = False) -> Params:

@@ -24,6 +24,7 @@ from fedcover.server.npy_codec import (
 from fedcover.submodels.encoding import decode, encode
 from fedcover.submodels.partial_params import PartialParams
 from fedcover.submodels.reductions import Masks, Slices
+from fedcover.tensors import to_device
 from fedcover.types import Model, Params, Reduction
 
 MAX_INDEX_BYTES = 4 * 2**20
@@ -195,15 +196,14 @@ def scatter_kept(
     Extracting the part from the result returns the same bits. Only the shapes of `full` are read.
     """
     if isinstance(reduction, Slices):
-        moved = {name: tensor.to(device) for name, tensor in part.items()}
-        return PartialParams(full, moved, reduction)
+        return PartialParams(full, to_device(part, device), reduction)
     masks = reduction.gradient_mask()
     scattered = {}
     for name, tensor in part.items():
         if name in masks:
             tensor = _scatter(tensor, masks[name].cpu())
         scattered[name] = tensor
-    return {name: tensor.to(device) for name, tensor in scattered.items()}
+    return to_device(scattered, device)
 
 
 def _scatter(entries: Tensor, mask: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from fedcover.flower.payloads import (
 )
 from fedcover.models.norms import running, statistics_key
 from fedcover.submodels.reductions import without_masks
+from fedcover.tensors import to_device
 from fedcover.types import Client, Params, Reduction, State, Task
 
 _MEASURED = "measured-"
@@ -68,7 +69,7 @@ def state_from_payload(
             kind: scatter_kept(uncut, sections[f"{_MEASURED}{kind}"], tensors, device)
             for kind, tensors in measured.items()
         },
-        private={client.id: {name: tensor.to(device) for name, tensor in private.items()}},
+        private={client.id: to_device(private, device)},
     )
 
 

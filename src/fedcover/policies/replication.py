@@ -18,6 +18,7 @@ from fedcover.policies.base import width
 from fedcover.policies.planner.multi_group import is_exact
 from fedcover.submodels.reductions import Slices
 from fedcover.submodels.unit_groups import cuts_by_tensor, num_units_kept
+from fedcover.tensors import zeros_like
 from fedcover.types import Client, Params, UnitGroup, View
 
 COPY_AFTER = 0.6
@@ -80,8 +81,7 @@ def copy_transform(view: View) -> Callable[[Params], Params] | None:
     def transform(tensors: Params) -> Params:
         first = slices_by_copy[0].extract(tensors)
         ones = {name: torch.ones_like(tensor) for name, tensor in first.items()}
-        total = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-        counts = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        total, counts = zeros_like(tensors), zeros_like(tensors)
         for slices in slices_by_copy:
             slices.add_into(total, first, 1)
             slices.add_into(counts, ones, 1)

@@ -1,10 +1,8 @@
 """The length of a client's update, and how to limit it."""
 
-import math
-
 import torch
 
-from fedcover.tensors import zeros
+from fedcover.tensors import norm, zeros
 from fedcover.types import Params, Reduction
 
 
@@ -30,11 +28,6 @@ def change(old: Params, trained: Reduction, values: Params) -> Params:
     return difference
 
 
-def global_norm(tensors: Params) -> float:
-    """Return the Euclidean length of all tensors together."""
-    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors.values()))
-
-
 def clip_update(old: Params, trained: Reduction, values: Params, limit: float) -> Params:
     """Scale a client's update down to length `limit`; return shorter updates bit for bit.
 
@@ -44,7 +37,7 @@ def clip_update(old: Params, trained: Reduction, values: Params, limit: float) -
     [0.6000000238418579, 0.800000011920929]
     """
     difference = change(old, trained, values)
-    length = global_norm(difference)
+    length = norm(difference.values())
     if length <= limit:
         return values
     scale = limit / length

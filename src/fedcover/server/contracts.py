@@ -18,6 +18,7 @@ from fedcover.errors import InvalidValue, TrainingDiverged
 from fedcover.registry import is_import_path
 from fedcover.server.aggregation import RULES, SUMMABLE_RULES, WeightedUpdate
 from fedcover.server.optimizers import AggregatedTensor, OptimizerState, ServerStep
+from fedcover.tensors import clone
 from fedcover.types import Assignment, Batch, Carry, Forward, Outcome, Params, Recipe, Rule
 
 # ── rules ───────────────────────────────────────────────────────────────────────────────────────
@@ -43,7 +44,7 @@ def _checked_rule(name: str, rule: Rule) -> Rule:
 
     @wraps(rule.func if isinstance(rule, partial) else rule)
     def checked(old: Params, parts: Iterable[WeightedUpdate]) -> Params:
-        copies = {key: tensor.clone() for key, tensor in old.items()}
+        copies = clone(old)
         new = rule(copies, parts)
         check_tensors(subject, new, old)
         check_finite(subject, new)
@@ -82,7 +83,7 @@ class _CheckedStep:
         """Call the step with copies and check its result."""
         result = self._step(
             AggregatedTensor(tensor.old.clone(), tensor.new.clone(), tensor.where.clone()),
-            {slot: values.clone() for slot, values in memory.items()},
+            clone(memory),
         )
         moved, new_memory = self._unpack(result)
         self._check_slots(memory, new_memory)

@@ -19,8 +19,9 @@ from functools import cached_property
 import torch
 
 from fedcover.errors import InvalidValue
-from fedcover.server.clipping import change, global_norm
+from fedcover.server.clipping import change
 from fedcover.server.grid_noise import ByteStream, rounded_normal
+from fedcover.tensors import norm, zeros_like
 from fedcover.types import Params, Reduction
 
 MIN_NOISE, MAX_NOISE = 0.01, 1e6
@@ -182,9 +183,9 @@ class NoiseGrid:
         The clipped length is checked in whole numbers. An update whose length is not finite becomes
         zero.
         """
-        length = global_norm(difference)
+        length = norm(difference.values())
         if not math.isfinite(length):
-            return _integer_zeros(difference)
+            return zeros_like(difference, torch.int64)
         scale = min(1.0, self.clip / length if length else 1.0) / self.step
         while True:
             steps = {
@@ -195,10 +196,6 @@ class NoiseGrid:
             if square_sum <= self.max_square_sum:
                 return steps
             scale *= 1 - 2.0**-20  # the length was rounded down: clip a little more
-
-
-def _integer_zeros(like: Params) -> Params:
-    return {name: torch.zeros_like(tensor, dtype=torch.int64) for name, tensor in like.items()}
 
 
 def private_mean(
@@ -222,8 +219,8 @@ def private_mean(
         The new global parameters; entries that nobody holds keep their value.
     """
     grid = NoiseGrid(clip, noise)
-    total_steps = _integer_zeros(old)
-    counts = {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in old.items()}
+    total_steps = zeros_like(old, torch.int64)
+    counts = zeros_like(old, torch.float64)
     for reduction, values in parts:
         for name, steps in grid.steps(change(old, reduction, values)).items():
             total_steps[name].add_(steps)

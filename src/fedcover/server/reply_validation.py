@@ -8,7 +8,6 @@ checks raise `InvalidReply` internally; `validate_reply` never raises. Whether a
 pending task at all is the concern of `task_ledger`.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor
 from fedcover.server.npy_codec import InvalidReply, RawArray, decode_array, safe_repr
 from fedcover.server.reply_format import PendingTask, RawReply
 from fedcover.submodels.reductions import TrainedSubset
+from fedcover.tensors import norm
 from fedcover.types import Params, Update
 
 REJECTION_REASONS = {
@@ -202,11 +202,7 @@ def _check_marks(measured: Mapping[str, Params], task: PendingTask) -> None:
 
 def _check_norm(kind: str, new: Params, old: Params) -> None:
     """Check how far the client moved the tensors of one kind from what it was sent."""
-    squares = [
-        float((tensor.double() - old[name].double().cpu()).square().sum())
-        for name, tensor in new.items()
-    ]
-    length = math.sqrt(sum(squares))
+    length = norm(tensor.double() - old[name].double().cpu() for name, tensor in new.items())
     if not length <= NORM_LIMIT:
         detail = f"{kind} moved by {length:.3g}; at most {NORM_LIMIT:g} is accepted"
         raise InvalidReply("absurd norm", detail)

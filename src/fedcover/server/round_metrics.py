@@ -5,13 +5,14 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from fedcover.server.clipping import change, global_norm
+from fedcover.server.clipping import change
 from fedcover.server.cohort import reduction_for_capacity
 from fedcover.server.evaluation import Score, evaluate, local_accuracy
 from fedcover.server.round_setup import Setup
 from fedcover.submodels import coverage as cov
 from fedcover.submodels.cost import Cost, cost
 from fedcover.submodels.coverage_maps import round_coverage_maps
+from fedcover.tensors import norm
 from fedcover.types import Client, Coverage, Params, State, Update
 
 
@@ -29,7 +30,7 @@ def measure_round(
     limit = setup.clip_updates
     if limit is not None:
         metrics["clipped"] = sum(
-            global_norm(change(before.params, update.trained, update.params)) > limit
+            norm(change(before.params, update.trained, update.params).values()) > limit
             for update in updates
         )
     if setup.privacy is not None:

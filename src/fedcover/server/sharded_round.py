@@ -19,7 +19,7 @@ from fedcover.server.collectives import ProcessGroup, is_remote, shard_by_cost
 from fedcover.server.round_setup import Setup
 from fedcover.submodels.build import without_parameters
 from fedcover.submodels.reductions import TrainedSubset, without_masks
-from fedcover.tensors import FlatParams
+from fedcover.tensors import device_of, to_device
 from fedcover.types import (
     Assignment,
     Client,
@@ -120,7 +120,7 @@ def shard_engine(
             )
         yield from local_updates
         work_by_client = {client.id: (client, reduction) for client, reduction in work}
-        device = next(iter(state.params.values())).device
+        device = device_of(state.params)
         for rank, (_, headers) in enumerate(answers):
             if rank != process_group.rank:
                 for header in headers:
@@ -153,11 +153,11 @@ def _header_of(update: Update) -> UpdateHeader:
     bits = update.trained.bits if isinstance(update.trained, TrainedSubset) else {}
     return UpdateHeader(
         client=update.client.id,
-        bits=_to_device(bits, "cpu"),
-        params=_to_device(update.params, "meta"),
-        buffers=_to_device(update.buffers, "meta"),
-        measured={kind: _to_device(values, "meta") for kind, values in update.measured.items()},
-        private=_to_device(update.private, "cpu"),
+        bits=to_device(bits, "cpu"),
+        params=to_device(update.params, "meta"),
+        buffers=to_device(update.buffers, "meta"),
+        measured={kind: to_device(values, "meta") for kind, values in update.measured.items()},
+        private=to_device(update.private, "cpu"),
         loss=update.loss,
     )
 
@@ -167,7 +167,7 @@ def _remote_update(
 ) -> Update:
     trained = sent
     if header.bits:
-        trained = TrainedSubset(sent, _to_device(header.bits, device))
+        trained = TrainedSubset(sent, to_device(header.bits, device))
     return Update(
         client=client,
         sent=sent,
@@ -175,7 +175,7 @@ def _remote_update(
         params=header.params,
         buffers=header.buffers,
         measured=header.measured,
-        private=_to_device(header.private, device),
+        private=to_device(header.private, device),
         loss=header.loss,
     )
 
@@ -211,21 +211,14 @@ def _gather_values(rule: Rule, process_group: ProcessGroup) -> Rule:
             index: values for index, (_, values, _) in enumerate(listed) if not is_remote(values)
         }
         answers = process_group.all_gather(
-            lambda: {index: _to_device(values, "cpu") for index, values in local_values.items()}
+            lambda: {index: to_device(values, "cpu") for index, values in local_values.items()}
         )
         values_by_index = ChainMap(local_values, *answers)
-        device = next(iter(old.values())).device
+        device = device_of(old)
         complete = [
-            (reduction, _to_device(values_by_index[index], device), weight)
+            (reduction, to_device(values_by_index[index], device), weight)
             for index, (reduction, _, weight) in enumerate(listed)
         ]
         return rule(old, complete)
 
     return gathered
-
-
-def _to_device(params: Mapping[str, torch.Tensor], device: torch.device | str) -> Params:
-    if isinstance(params, FlatParams):
-        # Move the one tensor behind them: pickling its parts would copy all of it for each.
-        return params.like(params.flat.to(device))
-    return {name: tensor.to(device) for name, tensor in params.items()}

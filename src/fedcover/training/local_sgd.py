@@ -14,6 +14,7 @@ from fedcover.rng import generator, seeded
 from fedcover.submodels.build import submodel
 from fedcover.submodels.partial_params import merge_params
 from fedcover.submodels.reductions import TrainedSubset
+from fedcover.tensors import clone, zeros_like
 from fedcover.types import (
     Assignment,
     Batch,
@@ -117,15 +118,11 @@ def build_update(
         sent=reduction,
         trained=TrainedSubset(reduction, outcome.bits) if outcome.bits else reduction,
         params=outcome.params,
-        buffers=_clone(buffers),
+        buffers=clone(buffers),
         measured=outcome.measured,
-        private=_clone(outcome.private),  # views would keep the tensors of other clients alive
+        private=clone(outcome.private),  # views would keep the tensors of other clients alive
         loss=loss,
     )
-
-
-def _clone(tensors: Mapping[str, Tensor]) -> Params:
-    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def train(
@@ -150,7 +147,7 @@ def train(
     masks = assignment.reduction.gradient_mask()
     augment = AUGMENTATIONS[local.augment]
     weights = {name: p.clone().requires_grad_() for name, p in params.items()}
-    velocity = {name: torch.zeros_like(p) for name, p in params.items()}
+    velocity = zeros_like(params)
     losses: list[Tensor] = []
     step = torch.zeros((), dtype=torch.int64, device=shard.index.device)
     for epoch in range(local.epochs):

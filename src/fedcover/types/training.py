@@ -37,7 +37,7 @@ Forward = Callable[[Mapping[str, Tensor], Tensor], Tensor]
 """The client's sub-model as a function of its parameters and a batch of inputs."""
 
 Carry = Any
-"""What a recipe remembers while a client trains: a tree (tuples and dicts) of tensors only.
+"""What a recipe remembers while a client trains: a tree (dicts, tuples and lists) of tensors only.
 
 Engines stack the trees of several clients.
 """

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from fedcover.errors import InvalidValue
 from fedcover.rng import seeded
@@ -28,6 +27,7 @@ from fedcover.submodels.tracing.size_constraints import (
 from fedcover.submodels.tracing.symbolic_sizes import TrackedInt, to_plain_ints
 from fedcover.submodels.tracing.unit_labels import Field, UnitLabels
 from fedcover.submodels.tracing.weighted_ops import has_rule, propagate
+from fedcover.tensors import tree_leaves
 
 COUNT_ATTRIBUTES = ("groups",)
 """Attributes of torch's layers that count units but cannot be read from their tensors."""
@@ -227,7 +227,7 @@ def record_trace(
             raise InvalidValue(
                 f"tracing: {module_stack} cannot run on the example: {error}"
             ) from error
-        for output in tree_flatten(out)[0]:
+        for output in tree_leaves(out):
             if isinstance(output, Tensor):
                 for output_field in record.labels.of(output):
                     record.labels.atoms.fix(output_field)

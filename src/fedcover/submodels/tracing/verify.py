@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from fedcover.errors import InvalidValue
 from fedcover.models import params_and_buffers
@@ -23,6 +22,7 @@ from fedcover.submodels.tracing.extract_groups import whole_hint
 from fedcover.submodels.tracing.masked_ops import Float64Mode, MaskedMode
 from fedcover.submodels.tracing.tracer import ModuleStack, TracedOp, TraceRecord, copy_inputs
 from fedcover.submodels.tracing.unit_labels import Field
+from fedcover.tensors import tree_leaves
 from fedcover.types import Params, UnitGroup
 
 DRAWS = 3
@@ -261,7 +261,7 @@ def _forward(module: nn.Module, inputs: tuple[Any, ...], mode: Float64Mode) -> l
             layer.dropout = 0.0
     with seeded(0, SEED_NAME), mode:
         out = module(*copy_inputs(inputs))
-    tensors = [output for output in tree_flatten(out)[0] if isinstance(output, Tensor)]
+    tensors = [output for output in tree_leaves(out) if isinstance(output, Tensor)]
     return [tensor for tensor in tensors if tensor.is_floating_point()]
 
 

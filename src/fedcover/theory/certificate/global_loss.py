@@ -5,7 +5,6 @@ length of the parameters. Clients have the weights of the run's aggregation.
 """
 
 import copy
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +19,7 @@ from fedcover.rng import generator
 from fedcover.server.aggregation import WEIGHTS
 from fedcover.server.cohort import client_of
 from fedcover.server.round_setup import Setup
+from fedcover.tensors import norm, squared_norm, zeros_like
 from fedcover.types import Params, Samples
 
 FLOAT64_MAX_PARAMS = 200_000
@@ -69,7 +69,7 @@ class GlobalLoss:
         values = {
             name: tensor.detach().to(self.dtype).requires_grad_() for name, tensor in theta.items()
         }
-        gradient = {name: torch.zeros_like(tensor) for name, tensor in values.items()}
+        gradient = zeros_like(values)
         total = 0.0
         size = chunk or self.chunk
         for x, y in zip(torch.split(rows.x, size), torch.split(rows.y, size), strict=True):
@@ -83,7 +83,7 @@ class GlobalLoss:
         with torch.no_grad():
             for name, tensor in values.items():
                 gradient[name].add_(tensor, alpha=self.decay)
-        return total + self.decay / 2 * squared_norm(values), gradient
+        return total + self.decay / 2 * squared_norm(values.values()), gradient
 
     def _loss(self, values: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         inputs = x.to(self.dtype) if x.is_floating_point() else x
@@ -94,8 +94,8 @@ class GlobalLoss:
         kept_clients = set(keep)
         client_gradients = {}
         value = 0.0
-        gradient = _zeros(theta, self.dtype)
-        sums, squares = _zeros(theta, torch.float64), _zeros(theta, torch.float64)
+        gradient = zeros_like(theta, self.dtype)
+        sums, squares = zeros_like(theta, torch.float64), zeros_like(theta, torch.float64)
         for client, weight in self.client_weights.items():
             client_value, client_gradient = self.loss_and_gradient(theta, self.rows(client))
             value += weight * client_value
@@ -129,10 +129,10 @@ class GlobalLoss:
         ]
         eigenvalue = 0.0
         for _ in range(POWER_STEPS):
-            length = _norm(vector)
+            length = norm(vector)
             vector = [tensor / length for tensor in vector]
             product = self._hessian_product(values, rows, vector)
-            eigenvalue = _norm(product)
+            eigenvalue = norm(product)
             if not eigenvalue:
                 break
             vector = product
@@ -194,20 +194,3 @@ def build_global_loss(setup: Setup, most: int) -> GlobalLoss:
         chunk=task.local.batch_size if has_batch_norm(module) else CHUNK,
         dtype=dtype,
     )
-
-
-def squared_norm(tensors: Mapping[str, Tensor], where: Mapping[str, Tensor] | None = None) -> float:
-    """Return the squared length of all tensors, or only of the entries where a mask is True."""
-    parts = (
-        tensor.detach() if where is None else tensor.detach()[where[name]]
-        for name, tensor in tensors.items()
-    )
-    return float(sum(part.double().square().sum() for part in parts))
-
-
-def _norm(tensors: Sequence[Tensor]) -> float:
-    return math.sqrt(sum(float(t.detach().double().square().sum()) for t in tensors))
-
-
-def _zeros(like: Params, dtype: torch.dtype) -> Params:
-    return {name: torch.zeros_like(tensor, dtype=dtype) for name, tensor in like.items()}

@@ -13,11 +13,17 @@ from fedcover.runs.run_folder import Folder
 from fedcover.server.cohort import cohort_of
 from fedcover.server.round import initial_state
 from fedcover.server.round_setup import Setup
+from fedcover.tensors import squared_norm
 from fedcover.theory import BOUNDS, Bound
 from fedcover.theory.certificate.assumptions import ReplayedRun, violated_assumptions
 from fedcover.theory.certificate.constants import Estimate, estimate_constants, to_constants
-from fedcover.theory.certificate.global_loss import GlobalLoss, build_global_loss, squared_norm
-from fedcover.theory.certificate.replay import ReplayedRound, replay_round, zero_untrained
+from fedcover.theory.certificate.global_loss import GlobalLoss, build_global_loss
+from fedcover.theory.certificate.replay import (
+    ReplayedRound,
+    entries_where,
+    replay_round,
+    zero_untrained,
+)
 from fedcover.theory.certificate.softmax_case import SoftmaxSolution, is_softmax, solve_softmax
 from fedcover.types import Params
 
@@ -103,7 +109,7 @@ def measure_run(
         bounds=_bounds(run),
         trained=trained,
         rounds_done=newest.round,
-        start_gradient=squared_norm(start.gradient, trained),
+        start_gradient=squared_norm(entries_where(start.gradient, trained)),
         persistent_bias=persistent_bias,
         last=_last(global_loss, newest.round, newest.params, trained, convex),
         convex=convex,
@@ -151,7 +157,7 @@ def _replay_rounds(
             f"in the kept rounds of {folder.path} no client answered, "
             "so there is nothing to certify"
         )
-    return rounds, squared_norm(bias_sum) / len(rounds) ** 2
+    return rounds, squared_norm(bias_sum.values()) / len(rounds) ** 2
 
 
 def _check_same_cohort(setup: Setup, line: Mapping[str, Any], round: int) -> None:
@@ -231,5 +237,7 @@ def _last(
     distance = None
     if convex and convex.optimum:
         difference = {name: params[name].double() - best for name, best in convex.optimum.items()}
-        distance = squared_norm(difference) ** 0.5
-    return LastModel(round, evaluation.value, squared_norm(evaluation.gradient, trained), distance)
+        distance = squared_norm(difference.values()) ** 0.5
+    return LastModel(
+        round, evaluation.value, squared_norm(entries_where(evaluation.gradient, trained)), distance
+    )

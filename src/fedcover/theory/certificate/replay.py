@@ -1,6 +1,6 @@
 """Replay of a kept round: train its clients again and measure the theorems' quantities."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -10,8 +10,9 @@ from fedcover.server.aggregation import WEIGHTS
 from fedcover.server.round import aggregate, start_round
 from fedcover.server.round_setup import Setup
 from fedcover.submodels import coverage as cov
+from fedcover.tensors import squared_norm, zeros_like
 from fedcover.theory import RoundQuantities
-from fedcover.theory.certificate.global_loss import GlobalLoss, LossEvaluation, squared_norm
+from fedcover.theory.certificate.global_loss import GlobalLoss, LossEvaluation
 from fedcover.theory.certificate.trajectories import ClientTrajectory, TrajectoryProbe
 from fedcover.types import Client, Params, State
 
@@ -128,7 +129,7 @@ def _measure_round(
     """Compute all quantities of a round from the models around it and the clients' trajectories."""
     weight = WEIGHTS[setup.weights]
     weights = [weight(path.client) for path in paths]
-    total = _zeros(theta)
+    total = zeros_like(theta, torch.float64)
     for path, client_weight in zip(paths, weights, strict=True):
         path.reduction.add_into(total, None, client_weight)
     counts = cov.count(theta, [path.reduction for path in paths])
@@ -153,8 +154,8 @@ def _measure_round(
         ),
         pruned_energy=tuple(path.pruned_energy for path in paths),
         gamma=int(_smallest(counts, covered)),
-        energy=squared_norm(theta),
-        gradient=squared_norm(full.gradient, covered),
+        energy=squared_norm(theta.values()),
+        gradient=squared_norm(entries_where(full.gradient, covered)),
         bias=_squared_distance(bias, full.gradient, covered),
         offset=_squared_distance(batch_gradient, full.gradient, covered),
         spread=_sampling_spread(full.dissimilarity, counts, covered, setup.clients),
@@ -166,11 +167,11 @@ def _measure_round(
         quantities=quantities,
         paths=tuple(paths),
         value=full.value,
-        gradient=squared_norm(full.gradient, trained),
+        gradient=squared_norm(entries_where(full.gradient, trained)),
         gamma=int(_smallest(counts, trained)),
         dissimilarity=float(dissimilarity),
-        gradient_gap=squared_norm(gradient_gap),
-        noise=squared_norm(noise),
+        gradient_gap=squared_norm(gradient_gap.values()),
+        noise=squared_norm(noise.values()),
         curvature=_curvature(global_loss, theta, after, full),
         bias={
             name: torch.where(covered[name], tensor - full.gradient[name], 0)
@@ -183,7 +184,7 @@ def _coverage_mean(
     vectors: list[Params], paths: list[ClientTrajectory], total: Params, weights: list[float]
 ) -> Params:
     """Return the weighted mean over the clients that hold each entry; zero if no client does."""
-    sums = _zeros(total)
+    sums = zeros_like(total)
     for vector, path, weight in zip(vectors, paths, weights, strict=True):
         doubles = {name: tensor.double() for name, tensor in vector.items()}
         path.reduction.add_into(sums, doubles, weight)
@@ -228,7 +229,13 @@ def _smallest(tensors: Params, where: Mapping[str, Tensor]) -> float:
 
 
 def _squared_distance(left: Params, right: Params, where: Mapping[str, Tensor]) -> float:
-    return squared_norm({name: left[name] - right[name] for name in left}, where)
+    difference = {name: left[name] - right[name] for name in left}
+    return squared_norm(entries_where(difference, where))
+
+
+def entries_where(tensors: Params, where: Mapping[str, Tensor]) -> Iterator[Tensor]:
+    """Yield the entries of each tensor where its mask is True."""
+    return (tensor[where[name]] for name, tensor in tensors.items())
 
 
 def _curvature(
@@ -239,8 +246,8 @@ def _curvature(
     Returns 0 if that cannot be told from rounding errors.
     """
     change = {name: after[name].double() - theta[name].double() for name in theta}
-    squared_distance = squared_norm(change)
-    if squared_distance <= 1e-10 * max(squared_norm(theta), 1e-30):
+    squared_distance = squared_norm(change.values())
+    if squared_distance <= 1e-10 * max(squared_norm(theta.values()), 1e-30):
         return 0.0
     slope = float(
         sum((full.gradient[name].double() * tensor).sum() for name, tensor in change.items())
@@ -263,7 +270,3 @@ def _count_regions(masks: list[dict[str, Tensor]]) -> int:
         assert isinstance(total, Tensor)
         sums |= set(torch.unique(total).tolist())
     return len(sums - {0})
-
-
-def _zeros(like: Params) -> Params:
-    return {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in like.items()}

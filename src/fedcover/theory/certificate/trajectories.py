@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from fedcover.tensors import squared_norm, zeros_like
 from fedcover.theory import LocalSteps
-from fedcover.theory.certificate.global_loss import GlobalLoss, squared_norm
+from fedcover.theory.certificate.global_loss import GlobalLoss
 from fedcover.training.local_sgd import train_client
 from fedcover.training.recipes.fedprox import cross_entropy
 from fedcover.types import (
@@ -115,11 +116,11 @@ class TrajectoryProbe:
             number = int(batch.step)
             step = _Step(
                 _step_gradient(gradient, params, masks, task.local.weight_decay),
-                squared_norm({name: params[name] - start[name] for name in params}),
+                squared_norm(params[name] - start[name] for name in params),
                 float(path.steps.shares[number]),
             )
             path.squared_drift += step.weight / path.steps.total * step.squared_distance
-            path.step_gradient = max(path.step_gradient, squared_norm(step.gradient))
+            path.step_gradient = max(path.step_gradient, squared_norm(step.gradient.values()))
             if number in probed_steps or self.every_batch:
                 self._record_batch(path, step, batch)
             if number in probed_steps:
@@ -137,8 +138,8 @@ class TrajectoryProbe:
         self, task: Task, client: Client, reduction: Reduction, num_rows: int
     ) -> ClientTrajectory:
         num_steps = task.local.epochs * -(-num_rows // task.local.batch_size)
-        pruned = {name: ~mask for name, mask in reduction.mask(self.model).items()}
-        pruned_energy = squared_norm(self.model, pruned)
+        masks = reduction.mask(self.model)
+        pruned_energy = squared_norm(tensor[~masks[name]] for name, tensor in self.model.items())
         steps = LocalSteps(num_steps, task.local.momentum)
         return ClientTrajectory(client, reduction, steps, pruned_energy)
 
@@ -154,7 +155,7 @@ class TrajectoryProbe:
         global_gradient = path.reduction.extract(full_gradient)
         distance = step.squared_distance + path.pruned_energy
         if distance:
-            difference = squared_norm(_difference(step.gradient, global_gradient))
+            difference = squared_norm(_difference(step.gradient, global_gradient).values())
             path.batch_secant = max(path.batch_secant, (difference / distance) ** 0.5)
         if self.every_batch:
             _add(path.batch_gradient, global_gradient, step.weight)
@@ -169,15 +170,15 @@ class TrajectoryProbe:
     ) -> None:
         """Record the client's gradient, the variance of its batches, and the error of Lemma 1."""
         path.gradient = max(path.gradient, moments.square)
-        path.variance = max(path.variance, moments.square - squared_norm(moments.gradient))
+        path.variance = max(path.variance, moments.square - squared_norm(moments.gradient.values()))
         gap = _difference(moments.gradient, global_gradient)
         distance = step.squared_distance + path.pruned_energy
         if distance:
-            path.secant = max(path.secant, (squared_norm(gap) / distance) ** 0.5)
+            path.secant = max(path.secant, (squared_norm(gap.values()) / distance) ** 0.5)
             difference = {name: -tensor.double() for name, tensor in self.model.items()}
             doubles = {name: tensor.double() for name, tensor in params.items()}
             path.reduction.add_into(difference, doubles, 1.0)
-            split_error = abs(squared_norm(difference) - distance) / distance
+            split_error = abs(squared_norm(difference.values()) - distance) / distance
             path.split_error = max(path.split_error, split_error)
         path.probe_weights.append(step.weight)
         _add(path.gradient_gap, gap, step.weight)
@@ -197,7 +198,7 @@ def _batch_moments(
 ) -> GradientMoments:
     """Compute the masked gradients, with weight decay, of the batches of the rows in order."""
     size = task.local.batch_size
-    mean = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in params.items()}
+    mean = zeros_like(params, torch.float64)
     square = 0.0
     for x, y in zip(torch.split(rows.x, size), torch.split(rows.y, size), strict=True):
         with torch.enable_grad():
@@ -209,7 +210,7 @@ def _batch_moments(
         batch_gradient = dict(zip(values, parts, strict=True))
         gradient = _step_gradient(batch_gradient, params, masks, task.local.weight_decay)
         share = len(y) / len(rows)
-        square += share * squared_norm(gradient)
+        square += share * squared_norm(gradient.values())
         for name, tensor in gradient.items():
             mean[name].add_(tensor, alpha=share)
     return GradientMoments(mean, square)

@@ -9,13 +9,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.conv import _ConvNd
 
-from fedcover.tensors import unflatten
+from fedcover.tensors import tree_map, unflatten
 from fedcover.training.engines import stacked_layers
 from fedcover.training.engines.client_inputs import ClientInputs, StepSignature
 from fedcover.training.engines.sgd_step import FunctionalForward, SGDStep, observes_gradients
 from fedcover.training.engines.stacked_functions import from_taps, to_taps
 from fedcover.training.engines.step_tensors import StepTensors
-from fedcover.training.engines.trees import tree_map
 from fedcover.training.engines.unsupported import UnsupportedByEngine
 from fedcover.training.engines.workspace import StepWorkspace
 from fedcover.training.local_sgd import client_module

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fedcover.errors import TrainingDiverged
 from fedcover.models.norms import statistics_key
-from fedcover.training.engines.trees import TreeSpec, tree_spec
+from fedcover.tensors import device_of
+from fedcover.training.engines.carries import CarrySpec, carry_spec, plain_carry
 from fedcover.training.local_sgd import draw_row_order
 from fedcover.types import Assignment, Carry, LocalTraining, Params, Recipe, Shard, Update
 
@@ -56,7 +57,7 @@ class StepSignature:
     local: LocalTraining
     param_shapes: tuple[tuple[str, tuple[int, ...]], ...]
     masked: tuple[str, ...]
-    carry_spec: TreeSpec
+    carry_spec: CarrySpec
     sample: tuple[int, ...]
     rows: int
     dtype: torch.dtype
@@ -80,7 +81,7 @@ class ClientInputs:
     @property
     def device(self) -> torch.device:
         """The device of the client's parameters."""
-        return next(iter(self.params.values())).device
+        return device_of(self.params)
 
     @property
     def shuffle_key(self) -> tuple[int, int, int]:
@@ -107,7 +108,7 @@ class ClientInputs:
             local=task.local,
             param_shapes=tuple((name, tuple(p.shape)) for name, p in self.params.items()),
             masked=tuple(self.masks),
-            carry_spec=tree_spec(self.carry),
+            carry_spec=carry_spec(self.carry),
             sample=tuple(self.shard.samples.x.shape[1:]),
             rows=rows,
             dtype=next(iter(self.params.values())).dtype,
@@ -128,7 +129,7 @@ def client_inputs(jobs: Iterable[ClientJob]) -> Iterator[ClientInputs]:
             job=job,
             params=params,
             masks=reduction.gradient_mask(),
-            carry=task.recipe.start(assignment, dict(params)),
+            carry=plain_carry(task.recipe.start(assignment, dict(params))),
             shard=task.source.shard(assignment.client.id),
         )
 

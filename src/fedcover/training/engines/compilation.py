@@ -19,11 +19,11 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fedcover.log import log, warn_once
+from fedcover.tensors import tree_leaves, tree_map
 from fedcover.training.engines.cpu_kernels import use_custom_kernels
 from fedcover.training.engines.fingerprint import fingerprint
 from fedcover.training.engines.sgd_step import observes_gradients
 from fedcover.training.engines.step_tensors import BatchSchedule, StepTensors
-from fedcover.training.engines.trees import tree_leaves, tree_map
 from fedcover.training.engines.unsupported import (
     CompileFailed,
     UnsupportedByEngine,

@@ -14,6 +14,7 @@ from torch import nn
 
 from fedcover.log import warn_once
 from fedcover.models.norms import statistics_key
+from fedcover.tensors import device_of
 from fedcover.training.engines.client_inputs import (
     ClientInputs,
     ClientJob,
@@ -194,4 +195,4 @@ def _max_stack_size(clients: Sequence[ClientInputs]) -> int:
 
 def is_on_gpu(jobs: Sequence[ClientJob]) -> bool:
     """Return whether the jobs' model is on a GPU."""
-    return any(next(iter(job.assignment.state.params.values())).is_cuda for job in jobs[:1])
+    return any(device_of(job.assignment.state.params).type == "cuda" for job in jobs[:1])

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from fedcover.tensors import clone, tree_map, tree_map_
 from fedcover.training.engines.client_inputs import ClientInputs, JobResult, client_buffers
 from fedcover.training.engines.compilation import on_stream, precision_context
 from fedcover.training.engines.runners import StepRunner
 from fedcover.training.engines.step_tensors import BatchSchedule, StepTensors
-from fedcover.training.engines.trees import tree_leaves, tree_map
 from fedcover.training.engines.unsupported import reraise_as_unsupported
 from fedcover.training.engines.workspace import StepWorkspace
 from fedcover.types import LocalTraining, Params
@@ -83,9 +83,7 @@ class StackSlot:
         _copy_named(tensors.buffers, buffers)
         for velocity in tensors.velocity.values():
             velocity.zero_()
-        leaves = zip(tree_leaves(tensors.carry), tree_leaves(client.carry), strict=True)
-        for target, value in leaves:
-            target.copy_(value)
+        tree_map_(Tensor.copy_, tensors.carry, client.carry)
         samples, index = client.shard.samples, client.shard.index
         tensors.x[: client.rows].copy_(samples.x[index])
         tensors.y[: client.rows].copy_(samples.y[index])
@@ -131,7 +129,7 @@ class StackSlot:
             finite=bool(flat_P.isfinite().all()),
             loss=float(tensors.losses_T[last_epoch].mean()),
             carry=tree_map(torch.clone, tensors.carry),
-            buffers=tree_map(torch.clone, tensors.buffers),
+            buffers=clone(tensors.buffers),
         )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from fedcover.tensors import device_of
 from fedcover.training.engines.compilation import precision_context
 from fedcover.training.local_sgd import train_client
 from fedcover.types import Client, Reduction, State, Task, Update
@@ -30,7 +31,7 @@ def sequential(
     Raises:
         TrainingDiverged: If a loss or a weight is not finite.
     """
-    device = next(iter(state.params.values())).device
+    device = device_of(state.params)
     for client, reduction in work:
         with precision_context(precision, device):
             update = train_client(task, state, client, reduction, lr)

@@ -18,9 +18,10 @@ from torch.func import grad_and_value, vmap
 from torch.optim.sgd import sgd
 
 from fedcover.data.augment import AUGMENTATIONS
+from fedcover.tensors import tree_leaves
+from fedcover.training.engines.carries import copy_carry_
 from fedcover.training.engines.stacked_layers import StackedLayers
 from fedcover.training.engines.step_tensors import BatchSchedule, StepTensors
-from fedcover.training.engines.trees import tree_copy_, tree_leaves
 from fedcover.types import Batch, Carry, LocalTraining, Params, Recipe
 
 FunctionalForward = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Tensor], Tensor]
@@ -72,8 +73,8 @@ class SGDStep:
 
     def update_carry(self, tensors: StepTensors) -> None:
         """Copy what the recipe observed in this step into what it remembers in the next."""
-        if observes_gradients(self.recipe) and tree_leaves(tensors.carry):
-            torch._foreach_copy_(tree_leaves(tensors.carry), tree_leaves(tensors.observed))
+        if observes_gradients(self.recipe) and (remembered := tree_leaves(tensors.carry)):
+            torch._foreach_copy_(remembered, tree_leaves(tensors.observed))
 
     def compute(self, tensors: StepTensors, schedule: BatchSchedule) -> None:
         """Do the whole step except `update_carry`.
@@ -89,7 +90,7 @@ class SGDStep:
         with torch.no_grad():
             if observes_gradients(self.recipe):
                 observe = vmap(self.recipe.observe) if self.stacked else self.recipe.observe
-                tree_copy_(tensors.observed, observe(tensors.carry, gradients))
+                copy_carry_(tensors.observed, observe(tensors.carry, gradients))
             self._sgd_update(tensors, gradients)
         tensors.step.add_(1)
         schedule.cursor.add_(1)

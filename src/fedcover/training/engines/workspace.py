@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedcover.errors import TrainingDiverged
-from fedcover.tensors import FlatParams, unflatten
+from fedcover.tensors import FlatParams, tree_map, tree_map_, unflatten
 from fedcover.training.engines.client_inputs import (
     ClientInputs,
     JobResult,
@@ -20,7 +20,6 @@ from fedcover.training.engines.client_inputs import (
 )
 from fedcover.training.engines.sgd_step import SGDStep
 from fedcover.training.engines.step_tensors import BatchSchedule, StepTensors
-from fedcover.training.engines.trees import tree_leaves, tree_map
 from fedcover.training.local_sgd import build_update, check_divergence
 from fedcover.types import Carry, Outcome, Params
 
@@ -59,8 +58,11 @@ class StepWorkspace:
         torch._foreach_zero_(list(tensors.velocity.values()))
         for name, mask in tensors.masks.items():
             self._copy_values(mask, [client.masks[name] for client in clients])
-        for position, leaf in enumerate(tree_leaves(tensors.carry)):
-            self._copy_values(leaf, [tree_leaves(client.carry)[position] for client in clients])
+        tree_map_(
+            lambda target, *values: self._copy_values(target, values),
+            tensors.carry,
+            *[client.carry for client in clients],
+        )
         tensors.lr.fill_(clients[0].job.lr)
         self._load_buffers(clients)
         self._load_samples(clients)

@@ -4,6 +4,7 @@ import torch
 
 from fedcover.models.norms import statistics_key
 from fedcover.submodels.reductions import Slices
+from fedcover.tensors import clone
 from fedcover.types import Assignment, Params
 
 
@@ -16,7 +17,7 @@ def client_norm_statistics(assignment: Assignment) -> Params:
     key = statistics_key(assignment.task.norm, assignment.client.capacity)
     statistics = assignment.state.statistics.get(key or "", {})
     client_statistics = assignment.reduction.extract(statistics)
-    return {name: tensor.clone() for name, tensor in client_statistics.items()}
+    return clone(client_statistics)
 
 
 def client_units(assignment: Assignment) -> Params:

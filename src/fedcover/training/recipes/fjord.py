@@ -12,6 +12,7 @@ from fedcover.rng import generator
 from fedcover.submodels.indexing import overlap_mask
 from fedcover.submodels.reductions import Slices
 from fedcover.submodels.unit_groups import num_units_kept
+from fedcover.tensors import device_of
 from fedcover.training.recipes.base import client_norm_statistics, client_units
 from fedcover.types import Assignment, Batch, Carry, Forward, Outcome, Params, Recipe
 
@@ -38,7 +39,7 @@ def fjord(*, widths: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8, 1.0), distil: floa
         task, round, client = assignment.task, assignment.state.round, assignment.client
         draw = generator(task.seed, "fjord", round, client.id)
         schedule = torch.randint(len(levels), (assignment.steps,), generator=draw)
-        schedule = schedule.to(next(iter(params.values())).device)
+        schedule = schedule.to(device_of(params))
         masks = nested_masks(assignment, params, levels)
         return masks, schedule, client_norm_statistics(assignment)
 

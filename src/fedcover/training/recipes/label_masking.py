@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedcover.errors import unknown
+from fedcover.tensors import device_of
 from fedcover.types import Assignment, Batch, Carry, Forward, Outcome, Params, Recipe
 
 ABSENT_LABELS = {"free": None, "zero": 0.0, "ignore": -1e9}
@@ -35,7 +36,7 @@ def mask_absent_labels(recipe: Recipe, *, absent: str = "free", rows: bool = Fal
     fill = ABSENT_LABELS[absent]
 
     def start(assignment: Assignment, params: Params) -> Carry:
-        device = next(iter(params.values())).device
+        device = device_of(params)
         has_label = torch.zeros(assignment.task.source.classes, dtype=torch.bool, device=device)
         has_label[list(assignment.client.labels)] = True
         return recipe.start(assignment, params), has_label

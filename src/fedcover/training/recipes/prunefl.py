@@ -11,6 +11,7 @@ from fedcover.errors import InvalidValue
 from fedcover.policies.prunefl import RECONFIGURE_EVERY, last_answered_round
 from fedcover.submodels.partial_params import local_params
 from fedcover.submodels.reductions import without_masks
+from fedcover.tensors import zeros_like
 from fedcover.training.recipes.fedprox import cross_entropy
 from fedcover.types import Assignment, Carry, Forward, Outcome, Params, Recipe
 
@@ -29,7 +30,7 @@ def prunefl(*, every: int = RECONFIGURE_EVERY) -> Recipe:
 
     def start(assignment: Assignment, params: Params) -> Carry:
         earlier = _earlier_squares(assignment, params, every)
-        return earlier, _zeros_like(params), _trained_in(assignment, params)
+        return earlier, zeros_like(params), _trained_in(assignment, params)
 
     def observe(carry: Carry, gradients: Params) -> Carry:
         earlier, sums, trained_in = carry
@@ -43,10 +44,6 @@ def prunefl(*, every: int = RECONFIGURE_EVERY) -> Recipe:
 
     measures = {"squared_gradient": "all", "trained_in": "round"}
     return Recipe(cross_entropy, start, observe, finish, measures=measures)
-
-
-def _zeros_like(params: Params) -> Params:
-    return {name: torch.zeros_like(p) for name, p in params.items()}
 
 
 def _trained_in(assignment: Assignment, params: Params) -> Params:
@@ -66,5 +63,5 @@ def _earlier_squares(assignment: Assignment, params: Params, every: int) -> Para
         {kind: local_params(tensors) for kind, tensors in measured.items()}
     )
     if last_round is None or last_round // every != assignment.state.round // every:
-        return _zeros_like(params)
+        return zeros_like(params)
     return without_masks(assignment.reduction).extract(measured["squared_gradient"])
