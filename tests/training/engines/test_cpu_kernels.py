@@ -135,17 +135,8 @@ def test_a_product_whose_factors_change_before_the_descent_stays_where_it_is(bet
     assert ("sgd_update_" in traced.code) == (between(*tensors[2:4]) is None)
 
 
-@pytest.fixture
-def two_threads():
-    """Two threads of torch while a test runs."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("two_threads")
 def test_steps_with_threads_keep_torchs_products(used):
+    torch.set_num_threads(2)  # the fixture sets it back
     agree(*world("mlp", policy="full"), batched)
     assert set(used) == {(0, 0)}
 
