@@ -8,6 +8,7 @@ from fedcover.theory import Constants, LocalSteps
 from fedcover.theory.certificate.global_loss import GlobalLoss
 from fedcover.theory.certificate.replay import ReplayedRound
 from fedcover.theory.certificate.softmax_case import SoftmaxSolution
+from fedcover.theory.certificate.trajectories import ClientTrajectory
 
 
 @dataclass(frozen=True)
@@ -42,26 +43,46 @@ def estimate_constants(
         global_loss: F.
         convex: what is proved, for softmax regression.
     """
-    paths = [path for r in rounds for path in r.paths]
     num_clients = len(global_loss.client_weights)
     all_clients = num_clients == setup.clients
-    all_steps = all(len(path.probe_weights) == path.steps.count for path in paths)
-    secant = max(path.secant for path in paths)
-    along = max(r.curvature for r in rounds)
-
-    def exact_if(condition: bool) -> str:
-        return "exact" if condition else "estimate"
-
     estimates = {
-        "L": Estimate(
-            max(secant, along, curvature),
-            "estimate",
-            f"largest of secants on clients' paths {secant:.4g}, F along its way {along:.4g}, "
-            f"Hessian {curvature:.4g}",
+        "L": _smoothness(rounds, curvature),
+        **_path_constants([path for r in rounds for path in r.paths], all_rounds),
+        "zeta2": Estimate(
+            max(r.dissimilarity for r in rounds),
+            _exact_if(all_rounds and all_clients),
+            f"{num_clients} of {setup.clients} clients around their mean, largest seen",
         ),
+        "F_0": Estimate(start, _exact_if(all_clients), "at the first model"),
+        "F_least": Estimate(0.0, "proved", "cross-entropy is never negative"),
+    }
+    if convex:
+        estimates |= _proved_constants(convex, estimates)
+    return estimates
+
+
+def _exact_if(condition: bool) -> str:
+    return "exact" if condition else "estimate"
+
+
+def _smoothness(rounds: Sequence[ReplayedRound], curvature: float) -> Estimate:
+    secant = max(path.secant for r in rounds for path in r.paths)
+    along = max(r.curvature for r in rounds)
+    return Estimate(
+        max(secant, along, curvature),
+        "estimate",
+        f"largest of secants on clients' paths {secant:.4g}, F along its way {along:.4g}, "
+        f"Hessian {curvature:.4g}",
+    )
+
+
+def _path_constants(paths: Sequence[ClientTrajectory], all_rounds: bool) -> dict[str, Estimate]:
+    """Return the constants that are the largest values on the clients' paths."""
+    all_steps = all(len(path.probe_weights) == path.steps.count for path in paths)
+    return {
         "L_batch": Estimate(
             max(path.batch_secant for path in paths),
-            exact_if(all_rounds and all_steps),
+            _exact_if(all_rounds and all_steps),
             "secants of batches on clients' paths",
         ),
         "G": Estimate(
@@ -71,7 +92,7 @@ def estimate_constants(
         ),
         "G_step": Estimate(
             max(path.step_gradient for path in paths),
-            exact_if(all_rounds),
+            _exact_if(all_rounds),
             "largest squared step gradient",
         ),
         "sigma2": Estimate(
@@ -79,17 +100,7 @@ def estimate_constants(
             "estimate",
             "batches around their client; largest",
         ),
-        "zeta2": Estimate(
-            max(r.dissimilarity for r in rounds),
-            exact_if(all_rounds and all_clients),
-            f"{num_clients} of {setup.clients} clients around their mean, largest seen",
-        ),
-        "F_0": Estimate(start, exact_if(all_clients), "at the first model"),
-        "F_least": Estimate(0.0, "proved", "cross-entropy is never negative"),
     }
-    if convex:
-        estimates |= _proved_constants(convex, estimates)
-    return estimates
 
 
 def _proved_constants(

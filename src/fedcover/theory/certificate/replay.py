@@ -1,6 +1,6 @@
 """Replay of a kept round: train its clients again and measure the theorems' quantities."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -9,10 +9,10 @@ from torch import Tensor
 from fedcover.server.aggregation import WEIGHTS
 from fedcover.server.round import aggregate, start_round
 from fedcover.server.round_setup import Setup
-from fedcover.submodels import coverage as cov
-from fedcover.tensors import squared_norm, zeros_like
+from fedcover.tensors import squared_norm
 from fedcover.theory import RoundQuantities
 from fedcover.theory.certificate.global_loss import GlobalLoss, LossEvaluation
+from fedcover.theory.certificate.holders import Holders
 from fedcover.theory.certificate.trajectories import ClientTrajectory, TrajectoryProbe
 from fedcover.types import Client, Params, State
 
@@ -127,78 +127,56 @@ def _measure_round(
     trained: Mapping[str, Tensor],
 ) -> ReplayedRound:
     """Compute all quantities of a round from the models around it and the clients' trajectories."""
-    weight = WEIGHTS[setup.weights]
-    weights = [weight(path.client) for path in paths]
-    total = zeros_like(theta, torch.float64)
-    for path, client_weight in zip(paths, weights, strict=True):
-        path.reduction.add_into(total, None, client_weight)
-    counts = cov.count(theta, [path.reduction for path in paths])
-    covered = {name: count > 0 for name, count in counts.items()}
-    masks = [path.reduction.mask(theta) for path in paths]
-
-    def mean(vectors: list[Params]) -> Params:
-        return _coverage_mean(vectors, paths, total, weights)
-
-    bias = mean([path.reduction.extract(full.client_gradients[path.client.id]) for path in paths])
-    batch_gradient = _mean_batch_gradient(paths, mean) if paths[0].batch_gradient else bias
-    gradient_gap = mean([path.gradient_gap for path in paths])
-    noise = mean([path.noise for path in paths])
+    cohort = [(path.client, path.reduction) for path in paths]
+    holders = Holders.of_cohort(theta, cohort, WEIGHTS[setup.weights])
+    bias = holders.mean(
+        [path.reduction.extract(full.client_gradients[path.client.id]) for path in paths]
+    )
+    batch_gradient = _mean_batch_gradient(paths, holders) if paths[0].batch_gradient else bias
+    gradient_gap = holders.mean([path.gradient_gap for path in paths])
+    noise = holders.mean([path.noise for path in paths])
     # Drop the vectors: there may be many rounds, and each vector is as large as a model.
     for path in paths:
         path.gradient_gap, path.noise, path.batch_gradient = {}, {}, {}
-    quantities = RoundQuantities(
-        lr=setup.lr(state.round),
-        inverse_coverage=tuple(
-            client_weight / _smallest(total, mask)
-            for client_weight, mask in zip(weights, masks, strict=True)
-        ),
-        pruned_energy=tuple(path.pruned_energy for path in paths),
-        gamma=int(_smallest(counts, covered)),
-        energy=squared_norm(theta.values()),
-        gradient=squared_norm(entries_where(full.gradient, covered)),
-        bias=_squared_distance(bias, full.gradient, covered),
-        offset=_squared_distance(batch_gradient, full.gradient, covered),
-        spread=_sampling_spread(full.dissimilarity, counts, covered, setup.clients),
-        regions=_count_regions(masks),
-    )
     dissimilarity = sum(tensor[trained[name]].sum() for name, tensor in full.dissimilarity.items())
     return ReplayedRound(
         number=state.round,
-        quantities=quantities,
+        quantities=RoundQuantities(
+            lr=setup.lr(state.round),
+            inverse_coverage=holders.largest_shares(),
+            pruned_energy=tuple(path.pruned_energy for path in paths),
+            gamma=holders.fewest(holders.covered),
+            energy=squared_norm(theta.values()),
+            gradient=squared_norm(entries_where(full.gradient, holders.covered)),
+            bias=_squared_distance(bias, full.gradient, holders.covered),
+            offset=_squared_distance(batch_gradient, full.gradient, holders.covered),
+            spread=_sampling_spread(full.dissimilarity, holders, setup.clients),
+            regions=holders.count_regions(),
+        ),
         paths=tuple(paths),
         value=full.value,
         gradient=squared_norm(entries_where(full.gradient, trained)),
-        gamma=int(_smallest(counts, trained)),
+        gamma=holders.fewest(trained),
         dissimilarity=float(dissimilarity),
         gradient_gap=squared_norm(gradient_gap.values()),
         noise=squared_norm(noise.values()),
         curvature=_curvature(global_loss, theta, after, full),
-        bias={
-            name: torch.where(covered[name], tensor - full.gradient[name], 0)
-            for name, tensor in bias.items()
-        },
+        bias=_covered_difference(bias, full.gradient, holders),
     )
 
 
-def _coverage_mean(
-    vectors: list[Params], paths: list[ClientTrajectory], total: Params, weights: list[float]
-) -> Params:
-    """Return the weighted mean over the clients that hold each entry; zero if no client does."""
-    sums = zeros_like(total)
-    for vector, path, weight in zip(vectors, paths, weights, strict=True):
-        doubles = {name: tensor.double() for name, tensor in vector.items()}
-        path.reduction.add_into(sums, doubles, weight)
+def _covered_difference(left: Params, right: Params, holders: Holders) -> Params:
+    """Return a difference, with zeros for entries without a holder."""
     return {
-        name: torch.where(total[name] > 0, tensor / total[name], 0) for name, tensor in sums.items()
+        name: torch.where(holders.covered[name], tensor - right[name], 0)
+        for name, tensor in left.items()
     }
 
 
-def _mean_batch_gradient(
-    paths: list[ClientTrajectory], mean: Callable[[list[Params]], Params]
-) -> Params:
+def _mean_batch_gradient(paths: list[ClientTrajectory], holders: Holders) -> Params:
     """Return the clients' mean batch gradient at the global model, relative to the most steps."""
     most_steps = max(path.steps.total for path in paths)
-    return mean(
+    return holders.mean(
         [
             {name: tensor / most_steps for name, tensor in path.batch_gradient.items()}
             for path in paths
@@ -206,26 +184,15 @@ def _mean_batch_gradient(
     )
 
 
-def _sampling_spread(
-    dissimilarity: Params, counts: Params, covered: Mapping[str, Tensor], num_clients: int
-) -> float:
+def _sampling_spread(dissimilarity: Params, holders: Holders, num_clients: int) -> float:
     """Return the expected squared bias of a random cohort; see `RoundQuantities.spread`."""
     total = 0.0
     for name, zeta in dissimilarity.items():
-        count = counts[name]
+        count = holders.counts[name]
         outside = num_clients - count.double()
         spread = zeta / count.clamp_min(1) * outside / max(1, num_clients - 1)
-        total += float(spread[covered[name]].sum())
+        total += float(spread[holders.covered[name]].sum())
     return total
-
-
-def _smallest(tensors: Params, where: Mapping[str, Tensor]) -> float:
-    """Return the smallest entry where a mask is True."""
-    return min(
-        float(tensor[where[name]].min())
-        for name, tensor in tensors.items()
-        if bool(where[name].any())
-    )
 
 
 def _squared_distance(left: Params, right: Params, where: Mapping[str, Tensor]) -> float:
@@ -255,18 +222,3 @@ def _curvature(
     rise = global_loss.evaluate(after).value - full.value - slope
     rounding = 1e-12 if global_loss.dtype == torch.float64 else 1e-5
     return 2 * rise / squared_distance if abs(rise) > rounding * abs(full.value) else 0.0
-
-
-def _count_regions(masks: list[dict[str, Tensor]]) -> int:
-    """Count the different sets of clients that hold some entry.
-
-    Each client gets a random number; sets are told apart by the sums of their numbers.
-    """
-    random = torch.Generator().manual_seed(0)
-    numbers = torch.randint(1, 2**52, (len(masks),), generator=random).tolist()
-    sums: set[int] = set()
-    for name in masks[0]:
-        total = sum(mask[name].long() * number for mask, number in zip(masks, numbers, strict=True))
-        assert isinstance(total, Tensor)
-        sums |= set(torch.unique(total).tolist())
-    return len(sums - {0})
