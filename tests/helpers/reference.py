@@ -30,7 +30,7 @@ def reference_round(
             total = weight = 0.0
             for client, params, masks in trained:
                 if masks[name].flatten()[i]:
-                    counts = float(client.samples) if setup.weights == "samples" else 1.0
+                    counts = float(client.samples) if setup.experiment.weights == "samples" else 1.0
                     total += counts * params[name].flatten()[i].item()
                     weight += counts
             entries.append(total / weight if weight else old_value)

@@ -44,7 +44,7 @@ def working(setup: Setup, state: State) -> list[tuple[Client, Reduction]]:
         (client, part)
         for client, part in sorted(planned, key=lambda pair: pair[0].id)
         if part is not None
-        and not drops_out(client.id, setup.drop_out, setup.task.seed, state.round)
+        and not drops_out(client.id, setup.experiment.drop_out, setup.task.seed, state.round)
     ]
 
 
@@ -52,7 +52,7 @@ def slow_round(setup: Setup, state: State, twin) -> tuple[Tensors, list[tuple[Cl
     """The global parameters after a round, by loops, and what every client made."""
     made = [(client, twin(setup, state, client, part)) for client, part in working(setup, state)]
     weigh = {"uniform": lambda client: 1.0, "samples": lambda client: float(client.samples)}[
-        setup.weights
+        setup.experiment.weights
     ]
     parts = [(slow.params, slow.counts, weigh(client)) for client, slow in made]
     return combined(state.params, parts, weighted_mean), made

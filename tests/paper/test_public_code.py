@@ -9,6 +9,7 @@ import torch
 from fedcover.errors import InvalidValue
 from fedcover.paper.explain import explain, settings
 from fedcover.paper.public_code import SWITCHES, public_code
+from fedcover.policies import as_policy
 from fedcover.policies.paper_regions import regions
 from fedcover.server.cohort import cohort_of, view_of
 from fedcover.server.round import run_round
@@ -22,7 +23,7 @@ def place(policy):
     setup, state = world(
         "mlp", policy=f"regions(codename={CODENAME!r})", active=6, fleet=fleet, assignment="slot"
     )
-    return replace(setup, policy=partial(policy, codename=CODENAME)), state
+    return replace(setup, policy=as_policy(partial(policy, codename=CODENAME))), state
 
 
 def test_without_switches_it_is_the_regions_policy():

@@ -53,7 +53,7 @@ def test_a_policy_of_the_table_describes_itself(name):
 def test_options_are_bound_in_both_functions():
     far = as_policy(partial(OWN, far=True))
     near = run(OWN)
-    assert near.setup.growth is doubled
+    assert near.setup.policy.grow is doubled
     same(run(OWN.with_options(far=True)).state.params, run(far).state.params)
     same(run(far).state.params, run(partial(halves, far=True)).state.params)
     with pytest.raises(AssertionError):
@@ -73,12 +73,12 @@ def test_options_are_bound_in_both_functions():
 )
 def test_the_planner_copies_however_it_is_given(policy):
     experiment = COPIED if policy else replace_policy("planned")
-    assert fc.run(experiment, policy=policy).setup.growth is not None
+    assert fc.run(experiment, policy=policy).setup.policy.grow is not None
 
 
 def test_the_planner_copies_when_it_is_named_by_its_path():
     setup = fc.run(replace_policy("fedcover.policies.planned:planned")).setup
-    assert (setup.policy.name, setup.growth is not None) == ("planned", True)
+    assert (setup.policy.name, setup.policy.grow is not None) == ("planned", True)
 
 
 def replace_policy(policy):

@@ -95,8 +95,8 @@ def test_as_many_copies_as_fit_where_groups_meet(changes, copies):
 def test_a_wish_is_answered_by_coverage_not_by_copies(wish):
     run = fc.run(experiment(policy=wish, fleet="1x0.5", rounds=2))
     nested = fc.run(experiment(policy="prefix", fleet="1x0.5", rounds=2))
-    assert run.setup.growth(view_at(60)) is None
-    assert fc.run(experiment(fleet="1x0.5", rounds=2)).setup.growth(view_at(60)) is not None
+    assert run.setup.policy.grow(view_at(60)) is None
+    assert fc.run(experiment(fleet="1x0.5", rounds=2)).setup.policy.grow(view_at(60)) is not None
     covered = [
         sum(int(t.sum()) for t in each.state.coverage.ever.values()) for each in (run, nested)
     ]
@@ -214,7 +214,7 @@ def test_no_copies_where_they_would_meet_in_a_stream_that_is_never_cut():
     for model, copied in ((Stream(), False), (plain, True)):
         setup = fc.run(experiment(dataset=data, fleet="1x0.5", rounds=1), model=model).setup
         view = view_of(setup, replace(initial_state(setup), round=1), cohort_of(setup, 1))
-        assert (setup.growth(view) is not None) == copied
+        assert (setup.policy.grow(view) is not None) == copied
 
 
 def test_a_certificate_says_that_copying_is_outside_the_theorems(tmp_path):

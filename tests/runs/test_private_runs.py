@@ -11,6 +11,7 @@ import fedcover as fc
 from fedcover.errors import InvalidValue, RunError
 from fedcover.runs.checkpoints import list_checkpoints, load_checkpoint
 from fedcover.runs.experiment import read_experiment
+from fedcover.server.cohort import privacy_accountant
 from fedcover.server.privacy import Gaussian
 from tests.helpers.private import PRIVATE, SMALL
 
@@ -20,7 +21,8 @@ def test_epsilon_is_in_the_history_and_in_the_summary(tmp_path):
     run = fc.run(fc.Experiment(**PRIVATE), tmp_path / "run")
     spent = [line["epsilon"] for line in run.metrics]
     assert spent == [
-        Gaussian(2.0, 1e-4).epsilon(run.setup.max_participations(round)) for round in range(3)
+        Gaussian(2.0, 1e-4).epsilon(privacy_accountant(run.setup).max_participations(round))
+        for round in range(3)
     ]
     assert spent == sorted(spent)
     assert run.summary["epsilon"] == spent[-1]
@@ -192,7 +194,9 @@ def test_wherever_a_private_run_is_stopped_it_releases_each_round_once(
     assert before <= after
     assert sorted(round for round, _ in after) == [0, 1, 2, 3]
     assert [line["round"] for line in run.metrics] == [0, 1, 2]
-    assert run.summary["epsilon"] == Gaussian(2.0, 1e-4).epsilon(run.setup.max_participations(2))
+    assert run.summary["epsilon"] == Gaussian(2.0, 1e-4).epsilon(
+        privacy_accountant(run.setup).max_participations(2)
+    )
     assert (3, bits_of(run.state)) in after
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from fedcover.errors import InvalidValue
 from fedcover.fleet import drops_out
+from fedcover.policies import as_policy
 from fedcover.server.aggregation import coverage_mean, median, trimmed_mean
 from fedcover.server.cohort import cohort_of
 from fedcover.server.optimizers import SERVERS, AggregatedTensor, server_none
@@ -182,7 +183,7 @@ def test_uncovered_entries_stay_or_become_zero(server):
 def test_a_round_in_which_nobody_answers_keeps_everything(server, uncovered):
     setup, state = world("mlp", policy="prefix", server=server, uncovered=uncovered)
     state, _ = run_round(setup, state)
-    nobody = replace(setup, policy=lambda view: [None] * len(view.cohort))
+    nobody = replace(setup, policy=as_policy(lambda view: [None] * len(view.cohort)))
     after, report = run_round(nobody, state)
     same(after.params, state.params)
     assert after.round == state.round + 1

@@ -23,7 +23,7 @@ def agree(setup, state, rounds=2):
         planned = zip(cohort, setup.policy(view_of(setup, state, cohort)), strict=True)
         work = [
             (client, part) for client, part in planned
-            if part is not None and not drops_out(client.id, setup.drop_out, setup.task.seed, state.round)
+            if part is not None and not drops_out(client.id, setup.experiment.drop_out, setup.task.seed, state.round)
         ]  # fmt: skip
         expected = reference_round(setup, state, work)
         state, _ = run_round(setup, state)

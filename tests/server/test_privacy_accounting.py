@@ -7,7 +7,7 @@ import pytest
 
 from fedcover.errors import InvalidValue
 from fedcover.server.cohort import cohort_of
-from fedcover.server.privacy import Gaussian, gaussian, max_participations
+from fedcover.server.privacy import Gaussian, PrivacyAccountant, gaussian, max_participations
 from tests.helpers.worlds import world
 
 STORED = [
@@ -76,13 +76,17 @@ def delta_of_gaussian(epsilon, mu):
 
 def test_participations_are_those_of_the_busiest_client():
     setup, _ = world()
-    cohorts = [[client.id for client in cohort_of(setup, round)] for round in range(setup.rounds)]
-    assert [setup.max_participations(round) for round in (2, 0, 1)] == [
+    cohorts = [
+        [client.id for client in cohort_of(setup, round)]
+        for round in range(setup.experiment.rounds)
+    ]
+    accountant = PrivacyAccountant(gaussian(noise=2.0), cohorts)
+    assert [accountant.max_participations(round) for round in (2, 0, 1)] == [
         list(max_participations(cohorts))[round] for round in (2, 0, 1)
     ]
-    for round in range(setup.rounds):
+    for round in range(setup.experiment.rounds):
         asked = [client for cohort in cohorts[: round + 1] for client in cohort]
-        assert setup.max_participations(round) == max(asked.count(client) for client in asked)
+        assert accountant.max_participations(round) == max(asked.count(client) for client in asked)
 
 
 def test_whoever_was_never_asked_has_taken_no_turn():

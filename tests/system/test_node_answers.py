@@ -135,9 +135,9 @@ def test_a_node_that_does_not_answer_loses_its_place(monkeypatch):
     setup, state = world("mlp")
     work = [(client, Masks({})) for client in cohort_of(setup, 0)]
     scripted = Scripted(silent=[8])
-    options = engine.RoundOptions("", setup.clients, deadline=1.0)
+    options = engine.RoundOptions("", setup.experiment.clients, deadline=1.0)
     train = engine.NodeTraining(scripted, NodeRegistry(), options, events.EventLog(None))
-    assert {partition_of(client.id, setup.clients, 2) for client, _ in work} == {0, 1}
+    assert {partition_of(client.id, setup.experiment.clients, 2) for client, _ in work} == {0, 1}
     train(setup.task, state, work, 0.1)
     train(setup.task, state, work, 0.1)
     train(setup.task, state, work, 0.1)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import fedcover as fc
 from fedcover.errors import InvalidValue, RunError
-from fedcover.policies import POLICIES
+from fedcover.policies import POLICIES, as_policy
 from fedcover.server.round import run_round
 from fedcover.submodels.reductions import Masks, windows
 from fedcover.tensors import squared_norm
@@ -176,7 +176,7 @@ def test_theorem_r_on_random_softmax_problems(seed, share, momentum, batch_size,
     )
     steps = LocalSteps(2 * -(-7 // batch_size), momentum)
     lr = share / (known.smoothness * steps.total)
-    setup = replace(setup, policy=lambda view: chosen, lr=lambda round: lr)
+    setup = replace(setup, policy=as_policy(lambda view: chosen), lr=lambda round: lr)
     everything = {
         name: torch.ones_like(tensor, dtype=torch.bool) for name, tensor in state.params.items()
     }
@@ -424,7 +424,7 @@ def test_several_exits_are_refused(tmp_path):
 def test_f_is_what_all_clients_minimise_together():
     setup, state = world("mlp", weight_decay=0.3, weights="samples")
     global_loss = build_global_loss(setup, 100)
-    shards = [setup.task.source.shard(client) for client in range(setup.clients)]
+    shards = [setup.task.source.shard(client) for client in range(setup.experiment.clients)]
     x = torch.cat([shard.samples.x[shard.index] for shard in shards])
     y = torch.cat([shard.samples.y[shard.index] for shard in shards])
     params = {name: p.clone().requires_grad_() for name, p in state.params.items()}
@@ -441,7 +441,7 @@ def test_f_is_what_all_clients_minimise_together():
     assert squared_norm(kept[name] - g for name, g in client_gradients.items()) < 1e-20
     each = [
         global_loss.loss_and_gradient(state.params, global_loss.rows(client))[1]
-        for client in range(setup.clients)
+        for client in range(setup.experiment.clients)
     ]
     mean = {name: torch.stack([g[name] for g in each]).mean(0) for name in client_gradients}
     zeta = sum(squared_norm(g[name] - mean[name] for name in mean) for g in each) / len(each)
@@ -451,7 +451,7 @@ def test_f_is_what_all_clients_minimise_together():
 def test_the_largest_eigenvalue_is_that_of_the_hessian():
     setup, state = world("softmax", weight_decay=0.3)
     global_loss = build_global_loss(setup, 100)
-    shards = [global_loss.rows(client) for client in range(setup.clients)]
+    shards = [global_loss.rows(client) for client in range(setup.experiment.clients)]
     x, y = torch.cat([s.x for s in shards]).flatten(1), torch.cat([s.y for s in shards])
 
     def loss(weight, bias):

@@ -119,7 +119,7 @@ def _trials(setup: Setup, available: int, seconds: float | None) -> Iterator[Tri
 def slices_for_capacity(setup: Setup, capacity: float) -> Slices | None:
     """Return the sub-model of a capacity, or None if it would leave a group without units."""
     model = setup.task.model
-    if setup.capacity == "width":
+    if setup.experiment.capacity == "width":
         return window_slices(model.groups, capacity)
     params = dict(model.module.named_parameters())
     try:
@@ -140,7 +140,7 @@ def _steps_per_round(setup: Setup) -> int:
     """Return the local steps of a round, for the mean number of rows of some clients with rows."""
     local = setup.task.local
     row_counts = []
-    for client in range(min(MAX_SAMPLED_CLIENTS, setup.clients)):
+    for client in range(min(MAX_SAMPLED_CLIENTS, setup.experiment.clients)):
         num_rows = setup.task.source.count(client)
         if num_rows:
             row_counts.append(num_rows)

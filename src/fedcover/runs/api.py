@@ -84,7 +84,7 @@ def run(
     setup = prepare(experiment, machine, data=data, overrides=overrides)
     machine = limit_processes(machine.for_setup(setup), setup)
     with machine.applied():
-        job = WorkerJob(experiment, machine, data, overrides, setup.rounds)
+        job = WorkerJob(experiment, machine, data, overrides, setup.experiment.rounds)
         if folder is None:
             session = RunSession(experiment, setup, initial_state(setup), [])
             return _run_rounds(job, session, watch)
@@ -153,7 +153,7 @@ def resume(
                 check_data_is_local(experiment, engine)
             machine = limit_processes(machine, setup)
             run_folder.record_machine(machine, session.state.round)
-            job = WorkerJob(experiment, machine, data, overrides, setup.rounds)
+            job = WorkerJob(experiment, machine, data, overrides, setup.experiment.rounds)
             return _run_rounds(job, session, watch)
 
 
@@ -289,7 +289,7 @@ def _run_rounds(job: WorkerJob, session: RunSession, watch: RoundCallback | None
         launch_workers(job, session.setup, session.state) as shared_setup,
     ):
         while session.running:
-            next_state, report = run_round(shared_setup, session.state)
+            next_state, report = run_round(shared_setup, session.state, session.cache)
             session.record_round(next_state, report)
             if watch:
                 watch(report)

@@ -72,12 +72,14 @@ def limit_processes(machine: Machine, setup: Setup) -> Machine:
     stays.
     """
     requested = int(machine.processes)
-    if requested <= setup.active or torchrun_size() > 1:
+    if requested <= setup.experiment.active or torchrun_size() > 1:
         return machine
     log.warning(
-        "processes: %d, as a round has no more clients; %d were asked for", setup.active, requested
+        "processes: %d, as a round has no more clients; %d were asked for",
+        setup.experiment.active,
+        requested,
     )
-    return replace(machine, processes=setup.active)
+    return replace(machine, processes=setup.experiment.active)
 
 
 @contextmanager

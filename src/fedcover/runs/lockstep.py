@@ -180,7 +180,7 @@ def _sessions_at_once(setup: Setup, machine: Machine) -> int:
     else:
         engine = engine_for(setup, machine.engine, machine.device)
         max_clients = LARGE_CLIENTS_AT_ONCE.get(engine, 1)
-    return max(1, max_clients // setup.active)
+    return max(1, max_clients // setup.experiment.active)
 
 
 def _single_process_machine(machine: Machine, setup: Setup) -> Machine:
@@ -204,7 +204,9 @@ def _run_sessions(
             session.finish()  # it may have been stopped before its summary was written
             yield _finished(session, machine)
     while running := [session for session in sessions if session.running]:
-        pending_rounds = [start_round(session.setup, session.state) for session in running]
+        pending_rounds = [
+            start_round(session.setup, session.state, session.cache) for session in running
+        ]
         start = time.perf_counter()
         results = _train_cohorts(running, pending_rounds, family, cache, machine)
         # they trained together, so each run accounts for an equal share of the time
@@ -226,7 +228,9 @@ def _finish_round(
     try:
         if isinstance(updates, TrainingDiverged):
             raise updates
-        next_state, report = finish_round(session.setup, session.state, pending, updates)
+        next_state, report = finish_round(
+            session.setup, session.state, pending, updates, session.cache
+        )
     except TrainingDiverged as error:
         session.diverged = str(error)
         return

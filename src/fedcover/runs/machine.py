@@ -59,7 +59,7 @@ def engine_for(setup: Setup, engine: str, device: str) -> str:
         return "batched" if _suits_stacking(setup) else "streams"
     local = setup.task.local
     row_counts = _sample_row_counts(setup)
-    client_epochs = setup.rounds * setup.active * local.epochs
+    client_epochs = setup.experiment.rounds * setup.experiment.active * local.epochs
     steps = client_epochs * sum(row_counts) / len(row_counts) / local.batch_size
     return "batched" if steps >= WORTH_COMPILING else "sequential"
 
@@ -79,7 +79,7 @@ def _suits_stacking(setup: Setup) -> bool:
 
 def _sample_row_counts(setup: Setup) -> list[int]:
     """Return how many rows each of the first ten clients has."""
-    return [setup.task.source.count(client) for client in range(min(setup.clients, 10))]
+    return [setup.task.source.count(client) for client in range(min(setup.experiment.clients, 10))]
 
 
 def check_device(name: str) -> None:
@@ -177,19 +177,19 @@ class Machine:
     def _processes_for(self, setup: Setup) -> int:
         """Return the number of processes: the requested one, or for `auto` the fastest."""
         if isinstance(self.processes, int):
-            if self.processes > 1 and setup.clip_updates is not None:
+            if self.processes > 1 and setup.experiment.clip_updates is not None:
                 raise InvalidValue(
                     "processes must be 1 with clip_updates, which looks at updates as a whole; "
                     f"got {self.processes}"
                 )
             return self.processes
-        if setup.clip_updates is not None:
+        if setup.experiment.clip_updates is not None:
             return 1
         if self.device.startswith("cuda"):
             cores = torch.cuda.device_count()
         else:
             cores = physical_cores()
-        return num_useful_processes(_estimated_seconds(setup), setup.active, cores)
+        return num_useful_processes(_estimated_seconds(setup), setup.experiment.active, cores)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -220,7 +220,7 @@ def _estimated_seconds(setup: Setup) -> float:
     """Estimate how long a run takes in one process."""
     local = setup.task.local
     cohort = cohort_of(setup, 0)
-    samples = sum(client.samples for client in cohort) * local.epochs * setup.rounds
+    samples = sum(client.samples for client in cohort) * local.epochs * setup.experiment.rounds
     # a backward pass takes twice the work of a forward pass
     multiply_adds = 3 * model_multiply_adds(setup) * local.batch_size
     step_seconds = STEP_SECONDS + multiply_adds / MULTIPLY_ADDS_PER_SECOND

@@ -18,6 +18,7 @@ from fedcover.runs.experiment import Experiment
 from fedcover.runs.metrics_log import Metrics
 from fedcover.runs.run_folder import Folder
 from fedcover.server.round import RoundReport, initial_state
+from fedcover.server.round_cache import RoundCache
 from fedcover.server.round_setup import Setup
 from fedcover.types import Params, State
 
@@ -38,11 +39,13 @@ class RunSession:
     metrics_in_memory: Metrics
     folder: Folder | None = None
     diverged: str = ""
+    cache: RoundCache = field(init=False)
     saved_round: int = field(init=False)
     _pending_write: Future[None] | None = field(init=False, default=None)
     _cpu_copy: tuple[State, State] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
+        self.cache = RoundCache.of(self.setup)
         self.saved_round = self.state.round
         if self.folder:
             # the folder has them: memory must not grow with the rounds
@@ -57,7 +60,7 @@ class RunSession:
     @property
     def running(self) -> bool:
         """Whether any rounds remain."""
-        return not self.diverged and self.state.round < self.setup.rounds
+        return not self.diverged and self.state.round < self.setup.experiment.rounds
 
     def record_round(self, next_state: State, report: RoundReport) -> None:
         """Record a finished round: its metrics, and its state when a checkpoint is due."""
@@ -103,7 +106,7 @@ class RunSession:
         A private run saves every round: running one again would release noise uncounted.
         """
         every = 1 if self.setup.privacy else self.experiment.checkpoint_every
-        return round % every == 0 or round == self.setup.rounds
+        return round % every == 0 or round == self.setup.experiment.rounds
 
     def _submit_write(self, folder: Folder, line: dict[str, Any], state: State, due: bool) -> None:
         """Let the writer thread write the files of a round."""
@@ -171,8 +174,8 @@ def state_mismatch(setup: Setup, state: State) -> str:
     The parameters must already have the shapes of the model.
     """
     module = setup.task.model.module
-    if state.round > setup.rounds:
-        return f"round is {state.round}, and the experiment has {setup.rounds}"
+    if state.round > setup.experiment.rounds:
+        return f"round is {state.round}, and the experiment has {setup.experiment.rounds}"
     for name, tensor in module.named_parameters():
         if state.params[name].dtype != tensor.dtype:
             return f"parameter {name!r} is of {state.params[name].dtype}, not {tensor.dtype}"
@@ -261,7 +264,7 @@ def _report_lost_rounds(
     """Complain about rounds without metrics; raise if none are left to summarise."""
     lost = sorted(set(range(state.round)) - {line["round"] for line in metrics})
     path = folder.path / "metrics.jsonl"
-    if lost and not metrics and state.round == setup.rounds:
+    if lost and not metrics and state.round == setup.experiment.rounds:
         raise RunError(
             f"{path} has lost the metrics of all {state.round} rounds, and there is none left to "
             f"run; the model is intact: fedcover export {shlex.quote(str(folder.path))}"

@@ -40,6 +40,7 @@ from fedcover.server.optimizers import SERVERS
 from fedcover.server.privacy import PRIVACY
 from fedcover.server.round_setup import Setup
 from fedcover.submodels import unit_groups
+from fedcover.submodels.cost import WeightUses
 from fedcover.training.engines import ENGINES, as_engine
 from fedcover.training.schedules import SCHEDULES
 from fedcover.types import (
@@ -117,30 +118,19 @@ def _assemble(
         policy = build_policy(experiment)
     else:
         policy = _check_policy(overrides.policy)
+    inputs = source.test.x
     return Setup(
+        experiment=experiment,
+        uses=WeightUses(model.module, inputs.shape[1:], inputs.dtype),
         task=_build_task(experiment, model, source, recipe),
         fleet=experiment.scaled_fleet,
         policy=policy,
-        growth=policy.grow,
         check_capacity=overrides.policy is not None or ":" in experiment.policy,
         engine=Engine(ENGINES["sequential"]),
         rule=build_rule(experiment.rule),
         server=checked_server(experiment.server, build("server", experiment.server, SERVERS)),
         privacy=privacy,
         lr=_learning_rate(experiment),
-        clients=experiment.clients,
-        active=experiment.active,
-        assignment=experiment.assignment,
-        capacity=experiment.capacity,
-        drop_out=experiment.drop_out,
-        weights=experiment.weights,
-        uncovered=experiment.uncovered,
-        rounds=experiment.rounds,
-        window=experiment.window,
-        evaluate_every=experiment.evaluate_every,
-        local_every=experiment.local_every,
-        evaluation=experiment.evaluation,
-        clip_updates=experiment.clip_updates,
     )
 
 

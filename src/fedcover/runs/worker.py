@@ -24,6 +24,7 @@ from fedcover.runs.launch import (
 from fedcover.runs.setup import Overrides, prepare
 from fedcover.server.collectives import ProcessGroup
 from fedcover.server.round import run_round
+from fedcover.server.round_cache import RoundCache
 from fedcover.server.round_setup import Setup
 from fedcover.server.sharded_round import shard_setup, without_values
 from fedcover.types import State
@@ -68,9 +69,10 @@ def _rendezvous() -> tuple[int, int, FileStore | None]:
 def run_worker(group: ProcessGroup) -> None:
     """Receive the job, prepare it, and take part in its rounds."""
     job, setup, state = _receive(group)
+    cache = RoundCache.of(setup)
     with job.machine.applied():
         while state.round < job.until:
-            state, _ = run_round(setup, state)
+            state, _ = run_round(setup, state, cache)
 
 
 def _receive(group: ProcessGroup) -> tuple[WorkerJob, Setup, State]:

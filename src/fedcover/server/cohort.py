@@ -1,9 +1,11 @@
 """Sampling of a round's clients, and the view of the round that a policy gets."""
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 
 from fedcover.fleet import sample_cohort
+from fedcover.server.privacy import PrivacyAccountant
 from fedcover.server.round_setup import Setup
 from fedcover.types import Client, Reduction, State, View
 
@@ -19,8 +21,8 @@ def cohort_of(
         members: the connected clients with their capacities, where devices come and go. Only these
             are sampled; by default, all clients are.
     """
-    candidates = sorted(members) if members else range(setup.clients)
-    size = min(setup.active, len(candidates))
+    candidates = sorted(members) if members else range(setup.experiment.clients)
+    size = min(setup.experiment.active, len(candidates))
     sampled = sample_cohort(len(candidates), size, setup.task.seed, round)
     cohort = tuple(client_of(setup, candidates[index], slot) for slot, index in enumerate(sampled))
     if not members:
@@ -28,10 +30,21 @@ def cohort_of(
     return tuple(replace(client, capacity=members[client.id]) for client in cohort)
 
 
+def privacy_accountant(setup: Setup) -> PrivacyAccountant | None:
+    """Return the accountant of a run, which counts its cohorts; None without privacy."""
+    if setup.privacy is None:
+        return None
+    clients, active = setup.experiment.clients, setup.experiment.active
+    cohorts = (
+        sample_cohort(clients, active, setup.task.seed, round) for round in itertools.count()
+    )
+    return PrivacyAccountant(setup.privacy, cohorts)
+
+
 def client_of(setup: Setup, id: int, slot: int) -> Client:
     """Describe a client in a slot of the cohort; its capacity is that of the device or the slot."""
     source = setup.task.source
-    capacity = setup.fleet.capacity(id if setup.assignment == "device" else slot)
+    capacity = setup.fleet.capacity(id if setup.experiment.assignment == "device" else slot)
     return Client(id, capacity, slot, source.count(id), source.labels(id))
 
 
@@ -44,13 +57,13 @@ def view_of(setup: Setup, state: State, cohort: tuple[Client, ...]) -> View:
         prunable=setup.task.model.prunable,
         cohort=cohort,
         levels=_levels(setup, cohort),
-        measure=setup.capacity,
+        measure=setup.experiment.capacity,
         coverage=state.coverage,
         seed=setup.task.seed,
         measured=state.measured,
         uses=setup.uses,
         classifier=setup.task.model.classifier,
-        rounds=setup.rounds if setup.growth else None,
+        rounds=setup.experiment.rounds if setup.policy.grow else None,
     )
 
 

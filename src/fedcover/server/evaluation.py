@@ -5,7 +5,6 @@ Suffixes of tensors: B samples, K classes, a number the length of an axis.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -89,6 +88,7 @@ def evaluate(
     reduction: Reduction = FULL_REDUCTION,
     capacity: float = 1.0,
     process_group: ProcessGroup = SINGLE_PROCESS,
+    global_model: "GlobalModel | None" = None,
 ) -> Score:
     """Score the global model, or a client's part of it.
 
@@ -100,13 +100,14 @@ def evaluate(
         reduction: the part of the model; by default all of it.
         capacity: the capacity whose norm statistics are used.
         process_group: the processes that share the samples.
+        global_model: the module that the run reuses for its global model, if it has one.
     """
     if mode == "batch-compat":
         # The score depends on the batches, so every process evaluates all of them.
         model = eval_model(task, state, reduction, capacity, mode)
         return score(logits(model, samples.x, COMPAT_BATCH), samples.y)
     if reduction is FULL_REDUCTION:
-        model = _full_model(task, state)
+        model = (global_model or GlobalModel()).load(task, state)
     else:
         model = eval_model(task, state, reduction, capacity)
     local_rows = process_group.local_slice(len(samples))
@@ -192,28 +193,36 @@ def _trained_model(task: Task, update: Update) -> nn.Module:
 
 
 @dataclass(slots=True, eq=False)
-class EvalModule:
-    """A module of the whole model that is reused: building one takes as long as evaluating it."""
+class GlobalModel:
+    """The module in which a run evaluates its global model, round after round.
 
-    module: nn.Module
-    loaded_state: State | None = None
+    It is reused unless it is large, since building one takes as long as evaluating it.
+    """
 
-    def eval_model(self, task: Task, state: State) -> nn.Module:
+    _module: nn.Module | None = None
+    _loaded_state: State | None = None
+
+    def load(self, task: Task, state: State) -> nn.Module:
         """Return the module with a state's parameters and norm statistics."""
-        reset_module_state(self.module, task.model.module)
-        if self.loaded_state is state:  # the test set was just evaluated, now the validation set
-            return self.module
-        self.loaded_state = None  # in case calibration fails below
+        cpu_params = [tensor for tensor in state.params.values() if tensor.device.type == "cpu"]
+        if sum(tensor.numel() for tensor in cpu_params) > MAX_CACHED_ELEMENTS:
+            return eval_model(task, state, FULL_REDUCTION, 1.0)
+        if self._module is None:
+            self._module = submodel(task.model.module, FULL_REDUCTION, state.params)
+        reset_module_state(self._module, task.model.module)
+        if self._loaded_state is state:  # the test set was just evaluated, now the validation set
+            return self._module
+        self._loaded_state = None  # in case calibration fails below
         statistics = _norm_statistics(task, state, 1.0)
         values = {**state.params, **statistics}
-        tensors = params_and_buffers(self.module)
+        tensors = params_and_buffers(self._module)
         with torch.no_grad():
             torch._foreach_copy_([tensors[name] for name in values], list(values.values()))
         if statistics:
-            module = self.module.eval()
+            module = self._module.eval()
         else:
-            module = calibrate(self.module, task.source.calibration)
-        self.loaded_state = state
+            module = calibrate(self._module, task.source.calibration)
+        self._loaded_state = state
         return module
 
 
@@ -239,15 +248,3 @@ def reset_module_state(module: nn.Module, original: nn.Module) -> None:
 
 
 _PLAIN = (int, float, str, bool, type(None))
-_EVAL_MODULES: WeakKeyDictionary[nn.Module, EvalModule] = WeakKeyDictionary()
-
-
-def _full_model(task: Task, state: State) -> nn.Module:
-    """Return the whole model for evaluation; reuse its module unless it is large."""
-    module = task.model.module
-    cpu_params = [tensor for tensor in state.params.values() if tensor.device.type == "cpu"]
-    if sum(tensor.numel() for tensor in cpu_params) > MAX_CACHED_ELEMENTS:
-        return eval_model(task, state, FULL_REDUCTION, 1.0)
-    if module not in _EVAL_MODULES:
-        _EVAL_MODULES[module] = EvalModule(submodel(module, FULL_REDUCTION, state.params))
-    return _EVAL_MODULES[module].eval_model(task, state)

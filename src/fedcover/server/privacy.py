@@ -9,6 +9,7 @@ S and the noise are whole numbers of steps of a grid, so no floating-point round
 docs/security.md states the guarantee and its conditions.
 """
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -122,6 +123,29 @@ def max_participations(cohorts: Iterable[Sequence[int]]) -> Iterator[int]:
         participations.update(cohort)
         most = max([most, *(participations[client] for client in cohort)])
         yield most
+
+
+class PrivacyAccountant:
+    """Report the privacy loss of a run, whose rounds may be asked for in any order.
+
+    The loss follows from how often the most often sampled client has been sampled. Each cohort is
+    counted once.
+    """
+
+    def __init__(self, privacy: Gaussian, cohorts: Iterable[Sequence[int]]) -> None:
+        self._privacy = privacy
+        self._max_by_round: list[int] = []
+        self._remaining = max_participations(cohorts)
+
+    def max_participations(self, round: int) -> int:
+        """Return how often the most often sampled client has been sampled after a round."""
+        missing = max(0, round + 1 - len(self._max_by_round))
+        self._max_by_round.extend(itertools.islice(self._remaining, missing))
+        return self._max_by_round[round]
+
+    def epsilon(self, round: int) -> float:
+        """Return the epsilon of that client after a round."""
+        return self._privacy.epsilon(self.max_participations(round))
 
 
 # ── the table ───────────────────────────────────────────────────────────────────────────────────

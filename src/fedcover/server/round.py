@@ -7,7 +7,8 @@ A round has three parts, and `run_round` is all of them:
 3. `finish_round` aggregates the updates into the next `State`, then evaluates and measures it.
 
 Callers that train in their own way (several runs side by side, say) call the two halves themselves.
-Nothing here keeps state between rounds: a `Setup` stays the same, and a `State` is never changed.
+A `Setup` stays the same, and a `State` is never changed. Only a `RoundCache` changes from round to
+round, and it changes no result.
 """
 
 import time
@@ -27,6 +28,7 @@ from fedcover.server.clipping import clip_update
 from fedcover.server.cohort import cohort_of, view_of
 from fedcover.server.optimizers import apply_server_step
 from fedcover.server.privacy import private_mean
+from fedcover.server.round_cache import RoundCache
 from fedcover.server.round_metrics import measure_round, score_global_model, score_other_models
 from fedcover.server.round_setup import Setup
 from fedcover.submodels import coverage as cov
@@ -76,35 +78,40 @@ def initial_state(setup: Setup) -> State:
     return State(0, params, _initial_statistics(setup, setup.fleet.levels))
 
 
-def run_round(setup: Setup, state: State) -> tuple[State, RoundReport]:
+def run_round(
+    setup: Setup, state: State, cache: RoundCache | None = None
+) -> tuple[State, RoundReport]:
     """Run one communication round.
 
     Args:
         setup: what is the same in every round.
         state: the run after the previous round.
+        cache: the caches of the run, if it has other rounds.
 
     Returns:
         The state after this round, and the metrics of the round.
     """
-    pending = start_round(setup, state)
+    cache = cache or RoundCache.of(setup)
+    pending = start_round(setup, state, cache)
     state = _with_statistics_for(setup, state, pending.cohort)
     with pending.clock("training"):
         updates = list(setup.engine(setup.task, state, pending.work, setup.lr(state.round)))
-    return finish_round(setup, state, pending, updates)
+    return finish_round(setup, state, pending, updates, cache)
 
 
 # ── before training ─────────────────────────────────────────────────────────────────────────────
 
 
-def start_round(setup: Setup, state: State) -> PendingRound:
+def start_round(setup: Setup, state: State, cache: RoundCache | None = None) -> PendingRound:
     """Sample a cohort and assign each of its clients a sub-model."""
+    cache = cache or RoundCache.of(setup)
     clock = Clock()
     connected = _connected_clients(setup, state.round)
     with clock("policy"):
         view, reductions = _assign_submodels(setup, state, connected)
         if setup.check_capacity:
             check_reductions(view, reductions)
-        assigned = deduplicate(reductions, setup.reduction_cache)
+        assigned = deduplicate(reductions, cache.slices)
     work = [
         (client, reduction)
         for client, reduction in zip(view.cohort, assigned, strict=True)
@@ -144,7 +151,7 @@ def _assign_submodels(
 
 
 def _drops_out(setup: Setup, client: Client, round: int) -> bool:
-    return drops_out(client.id, setup.drop_out, setup.task.seed, round)
+    return drops_out(client.id, setup.experiment.drop_out, setup.task.seed, round)
 
 
 def _initial_statistics(setup: Setup, capacities: Iterable[float]) -> dict[str, Params]:
@@ -169,24 +176,29 @@ def _with_statistics_for(setup: Setup, state: State, cohort: tuple[Client, ...])
 
 
 def finish_round(
-    setup: Setup, state: State, pending: PendingRound, updates: Sequence[Update]
+    setup: Setup,
+    state: State,
+    pending: PendingRound,
+    updates: Sequence[Update],
+    cache: RoundCache | None = None,
 ) -> tuple[State, RoundReport]:
     """Aggregate the updates of a round, and evaluate and measure the new global model."""
+    cache = cache or RoundCache.of(setup)
     clock = pending.clock
     # Floating-point sums depend on their order, so never sum in the order of arrival.
     ordered = sorted(updates, key=lambda update: update.client.id)
     with clock("aggregation"):
         new_state = apply_growth(setup, aggregate(setup, state, ordered), pending.cohort)
     with clock("evaluation"):
-        scores = score_global_model(setup, new_state)
+        scores = score_global_model(setup, new_state, cache.global_model)
     # Scores are read below, so that a GPU can evaluate while the CPU measures.
     with clock("measuring"):
-        metrics = measure_round(setup, state, new_state, pending.cohort, ordered)
+        metrics = measure_round(setup, state, new_state, pending.cohort, ordered, cache.accountant)
     with clock("evaluation"):
         for prefix, score in scores.items():
             metrics[f"{prefix}accuracy"] = score.accuracy
             metrics[f"{prefix}loss"] = score.loss
-        metrics |= score_other_models(setup, new_state, ordered)
+        metrics |= score_other_models(setup, new_state, ordered, cache.global_model)
     metrics |= setup.engine.round_metrics()
     metrics["seconds"] = clock.seconds
     return new_state, RoundReport(state.round, metrics)
@@ -199,14 +211,14 @@ def aggregate(setup: Setup, state: State, updates: Sequence[Update]) -> State:
     counts = cov.count(state.params, [update.trained for update in updates])
     averaged = _combine_updates(setup, state.params, updates)
     params, server = apply_server_step(
-        setup.server, state.params, averaged, counts, state.server, setup.uncovered
+        setup.server, state.params, averaged, counts, state.server, setup.experiment.uncovered
     )
     new_private = {update.client.id: update.private for update in updates if update.private}
     return State(
         round=state.round + 1,
         params=params,
         statistics=_average_statistics(setup, state, updates),
-        coverage=cov.record(state.coverage, counts, setup.window),
+        coverage=cov.record(state.coverage, counts, setup.experiment.window),
         measured=_average_measurements(setup, state, updates),
         server=server,
         private=state.private | new_private,
@@ -216,16 +228,16 @@ def aggregate(setup: Setup, state: State, updates: Sequence[Update]) -> State:
 def _advance_without_updates(setup: Setup, state: State) -> State:
     """Return the state after a round without answers: all weights stay, even if uncovered."""
     no_coverage = cov.count(state.params, [])
-    coverage = cov.record(state.coverage, no_coverage, setup.window)
+    coverage = cov.record(state.coverage, no_coverage, setup.experiment.window)
     return replace(state, round=state.round + 1, coverage=coverage)
 
 
 def _combine_updates(setup: Setup, old: Params, updates: Sequence[Update]) -> Params:
     """Apply the aggregation rule; clip the updates and add noise where the setup asks for it."""
-    limit = setup.clip_updates
+    limit = setup.experiment.clip_updates
     if setup.privacy is not None and limit is not None:
         return _combine_privately(setup, old, updates, limit, setup.privacy.noise)
-    weight = WEIGHTS[setup.weights]
+    weight = WEIGHTS[setup.experiment.weights]
     parts = []
     for update in updates:
         values = update.params
@@ -249,7 +261,7 @@ def _combine_privately(
 
 def _average_statistics(setup: Setup, state: State, updates: Sequence[Update]) -> dict[str, Params]:
     """Average the running norm statistics of the clients, for each width by itself."""
-    weight = WEIGHTS[setup.weights]
+    weight = WEIGHTS[setup.experiment.weights]
     averaged = {}
     for key, old in state.statistics.items():
         parts = [
@@ -281,9 +293,10 @@ def _average_measurements(
 
 def apply_growth(setup: Setup, state: State, cohort: tuple[Client, ...]) -> State:
     """Change the model, and all tensors that belong to it, where the policy's growth step asks."""
-    if setup.growth is None:
+    grow = setup.policy.grow
+    if grow is None:
         return state
-    transform = setup.growth(view_of(setup, state, cohort))
+    transform = grow(view_of(setup, state, cohort))
     if transform is None:
         return state
     statistics = {key: transform(tensors) for key, tensors in state.statistics.items()}

@@ -7,7 +7,8 @@ from typing import Any
 
 from fedcover.server.clipping import change
 from fedcover.server.cohort import reduction_for_capacity
-from fedcover.server.evaluation import Score, evaluate, local_accuracy
+from fedcover.server.evaluation import GlobalModel, Score, evaluate, local_accuracy
+from fedcover.server.privacy import PrivacyAccountant
 from fedcover.server.round_setup import Setup
 from fedcover.submodels import coverage as cov
 from fedcover.submodels.cost import Cost, cost
@@ -17,7 +18,12 @@ from fedcover.types import Client, Coverage, Params, State, Update
 
 
 def measure_round(
-    setup: Setup, before: State, after: State, cohort: tuple[Client, ...], updates: Sequence[Update]
+    setup: Setup,
+    before: State,
+    after: State,
+    cohort: tuple[Client, ...],
+    updates: Sequence[Update],
+    accountant: PrivacyAccountant | None,
 ) -> dict[str, Any]:
     """Return all metrics of a round that need no test set."""
     answered = {update.client.id for update in updates}
@@ -27,14 +33,14 @@ def measure_round(
         "dropped": [client.id for client in cohort if client.id not in answered],
         **submodel_metrics(before.params, after.coverage, updates, setup.uses),
     }
-    limit = setup.clip_updates
+    limit = setup.experiment.clip_updates
     if limit is not None:
         metrics["clipped"] = sum(
             norm(change(before.params, update.trained, update.params).values()) > limit
             for update in updates
         )
-    if setup.privacy is not None:
-        metrics["epsilon"] = setup.privacy.epsilon(setup.max_participations(before.round))
+    if accountant is not None:
+        metrics["epsilon"] = accountant.epsilon(before.round)
     return metrics
 
 
@@ -91,14 +97,14 @@ def _costs(params: Params, updates: Sequence[Update], uses: Mapping[str, int]) -
     return [costs[id(update.sent), id(update.trained)] for update in updates]
 
 
-def score_global_model(setup: Setup, state: State) -> dict[str, Score]:
+def score_global_model(setup: Setup, state: State, global_model: GlobalModel) -> dict[str, Score]:
     """Score the global model on the test and validation samples if an evaluation is due.
 
     Returns:
         The scores by prefix of their metrics' names: empty for the test samples.
     """
-    is_last_round = state.round == setup.rounds
-    if not is_last_round and state.round % setup.evaluate_every:
+    is_last_round = state.round == setup.experiment.rounds
+    if not is_last_round and state.round % setup.experiment.evaluate_every:
         return {}
     source = setup.task.source
     samples_by_prefix = {"": source.test}
@@ -106,35 +112,50 @@ def score_global_model(setup: Setup, state: State) -> dict[str, Score]:
         samples_by_prefix["validation_"] = source.validation
     return {
         prefix: evaluate(
-            setup.task, state, samples, mode=setup.evaluation, process_group=setup.process_group
+            setup.task,
+            state,
+            samples,
+            mode=setup.experiment.evaluation,
+            process_group=setup.process_group,
+            global_model=global_model,
         )
         for prefix, samples in samples_by_prefix.items()
     }
 
 
-def score_other_models(setup: Setup, state: State, updates: Sequence[Update]) -> dict[str, float]:
+def score_other_models(
+    setup: Setup, state: State, updates: Sequence[Update], global_model: GlobalModel
+) -> dict[str, float]:
     """Score the common, single-device and local models in the rounds in which these are due.
 
     They are due every `local_every` rounds and after the last round.
     """
-    is_last_round = state.round == setup.rounds
-    is_due = setup.local_every is not None and state.round % setup.local_every == 0
+    is_last_round = state.round == setup.experiment.rounds
+    is_due = (
+        setup.experiment.local_every is not None and state.round % setup.experiment.local_every == 0
+    )
     if not is_last_round and not is_due:
         return {}
-    scores = evaluate_common_and_single(setup, state)
+    scores = evaluate_common_and_single(setup, state, global_model)
     local_scores = local_accuracy(setup.task, state, updates, setup.process_group)
     if local_scores is not None:
         scores["accuracy_local"], scores["accuracy_trained"] = local_scores
     return scores
 
 
-def evaluate_common_and_single(setup: Setup, state: State) -> dict[str, float]:
+def evaluate_common_and_single(
+    setup: Setup, state: State, global_model: GlobalModel
+) -> dict[str, float]:
     """Score the common model and the largest sub-model that a single device can hold.
 
     The common model is the global model with weights that no client ever trained set to zero.
     """
     test = setup.task.source.test
-    options: dict[str, Any] = {"mode": setup.evaluation, "process_group": setup.process_group}
+    options: dict[str, Any] = {
+        "mode": setup.experiment.evaluation,
+        "process_group": setup.process_group,
+        "global_model": global_model,
+    }
     capacity = max(setup.fleet.levels)
     common = replace(state, params=cov.covered_only(state.params, state.coverage))
     part = reduction_for_capacity(setup, state, capacity)

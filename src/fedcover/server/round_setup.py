@@ -1,79 +1,106 @@
 """Everything that stays the same from round to round."""
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from typing import Protocol
 
-from fedcover.fleet import Fleet, sample_cohort
+from fedcover.fleet import Fleet
 from fedcover.server.aggregation import summable_coverage_mean
 from fedcover.server.collectives import SINGLE_PROCESS, ProcessGroup
 from fedcover.server.grid_noise import ByteStream, fresh_stream
 from fedcover.server.optimizers import ServerStep
-from fedcover.server.privacy import Gaussian, max_participations
-from fedcover.submodels.cost import uses_of_weights
-from fedcover.submodels.reductions import Slices
-from fedcover.types import Engine, GrowthStep, Policy, Rule, Task
+from fedcover.server.privacy import Gaussian
+from fedcover.types import Engine, Policy, Rule, Task
 
 
-@dataclass(frozen=True)
+class RoundSettings(Protocol):
+    """The fields of an experiment that the server reads in a round."""
+
+    @property
+    def clients(self) -> int:
+        """The number of clients."""
+
+    @property
+    def active(self) -> int:
+        """The number of clients in a cohort."""
+
+    @property
+    def assignment(self) -> str:
+        """Whether a capacity belongs to a device or to a slot of the cohort."""
+
+    @property
+    def capacity(self) -> str:
+        """What a capacity is a share of."""
+
+    @property
+    def drop_out(self) -> float:
+        """The probability that a client of the cohort never answers."""
+
+    @property
+    def weights(self) -> str:
+        """How much a client counts."""
+
+    @property
+    def uncovered(self) -> str:
+        """What becomes of entries that no client trained."""
+
+    @property
+    def clip_updates(self) -> float | None:
+        """The largest length of a client's update."""
+
+    @property
+    def rounds(self) -> int:
+        """The number of rounds."""
+
+    @property
+    def window(self) -> int:
+        """The number of rounds over which coverage is counted."""
+
+    @property
+    def evaluation(self) -> str:
+        """Where norm statistics come from in evaluations."""
+
+    @property
+    def evaluate_every(self) -> int:
+        """The rounds between evaluations of the global model."""
+
+    @property
+    def local_every(self) -> int | None:
+        """The rounds between evaluations of the clients' own models."""
+
+
+@dataclass(frozen=True, slots=True)
 class Setup:
-    """The objects and numbers of an experiment, resolved from its fields.
+    """An experiment, and the objects that it names.
 
-    `task` is what local training needs. `rule` aggregates parameters; `mean` averages norm
-    statistics and measurements. `lr` is the learning rate of a round. `growth` changes the model
-    between rounds. `process_group` is the processes that share the run. `noise` opens a fresh
-    stream of random bytes for privacy. The other fields are those of `Experiment` with the same name.
+    Attributes:
+        experiment: The fields that a round reads.
+        task: What local training needs.
+        uses: How often each weight of the model is multiplied for one sample.
+        fleet: The capacities, one for each client or slot of the cohort.
+        policy: Chooses the sub-model of each client.
+        check_capacity: Whether to check what the policy returns, as for a user's own.
+        engine: Trains the clients.
+        rule: Aggregates the parameters.
+        server: The step of the server's optimiser.
+        lr: The learning rate of a round.
+        privacy: The mechanism of differential privacy.
+        mean: Averages norm statistics and measurements.
+        process_group: The processes that share the run.
+        noise: Opens a fresh stream of random bytes for privacy.
     """
 
+    experiment: RoundSettings
     task: Task
+    uses: Mapping[str, int]
     fleet: Fleet
-    clients: int
-    active: int
-    assignment: str
-    capacity: str
-    drop_out: float
     policy: Policy
     check_capacity: bool
     engine: Engine
     rule: Rule
-    weights: str
-    uncovered: str
     server: ServerStep
     lr: Callable[[int], float]
-    rounds: int
-    window: int
-    evaluate_every: int
-    local_every: int | None
-    evaluation: str
+    privacy: Gaussian | None = None
     mean: Rule = field(default_factory=summable_coverage_mean)
     process_group: ProcessGroup = SINGLE_PROCESS
-    clip_updates: float | None = None
-    growth: GrowthStep | None = None
-    privacy: Gaussian | None = None
     noise: Callable[[], ByteStream] = fresh_stream
-
-    def max_participations(self, round: int) -> int:
-        """Return how often the most often sampled client has been sampled after a round."""
-        max_by_round, remaining = self._max_participations
-        missing = max(0, round + 1 - len(max_by_round))
-        max_by_round.extend(itertools.islice(remaining, missing))
-        return max_by_round[round]
-
-    @cached_property
-    def _max_participations(self) -> tuple[list[int], Iterator[int]]:
-        """What `max_participations` has returned so far, and an iterator over later rounds."""
-        clients, active, seed = self.clients, self.active, self.task.seed
-        cohorts = (sample_cohort(clients, active, seed, round) for round in itertools.count())
-        return [], max_participations(cohorts)
-
-    @cached_property
-    def reduction_cache(self) -> dict[bytes, Slices]:
-        """The slices of the last round by their encoding, so that equal ones are reused."""
-        return {}
-
-    @cached_property
-    def uses(self) -> dict[str, int]:
-        """How often each weight is multiplied for one sample."""
-        x = self.task.source.test.x
-        return uses_of_weights(self.task.model.module, x.shape[1:], x.dtype)

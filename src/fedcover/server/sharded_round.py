@@ -46,7 +46,7 @@ def shard_setup(setup: Setup, process_group: ProcessGroup) -> Setup:
     """
     if process_group.size == 1:
         return setup
-    if setup.clip_updates is not None:  # always set with privacy
+    if setup.experiment.clip_updates is not None:  # always set with privacy
         raise RunError(
             "clip_updates looks at each update as a whole, "
             "which needs all of them in one process: use 1"
@@ -65,10 +65,10 @@ def without_values(setup: Setup) -> Setup:
     """Drop the initial values of the parameters from a setup: each round's are in its state."""
     task = setup.task
     module = without_parameters(task.model.module)
-    lean = replace(setup, task=replace(task, model=replace(task.model, module=module)))
-    # Some models can count their multiplications only with values, so keep the cached counts.
-    vars(lean)["uses"] = setup.uses
-    return lean
+    # Some models can count their multiplications only with values, so count them before.
+    uses = dict(setup.uses)
+    lean_task = replace(task, model=replace(task.model, module=module))
+    return replace(setup, task=lean_task, uses=uses)
 
 
 # ── training ────────────────────────────────────────────────────────────────────────────────────

@@ -1,6 +1,6 @@
 """Compute what a part of a model costs a device: parameters, multiply-adds, memory, traffic."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +37,40 @@ class Cost:
     multiply_adds: int
     bytes_down: int
     bytes_up: int
+
+
+class WeightUses(Mapping[str, int]):
+    """How often each weight of a model is multiplied for one sample, counted when first read.
+
+    The first count of a process imports much of torch: seconds, and 70 MB. Nodes of a federation,
+    and readers of a finished run, never need it.
+    """
+
+    def __init__(
+        self, module: nn.Module, shape: Sequence[int], dtype: torch.dtype | None = None
+    ) -> None:
+        self._count: Callable[[], dict[str, int]] | None = partial(
+            uses_of_weights, module, shape, dtype
+        )
+        self._uses: dict[str, int] = {}
+
+    def _counted(self) -> dict[str, int]:
+        if self._count is not None:
+            self._uses = self._count()
+            self._count = None  # it holds the module
+        return self._uses
+
+    def __getitem__(self, name: str) -> int:
+        """Return the uses of a weight."""
+        return self._counted()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names of the weights that count."""
+        return iter(self._counted())
+
+    def __len__(self) -> int:
+        """Return how many weights count."""
+        return len(self._counted())
 
 
 def uses_of_weights(

@@ -1,6 +1,6 @@
 """Define clients, the view of a policy, and policies."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, update_wrapper
 from typing import Any, Protocol
@@ -72,7 +72,7 @@ class View:
     coverage: Coverage
     seed: int
     measured: dict[str, Params] = field(default_factory=dict)
-    uses: dict[str, int] = field(default_factory=dict)
+    uses: Mapping[str, int] = field(default_factory=dict)
     classifier: tuple[str, ...] = ()
     rounds: int | None = None
 

@@ -138,12 +138,12 @@ def uncovered_kept(run: ReplayedRun) -> str | None:
 def model_carried_over(run: ReplayedRun) -> str | None:
     """A round begins with the model with which the previous round ended."""
     setup = run.setup
-    if setup.growth is None:
+    if setup.policy.grow is None:
         return None
     state = initial_state(setup)
-    for round in range(1, setup.rounds):
+    for round in range(1, setup.experiment.rounds):
         view = view_of(setup, replace(state, round=round), cohort_of(setup, round))
-        if setup.growth(view):
+        if setup.policy.grow(view):
             return f"policy {run.policy} changes the model between rounds, before round {round}"
     return None
 

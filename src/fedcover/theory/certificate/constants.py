@@ -44,14 +44,14 @@ def estimate_constants(
         convex: what is proved, for softmax regression.
     """
     num_clients = len(global_loss.client_weights)
-    all_clients = num_clients == setup.clients
+    all_clients = num_clients == setup.experiment.clients
     estimates = {
         "L": _smoothness(rounds, curvature),
         **_path_constants([path for r in rounds for path in r.paths], all_rounds),
         "zeta2": Estimate(
             max(r.dissimilarity for r in rounds),
             _exact_if(all_rounds and all_clients),
-            f"{num_clients} of {setup.clients} clients around their mean, largest seen",
+            f"{num_clients} of {setup.experiment.clients} clients around their mean, largest seen",
         ),
         "F_0": Estimate(start, _exact_if(all_clients), "at the first model"),
         "F_least": Estimate(0.0, "proved", "cross-entropy is never negative"),

@@ -169,10 +169,10 @@ class GlobalLoss:
 def build_global_loss(setup: Setup, most: int) -> GlobalLoss:
     """Return the F of a run; if there are more than `most` clients, over evenly spaced ones."""
     task = setup.task
-    clients: Sequence[int] = range(setup.clients)
-    if setup.clients > most:
-        clients = [k * setup.clients // most for k in range(most)]
-    weight = WEIGHTS[setup.weights]
+    clients: Sequence[int] = range(setup.experiment.clients)
+    if setup.experiment.clients > most:
+        clients = [k * setup.experiment.clients // most for k in range(most)]
+    weight = WEIGHTS[setup.experiment.weights]
     weights = {client: weight(client_of(setup, client, 0)) for client in clients}
     total = sum(weights.values())
     module = use_batch_statistics(copy.deepcopy(task.model.module)).train()

@@ -83,13 +83,13 @@ def measure_run(
     global_loss = build_global_loss(setup, clients)
     first = zero_untrained(initial_state(setup).params, trained)
     num_clients = len(global_loss.client_weights)
-    tell(f"F at the first model, over {num_clients} of {setup.clients} clients")
+    tell(f"F at the first model, over {num_clients} of {setup.experiment.clients} clients")
     start = global_loss.evaluate(first)
     rounds, persistent_bias = _replay_rounds(
         folder, setup, global_loss, trained, kept_files, newest.round, num_probes, device, tell
     )
     convex = None
-    if is_softmax(setup.task.model.module) and num_clients == setup.clients:
+    if is_softmax(setup.task.model.module) and num_clients == setup.experiment.clients:
         tell("the optimum")
         convex = solve_softmax(folder.experiment, global_loss, first, trained)
     tell("the Hessian's largest eigenvalue")

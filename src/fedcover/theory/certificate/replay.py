@@ -128,7 +128,7 @@ def _measure_round(
 ) -> ReplayedRound:
     """Compute all quantities of a round from the models around it and the clients' trajectories."""
     cohort = [(path.client, path.reduction) for path in paths]
-    holders = Holders.of_cohort(theta, cohort, WEIGHTS[setup.weights])
+    holders = Holders.of_cohort(theta, cohort, WEIGHTS[setup.experiment.weights])
     bias = holders.mean(
         [path.reduction.extract(full.client_gradients[path.client.id]) for path in paths]
     )
@@ -150,7 +150,7 @@ def _measure_round(
             gradient=squared_norm(entries_where(full.gradient, holders.covered)),
             bias=_squared_distance(bias, full.gradient, holders.covered),
             offset=_squared_distance(batch_gradient, full.gradient, holders.covered),
-            spread=_sampling_spread(full.dissimilarity, holders, setup.clients),
+            spread=_sampling_spread(full.dissimilarity, holders, setup.experiment.clients),
             regions=holders.count_regions(),
         ),
         paths=tuple(paths),
