@@ -155,7 +155,7 @@ def test_images_are_trained_in_crews_by_default():
     } == {True}
 
 
-def test_captured_steps_are_used_again_when_widths_change_every_round(caplog):
+def test_captured_steps_are_reused_when_widths_change(caplog):
     """Capacities of devices: other widths in every cohort, and nothing is captured once every width was seen."""
     fields = {
         **SETTINGS["images"],
@@ -187,7 +187,7 @@ def test_smaller_formats_stay_near_float32(engine, precision):
 @pytest.mark.parametrize(
     "name", ["prefix", "images"]
 )  # crews; and large steps, run after run through the same graphs
-def test_a_sweep_in_lockstep_equals_its_runs(name):
+def test_sweep_in_lockstep_equals_its_runs(name):
     base = experiment({**SETTINGS[name], "assignment": "slot"}, 2)
     for run in fc.sweep(
         expand_choices(base, {"lr": [0.02, 0.01]}, seeds=2), machine=fc.Machine(device="cuda")
@@ -199,7 +199,7 @@ def test_a_sweep_in_lockstep_equals_its_runs(name):
 
 
 @pytest.mark.parametrize("name", ["prefix", "images", "magnitude"])
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(name, tmp_path):
+def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(name, tmp_path):
     machine = fc.Machine(device="cuda", deterministic=True)
 
     def stop(report):
@@ -218,7 +218,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(name, tmp_path):
     assert last[0] == last[1]
 
 
-def test_what_cannot_be_written_beside_the_next_round_stops_the_run(tmp_path, monkeypatch):
+def test_failed_write_beside_the_next_round_stops_the_run(tmp_path, monkeypatch):
     machine = fc.Machine(device="cuda", deterministic=True)
     save = checkpoints.save_checkpoint
 
@@ -257,7 +257,7 @@ def test_private_noise_is_the_same_whole_numbers_as_on_the_cpu():
     assert float((answers[0] - 1).abs().max()) > 50
 
 
-def test_a_private_run_draws_other_noise_each_time():
+def test_private_run_draws_other_noise_each_time():
     fields = {
         "policy": "rolling",
         "clip_updates": 0.5,

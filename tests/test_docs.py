@@ -18,7 +18,7 @@ def blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
-def test_every_field_is_documented_with_its_default():
+def test_experiment_fields_are_documented_with_defaults():
     documented = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", FIELDS, re.MULTILINE))
     assert documented.keys() == Experiment.model_fields.keys()
     defaults = Experiment().model_dump(mode="json")
@@ -30,7 +30,7 @@ def test_every_field_is_documented_with_its_default():
         assert text.strip().strip("`") == expected.removesuffix(".0"), name
 
 
-def test_every_figure_is_documented():
+def test_metrics_are_documented():
     run = fc.run(fc.Experiment(clients=20, active=4, rounds=1, epochs=1, validation=0.1))
     for name in {*run.summary, *run.metrics[0]} - {
         "round",
@@ -43,7 +43,7 @@ def test_every_figure_is_documented():
         assert f"`{name}`" in METRICS or name == "validation_loss", name
 
 
-def test_the_experiment_of_the_readme_is_valid():
+def test_readme_experiment_is_valid():
     (text,) = blocks("toml")
     assert Experiment(**tomllib.loads(text)).policy == "rolling(spread=true)"
 
@@ -68,14 +68,14 @@ def assert_same_output(printed, shown):
             assert word == expected
 
 
-def test_the_python_of_the_readme_prints_what_it_shows(capsys):
+def test_readme_code_prints_what_it_shows(capsys):
     names, shown = run_page(ROOT / "README.md")
     assert names["run"].accuracy > 0.9
     assert_same_output(capsys.readouterr().out, shown)
 
 
 @pytest.mark.parametrize("page", ["tutorial", "own-model", "data", "coverage"])
-def test_the_python_of_a_page_prints_what_it_shows(page, capsys, tmp_path, monkeypatch):
+def test_page_code_prints_what_it_shows(page, capsys, tmp_path, monkeypatch):
     if page in ("tutorial", "coverage"):
         pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
@@ -86,7 +86,7 @@ def test_the_python_of_a_page_prints_what_it_shows(page, capsys, tmp_path, monke
         assert (tmp_path / "report.html").is_file()
 
 
-def test_the_python_of_the_page_on_own_parts_runs(capsys):
+def test_own_parts_page_code_runs(capsys):
     page = (ROOT / "docs" / "own-parts.md").read_text()
     names: dict[str, object] = {}
     for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
@@ -99,7 +99,7 @@ def test_the_python_of_the_page_on_own_parts_runs(capsys):
                                    {"server": "half_steps(lr=0.8)"}, {"model": "two_layers(width=24)"},
                                    {"dataset": "halves(samples=900)"}, {"partition": "growing"},
                                    {"schedule": "warm(first=3)"}], ids=str)  # fmt: skip
-def test_the_parts_of_that_page_work_by_name(named, tmp_path, monkeypatch):
+def test_own_parts_page_functions_work_by_name(named, tmp_path, monkeypatch):
     page = (ROOT / "docs" / "own-parts.md").read_text()
     functions = page.split("With these functions")[0]
     (tmp_path / "page_parts.py").write_text(
@@ -117,7 +117,7 @@ def test_the_parts_of_that_page_work_by_name(named, tmp_path, monkeypatch):
     assert fc.run(fc.Experiment(**shared, **fields)).accuracy > 0.5
 
 
-def test_nobody_is_told_to_install_from_an_index_that_lacks_the_package():
+def test_pages_install_from_the_checkout():
     told = [
         *ROOT.glob("*.md"),
         *ROOT.glob("docs/*.md"),

@@ -40,18 +40,18 @@ def broken_links(page):
     return broken
 
 
-def test_every_page_is_in_the_navigation_once():
+def test_pages_are_in_the_navigation_once():
     navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("\n\n")[0]
     named = re.findall(r"[\w-]+\.md", navigation)
     assert sorted(named) == [page.name for page in PAGES]
 
 
 @pytest.mark.parametrize("page", [*PAGES, *sorted(ROOT.glob("*.md"))], ids=lambda page: page.name)
-def test_every_relative_link_resolves(page):
+def test_relative_links_resolve(page):
     assert broken_links(page) == []
 
 
-def test_every_public_name_is_in_the_api_reference():
+def test_public_names_are_in_the_api_reference():
     named = re.findall(r"^::: fedcover\.(\S+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
     aliases = {"__version__", "windows", "drawn"}
     expected = {*fc.__all__, *(f"flower.{name}" for name in flower.__all__)} - aliases
@@ -65,14 +65,14 @@ def hooks():
     return module
 
 
-def test_the_generated_reference_has_every_command():
+def test_command_reference_has_every_command():
     text = hooks().command_options()
     commands = json.loads((Path(__file__).parent / "golden" / "commands.json").read_text())
     headings = set(re.findall(r"^#+ fedcover (.+)$", text, re.MULTILINE))
     assert {*commands, "data", "flower"} == headings
 
 
-def test_the_list_of_commands_is_complete():
+def test_command_list_is_complete():
     commands = json.loads((Path(__file__).parent / "golden" / "commands.json").read_text())
     listed = (DOCS / "cli.md").read_text()
     assert [name for name in commands if f"fedcover {name} " not in listed] == []

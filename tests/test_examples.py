@@ -34,7 +34,7 @@ FLOWER = ("your_rows",)
     "name",
     [pytest.param(name, marks=[pytest.mark.system] if name in LONG else []) for name in EXAMPLES],
 )
-def test_an_example_runs_and_learns(name):
+def test_example_runs_and_learns(name):
     done = subprocess.run(
         [sys.executable, "-m", f"examples.{name}"],
         cwd=ROOT,
@@ -53,7 +53,7 @@ def test_an_example_runs_and_learns(name):
     assert min(accuracies) > 0.6
 
 
-def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
+def test_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     notebook = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text())

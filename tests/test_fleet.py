@@ -27,7 +27,7 @@ fleets = st.lists(st.tuples(st.integers(1, 10**6), capacities), min_size=1, max_
         ("007x1", (7,), (1.0,)),
     ],
 )
-def test_fleets_that_can_be_read(text, counts, shares):
+def test_fleet_text_is_parsed(text, counts, shares):
     assert Fleet.parse(text) == Fleet(counts, shares)
 
 
@@ -40,7 +40,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("text", WRONG, ids=range(len(WRONG)))
-def test_fleets_that_cannot_be_read(text):
+def test_wrong_fleet_text_is_refused(text):
     with pytest.raises(InvalidValue, match=r"^fleet must look like '4x1.0 \+ 6x0.75'") as caught:
         Fleet.parse(text)
     assert str(caught.value).endswith(f"got {text!r}")
@@ -48,7 +48,7 @@ def test_fleets_that_cannot_be_read(text):
 
 @settings(max_examples=200, deadline=None)
 @given(st.text(max_size=12) | st.text("0123456789x./+ ", max_size=12))
-def test_any_text_is_a_fleet_or_refused(text):
+def test_any_text_is_parsed_as_fleet_or_refused(text):
     try:
         fleet = Fleet.parse(text)
     except InvalidValue:
@@ -59,18 +59,18 @@ def test_any_text_is_a_fleet_or_refused(text):
 
 @settings(max_examples=200, deadline=None)
 @given(fleets)
-def test_a_fleet_written_out_is_the_same_fleet(fleet):
+def test_fleet_survives_its_text(fleet):
     assert Fleet.parse(str(fleet)) == fleet
 
 
-def test_thirds_keep_all_their_digits():
+def test_fleet_text_keeps_all_digits_of_thirds():
     assert Fleet.parse(str(Fleet.parse("1x1/3"))).capacities == (1 / 3,)
     assert str(Fleet.parse("4x1.0 + 6x3/4")) == "4x1 + 6x0.75"
 
 
 @settings(max_examples=200, deadline=None)
 @given(fleets, st.integers(1, 10**7))
-def test_a_scaled_fleet_has_its_size_and_its_mixture(fleet, clients):
+def test_scaled_fleet_has_the_size_and_the_mixture(fleet, clients):
     distinct = Fleet(fleet.counts, tuple(1 / (kind + 1) for kind in range(len(fleet.counts))))
     scaled = distinct.scaled(clients)
     assert sum(scaled.counts) == clients
@@ -84,7 +84,7 @@ def test_a_scaled_fleet_has_its_size_and_its_mixture(fleet, clients):
     assert list(scaled.capacities) == [c for c in distinct.capacities if c in found]
 
 
-def test_scaling_is_exact_beyond_the_reach_of_floats():
+def test_scaled_fleet_is_exact_beyond_floats():
     big = 10**30
     assert Fleet((big, big), (1.0, 0.5)).scaled(2 * big + 2).counts == (big + 1, big + 1)
     assert Fleet.parse("1x1 + 1x0.5 + 1x0.25").scaled(100).counts == (34, 33, 33)
@@ -92,7 +92,7 @@ def test_scaling_is_exact_beyond_the_reach_of_floats():
 
 @settings(max_examples=200, deadline=None)
 @given(fleets, st.integers(1, 1000))
-def test_kinds_of_one_capacity_count_as_one(fleet, clients):
+def test_scaled_fleet_merges_kinds_of_one_capacity(fleet, clients):
     """What a fleet is made of must not depend on how it is written."""
     merged = Counter()
     for count, capacity in zip(fleet.counts, fleet.capacities, strict=True):
@@ -105,11 +105,11 @@ def test_kinds_of_one_capacity_count_as_one(fleet, clients):
     assert found == Counter(dict(zip(wanted.capacities, wanted.counts, strict=True)))
 
 
-def test_a_kind_is_not_lost_because_another_is_written_in_two_parts():
+def test_scaled_fleet_keeps_small_kinds():
     assert str(Fleet.parse("1x0.5 + 8x1.0 + 8x1.0").scaled(10)) == "1x0.5 + 5x1 + 4x1"
 
 
-def test_a_fleet_scaled_to_its_own_size_is_itself():
+def test_fleet_scaled_to_its_own_size_is_itself():
     fleet = Fleet.parse("3x1 + 5x0.5 + 2x0.25")
     assert fleet.scaled(10) == fleet
     assert Fleet.parse("99x1 + 1x0.5").scaled(10) == Fleet((10,), (1.0,))
@@ -117,7 +117,7 @@ def test_a_fleet_scaled_to_its_own_size_is_itself():
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 9), capacities), min_size=1, max_size=5))
-def test_every_place_has_the_capacity_of_its_kind(kinds):
+def test_fleet_capacity_by_place(kinds):
     fleet = Fleet(tuple(n for n, _ in kinds), tuple(c for _, c in kinds))
     listed = [c for n, c in kinds for _ in range(n)]
     assert [fleet.capacity(place) for place in range(len(listed))] == listed
@@ -125,13 +125,13 @@ def test_every_place_has_the_capacity_of_its_kind(kinds):
         fleet.capacity(len(listed))
 
 
-def test_levels_are_distinct_and_largest_first():
+def test_fleet_levels_are_distinct_and_largest_first():
     assert Fleet.parse("1x0.5 + 2x1 + 3x0.5 + 1x0.25").levels == (1.0, 0.5, 0.25)
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 300), st.data())
-def test_a_cohort_is_drawn_without_repetition(clients, data):
+def test_cohort_is_drawn_without_repetition(clients, data):
     active = data.draw(st.integers(1, clients))
     seed, round = data.draw(st.integers(0, 99)), data.draw(st.integers(0, 99))
     cohort = sample_cohort(clients, active, seed, round)
@@ -147,7 +147,7 @@ def test_cohorts_differ_between_rounds_and_seeds():
     assert len(cohorts) == 100
 
 
-def test_every_client_takes_part_about_as_often():
+def test_cohorts_draw_clients_equally_often():
     times = Counter(client for round in range(2000) for client in sample_cohort(20, 5, 0, round))
     assert len(times) == 20
     assert all(400 < n < 600 for n in times.values())  # 500 expected, standard deviation below 20
@@ -155,7 +155,7 @@ def test_every_client_takes_part_about_as_often():
     assert all(60 < first[client] < 140 for client in range(20))  # slots are fair too
 
 
-def test_a_million_clients_need_no_list_of_a_million():
+def test_cohort_of_a_million_clients_is_drawn():
     cohort = sample_cohort(10**6, 10, 0, 0)
     assert len(set(cohort)) == 10
     assert max(cohort) > 10**5
@@ -176,7 +176,7 @@ def test_drop_outs_are_as_frequent_as_asked(probability):
     assert abs(times / 3000 - probability) < 0.04  # more than four standard deviations
 
 
-def test_drop_out_belongs_to_one_client_in_one_round():
+def test_drop_out_depends_on_client_round_and_seed():
     one = [drops_out(3, 0.5, 0, round) for round in range(64)]
     assert one == [drops_out(3, 0.5, 0, round) for round in range(64)]
     other = [drops_out(4, 0.5, 0, round) for round in range(64)]
@@ -184,10 +184,10 @@ def test_drop_out_belongs_to_one_client_in_one_round():
     assert one != [drops_out(3, 0.5, 1, round) for round in range(64)]
 
 
-def test_nobody_drops_out_at_zero():
+def test_drop_out_rate_zero_drops_nobody():
     assert not any(drops_out(client, 0.0, 0, 0) for client in range(500))
 
 
-def test_who_drops_out_at_a_low_rate_drops_out_at_a_higher_one():
+def test_drop_outs_at_a_low_rate_are_among_those_at_a_higher_one():
     for client in range(200):
         assert drops_out(client, 0.7, 0, 0) or not drops_out(client, 0.3, 0, 0)

@@ -42,7 +42,7 @@ TABLE = {"window": window, "needs": needs}
 
 @settings(max_examples=150, deadline=None)
 @given(names, st.dictionaries(names.map(lambda n: f"o_{n}"), literals, max_size=3))
-def test_what_is_written_is_what_is_read(name, options):
+def test_spec_text_is_parsed_as_written(name, options):
     text = f"{name}({', '.join(f'{key}={written(value)}' for key, value in options.items())})"
     found = parse("policy", f"  {text} ")
     assert found == Spec(name, options)
@@ -64,7 +64,7 @@ def test_what_is_written_is_what_is_read(name, options):
         ("f(over=clients)", {"over": "clients"}),
     ],
 )
-def test_literals_of_every_kind(text, options):
+def test_spec_literals_of_every_kind(text, options):
     assert parse("policy", text) == Spec("f", options)
 
 
@@ -79,7 +79,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
-def test_hostile_text_is_refused_in_one_line(text):
+def test_hostile_spec_text_is_refused_in_one_line(text):
     with pytest.raises(
         InvalidValue, match=r"^policy must look like name or name\(option=value"
     ) as caught:
@@ -92,7 +92,7 @@ def test_hostile_text_is_refused_in_one_line(text):
     st.text(max_size=30)
     | st.text("fx()[]{}=,'\"-1.*#:+ \n\\", max_size=20).map(lambda inside: f"f({inside})")
 )
-def test_any_text_is_read_or_refused(text):
+def test_any_text_is_a_spec_or_refused(text):
     try:
         found = parse("policy", text)
     except InvalidValue:
@@ -101,7 +101,7 @@ def test_any_text_is_read_or_refused(text):
     assert found.name == text.strip().partition("(")[0].strip()
 
 
-def test_options_are_bound():
+def test_spec_options_are_bound():
     assert look_up("policy", parse("policy", "window(spread=true, at=[1, 2])"), TABLE)("v") == (
         "v",
         True,
@@ -137,17 +137,17 @@ def test_unknown_names_list_the_known_ones():
         ("window(at=5)", "policy window: at: input should be a valid list.*got 5"),
     ],
 )
-def test_wrong_options_are_named(text, message):
+def test_wrong_spec_options_are_named(text, message):
     with pytest.raises(InvalidValue, match=f"^{message.replace('(', '[(]').replace(')', '[)]')}$"):
         look_up("policy", parse("policy", text), TABLE)
 
 
-def test_a_function_without_options_says_so():
+def test_error_says_that_a_function_has_no_options():
     with pytest.raises(InvalidValue, match=r"its options are: none"):
         look_up("policy", Spec("plain", {"x": 1}), {"plain": lambda view: view})
 
 
-def test_a_type_that_cannot_be_checked_is_left_to_the_function():
+def test_options_of_unknown_types_are_passed_on():
     class Odd:
         pass
 
@@ -202,13 +202,13 @@ def test_functions_are_imported_by_their_path():
         ("\x00:f", "^policy must look like package.module:function"),
     ],
 )
-def test_paths_that_lead_nowhere(path, message):
+def test_function_paths_that_lead_nowhere_are_refused(path, message):
     with pytest.raises(InvalidValue, match=message):
         look_up("policy", Spec(path), {})
 
 
 @pytest.mark.usefixtures("own_module")
-def test_a_function_of_other_arguments_is_told_which_it_must_take():
+def test_function_with_wrong_arguments_is_refused():
     with pytest.raises(
         InvalidValue, match=r"^model .* positional arguments \(shape, classes, norm\), and"
     ):
@@ -232,5 +232,5 @@ def test_a_function_of_other_arguments_is_told_which_it_must_take():
         ("schedule", "fedcover.training:cosine"),
     ],
 )
-def test_a_run_that_names_a_function_where_it_was_in_the_first_version_is_still_read(field, path):
+def test_moved_function_paths_are_still_found(field, path):
     assert look_up(field, parse(field, path), {}).func.__name__ == path.rpartition(":")[2]

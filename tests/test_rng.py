@@ -17,27 +17,25 @@ def draws(seed, *address):
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 5), addresses, st.integers(0, 5), addresses)
-def test_the_draw_is_a_function_of_the_address_and_of_nothing_less(
-    seed, address, other_seed, other
-):
+def test_rng_depends_on_the_whole_address(seed, address, other_seed, other):
     same = (seed, *map(str, address)) == (other_seed, *map(str, other))
     assert (draws(seed, *address) == draws(other_seed, *other)) == same
 
 
-def test_neighbouring_numbers_do_not_run_together():
+def test_rng_keys_separate_neighbouring_numbers():
     assert key(0, "a", 1, 12) != key(0, "a", 11, 2)
     assert key(1, "a") != key(0, 1, "a")
     assert key(11, 2) != key(1, 12)
 
 
-def test_keys_fit_every_generator_and_are_far_apart():
+def test_rng_keys_are_distinct_and_fit_63_bits():
     keys = [key(seed, "k", round) for seed in range(20) for round in range(100)]
     assert len(set(keys)) == 2000
     assert all(0 <= k < 2**63 for k in keys)
     assert 0.4 < np.mean([k > 2**62 for k in keys]) < 0.6
 
 
-def test_wide_addresses_stay_apart_where_32_bits_do_not():
+def test_rng_wide_generators_differ_where_32_bits_collide():
     """A pair of addresses for which torch's generator is the same, as there are among very many."""
     seeds = {}
     for place in range(1_000_000):
@@ -49,7 +47,7 @@ def test_wide_addresses_stay_apart_where_32_bits_do_not():
     assert wide[0].random() != wide[1].random()
 
 
-def test_wide_addresses_take_more_than_the_key():
+def test_rng_wide_generators_use_256_bits():
     """Of two streams that differ at all, both state and increment do: 255 bits."""
     states = [wide_generator(0, "a", place).bit_generator.state["state"] for place in range(2000)]
     for part, bits in (("state", 128), ("inc", 128)):
@@ -58,7 +56,7 @@ def test_wide_addresses_take_more_than_the_key():
         assert max(state[part] for state in states).bit_length() == bits
 
 
-def test_a_generator_is_fresh_each_time():
+def test_rng_generator_is_deterministic():
     first = generator(3, "x")
     torch.rand(10, generator=first)
     assert draws(3, "x") == draws(3, "x")
@@ -66,7 +64,7 @@ def test_a_generator_is_fresh_each_time():
     assert numpy_generator(3, "x").random() != numpy_generator(3, "y").random()
 
 
-def test_seeded_gives_the_global_generator_back_as_it_was():
+def test_rng_seeded_restores_the_global_generator():
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -80,7 +78,7 @@ def test_seeded_gives_the_global_generator_back_as_it_was():
         assert not torch.equal(torch.rand(3), inside)
 
 
-def test_seeded_gives_it_back_even_after_an_error():
+def test_rng_seeded_restores_it_after_an_error():
     torch.manual_seed(5)
     before = torch.get_rng_state()
     with pytest.raises(RuntimeError), seeded(0, "init"):
@@ -88,7 +86,7 @@ def test_seeded_gives_it_back_even_after_an_error():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_asking_for_generators_moves_no_global_one():
+def test_rng_generators_leave_global_ones_unchanged():
     torch.manual_seed(5)
     before, numpy_before = torch.get_rng_state(), np.random.get_state()[1].copy()
     draws(0, "x")

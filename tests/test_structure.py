@@ -62,7 +62,7 @@ def test_every_module_is_in_a_room_or_belongs_to_the_foundation():
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_a_room_imports_only_what_comes_before_it(path):
+def test_room_imports_only_what_comes_before_it(path):
     place = ORDER.index(room(path))
     for name in imports(path):
         assert name.split(".")[0] in ORDER[: place + 1], (
@@ -71,7 +71,7 @@ def test_a_room_imports_only_what_comes_before_it(path):
 
 
 @pytest.mark.parametrize("place", WALLS)
-def test_some_rooms_know_less_than_they_could(place):
+def test_room_imports_respect_the_walls(place):
     for path in FILES:
         if str(path.relative_to(SOURCE)).startswith(place):
             for name in imports(path):
@@ -87,7 +87,7 @@ def test_no_test_module_imports_another():
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_only_one_room_knows_flower(path):
+def test_flower_is_imported_by_its_room_only(path):
     assert room(path) == "flower" or not re.search(
         r"^\s*(from|import) flwr", path.read_text(), re.MULTILINE
     )
@@ -111,12 +111,12 @@ ASSETS = sorted((SOURCE / "analysis" / "report" / "assets").iterdir())
 
 
 @pytest.mark.parametrize("path", ASSETS, ids=lambda path: path.name)
-def test_the_parts_of_the_report_page_stay_small_and_are_used(path):
+def test_report_assets_stay_small_and_are_used(path):
     assert path.suffix == ".css" or path.read_text().count("\n") <= 350
     assert path.suffix != ".js" or path.name in SCRIPTS
 
 
-def test_the_package_carries_its_types_and_its_data():
+def test_package_contains_types_and_data():
     assert (SOURCE / "py.typed").is_file()
     assert (SOURCE / "data" / "digits.npz").is_file()
     assert (SOURCE / "training" / "engines" / "cpu_kernels.cpp").is_file()
@@ -131,7 +131,7 @@ def test_every_public_name_can_be_imported():
         fedcover.nonsense  # noqa: B018
 
 
-def test_running_an_experiment_needs_no_command_line_packages():
+def test_run_needs_no_command_line_packages():
     """Only torch, numpy, pydantic, safetensors and tomli_w: the others may be absent."""
     program = """
 import sys
@@ -148,7 +148,7 @@ print(fc.run(fc.Experiment(**fields)).gamma_min)
     assert int(done.stdout) >= 0
 
 
-def test_the_readme_names_commands_that_exist():
+def test_readme_names_commands_that_exist():
     readme, makefile = (ROOT / "README.md").read_text(), (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^make (\w+)", readme, re.MULTILINE))
     assert {"demo", "test"} <= targets

@@ -169,7 +169,7 @@ def test_commands_and_their_options():
     assert_holds(golden("commands", now), now)
 
 
-def test_names_in_tables_and_their_options():
+def test_table_names_and_their_options():
     from fedcover.cli.list_names import TABLES
 
     now = {

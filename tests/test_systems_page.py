@@ -28,7 +28,7 @@ ENOUGH = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_of_the_page_runs_and_learns(name, monkeypatch, capsys, tmp_path):
+def test_systems_page_command_runs_and_learns(name, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [*COMMANDS[name], "--json"])
     with pytest.raises(SystemExit) as leaving:
@@ -39,7 +39,7 @@ def test_every_command_of_the_page_runs_and_learns(name, monkeypatch, capsys, tm
     assert accuracy >= ENOUGH.get(name, 0.8)
 
 
-def test_the_page_has_a_command_for_every_system():
+def test_systems_page_has_a_command_for_every_system():
     assert len(COMMANDS) == len(BLOCKS) == PAGE.count("```") // 2
     run_by_some = {word for words in COMMANDS.values() for word in words}
     for field, table in {"recipe": RECIPES, "rule": RULES, "server": SERVERS}.items():
@@ -60,7 +60,7 @@ def test_the_page_has_a_command_for_every_system():
         assert any(re.match(rf"policy={policy}\b", word) for word in run_by_some), policy
 
 
-def test_the_page_lists_every_value_of_every_switch():
+def test_systems_page_lists_every_value_of_every_switch():
     rows = {row.split("|")[2]: row for row in PAGE.splitlines() if row.startswith("| ")}
     tables = {"over": OVER, "weights": WEIGHTS, "uncovered": UNCOVERED, "norm": NORMS, "absent_labels": ABSENT_LABELS,
               "server": SERVERS}  # fmt: skip

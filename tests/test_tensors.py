@@ -44,7 +44,7 @@ def agree(slab, plain):
     st.sampled_from(["slices", "whole", "masks", "within"]),
     st.sampled_from([1.0, 0.5, -3.0]),
 )
-def test_adding_into_a_slab(layout, data, kind, scale):
+def test_slab_add_into_equals_tensors(layout, data, kind, scale):
     slices = Slices(
         layout.groups, {n: torch.tensor(u) for n, u in data.draw(kept_units(layout.groups)).items()}
     )
@@ -72,7 +72,7 @@ def test_adding_into_a_slab(layout, data, kind, scale):
 
 @settings(max_examples=100, deadline=None)
 @given(layouts(), st.data())
-def test_extracting_from_a_slab(layout, data):
+def test_slab_extract_equals_tensors(layout, data):
     part = Slices(
         layout.groups, {n: torch.tensor(u) for n, u in data.draw(kept_units(layout.groups)).items()}
     )
@@ -81,7 +81,7 @@ def test_extracting_from_a_slab(layout, data):
     assert torch.equal(found.flat, concat(found.values()))
 
 
-def test_extracting_what_is_absent_or_whole():
+def test_slab_extract_of_absent_or_whole_tensors():
     slab = slab_of({"w": torch.arange(8.0).view(4, 2), "head": torch.ones(3)})
     groups = (UnitGroup("g", 4, (Cut("w", 0), Cut("head", None, unit=3))),)
     agree(
@@ -120,7 +120,7 @@ def descended(assignment, forward, params, carry):
 
 
 @pytest.mark.parametrize("finish", [zeroed, descended])
-def test_recipes_may_do_with_their_parameters_what_they_like(monkeypatch, finish):
+def test_slab_parameters_may_be_changed_by_recipes(monkeypatch, finish):
     recipe = Recipe(cross_entropy, finish=finish)
     expected = one_round(recipe, "sequential").params
     monkeypatch.setattr(tensors, "_on_gpu", bool)
@@ -141,7 +141,7 @@ def layerwise():
 
 
 @pytest.mark.parametrize("own", [{"rule": backwards}, {"server": layerwise()}])
-def test_own_rules_and_servers_see_tensors_by_name(monkeypatch, own):
+def test_slab_tensors_have_names_in_own_rules_and_servers(monkeypatch, own):
     def after():
         experiment = Experiment(
             dataset="digits", model="mlp(hidden=[8, 6])", fleet="2x1 + 2x0.5", clients=4, active=4, epochs=1, lr=0.1,
@@ -155,7 +155,7 @@ def test_own_rules_and_servers_see_tensors_by_name(monkeypatch, own):
     agree(after(), plain)
 
 
-def test_the_tensors_of_a_slab_are_not_replaced():
+def test_slab_tensors_cannot_be_replaced():
     slab = slab_of({"w": torch.ones(2)})
     for change in (
         lambda: slab.update(w=torch.zeros(2)), lambda: slab.pop("w"), lambda: slab.__setitem__("w", torch.zeros(2))
@@ -165,7 +165,7 @@ def test_the_tensors_of_a_slab_are_not_replaced():
     assert {**slab, "b": 1}.keys() == {"w", "b"}
 
 
-def test_what_clients_keep_and_send_is_no_larger_than_it_is():
+def test_slab_views_are_copied_before_they_are_sent():
     recipe = Recipe(
         cross_entropy,
         finish=lambda a, f, params, c: Outcome(params, private={"b": params["head.bias"]}),
@@ -179,7 +179,7 @@ def test_what_clients_keep_and_send_is_no_larger_than_it_is():
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda slab: pickle.loads(pickle.dumps(slab))])
-def test_a_copy_is_a_slab_of_its_own(copied):
+def test_slab_copy_has_its_own_memory(copied):
     rows = torch.randn(50, 60)  # as of a crew
     slab = FlatParams(rows[3], [("w", (5, 10)), ("b", (10,))])
     other = copied(slab)
@@ -191,7 +191,7 @@ def test_a_copy_is_a_slab_of_its_own(copied):
     assert len(pickle.dumps(slab)) < 2_000
 
 
-def test_what_is_of_several_types_is_no_slab(monkeypatch):
+def test_slab_needs_one_dtype(monkeypatch):
     monkeypatch.setattr(tensors, "_on_gpu", lambda values: True)
     mixed = {"w": torch.ones(2), "b": torch.ones(2, dtype=torch.float64)}
     assert tensors.flatten_if_cuda(mixed) is mixed
@@ -210,7 +210,7 @@ def test_what_is_of_several_types_is_no_slab(monkeypatch):
         {"policy": "full", "recipe": "hermes"},
     ],
 )
-def test_rounds_on_slabs_equal_rounds_on_tensors(monkeypatch, fields):
+def test_slab_rounds_equal_tensor_rounds(monkeypatch, fields):
     def rounds():
         known = {"model": "mlp(hidden=[8, 6])", **fields}
         in_crews = known.pop("engine", None)
@@ -246,7 +246,7 @@ def test_rounds_on_slabs_equal_rounds_on_tensors(monkeypatch, fields):
         assert line == again
 
 
-def test_counting_in_a_slab_of_bytes_and_what_is_absent():
+def test_slab_counts_of_bytes_and_absent_tensors():
     layout = {"w": torch.zeros(4, 2), "head": torch.zeros(3)}
     groups = (UnitGroup("g", 4, (Cut("w", 0), Cut("head", None, unit=3))),)
     part = Slices(groups, {"g": torch.tensor([0, 2])})
@@ -262,7 +262,7 @@ def test_counting_in_a_slab_of_bytes_and_what_is_absent():
 
 
 @pytest.mark.parametrize("over", OVER)
-def test_the_mean_of_slabs(over):
+def test_slab_mean_equals_tensors(over):
     draw = torch.Generator().manual_seed(0)
     old = {"w": torch.randn(3, 4, generator=draw), "b": torch.randn(5, generator=draw)}
     total = {name: torch.randn(t.shape, generator=draw).double() for name, t in old.items()}
@@ -291,7 +291,7 @@ class Scaled(torch.nn.Module):
 
 
 @pytest.mark.parametrize("engine", ["sequential", "streams", "batched"])
-def test_a_parameter_may_be_a_single_number_and_groups_lists(tmp_path, engine):
+def test_scalar_parameters_and_groups_as_lists_are_accepted(tmp_path, engine):
     groups = [
         UnitGroup(
             "hidden", 8, [Cut("hidden.weight", 0), Cut("hidden.bias", 0), Cut("head.weight", 1)]
@@ -313,7 +313,7 @@ def test_a_parameter_may_be_a_single_number_and_groups_lists(tmp_path, engine):
 
 
 @pytest.mark.parametrize("size", [(tensors.PIECE["cpu"] + 3,), (1025, 1024)])
-def test_what_goes_in_pieces_equals_what_is_done_at_once(size):
+def test_in_pieces_equals_one_call(size):
     one, two = torch.randn(size), torch.randn(size, dtype=torch.float64)
 
     def quotient(first, second):
@@ -325,7 +325,7 @@ def test_what_goes_in_pieces_equals_what_is_done_at_once(size):
 
 
 @pytest.mark.parametrize("over", OVER)
-def test_a_mean_of_large_tensors_equals_that_of_their_rows(over):
+def test_mean_of_large_tensors_equals_the_mean_of_rows(over):
     groups = (UnitGroup("g", 1100, (Cut("w", 0),)),)
     old = {"w": torch.randn(1100, 1000)}
     reductions = [
@@ -350,7 +350,7 @@ def test_a_mean_of_large_tensors_equals_that_of_their_rows(over):
         assert torch.equal(coverage_mean(few, mine, over=over)["w"][0], made[row])
 
 
-def test_the_norm_of_views_of_one_tensor_is_that_of_separate_tensors_bit_for_bit():
+def test_norm_of_views_of_one_tensor_is_that_of_separate_tensors_bit_for_bit():
     plain = {name: torch.randn(size) for name, size in (("a", (7, 9)), ("b", (30,)), ("c", ()))}
     length = tensors.norm(slab_of(plain).values())
     assert length == tensors.norm(plain.values())

@@ -10,7 +10,7 @@ from tests.helpers.paper_tables import PRUNING, SUBNET
 
 
 @pytest.mark.parametrize("digits", PRUNING)
-def test_the_pruning_table(digits):
+def test_audit_reproduces_the_pruning_table(digits):
     parameters, multiply_adds, gamma, gamma_printed = PRUNING[digits]
     found = audit_codename(digits, "pruning")
     assert (found["parameters"], found["multiply_adds"], found["gamma_min"]) == (
@@ -25,7 +25,7 @@ def test_the_pruning_table(digits):
 
 
 @pytest.mark.parametrize("digits", SUBNET)
-def test_the_sub_network_table(digits):
+def test_audit_reproduces_the_sub_network_table(digits):
     parameters, multiply_adds, gamma = SUBNET[digits]
     found = audit_codename(digits, "subnet")
     assert (found["parameters"], found["multiply_adds"], found["gamma_min"]) == (
@@ -36,26 +36,26 @@ def test_the_sub_network_table(digits):
     assert min(found["coverage"].values()) == gamma
 
 
-def test_the_coverage_of_each_region_is_that_of_its_weights():
+def test_region_coverage_is_that_of_its_weights():
     found = audit_codename("1444777777", "pruning")
     assert found["coverage"] == {"S1": 10, "S2": 10, "S3": 4, "S4": 1}
     assert found["histogram"] == {"1": 39_200, "4": 39_200, "10": 159_010 - 78_400}
     assert (found["codename"], found["kind"], found["model"]) == ("1444777777", "pruning", "mlp")
 
 
-def test_a_codename_is_an_experiment():
+def test_codename_gives_an_experiment():
     found = codename("1477", "subnet")
     assert (found.fleet, found.assignment, found.active) == ("1x1 + 1x0.75 + 2x0.5", "slot", 4)
     assert codename("1" * 200, "pruning").clients == 200
 
 
 @pytest.mark.parametrize("wrong", ["", "1118", "0111", "11a1", "11 11", "\u0661\u0661"])
-def test_what_is_no_codename(wrong):
+def test_invalid_codenames_are_refused(wrong):
     with pytest.raises(InvalidValue, match=r"^codename must consist of digits 1 to 7"):
         audit_codename(wrong, "pruning")
 
 
-def test_wrong_kinds_and_variants():
+def test_unknown_kinds_and_variants_are_refused():
     with pytest.raises(InvalidValue, match=r"^kind must be one of pruning, subnet; got 'x'$"):
         audit_codename("1111", "x")
     with pytest.raises(InvalidValue, match=r"^p5 must be one of code, printed; got 'x'$"):
@@ -72,7 +72,7 @@ CASES = {
 
 @pytest.mark.parametrize("policy", ["prefix", "rolling", "magnitude"])
 @pytest.mark.parametrize("model", CASES)
-def test_audits_of_fleets(model, policy):
+def test_audit_of_fleets_with_each_policy(model, policy):
     spec, dataset = CASES[model]
     found = audit(
         Experiment(model=spec, dataset=dataset, fleet="1x1.0 + 2x0.5 + 3x0.25", policy=policy)
@@ -106,7 +106,7 @@ def test_capacity_in_parameters_is_never_exceeded():
             assert budget - 795 < row["parameters"] <= budget  # one more unit would be too much
 
 
-def test_without_a_large_device_something_is_uncovered():
+def test_fleet_without_large_device_leaves_parameters_uncovered():
     found = audit(Experiment(model="mlp", dataset="mnist", fleet="6x0.5", policy="prefix"))
     assert found["gamma_min"] == 0
     assert found["histogram"] == {"0": 100 * 795, "6": 100 * 795 + 10}
@@ -116,7 +116,7 @@ def test_without_a_large_device_something_is_uncovered():
     assert spread["gamma_min"] == 3
 
 
-def test_the_batch_is_the_experiments_own():
+def test_audit_uses_the_experiments_batch_size():
     small, large = (
         audit(Experiment(model="mlp", dataset="mnist", batch_size=size))["capacities"][0]["memory"]
         for size in (10, 20)
@@ -124,12 +124,12 @@ def test_the_batch_is_the_experiments_own():
     assert large > small
 
 
-def test_only_data_of_known_shape_can_be_audited():
+def test_data_of_unknown_shape_cannot_be_audited():
     with pytest.raises(InvalidValue, match=r"^dataset must be one of digits, .*; got 'emnist'"):
         audit(Experiment(dataset="emnist"))
 
 
-def test_a_data_file_of_your_own_can_be_audited(tmp_path):
+def test_own_data_file_can_be_audited(tmp_path):
     rows = {
         "train_x": np.zeros((8, 3, 5, 5), np.float32),
         "test_x": np.zeros((2, 3, 5, 5), np.float32),
@@ -139,7 +139,7 @@ def test_a_data_file_of_your_own_can_be_audited(tmp_path):
     assert found["parameters"] == 75 * 200 + 200 + 200 * 4 + 4
 
 
-def test_an_audit_of_planned_tells_of_what_a_run_trains():
+def test_audit_of_planned_describes_its_first_round():
     fields = {"dataset": "digits", "model": "mlp(hidden=[8, 8])", "fleet": "2x0.5"}
     first = {
         policy: audit(Experiment(**fields, policy=policy))["histogram"]

@@ -14,7 +14,7 @@ from fedcover.training.engines.compilation import eager_backend
 SMALL = {"clients": 2, "batch": 2}
 
 
-def test_every_function_gives_the_seconds_of_each_repetition():
+def test_timing_returns_seconds_of_each_repetition():
     for found in (
         baseline.eager_step("mlp", repeats=2, **SMALL),
         baseline.one_big_batch_step("mlp", "cpu", images=4, repeats=2),
@@ -23,7 +23,7 @@ def test_every_function_gives_the_seconds_of_each_repetition():
         assert all(seconds > 0 for seconds in found)
 
 
-def test_pieces_of_work_are_measured_by_turns():
+def test_benchmarks_take_turns():
     done = []
     works = {
         "loop": baseline.eager_clients(steps=1, **SMALL),
@@ -39,7 +39,7 @@ def test_pieces_of_work_are_measured_by_turns():
     assert len(done) == 3  # the first does not count
 
 
-def test_the_loop_learns():
+def test_baseline_loop_learns():
     torch.manual_seed(0)
     module = baseline.training_model("mlp", "cpu")
     x_N, y_N = (batches[0] for batches in baseline.random_batches("mlp", "cpu", 1, 40))
@@ -51,7 +51,7 @@ def test_the_loop_learns():
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_our_own_steps_are_measured_alike(monkeypatch, together):
+def test_engine_steps_are_timed(monkeypatch, together):
     # what is compiled is tested elsewhere
     monkeypatch.setattr(
         import_module("fedcover.training.engines.batched"), "inductor_backend", eager_backend
@@ -62,7 +62,7 @@ def test_our_own_steps_are_measured_alike(monkeypatch, together):
     assert all(second > 0 for second in found)
 
 
-def test_bench_tells_when_figures_are_not_steady(capsys, monkeypatch):
+def test_bench_warns_of_unsteady_figures(capsys, monkeypatch):
     figures = [
         Measurement("steady", (1.0, 1.4)),
         Measurement("not so", (1.0, 1.6)),
@@ -76,7 +76,7 @@ def test_bench_tells_when_figures_are_not_steady(capsys, monkeypatch):
         assert bool(said) == bool(err)
 
 
-def test_a_page_tells_medians_spread_and_ratios():
+def test_bench_page_shows_medians_spread_and_ratios():
     text = page([Measurement("a step", (3.0, 1.0, 2.0), (("than the loop", 4.5),))], "cpu")
     assert "| a step | 2.000 | 1.000 to 3.000 | 3 | than the loop 4.500 |" in text
     assert torch.__version__ in text

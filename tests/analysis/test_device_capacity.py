@@ -34,7 +34,7 @@ def setup_of(**fields):
     )
 
 
-def test_with_memory_and_time_to_spare_it_is_the_whole_model():
+def test_capacity_is_the_whole_model_without_limits():
     setup = setup_of()
     found = propose(setup, memory=10**12, tell=quiet)
     (trial,) = found.trials
@@ -47,7 +47,7 @@ def test_with_memory_and_time_to_spare_it_is_the_whole_model():
 
 
 @pytest.mark.parametrize("measure", ["width", "parameters"])
-def test_the_largest_capacity_that_fits_is_proposed(measure):
+def test_largest_capacity_that_fits_is_proposed(measure):
     setup = setup_of(capacity=measure)
     needed = {
         share: memory_to_train(setup.task.model, part, (1, 8, 8), batch_size=10)
@@ -69,7 +69,7 @@ def test_the_largest_capacity_that_fits_is_proposed(measure):
         )
 
 
-def test_a_capacity_in_parameters_is_never_exceeded():
+def test_capacity_in_parameters_is_never_exceeded():
     setup = setup_of(capacity="parameters")
     full = sum(p.numel() for p in setup.task.model.module.parameters())
     for share in CANDIDATE_CAPACITIES:
@@ -81,7 +81,7 @@ def test_a_capacity_in_parameters_is_never_exceeded():
     assert slices_for_capacity(setup, 1e-9) is None
 
 
-def test_nothing_fits():
+def test_capacity_is_none_where_nothing_fits():
     assert propose(setup_of(), memory=1, tell=quiet).capacity is None
     found = propose(setup_of(), seconds=1e-9, tell=quiet)
     assert found.capacity is None
@@ -89,7 +89,7 @@ def test_nothing_fits():
     assert all(trial.round_seconds > 1e-9 for trial in found.trials)
 
 
-def test_it_is_measured_by_training():
+def test_capacity_is_measured_by_training():
     """As many local steps as promised, on sub-models of the capacity's own size, and the model stays as it was."""
     setup = setup_of(model="mlp(hidden=[16])")
     before = {name: p.clone() for name, p in setup.task.model.module.named_parameters()}
@@ -111,7 +111,7 @@ def test_it_is_measured_by_training():
 
 
 @pytest.mark.parametrize("model", ["cnn", "depth_resnet", "transformer", "lstm", "lora"])
-def test_any_model(model):
+def test_capacity_of_every_model(model):
     setup, _ = world(model)
     assert propose(setup, memory=10**12, tell=quiet).capacity == 1.0
 
@@ -119,12 +119,12 @@ def test_any_model(model):
 @pytest.mark.parametrize(
     ("memory", "seconds"), [(0, None), (-5, None), (None, 0), (None, -1), (None, float("nan"))]
 )
-def test_wrong_limits(memory, seconds):
+def test_capacity_limits_that_are_wrong_are_refused(memory, seconds):
     with pytest.raises(InvalidValue, match=r"^(memory|seconds) must be "):
         propose(setup_of(), memory=memory, seconds=seconds, tell=quiet)
 
 
-def test_free_memory_is_what_the_container_allows(tmp_path):
+def test_free_memory_is_limited_by_the_container(tmp_path):
     for folder in ("proc", "sys/fs/cgroup/memory"):
         (tmp_path / folder).mkdir(parents=True)
     everything = free_host_memory(tmp_path)
@@ -142,7 +142,7 @@ def test_free_memory_is_what_the_container_allows(tmp_path):
     assert free_host_memory(tmp_path) == 0
 
 
-def test_the_command(fedcover, tmp_path):
+def test_capacity_command(fedcover, tmp_path):
     (tmp_path / "mine.toml").write_text('model = "mlp(hidden=[16])"\nclients = 20\nactive = 4\n')
     words = ["capacity", "mine.toml", "--device", "cpu", "--memory"]
     code, out, err = fedcover(*words, "0.02")

@@ -22,7 +22,7 @@ def report(fleet="4x1.0 + 6x0.75", model="mlp(hidden=[16])", **options):
     ("fleet", "largest", "by_hand"),
     [("6x1 + 4x0.75", 9, 8), ("4x1 + 6x0.75", 8, 8), ("1x1 + 3x0.75 + 6x0.5", 6, 5)],
 )
-def test_the_papers_fleets(fleet, largest, by_hand, kind):
+def test_plan_report_of_the_papers_fleets(fleet, largest, by_hand, kind):
     found = report(fleet, kind=kind)
     assert found["gamma_max"] == largest == found["frontier"][-1]["gamma"]
     assert [point["gamma"] for point in found["frontier"]] == list(range(largest + 1))
@@ -36,7 +36,7 @@ def test_the_papers_fleets(fleet, largest, by_hand, kind):
 
 
 @pytest.mark.parametrize("wish", [{}, {"gamma": 7}, {"tolerate": 5}, {"gamma": 3, "tolerate": 6}])
-def test_what_is_chosen_lies_on_the_frontier(wish):
+def test_chosen_plan_lies_on_the_frontier(wish):
     found = report(**wish)
     chosen = found["chosen"]
     assert chosen["noise"] == pytest.approx(found["frontier"][chosen["gamma"]]["noise"])
@@ -45,7 +45,7 @@ def test_what_is_chosen_lies_on_the_frontier(wish):
     assert sum(line["noise"] for line in found["assignment"]) == pytest.approx(chosen["noise"])
 
 
-def test_it_is_json_with_the_promised_names():
+def test_plan_report_is_json_with_documented_keys():
     found = json.loads(json.dumps(report()))
     assert {"gamma_max", "frontier", "chosen", "policies"} <= found.keys()
     assert {"prefix", "rolling", "random", "greedy", "planned"} <= found["policies"].keys()
@@ -53,7 +53,7 @@ def test_it_is_json_with_the_promised_names():
         assert {"gamma", "noise"} <= point.keys()
 
 
-def test_where_groups_meet_both_clocks_and_the_distance_are_told():
+def test_plan_report_of_meeting_groups_names_round_and_window():
     found = report("4x0.5 + 6x0.25", model="mlp(hidden=[16, 16])", kind="subnet")
     assert not found["exact"]
     assert (
@@ -68,7 +68,7 @@ def test_where_groups_meet_both_clocks_and_the_distance_are_told():
     assert "codename" not in " ".join(found["policies"])
 
 
-def test_weights_of_a_run_may_be_given():
+def test_plan_report_takes_weights_of_a_run():
     experiment = Experiment(
         dataset="digits", model="mlp(hidden=[16])", fleet="2x1 + 2x0.5", window=1
     )
@@ -93,17 +93,17 @@ def test_weights_of_a_run_may_be_given():
         ({"fleet": "2000x1"}, "at most 1,000 devices; got 2,000"),
     ],
 )
-def test_what_cannot_be_is_said_in_one_sentence(wrong, sentence):
+def test_impossible_plans_are_refused(wrong, sentence):
     with pytest.raises(InvalidValue, match=sentence):
         report(**wrong)
 
 
-def test_an_unknown_data_set_is_refused():
+def test_unknown_data_set_is_refused():
     with pytest.raises(InvalidValue, match=r"dataset must be one of .*did you mean 'synthetic'"):
         plan_report(Experiment(dataset="synthetics"))
 
 
-def test_a_plan_for_data_that_is_made_or_ones_own(tmp_path):
+def test_plan_report_for_synthetic_and_own_data(tmp_path):
     pixels = np.zeros((40, 1, 6, 6), np.float32)
     labels = np.arange(40) % 3
     np.savez(tmp_path / "own.npz", train_x=pixels, train_y=labels, test_x=pixels, test_y=labels)
@@ -121,24 +121,24 @@ def test_a_plan_for_data_that_is_made_or_ones_own(tmp_path):
         ([1.0, 0.25], None),
     ],
 )
-def test_the_papers_way_by_hand(shares, expected):
+def test_codename_of_capacities_by_hand(shares, expected):
     assert codename_of_capacities(shares) == expected
 
 
-def test_without_matplotlib_it_says_what_to_install(monkeypatch, tmp_path):
+def test_plan_plot_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(FedcoverError, match=r"pip install '\.\[plot\]'"):
         plot({}, tmp_path / "plan.png")
 
 
 @pytest.mark.parametrize("model", ["mlp(hidden=[16])", "mlp(hidden=[16, 16])"])
-def test_a_plot_is_drawn(tmp_path, model):
+def test_plan_plot_is_drawn(tmp_path, model):
     pytest.importorskip("matplotlib")
     plot(report(model=model), tmp_path / "plan.png")
     assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 
-def test_the_report_says_who_holds_which_units():
+def test_plan_report_lists_units_of_each_client():
     found = plan_report(
         Experiment(dataset="digits", model="mlp(hidden=[16])", fleet="2x1.0 + 2x0.5"),
         gamma=3,

@@ -34,14 +34,14 @@ def setup():
 
 
 @pytest.mark.parametrize("policy", [star, twins])
-def test_a_device_trains_a_part_of_just_its_size(policy):
+def test_candidate_parts_match_device_capacity(policy):
     view = fleet_view(Experiment(**DIGITS))
     prefix = POLICIES["prefix"](view)
     for part, same_size in zip(policy(view), prefix, strict=True):
         assert part.sizes(view.params) == same_size.sizes(view.params)
 
 
-def test_the_fringes_of_a_star_never_meet_and_twins_share_nothing():
+def test_star_fringes_and_twins_are_disjoint():
     view = fleet_view(Experiment(**DIGITS))
     weight = {"hidden2.weight": view.params["hidden2.weight"]}
     counts = coverage.count(weight, star(view))["hidden2.weight"]
@@ -52,7 +52,7 @@ def test_the_fringes_of_a_star_never_meet_and_twins_share_nothing():
     assert min(int(counts[:4, :8].min()), int(counts[4:, 8:].min())) > 0
 
 
-def test_a_doubled_model_answers_twice_what_its_first_half_did(setup):
+def test_doubled_model_gives_twice_the_logits_of_its_half(setup):
     state, groups = initial_state(setup), setup.task.model.groups
     half = twins(replace(fleet_view(Experiment(**DIGITS)), groups=groups))[0]
     small = {n: torch.zeros_like(t) for n, t in state.params.items()}
@@ -66,7 +66,7 @@ def test_a_doubled_model_answers_twice_what_its_first_half_did(setup):
     torch.testing.assert_close(two - bias, 2 * (one - bias), rtol=1e-4, atol=1e-4)
 
 
-def test_nothing_leads_out_of_an_opened_quarter(setup):
+def test_opened_quarter_does_not_affect_the_output(setup):
     state, groups = initial_state(setup), setup.task.model.groups
     changed = {n: t.clone() for n, t in open_third_quarter(groups, state).params.items()}
     before = logits_of(setup, changed)
@@ -84,7 +84,7 @@ def logits_of(setup, params):
     )
 
 
-def test_the_whole_course_on_digits(tmp_path, monkeypatch):
+def test_trial_runs_from_start_to_table(tmp_path, monkeypatch):
     monkeypatch.setattr(trial, "PREFIX", Cell("cifar/prefix", {**DIGITS, "policy": "prefix"}))
     shorter = {n: replace(c, start=c.start // 16) for n, c in trial.CANDIDATES.items()}
     monkeypatch.setattr(trial, "CANDIDATES", shorter)

@@ -28,7 +28,7 @@ def view():
 
 
 @pytest.mark.parametrize(("gamma", "noise"), cells.DESIGNS)
-def test_a_design_has_its_coverage_its_noise_and_its_capacity(view, gamma, noise):
+def test_design_has_the_wanted_coverage_noise_and_capacity(view, gamma, noise):
     parts = designed(view, gamma=gamma, noise=noise)
     counts = coverage.count(view.params, parts)
     assert coverage.minimum(counts) == gamma
@@ -42,7 +42,7 @@ def test_a_design_has_its_coverage_its_noise_and_its_capacity(view, gamma, noise
     assert shares == pytest.approx([client.capacity for client in view.cohort])
 
 
-def test_an_impossible_noise_is_refused(view):
+def test_impossible_noise_is_refused(view):
     with pytest.raises(InvalidValue, match="no ranking has noise 9"):
         designed(view, gamma=8, noise=9.0)
 
@@ -50,7 +50,7 @@ def test_an_impossible_noise_is_refused(view):
 @pytest.mark.parametrize(
     ("freedom", "t"), [(1, 12.706205), (2, 4.302653), (4, 2.776445), (10, 2.228139)]
 )
-def test_quantiles_are_those_of_the_tables(freedom, t):
+def test_quantiles_equal_tabulated_values(freedom, t):
     assert quantile(0.95, freedom) == pytest.approx(t, abs=1e-6)
 
 
@@ -75,17 +75,17 @@ def test_verdicts_follow_the_plan(differences, verdict):
     assert contrast(*differences).verdict(0.005) == verdict
 
 
-def test_the_correction_counts_in_a_verdict():
+def test_correction_for_many_tests_changes_the_verdict():
     one = contrast(0.01, 0.001, 0.01, 0.009, 0.011)
     assert (one.p < 0.05, one.verdict(0.005)) == (True, "helps")
     assert [c.verdict(0.005) for c in holm([one] * 20)] == ["undecided"] * 20
 
 
-def test_a_contrast_needs_two_shared_seeds():
+def test_contrast_needs_two_shared_seeds():
     assert paired_contrast("a", {0: 1.0, 1: 2.0}, {1: 1.0, 2: 1.0}) == []
 
 
-def test_the_plan_counts_its_runs_rightly():
+def test_comparison_plan_counts_its_runs():
     per_part = {
         name: sum(
             len(cell.seeds) + (0 if cell.rate_of or "lr" in cell.fields else len(cells.RATES))
@@ -120,7 +120,7 @@ def sheet(folder, id="grid/x"):
     return json.loads((folder / f"{id}.json").read_text())
 
 
-def test_what_is_there_is_not_run_again_and_changed_settings_are_refused(tmp_path):
+def test_comparison_skips_finished_runs_and_refuses_changed_settings(tmp_path):
     comparison.run_wave([cell()], tmp_path, MACHINE, (0.03, 0.1))
     first = sheet(tmp_path)
     comparison.run_wave([cell(seeds=(0, 1))], tmp_path, MACHINE, (0.03, 0.1))
@@ -139,7 +139,7 @@ def test_what_is_there_is_not_run_again_and_changed_settings_are_refused(tmp_pat
     assert "1 cells, 4 runs" in (tmp_path / "README.md").read_text()
 
 
-def test_figures_are_those_of_a_run_alone(tmp_path):
+def test_comparison_figures_equal_a_single_run(tmp_path):
     """The slow twin: a plain run, round by round, with the model assembled by hand."""
     wanted = cell(lr=0.1, fleet="1x0.5")  # half of the model is never trained
     comparison.run_wave([wanted], tmp_path, MACHINE, ())
@@ -168,7 +168,7 @@ def test_figures_are_those_of_a_run_alone(tmp_path):
     assert line["test"] != line["whole"]
 
 
-def test_cells_in_lockstep_are_what_they_are_one_by_one(tmp_path):
+def test_cells_in_lockstep_equal_cells_alone(tmp_path):
     wave = [cell("grid/a", policy="planned"), cell("longer/c", lr=0.1, rounds=4)]
     comparison.run_wave(wave, tmp_path / "together", MACHINE, (0.03, 0.1))
     for one in wave:
@@ -180,7 +180,7 @@ def test_cells_in_lockstep_are_what_they_are_one_by_one(tmp_path):
             assert mine["test"] == pytest.approx(other["test"], abs=0.01)
 
 
-def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
+def test_comparison_resumes_a_stopped_run(tmp_path, monkeypatch):
     comparison.run_wave([cell(lr=0.1)], tmp_path / "whole", MACHINE, ())
 
     @contextmanager
@@ -203,7 +203,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
     assert {**whole, "seconds": 0} == {**again, "seconds": 0}
 
 
-def test_a_run_that_diverges_counts_as_guessing(tmp_path):
+def test_diverged_run_counts_as_guessing(tmp_path):
     comparison.run_wave([cell()], tmp_path, MACHINE, (100_000, 0.1))
     wild, calm = sheet(tmp_path)["tuning"]
     assert (wild["diverged"], wild["test"], wild["validation"]) == (True, 0.1, 0.1)
@@ -211,7 +211,7 @@ def test_a_run_that_diverges_counts_as_guessing(tmp_path):
     assert sheet(tmp_path)["lr"] == 0.1
 
 
-def test_a_rate_of_another_cell_must_be_there(tmp_path):
+def test_learning_rate_of_another_cell_must_exist(tmp_path):
     follower = replace(cell("factorial/y"), rate_of="grid/x")
     with pytest.raises(
         RunError, match=r"factorial/y has the learning rate of grid/x, .*: run that first"

@@ -16,14 +16,14 @@ def series(*kib):
 
 
 @pytest.mark.parametrize("rounds", [7, 8, 9, 10])
-def test_what_shrinks_is_measured_like_what_grows(rounds):
+def test_trend_is_symmetric_in_sign(rounds):
     kib = [3.0, 10.0, 81.0, 22.0, 67.0, 14.0, 95.0, 9.0, 46.0, 60.0][:rounds]
     up, down = slope(kib), slope([-size for size in kib])
     assert up["kib_per_round"] == -down["kib_per_round"]
     assert up["between"] == [-bound for bound in reversed(down["between"])]
 
 
-def test_a_leak_has_a_slope():
+def test_leak_has_a_slope():
     leak = series(*(1000 + 20 * n + NOISE[n] for n in range(16)))
     assert leak["grows"]
     assert leak["kib_per_round"] == pytest.approx(20, abs=1)
@@ -70,7 +70,7 @@ def figures(used=640, ended=0, **kib_per_round):
     }
 
 
-def test_a_soak_without_loss_and_growth_passes():
+def test_soak_without_loss_and_growth_passes():
     level = figures(flwr_serverapp=0, flower_superlink=64, flower_superexec=-100)
     assert list(failures(level)) == []
 
@@ -90,10 +90,10 @@ def test_a_soak_without_loss_and_growth_passes():
         ),
     ],
 )
-def test_a_soak_says_what_is_wrong(wrong, message):
+def test_soak_says_what_is_wrong(wrong, message):
     assert list(failures(wrong)) == [message]
 
 
-def test_a_process_that_ended_is_no_survivor():
+def test_process_that_ended_is_no_survivor():
     log = MemoryLog({"a": 1, "b": 2}, [{"a": 5, "b": 6}, {"a": 5}])
     assert log.survivors == ["a"]

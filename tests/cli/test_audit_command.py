@@ -55,7 +55,7 @@ def test_audit_of_a_codename_equals_the_closed_form(fedcover, codename, kind):
         assert (row["delta2"] == 0) == (row["capacity"] == 1)
 
 
-def test_the_paper_s_own_figures(fedcover):
+def test_audit_gives_the_papers_figures(fedcover):
     """Parameters, multiply-adds and coverage as the paper prints them (its wrong rows left out)."""
     printed = {
         "1111114444": (143_330, 143_120, 6), "1111144447": (135_490, 135_280, 5), "1111556677": (111_970, 111_760, 6),
@@ -74,7 +74,7 @@ def test_the_paper_s_own_figures(fedcover):
     )
 
 
-def test_audit_of_a_fleet(fedcover):
+def test_audit_command_of_a_fleet(fedcover):
     code, out, err = fedcover("audit", "--fleet", "3x1.0 + 2x0.5", "--model", "mlp(hidden=[8])", "--dataset", "digits",
                               "--json")  # fmt: skip
     told = json.loads(out)
@@ -90,7 +90,7 @@ def test_audit_of_a_fleet(fedcover):
     assert "at least 2 clients (S1 4, S2 4, S3 4, S4 2)" in out
 
 
-def test_numbers_are_never_cut_in_a_terminal_of_eighty_columns(fedcover, monkeypatch):
+def test_tables_fit_eighty_columns_without_cutting_numbers(fedcover, monkeypatch):
     monkeypatch.setattr(console, "output", lambda: Console(width=80, highlight=False))
     for words, numbers in {
         ("audit", "paper"): ["159,010", "100,210", "91,310", "multiply_add_share"],

@@ -42,7 +42,7 @@ def test_data_check_names_what_is_missing(fedcover, tmp_path):
     assert fedcover("data", "check", "digits", "--json")[:2] == (0, "[]\n")
 
 
-def test_a_reader_that_has_gone_is_no_traceback(monkeypatch, capsys):
+def test_closed_output_pipe_shows_no_traceback(monkeypatch, capsys):
     reading, writing = os.pipe()
     os.close(reading)
     monkeypatch.setattr(sys, "argv", ["fedcover", "list", "policies", "--json"])
@@ -66,7 +66,7 @@ def test_help_and_version(fedcover):
 @pytest.mark.parametrize(
     "words", [["run"], ["sweep", "--seeds", 1], ["capacity"]], ids=lambda words: words[0]
 )
-def test_what_an_experiment_names_may_lie_beside_it(fedcover, tmp_path, monkeypatch, words):
+def test_files_beside_an_experiment_are_found(fedcover, tmp_path, monkeypatch, words):
     """Data and functions are found from wherever the command is given, and by every command alike."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "lying_beside", raising=False)
@@ -115,7 +115,7 @@ def test_certify_says_how_to_keep_rounds(fedcover):
     )
 
 
-def test_a_sweep_runs_every_combination_into_its_own_folder(fedcover, tmp_path, monkeypatch):
+def test_sweep_runs_every_combination_into_its_own_folder(fedcover, tmp_path, monkeypatch):
     short = ("--set", "rounds=1", "--set", "epochs=1", "--set", "clients=20", "--set", "active=2")
     wanted = (
         "sweep",
@@ -166,7 +166,7 @@ def test_a_sweep_runs_every_combination_into_its_own_folder(fedcover, tmp_path, 
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )  # fmt: skip
-def test_every_command_ends_with_what_it_has_found(fedcover, words, sentence):
+def test_commands_end_with_a_conclusion(fedcover, words, sentence):
     if words[0] in ("history", "certify"):
         assert fedcover("run", *changed(keep_rounds=[0, 1]))[0] == 0
     code, out, err = fedcover(*words)
@@ -174,7 +174,7 @@ def test_every_command_ends_with_what_it_has_found(fedcover, words, sentence):
     assert re.match(sentence, out.splitlines()[-1])
 
 
-def test_a_smoke_run_names_the_data_that_it_runs(fedcover):
+def test_smoke_run_names_the_data_that_it_runs(fedcover):
     code, out, _ = fedcover(
         "reproduce", "mnist-pruning", "--quick", "--only", "cell=mnist-iid-pruning-1111223344"
     )

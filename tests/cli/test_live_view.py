@@ -61,7 +61,7 @@ def write(folder, events, tail=b""):
     (folder / "events.jsonl").write_bytes(lines + tail)
 
 
-def test_an_in_process_run_is_shown(folder, watch):
+def test_watch_shows_a_run_in_process(folder, watch):
     out = watch(folder, "--once")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert out.startswith(f"mine   round {ROUNDS} of {ROUNDS}   finished\n")
@@ -78,7 +78,7 @@ def test_an_in_process_run_is_shown(folder, watch):
     assert watch(folder) == out  # a pipe gets one picture, too
 
 
-def test_who_was_rejected_and_why(folder, watch):
+def test_watch_lists_rejected_clients_with_reasons(folder, watch):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     gone = next(line for line in lines if len(line["dropped"]) >= 2)
     first, second = gone["dropped"][:2]
@@ -101,7 +101,7 @@ def test_who_was_rejected_and_why(folder, watch):
     assert (found["round"], found["rounds"], found["finished"]) == (ROUNDS, ROUNDS, True)
 
 
-def test_a_round_in_progress(folder, watch):
+def test_watch_shows_a_round_in_progress(folder, watch):
     (folder / "summary.json").unlink()
     text = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_bytes(text[0] + text[1][:-7])
@@ -116,7 +116,7 @@ def test_a_round_in_progress(folder, watch):
     assert "round 2 so far: 2 answered, 1 lost" in out
 
 
-def test_before_the_first_round(folder, watch):
+def test_watch_before_the_first_round(folder, watch):
     for name in ("metrics.jsonl", "summary.json"):
         (folder / name).unlink()
     said = " ".join(watch(folder, "--once").split())
@@ -124,7 +124,7 @@ def test_before_the_first_round(folder, watch):
     assert json.loads(watch(folder, "--json"))["accuracy"] is None
 
 
-def test_a_client_that_is_asked_again_counts_once(folder):
+def test_client_asked_again_counts_once(folder):
     # a round that was interrupted and run again
     write(
         folder,
@@ -143,7 +143,7 @@ def test_a_client_that_is_asked_again_counts_once(folder):
     assert seen.failures == [event(0, "late", 2)]
 
 
-def test_a_node_is_no_client(folder, watch):
+def test_rejected_node_is_not_counted_as_client(folder, watch):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     gone = next(line for line in lines if line["dropped"])
     refused = event(gone["round"], "rejected", None, "capacity must be in (0, 1]", node=9)
@@ -160,7 +160,7 @@ def test_a_node_is_no_client(folder, watch):
     assert "capacity must be in (0, 1]" in watch(folder, "--once")
 
 
-def test_a_node_that_was_not_taken_is_seen_however_many_clients_are_lost_for_it(folder, watch):
+def test_rejected_node_is_shown_beside_many_lost_clients(folder, watch):
     lost = [event(0, "lost", client, "no node holds this client") for client in range(50)]
     write(folder, [event(0, "rejected", None, "num-partitions must be 2", node=9), *lost])
     said = watch(folder, "--once")
@@ -180,7 +180,7 @@ class Counted(list):
 
 
 @pytest.mark.parametrize("shown", [render, RunView.summary])
-def test_events_are_gone_through_as_often_however_many_rounds_there_are(folder, shown):
+def test_events_are_read_as_often_for_any_number_of_rounds(folder, shown):
     seen, times = read_run_view(folder), []
     for rounds in (4, 40):
         events = Counted(
@@ -197,7 +197,7 @@ def test_events_are_gone_through_as_often_however_many_rounds_there_are(folder, 
     assert times[0] == times[1] <= 4
 
 
-def test_what_a_stranger_wrote_is_not_obeyed(folder, watch):
+def test_watch_escapes_terminal_codes(folder, watch):
     write(folder, [event(0, "rejected", 1, "\x1b[2J\r\n[red]x[/red]" + "y" * 500, node="\x07")])
     out = watch(folder, "--once")
     assert "\x1b" not in out
@@ -215,7 +215,7 @@ half = st.binary(max_size=60) | st.sampled_from(
     max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(half, half)
-def test_half_written_and_damaged_lines_are_none(folder, tail, more):
+def test_damaged_event_lines_are_ignored(folder, tail, more):
     good = event(0, "rejected", 1, "why")
     write(folder, [good], b"\n" + tail)
     original = (folder / "metrics.jsonl").read_bytes()
@@ -237,13 +237,13 @@ def test_half_written_and_damaged_lines_are_none(folder, tail, more):
         '"dropped": 1',
     ],
 )
-def test_a_figure_of_another_kind_is_none(folder, watch, damage):
+def test_metrics_of_wrong_type_are_ignored(folder, watch, damage):
     metrics = folder / "metrics.jsonl"
     metrics.write_text(metrics.read_text() + f'{{"round": {ROUNDS - 1}, {damage}}}\n')
     assert f"round {ROUNDS} of" in watch(folder, "--once")
 
 
-def test_rounds_that_the_run_does_not_have_are_not_shown(folder, watch):
+def test_rounds_beyond_the_run_are_not_shown(folder, watch):
     metrics = folder / "metrics.jsonl"
     first = read_lines(metrics)[0]
     foreign = [
@@ -254,20 +254,20 @@ def test_rounds_that_the_run_does_not_have_are_not_shown(folder, watch):
     assert watch(folder, "--once") == before
 
 
-def test_a_folder_in_the_place_of_a_file(folder, fedcover):
+def test_folder_in_place_of_metrics_is_refused(folder, fedcover):
     (folder / "metrics.jsonl").unlink()
     (folder / "metrics.jsonl").mkdir()
     refused(fedcover("watch", folder, "--once"), 1, "metrics.jsonl is a folder")
 
 
-def test_a_folder_without_a_run(fedcover, tmp_path):
+def test_watch_refuses_a_folder_without_a_run(fedcover, tmp_path):
     refused(fedcover("watch", tmp_path / "nosuch", "--once"), 1, "is no run folder")
     refused(
         fedcover("watch", tmp_path, "--every", "0"), 2, "every must be in 0.1..3600 seconds; got 0"
     )
 
 
-def test_a_flat_curve():
+def test_sparkline_of_a_flat_curve():
     assert sparkline([0.5, 0.5]) == "▁▁"
 
 
@@ -294,7 +294,7 @@ def on_a_terminal(*args):
     return process, thread, shown, something
 
 
-def test_on_a_terminal_ctrl_c_leaves_quietly(folder):
+def test_watch_on_a_terminal_ends_quietly_on_ctrl_c(folder):
     (folder / "summary.json").unlink()
     process, thread, shown, something = on_a_terminal(str(folder), "--every", "0.1")
     try:
@@ -307,7 +307,7 @@ def test_on_a_terminal_ctrl_c_leaves_quietly(folder):
     assert b"Traceback" not in b"".join(shown)
 
 
-def test_on_a_terminal_it_follows_the_run_to_its_end(folder):
+def test_watch_on_a_terminal_follows_the_run_to_its_end(folder):
     """The picture changes when a round is added, and the command ends with the run."""
     summary = (folder / "summary.json").read_bytes()
     text = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
@@ -325,7 +325,7 @@ def test_on_a_terminal_it_follows_the_run_to_its_end(folder):
     assert f"round {ROUNDS} of {ROUNDS}".encode() in b"".join(shown)
 
 
-def test_a_run_that_is_going_on(tmp_path):
+def test_watch_tells_that_a_run_is_running(tmp_path):
     seen = []
     fc.run(
         tiny(rounds=3, name="mine"),
@@ -342,7 +342,7 @@ def test_a_run_that_is_going_on(tmp_path):
     assert not read_run_view(tmp_path / "mine").running
 
 
-def test_a_run_that_was_stopped(tmp_path, watch):
+def test_watch_tells_that_a_run_was_stopped(tmp_path, watch):
     def stop(report):
         raise KeyboardInterrupt
 

@@ -30,7 +30,7 @@ def test_synthetic_data_is_not_partitioned(partition):
     )
 
 
-def test_a_policy_of_ones_own_must_not_exceed_a_capacity():
+def test_own_policy_must_not_exceed_a_capacity():
     @fc.per_client
     def greedy(view, client):
         return fc.windows(view.groups, 1.0)
@@ -38,13 +38,13 @@ def test_a_policy_of_ones_own_must_not_exceed_a_capacity():
     refused("more than its capacity of 0.5 holds", parts={"policy": greedy}, fleet="1x0.5")
 
 
-def test_a_model_without_units_cannot_be_cut():
+def test_model_without_units_cannot_be_cut():
     bare = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     message = r"no units to cut, .*docs/tracing.md lists what is left whole"
     refused(message, parts={"model": bare}, fleet="1x0.5", policy="rolling")
 
 
-def test_small_devices_do_not_vanish_from_a_fleet():
+def test_fleet_that_loses_its_small_devices_is_refused():
     refused("no device of capacity 0.5 is left", fleet="100x1 + 1x0.5")
 
 
@@ -78,7 +78,7 @@ def test_small_devices_do_not_vanish_from_a_fleet():
     ],
     ids=lambda part: str(part)[:40],
 )
-def test_names_that_do_not_fit_together_are_refused(fields, message):
+def test_incompatible_fields_are_refused(fields, message):
     refused(message, **fields)
 
 
@@ -92,7 +92,7 @@ def test_names_that_do_not_fit_together_are_refused(fields, message):
         (nn.Sequential(nn.Flatten(), nn.Linear(63, 16), nn.ReLU(), nn.Linear(16, 10)), "cannot"),
     ],
 )
-def test_a_model_of_ones_own_must_answer_the_question(module, message):
+def test_own_model_of_wrong_output_is_refused(module, message):
     groups = (
         fc.UnitGroup(
             "hidden", 16, (fc.Cut("1.weight", 0), fc.Cut("1.bias", 0), fc.Cut("3.weight", 1))
@@ -102,7 +102,7 @@ def test_a_model_of_ones_own_must_answer_the_question(module, message):
 
 
 @pytest.mark.parametrize("answer", [{}, 5, "part"])
-def test_a_policy_must_give_reductions(answer):
+def test_policy_must_give_reductions(answer):
     refused(
         "policy must give a Slices, a Masks or None",
         parts={"policy": lambda view: [answer] * len(view.cohort)},
@@ -110,7 +110,7 @@ def test_a_policy_must_give_reductions(answer):
     refused("policy must give 4 reductions", parts={"policy": lambda view: []})
 
 
-def test_a_run_from_a_file_and_what_it_says_of_itself(tmp_path):
+def test_run_from_a_file_has_a_short_repr(tmp_path):
     (tmp_path / "mine.toml").write_text("clients = 20\nactive = 4\nrounds = 1\nepochs = 1\n")
     run = fc.run(tmp_path / "mine.toml")
     assert repr(run).startswith("Run('mine', rounds=1, accuracy=0.")
@@ -125,7 +125,7 @@ class Alternating:
         return [fc.windows(view.groups, self.share) for _ in view.cohort]
 
 
-def test_a_class_is_no_policy_but_an_object_of_it_is():
+def test_policy_class_is_refused_but_its_object_works():
     refused(
         r"policy must be .* got the class Alternating: give an object of it",
         parts={"policy": Alternating},
@@ -135,7 +135,7 @@ def test_a_class_is_no_policy_but_an_object_of_it_is():
 
 
 @pytest.mark.parametrize("wrong", [3, "print", Alternating], ids=str)
-def test_a_watcher_must_be_a_function(wrong, tmp_path):
+def test_watcher_must_be_a_function(wrong, tmp_path):
     with pytest.raises(
         fc.InvalidValue, match="watch must be a function of a round's report, or None; got"
     ):
@@ -148,7 +148,7 @@ def test_a_watcher_must_be_a_function(wrong, tmp_path):
         fc.resume(tmp_path / "run", watch=wrong)
 
 
-def test_a_run_that_never_began_leaves_its_name_free(tmp_path):
+def test_failed_first_round_leaves_no_folder(tmp_path):
     with pytest.raises(fc.FedcoverError, match="diverged in round 0"):
         fc.run(fc.Experiment(**TINY, lr=1e29), tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -157,7 +157,7 @@ def test_a_run_that_never_began_leaves_its_name_free(tmp_path):
         fc.run(fc.Experiment(**TINY), tmp_path / "run")
 
 
-def test_a_data_folder_must_exist_and_is_remembered(tmp_path):
+def test_data_folder_must_exist_and_is_in_the_manifest(tmp_path):
     with pytest.raises(fc.InvalidValue, match="data must be a folder that exists"):
         fc.run(fc.Experiment(**TINY), data=tmp_path / "typo")
     run = fc.run(fc.Experiment(**TINY), tmp_path / "run", data=tmp_path)
@@ -201,7 +201,7 @@ class Writing(nn.Module):
         (lambda: fc.Model(nn.Linear(64, 10, dtype=torch.cfloat), ()), "weight is torch.complex64"),
     ],
 )
-def test_a_module_that_would_be_trained_wrongly_is_refused(module, sentence):
+def test_modules_that_cannot_be_averaged_are_refused(module, sentence):
     with pytest.raises(fc.InvalidValue, match=sentence):
         fc.run(
             fc.Experiment(rounds=1),
@@ -217,7 +217,7 @@ def test_processes_and_clipping_are_refused_before_there_is_a_folder(tmp_path):
 
 
 @pytest.mark.parametrize("dataset", ["digits", (torch.zeros(4, 2), torch.zeros(4))])
-def test_a_data_set_of_another_type_is_refused_with_a_sentence(dataset):
+def test_dataset_of_another_type_is_refused(dataset):
     with pytest.raises(
         fc.InvalidValue,
         match=rf"^dataset must be a fedcover Dataset .*; got {type(dataset).__name__}$",
@@ -225,14 +225,14 @@ def test_a_data_set_of_another_type_is_refused_with_a_sentence(dataset):
         fc.run(fc.Experiment(rounds=1), dataset=dataset)
 
 
-def test_an_experiment_of_another_type_is_refused_with_a_sentence():
+def test_experiment_of_another_type_is_refused():
     with pytest.raises(
         fc.InvalidValue, match=r"^experiment must be an Experiment or a path; got dict$"
     ):
         fc.run({"rounds": 1})
 
 
-def test_the_cure_for_a_model_in_float64_is_one_that_works():
+def test_error_on_float64_models_names_a_working_fix():
     x, y = torch.rand(80, 8, dtype=torch.float64), torch.arange(80) % 4
     single = fc.from_tensors((x, y), (x, y))
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).double()
@@ -246,7 +246,7 @@ def test_the_cure_for_a_model_in_float64_is_one_that_works():
 
 
 @pytest.mark.parametrize("capacity", [0, 1.5, -1, "0.5", None, float("nan")])
-def test_a_capacity_that_is_none_is_refused(capacity):
+def test_capacity_outside_zero_to_one_is_refused(capacity):
     run = fc.run(fc.Experiment(policy="prefix", clients=10, active=2, rounds=1, epochs=1))
     with pytest.raises(fc.InvalidValue, match=r"^capacity must be in \(0, 1\]; got "):
         run.submodel(capacity)

@@ -46,7 +46,7 @@ def test_csv_and_json_hold_the_same_rows(fedcover, tmp_path):
     assert (listed[6]["run"], listed[6]["seed"], listed[6]["clients"]) == ("r1", 1, 10)
 
 
-def test_a_history_is_a_table_a_file_or_refused(fedcover, tmp_path):
+def test_history_is_a_table_or_a_file(fedcover, tmp_path):
     made_up_run(tmp_path / "run")
     assert "gamma_round" in fedcover("history", "run")[1]
     code, out, _ = fedcover("history", "run", "--csv", "-o", "run.csv")
@@ -57,7 +57,7 @@ def test_a_history_is_a_table_a_file_or_refused(fedcover, tmp_path):
     refused(fedcover("history", "nothing"), 1, "nothing is no run folder")
 
 
-def test_a_history_names_what_is_damaged(fedcover, tmp_path):
+def test_history_names_what_is_damaged(fedcover, tmp_path):
     torn, nameless = (
         made_up_run(tmp_path / "runs" / "torn"),
         made_up_run(tmp_path / "runs" / "nameless"),
@@ -76,7 +76,7 @@ def test_a_history_names_what_is_damaged(fedcover, tmp_path):
     assert "a run is left out: runs/half/experiment.toml cannot be read" in err
 
 
-def test_numbers_that_are_not_finite(tmp_path):
+def test_history_of_values_that_are_not_finite(tmp_path):
     folder = made_up_run(tmp_path / "run")
     lines = [{**line, "loss": float("nan")} for line in read_lines(folder / "metrics.jsonl")]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -88,7 +88,7 @@ def test_numbers_that_are_not_finite(tmp_path):
 # ── plots ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_run_is_plotted_as_a_figure_and_as_files(tmp_path):
+def test_run_plot_is_a_figure_or_a_file(tmp_path):
     pytest.importorskip("matplotlib")
     run = fc.run(tiny(rounds=2))
     figure = run.plot(tmp_path / "run.png")
@@ -105,7 +105,7 @@ def test_a_run_is_plotted_as_a_figure_and_as_files(tmp_path):
         run.plot(tmp_path / "not" / "there.png")
 
 
-def test_seeds_become_a_band_and_what_was_not_measured_is_said(tmp_path):
+def test_plot_draws_a_band_over_seeds_and_names_missing_values(tmp_path):
     pytest.importorskip("matplotlib")
     lines = [read_run(made_up_run(tmp_path / str(seed), seed=seed)).lines for seed in (0, 1)]
     lines[0][2]["loss"] = float("nan")
@@ -116,9 +116,7 @@ def test_seeds_become_a_band_and_what_was_not_measured_is_said(tmp_path):
     assert empty.axes[0].texts[0].get_text() == "not measured yet"
 
 
-def test_without_matplotlib_or_with_a_strange_ending_nothing_is_trained(
-    fedcover, tmp_path, monkeypatch
-):
+def test_plot_that_cannot_be_written_is_refused_before_training(fedcover, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         for part in ("figure", "backend_bases"):
             patched.setitem(sys.modules, f"matplotlib.{part}", None)
@@ -130,7 +128,7 @@ def test_without_matplotlib_or_with_a_strange_ending_nothing_is_trained(
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_commands_plot(fedcover, tmp_path):
+def test_plot_option_of_run_and_report(fedcover, tmp_path):
     pytest.importorskip("matplotlib")
     assert fedcover("run", *changed(rounds=1), "--plot", "a.svg")[0] == 0
     assert (
@@ -157,7 +155,7 @@ def test_report_writes_one_page_and_says_where(fedcover, tmp_path):
     refused(fedcover("report", "runs", "-o", "page.txt"), 2, "out must be an .html file")
 
 
-def test_report_says_what_it_leaves_out_and_plots_no_run_twice(fedcover, tmp_path, monkeypatch):
+def test_report_names_omitted_runs_and_plots_each_run_once(fedcover, tmp_path, monkeypatch):
     made_up_run(tmp_path / "runs" / "a")
     shutil.copytree(tmp_path / "runs" / "a", tmp_path / "runs" / "b")
     made_up_run(tmp_path / "runs" / "c", lr=0.5)
@@ -191,13 +189,13 @@ def test_tensorboard_reads_what_is_logged(fedcover, tmp_path):
     )
 
 
-def test_without_tensorboard_it_says_what_to_install(fedcover, tmp_path, monkeypatch):
+def test_tensorboard_option_without_package_says_what_to_install(fedcover, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     refused(fedcover("run", *changed(), "--tensorboard"), 1, r"pip install '\.\[tensorboard\]'")
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_run_that_never_has_a_round_leaves_no_log(tmp_path):
+def test_tensorboard_writer_without_rounds_leaves_no_log(tmp_path):
     pytest.importorskip("tensorboard")
     with tensorboard_writer(tmp_path / "log") as write:
         pass

@@ -21,7 +21,7 @@ from tests.helpers.runs import tiny
 pytestmark = pytest.mark.usefixtures("only_the_cpu")
 
 
-def test_compiling_is_told(fedcover, monkeypatch):
+def test_run_reports_compiling(fedcover, monkeypatch):
     monkeypatch.setattr(compilation, "_compile", lambda step, leaves, options: step)
     told = []
     for name in ("one", "two"):  # no more often by a command that comes later in the same process
@@ -132,7 +132,7 @@ def test_demo_runs_every_policy_into_a_folder(fedcover, tmp_path):
     assert told["full"]["folder"] == "runs/demo-1/full"
 
 
-def test_run_errors_leave_with_one(fedcover, tmp_path):
+def test_run_errors_exit_with_code_1(fedcover, tmp_path):
     code, out, err = fedcover("run", *changed(lr=1e6, rounds=4))
     assert (code, out) == (1, "")
     assert re.fullmatch(
@@ -155,7 +155,7 @@ def test_run_errors_leave_with_one(fedcover, tmp_path):
     refused(fedcover("export", "runs/whole"), 1, "is damaged")
 
 
-def test_runs_are_overwritten_by_a_flag(fedcover, tmp_path):
+def test_overwrite_flag_replaces_runs(fedcover, tmp_path):
     fedcover("run", *changed(rounds=3))
     assert fedcover("run", *changed(), "--overwrite")[0] == 0
     assert json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())["rounds"] == 2
@@ -175,7 +175,7 @@ def test_runs_are_overwritten_by_a_flag(fedcover, tmp_path):
     assert rounds == [2, 1]
 
 
-def test_resume_tells_of_a_damaged_checkpoint_and_of_force(fedcover, tmp_path):
+def test_resume_reports_a_damaged_checkpoint_and_names_force(fedcover, tmp_path):
     fedcover("run", *changed())
     newest = list_checkpoints(tmp_path / "runs" / "run" / "checkpoints")[0].path
     newest.write_bytes(b"")
@@ -198,7 +198,7 @@ def test_resume_tells_of_a_damaged_checkpoint_and_of_force(fedcover, tmp_path):
     )
 
 
-def test_ctrl_c_in_a_demo_is_no_traceback(fedcover, monkeypatch):
+def test_ctrl_c_in_a_demo_shows_no_traceback(fedcover, monkeypatch):
     def stop(*args):
         raise KeyboardInterrupt
 
@@ -208,7 +208,7 @@ def test_ctrl_c_in_a_demo_is_no_traceback(fedcover, monkeypatch):
     assert err == "stopped; finished runs are in shown; 'fedcover demo' starts again\n"
 
 
-def test_ctrl_c_before_the_run_begins(fedcover, monkeypatch):
+def test_ctrl_c_before_the_run_begins_says_so(fedcover, monkeypatch):
     def stop(*args, **kwargs):
         raise KeyboardInterrupt
 

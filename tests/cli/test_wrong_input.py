@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("only_the_cpu")
         ("sweep", "e.toml", "--seeds", "0.9"),
     ],
 )
-def test_a_number_that_must_be_whole_is_not_rounded(words, fedcover):
+def test_whole_number_options_are_not_rounded(words, fedcover):
     refused(fedcover(*words), 2, f"{words[-2]}: must be a whole number; got '{words[-1]}'")
 
 
@@ -85,7 +85,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("words", WRONG, ids=" ".join)
-def test_wrong_input_gets_one_sentence_and_two(fedcover, words, tmp_path):
+def test_wrong_input_gives_one_sentence_and_exit_code_2(fedcover, words, tmp_path):
     for name, content in {
         "invalid": b"= 3", "twice": b"seed = 1\nseed = 2\n", "bytes": b"name = '\xff'", "field": b"round = 3",
         "type": b"rounds = 'ten'",
@@ -103,7 +103,7 @@ NASTY = [
 
 
 @pytest.mark.parametrize("field", [*fc.Experiment.model_fields, "nofield", "a.b"])
-def test_nasty_values_never_show_a_traceback(fedcover, field):
+def test_odd_field_values_never_show_a_traceback(fedcover, field):
     outcomes = set()
     for value in NASTY:
         code, out, err = fedcover(
@@ -130,7 +130,7 @@ def test_nasty_values_never_show_a_traceback(fedcover, field):
     field=st.sampled_from(sorted(set(fc.Experiment.model_fields) - {"rounds", "epochs"})),
     value=st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20),
 )
-def test_any_text_is_a_value_or_a_sentence(field, value):
+def test_any_text_is_a_field_value_or_an_error(field, value):
     try:
         key, read = parse_change(f"{field}={value}")
         experiment = fc.Experiment(**{**TINY, key: read})

@@ -45,7 +45,7 @@ def explanations(image, found):
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 7), (1, 8, 8), (2, 9, 4)])
-def test_every_image_is_one_crop_of_itself(shape):
+def test_augmented_image_is_a_crop_of_itself(shape):
     x = images(8, *shape)
     found = augmented(x, generator(0, "augment"))
     assert found.shape == x.shape
@@ -53,7 +53,7 @@ def test_every_image_is_one_crop_of_itself(shape):
     assert all(len(explanations(x[i], found[i])) >= 1 for i in range(len(x)))
 
 
-def test_all_crops_and_both_sides_occur():
+def test_augment_draws_all_crops_and_both_sides():
     image = images(1, 1, 12, 12)[0]
     found = augmented(image.expand(400, 1, 12, 12), generator(1, "augment"))
     places = list(itertools.product(range(2 * PADDING + 1), range(2 * PADDING + 1), (False, True)))
@@ -68,7 +68,7 @@ def test_all_crops_and_both_sides_occur():
     )  # rows and columns are drawn apart: 81 pairs
 
 
-def test_the_draw_belongs_to_the_generator():
+def test_augment_depends_on_the_generator_alone():
     x = images()
     assert torch.equal(augmented(x, generator(0, "a")), augmented(x, generator(0, "a")))
     assert not torch.equal(augmented(x, generator(0, "a")), augmented(x, generator(0, "b")))
@@ -76,7 +76,7 @@ def test_the_draw_belongs_to_the_generator():
     assert not torch.equal(augmented(x, one), augmented(x, one))  # each batch has its own
 
 
-def test_the_images_themselves_are_left_alone():
+def test_augment_leaves_its_input_unchanged():
     x = images()
     before = x.clone()
     augmented(x, generator(0, "a")).zero_()
@@ -84,13 +84,13 @@ def test_the_images_themselves_are_left_alone():
     assert torch.equal(x, before)
 
 
-def test_no_augmentation_is_none():
+def test_augment_none_returns_the_input():
     x, draw = images(), generator(0, "a")
     state = draw.get_state()
     assert augmented(x, draw, "none") is x
     assert torch.equal(draw.get_state(), state)
 
 
-def test_what_is_no_image_is_refused():
+def test_augment_refuses_what_is_not_an_image():
     with pytest.raises(InvalidValue, match=r"^augment crop-flip needs images .*; got \(4,\)$"):
         crop_flip(torch.ones(2, 4), torch.zeros(2, 3))

@@ -27,7 +27,7 @@ def synthetic(_digits):
 
 
 @pytest.mark.parametrize("build", [partitioned, synthetic])
-def test_every_source_tells_the_same_story_twice(build, digits):
+def test_source_is_deterministic(build, digits):
     source, again = build(digits), build(digits)
     assert source.classes == 10
     assert torch.equal(source.calibration, again.calibration)
@@ -44,20 +44,20 @@ def test_every_source_tells_the_same_story_twice(build, digits):
 
 @pytest.mark.parametrize("build", [partitioned, synthetic])
 @pytest.mark.parametrize("client", [-1, 20])
-def test_a_client_that_does_not_exist_is_refused(build, client, digits):
+def test_unknown_client_is_refused(build, client, digits):
     source = build(digits)
     for ask in (source.count, source.shard, source.labels):
         with pytest.raises(InvalidValue, match=f"client must be between 0 and 19; got {client}"):
             ask(client)
 
 
-def test_a_partitioned_source_shares_one_copy_of_the_rows(digits):
+def test_partitioned_source_shares_one_copy_of_the_rows(digits):
     source = partitioned(digits)
     assert source.shard(0).samples.x is source.shard(1).samples.x
     assert all(len(source.labels(client)) <= 2 for client in range(source.clients))
 
 
-def test_validation_rows_are_nobodys_training_rows(digits):
+def test_validation_rows_are_not_training_rows(digits):
     rest, validation = hold_out(digits, 0.2, seed=3)
     source = PartitionedData(
         rest, iid(rest, 7, 0), seed=0, validation=validation, calibration_size=5
@@ -68,12 +68,12 @@ def test_validation_rows_are_nobodys_training_rows(digits):
     assert len(source.calibration) == 5
 
 
-def test_a_calibration_larger_than_the_data_is_all_of_it(digits):
+def test_calibration_is_at_most_all_rows(digits):
     source = PartitionedData(digits, iid(digits, 2, 0), seed=0, calibration_size=10_000)
     assert len(source.calibration) == len(digits.train)
 
 
-def test_a_partition_of_other_rows_is_refused(digits):
+def test_partition_of_other_rows_is_refused(digits):
     rest, _ = hold_out(digits, 0.5, seed=0)
     with pytest.raises(
         InvalidValue, match="partition must be of the 1437 training rows of digits; got 719"
@@ -81,7 +81,7 @@ def test_a_partition_of_other_rows_is_refused(digits):
         PartitionedData(digits, iid(rest, 2, 0), seed=0)
 
 
-def test_a_million_clients_cost_nothing():
+def test_source_of_a_million_clients_makes_only_those_asked_for():
     started = time.perf_counter()
     source = SyntheticData(1_000_000, seed=0)
     shards = [source.shard(client) for client in range(0, 1_000_000, 100_000)]
@@ -89,7 +89,7 @@ def test_a_million_clients_cost_nothing():
     assert len({float(shard.samples.x.sum()) for shard in shards}) == len(shards)
 
 
-def test_clients_whose_old_addresses_met_in_32_bits_differ():
+def test_clients_with_equal_32_bit_addresses_differ():
     """Of a million clients, 112 pairs had the same noise."""
     seeds, pairs = {}, []
     for client in range(200_000):
@@ -103,14 +103,14 @@ def test_clients_whose_old_addresses_met_in_32_bits_differ():
         assert not torch.allclose(*noise, atol=1e-4)
 
 
-def test_skew_goes_from_all_labels_to_one():
+def test_skew_ranges_from_all_labels_to_one():
     even, one = SyntheticData(50, seed=0), SyntheticData(50, seed=0, skew=1.0)
     assert all(len(even.labels(client)) > 5 for client in range(50))
     assert all(len(one.labels(client)) == 1 for client in range(50))
     assert len({one.labels(client) for client in range(50)}) == 10
 
 
-def test_synthetic_sets_are_apart_and_normalised():
+def test_synthetic_sets_are_disjoint_and_normalised():
     source = SyntheticData(5, seed=0, shape=(3, 4, 4), validation_size=50, test_size=400)
     assert len(source.validation) == 50
     assert source.shard(0).samples.x.shape == (60, 3, 4, 4)
@@ -122,7 +122,7 @@ def test_synthetic_sets_are_apart_and_normalised():
     )
 
 
-def test_a_small_network_learns_synthetic_data():
+def test_synthetic_data_can_be_learned():
     source = SyntheticData(40, seed=0)
     x = torch.cat([source.shard(client).samples.x for client in range(40)])
     y = torch.cat([source.shard(client).samples.y for client in range(40)])
@@ -154,6 +154,6 @@ def test_a_small_network_learns_synthetic_data():
         ({"calibration_size": 0}, "calibration_size must be at least 1; got 0"),
     ],
 )
-def test_wrong_options_are_refused(options, says):
+def test_synthetic_options_that_are_wrong_are_refused(options, says):
     with pytest.raises(InvalidValue, match=says):
         SyntheticData(**{"clients": 5, "seed": 0, **options})

@@ -52,7 +52,7 @@ def test_digits_ship_with_the_package(offline, tmp_path):
     ],
 )
 @pytest.mark.parametrize("use", [datasets.load, datasets.get])
-def test_no_file_and_no_network_is_one_sentence(use, name, file, offline, tmp_path):
+def test_missing_file_without_network_is_one_sentence(use, name, file, offline, tmp_path):
     with pytest.raises(DataError) as caught:
         use(name, tmp_path)
     message = str(caught.value)
@@ -63,7 +63,7 @@ def test_no_file_and_no_network_is_one_sentence(use, name, file, offline, tmp_pa
 
 @pytest.mark.parametrize("name", ["mnist", "cifar10", "cifar100"])
 @pytest.mark.parametrize("use", [datasets.load, datasets.get])
-def test_an_altered_file_is_named_with_both_digests(use, name, offline, tmp_path):
+def test_altered_file_is_named_with_both_digests(use, name, offline, tmp_path):
     digests = {path: md5 for download in DOWNLOADS[name] for path, md5 in download.files.items()}
     for path in digests:
         (tmp_path / path).parent.mkdir(exist_ok=True)
@@ -77,14 +77,14 @@ def test_an_altered_file_is_named_with_both_digests(use, name, offline, tmp_path
     assert {result.actual for result in datasets.check(name, tmp_path)} == {ALTERED}
 
 
-def test_a_file_that_cannot_be_read_is_one_sentence(offline, tmp_path):
+def test_unreadable_dataset_file_is_one_sentence(offline, tmp_path):
     (tmp_path / "cifar-100-binary" / "train.bin").mkdir(parents=True)
     (tmp_path / "cifar-100-binary" / "test.bin").mkdir()
     with pytest.raises(DataError, match=r"train\.bin cannot be read"):
         datasets.load("cifar100", tmp_path)
 
 
-def test_the_data_folder_is_given_or_set_or_the_cache(monkeypatch, tmp_path):
+def test_data_folder_is_an_argument_a_variable_or_the_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("FEDCOVER_DATA", str(tmp_path))
     assert datasets.data_folder("here") == Path("here")
     assert datasets.data_folder(None) == tmp_path
@@ -94,18 +94,18 @@ def test_the_data_folder_is_given_or_set_or_the_cache(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("use", [datasets.load, datasets.get, datasets.check])
-def test_an_unknown_name_lists_the_known_ones(use, tmp_path):
+def test_unknown_dataset_lists_known_ones(use, tmp_path):
     with pytest.raises(
         InvalidValue, match=r"dataset must be one of digits, .*, mnist, .*; got 'emnist'"
     ):
         use("emnist", tmp_path)
 
 
-def test_every_data_set_has_a_reader_and_a_publisher():
+def test_every_dataset_has_a_reader_and_downloads():
     assert list(datasets.DATASETS) == list(downloads.DOWNLOADS)
 
 
-def test_a_held_out_share_keeps_rows_and_owners_together():
+def test_hold_out_keeps_rows_labels_and_owners_together():
     x, y = torch.arange(40.0)[:, None], torch.arange(40) % 4
     whole = datasets.from_tensors((x, y), (x, y), owner=torch.arange(40))
     rest, validation = datasets.hold_out(whole, 0.25, seed=1)
@@ -120,13 +120,13 @@ def test_a_held_out_share_keeps_rows_and_owners_together():
     assert not torch.equal(datasets.hold_out(whole, 0.25, seed=2)[1].x, validation.x)
 
 
-def test_a_share_of_nothing_holds_nothing_out():
+def test_hold_out_of_share_zero_holds_nothing_out():
     digits = datasets.load("digits")
     assert datasets.hold_out(digits, 0, seed=0) == (digits, None)
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.0, float("nan"), 0.9999])
-def test_a_wrong_share_is_refused(share):
+def test_hold_out_refuses_a_wrong_share(share):
     with pytest.raises(InvalidValue, match=f"validation must .* got {share}"):
         datasets.hold_out(datasets.load("digits"), share, seed=0)
 
@@ -140,7 +140,7 @@ def test_a_wrong_share_is_refused(share):
         ("cifar100", (50000, 3, 32, 32), 10000, 500),
     ],
 )
-def test_the_publishers_files(name, shape, tested, each):
+def test_downloaded_files_have_the_published_sizes(name, shape, tested, each):
     given = os.environ.get("FEDCOVER_DATA")
     if not given or any(result.actual is None for result in datasets.check(name, Path(given))):
         pytest.skip(f"$FEDCOVER_DATA holds no {name}")
@@ -156,7 +156,7 @@ def test_the_publishers_files(name, shape, tested, each):
     )
 
 
-def test_runs_of_one_seed_share_what_is_held_out():
+def test_hold_out_is_cached_by_seed():
     digits = datasets.load("digits")
     splits = [datasets.hold_out(digits, 0.1, seed) for seed in (0, 1, 0)]
     assert splits[0][0].train.x is splits[2][0].train.x
@@ -168,7 +168,7 @@ def test_runs_of_one_seed_share_what_is_held_out():
     assert torch.equal(again[1].x, splits[0][1].x)
 
 
-def test_other_labels_of_the_same_inputs_are_split_alike():
+def test_hold_out_splits_other_labels_alike():
     digits = datasets.load("digits")
     datasets.hold_out(digits, 0.1, 0)
     turned = replace(digits, train=Samples(digits.train.x, 9 - digits.train.y))

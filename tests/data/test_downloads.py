@@ -100,7 +100,7 @@ def web(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["mnist", "cifar10", "cifar100"])
-def test_a_data_set_is_downloaded_once_checked_and_read(name, web, tmp_path, monkeypatch, caplog):
+def test_dataset_is_downloaded_once_checked_and_read(name, web, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(pooch.get_logger(), "handlers", [caplog.handler])
     site, served = web
     table, arrays = publish(name, site, served)
@@ -133,7 +133,7 @@ def test_a_data_set_is_downloaded_once_checked_and_read(name, web, tmp_path, mon
     assert loaded.classes == (100 if name == "cifar100" else 10)
 
 
-def test_a_terminal_sees_a_progress_bar(web, tmp_path, monkeypatch, capfd):
+def test_download_shows_a_progress_bar_on_a_terminal(web, tmp_path, monkeypatch, capfd):
     site, served = web
     table, _ = publish("cifar100", site, served)
     monkeypatch.setitem(DOWNLOADS, "cifar100", table)
@@ -144,7 +144,7 @@ def test_a_terminal_sees_a_progress_bar(web, tmp_path, monkeypatch, capfd):
     assert "\N{BOX DRAWINGS HEAVY HORIZONTAL}" in shown
 
 
-def test_a_download_that_is_not_the_publishers_is_not_kept(web, tmp_path, monkeypatch):
+def test_download_with_wrong_digest_is_not_kept(web, tmp_path, monkeypatch):
     site, served = web
     table, _ = publish("cifar100", site, served)
     monkeypatch.setitem(DOWNLOADS, "cifar100", table)
@@ -157,7 +157,7 @@ def test_a_download_that_is_not_the_publishers_is_not_kept(web, tmp_path, monkey
 
 
 @pytest.mark.parametrize("content", [b"no archive", packed({"other.bin": b""})])
-def test_an_archive_without_the_files_is_refused(content, web, tmp_path, monkeypatch):
+def test_archive_without_the_files_is_refused(content, web, tmp_path, monkeypatch):
     site, served = web
     (served / "all.tar.gz").write_bytes(content)
     table = (Download(f"{site}/all.tar.gz", md5(content), DOWNLOADS["cifar100"][0].files),)
@@ -166,7 +166,7 @@ def test_an_archive_without_the_files_is_refused(content, web, tmp_path, monkeyp
         datasets.get("cifar100", tmp_path / "data")
 
 
-def test_a_download_that_breaks_off_is_not_kept(web, tmp_path, monkeypatch):
+def test_download_that_breaks_off_is_not_kept(web, tmp_path, monkeypatch):
     site, served = web
     table, _ = publish("cifar100", site, served)
     monkeypatch.setitem(DOWNLOADS, "cifar100", table)
@@ -189,7 +189,7 @@ def half_of(content):
     return send_head
 
 
-def test_a_full_disk_is_one_sentence(web, tmp_path, monkeypatch):
+def test_full_disk_is_one_sentence(web, tmp_path, monkeypatch):
     site, served = web
     table, _ = publish("cifar100", site, served)
     monkeypatch.setitem(DOWNLOADS, "cifar100", table)
@@ -203,7 +203,7 @@ def test_a_full_disk_is_one_sentence(web, tmp_path, monkeypatch):
     assert [*(tmp_path / "data").rglob("*.bin")] == []
 
 
-def test_a_page_that_is_not_found_is_one_sentence(web, tmp_path, monkeypatch):
+def test_download_of_a_missing_page_is_one_sentence(web, tmp_path, monkeypatch):
     site, _ = web
     monkeypatch.setitem(
         DOWNLOADS, "cifar100", (Download(f"{site}/gone.tar.gz", "0", {"a/b": "0"}),)

@@ -33,7 +33,7 @@ def save_safetensors(path, arrays):
 @pytest.mark.parametrize(
     ("suffix", "save"), [(".npz", save_npz), (".safetensors", save_safetensors)]
 )
-def test_your_own_file(suffix, save, tmp_path):
+def test_own_file_is_read(suffix, save, tmp_path):
     arrays = good(train_owner=np.array([5, 5, 8, 8, 9, 9], dtype=np.int32))
     path = tmp_path / f"mine{suffix}"
     save(path, arrays)
@@ -45,7 +45,7 @@ def test_your_own_file(suffix, save, tmp_path):
     assert loaded.owner.tolist() == [5, 5, 8, 8, 9, 9]
 
 
-def test_labels_that_are_missing_must_be_spoken_of(tmp_path):
+def test_missing_labels_need_classes_to_be_given(tmp_path):
     missing = good(
         train_y=np.array([0, 4, 2, 0, 4, 2]), test_y=np.array([1, 4, 0]), classes=np.array(6)
     )
@@ -59,7 +59,7 @@ def test_labels_that_are_missing_must_be_spoken_of(tmp_path):
         datasets.from_tensors((x, y), (x, y), classes=3.5)
 
 
-def test_bytes_are_scaled_and_foreign_byte_orders_understood():
+def test_bytes_are_scaled_and_byte_orders_converted():
     pixels = np.array([[0, 51], [102, 255]], dtype=np.uint8)
     y = np.array([0, 1], dtype=">i2")
     loaded = datasets.from_tensors(
@@ -125,13 +125,13 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("changed", "says"), WRONG)
-def test_what_is_wrong_with_your_own_data_is_said(changed, says, tmp_path):
+def test_errors_in_own_data_are_named(changed, says, tmp_path):
     save_npz(tmp_path / "mine.npz", good(**changed))
     with pytest.raises(InvalidValue, match=says):
         datasets.from_file(tmp_path / "mine.npz")
 
 
-def test_a_list_is_no_tensor():
+def test_lists_are_not_taken_as_tensors():
     with pytest.raises(
         InvalidValue, match=r"train_x must be a torch tensor or a NumPy array .* got list"
     ):
@@ -145,7 +145,7 @@ class Trap:
         return os.mkdir, ("trap",)
 
 
-def test_a_pickle_is_never_opened(tmp_path, monkeypatch):
+def test_pickle_is_never_opened(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     np.savez(tmp_path / "mine.npz", **good(train_x=np.array([Trap()], dtype=object)))
     with pytest.raises(DataError, match=r"mine\.npz cannot be read as a \.npz file"):
@@ -154,21 +154,21 @@ def test_a_pickle_is_never_opened(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
-def test_a_broken_file_is_one_sentence(suffix, tmp_path):
+def test_broken_file_is_one_sentence(suffix, tmp_path):
     path = tmp_path / f"mine{suffix}"
     path.write_bytes(b"not a file of that kind")
     with pytest.raises(DataError, match=f"cannot be read as a {suffix} file"):
         datasets.load(str(path))
 
 
-def test_a_single_array_is_no_data_set(tmp_path):
+def test_single_array_is_refused_as_dataset(tmp_path):
     with (tmp_path / "mine.npz").open("wb") as file:
         np.save(file, np.zeros(3))
     with pytest.raises(DataError, match="cannot be read"):
         datasets.from_file(tmp_path / "mine.npz")
 
 
-def test_a_file_must_exist_and_have_a_known_ending(tmp_path):
+def test_file_must_exist_and_have_a_known_ending(tmp_path):
     with pytest.raises(InvalidValue, match="dataset must be a file that exists"):
         datasets.load(str(tmp_path / "none.npz"))
     with pytest.raises(InvalidValue, match=r"must end in \.npz or \.safetensors; got 'mine\.csv'"):

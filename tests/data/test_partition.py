@@ -58,7 +58,7 @@ def possible(draw):
 
 @quick
 @given(possible())
-def test_a_label_limit_is_never_exceeded_whatever_the_histogram(case):
+def test_label_limit_is_never_exceeded_whatever_the_histogram(case):
     histogram, clients, limit, seed = case
     dataset = data(histogram)
     partition = labels(dataset, clients, seed, limit=limit)
@@ -68,7 +68,7 @@ def test_a_label_limit_is_never_exceeded_whatever_the_histogram(case):
 
 @quick
 @given(possible(), st.sampled_from([1e-300, 1e-3, 0.3, 1.0, 1e4, 1e308]))
-def test_dirichlet_shares_leave_nobody_empty(case, alpha):
+def test_dirichlet_leaves_no_client_empty(case, alpha):
     histogram, clients, _, seed = case
     dataset = data(histogram)
     assert_whole(dataset, dirichlet(dataset, clients, seed, alpha=alpha), clients)
@@ -99,17 +99,17 @@ def test_balanced_labels_give_equal_shares(classes, limit, laps, per_ticket, see
 
 
 @pytest.mark.parametrize("limit", [2, 5])
-def test_the_papers_mnist_setting_gives_exactly_equal_shares(limit):
+def test_mnist_setting_of_the_paper_gives_equal_shares(limit):
     mnist = data([5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949])
     assert set(sizes(labels(mnist, 100, 0, limit=limit))) == {600}
 
 
 @pytest.mark.parametrize("limit", [20, 50])
-def test_the_papers_cifar100_setting_gives_exactly_equal_shares(limit):
+def test_cifar100_setting_of_the_paper_gives_equal_shares(limit):
     assert set(sizes(labels(data([500] * 100), 100, 0, limit=limit))) == {500}
 
 
-def test_a_clients_number_says_nothing_about_its_labels():
+def test_client_number_is_independent_of_its_labels():
     """Over many seeds, the first client holds every label about equally often, and every pair of labels."""
     dataset = data([20] * 10)
     hands = [held(dataset, labels(dataset, 20, seed, limit=2))[0] for seed in range(300)]
@@ -123,7 +123,7 @@ OPTIONS = {"iid": {}, "labels": {"limit": 3}, "dirichlet": {"alpha": 0.5}, "owne
 
 
 @pytest.mark.parametrize("name", PARTITIONS)
-def test_the_seed_and_nothing_else_decides(name):
+def test_partition_depends_on_the_seed_alone(name):
     dataset = data([30] * 10, owners=torch.arange(300) % 15)
     first, again, other = (
         PARTITIONS[name](dataset, 15, seed, **OPTIONS[name]) for seed in (0, 0, 1)
@@ -133,7 +133,7 @@ def test_the_seed_and_nothing_else_decides(name):
     assert same(first, other) == (name == "owner")
 
 
-def test_small_alpha_is_more_uneven_than_large_alpha():
+def test_dirichlet_with_small_alpha_is_more_uneven():
     dataset = data([200] * 10)
     rough, smooth = (np.std(sizes(dirichlet(dataset, 20, 0, alpha=alpha))) for alpha in (0.05, 50))
     assert rough > 5 * smooth
@@ -173,12 +173,12 @@ def test_owners_keep_their_rows():
         ),
     ],
 )
-def test_the_impossible_is_refused_in_one_sentence(partition, clients, options, says):
+def test_impossible_partitions_are_refused(partition, clients, options, says):
     with pytest.raises(InvalidValue, match=says):
         PARTITIONS[partition](data([10] * 4), clients, 0, **options)
 
 
-def test_owners_and_clients_must_agree():
+def test_owner_partition_needs_as_many_clients_as_owners():
     with pytest.raises(InvalidValue, match="clients must be the number of owners, 2; got 3"):
         owner(data([2, 2], owners=torch.tensor([0, 1, 0, 1])), 3, 0)
     with pytest.raises(InvalidValue, match="owner must be as long as train, 4; got 2"):
@@ -186,13 +186,13 @@ def test_owners_and_clients_must_agree():
 
 
 @pytest.mark.parametrize("client", [-1, 4])
-def test_there_is_no_client_beyond_the_last(client):
+def test_partition_refuses_a_client_beyond_the_last(client):
     with pytest.raises(InvalidValue, match="client must be between 0 and 3"):
         iid(data([8]), 4, 0).indices(client)
 
 
 @pytest.mark.parametrize("name", ["iid", "labels", "dirichlet"])
-def test_sixty_thousand_clients_take_seconds_at_most(name):
+def test_partition_over_as_many_clients_as_rows(name):
     dataset = data([6000] * 10)
     started = time.perf_counter()
     partition = PARTITIONS[name](dataset, 60_000, 0, **OPTIONS[name])

@@ -92,7 +92,7 @@ print(library.mallinfo2().hblkhd - before >= 2**22)
 
 @needs_glibc
 @pytest.mark.parametrize("is_set", [False, True])
-def test_a_large_tensor_has_pages_of_its_own_in_a_child(monkeypatch, is_set):
+def test_large_tensor_has_pages_of_its_own_in_a_child(monkeypatch, is_set):
     monkeypatch.setenv("GLIBC_TUNABLES", "")
     if is_set:
         map_large_tensors_in_children()

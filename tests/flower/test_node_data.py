@@ -35,7 +35,7 @@ WANTED = DataRequirements(5, 10, (1, 8, 8))
 
 
 @given(st.integers(1, 200), st.integers(1, 20))
-def test_the_clients_of_a_place_are_those_whose_place_it_is(clients, num_partitions):
+def test_clients_of_a_partition_are_those_assigned_to_it(clients, num_partitions):
     for partition_id in range(num_partitions):
         mine = clients_of(partition_id, clients, num_partitions)
         assert list(mine) == [
@@ -45,7 +45,7 @@ def test_the_clients_of_a_place_are_those_whose_place_it_is(clients, num_partiti
         ]
 
 
-def test_a_node_has_the_rows_that_its_clients_have_in_one_file(tmp_path):
+def test_node_rows_equal_the_rows_in_one_file(tmp_path):
     files = written(tmp_path)
     wanted = files.experiment()
     together = prepare(files.in_one_process(wanted), Machine(device="cpu").resolved()).task.source
@@ -60,7 +60,7 @@ def test_a_node_has_the_rows_that_its_clients_have_in_one_file(tmp_path):
             assert mine.samples.y[mine.index].equal(same.samples.y[same.index])
 
 
-def test_what_a_node_tells_is_what_it_has(tmp_path):
+def test_node_describes_the_data_that_it_has(tmp_path):
     files = written(tmp_path)
     together = prepare(
         files.in_one_process(files.experiment()), Machine(device="cpu").resolved()
@@ -78,7 +78,7 @@ def test_what_a_node_tells_is_what_it_has(tmp_path):
         st.integers(0, 4), st.lists(st.integers(0, 40), min_size=1, max_size=5), min_size=1
     )
 )
-def test_labels_travel_bit_by_bit(tmp_path_factory, known):
+def test_labels_survive_the_encoding(tmp_path_factory, known):
     path = tmp_path_factory.mktemp("rows") / "mine.npz"
     owner, y = (
         np.array(column)
@@ -103,7 +103,7 @@ def counts(*numbers):
         *({"labels": bits} for bits in (b"", bytes(MAX_LABELS // 8 + 1), "\x80", [b"\x80"])), {"shape": [1] * 100},
     ],
 )  # fmt: skip
-def test_what_makes_no_sense_is_not_believed(wrong):
+def test_invalid_node_data_info_is_refused(wrong):
     honest = {"samples": counts(3), "labels": b"\x80", "shape": [2]}
     assert list(parse_client_info(honest)) == [ClientInfo(3, (0,), (2,))]
     assert not parse_client_info({})
@@ -112,7 +112,7 @@ def test_what_makes_no_sense_is_not_believed(wrong):
 
 
 @pytest.mark.parametrize("clients", [134, 100_000])
-def test_what_a_node_tells_is_refused_in_at_most_twice_its_bytes(clients):
+def test_oversized_node_data_info_is_refused_in_little_memory(clients):
     """Few clients with all the labels that there can be, or very many, where two are wanted."""
     told = {
         "samples": counts(*[1] * clients),
@@ -130,7 +130,7 @@ def test_what_a_node_tells_is_refused_in_at_most_twice_its_bytes(clients):
     assert peak < 2 * (len(told["samples"]) + len(told["labels"]))
 
 
-def test_rows_of_no_owner_are_of_one(tmp_path):
+def test_rows_without_owner_belong_to_one_client(tmp_path):
     np.savez(
         tmp_path / "mine.npz", train_x=np.zeros((3, 4), np.float32), train_y=np.array([2, 0, 2])
     )
@@ -140,7 +140,7 @@ def test_rows_of_no_owner_are_of_one(tmp_path):
     assert node_partition(owner, [1], 2).indices(1).tolist() == [0, 1, 2]
 
 
-def test_a_file_of_rows_that_will_not_do_is_refused(tmp_path):
+def test_unsuitable_row_file_is_refused(tmp_path):
     path, x = tmp_path / "mine.npz", np.zeros((3, 4), np.float32)
     with pytest.raises(InvalidValue, match="rows must be a file that exists"):
         rows_from_file(path)
@@ -177,7 +177,7 @@ def test_a_file_of_rows_that_will_not_do_is_refused(tmp_path):
     assert load_node_data(str(path), given, range(3), DataRequirements(4, 3, (4,))).count(2) == 1
 
 
-def test_a_node_must_tell_of_the_rows_of_each_of_its_clients():
+def test_node_must_describe_the_rows_of_each_client():
     node_registry, some, other = (
         NodeRegistry(requirements=DataRequirements(3, 2, (4,))),
         ClientInfo(5, (0,), (4,)),
@@ -215,7 +215,7 @@ def test_a_node_must_tell_of_the_rows_of_each_of_its_clients():
     )  # where rows are not on nodes, none need be told of
 
 
-def test_the_server_knows_of_rows_elsewhere_what_it_was_told(tmp_path):
+def test_server_knows_remote_rows_by_their_description(tmp_path):
     files, told = written(tmp_path), {}
     engine = Engine(sequential, client_info=told)
     setup = prepare(
@@ -230,7 +230,7 @@ def test_the_server_knows_of_rows_elsewhere_what_it_was_told(tmp_path):
     assert len(source.calibration) == 10
 
 
-def test_in_one_process_rows_on_nodes_are_refused(tmp_path):
+def test_rows_on_nodes_are_refused_in_one_process(tmp_path):
     """By everything that would train on them, before it begins."""
     files = written(tmp_path)
     wanted, machine = files.experiment(rounds=1, keep_rounds=(0,)), Machine("sequential", "cpu")
@@ -251,7 +251,7 @@ def test_in_one_process_rows_on_nodes_are_refused(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_up_looks_at_the_rows_of_its_nodes_first(tmp_path):
+def test_up_checks_the_rows_of_its_nodes_first(tmp_path):
     files = written(tmp_path)
     wanted, pattern = files.experiment(), str(tmp_path / "node-{}.npz")
     source = prepare(wanted, Machine(device="cpu").resolved()).task.source
@@ -270,7 +270,7 @@ def test_up_looks_at_the_rows_of_its_nodes_first(tmp_path):
         node_data_configs(wanted, pattern, 1, source)
 
 
-def test_a_node_measures_its_capacity_on_its_own_rows(fedcover, tmp_path):
+def test_node_measures_its_capacity_on_its_own_rows(fedcover, tmp_path):
     files = written(tmp_path)
     (tmp_path / "mine.toml").write_text(files.experiment(dataset="nowhere.npz").to_toml())
     measure = "capacity", tmp_path / "mine.toml", "--device", "cpu"
@@ -302,7 +302,7 @@ def test_a_node_measures_its_capacity_on_its_own_rows(fedcover, tmp_path):
     )
 
 
-def test_labels_and_images_of_the_server_are_not_needed_on_a_node(tmp_path):
+def test_node_does_not_need_the_servers_data(tmp_path):
     """The model is built for the rows of the node, as it is on the server for those of its test set."""
     files = written(tmp_path)
     rows = load_node_data(str(files.nodes[1]), files.experiment(), clients_of(1, 5, 2), WANTED)

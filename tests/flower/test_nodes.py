@@ -18,7 +18,7 @@ from fedcover.runs.experiment import Experiment
 
 
 @given(st.integers(1, 200), st.integers(1, 20))
-def test_every_place_holds_neighbours_and_nearly_the_same_number(clients, num_partitions):
+def test_partitions_are_contiguous_and_of_equal_size(clients, num_partitions):
     held = [partition_of(client, clients, num_partitions) for client in range(clients)]
     assert held == sorted(held)
     counts = np.bincount(held, minlength=num_partitions)
@@ -26,7 +26,7 @@ def test_every_place_holds_neighbours_and_nearly_the_same_number(clients, num_pa
     assert counts.max() - counts.min() <= 1 or num_partitions > clients
 
 
-def test_nodes_say_who_they_are_or_what_is_wrong():
+def test_node_config_is_read_or_refused():
     assert (
         read_node_config(7, {"partition-id": 1, "num-partitions": 2, "capacity": 1}, "v").capacity
         == 1.0
@@ -44,7 +44,7 @@ def test_nodes_say_who_they_are_or_what_is_wrong():
         read_node_config(7, {"partition-id": 0, "num-partitions": 2, "capacity": 1.5}, "v")
 
 
-def test_a_scale_is_told_in_one_digit_or_makes_no_sense():
+def test_input_scale_has_one_digit_or_is_refused():
     assert InputScale.read([0.0, 254.7, 33.31, 78.6]) == InputScale(0.0, 300.0, 30.0, 80.0)
     assert InputScale.read(None) is None
     for wrong in (
@@ -63,7 +63,7 @@ def test_a_scale_is_told_in_one_digit_or_makes_no_sense():
 @pytest.mark.parametrize(
     "change", [lambda x: x * 255, lambda x: x * 0, lambda x: x + 9, lambda x: (x - x.mean()) / 0.1]
 )
-def test_another_scale_is_noticed_and_other_rows_are_not(change):
+def test_input_scale_differs_only_for_scaled_rows(change):
     x = load("digits").train.x
     mine = scale_of(x)
     assert scale_of(change(x)).differs(mine)
@@ -71,7 +71,7 @@ def test_another_scale_is_noticed_and_other_rows_are_not(change):
         assert not scale_of(x[load("digits").train.y == label]).differs(mine)
 
 
-def test_a_place_belongs_to_the_first_that_answers_for_it():
+def test_partition_belongs_to_its_first_node():
     node_registry = NodeRegistry()
     node_registry.add(NodeInfo(7, 0, 2, None, "v"))
     node_registry.add(NodeInfo(8, 1, 2, None, "v"))
@@ -87,7 +87,7 @@ def test_a_place_belongs_to_the_first_that_answers_for_it():
         node_registry.add(NodeInfo(10, 0, 3, None, "v"))
 
 
-def test_a_node_that_holds_too_little_for_a_run_that_has_begun_is_refused():
+def test_node_with_too_little_capacity_is_refused_in_a_running_run():
     node_registry = NodeRegistry(capacities=[0.25, 0.25, 0.25, 1.0, 0.5])
     node_registry.add(NodeInfo(7, 0, 2, 0.25, "v"))
     node_registry.add(NodeInfo(8, 1, 2, None, "v"))  # it does not say what it holds
@@ -104,7 +104,7 @@ def anywhere(node, capacity=None):
     return read_node_config(node, {} if capacity is None else {"capacity": capacity}, "v")
 
 
-def test_a_node_that_names_no_place_gets_one_that_nobody_has():
+def test_node_without_partition_gets_a_vacant_one():
     node_registry = NodeRegistry(num_partitions=3)
     node_registry.add(anywhere(7), {7, 8, 9})
     node_registry.add(NodeInfo(8, 1, 3, None, "v"), {7, 8, 9})
@@ -115,7 +115,7 @@ def test_a_node_that_names_no_place_gets_one_that_nobody_has():
     assert node_registry.node_info[9].partition == "partition 2 of 3"
 
 
-def test_a_spare_node_takes_the_place_of_one_that_is_gone_or_silent():
+def test_spare_node_replaces_a_missing_or_silent_one():
     node_registry = NodeRegistry(num_partitions=2)
     for node in (7, 8, 9, 10):
         node_registry.add(anywhere(node), {7, 8, 9, 10})
@@ -132,7 +132,7 @@ def test_a_spare_node_takes_the_place_of_one_that_is_gone_or_silent():
     assert node_registry.node_of_partition({8, 11}) == {0: 11, 1: 8}
 
 
-def test_a_node_that_names_no_place_gets_one_that_it_can_hold():
+def test_node_without_partition_gets_one_that_fits_its_capacity():
     node_registry = NodeRegistry(num_partitions=2, capacities=[1.0, 1.0, 0.25, 0.25])
     node_registry.add(anywhere(7, 0.5), {7})
     assert node_registry.node_of_partition({7}) == {1: 7}
@@ -142,7 +142,7 @@ def test_a_node_that_names_no_place_gets_one_that_it_can_hold():
     assert node_registry.node_of_partition({7}) == {1: 7}  # too small for the other
 
 
-def test_where_nodes_must_name_their_place():
+def test_partition_must_be_named_where_it_cannot_be_assigned():
     with pytest.raises(InvalidValue, match="how many nodes share the clients"):
         NodeRegistry().add(anywhere(7))
     with pytest.raises(InvalidValue, match="its clients are the same whenever it comes"):
@@ -156,7 +156,7 @@ def test_where_nodes_must_name_their_place():
     assert unlimited.node_info[9].partition == "partition 2"
 
 
-def test_the_fleet_is_what_the_nodes_declare():
+def test_fleet_is_declared_by_the_nodes():
     wanted = Experiment(clients=8, active=4, fleet="1x1.0 + 1x0.5")
     configs = node_configs(wanted, 2)
     assert [config["capacity"] for config in configs] == [1.0, 0.5]
@@ -168,7 +168,7 @@ def test_the_fleet_is_what_the_nodes_declare():
     )  # one node with two kinds
 
 
-def test_of_two_nodes_that_claim_one_place_the_first_counts_for_everything():
+def test_first_of_two_nodes_claiming_a_partition_counts():
     claims = [
         NodeInfo(7, 0, 2, 1.0, "v"),
         NodeInfo(8, 1, 2, 0.5, "v"),

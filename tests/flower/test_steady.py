@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 
-def test_without_flower_its_programs_cannot_be_run():
+def test_steady_without_flower_says_what_to_install():
     without_flower = (
         "import sys; sys.modules['flwr'] = None; from fedcover.flower import steady; steady.main()"
     )

@@ -72,7 +72,7 @@ def test_packages_travel_with_what_they_import_with_dots(beside):
     assert files["pack_own/sibling.py"] == b"y = 2\n"
 
 
-def test_modules_from_elsewhere_and_of_the_installation_stay(beside, tmp_path):
+def test_installed_and_foreign_modules_do_not_travel(beside, tmp_path):
     written(beside, ways_there=POLICY)
     wanted = Experiment(policy="ways_there:halves", clients=4, active=2)
     assert modules_of(wanted, [tmp_path / "another"]) == {}
@@ -80,7 +80,7 @@ def test_modules_from_elsewhere_and_of_the_installation_stay(beside, tmp_path):
     assert modules_of(installed, [beside]) == {}
 
 
-def test_what_flower_would_not_carry_is_refused(beside):
+def test_modules_that_flower_leaves_out_are_refused(beside):
     written(beside, test_ways_own=POLICY, ways_large=POLICY + f"x = '{'x' * LARGEST}'\n")
     with pytest.raises(
         InvalidValue, match=r"test_ways_own\.py: Flower leaves files named test_\*\.py out"

@@ -29,7 +29,7 @@ def test_other_versions_are_refused_with_the_range(monkeypatch, installed):
     assert f"must be >=1.41,<1.43; got {installed}: pip install" in str(refusal.value)
 
 
-def test_the_range_is_the_same_everywhere(tmp_path):
+def test_range_is_the_same_everywhere(tmp_path):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["optional-dependencies"]["flower"] == [f"flwr{flower.SUPPORTED}"]
     example = tomllib.loads((ROOT / "examples" / "flower_app" / "pyproject.toml").read_text())

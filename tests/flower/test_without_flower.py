@@ -62,7 +62,7 @@ CUT = {
 
 @pytest.mark.parametrize("cut", CUT)
 @pytest.mark.parametrize("name", ["mlp", "wide_resnet"])
-def test_a_part_that_travels_is_the_same_bits(name, cut):
+def test_encoded_part_is_the_same_bits(name, cut):
     model = MODELS[name]((3, 8, 8), 10, "batch")
     params = {n: p.detach() for n, p in model.module.named_parameters()}
     params[next(iter(params))].view(-1)[0] = -0.0
@@ -83,7 +83,7 @@ def test_a_part_that_travels_is_the_same_bits(name, cut):
 @pytest.mark.parametrize(
     "policy", ["prefix", "rolling(spread=true)", "random", "magnitude", "planned"]
 )
-def test_the_encoding_gives_back_what_the_policy_gave(policy):
+def test_encoded_reduction_keeps_the_policys_masks(policy):
     setup, state = world("mlp", policy=policy)
     for part in setup.policy(view_of(setup, state, cohort_of(setup, 0))):
         encoded, wire = encode_reduction(part, setup.task.model)
@@ -93,7 +93,7 @@ def test_the_encoding_gives_back_what_the_policy_gave(policy):
             assert mask.equal(wire.mask(state.params)[name])
 
 
-def test_a_mask_of_what_is_never_pruned_cannot_travel():
+def test_mask_of_an_unprunable_tensor_cannot_be_encoded():
     model = MODELS["mlp"]((1, 8, 8), 10, "batch")
     other = next(n for n, _ in model.module.named_parameters() if n not in model.prunable)
     bits = torch.ones_like(model.module.get_parameter(other), dtype=torch.bool)
@@ -103,14 +103,14 @@ def test_a_mask_of_what_is_never_pruned_cannot_travel():
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200))
-def test_any_bytes_are_read_or_refused(content):
+def test_any_bytes_are_unpacked_or_refused(content):
     with suppress(InvalidValue):
         assert isinstance(unpack_arrays(content), dict)
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_a_damaged_parcel_is_read_or_refused(data):
+def test_damaged_payload_is_unpacked_or_refused(data):
     payload = bytearray(
         pack_arrays({"params/w": np.arange(5, dtype=np.float32), "params/b": np.zeros(2)})
     )
@@ -137,7 +137,7 @@ INDICES = {
 
 @pytest.mark.parametrize("kind", INDICES)
 @pytest.mark.parametrize(("size", "times", "more"), [(4 * MIB - 100, 1, 0), (3000, 3, 4096)])
-def test_an_index_is_refused_in_little_more_than_its_bytes(kind, size, times, more):
+def test_oversized_index_is_refused_in_little_memory(kind, size, times, more):
     index = INDICES[kind](size)
     payload = len(index).to_bytes(8, "little") + index
     assert 0.7 * size < len(payload) < size + 100
@@ -156,7 +156,7 @@ def test_an_index_is_refused_in_little_more_than_its_bytes(kind, size, times, mo
 
 
 @given(st.dictionaries(st.text(max_size=20), st.lists(st.integers(0, 3), max_size=3), max_size=5))
-def test_what_is_bundled_is_there_again(shapes):
+def test_packed_arrays_are_unpacked_again(shapes):
     arrays = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
     found = unpack_arrays(pack_arrays(arrays), set(arrays))
     assert {name: (array.dtype, array.shape) for name, array in found.items()} == {
@@ -164,7 +164,7 @@ def test_what_is_bundled_is_there_again(shapes):
     }
 
 
-def test_a_parcel_must_hold_what_is_wanted():
+def test_payload_must_hold_the_expected_tensors():
     payload = pack_arrays({"params/w": np.zeros(3, np.float32)})
     with pytest.raises(InvalidValue, match="other tensors"):
         unpack_sections(
@@ -172,7 +172,7 @@ def test_a_parcel_must_hold_what_is_wanted():
         )
 
 
-def test_the_app_of_an_experiment_reads_back(tmp_path):
+def test_written_app_reads_back_its_config(tmp_path):
     told = RunConfig(
         Experiment(policy='regions(codename="1122")', active=4).to_toml(),
         '/some \U0001f331\n"where"',
@@ -183,7 +183,7 @@ def test_the_app_of_an_experiment_reads_back(tmp_path):
     assert (tmp_path / "LICENSE").is_file()
 
 
-def test_a_superlink_that_flower_does_not_know_is_refused(tmp_path, monkeypatch):
+def test_unknown_superlink_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
     for name in ("fleet", None):
         with pytest.raises(
@@ -208,14 +208,14 @@ def test_a_superlink_that_flower_does_not_know_is_refused(tmp_path, monkeypatch)
             check_connection(unknown)
 
 
-def test_in_this_process_the_engine_flower_says_where_it_works(tmp_path):
+def test_engine_flower_in_one_process_names_flower_up(tmp_path):
     wanted = Experiment(clients=4, active=2, rounds=1, epochs=1)
     with pytest.raises(InvalidValue, match="fedcover flower up"):
         run(wanted, tmp_path / "run", machine=Machine("flower"))
     assert not (tmp_path / "run").exists()
 
 
-def test_the_last_sentence_of_a_log_is_what_a_user_sees(tmp_path):
+def test_failure_message_is_the_last_sentence_of_the_log(tmp_path):
     log = tmp_path / "log.txt"
     log.write_text("INFO : hello\nfedcover: stopped: cannot write x: No space left\nINFO : bye\n")
     assert failure_message(log) == "cannot write x: No space left"
@@ -241,7 +241,7 @@ class Played:
         return None
 
 
-def test_rounds_that_are_run_again_are_shown_again(tmp_path, monkeypatch):
+def test_repeated_rounds_are_shown_again(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     metrics, log = tmp_path / "metrics.jsonl", tmp_path / "log.txt"
 
@@ -270,7 +270,7 @@ def test_rounds_that_are_run_again_are_shown_again(tmp_path, monkeypatch):
     assert seen == [5, 6, 7, 8, 9]
 
 
-def test_a_server_that_has_gone_without_a_word_is_missed(tmp_path, monkeypatch):
+def test_server_that_ended_silently_is_noticed(tmp_path, monkeypatch):
     """Not before it has come, not while it ends, and not if it has said why."""
     log, clock = tmp_path / "log.txt", iter(range(0, 1000, 10))
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
@@ -292,7 +292,7 @@ def test_a_server_that_has_gone_without_a_word_is_missed(tmp_path, monkeypatch):
         watched(True, False, False, False)
 
 
-def test_only_the_server_says_that_a_run_has_finished(capfd):
+def test_stream_log_fails_unless_the_server_reports_the_end(capfd):
     def streamed(text):
         return stream_log([sys.executable, "-c", f"print({text!r})"], dict(os.environ))
 
@@ -308,7 +308,7 @@ def test_only_the_server_says_that_a_run_has_finished(capfd):
     assert "Traceback" not in shown  # what Flower makes of a sentence that is said already
 
 
-def test_what_streams_a_log_ends_with_whoever_reads_it():
+def test_log_stream_ends_with_its_reader():
     """A kill while the log is passed on must not leave the streaming process behind."""
     script = "import time; print('begun', flush=True); time.sleep(60)"
     reader = f"""
@@ -331,7 +331,7 @@ except KeyboardInterrupt: sys.exit(130)
     assert not family & descendants([os.getpid()])
 
 
-def test_functions_beside_the_file_are_found(tmp_path, monkeypatch):
+def test_functions_beside_the_experiment_file_are_found(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(
         commands, "require_supported", lambda: None
@@ -346,7 +346,7 @@ def test_functions_beside_the_file_are_found(tmp_path, monkeypatch):
         commands.run(tmp_path / "own.toml", nodes=99)
 
 
-def test_what_cannot_go_well_is_refused_before_anything_is_started(tmp_path, monkeypatch):
+def test_up_refuses_impossible_runs_before_it_starts_anything(tmp_path, monkeypatch):
     monkeypatch.setattr(commands, "require_supported", lambda: None)
     monkeypatch.setattr(
         commands, "run_local_federation", lambda *given: pytest.fail("a federation is started")
@@ -365,7 +365,7 @@ def test_what_cannot_go_well_is_refused_before_anything_is_started(tmp_path, mon
         commands.up(tmp_path / "run")
 
 
-def test_a_round_tells_of_those_who_did_not_answer(capsys):
+def test_progress_counts_missing_answers(capsys):
     line = {"gamma_round": 0, "gamma_window": 0, "seconds": {}, "rejected": 3, "late": 0, "lost": 2}
     with console.show_progress("mine", 2) as watch:
         watch(RoundReport(0, line))
@@ -374,7 +374,7 @@ def test_a_round_tells_of_those_who_did_not_answer(capsys):
     assert count_unanswered([{}]) == {}
 
 
-def test_what_was_started_is_found_without_other_programs(monkeypatch):
+def test_descendants_are_found_without_ps(monkeypatch):
     """Small containers have no `ps`, and what is not found is not stopped."""
     script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE) as parent:

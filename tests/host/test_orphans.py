@@ -27,7 +27,7 @@ time.sleep(600)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_child_and_what_it_has_started_end_with_the_parent(number):
+def test_children_and_grandchildren_end_with_the_parent(number):
     parent = subprocess.Popen([sys.executable, "-c", PARENT, "-c", CHILD])
     family: set[int] = set()
     try:
@@ -44,7 +44,7 @@ def test_a_child_and_what_it_has_started_end_with_the_parent(number):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
-def test_a_program_of_somebody_elses_ends_with_the_parent(tmp_path):
+def test_foreign_program_ends_with_the_parent(tmp_path):
     (tmp_path / "theirs.py").write_text(
         "import sys, time\ndef main():\n    print(sys.argv[1:], flush=True)\n    time.sleep(600)\n"
     )
@@ -59,7 +59,7 @@ def test_a_program_of_somebody_elses_ends_with_the_parent(tmp_path):
         assert waited_for(lambda: not running(family), 10)
 
 
-def test_a_process_that_is_not_tied_goes_on(monkeypatch):
+def test_process_without_lifeline_goes_on(monkeypatch):
     for wrong in ("", "x", "-1"):
         monkeypatch.setenv(LIFELINE_VARIABLE, wrong)
         end_with_parent()

@@ -49,7 +49,7 @@ def aged(path):
     os.utime(os.path.join(path, locks.LOCK_NAME), (before, before))
 
 
-def test_what_a_killed_process_has_left_is_removed_by_the_next_of_its_kind(place):
+def test_folder_of_a_killed_process_is_removed_by_the_next(place):
     left = killed()
     with scratch.folder("other"):
         assert os.path.exists(left)
@@ -58,7 +58,7 @@ def test_what_a_killed_process_has_left_is_removed_by_the_next_of_its_kind(place
     assert list(place.iterdir()) == []
 
 
-def test_folders_of_the_living_and_of_others_stay(place):
+def test_folders_of_living_processes_and_of_others_stay(place):
     (place / "fedcover-run-of-somebody").mkdir()  # nobody says that it is ours
     with scratch.folder("run") as first:
         aged(first)
@@ -67,7 +67,7 @@ def test_folders_of_the_living_and_of_others_stay(place):
     assert [path.name for path in place.iterdir()] == ["fedcover-run-of-somebody"]
 
 
-def test_one_that_is_kept_stays(place):
+def test_scratch_folder_that_is_kept_stays(place):
     with scratch.folder("run") as kept:
         scratch.keep(kept)
     with scratch.folder("run"):
@@ -75,7 +75,7 @@ def test_one_that_is_kept_stays(place):
     assert kept.exists()
 
 
-def test_the_server_of_a_killed_sweep_is_told_to_quit(place, tmp_path, monkeypatch):
+def test_mps_server_of_a_killed_sweep_is_told_to_quit(place, tmp_path, monkeypatch):
     server = tmp_path / "bin" / MPS
     server.parent.mkdir()
     server.write_text(

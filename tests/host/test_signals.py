@@ -42,7 +42,7 @@ def until(condition, process):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_run_that_is_stopped_keeps_its_rounds_and_says_how_to_go_on(tmp_path, number):
+def test_stopped_run_keeps_its_rounds_and_names_resume(tmp_path, number):
     folder = tmp_path / "runs" / "run"
     with started("run", "--runs", folder.parent, *settings(LONG), "--processes", "1") as process:
         until(lambda: lines(folder) >= 2, process)
@@ -56,7 +56,7 @@ def test_a_run_that_is_stopped_keeps_its_rounds_and_says_how_to_go_on(tmp_path, 
 
 
 @linux
-def test_a_run_in_two_processes_stops_alike(tmp_path):
+def test_stopped_run_in_two_processes_keeps_its_rounds(tmp_path):
     folder = tmp_path / "runs" / "run"
     with started("run", "--runs", folder.parent, *settings(LONG), "--processes", "2") as process:
         until(lambda: lines(folder) >= 2, process)
@@ -75,7 +75,7 @@ SWEEP = ["--vary", "lr=0.1|0.05"]
 
 @linux
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.system)])
-def test_a_sweep_that_is_killed_keeps_the_rounds_of_every_run(tmp_path, processes):
+def test_killed_sweep_keeps_the_rounds_of_every_run(tmp_path, processes):
     words = ["sweep", *settings({**LONG, "name": "s"}), *SWEEP, "--processes", processes]
     folders = [tmp_path / "runs" / f"s-lr-{lr}-seed-0" for lr in ("0.1", "0.05")]
     with started(*words, cwd=tmp_path) as process:
@@ -94,7 +94,7 @@ def test_a_sweep_that_is_killed_keeps_the_rounds_of_every_run(tmp_path, processe
 
 @linux
 @pytest.mark.parametrize("what", ["run", pytest.param("sweep", marks=pytest.mark.system)])
-def test_processes_end_with_the_one_that_has_started_them(tmp_path, what, monkeypatch):
+def test_child_processes_end_with_their_parent(tmp_path, what, monkeypatch):
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     words = [
@@ -139,7 +139,7 @@ except BaseException:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_who_stops_a_program_that_imports_sees_no_traceback(tmp_path, number):
+def test_stop_during_imports_shows_no_traceback(tmp_path, number):
     (tmp_path / "torch.py").write_text(TURNING)
     with started("list", "engines", cwd=tmp_path) as process:
         assert process.stdout.readline() == "importing\n"
@@ -148,7 +148,7 @@ def test_who_stops_a_program_that_imports_sees_no_traceback(tmp_path, number):
     assert process.returncode == 128 + number
 
 
-def test_what_others_make_of_a_stop_is_a_stop(tmp_path):
+def test_stop_raised_as_another_error_is_a_stop(tmp_path):
     (tmp_path / "mine.py").write_text("def policy(view):" + TURNING.replace("\n", "\n    "))
     fields = {**LONG, "policy": "mine:policy", "name": "odd"}
     with started("run", *settings(fields), cwd=tmp_path) as process:
@@ -170,7 +170,7 @@ finally:
 """
 
 
-def test_a_program_of_ones_own_ends_by_the_signal_with_its_rounds_kept(tmp_path):
+def test_own_program_ends_by_the_signal_with_its_rounds_kept(tmp_path):
     script = [sys.executable, "-c", SCRIPT.format(fields=LONG)]
     with subprocess.Popen(
         script, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -185,7 +185,7 @@ def test_a_program_of_ones_own_ends_by_the_signal_with_its_rounds_kept(tmp_path)
     assert fc.load(tmp_path / "run").state.round >= lines(tmp_path / "run") - 1 > 0
 
 
-def test_handlers_of_ones_own_stay():
+def test_own_signal_handlers_stay():
     heard = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     try:
@@ -196,7 +196,7 @@ def test_handlers_of_ones_own_stay():
         signal.signal(signal.SIGTERM, before)
 
 
-def test_signals_that_come_together_stop_once():
+def test_simultaneous_signals_stop_once():
     def interrupted():
         with signals.raise_on_signals():
             try:
@@ -213,7 +213,7 @@ def test_signals_that_come_together_stop_once():
     assert signals.exit_code(ValueError()) is None
 
 
-def test_who_is_not_to_hear_hang_ups_does_not(tmp_path):
+def test_ignored_hang_up_stays_ignored(tmp_path):
     folder = tmp_path / "runs" / "run"
     nohup = {"preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)}
     fields = {**TINY, "clients": 100, "rounds": 40, "checkpoint_every": 1000}
@@ -241,7 +241,7 @@ fedcover.__main__.main()
 """
 
 
-def test_a_signal_while_the_interpreter_ends_leaves_the_exit_code_alone():
+def test_signal_at_interpreter_exit_keeps_the_exit_code():
     done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "rolling" in done.stdout
@@ -262,7 +262,7 @@ with raise_on_signals():
 """A signal that arrives in `__del__`, where Python drops what is raised."""
 
 
-def test_a_stop_that_arrives_in_a_del_method_is_raised_after_it():
+def test_stop_that_arrives_in_a_del_method_is_raised_after_it():
     done = subprocess.run(
         [sys.executable, "-c", DROPPED], capture_output=True, text=True, timeout=20
     )

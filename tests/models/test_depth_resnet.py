@@ -15,7 +15,7 @@ from fedcover.types import Batch
 from tests.helpers.worlds import same, world
 
 
-def test_a_shallow_part_is_the_first_stages_and_ends_at_its_own_exit():
+def test_shallow_part_has_the_first_stages_and_its_own_exit():
     setup, state = world("depth_resnet")
     model, x = setup.task.model, setup.task.source.test.x[:4]
     whole = submodel(model.module, windows(model.groups, 1.0), state.params).train()
@@ -45,7 +45,7 @@ def test_every_tensor_is_averaged_over_the_clients_deep_enough():
     assert report.metrics["gamma_round"] == sum(depth == 4 for depth in depths)
 
 
-def test_the_loss_is_that_of_the_definition():
+def test_depthfl_loss_equals_its_definition():
     setup, state = world("depth_resnet", policy="full")
     logits = torch.randn(3, 5, 4, dtype=torch.float64)
     y = torch.tensor([0, 1, 2, 3, 0])
@@ -98,7 +98,7 @@ def mixed_depths(**fields):
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("norm", ["batch", "group"])
 @pytest.mark.parametrize("leaf", ["exit.weight", "exit.bias", "norm.weight", "norm.bias"])
-def test_an_exit_that_learns_nothing_does_not_dilute_shallower_clients(leaf, norm, weight_decay):
+def test_untrained_exit_does_not_dilute_shallower_clients(leaf, norm, weight_decay):
     _, after, shallow = mixed_depths(norm=norm, weight_decay=weight_decay)
     name = f"stages.1.{leaf}"
     same(
@@ -110,13 +110,13 @@ def test_an_exit_that_learns_nothing_does_not_dilute_shallower_clients(leaf, nor
 
 
 @pytest.mark.parametrize("leaf", ["exit.weight", "norm.weight"])
-def test_weight_decay_does_not_shrink_an_exit_that_nobody_trains(leaf):
+def test_weight_decay_leaves_untrained_exits_unchanged(leaf):
     state, after, _ = mixed_depths(weight_decay=0.1)
     assert torch.equal(after.params[f"stages.0.{leaf}"], state.params[f"stages.0.{leaf}"])
     assert not after.coverage.ever[f"stages.0.{leaf}"].any()
 
 
-def test_a_model_that_does_not_name_its_exits_is_refused_where_only_the_last_learns():
+def test_model_without_named_exits_is_refused_where_only_the_last_learns():
     known = depth_resnet((1, 8, 8), 10, "batch", width=4, stages=2, blocks=1)
     unnamed = fc.Model(known.module, known.groups, classifier=known.classifier)
     experiment = fc.Experiment(
@@ -126,7 +126,7 @@ def test_a_model_that_does_not_name_its_exits_is_refused_where_only_the_last_lea
         fc.run(experiment, model=unnamed)
 
 
-def test_it_learns_and_is_resumed(tmp_path):
+def test_depth_resnet_learns_and_is_resumed(tmp_path):
     fields = {"model": "depth_resnet(width=8, stages=3, blocks=1)", "recipe": "depthfl", "policy": "prefix",
               "fleet": "1x1.0 + 1x0.67 + 1x0.34", "dataset": "digits", "clients": 6, "active": 6, "epochs": 1,
               "rounds": 3, "lr": 0.05}  # fmt: skip

@@ -9,7 +9,7 @@ from fedcover.training.local_sgd import train_client
 from tests.helpers.worlds import same, world
 
 
-def test_every_rank_is_counted_and_averaged_over_the_clients_that_hold_it():
+def test_lora_ranks_are_averaged_over_their_holders():
     setup, state = world("lora", policy="prefix", fleet="1x1.0 + 1x0.5", active=6)
     cohort = cohort_of(setup, 0)
     parts = setup.policy(view_of(setup, state, cohort))
@@ -36,7 +36,7 @@ def test_every_rank_is_counted_and_averaged_over_the_clients_that_hold_it():
         )
 
 
-def test_the_frozen_layers_never_move():
+def test_lora_leaves_frozen_layers_unchanged():
     setup, state = world("lora", policy="rolling")
     assert not [name for name in state.params if name.endswith(("hidden1.weight", "head.weight"))]
     before = setup.task.model.module.hidden1.weight.clone()
@@ -44,7 +44,7 @@ def test_the_frozen_layers_never_move():
     assert torch.equal(setup.task.model.module.hidden1.weight, before)
 
 
-def test_the_gap_between_products_and_factors():
+def test_product_gap_by_hand():
     draw = torch.Generator().manual_seed(0)
     downs = [torch.randn(2, 5, generator=draw) for _ in range(3)]
     up = torch.randn(4, 2, generator=draw)
@@ -57,7 +57,7 @@ def test_the_gap_between_products_and_factors():
     assert expected > 0.1
 
 
-def test_the_factors_of_a_layer():
+def test_factors_of_a_layer_have_its_shape():
     _, state = world("lora")
     up, down = factors_of(state.params, "hidden1")
     assert (up.shape, down.shape) == ((8, 4), (4, 12))

@@ -27,14 +27,14 @@ def small(norm, **fields):
     return world(RESNET, norm=norm, **{**defaults, **fields})
 
 
-def test_which_statistics_belong_to_a_width():
+def test_statistics_key_of_each_norm_and_width():
     assert [statistics_key(norm, 0.5) for norm in NORMS] == [None, "all", "0.5", None]
     assert statistics_key("per-width", 1.0) == "1"
     assert statistics_key("per-width", 1 / 3) != statistics_key("per-width", 0.333333)
 
 
 @pytest.mark.parametrize("norm", ["batch", "group"])
-def test_training_on_batch_statistics_keeps_none(norm):
+def test_training_on_batch_statistics_stores_none(norm):
     setup, state = small(norm)
     before = {name: t.clone() for name, t in running(setup.task.model.module).items()}
     assert bool(before) == (norm == "batch")
@@ -45,7 +45,7 @@ def test_training_on_batch_statistics_keeps_none(norm):
     same(running(setup.task.model.module), before)
 
 
-def test_on_batch_statistics_neither_reads_nor_writes_running_ones():
+def test_batch_statistics_ignore_running_ones():
     layer = nn.BatchNorm2d(3)
     layer.running_mean.fill_(torch.nan)
     assert use_batch_statistics(layer) is layer
@@ -57,7 +57,7 @@ def test_on_batch_statistics_neither_reads_nor_writes_running_ones():
 
 
 @pytest.mark.parametrize("policy", ["prefix", "rolling(spread=true)", "magnitude"])
-def test_tracked_statistics_are_means_over_those_who_cover_them(policy):
+def test_tracked_statistics_are_means_over_covering_clients(policy):
     setup, state = small("tracked", policy=policy, fleet="3x0.5 + 3x0.25", weights="samples")
     known = state.statistics["all"]
     updates = trained(setup, state)
@@ -82,7 +82,7 @@ def test_tracked_statistics_are_means_over_those_who_cover_them(policy):
     assert not torch.equal(after["all"]["norm.running_var"][:16], known["norm.running_var"][:16])
 
 
-def test_tracked_training_goes_on_from_the_known_statistics():
+def test_tracked_training_starts_from_the_servers_statistics():
     setup, state = small("tracked")
     update = trained(setup, state)[0]
     moved = {name: t + 5 for name, t in state.statistics["all"].items()}
@@ -92,7 +92,7 @@ def test_tracked_training_goes_on_from_the_known_statistics():
     same(update.params, other.params)  # batch norm trains on the batch's own
 
 
-def test_sets_of_different_widths_stay_apart():
+def test_statistics_of_different_widths_stay_apart():
     setup, state = small("per-width")
     assert set(state.statistics) == {"1", "0.5", "0.25"}
     halves = trained(setup, state, lambda client: client.capacity == 0.5)
@@ -122,7 +122,7 @@ def test_sets_of_different_widths_stay_apart():
     assert torch.equal(running(half)[name], after.statistics["0.5"][name][:8])
 
 
-def test_a_width_that_nobody_has_is_calibrated():
+def test_width_without_clients_is_calibrated():
     setup, state = small("per-width", fleet="3x0.5 + 3x0.25")
     assert set(state.statistics) == {"0.5", "0.25"}
     after, report = run_round(setup, state)
@@ -133,7 +133,7 @@ def test_a_width_that_nobody_has_is_calibrated():
     torch.testing.assert_close(first.running_mean, seen.mean((0, 2, 3)))
 
 
-def test_calibration_is_what_the_norms_see():
+def test_calibration_gives_the_moments_of_norm_inputs():
     setup, state = small("batch")
     module = eval_model(setup.task, state, FULL_REDUCTION, 1.0)
     seen = {}
@@ -152,7 +152,7 @@ def test_calibration_is_what_the_norms_see():
         torch.testing.assert_close(fresh[f"{path}.running_var"], x.var((0, 2, 3)))
 
 
-def test_calibration_forgets_and_restores():
+def test_calibration_restores_momentum_and_forgets_old_statistics():
     net = nn.Sequential(
         nn.BatchNorm1d(2, momentum=0.3), nn.Dropout(0.9), nn.BatchNorm1d(2, momentum=0.01)
     ).train()
@@ -170,7 +170,7 @@ def test_calibration_forgets_and_restores():
     torch.testing.assert_close(net[0].running_var, x.var(0))
 
 
-def test_calibration_weighs_a_few_more_inputs_as_a_few():
+def test_calibration_weighs_a_short_last_batch_by_its_size():
     layer = nn.BatchNorm1d(1)
     x = torch.zeros(501, 1)
     x[500] = 1000.0
@@ -207,7 +207,7 @@ def test_batch_compatible_evaluation_depends_on_both():
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_runs_with_every_norm(norm):
+def test_every_norm_runs(norm):
     experiment = fedcover.Experiment(
         model="wide_resnet(depth=10, widen=1)", dataset="synthetic(shape=(3, 8, 8), samples=20, test_size=100)",
         fleet="1x1.0 + 1x0.5", policy="rolling", clients=4, active=4, rounds=2, epochs=1, norm=norm, calibration=60,

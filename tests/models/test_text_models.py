@@ -12,7 +12,7 @@ from fedcover.errors import InvalidValue
 SMALL = "transformer(width=32, heads=4, blocks=1, hidden=32)"
 
 
-def test_the_text_is_cut_into_pieces_that_predict_themselves():
+def test_text_is_cut_into_shifted_sequences():
     data = load("characters")
     assert data.train.x.shape[1:] == data.train.y.shape[1:] == (64,)
     assert torch.equal(data.train.x[0, 1:], data.train.y[0, :-1])
@@ -23,7 +23,7 @@ def test_the_text_is_cut_into_pieces_that_predict_themselves():
 
 
 @pytest.mark.parametrize("policy", ["prefix", "rolling", "random"])
-def test_it_learns_under_every_kind_of_sub_network(policy):
+def test_transformer_learns_under_every_policy(policy):
     topics = int(load("characters").owner.max()) + 1
     run = fc.run(
         fc.Experiment(
@@ -35,7 +35,7 @@ def test_it_learns_under_every_kind_of_sub_network(policy):
     assert run.summary["accuracy"] > 0.1
 
 
-def test_a_half_sized_part_has_half_of_the_heads_and_of_the_stream():
+def test_half_transformer_has_half_of_heads_and_stream():
     run = fc.run(
         fc.Experiment(
             dataset="characters",
@@ -70,7 +70,7 @@ def counting(rows=300, length=9, symbols=7, every=True):
 
 @pytest.mark.parametrize("policy", ["prefix", "rolling", "random", "planned"])
 @pytest.mark.parametrize("labels", ["every", "last"])
-def test_a_recurrent_model_learns_text_made_on_the_spot(labels, policy):
+def test_recurrent_model_learns_generated_text(labels, policy):
     """By guessing it would be right in a seventh; the last symbol alone tells a half."""
     fields = {
         "clients": 10,
@@ -91,7 +91,7 @@ def test_a_recurrent_model_learns_text_made_on_the_spot(labels, policy):
     assert (part.lstm.hidden_size, part.embedding.embedding_dim) == (12, 3)
 
 
-def test_inputs_may_be_other_symbols_than_labels():
+def test_inputs_and_labels_may_have_different_vocabularies():
     data = counting()
     few = fc.Dataset(
         "parity", *(fc.Samples(s.x, s.y[:, -1] % 2) for s in (data.train, data.test)), classes=2
@@ -104,6 +104,6 @@ def test_inputs_may_be_other_symbols_than_labels():
 @pytest.mark.parametrize(
     "options", ["hidden=0", "embedding=-1", "layers=0", "vocabulary=0", "labels=first"]
 )
-def test_a_recurrent_model_refuses_what_makes_no_sense(options):
+def test_recurrent_model_refuses_wrong_options(options):
     with pytest.raises(InvalidValue, match=f"^model lstm: {options.partition('=')[0]} must be"):
         fc.run(fc.Experiment(model=f"lstm({options})", dataset="characters", clients=700))

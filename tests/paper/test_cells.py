@@ -14,7 +14,7 @@ from tests.helpers.paper_results import BY_ID, EVERY
 pytestmark = pytest.mark.usefixtures("only_the_cpu")
 
 
-def test_every_place_of_the_main_table_has_a_cell():
+def test_main_table_has_a_cell_for_every_entry():
     for dataset in DATASETS:
         for column in COLUMNS[dataset]:
             for design in designs(dataset):
@@ -24,14 +24,14 @@ def test_every_place_of_the_main_table_has_a_cell():
 
 
 @pytest.mark.parametrize("kind", ["pruning", "subnet"])
-def test_every_row_of_an_appendix_table_has_its_cells(kind):
+def test_appendix_tables_have_cells_for_every_row(kind):
     of = [cell for cell in EVERY if f"mnist-{kind}" in cell.sets and cell.row != "public-code"]
     assert len(of) == 2 * len(codename_rows(kind))
     assert {cell.column for cell in of} == {"iid", "L2"}
     assert {cell.id for cell in of if cell.design == "full"} == {"mnist-iid-full", "mnist-L2-full"}
 
 
-def test_a_cell_is_the_paper_s_experiment():
+def test_cell_is_the_papers_experiment():
     ran = BY_ID["mnist-L2-pruning-1111223344"].with_seed(2)
     assert (ran.clients, ran.active, ran.rounds, ran.epochs, ran.batch_size, ran.momentum) == (
         100,
@@ -51,7 +51,7 @@ def test_different_cells_are_different_experiments():
     assert max(digests.values()) == 1
 
 
-def test_the_rate_is_never_chosen_on_a_reported_seed_or_on_test_data():
+def test_learning_rate_is_never_chosen_on_reported_seeds_or_test_data():
     tried = [cell for cell in EVERY if cell.row == "rates"]
     assert len(tried) == len(DATASETS) * len(RATES)
     assert all(cell.experiment.validation == 0.1 for cell in tried)
@@ -59,14 +59,14 @@ def test_the_rate_is_never_chosen_on_a_reported_seed_or_on_test_data():
     assert not set(tried[0].seeds(3)) & set(EVERY[0].seeds(100))
 
 
-def test_the_second_rate_is_for_the_full_and_medium_rows():
+def test_second_rate_is_for_full_and_medium_rows():
     second = [cell for cell in EVERY if cell.row == "second-rate"]
     assert {cell.level for cell in second} == {"full", "medium"}
     assert all(cell.experiment.lr == 0.1 for cell in second)
     assert not any(cell.row == "second-rate" for cell in cells({}))
 
 
-def test_filters_hold_together_and_seeds_come_first():
+def test_cell_filters_combine_and_seeds_come_first():
     found = select_cells(
         EVERY, ["table1"], 2, {"dataset": ["mnist"], "column": ["iid", "L5"], "row": ["main"]}
     )
@@ -88,12 +88,12 @@ def test_filters_hold_together_and_seeds_come_first():
         ),
     ],
 )
-def test_filters_that_make_no_sense(sets, only, sentence):
+def test_wrong_cell_filters_are_refused(sets, only, sentence):
     with pytest.raises(InvalidValue, match=sentence):
         select_cells(EVERY, sets, 1, only)
 
 
-def test_every_cell_has_a_smoke_run_that_is_valid():
+def test_smoke_cells_are_valid():
     for cell in EVERY:
         small = smoke_cell(cell)
         again = Experiment(**small.experiment.model_dump())

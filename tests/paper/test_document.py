@@ -15,12 +15,12 @@ from tests.helpers.repository import ROOT
 pytestmark = pytest.mark.usefixtures("only_the_cpu")
 
 
-def test_the_committed_document_is_what_would_be_generated():
+def test_committed_document_equals_the_generated_one():
     evidence = Evidence(ROOT / "results" / "reproduction")
     assert (ROOT / "docs" / "reproduction.md").read_text() == document.render(evidence)
 
 
-def test_the_committed_figures_show_what_would_be_drawn():
+def test_committed_figures_show_what_would_be_drawn():
     """Their bytes depend on the version of matplotlib, what they show does not."""
     committed = {path.stem: path for path in (ROOT / "docs" / "reproduction").glob("*.svg")}
     runs_by_figure = figures.runs_by_figure(Evidence(ROOT / "results" / "reproduction"))
@@ -49,7 +49,7 @@ def digest_of(results, name):
     return figures.data_digest(figures.FIGURES[name].title, runs)
 
 
-def test_every_committed_result_belongs_to_a_cell_as_it_now_is():
+def test_committed_results_belong_to_current_cells():
     evidence = Evidence(ROOT / "results" / "reproduction")
     results_of_cells = {
         (run["cell"], run["seed"]) for runs in evidence.results.values() for run in runs
@@ -58,7 +58,7 @@ def test_every_committed_result_belongs_to_a_cell_as_it_now_is():
     assert evidence.orphan_results() == []
 
 
-def test_the_document_tells_claims_results_and_what_was_not_run(tmp_path):
+def test_document_shows_claims_results_and_missing_runs(tmp_path):
     for seed in range(3):
         write_result(tmp_path, "mnist-iid-pruning-1111444444", seed, 0.97 + 0.001 * seed)
         write_result(tmp_path, "mnist-iid-pruning-1111223344", seed, 0.98 + 0.001 * seed)
@@ -88,7 +88,7 @@ def test_the_document_tells_claims_results_and_what_was_not_run(tmp_path):
     assert "MNIST, L=2, fixed sub-networks: loss" in text  # FedAvg is in it
 
 
-def test_rounds_to_a_target(tmp_path):
+def test_rounds_to_a_target_accuracy(tmp_path):
     for seed in range(2):
         write_result(
             tmp_path, "mnist-iid-full", seed, 0.8 + 0.1 * seed
@@ -111,7 +111,7 @@ def test_rounds_to_a_target(tmp_path):
     ]
 
 
-def test_many_lines_have_no_bands():
+def test_chart_of_many_lines_has_no_bands():
     def bands(number):
         runs = [[{"round": 0, "loss": 1.0, "accuracy": share}] for share in (0.1, 0.2)]
         figure = figures.draw("title", {f"line {n}": runs for n in range(number)})
@@ -120,7 +120,7 @@ def test_many_lines_have_no_bands():
     assert (bands(8), bands(9)) == ([8, 8], [0, 0])
 
 
-def test_a_few_far_points_do_not_flatten_the_curves():
+def test_few_far_points_do_not_flatten_the_curves():
     losses = [50.0, *[1.0] * 10, 0.5]
     lines = [
         {"round": n, "loss": loss, "accuracy": 1 / (1 + loss)} for n, loss in enumerate(losses)
@@ -130,7 +130,7 @@ def test_a_few_far_points_do_not_flatten_the_curves():
     assert accuracy.get_ylim() == pytest.approx((0.5 - 1 / 120, 2 / 3 + 1 / 120))
 
 
-def test_the_document_counts_from_what_source_runs_were_made(tmp_path):
+def test_document_counts_the_sources_of_runs(tmp_path):
     for seed, commit in enumerate((None, "abc-dirty", "abc")):
         write_result(tmp_path, "mnist-iid-full", seed, 0.9)
         origin = store.load(tmp_path)["mnist-iid-full", seed].result["made"]
@@ -139,7 +139,7 @@ def test_the_document_counts_from_what_source_runs_were_made(tmp_path):
     assert source in document.provenance_table(Evidence(tmp_path))
 
 
-def test_the_ranking_at_the_second_rate(tmp_path):
+def test_document_ranks_designs_at_the_second_rate(tmp_path):
     for rate, score in zip(RATES, (0.8, 0.9, 0.95, 0.5), strict=True):
         write_result(tmp_path, f"mnist-iid-full-rate{rate:g}", 1000, 0.1, validation=score)
     assert (
@@ -155,7 +155,7 @@ def test_the_ranking_at_the_second_rate(tmp_path):
     assert "| -1.00 | 1 |  | one seed | -0.75 |" in found
 
 
-def test_the_commands_write_document_and_figures(fedcover, tmp_path):
+def test_docs_command_writes_document_and_figures(fedcover, tmp_path):
     for seed in range(2):
         write_result(tmp_path / "mine", "mnist-iid-full", seed, 0.98)
         write_result(tmp_path / "mine", "mnist-iid-homogeneous-0.5", seed, 0.9)
@@ -169,7 +169,7 @@ def test_the_commands_write_document_and_figures(fedcover, tmp_path):
     assert texts(drawn, "text").count("homogeneous-0.5") == 1
 
 
-def test_the_loss_of_a_model_that_is_trained_in_part_only_is_not_shown(tmp_path):
+def test_loss_of_a_model_that_is_trained_in_part_only_is_not_shown(tmp_path):
     for design in ("full", "homogeneous-0.5"):
         write_result(tmp_path, f"mnist-iid-{design}", 0, 0.9)
     runs = figures.runs_by_figure(Evidence(tmp_path))["medium-iid"]
@@ -187,7 +187,7 @@ def test_figures_need_matplotlib(fedcover, tmp_path, monkeypatch, what):
     assert not (tmp_path / "docs").exists()
 
 
-def test_a_picture_repeats_itself_and_is_well_formed(tmp_path):
+def test_figures_are_deterministic_and_well_formed(tmp_path):
     write_result(tmp_path, "mnist-iid-full", 0, 0.98)
     first, second = (figures.draw_figures(Evidence(tmp_path)) for _ in range(2))
     assert first == second

@@ -26,21 +26,21 @@ def place(policy):
     return replace(setup, policy=as_policy(partial(policy, codename=CODENAME))), state
 
 
-def test_without_switches_it_is_the_regions_policy():
+def test_public_code_without_switches_is_the_regions_policy():
     faithful, state = place(regions)
     loose, _ = place(public_code)
     same(run_round(loose, state)[0].params, run_round(faithful, state)[0].params)
 
 
 @pytest.mark.parametrize("switch", ["argsort", "wrong_net", "unmasked"])
-def test_every_switch_changes_the_result(switch):
+def test_public_code_switch_changes_the_result(switch):
     faithful, state = place(regions)
     setup, _ = place(partial(public_code, **{switch: True}))
     left, right = run_round(setup, state)[0].params, run_round(faithful, state)[0].params
     assert not torch.equal(left["hidden1.weight"], right["hidden1.weight"])
 
 
-def test_argsort_is_no_ranking():
+def test_argsort_masks_are_no_ranking():
     """Its masks remove as much energy as random ones; ranks remove the least."""
     setup, state = place(regions)
     view = view_of(setup, state, cohort_of(setup, 0))
@@ -66,7 +66,7 @@ def test_wrong_net_starts_half_of_policies_6_and_7_at_zero():
     assert int((start[mask] == 0).sum()) == int(mask.sum()) // 2
 
 
-def test_a_leak_changes_only_where_reduced_clients_start_in_round_0():
+def test_leak_changes_only_the_start_of_round_0():
     setup, state = place(public_code)
     leaked = {name: tensor + 1 for name, tensor in state.params.items()}
     for round, expected in ((0, leaked), (1, state.params)):
@@ -81,7 +81,7 @@ def test_a_leak_changes_only_where_reduced_clients_start_in_round_0():
 
 
 @pytest.mark.system
-def test_one_call_compares_every_switch_with_the_faithful_algorithm():
+def test_explain_compares_every_switch_with_the_faithful_algorithm():
     rows = explain("1111444477", seeds=[0], dataset="digits", rounds=2, clients=20)
     assert [row["setting"] for row in rows] == ["faithful", *SWITCHES, "all"]
     by_name = {row["setting"]: row for row in rows}
@@ -90,6 +90,6 @@ def test_one_call_compares_every_switch_with_the_faithful_algorithm():
     assert all(0 < row["accuracy"] <= 1 for row in rows)
 
 
-def test_an_unknown_switch_is_refused():
+def test_unknown_switch_is_refused():
     with pytest.raises(InvalidValue, match="switch must be one of argsort"):
         settings(["typo"])

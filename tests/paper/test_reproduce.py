@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("only_the_cpu")
 ONE = ("--quick", "--only", "cell=mnist-iid-pruning-1111223344")
 
 
-def test_what_is_there_is_not_run_again(fedcover, tmp_path, monkeypatch):
+def test_finished_cells_are_not_run_again(fedcover, tmp_path, monkeypatch):
     code, out, err = fedcover("reproduce", "mnist-pruning", *ONE, "--json")
     assert code == 0, err
     (row,) = json.loads(out)["cells"]
@@ -43,7 +43,7 @@ def test_what_is_there_is_not_run_again(fedcover, tmp_path, monkeypatch):
     assert "digits-as-mnist-iid-pruning-1111223344" in out
 
 
-def test_the_curves_of_a_smoke_run_are_drawn_beside_its_results(fedcover, tmp_path):
+def test_smoke_run_figures_lie_beside_its_results(fedcover, tmp_path):
     wanted = ("reproduce", "figures", "--quick", "--only", "cell=mnist-L2-full", "--json")
     code, out, err = fedcover(*wanted)
     assert code == 0, err
@@ -53,7 +53,7 @@ def test_the_curves_of_a_smoke_run_are_drawn_beside_its_results(fedcover, tmp_pa
     assert not (tmp_path / "docs").exists()
 
 
-def test_after_ctrl_c_the_finished_cells_stay(fedcover, tmp_path, monkeypatch):
+def test_ctrl_c_keeps_the_finished_cells(fedcover, tmp_path, monkeypatch):
     real = reproduce.sweep
 
     def second_is_stopped(experiments, **options):
@@ -71,7 +71,7 @@ def test_after_ctrl_c_the_finished_cells_stay(fedcover, tmp_path, monkeypatch):
     assert len(read_lines(tmp_path / "runs" / "reproduction-quick" / "digits.jsonl")) == 2
 
 
-def test_after_ctrl_c_runs_on_their_way_go_on_where_they_were(tmp_path):
+def test_ctrl_c_keeps_the_rounds_of_unfinished_cells(tmp_path):
     request = ReproductionRequest(
         ("mnist-subnet",), {"cell": ["mnist-iid-full", "mnist-L2-full"]}, smoke=True, out=tmp_path
     )
@@ -101,7 +101,7 @@ def test_after_ctrl_c_runs_on_their_way_go_on_where_they_were(tmp_path):
     )
 
 
-def test_files_that_no_cell_is_read_from_are_named(fedcover, tmp_path):
+def test_unknown_result_files_are_named(fedcover, tmp_path):
     write_result(tmp_path / "found", "mnist-iid-full", 0, 0.9)
     (tmp_path / "found" / "more").mkdir()
     (tmp_path / "found" / "more" / "mnist-iid-full_1.json").write_text("{}")
@@ -129,7 +129,7 @@ def test_files_that_no_cell_is_read_from_are_named(fedcover, tmp_path):
         "cifar10-L2-medium-subnet-optimised-planned",
     ],
 )
-def test_every_sort_of_cell_goes_through(tmp_path, id):
+def test_every_kind_of_cell_runs(tmp_path, id):
     sets = tuple(BY_ID[id].sets)
     (kept,) = reproduce.reproduce(
         ReproductionRequest(sets[:1], {"cell": [id]}, smoke=True, out=tmp_path),
@@ -144,13 +144,13 @@ def test_every_sort_of_cell_goes_through(tmp_path, id):
 
 
 @pytest.mark.parametrize("id", ["mnist-iid-homogeneous-0.5", "cifar10-iid-homogeneous-0.25"])
-def test_a_homogeneous_cell_counts_the_small_model_alone(id):
+def test_homogeneous_cell_scores_the_small_model_alone(id):
     small = smoke_cell(BY_ID[id])
     last = fc.run(small.experiment, machine=Machine(device="cpu")).metrics[-1]
     assert last[small.score] == last["accuracy_single"] != last["accuracy"]
 
 
-def test_a_run_that_diverges_is_a_result(tmp_path, monkeypatch):
+def test_diverged_run_is_a_result(tmp_path, monkeypatch):
     def explode(experiments, **_):
         return [sweep.FinishedRun(e, [], "round 3, client 7: the loss is nan") for e in experiments]
 
@@ -165,7 +165,7 @@ def test_a_run_that_diverges_is_a_result(tmp_path, monkeypatch):
     assert "| MNIST | 0 | 0 | 0 | 0 | 1 | 59 |" in document.verdicts(evidence)
 
 
-def test_jobs_of_one_shape_are_handed_over_together():
+def test_jobs_are_grouped_by_shape():
     jobs = select_cells(EVERY, ["table1", "mnist-pruning"], 2, {"dataset": ["mnist", "cifar10"]})
     experiments = [cell.with_seed(seed) for cell, seed in jobs]
     grouped = reproduce.group_by_shape(experiments)
@@ -174,7 +174,7 @@ def test_jobs_of_one_shape_are_handed_over_together():
     assert len(grouped) == 3  # the MLP, the MLP with dropout, the ResNet
 
 
-def test_it_runs_without_the_command_line_packages(tmp_path):
+def test_reproduce_runs_without_command_line_packages(tmp_path):
     program = """
 import sys
 for name in ("rich", "cyclopts", "pooch", "matplotlib"):
@@ -199,7 +199,7 @@ main(["table1", "quick=true", "cell=mnist-iid-full", "device=cpu", f"out={sys.ar
         (["table1", "seeds=0"], "seeds must be at least 1; got 0"),
     ],
 )
-def test_words_that_make_no_sense(words, sentence):
+def test_reproduce_module_refuses_wrong_words(words, sentence):
     with pytest.raises(InvalidValue, match=sentence):
         reproduce.main(words)
 
@@ -228,5 +228,5 @@ def test_words_that_make_no_sense(words, sentence):
         ),
     ],
 )
-def test_commands_that_make_no_sense(fedcover, words, sentence):
+def test_reproduce_command_refuses_wrong_options(fedcover, words, sentence):
     refused(fedcover("reproduce", *words), 2, sentence)

@@ -10,7 +10,7 @@ from tests.helpers.paper_results import BY_ID, EVERY, change_result, read_lines,
 pytestmark = pytest.mark.usefixtures("only_the_cpu")
 
 
-def test_a_result_of_another_experiment_is_named_and_not_replaced(tmp_path):
+def test_result_of_another_experiment_is_refused(tmp_path):
     cell = BY_ID["mnist-iid-full"]
     write_result(tmp_path, cell.id, 0, 0.9)
     records = store.load(tmp_path)
@@ -36,7 +36,7 @@ def test_a_result_of_another_experiment_is_named_and_not_replaced(tmp_path):
         ("curve", {"round": [1]}),
     ],
 )
-def test_figures_that_cannot_be_are_named(tmp_path, figure, value):
+def test_impossible_figures_in_results_are_refused(tmp_path, figure, value):
     cell = BY_ID["mnist-iid-full"]
     write_result(tmp_path, cell.id, 0, 0.9)
     change_result(tmp_path, cell, 0, **{figure: value})
@@ -50,7 +50,7 @@ def test_figures_that_cannot_be_are_named(tmp_path, figure, value):
 @pytest.mark.parametrize(
     "content", ["", "[]", "{}", '{"experiment": 3}', '{"cell": "x", "seed": "0"}', "\xff"]
 )
-def test_a_damaged_line_is_named(tmp_path, content):
+def test_damaged_result_line_is_named(tmp_path, content):
     path = write_result(tmp_path, "mnist-iid-full", 0, 0.9)
     path.write_bytes(path.read_bytes() + content.encode("latin-1") + b"\n")
     sentence = r"mnist\.jsonl(, line 2, is no result of a cell: .*; remove it to run the cell again| cannot be read: .*)"
@@ -58,7 +58,7 @@ def test_a_damaged_line_is_named(tmp_path, content):
         store.load(tmp_path)
 
 
-def test_a_result_that_is_there_twice_is_named(tmp_path):
+def test_duplicate_result_is_refused(tmp_path):
     path = write_result(tmp_path, "mnist-iid-full", 0, 0.9)
     path.write_text(2 * path.read_text())
     with pytest.raises(
@@ -68,7 +68,7 @@ def test_a_result_that_is_there_twice_is_named(tmp_path):
         store.load(tmp_path)
 
 
-def test_results_are_sorted_whatever_the_order_of_writing(tmp_path):
+def test_results_are_stored_sorted(tmp_path):
     keys = [("mnist-iid-full", 1), ("mnist-L2-full", 0), ("mnist-iid-full", 0)]
     for id, seed in keys:
         write_result(tmp_path, id, seed, 0.9)
@@ -81,7 +81,7 @@ def test_results_are_sorted_whatever_the_order_of_writing(tmp_path):
 @pytest.mark.parametrize(
     ("scores", "best"), [((0.8, 0.9, 0.95, 0.5), 0.1), ((0.9, 0.8, 0.7, 0.1), None)]
 )
-def test_the_second_rate_is_the_best_on_held_out_rows(tmp_path, scores, best):
+def test_second_rate_is_the_best_on_held_out_rows(tmp_path, scores, best):
     for rate, score in list(zip(RATES, scores, strict=True))[:-1]:
         write_result(tmp_path, f"mnist-iid-full-rate{rate:g}", 1000, 0.1, validation=score)
     assert results.second_rates(store.load(tmp_path), EVERY) == {}  # one is still missing
@@ -89,7 +89,7 @@ def test_the_second_rate_is_the_best_on_held_out_rows(tmp_path, scores, best):
     assert results.second_rates(store.load(tmp_path), EVERY) == ({"mnist": best} if best else {})
 
 
-def test_the_source_has_a_name_that_lasts():
+def test_source_digest_is_stable():
     afresh = results.source_digest.__wrapped__  # what is kept would be equal to itself
     assert afresh() == afresh()
     assert len(afresh()) == 12

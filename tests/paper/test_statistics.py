@@ -27,12 +27,12 @@ QUANTILES = {
 
 
 @pytest.mark.parametrize(("freedom", "quantile"), QUANTILES.items())
-def test_students_t_has_the_tabulated_quantiles(freedom, quantile):
+def test_p_value_at_tabulated_quantiles(freedom, quantile):
     assert two_sided_p_value(quantile, freedom) == pytest.approx(0.05, abs=1e-6)
 
 
 @given(st.floats(-50, 50), st.integers(1, 40))
-def test_the_chance_is_symmetric_and_falls_with_distance(t, freedom):
+def test_p_value_is_symmetric_and_falls_with_distance(t, freedom):
     assert two_sided_p_value(t, freedom) == two_sided_p_value(-t, freedom)
     assert (
         0
@@ -46,7 +46,7 @@ def test_the_chance_is_symmetric_and_falls_with_distance(t, freedom):
     )
 
 
-def test_a_claim_within_and_beyond_noise():
+def test_claim_is_compared_within_and_beyond_noise():
     found = seed_statistics([97.8, 98.0, 98.2])
     assert (found.mean, found.seeds) == (pytest.approx(98.0), 3)
     edge = 4.302653 * found.spread * (2 / 3) ** 0.5
@@ -58,7 +58,7 @@ def test_a_claim_within_and_beyond_noise():
     assert seed_statistics([]) is None
 
 
-def test_pairs_use_only_shared_seeds():
+def test_paired_difference_uses_shared_seeds():
     found = paired_difference({0: 1.0, 1: 2.0, 5: 9.0}, {0: 0.5, 1: 1.0, 7: 3.0})
     assert (found.mean, found.seeds) == (0.75, 2)
     assert found.verdict == "not decided"

@@ -20,7 +20,7 @@ def audited():
     return audit_tables()
 
 
-def test_the_printed_tables_have_their_rows_and_columns():
+def test_printed_tables_have_all_rows_and_columns():
     assert len(main_rows()) == 16
     assert len(codename_rows("pruning")) == 15
     assert len(codename_rows("subnet")) == 10
@@ -36,18 +36,18 @@ def test_the_printed_tables_have_their_rows_and_columns():
 
 
 @pytest.mark.parametrize("digits", PRUNING)
-def test_the_closed_form_of_pruning(digits):
+def test_closed_form_of_pruning_by_hand(digits):
     parameters, multiply_adds, gamma, printed = PRUNING[digits]
     assert closed_form(digits, "pruning") == CodenameMetrics(parameters, multiply_adds, gamma)
     assert closed_form(digits, "pruning", "printed").gamma == printed
 
 
 @pytest.mark.parametrize("digits", SUBNET)
-def test_the_closed_form_of_sub_networks(digits):
+def test_closed_form_of_sub_networks_by_hand(digits):
     assert closed_form(digits, "subnet") == CodenameMetrics(*SUBNET[digits])
 
 
-def test_what_is_measured_equals_the_closed_form_in_every_row(audited):
+def test_measured_tables_equal_the_closed_form(audited):
     assert audited["equal_to_closed_form"]
     assert [(row["table"], row["codename"]) for row in audited["rows"]] == [
         *(("pruning", digits) for digits in PRUNING),
@@ -55,7 +55,7 @@ def test_what_is_measured_equals_the_closed_form_in_every_row(audited):
     ]
 
 
-def test_exactly_the_inconsistent_cells_are_marked(audited):
+def test_inconsistent_cells_are_marked(audited):
     wrong = {
         (row["table"], row["codename"]): set(row["wrong"])
         for row in audited["rows"]
@@ -77,11 +77,11 @@ def test_exactly_the_inconsistent_cells_are_marked(audited):
         "subnet-optimised, iid: 94.41; the appendix has no row 1114556677 or 1234556677",
     ],
 )
-def test_what_else_contradicts(audited, part):
+def test_contradictions_of_the_paper_are_listed(audited, part):
     assert sum(part in sentence for sentence in audited["contradictions"]) == 1
 
 
-def test_what_agrees_is_not_listed(audited):
+def test_consistent_claims_are_not_listed(audited):
     """1111223344's non-IID accuracy is the same in both places, and FedAvg's is in one of the tables."""
     listed = " ".join(audited["contradictions"])
     assert "medium, pruning-optimised, L2" not in listed
@@ -89,7 +89,7 @@ def test_what_agrees_is_not_listed(audited):
     assert "homogeneous" not in listed
 
 
-def test_the_command_and_its_exit_code(fedcover, monkeypatch):
+def test_audit_paper_command_and_its_exit_code(fedcover, monkeypatch):
     code, out, err = fedcover("audit", "paper")
     assert (code, err) == (0, "")
     pruning, subnet = out.partition("misprints")[0].split("recomputed")[1:]
@@ -142,7 +142,7 @@ def test_greedy_and_optimised_have_equal_capacities(level):
     ("level", "coverage"),
     {"low": (6, 8, 6, 6), "medium": (4, 7, 4, 5), "high": (3, 5, 3, 3)}.items(),
 )
-def test_what_the_resnet_designs_cover(level, coverage):
+def test_resnet_designs_have_the_stated_coverage(level, coverage):
     """Weights of sub-networks are covered where both of their channels are: less often than the channels."""
     found = [
         audit(
@@ -158,7 +158,7 @@ def test_what_the_resnet_designs_cover(level, coverage):
     assert aimed_coverage(optimised) == coverage[1]
 
 
-def test_the_slots_hold_what_their_devices_can():
+def test_slots_match_device_capacities():
     for fleet, slots in RESNET_FLEETS.values():
         expected = [
             float(Experiment(fleet=fleet, active=10, assignment="slot").scaled_fleet.capacity(i))
@@ -179,7 +179,7 @@ def test_the_slots_hold_what_their_devices_can():
         ("slots='12 34', kind='x'", "kind must be one of pruning, subnet; got 'x'"),
     ],
 )
-def test_slots_that_make_no_sense(options, sentence):
+def test_invalid_slots_are_refused(options, sentence):
     policy = f"fedcover.paper.quarters:quarters({options})"
     with pytest.raises(InvalidValue, match=sentence):
         audit(Experiment(dataset="digits", policy=policy, fleet="1x1.0 + 1x0.5"))

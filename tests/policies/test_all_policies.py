@@ -53,19 +53,19 @@ def called(name, view):
 class TestEveryPolicy:
     """What each policy promises, on each model."""
 
-    def test_it_gives_every_client_one_reduction(self, name, view):
+    def test_policy_gives_every_client_one_reduction(self, name, view):
         given = asked(name, view)
         assert len(given) == len(view.cohort)
         assert any(part is not None for part in given)
 
-    def test_it_is_pure(self, name, view):
+    def test_policy_is_pure(self, name, view):
         before = {key: tensor.clone() for key, tensor in view.params.items()}
         first, second = called(name, view), called(name, view)
         assert [encode(r) for r in first] == [encode(r) for r in second]
         same(view.params, before)
 
     @pytest.mark.parametrize("measure", ["width", "parameters"])
-    def test_it_never_exceeds_a_capacity(self, name, view, measure):
+    def test_policy_never_exceeds_a_capacity(self, name, view, measure):
         view = replace(
             view,
             measure=measure,
@@ -84,7 +84,7 @@ class TestEveryPolicy:
                 total = sum(p.numel() for p in view.params.values())
                 assert sum(reduction.sizes(view.params).values()) <= client.capacity * total + 1e-6
 
-    def test_capacity_one_is_the_whole_model(self, name, view):
+    def test_policy_gives_capacity_one_the_whole_model(self, name, view):
         if name == "regions":
             pytest.skip("a codename brings its own capacities")
         view = replace(
@@ -93,13 +93,13 @@ class TestEveryPolicy:
         for reduction in called(name, view):
             assert all(bool(mask.all()) for mask in reduction.mask(view.params).values())
 
-    def test_its_reductions_travel(self, name, view):
+    def test_policy_reductions_survive_encoding(self, name, view):
         prunable = {key: view.params[key] for key in view.prunable}
         for reduction in called(name, view):
             again = decode(encode(reduction), view.groups, prunable)
             same(reduction.mask(view.params), again.mask(view.params))
 
-    def test_what_is_kept_is_kept_unchanged(self, name, view):
+    def test_policy_keeps_values_unchanged(self, name, view):
         reduction = called(name, view)[0]
         masks = reduction.mask(view.params)
         for key, part in reduction.extract(view.params).items():
@@ -112,17 +112,17 @@ class TestEveryPolicy:
 class TestEveryModel:
     """What each model promises."""
 
-    def test_it_has_a_size_for_tests(self, name):
+    def test_model_has_a_size_for_tests(self, name):
         assert name in SMALL_MODELS
 
-    def test_its_groups_fit_its_tensors(self, name):
+    def test_model_groups_fit_its_tensors(self, name):
         setup, _ = world(name)
         model = setup.task.model
         unit_groups.check_groups(model.groups, params_and_buffers(model.module))
         assert set(model.prunable) <= {key for key, _ in model.module.named_parameters()}
 
     @pytest.mark.parametrize("share", [1.0, 0.75, 0.5, 0.25])
-    def test_a_sliced_part_says_what_the_masked_whole_says(self, name, share):
+    def test_sliced_model_equals_masked_model(self, name, share):
         setup, state = world(name)
         if any(group.nested for group in setup.task.model.groups):
             pytest.skip("a part of less depth ends at another exit than the whole")
@@ -140,7 +140,7 @@ class TestEveryModel:
         with_masked_moments(masked.eval(), reduction.mask(state.params))
         torch.testing.assert_close(sliced(x), masked(x), rtol=1e-9, atol=1e-9)
 
-    def test_a_half_sized_part_is_really_smaller(self, name):
+    def test_half_width_part_is_smaller(self, name):
         setup, state = world(name)
         half = submodel(
             setup.task.model.module, windows(setup.task.model.groups, 0.5), state.params
@@ -148,7 +148,7 @@ class TestEveryModel:
         whole = sum(p.numel() for p in state.params.values())
         assert sum(p.numel() for p in half.parameters()) < 0.75 * whole
 
-    def test_it_is_built_alike_from_the_same_seed(self, name):
+    def test_model_depends_on_the_seed_alone(self, name):
         same(world(name)[1].params, world(name)[1].params)
         assert any(
             not torch.equal(a, b)

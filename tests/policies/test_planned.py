@@ -64,7 +64,7 @@ def gamma(view, parts):
 
 @pytest.mark.parametrize("kind", ["pruning", "subnet"])
 @pytest.mark.parametrize("codename", CODENAMES)
-def test_never_noisier_than_the_codename_of_equal_capacity_and_coverage(codename, kind):
+def test_planned_is_never_noisier_than_a_codename_of_equal_coverage(codename, kind):
     view = view_of_fleet(fleet_of(codename_capacities(codename)))
     least = min(region_coverage(codename).values())
     by_hand = POLICIES["regions"](view, codename=codename, kind=kind)
@@ -78,7 +78,7 @@ def test_never_noisier_than_the_codename_of_equal_capacity_and_coverage(codename
     ("fleet", "largest"),
     [("6x1 + 4x0.75", 9), ("4x1 + 6x0.75", 8), ("1x1 + 3x0.75 + 6x0.5", 6)],
 )
-def test_the_papers_fleets_reach_their_largest_coverage(fleet, largest, kind):
+def test_planned_reaches_the_largest_coverage_of_the_papers_fleets(fleet, largest, kind):
     view = view_of_fleet(fleet)
     assert gamma(view, planned(view, kind=kind, gamma=largest)) == largest
     with pytest.raises(
@@ -91,7 +91,7 @@ def test_the_papers_fleets_reach_their_largest_coverage(fleet, largest, kind):
 @pytest.mark.parametrize(
     "fleet", ["2x1 + 3x0.5", "5x0.5", "1x0.75 + 2x0.5 + 3x0.25", "6x0.4", "3x1"]
 )
-def test_any_drop_outs_leave_every_parameter_covered(fleet, kind):
+def test_planned_tolerates_any_drop_outs(fleet, kind):
     view = view_of_fleet(fleet)
     groups, _, _ = plan_problem(view, kind)
     largest = min(group.gamma_max for group in groups.values())
@@ -105,7 +105,7 @@ def test_any_drop_outs_leave_every_parameter_covered(fleet, kind):
             assert gamma(view, [part for n, part in enumerate(parts) if n not in gone]) >= 1
 
 
-def test_drop_outs_of_a_large_fleet_by_sampling():
+def test_planned_tolerates_sampled_drop_outs_of_a_large_fleet():
     view = view_of_fleet("20x1 + 40x0.5 + 40x0.25", model="mlp(hidden=[40])")
     parts = planned(view, tolerate=30)
     random = torch.Generator().manual_seed(0)
@@ -126,7 +126,7 @@ def test_drop_outs_of_a_large_fleet_by_sampling():
         ("wide_resnet(depth=10, widen=1)", "5x0.5", 1),
     ],
 )
-def test_where_groups_meet_a_window_survives_any_drop_outs(model, fleet, tolerate):
+def test_planned_window_tolerates_any_drop_outs_where_groups_meet(model, fleet, tolerate):
     view = view_of_fleet(fleet, model=model)
     choice = partial(planned, tolerate=tolerate)
     window = rounds_to_cover(choice, view, 60, tolerate + 1)
@@ -143,14 +143,14 @@ def test_where_groups_meet_a_window_survives_any_drop_outs(model, fleet, tolerat
         assert min(flat) >= tolerate + 1 or fleet == "1x0.5 + 1x0.25"
 
 
-def test_windows_cover_sooner_than_rolling_ones():
+def test_planned_windows_cover_sooner_than_rolling_ones():
     view = view_of_fleet("4x0.5 + 6x0.25", model="mlp(hidden=[64, 64])")
     assert rounds_to_cover(planned, view, 10, 1) is not None
     assert rounds_to_cover(partial(POLICIES["rolling"], spread=True), view, 30, 1) is None
 
 
 @pytest.mark.parametrize(("cycle", "palette"), [(1, 2), (4, 2), (4, 3), (6, 3), (5, 4), (6, 4)])
-def test_any_two_colours_take_all_positions_to_each_other(cycle, palette):
+def test_phase_shifts_give_colours_all_relative_positions(cycle, palette):
     made = phase_shifts(cycle, palette)
     assert len(made) < 2 * cycle + 2
     for a, b in combinations(range(palette), 2):
@@ -172,11 +172,11 @@ def test_groups_that_meet_differ_in_colour():
 @pytest.mark.parametrize(
     ("model", "exact"), [("mlp(hidden=[8])", True), ("mlp(hidden=[8, 6])", False), ("cnn", False)]
 )
-def test_one_hidden_layer_is_exact(model, exact):
+def test_plan_of_one_hidden_layer_is_exact(model, exact):
     assert is_exact(view_of_fleet("1x1", model=model).groups) == exact
 
 
-def test_the_energy_of_a_unit_is_what_leaves_with_it():
+def test_unit_energy_is_the_energy_cut_with_it():
     view = view_of_fleet("1x1")
     (group,) = view.groups
     expected = [
@@ -192,7 +192,7 @@ def test_the_energy_of_a_unit_is_what_leaves_with_it():
 
 @pytest.mark.parametrize("model", ["mlp", "cnn", "wide_resnet", "preact_resnet18", "depth_resnet"])
 @pytest.mark.parametrize("policy", ["planned", "random"])
-def test_the_quick_tally_equals_counting_part_by_part(model, policy):
+def test_count_and_energy_equals_counting_part_by_part(model, policy):
     setup, state = world(model)
     view = view_of(setup, state, cohort_of(setup, 0))
     parts = POLICIES[policy](view)
@@ -205,7 +205,7 @@ def test_the_quick_tally_equals_counting_part_by_part(model, policy):
     assert kept.tolist() == pytest.approx(expected)
 
 
-def test_units_that_stand_on_each_other_are_kept_from_the_first():
+def test_planned_keeps_nested_units_from_the_first():
     setup, state = world("depth_resnet")
     view = view_of(setup, state, cohort_of(setup, 0))
     stacked = [group for group in view.groups if group.nested]
@@ -218,7 +218,7 @@ def test_units_that_stand_on_each_other_are_kept_from_the_first():
         planned(view, tolerate=3)
 
 
-def test_arcs_keep_their_owners_however_the_cohort_was_drawn():
+def test_planned_does_not_depend_on_cohort_order():
     view = view_of_fleet("2x0.75 + 3x0.5", model="mlp(hidden=[8, 6])")
     turned = tuple(replace(client, slot=4 - client.slot) for client in reversed(view.cohort))
     straight, back = planned(view), planned(replace(view, cohort=turned))
@@ -226,13 +226,13 @@ def test_arcs_keep_their_owners_however_the_cohort_was_drawn():
         assert all(torch.equal(one.kept[g.name], other.kept[g.name]) for g in view.groups)
 
 
-def test_a_group_too_large_for_a_round_is_covered_over_some():
+def test_planned_covers_a_large_group_over_several_rounds():
     view = view_of_fleet("2x0.25", model="mlp(hidden=[16])")
     window = [planned(replace(view, round=round)) for round in range(4)]
     assert gamma(view, [part for parts in window for part in parts]) >= 1
 
 
-def test_shared_units_change_hands_from_round_to_round():
+def test_planned_rotates_shared_units():
     view = view_of_fleet("6x0.5")
     kept = {
         tuple(planned(replace(view, round=round), gamma=3)[0].kept["hidden1"].tolist())
@@ -242,7 +242,7 @@ def test_shared_units_change_hands_from_round_to_round():
 
 
 @pytest.mark.parametrize("tolerate", [0, 1])
-def test_a_run_plans_every_round_for_its_actual_cohort(tolerate):
+def test_planned_run_plans_every_round_for_its_cohort(tolerate):
     experiment = Experiment(
         dataset="digits", model="mlp(hidden=[12])", fleet="1x1.0 + 1x0.5", policy=f"planned(tolerate={tolerate})",
         clients=20, active=8, rounds=3, epochs=1,
@@ -266,18 +266,18 @@ def test_a_run_plans_every_round_for_its_actual_cohort(tolerate):
         ),
     ],
 )
-def test_what_cannot_be_is_said_in_one_sentence(wrong, sentence):
+def test_planned_refuses_impossible_options(wrong, sentence):
     with pytest.raises(InvalidValue, match=sentence):
         planned(view_of_fleet("2x1 + 2x0.5"), **wrong)
 
 
-def test_pruning_needs_weights_that_may_be_pruned():
+def test_planned_pruning_needs_prunable_weights():
     view = replace(view_of_fleet("2x1"), prunable=())
     with pytest.raises(InvalidValue, match="names none"):
         planned(view, kind="pruning")
 
 
-def test_a_tensor_that_goes_with_a_unit_counts_for_it():
+def test_unit_energy_includes_tensors_that_belong_to_a_unit():
     groups = (UnitGroup("stages", 2, (Cut("a", None, unit=0), Cut("b", None, unit=1))),)
     found = unit_energies(groups, {"a": torch.tensor([3.0]), "b": torch.tensor([1.0, 2.0])})
     assert found["stages"].tolist() == [9.0, 5.0]

@@ -36,14 +36,14 @@ def run(policy, **fields):
     return fc.run(fc.Experiment(**BRIEF, **fields), policy=policy)
 
 
-def test_a_function_is_a_policy_that_leaves_the_model_as_it_is():
+def test_function_is_a_policy_without_growth():
     policy = as_policy(halves)
     assert (policy.assign, policy.grow, policy.name) == (halves, None, None)
     assert as_policy(policy) is policy
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_policy_of_the_table_describes_itself(name):
+def test_policy_of_the_table_describes_itself(name):
     policy = POLICIES[name]
     assert (policy.name, repr(policy)) == (name, f"policy {name}")
     assert options_of(policy) == options_of(policy.assign)
@@ -71,12 +71,12 @@ def test_options_are_bound_in_both_functions():
     ],
     ids=str,
 )
-def test_the_planner_copies_however_it_is_given(policy):
+def test_planned_copies_however_it_is_given(policy):
     experiment = COPIED if policy else replace_policy("planned")
     assert fc.run(experiment, policy=policy).setup.policy.grow is not None
 
 
-def test_the_planner_copies_when_it_is_named_by_its_path():
+def test_planned_copies_when_named_by_its_path():
     setup = fc.run(replace_policy("fedcover.policies.planned:planned")).setup
     assert (setup.policy.name, setup.policy.grow is not None) == ("planned", True)
 

@@ -76,7 +76,7 @@ def random_view(seed, model="cnn"):
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("model", ["mlp", "cnn"])
 @pytest.mark.parametrize("share", [0.3, 0.05, 1.0])
-def test_the_greedy_choice_equals_its_definition(model, seed, share):
+def test_reconfiguration_equals_its_definition(model, seed, share):
     view, kept = random_view(seed, model)
     sizes = {name: view.params[name].numel() for name in view.prunable}
     for overhead, traffic, budget in [
@@ -88,7 +88,7 @@ def test_the_greedy_choice_equals_its_definition(model, seed, share):
         same(reconfigure(view, kept, greedy), by_definition(view, kept, greedy))
 
 
-def test_the_greedy_choice_takes_some_and_leaves_some():
+def test_reconfiguration_removes_and_restores_weights():
     """Both kinds of candidates: kept ones that go, pruned ones that return. Else the comparison would be empty."""
     view, kept = random_view(1)
     new = reconfigure(view, kept, Reconfiguration(0.3, 0.1, 6.0, 10**6))
@@ -98,7 +98,7 @@ def test_the_greedy_choice_takes_some_and_leaves_some():
     assert min(gone, came, stayed_out) > 0
 
 
-def test_weights_that_are_multiplied_more_often_must_be_worth_more():
+def test_weights_used_more_often_need_larger_gradients():
     view, kept = random_view(2)
     even = {
         **view.measured["squared_gradient"],
@@ -112,7 +112,7 @@ def test_weights_that_are_multiplied_more_often_must_be_worth_more():
     assert not new["conv2.weight"].any()
 
 
-def test_clients_measure_squared_gradients_of_pruned_weights_too():
+def test_clients_measure_gradients_of_pruned_weights():
     setup, state = world("mlp", weight_decay=0.05, momentum=0.9, **FIELDS)
     for q in range(4):
         expected, made = twins.slow_round(setup, state, twins.plain)
@@ -136,7 +136,7 @@ def mask_of(setup, state):
     return next(part for part in setup.policy(view) if part is not None).bits
 
 
-def test_the_mask_is_common_and_changes_only_when_it_is_due():
+def test_prunefl_mask_is_common_and_changes_only_when_due():
     """Eight rounds, three re-configurations, never above the smallest device; then a twin repeats each choice."""
     setup, state = world("mlp", lr=0.3, **{**FIELDS, "rounds": 8})
     budget = sum(state.params[name].numel() for name in setup.task.model.prunable) // 2
@@ -166,9 +166,7 @@ def test_the_mask_is_common_and_changes_only_when_it_is_due():
 @pytest.mark.parametrize(
     ("initial", "due", "share"), [(0, 4, 0.2), (4, 4, 0.8), (6, 4, 0.8), (2, 6, 0.2), (2, 4, 0.4)]
 )
-def test_the_share_of_candidates_is_halved_every_half_life_after_the_initial_rounds(
-    initial, due, share
-):
+def test_candidate_share_halves_every_half_life(initial, due, share):
     """With a half-life of two rounds, 0.8 becomes 0.4 two rounds after the initial ones and 0.2 four rounds after."""
     view, kept = random_view(3, "mlp")
     masked = {
@@ -191,7 +189,7 @@ def by_hand(squares, kept, share, budget, uses=None):
     return chosen["w"].int().tolist()
 
 
-def test_a_candidate_joins_only_if_it_beats_the_ratio_of_what_is_kept():
+def test_candidate_joins_only_above_the_ratio_of_kept_weights():
     """Kept: gains 6 + 2 in a time of 2 (overhead) + 4, a ratio of 8/6. A candidate of gain g takes 2: g/2 > 8/6."""
     kept = [True, True, False, False]
     assert by_hand([6.0, 2.0, 2.7, 0.0], kept, 0.0, 4) == [1, 1, 1, 0]
@@ -204,13 +202,13 @@ def test_a_candidate_joins_only_if_it_beats_the_ratio_of_what_is_kept():
     ]  # 3/2 equals 9/6, and is not more
 
 
-def test_nothing_joins_when_what_stays_fills_the_budget():
+def test_no_candidate_joins_a_full_budget():
     assert by_hand([1.0, 1.0, 9.0, 9.0], [True, True, False, False], 0.0, 2) == [1, 1, 0, 0]
     assert by_hand([1.0, 1.0, 9.0, 8.0], [True, True, False, False], 0.0, 3) == [1, 1, 1, 0]
 
 
 @pytest.mark.parametrize("silent", [1, 2, 3])
-def test_a_mask_survives_rounds_in_which_nobody_answers(silent):
+def test_prunefl_mask_survives_rounds_without_answers(silent):
     """Whether the silent round is one before a re-configuration, the very one, or one after it."""
     setup, state = world("mlp", lr=0.3, **{**FIELDS, "window": 1, "uncovered": "keep"})
     nobody = replace(setup, engine=Engine(lambda task, state, work, lr: []))
@@ -224,7 +222,7 @@ def test_a_mask_survives_rounds_in_which_nobody_answers(silent):
     same(mask_of(setup, replace(state, round=3)), masks[3])
 
 
-def test_at_first_only_the_strongest_client_trains():
+def test_prunefl_starts_with_the_strongest_client():
     setup, state = world("mlp", **{**FIELDS, "policy": "prunefl(every=2, initial=3)"})
     for q in range(5):
         cohort = cohort_of(setup, q)
@@ -236,7 +234,7 @@ def test_at_first_only_the_strongest_client_trains():
         state = after
 
 
-def test_without_measurements_the_largest_weights_are_kept():
+def test_prunefl_without_measurements_keeps_the_largest_weights():
     setup, state = world("mlp", fleet="1x0.5", policy="prunefl(every=1)")
     state, _ = run_round(setup, state)
     for name, bits in mask_of(setup, state).items():
@@ -256,7 +254,7 @@ def test_without_measurements_the_largest_weights_are_kept():
         {"traffic": -1.0},
     ],
 )
-def test_wrong_options_are_refused(wrong):
+def test_prunefl_refuses_wrong_options(wrong):
     view, _ = random_view(0, "mlp")
     with pytest.raises(InvalidValue, match=f"policy prunefl: .*{next(iter(wrong))}"):
         prunefl(view, **wrong)
@@ -265,13 +263,13 @@ def test_wrong_options_are_refused(wrong):
 @pytest.mark.parametrize(
     "right", [{"share": 1.0}, {"half_life": 0.5}, {"traffic": 0.0}, {"traffic": 0.5}]
 )
-def test_options_at_their_limits_are_taken(right):
+def test_prunefl_accepts_options_at_their_limits(right):
     view, _ = random_view(0, "mlp")
     assert len(prunefl(replace(view, measured={}), **right)) == len(view.cohort)
 
 
 @pytest.mark.parametrize("policy", ["prefix", "random"])
-def test_gradients_are_measured_under_policies_that_cut_units_too(policy):
+def test_gradients_are_measured_under_unit_policies(policy):
     setup, state = world(**{**FIELDS, "policy": policy, "recipe": "prunefl(every=5)"})
     for _ in range(3):  # the second round goes on with what the first has measured
         before, (state, _) = state, run_round(setup, state)

@@ -114,7 +114,7 @@ def test_random_draws_the_groups_independently_of_each_other():
     assert len(partners) == 6
 
 
-def test_full_homogeneous_and_exclude():
+def test_windows_of_full_homogeneous_and_exclude():
     view = view_at(2, 1.0, 0.5, 0.25)
     whole, half, quarter = ([0, 1, 2, 3, 4], [0, 1, 2, 3]), ([0, 1], [0, 1]), ([0], [0])
     assert windows_of("full", view) == [whole, whole, whole]
@@ -136,7 +136,7 @@ def masks_of(policy: str, capacity: float, **options: object) -> dict[str, list[
     return {name: bits.int().tolist() for name, bits in mask.bits.items()}
 
 
-def test_magnitude_keeps_the_largest_sizes_not_the_largest_values():
+def test_magnitude_keeps_the_largest_absolute_values():
     """Half of each layer: 8, 5, 4 of the first, 7 and 6 of the second; or the five largest of all ten."""
     half = {"first.weight": [[1, 0, 0], [0, 1, 1]], "second.weight": [[1, 1], [0, 0]]}
     assert masks_of("magnitude", 0.5) == half
@@ -216,7 +216,7 @@ def test_units_must_be_numbers_in_order_each_once(units):
     check_reductions(view, [kept_units(view, [0, 1, 4])])
 
 
-def test_parts_behind_a_client_that_sits_out_are_checked_too():
+def test_parts_after_a_client_without_part_are_checked():
     view = view_at(0, 1.0, 0.5)
     with pytest.raises(
         InvalidValue, match=r"policy gives client 1 more than its capacity of 0\.5 holds"
@@ -224,7 +224,7 @@ def test_parts_behind_a_client_that_sits_out_are_checked_too():
         check_reductions(view, [None, kept_units(view, [0, 1, 2])])
 
 
-def test_units_that_stand_on_each_other_are_the_first():
+def test_nested_units_must_be_the_first():
     nested = replace(HIDDEN, nested=True)
     view = replace(view_at(0, 1.0), groups=(nested, NEXT))
     check_reductions(view, [kept_units(view, [0, 1, 2])])
@@ -253,7 +253,7 @@ def test_quarters_of_a_small_group_are_at_least_one_unit():
     assert part.kept["next"].tolist() == [0]
 
 
-def test_a_share_of_all_parameters_leaves_what_is_never_pruned_out_of_the_budget():
+def test_share_of_parameters_counts_unprunable_tensors_first():
     """Ten prunable weights and five others: 40 % of 15 are 6, one of them for a weight; less than that is refused."""
     params = {**WEIGHTS, "bias": torch.ones(5)}
     view = replace(view_at(0, 0.4, params=params), groups=(), measure="parameters")
@@ -267,14 +267,14 @@ def test_a_share_of_all_parameters_leaves_what_is_never_pruned_out_of_the_budget
         )
 
 
-def test_a_scope_that_magnitude_does_not_know_is_refused():
+def test_magnitude_refuses_an_unknown_scope():
     with pytest.raises(
         InvalidValue, match=r"^policy magnitude: scope must be one of layer, model; got 'stage'$"
     ):
         masks_of("magnitude", 0.5, scope="stage")
 
 
-def test_a_model_that_names_no_weights_to_prune_is_refused():
+def test_magnitude_refuses_a_model_without_prunable_weights():
     said = r"names none: fc.Model\(module, groups, prunable=\('hidden.weight', ...\)\), or a model given as a bare"
     with pytest.raises(InvalidValue, match=said):
         POLICIES["magnitude"](replace(view_at(0, 0.5), prunable=()))

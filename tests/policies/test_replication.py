@@ -38,7 +38,7 @@ def view_at(round, **changes):
     return replace(view, round=round, rounds=100)
 
 
-def test_what_is_shipped_is_what_won_the_trial():
+def test_planned_copies_equal_the_winner_of_the_trial():
     described = fc.Experiment(**{**SHARED, **CIFAR, "policy": "planned"})
     view = replace(fleet_view(described), rounds=described.rounds)
     for policy, round in (("prefix", 0), ("prefix", 59), (twins, 60), (twins, 99)):
@@ -76,7 +76,7 @@ def test_what_is_shipped_is_what_won_the_trial():
         ({"model": "mlp(hidden=[8, 8])", "dataset": "digits"}, 2),
     ],
 )
-def test_as_many_copies_as_fit_where_groups_meet(changes, copies):
+def test_planned_makes_as_many_copies_as_fit(changes, copies):
     described = experiment(**{"dataset": "cifar10", **changes})
     view = fleet_view(described)
     assert num_copies(view) == 1  # nothing is known of how long it will run
@@ -92,7 +92,7 @@ def test_as_many_copies_as_fit_where_groups_meet(changes, copies):
 @pytest.mark.parametrize(
     "wish", ["planned(copies=false)", "planned(gamma=1)", "planned(tolerate=1)"]
 )
-def test_a_wish_is_answered_by_coverage_not_by_copies(wish):
+def test_planned_with_a_wish_does_not_copy(wish):
     run = fc.run(experiment(policy=wish, fleet="1x0.5", rounds=2))
     nested = fc.run(experiment(policy="prefix", fleet="1x0.5", rounds=2))
     assert run.setup.policy.grow(view_at(60)) is None
@@ -103,7 +103,7 @@ def test_a_wish_is_answered_by_coverage_not_by_copies(wish):
     assert covered[0] > covered[1]
 
 
-def test_the_whole_model_answers_as_before_when_it_is_copied():
+def test_model_gives_the_same_answers_after_copying():
     """After three of five rounds the assembled model is as good as the half-width model that prefix has by then."""
     copied = fc.run(experiment())
     nested = fc.run(experiment(policy="prefix", rounds=3))
@@ -121,7 +121,7 @@ def test_the_whole_model_answers_as_before_when_it_is_copied():
     )
 
 
-def test_what_belongs_to_the_parameters_is_copied_with_them():
+def test_statistics_and_velocity_are_copied_with_parameters():
     state = fc.run(
         experiment(norm="tracked", server="momentum", rounds=4), engine=idle_from(3)
     ).state
@@ -140,7 +140,7 @@ def idle_from(round):
     return engine
 
 
-def test_a_run_that_is_stopped_around_the_copy_goes_on_bit_for_bit(tmp_path):
+def test_resumed_run_around_the_copy_is_bit_for_bit(tmp_path):
     machine = fc.Machine("sequential", "cpu", threads=1)
 
     def stop(report):
@@ -166,13 +166,13 @@ class Own:
         return POLICIES["planned"](view, **self.options)
 
 
-def test_who_only_asks_the_planner_gets_coverage_as_nobody_copies_there():
+def test_planned_called_directly_does_not_copy():
     one, other = (fc.run(experiment(), policy=Own(options)) for options in ({}, {"copies": False}))
     same(one.state.params, other.state.params)
 
 
 @pytest.mark.parametrize(("fleet", "active"), [("1x0.25", 1), ("3x0.25", 3), ("1x0.5 + 3x0.25", 4)])
-def test_however_few_devices_there_are_every_unit_of_every_copy_is_trained_in_turn(fleet, active):
+def test_every_unit_of_every_copy_is_trained_in_turn(fleet, active):
     view = view_at(60, fleet=fleet)
     seen = []
     for round in range(60, 64):
@@ -183,7 +183,7 @@ def test_however_few_devices_there_are_every_unit_of_every_copy_is_trained_in_tu
         )
 
 
-def test_a_device_larger_than_any_of_the_fleet_holds_the_first_copy_and_some_of_the_next():
+def test_larger_device_holds_the_first_copy_and_part_of_the_next():
     run = fc.run(experiment(fleet="1x0.5", rounds=3, active=1))
     held = run.part(0.75).kept
     assert all(
@@ -206,7 +206,7 @@ class Stream(nn.Module):
         )
 
 
-def test_no_copies_where_they_would_meet_in_a_stream_that_is_never_cut():
+def test_planned_makes_no_copies_that_meet_in_an_uncut_stream():
     plain = nn.Sequential(
         nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 5)
     )
@@ -217,7 +217,7 @@ def test_no_copies_where_they_would_meet_in_a_stream_that_is_never_cut():
         assert (setup.policy.grow(view) is not None) == copied
 
 
-def test_a_certificate_says_that_copying_is_outside_the_theorems(tmp_path):
+def test_certificate_says_that_copying_is_outside_the_theorems(tmp_path):
     small = {
         "dataset": "digits",
         "model": "mlp(hidden=[4, 4])",
@@ -234,7 +234,7 @@ def test_a_certificate_says_that_copying_is_outside_the_theorems(tmp_path):
         )
 
 
-def test_options_are_checked_although_copies_do_not_use_them():
+def test_planned_checks_options_that_copies_do_not_use():
     with pytest.raises(InvalidValue, match=r"share must be in \(0, 1\]; got 2"):
         POLICIES["planned"](view_at(0), share=2)
 
@@ -251,7 +251,7 @@ class WithShortcut(nn.Module):
         return self.head(torch.cat([self.second(self.first(x).relu()).relu(), x], dim=1))
 
 
-def test_what_every_copy_shares_is_there_once():
+def test_tensors_shared_by_copies_exist_once():
     """A device's part is what it was before the copying, however its classifier mixes cut and uncut inputs."""
     fields = {"dataset": "digits", "model": "mlp", "rounds": 10}
     setup = prepare(

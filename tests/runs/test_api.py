@@ -19,14 +19,14 @@ from tests.helpers.runs import assert_equal, figures, tiny
 pytestmark = pytest.mark.usefixtures("only_the_cpu")
 
 
-def test_a_run_in_memory_equals_the_same_run_into_a_folder(finished):
+def test_run_in_memory_equals_run_in_a_folder(finished):
     in_memory = fc.run(tiny())
     assert in_memory.folder is None
     assert figures(in_memory) == figures(finished)
     assert_equal(in_memory.state.params, fc.load(finished).state.params)
 
 
-def test_the_figures_of_a_run_in_a_folder_are_not_kept_in_memory_too(tmp_path):
+def test_metrics_of_a_run_in_a_folder_are_not_kept_in_memory(tmp_path):
     """Of many clients over many rounds they would be much."""
     before = fc.run(tiny(rounds=1), tmp_path / "run", machine=fc.Machine("sequential", "cpu"))
     with Folder(tmp_path / "run").opened() as folder:
@@ -40,7 +40,7 @@ def test_the_figures_of_a_run_in_a_folder_are_not_kept_in_memory_too(tmp_path):
         assert course.metrics == [*before.metrics, next_line]
 
 
-def test_two_runs_in_one_process_do_not_touch_each_other():
+def test_runs_in_one_process_do_not_affect_each_other():
     prefix, random = tiny(rounds=2), tiny(rounds=2, policy="random", seed=1)
     first = [fc.run(prefix), fc.run(random)]
     second = [fc.run(random), fc.run(prefix)][::-1]
@@ -54,7 +54,7 @@ def test_two_runs_in_one_process_do_not_touch_each_other():
     assert_equal(given, dict(model.module.named_parameters()))
 
 
-def test_one_run_inside_another_changes_neither():
+def test_nested_runs_do_not_affect_each_other():
     inner = []
     outer = fc.run(
         tiny(rounds=2), watch=lambda report: inner.append(fc.run(tiny(rounds=2, seed=5)))
@@ -63,14 +63,14 @@ def test_one_run_inside_another_changes_neither():
     assert figures(inner[0]) == figures(inner[1]) == figures(fc.run(tiny(rounds=2, seed=5)))
 
 
-def test_the_seed_decides_every_bit():
+def test_run_depends_on_the_seed_alone():
     runs = [fc.run(tiny(rounds=2, seed=seed)) for seed in (3, 3, 4)]
     assert_equal(runs[0].state.params, runs[1].state.params)
     assert figures(runs[0]) == figures(runs[1]) != figures(runs[2])
     assert not torch.equal(runs[0].state.params["head.weight"], runs[2].state.params["head.weight"])
 
 
-def test_a_run_leaves_the_global_random_state_and_the_threads_alone():
+def test_run_restores_random_state_and_threads():
     before, threads = torch.get_rng_state(), torch.get_num_threads()
     numpy_before = np.random.get_state()[1].copy()
     seen = []
@@ -88,7 +88,7 @@ def test_a_run_leaves_the_global_random_state_and_the_threads_alone():
     assert (numpy_before == np.random.get_state()[1]).all()
 
 
-def test_the_experiment_and_the_manifest_read_back(finished):
+def test_experiment_and_manifest_are_read_back(finished):
     text = (finished / "experiment.toml").read_text()
     assert fc.Experiment.from_toml(text) == tiny(keep_rounds=(0, 2, 3))
     manifest = json.loads((finished / "manifest.json").read_text())
@@ -111,7 +111,7 @@ def test_the_experiment_and_the_manifest_read_back(finished):
     }
 
 
-def test_metrics_have_one_line_a_round_with_every_figure(finished):
+def test_metrics_have_one_complete_line_per_round(finished):
     lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     assert [line["round"] for line in lines] == [0, 1, 2, 3]
     for line in lines:
@@ -136,7 +136,7 @@ def test_metrics_have_one_line_a_round_with_every_figure(finished):
         assert 0 < line["multiply_adds"] < line["parameters"]
 
 
-def test_the_summary_follows_from_the_metrics(finished):
+def test_summary_follows_from_the_metrics(finished):
     lines, summary = figures(finished), json.loads((finished / "summary.json").read_text())
     assert summary["accuracy"] == lines[-1]["accuracy"]
     assert summary["loss"] == lines[-1]["loss"]
@@ -154,14 +154,14 @@ def test_the_summary_follows_from_the_metrics(finished):
     )
 
 
-def test_the_best_round_is_chosen_on_validation_data():
+def test_best_round_is_chosen_on_validation_data():
     run = fc.run(tiny(validation=0.2, rounds=3, lr=0.5))
     best = max(run.metrics, key=lambda line: line["validation_accuracy"])
     assert run.summary["accuracy_best"] == best["accuracy"]
     assert run.summary["best_round"] == best["round"]
 
 
-def test_rounds_in_which_nobody_answers_are_runs_too(tmp_path):
+def test_run_without_answers_finishes(tmp_path):
     run = fc.run(tiny(drop_out=0.999, active=1, rounds=2), tmp_path / "silent")
     assert run.summary["gamma_min"] == 0
     assert run.summary["delta2_mean"] is None
@@ -170,12 +170,12 @@ def test_rounds_in_which_nobody_answers_are_runs_too(tmp_path):
     assert fc.load(tmp_path / "silent").summary == run.summary
 
 
-def test_only_the_two_newest_checkpoints_stay_and_nothing_is_left_beside_them(finished):
+def test_run_keeps_the_two_newest_checkpoints(finished):
     assert [file.round for file in list_checkpoints(finished / "checkpoints")] == [4, 3]
     assert len(list((finished / "checkpoints").iterdir())) == 2
 
 
-def test_accuracy_before_any_evaluation_is_a_sentence(tmp_path):
+def test_accuracy_before_any_evaluation_is_an_error(tmp_path):
     def stop(report):
         raise KeyboardInterrupt
 

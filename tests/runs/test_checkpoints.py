@@ -18,7 +18,7 @@ from tests.helpers.worlds import same, world
 pytestmark = pytest.mark.usefixtures("only_the_cpu")
 
 
-def test_what_was_fetched_of_a_state_before_is_used_again_and_nothing_else():
+def test_copy_to_cpu_reuses_unchanged_tensors():
     setup, start = world("mlp", policy="rolling")
     first, _ = run_round(setup, start)
     second, _ = run_round(setup, first)
@@ -35,7 +35,7 @@ def test_what_was_fetched_of_a_state_before_is_used_again_and_nothing_else():
     )
 
 
-def test_all_that_a_state_holds_is_read_again(tmp_path):
+def test_checkpoint_holds_the_whole_state(tmp_path):
     state, _ = run_round(*world("mlp", policy="rolling"))
     kinds = {
         kind: {
@@ -65,7 +65,7 @@ def test_all_that_a_state_holds_is_read_again(tmp_path):
                 same(getattr(there, kind)[key], tensors)
 
 
-def test_a_state_before_any_round_is_read_again(tmp_path):
+def test_checkpoint_before_any_round_is_loaded(tmp_path):
     _, state = world("mlp", policy="rolling")
     state = replace(
         state, params={**state.params, "a/name": torch.ones(2), "a/longer/name": torch.ones(1)}
@@ -77,7 +77,7 @@ def test_a_state_before_any_round_is_read_again(tmp_path):
     assert (again.round, again.coverage.window, again.coverage.ever) == (0, (), {})
 
 
-def test_a_server_may_remember_one_tensor_under_two_names(tmp_path):
+def test_server_memory_may_share_a_tensor(tmp_path):
     setup, state = world("mlp", policy="rolling")
     twice = replace(
         setup, server=lambda tensor, memory: (tensor.new, dict.fromkeys("ab", tensor.old * 2))
@@ -89,7 +89,7 @@ def test_a_server_may_remember_one_tensor_under_two_names(tmp_path):
         same(again.server[name], after.server[name])
 
 
-def test_as_many_checkpoints_are_left_as_are_kept(tmp_path):
+def test_checkpoints_beyond_keep_are_removed(tmp_path):
     _, state = world("mlp", policy="rolling")
     for round in range(5):
         path = checkpoints.save_checkpoint(
@@ -107,7 +107,7 @@ def test_as_many_checkpoints_are_left_as_are_kept(tmp_path):
 @pytest.mark.parametrize(
     "order", [None, 7, {"params/w": 1}, [], ["params/w", "params/b"], ["params/b"], [["params/w"]]]
 )
-def test_a_checkpoint_must_say_in_which_order_its_tensors_are(tmp_path, order):
+def test_checkpoint_must_name_the_order_of_its_tensors(tmp_path, order):
     about = json.dumps({"experiment": "an experiment", "round": 0, "order": order})
     content = safetensors.torch.save({"params/w": torch.ones(2)}, metadata={"fedcover": about})
     path = tmp_path / f"round-000000.{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
@@ -119,7 +119,7 @@ def test_a_checkpoint_must_say_in_which_order_its_tensors_are(tmp_path, order):
 
 
 @pytest.mark.parametrize("metadata", [None, {"made": "elsewhere"}])
-def test_tensors_from_elsewhere_are_no_checkpoint(tmp_path, metadata):
+def test_foreign_tensors_are_refused_as_checkpoint(tmp_path, metadata):
     content = safetensors.torch.save({"params/w": torch.ones(2)}, metadata=metadata)
     path = tmp_path / f"round-000000.{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
     path.write_bytes(content)
@@ -128,7 +128,7 @@ def test_tensors_from_elsewhere_are_no_checkpoint(tmp_path, metadata):
         checkpoints.load_newest(tmp_path, "an experiment", "cpu")
 
 
-def test_only_what_is_half_written_is_swept_away(tmp_path):
+def test_leftovers_of_writes_are_removed(tmp_path):
     kept = [".hidden.txt", ".git.1", "a.json", "round-000001.safetensors.12", ".a.json.x"]
     for name in [*kept, ".round-000001.0a.safetensors.12", ".a.json.7", ".a.jsonl.77", ".a.toml.1"]:
         (tmp_path / name).touch()
@@ -136,7 +136,7 @@ def test_only_what_is_half_written_is_swept_away(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
 
 
-def test_every_damaged_checkpoint_is_told_of(tmp_path):
+def test_damaged_checkpoints_are_all_named(tmp_path):
     with pytest.raises(RunError, match=f"^there is no checkpoint in {tmp_path}$"):
         checkpoints.load_newest(tmp_path, "an experiment", "cpu")
     _, state = world("mlp", policy="rolling")
@@ -148,7 +148,7 @@ def test_every_damaged_checkpoint_is_told_of(tmp_path):
         checkpoints.load_newest(tmp_path, "another", "cpu")
 
 
-def test_a_line_of_figures_is_kept_with_its_state(tmp_path):
+def test_checkpoint_keeps_its_line_of_metrics(tmp_path):
     _, state = world("mlp", policy="rolling")
     for line in ({"round": 0, "loss": 0.5}, None):
         checkpoints.save_checkpoint(tmp_path, state, "an experiment", line=line)
@@ -158,7 +158,7 @@ def test_a_line_of_figures_is_kept_with_its_state(tmp_path):
     assert [file.line() for file in list_checkpoints(tmp_path)] == [None]
 
 
-def test_a_checkpoint_that_is_set_aside_is_none_any_more(tmp_path):
+def test_checkpoint_that_is_set_aside_is_not_listed(tmp_path):
     _, state = world("mlp", policy="rolling")
     path = checkpoints.save_checkpoint(tmp_path, state, "an experiment")
     content = path.read_bytes()

@@ -60,19 +60,19 @@ def prepared(own=None, **fields):
         (None, {"policy": "exclude(below=0)"}, "policy exclude: below must be in"),
     ],
 )
-def test_what_would_change_nothing_is_refused(model, fields, said):
+def test_settings_without_effect_are_refused(model, fields, said):
     with pytest.raises(InvalidValue, match=said):
         fc.run(fc.Experiment(**SMALL, **fields), model=model, machine=HERE)
 
 
-def test_what_has_its_place_is_taken():
+def test_settings_with_effect_are_accepted():
     assert prepared(net(Scaler("1.weight")), scaler=True).task.scaler
     assert prepared(net(nn.BatchNorm1d(16)), norm="tracked").task.norm == "tracked"
     for name in ("mlp", "cnn"):
         assert prepared(model=name, scaler=True).task.scaler
 
 
-def test_prunefl_alone_says_that_its_masks_stay(caplog):
+def test_prunefl_without_its_recipe_warns(caplog):
     prepared(policy="prunefl")
     assert "policy prunefl keeps its first masks" in caplog.text
 
@@ -94,7 +94,7 @@ class Tempered(nn.Module):
         return self.last((self.embed(patches) + self.places).relu().mean(1)) * self.temperature
 
 
-def test_a_scalar_parameter_is_trained_and_rows_that_are_no_labels_are_no_classifier():
+def test_scalar_parameter_is_trained_and_no_classifier():
     setup = prepared(Tempered())
     assert setup.task.model.classifier == ("last.weight", "last.bias")
     run = fc.run(
@@ -114,7 +114,7 @@ class Recurrent(nn.Module):
         return self.last(self.reader(x.reshape(len(x), 8, 8))[0][:, -1].softmax(-1))
 
 
-def test_a_module_that_cannot_be_cut_is_trained_whole_where_nothing_is_to_be_cut(tmp_path):
+def test_uncuttable_module_is_trained_whole(tmp_path):
     module = Recurrent()
     run = fc.run(fc.Experiment(**SMALL, lr=0.1), tmp_path / "run", model=module, machine=HERE)
     assert run.gamma_min == 4
@@ -132,7 +132,7 @@ def test_a_module_that_cannot_be_cut_is_trained_whole_where_nothing_is_to_be_cut
         prepared(Recurrent(), policy="rolling")
 
 
-def test_buffers_that_change_are_named(caplog):
+def test_buffers_that_change_are_warned_of(caplog):
     first = nn.Sequential(
         nn.Flatten(), spectral_norm(nn.Linear(64, 16)), nn.ReLU(), nn.Linear(16, 10)
     )
@@ -160,7 +160,7 @@ class Counting(nn.Module):
         return self.net(x) / (1 + 0.05 * self.calls + 0.03 * self.again)
 
 
-def test_no_evaluation_depends_on_those_before(tmp_path):
+def test_evaluations_are_independent_of_earlier_ones(tmp_path):
     module = Counting()
     fields = {**SMALL, "rounds": 4}
     model = fc.Model(module, ())
@@ -217,7 +217,7 @@ UNITS = torch.arange(4)
         (lambda view: Masks({"hidden1.weight": torch.ones(16, 64)}), "booleans of shape"),
     ],
 )
-def test_parts_that_are_none_of_the_model_are_named(made, said):
+def test_policy_parts_that_do_not_fit_the_model_are_refused(made, said):
     def policy(view):
         return [made(view) for _ in view.cohort]
 
@@ -229,7 +229,7 @@ def test_parts_that_are_none_of_the_model_are_named(made, said):
         )
 
 
-def test_a_policy_that_gives_no_list_is_named():
+def test_policy_that_returns_no_list_is_refused():
     with pytest.raises(InvalidValue, match="policy must give a list of 4 reductions; got int"):
         fc.run(fc.Experiment(**SMALL), policy=lambda view: 3, machine=HERE)
 
@@ -258,7 +258,7 @@ def digits_in(dtype):
 
 
 @pytest.mark.parametrize("policy", ["prefix", "rolling", "random", "magnitude", "planned"])
-def test_data_in_float64_trains_a_module_in_float64_under_policies_that_cut(policy):
+def test_float64_module_trains_on_float64_data_under_cutting_policies(policy):
     experiment = fc.Experiment(**SMALL, policy=policy, fleet="1x1.0 + 1x0.5", window=2)
     run = fc.run(
         experiment, model=Precise(torch.float64), dataset=digits_in(torch.float64), machine=HERE
@@ -267,7 +267,7 @@ def test_data_in_float64_trains_a_module_in_float64_under_policies_that_cut(poli
 
 
 @pytest.mark.parametrize("policy", ["full", "prefix"])
-def test_data_of_another_type_than_the_module_is_refused_with_the_cure(policy):
+def test_data_of_another_dtype_than_the_module_is_refused(policy):
     cure = r"; the data is float64 and the parameters are float32: give module\.double\(\), or x\.float\(\)$"
     with pytest.raises(InvalidValue, match=cure):
         fc.run(
@@ -277,7 +277,7 @@ def test_data_of_another_type_than_the_module_is_refused_with_the_cure(policy):
         )
 
 
-def test_what_was_given_in_python_is_called_by_its_own_name():
+def test_errors_name_python_models_by_their_class():
     wrong = nn.Sequential(nn.Flatten(), nn.Linear(63, 10))
     said = r"^model Sequential \(given in Python\) cannot take data 'digits': "
     with pytest.raises(InvalidValue, match=said):
@@ -300,7 +300,7 @@ def test_what_was_given_in_python_is_called_by_its_own_name():
         prepared(fc.Model(net(), ()), scaler=True)
 
 
-def test_where_parts_cannot_be_cut_it_is_said_how_much_devices_hold(caplog):
+def test_warning_says_how_much_of_a_model_devices_hold(caplog):
     stiff = nn.Sequential(
         nn.Flatten(), nn.Linear(64, 32), nn.GroupNorm(1, 32), nn.Linear(32, 64), nn.Linear(64, 10)
     )
@@ -331,7 +331,7 @@ def test_where_parts_cannot_be_cut_it_is_said_how_much_devices_hold(caplog):
     ],
     ids=["traced", "tracked", "declared", "fedmask"],
 )
-def test_a_policy_sees_no_cut_of_a_tensor_that_it_does_not_see(own, fields):
+def test_policy_view_has_cuts_of_visible_tensors_only(own, fields):
     def half(view):
         assert all(cut.tensor in view.params for group in view.groups for cut in group.cuts)
         seen.update(cut.tensor for group in view.groups for cut in group.buffers)
@@ -356,7 +356,7 @@ def test_a_policy_sees_no_cut_of_a_tensor_that_it_does_not_see(own, fields):
         assert any(name.endswith("running_mean") for name in run.state.statistics["all"])
 
 
-def test_a_policy_may_cut_the_groups_that_tracing_gave():
+def test_policy_may_cut_the_groups_that_tracing_gave():
     module = net(nn.BatchNorm1d(16))
     model = fc.Model(module, fc.trace(module, torch.randn(4, 1, 8, 8)))
     experiment = fc.Experiment(**SMALL, fleet="1x0.5")
@@ -369,7 +369,7 @@ def test_a_policy_may_cut_the_groups_that_tracing_gave():
     assert run.submodel(0.5)[2].running_mean.shape == (8,)
 
 
-def test_a_module_is_traced_on_enough_rows_for_a_batch_norm():
+def test_tracing_uses_enough_rows_for_batch_norm():
     Precise.shown.clear()
     prepared(Precise(torch.float32), policy="rolling")
     assert Precise.shown[0] == 4

@@ -116,14 +116,14 @@ CHANGES = {
 
 @pytest.mark.parametrize("go_on", [fc.load, fc.resume])
 @pytest.mark.parametrize(("change", "sentence"), CHANGES.values(), ids=CHANGES.keys())
-def test_a_checkpoint_that_no_run_has_written_is_refused(change, sentence, go_on, folder):
+def test_crafted_checkpoint_is_refused(change, sentence, go_on, folder):
     crafted(folder, change)
     with pytest.raises(RunError, match=sentence):
         go_on(folder)
 
 
 @pytest.mark.parametrize("field", ["experiment", "round"])
-def test_what_a_checkpoint_says_reaches_no_terminal_as_it_is(field, folder):
+def test_text_of_a_checkpoint_is_escaped_in_errors(field, folder):
     path = max((folder / "checkpoints").iterdir())
     crafted(
         folder,
@@ -147,7 +147,7 @@ def test_what_a_checkpoint_says_reaches_no_terminal_as_it_is(field, folder):
     assert len(str(refused.value)) < 500
 
 
-def test_a_model_that_is_a_pipe_is_not_waited_for(tmp_path):
+def test_load_part_does_not_wait_for_a_pipe(tmp_path):
     """In a process of its own: who waits for a pipe there cannot be interrupted."""
     os.mkfifo(tmp_path / "part.safetensors")
     program = "import sys, fedcover; fedcover.load_part(sys.argv[1])"
@@ -166,7 +166,7 @@ def part(tmp_path):
 @pytest.mark.parametrize(
     "dtype", [torch.int8, torch.bool, torch.complex64, torch.float16, torch.float64], ids=str
 )
-def test_a_model_of_numbers_of_another_type_is_refused(dtype, part):
+def test_load_part_refuses_another_dtype(dtype, part):
     content = part.read_bytes()
     about = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
     values = {name: tensor.to(dtype) for name, tensor in safetensors.torch.load(content).items()}
@@ -181,7 +181,7 @@ def test_a_model_of_numbers_of_another_type_is_refused(dtype, part):
      ("mlp(hidden=[3000000000])", WINDOW), ("wide_resnet(depth=1000000000,widen=1)", ""),
      ("lstm(hidden=100000)", ""), ("transformer(blocks=1000000000)", ""), ("transformer(heads=0)", "")],
 )  # fmt: skip
-def test_a_file_that_names_a_huge_model_takes_no_memory(model, units, part):
+def test_load_part_of_a_huge_model_takes_no_memory(model, units, part):
     """In a process that may have 2 GiB more than it has before it reads the file."""
     with_header(part, model=model, **({"reduction": units} if units else {}))
     if not model.startswith(("mlp", "wide")):

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("only_the_cpu")
 @pytest.mark.parametrize(
     "torn", [b'{"round": 3, "lr": 0.0', b"\x00\x00\x00", b"\xff\xfe{", b"{}", b"7", b""]
 )
-def test_a_torn_last_line_is_forgotten(stopped, whole, torn):
+def test_torn_last_line_is_ignored(stopped, whole, torn):
     with (stopped / "metrics.jsonl").open("ab") as file:
         file.write(torn)
     assert len(fc.load(stopped).metrics) == 3
@@ -27,7 +27,7 @@ def test_a_torn_last_line_is_forgotten(stopped, whole, torn):
     assert_same_end(stopped, whole)
 
 
-def test_lost_lines_are_told(stopped, whole):
+def test_lost_lines_are_reported(stopped, whole):
     kept = (stopped / "metrics.jsonl").read_text().splitlines(keepends=True)
     (stopped / "metrics.jsonl").write_text(kept[0] + kept[2])
     said = []
@@ -37,7 +37,7 @@ def test_lost_lines_are_told(stopped, whole):
 
 
 @pytest.mark.parametrize("damage", [b'{"round": 1}', b'{"round": 1, "gamma_round": "many"}'])
-def test_a_line_that_lacks_figures_is_left_out(stopped, damage):
+def test_incomplete_metrics_line_is_left_out(stopped, damage):
     """What can be told of the run is told without it, and the run goes on."""
     path = stopped / "metrics.jsonl"
     lines = path.read_bytes().splitlines()
@@ -47,7 +47,7 @@ def test_a_line_that_lacks_figures_is_left_out(stopped, damage):
     assert [line["round"] for line in resumed.metrics] == [0, *range(2, resumed.experiment.rounds)]
 
 
-def test_a_finished_run_without_any_figures_says_what_is_left_of_it(stopped):
+def test_finished_run_without_metrics_says_what_is_left(stopped):
     fc.resume(stopped)
     (stopped / "metrics.jsonl").write_bytes(b"")
     with pytest.raises(
@@ -68,7 +68,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
-def test_a_damaged_newest_checkpoint_is_named_and_the_older_one_taken(stopped, whole, damage):
+def test_damaged_newest_checkpoint_is_named_and_the_older_one_used(stopped, whole, damage):
     newest = list_checkpoints(stopped / "checkpoints")[0].path
     newest.write_bytes(damage(newest.read_bytes()))
     assert fc.load(stopped).state.round == 2
@@ -79,7 +79,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_older_one_taken(stopped, w
     assert_same_end(stopped, whole)
 
 
-def test_a_damaged_checkpoint_never_pushes_a_whole_one_out(tmp_path):
+def test_damaged_checkpoint_never_replaces_an_intact_one(tmp_path):
     def stop(report):
         if report.round == 3:
             raise KeyboardInterrupt
@@ -98,7 +98,7 @@ def test_a_damaged_checkpoint_never_pushes_a_whole_one_out(tmp_path):
     assert_same_end(again, folder)
 
 
-def test_if_all_checkpoints_are_damaged_that_is_said_and_nothing_is_removed(stopped):
+def test_damaged_checkpoints_are_reported_and_nothing_is_removed(stopped):
     for file in list_checkpoints(stopped / "checkpoints"):
         file.path.write_bytes(flipped(file.path.read_bytes()))
     before = {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()}
@@ -110,7 +110,7 @@ def test_if_all_checkpoints_are_damaged_that_is_said_and_nothing_is_removed(stop
     assert {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()} == before
 
 
-def test_a_checkpoint_of_another_experiment_is_refused(stopped, whole, tmp_path):
+def test_checkpoint_of_another_experiment_is_refused(stopped, whole, tmp_path):
     changed = Path(shutil.copytree(stopped, tmp_path / "changed")) / "experiment.toml"
     changed.write_text(changed.read_text().replace("lr = 0.01", "lr = 0.02"))
     with pytest.raises(RunError, match="belongs to another experiment"):

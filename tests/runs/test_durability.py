@@ -57,14 +57,14 @@ def record(monkeypatch):
     return made
 
 
-def test_a_file_is_on_disk_before_it_is_in_place_and_its_folder_after(record, tmp_path):
+def test_atomic_write_syncs_the_file_before_and_the_folder_after(record, tmp_path):
     disk.write_atomically(tmp_path / "file", b"content")
     number = (tmp_path / "file").stat().st_ino
     wanted = [("file", number, 7), ("put", tmp_path / "file"), ("folder", tmp_path.stat().st_ino)]
     assert record.steps == wanted
 
 
-def test_lines_are_on_disk_when_they_were_added(record, tmp_path):
+def test_appended_lines_are_synced(record, tmp_path):
     for _ in range(3):
         disk.append(tmp_path / "lines", b"line\n")
     assert record.synced(tmp_path / "lines") == [5, 10, 15]
@@ -77,13 +77,13 @@ def folder(record, tmp_path):
     return tmp_path / "run"
 
 
-def test_every_file_of_a_run_is_on_disk_as_long_as_it_is(folder, record):
+def test_every_file_of_a_run_is_synced_in_full(folder, record):
     for path in folder.rglob("*"):
         if path.is_file() and path.name != ".lock":
             assert path.stat().st_size in record.synced(path), path
 
 
-def test_a_folder_is_on_disk_before_the_next_file_is_put_in_place(folder, record):
+def test_folder_is_synced_after_each_replaced_file(folder, record):
     numbers = {
         folder / inner: (folder / inner).stat().st_ino for inner in ("", "checkpoints", "kept")
     }
@@ -92,7 +92,7 @@ def test_a_folder_is_on_disk_before_the_next_file_is_put_in_place(folder, record
             assert record.steps[place + 1] == ("folder", numbers[step[1].parent]), step
 
 
-def test_the_figures_of_a_round_are_on_disk_before_its_checkpoint(folder, record):
+def test_metrics_are_synced_before_the_checkpoint_of_their_round(folder, record):
     lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     lengths = [sum(map(len, lines[: n + 1])) for n in range(3)]
     number = (folder / "metrics.jsonl").stat().st_ino
@@ -102,7 +102,7 @@ def test_the_figures_of_a_round_are_on_disk_before_its_checkpoint(folder, record
     assert all(line < checkpoint for line, checkpoint in zip(figures, checkpoints, strict=True))
 
 
-def test_a_kept_state_is_written_before_the_checkpoint_of_its_round(folder, record):
+def test_kept_state_is_written_before_the_checkpoint_of_its_round(folder, record):
     """Who goes on from that checkpoint does not come to the beginning of the round again."""
     put = [
         (path.parent.name, path.name[:12]) for path in record.put() if path.suffix == ".safetensors"
@@ -117,7 +117,7 @@ def test_a_kept_state_is_written_before_the_checkpoint_of_its_round(folder, reco
     ]
 
 
-def test_after_a_crash_at_any_file_put_in_place_no_kept_state_is_lost(tmp_path, monkeypatch):
+def test_crash_after_any_replaced_file_loses_no_kept_state(tmp_path, monkeypatch):
     replace, images = os.replace, []
 
     def copying(source, target, **given):

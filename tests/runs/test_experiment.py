@@ -68,13 +68,13 @@ FIELDS = {
 }
 
 
-def test_the_fields_above_are_all():
+def test_strategy_covers_every_field():
     assert set(FIELDS) == set(Experiment.model_fields)
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.fixed_dictionaries({}, optional=FIELDS))
-def test_toml_out_and_in_again(fields):
+def test_experiment_survives_toml(fields):
     if fields.get("assignment") == "slot":
         fields.setdefault(
             "active", 30
@@ -96,12 +96,12 @@ ESCAPED = st.sampled_from(
 
 
 @given(st.text(plain | ESCAPED))
-def test_every_name_of_a_data_set_survives(dataset):
+def test_dataset_names_survive_toml(dataset):
     experiment = Experiment(dataset=dataset)
     assert Experiment.from_toml(experiment.to_toml()) == experiment
 
 
-def test_experiments_are_read_as_earlier_versions_wrote_them():
+def test_toml_of_earlier_versions_is_read():
     text = 'dataset = "a\\tb\\u001f\\u007f"\nlr = 1e-05\nkeep_rounds = [1, 2]\n'
     assert Experiment.from_toml(text) == Experiment(
         dataset="a\tb\x1f\x7f", lr=1e-5, keep_rounds=(1, 2)
@@ -113,7 +113,7 @@ def test_defaults_are_written_as_they_are_read():
     assert Experiment(fleet="1x1.0").digest == Experiment().digest
 
 
-def test_a_third_of_three_hundred_units_is_a_hundred():
+def test_fleet_capacity_one_third_is_exact():
     fleet = Experiment(fleet="1x1/3").scaled_fleet
     assert fleet.capacities == (1 / 3,)
 
@@ -156,7 +156,7 @@ WRONG = [
 ]  # fmt: skip
 
 
-def test_a_cohort_that_is_too_large_by_default_is_said_to_be_the_default():
+def test_error_on_active_says_that_it_is_the_default():
     with pytest.raises(
         InvalidValue, match=r"^active must be at most clients \(4\); got 10, the default$"
     ):
@@ -170,7 +170,7 @@ def test_a_cohort_that_is_too_large_by_default_is_said_to_be_the_default():
     WRONG,
     ids=lambda part: str(part)[:20].encode("unicode_escape").decode(),
 )
-def test_one_sentence_names_field_value_and_what_is_allowed(field, value, what):
+def test_error_names_field_value_and_what_is_allowed(field, value, what):
     with pytest.raises(InvalidValue) as caught:
         Experiment(**{field: value})
     sentence = str(caught.value)
@@ -211,17 +211,17 @@ def test_one_sentence_names_field_value_and_what_is_allowed(field, value, what):
         ("schedule", "steps(at=5)", "schedule steps: at: input should be a valid list; got 5"),
     ],
 )
-def test_wrong_options_are_known_before_anything_runs(field, value, sentence):
+def test_wrong_options_are_refused_by_the_experiment(field, value, sentence):
     with pytest.raises(InvalidValue, match=rf"^{sentence}$"):
         Experiment(**{field: value})
 
 
-def test_an_unknown_field_lists_the_known_ones():
+def test_unknown_field_lists_the_known_ones():
     with pytest.raises(InvalidValue, match=r"field must be one of name, seed, .*; got 'round'"):
         Experiment(round=3)
 
 
-def test_an_experiment_cannot_be_changed():
+def test_experiment_cannot_be_changed():
     with pytest.raises(ValueError, match="frozen"):
         Experiment().rounds = 3
 
@@ -240,7 +240,7 @@ TOGETHER = {"privacy": "gaussian(noise=1.0)", "clip_updates": 1.0}
 UNCHANGED = {"name": "other", "checkpoint_every": 7, "keep_rounds": [1, 2]}
 
 
-def test_the_digest_is_of_what_is_computed():
+def test_digest_covers_what_is_computed():
     assert set(CHANGED) | set(TOGETHER) | set(UNCHANGED) == set(Experiment.model_fields)
     digests = {Experiment(**{field: value}).digest for field, value in CHANGED.items()}
     digests |= {Experiment(**TOGETHER).digest, Experiment().digest}
@@ -249,7 +249,7 @@ def test_the_digest_is_of_what_is_computed():
     assert len(Experiment().digest) == 16
 
 
-def test_a_codename_brings_its_fleet():
+def test_codename_brings_its_fleet():
     policy = "regions(codename='1111447')"
     found = Experiment(policy=policy)
     assert (found.fleet, found.assignment, found.active) == ("4x1 + 2x0.75 + 1x0.5", "slot", 7)
@@ -265,7 +265,7 @@ def test_a_codename_brings_its_fleet():
 @pytest.mark.parametrize(
     ("field", "value"), [("fleet", "7x1.0"), ("assignment", "device"), ("active", 10)]
 )
-def test_what_contradicts_a_codename_is_refused(field, value):
+def test_fields_that_contradict_a_codename_are_refused(field, value):
     with pytest.raises(
         InvalidValue, match=f"^{field} follows from the codename .*: leave it out; got"
     ):
@@ -283,12 +283,12 @@ def test_what_contradicts_a_codename_is_refused(field, value):
         (f"codename='{'1' * 101}'", r"active must be at most clients \(100\); got 101"),
     ],
 )
-def test_wrong_codenames(options, message):
+def test_wrong_codenames_are_refused_by_the_experiment(options, message):
     with pytest.raises(InvalidValue, match=f"^{message}$"):
         Experiment(policy=f"regions({options})")
 
 
-def test_the_fleet_has_as_many_places_as_clients_or_slots():
+def test_scaled_fleet_has_a_place_per_client_or_slot():
     by_device = Experiment(fleet="1x1.0 + 1x0.5", clients=30, active=4)
     assert by_device.scaled_fleet.counts == (15, 15)
     assert Experiment(
@@ -296,14 +296,14 @@ def test_the_fleet_has_as_many_places_as_clients_or_slots():
     ).scaled_fleet.counts == (2, 2)
 
 
-def test_changes_come_before_checks():
+def test_changes_apply_before_checks():
     assert Experiment.from_toml("rounds = 0\nlr = 0.5", {"rounds": 3}).rounds == 3
 
 
 @pytest.mark.parametrize(
     "text", ["rounds", "= 1", "a = [1", "x = 1\nx = 2", "a = " + "[" * 3000, "a = " + "9" * 5000]
 )
-def test_text_that_is_no_toml(text, tmp_path):
+def test_invalid_toml_is_refused(text, tmp_path):
     with pytest.raises(InvalidValue, match=r"^the experiment is not valid TOML: "):
         Experiment.from_toml(text)
     path = tmp_path / "wrong.toml"
@@ -312,7 +312,7 @@ def test_text_that_is_no_toml(text, tmp_path):
         read_experiment(path)
 
 
-def test_an_experiment_is_named_after_its_file(tmp_path):
+def test_experiment_is_named_after_its_file(tmp_path):
     path = tmp_path / "first.toml"
     path.write_text("rounds = 7")
     assert read_experiment(path) == Experiment(name="first", rounds=7)
@@ -323,7 +323,7 @@ def test_an_experiment_is_named_after_its_file(tmp_path):
     assert read_experiment(path).name == "own"
 
 
-def test_files_that_cannot_be_read(tmp_path):
+def test_unreadable_experiment_files_are_refused(tmp_path):
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
     for path in (tmp_path, tmp_path / "nosuch.toml", tmp_path / "binary.toml"):
         with pytest.raises(InvalidValue, match=r"^experiment .* cannot be read: "):
@@ -353,19 +353,19 @@ def test_files_that_cannot_be_read(tmp_path):
     ],
     ids=lambda part: str(part)[:20].encode("unicode_escape").decode(),
 )
-def test_changes_on_the_command_line(text, key, value):
+def test_command_line_changes_are_parsed(text, key, value):
     assert parse_change(text) == (key, value)
 
 
 @pytest.mark.parametrize("text", ["", "rounds", "=5", " = 5"])
-def test_what_is_no_change(text):
+def test_text_that_is_no_change_is_refused(text):
     with pytest.raises(InvalidValue, match=r"^--set must look like key=value; got "):
         parse_change(text)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.text(max_size=20))
-def test_any_change_is_read_or_refused(text):
+def test_any_text_is_a_change_or_refused(text):
     try:
         key, _ = parse_change(text)
     except InvalidValue:
@@ -373,7 +373,7 @@ def test_any_change_is_read_or_refused(text):
     assert key == text.partition("=")[0].strip()
 
 
-def test_a_run_is_named_after_its_file_whatever_that_is_called(tmp_path):
+def test_run_name_is_made_from_any_file_name(tmp_path):
     path = tmp_path / "my exp (2).toml"
     path.write_text("rounds = 2\n")
     assert read_experiment(path).name == "my-exp-2"

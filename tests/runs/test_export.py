@@ -33,7 +33,7 @@ EXPORTED = {
 
 
 @pytest.mark.parametrize("fields", EXPORTED.values(), ids=EXPORTED.keys())
-def test_an_exported_part_answers_like_the_run_s(tmp_path, fields):
+def test_exported_part_equals_the_runs_part(tmp_path, fields):
     run = fc.run(tiny(rounds=1) if not fields else tiny(**{**fields, "rounds": 1}))
     test_x = run.setup.task.source.test.x[:50]
     for capacity in (1.0, 0.5):
@@ -54,7 +54,7 @@ def test_an_exported_part_answers_like_the_run_s(tmp_path, fields):
             assert told["parameters"] < sum(p.numel() for p in run.model().parameters())
 
 
-def test_what_cannot_be_exported_is_refused(tmp_path, finished):
+def test_export_refuses_wrong_capacities_and_paths(tmp_path, finished):
     run = fc.load(finished)
     for capacity in (0, -1, 1.5, float("nan")):
         with pytest.raises(InvalidValue, match=r"capacity must be in \(0, 1\]; got"):
@@ -69,7 +69,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path, finished):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_no_export_is_refused(tmp_path, finished):
+def test_load_part_refuses_other_files(tmp_path, finished):
     garbage, plain = tmp_path / "garbage", tmp_path / "plain.safetensors"
     garbage.write_bytes(b"\x00" * 100)
     safetensors.torch.save_file({"a": torch.zeros(1)}, plain)
@@ -81,7 +81,7 @@ def test_what_is_no_export_is_refused(tmp_path, finished):
             fc.load_part(path)
 
 
-def test_the_part_of_a_model_made_in_python_needs_that_model(tmp_path):
+def test_exported_part_of_own_model_needs_that_model(tmp_path):
     model, path = own_model(), tmp_path / "part"
     run = fc.run(tiny(rounds=1), dataset=small_dataset(), model=model)
     export(run, 0.5, path)

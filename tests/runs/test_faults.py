@@ -60,7 +60,7 @@ def wait_until(true: Callable[[], bool], process: subprocess.Popen) -> None:
 
 
 @pytest.mark.system
-def test_a_run_killed_at_any_step_of_its_writing_goes_on_bit_for_bit(tmp_path):
+def test_run_killed_at_any_write_resumes_bit_for_bit(tmp_path):
     experiment = tiny(rounds=3, keep_rounds=(0, 2, 3), policy="random", drop_out=0.2, clients=100)
     fc.run(experiment, tmp_path / "whole")
     (tmp_path / "experiment.toml").write_text(experiment.to_toml())
@@ -91,7 +91,7 @@ def test_a_run_killed_at_any_step_of_its_writing_goes_on_bit_for_bit(tmp_path):
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_a_killed_command_is_resumed_bit_for_bit(tmp_path, every):
+def test_killed_command_resumes_bit_for_bit(tmp_path, every):
     fields = {**TINY, "clients": 100, "rounds": 40, "checkpoint_every": every}
     folder = tmp_path / "runs" / "run"
     process = command("run", "--runs", tmp_path / "runs", *settings(fields))
@@ -111,7 +111,7 @@ def test_a_killed_command_is_resumed_bit_for_bit(tmp_path, every):
     assert_same_end(folder, tmp_path / "whole")
 
 
-def test_ctrl_c_while_the_packages_are_imported_leaves_quietly(tmp_path):
+def test_ctrl_c_during_imports_exits_quietly(tmp_path):
     (tmp_path / "torch.py").write_text(
         "import time; print('importing', flush=True); time.sleep(60)"
     )
@@ -122,7 +122,7 @@ def test_ctrl_c_while_the_packages_are_imported_leaves_quietly(tmp_path):
     assert process.returncode == 130
 
 
-def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(tmp_path):
+def test_ctrl_c_leaves_a_checkpoint_and_names_resume(tmp_path):
     fields = {**TINY, "clients": 100, "rounds": 40, "checkpoint_every": 25}
     folder = tmp_path / "a [red]run" / "run"
     process = command("run", "--runs", folder.parent, *settings(fields))
@@ -152,7 +152,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("fields", CASES.values(), ids=CASES.keys())
-def test_from_every_round_the_end_is_the_same(tmp_path, fields):
+def test_resume_from_every_round_ends_the_same(tmp_path, fields):
     for folder in images(
         tmp_path / "run", partial(fc.run, tiny(**fields), tmp_path / "run")
     ).values():
@@ -160,7 +160,7 @@ def test_from_every_round_the_end_is_the_same(tmp_path, fields):
         assert_same_end(folder, tmp_path / "run")
 
 
-def test_a_run_that_diverges_names_round_and_client_and_can_be_read(tmp_path):
+def test_diverged_run_names_round_and_client_and_can_be_loaded(tmp_path):
     with pytest.raises(
         fc.FedcoverError,
         match=r"diverged in round 2 \(counted from 0\) at client \d+.*learning rate 1e\+06",
@@ -176,9 +176,7 @@ def test_a_run_that_diverges_names_round_and_client_and_can_be_read(tmp_path):
     )
 
 
-def test_ctrl_c_just_before_files_are_written_loses_no_line_and_no_kept_state(
-    tmp_path, whole, monkeypatch
-):
+def test_ctrl_c_before_writing_loses_no_line_and_no_kept_state(tmp_path, whole, monkeypatch):
     writer, left = session._writer, [2]
 
     def interrupted():
@@ -219,7 +217,7 @@ threading.Thread(target=late).start()
 
 
 @pytest.mark.parametrize("script", [IN_A_FORKED_PROCESS, IN_A_THREAD_THAT_OUTLIVES_THE_MAIN_ONE])
-def test_files_are_written_wherever_a_run_is_made(script, tmp_path, whole):
+def test_run_writes_files_in_forks_and_threads(script, tmp_path, whole):
     (tmp_path / "experiment.toml").write_text(tiny().to_toml())
     begin = """
 import sys

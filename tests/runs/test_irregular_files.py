@@ -80,9 +80,7 @@ KINDS = (link, pipe, device)
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_page_of_all_runs_leaves_out_a_run_with_such_a_file(
-    kind, name, tmp_path, secret, caplog
-):
+def test_report_leaves_out_runs_with_irregular_files(kind, name, tmp_path, secret, caplog):
     made_up_run(tmp_path / "runs" / "whole")
     kind(on_flower(made_up_run(tmp_path / "runs" / "odd")) / name, secret)
     page = fc.report(tmp_path / "runs", tmp_path / "report.html").read_text()
@@ -96,7 +94,7 @@ def test_the_page_of_all_runs_leaves_out_a_run_with_such_a_file(
 
 @pytest.mark.parametrize("words", [("history",), ("report",), ("watch", "--once"), ("resume",)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_commands_refuse_metrics_that_are_no_file(words, kind, folder, secret, fedcover):
+def test_commands_refuse_irregular_metrics(words, kind, folder, secret, fedcover):
     kind(folder / "metrics.jsonl", secret)
     refused(
         fedcover(*words, folder),
@@ -106,18 +104,18 @@ def test_commands_refuse_metrics_that_are_no_file(words, kind, folder, secret, f
 
 
 @pytest.mark.parametrize("words", [("watch", "--once"), ("resume",), ("export",)])
-def test_an_experiment_that_is_a_link_is_not_read(words, folder, secret, fedcover):
+def test_linked_experiment_in_a_run_folder_is_refused(words, folder, secret, fedcover):
     link(folder / "experiment.toml", secret)
     refused(fedcover(*words, folder), 2, "experiment.toml cannot be read: it is a symbolic link")
 
 
-def test_an_experiment_that_one_starts_may_be_a_link(tmp_path, secret):
+def test_experiment_to_start_may_be_a_link(tmp_path, secret):
     """Who names a file means what it points to."""
     link(tmp_path / "mine.toml", secret)
     assert read_experiment(tmp_path / "mine.toml").name == "secret-of-elsewhere"
 
 
-def test_events_of_nodes_that_are_no_file_are_not_waited_for(folder, secret, fedcover):
+def test_watch_does_not_wait_for_a_pipe(folder, secret, fedcover):
     pipe(folder / "events.jsonl", secret)
     refused(
         fedcover("watch", folder, "--once"), 1, "events.jsonl cannot be read: it is no regular file"
@@ -125,7 +123,7 @@ def test_events_of_nodes_that_are_no_file_are_not_waited_for(folder, secret, fed
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_that_is_no_file_is_named_and_the_older_one_taken(kind, folder, secret):
+def test_irregular_checkpoint_is_named_and_the_older_one_used(kind, folder, secret):
     newest = max((folder / "checkpoints").iterdir())
     kind(newest, secret)
     complaints = []
@@ -134,7 +132,7 @@ def test_a_checkpoint_that_is_no_file_is_named_and_the_older_one_taken(kind, fol
     assert len(fc.load(folder).metrics) == 3
 
 
-def test_a_run_folder_may_be_a_link_itself(folder, tmp_path):
+def test_run_folder_may_be_a_link(folder, tmp_path):
     """It is named by who wants it read."""
     link(tmp_path / "elsewhere", folder)
     fc.resume(tmp_path / "elsewhere")
@@ -143,7 +141,7 @@ def test_a_run_folder_may_be_a_link_itself(folder, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_stored_results_are_regular_files(kind, tmp_path, secret):
+def test_irregular_results_are_refused(kind, tmp_path, secret):
     kind(tmp_path / "mnist.jsonl", secret)
     with pytest.raises(RunError, match=r"mnist\.jsonl cannot be read: it is"):
         store.load(tmp_path)
@@ -159,7 +157,7 @@ def sweep(folder):
 
 @pytest.mark.parametrize("go_on", [fc.resume, sweep])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_lock_that_is_no_file_is_refused(go_on, kind, folder, secret):
+def test_irregular_lock_is_refused(go_on, kind, folder, secret):
     kind(folder / locks.LOCK_NAME, secret)
     with pytest.raises(RunError, match=r"cannot write .*\.lock: it is"):
         go_on(folder)
@@ -167,7 +165,7 @@ def test_a_lock_that_is_no_file_is_refused(go_on, kind, folder, secret):
 
 
 @pytest.mark.parametrize("inner", ["checkpoints", "kept"])
-def test_nothing_is_removed_or_written_in_a_linked_folder(inner, folder, tmp_path):
+def test_linked_inner_folder_is_left_unchanged(inner, folder, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     shutil.move(folder / inner, elsewhere)
     (elsewhere / ".mine.json.1").write_text("mine")
@@ -181,13 +179,13 @@ def test_nothing_is_removed_or_written_in_a_linked_folder(inner, folder, tmp_pat
 @pytest.mark.parametrize(
     "name", ["summary.json", "certificate.json", "manifest.json", "metrics.jsonl"]
 )
-def test_what_is_written_beside_a_file_does_not_follow_a_link_either(name, folder, secret):
+def test_atomic_write_does_not_follow_a_link(name, folder, secret):
     link(folder / f".{name}.{os.getpid()}", secret)
     disk.write_atomically(folder / name, b"{}")
     assert (folder / name).read_bytes() == b"{}"
 
 
-def test_a_summary_that_is_a_link_is_not_written(folder, secret):
+def test_linked_summary_is_not_written(folder, secret):
     link(folder / "summary.json", secret)
     with pytest.raises(RunError, match=r"cannot write .*summary\.json: it is a symbolic link"):
         fc.resume(folder)
@@ -197,21 +195,19 @@ def test_a_summary_that_is_a_link_is_not_written(folder, secret):
     "words", [("history", "--csv", "-o", "out"), ("history", "--json", "-o", "out")]
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_file_to_write_that_is_something_else_is_left_alone(
-    words, kind, folder, secret, fedcover, tmp_path
-):
+def test_irregular_output_file_is_left_unchanged(words, kind, folder, secret, fedcover, tmp_path):
     kind(tmp_path / "out", secret)
     refused(fedcover(*words, folder), 1, "cannot write out: it is")
     assert not (tmp_path / "out").is_file() or (tmp_path / "out").is_symlink()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_page_is_not_written_into_something_else(kind, folder, secret, fedcover, tmp_path):
+def test_report_refuses_an_irregular_page(kind, folder, secret, fedcover, tmp_path):
     kind(tmp_path / "report.html", secret)
     refused(fedcover("report", folder), 1, "cannot write report.html: it is")
 
 
-def test_a_page_that_cannot_be_written_whole_leaves_the_old_one(folder, tmp_path, monkeypatch):
+def test_failed_page_leaves_the_old_one(folder, tmp_path, monkeypatch):
     page = fc.report(folder, tmp_path / "report.html")
     before = page.read_bytes()
 
@@ -226,13 +222,13 @@ def test_a_page_that_cannot_be_written_whole_leaves_the_old_one(folder, tmp_path
 
 
 @pytest.mark.parametrize("format", ["safetensors", "onnx"])
-def test_an_exported_model_does_not_follow_a_link(format, folder, secret, tmp_path):
+def test_export_does_not_follow_a_link(format, folder, secret, tmp_path):
     link(tmp_path / "model", secret)
     with pytest.raises(RunError, match="is a symbolic link, which is not followed"):
         export(fc.load(folder), 0.5, tmp_path / "model", format)
 
 
-def test_events_are_not_added_to_a_linked_file(folder, secret):
+def test_event_log_does_not_follow_a_link(folder, secret):
     pytest.importorskip("flwr")
     from fedcover.flower.events import EventLog
 
@@ -241,7 +237,7 @@ def test_events_are_not_added_to_a_linked_file(folder, secret):
         EventLog(folder / "events.jsonl").write(0, "answered", 1, 1)
 
 
-def test_lines_are_not_added_to_what_is_no_file(tmp_path, secret):
+def test_append_refuses_irregular_files(tmp_path, secret):
     for kind in KINDS:
         kind(tmp_path / "lines", secret)
         with pytest.raises(OSError, match=r"it is|No such device"):

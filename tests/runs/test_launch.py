@@ -53,7 +53,7 @@ class Stop(Exception):
     """Raised by a watcher, as if the power went."""
 
 
-def test_a_run_goes_on_in_more_processes_and_ends_like_one_in_one(tmp_path, alone):
+def test_run_resumed_in_two_processes_equals_one_process(tmp_path, alone):
     def stop(report):
         if report.round == 1:
             raise Stop
@@ -67,7 +67,7 @@ def test_a_run_goes_on_in_more_processes_and_ends_like_one_in_one(tmp_path, alon
     assert json.loads((tmp_path / "a" / "summary.json").read_text())["rounds"] == 4
 
 
-def test_torchrun_writes_one_run_and_one_table_and_it_goes_on_in_one_process(tmp_path, alone):
+def test_torchrun_writes_one_run_that_resumes_in_one_process(tmp_path, alone):
     done = command(
         *TORCHRUN,
         "run",
@@ -91,7 +91,7 @@ def test_torchrun_writes_one_run_and_one_table_and_it_goes_on_in_one_process(tmp
     same(again.state.params, alone.state.params, 1e-6)
 
 
-def test_what_goes_wrong_in_one_process_ends_all_with_one_sentence(tmp_path):
+def test_error_in_one_process_ends_all_with_one_sentence(tmp_path):
     wrong = ["--set", "lr=1e30", "--set", "name=c", "--processes", "2"]
     done = command(*FEDCOVER, "run", *OPTIONS, *wrong, cwd=tmp_path)
     assert done.returncode == 1
@@ -101,7 +101,7 @@ def test_what_goes_wrong_in_one_process_ends_all_with_one_sentence(tmp_path):
 
 
 @pytest.mark.system
-def test_ctrl_c_stops_all_processes_and_the_run_goes_on(tmp_path):
+def test_ctrl_c_stops_all_processes_and_the_run_resumes(tmp_path):
     long = ["--set", "rounds=100000", "--set", "name=d", "--processes", "2"]
     running = subprocess.Popen(
         [*FEDCOVER, "run", *OPTIONS, *long], cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -139,7 +139,7 @@ def wait_for_nobody(group):
     raise AssertionError("a process is left over")
 
 
-def test_a_process_that_is_killed_ends_the_run_with_one_sentence(tmp_path):
+def test_process_that_is_killed_ends_the_run_with_one_sentence(tmp_path):
     killed = []
 
     def kill(report):
@@ -179,13 +179,13 @@ def height_of_the_other(hidden):
 
 
 @pytest.mark.system
-def test_a_process_needs_memory_for_few_copies_of_the_model():
+def test_process_needs_memory_for_few_copies_of_the_model():
     """In float64 a sum and its weights take four, training three beside what is sent; it was 17 in all."""
     rise = height_of_the_other([3000, 3000]) - height_of_the_other([10])
     assert rise <= 12 * 4 * (64 * 3000 + 3000 * 3000 + 3000 * 10), rise
 
 
-def test_what_other_processes_cannot_import_is_refused(tmp_path):
+def test_parts_that_processes_cannot_import_are_refused(tmp_path):
     with pytest.raises(
         fc.InvalidValue, match="reaches other processes only if it lies in a module"
     ):
@@ -196,12 +196,12 @@ def test_what_other_processes_cannot_import_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("wanted", [0, -1, "two", 5000])
-def test_a_wrong_number_is_refused(wanted):
+def test_wrong_number_of_processes_is_refused(wanted):
     with pytest.raises(fc.InvalidValue, match=r"processes must be 'auto' or in 1\.\.1024"):
         fc.run(fc.Experiment(**FIELDS), machine=fc.Machine(processes=wanted))
 
 
-def test_no_more_processes_are_started_than_a_round_has_clients(tmp_path, caplog):
+def test_processes_are_at_most_the_clients_of_a_round(tmp_path, caplog):
     few = fc.Experiment(**{**FIELDS, "active": 2, "rounds": 1})
     fc.run(few, tmp_path / "few", machine=fc.Machine(processes=50))
     assert json.loads((tmp_path / "few" / "manifest.json").read_text())["processes"] == 2
@@ -211,7 +211,7 @@ def test_no_more_processes_are_started_than_a_round_has_clients(tmp_path, caplog
     assert json.loads((tmp_path / "few" / "manifest.json").read_text())["processes"] == 2
 
 
-def test_auto_takes_one_process_for_a_short_run_and_one_per_core_for_a_long_one(monkeypatch):
+def test_processes_auto_depends_on_the_length_of_a_run(monkeypatch):
     monkeypatch.setattr("fedcover.runs.machine.physical_cores", lambda: 2)
     chosen = []
     for rounds in (2, 100_000):

@@ -32,21 +32,21 @@ def setup(**fields):
 
 
 @pytest.mark.parametrize(("fields", "engine"), CASES.values(), ids=CASES.keys())
-def test_on_a_gpu_clients_of_images_train_in_crews_where_that_pays(fields, engine):
+def test_auto_engine_on_a_gpu(fields, engine):
     assert engine_for(setup(**fields), "auto", "cuda") == engine
 
 
-def test_without_triton_there_are_no_crews_of_images(monkeypatch):
+def test_auto_engine_without_triton_uses_streams(monkeypatch):
     monkeypatch.setattr(stacked_layers, "find_spec", lambda name: None)
     assert engine_for(setup(), "auto", "cuda:1") == "streams"
 
 
-def test_on_a_cpu_long_runs_are_compiled():
+def test_auto_engine_on_a_cpu_compiles_long_runs():
     assert [engine_for(setup(rounds=rounds), "auto", "cpu") for rounds in (1, 10_000)] == [
         "sequential",
         "batched",
     ]
 
 
-def test_what_is_asked_for_is_used():
+def test_named_engine_is_used():
     assert engine_for(setup(), "sequential", "cuda") == "sequential"

@@ -43,7 +43,7 @@ ODD = [
 
 
 @pytest.mark.parametrize("line", ODD, ids=lambda line: line[:30])
-def test_an_odd_setting_costs_no_other_run(line, tmp_path, caplog):
+def test_odd_setting_does_not_hide_other_runs(line, tmp_path, caplog):
     made_up_run(tmp_path / "runs" / "whole")
     path = made_up_run(tmp_path / "runs" / "odd") / "experiment.toml"
     field = line.split(" =")[0]
@@ -66,7 +66,7 @@ DEEP = "[" * 3000 + "]" * 3000
     ("manifest.json", '{"a": ' + DEEP[2500:-2500] + "}"), ("events.jsonl", '{"round": 0, "event": ["late"]}\n'),
     ("events.jsonl", '{"round": 0, "event": "late", "client": [[]], "why": {}}\n'), ("events.jsonl", DEEP),
 ], ids=str)  # fmt: skip
-def test_an_odd_file_costs_no_other_run(name, text, tmp_path):
+def test_odd_file_does_not_hide_other_runs(name, text, tmp_path):
     made_up_run(tmp_path / "runs" / "whole", lr=0.2)
     (on_flower(made_up_run(tmp_path / "runs" / "odd")) / name).write_text(text)
     data = report(tmp_path, tmp_path / "runs")
@@ -90,7 +90,7 @@ VALUES = st.recursive(
 @settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-def test_whatever_a_line_says_the_page_is_made(data, tmp_path):
+def test_page_is_written_for_any_metrics_line(data, tmp_path):
     folder = tmp_path / "run"
     shutil.rmtree(folder, ignore_errors=True)
     path = made_up_run(folder, rounds=2) / "metrics.jsonl"
@@ -115,7 +115,7 @@ HUGE = "9" * 400
 @pytest.mark.parametrize(
     "figure", [f'"accuracy": {HUGE}', f'"gamma_round": {HUGE}', f'"seconds": {{"policy": {HUGE}}}']
 )
-def test_a_number_that_no_run_can_have_counted_is_not_shown(figure, tmp_path):
+def test_impossible_numbers_are_not_shown(figure, tmp_path):
     folder = made_up_run(tmp_path / "run")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(f'{{"round": 5, {figure}}}\n')
@@ -146,20 +146,20 @@ def hostile(tmp_path):
 @pytest.mark.parametrize(
     "words", [("history",), ("history", "--csv"), ("history", "--json"), ("watch", "--once")]
 )
-def test_nothing_that_a_terminal_obeys_is_shown(words, hostile, fedcover):
+def test_terminal_codes_are_not_shown(words, hostile, fedcover):
     code, out, err = fedcover(*words, hostile)
     assert code == 0, err
     assert [sign for sign in out if not sign.isprintable() and sign != "\n"] == []
 
 
-def test_what_is_wrong_with_a_folder_is_said_without_what_a_terminal_obeys(hostile, fedcover):
+def test_errors_on_a_folder_show_no_terminal_codes(hostile, fedcover):
     (hostile / "experiment.toml").write_text(f'policy = "{ESCAPES}"')
     for words in (("resume",), ("export",), ("report",)):
         _, out, err = fedcover(*words, hostile)
         assert [sign for sign in out + err if not sign.isprintable() and sign != "\n"] == []
 
 
-def test_nothing_that_a_spreadsheet_computes_is_written(hostile, fedcover):
+def test_csv_cells_hold_no_formulas(hostile, fedcover):
     _, out, _ = fedcover("history", "--csv", hostile)
     head, *metric_rows = csv.reader(io.StringIO(out))
     assert [cell for cell in head if cell.lstrip("'")[:1] in "=+-@"] == ["'@SUM(1)"]
@@ -180,7 +180,7 @@ def test_nothing_that_a_spreadsheet_computes_is_written(hostile, fedcover):
         ("history", "--csv", "run"),
     ],
 )
-def test_output_that_cannot_be_written_is_one_sentence(words, tmp_path):
+def test_full_output_device_is_one_sentence(words, tmp_path):
     made_up_run(tmp_path / "run")
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
@@ -205,7 +205,7 @@ def whole(tmp_path):
     return tmp_path / "whole"
 
 
-def test_a_round_that_is_told_of_twice_is_counted_once(whole, tmp_path):
+def test_round_written_twice_is_counted_once(whole, tmp_path):
     wanted = fc.load(whole).summary
     lines = (whole / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (whole / "metrics.jsonl").write_bytes(
@@ -221,7 +221,7 @@ def test_a_round_that_is_told_of_twice_is_counted_once(whole, tmp_path):
     assert report(tmp_path, whole)["runs"][0]["totals"]["rounds"] == 4
 
 
-def test_the_last_line_of_a_round_is_its_line(whole):
+def test_last_line_of_a_round_counts(whole):
     """A round that is run again after a stop tells anew."""
     last = fc.load(whole).metrics[-1]
     with (whole / "metrics.jsonl").open("a") as file:
@@ -235,7 +235,7 @@ def renamed(file, round):
 
 
 @pytest.mark.parametrize("round", [4, 7, 1])
-def test_the_round_of_a_checkpoint_is_that_of_its_content(round, whole, tmp_path):
+def test_checkpoint_round_is_read_from_its_content(round, whole, tmp_path):
     stopped = tmp_path / "stopped"
     fc.run(tiny(rounds=4), stopped)
     newest, older = list_checkpoints(stopped / "checkpoints")
@@ -248,14 +248,14 @@ def test_the_round_of_a_checkpoint_is_that_of_its_content(round, whole, tmp_path
     assert_same_end(stopped, whole)
 
 
-def test_a_kept_state_under_another_name_is_not_replayed(tmp_path):
+def test_renamed_kept_state_is_not_replayed(tmp_path):
     fc.run(tiny(rounds=3, keep_rounds=[1]), tmp_path / "run")
     renamed(list_checkpoints(Folder(tmp_path / "run").kept)[0], 2)
     with pytest.raises(RunError, match="holds round 1, not 2 as its name says"):
         fc.replay(tmp_path / "run", 2)
 
 
-def test_an_odd_setting_alone_is_one_sentence(tmp_path, fedcover):
+def test_odd_setting_is_one_sentence(tmp_path, fedcover):
     path = made_up_run(tmp_path / "run") / "experiment.toml"
     path.write_text('name = "run"\nfleet = "\\u001b[2J"')
     refused(fedcover("report", tmp_path / "run"), 1, "fleet must look like")

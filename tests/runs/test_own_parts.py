@@ -56,7 +56,7 @@ def net(*layers, hidden=16):
     ("fields", "error"),
     [({"policy": "planned(gamma=9)"}, InvalidValue), ({"lr": 1e25}, TrainingDiverged)],
 )
-def test_a_run_that_fails_at_once_takes_away_only_what_it_brought(tmp_path, fields, error):
+def test_failed_run_removes_only_its_own_files(tmp_path, fields, error):
     """A folder may hold other things, say other runs: they are none of this one's business."""
     ran(tmp_path / "runs" / "good")
     (tmp_path / "runs" / "notes.txt").write_text("mine")
@@ -80,7 +80,7 @@ def test_a_run_that_fails_at_once_takes_away_only_what_it_brought(tmp_path, fiel
 @pytest.mark.parametrize(
     "again", [fc.load, fc.resume, lambda folder, model: fc.replay(folder, 0, model=model)]
 )
-def test_a_run_does_not_go_on_with_another_module(tmp_path, again, hidden):
+def test_resume_refuses_another_module(tmp_path, again, hidden):
     ran(tmp_path / "run", model=net(), keep_rounds=[0])
     with pytest.raises(
         RunError, match=r"another model: its '1\.weight' has the shape \(16, 64\), not"
@@ -88,7 +88,7 @@ def test_a_run_does_not_go_on_with_another_module(tmp_path, again, hidden):
         again(tmp_path / "run", model=net(hidden=hidden))
 
 
-def test_a_builder_that_was_changed_since_is_not_taken_for_the_same(tmp_path, monkeypatch):
+def test_load_refuses_a_changed_model_builder(tmp_path, monkeypatch):
     """A model named in the experiment is code, which may have a layer more than when the run was made."""
     monkeypatch.setattr(sys.modules[__name__], "build", lambda *_: net(), raising=False)
     ran(tmp_path / "run", model=f"{__name__}:build()", policy="full")
@@ -106,7 +106,7 @@ def test_a_builder_that_was_changed_since_is_not_taken_for_the_same(tmp_path, mo
         nn.BatchNorm1d(16, affine=False, track_running_stats=False),
     ],
 )
-def test_batch_norms_that_keep_no_statistics_are_calibrated_too(norm):
+def test_batch_norm_without_statistics_is_calibrated(norm):
     """HeteroFL's own setting: in evaluation such a layer would take the statistics of the test batch."""
     run = ran(model=net(norm), policy="full")
     test, model = run.setup.task.source.test, run.model()
@@ -132,14 +132,14 @@ def masks_of(*names):
 @pytest.mark.parametrize(
     "names", [["hidden1.weight"], ["hidden2.weight", "head.bias"], ["head.bias"]]
 )
-def test_a_part_with_masks_of_any_tensors_can_be_taken_away(tmp_path, names):
+def test_part_with_masks_of_any_tensors_is_exported(tmp_path, names):
     run = ran(model="mlp(hidden=[20, 20])", policy=masks_of(*names), fleet="1x1")
     export(run, 1.0, tmp_path / "part.safetensors")
     x = run.setup.task.source.test.x
     assert torch.equal(load_part(tmp_path / "part.safetensors")(x), run.submodel(1.0)(x))
 
 
-def test_a_part_of_a_module_that_the_recipe_has_changed_can_be_read_again(tmp_path):
+def test_part_of_a_module_changed_by_the_recipe_is_exported(tmp_path):
     run = ran(model=net(), recipe="fedmask", policy="full")
     export(run, 1.0, tmp_path / "part.safetensors")
     x = run.setup.task.source.test.x
@@ -151,7 +151,7 @@ def test_a_part_of_a_module_that_the_recipe_has_changed_can_be_read_again(tmp_pa
 # ── policies ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_units_that_stand_on_each_other_must_be_the_first_ones():
+def test_own_policy_must_keep_nested_units_from_the_first():
     def last_stage(view):
         kept = {
             g.name: torch.tensor([g.size - 1]) if g.nested else torch.arange(g.size)
@@ -196,7 +196,7 @@ GOOD = {"train_x": X, "train_y": Y, "test_x": X, "test_y": Y}
         ),
     ],
 )
-def test_a_data_set_made_by_hand_is_looked_at_before_anything_is_trained(changes, said):
+def test_dataset_made_by_hand_is_checked_before_training(changes, said):
     given = {**GOOD, **changes}
     made = fc.Dataset(
         "mine", Samples(given["train_x"], given["train_y"]), Samples(given["test_x"], given["test_y"]), 10,
@@ -206,7 +206,7 @@ def test_a_data_set_made_by_hand_is_looked_at_before_anything_is_trained(changes
         fc.run(fc.Experiment(**{**SMALL, "clients": 4}), machine=HERE, dataset=made)
 
 
-def test_rows_held_out_are_those_that_are_there_now():
+def test_hold_out_notices_changed_data():
     """Splits are remembered, but not beyond a change of the data."""
     made = fc.Dataset("mine", Samples(X.clone(), Y), Samples(X, Y), 10)
     hold_out(made, 0.1, 0)
@@ -219,7 +219,7 @@ def test_rows_held_out_are_those_that_are_there_now():
 # ── privacy ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_private_round_is_not_run_again(tmp_path):
+def test_private_round_is_not_replayed(tmp_path):
     """Its noise would be drawn anew, and the mean over many replays would have none."""
     private = {
         "privacy": "gaussian(noise=4.0)",
@@ -235,12 +235,12 @@ def test_a_private_round_is_not_run_again(tmp_path):
 # ── names, places, locks ────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_tiny_capacity_is_written_so_that_a_fleet_can_be_read():
+def test_declared_fleet_of_a_tiny_capacity_can_be_parsed():
     nodes = [NodeInfo(1, 0, 2, 1.0, "1"), NodeInfo(2, 1, 2, 5e-05, "1")]
     assert Fleet.parse(declared_fleet(nodes, 8, [1.0] * 8)).capacities == (1.0, 5e-05)
 
 
-def test_a_sweep_names_its_runs_however_long_the_settings_are():
+def test_sweep_run_names_are_short_and_distinct():
     long = {"policy": ['planned(kind="pruning", gamma=1)', "prefix"], "model": ["mlp(hidden=[16, 16])", "cnn"],
             "partition": ["dirichlet(alpha=0.1)", "iid"]}  # fmt: skip
     names = [e.name for e in expand_choices(fc.Experiment(), long, seeds=2)]
@@ -249,7 +249,7 @@ def test_a_sweep_names_its_runs_however_long_the_settings_are():
     assert names == [e.name for e in expand_choices(fc.Experiment(), long, seeds=2)]
 
 
-def test_a_process_of_a_sweep_that_is_killed_within_a_line_is_noticed(tmp_path, monkeypatch):
+def test_sweep_notices_a_process_killed_within_a_line(tmp_path, monkeypatch):
     killed = tmp_path / "python"
     killed.write_text("#!/bin/sh\ncat > /dev/null\nprintf '{\"finished\": [0, [{'\nkill -9 $$\n")
     killed.chmod(0o755)
@@ -259,7 +259,7 @@ def test_a_process_of_a_sweep_that_is_killed_within_a_line_is_noticed(tmp_path, 
         list(fc.sweep(wanted, machine=fc.Machine(device="cpu", processes=2)))
 
 
-def test_who_looks_at_a_run_does_not_keep_it_from_going_on(tmp_path):
+def test_reader_of_a_run_does_not_block_its_resume(tmp_path):
     ran(tmp_path / "run")
     with (tmp_path / "run" / ".lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
@@ -271,7 +271,7 @@ def test_who_looks_at_a_run_does_not_keep_it_from_going_on(tmp_path):
 # ── what a client says that it measured ─────────────────────────────────────────────────────────────────
 
 
-def test_a_client_cannot_widen_the_mask_of_all():
+def test_client_cannot_widen_the_common_mask():
     """PruneFL's next mask is made of what clients say that they trained, which the server knows."""
     both = {"policy": "prunefl(every=2)", "recipe": "prunefl(every=2)", "model": "mlp(hidden=[16])"}
     setup = prepare(fc.Experiment(**{**SMALL, **both}), HERE.resolved())

@@ -46,7 +46,7 @@ def test_every_preset_runs_a_round(name):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_is_its_fields_and_leaves_no_trace_in_the_digest(name):
+def test_preset_equals_its_fields(name):
     by_hand = fc.Experiment(**PRESETS[name].fields)
     by_name = fc.Experiment(preset=name)
     assert by_name.digest == by_hand.digest
@@ -57,7 +57,7 @@ def test_a_preset_is_its_fields_and_leaves_no_trace_in_the_digest(name):
 
 
 @pytest.mark.parametrize(("name", "command"), ON_THE_PAGE.items())
-def test_a_preset_switches_on_what_the_command_of_its_system_does(name, command):
+def test_preset_agrees_with_the_command_of_its_system(name, command):
     changes = dict(parse_change(word) for word in COMMANDS[command] if "=" in word)
     on_the_page, by_name = fc.Experiment(**changes), fc.Experiment(preset=name)
     for field in SYSTEM.keys() - {"norm"}:
@@ -67,13 +67,13 @@ def test_a_preset_switches_on_what_the_command_of_its_system_does(name, command)
         assert one == other, field
 
 
-def test_a_field_beside_a_preset_overrides_it():
+def test_field_beside_a_preset_overrides_it():
     experiment = fc.Experiment(preset="heterofl", scaler=False, policy="rolling", name="mine")
     assert (experiment.scaler, experiment.policy, experiment.label_rows) == (False, "rolling", True)
     assert experiment.name == "mine"
 
 
-def test_a_preset_on_the_command_line_takes_the_place_of_what_the_file_says(tmp_path):
+def test_preset_on_the_command_line_replaces_the_files_preset(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('preset = "depthfl"\npolicy = "random"\nscaler = true\nrounds = 7\n')
     fjord = read_experiment(path, {"preset": "fjord"})
@@ -102,14 +102,14 @@ def test_presets_can_be_varied():
         (["heterofl"], "preset must be one of"),
     ],
 )
-def test_an_unknown_preset_is_named(preset, sentence):
+def test_unknown_preset_is_named(preset, sentence):
     with pytest.raises(fc.InvalidValue, match=sentence):
         fc.Experiment(preset=preset)
     with pytest.raises(fc.InvalidValue, match=sentence):
         fc.Experiment.from_toml("rounds = 3", {"preset": preset})
 
 
-def test_a_misspelt_preset_field_is_told_of_presets():
+def test_misspelt_preset_field_gets_a_hint():
     with pytest.raises(fc.InvalidValue, match="did you mean 'preset'"):
         fc.Experiment(presets="heterofl")
 
@@ -131,7 +131,7 @@ def test_presets_are_listed_with_what_each_sets(monkeypatch, capsys):
     assert "magnitude(scope='model')" in text
 
 
-def test_a_preset_runs_from_the_command_line(tmp_path, monkeypatch, capsys):
+def test_preset_runs_from_the_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     sets = " ".join(
         f"--set '{key}={value}'" for key, value in (SMALL | {"model": "mlp(hidden=[8])"}).items()

@@ -29,7 +29,7 @@ def test_epsilon_is_in_the_history_and_in_the_summary(tmp_path):
     assert [line["epsilon"] for line in fc.load(tmp_path / "run").metrics] == spent
 
 
-def test_a_private_round_is_never_run_again(tmp_path):
+def test_private_round_is_checkpointed_every_time(tmp_path):
     """Its noise would be fresh, and the epsilon of two releases is not that of one."""
     pytest.importorskip("cryptography")
     wanted = fc.Experiment(**{**PRIVATE, "checkpoint_every": 100})
@@ -72,7 +72,7 @@ def without(folder, *names):
         (("checkpoints", "kept", "summary.json"), 3),
     ],
 )
-def test_a_private_run_without_its_checkpoints_does_not_start_again(ended, lost, last):
+def test_private_run_without_checkpoints_is_not_resumed(ended, lost, last):
     """Its rounds would be released twice, with other noise, and counted once."""
     without(ended, *lost)
     before = {path: path.read_bytes() for path in ended.rglob("*") if path.is_file()}
@@ -85,7 +85,7 @@ def test_a_private_run_without_its_checkpoints_does_not_start_again(ended, lost,
 @pytest.mark.parametrize(
     "harm", [lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:-1])]
 )
-def test_a_private_run_does_not_go_on_from_an_older_checkpoint(ended, harm):
+def test_private_run_is_not_resumed_from_an_older_checkpoint(ended, harm):
     harm(checkpoints_of(ended)[-1])
     with pytest.raises(
         RunError, match="released 3 rounds, but its newest intact checkpoint is of round 2"
@@ -95,7 +95,7 @@ def test_a_private_run_does_not_go_on_from_an_older_checkpoint(ended, harm):
 
 @pytest.mark.parametrize("left", [0.0, 0.4, 0.7, 0.99])
 @pytest.mark.parametrize("go_on", [fc.load, fc.resume])
-def test_a_line_that_is_half_written_makes_epsilon_no_smaller(go_on, left, tmp_path):
+def test_epsilon_counts_a_half_written_line(go_on, left, tmp_path):
     """The round's model is in its checkpoint, so it counts, also where a kill left no whole line of it."""
     pytest.importorskip("cryptography")
     ended = tmp_path / "run"
@@ -111,21 +111,21 @@ def test_a_line_that_is_half_written_makes_epsilon_no_smaller(go_on, left, tmp_p
         assert len((ended / "metrics.jsonl").read_bytes().splitlines()) == 3
 
 
-def test_two_models_of_one_private_round_are_seen(ended):
+def test_private_run_with_two_models_of_a_round_is_refused(ended):
     known = sorted((ended / "kept").iterdir())[1]
     (ended / "kept" / f"round-000001.{'0' * 16}.safetensors").write_bytes(known.read_bytes())
     with pytest.raises(RunError, match="kept holds two models of round 1, and epsilon counts one"):
         fc.resume(ended)
 
 
-def test_a_private_run_is_not_overwritten(ended):
+def test_private_run_is_not_overwritten(ended):
     before = {path: path.read_bytes() for path in ended.rglob("*") if path.is_file()}
     with pytest.raises(RunError, match="holds a private run, and what it has released counts"):
         fc.run(fc.Experiment(**PRIVATE), ended, overwrite=True)
     assert before == {path: path.read_bytes() for path in ended.rglob("*") if path.is_file()}
 
 
-def test_a_private_run_does_not_begin_beside_models_of_another(ended):
+def test_private_run_does_not_start_beside_kept_models_of_another(ended):
     without(
         ended, "checkpoints", "metrics.jsonl", "summary.json", "experiment.toml", "manifest.json"
     )
@@ -134,7 +134,7 @@ def test_a_private_run_does_not_begin_beside_models_of_another(ended):
 
 
 @pytest.mark.parametrize("lost", [("checkpoints", "metrics.jsonl", "summary.json")])
-def test_a_private_run_of_which_kept_models_are_left_is_not_overwritten(ended, lost):
+def test_private_run_with_kept_models_is_not_overwritten(ended, lost):
     """What was released counts."""
     without(ended, *lost)
     kept = models_of(ended)
@@ -143,7 +143,7 @@ def test_a_private_run_of_which_kept_models_are_left_is_not_overwritten(ended, l
     assert models_of(ended) == kept
 
 
-def test_a_private_run_of_an_earlier_version_is_not_gone_on_with(ended, caplog):
+def test_private_run_of_an_earlier_version_is_not_resumed(ended, caplog):
     fc.load(ended)
     assert not caplog.text
     manifest = json.loads((ended / "manifest.json").read_text())
@@ -160,9 +160,7 @@ def test_a_private_run_of_an_earlier_version_is_not_gone_on_with(ended, caplog):
 @pytest.mark.parametrize(
     "moment", range(65)
 )  # all that a whole run does to its files, and one more
-def test_wherever_a_private_run_is_stopped_it_releases_each_round_once(
-    tmp_path, monkeypatch, moment
-):
+def test_private_run_stopped_anywhere_releases_each_round_once(tmp_path, monkeypatch, moment):
     """Stopped at any file operation: what is on disk of a round is never run again, nor lost."""
     pytest.importorskip("cryptography")
     experiment, folder = fc.Experiment(**PRIVATE, keep_rounds=(0, 1, 2, 3)), tmp_path / "run"
@@ -211,7 +209,7 @@ def bits_of(state):
     return b"".join(tensor.numpy().tobytes() for tensor in state.params.values())
 
 
-def test_without_privacy_no_epsilon_is_told():
+def test_epsilon_is_reported_only_with_privacy():
     assert "epsilon" not in fc.run(fc.Experiment(**SMALL)).summary
 
 
@@ -235,7 +233,7 @@ def test_without_privacy_no_epsilon_is_told():
         ({"privacy": "gaussian"}, "privacy gaussian needs the option 'noise'"),
     ],
 )
-def test_what_is_not_private_is_refused(fields, sentence):
+def test_privacy_refuses_incompatible_fields(fields, sentence):
     with pytest.raises(InvalidValue, match=sentence):
         fc.Experiment(**{**PRIVATE, **fields})
 
@@ -261,13 +259,13 @@ def test_what_is_not_private_is_refused(fields, sentence):
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused_at_the_door(fields, sentence):
+def test_privacy_refuses_extreme_values(fields, sentence):
     with pytest.raises(InvalidValue, match=sentence):
         fc.Experiment(**{**PRIVATE, **fields})
 
 
 @pytest.mark.parametrize("clip", [1e-30, 1e30])
-def test_the_least_and_the_longest_length_are_allowed(clip):
+def test_clip_limits_of_private_runs_are_allowed(clip):
     assert fc.Experiment(**{**PRIVATE, "clip_updates": clip}).clip_updates == clip
 
 
@@ -293,7 +291,7 @@ def test_the_least_and_the_longest_length_are_allowed(clip):
         ({"recipe": "hermes"}, "privacy: with this recipe a client chooses what it trains"),
     ],
 )
-def test_what_would_pass_the_noise_is_refused(fields, sentence, tmp_path):
+def test_privacy_refuses_parts_that_bypass_the_noise(fields, sentence, tmp_path):
     pytest.importorskip("cryptography")
     data = "synthetic(shape=(3, 8, 8), classes=3, samples=7, test_size=50)"
     with pytest.raises(InvalidValue, match=sentence):
@@ -301,7 +299,7 @@ def test_what_would_pass_the_noise_is_refused(fields, sentence, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_group_norms_are_private(tmp_path):
+def test_private_run_with_group_norm(tmp_path):
     pytest.importorskip("cryptography")
     data = "synthetic(shape=(3, 8, 8), classes=3, samples=7, test_size=50)"
     model = {
@@ -314,7 +312,7 @@ def test_group_norms_are_private(tmp_path):
     assert fc.run(fc.Experiment(**{**PRIVATE, **model})).summary["epsilon"] > 0
 
 
-def test_a_missing_library_is_named(monkeypatch):
+def test_private_run_without_cryptography_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cryptography", None)
     with pytest.raises(InvalidValue, match=r"^privacy needs cryptography; .*\[privacy\]'$"):
         fc.run(fc.Experiment(**PRIVATE))

@@ -30,7 +30,7 @@ def test_resume_refuses_another_machine_unless_forced(copied, key, value):
     assert fc.resume(copied, machine=now, force=True).state.round == 4
 
 
-def test_the_manifest_tells_when_a_run_went_on_in_another_way(tmp_path):
+def test_manifest_records_resumes_on_another_machine(tmp_path):
     def stop(report):
         if report.round in (0, 2):
             raise KeyboardInterrupt
@@ -51,18 +51,18 @@ def test_the_manifest_tells_when_a_run_went_on_in_another_way(tmp_path):
 @pytest.mark.parametrize(
     "content", [b"", b"[]", b"{}", b"\xff", b'{"engine": 1}', b'{"engine": "sequential"}']
 )
-def test_a_damaged_manifest_is_refused_by_name(copied, content):
+def test_damaged_manifest_is_refused_by_name(copied, content):
     (copied / "manifest.json").write_bytes(content)
     with pytest.raises(RunError, match=r"manifest\.json"):
         fc.resume(copied)
 
 
-def test_resume_refuses_no_threads(copied):
+def test_resume_refuses_zero_threads(copied):
     with pytest.raises(InvalidValue, match=r"threads must be in 1\.\.1024; got 0"):
         fc.resume(copied, machine=fc.Machine(threads=0))
 
 
-def test_a_finished_run_is_only_summarised_again(copied):
+def test_finished_run_is_only_summarised_again(copied):
     (copied / "summary.json").unlink()
     before = last_checkpoint(copied)
     fc.resume(copied)
@@ -70,7 +70,7 @@ def test_a_finished_run_is_only_summarised_again(copied):
     assert json.loads((copied / "summary.json").read_text()) == fc.load(copied).summary
 
 
-def test_python_parts_must_be_given_again(tmp_path):
+def test_resume_needs_python_parts_again(tmp_path):
     parts = {"dataset": small_dataset(), "policy": half_then_whole}
     whole = fc.run(tiny(keep_rounds=(1, 2)), tmp_path / "whole", **parts)
 
@@ -91,7 +91,7 @@ def test_python_parts_must_be_given_again(tmp_path):
     assert {"round": 1, **report.metrics, "seconds": None} == {**whole.metrics[1], "seconds": None}
 
 
-def test_a_checkpoint_with_a_tensor_for_each_count_can_still_be_resumed(tmp_path, monkeypatch):
+def test_checkpoint_of_the_first_format_is_resumed(tmp_path, monkeypatch):
     whole = fc.run(tiny(rounds=4), tmp_path / "whole")
     monkeypatch.setattr(
         checkpoints, "_is_counts", lambda part: False

@@ -51,7 +51,7 @@ def uncompiled(monkeypatch):
 
 @pytest.mark.parametrize("partition", ["iid", "dirichlet(alpha=0.3)"])
 @pytest.mark.parametrize("machine", [None, CREWS])
-def test_every_run_is_what_it_would_be_alone(machine, partition, uncompiled):
+def test_sweep_runs_equal_runs_alone(machine, partition, uncompiled):
     wanted = settings(partition=partition)
     found = {run.experiment.name: run.metrics for run in sweep(wanted, machine=machine)}
     assert list(found) == [e.name for e in wanted]
@@ -77,7 +77,7 @@ def shuffled(shape, classes, norm):
     return fc.Model(Shuffled(), ())
 
 
-def test_a_run_never_trains_with_the_module_of_another(uncompiled):
+def test_sweep_runs_do_not_share_modules(uncompiled):
     base = fc.Experiment(
         **{**BASE, "model": "tests.runs.test_sweep:shuffled"}, policy="full", fleet="1x1"
     )
@@ -85,7 +85,7 @@ def test_a_run_never_trains_with_the_module_of_another(uncompiled):
         alike(run.metrics, fc.run(run.experiment, machine=fc.Machine(engine="sequential")).metrics)
 
 
-def test_crews_reach_over_runs(monkeypatch, uncompiled):
+def test_crews_span_runs_of_a_sweep(monkeypatch, uncompiled):
     sizes = []
     from fedcover.training.engines import workspace
 
@@ -105,7 +105,7 @@ def test_crews_reach_over_runs(monkeypatch, uncompiled):
     assert max(sizes) >= 10  # five runs of four clients, of which not all have equally many rows
 
 
-def test_runs_of_different_length_and_models_go_side_by_side():
+def test_sweep_of_different_lengths_and_models():
     wanted = [
         fc.Experiment(
             **{**BASE, "rounds": rounds, "model": model},
@@ -121,7 +121,7 @@ def test_runs_of_different_length_and_models_go_side_by_side():
 
 
 @pytest.mark.parametrize("partition", ["iid", "dirichlet(alpha=0.3)"])
-def test_one_run_that_diverges_leaves_the_others_alone(partition, uncompiled):
+def test_diverged_run_of_a_sweep_leaves_the_others(partition, uncompiled):
     base = fc.Experiment(**BASE, policy="full", fleet="1x1", partition=partition)
     found = list(sweep(expand_choices(base, {"lr": [0.05, 1e30]}, seeds=1), machine=CREWS))
     said = {run.experiment.lr: run.diverged for run in found}
@@ -130,7 +130,7 @@ def test_one_run_that_diverges_leaves_the_others_alone(partition, uncompiled):
     assert [len(run.metrics) for run in found if not run.diverged] == [3]
 
 
-def test_what_cannot_run_together_runs_alone(uncompiled):
+def test_sweep_of_runs_that_cannot_be_stacked(uncompiled):
     base = fc.Experiment(
         **{**BASE, "model": "mlp(hidden=[8], dropout=0.5)"}, policy="full", fleet="1x1"
     )
@@ -138,7 +138,7 @@ def test_what_cannot_run_together_runs_alone(uncompiled):
         alike(run.metrics, fc.run(run.experiment, machine=fc.Machine(engine="sequential")).metrics)
 
 
-def test_a_sweep_that_was_stopped_goes_on(tmp_path):
+def test_stopped_sweep_is_resumed(tmp_path):
     wanted = settings()[:4]
     whole = {run.experiment.name: run.metrics for run in sweep(wanted)}
 
@@ -159,7 +159,7 @@ def test_a_sweep_that_was_stopped_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize("machine", [None, fc.Machine(processes=2)], ids=["one process", "two"])
-def test_a_sweep_that_was_stopped_before_a_summary_was_written_writes_it(tmp_path, machine):
+def test_stopped_sweep_writes_missing_summaries(tmp_path, machine):
     wanted = settings()[:2]
 
     def stop(experiment, report):
@@ -175,7 +175,7 @@ def test_a_sweep_that_was_stopped_before_a_summary_was_written_writes_it(tmp_pat
     assert [json.loads(path.read_text())["rounds"] for path in summaries] == [3, 3]
 
 
-def test_a_folder_of_another_experiment_is_refused(tmp_path):
+def test_folder_of_another_experiment_is_refused(tmp_path):
     wanted = fc.Experiment(**BASE, policy="full", fleet="1x1", name="same")
     list(sweep([wanted], tmp_path))
     with pytest.raises(InvalidValue, match="holds another experiment"):
@@ -201,7 +201,7 @@ def test_runs_of_another_precision_are_refused(tmp_path):
         ),
     ],
 )
-def test_runs_that_would_meet_in_one_folder_are_refused(choices, message):
+def test_runs_of_equal_names_are_refused(choices, message):
     with pytest.raises(InvalidValue, match=message):
         expand_choices(fc.Experiment(), choices, seeds=1)
 
@@ -219,11 +219,11 @@ def test_runs_that_would_meet_in_one_folder_are_refused(choices, message):
         ("partition=mine:own(a='x|y', b=2)|iid", {("partition",): [("mine:own(a='x|y', b=2)",), ("iid",)]}),
     ],
 )  # fmt: skip
-def test_what_is_varied_as_it_is_typed(text, choices):
+def test_vary_option_is_parsed(text, choices):
     assert choices_of([text]) == choices
 
 
-def test_fields_that_are_tied_are_not_combined():
+def test_tied_fields_vary_together():
     base = fc.Experiment(**{**BASE, "name": "t"}, fleet="1x1 + 1x0.5")
     choices = choices_of(["policy=prefix,norm=batch|policy=rolling,norm=group", "lr=0.1|0.2"])
     assert [(e.policy, e.norm, e.lr) for e in expand_choices(base, choices, seeds=1)] == [
@@ -251,12 +251,12 @@ def test_fields_that_are_tied_are_not_combined():
         (["lr"], "must look like key=value"),
     ],
 )
-def test_what_cannot_be_varied_is_refused(texts, message):
+def test_vary_option_refuses_wrong_text(texts, message):
     with pytest.raises(InvalidValue, match=message):
         expand_choices(fc.Experiment(), choices_of(texts), seeds=1)
 
 
-def test_seeds_must_be_some():
+def test_sweep_needs_a_seed():
     with pytest.raises(InvalidValue, match="seeds must be at least 1; got 0"):
         expand_choices(fc.Experiment(), {}, seeds=0)
 
@@ -264,7 +264,7 @@ def test_seeds_must_be_some():
 TWO = fc.Machine(processes=2)
 
 
-def test_a_sweep_may_be_dealt_out_to_processes(tmp_path):
+def test_sweep_in_two_processes_equals_one(tmp_path):
     wanted = settings()[:4]
     rounds = []
     found = {
@@ -283,7 +283,7 @@ def test_a_sweep_may_be_dealt_out_to_processes(tmp_path):
 
 
 @pytest.mark.system
-def test_processes_that_are_stopped_keep_their_rounds(tmp_path):
+def test_stopped_sweep_processes_keep_their_rounds(tmp_path):
     wanted = settings()[:2]
 
     seen = []
@@ -298,13 +298,13 @@ def test_processes_that_are_stopped_keep_their_rounds(tmp_path):
     assert [len(run.metrics) for run in sweep(wanted, tmp_path, machine=TWO)] == [3, 3]
 
 
-def test_what_goes_wrong_in_a_process_is_said_here():
+def test_error_in_a_sweep_process_is_raised_here():
     wanted = [e.model_copy(update={"policy": "no_such_module:policy"}) for e in settings()[:2]]
     with pytest.raises(FedcoverError, match="no_such_module"):
         list(sweep(wanted, machine=TWO))
 
 
-def test_few_rounds_are_not_worth_processes():
+def test_sweep_processes_auto_depends_on_the_work():
     auto = fc.Machine(processes="auto").resolved()
     assert choose_num_processes(settings(), auto) == 1
     long = [e.model_copy(update={"rounds": 1000}) for e in settings()]
@@ -313,7 +313,7 @@ def test_few_rounds_are_not_worth_processes():
 
 
 @pytest.mark.parametrize(("processes", "queues"), [(2, "32"), (8, "8"), (100, "2")])
-def test_processes_that_share_a_gpu_share_its_queues(processes, queues, tmp_path, monkeypatch):
+def test_processes_on_one_gpu_share_its_queues(processes, queues, tmp_path, monkeypatch):
     server = tmp_path / MPS
     server.write_text("#!/bin/sh\n")
     server.chmod(0o755)
@@ -326,7 +326,7 @@ def test_processes_that_share_a_gpu_share_its_queues(processes, queues, tmp_path
         assert environment[QUEUES] == "5"  # who has asked is not overruled
 
 
-def test_without_a_server_processes_get_no_other_environment(tmp_path, monkeypatch):
+def test_processes_without_mps_server_keep_their_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with mps_environment(8) as environment:
         assert QUEUES not in environment

@@ -72,7 +72,7 @@ BUILDERS = {
 
 
 @pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS.keys())
-def test_what_a_folder_names_is_called_only_if_it_is_trusted(build, theirs):
+def test_functions_named_in_a_folder_need_trust(build, theirs):
     with pytest.raises(
         RunError, match=f"^{re.escape(f'{theirs} {NAMED}')}--trust, or trust=True in Python$"
     ):
@@ -83,7 +83,7 @@ def test_what_a_folder_names_is_called_only_if_it_is_trusted(build, theirs):
 
 
 @pytest.mark.parametrize("field", POSITIONAL_ARGUMENTS)
-def test_no_field_of_a_folder_names_what_is_called(field, tmp_path):
+def test_no_field_of_a_folder_calls_functions_without_trust(field, tmp_path):
     fc.run(tiny(rounds=1), tmp_path / "run")
     path = tmp_path / "run" / "experiment.toml"
     value = json.dumps(f"pty:spawn(argv=['touch', '{tmp_path}/called'])")
@@ -101,7 +101,7 @@ def test_no_field_of_a_folder_names_what_is_called(field, tmp_path):
     assert not (tmp_path / "called").exists()
 
 
-def test_what_this_process_has_named_itself_needs_no_trust(tmp_path, theirs):
+def test_functions_named_by_this_process_need_no_trust(tmp_path, theirs):
     """A run that was just made, or the one that a sweep goes on with."""
     experiment = tiny(policy="theirs:policy", rounds=2)
     fc.run(experiment, tmp_path / "mine")
@@ -110,13 +110,13 @@ def test_what_this_process_has_named_itself_needs_no_trust(tmp_path, theirs):
     assert len(done.metrics) == 2
 
 
-def test_a_sweep_does_not_import_what_another_run_in_its_place_names(tmp_path, theirs):
+def test_sweep_does_not_import_functions_of_another_run(tmp_path, theirs):
     with pytest.raises(fc.InvalidValue, match="run holds another experiment"):
         list(fc.sweep([tiny(rounds=2, name="run")], tmp_path))
     assert not was_imported(theirs)
 
 
-def test_the_same_function_with_other_options_is_another_call(tmp_path, theirs):
+def test_trust_covers_a_function_with_its_options(tmp_path, theirs):
     trust.trust_fields({"policy": "theirs:policy(spread=true)"})
     with pytest.raises(RunError, match="'theirs:policy' imported"):
         fc.load(theirs)
@@ -134,12 +134,12 @@ def test_the_same_function_with_other_options_is_another_call(tmp_path, theirs):
         ("plan", "--fleet", "1x1.0", "--dataset", "digits", "--weights"),
     ],
 )
-def test_commands_that_build_the_model_want_to_be_told(words, theirs, fedcover):
+def test_commands_that_build_the_model_need_the_trust_flag(words, theirs, fedcover):
     refused(fedcover(*words, theirs), 1, NAMED + "--trust")
     assert not was_imported(theirs)
 
 
-def test_commands_with_the_flag(theirs, fedcover):
+def test_commands_run_with_the_trust_flag(theirs, fedcover):
     code, _, err = fedcover("export", theirs, "--trust")
     assert code == 0, err
     assert fedcover("resume", theirs, "--trust")[0] == 0
@@ -148,7 +148,7 @@ def test_commands_with_the_flag(theirs, fedcover):
 @pytest.mark.parametrize(
     "words", [("watch", "--once"), ("watch", "--json"), ("report",), ("history", "--csv")]
 )
-def test_looking_imports_nothing(words, theirs, fedcover, monkeypatch):
+def test_viewing_a_folder_imports_nothing(words, theirs, fedcover, monkeypatch):
     monkeypatch.chdir(theirs.parent)
     monkeypatch.setattr(
         sys, "path", [entry for entry in sys.path if entry not in ("", str(theirs.parent))]
@@ -161,7 +161,7 @@ def test_looking_imports_nothing(words, theirs, fedcover, monkeypatch):
     )  # else whatever is imported later may come from the folder that is looked at
 
 
-def test_what_a_command_says_of_a_folder_from_elsewhere_does_not_trust_it(theirs):
+def test_resume_hint_of_a_foreign_folder_has_no_trust_flag(theirs):
     """Who copies what is shown must not be led to call it."""
     (theirs / "summary.json").unlink()
     assert "--trust" not in read_run_view(theirs).resume_hint
@@ -169,7 +169,7 @@ def test_what_a_command_says_of_a_folder_from_elsewhere_does_not_trust_it(theirs
     assert read_run_view(theirs).resume_hint == f"'fedcover resume {theirs} --trust'"
 
 
-def test_who_is_stopped_is_told_the_whole_command(theirs, fedcover, monkeypatch, tmp_path):
+def test_stopped_resume_names_the_trust_flag(theirs, fedcover, monkeypatch, tmp_path):
     def stop(*args, **given):
         raise KeyboardInterrupt
 
@@ -198,7 +198,7 @@ def answered(words, answer, folder):
 
 
 @pytest.mark.parametrize(("answer", "code"), [("y", 0), ("", 1)])
-def test_on_a_terminal_one_is_asked(answer, code, theirs):
+def test_terminal_user_is_asked_for_trust(answer, code, theirs):
     left, shown = answered(["export", "run"], answer, theirs.parent)
     assert "run wants to import and call: 'theirs:policy'" in shown
     assert "do you trust the source of this folder? [y/N]" in shown
@@ -216,7 +216,7 @@ def part(tmp_path):
     return tmp_path / "part.safetensors"
 
 
-def test_a_model_does_not_say_what_is_called_to_build_it(part, tmp_path):
+def test_exported_model_cannot_name_its_builder(part, tmp_path):
     with_header(part, model="pty:spawn", shape=["sh", "-c", f"touch {tmp_path}/called"])
     with pytest.raises(RunError):
         fc.load_part(part)
@@ -229,7 +229,7 @@ def test_a_model_does_not_say_what_is_called_to_build_it(part, tmp_path):
     assert not (tmp_path / "called").exists()
 
 
-def test_a_recipe_of_one_s_own_is_not_called_either(part):
+def test_exported_model_cannot_name_its_recipe(part):
     with_header(part, recipe="theirs:recipe")
     with pytest.raises(
         RunError, match=r"would have 'theirs:recipe' called as its recipe.*model=\.\.\.\)$"
@@ -238,14 +238,14 @@ def test_a_recipe_of_one_s_own_is_not_called_either(part):
 
 
 @pytest.mark.parametrize("field", sorted(POSITIONAL_ARGUMENTS.keys() - {"model", "recipe"}))
-def test_what_a_model_does_not_need_is_not_looked_at(field, part):
+def test_load_part_ignores_fields_that_it_does_not_need(field, part):
     """A device that runs the model needs no policy; so it is not asked for a module that it has not."""
     wanted = fc.load_part(part)
     again = fc.load_part(with_header(part, **{field: "theirs:function"}))
     assert torch.equal(again(torch.ones(1, 64)), wanted(torch.ones(1, 64)))
 
 
-def test_a_module_that_is_given_takes_the_place_of_a_function(theirs):
+def test_given_module_replaces_the_named_builder(theirs):
     path = with_header(
         theirs.parent / "part.safetensors", model="theirs:build", recipe="theirs:recipe"
     )
@@ -263,12 +263,12 @@ def test_a_module_that_is_given_takes_the_place_of_a_function(theirs):
     ],
     ids=str,
 )  # fmt: skip
-def test_an_odd_header_gets_one_sentence(changes, part):
+def test_odd_export_header_is_one_sentence(changes, part):
     with pytest.raises(RunError, match=rf"^{re.escape(str(part))} "):
         fc.load_part(with_header(part, **changes))
 
 
-def test_a_header_that_is_no_table(part):
+def test_export_header_that_is_no_table_is_refused(part):
     values = safetensors.torch.load_file(part)
     for text in ("[]", "3", '"experiment"', "[" * 100_000, "{"):
         part.write_bytes(safetensors.torch.save(values, metadata={"fedcover": text}))

@@ -32,7 +32,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_checkpoint_that_cannot_be_written_leaves_the_older_ones_whole(whole, tmp_path):
+def test_failed_checkpoint_leaves_the_older_ones_intact(whole, tmp_path):
     newest, older = (file.path.stat().st_size for file in list_checkpoints(whole / "checkpoints"))
     folder = tmp_path / "run"
     with files_of_at_most((newest + older) // 2), pytest.raises(RunError) as caught:
@@ -48,7 +48,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_older_ones_whole(whole, 
     assert_same_end(folder, whole)
 
 
-def test_metrics_that_cannot_be_written_are_written_later(whole, tmp_path):
+def test_metrics_that_failed_to_write_are_written_on_resume(whole, tmp_path):
     folder = tmp_path / "run"
     newest = max(file.path.stat().st_size for file in list_checkpoints(whole / "checkpoints"))
     longer, fields = tmp_path / "longer", {"rounds": 20, "window": 1}
@@ -63,7 +63,7 @@ def test_metrics_that_cannot_be_written_are_written_later(whole, tmp_path):
     assert_same_end(folder, longer)
 
 
-def test_a_full_disk(whole, tmp_path):
+def test_full_disk_stops_a_run_that_can_be_resumed(whole, tmp_path):
     with small_disk(tmp_path / "disk", 40 * 1024) as disk:
         with pytest.raises(
             RunError,
@@ -90,7 +90,7 @@ def nobody() -> Iterator[None]:
         os.seteuid(before)
 
 
-def test_places_where_no_run_can_be_made(tmp_path, whole):
+def test_run_folders_that_cannot_be_made_are_refused(tmp_path, whole):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match=r"cannot create the run folder .*: Not a directory"):
         fc.run(tiny(), tmp_path / "file" / "run")
@@ -121,7 +121,7 @@ def test_places_where_no_run_can_be_made(tmp_path, whole):
         shutil.rmtree(place)
 
 
-def test_a_folder_without_a_finished_round_is_no_run(tmp_path, whole):
+def test_folder_without_a_finished_round_can_be_reused(tmp_path, whole):
     with pytest.raises(ZeroDivisionError):
         fc.run(
             tiny(policy="tests.helpers.python_parts:failing_policy", keep_rounds=(0,)),
@@ -133,7 +133,7 @@ def test_a_folder_without_a_finished_round_is_no_run(tmp_path, whole):
     assert files(tmp_path / "run") - files(whole) == {Path("notes.txt")}
 
 
-def test_a_run_is_overwritten_only_if_that_is_asked_for(tmp_path, whole):
+def test_run_is_overwritten_only_on_request(tmp_path, whole):
     folder = tmp_path / "run"
     fc.run(tiny(rounds=9, keep_rounds=(0, 9)), folder)
     (folder / "notes.txt").write_text("mine")
@@ -151,7 +151,7 @@ def test_a_run_is_overwritten_only_if_that_is_asked_for(tmp_path, whole):
     assert_same_end(folder, whole)
 
 
-def test_a_folder_in_use_is_left_alone(tmp_path, whole):
+def test_folder_in_use_is_refused(tmp_path, whole):
     said = []
 
     def disturb(report):

@@ -83,7 +83,7 @@ def in_full(old, part):
 @pytest.mark.parametrize("name", RULES_AND_TWINS)
 @given(seed=st.integers(0, 10**6), clients=st.integers(0, 7), unstructured=st.booleans())
 @settings(max_examples=40, deadline=None)
-def test_every_rule_equals_a_loop(name, seed, clients, unstructured):
+def test_rules_equal_a_loop(name, seed, clients, unstructured):
     fast, slow = RULES_AND_TWINS[name]
     old, parts = random_parts(seed, clients, unstructured)
     expected = twins.combined(old, [in_full(old, part) for part in parts], slow)
@@ -92,9 +92,7 @@ def test_every_rule_equals_a_loop(name, seed, clients, unstructured):
 
 @given(seed=st.integers(0, 10**6), clients=st.integers(1, 6))
 @settings(max_examples=30, deadline=None)
-def test_averaging_values_or_changes_is_the_same_where_the_denominator_is_the_coverage(
-    seed, clients
-):
+def test_mean_of_values_equals_mean_of_changes(seed, clients):
     old, parts = random_parts(seed, clients, False)
     zero = {name: torch.zeros_like(tensor) for name, tensor in old.items()}
     changes = [
@@ -105,7 +103,7 @@ def test_averaging_values_or_changes_is_the_same_where_the_denominator_is_the_co
     same(coverage_mean(old, parts), {name: old[name] + moved[name] for name in old}, 1e-12)
 
 
-def test_rules_differ_where_they_should():
+def test_rules_differ_from_each_other():
     """Else the comparisons above would prove nothing. A tenth of seven is nobody; without 49 % there is the median."""
     old, parts = random_parts(5, 7, False)
     results = {name: fast(old, parts)["v"] for name, (fast, _) in RULES_AND_TWINS.items()}
@@ -117,7 +115,7 @@ def test_rules_differ_where_they_should():
         )
 
 
-def test_a_trimmed_mean_always_keeps_somebody():
+def test_trimmed_mean_always_keeps_a_value():
     values = [{"w": torch.tensor([float(v)])} for v in (1, 3)]
     for share in (0.49, 0.4999999999):
         new = trimmed_mean(
@@ -141,7 +139,7 @@ def test_a_trimmed_mean_always_keeps_somebody():
         ("median", twins.middle_value),
     ],
 )
-def test_whole_rounds_by_every_rule(rule, slow, weights):
+def test_rounds_by_every_rule_equal_a_loop(rule, slow, weights):
     fields = {"dataset": "digits", "partition": "dirichlet(alpha=0.5)", "batch_size": 50}
     setup, state = world("mlp", policy="rolling", rule=rule, weights=weights, epochs=1, **fields)
     for _ in range(2):
@@ -166,7 +164,7 @@ def test_whole_rounds_by_every_rule(rule, slow, weights):
 
 
 @pytest.mark.parametrize("server", ["none", "momentum", "adam"])
-def test_uncovered_entries_stay_or_become_zero(server):
+def test_uncovered_entries_are_kept_or_zeroed(server):
     kept, state = world("mlp", policy="prefix", fleet="1x0.5", server=server)
     zeroed = world("mlp", policy="prefix", fleet="1x0.5", server=server, uncovered="zero")[0]
     left, right = run_round(kept, state)[0], run_round(zeroed, state)[0]
@@ -180,7 +178,7 @@ def test_uncovered_entries_stay_or_become_zero(server):
 
 @pytest.mark.parametrize("server", ["none", "momentum", "adam"])
 @pytest.mark.parametrize("uncovered", ["keep", "zero"])
-def test_a_round_in_which_nobody_answers_keeps_everything(server, uncovered):
+def test_round_without_answers_keeps_everything(server, uncovered):
     setup, state = world("mlp", policy="prefix", server=server, uncovered=uncovered)
     state, _ = run_round(setup, state)
     nobody = replace(setup, policy=as_policy(lambda view: [None] * len(view.cohort)))
@@ -217,7 +215,7 @@ def adam_by_hand(memory, old, new, lr=0.05, beta1=0.8, beta2=0.95, tau=0.01):
         ("adam(lr=0.05, beta1=0.8, beta2=0.95, tau=0.01)", adam_by_hand),
     ],
 )
-def test_server_optimisers_equal_loops_and_move_only_what_is_covered(server, by_hand):
+def test_server_optimisers_equal_loops_on_covered_entries(server, by_hand):
     """Four rounds of rolling windows: entries are covered in some of them and rest in others."""
     setup, state = world("mlp", policy="rolling", fleet="1x0.25", active=2, rounds=4, server=server)
     memory: dict[tuple[str, int], dict[str, float]] = {}
@@ -266,7 +264,7 @@ def test_wrong_server_options_are_refused(name, wrong):
 @pytest.mark.parametrize(
     ("name", "right"), [("momentum", {"beta": 0}), ("adam", {"beta1": 0}), ("adam", {"beta2": 0})]
 )
-def test_a_server_optimiser_may_forget_at_once(name, right):
+def test_server_optimisers_accept_options_at_their_limits(name, right):
     old, new = torch.zeros(3), torch.ones(3)
     moved, _ = SERVERS[name](**right)(
         AggregatedTensor(old, new, torch.tensor([True, True, False])), {}
@@ -281,7 +279,7 @@ def test_a_server_optimiser_may_forget_at_once(name, right):
 @pytest.mark.parametrize(
     ("policy", "least", "share"), [("exclude", 1.0, 1.0), ("exclude(below=0.5)", 0.5, 0.5)]
 )
-def test_exclude_lets_weak_clients_sit_out(policy, least, share):
+def test_exclude_leaves_weak_clients_out(policy, least, share):
     setup, state = world("mlp", policy=policy)
     cohort = cohort_of(setup, 0)
     strong = [c.id for c in cohort if c.capacity >= least]
@@ -302,7 +300,7 @@ def test_exclude_equals_fedavg_among_the_strong():
     same(run_round(setup, state)[0].params, expected, 1e-9)
 
 
-def test_a_round_of_weak_clients_only_keeps_everything():
+def test_exclude_round_of_weak_clients_keeps_everything():
     setup, state = world("mlp", policy="exclude", fleet="1x1.0 + 11x0.5", active=2, rounds=30)
     weak = next(q for q in range(30) if all(c.capacity < 1 for c in cohort_of(setup, q)))
     after, report = run_round(setup, replace(state, round=weak))
@@ -312,7 +310,7 @@ def test_a_round_of_weak_clients_only_keeps_everything():
         run_round(world("mlp", policy="exclude(below=0.9)", fleet="1x0.5")[0], state)
 
 
-def test_everybody_small_and_everybody_full():
+def test_homogeneous_and_full_equal_a_loop():
     for policy, share in (("homogeneous", 0.25), ("full", 1.0), ("homogeneous(share=0.5)", 0.5)):
         setup, state = world("mlp", policy=policy, drop_out=0.3)
         expected, made = twins.slow_round(setup, state, twins.plain)

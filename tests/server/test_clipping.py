@@ -18,7 +18,7 @@ from tests.helpers.worlds import same, world
 
 @settings(max_examples=200, deadline=None)
 @given(vectors, st.floats(0.01, 100), st.booleans())
-def test_an_update_is_shortened_on_its_own_entries(entries, limit, own):
+def test_clip_scales_an_update_on_its_own_entries(entries, limit, own):
     old, new, held = (
         torch.tensor(column, dtype=torch.float64) for column in zip(*entries, strict=True)
     )
@@ -36,7 +36,7 @@ def test_an_update_is_shortened_on_its_own_entries(entries, limit, own):
 
 @pytest.mark.parametrize("policy", ["rolling", "random", "magnitude"])
 @pytest.mark.parametrize("rule", ["coverage_mean", "trimmed_mean", "median"])
-def test_a_client_moves_the_model_by_at_most_the_limit(policy, rule):
+def test_clipped_client_moves_the_model_by_at_most_the_limit(policy, rule):
     setup, state, updates = round_of(policy=policy, clip_updates=0.01, rule=rule)
     loud = [replace(updates[0], params={n: t + 100 for n, t in updates[0].params.items()})]
     after = aggregate(setup, state, loud)
@@ -46,7 +46,7 @@ def test_a_client_moves_the_model_by_at_most_the_limit(policy, rule):
     assert all(bool((moved[n][outside[n] == 0] == 0).all()) for n in moved)
 
 
-def test_a_limit_that_nobody_reaches_changes_nothing():
+def test_clip_beyond_every_update_changes_nothing():
     plain, state = world(policy="rolling")
     limited, _ = world(policy="rolling", clip_updates=1e6)
     (left, _), (right, report) = run_round(plain, state), run_round(limited, state)
@@ -54,6 +54,6 @@ def test_a_limit_that_nobody_reaches_changes_nothing():
     assert report.metrics["clipped"] == 0
 
 
-def test_shortened_clients_are_counted():
+def test_clipped_clients_are_counted():
     setup, state = world(policy="rolling", clip_updates=1e-9)
     assert run_round(setup, state)[1].metrics["clipped"] == 6

@@ -60,12 +60,12 @@ WRONG_RULES = {
 
 
 @pytest.mark.parametrize(("change", "said"), WRONG_RULES.values(), ids=WRONG_RULES)
-def test_a_rule_that_gives_no_model_is_refused(ran, change, said):
+def test_rule_that_returns_no_model_is_refused(ran, change, said):
     with pytest.raises(InvalidValue, match=f"rule '{NAME}' .*{said}"):
         ran("rule", lambda old, parts: change(coverage_mean(old, parts)))
 
 
-def test_a_rule_that_writes_into_what_it_is_given_changes_nothing_else(ran):
+def test_rule_that_writes_in_place_changes_nothing_else(ran):
     def in_place(old, parts):
         for name, tensor in coverage_mean(old, parts).items():
             old[name].copy_(tensor)
@@ -104,7 +104,7 @@ WRONG_LOSSES = {
 
 @pytest.mark.parametrize("engine", ["sequential", "streams"])
 @pytest.mark.parametrize(("loss", "said"), WRONG_LOSSES.values(), ids=WRONG_LOSSES)
-def test_a_loss_that_is_no_number_to_go_down_is_refused(ran, loss, said, engine):
+def test_loss_without_gradient_is_refused(ran, loss, said, engine):
     with pytest.raises(InvalidValue, match=f"recipe '{NAME}': .*{said}"):
         ran("recipe", lambda: Recipe(loss), engine, fleet="1x1")
 
@@ -148,7 +148,7 @@ WRONG_ENDS = {
 
 @pytest.mark.parametrize("engine", ["sequential", "streams"])
 @pytest.mark.parametrize(("end", "said"), WRONG_ENDS.values(), ids=WRONG_ENDS)
-def test_an_end_that_is_none_of_the_clients_part_is_refused(ran, end, said, engine):
+def test_finish_that_does_not_fit_the_part_is_refused(ran, end, said, engine):
     made = Recipe(
         cross_entropy, finish=lambda a, f, params, c: end(dict(params)), measures={"far": "all"}
     )
@@ -156,12 +156,12 @@ def test_an_end_that_is_none_of_the_clients_part_is_refused(ran, end, said, engi
         ran("recipe", lambda: made, engine)
 
 
-def test_a_recipe_that_gives_what_it_should_trains_as_the_one_of_the_table(ran):
+def test_own_recipe_trains_as_the_table_recipe(ran):
     own, plain = ran("recipe", lambda: Recipe(cross_entropy)), ran("lr", None, lr=0.01)
     assert own.metrics[-1]["loss"] == plain.metrics[-1]["loss"]
 
 
-def test_losses_are_told_apart_where_clients_train_side_by_side():
+def test_loss_checks_work_under_vmap():
     """As a crew does it: whether a loss has a gradient can be asked there too."""
     weights_C2, step = torch.randn(3, 2), torch.zeros((), dtype=torch.int64)
 
@@ -196,12 +196,12 @@ WRONG_STEPS = {
 
 
 @pytest.mark.parametrize(("step", "error", "said"), WRONG_STEPS.values(), ids=WRONG_STEPS)
-def test_a_server_step_that_gives_no_model_is_refused(ran, step, error, said):
+def test_server_step_that_returns_no_tensor_is_refused(ran, step, error, said):
     with pytest.raises(error, match=f"server '{NAME}' .*{said}"):
         ran("server", lambda: step)
 
 
-def test_a_server_that_makes_no_step_is_refused(ran):
+def test_server_that_returns_no_function_is_refused(ran):
     with pytest.raises(
         InvalidValue,
         match=f"server '{NAME}' must make a function of a tensor and a memory; got None",
@@ -209,7 +209,7 @@ def test_a_server_that_makes_no_step_is_refused(ran):
         ran("server", lambda: None)
 
 
-def test_a_server_step_that_writes_into_what_it_is_given_changes_nothing_else(ran):
+def test_server_step_that_writes_in_place_changes_nothing_else(ran):
     def half_way(tensor, memory):
         tensor.old.add_(tensor.new).div_(2)
         return tensor.old, {}
@@ -219,7 +219,7 @@ def test_a_server_step_that_writes_into_what_it_is_given_changes_nothing_else(ra
     assert run.metrics[-1]["loss"] == pure.metrics[-1]["loss"]
 
 
-def test_a_run_of_a_sweep_whose_server_step_diverges_ends_alone(monkeypatch):
+def test_diverged_server_step_ends_its_own_run_of_a_sweep(monkeypatch):
     server = named(monkeypatch, lambda: lambda t, m: (t.new / 0, {}))
     wanted = [
         fc.Experiment(**SMALL, name="far", server=server),
@@ -233,7 +233,7 @@ def test_a_run_of_a_sweep_whose_server_step_diverges_ends_alone(monkeypatch):
 # ── policies ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_part_that_cuts_nothing_is_no_small_part(ran):
+def test_policy_part_without_cuts_is_refused(ran):
     """Units of every group are named, but of groups without cuts: the client would train the whole model."""
 
     def policy(view):

@@ -25,7 +25,7 @@ from fedcover.submodels.reductions import windows
 from fedcover.types import Samples
 
 
-def test_a_score_by_hand():
+def test_score_by_hand():
     logits_BK = torch.tensor(
         [[math.log(3.0), 0.0], [0.0, math.log(3.0)], [math.log(3.0), 0.0], [0.0, math.log(3.0)]]
     )
@@ -34,7 +34,7 @@ def test_a_score_by_hand():
     assert found.loss == pytest.approx((3 * math.log(4 / 3) + math.log(4)) / 4)
 
 
-def test_logits_are_put_together_in_order():
+def test_logits_are_concatenated_in_order():
     module = torch.nn.Linear(3, 2)
     x = torch.randn(11, 3)
     for batch in (1, 4, 11, 100):
@@ -76,7 +76,7 @@ def slow_local_accuracy(setup, state, updates, *, as_trained):
 
 
 @pytest.mark.parametrize("policy", ["prefix", "rolling(spread=true)", "magnitude"])
-def test_local_accuracy_asks_each_client_about_its_labels(policy):
+def test_local_accuracy_equals_a_loop_over_clients(policy):
     setup, state = uneven(policy=policy)
     updates = updates_of(setup, state)
     assert len({u.client.samples for u in updates}) > 1
@@ -91,7 +91,7 @@ def test_local_accuracy_asks_each_client_about_its_labels(policy):
     assert trained > own  # the state is still the first one
 
 
-def test_local_accuracy_with_norms():
+def test_local_accuracy_with_norms_equals_a_loop():
     data = "synthetic(shape=(3, 8, 8), samples=12, test_size=60, skew=0.7)"
     setup, state = uneven("wide_resnet(depth=10, widen=1)", dataset=data, partition="iid")
     updates = updates_of(setup, state)
@@ -104,7 +104,7 @@ def test_local_accuracy_with_norms():
     )
 
 
-def test_clients_without_test_samples_do_not_count():
+def test_local_accuracy_leaves_out_clients_without_test_samples():
     setup, state = uneven()
     updates = updates_of(setup, state)
     stranger = replace(updates[0], client=replace(updates[0].client, labels=(77,), samples=10**6))
@@ -113,7 +113,7 @@ def test_clients_without_test_samples_do_not_count():
     )
 
 
-def test_the_score_of_a_part_is_the_score_of_its_module():
+def test_evaluation_of_a_part_equals_its_module():
     setup, state = uneven()
     test = setup.task.source.test
     part = windows(setup.task.model.groups, 0.5)
@@ -126,7 +126,7 @@ def test_the_score_of_a_part_is_the_score_of_its_module():
     assert evaluate(setup.task, state, test).loss != found.loss
 
 
-def test_evaluation_reads_the_state_and_changes_nothing():
+def test_evaluation_changes_nothing():
     setup, state = uneven()
     before = {name: t.clone() for name, t in state.params.items()}
     module = {name: t.clone() for name, t in setup.task.model.module.state_dict().items()}

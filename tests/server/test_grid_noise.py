@@ -46,7 +46,7 @@ def below(value):
 # ── nobody can draw it again ────────────────────────────────────────────────────────────────────────────
 
 
-def test_each_stream_has_256_fresh_bits_of_the_operating_system(monkeypatch):
+def test_fresh_stream_has_256_bits_of_the_operating_system(monkeypatch):
     asked = []
     drawn = (bytes([place]) * 32 for place in count(1))
 
@@ -62,12 +62,12 @@ def test_each_stream_has_256_fresh_bits_of_the_operating_system(monkeypatch):
 
 
 @pytest.mark.parametrize("size", [0, 8, 16, 31, 33])
-def test_a_shorter_key_is_refused(size):
+def test_noise_key_of_another_length_is_refused(size):
     with pytest.raises(InvalidValue, match=f"^a key of noise must have 32 bytes; got {size}$"):
         keyed_stream(bytes(size))
 
 
-def test_every_bit_of_the_key_changes_all_of_the_noise():
+def test_noise_depends_on_every_bit_of_the_key():
     """So no part of the key, 64 bits or fewer, could be searched by itself."""
     plain = rounded_normal(50, 30, keyed_stream(bytes(32)))
     for bit in range(256):
@@ -82,7 +82,7 @@ def seeded():
     return rounded_normal(2000, 30, fresh_stream())
 
 
-def test_no_seed_repeats_or_changes_it():
+def test_noise_does_not_depend_on_seeds():
     state = torch.random.get_rng_state()
     left, right = seeded(), seeded()
     assert (left != right).all()
@@ -95,7 +95,7 @@ def test_no_seed_repeats_or_changes_it():
     assert (rounded_normal(2000, 30, keyed_stream(bytes(32))) == fixed).all()
 
 
-def test_privacy_knows_no_other_randomness():
+def test_privacy_uses_no_other_randomness():
     for name in ("server/privacy.py", "server/grid_noise.py"):
         text = (SOURCE / name).read_text()
         assert not re.search(
@@ -104,7 +104,7 @@ def test_privacy_knows_no_other_randomness():
     assert "fresh_generator" not in "".join(path.read_text() for path in SOURCE.rglob("*.py"))
 
 
-def test_two_rounds_are_independent():
+def test_noise_of_different_rounds_is_independent():
     rows = [rounded_normal(100_000, 30, fresh_stream()) / 2**31 for _ in range(4)]
     for i in range(4):
         assert abs(np.mean(rows[i][1:] * rows[i][:-1])) < 6 / math.sqrt(1e5)
@@ -116,7 +116,7 @@ def test_two_rounds_are_independent():
 # ── it has the right distribution ───────────────────────────────────────────────────────────────────────
 
 
-def test_it_is_a_rounded_normal_number():
+def test_noise_is_a_rounded_normal_number():
     """Every whole step of a coarse grid comes as often as the normal distribution says."""
     drawn, bits = rounded_normal(1_000_000, 2, fresh_stream()), 2
     seen = Counter(((drawn - 1) // 2).tolist())
@@ -131,7 +131,7 @@ def test_it_is_a_rounded_normal_number():
 
 
 @pytest.mark.parametrize("bits", [0, 10, 30, 52])
-def test_its_moments_are_those_of_a_normal_number(bits):
+def test_noise_has_normal_moments(bits):
     drawn = rounded_normal(400_000, bits, fresh_stream())
     assert drawn.dtype == np.int64
     assert (drawn % 2 == 1).all()  # half steps: symmetric, and never zero
@@ -144,7 +144,7 @@ def test_its_moments_are_those_of_a_normal_number(bits):
         assert np.mean(z**4) == pytest.approx(3, abs=error * 10)
 
 
-def test_the_last_bits_of_the_grid_are_even():
+def test_noise_has_fair_last_bits():
     """An attack on floating-point noise looks at the last bits: here all of them are fair coins."""
     drawn = (np.abs(rounded_normal(200_000, 30, fresh_stream())) - 1) // 2
     for bit in range(20):
@@ -152,12 +152,12 @@ def test_the_last_bits_of_the_grid_are_even():
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 65_536, 100_001])
-def test_as_many_as_are_wanted(count):
+def test_noise_has_the_wanted_length(count):
     assert rounded_normal(count, 30, keyed_stream(bytes(32))).shape == (count,)
 
 
 @pytest.mark.parametrize("bits", [-1, 53])
-def test_a_grid_that_does_not_fit_is_refused(bits):
+def test_noise_grid_that_does_not_fit_is_refused(bits):
     with pytest.raises(InvalidValue, match=rf"^bits of noise must be in 0\.\.52; got {bits}$"):
         rounded_normal(1, bits, keyed_stream(bytes(32)))
 
@@ -182,7 +182,7 @@ def slow_trial(k_word, x_word, u_word, bits, spare):
 
 @pytest.mark.parametrize("bits", [0, 30, 52])
 @pytest.mark.parametrize("close", [grid_noise.CLOSE, 2.0])
-def test_floating_point_and_decimals_agree(bits, close):
+def test_noise_trials_agree_with_decimals(bits, close):
     """With `close` at 2 decimals decide every trial; else floating point decides nearly all."""
     words = np.frombuffer(keyed_stream(bytes(range(32)))(8 * 3 * 700), np.uint64).reshape(3, 700)
     fast = accepted_trials(words, bits, lambda size: bytes(size), close).tolist()
@@ -191,7 +191,7 @@ def test_floating_point_and_decimals_agree(bits, close):
 
 
 @pytest.mark.parametrize("spare", [0, 2**63, 2**64 - 1])
-def test_boundaries_are_met_exactly(spare):
+def test_noise_boundaries_are_exact(spare):
     """Words at, below and above the first halves of the boundaries between k and k + 1."""
     with localcontext(prec=80):
         weights = [(Decimal(-k * k) / 2).exp() for k in range(40)]
@@ -210,7 +210,7 @@ def test_boundaries_are_met_exactly(spare):
 
 
 @pytest.mark.parametrize("off", [-1, 0, 1])
-def test_a_trial_on_the_boundary_is_decided_by_128_bits(off):
+def test_noise_trial_on_a_boundary_is_decided_by_128_bits(off):
     """k = 0, x = 1/2: kept with chance exp(-1/8); floating point cannot tell these words from each other."""
     with localcontext(prec=80):
         x = (Decimal(2**62) + Decimal("0.5")) / 2**63
@@ -221,7 +221,7 @@ def test_a_trial_on_the_boundary_is_decided_by_128_bits(off):
 
 
 @pytest.mark.parametrize(("spare", "drawn"), [(0, [3, 3]), (2**64 - 1, [7, 7])])
-def test_all_that_is_compared_comes_from_one_stream(spare, drawn):
+def test_noise_comparisons_use_one_stream(spare, drawn):
     """Words that meet the boundary between k = 0 and k = 1, for x = 1/2, are compared with more of the same stream."""
     with localcontext(prec=80):
         weights = [(Decimal(-k * k) / 2).exp() for k in range(40)]

@@ -48,7 +48,7 @@ def parts_of(draw, clients):
     return [(r, r.extract(tensors(draw)), 1.0 + i) for i, r in enumerate(reductions)]
 
 
-def test_a_rule_of_sums_has_the_options_of_the_rule_in_the_table():
+def test_summable_rules_have_the_options_of_the_table():
     for name, make in SUMMABLE_RULES.items():
         assert options_of(make) == options_of(RULES[name])
 
@@ -56,7 +56,7 @@ def test_a_rule_of_sums_has_the_options_of_the_rule_in_the_table():
 @pytest.mark.parametrize("over", OVER)
 @given(seed=st.integers(0, 10_000), clients=st.integers(0, 5))
 @settings(max_examples=20, deadline=None)
-def test_sums_of_two_processes_add_up_to_those_of_one(over, seed, clients):
+def test_rule_sums_of_two_processes_add_up(over, seed, clients):
     draw = torch.Generator().manual_seed(seed)
     old, parts = tensors(draw), parts_of(draw, clients)
     rule = build_rule(f"coverage_mean(over={over})")
@@ -75,7 +75,7 @@ class TestEveryRule:
 
     @given(seed=st.integers(0, 10_000), clients=st.integers(1, 5))
     @settings(max_examples=50, deadline=None)
-    def test_a_parameter_that_nobody_trained_keeps_its_value(self, rule, seed, clients):
+    def test_rule_keeps_untrained_entries(self, rule, seed, clients):
         draw = torch.Generator().manual_seed(seed)
         old, parts = tensors(draw), parts_of(draw, clients)
         new = rule(old, parts)
@@ -86,12 +86,12 @@ class TestEveryRule:
 
     @given(seed=st.integers(0, 10_000))
     @settings(max_examples=25, deadline=None)
-    def test_permuting_the_clients_changes_nothing(self, rule, seed):
+    def test_rule_is_independent_of_client_order(self, rule, seed):
         draw = torch.Generator().manual_seed(seed)
         old, parts = tensors(draw), parts_of(draw, 5)
         same(rule(old, parts), rule(old, parts[::-1]), 1e-12)
 
-    def test_full_coverage_is_federated_averaging(self, rule):
+    def test_rule_on_full_coverage_is_federated_averaging(self, rule):
         if rule is median:
             pytest.skip("a median is no mean")
         draw = torch.Generator().manual_seed(0)
@@ -103,11 +103,11 @@ class TestEveryRule:
             1e-12,
         )
 
-    def test_with_no_client_nothing_changes(self, rule):
+    def test_rule_without_clients_changes_nothing(self, rule):
         old = tensors(torch.Generator().manual_seed(0))
         same(rule(old, []), old)
 
-    def test_old_values_are_not_modified(self, rule):
+    def test_rule_does_not_modify_old_values(self, rule):
         draw = torch.Generator().manual_seed(0)
         old = tensors(draw)
         before = {name: tensor.clone() for name, tensor in old.items()}
@@ -116,7 +116,7 @@ class TestEveryRule:
 
     @given(seed=st.integers(0, 10_000))
     @settings(max_examples=50, deadline=None)
-    def test_an_update_outside_its_mask_is_never_read(self, rule, seed):
+    def test_rule_never_reads_outside_the_mask(self, rule, seed):
         draw = torch.Generator().manual_seed(seed)
         old = tensors(draw)
         masks = [Masks({"w": torch.rand(4, 6, generator=draw) < 0.5}) for _ in range(3)]
@@ -134,7 +134,7 @@ class TestEveryRule:
 
 @given(seed=st.integers(0, 10_000), clients=st.integers(1, 6))
 @settings(max_examples=50, deadline=None)
-def test_the_coverage_mean_equals_its_formula_entry_by_entry(seed, clients):
+def test_coverage_mean_equals_its_formula(seed, clients):
     draw = torch.Generator().manual_seed(seed)
     old, parts = tensors(draw), parts_of(draw, clients)
     expected = {name: tensor.clone() for name, tensor in old.items()}
@@ -162,7 +162,7 @@ def _rank(mask, axis, index):
     return int((mask.any(others) if others else mask)[:index].sum())
 
 
-def test_a_cut_weight_stays_cut_through_momentum_and_decay():
+def test_masked_weight_stays_zero_through_momentum_and_decay():
     setup, state = world(
         "mlp", policy="magnitude", momentum=0.9, weight_decay=0.1, fleet="1x0.5", clients=6
     )
@@ -175,7 +175,7 @@ def test_a_cut_weight_stays_cut_through_momentum_and_decay():
         assert (update.params[name][bits] != state.params[name][bits]).any()
 
 
-def test_a_run_does_not_depend_on_the_order_in_which_clients_answer():
+def test_round_is_independent_of_answer_order():
     setup, state = world("mlp", policy="random")
     engine = setup.engine
     backwards = replace(
@@ -198,7 +198,7 @@ def test_evaluation_does_not_depend_on_the_test_batch(model, monkeypatch):
     assert shuffled.loss == pytest.approx(whole.loss, rel=1e-10)
 
 
-def test_evaluation_on_batch_statistics_does_depend_on_it():
+def test_evaluation_on_batch_statistics_depends_on_the_test_batch():
     """The public codes' way, kept only for comparison: this is what the calibration mends."""
     setup, state = world("wide_resnet", policy="prefix")
     test = setup.task.source.test

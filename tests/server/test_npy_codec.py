@@ -13,7 +13,7 @@ from tests.helpers.repository import ROOT
 from tests.helpers.worlds import same
 
 
-def test_bytes_that_are_scattered_in_memory_are_refused():
+def test_array_scattered_in_memory_is_refused():
     whole = stored(np.ones(3)).data
     twice = bytearray(2 * whole.nbytes)
     twice[::2] = whole
@@ -35,7 +35,7 @@ def test_bytes_that_are_scattered_in_memory_are_refused():
         (b"False", b"True ", "wrong dtype"),
     ],
 )
-def test_a_header_must_be_what_numpy_writes(old, new, reason):
+def test_array_header_must_be_as_numpy_writes_it(old, new, reason):
     data = bytes(stored(np.ones(3)).data)
     assert old in data
     raw = stored(np.ones(3), data=data.replace(old, new, 1))
@@ -45,7 +45,7 @@ def test_a_header_must_be_what_numpy_writes(old, new, reason):
         decode_array("w", raw, ArraySpec((3,), "float64"))
 
 
-def test_what_is_sent_is_in_the_order_of_c():
+def test_sent_arrays_are_c_contiguous():
     """Whatever the order in memory: NumPy would say in the header that it is another one."""
     turned = torch.arange(6.0).view(2, 3).T
     assert as_array(turned).flags.c_contiguous
@@ -55,7 +55,7 @@ def test_what_is_sent_is_in_the_order_of_c():
     )
 
 
-def test_an_array_without_numbers_is_one():
+def test_empty_array_is_decoded():
     assert decode_array("w", stored(np.ones((0, 4))), ArraySpec((0, 4), "float64")).shape == (0, 4)
 
 
@@ -80,14 +80,14 @@ SHOWN = [
 
 
 @pytest.mark.parametrize(("value", "text"), SHOWN)
-def test_what_a_stranger_sent_is_shown_in_eighty_characters(value, text):
+def test_safe_repr_shows_at_most_eighty_characters(value, text):
     assert safe_repr(value) == text
     assert len(text) <= 80
     assert text.isascii()
     assert text.isprintable()
 
 
-def test_nothing_is_unpickled_but_from_our_own_child_processes():
+def test_pickle_is_used_for_own_child_processes_only():
     """The pipe between a run and the processes that it starts itself is neither the wire nor the disk."""
     root = ROOT / "src" / "fedcover"
     for path in root.rglob("*.py"):

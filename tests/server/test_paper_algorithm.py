@@ -44,7 +44,7 @@ def setting(policy):
 
 @pytest.mark.parametrize("policy", NAMED.values(), ids=NAMED.keys())
 @pytest.mark.parametrize("model", ["mlp", "cnn"])
-def test_every_policy_equals_the_reference(model, policy):
+def test_policies_equal_the_reference(model, policy):
     agree(*world(model, **setting(policy)))
 
 
@@ -62,7 +62,7 @@ def test_residual_networks_with_norms_equal_the_reference(model, norm, policy):
 
 @pytest.mark.parametrize("policy", ["prefix", "rolling", "random", "magnitude"])
 @pytest.mark.parametrize("model", ["transformer", "lstm", "lora"])
-def test_a_language_model_and_adapters_equal_the_reference(model, policy):
+def test_language_model_and_adapters_equal_the_reference(model, policy):
     if (model, policy) == ("lora", "magnitude"):
         pytest.skip("adapters have nothing that may be pruned")
     agree(*world(model, policy=policy, epochs=1, clients=800, active=3, batch_size=4), rounds=1)
@@ -73,7 +73,7 @@ def test_subnet_regions_equal_the_reference():
 
 
 @pytest.mark.parametrize("model", ["mlp", "cnn", "wide_resnet", "preact_resnet18"])
-def test_the_scaler_equals_the_reference(model):
+def test_scaler_equals_the_reference(model):
     agree(*world(model, policy="prefix", scaler=True, epochs=1, active=3), rounds=1)
 
 
@@ -91,11 +91,11 @@ def test_the_scaler_equals_the_reference(model):
     ids=lambda switch: next(iter(switch)),
 )
 @pytest.mark.parametrize("policy", ["rolling", "magnitude"])
-def test_every_switch_equals_the_reference(policy, switch):
+def test_switches_equal_the_reference(policy, switch):
     agree(*world("mlp", policy=policy, **switch))
 
 
-def test_the_reference_can_disagree():
+def test_reference_can_disagree():
     """A wrong learning rate is noticed: the comparison above is able to fail."""
     setup, state = world("mlp", policy="prefix")
     wrong, _ = world("mlp", policy="prefix", lr=0.11)

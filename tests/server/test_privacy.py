@@ -21,7 +21,7 @@ from tests.helpers.private import round_of, vectors
 from tests.helpers.worlds import same
 
 
-def test_the_noise_has_the_scale_of_the_coverage_count():
+def test_noise_scales_with_the_coverage_count():
     """Entry i is held by n clients: its mean carries noise of z * C / n, and none where nobody holds it."""
     size, clients, clip, noise = 200_000, 4, 0.3, 1.7
     old = {"w": torch.ones(size, dtype=torch.float64)}
@@ -45,7 +45,7 @@ def test_the_noise_has_the_scale_of_the_coverage_count():
 
 @settings(max_examples=100, deadline=None)
 @given(vectors, st.floats(0.01, 10), st.data())
-def test_no_client_moves_the_sum_by_more_than_twice_the_limit(entries, clip, data):
+def test_sensitivity_is_at_most_twice_the_limit(entries, clip, data):
     """The sensitivity: whatever a client answers, the same noise gives a sum within 2 C."""
     old, new, bits = (
         torch.tensor(column, dtype=torch.float64) for column in zip(*entries, strict=True)
@@ -67,7 +67,7 @@ def difference(left, right):
     return {name: left[name].double() - right[name].double() for name in left}
 
 
-def test_but_for_the_noise_it_is_the_coverage_mean():
+def test_private_mean_without_noise_is_the_coverage_mean():
     _, state, updates = round_of(policy="rolling")
     old = {name: tensor.double() for name, tensor in state.params.items()}
     parts = [(u.trained, {n: t.double() for n, t in u.params.items()}) for u in updates]
@@ -84,7 +84,7 @@ def test_but_for_the_noise_it_is_the_coverage_mean():
     )
 
 
-def test_sums_and_counts_are_whole_numbers_whatever_the_model_is_kept_in():
+def test_private_sums_are_whole_numbers_for_any_dtype():
     """Counted in float16, steps of a grid of 2^30 would be infinite, and counts above 2,048 would stand still."""
     old = {"w": torch.zeros(3, dtype=torch.float16)}
     mask = Masks({"w": torch.tensor([True, True, False])})
@@ -98,7 +98,7 @@ def test_sums_and_counts_are_whole_numbers_whatever_the_model_is_kept_in():
 
 
 @pytest.mark.parametrize("noise", [0.01, 1.0, 3.7, 1e6])
-def test_the_whole_update_is_clipped_not_each_tensor(noise):
+def test_private_clip_is_over_the_whole_update(noise):
     """Four tensors, each of length 3 of which 2 are allowed together: what counts is the length of all, 6."""
     old = {name: torch.zeros(9, 1000, dtype=torch.float64) for name in "abcd"}
     loud = {name: tensor + 3 / math.sqrt(tensor.numel()) for name, tensor in old.items()}
@@ -122,7 +122,7 @@ def test_the_whole_update_is_clipped_not_each_tensor(noise):
     st.floats(1e-30, 1e30),
     st.floats(0.01, 1e6),
 )
-def test_no_rounding_makes_an_update_longer_than_the_limit(entries, clip, noise):
+def test_rounding_never_exceeds_the_clip_limit(entries, clip, noise):
     """In whole numbers: the sum of squares is at most (C in steps)^2, and no step is lost on the way to the model."""
     grid = NoiseGrid(clip, noise)
     steps = grid.steps({"w": torch.tensor(entries, dtype=torch.float64)})["w"].tolist()
@@ -140,14 +140,14 @@ def test_no_rounding_makes_an_update_longer_than_the_limit(entries, clip, noise)
         )
 
 
-def test_an_update_of_one_number_is_shortened_to_the_limit_itself():
+def test_clip_of_a_single_number_is_exact():
     grid = NoiseGrid(1.0, 1.0)
     assert grid.steps({"w": torch.tensor([-4.0])})["w"].tolist() == [-(2**31)]
     assert grid.max_square_sum == 2**62
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, 1e200])
-def test_an_update_without_a_length_counts_as_none(odd):
+def test_update_of_infinite_length_counts_as_zero(odd):
     assert NoiseGrid(1.0, 1.0).steps({"w": torch.tensor([odd, 1.0], dtype=torch.float64)})[
         "w"
     ].tolist() == [0, 0]
@@ -159,7 +159,7 @@ def test_an_update_without_a_length_counts_as_none(odd):
     same(*means)
 
 
-def test_a_key_of_noise_serves_one_round():
+def test_noise_key_is_fresh_in_every_round():
     """Not the experiment's seed, nor any other: whoever knows that could subtract the noise."""
     setup, state, updates = round_of(
         policy="rolling", privacy="gaussian(noise=1.0)", clip_updates=1.0
@@ -170,7 +170,7 @@ def test_a_key_of_noise_serves_one_round():
     same(aggregate(fixed, state, updates).params, aggregate(fixed, state, updates).params)
 
 
-def test_an_undeclared_measurement_is_refused():
+def test_undeclared_measurement_is_refused():
     setup, state, _ = round_of(policy="prunefl", recipe="prunefl")
     careless = replace(setup.task, recipe=replace(setup.task.recipe, measures={}))
     with pytest.raises(

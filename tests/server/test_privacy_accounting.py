@@ -20,7 +20,7 @@ STORED = [
 ]
 
 
-def test_epsilon_is_the_librarys():
+def test_epsilon_equals_the_accounting_library():
     """By its own analytic formula, everywhere; an older accountant (RDP) was above it by 2 to 13 %."""
     pytest.importorskip("dp_accounting")
     from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
@@ -34,7 +34,7 @@ def test_epsilon_is_the_librarys():
     assert Gaussian(1e6, 1e-5).epsilon(1) == 0  # its delta is below that even at epsilon 0
 
 
-def test_epsilon_is_that_of_privacy_loss_distributions():
+def test_epsilon_equals_privacy_loss_distributions():
     """Another way: the distribution of the privacy loss on a grid, composed round by round; it may only be above."""
     pytest.importorskip("dp_accounting")
     from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
@@ -48,7 +48,7 @@ def test_epsilon_is_that_of_privacy_loss_distributions():
 
 
 @pytest.mark.parametrize(("noise", "participations", "delta", "epsilon"), STORED)
-def test_epsilon_is_what_the_library_once_said(noise, participations, delta, epsilon):
+def test_epsilon_equals_stored_values(noise, participations, delta, epsilon):
     """get_epsilon_gaussian(noise / 2 / sqrt(participations), delta) of dp-accounting 0.6.0, for where that is not installed."""
     assert Gaussian(noise, delta).epsilon(participations) == pytest.approx(epsilon, rel=1e-9)
 
@@ -57,7 +57,7 @@ def test_epsilon_is_what_the_library_once_said(noise, participations, delta, eps
     ("noise", "participations", "delta"),
     [(0.3, 1, 1e-6), (2.0, 18, 1e-6), (50.0, 7, 1e-6), (8.0, 1, 0.097), (8.0, 1, 0.09)],
 )
-def test_at_epsilon_delta_is_what_the_formula_says(noise, participations, delta):
+def test_delta_at_epsilon_equals_the_formula(noise, participations, delta):
     """With noise 8 and one participation, delta is 0.0995 at epsilon 0, so the last two epsilons are small, but not 0."""
     mu = 2 * math.sqrt(participations) / noise
     assert delta_of_gaussian(Gaussian(noise, delta).epsilon(participations), mu) == pytest.approx(
@@ -89,13 +89,13 @@ def test_participations_are_those_of_the_busiest_client():
         assert accountant.max_participations(round) == max(asked.count(client) for client in asked)
 
 
-def test_whoever_was_never_asked_has_taken_no_turn():
+def test_turns_of_empty_cohorts_are_zero():
     """Everybody may drop out of a round."""
     assert list(max_participations([[], [], [4], []])) == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, 1e300, 1e-300])
-def test_noise_must_be_noise(value):
+def test_gaussian_refuses_wrong_noise(value):
     with pytest.raises(
         InvalidValue, match=r"^privacy gaussian: noise must be in \[0.01, 1e\+06\]; got "
     ):
@@ -107,14 +107,14 @@ def test_noise_must_be_noise(value):
 
 
 @pytest.mark.parametrize("delta", [1.0, 1.5, 9e-16])
-def test_delta_is_a_chance_that_is_neither_certain_nor_too_small_to_tell(delta):
+def test_gaussian_refuses_wrong_delta(delta):
     with pytest.raises(InvalidValue, match=r"delta must be in \[1e-15, 1\)"):
         gaussian(noise=1.0, delta=delta)
     assert gaussian(noise=1.0, delta=1e-15).delta == 1e-15
 
 
 @pytest.mark.parametrize("noise", [0.01, 1e6])
-def test_the_least_and_the_most_noise_can_be_accounted_for(noise):
+def test_epsilon_is_finite_at_the_limits_of_noise(noise):
     spent = [Gaussian(noise, 1e-5).epsilon(participations) for participations in (1, 100, 10**6)]
     assert all(math.isfinite(epsilon) for epsilon in spent)
     assert spent == sorted(spent)

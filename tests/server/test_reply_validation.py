@@ -34,7 +34,7 @@ from tests.helpers.worlds import same
 
 @pytest.mark.parametrize("name", WORLDS)
 @pytest.mark.parametrize("slot", [0, -1])
-def test_what_a_client_sends_is_what_arrives(name, slot):
+def test_reply_arrives_unchanged(name, slot):
     setup, state, asked, update = asked_and_trained(name, slot)
     got = validate_reply(honest(asked, update), asked)
     assert isinstance(got, Update), got
@@ -111,7 +111,7 @@ def _hostile(raw, asked):
 
 
 @pytest.mark.parametrize("name", WORLDS)
-def test_every_reason_has_its_reply(name):
+def test_rejection_reasons_are_given_for_their_replies(name):
     _, _, asked, update = asked_and_trained(name)
     for reason, replies in _hostile(honest(asked, update), asked).items():
         for raw in replies:
@@ -122,7 +122,7 @@ def test_every_reason_has_its_reply(name):
             assert len(found.detail) < 250
 
 
-def test_bits_beyond_the_end_are_refused():
+def test_reply_bits_beyond_the_end_are_refused():
     _, _, asked, update = asked_and_trained("slices")
     name = next(n for n, t in asked.start.items() if t.numel() % 8)
     bits = np.zeros(asked.expected_arrays[f"bits/{name}"].shape, np.uint8)
@@ -131,7 +131,7 @@ def test_bits_beyond_the_end_are_refused():
     assert (found.reason, found.client) == ("mask malformed", asked.client.id)
 
 
-def test_a_length_is_that_of_the_way_from_what_the_client_was_given():
+def test_reply_norm_is_of_the_change_from_the_task():
     """What stands still is not long, wherever it stands; the limit itself is allowed."""
     _, _, asked, update = asked_and_trained("slices")
     far = {name: torch.full_like(tensor, 9e5) for name, tensor in asked.params.items()}
@@ -144,7 +144,7 @@ def test_a_length_is_that_of_the_way_from_what_the_client_was_given():
 
 
 @pytest.mark.parametrize("name", ["own bits", "own bits in masks"])
-def test_what_a_client_says_it_trained_is_what_counts(name):
+def test_reply_bits_decide_what_was_trained(name):
     """Its own choice: every third entry of what it holds."""
     _, state, asked, update = asked_and_trained(name)
     held, masks = asked.reduction.mask(state.params), asked.reduction.gradient_mask()
@@ -158,7 +158,7 @@ def test_what_a_client_says_it_trained_is_what_counts(name):
 
 
 @pytest.mark.parametrize("which", ["all", "prunable"])
-def test_what_a_recipe_measures_is_asked_for(which):
+def test_pending_task_expects_measured_arrays(which):
     setup, state, given, _ = asked_and_trained("slices")
     task = replace(setup.task, recipe=replace(setup.task.recipe, measures={"heat": which}))
     asked = pending_task("a nonce", task, state, given.client, given.reduction, allow_bits=False)
@@ -171,7 +171,7 @@ def test_what_a_recipe_measures_is_asked_for(which):
     assert asked.nonce == "a nonce"
 
 
-def test_the_largest_number_is_allowed():
+def test_reply_loss_may_be_the_largest_float():
     _, _, asked, update = asked_and_trained("slices")
     largest = float(np.finfo(np.float32).max)
     for loss in (largest, -largest, 0, 7):
@@ -181,7 +181,7 @@ def test_the_largest_number_is_allowed():
         )
 
 
-def test_a_rejection_says_what_is_wrong():
+def test_rejection_says_what_is_wrong():
     _, _, asked, update = asked_and_trained("slices")
     asked = replace(asked, metrics=("loss", "effort"))
     raw = replace(honest(asked, update), metrics={"loss": 0.5, "effort": 2})
@@ -213,14 +213,14 @@ def test_a_rejection_says_what_is_wrong():
         assert validate_reply(reply, asked).detail == detail
 
 
-def test_a_variance_of_zero_is_one():
+def test_variance_of_zero_is_accepted():
     _, _, asked, update = asked_and_trained("tracked norms")
     raw = honest(asked, update)
     variance = next(name for name in raw.arrays if name.endswith("running_var"))
     assert isinstance(validate_reply(changed(raw, variance, 0.0), asked), Update)
 
 
-def test_a_client_that_may_not_choose_sends_no_bits():
+def test_client_without_choice_sends_no_bits():
     _, _, asked, update = asked_and_trained("slices")
     plain = replace(asked, allow_bits=False)
     assert isinstance(validate_reply(honest(plain, update), plain), Update)
@@ -232,7 +232,7 @@ def test_a_client_that_may_not_choose_sends_no_bits():
     assert validate_reply(raw, plain).reason == "extra array"
 
 
-def test_an_endless_shape_is_not_multiplied_out():
+def test_endless_shape_is_refused_at_once():
     """The product of a million numbers takes minutes; a mask is one row of bytes, so anything else is malformed."""
     _, _, asked, update = asked_and_trained("slices")
     name = first(honest(asked, update)).replace("params", "bits")
@@ -241,14 +241,14 @@ def test_an_endless_shape_is_not_multiplied_out():
         assert validate_reply(raw, asked).reason == "mask malformed"
 
 
-def test_the_table_is_complete():
+def test_rejection_reasons_are_all_tested():
     """Every reason of the table is given by some test here, or by the ledger."""
     _, _, asked, update = asked_and_trained("tracked norms")
     by_hand = set(_hostile(honest(asked, update), asked))
     assert by_hand | {"unknown nonce", "replayed nonce", "late"} == set(REJECTION_REASONS)
 
 
-def test_the_document_lists_every_reason():
+def test_security_page_lists_every_rejection_reason():
     text = (ROOT / "docs" / "security.md").read_text()
     table = text.partition("| reason | meaning |\n|---|---|\n")[2].partition("\n\n")[0]
     assert table.splitlines() == [

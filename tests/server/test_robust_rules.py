@@ -40,9 +40,7 @@ def between(found_S, honest_CS, held_CS, safe_S):
     st.sampled_from([0.1, 0.2, 0.34, 0.49]),
     st.floats(-1e6, 1e6),
 )
-def test_few_liars_among_those_who_train_an_entry_move_it_only_between_honest_values(
-    data, clients, liars, share, lie
-):
+def test_robust_rules_stay_between_honest_values(data, clients, liars, share, lie):
     held_CS, honest_CS = entries(data, clients + liars, 5)
     values_CS = honest_CS.clone()
     values_CS[clients:] = lie
@@ -60,7 +58,7 @@ def test_few_liars_among_those_who_train_an_entry_move_it_only_between_honest_va
     assert between(median(old, parts)["w"], honest_CS[:clients], held_CS[:clients], few_S)
 
 
-def test_where_few_clients_train_an_entry_one_liar_rules():
+def test_trimmed_mean_of_few_clients_follows_one_liar():
     """At a share of 0.2 nothing is left out below five clients."""
     for clients, lied in ((4, True), (5, False)):
         values = [0.0] * (clients - 1) + [1e6]

@@ -62,7 +62,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_every_policy(process_group, policy):
+def test_sharded_round_of_every_policy(process_group, policy):
     fleet = {"prunefl": "1x0.5", "regions": "1x1 + 1x0.75 + 1x0.5 + 1x0.75 + 2x0.5"}.get(
         policy, "3x1.0 + 3x0.5"
     )
@@ -70,7 +70,7 @@ def test_every_policy(process_group, policy):
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
-def test_every_recipe(process_group, recipe):
+def test_sharded_round_of_every_recipe(process_group, recipe):
     fields = {
         "prunefl": {"recipe": "prunefl(every=1)", "policy": "prunefl(every=1)", "fleet": "1x0.5"},
         "hermes": {"recipe": "hermes(step=0.5, good_enough=0.0)", "policy": "full"},
@@ -92,12 +92,12 @@ def test_every_recipe(process_group, recipe):
         "median",
     ],
 )
-def test_every_rule(process_group, rule):
+def test_sharded_round_of_every_rule(process_group, rule):
     agree(process_group, policy="random", rule=rule, weights="samples")
 
 
 @pytest.mark.parametrize("norm", ["batch", "tracked", "per-width"])
-def test_norm_statistics(process_group, norm):
+def test_sharded_round_of_norm_statistics(process_group, norm):
     state = agree(
         process_group, "wide_resnet", policy="prefix", norm=norm, epochs=1, clients=6, active=3
     )
@@ -117,12 +117,12 @@ def test_norm_statistics(process_group, norm):
     ],
     ids=lambda fields: "-".join(map(str, fields.values())),
 )
-def test_every_switch(process_group, fields):
+def test_sharded_round_of_every_switch(process_group, fields):
     agree(process_group, policy="rolling", **fields)
 
 
 @pytest.mark.parametrize("policy", ["prefix", "magnitude"])
-def test_the_batched_engine(process_group, policy):
+def test_sharded_round_of_the_batched_engine(process_group, policy):
     agree(process_group, engine="batched", policy=policy)
 
 
@@ -130,16 +130,16 @@ class TestShares:
     """Who trains which clients."""
 
     @given(costs=st.lists(st.integers(1, 1000), max_size=30), num_processes=st.integers(1, 8))
-    def test_every_client_has_one_process_and_none_has_much_more_to_do(self, costs, num_processes):
+    def test_shards_hold_every_client_once_and_balance_costs(self, costs, num_processes):
         shares = shard_by_cost(costs, num_processes)
         assert sorted(place for places in shares for place in places) == list(range(len(costs)))
         loads = [sum(costs[place] for place in places) for places in shares]
         assert max(loads) <= sum(costs) / num_processes + max(costs, default=0)
 
-    def test_equal_clients_are_dealt_out_evenly(self):
+    def test_shards_of_equal_clients_are_even(self):
         assert [len(places) for places in shard_by_cost([3.0] * 10, 4)] == [3, 3, 2, 2]
 
-    def test_a_client_of_half_the_width_costs_less_and_a_masked_one_does_not(self):
+    def test_client_cost_falls_with_width_but_not_with_masks(self):
         for policy, cheaper in (("prefix", True), ("magnitude", False)):
             setup, state = world("mlp", policy=policy)
             cohort = cohort_of(setup, 0)
@@ -153,14 +153,14 @@ class TestShares:
             assert (prices[0.25] < prices[0.5] < prices[1.0]) == cheaper
 
     @given(number=st.integers(0, 100), size=st.integers(1, 8))
-    def test_rows_are_shared_without_gap_or_overlap(self, number, size):
+    def test_local_slices_cover_all_rows_once(self, number, size):
         shares = [
             list(range(number))[ProcessGroup(rank, size).local_slice(number)]
             for rank in range(size)
         ]
         assert [row for local_slice in shares for row in local_slice] == list(range(number))
 
-    def test_processes_are_started_only_where_they_pay(self):
+    def test_processes_are_used_only_where_they_pay(self):
         assert num_useful_processes(3600, clients=10, cores=2) == 2
         assert num_useful_processes(3600, clients=10, cores=1) == 1
         assert num_useful_processes(3600, clients=1, cores=2) == 1
@@ -177,7 +177,7 @@ class TestShares:
             ({0, 1, 2, 3}, "800000 100000", 2),
         ],
     )
-    def test_cores_are_those_that_the_process_may_use(self, monkeypatch, allowed, quota, cores):
+    def test_physical_cores_are_those_allowed(self, monkeypatch, allowed, quota, cores):
         files = {
             f"/sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list": f"{n // 2 * 2}-{n // 2 * 2 + 1}"
             for n in range(4)

@@ -10,7 +10,7 @@ from fedcover.types import Update
 from tests.helpers.replies import asked_and_trained, honest
 
 
-def test_a_nonce_is_good_for_one_reply():
+def test_nonce_is_good_for_one_reply():
     _, _, asked, update = asked_and_trained("slices")
     ledger = TaskLedger()
     tasks = [ledger.issue(lambda nonce: replace(asked, nonce=nonce)) for _ in range(4)]
@@ -41,7 +41,7 @@ def test_a_nonce_is_good_for_one_reply():
     assert ledger.close() == ()
 
 
-def test_a_rejection_names_the_client_that_is_claimed_and_shows_what_came():
+def test_rejection_names_the_claimed_client_and_nonce():
     _, _, asked, update = asked_and_trained("slices")
     ledger = TaskLedger()
     raw = honest(ledger.issue(lambda nonce: replace(asked, nonce=nonce)), update)
@@ -52,7 +52,7 @@ def test_a_rejection_names_the_client_that_is_claimed_and_shows_what_came():
     assert found.detail.endswith("of client '41'")
 
 
-def test_the_hundredth_nonce_is_known_again():
+def test_nonce_of_the_hundredth_task_is_known():
     _, _, asked, update = asked_and_trained("slices")
     ledger = TaskLedger()
     tasks = [ledger.issue(lambda nonce: replace(asked, nonce=nonce)) for _ in range(100)]
@@ -60,7 +60,7 @@ def test_the_hundredth_nonce_is_known_again():
     assert ledger.receive(honest(tasks[99], update)).reason == "replayed nonce"
 
 
-def test_the_names_of_a_task_are_told_while_it_is_out():
+def test_ledger_gives_names_of_open_tasks_only():
     _, _, asked, update = asked_and_trained("slices")
     ledger = TaskLedger()
     task = ledger.issue(lambda nonce: replace(asked, nonce=nonce))
@@ -72,7 +72,7 @@ def test_the_names_of_a_task_are_told_while_it_is_out():
     assert ledger.expected_names(task.nonce) is None
 
 
-def test_the_ledger_does_not_grow():
+def test_ledger_does_not_grow():
     _, _, asked, update = asked_and_trained("slices")
     ledger = TaskLedger()
     earliest = ledger.issue(lambda nonce: replace(asked, nonce=nonce))
@@ -96,7 +96,7 @@ def test_the_ledger_does_not_grow():
 
 @pytest.mark.parametrize("change", [str.upper, lambda n: n[:-1], lambda n: "0" + n, lambda n: f"{9:016x}{n[16:]}",
                                     lambda n: n[::-1], lambda n: "é" * 48, lambda n: "٣" * 48])  # fmt: skip
-def test_a_nonce_that_was_never_given_is_unknown(change):
+def test_nonce_that_was_never_issued_is_unknown(change):
     _, _, asked, update = asked_and_trained("slices")
     ledger = TaskLedger()
     given = [ledger.issue(lambda nonce: replace(asked, nonce=nonce)) for _ in range(10)]

@@ -58,7 +58,7 @@ def test_sub_models_run_forward_and_backward(name, options, norm):
 
 
 @models
-def test_layers_are_told_their_size(name, options, norm):
+def test_sub_model_layers_have_their_size(name, options, norm):
     model = build(name, options, norm)
     for reduction in parts(model):
         part = submodel(model.module, reduction, {})
@@ -83,7 +83,7 @@ def test_layers_are_told_their_size(name, options, norm):
 
 
 @models
-def test_values_are_those_of_the_reduction(name, options, norm):
+def test_sub_model_values_are_those_of_the_reduction(name, options, norm):
     model = build(name, options, norm)
     before = {n: t.clone() for n, t in params_and_buffers(model.module).items()}
     given = {n: torch.randn_like(t) for n, t in model.module.named_parameters()}
@@ -103,7 +103,7 @@ def test_values_are_those_of_the_reduction(name, options, norm):
 
 
 @models
-def test_a_sub_model_is_saved_and_loaded_like_any_module(name, options, norm):
+def test_sub_model_is_saved_and_loaded_like_any_module(name, options, norm):
     model = build(name, options, norm)
     reduction = windows(model.groups, 0.5)
     part = submodel(model.module, reduction, {}).eval()
@@ -119,7 +119,7 @@ def test_a_sub_model_is_saved_and_loaded_like_any_module(name, options, norm):
 
 
 @models
-def test_a_skeleton_has_shapes_and_no_values(name, options, norm):
+def test_meta_sub_model_has_shapes_and_no_values(name, options, norm):
     model = build(name, options, norm)
     reduction = windows(model.groups, 0.25)
     hollow = meta_submodel(model.module, reduction)
@@ -132,7 +132,7 @@ def test_a_skeleton_has_shapes_and_no_values(name, options, norm):
 
 
 @models
-def test_the_scaler_makes_up_for_the_width(name, options, norm):
+def test_scaler_divides_by_the_width(name, options, norm):
     model = build(name, options, norm)
     reduction = windows(model.groups, 0.5)
     on, off = (submodel(model.module, reduction, {}, scaler=scaler) for scaler in (True, False))
@@ -148,7 +148,7 @@ def test_the_scaler_makes_up_for_the_width(name, options, norm):
     assert all(layer.factor == 1.0 for layer in whole.modules() if isinstance(layer, Scaler))
 
 
-def test_a_norm_group_is_never_broken_up():
+def test_group_norm_groups_are_kept_whole():
     module = nn.Sequential(nn.Conv2d(3, 8, 1), nn.GroupNorm(2, 8))
     cuts = (Cut("0.weight", 0), Cut("0.bias", 0), Cut("1.weight", 0), Cut("1.bias", 0))
     with pytest.raises(
@@ -182,7 +182,7 @@ def test_grouped_convolutions_are_refused_only_where_they_are_cut():
     ("convolution", "norm", "shape"),
     [(nn.Conv1d, nn.BatchNorm1d, (3, 6)), (nn.Conv3d, nn.BatchNorm3d, (3, 4, 4, 4))],
 )
-def test_layers_of_other_dimensions_are_told_too(convolution, norm, shape):
+def test_layers_of_other_dimensions_have_their_size(convolution, norm, shape):
     module = nn.Sequential(convolution(3, 8, 3), norm(8))
     names = ["0.weight", "0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var"]
     part = submodel(module, windows((UnitGroup("c", 8, tuple(Cut(n, 0) for n in names)),), 0.5), {})
@@ -190,7 +190,7 @@ def test_layers_of_other_dimensions_are_told_too(convolution, norm, shape):
     assert part(torch.randn(2, *shape)).shape[1] == 4
 
 
-def test_a_norm_without_scale_is_told_by_its_statistics():
+def test_norm_without_scale_is_cut_by_its_statistics():
     module = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8, affine=False))
     names = ["0.weight", "0.bias", "1.running_mean", "1.running_var"]
     part = submodel(
@@ -229,7 +229,7 @@ class Tied(nn.Module):
         return self.out(self.into(x))
 
 
-def test_tied_weights_stay_tied():
+def test_tied_weights_stay_tied_in_sub_models():
     module = Tied()
     group = UnitGroup("h", 4, (Cut("into.weight", 0), Cut("into.weight", 1)))
     part = submodel(module, windows((group,), 0.5), {})
@@ -239,7 +239,7 @@ def test_tied_weights_stay_tied():
     torch.testing.assert_close(part(x), x @ small.T @ small.T)
 
 
-def test_fill_takes_copies():
+def test_load_tensors_copies():
     module, values = nn.Linear(2, 2), {"weight": torch.ones(3, 5), "bias": torch.ones(3)}
     assert load_tensors(module, values) is module
     values["weight"].zero_()

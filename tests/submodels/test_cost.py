@@ -21,7 +21,7 @@ def paid(model, reduction, shape):
 
 
 @pytest.mark.parametrize("hidden", [1, 50, 100, 150, 200])
-def test_sub_networks_of_the_mlp(hidden):
+def test_cost_of_mlp_sub_networks(hidden):
     model = mlp(MNIST, 10, "batch")
     found = paid(model, windows(model.groups, hidden / 200), MNIST)
     assert found.parameters == 795 * hidden + 10
@@ -30,7 +30,7 @@ def test_sub_networks_of_the_mlp(hidden):
     assert found.bytes_down == 4 * found.parameters + 9
 
 
-def test_the_cnn_by_hand():
+def test_cost_of_the_cnn_by_hand():
     model = cnn(MNIST, 10, "batch")
     whole = paid(model, Masks({}), MNIST)
     assert whole.parameters == (9 * 32 + 32) + (9 * 32 * 64 + 64) + (64 * 49 * 128 + 128) + (
@@ -44,7 +44,7 @@ def test_the_cnn_by_hand():
     assert half.multiply_adds == 784 * 9 * 16 + 196 * 9 * 16 * 32 + 32 * 49 * 64 + 640
 
 
-def test_a_strided_convolution_by_hand():
+def test_cost_of_a_strided_convolution_by_hand():
     module = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), nn.Flatten(), nn.Linear(4 * 3 * 3, 2))
     assert uses_of_weights(module, (3, 8, 8)) == {"0.weight": 9, "2.weight": 1}
     group = UnitGroup(
@@ -60,7 +60,7 @@ def test_a_strided_convolution_by_hand():
     )  # units 3 and 0 are neighbours round the end
 
 
-def test_a_grouped_convolution_multiplies_each_weight_once_a_place():
+def test_uses_of_weights_in_a_grouped_convolution():
     assert uses_of_weights(nn.Sequential(nn.Conv2d(4, 8, 1, groups=4)), (4, 5, 6)) == {
         "0.weight": 30
     }
@@ -77,11 +77,11 @@ class Twice(nn.Module):
         return self.layer(self.layer(x))
 
 
-def test_a_layer_that_is_called_twice_counts_twice():
+def test_uses_of_weights_in_a_layer_called_twice():
     assert uses_of_weights(Twice(), (4,)) == {"layer.weight": 2}
 
 
-def test_counting_leaves_the_model_as_it_is():
+def test_uses_of_weights_leaves_the_model_unchanged():
     model = wide_resnet((3, 8, 8), 10, "batch", depth=10, widen=1)
     model.module.train()
     before = {name: t.clone() for name, t in model.module.state_dict().items()}
@@ -101,7 +101,7 @@ def test_pruning_saves_weights_and_their_uses():
     assert found.bytes_down == 4 * found.parameters + 1 + 156_800 // 8
 
 
-def test_bytes_of_every_way_to_say_what_is_kept():
+def test_cost_in_bytes_of_every_encoding():
     model = cnn(MNIST, 10, "batch")
     scattered = {group.name: torch.arange(0, group.size, 2) for group in model.groups}
     said = {
@@ -115,7 +115,7 @@ def test_bytes_of_every_way_to_say_what_is_kept():
         assert found.bytes_down - found.bytes_up == mask_bytes
 
 
-def test_the_wide_resnet_of_the_paper():
+def test_cost_of_the_papers_wide_resnet():
     found = paid(wide_resnet((3, 32, 32), 10, "batch"), Masks({}), (3, 32, 32))
     assert found.parameters == 1_467_610
     # stem, then per stage: first convolution, the other seven, the shortcut; head
@@ -184,7 +184,7 @@ class Odd(nn.Module):
         return self.head(h if h.mean() > 0.4 else 2 * h)
 
 
-def test_an_odd_module_is_counted_with_values():
+def test_uses_of_weights_of_a_parametrized_module():
     module = Odd()
     assert uses_of_weights(module, MNIST) == {
         "first.parametrizations.weight.original1": 1,

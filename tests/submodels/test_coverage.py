@@ -25,7 +25,7 @@ def some_reductions(data, layout):
 
 @SETTINGS
 @given(layouts(), st.data())
-def test_counts_are_sums_of_masks(layout, data):
+def test_coverage_counts_are_sums_of_masks(layout, data):
     reductions, kept = some_reductions(data, layout)
     counts = cov.count(layout.params, reductions)
     masks = [layout.mask(units) for units in kept]
@@ -39,7 +39,7 @@ def test_counts_are_sums_of_masks(layout, data):
 
 
 @pytest.mark.parametrize("clients", [1, 255, 256, 300, 1000])
-def test_more_clients_than_a_byte_can_count(clients):
+def test_coverage_counts_more_than_255_clients(clients):
     params = {"w": torch.zeros(4), "b": torch.zeros(2)}
     half = Masks({"w": torch.tensor([True, True, False, False])})
     counts = cov.count(params, [half] * clients)
@@ -48,13 +48,13 @@ def test_more_clients_than_a_byte_can_count(clients):
     assert cov.minimum(counts) == 0
 
 
-def test_nobody_covers_nothing():
+def test_coverage_of_no_clients_is_zero():
     counts = cov.count({"w": torch.zeros(3)}, [])
     assert cov.minimum(counts) == 0
     assert cov.histogram(counts) == {0: 3}
 
 
-def test_a_window_forgets_and_ever_does_not():
+def test_coverage_window_forgets_and_ever_does_not():
     params = {"w": torch.zeros(4)}
     known = Coverage((), {})
     for round, trained in enumerate([1, 2, 0, 1, 0]):
@@ -75,7 +75,7 @@ def test_a_window_forgets_and_ever_does_not():
     ]
 
 
-def test_recording_leaves_the_past_as_it_was():
+def test_coverage_record_leaves_earlier_ones_unchanged():
     params = {"w": torch.zeros(2)}
     first = cov.record(
         Coverage((), {}), cov.count(params, [Masks({"w": torch.tensor([True, False])})]), 3
@@ -85,7 +85,7 @@ def test_recording_leaves_the_past_as_it_was():
     assert len(first.window) == 1
 
 
-def test_a_window_sums_beyond_a_byte():
+def test_coverage_window_sums_beyond_255():
     counts = cov.count({"w": torch.zeros(1)}, [Masks({})] * 200)
     known = Coverage((), {})
     for _ in range(3):
@@ -95,7 +95,7 @@ def test_a_window_sums_beyond_a_byte():
 
 @SETTINGS
 @given(layouts(), st.data())
-def test_noise_is_the_energy_that_is_gone(layout, data):
+def test_delta2_is_the_share_of_energy_cut_away(layout, data):
     reductions, kept = some_reductions(data, layout)
     total = cov.energy(layout.params)
     gone = sum(float(t[~layout.mask(kept[0])[n]].square().sum()) for n, t in layout.params.items())
@@ -107,7 +107,7 @@ def test_noise_is_the_energy_that_is_gone(layout, data):
     assert found == [pytest.approx(gone / total, abs=1e-12), 0.0, 1.0]
 
 
-def test_noise_in_float32_is_exactly_nothing_for_the_whole_model():
+def test_delta2_of_the_whole_model_is_exactly_zero():
     params = {"w": torch.randn(1000), "v": torch.randn(30, 7) * 1e-6}
     assert cov.delta2(params, [Masks({})]) == [0.0]
     assert cov.delta2({"w": torch.zeros(3)}, [Masks({})]) == [0.0]
@@ -117,7 +117,7 @@ def test_noise_in_float32_is_exactly_nothing_for_the_whole_model():
 @given(
     st.lists(st.sampled_from([-2.0, -1.0, 0.0, 0.5, 1.0, 3.0]), min_size=2, max_size=7), st.data()
 )
-def test_the_largest_weights_have_the_least_noise_of_all_masks_of_their_size(weights, data):
+def test_largest_weights_have_the_least_delta2(weights, data):
     params = {"w": torch.tensor(weights)}
     size = data.draw(st.integers(1, len(weights)))
     view = View(0, params, (), ("w",), (Client(0, size / len(weights), 0, 1, ()),), (1.0,), "width",

@@ -47,7 +47,7 @@ def share(level):
 
 
 @given(st.lists(st.floats(0, 1, width=32), min_size=1, max_size=200))
-def test_a_picture_can_be_read_again_and_none_and_all_are_exact(values):
+def test_encoded_pixels_are_read_again_and_none_and_all_are_exact(values):
     text = encode_pixels(values)
     levels = digits(text) if len(text) > 1 or len(values) == 1 else digits(text) * len(values)
     assert len(levels) == len(values)
@@ -58,7 +58,7 @@ def test_a_picture_can_be_read_again_and_none_and_all_are_exact(values):
 
 
 @pytest.mark.parametrize("shape", [(30, 17), (5, 40, 3, 3), (4, 4), (64, 1)])
-def test_strips_of_slices_say_what_their_masks_say(shape):
+def test_map_of_slices_equals_map_of_their_masks(shape):
     groups = (UnitGroup("out", shape[0], (Cut("w", 0),)), UnitGroup("in", shape[1], (Cut("w", 1),)))
     layers = {"w": torch.zeros(shape)}
     for part in (
@@ -72,7 +72,7 @@ def test_strips_of_slices_say_what_their_masks_say(shape):
         assert ((read(text, shape) == 0) == (expected == 0)).all()
 
 
-def test_masks_and_what_was_trained_within_them_are_drawn_too():
+def test_map_of_masks_and_trained_subsets():
     bits = torch.zeros(24, 24, dtype=torch.bool)
     bits[:12] = True
     layers = {"w": torch.zeros(24, 24)}
@@ -83,14 +83,14 @@ def test_masks_and_what_was_trained_within_them_are_drawn_too():
     ) == ["0"]
 
 
-def test_a_cut_along_a_third_axis_is_averaged():
+def test_map_of_a_third_axis_is_averaged():
     groups = (UnitGroup("taps", 4, (Cut("w", 2),)),)
     (text,) = map_of_part(windows(groups, 0.5), {"w": torch.zeros(6, 6, 4)})
     assert set(digits(text)) == {5}
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "depth_resnet", "lora"])
-def test_every_round_of_every_model_has_pictures(name):
+def test_round_has_coverage_maps_for_every_model(name):
     setup, state = world(name, policy="random")
     after, report = run_round(setup, state)
     found = report.metrics["pictures"]
@@ -113,7 +113,7 @@ def updates(number, part):
     return [Update(client, part, part, {}, {}, {}, {}, 0.0) for client in clients]
 
 
-def test_of_a_large_cohort_a_few_clients_of_every_capacity_are_shown():
+def test_coverage_maps_of_a_large_cohort_show_each_capacity():
     part = Masks({})
     many = updates(1000, part)
     found = round_coverage_maps(coverage.count({"w": torch.zeros(3, 3)}, [part] * 1000), many)
@@ -123,7 +123,7 @@ def test_of_a_large_cohort_a_few_clients_of_every_capacity_are_shown():
     assert found["trained"] == ["9"]
 
 
-def test_nobody_answered():
+def test_coverage_maps_of_a_round_without_answers():
     found = round_coverage_maps(coverage.count({"w": torch.zeros(3, 3)}, []), [])
     assert (found["clients"], found["parts"], found["trained"], found["missed"]) == (
         {},
@@ -133,7 +133,7 @@ def test_nobody_answered():
     )
 
 
-def test_of_a_very_deep_model_the_largest_layers_are_shown():
+def test_coverage_maps_of_a_deep_model_show_the_largest_layers():
     deep = {f"layer{n}": torch.zeros(2, 1 + n % 3) for n in range(200)}
     shown = mapped_layers(deep)
     assert len(shown) == MAX_MAPPED_LAYERS

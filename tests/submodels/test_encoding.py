@@ -26,7 +26,7 @@ def units(reduction):
 
 @SETTINGS
 @given(groups_of_any_size, st.data())
-def test_any_units_arrive(groups, data):
+def test_encoded_units_are_decoded(groups, data):
     kept = data.draw(kept_units(groups))
     sent = encode(Slices(groups, {name: torch.tensor(u) for name, u in kept.items()}))
     assert units(decode(sent, groups, {})) == kept
@@ -36,7 +36,7 @@ def test_any_units_arrive(groups, data):
 
 @SETTINGS
 @given(groups_of_any_size, st.floats(0, 1), st.lists(st.integers(0, 30), min_size=4, max_size=4))
-def test_windows_are_eight_bytes_a_group(groups, share, starts):
+def test_encoded_windows_take_eight_bytes_a_group(groups, share, starts):
     reduction = windows(groups, share, {f"g{i}": start for i, start in enumerate(starts)})
     sent = encode(reduction)
     assert sent[:1] == b"W"
@@ -46,7 +46,7 @@ def test_windows_are_eight_bytes_a_group(groups, share, starts):
 
 @SETTINGS
 @given(groups_of_any_size, st.floats(0, 1), st.integers(0, 2**64 - 1))
-def test_draws_are_seventeen_bytes(groups, share, key):
+def test_encoded_draws_take_seventeen_bytes(groups, share, key):
     reduction = drawn(groups, share, key)
     sent = encode(reduction)
     assert len(sent) == 17
@@ -55,7 +55,7 @@ def test_draws_are_seventeen_bytes(groups, share, key):
     assert found.draw == (share, key)
 
 
-def test_scattered_units_are_one_bit_each():
+def test_encoded_scattered_units_take_one_bit_each():
     group = (UnitGroup("g", 1000, ()),)
     sent = encode(Slices(group, {"g": torch.arange(0, 1000, 2)}))
     assert sent[:1] == b"U"
@@ -67,7 +67,7 @@ shapes = st.lists(st.lists(st.integers(1, 5), max_size=3).map(tuple), min_size=1
 
 @SETTINGS
 @given(shapes, st.data())
-def test_masks_are_one_bit_a_weight(shapes, data):
+def test_encoded_masks_take_one_bit_a_weight(shapes, data):
     prunable = {f"w{i}": torch.empty(shape) for i, shape in enumerate(shapes)}
     bits = {
         name: torch.tensor(
@@ -83,7 +83,7 @@ def test_masks_are_one_bit_a_weight(shapes, data):
     assert all(torch.equal(masks[name], bits[name]) for name in bits)
 
 
-def test_the_whole_model_is_one_byte():
+def test_encoded_whole_model_is_one_byte():
     assert encode(Masks({})) == b"M"
     assert dict(decode(b"M", (), {"w": torch.empty(3)}).gradient_mask()) == {}
 
@@ -123,7 +123,7 @@ def refused(sent):
     return False
 
 
-def test_random_bytes_are_read_or_refused():
+def test_random_bytes_are_decoded_or_refused():
     chance = random.Random(0)
     times = 0
     for _ in range(3000):
@@ -143,7 +143,7 @@ def test_truncated_and_lengthened_bytes_are_refused(sent):
 
 
 @pytest.mark.parametrize("sent", SENT, ids=["windows", "draw", "units", "masks"])
-def test_a_flipped_bit_is_refused_or_still_usable(sent):
+def test_flipped_bit_is_decoded_or_refused(sent):
     times = 0
     for place in range(8 * len(sent)):
         damaged = bytearray(sent)
@@ -168,6 +168,6 @@ def test_a_flipped_bit_is_refused_or_still_usable(sent):
         (b"M" + bytes(3), "4 bytes of bits expected, 3 given"),
     ],
 )
-def test_damage_is_named(sent, message):
+def test_damaged_encoding_is_named(sent, message):
     with pytest.raises(InvalidValue, match=message):
         decode(sent, GROUPS, PRUNABLE)

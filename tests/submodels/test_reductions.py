@@ -54,7 +54,7 @@ def test_extract_is_indexing_by_the_mask(layout, data):
 
 @SETTINGS
 @given(layouts(), st.data(), st.sampled_from([1.0, 0.5, -3.0]))
-def test_adding_is_the_dense_formula(layout, data, scale):
+def test_add_into_equals_the_dense_formula(layout, data, scale):
     kept = data.draw(kept_units(layout.groups))
     reduction, masks = slices(layout, kept), layout.mask(kept)
     values = {name: torch.randn_like(t) for name, t in reduction.extract(layout.params).items()}
@@ -72,7 +72,7 @@ def test_adding_is_the_dense_formula(layout, data, scale):
 
 @SETTINGS
 @given(layouts(), st.data())
-def test_what_is_put_back_is_what_was_taken(layout, data):
+def test_add_into_puts_extracted_values_back(layout, data):
     reduction = slices(layout, data.draw(kept_units(layout.groups)))
     back = {name: torch.zeros_like(tensor) for name, tensor in layout.params.items()}
     reduction.add_into(back, reduction.extract(layout.params), 1.0)
@@ -84,7 +84,7 @@ def test_what_is_put_back_is_what_was_taken(layout, data):
 
 @SETTINGS
 @given(layouts(), st.data())
-def test_what_is_cut_is_never_read_nor_written(layout, data):
+def test_cut_entries_are_neither_read_nor_written(layout, data):
     reduction = slices(layout, data.draw(kept_units(layout.groups)))
     masks = reduction.mask(layout.params)
     poisoned = {name: torch.where(masks[name], t, torch.nan) for name, t in layout.params.items()}
@@ -114,7 +114,7 @@ def test_fused_projections_are_cut_head_by_head():
     assert torch.equal(part["out"], params["out"][:, [2, 3, 6, 7]])
 
 
-def test_cut_axes_that_are_no_neighbours_keep_their_order():
+def test_cut_axes_apart_keep_their_order():
     groups = (UnitGroup("a", 4, (Cut("w", 0),)), UnitGroup("b", 5, (Cut("w", 2),)))
     reduction = Slices(groups, {"a": torch.tensor([0, 2]), "b": torch.tensor([0, 3, 4])})
     full = {"w": torch.arange(4 * 3 * 5.0).view(4, 3, 5)}
@@ -128,7 +128,7 @@ def test_cut_axes_that_are_no_neighbours_keep_their_order():
 
 @SETTINGS
 @given(layouts(), st.data())
-def test_masks_are_the_dense_formula_too(layout, data):
+def test_add_into_of_masks_equals_the_dense_formula(layout, data):
     bits = {
         name: torch.tensor(data.draw(st.lists(st.booleans(), min_size=t.numel(), max_size=t.numel()))).view_as(t)
         for name, t in layout.params.items() if data.draw(st.booleans())
@@ -153,20 +153,20 @@ def test_masks_are_the_dense_formula_too(layout, data):
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(1, 12), st.floats(0, 1), st.integers(0, 40))
-def test_windows_run_round_the_end(size, share, start):
+def test_windows_wrap_around(size, share, start):
     group = UnitGroup("g", size, ())
     kept = windows((group,), share, {"g": start}).kept["g"].tolist()
     assert kept == sorted({(start + i) % size for i in range(num_units_kept(size, share))})
     assert windows((group,), share).kept["g"].tolist() == list(range(num_units_kept(size, share)))
 
 
-def test_windows_start_where_each_group_is_told():
+def test_windows_start_per_group():
     groups = (UnitGroup("a", 4, ()), UnitGroup("b", 6, ()))
     kept = windows(groups, 0.5, {"a": 3}).kept
     assert {name: units.tolist() for name, units in kept.items()} == {"a": [0, 3], "b": [0, 1, 2]}
 
 
-def test_draws_are_sorted_sets_that_belong_to_their_key():
+def test_draws_are_sorted_and_depend_on_their_key():
     groups = (UnitGroup("a", 40, ()), UnitGroup("b", 40, ()))
     first, again, other = (drawn(groups, 0.25, key) for key in (7, 7, 8))
     for name in ("a", "b"):
@@ -187,14 +187,14 @@ def test_draws_are_uniform():
 
 
 @pytest.mark.parametrize("key", [-1, 2**64])
-def test_a_key_that_cannot_travel_is_refused(key):
+def test_key_that_cannot_travel_is_refused(key):
     with pytest.raises(InvalidValue, match=f"^key must be in .*; got {key}$"):
         drawn((UnitGroup("g", 4, ()),), 0.5, key)
 
 
 @SETTINGS
 @given(layouts(), st.floats(0, 1))
-def test_parameters_at_a_share_are_those_that_are_there(layout, share):
+def test_parameters_at_width_equal_the_extracted_ones(layout, share):
     part = windows(layout.groups, share).extract(layout.params)
     assert parameters_at_width(layout.groups, layout.params, share) == sum(
         t.numel() for t in part.values()
@@ -203,7 +203,7 @@ def test_parameters_at_a_share_are_those_that_are_there(layout, share):
 
 @SETTINGS
 @given(layouts(), st.floats(0.0, 1.0))
-def test_width_within_is_the_largest_share_that_fits(layout, budget):
+def test_width_for_budget_is_the_largest_that_fits(layout, budget):
     full = sum(t.numel() for t in layout.params.values())
 
     def fits(share):
@@ -221,7 +221,7 @@ def test_width_within_is_the_largest_share_that_fits(layout, budget):
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "wide_resnet", "preact_resnet18"])
-def test_width_within_on_real_models(name):
+def test_width_for_budget_on_real_models(name):
     model = MODELS[name]((3, 32, 32), 10, "batch")
     params = {n: p.detach() for n, p in model.module.named_parameters()}
     full = sum(p.numel() for p in params.values())
@@ -235,7 +235,7 @@ def test_width_within_on_real_models(name):
     assert share == 1.0
 
 
-def test_a_model_without_groups_fits_only_whole():
+def test_width_for_budget_without_groups_is_one():
     params = {"w": torch.zeros(3)}
     assert width_for_budget((), params, 1.0) == 1.0
     with pytest.raises(InvalidValue, match=r"at least 1.0000"):

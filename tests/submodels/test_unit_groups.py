@@ -32,20 +32,20 @@ def test_units_kept_never_exceed_the_share(size, share):
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 2000), st.data())
-def test_a_share_of_whole_units_keeps_exactly_these(size, data):
+def test_share_of_whole_units_keeps_exactly_them(size, data):
     units = data.draw(st.integers(1, size))
     assert num_units_kept(size, units / size) == units
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.01, 2, float("nan"), float("inf"), -float("inf")])
-def test_a_share_outside_zero_to_one_is_refused(share):
+def test_share_outside_zero_to_one_is_refused(share):
     with pytest.raises(InvalidValue, match=r"^share must be in 0..1; got"):
         num_units_kept(10, share)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 5), st.integers(1, 4), st.lists(st.integers(0, 9), max_size=6))
-def test_positions_are_those_of_the_definition(start, per_unit, units):
+def test_unit_positions_equal_their_definition(start, per_unit, units):
     found = unit_positions(
         Cut("w", 0, start, per_unit), torch.tensor(units, dtype=torch.int64)
     ).tolist()
@@ -100,7 +100,7 @@ def test_groups_that_do_not_fit_are_refused(groups, message):
         check_groups(groups, TENSORS)
 
 
-def test_neighbours_and_crossing_cuts_are_no_conflict():
+def test_adjacent_and_crossing_cuts_are_accepted():
     left, right = (
         UnitGroup("l", 3, (Cut("w", 0), Cut("b", 0))),
         UnitGroup("r", 3, (Cut("w", 0, 3), Cut("b", 0, 3))),
@@ -120,7 +120,7 @@ def test_random_layouts_are_accepted(layout):
     [(name, norm) for name in ("wide_resnet", "preact_resnet18") for norm in ("batch", "group")]
     + [("mlp", "batch"), ("cnn", "batch")],
 )
-def test_models_of_the_table_have_groups_that_fit(name, norm):
+def test_groups_of_table_models_fit(name, norm):
     model = MODELS[name]((3, 8, 8), 10, norm)
     check_groups(model.groups, params_and_buffers(model.module))
     assert set(model.prunable) <= {n for n, _ in model.module.named_parameters()}

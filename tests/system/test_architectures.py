@@ -26,7 +26,7 @@ AVERAGING = ("NF-ResNet", "ConvNeXt", "ViT", "ViT with registers", "bert", "gpt2
 
 
 @pytest.mark.parametrize("name", SAMPLE)
-def test_a_sample_is_cut_and_equal_to_the_mask(name):
+def test_architecture_sample_is_cut_and_equals_its_mask(name):
     chosen = SAMPLE[name]
     if chosen.library != "torchvision" and find_spec(chosen.library) is None:
         pytest.skip(f"{chosen.library} is not installed (make architectures installs it)")
@@ -40,14 +40,14 @@ def test_a_sample_is_cut_and_equal_to_the_mask(name):
 @pytest.mark.skipif(
     find_spec("timm") is None, reason="timm is not installed (make architectures installs it)"
 )
-def test_every_family_of_timm_is_listed():
+def test_timm_families_are_all_listed():
     timm = import_timm()
     families = {name for name in timm.list_modules() if timm.list_models(module=name)}
     assert families == TIMM.keys()
     assert all(model in timm.list_models(module=family) for family, model in TIMM.items())
 
 
-def test_what_takes_too_long_or_dies_is_a_row_too():
+def test_late_and_broken_architectures_have_a_row():
     small = Architecture("torchvision", "squeezenet", "squeezenet")
     assert tried(small, 0.0)["outcome"] == "late"
     assert tried(Architecture("nowhere", "squeezenet", "squeezenet"), 60.0)["outcome"] == "unable"

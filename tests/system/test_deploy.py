@@ -13,7 +13,7 @@ from tests.helpers.repository import ROOT
 from tests.system.harness import PATIENCE, alive, wait_for
 
 
-def test_tls_and_authentication_end_to_end(tmp_path):
+def test_deploy_page_commands_run_end_to_end(tmp_path):
     """Certificates, registered nodes, a stranger that is refused, a run, and the end of all processes."""
     page = (ROOT / "docs" / "deploy.md").read_text()
     commands = "\n".join(re.findall(r"^```bash\n(.*?)^```", page, re.DOTALL | re.MULTILINE))
@@ -70,7 +70,7 @@ def test_flwr_run_accepts_the_example(tmp_path):
     assert said.count("'answered': 2, 'rejected': 0") == 3
 
 
-def test_an_app_of_ones_own_reads_no_more_than_it_asked_for(tmp_path):
+def test_own_app_refuses_oversized_replies(tmp_path):
     """A node of the example's federation sends far too much: refused by its size, and the others train on."""
     from tests.system.handmade import HandMade, oversized
 

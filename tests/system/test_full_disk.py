@@ -9,7 +9,7 @@ from tests.helpers.disks import PAGE, fill, small_disk
 from tests.system.harness import checkpoints, experiment, submit, wait_for
 
 
-def test_a_full_disk_at_the_server(tmp_path):
+def test_full_disk_at_the_server(tmp_path):
     """It fills up twice, within a line and within a checkpoint; each time the run stops, and goes on with room."""
     wanted = experiment(policy="prefix", model="mlp(hidden=[64])", clients=40, active=40, rounds=4)
     right = every_checkpoint(wanted, tmp_path / "here")

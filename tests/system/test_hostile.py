@@ -19,7 +19,7 @@ from tests.system.harness import (
 )
 
 
-def test_a_compromised_node_is_rejected_answer_by_answer(tmp_path, monkeypatch):
+def test_compromised_node_is_rejected_answer_by_answer(tmp_path, monkeypatch):
     """One honest answer among twelve wrong ones counts; of messages that are wrong as a whole none does."""
     nodes, here = 2, len(EACH)
     wanted = experiment(
@@ -77,7 +77,7 @@ def high_water(pid: int) -> int:
     return int(found[0]) * 1024 if found else 0
 
 
-def test_a_node_cannot_hold_up_the_others(tmp_path):
+def test_hostile_node_does_not_delay_the_others(tmp_path):
     """Before the honest node is done, it sends half a reply, an endless list of pieces, or no tensors at all."""
     from tests.system.handmade import HandMade, all_report, half_sent, long_list
 

@@ -32,7 +32,7 @@ def arriving(reply):
     return PartialReply(reply.object_id, [], MAX_CLIENT_INFO_BYTES, 0, contents)
 
 
-def test_what_a_node_tells_of_its_rows_arrives(asked, tmp_path):
+def test_introduction_carries_the_node_data_info(asked, tmp_path):
     rows = {"train_x": np.zeros((5, 4), np.float32), "train_y": np.array([0, 9, 9, 2, 0])}
     np.savez(tmp_path / "mine.npz", **rows, train_owner=np.array([1, 1, 1, 2, 2]))
     config = {"partition-id": 0, "num-partitions": 2, "rows": str(tmp_path / "mine.npz")}
@@ -52,7 +52,7 @@ FLOODS = {
 
 
 @pytest.mark.parametrize("kind", FLOODS)
-def test_an_introduction_that_is_too_much_is_refused_in_twice_its_bytes(asked, kind):
+def test_oversized_introduction_is_refused_in_little_memory(asked, kind):
     hello = {
         "error": "",
         "version": __version__,

@@ -38,7 +38,7 @@ MORE = {
 
 
 @pytest.mark.parametrize("world", [*WORLDS, *MORE])
-def test_two_sides_make_the_same_bits(tmp_path, world):
+def test_loopback_equals_one_process_bit_for_bit(tmp_path, world):
     fields = {**WORLDS, **MORE}[world]
     wanted = experiment(**fields) if "fleet" not in fields or fields["fleet"] else fc.Experiment(
         **{**{"clients": 8, "rounds": 3, "epochs": 1}, **{k: v for k, v in fields.items() if v is not None}}
@@ -56,7 +56,7 @@ def test_two_sides_make_the_same_bits(tmp_path, world):
         assert checkpoints(tmp_path / "run") == expected
 
 
-def test_wrong_answers_are_rejected_by_name(tmp_path):
+def test_wrong_answers_are_rejected_with_reasons(tmp_path):
     """Those that need no transport; the others are in test_hostile."""
     kinds = ["honest", *EACH[:-1]]
     wanted = experiment(policy="rolling", clients=4, active=4, rounds=len(kinds))
@@ -98,7 +98,7 @@ def test_wrong_answers_are_rejected_by_name(tmp_path):
     assert checkpoints(tmp_path / "run") == reference(wanted, tmp_path / "here", only_honest)
 
 
-def test_a_flood_of_answers_is_told_of_once(tmp_path):
+def test_flood_of_answers_is_one_event(tmp_path):
     wanted = experiment(policy="prefix", clients=4, active=4, rounds=1)
 
     def spoil(node, message, reply):
@@ -135,7 +135,7 @@ def with_bits(answer):
     )
 
 
-def test_bits_cannot_stop_a_private_run(tmp_path):
+def test_private_run_rejects_bits(tmp_path):
     """Where a client's choice would show its data, no client has a choice."""
     pytest.importorskip("cryptography")
     wanted = experiment(
@@ -163,7 +163,7 @@ def test_bits_cannot_stop_a_private_run(tmp_path):
     assert (tmp_path / "run" / "events.jsonl").read_text().count("extra array") == 4
 
 
-def test_what_happens_before_there_is_a_folder_is_written_with_the_first_line_after(tmp_path):
+def test_events_before_the_folder_are_written_with_the_first_line(tmp_path):
     pending_lines = []
     EventLog(None, pending_lines).write(0, "rejected", 7, None, "capacity must be in (0, 1]")
     events = EventLog(tmp_path / "events.jsonl", pending_lines)
@@ -173,7 +173,7 @@ def test_what_happens_before_there_is_a_folder_is_written_with_the_first_line_af
     assert told == [("rejected", 7, None), ("answered", 8, 1), ("answered", 8, 2)]
 
 
-def test_events_after_a_full_disk_begin_on_a_line_of_their_own(tmp_path):
+def test_events_after_a_torn_line_begin_on_their_own(tmp_path):
     path = tmp_path / "events.jsonl"
     path.write_text('{"round": 0, "event": "answe')
     EventLog(path).write(1, "answered", 7, 3)
@@ -183,7 +183,7 @@ def test_events_after_a_full_disk_begin_on_a_line_of_their_own(tmp_path):
     assert [json.loads(line)["client"] for line in whole] == [3, 4]
 
 
-def test_a_run_that_is_gone_on_with_is_not_changed(tmp_path):
+def test_resumed_run_cannot_be_changed(tmp_path):
     wanted = experiment(policy="prefix", rounds=2, name="mine")
     with pytest.raises(RunError, match="run is no run folder"):
         experiment_to_resume(tmp_path / "run", wanted)
@@ -208,7 +208,7 @@ def test_a_run_that_is_gone_on_with_is_not_changed(tmp_path):
         serve(None, again)
 
 
-def test_whoever_fails_is_told_of_and_left_out(tmp_path):
+def test_failed_node_is_recorded_and_left_out(tmp_path):
     wanted = experiment(policy="prefix", rounds=2, active=8)
 
     def spoil(node, message, reply):
@@ -225,7 +225,7 @@ def test_whoever_fails_is_told_of_and_left_out(tmp_path):
     ] * 2
 
 
-def test_a_run_that_waits_for_its_nodes_has_not_stopped(tmp_path, monkeypatch):
+def test_run_that_waits_for_nodes_counts_as_running(tmp_path, monkeypatch):
     """Whoever watches its folder meanwhile sees that somebody is at work there."""
     wanted = experiment(policy="prefix", rounds=2, name="mine")
     done = fc.run(

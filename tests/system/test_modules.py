@@ -34,7 +34,7 @@ def rule(old, updates):
 """
 
 
-def test_own_policy_recipe_rule_and_model_travel_with_the_run(tmp_path):
+def test_own_modules_travel_with_the_run(tmp_path):
     mine = tmp_path / "mine"
     (mine / "nets").mkdir(parents=True)
     (mine / "nets" / "__init__.py").write_text("from .mobile import mobile\n")

@@ -37,7 +37,7 @@ def failing(*_):
         (16, failing, "ZeroDivisionError('no rows')"),
     ],
 )
-def test_a_node_says_why_it_cannot_train(monkeypatch, there, train, said):
+def test_node_names_why_it_cannot_train(monkeypatch, there, train, said):
     server = model(16)
     params = {name: p.detach() for name, p in server.module.named_parameters()}
     encoded, wire = encode_reduction(Masks({}), server)
@@ -104,7 +104,7 @@ class Restarting:
         return [id]
 
 
-def test_a_node_that_was_restarted_under_its_key_does_not_hold_up_the_round(monkeypatch):
+def test_restarted_node_does_not_delay_the_round(monkeypatch):
     monkeypatch.setattr(transport, "PROBE", 0.05)
     monkeypatch.setattr(transport, "POLL", 0.02)
     for name in ("_task_id", "_run_id", "_node_id"):
@@ -128,7 +128,7 @@ def test_a_node_that_was_restarted_under_its_key_does_not_hold_up_the_round(monk
     )
 
 
-def test_a_node_that_does_not_answer_loses_its_place(monkeypatch):
+def test_silent_node_loses_its_partition(monkeypatch):
     """While it is silent the next one that claims the place gets the work; one that answers keeps its place."""
     monkeypatch.setattr(engine, "request_message", lambda node, orders, ttl: orders)
     monkeypatch.setattr(engine, "read_results", lambda reply: [])

@@ -4,7 +4,7 @@ from fedcover.flower.local_federation import run_local_federation
 from tests.system.harness import children, experiment, fair_deadline, submit, wait_for
 
 
-def test_a_node_that_is_killed_and_comes_back(tmp_path):
+def test_killed_node_comes_back(tmp_path):
     """The round ends by our deadline; with tolerate=1 nothing goes uncovered; a new node takes the old one's place."""
     wanted = experiment(
         clients=3,
@@ -40,7 +40,7 @@ def test_a_node_that_is_killed_and_comes_back(tmp_path):
     assert len(answered) == 2  # to Flower it is another node
 
 
-def test_stragglers_do_not_hold_up_a_round(tmp_path, monkeypatch):
+def test_stragglers_do_not_delay_a_round(tmp_path, monkeypatch):
     """Who has not answered by the deadline is left out; the others count."""
     (tmp_path / "slow.py").write_text(
         "import os, time\nfrom fedcover.training.recipes.fedprox import plain\n\n\n"
@@ -61,7 +61,7 @@ def test_stragglers_do_not_hold_up_a_round(tmp_path, monkeypatch):
     assert all(sorted(map(int, line["clients"])) == [0, 1, 2, 3] for line in lines)
 
 
-def test_a_node_that_cannot_take_part_says_why(tmp_path):
+def test_refused_node_logs_why(tmp_path):
     """In its own log, whose reader may not see the server's: what it knows itself, and what the server objects to."""
     configs = [
         {"partition-id": 0, "num-partitions": 1},

@@ -228,7 +228,7 @@ def world(wanted, rounds=1):
 
 
 @pytest.mark.parametrize("case", HOLLOW)
-def test_a_node_answers_as_a_simulation_does(answers, caplog, case):
+def test_node_results_equal_a_simulation(answers, caplog, case):
     name, fields = HOLLOW[case]
     wanted = experiment(name, **fields)
     setup, state = world(
@@ -247,7 +247,7 @@ def test_a_node_answers_as_a_simulation_does(answers, caplog, case):
 
 
 @pytest.mark.parametrize("case", WHOLE)
-def test_a_model_that_needs_its_values_says_so(answers, caplog, case):
+def test_model_that_needs_its_values_is_built_whole_with_a_warning(answers, caplog, case):
     fields, why = WHOLE[case]
     wanted = experiment(**{"policy": "prefix", **fields})
     setup, state = world(wanted)
@@ -261,7 +261,7 @@ def test_a_model_that_needs_its_values_says_so(answers, caplog, case):
     assert not any(is_on_meta(task.model.module) for task, _ in seen)
 
 
-def test_a_builder_that_gives_one_module_again_is_refused():
+def test_builder_that_returns_one_module_again_is_refused():
     kept = []
 
     def build():
@@ -289,7 +289,7 @@ def peeking():
     return Recipe(loss, start)
 
 
-def test_a_recipe_that_wants_more_than_the_part_is_told_how_to_take_it(answers):
+def test_recipe_that_reads_outside_the_part_gets_a_hint(answers):
     wanted = experiment(policy="prefix", recipe=f"{MINE}:peeking")
     orders, _ = asked(*world(wanted, rounds=0), wanted)
     found, _ = answers(orders)
@@ -299,7 +299,7 @@ def test_a_recipe_that_wants_more_than_the_part_is_told_how_to_take_it(answers):
     )
 
 
-def test_another_part_than_the_own_is_refused():
+def test_partial_params_refuse_another_part():
     model = fc.models.mlp((1, 4, 4), 3, "batch")
     params = {name: p.detach() for name, p in model.module.named_parameters()}
     half, whole = windows(model.groups, 0.5), windows(model.groups, 1.0)
@@ -317,7 +317,7 @@ BUILDERS = {
 
 
 @pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
-def test_a_function_of_ones_own_trains_the_part(monkeypatch, caplog, build):
+def test_own_train_function_trains_the_part(monkeypatch, caplog, build):
     """A bare module is cut by the groups that the server has found, and is not built whole either."""
     model = build()
     if not isinstance(model, fc.Model):
@@ -347,7 +347,7 @@ def test_a_function_of_ones_own_trains_the_part(monkeypatch, caplog, build):
     assert ("builds all of" in caplog.text) == (build is BUILDERS["with a buffer"])
 
 
-def test_a_parcel_is_what_numpy_would_store():
+def test_packed_arrays_equal_numpys_files():
     arrays = {
         "a": np.arange(6, dtype=np.float32).reshape(2, 3),
         "b": np.float64(3.5) * np.ones(()),

@@ -86,7 +86,7 @@ def answers(work, run_id=1, **config):
     return read_results(experiment_app()(message, context))
 
 
-def test_the_messages_of_a_run_prepare_once(calls):
+def test_messages_of_a_run_prepare_once(calls):
     work = request(experiment())
     first = answers(work)
     assert [result.error for result in first] == [""] * 4
@@ -123,7 +123,7 @@ def build_other(shape, classes, norm):
 build = build_one
 
 
-def test_the_functions_of_one_run_do_not_serve_another(monkeypatch):
+def test_functions_of_one_run_do_not_serve_another(monkeypatch):
     wanted = experiment(model=f"{HERE}:build")
     work = request(wanted)
     losses = [result.loss for result in answers(work)]
@@ -140,7 +140,7 @@ def request_of_first_node(files):
     return replace(full, client_tasks=tuple(t for t in full.client_tasks if t.client < 3))
 
 
-def test_the_rows_of_a_node_are_read_once_for_each_run(calls, tmp_path):
+def test_rows_of_a_node_are_read_once_for_each_run(calls, tmp_path):
     files = written(tmp_path)
     path = files.nodes[0]
     config = {"partition-id": 0, "num-partitions": 2, "rows": str(path)}
@@ -171,7 +171,7 @@ def inputs(run_id):
     return TaskInputs(run_id, experiment().to_toml(), "", machine, None, None)
 
 
-def test_the_task_of_a_run_is_released_before_the_next_is_prepared(monkeypatch):
+def test_task_of_a_run_is_released_before_the_next_is_prepared(monkeypatch):
     last_task = LastTask()
     task = last_task.take(inputs(1))
     source = weakref.ref(task.source)
@@ -193,7 +193,7 @@ def test_two_messages_at_once_have_a_task_each():
     assert last_task.take(inputs(1)) is second
 
 
-def test_a_task_that_cannot_be_prepared_is_not_kept():
+def test_task_that_cannot_be_prepared_is_not_kept():
     last_task = LastTask()
     wrong = replace(inputs(1), data="/nowhere")
     for _ in range(2):

@@ -40,7 +40,7 @@ def place(number, **config):
 @pytest.mark.parametrize(
     "own", [{}, {"norm": "per-width", "model": "wide_resnet(depth=10, widen=1)", "dataset": SMALL}]
 )
-def test_cohorts_are_drawn_among_the_nodes_that_are_there(tmp_path, own):
+def test_open_fleet_draws_cohorts_among_connected_nodes(tmp_path, own):
     wanted = experiment(
         **{**own, "policy": "prefix", "rounds": 6, "clients": 8, "active": 3, "fleet": "1x1.0"}
     )
@@ -76,13 +76,13 @@ def test_cohorts_are_drawn_among_the_nodes_that_are_there(tmp_path, own):
         _check_same_cohort(prepare(wanted, fc.Machine("sequential", "cpu")), lines[0], 0)
 
 
-def test_a_whole_open_fleet_makes_the_same_bits(tmp_path):
+def test_open_fleet_of_all_nodes_gives_the_same_bits(tmp_path):
     wanted = experiment(policy="rolling", rounds=3)
     in_open_fleet(wanted, tmp_path / "run", {7: place(0), 8: place(1)}, {})
     assert checkpoints(tmp_path / "run") == reference(wanted, tmp_path / "here")
 
 
-def test_a_node_that_is_known_and_comes_back_with_less_is_asked_again(tmp_path):
+def test_open_fleet_asks_a_returned_node_for_its_capacity(tmp_path):
     """Between two looks, so that nobody saw it leave: its refusal is what tells."""
     wanted = experiment(policy="homogeneous", rounds=3, clients=4, active=4, fleet="1x1.0")
     changes = {0: {8: place(1, capacity=0.5)}}
@@ -93,7 +93,7 @@ def test_a_node_that_is_known_and_comes_back_with_less_is_asked_again(tmp_path):
     assert {of["capacity"] for of in lines[2]["clients"].values()} == {1.0, 0.5}
 
 
-def test_a_fleet_is_closed_where_capacities_or_turns_are_counted_beforehand():
+def test_fleet_is_closed_where_turns_are_counted_beforehand():
     assert has_open_fleet(fc.Experiment())
     assert not has_open_fleet(fc.Experiment(assignment="slot"))
     private = {
@@ -106,7 +106,7 @@ def test_a_fleet_is_closed_where_capacities_or_turns_are_counted_beforehand():
     assert not has_open_fleet(fc.Experiment(policy='regions(codename="1122")', active=4))
 
 
-def test_a_node_that_comes_late_and_holds_too_little_is_refused(tmp_path, caplog):
+def test_late_node_with_too_little_capacity_is_refused(tmp_path, caplog):
     wanted = experiment(policy="prefix", rounds=2, clients=4, active=4, fleet="1x1.0")
     found = training(wanted, tmp_path / "run")
     found.node_registry.capacities = required_capacities(wanted)
@@ -123,7 +123,7 @@ def test_a_node_that_comes_late_and_holds_too_little_is_refused(tmp_path, caplog
 @pytest.mark.parametrize(
     "policy", ["planned", "planned(tolerate=1)", "rolling", "magnitude", "random", "exclude"]
 )
-def test_policies_go_on_with_half_of_the_fleet(tmp_path, policy):
+def test_policies_work_with_half_of_the_fleet(tmp_path, policy):
     wanted = experiment(
         policy=policy, rounds=3, clients=4, active=4, fleet="1x1.0 + 1x0.75 + 2x0.5"
     )

@@ -37,7 +37,7 @@ def answers(federation, name, count):
     return said()
 
 
-def test_a_node_that_was_killed_is_let_in_at_once(federation):
+def test_killed_supernode_is_admitted_again_at_once(federation):
     """Flower itself refuses it until the killed one has been silent for a minute."""
     federation.start_supernode("node-0", CONFIG)
     assert answers(federation, "node-0", 1) == [LET_IN]
@@ -46,7 +46,7 @@ def test_a_node_that_was_killed_is_let_in_at_once(federation):
     assert answers(federation, "node-0", 2) == [LET_IN] * 2
 
 
-def test_a_second_node_with_the_same_key_is_refused(federation):
+def test_second_node_with_the_same_key_is_refused(federation):
     """Beside one that lives, with or without the file in which that one keeps its number, and after it has moved."""
     first = federation.start_supernode("node-0", CONFIG)
     assert answers(federation, "node-0", 1) == [LET_IN]

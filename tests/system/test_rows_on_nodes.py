@@ -31,7 +31,7 @@ def on_nodes(nodes, wanted, folder):
     return NodeTraining(Loopback(nodes), node_registry, options, EventLog(folder / "events.jsonl"))
 
 
-def test_rows_that_stay_on_nodes_make_the_same_bits(tmp_path):
+def test_rows_on_nodes_give_the_same_bits(tmp_path):
     """The server has none of the clients' rows; a node that comes late trains from then on, and counts."""
     files = written(tmp_path)
     wanted = files.experiment(label_rows=True)
@@ -68,7 +68,7 @@ def test_rows_that_stay_on_nodes_make_the_same_bits(tmp_path):
     assert weighed[1] == {client: here.setup.task.source.count(client) for client in range(5)}
 
 
-def test_a_client_counts_as_its_node_says_from_the_round_on_in_which_it_comes(tmp_path):
+def test_client_of_a_late_node_counts_from_its_first_round(tmp_path):
     """A cohort is chosen before its nodes are met, when nothing is known of their rows."""
     files = written(tmp_path)
     wanted = files.experiment(rounds=1, policy="full", fleet="1x1.0")
@@ -100,7 +100,7 @@ def test_a_client_counts_as_its_node_says_from_the_round_on_in_which_it_comes(tm
         ),
     ],
 )
-def test_a_node_without_the_rows_it_needs_is_told_what_is_wrong(tmp_path, rows, why):
+def test_node_without_its_rows_is_told_why(tmp_path, rows, why):
     wanted = written(tmp_path).experiment(rounds=1)
     given = {"rows": str(tmp_path / rows)} if rows else {}
     made = on_nodes(
@@ -128,7 +128,7 @@ def scaled_nodes(tmp_path, factors, **config):
     return wanted, made
 
 
-def test_a_node_whose_inputs_are_scaled_differently_is_warned_of_and_taken(tmp_path, caplog):
+def test_node_with_scaled_inputs_is_accepted_with_a_warning(tmp_path, caplog):
     wanted, made = scaled_nodes(tmp_path, (1, 255))
     (line,) = fc.run(
         wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=made.engine()
@@ -147,7 +147,7 @@ def test_a_node_whose_inputs_are_scaled_differently_is_warned_of_and_taken(tmp_p
     assert "the last of 1 warnings" in shown.export_text()
 
 
-def test_a_node_need_not_tell_how_its_inputs_are_scaled(tmp_path):
+def test_node_may_withhold_its_input_scale(tmp_path):
     wanted, made = scaled_nodes(tmp_path, (255, 255), **{"tell-scale": False})
     fc.run(wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=made.engine())
     assert {e["event"] for e in read_lines(tmp_path / "run" / "events.jsonl")} == {

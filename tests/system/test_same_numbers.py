@@ -13,7 +13,7 @@ from tests.system.harness import (
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_three_rounds_are_the_same_bits(pair, tmp_path, world):
+def test_flower_run_equals_one_process_bit_for_bit(pair, tmp_path, world):
     wanted = experiment(**WORLDS[world])
     before = messages(pair)
     run = submit(pair, wanted, tmp_path / "run", nodes=2).finish()

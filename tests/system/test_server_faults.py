@@ -18,7 +18,7 @@ from tests.system.harness import (
 )
 
 
-def test_a_server_that_is_killed_goes_on_from_its_folder(pair, tmp_path):
+def test_killed_server_resumes_from_its_folder(pair, tmp_path):
     """Nothing is lost but the round in progress."""
     wanted = experiment(policy="rolling", rounds=4)
     run = submit(pair, wanted, tmp_path / "run", nodes=2)
@@ -35,7 +35,7 @@ def test_a_server_that_is_killed_goes_on_from_its_folder(pair, tmp_path):
     assert checkpoints(tmp_path / "run") == reference(wanted, tmp_path / "here")
 
 
-def test_who_streams_the_run_is_told_that_the_server_was_killed(pair, tmp_path):
+def test_log_stream_reports_a_killed_server(pair, tmp_path):
     """By the server's reporter, with a sentence: Flower itself only notices a silence, a minute later."""
     run = submit(pair, experiment(policy="prefix", rounds=30), tmp_path / "run", nodes=2)
     run.rounds(1)
@@ -48,14 +48,14 @@ def test_who_streams_the_run_is_told_that_the_server_was_killed(pair, tmp_path):
     wait_for(lambda: not alive(reporters), "the end of the server's reporter")
 
 
-def test_a_run_that_ends_in_order_reports_no_sudden_end(pair, tmp_path):
+def test_regular_end_reports_no_crash(pair, tmp_path):
     run = submit(pair, experiment(policy="prefix", rounds=1), tmp_path / "run", nodes=2).finish()
     assert run.rounds(1)
     assert "stopped" not in run.text
     assert "Traceback" not in pair.log("superlink").read_text()
 
 
-def test_a_limit_on_the_files_of_the_server(pair, tmp_path):
+def test_file_size_limit_at_the_server(pair, tmp_path):
     """The same where nobody may mount a disk: the run stops with a sentence, and goes on when there is room again."""
     wanted = experiment(policy="prefix", rounds=4)
     expected = reference(wanted, tmp_path / "here")

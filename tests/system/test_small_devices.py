@@ -90,7 +90,7 @@ def node(folder, share, room=0):
     return json.loads(said.stdout)
 
 
-def test_a_small_part_costs_little_memory_and_what_the_audit_says(work):
+def test_memory_of_a_small_part_is_as_audited(work):
     folder, _ = work
     rises = {share: node(folder, share)["rise"] for share in SHARES}
     assert rises[0.25] <= 0.12 * rises[1.0]
@@ -98,7 +98,7 @@ def test_a_small_part_costs_little_memory_and_what_the_audit_says(work):
         assert rises[row["capacity"]] == pytest.approx(row["memory"], rel=0.15), rises
 
 
-def test_a_device_that_cannot_hold_the_model_trains_its_part(work):
+def test_small_device_trains_its_part(work):
     folder, digests = work
     part = node(folder, 0.25, ROOM)
     assert (part["error"], part["digest"]) == ("", digests[0.25])
@@ -124,7 +124,7 @@ except Exception as error:
 
 
 @pytest.mark.parametrize("room", [5_000_000, 100_000_000])
-def test_a_device_that_cannot_hold_torch_says_that_it_has_too_little_memory(room):
+def test_device_too_small_for_torch_says_so(room):
     said = subprocess.run(
         [sys.executable, "-c", LOADING, str(room)], capture_output=True, text=True, timeout=300
     )
@@ -159,7 +159,7 @@ def highest(federation, hidden, share, folder):
     return most
 
 
-def test_the_whole_process_of_a_message_takes_what_the_audit_says_and_no_copies_of_the_message(
+def test_whole_process_of_a_message_takes_the_audited_memory(
     tmp_path,
 ):
     with run_local_federation(

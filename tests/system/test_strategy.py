@@ -68,7 +68,7 @@ def test_norm_statistics_need_the_servers_calibration(tmp_path):
 
 
 @pytest.mark.parametrize("content", [None, b"no array", pickle.dumps([1])])
-def test_a_calibration_file_that_is_none_is_named(tmp_path, content):
+def test_wrong_calibration_file_is_named(tmp_path, content):
     path = tmp_path / "inputs.npy"
     if content is not None:
         path.write_bytes(content)
@@ -88,12 +88,12 @@ def test_a_calibration_file_that_is_none_is_named(tmp_path, content):
         ({"server": "sgd"}, "server must be one of"),
     ],
 )
-def test_wrong_values_of_a_strategy_are_named(wrong, said):
+def test_strategy_refuses_wrong_values(wrong, said):
     with pytest.raises(InvalidValue, match=said):
         CoverageStrategy(with_norms(), calibration=torch.randn(9, 1, 4, 4), **wrong)
 
 
-def test_a_bare_module_is_no_model_of_a_strategy():
+def test_strategy_refuses_a_bare_module():
     with pytest.raises(InvalidValue, match=r"model must be a fedcover Model, such as fc\.Model"):
         CoverageStrategy(with_norms().module)
 
@@ -108,7 +108,7 @@ def test_a_bare_module_is_no_model_of_a_strategy():
         ({"wait": float("nan")}, "wait must be a number of seconds"),
     ],
 )
-def test_wrong_values_of_a_sampling_are_named(wrong, said):
+def test_sampling_refuses_wrong_values(wrong, said):
     with pytest.raises(InvalidValue, match=said):
         Sampling(**wrong)
 
@@ -129,7 +129,7 @@ def context(**config: object) -> Context:
     return Context(1, 7, {"partition-id": 3, "num-partitions": 4, **config}, RecordDict(), {})
 
 
-def test_a_users_function_trains_a_module_of_the_nodes_own_size():
+def test_user_function_trains_a_module_of_the_nodes_size():
     seen = {}
 
     def train(module, config, context):
@@ -151,14 +151,14 @@ def test_a_users_function_trains_a_module_of_the_nodes_own_size():
     assert seen == {"lr": 0.5, "round": 2, "server-round": 3, "capacity": 0.5, "units": 2}
 
 
-def test_a_node_trains_no_more_than_it_declares():
+def test_node_refuses_more_than_its_capacity():
     app = client_app(lambda *_: {"num-examples": 1, "loss": 0.0}, with_norms)
     (answer,) = read_results(app(ordered(with_norms(), 1.0), context(capacity=0.5)))
     assert "more than the 0.5 that this node declares" in answer.error
     assert answer.payload == b""
 
 
-def test_orders_travel_as_they_are():
+def test_request_message_is_read_back():
     message = ordered(with_norms(), 0.5)
     request = read_request(message)
     assert (request.round, request.lr, request.threads, dict(request.extra_config)) == (
@@ -181,7 +181,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_reply_that_is_none_is_refused(wrong):
+def test_malformed_reply_is_refused(wrong):
     reply = result_message(
         ordered(with_norms(), 0.5), [ClientResult(3, "nonce", 0.5, 1, b"parcel")]
     )
@@ -191,14 +191,14 @@ def test_a_reply_that_is_none_is_refused(wrong):
         read_results(reply)
 
 
-def test_empty_content_is_refused():
+def test_empty_reply_is_refused():
     message = ordered(with_norms(), 0.5)
     for content in (RecordDict(), RecordDict({"report": ConfigRecord(), "answers": ArrayRecord()})):
         with pytest.raises(InvalidValue):
             read_results(Message(content, reply_to=message))
 
 
-def test_any_pieces_of_a_reply_are_read_or_refused():
+def test_damaged_reply_pieces_are_read_or_refused():
     """The pieces in which Flower carries a reply, damaged at random: what opens them never stumbles."""
     message, chance, seen = ordered(with_norms(), 0.5), random.Random(0), Counter()
     reply = result_message(message, [ClientResult(3, "nonce", 0.5, 1, bytes(range(256)) * 4)])
@@ -241,7 +241,7 @@ def damaged(content, others, chance):
     return content[:where] + content[where + chance.randrange(1, 30) :]
 
 
-def test_a_reply_of_records_only_or_of_one_tensor_many_times_is_too_large():
+def test_reply_of_records_or_repeated_tensors_is_too_large():
     """Python makes much of little: refused before anything is made of it."""
     message = ordered(with_norms(), 0.5)
     many = Message(RecordDict({"report": ConfigRecord({"x": [1] * 100_000})}), reply_to=message)
@@ -262,7 +262,7 @@ def pieces(message):
     return {id: piece.deflate() for id, piece in get_all_nested_objects(message).items()}
 
 
-def test_a_flood_of_answers_is_one_rejection(caplog):
+def test_strategy_counts_a_flood_of_answers_as_one_rejection(caplog):
     strategy, message = (
         CoverageStrategy(with_norms(), calibration=torch.randn(9, 1, 4, 4)),
         ordered(with_norms(), 0.5),
@@ -293,7 +293,7 @@ def answering(strategy, samples):
 @pytest.mark.parametrize(
     ("samples", "believed"), [(0, 0), (1, 1), (10**9, 1), (10**9 + 1, 0), (2**63 - 1, 0)]
 )
-def test_a_node_claims_at_most_a_billion_samples(samples, believed, caplog):
+def test_node_may_claim_at_most_a_billion_samples(samples, believed, caplog):
     strategy = CoverageStrategy(
         with_norms(), weights="samples", calibration=torch.randn(9, 1, 4, 4)
     )
@@ -352,7 +352,7 @@ def values(result):
     return {name: array.numpy().tobytes() for name, array in result.arrays.items()}
 
 
-def test_a_share_of_the_nodes_trains_and_it_changes(fleet):
+def test_sampling_trains_a_changing_share_of_nodes(fleet):
     asked = fleet(client_app(trains, with_norms), [1.0] * 4)
     inputs = torch.randn(9, 1, 4, 4)
 
@@ -372,7 +372,7 @@ def test_a_share_of_the_nodes_trains_and_it_changes(fleet):
         who(Sampling(min_available_nodes=5, wait=0.0))
 
 
-def test_nodes_evaluate_the_parts_that_they_hold(fleet):
+def test_nodes_evaluate_their_own_parts(fleet):
     """In evaluation mode, with the server's norm statistics for just that part."""
     seen = {}
 
@@ -412,7 +412,7 @@ def test_nodes_evaluate_the_parts_that_they_hold(fleet):
         (lambda *_: {"num-examples": 1, "loss": float("nan")}, "at most 100 finite numbers"),
     ],
 )
-def test_an_evaluation_that_fails_is_told_of(fleet, caplog, evaluate, said):
+def test_failed_evaluation_is_logged(fleet, caplog, evaluate, said):
     fleet(client_app(trains, with_norms, evaluate), [1.0])
     inputs = torch.randn(9, 1, 4, 4)
     strategy = CoverageStrategy(
@@ -424,7 +424,7 @@ def test_an_evaluation_that_fails_is_told_of(fleet, caplog, evaluate, said):
 
 
 @pytest.mark.parametrize("server", ["none", "momentum(beta=0.5)", "adam(lr=0.1)"])
-def test_a_strategy_goes_on_from_its_folder_to_the_same_bits(fleet, tmp_path, server):
+def test_resumed_strategy_gives_the_same_bits(fleet, tmp_path, server):
     asked = fleet(client_app(trains, with_norms), [1.0, 0.5])
     inputs, built = torch.randn(9, 1, 4, 4), with_norms()
     seen = []
@@ -453,7 +453,7 @@ def test_a_strategy_goes_on_from_its_folder_to_the_same_bits(fleet, tmp_path, se
     assert (values(plain) == values(whole)) == (server == "none")
 
 
-def test_a_node_that_does_not_answer_loses_its_place_in_an_app_too(monkeypatch):
+def test_silent_node_loses_its_partition_in_an_app(monkeypatch):
     """The strategy asks the next node that claims the place, until that one is silent, too."""
     message, answered = ordered(with_norms(), 0.5), result_message(ordered(with_norms(), 0.5), [])
     silent = {7}

@@ -27,10 +27,10 @@ def started(monkeypatch):
     return seen
 
 
-def test_a_killed_node_can_reconnect(started):
+def test_killed_node_can_reconnect(started):
     assert started["client"] is ReconnectingClient
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc's")
-def test_the_processes_of_messages_return_large_tensors(started):
+def test_processes_of_messages_return_large_tensors(started):
     assert "glibc.malloc.mmap_threshold=1048576" in started["tunables"]

@@ -42,7 +42,7 @@ def up(folder, *arguments):
     [[signal.SIGHUP], [signal.SIGTERM], [signal.SIGINT] * 2],
     ids=["hang-up", "kill", "Ctrl-C twice"],
 )
-def test_up_leaves_nothing_behind(tmp_path, stopped):
+def test_stopped_up_leaves_no_process_or_file(tmp_path, stopped):
     """After a closed terminal, a kill, or an impatient user, neither processes nor files are left."""
     (tmp_path / "mine.toml").write_text(
         experiment(policy="prefix", rounds=30, name="mine").to_toml()
@@ -61,7 +61,7 @@ def test_up_leaves_nothing_behind(tmp_path, stopped):
     assert "resume with: fedcover flower up" in (tmp_path / "log.txt").read_text()
 
 
-def test_after_a_kill_that_leaves_no_time_everything_ends_within_ten_seconds(tmp_path):
+def test_killed_up_ends_every_process_within_ten_seconds(tmp_path):
     """SuperLink, SuperNodes, executors, the server app, client apps and `flwr run` notice that `up` is gone."""
     (tmp_path / "mine.toml").write_text(
         experiment(policy="prefix", rounds=30, name="mine").to_toml()
@@ -80,7 +80,7 @@ def test_after_a_kill_that_leaves_no_time_everything_ends_within_ten_seconds(tmp
     assert left == []
 
 
-def test_what_every_node_would_refuse_is_refused_by_the_server(tmp_path):
+def test_up_refuses_a_run_that_every_node_would_refuse(tmp_path):
     wanted = experiment(policy="prefix", recipe="hermes", rounds=2, name="mine")
     (tmp_path / "mine.toml").write_text(wanted.to_toml())
     process = up(tmp_path, tmp_path / "mine.toml")
@@ -92,7 +92,7 @@ def test_what_every_node_would_refuse_is_refused_by_the_server(tmp_path):
     assert not (tmp_path / "runs" / "mine" / "metrics.jsonl").exists()
 
 
-def test_what_can_be_seen_here_is_refused_before_anything_is_started(tmp_path):
+def test_up_refuses_wrong_experiments_before_it_starts_anything(tmp_path):
     (tmp_path / "mine.toml").write_text(
         experiment(partition="labels(limit=99)", name="mine").to_toml()
     )
@@ -102,7 +102,7 @@ def test_what_can_be_seen_here_is_refused_before_anything_is_started(tmp_path):
     assert "SuperLink" not in told
 
 
-def test_a_run_in_which_nobody_ever_answers_has_failed(tmp_path):
+def test_up_fails_without_any_answer(tmp_path):
     (tmp_path / "mine.toml").write_text(
         experiment(policy="prefix", rounds=2, name="mine").to_toml()
     )
@@ -126,7 +126,7 @@ def test_up_on_rows_that_stay_on_nodes(tmp_path):
     assert there.model()(here.setup.task.source.test.x).shape == (360, 10)
 
 
-def test_a_server_that_is_killed_is_missed(tmp_path):
+def test_up_notices_a_killed_server(tmp_path):
     """Up says what has happened and how to go on, and does not wait for Flower to notice."""
     (tmp_path / "mine.toml").write_text(
         experiment(policy="prefix", rounds=30, name="mine").to_toml()
@@ -145,7 +145,7 @@ def test_a_server_that_is_killed_is_missed(tmp_path):
     assert "resume with: fedcover flower up --nodes 2" in told
 
 
-def test_up_runs_to_the_end_and_cleans_up(tmp_path):
+def test_up_runs_to_the_end_and_removes_its_files(tmp_path):
     """Stopped after a round, it goes on with the folder and ends as the same run in one process."""
     wanted = experiment(policy="prefix", rounds=3, name="mine")
     (tmp_path / "mine.toml").write_text(wanted.to_toml())

@@ -25,7 +25,7 @@ def run(*command: object, cwd: Path) -> str:
     return result.stdout
 
 
-def test_the_wheel_holds_the_package_and_runs_the_demo(tmp_path):
+def test_wheel_contains_the_package_and_runs_the_demo(tmp_path):
     pip = [sys.executable, "-m", "pip"]
     run(*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", tmp_path, ROOT, cwd=tmp_path)
     (wheel,) = tmp_path.glob("fedcover-*.whl")

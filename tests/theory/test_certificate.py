@@ -37,7 +37,7 @@ def certified(folder, parts=None, only_now=None, **fields):
 class TestSoftmaxRegression:
     """Constants are proved, the optimum is known: the certificate is one."""
 
-    def test_with_masks_that_cover_everything(self, tmp_path):
+    def test_certificate_with_full_coverage(self, tmp_path):
         found = certified(tmp_path / "run", fleet="2x1.0 + 4x0.75", policy="magnitude", **SOFTMAX)
         bound = found["bounds"]["reshuffled"]
         assert found["kind"] == "certificate"
@@ -52,13 +52,13 @@ class TestSoftmaxRegression:
         )  # the neighbourhood of the optimum, not the optimum
         assert json.loads((tmp_path / "run" / "certificate.json").read_text()) == found
 
-    def test_without_noise_it_reaches_the_optimum_itself(self, tmp_path):
+    def test_certified_run_without_noise_reaches_the_optimum(self, tmp_path):
         found = certified(tmp_path / "run", fleet="1x1.0", policy="full", **SOFTMAX)
         assert found["last"]["above"] < 1e-4
         assert found["coverage"]["noise"] == 0
         assert found["bounds"]["reshuffled"]["terms"]["noise"] == 0
 
-    def test_with_parameters_that_nobody_trains_the_union_is_certified(self, tmp_path):
+    def test_certificate_of_the_union_of_trained_parameters(self, tmp_path):
         """Coverage 0: everybody looks at the first two of four features. The optimum is that of these two."""
         found = certified(tmp_path / "run", fleet="1x0.5", policy="prefix", **SOFTMAX)
         assert (found["coverage"]["gamma"], found["coverage"]["gamma_union"]) == (0, 6)
@@ -80,7 +80,7 @@ class TestSoftmaxRegression:
         least = torch.nn.functional.cross_entropy(ones @ head.T, y) + 0.25 * head.square().sum()
         assert found["last"]["F_optimum"] == pytest.approx(float(least), abs=1e-9)
 
-    def test_mini_batches_and_many_local_steps_are_certified_too(self, tmp_path):
+    def test_certificate_with_mini_batches_and_local_steps(self, tmp_path):
         fields = {
             **SOFTMAX,
             "batch_size": 5,
@@ -100,7 +100,7 @@ class TestSoftmaxRegression:
         assert 0 < found["lemmas"]["noise"] <= 1
         assert "shuffled" in " ".join(found["bounds"]["sharper"]["outside"])
 
-    def test_it_is_an_estimate_if_rounds_are_missing(self, tmp_path):
+    def test_certificate_is_an_estimate_if_rounds_are_missing(self, tmp_path):
         found = certified(
             tmp_path / "run", fleet="1x1.0", policy="full", **{**SOFTMAX, "keep_rounds": [0, 12]}
         )
@@ -130,7 +130,7 @@ class TestThreeParameters:
 
         return {"dataset": fc.from_tensors((x, y), (x, y)), "policy": ends}
 
-    def test_the_union_of_the_two_converges(self, tmp_path):
+    def test_certified_union_of_two_clients_converges(self, tmp_path):
         parts = self.parts()
         found = certified(tmp_path / "run", parts, **THREE)
         before = fc.run(fc.Experiment(**{**THREE, "rounds": 1, "keep_rounds": ()}), **parts)
@@ -145,7 +145,7 @@ class TestThreeParameters:
         assert last["gradient"] < 0.2 * first["whole"]
         assert last["above"] <= last["best_round_above_at_most"]
 
-    def test_parts_made_in_python_are_asked_for_again(self, tmp_path):
+    def test_certify_needs_python_parts_again(self, tmp_path):
         certified(tmp_path / "run", self.parts(), **{**THREE, "rounds": 2, "keep_rounds": [0]})
         with pytest.raises(RunError, match="its own dataset, policy: give it again"):
             fc.certify(tmp_path / "run")
@@ -199,7 +199,7 @@ def test_theorem_r_on_random_softmax_problems(seed, share, momentum, batch_size,
 @pytest.mark.parametrize(
     "name", sorted(set(SMALL_MODELS) - {"depth_resnet", "preact_resnet18", "transformer", "lstm"})
 )
-def test_every_model_can_be_certified(name, tmp_path):
+def test_certificate_of_every_model(name, tmp_path):
     model, dataset = SMALL_MODELS[name]
     fields = {
         "model": model, "dataset": dataset, "fleet": "2x1.0 + 2x0.5", "clients": 4, "active": 4, "policy": "prefix",
@@ -214,7 +214,7 @@ def test_every_model_can_be_certified(name, tmp_path):
     assert all(known["value"] >= 0 for known in found["constants"].values())
 
 
-def test_what_lies_outside_the_assumptions_is_said(tmp_path):
+def test_certificate_names_violated_assumptions(tmp_path):
     found = certified(
         tmp_path / "run", dataset="synthetic(samples=7)", model="mlp(hidden=[4], dropout=0.1)", fleet="1x1.0 + 1x0.5",
         policy="planned", recipe="prox", clip=1.0, server="momentum", schedule="cosine", momentum=0.9, lr=1.0,
@@ -260,16 +260,16 @@ def all_outside(found, words):
         ),
     ],
 )
-def test_no_theorem_applies_to_updates_that_are_shortened_or_noised(fields, words, tmp_path):
+def test_certificate_excludes_clipped_and_private_updates(fields, words, tmp_path):
     assert all_outside(certified(tmp_path / "run", **BRIEF, **fields), words)
 
 
-def test_no_theorem_applies_to_steps_of_less_precision(tmp_path):
+def test_certificate_excludes_reduced_precision(tmp_path):
     fc.run(fc.Experiment(**BRIEF), tmp_path / "run", machine=fc.Machine(precision="bf16"))
     assert all_outside(fc.certify(tmp_path / "run"), "local steps were computed in bf16")
 
 
-def test_a_run_that_went_on_in_less_precision_is_known_too(tmp_path):
+def test_certificate_excludes_runs_resumed_in_reduced_precision(tmp_path):
     def stop(report):
         if report.round == 1:
             raise KeyboardInterrupt
@@ -286,7 +286,7 @@ SPARSE = {**SOFTMAX, "active": 1, "drop_out": 0.7, "rounds": 20, "keep_rounds": 
 class TestRoundsWithoutAnswers:
     """A round in which nobody trains changes nothing: it is no round of a theorem, and lacks in no mean."""
 
-    def test_they_do_not_divide_a_bound(self, tmp_path):
+    def test_empty_rounds_do_not_divide_a_bound(self, tmp_path):
         found = certified(tmp_path / "run", **{**SPARSE, "schedule": "cosine"})
         run = fc.load(tmp_path / "run")
         trained = [line["round"] for line in run.metrics if line["train_loss"] is not None]
@@ -298,7 +298,7 @@ class TestRoundsWithoutAnswers:
         printed = found["bounds"]["printed_one"]["conditions"][1]["allowed"]
         assert printed == pytest.approx(1 / (found["local_steps"] * len(trained) ** 0.5))
 
-    def test_a_bound_stays_above_what_was_measured(self, tmp_path):
+    def test_bound_with_empty_rounds_stays_above_the_measurement(self, tmp_path):
         """Equal data and one client a round: if the empty rounds counted, the bound would be below the left side."""
         draw = torch.Generator().manual_seed(0)
         x = torch.nn.functional.normalize(torch.randn(20, 5, generator=draw))
@@ -322,7 +322,7 @@ class TestRoundsWithoutAnswers:
         )
         assert found["bounds"]["sharper"]["applies"]
 
-    def test_nothing_is_missing_if_all_rounds_were_kept(self, tmp_path):
+    def test_empty_rounds_are_not_missing(self, tmp_path):
         found = certified(tmp_path / "run", **SPARSE)
         assert found["kind"] == "certificate"
         assert found["constants"]["G_step"]["kind"] == "exact"
@@ -331,7 +331,7 @@ class TestRoundsWithoutAnswers:
             found["notes"]
         )
 
-    def test_rounds_that_were_not_kept_are_missing_only_if_somebody_trained(self, tmp_path):
+    def test_rounds_not_kept_are_missing_only_if_a_client_trained(self, tmp_path):
         found = certified(tmp_path / "run", **{**SPARSE, "keep_rounds": range(15)})
         lines = fc.load(tmp_path / "run").metrics
         trained = [line["round"] for line in lines if line["train_loss"] is not None]
@@ -343,7 +343,7 @@ class TestRoundsWithoutAnswers:
 class TestThoseWhoDidNotAnswer:
     """On a real fleet an answer may be rejected, late or lost; the replay asks only those who answered."""
 
-    def test_a_round_is_replayed_with_those_who_answered(self, tmp_path):
+    def test_round_is_replayed_with_the_clients_that_answered(self, tmp_path):
         def lossy(task, state, work, lr):
             return list(ENGINES["sequential"](task, state, work[: max(0, 6 - state.round)], lr))
 
@@ -353,13 +353,13 @@ class TestThoseWhoDidNotAnswer:
         assert found["coverage"]["gamma"] == 1
         assert found["bounds"]["reshuffled"]["left"] <= found["bounds"]["reshuffled"]["value"]
 
-    def test_if_nobody_ever_answered_it_is_said(self, tmp_path):
+    def test_certify_refuses_a_run_without_answers(self, tmp_path):
         fields = {**SOFTMAX, "rounds": 2, "keep_rounds": range(2)}
         with pytest.raises(RunError, match="no client answered"):
             certified(tmp_path / "run", None, {"engine": lambda *_: []}, **fields)
 
 
-def test_theorem_r_promises_nothing_of_a_run_that_it_does_not_know(tmp_path):
+def test_theorem_r_gives_no_bound_for_clipped_runs(tmp_path):
     found = certified(
         tmp_path / "run", **{**SOFTMAX, "rounds": 2, "keep_rounds": range(2), "clip_updates": 1e-3}
     )
@@ -377,7 +377,7 @@ class TestWhoseMasksTheyAre:
     def said(found):
         return " ".join(found["bounds"]["partial_participation"]["outside"])
 
-    def test_a_policy_given_in_python_may_look_at_the_client(self, tmp_path):
+    def test_own_policy_may_depend_on_the_client(self, tmp_path):
         def mine(view):
             return [windows(view.groups, 0.5 if client.id % 2 else 1.0) for client in view.cohort]
 
@@ -389,16 +389,16 @@ class TestWhoseMasksTheyAre:
     @pytest.mark.parametrize(
         "policy", [POLICIES["prefix"], partial(POLICIES["rolling"], spread=True)]
     )
-    def test_one_of_ours_given_in_python_is_known(self, policy, tmp_path):
+    def test_table_policy_given_in_python_is_recognised(self, policy, tmp_path):
         found = certified(tmp_path / "run", {"policy": policy}, **DRAWN)
         assert found["bounds"]["partial_participation"]["genuine"]
 
-    def test_others_of_ours_are_called_by_their_names(self, tmp_path):
+    def test_table_policy_is_called_by_its_name(self, tmp_path):
         found = certified(tmp_path / "run", {"policy": POLICIES["exclude"]}, **DRAWN)
         assert self.said(found) == "policy exclude may give masks by who a client is"
 
 
-def test_a_run_without_kept_rounds_is_told_what_to_do(tmp_path):
+def test_certify_without_kept_rounds_names_keep_rounds(tmp_path):
     fields = {"clients": 4, "active": 2, "epochs": 1}
     with pytest.raises(
         RunError, match=r"run it again with keep_rounds, such as --set 'keep_rounds=\[0, 1\]'"
@@ -412,7 +412,7 @@ def test_a_run_without_kept_rounds_is_told_what_to_do(tmp_path):
         fc.certify(tmp_path / "run", steps=0)
 
 
-def test_several_exits_are_refused(tmp_path):
+def test_certify_refuses_models_with_several_exits(tmp_path):
     model, dataset = SMALL_MODELS["depth_resnet"]
     with pytest.raises(RunError, match="several exits"):
         certified(
@@ -421,7 +421,7 @@ def test_several_exits_are_refused(tmp_path):
         )  # fmt: skip
 
 
-def test_f_is_what_all_clients_minimise_together():
+def test_global_loss_is_the_mean_over_clients():
     setup, state = world("mlp", weight_decay=0.3, weights="samples")
     global_loss = build_global_loss(setup, 100)
     shards = [setup.task.source.shard(client) for client in range(setup.experiment.clients)]
@@ -448,7 +448,7 @@ def test_f_is_what_all_clients_minimise_together():
     assert float(sum(t.sum() for t in full.dissimilarity.values())) == pytest.approx(zeta)
 
 
-def test_the_largest_eigenvalue_is_that_of_the_hessian():
+def test_curvature_is_the_largest_eigenvalue_of_the_hessian():
     setup, state = world("softmax", weight_decay=0.3)
     global_loss = build_global_loss(setup, 100)
     shards = [global_loss.rows(client) for client in range(setup.experiment.clients)]
@@ -466,12 +466,12 @@ def test_the_largest_eigenvalue_is_that_of_the_hessian():
     assert global_loss.curvature(state.params, 0) == pytest.approx(wanted, rel=0.02)
 
 
-def test_attention_has_a_curvature_too():
+def test_curvature_of_attention_is_finite():
     setup, state = world("transformer", clients=2000, active=2)
     assert 0 < build_global_loss(setup, 2).curvature(state.params, 0) < 100
 
 
-def test_the_solver_s_lower_bound_is_below_the_optimum():
+def test_minimiser_bounds_enclose_the_optimum():
     root = torch.randn(4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     hessian = root @ root.T + 0.1 * torch.eye(4, dtype=torch.float64)
     found = minimise(

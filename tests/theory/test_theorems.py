@@ -63,7 +63,7 @@ def test_theorem_one_prime_with_data_bias(seed, share):
 
 @settings(max_examples=300, deadline=None)
 @given(seeds, portions, st.sampled_from(["corrected_one", "corrected_two"]))
-def test_the_corrected_theorems(seed, share, name):
+def test_corrected_theorems_hold(seed, share, name):
     problem = random_problem(seed, equal_data=True)
     assume(problem.covered.any())
     problem = replace(problem, steps=LocalSteps(problem.steps.count))
@@ -72,7 +72,7 @@ def test_the_corrected_theorems(seed, share, name):
 
 @settings(max_examples=150, deadline=None)
 @given(seeds, portions)
-def test_partial_participation(seed, share):
+def test_partial_participation_bound_holds(seed, share):
     """Every cohort of 2 out of M clients, every outcome of the coins; masks belong to places, not to clients."""
     everybody = random_problem(seed, equal_data=False)
     assume(everybody.covered.any())
@@ -176,12 +176,12 @@ class TestTheConstantsAreNeeded:
         }  # fmt: skip
         return Problem(**{**fields, **changes})
 
-    def test_the_noise_term_is_reached(self):
+    def test_noise_term_is_tight(self):
         bound = judged("sharper", self.saddle())
         assert bound.left == pytest.approx(bound.terms["noise"])
         assert bound.value == pytest.approx(bound.left)
 
-    def test_the_variance_term_may_lose_half_at_most(self):
+    def test_variance_term_is_tight_up_to_a_factor_of_two(self):
         """At the optimum only the noise moves the model: with less than half of the term the inequality fails."""
         noise = torch.zeros(1, 1, 2, dtype=torch.float64)
         noise[..., 0] = 1.0
@@ -193,7 +193,7 @@ class TestTheConstantsAreNeeded:
         assert bound.left == pytest.approx(bound.value - bound.terms["variance"] / 2)
 
     @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
-    def test_the_drift_of_lemma_one_is_reached_by_a_linear_loss(self, momentum):
+    def test_drift_of_lemma_one_is_tight_for_a_linear_loss(self, momentum):
         steps, lr, pull = LocalSteps(7, momentum), 0.1, 3.0
         theta = velocity = walked = 0.0
         for share in steps.shares:
@@ -203,7 +203,7 @@ class TestTheConstantsAreNeeded:
         assert walked == pytest.approx(lr**2 * pull**2 * steps.drift)
         assert theta == pytest.approx(-lr * pull * steps.total)
 
-    def test_the_bias_never_decays(self):
+    def test_bias_term_is_tight(self):
         """Two clients pull one parameter apart and only one of them holds it: the gradient stays."""
         problem = self.saddle(
             hessian_NPP=torch.ones(2, 1, 1, dtype=torch.float64), mask_NP=torch.tensor([[True], [False]]),
@@ -228,7 +228,7 @@ def test_lemma_one_as_printed_fails_for_five_steps():
 
 
 @given(st.integers(1, 60), st.floats(0, 0.99))
-def test_momentum_never_drifts_more_than_its_simple_bound(count, momentum):
+def test_momentum_drift_is_below_its_simple_bound(count, momentum):
     steps, plain = LocalSteps(count, momentum), LocalSteps(count)
     assert steps.drift <= plain.drift / (1 - momentum) ** 2 * (1 + 1e-9)
     assert steps.squares <= 1 / (1 - momentum) * (1 + 1e-9)
@@ -256,7 +256,7 @@ KNOWN = Constants(
 class TestTheFormulas:
     """Every term by hand."""
 
-    def test_theorem_one_prime(self):
+    def test_theorem_one_prime_by_hand(self):
         bound = BOUNDS["sharper"](KNOWN, [facts()])
         assert bound.terms == pytest.approx({
             "start": 2 * 2.0 / 10, "variance": 2 * 2 * 0.01 * 4 * 0.3125,
@@ -264,7 +264,7 @@ class TestTheFormulas:
         })  # fmt: skip
         assert bound.conditions[0].factor == pytest.approx(0.01 * 2 * 2 * 10)
 
-    def test_theorem_one_as_printed(self):
+    def test_theorem_one_as_printed_by_hand(self):
         bound = BOUNDS["printed_one"](KNOWN, [facts()])
         assert bound.terms == pytest.approx({
             "start": 4 * 2.3 / 10, "variance": 6 * 2 * 2 * 4 / 4 / 100, "drift": 2 * 4 * 2 * 5 / 2 / 100,
@@ -272,7 +272,7 @@ class TestTheFormulas:
         })  # fmt: skip
         assert [c.factor for c in bound.conditions] == pytest.approx([0.01 * 120, 0.01 * 100])
 
-    def test_theorem_two_as_printed(self):
+    def test_theorem_two_as_printed_by_hand(self):
         bound = BOUNDS["printed_two"](KNOWN, [facts(regions=3)])
         root = 1000**0.5
         assert bound.terms == pytest.approx({
@@ -280,7 +280,7 @@ class TestTheFormulas:
             "noise": 3 * 4 * 0.25 * 2 / 2 * 12,
         })  # fmt: skip
 
-    def test_the_paper_s_own_setting_is_violated_thirty_times(self):
+    def test_papers_setting_violates_the_condition_thirty_times(self):
         """MNIST: learning rate 0.01, five epochs of 60 steps, 100 rounds; T counts steps, not epochs."""
         known = replace(KNOWN, smoothness=1.0, steps=LocalSteps(300))
         one, two = (
@@ -288,17 +288,17 @@ class TestTheFormulas:
         )
         assert [round(c.factor, 1) for c in (*one, two[1])] == [18.0, 30.0, 1.7]
 
-    def test_a_schedule_counts_rounds_by_their_learning_rate(self):
+    def test_bound_weighs_rounds_by_learning_rate(self):
         rounds = [facts(lr=0.03, gradient=1.0), facts(lr=0.01, gradient=5.0)]
         assert BOUNDS["sharper"](KNOWN, rounds).left == pytest.approx(2.0)
         assert BOUNDS["sharper"](KNOWN, rounds).conditions[0].actual == 0.03
 
-    def test_lemma_two(self):
+    def test_lemma_two_by_hand(self):
         assert gradient_gap(KNOWN, facts(), smoothness=2.0, gradient=5.0) == pytest.approx(
             (4e-4 * 5 * 28.5 * 0.75, 3.0)
         )
 
-    def test_a_bound_applies_only_inside_its_assumptions(self):
+    def test_bound_applies_only_inside_its_assumptions(self):
         good = Condition("step", 1.0, 1.0)
         assert Bound("a", {"x": 1.0}, (good,), 0.5).applies
         assert not Bound("a", {"x": 1.0}, (Condition("step", 1.0, 1.1),), 0.5).applies

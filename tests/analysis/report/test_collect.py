@@ -30,7 +30,7 @@ def test_runs_that_differ_only_in_the_seed_are_one_group(tmp_path):
     ]
 
 
-def test_groups_are_called_after_what_differs_or_after_their_runs_where_that_is_too_long(tmp_path):
+def test_group_label_is_what_differs_or_the_run_name(tmp_path):
     a = made_up_run(tmp_path / "a", lr=0.1)
     assert labels(a) == {"a": 1}
     assert labels(a, made_up_run(tmp_path / "b", lr=0.2)) == {"lr 0.1": 1, "lr 0.2": 1}
@@ -48,7 +48,7 @@ def test_groups_are_called_after_what_differs_or_after_their_runs_where_that_is_
     assert set(labels(both[0], again)) == {"clients 20", "clients 30"}
 
 
-def test_runs_and_values_stand_in_natural_order(tmp_path):
+def test_runs_and_values_are_sorted_naturally(tmp_path):
     rates = (0.011, 0.1, 0.02, 1e-05, 10.0, 2.0)
     for place, rate in enumerate(rates):
         made_up_run(
@@ -75,7 +75,7 @@ def test_runs_and_values_stand_in_natural_order(tmp_path):
     ]  # fmt: skip
 
 
-def test_parts_made_in_python_are_no_repetition_unless_named_so_with_other_seeds(tmp_path):
+def test_runs_with_python_parts_are_grouped_by_name_and_seed(tmp_path):
     def custom(folder, **fields):
         made = made_up_run(tmp_path / folder, **fields)
         (made / "manifest.json").write_text(json.dumps({"custom": ["policy"]}))
@@ -90,7 +90,7 @@ def test_parts_made_in_python_are_no_repetition_unless_named_so_with_other_seeds
     assert data["runs"][0]["custom"] == ["policy"]
 
 
-def test_a_run_with_missing_answers_is_no_copy_of_one_without(tmp_path):
+def test_run_with_missing_answers_is_not_grouped_with_complete_runs(tmp_path):
     for seed in (0, 1):
         made_up_run(tmp_path / f"alone-{seed}", seed=seed)
     hurt = made_up_run(tmp_path / "devices", seed=0)
@@ -102,7 +102,7 @@ def test_a_run_with_missing_answers_is_no_copy_of_one_without(tmp_path):
     assert data["notes"] == []
 
 
-def test_a_copy_of_a_run_is_no_further_seed(tmp_path, caplog):
+def test_copy_of_a_run_is_left_out(tmp_path, caplog):
     short = made_up_run(tmp_path / "runs" / "a", done=4)
     whole = Path(shutil.copytree(short, tmp_path / "runs" / "b"))
     made_up_run(tmp_path / "again")

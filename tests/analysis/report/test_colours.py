@@ -62,7 +62,7 @@ def colours(name):
 
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
 @pytest.mark.parametrize("eyes", BLIND)
-def test_lines_can_be_told_apart_by_all_eyes(theme, eyes):
+def test_line_colours_differ_for_colour_blind_readers(theme, eyes):
     seen = [lab(np.clip(BLIND[eyes] @ linear(colours(f"c{n}")[theme]), 0, 1)) for n in range(8)]
     assert (
         min(np.linalg.norm(a - b) for a, b in combinations(seen, 2)) > 20
@@ -70,7 +70,7 @@ def test_lines_can_be_told_apart_by_all_eyes(theme, eyes):
 
 
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
-def test_lines_and_words_stand_out_from_the_page(theme):
+def test_contrast_of_lines_and_text_is_sufficient(theme):
     for background in ("card", "page"):
         for name in ("text", "soft", "warn", "link"):
             assert contrast(colours(name)[theme], colours(background)[theme]) >= 4.5, name
@@ -78,5 +78,5 @@ def test_lines_and_words_stand_out_from_the_page(theme):
         assert contrast(colours(name)[theme], colours("card")[theme]) >= 3, name
 
 
-def test_plots_on_paper_have_the_colours_of_the_page():
+def test_matplotlib_colours_equal_page_colours():
     assert tuple(colours(f"c{n}")[0] for n in range(8)) == plotting.COLOURS

@@ -12,7 +12,7 @@ from tests.helpers.made_up import made_up_run
 from tests.helpers.report_pages import data_of, report
 
 
-def test_fifty_long_runs_stay_under_three_megabytes(tmp_path):
+def test_page_of_fifty_long_runs_is_under_three_megabytes(tmp_path):
     made = []
     for number in range(50):
         folder = tmp_path / f"run{number}"
@@ -86,7 +86,7 @@ def test_thinning_shows_the_last_round_of_a_run_that_stopped(tmp_path):
     assert 24 in b["scores"]["round"]
 
 
-def test_many_seeds_that_stopped_anywhere_do_not_fill_the_page(tmp_path):
+def test_stopped_seeds_add_few_points_to_the_page(tmp_path):
     for seed in range(40):
         made_up_run(
             tmp_path / "runs" / str(seed), rounds=10_000, done=30 + seed, layers=1, seed=seed

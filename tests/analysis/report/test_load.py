@@ -12,7 +12,7 @@ from tests.helpers.made_up import made_up_run
 from tests.helpers.report_pages import report
 
 
-def test_runs_that_have_not_begun_or_not_been_evaluated_or_not_ended(tmp_path):
+def test_unfinished_runs_are_on_the_page(tmp_path):
     nothing = made_up_run(tmp_path / "nothing", done=0)
     blind = made_up_run(tmp_path / "blind", done=3, evaluate_every=5, rounds=10)
     (blind / "metrics.jsonl").write_text(
@@ -27,7 +27,7 @@ def test_runs_that_have_not_begun_or_not_been_evaluated_or_not_ended(tmp_path):
     assert data["runs"][1]["commands"][1] == f"fedcover resume {blind}"
 
 
-def test_what_is_not_finite_is_said_and_never_written_as_a_number(tmp_path):
+def test_values_that_are_not_finite_are_counted_and_never_written(tmp_path):
     folder = made_up_run(tmp_path / "lost")
     lines = read_lines(folder / "metrics.jsonl")
     for line in lines[3:]:
@@ -42,7 +42,7 @@ def test_what_is_not_finite_is_said_and_never_written_as_a_number(tmp_path):
     assert run["certificate"] == {"kind": "estimate", "bound": "inf", "terms": [{"value": "nan"}]}
 
 
-def test_runs_of_an_older_version_have_no_pictures(tmp_path):
+def test_run_of_older_version_has_no_pictures(tmp_path):
     folder = made_up_run(tmp_path / "old")
     lines = read_lines(folder / "metrics.jsonl")
     (folder / "metrics.jsonl").write_text(
@@ -52,7 +52,7 @@ def test_runs_of_an_older_version_have_no_pictures(tmp_path):
     assert report(tmp_path, folder)["runs"][0]["pictures"] is None
 
 
-def test_folders_are_searched_and_named_once(tmp_path):
+def test_find_runs_lists_each_folder_once(tmp_path):
     a, b = made_up_run(tmp_path / "runs" / "a"), made_up_run(tmp_path / "runs" / "b")
     assert find_runs([tmp_path / "runs", a, b]) == [a, b]
     with pytest.raises(RunError, match="none below it"):
@@ -61,7 +61,7 @@ def test_folders_are_searched_and_named_once(tmp_path):
         fc.report([], tmp_path / "report.html")
 
 
-def test_wrong_files_are_named(tmp_path):
+def test_report_files_that_are_wrong_are_named(tmp_path):
     folder = made_up_run(tmp_path / "run")
     with pytest.raises(InvalidValue, match=r"must be an \.html file; got 'page.pdf'"):
         fc.report(folder, "page.pdf")
@@ -75,7 +75,7 @@ def test_wrong_files_are_named(tmp_path):
         fc.report(folder, tmp_path / "report.html")
 
 
-def test_a_damaged_run_is_named(tmp_path, caplog):
+def test_damaged_run_is_named(tmp_path, caplog):
     runs = tmp_path / "runs"
     whole = made_up_run(runs / "whole")
     assert report(tmp_path, runs)["notes"] == []
@@ -94,7 +94,7 @@ def test_a_damaged_run_is_named(tmp_path, caplog):
     assert caplog.messages == data["notes"]
 
 
-def test_a_run_that_cannot_be_read_costs_no_other(tmp_path, caplog):
+def test_unreadable_run_does_not_hide_other_runs(tmp_path, caplog):
     runs = tmp_path / "runs"
     made_up_run(runs / "whole")
     paths = [made_up_run(runs / name, lr=0.2) / "experiment.toml" for name in ("torn", "wordy")]
@@ -125,7 +125,7 @@ CLIENT = {"capacity": 1.0, "delta2": 0.1, "loss": 1.0}
      {"validation_accuracy": -0.1}],
     ids=str,
 )  # fmt: skip
-def test_an_incomplete_line_is_left_out_and_named(tmp_path, damage):
+def test_incomplete_line_is_left_out_and_named(tmp_path, damage):
     folder = made_up_run(tmp_path / "run", done=3)
     path = folder / "metrics.jsonl"
     line = {"round": 3} if damage is None else {**read_lines(path)[-1], "round": 3, **damage}
@@ -135,7 +135,7 @@ def test_an_incomplete_line_is_left_out_and_named(tmp_path, damage):
     assert (data["runs"][0]["done"], data["runs"][0]["totals"]["rounds"]) == (3, 3)
 
 
-def test_a_run_without_a_whole_line_is_named(tmp_path):
+def test_run_without_complete_lines_is_named(tmp_path):
     folder = made_up_run(tmp_path / "run")
     (folder / "metrics.jsonl").write_text('{"round": 0}\n{"round": 1}\n')
     data = report(tmp_path, folder)
@@ -145,7 +145,7 @@ def test_a_run_without_a_whole_line_is_named(tmp_path):
     assert data["runs"][0]["totals"] == {}
 
 
-def test_validation_that_was_not_always_measured(tmp_path):
+def test_best_round_is_chosen_among_rounds_with_validation(tmp_path):
     folder = made_up_run(tmp_path / "run")
     first, second, *others = read_lines(folder / "metrics.jsonl")
     lines = [first, {**second, "validation_accuracy": 0.5}, *others]

@@ -20,14 +20,14 @@ from tests.helpers.report_pages import ATTACK, attacked, data_of, report
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
-def test_the_spread_on_the_page_is_that_of_a_sweep():
+def test_page_spread_equals_sweep_spread():
     values = [0.91, 0.935, 0.99, 0.75]
     script = f"{asset('elements.js')}; console.log(deviation({values}))"
     told = subprocess.run(["node", "-e", script], capture_output=True, text=True, check=True).stdout
     assert float(told) == pytest.approx(stdev(values), rel=1e-12)
 
 
-def test_a_real_run_with_its_pictures_fleet_and_commands(tmp_path):
+def test_page_shows_pictures_fleet_and_commands_of_a_run(tmp_path):
     fields = {
         "clients": 20,
         "active": 4,
@@ -50,7 +50,7 @@ def test_a_real_run_with_its_pictures_fleet_and_commands(tmp_path):
     assert fc.Experiment.from_toml(run["toml"]).policy == "rolling"
 
 
-def test_a_run_on_real_devices_tells_who_did_not_answer_and_is_repeated_on_flower(tmp_path):
+def test_flower_run_shows_missing_answers_and_flower_commands(tmp_path):
     (entry,) = report(tmp_path, on_flower(made_up_run(tmp_path / "run", done=3)))["runs"]
     assert entry["answers"]["counts"] == {"answered": 3, "rejected": 3, "late": 1}
     refused, late = entry["answers"]["causes"]
@@ -61,7 +61,7 @@ def test_a_run_on_real_devices_tells_who_did_not_answer_and_is_repeated_on_flowe
     assert go_on == f"fedcover flower up --nodes N {tmp_path / 'run'}"
 
 
-def test_of_a_round_that_was_run_again_the_last_answers_count(tmp_path):
+def test_repeated_round_counts_its_last_answers(tmp_path):
     folder = on_flower(made_up_run(tmp_path / "run", done=3))
     path = folder / "events.jsonl"
     again = [
@@ -77,7 +77,7 @@ def test_of_a_round_that_was_run_again_the_last_answers_count(tmp_path):
     ]
 
 
-def test_values_of_the_manifest_stay_values_in_the_commands(tmp_path):
+def test_manifest_values_are_quoted_in_commands(tmp_path):
     folder = made_up_run(tmp_path / "run")
     (folder / "manifest.json").write_text(
         json.dumps({"engine": "$(id)", "device": "cpu; rm -rf ~", "threads": 2})
@@ -95,7 +95,7 @@ def test_values_of_the_manifest_stay_values_in_the_commands(tmp_path):
     assert "'$(id)'" in command
 
 
-def test_thousands_of_causes_do_not_fill_the_page(tmp_path):
+def test_causes_of_missing_answers_are_limited_on_the_page(tmp_path):
     folder = made_up_run(tmp_path / "run")
     events = [
         {"round": 0, "event": "lost", "node": 1, "client": n, "why": f"{n} " * 500}
@@ -108,7 +108,7 @@ def test_thousands_of_causes_do_not_fill_the_page(tmp_path):
     assert len(json.dumps(entry["answers"])) < 20_000
 
 
-def test_a_run_in_one_process_has_no_answers_to_tell_of(tmp_path):
+def test_run_in_one_process_shows_no_answers(tmp_path):
     assert report(tmp_path, made_up_run(tmp_path / "run"))["runs"][0]["answers"] is None
 
 
@@ -124,7 +124,7 @@ class Tags(HTMLParser):
         self.attributes += attrs
 
 
-def test_nothing_that_a_run_says_becomes_markup(tmp_path):
+def test_text_of_a_run_never_becomes_markup(tmp_path):
     folder = attacked(tmp_path / "evil")
     path = fc.report(folder, tmp_path / "report.html", title=ATTACK)
     seen = Tags()
@@ -136,7 +136,7 @@ def test_nothing_that_a_run_says_becomes_markup(tmp_path):
     assert data_of(path)["runs"][0]["name"] == ATTACK
 
 
-def test_the_page_asks_no_network_for_anything(tmp_path):
+def test_page_makes_no_network_requests(tmp_path):
     text = fc.report(made_up_run(tmp_path / "run"), tmp_path / "report.html").read_text()
     assert set(re.findall(r"https?://[^\"' )]+", text)) == {
         "http://www.w3.org/2000/svg"
@@ -148,7 +148,7 @@ def test_the_page_asks_no_network_for_anything(tmp_path):
         pytest.fail(f"the page uses {script}")
 
 
-def test_a_report_needs_no_torch(tmp_path):
+def test_report_needs_no_torch(tmp_path):
     folder = made_up_run(tmp_path / "run")
     program = f"""
 import sys

@@ -108,7 +108,7 @@ def test_every_plot_is_drawn(page):
     assert "2 of 6 rounds" in page.run("return document.querySelector('#runs ~ .card').textContent")
 
 
-def test_accuracy_stands_beside_its_sample_standard_deviation(page, compared):
+def test_accuracy_is_shown_with_sample_standard_deviation(page, compared):
     data = json.loads(compared.read_text().split('id="data">')[1].split("</script>")[0])
     text = page.run("return document.querySelector('#runs ~ .card').textContent")
     groups = [
@@ -119,7 +119,7 @@ def test_accuracy_stands_beside_its_sample_standard_deviation(page, compared):
         assert len(accuracies) < 2 or f" ± {100 * stdev(accuracies):.1f}" in text
 
 
-def test_marks_of_an_axis_reach_around_the_lines(page):
+def test_axis_ticks_enclose_the_lines(page):
     heights = """const plot = document.querySelector('#' + arguments[0]);
       const marks = [...plot.querySelectorAll('.gridline')].map(e => e.y1.baseVal.value);
       const boxes = [...plot.querySelectorAll('.curve')].map(e => e.getBBox());
@@ -131,7 +131,7 @@ def test_marks_of_an_axis_reach_around_the_lines(page):
         assert max(lines) <= max(marks) + 0.1, plot
 
 
-def test_rows_of_the_table_do_not_wrap_at_an_ordinary_width(browser, tmp_path):
+def test_table_rows_do_not_wrap_at_an_ordinary_width(browser, tmp_path):
     for policy in ("full", "rolling(spread=true)"):
         for seed in (0, 1):
             made_up_run(
@@ -154,7 +154,7 @@ def test_rows_of_the_table_do_not_wrap_at_an_ordinary_width(browser, tmp_path):
     )
 
 
-def test_the_pictures_are_drawn_and_follow_the_round(page):
+def test_coverage_pictures_follow_the_chosen_round(page):
     page.wait("return document.querySelectorAll('#coverage table canvas').length === 3 * 12")
     painted = """return [...document.querySelectorAll('#coverage table canvas')].filter(c => {
       const pixels = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;
@@ -195,7 +195,7 @@ def test_filters_change_the_table_and_every_plot(page):
     assert page.run("return document.querySelectorAll('path.band').length") == 0
 
 
-def test_filters_that_no_run_passes_are_named_as_the_reason(page):
+def test_filters_without_matches_are_named(page):
     page.run("document.querySelector('input[type=search]').focus()")
     page.press(*"zzz")
     for place in ("#accuracy", "#cost", "#runs ~ .card"):
@@ -209,7 +209,7 @@ def test_filters_that_no_run_passes_are_named_as_the_reason(page):
     )
 
 
-def test_one_of_many_values_can_be_taken_by_keyboard(page):
+def test_filter_with_many_values_works_by_keyboard(page):
     page.run("document.querySelector('[data-setting=policy] select').focus()")
     page.press(*"rand")
     assert rows(page) == ["random"]
@@ -228,7 +228,7 @@ def test_one_of_many_values_can_be_taken_by_keyboard(page):
     )
 
 
-def test_names_sort_as_people_count(browser, tmp_path):
+def test_names_are_sorted_naturally(browser, tmp_path):
     made = [made_up_run(tmp_path / f"r{rate}", lr=rate, layers=1) for rate in (0.011, 0.1, 0.02)]
     browser.open(fc.report(made, tmp_path / "report.html"))
     chips = (
@@ -241,7 +241,7 @@ def test_names_sort_as_people_count(browser, tmp_path):
         assert rows(browser) == wanted
 
 
-def test_seeds_can_be_looked_at_one_by_one_and_against_what_was_paid(page):
+def test_seeds_and_costs_can_be_shown(page):
     click(page, "#single")
     assert curves(page) == 7
     page.run(
@@ -252,7 +252,7 @@ def test_seeds_can_be_looked_at_one_by_one_and_against_what_was_paid(page):
     )
 
 
-def test_columns_sort_and_tables_stand_behind_plots(page):
+def test_columns_sort_and_plots_have_tables(page):
     click(page, "#runs ~ .card thead button", "accuracy")
     first = rows(page)
     click(page, "#runs ~ .card thead button", "accuracy")
@@ -263,7 +263,7 @@ def test_columns_sort_and_tables_stand_behind_plots(page):
         page.wait(f"return document.querySelectorAll('#{plot} details tbody tr').length > 0")
 
 
-def test_the_keyboard_reaches_everything(page):
+def test_keyboard_reaches_every_control(page):
     stops = set()
     page.run("document.activeElement.blur(); window.scrollTo(0, 0)")
     for _ in range(80):
@@ -305,7 +305,7 @@ def test_plots_can_be_read_with_arrow_keys(page):
     assert page.run("return document.querySelector('#accuracy .tip').hidden")
 
 
-def test_the_legend_hides_lines_by_keyboard(page):
+def test_legend_hides_lines_by_keyboard(page):
     page.run("document.querySelector('.legend button').focus()")
     page.press(SPACE)
     assert curves(page, "noise") == 4
@@ -314,7 +314,7 @@ def test_the_legend_hides_lines_by_keyboard(page):
     assert curves(page, "noise") == 5
 
 
-def test_one_run_in_detail(page):
+def test_run_details_are_shown(page):
     page.run(
         "const s = document.querySelector('#which'); s.value = '0'; s.dispatchEvent(new Event('change'))"
     )
@@ -343,7 +343,7 @@ def test_one_run_in_detail(page):
     assert page.run("return document.querySelector('#which').selectedIndex") == 0
 
 
-def test_answers_of_real_devices_stand_in_a_table(browser, tmp_path):
+def test_answers_of_devices_are_in_a_table(browser, tmp_path):
     browser.open(fc.report(on_flower(made_up_run(tmp_path / "run")), tmp_path / "report.html"))
     cells = "return [...document.querySelectorAll('#answers tbody tr:first-child > *')].map(e => e.textContent)"
     assert browser.run(cells) == [
@@ -359,7 +359,7 @@ def test_answers_of_real_devices_stand_in_a_table(browser, tmp_path):
     assert browser.complaints() == []
 
 
-def test_light_and_dark(page):
+def test_theme_can_be_light_or_dark(page):
     background = "return getComputedStyle(document.body).backgroundColor"
     light = page.run(background)
     page.scheme("dark")
@@ -372,7 +372,7 @@ def test_light_and_dark(page):
     page.wait("return document.querySelectorAll('#coverage table canvas').length > 0")
 
 
-def test_it_fits_a_phone(phone, compared):
+def test_page_fits_a_phone(phone, compared):
     phone.open(compared)
     phone.wait("return document.querySelectorAll('#coverage table canvas').length > 0")
     for plot in PLOTS:
@@ -383,7 +383,7 @@ def test_it_fits_a_phone(phone, compared):
     assert phone.complaints() == []
 
 
-def test_bars_of_the_fleet_are_as_long_as_its_shares_on_a_phone(phone, tmp_path):
+def test_fleet_bars_match_shares_on_a_phone(phone, tmp_path):
     made_up_run(tmp_path / "run", fleet="4x1.0 + 6x0.5")
     phone.open(fc.report(tmp_path / "run", tmp_path / "report.html"))
     few, many = phone.run(
@@ -392,7 +392,7 @@ def test_bars_of_the_fleet_are_as_long_as_its_shares_on_a_phone(phone, tmp_path)
     assert few / many == pytest.approx(4 / 6, abs=0.01)
 
 
-def test_a_phone_shows_the_accuracy_and_says_that_tables_scroll(phone, compared):
+def test_phone_shows_accuracy_and_a_scroll_hint(phone, compared):
     phone.open(compared)
     cells = """const box = document.querySelector('#runs ~ .card');
       return [...box.querySelectorAll('tbody td:nth-child(2)')].map(e =>
@@ -407,13 +407,13 @@ def test_a_phone_shows_the_accuracy_and_says_that_tables_scroll(phone, compared)
     assert phone.complaints() == []
 
 
-def test_lines_are_named_below_the_plots_of_a_phone(phone, compared):
+def test_legend_is_below_plots_on_a_phone(phone, compared):
     phone.open(compared)
     named = "return [...document.querySelectorAll('#noise .ends li')].map(e => e.textContent).sort().join()"
     assert phone.run(named) == "full,magnitude,prefix,random,rolling"
 
 
-def test_what_a_run_is_called_stays_text(browser, tmp_path):
+def test_run_name_stays_text(browser, tmp_path):
     browser.open(fc.report(attacked(tmp_path / "evil"), tmp_path / "report.html", title=ATTACK))
     assert browser.run("return document.title") == ATTACK
     browser.wait("return document.querySelectorAll('#coverage table canvas').length > 0")
@@ -423,7 +423,7 @@ def test_what_a_run_is_called_stays_text(browser, tmp_path):
     assert browser.complaints() == []
 
 
-def test_what_is_left_out_is_said_on_the_page(browser, tmp_path):
+def test_omitted_runs_are_listed_on_the_page(browser, tmp_path):
     made_up_run(tmp_path / "runs" / "a")
     shutil.copytree(tmp_path / "runs" / "a", tmp_path / "runs" / "b")
     browser.open(fc.report(tmp_path / "runs", tmp_path / "report.html"))
@@ -435,7 +435,7 @@ def test_what_is_left_out_is_said_on_the_page(browser, tmp_path):
     )
 
 
-def test_a_run_without_a_round(browser, tmp_path):
+def test_run_without_rounds_is_shown(browser, tmp_path):
     browser.open(fc.report(made_up_run(tmp_path / "new", done=0), tmp_path / "report.html"))
     assert "no round done yet" in browser.run("return document.body.textContent")
     assert "Nothing to draw yet" in browser.run(
@@ -444,7 +444,7 @@ def test_a_run_without_a_round(browser, tmp_path):
     assert browser.complaints() == []
 
 
-def test_seeds_without_a_round_are_counted_in_no_mean(browser, tmp_path):
+def test_seeds_without_rounds_are_left_out_of_means(browser, tmp_path):
     for seed, done in enumerate((6, 6, 0)):
         made_up_run(tmp_path / "runs" / str(seed), seed=seed, done=done)
     browser.open(fc.report(tmp_path / "runs", tmp_path / "report.html"))
@@ -454,7 +454,7 @@ def test_seeds_without_a_round_are_counted_in_no_mean(browser, tmp_path):
     assert browser.complaints() == []
 
 
-def test_fifty_groups_and_a_thousand_rounds_still_draw(browser, tmp_path):
+def test_plots_of_fifty_groups_and_a_thousand_rounds_are_drawn(browser, tmp_path):
     made = [
         made_up_run(tmp_path / f"r{n}", rounds=1000 if n == 0 else 20, lr=0.01 + n, layers=1)
         for n in range(50)

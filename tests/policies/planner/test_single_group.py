@@ -59,7 +59,7 @@ def check(energies, budgets, sums):
 
 
 @pytest.mark.parametrize("units", range(1, 7))
-def test_every_small_fleet_equals_brute_force(units):
+def test_plan_equals_brute_force_for_every_small_fleet(units):
     random = np.random.default_rng(units)
     seen = 0
     for budgets, sums in fleets(units, 5):
@@ -86,7 +86,7 @@ small = st.integers(1, 6).flatmap(
 
 @settings(max_examples=100, deadline=None)
 @given(small)
-def test_random_energies_with_ties_and_zeros_equal_brute_force(case):
+def test_plan_equals_brute_force_for_random_energies(case):
     energies, budgets = case
     sums = np.zeros(1, dtype=np.int64)
     for budget in budgets:
@@ -104,7 +104,7 @@ large = st.integers(1, 60).flatmap(
 
 @settings(max_examples=100, deadline=None)
 @given(large, st.floats(0, 1))
-def test_every_point_of_the_frontier_has_its_plan(case, turn):
+def test_frontier_points_have_plans(case, turn):
     energies, budgets = case
     group = BudgetedGroup.of(energies, budgets)
     points = frontier(energies, budgets)
@@ -128,7 +128,7 @@ def test_every_point_of_the_frontier_has_its_plan(case, turn):
         np.testing.assert_allclose(inverse, [1 / least if least else 0 for least in own])
 
 
-def test_the_mean_over_all_turns_is_what_a_client_is_said_to_lose():
+def test_pruned_energy_is_the_mean_over_all_rotations():
     group = BudgetedGroup.of([5.0, 4, 3, 3, 2, 1, 1, 0.5], [3, 4, 6])
     allocation = group.allocation(1)
     turns = [
@@ -143,7 +143,7 @@ def test_the_mean_over_all_turns_is_what_a_client_is_said_to_lose():
     ("fleet", "largest"),
     [([4] * 6 + [3] * 4, 9), ([4] * 4 + [3] * 6, 8), ([4] + [3] * 3 + [2] * 6, 6)],
 )
-def test_the_papers_fleets_reach_more_than_its_designs(fleet, largest):
+def test_gamma_max_of_the_papers_fleets_exceeds_its_designs(fleet, largest):
     energies = torch.linspace(1, 2, 200).square()
     budgets = [50 * quarters for quarters in fleet]
     assert BudgetedGroup.of(energies, budgets).gamma_max == largest
@@ -159,7 +159,7 @@ class TestTheObjective:
     @pytest.mark.parametrize(
         "bound", [PlanObjective(), PlanObjective(0, 0), PlanObjective(1, 1), PlanObjective(0.1, 10)]
     )
-    def test_it_is_the_least_of_all_points(self, bound):
+    def test_best_gamma_has_the_least_bound(self, bound):
         group = BudgetedGroup.of(self.ENERGIES, self.BUDGETS)
         values = []
         for gamma in range(1, group.gamma_max + 1):
@@ -170,24 +170,24 @@ class TestTheObjective:
         chosen = best_gamma([group], float(group.energies_U.sum()), bound)
         assert values[chosen - 1] == pytest.approx(min(values))
 
-    def test_gap_alone_is_greedy_and_drift_alone_is_full_coverage(self):
+    def test_objective_of_gap_is_greedy_and_of_drift_is_full_coverage(self):
         greedy = plan(self.ENERGIES, self.BUDGETS, bound=PlanObjective(0, 0))
         assert greedy.sum(0).min() == 4
         assert plan(self.ENERGIES, self.BUDGETS, bound=PlanObjective(0, 1e6)).sum(0).min() == 8
 
-    def test_the_constants_of_the_theorem(self):
+    def test_objective_has_the_constants_of_the_theorem(self):
         bound = PlanObjective.of(lr=0.01, steps=5, smoothness=2, gradient=3, variance=4)
         assert bound.variance == pytest.approx(2 * 0.01 * 2 * 4)
         assert bound.drift == pytest.approx(0.01**2 * 2**2 * 3 * 4 * 9 / 6)
         with pytest.raises(InvalidValue, match="drift must be"):
             PlanObjective(drift=-1)
 
-    def test_every_unit_is_covered_wherever_that_is_possible(self):
+    def test_plan_covers_every_unit_where_possible(self):
         assert plan([9.0, 1, 1, 1], [2, 2]).sum(0).min() == 1
         assert plan([9.0, 1, 1, 1], [2, 1]).sum(0).min() == 0
 
 
-def test_above_the_limit_a_plan_is_runs(monkeypatch):
+def test_large_plan_is_run_length_encoded(monkeypatch):
     energies, budgets = np.arange(30.0), [30, 20, 10, 7]
     matrix = plan(energies, budgets, gamma=2)
     monkeypatch.setattr(single_group, "MAX_MATRIX_ENTRIES", 10)
@@ -196,7 +196,7 @@ def test_above_the_limit_a_plan_is_runs(monkeypatch):
     assert (runs.matrix().numpy() == matrix).all()
 
 
-def test_a_million_units_and_a_thousand_clients_are_few_runs():
+def test_run_length_plan_of_a_million_units_is_short():
     random = np.random.default_rng(0)
     budgets = random.integers(1, 10**6, 1000)
     runs = plan(random.random(10**6), budgets, tolerate=20)
@@ -233,16 +233,16 @@ def test_a_million_units_and_a_thousand_clients_are_few_runs():
         ({"tolerate": True}, "tolerate must be a whole number from 0 on; got True"),
     ],
 )
-def test_what_cannot_be_is_said_in_one_sentence(wrong, sentence):
+def test_impossible_plan_is_refused(wrong, sentence):
     with pytest.raises(InvalidValue, match=sentence):
         plan(**{"energies": [4, 3, 2, 1], "budgets": [4, 2, 2], **wrong})
 
 
-def test_only_the_ratios_of_energies_matter_however_large_they_are():
+def test_plan_depends_on_ratios_of_energies_alone():
     small, huge = [4.0, 3.0, 2.0, 1.0], [4e307, 3e307, 2e307, 1e307]
     for budgets in ([4, 2, 2], [1, 2], [3, 3, 3, 1]):
         assert np.array_equal(plan(small, budgets), plan([e * 4 for e in huge], budgets))
 
 
-def test_a_wish_for_both_gets_the_larger():
+def test_gamma_and_tolerate_together_give_the_larger_coverage():
     assert plan([4, 3, 2, 1], [4, 4, 4], gamma=1, tolerate=1).sum(0).min() >= 2

@@ -7,7 +7,7 @@ from benchmarks.architectures.page import DOCUMENT, page, share_cut, written
 ROWS = rows_in(RESULTS)
 
 
-def test_every_architecture_has_one_row():
+def test_architectures_have_one_row_each():
     assert sorted(
         (row["library"], row["family"], row["model"], str(row["options"])) for row in ROWS
     ) == sorted(
@@ -16,13 +16,13 @@ def test_every_architecture_has_one_row():
     assert {row["outcome"] for row in ROWS} <= {"cut", "whole", "unable", "late", "broken", "large"}
 
 
-def test_of_the_families_of_timm_that_run_95_of_100_are_cut():
+def test_timm_families_are_cut_in_95_of_100_cases():
     cut, running = share_cut(ROWS)
     assert running > 90
     assert cut >= 0.95 * running
 
 
-def test_what_is_cut_is_smaller_and_has_figures():
+def test_architectures_that_are_cut_have_figures():
     for row in ROWS:
         if row["outcome"] == "cut":
             assert row["groups"] > 0
@@ -31,7 +31,7 @@ def test_what_is_cut_is_smaller_and_has_figures():
             assert row["reason"]
 
 
-def test_the_document_shows_the_table():
+def test_tracing_page_shows_the_table_of_architectures():
     text = DOCUMENT.read_text()
     assert written(text, ROWS) == text
 

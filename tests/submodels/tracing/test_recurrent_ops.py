@@ -54,7 +54,7 @@ def reader(layer, form):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("layer", LAYERS)
-def test_part_trained_equals_mask_trained(layer, form):
+def test_recurrent_part_trains_as_its_mask(layer, form):
     """Steps of SGD with momentum in float64; then what was trained is embedded and the whole agrees again."""
     module = reader(layer, form).double()
     module.r.dropout = 0.0
@@ -93,7 +93,7 @@ def test_part_trained_equals_mask_trained(layer, form):
     torch.testing.assert_close(load_tensors(dense, whole)(x), part(x), rtol=1e-9, atol=1e-12)
 
 
-def test_a_unit_is_one_row_of_every_gate_and_a_column_of_what_comes_back():
+def test_lstm_unit_is_a_row_of_every_gate_and_a_recurrent_column():
     module = Written(lambda m, x: m.b(m.r(x)[0]), r=nn.LSTM(5, 6), b=nn.Linear(6, 2))
     gates = [0, 6, 12, 18]
     rows = [
@@ -106,7 +106,7 @@ def test_a_unit_is_one_row_of_every_gate_and_a_column_of_what_comes_back():
     assert set(group.cuts) == {*rows, Cut("r.weight_hh_l0", 1), Cut("b.weight", 1)}
 
 
-def test_a_part_of_a_projection_always_has_more_hidden_units_than_features():
+def test_projected_lstm_part_has_more_hidden_units_than_features():
     """The same number would be read by torch as no projection at all."""
     for layer in ("projected", "projected-tightly", "projected-twofold"):
         module = reader(layer, "plain")
@@ -117,7 +117,7 @@ def test_a_part_of_a_projection_always_has_more_hidden_units_than_features():
             assert part(torch.randn(3, 4, 5)).shape == (3, 4, 2)
 
 
-def test_a_part_is_an_ordinary_layer_that_is_saved_and_loaded():
+def test_recurrent_part_is_saved_and_loaded():
     module = reader("lstm", "two-layers")
     reduction = windows(trace(module, torch.randn(3, 4, 5)), 0.5)
     part, other = (
@@ -183,7 +183,7 @@ IDIOMS = {
 
 
 @pytest.mark.parametrize("name", IDIOMS)
-def test_ways_of_writing_a_recurrent_model(name):
+def test_recurrent_models_of_every_form_are_cut(name):
     write, parts, width, sizes = IDIOMS[name]
     module = Written(write, **parts, b=nn.Linear(width, 2))
     groups = trace(module, torch.randn(3, 4, 5))
@@ -191,7 +191,7 @@ def test_ways_of_writing_a_recurrent_model(name):
     assert submodel(module, windows(groups, 0.5), {})(torch.randn(3, 4, 5)).shape[-1] == 2
 
 
-def test_padding_with_something_else_than_zero_keeps_units_whole():
+def test_nonzero_padding_keeps_units_whole():
     def write(m, x):
         read = pack_padded_sequence(x, torch.tensor([4, 3, 2]), batch_first=True)
         return m.b(pad_packed_sequence(m.r(read)[0], batch_first=True, padding_value=1.0)[0])
@@ -212,7 +212,7 @@ class Rows(nn.Module):
 
 
 @pytest.mark.parametrize("policy", ["rolling", "random", "planned", "magnitude"])
-def test_a_fleet_of_unequal_devices_trains_a_recurrent_model(policy):
+def test_unequal_fleet_trains_a_recurrent_model(policy):
     experiment = fc.Experiment(
         fleet="1x1.0 + 1x0.5",
         policy=policy,
@@ -229,9 +229,7 @@ def test_a_fleet_of_unequal_devices_trains_a_recurrent_model(policy):
         assert run.submodel(0.5).reader.hidden_size == 8
 
 
-def test_the_batched_engine_says_that_clients_are_trained_one_after_another(
-    caplog, no_warnings_yet
-):
+def test_batched_engine_logs_that_recurrent_clients_train_in_turn(caplog, no_warnings_yet):
     experiment = fc.Experiment(
         fleet="1x1.0 + 1x0.5", policy="rolling", clients=20, active=4, rounds=1, epochs=1
     )

@@ -55,7 +55,7 @@ class TestOurModels:
     """Tracing and declaring agree."""
 
     @pytest.mark.parametrize("name", DECLARED)
-    def test_the_groups_are_those_that_are_declared(self, name):
+    def test_traced_groups_equal_declared_ones(self, name):
         for shape, norm, options in DECLARED[name]:
             model = MODELS[name](shape, 5, norm, **options)
             example = (
@@ -67,7 +67,7 @@ class TestOurModels:
                 model.groups
             )
 
-    def test_a_model_that_is_cut_in_depth_can_also_be_cut_in_width(self):
+    def test_depth_model_can_be_cut_in_width(self):
         model = MODELS["depth_resnet"](IMAGE, 5, "batch", width=4, stages=2, blocks=1)
         assert all(
             cut.axis is not None
@@ -75,7 +75,7 @@ class TestOurModels:
             for cut in group.cuts
         )
 
-    def test_every_model_of_the_table_is_here(self):
+    def test_declared_groups_cover_every_model(self):
         assert set(MODELS) == {
             *DECLARED,
             "depth_resnet",
@@ -84,14 +84,14 @@ class TestOurModels:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_cut_is_refused_by_name(name):
+def test_uncuttable_model_is_refused_by_name(name):
     make, shape, sentence = REFUSED[name]
     with pytest.raises(InvalidValue, match=rf"^tracing: .*{sentence}"):
         trace(make(), torch.randn(shape))
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_what_can_be_cut_is_found(name):
+def test_cuttable_model_is_traced(name):
     make, shape, expected = ACCEPTED[name]
     module = make()
     groups = trace(module, torch.randn(shape))
@@ -101,7 +101,7 @@ def test_what_can_be_cut_is_found(name):
 class TestManners:
     """Tracing leaves no trace."""
 
-    def test_the_module_and_the_random_state_are_left_alone(self):
+    def test_tracing_leaves_module_and_random_state_unchanged(self):
         module, example = zoo("gpt")
         module.eval()
         before, hooks = copy.deepcopy(module), len(module._forward_hooks)
@@ -119,10 +119,10 @@ class TestManners:
             hooks,
         )
 
-    def test_it_answers_alike_every_time(self, traced):
+    def test_tracing_is_deterministic(self, traced):
         assert trace(*zoo("unet")) == traced("unet")
 
-    def test_parts_are_kept_whole_on_demand(self):
+    def test_layers_named_whole_are_not_cut(self):
         module = nn.Sequential(
             nn.Linear(5, 6), nn.Softmax(-1), nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 2)
         )
@@ -130,9 +130,7 @@ class TestManners:
         with pytest.raises(InvalidValue, match=r"^whole must be one of 0, 2; got '9'$"):
             trace(module, torch.randn(3, 5), whole=("9",))
 
-    def test_a_call_that_cannot_be_followed_is_not_said_to_be_the_modules_mistake(
-        self, monkeypatch
-    ):
+    def test_untraceable_call_is_reported_as_fedcovers_limit(self, monkeypatch):
         monkeypatch.setitem(SIZE_CONSTRAINTS, "chunk", lambda labels, args, kwargs, out: args[9])
         make, shape, _ = ACCEPTED["halves"]
         with pytest.raises(
@@ -140,14 +138,14 @@ class TestManners:
         ):
             trace(make(), torch.randn(shape))
 
-    def test_layers_with_weight_norm_are_told_their_sizes(self):
+    def test_weight_norm_layers_have_their_size(self):
         make, shape, _ = ACCEPTED["weight norm of linear layers"]
         module = make()
         part = submodel(module, drawn(trace(module, torch.randn(shape)), 0.5, key=0), {})
         assert (part[0].out_features, part[2].in_features) == (3, 3)
         assert part[0].parametrizations.weight.original1.shape == (3, 5)
 
-    def test_the_hint_of_a_refusal_works(self):
+    def test_refusal_hint_works(self):
         make, shape, _ = REFUSED["recurrent layer that reads units along time"]
         assert [group.name for group in trace(make(), torch.randn(shape), whole=("a",))] == ["r"]
         vit, example = zoo("vit")
@@ -155,7 +153,7 @@ class TestManners:
             not g.name.startswith("blocks.0") for g in trace(vit, example, whole=("blocks.0",))
         )
 
-    def test_other_precisions_are_verified_in_float64(self):
+    def test_bfloat16_module_is_verified_in_float64(self):
         module = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 2)).bfloat16()
         assert [group.size for group in trace(module, torch.randn(3, 5).bfloat16())] == [6]
 
@@ -172,10 +170,10 @@ class TestManners:
             2, 50
         ).double()
 
-    def test_rounding_is_no_reason_to_refuse(self):
+    def test_rounding_does_not_cause_a_refusal(self):
         assert [group.size for group in trace(*self.alike(1e-3))] == [64, 6]
 
-    def test_a_forgotten_cut_is_noticed_behind_rounding(self):
+    def test_missing_cut_is_noticed_behind_rounding(self):
         module, example = self.alike(1e-3)
         first, second = trace(module, example)
         for at in range(len(first.cuts)):
@@ -185,13 +183,13 @@ class TestManners:
                     module, (example,), (broken, second), record_trace(module, (example,))
                 )
 
-    def test_where_rounding_is_all_there_is_more_rows_are_asked_for(self):
+    def test_rounding_noise_alone_asks_for_more_rows(self):
         with pytest.raises(
             InvalidValue, match=r"^tracing: rounding alone changes .* give an example of more rows$"
         ):
             trace(*self.alike(1e-9))
 
-    def test_several_inputs(self):
+    def test_tracing_with_several_inputs(self):
         module = Written(
             lambda m, x, y: m.b(torch.cat([m.a(x), y], 1)), a=nn.Linear(5, 6), b=nn.Linear(8, 2)
         )
@@ -205,7 +203,7 @@ class TestManners:
 
 @given(seed=st.integers(0, 10_000))
 @settings(max_examples=12, deadline=None)
-def test_random_networks_are_cut_or_refused_never_wrong(seed):
+def test_random_networks_are_cut(seed):
     """Chains of layers, residuals, concatenations and halves: whatever is found can be sliced and agrees."""
     draw = torch.Generator().manual_seed(seed)
     module = Chain([int(kind) for kind in torch.randint(5, (5,), generator=draw)])
@@ -249,7 +247,7 @@ class Chain(nn.Module):
         return self.head(x)
 
 
-def test_a_traced_model_trains_in_a_federation():
+def test_traced_model_trains_in_a_federation():
     module = nn.Sequential(
         nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 6, 3, groups=6), nn.Flatten(),
         nn.Linear(216, 10),
@@ -263,7 +261,7 @@ def test_a_traced_model_trains_in_a_federation():
     assert run.accuracy > 0.1
 
 
-def test_without_the_packages_onnx_says_what_to_install(monkeypatch, tmp_path):
+def test_onnx_export_without_packages_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         InvalidValue, match=r"^writing ONNX needs onnx and onnxscript; .*: pip install"
@@ -271,7 +269,7 @@ def test_without_the_packages_onnx_says_what_to_install(monkeypatch, tmp_path):
         export_onnx(nn.Linear(2, 2), torch.randn(1, 2), tmp_path / "no.onnx")
 
 
-def test_the_python_of_the_document_runs():
+def test_tracing_page_code_runs():
     names: dict[str, object] = {}
     text = (ROOT / "docs" / "tracing.md").read_text()
     for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):

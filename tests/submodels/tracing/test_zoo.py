@@ -84,15 +84,15 @@ FOUND = {
 class TestTheZoo:
     """Models as other people write them."""
 
-    def test_groups_fit_and_have_something_to_choose(self, name, traced):
+    def test_traced_groups_fit_and_have_several_units(self, name, traced):
         module, _ = zoo(name)
         check_groups(traced(name), params_and_buffers(module))
         assert all(group.size > 1 for group in traced(name))
 
-    def test_the_groups_are_the_expected_ones(self, name, traced):
+    def test_traced_groups_are_the_expected_ones(self, name, traced):
         assert [(group.name, group.size) for group in traced(name)] == FOUND[name]
 
-    def test_a_forgotten_cut_is_noticed(self, name, traced):
+    def test_missing_cut_is_noticed(self, name, traced):
         module, example = zoo(name)
         notes = record_trace(module, (example,))
         draw = torch.Generator().manual_seed(0)
@@ -107,13 +107,13 @@ class TestTheZoo:
             with pytest.raises(InvalidValue, match=re.escape(repr(group.name))):
                 verify_groups(module, (example,), others, notes)
 
-    def test_a_sub_model_can_be_exported(self, name, traced):
+    def test_sub_model_can_be_exported(self, name, traced):
         module, example = zoo(name)
         part = submodel(module, drawn(traced(name), 0.5, key=3), {}).eval()
         again = torch.export.export(part, (example,)).module()
         torch.testing.assert_close(again(example), part(example))
 
-    def test_a_sub_model_is_saved_and_loaded(self, name, traced):
+    def test_sub_model_is_saved_and_loaded(self, name, traced):
         module, example = zoo(name)
         reduction = drawn(traced(name), 0.5, key=3)
         part = submodel(module, reduction, {}).eval()
@@ -201,7 +201,7 @@ class TestNumbers:
     def half(self, name, traced):
         return submodel(zoo(name)[0], drawn(traced(name), 0.5, key=1), {})
 
-    def test_heads_are_counted(self, traced):
+    def test_heads_follow_the_kept_units(self, traced):
         part = self.half("vit", traced)
         assert (part.blocks[0].attn.num_heads, part.blocks[0].attn.head_dim) == (1, 4)
         assert part.blocks[0].attn.qkv.weight.shape == (12, 6)
@@ -210,12 +210,12 @@ class TestNumbers:
         ).counts
         assert count == Count("blocks.1.attn.num_heads", 1)
 
-    def test_heads_and_stream_go_together_where_the_code_says_so(self, traced):
+    def test_heads_and_stream_are_cut_together(self, traced):
         part = self.half("gpt", traced)
         assert (part.h[0].attn.n_head, part.h[0].attn.n_embd, part.wte.embedding_dim) == (1, 4, 4)
         assert part.block_size == 8
 
-    def test_torch_layers_are_told(self, traced):
+    def test_torch_layer_attributes_follow_the_kept_units(self, traced):
         attention = self.half("encoder", traced).layers[0].self_attn
         assert (attention.embed_dim, attention.num_heads, attention.head_dim, attention.kdim) == (
             4,
@@ -239,7 +239,7 @@ class TestNumbers:
         part = self.half("llama", traced)
         assert (part.n_heads, part.n_kv_heads, part.head_dim, part.n_rep) == (2, 1, 4, 2)
 
-    def test_a_shared_configuration_is_counted_once(self):
+    def test_shared_configuration_is_counted_once(self):
         settings = Settings()
         module = nn.Sequential(
             nn.Linear(5, 8), Configured(settings), Configured(settings), nn.Linear(8, 2)
@@ -250,7 +250,7 @@ class TestNumbers:
         assert vars(part[1].settings) == {"heads": 2, "width": 4}
         assert part[1].settings is part[2].settings
 
-    def test_tied_weights_stay_tied(self, traced):
+    def test_tied_weights_stay_tied_in_traced_sub_models(self, traced):
         part = self.half("gpt", traced)
         assert part.lm_head.weight is part.wte.weight
         assert part.lm_head.in_features == part.wte.embedding_dim
@@ -259,7 +259,7 @@ class TestNumbers:
 
 
 @pytest.mark.parametrize("name", ["mobilenet", "vit", "gpt"])
-def test_a_sub_model_becomes_an_onnx_file(name, traced, tmp_path):
+def test_sub_model_becomes_an_onnx_file(name, traced, tmp_path):
     for package in ("onnx", "onnxscript", "onnxruntime"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")

@@ -67,7 +67,7 @@ def test_recipes_may_remember_any_tree_of_tensors(fields, fast, caplog):
     ],
     ids=["more", "dtype", "shape", "deeper", "list"],
 )
-def test_a_recipe_whose_memory_changes_its_structure_is_trained_one_after_another(
+def test_recipe_whose_memory_changes_its_structure_is_trained_one_after_another(
     observe, fast, caplog
 ):
     setup, state = world("mlp", policy="full", epochs=1)

@@ -14,11 +14,11 @@ from tests.helpers.worlds import world
 
 
 @TORCH_WARNS
-def test_a_compiled_stack_of_unequal_clients_equals_sequential():
+def test_compiled_stack_of_unequal_clients_equals_sequential():
     agree(*world("mlp", **{**UNEQUAL, **SEATED["whole"], "epochs": 1, "active": 4}), batched)
 
 
-def test_auto_compiles_only_what_is_long_enough():
+def test_auto_engine_compiles_only_long_runs():
     fields = {"policy": "full", "fleet": "1x1", "clients": 20, "active": 10}
     setup, _ = world("mlp", **fields)
     machine = fc.Machine(device="cpu").resolved()
@@ -29,12 +29,12 @@ def test_auto_compiles_only_what_is_long_enough():
 
 
 @TORCH_WARNS
-def test_the_compiled_step_equals_sequential():
+def test_compiled_step_equals_sequential():
     agree(*world("mlp", policy="magnitude", fleet="1x0.5", clients=6, active=2, epochs=1), batched)
 
 
 @TORCH_WARNS
-def test_a_warning_of_the_compiler_does_not_stop_it_where_warnings_are_errors():
+def test_compiler_warnings_do_not_stop_it_where_warnings_are_errors():
     program = """
 import fedcover as fc
 fields = dict(model="mlp(hidden=[32])", clients=4, active=2, rounds=1, epochs=1)
@@ -52,9 +52,7 @@ fc.run(fc.Experiment(**fields), machine=fc.Machine(engine="batched", device="cpu
     assert "cannot be compiled" not in log
 
 
-def test_a_step_that_cannot_have_a_wrapper_in_cpp_is_compiled_with_one_in_python(
-    monkeypatch, caplog
-):
+def test_step_without_cpp_wrapper_is_compiled_with_a_python_one(monkeypatch, caplog):
     compile_step, tried = compilation._compile, []
 
     def only_in_python(step, leaves, options):
@@ -69,7 +67,7 @@ def test_a_step_that_cannot_have_a_wrapper_in_cpp_is_compiled_with_one_in_python
     assert "cannot be compiled" not in caplog.text
 
 
-def test_without_a_compiler_clients_train_one_after_another_and_one_line_says_so():
+def test_missing_compiler_makes_clients_train_in_turn_with_one_warning():
     program = """
 import fedcover as fc
 fields = dict(policy="magnitude", fleet="1x0.5", clients=20, active=2, rounds=2, epochs=1, model="mlp(hidden=[8])")
@@ -89,7 +87,7 @@ print(runs[0].summary["loss"] == runs[1].summary["loss"])
     )
 
 
-def test_many_shapes_are_not_all_compiled(monkeypatch, caplog):
+def test_number_of_compiled_shapes_is_limited(monkeypatch, caplog):
     monkeypatch.setattr(grouping, "MAX_SIGNATURES", 1)
     agree(
         *world("mlp", policy="prefix", fleet="1x1.0 + 1x0.5", clients=8, active=8, epochs=1),

@@ -51,7 +51,7 @@ def test_own_products_equal_those_of_torch(seed, dtype, strange, clients, rows, 
     same(weight, lower, dtype)
 
 
-def test_own_products_take_tensors_however_they_lie():
+def test_own_products_take_any_strides():
     cpu_kernels.build_kernels()
     x, weight = drawn(0, torch.float64, (2, 40, 3), (2, 40, 6))
     same(torch.ops.fedcover.linear(x.mT, weight.mT), torch.bmm(x.mT, weight), torch.float64)
@@ -98,7 +98,7 @@ WORLDS = {
 
 
 @pytest.mark.parametrize(("model", "fields", "descents"), WORLDS.values(), ids=WORLDS.keys())
-def test_a_step_with_own_products_equals_sequential(model, fields, descents, used, caplog):
+def test_step_with_own_products_equals_sequential(model, fields, descents, used, caplog):
     agree(*world(model, **fields), batched)
     assert {number for _, number in used} == {descents}
     assert all(layers for layers, _ in used)
@@ -106,7 +106,7 @@ def test_a_step_with_own_products_equals_sequential(model, fields, descents, use
 
 
 @TORCH_WARNS
-def test_a_compiled_step_with_own_products_equals_sequential(any_size, caplog):
+def test_compiled_step_with_own_products_equals_sequential(any_size, caplog):
     agree(*world("mlp", policy="full", fleet="1x1", clients=6, active=2, epochs=1), batched)
     assert not [record for record in caplog.records if record.name == "fedcover"]
 
@@ -114,7 +114,7 @@ def test_a_compiled_step_with_own_products_equals_sequential(any_size, caplog):
 @pytest.mark.parametrize(
     "between", [lambda back, x: None, lambda back, x: back.add_(1), lambda back, x: x[0].zero_()]
 )
-def test_a_product_whose_factors_change_before_the_descent_stays_where_it_is(between, used):
+def test_product_with_changed_factors_is_not_fused(between, used):
     """Two layers that multiply each other have each other's weights in their gradients."""
 
     def step(weight, velocity, back, x, rate):
@@ -147,7 +147,7 @@ def test_steps_that_are_small_keep_torchs_products(used, monkeypatch):
     assert set(used) == {(0, 0)}
 
 
-def test_without_kernels_the_step_stays_as_it_is_and_the_log_says_so(used, monkeypatch, caplog):
+def test_missing_kernels_leave_the_step_unchanged_with_a_warning(used, monkeypatch, caplog):
     def fail():
         raise OSError("no room")
 

@@ -19,7 +19,7 @@ def experiment(**fields):
     return fc.Experiment(**{**small, **fields})
 
 
-def test_a_plain_function_trains_as_the_engine_that_it_calls():
+def test_plain_function_trains_as_the_engine_that_it_calls():
     def function(task, state, work, lr):
         return sequential(task, state, work, lr)
 
@@ -31,7 +31,7 @@ def test_a_plain_function_trains_as_the_engine_that_it_calls():
     assert plain.metrics[0].keys() == usual.metrics[0].keys()
 
 
-def test_an_engine_stays_what_it_is():
+def test_engine_stays_what_it_is():
     engine = Engine(sequential, round_metrics=lambda: {"late": 0})
     assert as_engine(engine) is engine
     assert as_engine(sequential) == Engine(sequential)
@@ -45,7 +45,7 @@ def test_only_members_are_asked_with_the_capacity_that_they_declare():
     assert capacities == {"1": 0.25, "4": 1.0, "5": 0.5}
 
 
-def test_the_metrics_of_an_engine_are_those_of_the_round():
+def test_metrics_of_an_engine_are_those_of_the_round():
     engine = Engine(sequential, round_metrics=lambda: {"late": 3})
     assert fc.run(experiment(), machine=HERE, engine=engine).metrics[0]["late"] == 3
 

@@ -26,7 +26,7 @@ from tests.helpers.worlds import world
     "policy", ["full", "prefix", "rolling(spread=true)", "random", "magnitude", "planned"]
 )
 @pytest.mark.parametrize("model", ["mlp", "cnn"])
-def test_every_kind_of_reduction_equals_sequential(model, policy, fast):
+def test_reductions_equal_sequential(model, policy, fast):
     agree(*world(model, policy=policy), fast)
 
 
@@ -37,7 +37,7 @@ def test_every_kind_of_reduction_equals_sequential(model, policy, fast):
     "model", ["wide_resnet", "preact_resnet18", "lora", "depth_resnet", "transformer", "lstm"]
 )
 @pytest.mark.parametrize("norm", ["batch", "group"])
-def test_other_models_equal_sequential(model, norm, fast, caplog):
+def test_models_equal_sequential(model, norm, fast, caplog):
     if norm == "group" and model in ("lora", "transformer", "lstm"):
         pytest.skip("has no norms to choose")
     fields = {"clients": 400} if model in ("transformer", "lstm") else {}
@@ -55,7 +55,7 @@ def test_other_models_equal_sequential(model, norm, fast, caplog):
     ],
     ids=lambda switch: "-".join(map(str, switch.items())),
 )  # fmt: skip
-def test_every_switch_equals_sequential(switch, fast):
+def test_switches_equal_sequential(switch, fast):
     agree(*world("mlp", policy="prefix", **switch), fast)
 
 
@@ -70,7 +70,7 @@ def test_augmented_batches_equal_sequential(fast, caplog):
     assert not caplog.records
 
 
-def test_statistics_that_are_tracked_run_on_streams(caplog):
+def test_tracked_statistics_run_on_streams(caplog):
     agree(*world("wide_resnet", policy="prefix", norm="tracked", epochs=1), streams)
     agree(*world("wide_resnet", policy="prefix", norm="per-width", epochs=1), streams)
     assert not caplog.records
@@ -78,13 +78,13 @@ def test_statistics_that_are_tracked_run_on_streams(caplog):
     assert "tracked" in caplog.text
 
 
-def test_random_draws_run_one_after_another_and_the_log_says_so_once(fast, caplog):
+def test_random_layers_train_in_turn_with_one_warning(fast, caplog):
     agree(*world("mlp", policy="prefix", model="mlp(hidden=[8], dropout=0.5)"), fast)
     said = [r.message for r in caplog.records if r.levelno == logging.WARNING]
     assert ["one after another" in message for message in said].count(True) == 1
 
 
-def test_a_recipe_that_decides_by_values_is_never_silently_wrong(fast, caplog):
+def test_recipe_with_data_dependent_branch_equals_sequential(fast, caplog):
     """On a CPU a replayed step still decides anew; stacked clients cannot, so they are trained one after another."""
 
     def loss(forward, params, batch, carry):
@@ -96,7 +96,7 @@ def test_a_recipe_that_decides_by_values_is_never_silently_wrong(fast, caplog):
     assert ("one after another" in caplog.text) == (fast is UNCOMPILED)
 
 
-def test_a_recipe_that_remembers_more_than_tensors_says_so(fast, caplog):
+def test_recipe_with_non_tensor_state_warns(fast, caplog):
     setup, state = world("mlp", policy="full")
     recipe = replace(
         setup.task.recipe, start=lambda assignment, params: {"client": assignment.client.id}
@@ -134,7 +134,7 @@ def test_clients_with_unequal_rows_share_the_slots_of_a_stack(monkeypatch, caplo
     assert not caplog.records
 
 
-def test_places_are_used_again_when_capacities_move_between_devices():
+def test_runners_are_reused_when_capacities_move():
     """With capacities that belong to devices the widths of a cohort change every round; the places stay few."""
     setup, state = world(
         "mlp", policy="prefix", assignment="device", clients=30, rounds=8, epochs=1
@@ -150,7 +150,7 @@ def test_places_are_used_again_when_capacities_move_between_devices():
     assert sum(key not in before for key in cache.runners) <= 1
 
 
-def test_the_cache_of_runners_is_bounded(monkeypatch):
+def test_runner_cache_is_bounded(monkeypatch):
     monkeypatch.setattr("fedcover.training.engines.runners.MAX_RUNNERS", 3)
     setup, state = world("mlp", policy="prefix")
     agree(setup, state, streams, rounds=3)
@@ -189,7 +189,7 @@ def test_bf16_computes_in_bf16_and_keeps_float32(engine):
     assert {p.dtype for p in run["bf16"].values()} == {torch.float32}
 
 
-def test_a_rest_that_no_step_can_take_is_said_as_sequential_says_it():
+def test_batch_of_one_row_is_refused_in_every_engine():
     """A single row has no batch statistics; only full batches were tried before."""
     module = nn.Sequential(
         nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 10)
@@ -207,7 +207,7 @@ def test_a_rest_that_no_step_can_take_is_said_as_sequential_says_it():
             run_round(replace(setup, engine=Engine(engine)), initial_state(setup))
 
 
-def test_weights_turned_to_bf16_in_one_go_equal_those_turned_one_by_one():
+def test_foreach_cast_equals_casting_one_by_one():
     draw = torch.Generator().manual_seed(0)
     weights = [
         torch.randn(size, generator=draw).requires_grad_() for size in ((3, 4), (5,), (2, 3, 2, 2))

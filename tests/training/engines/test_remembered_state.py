@@ -67,7 +67,7 @@ REMEMBERING = {
 
 
 @pytest.mark.parametrize("how", REMEMBERING)
-def test_a_model_that_remembers_its_steps_is_trained_one_after_another(how, caplog):
+def test_model_with_state_between_steps_trains_in_turn(how, caplog):
     wanted = fc.Experiment(policy="full", clients=20, active=3, rounds=2, epochs=1)
     losses = []
     for engine in ("sequential", "batched"):
@@ -116,7 +116,7 @@ HELD = {
         lambda: random.Random(0), lambda: torch.Generator().manual_seed(0), lambda: torch.zeros(()),
     ],
 )  # fmt: skip
-def test_what_a_model_changes_inside_of_what_it_holds_is_seen(held, fast, caplog):
+def test_changes_inside_model_attributes_are_noticed(held, fast, caplog):
     wanted = fc.Experiment(policy="full", clients=20, active=3, rounds=2, epochs=1)
     setup = prepare(
         wanted,
@@ -140,7 +140,7 @@ class Sharing(nn.Module):
         return self.head(self.again(x)) * self.kept.sum() / float(self.listed.sum())
 
 
-def test_which_layer_is_shared_is_seen_and_what_a_model_only_holds_does_no_harm(fast, caplog):
+def test_shared_layers_are_noticed_and_constant_attributes_allowed(fast, caplog):
     model = fc.Model(Sharing(), ())
     for name in ("first", "second"):
         model.module.again = getattr(model.module, name)
@@ -156,7 +156,7 @@ def test_which_layer_is_shared_is_seen_and_what_a_model_only_holds_does_no_harm(
     assert not caplog.records
 
 
-def test_what_one_recipe_cannot_do_is_no_verdict_on_another(monkeypatch):
+def test_failure_of_one_recipe_does_not_affect_another(monkeypatch):
     setup, state = world("mlp", policy="full", fleet="1x1")
     seen = []
     module = sys.modules["fedcover.training.engines.batched"]
@@ -170,7 +170,7 @@ def test_what_one_recipe_cannot_do_is_no_verdict_on_another(monkeypatch):
     assert seen
 
 
-def test_a_model_that_is_set_otherwise_between_runs_is_another(fast):
+def test_changed_model_attribute_gets_new_runners(fast):
     """Lanes are kept with the module; what was prepared for one setting of it must not serve another."""
     model = fc.Model(Holding(SimpleNamespace(n=1)), ())
     model.module.register_forward_hook(lambda module, inputs, logits: logits / module.temperature)
@@ -220,13 +220,13 @@ REMEMBERED = {
 
 
 @pytest.mark.parametrize("recipe", REMEMBERED.values(), ids=REMEMBERED.keys())
-def test_what_recipes_remember_equals_sequential(recipe, fast):
+def test_recipe_state_equals_sequential(recipe, fast):
     setup, state = world("mlp", policy="full", fleet="1x1")
     agree(replace(setup, task=replace(setup.task, recipe=recipe)), state, fast)
 
 
 @TORCH_WARNS
 @pytest.mark.parametrize("how", ["swapped", "handed on"])
-def test_what_recipes_remember_equals_sequential_if_compiled(how):
+def test_recipe_state_equals_sequential_if_compiled(how):
     setup, state = world("mlp", policy="full", fleet="1x1", active=2, clients=6)
     agree(replace(setup, task=replace(setup.task, recipe=REMEMBERED[how])), state, batched)

@@ -56,7 +56,7 @@ def asked(monkeypatch):
 
 
 @pytest.mark.parametrize("policy", ["prefix", "magnitude", "rolling(spread=true)"])
-def test_rounds_equal_sequential(policy, asked, monkeypatch):
+def test_stacked_layers_equal_sequential(policy, asked, monkeypatch):
     monkeypatch.setattr(stacked_layers, "uses_stacked_kernels", lambda *_: True)
     agree(
         *world("wide_resnet", policy=policy, epochs=1, assignment="slot"),
@@ -66,7 +66,7 @@ def test_rounds_equal_sequential(policy, asked, monkeypatch):
 
 
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS.keys())
-def test_a_stacked_layer_has_the_gradients_of_its_clients(layer):
+def test_stacked_layer_has_the_gradients_of_its_clients(layer):
     layer = layer.double()
     torch.manual_seed(0)
     x = torch.rand(4, 2, 3, 7, 7, dtype=torch.double)
@@ -87,7 +87,7 @@ def test_a_stacked_layer_has_the_gradients_of_its_clients(layer):
     same(weights, {name: torch.stack([each[0][name] for each in wanted]) for name in params}, 1e-10)
 
 
-def test_weights_may_be_wider_than_what_is_computed_in(asked):
+def test_stacked_layer_keeps_float32_weights_in_bf16(asked):
     torch.manual_seed(0)
     layer = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 2))
     params = {name: torch.rand(2, *p.shape) - 0.5 for name, p in layer.named_parameters()}
@@ -107,7 +107,7 @@ def test_weights_may_be_wider_than_what_is_computed_in(asked):
             assert 0 < distance < 0.02  # bf16 has eight bits
 
 
-def test_a_norm_of_a_single_value_is_refused_as_torch_does():
+def test_stacked_norm_of_a_single_value_is_refused():
     norm = nn.BatchNorm2d(3, track_running_stats=False)
     with StackedLayers(), pytest.raises(ValueError, match="more than 1 value"):
         vmap(norm)(torch.rand(2, 1, 3, 1, 1))
@@ -128,7 +128,7 @@ def test_a_norm_of_a_single_value_is_refused_as_torch_does():
     ],
     ids=["images", "no images", "another norm", "another convolution"],
 )
-def test_models_of_other_layers_are_left_to_torch(module, usable, monkeypatch):
+def test_stacked_kernels_are_used_for_known_layers_only(module, usable, monkeypatch):
     monkeypatch.setattr(stacked_layers, "find_spec", lambda name: name)
     assert stacked_layers.has_stacked_kernels(module) == usable
     monkeypatch.setattr(stacked_layers, "find_spec", lambda name: None)

@@ -57,7 +57,7 @@ def test_prox_equals_its_twin(policy):
         agree(setup, state, twins.prox(0.71), rounds=1)
 
 
-def test_prox_without_weight_is_plain():
+def test_prox_of_weight_zero_is_plain():
     left, right = world("mlp", recipe="prox(mu=0)"), world("mlp")
     same(run_round(*left)[0].params, run_round(*right)[0].params)
 
@@ -70,7 +70,7 @@ SKEWED = {
 
 @pytest.mark.parametrize("absent", ["free", "zero", "ignore"])
 @pytest.mark.parametrize("rows", [False, True])
-def test_labels_equal_their_twin(absent, rows):
+def test_absent_labels_equal_their_twin(absent, rows):
     setup, state = world(
         "mlp",
         policy="prefix",
@@ -100,7 +100,7 @@ def test_absent_labels_by_hand(absent, third):
     assert float(loss) == pytest.approx(math.log(math.exp(2) + math.exp(1) + third) - 2, abs=1e-6)
 
 
-def test_rows_of_labels_belong_to_their_holders():
+def test_label_rows_are_averaged_over_their_holders():
     """A classifier row is the mean over those who hold the label, and stays where nobody does."""
     setup, state = world(
         "mlp", label_rows=True, dataset=SKEWED["dataset"].replace("skew=0.8", "skew=1.0"), seed=1
@@ -136,7 +136,7 @@ def test_ignored_labels_and_distillation_stay_finite():
     assert all(bool(p.isfinite().all()) for p in after.params.values())
 
 
-def test_labels_of_a_sequence_stand_before_its_places():
+def test_absent_labels_of_a_sequence_use_axis_one():
     recipe = mask_absent_labels(RECIPES["plain"](), absent="ignore")
     held = torch.tensor([True, False, True])
     logits_BKL = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
@@ -171,13 +171,13 @@ def test_fjord_on_a_network_with_norms_equals_its_twin(norm):
 
 
 @pytest.mark.parametrize("widths", [(0.3, 0.4), (0.7,), (1.0, 0.2, 0.5), (0.05,)])
-def test_fjord_with_widths_that_are_not_the_fleet_s(widths):
+def test_fjord_with_widths_other_than_the_fleets(widths):
     """Clients wider than all widths, narrower than all, and between two."""
     setup, state = world("mlp", policy="prefix", recipe=f"fjord(widths={list(widths)})", **ROUGH)
     agree(setup, state, twins.fjord(widths))
 
 
-def test_what_fjord_never_runs_does_not_count():
+def test_fjord_counts_only_widths_that_run():
     setup, state = world("mlp", policy="prefix", recipe="fjord(widths=[0.5])", fleet="1x1.0")
     after, report = run_round(setup, state)
     assert report.metrics["gamma_round"] == 0
@@ -187,7 +187,7 @@ def test_what_fjord_never_runs_does_not_count():
         assert torch.equal(after.params[name][~mask], state.params[name][~mask])
 
 
-def test_fjord_draws_every_width_up_to_the_client_s_own_equally_often():
+def test_fjord_draws_widths_uniformly_up_to_the_clients():
     setup, state = world(
         "mlp", policy="prefix", recipe="fjord", fleet="1x0.6", epochs=900, active=1
     )
@@ -219,7 +219,7 @@ def test_fjord_knows_the_width_behind_a_share_of_the_parameters():
 
 
 @pytest.mark.parametrize("distil", [0.0, 1.0])
-def test_fjord_s_running_statistics_are_those_of_the_widest_part(distil):
+def test_fjord_running_statistics_are_of_the_widest_part(distil):
     """Only steps of the client's own width may write: with lr 0 they can be repeated by hand."""
     fields = {
         "policy": "prefix",
@@ -310,7 +310,7 @@ def test_hermes_with_capacities_in_parameters_ends_within_them():
     }
 
 
-def test_hermes_counts_only_what_is_kept():
+def test_hermes_counts_only_kept_units():
     setup, state = world(
         "mlp", recipe="hermes(step=0.5, good_enough=0.0)", fleet="1x0.25", clients=6, rounds=3
     )
@@ -322,7 +322,7 @@ def test_hermes_counts_only_what_is_kept():
     assert int(run_round(setup, state)[0].coverage.window[-1]["hidden1.bias"].sum()) == kept
 
 
-def test_measuring_hermes_leaves_the_running_statistics_alone():
+def test_hermes_evaluation_leaves_running_statistics_unchanged():
     """The pass over the client's rows that decides on pruning is no training step."""
     setup, state = world("wide_resnet", norm="tracked", recipe="hermes(good_enough=2.0)", **SMALL)
     plain, _ = world("wide_resnet", norm="tracked", **SMALL)
@@ -379,7 +379,7 @@ def test_fedmask_freezes_every_weight_and_keeps_the_groups(model):
     same({n: t for n, t in setup.task.model.module.named_buffers() if n in frozen}, frozen)
 
 
-def test_fedmask_s_gradient_goes_straight_through():
+def test_fedmask_gradient_goes_straight_through():
     model = replace_weights_with_scores(world("mlp")[0].task.model)
     layer, x = model.module.get_submodule("hidden1"), torch.randn(5, 12, dtype=torch.float64)
     with torch.no_grad():
@@ -421,7 +421,7 @@ def test_fiarse_on_a_network_with_norms_equals_its_twin():
     agree(setup, state, twins.fiarse("model"), rounds=1)
 
 
-def test_fiarse_s_derivative_by_hand():
+def test_fiarse_derivative_by_hand():
     """tau = 1: |w| = 3 gives 1 + 2*3/16, |w| = 1 gives 1 + 2/4, what is smaller gives 0."""
     weight = torch.tensor([3.0, -3.0, 1.0, -0.5, 0.0], requires_grad=True)
     chosen = _ImportanceMask.apply(weight, torch.tensor(1.0))
@@ -430,7 +430,7 @@ def test_fiarse_s_derivative_by_hand():
     assert weight.grad.tolist() == [1.375, 1.375, 1.5, 0.0, 0.0]
 
 
-def test_weights_leave_fiarse_s_mask_and_none_enters():
+def test_fiarse_weights_leave_the_mask_and_none_enters():
     setup, state = world(
         "mlp", policy="magnitude(scope='model')", recipe="fiarse", fleet="1x0.5", momentum=0, lr=0.5
     )
@@ -464,7 +464,7 @@ def test_weights_leave_fiarse_s_mask_and_none_enters():
     ],
     ids=["hermes", "fedmask", "prunefl", "adam", "momentum", "fjord"],
 )
-def test_a_resumed_run_ends_like_one_that_never_stopped(fields, tmp_path):
+def test_resumed_recipe_run_equals_an_uninterrupted_one(fields, tmp_path):
     base = {
         "fleet": "1x1.0 + 1x0.5",
         "clients": 8,
