@@ -28,7 +28,7 @@ from fedcover.data import datasets
 from fedcover.errors import FedcoverError
 from fedcover.host.disk import write_atomically
 from fedcover.paper.reproduce import group_by_shape, print_progress, run_experiments
-from fedcover.paper.results import Finished, provenance
+from fedcover.paper.results import CellRun, provenance
 from fedcover.runs import checkpoints
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.machine import Machine
@@ -105,7 +105,7 @@ def _run(jobs: Sequence[Job], folder: Path, machine: Machine) -> None:
             shutil.rmtree(own)
 
 
-def measure(done: Finished, rounds: Sequence[int], folder: Path) -> dict[str, Any]:
+def measure(done: CellRun, rounds: Sequence[int], folder: Path) -> dict[str, Any]:
     """What the plan wants to know of a run: means over the states after the rounds that it names."""
     seconds = sum(sum(line["seconds"].values()) for line in done.metrics)
     curve = [round(line["validation_accuracy"], 4) for line in done.metrics]

@@ -5,7 +5,7 @@ import json
 from fedcover.paper import results, store
 from fedcover.paper.cells import cells
 from fedcover.paper.claims import DATASETS
-from fedcover.paper.results import Finished
+from fedcover.paper.results import CellRun
 from fedcover.runs.machine import Machine
 
 EVERY = cells(dict.fromkeys(DATASETS, 0.1))
@@ -29,7 +29,7 @@ def write_result(folder, id, seed, accuracy, *, validation=None, local=None):
         {"round": 0, **line, **{name: value / 2 for name, value in scores.items()}, **held_out},
         {"round": 1, **line, **scores, **held_out},
     ]
-    done = Finished(cell.with_seed(seed), metrics, Machine(device="cpu").resolved())
+    done = CellRun(cell.with_seed(seed), metrics, Machine(device="cpu").resolved())
     return store.write(folder, cell, results.to_result(cell, done))
 
 

@@ -144,8 +144,8 @@ def _main() -> list[Cell]:
 
 
 def _main_sets(dataset: str, column: str, level: str) -> set[str]:
-    drawn = dataset == "mnist" and column in ("iid", "L2") and level in ("full", "medium")
-    return {"table1", "figures"} if drawn else {"table1"}
+    has_figure = dataset == "mnist" and column in ("iid", "L2") and level in ("full", "medium")
+    return {"table1", "figures"} if has_figure else {"table1"}
 
 
 def _appendix() -> list[Cell]:
@@ -234,7 +234,7 @@ AXES = ("dataset", "column", "level", "setting", "row", "seed", "cell")
 
 
 def select_cells(
-    of: Iterable[Cell], sets: Sequence[str], seeds: int, only: Mapping[str, Sequence[str]]
+    all_cells: Iterable[Cell], sets: Sequence[str], seeds: int, only: Mapping[str, Sequence[str]]
 ) -> list[tuple[Cell, int]]:
     """Return the cells and seeds of some sets that pass a filter, sorted by seed."""
     for name in sets:
@@ -243,7 +243,9 @@ def select_cells(
     for axis in only:
         if axis not in AXES:
             raise unknown("only", axis, AXES)
-    selected = [(cell, seed) for cell in of if cell.sets & set(sets) for seed in cell.seeds(seeds)]
+    selected = [
+        (cell, seed) for cell in all_cells if cell.sets & set(sets) for seed in cell.seeds(seeds)
+    ]
     for axis, values in only.items():
         existing_values = {_value(cell, seed, axis) for cell, seed in selected}
         for value in values:
@@ -262,19 +264,29 @@ def _value(cell: Cell, seed: int, axis: str) -> str:
 # ── the smoke run ───────────────────────────────────────────────────────────────────────────────────────
 
 
+SMOKE_LABEL_LIMITS = {"50": "5", "20": "2"}
+"""The limits on the labels per client for ten classes, by those for a hundred."""
+
+
 def smoke_cell(cell: Cell) -> Cell:
     """Return the same design at the size of a smoke run, whose numbers mean nothing."""
-    full = cell.experiment
-    label = re.search(r"limit=(\d+)", full.partition)
-    limit = {"50": "5", "20": "2"}.get(label[1], label[1]) if label else None
-    small = {
+    experiment = cell.experiment
+    label_limit = re.search(r"limit=(\d+)", experiment.partition)
+    partition, model = experiment.partition, experiment.model
+    if label_limit:
+        limit = SMOKE_LABEL_LIMITS.get(label_limit[1], label_limit[1])
+        partition = f"labels(limit={limit})"
+    if model.startswith("wide"):
+        model = "wide_resnet(depth=10, widen=1)"
+    changes = {
         "dataset": "digits",
-        "partition": f"labels(limit={limit})" if limit else full.partition,
-        "model": "wide_resnet(depth=10, widen=1)" if full.model.startswith("wide") else full.model,
+        "partition": partition,
+        "model": model,
         "clients": 20,
         "rounds": 2,
         "epochs": 1,
         "calibration": 100,
         "local_every": None,
     }
-    return replace(cell, id=f"digits-as-{cell.id}", experiment=full.model_copy(update=small))
+    smoke_experiment = experiment.model_copy(update=changes)
+    return replace(cell, id=f"digits-as-{cell.id}", experiment=smoke_experiment)

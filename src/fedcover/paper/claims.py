@@ -88,11 +88,13 @@ def codename_rows(kind: str) -> tuple[CodenameRow, ...]:
     >>> codename_rows("subnet")[2].gamma
     6
     """
-    renamed = {"global": "non_iid_global", "local": "non_iid_local"}
-    rows: list[dict[str, Any]] = [
-        {renamed.get(key, key): value for key, value in row.items()} for row in _claims_toml()[kind]
-    ]
-    return tuple(CodenameRow(**{**row, "devices": tuple(row["devices"])}) for row in rows)
+    return tuple(_codename_row(row) for row in _claims_toml()[kind])
+
+
+def _codename_row(row: dict[str, Any]) -> CodenameRow:
+    field_of_key = {"global": "non_iid_global", "local": "non_iid_local"}
+    fields = {field_of_key.get(key, key): value for key, value in row.items()}
+    return CodenameRow(**fields | {"devices": tuple(row["devices"])})
 
 
 def claimed_accuracy(dataset: str, column: str, level: str, setting: str) -> float | None:
@@ -111,5 +113,5 @@ def codenames(level: str, setting: str) -> tuple[str, ...]:
     >>> codenames("high", "subnet-static")
     ('1114777777', '1444777777')
     """
-    manner = setting.partition("-")[2].replace("static", "greedy")
-    return CODENAMES.get((level, manner), ())
+    selection = setting.partition("-")[2].replace("static", "greedy")
+    return CODENAMES.get((level, selection), ())

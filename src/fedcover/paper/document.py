@@ -18,13 +18,13 @@ from fedcover.paper.claims import (
     main_rows,
 )
 from fedcover.paper.designs import Design, designs
-from fedcover.paper.document_extra import obtained, other_rows, public_code, rates
+from fedcover.paper.document_extra import accuracy_cells, other_rows, public_code, rates
 from fedcover.paper.evidence import Evidence
 from fedcover.paper.figures import figure_links, write_figures
 from fedcover.paper.tables import audit_tables
 from fedcover.paper.wording import DISPLAY_NAMES, column_name, markdown_table, spread, verdict
 
-FAR = 5.0
+MAX_DIFFERENCE = 5.0
 """Points by which a full model may differ from the printed one before its column is flagged."""
 
 
@@ -90,7 +90,7 @@ def main_tables(evidence: Evidence) -> str:
 def baselines(evidence: Evidence) -> str:
     """Compare the full model with the printed one, and name the columns with a large difference."""
     rows: list[list[object]] = []
-    far: list[str] = []
+    distant_columns: list[str] = []
     for dataset in DATASETS:
         for column in COLUMNS[dataset]:
             id = cell_id(dataset, column, "full")
@@ -104,10 +104,11 @@ def baselines(evidence: Evidence) -> str:
             rows.append(
                 [name, f"{claim:.2f}", last, spread(tail), f"{swing:.2f}", f"{difference:+.2f}"]
             )
-            if abs(difference) > FAR:
-                far.append(name)
+            if abs(difference) > MAX_DIFFERENCE:
+                distant_columns.append(name)
     heads = ["column", "claimed", "last", "last ten rounds", "swing", "last ten less claimed"]
-    return f"{markdown_table(heads, rows)}\n\nMore than {FAR:g} points away: {', '.join(far) or 'none'}."
+    names = ", ".join(distant_columns) or "none"
+    return f"{markdown_table(heads, rows)}\n\nMore than {MAX_DIFFERENCE:g} points away: {names}."
 
 
 def summary_block(evidence: Evidence) -> str:
@@ -183,7 +184,7 @@ def _main_row(evidence: Evidence, dataset: str, column: str, design: Design) -> 
     name = design.name if dataset == "mnist" else ""
     return [
         design.level, design.setting, name, printed, "" if ours is None else ours, f"{claim:.2f}",
-        *obtained(evidence, id, claim),
+        *accuracy_cells(evidence, id, claim),
     ]  # fmt: skip
 
 
@@ -207,33 +208,35 @@ def appendix_table(kind: str) -> Callable[[Evidence], str]:
 def _appendix_row(evidence: Evidence, kind: str, row: CodenameRow) -> list[object]:
     design = "full" if set(row.codename) == {"1"} else f"{kind}-{row.codename}"
     iid, skewed = (cell_id("mnist", column, design) for column in ("iid", "L2"))
-    places = [
+    claims = [
         (row.iid, iid, "last"),
         (row.non_iid_global, skewed, "last"),
         (row.non_iid_local, skewed, "local"),
     ]
-    found = [(claim, evidence.seed_statistics(id, figure)) for claim, id, figure in places]
-    cells = [
-        text
-        for claim, obtained in found
-        for text in (claim, spread(obtained), verdict(claim, obtained))
-    ]
+    cells: list[object] = []
+    for claim, id, figure in claims:
+        statistics = evidence.seed_statistics(id, figure)
+        cells += [claim, spread(statistics), verdict(claim, statistics)]
     return [row.codename, *cells, f"{len(evidence.of(iid))}, {len(evidence.of(skewed))}"]
 
 
 def audit_block(evidence: Evidence) -> str:
     """Return what is wrong in the printed tables."""
-    found = audit_tables()
-    wrong = [
+    audit = audit_tables()
+    wrong_figures = [
         [row["table"], row["codename"], name.replace("_", " "), row["printed"][name],
          f"{(row['closed_form'] | row['shares'])[name]:.6g}"]
-        for row in found["rows"]
+        for row in audit["rows"]
         for name in row["wrong"]
     ]  # fmt: skip
-    equal = "equal" if found["equal_to_closed_form"] else "DIFFER FROM"
-    listed = "\n".join(f"- {sentence}." for sentence in found["contradictions"])
-    lead = f"Our figures for all {len(found['rows'])} rows {equal} the closed form. Printed cells that do not:"
-    return f"{lead}\n\n{markdown_table(['table', 'codename', 'figure', 'printed', 'right'], wrong)}\n\nAnd:\n\n{listed}"
+    heads = ["table", "codename", "figure", "printed", "right"]
+    equal = "equal" if audit["equal_to_closed_form"] else "DIFFER FROM"
+    contradictions = "\n".join(f"- {sentence}." for sentence in audit["contradictions"])
+    return (
+        f"Our figures for all {len(audit['rows'])} rows {equal} the closed form. "
+        f"Printed cells that do not:\n\n{markdown_table(heads, wrong_figures)}\n\n"
+        f"And:\n\n{contradictions}"
+    )
 
 
 def provenance_table(evidence: Evidence) -> str:

@@ -10,13 +10,13 @@ from fedcover.paper.wording import DISPLAY_NAMES, column_name, markdown_table, s
 HEADS = ["data", "column", "row", "last", "best", "seeds", "beside", "difference, same seeds"]
 
 
-def obtained(evidence: Evidence, id: str, claim: float | None) -> list[object]:
+def accuracy_cells(evidence: Evidence, id: str, claim: float | None) -> list[object]:
     """Return last, mean of the last ten rounds, best, seeds and verdict of a cell."""
     last, tail, best = (evidence.seed_statistics(id, figure) for figure in ("last", "tail", "best"))
-    lost = evidence.diverged(id)
-    seeds = f"{last.seeds if last else 0}" + (f" ({lost} diverged)" if lost else "")
+    diverged = evidence.diverged(id)
+    seeds = f"{last.seeds if last else 0}" + (f" ({diverged} diverged)" if diverged else "")
     if last is None:
-        return ["diverged" if lost else "not run", "", "", seeds, ""]
+        return ["diverged" if diverged else "not run", "", "", seeds, ""]
     return [spread(last), spread(tail), spread(best), seeds, verdict(claim, last)]
 
 
@@ -36,11 +36,11 @@ def other_rows(row: str) -> Callable[[Evidence], str]:
 
 def _other_row(evidence: Evidence, cell: Cell) -> list[object]:
     partner = _partner(cell)
-    difference = evidence.difference(cell.id, partner)
-    change = f"{difference.mean:+.2f} ({difference.verdict})" if difference else ""
+    paired = evidence.difference(cell.id, partner)
+    difference = f"{paired.mean:+.2f} ({paired.verdict})" if paired else ""
     name = cell.design if cell.design.startswith(cell.level) else f"{cell.level}, {cell.design}"
-    last, _, best, seeds, _ = obtained(evidence, cell.id, None)
-    beside = spread(evidence.seed_statistics(partner))
+    last, _, best, seeds, _ = accuracy_cells(evidence, cell.id, None)
+    last_of_partner = spread(evidence.seed_statistics(partner))
     return [
         DISPLAY_NAMES[cell.dataset],
         column_name(cell.column),
@@ -48,8 +48,8 @@ def _other_row(evidence: Evidence, cell: Cell) -> list[object]:
         last,
         best,
         seeds,
-        beside,
-        change,
+        last_of_partner,
+        difference,
     ]
 
 
@@ -57,26 +57,30 @@ def public_code(evidence: Evidence) -> str:
     """Compare the public code and the faithful algorithm with the printed accuracy."""
     cells = [cell for cell in evidence.cells.values() if cell.row == "public-code"]
     heads = [*HEADS, "printed"]
-    decided = [cell for cell in cells if _decided(evidence, cell)]
-    nearer = sum(
-        _away(evidence, cell.id, cell) < _away(evidence, _partner(cell), cell) for cell in decided
+    differing_cells = [cell for cell in cells if _differs_from_partner(evidence, cell)]
+    num_nearer = sum(
+        _distance_to_print(evidence, cell.id, cell)
+        < _distance_to_print(evidence, _partner(cell), cell)
+        for cell in differing_cells
     )
     rows = [[*_other_row(evidence, cell), f"{_printed_accuracy(cell):.2f}"] for cell in cells]
     return (
         f"{markdown_table(heads, rows)}\n\n"
-        f"Of the {len(decided)} places where the two differ by more than noise, the departures are nearer to "
-        f"the printed accuracy than the faithful algorithm in {nearer}."
+        f"Of the {len(differing_cells)} places where the two differ by more than noise, the departures are nearer to "
+        f"the printed accuracy than the faithful algorithm in {num_nearer}."
     )
 
 
-def _decided(evidence: Evidence, cell: Cell) -> bool:
-    found = evidence.difference(cell.id, _partner(cell))
-    return found is not None and found.verdict in ("higher", "lower")
+def _differs_from_partner(evidence: Evidence, cell: Cell) -> bool:
+    """Return whether a cell and its partner differ by more than noise."""
+    paired = evidence.difference(cell.id, _partner(cell))
+    return paired is not None and paired.verdict in ("higher", "lower")
 
 
-def _away(evidence: Evidence, id: str, cell: Cell) -> float:
-    found = evidence.seed_statistics(id)
-    return abs(found.mean - _printed_accuracy(cell)) if found else float("inf")
+def _distance_to_print(evidence: Evidence, id: str, cell: Cell) -> float:
+    """Return how far the results `id` are from the accuracy that is printed for a cell."""
+    statistics = evidence.seed_statistics(id)
+    return abs(statistics.mean - _printed_accuracy(cell)) if statistics else float("inf")
 
 
 def _printed_accuracy(cell: Cell) -> float:

@@ -1,6 +1,7 @@
 """Measure how each departure of the public code changes the result of the algorithm."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
@@ -11,6 +12,7 @@ from fedcover.paper.public_code import SWITCHES, public_code
 from fedcover.runs.api import run
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.run_result import Run
+from fedcover.types import Params
 
 
 def settings(only: Sequence[str] = ()) -> dict[str, tuple[str, ...]]:
@@ -18,8 +20,20 @@ def settings(only: Sequence[str] = ()) -> dict[str, tuple[str, ...]]:
     for name in only:
         if name not in SWITCHES:
             raise unknown("switch", name, SWITCHES)
-    chosen = tuple(only) or SWITCHES
-    return {"faithful": (), **{name: (name,) for name in chosen}, "all": chosen}
+    switches = tuple(only) or SWITCHES
+    return {"faithful": (), **{name: (name,) for name in switches}, "all": switches}
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What all settings run: a codename on a data set, after another codename has run."""
+
+    codename: str
+    previous: str
+    dataset: str
+    rounds: int
+    clients: int
+    data: str | Path | None
 
 
 def explain(
@@ -38,17 +52,18 @@ def explain(
 
     `previous` is the codename that ran before, which the switch `leak` needs.
     """
+    algorithm = Algorithm(codename, previous, dataset, rounds, clients, data)
     rows = []
     for name, switches in settings(only).items():
         runs = []
         for seed in seeds:
             tell(f"{name}, seed {seed}")
-            runs.append(_run(codename, switches, seed, dataset, rounds, clients, previous, data))
-        accuracy = [result.accuracy for result in runs]
+            runs.append(_run(algorithm, switches, seed))
+        accuracies = [result.accuracy for result in runs]
         rows.append({
             "setting": name,
-            "accuracy": fmean(accuracy),
-            "spread": stdev(accuracy) if len(accuracy) > 1 else 0.0,
+            "accuracy": fmean(accuracies),
+            "spread": stdev(accuracies) if len(accuracies) > 1 else 0.0,
             "first_round": fmean(result.metrics[0]["accuracy"] for result in runs),
             "noise": fmean(result.summary["delta2_mean"] for result in runs),
             "gamma_min": min(result.gamma_min for result in runs),
@@ -57,44 +72,29 @@ def explain(
     return rows
 
 
-def _run(
-    codename: str,
-    switches: Sequence[str],
-    seed: int,
-    dataset: str,
-    rounds: int,
-    clients: int,
-    previous: str,
-    data: str | Path | None,
-) -> Run:
+def _run(algorithm: Algorithm, switches: Sequence[str], seed: int) -> Run:
     experiment = Experiment(
-        dataset=dataset,
+        dataset=algorithm.dataset,
         model="mlp(dropout=0.5)" if "dropout" in switches else "mlp",
-        policy=f"regions(codename={codename!r})",
+        policy=f"regions(codename={algorithm.codename!r})",
         uncovered="zero" if "zero" in switches else "keep",
-        clients=clients,
-        rounds=rounds,
+        clients=algorithm.clients,
+        rounds=algorithm.rounds,
         seed=seed,
     )
-    leaked = None
-    if "leak" in switches:
-        before = _run(
-            previous,
-            [s for s in switches if s != "leak"],
-            seed,
-            dataset,
-            rounds,
-            clients,
-            previous,
-            data,
-        )
-        leaked = before.state.params
     policy = partial(
         public_code,
-        codename=codename,
+        codename=algorithm.codename,
         argsort="argsort" in switches,
         wrong_net="wrong_net" in switches,
         unmasked="unmasked" in switches,
-        leaked=leaked,
+        leaked=_previous_params(algorithm, switches, seed) if "leak" in switches else None,
     )
-    return run(experiment, policy=policy, data=data)
+    return run(experiment, policy=policy, data=algorithm.data)
+
+
+def _previous_params(algorithm: Algorithm, switches: Sequence[str], seed: int) -> Params:
+    """Return the trained model of the codename that ran before, without a leak of its own."""
+    previous = replace(algorithm, codename=algorithm.previous)
+    other_switches = [switch for switch in switches if switch != "leak"]
+    return _run(previous, other_switches, seed).state.params

@@ -77,25 +77,25 @@ def public_code(
     quarters = {name: rank(view.params[name]) for name in view.prunable}
 
     def mask(digit: str) -> Masks:
-        kept = torch.tensor(regions_of_digit(digit))
+        regions = torch.tensor(regions_of_digit(digit))
         return Masks(
             {
-                name: torch.isin(quarter, kept.to(quarter.device))
+                name: torch.isin(quarter, regions.to(quarter.device))
                 for name, quarter in quarters.items()
             }
         )
 
-    def part(digit: str) -> Reduction:
+    def reduction(digit: str) -> Reduction:
         start = mask("5") if wrong_net and digit in "67" else mask(digit)
-        old = leaked if leaked and view.round == 0 and digit != "1" else {}
-        return LooseMasks(mask(digit), start, not unmasked, old)
+        start_values = leaked if leaked and view.round == 0 and digit != "1" else {}
+        return LooseMasks(mask(digit), start, not unmasked, start_values)
 
-    parts = {digit: part(digit) for digit in set(codename)}
-    return [parts[digit] for digit in codename]
+    reduction_by_digit = {digit: reduction(digit) for digit in set(codename)}
+    return [reduction_by_digit[digit] for digit in codename]
 
 
 def _argsort_as_rank(weight: Tensor) -> Tensor:
     """Return the quarters of the public code, which takes the output of argsort for ranks."""
-    places = weight.abs().flatten().argsort(stable=True)
-    from_largest = weight.numel() - 1 - places
-    return (from_largest * 4 // weight.numel() + 1).view_as(weight)
+    indices = weight.abs().flatten().argsort(stable=True)
+    supposed_ranks = weight.numel() - 1 - indices
+    return (supposed_ranks * 4 // weight.numel() + 1).view_as(weight)

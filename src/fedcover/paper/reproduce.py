@@ -18,7 +18,7 @@ from fedcover.host import signals
 from fedcover.paper import document, results, store
 from fedcover.paper.cells import AXES, SETS, Cell, cells, select_cells, smoke_cell
 from fedcover.paper.evidence import Evidence
-from fedcover.paper.results import Finished
+from fedcover.paper.results import CellRun
 from fedcover.runs import plotting
 from fedcover.runs.api import RoundCallback
 from fedcover.runs.experiment import Experiment
@@ -110,7 +110,7 @@ def run_experiments(
     data: str | Path | None = None,
     show_progress: ProgressFactory = print_progress,
     runs: Path | None = None,
-) -> Iterator[Finished]:
+) -> Iterator[CellRun]:
     """Run experiments of one shape in lockstep, and yield each as it ends."""
     title = f"{len(experiments)} runs, {experiments[0].name} first"
     with show_progress(title, experiments[0].rounds) as watch:
@@ -121,7 +121,7 @@ def run_experiments(
 
         for run in sweep(experiments, runs=runs, machine=machine, data=data, watch=show):
             used_machine = replace(machine, engine=run.engine, processes=1)
-            yield Finished(run.experiment, run.metrics, used_machine, run.diverged or None)
+            yield CellRun(run.experiment, run.metrics, used_machine, run.diverged or None)
 
 
 SHAPE_FIELDS = (

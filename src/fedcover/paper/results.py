@@ -37,7 +37,7 @@ _OMITTED_MANIFEST_KEYS = {"data", "seed", "experiment", "custom", "system"}
 
 
 @dataclass(frozen=True)
-class Finished:
+class CellRun:
     """A run that has ended: its experiment and metrics, and where it diverged if it did."""
 
     experiment: Experiment
@@ -46,7 +46,7 @@ class Finished:
     diverged: str | None = None
 
 
-def to_result(cell: Cell, run: Finished) -> dict[str, Any]:
+def to_result(cell: Cell, run: CellRun) -> dict[str, Any]:
     """Return what is stored of a run: accuracies, costs, the curve, and how it was made."""
     evaluated = [line for line in run.metrics if cell.score in line]
     summary = summarise(run.metrics) if run.metrics else {}
@@ -69,13 +69,11 @@ def to_result(cell: Cell, run: Finished) -> dict[str, Any]:
     }
 
 
-def provenance(run: Finished) -> dict[str, Any]:
+def provenance(run: CellRun) -> dict[str, Any]:
     """Return how a run was made: versions, commit, computer, engine and source."""
     manifest = build_manifest(run.experiment, run.machine, Overrides(), None)
-    kept_entries = {
-        key: value for key, value in manifest.items() if key not in _OMITTED_MANIFEST_KEYS
-    }
-    return {**kept_entries, "source": source_digest()}
+    entries = {key: value for key, value in manifest.items() if key not in _OMITTED_MANIFEST_KEYS}
+    return {**entries, "source": source_digest()}
 
 
 def _curve(score: str, lines: Metrics) -> dict[str, list[Any]]:
@@ -185,12 +183,12 @@ def validation_score(result: Mapping[str, Any]) -> float:
     return fmean(accuracies[-LAST_ROUNDS:])
 
 
-def second_rates(records: StoredResults, of: Iterable[Cell]) -> dict[str, float]:
+def second_rates(records: StoredResults, all_cells: Iterable[Cell]) -> dict[str, float]:
     """Return the best learning rate of each data set whose rates were all tried.
 
     A data set for which the first rate is the best is left out.
     """
-    rate_cells = {cell.id: cell for cell in of if cell.row == "rates"}
+    rate_cells = {cell.id: cell for cell in all_cells if cell.row == "rates"}
     best_rates: dict[str, float] = {}
     for dataset in DATASETS:
         scores = {}

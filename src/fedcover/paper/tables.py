@@ -67,85 +67,89 @@ def audit_tables() -> dict[str, Any]:
 
 
 def _row(kind: str, printed: CodenameRow) -> dict[str, Any]:
-    right, found = closed_form(printed.codename, kind), measured_metrics(printed.codename, kind)
-    whole = closed_form("1", kind)
+    computed = closed_form(printed.codename, kind)
+    full_model = closed_form("1", kind)
     devices = tuple(codename_capacities(printed.codename).count(share) for share in SHARES)
-    wrong = [name for name, value in asdict(right).items() if getattr(printed, name) != value]
+    figures = asdict(computed)
     shares = {
-        "parameter_share": right.parameters / whole.parameters,
-        "multiply_add_share": right.multiply_adds / whole.multiply_adds,
+        "parameter_share": computed.parameters / full_model.parameters,
+        "multiply_add_share": computed.multiply_adds / full_model.multiply_adds,
     }
+    wrong_figures = [name for name, value in figures.items() if getattr(printed, name) != value]
     # the printed shares are cut off after two digits, some are rounded: less than 0.01 away is right
-    wrong += [name for name, share in shares.items() if abs(getattr(printed, name) - share) >= 0.01]
-    wrong += ["devices"] if printed.devices != devices else []
+    wrong_shares = [
+        name for name, share in shares.items() if abs(getattr(printed, name) - share) >= 0.01
+    ]
+    wrong_devices = ["devices"] if printed.devices != devices else []
     return {
         "table": kind,
         "codename": printed.codename,
-        "printed": {name: getattr(printed, name) for name in (*asdict(right), *shares)},
+        "printed": {name: getattr(printed, name) for name in (*figures, *shares)},
         "shares": shares,
-        "measured": asdict(found),
-        "closed_form": asdict(right),
-        "wrong": wrong,
+        "measured": asdict(measured_metrics(printed.codename, kind)),
+        "closed_form": figures,
+        "wrong": [*wrong_figures, *wrong_shares, *wrong_devices],
     }
 
 
 def _other_p5() -> list[str]:
     """Name rows whose coverage agrees with policy 5 of the code, but not with that of the text."""
-    rows = codename_rows("pruning")
-    broken = [
+    codenames_of_code = [
         row.codename
-        for row in rows
+        for row in codename_rows("pruning")
         if row.gamma
         == closed_form(row.codename, "pruning").gamma
         != closed_form(row.codename, "pruning", "printed").gamma
     ]
     return [
-        f"P5 is printed as {{S2, S3}}; the coverage of {len(broken)} rows of the pruning table ({', '.join(broken)}) "
+        f"P5 is printed as {{S2, S3}}; the coverage of {len(codenames_of_code)} rows of the pruning "
+        f"table ({', '.join(codenames_of_code)}) "
         "holds only with {S1, S4}, which is what the public code does"
     ]
 
 
 def _cut_off_shares() -> list[str]:
     """Count printed shares that are cut off where rounding gives another number."""
-    rows = [
-        (row.parameter_share, closed_form(row.codename, kind), kind)
-        for kind in CODENAME_KINDS
-        for row in codename_rows(kind)
+    num_rows = num_cut_off = 0
+    for kind in CODENAME_KINDS:
+        all_parameters = closed_form("1", kind).parameters
+        for row in codename_rows(kind):
+            share = closed_form(row.codename, kind).parameters / all_parameters
+            num_rows += 1
+            num_cut_off += row.parameter_share == int(100 * share) / 100 != round(share, 2)
+    return [
+        f"{num_cut_off} of {num_rows} shares of parameters are cut off after two digits, not rounded"
     ]
-    exact = [
-        (printed, right.parameters / closed_form("1", kind).parameters)
-        for printed, right, kind in rows
-    ]
-    cut = sum(printed == int(100 * share) / 100 != round(share, 2) for printed, share in exact)
-    return [f"{cut} of {len(exact)} shares of parameters are cut off after two digits, not rounded"]
 
 
 def _repeated_accuracies() -> list[str]:
     """Name different codenames of one table with the same two non-IID accuracies."""
-    found = []
+    sentences = []
     for kind in CODENAME_KINDS:
-        alike: dict[tuple[float, float], list[str]] = defaultdict(list)
+        codenames_by_accuracies: dict[tuple[float, float], list[str]] = defaultdict(list)
         for row in codename_rows(kind):
-            alike[row.non_iid_global, row.non_iid_local].append(row.codename)
-        found += [
-            f"{' and '.join(names)} ({kind}) have the same non-IID accuracies, {pair[0]} and {pair[1]}"
-            for pair, names in alike.items()
+            accuracies = row.non_iid_global, row.non_iid_local
+            codenames_by_accuracies[accuracies].append(row.codename)
+        sentences += [
+            f"{' and '.join(names)} ({kind}) have the same non-IID accuracies, {first} and {second}"
+            for (first, second), names in codenames_by_accuracies.items()
             if len(names) > 1
         ]
-    return found
+    return sentences
 
 
 def _same_run_twice() -> list[str]:
     """Compare FedAvg in both tables: it is one run, so its accuracies should agree."""
-    first, second = (
-        next(r for r in codename_rows(kind) if set(r.codename) == {"1"}) for kind in CODENAME_KINDS
-    )
-    values = [
-        f"{a} / {b} / {c}"
-        for a, b, c in ((r.iid, r.non_iid_global, r.non_iid_local) for r in (first, second))
+    fedavg_rows = [
+        next(row for row in codename_rows(kind) if set(row.codename) == {"1"})
+        for kind in CODENAME_KINDS
     ]
+    first, second = (
+        f"{row.iid} / {row.non_iid_global} / {row.non_iid_local}" for row in fedavg_rows
+    )
     return [
-        f"{first.codename} is one run, but its accuracies are {values[0]} in one table and {values[1]} in the other"
+        f"{fedavg_rows[0].codename} is one run, but its accuracies are {first} in one table "
+        f"and {second} in the other"
     ]
 
 
@@ -164,27 +168,22 @@ def _against(level: str, setting: str, column: str, printed: float) -> list[str]
     if setting == "homogeneous":
         return []
     names = ("1111111111",) if level == "full" else codenames(level, setting)
-    tables = (
-        CODENAME_KINDS
-        if level == "full"
-        else tuple(k for k in CODENAME_KINDS if setting.startswith(k))
-    )
-    known = {
+    kinds = [kind for kind in CODENAME_KINDS if level == "full" or setting.startswith(kind)]
+    accuracy_by_row = {
         f"{row.codename} ({kind})": getattr(row, _APPENDIX_COLUMNS[column])
-        for kind in tables
+        for kind in kinds
         for row in codename_rows(kind)
         if row.codename in names
     }
-    if printed in known.values():
+    if printed in accuracy_by_row.values():
         return []
-    listed = (
-        ", ".join(f"{value} for {name}" for name, value in known.items())
-        or f"no row {' or '.join(names)}"
-    )
-    elsewhere = _places_of(printed)
-    found = f", and {printed} as {', '.join(elsewhere)}" if elsewhere else ""
+    rows = ", ".join(f"{accuracy} for {row}" for row, accuracy in accuracy_by_row.items())
+    appendix = rows or f"no row {' or '.join(names)}"
+    other_places = _places_of(printed)
+    elsewhere = f", and {printed} as {', '.join(other_places)}" if other_places else ""
     return [
-        f"main table, {level}, {setting}, {column}: {printed}; the appendix has {listed}{found}"
+        f"main table, {level}, {setting}, {column}: {printed}; "
+        f"the appendix has {appendix}{elsewhere}"
     ]
 
 
