@@ -147,7 +147,15 @@ def is_import_path(text: str) -> bool:
 
 
 def look_up(field: str, spec: Spec, table: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """Find the function that a specification names, check its options and bind them.
+    """Return the function that a specification names, with its options bound, as `resolve` does."""
+    function, options = resolve(field, spec, table)
+    return partial(function, **options)
+
+
+def resolve(
+    field: str, spec: Spec, table: Mapping[str, Callable[..., Any]]
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Find the function that a specification names, and check its options.
 
     Args:
         field: The name of the field in error messages.
@@ -155,13 +163,13 @@ def look_up(field: str, spec: Spec, table: Mapping[str, Callable[..., Any]]) -> 
         table: The built-in functions by name.
 
     Returns:
-        The function with its options bound.
+        The function, and its options in the types that it declares.
 
     Raises:
         InvalidValue: If the function is unknown or cannot be imported, or an option is wrong.
 
     >>> def window(view, *, spread=False): ...
-    >>> look_up("policy", Spec("window", {"spred": True}), {"window": window})
+    >>> resolve("policy", Spec("window", {"spred": True}), {"window": window})
     Traceback (most recent call last):
     ...
     fedcover.errors.InvalidValue: policy window has no option 'spred'; its options are: spread
@@ -181,8 +189,7 @@ def look_up(field: str, spec: Spec, table: Mapping[str, Callable[..., Any]]) -> 
             raise InvalidValue(
                 f"{field} {spec.name} needs the option {name!r}: {spec.name}({name}=...)"
             )
-    options = {name: _validate_option(field, spec, allowed[name]) for name in spec.options}
-    return partial(function, **options)
+    return function, {name: _validate_option(field, spec, allowed[name]) for name in spec.options}
 
 
 def _required(options: Mapping[str, inspect.Parameter]) -> list[str]:

@@ -6,6 +6,7 @@ from inspect import getdoc
 import pytest
 
 import fedcover as fc
+from fedcover.errors import InvalidValue
 from fedcover.policies import POLICIES, as_policy
 from fedcover.policies.planned import planned
 from fedcover.registry import options_of
@@ -51,11 +52,10 @@ def test_policy_of_the_table_describes_itself(name):
 
 
 def test_options_are_bound_in_both_functions():
-    far = as_policy(partial(OWN, far=True))
+    far = run(OWN.with_options(far=True))
     near = run(OWN)
     assert near.setup.policy.grow is doubled
-    same(run(OWN.with_options(far=True)).state.params, run(far).state.params)
-    same(run(far).state.params, run(partial(halves, far=True)).state.params)
+    same(far.state.params, run(partial(halves, far=True)).state.params)
     with pytest.raises(AssertionError):
         same(near.state.params, run(halves).state.params)
 
@@ -66,7 +66,6 @@ def test_options_are_bound_in_both_functions():
         None,
         planned,
         POLICIES["planned"],
-        partial(planned, share=0.5),
         POLICIES["planned"].with_options(share=0.5),
     ],
     ids=str,
@@ -74,6 +73,11 @@ def test_options_are_bound_in_both_functions():
 def test_planned_copies_however_it_is_given(policy):
     experiment = COPIED if policy else replace_policy("planned")
     assert fc.run(experiment, policy=policy).setup.policy.grow is not None
+
+
+def test_a_partial_does_not_drop_the_growth_of_a_policy_without_a_word():
+    with pytest.raises(InvalidValue, match=r"partial of policy planned, .* with \.with_options"):
+        run(partial(planned, share=0.5))
 
 
 def test_planned_copies_when_named_by_its_path():

@@ -176,13 +176,15 @@ def baseline_policies(view: View, kind: str) -> dict[str, PolicyFunction]:
     policies: dict[str, PolicyFunction] = {
         "prefix": POLICIES["prefix"],
         "rolling": POLICIES["rolling"],
-        "rolling spread": partial(POLICIES["rolling"], spread=True),
+        "rolling spread": POLICIES["rolling"].with_options(spread=True),
         "random": POLICIES["random"],
         "greedy": POLICIES["magnitude"] if kind == "pruning" else least_noise,
     }
     digits = codename_of_capacities([client.capacity for client in view.cohort])
     if digits and view.measure == "width":
-        policies[f"codename {digits}"] = partial(POLICIES["regions"], codename=digits, kind=kind)
+        policies[f"codename {digits}"] = POLICIES["regions"].with_options(
+            codename=digits, kind=kind
+        )
     return policies
 
 

@@ -39,7 +39,7 @@ from fedcover.flower.strategy_training import (
 from fedcover.flower.transport import Transport
 from fedcover.log import log
 from fedcover.models.norms import calibrate, running
-from fedcover.policies import POLICIES, as_policy
+from fedcover.policies import as_policy, policy_from_spec
 from fedcover.runs import checkpoints
 from fedcover.server.aggregation import WEIGHTS
 from fedcover.server.contracts import build_rule, checked_server
@@ -94,9 +94,7 @@ class CoverageStrategy(Strategy):
         check_choices(weights, capacity, window, seed)
         self.capacity, self.window, self.seed = capacity, window, seed
         self._policy_name = name_of_policy(policy)
-        if isinstance(policy, str):
-            policy = registry.look_up("policy", registry.parse("policy", policy), POLICIES)
-        self.policy = as_policy(policy)
+        self.policy = policy_from_spec(policy) if isinstance(policy, str) else as_policy(policy)
         self.rule = build_rule(rule)
         optimizer = registry.look_up("server", registry.parse("server", server), SERVERS)()
         self.server = checked_server(server, optimizer)

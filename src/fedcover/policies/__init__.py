@@ -3,8 +3,7 @@
 Every published family of policies has a small module.
 """
 
-from functools import partial
-
+from fedcover import registry
 from fedcover.policies.base import per_client as per_client
 from fedcover.policies.magnitude import magnitude
 from fedcover.policies.paper_regions import regions
@@ -28,13 +27,15 @@ POLICIES: dict[str, Policy] = {
 
 
 def as_policy(policy: PolicyFunction) -> Policy:
-    """Return a policy for any function of a view, with the options that are bound to it.
+    """Return a policy for any function of a view; a policy stays as it is."""
+    return policy if isinstance(policy, Policy) else Policy(policy)
 
-    >>> as_policy(partial(POLICIES["rolling"], spread=True))
+
+def policy_from_spec(text: str) -> Policy:
+    """Return the policy that a specification names, with its options bound.
+
+    >>> policy_from_spec("rolling(spread=true)")
     policy rolling
     """
-    if isinstance(policy, Policy):
-        return policy
-    if isinstance(policy, partial) and isinstance(policy.func, Policy):
-        return policy.func.with_options(**policy.keywords)
-    return Policy(policy)
+    function, options = registry.resolve("policy", registry.parse("policy", text), POLICIES)
+    return as_policy(function).with_options(**options)

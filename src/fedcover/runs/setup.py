@@ -15,7 +15,7 @@ from fedcover.data.partition import PARTITIONS
 from fedcover.errors import InvalidValue
 from fedcover.models import params_and_buffers
 from fedcover.models.meta_device import is_on_meta
-from fedcover.policies import POLICIES, as_policy
+from fedcover.policies import as_policy, policy_from_spec
 from fedcover.runs.checks import (
     Names,
     check_dataset,
@@ -183,12 +183,17 @@ def _check_policy(policy: PolicyFunction) -> Policy:
             "policy must be a function of a view, or an object that can be called with one; got "
             f"the class {policy.__name__}: give an object of it, such as {policy.__name__}(...)"
         )
+    if isinstance(policy, partial) and isinstance(policy.func, Policy) and policy.func.grow:
+        raise InvalidValue(
+            f"policy must not be a partial of {policy.func}, which also changes the model between "
+            "rounds: bind the options of both with .with_options(...)"
+        )
     return as_policy(policy)
 
 
 def build_policy(experiment: Experiment) -> Policy:
     """Return the experiment's policy with its options bound."""
-    return as_policy(look_up_spec("policy", experiment.policy, POLICIES))
+    return policy_from_spec(experiment.policy)
 
 
 def _build_run_source(
