@@ -31,6 +31,21 @@ class TrainingDiverged(FedcoverError):
     """Raised when local training produces a number that is not finite."""
 
 
+_ERRORS = {
+    error.__name__: error
+    for error in (FedcoverError, InvalidValue, DataError, RunError, TrainingDiverged)
+}
+
+
+def error_named(class_name: str, message: str) -> FedcoverError:
+    """Create the error that another process has reported; a `RunError` for any other class.
+
+    >>> error_named("DataError", "it is truncated"), error_named("MemoryError", "too much")
+    (DataError('it is truncated'), RunError('too much'))
+    """
+    return _ERRORS.get(class_name, RunError)(message)
+
+
 def unknown(field: str, value: object, allowed: Iterable[object]) -> InvalidValue:
     """Create the error for an unknown name, with the closest known one as a hint.
 

@@ -22,14 +22,14 @@ from fedcover.cli.options import app
 from fedcover.errors import FedcoverError, InvalidValue, RunError
 from fedcover.host.disk import reason
 from fedcover.runs.launch import torchrun_rank
-from fedcover.runs.worker import worker_main
+from fedcover.runs.worker import join_torchrun
 
 
 def main() -> None:
     """Run the command line. Exit with code 2 if the input is wrong, and 1 on other errors."""
     # Only the first process of torchrun reads the arguments; the others wait for work.
     if torchrun_rank() and sys.argv[1:2] in (["run"], ["resume"]):
-        return worker_main()
+        return join_torchrun()
     try:
         with console.show_log():
             app(sys.argv[1:], exit_on_error=False, print_error=False)

@@ -7,11 +7,9 @@ prepare the same setup from their own copy of the data, and then take part in ev
 import io
 import os
 import pickle
-import subprocess
 import sys
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +21,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch d
 
 from fedcover.errors import InvalidValue, RunError
 from fedcover.host import scratch
-from fedcover.host.orphans import lifeline_arguments
+from fedcover.host.workers import importable, start_workers
 from fedcover.log import log
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.machine import Machine
@@ -36,8 +34,8 @@ from fedcover.types import State
 COLLECTIVE_TIMEOUT = timedelta(days=1)
 """How long a process waits for the others: its share of a round may take hours."""
 
-WORKER_VARIABLE = "FEDCOVER_PROCESS"
-"""The environment variable of a worker: rank, number of processes and rendezvous folder."""
+WORKER_FUNCTION = "fedcover.runs.worker:join_run"
+"""What a started worker calls with its rank, the number of processes, and where they meet."""
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -117,11 +115,6 @@ def _serialize(job: WorkerJob, state: State) -> bytes:
     return buffer.getvalue()
 
 
-def importable() -> list[str]:
-    """Return the folders in which this process looks for modules, the user's own included."""
-    return [str(Path(entry).resolve()) for entry in sys.path]
-
-
 def not_importable_message(error: Exception) -> str:
     """Explain why an object made in Python cannot be sent to a worker."""
     return (
@@ -130,43 +123,28 @@ def not_importable_message(error: Exception) -> str:
     )
 
 
-# ── starting, joining and stopping ──────────────────────────────────────────────────────────────
+# ── starting and joining ────────────────────────────────────────────────────────────────────────
 
 
 @contextmanager
 def _start_workers(size: int) -> Iterator[FileStore | None]:
     """Start all processes except this one, the first; yield the store where they meet."""
-    with scratch.folder("run") as folder, ExitStack() as workers:
-        store = FileStore(f"{folder}/store", size)
-        children = [_start_worker(rank, size, folder, workers) for rank in range(1, size)]
-        arrivals = [arrival_key(rank) for rank in range(1, size)]
-        while not store.check(arrivals):
-            if any(child.poll() is not None for child in children):
-                raise RunError("a process of this run could not be started; try --processes 1")
-            time.sleep(0.02)
-        listen_locally()
-        yield store
+    with scratch.folder("run") as folder:
+        jobs = [{"rank": rank, "size": size, "folder": str(folder)} for rank in range(1, size)]
+        with start_workers(WORKER_FUNCTION, jobs, name="a process of this run") as workers:
+            reports = workers.reports()
+            try:
+                for _ in jobs:  # each reports once, when it has started
+                    next(reports)
+            except RunError as error:
+                raise RunError(f"{error} before its work began; try --processes 1") from error
+            listen_locally()
+            yield open_store(folder, size)
 
 
-def _start_worker(
-    rank: int, size: int, folder: Path, workers: ExitStack
-) -> "subprocess.Popen[bytes]":
-    """Start a worker; closing `workers` stops it."""
-    environment = worker_environment(os.environ)
-    environment[WORKER_VARIABLE] = f"{rank} {size} {folder}"
-    child = subprocess.Popen(
-        worker_command("fedcover.runs.worker", "worker_main"),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        **lifeline_arguments(environment),
-    )
-    workers.push(lambda kind, error, trace: stop_process(child, done=kind is None))
-    return child
-
-
-def arrival_key(rank: int) -> str:
-    """Return the key that a worker sets in the store when it has started."""
-    return f"here/{rank}"
+def open_store(folder: str | Path, size: int) -> FileStore:
+    """Open the store in which the processes of a run meet."""
+    return FileStore(f"{folder}/store", size)
 
 
 def listen_locally() -> None:
@@ -178,35 +156,6 @@ def listen_locally() -> None:
 def _torchrun_rendezvous() -> Iterator[FileStore | None]:
     """Yield no store: torchrun's processes know from their environment where to meet."""
     yield None
-
-
-def worker_command(module: str, function: str) -> list[str]:
-    """Return the command of a process that calls a function and ends with this process."""
-    program = (
-        "from fedcover.host import orphans, signals; "
-        "orphans.end_with_parent(); signals.quietly(); "
-        f"from {module} import {function}; {function}()"
-    )
-    return [sys.executable, "-c", program]
-
-
-def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a process that has to import this very fedcover."""
-    paths = [str(Path(__file__).parents[2])]
-    if environment.get("PYTHONPATH"):
-        paths.append(environment["PYTHONPATH"])
-    return {**environment, "PYTHONPATH": os.pathsep.join(paths)}
-
-
-def stop_process(child: subprocess.Popen[Any], done: bool) -> None:
-    """Wait for a process whose work is done; terminate and then kill it if it does not end."""
-    for send_signal, seconds in ((child.terminate, 20 if done else 0), (child.kill, 5)):
-        try:
-            child.wait(timeout=seconds)
-            return
-        except subprocess.TimeoutExpired:
-            send_signal()
-    child.wait()
 
 
 @contextmanager

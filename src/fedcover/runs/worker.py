@@ -4,20 +4,22 @@ import io
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch does not declare it
 
 from fedcover.errors import FedcoverError, InvalidValue
 from fedcover.host import signals
+from fedcover.host.workers import Report, import_from
 from fedcover.runs.launch import (
-    WORKER_VARIABLE,
     WorkerJob,
-    arrival_key,
     join_process_group,
     listen_locally,
     not_importable_message,
+    open_store,
     torchrun_rank,
     torchrun_size,
 )
@@ -30,17 +32,32 @@ from fedcover.server.sharded_round import shard_setup, without_values
 from fedcover.types import State
 
 
-def worker_main() -> None:
-    """Run a worker from start to exit.
+def join_run(job: Mapping[str, Any], report: Report) -> None:
+    """Join the run of the process that has started this one; report that it has begun."""
+    # what a module prints, the first process prints, too
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    rank, size = job["rank"], job["size"]
+    store = open_store(job["folder"], size)
+    listen_locally()
+    report("started")
+    _take_part(rank, size, store)
+
+
+def join_torchrun() -> None:
+    """Join the run of torchrun's first process; the environment says where."""
+    _take_part(torchrun_rank() or 0, torchrun_size(), None)
+
+
+def _take_part(rank: int, size: int, store: FileStore | None) -> NoReturn:
+    """Share the rounds of a run, and exit.
 
     The first process reports errors. Errors that it cannot know are printed here in one line.
     """
     logging.getLogger("fedcover").setLevel(logging.ERROR)  # the first process logs the same
-    rank, size, store = _rendezvous()
     code = 0
     try:
         with signals.raise_on_signals(), join_process_group(rank, size, store) as group:
-            run_worker(group)
+            share_rounds(group)
     except KeyboardInterrupt as error:
         code = signals.exit_code(error) or 1
     except FedcoverError:
@@ -55,18 +72,7 @@ def worker_main() -> None:
     os._exit(code)
 
 
-def _rendezvous() -> tuple[int, int, FileStore | None]:
-    """Return rank, number of processes and store; torchrun's processes need no store."""
-    if WORKER_VARIABLE not in os.environ:
-        return torchrun_rank() or 0, torchrun_size(), None
-    rank, size, folder = os.environ[WORKER_VARIABLE].split(" ", 2)
-    store = FileStore(f"{folder}/store", int(size))
-    store.set(arrival_key(int(rank)), "yes")
-    listen_locally()
-    return int(rank), int(size), store
-
-
-def run_worker(group: ProcessGroup) -> None:
+def share_rounds(group: ProcessGroup) -> None:
     """Receive the job, prepare it, and take part in its rounds."""
     job, setup, state = _receive(group)
     cache = RoundCache.of(setup)
@@ -81,7 +87,7 @@ def _receive(group: ProcessGroup) -> tuple[WorkerJob, Setup, State]:
     prepared: list[tuple[WorkerJob, Setup, State]] = []
 
     def prepare_job() -> None:
-        sys.path.extend(folder for folder in folders if folder not in sys.path)
+        import_from(folders)
         device_map = _choose_device(group) if device == "cuda" else {}
         job, state = _deserialize(content, device_map)
         with job.machine.applied():
