@@ -5,9 +5,10 @@ from collections import Counter
 import pytest
 
 from fedcover.errors import InvalidValue
-from fedcover.paper.cells import AXES, RATES, cell_id, cells, select_cells, smoke_cell
+from fedcover.paper.cells import AXES, RATES, cell_id, cells, select_cells
 from fedcover.paper.claims import COLUMNS, DATASETS, codename_rows
 from fedcover.paper.designs import designs
+from fedcover.paper.smoke import smoke_cell
 from fedcover.runs.experiment import Experiment
 from tests.helpers.paper_results import BY_ID, EVERY
 

@@ -11,9 +11,10 @@ import pytest
 import fedcover as fc
 from fedcover.errors import InvalidValue
 from fedcover.paper import document, reproduce
-from fedcover.paper.cells import select_cells, smoke_cell
+from fedcover.paper.cells import select_cells
 from fedcover.paper.evidence import Evidence
 from fedcover.paper.reproduce import ReproductionRequest
+from fedcover.paper.smoke import smoke_cell
 from fedcover.runs import sweep
 from fedcover.runs.machine import Machine
 from tests.helpers.command_line import refused

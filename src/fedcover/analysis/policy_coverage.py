@@ -1,4 +1,4 @@
-"""Measure what a policy covers over some rounds, with the same weights and clients in all of them."""
+"""Measure what a policy covers over some rounds of the same weights and clients."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace

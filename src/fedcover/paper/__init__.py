@@ -1,1 +1,1 @@
-"""The paper as data and as code: its claims, every cell of its tables as an experiment, what its public code does."""
+"""The paper's claims, every cell of its tables as an experiment, and what its public code does."""

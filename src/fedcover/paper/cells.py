@@ -1,6 +1,5 @@
 """Every number to reproduce, as data: a cell is an entry of a table and its experiment."""
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -29,7 +28,8 @@ All rates are tried on rows held out from the training set, with a seed of their
 """
 
 PUBLIC_CODE = (
-    "1111111111", "1111114444", "1111444444", "1111223344", "1111234444", "1114556677", "1234556677", "1444777777",
+    "1111111111", "1111114444", "1111444444", "1111223344",
+    "1111234444", "1114556677", "1234556677", "1444777777",
 )  # fmt: skip
 _SWITCHES = "argsort=true, wrong_net=true, unmasked=true"
 
@@ -54,7 +54,7 @@ class Cell:
         return "accuracy_common" if self.setting == "homogeneous" else "accuracy"
 
     def seeds(self, count: int) -> tuple[int, ...]:
-        """Return the seeds of the cell. Learning rates are chosen with another seed than reported."""
+        """Return the seeds of the cell; learning rates are chosen with a seed of their own."""
         return (RATE_SEED,) if self.row == "rates" else tuple(range(count))
 
     def with_seed(self, seed: int) -> Experiment:
@@ -176,15 +176,25 @@ def _planned() -> list[Cell]:
 def _public_code() -> list[Cell]:
     """Return cells with all departures of the public code, except `leak`, which needs two runs."""
     return [
-        _cell(
-            "mnist", column, Design("appendix", "pruning", f"pruning-{name}", {}), "public-code", ["mnist-pruning"],
-            "public", policy=f"fedcover.paper.public_code:public_code(codename='{name}', {_SWITCHES})",
-            fleet=Experiment(policy=f"regions(codename='{name}')").fleet, assignment="slot", active=len(name),
-            uncovered="zero", model="mlp(dropout=0.5)",
-        )
-        for name in PUBLIC_CODE
-        for column in ("iid", "L2")
-    ]  # fmt: skip
+        _public_code_cell(codename, column) for codename in PUBLIC_CODE for column in ("iid", "L2")
+    ]
+
+
+def _public_code_cell(codename: str, column: str) -> Cell:
+    return _cell(
+        "mnist",
+        column,
+        Design("appendix", "pruning", f"pruning-{codename}", {}),
+        "public-code",
+        ["mnist-pruning"],
+        "public",
+        policy=f"fedcover.paper.public_code:public_code(codename='{codename}', {_SWITCHES})",
+        fleet=Experiment(policy=f"regions(codename='{codename}')").fleet,
+        assignment="slot",
+        active=len(codename),
+        uncovered="zero",
+        model="mlp(dropout=0.5)",
+    )
 
 
 def _second_rate(rates: Mapping[str, float]) -> list[Cell]:
@@ -227,7 +237,7 @@ def _rates() -> list[Cell]:
     ]  # fmt: skip
 
 
-# ── which of them ───────────────────────────────────────────────────────────────────────────────────────
+# ── which of them ─────────────────────────────────────────────────────────────────────────────────
 
 
 AXES = ("dataset", "column", "level", "setting", "row", "seed", "cell")
@@ -259,34 +269,3 @@ def _value(cell: Cell, seed: int, axis: str) -> str:
     if axis == "seed":
         return str(seed)
     return str(cell.id if axis == "cell" else getattr(cell, axis))
-
-
-# ── the smoke run ───────────────────────────────────────────────────────────────────────────────────────
-
-
-SMOKE_LABEL_LIMITS = {"50": "5", "20": "2"}
-"""The limits on the labels per client for ten classes, by those for a hundred."""
-
-
-def smoke_cell(cell: Cell) -> Cell:
-    """Return the same design at the size of a smoke run, whose numbers mean nothing."""
-    experiment = cell.experiment
-    label_limit = re.search(r"limit=(\d+)", experiment.partition)
-    partition, model = experiment.partition, experiment.model
-    if label_limit:
-        limit = SMOKE_LABEL_LIMITS.get(label_limit[1], label_limit[1])
-        partition = f"labels(limit={limit})"
-    if model.startswith("wide"):
-        model = "wide_resnet(depth=10, widen=1)"
-    changes = {
-        "dataset": "digits",
-        "partition": partition,
-        "model": model,
-        "clients": 20,
-        "rounds": 2,
-        "epochs": 1,
-        "calibration": 100,
-        "local_every": None,
-    }
-    smoke_experiment = experiment.model_copy(update=changes)
-    return replace(cell, id=f"digits-as-{cell.id}", experiment=smoke_experiment)

@@ -9,8 +9,13 @@ from typing import Any
 DATASETS = ("mnist", "cifar10", "cifar100")
 LEVELS = ("full", "low", "medium", "high")
 SETTINGS = (
-    "full", "pruning-greedy", "pruning-optimised", "subnet-static", "subnet-optimised", "homogeneous",
-)  # fmt: skip
+    "full",
+    "pruning-greedy",
+    "pruning-optimised",
+    "subnet-static",
+    "subnet-optimised",
+    "homogeneous",
+)
 COLUMNS = {
     "mnist": ("iid", "L5", "L2"),
     "cifar10": ("iid", "L5", "L2"),

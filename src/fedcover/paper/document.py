@@ -51,7 +51,7 @@ def render(evidence: Evidence) -> str:
     return text
 
 
-# ── the blocks ──────────────────────────────────────────────────────────────────────────────────────────
+# ── the blocks ────────────────────────────────────────────────────────────────────────────────────
 
 
 def progress(evidence: Evidence) -> str:
@@ -81,9 +81,8 @@ def main_tables(evidence: Evidence) -> str:
     for dataset in DATASETS:
         for column in COLUMNS[dataset]:
             rows = [_main_row(evidence, dataset, column, design) for design in designs(dataset)]
-            parts.append(
-                f"### {DISPLAY_NAMES[dataset]}, {column_name(column)}\n\n{markdown_table(heads, rows)}"
-            )
+            title = f"{DISPLAY_NAMES[dataset]}, {column_name(column)}"
+            parts.append(f"### {title}\n\n{markdown_table(heads, rows)}")
     return "\n\n".join(parts)
 
 
@@ -246,8 +245,9 @@ def provenance_table(evidence: Evidence) -> str:
         return "Nothing has been run yet."
     states = evidence.states()
     source = (
-        f"{states['commit']} runs were made from a commit, {states['changed']} from one with changes beside it, "
-        f"{states['copy']} from a copy without git; `made` in each file names the commit, and the source by digest."
+        f"{states['commit']} runs were made from a commit, {states['changed']} from one with "
+        f"changes beside it, {states['copy']} from a copy without git; `made` in each file names "
+        "the commit, and the source by digest."
     )
     return f"{markdown_table(['computer', 'runs', 'hours in rounds'], rows)}\n\n{source}"
 

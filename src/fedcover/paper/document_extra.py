@@ -66,7 +66,8 @@ def public_code(evidence: Evidence) -> str:
     rows = [[*_other_row(evidence, cell), f"{_printed_accuracy(cell):.2f}"] for cell in cells]
     return (
         f"{markdown_table(heads, rows)}\n\n"
-        f"Of the {len(differing_cells)} places where the two differ by more than noise, the departures are nearer to "
+        f"Of the {len(differing_cells)} places where the two differ by more than noise, "
+        "the departures are nearer to "
         f"the printed accuracy than the faithful algorithm in {num_nearer}."
     )
 

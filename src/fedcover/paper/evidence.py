@@ -9,7 +9,8 @@ from statistics import fmean, stdev
 from typing import Any
 
 from fedcover.paper import results, store
-from fedcover.paper.cells import RATES, Cell, cell_id, cells, smoke_cell
+from fedcover.paper.cells import RATES, Cell, cell_id, cells
+from fedcover.paper.smoke import smoke_cell
 from fedcover.paper.statistics import (
     PairedDifference,
     SeedStatistics,

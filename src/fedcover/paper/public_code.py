@@ -1,13 +1,15 @@
 """The public implementation of the paper; each departure from Algorithm 1 is one switch.
 
-| switch         | what the public code does                                                                         |
-|----------------|---------------------------------------------------------------------------------------------------|
-| `argsort`      | uses the output of argsort as if it were ranks, so that its masks are random quarters of a layer   |
-| `wrong_net`    | trains policy 5's network for policies 6 and 7, so that half of what they upload started at zero   |
-| `unmasked`     | masks weights before and after local training, but never gradients: cut weights regrow meanwhile   |
-| `leak`         | keeps the reduced networks of the previous setting: in round 0 they start from its trained model   |
-| `zero`         | sets parameters that nobody covers to zero                                                         |
-| `dropout`      | trains with dropout 0.5 before the ReLU                                                           |
+- `argsort` uses the output of argsort as if it were ranks, so that its masks are random quarters
+  of a layer.
+- `wrong_net` trains policy 5's network for policies 6 and 7, so that half of what they upload
+  started at zero.
+- `unmasked` masks weights before and after local training, but never gradients: cut weights regrow
+  meanwhile.
+- `leak` keeps the reduced networks of the previous setting: in round 0 they start from its trained
+  model.
+- `zero` sets parameters that nobody covers to zero.
+- `dropout` trains with dropout 0.5 before the ReLU.
 """
 
 from collections.abc import Mapping, Sequence
@@ -71,7 +73,8 @@ def public_code(
     """
     if len(view.cohort) != len(codename):
         raise InvalidValue(
-            f"codename {codename} needs a cohort of {len(codename)}; this one has {len(view.cohort)}"
+            f"codename {codename} needs a cohort of {len(codename)}; "
+            f"this one has {len(view.cohort)}"
         )
     rank = _argsort_as_rank if argsort else quarter_by_magnitude
     quarters = {name: rank(view.params[name]) for name in view.prunable}

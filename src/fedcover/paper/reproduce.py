@@ -16,9 +16,10 @@ from typing import Any
 from fedcover.errors import FedcoverError, InvalidValue, unknown
 from fedcover.host import signals
 from fedcover.paper import document, results, store
-from fedcover.paper.cells import AXES, SETS, Cell, cells, select_cells, smoke_cell
+from fedcover.paper.cells import AXES, SETS, Cell, cells, select_cells
 from fedcover.paper.evidence import Evidence
 from fedcover.paper.results import CellRun
+from fedcover.paper.smoke import smoke_cell
 from fedcover.runs import plotting
 from fedcover.runs.api import RoundCallback
 from fedcover.runs.experiment import Experiment

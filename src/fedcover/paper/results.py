@@ -112,7 +112,7 @@ def source_digest() -> str:
     return digest.hexdigest()[:12]
 
 
-# ── reading ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── reading ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def find_result(records: StoredResults, cell: Cell, seed: int) -> Mapping[str, Any] | None:
@@ -169,7 +169,7 @@ def _check(result: Mapping[str, Any]) -> None:
         raise ValueError("curve must have an accuracy for each round")
 
 
-# ── the second learning rate ────────────────────────────────────────────────────────────────────────────
+# ── the second learning rate ──────────────────────────────────────────────────────────────────────
 
 
 def validation_score(result: Mapping[str, Any]) -> float:

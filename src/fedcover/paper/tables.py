@@ -26,7 +26,8 @@ class CodenameMetrics:
 def closed_form(codename: str, kind: str, p5: str = "code") -> CodenameMetrics:
     """Compute the metrics of a codename by hand for the perceptron 784-200-10.
 
-    Pruning removes quarters of the first layer's weights; a sub-network removes quarters of the hidden units.
+    Pruning removes quarters of the first layer's weights; a sub-network removes quarters of the
+    hidden units.
 
     >>> closed_form("1444777777", "pruning")
     CodenameMetrics(parameters=100210.0, multiply_adds=100000.0, gamma=1)
@@ -76,7 +77,7 @@ def _row(kind: str, printed: CodenameRow) -> dict[str, Any]:
         "multiply_add_share": computed.multiply_adds / full_model.multiply_adds,
     }
     wrong_figures = [name for name, value in figures.items() if getattr(printed, name) != value]
-    # the printed shares are cut off after two digits, some are rounded: less than 0.01 away is right
+    # some printed shares are cut off after two digits, some are rounded: 0.01 away is wrong
     wrong_shares = [
         name for name, share in shares.items() if abs(getattr(printed, name) - share) >= 0.01
     ]
@@ -102,8 +103,8 @@ def _other_p5() -> list[str]:
         != closed_form(row.codename, "pruning", "printed").gamma
     ]
     return [
-        f"P5 is printed as {{S2, S3}}; the coverage of {len(codenames_of_code)} rows of the pruning "
-        f"table ({', '.join(codenames_of_code)}) "
+        f"P5 is printed as {{S2, S3}}; the coverage of {len(codenames_of_code)} rows "
+        f"of the pruning table ({', '.join(codenames_of_code)}) "
         "holds only with {S1, S4}, which is what the public code does"
     ]
 
@@ -118,7 +119,8 @@ def _cut_off_shares() -> list[str]:
             num_rows += 1
             num_cut_off += row.parameter_share == int(100 * share) / 100 != round(share, 2)
     return [
-        f"{num_cut_off} of {num_rows} shares of parameters are cut off after two digits, not rounded"
+        f"{num_cut_off} of {num_rows} shares of parameters are cut off after two digits, "
+        "not rounded"
     ]
 
 
