@@ -1,6 +1,5 @@
 """What Flower carries, and the folder of an app, without Flower: parcels, settings, logs, programs."""
 
-import json
 import os
 import subprocess
 import sys
@@ -8,7 +7,6 @@ import time
 import tomllib
 import tracemalloc
 from contextlib import suppress
-from functools import partial
 
 import numpy as np
 import pytest
@@ -18,10 +16,10 @@ from hypothesis import strategies as st
 
 from fedcover.cli import console
 from fedcover.cli import flower as commands
-from fedcover.cli.flower import check_connection
 from fedcover.errors import InvalidValue, RunError
 from fedcover.flower.app_template import RunConfig, write_app
-from fedcover.flower.monitor import failure_message, follow_run, stream_log
+from fedcover.flower.connections import check_connection
+from fedcover.flower.monitor import stream_log
 from fedcover.flower.payloads import (
     decode_reduction,
     encode_reduction,
@@ -215,83 +213,6 @@ def test_engine_flower_in_one_process_names_flower_up(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_failure_message_is_the_last_sentence_of_the_log(tmp_path):
-    log = tmp_path / "log.txt"
-    log.write_text("INFO : hello\nfedcover: stopped: cannot write x: No space left\nINFO : bye\n")
-    assert failure_message(log) == "cannot write x: No space left"
-    log.write_text(
-        log.read_text()
-        + "fedcover: round 2: client 3 rejected: its node says: 'fedcover: stopped: a lie'\n"
-    )
-    assert failure_message(log) == "cannot write x: No space left"
-    log.write_text("Traceback: oh\n")
-    assert "Traceback: oh" in failure_message(log)
-
-
-class Played:
-    """A process that takes its next step whenever somebody asks whether it has ended, and ends after the last."""
-
-    def __init__(self, *steps):
-        self.steps = list(steps)
-
-    def poll(self):
-        if not self.steps:
-            return 0
-        self.steps.pop(0)()
-        return None
-
-
-def test_repeated_rounds_are_shown_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    metrics, log = tmp_path / "metrics.jsonl", tmp_path / "log.txt"
-
-    def done(*rounds):
-        return lambda: metrics.write_text(
-            "".join(json.dumps({"round": round}) + "\n" for round in rounds)
-        )
-
-    log.write_text("")
-    done(*range(9))()
-    finish = partial((tmp_path / "summary.json").write_text, "{}")
-    seen = []
-    cut_and_run_again = [
-        done(*range(5)),
-        done(*range(6)),
-        done(*range(8)),
-        done(*range(9)),
-        done(*range(10)),
-    ]
-    follow_run(
-        Played(lambda: None, *cut_and_run_again, finish),
-        tmp_path,
-        log,
-        lambda report: seen.append(report.round),
-    )
-    assert seen == [5, 6, 7, 8, 9]
-
-
-def test_server_that_ended_silently_is_noticed(tmp_path, monkeypatch):
-    """Not before it has come, not while it ends, and not if it has said why."""
-    log, clock = tmp_path / "log.txt", iter(range(0, 1000, 10))
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    log.write_text("")
-
-    def watched(*there):
-        seen = iter(there)
-        steps = [lambda: None] * len(there)
-        follow_run(Played(*steps), tmp_path, log, lambda report: None, lambda: next(seen))
-
-    for honest in ([False] * 5, [True] * 5, [False, True, False]):
-        with pytest.raises(RunError, match="did not finish"):
-            watched(*honest)
-    with pytest.raises(RunError, match="the server's process was killed"):
-        watched(True, False, False, False)
-    log.write_text("fedcover: stopped: no room\n")
-    with pytest.raises(RunError, match="no room"):
-        watched(True, False, False, False)
-
-
 def test_stream_log_fails_unless_the_server_reports_the_end(capfd):
     def streamed(text):
         return stream_log([sys.executable, "-c", f"print({text!r})"], dict(os.environ))
@@ -356,7 +277,7 @@ def test_up_refuses_impossible_runs_before_it_starts_anything(tmp_path, monkeypa
     with pytest.raises(
         InvalidValue, match="device must be one of auto, cpu, cuda, cuda:1; got 'gpu'"
     ):
-        commands.run(tmp_path / "own.toml", device="gpu")
+        commands.run(tmp_path / "own.toml", server=commands.ServerOptions(device="gpu"))
     run(wanted, tmp_path / "run", machine=Machine("flower", "cpu"), engine=ENGINES["sequential"])
     with (
         Folder(tmp_path / "run").opened(),

@@ -15,6 +15,7 @@ from fedcover.flower.events import EventLog
 from fedcover.flower.payloads import pack_arrays, unpack_arrays
 from fedcover.flower.reply_download import FailedReply
 from fedcover.flower.server import experiment_to_resume, serve
+from fedcover.flower.status import StatusFile
 from fedcover.runs.metrics_log import read_lines
 from fedcover.training.engines.sequential import sequential
 from tests.system.compromised import EACH, WHY, _file, attack
@@ -205,7 +206,7 @@ def test_resumed_run_cannot_be_changed(tmp_path):
         experiment_to_resume(tmp_path / "run", experiment(policy="prefix", rounds=9, lr=5.0))
     again = RunConfig(wanted.to_toml(), str(tmp_path / "run"))
     with pytest.raises(RunError, match=r"already holds a run: resume it \(--resume\)"):
-        serve(None, again)
+        serve(None, again, StatusFile(tmp_path / "run"))
 
 
 def test_failed_node_is_recorded_and_left_out(tmp_path):
@@ -243,8 +244,10 @@ def test_run_that_waits_for_nodes_counts_as_running(tmp_path, monkeypatch):
 
     monkeypatch.setattr(server, "wait_for_nodes", waiting)
     again = RunConfig(wanted.to_toml(), str(tmp_path / "run"), resume=True)
-    assert serve(None, again).metrics == done.metrics  # it is finished, so it needs no nodes
+    assert (
+        serve(None, again, StatusFile(tmp_path / "run")).metrics == done.metrics
+    )  # it is finished, so it needs no nodes
     (tmp_path / "run" / "summary.json").unlink()
     with pytest.raises(RunError, match="nobody came"):
-        serve(None, again)
+        serve(None, again, StatusFile(tmp_path / "run"))
     assert seen == [True]

@@ -1,19 +1,23 @@
 """Commands that run an experiment on Flower: flower up, flower run."""
 
 import os
+import secrets
 import shlex
-import signal
-import sys
-import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
-from fedcover.cli import conclusions, console
-from fedcover.cli.local_nodes import node_configs, node_data_configs
+from fedcover.cli import console
+from fedcover.cli.interruption import (
+    resume_hint_when_stopped,
+    stop_once_on_signals,
+    stopped_hint,
+)
+from fedcover.cli.local_nodes import complete_node_configs
 from fedcover.cli.options import (
     Data,
     Device,
@@ -26,19 +30,21 @@ from fedcover.cli.options import (
     app,
     load_experiment,
 )
+from fedcover.cli.summary import show_summary
 from fedcover.cli.trust import Trust, is_trusted
 from fedcover.errors import InvalidValue, RunError
 from fedcover.flower import require_supported
 from fedcover.flower.app_template import RunConfig, write_app
+from fedcover.flower.connections import check_connection
 from fedcover.flower.local_federation import FLOWER_ENVIRONMENT, FLWR, run_local_federation
-from fedcover.flower.monitor import follow_run, stream_log
+from fedcover.flower.monitor import Launch, follow_run, stream_log
+from fedcover.flower.status import remove_lone_status
 from fedcover.flower.user_modules import modules_of
-from fedcover.host import scratch, signals
+from fedcover.host import scratch
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.machine import Machine, check_device
 from fedcover.runs.metrics_log import count_unanswered, most_common_failure, read_events, summarise
 from fedcover.runs.run_folder import Folder
-from fedcover.runs.setup import prepare
 from fedcover.runs.trust import custom_functions
 
 MAX_SECONDS = 86_400
@@ -57,6 +63,35 @@ Wait = Annotated[
 ]
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """The options of both commands that describe the server of the run."""
+
+    device: Device = "cpu"
+    threads: Threads = None
+    deadline: Deadline = 300.0
+    wait: Wait = 120.0
+
+    def run_config(self, experiment: Experiment, folder: Path, **fields: Any) -> RunConfig:
+        """Return Flower's run config of an experiment."""
+        for name, seconds in (("deadline", self.deadline), ("wait", self.wait)):
+            if not 0 < seconds <= MAX_SECONDS:
+                raise InvalidValue(f"{name} must be in (0, {MAX_SECONDS}] seconds; got {seconds:g}")
+        return RunConfig(
+            experiment.to_toml(),
+            str(folder),
+            device=self.device,
+            threads=self.threads or 0,
+            deadline=self.deadline,
+            wait=self.wait,
+            **fields,
+        )
+
+
+DEFAULT_SERVER_OPTIONS = ServerOptions()
+
+
 @flower_app.command
 def up(
     experiment: ExperimentOrFolder,
@@ -69,17 +104,15 @@ def up(
         str,
         Parameter(help="With partition 'nodes': each node's file, such as 'node-{}.npz' (from 0)."),
     ] = "",
-    device: Device = "cpu",
-    threads: Threads = None,
-    deadline: Deadline = 300.0,
-    wait: Wait = 120.0,
+    server: ServerOptions = DEFAULT_SERVER_OPTIONS,
     trust: Trust = False,
     overwrite: Overwrite = False,
     json: Json = False,
 ) -> None:
     """Start a SuperLink and SuperNodes on this machine, run an experiment, and clean up."""
     require_supported()
-    Machine(device=device, threads=threads).resolved()  # reports wrong values before nodes start
+    # reports wrong values before nodes start
+    Machine(device=server.device, threads=server.threads).resolved()
     config, resuming = _load_or_resume(experiment, set, trust)
     if not 1 <= nodes <= config.clients:
         raise InvalidValue(f"nodes must be in 1..clients ({config.clients}); got {nodes}")
@@ -87,56 +120,31 @@ def up(
     _check_folder(Folder(folder), resuming, overwrite)
     data_folder = data or (Folder(folder).data if resuming else None)
     data_option = {"data": str(Path(data_folder).resolve())} if data_folder else {}
-    run_config = _run_config(
+    run_config = server.run_config(
         config,
-        folder=str(folder),
+        folder,
         resume=resuming,
         overwrite=overwrite,
         nodes=nodes,
-        deadline=deadline,
-        wait=wait,
-        device=device,
-        threads=threads or 0,
+        launch=secrets.token_hex(8),
         **data_option,
     )
-    common_config: dict[str, object] = {**data_option, "device": device}
-    configs = _complete_node_configs(config, nodes, rows, common_config, data_folder)
+    common_config: dict[str, object] = {**data_option, "device": server.device}
+    configs = complete_node_configs(config, nodes, rows, common_config, data_folder)
     module_folders = [os.getcwd()]
     if not resuming:
         module_folders.insert(0, str(experiment.parent.resolve()))
-    _install_signal_handlers()
     resume_command = _resume_command(config, nodes, rows, folder)
-    try:
+    stop_once_on_signals()
+    with resume_hint_when_stopped(lambda: stopped_hint(folder, resume_command)):
         _run_local_federation(config, run_config, configs, module_folders, resume_command)
-    except KeyboardInterrupt as error:
-        if (folder / "experiment.toml").exists():
-            console.notify(f"stopped; resume with: {resume_command}")
-        else:
-            console.notify("stopped before the run began")
-        sys.exit(signals.exit_code(error))
     _show(folder, json)
-
-
-def _complete_node_configs(
-    experiment: Experiment,
-    nodes: int,
-    rows: str,
-    common_config: dict[str, object],
-    data_folder: str | Path | None,
-) -> list[dict[str, object]]:
-    """Return the nodes' configs. Preparing the run first reports what the server would reject."""
-    setup = prepare(experiment, Machine("sequential", "cpu").resolved(), data=data_folder)
-    data_configs = node_data_configs(experiment, rows, nodes, setup.task.source)
-    return [
-        {**config, **common_config, **data_config}
-        for config, data_config in zip(node_configs(experiment, nodes), data_configs, strict=True)
-    ]
 
 
 def _run_local_federation(
     experiment: Experiment,
     run_config: RunConfig,
-    configs: list[dict[str, object]],
+    configs: Sequence[Mapping[str, object]],
     module_folders: list[str],
     resume_command: str,
 ) -> None:
@@ -146,10 +154,10 @@ def _run_local_federation(
         scratch.folder("flower") as log_folder,
         _keep_logs_on_failure(log_folder, folder, resume_command),
     ):
-        log = log_folder / "run.txt"
+        launch = Launch(run_config.launch, folder, log_folder / "run.txt")
         with (
             run_local_federation(log_folder, configs, module_folders) as federation,
-            log.open("wb") as out,
+            launch.log.open("wb") as out,
         ):
             nodes = "1 SuperNode" if len(configs) == 1 else f"{len(configs)} SuperNodes"
             console.notify(
@@ -157,7 +165,7 @@ def _run_local_federation(
             )
             with console.show_progress(experiment.name, experiment.rounds) as watch:
                 submitted = federation.submit(write_app(log_folder / "app", run_config), out)
-                follow_run(submitted, folder, log, watch, federation.serverapp_is_running)
+                follow_run(submitted, launch, watch)
 
 
 @contextmanager
@@ -171,6 +179,8 @@ def _keep_logs_on_failure(log_folder: Path, folder: Path, resume_command: str) -
         if (folder / "experiment.toml").exists() and not (folder / "summary.json").exists():
             hint = f"; resume with: {resume_command}"
         raise RunError(f"{error}; logs are in {log_folder}{hint}") from error
+    finally:
+        remove_lone_status(folder)
 
 
 def _resume_command(experiment: Experiment, nodes: int, rows: str, folder: Path) -> str:
@@ -197,16 +207,13 @@ def run(
     data: Annotated[
         str, Parameter(help="Folder of the data sets on the SuperLink's machine.")
     ] = "",
-    device: Device = "cpu",
-    threads: Threads = None,
+    server: ServerOptions = DEFAULT_SERVER_OPTIONS,
     nodes: Annotated[
         Whole,
         Parameter(
             help="Number of SuperNodes that share the clients (default: as the first one reports)."
         ),
     ] = 0,
-    deadline: Deadline = 300.0,
-    wait: Wait = 120.0,
     trust: Trust = False,
     overwrite: Overwrite = False,
 ) -> None:
@@ -219,28 +226,19 @@ def run(
     config, is_folder = _load_or_resume(experiment, set, trust)
     if nodes > config.clients:
         raise InvalidValue(f"nodes must be in 1..clients ({config.clients}), or 0; got {nodes}")
-    check_device(device)
+    check_device(server.device)
     check_connection(connection)
     folder = experiment.resolve() if is_folder else runs / config.name
     resuming = is_folder or resume
     _check_overwrite(overwrite, resuming)
-    run_config = _run_config(
-        config,
-        folder=str(folder),
-        resume=resuming,
-        overwrite=overwrite,
-        nodes=nodes,
-        deadline=deadline,
-        wait=wait,
-        device=device,
-        threads=threads or 0,
-        data=data,
+    run_config = server.run_config(
+        config, folder, resume=resuming, overwrite=overwrite, nodes=nodes, data=data
     )
     module_folders = [Path.cwd()] if is_folder else [Path.cwd(), experiment.parent]
     modules = modules_of(config, module_folders)
     if modules:
         console.notify(f"modules sent with the run: {', '.join(modules)}")
-    _install_signal_handlers()
+    stop_once_on_signals()
     with scratch.folder("flower") as app_parent:
         app_folder = write_app(app_parent / "app", run_config, modules)
         _submit_and_stream(app_folder, connection)
@@ -248,63 +246,12 @@ def run(
 
 def _submit_and_stream(app_folder: Path, connection: str | None) -> None:
     command = [*FLWR, "run", str(app_folder), *([connection] if connection else []), "--stream"]
-    try:
+    hint = (
+        "the run continues in the federation: 'flwr list' shows it, 'flwr log' shows its log,"
+        " 'flwr stop' stops it"
+    )
+    with resume_hint_when_stopped(lambda: hint):
         stream_log(command, {**os.environ, **FLOWER_ENVIRONMENT})
-    except KeyboardInterrupt as error:
-        console.notify(
-            "the run continues in the federation: 'flwr list' shows it, 'flwr log' shows its log,"
-            " 'flwr stop' stops it"
-        )
-        sys.exit(signals.exit_code(error))
-
-
-def check_connection(name: str | None) -> None:
-    """Check that Flower's configuration has an address for a SuperLink; None is the default one.
-
-    Without an address Flower would simulate, and leave a SuperLink of its own running.
-
-    Raises:
-        InvalidValue: if there is no such SuperLink, or it has no address.
-    """
-    path = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "config.toml"
-    try:
-        section = tomllib.loads(path.read_text(encoding="utf-8")).get("superlink")
-    except OSError:
-        section = {}
-    except ValueError:
-        return  # Flower itself reports invalid TOML
-    links = section if isinstance(section, dict) else {}
-    names = [key for key, link in links.items() if isinstance(link, dict) and _has_address(link)]
-    wanted_name = name or links.get("default")
-    if wanted_name not in names:
-        raise InvalidValue(
-            f"connection must be one of {', '.join(names) or '(none yet)'}; got {wanted_name!r}:"
-            f" write its address to {path}, under [superlink.{wanted_name or 'NAME'}]"
-        )
-
-
-def _has_address(link: dict[str, Any]) -> bool:
-    address = str(link.get("address", ""))
-    return bool(address) and not address.startswith(":")  # ":local:" starts a simulation
-
-
-def _install_signal_handlers() -> None:
-    """Clean up after SIGTERM, a closed terminal and Ctrl-C, even where a shell ignores Ctrl-C.
-
-    Under `nohup`, SIGHUP stays ignored.
-    """
-    for number in signals.SIGNALS:
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, _handle_signal)
-
-
-def _handle_signal(number: int, frame: object) -> None:
-    """Begin to clean up. It takes seconds, and a second Ctrl-C must not interrupt it."""
-    for other in signals.SIGNALS:
-        signal.signal(other, signal.SIG_IGN)
-    if number == signal.SIGHUP:
-        signals.silence_closed_terminal()
-    raise signals.Stopped(number)
 
 
 def _load_or_resume(
@@ -341,25 +288,12 @@ def _check_overwrite(overwrite: bool, resuming: bool) -> None:
         raise InvalidValue("--overwrite deletes the run that is to be resumed: remove one of them")
 
 
-def _run_config(experiment: Experiment, **fields: Any) -> RunConfig:
-    for name in ("deadline", "wait"):
-        if not 0 < fields[name] <= MAX_SECONDS:
-            raise InvalidValue(
-                f"{name} must be in (0, {MAX_SECONDS}] seconds; got {fields[name]:g}"
-            )
-    return RunConfig(experiment.to_toml(), **fields)
-
-
 def _show(path: Path, json: bool) -> None:
     folder = Folder(path).read()
     metrics = folder.metrics(folder.experiment.rounds)
     unanswered = count_unanswered(metrics)
-    summary = {**summarise(metrics), **unanswered, "folder": str(path)}
     if unanswered:
         failure = most_common_failure(read_events(path / "events.jsonl"))
         console.notify(f"some tasks were not answered; most common reason: {failure}")
-    if json:
-        return console.show_json(summary)
-    rows = [[metric, value] for metric, value in summary.items()]
-    console.table(folder.experiment.name, ["metric", "value"], rows)
-    return print(conclusions.of_run(summary))
+    summary = {**summarise(metrics), **unanswered, "folder": str(path)}
+    show_summary(folder.experiment.name, summary, json)

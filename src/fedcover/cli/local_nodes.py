@@ -6,7 +6,25 @@ from fedcover.errors import InvalidValue
 from fedcover.flower.node_data import data_requirements, load_node_data
 from fedcover.flower.nodes import clients_of, partition_of
 from fedcover.runs.experiment import Experiment
+from fedcover.runs.machine import Machine
+from fedcover.runs.setup import prepare
 from fedcover.types import Source
+
+
+def complete_node_configs(
+    experiment: Experiment,
+    nodes: int,
+    rows: str,
+    common_config: dict[str, object],
+    data_folder: str | Path | None,
+) -> list[dict[str, object]]:
+    """Return the nodes' configs. Preparing the run first reports what the server would reject."""
+    setup = prepare(experiment, Machine("sequential", "cpu").resolved(), data=data_folder)
+    data_configs = node_data_configs(experiment, rows, nodes, setup.task.source)
+    return [
+        {**config, **common_config, **data_config}
+        for config, data_config in zip(node_configs(experiment, nodes), data_configs, strict=True)
+    ]
 
 
 def node_configs(experiment: Experiment, nodes: int) -> list[dict[str, object]]:

@@ -13,7 +13,7 @@ from fedcover.analysis.tensorboard import tensorboard_writer
 from fedcover.cli import conclusions, console
 from fedcover.cli.demo import DEMO_POLICIES, FLEET
 from fedcover.cli.demo import demo as run_demo
-from fedcover.cli.interruption import resume_hint_when_stopped
+from fedcover.cli.interruption import resume_hint_when_stopped, stopped_hint
 from fedcover.cli.options import (
     DEFAULT_MACHINE_OPTIONS,
     Data,
@@ -29,6 +29,7 @@ from fedcover.cli.options import (
     app,
     load_experiment,
 )
+from fedcover.cli.summary import show_summary
 from fedcover.cli.trust import Trust, is_trusted
 from fedcover.errors import InvalidValue, unknown
 from fedcover.runs import plotting
@@ -206,10 +207,8 @@ def _show_demo(results: list[Run], rounds: int, folder: Path, page: Path) -> Non
 
 
 def _resume_hint(folder: Path) -> str:
-    if not (folder / "experiment.toml").exists():
-        return "stopped before the run began"
     flag = Folder(folder).trust_flag()
-    return f"stopped; resume with: fedcover resume {shlex.quote(str(folder))}{flag}"
+    return stopped_hint(folder, f"fedcover resume {shlex.quote(str(folder))}{flag}")
 
 
 @contextmanager
@@ -234,8 +233,4 @@ def _show_result(result: Run, plot: Path | None, json: bool) -> None:
     if plot is not None:
         result.plot(plot)
     summary = {**result.summary, "folder": str(result.folder)}
-    if json:
-        return console.show_json(summary)
-    rows = [[metric, value] for metric, value in summary.items()]
-    console.table(result.experiment.name, ["metric", "value"], rows)
-    return print(conclusions.of_run(summary))
+    show_summary(result.experiment.name, summary, json)

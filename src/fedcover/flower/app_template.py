@@ -67,6 +67,7 @@ class RunConfig:
     nodes: int = 0
     deadline: float = 300.0
     wait: float = 120.0
+    launch: str = ""
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> "RunConfig":

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedcover.flower.status import LOG_PREFIX
 from fedcover.host.disk import append
 from fedcover.log import log
 from fedcover.runs.metrics_log import MEMBERSHIP_EVENTS, read_raw_lines
@@ -69,6 +70,6 @@ def _log_event(round: int, event: str, node: int | None, client: int | None, why
 def log_to_stderr() -> None:
     """Write our log to stderr, as Flower does with its own."""
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("fedcover: %(message)s"))
+    handler.setFormatter(logging.Formatter(f"{LOG_PREFIX}%(message)s"))
     log.addHandler(handler)
     log.setLevel(os.environ.get("FEDCOVER_LOG", "INFO"))

@@ -134,11 +134,6 @@ class LocalFederation:
         """Return the end of a process's log."""
         return self.log(name).read_text(errors="replace")[-1000:].strip() or "its log is empty"
 
-    def serverapp_is_running(self) -> bool:
-        """Return whether the SuperLink has started the process of a run's server."""
-        commands = (_command_of(pid) for pid in descendants([self.processes["superlink"].pid]))
-        return any(b"flwr-serverapp" in command for command in commands)
-
     def stop(self, *names: str) -> None:
         """End processes and all that they started: by SIGTERM first, then by SIGKILL."""
         processes = [self.processes.pop(name) for name in names or list(self.processes)]
@@ -177,17 +172,6 @@ def run_local_federation(
         yield federation
     finally:
         federation.stop()
-
-
-def _command_of(pid: int) -> bytes:
-    """Return the command line of a process; empty if it has just ended."""
-    if not Path("/proc/self/cmdline").exists():
-        command = ["ps", "-p", str(pid), "-o", "command="]
-        return subprocess.run(command, capture_output=True, check=False).stdout
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
 
 
 def free_port() -> int:

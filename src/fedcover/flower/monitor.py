@@ -1,49 +1,60 @@
 """Follow a run on Flower from outside: its rounds as they end, and the reason if it fails."""
 
-import re
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from fedcover.errors import RunError
 from fedcover.flower.crash_report import KILLED
+from fedcover.flower.status import (
+    State,
+    last_announcement,
+    read_announcement,
+    read_status,
+    was_killed,
+)
 from fedcover.host.orphans import lifeline_arguments
 from fedcover.runs.metrics_log import Metrics, read_lines
 from fedcover.server.round import RoundReport
 
-FINISHED = "fedcover: finished"
-_STOPPED = re.compile(r"^fedcover: stopped: (.*)", re.MULTILINE)
+POLL = 0.3
+"""Seconds between two looks at the files of a run."""
 
-MAX_SECONDS_WITHOUT_SERVER = 15.0
-"""Seconds without a server after which its run has failed; Flower itself waits for a minute."""
+
+@dataclass(frozen=True)
+class Launch:
+    """A run that was launched on this machine.
+
+    Attributes:
+        name: The name by which its status is recognised.
+        folder: The folder of the run.
+        log: The file with the streamed log.
+    """
+
+    name: str
+    folder: Path
+    log: Path
 
 
 def follow_run(
-    process: subprocess.Popen[bytes],
-    folder: Path,
-    log: Path,
-    watch: Callable[[RoundReport], None],
-    server_is_running: Callable[[], bool] = lambda: True,
+    process: subprocess.Popen[bytes], launch: Launch, watch: Callable[[RoundReport], None]
 ) -> None:
     """Report the rounds of a run until it ends.
 
     Args:
         process: Streams the log of the run, and ends when the run does.
-        folder: The folder of the run.
-        log: The file with the streamed log.
+        launch: The run.
         watch: Called with each new round.
-        server_is_running: Returns whether the server's process is there.
 
     Raises:
         RunError: If the run did not finish.
     """
-    metrics = folder / "metrics.jsonl"
+    metrics = launch.folder / "metrics.jsonl"
     last_round = _last_round(read_lines(metrics))
-    summary = folder / "summary.json"
-    old_summary_time = _modified_time(summary)
-    last_seen: float | None = None
-    while True:
+    has_ended = False
+    while not has_ended:
         has_ended = process.poll() is not None
         lines = read_lines(metrics)
         for line in lines:
@@ -51,36 +62,31 @@ def follow_run(
                 watch(RoundReport(line["round"], line))
         # may go back: a resumed run cuts off the rounds that it repeats
         last_round = _last_round(lines)
-        if has_ended:
-            break
-        now = time.monotonic()
-        if server_is_running():
-            last_seen = now
-        elif (
-            last_seen is not None
-            and now - last_seen > MAX_SECONDS_WITHOUT_SERVER
-            and _modified_time(summary) == old_summary_time
-            and not _server_has_ended(log)
-        ):
+        if was_killed(launch.folder, launch.name):
             raise RunError(KILLED)
-        time.sleep(0.3)
-    has_new_summary = _modified_time(summary) not in (None, old_summary_time)
-    if not has_new_summary or _STOPPED.search(log.read_text(errors="replace")):
-        raise RunError(failure_message(log))
-
-
-def _modified_time(path: Path) -> int | None:
-    return path.stat().st_mtime_ns if path.exists() else None
-
-
-def _server_has_ended(log: Path) -> bool:
-    """Return whether the server has logged how its run ended."""
-    text = log.read_text(errors="replace")
-    return FINISHED in text or _STOPPED.search(text) is not None
+        if not has_ended:
+            time.sleep(POLL)
+    check_finished(launch)
 
 
 def _last_round(lines: Metrics) -> int:
     return max((line["round"] for line in lines), default=-1)
+
+
+def check_finished(launch: Launch) -> None:
+    """Raise a RunError if a run that has ended did not finish: with the reason, or the log's end.
+
+    The log only counts where the status could not be written, because the disk was full.
+    """
+    text = launch.log.read_text(errors="replace")
+    status = read_status(launch.folder, launch.name)
+    if status is None:
+        status = last_announcement(text.splitlines())
+    if status is None or not status.is_final:
+        end = text[-2000:].strip()
+        raise RunError(f"the run on Flower did not finish; the end of its log:\n{end}")
+    if status.state != State.FINISHED:
+        raise RunError(status.message)
 
 
 def stream_log(command: list[str], environment: dict[str, str]) -> None:
@@ -91,8 +97,7 @@ def stream_log(command: list[str], environment: dict[str, str]) -> None:
     Raises:
         RunError: If the run did not finish; with the server's reason if it gave one.
     """
-    has_finished = has_stopped = False
-    why = "the run on Flower did not finish; its log is above"
+    outcome = None
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -104,23 +109,13 @@ def stream_log(command: list[str], environment: dict[str, str]) -> None:
         try:
             for content in streaming.stdout:
                 line = content.decode(errors="replace")
-                # only at the start of a line: a node may have logged it, too
-                has_finished = has_finished or line.startswith(FINISHED)
-                if stopped := _STOPPED.match(line):
-                    has_stopped, why = True, stopped[1]
-                if not has_stopped:
+                outcome = read_announcement(line) or outcome
+                if outcome is None or outcome.state == State.FINISHED:
                     print(line, end="", flush=True)
         except BaseException:
             streaming.terminate()  # or it would stream on, with nobody to read it
             raise
-    if not has_finished:
-        raise RunError(why)
-
-
-def failure_message(log: Path) -> str:
-    """Return the server's last reason to stop, or the end of the log."""
-    text = log.read_text(errors="replace")
-    reasons = _STOPPED.findall(text)
-    if reasons:
-        return str(reasons[-1])
-    return f"the run on Flower did not finish; the end of its log:\n{text[-2000:].strip()}"
+    if outcome is None:
+        raise RunError("the run on Flower did not finish; its log is above")
+    if outcome.state != State.FINISHED:
+        raise RunError(outcome.message)

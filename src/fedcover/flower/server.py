@@ -1,6 +1,7 @@
 """The ServerApp of an experiment: an ordinary run whose engine is Flower."""
 
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from fedcover.flower.node_data import data_requirements
 from fedcover.flower.node_registry import NodeRegistry
 from fedcover.flower.nodes import declared_fleet
 from fedcover.flower.registration import wait_for_nodes
+from fedcover.flower.status import State, StatusFile, announcement, recorded_status
 from fedcover.flower.transport import Transport
 from fedcover.log import log
 from fedcover.runs.api import resume, run
@@ -47,31 +49,40 @@ def experiment_app() -> ServerApp:
 
 def _main(grid: Grid, context: Context) -> None:
     log_to_stderr()
+    settings = RunConfig.read(context.run_config)
     try:
-        with report_if_killed(grid):
-            finished = serve(grid, RunConfig.read(context.run_config))
-        if not any(line["clients"] for line in finished.metrics):
-            raise RunError(
-                "no client has answered in any round, so nothing was trained "
-                f"({_most_common_failure(finished.folder)}); "
-                f"fix that, then choose another name or remove {finished.folder}"
-            )
-        log.info("finished: %s", finished.folder)
+        with (
+            report_if_killed(grid),
+            recorded_status(Path(settings.folder), settings.launch) as status,
+        ):
+            _check_trained(serve(grid, settings, status))
+        log.info(announcement(State.FINISHED, settings.folder))
     except FedcoverError as error:
-        log.error("stopped: %s", error)
+        log.error(announcement(State.FAILED, str(error)))
         raise
+
+
+def _check_trained(finished: Run) -> None:
+    """Raise a RunError if no client has ever answered."""
+    if not any(line["clients"] for line in finished.metrics):
+        raise RunError(
+            "no client has answered in any round, so nothing was trained "
+            f"({_most_common_failure(finished.folder)}); "
+            f"fix that, then choose another name or remove {finished.folder}"
+        )
 
 
 def _most_common_failure(folder: Path | None) -> str:
     return most_common_failure(read_events(folder / "events.jsonl") if folder else [])
 
 
-def serve(grid: Grid, settings: RunConfig) -> Run:
+def serve(grid: Grid, settings: RunConfig, status: StatusFile) -> Run:
     """Run or resume an experiment on the nodes of a grid."""
     folder = Path(settings.folder)
     experiment = Experiment.from_toml(settings.experiment)
     if settings.resume:
         experiment = experiment_to_resume(folder, experiment)
+        status.rounds = len(Folder(folder).metrics(experiment.rounds))
     else:
         _clear_for_new_run(folder, overwrite=settings.overwrite)
     requirements = None
@@ -83,6 +94,7 @@ def serve(grid: Grid, settings: RunConfig) -> Run:
     if settings.resume and not open_fleet:
         node_registry.capacities = required_capacities(experiment)
     pending_lines: list[str] = []
+    status.write(State.WAITING)
     _wait_for_nodes(transport, node_registry, pending_lines, settings)
     if not settings.resume:
         experiment = with_declared_capacities(experiment, node_registry)
@@ -97,10 +109,11 @@ def serve(grid: Grid, settings: RunConfig) -> Run:
     )
     event_log = EventLog(folder / "events.jsonl", pending_lines)
     node_training = NodeTraining(transport, node_registry, options, event_log)
+    status.write(State.RUNNING)
     arguments: dict[str, Any] = {
         "machine": Machine("flower", settings.device, settings.threads or None),
         "data": settings.data or None,
-        "watch": _watch_round,
+        "watch": partial(_watch_round, status),
         "engine": node_training.engine(),
     }
     if settings.resume:
@@ -196,8 +209,10 @@ def with_declared_capacities(experiment: Experiment, node_registry: NodeRegistry
     return Experiment(**{**experiment.model_dump(), "fleet": str(declared)})
 
 
-def _watch_round(report: RoundReport) -> None:
-    """Log a round, and release the memory that it has used."""
+def _watch_round(status: StatusFile, report: RoundReport) -> None:
+    """Record and log a round, and release the memory that it has used."""
+    status.rounds = report.round + 1
+    status.write(State.RUNNING)
     names = ("accuracy", "gamma_round", *UNANSWERED)
     metrics = {name: report.metrics[name] for name in names if name in report.metrics}
     log.info("round %d: %s", report.round + 1, metrics)

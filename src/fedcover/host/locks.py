@@ -20,16 +20,20 @@ RETRY_DELAY = 0.02
 
 
 @contextlib.contextmanager
-def lock_folder(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path, name: str = LOCK_NAME) -> Iterator[None]:
     """Hold a folder's lock during a `with` block.
+
+    Args:
+        folder: The folder.
+        name: The name of the lock file; locks of different names are independent.
 
     Raises:
         RunError: another process holds the lock, or the lock file cannot be written.
     """
     try:
-        lock = open_regular(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT)
+        lock = open_regular(folder / name, os.O_RDWR | os.O_CREAT)
     except OSError as error:
-        raise RunError(f"cannot write {folder / LOCK_NAME}: {error.strerror}") from error
+        raise RunError(f"cannot write {folder / name}: {error.strerror}") from error
     with lock:
         for tries_left in reversed(range(TRIES)):
             try:
@@ -42,10 +46,10 @@ def lock_folder(folder: Path) -> Iterator[None]:
         yield
 
 
-def is_locked(folder: Path) -> bool:
+def is_locked(folder: Path, name: str = LOCK_NAME) -> bool:
     """Return whether a process of this computer holds a folder's lock."""
     try:
-        with open_regular(folder / LOCK_NAME) as lock:
+        with open_regular(folder / name) as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
