@@ -11,8 +11,8 @@ from fedcover.flower.reconnection import ReconnectingClient
 
 
 @pytest.fixture
-def started(monkeypatch):
-    """What is set when Flower's own program begins."""
+def start(monkeypatch):
+    """Starts a SuperNode, and returns what is set when Flower's own program begins."""
     seen = {}
 
     def flower_supernode():
@@ -23,14 +23,24 @@ def started(monkeypatch):
     monkeypatch.setattr(fleet_http_connection, "FleetHttpClient", client)  # is put back
     monkeypatch.setenv("GLIBC_TUNABLES", "")
     monkeypatch.setattr(supernode, "flower_supernode", flower_supernode)
-    supernode.main()
-    return seen
+
+    def start():
+        supernode.main()
+        return seen
+
+    return start
 
 
-def test_killed_node_can_reconnect(started):
-    assert started["client"] is ReconnectingClient
+def test_killed_node_can_reconnect(start):
+    assert start()["client"] is ReconnectingClient
+
+
+def test_untested_version_of_flower_keeps_its_connection(start, monkeypatch, capsys):
+    monkeypatch.setattr(supernode, "unsupported_version", lambda: "it is too new")
+    assert start()["client"] is not ReconnectingClient
+    assert "Flower will refuse this node for a while: it is too new" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc's")
-def test_processes_of_messages_return_large_tensors(started):
-    assert "glibc.malloc.mmap_threshold=1048576" in started["tunables"]
+def test_processes_of_messages_return_large_tensors(start):
+    assert "glibc.malloc.mmap_threshold=1048576" in start()["tunables"]

@@ -7,7 +7,7 @@ module cannot be imported, and what needs it ends with a message. `client_app` d
   Without them any node could fill the server's memory, so without them there is no run.
 - `SuperLinkAddress`: report that a server was killed. Without it Flower notices within a minute.
 - `NodeConnection` and what belongs to it: let a node reconnect at once after a kill. Without it
-  Flower refuses the node for 40 to 45 s.
+  Flower refuses the node for 40 to 45 s; `flower/supernode.py` says so, and goes on.
 """
 
 import json
@@ -204,3 +204,10 @@ def superlink_url(connection: NodeConnection) -> str:
 def flower_home() -> Path:
     """Return the folder in which Flower keeps its files."""
     return Path(get_flwr_home())
+
+
+def replace_node_connection(connection: type[NodeConnection]) -> None:
+    """Let a SuperNode of this process use another class for its connection."""
+    from flwr.supernode import fleet_http_connection  # large, and the server does not need it
+
+    vars(fleet_http_connection)["FleetHttpClient"] = connection
