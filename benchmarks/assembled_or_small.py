@@ -69,17 +69,17 @@ def run(wanted: Iterable[tuple[Cell, int]], folder: Path, machine: Machine) -> N
     of = {_experiment(cell, seed).name: (cell, seed) for cell, seed in todo}
     if not todo:
         return
-    for done in run_experiments(
+    for result in run_experiments(
         [_experiment(*each) for each in todo],
         machine,
         show_progress=print_progress,
         runs=folder / "runs",
     ):
-        cell, seed = of[done.experiment.name]
-        own = folder / "runs" / done.experiment.name
-        line = {"seed": seed, "lr": done.experiment.lr, **measure(done, cell.measured, own)}
+        cell, seed = of[result.experiment.name]
+        own = folder / "runs" / result.experiment.name
+        line = {"seed": seed, "lr": result.experiment.lr, **measure(result, cell.measured, own)}
         sheets.add(
-            folder, cell, "tuning" if seed == TUNING_SEED else "runs", line, provenance(done)
+            folder, cell, "tuning" if seed == TUNING_SEED else "runs", line, provenance(result)
         )
         print(
             f"{own.name}: test {line['test']:.4f}, validation {line['validation']:.4f}",
@@ -112,8 +112,10 @@ def start_from_prefix(name: str, seed: int, folder: Path, machine: Machine) -> N
     if candidate.change is None or own.path.exists() or _known(folder, cell, seed):
         return
     prefix = Folder(folder / "runs" / _experiment(PREFIX, seed).name).read()
-    kept = {file.round: file for file in checkpoints.list_checkpoints(prefix.kept)}
-    state = checkpoints.load_checkpoint(kept[candidate.start], prefix.experiment.digest, "cpu")
+    file_by_round = {file.round: file for file in checkpoints.list_checkpoints(prefix.kept)}
+    state = checkpoints.load_checkpoint(
+        file_by_round[candidate.start], prefix.experiment.digest, "cpu"
+    )
     groups = prepare(
         experiment, Machine(device="cpu", engine="sequential").resolved()
     ).task.model.groups
@@ -183,12 +185,12 @@ def table(folder: Path) -> str:
         "|---|---|---|",
     ]
     text += [f"| {seed} | {assembled[seed]:.4f} | {small[seed]:.4f} |" for seed in sorted(small)]
-    for found in paired_contrast(name, assembled, small):
+    for contrast in paired_contrast(name, assembled, small):
         text += [
             "",
-            f"Difference: {100 * found.mean:+.2f} percentage points, 95 % interval +- {100 * found.half_width:.2f}, "
-            f"standard deviation {100 * found.spread:.2f}, p = {found.p:.3f}, {found.seeds} seeds: "
-            f"{'it wins' if found.p < SIGNIFICANCE_LEVEL and found.mean >= WORTH else 'not shown to win'}.",
+            f"Difference: {100 * contrast.mean:+.2f} percentage points, 95 % interval +- {100 * contrast.half_width:.2f}, "
+            f"standard deviation {100 * contrast.spread:.2f}, p = {contrast.p:.3f}, {contrast.seeds} seeds: "
+            f"{'it wins' if contrast.p < SIGNIFICANCE_LEVEL and contrast.mean >= WORTH else 'not shown to win'}.",
         ]
     return "\n".join([*text, ""])
 

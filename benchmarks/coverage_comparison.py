@@ -85,23 +85,23 @@ def run_wave(
 def _run(jobs: Sequence[Job], folder: Path, machine: Machine) -> None:
     """Run jobs in lockstep; each is measured and kept as soon as it ends."""
     by_name = {job.experiment.name: job for job in jobs}
-    kept: list[Path] = []
+    lines: list[Path] = []
     try:
         for group in group_by_shape(job.experiment for job in jobs):
-            for done in run_experiments(
+            for result in run_experiments(
                 group, machine, show_progress=print_progress, runs=folder / "runs"
             ):
-                job, own = by_name[done.experiment.name], folder / "runs" / done.experiment.name
-                line = {"seed": job.seed, "lr": job.lr, **measure(done, job.cell.measured, own)}
-                sheets.add(folder, job.cell, job.part, line, provenance(done))
-                kept.append(own)
+                job, own = by_name[result.experiment.name], folder / "runs" / result.experiment.name
+                line = {"seed": job.seed, "lr": job.lr, **measure(result, job.cell.measured, own)}
+                sheets.add(folder, job.cell, job.part, line, provenance(result))
+                lines.append(own)
                 print(
-                    f"{len(kept)}/{len(jobs)}  {own.name}: {line['test']:.4f}",
+                    f"{len(lines)}/{len(jobs)}  {own.name}: {line['test']:.4f}",
                     file=sys.stderr,
                     flush=True,
                 )
     finally:
-        for own in kept:
+        for own in lines:
             shutil.rmtree(own)
 
 
@@ -109,12 +109,12 @@ def measure(done: CellRun, rounds: Sequence[int], folder: Path) -> dict[str, Any
     """What the plan wants to know of a run: means over the states after the rounds that it names."""
     seconds = sum(sum(line["seconds"].values()) for line in done.metrics)
     curve = [round(line["validation_accuracy"], 4) for line in done.metrics]
-    known = {"curve": curve, "seconds": round(seconds, 1)}
+    figures = {"curve": curve, "seconds": round(seconds, 1)}
     if done.diverged:
         return {
             **dict.fromkeys(("test", "validation", "single", "whole"), GUESSING),
             "diverged": True,
-            **known,
+            **figures,
         }
     parts = Overrides(dataset=_dataset(done.experiment.dataset, done.machine.device))
     setup = prepare(done.experiment, done.machine, overrides=parts)
@@ -131,7 +131,7 @@ def measure(done: CellRun, rounds: Sequence[int], folder: Path) -> dict[str, Any
         "gamma_min": summary["gamma_min"],
         "noise": round(summary["delta2_mean"], 5),
         "parameters": summary["parameters"],
-        **known,
+        **figures,
     }
 
 
@@ -140,11 +140,11 @@ def _scores(setup: Setup, state: State) -> dict[str, float]:
     validation = setup.task.source.validation
     assert validation is not None
     common = replace(state, params=covered_only(state.params, state.coverage))
-    found = evaluate_common_and_single(setup, state)
+    scores = evaluate_common_and_single(setup, state)
     return {
-        "test": found["accuracy_common"],
+        "test": scores["accuracy_common"],
         "validation": evaluate(setup.task, common, validation).accuracy,
-        "single": found.get("accuracy_single", math.nan),
+        "single": scores.get("accuracy_single", math.nan),
     }
 
 
@@ -197,10 +197,10 @@ def main(arguments: list[str] | None = None) -> None:
         for wave in (
             quick() if chosen.quick else (wave for part in chosen.parts for wave in PARTS[part]())
         ):
-            wanted = [cell for cell in wave if chosen.only in cell.id]
+            cells = [cell for cell in wave if chosen.only in cell.id]
             for _ in each(
                 job,
-                [wanted] if together else [[cell] for cell in wanted],
+                [cells] if together else [[cell] for cell in cells],
                 1 if together else chosen.workers,
             ):
                 pass

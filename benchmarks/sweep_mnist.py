@@ -41,7 +41,7 @@ def measure(
     """A row: processes, seconds, images a second in all and once everything has started, accuracies."""
     ends: list[float] = []
     start = time.perf_counter()
-    done = list(
+    results = list(
         sweep(
             experiments,
             machine=machine,
@@ -53,7 +53,7 @@ def measure(
     images = samples * ACTIVE * EPOCHS
     first = len(ends) // 4
     steady = images * (len(ends) - first) / (ends[-1] - ends[first - 1])
-    accuracies = [run.metrics[-1]["accuracy"] for run in done]
+    accuracies = [run.metrics[-1]["accuracy"] for run in results]
     size = choose_num_processes(experiments, machine.resolved(), data)
     return (
         f"| {size} | {seconds:.1f} | {images * len(ends) / seconds / 1e6:.2f} | {steady / 1e6:.2f} "
@@ -76,28 +76,28 @@ def main() -> None:
     parser.add_argument("--precision", default="tf32" if torch.cuda.is_available() else "fp32")
     parser.add_argument("--data")
     parser.add_argument("--output", type=Path)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     hardware = (
         torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
     )
     lines = [
-        f"# A sweep of {asked.runs} {asked.dataset} runs of {asked.rounds} rounds on {hardware}",
+        f"# A sweep of {arguments.runs} {arguments.dataset} runs of {arguments.rounds} rounds on {hardware}",
         "",
-        f"{date.today()}, torch {torch.__version__}, Python {platform.python_version()}, {asked.precision}. "
+        f"{date.today()}, torch {torch.__version__}, Python {platform.python_version()}, {arguments.precision}. "
         "`benchmarks/sweep_mnist.py`, one run each.",
         "",
         "| processes | seconds | million images/s | the same from a quarter of the rounds on | accuracy |",
         "|---|---|---|---|---|",
     ]
-    for word in asked.processes:
+    for word in arguments.processes:
         machine = Machine(
-            precision=asked.precision, processes=int(word) if word.isdecimal() else word
+            precision=arguments.precision, processes=int(word) if word.isdecimal() else word
         )
-        experiments = settings(asked.runs, asked.rounds, asked.dataset)
-        lines.append(measure(experiments, machine, asked.data, asked.samples))
+        experiments = settings(arguments.runs, arguments.rounds, arguments.dataset)
+        lines.append(measure(experiments, machine, arguments.data, arguments.samples))
         print("\n".join(lines), flush=True)
-        if asked.output:
-            asked.output.write_text("\n".join(lines) + "\n")
+        if arguments.output:
+            arguments.output.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

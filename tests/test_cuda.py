@@ -131,15 +131,17 @@ def test_kernels_of_a_crew_equal_their_slow_twin(
         "batch_norm": ((x, scale, shift, 1e-5), {}),
         "batch_norm_backward": ((drawn(*x.shape), x, scale, mean.float(), spread.float()), {}),
     }
-    for name, (given, how) in calls.items():
+    for name, (arguments, how) in calls.items():
         function = name.split()[0]
         kernel, twin = kernels[function], getattr(kernel_twin, function)
-        made, again = kernel(*given, **how), kernel(*given, **how)
-        wide = [value.double() if isinstance(value, torch.Tensor) else value for value in given]
-        wanted = twin(*wide, **how)
-        for got, repeated, want in zip(_all(made), _all(again), _all(wanted), strict=True):
-            assert torch.equal(got, repeated)
-            assert float((got - want).norm() / want.norm()) < CLOSE[dtype], name
+        actual_outputs, again = kernel(*arguments, **how), kernel(*arguments, **how)
+        wide = [value.double() if isinstance(value, torch.Tensor) else value for value in arguments]
+        expected = twin(*wide, **how)
+        for actual, repeated, want in zip(
+            _all(actual_outputs), _all(again), _all(expected), strict=True
+        ):
+            assert torch.equal(actual, repeated)
+            assert float((actual - want).norm() / want.norm()) < CLOSE[dtype], name
 
 
 def _all(made):
@@ -246,10 +248,10 @@ def test_private_noise_is_the_same_whole_numbers_as_on_the_cpu():
     answers = []
     for device in ("cpu", "cuda"):
         here = {name: tensor.to(device) for name, tensor in old.items()}
-        held = [Masks({"w": mask.bits["w"].to(device)}) for mask in masks]
+        reductions = [Masks({"w": mask.bits["w"].to(device)}) for mask in masks]
         parts = [
             (mask, {n: t * (1 + i) for n, t in mask.extract(here).items()})
-            for i, mask in enumerate(held)
+            for i, mask in enumerate(reductions)
         ]
         stream = keyed_stream(bytes(32))
         answers.append(private_mean(here, parts, clip=50.0, noise=1.7, stream=stream)["w"].cpu())

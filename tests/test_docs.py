@@ -54,8 +54,10 @@ def run_page(path):
     names: dict[str, object] = {}
     for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
         exec(compile(text, path.name, "exec"), names)
-    shown = re.findall(r"```python\n[^`]*print\([^`]*```\n\n```\n(.*?)```", page, re.DOTALL)
-    return names, "".join(shown)
+    expected_outputs = re.findall(
+        r"```python\n[^`]*print\([^`]*```\n\n```\n(.*?)```", page, re.DOTALL
+    )
+    return names, "".join(expected_outputs)
 
 
 def assert_same_output(printed, shown):
@@ -69,9 +71,9 @@ def assert_same_output(printed, shown):
 
 
 def test_readme_code_prints_what_it_shows(capsys):
-    names, shown = run_page(ROOT / "README.md")
+    names, expected_outputs = run_page(ROOT / "README.md")
     assert names["run"].accuracy > 0.9
-    assert_same_output(capsys.readouterr().out, shown)
+    assert_same_output(capsys.readouterr().out, expected_outputs)
 
 
 @pytest.mark.parametrize("page", ["tutorial", "own-model", "data", "coverage"])
@@ -79,8 +81,8 @@ def test_page_code_prints_what_it_shows(page, capsys, tmp_path, monkeypatch):
     if page in ("tutorial", "coverage"):
         pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
-    _, shown = run_page(ROOT / "docs" / f"{page}.md")
-    assert_same_output(capsys.readouterr().out, shown)
+    _, expected_outputs = run_page(ROOT / "docs" / f"{page}.md")
+    assert_same_output(capsys.readouterr().out, expected_outputs)
     if page == "tutorial":
         assert (tmp_path / "rolling.svg").is_file()
         assert (tmp_path / "report.html").is_file()
@@ -118,20 +120,22 @@ def test_own_parts_page_functions_work_by_name(named, tmp_path, monkeypatch):
 
 
 def test_pages_install_from_the_checkout():
-    told = [
+    pages = [
         *ROOT.glob("*.md"),
         *ROOT.glob("docs/*.md"),
         *ROOT.glob("examples/**/*.md"),
         *ROOT.glob("src/**/*.py"),
     ]
-    told += ROOT.glob("examples/**/*.ipynb")
+    pages += ROOT.glob("examples/**/*.ipynb")
     wrong = re.compile(r"""pip install (--\S+ )*\\?["']?fedcover(?!\[\w+\] @)""")
-    assert [path.name for path in told if wrong.search(path.read_text())] == []
+    assert [path.name for path in pages if wrong.search(path.read_text())] == []
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
     named = {
-        name for path in told for name in re.findall(r"pip install '\.\[(\w+)\]'", path.read_text())
+        name
+        for path in pages
+        for name in re.findall(r"pip install '\.\[(\w+)\]'", path.read_text())
     }
     assert named
     assert named <= extras.keys()

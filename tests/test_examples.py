@@ -35,7 +35,7 @@ FLOWER = ("your_rows",)
     [pytest.param(name, marks=[pytest.mark.system] if name in LONG else []) for name in EXAMPLES],
 )
 def test_example_runs_and_learns(name):
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", f"examples.{name}"],
         cwd=ROOT,
         env={
@@ -47,8 +47,10 @@ def test_example_runs_and_learns(name):
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    accuracies = [float(text.split()[0].strip(";")) for text in done.stdout.split("accuracy ")[1:]]
+    assert process.returncode == 0, process.stderr
+    accuracies = [
+        float(text.split()[0].strip(";")) for text in process.stdout.split("accuracy ")[1:]
+    ]
     assert accuracies
     assert min(accuracies) > 0.6
 

@@ -141,11 +141,11 @@ import fedcover as fc
 fields = dict(fleet="1x1.0 + 1x0.5", policy="prefix", clients=20, active=4, rounds=1, epochs=1)
 print(fc.run(fc.Experiment(**fields)).gamma_min)
 """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) >= 0
+    assert process.returncode == 0, process.stderr
+    assert int(process.stdout) >= 0
 
 
 def test_readme_names_commands_that_exist():

@@ -207,14 +207,14 @@ def keys_of(value):
 
 def command_line(*words, folder):
     """A command in a process of its own: exit code, output."""
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "fedcover", *words],
         cwd=folder,
         capture_output=True,
         text=True,
         check=False,
     )
-    return done.returncode, done.stdout, done.stderr
+    return process.returncode, process.stdout, process.stderr
 
 
 @pytest.fixture(scope="module")
@@ -332,8 +332,8 @@ def processor():
     file = Path("/proc/cpuinfo")
     lines = file.read_text().splitlines() if file.exists() else []
     fields = dict(line.split(":", 1) for line in lines if ":" in line)
-    known = {key.strip(): value.strip() for key, value in fields.items()}
-    return " ".join(known.get(key, "?") for key in ("vendor_id", "cpu family", "model"))
+    fields_of_cpu = {key.strip(): value.strip() for key, value in fields.items()}
+    return " ".join(fields_of_cpu.get(key, "?") for key in ("vendor_id", "cpu family", "model"))
 
 
 def fingerprint():
@@ -374,10 +374,10 @@ print(json.dumps(bits))
 def bits():
     """The bits of all runs, from one fresh process: compiled steps depend on what was compiled before."""
     root = ROOT
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", RUN_ALL], cwd=root, capture_output=True, text=True, check=True
     )
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("name", RUNS)

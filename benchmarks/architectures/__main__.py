@@ -35,13 +35,13 @@ def _tell(pipe: Connection, architecture: Architecture) -> None:
 def tried(architecture: Architecture, limit: float) -> dict[str, Any]:
     """Try one architecture in a process of its own, which ends when it takes too long."""
     context = multiprocessing.get_context("fork")
-    mine, theirs = context.Pipe(duplex=False)
+    receiver, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_tell, args=(theirs, architecture))
     process.start()
     theirs.close()
     try:
-        if mine.poll(limit):
-            return mine.recv()
+        if receiver.poll(limit):
+            return receiver.recv()
         return {"outcome": "late", "reason": f"took longer than {limit:g} s"}
     except EOFError:
         process.join()
@@ -54,8 +54,10 @@ def tried(architecture: Architecture, limit: float) -> dict[str, Any]:
 def run(file: Path, only: Sequence[str], limit: float) -> None:
     """Try what is not in the file yet and add it line by line."""
     import_timm()  # once, for all the processes that are forked
-    done = {(row["library"], row["family"]) for row in rows_in(file)}
-    todo = [each for each in architectures() if (each.library, each.family) not in done]
+    finished_families = {(row["library"], row["family"]) for row in rows_in(file)}
+    todo = [
+        each for each in architectures() if (each.library, each.family) not in finished_families
+    ]
     todo = [each for each in todo if not only or each.family in only]
     for number, each in enumerate(todo, 1):
         row = {
@@ -81,10 +83,10 @@ def versions(library: str) -> dict[str, str]:
     """With what a row was made."""
     import fedcover
 
-    known = (
+    package_versions = (
         {} if library == "torchvision" else {library: version(library)}
     )  # written by hand, as torchvision writes them
-    return {"fedcover": fedcover.__version__, "torch": torch.__version__, **known}
+    return {"fedcover": fedcover.__version__, "torch": torch.__version__, **package_versions}
 
 
 if __name__ == "__main__":

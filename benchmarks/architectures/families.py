@@ -200,11 +200,11 @@ def build(architecture: Architecture) -> tuple[nn.Module, Tensor]:
 
 
 def _timm(architecture: Architecture) -> tuple[nn.Module, Tensor]:
-    timm, given = import_timm(), {"num_classes": 10, **architecture.options}
+    timm, options = import_timm(), {"num_classes": 10, **architecture.options}
     try:
-        module = timm.create_model(architecture.model, img_size=PIXELS, **given)
+        module = timm.create_model(architecture.model, img_size=PIXELS, **options)
     except Exception:  # a model that takes images of any size does not take this option
-        module = timm.create_model(architecture.model, **given)
+        module = timm.create_model(architecture.model, **options)
     return module, torch.randn(ROWS, 3, PIXELS, PIXELS)
 
 

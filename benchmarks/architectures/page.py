@@ -27,10 +27,10 @@ def share_cut(rows: Sequence[Row], library: str = "timm") -> tuple[int, int]:
 def page(rows: Sequence[Row]) -> str:
     """Give what is cut, what stays whole and why, and what does not run on such images."""
     rows = sorted(rows, key=lambda row: (row["library"], row["family"]))
-    done = [row for row in rows if row["outcome"] == "cut"]
+    cut_rows = [row for row in rows if row["outcome"] == "cut"]
     whole = [row for row in rows if row["outcome"] not in ("cut", "unable")]
     unable = [row for row in rows if row["outcome"] == "unable"]
-    return "\n".join([_summary(rows, done), "", *_cut(done), "", *_reasons("refused, or not known", whole),
+    return "\n".join([_summary(rows, cut_rows), "", *_cut(cut_rows), "", *_reasons("refused, or not known", whole),
                       *_reasons("does not run on 64 x 64 images", unable)])  # fmt: skip
 
 
@@ -38,7 +38,7 @@ def _summary(rows: Sequence[Row], done: Sequence[Row]) -> str:
     cut, running = share_cut(rows)
     alike = sum(row["difference"] <= PLAIN for row in done)
     dates = dict.fromkeys(sorted({row["date"] for row in rows}))
-    ours = rows[0]["fedcover"]
+    fedcover_version = rows[0]["fedcover"]
     others = [
         f"{share_cut(rows, name)[0]} of {share_cut(rows, name)[1]} of {name}"
         for name in _others(rows)
@@ -53,7 +53,7 @@ def _summary(rows: Sequence[Row], done: Sequence[Row]) -> str:
     return (
         f"Of timm's {sum(row['library'] == 'timm' for row in rows)} families {running} run on 64 x 64 images, and "
         f"**{cut} of these {running} ({100 * cut / running:.1f} %)** are traced, cut and equal to the mask; so are "
-        f"{' and '.join(others)} ({used}, fedcover {ours}; {' and '.join(dates)}). "
+        f"{' and '.join(others)} ({used}, fedcover {fedcover_version}; {' and '.join(dates)}). "
         f"With {alike} of the {len(done)} models the half also gives the outputs of the whole with plain zeros, when "
         "evaluated in float64; the others average over units (layer norms and their like), which plain zeros change."
         + more

@@ -59,10 +59,10 @@ def compare(module: nn.Module, example: Tensor, groups: tuple[fc.UnitGroup, ...]
     masked = load_tensors(
         module, {name: torch.where(mask[name], value, 0) for name, value in values.items()}
     )
-    given = example.double() if example.is_floating_point() else example
+    inputs = example.double() if example.is_floating_point() else example
     with torch.no_grad():
-        mine, theirs = outputs(small.eval(), given), outputs(masked, given)
-    assert [each.shape for each in mine] == [each.shape for each in theirs]
+        part_outputs, theirs = outputs(small.eval(), inputs), outputs(masked, inputs)
+    assert [each.shape for each in part_outputs] == [each.shape for each in theirs]
     size = {
         name: sum(w.numel() for w in net.parameters())
         for name, net in (("half", small), ("whole", masked))
@@ -70,7 +70,9 @@ def compare(module: nn.Module, example: Tensor, groups: tuple[fc.UnitGroup, ...]
     scale = max(1.0, *(float(each.abs().max()) for each in theirs))
     return {
         "half": round(size["half"] / size["whole"], 3),
-        "difference": max(float((a - b).abs().max()) for a, b in zip(mine, theirs, strict=True))
+        "difference": max(
+            float((a - b).abs().max()) for a, b in zip(part_outputs, theirs, strict=True)
+        )
         / scale,
     }
 

@@ -49,7 +49,7 @@ class Results:
         """After how many rounds the validation accuracy first reached a target; one more than all if never."""
         return {
             line["seed"]: next(
-                (i for i, seen in enumerate(line["curve"], 1) if seen >= target),
+                (i for i, accuracies in enumerate(line["curve"], 1) if accuracies >= target),
                 len(line["curve"]) + 1,
             )
             for line in self.cells.get(cell, {"runs": []})["runs"]
@@ -69,7 +69,9 @@ def markdown(folder: Path, *, quick: bool = False) -> str:
         for line in [*cell["tuning"], *cell["runs"]]
     )
     runs = sum(len(cell["tuning"]) + len(cell["runs"]) for cell in results.cells.values())
-    makers = sorted({_maker(made) for cell in results.cells.values() for made in cell["made"]})
+    makers = sorted(
+        {_maker(attempt) for cell in results.cells.values() for attempt in cell["made"]}
+    )
     about += (
         f"\n{len(results.cells)} cells, {runs} runs, {seconds:,.0f} seconds in rounds; made on\n\n"
     )
@@ -267,7 +269,7 @@ def _width(results: Results) -> str:
             for effect, values in list(_effects(results, name, (4, 8)).items())[:2]:
                 by_width.setdefault(effect, {})[units] = values
         slopes = {
-            f"{effect}: slope per doubling": slope(found) for effect, found in by_width.items()
+            f"{effect}: slope per doubling": slope(group) for effect, group in by_width.items()
         }
         text += _contrasts(
             f"{kind}: how the effects change with width",

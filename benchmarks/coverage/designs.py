@@ -24,14 +24,21 @@ def designed(view: View, *, gamma: int, noise: float) -> list[Masks]:
     The planner's construction for that coverage, fed with a ranking between heaviest first and lightest first.
     """
     groups, _, _ = plan_problem(view, "pruning")
-    held = {}
+    matrix_by_tensor = {}
     for name, group in groups.items():
         jitter_U = torch.rand(group.units, generator=generator(view.seed, "design", name)).to(
             group.energies_U.device
         )
-        held[name] = _with_noise(group, jitter_U, gamma, noise, view.round * GOLDEN).matrix()
+        matrix_by_tensor[name] = _with_noise(
+            group, jitter_U, gamma, noise, view.round * GOLDEN
+        ).matrix()
     return [
-        Masks({name: held_NU[n].view_as(view.params[name]) for name, held_NU in held.items()})
+        Masks(
+            {
+                name: held_NU[n].view_as(view.params[name])
+                for name, held_NU in matrix_by_tensor.items()
+            }
+        )
         for n in range(len(view.cohort))
     ]
 

@@ -65,12 +65,12 @@ def _rate(folder: Path, cell: Cell, sheet: Sheet) -> float:
     if not cell.rate_of:
         return float(max(sheet["tuning"], key=lambda line: line["validation"])["lr"])
     other = _path(folder, cell.rate_of)
-    known = json.loads(other.read_text())["lr"] if other.exists() else None
-    if known is None:
+    tuned_rate = json.loads(other.read_text())["lr"] if other.exists() else None
+    if tuned_rate is None:
         raise RunError(
             f"{cell.id} has the learning rate of {cell.rate_of}, which is not chosen yet: run that first"
         )
-    return float(known)
+    return float(tuned_rate)
 
 
 def missing_seeds(folder: Path, cell: Cell) -> list[int]:

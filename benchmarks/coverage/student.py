@@ -38,10 +38,14 @@ def paired_contrast(
     name: str, first: Mapping[int, float], second: Mapping[int, float]
 ) -> list[Contrast]:
     """First minus second as a list: empty where fewer than two seeds have both."""
-    found = paired_difference(first, second)
-    if found is None or found.spread is None or found.p is None:
+    difference = paired_difference(first, second)
+    if difference is None or difference.spread is None or difference.p is None:
         return []
-    return [Contrast(name, found.mean, found.spread, found.seeds, found.p, found.p)]
+    return [
+        Contrast(
+            name, difference.mean, difference.spread, difference.seeds, difference.p, difference.p
+        )
+    ]
 
 
 def quantile(probability: float, freedom: int) -> float:

@@ -54,12 +54,12 @@ def main(grid, context):
     def evaluate(server_round, arrays):
         nonlocal watch
         module.load_state_dict(arrays.to_torch_state_dict())
-        found = accuracy(job, module)
+        test_accuracy = accuracy(job, module)
         if server_round == 0:
             watch = Watch()
         else:
-            watch.round(found)
-        return MetricRecord({"accuracy": found})
+            watch.round(test_accuracy)
+        return MetricRecord({"accuracy": test_accuracy})
 
     strategy = Cohorts(fraction_evaluate=0.0, min_train_nodes=10, min_available_nodes=10)
     arrays = ArrayRecord(module.state_dict())

@@ -83,8 +83,8 @@ class Clock(TrainingProcessCallback):
         stop, metrics = self.evaluation.after_central_iteration(
             aggregate_metrics, model, central_iteration=central_iteration + 1
         )
-        found = metrics.to_simple_dict(to_lowercase=True)
-        self.watch.round(next(value for name, value in found.items() if "accuracy" in name))
+        values = metrics.to_simple_dict(to_lowercase=True)
+        self.watch.round(next(value for name, value in values.items() if "accuracy" in name))
         return stop, metrics
 
 

@@ -32,13 +32,13 @@ SAMPLES = 10 * 600 * 5
 def environment(name: str, folder: Path) -> str:
     """The Python of a peer's environment; torch first and pinned, so that nothing replaces it."""
     python = folder / name / "bin" / "python"
-    done = folder / name / "installed"
-    if not done.exists():
+    marker = folder / name / "installed"
+    if not marker.exists():
         print(f"making the environment {folder / name} ...", flush=True)
         subprocess.run([sys.executable, "-m", "venv", str(folder / name)], check=True)
         for packages in ([TORCH, "numpy"], [TORCH, NEEDS[name]]):
             subprocess.run([str(python), "-m", "pip", "install", "--quiet", *packages], check=True)
-        done.touch()
+        marker.touch()
     return str(python)
 
 
@@ -82,17 +82,17 @@ def measure(command: list[str], folder: Path, data: str | None) -> dict[str, lis
         "MKL_NUM_THREADS": "1",
         **({"FEDCOVER_DATA": data} if data else {}),
     }
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, str(result)],
         env={**os.environ, **own},
         cwd=folder,
         capture_output=True,
         text=True,
     )
-    if done.returncode or not result.exists():
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
-    found: dict[str, list[float]] = json.loads(result.read_text())
-    return found
+    if process.returncode or not result.exists():
+        raise SystemExit(f"{' '.join(command)} failed:\n{process.stderr[-3000:]}")
+    figures: dict[str, list[float]] = json.loads(result.read_text())
+    return figures
 
 
 def table(runs: dict[str, list[dict[str, list[float]]]]) -> str:
@@ -102,12 +102,13 @@ def table(runs: dict[str, list[dict[str, list[float]]]]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     middles = {
-        who: median(s for run in found for s in run["seconds"][1:]) for who, found in runs.items()
+        who: median(s for run in figures for s in run["seconds"][1:])
+        for who, figures in runs.items()
     }
-    for who, found in sorted(runs.items(), key=lambda item: middles[item[0]]):
-        each = [median(run["seconds"][1:]) for run in found]
-        first = median(run["seconds"][0] for run in found)
-        accuracy = {f"{100 * run['accuracy'][-1]:.2f}" for run in found}
+    for who, figures in sorted(runs.items(), key=lambda item: middles[item[0]]):
+        each = [median(run["seconds"][1:]) for run in figures]
+        first = median(run["seconds"][0] for run in figures)
+        accuracy = {f"{100 * run['accuracy'][-1]:.2f}" for run in figures}
         rows.append(
             f"| {who} | {middles[who]:.3f} | {min(each):.3f} to {max(each):.3f} | {SAMPLES / middles[who]:,.0f} "
             f"| {first:.1f} | {' '.join(sorted(accuracy))} % | {middles[who] / min(middles.values()):.2f} |"
@@ -125,8 +126,8 @@ def hardware() -> str:
 def report(runs: dict[str, list[dict[str, list[float]]]], rounds: int, repeats: int) -> str:
     """The page that is kept."""
     versions: dict[str, object] = {}
-    for found in runs.values():
-        versions |= dict(found[0]["versions"])
+    for figures in runs.values():
+        versions |= dict(figures[0]["versions"])
     listed = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
     return (
         f"# One MNIST job on fedcover and its peers\n\n{date.today()}, {hardware()}. {listed}.\n\n"
@@ -153,26 +154,28 @@ def main(say: Callable[[str], None] = print) -> None:
     parser.add_argument(
         "--output", type=Path, help="where the table goes; else results/peers_<hardware>_<date>.md"
     )
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     runs: dict[str, list[dict[str, list[float]]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "job.npz"
-        save(mnist_job(asked.rounds, asked.dataset, asked.data), job)
-        everybody = contenders(asked.environments.resolve(), job, asked.rounds, asked.dataset)
-        words = asked.only or [""]
-        wanted = {
+        save(mnist_job(arguments.rounds, arguments.dataset, arguments.data), job)
+        everybody = contenders(
+            arguments.environments.resolve(), job, arguments.rounds, arguments.dataset
+        )
+        words = arguments.only or [""]
+        commands = {
             who: make() for who, make in everybody.items() if any(word in who for word in words)
         }
-        for repeat in range(asked.repeats):
-            for who, command in wanted.items():
-                runs.setdefault(who, []).append(measure(command, Path(folder), asked.data))
+        for repeat in range(arguments.repeats):
+            for who, command in commands.items():
+                runs.setdefault(who, []).append(measure(command, Path(folder), arguments.data))
                 say(
-                    f"{repeat + 1}/{asked.repeats}  {who}: {median(runs[who][-1]['seconds'][1:]):.3f} s per round"
+                    f"{repeat + 1}/{arguments.repeats}  {who}: {median(runs[who][-1]['seconds'][1:]):.3f} s per round"
                 )
-    page = report(runs, asked.rounds, asked.repeats)
+    page = report(runs, arguments.rounds, arguments.repeats)
     say("\n" + page)
     short = "".join(c if c.isalnum() else "-" for c in hardware().split("@")[0]).strip("-").lower()
-    path = asked.output or HERE.parent / "results" / f"peers_{short}_{date.today()}.md"
+    path = arguments.output or HERE.parent / "results" / f"peers_{short}_{date.today()}.md"
     path.write_text(page)
     say(f"written to {path}")
 

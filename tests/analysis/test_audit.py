@@ -12,13 +12,17 @@ from tests.helpers.paper_tables import PRUNING, SUBNET
 @pytest.mark.parametrize("digits", PRUNING)
 def test_audit_reproduces_the_pruning_table(digits):
     parameters, multiply_adds, gamma, gamma_printed = PRUNING[digits]
-    found = audit_codename(digits, "pruning")
-    assert (found["parameters"], found["multiply_adds"], found["gamma_min"]) == (
+    audit_result = audit_codename(digits, "pruning")
+    assert (
+        audit_result["parameters"],
+        audit_result["multiply_adds"],
+        audit_result["gamma_min"],
+    ) == (
         parameters,
         multiply_adds,
         gamma,
     )
-    assert min(found["coverage"].values()) == gamma
+    assert min(audit_result["coverage"].values()) == gamma
     printed = audit_codename(digits, "pruning", "printed")
     assert (printed["parameters"], printed["multiply_adds"]) == (parameters, multiply_adds)
     assert printed["gamma_min"] == min(printed["coverage"].values()) == gamma_printed
@@ -27,25 +31,37 @@ def test_audit_reproduces_the_pruning_table(digits):
 @pytest.mark.parametrize("digits", SUBNET)
 def test_audit_reproduces_the_sub_network_table(digits):
     parameters, multiply_adds, gamma = SUBNET[digits]
-    found = audit_codename(digits, "subnet")
-    assert (found["parameters"], found["multiply_adds"], found["gamma_min"]) == (
+    audit_result = audit_codename(digits, "subnet")
+    assert (
+        audit_result["parameters"],
+        audit_result["multiply_adds"],
+        audit_result["gamma_min"],
+    ) == (
         parameters,
         multiply_adds,
         gamma,
     )
-    assert min(found["coverage"].values()) == gamma
+    assert min(audit_result["coverage"].values()) == gamma
 
 
 def test_region_coverage_is_that_of_its_weights():
-    found = audit_codename("1444777777", "pruning")
-    assert found["coverage"] == {"S1": 10, "S2": 10, "S3": 4, "S4": 1}
-    assert found["histogram"] == {"1": 39_200, "4": 39_200, "10": 159_010 - 78_400}
-    assert (found["codename"], found["kind"], found["model"]) == ("1444777777", "pruning", "mlp")
+    audit_result = audit_codename("1444777777", "pruning")
+    assert audit_result["coverage"] == {"S1": 10, "S2": 10, "S3": 4, "S4": 1}
+    assert audit_result["histogram"] == {"1": 39_200, "4": 39_200, "10": 159_010 - 78_400}
+    assert (audit_result["codename"], audit_result["kind"], audit_result["model"]) == (
+        "1444777777",
+        "pruning",
+        "mlp",
+    )
 
 
 def test_codename_gives_an_experiment():
-    found = codename("1477", "subnet")
-    assert (found.fleet, found.assignment, found.active) == ("1x1 + 1x0.75 + 2x0.5", "slot", 4)
+    audit_result = codename("1477", "subnet")
+    assert (audit_result.fleet, audit_result.assignment, audit_result.active) == (
+        "1x1 + 1x0.75 + 2x0.5",
+        "slot",
+        4,
+    )
     assert codename("1" * 200, "pruning").clients == 200
 
 
@@ -74,18 +90,18 @@ CASES = {
 @pytest.mark.parametrize("model", CASES)
 def test_audit_of_fleets_with_each_policy(model, policy):
     spec, dataset = CASES[model]
-    found = audit(
+    audit_result = audit(
         Experiment(model=spec, dataset=dataset, fleet="1x1.0 + 2x0.5 + 3x0.25", policy=policy)
     )
-    rows = found["capacities"]
+    rows = audit_result["capacities"]
     assert [(row["capacity"], row["devices"]) for row in rows] == [(1.0, 1), (0.5, 2), (0.25, 3)]
     for key in ("parameters", "multiply_adds", "bytes_up"):
         assert [row[key] for row in rows] == sorted((row[key] for row in rows), reverse=True)
         assert rows[0][key] > rows[2][key]
-    assert found["gamma_min"] == 1
-    assert sum(found["histogram"].values()) == rows[0]["parameters"]
+    assert audit_result["gamma_min"] == 1
+    assert sum(audit_result["histogram"].values()) == rows[0]["parameters"]
     mean = sum(row["devices"] * row["parameters"] for row in rows) / 6
-    assert found["parameters"] == pytest.approx(mean)
+    assert audit_result["parameters"] == pytest.approx(mean)
     assert rows[0]["delta2"] == 0.0
     assert 0 < rows[1]["delta2"] < rows[2]["delta2"] < 1
     memory = [row["memory"] for row in rows]
@@ -96,20 +112,20 @@ def test_audit_of_fleets_with_each_policy(model, policy):
 def test_capacity_in_parameters_is_never_exceeded():
     for policy in ("prefix", "magnitude"):
         fleet = "1x0.75 + 1x0.5 + 1x0.4"
-        found = audit(
+        audit_result = audit(
             Experiment(
                 model="mlp", dataset="mnist", fleet=fleet, policy=policy, capacity="parameters"
             )
         )
-        for row in found["capacities"]:
+        for row in audit_result["capacities"]:
             budget = row["capacity"] * 159_010
             assert budget - 795 < row["parameters"] <= budget  # one more unit would be too much
 
 
 def test_fleet_without_large_device_leaves_parameters_uncovered():
-    found = audit(Experiment(model="mlp", dataset="mnist", fleet="6x0.5", policy="prefix"))
-    assert found["gamma_min"] == 0
-    assert found["histogram"] == {"0": 100 * 795, "6": 100 * 795 + 10}
+    audit_result = audit(Experiment(model="mlp", dataset="mnist", fleet="6x0.5", policy="prefix"))
+    assert audit_result["gamma_min"] == 0
+    assert audit_result["histogram"] == {"0": 100 * 795, "6": 100 * 795 + 10}
     spread = audit(
         Experiment(model="mlp", dataset="mnist", fleet="6x0.5", policy="rolling(spread=true)")
     )
@@ -135,8 +151,10 @@ def test_own_data_file_can_be_audited(tmp_path):
         "test_x": np.zeros((2, 3, 5, 5), np.float32),
     }
     np.savez(tmp_path / "mine.npz", **rows, train_y=np.arange(8) % 4, test_y=np.array([0, 1]))
-    found = audit(Experiment(dataset=str(tmp_path / "mine.npz"), fleet="1x1", policy="prefix"))
-    assert found["parameters"] == 75 * 200 + 200 + 200 * 4 + 4
+    audit_result = audit(
+        Experiment(dataset=str(tmp_path / "mine.npz"), fleet="1x1", policy="prefix")
+    )
+    assert audit_result["parameters"] == 75 * 200 + 200 + 200 * 4 + 4
 
 
 def test_audit_of_planned_describes_its_first_round():

@@ -15,12 +15,12 @@ SMALL = {"clients": 2, "batch": 2}
 
 
 def test_timing_returns_seconds_of_each_repetition():
-    for found in (
+    for result in (
         baseline.eager_step("mlp", repeats=2, **SMALL),
         baseline.one_big_batch_step("mlp", "cpu", images=4, repeats=2),
     ):
-        assert len(found) == 2
-        assert all(seconds > 0 for seconds in found)
+        assert len(result) == 2
+        assert all(seconds > 0 for seconds in result)
 
 
 def test_benchmarks_take_turns():
@@ -30,8 +30,8 @@ def test_benchmarks_take_turns():
         "floor": baseline.matmul_floor(steps=1, **SMALL),
     }
     works["mine"] = lambda: done.append("mine")
-    found = time_interleaved(works, repeats=2)
-    assert {name: len(seconds) for name, seconds in found.items()} == {
+    result = time_interleaved(works, repeats=2)
+    assert {name: len(seconds) for name, seconds in result.items()} == {
         "loop": 2,
         "floor": 2,
         "mine": 2,
@@ -57,9 +57,9 @@ def test_engine_steps_are_timed(monkeypatch, together):
         import_module("fedcover.training.engines.batched"), "inductor_backend", eager_backend
     )
     machine = Machine("streams", "cpu", threads=1).resolved()
-    found = timing.step_seconds("mlp", machine, clients=2, together=together, repeats=2)
-    assert len(found) == 2
-    assert all(second > 0 for second in found)
+    result = timing.step_seconds("mlp", machine, clients=2, together=together, repeats=2)
+    assert len(result) == 2
+    assert all(second > 0 for second in result)
 
 
 def test_bench_warns_of_unsteady_figures(capsys, monkeypatch):

@@ -36,9 +36,9 @@ def setup_of(**fields):
 
 def test_capacity_is_the_whole_model_without_limits():
     setup = setup_of()
-    found = propose(setup, memory=10**12, tell=quiet)
-    (trial,) = found.trials
-    assert found.capacity == trial.capacity == 1.0
+    proposal = propose(setup, memory=10**12, tell=quiet)
+    (trial,) = proposal.trials
+    assert proposal.capacity == trial.capacity == 1.0
     assert trial.fits
     assert trial.parameters == sum(p.numel() for p in setup.task.model.module.parameters())
     rows = sum(len(setup.task.source.shard(client).index) for client in range(10)) / 10
@@ -56,16 +56,16 @@ def test_largest_capacity_that_fits_is_proposed(measure):
     }
     assert list(needed.values()) == sorted(needed.values(), reverse=True)
     for wanted in (0.5, 0.25):
-        found = propose(setup, memory=int(needed[wanted] / USABLE_SHARE) + 1, tell=quiet)
-        assert found.capacity == wanted
-        assert [trial.capacity for trial in found.trials] == [
+        proposal = propose(setup, memory=int(needed[wanted] / USABLE_SHARE) + 1, tell=quiet)
+        assert proposal.capacity == wanted
+        assert [trial.capacity for trial in proposal.trials] == [
             share for share in CANDIDATE_CAPACITIES if share >= wanted
         ]
-        assert [trial.memory for trial in found.trials] == [
+        assert [trial.memory for trial in proposal.trials] == [
             needed[share] for share in CANDIDATE_CAPACITIES if share >= wanted
         ]
-        assert [trial.step_seconds for trial in found.trials[:-1]] == [None] * (
-            len(found.trials) - 1
+        assert [trial.step_seconds for trial in proposal.trials[:-1]] == [None] * (
+            len(proposal.trials) - 1
         )
 
 
@@ -83,10 +83,10 @@ def test_capacity_in_parameters_is_never_exceeded():
 
 def test_capacity_is_none_where_nothing_fits():
     assert propose(setup_of(), memory=1, tell=quiet).capacity is None
-    found = propose(setup_of(), seconds=1e-9, tell=quiet)
-    assert found.capacity is None
-    assert [trial.capacity for trial in found.trials] == list(CANDIDATE_CAPACITIES)
-    assert all(trial.round_seconds > 1e-9 for trial in found.trials)
+    proposal = propose(setup_of(), seconds=1e-9, tell=quiet)
+    assert proposal.capacity is None
+    assert [trial.capacity for trial in proposal.trials] == list(CANDIDATE_CAPACITIES)
+    assert all(trial.round_seconds > 1e-9 for trial in proposal.trials)
 
 
 def test_capacity_is_measured_by_training():
@@ -103,8 +103,8 @@ def test_capacity_is_measured_by_training():
     watched = replace(
         setup, task=replace(setup.task, recipe=replace(setup.task.recipe, loss=counted))
     )
-    found = propose(watched, memory=10**12, tell=quiet)
-    assert sizes == [(found.trials[0].parameters, 10)] * STEPS * (1 + REPEATS)
+    proposal = propose(watched, memory=10**12, tell=quiet)
+    assert sizes == [(proposal.trials[0].parameters, 10)] * STEPS * (1 + REPEATS)
     assert all(
         torch.equal(before[name], p) for name, p in setup.task.model.module.named_parameters()
     )
@@ -149,9 +149,9 @@ def test_capacity_command(fedcover, tmp_path):
     assert code == 0
     assert "proposed capacity: " in out
     assert err.startswith("capacity 1: ")
-    found = json.loads(fedcover(*words, "0.02", "--json", "--set", "capacity=parameters")[1])
-    assert found["memory_free"] == 20_000
-    assert found["capacity"] == found["trials"][-1]["capacity"] < 1
+    output = json.loads(fedcover(*words, "0.02", "--json", "--set", "capacity=parameters")[1])
+    assert output["memory_free"] == 20_000
+    assert output["capacity"] == output["trials"][-1]["capacity"] < 1
     assert "no capacity fits this device" in fedcover(*words, "0.00001")[1]
     for amount in ("0", "-5", "nan", "inf"):
         refused(

@@ -23,49 +23,49 @@ def report(fleet="4x1.0 + 6x0.75", model="mlp(hidden=[16])", **options):
     [("6x1 + 4x0.75", 9, 8), ("4x1 + 6x0.75", 8, 8), ("1x1 + 3x0.75 + 6x0.5", 6, 5)],
 )
 def test_plan_report_of_the_papers_fleets(fleet, largest, by_hand, kind):
-    found = report(fleet, kind=kind)
-    assert found["gamma_max"] == largest == found["frontier"][-1]["gamma"]
-    assert [point["gamma"] for point in found["frontier"]] == list(range(largest + 1))
-    noises = [point["noise"] for point in found["frontier"]]
+    plan = report(fleet, kind=kind)
+    assert plan["gamma_max"] == largest == plan["frontier"][-1]["gamma"]
+    assert [point["gamma"] for point in plan["frontier"]] == list(range(largest + 1))
+    noises = [point["noise"] for point in plan["frontier"]]
     assert (np.diff(noises, 2) >= -1e-9).all()
-    (design,) = [seen for name, seen in found["policies"].items() if name.startswith("codename")]
+    (design,) = [seen for name, seen in plan["policies"].items() if name.startswith("codename")]
     assert design["gamma"] == by_hand
     assert noises[by_hand] <= design["noise"] + 1e-9
-    assert found["policies"]["greedy"]["noise"] == pytest.approx(noises[0])
-    assert all(seen["noise"] >= noises[seen["gamma"]] - 1e-9 for seen in found["policies"].values())
+    assert plan["policies"]["greedy"]["noise"] == pytest.approx(noises[0])
+    assert all(seen["noise"] >= noises[seen["gamma"]] - 1e-9 for seen in plan["policies"].values())
 
 
 @pytest.mark.parametrize("wish", [{}, {"gamma": 7}, {"tolerate": 5}, {"gamma": 3, "tolerate": 6}])
 def test_chosen_plan_lies_on_the_frontier(wish):
-    found = report(**wish)
-    chosen = found["chosen"]
-    assert chosen["noise"] == pytest.approx(found["frontier"][chosen["gamma"]]["noise"])
+    plan = report(**wish)
+    chosen = plan["chosen"]
+    assert chosen["noise"] == pytest.approx(plan["frontier"][chosen["gamma"]]["noise"])
     assert chosen["gamma"] >= max(wish.get("gamma", 1), wish.get("tolerate", 0) + 1)
-    assert found["policies"]["planned"]["noise"] == chosen["noise"]
-    assert sum(line["noise"] for line in found["assignment"]) == pytest.approx(chosen["noise"])
+    assert plan["policies"]["planned"]["noise"] == chosen["noise"]
+    assert sum(line["noise"] for line in plan["assignment"]) == pytest.approx(chosen["noise"])
 
 
 def test_plan_report_is_json_with_documented_keys():
-    found = json.loads(json.dumps(report()))
-    assert {"gamma_max", "frontier", "chosen", "policies"} <= found.keys()
-    assert {"prefix", "rolling", "random", "greedy", "planned"} <= found["policies"].keys()
-    for point in [*found["frontier"], found["chosen"], *found["policies"].values()]:
+    output = json.loads(json.dumps(report()))
+    assert {"gamma_max", "frontier", "chosen", "policies"} <= output.keys()
+    assert {"prefix", "rolling", "random", "greedy", "planned"} <= output["policies"].keys()
+    for point in [*output["frontier"], output["chosen"], *output["policies"].values()]:
         assert {"gamma", "noise"} <= point.keys()
 
 
 def test_plan_report_of_meeting_groups_names_round_and_window():
-    found = report("4x0.5 + 6x0.25", model="mlp(hidden=[16, 16])", kind="subnet")
-    assert not found["exact"]
+    plan = report("4x0.5 + 6x0.25", model="mlp(hidden=[16, 16])", kind="subnet")
+    assert not plan["exact"]
     assert (
-        found["upper_bound"] == found["gamma_max"] == 1
+        plan["upper_bound"] == plan["gamma_max"] == 1
     )  # 4/4 + 6/16 of the weights between the layers
-    assert found["limited_by"] == "hidden2.weight"
-    assert found["distance"] == 1 - found["chosen"]["gamma"]
-    windows = [point["gamma_window"] for point in found["frontier"]]
+    assert plan["limited_by"] == "hidden2.weight"
+    assert plan["distance"] == 1 - plan["chosen"]["gamma"]
+    windows = [point["gamma_window"] for point in plan["frontier"]]
     assert windows == sorted(windows)
-    assert [point["units"] for point in found["frontier"]] == [0, 1, 2, 3]
-    assert found["chosen"]["units"] == 1
-    assert "codename" not in " ".join(found["policies"])
+    assert [point["units"] for point in plan["frontier"]] == [0, 1, 2, 3]
+    assert plan["chosen"]["units"] == 1
+    assert "codename" not in " ".join(plan["policies"])
 
 
 def test_plan_report_takes_weights_of_a_run():
@@ -108,8 +108,8 @@ def test_plan_report_for_synthetic_and_own_data(tmp_path):
     labels = np.arange(40) % 3
     np.savez(tmp_path / "own.npz", train_x=pixels, train_y=labels, test_x=pixels, test_y=labels)
     for dataset in ("synthetic(shape=[1, 6, 6], classes=3)", str(tmp_path / "own.npz")):
-        found = plan_report(Experiment(dataset=dataset, fleet="1x1 + 2x0.5"))
-        assert found["assignment"][0]["parameters"] == 36 * 200 + 200 + 200 * 3 + 3
+        plan = plan_report(Experiment(dataset=dataset, fleet="1x1 + 2x0.5"))
+        assert plan["assignment"][0]["parameters"] == 36 * 200 + 200 + 200 * 3 + 3
 
 
 @pytest.mark.parametrize(
@@ -139,14 +139,14 @@ def test_plan_plot_is_drawn(tmp_path, model):
 
 
 def test_plan_report_lists_units_of_each_client():
-    found = plan_report(
+    plan = plan_report(
         Experiment(dataset="digits", model="mlp(hidden=[16])", fleet="2x1.0 + 2x0.5"),
         gamma=3,
         window=1,
     )
     held = [
         {u for first, last in line["holds"]["hidden1"] for u in range(first, last + 1)}
-        for line in found["assignment"]
+        for line in plan["assignment"]
     ]
     assert [len(units) for units in held] == [16, 16, 8, 8]
     assert all(sum(unit in units for units in held) >= 3 for unit in range(16))

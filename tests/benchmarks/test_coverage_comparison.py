@@ -56,10 +56,10 @@ def test_quantiles_equal_tabulated_values(freedom, t):
 
 def contrast(*differences):
     """What differences of seeds 0, 1, ... say."""
-    (found,) = paired_contrast(
+    (result,) = paired_contrast(
         "a", dict(enumerate(differences)), dict.fromkeys(range(len(differences)), 0.0)
     )
-    return found
+    return result
 
 
 @pytest.mark.parametrize(
@@ -175,9 +175,9 @@ def test_cells_in_lockstep_equal_cells_alone(tmp_path):
         comparison.run_wave([one], tmp_path / "alone", MACHINE, (0.03, 0.1))
         together, alone = sheet(tmp_path / "together", one.id), sheet(tmp_path / "alone", one.id)
         assert together["lr"] == alone["lr"]
-        for mine, other in zip(together["runs"], alone["runs"], strict=True):
-            assert mine["curve"] == pytest.approx(other["curve"], abs=0.01)
-            assert mine["test"] == pytest.approx(other["test"], abs=0.01)
+        for line, other in zip(together["runs"], alone["runs"], strict=True):
+            assert line["curve"] == pytest.approx(other["curve"], abs=0.01)
+            assert line["test"] == pytest.approx(other["test"], abs=0.01)
 
 
 def test_comparison_resumes_a_stopped_run(tmp_path, monkeypatch):

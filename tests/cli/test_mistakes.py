@@ -205,14 +205,14 @@ def test_modules_that_cannot_be_averaged_are_refused(module, sentence):
     with pytest.raises(fc.InvalidValue, match=sentence):
         fc.run(
             fc.Experiment(rounds=1),
-            model=made if isinstance(made := module(), fc.Model) else fc.Model(made, ()),
+            model=model if isinstance(model := module(), fc.Model) else fc.Model(model, ()),
         )
 
 
 def test_processes_and_clipping_are_refused_before_there_is_a_folder(tmp_path):
-    wanted = fc.Experiment(rounds=1, clip_updates=1.0)
+    experiment = fc.Experiment(rounds=1, clip_updates=1.0)
     with pytest.raises(fc.InvalidValue, match="processes must be 1 with clip_updates"):
-        fc.run(wanted, tmp_path / "run", machine=fc.Machine(processes=2))
+        fc.run(experiment, tmp_path / "run", machine=fc.Machine(processes=2))
     assert not (tmp_path / "run").exists()
 
 

@@ -47,18 +47,18 @@ def explanations(image, found):
 @pytest.mark.parametrize("shape", [(3, 5, 7), (1, 8, 8), (2, 9, 4)])
 def test_augmented_image_is_a_crop_of_itself(shape):
     x = images(8, *shape)
-    found = augmented(x, generator(0, "augment"))
-    assert found.shape == x.shape
-    assert found.dtype == x.dtype
-    assert all(len(explanations(x[i], found[i])) >= 1 for i in range(len(x)))
+    augmented_images = augmented(x, generator(0, "augment"))
+    assert augmented_images.shape == x.shape
+    assert augmented_images.dtype == x.dtype
+    assert all(len(explanations(x[i], augmented_images[i])) >= 1 for i in range(len(x)))
 
 
 def test_augment_draws_all_crops_and_both_sides():
     image = images(1, 1, 12, 12)[0]
-    found = augmented(image.expand(400, 1, 12, 12), generator(1, "augment"))
+    augmented_images = augmented(image.expand(400, 1, 12, 12), generator(1, "augment"))
     places = list(itertools.product(range(2 * PADDING + 1), range(2 * PADDING + 1), (False, True)))
     crops = torch.stack([crop(image, *place) for place in places])
-    alike = (found[:, None] == crops).flatten(2).all(2)
+    alike = (augmented_images[:, None] == crops).flatten(2).all(2)
     assert bool((alike.sum(1) == 1).all())  # one crop and no other
     downs, rights, sides = zip(*(places[i] for i in alike.int().argmax(1).tolist()), strict=True)
     assert set(downs) == set(rights) == set(range(2 * PADDING + 1))

@@ -53,9 +53,9 @@ def test_digits_ship_with_the_package(offline, tmp_path):
 )
 @pytest.mark.parametrize("use", [datasets.load, datasets.get])
 def test_missing_file_without_network_is_one_sentence(use, name, file, offline, tmp_path):
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError) as exc_info:
         use(name, tmp_path)
-    message = str(caught.value)
+    message = str(exc_info.value)
     assert message.startswith(f"{name} needs {file}, which is not in {tmp_path}")
     assert "$FEDCOVER_DATA" in message
     assert "\n" not in message
@@ -68,11 +68,11 @@ def test_altered_file_is_named_with_both_digests(use, name, offline, tmp_path):
     for path in digests:
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_bytes(b"altered")
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError) as exc_info:
         use(name, tmp_path)
     first_path, first_digest = next(iter(digests.items()))
     for part in (str(tmp_path / first_path), ALTERED, first_digest):
-        assert part in str(caught.value)
+        assert part in str(exc_info.value)
     assert [result.expected for result in datasets.check(name, tmp_path)] == [*digests.values()]
     assert {result.actual for result in datasets.check(name, tmp_path)} == {ALTERED}
 

@@ -149,10 +149,10 @@ def test_download_with_wrong_digest_is_not_kept(web, tmp_path, monkeypatch):
     table, _ = publish("cifar100", site, served)
     monkeypatch.setitem(DOWNLOADS, "cifar100", table)
     (served / "all.tar.gz").write_bytes(b"something else")
-    with pytest.raises(DataError, match="altered") as caught:
+    with pytest.raises(DataError, match="altered") as exc_info:
         datasets.load("cifar100", tmp_path / "data")
-    assert md5(b"something else") in str(caught.value)
-    assert table[0].md5 in str(caught.value)
+    assert md5(b"something else") in str(exc_info.value)
+    assert table[0].md5 in str(exc_info.value)
     assert list((tmp_path / "data").iterdir()) == []
 
 

@@ -47,10 +47,12 @@ def test_clients_of_a_partition_are_those_assigned_to_it(clients, num_partitions
 
 def test_node_rows_equal_the_rows_in_one_file(tmp_path):
     files = written(tmp_path)
-    wanted = files.experiment()
-    together = prepare(files.in_one_process(wanted), Machine(device="cpu").resolved()).task.source
+    experiment = files.experiment()
+    together = prepare(
+        files.in_one_process(experiment), Machine(device="cpu").resolved()
+    ).task.source
     for partition_id, path in enumerate(files.nodes):
-        here = load_node_data(str(path), wanted, clients_of(partition_id, 5, 2), WANTED)
+        here = load_node_data(str(path), experiment, clients_of(partition_id, 5, 2), WANTED)
         for client in range(5):
             if client not in NODES[partition_id]:
                 assert here.count(client) == 0
@@ -65,12 +67,14 @@ def test_node_describes_the_data_that_it_has(tmp_path):
     together = prepare(
         files.in_one_process(files.experiment()), Machine(device="cpu").resolved()
     ).task.source
-    found = [
+    holdings = [
         info for path in files.nodes for info in parse_client_info(describe_client_info(str(path)))
     ]
-    assert found == [ClientInfo(together.count(c), together.labels(c), (1, 8, 8)) for c in range(5)]
-    assert len({info.samples for info in found}) > 1
-    assert len({info.labels for info in found}) > 1
+    assert holdings == [
+        ClientInfo(together.count(c), together.labels(c), (1, 8, 8)) for c in range(5)
+    ]
+    assert len({info.samples for info in holdings}) > 1
+    assert len({info.labels for info in holdings}) > 1
 
 
 @given(
@@ -154,7 +158,7 @@ def test_unsuitable_row_file_is_refused(tmp_path):
     with pytest.raises(InvalidValue, match=f"labels below {MAX_LABELS}; got {MAX_LABELS}"):
         describe_client_info(str(path))
     np.savez(path, train_x=x, train_y=np.arange(3), train_owner=np.arange(3))
-    given = Experiment(partition="nodes", clients=4, active=4)
+    experiment = Experiment(partition="nodes", clients=4, active=4)
     for mine, wanted, why in (
         (
             range(3),
@@ -173,8 +177,10 @@ def test_unsuitable_row_file_is_refused(tmp_path):
         ),
     ):
         with pytest.raises(InvalidValue, match=why):
-            load_node_data(str(path), given, mine, wanted)
-    assert load_node_data(str(path), given, range(3), DataRequirements(4, 3, (4,))).count(2) == 1
+            load_node_data(str(path), experiment, mine, wanted)
+    assert (
+        load_node_data(str(path), experiment, range(3), DataRequirements(4, 3, (4,))).count(2) == 1
+    )
 
 
 def test_node_must_describe_the_rows_of_each_client():
@@ -233,15 +239,15 @@ def test_server_knows_remote_rows_by_their_description(tmp_path):
 def test_rows_on_nodes_are_refused_in_one_process(tmp_path):
     """By everything that would train on them, before it begins."""
     files = written(tmp_path)
-    wanted, machine = files.experiment(rounds=1, keep_rounds=(0,)), Machine("sequential", "cpu")
+    experiment, machine = files.experiment(rounds=1, keep_rounds=(0,)), Machine("sequential", "cpu")
     (tmp_path / "done").mkdir()
-    fc.run(files.in_one_process(wanted), tmp_path / "done", machine=machine)
+    fc.run(files.in_one_process(experiment), tmp_path / "done", machine=machine)
     (tmp_path / "done" / "experiment.toml").write_text(
-        wanted.to_toml()
+        experiment.to_toml()
     )  # as a run on nodes leaves it
     for refused_here in (
-        lambda: fc.run(wanted, tmp_path / "run", machine=machine),
-        lambda: list(fc.sweep([wanted], tmp_path / "runs", machine=machine)),
+        lambda: fc.run(experiment, tmp_path / "run", machine=machine),
+        lambda: list(fc.sweep([experiment], tmp_path / "runs", machine=machine)),
         lambda: fc.replay(tmp_path / "done", 0),
         lambda: fc.certify(tmp_path / "done"),
     ):
@@ -253,34 +259,34 @@ def test_rows_on_nodes_are_refused_in_one_process(tmp_path):
 
 def test_up_checks_the_rows_of_its_nodes_first(tmp_path):
     files = written(tmp_path)
-    wanted, pattern = files.experiment(), str(tmp_path / "node-{}.npz")
-    source = prepare(wanted, Machine(device="cpu").resolved()).task.source
-    assert node_data_configs(wanted, pattern, 2, source) == [
+    experiment, pattern = files.experiment(), str(tmp_path / "node-{}.npz")
+    source = prepare(experiment, Machine(device="cpu").resolved()).task.source
+    assert node_data_configs(experiment, pattern, 2, source) == [
         {"rows": str(path)} for path in files.nodes
     ]
-    assert node_data_configs(files.in_one_process(wanted), "", 2, source) == [{}, {}]
+    assert node_data_configs(files.in_one_process(experiment), "", 2, source) == [{}, {}]
     with pytest.raises(
         InvalidValue, match="rows are for partition 'nodes'; this experiment has 'owner'"
     ):
-        node_data_configs(files.in_one_process(wanted), pattern, 2, source)
+        node_data_configs(files.in_one_process(experiment), pattern, 2, source)
     for wrong in ("", str(files.nodes[0])):
         with pytest.raises(InvalidValue, match=r"rows must name each node's file, with \{\}"):
-            node_data_configs(wanted, wrong, 2, source)
+            node_data_configs(experiment, wrong, 2, source)
     with pytest.raises(InvalidValue, match=r"node-0\.npz: rows must be of 5 owners"):
-        node_data_configs(wanted, pattern, 1, source)
+        node_data_configs(experiment, pattern, 1, source)
 
 
 def test_node_measures_its_capacity_on_its_own_rows(fedcover, tmp_path):
     files = written(tmp_path)
     (tmp_path / "mine.toml").write_text(files.experiment(dataset="nowhere.npz").to_toml())
     measure = "capacity", tmp_path / "mine.toml", "--device", "cpu"
-    code, said, noted = fedcover(*measure, "--rows", files.nodes[0])
+    code, output, noted = fedcover(*measure, "--rows", files.nodes[0])
     assert code == 0
-    assert "proposed capacity: 1 " in said
+    assert "proposed capacity: 1 " in output
     assert "rows of shape (1, 8, 8), and a model for 6 labels, as these rows have" in noted
-    assert "1,710" in said  # parameters: 64 inputs, 24 hidden units, 6 labels
-    code, said, noted = fedcover(*measure, "--rows", files.nodes[0], "--classes", 10)
-    assert "1,810" in said
+    assert "1,710" in output  # parameters: 64 inputs, 24 hidden units, 6 labels
+    code, output, noted = fedcover(*measure, "--rows", files.nodes[0], "--classes", 10)
+    assert "1,810" in output
     assert "a model for 10 labels\n" in noted
     refused(fedcover(*measure), 2, "--rows FILE is needed: the experiment has partition 'nodes'")
     refused(

@@ -157,14 +157,14 @@ def test_partition_must_be_named_where_it_cannot_be_assigned():
 
 
 def test_fleet_is_declared_by_the_nodes():
-    wanted = Experiment(clients=8, active=4, fleet="1x1.0 + 1x0.5")
-    configs = node_configs(wanted, 2)
+    experiment = Experiment(clients=8, active=4, fleet="1x1.0 + 1x0.5")
+    configs = node_configs(experiment, 2)
     assert [config["capacity"] for config in configs] == [1.0, 0.5]
-    known = [wanted.scaled_fleet.capacity(client) for client in range(8)]
+    known = [experiment.scaled_fleet.capacity(client) for client in range(8)]
     said_so = [NodeInfo(n, n, 2, config["capacity"], "v") for n, config in enumerate(configs)]
     assert declared_fleet(said_so, 8, known) == "4x1.0 + 4x0.5"
     assert all(
-        "capacity" not in config for config in node_configs(wanted, 1)
+        "capacity" not in config for config in node_configs(experiment, 1)
     )  # one node with two kinds
 
 

@@ -8,25 +8,25 @@ def test_steady_without_flower_says_what_to_install():
     without_flower = (
         "import sys; sys.modules['flwr'] = None; from fedcover.flower import steady; steady.main()"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", without_flower, "flower-superlink"],
         capture_output=True,
         text=True,
         check=False,
     )
     message = "fedcover: this needs Flower; in a checkout of fedcover: pip install '.[flower]'\n"
-    assert (done.returncode, done.stderr) == (1, message)
+    assert (process.returncode, process.stderr) == (1, message)
 
 
 def test_only_programs_of_flower_are_run():
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "fedcover.flower.steady", "ls"],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 1
-    message, usage = done.stderr.splitlines()
+    assert process.returncode == 1
+    message, usage = process.stderr.splitlines()
     assert (
         message == "fedcover: program must be one of flower-superlink, flower-supernode; got 'ls'"
     )

@@ -41,8 +41,8 @@ def test_named_modules_travel_with_the_local_files_that_they_import(beside):
         unrelated_own="x = 1\n",
     )
     (beside / "secret.json").write_text("{}")
-    wanted = Experiment(policy="ways_own:halves", clients=4, active=2)
-    assert sorted(modules_of(wanted, [beside])) == [
+    experiment = Experiment(policy="ways_own:halves", clients=4, active=2)
+    assert sorted(modules_of(experiment, [beside])) == [
         "deeper_own.py",
         "helpers_own.py",
         "ways_own.py",
@@ -74,8 +74,8 @@ def test_packages_travel_with_what_they_import_with_dots(beside):
 
 def test_installed_and_foreign_modules_do_not_travel(beside, tmp_path):
     written(beside, ways_there=POLICY)
-    wanted = Experiment(policy="ways_there:halves", clients=4, active=2)
-    assert modules_of(wanted, [tmp_path / "another"]) == {}
+    experiment = Experiment(policy="ways_there:halves", clients=4, active=2)
+    assert modules_of(experiment, [tmp_path / "another"]) == {}
     installed = Experiment(policy="fedcover.policies.width:prefix", clients=4, active=2)
     assert modules_of(installed, [beside]) == {}
 

@@ -49,13 +49,13 @@ class Browser:
             "--disable-dev-shm-usage",
             self.size,
         ]
-        wanted = {
+        capabilities = {
             "browserName": "chrome",
             "goog:chromeOptions": {"binary": CHROMIUM, "args": arguments},
             "goog:loggingPrefs": {"browser": "ALL"},
         }
         try:
-            session = self._ask("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
+            session = self._ask("POST", "/session", {"capabilities": {"alwaysMatch": capabilities}})
         except BaseException:
             self.__exit__()
             raise

@@ -13,22 +13,26 @@ def first(x_BHWC):
 
 
 def convolve(x_GBHWC, weight_GTIO, stride, padding, size, *, backward):
-    made = []
+    outputs = []
     for x_BHWC, weight_TIO in zip(x_GBHWC, weight_GTIO, strict=True):
         x, weight = first(x_BHWC), from_taps(weight_TIO)
         if backward:
-            made.append(conv2d_input((len(x), weight.shape[1], *size), weight, x, stride, padding))
+            outputs.append(
+                conv2d_input((len(x), weight.shape[1], *size), weight, x, stride, padding)
+            )
         else:
-            made.append(F.conv2d(x, weight, None, stride, padding))
-    return torch.stack(made).movedim(2, -1).contiguous()
+            outputs.append(F.conv2d(x, weight, None, stride, padding))
+    return torch.stack(outputs).movedim(2, -1).contiguous()
 
 
 def conv_weight_grad(x_GBHWC, back_GBHWC, side, stride, padding):
-    made = []
+    gradients = []
     for x_BHWC, back_BHWC in zip(x_GBHWC, back_GBHWC, strict=True):
         shape = back_BHWC.shape[-1], x_BHWC.shape[-1], side, side
-        made.append(to_taps(conv2d_weight(first(x_BHWC), shape, first(back_BHWC), stride, padding)))
-    return torch.stack(made)
+        gradients.append(
+            to_taps(conv2d_weight(first(x_BHWC), shape, first(back_BHWC), stride, padding))
+        )
+    return torch.stack(gradients)
 
 
 def batch_norm(x_GBHWC, weight_GC, bias_GC, epsilon):
@@ -45,7 +49,7 @@ def batch_norm(x_GBHWC, weight_GC, bias_GC, epsilon):
 
 def batch_norm_backward(back_GBHWC, x_GBHWC, weight_GC, mean_GC, scale_GC):
     """By torch's own gradients: the statistics are made again from the input."""
-    found = []
+    results = []
     epsilon = (scale_GC**-2 - torch.var(x_GBHWC, (1, 2, 3), correction=0)).mean().item()
     for back, x, weight in zip(back_GBHWC, x_GBHWC, weight_GC, strict=True):
         leaves = [
@@ -53,6 +57,6 @@ def batch_norm_backward(back_GBHWC, x_GBHWC, weight_GC, mean_GC, scale_GC):
         ]
         with torch.enable_grad():
             y = F.batch_norm(first(leaves[0]), None, None, leaves[1], leaves[2], True, 0.1, epsilon)
-            found.append(torch.autograd.grad(y, leaves, first(back)))
-    gradient, weights, biases = (torch.stack(kind) for kind in zip(*found, strict=True))
+            results.append(torch.autograd.grad(y, leaves, first(back)))
+    gradient, weights, biases = (torch.stack(kind) for kind in zip(*results, strict=True))
     return gradient.contiguous(), weights, biases

@@ -50,8 +50,8 @@ def written(folder: Path) -> Files:
     np.savez(folder / "together.npz", train_x=x, train_y=y, train_owner=owner, **test)
     blank = {"train_x": np.zeros((10, *x.shape[1:]), np.float32), "train_y": np.arange(10)}
     np.savez(folder / "server.npz", **blank, **test)
-    for place, mine in enumerate(NODES):
-        here = np.isin(owner, mine)
+    for place, partition_id in enumerate(NODES):
+        here = np.isin(owner, partition_id)
         np.savez(
             folder / f"node-{place}.npz",
             train_x=x[here],

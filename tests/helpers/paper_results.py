@@ -29,8 +29,8 @@ def write_result(folder, id, seed, accuracy, *, validation=None, local=None):
         {"round": 0, **line, **{name: value / 2 for name, value in scores.items()}, **held_out},
         {"round": 1, **line, **scores, **held_out},
     ]
-    done = CellRun(cell.with_seed(seed), metrics, Machine(device="cpu").resolved())
-    return store.write(folder, cell, results.to_result(cell, done))
+    finished = CellRun(cell.with_seed(seed), metrics, Machine(device="cpu").resolved())
+    return store.write(folder, cell, results.to_result(cell, finished))
 
 
 def read_lines(path):

@@ -55,19 +55,19 @@ def setup_of(model, engine, fields):
 
 def two_rounds(setup, state):
     """Two rounds, so that what is remembered is used; every state and report on the way."""
-    found = []
+    rounds = []
     for _ in range(2):
         state, report = run_round(setup, state)
-        found.append((state, report))
-    return found
+        rounds.append((state, report))
+    return rounds
 
 
 def share_rounds(process_group, told):
     """The rounds of a world in two processes, and whether both end with the same bits."""
     model, engine, fields = process_group.broadcast(told)
     setup, state = setup_of(model, engine, fields)
-    found = two_rounds(shard_setup(setup, process_group), state)
-    return found, process_group.all_gather(lambda: digest(found[-1][0]))
+    rounds = two_rounds(shard_setup(setup, process_group), state)
+    return rounds, process_group.all_gather(lambda: digest(rounds[-1][0]))
 
 
 def main():

@@ -10,8 +10,10 @@ def images(folder: Path, go: Callable) -> dict[int, Path]:
     copies = {}
 
     def copy(report):
-        done = report.round + 1
-        copies[done] = Path(shutil.copytree(folder, folder.with_name(f"{folder.name}-{done}")))
+        rounds_done = report.round + 1
+        copies[rounds_done] = Path(
+            shutil.copytree(folder, folder.with_name(f"{folder.name}-{rounds_done}"))
+        )
 
     go(watch=copy)
     return copies

@@ -50,12 +50,12 @@ def working(setup: Setup, state: State) -> list[tuple[Client, Reduction]]:
 
 def slow_round(setup: Setup, state: State, twin) -> tuple[Tensors, list[tuple[Client, Slow]]]:
     """The global parameters after a round, by loops, and what every client made."""
-    made = [(client, twin(setup, state, client, part)) for client, part in working(setup, state)]
+    updates = [(client, twin(setup, state, client, part)) for client, part in working(setup, state)]
     weigh = {"uniform": lambda client: 1.0, "samples": lambda client: float(client.samples)}[
         setup.experiment.weights
     ]
-    parts = [(slow.params, slow.counts, weigh(client)) for client, slow in made]
-    return combined(state.params, parts, weighted_mean), made
+    parts = [(slow.params, slow.counts, weigh(client)) for client, slow in updates]
+    return combined(state.params, parts, weighted_mean), updates
 
 
 def combined(old: Tensors, parts: list[tuple[Tensors, Tensors, float]], rule) -> Tensors:
@@ -92,11 +92,11 @@ def middle_value(old, given, everybody):
 
 
 def trimmed(share):
-    def rule(old, given, everybody):
-        values = sorted(v for v, _ in given)
+    def rule(old, updates, everybody):
+        values = sorted(v for v, _ in updates)
         cut = math.floor(len(values) * share + 1e-9)
-        kept = values[cut : len(values) - cut]
-        return sum(kept) / len(kept) if kept else old
+        middle = values[cut : len(values) - cut]
+        return sum(middle) / len(middle) if middle else old
 
     return rule
 
@@ -136,10 +136,10 @@ def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
 def gradients(module, params: Tensors, x: Tensor, loss_of) -> Tensors:
     """The derivative of a loss of the logits by every parameter."""
     leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
-    found = torch.autograd.grad(
+    grads = torch.autograd.grad(
         loss_of(functional_call(module, leaves, (x,))), list(leaves.values())
     )
-    return dict(zip(leaves, found, strict=True))
+    return dict(zip(leaves, grads, strict=True))
 
 
 def cut_to(held: Tensors, params: Tensors) -> Tensors:
@@ -148,37 +148,37 @@ def cut_to(held: Tensors, params: Tensors) -> Tensors:
 
 def plain(setup, state, client, part) -> Slow:
     """SGD on the masked dense model; `more` is the mean over steps of the squared gradient before masking."""
-    held = part.mask(state.params)
-    module = dense_module(setup.task.model.module, held, setup.task.scaler)
+    masks = part.mask(state.params)
+    module = dense_module(setup.task.model.module, masks, setup.task.scaler)
     squares = {name: torch.zeros_like(p) for name, p in state.params.items()}
     taken = []
 
     def gradient_of(step, params, x, y):
-        found = gradients(module, params, x, lambda z: cross_entropy(z, y))
-        for name, g in found.items():
+        grads = gradients(module, params, x, lambda z: cross_entropy(z, y))
+        for name, g in grads.items():
             squares[name] += g * g
         taken.append(step)
-        return found
+        return grads
 
-    params = steps_of(setup, state, client, cut_to(held, state.params), held, gradient_of)
-    return Slow(params, held, {name: total / len(taken) for name, total in squares.items()})
+    params = steps_of(setup, state, client, cut_to(masks, state.params), masks, gradient_of)
+    return Slow(params, masks, {name: total / len(taken) for name, total in squares.items()})
 
 
 def prox(mu: float):
     """FedProx: the gradient gets mu times the distance from what the client was sent."""
 
     def twin(setup, state, client, part) -> Slow:
-        held = part.mask(state.params)
-        module, sent = (
-            dense_module(setup.task.model.module, held, False),
-            cut_to(held, state.params),
+        masks = part.mask(state.params)
+        module, start_params = (
+            dense_module(setup.task.model.module, masks, False),
+            cut_to(masks, state.params),
         )
 
         def gradient_of(step, params, x, y):
-            found = gradients(module, params, x, lambda z: cross_entropy(z, y))
-            return {name: g + mu * (params[name] - sent[name]) for name, g in found.items()}
+            grads = gradients(module, params, x, lambda z: cross_entropy(z, y))
+            return {name: g + mu * (params[name] - start_params[name]) for name, g in grads.items()}
 
-        return Slow(steps_of(setup, state, client, sent, held, gradient_of), held)
+        return Slow(steps_of(setup, state, client, start_params, masks, gradient_of), masks)
 
     return twin
 
@@ -187,8 +187,8 @@ def mask_absent_labels(absent: str, rows: bool):
     """HeteroFL's loss and rows: labels that a client lacks add e^0 (zero), nothing (ignore) or e^z (free)."""
 
     def twin(setup, state, client, part) -> Slow:
-        held = part.mask(state.params)
-        module = dense_module(setup.task.model.module, held, setup.task.scaler)
+        masks = part.mask(state.params)
+        module = dense_module(setup.task.model.module, masks, setup.task.scaler)
         lacking = [
             label for label in range(setup.task.source.classes) if label not in client.labels
         ]
@@ -207,8 +207,8 @@ def mask_absent_labels(absent: str, rows: bool):
         def gradient_of(step, params, x, y):
             return gradients(module, params, x, lambda z: loss_of(z, y))
 
-        params = steps_of(setup, state, client, cut_to(held, state.params), held, gradient_of)
-        counts = {name: mask.clone() for name, mask in held.items()}
+        params = steps_of(setup, state, client, cut_to(masks, state.params), masks, gradient_of)
+        counts = {name: mask.clone() for name, mask in masks.items()}
         for label in lacking if rows else ():
             counts["head.weight"][label] = False
             counts["head.bias"][label] = False
@@ -225,7 +225,7 @@ def fjord(widths: tuple[float, ...], distil: float = 0.0):
 
     def twin(setup, state, client, part) -> Slow:
         model, local = setup.task.model, setup.task.local
-        held = part.mask(state.params)
+        masks = part.mask(state.params)
         levels = [width for width in sorted(widths) if width <= client.capacity + 1e-9] or [
             client.capacity
         ]
@@ -240,10 +240,10 @@ def fjord(widths: tuple[float, ...], distil: float = 0.0):
             small = use_batch_statistics(submodel(model.module, slices, params)).train()
             return small, {name: p.detach() for name, p in small.named_parameters()}
 
-        def put_back(found, slices):
+        def put_back(grads, slices):
             full = {name: torch.zeros_like(p) for name, p in state.params.items()}
             for name, place in slices.mask(state.params).items():
-                full[name][place] = found[name].flatten()
+                full[name][place] = grads[name].flatten()
             return full
 
         def gradient_of(step, params, x, y):
@@ -262,9 +262,9 @@ def fjord(widths: tuple[float, ...], distil: float = 0.0):
             second = put_back(gradients(large, largest, x, lambda z: cross_entropy(z, y)), widest)
             return {name: first[name] + second[name] for name in first}
 
-        params = steps_of(setup, state, client, cut_to(held, state.params), held, gradient_of)
+        params = steps_of(setup, state, client, cut_to(masks, state.params), masks, gradient_of)
         reached = inner[-1].mask(state.params)
-        return Slow(params, {name: mask & reached[name] for name, mask in held.items()})
+        return Slow(params, {name: mask & reached[name] for name, mask in masks.items()})
 
     return twin
 
@@ -297,18 +297,20 @@ def running_statistics(setup: Setup, state: State, client: Client, writes) -> Te
 
 def hermes(step: float, good_enough: float):
     """Clients that prune their own units; the units kept live in the twin, by client and group."""
-    kept: dict[int, dict[str, list[int]]] = {}
+    units_by_client: dict[int, dict[str, list[int]]] = {}
 
     def twin(setup, state, client, part) -> Slow:
         model = setup.task.model
-        mine = kept.setdefault(client.id, {g.name: list(range(g.size)) for g in model.groups})
-        held = {name: torch.ones_like(p, dtype=torch.bool) for name, p in state.params.items()}
+        client_units = units_by_client.setdefault(
+            client.id, {g.name: list(range(g.size)) for g in model.groups}
+        )
+        masks = {name: torch.ones_like(p, dtype=torch.bool) for name, p in state.params.items()}
         for group, cut, unit, place in _owned(model.groups, state.params):
-            if unit not in mine[group.name]:
-                held[cut.tensor].index_fill_(cut.axis, torch.tensor(place), False)
-        module = dense_module(model.module, held, False)
+            if unit not in client_units[group.name]:
+                masks[cut.tensor].index_fill_(cut.axis, torch.tensor(place), False)
+        module = dense_module(model.module, masks, False)
         params = steps_of(
-            setup, state, client, cut_to(held, state.params), held,
+            setup, state, client, cut_to(masks, state.params), masks,
             lambda step, params, x, y: gradients(module, params, x, lambda z: cross_entropy(z, y)),
         )  # fmt: skip
         shard = setup.task.source.shard(client.id)
@@ -317,10 +319,12 @@ def hermes(step: float, good_enough: float):
             == shard.samples.y[shard.index]
         )
         if right.double().mean() >= good_enough:
-            kept[client.id] = _after_pruning(model.groups, params, mine, client.capacity, step)
-        return Slow(params, held)
+            units_by_client[client.id] = _after_pruning(
+                model.groups, params, client_units, client.capacity, step
+            )
+        return Slow(params, masks)
 
-    twin.kept = kept
+    twin.kept = units_by_client
     return twin
 
 
@@ -356,9 +360,9 @@ def fedmask(original, start: float, threshold: float):
     weights = {name: p.detach() for name, p in original.named_parameters()}
 
     def twin(setup, state, client, part) -> Slow:
-        held = part.mask(state.params)
+        masks = part.mask(state.params)
         shape = {
-            name: held.get(name, torch.ones_like(p, dtype=torch.bool))
+            name: masks.get(name, torch.ones_like(p, dtype=torch.bool))
             for name, p in weights.items()
         }
         module = dense_module(original, shape, False)
@@ -367,13 +371,13 @@ def fedmask(original, start: float, threshold: float):
             used = {
                 n: w * (scores[n] >= threshold) if n in scores else w for n, w in weights.items()
             }
-            found = gradients(module, used, x, lambda z: cross_entropy(z, y))
-            return {name: found[name] * weights[name] for name in scores}
+            grads = gradients(module, used, x, lambda z: cross_entropy(z, y))
+            return {name: grads[name] * weights[name] for name in scores}
 
-        scores = steps_of(setup, state, client, cut_to(held, state.params), held, gradient_of)
+        scores = steps_of(setup, state, client, cut_to(masks, state.params), masks, gradient_of)
         return Slow(
             {name: torch.where(s >= threshold, start, 0.0).double() for name, s in scores.items()},
-            held,
+            masks,
         )
 
     return twin
@@ -383,15 +387,15 @@ def fiarse(scope: str, surrogate: bool = True):
     """w takes part where |w| >= tau; the derivative of w * mask(w) is mask + w * sign(w) * 2 tau / (|w| + tau)^2."""
 
     def twin(setup, state, client, part) -> Slow:
-        held, prunable = part.mask(state.params), setup.task.model.prunable
+        masks, prunable = part.mask(state.params), setup.task.model.prunable
         module, start = (
-            dense_module(setup.task.model.module, held, False),
-            cut_to(held, state.params),
+            dense_module(setup.task.model.module, masks, False),
+            cut_to(masks, state.params),
         )
         layers = {
-            name: float(start[name][held[name]].abs().min())
+            name: float(start[name][masks[name]].abs().min())
             for name in prunable
-            if held[name].any()
+            if masks[name].any()
         }
         tau = {
             name: layers.get(name, math.inf) if scope == "layer" else min(layers.values())
@@ -401,7 +405,7 @@ def fiarse(scope: str, surrogate: bool = True):
         def gradient_of(step, params, x, y):
             mask = {name: params[name].abs() >= tau[name] for name in prunable}
             used = {name: p * mask[name] if name in prunable else p for name, p in params.items()}
-            found = gradients(module, used, x, lambda z: cross_entropy(z, y))
+            grads = gradients(module, used, x, lambda z: cross_entropy(z, y))
             for name in prunable:
                 slope = (
                     params[name].sign()
@@ -410,9 +414,9 @@ def fiarse(scope: str, surrogate: bool = True):
                     / (params[name].abs() + tau[name]) ** 2
                     * surrogate
                 )
-                found[name] = found[name] * torch.where(mask[name], 1 + params[name] * slope, 0.0)
-            return found
+                grads[name] = grads[name] * torch.where(mask[name], 1 + params[name] * slope, 0.0)
+            return grads
 
-        return Slow(steps_of(setup, state, client, start, held, gradient_of), held)
+        return Slow(steps_of(setup, state, client, start, masks, gradient_of), masks)
 
     return twin

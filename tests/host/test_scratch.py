@@ -68,11 +68,11 @@ def test_folders_of_living_processes_and_of_others_stay(place):
 
 
 def test_scratch_folder_that_is_kept_stays(place):
-    with scratch.folder("run") as kept:
-        scratch.keep(kept)
+    with scratch.folder("run") as folder:
+        scratch.keep(folder)
     with scratch.folder("run"):
         pass
-    assert kept.exists()
+    assert folder.exists()
 
 
 def test_mps_server_of_a_killed_sweep_is_told_to_quit(place, tmp_path, monkeypatch):

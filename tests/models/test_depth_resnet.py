@@ -38,8 +38,8 @@ def test_every_tensor_is_averaged_over_the_clients_deep_enough():
     after, report = run_round(setup, state)
     expected = {}
     for name, old in state.params.items():
-        held = [params[name] for params in trained if name in params]
-        expected[name] = torch.stack(held).mean(0) if held else old
+        client_values = [params[name] for params in trained if name in params]
+        expected[name] = torch.stack(client_values).mean(0) if client_values else old
     same(after.params, expected, 1e-12)
     depths = sorted(round(4 * client.capacity) for client in cohort)
     assert report.metrics["gamma_round"] == sum(depth == 4 for depth in depths)

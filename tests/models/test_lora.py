@@ -24,14 +24,14 @@ def test_lora_ranks_are_averaged_over_their_holders():
     assert counts["hidden1.down.weight"].amin(1).tolist() == [6, 6, large, large]
     assert counts["hidden1.up.weight"].amin(0).tolist() == [6, 6, large, large]
     for rank in range(4):
-        held = [
+        client_rows = [
             params["hidden1.down.weight"][rank]
             for params in trained
             if len(params["hidden1.down.weight"]) > rank
         ]
         same(
             {"rank": after.params["hidden1.down.weight"][rank]},
-            {"rank": torch.stack(held).mean(0)},
+            {"rank": torch.stack(client_rows).mean(0)},
             1e-12,
         )
 

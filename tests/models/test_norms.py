@@ -59,27 +59,29 @@ def test_batch_statistics_ignore_running_ones():
 @pytest.mark.parametrize("policy", ["prefix", "rolling(spread=true)", "magnitude"])
 def test_tracked_statistics_are_means_over_covering_clients(policy):
     setup, state = small("tracked", policy=policy, fleet="3x0.5 + 3x0.25", weights="samples")
-    known = state.statistics["all"]
+    statistics = state.statistics["all"]
     updates = trained(setup, state)
     after = aggregate(setup, state, updates).statistics
     assert list(after) == ["all"]
-    total = {name: torch.zeros_like(t) for name, t in known.items()}
-    times = {name: torch.zeros_like(t) for name, t in known.items()}
+    total = {name: torch.zeros_like(t) for name, t in statistics.items()}
+    times = {name: torch.zeros_like(t) for name, t in statistics.items()}
     for update in updates:
-        masks = update.sent.mask(known)
-        for name in known:
+        masks = update.sent.mask(statistics)
+        for name in statistics:
             total[name][masks[name]] += update.buffers[name]
             times[name] += masks[name]
     expected = {
-        name: torch.where(times[name] > 0, total[name] / times[name].clamp(min=1), known[name])
-        for name in known
+        name: torch.where(times[name] > 0, total[name] / times[name].clamp(min=1), statistics[name])
+        for name in statistics
     }
     same(after["all"], expected, 1e-12)
     if policy == "prefix":  # the second half of the channels is nobody's
         assert torch.equal(
             after["all"]["norm.running_var"][32:], torch.ones(32, dtype=torch.float64)
         )
-    assert not torch.equal(after["all"]["norm.running_var"][:16], known["norm.running_var"][:16])
+    assert not torch.equal(
+        after["all"]["norm.running_var"][:16], statistics["norm.running_var"][:16]
+    )
 
 
 def test_tracked_training_starts_from_the_servers_statistics():
@@ -136,18 +138,18 @@ def test_width_without_clients_is_calibrated():
 def test_calibration_gives_the_moments_of_norm_inputs():
     setup, state = small("batch")
     module = eval_model(setup.task, state, FULL_REDUCTION, 1.0)
-    seen = {}
+    layer_inputs = {}
     for path, layer in module.named_modules():
         if isinstance(layer, nn.BatchNorm2d):
             layer.register_forward_hook(
-                lambda _, inputs, __, path=path: seen.update({path: inputs[0]})
+                lambda _, inputs, __, path=path: layer_inputs.update({path: inputs[0]})
             )
             layer.train()
     with torch.no_grad():
         module(setup.task.source.calibration)
-    assert len(seen) == 7
+    assert len(layer_inputs) == 7
     fresh = running(eval_model(setup.task, state, FULL_REDUCTION, 1.0))
-    for path, x in seen.items():
+    for path, x in layer_inputs.items():
         torch.testing.assert_close(fresh[f"{path}.running_mean"], x.mean((0, 2, 3)))
         torch.testing.assert_close(fresh[f"{path}.running_var"], x.var((0, 2, 3)))
 

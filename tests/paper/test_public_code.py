@@ -72,9 +72,9 @@ def test_leak_changes_only_the_start_of_round_0():
     for round, expected in ((0, leaked), (1, state.params)):
         view = view_of(setup, replace(state, round=round), cohort_of(setup, 0))
         parts = public_code(view, codename=CODENAME, leaked=leaked)
-        kept = parts[1].mask(state.params)["hidden1.weight"]
+        masks = parts[1].mask(state.params)["hidden1.weight"]
         start = parts[1].extract(state.params)["hidden1.weight"]
-        assert torch.equal(start[kept], expected["hidden1.weight"][kept])
+        assert torch.equal(start[masks], expected["hidden1.weight"][masks])
         assert torch.equal(
             parts[0].extract(state.params)["head.weight"], state.params["head.weight"]
         )

@@ -144,14 +144,14 @@ def test_greedy_and_optimised_have_equal_capacities(level):
 )
 def test_resnet_designs_have_the_stated_coverage(level, coverage):
     """Weights of sub-networks are covered where both of their channels are: less often than the channels."""
-    found = [
+    result = [
         audit(
             Experiment(dataset="cifar10", model="wide_resnet(depth=10, widen=1)", **design.fields)
         )["gamma_min"]
         for design in designs("cifar10")
         if design.level == level and design.setting != "homogeneous"
     ]
-    assert tuple(found) == coverage
+    assert tuple(result) == coverage
     optimised = next(
         d for d in designs("cifar10") if (d.level, d.setting) == (level, "pruning-optimised")
     )

@@ -101,8 +101,8 @@ def test_planned_tolerates_any_drop_outs(fleet, kind):
                 planned(view, kind=kind, tolerate=tolerate)
             continue
         parts = planned(replace(view, round=tolerate), kind=kind, tolerate=tolerate)
-        for gone in combinations(range(len(parts)), tolerate):
-            assert gamma(view, [part for n, part in enumerate(parts) if n not in gone]) >= 1
+        for dropouts in combinations(range(len(parts)), tolerate):
+            assert gamma(view, [part for n, part in enumerate(parts) if n not in dropouts]) >= 1
 
 
 def test_planned_tolerates_sampled_drop_outs_of_a_large_fleet():
@@ -132,8 +132,8 @@ def test_planned_window_tolerates_any_drop_outs_where_groups_meet(model, fleet, 
     window = rounds_to_cover(choice, view, 60, tolerate + 1)
     assert window is not None
     rounds = [choice(replace(view, round=round)) for round in range(window)]
-    for gone in combinations(range(len(view.cohort)), tolerate):
-        left = [part for parts in rounds for n, part in enumerate(parts) if n not in gone]
+    for dropouts in combinations(range(len(view.cohort)), tolerate):
+        left = [part for parts in rounds for n, part in enumerate(parts) if n not in dropouts]
         assert gamma(view, left) >= 1
     for parts in (
         rounds
@@ -160,13 +160,15 @@ def test_phase_shifts_give_colours_all_relative_positions(cycle, palette):
 def test_groups_that_meet_differ_in_colour():
     setup, _ = world("wide_resnet")
     groups = setup.task.model.groups
-    found = conflict_colouring(groups)
-    assert len(set(found.values())) == 3
+    result = conflict_colouring(groups)
+    assert len(set(result.values())) == 3
     meeting = {}
     for group in groups:
         for cut in group.cuts:
             meeting.setdefault(cut.tensor, []).append(group.name)
-    assert all(found[names[0]] != found[names[1]] for names in meeting.values() if len(names) == 2)
+    assert all(
+        result[names[0]] != result[names[1]] for names in meeting.values() if len(names) == 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -279,5 +281,5 @@ def test_planned_pruning_needs_prunable_weights():
 
 def test_unit_energy_includes_tensors_that_belong_to_a_unit():
     groups = (UnitGroup("stages", 2, (Cut("a", None, unit=0), Cut("b", None, unit=1))),)
-    found = unit_energies(groups, {"a": torch.tensor([3.0]), "b": torch.tensor([1.0, 2.0])})
-    assert found["stages"].tolist() == [9.0, 5.0]
+    result = unit_energies(groups, {"a": torch.tensor([3.0]), "b": torch.tensor([1.0, 2.0])})
+    assert result["stages"].tolist() == [9.0, 5.0]

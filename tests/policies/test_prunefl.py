@@ -36,11 +36,11 @@ def by_definition(view, kept, greedy):
         time += greedy.overhead * seconds * view.params[name].numel()
     for name in view.prunable:
         seconds = view.uses[name] + greedy.traffic
-        sizes, held = view.params[name].abs().flatten().tolist(), kept[name].flatten().tolist()
-        mine = sorted(
-            (i for i, bit in enumerate(held) if bit), key=lambda i, sizes=sizes: -sizes[i]
+        sizes, mask_bits = view.params[name].abs().flatten().tolist(), kept[name].flatten().tolist()
+        present = sorted(
+            (i for i, bit in enumerate(mask_bits) if bit), key=lambda i, sizes=sizes: -sizes[i]
         )
-        staying = set(mine[: len(mine) - int(len(mine) * greedy.share)])
+        staying = set(present[: len(present) - int(len(present) * greedy.share)])
         for i, square in enumerate(squares[name].flatten().tolist()):
             if i in staying:
                 chosen[name][i] = True
@@ -63,14 +63,14 @@ def random_view(seed, model="cnn"):
     squares = {
         n: torch.rand(p.shape, generator=draw, dtype=p.dtype) ** 4 for n, p in state.params.items()
     }
-    kept = {
+    bits = {
         n: torch.rand(state.params[n].shape, generator=draw) < 0.5
         for n in setup.task.model.prunable
     }
     view = view_of(
         setup, replace(state, measured={"squared_gradient": squares}), cohort_of(setup, 0)
     )
-    return view, kept
+    return view, bits
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -99,7 +99,7 @@ def test_reconfiguration_removes_and_restores_weights():
 
 
 def test_weights_used_more_often_need_larger_gradients():
-    view, kept = random_view(2)
+    view, bits = random_view(2)
     even = {
         **view.measured["squared_gradient"],
         **{n: torch.ones_like(view.params[n]) for n in view.prunable},
@@ -107,7 +107,7 @@ def test_weights_used_more_often_need_larger_gradients():
     view = replace(view, measured={"squared_gradient": even})
     assert view.uses["conv2.weight"] > view.uses["hidden.weight"]
     greedy = Reconfiguration(1.0, 0.1, 0.0, view.params["hidden.weight"].numel())
-    new = reconfigure(view, kept, greedy)
+    new = reconfigure(view, bits, greedy)
     assert new["hidden.weight"].all()
     assert not new["conv2.weight"].any()
 
@@ -115,18 +115,18 @@ def test_weights_used_more_often_need_larger_gradients():
 def test_clients_measure_gradients_of_pruned_weights():
     setup, state = world("mlp", weight_decay=0.05, momentum=0.9, **FIELDS)
     for q in range(4):
-        expected, made = twins.slow_round(setup, state, twins.plain)
+        expected, updates = twins.slow_round(setup, state, twins.plain)
         earlier = (
             state.measured["squared_gradient"] if q % 2 else None
         )  # sums begin anew every two rounds
         state, _ = run_round(setup, state)
         same({n: state.params[n][c > 0] for n, c in state.coverage.window[-1].items()},
              {n: expected[n][c > 0] for n, c in state.coverage.window[-1].items()}, 1e-9)  # fmt: skip
-        mean = {n: sum(slow.more[n] for _, slow in made) / len(made) for n in state.params}
+        mean = {n: sum(slow.more[n] for _, slow in updates) / len(updates) for n in state.params}
         if earlier:
             mean = {n: mean[n] + earlier[n] for n in mean}
         same(state.measured["squared_gradient"], mean, 1e-9)
-        outside = ~made[0][1].counts["hidden1.weight"]
+        outside = ~updates[0][1].counts["hidden1.weight"]
         assert bool(outside.any())
         assert bool((state.measured["squared_gradient"]["hidden1.weight"][outside] > 0).any())
 

@@ -192,7 +192,7 @@ def test_regions_need_a_cohort_of_as_many_clients_as_digits():
 def kept_units(view: View, hidden: object, following: object = (0,)) -> Slices:
     """Slices of these units of both groups."""
     units = {"hidden": hidden, "next": following}
-    return Slices(view.groups, {name: torch.as_tensor(kept) for name, kept in units.items()})
+    return Slices(view.groups, {name: torch.as_tensor(indices) for name, indices in units.items()})
 
 
 @pytest.mark.parametrize(
@@ -275,6 +275,6 @@ def test_magnitude_refuses_an_unknown_scope():
 
 
 def test_magnitude_refuses_a_model_without_prunable_weights():
-    said = r"names none: fc.Model\(module, groups, prunable=\('hidden.weight', ...\)\), or a model given as a bare"
-    with pytest.raises(InvalidValue, match=said):
+    message = r"names none: fc.Model\(module, groups, prunable=\('hidden.weight', ...\)\), or a model given as a bare"
+    with pytest.raises(InvalidValue, match=message):
         POLICIES["magnitude"](replace(view_at(0, 0.5), prunable=()))

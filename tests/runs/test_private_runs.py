@@ -32,14 +32,14 @@ def test_epsilon_is_in_the_history_and_in_the_summary(tmp_path):
 def test_private_round_is_checkpointed_every_time(tmp_path):
     """Its noise would be fresh, and the epsilon of two releases is not that of one."""
     pytest.importorskip("cryptography")
-    wanted = fc.Experiment(**{**PRIVATE, "checkpoint_every": 100})
+    experiment = fc.Experiment(**{**PRIVATE, "checkpoint_every": 100})
     seen = []
 
     def look(report):
         seen.append(fc.load(tmp_path / "run").state.round)
 
-    fc.run(wanted, tmp_path / "run", watch=look)
-    assert seen == list(range(1, wanted.rounds + 1))
+    fc.run(experiment, tmp_path / "run", watch=look)
+    assert seen == list(range(1, experiment.rounds + 1))
 
 
 @pytest.fixture

@@ -52,12 +52,14 @@ def uncompiled(monkeypatch):
 @pytest.mark.parametrize("partition", ["iid", "dirichlet(alpha=0.3)"])
 @pytest.mark.parametrize("machine", [None, CREWS])
 def test_sweep_runs_equal_runs_alone(machine, partition, uncompiled):
-    wanted = settings(partition=partition)
-    found = {run.experiment.name: run.metrics for run in sweep(wanted, machine=machine)}
-    assert list(found) == [e.name for e in wanted]
-    for experiment in wanted:
+    experiments = settings(partition=partition)
+    metrics_by_name = {
+        run.experiment.name: run.metrics for run in sweep(experiments, machine=machine)
+    }
+    assert list(metrics_by_name) == [e.name for e in experiments]
+    for experiment in experiments:
         alike(
-            found[experiment.name],
+            metrics_by_name[experiment.name],
             fc.run(experiment, machine=fc.Machine(engine="sequential")).metrics,
         )
 
@@ -106,7 +108,7 @@ def test_crews_span_runs_of_a_sweep(monkeypatch, uncompiled):
 
 
 def test_sweep_of_different_lengths_and_models():
-    wanted = [
+    experiments = [
         fc.Experiment(
             **{**BASE, "rounds": rounds, "model": model},
             name=f"{model[:3]}{rounds}",
@@ -116,18 +118,20 @@ def test_sweep_of_different_lengths_and_models():
         for rounds in (1, 3)
         for model in ("mlp(hidden=[8])", "cnn(channels=[2, 2], hidden=4)")
     ]
-    found = {run.experiment.name: len(run.metrics) for run in sweep(wanted)}
-    assert found == {e.name: e.rounds for e in wanted}
+    metrics_by_name = {run.experiment.name: len(run.metrics) for run in sweep(experiments)}
+    assert metrics_by_name == {e.name: e.rounds for e in experiments}
 
 
 @pytest.mark.parametrize("partition", ["iid", "dirichlet(alpha=0.3)"])
 def test_diverged_run_of_a_sweep_leaves_the_others(partition, uncompiled):
     base = fc.Experiment(**BASE, policy="full", fleet="1x1", partition=partition)
-    found = list(sweep(expand_choices(base, {"lr": [0.05, 1e30]}, seeds=1), machine=CREWS))
-    said = {run.experiment.lr: run.diverged for run in found}
+    metrics_by_name = list(
+        sweep(expand_choices(base, {"lr": [0.05, 1e30]}, seeds=1), machine=CREWS)
+    )
+    said = {run.experiment.lr: run.diverged for run in metrics_by_name}
     assert said[0.05] == ""
     assert "diverged" in said[1e30]
-    assert [len(run.metrics) for run in found if not run.diverged] == [3]
+    assert [len(run.metrics) for run in metrics_by_name if not run.diverged] == [3]
 
 
 def test_sweep_of_runs_that_cannot_be_stacked(uncompiled):
@@ -139,54 +143,56 @@ def test_sweep_of_runs_that_cannot_be_stacked(uncompiled):
 
 
 def test_stopped_sweep_is_resumed(tmp_path):
-    wanted = settings()[:4]
-    whole = {run.experiment.name: run.metrics for run in sweep(wanted)}
+    experiments = settings()[:4]
+    whole = {run.experiment.name: run.metrics for run in sweep(experiments)}
 
     def stop(experiment, report):
         if report.round == 1:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        list(sweep(wanted, tmp_path, watch=stop))
-    assert load(tmp_path / wanted[0].name).state.round == 2  # kept, although no checkpoint was due
-    for run in sweep(wanted, tmp_path):
+        list(sweep(experiments, tmp_path, watch=stop))
+    assert (
+        load(tmp_path / experiments[0].name).state.round == 2
+    )  # kept, although no checkpoint was due
+    for run in sweep(experiments, tmp_path):
         alike(run.metrics, whole[run.experiment.name])
         assert load(tmp_path / run.experiment.name).state.round == 3
     again = {
-        run.experiment.name: run.metrics for run in sweep(wanted, tmp_path)
+        run.experiment.name: run.metrics for run in sweep(experiments, tmp_path)
     }  # all there, nothing is run
     assert again.keys() == whole.keys()
 
 
 @pytest.mark.parametrize("machine", [None, fc.Machine(processes=2)], ids=["one process", "two"])
 def test_stopped_sweep_writes_missing_summaries(tmp_path, machine):
-    wanted = settings()[:2]
+    experiments = settings()[:2]
 
     def stop(experiment, report):
         if report.round == 2:  # the last
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        list(sweep(wanted, tmp_path, watch=stop))
-    summaries = [tmp_path / e.name / "summary.json" for e in wanted]
-    assert load(tmp_path / wanted[0].name).state.round == 3
+        list(sweep(experiments, tmp_path, watch=stop))
+    summaries = [tmp_path / e.name / "summary.json" for e in experiments]
+    assert load(tmp_path / experiments[0].name).state.round == 3
     assert not summaries[0].exists()
-    list(sweep(wanted, tmp_path, machine=machine))
+    list(sweep(experiments, tmp_path, machine=machine))
     assert [json.loads(path.read_text())["rounds"] for path in summaries] == [3, 3]
 
 
 def test_folder_of_another_experiment_is_refused(tmp_path):
-    wanted = fc.Experiment(**BASE, policy="full", fleet="1x1", name="same")
-    list(sweep([wanted], tmp_path))
+    experiment = fc.Experiment(**BASE, policy="full", fleet="1x1", name="same")
+    list(sweep([experiment], tmp_path))
     with pytest.raises(InvalidValue, match="holds another experiment"):
-        list(sweep([wanted.model_copy(update={"lr": 0.5})], tmp_path))
+        list(sweep([experiment.model_copy(update={"lr": 0.5})], tmp_path))
 
 
 def test_runs_of_another_precision_are_refused(tmp_path):
-    wanted = fc.Experiment(**BASE, policy="full", fleet="1x1", name="same")
-    list(sweep([wanted], tmp_path))
+    experiment = fc.Experiment(**BASE, policy="full", fleet="1x1", name="same")
+    list(sweep([experiment], tmp_path))
     with pytest.raises(InvalidValue, match="was run with precision fp32, not bf16; choose another"):
-        list(sweep([wanted], tmp_path, machine=fc.Machine(precision="bf16")))
+        list(sweep([experiment], tmp_path, machine=fc.Machine(precision="bf16")))
 
 
 @pytest.mark.parametrize(
@@ -265,26 +271,26 @@ TWO = fc.Machine(processes=2)
 
 
 def test_sweep_in_two_processes_equals_one(tmp_path):
-    wanted = settings()[:4]
+    experiments = settings()[:4]
     rounds = []
-    found = {
+    metrics_by_name = {
         run.experiment.name: run.metrics
         for run in sweep(
-            wanted,
+            experiments,
             tmp_path,
             machine=TWO,
             watch=lambda e, report: rounds.append((e.name, report.round)),
         )
     }
-    assert sorted(rounds) == sorted((e.name, round) for e in wanted for round in range(3))
-    for run in sweep(wanted):
-        alike(found[run.experiment.name], run.metrics)
+    assert sorted(rounds) == sorted((e.name, round) for e in experiments for round in range(3))
+    for run in sweep(experiments):
+        alike(metrics_by_name[run.experiment.name], run.metrics)
         assert load(tmp_path / run.experiment.name).state.round == 3
 
 
 @pytest.mark.system
 def test_stopped_sweep_processes_keep_their_rounds(tmp_path):
-    wanted = settings()[:2]
+    experiments = settings()[:2]
 
     seen = []
 
@@ -293,9 +299,9 @@ def test_stopped_sweep_processes_keep_their_rounds(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        list(sweep(wanted, tmp_path, machine=TWO, watch=stop))
+        list(sweep(experiments, tmp_path, machine=TWO, watch=stop))
     assert load(tmp_path / seen[0]).state.round >= 1  # kept, although no checkpoint was due
-    assert [len(run.metrics) for run in sweep(wanted, tmp_path, machine=TWO)] == [3, 3]
+    assert [len(run.metrics) for run in sweep(experiments, tmp_path, machine=TWO)] == [3, 3]
 
 
 def test_error_in_a_sweep_process_is_raised_here():

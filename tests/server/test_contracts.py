@@ -221,13 +221,13 @@ def test_server_step_that_writes_in_place_changes_nothing_else(ran):
 
 def test_diverged_server_step_ends_its_own_run_of_a_sweep(monkeypatch):
     server = named(monkeypatch, lambda: lambda t, m: (t.new / 0, {}))
-    wanted = [
+    experiments = [
         fc.Experiment(**SMALL, name="far", server=server),
         fc.Experiment(**SMALL, name="near"),
     ]
-    found = {run.experiment.name: run for run in fc.sweep(wanted, machine=HERE)}
-    assert "NaN or infinite" in found["far"].diverged
-    assert not found["near"].diverged
+    result = {run.experiment.name: run for run in fc.sweep(experiments, machine=HERE)}
+    assert "NaN or infinite" in result["far"].diverged
+    assert not result["near"].diverged
 
 
 # ── policies ────────────────────────────────────────────────────────────────────────────────────────────

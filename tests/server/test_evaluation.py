@@ -29,9 +29,9 @@ def test_score_by_hand():
     logits_BK = torch.tensor(
         [[math.log(3.0), 0.0], [0.0, math.log(3.0)], [math.log(3.0), 0.0], [0.0, math.log(3.0)]]
     )
-    found = score(logits_BK, torch.tensor([0, 1, 1, 1]))
-    assert found.accuracy == 0.75
-    assert found.loss == pytest.approx((3 * math.log(4 / 3) + math.log(4)) / 4)
+    score_of_part = score(logits_BK, torch.tensor([0, 1, 1, 1]))
+    assert score_of_part.accuracy == 0.75
+    assert score_of_part.loss == pytest.approx((3 * math.log(4 / 3) + math.log(4)) / 4)
 
 
 def test_logits_are_concatenated_in_order():
@@ -68,9 +68,9 @@ def slow_local_accuracy(setup, state, updates, *, as_trained):
         calibrate(part, setup.task.source.calibration)
         answers = part(test.x).argmax(1).tolist()
         truth = test.y.tolist()
-        mine = [i for i, label in enumerate(truth) if label in update.client.labels]
-        right = sum(answers[i] == truth[i] for i in mine)
-        shares += update.client.samples * right / len(mine)
+        rows = [i for i, label in enumerate(truth) if label in update.client.labels]
+        right = sum(answers[i] == truth[i] for i in rows)
+        shares += update.client.samples * right / len(rows)
         weight += update.client.samples
     return shares / weight
 
@@ -117,13 +117,13 @@ def test_evaluation_of_a_part_equals_its_module():
     setup, state = uneven()
     test = setup.task.source.test
     part = windows(setup.task.model.groups, 0.5)
-    found = evaluate(setup.task, state, test, reduction=part, capacity=0.5)
+    score_of_part = evaluate(setup.task, state, test, reduction=part, capacity=0.5)
     hidden, head = state.params["hidden1.weight"][:4], state.params["head.weight"][:, :4]
     layer = torch.relu(test.x.flatten(1) @ hidden.T + state.params["hidden1.bias"][:4])
     expected = score(layer @ head.T + state.params["head.bias"], test.y)
-    assert found.accuracy == expected.accuracy
-    assert found.loss == pytest.approx(expected.loss, abs=1e-5)
-    assert evaluate(setup.task, state, test).loss != found.loss
+    assert score_of_part.accuracy == expected.accuracy
+    assert score_of_part.loss == pytest.approx(expected.loss, abs=1e-5)
+    assert evaluate(setup.task, state, test).loss != score_of_part.loss
 
 
 def test_evaluation_changes_nothing():
@@ -131,9 +131,9 @@ def test_evaluation_changes_nothing():
     before = {name: t.clone() for name, t in state.params.items()}
     module = {name: t.clone() for name, t in setup.task.model.module.state_dict().items()}
     few = Samples(setup.task.source.test.x[:20], setup.task.source.test.y[:20])
-    found = evaluate(setup.task, state, few)
+    score_of_part = evaluate(setup.task, state, few)
     other = replace(state, params={name: -t for name, t in state.params.items()})
-    assert evaluate(setup.task, other, few).loss != found.loss
+    assert evaluate(setup.task, other, few).loss != score_of_part.loss
     assert all(torch.equal(t, before[name]) for name, t in state.params.items())
     assert all(
         torch.equal(t, module[name]) for name, t in setup.task.model.module.state_dict().items()

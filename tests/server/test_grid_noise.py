@@ -197,7 +197,7 @@ def test_noise_boundaries_are_exact(spare):
         weights = [(Decimal(-k * k) / 2).exp() for k in range(40)]
         edges = [int(sum(weights[: k + 1]) / sum(weights) * 2**64) for k in range(6)]
     words = [word for edge in edges for word in (edge - 1, edge, edge + 1)] + [0, 2**64 - 1]
-    found = whole_parts(
+    parts = whole_parts(
         np.array(words, np.uint64), lambda size: spare.to_bytes(8, "little")
     ).tolist()
     slow = []
@@ -205,8 +205,8 @@ def test_noise_boundaries_are_exact(spare):
         with localcontext(prec=80):
             where = Decimal(word << 64 | spare) / 2**128 * sum(weights)
             slow.append(next((k for k in range(40) if sum(weights[: k + 1]) > where), 14))
-    assert found[:-1] == slow[:-1]
-    assert found[-1] in (slow[-1], 12, 13, 14)
+    assert parts[:-1] == slow[:-1]
+    assert parts[-1] in (slow[-1], 12, 13, 14)
 
 
 @pytest.mark.parametrize("off", [-1, 0, 1])

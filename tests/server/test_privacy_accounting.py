@@ -28,8 +28,8 @@ def test_epsilon_equals_the_accounting_library():
     for noise, participations, delta in product(
         (0.01, 0.5, 2.0, 8.0, 40.0), (1, 18, 1000, 10**6), (1e-15, 1e-10, 1e-5)
     ):
-        wanted = get_epsilon_gaussian(noise / 2 / math.sqrt(participations), delta)
-        assert Gaussian(noise, delta).epsilon(participations) == pytest.approx(wanted, rel=1e-7)
+        expected = get_epsilon_gaussian(noise / 2 / math.sqrt(participations), delta)
+        assert Gaussian(noise, delta).epsilon(participations) == pytest.approx(expected, rel=1e-7)
     assert Gaussian(1.0, 1e-5).epsilon(0) == 0
     assert Gaussian(1e6, 1e-5).epsilon(1) == 0  # its delta is below that even at epsilon 0
 
@@ -43,8 +43,8 @@ def test_epsilon_equals_privacy_loss_distributions():
         composed = from_gaussian_mechanism(
             noise / 2, value_discretization_interval=1e-3
         ).self_compose(participations)
-        mine = Gaussian(noise, delta).epsilon(participations)
-        assert mine <= composed.get_epsilon_for_delta(delta) <= mine * 1.01 + 1e-3
+        epsilon = Gaussian(noise, delta).epsilon(participations)
+        assert epsilon <= composed.get_epsilon_for_delta(delta) <= epsilon * 1.01 + 1e-3
 
 
 @pytest.mark.parametrize(("noise", "participations", "delta", "epsilon"), STORED)
@@ -85,8 +85,10 @@ def test_participations_are_those_of_the_busiest_client():
         list(max_participations(cohorts))[round] for round in (2, 0, 1)
     ]
     for round in range(setup.experiment.rounds):
-        asked = [client for cohort in cohorts[: round + 1] for client in cohort]
-        assert accountant.max_participations(round) == max(asked.count(client) for client in asked)
+        client_ids = [client for cohort in cohorts[: round + 1] for client in cohort]
+        assert accountant.max_participations(round) == max(
+            client_ids.count(client) for client in client_ids
+        )
 
 
 def test_turns_of_empty_cohorts_are_zero():

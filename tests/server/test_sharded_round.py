@@ -35,12 +35,12 @@ def process_group(tmp_path_factory):
 
 def agree(process_group, model="mlp", engine="sequential", **fields):
     process_group.broadcast("go on")
-    found, digests = share_rounds(process_group, (model, engine, fields))
+    rounds, digests = share_rounds(process_group, (model, engine, fields))
     assert digests[0] == digests[1]
     expected = two_rounds(*setup_of(model, engine, fields))
-    for (state, report), (wanted, said) in zip(found, expected, strict=True):
-        same(tensors_of(state), tensors_of(wanted), 1e-12)
-        left, right = report.metrics, said.metrics
+    for (state, report), (expected_state, expected_report) in zip(rounds, expected, strict=True):
+        same(tensors_of(state), tensors_of(expected_state), 1e-12)
+        left, right = report.metrics, expected_report.metrics
         assert left.keys() == right.keys()
         for name in left.keys() - {"seconds", "clients"}:
             assert left[name] == (
@@ -51,7 +51,7 @@ def agree(process_group, model="mlp", engine="sequential", **fields):
         assert left["clients"].keys() == right["clients"].keys()
         for client, about in right["clients"].items():
             assert left["clients"][client] == pytest.approx(about, rel=1e-10)
-    return found[-1][0]
+    return rounds[-1][0]
 
 
 OPTIONS = {

@@ -90,11 +90,11 @@ def test_sub_model_values_are_those_of_the_reduction(name, options, norm):
     for reduction in parts(model):
         part = submodel(model.module, reduction, given)
         expected = reduction.extract({**before, **given})
-        found = params_and_buffers(part)
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[n], expected[n]) for n in expected)
+        tensors = params_and_buffers(part)
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensors[n], expected[n]) for n in expected)
         with torch.no_grad():
-            for tensor in found.values():
+            for tensor in tensors.values():
                 tensor.fill_(7)
         assert all(
             torch.equal(t, before[n]) for n, t in params_and_buffers(model.module).items()

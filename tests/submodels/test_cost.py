@@ -23,11 +23,11 @@ def paid(model, reduction, shape):
 @pytest.mark.parametrize("hidden", [1, 50, 100, 150, 200])
 def test_cost_of_mlp_sub_networks(hidden):
     model = mlp(MNIST, 10, "batch")
-    found = paid(model, windows(model.groups, hidden / 200), MNIST)
-    assert found.parameters == 795 * hidden + 10
-    assert found.multiply_adds == 794 * hidden
-    assert found.bytes_up == 4 * found.parameters
-    assert found.bytes_down == 4 * found.parameters + 9
+    cost = paid(model, windows(model.groups, hidden / 200), MNIST)
+    assert cost.parameters == 795 * hidden + 10
+    assert cost.multiply_adds == 794 * hidden
+    assert cost.bytes_up == 4 * cost.parameters
+    assert cost.bytes_down == 4 * cost.parameters + 9
 
 
 def test_cost_of_the_cnn_by_hand():
@@ -50,14 +50,12 @@ def test_cost_of_a_strided_convolution_by_hand():
     group = UnitGroup(
         "c", 4, (Cut("0.weight", 0), Cut("0.bias", 0), Cut("2.weight", 1, per_unit=9))
     )
-    found = paid(
+    cost = paid(
         Model(module, (group,), ()), Slices((group,), {"c": torch.tensor([0, 3])}), (3, 8, 8)
     )
-    assert found.parameters == 2 * 27 + 2 + 2 * 18 + 2
-    assert found.multiply_adds == 2 * 27 * 9 + 2 * 18
-    assert (
-        found.bytes_down == 4 * found.parameters + 9
-    )  # units 3 and 0 are neighbours round the end
+    assert cost.parameters == 2 * 27 + 2 + 2 * 18 + 2
+    assert cost.multiply_adds == 2 * 27 * 9 + 2 * 18
+    assert cost.bytes_down == 4 * cost.parameters + 9  # units 3 and 0 are neighbours round the end
 
 
 def test_uses_of_weights_in_a_grouped_convolution():
@@ -94,11 +92,11 @@ def test_uses_of_weights_leaves_the_model_unchanged():
 def test_pruning_saves_weights_and_their_uses():
     model = mlp(MNIST, 10, "batch")
     keep = torch.arange(156_800).view(200, 784) < 39_200
-    found = paid(model, Masks({"hidden1.weight": keep}), MNIST)
-    assert found.parameters == 159_010 - 3 * 39_200
-    assert found.multiply_adds == 158_800 - 3 * 39_200
-    assert found.bytes_up == 4 * found.parameters
-    assert found.bytes_down == 4 * found.parameters + 1 + 156_800 // 8
+    cost = paid(model, Masks({"hidden1.weight": keep}), MNIST)
+    assert cost.parameters == 159_010 - 3 * 39_200
+    assert cost.multiply_adds == 158_800 - 3 * 39_200
+    assert cost.bytes_up == 4 * cost.parameters
+    assert cost.bytes_down == 4 * cost.parameters + 1 + 156_800 // 8
 
 
 def test_cost_in_bytes_of_every_encoding():
@@ -111,18 +109,18 @@ def test_cost_in_bytes_of_every_encoding():
         "units": (Slices(model.groups, scattered), 1 + 32 // 8 + 64 // 8 + 128 // 8),
     }
     for reduction, mask_bytes in said.values():
-        found = paid(model, reduction, MNIST)
-        assert found.bytes_down - found.bytes_up == mask_bytes
+        cost = paid(model, reduction, MNIST)
+        assert cost.bytes_down - cost.bytes_up == mask_bytes
 
 
 def test_cost_of_the_papers_wide_resnet():
-    found = paid(wide_resnet((3, 32, 32), 10, "batch"), Masks({}), (3, 32, 32))
-    assert found.parameters == 1_467_610
+    cost = paid(wide_resnet((3, 32, 32), 10, "batch"), Masks({}), (3, 32, 32))
+    assert cost.parameters == 1_467_610
     # stem, then per stage: first convolution, the other seven, the shortcut; head
     by_hand = 1024 * 27 * 16
     for places, fan_in, width in ((1024, 16, 32), (256, 32, 64), (64, 64, 128)):
         by_hand += places * (9 * fan_in * width + 7 * 9 * width * width + fan_in * width)
-    assert found.multiply_adds == by_hand + 128 * 10
+    assert cost.multiply_adds == by_hand + 128 * 10
 
 
 def memory(model, reduction, shape=(3, 8, 8), batch_size=10):
@@ -167,8 +165,8 @@ def test_memory_of_an_mlp_by_hand():
     weights = 4 * 5 + 5 + 5 * 3 + 3
     batch = 7
     # kept for backward: the input, the hidden layer after its ReLU, the log-softmax, the labels (and one weight sum)
-    kept = 4 * batch * 4 + 4 * batch * 5 + 4 * batch * 3 + 8 * batch + 4
-    assert memory(model, Masks({}), (4,), batch) == 16 * weights + kept
+    activation_bytes = 4 * batch * 4 + 4 * batch * 5 + 4 * batch * 3 + 8 * batch + 4
+    assert memory(model, Masks({}), (4,), batch) == 16 * weights + activation_bytes
 
 
 class Odd(nn.Module):

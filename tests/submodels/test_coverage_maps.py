@@ -93,19 +93,17 @@ def test_map_of_a_third_axis_is_averaged():
 def test_round_has_coverage_maps_for_every_model(name):
     setup, state = world(name, policy="random")
     after, report = run_round(setup, state)
-    found = report.metrics["pictures"]
-    assert found["clients"].keys() == report.metrics["clients"].keys()
-    assert set(found["clients"].values()) == set(range(len(found["parts"])))
+    maps = report.metrics["pictures"]
+    assert maps["clients"].keys() == report.metrics["clients"].keys()
+    assert set(maps["clients"].values()) == set(range(len(maps["parts"])))
     counts = after.coverage.window[-1]
-    assert found["layers"].keys() == {name for name, tensor in counts.items() if tensor.ndim > 1}
-    for place, (layer, shape) in enumerate(found["layers"].items()):
+    assert maps["layers"].keys() == {name for name, tensor in counts.items() if tensor.ndim > 1}
+    for place, (layer, shape) in enumerate(maps["layers"].items()):
         assert shape == list(counts[layer].shape)
-        missed = read(found["missed"][place], shape)
+        missed = read(maps["missed"][place], shape)
         assert (missed.max() > 0) == bool((counts[layer] == 0).any())
-        expected = shrink(counts[layer].float() / len(found["clients"]))
-        assert (
-            np.abs(read(found["trained"][place], shape) - expected.numpy()).max() <= 1 / 16 + 1e-6
-        )
+        expected = shrink(counts[layer].float() / len(maps["clients"]))
+        assert np.abs(read(maps["trained"][place], shape) - expected.numpy()).max() <= 1 / 16 + 1e-6
 
 
 def updates(number, part):
@@ -116,16 +114,16 @@ def updates(number, part):
 def test_coverage_maps_of_a_large_cohort_show_each_capacity():
     part = Masks({})
     many = updates(1000, part)
-    found = round_coverage_maps(coverage.count({"w": torch.zeros(3, 3)}, [part] * 1000), many)
-    assert len(found["clients"]) == MAX_MAPPED_CLIENTS
-    assert {int(client) < 500 for client in found["clients"]} == {True, False}
-    assert found["parts"] == [["9"]]
-    assert found["trained"] == ["9"]
+    maps = round_coverage_maps(coverage.count({"w": torch.zeros(3, 3)}, [part] * 1000), many)
+    assert len(maps["clients"]) == MAX_MAPPED_CLIENTS
+    assert {int(client) < 500 for client in maps["clients"]} == {True, False}
+    assert maps["parts"] == [["9"]]
+    assert maps["trained"] == ["9"]
 
 
 def test_coverage_maps_of_a_round_without_answers():
-    found = round_coverage_maps(coverage.count({"w": torch.zeros(3, 3)}, []), [])
-    assert (found["clients"], found["parts"], found["trained"], found["missed"]) == (
+    maps = round_coverage_maps(coverage.count({"w": torch.zeros(3, 3)}, []), [])
+    assert (maps["clients"], maps["parts"], maps["trained"], maps["missed"]) == (
         {},
         [],
         ["0"],
@@ -135,10 +133,10 @@ def test_coverage_maps_of_a_round_without_answers():
 
 def test_coverage_maps_of_a_deep_model_show_the_largest_layers():
     deep = {f"layer{n}": torch.zeros(2, 1 + n % 3) for n in range(200)}
-    shown = mapped_layers(deep)
-    assert len(shown) == MAX_MAPPED_LAYERS
-    assert list(shown) == [name for name in deep if name in shown]
-    assert min(t.numel() for t in shown.values()) >= max(
-        t.numel() for n, t in deep.items() if n not in shown
+    layers = mapped_layers(deep)
+    assert len(layers) == MAX_MAPPED_LAYERS
+    assert list(layers) == [name for name in deep if name in layers]
+    assert min(t.numel() for t in layers.values()) >= max(
+        t.numel() for n, t in deep.items() if n not in layers
     )
     assert list(mapped_layers({"bias": torch.zeros(3)})) == ["bias"]

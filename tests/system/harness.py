@@ -38,8 +38,8 @@ def wait_for(condition, what: str):
     """The first true answer of a condition."""
     end = time.monotonic() + PATIENCE
     while time.monotonic() < end:
-        if found := condition():
-            return found
+        if result := condition():
+            return result
         time.sleep(0.1)
     raise AssertionError(f"waited in vain: {what}")
 
@@ -82,13 +82,13 @@ def submit(
     federation: LocalFederation, wanted: fc.Experiment, folder: Path, **settings: object
 ) -> Submitted:
     """Submit an experiment, or go on with it."""
-    told = RunConfig(
+    config = RunConfig(
         wanted.to_toml(), str(folder), **{"deadline": 120.0, "device": "cpu", **settings}
     )
     place = federation.folder / f"app-{time.monotonic_ns()}"
     log = place.with_suffix(".txt")
     with log.open("wb") as out:
-        process = federation.submit(write_app(place, told), out)
+        process = federation.submit(write_app(place, config), out)
     return Submitted(federation, process, folder, log)
 
 
@@ -111,15 +111,15 @@ def checkpoints(folder: Path) -> list[str]:
 
 def children(federation: LocalFederation, name: str, program: str) -> list[int]:
     """The processes of a program that one of the federation's processes has started."""
-    found = []
+    result = []
     for pid in descendants([federation.processes[name].pid]):
         try:
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
             continue
         if program.encode() in command:
-            found.append(pid)
-    return found
+            result.append(pid)
+    return result
 
 
 def alive(pids) -> list[int]:
@@ -137,8 +137,8 @@ def same_but_private(there, here):
     from safetensors.torch import load_file
 
     for left, right in zip(checkpoints(there), checkpoints(here), strict=True):
-        found = load_file(there / "checkpoints" / left)
-        known = load_file(here / "checkpoints" / right)
-        assert any(name.startswith("private/") for name in known)
-        assert found.keys() == {name for name in known if not name.startswith("private/")}
-        assert all(tensor.equal(known[name]) for name, tensor in found.items())
+        actual = load_file(there / "checkpoints" / left)
+        expected = load_file(here / "checkpoints" / right)
+        assert any(name.startswith("private/") for name in expected)
+        assert actual.keys() == {name for name in expected if not name.startswith("private/")}
+        assert all(tensor.equal(expected[name]) for name, tensor in actual.items())

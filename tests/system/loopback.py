@@ -40,17 +40,17 @@ class Loopback:
         }
 
     def notify_rejected(self, node, why):
-        told = RecordDict({"refused": ConfigRecord({"why": why})})
-        self._call(node, Message(told, dst_node_id=node, message_type="query"))
+        recorded_events = RecordDict({"refused": ConfigRecord({"why": why})})
+        self._call(node, Message(recorded_events, dst_node_id=node, message_type="query"))
 
     def send_and_wait(self, messages, *, timeout, max_bytes):
-        found = {}
+        result = {}
         for node, message in messages.items():
             reply = self._call(node, message)
             size = sum(len(array.data) for array in reply.content.array_records["answers"].values())
             assert size <= max_bytes[node]
-            found[node] = self.spoil(node, message, reply) if self.spoil else reply
-        return found
+            result[node] = self.spoil(node, message, reply) if self.spoil else reply
+        return result
 
 
 def training(wanted: fc.Experiment, folder, spoil=None) -> NodeTraining:

@@ -34,14 +34,14 @@ def resident(what: str) -> int:
 def message_from(folder: Path) -> Message:
     """The message with one client's work that lies in a folder."""
     TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
-    told = json.loads((folder / "order.json").read_text())
-    client = Client(told["client"], told["capacity"], 0, 0, ())
+    output = json.loads((folder / "order.json").read_text())
+    client = Client(output["client"], output["capacity"], 0, 0, ())
     client_task = ClientTask(
-        client.id, client.capacity, 0, bytes.fromhex(told["encoded"]), 0, "nonce"
+        client.id, client.capacity, 0, bytes.fromhex(output["encoded"]), 0, "nonce"
     )
     payload = (folder / "parcel").read_bytes()
     return request_message(
-        7, TaskRequest(0, 0.01, 1, told["experiment"], (client_task,), (payload,)), ttl=60.0
+        7, TaskRequest(0, 0.01, 1, output["experiment"], (client_task,), (payload,)), ttl=60.0
     )
 
 

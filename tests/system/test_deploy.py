@@ -32,24 +32,24 @@ def test_deploy_page_commands_run_end_to_end(tmp_path):
             lambda: family.update(descendants([script.pid])) or script.poll() is not None,
             "the script's end",
         )
-        said, _ = script.communicate(timeout=PATIENCE)
+        output, _ = script.communicate(timeout=PATIENCE)
     finally:
         for pid in alive(family):
             os.kill(pid, 9)
-    assert "the stranger was refused" in said, said
+    assert "the stranger was refused" in output, output
     refusal = (tmp_path / "stranger.log").read_text()
     assert "[code: 2004]" in refusal, refusal  # by the SuperLink, and not for another reason
     assert (
         len((tmp_path / "runs" / "experiment" / "metrics.jsonl").read_text().splitlines()) == 2
-    ), said
+    ), output
     recorded = (tmp_path / "runs" / "experiment" / "experiment.toml").read_text()
     assert 'fleet = "4x1 + 4x0.5"' in recorded  # as the nodes declared
-    assert "2/2" in said or "finished" in said, said
+    assert "2/2" in output or "finished" in output, output
 
 
 def environment(folder: Path) -> dict[str, str]:
-    known = LocalFederation(folder).environment("admin")
-    return {**known, "PATH": f"{folder}{os.pathsep}{known['PATH']}"}
+    credentials = LocalFederation(folder).environment("admin")
+    return {**credentials, "PATH": f"{folder}{os.pathsep}{credentials['PATH']}"}
 
 
 def test_flwr_run_accepts_the_example(tmp_path):
@@ -63,11 +63,11 @@ def test_flwr_run_accepts_the_example(tmp_path):
         (tmp_path / "log.txt").open("wb") as out,
     ):
         federation.submit(ROOT / "examples" / "flower_app", out).wait(PATIENCE)
-    said = (tmp_path / "log.txt").read_text()
-    accuracy = re.search(r"covered: accuracy ([0-9.]+)", said)
-    assert accuracy, said
+    output = (tmp_path / "log.txt").read_text()
+    accuracy = re.search(r"covered: accuracy ([0-9.]+)", output)
+    assert accuracy, output
     assert float(accuracy[1]) > 0.8
-    assert said.count("'answered': 2, 'rejected': 0") == 3
+    assert output.count("'answered': 2, 'rejected': 0") == 3
 
 
 def test_own_app_refuses_oversized_replies(tmp_path):
@@ -89,7 +89,7 @@ def test_own_app_refuses_oversized_replies(tmp_path):
             federation.submit(ROOT / "examples" / "flower_app", out).wait(PATIENCE)
         finally:
             evil.stop()
-    said = (tmp_path / "log.txt").read_text()
-    assert "too large" in said, said
-    assert "'answered': 1, 'rejected': 1" in said, said
-    assert re.search(r"covered: accuracy ([0-9.]+)", said), said
+    output = (tmp_path / "log.txt").read_text()
+    assert "too large" in output, output
+    assert "'answered': 1, 'rejected': 1" in output, output
+    assert re.search(r"covered: accuracy ([0-9.]+)", output), output

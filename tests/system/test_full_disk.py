@@ -11,8 +11,10 @@ from tests.system.harness import checkpoints, experiment, submit, wait_for
 
 def test_full_disk_at_the_server(tmp_path):
     """It fills up twice, within a line and within a checkpoint; each time the run stops, and goes on with room."""
-    wanted = experiment(policy="prefix", model="mlp(hidden=[64])", clients=40, active=40, rounds=4)
-    right = every_checkpoint(wanted, tmp_path / "here")
+    settings = experiment(
+        policy="prefix", model="mlp(hidden=[64])", clients=40, active=40, rounds=4
+    )
+    right = every_checkpoint(settings, tmp_path / "here")
     configs = [{"partition-id": place, "num-partitions": 2} for place in range(2)]
     with (
         small_disk(tmp_path / "disk", 2**20) as disk,
@@ -23,18 +25,18 @@ def test_full_disk_at_the_server(tmp_path):
             (1, 0, r"events\.jsonl"),
             (2, 8 * PAGE, r"checkpoints/round-\S+"),
         ):
-            run = submit(federation, wanted, folder, nodes=2, resume=done > 1)
+            run = submit(federation, settings, folder, nodes=2, resume=done > 1)
             run.rounds(done)
             wait_for(lambda newest=right[done - 1]: newest in checkpoints(folder), "a checkpoint")
             filler = fill(disk, spare)
-            said = run.finish().text
+            output = run.finish().text
             full = rf"stopped: cannot write {folder}/{torn}: No space left on device; the checkpoint of round (\d) is"
-            last = int(re.search(full, said)[1])
-            assert f"mend that, then 'fedcover flower up --nodes N {folder}'" in said
+            last = int(re.search(full, output)[1])
+            assert f"mend that, then 'fedcover flower up --nodes N {folder}'" in output
             assert checkpoints(folder) == right[:last][-2:]  # and nothing else is beside them
             assert fc.load(folder).state.round == last
             filler.unlink()
-        again = submit(federation, wanted, folder, nodes=2, resume=True).finish()
+        again = submit(federation, settings, folder, nodes=2, resume=True).finish()
         assert [line["round"] for line in again.rounds(4)] == [0, 1, 2, 3]
         assert checkpoints(folder) == right[-2:]
         events = read_lines(folder / "events.jsonl")
@@ -46,14 +48,14 @@ def test_full_disk_at_the_server(tmp_path):
 
 def every_checkpoint(wanted, folder):
     """The names of all checkpoints that an undisturbed run writes, old ones that it removes included."""
-    seen = set()
+    files = set()
     fc.run(
         wanted,
         folder,
         machine=fc.Machine("sequential", "cpu"),
-        watch=lambda _: seen.update(checkpoints(folder)),
+        watch=lambda _: files.update(checkpoints(folder)),
     )
-    return sorted(seen)
+    return sorted(files)
 
 
 def home_on(disk, place):

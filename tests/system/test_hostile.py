@@ -22,7 +22,7 @@ from tests.system.harness import (
 def test_compromised_node_is_rejected_answer_by_answer(tmp_path, monkeypatch):
     """One honest answer among twelve wrong ones counts; of messages that are wrong as a whole none does."""
     nodes, here = 2, len(EACH)
-    wanted = experiment(
+    settings = experiment(
         policy="rolling", clients=nodes * here, active=nodes * here, rounds=len(ROUNDS)
     )
     evil = tmp_path / "evil"
@@ -34,7 +34,7 @@ def test_compromised_node_is_rejected_answer_by_answer(tmp_path, monkeypatch):
         monkeypatch.setenv("COMPROMISED", str(tmp_path / "memory"))
         federation.python_path = [str(evil)]
         federation.start_supernode("supernode-evil", {"partition-id": 1, "num-partitions": nodes})
-        run = submit(federation, wanted, tmp_path / "run", nodes=nodes, deadline=600.0)
+        run = submit(federation, settings, tmp_path / "run", nodes=nodes, deadline=600.0)
         (server,) = wait_for(
             lambda: children(federation, "superlink", "flwr-serverapp"), "the server"
         )
@@ -44,15 +44,15 @@ def test_compromised_node_is_rejected_answer_by_answer(tmp_path, monkeypatch):
             time.sleep(0.2)
         lines = run.finish().rounds(len(ROUNDS))
     assert [line["rejected"] for line in lines] == [0, here - 1, here, here, here]  # of clients
-    told = {(line["round"], line["client"]): line["why"] for line in run.events("rejected")}
+    events = {(line["round"], line["client"]): line["why"] for line in run.events("rejected")}
     for client, kind in enumerate(EACH[:-1], here):
-        assert WHY[kind] in told[1, client]
-    assert "not asked for" in told[1, None]
-    assert (1, 2 * here - 1) not in told
+        assert WHY[kind] in events[1, client]
+    assert "not asked for" in events[1, None]
+    assert (1, 2 * here - 1) not in events
     for round, kind in enumerate(ROUNDS[2:], 2):
-        assert all(WHY[kind] in told[round, client] for client in range(here, 2 * here)), (
+        assert all(WHY[kind] in events[round, client] for client in range(here, 2 * here)), (
             kind,
-            told,
+            events,
         )
     for why in WHY.values():
         assert why in run.text  # for whoever looks at the log
@@ -64,7 +64,7 @@ def test_compromised_node_is_rejected_answer_by_answer(tmp_path, monkeypatch):
         honest = {0: range(2 * here), 1: [*range(here), 2 * here - 1]}.get(state.round, range(here))
         return sequential(task, state, [(c, r) for c, r in work if c.id in honest], lr)
 
-    assert checkpoints(tmp_path / "run") == reference(wanted, tmp_path / "here", only_honest)
+    assert checkpoints(tmp_path / "run") == reference(settings, tmp_path / "here", only_honest)
 
 
 def high_water(pid: int) -> int:
@@ -73,15 +73,15 @@ def high_water(pid: int) -> int:
         text = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return 0
-    found = [line.split()[1] for line in text.splitlines() if line.startswith("VmHWM")]
-    return int(found[0]) * 1024 if found else 0
+    peaks = [line.split()[1] for line in text.splitlines() if line.startswith("VmHWM")]
+    return int(peaks[0]) * 1024 if peaks else 0
 
 
 def test_hostile_node_does_not_delay_the_others(tmp_path):
     """Before the honest node is done, it sends half a reply, an endless list of pieces, or no tensors at all."""
     from tests.system.handmade import HandMade, all_report, half_sent, long_list
 
-    wanted = experiment(policy="rolling", clients=4, active=4, rounds=3)
+    settings = experiment(policy="rolling", clients=4, active=4, rounds=3)
     with run_local_federation(
         tmp_path / "flower", [{"partition-id": 0, "num-partitions": 2}]
     ) as federation:
@@ -90,7 +90,9 @@ def test_hostile_node_does_not_delay_the_others(tmp_path):
         evil = HandMade(federation.address, {"partition-id": 1, "num-partitions": 2}, attacks)
         evil.start()
         try:
-            run = submit(federation, wanted, tmp_path / "run", nodes=2, deadline=deadline).finish()
+            run = submit(
+                federation, settings, tmp_path / "run", nodes=2, deadline=deadline
+            ).finish()
         finally:
             evil.stop()
     lines = run.rounds(3)

@@ -35,13 +35,13 @@ def rule(old, updates):
 
 
 def test_own_modules_travel_with_the_run(tmp_path):
-    mine = tmp_path / "mine"
-    (mine / "nets").mkdir(parents=True)
-    (mine / "nets" / "__init__.py").write_text("from .mobile import mobile\n")
-    (mine / "nets" / "mobile.py").write_text(NETS)
-    (mine / "nets" / "sizes.py").write_text("HIDDEN = 24\n")
-    (mine / "ways.py").write_text(WAYS)
-    (mine / "shares.py").write_text("most = 0.5\n")
+    folder = tmp_path / "mine"
+    (folder / "nets").mkdir(parents=True)
+    (folder / "nets" / "__init__.py").write_text("from .mobile import mobile\n")
+    (folder / "nets" / "mobile.py").write_text(NETS)
+    (folder / "nets" / "sizes.py").write_text("HIDDEN = 24\n")
+    (folder / "ways.py").write_text(WAYS)
+    (folder / "shares.py").write_text("most = 0.5\n")
     own = {
         "policy": "ways:window",
         "recipe": "ways:recipe",
@@ -50,7 +50,7 @@ def test_own_modules_travel_with_the_run(tmp_path):
         "name": "own",
     }
     fields = {**own, "clients": 4, "active": 4, "epochs": 1, "model": "nets:mobile"}
-    (mine / "own.toml").write_text(
+    (folder / "own.toml").write_text(
         "".join(f"{k} = {v!r}\n".replace("'", '"') for k, v in fields.items())
     )
     configs = [{"partition-id": place, "num-partitions": 2} for place in range(2)]
@@ -59,12 +59,12 @@ def test_own_modules_travel_with_the_run(tmp_path):
         (home / "config.toml").write_text(
             f'[superlink]\ndefault = "fleet"\n[superlink.fleet]\naddress = "{federation.address}"\ninsecure = true\n'
         )
-        done = subprocess.run(
-            [sys.executable, "-m", "fedcover", "flower", "run", mine / "own.toml", "fleet", "--nodes", "2"],
+        process = subprocess.run(
+            [sys.executable, "-m", "fedcover", "flower", "run", folder / "own.toml", "fleet", "--nodes", "2"],
             cwd=tmp_path, env={**os.environ, "FLWR_HOME": str(home)}, capture_output=True, text=True, timeout=PATIENCE,
             check=False,
         )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "nets/sizes.py" in done.stderr
+        assert process.returncode == 0, process.stdout + process.stderr
+        assert "nets/sizes.py" in process.stderr
         lines = (federation.folder / "runs" / "own" / "metrics.jsonl").read_text()
     assert '"dropped": []' in lines

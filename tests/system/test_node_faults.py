@@ -6,7 +6,7 @@ from tests.system.harness import children, experiment, fair_deadline, submit, wa
 
 def test_killed_node_comes_back(tmp_path):
     """The round ends by our deadline; with tolerate=1 nothing goes uncovered; a new node takes the old one's place."""
-    wanted = experiment(
+    settings = experiment(
         clients=3,
         active=3,
         fleet="1x0.75",
@@ -18,7 +18,7 @@ def test_killed_node_comes_back(tmp_path):
     configs = [{"partition-id": place, "num-partitions": 3} for place in range(3)]
     with run_local_federation(tmp_path / "flower", configs) as federation:
         deadline = fair_deadline(federation, tmp_path / "before")
-        run = submit(federation, wanted, tmp_path / "run", nodes=3, deadline=deadline)
+        run = submit(federation, settings, tmp_path / "run", nodes=3, deadline=deadline)
         run.rounds(1)
         wait_for(
             lambda: children(federation, "supernode-1", "flwr-clientapp"),
@@ -31,8 +31,8 @@ def test_killed_node_comes_back(tmp_path):
         lines = run.finish().rounds(5)
     assert lines[hit]["late"] + lines[hit]["lost"] == 1
     assert lines[hit]["dropped"] == [1]
-    (told,) = [e for e in run.lines("events.jsonl") if e["round"] == hit and e["client"] == 1]
-    assert told["event"] == "lost" or told["why"] == f"no answer in {deadline:g} s"
+    (event,) = [e for e in run.lines("events.jsonl") if e["round"] == hit and e["client"] == 1]
+    assert event["event"] == "lost" or event["why"] == f"no answer in {deadline:g} s"
     assert all(line["gamma_round"] >= 1 for line in lines)
     back = [line for line in lines[hit + 1 :] if not line["dropped"]]
     assert back, "the node that came back was never asked"
@@ -46,16 +46,16 @@ def test_stragglers_do_not_delay_a_round(tmp_path, monkeypatch):
         "import os, time\nfrom fedcover.training.recipes.fedprox import plain\n\n\n"
         "def recipe():\n    time.sleep(float(os.environ.get('SLOW', '0')))\n    return plain()\n"
     )
-    wanted = experiment(recipe="plain", rounds=2, policy="prefix", active=8)
+    settings = experiment(recipe="plain", rounds=2, policy="prefix", active=8)
     monkeypatch.syspath_prepend(tmp_path)
-    wanted = wanted.model_copy(update={"recipe": "slow:recipe"})
+    settings = settings.model_copy(update={"recipe": "slow:recipe"})
     with run_local_federation(
         tmp_path / "flower", [{"partition-id": 0, "num-partitions": 2}], [str(tmp_path)]
     ) as federation:
         deadline = fair_deadline(federation, tmp_path / "before")
         monkeypatch.setenv("SLOW", "1000")
         federation.start_supernode("supernode-slow", {"partition-id": 1, "num-partitions": 2})
-        run = submit(federation, wanted, tmp_path / "run", nodes=2, deadline=deadline).finish()
+        run = submit(federation, settings, tmp_path / "run", nodes=2, deadline=deadline).finish()
     lines = run.rounds(2)
     assert [(line["late"], sorted(line["dropped"])) for line in lines] == [(4, [4, 5, 6, 7])] * 2
     assert all(sorted(map(int, line["clients"])) == [0, 1, 2, 3] for line in lines)
@@ -74,7 +74,7 @@ def test_refused_node_logs_why(tmp_path):
         assert wait_for(
             lambda: told in federation.log("supernode-1").read_text(), "the server's objection"
         )
-        known = "this node cannot take part: capacity in --node-config must be in (0, 1]; got 7.0"
+        reason = "this node cannot take part: capacity in --node-config must be in (0, 1]; got 7.0"
         assert wait_for(
-            lambda: known in federation.log("supernode-2").read_text(), "what is wrong by itself"
+            lambda: reason in federation.log("supernode-2").read_text(), "what is wrong by itself"
         )

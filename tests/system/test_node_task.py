@@ -40,9 +40,9 @@ def calls(monkeypatch):
     counts = Counter()
 
     def counted(name, function):
-        def call(*given, **named):
+        def call(*arguments, **named):
             counts[name] += 1
-            return function(*given, **named)
+            return function(*arguments, **named)
 
         return call
 
@@ -124,8 +124,8 @@ build = build_one
 
 
 def test_functions_of_one_run_do_not_serve_another(monkeypatch):
-    wanted = experiment(model=f"{HERE}:build")
-    work = request(wanted)
+    settings = experiment(model=f"{HERE}:build")
+    work = request(settings)
     losses = [result.loss for result in answers(work)]
     monkeypatch.setattr(f"{HERE}.build", build_other)
     assert [result.loss for result in answers(work)] == losses
@@ -177,10 +177,10 @@ def test_task_of_a_run_is_released_before_the_next_is_prepared(monkeypatch):
     source = weakref.ref(task.source)
     last_task.put(inputs(1), task)
     del task
-    seen = []
-    monkeypatch.setattr(node_task, "prepare_task", lambda given: seen.append(source()))
+    sources = []
+    monkeypatch.setattr(node_task, "prepare_task", lambda arguments: sources.append(source()))
     last_task.take(inputs(2))
-    assert seen == [None]
+    assert sources == [None]
 
 
 def test_two_messages_at_once_have_a_task_each():

@@ -18,18 +18,18 @@ pytestmark = pytest.mark.usefixtures("inside_a_task")
 
 def in_open_fleet(wanted, folder, nodes, changes):
     """A run on nodes some of which come, leave, or come back with another capacity after rounds."""
-    made = training(wanted, folder)
-    made.transport.nodes = dict(nodes)
-    made.options = replace(made.options, open_fleet=True)
+    app = training(wanted, folder)
+    app.transport.nodes = dict(nodes)
+    app.options = replace(app.options, open_fleet=True)
 
     def watch(report):
         for node, config in changes.get(report.round, {}).items():
-            made.transport.nodes.pop(node, None)
+            app.transport.nodes.pop(node, None)
             if config:
-                made.transport.nodes[node] = config
+                app.transport.nodes[node] = config
 
     return fc.run(
-        wanted, folder, machine=fc.Machine("flower", "cpu"), engine=made.engine(), watch=watch
+        wanted, folder, machine=fc.Machine("flower", "cpu"), engine=app.engine(), watch=watch
     )
 
 
@@ -41,23 +41,23 @@ def place(number, **config):
     "own", [{}, {"norm": "per-width", "model": "wide_resnet(depth=10, widen=1)", "dataset": SMALL}]
 )
 def test_open_fleet_draws_cohorts_among_connected_nodes(tmp_path, own):
-    wanted = experiment(
+    settings = experiment(
         **{**own, "policy": "prefix", "rounds": 6, "clients": 8, "active": 3, "fleet": "1x1.0"}
     )
     changes = {1: {8: place(1, capacity=0.25)}, 3: {7: None}, 4: {7: place(0)}}
     folder = tmp_path / "run"
-    lines = in_open_fleet(wanted, folder, {7: place(0)}, changes).metrics
+    lines = in_open_fleet(settings, folder, {7: place(0)}, changes).metrics
     assert all(
         len(line["clients"]) == 3 and line["lost"] == 0 for line in lines
     )  # nobody is asked who is not there
     assert all(int(client) < 4 for line in lines[:2] for client in line["clients"])
     assert all(int(client) >= 4 for client in lines[4]["clients"])
-    told = {
+    recorded_events = {
         (int(client) >= 4, of["capacity"])
         for line in lines
         for client, of in line["clients"].items()
     }
-    assert told == {(False, 1.0), (True, 0.25)}
+    assert recorded_events == {(False, 1.0), (True, 0.25)}
     moved = [(e["round"], e["event"], e["node"], e["why"]) for e in read_lines(folder / "events.jsonl")
              if e["event"] in ("came", "left")]  # fmt: skip
     late = "partition 1 of 2, capacity 0.25"
@@ -68,26 +68,26 @@ def test_open_fleet_draws_cohorts_among_connected_nodes(tmp_path, own):
         (4, "left", 7, first),
         (5, "came", 7, first),
     ]
-    alone = fc.run(wanted, machine=fc.Machine("sequential", "cpu")).metrics
+    alone = fc.run(settings, machine=fc.Machine("sequential", "cpu")).metrics
     assert set(lines[5]["clients"]) == set(
         alone[5]["clients"]
     )  # all are there: who is drawn is as ever
     with pytest.raises(RunError, match=r"round 1 cannot be replayed: nodes were missing"):
-        _check_same_cohort(prepare(wanted, fc.Machine("sequential", "cpu")), lines[0], 0)
+        _check_same_cohort(prepare(settings, fc.Machine("sequential", "cpu")), lines[0], 0)
 
 
 def test_open_fleet_of_all_nodes_gives_the_same_bits(tmp_path):
-    wanted = experiment(policy="rolling", rounds=3)
-    in_open_fleet(wanted, tmp_path / "run", {7: place(0), 8: place(1)}, {})
-    assert checkpoints(tmp_path / "run") == reference(wanted, tmp_path / "here")
+    settings = experiment(policy="rolling", rounds=3)
+    in_open_fleet(settings, tmp_path / "run", {7: place(0), 8: place(1)}, {})
+    assert checkpoints(tmp_path / "run") == reference(settings, tmp_path / "here")
 
 
 def test_open_fleet_asks_a_returned_node_for_its_capacity(tmp_path):
     """Between two looks, so that nobody saw it leave: its refusal is what tells."""
-    wanted = experiment(policy="homogeneous", rounds=3, clients=4, active=4, fleet="1x1.0")
+    settings = experiment(policy="homogeneous", rounds=3, clients=4, active=4, fleet="1x1.0")
     changes = {0: {8: place(1, capacity=0.5)}}
     lines = in_open_fleet(
-        wanted, tmp_path / "run", {7: place(0), 8: place(1, capacity=1.0)}, changes
+        settings, tmp_path / "run", {7: place(0), 8: place(1, capacity=1.0)}, changes
     ).metrics
     assert [line["rejected"] for line in lines] == [0, 2, 0]
     assert {of["capacity"] for of in lines[2]["clients"].values()} == {1.0, 0.5}
@@ -107,16 +107,18 @@ def test_fleet_is_closed_where_turns_are_counted_beforehand():
 
 
 def test_late_node_with_too_little_capacity_is_refused(tmp_path, caplog):
-    wanted = experiment(policy="prefix", rounds=2, clients=4, active=4, fleet="1x1.0")
-    found = training(wanted, tmp_path / "run")
-    found.node_registry.capacities = required_capacities(wanted)
-    found.transport.nodes[8]["capacity"] = 0.25
+    settings = experiment(policy="prefix", rounds=2, clients=4, active=4, fleet="1x1.0")
+    result = training(settings, tmp_path / "run")
+    result.node_registry.capacities = required_capacities(settings)
+    result.transport.nodes[8]["capacity"] = 0.25
     run = fc.run(
-        wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=found.engine()
+        settings, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=result.engine()
     )
     assert [(line["lost"], sorted(line["dropped"])) for line in run.metrics] == [(2, [2, 3])] * 2
-    (told,) = [e for e in read_lines(tmp_path / "run" / "events.jsonl") if e["event"] == "rejected"]
-    assert "capacity must be at least 1, as the clients of partition 1" in told["why"]
+    (recorded_events,) = [
+        e for e in read_lines(tmp_path / "run" / "events.jsonl") if e["event"] == "rejected"
+    ]
+    assert "capacity must be at least 1, as the clients of partition 1" in recorded_events["why"]
     assert "the server does not accept this node: capacity must be at least 1" in caplog.text
 
 
@@ -124,11 +126,11 @@ def test_late_node_with_too_little_capacity_is_refused(tmp_path, caplog):
     "policy", ["planned", "planned(tolerate=1)", "rolling", "magnitude", "random", "exclude"]
 )
 def test_policies_work_with_half_of_the_fleet(tmp_path, policy):
-    wanted = experiment(
+    settings = experiment(
         policy=policy, rounds=3, clients=4, active=4, fleet="1x1.0 + 1x0.75 + 2x0.5"
     )
     changes = {0: {7: None}, 1: {7: place(0, capacity=0.25)}}
-    lines = in_open_fleet(wanted, tmp_path / "run", {7: place(0), 8: place(1)}, changes).metrics
+    lines = in_open_fleet(settings, tmp_path / "run", {7: place(0), 8: place(1)}, changes).metrics
     few = (
         4 if "tolerate" in policy else 2
     )  # two cannot hold everything twice, so that round is of all four

@@ -34,24 +34,24 @@ def on_nodes(nodes, wanted, folder):
 def test_rows_on_nodes_give_the_same_bits(tmp_path):
     """The server has none of the clients' rows; a node that comes late trains from then on, and counts."""
     files = written(tmp_path)
-    wanted = files.experiment(label_rows=True)
+    settings = files.experiment(label_rows=True)
     nodes = {
         7 + place: {"partition-id": place, "num-partitions": 2, "rows": str(path)}
         for place, path in enumerate(files.nodes)
     }
     machine = fc.Machine("flower", "cpu")
     there = fc.run(
-        wanted,
+        settings,
         tmp_path / "run",
         machine=machine,
-        engine=on_nodes(nodes, wanted, tmp_path / "run").engine(),
+        engine=on_nodes(nodes, settings, tmp_path / "run").engine(),
     )
-    here = fc.run(files.in_one_process(wanted), machine=fc.Machine("sequential", "cpu"))
+    here = fc.run(files.in_one_process(settings), machine=fc.Machine("sequential", "cpu"))
     assert there.state.params.keys() == here.state.params.keys()
     assert all(tensor.equal(here.state.params[name]) for name, tensor in there.state.params.items())
     assert there.metrics[-1]["accuracy_local"] == here.metrics[-1]["accuracy_local"]
 
-    late = on_nodes({7: nodes[7]}, wanted, tmp_path / "late")
+    late = on_nodes({7: nodes[7]}, settings, tmp_path / "late")
     weighed = []
 
     def watch(report):
@@ -61,7 +61,7 @@ def test_rows_on_nodes_give_the_same_bits(tmp_path):
         )
 
     lines = fc.run(
-        wanted, tmp_path / "late", machine=machine, engine=late.engine(), watch=watch
+        settings, tmp_path / "late", machine=machine, engine=late.engine(), watch=watch
     ).metrics
     assert [line["lost"] for line in lines] == [2, 0, 0]
     assert list(weighed[0]) == [0, 1, 2]
@@ -71,20 +71,20 @@ def test_rows_on_nodes_give_the_same_bits(tmp_path):
 def test_client_of_a_late_node_counts_from_its_first_round(tmp_path):
     """A cohort is chosen before its nodes are met, when nothing is known of their rows."""
     files = written(tmp_path)
-    wanted = files.experiment(rounds=1, policy="full", fleet="1x1.0")
+    settings = files.experiment(rounds=1, policy="full", fleet="1x1.0")
     node = {"partition-id": 1, "num-partitions": 2, "rows": str(files.nodes[1])}
-    made = on_nodes({8: node}, wanted, tmp_path / "run")
+    app = on_nodes({8: node}, settings, tmp_path / "run")
     updates = []
 
     def watched(task, state, work, lr):
-        updates.extend(made(task, state, work, lr))
+        updates.extend(app(task, state, work, lr))
         return updates
 
-    engine = replace(made.engine(), train=watched)
-    fc.run(wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=engine)
+    engine = replace(app.engine(), train=watched)
+    fc.run(settings, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=engine)
     assert [update.client.id for update in updates] == [3, 4]
     assert [update.client.samples for update in updates] == [
-        made.node_registry.client_info[client].samples for client in (3, 4)
+        app.node_registry.client_info[client].samples for client in (3, 4)
     ]
     assert all(update.client.samples > 0 for update in updates)
 
@@ -101,14 +101,14 @@ def test_client_of_a_late_node_counts_from_its_first_round(tmp_path):
     ],
 )
 def test_node_without_its_rows_is_told_why(tmp_path, rows, why):
-    wanted = written(tmp_path).experiment(rounds=1)
-    given = {"rows": str(tmp_path / rows)} if rows else {}
-    made = on_nodes(
-        {7: {"partition-id": 0, "num-partitions": 2, **given}}, wanted, tmp_path / "run"
+    settings = written(tmp_path).experiment(rounds=1)
+    node_config = {"rows": str(tmp_path / rows)} if rows else {}
+    app = on_nodes(
+        {7: {"partition-id": 0, "num-partitions": 2, **node_config}}, settings, tmp_path / "run"
     )
-    fc.run(wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=made.engine())
+    fc.run(settings, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=app.engine())
     assert [
-        why in line["why"] for line in read_lines(made.event_log.path) if line["client"] is None
+        why in line["why"] for line in read_lines(app.event_log.path) if line["client"] is None
     ] == [True]
 
 
@@ -120,43 +120,47 @@ def scaled_nodes(tmp_path, factors, **config):
         arrays = dict(np.load(path))
         np.savez(path, **{**arrays, "train_x": arrays["train_x"] * np.float32(factor)})
         nodes[7 + place] = {"partition-id": place, "num-partitions": 2, "rows": str(path), **config}
-    wanted = files.experiment(rounds=1)
-    made = on_nodes(nodes, wanted, tmp_path / "run")
-    made.node_registry.requirements = data_requirements(
-        build_source(wanted, "cpu", None), wanted.clients
+    settings = files.experiment(rounds=1)
+    app = on_nodes(nodes, settings, tmp_path / "run")
+    app.node_registry.requirements = data_requirements(
+        build_source(settings, "cpu", None), settings.clients
     )
-    return wanted, made
+    return settings, app
 
 
 def test_node_with_scaled_inputs_is_accepted_with_a_warning(tmp_path, caplog):
-    wanted, made = scaled_nodes(tmp_path, (1, 255))
+    settings, app = scaled_nodes(tmp_path, (1, 255))
     (line,) = fc.run(
-        wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=made.engine()
+        settings, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=app.engine()
     ).metrics
     assert len(line["clients"]) == 5  # never refused for it
-    (told,) = [e for e in read_lines(tmp_path / "run" / "events.jsonl") if e["event"] == "warned"]
-    assert (told["node"], told["client"]) == (8, None)
+    (recorded_events,) = [
+        e for e in read_lines(tmp_path / "run" / "events.jsonl") if e["event"] == "warned"
+    ]
+    assert (recorded_events["node"], recorded_events["client"]) == (8, None)
     why = "partition 1 of 2: its inputs seem to be scaled differently: about -200 to 500, mean 0, spread 300; "
-    assert told["why"].startswith(why + "the server's are about -0.8 to 2, mean 0, spread 1.")
+    assert recorded_events["why"].startswith(
+        why + "the server's are about -0.8 to 2, mean 0, spread 1."
+    )
     assert "node 8) warned" in caplog.text
-    seen = read_run_view(tmp_path / "run")
-    assert [event["node"] for event in seen.warnings] == [8]
-    assert not seen.failures
-    shown = Console(width=200, record=True, file=io.StringIO())
-    shown.print(render(seen))
-    assert "the last of 1 warnings" in shown.export_text()
+    calls = read_run_view(tmp_path / "run")
+    assert [event["node"] for event in calls.warnings] == [8]
+    assert not calls.failures
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(render(calls))
+    assert "the last of 1 warnings" in console.export_text()
 
 
 def test_node_may_withhold_its_input_scale(tmp_path):
-    wanted, made = scaled_nodes(tmp_path, (255, 255), **{"tell-scale": False})
-    fc.run(wanted, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=made.engine())
+    settings, app = scaled_nodes(tmp_path, (255, 255), **{"tell-scale": False})
+    fc.run(settings, tmp_path / "run", machine=fc.Machine("flower", "cpu"), engine=app.engine())
     assert {e["event"] for e in read_lines(tmp_path / "run" / "events.jsonl")} == {
         "came",
         "answered",
     }
-    assert all(known.scale is None for known in made.node_registry.node_info.values())
-    wanted, made = scaled_nodes(tmp_path, (1, 1), **{"tell-scale": "no"})
-    fc.run(wanted, tmp_path / "other", machine=fc.Machine("flower", "cpu"), engine=made.engine())
+    assert all(info.scale is None for info in app.node_registry.node_info.values())
+    settings, app = scaled_nodes(tmp_path, (1, 1), **{"tell-scale": "no"})
+    fc.run(settings, tmp_path / "other", machine=fc.Machine("flower", "cpu"), engine=app.engine())
     (first, *_) = [
         e for e in read_lines(tmp_path / "run" / "events.jsonl") if e["event"] == "rejected"
     ]

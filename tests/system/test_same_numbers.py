@@ -14,16 +14,16 @@ from tests.system.harness import (
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_flower_run_equals_one_process_bit_for_bit(pair, tmp_path, world):
-    wanted = experiment(**WORLDS[world])
+    settings = experiment(**WORLDS[world])
     before = messages(pair)
-    run = submit(pair, wanted, tmp_path / "run", nodes=2).finish()
+    run = submit(pair, settings, tmp_path / "run", nodes=2).finish()
     lines = run.rounds(3)
     assert [now - then for now, then in zip(messages(pair), before, strict=True)] == [
         3,
         3,
     ]  # one a node and round
     assert [(line["rejected"], line["late"], line["lost"]) for line in lines] == [(0, 0, 0)] * 3
-    expected = reference(wanted, tmp_path / "here")
+    expected = reference(settings, tmp_path / "here")
     if world == "private masks":  # which stay on the nodes, so a checkpoint here has more in it
         same_but_private(tmp_path / "run", tmp_path / "here")
     else:

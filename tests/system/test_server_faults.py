@@ -20,19 +20,19 @@ from tests.system.harness import (
 
 def test_killed_server_resumes_from_its_folder(pair, tmp_path):
     """Nothing is lost but the round in progress."""
-    wanted = experiment(policy="rolling", rounds=4)
-    run = submit(pair, wanted, tmp_path / "run", nodes=2)
+    settings = experiment(policy="rolling", rounds=4)
+    run = submit(pair, settings, tmp_path / "run", nodes=2)
     run.rounds(2)
     (server,) = wait_for(lambda: children(pair, "superlink", "flwr-serverapp"), "a server")
     os.kill(server, signal.SIGKILL)
     wait_for(lambda: not alive([server]), "the server's end")
     run.process.kill()
     run.process.wait()
-    done = len(run.lines())
-    assert done in (2, 3)
-    again = submit(pair, wanted, tmp_path / "run", nodes=2, resume=True).finish()
+    rounds_done = len(run.lines())
+    assert rounds_done in (2, 3)
+    again = submit(pair, settings, tmp_path / "run", nodes=2, resume=True).finish()
     assert [line["round"] for line in again.rounds(4)] == [0, 1, 2, 3]
-    assert checkpoints(tmp_path / "run") == reference(wanted, tmp_path / "here")
+    assert checkpoints(tmp_path / "run") == reference(settings, tmp_path / "here")
 
 
 def test_log_stream_reports_a_killed_server(pair, tmp_path):
@@ -57,15 +57,15 @@ def test_regular_end_reports_no_crash(pair, tmp_path):
 
 def test_file_size_limit_at_the_server(pair, tmp_path):
     """The same where nobody may mount a disk: the run stops with a sentence, and goes on when there is room again."""
-    wanted = experiment(policy="prefix", rounds=4)
-    expected = reference(wanted, tmp_path / "here")
+    settings = experiment(policy="prefix", rounds=4)
+    expected = reference(settings, tmp_path / "here")
     sizes = sorted(path.stat().st_size for path in (tmp_path / "here" / "checkpoints").iterdir())
     # the coverage of past rounds is part of a state, so states grow: the second last still fits, the last does not
     with files_limited(pair, (sizes[0] + sizes[1]) // 2):
-        run = submit(pair, wanted, tmp_path / "run", nodes=2).finish()
+        run = submit(pair, settings, tmp_path / "run", nodes=2).finish()
     assert "cannot write" in run.text
     assert "the checkpoint of round 3 is whole" in run.text
-    again = submit(pair, wanted, tmp_path / "run", nodes=2, resume=True).finish()
+    again = submit(pair, settings, tmp_path / "run", nodes=2, resume=True).finish()
     assert [line["round"] for line in again.rounds(4)] == [0, 1, 2, 3]
     assert checkpoints(tmp_path / "run") == expected
 

@@ -23,8 +23,10 @@ from tests.helpers.report_pages import ATTACK, attacked, data_of, report
 def test_page_spread_equals_sweep_spread():
     values = [0.91, 0.935, 0.99, 0.75]
     script = f"{asset('elements.js')}; console.log(deviation({values}))"
-    told = subprocess.run(["node", "-e", script], capture_output=True, text=True, check=True).stdout
-    assert float(told) == pytest.approx(stdev(values), rel=1e-12)
+    process = subprocess.run(
+        ["node", "-e", script], capture_output=True, text=True, check=True
+    ).stdout
+    assert float(process) == pytest.approx(stdev(values), rel=1e-12)
 
 
 def test_page_shows_pictures_fleet_and_commands_of_a_run(tmp_path):
@@ -157,8 +159,8 @@ for name in ("torch", "numpy", "pydantic", "rich", "cyclopts", "matplotlib"):
 import fedcover
 print(fedcover.report({str(folder)!r}, {str(tmp_path / "report.html")!r}))
 """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip().endswith("report.html")
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.strip().endswith("report.html")

@@ -58,10 +58,10 @@ def compared(tmp_path_factory):
         for x in read_lines(slow / "metrics.jsonl")
     ]
     (slow / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    lost = made_up_run(folder / "lost", policy="full", layers=3)
-    lines = [{**line, "loss": float("nan")} for line in read_lines(lost / "metrics.jsonl")]
-    (lost / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (lost / "certificate.json").write_text(json.dumps(CERTIFICATE))
+    lost_run = made_up_run(folder / "lost", policy="full", layers=3)
+    lines = [{**line, "loss": float("nan")} for line in read_lines(lost_run / "metrics.jsonl")]
+    (lost_run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (lost_run / "certificate.json").write_text(json.dumps(CERTIFICATE))
     return fc.report(folder, folder / "report.html")
 
 
@@ -178,8 +178,8 @@ def test_coverage_pictures_follow_the_chosen_round(page):
 
 def test_filters_change_the_table_and_every_plot(page):
     click(page, "[data-setting=policy] input")
-    kept = rows(page)
-    assert len(kept) == 4
+    matching_rows = rows(page)
+    assert len(matching_rows) == 4
     assert curves(page, "noise") == 4
     assert page.run("return document.querySelector('[role=status]').textContent") == "4 of 5 shown"
     click(page, "button", "Show all")
@@ -199,9 +199,9 @@ def test_filters_without_matches_are_named(page):
     page.run("document.querySelector('input[type=search]').focus()")
     page.press(*"zzz")
     for place in ("#accuracy", "#cost", "#runs ~ .card"):
-        said = page.run("return document.querySelector(arguments[0]).textContent", place)
-        assert "No run matches" in said
-        assert "Nothing to draw yet" not in said
+        text = page.run("return document.querySelector(arguments[0]).textContent", place)
+        assert "No run matches" in text
+        assert "Nothing to draw yet" not in text
     click(page, "button", "Show all")
     page.run("for (const button of document.querySelectorAll('.legend button')) button.click()")
     assert "Every run is hidden" in page.run(
@@ -229,16 +229,16 @@ def test_filter_with_many_values_works_by_keyboard(page):
 
 
 def test_names_are_sorted_naturally(browser, tmp_path):
-    made = [made_up_run(tmp_path / f"r{rate}", lr=rate, layers=1) for rate in (0.011, 0.1, 0.02)]
-    browser.open(fc.report(made, tmp_path / "report.html"))
+    runs = [made_up_run(tmp_path / f"r{rate}", lr=rate, layers=1) for rate in (0.011, 0.1, 0.02)]
+    browser.open(fc.report(runs, tmp_path / "report.html"))
     chips = (
         "return [...document.querySelectorAll('[data-setting=lr] .chip')].map(e => e.textContent)"
     )
     assert browser.run(chips) == ["0.011", "0.02", "0.1"]
     assert rows(browser) == ["lr 0.011", "lr 0.02", "lr 0.1"]
-    for wanted in (["lr 0.011", "lr 0.02", "lr 0.1"], ["lr 0.1", "lr 0.02", "lr 0.011"]):
+    for expected in (["lr 0.011", "lr 0.02", "lr 0.1"], ["lr 0.1", "lr 0.02", "lr 0.011"]):
         click(browser, "#runs ~ .card thead button", "runs")
-        assert rows(browser) == wanted
+        assert rows(browser) == expected
 
 
 def test_seeds_and_costs_can_be_shown(page):
@@ -274,7 +274,7 @@ def test_keyboard_reaches_every_control(page):
             )
         )
     assert page.run("return getComputedStyle(document.activeElement).outlineStyle") != "none"
-    for wanted in (
+    for expected in (
         "Theme: auto",
         "Show all",
         "rolling",
@@ -284,18 +284,18 @@ def test_keyboard_reaches_every_control(page):
         "round",
         "run in detail",
     ):
-        assert wanted in stops, wanted
+        assert expected in stops, expected
     assert any("Accuracy: chart" in stop for stop in stops)
 
 
 def test_plots_can_be_read_with_arrow_keys(page):
     page.run("document.querySelector('#accuracy .plot').focus()")
     page.press(RIGHT, RIGHT)
-    said = page.run(
+    text = page.run(
         "return document.querySelector('#accuracy .plot').getAttribute('aria-valuetext')"
     )
-    assert said.startswith("round 2: ")
-    assert "prefix" in said
+    assert text.startswith("round 2: ")
+    assert "prefix" in text
     assert page.run("return !document.querySelector('#accuracy .tip').hidden")
     page.press(END)
     assert "round 6: " in page.run(
@@ -320,7 +320,7 @@ def test_run_details_are_shown(page):
     )
     assert "lost" in page.run("return document.querySelector('#experiment pre').textContent")
     certificate = page.run("return document.querySelector('#certificate').textContent")
-    for said in (
+    for text in (
         "estimate",
         "bound",
         "inf",
@@ -331,7 +331,7 @@ def test_run_details_are_shown(page):
         "start 1.5",
         "✗ does not hold: rate",
     ):
-        assert said in certificate, said
+        assert text in certificate, text
     assert page.run("return document.querySelectorAll('#fleet tbody tr').length") == 2
     assert "fedcover run experiment.toml" in page.run(
         "return document.querySelector('#experiment').textContent"
@@ -445,8 +445,8 @@ def test_run_without_rounds_is_shown(browser, tmp_path):
 
 
 def test_seeds_without_rounds_are_left_out_of_means(browser, tmp_path):
-    for seed, done in enumerate((6, 6, 0)):
-        made_up_run(tmp_path / "runs" / str(seed), seed=seed, done=done)
+    for seed, rounds_done in enumerate((6, 6, 0)):
+        made_up_run(tmp_path / "runs" / str(seed), seed=seed, done=rounds_done)
     browser.open(fc.report(tmp_path / "runs", tmp_path / "report.html"))
     assert browser.run(
         "return document.querySelector('#runs ~ .card tbody').textContent.includes('2 of 3 seeds')"

@@ -18,11 +18,11 @@ def seeded():
 @pytest.fixture(scope="session")
 def traced():
     """Groups of the models of the zoo, each traced once."""
-    known = {}
+    tensors = {}
 
     def groups_of(name):
-        if name not in known:
-            known[name] = trace(*zoo(name))
-        return known[name]
+        if name not in tensors:
+            tensors[name] = trace(*zoo(name))
+        return tensors[name]
 
     return groups_of

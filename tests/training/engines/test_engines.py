@@ -80,16 +80,16 @@ def test_tracked_statistics_run_on_streams(caplog):
 
 def test_random_layers_train_in_turn_with_one_warning(fast, caplog):
     agree(*world("mlp", policy="prefix", model="mlp(hidden=[8], dropout=0.5)"), fast)
-    said = [r.message for r in caplog.records if r.levelno == logging.WARNING]
-    assert ["one after another" in message for message in said].count(True) == 1
+    lines = [r.message for r in caplog.records if r.levelno == logging.WARNING]
+    assert ["one after another" in message for message in lines].count(True) == 1
 
 
 def test_recipe_with_data_dependent_branch_equals_sequential(fast, caplog):
     """On a CPU a replayed step still decides anew; stacked clients cannot, so they are trained one after another."""
 
     def loss(forward, params, batch, carry):
-        found = nn.functional.cross_entropy(forward(params, batch.x), batch.y)
-        return 2 * found if float(found.detach()) > 1.1 else found
+        result = nn.functional.cross_entropy(forward(params, batch.x), batch.y)
+        return 2 * result if float(result.detach()) > 1.1 else result
 
     setup, state = world("mlp", policy="full")
     agree(replace(setup, task=replace(setup.task, recipe=Recipe(loss))), state, fast)
@@ -112,10 +112,10 @@ def test_clients_with_unequal_rows_equal_sequential(fields, fast):
 
 def test_clients_with_unequal_rows_share_the_slots_of_a_stack(monkeypatch, caplog):
     """No client trains alone, the longest come first, and all rounds share the same few runners."""
-    seen = []
+    loads = []
 
     def train_ragged(runner, clients):
-        seen.append((runner.workspace, [client.rows for client in clients]))
+        loads.append((runner.workspace, [client.rows for client in clients]))
         return ragged.train_ragged(runner, clients)
 
     monkeypatch.setattr(
@@ -124,8 +124,8 @@ def test_clients_with_unequal_rows_share_the_slots_of_a_stack(monkeypatch, caplo
     setup, state = world("mlp", **{**UNEQUAL, **SEATED["whole"]})
     for _ in range(3):
         state, _ = run_round(replace(setup, engine=Engine(UNCOMPILED)), state)
-    assert [len(rows) for _, rows in seen] == [8, 8, 8]
-    for workspace, rows in seen:
+    assert [len(rows) for _, rows in loads] == [8, 8, 8]
+    for workspace, rows in loads:
         useful = sum(n // 10 for n in rows) / (
             max(rows) // 10
         )  # with so many, all are busy until the longest is done
@@ -143,8 +143,8 @@ def test_runners_are_reused_when_capacities_move():
     for _ in range(8):
         state, _ = run_round(setup, state)
     cache = get_runner_cache(setup.task)
-    seen = {runner.workspace.signature for runner in cache.runners.values()}
-    assert len(seen) == 3  # one for each width
+    calls = {runner.workspace.signature for runner in cache.runners.values()}
+    assert len(calls) == 3  # one for each width
     before = list(cache.runners)
     run_round(setup, state)
     assert sum(key not in before for key in cache.runners) <= 1
@@ -173,10 +173,10 @@ def test_later_stacks_use_only_compiled_sizes(monkeypatch):
 )
 def test_bf16_computes_in_bf16_and_keeps_float32(engine):
     """Near float32, not equal to it, and what comes back is float32."""
-    wanted = fc.Experiment(
+    experiment = fc.Experiment(
         policy="prefix", fleet="1x1 + 1x0.5", clients=20, active=4, rounds=1, epochs=1
     )
-    setup = prepare(wanted, fc.Machine("sequential", "cpu").resolved())
+    setup = prepare(experiment, fc.Machine("sequential", "cpu").resolved())
     run = {
         precision: run_round(
             replace(setup, engine=Engine(partial(engine, precision=precision))),
@@ -194,11 +194,11 @@ def test_batch_of_one_row_is_refused_in_every_engine():
     module = nn.Sequential(
         nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 10)
     )
-    wanted = fc.Experiment(
+    experiment = fc.Experiment(
         policy="full", partition="dirichlet(alpha=0.3)", clients=60, active=30, rounds=1, epochs=1
     )
     setup = prepare(
-        wanted,
+        experiment,
         fc.Machine("sequential", "cpu").resolved(),
         overrides=Overrides(model=fc.Model(module, ())),
     )
@@ -213,10 +213,10 @@ def test_foreach_cast_equals_casting_one_by_one():
         torch.randn(size, generator=draw).requires_grad_() for size in ((3, 4), (5,), (2, 3, 2, 2))
     ]
     weights.append(torch.ones(2).requires_grad_())  # which the loss does not look at
-    found = []
+    result = []
     for turned in (_ForeachCast.apply(*weights), [weight.bfloat16() for weight in weights]):
         assert all(tensor.dtype == torch.bfloat16 for tensor in turned)
         loss = sum((tensor * tensor).sum() for tensor in turned[:-1])
         gradients = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
-        found.append([*turned, *gradients])
-    assert all(map(torch.equal, *found))
+        result.append([*turned, *gradients])
+    assert all(map(torch.equal, *result))

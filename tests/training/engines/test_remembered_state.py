@@ -31,10 +31,10 @@ class Remembering(nn.Module):
         self.register_buffer("mean", torch.zeros(10))
 
     def forward(self, x):
-        said = self.head(x.flatten(1))
+        logits = self.head(x.flatten(1))
         if self.training:
-            said = getattr(self, self.how)(said)
-        return said
+            logits = getattr(self, self.how)(logits)
+        return logits
 
     def counter(self, said):
         self.calls += 1
@@ -68,15 +68,15 @@ REMEMBERING = {
 
 @pytest.mark.parametrize("how", REMEMBERING)
 def test_model_with_state_between_steps_trains_in_turn(how, caplog):
-    wanted = fc.Experiment(policy="full", clients=20, active=3, rounds=2, epochs=1)
+    experiment = fc.Experiment(policy="full", clients=20, active=3, rounds=2, epochs=1)
     losses = []
     for engine in ("sequential", "batched"):
         random.seed(0)
         np.random.seed(0)
         torch.manual_seed(0)
         own = fc.Model(Remembering(how), ())
-        done = fc.run(wanted, machine=fc.Machine(engine=engine), model=own)
-        losses.append([line["loss"] for line in done.metrics])
+        run = fc.run(experiment, machine=fc.Machine(engine=engine), model=own)
+        losses.append([line["loss"] for line in run.metrics])
     assert REMEMBERING[how] in caplog.text
     if "dice" not in how:  # which have moved on by the trial
         assert losses[0] == losses[1]
@@ -117,9 +117,9 @@ HELD = {
     ],
 )  # fmt: skip
 def test_changes_inside_model_attributes_are_noticed(held, fast, caplog):
-    wanted = fc.Experiment(policy="full", clients=20, active=3, rounds=2, epochs=1)
+    experiment = fc.Experiment(policy="full", clients=20, active=3, rounds=2, epochs=1)
     setup = prepare(
-        wanted,
+        experiment,
         fc.Machine("sequential", "cpu").resolved(),
         overrides=Overrides(model=fc.Model(Holding(held()), ())),
     )
@@ -144,9 +144,9 @@ def test_shared_layers_are_noticed_and_constant_attributes_allowed(fast, caplog)
     model = fc.Model(Sharing(), ())
     for name in ("first", "second"):
         model.module.again = getattr(model.module, name)
-        wanted = fc.Experiment(policy="full", clients=24, active=3, rounds=1, epochs=1, lr=0.1)
+        experiment = fc.Experiment(policy="full", clients=24, active=3, rounds=1, epochs=1, lr=0.1)
         setup = prepare(
-            wanted, fc.Machine("sequential", "cpu").resolved(), overrides=Overrides(model=model)
+            experiment, fc.Machine("sequential", "cpu").resolved(), overrides=Overrides(model=model)
         )
         slow, quick = (
             run_round(replace(setup, engine=Engine(e)), initial_state(setup))[0]
@@ -158,16 +158,16 @@ def test_shared_layers_are_noticed_and_constant_attributes_allowed(fast, caplog)
 
 def test_failure_of_one_recipe_does_not_affect_another(monkeypatch):
     setup, state = world("mlp", policy="full", fleet="1x1")
-    seen = []
+    calls = []
     module = sys.modules["fedcover.training.engines.batched"]
-    monkeypatch.setattr(module, "run_steps", lambda runners: seen.append(1) or run_steps(runners))
+    monkeypatch.setattr(module, "run_steps", lambda runners: calls.append(1) or run_steps(runners))
     drawing = _weighted(lambda carry: random.uniform(1, 2))
     for recipe in (drawing, setup.task.recipe):
         run_round(
             replace(setup, engine=Engine(UNCOMPILED), task=replace(setup.task, recipe=recipe)),
             state,
         )
-    assert seen
+    assert calls
 
 
 def test_changed_model_attribute_gets_new_runners(fast):
@@ -176,9 +176,11 @@ def test_changed_model_attribute_gets_new_runners(fast):
     model.module.register_forward_hook(lambda module, inputs, logits: logits / module.temperature)
     for model.module.temperature in (1.0, 5.0):
         for scaler in (False, True):
-            wanted = fc.Experiment(policy="full", clients=20, active=3, rounds=2, epochs=1)
+            experiment = fc.Experiment(policy="full", clients=20, active=3, rounds=2, epochs=1)
             setup = prepare(
-                wanted, fc.Machine("sequential", "cpu").resolved(), overrides=Overrides(model=model)
+                experiment,
+                fc.Machine("sequential", "cpu").resolved(),
+                overrides=Overrides(model=model),
             )
             setup = replace(setup, task=replace(setup.task, scaler=scaler))
             agree(setup, initial_state(setup), fast)

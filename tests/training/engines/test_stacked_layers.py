@@ -38,21 +38,21 @@ LAYERS = {
 @pytest.fixture(autouse=True)
 def asked(monkeypatch):
     """The twin in the kernels' place, and how often each of them was asked."""
-    seen = dict.fromkeys(("convolve", "conv_weight_grad", "batch_norm", "batch_norm_backward"), 0)
+    calls = dict.fromkeys(("convolve", "conv_weight_grad", "batch_norm", "batch_norm_backward"), 0)
 
     def counted(name):
         def call(*args, **kwargs):
-            seen[name] += 1
+            calls[name] += 1
             return getattr(kernel_twin, name)(*args, **kwargs)
 
         return call
 
     stand_in = type(sys)("stacked_kernels")
-    for name in seen:
+    for name in calls:
         setattr(stand_in, name, counted(name))
     for module in ("triton_conv", "triton_norm"):
         monkeypatch.setitem(sys.modules, f"fedcover.training.engines.{module}", stand_in)
-    return seen
+    return calls
 
 
 @pytest.mark.parametrize("policy", ["prefix", "magnitude", "rolling(spread=true)"])
@@ -78,13 +78,15 @@ def test_stacked_layer_has_the_gradients_of_its_clients(layer):
         return torch.func.functional_call(layer, params, (x,)).sin().square().sum()
 
     both = grad(loss, argnums=(0, 1))
-    wanted = [
+    expected = [
         both({name: p[client] for name, p in params.items()}, x[client]) for client in range(4)
     ]
     with StackedLayers():
         weights, inputs = vmap(both)(params, x)
-    same({"x": inputs}, {"x": torch.stack([each[1] for each in wanted])}, 1e-10)
-    same(weights, {name: torch.stack([each[0][name] for each in wanted]) for name in params}, 1e-10)
+    same({"x": inputs}, {"x": torch.stack([each[1] for each in expected])}, 1e-10)
+    same(
+        weights, {name: torch.stack([each[0][name] for each in expected]) for name in params}, 1e-10
+    )
 
 
 def test_stacked_layer_keeps_float32_weights_in_bf16(asked):
@@ -97,13 +99,13 @@ def test_stacked_layer_keeps_float32_weights_in_bf16(asked):
         return torch.func.functional_call(layer, params, (x,)).float().square().mean()
 
     with StackedLayers():
-        found = vmap(grad(loss))(params, x)
+        result = vmap(grad(loss))(params, x)
     assert asked["convolve"] == 1  # the images need no gradient
     for client in range(2):
-        wanted = grad(loss)({name: p[client] for name, p in params.items()}, x[client].float())
-        for name, gradient in wanted.items():
-            assert found[name].dtype == torch.float32
-            distance = (found[name][client] - gradient).norm() / gradient.norm()
+        expected = grad(loss)({name: p[client] for name, p in params.items()}, x[client].float())
+        for name, gradient in expected.items():
+            assert result[name].dtype == torch.float32
+            distance = (result[name][client] - gradient).norm() / gradient.norm()
             assert 0 < distance < 0.02  # bf16 has eight bits
 
 

@@ -105,9 +105,9 @@ def test_label_rows_are_averaged_over_their_holders():
     setup, state = world(
         "mlp", label_rows=True, dataset=SKEWED["dataset"].replace("skew=0.8", "skew=1.0"), seed=1
     )
-    made = updates_of(setup, state)
+    updates = updates_of(setup, state)
     after, report = run_round(setup, state)
-    taught = {label: [u for u in made if label in u.client.labels] for label in range(5)}
+    taught = {label: [u for u in updates if label in u.client.labels] for label in range(5)}
     assert {bool(holders) for holders in taught.values()} == {
         True,
         False,
@@ -195,10 +195,10 @@ def test_fjord_draws_widths_uniformly_up_to_the_clients():
     assignment = Assignment(setup.task, state, client, part)
     assert client_widths(assignment, (0.2, 0.4, 0.6, 0.8, 1.0)) == [0.2, 0.4, 0.6]
     schedule = setup.task.recipe.start(assignment, part.extract(state.params))[1]
-    found = Counter(schedule.tolist())
+    result = Counter(schedule.tolist())
     assert len(schedule) == 900 * 3  # seven rows in batches of three
-    assert found.keys() == {0, 1, 2}
-    assert all(abs(count - 900) < 4 * (2700 * 2 / 9) ** 0.5 for count in found.values())
+    assert result.keys() == {0, 1, 2}
+    assert all(abs(count - 900) < 4 * (2700 * 2 / 9) ** 0.5 for count in result.values())
     other = setup.task.recipe.start(
         replace(assignment, client=replace(client, id=client.id + 1)), state.params
     )[1]
@@ -252,10 +252,12 @@ def test_hermes_equals_its_twin(model):
     )
     twin = twins.hermes(0.3, 0.4)
     state = agree(setup, state, twin, rounds=4)
-    units = {id: {n.removeprefix("units."): t.nonzero().flatten().tolist() for n, t in kept.items()}
-             for id, kept in state.private.items()}  # fmt: skip
+    units = {id: {n.removeprefix("units."): t.nonzero().flatten().tolist() for n, t in client_units.items()}
+             for id, client_units in state.private.items()}  # fmt: skip
     assert units == twin.kept
-    assert len({str(kept) for kept in units.values()}) > 1  # clients have pruned, and not alike
+    assert (
+        len({str(client_units) for client_units in units.values()}) > 1
+    )  # clients have pruned, and not alike
 
 
 def test_hermes_on_a_network_with_norms_equals_its_twin():
@@ -283,9 +285,11 @@ def test_hermes_shrinks_to_the_capacity_and_never_grows(assignment):
         assert report.metrics["gamma_round"] >= 0
     if assignment == "device":
         for client, _ in twins.working(setup, state):
-            kept = {name: int(units.sum()) for name, units in state.private[client.id].items()}
+            units_kept = {
+                name: int(units.sum()) for name, units in state.private[client.id].items()
+            }
             full = {1.0: (8, 6), 0.5: (4, 3), 0.25: (2, 1)}[client.capacity]
-            assert kept == {"units.hidden1": full[0], "units.hidden2": full[1]}
+            assert units_kept == {"units.hidden1": full[0], "units.hidden2": full[1]}
 
 
 def test_hermes_with_capacities_in_parameters_ends_within_them():
@@ -299,13 +303,13 @@ def test_hermes_with_capacities_in_parameters_ends_within_them():
     for _ in range(3):
         state, _ = run_round(setup, state)
     groups = setup.task.model.groups
-    kept = {
+    units_kept = {
         group.name: state.private[0][f"units.{group.name}"].nonzero().flatten() for group in groups
     }
-    held = sum(Slices(groups, kept).sizes(state.params).values())
-    assert held <= 0.5 * sum(p.numel() for p in state.params.values())
+    size = sum(Slices(groups, units_kept).sizes(state.params).values())
+    assert size <= 0.5 * sum(p.numel() for p in state.params.values())
     share = width_for_budget(groups, state.params, 0.5)
-    assert {name: len(units) for name, units in kept.items()} == {
+    assert {name: len(units) for name, units in units_kept.items()} == {
         g.name: num_units_kept(g.size, share) for g in groups
     }
 
@@ -318,8 +322,8 @@ def test_hermes_counts_only_kept_units():
     assert first.metrics["gamma_round"] == 6  # everybody trains all of it and prunes afterwards
     _, second = run_round(setup, state)
     assert second.metrics["gamma_round"] < 6
-    kept = sum(int(units["units.hidden1"].sum()) for units in state.private.values())
-    assert int(run_round(setup, state)[0].coverage.window[-1]["hidden1.bias"].sum()) == kept
+    units_kept = sum(int(units["units.hidden1"].sum()) for units in state.private.values())
+    assert int(run_round(setup, state)[0].coverage.window[-1]["hidden1.bias"].sum()) == units_kept
 
 
 def test_hermes_evaluation_leaves_running_statistics_unchanged():
