@@ -46,7 +46,7 @@ def test_wrong_fleet_text_is_refused(text):
     assert str(caught.value).endswith(f"got {text!r}")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text(max_size=12) | st.text("0123456789x./+ ", max_size=12))
 def test_any_text_is_parsed_as_fleet_or_refused(text):
     try:
@@ -57,7 +57,7 @@ def test_any_text_is_parsed_as_fleet_or_refused(text):
     assert all(0 < c <= 1 for c in fleet.capacities)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(fleets)
 def test_fleet_survives_its_text(fleet):
     assert Fleet.parse(str(fleet)) == fleet
@@ -68,7 +68,7 @@ def test_fleet_text_keeps_all_digits_of_thirds():
     assert str(Fleet.parse("4x1.0 + 6x3/4")) == "4x1 + 6x0.75"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(fleets, st.integers(1, 10**7))
 def test_scaled_fleet_has_the_size_and_the_mixture(fleet, clients):
     distinct = Fleet(fleet.counts, tuple(1 / (kind + 1) for kind in range(len(fleet.counts))))
@@ -90,7 +90,7 @@ def test_scaled_fleet_is_exact_beyond_floats():
     assert Fleet.parse("1x1 + 1x0.5 + 1x0.25").scaled(100).counts == (34, 33, 33)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(fleets, st.integers(1, 1000))
 def test_scaled_fleet_merges_kinds_of_one_capacity(fleet, clients):
     """What a fleet is made of must not depend on how it is written."""
@@ -115,7 +115,7 @@ def test_fleet_scaled_to_its_own_size_is_itself():
     assert Fleet.parse("99x1 + 1x0.5").scaled(10) == Fleet((10,), (1.0,))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(1, 9), capacities), min_size=1, max_size=5))
 def test_fleet_capacity_by_place(kinds):
     fleet = Fleet(tuple(n for n, _ in kinds), tuple(c for _, c in kinds))
@@ -129,7 +129,7 @@ def test_fleet_levels_are_distinct_and_largest_first():
     assert Fleet.parse("1x0.5 + 2x1 + 3x0.5 + 1x0.25").levels == (1.0, 0.5, 0.25)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(1, 300), st.data())
 def test_cohort_is_drawn_without_repetition(clients, data):
     active = data.draw(st.integers(1, clients))

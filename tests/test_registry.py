@@ -40,7 +40,7 @@ def needs(view, *, limit: int):
 TABLE = {"window": window, "needs": needs}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(names, st.dictionaries(names.map(lambda n: f"o_{n}"), literals, max_size=3))
 def test_spec_text_is_parsed_as_written(name, options):
     text = f"{name}({', '.join(f'{key}={written(value)}' for key, value in options.items())})"
@@ -87,7 +87,7 @@ def test_hostile_spec_text_is_refused_in_one_line(text):
     assert "\n" not in str(caught.value)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.text(max_size=30)
     | st.text("fx()[]{}=,'\"-1.*#:+ \n\\", max_size=20).map(lambda inside: f"f({inside})")

@@ -15,7 +15,7 @@ def draws(seed, *address):
     return torch.rand(4, generator=generator(seed, *address)).tolist()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 5), addresses, st.integers(0, 5), addresses)
 def test_rng_depends_on_the_whole_address(seed, address, other_seed, other):
     same = (seed, *map(str, address)) == (other_seed, *map(str, other))

@@ -14,8 +14,6 @@ from fedcover.training.recipes import RECIPES
 from fedcover.training.recipes.label_masking import ABSENT_LABELS
 from tests.helpers.documents import BLOCKS, COMMANDS, PAGE
 
-pytestmark = pytest.mark.usefixtures("only_the_cpu")
-
 ENOUGH = {
     "heterofl": 0.5,
     "fedrolex": 0.5,

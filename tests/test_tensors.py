@@ -37,7 +37,7 @@ def agree(slab, plain):
         torch.testing.assert_close(slab[name], plain[name], rtol=0, atol=1e-12)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     layouts(),
     st.data(),
@@ -70,7 +70,7 @@ def test_slab_add_into_equals_tensors(layout, data, kind, scale):
     assert torch.equal(slab.flat, concat(slab.values()))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(layouts(), st.data())
 def test_slab_extract_equals_tensors(layout, data):
     part = Slices(

@@ -7,8 +7,6 @@ from rich.console import Console
 
 from fedcover.cli import console
 
-pytestmark = pytest.mark.usefixtures("only_the_cpu")
-
 
 def closed_form(codename: str, kind: str) -> dict:
     """The paper's MLP, 784-200-10: quarters of the first layer's weights, or of the hidden units."""

@@ -15,8 +15,6 @@ from fedcover import cli
 from fedcover.cli import list_names
 from tests.helpers.command_line import changed, refused
 
-pytestmark = pytest.mark.usefixtures("only_the_cpu")
-
 
 @pytest.mark.parametrize("kind", list_names.TABLES)
 def test_list_shows_every_table(fedcover, kind):

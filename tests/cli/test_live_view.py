@@ -21,8 +21,6 @@ from fedcover.runs.metrics_log import read_lines
 from tests.helpers.command_line import refused
 from tests.helpers.runs import tiny
 
-pytestmark = pytest.mark.usefixtures("only_the_cpu")
-
 ROUNDS = 4
 
 
@@ -211,9 +209,7 @@ half = st.binary(max_size=60) | st.sampled_from(
 )
 
 
-@settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(half, half)
 def test_damaged_event_lines_are_ignored(folder, tail, more):
     good = event(0, "rejected", 1, "why")

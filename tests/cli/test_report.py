@@ -23,9 +23,6 @@ from tests.helpers.command_line import changed, refused
 from tests.helpers.made_up import made_up_run
 from tests.helpers.runs import tiny
 
-pytestmark = pytest.mark.usefixtures("only_the_cpu")
-
-
 # ── histories ───────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -18,8 +18,6 @@ from fedcover.training.engines import compilation
 from tests.helpers.command_line import changed, refused
 from tests.helpers.runs import tiny
 
-pytestmark = pytest.mark.usefixtures("only_the_cpu")
-
 
 def test_run_reports_compiling(fedcover, monkeypatch):
     monkeypatch.setattr(compilation, "_compile", lambda step, leaves, options: step)

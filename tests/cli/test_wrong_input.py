@@ -11,8 +11,6 @@ from fedcover.runs.toml_fields import parse_change
 from tests.helpers.command_line import changed, refused
 from tests.helpers.runs import TINY
 
-pytestmark = pytest.mark.usefixtures("only_the_cpu")
-
 
 @pytest.mark.parametrize(
     "words",
@@ -123,9 +121,7 @@ def test_odd_field_values_never_show_a_traceback(fedcover, field):
     assert 2 in outcomes
 
 
-@settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     field=st.sampled_from(sorted(set(fc.Experiment.model_fields) - {"rounds", "epochs"})),
     value=st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20),

@@ -1,7 +1,5 @@
 """Partitions: every row to exactly one client, nobody empty, the limit kept, the impossible refused."""
 
-import time
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,7 @@ from fedcover.data.partition import PARTITIONS, Partition, dirichlet, iid, label
 from fedcover.errors import InvalidValue
 from fedcover.types import Dataset, Samples
 
-quick = settings(max_examples=60, deadline=None)
+quick = settings(max_examples=60)
 
 
 def data(histogram, classes=None, owners=None):
@@ -194,7 +192,5 @@ def test_partition_refuses_a_client_beyond_the_last(client):
 @pytest.mark.parametrize("name", ["iid", "labels", "dirichlet"])
 def test_partition_over_as_many_clients_as_rows(name):
     dataset = data([6000] * 10)
-    started = time.perf_counter()
     partition = PARTITIONS[name](dataset, 60_000, 0, **OPTIONS[name])
-    assert time.perf_counter() - started < 5
     assert partition.bounds.diff().tolist() == [1] * 60_000

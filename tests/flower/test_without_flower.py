@@ -99,14 +99,14 @@ def test_mask_of_an_unprunable_tensor_cannot_be_encoded():
         encode_reduction(Masks({other: bits}), model)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=200))
 def test_any_bytes_are_unpacked_or_refused(content):
     with suppress(InvalidValue):
         assert isinstance(unpack_arrays(content), dict)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_damaged_payload_is_unpacked_or_refused(data):
     payload = bytearray(

@@ -34,7 +34,7 @@ def running(pids):
     return {pid for pid, state in states.items() if state != "Z"}
 
 
-def waited_for(condition, seconds=60):
+def waited_for(condition, seconds=180):
     """Whether a condition becomes true in time."""
     end = time.monotonic() + seconds
     while not (met := condition()) and time.monotonic() < end:

@@ -36,7 +36,7 @@ def test_children_and_grandchildren_end_with_the_parent(number):
         assert running(family) == family  # they live while the parent does
         parent.send_signal(number)
         parent.wait()
-        assert waited_for(lambda: not running(family), 10)
+        assert waited_for(lambda: not running(family))
     finally:
         for pid in running(family | {parent.pid}):
             os.kill(pid, signal.SIGKILL)
@@ -56,7 +56,7 @@ def test_foreign_program_ends_with_the_parent(tmp_path):
         assert parent.stdout.readline() == b"['one', 'two']\n"
         family = descendants([parent.pid])
         parent.kill()
-        assert waited_for(lambda: not running(family), 10)
+        assert waited_for(lambda: not running(family))
 
 
 def test_process_without_lifeline_goes_on(monkeypatch):

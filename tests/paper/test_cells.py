@@ -12,8 +12,6 @@ from fedcover.paper.smoke import smoke_cell
 from fedcover.runs.experiment import Experiment
 from tests.helpers.paper_results import BY_ID, EVERY
 
-pytestmark = pytest.mark.usefixtures("only_the_cpu")
-
 
 def test_main_table_has_a_cell_for_every_entry():
     for dataset in DATASETS:

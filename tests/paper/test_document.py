@@ -12,8 +12,6 @@ from tests.helpers.command_line import refused
 from tests.helpers.paper_results import BY_ID, change_result, write_result
 from tests.helpers.repository import ROOT
 
-pytestmark = pytest.mark.usefixtures("only_the_cpu")
-
 
 def test_committed_document_equals_the_generated_one():
     evidence = Evidence(ROOT / "results" / "reproduction")

@@ -20,9 +20,6 @@ from fedcover.runs.machine import Machine
 from tests.helpers.command_line import refused
 from tests.helpers.paper_results import BY_ID, EVERY, read_lines, write_result
 
-pytestmark = pytest.mark.usefixtures("only_the_cpu")
-
-
 ONE = ("--quick", "--only", "cell=mnist-iid-pruning-1111223344")
 
 

@@ -7,8 +7,6 @@ from fedcover.paper import results, store
 from fedcover.paper.cells import RATES
 from tests.helpers.paper_results import BY_ID, EVERY, change_result, read_lines, write_result
 
-pytestmark = pytest.mark.usefixtures("only_the_cpu")
-
 
 def test_result_of_another_experiment_is_refused(tmp_path):
     cell = BY_ID["mnist-iid-full"]

@@ -12,9 +12,6 @@ from fedcover.paper.statistics import (
     two_sided_p_value,
 )
 
-pytestmark = pytest.mark.usefixtures("only_the_cpu")
-
-
 QUANTILES = {
     1: 12.706205,
     2: 4.302653,

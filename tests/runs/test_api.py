@@ -16,8 +16,6 @@ from fedcover.server.round import RoundReport
 from tests.helpers.python_parts import own_model, small_dataset
 from tests.helpers.runs import assert_equal, figures, tiny
 
-pytestmark = pytest.mark.usefixtures("only_the_cpu")
-
 
 def test_run_in_memory_equals_run_in_a_folder(finished):
     in_memory = fc.run(tiny())

@@ -15,8 +15,6 @@ from fedcover.runs.checkpoints import copy_to_cpu, list_checkpoints
 from fedcover.server.round import run_round
 from tests.helpers.worlds import same, world
 
-pytestmark = pytest.mark.usefixtures("only_the_cpu")
-
 
 def test_copy_to_cpu_reuses_unchanged_tensors():
     setup, start = world("mlp", policy="rolling")

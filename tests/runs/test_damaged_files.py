@@ -13,8 +13,6 @@ from fedcover.runs.checkpoints import list_checkpoints
 from tests.helpers.runs import assert_same_end, figures, tiny
 from tests.helpers.stopped_runs import images
 
-pytestmark = pytest.mark.usefixtures("only_the_cpu")
-
 
 @pytest.mark.parametrize(
     "torn", [b'{"round": 3, "lr": 0.0', b"\x00\x00\x00", b"\xff\xfe{", b"{}", b"7", b""]

@@ -13,8 +13,6 @@ from fedcover.host import disk
 from fedcover.runs.checkpoints import list_checkpoints
 from tests.helpers.runs import assert_same_end, tiny
 
-pytestmark = pytest.mark.usefixtures("only_the_cpu")
-
 
 @dataclass
 class Record:

@@ -72,7 +72,7 @@ def test_strategy_covers_every_field():
     assert set(FIELDS) == set(Experiment.model_fields)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.fixed_dictionaries({}, optional=FIELDS))
 def test_experiment_survives_toml(fields):
     if fields.get("assignment") == "slot":
@@ -363,7 +363,7 @@ def test_text_that_is_no_change_is_refused(text):
         parse_change(text)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text(max_size=20))
 def test_any_text_is_a_change_or_refused(text):
     try:

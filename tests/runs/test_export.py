@@ -14,9 +14,6 @@ from fedcover.runs.export import export
 from tests.helpers.python_parts import own_model, small_dataset
 from tests.helpers.runs import RESNET, tiny
 
-pytestmark = pytest.mark.usefixtures("only_the_cpu")
-
-
 EXPORTED = {
     "prefix": {},
     "random": {"policy": "random"},

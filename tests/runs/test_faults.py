@@ -1,7 +1,6 @@
 """Runs that are killed, interrupted or diverge are resumed to the same end."""
 
 import json
-import os
 import shlex
 import signal
 import subprocess
@@ -18,9 +17,6 @@ from fedcover.runs.checkpoints import list_checkpoints
 from tests.helpers.processes import command, lines, settings
 from tests.helpers.runs import RESNET, TINY, assert_same_end, figures, last_checkpoint, tiny
 from tests.helpers.stopped_runs import files, images
-
-pytestmark = pytest.mark.usefixtures("only_the_cpu")
-
 
 KILLED_AT_EVERY_STEP = """
 import os, signal, sys
@@ -52,7 +48,7 @@ for moment in range(1000):
 
 
 def wait_until(true: Callable[[], bool], process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while not true():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
@@ -71,7 +67,7 @@ def test_run_killed_at_any_write_resumes_bit_for_bit(tmp_path):
         tmp_path / "experiment.toml",
         tmp_path / "killed",
     ]
-    subprocess.run(script, check=True, timeout=120)
+    subprocess.run(script, check=True, timeout=600)
     folders = sorted((tmp_path / "killed").iterdir())
     begun = [folder for folder in folders if (folder / "experiment.toml").exists()]
     assert len(begun) > 25
@@ -128,7 +124,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_names_resume(tmp_path):
     process = command("run", "--runs", folder.parent, *settings(fields))
     wait_until(lambda: lines(folder) >= 2, process)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=180)
     assert (process.returncode, out) == (130, "")
     assert (
         err.splitlines()[-1] == f"stopped; resume with: fedcover resume {shlex.quote(str(folder))}"
@@ -227,11 +223,7 @@ target = Path(sys.argv[1])
 experiment = fc.Experiment.from_toml((target / "experiment.toml").read_text())
 machine = fc.Machine("sequential", "cpu", threads=1)
 """
-    alone = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-    }  # GNU's OpenMP does not survive a fork once it has threads
     line = [sys.executable, "-c", begin + script, str(tmp_path)]
-    done = subprocess.run(line, timeout=60, capture_output=True, env=alone)
+    done = subprocess.run(line, timeout=180, capture_output=True)
     assert done.returncode == 0, done.stderr
     assert figures(tmp_path / "run") == figures(whole)

@@ -19,8 +19,6 @@ from tests.helpers.command_line import refused
 from tests.helpers.made_up import made_up_run, on_flower
 from tests.helpers.runs import tiny
 
-pytestmark = pytest.mark.usefixtures("only_the_cpu")
-
 FILES = ("experiment.toml", "manifest.json", "metrics.jsonl", "events.jsonl", "certificate.json")
 SECRET = 'name = "secret-of-elsewhere"'
 

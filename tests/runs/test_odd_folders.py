@@ -27,9 +27,6 @@ from tests.helpers.made_up import made_up_run, on_flower
 from tests.helpers.report_pages import report
 from tests.helpers.runs import assert_same_end, tiny
 
-pytestmark = pytest.mark.usefixtures("only_the_cpu")
-
-
 # ── one odd folder ──────────────────────────────────────────────────────────────────────────────────────
 
 ODD = [
@@ -87,9 +84,7 @@ VALUES = st.recursive(
 
 
 @given(data=st.data())
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_page_is_written_for_any_metrics_line(data, tmp_path):
     folder = tmp_path / "run"
     shutil.rmtree(folder, ignore_errors=True)

@@ -2,7 +2,6 @@
 
 import fcntl
 import sys
-import threading
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from fedcover.errors import InvalidValue, RunError, TrainingDiverged
 from fedcover.fleet import Fleet
 from fedcover.flower.nodes import NodeInfo, declared_fleet
 from fedcover.flower.payloads import pack_arrays, unpack_arrays
+from fedcover.host import locks
 from fedcover.runs.export import export, load_part
 from fedcover.runs.run_folder import Folder
 from fedcover.runs.setup import prepare
@@ -259,13 +259,20 @@ def test_sweep_notices_a_process_killed_within_a_line(tmp_path, monkeypatch):
         list(fc.sweep(wanted, machine=fc.Machine(device="cpu", processes=2)))
 
 
-def test_reader_of_a_run_does_not_block_its_resume(tmp_path):
+def test_reader_of_a_run_does_not_block_its_resume(tmp_path, monkeypatch):
     ran(tmp_path / "run")
     with (tmp_path / "run" / ".lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
-        threading.Timer(0.03, fcntl.flock, (lock, fcntl.LOCK_UN)).start()
+        waits = []
+
+        def release(delay):
+            waits.append(delay)
+            fcntl.flock(lock, fcntl.LOCK_UN)
+
+        monkeypatch.setattr(locks.time, "sleep", release)
         with Folder(tmp_path / "run").opened() as opened:
             assert opened.experiment.rounds == 2
+    assert len(waits) == 1
 
 
 # ── what a client says that it measured ─────────────────────────────────────────────────────────────────

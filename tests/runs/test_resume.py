@@ -15,8 +15,6 @@ from fedcover.tensors import flatten
 from tests.helpers.python_parts import half_then_whole, small_dataset
 from tests.helpers.runs import RESNET, assert_equal, assert_same_end, figures, last_checkpoint, tiny
 
-pytestmark = pytest.mark.usefixtures("only_the_cpu")
-
 
 @pytest.mark.parametrize(
     ("key", "value"), [("engine", "other"), ("threads", 3), ("device", "cuda"), ("torch", "1.0.0")]

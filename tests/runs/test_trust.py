@@ -21,8 +21,6 @@ from tests.helpers.command_line import changed, refused
 from tests.helpers.runs import tiny
 from tests.helpers.saved_parts import with_header
 
-pytestmark = pytest.mark.usefixtures("only_the_cpu")
-
 THEIRS = """
 from pathlib import Path
 Path(__file__).with_name("imported").touch()

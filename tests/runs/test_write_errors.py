@@ -19,8 +19,6 @@ from tests.helpers.disks import small_disk
 from tests.helpers.runs import assert_same_end, tiny
 from tests.helpers.stopped_runs import files
 
-pytestmark = pytest.mark.usefixtures("only_the_cpu")
-
 
 @contextlib.contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:

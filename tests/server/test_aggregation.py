@@ -82,7 +82,7 @@ def in_full(old, part):
 
 @pytest.mark.parametrize("name", RULES_AND_TWINS)
 @given(seed=st.integers(0, 10**6), clients=st.integers(0, 7), unstructured=st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_rules_equal_a_loop(name, seed, clients, unstructured):
     fast, slow = RULES_AND_TWINS[name]
     old, parts = random_parts(seed, clients, unstructured)
@@ -91,7 +91,7 @@ def test_rules_equal_a_loop(name, seed, clients, unstructured):
 
 
 @given(seed=st.integers(0, 10**6), clients=st.integers(1, 6))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_mean_of_values_equals_mean_of_changes(seed, clients):
     old, parts = random_parts(seed, clients, False)
     zero = {name: torch.zeros_like(tensor) for name, tensor in old.items()}

@@ -16,7 +16,7 @@ from tests.helpers.private import round_of, vectors
 from tests.helpers.worlds import same, world
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(vectors, st.floats(0.01, 100), st.booleans())
 def test_clip_scales_an_update_on_its_own_entries(entries, limit, own):
     old, new, held = (

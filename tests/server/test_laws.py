@@ -55,7 +55,7 @@ def test_summable_rules_have_the_options_of_the_table():
 
 @pytest.mark.parametrize("over", OVER)
 @given(seed=st.integers(0, 10_000), clients=st.integers(0, 5))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_rule_sums_of_two_processes_add_up(over, seed, clients):
     draw = torch.Generator().manual_seed(seed)
     old, parts = tensors(draw), parts_of(draw, clients)
@@ -74,7 +74,7 @@ class TestEveryRule:
     """What each aggregation rule promises."""
 
     @given(seed=st.integers(0, 10_000), clients=st.integers(1, 5))
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=50)
     def test_rule_keeps_untrained_entries(self, rule, seed, clients):
         draw = torch.Generator().manual_seed(seed)
         old, parts = tensors(draw), parts_of(draw, clients)
@@ -85,7 +85,7 @@ class TestEveryRule:
             assert torch.isfinite(new[name]).all()
 
     @given(seed=st.integers(0, 10_000))
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=25)
     def test_rule_is_independent_of_client_order(self, rule, seed):
         draw = torch.Generator().manual_seed(seed)
         old, parts = tensors(draw), parts_of(draw, 5)
@@ -115,7 +115,7 @@ class TestEveryRule:
         same(old, before)
 
     @given(seed=st.integers(0, 10_000))
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=50)
     def test_rule_never_reads_outside_the_mask(self, rule, seed):
         draw = torch.Generator().manual_seed(seed)
         old = tensors(draw)
@@ -133,7 +133,7 @@ class TestEveryRule:
 
 
 @given(seed=st.integers(0, 10_000), clients=st.integers(1, 6))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_coverage_mean_equals_its_formula(seed, clients):
     draw = torch.Generator().manual_seed(seed)
     old, parts = tensors(draw), parts_of(draw, clients)

@@ -43,7 +43,7 @@ def test_noise_scales_with_the_coverage_count():
     assert torch.equal(new["w"][counts == 0], old["w"][counts == 0])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(vectors, st.floats(0.01, 10), st.data())
 def test_sensitivity_is_at_most_twice_the_limit(entries, clip, data):
     """The sensitivity: whatever a client answers, the same noise gives a sum within 2 C."""
@@ -116,7 +116,7 @@ def test_private_clip_is_over_the_whole_update(noise):
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.floats(-1e30, 1e30), min_size=1, max_size=6),
     st.floats(1e-30, 1e30),

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from fedcover.server.aggregation import median, trimmed_mean
 from fedcover.submodels.reductions import Masks
 
-SETTINGS = settings(max_examples=200, deadline=None)
+SETTINGS = settings(max_examples=200)
 
 
 def entries(data, clients, size):

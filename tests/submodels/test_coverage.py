@@ -13,7 +13,7 @@ from fedcover.submodels.reductions import Masks, Slices, windows
 from fedcover.types import Client, Coverage, View
 from tests.helpers.cutting import kept_units, layouts
 
-SETTINGS = settings(max_examples=60, deadline=None)
+SETTINGS = settings(max_examples=60)
 
 
 def some_reductions(data, layout):
@@ -113,7 +113,7 @@ def test_delta2_of_the_whole_model_is_exactly_zero():
     assert cov.delta2({"w": torch.zeros(3)}, [Masks({})]) == [0.0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.sampled_from([-2.0, -1.0, 0.0, 0.5, 1.0, 3.0]), min_size=2, max_size=7), st.data()
 )

@@ -13,7 +13,7 @@ from fedcover.submodels.reductions import Masks, Slices, drawn, windows
 from fedcover.types import UnitGroup
 from tests.helpers.cutting import kept_units
 
-SETTINGS = settings(max_examples=150, deadline=None)
+SETTINGS = settings(max_examples=150)
 groups_of_any_size = st.lists(st.integers(1, 20), min_size=1, max_size=4).map(
     lambda sizes: tuple(UnitGroup(f"g{i}", size, ()) for i, size in enumerate(sizes))
 )

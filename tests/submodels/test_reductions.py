@@ -19,7 +19,7 @@ from fedcover.submodels.unit_groups import num_units_kept
 from fedcover.types import Cut, UnitGroup
 from tests.helpers.cutting import kept_units, layouts
 
-SETTINGS = settings(max_examples=100, deadline=None)
+SETTINGS = settings(max_examples=100)
 
 
 def slices(layout, kept):
@@ -151,7 +151,7 @@ def test_add_into_of_masks_equals_the_dense_formula(layout, data):
     assert dict(reduction.gradient_mask()) == bits
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(1, 12), st.floats(0, 1), st.integers(0, 40))
 def test_windows_wrap_around(size, share, start):
     group = UnitGroup("g", size, ())

@@ -21,7 +21,7 @@ from tests.helpers.cutting import layouts
 TENSORS = {"w": torch.zeros(6, 4), "b": torch.zeros(6)}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(1, 5000), st.floats(0, 1))
 def test_units_kept_never_exceed_the_share(size, share):
     kept = num_units_kept(size, share)
@@ -30,7 +30,7 @@ def test_units_kept_never_exceed_the_share(size, share):
     assert kept + 1 > Fraction(share) * size
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(1, 2000), st.data())
 def test_share_of_whole_units_keeps_exactly_them(size, data):
     units = data.draw(st.integers(1, size))
@@ -43,7 +43,7 @@ def test_share_outside_zero_to_one_is_refused(share):
         num_units_kept(10, share)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 5), st.integers(1, 4), st.lists(st.integers(0, 9), max_size=6))
 def test_unit_positions_equal_their_definition(start, per_unit, units):
     found = unit_positions(
@@ -109,7 +109,7 @@ def test_adjacent_and_crossing_cuts_are_accepted():
     check_groups([left, right, across], TENSORS)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(layouts())
 def test_random_layouts_are_accepted(layout):
     check_groups(layout.groups, layout.params)

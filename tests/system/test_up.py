@@ -32,9 +32,8 @@ def up(folder, *arguments):
     environment = {**os.environ, "TMPDIR": str(folder / "tmp")}
     with (folder / "log.txt").open("wb") as log:
         return subprocess.Popen(
-            [*command, *map(str, arguments)], stdout=log, stderr=log, env=environment,
-            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # these tests may run under nohup
-        )  # fmt: skip
+            [*command, *map(str, arguments)], stdout=log, stderr=log, env=environment
+        )
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ class TestThreeParameters:
             fc.certify(tmp_path / "run")
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 10**6), share=st.sampled_from([1.0, 0.3]), momentum=st.sampled_from([0.0, 0.5]),
     batch_size=st.sampled_from([2, 3, 7]), decay=st.sampled_from([0.0, 0.2]),

@@ -45,7 +45,7 @@ def holds(bound):
     assert bound.left <= bound.value * (1 + 1e-9) + 1e-12
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(seeds, portions, st.booleans())
 def test_theorem_one_prime_with_momentum_and_weights(seed, share, weighted):
     problem = random_problem(seed, equal_data=True, weighted=weighted)
@@ -53,7 +53,7 @@ def test_theorem_one_prime_with_momentum_and_weights(seed, share, weighted):
     holds(judged("sharper", with_rate(problem, share, 1 / 2)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(seeds, portions)
 def test_theorem_one_prime_with_data_bias(seed, share):
     problem = random_problem(seed, equal_data=False)
@@ -61,7 +61,7 @@ def test_theorem_one_prime_with_data_bias(seed, share):
     holds(judged("sharper_biased", with_rate(problem, share, 1 / 2)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(seeds, portions, st.sampled_from(["corrected_one", "corrected_two"]))
 def test_corrected_theorems_hold(seed, share, name):
     problem = random_problem(seed, equal_data=True)
@@ -70,7 +70,7 @@ def test_corrected_theorems_hold(seed, share, name):
     holds(judged(name, with_rate(problem, share, 1 / 6)))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(seeds, portions)
 def test_partial_participation_bound_holds(seed, share):
     """Every cohort of 2 out of M clients, every outcome of the coins; masks belong to places, not to clients."""
@@ -107,7 +107,7 @@ def test_partial_participation_bound_holds(seed, share):
     holds(BOUNDS["partial_participation"](known, [facts]))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(seeds, portions, st.booleans())
 def test_theorem_r_holds_surely_for_any_batches_in_any_order(seed, share, weighted):
     """Every step has its own quadratic: batches, however drawn. No mean is taken over anything."""

@@ -84,7 +84,7 @@ small = st.integers(1, 6).flatmap(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(small)
 def test_plan_equals_brute_force_for_random_energies(case):
     energies, budgets = case
@@ -102,7 +102,7 @@ large = st.integers(1, 60).flatmap(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(large, st.floats(0, 1))
 def test_frontier_points_have_plans(case, turn):
     energies, budgets = case

@@ -33,7 +33,7 @@ def same(own, torchs, dtype):
     torch.testing.assert_close(own, torchs, rtol=CLOSE[dtype], atol=CLOSE[dtype], equal_nan=True)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     seed=st.integers(0, 99), dtype=st.sampled_from(list(CLOSE)), inputs=INPUTS, **SIZES,
     strange=st.lists(st.sampled_from([float("nan"), float("inf"), -float("inf")]), max_size=2),
