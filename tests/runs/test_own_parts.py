@@ -13,7 +13,6 @@ from fedcover.data.datasets import hold_out
 from fedcover.errors import InvalidValue, RunError, TrainingDiverged
 from fedcover.fleet import Fleet
 from fedcover.flower.nodes import NodeInfo, declared_fleet
-from fedcover.flower.payloads import pack_arrays, unpack_arrays
 from fedcover.host import locks
 from fedcover.runs.export import export, load_part
 from fedcover.runs.run_folder import Folder
@@ -24,6 +23,7 @@ from fedcover.server.reply_format import RawReply, pack_update, pending_task
 from fedcover.server.reply_validation import validate_reply
 from fedcover.server.round import initial_state
 from fedcover.server.round import start_round as rounds_ask
+from fedcover.server.safetensors_codec import pack_arrays, unpack_arrays
 from fedcover.submodels.reductions import Masks
 from fedcover.types import Samples, Update
 

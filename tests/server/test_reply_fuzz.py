@@ -1,7 +1,9 @@
 """Random damage to replies: each is rejected or harmless. FEDCOVER_FUZZ sets the number of replies."""
 
+import json
 import os
 import random
+import struct
 from collections import Counter
 from dataclasses import replace
 
@@ -9,9 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from fedcover.server.npy_codec import RawArray
+from fedcover.errors import InvalidValue
+from fedcover.server.raw_arrays import InvalidReply, RawArray
+from fedcover.server.reply_format import RawReply, pack_update
 from fedcover.server.reply_validation import REJECTION_REASONS, Rejection, validate_reply
 from fedcover.server.round import aggregate
+from fedcover.server.safetensors_codec import pack_arrays, unpack_arrays
 from tests.helpers.replies import WORLDS, asked_and_trained, honest, stored, with_array
 
 CASES = int(os.environ.get("FEDCOVER_FUZZ", "12000"))
@@ -58,7 +63,7 @@ def damaged_bytes(raw, asked, chance):
     if name is None or not isinstance(raw.arrays[name].data, bytes | memoryview):
         return raw
     data = bytearray(bytes(raw.arrays[name].data))
-    where = chance.choice([len(data), 128, 12])  # anywhere, in the header, at its very beginning
+    where = chance.choice([len(data), 12])  # anywhere, or at its very beginning
     for _ in range(chance.choice([1, 1, 2, 8])):
         if data:
             data[chance.randrange(min(where, len(data)))] = chance.randrange(256)
@@ -69,7 +74,7 @@ def damaged_bytes(raw, asked, chance):
 
 
 def odd_field(raw, asked, chance):
-    name, field = some(raw, chance), chance.choice(["dtype", "shape", "stype", "data"])
+    name, field = some(raw, chance), chance.choice(["dtype", "shape", "data"])
     return (
         raw
         if name is None
@@ -173,3 +178,178 @@ def test_any_reply_is_refused_or_harmless(name):
     print(f"{name}: {CASES // len(WORLDS)} replies, {dict(seen.most_common())}")
     assert seen["accepted"] > CASES // len(WORLDS) // 100
     assert len(seen) >= 9, seen
+
+
+# ── the payload as a whole ──────────────────────────────────────────────────────────────────────────────
+
+
+def split(payload):
+    """The entries of a payload's header, in their order, and its numbers."""
+    (length,) = struct.unpack("<Q", payload[:8])
+    return json.loads(payload[8 : 8 + length]), payload[8 + length :]
+
+
+def joined(entries, content):
+    """The payload of such entries, which are pairs of a name and what is said of it."""
+    header = ",".join(f"{json.dumps(name)}:{compact(said)}" for name, said in entries)
+    encoded = f"{{{header}}}".encode()
+    return struct.pack("<Q", len(encoded)) + encoded + content
+
+
+def compact(said):
+    return json.dumps(said, separators=(",", ":"))
+
+
+def damaged_payload(payload, chance):
+    data = bytearray(payload)
+    (length,) = struct.unpack("<Q", payload[:8])
+    where = chance.choice([8, 8 + length, 8 + length, len(data)])
+    for _ in range(chance.choice([1, 1, 2, 8])):
+        data[chance.randrange(where)] = chance.randrange(256)
+    cut = chance.random()
+    data = data[: chance.randrange(len(data) + 1)] if cut < 0.1 else data
+    return bytes(data + bytes(chance.randrange(100)) if cut > 0.9 else data)
+
+
+def other_header_length(payload, chance):
+    (length,) = struct.unpack("<Q", payload[:8])
+    odd = chance.choice([0, 1, 8, len(payload), 2**22, 2**32, 2**63, 2**64 - 1])
+    near = max(0, length + chance.choice([-9, -8, -1, 1, 8, 9]))
+    return struct.pack("<Q", chance.choice([odd, near])) + payload[8:]
+
+
+def with_entry(payload, chance, change):
+    """The payload with what it says of one array changed."""
+    header, content = split(payload)
+    name = chance.choice(list(header))
+    change(header[name])
+    return joined(header.items(), content)
+
+
+def other_offsets(payload, chance):
+    def change(said):
+        end = chance.randrange(2)
+        odd = chance.choice([0, -1, 1, 8, 10**15, 2**64, said["data_offsets"][1 - end]])
+        said["data_offsets"][end] = odd if chance.random() < 0.5 else 8 * chance.randrange(50)
+
+    return with_entry(payload, chance, change)
+
+
+def other_dtype(payload, chance):
+    codes = ["F64", "F32", "F16", "BF16", "F8_E4M3", "I64", "U8", "BOOL", "C64", "O", "", "float32"]
+    return with_entry(payload, chance, lambda said: said.update(dtype=chance.choice(codes)))
+
+
+def other_shape(payload, chance):
+    def change(said):
+        flat = [int(np.prod(said["shape"]))]
+        odd = [flat, [1, *said["shape"]], said["shape"][::-1], [2**62] * 4, [-1], []]
+        said["shape"] = chance.choice(odd)
+
+    return with_entry(payload, chance, change)
+
+
+def with_metadata(payload, chance):
+    header, content = split(payload)
+    entries = list(header.items())
+    metadata = ("__metadata__", chance.choice([{}, {"format": "pt"}, {"a": [1]}]))
+    entries.insert(chance.choice([0, len(entries)]), metadata)
+    return joined(entries, content)
+
+
+def an_entry_twice(payload, chance):
+    header, content = split(payload)
+    entries = list(header.items())
+    name, said = chance.choice(entries)
+    if chance.random() < 0.5:  # with numbers of its own, so that all offsets are in order
+        begin, end = said["data_offsets"]
+        said = {**said, "data_offsets": [len(content), len(content) + end - begin]}
+        content += content[begin:end]
+    return joined([*entries, (name, said)], content)
+
+
+def names_exchanged(payload, chance):
+    header, content = split(payload)
+    names = list(header)
+    chance.shuffle(names)
+    return joined(zip(names, header.values(), strict=True), content)
+
+
+def entries_shuffled(payload, chance):
+    header, content = split(payload)
+    entries = list(header.items())
+    chance.shuffle(entries)
+    return joined(entries, content)
+
+
+def an_array_less(payload, chance):
+    """Whole again: the offsets of all others are right."""
+    header, content = split(payload)
+    gone = chance.choice(list(header))
+    kept, pieces, at = {}, [], 0
+    for name, said in header.items():
+        begin, end = said["data_offsets"]
+        if name != gone:
+            kept[name] = {**said, "data_offsets": [at, at + end - begin]}
+            pieces.append(content[begin:end])
+            at += end - begin
+    return joined(kept.items(), b"".join(pieces))
+
+
+def other_numbers(payload, chance):
+    header, content = split(payload)
+    wanted = np.frombuffer(content[: len(content) // 8 * 8], np.float64).copy()
+    wanted[chance.randrange(len(wanted))] = chance.choice(SPECIAL)
+    return joined(header.items(), wanted.tobytes() + content[wanted.nbytes :])
+
+
+PAYLOAD_MUTATIONS = [damaged_payload, damaged_payload, other_header_length, other_offsets, other_dtype, other_shape,
+                     with_metadata, an_entry_twice, names_exchanged, entries_shuffled, an_array_less,
+                     other_numbers]  # fmt: skip
+
+
+def received(payload, asked, loss):
+    """What the server makes of a payload: an update, a rejection, or the error of its header."""
+    try:
+        arrays = unpack_arrays(payload, asked.expected_arrays)
+    except (InvalidValue, InvalidReply) as error:
+        return error
+    return validate_reply(RawReply(asked.nonce, asked.client.id, arrays, {"loss": loss}), asked)
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_any_payload_is_refused_or_harmless(name):
+    setup, state, asked, update = asked_and_trained(name)
+    payload = pack_arrays(pack_update(update))
+    seen: Counter[str] = Counter()
+    chance = random.Random(name)
+    for _ in range(CASES // len(WORLDS)):
+        sent = chance.choice(PAYLOAD_MUTATIONS)(payload, chance)
+        found = received(sent, asked, update.loss)
+        if isinstance(found, Exception):
+            why = str(found)
+            assert why.isprintable()
+            assert len(why) < 250
+            seen[type(found).__name__] += 1
+        elif isinstance(found, Rejection):
+            assert found.reason in REJECTION_REASONS
+            seen[found.reason] += 1
+        else:
+            harmless(setup, state, asked, found)
+            seen["accepted"] += 1
+    print(f"{name}: {CASES // len(WORLDS)} payloads, {dict(seen.most_common())}")
+    assert seen["InvalidValue"] > seen.total() // 4
+    assert seen["InvalidReply"] > 0
+    assert seen["accepted"] > 0
+    assert {"missing array", "wrong dtype", "wrong shape"} <= set(seen)
+
+
+@pytest.mark.parametrize(
+    "mutation", [other_header_length, with_metadata, an_entry_twice, an_array_less]
+)
+def test_changed_header_never_reaches_the_model(mutation):
+    _, _, asked, update = asked_and_trained("slices")
+    payload, chance = pack_arrays(pack_update(update)), random.Random(0)
+    for _ in range(200):
+        found = received(mutation(payload, chance), asked, update.loss)
+        assert isinstance(found, Rejection | InvalidValue | InvalidReply)

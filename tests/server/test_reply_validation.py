@@ -60,7 +60,6 @@ def _hostile(raw, asked):
     name, masks = first(raw), dict(asked.reduction.gradient_mask())
     array = numbers(raw, name)
     prefix = raw.arrays[name]
-    objects = stored(np.array([{}], dtype=object), dtype=prefix.dtype, shape=prefix.shape)
     bits = np.full(asked.expected_arrays[name.replace("params", "bits")].shape, 255, np.uint8)
     bit_name = f"bits/{next(iter(masks), name.removeprefix('params/'))}"
     found = {
@@ -72,27 +71,19 @@ def _hostile(raw, asked):
         ],
         "missing array": [replace(raw, arrays={n: a for n, a in raw.arrays.items() if n != name})],
         "extra array": [with_array(raw, n, stored(np.zeros(1))) for n in ("params/nosuch", "x", "", 7, None)],
-        "pickled": [
-            with_array(raw, name, replace(prefix, stype="torch.tensor")),
-            with_array(raw, name, replace(prefix, data=pickle.dumps(array))),
-            with_array(raw, name, objects),
-        ],
         "wrong dtype": [
             with_array(raw, name, stored(array.astype(np.float16))),
-            with_array(raw, name, stored(array.astype(np.float16), dtype=prefix.dtype)),
-            with_array(raw, name, stored(array.astype(array.dtype.newbyteorder(">")), dtype=prefix.dtype)),
+            with_array(raw, name, stored(array.astype(array.dtype.newbyteorder(">")))),
             *(with_array(raw, name, replace(prefix, dtype=d)) for d in (None, "float16", "int64", "O", "")),
         ],
         "wrong shape": [
             with_array(raw, name, stored(np.zeros((1, *array.shape), array.dtype))),
             with_array(raw, name, stored(array.ravel()[:-1])),
-            with_array(raw, name, stored(array.ravel()[:-1], shape=prefix.shape)),
             *(with_array(raw, name, replace(prefix, shape=s)) for s in (None, (), (-1,), (10**30,), ("3",), [None])),
         ],
         "damaged array": [
             with_array(raw, name, replace(prefix, data=data))
-            for data in (b"", bytes(prefix.data)[:-1], bytes(prefix.data) + b"\0", b"\x93NUMPY\x02\0" + bytes(300),
-                         b"\x93NUMPY\x01\0\xff\xff", None, "text", 7)
+            for data in (b"", bytes(prefix.data)[:-1], bytes(prefix.data) + b"\0", pickle.dumps(array), None, "text", 7)
         ] + [with_array(raw, name, None), replace(raw, arrays=None), replace(raw, arrays=[1])],
         "not finite": [changed(raw, name, value, place=-1) for value in (np.nan, np.inf, -np.inf)],
         "absurd norm": [changed(raw, name, 1e7), changed(raw, name, np.finfo(array.dtype).max)],
@@ -191,19 +182,13 @@ def test_rejection_says_what_is_wrong():
         "'params/nosuch'": with_array(raw, "params/nosuch", stored(np.zeros(1))),
         "expected loss, effort": replace(raw, metrics={}),
         "effort is 'much'": replace(raw, metrics={"loss": 0.5, "effort": "much"}),
-        f"{name} is stored as 'torch.tensor'": with_array(
-            raw, name, replace(raw.arrays[name], stype="torch.tensor")
-        ),
         f"{name} declares 'int8', not float64": with_array(
             raw, name, replace(raw.arrays[name], dtype="int8")
         ),
         f"{name} declares (3, 'x'), not {shape}": with_array(
             raw, name, replace(raw.arrays[name], shape=(3, "x"))
         ),
-        f"{name} is stored as b\"'shape': (2,), }}\", not {shape}": with_array(
-            raw, name, stored(np.zeros(2), shape=shape)
-        ),
-        f"{name} is no .npy file of version 1.0": with_array(
+        f"{name} has 1 bytes of numbers, not {8 * np.prod(shape)}": with_array(
             raw, name, replace(raw.arrays[name], data=b"x")
         ),
         f"params/{name.removeprefix('params/')}": changed(raw, name, np.inf),

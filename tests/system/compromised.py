@@ -1,6 +1,5 @@
 """A compromised node, wrong answer by answer, then message by message. Loaded by its Python before anything else."""
 
-import json
 import pickle
 import struct
 import sys
@@ -24,8 +23,8 @@ WHY = {
     "replayed": "replayed nonce",
     "absurd loss": "malformed metrics",
     "larger mask": "mask over capacity",
-    "pickled": "pickled",
-    "garbage": "no index",
+    "pickled": "must follow one another",
+    "garbage": "no header",
     "oversized": "too large",
     "repeated": "when put together",
     "other client": "did not answer for it",
@@ -40,13 +39,10 @@ def attack(kind, answer, before):
 
     import numpy as np
 
-    from fedcover.flower.payloads import pack_arrays, unpack_arrays
+    from fedcover.server.safetensors_codec import pack_arrays
 
     def changed(change):
-        arrays = {
-            name: np.load(_file(raw.data)) for name, raw in unpack_arrays(answer.payload).items()
-        }
-        return replace(answer, payload=pack_arrays(change(arrays)))
+        return replace(answer, payload=pack_arrays(change(arrays_of(answer.payload))))
 
     def all_to(value):
         return changed(
@@ -78,21 +74,22 @@ def attack(kind, answer, before):
     }[kind]()
 
 
-def _file(data):
-    import io
+def arrays_of(payload):
+    """The arrays of a payload by name."""
+    import numpy as np
 
-    return io.BytesIO(bytes(data))
+    from fedcover.server.safetensors_codec import unpack_arrays
+
+    return {
+        name: np.frombuffer(raw.data, raw.dtype).reshape(raw.shape)
+        for name, raw in unpack_arrays(payload).items()
+    }
 
 
 def _framed(payload):
-    """The same index, with pickles where arrays should be."""
+    """The same header, with pickles where numbers should be."""
     (length,) = struct.unpack("<Q", payload[:8])
-    index = json.loads(payload[8 : 8 + length])
-    stored = [pickle.dumps({"evil": True}) for _ in index]
-    head = json.dumps(
-        [[n, d, s, len(p)] for (n, d, s, _), p in zip(index, stored, strict=True)]
-    ).encode()
-    return struct.pack("<Q", len(head)) + head + b"".join(stored)
+    return payload[: 8 + length] + pickle.dumps({"evil": True})
 
 
 def install():

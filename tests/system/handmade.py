@@ -14,6 +14,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from flwr.supernode.fleet_http_connection import http_request_response
 
 from fedcover.flower.client import experiment_app
+from fedcover.flower.messages import PAYLOAD_STYPE
 
 
 class HandMade(threading.Thread):
@@ -100,6 +101,6 @@ def oversized(message, context):
     report = ConfigRecord(
         {"clients": [1], "nonces": ["x"], "losses": [0.5], "samples": [1], "errors": [""]}
     )
-    answers = ArrayRecord({"1": Array("uint8", (len(content),), "fedcover.bundle", content)})
+    answers = ArrayRecord({"1": Array("uint8", (len(content),), PAYLOAD_STYPE, content)})
     reply = Message(RecordDict({"report": report, "answers": answers}), reply_to=message)
     return reply, get_object_tree(reply), set()

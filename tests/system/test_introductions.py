@@ -5,13 +5,17 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedcover.data.client_data import ClientInfo
+from fedcover.errors import InvalidValue
 from fedcover.flower.client import _answer_query
-from fedcover.flower.messages import QUERY
+from fedcover.flower.events import EventLog
+from fedcover.flower.messages import QUERY, TaskRequest, read_request, request_message
+from fedcover.flower.node_registry import NodeRegistry
+from fedcover.flower.registration import register_new_nodes
 from fedcover.flower.reply_download import PartialReply, TooLarge, decode_reply
 from fedcover.flower.transport import MAX_CLIENT_INFO_BYTES, _parse_node_info
 from fedcover.version import __version__
@@ -42,6 +46,62 @@ def test_introduction_carries_the_node_data_info(asked, tmp_path):
         ClientInfo(3, (0, 9), (4,)),
         ClientInfo(2, (0, 2), (4,)),
     ]
+
+
+class OneNode:
+    """A node that reports who it is, and hears why it is refused."""
+
+    def __init__(self, info):
+        self.info, self.heard = info, []
+
+    def connected_nodes(self):
+        return {self.info.node}
+
+    def query_node_info(self, nodes, *, timeout, client_info):
+        return dict.fromkeys(nodes, self.info)
+
+    def notify_rejected(self, node, why):
+        self.heard.append(why)
+
+
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        ({}, None),
+        ({"version": "0.0.1"}, f"the node has fedcover '0.0.1', the server {__version__}"),
+        ({"format": 1}, "writes messages of format 1, the server's of format 2: install the serv"),
+        (
+            {"format": None},
+            "writes messages of format 1, the server's of format 2: install the serv",
+        ),
+        ({"format": 3}, "writes messages of format 3, the server's of format 2: install the serv"),
+    ],
+)
+def test_node_with_another_fedcover_is_refused_with_a_reason(asked, tmp_path, told, why):
+    config = {"partition-id": 0, "num-partitions": 2}
+    reply = _answer_query(asked, SimpleNamespace(node_id=7, node_config=config))
+    hello = {**reply.content["hello"], **told}
+    reply.content["hello"] = ConfigRecord(
+        {name: value for name, value in hello.items() if value is not None}  # None: not reported
+    )
+    node = OneNode(_parse_node_info(7, decode_reply(arriving(reply))))
+    registry, events = NodeRegistry(), EventLog(tmp_path / "events.jsonl")
+    register_new_nodes(node, registry, events, round=0)
+    assert (7 in registry.node_info) == (why is None)
+    assert len(node.heard) == (why is not None)
+    assert all(why in heard for heard in node.heard)
+
+
+def test_request_of_another_format_is_refused_with_a_reason(asked):
+    message = request_message(7, TaskRequest(0, 0.1, 1, "", (), (b"payload",)), ttl=60.0)
+    assert read_request(message).payloads == (b"payload",)
+    old = Array("uint8", (2,), "fedcover.bundle", b"[]")
+    message.content["parts"] = ArrayRecord({"0": old})
+    with pytest.raises(
+        InvalidValue,
+        match=r"as fedcover\.safetensors; got 'fedcover\.bundle': server and nodes need",
+    ):
+        read_request(message)
 
 
 FLOODS = {

@@ -12,13 +12,13 @@ from fedcover.errors import InvalidValue, RunError
 from fedcover.flower import server
 from fedcover.flower.app_template import RunConfig
 from fedcover.flower.events import EventLog
-from fedcover.flower.payloads import pack_arrays, unpack_arrays
 from fedcover.flower.reply_download import FailedReply
 from fedcover.flower.server import experiment_to_resume, serve
 from fedcover.flower.status import StatusFile
 from fedcover.runs.metrics_log import read_lines
+from fedcover.server.safetensors_codec import pack_arrays
 from fedcover.training.engines.sequential import sequential
-from tests.system.compromised import EACH, WHY, _file, attack
+from tests.system.compromised import EACH, WHY, arrays_of, attack
 from tests.system.harness import WORLDS, checkpoints, experiment, reference, same_but_private
 from tests.system.loopback import SMALL, training
 
@@ -128,7 +128,7 @@ def test_flood_of_answers_is_one_event(tmp_path):
 
 def with_bits(answer):
     """An answer in which a client says that it trained nothing of its first tensor."""
-    arrays = {name: np.load(_file(raw.data)) for name, raw in unpack_arrays(answer.payload).items()}
+    arrays = arrays_of(answer.payload)
     name = next(iter(arrays))
     chosen = np.zeros(-(-arrays[name].size // 8), np.uint8)
     return replace(

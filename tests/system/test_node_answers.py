@@ -14,9 +14,10 @@ from fedcover.flower import client_training, engine, events, transport
 from fedcover.flower.messages import ClientTask, TaskRequest
 from fedcover.flower.node_registry import NodeRegistry
 from fedcover.flower.nodes import NodeInfo, partition_of
-from fedcover.flower.payloads import encode_reduction, gather_kept, pack_arrays, prefix_names
+from fedcover.flower.payloads import encode_reduction, gather_kept, prefix_names
 from fedcover.flower.reply_download import FailedReply
 from fedcover.server.cohort import cohort_of
+from fedcover.server.safetensors_codec import pack_arrays
 from fedcover.submodels.reductions import Masks
 from tests.helpers.worlds import world
 

@@ -1,9 +1,7 @@
 """A node builds and holds its own part of a model, never the whole: the same answers, in less memory."""
 
-import io
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from flwr.app import RecordDict
@@ -13,7 +11,7 @@ import fedcover as fc
 from fedcover.errors import InvalidValue
 from fedcover.flower import client_training
 from fedcover.flower.messages import ClientTask, TaskRequest
-from fedcover.flower.payloads import encode_reduction, pack_arrays, prefix_names, unpack_arrays
+from fedcover.flower.payloads import encode_reduction, prefix_names
 from fedcover.flower.state_payload import build_payload
 from fedcover.models.meta_device import build_on_meta_or_cpu, is_on_meta
 from fedcover.registry import is_import_path
@@ -21,6 +19,7 @@ from fedcover.runs.machine import Machine
 from fedcover.runs.setup import prepare
 from fedcover.server.reply_format import pack_update
 from fedcover.server.round import initial_state, run_round, start_round
+from fedcover.server.safetensors_codec import pack_arrays
 from fedcover.submodels.partial_params import PartialParams
 from fedcover.submodels.reductions import windows
 from fedcover.submodels.unit_groups import groups_to_json
@@ -345,21 +344,3 @@ def test_own_train_function_trains_the_part(monkeypatch, caplog, build):
     )
     assert [(answer.error, answer.payload) for answer in answers] == [("", more)] * 2
     assert ("builds all of" in caplog.text) == (build is BUILDERS["with a buffer"])
-
-
-def test_packed_arrays_equal_numpys_files():
-    arrays = {
-        "a": np.arange(6, dtype=np.float32).reshape(2, 3),
-        "b": np.float64(3.5) * np.ones(()),
-        "c": np.zeros((0, 2)),
-    }
-    payload = pack_arrays(arrays)
-    stored = io.BytesIO()
-    for array in arrays.values():
-        np.save(stored, array)
-    assert payload.endswith(stored.getvalue())
-    assert {name: array.shape for name, array in unpack_arrays(payload).items()} == {
-        "a": [2, 3],
-        "b": [],
-        "c": [0, 2],
-    }

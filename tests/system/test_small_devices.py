@@ -13,12 +13,13 @@ import pytest
 import fedcover as fc
 from fedcover.analysis.audit import audit
 from fedcover.flower.local_federation import run_local_federation
-from fedcover.flower.payloads import encode_reduction, pack_arrays
+from fedcover.flower.payloads import encode_reduction
 from fedcover.flower.state_payload import build_payload
 from fedcover.runs.machine import Machine
 from fedcover.runs.setup import prepare
 from fedcover.server.reply_format import pack_update
 from fedcover.server.round import initial_state
+from fedcover.server.safetensors_codec import pack_arrays
 from fedcover.submodels.reductions import windows
 from fedcover.training.local_sgd import train_client
 from fedcover.types import Client

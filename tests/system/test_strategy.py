@@ -29,14 +29,13 @@ from fedcover.flower.nodes import NodeInfo
 from fedcover.flower.payloads import (
     encode_reduction,
     gather_kept,
-    pack_arrays,
     prefix_names,
-    unpack_arrays,
 )
 from fedcover.flower.reply_download import FailedReply, PartialReply, TooLarge, decode_reply
 from fedcover.flower.transport import Transport
 from fedcover.models.norms import calibrate
 from fedcover.server.reply_format import PendingTask, pack_update
+from fedcover.server.safetensors_codec import pack_arrays, unpack_arrays
 from fedcover.submodels.build import submodel
 from fedcover.submodels.reductions import windows
 from fedcover.types import Client, Update

@@ -13,7 +13,7 @@ from flwr.clientapp import ClientApp
 
 from fedcover.errors import FedcoverError, InvalidValue, printable
 from fedcover.flower.messages import CLIENT_INFO, CLIENT_INFO_ARRAYS, CLIENT_INFO_STYPE
-from fedcover.flower.nodes import read_node_config
+from fedcover.flower.nodes import MESSAGE_FORMAT, read_node_config
 from fedcover.log import log
 from fedcover.version import __version__
 
@@ -125,7 +125,7 @@ def _answer_query(message: Message, context: Context) -> Message:
         log.error("fedcover: the server does not accept this node: %s", why)
         return Message(RecordDict(), reply_to=message)
     content = RecordDict()
-    hello: dict[str, Any] = {"error": "", "version": __version__}
+    hello: dict[str, Any] = {"error": "", "version": __version__, "format": MESSAGE_FORMAT}
     try:
         info = read_node_config(context.node_id, context.node_config, __version__)
         hello["place"], hello["places"] = info.partition_id, info.num_partitions

@@ -23,7 +23,6 @@ from fedcover.flower.node_task import LAST_TASK, TaskInputs
 from fedcover.flower.payloads import (
     decode_reduction,
     expected_part,
-    pack_arrays,
     scatter_kept,
     unpack_sections,
 )
@@ -31,8 +30,9 @@ from fedcover.flower.state_payload import state_from_payload
 from fedcover.log import log
 from fedcover.models.meta_device import build_on_meta_or_cpu
 from fedcover.runs.machine import Machine
-from fedcover.server.npy_codec import InvalidReply
+from fedcover.server.raw_arrays import InvalidReply
 from fedcover.server.reply_format import pack_update
+from fedcover.server.safetensors_codec import pack_arrays
 from fedcover.submodels.build import submodel
 from fedcover.submodels.unit_groups import groups_from_json
 from fedcover.training.local_sgd import train_client

@@ -19,16 +19,17 @@ from fedcover.flower.messages import (
 )
 from fedcover.flower.node_registry import NodeRegistry
 from fedcover.flower.nodes import partition_of
-from fedcover.flower.payloads import encode_reduction, unpack_arrays
+from fedcover.flower.payloads import encode_reduction
 from fedcover.flower.registration import register_new_nodes
 from fedcover.flower.reply_download import FailedReply
 from fedcover.flower.state_payload import build_payload
 from fedcover.flower.transport import GRACE, Transport
 from fedcover.models.norms import statistics_key
 from fedcover.runs.metrics_log import UNANSWERED
-from fedcover.server.npy_codec import InvalidReply
+from fedcover.server.raw_arrays import InvalidReply
 from fedcover.server.reply_format import PendingTask, RawReply, pending_task
 from fedcover.server.reply_validation import Rejection
+from fedcover.server.safetensors_codec import unpack_arrays
 from fedcover.server.task_ledger import TaskLedger
 from fedcover.submodels.unit_groups import groups_to_json
 from fedcover.types import Assignment, Client, Engine, Reduction, State, Task, Update

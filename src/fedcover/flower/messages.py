@@ -10,7 +10,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from fedcover.errors import InvalidValue
 
 TASK, PARTS, REPORT, ANSWERS, EXTRA_CONFIG = "task", "parts", "report", "answers", "own"
-PAYLOAD_STYPE = "fedcover.bundle"
+PAYLOAD_STYPE = "fedcover.safetensors"
 CLIENT_INFO, CLIENT_INFO_STYPE = "rows", "fedcover.column"
 CLIENT_INFO_ARRAYS = ("samples", "labels")
 """How a node describes its clients' rows: as bytes, since Python objects take more memory."""
@@ -101,7 +101,7 @@ def read_request(message: Message) -> TaskRequest:
         threads=task["threads"],
         experiment=task["experiment"],
         client_tasks=tuple(ClientTask(*row) for row in rows),
-        payloads=tuple(arrays[str(index)].data for index in range(len(arrays))),
+        payloads=tuple(_from_array(arrays[str(index)]) for index in range(len(arrays))),
         extra_config=dict(content.config_records[EXTRA_CONFIG]),
         groups=task.get("groups", ""),
     )
@@ -175,5 +175,8 @@ def _to_array(payload: bytes) -> Array:
 
 def _from_array(array: Array) -> bytes:
     if array.stype != PAYLOAD_STYPE:
-        raise InvalidValue(f"tensors must travel as {PAYLOAD_STYPE}; got {array.stype!r:.40}")
+        raise InvalidValue(
+            f"tensors must travel as {PAYLOAD_STYPE}; got {array.stype!r:.40}: "
+            "server and nodes need the same fedcover"
+        )
     return array.data

@@ -13,6 +13,8 @@ from fedcover.flower.input_scales import InputScale
 if TYPE_CHECKING:  # it imports torch, which would delay the answer to a query
     from fedcover.types import ClientInfo
 
+MESSAGE_FORMAT = 2
+"""The format of messages: 2 since tensors travel as safetensors. Nodes before it report none."""
 NO_PARTITION = (-1, 0)
 """The partition id and the number of partitions of a node whose configuration names neither."""
 
@@ -23,7 +25,7 @@ class NodeInfo:
 
     A node without a partition has `NO_PARTITION` until the registry assigns one.
     `client_info` describe its clients' rows, if clients' data are on nodes; `scale` is that of
-    their inputs, if the node reports it.
+    their inputs, if the node reports it. `message_format` is `MESSAGE_FORMAT` as the node knows it.
     """
 
     node: int
@@ -33,6 +35,7 @@ class NodeInfo:
     version: str
     client_info: Sequence["ClientInfo"] = ()
     scale: InputScale | None = None
+    message_format: int = MESSAGE_FORMAT
 
     @property
     def partition(self) -> str:

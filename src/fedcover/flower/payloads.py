@@ -1,41 +1,22 @@
-"""The tensors of a message as bytes: all of a client's in one payload, without what is cut."""
+"""The tensors of a message as bytes: all of a client's in one payload, without what is cut.
 
-import io
-import json
-import re
-import struct
-from collections.abc import Container, Iterator, Mapping
+A payload is a safetensors file, which `server/safetensors_codec.py` writes and reads.
+"""
+
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedcover.errors import InvalidValue
-from fedcover.server.npy_codec import (
-    NUMPY,
-    ArraySpec,
-    InvalidReply,
-    RawArray,
-    array_spec,
-    as_array,
-    decode_array,
-    safe_repr,
-)
+from fedcover.server.raw_arrays import ArraySpec, array_spec, as_array, decode_array
+from fedcover.server.safetensors_codec import unpack_arrays
 from fedcover.submodels.encoding import decode, encode
 from fedcover.submodels.partial_params import PartialParams
 from fedcover.submodels.reductions import Masks, Slices
 from fedcover.tensors import to_device
 from fedcover.types import Model, Params, Reduction
-
-MAX_INDEX_BYTES = 4 * 2**20
-"""The most bytes of the index of a payload."""
-MAX_NAME_LENGTH = 4000
-"""The most characters of a tensor's name as JSON."""
-_INDEX_ROW = re.compile(  # possessive: to backtrack, Python would need 175 bytes per character
-    rb'(\[|, )\[("(?:[^"\\]|\\.){0,4096}+"), "([a-z0-9_]{1,16})", '
-    rb"\[((?:\d{1,19}(?:, \d{1,19}){0,63}+)?)\], (\d{1,15})\]"
-)
-_INDEX_END = ord("]")
 
 
 def encode_reduction(reduction: Reduction, model: Model) -> tuple[bytes, Reduction]:
@@ -61,87 +42,6 @@ def decode_reduction(encoded: bytes, model: Model) -> Reduction:
     """Decode the reduction that `encode_reduction` wrote for the same model."""
     prunable = {name: model.module.get_parameter(name) for name in model.prunable}
     return decode(encoded, model.groups, prunable)
-
-
-def pack_arrays(arrays: Mapping[str, np.ndarray]) -> bytes:
-    """Pack named arrays into one payload: an index, then each array as an .npy file.
-
-    For Flower that is one object instead of hundreds.
-
-    >>> payload = pack_arrays({"w": np.zeros(2, np.float32)})
-    >>> {name: array.shape for name, array in unpack_arrays(payload).items()}
-    {'w': [2]}
-    """
-    for name in arrays:
-        if len(json.dumps(name)) > MAX_NAME_LENGTH:
-            raise InvalidValue(
-                f"names of tensors that travel must be shorter than 4,000 characters; got {name:.40}..."
-            )
-    index: list[list[object]] = []
-    pieces: list[bytes | memoryview] = []
-    for name, array in arrays.items():
-        contiguous = np.ascontiguousarray(array).reshape(array.shape)
-        header = _npy_header(contiguous)
-        pieces += [header, contiguous.reshape(-1).view(np.uint8).data]
-        num_bytes = len(header) + contiguous.nbytes
-        index.append([name, str(array.dtype), list(array.shape), num_bytes])
-    encoded_index = json.dumps(index).encode()
-    # the only copy of the numbers
-    return b"".join([struct.pack("<Q", len(encoded_index)), encoded_index, *pieces])
-
-
-def _npy_header(array: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
-    return file.getvalue()
-
-
-def unpack_arrays(payload: bytes, names: Container[str] | None = None) -> dict[str, RawArray]:
-    """Split a payload into its arrays, without decoding them.
-
-    The index is read row by row, and only up to a name that is not among `names`. As Python
-    objects, an index that a stranger wrote could take many times its bytes.
-
-    Raises:
-        InvalidValue: If the index cannot be read, or does not describe the payload.
-        InvalidReply: If an array is not among `names`.
-    """
-    (index_bytes,) = struct.unpack("<Q", payload[:8].ljust(8, b"\xff"))
-    if index_bytes > min(MAX_INDEX_BYTES, len(payload) - 8):
-        raise InvalidValue("the payload has no index")
-    content = memoryview(payload)[8 + index_bytes :]
-    arrays: dict[str, RawArray] = {}
-    offset = 0
-    for name, dtype, shape, num_bytes in _read_index(payload, 8, 8 + index_bytes):
-        if names is not None and name not in names:
-            raise InvalidReply("extra array", safe_repr(name))
-        if name in arrays:
-            raise InvalidValue("the payload's index names an array twice")
-        arrays[name] = RawArray(dtype, shape, NUMPY, content[offset : offset + num_bytes])
-        offset += num_bytes
-    if offset != len(content):
-        raise InvalidValue("the payload's index does not add up to its bytes")
-    return arrays
-
-
-def _read_index(payload: bytes, start: int, end: int) -> Iterator[tuple[str, str, list[int], int]]:
-    """Yield name, type, shape and number of bytes of each array in a payload's index."""
-    if payload[start : start + 3] == b"[]" and end == start + 2:
-        return
-    offset, separator = start, b"["
-    while offset != end - 1 or payload[offset] != _INDEX_END:
-        row = _INDEX_ROW.match(payload, offset, end)
-        if row is None or row[1] != separator:
-            raise InvalidValue(f"the payload's index cannot be read at byte {offset - start}")
-        try:
-            name = json.loads(row[2])
-        except ValueError as error:
-            raise InvalidValue(
-                f"the payload's index cannot be read at byte {offset - start}"
-            ) from error
-        shape = [int(size) for size in row[4].split(b", ") if size]
-        yield name, row[3].decode(), shape, int(row[5])
-        offset, separator = row.end(), b", "
 
 
 def unpack_sections(

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from fedcover.errors import InvalidValue, RunError
 from fedcover.flower.events import EventLog
 from fedcover.flower.node_registry import NodeRegistry
-from fedcover.flower.nodes import NodeInfo
+from fedcover.flower.nodes import MESSAGE_FORMAT, NodeInfo
 from fedcover.flower.reply_download import FailedReply
 from fedcover.flower.sampling import Sampling
 from fedcover.flower.transport import Transport
@@ -79,6 +79,11 @@ def _try_register(
     """Register a node; return why it cannot take part, or an empty string."""
     if info.version != __version__:
         return f"the node has fedcover {info.version!a:.40}, the server {__version__}"
+    if info.message_format != MESSAGE_FORMAT:
+        return (
+            f"the node's fedcover writes messages of format {info.message_format}, the server's "
+            f"of format {MESSAGE_FORMAT}: install the server's fedcover on the node"
+        )
     earlier_nodes = dict(node_registry.node_info)
     try:
         node_registry.add(info, connected_nodes)

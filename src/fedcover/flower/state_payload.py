@@ -5,13 +5,12 @@ import torch
 from fedcover.flower.payloads import (
     expected_part,
     gather_kept,
-    pack_arrays,
     prefix_names,
     scatter_kept,
-    unpack_arrays,
     unpack_sections,
 )
 from fedcover.models.norms import running, statistics_key
+from fedcover.server.safetensors_codec import pack_arrays, unpack_arrays
 from fedcover.submodels.reductions import without_masks
 from fedcover.tensors import to_device
 from fedcover.types import Client, Params, Reduction, State, Task

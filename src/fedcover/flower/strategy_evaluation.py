@@ -16,8 +16,9 @@ from fedcover.flower.client_evaluation import (
     metrics_violation,
 )
 from fedcover.flower.messages import EVALUATE, ClientTask, TaskRequest, request_message
-from fedcover.flower.payloads import encode_reduction, gather_kept, pack_arrays, prefix_names
+from fedcover.flower.payloads import encode_reduction, gather_kept, prefix_names
 from fedcover.models.norms import calibrate, running
+from fedcover.server.safetensors_codec import pack_arrays
 from fedcover.submodels.build import submodel
 from fedcover.submodels.unit_groups import groups_to_json
 from fedcover.types import Client, Model, Params, Reduction

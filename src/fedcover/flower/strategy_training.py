@@ -14,8 +14,9 @@ from fedcover.errors import InvalidValue
 from fedcover.flower.engine import validate_result
 from fedcover.flower.messages import ClientTask, TaskRequest, read_results, request_message
 from fedcover.flower.node_data import MAX_SAMPLES
-from fedcover.flower.payloads import encode_reduction, gather_kept, pack_arrays, prefix_names
+from fedcover.flower.payloads import encode_reduction, gather_kept, prefix_names
 from fedcover.server.reply_format import PendingTask
+from fedcover.server.safetensors_codec import pack_arrays
 from fedcover.server.task_ledger import TaskLedger
 from fedcover.submodels.unit_groups import groups_to_json
 from fedcover.types import Client, Model, Params, Reduction, Update

@@ -234,11 +234,13 @@ def _parse_node_info(node: int, reply: Message) -> NodeInfo | FailedReply:
             return FailedReply("rejected", f"its node says: {str(hello['error'])[:300]!a}")
         partition_id, num_partitions = hello["place"], hello["places"]
         capacity, version = hello["capacity"], hello["version"]
+        message_format = hello.get("format", 1)
         if (
             not _is_partition(partition_id, num_partitions)
             or type(capacity) is not float
             or not 0 <= capacity <= 1
             or type(version) is not str
+            or type(message_format) is not int
         ):
             return FailedReply("rejected", "its answer to the query is invalid")
         arrays: Any = reply.content.array_records.get(CLIENT_INFO, {})
@@ -251,7 +253,14 @@ def _parse_node_info(node: int, reply: Message) -> NodeInfo | FailedReply:
     except (KeyError, TypeError, ValueError):
         return FailedReply("rejected", "its answer to the query lacks a required field")
     return NodeInfo(
-        node, partition_id, num_partitions, capacity or None, version, client_info, scale
+        node,
+        partition_id,
+        num_partitions,
+        capacity or None,
+        version,
+        client_info,
+        scale,
+        message_format,
     )
 
 

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from fedcover.models.norms import statistics_key
-from fedcover.server.npy_codec import HEADER, ArraySpec, RawArray, array_spec, as_array
+from fedcover.server.raw_arrays import ArraySpec, RawArray, array_spec, as_array
+from fedcover.server.safetensors_codec import ARRAY_OVERHEAD
 from fedcover.submodels.reductions import TrainedSubset, without_masks
 from fedcover.types import Client, Params, Reduction, State, Task, Update
 
@@ -83,7 +84,7 @@ class PendingTask:
     @cached_property
     def byte_limit(self) -> int:
         """An upper bound on the bytes of an honest reply."""
-        return sum(spec.bytes + HEADER for spec in self.expected_arrays.values())
+        return sum(spec.bytes + ARRAY_OVERHEAD for spec in self.expected_arrays.values())
 
 
 def pending_task(

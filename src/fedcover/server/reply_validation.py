@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedcover.server.npy_codec import InvalidReply, RawArray, decode_array, safe_repr
+from fedcover.server.raw_arrays import InvalidReply, RawArray, decode_array, safe_repr
 from fedcover.server.reply_format import PendingTask, RawReply
 from fedcover.submodels.reductions import TrainedSubset
 from fedcover.tensors import norm
@@ -30,10 +30,9 @@ REJECTION_REASONS = {
     "malformed metrics": "the metrics are not the expected ones, not finite, or beyond 3.4e38",
     "missing array": "an expected array is missing",
     "extra array": "the reply has an array that was not asked for",
-    "pickled": "an array is not in NumPy's own format, or holds Python objects",
-    "wrong dtype": "an array has another number type, as declared or as stored",
-    "wrong shape": "an array has another shape, as declared or as stored",
-    "damaged array": "an array is no valid .npy file, or has not the bytes that its shape needs",
+    "wrong dtype": "an array has another number type",
+    "wrong shape": "an array has another shape",
+    "damaged array": "an array has not the bytes that its shape needs",
     "not finite": "an array holds NaN or infinity",
     "negative variance": "a running variance is below zero",
     "absurd norm": "the update is longer than any honest one",

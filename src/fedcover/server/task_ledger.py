@@ -6,7 +6,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Container
 
-from fedcover.server.npy_codec import safe_repr
+from fedcover.server.raw_arrays import safe_repr
 from fedcover.server.reply_format import PendingTask, RawReply
 from fedcover.server.reply_validation import Rejection, validate_reply
 from fedcover.types import Update
