@@ -12,7 +12,7 @@ import pytest
 
 import fedcover as fc
 from fedcover.errors import RunError
-from fedcover.runs.setup import prepare
+from fedcover.runs.setup import prepare_workload
 from tests.helpers.worlds import same
 
 FIELDS = {
@@ -217,5 +217,5 @@ def test_processes_auto_depends_on_the_length_of_a_run(monkeypatch):
     for rounds in (2, 100_000):
         experiment = fc.Experiment(**{**FIELDS, "rounds": rounds})
         machine = fc.Machine(device="cpu", processes="auto").resolved()
-        chosen.append(machine.for_setup(prepare(experiment, machine)).processes)
+        chosen.append(machine.for_workload(prepare_workload(experiment, "cpu")).processes)
     assert chosen == [1, 2]

@@ -4,7 +4,7 @@ import pytest
 
 import fedcover as fc
 from fedcover.runs.machine import engine_for
-from fedcover.runs.setup import prepare
+from fedcover.runs.setup import prepare, prepare_workload
 from fedcover.training.engines import stacked_layers
 
 IMAGES = {"dataset": "digits", "model": "cnn", "clients": 20}
@@ -27,26 +27,35 @@ def _with_triton(monkeypatch):
     monkeypatch.setattr(stacked_layers, "find_spec", lambda name: name)
 
 
-def setup(**fields):
-    return prepare(fc.Experiment(**{**IMAGES, **fields}), fc.Machine(device="cpu").resolved())
+def workload(**fields):
+    return prepare_workload(fc.Experiment(**{**IMAGES, **fields}), "cpu")
 
 
 @pytest.mark.parametrize(("fields", "engine"), CASES.values(), ids=CASES.keys())
 def test_auto_engine_on_a_gpu(fields, engine):
-    assert engine_for(setup(**fields), "auto", "cuda") == engine
+    assert engine_for(workload(**fields), "auto", "cuda") == engine
 
 
 def test_auto_engine_without_triton_uses_streams(monkeypatch):
     monkeypatch.setattr(stacked_layers, "find_spec", lambda name: None)
-    assert engine_for(setup(), "auto", "cuda:1") == "streams"
+    assert engine_for(workload(), "auto", "cuda:1") == "streams"
 
 
 def test_auto_engine_on_a_cpu_compiles_long_runs():
-    assert [engine_for(setup(rounds=rounds), "auto", "cpu") for rounds in (1, 10_000)] == [
+    assert [engine_for(workload(rounds=rounds), "auto", "cpu") for rounds in (1, 10_000)] == [
         "sequential",
         "batched",
     ]
 
 
 def test_named_engine_is_used():
-    assert engine_for(setup(), "sequential", "cuda") == "sequential"
+    assert engine_for(workload(), "sequential", "cuda") == "sequential"
+
+
+def test_a_setup_leads_to_the_same_choices_as_its_workload():
+    experiment = fc.Experiment(**{**IMAGES, "rounds": 10_000})
+    machine = fc.Machine(device="cpu", processes="auto").resolved()
+    setup = prepare(experiment, machine)
+    chosen = machine.for_setup(setup)
+    assert chosen == machine.for_workload(prepare_workload(experiment, "cpu"))
+    assert (chosen.engine, machine.engine) == ("batched", "auto")

@@ -19,7 +19,7 @@ from fedcover.flower.node_task import LastTask, TaskInputs
 from fedcover.flower.payloads import encode_reduction
 from fedcover.flower.state_payload import build_payload
 from fedcover.runs.machine import Machine
-from fedcover.runs.setup import prepare
+from fedcover.runs.setup import prepare, prepare_workload
 from fedcover.server.round import initial_state, start_round
 from fedcover.submodels.unit_groups import groups_to_json
 from tests.helpers.own_rows import written
@@ -46,7 +46,7 @@ def calls(monkeypatch):
 
         return call
 
-    monkeypatch.setattr(node_task, "prepare", counted("prepare", prepare))
+    monkeypatch.setattr(node_task, "prepare_workload", counted("prepare", prepare_workload))
     rows_from_file = counted("rows", node_data.rows_from_file)
     monkeypatch.setattr(node_data, "rows_from_file", rows_from_file)
     return counts

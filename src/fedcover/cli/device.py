@@ -25,7 +25,7 @@ from fedcover.errors import InvalidValue
 from fedcover.flower.node_data import MAX_LABELS, load_standalone_node_data
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.machine import Machine
-from fedcover.runs.setup import Overrides, prepare
+from fedcover.runs.setup import Overrides, build_setup, prepare_workload
 
 MAX_MEGABYTES = 1e9
 
@@ -88,9 +88,11 @@ def capacity(
     machine = Machine(device=device, threads=threads).resolved()
     _check_rows(config.partition, rows, classes)
     overrides = _local_rows(config, rows, classes, machine.device) if rows else None
-    setup = prepare(config, machine, data=data, overrides=overrides)
+    workload = prepare_workload(config, machine.device, data=data, overrides=overrides)
+    machine = machine.for_workload(workload)
+    setup = build_setup(config, workload, machine, overrides)
     memory_limit = None if memory is None else int(memory * 1e6)
-    with machine.for_setup(setup).applied():
+    with machine.applied():
         proposal = propose(setup, memory=memory_limit, seconds=seconds, tell=console.notify)
     if json:
         return console.show_json(proposal.as_dict())

@@ -21,7 +21,7 @@ from fedcover.flower.nodes import DataRequirements, clients_of, read_node_config
 from fedcover.runs.components import build_meta_model
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.machine import Machine
-from fedcover.runs.setup import Overrides, prepare
+from fedcover.runs.setup import Overrides, prepare_workload
 from fedcover.submodels.unit_groups import groups_from_json
 from fedcover.types import Task
 from fedcover.version import __version__
@@ -83,17 +83,17 @@ def _node_rows(
 
 def prepare_task(inputs: TaskInputs) -> Task:
     """Prepare the experiment for this node, with its own rows if clients' data are on nodes."""
-    experiment = Experiment.from_toml(inputs.experiment)
+    experiment, device = Experiment.from_toml(inputs.experiment), inputs.machine.device
     unit_groups = groups_from_json(inputs.groups) if inputs.groups else None
     build = partial(build_meta_model, known_groups=unit_groups)
     if inputs.rows is None:
         overrides = Overrides(build=build)
-        return prepare(experiment, inputs.machine, data=inputs.data, overrides=overrides).task
+        return prepare_workload(experiment, device, data=inputs.data, overrides=overrides).task
     rows = inputs.rows
-    source = load_node_data(
-        rows.path, experiment, rows.clients, rows.requirements, inputs.machine.device
-    )
-    return prepare(experiment, inputs.machine, overrides=Overrides(source=source, build=build)).task
+    source = load_node_data(rows.path, experiment, rows.clients, rows.requirements, device)
+    return prepare_workload(
+        experiment, device, overrides=Overrides(source=source, build=build)
+    ).task
 
 
 class LastTask:

@@ -4,11 +4,12 @@ Read the modules in this order to follow `fedcover run experiment.toml`:
 
 1. `toml_fields`, `presets` and `experiment`: read and validate the fields.
 2. `api.run`: the whole run, from the experiment to the result.
-3. `setup.prepare`, with `components` and `checks`: build data, model, policy, rule and engine.
-4. `machine`: choose device, engine, threads and processes.
-5. `run_folder` and `session`: write the files; `checkpoints` writes the states.
-6. `launch` and `worker`: share the rounds with other processes, if there are any.
-7. `fedcover.server.round.run_round`: one round.
+3. `setup.prepare_workload`, with `components` and `checks`: build data, model and recipe.
+4. `workload` and `machine`: choose device, engine, threads and processes.
+5. `setup.build_setup`: add the policy, the rule and the engine.
+6. `run_folder` and `session`: write the files; `checkpoints` writes the states.
+7. `launch` and `worker`: share the rounds with other processes, if there are any.
+8. `fedcover.server.round.run_round`: one round.
 
 `sweep`, `sweep_workers` and `lockstep` run many experiments at once.
 """

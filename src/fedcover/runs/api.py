@@ -27,7 +27,7 @@ from fedcover.runs.released_rounds import all_metrics, warn_of_removable_noise
 from fedcover.runs.run_folder import Folder
 from fedcover.runs.run_result import Run
 from fedcover.runs.session import RunSession, check_same_model, load_latest
-from fedcover.runs.setup import Overrides, prepare
+from fedcover.runs.setup import Overrides, build_setup, prepare, prepare_workload
 from fedcover.server.round import RoundReport, initial_state, run_round
 from fedcover.types import Dataset, EngineFunction, Model, PolicyFunction, State
 
@@ -81,10 +81,11 @@ def run(
     experiment = _as_experiment(experiment)
     check_data_is_local(experiment, engine)
     machine = (machine or Machine()).resolved()
-    setup = prepare(experiment, machine, data=data, overrides=overrides)
-    machine = limit_processes(machine.for_setup(setup), setup)
+    workload = prepare_workload(experiment, machine.device, data=data, overrides=overrides)
+    machine = limit_processes(machine.for_workload(workload), experiment.active)
+    setup = build_setup(experiment, workload, machine, overrides)
     with machine.applied():
-        job = WorkerJob(experiment, machine, data, overrides, setup.experiment.rounds)
+        job = WorkerJob(experiment, machine, data, overrides, experiment.rounds)
         if folder is None:
             session = RunSession(experiment, setup, initial_state(setup), [])
             return _run_rounds(job, session, watch)
@@ -151,9 +152,9 @@ def resume(
             )
             if session.running:
                 check_data_is_local(experiment, engine)
-            machine = limit_processes(machine, setup)
+            machine = limit_processes(machine, experiment.active)
             run_folder.record_machine(machine, session.state.round)
-            job = WorkerJob(experiment, machine, data, overrides, setup.experiment.rounds)
+            job = WorkerJob(experiment, machine, data, overrides, experiment.rounds)
             return _run_rounds(job, session, watch)
 
 
@@ -247,7 +248,7 @@ def replay(
         setup = prepare(experiment, machine, data=data, overrides=overrides)
         state = checkpoints.load_checkpoint(files[round], experiment.digest, machine.device)
         check_same_model(run_folder, setup, state)
-        machine = limit_processes(machine, setup)
+        machine = limit_processes(machine, experiment.active)
         job = WorkerJob(experiment, machine, data, overrides, round + 1)
         with launch_workers(job, setup, state) as shared_setup:
             return run_round(shared_setup, state)

@@ -63,21 +63,19 @@ def torchrun_size() -> int:
     return 1 if torchrun_rank() is None else int(os.environ["WORLD_SIZE"])
 
 
-def limit_processes(machine: Machine, setup: Setup) -> Machine:
-    """Return the machine with at most one process for each client of a round.
+def limit_processes(machine: Machine, active: int) -> Machine:
+    """Return the machine with at most one process for each of the `active` clients of a round.
 
     More would have nothing to do. The processes of torchrun are already running, so their number
     stays.
     """
     requested = int(machine.processes)
-    if requested <= setup.experiment.active or torchrun_size() > 1:
+    if requested <= active or torchrun_size() > 1:
         return machine
     log.warning(
-        "processes: %d, as a round has no more clients; %d were asked for",
-        setup.experiment.active,
-        requested,
+        "processes: %d, as a round has no more clients; %d were asked for", active, requested
     )
-    return replace(machine, processes=setup.experiment.active)
+    return replace(machine, processes=active)
 
 
 @contextmanager

@@ -16,11 +16,11 @@ from fedcover.data import datasets
 from fedcover.errors import InvalidValue, TrainingDiverged
 from fedcover.log import log, warn_once
 from fedcover.runs.experiment import Experiment
-from fedcover.runs.machine import Machine, engine_for, has_small_steps
+from fedcover.runs.machine import Machine
 from fedcover.runs.metrics_log import Metrics
 from fedcover.runs.run_folder import Folder
 from fedcover.runs.session import RunSession, load_latest
-from fedcover.runs.setup import Overrides, prepare
+from fedcover.runs.setup import Overrides, build_setup, prepare_workload
 from fedcover.server.round import (
     PendingRound,
     RoundReport,
@@ -28,7 +28,6 @@ from fedcover.server.round import (
     initial_state,
     start_round,
 )
-from fedcover.server.round_setup import Setup
 from fedcover.training.engines.batched import train_stacked
 from fedcover.training.engines.client_inputs import ClientJob, JobResult
 from fedcover.training.engines.fingerprint import fingerprint
@@ -78,11 +77,10 @@ def run_in_lockstep(
         cache = RunnerCache()
         while waiting:
             with machine.applied(), ExitStack() as folders:
-                opener = _SessionOpener(machine, data, datasets_by_name, runs, folders)
-                sessions = opener.open_batch(waiting)
-                threads = _single_process_machine(machine, sessions[0].setup).threads
-                with replace(machine, threads=threads).applied():
-                    yield from _run_sessions(sessions, family, cache, machine, watch)
+                opener = _RunOpener(machine, data, datasets_by_name, runs, folders)
+                batch = opener.open_batch(waiting)
+                with replace(machine, threads=batch[0].machine.threads).applied():
+                    yield from _run_batch(batch, family, cache, watch)
 
 
 def lockstep_key(experiment: Experiment) -> object:
@@ -102,8 +100,44 @@ def lockstep_key(experiment: Experiment) -> object:
 # ── opening the runs ────────────────────────────────────────────────────────────────────────────
 
 
+@dataclass(frozen=True)
+class _LockstepRun:
+    """A run of a sweep.
+
+    `machine` is what the run would choose if it were alone, in this process. `small_steps` is
+    whether one client's step is too little work to keep a processor busy.
+    """
+
+    session: RunSession
+    machine: Machine
+    small_steps: bool
+
+    @property
+    def engine(self) -> str:
+        """The engine that is most similar to training in lockstep, for the manifest."""
+        return _engine_in_lockstep(self.machine, self.small_steps)
+
+    @property
+    def max_runs(self) -> int:
+        """How many such runs together keep the device busy."""
+        device = self.machine.device
+        if self.small_steps:
+            max_clients = CLIENTS_AT_ONCE[device.partition(":")[0]]
+        elif device == "cpu":
+            max_clients = 1
+        else:
+            max_clients = LARGE_CLIENTS_AT_ONCE.get(self.machine.engine, 1)
+        return max(1, max_clients // self.session.experiment.active)
+
+
+def _engine_in_lockstep(machine: Machine, small_steps: bool) -> str:
+    if small_steps and (machine.engine, machine.device) != ("sequential", "cpu"):
+        return "batched"
+    return machine.engine
+
+
 @dataclass
-class _SessionOpener:
+class _RunOpener:
     """Opens runs of a sweep; each data set is loaded and moved to the device once."""
 
     machine: Machine
@@ -112,23 +146,30 @@ class _SessionOpener:
     runs: Path | None
     folders: ExitStack
 
-    def open_batch(self, waiting: list[Experiment]) -> list[RunSession]:
+    def open_batch(self, waiting: list[Experiment]) -> list[_LockstepRun]:
         """Open as many waiting runs as keep the device busy, and remove them from the list."""
-        first = self.open_session(waiting.pop(0))
-        sessions = [first]
-        limit = _sessions_at_once(first.setup, self.machine)
-        while waiting and len(sessions) < limit:
-            sessions.append(self.open_session(waiting.pop(0)))
-        return sessions
+        first = self.open_run(waiting.pop(0))
+        batch = [first]
+        while waiting and len(batch) < first.max_runs:
+            batch.append(self.open_run(waiting.pop(0)))
+        return batch
 
-    def open_session(self, experiment: Experiment) -> RunSession:
+    def open_run(self, experiment: Experiment) -> _LockstepRun:
         """Open a run at its beginning, or where its folder ends."""
         overrides = Overrides(dataset=self._shared_dataset(experiment.dataset))
-        setup = prepare(experiment, self.machine, data=self.data, overrides=overrides)
+        workload = prepare_workload(
+            experiment, self.machine.device, data=self.data, overrides=overrides
+        )
+        # within a sweep, a run uses this process only
+        machine = replace(self.machine, processes=1).for_workload(workload)
+        setup = build_setup(experiment, workload, machine, overrides)
+        small_steps = workload.has_small_steps()
         if self.runs is None:
-            return RunSession(experiment, setup, initial_state(setup), [])
+            session = RunSession(experiment, setup, initial_state(setup), [])
+            return _LockstepRun(session, machine, small_steps)
         folder = Folder(self.runs / experiment.name)
-        self._lock(folder, experiment, setup)
+        recorded_engine = _engine_in_lockstep(machine, small_steps)
+        self._lock(folder, experiment, replace(machine, engine=recorded_engine))
         # other functions must be noticed first: `folder.experiment` would import them
         other_functions = folder.names_other_functions(experiment)
         if other_functions or folder.experiment.digest != experiment.digest:
@@ -139,16 +180,14 @@ class _SessionOpener:
         state, metrics = load_latest(folder, setup, self.machine.device, log.warning)
         session = RunSession(experiment, setup, state, metrics, folder)
         self.folders.enter_context(session.checkpoint_on_exit())
-        return session
+        return _LockstepRun(session, machine, small_steps)
 
-    def _lock(self, folder: Folder, experiment: Experiment, setup: Setup) -> None:
+    def _lock(self, folder: Folder, experiment: Experiment, machine: Machine) -> None:
         """Open the folder of a run, or create it, until `folders` is closed."""
         if (folder.path / "experiment.toml").exists():
             self.folders.enter_context(folder.opened())
-            return
-        machine = _single_process_machine(self.machine, setup)
-        machine = replace(machine, engine=_engine_of(setup, self.machine))
-        self.folders.enter_context(folder.created(experiment, machine, Overrides(), self.data))
+        else:
+            self.folders.enter_context(folder.created(experiment, machine, Overrides(), self.data))
 
     def _shared_dataset(self, name: str) -> Dataset | None:
         """Return a named data set on the device; None if every run must make its own."""
@@ -163,59 +202,34 @@ class _SessionOpener:
         return self.datasets_by_name[name]
 
 
-def _engine_of(setup: Setup, machine: Machine) -> str:
-    """Return the engine that is most similar to training in lockstep, for the manifest."""
-    engine_alone = engine_for(setup, machine.engine, machine.device)
-    if has_small_steps(setup) and (engine_alone, machine.device) != ("sequential", "cpu"):
-        return "batched"
-    return engine_alone
-
-
-def _sessions_at_once(setup: Setup, machine: Machine) -> int:
-    """Return how many runs together keep the device busy."""
-    if has_small_steps(setup):
-        max_clients = CLIENTS_AT_ONCE[machine.device.partition(":")[0]]
-    elif machine.device == "cpu":
-        max_clients = 1
-    else:
-        engine = engine_for(setup, machine.engine, machine.device)
-        max_clients = LARGE_CLIENTS_AT_ONCE.get(engine, 1)
-    return max(1, max_clients // setup.experiment.active)
-
-
-def _single_process_machine(machine: Machine, setup: Setup) -> Machine:
-    """Return the machine for one run: within a sweep, a run uses this process only."""
-    return replace(machine, processes=1).for_setup(setup)
-
-
 # ── running their rounds ────────────────────────────────────────────────────────────────────────
 
 
-def _run_sessions(
-    sessions: Sequence[RunSession],
+def _run_batch(
+    batch: Sequence[_LockstepRun],
     family: object,
     cache: RunnerCache,
-    machine: Machine,
     watch: SweepCallback | None,
 ) -> Iterator[FinishedRun]:
     """Run the rounds of all runs in lockstep until the last run has ended."""
-    for session in sessions:
-        if not session.running:
-            session.finish()  # it may have been stopped before its summary was written
-            yield _finished(session, machine)
-    while running := [session for session in sessions if session.running]:
+    for run in batch:
+        if not run.session.running:
+            run.session.finish()  # it may have been stopped before its summary was written
+            yield _finished(run)
+    while running := [run for run in batch if run.session.running]:
+        sessions = [run.session for run in running]
         pending_rounds = [
-            start_round(session.setup, session.state, session.cache) for session in running
+            start_round(session.setup, session.state, session.cache) for session in sessions
         ]
         start = time.perf_counter()
-        results = _train_cohorts(running, pending_rounds, family, cache, machine)
+        results = _train_cohorts(running, pending_rounds, family, cache)
         # they trained together, so each run accounts for an equal share of the time
         seconds = (time.perf_counter() - start) / len(running)
-        for session, pending, updates in zip(running, pending_rounds, results, strict=True):
+        for run, pending, updates in zip(running, pending_rounds, results, strict=True):
             pending.clock.seconds["training"] = seconds
-            _finish_round(session, pending, updates, watch)
-            if not session.running:
-                yield _finished(session, machine)
+            _finish_round(run.session, pending, updates, watch)
+            if not run.session.running:
+                yield _finished(run)
 
 
 def _finish_round(
@@ -241,29 +255,29 @@ def _finish_round(
         session.finish()
 
 
-def _finished(session: RunSession, machine: Machine) -> FinishedRun:
-    engine = _engine_of(session.setup, machine)
-    return FinishedRun(session.experiment, session.metrics, session.diverged, engine)
+def _finished(run: _LockstepRun) -> FinishedRun:
+    session = run.session
+    return FinishedRun(session.experiment, session.metrics, session.diverged, run.engine)
 
 
 # ── training the clients of all runs ────────────────────────────────────────────────────────────
 
 
 def _train_cohorts(
-    sessions: Sequence[RunSession],
+    runs: Sequence[_LockstepRun],
     pending_rounds: Sequence[PendingRound],
     family: object,
     cache: RunnerCache,
-    machine: Machine,
 ) -> list[list[Update] | TrainingDiverged]:
     """Train the clients of all runs, together where possible; return each run's updates."""
+    sessions = [run.session for run in runs]
     jobs_by_session = [
         _jobs_of(session, pending, family)
         for session, pending in zip(sessions, pending_rounds, strict=True)
     ]
     all_jobs = [job for jobs in jobs_by_session for job in jobs]
     try:
-        results, remaining = _train_together(sessions[0].setup, all_jobs, cache, machine)
+        results, remaining = _train_together(runs[0], all_jobs, cache)
     except UnsupportedByEngine as reason:
         warn_once(f"{reason}, so the runs of the sweep are trained one after another")
         results, remaining = [], all_jobs
@@ -319,17 +333,16 @@ def _module_kind(module: nn.Module) -> object:
 
 
 def _train_together(
-    setup: Setup, jobs: Sequence[ClientJob], cache: RunnerCache, machine: Machine
+    first: _LockstepRun, jobs: Sequence[ClientJob], cache: RunnerCache
 ) -> tuple[list[JobResult], Sequence[ClientJob]]:
     """Train the clients of several runs together; return results and the jobs not done.
 
-    Small steps are stacked. On a GPU, larger ones are computed as the run's engine does. On a
+    Small steps are stacked. On a GPU, larger ones are computed as the first run's engine does. On a
     CPU, only compiled stacks pay.
     """
-    engine_alone = engine_for(setup, machine.engine, machine.device)
-    small = has_small_steps(setup)
-    if machine.device == "cpu" and not (small and engine_alone == "batched"):
+    machine, small = first.machine, first.small_steps
+    if machine.device == "cpu" and not (small and machine.engine == "batched"):
         return [], jobs
-    if small or engine_alone == "batched":
+    if small or machine.engine == "batched":
         return train_stacked(jobs, cache, machine.precision)
     return list(train_on_streams(jobs, cache, machine.precision)), []

@@ -12,74 +12,23 @@ import torch
 
 from fedcover.errors import InvalidValue, unknown
 from fedcover.log import warn_once
-from fedcover.models.norms import statistics_key
-from fedcover.server.cohort import cohort_of
+from fedcover.runs.workload import Workload
 from fedcover.server.round_setup import Setup
-from fedcover.training.engines import ENGINES, PRECISIONS, stacked_layers
+from fedcover.training.engines import ENGINES, PRECISIONS
 
 WORTH_COMPILING = 100_000
 """Steps of all clients in a run from which on compiling them pays; it takes 10 to 40 seconds."""
 
-SMALL_STEP = 100_000_000
-"""Multiply-adds of a forward pass below which a second thread waits more than it works."""
-
-LARGE_STEP = 10_000_000_000
-"""Multiply-adds of a client's forward pass from which on torch's convolutions fill a GPU.
-
-Measured on an H200: at 2 billion (WRN28-2, ten images) stacking clients was 1.6 times faster, at
-34 billion (WRN28-8) it was not.
-"""
-
 MAX_THREADS = 1024
 
-STEP_SECONDS, MULTIPLY_ADDS_PER_SECOND = 2e-4, 1e10
-"""Least time of a local step, and its speed: a rough estimate, to see if processes pay.
 
-The MLP of the MNIST job comes out at 0.7 ms a step; one core of an AMD EPYC took 0.17 (batched)
-to 0.6 (sequential).
-"""
-
-
-def model_multiply_adds(setup: Setup) -> int:
-    """Return the multiply-adds of the whole model for one sample."""
-    sizes = {name: p.numel() for name, p in setup.task.model.module.named_parameters()}
-    return sum(sizes.get(name, 0) * times for name, times in setup.uses.items())
-
-
-def has_small_steps(setup: Setup) -> bool:
-    """Return whether one client's step is too little work to keep a processor busy."""
-    return model_multiply_adds(setup) * setup.task.local.batch_size < SMALL_STEP
-
-
-def engine_for(setup: Setup, engine: str, device: str) -> str:
+def engine_for(workload: Workload, engine: str, device: str) -> str:
     """Return the engine of a run: the requested one, or for `auto` the fastest on the device."""
     if engine != "auto":
         return engine
     if device.startswith("cuda"):
-        return "batched" if _suits_stacking(setup) else "streams"
-    local = setup.task.local
-    row_counts = _sample_row_counts(setup)
-    client_epochs = setup.experiment.rounds * setup.experiment.active * local.epochs
-    steps = client_epochs * sum(row_counts) / len(row_counts) / local.batch_size
-    return "batched" if steps >= WORTH_COMPILING else "sequential"
-
-
-def _suits_stacking(setup: Setup) -> bool:
-    """Return whether stacking all clients' layers fills a GPU better than streams do."""
-    task = setup.task
-    if not stacked_layers.has_stacked_kernels(task.model.module):
-        return False
-    if statistics_key(task.norm, 1.0) is not None:
-        return False
-    # stacked clients take equally many steps, and each such number needs its own capture
-    if len(set(_sample_row_counts(setup))) > 2:
-        return False
-    return model_multiply_adds(setup) * task.local.batch_size < LARGE_STEP
-
-
-def _sample_row_counts(setup: Setup) -> list[int]:
-    """Return how many rows each of the first ten clients has."""
-    return [setup.task.source.count(client) for client in range(min(setup.experiment.clients, 10))]
+        return "batched" if workload.suits_stacking() else "streams"
+    return "batched" if workload.num_steps() >= WORTH_COMPILING else "sequential"
 
 
 def check_device(name: str) -> None:
@@ -114,7 +63,7 @@ class Machine:
         """Check the settings and choose the device.
 
         Returns:
-            The same machine with its device chosen; `for_setup` chooses the rest.
+            The same machine with its device chosen; `for_workload` chooses the rest.
 
         Raises:
             InvalidValue: If a setting is not allowed, or the device does not exist here.
@@ -154,11 +103,11 @@ class Machine:
                 f"processes must be 'auto' or in 1..{MAX_THREADS}; got {self.processes!r}"
             )
 
-    def for_setup(self, setup: Setup) -> "Machine":
+    def for_workload(self, workload: Workload) -> "Machine":
         """Choose engine, processes and threads for a run.
 
         Args:
-            setup: The setup of the run.
+            workload: What the run has to compute.
 
         Returns:
             The same machine with no setting left open.
@@ -166,30 +115,43 @@ class Machine:
         Raises:
             InvalidValue: If several processes are requested together with `clip_updates`.
         """
-        processes = self._processes_for(setup)
+        processes = self._processes_for(workload)
         threads = self.threads
         if not threads:
             cores_per_process = max(1, torch.get_num_threads() // processes)
-            threads = 1 if has_small_steps(setup) else cores_per_process
-        engine = engine_for(setup, self.engine, self.device)
+            threads = 1 if workload.has_small_steps() else cores_per_process
+        engine = engine_for(workload, self.engine, self.device)
         return replace(self, threads=threads, processes=processes, engine=engine)
 
-    def _processes_for(self, setup: Setup) -> int:
+    def for_setup(self, setup: Setup) -> "Machine":
+        """Choose engine, processes and threads for a run whose setup is built already.
+
+        Args:
+            setup: The setup of the run.
+
+        Returns:
+            The same machine with no setting left open, as by `for_workload`.
+        """
+        return self.for_workload(Workload(setup.experiment, setup.task, setup.uses))
+
+    def _processes_for(self, workload: Workload) -> int:
         """Return the number of processes: the requested one, or for `auto` the fastest."""
+        clips = workload.experiment.clip_updates is not None
         if isinstance(self.processes, int):
-            if self.processes > 1 and setup.experiment.clip_updates is not None:
+            if self.processes > 1 and clips:
                 raise InvalidValue(
                     "processes must be 1 with clip_updates, which looks at updates as a whole; "
                     f"got {self.processes}"
                 )
             return self.processes
-        if setup.experiment.clip_updates is not None:
+        if clips:
             return 1
         if self.device.startswith("cuda"):
             cores = torch.cuda.device_count()
         else:
             cores = physical_cores()
-        return num_useful_processes(_estimated_seconds(setup), setup.experiment.active, cores)
+        seconds = workload.seconds_in_one_process()
+        return num_useful_processes(seconds, workload.experiment.active, cores)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -214,17 +176,6 @@ class Machine:
             torch.use_deterministic_algorithms(old_deterministic)
             cudnn.allow_tf32 = old_cudnn_tf32
             torch.set_float32_matmul_precision(old_matmul_precision)
-
-
-def _estimated_seconds(setup: Setup) -> float:
-    """Estimate how long a run takes in one process."""
-    local = setup.task.local
-    cohort = cohort_of(setup, 0)
-    samples = sum(client.samples for client in cohort) * local.epochs * setup.experiment.rounds
-    # a backward pass takes twice the work of a forward pass
-    multiply_adds = 3 * model_multiply_adds(setup) * local.batch_size
-    step_seconds = STEP_SECONDS + multiply_adds / MULTIPLY_ADDS_PER_SECOND
-    return samples / local.batch_size * step_seconds
 
 
 def num_useful_processes(seconds: float, clients: int, cores: int, *, start: float = 5.0) -> int:

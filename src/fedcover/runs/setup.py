@@ -17,7 +17,6 @@ from fedcover.models import params_and_buffers
 from fedcover.models.meta_device import is_on_meta
 from fedcover.policies import as_policy, policy_from_spec
 from fedcover.runs.checks import (
-    Names,
     check_dataset,
     check_outputs,
     check_privacy,
@@ -35,6 +34,7 @@ from fedcover.runs.components import (
 )
 from fedcover.runs.experiment import MAX_FLOAT, Experiment
 from fedcover.runs.machine import Machine, engine_for
+from fedcover.runs.workload import Workload
 from fedcover.server.contracts import build_rule, checked_server
 from fedcover.server.optimizers import SERVERS
 from fedcover.server.privacy import PRIVACY
@@ -82,56 +82,75 @@ def prepare(
 ) -> Setup:
     """Build the setup of a run: everything that stays the same from round to round.
 
-    The engine is chosen last, because the choice depends on the model and the data.
+    If the machine leaves its engine open, it is chosen here. A caller that also needs the machine's
+    other choices calls `prepare_workload`, `Machine.for_workload` and `build_setup` itself.
     """
+    workload = prepare_workload(experiment, machine.device, data=data, overrides=overrides)
+    engine = engine_for(workload, machine.engine, machine.device)
+    return build_setup(experiment, workload, replace(machine, engine=engine), overrides)
+
+
+def prepare_workload(
+    experiment: Experiment,
+    device: str,
+    *,
+    data: str | Path | None = None,
+    overrides: Overrides | None = None,
+) -> Workload:
+    """Build what a run has to compute: data, model and recipe, checked against each other."""
     overrides = overrides or Overrides()
     names = display_names(experiment, overrides.model, overrides.dataset)
-    source = overrides.source or _build_run_source(experiment, machine, data, overrides)
+    source = overrides.source or _build_run_source(experiment, device, data, overrides)
     recipe = build_recipe(experiment)
     model = _build_run_model(experiment, overrides, source, recipe)
     unit_groups.check_groups(model.groups, params_and_buffers(model.module))
     if not is_on_meta(model.module):
-        model.module.to(machine.device)
+        model.module.to(device)
         check_outputs(experiment, names, model, source, recipe)
     check_trainable(model)
     check_settings_apply(experiment, names, model, recipe)
-    setup = _assemble(experiment, overrides, names, model, source, recipe)
-    if overrides.engine is not None:
-        return replace(setup, engine=as_engine(overrides.engine))
-    engine = ENGINES[engine_for(setup, machine.engine, machine.device)]
-    return replace(setup, engine=Engine(partial(engine, precision=machine.precision)))
+    inputs = source.test.x
+    uses = WeightUses(model.module, inputs.shape[1:], inputs.dtype)
+    return Workload(experiment, _build_task(experiment, model, source, recipe), uses)
 
 
-def _assemble(
+def build_setup(
     experiment: Experiment,
-    overrides: Overrides,
-    names: Names,
-    model: Model,
-    source: Source,
-    recipe: Recipe,
+    workload: Workload,
+    machine: Machine,
+    overrides: Overrides | None = None,
 ) -> Setup:
-    """Put the setup together, with the sequential engine until one is chosen."""
+    """Build the setup of a run from its workload, on a machine whose engine is chosen."""
+    overrides = overrides or Overrides()
+    task = workload.task
     privacy = build("privacy", experiment.privacy, PRIVACY)
     if privacy is not None:
-        check_privacy(experiment, names, privacy, model, recipe)
+        names = display_names(experiment, overrides.model, overrides.dataset)
+        check_privacy(experiment, names, privacy, task.model, task.recipe)
     if overrides.policy is None:
         policy = build_policy(experiment)
     else:
         policy = _check_policy(overrides.policy)
-    inputs = source.test.x
     return Setup(
         experiment=experiment,
-        uses=WeightUses(model.module, inputs.shape[1:], inputs.dtype),
-        task=_build_task(experiment, model, source, recipe),
+        task=task,
+        uses=workload.uses,
         fleet=experiment.scaled_fleet,
         policy=policy,
         check_capacity=overrides.policy is not None or ":" in experiment.policy,
-        engine=Engine(ENGINES["sequential"]),
+        engine=_build_engine(machine, overrides),
         rule=build_rule(experiment.rule),
         server=checked_server(experiment.server, build("server", experiment.server, SERVERS)),
         privacy=privacy,
         lr=_learning_rate(experiment),
     )
+
+
+def _build_engine(machine: Machine, overrides: Overrides) -> Engine:
+    """Return the engine that was given in Python, or the machine's."""
+    if overrides.engine is not None:
+        return as_engine(overrides.engine)
+    return Engine(partial(ENGINES[machine.engine], precision=machine.precision))
 
 
 def _build_task(experiment: Experiment, model: Model, source: Source, recipe: Recipe) -> Task:
@@ -197,11 +216,11 @@ def build_policy(experiment: Experiment) -> Policy:
 
 
 def _build_run_source(
-    experiment: Experiment, machine: Machine, data: str | Path | None, overrides: Overrides
+    experiment: Experiment, device: str, data: str | Path | None, overrides: Overrides
 ) -> Source:
     """Build the clients' data; an engine that reaches other machines knows what they hold."""
     client_info = None if overrides.engine is None else as_engine(overrides.engine).client_info
-    return build_source(experiment, machine.device, data, overrides.dataset, client_info)
+    return build_source(experiment, device, data, overrides.dataset, client_info)
 
 
 def build_source(

@@ -15,9 +15,9 @@ from fedcover.runs import presets
 from fedcover.runs.checks import check_data_is_local
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.lockstep import FinishedRun, SweepCallback, lockstep_key, run_in_lockstep
-from fedcover.runs.machine import Machine, has_small_steps, physical_cores
+from fedcover.runs.machine import Machine, physical_cores
 from fedcover.runs.mps import MPS
-from fedcover.runs.setup import prepare
+from fedcover.runs.setup import prepare_workload
 from fedcover.runs.sweep_workers import sweep_in_processes
 
 MIN_EPOCHS_FOR_PROCESSES = {"cpu": 2_000, "cuda": 100_000}
@@ -98,10 +98,9 @@ def choose_num_processes(
 
 
 def _all_have_small_steps(experiments: Sequence[Experiment], data: str | Path | None) -> bool:
-    machine = Machine(device="cpu").resolved()
     experiment_by_key = {lockstep_key(experiment): experiment for experiment in experiments}
     return all(
-        has_small_steps(prepare(experiment, machine, data=data))
+        prepare_workload(experiment, "cpu", data=data).has_small_steps()
         for experiment in experiment_by_key.values()
     )
 

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 
 import fedcover as fc
+from fedcover.runs.setup import prepare_workload
 from fedcover.training.engines import compilation, grouping
 from fedcover.training.engines.batched import batched
 from tests.helpers.engines import SEATED, TORCH_WARNS, UNCOMPILED, UNEQUAL, agree
@@ -19,13 +20,14 @@ def test_compiled_stack_of_unequal_clients_equals_sequential():
 
 
 def test_auto_engine_compiles_only_long_runs():
-    fields = {"policy": "full", "fleet": "1x1", "clients": 20, "active": 10}
-    setup, _ = world("mlp", **fields)
+    fields = {"dataset": "synthetic(samples=7)", "clients": 20, "active": 10, "batch_size": 3}
+    short, long = (
+        prepare_workload(fc.Experiment(**fields, rounds=rounds), "cpu") for rounds in (3, 100_000)
+    )
     machine = fc.Machine(device="cpu").resolved()
-    assert machine.for_setup(setup).engine == "sequential"
-    long, _ = world("mlp", **fields, rounds=100_000)
-    assert machine.for_setup(long).engine == "batched"
-    assert replace(machine, engine="streams").for_setup(setup).engine == "streams"
+    assert machine.for_workload(short).engine == "sequential"
+    assert machine.for_workload(long).engine == "batched"
+    assert replace(machine, engine="streams").for_workload(short).engine == "streams"
 
 
 @TORCH_WARNS

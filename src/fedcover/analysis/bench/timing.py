@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from fedcover.analysis.bench.baseline import (
     BATCH,
@@ -14,7 +15,7 @@ from fedcover.host import scratch
 from fedcover.runs.api import run
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.machine import Machine, engine_for
-from fedcover.runs.setup import Overrides, prepare
+from fedcover.runs.setup import Overrides, build_setup, prepare, prepare_workload
 from fedcover.server.round import RoundReport, initial_state, start_round
 from fedcover.server.round_setup import Setup
 from fedcover.training.engines.batched import load_stack_runners
@@ -66,9 +67,11 @@ def step_seconds(
     experiment = bench_experiment(
         name, clients=clients, fleet=fleet, policy=policy, samples=STEPS * BATCH, epochs=1, test=10
     )
-    setup = prepare(experiment, machine)
+    workload = prepare_workload(experiment, machine.device)
+    engine = engine_for(workload, machine.engine, machine.device)
+    setup = build_setup(experiment, workload, replace(machine, engine=engine))
     if together is None:
-        together = engine_for(setup, machine.engine, machine.device) == "batched"
+        together = engine == "batched"
     wait = synchronizer(machine.device)
     with machine.applied():
         cache, jobs = RunnerCache(), _client_jobs(setup)

@@ -12,7 +12,7 @@ from fedcover.host.disk import write_atomically
 from fedcover.runs.checks import check_data_is_local
 from fedcover.runs.machine import Machine
 from fedcover.runs.run_folder import Folder
-from fedcover.runs.setup import Overrides, prepare
+from fedcover.runs.setup import Overrides, build_setup, prepare_workload
 from fedcover.theory import Bound
 from fedcover.theory.certificate.measure import LogFn, Measurements, measure_run
 from fedcover.theory.certificate.replay import ReplayedRound
@@ -65,15 +65,17 @@ def certify(
     run_folder.check_overrides(overrides)
     check_data_is_local(run_folder.experiment)
     machine = Machine(engine="sequential", device=device).resolved()
-    setup = prepare(
-        run_folder.experiment, machine, data=data or run_folder.data, overrides=overrides
+    workload = prepare_workload(
+        run_folder.experiment, machine.device, data=data or run_folder.data, overrides=overrides
     )
+    machine = machine.for_workload(workload)
+    setup = build_setup(run_folder.experiment, workload, machine, overrides)
     if setup.task.recipe.exits:
         raise RunError(
             f"{run_folder.path} trains a model with several exits (recipe depthfl); "
             "its loss is not that of the theory"
         )
-    with machine.for_setup(setup).applied():
+    with machine.applied():
         measurements = measure_run(run_folder, setup, steps, clients, machine.device, tell)
         certificate = certificate_to_dict(run_folder.experiment.name, measurements)
     content = json.dumps(certificate, indent=2) + "\n"
