@@ -14,6 +14,7 @@ from fedcover.errors import InvalidValue
 from fedcover.models import Scaler
 from fedcover.runs.export import export
 from fedcover.runs.setup import Overrides, prepare
+from fedcover.server.aggregation import RULES, UNWEIGHTED_RULES
 from fedcover.submodels.reductions import Masks, Slices, windows
 
 SMALL = {"clients": 20, "active": 4, "rounds": 1, "epochs": 1}
@@ -373,3 +374,35 @@ def test_tracing_uses_enough_rows_for_batch_norm():
     Precise.shown.clear()
     prepared(Precise(torch.float32), policy="rolling")
     assert Precise.shown[0] == 4
+
+
+# ── weights that a rule does not use ────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("rule", ["median", "trimmed_mean(share=0.2)"])
+def test_weights_that_the_rule_ignores_are_warned_of_once(rule, caplog):
+    for _ in range(2):
+        prepared(rule=rule, weights="samples")
+    (warning,) = [line for line in caplog.messages if line.startswith("weights: ")]
+    assert (
+        f"'samples' does not change the parameters under rule '{rule.partition('(')[0]}'" in warning
+    )
+
+
+@pytest.mark.parametrize(("rule", "weights"), [("median", "uniform"), ("coverage_mean", "samples")])
+def test_weights_that_count_are_not_warned_of(rule, weights, caplog):
+    prepared(rule=rule, weights=weights)
+    assert not [line for line in caplog.messages if line.startswith("weights: ")]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_is_called_unweighted_exactly_if_it_is(name):
+    """The weights of two clients are swapped; only a rule that uses them notices."""
+    old = {"w": torch.zeros(1)}
+    parts = [
+        (Masks({}), {"w": torch.tensor([value])}, weight)
+        for value, weight in ((1.0, 3.0), (2.0, 1.0))
+    ]
+    swapped = [(part, values, 4.0 - weight) for part, values, weight in parts]
+    ignores = torch.equal(RULES[name](old, parts)["w"], RULES[name](old, swapped)["w"])
+    assert ignores == (name in UNWEIGHTED_RULES)

@@ -42,7 +42,7 @@ from fedcover.models.norms import calibrate, running
 from fedcover.policies import as_policy, policy_from_spec
 from fedcover.runs import checkpoints
 from fedcover.server.aggregation import WEIGHTS
-from fedcover.server.contracts import build_rule, checked_server
+from fedcover.server.contracts import build_rule, checked_server, warn_of_unused_weights
 from fedcover.server.evaluation import FULL_REDUCTION
 from fedcover.server.optimizers import SERVERS, apply_server_step
 from fedcover.server.task_ledger import TaskLedger
@@ -95,6 +95,7 @@ class CoverageStrategy(Strategy):
         self.capacity, self.window, self.seed = capacity, window, seed
         self._policy_name = name_of_policy(policy)
         self.policy = policy_from_spec(policy) if isinstance(policy, str) else as_policy(policy)
+        warn_of_unused_weights(rule, weights)
         self.rule = build_rule(rule)
         optimizer = registry.look_up("server", registry.parse("server", server), SERVERS)()
         self.server = checked_server(server, optimizer)

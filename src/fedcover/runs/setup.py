@@ -35,7 +35,7 @@ from fedcover.runs.components import (
 from fedcover.runs.experiment import MAX_FLOAT, Experiment
 from fedcover.runs.machine import Machine, engine_for
 from fedcover.runs.workload import Workload
-from fedcover.server.contracts import build_rule, checked_server
+from fedcover.server.contracts import build_rule, checked_server, warn_of_unused_weights
 from fedcover.server.optimizers import SERVERS
 from fedcover.server.privacy import PRIVACY
 from fedcover.server.round_setup import Setup
@@ -123,6 +123,7 @@ def build_setup(
     """Build the setup of a run from its workload, on a machine whose engine is chosen."""
     overrides = overrides or Overrides()
     task = workload.task
+    warn_of_unused_weights(experiment.rule, experiment.weights)
     privacy = build("privacy", experiment.privacy, PRIVACY)
     if privacy is not None:
         names = display_names(experiment, overrides.model, overrides.dataset)

@@ -233,6 +233,9 @@ RULES: dict[str, Rule] = {
 SUMMABLE_RULES: dict[str, Callable[..., SummableRule]] = {"coverage_mean": summable_coverage_mean}
 """Those of `RULES` that need only sums over clients, with the same options."""
 
+UNWEIGHTED_RULES = frozenset({"trimmed_mean", "median"})
+"""Those of `RULES` that count every client the same, whatever its weight."""
+
 WEIGHTS: dict[str, Callable[[Client], float]] = {
     "uniform": lambda client: 1.0,
     "samples": lambda client: float(client.samples),

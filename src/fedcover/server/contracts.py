@@ -15,8 +15,9 @@ from torch import Tensor
 
 from fedcover import registry
 from fedcover.errors import InvalidValue, TrainingDiverged
+from fedcover.log import warn_once
 from fedcover.registry import is_import_path
-from fedcover.server.aggregation import RULES, SUMMABLE_RULES, WeightedUpdate
+from fedcover.server.aggregation import RULES, SUMMABLE_RULES, UNWEIGHTED_RULES, WeightedUpdate
 from fedcover.server.optimizers import AggregatedTensor, OptimizerState, ServerStep
 from fedcover.tensors import clone
 from fedcover.types import Assignment, Batch, Carry, Forward, Outcome, Params, Recipe, Rule
@@ -36,6 +37,17 @@ def build_rule(name: str) -> Rule:
         return summable
     rule: Rule = registry.look_up("rule", spec, RULES)
     return _checked_rule(name, rule) if is_import_path(name) else rule
+
+
+def warn_of_unused_weights(rule: str, weights: str) -> None:
+    """Warn once if clients are to be weighted under a rule that counts them all the same."""
+    name = registry.parse("rule", rule).name
+    if name in UNWEIGHTED_RULES and weights != "uniform":
+        warn_once(
+            f"{weights!r} does not change the parameters under rule {name!r}, which counts every "
+            "client the same; it weights norm statistics only",
+            subject="weights",
+        )
 
 
 def _checked_rule(name: str, rule: Rule) -> Rule:
