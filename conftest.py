@@ -1,4 +1,6 @@
-"""Examples in docstrings are run, but not those of modules that import Flower: it warns, and may not be installed."""
+"""Examples in docstrings are run, but not those of modules that import Flower: it warns, and may
+not be installed.
+"""
 
 import re
 from pathlib import Path

@@ -1,10 +1,12 @@
-"""Is a fleet's full model worth having? Runs plans/assembled_or_small.md, run by run, and writes the table.
+"""Is a fleet's full model worth having? Runs plans/assembled_or_small.md, run by run, and writes
+the table.
 
     python -m benchmarks.assembled_or_small choose --device cuda --precision bf16 --workers 6
     python -m benchmarks.assembled_or_small judge  --device cuda --precision bf16 --workers 3
     python -m benchmarks.assembled_or_small table
 
-Prefix runs belong to the comparison (its part 5) and are kept there. The same command goes on where it was stopped.
+Prefix runs belong to the comparison (its part 5) and are kept there. The same command goes on where
+it was stopped.
 """
 
 import argparse
@@ -64,7 +66,9 @@ def cell_of(name: str) -> Cell:
 
 
 def run(wanted: Iterable[tuple[Cell, int]], folder: Path, machine: Machine) -> None:
-    """Run cells and seeds that are missing and keep what they say; folders of prefix stay, others grow from them."""
+    """Run cells and seeds that are missing and keep what they say; folders of prefix stay, others
+    grow from them.
+    """
     todo = [(cell, seed) for cell, seed in wanted if not _known(folder, cell, seed)]
     of = {_experiment(cell, seed).name: (cell, seed) for cell, seed in todo}
     if not todo:
@@ -105,7 +109,9 @@ def _experiment(cell: Cell, seed: int) -> Experiment:
 
 
 def start_from_prefix(name: str, seed: int, folder: Path, machine: Machine) -> None:
-    """Begin the folder of a candidate that grows from prefix: its rounds up to then, and the changed model."""
+    """Begin the folder of a candidate that grows from prefix: its rounds up to then, and the
+    changed model.
+    """
     candidate, cell = CANDIDATES[name], cell_of(name)
     experiment = _experiment(cell, seed)
     own = Folder(folder / "runs" / experiment.name)
@@ -126,7 +132,9 @@ def start_from_prefix(name: str, seed: int, folder: Path, machine: Machine) -> N
 
 
 def choose(folder: Path, machine: Machine, first: Sequence[int]) -> None:
-    """Prefix for the seeds that are needed, then every candidate with the seed that is not judged."""
+    """Prefix for the seeds that are needed, then every candidate with the seed that is
+    not judged.
+    """
     early = [name for name, candidate in CANDIDATES.items() if not candidate.start]
     run(
         [*((PREFIX, s) for s in first), *((cell_of(name), TUNING_SEED) for name in early)],
@@ -186,11 +194,14 @@ def table(folder: Path) -> str:
     ]
     text += [f"| {seed} | {assembled[seed]:.4f} | {small[seed]:.4f} |" for seed in sorted(small)]
     for contrast in paired_contrast(name, assembled, small):
+        wins = contrast.p < SIGNIFICANCE_LEVEL and contrast.mean >= WORTH
         text += [
             "",
-            f"Difference: {100 * contrast.mean:+.2f} percentage points, 95 % interval +- {100 * contrast.half_width:.2f}, "
-            f"standard deviation {100 * contrast.spread:.2f}, p = {contrast.p:.3f}, {contrast.seeds} seeds: "
-            f"{'it wins' if contrast.p < SIGNIFICANCE_LEVEL and contrast.mean >= WORTH else 'not shown to win'}.",
+            f"Difference: {100 * contrast.mean:+.2f} percentage points, "
+            f"95 % interval +- {100 * contrast.half_width:.2f}, "
+            f"standard deviation {100 * contrast.spread:.2f}, "
+            f"p = {contrast.p:.3f}, {contrast.seeds} seeds: "
+            f"{'it wins' if wins else 'not shown to win'}.",
         ]
     return "\n".join([*text, ""])
 

@@ -1,12 +1,14 @@
-"""Does planned coverage help? Runs plans/coverage_comparison.md cell by cell, and writes the tables.
+"""Run the comparison of plans/coverage_comparison.md, and write its tables.
 
-    python -m benchmarks.coverage_comparison --device cuda              all cells of a part take their steps together
-    python -m benchmarks.coverage_comparison --device cpu --workers 2   cell by cell, so many at once
-    python -m benchmarks.coverage_comparison --quick                    minutes on digits, into a folder of its own
-    python -m benchmarks.coverage_comparison --table                    only the tables, from what is there
+    python -m benchmarks.coverage_comparison [OPTIONS]
 
-Every finished run is on disk, in one small JSON file per cell, and an unfinished one in its run folder: start the same
-command again to go on. A cell whose settings have changed since is refused.
+    --device cuda              all cells of a part take their steps together
+    --device cpu --workers 2   one cell per worker process
+    --quick                    a trial of minutes on digits, into a separate folder
+    --table                    only write the tables from the stored results
+
+A finished run is one line in the JSON file of its cell; an unfinished one is in its run folder.
+Run the same command again to continue. If a cell's settings have changed since, it is an error.
 """
 
 import argparse
@@ -48,7 +50,9 @@ GUESSING = 0.1
 
 @dataclass(frozen=True)
 class Job:
-    """One run that is wanted: to choose a cell's learning rate (`tuning`), or to be judged (`runs`)."""
+    """One run that is wanted: to choose a cell's learning rate (`tuning`), or to be judged
+    (`runs`).
+    """
 
     cell: Cell
     part: str
@@ -106,7 +110,9 @@ def _run(jobs: Sequence[Job], folder: Path, machine: Machine) -> None:
 
 
 def measure(done: CellRun, rounds: Sequence[int], folder: Path) -> dict[str, Any]:
-    """What the plan wants to know of a run: means over the states after the rounds that it names."""
+    """What the plan wants to know of a run: means over the states after the rounds that
+    it names.
+    """
     seconds = sum(sum(line["seconds"].values()) for line in done.metrics)
     curve = [round(line["validation_accuracy"], 4) for line in done.metrics]
     figures = {"curve": curve, "seconds": round(seconds, 1)}
@@ -136,7 +142,9 @@ def measure(done: CellRun, rounds: Sequence[int], folder: Path) -> dict[str, Any
 
 
 def _scores(setup: Setup, state: State) -> dict[str, float]:
-    """The assembled model with untrained weights at zero on both kinds of data, and the largest device's part."""
+    """The assembled model with untrained weights at zero on both kinds of data, and the largest
+    device's part.
+    """
     validation = setup.task.source.validation
     assert validation is not None
     common = replace(state, params=covered_only(state.params, state.coverage))

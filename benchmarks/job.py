@@ -1,4 +1,6 @@
-"""The MNIST job as plain arrays: everybody who is compared trains the same batches from the same weights."""
+"""The MNIST job as plain arrays: everybody who is compared trains the same batches from the same
+weights.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +21,9 @@ CLIENTS, ACTIVE, EPOCHS, BATCH, LR, MOMENTUM = 100, 10, 5, 10, 0.01, 0.5
 
 @dataclass(frozen=True)
 class Job:
-    """Normalised images, who holds which rows, who takes part in which round, and the order of their rows."""
+    """Normalised images, who holds which rows, who takes part in which round, and the order of
+    their rows.
+    """
 
     train_x: np.ndarray
     train_y: np.ndarray
@@ -34,9 +38,20 @@ class Job:
 def experiment(rounds: int, dataset: str = "mnist") -> Experiment:
     """The job as fedcover describes it: federated averaging of the whole MLP 784-200-10."""
     return Experiment(
-        dataset=dataset, partition="iid", model="mlp(hidden=[200])", fleet="1x1.0", policy="full", clients=CLIENTS,
-        active=ACTIVE, epochs=EPOCHS, batch_size=BATCH, lr=LR, momentum=MOMENTUM, rounds=rounds, evaluate_every=1,
-    )  # fmt: skip
+        dataset=dataset,
+        partition="iid",
+        model="mlp(hidden=[200])",
+        fleet="1x1.0",
+        policy="full",
+        clients=CLIENTS,
+        active=ACTIVE,
+        epochs=EPOCHS,
+        batch_size=BATCH,
+        lr=LR,
+        momentum=MOMENTUM,
+        rounds=rounds,
+        evaluate_every=1,
+    )
 
 
 def mnist_job(rounds: int, dataset: str = "mnist", data: str | Path | None = None) -> Job:

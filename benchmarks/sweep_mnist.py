@@ -1,9 +1,11 @@
-"""A whole sweep of MNIST runs, as users run it: how many images a second are trained, everything around included.
+"""Measure how many images a second a whole sweep of MNIST runs trains.
 
-    python benchmarks/sweep_mnist.py [--runs 48] [--rounds 100] [--processes auto 1] [--data FOLDER] [--output FILE]
+    python benchmarks/sweep_mnist.py [--runs 48] [--rounds 100] [--processes auto 1]
+        [--data FOLDER] [--output FILE]
 
-Settings are five policies on one fleet (masks, slices, the paper's codename), with as many seeds as fill the runs;
-every run is evaluated after every round. Starting processes, reading data and the first round count.
+The experiments are five policies on one fleet (masks, slices, the paper's codename), with as many
+seeds as the number of runs needs. Every run is evaluated after every round. The time includes
+starting processes, reading data and the first round.
 """
 
 import argparse
@@ -27,18 +29,29 @@ def settings(runs: int, rounds: int, dataset: str) -> list[Experiment]:
     """So many runs: every policy with seed 0, then with seed 1, and so on."""
     return [
         Experiment(
-            name=f"run-{number}", dataset=dataset, model="mlp", fleet="4x1.0 + 6x0.75", assignment="slot", clients=100,
-            policy=POLICIES[number % len(POLICIES)], active=ACTIVE, rounds=rounds, epochs=EPOCHS, batch_size=10,
+            name=f"run-{number}",
+            dataset=dataset,
+            model="mlp",
+            fleet="4x1.0 + 6x0.75",
+            assignment="slot",
+            clients=100,
+            policy=POLICIES[number % len(POLICIES)],
+            active=ACTIVE,
+            rounds=rounds,
+            epochs=EPOCHS,
+            batch_size=10,
             seed=number // len(POLICIES),
         )
         for number in range(runs)
-    ]  # fmt: skip
+    ]
 
 
 def measure(
     experiments: Sequence[Experiment], machine: Machine, data: str | None, samples: int
 ) -> str:
-    """A row: processes, seconds, images a second in all and once everything has started, accuracies."""
+    """A row: processes, seconds, images a second in all and once everything has started,
+    accuracies.
+    """
     ends: list[float] = []
     start = time.perf_counter()
     results = list(
@@ -81,12 +94,19 @@ def main() -> None:
         torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
     )
     lines = [
-        f"# A sweep of {arguments.runs} {arguments.dataset} runs of {arguments.rounds} rounds on {hardware}",
+        (
+            f"# A sweep of {arguments.runs} {arguments.dataset} runs of "
+            f"{arguments.rounds} rounds on {hardware}"
+        ),
         "",
-        f"{date.today()}, torch {torch.__version__}, Python {platform.python_version()}, {arguments.precision}. "
+        f"{date.today()}, torch {torch.__version__}, Python "
+        f"{platform.python_version()}, {arguments.precision}. "
         "`benchmarks/sweep_mnist.py`, one run each.",
         "",
-        "| processes | seconds | million images/s | the same from a quarter of the rounds on | accuracy |",
+        (
+            "| processes | seconds | million images/s | the same from a "
+            "quarter of the rounds on | accuracy |"
+        ),
         "|---|---|---|---|---|",
     ]
     for word in arguments.processes:

@@ -9,7 +9,9 @@ DOCTEST = re.compile(r"^>>> .*(?:\n(?!\s*$).*)*", re.MULTILINE)
 
 
 class DoctestBlocks(griffe.Extension):
-    """Put a fence around each paragraph that starts with `>>>`: Markdown takes it for a quotation."""
+    """Put a fence around each paragraph that starts with `>>>`: Markdown takes it for a
+    quotation.
+    """
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Change the docstring of one function, class or module."""

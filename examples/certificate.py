@@ -1,7 +1,9 @@
-"""A convergence certificate that is a proof: softmax regression with l2, on devices that hold only part of it.
+"""Certify convergence: softmax regression with l2 on devices that hold only a part of it.
 
-The constants are proved, the optimum is known and all rounds are kept, so fedcover proves how near the model must come.
-Run it from the root of the repository: python -m examples.certificate
+The constants are proved, the optimum is known and all rounds are kept. So fedcover proves how near
+to the optimum the model must come. Run it from the root of the repository:
+
+    python -m examples.certificate
 """
 
 import tempfile
@@ -15,10 +17,19 @@ FLEETS = {
     "half of the parameters never are": {"fleet": "10x0.5", "policy": "prefix"},
 }
 common: dict[str, Any] = {
-    "dataset": "digits", "model": "softmax", "clients": 10, "active": 10, "rounds": ROUNDS, "epochs": 1,
-    "batch_size": 1000, "lr": 0.05, "momentum": 0.0, "weight_decay": 2.0, "keep_rounds": range(ROUNDS),
+    "dataset": "digits",
+    "model": "softmax",
+    "clients": 10,
+    "active": 10,
+    "rounds": ROUNDS,
+    "epochs": 1,
+    "batch_size": 1000,
+    "lr": 0.05,
+    "momentum": 0.0,
+    "weight_decay": 2.0,
+    "keep_rounds": range(ROUNDS),
     "checkpoint_every": ROUNDS,
-}  # fmt: skip
+}
 
 for name, fields in FLEETS.items():
     with tempfile.TemporaryDirectory() as folder:
@@ -31,8 +42,10 @@ for name, fields in FLEETS.items():
     )
     print(f"  mean squared gradient {bound['left']:.3g}; Theorem R: at most {bound['value']:.3g}")
     print(
-        f"  best round: loss above the optimum at most {last['best_round_above_at_most']:.3g} by Theorem R"
+        "  best round: loss above the optimum at most "
+        f"{last['best_round_above_at_most']:.3g} by Theorem R"
     )
     print(
-        f"  last round: {last['above']:.2g}; at most {last['above_at_most']:.2g} by its measured gradient"
+        f"  last round: {last['above']:.2g}; at most "
+        f"{last['above_at_most']:.2g} by its measured gradient"
     )

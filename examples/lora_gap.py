@@ -10,7 +10,7 @@ from fedcover.training.local_sgd import train_client
 
 
 def measured(seed: int) -> tuple[fc.Run, float]:
-    """A run over a fleet of two ranks, and the gap after one more round of local training at full rank."""
+    """A run over two ranks, and the gap after one more round of local training at full rank."""
     experiment = fc.Experiment(
         model="lora(hidden=[64], rank=8)",
         fleet="5x1.0 + 5x0.5",
@@ -37,5 +37,6 @@ if __name__ == "__main__":
     print(f"clients that trained each rank in the last round: {counts}")
     for run, gap in results:
         print(
-            f"accuracy {run.accuracy:.3f}; product of mean factors against mean of products: {100 * gap:.2f} % apart"
+            f"accuracy {run.accuracy:.3f}; product of mean factors against mean of "
+            f"products: {100 * gap:.2f} % apart"
         )

@@ -15,6 +15,7 @@ experiment = fc.Experiment(
 )
 run = fc.run(experiment)
 print(
-    f"accuracy {run.accuracy:.3f}; every weight was trained by at least {run.gamma_min} clients in every round"
+    f"accuracy {run.accuracy:.3f}; every weight was trained by at least "
+    f"{run.gamma_min} clients in every round"
 )
 print(run.submodel(0.5))  # an ordinary module, ready for a device that holds half of the width

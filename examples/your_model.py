@@ -10,7 +10,7 @@ import fedcover as fc
 
 
 class TwoBranches(nn.Module):
-    """Two layers side by side whose outputs are concatenated: the head's inputs belong to two groups."""
+    """Two layers with concatenated outputs: the inputs of the head belong to two groups."""
 
     def __init__(self, inputs: int, classes: int, width: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A recipe of your own: what a local step minimises. A rule of your own: how the server combines what came back.
+"""Write a recipe (what a local step minimises) and a rule (how the server combines updates).
 
 Run it from the root of the repository: python -m examples.your_recipe
 """

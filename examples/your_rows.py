@@ -1,4 +1,4 @@
-"""Rows that stay on their devices: a file for the server, one for each of two nodes, and a run on Flower.
+"""Run on Flower with rows that stay on their devices: one file for the server, one per node.
 
 Run it from the root of the repository, with Flower installed: python -m examples.your_rows
 """
@@ -27,7 +27,7 @@ lr = 0.05
 
 
 def write(folder: Path) -> None:
-    """The first ten owners' rows for one node, the others' for another; here all come from one data set."""
+    """The first ten owners' rows for one node, the others' for another, from one data set."""
     data = rings()
     owners = data.owner
     assert owners is not None

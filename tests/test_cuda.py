@@ -1,4 +1,6 @@
-"""The same run on a CUDA device: equal to the CPU up to rounding, and to itself bit for bit where that is asked for."""
+"""The same run on a CUDA device: equal to the CPU up to rounding, and to itself bit for bit where
+that is asked for.
+"""
 
 import pytest
 import torch
@@ -158,7 +160,9 @@ def test_images_are_trained_in_crews_by_default():
 
 
 def test_captured_steps_are_reused_when_widths_change(caplog):
-    """Capacities of devices: other widths in every cohort, and nothing is captured once every width was seen."""
+    """Capacities of devices: other widths in every cohort, and nothing is captured once every width
+    was seen.
+    """
     fields = {
         **SETTINGS["images"],
         "assignment": "device",

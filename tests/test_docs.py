@@ -49,7 +49,9 @@ def test_readme_experiment_is_valid():
 
 
 def run_page(path):
-    """Run the Python of a page from top to bottom; return its names and the output that it shows."""
+    """Run the Python of a page from top to bottom; return its names and the output that
+    it shows.
+    """
     page = path.read_text()
     names: dict[str, object] = {}
     for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
@@ -97,10 +99,20 @@ def test_own_parts_page_code_runs(capsys):
     assert capsys.readouterr().out == "1 of 2 rounds\n"
 
 
-@pytest.mark.parametrize("named", [{"recipe": "smoothed(amount=0.05)"}, {"recipe": "near"}, {"rule": "agreed"},
-                                   {"server": "half_steps(lr=0.8)"}, {"model": "two_layers(width=24)"},
-                                   {"dataset": "halves(samples=900)"}, {"partition": "growing"},
-                                   {"schedule": "warm(first=3)"}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"recipe": "smoothed(amount=0.05)"},
+        {"recipe": "near"},
+        {"rule": "agreed"},
+        {"server": "half_steps(lr=0.8)"},
+        {"model": "two_layers(width=24)"},
+        {"dataset": "halves(samples=900)"},
+        {"partition": "growing"},
+        {"schedule": "warm(first=3)"},
+    ],
+    ids=str,
+)
 def test_own_parts_page_functions_work_by_name(named, tmp_path, monkeypatch):
     page = (ROOT / "docs" / "own-parts.md").read_text()
     functions = page.split("With these functions")[0]

@@ -1,4 +1,6 @@
-"""Naming a thing and its options: what is written is what is called, and nothing else is ever run."""
+"""Naming a thing and its options: what is written is what is called, and nothing else is
+ever run.
+"""
 
 import math
 import sys
@@ -69,13 +71,45 @@ def test_spec_literals_of_every_kind(text, options):
 
 
 HOSTILE = [
-    "f(", "f(1)", "f(x)", "f(x=)", "f(x=1", "f(x=1))", "f(x=1)(y=2)", "f(x=1)+g(y=2)", "f(x=1) g", "f(x=1); g()",
-    "f(*[1])", "f(**{'x': 1})", "f(x=1, x=2)", "f(x=__import__('os').getcwd())", "f(x=open('a'))", "f(x=1 + 1)",
-    "f(x=2**99999999)", "f(x='a'*10**9)", "f(x=lambda: 1)", "f(x=f'{1}')", "f(x=-true)", "f(x={1: 2})",
-    "f(x={[]: 1})", "f(x={{}})", "f(x=b'a')", "f(x=1j)", "f(x=...)", "f(x=[i for i in 'ab'])", "f(x:=1)", "f(x=1#)",
-    "f(\x00)", "f(x='\ud800')", "f(x=" + "(" * 500 + ")" * 500 + ")", "f(x=" + "-" * 50_000 + "1)",
-    "f(x=" + "[" * 90 + "1" + "]" * 91 + ")", "f(x=" + "9" * 5000 + ")", "f(x=1if 1else 2)", "f(x=1 is 1)",
-]  # fmt: skip
+    "f(",
+    "f(1)",
+    "f(x)",
+    "f(x=)",
+    "f(x=1",
+    "f(x=1))",
+    "f(x=1)(y=2)",
+    "f(x=1)+g(y=2)",
+    "f(x=1) g",
+    "f(x=1); g()",
+    "f(*[1])",
+    "f(**{'x': 1})",
+    "f(x=1, x=2)",
+    "f(x=__import__('os').getcwd())",
+    "f(x=open('a'))",
+    "f(x=1 + 1)",
+    "f(x=2**99999999)",
+    "f(x='a'*10**9)",
+    "f(x=lambda: 1)",
+    "f(x=f'{1}')",
+    "f(x=-true)",
+    "f(x={1: 2})",
+    "f(x={[]: 1})",
+    "f(x={{}})",
+    "f(x=b'a')",
+    "f(x=1j)",
+    "f(x=...)",
+    "f(x=[i for i in 'ab'])",
+    "f(x:=1)",
+    "f(x=1#)",
+    "f(\x00)",
+    "f(x='\ud800')",
+    "f(x=" + "(" * 500 + ")" * 500 + ")",
+    "f(x=" + "-" * 50_000 + "1)",
+    "f(x=" + "[" * 90 + "1" + "]" * 91 + ")",
+    "f(x=" + "9" * 5000 + ")",
+    "f(x=1if 1else 2)",
+    "f(x=1 is 1)",
+]
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
@@ -114,7 +148,8 @@ def test_spec_options_are_bound():
 def test_unknown_names_list_the_known_ones():
     with pytest.raises(
         InvalidValue,
-        match=r"^policy must be one of needs, window, package.module:function; got 'windo' \(did you mean 'window'",
+        match=r"^policy must be one of needs, window, package.module:function; "
+        r"got 'windo' \(did you mean 'window'",
     ):
         look_up("policy", Spec("windo"), TABLE)
 
@@ -192,7 +227,10 @@ def test_functions_are_imported_by_their_path():
         ("own_things:build", "needs the option 'limit'"),
         (
             "own_things:nothing",
-            r"^policy 'own_things:nothing' must take the positional arguments \(view\), and options",
+            (
+                r"^policy 'own_things:nothing' must take the positional "
+                r"arguments \(view\), and options"
+            ),
         ),
         (":f", "^policy must look like package.module:function; got ':f'$"),
         ("own_things:", "^policy must look like package.module:function; got 'own_things:'$"),

@@ -1,4 +1,6 @@
-"""Randomness with an address: the same draw for the same address, another for every other, and no trace."""
+"""Randomness with an address: the same draw for the same address, another for every other, and no
+trace.
+"""
 
 import numpy as np
 import pytest

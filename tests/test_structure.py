@@ -14,9 +14,20 @@ from tests.helpers.repository import ROOT
 SOURCE = ROOT / "src" / "fedcover"
 FOUNDATION = ["version", "errors", "types", "tensors", "rng", "registry", "fleet", "log"]
 ROOMS = [
-    "host", "data", "models", "submodels", "policies", "training", "server", "runs", "theory", "analysis", "paper",
-    "flower", "cli",
-]  # fmt: skip
+    "host",
+    "data",
+    "models",
+    "submodels",
+    "policies",
+    "training",
+    "server",
+    "runs",
+    "theory",
+    "analysis",
+    "paper",
+    "flower",
+    "cli",
+]
 """A room imports only from the foundation, from itself and from rooms before it."""
 
 ORDER = [*FOUNDATION, *ROOMS]

@@ -1,7 +1,8 @@
-"""What users hold on to stays: names, signatures, options, tables, digests, keys of JSON, and bits of runs.
+"""What users hold on to stays: names, signatures, options, tables, digests, keys of JSON, and bits
+of runs.
 
-The golden files in tests/golden were written by this module with FEDCOVER_WRITE_GOLDEN=1, and are read by it otherwise.
-A name or key may come; none may go or change.
+The golden files in tests/golden were written by this module with FEDCOVER_WRITE_GOLDEN=1, and are
+read by it otherwise. A name or key may come; none may go or change.
 """
 
 import hashlib
@@ -372,7 +373,9 @@ print(json.dumps(bits))
 
 @pytest.fixture(scope="module")
 def bits():
-    """The bits of all runs, from one fresh process: compiled steps depend on what was compiled before."""
+    """The bits of all runs, from one fresh process: compiled steps depend on what was compiled
+    before.
+    """
     root = ROOT
     process = subprocess.run(
         [sys.executable, "-c", RUN_ALL], cwd=root, capture_output=True, text=True, check=True

@@ -60,8 +60,14 @@ def test_systems_page_has_a_command_for_every_system():
 
 def test_systems_page_lists_every_value_of_every_switch():
     rows = {row.split("|")[2]: row for row in PAGE.splitlines() if row.startswith("| ")}
-    tables = {"over": OVER, "weights": WEIGHTS, "uncovered": UNCOVERED, "norm": NORMS, "absent_labels": ABSENT_LABELS,
-              "server": SERVERS}  # fmt: skip
+    tables = {
+        "over": OVER,
+        "weights": WEIGHTS,
+        "uncovered": UNCOVERED,
+        "norm": NORMS,
+        "absent_labels": ABSENT_LABELS,
+        "server": SERVERS,
+    }
     for field, values in tables.items():
         (row,) = [row for cell, row in rows.items() if re.search(rf"\b{field}\b", cell)]
         for value in values:

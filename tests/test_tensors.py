@@ -94,9 +94,18 @@ def test_slab_extract_of_absent_or_whole_tensors():
 def one_round(recipe, engine, **fields):
     """A round of a small run with a recipe of one's own."""
     experiment = Experiment(
-        dataset="digits", model="mlp(hidden=[8, 6])", fleet="1x1", clients=4, active=4, epochs=1, lr=0.1, rounds=1,
-        calibration=50, policy="full", **fields,
-    )  # fmt: skip
+        dataset="digits",
+        model="mlp(hidden=[8, 6])",
+        fleet="1x1",
+        clients=4,
+        active=4,
+        epochs=1,
+        lr=0.1,
+        rounds=1,
+        calibration=50,
+        policy="full",
+        **fields,
+    )
     setup = prepare(experiment, Machine(device="cpu", engine=engine).resolved())
     setup = replace(setup, task=replace(setup.task, recipe=recipe))
     return run_round(setup, initial_state(setup))[0]
@@ -144,9 +153,17 @@ def layerwise():
 def test_slab_tensors_have_names_in_own_rules_and_servers(monkeypatch, own):
     def after():
         experiment = Experiment(
-            dataset="digits", model="mlp(hidden=[8, 6])", fleet="2x1 + 2x0.5", clients=4, active=4, epochs=1, lr=0.1,
-            rounds=1, calibration=50, policy="prefix",
-        )  # fmt: skip
+            dataset="digits",
+            model="mlp(hidden=[8, 6])",
+            fleet="2x1 + 2x0.5",
+            clients=4,
+            active=4,
+            epochs=1,
+            lr=0.1,
+            rounds=1,
+            calibration=50,
+            policy="prefix",
+        )
         setup = replace(prepare(experiment, Machine(device="cpu").resolved()), **own)
         return run_round(setup, initial_state(setup))[0].params
 
@@ -158,8 +175,10 @@ def test_slab_tensors_have_names_in_own_rules_and_servers(monkeypatch, own):
 def test_slab_tensors_cannot_be_replaced():
     slab = slab_of({"w": torch.ones(2)})
     for change in (
-        lambda: slab.update(w=torch.zeros(2)), lambda: slab.pop("w"), lambda: slab.__setitem__("w", torch.zeros(2))
-    ):  # fmt: skip
+        lambda: slab.update(w=torch.zeros(2)),
+        lambda: slab.pop("w"),
+        lambda: slab.__setitem__("w", torch.zeros(2)),
+    ):
         with pytest.raises(TypeError, match="copy to a dict to replace them"):
             change()
     assert {**slab, "b": 1}.keys() == {"w", "b"}
@@ -195,8 +214,12 @@ def test_slab_needs_one_dtype(monkeypatch):
     monkeypatch.setattr(tensors, "_on_gpu", lambda values: True)
     mixed = {"w": torch.ones(2), "b": torch.ones(2, dtype=torch.float64)}
     assert tensors.flatten_if_cuda(mixed) is mixed
-    agree(tensors.map_elementwise(torch.add, mixed, slab_of({"w": torch.ones(2), "b": torch.ones(2)})),
-          {"w": torch.full((2,), 2.0), "b": torch.full((2,), 2.0, dtype=torch.float64)})  # fmt: skip
+    agree(
+        tensors.map_elementwise(
+            torch.add, mixed, slab_of({"w": torch.ones(2), "b": torch.ones(2)})
+        ),
+        {"w": torch.full((2,), 2.0), "b": torch.full((2,), 2.0, dtype=torch.float64)},
+    )
 
 
 @pytest.mark.parametrize(
@@ -298,8 +321,15 @@ def test_scalar_parameters_and_groups_as_lists_are_accepted(tmp_path, engine):
         )
     ]
     experiment = Experiment(
-        dataset="digits", fleet="1x1 + 1x0.5", clients=6, active=6, epochs=1, lr=0.1, rounds=1, calibration=50,
-    )  # fmt: skip
+        dataset="digits",
+        fleet="1x1 + 1x0.5",
+        clients=6,
+        active=6,
+        epochs=1,
+        lr=0.1,
+        rounds=1,
+        calibration=50,
+    )
     setup = prepare(
         experiment,
         Machine(device="cpu", engine=engine).resolved(),

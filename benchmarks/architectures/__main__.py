@@ -1,4 +1,6 @@
-"""Run all architectures, one process for each; a run that was stopped goes on where it was (`make architectures`)."""
+"""Run all architectures, one process for each; a run that was stopped goes on where it was (`make
+architectures`).
+"""
 
 import argparse
 import json

@@ -1,4 +1,6 @@
-"""timm without torchvision: the few names of it that timm looks up, where torchvision is not installed."""
+"""timm without torchvision: the few names of it that timm looks up, where torchvision is not
+installed.
+"""
 
 import sys
 import types
@@ -44,7 +46,9 @@ class Borrowed(types.ModuleType):
 
 
 def import_timm() -> Any:
-    """Import timm, with torchvision where it is installed, elsewhere with its names alone, for this import alone."""
+    """Import timm, with torchvision where it is installed, elsewhere with its names alone, for this
+    import alone.
+    """
     if (
         "timm" in sys.modules
         or "torchvision" in sys.modules

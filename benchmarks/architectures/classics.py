@@ -1,4 +1,6 @@
-"""Families of torchvision that timm lacks, written as torchvision writes them: it cannot be installed everywhere."""
+"""Families of torchvision that timm lacks, written as torchvision writes them: it cannot be
+installed everywhere.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -98,14 +100,27 @@ def googlenet() -> nn.Module:
     """Give GoogLeNet without its auxiliary heads."""
     pool = nn.MaxPool2d(3, 2, ceil_mode=True)
     return nn.Sequential(
-        _block(3, 64, 7, 2), pool, _block(64, 64, 1), _block(64, 192, 3), pool,
-        Inception(192, 64, (96, 128), (16, 32), 32), Inception(256, 128, (128, 192), (32, 96), 64), pool,
-        Inception(480, 192, (96, 208), (16, 48), 64), Inception(512, 160, (112, 224), (24, 64), 64),
-        Inception(512, 128, (128, 256), (24, 64), 64), Inception(512, 112, (144, 288), (32, 64), 64),
-        Inception(528, 256, (160, 320), (32, 128), 128), nn.MaxPool2d(2, 2, ceil_mode=True),
-        Inception(832, 256, (160, 320), (32, 128), 128), Inception(832, 384, (192, 384), (48, 128), 128),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2), nn.Linear(1024, 10),
-    )  # fmt: skip
+        _block(3, 64, 7, 2),
+        pool,
+        _block(64, 64, 1),
+        _block(64, 192, 3),
+        pool,
+        Inception(192, 64, (96, 128), (16, 32), 32),
+        Inception(256, 128, (128, 192), (32, 96), 64),
+        pool,
+        Inception(480, 192, (96, 208), (16, 48), 64),
+        Inception(512, 160, (112, 224), (24, 64), 64),
+        Inception(512, 128, (128, 256), (24, 64), 64),
+        Inception(512, 112, (144, 288), (32, 64), 64),
+        Inception(528, 256, (160, 320), (32, 128), 128),
+        nn.MaxPool2d(2, 2, ceil_mode=True),
+        Inception(832, 256, (160, 320), (32, 128), 128),
+        Inception(832, 384, (192, 384), (48, 128), 128),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Dropout(0.2),
+        nn.Linear(1024, 10),
+    )
 
 
 class Shuffled(nn.Module):

@@ -1,4 +1,6 @@
-"""The architectures: one small model of every family of timm, of torchvision's others, and of transformers."""
+"""The architectures: one small model of every family of timm, of torchvision's others, and of
+transformers.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +15,8 @@ from benchmarks.architectures.classics import CLASSICS
 PIXELS, ROWS, TOKENS, VOCABULARY = 64, 4, 12, 50
 
 LARGEST = 60_000_000
-"""Parameters beyond which a model is not tried: several copies of it in float64 are held at once."""
+"""Parameters beyond which a model is not tried: several copies of it in float64 are held at once.
+"""
 
 TIMM: Mapping[str, str] = dict(
     line.split()
@@ -118,7 +121,9 @@ xception_aligned xception41p
 xcit xcit_nano_12_p8_224
 """.strip().splitlines()
 )
-"""Every family of timm (a module of `timm.models`) and its published model with the fewest parameters that runs."""
+"""Every family of timm (a module of `timm.models`) and its published model with the fewest
+parameters that runs.
+"""
 
 SMALLER: Mapping[str, Mapping[str, Any]] = {
     "beit": {"depth": 3},
@@ -130,7 +135,9 @@ SMALLER: Mapping[str, Mapping[str, Any]] = {
     "vgg": {"mlp_ratio": 0.125},
     "vision_transformer_sam": {"depth": 3, "global_attn_indexes": [2]},
 }
-"""How models that are larger are built smaller, where timm has options for it: fewer blocks, or narrower."""
+"""How models that are larger are built smaller, where timm has options for it: fewer blocks, or
+narrower.
+"""
 
 WIDTHS = {
     "hidden_size": 32,
@@ -146,26 +153,40 @@ TRANSFORMERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "bert": ("SequenceClassification", TEXT),
     "distilbert": (
         "SequenceClassification",
-        {"vocab_size": VOCABULARY, "max_position_embeddings": 32, "dim": 32, "n_layers": 2, "n_heads": 4,
-         "hidden_dim": 48},
+        {
+            "vocab_size": VOCABULARY,
+            "max_position_embeddings": 32,
+            "dim": 32,
+            "n_layers": 2,
+            "n_heads": 4,
+            "hidden_dim": 48,
+        },
     ),
     "electra": ("SequenceClassification", EMBEDDED),
     "gemma": ("CausalLM", {**SHARED_KEYS, "head_dim": 8}),
-    "gpt2": ("CausalLM", {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4}),
+    "gpt2": (
+        "CausalLM",
+        {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4},
+    ),
     "gpt_neox": ("CausalLM", TEXT),
     "llama": ("CausalLM", SHARED_KEYS),
     "mistral": ("CausalLM", SHARED_KEYS),
     "opt": (
         "CausalLM",
         {
-            "vocab_size": VOCABULARY, "max_position_embeddings": 32, "hidden_size": 32, "num_hidden_layers": 2,
-            "num_attention_heads": 4, "ffn_dim": 48, "word_embed_proj_dim": 32,
+            "vocab_size": VOCABULARY,
+            "max_position_embeddings": 32,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "ffn_dim": 48,
+            "word_embed_proj_dim": 32,
         },
     ),
     "phi": ("CausalLM", TEXT),
     "qwen2": ("CausalLM", SHARED_KEYS),
     "roberta": ("SequenceClassification", TEXT),
-}  # fmt: skip
+}
 """Families of transformers, what they are asked for, and their tiny configurations."""
 
 

@@ -30,8 +30,16 @@ def page(rows: Sequence[Row]) -> str:
     cut_rows = [row for row in rows if row["outcome"] == "cut"]
     whole = [row for row in rows if row["outcome"] not in ("cut", "unable")]
     unable = [row for row in rows if row["outcome"] == "unable"]
-    return "\n".join([_summary(rows, cut_rows), "", *_cut(cut_rows), "", *_reasons("refused, or not known", whole),
-                      *_reasons("does not run on 64 x 64 images", unable)])  # fmt: skip
+    return "\n".join(
+        [
+            _summary(rows, cut_rows),
+            "",
+            *_cut(cut_rows),
+            "",
+            *_reasons("refused, or not known", whole),
+            *_reasons("does not run on 64 x 64 images", unable),
+        ]
+    )
 
 
 def _summary(rows: Sequence[Row], done: Sequence[Row]) -> str:
@@ -51,12 +59,15 @@ def _summary(rows: Sequence[Row], done: Sequence[Row]) -> str:
     heavy = [f"{row['family']} {row['half']:.0%}" for row in done if row["half"] > HEAVY]
     more = f" Much stays whole in {', '.join(heavy)}." if heavy else ""
     return (
-        f"Of timm's {sum(row['library'] == 'timm' for row in rows)} families {running} run on 64 x 64 images, and "
-        f"**{cut} of these {running} ({100 * cut / running:.1f} %)** are traced, cut and equal to the mask; so are "
+        f"Of timm's {sum(row['library'] == 'timm' for row in rows)} families "
+        f"{running} run on 64 x 64 images, and "
+        f"**{cut} of these {running} ({100 * cut / running:.1f} %)** are traced, "
+        "cut and equal to the mask; so are "
         f"{' and '.join(others)} ({used}, fedcover {fedcover_version}; {' and '.join(dates)}). "
-        f"With {alike} of the {len(done)} models the half also gives the outputs of the whole with plain zeros, when "
-        "evaluated in float64; the others average over units (layer norms and their like), which plain zeros change."
-        + more
+        f"With {alike} of the {len(done)} models the half also gives the outputs "
+        "of the whole with plain zeros, when "
+        "evaluated in float64; the others average over units (layer norms and "
+        "their like), which plain zeros change." + more
     )
 
 

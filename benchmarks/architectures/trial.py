@@ -1,4 +1,6 @@
-"""One architecture: built, run, traced, cut to half its units, and compared with its masked whole."""
+"""One architecture: built, run, traced, cut to half its units, and compared with its
+masked whole.
+"""
 
 import time
 from typing import Any
@@ -47,9 +49,11 @@ def attempt(architecture: Architecture) -> dict[str, Any]:
 
 
 def compare(module: nn.Module, example: Tensor, groups: tuple[fc.UnitGroup, ...]) -> dict[str, Any]:
-    """Cut half of all units; how much is left, and how far its outputs are from those of plain zeros in the whole.
+    """Cut half of all units; how much is left, and how far its outputs are from those of plain
+    zeros in the whole.
 
-    A layer norm takes its moments over zeros too, so there they differ; `trace` compared moments of what is left.
+    A layer norm takes its moments over zeros too, so there they differ; `trace` compared moments of
+    what is left.
     """
     module = module.double().eval()
     half = fc.windows(groups, 0.5)

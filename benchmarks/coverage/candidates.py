@@ -1,6 +1,8 @@
-"""Candidates for fleets in which no device holds the whole model: who trains what, and how a model is changed midway.
+"""Candidates for fleets in which no device holds the whole model: who trains what, and how a model
+is changed midway.
 
-Every group of units is seen as its four quarters; a device of half size holds two of them, of quarter size one.
+Every group of units is seen as its four quarters; a device of half size holds two of them, of
+quarter size one.
 """
 
 from collections.abc import Sequence
@@ -43,7 +45,9 @@ def _quarter(group: UnitGroup, number: int) -> Tensor:
 
 
 def copy_first_half(groups: Sequence[UnitGroup], state: State) -> State:
-    """The first half of a model copied into its second half; nothing leads from one to the other."""
+    """The first half of a model copied into its second half; nothing leads from one to
+    the other.
+    """
     first, second = (
         Slices(
             groups, {g.name: torch.cat([_quarter(g, number) for number in half]) for g in groups}
@@ -61,7 +65,9 @@ def copy_first_half(groups: Sequence[UnitGroup], state: State) -> State:
 
 
 def open_third_quarter(groups: Sequence[UnitGroup], state: State) -> State:
-    """A model in which nothing leads out of the third quarter, so that it may be trained without harm to the rest."""
+    """A model in which nothing leads out of the third quarter, so that it may be trained without
+    harm to the rest.
+    """
     params = dict(state.params)
     for name, meeting in cuts_by_tensor(groups).items():
         for group, cut in meeting:

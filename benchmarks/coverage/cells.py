@@ -1,4 +1,6 @@
-"""The cells of plans/coverage_comparison.md as data: what is run, with which settings, in which order."""
+"""The cells of plans/coverage_comparison.md as data: what is run, with which settings, in which
+order.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,13 +36,24 @@ DATA: dict[str, dict[str, Any]] = {
     "mnist": {"dataset": "mnist", "model": "mlp(hidden=[200])", "clients": 100, "batch_size": 20},
 }
 CIFAR: dict[str, Any] = {
-    "dataset": "cifar10", "model": "wide_resnet(depth=28, widen=2)", "clients": 100, "batch_size": 10, "rounds": 100,
-    "epochs": 5, "lr": 0.1, "fleet": "4x0.5 + 6x0.25",
-}  # fmt: skip
+    "dataset": "cifar10",
+    "model": "wide_resnet(depth=28, widen=2)",
+    "clients": 100,
+    "batch_size": 10,
+    "rounds": 100,
+    "epochs": 5,
+    "lr": 0.1,
+    "fleet": "4x0.5 + 6x0.25",
+}
 POLICY_OF = {
-    "planned": "planned", "prefix": "prefix", "rolling": "rolling", "spread": "rolling(spread=true)",
-    "random": "random", "magnitude": "magnitude", "small": "homogeneous",
-}  # fmt: skip
+    "planned": "planned",
+    "prefix": "prefix",
+    "rolling": "rolling",
+    "spread": "rolling(spread=true)",
+    "random": "random",
+    "magnitude": "magnitude",
+    "small": "homogeneous",
+}
 RIVALS = tuple(POLICY_OF)[1:]
 DESIGNS = tuple(product((4, 6, 8), (1.0, 1.8)))
 CORNERS = tuple(product((4, 8), (1.0, 1.8)))
@@ -49,7 +62,9 @@ WIDTHS = (16, 64, 256)
 
 @dataclass(frozen=True)
 class Cell:
-    """One setting and policy; its learning rate is fixed, chosen for itself, or that of another cell (`rate_of`)."""
+    """One setting and policy; its learning rate is fixed, chosen for itself, or that of another
+    cell (`rate_of`).
+    """
 
     id: str
     fields: Mapping[str, Any]
@@ -64,7 +79,9 @@ class Cell:
         return last - 2 * step, last - step, last
 
     def experiment(self, seed: int, lr: float) -> Experiment:
-        """The run of one seed; its states are kept in the rounds after which the metric is taken."""
+        """The run of one seed; its states are kept in the rounds after which the metric
+        is taken.
+        """
         name = f"{self.id.replace('/', '-')}-{lr:g}-{seed}"
         files = {"name": name, "keep_rounds": self.measured, "checkpoint_every": 10}
         return Experiment(**{**self.fields, **files, "seed": seed, "lr": lr})
@@ -197,7 +214,9 @@ PARTS = {"grid": grid, "factorial": factorial, "width": width, "longer": longer,
 
 
 def quick() -> Iterator[Wave]:
-    """A few short cells of every kind on digits, to see that all of it works; nothing is concluded from them."""
+    """A few short cells of every kind on digits, to see that all of it works; nothing is concluded
+    from them.
+    """
     digits = {"digits": DATA["digits"]}
     fleets = {name: FLEETS[name] for name in ("medium", "halves")}
     for part in (grid(digits, fleets), factorial(digits), width(digits), longer(digits)):

@@ -1,4 +1,6 @@
-"""Masks whose coverage and whose total noise are set independently of each other, at equal capacity."""
+"""Masks whose coverage and whose total noise are set independently of each other, at equal
+capacity.
+"""
 
 import math
 
@@ -15,13 +17,17 @@ from fedcover.submodels.reductions import Masks
 from fedcover.types import View
 
 TOLERANCE, MAX_DEVIATION = 0.02, 0.1
-"""How far the total noise should be, and may be, from the wanted one, as a share of it: few weights, few values."""
+"""How far the total noise should be, and may be, from the wanted one, as a share of it: few
+weights, few values.
+"""
 
 
 def designed(view: View, *, gamma: int, noise: float) -> list[Masks]:
-    """Every prunable weight is held at least `gamma` times; all clients together lack `noise` times its layer's energy.
+    """Every prunable weight is held at least `gamma` times; all clients together lack `noise` times
+    its layer's energy.
 
-    The planner's construction for that coverage, fed with a ranking between heaviest first and lightest first.
+    The planner's construction for that coverage, fed with a ranking between heaviest first and
+    lightest first.
     """
     groups, _, _ = plan_problem(view, "pruning")
     matrix_by_tensor = {}
@@ -46,7 +52,9 @@ def designed(view: View, *, gamma: int, noise: float) -> list[Masks]:
 def _with_noise(
     group: BudgetedGroup, jitter_U: Tensor, gamma: int, noise: float, phase: float
 ) -> RunLengthPlan:
-    """Bisect how far the ranking is turned over until the plan lacks the wanted energy, or as nearly as it can be."""
+    """Bisect how far the ranking is turned over until the plan lacks the wanted energy, or as
+    nearly as it can be.
+    """
     low, high = 0.0, 1.0
     nearest, best = math.inf, None
     for _ in range(40):

@@ -1,4 +1,5 @@
-"""One small file for every cell: its settings, the runs that chose its rate, those that are judged, who made them.
+"""One small file for every cell: its settings, the runs that chose its rate, those that are judged,
+who made them.
 
 Runs are added as they end, so files of any machine and any moment can be copied beside each other.
 """
@@ -43,7 +44,9 @@ def add(folder: Path, cell: Cell, part: str, line: dict[str, Any], made: dict[st
 
 
 def untried_rates(folder: Path, cell: Cell, rates: tuple[float, ...]) -> list[float]:
-    """The learning rates that are still to be tried: none where the rate is known, fixed, or that of another cell."""
+    """The learning rates that are still to be tried: none where the rate is known, fixed, or that
+    of another cell.
+    """
     sheet = read(folder, cell)
     if sheet["lr"] is not None or cell.rate_of or "lr" in cell.fields:
         return []
@@ -68,7 +71,8 @@ def _rate(folder: Path, cell: Cell, sheet: Sheet) -> float:
     tuned_rate = json.loads(other.read_text())["lr"] if other.exists() else None
     if tuned_rate is None:
         raise RunError(
-            f"{cell.id} has the learning rate of {cell.rate_of}, which is not chosen yet: run that first"
+            f"{cell.id} has the learning rate of {cell.rate_of}, which is "
+            "not chosen yet: run that first"
         )
     return float(tuned_rate)
 

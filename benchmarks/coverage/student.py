@@ -1,4 +1,6 @@
-"""Paired differences of equal seeds: Student's test, its interval, and Holm's correction for several at once."""
+"""Paired differences of equal seeds: Student's test, its interval, and Holm's correction for
+several at once.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,7 +11,9 @@ from fedcover.paper.statistics import SIGNIFICANCE_LEVEL, paired_difference, two
 
 @dataclass(frozen=True)
 class Contrast:
-    """One setting minus another over equal seeds: mean, spread, p-value, and that after Holm's correction."""
+    """One setting minus another over equal seeds: mean, spread, p-value, and that after Holm's
+    correction.
+    """
 
     name: str
     mean: float

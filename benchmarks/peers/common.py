@@ -1,4 +1,7 @@
-"""What the peers' scripts share: the job's arrays, the model, the eager local epochs. Needs only NumPy and torch."""
+"""What the peers' scripts share: the job's arrays, the model, the eager local epochs.
+
+Needs only NumPy and torch.
+"""
 
 import json
 import sys

@@ -1,4 +1,6 @@
-"""The client of `flower_mnist.py`: a module of its own, so that actors import it and nothing travels but messages."""
+"""The client of `flower_mnist.py`: a module of its own, so that actors import it and nothing
+travels but messages.
+"""
 
 from functools import cache
 

@@ -1,4 +1,6 @@
-"""The job on pfl: torchrun --nproc-per-node=2 pfl_mnist.py JOB RESULT (or without torchrun: one process)."""
+"""The job on pfl: torchrun --nproc-per-node=2 pfl_mnist.py JOB RESULT (or without torchrun: one
+process).
+"""
 
 import itertools
 import os
@@ -57,7 +59,9 @@ class Rows(Dataset):
         return self.size
 
     def iter(self, batch_size):
-        """The batches of the next epoch; pfl also evaluates its first users, on all of their rows at once."""
+        """The batches of the next epoch; pfl also evaluates its first users, on all of their rows
+        at once.
+        """
         if batch_size != BATCH:
             return iter([(self.raw_data[0], self.raw_data[1])])
         x_N, y_N = next(self.epochs)

@@ -1,9 +1,10 @@
-"""One MNIST job on fedcover, pfl, Flower's simulation and a plain loop: seconds per round at equal accuracy.
+"""Time one MNIST job on fedcover, pfl, Flower's simulation and a plain loop.
 
-    python benchmarks/peers/run.py [--rounds 10] [--repeats 3] [--data FOLDER] [--environments FOLDER]
+    python benchmarks/peers/run.py [--rounds 10] [--repeats 3] [--data DIR] [--environments DIR]
 
-Everybody trains the same batches of the same clients from the same weights (benchmarks/job.py). Peers live in virtual
-environments of their own, made on the first call. Each is run in the form that is fastest on two cores.
+The result is seconds per round at equal accuracy. All train the same batches of the same clients
+from the same weights (benchmarks/job.py). The first call creates a virtual environment for each
+peer. Each runs in the form that is fastest on two cores.
 """
 
 import argparse
@@ -64,13 +65,22 @@ def contenders(
         "fedcover sequential, 2 processes": lambda: fedcover("sequential", 2),
         "fedcover sequential, 1 process": lambda: fedcover("sequential", 1),
         "pfl, torchrun, 2 processes": lambda: [
-            environment("pfl", folder), *torchrun, str(HERE / "pfl_mnist.py"), str(job),
+            environment("pfl", folder),
+            *torchrun,
+            str(HERE / "pfl_mnist.py"),
+            str(job),
         ],
         "Flower simulation, 2 Ray actors": lambda: [
-            environment("flower", folder), str(HERE / "flower_mnist.py"), str(job),
+            environment("flower", folder),
+            str(HERE / "flower_mnist.py"),
+            str(job),
         ],
-        "plain eager loop, 1 process": lambda: [sys.executable, str(HERE / "eager_mnist.py"), str(job)],
-    }  # fmt: skip
+        "plain eager loop, 1 process": lambda: [
+            sys.executable,
+            str(HERE / "eager_mnist.py"),
+            str(job),
+        ],
+    }
 
 
 def measure(command: list[str], folder: Path, data: str | None) -> dict[str, list[float]]:
@@ -96,9 +106,14 @@ def measure(command: list[str], folder: Path, data: str | None) -> dict[str, lis
 
 
 def table(runs: dict[str, list[dict[str, list[float]]]]) -> str:
-    """One line for each contender: the median of all rounds but the first, its spread over the repetitions."""
+    """One line for each contender: the median of all rounds but the first, its spread over the
+    repetitions.
+    """
     rows = [
-        "| who | s per round | spread | samples/s | first round, s | accuracy | times the fastest |",
+        (
+            "| who | s per round | spread | samples/s | first round, s | "
+            "accuracy | times the fastest |"
+        ),
         "|---|---|---|---|---|---|---|",
     ]
     middles = {
@@ -110,8 +125,10 @@ def table(runs: dict[str, list[dict[str, list[float]]]]) -> str:
         first = median(run["seconds"][0] for run in figures)
         accuracy = {f"{100 * run['accuracy'][-1]:.2f}" for run in figures}
         rows.append(
-            f"| {who} | {middles[who]:.3f} | {min(each):.3f} to {max(each):.3f} | {SAMPLES / middles[who]:,.0f} "
-            f"| {first:.1f} | {' '.join(sorted(accuracy))} % | {middles[who] / min(middles.values()):.2f} |"
+            f"| {who} | {middles[who]:.3f} | {min(each):.3f} to {max(each):.3f} "
+            f"| {SAMPLES / middles[who]:,.0f} "
+            f"| {first:.1f} | {' '.join(sorted(accuracy))} % | "
+            f"{middles[who] / min(middles.values()):.2f} |"
         )
     return "\n".join(rows)
 
@@ -131,9 +148,12 @@ def report(runs: dict[str, list[dict[str, list[float]]]], rounds: int, repeats: 
     listed = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
     return (
         f"# One MNIST job on fedcover and its peers\n\n{date.today()}, {hardware()}. {listed}.\n\n"
-        f"100 clients, 10 a round, 5 epochs of batches of 10, MLP 784-200-10, evaluation after each round; the same "
-        f"partition,\ncohorts, shuffles and initial weights for all. {repeats} runs of {rounds} rounds each, one "
-        f"contender after another; median over all\nrounds but the first (which compiles, or starts actors); spread: "
+        "100 clients, 10 a round, 5 epochs of batches of 10, MLP 784-200-10, "
+        "evaluation after each round; the same "
+        f"partition,\ncohorts, shuffles and initial weights for all. {repeats} "
+        f"runs of {rounds} rounds each, one "
+        "contender after another; median over all\nrounds but the first (which "
+        "compiles, or starts actors); spread: "
         f"the medians of single runs. Accuracy after the last round.\n\n{table(runs)}\n"
     )
 
@@ -170,7 +190,8 @@ def main(say: Callable[[str], None] = print) -> None:
             for who, command in commands.items():
                 runs.setdefault(who, []).append(measure(command, Path(folder), arguments.data))
                 say(
-                    f"{repeat + 1}/{arguments.repeats}  {who}: {median(runs[who][-1]['seconds'][1:]):.3f} s per round"
+                    f"{repeat + 1}/{arguments.repeats}  {who}: "
+                    f"{median(runs[who][-1]['seconds'][1:]):.3f} s per round"
                 )
     page = report(runs, arguments.rounds, arguments.repeats)
     say("\n" + page)

@@ -6,7 +6,7 @@ from fedcover.host import signals
 
 
 def main() -> None:
-    """The commands; who stops one gets no traceback, also in the seconds in which torch is imported."""
+    """Run the commands. Ctrl-C gives no traceback, even while torch is being imported."""
     signals.quietly()
     from fedcover.cli import main as commands
 

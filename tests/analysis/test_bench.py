@@ -1,4 +1,6 @@
-"""The plain loop, the floors and our own steps run everywhere; how long they take is nobody's business here."""
+"""The plain loop, the floors and our own steps run everywhere; how long they take is nobody's
+business here.
+"""
 
 from importlib import import_module
 

@@ -1,4 +1,6 @@
-"""What a device can hold: the largest part that fits its memory and the time, found on this very machine."""
+"""What a device can hold: the largest part that fits its memory and the time, found on this very
+machine.
+"""
 
 import json
 from dataclasses import replace
@@ -90,7 +92,9 @@ def test_capacity_is_none_where_nothing_fits():
 
 
 def test_capacity_is_measured_by_training():
-    """As many local steps as promised, on sub-models of the capacity's own size, and the model stays as it was."""
+    """As many local steps as promised, on sub-models of the capacity's own size, and the model
+    stays as it was.
+    """
     setup = setup_of(model="mlp(hidden=[16])")
     before = {name: p.clone() for name, p in setup.task.model.module.named_parameters()}
     sizes = []

@@ -1,4 +1,6 @@
-"""The candidates of the trial: what they train, how a model is changed midway, and the whole course."""
+"""The candidates of the trial: what they train, how a model is changed midway, and the whole
+course.
+"""
 
 from dataclasses import replace
 
@@ -19,8 +21,14 @@ from fedcover.submodels import coverage
 
 MACHINE = Machine(device="cpu", engine="sequential", threads=1).resolved()
 DIGITS = {
-    **SHARED, **CIFAR, "dataset": "digits", "model": "mlp(hidden=[16, 8])", "clients": 20, "rounds": 8, "epochs": 1,
-}  # fmt: skip
+    **SHARED,
+    **CIFAR,
+    "dataset": "digits",
+    "model": "mlp(hidden=[16, 8])",
+    "clients": 20,
+    "rounds": 8,
+    "epochs": 1,
+}
 
 
 @pytest.fixture(scope="module")

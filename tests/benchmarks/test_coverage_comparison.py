@@ -1,4 +1,6 @@
-"""The comparison's machinery: designs have the coverage and the noise they claim, and the tests are Student's."""
+"""The comparison's machinery: designs have the coverage and the noise they claim, and the tests are
+Student's.
+"""
 
 import json
 from contextlib import contextmanager

@@ -9,7 +9,9 @@ from fedcover.cli import console
 
 
 def closed_form(codename: str, kind: str) -> dict:
-    """The paper's MLP, 784-200-10: quarters of the first layer's weights, or of the hidden units."""
+    """The paper's MLP, 784-200-10: quarters of the first layer's weights, or of the
+    hidden units.
+    """
     kept = {"1": "1234", "2": "134", "3": "124", "4": "123", "5": "14", "6": "13", "7": "12"}
     quarters = [4 - len(kept[digit]) for digit in codename]
     if kind == "pruning":
@@ -56,9 +58,11 @@ def test_audit_of_a_codename_equals_the_closed_form(fedcover, codename, kind):
 def test_audit_gives_the_papers_figures(fedcover):
     """Parameters, multiply-adds and coverage as the paper prints them (its wrong rows left out)."""
     printed = {
-        "1111114444": (143_330, 143_120, 6), "1111144447": (135_490, 135_280, 5), "1111556677": (111_970, 111_760, 6),
+        "1111114444": (143_330, 143_120, 6),
+        "1111144447": (135_490, 135_280, 5),
+        "1111556677": (111_970, 111_760, 6),
         "1455666777": (92_370, 92_160, 3),
-    }  # fmt: skip
+    }
     for codename, (parameters, multiply_adds, gamma) in printed.items():
         told = json.loads(fedcover("audit", codename, "--json")[1])
         assert (told["parameters"], told["multiply_adds"], told["gamma_min"]) == (
@@ -73,8 +77,16 @@ def test_audit_gives_the_papers_figures(fedcover):
 
 
 def test_audit_command_of_a_fleet(fedcover):
-    code, out, err = fedcover("audit", "--fleet", "3x1.0 + 2x0.5", "--model", "mlp(hidden=[8])", "--dataset", "digits",
-                              "--json")  # fmt: skip
+    code, out, err = fedcover(
+        "audit",
+        "--fleet",
+        "3x1.0 + 2x0.5",
+        "--model",
+        "mlp(hidden=[8])",
+        "--dataset",
+        "digits",
+        "--json",
+    )
     told = json.loads(out)
     assert (code, err, told["gamma_min"]) == (0, "", 3)
     assert [row["parameters"] for row in told["capacities"]] == [

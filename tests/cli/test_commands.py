@@ -65,7 +65,9 @@ def test_help_and_version(fedcover):
     "words", [["run"], ["sweep", "--seeds", 1], ["capacity"]], ids=lambda words: words[0]
 )
 def test_files_beside_an_experiment_are_found(fedcover, tmp_path, monkeypatch, words):
-    """Data and functions are found from wherever the command is given, and by every command alike."""
+    """Data and functions are found from wherever the command is given, and by every
+    command alike.
+    """
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "lying_beside", raising=False)
     beside = tmp_path / "beside"
@@ -76,7 +78,8 @@ def test_files_beside_an_experiment_are_found(fedcover, tmp_path, monkeypatch, w
         "from fedcover.policies import POLICIES\npick = POLICIES['prefix']\n"
     )
     (beside / "experiment.toml").write_text(
-        'dataset = "mine.npz"\nmodel = "mlp(hidden=[4])"\npolicy = "lying_beside:pick"\nclients = 4\nactive = 2\n'
+        'dataset = "mine.npz"\nmodel = "mlp(hidden=[4])"\npolicy = '
+        '"lying_beside:pick"\nclients = 4\nactive = 2\n'
         "rounds = 1\nepochs = 1\n"
     )
     code, _, err = fedcover(*words, "beside/experiment.toml")
@@ -154,16 +157,34 @@ def test_sweep_runs_every_combination_into_its_own_folder(fedcover, tmp_path, mo
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["run", *changed()], r"test accuracy after 2 rounds: \d+\.\d %; at least \d+ clients? trained each parameter in every"),
-        (["sweep", *changed(name="s"), "--vary", "lr=0.1|0.05"], r"highest accuracy: s-lr-0\.\d+ with 0\.\d+, one"),
-        (["plan", "--fleet", "2x0.5"], r"conclusion: with this plan (every parameter|some parameters)"),
-        (["audit", "--fleet", "2x0.5", "--policy", "prefix"], "mean per client: .* some parameters are trained by no client"),
-        (["explain", "--rounds", "1", "--clients", "20", "--seeds", "1", "--switch", "zero"], r"\w+ changes the acc"),
+        (
+            ["run", *changed()],
+            (
+                r"test accuracy after 2 rounds: \d+\.\d %; at least \d+ clients? "
+                r"trained each parameter in every"
+            ),
+        ),
+        (
+            ["sweep", *changed(name="s"), "--vary", "lr=0.1|0.05"],
+            r"highest accuracy: s-lr-0\.\d+ with 0\.\d+, one",
+        ),
+        (
+            ["plan", "--fleet", "2x0.5"],
+            r"conclusion: with this plan (every parameter|some parameters)",
+        ),
+        (
+            ["audit", "--fleet", "2x0.5", "--policy", "prefix"],
+            "mean per client: .* some parameters are trained by no client",
+        ),
+        (
+            ["explain", "--rounds", "1", "--clients", "20", "--seeds", "1", "--switch", "zero"],
+            r"\w+ changes the acc",
+        ),
         (["history", "runs"], "rounds: 2, runs: 1"),
         (["certify", "runs/run"], "conclusion: no (theorem|proof)"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
-)  # fmt: skip
+)
 def test_commands_end_with_a_conclusion(fedcover, words, sentence):
     if words[0] in ("history", "certify"):
         assert fedcover("run", *changed(keep_rounds=[0, 1]))[0] == 0

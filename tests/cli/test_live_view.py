@@ -1,4 +1,6 @@
-"""A run watched from outside: whatever is in its folder is shown, and half-written lines are none."""
+"""A run watched from outside: whatever is in its folder is shown, and half-written lines
+are none.
+"""
 
 import fcntl
 import json

@@ -1,4 +1,6 @@
-"""What first-time users stumbled over: each of these was once a traceback, or worse, a result without a word."""
+"""What first-time users stumbled over: each of these was once a traceback, or worse, a result
+without a word.
+"""
 
 from dataclasses import replace
 
@@ -236,7 +238,10 @@ def test_error_on_float64_models_names_a_working_fix():
     x, y = torch.rand(80, 8, dtype=torch.float64), torch.arange(80) % 4
     single = fc.from_tensors((x, y), (x, y))
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).double()
-    cure = r"give module.float\(\), or x.double\(\) in a Dataset made by hand \(from_tensors and files make float32"
+    cure = (
+        r"give module.float\(\), or x.double\(\) in a Dataset made by hand "
+        r"\(from_tensors and files make float32"
+    )
     refused(cure, parts={"dataset": single, "model": model}, policy="rolling", fleet="1x0.5")
     double = replace(single, train=replace(single.train, x=x), test=replace(single.test, x=x))
     run = fc.run(

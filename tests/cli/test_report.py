@@ -1,4 +1,6 @@
-"""What shows results beside the page: plots, histories, TensorBoard, and the commands for all of them."""
+"""What shows results beside the page: plots, histories, TensorBoard, and the commands for all of
+them.
+"""
 
 import csv
 import io
@@ -23,7 +25,7 @@ from tests.helpers.command_line import changed, refused
 from tests.helpers.made_up import made_up_run
 from tests.helpers.runs import tiny
 
-# ── histories ───────────────────────────────────────────────────────────────────────────────────────────
+# ── histories ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_csv_and_json_hold_the_same_rows(fedcover, tmp_path):
@@ -82,7 +84,7 @@ def test_history_of_values_that_are_not_finite(tmp_path):
     assert next(csv.DictReader(io.StringIO(as_csv(found))))["loss"] == "nan"
 
 
-# ── plots ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── plots ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_run_plot_is_a_figure_or_a_file(tmp_path):
@@ -136,7 +138,7 @@ def test_plot_option_of_run_and_report(fedcover, tmp_path):
     assert "<title>Mine</title>" in (tmp_path / "page.html").read_text()
 
 
-# ── the page and TensorBoard on the command line ────────────────────────────────────────────────────────
+# ── the page and TensorBoard on the command line ──────────────────────────────────────────────────
 
 
 def test_report_writes_one_page_and_says_where(fedcover, tmp_path):

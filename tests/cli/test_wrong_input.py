@@ -85,19 +85,56 @@ WRONG = {
 @pytest.mark.parametrize("words", WRONG, ids=" ".join)
 def test_wrong_input_gives_one_sentence_and_exit_code_2(fedcover, words, tmp_path):
     for name, content in {
-        "invalid": b"= 3", "twice": b"seed = 1\nseed = 2\n", "bytes": b"name = '\xff'", "field": b"round = 3",
+        "invalid": b"= 3",
+        "twice": b"seed = 1\nseed = 2\n",
+        "bytes": b"name = '\xff'",
+        "field": b"round = 3",
         "type": b"rounds = 'ten'",
-    }.items():  # fmt: skip
+    }.items():
         (tmp_path / f"{name}.toml").write_bytes(content)
     refused(fedcover(*words), 2, WRONG[words])
     assert not (tmp_path / "runs").exists()
 
 
 NASTY = [
-    "", "''", "nan", "inf", "-inf", "-1", "0", "1.5", "1e400", "true", "[]", "[1]", "[[1]]", "{}", "{a=1}", "x", "a:b",
-    ":", "a:", ".a:b", "os:path", "(", "a(", "f()", "f(x)", "prefix(1)", "prefix(**{})", "mlp(hidden=5)", "1979-05-27",
-    "null", "😀", "\x7f", "a\nb", "a" * 300, "a(b={[1]: 2})", "(" * 500 + ")", "[/red]",
-]  # fmt: skip
+    "",
+    "''",
+    "nan",
+    "inf",
+    "-inf",
+    "-1",
+    "0",
+    "1.5",
+    "1e400",
+    "true",
+    "[]",
+    "[1]",
+    "[[1]]",
+    "{}",
+    "{a=1}",
+    "x",
+    "a:b",
+    ":",
+    "a:",
+    ".a:b",
+    "os:path",
+    "(",
+    "a(",
+    "f()",
+    "f(x)",
+    "prefix(1)",
+    "prefix(**{})",
+    "mlp(hidden=5)",
+    "1979-05-27",
+    "null",
+    "😀",
+    "\x7f",
+    "a\nb",
+    "a" * 300,
+    "a(b={[1]: 2})",
+    "(" * 500 + ")",
+    "[/red]",
+]
 
 
 @pytest.mark.parametrize("field", [*fc.Experiment.model_fields, "nofield", "a.b"])

@@ -31,7 +31,9 @@ def idx(array):
 
 
 def small_files(name):
-    """A few random images in the publisher's own format, by path, with the arrays they were made from."""
+    """A few random images in the publisher's own format, by path, with the arrays they were made
+    from.
+    """
     random = np.random.default_rng(0)
     files, arrays = {}, {}
     for path in [path for download in DOWNLOADS[name] for path in download.files]:
@@ -51,7 +53,9 @@ def small_files(name):
 
 
 def packed(files):
-    """The files as a .tar.gz, between a member that nobody asked for and one that tries to escape."""
+    """The files as a .tar.gz, between a member that nobody asked for and one that tries
+    to escape.
+    """
     raw = io.BytesIO()
     with tarfile.open(fileobj=raw, mode="w:gz") as archive:
         for path, content in {"readme.html": b"hello", **files, "../escaped.txt": b"out"}.items():
@@ -62,7 +66,9 @@ def packed(files):
 
 
 def publish(name, site, web):
-    """Put a small edition of a data set on the web folder; what the table of publishers then says of it."""
+    """Put a small edition of a data set on the web folder; what the table of publishers then says
+    of it.
+    """
     files, arrays = small_files(name)
     digests = {path: md5(content) for path, content in files.items()}
     if name == "mnist":

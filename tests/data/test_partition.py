@@ -1,4 +1,6 @@
-"""Partitions: every row to exactly one client, nobody empty, the limit kept, the impossible refused."""
+"""Partitions: every row to exactly one client, nobody empty, the limit kept, the impossible
+refused.
+"""
 
 import numpy as np
 import pytest
@@ -108,7 +110,9 @@ def test_cifar100_setting_of_the_paper_gives_equal_shares(limit):
 
 
 def test_client_number_is_independent_of_its_labels():
-    """Over many seeds, the first client holds every label about equally often, and every pair of labels."""
+    """Over many seeds, the first client holds every label about equally often, and every pair of
+    labels.
+    """
     dataset = data([20] * 10)
     hands = [held(dataset, labels(dataset, 20, seed, limit=2))[0] for seed in range(300)]
     often = np.bincount([label for hand in hands for label in hand], minlength=10)

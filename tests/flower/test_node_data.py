@@ -1,4 +1,6 @@
-"""Clients' rows that stay on their nodes: what is said of them, and what is refused; without Flower."""
+"""Clients' rows that stay on their nodes: what is said of them, and what is refused; without
+Flower.
+"""
 
 import tracemalloc
 
@@ -102,11 +104,18 @@ def counts(*numbers):
 @pytest.mark.parametrize(
     "wrong",
     [
-        *({"samples": counts(count)} for count in (0, MAX_SAMPLES + 1, 2**32 - 1)), {"samples": counts(1, 2)},
-        {"samples": b""}, {"samples": b"123"}, {"samples": [3]}, {"samples": "3333"}, {"shape": [0]}, {"shape": [2.0]},
-        *({"labels": bits} for bits in (b"", bytes(MAX_LABELS // 8 + 1), "\x80", [b"\x80"])), {"shape": [1] * 100},
+        *({"samples": counts(count)} for count in (0, MAX_SAMPLES + 1, 2**32 - 1)),
+        {"samples": counts(1, 2)},
+        {"samples": b""},
+        {"samples": b"123"},
+        {"samples": [3]},
+        {"samples": "3333"},
+        {"shape": [0]},
+        {"shape": [2.0]},
+        *({"labels": bits} for bits in (b"", bytes(MAX_LABELS // 8 + 1), "\x80", [b"\x80"])),
+        {"shape": [1] * 100},
     ],
-)  # fmt: skip
+)
 def test_invalid_node_data_info_is_refused(wrong):
     honest = {"samples": counts(3), "labels": b"\x80", "shape": [2]}
     assert list(parse_client_info(honest)) == [ClientInfo(3, (0,), (2,))]
@@ -309,7 +318,9 @@ def test_node_measures_its_capacity_on_its_own_rows(fedcover, tmp_path):
 
 
 def test_node_does_not_need_the_servers_data(tmp_path):
-    """The model is built for the rows of the node, as it is on the server for those of its test set."""
+    """The model is built for the rows of the node, as it is on the server for those of its test
+    set.
+    """
     files = written(tmp_path)
     rows = load_node_data(str(files.nodes[1]), files.experiment(), clients_of(1, 5, 2), WANTED)
     machine = Machine(device="cpu").resolved()

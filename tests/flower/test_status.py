@@ -1,4 +1,6 @@
-"""The status of a run's server, as it writes it, and as the command that follows the run reads it."""
+"""The status of a run's server, as it writes it, and as the command that follows the run
+reads it.
+"""
 
 import json
 import os
@@ -165,7 +167,9 @@ def test_the_last_announcement_of_a_log_counts():
 
 
 class Played:
-    """A process that takes its next step whenever somebody asks whether it has ended, and ends after the last."""
+    """A process that takes its next step whenever somebody asks whether it has ended, and ends
+    after the last.
+    """
 
     def __init__(self, *steps):
         self.steps = list(steps)

@@ -1,4 +1,6 @@
-"""The user's own modules that travel inside a Flower App: which do, which do not, and what is refused."""
+"""The user's own modules that travel inside a Flower App: which do, which do not, and what is
+refused.
+"""
 
 import io
 import sys
@@ -17,7 +19,9 @@ POLICY = "def halves(view):\n    return [None for _ in view.cohort]\n"
 
 @pytest.fixture
 def beside(tmp_path, monkeypatch):
-    """A folder in which Python looks for modules, as for those beside a TOML file; what it imports is forgotten."""
+    """A folder in which Python looks for modules, as for those beside a TOML file; what it imports
+    is forgotten.
+    """
     monkeypatch.syspath_prepend(tmp_path)
     before = set(sys.modules)
     yield tmp_path

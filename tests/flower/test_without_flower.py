@@ -1,4 +1,6 @@
-"""What Flower carries, and the folder of an app, without Flower: parcels, settings, logs, programs."""
+"""What Flower carries, and the folder of an app, without Flower: parcels, settings, logs,
+programs.
+"""
 
 import os
 import subprocess

@@ -60,8 +60,13 @@ class Browser:
             self.__exit__()
             raise
         self.base += f"/session/{session['sessionId']}"
-        self.devtools("Emulation.setDeviceMetricsOverride", width=self.width, height=self.height, deviceScaleFactor=1,
-                      mobile=False)  # fmt: skip
+        self.devtools(
+            "Emulation.setDeviceMetricsOverride",
+            width=self.width,
+            height=self.height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
         return self
 
     def __exit__(self, *_):

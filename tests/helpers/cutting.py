@@ -1,4 +1,6 @@
-"""Random models to cut: tensors whose axes are laid out from pieces that groups own, and a slow twin of cutting."""
+"""Random models to cut: tensors whose axes are laid out from pieces that groups own, and a slow
+twin of cutting.
+"""
 
 from dataclasses import dataclass
 
@@ -11,14 +13,18 @@ from fedcover.types import Cut, UnitGroup
 
 @dataclass
 class Layout:
-    """Groups, tensors they cut, and for every tensor and axis the (group, unit) that owns each place, or None."""
+    """Groups, tensors they cut, and for every tensor and axis the (group, unit) that owns each
+    place, or None.
+    """
 
     groups: tuple[UnitGroup, ...]
     params: dict[str, Tensor]
     owners: dict[str, list[list[tuple[str, int] | None]]]
 
     def mask(self, kept: dict[str, list[int]]) -> dict[str, Tensor]:
-        """Place by place: an entry is held if every place it lies at is free or belongs to a kept unit."""
+        """Place by place: an entry is held if every place it lies at is free or belongs to a kept
+        unit.
+        """
         masks = {}
         for name, tensor in self.params.items():
             mask = torch.zeros(tensor.shape, dtype=torch.bool)
@@ -37,7 +43,9 @@ class Layout:
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    """Up to three groups on up to three tensors: concatenations, fused cuts, several places per unit, three axes."""
+    """Up to three groups on up to three tensors: concatenations, fused cuts, several places per
+    unit, three axes.
+    """
     sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
     cuts: list[list[Cut]] = [[] for _ in sizes]
     params, owners = {}, {}

@@ -21,7 +21,9 @@ SKEWED = {"dataset": "synthetic(shape=(1, 3, 4), classes=5, samples=7, test_size
 
 
 def agree(setup, state, engine, rounds=2):
-    """The same rounds, one of them after places have been used, so that what stays in them would show."""
+    """The same rounds, one of them after places have been used, so that what stays in them would
+    show.
+    """
     slow = fast = state
     for _ in range(rounds):
         slow, left = run_round(replace(setup, engine=Engine(sequential)), slow)

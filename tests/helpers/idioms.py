@@ -1,4 +1,6 @@
-"""Ways of writing a model, one small example each: those that `trace` understands, and those that it refuses."""
+"""Ways of writing a model, one small example each: those that `trace` understands, and those that
+it refuses.
+"""
 
 import torch
 from torch import nn

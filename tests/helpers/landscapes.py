@@ -1,4 +1,5 @@
-"""Small random problems on which every expectation is computed exactly: quadratics, masks, and noise of fair signs.
+"""Small random problems on which every expectation is computed exactly: quadratics, masks, and
+noise of fair signs.
 
 Suffixes: S outcomes of all coins together, N clients, P parameters, T steps.
 """
@@ -13,7 +14,9 @@ from fedcover.theory import Constants, LocalSteps, RoundQuantities
 
 @dataclass(frozen=True)
 class Problem:
-    """Clients with F_n(theta) = (theta - a_n)' H_n (theta - a_n) / 2, a mask each, and +-noise on gradients."""
+    """Clients with F_n(theta) = (theta - a_n)' H_n (theta - a_n) / 2, a mask each, and +-noise on
+    gradients.
+    """
 
     hessian_NPP: torch.Tensor
     centre_NP: torch.Tensor
@@ -94,7 +97,9 @@ def gradient_at(problem, n, theta):
 
 
 def one_round(problem):
-    """All outcomes of a round: the models after it, every client's path, and every gradient that was stepped along."""
+    """All outcomes of a round: the models after it, every client's path, and every gradient that
+    was stepped along.
+    """
     clients, steps, _ = problem.noise_NTP.shape
     signs = torch.tensor(list(product((1.0, -1.0), repeat=clients * steps)), dtype=torch.float64)
     signs_SNT = signs.view(-1, clients, steps)
@@ -120,30 +125,45 @@ def one_round(problem):
 
 
 def constants(problem, start, end, gradients):
-    """The theorem's constants for one round, exactly; the loss after it stands for the lower bound of F."""
+    """The theorem's constants for one round, exactly; the loss after it stands for the lower bound
+    of F.
+    """
     means = [float(g_TSP.square().sum(-1).mean(1).max()) for g_TSP in gradients]
     noise = (problem.noise_NTP * problem.mask_NP[:, None]).square().sum(-1)
     return Constants(
-        smoothness=problem.smoothness, batch_smoothness=problem.smoothness, gradient=max(means),
-        step_gradient=max(float(g.square().sum(-1).max()) for g in gradients), variance=float(noise.max()),
-        start=start, least=end, steps=problem.steps, rounds=1, lr_sum=problem.lr,
-    )  # fmt: skip
+        smoothness=problem.smoothness,
+        batch_smoothness=problem.smoothness,
+        gradient=max(means),
+        step_gradient=max(float(g.square().sum(-1).max()) for g in gradients),
+        variance=float(noise.max()),
+        start=start,
+        least=end,
+        steps=problem.steps,
+        rounds=1,
+        lr_sum=problem.lr,
+    )
 
 
 def masks_say(problem, full_gradient):
     """What the masks of the round say."""
-    largest = [float(problem.shares[n][problem.mask_NP[n]].max()) if problem.mask_NP[n].any() else 0.0
-               for n in range(len(problem.mask_NP))]  # fmt: skip
+    largest = [
+        float(problem.shares[n][problem.mask_NP[n]].max()) if problem.mask_NP[n].any() else 0.0
+        for n in range(len(problem.mask_NP))
+    ]
     pruned_energy = (problem.theta_P * ~problem.mask_NP).square().sum(1).tolist()
     counts = problem.mask_NP.sum(0)
     mean = sum(
         problem.shares[n] * gradient_at(problem, n, problem.theta_P) for n in range(len(largest))
     )
     return RoundQuantities(
-        lr=problem.lr, inverse_coverage=tuple(largest), pruned_energy=tuple(pruned_energy), gamma=int(counts[counts > 0].min()),
-        energy=float(problem.theta_P.square().sum()), gradient=float(full_gradient[problem.covered].square().sum()),
+        lr=problem.lr,
+        inverse_coverage=tuple(largest),
+        pruned_energy=tuple(pruned_energy),
+        gamma=int(counts[counts > 0].min()),
+        energy=float(problem.theta_P.square().sum()),
+        gradient=float(full_gradient[problem.covered].square().sum()),
         bias=float((mean - full_gradient)[problem.covered].square().sum()),
-    )  # fmt: skip
+    )
 
 
 def cohorts(clients, places):

@@ -1,4 +1,6 @@
-"""Run folders made up for tests of what reads them: any number of runs and rounds without training."""
+"""Run folders made up for tests of what reads them: any number of runs and rounds without
+training.
+"""
 
 import json
 import random
@@ -11,7 +13,9 @@ from fedcover.runs.experiment import Experiment
 def made_up_run(
     folder: Path, done: int | None = None, *, layers: int = 2, noisy: bool = False, **fields: Any
 ) -> Path:
-    """A run folder whose figures follow a curve; `noisy` pictures are as hard to compress as pictures can be."""
+    """A run folder whose figures follow a curve; `noisy` pictures are as hard to compress as
+    pictures can be.
+    """
     experiment = Experiment(
         **{"clients": 20, "rounds": 6, "fleet": "1x1.0 + 1x0.5", "name": folder.name, **fields}
     )
@@ -35,7 +39,9 @@ def made_up_run(
 
 
 def on_flower(folder: Path, why: str = "12 of 500 numbers are not finite") -> Path:
-    """The same run as if real devices had made it: client 4 is refused in every round, a node is late in the second."""
+    """The same run as if real devices had made it: client 4 is refused in every round, a node is
+    late in the second.
+    """
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps({**manifest, "engine": "flower"}))
     rounds = range((folder / "metrics.jsonl").read_text().count("\n"))
@@ -65,15 +71,24 @@ def line(
         "loss": 2.3 / (1 + 0.2 * round),
     }
     return {
-        "round": round, "lr": experiment.lr, "train_loss": 2.4 / (1 + round), "gamma_round": round % 3,
-        "gamma_window": round, "histogram": {"1": 3}, "clients": clients, "dropped": [],
-        "delta2_mean": 0.3 * chance.random(), "parameters": 500.5, "multiply_adds": 480.0,
-        "bytes_down": 10_000, "bytes_up": 9_000,
+        "round": round,
+        "lr": experiment.lr,
+        "train_loss": 2.4 / (1 + round),
+        "gamma_round": round % 3,
+        "gamma_window": round,
+        "histogram": {"1": 3},
+        "clients": clients,
+        "dropped": [],
+        "delta2_mean": 0.3 * chance.random(),
+        "parameters": 500.5,
+        "multiply_adds": 480.0,
+        "bytes_down": 10_000,
+        "bytes_up": 9_000,
         "pictures": picture(layers, clients, chance, noisy),
         **(scores if last or (round + 1) % experiment.evaluate_every == 0 else {}),
         **({"accuracy_common": 0.7, "accuracy_single": 0.6} if last else {}),
         "seconds": {"policy": 0.01, "training": 0.2},
-    }  # fmt: skip
+    }
 
 
 def picture(

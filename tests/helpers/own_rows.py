@@ -1,4 +1,6 @@
-"""A fleet whose nodes have rows of their own: the files of the server and of two nodes, and the same rows in one."""
+"""A fleet whose nodes have rows of their own: the files of the server and of two nodes, and the
+same rows in one.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +41,9 @@ class Files:
 
 
 def written(folder: Path) -> Files:
-    """Digits of five owners, who have different labels and numbers of rows; the server has none of their rows."""
+    """Digits of five owners, who have different labels and numbers of rows; the server has none of
+    their rows.
+    """
     digits = load("digits")
     x, y = digits.train.x.numpy(), digits.train.y.numpy()
     owner = 10 * np.minimum(y // 2, 3) + 10 * (

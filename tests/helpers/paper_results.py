@@ -16,9 +16,16 @@ def write_result(folder, id, seed, accuracy, *, validation=None, local=None):
     """A result such as a run of two rounds would leave; the figures are made up."""
     cell = BY_ID[id]
     line = {
-        "gamma_round": 6, "gamma_window": 6, "delta2_mean": 0.1, "parameters": 10.0, "multiply_adds": 10.0,
-        "bytes_down": 1, "bytes_up": 1, "seconds": {"training": 1.0}, "loss": 1 - accuracy,
-    }  # fmt: skip
+        "gamma_round": 6,
+        "gamma_window": 6,
+        "delta2_mean": 0.1,
+        "parameters": 10.0,
+        "multiply_adds": 10.0,
+        "bytes_down": 1,
+        "bytes_up": 1,
+        "seconds": {"training": 1.0},
+        "loss": 1 - accuracy,
+    }
     scores = {
         "accuracy": accuracy,
         "accuracy_common": accuracy,

@@ -1,7 +1,7 @@
 """Algorithm 1 of the paper, slowly: dense masks, plain loops, one number system, nothing clever.
 
-Everything fast in fedcover must equal this. It shares with the library only the model, the policy's masks and the
-addresses of the random draws.
+Everything fast in fedcover must equal this. It shares with the library only the model, the policy's
+masks and the addresses of the random draws.
 """
 
 import copy
@@ -41,7 +41,9 @@ def reference_round(
 def train_masked(
     setup: Setup, state: State, client: Client, reduction: Reduction
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """T epochs of masked SGD on the dense model: theta <- theta - lr * velocity, gradients masked first."""
+    """T epochs of masked SGD on the dense model: theta <- theta - lr * velocity, gradients masked
+    first.
+    """
     task, local = setup.task, setup.task.local
     masks = reduction.mask(state.params)
     params = {name: torch.where(masks[name], p, 0.0) for name, p in state.params.items()}
@@ -74,7 +76,9 @@ def train_masked(
 
 
 def dense_module(module: nn.Module, masks: dict[str, Tensor], scaler: bool) -> nn.Module:
-    """The full-sized model as a masked client must run it: on batch statistics, with the scaler's factors."""
+    """The full-sized model as a masked client must run it: on batch statistics, with the scaler's
+    factors.
+    """
     dense = with_masked_moments(copy.deepcopy(module).train(), masks)
     for layer in dense.modules():
         if isinstance(layer, nn.BatchNorm2d):

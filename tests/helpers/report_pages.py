@@ -18,7 +18,10 @@ def report(tmp_path, *folders):
     return data_of(fc.report(folders, tmp_path / "report.html"))
 
 
-ATTACK = '</script><script>document.title="owned"</script><img src=x onerror="document.title=1"><!--\u2028'
+ATTACK = (
+    '</script><script>document.title="owned"</script><img src=x '
+    'onerror="document.title=1"><!--\u2028'
+)
 
 
 def attacked(folder):

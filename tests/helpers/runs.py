@@ -9,14 +9,23 @@ import fedcover as fc
 from fedcover.runs.checkpoints import list_checkpoints
 
 TINY = {
-    "fleet": "1x1.0 + 1x0.5", "policy": "prefix", "clients": 20, "active": 4, "rounds": 4, "epochs": 1,
+    "fleet": "1x1.0 + 1x0.5",
+    "policy": "prefix",
+    "clients": 20,
+    "active": 4,
+    "rounds": 4,
+    "epochs": 1,
     "model": "mlp(hidden=[16])",
-}  # fmt: skip
+}
 
 RESNET = {
-    "model": "wide_resnet(depth=10, widen=1)", "assignment": "slot", "clients": 100, "active": 2, "rounds": 2,
+    "model": "wide_resnet(depth=10, widen=1)",
+    "assignment": "slot",
+    "clients": 100,
+    "active": 2,
+    "rounds": 2,
     "calibration": 50,
-}  # fmt: skip
+}
 
 
 def tiny(**fields) -> fc.Experiment:

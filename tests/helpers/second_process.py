@@ -1,4 +1,5 @@
-"""The other process of `test_sharing`: builds the worlds that it is told to, and shares their rounds.
+"""The other process of `test_sharing`: builds the worlds that it is told to, and shares their
+rounds.
 
 Started as `python -m tests.second_process FOLDER`; the two meet in that folder.
 """

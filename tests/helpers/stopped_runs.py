@@ -6,7 +6,9 @@ from pathlib import Path
 
 
 def images(folder: Path, go: Callable) -> dict[int, Path]:
-    """Run to the end; return a copy of the folder after each round, by the number of rounds done."""
+    """Run to the end; return a copy of the folder after each round, by the number of
+    rounds done.
+    """
     copies = {}
 
     def copy(report):

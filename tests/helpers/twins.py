@@ -1,8 +1,10 @@
-"""The systems, slowly: each from its definition, with dense tensors, plain loops and nothing of the recipe.
+"""The systems, slowly: each from its definition, with dense tensors, plain loops and nothing of the
+recipe.
 
-They share with the library the model, the policy's masks, cutting a module to size, and the addresses of the random
-draws. Every twin takes (setup, state, client, reduction) and gives the client's parameters in the full shapes and a
-mask of the entries that count; `slow_round` averages them entry by entry.
+They share with the library the model, the policy's masks, cutting a module to size, and the
+addresses of the random draws. Every twin takes (setup, state, client, reduction) and gives the
+client's parameters in the full shapes and a mask of the entries that count; `slow_round` averages
+them entry by entry.
 """
 
 import copy
@@ -29,7 +31,9 @@ Tensors = dict[str, Tensor]
 
 @dataclass
 class Slow:
-    """What a twin's client has made: parameters in the full shapes, the entries that count, and anything else."""
+    """What a twin's client has made: parameters in the full shapes, the entries that count, and
+    anything else.
+    """
 
     params: Tensors
     counts: Tensors
@@ -59,7 +63,9 @@ def slow_round(setup: Setup, state: State, twin) -> tuple[Tensors, list[tuple[Cl
 
 
 def combined(old: Tensors, parts: list[tuple[Tensors, Tensors, float]], rule) -> Tensors:
-    """Every entry by itself: `rule(old value, [(value, weight), ...] of those who count, weight of all)`."""
+    """Every entry by itself: `rule(old value, [(value, weight), ...] of those who count, weight of
+    all)`.
+    """
     everybody = sum(weight for _, _, weight in parts)
     new = {}
     for name, tensor in old.items():
@@ -72,7 +78,7 @@ def combined(old: Tensors, parts: list[tuple[Tensors, Tensors, float]], rule) ->
     return new
 
 
-# ── rules over the values of one entry ──────────────────────────────────────────────────────────────────
+# ── rules over the values of one entry ────────────────────────────────────────────────────────────
 
 
 def weighted_mean(old, given, everybody):
@@ -101,13 +107,15 @@ def trimmed(share):
     return rule
 
 
-# ── local training ──────────────────────────────────────────────────────────────────────────────────────
+# ── local training ────────────────────────────────────────────────────────────────────────────────
 
 
 def steps_of(
     setup: Setup, state: State, client: Client, start: Tensors, held: Tensors, gradient_of
 ) -> Tensors:
-    """T epochs of SGD on dense tensors; `gradient_of(step, params, x, y)` says what a step goes down."""
+    """T epochs of SGD on dense tensors; `gradient_of(step, params, x, y)` says what a step goes
+    down.
+    """
     task, local = setup.task, setup.task.local
     params, velocity = dict(start), {name: torch.zeros_like(p) for name, p in start.items()}
     shard, step = task.source.shard(client.id), 0
@@ -147,7 +155,9 @@ def cut_to(held: Tensors, params: Tensors) -> Tensors:
 
 
 def plain(setup, state, client, part) -> Slow:
-    """SGD on the masked dense model; `more` is the mean over steps of the squared gradient before masking."""
+    """SGD on the masked dense model; `more` is the mean over steps of the squared gradient before
+    masking.
+    """
     masks = part.mask(state.params)
     module = dense_module(setup.task.model.module, masks, setup.task.scaler)
     squares = {name: torch.zeros_like(p) for name, p in state.params.items()}
@@ -184,7 +194,9 @@ def prox(mu: float):
 
 
 def mask_absent_labels(absent: str, rows: bool):
-    """HeteroFL's loss and rows: labels that a client lacks add e^0 (zero), nothing (ignore) or e^z (free)."""
+    """HeteroFL's loss and rows: labels that a client lacks add e^0 (zero), nothing (ignore) or e^z
+    (free).
+    """
 
     def twin(setup, state, client, part) -> Slow:
         masks = part.mask(state.params)
@@ -217,11 +229,13 @@ def mask_absent_labels(absent: str, rows: bool):
     return twin
 
 
-# ── FjORD ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── FjORD ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def fjord(widths: tuple[float, ...], distil: float = 0.0):
-    """A width per batch; the batch's model is really cut to that width, and its gradient put back into place."""
+    """A width per batch; the batch's model is really cut to that width, and its gradient put back
+    into place.
+    """
 
     def twin(setup, state, client, part) -> Slow:
         model, local = setup.task.model, setup.task.local
@@ -276,7 +290,9 @@ def _prefix(groups, width: float) -> Slices:
 
 
 def running_statistics(setup: Setup, state: State, client: Client, writes) -> Tensors:
-    """The running statistics of a full-width client whose weights do not move, over the steps that may write."""
+    """The running statistics of a full-width client whose weights do not move, over the steps that
+    may write.
+    """
     module = copy.deepcopy(setup.task.model.module).train()
 
     def gradient_of(step, params, x, y):
@@ -292,7 +308,7 @@ def running_statistics(setup: Setup, state: State, client: Client, writes) -> Te
     }
 
 
-# ── Hermes, FedMask, FIARSE ─────────────────────────────────────────────────────────────────────────────
+# ── Hermes, FedMask, FIARSE ───────────────────────────────────────────────────────────────────────
 
 
 def hermes(step: float, good_enough: float):
@@ -329,7 +345,9 @@ def hermes(step: float, good_enough: float):
 
 
 def _owned(groups, params):
-    """(group, cut, unit, the places that the unit owns along the cut's axis), for all cuts of parameters."""
+    """(group, cut, unit, the places that the unit owns along the cut's axis), for all cuts of
+    parameters.
+    """
     for group in groups:
         for cut in group.cuts:
             for unit in range(group.size if cut.tensor in params else 0):
@@ -356,7 +374,9 @@ def _after_pruning(groups, params, mine, capacity, step):
 
 
 def fedmask(original, start: float, threshold: float):
-    """Scores over the weights of the `original` model; d loss / d score = d loss / d used weight * weight."""
+    """Scores over the weights of the `original` model; d loss / d score = d loss / d used weight *
+    weight.
+    """
     weights = {name: p.detach() for name, p in original.named_parameters()}
 
     def twin(setup, state, client, part) -> Slow:
@@ -384,7 +404,9 @@ def fedmask(original, start: float, threshold: float):
 
 
 def fiarse(scope: str, surrogate: bool = True):
-    """w takes part where |w| >= tau; the derivative of w * mask(w) is mask + w * sign(w) * 2 tau / (|w| + tau)^2."""
+    """w takes part where |w| >= tau; the derivative of w * mask(w) is mask + w * sign(w) * 2 tau /
+    (|w| + tau)^2.
+    """
 
     def twin(setup, state, client, part) -> Slow:
         masks, prunable = part.mask(state.params), setup.task.model.prunable

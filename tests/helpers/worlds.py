@@ -1,4 +1,6 @@
-"""Small worlds for tests: a complete setup in float64, so that two ways of computing can be told apart."""
+"""Small worlds for tests: a complete setup in float64, so that two ways of computing can be told
+apart.
+"""
 
 from dataclasses import replace
 
@@ -70,9 +72,18 @@ def world(model: str = "mlp", /, **fields: object) -> tuple[Setup, State]:
     """A setup and its first state in float64: six clients a round, of three capacities."""
     spec, dataset = SMALL_MODELS[model]
     defaults = {
-        "model": spec, "dataset": dataset, "fleet": "2x1.0 + 2x0.5 + 2x0.25", "clients": 12, "active": 6,
-        "rounds": 3, "epochs": 2, "batch_size": 3, "lr": 0.1, "window": 2, "calibration": 40,
-    }  # fmt: skip
+        "model": spec,
+        "dataset": dataset,
+        "fleet": "2x1.0 + 2x0.5 + 2x0.25",
+        "clients": 12,
+        "active": 6,
+        "rounds": 3,
+        "epochs": 2,
+        "batch_size": 3,
+        "lr": 0.1,
+        "window": 2,
+        "calibration": 40,
+    }
     if model == "depth_resnet":
         defaults["recipe"] = "depthfl"
     setup = prepare(Experiment(**{**defaults, **fields}), Machine(device="cpu").resolved())

@@ -26,16 +26,23 @@ class VGG(nn.Module):
         self.features = nn.Sequential(*layers)
         self.avgpool = nn.AdaptiveAvgPool2d((2, 2))
         self.classifier = nn.Sequential(
-            nn.Linear(channels * 4, 12), nn.ReLU(True), nn.Dropout(), nn.Linear(12, 9), nn.ReLU(True), nn.Dropout(),
+            nn.Linear(channels * 4, 12),
+            nn.ReLU(True),
+            nn.Dropout(),
+            nn.Linear(12, 9),
+            nn.ReLU(True),
+            nn.Dropout(),
             nn.Linear(9, 5),
-        )  # fmt: skip
+        )
 
     def forward(self, x):
         return self.classifier(torch.flatten(self.avgpool(self.features(x)), 1))
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3, 1x1 with an identity or a projected shortcut, as in ResNet-50 (and, with groups, ResNeXt-50)."""
+    """1x1, 3x3, 1x1 with an identity or a projected shortcut, as in ResNet-50 (and, with groups,
+    ResNeXt-50).
+    """
 
     def __init__(self, fan_in, width, stride=1, groups=1):
         super().__init__()
@@ -78,17 +85,24 @@ class ResNet(nn.Module):
 
 
 class InvertedResidual(nn.Module):
-    """Expand, filter each channel by itself, project; added to the input where shapes allow, as in MobileNetV2."""
+    """Expand, filter each channel by itself, project; added to the input where shapes allow, as in
+    MobileNetV2.
+    """
 
     def __init__(self, fan_in, out, stride, expand):
         super().__init__()
         hidden = fan_in * expand
         self.use_res_connect = stride == 1 and fan_in == out
         self.conv = nn.Sequential(
-            nn.Conv2d(fan_in, hidden, 1, bias=False), nn.BatchNorm2d(hidden), nn.ReLU6(inplace=True),
-            nn.Conv2d(hidden, hidden, 3, stride, 1, groups=hidden, bias=False), nn.BatchNorm2d(hidden), nn.ReLU6(True),
-            nn.Conv2d(hidden, out, 1, bias=False), nn.BatchNorm2d(out),
-        )  # fmt: skip
+            nn.Conv2d(fan_in, hidden, 1, bias=False),
+            nn.BatchNorm2d(hidden),
+            nn.ReLU6(inplace=True),
+            nn.Conv2d(hidden, hidden, 3, stride, 1, groups=hidden, bias=False),
+            nn.BatchNorm2d(hidden),
+            nn.ReLU6(True),
+            nn.Conv2d(hidden, out, 1, bias=False),
+            nn.BatchNorm2d(out),
+        )
 
     def forward(self, x):
         return x + self.conv(x) if self.use_res_connect else self.conv(x)
@@ -100,10 +114,16 @@ class MobileNetV2(nn.Module):
     def __init__(self):
         super().__init__()
         self.features = nn.Sequential(
-            nn.Conv2d(3, 4, 3, 2, 1, bias=False), nn.BatchNorm2d(4), nn.ReLU6(inplace=True),
-            InvertedResidual(4, 6, 1, 2), InvertedResidual(6, 6, 1, 3), InvertedResidual(6, 8, 2, 2),
-            nn.Conv2d(8, 12, 1, bias=False), nn.BatchNorm2d(12), nn.ReLU6(inplace=True),
-        )  # fmt: skip
+            nn.Conv2d(3, 4, 3, 2, 1, bias=False),
+            nn.BatchNorm2d(4),
+            nn.ReLU6(inplace=True),
+            InvertedResidual(4, 6, 1, 2),
+            InvertedResidual(6, 6, 1, 3),
+            InvertedResidual(6, 8, 2, 2),
+            nn.Conv2d(8, 12, 1, bias=False),
+            nn.BatchNorm2d(12),
+            nn.ReLU6(inplace=True),
+        )
         self.classifier = nn.Sequential(nn.Dropout(0.2), nn.Linear(12, 5))
 
     def forward(self, x):
@@ -168,7 +188,9 @@ class ViT(nn.Module):
 
 
 class CausalSelfAttention(nn.Module):
-    """Attention as in nanoGPT: as wide inside as the stream, split by the width that the module keeps."""
+    """Attention as in nanoGPT: as wide inside as the stream, split by the width that the module
+    keeps.
+    """
 
     def __init__(self, n_embd, n_head):
         super().__init__()
@@ -188,7 +210,9 @@ class CausalSelfAttention(nn.Module):
 
 
 class FreeAttention(nn.Module):
-    """Attention that takes its width from its own tensors, so that heads and stream are cut apart."""
+    """Attention that takes its width from its own tensors, so that heads and stream are
+    cut apart.
+    """
 
     def __init__(self, n_embd, num_heads):
         super().__init__()
@@ -335,7 +359,9 @@ class UNet(nn.Module):
 
 
 class ConvNeXt(nn.Module):
-    """Depth-wise convolution, layer norm over channels at the end, a scaled residual, and squeeze and excitation."""
+    """Depth-wise convolution, layer norm over channels at the end, a scaled residual, and squeeze
+    and excitation.
+    """
 
     def __init__(self, dim=8):
         super().__init__()
@@ -394,11 +420,20 @@ class Dense(nn.Module):
 
 IMAGE, WORDS = (3, 3, 8, 8), (3, 6)
 ZOO = {
-    "vgg": (VGG, IMAGE), "resnet": (ResNet, IMAGE), "resnext": (lambda: ResNet(groups=2), IMAGE),
-    "mobilenet": (MobileNetV2, IMAGE), "vit": (ViT, IMAGE), "gpt": (GPT, WORDS),
-    "gpt_free": (lambda: GPT(FreeAttention), WORDS), "llama": (Llama, WORDS), "encoder": (Encoder, (3, 4, 5)),
-    "unet": (UNet, IMAGE), "convnext": (ConvNeXt, IMAGE), "shuffle": (Shuffle, IMAGE), "dense": (Dense, IMAGE),
-}  # fmt: skip
+    "vgg": (VGG, IMAGE),
+    "resnet": (ResNet, IMAGE),
+    "resnext": (lambda: ResNet(groups=2), IMAGE),
+    "mobilenet": (MobileNetV2, IMAGE),
+    "vit": (ViT, IMAGE),
+    "gpt": (GPT, WORDS),
+    "gpt_free": (lambda: GPT(FreeAttention), WORDS),
+    "llama": (Llama, WORDS),
+    "encoder": (Encoder, (3, 4, 5)),
+    "unet": (UNet, IMAGE),
+    "convnext": (ConvNeXt, IMAGE),
+    "shuffle": (Shuffle, IMAGE),
+    "dense": (Dense, IMAGE),
+}
 """Every model with the shape of an example."""
 
 

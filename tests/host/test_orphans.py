@@ -13,7 +13,8 @@ from tests.helpers.processes import running, waited_for
 PARENT = """
 import os, subprocess, sys, time
 from fedcover.host.orphans import lifeline_arguments
-subprocess.Popen([sys.executable, *sys.argv[1:]], start_new_session=True, **lifeline_arguments(os.environ))
+arguments = lifeline_arguments(os.environ)
+subprocess.Popen([sys.executable, *sys.argv[1:]], start_new_session=True, **arguments)
 time.sleep(600)
 """
 CHILD = """

@@ -1,4 +1,6 @@
-"""Programs that are asked to stop: they keep the last whole round, say how to go on, and leave no process behind."""
+"""Programs that are asked to stop: they keep the last whole round, say how to go on, and leave no
+process behind.
+"""
 
 import os
 import shlex
@@ -23,7 +25,9 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 
 @contextmanager
 def started(*words, **options):
-    """A process of the command line in a group of its own; at the end it and its children are killed."""
+    """A process of the command line in a group of its own; at the end it and its children are
+    killed.
+    """
     process = command(*words, start_new_session=True, **options)
     family = set()
     try:

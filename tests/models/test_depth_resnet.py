@@ -1,4 +1,6 @@
-"""DepthFL: clients of different depth, exits after every stage, against loops written from the definition."""
+"""DepthFL: clients of different depth, exits after every stage, against loops written from the
+definition.
+"""
 
 import pytest
 import torch
@@ -127,9 +129,18 @@ def test_model_without_named_exits_is_refused_where_only_the_last_learns():
 
 
 def test_depth_resnet_learns_and_is_resumed(tmp_path):
-    fields = {"model": "depth_resnet(width=8, stages=3, blocks=1)", "recipe": "depthfl", "policy": "prefix",
-              "fleet": "1x1.0 + 1x0.67 + 1x0.34", "dataset": "digits", "clients": 6, "active": 6, "epochs": 1,
-              "rounds": 3, "lr": 0.05}  # fmt: skip
+    fields = {
+        "model": ("depth_resnet(width=8, stages=3, blocks=1)"),
+        "recipe": "depthfl",
+        "policy": "prefix",
+        "fleet": "1x1.0 + 1x0.67 + 1x0.34",
+        "dataset": "digits",
+        "clients": 6,
+        "active": 6,
+        "epochs": 1,
+        "rounds": 3,
+        "lr": 0.05,
+    }
     run = fc.run(fc.Experiment(**fields), tmp_path / "run")
     assert run.accuracy > 0.5
     assert run.summary["accuracy_single"] == run.accuracy

@@ -1,4 +1,6 @@
-"""Ranks as units: counted exactly, averaged over those who hold them; and what averaging factors apart loses."""
+"""Ranks as units: counted exactly, averaged over those who hold them; and what averaging factors
+apart loses.
+"""
 
 import torch
 

@@ -1,4 +1,6 @@
-"""Norm statistics: none kept, kept once, kept by width, or computed for the very model that is evaluated."""
+"""Norm statistics: none kept, kept once, kept by width, or computed for the very model that is
+evaluated.
+"""
 
 import pytest
 import torch
@@ -211,9 +213,17 @@ def test_batch_compatible_evaluation_depends_on_both():
 @pytest.mark.parametrize("norm", NORMS)
 def test_every_norm_runs(norm):
     experiment = fedcover.Experiment(
-        model="wide_resnet(depth=10, widen=1)", dataset="synthetic(shape=(3, 8, 8), samples=20, test_size=100)",
-        fleet="1x1.0 + 1x0.5", policy="rolling", clients=4, active=4, rounds=2, epochs=1, norm=norm, calibration=60,
-    )  # fmt: skip
+        model="wide_resnet(depth=10, widen=1)",
+        dataset=("synthetic(shape=(3, 8, 8), samples=20, test_size=100)"),
+        fleet="1x1.0 + 1x0.5",
+        policy="rolling",
+        clients=4,
+        active=4,
+        rounds=2,
+        epochs=1,
+        norm=norm,
+        calibration=60,
+    )
     run = fedcover.run(experiment, machine=fedcover.Machine(device="cpu"))
     assert (
         set(run.state.statistics)

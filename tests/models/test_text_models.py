@@ -27,10 +27,19 @@ def test_transformer_learns_under_every_policy(policy):
     topics = int(load("characters").owner.max()) + 1
     run = fc.run(
         fc.Experiment(
-            dataset="characters", partition="owner", clients=topics, active=8, model=SMALL, policy=policy,
-            fleet="1x1.0 + 1x0.5", rounds=2, epochs=1, lr=0.5, clip=1.0,
+            dataset="characters",
+            partition="owner",
+            clients=topics,
+            active=8,
+            model=SMALL,
+            policy=policy,
+            fleet="1x1.0 + 1x0.5",
+            rounds=2,
+            epochs=1,
+            lr=0.5,
+            clip=1.0,
         )
-    )  # fmt: skip
+    )
     assert run.summary["loss"] < 0.8 * math.log(128)
     assert run.summary["accuracy"] > 0.1
 
@@ -54,7 +63,9 @@ def test_half_transformer_has_half_of_heads_and_stream():
 
 
 def counting(rows=300, length=9, symbols=7, every=True):
-    """A text whose next symbol is one or two more than the last, the same step throughout a line."""
+    """A text whose next symbol is one or two more than the last, the same step throughout
+    a line.
+    """
     draws = torch.Generator().manual_seed(0)
     first, step = (
         torch.randint(symbols, (rows, 1), generator=draws),

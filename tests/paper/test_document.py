@@ -64,7 +64,10 @@ def test_document_shows_claims_results_and_missing_runs(tmp_path):
     write_result(tmp_path, "mnist-iid-full", 0, 0.98)
     text = document.render(Evidence(tmp_path))
     assert "{{" not in text
-    greedy = "97.51 | 97.10 ± 0.10 | 72.82 ± 0.07 | 97.10 ± 0.10 | 3 | lower"  # 48.55 after the first of two rounds
+    greedy = (
+        "97.51 | 97.10 ± 0.10 | 72.82 ± 0.07 | "
+        "97.10 ± 0.10 | 3 | lower"
+    )  # 48.55 after the first of two rounds
     assert f"| medium | pruning-greedy | pruning-1111444444 | 4 | 6 | {greedy} |" in text
     assert "| full | full | full | 10 | 6 | 98.08 | 98.00 | 73.50 | 98.00 | 1 | one seed |" in text
     assert "| MNIST IID | 98.08 | 98.00 | 73.50 | 34.65 | -24.58 |" in text
@@ -72,14 +75,17 @@ def test_document_shows_claims_results_and_missing_runs(tmp_path):
     assert "- MNIST: 4 of 60 cells of the main table have runs." in text
     assert "- CIFAR-10: 0 of 48 cells of the main table have runs.\n" in text
     assert (
-        "| 1111111111 | 98.045 | 98.00 | one seed | 93.59 | 93.60 ± 0.00 | higher | 93.82 | 90.00 ± 0.00 |"
-        in text
-    )
+        "| 1111111111 | 98.045 | 98.00 | one seed | 93.59 | 93.60 ± 0.00 "
+        "| higher | 93.82 | 90.00 ± 0.00 |"
+    ) in text
     assert (
         "1 of 60 comparisons have runs. The optimised design is: 1 higher, 0 lower, 0 not decided."
         in text
     )
-    both = "6 / 6 | 0.100 / 0.100 | +0.88 | +1.00 ± 0.00 | 3 | 0.000 | higher | +0.75 ± 0.00 | 2.0 / 2.0"
+    both = (
+        "6 / 6 | 0.100 / 0.100 | +0.88 | +1.00 ± 0.00 | 3 | 0.000 | "
+        "higher | +0.75 ± 0.00 | 2.0 / 2.0"
+    )
     assert f"| {both} |" in text
     assert "not run" in text
     assert "MNIST, L=2, medium level: loss and accuracy" in text
@@ -133,7 +139,10 @@ def test_document_counts_the_sources_of_runs(tmp_path):
         write_result(tmp_path, "mnist-iid-full", seed, 0.9)
         origin = store.load(tmp_path)["mnist-iid-full", seed].result["made"]
         change_result(tmp_path, BY_ID["mnist-iid-full"], seed, made={**origin, "commit": commit})
-    source = "1 runs were made from a commit, 1 from one with changes beside it, 1 from a copy without git"
+    source = (
+        "1 runs were made from a commit, 1 from one with changes "
+        "beside it, 1 from a copy without git"
+    )
     assert source in document.provenance_table(Evidence(tmp_path))
 
 

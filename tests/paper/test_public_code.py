@@ -1,4 +1,6 @@
-"""The paper's public code, switch by switch: without switches it is the faithful algorithm, with each it is not."""
+"""The paper's public code, switch by switch: without switches it is the faithful algorithm, with
+each it is not.
+"""
 
 from dataclasses import replace
 from functools import partial

@@ -19,7 +19,10 @@ def test_result_of_another_experiment_is_refused(tmp_path):
     change_result(tmp_path, cell, 0, experiment=experiment)
     assert results.find_result(store.load(tmp_path), cell, 0) is not None
     change_result(tmp_path, cell, 0, experiment={**experiment, "epochs": 1})
-    sentence = r"line 1 \(mnist-iid-full, seed 0\), is of another experiment \(epochs is 1, not 5\); move it away"
+    sentence = (
+        r"line 1 \(mnist-iid-full, seed 0\), is of another experiment "
+        r"\(epochs is 1, not 5\); move it away"
+    )
     with pytest.raises(RunError, match=sentence):
         results.find_result(store.load(tmp_path), cell, 0)
 
@@ -51,7 +54,10 @@ def test_impossible_figures_in_results_are_refused(tmp_path, figure, value):
 def test_damaged_result_line_is_named(tmp_path, content):
     path = write_result(tmp_path, "mnist-iid-full", 0, 0.9)
     path.write_bytes(path.read_bytes() + content.encode("latin-1") + b"\n")
-    sentence = r"mnist\.jsonl(, line 2, is no result of a cell: .*; remove it to run the cell again| cannot be read: .*)"
+    sentence = (
+        r"mnist\.jsonl(, line 2, is no result of a cell: .*; remove it to run "
+        r"the cell again| cannot be read: .*)"
+    )
     with pytest.raises(RunError, match=sentence):
         store.load(tmp_path)
 

@@ -68,11 +68,17 @@ def test_inconsistent_cells_are_marked(audited):
 @pytest.mark.parametrize(
     "part",
     [
-        "6 rows of the pruning table (1111234567, 1111556677, 1114556677, 1234556677, 1455666777, 2233445677)",
+        (
+            "6 rows of the pruning table (1111234567, 1111556677, 1114556677, "
+            "1234556677, 1455666777, 2233445677)"
+        ),
         "1111144447 and 1111444444 (pruning) have the same non-IID accuracies",
         "98.045 / 93.59 / 93.82 in one table and 97.67 / 94.12 / 94.45 in the other",
         "low, pruning-greedy, L2: 93.15; the appendix has 95.15 for 1111114444",
-        "medium, pruning-optimised, iid: 98.39; the appendix has 98.32 for 1111223344 (pruning), and 98.39 as 11112",
+        (
+            "medium, pruning-optimised, iid: 98.39; the appendix has 98.32 for "
+            "1111223344 (pruning), and 98.39 as 11112"
+        ),
         "71.64 as 1444777777 (pruning, non-IID, local)",
         "subnet-optimised, iid: 94.41; the appendix has no row 1114556677 or 1234556677",
     ],
@@ -82,7 +88,9 @@ def test_contradictions_of_the_paper_are_listed(audited, part):
 
 
 def test_consistent_claims_are_not_listed(audited):
-    """1111223344's non-IID accuracy is the same in both places, and FedAvg's is in one of the tables."""
+    """1111223344's non-IID accuracy is the same in both places, and FedAvg's is in one of the
+    tables.
+    """
     listed = " ".join(audited["contradictions"])
     assert "medium, pruning-optimised, L2" not in listed
     assert "full, full, L2" not in listed
@@ -103,7 +111,7 @@ def test_audit_paper_command_and_its_exit_code(fedcover, monkeypatch):
     assert json.loads(out)["equal_to_closed_form"] is False
 
 
-# ── the designs behind the main table ───────────────────────────────────────────────────────────────────
+# ── the designs behind the main table ─────────────────────────────────────────────────────────────
 
 
 def test_every_row_of_the_main_table_has_its_designs():
@@ -143,7 +151,9 @@ def test_greedy_and_optimised_have_equal_capacities(level):
     {"low": (6, 8, 6, 6), "medium": (4, 7, 4, 5), "high": (3, 5, 3, 3)}.items(),
 )
 def test_resnet_designs_have_the_stated_coverage(level, coverage):
-    """Weights of sub-networks are covered where both of their channels are: less often than the channels."""
+    """Weights of sub-networks are covered where both of their channels are: less often than the
+    channels.
+    """
     result = [
         audit(
             Experiment(dataset="cifar10", model="wide_resnet(depth=10, widen=1)", **design.fields)

@@ -1,4 +1,6 @@
-"""The planned policy: coverage after drop-outs, windows that cover, and never more noise than a design by hand."""
+"""The planned policy: coverage after drop-outs, windows that cover, and never more noise than a
+design by hand.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -32,9 +34,22 @@ from fedcover.types import Cut, UnitGroup
 from tests.helpers.worlds import world
 
 CODENAMES = [
-    "1111111111", "1111114444", "1111144447", "1111223344", "1111234444", "1111113477", "1111234567", "1111444444",
-    "1111444477", "1111556677", "1114556677", "1234556677", "1455666777", "2233445677", "1444777777",
-]  # fmt: skip
+    "1111111111",
+    "1111114444",
+    "1111144447",
+    "1111223344",
+    "1111234444",
+    "1111113477",
+    "1111234567",
+    "1111444444",
+    "1111444477",
+    "1111556677",
+    "1114556677",
+    "1234556677",
+    "1455666777",
+    "2233445677",
+    "1444777777",
+]
 
 
 def view_of_fleet(fleet, model="mlp(hidden=[8])", **fields):
@@ -246,9 +261,15 @@ def test_planned_rotates_shared_units():
 @pytest.mark.parametrize("tolerate", [0, 1])
 def test_planned_run_plans_every_round_for_its_cohort(tolerate):
     experiment = Experiment(
-        dataset="digits", model="mlp(hidden=[12])", fleet="1x1.0 + 1x0.5", policy=f"planned(tolerate={tolerate})",
-        clients=20, active=8, rounds=3, epochs=1,
-    )  # fmt: skip
+        dataset="digits",
+        model="mlp(hidden=[12])",
+        fleet="1x1.0 + 1x0.5",
+        policy=f"planned(tolerate={tolerate})",
+        clients=20,
+        active=8,
+        rounds=3,
+        epochs=1,
+    )
     setup = prepare(experiment, Machine(device="cpu").resolved())
     state = initial_state(setup)
     for _ in range(3):
@@ -264,7 +285,10 @@ def test_planned_run_plans_every_round_for_its_cohort(tolerate):
         ({"drift": -1.0}, "drift must be a number from 0 on; got -1.0"),
         (
             {"tolerate": 5},
-            r"policy planned, round 0: tolerate must be at most 2: 5 drop-outs need coverage 6.*'hidden1'",
+            (
+                r"policy planned, round 0: tolerate must be at most 2: 5 "
+                r"drop-outs need coverage 6.*'hidden1'"
+            ),
         ),
     ],
 )

@@ -1,4 +1,6 @@
-"""A policy is one function of a view, or two: one that assigns parts and one that changes the model."""
+"""A policy is one function of a view, or two: one that assigns parts and one that changes the
+model.
+"""
 
 from functools import partial
 from inspect import getdoc

@@ -1,4 +1,6 @@
-"""PruneFL: what clients measure, the greedy choice against a loop that follows its definition, and whole runs."""
+"""PruneFL: what clients measure, the greedy choice against a loop that follows its definition, and
+whole runs.
+"""
 
 from dataclasses import replace
 
@@ -22,10 +24,12 @@ FIELDS = {
 
 
 def by_definition(view, kept, greedy):
-    """Weights one by one: the certain stay; the best candidate joins while it beats the ratio of what is kept.
+    """Weights one by one: the certain stay; the best candidate joins while it beats the ratio of
+    what is kept.
 
-    A candidate is a kept weight among the smallest `share` of its layer, or a pruned one. The ratio is the sum of
-    squared gradients of all that is kept, never pruned weights included, over its time and the overhead.
+    A candidate is a kept weight among the smallest `share` of its layer, or a pruned one. The ratio
+    is the sum of squared gradients of all that is kept, never pruned weights included, over its
+    time and the overhead.
     """
     squares = view.measured["squared_gradient"]
     chosen, candidates = {name: [False] * view.params[name].numel() for name in view.prunable}, []
@@ -89,7 +93,10 @@ def test_reconfiguration_equals_its_definition(model, seed, share):
 
 
 def test_reconfiguration_removes_and_restores_weights():
-    """Both kinds of candidates: kept ones that go, pruned ones that return. Else the comparison would be empty."""
+    """Both kinds of candidates: kept ones that go, pruned ones that return.
+
+    Else the comparison would be empty.
+    """
     view, kept = random_view(1)
     new = reconfigure(view, kept, Reconfiguration(0.3, 0.1, 6.0, 10**6))
     gone = sum(int((kept[name] & ~new[name]).sum()) for name in kept)
@@ -120,8 +127,11 @@ def test_clients_measure_gradients_of_pruned_weights():
             state.measured["squared_gradient"] if q % 2 else None
         )  # sums begin anew every two rounds
         state, _ = run_round(setup, state)
-        same({n: state.params[n][c > 0] for n, c in state.coverage.window[-1].items()},
-             {n: expected[n][c > 0] for n, c in state.coverage.window[-1].items()}, 1e-9)  # fmt: skip
+        same(
+            {n: state.params[n][c > 0] for n, c in state.coverage.window[-1].items()},
+            {n: expected[n][c > 0] for n, c in state.coverage.window[-1].items()},
+            1e-9,
+        )
         mean = {n: sum(slow.more[n] for _, slow in updates) / len(updates) for n in state.params}
         if earlier:
             mean = {n: mean[n] + earlier[n] for n in mean}
@@ -137,7 +147,9 @@ def mask_of(setup, state):
 
 
 def test_prunefl_mask_is_common_and_changes_only_when_due():
-    """Eight rounds, three re-configurations, never above the smallest device; then a twin repeats each choice."""
+    """Eight rounds, three re-configurations, never above the smallest device; then a twin repeats
+    each choice.
+    """
     setup, state = world("mlp", lr=0.3, **{**FIELDS, "rounds": 8})
     budget = sum(state.params[name].numel() for name in setup.task.model.prunable) // 2
     masks = []
@@ -167,7 +179,9 @@ def test_prunefl_mask_is_common_and_changes_only_when_due():
     ("initial", "due", "share"), [(0, 4, 0.2), (4, 4, 0.8), (6, 4, 0.8), (2, 6, 0.2), (2, 4, 0.4)]
 )
 def test_candidate_share_halves_every_half_life(initial, due, share):
-    """With a half-life of two rounds, 0.8 becomes 0.4 two rounds after the initial ones and 0.2 four rounds after."""
+    """With a half-life of two rounds, 0.8 becomes 0.4 two rounds after the initial ones and 0.2
+    four rounds after.
+    """
     view, kept = random_view(3, "mlp")
     masked = {
         name: bits.double() * due for name, bits in kept.items()
@@ -180,7 +194,9 @@ def test_candidate_share_halves_every_half_life(initial, due, share):
 
 
 def by_hand(squares, kept, share, budget, uses=None):
-    """The choice among four weights 4, 3, 2, 1 that take 1 + 1 each (2 + 1 under other uses), overhead 0.25 of all."""
+    """The choice among four weights 4, 3, 2, 1 that take 1 + 1 each (2 + 1 under other uses),
+    overhead 0.25 of all.
+    """
     view, _ = random_view(0, "mlp")
     params = {"w": torch.tensor([4.0, 3.0, 2.0, 1.0])}
     measured = {"squared_gradient": {"w": torch.tensor(squares)}}
@@ -190,7 +206,10 @@ def by_hand(squares, kept, share, budget, uses=None):
 
 
 def test_candidate_joins_only_above_the_ratio_of_kept_weights():
-    """Kept: gains 6 + 2 in a time of 2 (overhead) + 4, a ratio of 8/6. A candidate of gain g takes 2: g/2 > 8/6."""
+    """Kept: gains 6 + 2 in a time of 2 (overhead) + 4, a ratio of 8/6.
+
+    A candidate of gain g takes 2: g/2 > 8/6.
+    """
     kept = [True, True, False, False]
     assert by_hand([6.0, 2.0, 2.7, 0.0], kept, 0.0, 4) == [1, 1, 1, 0]
     assert by_hand([6.0, 2.0, 2.6, 0.0], kept, 0.0, 4) == [1, 1, 0, 0]

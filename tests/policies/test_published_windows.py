@@ -1,4 +1,6 @@
-"""Policies against the publications' definitions: windows written out by hand, never by the code under test."""
+"""Policies against the publications' definitions: windows written out by hand, never by the code
+under test.
+"""
 
 from collections import Counter
 from dataclasses import replace
@@ -67,7 +69,9 @@ def test_prefix_keeps_the_first_units_in_every_round():
     ],
 )
 def test_rolling_begins_at_unit_0_and_moves_by_one_unit_a_round(round_number, hidden, following):
-    """FedRolex: units (q + j) mod U, in every group modulo its own size, the same for all of one capacity."""
+    """FedRolex: units (q + j) mod U, in every group modulo its own size, the same for all of one
+    capacity.
+    """
     view = view_at(round_number, 0.5, 0.5)
     assert windows_of("rolling", view) == [(hidden, following), (hidden, following)]
 
@@ -91,7 +95,9 @@ def test_spread_windows_begin_at_evenly_spaced_units():
 
 
 def test_random_draws_anew_for_every_round_client_and_seed():
-    """Federated Dropout: with five units taken two at a time, draws that forget their address would agree."""
+    """Federated Dropout: with five units taken two at a time, draws that forget their address would
+    agree.
+    """
     rounds = [windows_of("random", view_at(q, 0.5))[0] for q in range(30)]
     clients = windows_of("random", view_at(0, *[0.5] * 30))
     seeds = [windows_of("random", view_at(0, 0.5, seed=seed))[0] for seed in range(30)]
@@ -101,14 +107,18 @@ def test_random_draws_anew_for_every_round_client_and_seed():
 
 
 def test_random_takes_every_set_of_units_equally_often():
-    """Each of the ten pairs of five units is a tenth of 2,000 draws: 200, with a standard deviation of 13."""
+    """Each of the ten pairs of five units is a tenth of 2,000 draws: 200, with a standard deviation
+    of 13.
+    """
     draws = Counter(tuple(windows_of("random", view_at(q, 0.5))[0][0]) for q in range(2000))
     assert len(draws) == 10
     assert all(120 < times < 280 for times in draws.values())
 
 
 def test_random_draws_the_groups_independently_of_each_other():
-    """Were both groups cut by one draw, a pair of the first would always meet the same pair of the second."""
+    """Were both groups cut by one draw, a pair of the first would always meet the same pair of the
+    second.
+    """
     draws = [windows_of("random", view_at(q, 0.5))[0] for q in range(300)]
     partners = {tuple(following) for hidden, following in draws if hidden == [0, 1]}
     assert len(partners) == 6
@@ -137,7 +147,9 @@ def masks_of(policy: str, capacity: float, **options: object) -> dict[str, list[
 
 
 def test_magnitude_keeps_the_largest_absolute_values():
-    """Half of each layer: 8, 5, 4 of the first, 7 and 6 of the second; or the five largest of all ten."""
+    """Half of each layer: 8, 5, 4 of the first, 7 and 6 of the second; or the five largest of all
+    ten.
+    """
     half = {"first.weight": [[1, 0, 0], [0, 1, 1]], "second.weight": [[1, 1], [0, 0]]}
     assert masks_of("magnitude", 0.5) == half
     assert masks_of("magnitude", 0.5, scope="model") == half
@@ -186,7 +198,7 @@ def test_regions_need_a_cohort_of_as_many_clients_as_digits():
         POLICIES["regions"](view_at(0, 1.0, 1.0), codename="123")
 
 
-# ── what a policy must not give ─────────────────────────────────────────────────────────────────────────
+# ── what a policy must not give ───────────────────────────────────────────────────────────────────
 
 
 def kept_units(view: View, hidden: object, following: object = (0,)) -> Slices:
@@ -233,7 +245,9 @@ def test_nested_units_must_be_the_first():
 
 
 def test_quarters_of_a_small_group_are_at_least_one_unit():
-    """Of three units the first quarter has none: what would be an empty layer keeps its first unit."""
+    """Of three units the first quarter has none: what would be an empty layer keeps its
+    first unit.
+    """
     three = UnitGroup("next", 3, (Cut("second.weight", 0),))
     quarters = [torch.arange((r - 1) * 3 // 4, r * 3 // 4).tolist() for r in (1, 2, 3, 4)]
     assert quarters == [[], [0], [1], [2]]
@@ -254,7 +268,9 @@ def test_quarters_of_a_small_group_are_at_least_one_unit():
 
 
 def test_share_of_parameters_counts_unprunable_tensors_first():
-    """Ten prunable weights and five others: 40 % of 15 are 6, one of them for a weight; less than that is refused."""
+    """Ten prunable weights and five others: 40 % of 15 are 6, one of them for a weight; less than
+    that is refused.
+    """
     params = {**WEIGHTS, "bias": torch.ones(5)}
     view = replace(view_at(0, 0.4, params=params), groups=(), measure="parameters")
     (mask,) = POLICIES["magnitude"](view, scope="model")
@@ -275,6 +291,9 @@ def test_magnitude_refuses_an_unknown_scope():
 
 
 def test_magnitude_refuses_a_model_without_prunable_weights():
-    message = r"names none: fc.Model\(module, groups, prunable=\('hidden.weight', ...\)\), or a model given as a bare"
+    message = (
+        r"names none: fc.Model\(module, groups, prunable=\('hidden.weight', "
+        r"...\)\), or a model given as a bare"
+    )
     with pytest.raises(InvalidValue, match=message):
         POLICIES["magnitude"](replace(view_at(0, 0.5), prunable=()))

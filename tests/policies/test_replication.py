@@ -1,4 +1,6 @@
-"""Copies: where no device holds the whole model, `planned` trains what one holds, copies it, and makes an ensemble."""
+"""Copies: where no device holds the whole model, `planned` trains what one holds, copies it, and
+makes an ensemble.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -24,9 +26,16 @@ from fedcover.training.engines import ENGINES
 from tests.helpers.worlds import same
 
 FIELDS = {
-    "dataset": "synthetic(shape=(3, 8, 8), samples=20, test_size=100)", "model": "wide_resnet(depth=10, widen=1)",
-    "fleet": "1x0.5 + 1x0.25", "assignment": "slot", "clients": 20, "active": 4, "epochs": 1, "rounds": 5, "lr": 0.05,
-}  # fmt: skip
+    "dataset": ("synthetic(shape=(3, 8, 8), samples=20, test_size=100)"),
+    "model": "wide_resnet(depth=10, widen=1)",
+    "fleet": "1x0.5 + 1x0.25",
+    "assignment": "slot",
+    "clients": 20,
+    "active": 4,
+    "epochs": 1,
+    "rounds": 5,
+    "lr": 0.05,
+}
 
 
 def experiment(**changes):
@@ -104,7 +113,9 @@ def test_planned_with_a_wish_does_not_copy(wish):
 
 
 def test_model_gives_the_same_answers_after_copying():
-    """After three of five rounds the assembled model is as good as the half-width model that prefix has by then."""
+    """After three of five rounds the assembled model is as good as the half-width model that prefix
+    has by then.
+    """
     copied = fc.run(experiment())
     nested = fc.run(experiment(policy="prefix", rounds=3))
     common = replace(
@@ -252,7 +263,9 @@ class WithShortcut(nn.Module):
 
 
 def test_tensors_shared_by_copies_exist_once():
-    """A device's part is what it was before the copying, however its classifier mixes cut and uncut inputs."""
+    """A device's part is what it was before the copying, however its classifier mixes cut and uncut
+    inputs.
+    """
     fields = {"dataset": "digits", "model": "mlp", "rounds": 10}
     setup = prepare(
         experiment(**fields), Machine().resolved(), overrides=Overrides(model=WithShortcut())

@@ -1,4 +1,6 @@
-"""What is asked for is done or refused: no setting is silently ignored, no evaluation depends on another."""
+"""What is asked for is done or refused: no setting is silently ignored, no evaluation depends on
+another.
+"""
 
 import logging
 from typing import ClassVar
@@ -31,7 +33,7 @@ def prepared(own=None, **fields):
     )
 
 
-# ── settings that a model or recipe knows nothing of ────────────────────────────────────────────────────
+# ── settings that a model or recipe knows nothing of ──────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -78,7 +80,7 @@ def test_prunefl_without_its_recipe_warns(caplog):
     assert "policy prunefl keeps its first masks" in caplog.text
 
 
-# ── models of one's own ─────────────────────────────────────────────────────────────────────────────────
+# ── models of one's own ───────────────────────────────────────────────────────────────────────────
 
 
 class Tempered(nn.Module):
@@ -180,7 +182,7 @@ def test_evaluations_are_independent_of_earlier_ones(tmp_path):
     assert [line["loss"] for line in again.metrics] == losses[0]
 
 
-# ── policies of one's own ───────────────────────────────────────────────────────────────────────────────
+# ── policies of one's own ─────────────────────────────────────────────────────────────────────────
 
 UNITS = torch.arange(4)
 
@@ -269,7 +271,10 @@ def test_float64_module_trains_on_float64_data_under_cutting_policies(policy):
 
 @pytest.mark.parametrize("policy", ["full", "prefix"])
 def test_data_of_another_dtype_than_the_module_is_refused(policy):
-    cure = r"; the data is float64 and the parameters are float32: give module\.double\(\), or x\.float\(\)$"
+    cure = (
+        r"; the data is float64 and the parameters are float32: give "
+        r"module\.double\(\), or x\.float\(\)$"
+    )
     with pytest.raises(InvalidValue, match=cure):
         fc.run(
             fc.Experiment(**SMALL, policy=policy),
@@ -312,9 +317,9 @@ def test_warning_says_how_much_of_a_model_devices_hold(caplog):
         prepared(stiff, policy="rolling", fleet="1x1.0 + 1x0.5")
     (line,) = [record.getMessage() for record in caplog.records]
     assert (
-        f"a device holds more of its parameters: {100 * share:.1f} % at 0.5; with capacity = 'parameters'"
-        in line
-    )
+        f"a device holds more of its parameters: {100 * share:.1f} % at "
+        "0.5; with capacity = 'parameters'"
+    ) in line
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         prepared(net(), policy="rolling", fleet="1x1.0 + 1x0.5")
@@ -376,7 +381,7 @@ def test_tracing_uses_enough_rows_for_batch_norm():
     assert Precise.shown[0] == 4
 
 
-# ── weights that a rule does not use ────────────────────────────────────────────────────────────────────
+# ── weights that a rule does not use ──────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("rule", ["median", "trimmed_mean(share=0.2)"])

@@ -1,4 +1,6 @@
-"""Checkpoints and models that somebody wrote by hand: one sentence, no traceback, no endless work."""
+"""Checkpoints and models that somebody wrote by hand: one sentence, no traceback, no
+endless work.
+"""
 
 import hashlib
 import json
@@ -42,7 +44,9 @@ for path in sys.argv[1:]:
         os._exit(0)
     os.waitpid(child, 0)
 """
-"""Load each file in a process that may have 2 GiB more than it has before; print the error and the rise in KiB."""
+"""Load each file in a process that may have 2 GiB more than it has before; print the error and the
+rise in KiB.
+"""
 
 
 @pytest.fixture
@@ -52,7 +56,9 @@ def folder(tmp_path):
 
 
 def crafted(folder, change):
-    """Put a checkpoint in the place of the others: its digest is right, and its content what `change` makes of it."""
+    """Put a checkpoint in the place of the others: its digest is right, and its content what
+    `change` makes of it.
+    """
     path = max((folder / "checkpoints").iterdir())
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
@@ -197,7 +203,9 @@ HUGE = {
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
-    """What loading each file that names a huge model ended with: the error and the memory in KiB."""
+    """What loading each file that names a huge model ended with: the error and the memory
+    in KiB.
+    """
     folder = tmp_path_factory.mktemp("huge")
     export(fc.run(tiny(rounds=1)), 0.5, folder / "part.safetensors")
     paths = {name: folder / f"{name}.safetensors" for name in HUGE}

@@ -1,4 +1,6 @@
-"""What a run has written is on disk before anything relies on it: files, folders, lines of figures, kept states."""
+"""What a run has written is on disk before anything relies on it: files, folders, lines of figures,
+kept states.
+"""
 
 import os
 import shutil
@@ -16,7 +18,9 @@ from tests.helpers.runs import assert_same_end, tiny
 
 @dataclass
 class Record:
-    """What was asked of the disk, in order: ("file", inode, bytes by then), ("folder", inode), ("put", path)."""
+    """What was asked of the disk, in order: ("file", inode, bytes by then), ("folder", inode),
+    ("put", path).
+    """
 
     steps: list[tuple] = field(default_factory=list)
 

@@ -1,4 +1,6 @@
-"""Descriptions of runs: TOML in and out, one clear sentence for every wrong value, and an identity."""
+"""Descriptions of runs: TOML in and out, one clear sentence for every wrong value, and an
+identity.
+"""
 
 import string
 
@@ -120,40 +122,149 @@ def test_fleet_capacity_one_third_is_exact():
 
 ZERO = "greater than or equal to 1"
 WRONG = [
-    *((field, value, what) for field in ("calibration", "clients", "active", "rounds", "epochs", "batch_size", "window",
-                                         "evaluate_every", "local_every", "checkpoint_every")
-      for value, what in [(0, ZERO), (-1, ZERO), ("x", "valid integer"), (1.5, "valid integer"), (INF, "finite"),
-                          (NAN, "finite"), ([1], "valid integer"), ("", "valid integer")]),
-    *((field, value, what) for field in ("validation", "drop_out", "momentum")
-      for value, what in [(1, "less than 1"), (-0.1, "greater than or equal to 0"), (NAN, "less than 1"),
-                          (INF, "less than 1"), ("x", "valid number"), (None, "valid number")]),
-    *((field, value, "valid string") for field in ("dataset", "partition", "augment", "fleet", "model", "norm",
-                                                   "policy", "rule", "weights", "schedule", "evaluation", "recipe",
-                                                   "absent_labels", "uncovered", "server", "privacy")
-      for value in (5, None, ["x"], True, {"a": 1})),
-    *((field, value, "must be one of") for field in ("augment", "norm", "rule", "weights", "evaluation", "policy",
-                                                     "model", "partition", "schedule", "recipe", "absent_labels",
-                                                     "uncovered", "server", "privacy")
-      for value in ("", "nosuch", "x y", "é")),
-    *((field, f"nosuch{tail}", "must look like name or name") for field in ("policy", "model", "partition", "schedule",
-                                                                            "recipe", "rule", "server", "privacy")
-      for tail in ("(", "(1)", "(x=y.z)", "(x=1)(y=2)")),
+    *(
+        (field, value, what)
+        for field in (
+            "calibration",
+            "clients",
+            "active",
+            "rounds",
+            "epochs",
+            "batch_size",
+            "window",
+            "evaluate_every",
+            "local_every",
+            "checkpoint_every",
+        )
+        for value, what in [
+            (0, ZERO),
+            (-1, ZERO),
+            ("x", "valid integer"),
+            (1.5, "valid integer"),
+            (INF, "finite"),
+            (NAN, "finite"),
+            ([1], "valid integer"),
+            ("", "valid integer"),
+        ]
+    ),
+    *(
+        (field, value, what)
+        for field in ("validation", "drop_out", "momentum")
+        for value, what in [
+            (1, "less than 1"),
+            (-0.1, "greater than or equal to 0"),
+            (NAN, "less than 1"),
+            (INF, "less than 1"),
+            ("x", "valid number"),
+            (None, "valid number"),
+        ]
+    ),
+    *(
+        (field, value, "valid string")
+        for field in (
+            "dataset",
+            "partition",
+            "augment",
+            "fleet",
+            "model",
+            "norm",
+            "policy",
+            "rule",
+            "weights",
+            "schedule",
+            "evaluation",
+            "recipe",
+            "absent_labels",
+            "uncovered",
+            "server",
+            "privacy",
+        )
+        for value in (5, None, ["x"], True, {"a": 1})
+    ),
+    *(
+        (field, value, "must be one of")
+        for field in (
+            "augment",
+            "norm",
+            "rule",
+            "weights",
+            "evaluation",
+            "policy",
+            "model",
+            "partition",
+            "schedule",
+            "recipe",
+            "absent_labels",
+            "uncovered",
+            "server",
+            "privacy",
+        )
+        for value in ("", "nosuch", "x y", "é")
+    ),
+    *(
+        (field, f"nosuch{tail}", "must look like name or name")
+        for field in (
+            "policy",
+            "model",
+            "partition",
+            "schedule",
+            "recipe",
+            "rule",
+            "server",
+            "privacy",
+        )
+        for tail in ("(", "(1)", "(x=y.z)", "(x=1)(y=2)")
+    ),
     *(("assignment", value, "'device' or 'slot'") for value in ("", "x", 1, None)),
     *(("capacity", value, "'width' or 'parameters'") for value in ("", "x", 1, None)),
-    *(("name", value, "match pattern") for value in ("", ".", "..", ".x", "a/b", "a b", "a\n", "é", "-x", "\x00")),
+    *(
+        ("name", value, "match pattern")
+        for value in ("", ".", "..", ".x", "a/b", "a b", "a\n", "é", "-x", "\x00")
+    ),
     ("name", "x" * 101, "at most 100 characters"),
-    *(("seed", value, what) for value, what in [(-1, "than or equal to 0"), (0.5, "valid integer"), (NAN, "finite")]),
-    *((field, value, "valid boolean") for field in ("scaler", "label_rows") for value in ("maybe", 2, None, "")),
-    *(("lr", value, what) for value, what in [(0, "greater than 0"), (-1, "greater than 0"), (NAN, "finite"),
-                                              (INF, "finite"), ("x", "valid number"), (None, "valid number")]),
-    *(("weight_decay", value, what) for value, what in [(-1, "than or equal to 0"), (NAN, "finite"), (INF, "finite")]),
-    *((field, value, what) for field in ("clip", "clip_updates")
-      for value, what in [(0, "than 0"), (NAN, "finite"), (INF, "finite"), ("x", "number")]),
+    *(
+        ("seed", value, what)
+        for value, what in [(-1, "than or equal to 0"), (0.5, "valid integer"), (NAN, "finite")]
+    ),
+    *(
+        (field, value, "valid boolean")
+        for field in ("scaler", "label_rows")
+        for value in ("maybe", 2, None, "")
+    ),
+    *(
+        ("lr", value, what)
+        for value, what in [
+            (0, "greater than 0"),
+            (-1, "greater than 0"),
+            (NAN, "finite"),
+            (INF, "finite"),
+            ("x", "valid number"),
+            (None, "valid number"),
+        ]
+    ),
+    *(
+        ("weight_decay", value, what)
+        for value, what in [(-1, "than or equal to 0"), (NAN, "finite"), (INF, "finite")]
+    ),
+    *(
+        (field, value, what)
+        for field in ("clip", "clip_updates")
+        for value, what in [(0, "than 0"), (NAN, "finite"), (INF, "finite"), ("x", "number")]
+    ),
     *(("fleet", value, "must look like '4x1.0") for value in ("", "0x1", "4x0", "4x1.5", "nosuch")),
-    *(("keep_rounds", value, what) for value, what in [([-1], "0..rounds"), ([101], "0..rounds"), (5, "valid tuple"),
-                                                       ("x", "valid tuple"), ([1.5], "integer"), ([None], "integer")]),
+    *(
+        ("keep_rounds", value, what)
+        for value, what in [
+            ([-1], "0..rounds"),
+            ([101], "0..rounds"),
+            (5, "valid tuple"),
+            ("x", "valid tuple"),
+            ([1.5], "integer"),
+            ([None], "integer"),
+        ]
+    ),
     ("active", 101, "at most clients (100)"),
-]  # fmt: skip
+]
 
 
 def test_error_on_active_says_that_it_is_the_default():
@@ -227,14 +338,43 @@ def test_experiment_cannot_be_changed():
 
 
 CHANGED = {
-    "seed": 1, "dataset": "mnist", "partition": "owner", "validation": 0.1, "calibration": 7, "augment": "crop-flip",
-    "clients": 99, "active": 9, "fleet": "2x0.5", "assignment": "slot", "capacity": "parameters", "drop_out": 0.1,
-    "model": "cnn", "norm": "group", "scaler": True, "policy": "prefix", "weights": "samples", "rounds": 99,
-    "epochs": 4, "batch_size": 9, "lr": 0.02, "schedule": "cosine", "momentum": 0.4, "weight_decay": 0.1,
-    "clip": 1.0, "window": 9, "evaluation": "batch-compat", "evaluate_every": 2, "local_every": 5, "rule": "median",
-    "recipe": "prox", "absent_labels": "zero", "label_rows": True, "uncovered": "zero", "server": "adam",
+    "seed": 1,
+    "dataset": "mnist",
+    "partition": "owner",
+    "validation": 0.1,
+    "calibration": 7,
+    "augment": "crop-flip",
+    "clients": 99,
+    "active": 9,
+    "fleet": "2x0.5",
+    "assignment": "slot",
+    "capacity": "parameters",
+    "drop_out": 0.1,
+    "model": "cnn",
+    "norm": "group",
+    "scaler": True,
+    "policy": "prefix",
+    "weights": "samples",
+    "rounds": 99,
+    "epochs": 4,
+    "batch_size": 9,
+    "lr": 0.02,
+    "schedule": "cosine",
+    "momentum": 0.4,
+    "weight_decay": 0.1,
+    "clip": 1.0,
+    "window": 9,
+    "evaluation": "batch-compat",
+    "evaluate_every": 2,
+    "local_every": 5,
+    "rule": "median",
+    "recipe": "prox",
+    "absent_labels": "zero",
+    "label_rows": True,
+    "uncovered": "zero",
+    "server": "adam",
     "clip_updates": 1.0,
-}  # fmt: skip
+}
 TOGETHER = {"privacy": "gaussian(noise=1.0)", "clip_updates": 1.0}
 """What cannot be changed alone."""
 UNCHANGED = {"name": "other", "checkpoint_every": 7, "keep_rounds": [1, 2]}

@@ -44,7 +44,9 @@ for moment in range(1000):
     if os.WIFEXITED(os.waitpid(child, 0)[1]):
         break
 """
-"""Runs an experiment again and again; each time it is killed one step later, until it comes through."""
+"""Runs an experiment again and again; each time it is killed one step later, until it comes
+through.
+"""
 
 
 def wait_until(true: Callable[[], bool], process: subprocess.Popen) -> None:

@@ -1,4 +1,6 @@
-"""Run folders with links, pipes and devices in the place of files: nothing waits, nothing beyond is touched."""
+"""Run folders with links, pipes and devices in the place of files: nothing waits, nothing beyond is
+touched.
+"""
 
 import json
 import os
@@ -73,7 +75,7 @@ def device(path, target):
 KINDS = (link, pipe, device)
 
 
-# ── reading ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── reading ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -145,7 +147,7 @@ def test_irregular_results_are_refused(kind, tmp_path, secret):
         store.load(tmp_path)
 
 
-# ── writing ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── writing ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def sweep(folder):

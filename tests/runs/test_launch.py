@@ -1,4 +1,6 @@
-"""Runs in several processes, as users start them: what is written, how they stop, fail and go on."""
+"""Runs in several processes, as users start them: what is written, how they stop, fail
+and go on.
+"""
 
 import json
 import os
@@ -104,9 +106,13 @@ def test_error_in_one_process_ends_all_with_one_sentence(tmp_path):
 def test_ctrl_c_stops_all_processes_and_the_run_resumes(tmp_path):
     long = ["--set", "rounds=100000", "--set", "name=d", "--processes", "2"]
     running = subprocess.Popen(
-        [*FEDCOVER, "run", *OPTIONS, *long], cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        [*FEDCOVER, "run", *OPTIONS, *long],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
         start_new_session=True,
-    )  # fmt: skip
+    )
     with running:
         for line in running.stderr:
             if "round 2/" in line:
@@ -163,7 +169,9 @@ def other_processes():
 
 
 def height_of_the_other(hidden):
-    """The most memory, in bytes, that the second process of a run of two had by the end of its second round."""
+    """The most memory, in bytes, that the second process of a run of two had by the end of its
+    second round.
+    """
     heights = []
 
     def look(report):
@@ -180,7 +188,9 @@ def height_of_the_other(hidden):
 
 @pytest.mark.system
 def test_process_needs_memory_for_few_copies_of_the_model():
-    """In float64 a sum and its weights take four, training three beside what is sent; it was 17 in all."""
+    """In float64 a sum and its weights take four, training three beside what is sent; it was 17 in
+    all.
+    """
     rise = height_of_the_other([3000, 3000]) - height_of_the_other([10])
     assert rise <= 12 * 4 * (64 * 3000 + 3000 * 3000 + 3000 * 10), rise
 

@@ -1,4 +1,6 @@
-"""One odd run folder costs no other; what it says is shown as text; its rounds are counted once, by their content."""
+"""One odd run folder costs no other; what it says is shown as text; its rounds are counted once, by
+their content.
+"""
 
 import csv
 import io
@@ -27,16 +29,42 @@ from tests.helpers.made_up import made_up_run, on_flower
 from tests.helpers.report_pages import report
 from tests.helpers.runs import assert_same_end, tiny
 
-# ── one odd folder ──────────────────────────────────────────────────────────────────────────────────────
+# ── one odd folder ────────────────────────────────────────────────────────────────────────────────
 
 ODD = [
-    'fleet = "many"', 'fleet = "1x"', "fleet = 3", 'fleet = "1xnan"', 'fleet = "1x2.0"', 'fleet = ""',
-    "evaluate_every = 0", "evaluate_every = -1", 'evaluate_every = "x"', "evaluate_every = 1.5", "evaluate_every = []",
-    "rounds = 0", "rounds = -3", "rounds = inf", "rounds = nan", "rounds = true", 'rounds = "many"', "rounds = [1]",
-    "seed = []", "seed = {}", "seed = -1", 'seed = "a"', "seed = 1979-05-27", "seed = nan", f"seed = {'9' * 400}",
-    f"seed = {'9' * 5000}", "lr = 1979-05-27", "lr = {a = 1}", f"lr = {'9' * 400}", "lr = [[1]]",
-    f"lr = {'[' * 2000}{']' * 2000}", "policy = 07:32:00",
-]  # fmt: skip
+    'fleet = "many"',
+    'fleet = "1x"',
+    "fleet = 3",
+    'fleet = "1xnan"',
+    'fleet = "1x2.0"',
+    'fleet = ""',
+    "evaluate_every = 0",
+    "evaluate_every = -1",
+    'evaluate_every = "x"',
+    "evaluate_every = 1.5",
+    "evaluate_every = []",
+    "rounds = 0",
+    "rounds = -3",
+    "rounds = inf",
+    "rounds = nan",
+    "rounds = true",
+    'rounds = "many"',
+    "rounds = [1]",
+    "seed = []",
+    "seed = {}",
+    "seed = -1",
+    'seed = "a"',
+    "seed = 1979-05-27",
+    "seed = nan",
+    f"seed = {'9' * 400}",
+    f"seed = {'9' * 5000}",
+    "lr = 1979-05-27",
+    "lr = {a = 1}",
+    f"lr = {'9' * 400}",
+    "lr = [[1]]",
+    f"lr = {'[' * 2000}{']' * 2000}",
+    "policy = 07:32:00",
+]
 
 
 @pytest.mark.parametrize("line", ODD, ids=lambda line: line[:30])
@@ -57,12 +85,21 @@ def test_odd_setting_does_not_hide_other_runs(line, tmp_path, caplog):
 DEEP = "[" * 3000 + "]" * 3000
 
 
-@pytest.mark.parametrize(("name", "text"), [
-    ("manifest.json", DEEP), ("certificate.json", DEEP), ("certificate.json", '{"a": ' + DEEP[2500:-2500] + "}"),
-    ("manifest.json", '{"custom": 5}'), ("manifest.json", '{"custom": {"a": 1}, "engine": [1], "threads": {}}'),
-    ("manifest.json", '{"a": ' + DEEP[2500:-2500] + "}"), ("events.jsonl", '{"round": 0, "event": ["late"]}\n'),
-    ("events.jsonl", '{"round": 0, "event": "late", "client": [[]], "why": {}}\n'), ("events.jsonl", DEEP),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("manifest.json", DEEP),
+        ("certificate.json", DEEP),
+        ("certificate.json", '{"a": ' + DEEP[2500:-2500] + "}"),
+        ("manifest.json", '{"custom": 5}'),
+        ("manifest.json", '{"custom": {"a": 1}, "engine": [1], "threads": {}}'),
+        ("manifest.json", '{"a": ' + DEEP[2500:-2500] + "}"),
+        ("events.jsonl", '{"round": 0, "event": ["late"]}\n'),
+        ("events.jsonl", '{"round": 0, "event": "late", "client": [[]], "why": {}}\n'),
+        ("events.jsonl", DEEP),
+    ],
+    ids=str,
+)
 def test_odd_file_does_not_hide_other_runs(name, text, tmp_path):
     made_up_run(tmp_path / "runs" / "whole", lr=0.2)
     (on_flower(made_up_run(tmp_path / "runs" / "odd")) / name).write_text(text)
@@ -119,7 +156,7 @@ def test_impossible_numbers_are_not_shown(figure, tmp_path):
     assert "9" * 20 not in shown.getvalue()
 
 
-# ── shown as text ───────────────────────────────────────────────────────────────────────────────────────
+# ── shown as text ─────────────────────────────────────────────────────────────────────────────────
 
 ESCAPES = "\\u001b]0;owned\\u0007\\u001b[2J\\u202e"
 
@@ -162,7 +199,7 @@ def test_csv_cells_hold_no_formulas(hostile, fedcover):
     assert {row[head.index("?[2J")] for row in metric_rows} == {"-2.5"}  # a number remains one
 
 
-# ── nowhere to write ────────────────────────────────────────────────────────────────────────────────────
+# ── nowhere to write ──────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
@@ -191,7 +228,7 @@ def test_full_output_device_is_one_sentence(words, tmp_path):
     )
 
 
-# ── rounds ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── rounds ────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""What users bring along (folders, modules, data, policies, masks) is kept, served, or refused in a sentence."""
+"""What users bring along (folders, modules, data, policies, masks) is kept, served, or refused in a
+sentence.
+"""
 
 import fcntl
 import sys
@@ -49,7 +51,7 @@ def net(*layers, hidden=16):
     )
 
 
-# ── folders ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── folders ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -73,7 +75,7 @@ def test_failed_run_removes_only_its_own_files(tmp_path, fields, error):
     assert not (tmp_path / "new").exists()
 
 
-# ── modules ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── modules ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("hidden", [8, 32])
@@ -89,7 +91,9 @@ def test_resume_refuses_another_module(tmp_path, again, hidden):
 
 
 def test_load_refuses_a_changed_model_builder(tmp_path, monkeypatch):
-    """A model named in the experiment is code, which may have a layer more than when the run was made."""
+    """A model named in the experiment is code, which may have a layer more than when the run was
+    made.
+    """
     monkeypatch.setattr(sys.modules[__name__], "build", lambda *_: net(), raising=False)
     ran(tmp_path / "run", model=f"{__name__}:build()", policy="full")
     monkeypatch.setattr(
@@ -107,7 +111,9 @@ def test_load_refuses_a_changed_model_builder(tmp_path, monkeypatch):
     ],
 )
 def test_batch_norm_without_statistics_is_calibrated(norm):
-    """HeteroFL's own setting: in evaluation such a layer would take the statistics of the test batch."""
+    """HeteroFL's own setting: in evaluation such a layer would take the statistics of the test
+    batch.
+    """
     run = ran(model=net(norm), policy="full")
     test, model = run.setup.task.source.test, run.model()
     order = torch.argsort(test.y)
@@ -116,7 +122,7 @@ def test_batch_norm_without_statistics_is_calibrated(norm):
     assert by_label.loss == pytest.approx(evaluate(run.setup.task, run.state, test).loss, rel=1e-6)
 
 
-# ── taking parts away ───────────────────────────────────────────────────────────────────────────────────
+# ── taking parts away ─────────────────────────────────────────────────────────────────────────────
 
 
 def masks_of(*names):
@@ -148,7 +154,7 @@ def test_part_of_a_module_changed_by_the_recipe_is_exported(tmp_path):
     )
 
 
-# ── policies ────────────────────────────────────────────────────────────────────────────────────────────
+# ── policies ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_own_policy_must_keep_nested_units_from_the_first():
@@ -163,7 +169,7 @@ def test_own_policy_must_keep_nested_units_from_the_first():
         ran(model="depth_resnet", recipe="depthfl", policy=last_stage, fleet="1x1")
 
 
-# ── data ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── data ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 X, Y = torch.rand(40, 64), torch.arange(40) % 10
@@ -199,9 +205,12 @@ GOOD = {"train_x": X, "train_y": Y, "test_x": X, "test_y": Y}
 def test_dataset_made_by_hand_is_checked_before_training(changes, said):
     given = {**GOOD, **changes}
     made = fc.Dataset(
-        "mine", Samples(given["train_x"], given["train_y"]), Samples(given["test_x"], given["test_y"]), 10,
+        "mine",
+        Samples(given["train_x"], given["train_y"]),
+        Samples(given["test_x"], given["test_y"]),
+        10,
         given.get("owner"),
-    )  # fmt: skip
+    )
     with pytest.raises(InvalidValue, match=said):
         fc.run(fc.Experiment(**{**SMALL, "clients": 4}), machine=HERE, dataset=made)
 
@@ -216,7 +225,7 @@ def test_hold_out_notices_changed_data():
     assert not held.x.any()
 
 
-# ── privacy ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── privacy ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_private_round_is_not_replayed(tmp_path):
@@ -232,7 +241,7 @@ def test_private_round_is_not_replayed(tmp_path):
         fc.replay(tmp_path / "run", 0)
 
 
-# ── names, places, locks ────────────────────────────────────────────────────────────────────────────────
+# ── names, places, locks ──────────────────────────────────────────────────────────────────────────
 
 
 def test_declared_fleet_of_a_tiny_capacity_can_be_parsed():
@@ -241,8 +250,11 @@ def test_declared_fleet_of_a_tiny_capacity_can_be_parsed():
 
 
 def test_sweep_run_names_are_short_and_distinct():
-    long = {"policy": ['planned(kind="pruning", gamma=1)', "prefix"], "model": ["mlp(hidden=[16, 16])", "cnn"],
-            "partition": ["dirichlet(alpha=0.1)", "iid"]}  # fmt: skip
+    long = {
+        "policy": ['planned(kind="pruning", gamma=1)', "prefix"],
+        "model": ["mlp(hidden=[16, 16])", "cnn"],
+        "partition": ["dirichlet(alpha=0.1)", "iid"],
+    }
     names = [e.name for e in expand_choices(fc.Experiment(), long, seeds=2)]
     assert len(set(names)) == 16
     assert all(len(name) <= 100 and name[-7:] in ("-seed-0", "-seed-1") for name in names)
@@ -275,7 +287,7 @@ def test_reader_of_a_run_does_not_block_its_resume(tmp_path, monkeypatch):
     assert len(waits) == 1
 
 
-# ── what a client says that it measured ─────────────────────────────────────────────────────────────────
+# ── what a client says that it measured ───────────────────────────────────────────────────────────
 
 
 def test_client_cannot_widen_the_common_mask():

@@ -1,4 +1,6 @@
-"""Presets: each named system is a handful of fields, resolved at the door; any of them can be overridden."""
+"""Presets: each named system is a handful of fields, resolved at the door; any of them can be
+overridden.
+"""
 
 import json
 import shlex

@@ -76,7 +76,10 @@ def test_private_run_without_checkpoints_is_not_resumed(ended, lost, last):
     """Its rounds would be released twice, with other noise, and counted once."""
     without(ended, *lost)
     before = {path: path.read_bytes() for path in ended.rglob("*") if path.is_file()}
-    sentence = f"run is private and has released {last} rounds, but its newest intact checkpoint is of round 0: .*new run"
+    sentence = (
+        f"run is private and has released {last} rounds, but its newest intact "
+        "checkpoint is of round 0: .*new run"
+    )
     with pytest.raises(RunError, match=sentence):
         fc.resume(ended)
     assert before == {path: path.read_bytes() for path in ended.rglob("*") if path.is_file()}
@@ -96,7 +99,9 @@ def test_private_run_is_not_resumed_from_an_older_checkpoint(ended, harm):
 @pytest.mark.parametrize("left", [0.0, 0.4, 0.7, 0.99])
 @pytest.mark.parametrize("go_on", [fc.load, fc.resume])
 def test_epsilon_counts_a_half_written_line(go_on, left, tmp_path):
-    """The round's model is in its checkpoint, so it counts, also where a kill left no whole line of it."""
+    """The round's model is in its checkpoint, so it counts, also where a kill left no whole line of
+    it.
+    """
     pytest.importorskip("cryptography")
     ended = tmp_path / "run"
     fc.run(fc.Experiment(**{**PRIVATE, "clients": 2, "active": 2}), ended)
@@ -199,7 +204,9 @@ def test_private_run_stopped_anywhere_releases_each_round_once(tmp_path, monkeyp
 
 
 def models_of(folder):
-    """Every model in a run folder, with its round: one model for each round, however often it is there."""
+    """Every model in a run folder, with its round: one model for each round, however often it is
+    there.
+    """
     digest = read_experiment(folder / "experiment.toml").digest
     files = [file for place in ("checkpoints", "kept") for file in list_checkpoints(folder / place)]
     return {(file.round, bits_of(load_checkpoint(file, digest, "cpu"))) for file in files}

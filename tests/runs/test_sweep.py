@@ -215,16 +215,25 @@ def test_runs_of_equal_names_are_refused(choices, message):
 @pytest.mark.parametrize(
     ("text", "choices"),
     [
-        ("policy=prefix,norm=batch|policy=rolling,norm=group",
-         {("policy", "norm"): [("prefix", "batch"), ("rolling", "group")]}),
-        ("policy=rolling(spread=true)|regions(codename='14', kind=pruning)",
-         {("policy",): [("rolling(spread=true)",), ("regions(codename='14', kind=pruning)",)]}),
-        ("norm=batch, keep_rounds=[0, 2]|keep_rounds=[1],norm=group",
-         {("norm", "keep_rounds"): [("batch", [0, 2]), ("group", [1])]}),
+        (
+            "policy=prefix,norm=batch|policy=rolling,norm=group",
+            {("policy", "norm"): [("prefix", "batch"), ("rolling", "group")]},
+        ),
+        (
+            "policy=rolling(spread=true)|regions(codename='14', kind=pruning)",
+            {("policy",): [("rolling(spread=true)",), ("regions(codename='14', kind=pruning)",)]},
+        ),
+        (
+            "norm=batch, keep_rounds=[0, 2]|keep_rounds=[1],norm=group",
+            {("norm", "keep_rounds"): [("batch", [0, 2]), ("group", [1])]},
+        ),
         ("lr=0.1|lr=0.2", {("lr",): [(0.1,), (0.2,)]}),
-        ("partition=mine:own(a='x|y', b=2)|iid", {("partition",): [("mine:own(a='x|y', b=2)",), ("iid",)]}),
+        (
+            "partition=mine:own(a='x|y', b=2)|iid",
+            {("partition",): [("mine:own(a='x|y', b=2)",), ("iid",)]},
+        ),
     ],
-)  # fmt: skip
+)
 def test_vary_option_is_parsed(text, choices):
     assert choices_of([text]) == choices
 
@@ -233,8 +242,11 @@ def test_tied_fields_vary_together():
     base = fc.Experiment(**{**BASE, "name": "t"}, fleet="1x1 + 1x0.5")
     choices = choices_of(["policy=prefix,norm=batch|policy=rolling,norm=group", "lr=0.1|0.2"])
     assert [(e.policy, e.norm, e.lr) for e in expand_choices(base, choices, seeds=1)] == [
-        ("prefix", "batch", 0.1), ("prefix", "batch", 0.2), ("rolling", "group", 0.1), ("rolling", "group", 0.2)
-    ]  # fmt: skip
+        ("prefix", "batch", 0.1),
+        ("prefix", "batch", 0.2),
+        ("rolling", "group", 0.1),
+        ("rolling", "group", 0.2),
+    ]
     assert (
         expand_choices(base, choices, seeds=1)[0].name == "t-policy-prefix-norm-batch-lr-0.1-seed-0"
     )

@@ -1,4 +1,6 @@
-"""Run folders and models from elsewhere: looking at them calls nothing; what they name is called only if trusted."""
+"""Run folders and models from elsewhere: looking at them calls nothing; what they name is called
+only if trusted.
+"""
 
 import json
 import os
@@ -28,7 +30,10 @@ from fedcover.models import MODELS
 from fedcover.policies import POLICIES
 policy, mlp = POLICIES["prefix"], MODELS["mlp"]
 """
-NAMED = "would have 'theirs:policy' imported and called as its policy: if you trust where it comes from, say so with "
+NAMED = (
+    "would have 'theirs:policy' imported and called as its policy: if you "
+    "trust where it comes from, say so with "
+)
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +44,9 @@ def nothing_was_named_yet(monkeypatch):
 
 @pytest.fixture
 def theirs(tmp_path, monkeypatch):
-    """A run folder that names a function of a module beside it; a file `imported` tells whether that was imported."""
+    """A run folder that names a function of a module beside it; a file `imported` tells whether
+    that was imported.
+    """
     (tmp_path / "theirs.py").write_text(THEIRS)
     monkeypatch.syspath_prepend(tmp_path)
     fc.run(tiny(policy="theirs:policy", rounds=2, keep_rounds=[0]), tmp_path / "run")
@@ -59,7 +66,7 @@ def was_imported(folder):
     return (folder.parent / "imported").exists()
 
 
-# ── run folders ─────────────────────────────────────────────────────────────────────────────────────────
+# ── run folders ───────────────────────────────────────────────────────────────────────────────────
 
 BUILDERS = {
     "load": fc.load,
@@ -120,7 +127,7 @@ def test_trust_covers_a_function_with_its_options(tmp_path, theirs):
         fc.load(theirs)
 
 
-# ── commands ────────────────────────────────────────────────────────────────────────────────────────────
+# ── commands ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -204,7 +211,7 @@ def test_terminal_user_is_asked_for_trust(answer, code, theirs):
     assert was_imported(theirs) == (code == 0)
 
 
-# ── exported models ─────────────────────────────────────────────────────────────────────────────────────
+# ── exported models ───────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
@@ -237,7 +244,9 @@ def test_exported_model_cannot_name_its_recipe(part):
 
 @pytest.mark.parametrize("field", sorted(POSITIONAL_ARGUMENTS.keys() - {"model", "recipe"}))
 def test_load_part_ignores_fields_that_it_does_not_need(field, part):
-    """A device that runs the model needs no policy; so it is not asked for a module that it has not."""
+    """A device that runs the model needs no policy; so it is not asked for a module that it has
+    not.
+    """
     wanted = fc.load_part(part)
     again = fc.load_part(with_header(part, **{field: "theirs:function"}))
     assert torch.equal(again(torch.ones(1, 64)), wanted(torch.ones(1, 64)))
@@ -255,12 +264,26 @@ def test_given_module_replaces_the_named_builder(theirs):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"shape": "abc"}, {"shape": [-1]}, {"shape": [2**70]}, {"shape": [1] * 50}, {"shape": None}, {"classes": 0},
-        {"classes": "ten"}, {"reduction": "zz"}, {"reduction": 3}, {"masked": "x"}, {"masked": [1]}, {"model": 5},
-        {"model": "mlp(hidden='x')"}, {"norm": ["batch"]}, {"recipe": None}, {"seed": -1}, {"integers": "maybe"},
+        {"shape": "abc"},
+        {"shape": [-1]},
+        {"shape": [2**70]},
+        {"shape": [1] * 50},
+        {"shape": None},
+        {"classes": 0},
+        {"classes": "ten"},
+        {"reduction": "zz"},
+        {"reduction": 3},
+        {"masked": "x"},
+        {"masked": [1]},
+        {"model": 5},
+        {"model": "mlp(hidden='x')"},
+        {"norm": ["batch"]},
+        {"recipe": None},
+        {"seed": -1},
+        {"integers": "maybe"},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_odd_export_header_is_one_sentence(changes, part):
     with pytest.raises(RunError, match=rf"^{re.escape(str(part))} "):
         fc.load_part(with_header(part, **changes))

@@ -36,7 +36,8 @@ def test_failed_checkpoint_leaves_the_older_ones_intact(whole, tmp_path):
     with files_of_at_most((newest + older) // 2), pytest.raises(RunError) as caught:
         fc.run(tiny(), folder)
     assert re.fullmatch(
-        r"cannot write .*round-000004\.\w+\.safetensors: File too large; the checkpoint of round 3 is whole; "
+        r"cannot write .*round-000004\.\w+\.safetensors: File too large; the "
+        r"checkpoint of round 3 is whole; "
         r"mend that, then 'fedcover resume .*run'",
         str(caught.value),
     )

@@ -1,4 +1,6 @@
-"""Rules, weights, what becomes of uncovered entries, server optimisers and the baselines, against loops."""
+"""Rules, weights, what becomes of uncovered entries, server optimisers and the baselines, against
+loops.
+"""
 
 from dataclasses import replace
 
@@ -38,7 +40,9 @@ RULES_AND_TWINS = {
 
 
 def random_parts(seed, clients, unstructured):
-    """Old tensors and clients with units or bits of their own, some values unchanged; NaN where nothing may be read."""
+    """Old tensors and clients with units or bits of their own, some values unchanged; NaN where
+    nothing may be read.
+    """
     draw = torch.Generator().manual_seed(seed)
     old = {
         n: torch.randn(shape, generator=draw, dtype=torch.float64) for n, shape in SHAPES.items()
@@ -104,7 +108,10 @@ def test_mean_of_values_equals_mean_of_changes(seed, clients):
 
 
 def test_rules_differ_from_each_other():
-    """Else the comparisons above would prove nothing. A tenth of seven is nobody; without 49 % there is the median."""
+    """Else the comparisons above would prove nothing.
+
+    A tenth of seven is nobody; without 49 % there is the median.
+    """
     old, parts = random_parts(5, 7, False)
     results = {name: fast(old, parts)["v"] for name, (fast, _) in RULES_AND_TWINS.items()}
     torch.testing.assert_close(results.pop("trimmed 0.1"), results["trimmed 0"])
@@ -160,7 +167,7 @@ def test_rounds_by_every_rule_equal_a_loop(rule, slow, weights):
         same(state.params, expected, 1e-12)
 
 
-# ── what nobody trained ─────────────────────────────────────────────────────────────────────────────────
+# ── what nobody trained ───────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("server", ["none", "momentum", "adam"])
@@ -193,7 +200,7 @@ def test_round_without_answers_keeps_everything(server, uncovered):
     assert report.metrics["bytes_up"] == 0
 
 
-# ── server optimisers ───────────────────────────────────────────────────────────────────────────────────
+# ── server optimisers ─────────────────────────────────────────────────────────────────────────────
 
 
 def momentum_by_hand(memory, old, new, lr=0.7, beta=0.6):
@@ -273,7 +280,7 @@ def test_server_optimisers_accept_options_at_their_limits(name, right):
     assert moved[2] == new[2]
 
 
-# ── baselines ───────────────────────────────────────────────────────────────────────────────────────────
+# ── baselines ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(

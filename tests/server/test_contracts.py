@@ -1,4 +1,6 @@
-"""Rules, recipes, server optimisers and policies of one's own: what they give is used, or refused in one sentence."""
+"""Rules, recipes, server optimisers and policies of one's own: what they give is used, or refused
+in one sentence.
+"""
 
 import itertools
 import sys
@@ -15,15 +17,24 @@ from fedcover.server.contracts import checked_recipe
 from fedcover.submodels.reductions import windows
 from fedcover.types import Batch, Outcome, Recipe
 
-SMALL = {"clients": 8, "active": 2, "rounds": 2, "epochs": 1, "fleet": "1x1.0 + 1x0.5", "policy": "prefix",
-         "model": "mlp(hidden=[8])"}  # fmt: skip
+SMALL = {
+    "clients": 8,
+    "active": 2,
+    "rounds": 2,
+    "epochs": 1,
+    "fleet": "1x1.0 + 1x0.5",
+    "policy": "prefix",
+    "model": "mlp(hidden=[8])",
+}
 NAME = rf"{__name__}:mine\d+"
 NUMBERS = itertools.count()
 HERE = fc.Machine("sequential", "cpu", 1)
 
 
 def named(monkeypatch, function):
-    """A function as an experiment names it: by a new name each time, as a recipe of one name is made once."""
+    """A function as an experiment names it: by a new name each time, as a recipe of one name is
+    made once.
+    """
     name = f"mine{next(NUMBERS)}"
     monkeypatch.setattr(sys.modules[__name__], name, function, raising=False)
     return f"{__name__}:{name}"
@@ -40,23 +51,36 @@ def ran(monkeypatch):
     return run
 
 
-# ── rules ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── rules ─────────────────────────────────────────────────────────────────────────────────────────
 
 HEAD = "head.weight"
 WRONG_RULES = {
     "None": (lambda new: None, "must give tensors by name; got None"),
     "a list": (lambda new: list(new.values()), "must give tensors by name; got a list"),
-    "a tensor missing": (lambda new: {n: t for n, t in new.items() if n != HEAD},
-                         rf"must give '{HEAD}', float32 of shape \(10, 8\); got nothing of that name"),
-    "a tensor more": (lambda new: {**new, "mean": torch.ones(1)}, "gives 'mean', and there is no such tensor"),
-    "another shape": (lambda new: {**new, HEAD: new[HEAD].T},
-                      rf"must give '{HEAD}' as float32 of shape \(10, 8\); got float32 of shape \(8, 10\)"),
-    "a shape that broadcasts": (lambda new: {**new, HEAD: new[HEAD].mean()}, r"got float32 of shape \(\)"),
+    "a tensor missing": (
+        lambda new: {n: t for n, t in new.items() if n != HEAD},
+        (rf"must give '{HEAD}', float32 of shape \(10, 8\); " rf"got nothing of that name"),
+    ),
+    "a tensor more": (
+        lambda new: {**new, "mean": torch.ones(1)},
+        ("gives 'mean', and there is no such tensor"),
+    ),
+    "another shape": (
+        lambda new: {**new, HEAD: new[HEAD].T},
+        (rf"must give '{HEAD}' as float32 of shape \(10, 8\); got " rf"float32 of shape \(8, 10\)"),
+    ),
+    "a shape that broadcasts": (
+        lambda new: {**new, HEAD: new[HEAD].mean()},
+        r"got float32 of shape \(\)",
+    ),
     "another type": (lambda new: {**new, HEAD: new[HEAD].double()}, r"as float32 .*; got float64"),
-    "no tensor": (lambda new: {**new, HEAD: new[HEAD].numpy()}, f"must give '{HEAD}' as .*; got a ndarray"),
+    "no tensor": (
+        lambda new: {**new, HEAD: new[HEAD].numpy()},
+        (f"must give '{HEAD}' as .*; got a ndarray"),
+    ),
     "NaN": (lambda new: {**new, HEAD: new[HEAD] * torch.nan}, f"gives NaN or infinity in '{HEAD}'"),
     "infinity": (lambda new: {**new, HEAD: new[HEAD] / 0}, f"gives NaN or infinity in '{HEAD}'"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("change", "said"), WRONG_RULES.values(), ids=WRONG_RULES)
@@ -77,7 +101,7 @@ def test_rule_that_writes_in_place_changes_nothing_else(ran):
     assert run.metrics[-1]["delta2_mean"] == plain.metrics[-1]["delta2_mean"]
 
 
-# ── recipes ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── recipes ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def cross_entropy(forward, params, batch, carry):
@@ -179,20 +203,39 @@ def test_loss_checks_work_under_vmap():
         gradients(lambda f, p, b, c: p["w"].square())
 
 
-# ── server optimisers ───────────────────────────────────────────────────────────────────────────────────
+# ── server optimisers ─────────────────────────────────────────────────────────────────────────────
 
 
 WRONG_STEPS = {
-    "a tensor alone": (lambda t, m: t.new, InvalidValue, "must give a tensor and a dict of tensors; got float32"),
+    "a tensor alone": (
+        lambda t, m: t.new,
+        InvalidValue,
+        ("must give a tensor and a dict of tensors; got float32"),
+    ),
     "None": (lambda t, m: None, InvalidValue, "must give a tensor and a dict of tensors; got None"),
-    "another shape": (lambda t, m: (t.new.sum(), {}), InvalidValue, r"must give 'tensor' as .*; got float32 of shape"),
+    "another shape": (
+        lambda t, m: (t.new.sum(), {}),
+        InvalidValue,
+        (r"must give 'tensor' as .*; got " r"float32 of shape"),
+    ),
     "another type": (lambda t, m: (t.new.double(), {}), InvalidValue, "got float64"),
-    "memory of no tensor": (lambda t, m: (t.new, {"rounds": 1}), InvalidValue, "must give 'rounds' as .*; got a int"),
-    "memory of some tensors": (lambda t, m: (t.new, {"v": t.new} if t.new.ndim > 1 else {}), InvalidValue,
-                               r"must remember \[.*\] of every tensor"),
-    "memory that goes": (lambda t, m: (t.new, {} if m else {"v": t.new}), InvalidValue, r"must remember \['v'\]"),
+    "memory of no tensor": (
+        lambda t, m: (t.new, {"rounds": 1}),
+        InvalidValue,
+        ("must give 'rounds' as .*; got a int"),
+    ),
+    "memory of some tensors": (
+        lambda t, m: (t.new, {"v": t.new} if t.new.ndim > 1 else {}),
+        InvalidValue,
+        r"must remember \[.*\] of every tensor",
+    ),
+    "memory that goes": (
+        lambda t, m: (t.new, {} if m else {"v": t.new}),
+        InvalidValue,
+        r"must remember \['v'\]",
+    ),
     "infinite": (lambda t, m: (t.new / 0, {}), TrainingDiverged, "makes the model NaN or infinite"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("step", "error", "said"), WRONG_STEPS.values(), ids=WRONG_STEPS)
@@ -230,11 +273,13 @@ def test_diverged_server_step_ends_its_own_run_of_a_sweep(monkeypatch):
     assert not result["near"].diverged
 
 
-# ── policies ────────────────────────────────────────────────────────────────────────────────────────────
+# ── policies ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_policy_part_without_cuts_is_refused(ran):
-    """Units of every group are named, but of groups without cuts: the client would train the whole model."""
+    """Units of every group are named, but of groups without cuts: the client would train the whole
+    model.
+    """
 
     def policy(view):
         bare = tuple(fc.UnitGroup(group.name, group.size, ()) for group in view.groups)

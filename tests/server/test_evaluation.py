@@ -1,4 +1,6 @@
-"""Scores by hand, and local accuracy against a twin that asks client by client and sample by sample."""
+"""Scores by hand, and local accuracy against a twin that asks client by client and sample by
+sample.
+"""
 
 import math
 from dataclasses import replace
@@ -45,9 +47,18 @@ def test_logits_are_concatenated_in_order():
 def uneven(model="mlp(hidden=[8])", **fields):
     """Digits in uneven shares, so that clients differ in labels and samples."""
     defaults = {
-        "dataset": "digits", "partition": "dirichlet(alpha=0.2)", "model": model, "fleet": "2x1 + 2x0.5 + 2x0.25",
-        "policy": "prefix", "clients": 6, "active": 6, "epochs": 1, "lr": 0.1, "rounds": 1, "calibration": 50,
-    }  # fmt: skip
+        "dataset": "digits",
+        "partition": "dirichlet(alpha=0.2)",
+        "model": model,
+        "fleet": "2x1 + 2x0.5 + 2x0.25",
+        "policy": "prefix",
+        "clients": 6,
+        "active": 6,
+        "epochs": 1,
+        "lr": 0.1,
+        "rounds": 1,
+        "calibration": 50,
+    }
     setup = prepare(Experiment(**{**defaults, **fields}), Machine(device="cpu").resolved())
     return setup, initial_state(setup)
 

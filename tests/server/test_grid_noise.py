@@ -1,4 +1,6 @@
-"""Noise that cannot be searched, that is drawn once, and that has the distribution which the accountant assumes."""
+"""Noise that cannot be searched, that is drawn once, and that has the distribution which the
+accountant assumes.
+"""
 
 import math
 import os
@@ -43,7 +45,7 @@ def below(value):
     return 0.5 * math.erfc(-value / math.sqrt(2))
 
 
-# ── nobody can draw it again ────────────────────────────────────────────────────────────────────────────
+# ── nobody can draw it again ──────────────────────────────────────────────────────────────────────
 
 
 def test_fresh_stream_has_256_bits_of_the_operating_system(monkeypatch):
@@ -113,7 +115,7 @@ def test_noise_of_different_rounds_is_independent():
             assert abs(np.mean(rows[i] ** 2 * rows[j] ** 2) - 1) < 6 * math.sqrt(8 / 1e5)
 
 
-# ── it has the right distribution ───────────────────────────────────────────────────────────────────────
+# ── it has the right distribution ─────────────────────────────────────────────────────────────────
 
 
 def test_noise_is_a_rounded_normal_number():
@@ -162,7 +164,7 @@ def test_noise_grid_that_does_not_fit_is_refused(bits):
         rounded_normal(1, bits, keyed_stream(bytes(32)))
 
 
-# ── the slow twin ───────────────────────────────────────────────────────────────────────────────────────
+# ── the slow twin ─────────────────────────────────────────────────────────────────────────────────
 
 
 def slow_trial(k_word, x_word, u_word, bits, spare):
@@ -211,7 +213,9 @@ def test_noise_boundaries_are_exact(spare):
 
 @pytest.mark.parametrize("off", [-1, 0, 1])
 def test_noise_trial_on_a_boundary_is_decided_by_128_bits(off):
-    """k = 0, x = 1/2: kept with chance exp(-1/8); floating point cannot tell these words from each other."""
+    """k = 0, x = 1/2: kept with chance exp(-1/8); floating point cannot tell these words from each
+    other.
+    """
     with localcontext(prec=80):
         x = (Decimal(2**62) + Decimal("0.5")) / 2**63
         edge = int((-x * x / 2).exp() * 2**128) + off
@@ -222,7 +226,9 @@ def test_noise_trial_on_a_boundary_is_decided_by_128_bits(off):
 
 @pytest.mark.parametrize(("spare", "drawn"), [(0, [3, 3]), (2**64 - 1, [7, 7])])
 def test_noise_comparisons_use_one_stream(spare, drawn):
-    """Words that meet the boundary between k = 0 and k = 1, for x = 1/2, are compared with more of the same stream."""
+    """Words that meet the boundary between k = 0 and k = 1, for x = 1/2, are compared with more of
+    the same stream.
+    """
     with localcontext(prec=80):
         weights = [(Decimal(-k * k) / 2).exp() for k in range(40)]
         edge = int(weights[0] / sum(weights) * 2**64)

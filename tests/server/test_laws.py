@@ -1,4 +1,6 @@
-"""The laws of the design that concern aggregation, masking and evaluation; the others stand beside what they rule."""
+"""The laws of the design that concern aggregation, masking and evaluation; the others stand beside
+what they rule.
+"""
 
 from dataclasses import replace
 

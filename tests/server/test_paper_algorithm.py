@@ -1,4 +1,6 @@
-"""The real path equals the slow reference of Algorithm 1, for every model, policy and switch (laws 1 and 3)."""
+"""The real path equals the slow reference of Algorithm 1, for every model, policy and switch (laws
+1 and 3).
+"""
 
 import pytest
 
@@ -22,9 +24,11 @@ def agree(setup, state, rounds=2):
         cohort = cohort_of(setup, state.round)
         planned = zip(cohort, setup.policy(view_of(setup, state, cohort)), strict=True)
         work = [
-            (client, part) for client, part in planned
-            if part is not None and not drops_out(client.id, setup.experiment.drop_out, setup.task.seed, state.round)
-        ]  # fmt: skip
+            (client, part)
+            for client, part in planned
+            if part is not None
+            and not drops_out(client.id, setup.experiment.drop_out, setup.task.seed, state.round)
+        ]
         expected = reference_round(setup, state, work)
         state, _ = run_round(setup, state)
         same(state.params, expected, 1e-9)

@@ -22,7 +22,9 @@ from tests.helpers.worlds import same
 
 
 def test_noise_scales_with_the_coverage_count():
-    """Entry i is held by n clients: its mean carries noise of z * C / n, and none where nobody holds it."""
+    """Entry i is held by n clients: its mean carries noise of z * C / n, and none where nobody
+    holds it.
+    """
     size, clients, clip, noise = 200_000, 4, 0.3, 1.7
     old = {"w": torch.ones(size, dtype=torch.float64)}
     masks = [Masks({"w": torch.arange(size) % 5 > client}) for client in range(clients)]
@@ -55,10 +57,15 @@ def test_sensitivity_is_at_most_twice_the_limit(entries, clip, data):
     )
     mine, whole = Masks({"w": bits.bool()}), Masks({})
     means = [
-        private_mean({"w": old}, [(whole, {"w": old + 1}), (mine, {"w": answer})], clip=clip, noise=1.0,
-                     stream=keyed_stream(bytes(32)))["w"]
+        private_mean(
+            {"w": old},
+            [(whole, {"w": old + 1}), (mine, {"w": answer})],
+            clip=clip,
+            noise=1.0,
+            stream=keyed_stream(bytes(32)),
+        )["w"]
         for answer in (new, other.double())
-    ]  # fmt: skip
+    ]
     counts = count({"w": old}, [mine, whole])["w"]
     assert float(((means[0] - means[1]) * counts).norm()) <= 2 * clip * (1 + 1e-6) + 1e-9
 
@@ -85,7 +92,9 @@ def test_private_mean_without_noise_is_the_coverage_mean():
 
 
 def test_private_sums_are_whole_numbers_for_any_dtype():
-    """Counted in float16, steps of a grid of 2^30 would be infinite, and counts above 2,048 would stand still."""
+    """Counted in float16, steps of a grid of 2^30 would be infinite, and counts above 2,048 would
+    stand still.
+    """
     old = {"w": torch.zeros(3, dtype=torch.float16)}
     mask = Masks({"w": torch.tensor([True, True, False])})
     moved = {"w": torch.tensor([0.5, -0.25, 0.0], dtype=torch.float16)}
@@ -99,7 +108,9 @@ def test_private_sums_are_whole_numbers_for_any_dtype():
 
 @pytest.mark.parametrize("noise", [0.01, 1.0, 3.7, 1e6])
 def test_private_clip_is_over_the_whole_update(noise):
-    """Four tensors, each of length 3 of which 2 are allowed together: what counts is the length of all, 6."""
+    """Four tensors, each of length 3 of which 2 are allowed together: what counts is the length of
+    all, 6.
+    """
     old = {name: torch.zeros(9, 1000, dtype=torch.float64) for name in "abcd"}
     loud = {name: tensor + 3 / math.sqrt(tensor.numel()) for name, tensor in old.items()}
     means = [
@@ -123,7 +134,9 @@ def test_private_clip_is_over_the_whole_update(noise):
     st.floats(0.01, 1e6),
 )
 def test_rounding_never_exceeds_the_clip_limit(entries, clip, noise):
-    """In whole numbers: the sum of squares is at most (C in steps)^2, and no step is lost on the way to the model."""
+    """In whole numbers: the sum of squares is at most (C in steps)^2, and no step is lost on the
+    way to the model.
+    """
     grid = NoiseGrid(clip, noise)
     steps = grid.steps({"w": torch.tensor(entries, dtype=torch.float64)})["w"].tolist()
     assert (

@@ -21,7 +21,9 @@ STORED = [
 
 
 def test_epsilon_equals_the_accounting_library():
-    """By its own analytic formula, everywhere; an older accountant (RDP) was above it by 2 to 13 %."""
+    """By its own analytic formula, everywhere; an older accountant (RDP) was above it by
+    2 to 13 %.
+    """
     pytest.importorskip("dp_accounting")
     from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
 
@@ -35,7 +37,9 @@ def test_epsilon_equals_the_accounting_library():
 
 
 def test_epsilon_equals_privacy_loss_distributions():
-    """Another way: the distribution of the privacy loss on a grid, composed round by round; it may only be above."""
+    """Another way: the distribution of the privacy loss on a grid, composed round by round; it may
+    only be above.
+    """
     pytest.importorskip("dp_accounting")
     from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
 
@@ -49,7 +53,9 @@ def test_epsilon_equals_privacy_loss_distributions():
 
 @pytest.mark.parametrize(("noise", "participations", "delta", "epsilon"), STORED)
 def test_epsilon_equals_stored_values(noise, participations, delta, epsilon):
-    """get_epsilon_gaussian(noise / 2 / sqrt(participations), delta) of dp-accounting 0.6.0, for where that is not installed."""
+    """get_epsilon_gaussian(noise / 2 / sqrt(participations), delta) of dp-accounting 0.6.0, for
+    where that is not installed.
+    """
     assert Gaussian(noise, delta).epsilon(participations) == pytest.approx(epsilon, rel=1e-9)
 
 
@@ -58,7 +64,9 @@ def test_epsilon_equals_stored_values(noise, participations, delta, epsilon):
     [(0.3, 1, 1e-6), (2.0, 18, 1e-6), (50.0, 7, 1e-6), (8.0, 1, 0.097), (8.0, 1, 0.09)],
 )
 def test_delta_at_epsilon_equals_the_formula(noise, participations, delta):
-    """With noise 8 and one participation, delta is 0.0995 at epsilon 0, so the last two epsilons are small, but not 0."""
+    """With noise 8 and one participation, delta is 0.0995 at epsilon 0, so the last two epsilons
+    are small, but not 0.
+    """
     mu = 2 * math.sqrt(participations) / noise
     assert delta_of_gaussian(Gaussian(noise, delta).epsilon(participations), mu) == pytest.approx(
         delta, rel=1e-6

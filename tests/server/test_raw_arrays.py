@@ -65,7 +65,9 @@ def test_safe_repr_shows_at_most_eighty_characters(value, text):
 
 
 def test_pickle_is_used_for_own_child_processes_only():
-    """The pipe between a run and the processes that it starts itself is neither the wire nor the disk."""
+    """The pipe between a run and the processes that it starts itself is neither the wire nor the
+    disk.
+    """
     root = ROOT / "src" / "fedcover"
     for path in root.rglob("*.py"):
         calls = [

@@ -1,4 +1,7 @@
-"""Random damage to replies: each is rejected or harmless. FEDCOVER_FUZZ sets the number of replies."""
+"""Random damage to replies: each is rejected or harmless.
+
+FEDCOVER_FUZZ sets the number of replies.
+"""
 
 import json
 import os
@@ -46,7 +49,9 @@ SPECIAL = (np.nan, np.inf, -np.inf, 1e30, -1e30, 0.0, 5e-324)
 
 
 def mutated(raw, asked, chance):
-    """A reply with one to three things changed at random: bytes, declarations, arrays, names, numbers."""
+    """A reply with one to three things changed at random: bytes, declarations, arrays, names,
+    numbers.
+    """
     for _ in range(chance.choice([1, 1, 1, 2, 3])):
         raw = chance.choice(MUTATIONS)(raw, asked, chance)
     return raw
@@ -138,12 +143,27 @@ def reversed_order(raw, asked, chance):
     return replace(raw, arrays=dict(reversed(raw.arrays.items())))
 
 
-MUTATIONS = [damaged_bytes, damaged_bytes, odd_field, special_numbers, special_numbers, other_bits, other_bits,
-             no_bits_at_all, swapped, renamed, gone, odd_metrics, reversed_order]  # fmt: skip
+MUTATIONS = [
+    damaged_bytes,
+    damaged_bytes,
+    odd_field,
+    special_numbers,
+    special_numbers,
+    other_bits,
+    other_bits,
+    no_bits_at_all,
+    swapped,
+    renamed,
+    gone,
+    odd_metrics,
+    reversed_order,
+]
 
 
 def harmless(setup, state, asked, update):
-    """An accepted reply is of the expected shapes and types, finite, and moves nothing outside the client's part."""
+    """An accepted reply is of the expected shapes and types, finite, and moves nothing outside the
+    client's part.
+    """
     same_kind = {name: (tensor.shape, tensor.dtype) for name, tensor in update.params.items()}
     assert same_kind == {name: (tensor.shape, tensor.dtype) for name, tensor in asked.start.items()}
     known = asked.reduction.extract(asked.statistics)
@@ -180,7 +200,7 @@ def test_any_reply_is_refused_or_harmless(name):
     assert len(seen) >= 9, seen
 
 
-# ── the payload as a whole ──────────────────────────────────────────────────────────────────────────────
+# ── the payload as a whole ────────────────────────────────────────────────────────────────────────
 
 
 def split(payload):
@@ -303,9 +323,20 @@ def other_numbers(payload, chance):
     return joined(header.items(), wanted.tobytes() + content[wanted.nbytes :])
 
 
-PAYLOAD_MUTATIONS = [damaged_payload, damaged_payload, other_header_length, other_offsets, other_dtype, other_shape,
-                     with_metadata, an_entry_twice, names_exchanged, entries_shuffled, an_array_less,
-                     other_numbers]  # fmt: skip
+PAYLOAD_MUTATIONS = [
+    damaged_payload,
+    damaged_payload,
+    other_header_length,
+    other_offsets,
+    other_dtype,
+    other_shape,
+    with_metadata,
+    an_entry_twice,
+    names_exchanged,
+    entries_shuffled,
+    an_array_less,
+    other_numbers,
+]
 
 
 def received(payload, asked, loss):

@@ -66,30 +66,56 @@ def _hostile(raw, asked):
         "too large": [with_array(raw, name, replace(prefix, data=bytes(asked.byte_limit + 1)))],
         "malformed metrics": [
             replace(raw, metrics=wrong)
-            for wrong in ({}, {"loss": float("nan")}, {"loss": "0"}, {"loss": True}, {"loss": 1.0, "x": 1}, None,
-                          {"loss": 10**400}, {"loss": -1.7e308}, {"loss": [1.0]})
+            for wrong in (
+                {},
+                {"loss": float("nan")},
+                {"loss": "0"},
+                {"loss": True},
+                {"loss": 1.0, "x": 1},
+                None,
+                {"loss": 10**400},
+                {"loss": -1.7e308},
+                {"loss": [1.0]},
+            )
         ],
         "missing array": [replace(raw, arrays={n: a for n, a in raw.arrays.items() if n != name})],
-        "extra array": [with_array(raw, n, stored(np.zeros(1))) for n in ("params/nosuch", "x", "", 7, None)],
+        "extra array": [
+            with_array(raw, n, stored(np.zeros(1))) for n in ("params/nosuch", "x", "", 7, None)
+        ],
         "wrong dtype": [
             with_array(raw, name, stored(array.astype(np.float16))),
             with_array(raw, name, stored(array.astype(array.dtype.newbyteorder(">")))),
-            *(with_array(raw, name, replace(prefix, dtype=d)) for d in (None, "float16", "int64", "O", "")),
+            *(
+                with_array(raw, name, replace(prefix, dtype=d))
+                for d in (None, "float16", "int64", "O", "")
+            ),
         ],
         "wrong shape": [
             with_array(raw, name, stored(np.zeros((1, *array.shape), array.dtype))),
             with_array(raw, name, stored(array.ravel()[:-1])),
-            *(with_array(raw, name, replace(prefix, shape=s)) for s in (None, (), (-1,), (10**30,), ("3",), [None])),
+            *(
+                with_array(raw, name, replace(prefix, shape=s))
+                for s in (None, (), (-1,), (10**30,), ("3",), [None])
+            ),
         ],
         "damaged array": [
             with_array(raw, name, replace(prefix, data=data))
-            for data in (b"", bytes(prefix.data)[:-1], bytes(prefix.data) + b"\0", pickle.dumps(array), None, "text", 7)
-        ] + [with_array(raw, name, None), replace(raw, arrays=None), replace(raw, arrays=[1])],
+            for data in (
+                b"",
+                bytes(prefix.data)[:-1],
+                bytes(prefix.data) + b"\0",
+                pickle.dumps(array),
+                None,
+                "text",
+                7,
+            )
+        ]
+        + [with_array(raw, name, None), replace(raw, arrays=None), replace(raw, arrays=[1])],
         "not finite": [changed(raw, name, value, place=-1) for value in (np.nan, np.inf, -np.inf)],
         "absurd norm": [changed(raw, name, 1e7), changed(raw, name, np.finfo(array.dtype).max)],
         "mask malformed": [with_array(raw, bit_name, stored(bits[:0]))],
         "mask over capacity": [with_array(raw, bit_name, stored(np.zeros(10**4, np.uint8)))],
-    }  # fmt: skip
+    }
     if any(not bool(mask.all()) for mask in masks.values()):
         whole = np.packbits(np.ones(next(iter(masks.values())).numel(), bool))
         found["mask over capacity"].append(with_array(raw, bit_name, stored(whole)))
@@ -218,7 +244,9 @@ def test_client_without_choice_sends_no_bits():
 
 
 def test_endless_shape_is_refused_at_once():
-    """The product of a million numbers takes minutes; a mask is one row of bytes, so anything else is malformed."""
+    """The product of a million numbers takes minutes; a mask is one row of bytes, so anything else
+    is malformed.
+    """
     _, _, asked, update = asked_and_trained("slices")
     name = first(honest(asked, update)).replace("params", "bits")
     for shape in ((100, 100), (9,) * 10**6):

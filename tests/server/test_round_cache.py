@@ -1,4 +1,6 @@
-"""Caches of a run: rounds with them have the bits of rounds without, and nothing is counted before it is read."""
+"""Caches of a run: rounds with them have the bits of rounds without, and nothing is counted before
+it is read.
+"""
 
 import torch
 from torch import nn

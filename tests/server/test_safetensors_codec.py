@@ -1,4 +1,6 @@
-"""Arrays as one safetensors file: what the package reads and writes; anything else is refused in few bytes."""
+"""Arrays as one safetensors file: what the package reads and writes; anything else is refused in
+few bytes.
+"""
 
 import json
 import struct

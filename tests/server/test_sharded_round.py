@@ -1,4 +1,6 @@
-"""One round in two processes equals one round in one: every policy, recipe, rule and norm, in float64 (law 4)."""
+"""One round in two processes equals one round in one: every policy, recipe, rule and norm, in
+float64 (law 4).
+"""
 
 import subprocess
 import sys
@@ -178,10 +180,8 @@ class TestShares:
         ],
     )
     def test_physical_cores_are_those_allowed(self, monkeypatch, allowed, quota, cores):
-        files = {
-            f"/sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list": f"{n // 2 * 2}-{n // 2 * 2 + 1}"
-            for n in range(4)
-        }
+        siblings = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+        files = {siblings.format(n): f"{n // 2 * 2}-{n // 2 * 2 + 1}" for n in range(4)}
         monkeypatch.setattr("os.sched_getaffinity", lambda pid: allowed, raising=False)
         all_files = {**files, "/sys/fs/cgroup/cpu.max": quota}
         monkeypatch.setattr("fedcover.runs.machine._read", all_files.__getitem__)

@@ -94,8 +94,18 @@ def test_ledger_does_not_grow():
         assert ledger.receive(honest(raw_reply, update)).reason == "replayed nonce"
 
 
-@pytest.mark.parametrize("change", [str.upper, lambda n: n[:-1], lambda n: "0" + n, lambda n: f"{9:016x}{n[16:]}",
-                                    lambda n: n[::-1], lambda n: "é" * 48, lambda n: "٣" * 48])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        str.upper,
+        lambda n: n[:-1],
+        lambda n: "0" + n,
+        lambda n: f"{9:016x}{n[16:]}",
+        lambda n: n[::-1],
+        lambda n: "é" * 48,
+        lambda n: "٣" * 48,
+    ],
+)
 def test_nonce_that_was_never_issued_is_unknown(change):
     _, _, pending, update = asked_and_trained("slices")
     ledger = TaskLedger()

@@ -1,4 +1,6 @@
-"""Sub-models are ordinary modules of their own size: attributes, values and behaviour, and what is refused."""
+"""Sub-models are ordinary modules of their own size: attributes, values and behaviour, and what is
+refused.
+"""
 
 import copy
 

@@ -164,13 +164,16 @@ def test_memory_of_an_mlp_by_hand():
     model = mlp((4,), 3, "batch", hidden=[5])
     weights = 4 * 5 + 5 + 5 * 3 + 3
     batch = 7
-    # kept for backward: the input, the hidden layer after its ReLU, the log-softmax, the labels (and one weight sum)
+    # kept for backward: the input, the hidden layer after its ReLU, the log-softmax, the labels
+    # (and one weight sum)
     activation_bytes = 4 * batch * 4 + 4 * batch * 5 + 4 * batch * 3 + 8 * batch + 4
     assert memory(model, Masks({}), (4,), batch) == 16 * weights + activation_bytes
 
 
 class Odd(nn.Module):
-    """What an ordinary module may do: look at values, make a tensor of its own, learn a weight by parts."""
+    """What an ordinary module may do: look at values, make a tensor of its own, learn a weight by
+    parts.
+    """
 
     def __init__(self):
         super().__init__()

@@ -30,7 +30,9 @@ def digits(text):
 
 
 def read(text, shape):
-    """The slow twin of the page's reader: a picture as an array of levels (strips: of the products of shares)."""
+    """The slow twin of the page's reader: a picture as an array of levels (strips: of the products
+    of shares).
+    """
     rows, columns = min(SIDE, shape[0]), min(SIDE, shape[1] if len(shape) > 1 else 1)
 
     def strip(part, length):

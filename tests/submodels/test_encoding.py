@@ -1,4 +1,6 @@
-"""How reductions travel: what is sent is what arrives, in as many bytes as promised, and damage is noticed."""
+"""How reductions travel: what is sent is what arrives, in as many bytes as promised, and damage is
+noticed.
+"""
 
 import random
 

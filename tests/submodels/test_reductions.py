@@ -1,4 +1,6 @@
-"""Cutting tensors down and adding them back, against a twin that goes through the entries one by one."""
+"""Cutting tensors down and adding them back, against a twin that goes through the entries one by
+one.
+"""
 
 import pytest
 import torch
@@ -47,8 +49,10 @@ def test_extract_is_indexing_by_the_mask(layout, data):
         other_axes = [
             tuple(a for a in range(tensor.ndim) if a != axis) for axis in range(tensor.ndim)
         ]
-        assert part[name].shape == tuple(int(masks[name].any(axes).sum()) if axes else int(masks[name].sum())
-                                         for axes in other_axes)  # fmt: skip
+        assert part[name].shape == tuple(
+            int(masks[name].any(axes).sum()) if axes else int(masks[name].sum())
+            for axes in other_axes
+        )
     assert reduction.gradient_mask() == {}
 
 
@@ -103,7 +107,9 @@ def test_extracted_parts_are_copies_or_are_never_written_through():
 
 
 def test_fused_projections_are_cut_head_by_head():
-    """Queries, keys and values of four heads of width 2 in one matrix, and the output projection."""
+    """Queries, keys and values of four heads of width 2 in one matrix, and the output
+    projection.
+    """
     group = UnitGroup(
         "heads", 4, (*(Cut("qkv", 0, start, 2) for start in (0, 8, 16)), Cut("out", 1, per_unit=2))
     )
@@ -130,9 +136,12 @@ def test_cut_axes_apart_keep_their_order():
 @given(layouts(), st.data())
 def test_add_into_of_masks_equals_the_dense_formula(layout, data):
     bits = {
-        name: torch.tensor(data.draw(st.lists(st.booleans(), min_size=t.numel(), max_size=t.numel()))).view_as(t)
-        for name, t in layout.params.items() if data.draw(st.booleans())
-    }  # fmt: skip
+        name: torch.tensor(
+            data.draw(st.lists(st.booleans(), min_size=t.numel(), max_size=t.numel()))
+        ).view_as(t)
+        for name, t in layout.params.items()
+        if data.draw(st.booleans())
+    }
     reduction = Masks(bits)
     whole = {
         name: bits.get(name, torch.ones(t.shape, dtype=torch.bool))

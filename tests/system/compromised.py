@@ -1,13 +1,27 @@
-"""A compromised node, wrong answer by answer, then message by message. Loaded by its Python before anything else."""
+"""A compromised node, wrong answer by answer, then message by message.
+
+Loaded by its Python before anything else.
+"""
 
 import pickle
 import struct
 import sys
 
 EACH = [
-    "not a number", "infinity", "wrong shape", "missing array", "extra array", "absurd norm", "replayed", "absurd loss",
-    "larger mask", "pickled", "garbage", "other client", "honest",
-]  # fmt: skip
+    "not a number",
+    "infinity",
+    "wrong shape",
+    "missing array",
+    "extra array",
+    "absurd norm",
+    "replayed",
+    "absurd loss",
+    "larger mask",
+    "pickled",
+    "garbage",
+    "other client",
+    "honest",
+]
 """What the node's clients send in the second round, one each; the last one is honest."""
 ROUNDS = ["honest", "one each", "oversized", "repeated", "no content"]
 """What the node's message holds, round by round."""

@@ -9,10 +9,20 @@ from fedcover.flower.local_federation import run_local_federation
 
 HERE = Path(__file__).parent
 NEED_FLOWER = (
-    "test_supernode.py", "test_node_answers.py", "test_node_parts.py", "handmade.py", "small_device.py",
-    "test_introductions.py", "test_small_devices.py", "test_strategy.py", "test_loopback.py",
-    "test_node_task.py", "test_open_fleet.py", "test_rows_on_nodes.py", "loopback.py",
-)  # fmt: skip
+    "test_supernode.py",
+    "test_node_answers.py",
+    "test_node_parts.py",
+    "handmade.py",
+    "small_device.py",
+    "test_introductions.py",
+    "test_small_devices.py",
+    "test_strategy.py",
+    "test_loopback.py",
+    "test_node_task.py",
+    "test_open_fleet.py",
+    "test_rows_on_nodes.py",
+    "loopback.py",
+)
 
 
 def pytest_collection_modifyitems(items):

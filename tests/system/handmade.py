@@ -1,4 +1,6 @@
-"""A node without Flower's program: it speaks to the SuperLink itself, so it can send what no SuperNode would."""
+"""A node without Flower's program: it speaks to the SuperLink itself, so it can send what no
+SuperNode would.
+"""
 
 import threading
 
@@ -90,7 +92,9 @@ def long_list(message, context):
 
 
 def all_report(message, context):
-    """A reply of numbers in the report where tensors should be, of which Python would make many times as much."""
+    """A reply of numbers in the report where tensors should be, of which Python would make many
+    times as much.
+    """
     reply = Message(RecordDict({"report": ConfigRecord({"x": [1] * 100_000})}), reply_to=message)
     return reply, get_object_tree(reply), set()
 

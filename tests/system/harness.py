@@ -1,4 +1,6 @@
-"""What the system tests share: real Flower processes, runs submitted to them, and the same run in this process."""
+"""What the system tests share: real Flower processes, runs submitted to them, and the same run in
+this process.
+"""
 
 import json
 import time
@@ -14,19 +16,31 @@ WORLDS = {
     "sliced": {"policy": "rolling(spread=true)"},
     "masked": {"policy": "magnitude"},
     "drawn, tracked statistics": {
-        "policy": "random", "norm": "tracked", "model": "wide_resnet(depth=10, widen=1)", "clients": 4, "active": 4,
-        "dataset": "synthetic(shape=(3, 8, 8), classes=3, samples=12, test_size=50)", "calibration": 40,
+        "policy": "random",
+        "norm": "tracked",
+        "model": "wide_resnet(depth=10, widen=1)",
+        "clients": 4,
+        "active": 4,
+        "dataset": ("synthetic(shape=(3, 8, 8), classes=3, samples=12, test_size=50)"),
+        "calibration": 40,
     },
     "private masks": {"policy": "full", "recipe": "hermes(good_enough=0.0)"},
     "measured by clients": {"policy": "prunefl", "recipe": "prunefl", "fleet": "1x0.5"},
-}  # fmt: skip
+}
 
 PATIENCE = 900.0
-"""Seconds after which a test gives up; a loaded machine may need minutes for what an idle one does in seconds."""
+"""Seconds after which a test gives up; a loaded machine may need minutes for what an idle one does
+in seconds.
+"""
 
 SMALL = {
-    "model": "mlp(hidden=[24])", "clients": 8, "active": 6, "rounds": 3, "epochs": 1, "fleet": "1x1.0 + 1x0.5",
-}  # fmt: skip
+    "model": "mlp(hidden=[24])",
+    "clients": 8,
+    "active": 6,
+    "rounds": 3,
+    "epochs": 1,
+    "fleet": "1x1.0 + 1x0.5",
+}
 
 
 def experiment(**fields: object) -> fc.Experiment:
@@ -93,19 +107,25 @@ def submit(
 
 
 def fair_deadline(federation: LocalFederation, folder: Path) -> float:
-    """Seconds that are more than enough for a round on this machine, whatever else it does: four times one round."""
+    """Seconds that are more than enough for a round on this machine, whatever else it does: four
+    times one round.
+    """
     run = submit(federation, experiment(rounds=1), folder, wait=1.0, deadline=300.0).finish()
     return max(15.0, 4 * run.rounds(1)[0]["seconds"]["training"])
 
 
 def reference(wanted: fc.Experiment, folder: Path, engine=None) -> list[str]:
-    """The same experiment in this process, one client after another: the names of its checkpoints are digests."""
+    """The same experiment in this process, one client after another: the names of its checkpoints
+    are digests.
+    """
     fc.run(wanted, folder, machine=fc.Machine("sequential", "cpu"), engine=engine)
     return checkpoints(folder)
 
 
 def checkpoints(folder: Path) -> list[str]:
-    """The checkpoints of a run; their names hold the digest of their content, so equal names are equal bits."""
+    """The checkpoints of a run; their names hold the digest of their content, so equal names are
+    equal bits.
+    """
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 

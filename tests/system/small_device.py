@@ -1,7 +1,8 @@
-"""A node's work in a process of its own: `python -m tests.system.small_device first-folder folder room`.
+"""A node's work in a process of its own: `python -m tests.system.small_device first-folder folder
+room`.
 
-It does one piece of work, which loads all that any work needs, and then the one that is measured. Says how many bytes
-more of memory it had at the height of that one, and what it answers.
+It does one piece of work, which loads all that any work needs, and then the one that is measured.
+Says how many bytes more of memory it had at the height of that one, and what it answers.
 """
 
 import hashlib
@@ -52,7 +53,9 @@ def answered(message: Message) -> ClientResult:
 
 
 def main(first: str, folder: str, room: str) -> None:
-    """Work, the second time with room for so many bytes beyond what there is by then (0: without a limit)."""
+    """Work, the second time with room for so many bytes beyond what there is by then (0: without a
+    limit).
+    """
     answered(message_from(Path(first)))
     release_memory()
     before = resident("VmRSS"), resident("VmSize")

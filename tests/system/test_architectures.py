@@ -1,4 +1,6 @@
-"""Architectures of other libraries: a sample is traced here, and the table of all of them is what was measured."""
+"""Architectures of other libraries: a sample is traced here, and the table of all of them is what
+was measured.
+"""
 
 from importlib.util import find_spec
 

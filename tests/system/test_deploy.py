@@ -1,4 +1,6 @@
-"""The deployment page works as it is written: its commands are run one after another, on this machine."""
+"""The deployment page works as it is written: its commands are run one after another, on this
+machine.
+"""
 
 import os
 import re
@@ -14,7 +16,9 @@ from tests.system.harness import PATIENCE, alive, wait_for
 
 
 def test_deploy_page_commands_run_end_to_end(tmp_path):
-    """Certificates, registered nodes, a stranger that is refused, a run, and the end of all processes."""
+    """Certificates, registered nodes, a stranger that is refused, a run, and the end of all
+    processes.
+    """
     page = (ROOT / "docs" / "deploy.md").read_text()
     commands = "\n".join(re.findall(r"^```bash\n(.*?)^```", page, re.DOTALL | re.MULTILINE))
     for port in ("9443", "9194", "9195", "9196"):  # so that two of these tests do not meet
@@ -23,9 +27,14 @@ def test_deploy_page_commands_run_end_to_end(tmp_path):
     (tmp_path / "fedcover").write_text(f'#!/bin/sh\nexec {sys.executable} -m fedcover "$@"\n')
     (tmp_path / "fedcover").chmod(0o755)
     script = subprocess.Popen(
-        ["bash", "-e", "-c", f"{commands}\nwait"], cwd=tmp_path, env=environment(tmp_path), text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-    )  # fmt: skip
+        ["bash", "-e", "-c", f"{commands}\nwait"],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
     family: set[int] = set()
     try:
         wait_for(
@@ -71,7 +80,9 @@ def test_flwr_run_accepts_the_example(tmp_path):
 
 
 def test_own_app_refuses_oversized_replies(tmp_path):
-    """A node of the example's federation sends far too much: refused by its size, and the others train on."""
+    """A node of the example's federation sends far too much: refused by its size, and the others
+    train on.
+    """
     from tests.system.handmade import HandMade, oversized
 
     with (

@@ -1,4 +1,6 @@
-"""A disk at the server that is really full: in a file of its own, as files are what processes share the tests by."""
+"""A disk at the server that is really full: in a file of its own, as files are what processes share
+the tests by.
+"""
 
 import re
 
@@ -10,7 +12,9 @@ from tests.system.harness import checkpoints, experiment, submit, wait_for
 
 
 def test_full_disk_at_the_server(tmp_path):
-    """It fills up twice, within a line and within a checkpoint; each time the run stops, and goes on with room."""
+    """It fills up twice, within a line and within a checkpoint; each time the run stops, and goes
+    on with room.
+    """
     settings = experiment(
         policy="prefix", model="mlp(hidden=[64])", clients=40, active=40, rounds=4
     )
@@ -30,7 +34,10 @@ def test_full_disk_at_the_server(tmp_path):
             wait_for(lambda newest=right[done - 1]: newest in checkpoints(folder), "a checkpoint")
             filler = fill(disk, spare)
             output = run.finish().text
-            full = rf"stopped: cannot write {folder}/{torn}: No space left on device; the checkpoint of round (\d) is"
+            full = (
+                rf"stopped: cannot write {folder}/{torn}: No space left on device; "
+                rf"the checkpoint of round (\d) is"
+            )
             last = int(re.search(full, output)[1])
             assert f"mend that, then 'fedcover flower up --nodes N {folder}'" in output
             assert checkpoints(folder) == right[:last][-2:]  # and nothing else is beside them
@@ -47,7 +54,9 @@ def test_full_disk_at_the_server(tmp_path):
 
 
 def every_checkpoint(wanted, folder):
-    """The names of all checkpoints that an undisturbed run writes, old ones that it removes included."""
+    """The names of all checkpoints that an undisturbed run writes, old ones that it removes
+    included.
+    """
     files = set()
     fc.run(
         wanted,

@@ -1,4 +1,6 @@
-"""A compromised node cannot touch the global model: every wrong answer is rejected by name, and the rounds go on."""
+"""A compromised node cannot touch the global model: every wrong answer is rejected by name, and the
+rounds go on.
+"""
 
 import re
 import shutil
@@ -20,7 +22,9 @@ from tests.system.harness import (
 
 
 def test_compromised_node_is_rejected_answer_by_answer(tmp_path, monkeypatch):
-    """One honest answer among twelve wrong ones counts; of messages that are wrong as a whole none does."""
+    """One honest answer among twelve wrong ones counts; of messages that are wrong as a whole none
+    does.
+    """
     nodes, here = 2, len(EACH)
     settings = experiment(
         policy="rolling", clients=nodes * here, active=nodes * here, rounds=len(ROUNDS)
@@ -78,7 +82,9 @@ def high_water(pid: int) -> int:
 
 
 def test_hostile_node_does_not_delay_the_others(tmp_path):
-    """Before the honest node is done, it sends half a reply, an endless list of pieces, or no tensors at all."""
+    """Before the honest node is done, it sends half a reply, an endless list of pieces, or no
+    tensors at all.
+    """
     from tests.system.handmade import HandMade, all_report, half_sent, long_list
 
     settings = experiment(policy="rolling", clients=4, active=4, rounds=3)
@@ -100,8 +106,17 @@ def test_hostile_node_does_not_delay_the_others(tmp_path):
         "events.jsonl"
     )
     assert [(line["late"], line["rejected"]) for line in lines] == [(2, 0), (0, 2), (0, 2)]
-    told = [{event["why"] for event in run.lines("events.jsonl") if event["client"] == 2 and event["round"] == n}
-            for n in range(3)]  # fmt: skip
-    half = "a part of its reply has arrived|did not arrive as a whole"  # by whether Flower has forgotten it meanwhile
+    told = [
+        {
+            event["why"]
+            for event in run.lines("events.jsonl")
+            if event["client"] == 2 and event["round"] == n
+        }
+        for n in range(3)
+    ]
+    half = (
+        "a part of its reply has arrived|did "
+        "not arrive as a whole"
+    )  # by whether Flower has forgotten it meanwhile
     for whys, words in zip(told, (half, "too large", "not tensors"), strict=True):
         assert all(re.search(words, why) for why in whys), told

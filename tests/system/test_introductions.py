@@ -1,4 +1,6 @@
-"""Introductions as Flower carries them: what a node tells comes through, and what is too much is refused unread."""
+"""Introductions as Flower carries them: what a node tells comes through, and what is too much is
+refused unread.
+"""
 
 import tracemalloc
 from types import SimpleNamespace

@@ -25,25 +25,46 @@ from tests.system.loopback import SMALL, training
 pytestmark = pytest.mark.usefixtures("inside_a_task")
 
 MORE = {
-    "per-width statistics": {"norm": "per-width", "policy": "prefix", "model": "wide_resnet(depth=10, widen=1)",
-                             "clients": 4, "active": 4, "dataset": SMALL, "calibration": 40},
+    "per-width statistics": {
+        "norm": "per-width",
+        "policy": "prefix",
+        "model": "wide_resnet(depth=10, widen=1)",
+        "clients": 4,
+        "active": 4,
+        "dataset": SMALL,
+        "calibration": 40,
+    },
     "bits of labels": {"partition": "labels(limit=2)", "label_rows": True, "policy": "rolling"},
-    "stages": {"model": "depth_resnet(width=4, stages=2, blocks=1)", "recipe": "depthfl", "policy": "prefix",
-               "clients": 4, "active": 4, "dataset": SMALL, "calibration": 40},
+    "stages": {
+        "model": ("depth_resnet(width=4, stages=2, blocks=1)"),
+        "recipe": "depthfl",
+        "policy": "prefix",
+        "clients": 4,
+        "active": 4,
+        "dataset": SMALL,
+        "calibration": 40,
+    },
     "scores": {"recipe": "fedmask", "policy": "random"},
     "planned": {"policy": "planned"},
     "regions": {"policy": 'regions(codename="1122")', "active": 4, "fleet": None},
     "clients that sit out": {"policy": "exclude"},
     "a limited length": {"policy": "rolling", "clip_updates": 0.1},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("world", [*WORLDS, *MORE])
 def test_loopback_equals_one_process_bit_for_bit(tmp_path, world):
     fields = {**WORLDS, **MORE}[world]
-    wanted = experiment(**fields) if "fleet" not in fields or fields["fleet"] else fc.Experiment(
-        **{**{"clients": 8, "rounds": 3, "epochs": 1}, **{k: v for k, v in fields.items() if v is not None}}
-    )  # fmt: skip
+    wanted = (
+        experiment(**fields)
+        if "fleet" not in fields or fields["fleet"]
+        else fc.Experiment(
+            **{
+                **{"clients": 8, "rounds": 3, "epochs": 1},
+                **{k: v for k, v in fields.items() if v is not None},
+            }
+        )
+    )
     fc.run(
         wanted,
         tmp_path / "run",

@@ -1,4 +1,6 @@
-"""The user's own modules on a federation whose machines do not have them: they travel with the run."""
+"""The user's own modules on a federation whose machines do not have them: they travel
+with the run.
+"""
 
 import os
 import subprocess
@@ -14,7 +16,8 @@ from . import sizes
 def mobile(shape, classes, generator):
     from fedcover import Model, trace
     import torch
-    module = nn.Sequential(nn.Flatten(), nn.Linear(64, sizes.HIDDEN), nn.ReLU(), nn.Linear(sizes.HIDDEN, classes))
+    hidden = nn.Linear(64, sizes.HIDDEN)
+    module = nn.Sequential(nn.Flatten(), hidden, nn.ReLU(), nn.Linear(sizes.HIDDEN, classes))
     return Model(module, trace(module, torch.randn(3, *shape)))
 """
 WAYS = """
@@ -57,13 +60,28 @@ def test_own_modules_travel_with_the_run(tmp_path):
     with run_local_federation(tmp_path / "flower", configs) as federation:
         home = federation.home("admin")
         (home / "config.toml").write_text(
-            f'[superlink]\ndefault = "fleet"\n[superlink.fleet]\naddress = "{federation.address}"\ninsecure = true\n'
+            '[superlink]\ndefault = "fleet"\n[superlink.fleet]\naddress = '
+            f'"{federation.address}"\ninsecure = true\n'
         )
         process = subprocess.run(
-            [sys.executable, "-m", "fedcover", "flower", "run", folder / "own.toml", "fleet", "--nodes", "2"],
-            cwd=tmp_path, env={**os.environ, "FLWR_HOME": str(home)}, capture_output=True, text=True, timeout=PATIENCE,
+            [
+                sys.executable,
+                "-m",
+                "fedcover",
+                "flower",
+                "run",
+                folder / "own.toml",
+                "fleet",
+                "--nodes",
+                "2",
+            ],
+            cwd=tmp_path,
+            env={**os.environ, "FLWR_HOME": str(home)},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
             check=False,
-        )  # fmt: skip
+        )
         assert process.returncode == 0, process.stdout + process.stderr
         assert "nets/sizes.py" in process.stderr
         lines = (federation.folder / "runs" / "own" / "metrics.jsonl").read_text()

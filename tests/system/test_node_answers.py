@@ -80,7 +80,9 @@ class Scripted:
 
 
 class Restarting:
-    """A grid of three nodes: one answers late, one was restarted and answers only what came after, one is slow."""
+    """A grid of three nodes: one answers late, one was restarted and answers only what came after,
+    one is slow.
+    """
 
     _runtime_client = None
 
@@ -130,7 +132,9 @@ def test_restarted_node_does_not_delay_the_round(monkeypatch):
 
 
 def test_silent_node_loses_its_partition(monkeypatch):
-    """While it is silent the next one that claims the place gets the work; one that answers keeps its place."""
+    """While it is silent the next one that claims the place gets the work; one that answers keeps
+    its place.
+    """
     monkeypatch.setattr(engine, "request_message", lambda node, orders, ttl: orders)
     monkeypatch.setattr(engine, "read_results", lambda reply: [])
     setup, state = world("mlp")

@@ -5,7 +5,9 @@ from tests.system.harness import children, experiment, fair_deadline, submit, wa
 
 
 def test_killed_node_comes_back(tmp_path):
-    """The round ends by our deadline; with tolerate=1 nothing goes uncovered; a new node takes the old one's place."""
+    """The round ends by our deadline; with tolerate=1 nothing goes uncovered; a new node takes the
+    old one's place.
+    """
     settings = experiment(
         clients=3,
         active=3,
@@ -62,7 +64,9 @@ def test_stragglers_do_not_delay_a_round(tmp_path, monkeypatch):
 
 
 def test_refused_node_logs_why(tmp_path):
-    """In its own log, whose reader may not see the server's: what it knows itself, and what the server objects to."""
+    """In its own log, whose reader may not see the server's: what it knows itself, and what the
+    server objects to.
+    """
     configs = [
         {"partition-id": 0, "num-partitions": 1},
         {"partition-id": 0, "num-partitions": 2},

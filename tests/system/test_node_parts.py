@@ -1,4 +1,6 @@
-"""A node builds and holds its own part of a model, never the whole: the same answers, in less memory."""
+"""A node builds and holds its own part of a model, never the whole: the same answers, in less
+memory.
+"""
 
 from types import SimpleNamespace
 
@@ -199,7 +201,9 @@ def asked(setup, state, wanted):
 
 @pytest.fixture
 def answers(monkeypatch):
-    """The answers of a node to orders, the task that it makes of them, and the states that its clients are given."""
+    """The answers of a node to orders, the task that it makes of them, and the states that its
+    clients are given.
+    """
 
     def answer(orders):
         seen = []
@@ -317,7 +321,9 @@ BUILDERS = {
 
 @pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
 def test_own_train_function_trains_the_part(monkeypatch, caplog, build):
-    """A bare module is cut by the groups that the server has found, and is not built whole either."""
+    """A bare module is cut by the groups that the server has found, and is not built
+    whole either.
+    """
     model = build()
     if not isinstance(model, fc.Model):
         model = with_groups(model)

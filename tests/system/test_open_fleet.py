@@ -58,8 +58,11 @@ def test_open_fleet_draws_cohorts_among_connected_nodes(tmp_path, own):
         for client, of in line["clients"].items()
     }
     assert recorded_events == {(False, 1.0), (True, 0.25)}
-    moved = [(e["round"], e["event"], e["node"], e["why"]) for e in read_lines(folder / "events.jsonl")
-             if e["event"] in ("came", "left")]  # fmt: skip
+    moved = [
+        (e["round"], e["event"], e["node"], e["why"])
+        for e in read_lines(folder / "events.jsonl")
+        if e["event"] in ("came", "left")
+    ]
     late = "partition 1 of 2, capacity 0.25"
     first = "partition 0 of 2"
     assert moved == [

@@ -1,4 +1,6 @@
-"""A SuperNode with a registered key is killed: it is let in again at once, and nobody else in its place."""
+"""A SuperNode with a registered key is killed: it is let in again at once, and nobody else in its
+place.
+"""
 
 import shutil
 import signal
@@ -47,7 +49,9 @@ def test_killed_supernode_is_admitted_again_at_once(federation):
 
 
 def test_second_node_with_the_same_key_is_refused(federation):
-    """Beside one that lives, with or without the file in which that one keeps its number, and after it has moved."""
+    """Beside one that lives, with or without the file in which that one keeps its number, and after
+    it has moved.
+    """
     first = federation.start_supernode("node-0", CONFIG)
     assert answers(federation, "node-0", 1) == [LET_IN]
     federation.start_supernode("twin", CONFIG).wait(PATIENCE)

@@ -32,7 +32,9 @@ def on_nodes(nodes, wanted, folder):
 
 
 def test_rows_on_nodes_give_the_same_bits(tmp_path):
-    """The server has none of the clients' rows; a node that comes late trains from then on, and counts."""
+    """The server has none of the clients' rows; a node that comes late trains from then on, and
+    counts.
+    """
     files = written(tmp_path)
     settings = files.experiment(label_rows=True)
     nodes = {
@@ -113,7 +115,9 @@ def test_node_without_its_rows_is_told_why(tmp_path, rows, why):
 
 
 def scaled_nodes(tmp_path, factors, **config):
-    """Nodes whose rows are each multiplied by a number, and what the server wants rows to be like."""
+    """Nodes whose rows are each multiplied by a number, and what the server wants rows to
+    be like.
+    """
     files = written(tmp_path)
     nodes = {}
     for place, (path, factor) in enumerate(zip(files.nodes, factors, strict=True)):
@@ -138,7 +142,10 @@ def test_node_with_scaled_inputs_is_accepted_with_a_warning(tmp_path, caplog):
         e for e in read_lines(tmp_path / "run" / "events.jsonl") if e["event"] == "warned"
     ]
     assert (recorded_events["node"], recorded_events["client"]) == (8, None)
-    why = "partition 1 of 2: its inputs seem to be scaled differently: about -200 to 500, mean 0, spread 300; "
+    why = (
+        "partition 1 of 2: its inputs seem to be scaled differently: about "
+        "-200 to 500, mean 0, spread 300; "
+    )
     assert recorded_events["why"].startswith(
         why + "the server's are about -0.8 to 2, mean 0, spread 1."
     )

@@ -1,4 +1,6 @@
-"""Faults of the server with real processes: it is killed, or its files are limited; it goes on from its folder."""
+"""Faults of the server with real processes: it is killed, or its files are limited; it goes on from
+its folder.
+"""
 
 import os
 import resource
@@ -36,7 +38,9 @@ def test_killed_server_resumes_from_its_folder(pair, tmp_path):
 
 
 def test_log_stream_reports_a_killed_server(pair, tmp_path):
-    """By the server's reporter, with a sentence: Flower itself only notices a silence, a minute later."""
+    """By the server's reporter, with a sentence: Flower itself only notices a silence, a minute
+    later.
+    """
     run = submit(pair, experiment(policy="prefix", rounds=30), tmp_path / "run", nodes=2)
     run.rounds(1)
     (server,) = wait_for(lambda: children(pair, "superlink", "flwr-serverapp"), "a server")
@@ -56,11 +60,14 @@ def test_regular_end_reports_no_crash(pair, tmp_path):
 
 
 def test_file_size_limit_at_the_server(pair, tmp_path):
-    """The same where nobody may mount a disk: the run stops with a sentence, and goes on when there is room again."""
+    """The same where nobody may mount a disk: the run stops with a sentence, and goes on when there
+    is room again.
+    """
     settings = experiment(policy="prefix", rounds=4)
     expected = reference(settings, tmp_path / "here")
     sizes = sorted(path.stat().st_size for path in (tmp_path / "here" / "checkpoints").iterdir())
-    # the coverage of past rounds is part of a state, so states grow: the second last still fits, the last does not
+    # the coverage of past rounds is part of a state, so states grow: the second last still fits,
+    # the last does not
     with files_limited(pair, (sizes[0] + sizes[1]) // 2):
         run = submit(pair, settings, tmp_path / "run", nodes=2).finish()
     assert "cannot write" in run.text
@@ -75,7 +82,9 @@ def command_of(pid: int) -> bytes:
 
 
 class files_limited:  # noqa: N801
-    """No file of the server may grow beyond a size: much like a full disk, and it needs no rights."""
+    """No file of the server may grow beyond a size: much like a full disk, and it needs
+    no rights.
+    """
 
     def __init__(self, federation, size):
         self.pids = [

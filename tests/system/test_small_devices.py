@@ -1,4 +1,6 @@
-"""What a node's work costs it: the memory of its own part, measured, limited, and as an audit says."""
+"""What a node's work costs it: the memory of its own part, measured, limited, and as an
+audit says.
+"""
 
 import hashlib
 import json
@@ -29,7 +31,9 @@ NODE_SETTINGS = {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1048576"}
 """What docs/deploy.md says to set for a node."""
 SHARES = (1.0, 0.5, 0.25)
 ROOM = 60_000_000
-"""Bytes: the whole model has 101 million, a quarter-width part 6.6 million; training holds four times as much."""
+"""Bytes: the whole model has 101 million, a quarter-width part 6.6 million; training holds four
+times as much.
+"""
 
 
 def experiment(hidden):
@@ -135,7 +139,9 @@ def test_device_too_small_for_torch_says_so(room):
 
 
 def highest(federation, hidden, share, folder):
-    """The most memory, in bytes, that a process had which Flower started for a message of a run of one client."""
+    """The most memory, in bytes, that a process had which Flower started for a message of a run of
+    one client.
+    """
     wanted = fc.Experiment(
         model=f"mlp(hidden={hidden})",
         clients=1,

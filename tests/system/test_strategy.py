@@ -198,7 +198,9 @@ def test_empty_reply_is_refused():
 
 
 def test_damaged_reply_pieces_are_read_or_refused():
-    """The pieces in which Flower carries a reply, damaged at random: what opens them never stumbles."""
+    """The pieces in which Flower carries a reply, damaged at random: what opens them never
+    stumbles.
+    """
     message, chance, seen = ordered(with_norms(), 0.5), random.Random(0), Counter()
     reply = result_message(message, [ClientResult(3, "nonce", 0.5, 1, bytes(range(256)) * 4)])
     whole = pieces(reply)
@@ -311,7 +313,9 @@ def trains(module, config, context):
 
 @pytest.fixture
 def fleet(monkeypatch):
-    """A function that puts nodes of some capacities, which run an app, behind every link; it gives who was asked."""
+    """A function that puts nodes of some capacities, which run an app, behind every link; it gives
+    who was asked.
+    """
 
     def build(app, capacities):
         nodes = {

@@ -1,4 +1,6 @@
-"""`fedcover flower up` with real processes: to the end, and stopped in every way; nothing is left behind."""
+"""`fedcover flower up` with real processes: to the end, and stopped in every way; nothing is left
+behind.
+"""
 
 import os
 import signal
@@ -42,7 +44,9 @@ def up(folder, *arguments):
     ids=["hang-up", "kill", "Ctrl-C twice"],
 )
 def test_stopped_up_leaves_no_process_or_file(tmp_path, stopped):
-    """After a closed terminal, a kill, or an impatient user, neither processes nor files are left."""
+    """After a closed terminal, a kill, or an impatient user, neither processes nor files
+    are left.
+    """
     (tmp_path / "mine.toml").write_text(
         experiment(policy="prefix", rounds=30, name="mine").to_toml()
     )
@@ -61,7 +65,9 @@ def test_stopped_up_leaves_no_process_or_file(tmp_path, stopped):
 
 
 def test_killed_up_ends_every_process_within_ten_seconds(tmp_path):
-    """SuperLink, SuperNodes, executors, the server app, client apps and `flwr run` notice that `up` is gone."""
+    """SuperLink, SuperNodes, executors, the server app, client apps and `flwr run` notice that `up`
+    is gone.
+    """
     (tmp_path / "mine.toml").write_text(
         experiment(policy="prefix", rounds=30, name="mine").to_toml()
     )

@@ -1,4 +1,6 @@
-"""The certificate: proved where everything is known, an honest estimate elsewhere, and never a bound that is broken."""
+"""The certificate: proved where everything is known, an honest estimate elsewhere, and never a
+bound that is broken.
+"""
 
 import json
 from dataclasses import replace
@@ -23,10 +25,20 @@ from fedcover.training.engines import ENGINES
 from tests.helpers.worlds import SMALL_MODELS, world
 
 SOFTMAX = {
-    "dataset": "synthetic(shape=(4,), classes=3, samples=20, test_size=20, noise=1.0)", "model": "softmax",
-    "clients": 6, "active": 6, "assignment": "slot", "rounds": 25, "keep_rounds": range(25), "epochs": 1,
-    "batch_size": 20, "momentum": 0.0, "weight_decay": 0.5, "lr": 0.4, "checkpoint_every": 25,
-}  # fmt: skip
+    "dataset": ("synthetic(shape=(4,), classes=3, samples=20, test_size=20, noise=1.0)"),
+    "model": "softmax",
+    "clients": 6,
+    "active": 6,
+    "assignment": "slot",
+    "rounds": 25,
+    "keep_rounds": range(25),
+    "epochs": 1,
+    "batch_size": 20,
+    "momentum": 0.0,
+    "weight_decay": 0.5,
+    "lr": 0.4,
+    "checkpoint_every": 25,
+}
 
 
 def certified(folder, parts=None, only_now=None, **fields):
@@ -59,7 +71,10 @@ class TestSoftmaxRegression:
         assert found["bounds"]["reshuffled"]["terms"]["noise"] == 0
 
     def test_certificate_of_the_union_of_trained_parameters(self, tmp_path):
-        """Coverage 0: everybody looks at the first two of four features. The optimum is that of these two."""
+        """Coverage 0: everybody looks at the first two of four features.
+
+        The optimum is that of these two.
+        """
         found = certified(tmp_path / "run", fleet="1x0.5", policy="prefix", **SOFTMAX)
         assert (found["coverage"]["gamma"], found["coverage"]["gamma_union"]) == (0, 6)
         assert found["coverage"]["never_trained"] == 2 * 3
@@ -110,13 +125,21 @@ class TestSoftmaxRegression:
 
 
 THREE = {
-    **SOFTMAX, "dataset": "three", "model": "softmax(bias=false, pinned=true)", "clients": 2, "active": 2,
-    "fleet": "1x1/3", "partition": "iid", "batch_size": 50,
-}  # fmt: skip
+    **SOFTMAX,
+    "dataset": "three",
+    "model": "softmax(bias=false, pinned=true)",
+    "clients": 2,
+    "active": 2,
+    "fleet": "1x1/3",
+    "partition": "iid",
+    "batch_size": 50,
+}
 
 
 class TestThreeParameters:
-    """The paper's example: theta = (theta_1, theta_2, theta_3), one local model has theta_1, another theta_3."""
+    """The paper's example: theta = (theta_1, theta_2, theta_3), one local model has theta_1,
+    another theta_3.
+    """
 
     @staticmethod
     def parts():
@@ -125,8 +148,10 @@ class TestThreeParameters:
         y = (x @ torch.tensor([2.0, 1.0, -1.0]) + 0.5 * torch.randn(100, generator=draw) > 0).long()
 
         def ends(view):
-            return [Masks({"head.weight": torch.tensor([[client.slot == 0, False, client.slot == 1]])})
-                    for client in view.cohort]  # fmt: skip
+            return [
+                Masks({"head.weight": torch.tensor([[client.slot == 0, False, client.slot == 1]])})
+                for client in view.cohort
+            ]
 
         return {"dataset": fc.from_tensors((x, y), (x, y)), "policy": ends}
 
@@ -153,11 +178,16 @@ class TestThreeParameters:
 
 @settings(max_examples=25)
 @given(
-    seed=st.integers(0, 10**6), share=st.sampled_from([1.0, 0.3]), momentum=st.sampled_from([0.0, 0.5]),
-    batch_size=st.sampled_from([2, 3, 7]), decay=st.sampled_from([0.0, 0.2]),
-)  # fmt: skip
+    seed=st.integers(0, 10**6),
+    share=st.sampled_from([1.0, 0.3]),
+    momentum=st.sampled_from([0.0, 0.5]),
+    batch_size=st.sampled_from([2, 3, 7]),
+    decay=st.sampled_from([0.0, 0.2]),
+)
 def test_theorem_r_on_random_softmax_problems(seed, share, momentum, batch_size, decay):
-    """One replayed round in float64 with random masks: measured is below the bound, with the loss after it as least."""
+    """One replayed round in float64 with random masks: measured is below the bound, with the loss
+    after it as least.
+    """
     fields = {
         "momentum": momentum,
         "batch_size": batch_size,
@@ -183,10 +213,17 @@ def test_theorem_r_on_random_softmax_problems(seed, share, momentum, batch_size,
     seen = replay_round(setup, state, global_loss, everything, num_probes=2)
     after, _ = run_round(setup, state)
     constants = Constants(
-        smoothness=known.smoothness, batch_smoothness=known.batch_smoothness, gradient=0.0,
-        step_gradient=max(path.step_gradient for path in seen.paths), variance=0.0, start=seen.value,
-        least=global_loss.evaluate(after.params).value, steps=steps, rounds=1, lr_sum=lr,
-    )  # fmt: skip
+        smoothness=known.smoothness,
+        batch_smoothness=known.batch_smoothness,
+        gradient=0.0,
+        step_gradient=max(path.step_gradient for path in seen.paths),
+        variance=0.0,
+        start=seen.value,
+        least=global_loss.evaluate(after.params).value,
+        steps=steps,
+        rounds=1,
+        lr_sum=lr,
+    )
     bound = BOUNDS["reshuffled"](constants, [seen.quantities])
     assert bound.left <= bound.value * (1 + 1e-9)
     assert all(path.batch_secant <= known.batch_smoothness for path in seen.paths)
@@ -202,9 +239,18 @@ def test_theorem_r_on_random_softmax_problems(seed, share, momentum, batch_size,
 def test_certificate_of_every_model(name, tmp_path):
     model, dataset = SMALL_MODELS[name]
     fields = {
-        "model": model, "dataset": dataset, "fleet": "2x1.0 + 2x0.5", "clients": 4, "active": 4, "policy": "prefix",
-        "rounds": 2, "keep_rounds": [1, 2], "epochs": 1, "batch_size": 4, "calibration": 20,
-    }  # fmt: skip
+        "model": model,
+        "dataset": dataset,
+        "fleet": "2x1.0 + 2x0.5",
+        "clients": 4,
+        "active": 4,
+        "policy": "prefix",
+        "rounds": 2,
+        "keep_rounds": [1, 2],
+        "epochs": 1,
+        "batch_size": 4,
+        "calibration": 20,
+    }
     fc.run(fc.Experiment(**fields), tmp_path / "run")
     found = fc.certify(tmp_path / "run", steps=2, clients=4)
     assert found["replayed"] == [1]
@@ -216,10 +262,24 @@ def test_certificate_of_every_model(name, tmp_path):
 
 def test_certificate_names_violated_assumptions(tmp_path):
     found = certified(
-        tmp_path / "run", dataset="synthetic(samples=7)", model="mlp(hidden=[4], dropout=0.1)", fleet="1x1.0 + 1x0.5",
-        policy="planned", recipe="prox", clip=1.0, server="momentum", schedule="cosine", momentum=0.9, lr=1.0,
-        clients=4, active=2, rounds=3, epochs=3, batch_size=3, keep_rounds=[0, 2],
-    )  # fmt: skip
+        tmp_path / "run",
+        dataset="synthetic(samples=7)",
+        model="mlp(hidden=[4], dropout=0.1)",
+        fleet="1x1.0 + 1x0.5",
+        policy="planned",
+        recipe="prox",
+        clip=1.0,
+        server="momentum",
+        schedule="cosine",
+        momentum=0.9,
+        lr=1.0,
+        clients=4,
+        active=2,
+        rounds=3,
+        epochs=3,
+        batch_size=3,
+        keep_rounds=[0, 2],
+    )
     said = " ".join(found["bounds"]["printed_one"]["outside"])
     for words in (
         "recipe prox, clipping",
@@ -243,7 +303,9 @@ BRIEF = {**SOFTMAX, "rounds": 4, "keep_rounds": range(4)}
 
 
 def all_outside(found, words):
-    """Whether every theorem says in these words why it does not apply, so that nothing is certified."""
+    """Whether every theorem says in these words why it does not apply, so that nothing is
+    certified.
+    """
     bounds = found["bounds"].values()
     return found["kind"] == "estimate" and all(
         words in " ".join(bound["outside"]) for bound in bounds
@@ -284,7 +346,9 @@ SPARSE = {**SOFTMAX, "active": 1, "drop_out": 0.7, "rounds": 20, "keep_rounds": 
 
 
 class TestRoundsWithoutAnswers:
-    """A round in which nobody trains changes nothing: it is no round of a theorem, and lacks in no mean."""
+    """A round in which nobody trains changes nothing: it is no round of a theorem, and lacks in no
+    mean.
+    """
 
     def test_empty_rounds_do_not_divide_a_bound(self, tmp_path):
         found = certified(tmp_path / "run", **{**SPARSE, "schedule": "cosine"})
@@ -299,7 +363,9 @@ class TestRoundsWithoutAnswers:
         assert printed == pytest.approx(1 / (found["local_steps"] * len(trained) ** 0.5))
 
     def test_bound_with_empty_rounds_stays_above_the_measurement(self, tmp_path):
-        """Equal data and one client a round: if the empty rounds counted, the bound would be below the left side."""
+        """Equal data and one client a round: if the empty rounds counted, the bound would be below
+        the left side.
+        """
         draw = torch.Generator().manual_seed(0)
         x = torch.nn.functional.normalize(torch.randn(20, 5, generator=draw))
         rows = (x.repeat(4, 1), (x[:, 0] > 0).long().repeat(4))
@@ -341,7 +407,9 @@ class TestRoundsWithoutAnswers:
 
 
 class TestThoseWhoDidNotAnswer:
-    """On a real fleet an answer may be rejected, late or lost; the replay asks only those who answered."""
+    """On a real fleet an answer may be rejected, late or lost; the replay asks only those who
+    answered.
+    """
 
     def test_round_is_replayed_with_the_clients_that_answered(self, tmp_path):
         def lossy(task, state, work, lr):
@@ -371,7 +439,9 @@ DRAWN = {**BRIEF, "active": 2, "lr": 0.02}
 
 
 class TestWhoseMasksTheyAre:
-    """Partial participation needs masks that do not depend on who is drawn; a function of one's own may do anything."""
+    """Partial participation needs masks that do not depend on who is drawn; a function of one's own
+    may do anything.
+    """
 
     @staticmethod
     def said(found):
@@ -416,9 +486,19 @@ def test_certify_refuses_models_with_several_exits(tmp_path):
     model, dataset = SMALL_MODELS["depth_resnet"]
     with pytest.raises(RunError, match="several exits"):
         certified(
-            tmp_path / "run", model=model, dataset=dataset, recipe="depthfl", fleet="1x1.0", rounds=1, keep_rounds=[0],
-            clients=2, active=2, epochs=1, batch_size=4, calibration=10,
-        )  # fmt: skip
+            tmp_path / "run",
+            model=model,
+            dataset=dataset,
+            recipe="depthfl",
+            fleet="1x1.0",
+            rounds=1,
+            keep_rounds=[0],
+            clients=2,
+            active=2,
+            epochs=1,
+            batch_size=4,
+            calibration=10,
+        )
 
 
 def test_global_loss_is_the_mean_over_clients():

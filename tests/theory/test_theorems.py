@@ -1,6 +1,8 @@
-"""The theorems on random small problems, where every expectation is exact: measured is never above the bound.
+"""The theorems on random small problems, where every expectation is exact: measured is never above
+the bound.
 
-One round is looked at, with the loss after it in place of the lower bound of F: that is more than the theorems say.
+One round is looked at, with the loss after it in place of the lower bound of F: that is more than
+the theorems say.
 """
 
 from dataclasses import replace
@@ -73,7 +75,9 @@ def test_corrected_theorems_hold(seed, share, name):
 @settings(max_examples=150)
 @given(seeds, portions)
 def test_partial_participation_bound_holds(seed, share):
-    """Every cohort of 2 out of M clients, every outcome of the coins; masks belong to places, not to clients."""
+    """Every cohort of 2 out of M clients, every outcome of the coins; masks belong to places, not
+    to clients.
+    """
     everybody = random_problem(seed, equal_data=False)
     assume(everybody.covered.any())
     everybody = with_rate(everybody, share, 1 / 8)
@@ -100,9 +104,13 @@ def test_partial_participation_bound_holds(seed, share):
     gamma_P = seats.mask_NP.sum(0)
     expected_P = zeta_P / gamma_P.clamp_min(1) * (count - gamma_P) / max(1, count - 1)
     known = replace(
-        largest[0], smoothness=everybody.smoothness, start=float(F(everybody.theta_P)), least=float(np.mean(ends)),
-        gradient=max(k.gradient for k in largest), variance=max(k.variance for k in largest),
-    )  # fmt: skip
+        largest[0],
+        smoothness=everybody.smoothness,
+        start=float(F(everybody.theta_P)),
+        least=float(np.mean(ends)),
+        gradient=max(k.gradient for k in largest),
+        variance=max(k.variance for k in largest),
+    )
     facts = replace(masks_say(seats, full), spread=float(expected_P[seats.covered].sum()))
     holds(BOUNDS["partial_participation"](known, [facts]))
 
@@ -154,10 +162,17 @@ def test_theorem_r_holds_surely_for_any_batches_in_any_order(seed, share, weight
     offset = float((pulled - full)[base.covered].square().sum())
     facts = replace(masks_say(problem, full), offset=offset)
     known = Constants(
-        smoothness=length, batch_smoothness=float(torch.linalg.matrix_norm(hessian_NTPP, 2).max()), gradient=0.0,
-        step_gradient=max(squares), variance=0.0, start=loss(base.theta_P), least=loss(after), steps=base.steps,
-        rounds=1, lr_sum=lr,
-    )  # fmt: skip
+        smoothness=length,
+        batch_smoothness=float(torch.linalg.matrix_norm(hessian_NTPP, 2).max()),
+        gradient=0.0,
+        step_gradient=max(squares),
+        variance=0.0,
+        start=loss(base.theta_P),
+        least=loss(after),
+        steps=base.steps,
+        rounds=1,
+        lr_sum=lr,
+    )
     holds(BOUNDS["reshuffled"](known, [facts]))
 
 
@@ -182,13 +197,18 @@ class TestTheConstantsAreNeeded:
         assert bound.value == pytest.approx(bound.left)
 
     def test_variance_term_is_tight_up_to_a_factor_of_two(self):
-        """At the optimum only the noise moves the model: with less than half of the term the inequality fails."""
+        """At the optimum only the noise moves the model: with less than half of the term the
+        inequality fails.
+        """
         noise = torch.zeros(1, 1, 2, dtype=torch.float64)
         noise[..., 0] = 1.0
         problem = self.saddle(
-            hessian_NPP=2 * torch.eye(2, dtype=torch.float64)[None], theta_P=torch.zeros(2, dtype=torch.float64),
-            noise_NTP=noise, steps=LocalSteps(1), lr=0.25,
-        )  # fmt: skip
+            hessian_NPP=2 * torch.eye(2, dtype=torch.float64)[None],
+            theta_P=torch.zeros(2, dtype=torch.float64),
+            noise_NTP=noise,
+            steps=LocalSteps(1),
+            lr=0.25,
+        )
         bound = judged("sharper", problem)
         assert bound.left == pytest.approx(bound.value - bound.terms["variance"] / 2)
 
@@ -204,12 +224,17 @@ class TestTheConstantsAreNeeded:
         assert theta == pytest.approx(-lr * pull * steps.total)
 
     def test_bias_term_is_tight(self):
-        """Two clients pull one parameter apart and only one of them holds it: the gradient stays."""
+        """Two clients pull one parameter apart and only one of them holds it: the
+        gradient stays.
+        """
         problem = self.saddle(
-            hessian_NPP=torch.ones(2, 1, 1, dtype=torch.float64), mask_NP=torch.tensor([[True], [False]]),
-            centre_NP=torch.tensor([[1.0], [-1.0]], dtype=torch.float64), theta_P=torch.ones(1, dtype=torch.float64),
-            noise_NTP=torch.zeros(2, 3, 1, dtype=torch.float64), weight_N=torch.ones(2, dtype=torch.float64),
-        )  # fmt: skip
+            hessian_NPP=torch.ones(2, 1, 1, dtype=torch.float64),
+            mask_NP=torch.tensor([[True], [False]]),
+            centre_NP=torch.tensor([[1.0], [-1.0]], dtype=torch.float64),
+            theta_P=torch.ones(1, dtype=torch.float64),
+            noise_NTP=torch.zeros(2, 3, 1, dtype=torch.float64),
+            weight_N=torch.ones(2, dtype=torch.float64),
+        )
         plain, biased = judged("sharper", problem), judged("sharper_biased", problem)
         assert plain.left > plain.value  # the theorem for equal data does not hold here
         assert biased.left <= biased.value
@@ -219,7 +244,9 @@ class TestTheConstantsAreNeeded:
 
 
 def test_lemma_one_as_printed_fails_for_five_steps():
-    """The body's gamma^2 T^2 N G is too small from five steps of a linear loss on; the appendix is twice too large."""
+    """The body's gamma^2 T^2 N G is too small from five steps of a linear loss on; the appendix is
+    twice too large.
+    """
     for count in range(1, 12):
         walked = sum((t - 1) ** 2 for t in range(1, count + 1))
         assert walked == pytest.approx(count * LocalSteps(count).drift)
@@ -248,9 +275,17 @@ def facts(**changes):
 
 
 KNOWN = Constants(
-    smoothness=2.0, batch_smoothness=3.0, gradient=5.0, step_gradient=7.0, variance=4.0, start=2.3, least=0.3,
-    steps=LocalSteps(10), rounds=100, lr_sum=1.0,
-)  # fmt: skip
+    smoothness=2.0,
+    batch_smoothness=3.0,
+    gradient=5.0,
+    step_gradient=7.0,
+    variance=4.0,
+    start=2.3,
+    least=0.3,
+    steps=LocalSteps(10),
+    rounds=100,
+    lr_sum=1.0,
+)
 
 
 class TestTheFormulas:
@@ -266,22 +301,32 @@ class TestTheFormulas:
 
     def test_theorem_one_as_printed_by_hand(self):
         bound = BOUNDS["printed_one"](KNOWN, [facts()])
-        assert bound.terms == pytest.approx({
-            "start": 4 * 2.3 / 10, "variance": 6 * 2 * 2 * 4 / 4 / 100, "drift": 2 * 4 * 2 * 5 / 2 / 100,
-            "noise": 3 * 4 * 0.25 * 2 / 2 * 12,
-        })  # fmt: skip
+        assert bound.terms == pytest.approx(
+            {
+                "start": 4 * 2.3 / 10,
+                "variance": 6 * 2 * 2 * 4 / 4 / 100,
+                "drift": 2 * 4 * 2 * 5 / 2 / 100,
+                "noise": 3 * 4 * 0.25 * 2 / 2 * 12,
+            }
+        )
         assert [c.factor for c in bound.conditions] == pytest.approx([0.01 * 120, 0.01 * 100])
 
     def test_theorem_two_as_printed_by_hand(self):
         bound = BOUNDS["printed_two"](KNOWN, [facts(regions=3)])
         root = 1000**0.5
-        assert bound.terms == pytest.approx({
-            "start": 4 * 2.3 / root, "variance in G_1": 6 * 2 * 3 * 4 / root, "variance in V_0": 6 * 2 * 2 * 4 / 4 / 10,
-            "noise": 3 * 4 * 0.25 * 2 / 2 * 12,
-        })  # fmt: skip
+        assert bound.terms == pytest.approx(
+            {
+                "start": 4 * 2.3 / root,
+                "variance in G_1": 6 * 2 * 3 * 4 / root,
+                "variance in V_0": 6 * 2 * 2 * 4 / 4 / 10,
+                "noise": 3 * 4 * 0.25 * 2 / 2 * 12,
+            }
+        )
 
     def test_papers_setting_violates_the_condition_thirty_times(self):
-        """MNIST: learning rate 0.01, five epochs of 60 steps, 100 rounds; T counts steps, not epochs."""
+        """MNIST: learning rate 0.01, five epochs of 60 steps, 100 rounds; T counts steps, not
+        epochs.
+        """
         known = replace(KNOWN, smoothness=1.0, steps=LocalSteps(300))
         one, two = (
             BOUNDS[name](known, [facts()]).conditions for name in ("printed_one", "printed_two")
@@ -306,7 +351,9 @@ class TestTheFormulas:
 
 
 def test_lemma_two_as_printed_fails_for_six_small_steps():
-    """T where T^2/3 belongs: F(x) = x^2/2 from x = 1 with steps so small that the gradient hardly changes."""
+    """T where T^2/3 belongs: F(x) = x^2/2 from x = 1 with steps so small that the gradient hardly
+    changes.
+    """
     lr = 1e-6
     for count in range(1, 12):
         x, differences = 1.0, []

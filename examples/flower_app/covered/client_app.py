@@ -1,4 +1,4 @@
-"""The nodes: your own training loop on an ordinary module, which is the node's part of the model."""
+"""The nodes: your own training loop on an ordinary module, the node's part of the model."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -30,6 +30,5 @@ def main(grid: Grid, context: Context) -> None:
         train_config=ConfigRecord({"lr": float(config["lr"])}),
         evaluate_fn=evaluate,
     )
-    print(
-        f"covered: accuracy {result.evaluate_metrics_serverapp[int(config['num-server-rounds'])]['accuracy']:.3f}"
-    )
+    last_metrics = result.evaluate_metrics_serverapp[int(config["num-server-rounds"])]
+    print(f"covered: accuracy {last_metrics['accuracy']:.3f}")

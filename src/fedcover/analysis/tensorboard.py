@@ -58,8 +58,8 @@ def tensorboard_writer(folder: Path) -> Iterator[Callable[[RoundReport], None]]:
 def scalars(metrics: dict[str, Any]) -> dict[str, float]:
     """Return the finite numbers of a round, named heading/metric as TensorBoard groups them.
 
-    >>> scalars({"accuracy": 0.5, "gamma_round": 2, "delta2_mean": None, "seconds": {"policy": 0.1}})
-    {'score/accuracy': 0.5, 'coverage/gamma_round': 2, 'seconds/policy': 0.1}
+    >>> scalars({"accuracy": 0.5, "gamma_round": 2, "delta2_mean": None, "seconds": {"policy": 1}})
+    {'score/accuracy': 0.5, 'coverage/gamma_round': 2, 'seconds/policy': 1}
     """
     numbers: dict[str, float] = {}
     for metric, value in metrics.items():

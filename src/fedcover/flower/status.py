@@ -1,7 +1,7 @@
 """The status of a run's server: a file that it writes, and that `fedcover flower up` reads.
 
-A status names the launch that it belongs to, so that it is never taken for that of an earlier run in
-the same folder. The server holds a lock for as long as it lives. So a status that is not final,
+A status names the launch that it belongs to, so that it is never taken for that of an earlier run
+in the same folder. The server holds a lock for as long as it lives. So a status that is not final,
 without the lock, is that of a server that was killed.
 
 `fedcover flower run` may watch a server on another machine. It learns the outcome from the line

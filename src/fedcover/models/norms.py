@@ -1,11 +1,11 @@
 """Handle norm statistics: those of the batch in training, fixed ones in evaluation.
 
-| norm        | in training                  | in evaluation                                         |
-|-------------|------------------------------|-------------------------------------------------------|
-| `batch`     | the batch's, not kept        | computed on the calibration set for this model        |
-| `tracked`   | the batch's, running average | running averages, averaged over the covering clients  |
-| `per-width` | the same, one set per width  | the set of that width, or as with `batch` if none     |
-| `group`     | each sample's own            | each sample's own                                     |
+| norm        | in training                  | in evaluation                                     |
+|-------------|------------------------------|---------------------------------------------------|
+| `batch`     | the batch's, not kept        | computed on the calibration set for this model    |
+| `tracked`   | the batch's, running average | running means, averaged over the covering clients |
+| `per-width` | the same, one set per width  | the set of that width, or as with `batch` if none |
+| `group`     | each sample's own            | each sample's own                                 |
 """
 
 from copy import deepcopy

@@ -70,9 +70,13 @@ def test_runs_and_values_are_sorted_naturally(tmp_path):
         "lr": ["1e-05", "0.011", "0.02", "0.1", "2.0", "10.0"],
     }
     assert [each["label"] for each in data["groups"]] == [
-        "prefix, lr 1e-05", "prefix, lr 0.1", "prefix, lr 2.0", "rolling, lr 0.011", "rolling, lr 0.02",
+        "prefix, lr 1e-05",
+        "prefix, lr 0.1",
+        "prefix, lr 2.0",
+        "rolling, lr 0.011",
+        "rolling, lr 0.02",
         "rolling, lr 10.0",
-    ]  # fmt: skip
+    ]
 
 
 def test_runs_with_python_parts_are_grouped_by_name_and_seed(tmp_path):

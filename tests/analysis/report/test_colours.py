@@ -27,7 +27,9 @@ BLIND = {
         [0.004733, 0.691367, 0.3039],
     ],
 }
-"""What linear red, green and blue become for colour-blind eyes (Machado, Oliveira, Fernandes 2009, severity 1)."""
+"""What linear red, green and blue become for colour-blind eyes (Machado, Oliveira, Fernandes 2009,
+severity 1).
+"""
 
 
 def linear(colour):

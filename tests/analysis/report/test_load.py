@@ -118,13 +118,29 @@ CLIENT = {"capacity": 1.0, "delta2": 0.1, "loss": 1.0}
 
 @pytest.mark.parametrize(
     "damage",
-    [None, {"seconds": 3}, {"gamma_round": "1"}, {"bytes_up": None}, {"multiply_adds": None}, {"loss": None},
-     {"accuracy": "high"}, {"validation_accuracy": []}, {"lost": "2"}, {"clients": [1]}, {"clients": {"1": {}}},
-     {"clients": {"1": {**CLIENT, "loss": None}}}, {"pictures": {"clients": {"99": 0}, "layers": {}}},
-     {"pictures": "none"}, {"train_loss": "low"}, {"round": 99999}, {"round": -3}, {"accuracy": 7.5},
-     {"validation_accuracy": -0.1}],
+    [
+        None,
+        {"seconds": 3},
+        {"gamma_round": "1"},
+        {"bytes_up": None},
+        {"multiply_adds": None},
+        {"loss": None},
+        {"accuracy": "high"},
+        {"validation_accuracy": []},
+        {"lost": "2"},
+        {"clients": [1]},
+        {"clients": {"1": {}}},
+        {"clients": {"1": {**CLIENT, "loss": None}}},
+        {"pictures": {"clients": {"99": 0}, "layers": {}}},
+        {"pictures": "none"},
+        {"train_loss": "low"},
+        {"round": 99999},
+        {"round": -3},
+        {"accuracy": 7.5},
+        {"validation_accuracy": -0.1},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_incomplete_line_is_left_out_and_named(tmp_path, damage):
     folder = made_up_run(tmp_path / "run", done=3)
     path = folder / "metrics.jsonl"

@@ -1,4 +1,6 @@
-"""The report page in a real browser: every plot is drawn, nothing complains, filters and keyboard work."""
+"""The report page in a real browser: every plot is drawn, nothing complains, filters and keyboard
+work.
+"""
 
 import json
 import shutil
@@ -47,7 +49,9 @@ def phone():
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
-    """A page about three policies with two seeds each, a run that has not ended and one whose loss is lost."""
+    """A page about three policies with two seeds each, a run that has not ended and one whose loss
+    is lost.
+    """
     folder = tmp_path_factory.mktemp("runs")
     for policy in ("prefix", "rolling", "random"):
         for seed in (0, 1):
@@ -80,7 +84,8 @@ def curves(browser, plot="accuracy"):
 
 def rows(browser):
     return browser.run(
-        "return [...document.querySelectorAll('#runs ~ .card tbody th')].map(e => e.textContent.trim())"
+        "return [...document.querySelectorAll('#runs ~ .card tbody "
+        "th')].map(e => e.textContent.trim())"
     )
 
 
@@ -143,14 +148,19 @@ def test_table_rows_do_not_wrap_at_an_ordinary_width(browser, tmp_path):
                 layers=1,
             )
     browser.open(fc.report(tmp_path / "runs", tmp_path / "report.html"))
-    high = "return [...document.querySelectorAll('#runs ~ .card tbody tr')].map(e => e.getBoundingClientRect().height)"
+    high = (
+        "return [...document.querySelectorAll('#runs ~ .card tbody tr')].map(e "
+        "=> e.getBoundingClientRect().height)"
+    )
     short, long = browser.run(high)
     assert short == long
     lines = """return [...document.querySelectorAll('.run span, .state')].map(e => {
-      const range = document.createRange(); range.selectNodeContents(e); return range.getClientRects().length })"""
+      const range = document.createRange(); range.selectNodeContents(e);
+      return range.getClientRects().length })"""
     assert set(browser.run(lines)) == {1}
     assert browser.run(
-        "const box = document.querySelector('#runs ~ .card'); return box.scrollWidth <= box.clientWidth"
+        "const box = document.querySelector('#runs ~ .card'); return "
+        "box.scrollWidth <= box.clientWidth"
     )
 
 
@@ -160,7 +170,10 @@ def test_coverage_pictures_follow_the_chosen_round(page):
       const pixels = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;
       return new Set(pixels).size > 2 }).length"""
     assert page.run(painted) >= 3 * 5
-    labels = "return [...document.querySelectorAll('#coverage table canvas')].map(c => c.ariaLabel).join()"
+    labels = (
+        "return [...document.querySelectorAll('#coverage table "
+        "canvas')].map(c => c.ariaLabel).join()"
+    )
     before = page.run(labels)
     page.run("document.querySelector('#coverage input[type=range]').focus()")
     page.press(LEFT)
@@ -245,7 +258,8 @@ def test_seeds_and_costs_can_be_shown(page):
     click(page, "#single")
     assert curves(page) == 7
     page.run(
-        "const s = document.querySelector('#axis'); s.value = 'moved'; s.dispatchEvent(new Event('change'))"
+        "const s = document.querySelector('#axis'); s.value = 'moved'; "
+        "s.dispatchEvent(new Event('change'))"
     )
     assert "megabytes moved" in page.run(
         "return document.querySelector('#accuracy svg').textContent"
@@ -316,7 +330,8 @@ def test_legend_hides_lines_by_keyboard(page):
 
 def test_run_details_are_shown(page):
     page.run(
-        "const s = document.querySelector('#which'); s.value = '0'; s.dispatchEvent(new Event('change'))"
+        "const s = document.querySelector('#which'); s.value = '0'; "
+        "s.dispatchEvent(new Event('change'))"
     )
     assert "lost" in page.run("return document.querySelector('#experiment pre').textContent")
     certificate = page.run("return document.querySelector('#certificate').textContent")
@@ -345,7 +360,10 @@ def test_run_details_are_shown(page):
 
 def test_answers_of_devices_are_in_a_table(browser, tmp_path):
     browser.open(fc.report(on_flower(made_up_run(tmp_path / "run")), tmp_path / "report.html"))
-    cells = "return [...document.querySelectorAll('#answers tbody tr:first-child > *')].map(e => e.textContent)"
+    cells = (
+        "return [...document.querySelectorAll('#answers tbody "
+        "tr:first-child > *')].map(e => e.textContent)"
+    )
     assert browser.run(cells) == [
         "1 to 6",
         "rejected",
@@ -387,7 +405,8 @@ def test_fleet_bars_match_shares_on_a_phone(phone, tmp_path):
     made_up_run(tmp_path / "run", fleet="4x1.0 + 6x0.5")
     phone.open(fc.report(tmp_path / "run", tmp_path / "report.html"))
     few, many = phone.run(
-        "return [...document.querySelectorAll('.meter i')].map(e => e.getBoundingClientRect().width)"
+        "return [...document.querySelectorAll('.meter i')].map(e => "
+        "e.getBoundingClientRect().width)"
     )
     assert few / many == pytest.approx(4 / 6, abs=0.01)
 
@@ -400,7 +419,10 @@ def test_phone_shows_accuracy_and_a_scroll_hint(phone, compared):
     assert [("%" in text, seen) for text, seen in phone.run(cells)].count(
         (True, True)
     ) == 4  # one has none yet
-    hint = "return getComputedStyle(document.querySelector('#runs ~ .card'), '::after').content.includes('scroll')"
+    hint = (
+        "return getComputedStyle(document.querySelector('#runs ~ .card'), "
+        "'::after').content.includes('scroll')"
+    )
     phone.wait(hint)
     phone.run("document.querySelector('#runs ~ .card').scrollLeft = 9999")
     phone.wait(hint.replace("return ", "return !"))
@@ -409,7 +431,10 @@ def test_phone_shows_accuracy_and_a_scroll_hint(phone, compared):
 
 def test_legend_is_below_plots_on_a_phone(phone, compared):
     phone.open(compared)
-    named = "return [...document.querySelectorAll('#noise .ends li')].map(e => e.textContent).sort().join()"
+    named = (
+        "return [...document.querySelectorAll('#noise .ends li')].map(e "
+        "=> e.textContent).sort().join()"
+    )
     assert phone.run(named) == "full,magnitude,prefix,random,rolling"
 
 

@@ -21,7 +21,8 @@ from fedcover.policies.planner.single_group import (
 )
 
 BASE = 6
-"""Column sums of up to five clients are digits below six, so that a vector of them is one number."""
+"""Column sums of up to five clients are digits below six, so that a vector of them is one number.
+"""
 
 
 def with_client(sums, units, budget):
@@ -31,7 +32,9 @@ def with_client(sums, units, budget):
 
 
 def fleets(units, clients, budgets=(), sums=np.zeros(1, dtype=np.int64)):  # noqa: B008
-    """Every fleet (budgets, largest first) of up to so many clients, and all the column sums that it can reach."""
+    """Every fleet (budgets, largest first) of up to so many clients, and all the column sums that
+    it can reach.
+    """
     for budget in range(min((units, *budgets)) + 1) if clients else ():
         more = with_client(sums, units, budget)
         yield (*budgets, budget), more

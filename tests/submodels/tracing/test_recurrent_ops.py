@@ -1,4 +1,6 @@
-"""Recurrent layers: a unit is cut from all gates, layers and directions, and what is sliced equals what is masked."""
+"""Recurrent layers: a unit is cut from all gates, layers and directions, and what is sliced equals
+what is masked.
+"""
 
 import copy
 import logging
@@ -55,7 +57,9 @@ def reader(layer, form):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_recurrent_part_trains_as_its_mask(layer, form):
-    """Steps of SGD with momentum in float64; then what was trained is embedded and the whole agrees again."""
+    """Steps of SGD with momentum in float64; then what was trained is embedded and the whole agrees
+    again.
+    """
     module = reader(layer, form).double()
     module.r.dropout = 0.0
     x = torch.randn(3, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -166,20 +170,51 @@ def given_start(m, x):
 
 
 IDIOMS = {
-    "the last state": (last_state, {"a": nn.Linear(5, 7), "r": nn.LSTM(7, 6, 2, batch_first=True)}, 6, [7, 6]),
-    "both directions' ends": (both_ends, {"r": nn.GRU(5, 6, batch_first=True, bidirectional=True)}, 12, [6]),
-    "packed sequences": (padded, {"a": nn.Linear(5, 7), "r": nn.LSTM(7, 6, 2, batch_first=True)}, 6, [7, 6]),
+    "the last state": (
+        last_state,
+        {"a": nn.Linear(5, 7), "r": nn.LSTM(7, 6, 2, batch_first=True)},
+        6,
+        [7, 6],
+    ),
+    "both directions' ends": (
+        both_ends,
+        {"r": nn.GRU(5, 6, batch_first=True, bidirectional=True)},
+        12,
+        [6],
+    ),
+    "packed sequences": (
+        padded,
+        {"a": nn.Linear(5, 7), "r": nn.LSTM(7, 6, 2, batch_first=True)},
+        6,
+        [7, 6],
+    ),
     "step by step, LSTM": (stepped, {"a": nn.Linear(5, 7), "r": nn.LSTMCell(7, 6)}, 6, [7, 6]),
     "step by step, GRU": (stepped, {"a": nn.Linear(5, 7), "r": nn.GRUCell(7, 6)}, 6, [7, 6]),
-    "step by step, RNN": (stepped, {"a": nn.Linear(5, 7), "r": nn.RNNCell(7, 6, bias=False)}, 6, [7, 6]),
+    "step by step, RNN": (
+        stepped,
+        {"a": nn.Linear(5, 7), "r": nn.RNNCell(7, 6, bias=False)},
+        6,
+        [7, 6],
+    ),
     "a start of the width that the module keeps": (
-        begun, {"r": nn.GRU(5, 6, 2, batch_first=True), "layers": 2, "width": 6}, 6, [6],
+        begun,
+        {"r": nn.GRU(5, 6, 2, batch_first=True), "layers": 2, "width": 6},
+        6,
+        [6],
     ),
     "a learned start": (
-        learned_start, {"r": nn.GRU(5, 6, batch_first=True), "start": nn.Parameter(torch.ones(1, 1, 6))}, 6, [6],
+        learned_start,
+        {"r": nn.GRU(5, 6, batch_first=True), "start": nn.Parameter(torch.ones(1, 1, 6))},
+        6,
+        [6],
     ),
-    "a start that is written as a number": (given_start, {"r": nn.GRU(5, 6, batch_first=True)}, 6, []),
-}  # fmt: skip
+    "a start that is written as a number": (
+        given_start,
+        {"r": nn.GRU(5, 6, batch_first=True)},
+        6,
+        [],
+    ),
+}
 
 
 @pytest.mark.parametrize("name", IDIOMS)

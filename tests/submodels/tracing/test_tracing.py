@@ -1,4 +1,6 @@
-"""Tracing finds the groups that our models declare, refuses what it cannot cut, and changes nothing."""
+"""Tracing finds the groups that our models declare, refuses what it cannot cut, and changes
+nothing.
+"""
 
 import copy
 import importlib.util
@@ -43,7 +45,9 @@ DECLARED = {
 
 
 FROZEN = {"lora": ("hidden1.up",)}
-"""What a model leaves whole on purpose: the hidden units of a network of which only adapters are learned."""
+"""What a model leaves whole on purpose: the hidden units of a network of which only adapters are
+learned.
+"""
 
 
 def places(groups):
@@ -204,7 +208,9 @@ class TestManners:
 @given(seed=st.integers(0, 10_000))
 @settings(max_examples=12)
 def test_random_networks_are_cut(seed):
-    """Chains of layers, residuals, concatenations and halves: whatever is found can be sliced and agrees."""
+    """Chains of layers, residuals, concatenations and halves: whatever is found can be sliced and
+    agrees.
+    """
     draw = torch.Generator().manual_seed(seed)
     module = Chain([int(kind) for kind in torch.randint(5, (5,), generator=draw)])
     example = torch.randn(4, 6, generator=draw)
@@ -249,9 +255,13 @@ class Chain(nn.Module):
 
 def test_traced_model_trains_in_a_federation():
     module = nn.Sequential(
-        nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 6, 3, groups=6), nn.Flatten(),
+        nn.Conv2d(1, 6, 3, padding=1),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.Conv2d(6, 6, 3, groups=6),
+        nn.Flatten(),
         nn.Linear(216, 10),
-    )  # fmt: skip
+    )
     model = Model(module, trace(module, torch.randn(2, 1, 8, 8)))
     experiment = fc.Experiment(
         fleet="1x1.0 + 1x0.5", policy="rolling", clients=20, active=4, rounds=2, epochs=1

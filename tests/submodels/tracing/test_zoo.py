@@ -163,7 +163,9 @@ def without_dropout(module):
 
 @pytest.mark.parametrize("name", [name for name in ZOO if name not in ("llama", "convnext")])
 def test_sliced_training_equals_masked_dense_training(name, traced):
-    """Law 1 on the zoo: steps of SGD with momentum and decay, in float64, on batch and tracked statistics."""
+    """Law 1 on the zoo: steps of SGD with momentum and decay, in float64, on batch and tracked
+    statistics.
+    """
     module, example = zoo(name)
     module = without_dropout(module).double().train()
     example = example.double() if example.is_floating_point() else example

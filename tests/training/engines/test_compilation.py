@@ -72,8 +72,12 @@ def test_step_without_cpp_wrapper_is_compiled_with_a_python_one(monkeypatch, cap
 def test_missing_compiler_makes_clients_train_in_turn_with_one_warning():
     program = """
 import fedcover as fc
-fields = dict(policy="magnitude", fleet="1x0.5", clients=20, active=2, rounds=2, epochs=1, model="mlp(hidden=[8])")
-runs = [fc.run(fc.Experiment(**fields), machine=fc.Machine(engine=engine)) for engine in ("sequential", "batched")]
+fields = dict(
+    policy="magnitude", fleet="1x0.5", clients=20, active=2, rounds=2, epochs=1,
+    model="mlp(hidden=[8])",
+)
+machines = [fc.Machine(engine=engine) for engine in ("sequential", "batched")]
+runs = [fc.run(fc.Experiment(**fields), machine=machine) for machine in machines]
 print(runs[0].summary["loss"] == runs[1].summary["loss"])
 """
     without = {"CXX": "no-such-compiler", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}

@@ -70,7 +70,9 @@ def _any_size(monkeypatch):
 
 @pytest.fixture(name="used")
 def _used(any_size, monkeypatch):
-    """How often our products are in each step; the compiler gives back what it is given, which is enough here."""
+    """How often our products are in each step; the compiler gives back what it is given, which is
+    enough here.
+    """
     used = []
 
     def given_back(graph, leaves, options):

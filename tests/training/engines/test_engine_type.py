@@ -1,4 +1,6 @@
-"""A plain function is an engine; one that reaches other machines also says whom, and what became of them."""
+"""A plain function is an engine; one that reaches other machines also says whom, and what became of
+them.
+"""
 
 import pytest
 
@@ -14,8 +16,13 @@ HERE = fc.Machine("sequential", "cpu")
 def experiment(**fields):
     small = {
         "dataset": "synthetic(shape=(1, 3, 4), classes=3, samples=7, test_size=20)",
-        "model": "mlp(hidden=[8])", "clients": 6, "active": 4, "rounds": 1, "epochs": 1, "calibration": 20,
-    }  # fmt: skip
+        "model": "mlp(hidden=[8])",
+        "clients": 6,
+        "active": 4,
+        "rounds": 1,
+        "epochs": 1,
+        "calibration": 20,
+    }
     return fc.Experiment(**{**small, **fields})
 
 

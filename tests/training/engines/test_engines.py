@@ -50,11 +50,17 @@ def test_models_equal_sequential(model, norm, fast, caplog):
 @pytest.mark.parametrize(
     "switch",
     [
-        {"clip": 0.05}, {"weight_decay": 0.1, "momentum": 0.9}, {"scaler": True}, {"drop_out": 0.4}, {"batch_size": 4},
-        {"batch_size": 100}, {"schedule": "cosine"}, {"rule": "median"},
+        {"clip": 0.05},
+        {"weight_decay": 0.1, "momentum": 0.9},
+        {"scaler": True},
+        {"drop_out": 0.4},
+        {"batch_size": 4},
+        {"batch_size": 100},
+        {"schedule": "cosine"},
+        {"rule": "median"},
     ],
     ids=lambda switch: "-".join(map(str, switch.items())),
-)  # fmt: skip
+)
 def test_switches_equal_sequential(switch, fast):
     agree(*world("mlp", policy="prefix", **switch), fast)
 
@@ -85,7 +91,9 @@ def test_random_layers_train_in_turn_with_one_warning(fast, caplog):
 
 
 def test_recipe_with_data_dependent_branch_equals_sequential(fast, caplog):
-    """On a CPU a replayed step still decides anew; stacked clients cannot, so they are trained one after another."""
+    """On a CPU a replayed step still decides anew; stacked clients cannot, so they are trained one
+    after another.
+    """
 
     def loss(forward, params, batch, carry):
         result = nn.functional.cross_entropy(forward(params, batch.x), batch.y)
@@ -135,7 +143,9 @@ def test_clients_with_unequal_rows_share_the_slots_of_a_stack(monkeypatch, caplo
 
 
 def test_runners_are_reused_when_capacities_move():
-    """With capacities that belong to devices the widths of a cohort change every round; the places stay few."""
+    """With capacities that belong to devices the widths of a cohort change every round; the places
+    stay few.
+    """
     setup, state = world(
         "mlp", policy="prefix", assignment="device", clients=30, rounds=8, epochs=1
     )

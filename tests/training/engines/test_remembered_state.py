@@ -1,4 +1,6 @@
-"""Models and recipes that remember something between steps train in every engine as in `sequential`."""
+"""Models and recipes that remember something between steps train in every engine as in
+`sequential`.
+"""
 
 import random
 import sys
@@ -60,10 +62,13 @@ class Remembering(nn.Module):
 
 
 REMEMBERING = {
-    "counter": "changes its Python state in forward", "kept": "changes its Python state in forward",
-    "listed": "changes its Python state in forward", "reassigned": "replaces its buffers by new tensors",
-    "pythons_dice": "draws random numbers", "numpys_dice": "draws random numbers",
-}  # fmt: skip
+    "counter": "changes its Python state in forward",
+    "kept": "changes its Python state in forward",
+    "listed": "changes its Python state in forward",
+    "reassigned": "replaces its buffers by new tensors",
+    "pythons_dice": "draws random numbers",
+    "numpys_dice": "draws random numbers",
+}
 
 
 @pytest.mark.parametrize("how", REMEMBERING)
@@ -112,10 +117,15 @@ HELD = {
 @pytest.mark.parametrize(
     "held",
     [
-        lambda: SimpleNamespace(n=0), lambda: {"a": {"n": 0}}, lambda: np.zeros(1), lambda: np.random.default_rng(0),
-        lambda: random.Random(0), lambda: torch.Generator().manual_seed(0), lambda: torch.zeros(()),
+        lambda: SimpleNamespace(n=0),
+        lambda: {"a": {"n": 0}},
+        lambda: np.zeros(1),
+        lambda: np.random.default_rng(0),
+        lambda: random.Random(0),
+        lambda: torch.Generator().manual_seed(0),
+        lambda: torch.zeros(()),
     ],
-)  # fmt: skip
+)
 def test_changes_inside_model_attributes_are_noticed(held, fast, caplog):
     experiment = fc.Experiment(policy="full", clients=20, active=3, rounds=2, epochs=1)
     setup = prepare(
@@ -171,7 +181,9 @@ def test_failure_of_one_recipe_does_not_affect_another(monkeypatch):
 
 
 def test_changed_model_attribute_gets_new_runners(fast):
-    """Lanes are kept with the module; what was prepared for one setting of it must not serve another."""
+    """Lanes are kept with the module; what was prepared for one setting of it must not serve
+    another.
+    """
     model = fc.Model(Holding(SimpleNamespace(n=1)), ())
     model.module.register_forward_hook(lambda module, inputs, logits: logits / module.temperature)
     for model.module.temperature in (1.0, 5.0):

@@ -1,4 +1,6 @@
-"""Every recipe equals its slow twin over whole rounds, with momentum and weight decay; and what each one promises."""
+"""Every recipe equals its slow twin over whole rounds, with momentum and weight decay; and what
+each one promises.
+"""
 
 import math
 from collections import Counter
@@ -46,7 +48,7 @@ def updates_of(setup, state):
     ]
 
 
-# ── FedProx, labels ─────────────────────────────────────────────────────────────────────────────────────
+# ── FedProx, labels ───────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("policy", ["prefix", "magnitude", "random"])
@@ -146,7 +148,7 @@ def test_absent_labels_of_a_sequence_use_axis_one():
     torch.testing.assert_close(loss, expected)
 
 
-# ── FjORD ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── FjORD ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("distil", [0.0, 0.3, 1.0])
@@ -242,7 +244,7 @@ def test_fjord_running_statistics_are_of_the_widest_part(distil):
         same(state.statistics[key], tensors)
 
 
-# ── Hermes ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── Hermes ────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("model", ["mlp", "cnn"])
@@ -252,8 +254,13 @@ def test_hermes_equals_its_twin(model):
     )
     twin = twins.hermes(0.3, 0.4)
     state = agree(setup, state, twin, rounds=4)
-    units = {id: {n.removeprefix("units."): t.nonzero().flatten().tolist() for n, t in client_units.items()}
-             for id, client_units in state.private.items()}  # fmt: skip
+    units = {
+        id: {
+            n.removeprefix("units."): t.nonzero().flatten().tolist()
+            for n, t in client_units.items()
+        }
+        for id, client_units in state.private.items()
+    }
     assert units == twin.kept
     assert (
         len({str(client_units) for client_units in units.values()}) > 1
@@ -334,7 +341,7 @@ def test_hermes_evaluation_leaves_running_statistics_unchanged():
         same(u.buffers, v.buffers)
 
 
-# ── FedMask ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── FedMask ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("policy", ["full", "prefix", "random"])
@@ -398,7 +405,7 @@ def test_fedmask_refuses_weights_that_it_cannot_mask():
         replace_weights_with_scores(fc.Model(torch.nn.Sequential(torch.nn.Embedding(3, 4)), ()))
 
 
-# ── FIARSE ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── FIARSE ────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("scope", ["model", "layer"])
@@ -448,7 +455,7 @@ def test_fiarse_weights_leave_the_mask_and_none_enters():
     assert left > 0
 
 
-# ── private and frozen tensors survive a checkpoint ─────────────────────────────────────────────────────
+# ── private and frozen tensors survive a checkpoint ───────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
