@@ -1,17 +1,21 @@
-"""Bytes at the socket: does what a client moves follow its capacity? A counting proxy before every SuperNode.
+"""Bytes at the socket: does what a client moves follow its capacity?
 
-Two SuperNodes with one client each, full width and quarter width of a WRN28-2; prints JSON. Counted is every byte that
-passes the proxy, headers included, by the path of the request: only paths that carry tasks and answers count, in both
-directions, from the second round on (so neither app delivery nor heartbeats, as the two nodes are compared alike).
+Two SuperNodes have one client each, of full width and of a quarter of the width of a WRN28-2. A
+proxy before every SuperNode counts every byte that passes, headers included, by the path of the
+request. Only paths that carry tasks and answers count, in both directions, from the second round
+on. So neither the delivery of the app nor heartbeats count. Prints JSON.
 """
 
 import json
 import re
 import socket
+import subprocess
 import tempfile
 import threading
+import time
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -28,18 +32,19 @@ CARRYING = (
     "push-object",
     "confirm-message-received",
 )
+"""The paths of requests that carry tasks and answers."""
 _REQUEST = re.compile(rb"(?:POST|GET) (\S+) HTTP/1")
 
 
 def _end(connection: socket.socket) -> None:
-    """Close a connection, also for whoever waits for its bytes."""
+    """Close a connection, also for those that wait for its bytes."""
     with suppress(OSError):  # it has ended already
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()
 
 
 class Proxy:
-    """Passes bytes on between a SuperNode and the SuperLink, and counts them by the path of the request."""
+    """A proxy from a SuperNode to the SuperLink that counts bytes by the path of the request."""
 
     def __init__(self, target: int) -> None:
         self.port, self.target = free_port(), target
@@ -55,96 +60,103 @@ class Proxy:
                 return
             try:
                 far = socket.create_connection(("127.0.0.1", self.target))
-            except OSError:  # the SuperLink has gone, at the end
+            except OSError:  # the SuperLink has ended
                 near.close()
                 continue
-            path = [""]  # of the request that is under way on this connection
+            path = [""]  # of the request that this connection is serving
             for source, sink, outgoing in ((near, far, True), (far, near, False)):
                 threading.Thread(
-                    target=self._pass_on, args=(source, sink, outgoing, path), daemon=True
+                    target=self._forward, args=(source, sink, outgoing, path), daemon=True
                 ).start()
 
-    def _pass_on(
+    def _forward(
         self, source: socket.socket, sink: socket.socket, outgoing: bool, path: list[str]
     ) -> None:
-        with suppress(OSError):  # an abrupt end, of either side
+        with suppress(OSError):  # an abrupt end of either side
             while data := source.recv(2**16):
-                if outgoing and (found := _REQUEST.match(data)):
-                    path[0] = found[1].decode().rpartition("/")[2]
+                if outgoing and (request := _REQUEST.match(data)):
+                    path[0] = request[1].decode().rpartition("/")[2]
                 self.counted[path[0]] += len(data)
                 sink.sendall(data)
         _end(source)
         _end(sink)
 
     def close(self) -> None:
-        """Accept no more connections; those that are open end with their processes."""
+        """Accept no more connections; open ones end with their processes."""
         _end(self._server)
 
     @property
     def carried(self) -> int:
-        """Bytes of tasks and answers so far."""
+        """Return the bytes of tasks and answers so far."""
         return sum(self.counted[path] for path in CARRYING)
 
 
-def measure(place: Path, rounds: int = 4) -> dict[str, object]:
-    """Bytes of a full-width and of a quarter-width client, round by round."""
-    wanted = fc.Experiment(
-        name="wire", model="wide_resnet(depth=28, widen=2)", policy="prefix", fleet="1x1.0 + 1x0.25", clients=2,
-        active=2, rounds=rounds, epochs=1, batch_size=8, calibration=16, evaluate_every=rounds,
-        dataset="synthetic(shape=(3, 32, 32), samples=8, test_size=16)",
-    )  # fmt: skip
+@contextmanager
+def run_behind_proxies(place: Path, nodes: int) -> Iterator[tuple[LocalFederation, list[Proxy]]]:
+    """Start a SuperLink and SuperNodes, each behind its proxy; stop them at the end."""
     federation = LocalFederation(place / "flower")
-    folder = place / "run"
-    marks: list[list[int]] = []
-    proxies = [Proxy(federation.port) for _ in range(2)]
+    proxies = [Proxy(federation.port) for _ in range(nodes)]
     try:
         federation.start_superlink()
-        for number, proxy in enumerate(proxies):
-            arguments = [
-                "--superlink",
-                f"127.0.0.1:{proxy.port}",
-                "--host",
-                "127.0.0.1",
-                "--port",
-                str(free_port()),
-            ]
-            config = f"partition-id={number} num-partitions=2"
-            federation.start(
-                f"node-{number}",
-                "flower-supernode",
-                "--insecure",
-                *arguments,
-                "--node-config",
-                config,
-            )
-        with (place / "log.txt").open("wb") as log:
-            settings = RunConfig(
-                wanted.to_toml(), str(folder), device="cpu", nodes=2, deadline=600.0
-            )
-            process = federation.submit(write_app(place / "app", settings), log)
-            while process.poll() is None:
-                path = folder / "metrics.jsonl"
-                done = path.read_bytes().count(b"\n") if path.exists() else 0
-                if done > len(marks):
-                    marks.append([proxy.carried for proxy in proxies])
-                threading.Event().wait(0.05)
+        for node, proxy in enumerate(proxies):
+            superlink = ["--insecure", "--superlink", f"127.0.0.1:{proxy.port}"]
+            address = ["--host", "127.0.0.1", "--port", str(free_port())]
+            config = ["--node-config", f"partition-id={node} num-partitions={nodes}"]
+            federation.start(f"node-{node}", "flower-supernode", *superlink, *address, *config)
+        yield federation, proxies
     finally:
         federation.stop()
         for proxy in proxies:
             proxy.close()
+
+
+def carried_by_round(
+    process: subprocess.Popen[bytes], metrics: Path, proxies: Sequence[Proxy]
+) -> list[list[int]]:
+    """Wait for the end of a run; return what every proxy had carried at the end of each round."""
+    carried: list[list[int]] = []
+    while process.poll() is None:
+        finished = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+        if finished > len(carried):
+            carried.append([proxy.carried for proxy in proxies])
+        time.sleep(0.05)
+    return carried
+
+
+def measure(place: Path, rounds: int = 4) -> dict[str, object]:
+    """Return the bytes of a full-width and of a quarter-width client, round by round."""
+    experiment = fc.Experiment(
+        name="wire",
+        model="wide_resnet(depth=28, widen=2)",
+        policy="prefix",
+        fleet="1x1.0 + 1x0.25",
+        clients=2,
+        active=2,
+        rounds=rounds,
+        epochs=1,
+        batch_size=8,
+        calibration=16,
+        evaluate_every=rounds,
+        dataset="synthetic(shape=(3, 32, 32), samples=8, test_size=16)",
+    )
+    folder = place / "run"
+    settings = RunConfig(experiment.to_toml(), str(folder), device="cpu", nodes=2, deadline=600.0)
+    with (
+        run_behind_proxies(place, nodes=2) as (federation, proxies),
+        (place / "log.txt").open("wb") as log,
+    ):
+        process = federation.submit(write_app(place / "app", settings), log)
+        carried = carried_by_round(process, folder / "metrics.jsonl", proxies)
     moved = [
-        [after - before for before, after in zip(*pair, strict=True)] for pair in pairwise(marks)
+        [after - before for before, after in zip(*pair, strict=True)] for pair in pairwise(carried)
     ]
-    lines = read_lines(folder / "metrics.jsonl")
-    full, quarter = (median(column) for column in zip(*moved, strict=True))
+    full, quarter = zip(*moved, strict=True)
+    last_round = read_lines(folder / "metrics.jsonl")[-1]
+    parameters_and_masks = last_round["bytes_down"] + last_round["bytes_up"]
     return {
-        "bytes_per_round": {
-            "full width": [m[0] for m in moved],
-            "quarter width": [m[1] for m in moved],
-        },
-        "quarter_of_full": round(quarter / full, 4),
-        "bytes_of_parameters_and_masks_per_round_both_clients": lines[-1]["bytes_down"]
-        + lines[-1]["bytes_up"],
+        "bytes_per_round": {"full width": list(full), "quarter width": list(quarter)},
+        "quarter_of_full": round(median(quarter) / median(full), 4),
+        "bytes_of_parameters_and_masks_per_round_both_clients": parameters_and_masks,
         "all_bytes_by_path": [dict(proxy.counted.most_common()) for proxy in proxies],
     }
 

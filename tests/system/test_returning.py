@@ -6,7 +6,7 @@ import shutil
 import signal
 
 import pytest
-from benchmarks.flower_chaos import Secured
+from benchmarks.tls_federation import TLSFederation
 
 from tests.system.harness import PATIENCE, wait_for
 
@@ -17,7 +17,7 @@ REFUSED, LET_IN = "[code: 2004]", "SuperNode ID"
 @pytest.fixture
 def federation(tmp_path):
     """A SuperLink with TLS that knows one key."""
-    made = Secured(tmp_path)
+    made = TLSFederation(tmp_path)
     try:
         made.prepare()
         made.start_superlink()
